@@ -1,0 +1,205 @@
+"""One flat view over anyone's array: NumPy, CuPy, torch, and what speaks DLPack or the CUDA array interface.
+
+A `Buffer` shares the caller's memory, so a collective that writes to `flat` writes to the caller's array. Above this
+file nobody asks which library an array came from, or whether it lies on the host or on a GPU; frameworks are never
+imported here, only recognised when the caller has imported them.
+
+`outgoing` and `incoming` are the only ways by which memory reaches MPI: they order GPU memory after the work that
+produced it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ringreduce.dtypes import ElementType, element_type
+from ringreduce.errors import MissingExtraError, UnsupportedArrayError
+
+
+class Buffer(NamedTuple):
+    """A flat view of an array's memory, with what is needed to make another array like it."""
+
+    flat: Any
+    """1-D NumPy or CuPy array of `element.storage`, C order, the caller's memory."""
+    element: ElementType
+    shape: tuple[int, ...]
+    device: str
+    """"cpu", or "cuda:0" and the like."""
+    rebuild: Callable[[Any, tuple[int, ...]], Any]
+    """Makes an array of the caller's kind from a flat array and a shape, without a copy."""
+
+    @property
+    def count(self) -> int:
+        """Elements."""
+        return int(self.flat.size)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes."""
+        return self.count * self.element.itemsize
+
+    def empty(self, shape: tuple[int, ...]) -> Buffer:
+        """A new buffer of this kind and element type, on the same device, not filled."""
+        flat = _array_module(self.flat).empty(math.prod(shape), dtype=self.element.storage)
+        return self._replace(flat=flat, shape=shape)
+
+    def copy(self) -> Buffer:
+        """A new buffer with the same elements."""
+        return self._replace(flat=self.flat.copy())
+
+    def array(self) -> Any:
+        """The buffer as an array of the caller's kind."""
+        return self.rebuild(self.flat, self.shape)
+
+
+def as_buffer(array: Any, *, writable: bool = False) -> Buffer:
+    """A view of `array`, sharing its memory; a Python or NumPy number becomes a 0-d array.
+
+    Raises: UnsupportedArrayError when it is no array, is not C-contiguous, holds elements that cannot travel, or is
+            read-only although `writable` is asked for; MissingExtraError for GPU memory without CuPy.
+    """
+    if isinstance(array, bool | int | float | complex | np.generic):
+        if writable:
+            raise UnsupportedArrayError(f"a {type(array).__name__} cannot be changed in place; pass an array")
+        array = np.asarray(array)
+    if isinstance(array, np.ndarray):
+        return _numpy_buffer(array, writable)
+    if _is_torch(array):
+        return _torch_buffer(array)
+    if hasattr(array, "__cuda_array_interface__"):
+        return _cupy_buffer(_cupy().asarray(array))
+    if hasattr(array, "__dlpack__"):
+        return _dlpack_buffer(array, writable)
+    raise UnsupportedArrayError(
+        f"a {type(array).__module__}.{type(array).__qualname__} is no array; expected a NumPy, CuPy or torch array, "
+        "or an object with __dlpack__ or __cuda_array_interface__"
+    )
+
+
+def outgoing(flat: Any) -> Any:
+    """The bytes of `flat` for a message to read: host memory as it is; GPU memory copied down, after its producers."""
+    if isinstance(flat, np.ndarray):
+        return flat.view(np.uint8)
+    return flat.get().view(np.uint8)  # CuPy's get() waits for the current stream
+
+
+def incoming(flat: Any) -> tuple[Any, Callable[[], None] | None]:
+    """Bytes for a message to fill, and what must be called after it came: copying up, for GPU memory."""
+    if isinstance(flat, np.ndarray):
+        return flat.view(np.uint8), None
+    host = np.empty(flat.size, flat.dtype)
+    return host.view(np.uint8), lambda: flat.set(host)  # CuPy's set() is ordered on the current stream
+
+
+def empty_like(flat: Any, count: int, dtype: np.dtype[Any]) -> Any:
+    """An array of `count` elements where `flat` lies, not filled."""
+    return _array_module(flat).empty(count, dtype=dtype)
+
+
+def _numpy_buffer(array: np.ndarray[Any, Any], writable: bool) -> Buffer:
+    element = element_type(array.dtype)
+    if not array.flags.c_contiguous:
+        raise UnsupportedArrayError(
+            f"an array of shape {array.shape} and strides {array.strides} is not C-contiguous; pass a contiguous copy "
+            "(numpy.ascontiguousarray)"
+        )
+    if writable and not array.flags.writeable:
+        raise UnsupportedArrayError("a read-only array cannot be changed in place; pass a copy")
+    dtype = array.dtype
+    return Buffer(
+        flat=array.reshape(-1).view(element.storage),
+        element=element,
+        shape=array.shape,
+        device="cpu",
+        rebuild=lambda flat, shape: flat.view(dtype).reshape(shape),
+    )
+
+
+def _cupy_buffer(array: Any) -> Buffer:
+    element = element_type(array.dtype)
+    if not array.flags.c_contiguous:
+        raise UnsupportedArrayError(
+            f"a GPU array of shape {array.shape} and strides {array.strides} is not C-contiguous; pass a contiguous "
+            "copy (cupy.ascontiguousarray)"
+        )
+    dtype = array.dtype
+    return Buffer(
+        flat=array.reshape(-1).view(element.storage),
+        element=element,
+        shape=tuple(array.shape),
+        device=f"cuda:{array.device.id}",
+        rebuild=lambda flat, shape: flat.view(dtype).reshape(shape),
+    )
+
+
+def _is_torch(array: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(array, torch.Tensor)
+
+
+def _torch_buffer(tensor: Any) -> Buffer:
+    torch = sys.modules["torch"]
+    element = element_type(tensor.dtype)
+    if tensor.layout is not torch.strided:
+        raise UnsupportedArrayError(f"a tensor of layout {tensor.layout} is not dense; pass tensor.to_dense()")
+    if not tensor.is_contiguous():
+        raise UnsupportedArrayError(
+            f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not contiguous; pass "
+            "tensor.contiguous()"
+        )
+    if tensor.device.type not in ("cpu", "cuda"):
+        raise UnsupportedArrayError(f"a tensor on {tensor.device} cannot be communicated; move it to cpu or cuda")
+    return Buffer(
+        flat=_torch_flat(tensor, element),
+        element=element,
+        shape=tuple(tensor.shape),
+        device="cpu" if tensor.device.type == "cpu" else str(tensor.device),
+        rebuild=lambda flat, shape: _torch_rebuild(flat, element, tensor.dtype).reshape(shape),
+    )
+
+
+def _torch_flat(tensor: Any, element: ElementType) -> Any:
+    torch = sys.modules["torch"]
+    flat = tensor.detach().reshape(-1)
+    if element.name == "bfloat16":
+        flat = flat.view(torch.int16)  # neither NumPy nor the CUDA array interface knows bfloat16
+    array = flat.numpy() if tensor.device.type == "cpu" else _cupy().asarray(flat)
+    return array.view(element.storage)
+
+
+def _torch_rebuild(flat: Any, element: ElementType, dtype: Any) -> Any:
+    torch = sys.modules["torch"]
+    if element.name == "bfloat16":
+        return torch.as_tensor(flat.view(np.int16)).view(dtype)
+    return torch.as_tensor(flat)
+
+
+def _dlpack_buffer(array: Any, writable: bool) -> Buffer:
+    device_type, _ = array.__dlpack_device__()
+    if device_type != 1:  # kDLCPU
+        return _cupy_buffer(_cupy().from_dlpack(array))
+    try:
+        return _numpy_buffer(np.from_dlpack(array), writable)
+    except (BufferError, RuntimeError) as exc:
+        kind = type(array).__qualname__
+        raise UnsupportedArrayError(f"a {kind} that NumPy cannot view through DLPack: {exc}") from exc
+
+
+def _cupy() -> Any:
+    try:
+        return importlib.import_module("cupy")
+    except ImportError as exc:
+        raise MissingExtraError(
+            "GPU arrays need CuPy; install it with: pip install 'ringreduce[cuda12]' (or 'ringreduce[cuda13]', as your "
+            "driver has it)"
+        ) from exc
+
+
+def _array_module(flat: Any) -> Any:
+    return np if isinstance(flat, np.ndarray) else _cupy()

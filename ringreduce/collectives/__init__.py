@@ -1,0 +1,12 @@
+"""One algorithm a file, each over a `Transport`; none knows of tensors, names or frameworks.
+
+| function             | messages a rank sends | elements a rank sends, of n | source                |
+|----------------------|-----------------------|-----------------------------|-----------------------|
+| ring.scatter_reduce  | P - 1                 | n (P - 1) / P               | Patarasuk & Yuan 2009 |
+| ring.allgather       | P - 1                 | n (P - 1) / P               | Patarasuk & Yuan 2009 |
+| ring.allreduce       | 2 (P - 1)             | 2 n (P - 1) / P             | Patarasuk & Yuan 2009 |
+| tree.broadcast       | at most log2 P        | at most n log2 P            | binomial tree         |
+| bruck.allgather      | log2 P, rounded up    | n (P - 1)                   | Bruck et al. 1997     |
+
+The ring's messages are counted per chunk; a chunk longer than a segment is cut into several.
+"""

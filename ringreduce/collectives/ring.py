@@ -1,0 +1,219 @@
+"""The ring all-reduce: scatter-reduce, then allgather.
+
+The P ranks stand in a ring. Each sends only to its right neighbour and receives only from its left one. The buffer is
+cut into P chunks (partition.py). With P = 3, the columns being the chunks, `a1` rank 1's part of chunk a:
+
+            rank 0            rank 1            rank 2
+          a0  b0  c0        a1  b1  c1        a2  b2  c2         step 0: rank r sends chunk r to the right
+              ·
+          a0  b0  c02       a01 b1  c1        a2  b12 c2         step 1: rank r sends chunk r - 1, the sum so far
+              ·
+          a0  B   c02       a01 b1  C         A   b12 c2         scatter-reduce is done: rank r owns chunk r + 1
+              ·
+          A   B   c02       a01 B   C         A   b12 C          step 2: rank r sends chunk r + 1, finished
+              ·
+          A   B   C         A   B   C         A   B   C          step 3: rank r sends chunk r; allgather is done
+
+Cost: 2 (P - 1) steps; every rank sends and receives 2 n (P - 1) / P elements, which is the least that any algorithm can
+do, and every link carries the same at every moment. Latency grows with P: small messages have better algorithms.
+
+A chunk travels in segments. As soon as one has come and was summed it is sent on, and receives are posted ahead, so the
+wire and the processor work at the same time, and no step waits for a whole chunk.
+
+Every element is summed by one rank after the other in ring order and copied when it is finished: all ranks get the same
+bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from ringreduce import buffers
+from ringreduce.errors import InputError
+from ringreduce.ops import Reduction
+from ringreduce.partition import (
+    Step,
+    allgather_steps,
+    bounds_of,
+    chunk_bounds,
+    scatter_reduce_steps,
+    segments,
+)
+from ringreduce.transport.base import Request, Transport
+
+TAG = 1
+RECEIVES_AHEAD = 4
+"""Receives posted before they are needed."""
+SEGMENT_BYTES = 512 << 10
+
+
+class _Arrival(NamedTuple):
+    """One segment that comes from the left at a step."""
+
+    step: int
+    low: int
+    high: int
+    reduce: bool
+    """It is reduced into the chunk; else it replaces it."""
+    finished: bool
+    """No rank has anything to add to it any more."""
+    forward: bool
+    """It goes on to the right."""
+    overwrites: tuple[int, int] | None
+    """The send (step, low) from the memory that this arrival replaces: it must be done before."""
+
+
+def allreduce(flat: Any, transport: Transport, reduction: Reduction, segment_bytes: int = SEGMENT_BYTES) -> None:
+    """Reduce `flat` over all ranks, in place; every rank gets the same bits.
+
+    Shape:  (count,), contiguous, NumPy or CuPy, `reduction.element.storage`; equal counts on all ranks.
+    Cost:   2 (size - 1) messages a rank, cut into segments; about 2 count (size - 1) / size elements sent by each.
+            16-bit floats travel as float32 until they are finished, and then as 16 bits. Memory: 4 segments beside
+            `flat`, and a float32 copy of it for 16-bit floats.
+    Raises: PeerLostError when a neighbour has left.
+    Source: Patarasuk & Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
+    """
+    rank, size = transport.rank, transport.size
+    bounds = chunk_bounds(flat.size, size)
+    partial = reduction.start(flat)
+    if size == 1:
+        reduction.finish(partial, flat)
+        return
+    steps = scatter_reduce_steps(rank, size) + allgather_steps(rank, size, owned=rank + 1)
+    _Ring(flat, partial, bounds, steps, transport, reduction, segment_bytes).run()
+
+
+def scatter_reduce(
+    flat: Any, transport: Transport, reduction: Reduction, segment_bytes: int = SEGMENT_BYTES
+) -> tuple[int, int]:
+    """Reduce `flat` around the ring; leave one finished chunk on each rank.
+
+    Shape:  as `allreduce`; changed in place, and outside the owned chunk left with partial sums.
+    Result: (low, high): the finished part of `flat`. Rank r owns chunk (r + 1) % size.
+    Cost:   size - 1 messages a rank, cut into segments; about count (size - 1) / size elements sent by each.
+    Raises: PeerLostError when a neighbour has left.
+    Source: Patarasuk & Yuan, 2009.
+    """
+    rank, size = transport.rank, transport.size
+    bounds = chunk_bounds(flat.size, size)
+    partial = reduction.start(flat)
+    owned = (rank + 1) % size
+    low, high = bounds[owned], bounds[owned + 1]
+    if size == 1:
+        reduction.finish(partial, flat)
+    else:
+        _Ring(flat, partial, bounds, scatter_reduce_steps(rank, size), transport, reduction, segment_bytes).run()
+    return low, high
+
+
+def allgather(
+    flat: Any,
+    transport: Transport,
+    counts: Sequence[int] | None = None,
+    owned: int | None = None,
+    segment_bytes: int = SEGMENT_BYTES,
+) -> None:
+    """Spread each rank's own chunk of `flat` to all ranks, in place.
+
+    Shape:  (count,), contiguous, NumPy or CuPy, any element type; equal counts on all ranks.
+    counts: the elements of each chunk; by default the chunks of `scatter_reduce`.
+    owned:  the chunk that this rank has, rank + 1 by default as after `scatter_reduce`; the same distance on all ranks.
+    Cost:   size - 1 messages a rank, cut into segments; all chunks but one sent by each.
+    Raises: InputError when `counts` does not fit; PeerLostError when a neighbour has left.
+    Source: Patarasuk & Yuan, 2009.
+    """
+    rank, size = transport.rank, transport.size
+    if counts is not None and (len(counts) != size or sum(counts) != flat.size):
+        raise InputError(
+            f"allgather: {len(counts)} counts with sum {sum(counts)} for {size} ranks and {flat.size} elements"
+        )
+    bounds = chunk_bounds(flat.size, size) if counts is None else bounds_of(counts)
+    steps = allgather_steps(rank, size, rank + 1 if owned is None else owned)
+    if size > 1:
+        _Ring(flat, flat, bounds, steps, transport, None, segment_bytes).run()
+
+
+class _Ring:
+    """The loop of all three: reducing steps work on `partial`, the others on `flat`; often both are one array."""
+
+    def __init__(
+        self,
+        flat: Any,
+        partial: Any,
+        bounds: list[int],
+        steps: list[Step],
+        transport: Transport,
+        reduction: Reduction | None,
+        segment_bytes: int,
+    ) -> None:
+        self.flat, self.partial = flat, partial
+        self.transport, self.reduction = transport, reduction
+        self.left, self.right = (transport.rank - 1) % transport.size, (transport.rank + 1) % transport.size
+        self.bounds, self.steps = bounds, steps
+        self.length = max(1, segment_bytes // partial.itemsize)
+        self.arrivals = list(_arrivals(steps, bounds, self.length))
+        self.scratch = _scratch(partial, self.arrivals)
+        self.receives: list[tuple[Request, Any]] = []
+        self.sends: dict[tuple[int, int], Request] = {}
+
+    def run(self) -> None:
+        """Take all steps; on return the memory is the caller's again."""
+        self.post_receives(0)
+        first = self.steps[0]
+        for low, high in segments(self.bounds[first.send], self.bounds[first.send + 1], self.length):
+            self.send(0, slice(low, high), self.partial if first.reduce else self.flat)
+        for index in range(len(self.arrivals)):
+            self.post_receives(index)
+            self.take(index)
+        for request in self.sends.values():
+            request.wait()
+
+    def post_receives(self, current: int) -> None:
+        """Post the receive of arrival `current` and, as far as their memory is free, some of the following ones."""
+        for index in range(len(self.receives), min(current + RECEIVES_AHEAD, len(self.arrivals))):
+            arrival = self.arrivals[index]
+            if arrival.overwrites is not None:
+                send = self.sends.get(arrival.overwrites)
+                if send is None or (index > current and not send.done()):
+                    return
+                send.wait()
+            low, high = arrival.low, arrival.high
+            into = self.scratch[index % RECEIVES_AHEAD][: high - low] if arrival.reduce else self.flat[low:high]
+            self.receives.append((self.transport.receive(into, self.left, TAG), into))
+
+    def take(self, index: int) -> None:
+        """Wait for one arrival, reduce it, and send it on."""
+        arrival = self.arrivals[index]
+        request, came = self.receives[index]
+        request.wait()
+        here = slice(arrival.low, arrival.high)
+        if arrival.reduce and self.reduction is not None:
+            self.reduction.combine(self.partial[here], came)
+            if arrival.finished:
+                self.reduction.finish(self.partial[here], self.flat[here])
+        if arrival.forward:
+            self.send(arrival.step + 1, here, self.flat if arrival.finished else self.partial)
+
+    def send(self, step: int, here: slice, array: Any) -> None:
+        """Send one segment to the right."""
+        self.sends[step, here.start] = self.transport.send(array[here], self.right, TAG)
+
+
+def _arrivals(steps: list[Step], bounds: list[int], length: int) -> Iterator[_Arrival]:
+    """All segments that come from the left, in order."""
+    sent_at = {step.send: number for number, step in reversed(list(enumerate(steps)))}
+    for number, step in enumerate(steps):
+        last = number + 1 == len(steps)
+        finished = not step.reduce or last or not steps[number + 1].reduce
+        sent = number if step.reduce else sent_at.get(step.receive, number)
+        for low, high in segments(bounds[step.receive], bounds[step.receive + 1], length):
+            overwrites = (sent, low) if sent < number else None
+            yield _Arrival(number, low, high, step.reduce, finished, forward=not last, overwrites=overwrites)
+
+
+def _scratch(partial: Any, arrivals: list[_Arrival]) -> list[Any]:
+    """Room for the receives posted ahead whose data is to be reduced."""
+    longest = max((arrival.high - arrival.low for arrival in arrivals if arrival.reduce), default=0)
+    flat = buffers.empty_like(partial, RECEIVES_AHEAD * longest, partial.dtype)
+    return [flat[k * longest : (k + 1) * longest] for k in range(RECEIVES_AHEAD)]

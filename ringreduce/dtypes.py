@@ -1,0 +1,82 @@
+"""The table of element types: how each is named, stored, and in which type its sums are made.
+
+16-bit floats are summed in float32 and rounded once. NumPy knows no bfloat16, so its elements are held as uint16 and
+converted here by shifting bits; ml_dtypes is not needed, and arrays of its bfloat16 are understood.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ringreduce.errors import UnsupportedArrayError
+
+
+class ElementType(NamedTuple):
+    """One row of the table."""
+
+    name: str
+    storage: np.dtype[Any]
+    """The NumPy type in which the elements lie in memory; uint16 for bfloat16."""
+    kind: str
+    """b: bool, i: signed, u: unsigned, f: float, c: complex."""
+    sum_type: np.dtype[Any]
+    """The type in which sums are made; wider than `storage` for 16-bit floats."""
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes an element takes in memory and in a message that holds finished values."""
+        return self.storage.itemsize
+
+    def widen(self, flat: Any) -> Any:
+        """A copy of `flat` (NumPy or CuPy, `storage` elements) in `sum_type`."""
+        if self.name == "bfloat16":
+            return (flat.astype(np.uint32) << np.uint32(16)).view(np.float32)
+        return flat.astype(self.sum_type)
+
+    def narrow(self, values: Any) -> Any:
+        """Round `values` (`sum_type` elements) to `storage`, to nearest, ties to even; NaN stays NaN."""
+        if self.name == "bfloat16":
+            return _bfloat16_bits(values)
+        with np.errstate(over="ignore"):  # past the largest float16 lies infinity, as in every framework
+            return values.astype(self.storage)
+
+
+def _bfloat16_bits(values: Any) -> Any:
+    """The upper halves of float32 values, rounded to nearest even (the carry may rightly run into infinity)."""
+    bits = values.view(np.uint32)
+    rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+    quiet_nan = (bits >> np.uint32(16)) | np.uint32(0x40)  # rounding could carry a NaN's payload into infinity
+    is_nan = values != values
+    return (rounded * ~is_nan + quiet_nan * is_nan).astype(np.uint16)
+
+
+def _table() -> dict[str, ElementType]:
+    def row(name: str, kind: str, storage: str = "", sum_type: str = "") -> ElementType:
+        stored = np.dtype(storage or name)
+        return ElementType(name, stored, kind, np.dtype(sum_type) if sum_type else stored)
+
+    rows = [
+        row("bool", "b"),
+        *(row(f"uint{bits}", "u") for bits in (8, 16, 32, 64)),
+        *(row(f"int{bits}", "i") for bits in (8, 16, 32, 64)),
+        row("float16", "f", sum_type="float32"),
+        row("bfloat16", "f", storage="uint16", sum_type="float32"),
+        row("float32", "f"),
+        row("float64", "f"),
+        row("complex64", "c"),
+        row("complex128", "c"),
+    ]
+    return {each.name: each for each in rows}
+
+
+TABLE = _table()
+
+
+def element_type(dtype: Any) -> ElementType:
+    """The row of a dtype of NumPy, CuPy, ml_dtypes or torch (told by its name); raises UnsupportedArrayError."""
+    name = str(dtype).removeprefix("torch.")
+    if getattr(dtype, "isnative", True) and name in TABLE:
+        return TABLE[name]
+    raise UnsupportedArrayError(f"elements of type {name} cannot be communicated; supported are: {', '.join(TABLE)}")

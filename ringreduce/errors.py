@@ -1,0 +1,76 @@
+"""Every exception that ringreduce raises on purpose.
+
+    RingreduceError
+    ├── InputError (ValueError)              an argument that this rank alone can see is wrong
+    │   ├── UnsupportedArrayError            an array whose type or layout cannot travel
+    │   └── SettingsError                    a RINGREDUCE_… variable that does not parse
+    ├── NotInitializedError (ValueError)     a call before init()
+    ├── StartupError (RuntimeError)          init() cannot form a world
+    │   ├── MpiMissingError (ImportError)    no MPI library
+    │   └── LauncherMismatchError            started by another MPI's launcher: every rank would be 0 of 1
+    ├── MissingExtraError (ImportError)      an optional package is needed; the message names the extra
+    └── CollectiveError (RuntimeError)       a collective failed; Horovod's name is HorovodInternalError
+        ├── MismatchError                    ranks called with different shapes, dtypes, ops …; the job can go on
+        └── PeerLostError                    a rank that this one waits for has left; `lost_ranks` names it
+
+A message says where, what was expected, what came, and what to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class RingreduceError(Exception):
+    """The root of the tree: catches whatever ringreduce raises on purpose."""
+
+
+class InputError(RingreduceError, ValueError):
+    """An argument is wrong, and this rank alone can tell."""
+
+
+class UnsupportedArrayError(InputError):
+    """An array whose element type, memory layout or kind cannot be communicated."""
+
+
+class SettingsError(InputError):
+    """A RINGREDUCE_… variable holds a value that does not parse."""
+
+
+class NotInitializedError(RingreduceError, ValueError):
+    """A function that needs the world was called before `init()` or after `shutdown()`."""
+
+    def __init__(self, function: str) -> None:
+        super().__init__(f"{function}(): ringreduce has not been initialized; use ringreduce.init()")
+
+
+class StartupError(RingreduceError, RuntimeError):
+    """`init()` cannot form a world."""
+
+
+class MpiMissingError(StartupError, ImportError):
+    """mpi4py finds no MPI library."""
+
+
+class LauncherMismatchError(StartupError):
+    """The launcher belongs to another MPI than the one mpi4py loads."""
+
+
+class MissingExtraError(RingreduceError, ImportError):
+    """An optional package is needed and absent; the message names the extra that brings it."""
+
+
+class CollectiveError(RingreduceError, RuntimeError):
+    """A collective operation failed."""
+
+
+class MismatchError(CollectiveError):
+    """The ranks did not call the same operation on equal shapes; raised on every rank, and the job can go on."""
+
+
+class PeerLostError(CollectiveError):
+    """A rank that this one waits for has left the job; `lost_ranks` holds its number."""
+
+    def __init__(self, message: str, lost_ranks: Sequence[int]) -> None:
+        super().__init__(message)
+        self.lost_ranks = tuple(lost_ranks)

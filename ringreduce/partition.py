@@ -1,0 +1,69 @@
+"""n elements over P ranks, and the ring's schedule: pure functions, no memory and no messages.
+
+chunk    what one rank owns of a buffer: `bounds[k]` to `bounds[k + 1]`, one chunk per rank
+segment  a piece of a chunk in flight; many per chunk
+step     what one rank sends and receives at the same time
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Step(NamedTuple):
+    """One step of one rank: the chunk that goes right, the chunk that comes from the left."""
+
+    send: int
+    receive: int
+    reduce: bool
+    """True: what comes is added to the chunk; False: it replaces the chunk."""
+
+
+def chunk_bounds(count: int, size: int) -> list[int]:
+    """Cut `count` elements into `size` chunks; the first `count % size` chunks are one element longer.
+
+    Returns: size + 1 offsets; chunk k is bounds[k]:bounds[k + 1], and is empty where count < size.
+
+    >>> chunk_bounds(10, 4)
+    [0, 3, 6, 8, 10]
+    """
+    share, extra = divmod(count, size)
+    return [k * share + min(k, extra) for k in range(size + 1)]
+
+
+def bounds_of(counts: Sequence[int]) -> list[int]:
+    """The offsets of chunks of the given lengths.
+
+    >>> bounds_of([3, 0, 2])
+    [0, 3, 3, 5]
+    """
+    bounds = [0]
+    for count in counts:
+        bounds.append(bounds[-1] + count)
+    return bounds
+
+
+def scatter_reduce_steps(rank: int, size: int) -> list[Step]:
+    """The size - 1 steps after which rank r owns the finished chunk (r + 1) % size.
+
+    At step i rank r sends chunk r - i and adds what comes into chunk r - i - 1 (mod size).
+    """
+    return [Step((rank - i) % size, (rank - i - 1) % size, True) for i in range(size - 1)]
+
+
+def allgather_steps(rank: int, size: int, owned: int) -> list[Step]:
+    """The size - 1 steps that spread every rank's chunk `owned` to all; after a scatter-reduce owned = rank + 1.
+
+    At step i rank r sends chunk owned - i, which it got one step before, and receives chunk owned - i - 1 (mod size).
+    """
+    return [Step((owned - i) % size, (owned - i - 1) % size, False) for i in range(size - 1)]
+
+
+def segments(low: int, high: int, length: int) -> list[tuple[int, int]]:
+    """Cut low:high into pieces of at most `length` elements.
+
+    >>> segments(3, 10, 4)
+    [(3, 7), (7, 10)]
+    """
+    return [(start, min(start + length, high)) for start in range(low, high, length)]

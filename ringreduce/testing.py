@@ -1,0 +1,75 @@
+"""Ranks as threads of one process: try code that uses ringreduce without MPI and without a launcher.
+
+    from ringreduce.testing import run_ranks
+
+    def test_mean():
+        def program():
+            return ringreduce.allreduce(np.float32(ringreduce.rank()))
+        assert run_ranks(4, program) == [1.5, 1.5, 1.5, 1.5]
+
+Inside `program` every function of ringreduce works as on a real rank; `init()` does nothing. Threads that the program
+starts itself are in no world.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from ringreduce import runtime
+from ringreduce.errors import InputError, PeerLostError
+from ringreduce.settings import Settings
+from ringreduce.transport.threads import Exchange, Message
+from ringreduce.world import World
+
+__all__ = ["Message", "run_ranks"]
+
+Result = TypeVar("Result")
+
+
+def run_ranks(
+    size: int,
+    program: Callable[[], Result],
+    *,
+    hosts: Sequence[int] | None = None,
+    settings: Settings | None = None,
+    buffered: bool = False,
+    timeout_s: float = 20.0,
+    messages: list[Message] | None = None,
+) -> list[Result]:
+    """Run `program` on `size` threads, each a rank of one world; returns what each returned, by rank.
+
+    hosts:     the host number of each rank; all on one host by default.
+    buffered:  False: a send completes only when it is received, stricter than MPI promises; True: at once.
+    timeout_s: a wait longer than this is reported as a deadlock.
+    messages:  a list to which every message that is sent is appended.
+
+    Raises: the exception of the first rank that failed; the other ranks get PeerLostError.
+    """
+    if size < 1 or (hosts is not None and len(hosts) != size):
+        raise InputError(f"run_ranks: expected one rank or more and one host for each, got {size} and hosts={hosts}")
+    exchange = Exchange(size, buffered=buffered, timeout_s=timeout_s)
+    results: list[Any] = [None] * size
+    failures: list[tuple[int, BaseException]] = []
+
+    def run(rank: int) -> None:
+        world = World(rank, size, tuple(hosts or [0] * size))
+        try:
+            with runtime.bound(runtime.Runtime(world, exchange.transport(rank), settings or Settings())):
+                results[rank] = program()
+            exchange.leave(rank, "has left the job (its program returned)")
+        except BaseException as exc:  # raised again by the calling thread
+            failures.append((rank, exc))
+            exchange.leave(rank, f"failed with {type(exc).__name__}: {exc}")
+
+    threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if messages is not None:
+        messages.extend(exchange.messages)
+    if failures:
+        raise next((exc for _, exc in failures if not isinstance(exc, PeerLostError)), failures[0][1])
+    return results

@@ -1,0 +1,144 @@
+"""Ranks as threads of one process: a transport for tests, stricter than any MPI.
+
+A send is never buffered unless asked: it completes only when its receive is there, and the receiver reads the sender's
+memory at that moment. Code that touches a buffer too early, relies on MPI's eager sends, or disagrees about a length
+fails here.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from ringreduce.errors import CollectiveError, PeerLostError
+
+
+class Message(NamedTuple):
+    """What was sent: for tests that assert the pattern of an algorithm."""
+
+    source: int
+    destination: int
+    tag: int
+    nbytes: int
+
+
+class Exchange:
+    """What the threads of one world share: mailboxes, and who has left.
+
+    `timeout_s` bounds every wait: a deadlock becomes an error that says who waits for whom.
+    """
+
+    def __init__(self, size: int, *, buffered: bool = False, timeout_s: float = 20.0) -> None:
+        self.size = size
+        self.buffered = buffered
+        self.timeout_s = timeout_s
+        self.changed = threading.Condition()
+        self.messages: list[Message] = []
+        self.waiting: dict[int, str] = {}
+        self.left: dict[int, str] = {}
+        self._pending_sends: dict[tuple[int, int, int], deque[ThreadRequest]] = defaultdict(deque)
+        self._pending_receives: dict[tuple[int, int, int], deque[ThreadRequest]] = defaultdict(deque)
+
+    def transport(self, rank: int) -> ThreadTransport:
+        """The transport of one rank; used by one thread at a time."""
+        return ThreadTransport(self, rank)
+
+    def leave(self, rank: int, why: str) -> None:
+        """Note that a rank has ended; whoever waits for it raises PeerLostError."""
+        with self.changed:
+            self.left[rank] = why
+            self.changed.notify_all()
+
+    def post(self, request: ThreadRequest) -> None:
+        """Match a send with the oldest receive of its kind, or the other way round, or keep it until one comes."""
+        with self.changed:
+            mine = self._pending_receives if request.receiving else self._pending_sends
+            others = self._pending_sends if request.receiving else self._pending_receives
+            if others[request.key]:
+                _deliver(request, others[request.key].popleft())
+                self.changed.notify_all()
+            else:
+                if self.buffered and not request.receiving:
+                    request.array, request.completed = request.array.copy(), True
+                mine[request.key].append(request)
+
+    def wait(self, request: ThreadRequest) -> None:
+        """Block until the request is done; raise when its peer has left or the time is over."""
+        deadline = time.monotonic() + self.timeout_s
+        with self.changed:
+            self.waiting[request.rank] = str(request)
+            while not request.completed:
+                if request.peer in self.left:
+                    raise PeerLostError(f"{request}, which {self.left[request.peer]}", [request.peer])
+                if not self.changed.wait(deadline - time.monotonic()):
+                    raise CollectiveError(f"deadlock: {'; '.join(self.waiting[rank] for rank in sorted(self.waiting))}")
+            del self.waiting[request.rank]
+        if request.error:
+            raise CollectiveError(request.error)
+
+
+class ThreadRequest:
+    """A message under way."""
+
+    def __init__(self, exchange: Exchange, array: Any, rank: int, peer: int, tag: int, receiving: bool) -> None:
+        self._exchange = exchange
+        self.array = array
+        self.rank = rank
+        self.peer = peer
+        self.receiving = receiving
+        self.key = (peer, rank, tag) if receiving else (rank, peer, tag)
+        self.completed = False
+        self.error = ""
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} waits to {'receive from' if self.receiving else 'send to'} rank {self.peer}"
+
+    def done(self) -> bool:
+        """See `Request.done`."""
+        return self.completed
+
+    def wait(self) -> None:
+        """See `Request.wait`."""
+        self._exchange.wait(self)
+
+
+def _deliver(one: ThreadRequest, other: ThreadRequest) -> None:
+    receive, send = (one, other) if one.receiving else (other, one)
+    if receive.array.nbytes != send.array.nbytes:
+        receive.error = send.error = (
+            f"rank {send.rank} sent {send.array.nbytes} bytes, but rank {receive.rank} expected {receive.array.nbytes}"
+        )
+    else:
+        receive.array.view("u1")[...] = send.array.view("u1")
+    receive.completed = send.completed = True
+
+
+class ThreadTransport:
+    """See `Transport`."""
+
+    def __init__(self, exchange: Exchange, rank: int) -> None:
+        self._exchange = exchange
+        self.rank = rank
+        self.size = exchange.size
+
+    def send(self, array: Any, destination: int, tag: int) -> ThreadRequest:
+        """See `Transport.send`."""
+        self._exchange.messages.append(Message(self.rank, destination, tag, array.nbytes))
+        return self._post(array, destination, tag, receiving=False)
+
+    def receive(self, array: Any, source: int, tag: int) -> ThreadRequest:
+        """See `Transport.receive`."""
+        return self._post(array, source, tag, receiving=True)
+
+    def leave(self, interrupted: Callable[[], bool]) -> bool:
+        """Say farewell."""
+        self._exchange.leave(self.rank, "has left the job (its function returned or called shutdown())")
+        return True
+
+    def _post(self, array: Any, peer: int, tag: int, receiving: bool) -> ThreadRequest:
+        request = ThreadRequest(self._exchange, array, self.rank, peer, tag, receiving)
+        self._exchange.post(request)
+        return request

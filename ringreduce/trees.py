@@ -1,0 +1,46 @@
+"""Nested dicts, lists and tuples of arrays: their leaves in an order that is the same on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+
+def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves with their names, such as ("layers.0.w", array); None is no leaf.
+
+    A dict's keys are taken in the order of their texts, so that ranks which filled it differently agree.
+
+    >>> list(leaves({"b": [1, 2], "a": None}))
+    [('b.0', 1), ('b.1', 2)]
+    """
+    if tree is None:
+        return
+    if isinstance(tree, Mapping):
+        for key in sorted(tree, key=str):
+            yield from leaves(tree[key], _join(path, key))
+    elif isinstance(tree, list | tuple):
+        for index, child in enumerate(tree):
+            yield from leaves(child, _join(path, index))
+    else:
+        yield path, tree
+
+
+def replace_leaves(tree: Any, new_leaf: Callable[[str], Any], path: str = "") -> Any:
+    """A tree of the same form, its leaves replaced by `new_leaf(name)`; None stays None.
+
+    >>> replace_leaves({"a": [1, None]}, lambda name: name)
+    {'a': ['a.0', None]}
+    """
+    if tree is None:
+        return None
+    if isinstance(tree, Mapping):
+        return type(tree)({key: replace_leaves(child, new_leaf, _join(path, key)) for key, child in tree.items()})  # type: ignore[call-arg]
+    if isinstance(tree, list | tuple):
+        children = [replace_leaves(child, new_leaf, _join(path, index)) for index, child in enumerate(tree)]
+        return type(tree)(*children) if hasattr(tree, "_fields") else type(tree)(children)
+    return new_leaf(path)
+
+
+def _join(path: str, key: Any) -> str:
+    return f"{path}.{key}" if path else str(key)

