@@ -1,8 +1,8 @@
 """Before data moves, all ranks make sure that they mean the same operation.
 
 Each rank describes what it is about to do. Digests of the descriptions travel first, with one number a rank (rows,
-bytes); only when they differ do the descriptions follow, and every rank raises the same MismatchError, which names the ranks,
-their values and the lines that called. Nothing else has moved then, so the job can go on.
+bytes); only when they differ do the descriptions follow, and every rank raises the same MismatchError, which names the
+ranks, their values and the lines that called. Nothing else has moved then, so the job can go on.
 """
 
 from __future__ import annotations

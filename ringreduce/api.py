@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-import cloudpickle  # type: ignore[import-untyped]
+import cloudpickle
 import numpy as np
 
 from ringreduce import fusion, runtime, trees
@@ -167,8 +167,8 @@ def broadcast_(tensor: Array, root_rank: int, *, name: str = "tensor") -> Array:
 def broadcast_parameters(params: Any, root_rank: int = 0) -> None:
     """Overwrite parameters with the root's, so that all ranks start alike.
 
-    params: a dict (nested too, such as a torch state_dict), (name, tensor) pairs (such as named_parameters()), or a list
-            of tensors; all of them arrays that can be written to.
+    params: a dict (nested too, such as a torch state_dict), (name, tensor) pairs (such as named_parameters()), or a
+            list of tensors; all of them arrays that can be written to.
     Cost:   as `broadcast`; tensors smaller than `fusion_slot_bytes` travel together.
     Raises: InputError (a ValueError) for anything else; MismatchError; PeerLostError.
     Source: Horovod's broadcast_parameters.

@@ -10,11 +10,12 @@ produced it.
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import math
 import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +23,8 @@ from ringreduce.dtypes import ElementType, element_type
 from ringreduce.errors import MissingExtraError, UnsupportedArrayError
 
 
-class Buffer(NamedTuple):
+@dataclasses.dataclass(frozen=True, eq=False)
+class Buffer:
     """A flat view of an array's memory, with what is needed to make another array like it."""
 
     flat: Any
@@ -47,11 +49,11 @@ class Buffer(NamedTuple):
     def empty(self, shape: tuple[int, ...]) -> Buffer:
         """A new buffer of this kind and element type, on the same device, not filled."""
         flat = _array_module(self.flat).empty(math.prod(shape), dtype=self.element.storage)
-        return self._replace(flat=flat, shape=shape)
+        return dataclasses.replace(self, flat=flat, shape=shape)
 
     def copy(self) -> Buffer:
         """A new buffer with the same elements."""
-        return self._replace(flat=self.flat.copy())
+        return dataclasses.replace(self, flat=self.flat.copy())
 
     def array(self) -> Any:
         """The buffer as an array of the caller's kind."""

@@ -9,15 +9,17 @@ Tensors of one element type share slots, in the order given. A tensor as large a
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from ringreduce import buffers
 from ringreduce.buffers import Buffer
 from ringreduce.dtypes import ElementType
 
 
-class Slot(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Slot:
     """Tensors that travel together."""
 
     element: ElementType
@@ -44,7 +46,7 @@ def plan(tensors: Sequence[Buffer], slot_bytes: int) -> list[Slot]:
         fits = index is not None and slots[index].count * tensor.element.itemsize + tensor.nbytes <= slot_bytes
         if index is not None and fits and not alone:
             slot = slots[index]
-            slots[index] = slot._replace(tensors=(*slot.tensors, number), count=slot.count + tensor.count)
+            slots[index] = dataclasses.replace(slot, tensors=(*slot.tensors, number), count=slot.count + tensor.count)
             continue
         if not alone:
             open_slots[kind] = len(slots)
