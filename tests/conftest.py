@@ -1,0 +1,20 @@
+"""What all tests share."""
+
+import sys
+
+import pytest
+
+from tests import fake_cupy
+
+
+def pytest_ignore_collect(collection_path, config):
+    """tests/mpi is for ranks under a launcher; tests/end_to_end starts it there, with 1, 2, 3 and 4 of them."""
+    return True if collection_path.name == "mpi" and not config.getoption("--with-mpi") else None
+
+
+@pytest.fixture
+def cupy(monkeypatch):
+    """A fake CuPy, whose device memory cannot be touched from the host by mistake."""
+    monkeypatch.setitem(sys.modules, "cupy", fake_cupy)
+    fake_cupy.ndarray.copies.clear()
+    return fake_cupy

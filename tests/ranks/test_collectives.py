@@ -1,0 +1,241 @@
+"""The algorithms on threads, with a transport that buffers nothing: results, and the pattern of their messages."""
+
+import itertools
+from collections import Counter
+
+import numpy as np
+import pytest
+from ringreduce import runtime
+from ringreduce.collectives import bruck, ring, tree
+from ringreduce.dtypes import TABLE
+from ringreduce.errors import CollectiveError, InputError, PeerLostError
+from ringreduce.ops import Average, Reduction, Sum
+from ringreduce.partition import chunk_bounds
+from ringreduce.testing import run_ranks
+
+from tests.reference import OPS, assert_reduced, data, legal
+
+SIZES = range(1, 10)
+
+
+def counts_for(size):
+    return sorted({0, 1, size - 1, size, size + 1, 1000, 100003})
+
+
+def transport():
+    return runtime.current("test").transport
+
+
+def reduction(op, name, size):
+    return Reduction(op, TABLE[name], size)
+
+
+@pytest.mark.parametrize("segment_bytes", [64, 4096, 1 << 20])
+@pytest.mark.parametrize("size", SIZES)
+def test_ring_allreduce_of_every_count(size, segment_bytes):
+    for count in counts_for(size):
+        if segment_bytes == 64 and count > 1000:
+            continue
+        arrays = [data("float64", count, rank) for rank in range(size)]
+
+        def program(arrays=arrays):
+            flat = arrays[transport().rank].copy()
+            ring.allreduce(flat, transport(), reduction(Sum, "float64", size), segment_bytes)
+            return flat
+
+        results = run_ranks(size, program)
+        assert_reduced(results[0], Sum, arrays)
+        assert all(result.tobytes() == results[0].tobytes() for result in results), "the same bits on every rank"
+
+
+MATRIX = [(name, op) for name, op in itertools.product(TABLE, OPS) if legal(op, name)]
+
+
+@pytest.mark.parametrize(("name", "op"), MATRIX, ids=lambda value: str(getattr(value, "value", value)))
+def test_ring_allreduce_of_every_type_and_op(name, op):
+    for size, count in ((1, 7), (2, 9), (3, 10), (4, 101)):
+        arrays = [data(name, count, rank) for rank in range(size)]
+
+        def program(arrays=arrays, size=size):
+            array = arrays[transport().rank].copy()
+            ring.allreduce(array.view(TABLE[name].storage), transport(), reduction(op, name, size), 64)
+            return array
+
+        for result in run_ranks(size, program):
+            assert_reduced(result, op, arrays)
+
+
+@pytest.mark.parametrize("buffered", [False, True])
+@pytest.mark.parametrize("size", SIZES)
+def test_scatter_reduce_then_allgather_is_allreduce(size, buffered):
+    arrays = [data("float32", 1003, rank) for rank in range(size)]
+
+    def program():
+        flat = arrays[transport().rank].copy()
+        low, high = ring.scatter_reduce(flat, transport(), reduction(Average, "float32", size), 256)
+        assert_reduced(flat[low:high], Average, [each[low:high] for each in arrays])
+        bounds = chunk_bounds(1003, size)
+        owned = (transport().rank + 1) % size
+        assert (low, high) == (bounds[owned], bounds[owned + 1])
+        ring.allgather(flat, transport(), segment_bytes=256)
+        return flat
+
+    for result in run_ranks(size, program, buffered=buffered):
+        assert_reduced(result, Average, arrays)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_ring_allgather_of_given_counts(size):
+    counts = [(rank * 7) % 5 for rank in range(size)]  # some are 0
+
+    def program():
+        rank = transport().rank
+        flat = np.full(sum(counts), -1.0)
+        start = sum(counts[:rank])
+        flat[start : start + counts[rank]] = rank + np.arange(counts[rank]) / 10
+        ring.allgather(flat, transport(), counts, rank, 16)
+        return flat
+
+    expected = np.concatenate([rank + np.arange(counts[rank]) / 10 for rank in range(size)])
+    for result in run_ranks(size, program):
+        np.testing.assert_array_equal(result, expected)
+
+
+def test_ring_allgather_refuses_counts_that_do_not_fit():
+    def program():
+        ring.allgather(np.zeros(5), transport(), [2, 2])
+
+    with pytest.raises(InputError, match="allgather: 2 counts with sum 4 for 2 ranks and 5 elements"):
+        run_ranks(2, program)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_the_ring_sends_to_the_right_only_and_the_least_that_is_possible(size):
+    count = 1000
+    messages = []
+
+    def program():
+        ring.allreduce(np.zeros(count), transport(), reduction(Sum, "float64", size))
+
+    run_ranks(size, program, messages=messages)
+    per_rank = Counter(message.source for message in messages)
+    assert all(message.destination == (message.source + 1) % size for message in messages)
+    assert all(per_rank[rank] == 2 * (size - 1) for rank in range(size))
+    bounds = chunk_bounds(count, size)
+    for rank in range(size):
+        sent = sum(message.nbytes for message in messages if message.source == rank)
+        chunks = [bounds[k + 1] - bounds[k] for k in range(size)]
+        kept = chunks[(rank + 1) % size] + chunks[(rank + 2) % size]  # one chunk stays in each phase
+        assert sent == 8 * (2 * count - kept)
+
+
+def test_long_chunks_travel_in_segments():
+    messages = []
+
+    def program():
+        ring.allreduce(np.zeros(100), transport(), reduction(Sum, "float64", 2), segment_bytes=160)
+
+    run_ranks(2, program, messages=messages)
+    assert sorted(message.nbytes for message in messages) == [80] * 4 + [160] * 8
+
+
+def test_16_bit_floats_travel_as_float32_only_until_they_are_finished():
+    messages = []
+
+    def program():
+        ring.allreduce(np.zeros(100, np.float16), transport(), reduction(Sum, "float16", 2))
+
+    run_ranks(2, program, messages=messages)
+    assert sorted(message.nbytes for message in messages) == [100, 100, 200, 200]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_tree_broadcast_from_every_root(size):
+    for root, count in itertools.product(range(size), (0, 1, 1000)):
+        messages = []
+
+        def program(root=root, count=count):
+            flat = data("float32", count, transport().rank)
+            tree.broadcast(flat, transport(), root, 512)
+            return flat
+
+        for result in run_ranks(size, program, messages=messages):
+            np.testing.assert_array_equal(result, data("float32", count, root))
+        received = Counter(message.destination for message in messages)
+        segments = -(-count * 4 // 512)
+        assert received == Counter({rank: segments for rank in range(size) if rank != root and segments})
+
+
+@pytest.mark.parametrize("size", range(1, 18))
+def test_the_tree_is_as_deep_as_a_logarithm_and_reaches_all(size):
+    reached, depth = {0}, 0
+    level = [0]
+    while level:
+        level = [child for place in level for child in tree.family(place, size)[1]]
+        assert not reached & set(level)
+        reached |= set(level)
+        depth += bool(level)
+    assert reached == set(range(size))
+    assert depth <= max(0, (size - 1)).bit_length()
+    assert all(place in tree.family(tree.family(place, size)[0], size)[1] for place in range(1, size))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_bruck_allgather_takes_a_logarithm_of_rounds(size):
+    messages = []
+
+    def program():
+        return bruck.allgather(np.arange(3) + 10 * transport().rank, transport())
+
+    for result in run_ranks(size, program, messages=messages):
+        np.testing.assert_array_equal(result, np.arange(3) + 10 * np.arange(size)[:, None])
+    assert len(messages) == size * (size - 1).bit_length()
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_nobody_passes_a_barrier_before_all_have_come(size):
+    arrived = []
+
+    def program():
+        arrived.append(transport().rank)
+        bruck.barrier(transport())
+        return len(arrived)
+
+    assert run_ranks(size, program) == [size] * size
+
+
+def test_different_lengths_are_told_by_the_fake_transport():
+    def program():
+        ring.allreduce(np.zeros(10 + 2 * transport().rank), transport(), reduction(Sum, "float64", 2))
+
+    with pytest.raises(CollectiveError, match=r"rank \d sent \d+ bytes, but rank \d expected \d+"):
+        run_ranks(2, program)
+
+
+def test_a_deadlock_is_told_by_the_fake_transport():
+    def program():
+        other = 1 - transport().rank
+        transport().receive(np.zeros(1), other, 7).wait()
+
+    with pytest.raises(CollectiveError, match="deadlock: rank 0 waits to receive from rank 1; rank 1 waits to receive"):
+        run_ranks(2, program, timeout_s=0.2)
+
+
+def test_a_rank_that_returns_early_is_named():
+    def program():
+        if transport().rank != 1:
+            bruck.barrier(transport())
+
+    with pytest.raises(PeerLostError, match="rank 1, which has left the job") as caught:
+        run_ranks(3, program)
+    assert caught.value.lost_ranks == (1,)
+
+
+def test_the_first_failure_is_the_one_that_is_raised():
+    def program():
+        if transport().rank == 2:
+            raise KeyError("the cause")
+        bruck.barrier(transport())
+
+    with pytest.raises(KeyError, match="the cause"):
+        run_ranks(3, program)

@@ -1,0 +1,71 @@
+"""What a reduction must give, computed in float64 (or exactly, for integers), and data that differ by rank and by index."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ringreduce.ops import Average, Max, Min, Product, Sum
+
+OPS = [Average, Sum, Min, Max, Product]
+FLOATS = ["float16", "bfloat16", "float32", "float64"]
+COMPLEX = ["complex64", "complex128"]
+INTEGERS = ["uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64"]
+
+
+def data(dtype, count, rank, seed=0):
+    """`count` elements for a rank; every rank and index has its own. Integers stay small, so that no sum overflows."""
+    generator = np.random.default_rng([seed, rank, count])
+    if dtype == "bool":
+        return generator.integers(0, 2, count).astype(bool)
+    if dtype in INTEGERS:
+        low = 0 if dtype.startswith("u") else -3
+        return generator.integers(low, 4, count).astype(dtype)
+    values = generator.uniform(0.5, 1.5, count) * generator.choice([-1, 1], count)
+    if dtype in COMPLEX:
+        values = values + 1j * generator.uniform(-1, 1, count)
+    return values.astype(numpy_dtype(dtype))
+
+
+def numpy_dtype(name):
+    if name == "bfloat16":
+        import ml_dtypes
+
+        return np.dtype(ml_dtypes.bfloat16)
+    return np.dtype(name)
+
+
+def legal(op, dtype):
+    return not (dtype == "bool" and op is Average) and not (dtype in COMPLEX and op in (Min, Max))
+
+
+def reduced(op, arrays):
+    """The reduction of all ranks' arrays, wide: float64, complex128, int64 or bool."""
+    if arrays[0].dtype == bool:
+        wide, combine = arrays, {Sum: np.logical_or, Max: np.logical_or, Min: np.logical_and, Product: np.logical_and}[op]
+    else:
+        kind = arrays[0].dtype.kind
+        wide = [each.astype({"c": "complex128", "i": "int64", "u": "int64"}.get(kind, "float64")) for each in arrays]
+        combine = {Average: np.add, Sum: np.add, Min: np.minimum, Max: np.maximum, Product: np.multiply}[op]
+    total = wide[0]
+    for each in wide[1:]:
+        total = combine(total, each)
+    if op is Average:
+        exact = total / len(arrays)
+        return np.trunc(exact).astype(np.int64) if total.dtype.kind == "i" else exact
+    return total
+
+
+def assert_reduced(result, op, arrays):
+    """`result` is the reduction of `arrays` within the rounding of its type: 16-bit floats are rounded just once."""
+    expected = reduced(op, arrays)
+    dtype = result.dtype
+    if dtype.kind in "biu":
+        np.testing.assert_array_equal(result, expected.astype(dtype))
+        return
+    epsilon = {"float16": 2**-11, "bfloat16": 2**-8}.get(dtype.name)
+    if epsilon is None:
+        epsilon = len(arrays) * np.finfo(dtype).eps
+    magnitude = sum(np.abs(each.astype(expected.dtype)) for each in arrays) if op is not Product else np.abs(expected)
+    single_precision = 0 if dtype.itemsize > 2 else len(arrays) * 2**-23 * magnitude
+    allowed = epsilon * (np.abs(expected) if dtype.itemsize == 2 else magnitude) + single_precision
+    assert (np.abs(result.astype(expected.dtype) - expected) <= allowed).all()

@@ -1,0 +1,130 @@
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from ringreduce.buffers import as_buffer, incoming, outgoing
+from ringreduce.dtypes import TABLE
+from ringreduce.errors import MissingExtraError, UnsupportedArrayError
+
+from tests.reference import data
+
+SHAPES = [(), (0,), (7,), (2, 3), (2, 0, 3), (2, 3, 4)]
+
+
+def numpy_array(name, shape):
+    return data(name, int(np.prod(shape)), rank=1).reshape(shape)
+
+
+def torch_tensor(name, shape):
+    array = numpy_array(name, shape)
+    if name == "bfloat16":
+        return torch.from_numpy(array.view(np.int16).copy()).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("make", [numpy_array, torch_tensor])
+def test_a_buffer_is_a_flat_view_of_the_same_memory(make, name, shape):
+    array = make(name, shape)
+    buffer = as_buffer(array, writable=True)
+    assert (buffer.element.name, buffer.shape, buffer.device) == (name, shape, "cpu")
+    assert buffer.flat.shape == (int(np.prod(shape)),)
+    assert buffer.nbytes == buffer.count * buffer.element.itemsize
+    buffer.flat[...] = 0
+    assert not array.any()
+
+
+@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("make", [numpy_array, torch_tensor])
+def test_an_array_is_rebuilt_with_its_kind_type_and_elements(make, name):
+    array = make(name, (2, 3))
+    rebuilt = as_buffer(array).copy().array()
+    assert type(rebuilt) is type(array)
+    assert rebuilt.dtype == array.dtype
+    assert rebuilt.shape == array.shape
+    assert (rebuilt == array).all()
+
+
+def test_a_buffer_of_another_shape_is_of_the_same_kind():
+    empty = as_buffer(torch.zeros(3, dtype=torch.bfloat16)).empty((2, 2)).array()
+    assert (empty.dtype, tuple(empty.shape)) == (torch.bfloat16, (2, 2))
+
+
+def test_a_gradient_leaf_is_viewed_without_its_history():
+    parameter = torch.nn.Parameter(torch.ones(3))
+    as_buffer(parameter, writable=True).flat[...] = 5
+    assert parameter.tolist() == [5, 5, 5]
+
+
+@pytest.mark.parametrize("value", [3, 2.5, True, 1j, np.float32(7)])
+def test_numbers_are_0d_arrays(value):
+    buffer = as_buffer(value)
+    assert (buffer.shape, buffer.flat[0]) == ((), value)
+    with pytest.raises(UnsupportedArrayError, match="cannot be changed in place; pass an array"):
+        as_buffer(value, writable=True)
+
+
+class Exporter:
+    """Speaks DLPack only, as a JAX array does."""
+
+    def __init__(self, array):
+        self._array = array
+
+    def __dlpack__(self, **kwargs):
+        return self._array.__dlpack__(**kwargs)
+
+    def __dlpack_device__(self):
+        return self._array.__dlpack_device__()
+
+
+def test_dlpack_arrays_are_viewed():
+    array = np.arange(6, dtype=np.float32).reshape(2, 3)
+    buffer = as_buffer(Exporter(array))
+    assert np.shares_memory(buffer.flat, array)
+    assert buffer.shape == (2, 3)
+
+
+REFUSED = [
+    ([1, 2], "a builtins.list is no array; expected a NumPy, CuPy or torch array"),
+    (np.zeros((4, 4))[:, 1], r"shape \(4,\) and strides \(32,\) is not C-contiguous; pass a contiguous copy"),
+    (np.asfortranarray(np.zeros((2, 3))), r"shape \(2, 3\) and strides \(8, 16\) is not C-contiguous"),
+    (torch.zeros(2, 3).T, r"shape \(3, 2\) and strides \(1, 3\) is not contiguous; pass tensor.contiguous"),
+    (torch.zeros(2, 3).to_sparse(), "layout torch.sparse_coo is not dense"),
+    (torch.zeros(2, device="meta"), "a tensor on meta cannot be communicated; move it to cpu or cuda"),
+    (np.array(["a"]), "elements of type <U1 cannot be communicated"),
+]
+
+
+@pytest.mark.parametrize(("array", "message"), REFUSED, ids=range(len(REFUSED)))
+def test_what_cannot_travel_is_refused(array, message):
+    with pytest.raises(UnsupportedArrayError, match=message):
+        as_buffer(array)
+
+
+def test_read_only_memory_is_not_written_to():
+    array = np.zeros(3)
+    array.flags.writeable = False
+    as_buffer(array)
+    with pytest.raises(UnsupportedArrayError, match="a read-only array cannot be changed in place; pass a copy"):
+        as_buffer(array, writable=True)
+
+
+def test_gpu_memory_without_cupy_names_the_extra():
+    class GpuArray:
+        __cuda_array_interface__ = {}  # noqa: RUF012
+
+    with pytest.raises(MissingExtraError, match=r"GPU arrays need CuPy; .*pip install 'ringreduce\[cuda12\]'"):
+        as_buffer(GpuArray())
+
+
+def test_gpu_memory_is_never_read_but_by_ordered_copies(cupy):
+    array = cupy.ndarray(np.arange(6, dtype=np.float32).reshape(2, 3))
+    buffer = as_buffer(array)
+    assert (buffer.device, buffer.shape) == ("cuda:0", (2, 3))
+    assert outgoing(buffer.flat).view(np.float32).tolist() == [0, 1, 2, 3, 4, 5]
+    memory, arrived = incoming(buffer.flat)
+    memory.view(np.float32)[...] = 9
+    assert buffer.flat.get().tolist() == [0, 1, 2, 3, 4, 5], "not before the copy up"
+    arrived()
+    assert buffer.flat.get().tolist() == [9] * 6

@@ -1,0 +1,74 @@
+"""Imports point downward: a file imports only what stands below it."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "ringreduce"
+
+# from the bottom to the top; modules of one row may import each other's row only where `within` says so
+LAYERS = [
+    ["_version", "errors"],
+    ["settings", "dtypes", "partition", "trees"],
+    ["ops", "buffers"],
+    ["world"],
+    ["transport.base"],
+    ["transport.message", "transport.threads", "failures"],
+    ["collectives.ring", "collectives.tree", "collectives.bruck"],
+    ["fusion", "agreement"],
+    ["runtime"],
+    ["api"],
+    ["optimizer", "testing"],
+    ["torch.optimizer"],
+]
+# the one import that points up, inside a function: an optimizer is sent to its framework's adapter
+UPWARD = {("optimizer", "torch")}
+
+
+def height(module):
+    return next(level for level, row in enumerate(LAYERS) if module in row)
+
+
+def modules():
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        if parts[-1] != "__init__":
+            yield ".".join(parts), path
+
+
+def imports(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "ringreduce":
+            base = node.module.removeprefix("ringreduce").removeprefix(".")
+            for alias in node.names:
+                dotted = f"{base}.{alias.name}".strip(".")
+                is_module = (PACKAGE / (dotted.replace(".", "/") + ".py")).exists()
+                yield dotted if is_module else base
+        elif isinstance(node, ast.Import):
+            yield from (a.name.removeprefix("ringreduce.") for a in node.names if a.name.startswith("ringreduce."))
+
+
+def test_every_module_has_its_place():
+    assert {name for name, _ in modules()} == {name for row in LAYERS for name in row}
+
+
+@pytest.mark.parametrize(("module", "path"), list(modules()), ids=lambda value: value if isinstance(value, str) else "")
+def test_imports_point_downward(module, path):
+    for imported in imports(path):
+        if (module, imported) not in UPWARD:
+            assert height(imported) < height(module), f"{module} imports {imported}"
+
+
+def test_only_world_and_the_message_transport_know_mpi():
+    knowing = {name for name, path in modules() if "mpi4py" in {i.split(".")[0] for i in all_imports(path)}}
+    assert knowing == {"world", "transport.message"}
+
+
+def all_imports(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            yield node.module or ""
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)

