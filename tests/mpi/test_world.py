@@ -1,0 +1,75 @@
+"""init, shutdown, and who is where, under a real launcher."""
+
+import os
+
+import numpy as np
+import pytest
+import ringreduce as rr
+from mpi4py import MPI
+from ringreduce import runtime
+
+pytestmark = pytest.mark.mpi
+
+
+@pytest.fixture
+def fresh():
+    """The test leaves and enters the world as it likes; afterwards it is the usual one again."""
+    rr.shutdown()
+    yield
+    rr.shutdown()
+    rr.init()
+
+
+def test_ranks_are_those_of_mpi_and_of_the_launcher():
+    world = MPI.COMM_WORLD
+    assert (rr.rank(), rr.size()) == (world.rank, world.size)
+    assert (rr.local_rank(), rr.local_size()) == (world.rank, world.size), "one host"
+    assert (rr.cross_rank(), rr.cross_size()) == (0, 1)
+    assert rr.is_homogeneous()
+    if "RANK" in os.environ:
+        told = [int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")]
+        assert told == [rr.rank(), rr.size(), rr.local_rank(), rr.local_size()]
+
+
+def test_init_twice_changes_nothing():
+    before = runtime.current("test")
+    rr.init()
+    assert runtime.current("test") is before
+
+
+def test_init_after_shutdown_makes_a_new_generation(fresh):
+    rr.init()
+    first = runtime.current("test").world.generation
+    rr.shutdown()
+    rr.shutdown()
+    with pytest.raises(rr.NotInitializedError, match=r"rank\(\): ringreduce has not been initialized"):
+        rr.rank()
+    rr.init()
+    assert runtime.current("test").world.generation == first + 1
+    assert rr.allreduce(np.float64(rr.rank()), op=rr.Sum) == sum(range(rr.size()))
+
+
+def test_a_communicator_of_the_user(fresh):
+    world = MPI.COMM_WORLD
+    comm = world.Split(world.rank % 2, -world.rank)
+    rr.init(comm)
+    assert (rr.rank(), rr.size()) == (comm.rank, comm.size)
+    assert rr.allgather_object(world.rank) == [r for r in reversed(range(world.size)) if r % 2 == world.rank % 2]
+    rr.shutdown()
+    comm.Barrier()  # the user's communicator is still the user's
+    comm.Free()
+
+
+@pytest.mark.mpi(min_size=3)
+def test_a_list_of_ranks(fresh):
+    world = MPI.COMM_WORLD
+    if world.rank == 1:
+        with pytest.raises(ValueError, match=r"init\(comm=\[2, 0\]\) was called on rank 1, which the list leaves out"):
+            rr.init([2, 0])
+    elif world.rank in (0, 2):
+        rr.init([2, 0])
+        assert rr.allgather_object(world.rank) == [2, 0]
+        rr.shutdown()
+    with pytest.raises(ValueError, match=rf"init\(comm=\[0, 0\]\): expected different ranks from 0 to {world.size - 1}"):
+        rr.init([0, 0])
+    world.Barrier()
