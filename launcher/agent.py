@@ -1,0 +1,186 @@
+"""The agent: what mpirun starts as each rank. It starts the user's command, sends its output, reports its end.
+
+    mpirun ── anchor ── agent ── the command, leading its own process group
+
+The process that mpirun starts only waits (the anchor): when a rank calls MPI_Abort, hydra kills what it has
+started at once, and the agent must outlive that to say which rank it was. The agent obeys ringrun alone, and goes
+when ringrun goes. A command that ends is reported, and its agent stays until ringrun has heard from all ranks.
+"""
+
+import json
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from typing import NoReturn
+
+from .engines import ENGINES
+from .environment import Place, Settings, error_file, rank_environment, usable_cores
+from .processes import die_with_parent, signal_group
+from .wire import (
+    ADDRESS_VARIABLE,
+    AUTHKEY_VARIABLE,
+    End,
+    Ended,
+    Hello,
+    Message,
+    NotStarted,
+    Output,
+    RankError,
+    Signal,
+    Started,
+    connect,
+    decode,
+    encode,
+    rank_error,
+)
+
+_CHUNK_BYTES = 1 << 16
+_LINGER_S = 0.5
+
+
+class Agent:
+    """One rank's agent, from its connection to ringrun until ringrun ends it."""
+
+    def __init__(self, connection: Connection, place: Place, settings: Settings) -> None:
+        self._connection = connection
+        self._send_lock = threading.Lock()
+        self._place = place
+        self._settings = settings
+        self._sent: list[int] = []
+        self._ended_at_s = 0.0
+
+    def run(self, command: Sequence[str]) -> NoReturn:
+        """Run `command` to its end and stay until ringrun says so."""
+        self._send(Hello(self._place.rank, self._place.size, socket.gethostname()))
+        try:
+            child = self._start(command)
+        except OSError as error:
+            self._send(NotStarted(f"{error.strerror or error} ({command[0]})"))
+            self._await_end(None)
+        self._send(Started(child.pid))
+        threading.Thread(target=self._await_end, args=(child.pid,), daemon=True).start()
+        self._forward(child)
+
+    def _start(self, command: Sequence[str]) -> "subprocess.Popen[bytes]":
+        environment = rank_environment(self._place, self._settings, os.environ, usable_cores())
+        return subprocess.Popen(
+            command,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            close_fds=False,  # MPICH's rank speaks to hydra through an inherited descriptor, PMI_FD
+            start_new_session=True,
+            preexec_fn=die_with_parent(signal.SIGKILL),  # safe: no thread runs yet
+        )
+
+    def _forward(self, child: "subprocess.Popen[bytes]") -> NoReturn:
+        """Send what the child writes; report once it has ended and its pipes are empty; go on for its own children."""
+        assert child.stdout is not None
+        assert child.stderr is not None
+        child_ended = self._watch(child.pid)
+        streams: dict[int, str] = {child.stdout.fileno(): "stdout", child.stderr.fileno(): "stderr"}
+        waiting_for_end = [child_ended]
+        while True:
+            ready, _, _ = select.select([*streams, *waiting_for_end], [], [])
+            for descriptor in ready:
+                if descriptor in streams and not self._pump(descriptor, streams[descriptor]):
+                    del streams[descriptor]
+            # what the child itself wrote came before its end; its own children may hold the pipes, and go on writing
+            if ready == waiting_for_end or (child_ended in ready and time.time() > self._ended_at_s + _LINGER_S):
+                waiting_for_end = []
+                self._report(child.pid)
+
+    def _pump(self, descriptor: int, stream: str) -> bool:
+        data = os.read(descriptor, _CHUNK_BYTES)
+        if data:
+            self._send(Output("stdout" if stream == "stdout" else "stderr", data))
+        return bool(data)
+
+    def _watch(self, pid: int) -> int:
+        """Return a descriptor that becomes readable when process `pid` has ended."""
+        ended, end = os.pipe()
+
+        def watch() -> None:
+            # not reaped, so that the number stays its own for as long as signals may be sent to its group
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+            self._ended_at_s = time.time()
+            os.close(end)
+
+        threading.Thread(target=watch, daemon=True).start()
+        return ended
+
+    def _report(self, pid: int) -> None:
+        result = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        assert result is not None
+        code = result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
+        error = _read_error(self._settings.directory, self._place.rank)
+        self._send(Ended(code, self._ended_at_s, tuple(self._sent), error))
+
+    def _await_end(self, pid: int | None) -> NoReturn:
+        """Do what ringrun says until it says End, or is gone; then leave nothing behind."""
+        try:
+            while not isinstance(message := decode(self._connection.recv_bytes()), End):
+                if isinstance(message, Signal) and pid is not None:
+                    self._sent.append(message.number)
+                    signal_group(pid, message.number)
+        except (EOFError, OSError):
+            pass
+        if pid is not None:
+            signal_group(pid, signal.SIGKILL)
+        os._exit(0)
+
+    def _send(self, message: Message) -> None:
+        try:
+            with self._send_lock:
+                self._connection.send_bytes(encode(message))
+        except OSError:
+            pass  # ringrun is gone; _await_end sees it too, and exits
+
+
+def _read_error(directory: str, rank: int) -> RankError | None:
+    try:
+        return rank_error(json.loads(error_file(directory, rank).read_text(errors="replace")))
+    except (OSError, ValueError, AttributeError, TypeError):
+        return None
+
+
+def _detach() -> None:
+    """Fork: the parent waits as the anchor, the child goes on as the agent, out of mpirun's reach."""
+    agent = os.fork()
+    if agent:
+        _, status = os.waitpid(agent, 0)
+        os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
+    os.setsid()
+
+
+def _leave_streams() -> None:
+    """Let go of mpirun's pipes: it waits for their ends before it exits."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, 1)
+    os.dup2(null, 2)
+    os.close(null)
+
+
+def main() -> NoReturn:
+    """Run as `python -m ringrun.agent COMMAND …`, started by ringrun through mpirun."""
+    try:
+        address, authkey = os.environ[ADDRESS_VARIABLE], bytes.fromhex(os.environ[AUTHKEY_VARIABLE])
+        settings = Settings.from_environment(os.environ)
+        place = ENGINES[settings.engine].place(os.environ)
+    except (KeyError, ValueError) as error:
+        sys.exit(f"ringrun.agent is started by ringrun, not by hand: {error!r}")
+    _detach()
+    connection = connect(address, authkey)
+    _leave_streams()
+    Agent(connection, place, settings).run(sys.argv[1:])
+
+
+if __name__ == "__main__":
+    main()

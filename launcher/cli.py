@@ -1,0 +1,136 @@
+"""ringrun: run a command as N ranks of one MPI job on this host.
+
+    ringrun -np 4 python train.py --epochs 3
+
+starts `python train.py --epochs 3` four times, with Open MPI or MPICH, whichever the mpi4py of that Python loads.
+Everything after the command belongs to the command. It works as root and with more ranks than cores.
+
+Definitions
+  rank          one of the N processes, and its number, 0 to N-1
+  local rank    its number among the ranks of its host
+
+Environment of each rank
+  RANK, WORLD_SIZE              its number, and how many there are
+  LOCAL_RANK, LOCAL_WORLD_SIZE  the same on its host
+  MASTER_ADDR, MASTER_PORT      where rank 0 may listen (a free port); kept if set
+  OMP_NUM_THREADS               cores / local ranks, at least 1; kept if set
+  PYTHONUNBUFFERED              1, so that lines appear when they are printed; kept if set
+  RINGREDUCE_ERROR_FILE         where ringreduce leaves an uncaught exception for ringrun's report
+
+Output
+  Each line is printed whole, behind the number of its rank: stdout on stdout, stderr on stderr. On a terminal the
+  number has a colour (unless NO_COLOR is set) and a progress bar stays one line. Only rank 0 can read stdin, and
+  only if ringrun's is not a terminal.
+
+When a rank fails
+  A rank that ends with 0 is done, and the others go on. The first that ends otherwise ends the job: the others
+  get SIGTERM after half a second and SIGKILL two seconds later. The last thing printed names the rank that failed
+  first, its host, its exit code and its traceback. In Python, an uncaught exception counts even while the other
+  ranks wait for that rank in MPI.
+  Ctrl-C gives every rank SIGINT, then 3 seconds, then SIGTERM and SIGKILL; a second Ctrl-C kills at once.
+  No process is left behind, even if ringrun itself is killed.
+
+Exit code
+  0      every rank ended with 0
+  n      the exit code of the rank that failed first; 128 + n if signal n ended it
+  2      the command line is wrong, or the command cannot be run
+  3      MPI is missing or does not start: mpi4py, the MPI library, or its mpirun
+  130    Ctrl-C (143: SIGTERM; 129: SIGHUP; 141: nobody reads the output)
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from .engines.detect import detect
+from .errors import LauncherError, UsageError
+from .plan import engine_variables, find_command, interpreter_of, job_command, printable
+
+_USAGE = "ringrun -np N [--dry-run] [--verbose] command [arguments …]"
+_EXAMPLE = "as in: ringrun -np 4 python train.py"
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message)
+
+
+def _parser() -> argparse.ArgumentParser:
+    assert __doc__ is not None
+    parser = _Parser(
+        prog="ringrun",
+        usage=_USAGE,
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        add_help=False,
+    )
+    parser.add_argument("-np", metavar="N", help="how many ranks to start")
+    parser.add_argument("--dry-run", action="store_true", help="print the command that would be run, and do not run it")
+    parser.add_argument("--verbose", action="store_true", help="show which MPI is used, and what mpirun itself prints")
+    parser.add_argument("--version", action="store_true", help="print the version and exit")
+    parser.add_argument("-h", action="help", help="print this manual and exit")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    return parser
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Return the command line, checked: np (int), command (list), dry_run, verbose, version."""
+    options = _parser().parse_args(arguments)
+    if options.version:
+        return options
+    options.np = _rank_count(options.np)
+    if options.command[:1] == ["--"]:
+        del options.command[0]
+    if not options.command:
+        raise UsageError(f"no command to run, {_EXAMPLE}")
+    return options
+
+
+def _rank_count(text: str | None) -> int:
+    if text is None:
+        raise UsageError(f"-np is missing: how many ranks to start, {_EXAMPLE}")
+    try:
+        count = int(text)
+    except ValueError:
+        raise UsageError(f"-np {text}: not a whole number") from None
+    if count < 1:
+        raise UsageError(f"-np {text}: at least 1 rank is needed")
+    return count
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Do what the command line says and return the exit code; LauncherError when that cannot be done."""
+    options = parse(arguments)
+    if options.version:
+        from importlib.metadata import version  # slow to import, and seldom needed
+
+        print(f"ringrun {version('ringreduce')}")
+        return 0
+    command = find_command(options.command)
+    detected = detect(interpreter_of(command))
+    argv = job_command(detected, options.np, command, as_root=os.geteuid() == 0)
+    shown = printable(argv, engine_variables(detected, os.environ))
+    if options.dry_run:
+        print(shown)
+        return 0
+    if options.verbose:
+        print(f"ringrun: {detected.library.python} loads {detected.library.text}", file=sys.stderr)
+        print(f"ringrun: running {shown}", file=sys.stderr, flush=True)
+
+    from .supervise import run_job  # not needed to tell what is wrong with a command line
+
+    return run_job(detected, options.np, command, verbose=options.verbose)
+
+
+def main() -> int:
+    """Run as the console script `ringrun`."""
+    try:
+        return run(sys.argv[1:])
+    except LauncherError as error:
+        print(f"ringrun: error: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:  # before the job has begun
+        return 130

@@ -1,0 +1,59 @@
+"""What an engine is: one MPI implementation, seen from its launcher's side."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ..environment import Place
+
+Version = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Library:
+    """The MPI library that mpi4py loads in the interpreter `python`."""
+
+    text: str  # the first line of MPI_Get_library_version
+    python: str
+    prefix: str
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """A program that starts ranks: `mpirun` or one of its other names."""
+
+    path: str
+    version: Version
+
+
+class Engine(ABC):
+    """One MPI implementation: its names, its command line, its variables. Has no state."""
+
+    name: str
+    """As in `ringreduce[name]`."""
+
+    title: str
+    """As people write it."""
+
+    launcher_names: tuple[str, ...]
+    """The names its launcher goes by, the likeliest first."""
+
+    @abstractmethod
+    def loaded_by(self, library_text: str) -> bool:
+        """Return whether a library that describes itself so is this implementation."""
+
+    @abstractmethod
+    def launcher_version(self, version_text: str) -> Version | None:
+        """Return the version in what `launcher --version` printed; None if another implementation printed it."""
+
+    @abstractmethod
+    def command(self, launcher: Launcher, size: int, program: Sequence[str], *, as_root: bool) -> list[str]:
+        """Return the argv that starts `size` ranks of `program` on this host."""
+
+    @abstractmethod
+    def environment(self, launcher_path: str) -> dict[str, str]:
+        """Return variables for the launcher and the ranks; those the user has set are left alone."""
+
+    @abstractmethod
+    def place(self, environ: Mapping[str, str]) -> Place:
+        """Return which rank the process with these variables is; KeyError if this engine has not started it."""

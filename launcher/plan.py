@@ -1,0 +1,80 @@
+"""What will be started: the user's command, found, and the command line around it. Pure but for the file system."""
+
+import os
+import re
+import shlex
+import shutil
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from .engines.detect import Detected
+from .environment import Settings
+from .errors import UsageError
+from .wire import ADDRESS_VARIABLE, AUTHKEY_VARIABLE
+
+_PYTHON = re.compile(r"python(\d+(\.\d+)*)?t?")
+
+
+def find_command(command: Sequence[str]) -> list[str]:
+    """Return `command` with its program as an absolute path, found as a shell would; UsageError if it is not there.
+
+    mpirun may change PATH for the ranks; the program is the one that the user's own shell would run.
+    """
+    name, *arguments = command
+    path = shutil.which(name)
+    if path is None:
+        raise UsageError(f"command not found: {name!r}{_why_not_found(name)}")
+    return [os.path.abspath(path), *arguments]
+
+
+def _why_not_found(name: str) -> str:
+    if Path(name).is_dir():
+        return " (it is a folder)"
+    if not Path(name).exists():
+        return ""
+    if name.endswith(".py"):
+        return f" (it is a file here; to run it: ringrun … python {name})"
+    return " (it is a file here, but not executable)" if os.sep in name else f" (to run the file here: ./{name})"
+
+
+def interpreter_of(command: Sequence[str]) -> str:
+    """Return the Python that tells which MPI the command needs: its own if it is one, else ringrun's."""
+    return command[0] if _PYTHON.fullmatch(Path(command[0]).name) else sys.executable
+
+
+def job_command(detected: Detected, size: int, command: Sequence[str], *, as_root: bool) -> list[str]:
+    """Return the argv that starts `size` agents, each of which starts `command`."""
+    # -P: the user's folder may hold a file that is called like a module the agent imports
+    safe_path = ["-P"] if sys.version_info >= (3, 11) else []
+    agent = [sys.executable, *safe_path, "-m", f"{__package__}.agent"]
+    return detected.engine.command(detected.launcher, size, [*agent, *command], as_root=as_root)
+
+
+def engine_variables(detected: Detected, inherited: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that the engine wants and the user has not set."""
+    wanted = detected.engine.environment(detected.launcher.path)
+    return {name: value for name, value in wanted.items() if name not in inherited}
+
+
+def job_environment(
+    detected: Detected, inherited: Mapping[str, str], settings: Settings, address: str, authkey: bytes
+) -> dict[str, str]:
+    """Return the environment of mpirun, and through it of the agents."""
+    channel = {ADDRESS_VARIABLE: address, AUTHKEY_VARIABLE: authkey.hex()}
+    return {**inherited, **engine_variables(detected, inherited), **settings.to_environment(), **channel}
+
+
+def printable(argv: Sequence[str], variables: Mapping[str, str]) -> str:
+    """Return `argv` with `variables` set for it, quoted for a shell."""
+    assignments = ["env", *(f"{name}={value}" for name, value in variables.items())] if variables else []
+    return shlex.join([*assignments, *argv])
+
+
+def free_port(address: str) -> int:
+    """Return a TCP port at `address` that nothing listens on just now."""
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,34 @@
+"""Process groups that end when they should: with their parent, or when told."""
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+from collections.abc import Callable
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(number: int) -> Callable[[], None] | None:
+    """Return what a child runs before exec to get signal `number` when its parent dies; None where Linux is not.
+
+    The parent is the thread that starts the child: start it from one that lives as long as the process.
+    """
+    if not sys.platform.startswith("linux"):
+        return None
+    prctl = ctypes.CDLL(None).prctl
+    parent = os.getpid()
+
+    def arm() -> None:
+        prctl(_PR_SET_PDEATHSIG, number)
+        if os.getppid() != parent:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return arm
+
+
+def signal_group(leader: int, number: int) -> None:
+    """Send signal `number` to the process group that `leader` leads, if any of it is left."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, number)

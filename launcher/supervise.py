@@ -1,0 +1,264 @@
+"""Runs one job: starts mpirun, decides when ranks must end and how, and says in the end what happened.
+
+All decisions are made in one thread, from a queue of events: ranks that arrive and end (channel.py), mpirun's end,
+signals. A rank that ends with 0 changes nothing; the first that fails, or a signal, begins an escalation.
+"""
+
+import collections
+import os
+import queue
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from types import FrameType
+
+from . import outcome
+from .channel import (
+    Arrived,
+    Channel,
+    Event,
+    Events,
+    LauncherEnded,
+    OutputClosed,
+    RankEnded,
+    RankNotStarted,
+    Signalled,
+)
+from .engines.detect import Detected
+from .environment import Settings
+from .errors import MachineError, UsageError
+from .escalation import AFTER_FAILURE, AFTER_INTERRUPT, AFTER_TERMINATE, AT_ONCE, Escalation, Step
+from .outcome import RankEnd
+from .output import Output
+from .plan import free_port, job_command, job_environment
+from .processes import die_with_parent, signal_group
+from .wire import Signal
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_IMPATIENT_SIGNALS = 3
+_MASTER_ADDRESS = "127.0.0.1"
+_LAUNCHER_STEPS = (Step(None, 1.0), Step(signal.SIGTERM, 0.5), Step(signal.SIGKILL, 0.5))
+_LONGEST_SOCKET_FOLDER = 80  # characters; a socket's path has room for about 100
+_LAUNCHER_TAIL_LINES = 200
+
+
+class Supervisor:
+    """One job, from its start to its exit code."""
+
+    def __init__(self, size: int, launcher: "MpiLauncher", channel: Channel, output: Output, events: Events) -> None:
+        self._size = size
+        self._launcher = launcher
+        self._channel = channel
+        self._output = output
+        self._events = events
+        self._arrived: set[int] = set()
+        self._ends: dict[int, RankEnd] = {}
+        self._not_started: RankNotStarted | None = None
+        self._escalation: Escalation | None = None
+        self._stopped_by: int | None = None  # the signal that ended the job, if no rank had failed before
+        self._launcher_code: int | None = None  # mpirun's exit code, if it ended before it was told to
+        self._launcher_said: list[str] = []
+
+    def run(self) -> int:
+        """Return ringrun's exit code, when the job and all its processes are gone."""
+        while not self._is_over():
+            self._take_step()
+        self._end_launcher()
+        return self._conclude()
+
+    def _is_over(self) -> bool:
+        if self._escalation is None:
+            return len(self._ends) == self._size
+        timed_out = self._escalation.exhausted and self._escalation.due(time.monotonic())
+        return timed_out or self._arrived <= self._ends.keys()
+
+    def _take_step(self) -> None:
+        """Handle one event, or go one step further in ending the job."""
+        now_s = time.monotonic()
+        if self._escalation and self._escalation.due(now_s):
+            if (number := self._escalation.advance(now_s)) is not None:
+                self._channel.broadcast(Signal(number))
+            return
+        timeout_s = self._escalation.deadline_s - now_s if self._escalation else None
+        try:
+            self._handle(self._events.get(timeout=timeout_s))
+        except queue.Empty:
+            return
+
+    def _handle(self, event: Event) -> None:
+        match event:
+            case Arrived(rank):
+                self._arrived.add(rank)
+                if self._escalation and self._escalation.latest:
+                    self._channel.send(rank, Signal(self._escalation.latest))
+            case RankEnded(end):
+                self._ends[end.rank] = end
+                if end.failed:
+                    self._escalate(AFTER_FAILURE)
+            case RankNotStarted(rank, host):
+                self._not_started = self._not_started or event
+                self._ends[rank] = RankEnd(rank, host, 0, 0, 0.0)
+                self._escalate(AFTER_FAILURE)
+            case LauncherEnded(code):
+                self._launcher_code = code
+                self._escalate(AFTER_FAILURE)
+            case Signalled(number):
+                self._obey(number)
+            case OutputClosed():
+                if self._escalate(AFTER_TERMINATE):
+                    self._stopped_by = signal.SIGPIPE
+
+    def _escalate(self, steps: Sequence[Step]) -> bool:
+        """Begin to end the job, and return True, unless its ending has begun."""
+        if self._escalation is not None:
+            return False
+        self._escalation = Escalation(steps, time.monotonic())
+        return True
+
+    def _obey(self, number: int) -> None:
+        if not self._escalate(AFTER_INTERRUPT if number == signal.SIGINT else AFTER_TERMINATE):
+            self._escalation = Escalation(AT_ONCE, time.monotonic())
+            return
+        self._stopped_by = number
+        self._take_step()
+        left = len(self._arrived - self._ends.keys())
+        what = "interrupted" if number == signal.SIGINT else f"got {signal.Signals(number).name}"
+        self._output.message([f"ringrun: {what}; ending {left} ranks"])
+
+    def _end_launcher(self) -> None:
+        """Let the agents go, and see mpirun's end."""
+        self._launcher_said = self._launcher.tail  # what it says from here on is our doing
+        for rank in self._arrived - self._ends.keys():
+            self._channel.send(rank, Signal(signal.SIGKILL))
+        self._channel.end_agents()
+        self._launcher.end(_LAUNCHER_STEPS)
+        self._channel.close()
+
+    def _conclude(self) -> int:
+        """Print what there is to say, last of all, and return the exit code."""
+        if self._stopped_by is not None:
+            return 128 + self._stopped_by
+        if self._not_started:
+            where = f"rank {self._not_started.rank} on host {self._not_started.host}"
+            raise UsageError(f"the command cannot be executed: {self._not_started.reason}, says {where}")
+        ends = self._ends.values()
+        if cause := outcome.aborter(ends, self._launcher_code) or outcome.root_cause(ends):
+            self._output.message(outcome.report(cause, ends, self._size, self._launcher_said))
+            return outcome.exit_code(cause)
+        if self._escalation is None:
+            return 0
+        return self._conclude_without_cause()
+
+    def _conclude_without_cause(self) -> int:
+        """mpirun ended, and no rank had failed."""
+        code = self._launcher_code
+        said = "\n".join(self._launcher.tail)
+        if len(self._arrived) < self._size:
+            started = f"{len(self._arrived)} of {self._size} ranks had started"
+            raise MachineError(f"mpirun ended with exit code {code} when {started}; it wrote:\n{said or '(nothing)'}")
+        self._output.message([f"ringrun: mpirun ended with exit code {code} before the ranks did; it wrote:", said])
+        return code if code and code > 0 else 1
+
+
+class MpiLauncher:
+    """The mpirun process: its output is kept, and shown when it matters."""
+
+    def __init__(self, argv: Sequence[str], environment: Mapping[str, str], events: Events) -> None:
+        self._process = subprocess.Popen(
+            argv,
+            env=environment,
+            stdin=_ranks_stdin(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # so that Ctrl-C reaches ringrun alone
+            preexec_fn=die_with_parent(signal.SIGTERM),
+        )
+        self._events = events
+        self._lines: collections.deque[str] = collections.deque(maxlen=_LAUNCHER_TAIL_LINES)
+        self._threads: list[threading.Thread] = []
+
+    @property
+    def tail(self) -> list[str]:
+        """The last lines that mpirun wrote itself."""
+        return list(self._lines)
+
+    def start(self, show: Output | None) -> None:
+        """Begin to read its output and to wait for its end; `show` prints the output as it comes."""
+        for work in (lambda: self._read(show), self._wait):
+            thread = threading.Thread(target=work, daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    def end(self, steps: Sequence[Step]) -> None:
+        """Return when mpirun has ended, which `steps` see to."""
+        for step in steps:
+            if step.number is not None:
+                signal_group(self._process.pid, step.number)
+            self._threads[1].join(step.wait_s)
+            if not self._threads[1].is_alive():
+                break
+        self._threads[0].join(0.2)
+
+    def _read(self, show: Output | None) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            text = line.decode(errors="replace").rstrip("\r\n")
+            self._lines.append(text)
+            if show:
+                show.message([f"[mpirun] {text}"])
+
+    def _wait(self) -> None:
+        code = self._process.wait()
+        self._events.put(LauncherEnded(code if code >= 0 else 128 - code))
+
+
+def run_job(detected: Detected, size: int, command: Sequence[str], *, verbose: bool) -> int:
+    """Run `size` ranks of `command` to their end and return ringrun's exit code."""
+    events: Events = queue.SimpleQueue()
+    output = Output(size, os.environ)
+    with tempfile.TemporaryDirectory(prefix="ringrun-", dir=_socket_folder(), ignore_cleanup_errors=True) as directory:
+        channel = Channel(directory, size, output, events)
+        settings = Settings(detected.engine.name, _MASTER_ADDRESS, free_port(_MASTER_ADDRESS), directory)
+        argv = job_command(detected, size, command, as_root=os.geteuid() == 0)
+        environment = job_environment(detected, os.environ, settings, channel.address, channel.authkey)
+        _pass_signals_to(events)
+        try:
+            launcher = MpiLauncher(argv, environment, events)
+        except OSError as error:
+            raise MachineError(f"{argv[0]} cannot be executed: {error.strerror}") from error
+        channel.start()
+        launcher.start(output if verbose else None)
+        return Supervisor(size, launcher, channel, output, events).run()
+
+
+def _pass_signals_to(events: Events) -> None:
+    """Turn signals into events, but for those that ringrun's parent has told it to ignore."""
+    count = 0
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal count
+        count += 1
+        if count >= _IMPATIENT_SIGNALS:
+            os._exit(128 + number)  # we may be stuck writing to a terminal; the agents see our end and kill their ranks
+        events.put(Signalled(number))
+
+    for number in _SIGNALS:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, note)
+
+
+def _ranks_stdin() -> int:
+    """Return what mpirun reads and gives to rank 0: our stdin, unless it is a terminal or not open."""
+    try:
+        os.fstat(0)
+    except OSError:
+        return subprocess.DEVNULL
+    return subprocess.DEVNULL if os.isatty(0) else 0
+
+
+def _socket_folder() -> str | None:
+    """Return where to make the private folder: the usual place, or /tmp if a socket's path would be too long."""
+    return None if len(tempfile.gettempdir()) <= _LONGEST_SOCKET_FOLDER else "/tmp"  # noqa: S108 - mkdtemp is safe there

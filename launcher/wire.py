@@ -1,0 +1,146 @@
+"""What ringrun and its agents say to each other, and the socket they say it over.
+
+A frame is one tag byte and a payload: `o` and `e` carry raw bytes of a rank's stdout and stderr, `j` carries
+JSON. Nothing is ever unpickled. The connection is multiprocessing's, which checks a shared key both ways.
+
+    agent   → ringrun   Hello, Output …, then Ended or NotStarted
+    ringrun → agent     Signal …, then End; the end of the connection means the same as End
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Client, Connection
+from typing import Literal, TypeAlias
+
+ADDRESS_VARIABLE = "RINGRUN_ADDRESS"
+"""Where ringrun listens: `unix:/path/of/socket`."""
+
+AUTHKEY_VARIABLE = "RINGRUN_AUTHKEY"
+"""The key both sides must know, in hexadecimal digits."""
+
+_UNIX_SCHEME = "unix:"
+
+
+@dataclass(frozen=True)
+class Hello:
+    """An agent is there and has started (or is about to fail to start) its rank's command."""
+
+    rank: int
+    size: int
+    host: str
+
+
+@dataclass(frozen=True)
+class Started:
+    """The rank's command runs as process `pid`, the leader of a process group of that number."""
+
+    pid: int
+
+
+@dataclass(frozen=True)
+class NotStarted:
+    """The rank's command could not be executed."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Output:
+    """Bytes that the rank wrote, cut anywhere."""
+
+    stream: Literal["stdout", "stderr"]
+    data: bytes
+
+
+@dataclass(frozen=True)
+class RankError:
+    """The uncaught exception that a rank wrote to its error file; `lost_ranks` are those it blames."""
+
+    exception: str
+    message: str
+    traceback: str
+    lost_ranks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The rank's command has ended, and all it wrote has been sent.
+
+    `code` is its exit code, or minus the signal that ended it; `sent` are the signals that ringrun had sent it
+    until then; `at_s` is when it ended, in seconds since the epoch.
+    """
+
+    code: int
+    at_s: float
+    sent: tuple[int, ...] = ()
+    error: RankError | None = None
+
+
+@dataclass(frozen=True)
+class Signal:
+    """Send signal `number` to the rank's process group."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class End:
+    """Kill what is left of the rank's process group and exit."""
+
+
+Message: TypeAlias = Hello | Started | NotStarted | Output | Ended | Signal | End
+
+_STREAM_TAGS: dict[str, bytes] = {"stdout": b"o", "stderr": b"e"}
+_JSON_TAG = b"j"
+_JSON_KINDS = {kind.__name__: kind for kind in (Hello, Started, NotStarted, Ended, Signal, End)}
+
+
+def encode(message: Message) -> bytes:
+    """Return the frame of `message`."""
+    if isinstance(message, Output):
+        return _STREAM_TAGS[message.stream] + message.data
+    return _JSON_TAG + json.dumps({"kind": type(message).__name__, **asdict(message)}).encode()
+
+
+def decode(frame: bytes) -> Message:
+    """Return the message of `frame`; ValueError for a frame that `encode` cannot have made."""
+    tag, payload = frame[:1], frame[1:]
+    if tag == b"o":
+        return Output("stdout", payload)
+    if tag == b"e":
+        return Output("stderr", payload)
+    if tag != _JSON_TAG:
+        raise ValueError(f"unknown frame tag {tag!r}")
+    fields = json.loads(payload)
+    kind = _JSON_KINDS[fields.pop("kind")]
+    if kind is Ended:
+        fields["sent"] = tuple(fields["sent"])
+        fields["error"] = rank_error(fields["error"])
+    message: Message = kind(**fields)
+    return message
+
+
+def rank_error(fields: Mapping[str, object] | None) -> RankError | None:
+    """Return the RankError that the JSON object `fields` describes; what is missing counts as empty."""
+    if not fields:
+        return None
+    lost = fields.get("lost_ranks") or ()
+    return RankError(
+        exception=str(fields.get("exception", "")),
+        message=str(fields.get("message", "")),
+        traceback=str(fields.get("traceback", "")),
+        lost_ranks=tuple(int(rank) for rank in lost) if isinstance(lost, (list, tuple)) else (),
+    )
+
+
+def unix_address(path: str) -> str:
+    """Return the address, as agents are told it, of a socket at `path`."""
+    return _UNIX_SCHEME + path
+
+
+def connect(address: str, authkey: bytes) -> Connection:
+    """Connect to ringrun at `address`; OSError when it is not there."""
+    if not address.startswith(_UNIX_SCHEME):
+        raise ValueError(f"address {address!r} does not begin with {_UNIX_SCHEME!r}")
+    return Client(address.removeprefix(_UNIX_SCHEME), "AF_UNIX", authkey=authkey)
