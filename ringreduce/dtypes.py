@@ -6,6 +6,7 @@ converted here by shifting bits; ml_dtypes is not needed, and arrays of its bflo
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -74,6 +75,7 @@ def _table() -> dict[str, ElementType]:
 TABLE = _table()
 
 
+@functools.lru_cache(maxsize=256)
 def element_type(dtype: Any) -> ElementType:
     """The row of a dtype of NumPy, CuPy, ml_dtypes or torch (told by its name); raises UnsupportedArrayError."""
     name = str(dtype).removeprefix("torch.")

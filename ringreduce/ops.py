@@ -87,11 +87,11 @@ class Reduction(NamedTuple):
             _UFUNC[self.op](target, source, out=target)
 
     def finish(self, partial: Any, out: Any) -> None:
-        """Divide, postscale and round the reduced elements `partial` into `out`; the two may be the same memory."""
+        """Divide, postscale and round the reduced `partial` into `out`, the same memory when `in_place`."""
         if self.op is Average:
             divide(partial, self.size)
         scale(partial, self.postscale)
-        if out is not partial:
+        if not self.in_place:
             out[...] = self.element.narrow(partial)
 
 

@@ -16,5 +16,4 @@ def pytest_ignore_collect(collection_path, config):
 def cupy(monkeypatch):
     """A fake CuPy, whose device memory cannot be touched from the host by mistake."""
     monkeypatch.setitem(sys.modules, "cupy", fake_cupy)
-    fake_cupy.ndarray.copies.clear()
     return fake_cupy

@@ -1,19 +1,17 @@
 """A stand-in for CuPy on machines without a GPU: arrays of "device memory" that refuse to be read as host memory.
 
-It is NumPy underneath, and counts the ordered copies, the only legal ways between host and device. Conversions that code
-for GPU memory must not make (numpy.asarray, the buffer protocol, .tobytes) raise.
+It is NumPy underneath. Conversions that code for GPU memory must not make (numpy.asarray, the buffer protocol,
+.tobytes) raise.
 """
 
 import numpy as np
 
 
-class ndarray:  # noqa: N801 - CuPy's name
+class ndarray:
     """Enough of cupy.ndarray for the core."""
 
-    class device:  # noqa: N801 - CuPy's name
+    class device:
         id = 0
-
-    copies = []
 
     def __init__(self, memory):
         self._memory = memory
@@ -84,11 +82,9 @@ class ndarray:  # noqa: N801 - CuPy's name
         return ndarray(self._memory.copy())
 
     def get(self):
-        ndarray.copies.append("down")
         return self._memory.copy()
 
     def set(self, host):
-        ndarray.copies.append("up")
         self._memory[...] = host
 
 

@@ -1,4 +1,4 @@
-"""What a reduction must give, computed in float64 (or exactly, for integers), and data that differ by rank and by index."""
+"""What a reduction must give, computed in float64 (integers: exactly), and data that differ by rank and by index."""
 
 from __future__ import annotations
 
@@ -41,7 +41,10 @@ def legal(op, dtype):
 def reduced(op, arrays):
     """The reduction of all ranks' arrays, wide: float64, complex128, int64 or bool."""
     if arrays[0].dtype == bool:
-        wide, combine = arrays, {Sum: np.logical_or, Max: np.logical_or, Min: np.logical_and, Product: np.logical_and}[op]
+        wide, combine = (
+            arrays,
+            {Sum: np.logical_or, Max: np.logical_or, Min: np.logical_and, Product: np.logical_and}[op],
+        )
     else:
         kind = arrays[0].dtype.kind
         wide = [each.astype({"c": "complex128", "i": "int64", "u": "int64"}.get(kind, "float64")) for each in arrays]

@@ -1,13 +1,14 @@
 """For tests that run on every rank of a job: `ringrun -np 3 python -m pytest --with-mpi tests/mpi`.
 
-A test that fails on one rank would leave the others waiting for it, so it is reported and the whole job ends. A test that
-hangs is ended by pytest-timeout, which prints every thread's stack.
+A test that fails on one rank would leave the others waiting for it, so it is reported and the whole job ends. A test
+that hangs is ended by pytest-timeout, which prints every thread's stack.
 """
 
 import os
 import sys
 
 import pytest
+
 import ringreduce as rr
 from ringreduce import runtime
 from ringreduce.transport.message import MessageTransport

@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-import ringreduce as rr
 
+import ringreduce as rr
 from tests.reference import FLOATS, INTEGERS, assert_reduced, data
 
 pytestmark = pytest.mark.mpi
@@ -44,7 +44,9 @@ def test_broadcast_parameters():
 def test_a_mismatch_is_an_error_on_every_rank_and_the_job_goes_on():
     last = rr.size() - 1
     for _ in range(3):
-        message = rf"rank {last} of {rr.size()}, allreduce 'w' \(test_api.py:\d+\): float32\[3\], but rank 0 has float32\[4\]"
+        message = (
+            rf"rank {last} of {rr.size()}, allreduce 'w' \(test_api.py:\d+\): float32\[3\], but rank 0 has float32\[4\]"
+        )
         with pytest.raises(rr.MismatchError, match=message):
             rr.allreduce(np.zeros(3 if rr.rank() == last else 4, np.float32), name="w")
         assert rr.allreduce(np.int64(1), op=rr.Sum) == rr.size()

@@ -5,11 +5,11 @@ import itertools
 import numpy as np
 import pytest
 from mpi4py import MPI
+
 from ringreduce.collectives import bruck, ring, tree
 from ringreduce.dtypes import TABLE
 from ringreduce.ops import Average, Reduction, Sum
 from ringreduce.partition import chunk_bounds
-
 from tests.reference import OPS, assert_reduced, data, legal
 
 pytestmark = pytest.mark.mpi

@@ -4,12 +4,12 @@ import itertools
 
 import numpy as np
 import pytest
-import ringreduce as rr
 import torch
+
+import ringreduce as rr
 from ringreduce.dtypes import TABLE
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
-
 from tests.reference import OPS, assert_reduced, data, legal
 
 SMALL = Settings(fusion_slot_bytes=256, ring_segment_bytes=64)
@@ -206,21 +206,36 @@ DIFFERENCES = [
         lambda r: rr.allreduce(np.zeros(4, np.float64 if r else np.float32)),
         r"rank 1 of 3, .*: float64\[4\], but rank 0 has float32\[4\] .*equal dtypes \(ranks 1, 2 differ from rank 0\)$",
     ),
-    (lambda r: rr.allreduce(np.zeros(4), op=rr.Min if r == 1 else rr.Max), "rank 1 of 3, .*: op=Min, but rank 0 has op=Max"),
+    (
+        lambda r: rr.allreduce(np.zeros(4), op=rr.Min if r == 1 else rr.Max),
+        "rank 1 of 3, .*: op=Min, but rank 0 has op=Max",
+    ),
     (
         lambda r: rr.allreduce(np.zeros(4), op=rr.Sum, prescale_factor=1.0 + r),
         "prescale_factor=2.0, but rank 0 has prescale_factor=1.0 .* equal prescale_factors",
     ),
     (lambda r: rr.allreduce(np.zeros(4), name=f"t{r}"), "name 't1', but rank 0 has name 't0' .* equal names"),
     (lambda r: rr.broadcast(np.zeros(4), r % 2), "root_rank=1, but rank 0 has root_rank=0 .* equal root_ranks"),
-    (lambda r: rr.allgather(np.zeros((2, 3 + r // 2))), r"rank 2 of 3, allgather .*: float64\[4\], but rank 0 has float64\[3\]"),
-    (lambda r: rr.barrier() if r else rr.allreduce(np.zeros(4)), "barrier 'barrier', but rank 0 has allreduce 'tensor'"),
+    (
+        lambda r: rr.allgather(np.zeros((2, 3 + r // 2))),
+        r"rank 2 of 3, allgather .*: float64\[4\], but rank 0 has float64\[3\]",
+    ),
+    (
+        lambda r: rr.barrier() if r else rr.allreduce(np.zeros(4)),
+        "barrier 'barrier', but rank 0 has allreduce 'tensor'",
+    ),
     (
         lambda r: rr.grouped_allreduce([np.zeros(4)] * (3 - r // 2)),
         r"rank 2 of 3, allreduce \(test_api.py:\d+\): 2 tensors, but rank 0 has 3 .* equally many",
     ),
-    (lambda r: rr.grouped_allreduce([np.zeros(4)] * (r % 2)), r"rank 1 of 3, allreduce .*: 1 tensors, but rank 0 has 0 "),
-    (lambda r: rr.broadcast_object(r, root_rank=r), "broadcast_object 'object' .*root_rank=1, but rank 0 has root_rank=0"),
+    (
+        lambda r: rr.grouped_allreduce([np.zeros(4)] * (r % 2)),
+        r"rank 1 of 3, allreduce .*: 1 tensors, but rank 0 has 0 ",
+    ),
+    (
+        lambda r: rr.broadcast_object(r, root_rank=r),
+        "broadcast_object 'object' .*root_rank=1, but rank 0 has root_rank=0",
+    ),
 ]
 
 

@@ -5,6 +5,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+
 from ringreduce import runtime
 from ringreduce.collectives import bruck, ring, tree
 from ringreduce.dtypes import TABLE
@@ -12,7 +13,6 @@ from ringreduce.errors import CollectiveError, InputError, PeerLostError
 from ringreduce.ops import Average, Reduction, Sum
 from ringreduce.partition import chunk_bounds
 from ringreduce.testing import run_ranks
-
 from tests.reference import OPS, assert_reduced, data, legal
 
 SIZES = range(1, 10)

@@ -4,16 +4,19 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+
 import ringreduce as rr
 from ringreduce.testing import run_ranks
-
 from tests.reference import data
 
 SIZE = 3
 
 
 def gradients(rank):
-    return {"w": data("float32", 20, rank).reshape(4, 5), "layers": [data("float64", 3, rank, 1), (data("float32", 1, rank), None)]}
+    return {
+        "w": data("float32", 20, rank).reshape(4, 5),
+        "layers": [data("float64", 3, rank, 1), (data("float32", 1, rank), None)],
+    }
 
 
 def mean(pick):
@@ -128,7 +131,9 @@ class Optax(NamedTuple):
 @pytest.mark.parametrize("wrong", [object(), 3, Optax(print, print)])
 def test_what_fits_none_gets_the_list_of_forms(wrong):
     def program():
-        with pytest.raises(TypeError, match=r"expected one of\n.*torch.optim.Optimizer\n.*step\(grads\), update\(params"):
+        with pytest.raises(
+            TypeError, match=r"expected one of\n.*torch.optim.Optimizer\n.*step\(grads\), update\(params"
+        ):
             rr.DistributedOptimizer(wrong)
 
     on_every_rank(program)
@@ -149,7 +154,7 @@ def test_calls_without_gradients_are_told():
 def test_gradients_that_differ_in_form_are_named():
     def program():
         grads = {"w": np.zeros(3), ("b" if rr.rank() == 1 else "c"): np.zeros(2)}
-        with pytest.raises(rr.MismatchError, match="rank 1 of 3, allreduce 'b' .*: name 'b', but rank 0 has name 'c'"):
+        with pytest.raises(rr.MismatchError, match=r"rank 1 of 3, allreduce 'b' .*: name 'b', but rank 0 has name 'c'"):
             rr.DistributedOptimizer(print)(grads)
 
     on_every_rank(program)

@@ -1,9 +1,10 @@
 """The torch optimizer on threads: training equals a single process on all data; guards; graphs that differ."""
 
 import pytest
+import torch
+
 import ringreduce
 import ringreduce.torch as hvd
-import torch
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
 
@@ -149,7 +150,9 @@ def test_it_is_still_the_users_optimizer():
 def test_a_closure_is_reduced_every_time_it_is_called():
     def program():
         model = make_model()
-        optimizer = hvd.DistributedOptimizer(torch.optim.LBFGS(model.parameters(), max_iter=4), model.named_parameters())
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.LBFGS(model.parameters(), max_iter=4), model.named_parameters()
+        )
 
         def closure():
             optimizer.zero_grad()
@@ -246,7 +249,9 @@ def test_step_after_synchronize_warns():
         optimizer = wrap(model)
         loss_of(model, batch(0)).backward()
         optimizer.synchronize()
-        with pytest.warns(UserWarning, match="reduces the gradients a second time; put it into .with optimizer.skip_sync"):
+        with pytest.warns(
+            UserWarning, match="reduces the gradients a second time; put it into .with optimizer.skip_sync"
+        ):
             optimizer.step()
 
     run_ranks(1, program)

@@ -1,11 +1,10 @@
-import ml_dtypes
 import numpy as np
 import pytest
 import torch
+
 from ringreduce.buffers import as_buffer, incoming, outgoing
 from ringreduce.dtypes import TABLE
 from ringreduce.errors import MissingExtraError, UnsupportedArrayError
-
 from tests.reference import data
 
 SHAPES = [(), (0,), (7,), (2, 3), (2, 0, 3), (2, 3, 4)]

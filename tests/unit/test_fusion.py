@@ -1,6 +1,7 @@
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
+
 from ringreduce import fusion
 from ringreduce.buffers import as_buffer
 
@@ -8,7 +9,9 @@ SLOT_BYTES = 64
 
 
 def numbered(counts, dtypes):
-    return [as_buffer(np.arange(n).astype(dtype) + 10 * k) for k, (n, dtype) in enumerate(zip(counts, dtypes, strict=True))]
+    return [
+        as_buffer(np.arange(n).astype(dtype) + 10 * k) for k, (n, dtype) in enumerate(zip(counts, dtypes, strict=True))
+    ]
 
 
 def test_small_tensors_share_a_slot_and_large_ones_travel_alone():

@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from ringreduce.dtypes import TABLE
 from ringreduce.errors import InputError
 from ringreduce.ops import Average, Max, Min, Product, Reduction, Sum, divide, scale

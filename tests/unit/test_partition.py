@@ -1,4 +1,7 @@
+import itertools
+
 import pytest
+
 from ringreduce.partition import allgather_steps, bounds_of, chunk_bounds, scatter_reduce_steps, segments
 
 SIZES = range(1, 10)
@@ -8,7 +11,7 @@ SIZES = range(1, 10)
 def test_chunks_cover_everything_and_differ_by_at_most_one_element(size):
     for count in (0, 1, size - 1, size, size + 1, 1000, 100003):
         bounds = chunk_bounds(count, size)
-        lengths = [high - low for low, high in zip(bounds, bounds[1:], strict=False)]
+        lengths = [high - low for low, high in itertools.pairwise(bounds)]
         assert bounds[0] == 0
         assert bounds[-1] == count
         assert max(lengths) - min(lengths) <= 1

@@ -1,4 +1,5 @@
 import pytest
+
 from ringreduce.errors import SettingsError
 from ringreduce.settings import Settings
 

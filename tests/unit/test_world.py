@@ -2,6 +2,7 @@ import subprocess
 import sys
 
 import pytest
+
 from ringreduce.errors import LauncherMismatchError, NotInitializedError
 from ringreduce.world import World, check_launcher, local_ranks
 
@@ -41,7 +42,9 @@ def test_the_right_launcher_is_accepted(vendor, environment):
     [("MPICH", {"OMPI_COMM_WORLD_SIZE": "4"}, "Open MPI"), ("Open MPI", {"PMI_SIZE": "4"}, "MPICH")],
 )
 def test_the_wrong_launcher_is_told(vendor, environment, launcher):
-    message = f"one of 4 that {launcher}'s launcher started, but mpi4py loads {vendor}.* rank 0 of 1; start with ringrun"
+    message = (
+        f"one of 4 that {launcher}'s launcher started, but mpi4py loads {vendor}.* rank 0 of 1; start with ringrun"
+    )
     with pytest.raises(LauncherMismatchError, match=message):
         check_launcher(vendor, environment)
 
@@ -61,7 +64,9 @@ def test_before_init_every_function_says_so(function):
 
 
 def test_importing_starts_nothing():
-    code = "import sys, ringreduce; print([m for m in ('mpi4py.MPI', 'torch', 'cupy', 'ml_dtypes') if m in sys.modules])"
+    code = (
+        "import sys, ringreduce; print([m for m in ('mpi4py.MPI', 'torch', 'cupy', 'ml_dtypes') if m in sys.modules])"
+    )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
