@@ -53,8 +53,6 @@ class RankNotStarted:
 class LauncherEnded:
     """mpirun has ended."""
 
-    code: int
-
 
 @dataclass(frozen=True)
 class Signalled:

@@ -59,7 +59,6 @@ class Supervisor:
         self._not_started: RankNotStarted | None = None
         self._escalation: Escalation | None = None
         self._stopped_by: int | None = None  # the signal that ended the job, if no rank had failed before
-        self._launcher_code: int | None = None  # mpirun's exit code, if it ended before it was told to
         self._launcher_said: list[str] = []
 
     def run(self) -> int:
@@ -102,8 +101,7 @@ class Supervisor:
                 self._not_started = self._not_started or event
                 self._ends[rank] = RankEnd(rank, host, 0, 0, 0.0)
                 self._escalate(AFTER_FAILURE)
-            case LauncherEnded(code):
-                self._launcher_code = code
+            case LauncherEnded():
                 self._escalate(AFTER_FAILURE)
             case Signalled(number):
                 self._obey(number)
@@ -145,7 +143,7 @@ class Supervisor:
             where = f"rank {self._not_started.rank} on host {self._not_started.host}"
             raise UsageError(f"the command cannot be executed: {self._not_started.reason}, says {where}")
         ends = self._ends.values()
-        if cause := outcome.aborter(ends, self._launcher_code) or outcome.root_cause(ends):
+        if cause := outcome.aborter(ends, self._launcher.code) or outcome.root_cause(ends):
             self._output.message(outcome.report(cause, ends, self._size, self._launcher_said))
             return outcome.exit_code(cause)
         if self._escalation is None:
@@ -154,7 +152,7 @@ class Supervisor:
 
     def _conclude_without_cause(self) -> int:
         """mpirun ended, and no rank had failed."""
-        code = self._launcher_code
+        code = self._launcher.code
         said = "\n".join(self._launcher.tail)
         if len(self._arrived) < self._size:
             started = f"{len(self._arrived)} of {self._size} ranks had started"
@@ -179,6 +177,7 @@ class MpiLauncher:
         self._events = events
         self._lines: collections.deque[str] = collections.deque(maxlen=_LAUNCHER_TAIL_LINES)
         self._threads: list[threading.Thread] = []
+        self.code: int | None = None  # once it has ended
 
     @property
     def tail(self) -> list[str]:
@@ -212,7 +211,8 @@ class MpiLauncher:
 
     def _wait(self) -> None:
         code = self._process.wait()
-        self._events.put(LauncherEnded(code if code >= 0 else 128 - code))
+        self.code = code if code >= 0 else 128 - code
+        self._events.put(LauncherEnded())
 
 
 def run_job(detected: Detected, size: int, command: Sequence[str], *, verbose: bool) -> int:

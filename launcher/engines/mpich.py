@@ -28,8 +28,8 @@ class MPICH(Engine):
         return [launcher.path, "-n", str(size), *program]
 
     def environment(self, launcher_path: str) -> dict[str, str]:
-        """Return what makes waiting ranks yield the core sooner than after MPICH's 1000 rounds."""
-        return {"MPIR_CVAR_POLLS_BEFORE_YIELD": "10"}
+        """Return nothing: MPICH's ranks yield while they wait, and hydra finds its own files."""
+        return {}
 
     def place(self, environ: Mapping[str, str]) -> Place:
         """Read PMI_RANK and hydra's MPI_LOCALRANKID."""

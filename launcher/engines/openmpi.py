@@ -29,7 +29,7 @@ class OpenMPI(Engine):
         return _PRRTE_VERSION if "(PRRTE)" in version_text else None
 
     def command(self, launcher: Launcher, size: int, program: Sequence[str], *, as_root: bool) -> list[str]:
-        """Return mpirun's argv. Unasked, it refuses root and more ranks than cores, and binds up to two ranks to a core."""
+        """Return mpirun's argv; unasked, it refuses root and more ranks than cores, and binds up to two ranks."""
         oversubscribe = ["--map-by", ":OVERSUBSCRIBE"] if launcher.version >= (5,) else ["--oversubscribe"]
         root = ["--allow-run-as-root"] if as_root else []
         return [launcher.path, *root, *oversubscribe, "--bind-to", "none", "-np", str(size), *program]
