@@ -1,0 +1,96 @@
+"""No rank dies alone: whatever happens to one, the job ends within seconds and says which rank it was."""
+
+import re
+import time
+
+import pytest
+
+from tests.end_to_end.conftest import ringrun, run
+
+pytestmark = pytest.mark.timeout(900)  # the first use makes the environment for MPICH
+
+WAITING = """
+import os, signal, sys, time
+import numpy as np
+import ringreduce as rr
+
+rr.init()
+for step in range(10**6):
+    if step == 20 and rr.rank() == 1:
+        print("failing at", time.time(), flush=True)
+        {failure}
+    rr.allreduce(np.ones(1000) * rr.rank())
+"""
+
+FAILURES = {
+    "raise": ("raise ValueError('bad data at step 20')", 1, r"rank 1 of 4 failed first.*exit code 1"),
+    "sys.exit": ("sys.exit(3)", 3, r"rank 1 of 4 failed first.*exit code 3"),
+    "os._exit": ("os._exit(4)", 4, r"rank 1 of 4 failed first.*exit code 4"),
+    "SIGKILL": ("os.kill(os.getpid(), signal.SIGKILL)", 137, r"rank 1 of 4 failed first.*SIGKILL"),
+    "SIGSEGV": ("os.kill(os.getpid(), signal.SIGSEGV)", 139, r"rank 1 of 4 failed first.*SIGSEGV"),
+    "return": ("break", 1, r"waits for rank 1, which has left the job: its script ended or called shutdown\(\)"),
+    "abort": ("from mpi4py import MPI; MPI.COMM_WORLD.Abort(5)", 5, r"rank 1 of 4 failed first"),
+}
+
+
+@pytest.mark.parametrize("kind", FAILURES)
+def test_one_rank_ends_and_the_others_wait_for_it(python, tmp_path, kind):
+    failure, code, message = FAILURES[kind]
+    script = tmp_path / "train.py"
+    script.write_text(WAITING.format(failure=failure))
+    finished = ringrun(python, 4, script, timeout_s=60)
+    ended = time.time()
+    failed = float(re.search(r"failing at ([\d.]+)", finished.stdout).group(1))
+    print(f"{kind}: all gone after {ended - failed:.2f} s")
+    assert finished.returncode == code, finished.stdout
+    assert re.search(message, finished.stdout), finished.stdout
+    assert ended - failed < 5
+    assert run(["pgrep", "-f", str(script)]).stdout == "", "nothing is left"
+
+
+def test_the_traceback_of_the_first_failure_is_printed_last(python, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(WAITING.format(failure=FAILURES["raise"][0]))
+    last = ringrun(python, 4, script).stdout.splitlines()
+    assert last[-1] == "ValueError: bad data at step 20"
+    assert any(line.startswith("Traceback (most recent call last):") for line in last[-6:])
+
+
+def test_every_rank_is_told_which_rank_left(python, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import numpy as np, ringreduce as rr\n"
+        "rr.init()\n"
+        "for step in range(100 + (rr.rank() != 2)):\n"
+        "    rr.allreduce(np.ones(3))\n"
+    )
+    finished = ringrun(python, 3, script, timeout_s=60)
+    assert finished.returncode == 1, finished.stdout
+    assert "waits for rank 2, which has left the job" in finished.stdout
+
+
+def test_an_exit_code_of_a_rank_that_nobody_waits_for(python, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("import sys, ringreduce as rr\nrr.init()\nrr.barrier()\nsys.exit(7 if rr.rank() == 1 else 0)\n")
+    assert ringrun(python, 3, script, timeout_s=60).returncode == 7
+
+
+def test_a_job_that_succeeds_is_silent(python, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("import ringreduce as rr\nrr.init()\nrr.barrier()\n")
+    finished = ringrun(python, 3, script, timeout_s=60)
+    assert (finished.returncode, finished.stdout) == (0, "")
+
+
+def test_another_mpis_launcher_is_told(mpich_python, tmp_path):
+    import sys
+    from pathlib import Path
+
+    script = tmp_path / "train.py"
+    script.write_text("import ringreduce as rr\nrr.init()\n")
+    finished = run([mpich_python.parent / "mpiexec.hydra", "-np", "2", sys.executable, script])
+    assert "is one of 2 that MPICH's launcher started, but mpi4py loads Open MPI" in finished.stdout
+    mpirun = Path(sys.executable).parent / "mpirun"
+    finished = run([mpirun, "--allow-run-as-root", "-np", "2", mpich_python, script])
+    assert "is one of 2 that Open MPI's launcher started, but mpi4py loads MPICH" in finished.stdout
+    assert finished.returncode != 0

