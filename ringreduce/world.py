@@ -86,6 +86,7 @@ def form_world(comm: Any = None, generation: int = 0) -> World:
     Raises: MpiMissingError, LauncherMismatchError; InputError for a list that leaves this rank out.
     """
     mpi = start_mpi()
+    check_world_size(mpi.COMM_WORLD.size, os.environ)
     parent = _group_comm(mpi, comm) if isinstance(comm, list | tuple) else (comm or mpi.COMM_WORLD)
     own = parent.Dup()
     if isinstance(comm, list | tuple):
@@ -152,6 +153,17 @@ def check_launcher(vendor: str, environ: Any) -> None:
         f"this process is one of {size} that {started_by}'s launcher started, but mpi4py loads {vendor}, to which each "
         f"is rank 0 of 1; start with ringrun, which picks {vendor}'s own launcher, or install one MPI only"
     )
+
+
+def check_world_size(size: int, environ: Any) -> None:
+    """Raise LauncherMismatchError when MPI counts one rank but whoever started this process says there are more."""
+    for variable, launcher in (("WORLD_SIZE", "ringrun or torchrun"), ("SLURM_STEP_NUM_TASKS", "srun")):
+        told = environ.get(variable, "")
+        if size == 1 and told.isdigit() and int(told) > 1:
+            raise LauncherMismatchError(
+                f"{variable}={told} says that {launcher} started {told} ranks, but MPI counts 1: each would be rank 0 "
+                f"of 1; start with ringrun -np {told}, or the launcher of the MPI that mpi4py loads, or unset {variable}"
+            )
 
 
 def _launcher(environ: Any) -> tuple[str | None, int]:

@@ -7,11 +7,14 @@ fails here.
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from ringreduce.errors import CollectiveError, PeerLostError
 
@@ -57,6 +60,8 @@ class Exchange:
         with self.changed:
             mine = self._pending_receives if request.receiving else self._pending_sends
             others = self._pending_sends if request.receiving else self._pending_receives
+            if request.receiving:
+                self._check_not_being_sent(request)
             if others[request.key]:
                 _deliver(request, others[request.key].popleft())
                 self.changed.notify_all()
@@ -64,6 +69,13 @@ class Exchange:
                 if self.buffered and not request.receiving:
                     request.array, request.completed = request.array.copy(), True
                 mine[request.key].append(request)
+
+    def _check_not_being_sent(self, receive: ThreadRequest) -> None:
+        for send in itertools.chain.from_iterable(self._pending_sends.values()):
+            if send.rank == receive.rank and _overlap(send.array, receive.array):
+                raise CollectiveError(
+                    f"rank {receive.rank} receives into memory that it is still sending to rank {send.peer}"
+                )
 
     def wait(self, request: ThreadRequest) -> None:
         """Block until the request is done; raise when its peer has left or the time is over."""
@@ -103,6 +115,10 @@ class ThreadRequest:
     def wait(self) -> None:
         """See `Request.wait`."""
         self._exchange.wait(self)
+
+
+def _overlap(one: Any, other: Any) -> bool:
+    return isinstance(one, np.ndarray) and isinstance(other, np.ndarray) and np.may_share_memory(one, other)
 
 
 def _deliver(one: ThreadRequest, other: ThreadRequest) -> None:

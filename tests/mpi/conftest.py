@@ -1,10 +1,12 @@
 """For tests that run on every rank of a job: `ringrun -np 3 python -m pytest --with-mpi tests/mpi`.
 
 A test that fails on one rank would leave the others waiting for it, so it is reported and the whole job ends. A test
-that hangs is ended by pytest-timeout, which prints every thread's stack.
+that hangs is ended by pytest-timeout. Either way ringrun ends the other ranks, which print their stacks when it does.
 """
 
+import faulthandler
 import os
+import signal
 import sys
 
 import pytest
@@ -17,6 +19,7 @@ from ringreduce.world import form_world
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config):
+    faulthandler.register(signal.SIGTERM, os.dup(sys.stderr.fileno()), chain=True)
     rr.init()
     if rr.rank() != 0:  # one report of what passed is enough; failures are printed by whoever fails
         config.pluginmanager.unregister(config.pluginmanager.getplugin("terminalreporter"))

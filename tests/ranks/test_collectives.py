@@ -48,6 +48,31 @@ def test_ring_allreduce_of_every_count(size, segment_bytes):
         assert all(result.tobytes() == results[0].tobytes() for result in results), "the same bits on every rank"
 
 
+def test_on_return_the_memory_is_the_callers_again():
+    def program():
+        for collective in (
+            lambda flat: ring.allreduce(flat, transport(), reduction(Sum, "float64", 3), 64),
+            lambda flat: tree.broadcast(flat, transport(), 0, 64),
+        ):
+            flat = np.ones(100)
+            collective(flat)
+            result = flat.copy()
+            flat[...] = np.nan  # whoever still reads it would spread this
+            assert result.sum() in (100, 300)
+
+    run_ranks(3, program)
+
+
+def test_memory_that_is_being_sent_is_not_received_into():
+    def program():
+        flat = np.zeros(4)
+        transport().send(flat[:3], 1 - transport().rank, 7)
+        transport().receive(flat[2:], 1 - transport().rank, 8)
+
+    with pytest.raises(CollectiveError, match=r"rank \d receives into memory that it is still sending to rank \d"):
+        run_ranks(2, program)
+
+
 MATRIX = [(name, op) for name, op in itertools.product(TABLE, OPS) if legal(op, name)]
 
 

@@ -229,6 +229,19 @@ def test_zero_grad_between_backward_and_step():
     fails(call, AssertionError, r"zero_grad\(\) after backward\(\) and before step\(\)")
 
 
+def test_zero_grad_begins_an_unfinished_accumulation_anew():
+    def program():
+        model = make_model()
+        optimizer = wrap(model, backward_passes_per_step=2)
+        for passes in (1, 2):
+            optimizer.zero_grad()
+            for _ in range(passes):
+                loss_of(model, batch(0)).backward()
+        optimizer.step()
+
+    run_ranks(1, program)
+
+
 def test_zero_grad_sets_to_none_or_to_zero():
     def program():
         model = make_model()

@@ -45,6 +45,11 @@ def test_bfloat16_is_rounded_as_ml_dtypes_rounds_it(bits):
     np.testing.assert_array_equal(ours[~np.isnan(ours)], theirs[~np.isnan(theirs)])
 
 
+def test_bfloat16_ties_go_to_even():
+    ties = bits32([0x3F808000, 0x3F818000, 0xBF808000, 0x3F808001])
+    assert TABLE["bfloat16"].narrow(ties).tolist() == [0x3F80, 0x3F82, 0xBF80, 0x3F81]
+
+
 def test_bfloat16_widens_exactly():
     every_bit_pattern = np.arange(2**16, dtype=np.uint16)
     wide = TABLE["bfloat16"].widen(every_bit_pattern)

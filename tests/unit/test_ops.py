@@ -57,10 +57,11 @@ def test_complex_has_no_order(op):
 def test_an_average_of_narrow_integers_does_not_overflow(name):
     reduction = Reduction(Average, TABLE[name], 3)
     top = np.iinfo(name).max
-    flat = np.array([top, top - 1], name)
-    partial = reduction.start(flat.copy())
+    values = np.array([top, top - 1], name)
+    flat = values.copy()
+    partial = reduction.start(flat)
     for _ in range(2):
-        reduction.combine(partial, flat.astype(partial.dtype))
+        reduction.combine(partial, values.astype(partial.dtype))
     reduction.finish(partial, flat)
     assert flat.tolist() == [top, top - 1]
 

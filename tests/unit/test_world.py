@@ -4,7 +4,7 @@ import sys
 import pytest
 
 from ringreduce.errors import LauncherMismatchError, NotInitializedError
-from ringreduce.world import World, check_launcher, local_ranks
+from ringreduce.world import World, check_launcher, check_world_size, local_ranks
 
 
 def test_local_ranks_count_the_ranks_of_a_host():
@@ -47,6 +47,16 @@ def test_the_wrong_launcher_is_told(vendor, environment, launcher):
     )
     with pytest.raises(LauncherMismatchError, match=message):
         check_launcher(vendor, environment)
+
+
+@pytest.mark.parametrize(("variable", "launcher"), [("WORLD_SIZE", "torchrun"), ("SLURM_STEP_NUM_TASKS", "srun")])
+def test_a_start_that_mpi_knows_nothing_of_is_told(variable, launcher):
+    check_world_size(4, {variable: "4"})
+    check_world_size(1, {variable: "1"})
+    check_world_size(1, {variable: "many"})
+    message = rf"{variable}=4 says that .*{launcher} started 4 ranks, but MPI counts 1: .* start with ringrun -np 4"
+    with pytest.raises(LauncherMismatchError, match=message):
+        check_world_size(1, {variable: "4"})
 
 
 NEED_A_WORLD = ["rank", "size", "local_rank", "local_size", "cross_rank", "cross_size", "is_homogeneous", "barrier"]
