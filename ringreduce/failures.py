@@ -12,8 +12,8 @@ import traceback
 from types import TracebackType
 from typing import Any
 
+from ringreduce import world
 from ringreduce.errors import PeerLostError
-from ringreduce.world import World
 
 EXIT_CODE = 1
 INTERRUPTED_EXIT_CODE = 130
@@ -21,15 +21,15 @@ INTERRUPTED_EXIT_CODE = 130
 _previous_hook: Any = None
 
 
-def install(world: World, error_file: str) -> None:
-    """Have uncaught exceptions end the job.
+def install(error_file: str) -> None:
+    """Have uncaught exceptions end the job; for a process that is alone they end only that, as ever.
 
     error_file: set by ringrun: the report goes there, and this process ends at once; the launcher ends the others.
                 Empty: MPI_Abort ends them.
     """
     global _previous_hook
     uninstall()
-    previous = sys.excepthook
+    previous, alone = sys.excepthook, world.is_alone()
 
     def hook(kind: type[BaseException], exc: BaseException, trace: TracebackType | None) -> None:
         interrupted = issubclass(kind, KeyboardInterrupt)
@@ -39,12 +39,13 @@ def install(world: World, error_file: str) -> None:
             write_report(error_file, kind, exc, trace)
         flush()
         code = INTERRUPTED_EXIT_CODE if interrupted else EXIT_CODE
-        if error_file or world.size == 1:
+        if error_file:
             os._exit(code)
         world.abort(code)
 
-    _previous_hook = previous
-    sys.excepthook = hook
+    if error_file or not alone:
+        _previous_hook = previous
+        sys.excepthook = hook
 
 
 def uninstall() -> None:

@@ -53,7 +53,7 @@ def init(comm: Any = None) -> None:
     world = form_world(comm, _generations)
     _process_runtime = Runtime(world, MessageTransport(world), settings)
     _generations += 1
-    failures.install(world, settings.error_file)
+    failures.install(settings.error_file)
     if _generations == 1:
         atexit.register(_at_exit)
 

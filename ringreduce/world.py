@@ -60,10 +60,6 @@ class World:
         locals_ = local_ranks(self.hosts)
         return [host for host, local in zip(self.hosts, locals_, strict=True) if local == self.local_rank]
 
-    def abort(self, code: int) -> None:
-        """End every rank of the job, now."""
-        self.comm.Abort(code)
-
     def free(self) -> None:
         """Give the communicators back; every rank must call it."""
         self.comm.Free()
@@ -133,6 +129,20 @@ def start_mpi() -> Any:
 _MPI_STARTED_HERE: list[bool] = []
 
 
+def is_alone() -> bool:
+    """True when MPI started this process only."""
+    from mpi4py import MPI
+
+    return bool(MPI.COMM_WORLD.size == 1)
+
+
+def abort(code: int) -> None:
+    """End every rank that MPI started, now."""
+    from mpi4py import MPI
+
+    MPI.COMM_WORLD.Abort(code)
+
+
 def finalize_mpi() -> None:
     """End MPI if `start_mpi` started it; a process that ends without is a failure to the launcher."""
     from mpi4py import MPI
@@ -162,7 +172,7 @@ def check_world_size(size: int, environ: Any) -> None:
         if size == 1 and told.isdigit() and int(told) > 1:
             raise LauncherMismatchError(
                 f"{variable}={told} says that {launcher} started {told} ranks, but MPI counts 1: each would be rank 0 "
-                f"of 1; start with ringrun -np {told}, or the launcher of the MPI that mpi4py loads, or unset {variable}"
+                f"of 1; start with ringrun -np {told}, or the launcher of mpi4py's MPI, or unset {variable}"
             )
 
 

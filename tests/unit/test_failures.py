@@ -1,0 +1,55 @@
+import json
+import subprocess
+import sys
+
+import pytest
+
+from ringreduce.errors import PeerLostError
+from ringreduce.failures import write_report
+
+
+def raised(error):
+    try:
+        raise error
+    except type(error) as exc:
+        return type(exc), exc, exc.__traceback__
+
+
+def test_a_report_holds_the_exception_and_its_traceback(tmp_path):
+    path = tmp_path / "rank3.json"
+    write_report(str(path), *raised(ValueError("bad – data")))
+    report = json.loads(path.read_text())
+    assert (report["exception"], report["message"], report["lost_ranks"]) == ("ValueError", "bad – data", [])
+    assert report["traceback"].startswith("Traceback (most recent call last):")
+    assert report["traceback"].endswith("ValueError: bad – data\n")
+
+
+def test_a_lost_peer_is_blamed(tmp_path):
+    path = tmp_path / "rank0.json"
+    write_report(str(path), *raised(PeerLostError("rank 2 has left", [2])))
+    assert json.loads(path.read_text())["lost_ranks"] == [2]
+
+
+def test_a_report_that_cannot_be_written_is_told(tmp_path, capsys):
+    write_report(str(tmp_path / "missing" / "rank0.json"), *raised(ValueError("x")))
+    assert "the report of this failure could not be written" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "last"), [("ValueError('x')", 1, "ValueError: x"), ("KeyboardInterrupt", 130, "")]
+)
+def test_under_ringrun_an_exception_is_reported_and_ends_the_process_at_once(tmp_path, error, code, last):
+    path = tmp_path / "rank0.json"
+    script = f"import atexit, ringreduce; ringreduce.init(); atexit.register(print, 'too late'); raise {error}"
+    environment = {"RINGREDUCE_ERROR_FILE": str(path)}
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
+    assert (run.returncode, run.stdout) == (code, "")
+    assert run.stderr.strip().splitlines()[-1:] == ([last] if last else [])
+    assert json.loads(path.read_text())["exception"] == error.partition("(")[0]
+
+
+def test_a_process_alone_ends_as_ever_and_an_interactive_one_goes_on():
+    script = "import ringreduce; ringreduce.init(); import sys; assert sys.excepthook is sys.__excepthook__; raise ValueError"
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env={})
+    assert run.returncode == 1
+    assert run.stderr.endswith("ValueError\n")
