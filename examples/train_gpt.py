@@ -1,7 +1,7 @@
 """Train a small GPT on the source of Python's standard library, data-parallel, and let it write some Python.
 
     ringrun -np 2 python examples/train_gpt.py                            # a minute or two on two cores
-    ringrun -np 2 python examples/train_gpt.py --steps 600 --resume       # go on where that ended
+    ringrun -np 2 python examples/train_gpt.py --steps 1600 --resume      # go on where that ended
     ringrun -np 4 python examples/train_gpt.py --width 384 --depth 6 --heads 6 --context 256    # 10.8 M parameters
 
 Needs torch, matplotlib and tqdm. Nothing is downloaded: the text is on every machine that has Python. Into --out go
@@ -121,6 +121,11 @@ def plot(losses, path):
     figure.savefig(path, dpi=120)
 
 
+def printable(text):
+    """The text without the control characters of a model that has not learnt much: a terminal would obey them."""
+    return "".join(char if char.isprintable() or char == "\n" else "�" for char in text.decode(errors="replace"))
+
+
 def digest(model):
     """A short fingerprint of the parameters' bytes: equal only if every bit is."""
     fingerprint = hashlib.blake2b(digest_size=8)
@@ -132,13 +137,14 @@ def digest(model):
 def parse(argv):
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=300, help="train until this step (%(default)s)")
-    parser.add_argument("--batch", type=int, default=24, help="sequences per step, of all ranks (%(default)s)")
-    parser.add_argument("--context", type=int, default=128, help="bytes per sequence (%(default)s)")
-    parser.add_argument("--width", type=int, default=128, help="numbers per byte inside the model (%(default)s)")
+    parser.add_argument("--steps", type=int, default=800, help="train until this step (%(default)s)")
+    parser.add_argument("--batch", type=int, default=48, help="sequences per step, of all ranks (%(default)s)")
+    parser.add_argument("--context", type=int, default=64, help="bytes per sequence (%(default)s)")
+    parser.add_argument("--width", type=int, default=96, help="numbers per byte inside the model (%(default)s)")
     parser.add_argument("--depth", type=int, default=4, help="blocks (%(default)s)")
     parser.add_argument("--heads", type=int, default=4, help="of attention, in each block (%(default)s)")
-    parser.add_argument("--lr", type=float, default=1e-3, help="learning rate (%(default)s)")
+    parser.add_argument("--lr", type=float, default=3e-3, help="learning rate (%(default)s)")
+    parser.add_argument("--warmup", type=int, default=100, metavar="STEPS", help="to reach it (%(default)s)")
     parser.add_argument("--dtype", choices=["float32", "float64"], default="float32", help="(%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="for the parameters and the batches (%(default)s)")
     parser.add_argument("--out", type=Path, default=Path("out"), metavar="DIR", help="where files go (%(default)s)")
@@ -193,6 +199,8 @@ def main(argv=None):
         disable=rr.rank() != 0,
     )
     for step in range(first_step, args.steps):
+        for group in optimizer.param_groups:
+            group["lr"] = args.lr * min(1, (step + 1) / args.warmup)
         inputs, targets = draw_batch(text, step, args)
         loss = functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
         optimizer.zero_grad()
@@ -216,7 +224,7 @@ def main(argv=None):
         print(f"loss {losses[0]:.3f} at step 1, {losses[-1]:.3f} at step {len(losses)}; {tokens_per_s:,.0f} tokens/s")
         print(f"parameters are identical on all {rr.size()} ranks: fingerprint {digests[0]}")
         sample = model.write(b"def ", 300, torch.Generator().manual_seed(args.seed))
-        print(f"a sample of what it writes:\n\n{sample.decode(errors='replace')}")
+        print(f"a sample of what it writes:\n\n{printable(sample)}")
 
 
 if __name__ == "__main__":

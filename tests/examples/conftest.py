@@ -1,0 +1,44 @@
+"""Runs the examples as a user would: with the `ringrun` that stands beside this Python."""
+
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+Ringrun = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="session")
+def ringrun(tmp_path_factory: pytest.TempPathFactory) -> Ringrun:
+    """ringrun(size, *python_arguments) runs that many ranks of this Python; it must end with `returncode`."""
+    directory = tmp_path_factory.mktemp("cwd")
+
+    def run(size: int, *arguments: str | Path, returncode: int = 0) -> subprocess.CompletedProcess[str]:
+        program = Path(sys.executable).with_name("ringrun")
+        argv = [str(each) for each in (program, "-np", size, sys.executable, *arguments)]
+        ended = subprocess.run(argv, cwd=directory, capture_output=True, text=True, timeout=150, check=False)
+        assert ended.returncode == returncode, f"{ended.stdout}\n{ended.stderr}"
+        return ended
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def examples() -> Path:
+    return EXAMPLES
+
+
+@pytest.fixture(scope="session")
+def lines() -> Callable[[str], Sequence[str]]:
+    """The lines that rank 0 printed, without ringrun's `[0] `; no other rank may have printed any."""
+
+    def unprefixed(text: str) -> Sequence[str]:
+        prefixed = text.rstrip("\n").split("\n")
+        assert all(line.startswith("[0]") for line in prefixed), text
+        return [line[4:] for line in prefixed]
+
+    return unprefixed

@@ -1,0 +1,73 @@
+"""train_digits.py on real ranks: it learns, and any number of ranks trains the same model."""
+
+import functools
+import importlib.util
+import json
+import re
+
+import numpy as np
+import pytest
+
+pytestmark = [
+    pytest.mark.timeout(180),
+    pytest.mark.skipif(importlib.util.find_spec("sklearn") is None, reason="train_digits.py needs scikit-learn"),
+]
+
+SIZES = [1, 2, 3, 4]
+
+
+@pytest.fixture(scope="module")
+def train(ringrun, examples, tmp_path_factory):
+    """train(size): what a run with default settings printed, and what it recorded; run once for each size."""
+    directory = tmp_path_factory.mktemp("digits")
+
+    @functools.cache
+    def run(size):
+        record = directory / f"{size}.json"
+        ended = ringrun(size, examples / "train_digits.py", "--record", record)
+        return ended.stdout, json.loads(record.read_text())
+
+    return run
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_last_line_tells_an_accuracy_of_at_least_97_percent(train, lines, size):
+    stdout, _ = train(size)
+    accuracy = re.fullmatch(r"test accuracy: (\d\.\d{3})", lines(stdout)[-1])
+    assert accuracy, stdout
+    assert 0.97 <= float(accuracy[1]) <= 1
+
+
+@pytest.mark.parametrize("size", SIZES[1:])
+def test_loss_curve_is_that_of_one_rank(train, size):
+    _, alone = train(1)
+    _, together = train(size)
+    assert len(alone["losses"]) == 25 * 11
+    np.testing.assert_allclose(together["losses"], alone["losses"], rtol=1e-9)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_parameters_are_bit_identical_on_all_ranks(train, size):
+    _, record = train(size)
+    assert len(record["digests"]) == size
+    assert len(set(record["digests"])) == 1
+
+
+def test_batch_that_ranks_cannot_share_equally_is_refused(ringrun, examples):
+    ended = ringrun(2, examples / "train_digits.py", "--batch", "65", returncode=1)
+    assert "--batch 65 cannot be shared equally by 2 ranks; pass a multiple of 2, such as --batch 66" in ended.stderr
+
+
+@pytest.mark.parametrize("left_out", ["DistributedOptimizer", "broadcast_parameters"])
+def test_script_itself_notices_when_parameters_differ(ringrun, examples, left_out):
+    program = f"""if True:
+        import sys
+        sys.path.insert(0, {str(examples)!r})
+        import ringreduce as rr
+        import train_digits
+        rr.{left_out} = lambda passed, **_: passed
+        train_digits.main(["--epochs", "1"])
+    """
+    ended = ringrun(2, "-c", program, returncode=1)
+    expected = r"the ranks' parameters differ: fingerprints \['\w+', '\w+'\], by rank; expected equal ones"
+    assert re.search(expected, ended.stderr)
