@@ -1,5 +1,6 @@
 """No rank dies alone: whatever happens to one, the job ends within seconds and says which rank it was."""
 
+import json
 import re
 import time
 
@@ -94,3 +95,20 @@ def test_another_mpis_launcher_is_told(mpich_python, tmp_path):
     finished = run([mpirun, "--allow-run-as-root", "-np", "2", mpich_python, script])
     assert "is one of 2 that Open MPI's launcher started, but mpi4py loads MPICH" in finished.stdout
     assert finished.returncode != 0
+
+
+@pytest.mark.parametrize(("error", "code"), [("ValueError", 1), ("KeyboardInterrupt", 130)])
+def test_under_ringrun_an_exception_is_reported_and_ends_the_process_at_once(python, tmp_path, error, code):
+    path = tmp_path / "rank0.json"
+    script = f"import atexit, ringreduce; ringreduce.init(); atexit.register(print, 'too late'); raise {error}('x')"
+    finished = run([python, "-c", script], RINGREDUCE_ERROR_FILE=str(path))
+    assert finished.returncode == code
+    assert "too late" not in finished.stdout
+    assert ("Traceback" in finished.stdout) == (error != "KeyboardInterrupt"), "ringrun tells of Ctrl-C, once"
+    assert json.loads(path.read_text())["exception"] == error
+
+
+def test_a_process_alone_ends_as_ever(python):
+    script = "import sys, ringreduce; ringreduce.init(); assert sys.excepthook is sys.__excepthook__; raise ValueError"
+    finished = run([python, "-c", script])
+    assert (finished.returncode, finished.stdout.splitlines()[-1]) == (1, "ValueError")

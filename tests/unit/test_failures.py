@@ -1,8 +1,4 @@
 import json
-import subprocess
-import sys
-
-import pytest
 
 from ringreduce.errors import PeerLostError
 from ringreduce.failures import write_report
@@ -33,23 +29,3 @@ def test_a_lost_peer_is_blamed(tmp_path):
 def test_a_report_that_cannot_be_written_is_told(tmp_path, capsys):
     write_report(str(tmp_path / "missing" / "rank0.json"), *raised(ValueError("x")))
     assert "the report of this failure could not be written" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("error", "code", "last"), [("ValueError('x')", 1, "ValueError: x"), ("KeyboardInterrupt", 130, "")]
-)
-def test_under_ringrun_an_exception_is_reported_and_ends_the_process_at_once(tmp_path, error, code, last):
-    path = tmp_path / "rank0.json"
-    script = f"import atexit, ringreduce; ringreduce.init(); atexit.register(print, 'too late'); raise {error}"
-    environment = {"RINGREDUCE_ERROR_FILE": str(path)}
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
-    assert (run.returncode, run.stdout) == (code, "")
-    assert run.stderr.strip().splitlines()[-1:] == ([last] if last else [])
-    assert json.loads(path.read_text())["exception"] == error.partition("(")[0]
-
-
-def test_a_process_alone_ends_as_ever_and_an_interactive_one_goes_on():
-    script = "import ringreduce; ringreduce.init(); import sys; assert sys.excepthook is sys.__excepthook__; raise ValueError"
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env={})
-    assert run.returncode == 1
-    assert run.stderr.endswith("ValueError\n")
