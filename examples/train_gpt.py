@@ -2,7 +2,7 @@
 
     ringrun -np 2 python examples/train_gpt.py                            # a minute or two on two cores
     ringrun -np 2 python examples/train_gpt.py --steps 1600 --resume      # go on where that ended
-    ringrun -np 4 python examples/train_gpt.py --width 384 --depth 6 --heads 6 --context 256    # 10.8 M parameters
+    ringrun -np 4 python examples/train_gpt.py --width 384 --depth 6 --heads 6 --context 256    # 10.9 M parameters
 
 Needs torch, matplotlib and tqdm. Nothing is downloaded: the text is on every machine that has Python. Into --out go
 checkpoint.pt (to resume from), losses.json and loss.png.
