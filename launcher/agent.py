@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle
 from typing import NoReturn
 
 from .engines import ENGINES
@@ -73,12 +74,19 @@ class Agent:
         return subprocess.Popen(
             command,
             env=environment,
+            stdin=self._stdin(),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             close_fds=False,  # MPICH's rank speaks to hydra through an inherited descriptor, PMI_FD
             start_new_session=True,
             preexec_fn=die_with_parent(signal.SIGKILL),  # safe: no thread runs yet
         )
+
+    def _stdin(self) -> int:
+        """Return what the command reads: of rank 0 ringrun's own stdin, which needs no forwarding on one host."""
+        if self._place.rank == 0 and self._settings.gives_stdin:
+            return recv_handle(self._connection)
+        return subprocess.DEVNULL
 
     def _forward(self, child: "subprocess.Popen[bytes]") -> NoReturn:
         """Send what the child writes; report once it has ended and its pipes are empty; go on for its own children."""

@@ -11,6 +11,7 @@ from collections import deque
 from dataclasses import dataclass
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, Listener
+from multiprocessing.reduction import send_handle
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TypeAlias
@@ -71,13 +72,14 @@ Events: TypeAlias = "SimpleQueue[Event]"
 
 
 class Channel:
-    """The connections to all agents."""
+    """The connections to all agents. Rank 0 is given the descriptor `stdin`."""
 
-    def __init__(self, directory: str, size: int, printer: Printer, events: Events) -> None:
+    def __init__(self, directory: str, size: int, stdin: int | None, printer: Printer, events: Events) -> None:
         path = str(Path(directory) / "socket")
         self.address = unix_address(path)
         self.authkey = secrets.token_bytes(32)
         self._listener = Listener(path, "AF_UNIX", backlog=size, authkey=self.authkey)
+        self._stdin = stdin
         self._printer = printer
         self._events = events
         self._connections: dict[int, Connection] = {}
@@ -129,6 +131,8 @@ class Channel:
         except (EOFError, OSError):
             return
         assert isinstance(hello, Hello)
+        if hello.rank == 0 and self._stdin is not None:
+            send_handle(connection, self._stdin, None)
         self._connections[hello.rank] = connection
         self._events.put(Arrived(hello.rank))
         if self._ending:
@@ -176,7 +180,7 @@ class _RankReader:
     def _print(self, stream: StreamName, lines: list[bytes]) -> None:
         if stream == "stderr":
             self._tail.extend(line.decode(errors="replace")[:_TAIL_LINE_CHARACTERS] for line in lines)
-        self._printer.write(self._hello.rank, stream, lines, self._splitters[stream].pending)
+        self._printer.write(self._hello.rank, stream, lines, self._splitters[stream].frame)
         if self._printer.closed:
             self._events.put(OutputClosed())
 

@@ -19,8 +19,8 @@ Environment of each rank
 
 Output
   Each line is printed whole, behind the number of its rank: stdout on stdout, stderr on stderr. On a terminal the
-  number has a colour (unless NO_COLOR is set) and a progress bar stays one line. Only rank 0 can read stdin, and
-  only if ringrun's is not a terminal.
+  number has a colour (unless NO_COLOR is set) and a progress bar stays one line. Rank 0 reads
+  ringrun's stdin unless that is a terminal; the others read nothing.
 
 When a rank fails
   A rank that ends with 0 is done, and the others go on. The first that ends otherwise ends the job: the others
@@ -71,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dry-run", action="store_true", help="print the command that would be run, and do not run it")
     parser.add_argument("--verbose", action="store_true", help="show which MPI is used, and what mpirun itself prints")
     parser.add_argument("--version", action="store_true", help="print the version and exit")
-    parser.add_argument("-h", action="help", help="print this manual and exit")
+    parser.add_argument("-h", "--help", action="help", help="print this manual and exit")
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
 

@@ -17,6 +17,9 @@ MASTER_VARIABLE = "RINGRUN_MASTER"
 DIRECTORY_VARIABLE = "RINGRUN_DIRECTORY"
 """ringrun's private directory, where ranks leave their error files."""
 
+STDIN_VARIABLE = "RINGRUN_STDIN"
+"""`1` if rank 0 reads ringrun's standard input, whose descriptor then follows its Hello."""
+
 HOOK_DIRECTORY = str(Path(__file__).parent / "hook")
 
 
@@ -38,6 +41,7 @@ class Settings:
     master_address: str
     master_port: int
     directory: str
+    gives_stdin: bool
 
     def to_environment(self) -> dict[str, str]:
         """Return the variables that carry these settings."""
@@ -45,13 +49,15 @@ class Settings:
             ENGINE_VARIABLE: self.engine,
             MASTER_VARIABLE: f"{self.master_address}:{self.master_port}",
             DIRECTORY_VARIABLE: self.directory,
+            STDIN_VARIABLE: str(int(self.gives_stdin)),
         }
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> "Settings":
         """Read back what `to_environment` wrote; KeyError where there is nothing."""
         address, _, port = environ[MASTER_VARIABLE].rpartition(":")
-        return cls(environ[ENGINE_VARIABLE], address, int(port), environ[DIRECTORY_VARIABLE])
+        stdin = environ[STDIN_VARIABLE] == "1"
+        return cls(environ[ENGINE_VARIABLE], address, int(port), environ[DIRECTORY_VARIABLE], stdin)
 
 
 def error_file(directory: str, rank: int) -> Path:

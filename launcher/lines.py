@@ -8,7 +8,8 @@ class LineSplitter:
     r"""Collects the bytes of one stream and gives back whole lines, without their newlines.
 
     Of a line in several frames (`\r 10%\r 20%\n`, a progress bar) only the last is kept. `pending` is the
-    line so far. How the bytes were cut into `feed` calls makes no difference to the lines.
+    line so far, `frame` the same if it has been started over. How the bytes were cut into `feed` calls makes no
+    difference to the lines.
 
         >>> splitter = LineSplitter()
         >>> splitter.feed(b"one\ntw"), splitter.feed(b"o\n 10%\r 20%"), splitter.pending
@@ -19,11 +20,17 @@ class LineSplitter:
         self._max_line_bytes = max_line_bytes
         self._line = bytearray()
         self._at_start = False  # a \r came last: what follows replaces the line
+        self._has_frames = False
 
     @property
     def pending(self) -> bytes:
         """The line that has not ended yet."""
         return bytes(self._line)
+
+    @property
+    def frame(self) -> bytes:
+        """The line that has not ended yet, if it is a progress bar's; else nothing."""
+        return bytes(self._line) if self._has_frames else b""
 
     def feed(self, data: bytes) -> list[bytes]:
         """Return the lines that `data` completes."""
@@ -44,7 +51,7 @@ class LineSplitter:
         first, *frames = part.split(b"\r")
         self._append(first, lines)
         for frame in frames:
-            self._at_start = True
+            self._at_start = self._has_frames = True
             self._append(frame, lines)
 
     def _append(self, text: bytes, lines: list[bytes]) -> None:
@@ -61,5 +68,5 @@ class LineSplitter:
     def _take(self) -> bytes:
         line = bytes(self._line)
         self._line.clear()
-        self._at_start = False
+        self._at_start = self._has_frames = False
         return line

@@ -1,7 +1,7 @@
 """Prints the ranks' lines: whole, each with its rank before it, stdout to stdout and stderr to stderr.
 
-On a terminal the prefix has a colour, and a line that has not ended yet (a progress bar) is shown below all others,
-erased and drawn again as they come. Writes block while the reader is slow; so, in the end, do the ranks.
+On a terminal the prefix has a colour, and a progress bar, a line that is started over and over, is shown below all
+other lines, erased and drawn again as they come. Writes block while the reader is slow; so, in the end, do the ranks.
 """
 
 import os
@@ -80,14 +80,14 @@ class Output:
         """Whether nobody reads stdout any more."""
         return self._streams["stdout"].closed
 
-    def write(self, rank: int, name: StreamName, lines: Sequence[bytes], pending: bytes = b"") -> None:
-        """Print whole `lines` of `rank`; on a terminal also show `pending`, its line so far."""
+    def write(self, rank: int, name: StreamName, lines: Sequence[bytes], frame: bytes = b"") -> None:
+        """Print whole `lines` of `rank`; on a terminal also show `frame`, its progress bar so far."""
         stream = self._streams[name]
         text = b"".join(stream.prefix.apply(rank, line) + b"\n" for line in lines)
         with self._lock:
-            if stream.terminal and (pending or self._frame_of == (rank, name)):
-                frame = stream.prefix.apply(rank, _NOT_COLOUR.sub(b"", pending)) if pending.strip() else b""
-                self._replace(stream, text, frame, (rank, name))
+            if stream.terminal and (frame or self._frame_of == (rank, name)):
+                shown = stream.prefix.apply(rank, _NOT_COLOUR.sub(b"", frame)) if frame.strip() else b""
+                self._replace(stream, text, shown, (rank, name))
             elif text:
                 self._print_above(stream, text)
 

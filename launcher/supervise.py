@@ -124,7 +124,7 @@ class Supervisor:
         self._take_step()
         left = len(self._arrived - self._ends.keys())
         what = "interrupted" if number == signal.SIGINT else f"got {signal.Signals(number).name}"
-        self._output.message([f"ringrun: {what}; ending {left} ranks"])
+        self._output.message([f"ringrun: {what}; ending {left} rank{'' if left == 1 else 's'}"])
 
     def _end_launcher(self) -> None:
         """Let the agents go, and see mpirun's end."""
@@ -168,7 +168,7 @@ class MpiLauncher:
         self._process = subprocess.Popen(
             argv,
             env=environment,
-            stdin=_ranks_stdin(),
+            stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # so that Ctrl-C reaches ringrun alone
@@ -220,8 +220,10 @@ def run_job(detected: Detected, size: int, command: Sequence[str], *, verbose: b
     events: Events = queue.SimpleQueue()
     output = Output(size, os.environ)
     with tempfile.TemporaryDirectory(prefix="ringrun-", dir=_socket_folder(), ignore_cleanup_errors=True) as directory:
-        channel = Channel(directory, size, output, events)
-        settings = Settings(detected.engine.name, _MASTER_ADDRESS, free_port(_MASTER_ADDRESS), directory)
+        stdin = _ranks_stdin()
+        channel = Channel(directory, size, stdin, output, events)
+        port = free_port(_MASTER_ADDRESS)
+        settings = Settings(detected.engine.name, _MASTER_ADDRESS, port, directory, gives_stdin=stdin is not None)
         argv = job_command(detected, size, command, as_root=os.geteuid() == 0)
         environment = job_environment(detected, os.environ, settings, channel.address, channel.authkey)
         _pass_signals_to(events)
@@ -250,13 +252,16 @@ def _pass_signals_to(events: Events) -> None:
             signal.signal(number, note)
 
 
-def _ranks_stdin() -> int:
-    """Return what mpirun reads and gives to rank 0: our stdin, unless it is a terminal or not open."""
+def _ranks_stdin() -> int | None:
+    """Return what rank 0 reads: our stdin, unless it is a terminal (a rank is not in its foreground) or not open.
+
+    mpirun is not asked to pass it on: pip's Open MPI 5.0.11 loses it, and hydra lets the other ranks wait for it.
+    """
     try:
         os.fstat(0)
     except OSError:
-        return subprocess.DEVNULL
-    return subprocess.DEVNULL if os.isatty(0) else 0
+        return None
+    return None if os.isatty(0) else 0
 
 
 def _socket_folder() -> str | None:

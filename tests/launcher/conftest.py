@@ -1,0 +1,134 @@
+"""Fixtures: ringrun as its users start it, scripts for it to run, and a check that nothing is left behind."""
+
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+RINGRUN = str(Path(sys.executable).parent / "ringrun")
+GONE_WITHIN_S = 5.0
+
+
+def _environment(changes: dict[str, str | None]) -> dict[str, str]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "MASTER_"))}
+    environment |= {name: value for name, value in changes.items() if value is not None}
+    return {name: value for name, value in environment.items() if changes.get(name, "") is not None}
+
+
+@pytest.fixture
+def ringrun(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Run ringrun to its end: `ringrun("-np", 2, …, env={…}, input="…")`."""
+
+    def run(
+        *arguments: object, env: dict[str, str | None] | None = None, **options
+    ) -> subprocess.CompletedProcess[str]:
+        options.setdefault("stdin", None if "input" in options else subprocess.DEVNULL)
+        return subprocess.run(
+            [RINGRUN, *map(str, arguments)],
+            env=_environment(env or {}),
+            capture_output=True,
+            text=True,
+            errors="surrogateescape",
+            cwd=options.pop("cwd", tmp_path),
+            timeout=50,
+            **options,
+        )
+
+    return run
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Start ringrun, in its own session, and leave it running; it is killed after the test."""
+    started: list[subprocess.Popen[str]] = []
+
+    def run(*arguments: object, **options) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [RINGRUN, *map(str, arguments)],
+            env=_environment(options.pop("env", {})),
+            stdin=subprocess.DEVNULL,
+            stdout=options.pop("stdout", subprocess.PIPE),
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=tmp_path,
+            start_new_session=True,
+            **options,
+        )
+        started.append(process)
+        return process
+
+    yield run
+    for process in started:
+        process.kill()
+        process.wait()
+        for stream in (process.stdout, process.stderr):
+            if stream:
+                stream.close()
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Callable[[str], str]:
+    """Write a Python script and return its path."""
+
+    def write(source: str) -> str:
+        path = tmp_path / "script.py"
+        path.write_text(textwrap.dedent(source))
+        return str(path)
+
+    return write
+
+
+@pytest.fixture
+def python() -> str:
+    return sys.executable
+
+
+def _command_line(pid: int) -> str:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return "" if state == "Z" else Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    except OSError:
+        return ""
+
+
+@pytest.fixture
+def processes_of(tmp_path: Path) -> Callable[[], dict[int, str]]:
+    """Return the live processes whose command line holds this test's folder: ringrun, mpirun, agents, ranks."""
+
+    def find() -> dict[int, str]:
+        lines = {int(path.name): _command_line(int(path.name)) for path in Path("/proc").glob("[0-9]*")}
+        return {pid: line for pid, line in lines.items() if str(tmp_path) in line and pid != os.getpid()}
+
+    return find
+
+
+@pytest.fixture
+def wait_until_gone(processes_of: Callable[[], dict[int, str]]) -> Callable[[], float]:
+    """Wait until no process of this test is left; return how many seconds it took, or fail after the bar."""
+
+    def wait() -> float:
+        begin = time.monotonic()
+        while left := processes_of():
+            assert time.monotonic() < begin + GONE_WITHIN_S, f"left behind: {left}"
+            time.sleep(0.02)
+        return time.monotonic() - begin
+
+    return wait
+
+
+@pytest.fixture
+def wait_for() -> Callable[[Callable[[], bool]], None]:
+    """Wait until a condition holds; fail after 30 s."""
+
+    def wait(condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 30
+        while not condition():
+            assert time.monotonic() < deadline, "waited 30 s in vain"
+            time.sleep(0.02)
+
+    return wait

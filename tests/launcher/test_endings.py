@@ -1,0 +1,155 @@
+"""Runs that are ended from outside: Ctrl-C and other signals, a reader that leaves, ringrun killed. Nothing stays."""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+Script = Callable[[str], str]
+Start = Callable[..., "subprocess.Popen[str]"]
+GONE_WITHIN_S = 5.0
+
+# in MPI, with a subprocess of its own; argv[1] tells what to do with SIGINT and SIGTERM
+LONG = """
+    import os, signal, subprocess, sys, time
+    from mpi4py import MPI
+    def save(number, frame):
+        print("saved after", signal.Signals(number).name)
+        os._exit(0)
+    handler = {"die": signal.SIG_DFL, "save": save, "ignore": signal.SIG_IGN}[sys.argv[1]]
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, handler)
+    subprocess.Popen(["tail", "-n", "0", "-f", __file__])
+    MPI.COMM_WORLD.Barrier()
+    print("up")
+    while True:
+        time.sleep(0.1)
+"""
+
+
+def started(start: Start, python: str, path: str, what: str, **options) -> "subprocess.Popen[str]":
+    process = start("-np", 3, python, path, what, **options)
+    for _ in range(3):
+        assert process.stdout.readline().endswith("] up\n")
+    return process
+
+
+def ended(process: "subprocess.Popen[str]") -> tuple[float, str, str]:
+    """Return how long ringrun took to end, and what it wrote."""
+    begin = time.monotonic()
+    output, errors = process.communicate(timeout=30)
+    return time.monotonic() - begin, output, errors
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "message"),
+    [
+        (signal.SIGINT, 130, "ringrun: interrupted; ending 3 ranks"),
+        (signal.SIGTERM, 143, "ringrun: got SIGTERM; ending 3 ranks"),
+        (signal.SIGHUP, 129, "ringrun: got SIGHUP; ending 3 ranks"),
+    ],
+)
+def test_a_signal_ends_everything(
+    number: int, code: int, message: str, start: Start, script: Script, python: str, wait_until_gone
+) -> None:
+    process = started(start, python, script(LONG), "die")
+    process.send_signal(number)
+    seconds, _, errors = ended(process)
+    assert process.returncode == code
+    assert errors == message + "\n"
+    assert seconds + wait_until_gone() < GONE_WITHIN_S
+
+
+def test_ctrl_c_lets_a_script_save(start: Start, script: Script, python: str, wait_until_gone) -> None:
+    process = started(start, python, script(LONG), "save")
+    process.send_signal(signal.SIGINT)
+    _, output, _ = ended(process)
+    assert sorted(output.splitlines()) == [f"[{rank}] saved after SIGINT" for rank in range(3)]
+    assert process.returncode == 130
+    wait_until_gone()
+
+
+def test_ctrl_c_ends_ranks_that_ignore_it(start: Start, script: Script, python: str, wait_until_gone) -> None:
+    process = started(start, python, script(LONG), "ignore")
+    process.send_signal(signal.SIGINT)
+    seconds, _, _ = ended(process)
+    assert process.returncode == 130
+    assert 2.5 < seconds + wait_until_gone() < GONE_WITHIN_S
+
+
+def test_a_second_ctrl_c_kills_at_once(start: Start, script: Script, python: str, wait_until_gone) -> None:
+    process = started(start, python, script(LONG), "ignore")
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    seconds, _, _ = ended(process)
+    assert process.returncode == 130
+    assert seconds + wait_until_gone() < 2.5  # without the second it takes 3.5
+
+
+@pytest.mark.parametrize("what", ["die", "ignore"])
+def test_ringrun_killed_leaves_nothing(what: str, start: Start, script: Script, python: str, wait_until_gone) -> None:
+    process = started(start, python, script(LONG), what)
+    process.kill()
+    process.wait()
+    wait_until_gone()
+
+
+def test_ctrl_c_while_nobody_reads_the_output(
+    start: Start, script: Script, python: str, tmp_path: Path, wait_for, wait_until_gone
+) -> None:
+    source = """
+        import itertools, os
+        for count in itertools.count():
+            print("x" * 1000)
+            if count == 20:
+                open(f"up{os.environ['RANK']}", "w").close()
+    """
+    read, write = os.pipe()
+    process = start("-np", 2, python, script(source), stdout=write)
+    os.close(write)
+    wait_for(lambda: (tmp_path / "up0").exists() or (tmp_path / "up1").exists())
+    time.sleep(0.5)  # the pipe fills, then ringrun and the ranks block
+    process.send_signal(signal.SIGINT)
+    wait_until_gone_but_ringrun = time.monotonic()
+    time.sleep(0.5)
+    os.close(read)
+    process.wait(timeout=20)
+    assert process.returncode == 130
+    assert time.monotonic() - wait_until_gone_but_ringrun < GONE_WITHIN_S + 0.5
+    wait_until_gone()
+
+
+def test_memory_is_bounded_while_the_reader_is_slow(
+    start: Start, script: Script, python: str, tmp_path: Path, wait_for
+) -> None:
+    source = """
+        import os
+        written = 0
+        while True:
+            written += os.write(1, b"y" * 65535 + b"\\n")
+            with open(f"written{os.environ['RANK']}", "w") as file:
+                file.write(str(written))
+    """
+    process = start("-np", 1, python, script(source))
+    progress = tmp_path / "written0"
+    wait_for(lambda: progress.exists() and progress.read_text() != "")
+    time.sleep(1.5)
+    first = int(progress.read_text() or 0)
+    assert 0 < first < 4_000_000  # pipes and buffers, not all it could write in a second
+    time.sleep(0.5)
+    assert int(progress.read_text() or 0) == first
+    process.send_signal(signal.SIGKILL)
+
+
+def test_a_reader_that_leaves_ends_the_job(start: Start, script: Script, python: str, wait_until_gone) -> None:
+    process = start("-np", 2, python, script("import itertools\nfor i in itertools.count(): print(i)"))
+    assert process.stdout.readline()
+    process.stdout.close()
+    process.stdout = None
+    assert process.wait(timeout=20) == 141
+    assert wait_until_gone() < GONE_WITHIN_S

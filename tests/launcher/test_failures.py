@@ -1,0 +1,240 @@
+"""Whole runs in which a rank fails: the exit code, the end of the others, and the report."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+Script = Callable[[str], str]
+GONE_WITHIN_S = 5.0
+
+# `{failure}` happens on rank 1, 0.3 s after all have met; the others wait for it in a barrier
+IN_MPI = """
+    import os, signal, sys, time
+    from mpi4py import MPI
+    world = MPI.COMM_WORLD
+    world.Barrier()
+    if world.rank == 1:
+        time.sleep(0.3)
+        open("failed", "w").close()
+        {failure}
+    world.Barrier()
+"""
+
+
+def seconds_since_failure(tmp_path: Path) -> float:
+    return time.time() - (tmp_path / "failed").stat().st_mtime
+
+
+@pytest.mark.parametrize(
+    ("failure", "code", "words"),
+    [
+        ("os._exit(3)", 3, "exit code 3"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "killed by signal 9 (SIGKILL), exit code 137"),
+        ("os.kill(os.getpid(), signal.SIGTERM)", 143, "killed by signal 15 (SIGTERM), exit code 143"),
+        ("world.Abort(7)", 7, "exit code 7"),
+    ],
+)
+def test_a_rank_that_ends_while_others_wait_in_mpi(
+    failure: str, code: int, words: str, ringrun: Run, script: Script, python: str, tmp_path: Path, wait_until_gone
+) -> None:
+    done = ringrun("-np", 3, python, script(IN_MPI.format(failure=failure)))
+    assert seconds_since_failure(tmp_path) < GONE_WITHIN_S
+    wait_until_gone()
+    assert done.returncode == code, done.stderr
+    assert f"ringrun: rank 1 of 3 failed first, on host {os.uname().nodename}, pid " in done.stderr
+    assert f": {words}\n" in done.stderr
+
+
+def test_an_exception_on_one_rank_ends_all_and_is_told_last(
+    ringrun: Run, script: Script, python: str, tmp_path: Path, wait_until_gone
+) -> None:
+    done = ringrun("-np", 3, python, script(IN_MPI.format(failure="raise ValueError('boom é')")))
+    assert seconds_since_failure(tmp_path) < GONE_WITHIN_S
+    wait_until_gone()
+    assert done.returncode == 1
+    head, *traceback = done.stderr[done.stderr.index("ringrun:") :].splitlines()
+    assert head.startswith(f"ringrun: rank 1 of 3 failed first, on host {os.uname().nodename}, pid ")
+    assert head.endswith(": exit code 1")
+    assert traceback[0] == "Traceback (most recent call last):"
+    assert "script.py" in traceback[1]
+    assert traceback[-1] == "ValueError: boom é"
+    assert not [line for line in traceback if line.startswith("[")]
+
+
+def test_atexit_functions_run_after_an_uncaught_exception(ringrun: Run, script: Script, python: str) -> None:
+    failure = "import atexit; atexit.register(print, 'cleaned up'); raise KeyError(1)"
+    done = ringrun("-np", 2, python, script(IN_MPI.format(failure=failure)))
+    assert done.returncode == 1
+    assert done.stdout == "[1] cleaned up\n"
+
+
+def test_the_first_failure_in_time_is_the_cause(ringrun: Run, script: Script, python: str) -> None:
+    source = """
+        import os, sys, time
+        rank = int(os.environ["RANK"])
+        open(f"up{rank}", "w").close()
+        while not all(os.path.exists(f"up{other}") for other in range(3)):
+            time.sleep(0.02)
+        time.sleep([0.3, 0.1, 30.0][rank])
+        print("words of", rank, file=sys.stderr)
+        sys.exit(10 + rank)
+    """
+    done = ringrun("-np", 3, python, script(source))
+    assert done.returncode == 11
+    report = done.stderr[done.stderr.index("ringrun:") :].splitlines()
+    assert report[0].endswith("exit code 11")
+    assert report[1:] == [
+        f"ringrun: rank 0 failed too, on host {os.uname().nodename}: exit code 10",
+        "the last it wrote to stderr:",
+        "words of 1",
+    ]
+
+
+ERROR_FILES = """
+    import json, os, signal, sys, time
+    rank = int(os.environ["RANK"])
+    def leave(exception, lost):
+        with open(os.environ["RINGREDUCE_ERROR_FILE"], "w") as file:
+            json.dump({{"exception": exception, "message": "m", "traceback": f"the traceback of {{rank}}\\n",
+                        "lost_ranks": lost}}, file)
+    if rank == 0:
+        leave("PeerLostError", [1])
+        os._exit(1)
+    signal.signal(signal.SIGTERM, lambda *_: os._exit({code}))
+    if rank == 1 and {code}:
+        leave("ValueError", [])
+    time.sleep(60)
+"""
+
+
+def test_a_rank_that_blames_another_is_not_the_cause(ringrun: Run, script: Script, python: str) -> None:
+    done = ringrun("-np", 2, python, script(ERROR_FILES.format(code=6)))
+    assert done.returncode == 6
+    assert done.stderr.endswith("failed too, on host " + os.uname().nodename + ": exit code 1, lost rank 1\n"
+                                "the traceback of 1\n")  # fmt: skip
+    assert "ringrun: rank 1 of 2 failed first" in done.stderr
+
+
+def test_unless_the_blamed_rank_ended_well(ringrun: Run, script: Script, python: str) -> None:
+    done = ringrun("-np", 2, python, script(ERROR_FILES.format(code=0)))
+    assert done.returncode == 1
+    assert "ringrun: rank 0 of 2 failed first" in done.stderr
+    assert done.stderr.endswith("the traceback of 0\n")
+
+
+def test_ranks_that_ignore_sigterm_are_killed(
+    ringrun: Run, script: Script, python: str, tmp_path: Path, wait_until_gone
+) -> None:
+    source = """
+        import os, signal, subprocess, sys, time
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if os.environ["RANK"] == "0":
+            child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", os.getcwd()])
+            time.sleep(60)
+        time.sleep(1.0)
+        open("failed", "w").close()
+        sys.exit(9)
+    """
+    done = ringrun("-np", 2, python, script(source))
+    assert seconds_since_failure(tmp_path) < GONE_WITHIN_S
+    wait_until_gone()
+    assert done.returncode == 9
+
+
+def test_a_stopped_rank_is_killed_too(ringrun: Run, script: Script, python: str, tmp_path: Path) -> None:
+    source = """
+        import os, signal, sys, time
+        if os.environ["RANK"] == "0":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(1.0)
+        open("failed", "w").close()
+        sys.exit(9)
+    """
+    done = ringrun("-np", 2, python, script(source))
+    assert seconds_since_failure(tmp_path) < GONE_WITHIN_S
+    assert done.returncode == 9
+
+
+def test_processes_that_a_rank_leaves_behind_are_killed(
+    ringrun: Run, script: Script, python: str, wait_until_gone
+) -> None:
+    source = """
+        import os, subprocess, sys
+        subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", os.getcwd()])
+        print("leaving")
+    """
+    done = ringrun("-np", 2, python, script(source))
+    assert (done.returncode, done.stdout) == (0, "[0] leaving\n[1] leaving\n") or sorted(done.stdout.splitlines()) == [
+        "[0] leaving",
+        "[1] leaving",
+    ]
+    assert wait_until_gone() < GONE_WITHIN_S
+
+
+def test_a_command_that_cannot_be_executed(ringrun: Run, tmp_path: Path) -> None:
+    program = tmp_path / "program"
+    program.write_text("#!/nowhere/interpreter\n")
+    program.chmod(0o755)
+    done = ringrun("-np", 2, "./program")
+    assert done.returncode == 2
+    assert done.stderr.startswith("ringrun: error: the command cannot be executed: No such file or directory")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.fixture
+def broken_mpirun(tmp_path: Path) -> Callable[[str], dict[str, str]]:
+    """Return variables under which ringrun finds an Open MPI whose mpirun does what `shell` says."""
+
+    def make(shell: str) -> dict[str, str]:
+        mpirun = tmp_path / "bin" / "mpirun"
+        mpirun.parent.mkdir()
+        mpirun.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo "mpirun (Open MPI) 5.0.99" && exit\n{shell}\n')
+        mpirun.chmod(0o755)
+        package = tmp_path / "shadow" / "mpi4py"
+        package.mkdir(parents=True)
+        (package / "__init__.py").write_text("class rc: pass\n")
+        (package / "MPI.py").write_text("def Get_library_version(): return 'Open MPI v5.0.99'")
+        # the real mpirun stands beside the interpreter, so that has to be elsewhere
+        (package.parent / "sitecustomize.py").write_text(f"import sys\nsys.prefix = {str(tmp_path)!r}\n")
+        return {"PYTHONPATH": str(package.parent)}
+
+    return make
+
+
+def test_an_mpirun_that_fails_is_quoted(ringrun: Run, broken_mpirun) -> None:
+    done = ringrun("-np", 2, sys.executable, "-c", "", env=broken_mpirun("echo no slots left >&2; exit 42"))
+    assert done.returncode == 3
+    assert done.stderr.startswith("ringrun: error: mpirun ended with exit code 42 when 0 of 2 ranks had started")
+    assert done.stderr.endswith("it wrote:\nno slots left\n")
+
+
+def test_an_mpirun_that_is_killed_ends_the_job(
+    start, script: Script, python: str, processes_of, wait_for, wait_until_gone
+) -> None:
+    process = start("-np", 2, python, script("print('up'); import time; time.sleep(60)"))
+    assert [process.stdout.readline() for _ in range(2)] != ["", ""]
+    launcher = next(pid for pid, line in processes_of().items() if "mpi" in line.split()[0].rpartition("/")[2]
+                    or "prterun" in line.split()[0])  # fmt: skip
+    os.kill(launcher, 9)
+    _, errors = process.communicate(timeout=20)
+    wait_until_gone()
+    assert process.returncode == 137
+    assert "ringrun: mpirun ended with exit code 137 before the ranks did" in errors
+
+
+def test_an_agent_that_is_killed_ends_the_job(
+    start, script: Script, python: str, processes_of, wait_until_gone
+) -> None:
+    process = start("-np", 2, python, script("import os, time; print(os.getppid()); time.sleep(60)"))
+    agents = [int(process.stdout.readline().split()[1]) for _ in range(2)]
+    os.kill(agents[0], 9)
+    _, errors = process.communicate(timeout=20)
+    wait_until_gone()
+    assert process.returncode == 1
+    assert "its agent is gone, without a word" in errors

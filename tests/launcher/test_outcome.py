@@ -1,0 +1,124 @@
+"""Which rank is the cause, and what the report says of it."""
+
+import signal
+
+import pytest
+
+from ringrun.outcome import RankEnd, aborter, evidence, exit_code, extract_traceback, in_words, report, root_cause
+from ringrun.wire import RankError
+
+
+def end(
+    rank: int,
+    code: int | None,
+    at_s: float = 0.0,
+    *,
+    sent: tuple[int, ...] = (),
+    lost: tuple[int, ...] = (),
+    tail: tuple[str, ...] = (),
+) -> RankEnd:
+    error = RankError("PeerLostError", f"lost {lost}", f"Traceback of {rank}", lost) if lost else None
+    return RankEnd(rank, "node7", 1000 + rank, code, at_s, sent, error, tail)
+
+
+TERM, KILL = signal.SIGTERM, signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("ends", "cause"),
+    [
+        ([], None),
+        ([end(0, 0), end(1, 0)], None),
+        ([end(0, 0), end(1, 3)], 1),
+        ([end(0, 5, 2.0), end(1, 3, 1.0)], 1),
+        ([end(0, -9, 2.0), end(1, 3, 1.0)], 1),
+        # ended by ringrun, by itself or through a shell: never the cause
+        ([end(0, -15, 1.0, sent=(TERM,)), end(1, 3, 2.0)], 1),
+        ([end(0, -9, 1.0, sent=(TERM, KILL)), end(1, 3, 2.0)], 1),
+        ([end(0, 143, 1.0, sent=(TERM,)), end(1, 3, 2.0)], 1),
+        ([end(0, -15, 1.0), end(1, 3, 2.0)], 0),
+        # blame: rank 0 failed first, but only because it lost rank 1
+        ([end(0, 1, 1.0, lost=(1,)), end(1, 4, 2.0)], 1),
+        ([end(0, 1, 1.0, lost=(1,)), end(1, 4, 2.0, sent=(TERM,))], 1),
+        ([end(0, 1, 1.0, lost=(1,)), end(1, -15, 2.0, sent=(TERM,))], 0),
+        ([end(0, 1, 1.0, lost=(1,)), end(1, 0, 2.0)], 0),
+        ([end(0, 1, 1.0, lost=(1,)), end(2, 4, 2.0)], 0),
+        ([end(0, 1, 1.0, lost=(1,)), end(1, 1, 2.0, lost=(2,)), end(2, 6, 3.0)], 2),
+        ([end(0, 1, 1.0, lost=(1, 2)), end(1, 1, 2.0, lost=(2,)), end(2, 6, 3.0)], 2),
+        ([end(0, 1, 1.0, lost=(1,)), end(1, 1, 2.0, lost=(0,))], 1),
+        # a lost agent counts
+        ([end(0, 0), end(1, None)], 1),
+    ],
+)
+def test_root_cause(ends: list[RankEnd], cause: int | None) -> None:
+    found = root_cause(ends)
+    assert (found.rank if found else None) == cause
+
+
+def test_exit_codes_are_those_of_a_shell() -> None:
+    assert [exit_code(end(0, code)) for code in (3, -9, -15, None)] == [3, 137, 143, 1]
+
+
+def test_words() -> None:
+    assert in_words(end(0, 3)) == "exit code 3"
+    assert in_words(end(0, -9)) == "killed by signal 9 (SIGKILL), exit code 137"
+    assert in_words(end(0, -40)) == "killed by signal 40 (unnamed), exit code 168"
+    assert in_words(end(0, None)) == "its agent is gone, without a word"
+
+
+FIRST = ["Traceback (most recent call last):", '  File "a.py", line 1', "KeyError: 1"]
+SECOND = ["Traceback (most recent call last):", '  File "b.py", line 2', "ValueError: two", "second line"]
+DURING = ["", "During handling of the above exception, another exception occurred:", ""]
+
+
+@pytest.mark.parametrize(
+    ("tail", "expected"),
+    [
+        (["warning", "words"], []),
+        (["warning", *SECOND], SECOND),
+        ([*FIRST, "handled; going on", *SECOND], SECOND),
+        (["noise", *FIRST, *DURING, *SECOND], [*FIRST, *DURING, *SECOND]),
+        ([*SECOND, "and on", *FIRST, *DURING, *SECOND, *DURING, *FIRST], [*FIRST, *DURING, *SECOND, *DURING, *FIRST]),
+    ],
+)
+def test_extract_traceback(tail: list[str], expected: list[str]) -> None:
+    assert extract_traceback(tail) == expected
+
+
+def test_evidence_is_the_best_there_is() -> None:
+    many = tuple(f"line {count}" for count in range(30))
+    assert evidence(end(0, 1, lost=(1,), tail=(*FIRST,))) == ["Traceback of 0"]
+    assert evidence(end(0, 1, tail=("noise", *FIRST))) == FIRST
+    assert evidence(end(0, 1, tail=many)) == ["the last it wrote to stderr:", *many[-20:]]
+    assert evidence(end(0, 1), ["mpi words"])[-1] == "mpi words"
+    assert evidence(end(0, 1)) == ["it wrote nothing to stderr"]
+
+
+def test_the_report_names_rank_host_code_and_ends_with_the_traceback() -> None:
+    cause = end(1, 4, 1.0, tail=tuple(FIRST))
+    ends = [end(0, 1, 2.0, lost=(1,)), cause, end(2, -15, 3.0, sent=(TERM,)), end(3, 0)]
+    assert report(cause, ends, 4) == [
+        "ringrun: rank 1 of 4 failed first, on host node7, pid 1001: exit code 4",
+        "ringrun: rank 0 failed too, on host node7: exit code 1, lost rank 1",
+        *FIRST,
+    ]
+
+
+def test_a_report_of_many_failures_stays_short() -> None:
+    ends = [end(rank, 1, float(rank)) for rank in range(100)]
+    lines = report(ends[0], ends, 100)
+    assert lines[-2:] == ["ringrun: 91 more ranks failed", "it wrote nothing to stderr"]
+    assert len(lines) == 11
+
+
+def test_hydra_loses_the_code_of_mpi_abort_but_mpich_prints_it() -> None:
+    late = "Abort(807528207): Fatal error in internal_Finalize: Other MPI error"
+    ends = [
+        end(0, 15, 1.0, tail=(late,)),
+        end(1, 15, 2.0, tail=("Abort(7) on node 1 (rank 1 in comm 0): application called MPI_Abort", late)),
+    ]
+    found = aborter(ends, 7)
+    assert found is not None
+    assert (found.rank, found.code) == (1, 7)
+    assert aborter(ends, 9) is None
+    assert aborter(ends, None) is None

@@ -1,0 +1,132 @@
+"""The command that is run, and the variables around it: pure functions."""
+
+import os
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from ringrun.engines import ENGINES, Launcher, Library
+from ringrun.engines.detect import Detected
+from ringrun.environment import HOOK_DIRECTORY, Place, Settings, rank_environment
+from ringrun.errors import UsageError
+from ringrun.plan import (
+    engine_variables,
+    find_command,
+    free_port,
+    interpreter_of,
+    job_command,
+    job_environment,
+    printable,
+)
+
+SETTINGS = Settings("mpich", "127.0.0.1", 2345, "/tmp/private", gives_stdin=True)
+OPEN_MPI = Detected(
+    ENGINES["openmpi"], Library("Open MPI v5", "/v/bin/python", "/v"), Launcher("/v/bin/mpirun", (5, 0, 11))
+)
+
+
+def test_the_command_becomes_an_absolute_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "program"
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    assert find_command(["./program", "a b", "-np"]) == [str(program), "a b", "-np"]
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert find_command(["program"]) == [str(program)]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nowhere", "command not found: 'nowhere'"),
+        ("./nowhere", "command not found: './nowhere'"),
+        ("train.py", "command not found: 'train.py' (it is a file here; to run it: ringrun … python train.py)"),
+        ("program", "command not found: 'program' (to run the file here: ./program)"),
+        ("./data", "command not found: './data' (it is a file here, but not executable)"),
+        ("folder", "command not found: 'folder' (it is a folder)"),
+    ],
+)
+def test_a_missing_command_is_told_with_its_cure(
+    name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "folder").mkdir()
+    for file, mode in {"train.py": 0o644, "program": 0o755, "data": 0o644}.items():
+        (tmp_path / file).touch(mode)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError) as caught:
+        find_command([name])
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("name", ["python", "python3", "python3.12", "python3.13t"])
+def test_a_python_command_is_asked_for_its_mpi(name: str) -> None:
+    assert interpreter_of([f"/opt/bin/{name}", "train.py"]) == f"/opt/bin/{name}"
+
+
+@pytest.mark.parametrize("name", ["bash", "pythonista", "ipython", "torchrun"])
+def test_of_other_commands_ours_is_asked(name: str) -> None:
+    assert interpreter_of([f"/opt/bin/{name}"]) == sys.executable
+
+
+def test_the_job_is_agents_with_the_command_as_it_stands() -> None:
+    argv = job_command(OPEN_MPI, 4, ["/bin/echo", "$HOME", "a;b"], as_root=False)
+    assert argv[0] == "/v/bin/mpirun"
+    assert argv[argv.index("-np") + 1] == "4"
+    assert argv[argv.index(sys.executable) :][-5:] == ["-m", "ringrun.agent", "/bin/echo", "$HOME", "a;b"]
+
+
+def test_the_user_s_mca_settings_win() -> None:
+    assert engine_variables(OPEN_MPI, {"OMPI_MCA_osc": "rdma"}) == {"OMPI_MCA_mpi_yield_when_idle": "1"}
+    environment = job_environment(OPEN_MPI, {"OMPI_MCA_osc": "rdma", "A": "b"}, SETTINGS, "unix:/x", b"key")
+    assert environment["OMPI_MCA_osc"] == "rdma"
+    assert environment["A"] == "b"
+
+
+def test_what_is_printed_can_be_pasted_into_a_shell() -> None:
+    text = printable(["mpirun", "echo", "a b", "$x"], {"OMPI_MCA_osc": "^ucx"})
+    assert shlex.split(text) == ["env", "OMPI_MCA_osc=^ucx", "mpirun", "echo", "a b", "$x"]
+    assert printable(["mpirun", "x"], {}) == "mpirun x"
+
+
+def test_settings_survive_the_environment() -> None:
+    assert Settings.from_environment(SETTINGS.to_environment()) == SETTINGS
+    with pytest.raises(KeyError):
+        Settings.from_environment({})
+
+
+PLACE = Place(rank=5, size=8, local_rank=1, local_size=4)
+
+
+def test_the_variables_of_a_rank() -> None:
+    inherited = {**SETTINGS.to_environment(), "RINGRUN_AUTHKEY": "secret", "HOME": "/root", "RANK": "99"}
+    assert rank_environment(PLACE, SETTINGS, inherited, cores=11) == {
+        "HOME": "/root",
+        "RANK": "5",
+        "WORLD_SIZE": "8",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "4",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "2345",
+        "OMP_NUM_THREADS": "2",
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONPATH": HOOK_DIRECTORY,
+        "RINGREDUCE_ERROR_FILE": "/tmp/private/rank5.json",
+    }
+
+
+def test_what_the_user_has_set_is_kept() -> None:
+    kept = {"MASTER_ADDR": "h", "MASTER_PORT": "1", "OMP_NUM_THREADS": "7", "PYTHONUNBUFFERED": ""}
+    environment = rank_environment(PLACE, SETTINGS, {**kept, "PYTHONPATH": "/mine"}, cores=2)
+    assert {name: environment[name] for name in kept} == kept
+    assert environment["PYTHONPATH"] == f"{HOOK_DIRECTORY}{os.pathsep}/mine"
+
+
+@pytest.mark.parametrize(("cores", "local_size", "threads"), [(1, 4, "1"), (4, 4, "1"), (7, 4, "1"), (64, 8, "8")])
+def test_threads_share_the_cores(cores: int, local_size: int, threads: str) -> None:
+    assert rank_environment(Place(0, 9, 0, local_size), SETTINGS, {}, cores)["OMP_NUM_THREADS"] == threads
+
+
+def test_a_free_port_can_be_bound() -> None:
+    assert 1024 <= free_port("127.0.0.1") < 65536

@@ -1,0 +1,185 @@
+"""Whole runs that go well: the ranks' environment, their MPI, their output and their input."""
+
+import json
+import os
+import subprocess
+import sys
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+SHOW_ENVIRONMENT = """
+    import json, os
+    names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS",
+             "PYTHONPATH", "RINGRUN_AUTHKEY", "MINE"]
+    print(json.dumps({name: os.environ.get(name) for name in names}))
+"""
+
+
+def by_rank(text: str) -> dict[int, list[str]]:
+    """Return the lines of each rank; fails on a line without its prefix."""
+    lines: dict[int, list[str]] = {}
+    for line in text.splitlines():
+        prefix, _, rest = line.partition("]")
+        assert prefix.startswith("["), f"no prefix: {line!r}"
+        lines.setdefault(int(prefix[1:]), []).append(rest.removeprefix(" "))
+    return lines
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_the_environment_of_each_rank(size: int, ringrun: Run, script: Callable[[str], str], python: str) -> None:
+    done = ringrun("-np", size, python, script(SHOW_ENVIRONMENT), env={"MINE": "kept", "PYTHONPATH": None})
+    assert (done.returncode, done.stderr) == (0, "")
+    ranks = {rank: json.loads(lines[0]) for rank, lines in by_rank(done.stdout).items()}
+    assert set(ranks) == set(range(size))
+    assert len({variables["MASTER_PORT"] for variables in ranks.values()}) == 1
+    threads = max(1, len(os.sched_getaffinity(0)) // size)
+    for rank, variables in ranks.items():
+        assert int(variables.pop("MASTER_PORT")) > 0
+        assert variables == {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(size),
+            "LOCAL_WORLD_SIZE": str(size),
+            "MASTER_ADDR": "127.0.0.1",
+            "OMP_NUM_THREADS": str(threads),
+            "PYTHONPATH": None,
+            "RINGRUN_AUTHKEY": None,
+            "MINE": "kept",
+        }
+
+
+def test_what_the_user_has_set_stays(ringrun: Run, script: Callable[[str], str], python: str) -> None:
+    mine = {"OMP_NUM_THREADS": "5", "MASTER_ADDR": "10.1.2.3", "MASTER_PORT": "77", "PYTHONPATH": "/mine"}
+    done = ringrun("-np", 2, python, script(SHOW_ENVIRONMENT), env=mine)
+    for lines in by_rank(done.stdout).values():
+        assert json.loads(lines[0]).items() >= mine.items()
+
+
+def test_the_ranks_are_one_mpi_job(ringrun: Run, script: Callable[[str], str], python: str) -> None:
+    source = """
+        import os
+        from mpi4py import MPI
+        world = MPI.COMM_WORLD
+        assert (world.rank, world.size) == (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+        print("sum of squares", world.allreduce(world.rank**2), "of", world.size)
+    """
+    done = ringrun("-np", 5, python, script(source))  # more ranks than most test machines have cores
+    assert (done.returncode, done.stderr) == (0, "")
+    assert by_rank(done.stdout) == {rank: ["sum of squares 30 of 5"] for rank in range(5)}
+
+
+def test_a_shared_memory_window_prints_no_noise(ringrun: Run, script: Callable[[str], str], python: str) -> None:
+    source = """
+        from mpi4py import MPI
+        window = MPI.Win.Allocate_shared(1024, comm=MPI.COMM_WORLD)
+        window.Free()
+    """
+    done = ringrun("-np", 2, python, script(source))
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_long_lines_of_many_ranks_stay_whole(ringrun: Run, script: Callable[[str], str], python: str) -> None:
+    source = """
+        import os, sys
+        rank = int(os.environ["RANK"])
+        for count in range(2000):
+            stream = sys.stdout if count % 2 else sys.stderr
+            stream.write(f"{count:04} " + str(rank) * (count % 397))
+            stream.write(" end\\n")
+    """
+    done = ringrun("-np", 4, python, script(source))
+    assert done.returncode == 0
+    for first, text in ((1, done.stdout), (0, done.stderr)):
+        ranks = by_rank(text)
+        assert set(ranks) == {0, 1, 2, 3}
+        for rank, lines in ranks.items():
+            assert lines == [f"{count:04} {str(rank) * (count % 397)} end" for count in range(first, 2000, 2)]
+
+
+def test_bytes_survive_and_the_last_line_gets_its_newline(ringrun: Run, python: str) -> None:
+    source = r"import os; os.write(1, b'\xff\xfe caf\xc3\xa9 \x00|\n\nno newline')"
+    done = ringrun("-np", 1, python, "-c", source)
+    assert done.stdout.encode(errors="surrogateescape") == b"[0] \xff\xfe caf\xc3\xa9 \x00|\n[0]\n[0] no newline\n"
+
+
+def test_off_a_terminal_a_progress_bar_leaves_its_last_frame(ringrun: Run, python: str) -> None:
+    source = r"import os; [os.write(2, b'\r%3d%%' % (10 * i)) for i in range(11)]; os.write(2, b'\n')"
+    done = ringrun("-np", 2, python, "-c", source)
+    assert sorted(done.stderr.splitlines()) == ["[0] 100%", "[1] 100%"]
+
+
+def test_no_colour_off_a_terminal(ringrun: Run) -> None:
+    done = ringrun("-np", 2, "echo", "plain", env={"TERM": "xterm-256color"})
+    assert sorted(done.stdout.splitlines()) == ["[0] plain", "[1] plain"]
+
+
+def test_rank_0_reads_stdin_and_the_others_nothing(ringrun: Run, python: str) -> None:
+    text = "".join(f"line {count}\n" for count in range(100_000))
+    source = "import sys, zlib; print(zlib.crc32(sys.stdin.buffer.read()))"
+    done = ringrun("-np", 3, python, "-c", source, input=text)
+    assert by_rank(done.stdout) == {0: [str(zlib.crc32(text.encode()))], 1: ["0"], 2: ["0"]}
+
+
+def test_stdin_that_no_rank_reads_is_left_for_the_next_program(tmp_path: Path) -> None:
+    (tmp_path / "input").write_text("for the shell\n")
+    ringrun = str(Path(sys.executable).parent / "ringrun")
+    with (tmp_path / "input").open() as stdin:
+        argv = ["sh", "-c", '"$0" -np 1 true; cat', ringrun]
+        done = subprocess.run(argv, stdin=stdin, capture_output=True, text=True, timeout=50)
+    assert done.stdout == "for the shell\n"
+
+
+def test_arguments_arrive_as_they_were_given(ringrun: Run, python: str) -> None:
+    arguments = ["a b", "$HOME", "'", '"', "*", "", "-np", "--verbose", "é"]
+    done = ringrun("-np", 1, python, "-c", "import sys, json; print(json.dumps(sys.argv[1:]))", *arguments)
+    assert json.loads(by_rank(done.stdout)[0][0]) == arguments
+
+
+def test_a_relative_command_and_the_current_folder(ringrun: Run, tmp_path: Path) -> None:
+    program = tmp_path / "program"
+    program.write_text("#!/bin/sh\npwd\n")
+    program.chmod(0o755)
+    done = ringrun("-np", 1, "./program")
+    assert by_rank(done.stdout) == {0: [str(tmp_path)]}
+
+
+def test_files_of_the_current_folder_do_not_break_the_agents(ringrun: Run, tmp_path: Path) -> None:
+    for name in ("json", "select", "socket", "ringrun", "threading"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('the wrong file')")
+    done = ringrun("-np", 2, "echo", "fine")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_one_rank_may_end_long_before_the_others(ringrun: Run, script: Callable[[str], str], python: str) -> None:
+    source = """
+        import os, time
+        time.sleep(2.5 * int(os.environ["RANK"]))
+        print("done")
+    """
+    done = ringrun("-np", 2, python, script(source))
+    assert (done.returncode, done.stdout) == (0, "[0] done\n[1] done\n")
+
+
+def test_verbose_shows_the_mpi_and_the_command(ringrun: Run) -> None:
+    done = ringrun("-np", 1, "--verbose", "true")
+    assert done.returncode == 0
+    assert "ringrun: running " in done.stderr
+    assert "MPI" in done.stderr
+
+
+def test_the_private_folder_is_removed(ringrun: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    assert ringrun("-np", 2, "true", env={"TMPDIR": str(folder)}).returncode == 0
+    assert not list(folder.glob("ringrun-*"))
+
+
+def test_a_sitecustomize_of_the_user_s_still_runs(ringrun: Run, tmp_path: Path, python: str) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import builtins; builtins.customized = 'yes'")
+    done = ringrun("-np", 1, python, "-c", "print(customized)", env={"PYTHONPATH": str(tmp_path)})
+    assert by_rank(done.stdout) == {0: ["yes"]}

@@ -1,0 +1,56 @@
+"""What agents and ringrun say to each other survives the wire, and nothing else is accepted."""
+
+import pytest
+
+from ringrun.wire import (
+    End,
+    Ended,
+    Hello,
+    Message,
+    NotStarted,
+    Output,
+    RankError,
+    Signal,
+    Started,
+    connect,
+    decode,
+    encode,
+    rank_error,
+)
+
+ERROR = RankError("ValueError", "boom é", "Traceback …", (1, 3))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Hello(3, 8, "node7"),
+        Started(4711),
+        NotStarted("Permission denied"),
+        Output("stdout", b"\xff\x00\n"),
+        Output("stderr", b""),
+        Ended(0, 12.5),
+        Ended(-9, 12.5, (15, 9), ERROR),
+        Signal(15),
+        End(),
+    ],
+)
+def test_messages_survive(message: Message) -> None:
+    assert decode(encode(message)) == message
+
+
+def test_an_unknown_frame_is_refused() -> None:
+    with pytest.raises(ValueError, match="unknown frame tag b'x'"):
+        decode(b"xyz")
+
+
+def test_an_error_file_may_lack_fields() -> None:
+    assert rank_error({"exception": "KeyError"}) == RankError("KeyError", "", "", ())
+    assert rank_error({"exception": "PeerLostError", "lost_ranks": [2]}) == RankError("PeerLostError", "", "", (2,))
+    assert rank_error({}) is None
+    assert rank_error(None) is None
+
+
+def test_an_address_has_a_scheme() -> None:
+    with pytest.raises(ValueError, match="'/tmp/x' does not begin with 'unix:'"):
+        connect("/tmp/x", b"")
