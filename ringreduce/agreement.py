@@ -107,7 +107,7 @@ def _first_difference(mine: Description, theirs: Description) -> tuple[str, str,
         return "kinds of device", f"a tensor on {mine.device}", f"one on {theirs.device}"
     for (key, ours), (_, his) in zip(mine.details, theirs.details, strict=True):
         if ours != his:
-            return f"{key}s", f"{key}={ours}", f"{key}={his}"
+            return f"values of {key}", f"{key}={ours}", f"{key}={his}"
     raise AssertionError("called with equal descriptions")
 
 

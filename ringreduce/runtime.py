@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import contextvars
+import dataclasses
 import os
 import signal
 import threading
@@ -15,8 +16,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from ringreduce import failures
+from ringreduce._version import __version__
+from ringreduce.agreement import Description, agree
 from ringreduce.errors import NotInitializedError
 from ringreduce.settings import Settings
+from ringreduce.transport.base import Transport
 from ringreduce.transport.message import MessageTransport
 from ringreduce.transport.threads import ThreadTransport
 from ringreduce.world import World, finalize_mpi, form_world
@@ -44,18 +48,29 @@ def init(comm: Any = None) -> None:
 
     Idempotent; after `shutdown()` a new world is formed. From now on an uncaught exception ends the whole job, and
     `shutdown()` is called when the interpreter exits.
-    Raises: StartupError when there is no MPI, or the launcher is another MPI's; SettingsError.
+    Raises: StartupError when there is no MPI, or the launcher is another MPI's; SettingsError; MismatchError when ranks
+            have different settings or versions.
     """
     global _process_runtime, _generations
     if is_initialized():
         return
     settings = Settings.from_environment(os.environ)
     world = form_world(comm, _generations)
-    _process_runtime = Runtime(world, MessageTransport(world), settings)
+    transport = MessageTransport(world)
+    agree_on_settings(transport, settings)
+    _process_runtime = Runtime(world, transport, settings)
     _generations += 1
     failures.install(settings.error_file)
     if _generations == 1:
         atexit.register(_at_exit)
+
+
+def agree_on_settings(transport: Transport, settings: Settings) -> None:
+    """Raise MismatchError when ranks run different versions or have settings that must be equal but are not."""
+    shared = {**dataclasses.asdict(settings), "version": __version__}
+    del shared["error_file"]  # each rank's own
+    details = tuple((name, repr(value)) for name, value in shared.items())
+    agree(transport, [Description("init", "settings", details=details)])
 
 
 def shutdown() -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import ringreduce as rr
+from ringreduce import runtime
 from ringreduce.dtypes import TABLE
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
@@ -184,6 +185,15 @@ def test_who_is_where_on_uneven_hosts():
     assert run_ranks(2, rr.is_homogeneous) == [True, True]
 
 
+def test_settings_that_differ_are_told_at_the_start():
+    def program():
+        settings = Settings(ring_segment_bytes=64 if rr.rank() == 1 else 128, error_file=str(rr.rank()))
+        with pytest.raises(rr.MismatchError, match="rank 1 of 2, init .*ring_segment_bytes=64, but rank 0 has .*=128"):
+            runtime.agree_on_settings(runtime.current("test").transport, settings)
+
+    run_ranks(2, program)
+
+
 def test_init_and_shutdown_inside_a_threaded_rank():
     def program():
         rr.init()
@@ -212,10 +222,13 @@ DIFFERENCES = [
     ),
     (
         lambda r: rr.allreduce(np.zeros(4), op=rr.Sum, prescale_factor=1.0 + r),
-        "prescale_factor=2.0, but rank 0 has prescale_factor=1.0 .* equal prescale_factors",
+        "prescale_factor=2.0, but rank 0 has prescale_factor=1.0 .* equal values of prescale_factor",
     ),
     (lambda r: rr.allreduce(np.zeros(4), name=f"t{r}"), "name 't1', but rank 0 has name 't0' .* equal names"),
-    (lambda r: rr.broadcast(np.zeros(4), r % 2), "root_rank=1, but rank 0 has root_rank=0 .* equal root_ranks"),
+    (
+        lambda r: rr.broadcast(np.zeros(4), r % 2),
+        "root_rank=1, but rank 0 has root_rank=0 .* equal values of root_rank",
+    ),
     (
         lambda r: rr.allgather(np.zeros((2, 3 + r // 2))),
         r"rank 2 of 3, allgather .*: float64\[4\], but rank 0 has float64\[3\]",
