@@ -188,7 +188,7 @@ def test_who_is_where_on_uneven_hosts():
 def test_settings_that_differ_are_told_at_the_start():
     def program():
         settings = Settings(ring_segment_bytes=64 if rr.rank() == 1 else 128, error_file=str(rr.rank()))
-        with pytest.raises(rr.MismatchError, match="rank 1 of 2, init .*ring_segment_bytes=64, but rank 0 has .*=128"):
+        with pytest.raises(rr.MismatchError, match=r"rank 1 of 2, init .*ring_segment_bytes=64, but rank 0 has .*=128"):
             runtime.agree_on_settings(runtime.current("test").transport, settings)
 
     run_ranks(2, program)
