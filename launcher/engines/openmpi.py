@@ -7,7 +7,7 @@ from pathlib import Path
 from ..environment import Place
 from .base import Engine, Launcher, Version
 
-_PRRTE_VERSION: Version = (5,)  # prterun tells PRRTE's version only, and PRRTE came with Open MPI 5
+_PRRTE_VERSION: Version = (5,)  # prterun tells PRRTE's or PMIx's version; it came with Open MPI 5
 
 
 class OpenMPI(Engine):
@@ -26,7 +26,7 @@ class OpenMPI(Engine):
         """Return the version in `mpirun (Open MPI) 5.0.11`; of prterun, the Open MPI it belongs to."""
         if match := re.search(r"\((?:Open MPI|OpenRTE)\) (\d+)\.(\d+)\.(\d+)", version_text):
             return tuple(int(number) for number in match.groups())
-        return _PRRTE_VERSION if "(PRRTE)" in version_text else None
+        return _PRRTE_VERSION if version_text.startswith("prterun (") else None
 
     def command(self, launcher: Launcher, size: int, program: Sequence[str], *, as_root: bool) -> list[str]:
         """Return mpirun's argv; unasked, it refuses root and more ranks than cores, and binds up to two ranks."""
@@ -35,7 +35,7 @@ class OpenMPI(Engine):
         return [launcher.path, *root, *oversubscribe, "--bind-to", "none", "-np", str(size), *program]
 
     def environment(self, launcher_path: str) -> dict[str, str]:
-        """Return MCA settings and, for a bare prterun, what mpirun would tell it: where it is, and to act as Open MPI."""
+        """Return MCA settings and, for a bare prterun, what mpirun tells it: where it is, and to act as Open MPI."""
         variables = {
             "OMPI_MCA_mpi_yield_when_idle": "1",
             "OMPI_MCA_osc": "^ucx",  # it prints an error line when a shared-memory window is made

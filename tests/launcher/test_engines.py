@@ -19,6 +19,7 @@ VERSION_TEXTS = {
     "openmpi": "mpirun (Open MPI) 5.0.11\n\nReport bugs to https://www.open-mpi.org/community/help/",
     "openmpi4": "mpirun (Open MPI) 4.1.4",
     "prrte": "prterun (PRRTE) 3.0.14\n\nReport bugs to: https://github.com/openpmix/prrte",
+    "pmix": "prterun (PMIx) 5.0.11rc1\n\nhttps://github.com/openpmix/openpmix",
     "mpich": "HYDRA build details:\n    Version:                                 5.0.2\n    CC: cc",
     "other": "Intel(R) MPI Library for Linux* OS, Version 2021.9",
 }
@@ -50,6 +51,7 @@ def test_mpich_command(as_root: bool) -> None:
         ("openmpi", (5, 0, 11), None),
         ("openmpi4", (4, 1, 4), None),
         ("prrte", (5,), None),
+        ("pmix", (5,), None),
         ("mpich", None, (5, 0, 2)),
         ("other", None, None),
     ],

@@ -103,12 +103,15 @@ ERROR_FILES = """
         with open(os.environ["RINGREDUCE_ERROR_FILE"], "w") as file:
             json.dump({{"exception": exception, "message": "m", "traceback": f"the traceback of {{rank}}\\n",
                         "lost_ranks": lost}}, file)
-    if rank == 0:
-        leave("PeerLostError", [1])
-        os._exit(1)
+    while rank == 0:
+        if os.path.exists("up1"):
+            leave("PeerLostError", [1])
+            os._exit(1)
+        time.sleep(0.02)
     signal.signal(signal.SIGTERM, lambda *_: os._exit({code}))
-    if rank == 1 and {code}:
+    if {code}:
         leave("ValueError", [])
+    open("up1", "w").close()
     time.sleep(60)
 """
 
