@@ -82,7 +82,7 @@ def test_the_first_failure_in_time_is_the_cause(ringrun: Run, script: Script, py
         while not all(os.path.exists(f"up{other}") for other in range(3)):
             time.sleep(0.02)
         time.sleep([0.3, 0.1, 30.0][rank])
-        print("words of", rank, file=sys.stderr)
+        print("words of", rank, file=sys.stderr, end="")
         sys.exit(10 + rank)
     """
     done = ringrun("-np", 3, python, script(source))
@@ -229,6 +229,29 @@ def test_an_mpirun_that_is_killed_ends_the_job(
     wait_until_gone()
     assert process.returncode == 137
     assert "ringrun: mpirun ended with exit code 137 before the ranks did" in errors
+
+
+def test_a_rank_is_heard_after_mpirun_has_killed_what_it_started(
+    ringrun: Run, script: Script, python: str, wait_until_gone
+) -> None:
+    """As hydra does at MPI_Abort, before the rank that called it has ended."""
+    source = """
+        import os, sys, time
+        def parent(pid):
+            return int(open(f"/proc/{pid}/stat").read().rpartition(")")[2].split()[1])
+        def started_by_mpirun(pid):
+            above = parent(pid)
+            return started_by_mpirun(above) if "ringrun.agent" in open(f"/proc/{above}/cmdline").read() else pid
+        if os.environ["RANK"] == "0":
+            time.sleep(60)
+        os.kill(started_by_mpirun(os.getpid()), 9)
+        time.sleep(0.1)
+        sys.exit(7)
+    """
+    done = ringrun("-np", 2, python, script(source))
+    wait_until_gone()
+    assert done.returncode == 7
+    assert "ringrun: rank 1 of 2 failed first" in done.stderr
 
 
 def test_an_agent_that_is_killed_ends_the_job(
