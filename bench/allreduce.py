@@ -152,6 +152,7 @@ def header() -> dict[str, Any]:
     import mpi4py
     from mpi4py import MPI
 
+    vendor, version = MPI.get_vendor()
     return {
         "ranks": rr.size(),
         "hosts": rr.cross_size(),
@@ -159,7 +160,7 @@ def header() -> dict[str, Any]:
         "processor": processor(),
         "ringreduce": rr.__version__,
         "mpi4py": mpi4py.__version__,
-        "mpi": MPI.Get_library_version().split(",")[0].splitlines()[0].strip(),
+        "mpi": f"{vendor} {'.'.join(map(str, version))}",
         "numpy": np.__version__,
         "python": platform.python_version(),
         "date": time.strftime("%Y-%m-%d"),

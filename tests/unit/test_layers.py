@@ -1,6 +1,7 @@
 """Imports point downward: a file imports only what stands below it."""
 
 import ast
+import sys
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,20 @@ def test_imports_point_downward(module, path):
 def test_only_world_and_the_message_transport_know_mpi():
     knowing = {name for name, path in modules() if "mpi4py" in {i.split(".")[0] for i in all_imports(path)}}
     assert knowing == {"world", "transport.message"}
+
+
+def test_the_launcher_needs_only_the_standard_library():
+    for path in (ROOT / "launcher").rglob("*.py"):
+        absolute = {name.split(".")[0] for name in absolute_imports(path)}
+        assert absolute <= sys.stdlib_module_names, path
+
+
+def absolute_imports(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level == 0:
+            yield node.module
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
 
 
 def all_imports(path):

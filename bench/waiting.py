@@ -1,0 +1,43 @@
+"""What it costs to be a rank: with nothing to do, and waiting for a peer that is late.
+
+    ringrun -np 2 python bench/waiting.py
+
+Prints the processor time that rank 0 used, in percent of one core, first idle after init(), then inside an all-reduce for
+which rank 1 is late.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+import ringreduce as rr
+
+SECONDS = 4.0
+
+
+def percent_of_a_core(action: Callable[[], object]) -> float:
+    """Processor time of this process over the time that `action` takes."""
+    wall, used = time.perf_counter(), time.process_time()
+    action()
+    return 100 * (time.process_time() - used) / (time.perf_counter() - wall)
+
+
+def main() -> None:
+    """Idle, then wait."""
+    rr.init()
+    rr.barrier()
+    idle = percent_of_a_core(lambda: time.sleep(SECONDS))
+    rr.barrier()
+    if rr.rank() == 1:
+        time.sleep(SECONDS)
+    waiting = percent_of_a_core(lambda: rr.allreduce(np.ones(10)))
+    if rr.rank() == 0:
+        print(f"idle for {SECONDS:.0f} s: {idle:.4f} % of a core")
+        print(f"waiting for a rank that is {SECONDS:.0f} s late: {waiting:.1f} % of a core")
+
+
+if __name__ == "__main__":
+    main()
