@@ -2,8 +2,8 @@
 
     ringrun -np 2 python bench/waiting.py
 
-Prints the processor time that rank 0 used, in percent of one core, first idle after init(), then inside an all-reduce for
-which rank 1 is late.
+Prints the processor time that rank 0 used, in percent of one core, first idle after init(), then inside an all-reduce
+for which rank 1 is late.
 """
 
 from __future__ import annotations
