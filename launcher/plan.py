@@ -46,10 +46,18 @@ def interpreter_of(command: Sequence[str]) -> str:
 
 def job_command(detected: Detected, size: int, command: Sequence[str], *, as_root: bool) -> list[str]:
     """Return the argv that starts `size` agents, each of which starts `command`."""
-    # -P: the user's folder may hold a file that is called like a module the agent imports
-    safe_path = ["-P"] if sys.version_info >= (3, 11) else []
-    agent = [sys.executable, *safe_path, "-m", f"{__package__}.agent"]
+    agent = [sys.executable, *agent_arguments(sys.version_info[:2])]
     return detected.engine.command(detected.launcher, size, [*agent, *command], as_root=as_root)
+
+
+def agent_arguments(version: tuple[int, int]) -> list[str]:
+    """Return what makes a Python of this version an agent.
+
+    The current folder must not be on its path: a file of the user's may be called like a module that the agent imports.
+    """
+    if version >= (3, 11):
+        return ["-P", "-m", f"{__package__}.agent"]
+    return ["-c", f"import sys; del sys.path[0]; from {__package__}.agent import main; main()"]
 
 
 def engine_variables(detected: Detected, inherited: Mapping[str, str]) -> dict[str, str]:
