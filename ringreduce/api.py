@@ -80,7 +80,7 @@ def grouped_allreduce(
     """
     inputs = [as_buffer(tensor) for tensor in tensors]
     outputs = [each.empty(each.shape) for each in inputs]
-    _allreduce(inputs, outputs, names, op, prescale_factor, postscale_factor, "allreduce")
+    _allreduce(inputs, outputs, names, op, prescale_factor, postscale_factor)
     return [_like(tensor, output) for tensor, output in zip(tensors, outputs, strict=True)]
 
 
@@ -94,7 +94,7 @@ def grouped_allreduce_(
 ) -> list[Array]:
     """Reduce many tensors in place, and return them; otherwise as `grouped_allreduce`."""
     inputs = [as_buffer(tensor, writable=True) for tensor in tensors]
-    _allreduce(inputs, inputs, names, op, prescale_factor, postscale_factor, "allreduce")
+    _allreduce(inputs, inputs, names, op, prescale_factor, postscale_factor)
     return list(tensors)
 
 
@@ -105,15 +105,14 @@ def _allreduce(
     op: ReduceOp,
     prescale: float,
     postscale: float,
-    function: str,
 ) -> None:
-    current = runtime.current(function)
+    current = runtime.current("allreduce")
     if not isinstance(op, ReduceOp):
-        raise InputError(f"{function}: op={op!r}; expected Average, Sum, Min, Max or Product of ringreduce")
+        raise InputError(f"allreduce: op={op!r}; expected Average, Sum, Min, Max or Product of ringreduce")
     details = (("op", repr(op)), ("prescale_factor", repr(prescale)), ("postscale_factor", repr(postscale)))
     for each in inputs:
         Reduction(op, each.element, current.world.size, prescale, postscale).check()
-    agree(current.transport, _describe(function, inputs, names, details))
+    agree(current.transport, _describe("allreduce", inputs, names, details))
     for slot in fusion.plan(inputs, current.settings.fusion_slot_bytes):
         reduction = Reduction(op, slot.element, current.world.size, prescale, postscale)
         packed = fusion.pack(slot, inputs, outputs)

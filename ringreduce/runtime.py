@@ -12,7 +12,7 @@ import dataclasses
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from ringreduce import failures
@@ -104,7 +104,7 @@ def bound(runtime: Runtime) -> Iterator[None]:
         _bound_runtime.reset(token)
 
 
-def _leave(interrupted: Any) -> bool:
+def _leave(interrupted: Callable[[], bool]) -> bool:
     """Say farewell; True when all ranks have, and the communicators are freed."""
     global _process_runtime
     bound_runtime = _bound_runtime.get()
