@@ -122,13 +122,14 @@ def evidence(end: RankEnd, launcher_tail: Sequence[str] = ()) -> list[str]:
 
 
 def report(cause: RankEnd, ends: Collection[RankEnd], size: int, launcher_tail: Sequence[str] = ()) -> list[str]:
-    """Return the lines that name the cause, the other ranks that failed, and the evidence, in this order."""
-    pid = f", pid {cause.pid}" if cause.pid else ""
-    lines = [f"ringrun: rank {cause.rank} of {size} failed first, on host {cause.host}{pid}: {in_words(cause)}"]
+    """Return the lines that name the other ranks that failed, and last the cause with its evidence."""
+    lines = []
     others = sorted((end for end in ends if end.failed and end.rank != cause.rank), key=lambda end: end.at_s)
     for end in others[:_OTHER_RANKS]:
         blame = f", lost rank {', '.join(map(str, end.blames))}" if end.blames else ""
         lines.append(f"ringrun: rank {end.rank} failed too, on host {end.host}: {in_words(end)}{blame}")
     if len(others) > _OTHER_RANKS:
         lines.append(f"ringrun: {len(others) - _OTHER_RANKS} more ranks failed")
-    return lines + evidence(cause, launcher_tail)
+    pid = f", pid {cause.pid}" if cause.pid else ""
+    first = f"ringrun: rank {cause.rank} of {size} failed first, on host {cause.host}{pid}: {in_words(cause)}"
+    return [*lines, first, *evidence(cause, launcher_tail)]
