@@ -41,7 +41,9 @@ def test_one_rank_ends_and_the_others_wait_for_it(python, tmp_path, kind):
     script.write_text(WAITING.format(failure=failure))
     finished = ringrun(python, 4, script, timeout_s=60)
     ended = time.time()
-    failed = float(re.search(r"failing at ([\d.]+)", finished.stdout).group(1))
+    failing = re.search(r"failing at ([\d.]+)", finished.stdout)
+    assert failing, f"exit code {finished.returncode}, and it said: {finished.stdout!r}"
+    failed = float(failing.group(1))
     print(f"{kind}: all gone after {ended - failed:.2f} s")
     assert finished.returncode == code, finished.stdout
     assert re.search(message, finished.stdout), finished.stdout
