@@ -2,7 +2,8 @@
 
 LauncherError
  ├ UsageError     2   the command line: a missing or wrong argument, a command that cannot be run
- └ MachineError   3   this machine: no mpi4py, no MPI library, no mpirun, or mpirun did not start the ranks
+ └ MachineError   3   this machine: no mpi4py, no MPI library, no mpirun
+    └ NotStartedError 3   mpirun ended before any rank had started
 
 A rank that fails is no error of ringrun's: see outcome.py.
 """
@@ -24,3 +25,7 @@ class MachineError(LauncherError):
     """This machine lacks what the job needs."""
 
     exit_code = 3
+
+
+class NotStartedError(MachineError):
+    """mpirun ended before any rank had started; nothing of the user's has run."""

@@ -71,7 +71,8 @@ def job_environment(
 ) -> dict[str, str]:
     """Return the environment of mpirun, and through it of the agents."""
     channel = {ADDRESS_VARIABLE: address, AUTHKEY_VARIABLE: authkey.hex()}
-    return {**inherited, **engine_variables(detected, inherited), **settings.to_environment(), **channel}
+    scratch = detected.engine.scratch(settings.directory)
+    return {**scratch, **inherited, **engine_variables(detected, inherited), **settings.to_environment(), **channel}
 
 
 def printable(argv: Sequence[str], variables: Mapping[str, str]) -> str:

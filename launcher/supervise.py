@@ -9,6 +9,7 @@ import os
 import queue
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -29,7 +30,7 @@ from .channel import (
 )
 from .engines.detect import Detected
 from .environment import Settings
-from .errors import MachineError, UsageError
+from .errors import MachineError, NotStartedError, UsageError
 from .escalation import AFTER_FAILURE, AFTER_INTERRUPT, AFTER_TERMINATE, AT_ONCE, Escalation, Step
 from .outcome import RankEnd
 from .output import Output
@@ -156,7 +157,8 @@ class Supervisor:
         said = "\n".join(self._launcher.tail)
         if len(self._arrived) < self._size:
             started = f"{len(self._arrived)} of {self._size} ranks had started"
-            raise MachineError(f"mpirun ended with exit code {code} when {started}; it wrote:\n{said or '(nothing)'}")
+            failed = f"mpirun ended with exit code {code} when {started}; it wrote:\n{said or '(nothing)'}"
+            raise MachineError(failed) if self._arrived else NotStartedError(failed)
         self._output.message([f"ringrun: mpirun ended with exit code {code} before the ranks did; it wrote:", said])
         return code if code and code > 0 else 1
 
@@ -217,6 +219,17 @@ class MpiLauncher:
 
 def run_job(detected: Detected, size: int, command: Sequence[str], *, verbose: bool) -> int:
     """Run `size` ranks of `command` to their end and return ringrun's exit code."""
+    try:
+        return _try_job(detected, size, command, verbose)
+    except NotStartedError as error:
+        # Open MPI 5's mpirun fails now and then when others start at the same moment ("The PMIx server's listener
+        # thread failed to start"); nothing has run yet, so a second try does no harm
+        if verbose:
+            print(f"ringrun: trying once more, since {error}", file=sys.stderr, flush=True)
+    return _try_job(detected, size, command, verbose)
+
+
+def _try_job(detected: Detected, size: int, command: Sequence[str], verbose: bool) -> int:
     events: Events = queue.SimpleQueue()
     output = Output(size, os.environ)
     with tempfile.TemporaryDirectory(prefix="ringrun-", dir=_socket_folder(), ignore_cleanup_errors=True) as directory:

@@ -54,6 +54,10 @@ class Engine(ABC):
     def environment(self, launcher_path: str) -> dict[str, str]:
         """Return variables for the launcher and the ranks; those the user has set are left alone."""
 
+    def scratch(self, directory: str) -> dict[str, str]:
+        """Return variables that put the launcher's own files on this host into `directory`; none by default."""
+        return {}
+
     @abstractmethod
     def place(self, environ: Mapping[str, str]) -> Place:
         """Return which rank the process with these variables is; KeyError if this engine has not started it."""

@@ -46,6 +46,10 @@ class OpenMPI(Engine):
             variables["PRTE_MCA_schizo_proxy"] = "ompi"
         return variables
 
+    def scratch(self, directory: str) -> dict[str, str]:
+        """Return where its session directory goes: in /tmp one would stay behind when mpirun is killed."""
+        return {"PRTE_MCA_prte_local_tmpdir_base": directory, "OMPI_MCA_orte_local_tmpdir_base": directory}
+
     def place(self, environ: Mapping[str, str]) -> Place:
         """Read OMPI_COMM_WORLD_RANK and its kin."""
         return Place(

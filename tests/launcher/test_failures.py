@@ -219,6 +219,14 @@ def test_an_mpirun_that_fails_is_quoted(ringrun: Run, broken_mpirun) -> None:
     assert done.stderr.endswith("it wrote:\nno slots left\n")
 
 
+def test_an_mpirun_that_starts_nothing_is_tried_once_more(ringrun: Run, broken_mpirun, tmp_path: Path) -> None:
+    shell = f"echo again >> {tmp_path}/tries; wc -l < {tmp_path}/tries >&2; exit 42"
+    done = ringrun("--verbose", "-np", 2, sys.executable, "-c", "", env=broken_mpirun(shell))
+    assert done.returncode == 3
+    assert "ringrun: trying once more, since mpirun ended with exit code 42" in done.stderr
+    assert done.stderr.endswith("it wrote:\n2\n")
+
+
 def test_an_mpirun_that_is_killed_ends_the_job(
     start, script: Script, python: str, processes_of, wait_for, wait_until_gone
 ) -> None:

@@ -94,6 +94,12 @@ def test_the_user_s_mca_settings_win() -> None:
     assert environment["A"] == "b"
 
 
+def test_open_mpi_keeps_its_files_in_ringruns_folder() -> None:
+    variable = "PRTE_MCA_prte_local_tmpdir_base"
+    assert job_environment(OPEN_MPI, {}, SETTINGS, "unix:/x", b"key")[variable] == SETTINGS.directory
+    assert job_environment(OPEN_MPI, {variable: "/mine"}, SETTINGS, "unix:/x", b"key")[variable] == "/mine"
+
+
 def test_what_is_printed_can_be_pasted_into_a_shell() -> None:
     text = printable(["mpirun", "echo", "a b", "$x"], {"OMPI_MCA_osc": "^ucx"})
     assert shlex.split(text) == ["env", "OMPI_MCA_osc=^ucx", "mpirun", "echo", "a b", "$x"]
