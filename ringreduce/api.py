@@ -186,8 +186,11 @@ def _named_parameters(params: Any) -> list[tuple[str, Any]]:
             "pairs"
         )
     if not isinstance(params, dict) and all(_is_pair(each) for each in params):
+        names = [name for name, _ in params]
+        if len(set(names)) < len(names):
+            raise InputError(f"broadcast_parameters: names must differ; expected each once, got {', '.join(names)}")
         params = dict(params)
-    return list(trees.leaves(params))
+    return trees.named_leaves(params)
 
 
 def _is_pair(value: Any) -> bool:

@@ -80,7 +80,7 @@ class ReducingOptimizer:
 
 def reduce_gradients(grads: Any, op: ReduceOp = Average) -> Any:
     """A tree of the form of `grads` with every array reduced over all ranks, in few messages."""
-    named = list(trees.leaves(grads))
+    named = trees.named_leaves(grads)
     reduced = api.grouped_allreduce([leaf for _, leaf in named], names=[name for name, _ in named], op=op)
     by_name = dict(zip((name for name, _ in named), reduced, strict=True))
     return trees.replace_leaves(grads, by_name.__getitem__)

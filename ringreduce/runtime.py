@@ -56,13 +56,13 @@ def init(comm: Any = None) -> None:
         return
     settings = Settings.from_environment(os.environ)
     world = form_world(comm, _generations)
+    if _generations == 0:
+        atexit.register(_at_exit)
+    _generations += 1
+    failures.install(settings.error_file)  # from here on the other ranks may wait for this one
     transport = MessageTransport(world)
     agree_on_settings(transport, settings)
     _process_runtime = Runtime(world, transport, settings)
-    _generations += 1
-    failures.install(settings.error_file)
-    if _generations == 1:
-        atexit.register(_at_exit)
 
 
 def agree_on_settings(transport: Transport, settings: Settings) -> None:

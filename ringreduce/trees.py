@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+
+from ringreduce.errors import InputError
 
 
 def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -24,6 +27,16 @@ def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
             yield from leaves(child, _join(path, index))
     else:
         yield path, tree
+
+
+def named_leaves(tree: Any) -> list[tuple[str, Any]]:
+    """All leaves with their names; raises InputError when two have one name, as in {"a.b": x, "a": {"b": y}}."""
+    named = list(leaves(tree))
+    names = collections.Counter(name for name, _ in named)
+    if len(names) < len(named):
+        twice = ", ".join(repr(name) for name, count in names.items() if count > 1)
+        raise InputError(f"more than one array is called {twice}; rename the keys so that every array has its own name")
+    return named
 
 
 def replace_leaves(tree: Any, new_leaf: Callable[[str], Any], path: str = "") -> Any:

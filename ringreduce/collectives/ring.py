@@ -40,12 +40,13 @@ from ringreduce.partition import (
     scatter_reduce_steps,
     segments,
 )
+from ringreduce.settings import Settings
 from ringreduce.transport.base import Request, Transport
 
 TAG = 1
 RECEIVES_AHEAD = 4
 """Receives posted before they are needed."""
-SEGMENT_BYTES = 512 << 10
+SEGMENT_BYTES = Settings.ring_segment_bytes
 
 
 class _Arrival(NamedTuple):

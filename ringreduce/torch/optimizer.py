@@ -95,7 +95,7 @@ class GradientReducer:
 
     @property
     def pending(self) -> bool:
-        """True when some gradients of this step were reduced, and others are not yet."""
+        """True when gradients of this step were reduced already, and `synchronize` has not come yet."""
         return self._next_bucket > 0
 
     def _on_gradient(self, parameter: Any) -> None:
@@ -117,7 +117,11 @@ class GradientReducer:
         if self._alone:
             return
         gradients = [_contiguous_gradient(parameter) for _, parameter in bucket]
-        api.grouped_allreduce_(gradients, names=[name for name, _ in bucket], op=self._op)
+        try:
+            api.grouped_allreduce_(gradients, names=[name for name, _ in bucket], op=self._op)
+        except Exception:
+            self.reset()  # whoever catches it can begin the step anew
+            raise
 
     def synchronize(self) -> None:
         """Reduce what backward left out; on return every gradient is reduced."""

@@ -110,6 +110,18 @@ def test_under_ringrun_an_exception_is_reported_and_ends_the_process_at_once(pyt
     assert json.loads(path.read_text())["exception"] == error
 
 
+def test_settings_that_differ_end_the_job_at_the_start(python, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import os, ringreduce as rr\n"
+        "os.environ['RINGREDUCE_RING_SEGMENT_BYTES'] = os.environ['RANK'] + '64'\n"
+        "rr.init()\n"
+    )
+    finished = ringrun(python, 3, script, timeout_s=60)
+    assert finished.returncode == 1, finished.stdout
+    assert "ring_segment_bytes=164, but rank 0 has ring_segment_bytes=64" in finished.stdout.splitlines()[-1]
+
+
 def test_a_process_alone_ends_as_ever(python):
     script = "import sys, ringreduce; ringreduce.init(); assert sys.excepthook is sys.__excepthook__; raise ValueError"
     finished = run([python, "-c", script])

@@ -163,6 +163,11 @@ def test_broadcast_parameters_refuses_what_is_no_collection_of_tensors():
     for params, message in [
         (7, "a int; expected a dict of tensors, or a list of"),
         ({"lr": "fast"}, "a builtins.str is no array"),
+        (
+            [("w", np.zeros(2)), ("w", np.ones(2))],
+            "broadcast_parameters: names must differ; expected each once, got w, w",
+        ),
+        ({"a.b": np.zeros(2), "a": {"b": np.ones(2)}}, "more than one array is called 'a.b'"),
     ]:
         with pytest.raises(ValueError, match=message):
             run_ranks(1, lambda params=params: program(params))

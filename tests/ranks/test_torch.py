@@ -229,6 +229,18 @@ def test_zero_grad_between_backward_and_step():
     fails(call, AssertionError, r"zero_grad\(\) after backward\(\) and before step\(\)")
 
 
+def test_after_a_mismatch_the_step_can_begin_anew():
+    def program():
+        model = torch.nn.Linear(3 + hvd.rank(), 2)
+        optimizer = wrap(model)
+        for _ in range(2):
+            optimizer.zero_grad()
+            with pytest.raises(ringreduce.MismatchError, match="all ranks must pass equal shapes"):
+                model(torch.ones(1, 3 + hvd.rank())).sum().backward()
+
+    run_ranks(2, program)
+
+
 def test_zero_grad_begins_an_unfinished_accumulation_anew():
     def program():
         model = make_model()

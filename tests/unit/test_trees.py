@@ -1,6 +1,9 @@
 from typing import NamedTuple
 
-from ringreduce.trees import leaves, replace_leaves
+import pytest
+
+from ringreduce.errors import InputError
+from ringreduce.trees import leaves, named_leaves, replace_leaves
 
 
 class Layer(NamedTuple):
@@ -19,6 +22,12 @@ def test_dicts_filled_in_another_order_give_the_same_leaves():
 
 def test_a_single_leaf_has_no_name():
     assert list(leaves(7)) == [("", 7)]
+
+
+@pytest.mark.parametrize("tree", [{"a.b": 1, "a": {"b": 2}}, {1: 3, "1": 4}])
+def test_two_leaves_of_one_name_are_refused(tree):
+    with pytest.raises(InputError, match=r"more than one array is called '(a.b|1)'; rename the keys"):
+        named_leaves(tree)
 
 
 def test_replacing_keeps_the_form_and_the_types():
