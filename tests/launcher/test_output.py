@@ -2,6 +2,7 @@
 
 import os
 import pty
+import select
 import threading
 from collections.abc import Iterator
 
@@ -27,6 +28,9 @@ def test_colours_differ_by_rank_and_end_with_the_prefix() -> None:
     assert all(text.startswith(b"\x1b[") and text.endswith(b"[%d]\x1b[0m" % rank) for rank, text in enumerate(prefixes))
 
 
+QUIET_S = 0.25  # nothing more is to come after so long without anything
+
+
 class Ends:
     """An Output, and the far ends of its two descriptors."""
 
@@ -44,11 +48,11 @@ class Ends:
         self.output = Output(4, environ, *self.near)
 
     def read(self, index: int) -> bytes:
-        os.set_blocking(self.far[index], False)
-        try:
-            return os.read(self.far[index], 1 << 20)
-        except BlockingIOError:
-            return b""
+        """Return all that has come: the kernel hands a terminal's bytes over later, and in pieces."""
+        data = b""
+        while select.select([self.far[index]], [], [], QUIET_S)[0]:
+            data += os.read(self.far[index], 1 << 20)
+        return data
 
     def close(self) -> None:
         for descriptor in self.far + self.near:
