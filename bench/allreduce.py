@@ -35,6 +35,7 @@ from ringreduce import runtime
 from ringreduce.collectives import ring
 from ringreduce.dtypes import element_type
 from ringreduce.ops import Reduction
+from ringreduce.transport.base import complete
 
 RUNS = 7
 SECONDS_PER_RUN = 0.02
@@ -82,7 +83,7 @@ def algorithms(dtype: str) -> dict[str, Algorithm]:
     segment_bytes = current.settings.ring_segment_bytes
     comm = MPI.COMM_WORLD.Dup()
     return {
-        "ring": lambda array: ring.allreduce(array, current.transport, reduction, segment_bytes),
+        "ring": lambda array: complete(ring.allreduce(array, current.transport, reduction, segment_bytes)),
         "allreduce_": lambda array: rr.allreduce_(array, op=rr.Sum),
         "MPI_Allreduce": lambda array: comm.Allreduce(MPI.IN_PLACE, array),
     }

@@ -10,25 +10,83 @@ Importing this package starts nothing: `init()` starts MPI. This file is the lis
 """
 
 from ringreduce._version import __version__
-from ringreduce.api import (
-    allgather,
-    allgather_object,
-    allreduce,
-    allreduce_,
-    barrier,
+from ringreduce.api.broadcast import (
     broadcast,
     broadcast_,
-    broadcast_object,
+    broadcast_async,
+    broadcast_async_,
     broadcast_parameters,
-    cross_rank,
-    cross_size,
+)
+from ringreduce.api.control import (
+    barrier,
+    init,
+    join,
+    poll,
+    start_timeline,
+    stop_timeline,
+    synchronize,
+)
+from ringreduce.api.gather import (
+    allgather,
+    allgather_async,
+    alltoall,
+    alltoall_async,
+    grouped_allgather,
+    grouped_allgather_async,
+)
+from ringreduce.api.info import (
+    Info,
+    info,
+)
+from ringreduce.api.objects import (
+    allgather_object,
+    broadcast_object,
+)
+from ringreduce.api.process_sets import (
+    ProcessSet,
+    add_process_set,
+    get_process_set_ids_and_ranks,
+    global_process_set,
+    remove_process_set,
+)
+from ringreduce.api.reduce import (
+    allreduce,
+    allreduce_,
+    allreduce_async,
+    allreduce_async_,
     grouped_allreduce,
     grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
+    grouped_reducescatter,
+    grouped_reducescatter_async,
+    reducescatter,
+    reducescatter_async,
+)
+from ringreduce.api.world import (
+    ccl_built,
+    cross_rank,
+    cross_size,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
     is_homogeneous,
     local_rank,
     local_size,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
     rank,
+    rocm_built,
     size,
+)
+from ringreduce.compression import (
+    Compression,
+)
+from ringreduce.engine.request import (
+    Handle,
 )
 from ringreduce.errors import (
     CollectiveError,
@@ -41,20 +99,38 @@ from ringreduce.errors import (
     PeerLostError,
     RingreduceError,
     SettingsError,
+    StalledError,
     StartupError,
     UnsupportedArrayError,
 )
-from ringreduce.ops import Average, Max, Min, Product, ReduceOp, Sum
-from ringreduce.optimizer import DistributedOptimizer
-from ringreduce.runtime import init, is_initialized, shutdown
+from ringreduce.ops import (
+    Adasum,
+    Average,
+    Max,
+    Min,
+    Product,
+    ReduceOp,
+    Sum,
+)
+from ringreduce.optimizer import (
+    DistributedOptimizer,
+)
+from ringreduce.runtime import (
+    is_initialized,
+    shutdown,
+)
 
 HorovodInternalError = CollectiveError
 
 __all__ = [
+    "Adasum",
     "Average",
     "CollectiveError",
+    "Compression",
     "DistributedOptimizer",
+    "Handle",
     "HorovodInternalError",
+    "Info",
     "InputError",
     "LauncherMismatchError",
     "Max",
@@ -64,33 +140,70 @@ __all__ = [
     "MpiMissingError",
     "NotInitializedError",
     "PeerLostError",
+    "ProcessSet",
     "Product",
     "ReduceOp",
     "RingreduceError",
     "SettingsError",
+    "StalledError",
     "StartupError",
     "Sum",
     "UnsupportedArrayError",
     "__version__",
+    "add_process_set",
     "allgather",
+    "allgather_async",
     "allgather_object",
     "allreduce",
     "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "alltoall",
+    "alltoall_async",
     "barrier",
     "broadcast",
     "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
     "broadcast_object",
     "broadcast_parameters",
+    "ccl_built",
     "cross_rank",
     "cross_size",
+    "cuda_built",
+    "ddl_built",
+    "get_process_set_ids_and_ranks",
+    "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
+    "grouped_allgather",
+    "grouped_allgather_async",
     "grouped_allreduce",
     "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
+    "info",
     "init",
     "is_homogeneous",
     "is_initialized",
+    "join",
     "local_rank",
     "local_size",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
+    "poll",
     "rank",
+    "reducescatter",
+    "reducescatter_async",
+    "remove_process_set",
+    "rocm_built",
     "shutdown",
     "size",
+    "start_timeline",
+    "stop_timeline",
+    "synchronize",
 ]

@@ -11,6 +11,7 @@
     ├── MissingExtraError (ImportError)      an optional package is needed; the message names the extra
     └── CollectiveError (RuntimeError)       a collective failed; Horovod's name is HorovodInternalError
         ├── MismatchError                    ranks called with different shapes, dtypes, ops …; the job can go on
+        ├── StalledError                     waited longer than `stall_abort_s` for other ranks
         └── PeerLostError                    a rank that this one waits for has left; `lost_ranks` names it
 
 A message says where, what was expected, what came, and what to do.
@@ -40,8 +41,9 @@ class SettingsError(InputError):
 class NotInitializedError(RingreduceError, ValueError):
     """A function that needs the world was called before `init()` or after `shutdown()`."""
 
-    def __init__(self, function: str) -> None:
-        super().__init__(f"{function}(): ringreduce has not been initialized; use ringreduce.init()")
+    def __init__(self, function: str, why: str = "") -> None:
+        hint = why or "use ringreduce.init()"
+        super().__init__(f"{function}(): ringreduce has not been initialized; {hint}")
 
 
 class StartupError(RingreduceError, RuntimeError):
@@ -68,9 +70,13 @@ class MismatchError(CollectiveError):
     """The ranks did not call the same operation on equal shapes; raised on every rank, and the job can go on."""
 
 
+class StalledError(CollectiveError):
+    """Other ranks did not submit a tensor, or did not move on, for longer than the setting `stall_abort_s`."""
+
+
 class PeerLostError(CollectiveError):
     """A rank that this one waits for has left the job; `lost_ranks` holds its number."""
 
-    def __init__(self, message: str, lost_ranks: Sequence[int]) -> None:
+    def __init__(self, message: str, lost_ranks: Sequence[int] = ()) -> None:
         super().__init__(message)
         self.lost_ranks = tuple(lost_ranks)

@@ -1,84 +1,115 @@
-"""Many tensors, few messages: the plan of which tensors travel together, and packing and unpacking them.
+"""Many tensors, few messages: the plan of which elements travel together, and packing and unpacking them.
 
-    tensors    |w1|b1|   w2   |b2|          w3           |b3|         (of one element type)
-    slots      |w1|b1|   w2   |b2|b3|   |          w3           |
-                packed, one message        alone: travels in place, without a copy
+    tensors    |w1|b1|   w2   |b2|               w3               |b3|        (of one element type, op and device)
+    slots      |w1|b1|   w2   |b2|b3|   |     w3    |     w3    |  w3  |
+                packed, one message        a long tensor streams through in pieces
 
-Tensors of one element type share slots, in the order given. A tensor as large as a slot travels alone.
+Tensors are kept whole where they fit into a slot. The plan depends on the tensors' lengths and order only, so all ranks
+make the same one.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from ringreduce import buffers
 from ringreduce.buffers import Buffer
-from ringreduce.dtypes import ElementType
 
 
-@dataclasses.dataclass(frozen=True)
-class Slot:
-    """Tensors that travel together."""
+class Piece(NamedTuple):
+    """Some elements of one tensor."""
 
-    element: ElementType
-    device: str
-    tensors: tuple[int, ...]
-    """Their numbers, in the order in which they lie in the slot."""
-    count: int
-    """Elements of all together."""
+    tensor: int
+    """Its number."""
+    low: int
+    high: int
 
 
-def plan(tensors: Sequence[Buffer], slot_bytes: int) -> list[Slot]:
-    """Which tensors share a slot. Depends on counts, element types, devices and order only, so all ranks plan the same.
+class Slot(NamedTuple):
+    """Pieces that travel together, in the order in which they lie in the slot."""
 
-    Empty tensors are in no slot.
+    pieces: tuple[Piece, ...]
+
+    @property
+    def length(self) -> int:
+        """Elements of all together."""
+        return sum(piece.high - piece.low for piece in self.pieces)
+
+
+def plan(counts: Sequence[int], capacity: int) -> list[Slot]:
+    """Which pieces of tensors of `counts` elements share a slot of at most `capacity` elements.
+
+    A tensor of `capacity` elements or more is cut, and each of its pieces is alone. Empty tensors are in no slot.
+
+    >>> [[piece.tensor for piece in slot.pieces] for slot in plan([3, 9, 4, 2], capacity=8)]
+    [[0, 2], [1], [1], [3]]
     """
-    slots: list[Slot] = []
-    open_slots: dict[tuple[str, str], int] = {}
-    for number, tensor in enumerate(tensors):
-        if tensor.count == 0:
-            continue
-        kind = (tensor.element.name, tensor.device)
-        index = open_slots.get(kind)
-        alone = tensor.nbytes >= slot_bytes
-        fits = index is not None and slots[index].count * tensor.element.itemsize + tensor.nbytes <= slot_bytes
-        if index is not None and fits and not alone:
-            slot = slots[index]
-            slots[index] = dataclasses.replace(slot, tensors=(*slot.tensors, number), count=slot.count + tensor.count)
-            continue
-        if not alone:
-            open_slots[kind] = len(slots)
-        slots.append(Slot(tensor.element, tensor.device, (number,), tensor.count))
-    return slots
+    slots: list[list[Piece]] = []
+    filled: list[int] = []
+    open_slot: int | None = None
+    for number, count in enumerate(counts):
+        if count >= capacity:
+            for low in range(0, count, capacity):
+                slots.append([Piece(number, low, min(low + capacity, count))])
+                filled.append(slots[-1][0].high - low)
+        elif count > 0:
+            if open_slot is None or filled[open_slot] + count > capacity:
+                open_slot = len(slots)
+                slots.append([])
+                filled.append(0)
+            slots[open_slot].append(Piece(number, 0, count))
+            filled[open_slot] += count
+    return [Slot(tuple(pieces)) for pieces in slots]
 
 
-def pack(slot: Slot, inputs: Sequence[Buffer], outputs: Sequence[Buffer]) -> Any:
-    """The slot's elements in one flat array to be changed in place.
-
-    A copy of the inputs; or the output's own memory, filled from the input, for a tensor that is alone.
-    """
-    if len(slot.tensors) == 1:
-        (number,) = slot.tensors
-        if outputs[number] is not inputs[number]:
-            outputs[number].flat[...] = inputs[number].flat
-        return outputs[number].flat
-    packed = buffers.empty_like(inputs[slot.tensors[0]].flat, slot.count, slot.element.storage)
+def pack(slot: Slot, inputs: Sequence[Buffer], packed: Any, widen: Callable[[Any], Any] | None = None) -> None:
+    """Copy the slot's elements into `packed`; `widen` makes them of its type, when that is another."""
     start = 0
-    for number in slot.tensors:
-        flat = inputs[number].flat
-        packed[start : start + flat.size] = flat
-        start += flat.size
-    return packed
+    for number, low, high in slot.pieces:
+        source = inputs[number].flat[low:high]
+        packed[start : start + high - low] = source if widen is None else widen(source)
+        start += high - low
 
 
 def unpack(slot: Slot, packed: Any, outputs: Sequence[Buffer]) -> None:
-    """Copy a slot's elements into the outputs; nothing for a tensor that is alone."""
-    if len(slot.tensors) == 1:
-        return
+    """Copy a slot's finished elements into the outputs."""
     start = 0
-    for number in slot.tensors:
-        flat = outputs[number].flat
-        flat[...] = packed[start : start + flat.size]
-        start += flat.size
+    for number, low, high in slot.pieces:
+        outputs[number].flat[low:high] = packed[start : start + high - low]
+        start += high - low
+
+
+class Memory:
+    """The fusion buffer: blocks of one size in one persistent allocation for the host, and one for each GPU.
+
+    More than it has may be asked for, when operations of several process sets overlap: what is missing is made for that
+    use only, since waiting for a block that another rank holds up could last for ever.
+    """
+
+    def __init__(self, total_bytes: int, block_bytes: int) -> None:
+        self.block_bytes = block_bytes
+        self.total_bytes = total_bytes
+        self.taken_most = 0
+        """Blocks that were in use at the same time, at most."""
+        self._free: dict[str, list[Any]] = {}
+        self._taken = 0
+
+    def take(self, like: Buffer) -> Any:
+        """A block of bytes where `like` lies: 1-D uint8 of at least `block_bytes`."""
+        if like.device not in self._free:
+            everything = buffers.empty_like(like.flat, self.total_bytes, np.dtype(np.uint8))
+            starts = range(0, self.total_bytes - self.block_bytes + 1, self.block_bytes)
+            self._free[like.device] = [everything[start : start + self.block_bytes] for start in starts]
+        self._taken += 1
+        self.taken_most = max(self.taken_most, self._taken)
+        free = self._free[like.device]
+        return free.pop() if free else buffers.empty_like(like.flat, self.block_bytes, np.dtype(np.uint8))
+
+    def give(self, block: Any, like: Buffer) -> None:
+        """Give a block back."""
+        self._taken -= 1
+        if len(self._free[like.device]) < self.total_bytes // self.block_bytes:
+            self._free[like.device].append(block)

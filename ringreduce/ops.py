@@ -21,6 +21,7 @@ class ReduceOp(enum.Enum):
 
     AVERAGE = "Average"
     SUM = "Sum"
+    ADASUM = "Adasum"
     MIN = "Min"
     MAX = "Max"
     PRODUCT = "Product"
@@ -31,6 +32,7 @@ class ReduceOp(enum.Enum):
 
 Average = ReduceOp.AVERAGE
 Sum = ReduceOp.SUM
+Adasum = ReduceOp.ADASUM
 Min = ReduceOp.MIN
 Max = ReduceOp.MAX
 Product = ReduceOp.PRODUCT
@@ -46,17 +48,21 @@ class Reduction(NamedTuple):
     integers: Average divides exactly and truncates toward zero; it sums integers of up to 32 bits in int64.
               Scale factors multiply in float64 and truncate, before and after the sum, as in Horovod.
     complex:  Min and Max are errors.
+    Adasum:   floating-point elements only; see collectives/adasum.py.
     """
 
     op: ReduceOp
     element: ElementType
     size: int
+    """What an Average is divided by."""
     prescale: float = 1.0
     postscale: float = 1.0
 
     def check(self) -> None:
         """Raise InputError for an op or a scale factor that the element type does not have."""
         name, kind = self.element.name, self.element.kind
+        if self.op is Adasum and kind not in "fc":
+            raise InputError(f"{name} elements have no Adasum; pass floating-point ones, or another op")
         if kind == "b" and (self.op is Average or self.prescale != 1.0 or self.postscale != 1.0):
             raise InputError("bool elements cannot be averaged or scaled; use op=Sum or Max (or), Min or Product (and)")
         if kind == "c" and self.op in (Min, Max):
@@ -76,10 +82,33 @@ class Reduction(NamedTuple):
 
     def start(self, flat: Any) -> Any:
         """The prescaled elements in `sum_type`: `flat` itself, changed in place, or a wider copy."""
-        if not self.in_place:
-            flat = self.element.widen(flat) if self.element.kind == "f" else flat.astype(self.sum_type)
-        scale(flat, self.prescale)
-        return flat
+        partial = flat if self.in_place else self.widen(flat)
+        self.prescaled(partial)
+        return partial
+
+    def widen(self, flat: Any) -> Any:
+        """A copy in `sum_type`."""
+        return self.element.widen(flat) if self.element.kind == "f" else flat.astype(self.sum_type)
+
+    def prescaled(self, partial: Any) -> None:
+        """Multiply by the prescale factor, in place."""
+        scale(partial, self.prescale)
+
+    def neutral(self, flat: Any) -> None:
+        """Fill `flat` (`element.storage`) with what changes no result: a rank that has joined gives it."""
+        flat[...] = self._neutral()
+
+    def _neutral(self) -> Any:
+        element = self.element
+        if self.op is Product:
+            return element.narrow(np.ones(1, element.sum_type))[0]
+        if self.op in (Min, Max) and element.kind in "iu":
+            limits = np.iinfo(element.storage)
+            return limits.max if self.op is Min else limits.min
+        if self.op in (Min, Max) and element.kind == "f":
+            infinity = np.full(1, np.inf if self.op is Min else -np.inf, element.sum_type)
+            return element.narrow(infinity)[0]
+        return element.kind == "b" and self.op is Min  # False is 0 in every type
 
     def combine(self, target: Any, source: Any) -> None:
         """Reduce `source` into `target`, in place; both of equal length, in `sum_type`."""

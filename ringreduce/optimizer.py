@@ -10,7 +10,8 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from ringreduce import api, runtime, trees
+from ringreduce import runtime, trees
+from ringreduce.api.reduce import grouped_allreduce
 from ringreduce.errors import InputError
 from ringreduce.ops import Average, ReduceOp
 
@@ -81,7 +82,7 @@ class ReducingOptimizer:
 def reduce_gradients(grads: Any, op: ReduceOp = Average) -> Any:
     """A tree of the form of `grads` with every array reduced over all ranks, in few messages."""
     named = trees.named_leaves(grads)
-    reduced = api.grouped_allreduce([leaf for _, leaf in named], names=[name for name, _ in named], op=op)
+    reduced = grouped_allreduce([leaf for _, leaf in named], names=[name for name, _ in named], op=op)
     by_name = dict(zip((name for name, _ in named), reduced, strict=True))
     return trees.replace_leaves(grads, by_name.__getitem__)
 

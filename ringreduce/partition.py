@@ -44,12 +44,12 @@ def bounds_of(counts: Sequence[int]) -> list[int]:
     return bounds
 
 
-def scatter_reduce_steps(rank: int, size: int) -> list[Step]:
-    """The size - 1 steps after which rank r owns the finished chunk (r + 1) % size.
+def scatter_reduce_steps(rank: int, size: int, owned: int) -> list[Step]:
+    """The size - 1 steps after which `rank` owns the finished chunk `owned`; in the ring proper that is rank + 1.
 
-    At step i rank r sends chunk r - i and adds what comes into chunk r - i - 1 (mod size).
+    At step i a rank sends chunk owned - 1 - i and adds what comes into chunk owned - 2 - i (mod size).
     """
-    return [Step((rank - i) % size, (rank - i - 1) % size, True) for i in range(size - 1)]
+    return [Step((owned - 1 - i) % size, (owned - 2 - i) % size, True) for i in range(size - 1)]
 
 
 def allgather_steps(rank: int, size: int, owned: int) -> list[Step]:

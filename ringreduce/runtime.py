@@ -1,6 +1,6 @@
 """What `init()` makes and `shutdown()` ends: one Runtime a process, and how to find the current one.
 
-A Runtime is a World, the transports on it, and the settings. Everything that communicates asks `current()`.
+A Runtime is a World, the transport on it, the settings, and the engine. Everything that communicates asks `current()`.
 """
 
 from __future__ import annotations
@@ -12,73 +12,84 @@ import dataclasses
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ringreduce import failures
 from ringreduce._version import __version__
-from ringreduce.agreement import Description, agree
-from ringreduce.errors import NotInitializedError
-from ringreduce.settings import Settings
-from ringreduce.transport.base import Transport
+from ringreduce.agreement import agree
+from ringreduce.collectives import clock
+from ringreduce.engine.description import Call, Description, calling_line
+from ringreduce.engine.engine import Engine
+from ringreduce.errors import InputError, NotInitializedError
+from ringreduce.settings import PER_RANK, Settings
+from ringreduce.transport.base import Transport, complete
 from ringreduce.transport.message import MessageTransport
 from ringreduce.transport.threads import ThreadTransport
 from ringreduce.world import World, finalize_mpi, form_world
 
 
 class Runtime:
-    """A world, the transport on it, and the settings."""
+    """A world, the transport on it, the settings, and the engine that it starts."""
 
-    def __init__(self, world: World, transport: MessageTransport | ThreadTransport, settings: Settings) -> None:
+    def __init__(
+        self,
+        world: World,
+        transport: MessageTransport | ThreadTransport,
+        settings: Settings,
+        clock_offsets_us: Sequence[float] = (),
+        process_sets: Sequence[Sequence[int]] = (),
+    ) -> None:
         self.world = world
         self.transport = transport
         self.settings = settings
+        self.engine = Engine(world, transport, settings, clock_offsets_us, process_sets)
 
 
 _process_runtime: Runtime | None = None
+_process_id = 0
 _generations = 0
+_forked_from = ""
 _bound_runtime: contextvars.ContextVar[Runtime | None] = contextvars.ContextVar("ringreduce_runtime", default=None)
 
 
-def init(comm: Any = None) -> None:
-    """Form the world: start MPI if nobody has, and learn which ranks and hosts there are.
-
-    comm: None for all ranks that the launcher started, an mpi4py communicator (duplicated), or a list of ranks of
-          COMM_WORLD; every member must call it.
-
-    Idempotent; after `shutdown()` a new world is formed. From now on an uncaught exception ends the whole job, and
-    `shutdown()` is called when the interpreter exits.
-    Raises: StartupError when there is no MPI, or the launcher is another MPI's; SettingsError; MismatchError when ranks
-            have different settings or versions.
-    """
-    global _process_runtime, _generations
+def start(comm: Any, process_sets: Sequence[Sequence[int]], dynamic: bool) -> bool:
+    """Form the world, unless there is one: see `ringreduce.init`. True when it was formed now."""
+    global _process_runtime, _process_id, _generations
     if is_initialized():
-        return
+        return False
     settings = Settings.from_environment(os.environ)
+    if dynamic:
+        settings = dataclasses.replace(settings, dynamic_process_sets=True)
     world = form_world(comm, _generations)
     if _generations == 0:
         atexit.register(_at_exit)
+        os.register_at_fork(after_in_child=_after_fork)
     _generations += 1
+    _process_id = os.getpid()
     failures.install(settings.error_file)  # from here on the other ranks may wait for this one
+    sets = [check_members(ranks, world.size) for ranks in process_sets]
     transport = MessageTransport(world)
-    agree_on_settings(transport, settings)
-    _process_runtime = Runtime(world, transport, settings)
+    transport.connect()
+    agree_on_settings(transport, settings, sets)
+    offsets_us = complete(clock.offsets_us(transport, world.hosts))
+    _process_runtime = Runtime(world, transport, settings, offsets_us, sets)
+    return True
 
 
-def agree_on_settings(transport: Transport, settings: Settings) -> None:
+def agree_on_settings(transport: Transport, settings: Settings, process_sets: Sequence[Sequence[int]] = ()) -> None:
     """Raise MismatchError when ranks run different versions or have settings that must be equal but are not."""
-    shared = {**dataclasses.asdict(settings), "version": __version__}
-    del shared["error_file"]  # each rank's own
-    details = tuple((name, repr(value)) for name, value in shared.items())
-    agree(transport, [Description("init", "settings", details=details)])
+    shared = {**dataclasses.asdict(settings), "version": __version__, "process_sets": list(map(list, process_sets))}
+    details = tuple((name, repr(value)) for name, value in shared.items() if name not in PER_RANK)
+    complete(agree(transport, Call(Description("init", "settings", details=details), calling_line())))
 
 
 def shutdown() -> None:
     """Leave the world: wait until every rank leaves it too, and free its communicators. Idempotent.
 
-    A rank that still waits in a collective then gets PeerLostError.
+    What is pending on this rank fails, and whoever waits for this rank gets PeerLostError, which tells this line.
     """
-    _leave(lambda: False)
+    _leave(f"it called shutdown() ({calling_line()})", lambda: False)
 
 
 def is_initialized() -> bool:
@@ -90,7 +101,7 @@ def current(function: str) -> Runtime:
     """The runtime of the calling thread's rank; raises NotInitializedError, which names `function`."""
     runtime = _bound_runtime.get() or _process_runtime
     if runtime is None:
-        raise NotInitializedError(function)
+        raise NotInitializedError(function, _forked_from)
     return runtime
 
 
@@ -104,19 +115,20 @@ def bound(runtime: Runtime) -> Iterator[None]:
         _bound_runtime.reset(token)
 
 
-def _leave(interrupted: Callable[[], bool]) -> bool:
-    """Say farewell; True when all ranks have, and the communicators are freed."""
+def _leave(why: str, interrupted: Callable[[], bool]) -> bool:
+    """Leave the world; True when all ranks have, and the communicators are freed."""
     global _process_runtime
     bound_runtime = _bound_runtime.get()
     if bound_runtime is not None:
         _bound_runtime.set(None)
-        return bound_runtime.transport.leave(interrupted)
+        return bound_runtime.engine.leave(why, interrupted)
     if _process_runtime is None:
         return True
     runtime, _process_runtime = _process_runtime, None
-    if not runtime.transport.leave(interrupted):
+    if not runtime.engine.leave(why, interrupted):
         return False
     failures.uninstall()
+    runtime.transport.close()
     runtime.world.free()
     return True
 
@@ -127,8 +139,28 @@ def _at_exit() -> None:
     SIGTERM ends the wait for the other ranks but not the exit under way, so that the launcher learns this rank's own
     exit code: `sys.exit(3)` on one rank while the others wait for it ends the job with 3.
     """
+    if os.getpid() != _process_id:  # a forked child: the rank is its parent
+        return
     terminated = threading.Event()
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, lambda *_: terminated.set())
-    if _leave(terminated.is_set):
+    if _leave("its script ended", terminated.is_set):
         finalize_mpi()
+
+
+def _after_fork() -> None:
+    """A forked child (a data loader's worker) has neither the engine's thread nor MPI: it is no rank."""
+    global _process_runtime, _forked_from
+    if _process_runtime is None:
+        return
+    _forked_from = f"this process was forked from rank {_process_runtime.world.rank}, and is none itself"
+    _process_runtime = None
+    failures.uninstall()
+
+
+def check_members(ranks: Sequence[int], size: int) -> tuple[int, ...]:
+    """The ranks of a process set, rising; raises InputError when one does not exist or is given twice."""
+    members = tuple(sorted(ranks))
+    if not members or len(set(members)) < len(members) or not 0 <= members[0] <= members[-1] < size:
+        raise InputError(f"process set {list(ranks)}: expected different ranks from 0 to {size - 1}, at least one")
+    return members

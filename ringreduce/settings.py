@@ -1,54 +1,117 @@
 """Every knob, parsed once by `init()`; what a knob is called, its unit and its default stand here and nowhere else.
 
-A field `ring_segment_bytes` is set by the variable `RINGREDUCE_RING_SEGMENT_BYTES`.
+A field `ring_segment_bytes` is set by the variable `RINGREDUCE_RING_SEGMENT_BYTES`. Some variables of Horovod's are
+understood too; where both are set, ours counts.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 from collections.abc import Mapping
 
 from ringreduce.errors import SettingsError
 
 PREFIX = "RINGREDUCE_"
+HOROVOD = {
+    "HOROVOD_CYCLE_TIME": "cycle_time_ms",
+    "HOROVOD_CACHE_CAPACITY": "cache_capacity",
+    "HOROVOD_STALL_CHECK_TIME_SECONDS": "stall_check_s",
+    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "stall_abort_s",
+    "HOROVOD_DYNAMIC_PROCESS_SETS": "dynamic_process_sets",
+    "HOROVOD_TIMELINE": "timeline",
+    "HOROVOD_TIMELINE_MARK_CYCLES": "timeline_mark_cycles",
+}
+TRUE, FALSE = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """The settings of one process; equal on all ranks but for `error_file`."""
+    """The settings of one process; equal on all ranks but for `PER_RANK`."""
 
-    fusion_slot_bytes: int = 4 << 20
-    """Tensors smaller than this are packed together into messages of at most this size; larger ones travel in place."""
+    fusion_buffer_bytes: int = 16 << 20
+    """Memory in which tensors are packed and summed, per rank and device."""
+
+    fusion_slot_bytes: int = 2 << 20
+    """What is packed together at most; longer tensors go through in pieces of this size."""
 
     ring_segment_bytes: int = 512 << 10
     """A chunk travels in pieces of at most this size, so that summing one overlaps receiving the next."""
 
+    cache_capacity: int = 1024
+    """Tensors that the ranks remember per process set, so that agreeing on one costs a bit; 0 remembers none."""
+
+    cycle_time_ms: float = 0.5
+    """So long the engine gathers tensors before it tells the other ranks, unless somebody waits for a result."""
+
+    stall_check_s: float = 10.0
+    """A tensor that some ranks have given and others not is reported after so long; 0: never."""
+
+    stall_abort_s: float = 0.0
+    """And fails after so long; 0: never."""
+
+    dynamic_process_sets: bool = False
+    """add_process_set() and remove_process_set() are allowed."""
+
+    timeline: str = ""
+    """Where rank 0 writes the timeline, from init() on; DYNAMIC: start_timeline() tells."""
+
+    timeline_mark_cycles: bool = False
+    """The timeline shows when the engine told the other ranks of new tensors."""
+
     error_file: str = ""
     """Where an uncaught exception is written as JSON for the launcher; set by ringrun for each rank."""
+
+    def __post_init__(self) -> None:
+        if self.fusion_buffer_bytes < 2 * self.fusion_slot_bytes:
+            raise SettingsError(
+                f"fusion_buffer_bytes={self.fusion_buffer_bytes} holds less than two slots of "
+                f"fusion_slot_bytes={self.fusion_slot_bytes}; raise the first or lower the second"
+            )
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> Settings:
         """Read the RINGREDUCE_… variables; raises SettingsError for an unknown name or a value that does not parse."""
-        fields = {PREFIX + field.name.upper(): field for field in dataclasses.fields(cls)}
-        values: dict[str, int | str] = {}
-        for variable, text in environ.items():
-            if not variable.startswith(PREFIX):
-                continue
-            if variable not in fields:
-                raise SettingsError(_unknown(variable, list(fields)))
-            field = fields[variable]
-            values[field.name] = text if isinstance(field.default, str) else _positive(variable, text, field.default)
+        fields = {field.name: field for field in dataclasses.fields(cls)}
+        known = {PREFIX + name.upper(): name for name in fields}
+        unknown = [variable for variable in environ if variable.startswith(PREFIX) and variable not in known]
+        if unknown:
+            raise SettingsError(_unknown(unknown[0], list(known)))
+        values: dict[str, object] = {}
+        for variable, name in {**HOROVOD, **known}.items():  # ours last, so that they count
+            if variable in environ:
+                values[name] = _parse(variable, environ[variable], fields[name].default)
         return cls(**values)  # type: ignore[arg-type]
 
 
-def _positive(variable: str, text: str, default: object) -> int:
+PER_RANK = ("error_file", "timeline")
+"""The settings that may differ from rank to rank."""
+
+
+def _parse(variable: str, text: str, default: object) -> object:
+    """`text` in the type of `default`."""
+    if isinstance(default, str):
+        return text
+    if isinstance(default, bool):
+        if text.lower() not in TRUE + FALSE:
+            raise SettingsError(f"{variable}={text!r}: expected 1 or 0")
+        return text.lower() in TRUE
+    if isinstance(default, float):
+        unit = "milliseconds" if variable.endswith(("_MS", "CYCLE_TIME")) else "seconds"
+        return _number(variable, text, float, 0.0, f"a number of {unit} of 0 or more, such as {default}")
+    lowest = 0 if variable.endswith("CAPACITY") else 1
+    what = "tensors of 0 or more" if lowest == 0 else "bytes above 0"
+    return _number(variable, text, int, lowest, f"a whole number of {what}, such as {default}")
+
+
+def _number(variable: str, text: str, kind: type, lowest: float, expected: str) -> object:
     try:
-        value = int(text)
+        value = kind(text)
     except ValueError:
-        value = 0
-    if value <= 0:
-        raise SettingsError(f"{variable}={text!r}: expected a whole number of bytes above 0, such as {default}")
+        value = math.nan
+    if not (lowest <= value < math.inf):
+        raise SettingsError(f"{variable}={text!r}: expected {expected}")
     return value
 
 

@@ -13,6 +13,7 @@ starts itself are in no world.
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -37,6 +38,7 @@ def run_ranks(
     buffered: bool = False,
     timeout_s: float = 20.0,
     messages: list[Message] | None = None,
+    process_sets: Sequence[Sequence[int]] = (),
 ) -> list[Result]:
     """Run `program` on `size` threads, each a rank of one world; returns what each returned, by rank.
 
@@ -44,24 +46,31 @@ def run_ranks(
     buffered:  False: a send completes only when it is received, stricter than MPI promises; True: at once.
     timeout_s: a wait longer than this is reported as a deadlock.
     messages:  a list to which every message that is sent is appended.
+    process_sets: the members of process sets 1, 2, …
 
     Raises: the exception of the first rank that failed; the other ranks get PeerLostError.
     """
     if size < 1 or (hosts is not None and len(hosts) != size):
         raise InputError(f"run_ranks: expected one rank or more and one host for each, got {size} and hosts={hosts}")
     exchange = Exchange(size, buffered=buffered, timeout_s=timeout_s)
+    knobs = settings or Settings()
+    if not knobs.stall_abort_s:
+        knobs = dataclasses.replace(knobs, stall_abort_s=timeout_s)
     results: list[Any] = [None] * size
     failures: list[tuple[int, BaseException]] = []
 
     def run(rank: int) -> None:
         world = World(rank, size, tuple(hosts or [0] * size))
+        own = runtime.Runtime(world, exchange.transport(rank), knobs, process_sets=process_sets)
+        why = "its function returned"
         try:
-            with runtime.bound(runtime.Runtime(world, exchange.transport(rank), settings or Settings())):
+            with runtime.bound(own):
                 results[rank] = program()
-            exchange.leave(rank, "has left the job (its program returned)")
         except BaseException as exc:  # raised again by the calling thread
             failures.append((rank, exc))
-            exchange.leave(rank, f"failed with {type(exc).__name__}: {exc}")
+            why = f"it failed with {type(exc).__name__}: {exc}"
+        exchange.leave(rank, f"has left the job: {why}")
+        own.engine.leave(why)
 
     threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(size)]
     for thread in threads:

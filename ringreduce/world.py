@@ -10,7 +10,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from ringreduce.errors import InputError, LauncherMismatchError, MpiMissingError
+from ringreduce.errors import InputError, LauncherMismatchError, MpiMissingError, StartupError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +59,18 @@ class World:
     def _cross_hosts(self) -> list[int]:
         locals_ = local_ranks(self.hosts)
         return [host for host, local in zip(self.hosts, locals_, strict=True) if local == self.local_rank]
+
+    def ranks_of(self, comm: Any) -> list[int]:
+        """The ranks of this world that are in another communicator, rising; raises InputError when one is not."""
+        from mpi4py import MPI
+
+        theirs, ours = comm.Get_group(), self.comm.Get_group()
+        ranks = MPI.Group.Translate_ranks(theirs, list(range(theirs.size)), ours)
+        theirs.Free()
+        ours.Free()
+        if MPI.UNDEFINED in ranks:
+            raise InputError("ProcessSet: the communicator has ranks that are not in the world of init()")
+        return sorted(ranks)
 
     def free(self) -> None:
         """Give the communicators back; every rank must call it."""
@@ -123,10 +135,37 @@ def start_mpi() -> Any:
     if not MPI.Is_initialized():
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
         _MPI_STARTED_HERE.append(True)
+    if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
+        raise StartupError(
+            "MPI was started for one thread only, but ringreduce's engine is a thread; expected at least "
+            "MPI_THREAD_SERIALIZED; call ringreduce.init() before mpi4py starts MPI, or leave mpi4py.rc.thread_level "
+            'at "multiple"'
+        )
     return MPI
 
 
 _MPI_STARTED_HERE: list[bool] = []
+
+
+def threads_supported() -> bool:
+    """True when MPI lets any thread call it."""
+    from mpi4py import MPI
+
+    return bool(MPI.Query_thread() == MPI.THREAD_MULTIPLE)
+
+
+def mpi_library() -> tuple[str, str]:
+    """The MPI library with its version, and the thread level that it gives."""
+    from mpi4py import MPI
+
+    levels = {
+        MPI.THREAD_SINGLE: "single",
+        MPI.THREAD_FUNNELED: "funneled",
+        MPI.THREAD_SERIALIZED: "serialized",
+        MPI.THREAD_MULTIPLE: "multiple",
+    }
+    name, version = MPI.get_vendor()
+    return f"{name} {'.'.join(map(str, version))}", levels[MPI.Query_thread()]
 
 
 def is_alone() -> bool:

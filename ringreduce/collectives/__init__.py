@@ -7,6 +7,9 @@
 | ring.allreduce       | 2 (P - 1)             | 2 n (P - 1) / P             | Patarasuk & Yuan 2009 |
 | tree.broadcast       | at most log2 P        | at most n log2 P            | binomial tree         |
 | bruck.allgather      | log2 P, rounded up    | n (P - 1)                   | Bruck et al. 1997     |
+| pairwise.alltoall    | P - 1                 | n (P - 1) / P               | Thakur et al. 2005    |
+| adasum.allreduce     | log2 P                | n log2 P                    | Maleki et al. 2021    |
 
-The ring's messages are counted per chunk; a chunk longer than a segment is cut into several.
+The ring's messages are counted per chunk; a chunk longer than a segment is cut into several. All are generators that
+yield what they wait for (transport/base.py), so that an engine can run several at a time.
 """

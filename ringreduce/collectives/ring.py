@@ -22,6 +22,8 @@ wire and the processor work at the same time, and no step waits for a whole chun
 
 Every element is summed by one rank after the other in ring order and copied when it is finished: all ranks get the same
 bits.
+
+The functions are generators (transport/base.py): `complete(allreduce(...))` runs one to its end.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ from ringreduce.partition import (
     segments,
 )
 from ringreduce.settings import Settings
-from ringreduce.transport.base import Request, Transport
+from ringreduce.transport.base import Request, Steps, Transport
 
 TAG = 1
 RECEIVES_AHEAD = 4
@@ -65,46 +67,70 @@ class _Arrival(NamedTuple):
     """The send (step, low) from the memory that this arrival replaces: it must be done before."""
 
 
-def allreduce(flat: Any, transport: Transport, reduction: Reduction, segment_bytes: int = SEGMENT_BYTES) -> None:
+class Workspace(NamedTuple):
+    """Memory that a reduction works in, so that none is allocated per call; where `flat` lies, each 1-D."""
+
+    partial: Any
+    """Of `reduction.sum_type`, holding the started elements; `flat` itself when the reduction is in place."""
+    scratch: Any
+    """Of `reduction.sum_type`, at least RECEIVES_AHEAD segments, or chunks where these are shorter."""
+
+
+def allreduce(
+    flat: Any,
+    transport: Transport,
+    reduction: Reduction,
+    segment_bytes: int = SEGMENT_BYTES,
+    workspace: Workspace | None = None,
+) -> Steps[None]:
     """Reduce `flat` over all ranks, in place; every rank gets the same bits.
 
     Shape:  (count,), contiguous, NumPy or CuPy, `reduction.element.storage`; equal counts on all ranks.
+    workspace: memory to use; its `partial` is reduced, and `flat` only written. By default it is made here.
     Cost:   2 (size - 1) messages a rank, cut into segments; about 2 count (size - 1) / size elements sent by each.
             16-bit floats travel as float32 until they are finished, and then as 16 bits. Memory: 4 segments beside
             `flat`, and a float32 copy of it for 16-bit floats.
-    Raises: PeerLostError when a neighbour has left.
     Source: Patarasuk & Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
     """
     rank, size = transport.rank, transport.size
     bounds = chunk_bounds(flat.size, size)
-    partial = reduction.start(flat)
+    partial = reduction.start(flat) if workspace is None else workspace.partial
     if size == 1:
         reduction.finish(partial, flat)
         return
-    steps = scatter_reduce_steps(rank, size) + allgather_steps(rank, size, owned=rank + 1)
-    _Ring(flat, partial, bounds, steps, transport, reduction, segment_bytes).run()
+    steps = scatter_reduce_steps(rank, size, rank + 1) + allgather_steps(rank, size, rank + 1)
+    scratch = None if workspace is None else workspace.scratch
+    yield from _Ring(flat, partial, bounds, steps, transport, reduction, segment_bytes, scratch).run()
 
 
 def scatter_reduce(
-    flat: Any, transport: Transport, reduction: Reduction, segment_bytes: int = SEGMENT_BYTES
-) -> tuple[int, int]:
+    flat: Any,
+    transport: Transport,
+    reduction: Reduction,
+    segment_bytes: int = SEGMENT_BYTES,
+    counts: Sequence[int] | None = None,
+    owned: int | None = None,
+) -> Steps[tuple[int, int]]:
     """Reduce `flat` around the ring; leave one finished chunk on each rank.
 
     Shape:  as `allreduce`; changed in place, and outside the owned chunk left with partial sums.
-    Result: (low, high): the finished part of `flat`. Rank r owns chunk (r + 1) % size.
+    counts: the elements of each chunk; by default they differ by one at most.
+    owned:  the chunk that this rank gets, rank + 1 by default; the same distance on all ranks.
+    Result: (low, high): the finished part of `flat`.
     Cost:   size - 1 messages a rank, cut into segments; about count (size - 1) / size elements sent by each.
-    Raises: PeerLostError when a neighbour has left.
+    Raises: InputError when `counts` does not fit.
     Source: Patarasuk & Yuan, 2009.
     """
     rank, size = transport.rank, transport.size
-    bounds = chunk_bounds(flat.size, size)
+    bounds = _bounds("scatter_reduce", flat, size, counts)
     partial = reduction.start(flat)
-    owned = (rank + 1) % size
+    owned = (rank + 1 if owned is None else owned) % size
     low, high = bounds[owned], bounds[owned + 1]
     if size == 1:
         reduction.finish(partial, flat)
     else:
-        _Ring(flat, partial, bounds, scatter_reduce_steps(rank, size), transport, reduction, segment_bytes).run()
+        steps = scatter_reduce_steps(rank, size, owned)
+        yield from _Ring(flat, partial, bounds, steps, transport, reduction, segment_bytes).run()
     return low, high
 
 
@@ -114,25 +140,31 @@ def allgather(
     counts: Sequence[int] | None = None,
     owned: int | None = None,
     segment_bytes: int = SEGMENT_BYTES,
-) -> None:
+) -> Steps[None]:
     """Spread each rank's own chunk of `flat` to all ranks, in place.
 
     Shape:  (count,), contiguous, NumPy or CuPy, any element type; equal counts on all ranks.
     counts: the elements of each chunk; by default the chunks of `scatter_reduce`.
     owned:  the chunk that this rank has, rank + 1 by default as after `scatter_reduce`; the same distance on all ranks.
     Cost:   size - 1 messages a rank, cut into segments; all chunks but one sent by each.
-    Raises: InputError when `counts` does not fit; PeerLostError when a neighbour has left.
+    Raises: InputError when `counts` does not fit.
     Source: Patarasuk & Yuan, 2009.
     """
     rank, size = transport.rank, transport.size
-    if counts is not None and (len(counts) != size or sum(counts) != flat.size):
-        raise InputError(
-            f"allgather: {len(counts)} counts with sum {sum(counts)} for {size} ranks and {flat.size} elements"
-        )
-    bounds = chunk_bounds(flat.size, size) if counts is None else bounds_of(counts)
+    bounds = _bounds("allgather", flat, size, counts)
     steps = allgather_steps(rank, size, rank + 1 if owned is None else owned)
     if size > 1:
-        _Ring(flat, flat, bounds, steps, transport, None, segment_bytes).run()
+        yield from _Ring(flat, flat, bounds, steps, transport, None, segment_bytes).run()
+
+
+def _bounds(function: str, flat: Any, size: int, counts: Sequence[int] | None) -> list[int]:
+    if counts is None:
+        return chunk_bounds(flat.size, size)
+    if len(counts) != size or sum(counts) != flat.size:
+        raise InputError(
+            f"{function}: {len(counts)} counts with sum {sum(counts)} for {size} ranks and {flat.size} elements"
+        )
+    return bounds_of(counts)
 
 
 class _Ring:
@@ -147,6 +179,7 @@ class _Ring:
         transport: Transport,
         reduction: Reduction | None,
         segment_bytes: int,
+        scratch: Any = None,
     ) -> None:
         self.flat, self.partial = flat, partial
         self.transport, self.reduction = transport, reduction
@@ -154,23 +187,22 @@ class _Ring:
         self.bounds, self.steps = bounds, steps
         self.length = max(1, segment_bytes // partial.itemsize)
         self.arrivals = list(_arrivals(steps, bounds, self.length))
-        self.scratch = _scratch(partial, self.arrivals)
+        self.scratch = _scratch(partial, self.arrivals, scratch)
         self.receives: list[tuple[Request, Any]] = []
         self.sends: dict[tuple[int, int], Request] = {}
 
-    def run(self) -> None:
-        """Take all steps; on return the memory is the caller's again."""
-        self.post_receives(0)
+    def run(self) -> Steps[None]:
+        """Take all steps; at the end the memory is the caller's again."""
+        yield from self.post_receives(0)
         first = self.steps[0]
         for low, high in segments(self.bounds[first.send], self.bounds[first.send + 1], self.length):
             self.send(0, slice(low, high), self.partial if first.reduce else self.flat)
         for index in range(len(self.arrivals)):
-            self.post_receives(index)
-            self.take(index)
-        for request in self.sends.values():
-            request.wait()
+            yield from self.post_receives(index)
+            yield from self.take(index)
+        yield from self.sends.values()
 
-    def post_receives(self, current: int) -> None:
+    def post_receives(self, current: int) -> Steps[None]:
         """Post the receive of arrival `current` and, as far as their memory is free, some of the following ones."""
         for index in range(len(self.receives), min(current + RECEIVES_AHEAD, len(self.arrivals))):
             arrival = self.arrivals[index]
@@ -178,16 +210,16 @@ class _Ring:
                 send = self.sends.get(arrival.overwrites)
                 if send is None or (index > current and not send.done()):
                     return
-                send.wait()
+                yield send
             low, high = arrival.low, arrival.high
             into = self.scratch[index % RECEIVES_AHEAD][: high - low] if arrival.reduce else self.flat[low:high]
             self.receives.append((self.transport.receive(into, self.left, TAG), into))
 
-    def take(self, index: int) -> None:
+    def take(self, index: int) -> Steps[None]:
         """Wait for one arrival, reduce it, and send it on."""
         arrival = self.arrivals[index]
         request, came = self.receives[index]
-        request.wait()
+        yield request
         here = slice(arrival.low, arrival.high)
         if arrival.reduce and self.reduction is not None:
             self.reduction.combine(self.partial[here], came)
@@ -213,8 +245,8 @@ def _arrivals(steps: list[Step], bounds: list[int], length: int) -> Iterator[_Ar
             yield _Arrival(number, low, high, step.reduce, finished, forward=not last, overwrites=overwrites)
 
 
-def _scratch(partial: Any, arrivals: list[_Arrival]) -> list[Any]:
-    """Room for the receives posted ahead whose data is to be reduced."""
+def _scratch(partial: Any, arrivals: list[_Arrival], memory: Any) -> list[Any]:
+    """Room for the receives posted ahead whose data is to be reduced: in `memory`, or new."""
     longest = max((arrival.high - arrival.low for arrival in arrivals if arrival.reduce), default=0)
-    flat = buffers.empty_like(partial, RECEIVES_AHEAD * longest, partial.dtype)
+    flat = buffers.empty_like(partial, RECEIVES_AHEAD * longest, partial.dtype) if memory is None else memory
     return [flat[k * longest : (k + 1) * longest] for k in range(RECEIVES_AHEAD)]

@@ -10,28 +10,26 @@ from __future__ import annotations
 from typing import Any
 
 from ringreduce.partition import segments
-from ringreduce.transport.base import Request, Transport
+from ringreduce.transport.base import Request, Steps, Transport
 
 TAG = 2
 SEGMENT_BYTES = 1 << 20
 
 
-def broadcast(flat: Any, transport: Transport, root: int, segment_bytes: int = SEGMENT_BYTES) -> None:
+def broadcast(flat: Any, transport: Transport, root: int, segment_bytes: int = SEGMENT_BYTES) -> Steps[None]:
     """Copy the root's elements to all ranks, in place.
 
     Shape:  (count,), contiguous, NumPy or CuPy, any element type; equal counts on all ranks.
     Cost:   at most log2(size) messages sent by a rank, each of count elements, cut into segments.
-    Raises: PeerLostError when a rank to talk to has left.
     """
     rank, size = transport.rank, transport.size
     parent, children = family((rank - root) % size, size)
     sends: list[Request] = []
     for low, high in segments(0, flat.size, max(1, segment_bytes // flat.itemsize)):
         if parent is not None:
-            transport.receive(flat[low:high], (parent + root) % size, TAG).wait()
+            yield transport.receive(flat[low:high], (parent + root) % size, TAG)
         sends += [transport.send(flat[low:high], (child + root) % size, TAG) for child in children]
-    for request in sends:
-        request.wait()
+    yield from sends
 
 
 def family(place: int, size: int) -> tuple[int | None, list[int]]:

@@ -12,7 +12,7 @@ try:
 except ImportError as exc:
     raise MissingExtraError("ringreduce.torch needs PyTorch; install it with: pip install 'ringreduce[torch]'") from exc
 
-from ringreduce.api import (
+from ringreduce import (
     allgather,
     allgather_object,
     allreduce,
@@ -26,6 +26,7 @@ from ringreduce.api import (
     cross_size,
     grouped_allreduce,
     grouped_allreduce_,
+    init,
     is_homogeneous,
     local_rank,
     local_size,
@@ -34,7 +35,7 @@ from ringreduce.api import (
 )
 from ringreduce.errors import CollectiveError as HorovodInternalError
 from ringreduce.ops import Average, Max, Min, Product, Sum
-from ringreduce.runtime import init, is_initialized, shutdown
+from ringreduce.runtime import is_initialized, shutdown
 from ringreduce.torch.optimizer import DistributedOptimizer
 
 __all__ = [

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from ringreduce import api, runtime
+from ringreduce import runtime
+from ringreduce.api.reduce import grouped_allreduce_
 from ringreduce.errors import InputError
 from ringreduce.ops import Average, ReduceOp
 
@@ -89,7 +90,7 @@ class GradientReducer:
         self._op = op
         self._seen = dict.fromkeys(self._names, 0)
         self._next_bucket = 0
-        self._alone = api.size() == 1
+        self._alone = runtime.current("DistributedOptimizer").world.size == 1
         for _, parameter in named:
             parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
 
@@ -118,7 +119,7 @@ class GradientReducer:
             return
         gradients = [_contiguous_gradient(parameter) for _, parameter in bucket]
         try:
-            api.grouped_allreduce_(gradients, names=[name for name, _ in bucket], op=self._op)
+            grouped_allreduce_(gradients, names=[name for name, _ in bucket], op=self._op)
         except Exception:
             self.reset()  # whoever catches it can begin the step anew
             raise

@@ -1,21 +1,44 @@
-"""What the collectives ask of a transport: ordered messages between ranks, and waiting for them."""
+"""What the collectives and the engine ask of a transport: ordered messages between ranks, letters, and rest.
+
+A collective is a generator: it yields each request that it has to wait for, so that whoever drives it may do something
+else meanwhile. `complete` drives one to its end.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Generator
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+Result = TypeVar("Result")
 
 
 class Request(Protocol):
-    """A message under way."""
+    """A message under way, to or from rank `peer`."""
+
+    @property
+    def peer(self) -> int:
+        """The other rank."""
 
     def done(self) -> bool:
         """True when `wait` would return at once."""
 
     def wait(self) -> None:
-        """Return when the message's memory may be used again (sent) or holds the data (received).
+        """Return when the message's memory may be used again (sent) or holds the data (received)."""
 
-        Raises: PeerLostError when the other rank has left and the message can never complete.
-        """
+
+Steps = Generator[Request, None, Result]
+"""A collective under way: yields what it waits for, and is resumed when that is done and was waited for."""
+
+
+def complete(steps: Steps[Result]) -> Result:
+    """Drive a collective to its end, waiting for one request after the other; returns its result."""
+    while True:
+        try:
+            request = next(steps)
+        except StopIteration as stop:
+            result: Result = stop.value
+            return result
+        request.wait()
 
 
 class Transport(Protocol):
@@ -39,3 +62,32 @@ class Transport(Protocol):
 
     def receive(self, array: Any, source: int, tag: int) -> Request:
         """Start receiving bytes into `array`."""
+
+
+class Letter(NamedTuple):
+    """A small message of any length between engines."""
+
+    source: int
+    content: bytes
+
+
+class EngineTransport(Transport, Protocol):
+    """A transport with what an engine needs besides: letters, and rest that others can end."""
+
+    def post(self, content: bytes, destination: int) -> None:
+        """Send a letter; two letters to one rank arrive in order. Returns at once."""
+
+    def collect(self) -> list[Letter]:
+        """The letters that have come since the last call."""
+
+    def posted(self) -> bool:
+        """True when all letters of this rank are on their way, so that it may end."""
+
+    def rest(self, timeout_s: float | None) -> None:
+        """Return after `timeout_s`, or earlier when `wake` or another rank's `ring` came; None: only then."""
+
+    def wake(self) -> None:
+        """End this rank's rest, now or the next one; any thread may call it."""
+
+    def ring(self, destination: int) -> None:
+        """End another rank's rest, so that it collects its letters although it waits for nothing. It may get lost."""

@@ -11,12 +11,12 @@ import itertools
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ringreduce.errors import CollectiveError, PeerLostError
+from ringreduce.transport.base import Letter
 
 
 class Message(NamedTuple):
@@ -42,6 +42,9 @@ class Exchange:
         self.messages: list[Message] = []
         self.waiting: dict[int, str] = {}
         self.left: dict[int, str] = {}
+        self.letters: dict[int, list[Letter]] = defaultdict(list)
+        self.woken = [threading.Event() for _ in range(size)]
+        self.deaf = [False] * size
         self._pending_sends: dict[tuple[int, int, int], deque[ThreadRequest]] = defaultdict(deque)
         self._pending_receives: dict[tuple[int, int, int], deque[ThreadRequest]] = defaultdict(deque)
 
@@ -63,8 +66,10 @@ class Exchange:
             if request.receiving:
                 self._check_not_being_sent(request)
             if others[request.key]:
-                _deliver(request, others[request.key].popleft())
+                other = others[request.key].popleft()
+                _deliver(request, other)
                 self.changed.notify_all()
+                self.woken[other.rank].set()
             else:
                 if self.buffered and not request.receiving:
                     request.array, request.completed = request.array.copy(), True
@@ -133,7 +138,7 @@ def _deliver(one: ThreadRequest, other: ThreadRequest) -> None:
 
 
 class ThreadTransport:
-    """See `Transport`."""
+    """See `EngineTransport`."""
 
     def __init__(self, exchange: Exchange, rank: int) -> None:
         self._exchange = exchange
@@ -149,10 +154,41 @@ class ThreadTransport:
         """See `Transport.receive`."""
         return self._post(array, source, tag, receiving=True)
 
-    def leave(self, interrupted: Callable[[], bool]) -> bool:
-        """Say farewell."""
-        self._exchange.leave(self.rank, "has left the job (its function returned or called shutdown())")
+    def post(self, content: bytes, destination: int) -> None:
+        """See `EngineTransport.post`."""
+        with self._exchange.changed:
+            self._exchange.letters[destination].append(Letter(self.rank, content))
+        # over MPI, a rank that rests without a timeout hears of a letter only when it is rung
+        if not self._exchange.deaf[destination]:
+            self._exchange.woken[destination].set()
+
+    def collect(self) -> list[Letter]:
+        """See `EngineTransport.collect`."""
+        with self._exchange.changed:
+            return self._exchange.letters.pop(self.rank, [])
+
+    def posted(self) -> bool:
+        """See `EngineTransport.posted`."""
         return True
+
+    def rest(self, timeout_s: float | None) -> None:
+        """See `EngineTransport.rest`; whatever comes ends it, but for letters when there is no timeout."""
+        woken = self._exchange.woken[self.rank]
+        self._exchange.deaf[self.rank] = timeout_s is None
+        woken.wait(timeout_s)
+        self._exchange.deaf[self.rank] = False
+        woken.clear()
+
+    def wake(self) -> None:
+        """See `EngineTransport.wake`."""
+        self._exchange.woken[self.rank].set()
+
+    def ring(self, destination: int) -> None:
+        """See `EngineTransport.ring`."""
+        self._exchange.woken[destination].set()
+
+    def close(self) -> None:
+        """Nothing to give back."""
 
     def _post(self, array: Any, peer: int, tag: int, receiving: bool) -> ThreadRequest:
         request = ThreadRequest(self._exchange, array, self.rank, peer, tag, receiving)

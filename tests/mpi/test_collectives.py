@@ -10,6 +10,7 @@ from ringreduce.collectives import bruck, ring, tree
 from ringreduce.dtypes import TABLE
 from ringreduce.ops import Average, Reduction, Sum
 from ringreduce.partition import chunk_bounds
+from ringreduce.transport.base import complete
 from tests.reference import OPS, assert_reduced, data, legal
 
 pytestmark = pytest.mark.mpi
@@ -26,7 +27,7 @@ def test_allreduce_of_every_type_and_op(transport, name, op):
         arrays = everyones(transport, name, count)
         array = arrays[transport.rank].copy()
         reduction = Reduction(op, TABLE[name], transport.size)
-        ring.allreduce(array.view(TABLE[name].storage), transport, reduction, 512)
+        complete(ring.allreduce(array.view(TABLE[name].storage), transport, reduction, 512))
         assert_reduced(array, op, arrays)
 
 
@@ -34,35 +35,35 @@ def test_allreduce_of_every_type_and_op(transport, name, op):
 def test_long_buffers_and_the_same_bits_everywhere(transport, segment_bytes):
     arrays = everyones(transport, "float32", 1_000_003)
     flat = arrays[transport.rank].copy()
-    ring.allreduce(flat, transport, Reduction(Average, TABLE["float32"], transport.size), segment_bytes)
+    complete(ring.allreduce(flat, transport, Reduction(Average, TABLE["float32"], transport.size), segment_bytes))
     assert_reduced(flat, Average, arrays)
-    for other in bruck.allgather(flat[::1000].copy(), transport):
+    for other in complete(bruck.allgather(flat[::1000].copy(), transport)):
         np.testing.assert_array_equal(other, flat[::1000])
 
 
 def test_scatter_reduce_and_allgather_on_their_own(transport):
     arrays = everyones(transport, "float64", 1003)
     flat = arrays[transport.rank].copy()
-    low, high = ring.scatter_reduce(flat, transport, Reduction(Sum, TABLE["float64"], transport.size), 128)
+    low, high = complete(ring.scatter_reduce(flat, transport, Reduction(Sum, TABLE["float64"], transport.size), 128))
     assert low == chunk_bounds(1003, transport.size)[(transport.rank + 1) % transport.size]
     assert_reduced(flat[low:high], Sum, [each[low:high] for each in arrays])
-    ring.allgather(flat, transport, segment_bytes=128)
+    complete(ring.allgather(flat, transport, segment_bytes=128))
     assert_reduced(flat, Sum, arrays)
 
 
 def test_broadcast_from_every_root(transport):
     for root, count in itertools.product(range(transport.size), (0, 1, 100_000)):
         flat = data("float64", count, transport.rank)
-        tree.broadcast(flat, transport, root, 64 << 10)
+        complete(tree.broadcast(flat, transport, root, 64 << 10))
         np.testing.assert_array_equal(flat, data("float64", count, root))
 
 
 def test_many_in_a_row_do_not_mix(transport):
     for turn in range(50):
         flat = np.full(turn, transport.rank + turn, np.int64)
-        ring.allreduce(flat, transport, Reduction(Sum, TABLE["int64"], transport.size))
+        complete(ring.allreduce(flat, transport, Reduction(Sum, TABLE["int64"], transport.size)))
         assert (flat == sum(rank + turn for rank in range(transport.size))).all()
-        blocks = bruck.allgather(np.array([transport.rank, turn]), transport)
+        blocks = complete(bruck.allgather(np.array([transport.rank, turn]), transport))
         assert blocks.tolist() == [[rank, turn] for rank in range(transport.size)]
 
 
@@ -72,7 +73,7 @@ def test_the_users_own_messages_do_not_meet_ours(transport):
     mine = np.full(3, world.rank, np.int64)
     request = world.Isend(mine, (world.rank + 1) % world.size, tag=ring.TAG)
     flat = np.ones(8)
-    ring.allreduce(flat, transport, Reduction(Sum, TABLE["float64"], transport.size))
+    complete(ring.allreduce(flat, transport, Reduction(Sum, TABLE["float64"], transport.size)))
     theirs = np.empty(3, np.int64)
     world.Recv(theirs, (world.rank - 1) % world.size, tag=ring.TAG)
     request.Wait()

@@ -13,6 +13,7 @@ from ringreduce.errors import CollectiveError, InputError, PeerLostError
 from ringreduce.ops import Average, Reduction, Sum
 from ringreduce.partition import chunk_bounds
 from ringreduce.testing import run_ranks
+from ringreduce.transport.base import complete
 from tests.reference import OPS, assert_reduced, data, legal
 
 SIZES = range(1, 10)
@@ -40,7 +41,7 @@ def test_ring_allreduce_of_every_count(size, segment_bytes):
 
         def program(arrays=arrays):
             flat = arrays[transport().rank].copy()
-            ring.allreduce(flat, transport(), reduction(Sum, "float64", size), segment_bytes)
+            complete(ring.allreduce(flat, transport(), reduction(Sum, "float64", size), segment_bytes))
             return flat
 
         results = run_ranks(size, program)
@@ -51,8 +52,8 @@ def test_ring_allreduce_of_every_count(size, segment_bytes):
 def test_on_return_the_memory_is_the_callers_again():
     def program():
         for collective in (
-            lambda flat: ring.allreduce(flat, transport(), reduction(Sum, "float64", 3), 64),
-            lambda flat: tree.broadcast(flat, transport(), 0, 64),
+            lambda flat: complete(ring.allreduce(flat, transport(), reduction(Sum, "float64", 3), 64)),
+            lambda flat: complete(tree.broadcast(flat, transport(), 0, 64)),
         ):
             flat = np.ones(100)
             collective(flat)
@@ -83,7 +84,7 @@ def test_ring_allreduce_of_every_type_and_op(name, op):
 
         def program(arrays=arrays, size=size):
             array = arrays[transport().rank].copy()
-            ring.allreduce(array.view(TABLE[name].storage), transport(), reduction(op, name, size), 64)
+            complete(ring.allreduce(array.view(TABLE[name].storage), transport(), reduction(op, name, size), 64))
             return array
 
         for result in run_ranks(size, program):
@@ -97,12 +98,12 @@ def test_scatter_reduce_then_allgather_is_allreduce(size, buffered):
 
     def program():
         flat = arrays[transport().rank].copy()
-        low, high = ring.scatter_reduce(flat, transport(), reduction(Average, "float32", size), 256)
+        low, high = complete(ring.scatter_reduce(flat, transport(), reduction(Average, "float32", size), 256))
         assert_reduced(flat[low:high], Average, [each[low:high] for each in arrays])
         bounds = chunk_bounds(1003, size)
         owned = (transport().rank + 1) % size
         assert (low, high) == (bounds[owned], bounds[owned + 1])
-        ring.allgather(flat, transport(), segment_bytes=256)
+        complete(ring.allgather(flat, transport(), segment_bytes=256))
         return flat
 
     for result in run_ranks(size, program, buffered=buffered):
@@ -118,7 +119,7 @@ def test_ring_allgather_of_given_counts(size):
         flat = np.full(sum(counts), -1.0)
         start = sum(counts[:rank])
         flat[start : start + counts[rank]] = rank + np.arange(counts[rank]) / 10
-        ring.allgather(flat, transport(), counts, rank, 16)
+        complete(ring.allgather(flat, transport(), counts, rank, 16))
         return flat
 
     expected = np.concatenate([rank + np.arange(counts[rank]) / 10 for rank in range(size)])
@@ -128,7 +129,7 @@ def test_ring_allgather_of_given_counts(size):
 
 def test_ring_allgather_refuses_counts_that_do_not_fit():
     def program():
-        ring.allgather(np.zeros(5), transport(), [2, 2])
+        complete(ring.allgather(np.zeros(5), transport(), [2, 2]))
 
     with pytest.raises(InputError, match="allgather: 2 counts with sum 4 for 2 ranks and 5 elements"):
         run_ranks(2, program)
@@ -140,7 +141,7 @@ def test_the_ring_sends_to_the_right_only_and_the_least_that_is_possible(size):
     messages = []
 
     def program():
-        ring.allreduce(np.zeros(count), transport(), reduction(Sum, "float64", size))
+        complete(ring.allreduce(np.zeros(count), transport(), reduction(Sum, "float64", size)))
 
     run_ranks(size, program, messages=messages)
     per_rank = Counter(message.source for message in messages)
@@ -158,7 +159,7 @@ def test_long_chunks_travel_in_segments():
     messages = []
 
     def program():
-        ring.allreduce(np.zeros(100), transport(), reduction(Sum, "float64", 2), segment_bytes=160)
+        complete(ring.allreduce(np.zeros(100), transport(), reduction(Sum, "float64", 2), segment_bytes=160))
 
     run_ranks(2, program, messages=messages)
     assert sorted(message.nbytes for message in messages) == [80] * 4 + [160] * 8
@@ -168,7 +169,7 @@ def test_16_bit_floats_travel_as_float32_only_until_they_are_finished():
     messages = []
 
     def program():
-        ring.allreduce(np.zeros(100, np.float16), transport(), reduction(Sum, "float16", 2))
+        complete(ring.allreduce(np.zeros(100, np.float16), transport(), reduction(Sum, "float16", 2)))
 
     run_ranks(2, program, messages=messages)
     assert sorted(message.nbytes for message in messages) == [100, 100, 200, 200]
@@ -181,7 +182,7 @@ def test_tree_broadcast_from_every_root(size):
 
         def program(root=root, count=count):
             flat = data("float32", count, transport().rank)
-            tree.broadcast(flat, transport(), root, 512)
+            complete(tree.broadcast(flat, transport(), root, 512))
             return flat
 
         for result in run_ranks(size, program, messages=messages):
@@ -210,7 +211,7 @@ def test_bruck_allgather_takes_a_logarithm_of_rounds(size):
     messages = []
 
     def program():
-        return bruck.allgather(np.arange(3) + 10 * transport().rank, transport())
+        return complete(bruck.allgather(np.arange(3) + 10 * transport().rank, transport()))
 
     for result in run_ranks(size, program, messages=messages):
         np.testing.assert_array_equal(result, np.arange(3) + 10 * np.arange(size)[:, None])
@@ -223,7 +224,7 @@ def test_nobody_passes_a_barrier_before_all_have_come(size):
 
     def program():
         arrived.append(transport().rank)
-        bruck.barrier(transport())
+        complete(bruck.allgather(np.zeros(1), transport()))
         return len(arrived)
 
     assert run_ranks(size, program) == [size] * size
@@ -231,7 +232,7 @@ def test_nobody_passes_a_barrier_before_all_have_come(size):
 
 def test_different_lengths_are_told_by_the_fake_transport():
     def program():
-        ring.allreduce(np.zeros(10 + 2 * transport().rank), transport(), reduction(Sum, "float64", 2))
+        complete(ring.allreduce(np.zeros(10 + 2 * transport().rank), transport(), reduction(Sum, "float64", 2)))
 
     with pytest.raises(CollectiveError, match=r"rank \d sent \d+ bytes, but rank \d expected \d+"):
         run_ranks(2, program)
@@ -249,7 +250,7 @@ def test_a_deadlock_is_told_by_the_fake_transport():
 def test_a_rank_that_returns_early_is_named():
     def program():
         if transport().rank != 1:
-            bruck.barrier(transport())
+            complete(bruck.allgather(np.zeros(1), transport()))
 
     with pytest.raises(PeerLostError, match="rank 1, which has left the job") as caught:
         run_ranks(3, program)
@@ -260,7 +261,7 @@ def test_the_first_failure_is_the_one_that_is_raised():
     def program():
         if transport().rank == 2:
             raise KeyError("the cause")
-        bruck.barrier(transport())
+        complete(bruck.allgather(np.zeros(1), transport()))
 
     with pytest.raises(KeyError, match="the cause"):
         run_ranks(3, program)

@@ -4,53 +4,60 @@ from hypothesis import strategies as st
 
 from ringreduce import fusion
 from ringreduce.buffers import as_buffer
+from ringreduce.fusion import Piece
 
-SLOT_BYTES = 64
-
-
-def numbered(counts, dtypes):
-    return [
-        as_buffer(np.arange(n).astype(dtype) + 10 * k) for k, (n, dtype) in enumerate(zip(counts, dtypes, strict=True))
-    ]
+CAPACITY = 16
+counts_lists = st.lists(st.integers(0, 60), max_size=30)
 
 
-def test_small_tensors_share_a_slot_and_large_ones_travel_alone():
-    slots = fusion.plan(numbered([3, 4, 16, 5, 100, 0], ["f4"] * 6), SLOT_BYTES)
-    assert [slot.tensors for slot in slots] == [(0, 1, 3), (2,), (4,)]
+def tensors_of(slots):
+    return [[piece.tensor for piece in slot.pieces] for slot in slots]
 
 
-def test_another_type_does_not_close_the_slot():
-    slots = fusion.plan(numbered([3, 3, 3, 3], ["f4", "f8", "f4", "f8"]), SLOT_BYTES)
-    assert [(slot.element.name, slot.tensors) for slot in slots] == [("float32", (0, 2)), ("float64", (1, 3))]
+def test_small_tensors_share_a_slot_and_long_ones_stream_through():
+    slots = fusion.plan([3, 4, 16, 5, 40, 0], CAPACITY)
+    assert tensors_of(slots) == [[0, 1, 3], [2], [4], [4], [4]]
+    assert [slot.pieces for slot in slots[2:]] == [(Piece(4, 0, 16),), (Piece(4, 16, 32),), (Piece(4, 32, 40),)]
 
 
 def test_a_full_slot_is_closed():
-    slots = fusion.plan(numbered([10, 10, 3], ["f4"] * 3), SLOT_BYTES)
-    assert [slot.tensors for slot in slots] == [(0,), (1, 2)]
+    assert tensors_of(fusion.plan([10, 10, 3], CAPACITY)) == [[0], [1, 2]]
 
 
-tensor_lists = st.lists(st.tuples(st.integers(0, 40), st.sampled_from(["f4", "f8", "i2"])), max_size=30)
-
-
-@given(tensor_lists)
-def test_every_element_travels_once_in_slots_that_are_full_at_most(tensors):
-    inputs = numbered(*([list(column) for column in zip(*tensors, strict=True)] or [[], []]))
-    slots = fusion.plan(inputs, SLOT_BYTES)
-    assert sorted(n for slot in slots for n in slot.tensors) == [n for n, each in enumerate(inputs) if each.count]
+@given(counts_lists)
+def test_every_element_travels_once_in_slots_that_are_full_at_most(counts):
+    slots = fusion.plan(counts, CAPACITY)
+    travelling = sorted((piece.tensor, n) for slot in slots for piece in slot.pieces for n in range(*piece[1:]))
+    assert travelling == [(number, n) for number, count in enumerate(counts) for n in range(count)]
     for slot in slots:
-        assert slot.count == sum(inputs[n].count for n in slot.tensors)
-        assert slot.count * slot.element.itemsize <= SLOT_BYTES or len(slot.tensors) == 1
+        assert slot.length == sum(piece.high - piece.low for piece in slot.pieces) <= CAPACITY
+        assert len(slot.pieces) == 1 or all(piece.high - piece.low == counts[piece.tensor] for piece in slot.pieces)
 
 
-@given(tensor_lists)
-def test_what_is_packed_is_unpacked_into_its_place(tensors):
-    inputs = numbered(*([list(column) for column in zip(*tensors, strict=True)] or [[], []]))
-    before = [each.flat.copy() for each in inputs]
+@given(counts_lists)
+def test_what_is_packed_is_unpacked_into_its_place(counts):
+    inputs = [as_buffer(np.arange(n, dtype=np.float32) + 100 * k) for k, n in enumerate(counts)]
     outputs = [each.empty(each.shape) for each in inputs]
-    for slot in fusion.plan(inputs, SLOT_BYTES):
-        packed = fusion.pack(slot, inputs, outputs)
-        packed *= 2
-        fusion.unpack(slot, packed, outputs)
-    for old, given_array, output in zip(before, inputs, outputs, strict=True):
-        np.testing.assert_array_equal(given_array.flat, old)
-        np.testing.assert_array_equal(output.flat, old * 2)
+    for slot in fusion.plan(counts, CAPACITY):
+        packed = np.empty(slot.length, np.float64)
+        fusion.pack(slot, inputs, packed, widen=lambda flat: flat.astype(np.float64))
+        fusion.unpack(slot, packed * 2, outputs)
+    for number, output in enumerate(outputs):
+        np.testing.assert_array_equal(output.flat, 2 * (np.arange(counts[number]) + 100 * number))
+
+
+def test_blocks_are_used_again_and_lie_in_one_allocation():
+    memory = fusion.Memory(total_bytes=64, block_bytes=16)
+    like = as_buffer(np.zeros(1))
+    blocks = [memory.take(like) for _ in range(4)]
+    assert {block.size for block in blocks} == {16}
+    assert all(block.base is blocks[0].base for block in blocks)
+    assert not any(np.shares_memory(one, other) for one in blocks for other in blocks if one is not other)
+    beyond = memory.take(like)
+    assert beyond.base is not blocks[0].base, "made for the moment"
+    for block in blocks:
+        memory.give(block, like)
+    memory.give(beyond, like)
+    again = [memory.take(like) for _ in range(4)]
+    assert all(block.base is blocks[0].base for block in again)
+    assert memory.taken_most == 5

@@ -6,20 +6,75 @@ from ringreduce.settings import Settings
 
 def test_defaults_and_variables():
     assert Settings.from_environment({"HOME": "/root"}) == Settings()
-    settings = Settings.from_environment({"RINGREDUCE_FUSION_SLOT_BYTES": "1024", "RINGREDUCE_ERROR_FILE": "/tmp/e"})
-    assert settings == Settings(fusion_slot_bytes=1024, error_file="/tmp/e")
+    settings = Settings.from_environment(
+        {
+            "RINGREDUCE_FUSION_SLOT_BYTES": "1024",
+            "RINGREDUCE_ERROR_FILE": "/tmp/e",
+            "RINGREDUCE_STALL_CHECK_S": "2.5",
+            "RINGREDUCE_DYNAMIC_PROCESS_SETS": "1",
+            "RINGREDUCE_CACHE_CAPACITY": "0",
+        }
+    )
+    assert settings == Settings(
+        fusion_slot_bytes=1024, error_file="/tmp/e", stall_check_s=2.5, dynamic_process_sets=True, cache_capacity=0
+    )
 
 
-@pytest.mark.parametrize("text", ["", "0", "-1", "1.5", "1MiB"])
-def test_a_value_that_is_no_size_is_refused(text):
-    message = r"RINGREDUCE_RING_SEGMENT_BYTES='.*': expected a whole number of bytes above 0, such as \d+"
-    with pytest.raises(SettingsError, match=message):
-        Settings.from_environment({"RINGREDUCE_RING_SEGMENT_BYTES": text})
+def test_horovods_variables_are_understood_and_ours_count():
+    settings = Settings.from_environment(
+        {
+            "HOROVOD_TIMELINE": "/tmp/t.json",
+            "HOROVOD_TIMELINE_MARK_CYCLES": "1",
+            "HOROVOD_STALL_CHECK_TIME_SECONDS": "60",
+            "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "120",
+            "HOROVOD_CYCLE_TIME": "3.5",
+            "HOROVOD_CACHE_CAPACITY": "7",
+            "HOROVOD_DYNAMIC_PROCESS_SETS": "1",
+            "HOROVOD_FUSION_THRESHOLD": "0",
+            "RINGREDUCE_STALL_CHECK_S": "5",
+        }
+    )
+    assert settings == Settings(
+        timeline="/tmp/t.json",
+        timeline_mark_cycles=True,
+        stall_check_s=5,
+        stall_abort_s=120,
+        cycle_time_ms=3.5,
+        cache_capacity=7,
+        dynamic_process_sets=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("variable", "texts", "expected"),
+    [
+        (
+            "RINGREDUCE_RING_SEGMENT_BYTES",
+            ["", "0", "-1", "1.5", "1MiB"],
+            r"a whole number of bytes above 0, such as \d+",
+        ),
+        ("RINGREDUCE_CACHE_CAPACITY", ["-1", "x"], r"a whole number of tensors of 0 or more, such as \d+"),
+        ("RINGREDUCE_STALL_CHECK_S", ["-1", "nan", "inf", "soon"], r"a number of seconds of 0 or more, such as 10.0"),
+        ("HOROVOD_CYCLE_TIME", ["-1", "x"], r"a number of milliseconds of 0 or more, such as 0.5"),
+        ("RINGREDUCE_DYNAMIC_PROCESS_SETS", ["2", "maybe"], "1 or 0"),
+    ],
+)
+def test_a_value_that_does_not_parse_is_refused(variable, texts, expected):
+    for text in texts:
+        with pytest.raises(SettingsError, match=rf"{variable}='{text}': expected {expected}"):
+            Settings.from_environment({variable: text})
 
 
 def test_an_unknown_variable_is_refused_with_the_nearest_known_one():
     message = "RINGREDUCE_FUSION_SLOTBYTES is no setting of ringreduce; did you mean RINGREDUCE_FUSION_SLOT_BYTES?"
     with pytest.raises(SettingsError, match=message.replace("?", r"\?")):
         Settings.from_environment({"RINGREDUCE_FUSION_SLOTBYTES": "1"})
-    with pytest.raises(SettingsError, match="known are: RINGREDUCE_ERROR_FILE, "):
+    with pytest.raises(SettingsError, match="known are: RINGREDUCE_CACHE_CAPACITY, "):
         Settings.from_environment({"RINGREDUCE_XYZZY": "1"})
+
+
+def test_a_buffer_that_holds_less_than_two_slots_is_refused():
+    with pytest.raises(
+        SettingsError, match="fusion_buffer_bytes=100 holds less than two slots of fusion_slot_bytes=64"
+    ):
+        Settings(fusion_buffer_bytes=100, fusion_slot_bytes=64)

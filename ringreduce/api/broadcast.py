@@ -1,0 +1,130 @@
+"""broadcast and broadcast_parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ringreduce import runtime, trees
+from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
+from ringreduce.api.submit import Array, like, whole
+from ringreduce.buffers import Buffer, as_buffer
+from ringreduce.engine.description import Description, describe
+from ringreduce.engine.request import Handle, Request
+from ringreduce.errors import InputError
+
+
+def broadcast(
+    tensor: Array, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Array:
+    """The root's tensor, as a new array on every rank.
+
+    Shape:  any, equal on all ranks.
+    root_rank: a rank of the world, in a process set too.
+    name:   as in `allreduce`.
+    Cost:   at most log2(size) messages sent by a rank, each of the whole tensor; one agreement.
+    Raises: InputError for a root_rank that is no rank, on every rank; MismatchError, for differing roots too;
+            PeerLostError.
+    Source: Horovod's broadcast.
+    """
+    result: Array = _broadcast_one(tensor, root_rank, name, process_set, in_place=False, waits=True).wait()
+    return result
+
+
+def broadcast_async(
+    tensor: Any, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Handle:
+    """Begin a `broadcast`; `synchronize(handle)` gives its result."""
+    return _broadcast_one(tensor, root_rank, name, process_set, in_place=False, waits=False)
+
+
+def broadcast_(
+    tensor: Array, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Array:
+    """Overwrite `tensor` with the root's, and return it; otherwise as `broadcast`."""
+    result: Array = _broadcast_one(tensor, root_rank, name, process_set, in_place=True, waits=True).wait()
+    return result
+
+
+def broadcast_async_(
+    tensor: Any, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Handle:
+    """Begin a `broadcast_`; `tensor` must be left alone until `synchronize(handle)` returns it."""
+    return _broadcast_one(tensor, root_rank, name, process_set, in_place=True, waits=False)
+
+
+def _broadcast_one(
+    tensor: Any, root_rank: int, name: str | None, process_set: ProcessSet, in_place: bool, waits: bool
+) -> Handle:
+    source = as_buffer(tensor, writable=in_place)
+    target = source if in_place else source.empty(source.shape)
+
+    def finish(request: Request) -> Any:
+        return tensor if in_place else like(tensor, target)
+
+    return submit_broadcast([source], [target], root_rank, name, None, process_set, finish, waits)
+
+
+def submit_broadcast(
+    inputs: Sequence[Buffer],
+    outputs: Sequence[Buffer],
+    root_rank: int,
+    name: str | None,
+    names: Sequence[str] | None,
+    process_set: ProcessSet,
+    finish: Any,
+    waits: bool,
+) -> Handle:
+    """Hand in a broadcast of one tensor, or of a group with `names`."""
+    current = runtime.current("broadcast")
+    details = (("root_rank", whole(root_rank)),)
+
+    def description(name: str) -> Description:
+        pairs = zip(inputs, [name] if names is None else names, strict=True)
+        return Description("broadcast", name, tuple(describe(each, own) for each, own in pairs), details)
+
+    return current.engine.submit(
+        "broadcast",
+        name,
+        number_of(process_set, "broadcast"),
+        describe=description,
+        inputs=inputs,
+        outputs=outputs,
+        finish=finish,
+        waits=waits,
+    )
+
+
+def broadcast_parameters(params: Any, root_rank: int = 0, process_set: ProcessSet = global_process_set) -> None:
+    """Overwrite parameters with the root's, so that all ranks start alike.
+
+    params: a dict (nested too, such as a torch state_dict), (name, tensor) pairs (such as named_parameters()), or a
+            list of tensors; all of them arrays that can be written to.
+    Cost:   as `broadcast`; small tensors travel together.
+    Raises: InputError (a ValueError) for anything else; MismatchError; PeerLostError.
+    Source: Horovod's broadcast_parameters.
+    """
+    named = _named_parameters(params)
+    outputs = [as_buffer(tensor, writable=True) for _, tensor in named]
+    names = [name for name, _ in named]
+    submit_broadcast(outputs, outputs, root_rank, None, names, process_set, lambda _: None, waits=True).wait()
+
+
+def _named_parameters(params: Any) -> list[tuple[str, Any]]:
+    if not isinstance(params, dict | list) and hasattr(params, "__next__"):
+        params = list(params)  # model.named_parameters() is a generator
+    if not isinstance(params, dict | list | tuple):
+        raise InputError(
+            f"broadcast_parameters: a {type(params).__name__}; expected a dict of tensors, or a list of (name, tensor) "
+            "pairs"
+        )
+    if not isinstance(params, dict) and all(_is_pair(each) for each in params):
+        names = [name for name, _ in params]
+        if len(set(names)) < len(names):
+            raise InputError(f"broadcast_parameters: names must differ; expected each once, got {', '.join(names)}")
+        params = dict(params)
+    return trees.named_leaves(params)
+
+
+def _is_pair(value: Any) -> bool:
+    return isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str)

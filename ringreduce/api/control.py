@@ -1,0 +1,119 @@
+"""Starting and stopping, handles, join, barrier, and the timeline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ringreduce import runtime
+from ringreduce.api.process_sets import ProcessSet, global_process_set, members_of, number_of
+from ringreduce.engine.description import Description
+from ringreduce.engine.engine import JOIN
+from ringreduce.engine.request import Handle
+from ringreduce.errors import InputError
+
+DYNAMIC = "dynamic"
+
+
+def init(comm: Any = None, process_sets: str | Sequence[ProcessSet | Sequence[int]] | None = None) -> None:
+    """Form the world: start MPI if nobody has, learn which ranks and hosts there are, and start the engine.
+
+    comm: None for all ranks that the launcher started, an mpi4py communicator (duplicated), or a list of ranks of
+          COMM_WORLD; every member must call it.
+    process_sets: the process sets to use, the same on all ranks; or "dynamic": they are added later.
+
+    Idempotent; after `shutdown()` a new world is formed. From now on an uncaught exception ends the whole job, and
+    `shutdown()` is called when the interpreter exits.
+    Raises: StartupError when there is no MPI, or the launcher is another MPI's; SettingsError; MismatchError when ranks
+            have different settings or versions; InputError for a wrong process set.
+    Source: Horovod's init.
+    """
+    if isinstance(process_sets, str) and process_sets != DYNAMIC:
+        raise InputError(f'init: process_sets={process_sets!r}; expected a list of ProcessSet, or "{DYNAMIC}"')
+    given: Sequence[Any] = [] if process_sets is None or isinstance(process_sets, str) else process_sets
+    members = [members_of(each) for each in given]
+    if not runtime.start(comm, members, dynamic=process_sets == DYNAMIC):
+        return
+    for number, each in enumerate(given, start=1):
+        if isinstance(each, ProcessSet):
+            each.process_set_id = number
+    current = runtime.current("init")
+    timeline = current.settings.timeline
+    if timeline and timeline.upper() != DYNAMIC.upper():
+        start_timeline(timeline, current.settings.timeline_mark_cycles)
+
+
+def poll(handle: Handle) -> bool:
+    """True when `synchronize(handle)` would return or raise at once."""
+    return handle.done()
+
+
+def synchronize(handle: Handle) -> Any:
+    """Wait for an operation that an `_async` function began, and return its result.
+
+    Raises: MismatchError, PeerLostError and other CollectiveErrors: what went wrong with it.
+    """
+    return handle.wait()
+
+
+def join(device: int = -1, *, live_average: bool = False) -> int:
+    """Wait until all ranks have called it, and take part in the others' allreduces meanwhile, changing no result.
+
+    For data that does not come out even: a rank whose data has ended joins, the others go on.
+
+    device:       ignored; there for Horovod's scripts.
+    live_average: an Average is divided by the ranks that have not joined, if all that have say so; by default by all
+                  ranks, as in Horovod.
+    Returns: the rank that joined last, the same on all ranks.
+    Raises:  PeerLostError. Collectives other than allreduce fail on the other ranks while this one has joined.
+    Source:  Horovod's join.
+    """
+    current = runtime.current(JOIN)
+    handle = current.engine.submit(
+        JOIN,
+        JOIN,
+        describe=lambda name: Description(JOIN, name),
+        finish=lambda request: request.payload,
+        payload=live_average,
+        waits=True,
+    )
+    last: int = handle.wait()
+    return last
+
+
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Return when every rank has called it.
+
+    Cost:   one agreement.
+    Raises: PeerLostError.
+    """
+    current = runtime.current("barrier")
+    number = number_of(process_set, "barrier")
+    handle = current.engine.submit(
+        "barrier", None, number, describe=lambda name: Description("barrier", name), waits=True
+    )
+    handle.wait()
+
+
+def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
+    """Record on all ranks what happens when, for chrome://tracing or https://ui.perfetto.dev.
+
+    file_path:   where rank 0 writes; other ranks' calls have no effect, they send theirs to rank 0.
+    mark_cycles: show when the engine told the other ranks of new tensors.
+    Raises: InputError when the file cannot be written.
+    Source: Horovod's start_timeline.
+    """
+    current = runtime.current("start_timeline")
+    if current.world.rank != 0:
+        return
+    try:
+        current.engine.start_timeline(file_path, mark_cycles)
+    except OSError as exc:
+        raise InputError(f"start_timeline: {file_path} cannot be written: {exc.strerror}") from exc
+
+
+def stop_timeline() -> None:
+    """Record no more; on return the file has the events of all ranks that answered within 5 s. See `start_timeline`."""
+    current = runtime.current("stop_timeline")
+    if current.world.rank == 0:
+        current.engine.stop_timeline()

@@ -1,0 +1,161 @@
+"""allgather and alltoall, in all their forms."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ringreduce import runtime
+from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
+from ringreduce.api.submit import Array, like
+from ringreduce.buffers import Buffer, as_buffer
+from ringreduce.engine.description import Description, describe, names_of
+from ringreduce.engine.request import Handle, Request
+from ringreduce.errors import InputError
+
+
+def allgather(tensor: Array, name: str | None = None, process_set: ProcessSet = global_process_set) -> Array:
+    """The tensors of all ranks, one after the other along dim 0, in the order of the ranks.
+
+    Shape:  at least 1-d; dim 0 may differ per rank (and be 0), the others must be equal.
+    name:   as in `allreduce`.
+    Cost:   size - 1 messages a rank; all rows but those of one rank sent by each; one agreement, and the row counts.
+    Raises: InputError (a ValueError) for a 0-d tensor; MismatchError; PeerLostError.
+    Source: Horovod's allgather.
+    """
+    return grouped_allgather([tensor], name, process_set)[0]
+
+
+def allgather_async(tensor: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> Handle:
+    """Begin an `allgather`; `synchronize(handle)` gives its result."""
+    return _allgather([tensor], name, process_set, lambda results: results[0], waits=False)
+
+
+def grouped_allgather(
+    tensors: Sequence[Array], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[Array]:
+    """Gather many tensors, all or none of them; otherwise as `allgather`."""
+    result: list[Array] = _allgather(tensors, name, process_set, list, waits=True).wait()
+    return result
+
+
+def grouped_allgather_async(
+    tensors: Sequence[Any], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Handle:
+    """Begin a `grouped_allgather`; `synchronize(handle)` gives the list of results."""
+    return _allgather(tensors, name, process_set, list, waits=False)
+
+
+def _allgather(tensors: Sequence[Any], name: str | None, process_set: ProcessSet, result: Any, waits: bool) -> Handle:
+    current = runtime.current("allgather")
+    inputs = [as_buffer(tensor) for tensor in tensors]
+    for each in inputs:
+        _check_rows("allgather", name, each)
+
+    def description(name: str) -> Description:
+        pairs = zip(inputs, names_of(name, None, len(inputs)), strict=True)
+        return Description("allgather", name, tuple(describe(each, own, each.shape[1:]) for each, own in pairs))
+
+    def finish(request: Request) -> Any:
+        return result([like(tensor, output) for tensor, output in zip(tensors, request.outputs, strict=True)])
+
+    return current.engine.submit(
+        "allgather",
+        name,
+        number_of(process_set, "allgather"),
+        describe=description,
+        inputs=inputs,
+        finish=finish,
+        waits=waits,
+    )
+
+
+def _check_rows(function: str, name: str | None, tensor: Buffer) -> None:
+    if not tensor.shape:
+        what = f" {name!r}" if name else ""
+        raise InputError(f"{function}{what}: a 0-d tensor has no rows; pass one of at least 1 dimension")
+
+
+def alltoall(
+    tensor: Array,
+    splits: Any = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Send each rank its part of `tensor`'s rows, and return what all ranks sent here, in the order of the ranks.
+
+    Shape:  at least 1-d; dim 0 may differ per rank, the others must be equal.
+    splits: the rows for each rank: integers, (size,), their sum at most dim 0. None: equal parts.
+    Returns: the rows that came; with splits (rows, received_splits), the latter in the form of `splits`.
+    Cost:   size - 1 messages a rank; all rows but the rank's own part sent by each; one agreement, and the splits.
+    Raises: InputError (a ValueError) for a 0-d tensor, wrong splits, or rows that cannot be parted equally.
+    Source: Horovod's alltoall.
+    """
+    return _alltoall(tensor, splits, name, process_set, waits=True).wait()
+
+
+def alltoall_async(
+    tensor: Any,
+    splits: Any = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
+    """Begin an `alltoall`; `synchronize(handle)` gives its result."""
+    return _alltoall(tensor, splits, name, process_set, waits=False)
+
+
+def _alltoall(tensor: Any, splits: Any, name: str | None, process_set: ProcessSet, waits: bool) -> Handle:
+    current = runtime.current("alltoall")
+    mine = as_buffer(tensor)
+    _check_rows("alltoall", name, mine)
+    number = number_of(process_set, "alltoall")
+    size = len(current.engine.sets.get(number, ()))
+    parts = _equal_splits(mine.shape[0], size) if splits is None else _given_splits(splits, mine.shape[0], size)
+
+    def finish(request: Request) -> Any:
+        rows = like(tensor, request.outputs[0])
+        if splits is None:
+            return rows
+        received = np.array(request.payload, np.int32)
+        return rows, _as_given(splits, received)
+
+    return current.engine.submit(
+        "alltoall",
+        name,
+        number,
+        describe=lambda name: Description("alltoall", name, (describe(mine, name, mine.shape[1:]),)),
+        inputs=[mine],
+        finish=finish,
+        payload=parts,
+        waits=waits,
+    )
+
+
+def _equal_splits(rows: int, size: int) -> list[int]:
+    if size and rows % size:
+        raise InputError(
+            f"alltoall: {rows} rows cannot be parted equally among {size} ranks; pass splits, or a multiple of {size}"
+        )
+    return [rows // max(1, size)] * size
+
+
+def _given_splits(splits: Any, rows: int, size: int) -> list[int]:
+    given = np.asarray(splits.tolist() if hasattr(splits, "tolist") else splits)
+    told = f"alltoall: splits={given.tolist()}"
+    if given.ndim != 1 or len(given) != size or given.dtype.kind not in "iu" or (given < 0).any():
+        raise InputError(f"{told}; expected {size} whole numbers of 0 or more, one for each rank")
+    if given.sum() > rows:
+        raise InputError(f"{told} sum up to {given.sum()}, but the tensor has {rows} rows only")
+    return [int(n) for n in given]
+
+
+def _as_given(splits: Any, received: np.ndarray[Any, Any]) -> Any:
+    """The received splits as the caller's kind of array, a NumPy array for a plain list."""
+    if isinstance(splits, list | tuple):
+        return received
+    template = as_buffer(splits)
+    result = template.empty(received.shape)
+    result.flat[...] = received
+    return result.array()

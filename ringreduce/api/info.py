@@ -1,0 +1,78 @@
+"""What this installation and this job look like: for bug reports, and to see which path was chosen."""
+
+from __future__ import annotations
+
+import dataclasses
+import platform
+from typing import Any
+
+import numpy as np
+
+from ringreduce import runtime, world
+from ringreduce._version import __version__
+
+
+@dataclasses.dataclass(frozen=True)
+class Info:
+    """See `info`; str() gives a table."""
+
+    version: str
+    python: str
+    numpy: str
+    mpi: str
+    mpi_threads: str
+    rank: int
+    size: int
+    hosts: tuple[int, ...]
+    """The number of each rank's host."""
+    generation: int
+    algorithm: str
+    """How allreduce moves data."""
+    process_sets: dict[int, tuple[int, ...]]
+    fusion_buffer_bytes: int
+    """Memory of the fusion buffer, per device."""
+    fusion_slots_used_most: int
+    """Of `fusion_slot_bytes` each, at the same time; more than fit in the buffer were made for the moment."""
+    submissions: int
+    """Operations that this rank handed in."""
+    known_submissions: int
+    """Those that cost a bit to agree on, since the ranks remembered them."""
+    settings: dict[str, Any]
+
+    def __str__(self) -> str:
+        rows = [(field.name, getattr(self, field.name)) for field in dataclasses.fields(self)]
+        flat = [(name, value) for name, value in rows if name != "settings"]
+        flat += [(f"settings.{name}", value) for name, value in self.settings.items()]
+        width = max(len(name) for name, _ in flat)
+        return "\n".join(f"{name:<{width}}  {value}" for name, value in flat)
+
+
+def info() -> Info:
+    """What this rank knows of the job; raises NotInitializedError before init().
+
+    >>> print(info())                                                                                  # doctest: +SKIP
+    version                  0.1.0
+    mpi                      Open MPI v5.0.11
+    ...
+    """
+    current = runtime.current("info")
+    engine = current.engine
+    library, threads = ("threads of one process", "") if current.world.comm is None else world.mpi_library()
+    return Info(
+        version=__version__,
+        python=platform.python_version(),
+        numpy=np.__version__,
+        mpi=library,
+        mpi_threads=threads,
+        rank=current.world.rank,
+        size=current.world.size,
+        hosts=current.world.hosts,
+        generation=current.world.generation,
+        algorithm="ring",
+        process_sets=dict(engine.sets),
+        fusion_buffer_bytes=engine.memory.total_bytes,
+        fusion_slots_used_most=engine.memory.taken_most,
+        submissions=engine.submissions,
+        known_submissions=engine.known_submissions,
+        settings=dataclasses.asdict(current.settings),
+    )

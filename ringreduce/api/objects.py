@@ -1,0 +1,62 @@
+"""Any Python object, pickled: lambdas and classes of the script too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cloudpickle
+import numpy as np
+
+from ringreduce import runtime
+from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
+from ringreduce.api.submit import whole
+from ringreduce.engine.description import Description
+from ringreduce.engine.request import Request
+
+
+def broadcast_object(
+    obj: Any = None, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Any:
+    """The root's object on every rank; the root gets its own back. Of any length.
+
+    Raises: InputError for a root_rank that is no rank; MismatchError; PeerLostError. Only the root's `obj` is used.
+    Source: Horovod's broadcast_object.
+    """
+    current = runtime.current("broadcast_object")
+    root = whole(root_rank)
+    is_root = root == current.world.rank
+    pickled = np.frombuffer(cloudpickle.dumps(obj), np.uint8) if is_root else np.empty(0, np.uint8)
+
+    def finish(request: Request) -> Any:
+        return obj if is_root else cloudpickle.loads(request.payload.data)
+
+    handle = current.engine.submit(
+        "broadcast_object",
+        name,
+        number_of(process_set, "broadcast_object"),
+        describe=lambda name: Description("broadcast_object", name, details=(("root_rank", root),)),
+        finish=finish,
+        payload=pickled,
+        waits=True,
+    )
+    return handle.wait()
+
+
+def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
+    """Every rank's object, in the order of the ranks. Of any length.
+
+    Raises: MismatchError; PeerLostError.
+    Source: Horovod's allgather_object.
+    """
+    current = runtime.current("allgather_object")
+    handle = current.engine.submit(
+        "allgather_object",
+        name,
+        number_of(process_set, "allgather_object"),
+        describe=lambda name: Description("allgather_object", name),
+        finish=lambda request: [cloudpickle.loads(each.data) for each in request.payload],
+        payload=np.frombuffer(cloudpickle.dumps(obj), np.uint8),
+        waits=True,
+    )
+    result: list[Any] = handle.wait()
+    return result

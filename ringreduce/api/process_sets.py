@@ -1,0 +1,176 @@
+"""Process sets: collectives among some of the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ringreduce import runtime
+from ringreduce.engine.description import Description
+from ringreduce.engine.engine import GLOBAL
+from ringreduce.engine.request import Request
+from ringreduce.errors import InputError, NotInitializedError
+
+
+class ProcessSet:
+    """Some of the ranks, which run collectives among themselves: pass it as `process_set=`.
+
+    ranks_or_comm: ranks of the world in any order, or an mpi4py communicator of them.
+
+    It can be used once `init(process_sets=[...])` or `add_process_set()` was given it.
+    Source: Horovod's ProcessSet.
+    """
+
+    process_set_id: int | None = None
+    """Its number, the same on all ranks; None before it was added and after it was removed."""
+    ranks: list[int] | None = None
+    """Its members, rising."""
+
+    def __init__(self, ranks_or_comm: Sequence[int] | Any) -> None:
+        if hasattr(ranks_or_comm, "Get_group"):
+            self.ranks = _ranks_of(ranks_or_comm)
+        else:
+            self.ranks = sorted(int(rank) for rank in ranks_or_comm)
+
+    def size(self) -> int | None:
+        """How many ranks it has; None when it was not added."""
+        return None if self.process_set_id is None else len(self._members())
+
+    def rank(self) -> int | None:
+        """This rank's number in it, from 0; None when it was not added, or this rank is not in it."""
+        if self.process_set_id is None or not self.included():
+            return None
+        return self._members().index(runtime.current("rank").world.rank)
+
+    def included(self) -> bool:
+        """True when this rank is in it; raises NotInitializedError before init()."""
+        return runtime.current("included").world.rank in self._members()
+
+    def _members(self) -> list[int]:
+        return self.ranks or []
+
+    def __repr__(self) -> str:
+        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
+
+
+class _GlobalProcessSet(ProcessSet):
+    """All ranks, whichever world there is."""
+
+    process_set_id = GLOBAL
+
+    def __init__(self) -> None:
+        pass
+
+    def size(self) -> int | None:
+        """How many ranks there are; None before init()."""
+        return runtime.current("size").world.size if runtime.is_initialized() else None
+
+    def rank(self) -> int | None:
+        """This rank; None before init()."""
+        return runtime.current("rank").world.rank if runtime.is_initialized() else None
+
+    def _members(self) -> list[int]:
+        return list(range(runtime.current("included").world.size))
+
+    def __repr__(self) -> str:
+        return "global_process_set"
+
+
+global_process_set: ProcessSet = _GlobalProcessSet()
+"""All ranks; number 0."""
+
+
+def _ranks_of(comm: Any) -> list[int]:
+    """The members of a communicator as ranks of the world; needs MPI, so init() or the caller has started it."""
+    if not runtime.is_initialized():
+        raise NotInitializedError("ProcessSet of a communicator")
+    return runtime.current("ProcessSet").world.ranks_of(comm)
+
+
+def number_of(process_set: ProcessSet, function: str) -> int:
+    """The number by which the engine knows a set; raises InputError when it was not added."""
+    if not isinstance(process_set, ProcessSet):
+        raise InputError(f"{function}: process_set={process_set!r}; expected a ProcessSet")
+    if process_set.process_set_id is None:
+        raise InputError(
+            f"{function}: {process_set!r} was not added, or was removed; pass it to init(process_sets=[...]), or call "
+            "add_process_set() on all ranks"
+        )
+    return process_set.process_set_id
+
+
+def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
+    """Make a process set known on all ranks; every rank must call it, members or not, in the same order.
+
+    Returns: the set, which can be used from now on.
+    Cost:    one agreement.
+    Raises:  InputError (a ValueError) when there is a set of these ranks already, a rank does not exist, or sets are
+             not dynamic: init(process_sets="dynamic") or RINGREDUCE_DYNAMIC_PROCESS_SETS=1 (Horovod's name of it is
+             understood) allow this; MismatchError when ranks pass different ones.
+    Source:  Horovod's add_process_set.
+    """
+    current = runtime.current("add_process_set")
+    if not isinstance(process_set, ProcessSet):
+        process_set = ProcessSet(process_set)
+    members = runtime.check_members(process_set.ranks or [], current.world.size)
+    _check_dynamic(current, "add_process_set")
+    for number, others in current.engine.sets.items():
+        if others == members:
+            raise InputError(f"add_process_set: process set {number} has the ranks {list(members)} already; use that")
+    handle = current.engine.submit(
+        "add_process_set",
+        None,
+        describe=lambda name: Description("add_process_set", name, details=(("ranks", members),)),
+        finish=lambda request: request.payload,
+        waits=True,
+    )
+    process_set.process_set_id, process_set.ranks = handle.wait(), list(members)
+    return process_set
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """Forget a process set on all ranks; every rank must call it.
+
+    Returns: False when it was not known, or is that of all ranks; True when it was removed.
+    Raises:  InputError (a ValueError) when sets are not dynamic; MismatchError when ranks pass different ones.
+    Source:  Horovod's remove_process_set.
+    """
+    current = runtime.current("remove_process_set")
+    number = process_set.process_set_id
+    if number is None or number == GLOBAL:
+        return False
+    _check_dynamic(current, "remove_process_set")
+    handle = current.engine.submit(
+        "remove_process_set",
+        None,
+        describe=lambda name: Description("remove_process_set", name, details=(("process_set", number),)),
+        finish=_nothing,
+        waits=True,
+    )
+    handle.wait()
+    process_set.process_set_id = None
+    return True
+
+
+def _nothing(request: Request) -> None:
+    return None
+
+
+def _check_dynamic(current: runtime.Runtime, function: str) -> None:
+    if not current.settings.dynamic_process_sets:
+        raise InputError(
+            f"{function}: process sets are fixed; set RINGREDUCE_DYNAMIC_PROCESS_SETS=1 "
+            '(or HOROVOD_DYNAMIC_PROCESS_SETS=1), or call init(process_sets="dynamic")'
+        )
+
+
+def get_process_set_ids_and_ranks() -> dict[int, list[int]]:
+    """All process sets, by number, with their ranks."""
+    return {number: list(members) for number, members in runtime.current("process sets").engine.sets.items()}
+
+
+def members_of(process_set: ProcessSet | Sequence[int]) -> list[int]:
+    """The ranks of a set that is to be added, or of a plain list of ranks."""
+    if isinstance(process_set, ProcessSet):
+        return process_set.ranks or []
+    return [int(rank) for rank in process_set]

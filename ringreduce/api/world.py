@@ -1,0 +1,93 @@
+"""Who is where, and what is built in."""
+
+from __future__ import annotations
+
+from ringreduce import runtime, world
+
+
+def rank() -> int:
+    """This process's number, 0 to size() - 1; raises NotInitializedError before init()."""
+    return runtime.current("rank").world.rank
+
+
+def size() -> int:
+    """The number of ranks; raises NotInitializedError before init()."""
+    return runtime.current("size").world.size
+
+
+def local_rank() -> int:
+    """This rank's number on its host: the GPU to use; raises NotInitializedError before init()."""
+    return runtime.current("local_rank").world.local_rank
+
+
+def local_size() -> int:
+    """The number of ranks on this host; raises NotInitializedError before init()."""
+    return runtime.current("local_size").world.local_size
+
+
+def cross_rank() -> int:
+    """This host's number among the hosts that have this local rank; raises NotInitializedError before init()."""
+    return runtime.current("cross_rank").world.cross_rank
+
+
+def cross_size() -> int:
+    """The number of hosts that have this local rank; raises NotInitializedError before init()."""
+    return runtime.current("cross_size").world.cross_size
+
+
+def is_homogeneous() -> bool:
+    """True when every host has equally many ranks; raises NotInitializedError before init()."""
+    return runtime.current("is_homogeneous").world.is_homogeneous
+
+
+def mpi_threads_supported() -> bool:
+    """True when MPI lets any thread call it, so that a script may use mpi4py beside ringreduce; after init() only."""
+    runtime.current("mpi_threads_supported")
+    return world.threads_supported()
+
+
+def mpi_enabled() -> bool:
+    """True: MPI carries everything."""
+    return True
+
+
+def mpi_built() -> bool:
+    """True: MPI carries everything."""
+    return True
+
+
+def gloo_enabled() -> bool:
+    """False: ringreduce has no gloo."""
+    return False
+
+
+def gloo_built() -> bool:
+    """False: ringreduce has no gloo."""
+    return False
+
+
+def nccl_built() -> bool:
+    """False: ringreduce does not use NCCL."""
+    return False
+
+
+def cuda_built() -> bool:
+    """True when GPU arrays can be passed: CuPy is installed."""
+    import importlib.util
+
+    return importlib.util.find_spec("cupy") is not None
+
+
+def rocm_built() -> bool:
+    """False: AMD's GPUs were never tried."""
+    return False
+
+
+def ccl_built() -> bool:
+    """False: ringreduce has no oneCCL."""
+    return False
+
+
+def ddl_built() -> bool:
+    """False: ringreduce has no IBM DDL."""
+    return False

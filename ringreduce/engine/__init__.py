@@ -1,0 +1,14 @@
+"""What turns tensors that ranks submit, from any thread and in any order, into collectives that all ranks run alike.
+
+    submit  ->  announce to the coordinator  ->  respond: all ranks have it  ->  fuse, run  ->  complete the handle
+
+description  what a rank wants done with a tensor, and how two ranks' descriptions differ
+request      one submission on this rank, and its handle
+letters      what engines write to each other
+cache        tensors seen before, by number: to announce one costs a bit
+coordinator  per process set, on its first rank: what is ready on all ranks?  A state machine without messages
+operations   what is run once all ranks agree: fusion and the collectives
+engine       the thread, one a process, that does all this
+stalls       who waits for whom, and what the others do instead
+timeline     what happened when, for chrome://tracing and Perfetto
+"""

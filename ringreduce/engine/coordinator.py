@@ -1,0 +1,322 @@
+"""What is ready on all ranks of a process set? Decided on the set's first rank, as a state machine without messages.
+
+    announce(rank, ...)   a rank has submitted something; kept as bits (seen before) or as calls (new, or contested)
+    decide()              the response to all ranks: what all have given is run; what differs fails; nothing else yet
+
+A tensor that one rank announces by its bit and another by a full description (its shape has changed there) is
+contested: its bits become calls, so that both kinds are compared.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from ringreduce.engine.cache import Cache, Register, numbers
+from ringreduce.engine.description import Call, Description, explain
+from ringreduce.engine.letters import Announcement, Failure, Response
+
+JOINABLE = "allreduce"
+"""The kind of operation in which ranks that have joined can take part."""
+
+
+class Entry(NamedTuple):
+    """A tensor that some ranks have given, by calls."""
+
+    since_s: float
+    calls: dict[int, Call]
+
+    @property
+    def description(self) -> Description:
+        """The lowest rank's."""
+        return self.calls[min(self.calls)].description
+
+
+class Waiting(NamedTuple):
+    """A tensor that some ranks have given and others not."""
+
+    description: Description
+    since_s: float
+    given: dict[int, str]
+    """By rank: the line that submitted it."""
+    missing: list[int]
+
+
+class Coordinator:
+    """One process set's; `members` are ranks of the world, which has `world_size` ranks."""
+
+    def __init__(
+        self,
+        process_set: int,
+        members: Sequence[int],
+        world_size: int,
+        cache_capacity: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._process_set = process_set
+        self._members = tuple(members)
+        self._world_size = world_size
+        self._clock = clock
+        self._responses = 0
+        self._seen = dict.fromkeys(members, 0)
+        self._cache = Cache()
+        self._register = Register(cache_capacity)
+        self._lines: dict[int, dict[int, str]] = {}
+        """By number in the cache: each rank's line."""
+        self._bits = dict.fromkeys(members, 0)
+        self._bits_since: list[tuple[float, int]] = []
+        """When bits were first announced: to tell how long a tensor waits."""
+        self._contested = 0
+        self._entries: dict[str, Entry] = {}
+        self._keys_by_name: defaultdict[str, set[str]] = defaultdict(set)
+        self._touched: dict[str, None] = {}
+        self._joined: dict[int, bool] = {}
+        self._leaver: tuple[int, str] | None = None
+        self.closed = False
+
+    # What ranks tell
+
+    def announce(self, rank: int, announcement: Announcement) -> None:
+        """Note what a rank has submitted."""
+        self._seen[rank] = announcement.seen
+        bits = announcement.bits
+        self._register.seen_by_all(min(self._seen.values()))
+        for call in announcement.calls:
+            self._contest(call.description.key)
+            self._enter(rank, call)
+        odd = bits & (self._contested | _mask(self._register.former))
+        for number in numbers(odd):
+            self._enter(rank, self._call(rank, number))
+        if bits & ~odd:
+            self._bits[rank] |= bits & ~odd
+            self._bits_since.append((self._clock(), bits & ~odd))
+        if announcement.join is not None:
+            self._joined[rank] = announcement.join
+            self._touched.update(dict.fromkeys(self._entries))
+        if announcement.leave and self._leaver is None:
+            self._leaver = (rank, announcement.leave)
+
+    def _enter(self, rank: int, call: Call) -> None:
+        key = call.description.key
+        self._entries.setdefault(key, Entry(self._clock(), {})).calls[rank] = call
+        self._keys_by_name[call.description.name].add(key)
+        self._touched[key] = None
+
+    def _contest(self, key: str) -> None:
+        """From now on the tensor is compared by calls; bits that came already become such."""
+        number = self._cache.number_of_key(key)
+        if number is None or self._contested >> number & 1:
+            return
+        self._contested |= 1 << number
+        for rank in self._members:
+            if self._bits[rank] >> number & 1:
+                self._bits[rank] ^= 1 << number
+                self._enter(rank, self._call(rank, number))
+
+    def description(self, number: int) -> Description:
+        """What a number in the cache means, or meant when it was announced."""
+        return self._register.former.get(number) or self._cache[number]
+
+    def _call(self, rank: int, number: int) -> Call:
+        return Call(self.description(number), self._lines.get(number, {}).get(rank, "?"))
+
+    # What all are told
+
+    def decide(self) -> Response | None:
+        """What all ranks do next; None when nothing new is known."""
+        if self.closed:
+            return None
+        number = self._responses + 1
+        bits = self._ready_bits()
+        ready, failures = self._ready_entries()
+        if bits and self._joined:
+            bits, more = self._without_what_cannot_join(bits)
+            failures += more
+        self._clear(bits)
+        self._register.use(bits)
+        learned, forgotten = self._remember(ready, number)
+        all_joined = len(self._joined) == len(self._members)
+        response = Response(
+            self._process_set,
+            number,
+            bits,
+            tuple(entry.description for entry in ready),
+            tuple(learned),
+            tuple(forgotten),
+            tuple(failures),
+            tuple(sorted(self._joined)) if bits or ready else (),
+            bool(self._joined) and all(self._joined.values()),
+            list(self._joined)[-1] if all_joined else -1,
+            f"rank {self._leaver[0]} has left the job: {self._leaver[1]}" if self._leaver else "",
+            self._leaver[0] if self._leaver else -1,
+        )
+        if response._replace(live_average=False).is_empty():
+            return None
+        if all_joined:
+            self._joined = {}
+        self.closed = self._leaver is not None
+        self._responses = number
+        return response
+
+    def _ready_bits(self) -> int:
+        live = [bits for rank, bits in self._bits.items() if rank not in self._joined]
+        return functools.reduce(operator.and_, live) if live else 0
+
+    def _ready_entries(self) -> tuple[list[Entry], list[Failure]]:
+        ready, failures = [], []
+        touched, self._touched = self._touched, {}
+        for key in touched:
+            entry = self._entries.get(key)
+            if entry is None:
+                continue
+            rival = self._rival(key, entry)
+            if all(rank in entry.calls for rank in self._live()):
+                self._drop(key)
+                failure = self._failure(key, entry)
+                if failure is None:
+                    ready.append(entry)
+                else:
+                    failures.append(failure)
+            elif rival is not None:
+                message = explain({**entry.calls, **self._entries[rival].calls}, self._world_size)
+                for each in (key, rival):
+                    self._drop(each)
+                    failures.append(Failure(each, "MismatchError", message))
+        return ready, failures
+
+    def _live(self) -> list[int]:
+        return [rank for rank in self._members if rank not in self._joined]
+
+    def _failure(self, key: str, entry: Entry) -> Failure | None:
+        """What is wrong with a tensor that all live ranks have given."""
+        calls = entry.calls
+        if len({call.description for call in calls.values()}) > 1:
+            return Failure(key, "MismatchError", explain(calls, self._world_size))
+        description = entry.description
+        if self._joined and description.kind != JOINABLE:
+            return Failure(key, "CollectiveError", _cannot_join(description, self._joined))
+        return None
+
+    def _rival(self, key: str, entry: Entry) -> str | None:
+        """Another operation under the same name, when every rank waits in one of the two: neither can be complete."""
+        for other in self._keys_by_name.get(entry.description.name, ()):
+            rival = self._entries[other]
+            calls = {**entry.calls, **rival.calls}
+            apart = len(calls) == len(entry.calls) + len(rival.calls)
+            everyone = all(rank in calls for rank in self._live())
+            if other != key and apart and everyone and all(call.waits for call in calls.values()):
+                return other
+        return None
+
+    def _drop(self, key: str) -> None:
+        entry = self._entries.pop(key, None)
+        if entry is not None:
+            keys = self._keys_by_name[entry.description.name]
+            keys.discard(key)
+            if not keys:
+                del self._keys_by_name[entry.description.name]
+        number = self._cache.number_of_key(key)
+        if number is not None:
+            self._contested &= ~(1 << number)
+
+    def _without_what_cannot_join(self, bits: int) -> tuple[int, list[Failure]]:
+        wrong = [number for number in numbers(bits) if self._cache[number].kind != JOINABLE]
+        failures = [
+            Failure(self._cache[number].key, "CollectiveError", _cannot_join(self._cache[number], self._joined))
+            for number in wrong
+        ]
+        self._clear(sum(1 << number for number in wrong))
+        return bits & ~sum(1 << number for number in wrong), failures
+
+    def _clear(self, bits: int) -> None:
+        if bits:
+            self._bits = {rank: mine & ~bits for rank, mine in self._bits.items()}
+            pending = functools.reduce(operator.or_, self._bits.values())
+            self._bits_since = [(since, mask & pending) for since, mask in self._bits_since if mask & pending]
+
+    def _remember(self, ready: Iterable[Entry], response: int) -> tuple[list[tuple[int, Description]], list[int]]:
+        """Give numbers to what was new, and take some back when there are too many."""
+        learned = []
+        new = []
+        for entry in ready:
+            if entry.description.numbered or self._register.capacity == 0:
+                continue
+            number = self._cache.number_of_key(entry.description.key)
+            if number is None:
+                new.append(entry)
+            else:
+                learned.append((number, entry.description))
+                self._lines[number] = {rank: each.line for rank, each in entry.calls.items()}
+        new = new[: self._register.capacity]
+        busy = functools.reduce(operator.or_, self._bits.values()) | self._contested | _mask(n for n, _ in learned)
+        too_many = len(self._register) + len(new) - self._register.capacity
+        forgotten = self._register.take_back(max(0, too_many), busy, response, self._cache)
+        for number in forgotten:
+            self._cache.forget(number)
+        for entry in new:
+            number = self._register.give()
+            self._lines[number] = {rank: each.line for rank, each in entry.calls.items()}
+            learned.append((number, entry.description))
+        for number, description in learned:
+            self._cache.learn(number, description)
+        return learned, forgotten
+
+    # What waits
+
+    def waiting(self, longer_than_s: float) -> list[Waiting]:
+        """Tensors that have waited so long for some ranks, the longest first."""
+        now = self._clock()
+        found = [
+            Waiting(
+                entry.description,
+                entry.since_s,
+                {rank: call.line for rank, call in entry.calls.items()},
+                [rank for rank in self._live() if rank not in entry.calls],
+            )
+            for entry in self._entries.values()
+            if now - entry.since_s >= longer_than_s
+        ]
+        old: dict[int, float] = {}
+        for since, mask in self._bits_since:
+            if now - since >= longer_than_s:
+                for number in numbers(mask):
+                    old.setdefault(number, since)
+        for number, since in old.items():
+            given = {rank: self._call(rank, number).line for rank, bits in self._bits.items() if bits >> number & 1}
+            missing = [rank for rank in self._live() if rank not in given]
+            found.append(Waiting(self._cache[number], since, given, missing))
+        return sorted(found, key=lambda each: each.since_s)
+
+    def oldest_s(self) -> float | None:
+        """When the tensor that waits for longest was first announced; None when none waits."""
+        times = [entry.since_s for entry in self._entries.values()]
+        times += [since for since, _ in self._bits_since[:1]]
+        return min(times, default=None)
+
+    def give_up(self, keys: Iterable[str], message: Callable[[str], str]) -> Response:
+        """Fail tensors that have waited too long."""
+        keys = list(keys)
+        for key in keys:
+            number = self._cache.number_of_key(key)
+            if number is not None:
+                self._clear(1 << number)
+            self._drop(key)
+        self._responses += 1
+        failures = tuple(Failure(key, "StalledError", message(key)) for key in keys)
+        return Response(self._process_set, self._responses, failures=failures)
+
+
+def _mask(given: Iterable[int]) -> int:
+    return sum(1 << number for number in given)
+
+
+def _cannot_join(description: Description, joined: Iterable[int]) -> str:
+    who = ", ".join(map(str, sorted(joined)))
+    return (
+        f"{description.kind} {description.name!r}: rank {who} has called join(), and a joined rank can take part in "
+        "allreduce only; call other collectives before any rank joins"
+    )

@@ -1,0 +1,129 @@
+"""What a rank wants done with a tensor, in a form that ranks can compare, and how two of these differ."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ringreduce.buffers import Buffer
+
+PACKAGE = str(Path(__file__).parents[1])
+
+
+class TensorDescription(NamedTuple):
+    """One tensor as all ranks must have it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    """All of it for a reduction; without dim 0 for an allgather."""
+    device: str
+    """The kind only: cuda:0 here and cuda:1 there is how it is meant."""
+
+
+class Description(NamedTuple):
+    """What one rank wants done; equal on all ranks, or it is not done."""
+
+    kind: str
+    """Such as allreduce."""
+    name: str
+    tensors: tuple[TensorDescription, ...] = ()
+    details: tuple[tuple[str, Any], ...] = ()
+    """Such as ("op", "Sum"), ("root_rank", 0)."""
+    numbered: bool = False
+    """The name is a number that will not come again: not worth remembering."""
+
+    @property
+    def key(self) -> str:
+        """What makes two ranks' descriptions meet, such as allreduce.layer3.w."""
+        return self.name if self.numbered else f"{self.kind}.{self.name}"
+
+    def detail(self, name: str) -> Any:
+        """The value of one detail."""
+        return dict(self.details)[name]
+
+
+class Call(NamedTuple):
+    """One rank's description, and the line that submitted it."""
+
+    description: Description
+    line: str
+    waits: bool = False
+    """The submitting thread does nothing else until it is done."""
+
+
+def describe(tensor: Buffer, name: str, shape: tuple[int, ...] | None = None) -> TensorDescription:
+    """The description of a buffer, with another shape than its own where not all of it must be equal."""
+    kind = tensor.device.partition(":")[0]
+    return TensorDescription(name, tensor.element.name, tensor.shape if shape is None else shape, kind)
+
+
+def explain(calls: Mapping[int, Call], size: int) -> str:
+    """The message of a MismatchError: the first rank that differs from the lowest, its values and the lowest's.
+
+    calls: by rank of the world, which has `size` ranks.
+    """
+    first = min(calls)
+    differing = [rank for rank in sorted(calls) if calls[rank].description != calls[first].description]
+    mine, theirs = calls[differing[0]], calls[first]
+    subject, value, expected, field = _first_difference(mine.description, theirs.description)
+    text = (
+        f"rank {differing[0]} of {size}, {subject} ({mine.line}): {value}, but rank {first} has {expected} "
+        f"({theirs.line}); all ranks must pass {field}"
+    )
+    if len(differing) > 1:
+        text += f" (ranks {', '.join(map(str, differing))} differ from rank {first})"
+    return text
+
+
+def _first_difference(mine: Description, theirs: Description) -> tuple[str, str, str, str]:
+    """What it is about, both values, and the field, in words."""
+    subject = f"{mine.kind} {mine.name!r}"
+    if mine.kind != theirs.kind:
+        return subject, subject, f"{theirs.kind} {theirs.name!r}", "equal operations"
+    if len(mine.tensors) != len(theirs.tensors):
+        return subject, f"{len(mine.tensors)} tensors", f"{len(theirs.tensors)}", "equally many"
+    for one, other in zip(mine.tensors, theirs.tensors, strict=True):
+        if one != other:
+            part = subject if one.name == mine.name else f"{mine.kind} {one.name!r}"
+            return part, *_tensor_difference(one, other)
+    for (key, ours), (_, his) in zip(mine.details, theirs.details, strict=True):
+        if ours != his:
+            return subject, f"{key}={_value(ours)}", f"{key}={_value(his)}", f"equal values of {key}"
+    raise AssertionError("called with equal descriptions")
+
+
+def _tensor_difference(mine: TensorDescription, theirs: TensorDescription) -> tuple[str, str, str]:
+    if mine.name != theirs.name:
+        return f"name {mine.name!r}", f"name {theirs.name!r}", "equal names"
+    if mine.dtype != theirs.dtype:
+        return tensor_text(mine), tensor_text(theirs), "equal dtypes"
+    if mine.shape != theirs.shape:
+        return tensor_text(mine), tensor_text(theirs), "equal shapes"
+    return f"a tensor on {mine.device}", f"one on {theirs.device}", "equal kinds of device"
+
+
+def _value(value: Any) -> str:
+    return value if isinstance(value, str) else repr(value)
+
+
+def tensor_text(tensor: TensorDescription) -> str:
+    """Such as float32[1000, 3]."""
+    return f"{tensor.dtype}[{', '.join(map(str, tensor.shape))}]"
+
+
+def calling_line() -> str:
+    """The nearest line outside this package that led here, as file.py:41."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(PACKAGE):
+        frame = frame.f_back
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+
+
+def names_of(name: str, names: Sequence[str] | None, count: int) -> Sequence[str]:
+    """The names of `count` tensors that are submitted together as `name`."""
+    if names is not None:
+        return names
+    return [name] if count == 1 else [f"{name}.{number}" for number in range(count)]

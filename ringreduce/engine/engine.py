@@ -1,0 +1,629 @@
+"""The thread, one a process, that agrees with the other ranks on what is ready everywhere, runs it, completes handles.
+
+It never blocks inside an operation: collectives are generators, and every process set has a lane in which its
+operations run one after the other, so sets that overlap cannot wait for each other. Between two tests of what it waits
+for it reads letters, announces what was submitted, and decides for the sets that it coordinates.
+
+With nothing pending it sleeps until somebody submits. No timer ticks: what other ranks announce meanwhile lies in MPI
+until this rank has something pending too, since before that nothing can be ready everywhere. A rank that has waited
+long rings (stalls.py).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ringreduce import errors, fusion
+from ringreduce.buffers import Buffer
+from ringreduce.dtypes import TABLE
+from ringreduce.engine import operations
+from ringreduce.engine.cache import numbers
+from ringreduce.engine.coordinator import Coordinator
+from ringreduce.engine.description import Call, Description, calling_line
+from ringreduce.engine.lane import Lane
+from ringreduce.engine.letters import (
+    Announcement,
+    Answer,
+    Broken,
+    Failure,
+    Goodbye,
+    Look,
+    Question,
+    Response,
+    TimelineEvents,
+    TimelineStart,
+    TimelineStop,
+    decode,
+    encode,
+)
+from ringreduce.engine.recording import Recording
+from ringreduce.engine.request import Handle, Request
+from ringreduce.engine.stalls import StallWatch
+from ringreduce.engine.timeline import Timeline, TimelineFile
+from ringreduce.ops import ReduceOp, Reduction
+from ringreduce.settings import Settings
+from ringreduce.transport.base import EngineTransport, Letter, Steps
+from ringreduce.transport.subset import SubsetTransport
+from ringreduce.world import World
+
+GLOBAL = 0
+"""The number of the process set of all ranks."""
+JOIN = "join"
+YIELD_S = 10e-3
+"""While somebody waits for a result, and something moved a moment ago, only the core is given away."""
+FIRST_REST_S = 50e-6
+LONGEST_REST_S = 10e-3
+REST_SHARE = 0.05
+"""Rests are this share of the time for which nothing has moved: what they add to a wait is small against it."""
+LAST_WORDS_S = 1.0
+"""So long an engine that failed tries to tell the others."""
+
+
+class Engine:
+    """One rank's engine. What is public up to `stop_timeline` may be called by any thread."""
+
+    def __init__(
+        self,
+        world: World,
+        transport: EngineTransport,
+        settings: Settings,
+        clock_offsets_us: Sequence[float] = (),
+        process_sets: Sequence[Sequence[int]] = (),
+    ) -> None:
+        """clock_offsets_us: by rank, how far its clock is ahead of rank 0's; by default not at all.
+
+        process_sets: the members of sets besides that of all ranks, the same on all ranks.
+        """
+        self.world = world
+        self.transport = transport
+        self.settings = settings
+        self.memory = fusion.Memory(settings.fusion_buffer_bytes, settings.fusion_slot_bytes)
+        self.lanes: dict[int, Lane] = {}
+        self.sets: dict[int, tuple[int, ...]] = {}
+        """The members of all process sets, those without this rank too."""
+        self.submissions = 0
+        self.known_submissions = 0
+        """Those that were announced by a bit."""
+        self._clock_offsets_us = clock_offsets_us or [0.0] * world.size
+        self._timeline = Timeline()
+        self._recording = Recording(transport, self._timeline)
+        self._lock = threading.Lock()
+        self._inbox: list[Request] = []
+        self._inbox_since_s = 0.0
+        self._urgent = False
+        """The thread that submitted something in the inbox waits for it."""
+        self._orders: deque[Callable[[], None]] = deque()
+        """What other threads ask the engine's thread to do."""
+        self._waiters = 0
+        self._asleep = False
+        self._last_submission: Request | None = None
+        self._next_set = GLOBAL
+        self._early: dict[int, list[tuple[int, Announcement]]] = {}
+        """Announcements for process sets that this rank is about to hear of."""
+        self._leaving = ""
+        self._left: set[int] = set()
+        self._goodbye = False
+        self._broken: Exception | None = None
+        self._finished = threading.Event()
+        self._moved_s = time.monotonic()
+        self._stalls = StallWatch(self, threading.get_ident())
+        for members in (range(world.size), *process_sets):
+            self._add_set(members)
+        self._thread = threading.Thread(target=self._run, name=f"ringreduce engine {world.rank}", daemon=True)
+        self._thread.start()
+
+    # Called by the user's threads
+
+    def submit(
+        self,
+        kind: str,
+        name: str | None,
+        process_set: int = GLOBAL,
+        *,
+        describe: Callable[[str], Description],
+        inputs: Sequence[Buffer] = (),
+        outputs: Sequence[Buffer] = (),
+        finish: Callable[[Request], Any] = lambda _: None,
+        payload: Any = None,
+        waits: bool = False,
+    ) -> Handle:
+        """Hand in an operation; returns at once.
+
+        describe: makes the description from the name; without a name, from the number that it gets.
+        finish:   makes the caller's result from the request when it is done, in the thread that waits.
+        waits:    the caller will wait for it before it does anything else.
+
+        Raises: InputError when the name is pending already, or this rank is not in the process set; PeerLostError when
+                a rank has left.
+        """
+        line = calling_line()
+        with self._lock:
+            lane = self._lane_of(kind, process_set)
+            if name is None:
+                lane.submitted += 1
+                description = describe(f"noname.{lane.submitted}")._replace(numbered=True)
+            else:
+                description = describe(name)
+            handle = Handle(description, self._wait)
+            request = Request(
+                description,
+                process_set,
+                inputs=list(inputs),
+                outputs=list(outputs),
+                finish=finish,
+                payload=payload,
+                line=line,
+                handle=handle,
+                waits=waits,
+            )
+            self._check(lane, request)
+            lane.pending[request.key] = request
+            if not self._inbox:
+                self._inbox_since_s = request.submitted_s
+            self._inbox.append(request)
+            self._urgent |= waits
+            self._last_submission = request
+            self.submissions += 1
+        self._wake()
+        return handle
+
+    def _lane_of(self, kind: str, process_set: int) -> Lane:
+        lane = self.lanes.get(process_set)
+        if lane is not None:
+            return lane
+        if process_set in self.sets:
+            members = ", ".join(map(str, self.sets[process_set]))
+            raise errors.InputError(
+                f"{kind}: rank {self.world.rank} is not in process set {process_set}, whose ranks are {members}; call "
+                "it on these only (process_set.included() tells)"
+            )
+        raise errors.InputError(
+            f"{kind}: there is no process set {process_set}; expected one that init() or add_process_set() was given, "
+            "and that was not removed"
+        )
+
+    def _check(self, lane: Lane, request: Request) -> None:
+        what = f"{request.description.kind} {request.description.name!r}"
+        if self._broken is not None:
+            raise errors.CollectiveError(f"{what}: {self._broken}")
+        if self._leaving:
+            raise errors.CollectiveError(f"{what}: rank {self.world.rank} is leaving the job: {self._leaving}")
+        if lane.closed:
+            raise self._lost(lane, request)
+        if request.key in lane.pending or request.key in lane.running:
+            raise errors.InputError(
+                f"{what}: a tensor of this name is pending already on rank {self.world.rank}; synchronize it first, "
+                "or give this one another name"
+            )
+        if lane.joined:
+            raise errors.InputError(f"{what} after join(): a rank that has joined waits until all have")
+
+    def _wake(self) -> None:
+        if self._asleep:
+            self.transport.wake()
+
+    def _order(self, action: Callable[[], None]) -> None:
+        """Have the engine's thread do something."""
+        with self._lock:
+            self._orders.append(action)
+        self._wake()
+
+    def _wait(self, handle: Handle) -> None:
+        with self._lock:
+            self._waiters += 1
+        self._wake()
+        try:
+            handle.block()
+        finally:
+            with self._lock:
+                self._waiters -= 1
+
+    def leave(self, why: str, interrupted: Callable[[], bool] = lambda: False) -> bool:
+        """Tell the others that this rank leaves, and wait until all do; what was not agreed on yet fails.
+
+        Returns: False when `interrupted()` came true before, or the engine had failed.
+        Cost: 2 letters for each rank but 0, to and from rank 0.
+        """
+
+        def begin() -> None:
+            self._leaving = why
+            self._announce_leaving()
+
+        self._order(begin)
+        while not self._finished.wait(0.05):
+            if interrupted():
+                return False
+        self._thread.join()
+        return self._broken is None
+
+    def start_timeline(self, path: str, mark_cycles: bool) -> None:
+        """Record on all ranks from now on. For rank 0. Raises: OSError when `path` cannot be written."""
+        file = TimelineFile(path, self._clock_offsets_us)
+        started = threading.Event()
+
+        def begin() -> None:
+            self._recording.start(file, mark_cycles)
+            started.set()
+
+        self._order(begin)
+        started.wait()
+
+    def stop_timeline(self, timeout_s: float = 5.0) -> None:
+        """Record no more; returns when all ranks' events are in the file, or have not come in time. For rank 0."""
+        stopped = threading.Event()
+        self._order(lambda: self._recording.stop(stopped.set))
+        if not stopped.wait(timeout_s):
+            self._order(self._recording.close)
+
+    # The engine's thread
+
+    def _run(self) -> None:
+        try:
+            while not self._may_end():
+                if self._turn():
+                    self._moved_s = time.monotonic()
+                else:
+                    self._rest()
+        except Exception as exc:
+            self._break(exc)
+        self._recording.close()
+        self._finished.set()
+
+    def _turn(self) -> bool:
+        """Do what can be done now; True when something was."""
+        moved = self._obey()
+        moved |= self._announce()
+        moved |= self._read()
+        moved |= self._decide()
+        for lane in list(self.lanes.values()):
+            moved |= self._advance(lane)
+        if not moved:
+            self._recording.spill()
+            self._stalls.look()
+        return moved
+
+    def _obey(self) -> bool:
+        moved = False
+        while self._orders:
+            self._orders.popleft()()
+            moved = True
+        return moved
+
+    def _announce(self) -> bool:
+        """Tell the coordinators what was submitted."""
+        if not self._inbox or self._gathers():
+            return False
+        with self._lock:
+            inbox, self._inbox, self._urgent = self._inbox, [], False
+        self._timeline.cycle()
+        by_set: dict[int, list[Request]] = {}
+        for request in inbox:
+            by_set.setdefault(request.process_set, []).append(request)
+        for number, requests in by_set.items():
+            lane = self.lanes.get(number)
+            if lane is not None and not lane.closed:
+                self._tell(lane, self._announcement(lane, requests))
+        return True
+
+    def _gathers(self) -> bool:
+        """True while more may come, and nobody waits for what is there."""
+        if self._waiters or self._urgent or self._leaving:
+            return False
+        return time.monotonic() - self._inbox_since_s < self.settings.cycle_time_ms / 1e3
+
+    def _announcement(self, lane: Lane, requests: Sequence[Request]) -> Announcement:
+        bits = 0
+        calls = []
+        join = None
+        for request in requests:
+            if request.description.kind == JOIN:
+                join = request.payload
+                continue
+            number = None if request.description.numbered else lane.cache.number(request.description)
+            if number is None:
+                calls.append(Call(request.description, request.line, request.waits))
+            else:
+                bits |= 1 << number
+                self.known_submissions += 1
+        return Announcement(lane.number, lane.seen, bits, tuple(calls), join)
+
+    def _tell(self, lane: Lane, announcement: Announcement) -> None:
+        if lane.coordinator is None:
+            self.transport.post(encode(announcement), lane.leader)
+        else:
+            self._hear(lane.coordinator, lane, self.world.rank, announcement)
+
+    def _hear(self, coordinator: Coordinator, lane: Lane, rank: int, announcement: Announcement) -> None:
+        if announcement.leave and lane.number == GLOBAL:
+            self._left.add(rank)
+        coordinator.announce(rank, announcement)
+        if self._timeline.recording:
+            for call in announcement.calls:
+                self._timeline.ready(call.description, rank)
+            for number in numbers(announcement.bits):
+                self._timeline.ready(coordinator.description(number), rank)
+
+    def _read(self) -> bool:
+        letters = self.transport.collect()
+        for letter in letters:
+            self._open(letter)
+        return bool(letters)
+
+    def _open(self, letter: Letter) -> None:
+        content = decode(letter.content)
+        if isinstance(content, Announcement):
+            lane = self.lanes.get(content.process_set)
+            if lane is not None and lane.coordinator is not None:
+                self._hear(lane.coordinator, lane, letter.source, content)
+            elif content.process_set >= self._next_set:
+                self._early.setdefault(content.process_set, []).append((letter.source, content))
+        elif isinstance(content, Response):
+            if content.process_set in self.lanes:
+                self._apply(self.lanes[content.process_set], content)
+        elif isinstance(content, Goodbye):
+            self._goodbye = True
+        elif isinstance(content, Broken):
+            self._give_up(errors.PeerLostError(content.message, [letter.source]))
+        elif isinstance(content, Look | Question | Answer):
+            self._stalls.read(letter.source, content)
+        elif isinstance(content, TimelineStart | TimelineStop | TimelineEvents):
+            self._recording.read(letter.source, content)
+
+    def _decide(self) -> bool:
+        moved = False
+        for lane in list(self.lanes.values()):
+            response = lane.coordinator.decide() if lane.coordinator is not None else None
+            if response is not None:
+                self.spread(lane, response)
+                moved = True
+        return moved
+
+    def spread(self, lane: Lane, response: Response) -> None:
+        """Send a coordinator's response to all members, this rank too."""
+        content = encode(response)
+        for rank in lane.members:
+            if rank != self.world.rank:
+                self.transport.post(content, rank)
+        self._apply(lane, response)
+
+    def _apply(self, lane: Lane, response: Response) -> None:
+        """Do what the coordinator has decided."""
+        lane.seen = response.number
+        for failure in response.failures:
+            self._fail(lane, failure)
+        divisor = len(lane.members)
+        if response.live_average:
+            divisor = max(1, divisor - len(response.joined))
+        descriptions = [lane.cache[number] for number in numbers(response.bits)] + list(response.new)
+        for number in response.forgotten:
+            lane.cache.forget(number)
+        for number, description in response.learned:
+            lane.cache.learn(number, description)
+        if descriptions:
+            self._queue(lane, descriptions, divisor)
+        if response.all_joined >= 0:
+            self._queue_join(lane, response.all_joined)
+        if response.closed:
+            self._close(lane, response.closed, response.leaver)
+
+    def _queue(self, lane: Lane, descriptions: Sequence[Description], divisor: int) -> None:
+        requests = []
+        with self._lock:
+            for description in descriptions:
+                given = lane.pending.pop(description.key) if description.key in lane.pending else None
+                requests.append(given or self._stand_in(lane, description))
+            lane.running.update({request.key: request for request in requests})
+        for request in requests:
+            self._timeline.agreed(request)
+            if request.description.kind == "add_process_set":
+                request.payload = self._add_set(request.description.detail("ranks"))
+            elif request.description.kind == "remove_process_set":
+                self._remove_set(request.description.detail("process_set"))
+        context = operations.Context(lane.transport, lane.members, self.settings, self.memory, self._timeline, divisor)
+        lane.enqueue(operations.run(requests, context), requests)
+
+    def _stand_in(self, lane: Lane, description: Description) -> Request:
+        """What a rank that has joined gives: elements that change no result."""
+        if not lane.joined:
+            raise AssertionError(f"rank {self.world.rank} was told to run {description.key!r}, which it has not given")
+        inputs = []
+        op = ReduceOp(description.detail("op"))
+        for tensor in description.tensors:
+            element = TABLE[tensor.dtype]
+            flat = np.empty(int(np.prod(tensor.shape, dtype=np.int64)), element.storage)
+            Reduction(op, element, 1).neutral(flat)
+            inputs.append(Buffer(flat, element, tensor.shape, tensor.device, lambda flat, shape: flat.reshape(shape)))
+        return Request(
+            description,
+            lane.number,
+            inputs=inputs,
+            outputs=inputs,
+            finish=lambda _: None,
+            payload=None,
+            line="join()",
+            handle=None,
+            waits=False,
+        )
+
+    def _queue_join(self, lane: Lane, last: int) -> None:
+        """join() returns in its turn: after what was agreed on before."""
+        with self._lock:
+            lane.joined = False
+            request = lane.running["join.join"] = lane.pending.pop("join.join")
+        request.payload = last
+
+        def steps() -> Steps[None]:
+            request.complete()
+            yield from ()
+
+        lane.enqueue(steps(), [request])
+
+    def _fail(self, lane: Lane, failure: Failure) -> None:
+        with self._lock:
+            request = lane.pending.pop(failure.key, None)
+            self._inbox = [each for each in self._inbox if each is not request]
+        if request is not None:
+            request.fail(getattr(errors, failure.kind)(failure.message))
+
+    def _advance(self, lane: Lane) -> bool:
+        done = lane.advance()
+        if done:
+            with self._lock:
+                for request in done:
+                    lane.running.pop(request.key, None)
+        return done is not None
+
+    def _add_set(self, members: Sequence[int]) -> int:
+        """Make a process set; all ranks of the world do in the same order, so its number is the same everywhere."""
+        with self._lock:
+            number = self._next_set
+            self._next_set += 1
+            self.sets[number] = tuple(members)
+            if self.world.rank in members:
+                coordinator = None
+                if members[0] == self.world.rank:
+                    capacity = self.settings.cache_capacity
+                    coordinator = Coordinator(number, members, self.world.size, capacity)
+                transport = SubsetTransport(self.transport, members, number)
+                self.lanes[number] = Lane(number, members, transport, coordinator)
+        for rank, announcement in self._early.pop(number, []):
+            lane = self.lanes[number]
+            if lane.coordinator is not None:
+                self._hear(lane.coordinator, lane, rank, announcement)
+        return number
+
+    def _remove_set(self, number: int) -> None:
+        with self._lock:
+            self.sets.pop(number, None)
+            lane = self.lanes.get(number)
+        if lane is not None:
+            self._close(lane, f"process set {number} was removed", -1)
+            if not lane.busy:
+                self.lanes.pop(number)
+
+    # Rest
+
+    def _rest(self) -> None:
+        quiet_s = time.monotonic() - self._moved_s
+        with self._lock:
+            if self._orders or (self._inbox and not self._gathers()):
+                return
+            waited_for = self._waiters > 0 or self._urgent
+            idle = not self._is_busy()
+            self._asleep = True
+        if idle:
+            self.transport.rest(None)
+            self._moved_s = time.monotonic()
+        elif waited_for and quiet_s < YIELD_S:
+            os.sched_yield()
+        else:
+            self.transport.rest(min(max(REST_SHARE * quiet_s, FIRST_REST_S), LONGEST_REST_S))
+        self._asleep = False
+
+    def _is_busy(self) -> bool:
+        """True when this rank waits for something, so that it must look for letters from time to time."""
+        return (
+            bool(self._leaving)
+            or any(lane.pending or lane.busy for lane in self.lanes.values())
+            or self._stalls.attentive
+            or self._recording.gathers
+            or not self.transport.posted()
+        )
+
+    def doing(self) -> str:
+        """What this rank did last, and what it waits for; see StallWatch."""
+        with self._lock:
+            last = self._last_submission
+            waiting = [request for lane in self.lanes.values() for request in lane.pending.values()]
+        if last is None:
+            return "has submitted nothing yet"
+        age_s = time.monotonic() - last.submitted_s
+        text = f"last submitted {last.description.kind} {last.description.name!r} ({last.line}) {age_s:.0f} s ago"
+        if waiting:
+            names = ", ".join(f"{each.description.kind} {each.description.name!r}" for each in waiting[:3])
+            text += f", and waits for {names}" + (f" and {len(waiting) - 3} more" if len(waiting) > 3 else "")
+        return text
+
+    # The end
+
+    def _announce_leaving(self) -> None:
+        """In every set: what was announced stays announced, and nothing comes after this."""
+        self._announce()
+        self._timeline.stop()
+        self._recording.send(last=True)
+        for lane in list(self.lanes.values()):
+            self._tell(lane, Announcement(lane.number, lane.seen, leave=self._leaving))
+
+    def _may_end(self) -> bool:
+        if self._broken is not None:
+            return bool(self._leaving)
+        if not self._leaving or any(lane.busy for lane in self.lanes.values()):
+            return False
+        if self.world.rank == 0 and not self._goodbye and len(self._left) == self.world.size:
+            for rank in self._others():
+                self.transport.post(encode(Goodbye()), rank)
+            self._goodbye = True
+        # a set's coordinator may have more to run than rank 0 knows of: it says when that is all
+        return self._goodbye and all(lane.closed for lane in self.lanes.values()) and self.transport.posted()
+
+    def _close(self, lane: Lane, closed: str, leaver: int) -> None:
+        """What is pending in this set can never be run."""
+        with self._lock:
+            if not lane.closed:
+                lane.closed, lane.leaver = closed, leaver
+            lost, lane.pending = lane.pending, {}
+            self._inbox = [each for each in self._inbox if each.process_set != lane.number]
+        for request in lost.values():
+            request.fail(self._lost(lane, request))
+
+    def _lost(self, lane: Lane, request: Request) -> errors.CollectiveError:
+        description = request.description
+        what = f"rank {self.world.rank} of {self.world.size}, {description.kind} {description.name!r} ({request.line})"
+        if lane.leaver == self.world.rank:
+            return errors.CollectiveError(
+                f"{what}: was pending when this rank left the job ({self._leaving}); synchronize it before"
+            )
+        if lane.leaver < 0:
+            return errors.CollectiveError(f"{what}: {lane.closed}")
+        return errors.PeerLostError(
+            f"{what}: {lane.closed}; all ranks must call the same collectives the same number of times", [lane.leaver]
+        )
+
+    def _break(self, exc: Exception) -> None:
+        """The engine itself failed: nobody can complete what this rank takes part in."""
+        error = errors.CollectiveError(
+            f"rank {self.world.rank} of {self.world.size} failed inside an operation: {type(exc).__name__}: {exc}"
+        )
+        error.__cause__ = exc
+        self._give_up(error)
+        for rank in self._others():
+            self.transport.post(encode(Broken(str(error))), rank)
+        until_s = time.monotonic() + LAST_WORDS_S
+        while not self.transport.posted() and time.monotonic() < until_s:
+            time.sleep(LONGEST_REST_S)
+
+    def fail_everything(self, message: str) -> None:
+        """Give up what is pending and under way; see StallWatch."""
+        self._give_up(errors.StalledError(message))
+
+    def _give_up(self, error: Exception) -> None:
+        with self._lock:
+            self._broken = error
+            lanes = list(self.lanes.values())
+            lost = [each for lane in lanes for each in (*lane.pending.values(), *lane.running.values())]
+            self._inbox = []
+            for lane in lanes:
+                lane.clear()
+        for request in lost:
+            if request.handle is not None and not request.handle.done():
+                request.fail(error)
+
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self.world.size) if rank != self.world.rank]

@@ -1,0 +1,89 @@
+"""A process set on one rank: what is pending in it, and the operations under way, one after the other."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+
+from ringreduce.engine.cache import Cache
+from ringreduce.engine.coordinator import Coordinator
+from ringreduce.engine.request import Request
+from ringreduce.transport.base import Request as Message
+from ringreduce.transport.base import Steps, Transport
+
+
+class Lane:
+    """One process set's; `pending` and `running` are shared with the threads that submit, under the engine's lock."""
+
+    def __init__(
+        self, number: int, members: Sequence[int], transport: Transport, coordinator: Coordinator | None
+    ) -> None:
+        self.number = number
+        self.members = tuple(members)
+        """Ranks of the world, by rank in the set."""
+        self.transport = transport
+        self.coordinator = coordinator
+        """On the first member only."""
+        self.cache = Cache()
+        self.seen = 0
+        """The number of the last response."""
+        self.submitted = 0
+        """Requests without a name so far: they are numbered."""
+        self.pending: dict[str, Request] = {}
+        """What this rank has submitted and the ranks have not agreed on yet, by key, the oldest first."""
+        self.running: dict[str, Request] = {}
+        """What they have agreed on, and is not done yet."""
+        self.joined = False
+        self.closed = ""
+        """Not empty: which rank has left, and why; nothing can be run any more."""
+        self.leaver = -1
+        self.moved_s = time.monotonic()
+        self.waits_for: Message | None = None
+        self._queue: deque[tuple[Steps[None], list[Request]]] = deque()
+
+    @property
+    def leader(self) -> int:
+        """The rank that coordinates."""
+        return self.members[0]
+
+    @property
+    def busy(self) -> bool:
+        """True while an operation is under way or queued."""
+        return bool(self._queue)
+
+    def enqueue(self, steps: Steps[None], requests: list[Request]) -> None:
+        """Run these steps when all earlier ones are done."""
+        if not self._queue:
+            self.moved_s = time.monotonic()
+        self._queue.append((steps, requests))
+
+    def advance(self) -> list[Request] | None:
+        """Move on as far as it goes without waiting; what is done now, or None when nothing moved."""
+        done: list[Request] | None = None
+        while self._queue:
+            if self.waits_for is not None:
+                if not self.waits_for.done():
+                    break
+                self.waits_for.wait()
+            steps, requests = self._queue[0]
+            done = done or []
+            try:
+                self.waits_for = next(steps)
+            except StopIteration:
+                self.waits_for = None
+                self._queue.popleft()
+                done += requests
+        if done is not None:
+            self.moved_s = time.monotonic()
+        return done
+
+    def stuck_on(self) -> int | None:
+        """The rank of the world whose message the operation under way waits for."""
+        return None if self.waits_for is None else self.waits_for.peer
+
+    def clear(self) -> None:
+        """Drop everything; what was under way will never be complete."""
+        self.pending, self.running, self.waits_for = {}, {}, None
+        self._abandoned = self._queue  # MPI may still write to its memory: keep that alive
+        self._queue = deque()

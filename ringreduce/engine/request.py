@@ -1,0 +1,101 @@
+"""One submission on this rank: its tensors, what is to be done, and the handle by which its result is had."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ringreduce.buffers import Buffer
+from ringreduce.engine.description import Description
+
+
+class Handle:
+    """An operation under way. `poll(handle)` tells whether it is done, `synchronize(handle)` gives its result."""
+
+    def __init__(self, description: Description, waiting: Callable[[Handle], None]) -> None:
+        self.description = description
+        self._waiting = waiting
+        self._finished = threading.Event()
+        self._error: Exception | None = None
+        self._result: Callable[[], Any] = lambda: None
+
+    def done(self) -> bool:
+        """True when `wait` would return or raise at once."""
+        return self._finished.is_set()
+
+    def wait(self) -> Any:
+        """Return the result when the operation is done; raises what went wrong."""
+        if not self._finished.is_set():
+            self._waiting(self)
+        if self._error is not None:
+            # each waiter gets an exception of its own: a traceback belongs to one raise
+            raise copy.copy(self._error)
+        return self._result()
+
+    def block(self) -> None:
+        """Return when the operation is done, well or not."""
+        self._finished.wait()
+
+    def complete(self, result: Callable[[], Any]) -> None:
+        """Let `wait` return `result()`; called by the engine, once."""
+        self._result = result
+        self._finished.set()
+
+    def fail(self, error: Exception) -> None:
+        """Let `wait` raise `error`; called by the engine, once."""
+        self._error = error
+        self._finished.set()
+
+    def __repr__(self) -> str:
+        return f"<Handle of {self.description.kind} {self.description.name!r}, {'done' if self.done() else 'pending'}>"
+
+
+class Request:
+    """What this rank submitted under one name; a group has many tensors."""
+
+    def __init__(
+        self,
+        description: Description,
+        process_set: int,
+        *,
+        inputs: list[Buffer],
+        outputs: list[Buffer],
+        finish: Callable[[Request], Any],
+        payload: Any,
+        line: str,
+        handle: Handle | None,
+        waits: bool,
+    ) -> None:
+        self.description = description
+        self.process_set = process_set
+        self.inputs = inputs
+        self.outputs = outputs
+        """Where the results go: the inputs themselves for an operation in place."""
+        self.finish = finish
+        """Makes the caller's result; runs in the thread that waits."""
+        self.payload = payload
+        """What else the operation needs or gives: splits, pickled bytes, a flag."""
+        self.line = line
+        self.handle = handle
+        """None on a rank that has joined and takes part with neutral elements."""
+        self.waits = waits
+        self.submitted_s = time.monotonic()
+        self.missing_pieces = 0
+
+    @property
+    def key(self) -> str:
+        """See `Description.key`."""
+        return self.description.key
+
+    def complete(self) -> None:
+        """The outputs hold the results."""
+        if self.handle is not None:
+            self.handle.complete(lambda: self.finish(self))
+
+    def fail(self, error: Exception) -> None:
+        """The operation did not happen, or not to its end."""
+        if self.handle is not None:
+            self.handle.fail(error)

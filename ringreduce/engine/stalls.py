@@ -1,0 +1,241 @@
+"""Who waits for whom, and what the others do instead: watched by each engine, told on stderr.
+
+A tensor that some ranks have given and others not waits at its coordinator, which asks the missing ranks what they do:
+their last submission, and the Python stack of the thread that called init(). A missing rank has nothing to wait for,
+so it sleeps and has to be rung; so has a coordinator that is missing itself, by a rank that waits for it. A rank that
+does not answer is stopped, or holds the interpreter in C code.
+
+Source: Horovod's stall inspector, which names the ranks.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+from ringreduce.engine.coordinator import Waiting
+from ringreduce.engine.description import tensor_text
+from ringreduce.engine.lane import Lane
+from ringreduce.engine.letters import Answer, Look, Question, Response, encode
+from ringreduce.settings import Settings
+from ringreduce.transport.base import EngineTransport
+
+ANSWER_S = 2.0
+"""So long a rank has to answer."""
+NAMED = 3
+"""So many tensors are named; of others only the number is told."""
+GLANCES = 20
+"""Looks per `stall_check_s`."""
+
+
+class Watched(Protocol):
+    """What the watch needs of an engine."""
+
+    settings: Settings
+    transport: EngineTransport
+    lanes: dict[int, Lane]
+
+    def doing(self) -> str:
+        """What this rank did last, and what it waits for."""
+
+    def spread(self, lane: Lane, response: Response) -> None:
+        """Send a coordinator's response to all members."""
+
+    def fail_everything(self, message: str) -> None:
+        """Give up what is pending and under way."""
+
+
+class Inquiry(NamedTuple):
+    """A report in the making: the coordinator has asked, and gathers answers."""
+
+    number: int
+    lane: Lane
+    headline: str
+    asked: tuple[int, ...]
+    until_s: float
+    answers: dict[int, Answer]
+
+
+class StallWatch:
+    """One engine's; used by its thread only."""
+
+    def __init__(self, engine: Watched, init_thread: int) -> None:
+        """init_thread: the identifier of the thread whose stack tells what this rank does."""
+        self._engine = engine
+        self._init_thread = init_thread
+        settings = engine.settings
+        self._check_s = settings.stall_check_s or settings.stall_abort_s
+        self._next_look_s = 0.0
+        self._reported: dict[int, float] = {}
+        """By process set: how long something had been stuck when it was reported last."""
+        self._inquiry: Inquiry | None = None
+        self._questions = 0
+        self._looks: dict[int, float] = {}
+        """By process set: when its coordinator was asked to look, and has not answered yet."""
+        self._silent: set[int] = set()
+        self.attentive = False
+        """True while something is stuck: the engine must not sleep without end."""
+
+    def look(self) -> bool:
+        """Find what is stuck, ask, report, give up; True when a letter was written. Called when nothing moves."""
+        now = time.monotonic()
+        if not self._check_s or now < self._next_look_s:
+            return False
+        self._next_look_s = now + self._check_s / GLANCES
+        if self._inquiry is not None:
+            missing = [rank for rank in self._inquiry.asked if rank not in self._inquiry.answers]
+            if not missing or now > self._inquiry.until_s:
+                self._report(self._inquiry)
+                self._inquiry = None
+        stuck = [self._look_at(lane, now) for lane in list(self._engine.lanes.values())]
+        self.attentive = any(stuck) or self._inquiry is not None
+        return False
+
+    def _look_at(self, lane: Lane, now: float) -> bool:
+        """Deal with one process set; True when something is stuck in it."""
+        if lane.busy:
+            return self._look_at_operation(lane, now - lane.moved_s)
+        if lane.coordinator is not None:
+            waiting = lane.coordinator.waiting(self._check_s)
+            return bool(waiting) and self._look_at_waiting(lane, waiting, now)
+        oldest = next((each for key, each in lane.pending.items() if key != "join.join"), None)
+        if oldest is None or now - oldest.submitted_s < self._check_s:
+            self._looks.pop(lane.number, None)
+            return False
+        self._ask_the_leader(lane, now, now - oldest.submitted_s)
+        return True
+
+    def _look_at_operation(self, lane: Lane, stuck_s: float) -> bool:
+        """An operation that all have begun does not move on: some rank is stopped, or its engine cannot run."""
+        if stuck_s < self._check_s:
+            return False
+        first = next(iter(lane.running.values()), None)
+        what = "an operation" if first is None else f"{first.description.kind} {first.description.name!r}"
+        headline = f"{what} is under way, and has not moved for {{stuck_s:.0f}} s"
+        headline += f"; rank {self._engine.transport.rank} waits for rank {lane.stuck_on()}"
+        if self._is_due(lane, stuck_s) and lane.coordinator is not None:
+            self._ask(lane, headline.format(stuck_s=stuck_s), lane.members)
+        if self._is_over(stuck_s):
+            self._engine.fail_everything(headline.format(stuck_s=stuck_s))
+        return True
+
+    def _look_at_waiting(self, lane: Lane, waiting: Sequence[Waiting], now: float) -> bool:
+        stuck_s = now - waiting[0].since_s
+        if self._is_due(lane, stuck_s):
+            missing = sorted({rank for each in waiting for rank in each.missing})
+            self._ask(lane, headline(waiting, now), missing)
+        over = [each for each in waiting if self._is_over(now - each.since_s)]
+        if over and lane.coordinator is not None:
+            texts = {each.description.key: headline([each], now) for each in over}
+            self._engine.spread(lane, lane.coordinator.give_up(texts, texts.__getitem__))
+        return True
+
+    def _is_due(self, lane: Lane, stuck_s: float) -> bool:
+        """Report when it has been stuck for the time that is set, twice that, four times that and so on."""
+        if self._inquiry is not None or not self._engine.settings.stall_check_s:
+            return False
+        last = self._reported.get(lane.number, 0.0)
+        if stuck_s < last:  # something else than what was reported
+            last = 0.0
+        if stuck_s < 2 * last:
+            return False
+        self._reported[lane.number] = stuck_s
+        return True
+
+    def _is_over(self, stuck_s: float) -> bool:
+        limit_s = self._engine.settings.stall_abort_s
+        return bool(limit_s) and stuck_s >= limit_s
+
+    # Asking
+
+    def _ask(self, lane: Lane, text: str, ranks: Sequence[int]) -> None:
+        """Ask what the ranks do; the report is written when they have answered, or have not in time."""
+        self._questions += 1
+        own = self._engine.transport.rank
+        inquiry = Inquiry(self._questions, lane, text, tuple(ranks), time.monotonic() + ANSWER_S, {})
+        for rank in ranks:
+            if rank == own:
+                inquiry.answers[rank] = self._answer(self._questions)
+            else:
+                self._engine.transport.post(encode(Question(self._questions)), rank)
+                self._engine.transport.ring(rank)
+        self._inquiry = inquiry
+
+    def _ask_the_leader(self, lane: Lane, now: float, waited_s: float) -> None:
+        """The coordinator may sleep, since it waits for nothing itself; if it does not answer either, tell that."""
+        asked = self._looks.get(lane.number)
+        if asked is None:
+            self._looks[lane.number] = now
+            self._engine.transport.post(encode(Look(lane.number)), lane.leader)
+        if asked is None or asked > 0:
+            self._engine.transport.ring(lane.leader)
+        if asked and now - asked > 2 * ANSWER_S:
+            self._looks[lane.number] = 0.0
+            self._silent.add(lane.number)
+            own = self._engine.transport.rank
+            _tell(
+                f"rank {own} has waited for {waited_s:.0f} s; rank {lane.leader}, which coordinates, does not answer: "
+                "it is stopped, or in C code that holds the interpreter"
+            )
+        if lane.number in self._silent and self._is_over(waited_s):
+            self._engine.fail_everything(f"rank {lane.leader}, which coordinates, does not answer")
+
+    def read(self, source: int, letter: Look | Question | Answer) -> None:
+        """What another rank's watch wrote."""
+        if isinstance(letter, Look):
+            self.attentive = True
+            self._next_look_s = 0.0
+            self._engine.transport.post(encode(Answer(-letter.process_set, "", "")), source)
+        elif isinstance(letter, Question):
+            self._engine.transport.post(encode(self._answer(letter.number)), source)
+        elif letter.number <= 0:  # a coordinator looks
+            self._looks[-letter.number] = 0.0
+            self._silent.discard(-letter.number)
+        elif self._inquiry is not None and letter.number == self._inquiry.number:
+            self._inquiry.answers[source] = letter
+            self._next_look_s = 0.0
+
+    def _answer(self, number: int) -> Answer:
+        frame = sys._current_frames().get(self._init_thread)
+        stack = "".join(traceback.format_stack(frame)) if frame else "its main thread has ended\n"
+        return Answer(number, self._engine.doing(), stack)
+
+    def _report(self, inquiry: Inquiry) -> None:
+        _tell(report(inquiry.headline, inquiry.asked, inquiry.answers))
+
+
+def headline(waiting: Sequence[Waiting], now: float) -> str:
+    """What waits, for how long, and who has given it."""
+    first = waiting[0]
+    shapes = ", ".join(map(tensor_text, first.description.tensors[:NAMED]))
+    text = f"{first.description.kind} {first.description.name!r}" + (f" ({shapes})" if shapes else "")
+    if len(waiting) > 1:
+        names = ", ".join(repr(each.description.name) for each in waiting[1:NAMED])
+        more = len(waiting) - NAMED
+        text += f", and {names}" + (f" and {more} more" if more > 0 else "")
+    lines = ", ".join(f"rank {rank} ({line})" for rank, line in sorted(first.given.items()))
+    missing = ", ".join(map(str, first.missing))
+    return (
+        f"{text}: waiting for {now - first.since_s:.0f} s; given by {lines}; not by rank {missing}. "
+        "All ranks must submit it"
+    )
+
+
+def report(text: str, asked: Sequence[int], answers: Mapping[int, Answer]) -> str:
+    """The headline, and what each rank answered."""
+    parts = [text]
+    for rank in asked:
+        answer = answers.get(rank)
+        if answer is None:
+            parts.append(f"rank {rank} does not answer: it is stopped, or in C code that holds the interpreter")
+        else:
+            parts.append(f"rank {rank} {answer.doing}; it is here:\n{answer.stack.rstrip()}")
+    return "\n".join(parts)
+
+
+def _tell(text: str) -> None:
+    sys.stderr.write(f"ringreduce: stalled: {text}\n")
+    sys.stderr.flush()

@@ -1,0 +1,173 @@
+"""What happened when, on every rank: recorded by each engine, written by rank 0 as Chrome trace events.
+
+The file is a JSON array that is complete after every write, so it can be opened in chrome://tracing or Perfetto while
+the job runs, and whatever becomes of the job. A rank is a process there, a tensor a thread:
+
+    rank 1    allreduce.w    | NEGOTIATE_ALLREDUCE | QUEUE | MEMCPY_IN_FUSION_BUFFER | ALLREDUCE | MEMCPY_OUT_… |
+
+Source: Horovod's timeline, whose names these are; and the Trace Event Format.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import time
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from ringreduce.engine.description import Description
+from ringreduce.engine.request import Request
+
+SENT_AT_ONCE = 2000
+"""Events that a rank gathers before it sends them to rank 0."""
+
+
+class Event(NamedTuple):
+    """Something that took a while (or, with a negative duration, an instant), in microseconds of the rank's clock."""
+
+    name: str
+    tensor: str
+    start_us: float
+    duration_us: float
+
+
+def now_us() -> float:
+    """This host's steady clock: the same for all its ranks."""
+    return time.monotonic_ns() / 1e3
+
+
+class Timeline:
+    """One rank's recorder; records nothing until started. Used by the engine's thread only."""
+
+    def __init__(self) -> None:
+        self.recording = False
+        self.mark_cycles = False
+        self.events: list[Event] = []
+        self._queued: dict[str, float] = {}
+
+    def start(self, mark_cycles: bool) -> None:
+        """Record from now on."""
+        self.recording, self.mark_cycles = True, mark_cycles
+
+    def stop(self) -> None:
+        """Record no more; `take` gives what there is."""
+        self.recording = False
+
+    def take(self) -> tuple[Event, ...]:
+        """The events since the last call."""
+        events, self.events = self.events, []
+        return tuple(events)
+
+    def ready(self, description: Description, rank: int) -> None:
+        """A rank is ready to run this; told by the coordinator, which hears of it."""
+        self.events.append(Event(f"{rank}", f"{description.kind}.{description.name}", now_us(), -1))
+
+    def agreed(self, request: Request) -> None:
+        """All ranks are ready: the negotiation is over, and the request queues."""
+        if self.recording:
+            now = now_us()
+            since = now - 1e6 * (time.monotonic() - request.submitted_s)
+            self.events.append(
+                Event(f"NEGOTIATE_{request.description.kind.upper()}", tensor_of(request), since, now - since)
+            )
+            self._queued[tensor_of(request)] = now
+
+    def cycle(self) -> None:
+        """The engine tells the other ranks of new tensors."""
+        if self.recording and self.mark_cycles:
+            self.events.append(Event("CYCLE_START", "engine", now_us(), -1))
+
+    @contextlib.contextmanager
+    def phase(self, requests: Sequence[Request], name: str) -> Iterator[None]:
+        """What is done inside is shown for each of the requests."""
+        if not self.recording:
+            yield
+            return
+        start = now_us()
+        tensors = list(dict.fromkeys(tensor_of(request) for request in requests))
+        for tensor in tensors:
+            queued = self._queued.pop(tensor, None)
+            if queued is not None:
+                self.events.append(Event("QUEUE", tensor, queued, start - queued))
+        yield
+        duration = now_us() - start
+        self.events += [Event(name, tensor, start, duration) for tensor in tensors]
+
+
+def tensor_of(request: Request) -> str:
+    """Such as allreduce.layer3.w."""
+    return f"{request.description.kind}.{request.description.name}"
+
+
+class TimelineFile:
+    """The file on rank 0."""
+
+    def __init__(self, path: str, offsets_us: Sequence[float]) -> None:
+        """offsets_us: by rank, how far its clock is ahead of rank 0's. Raises OSError when it cannot be written."""
+        self.path = path
+        self._offsets_us = offsets_us
+        self._threads: dict[tuple[int, str], int] = {}
+        self._start_us = now_us()
+        self._file: io.BufferedRandom = open(path, "w+b")  # noqa: SIM115 - closed by close()
+        self._file.write(b"[\n]\n")
+        self._write(
+            [
+                {
+                    "name": "start_time_since_epoch_in_micros",
+                    "ph": "M",
+                    "pid": 0,
+                    "args": {"start_time_since_epoch_in_micros": int(time.time() * 1e6)},
+                }
+            ]
+        )
+        self._write(
+            [
+                {"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}}
+                for rank in range(len(offsets_us))
+            ]
+        )
+
+    def add(self, rank: int, events: Sequence[Event]) -> None:
+        """Write a rank's events, its clock brought to rank 0's."""
+        records = []
+        for event in events:
+            key = (rank, event.tensor)
+            if key not in self._threads:
+                self._threads[key] = len(self._threads) + 1
+                records.append(
+                    {
+                        "name": "thread_name",
+                        "ph": "M",
+                        "pid": rank,
+                        "tid": self._threads[key],
+                        "args": {"name": event.tensor},
+                    }
+                )
+            start = event.start_us - self._offsets_us[rank] - self._start_us
+            record: dict[str, object] = {
+                "name": event.name,
+                "pid": rank,
+                "tid": self._threads[key],
+                "ts": round(start, 3),
+            }
+            if event.duration_us < 0:
+                record |= {"ph": "i", "s": "t"}
+            else:
+                record |= {"ph": "X", "dur": round(event.duration_us, 3)}
+            records.append(record)
+        self._write(records)
+
+    def _write(self, records: Sequence[dict[str, object]]) -> None:
+        """Put records before the closing bracket, which stands at the end again afterwards."""
+        if not records:
+            return
+        end = self._file.seek(-2, io.SEEK_END)
+        text = ",\n".join(json.dumps(record) for record in records)
+        self._file.write((b"" if end == 2 else b",\n") + text.encode() + b"]\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Nothing more is written."""
+        self._file.close()

@@ -1,0 +1,30 @@
+"""Some ranks of a transport as a transport of their own, numbered from 0, whose messages meet no others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ringreduce.transport.base import Request, Transport
+
+TAGS = 8
+"""Tags that the collectives use: 0 to 7."""
+
+
+class SubsetTransport:
+    """See `Transport`. `members[k]` is the rank, in `whole`, of rank k here; `lane` keeps its messages apart."""
+
+    def __init__(self, whole: Transport, members: Sequence[int], lane: int) -> None:
+        self._whole = whole
+        self._members = tuple(members)
+        self._first_tag = lane * TAGS
+        self.rank = self._members.index(whole.rank)
+        self.size = len(self._members)
+
+    def send(self, array: Any, destination: int, tag: int) -> Request:
+        """See `Transport.send`."""
+        return self._whole.send(array, self._members[destination], self._first_tag + tag)
+
+    def receive(self, array: Any, source: int, tag: int) -> Request:
+        """See `Transport.receive`."""
+        return self._whole.receive(array, self._members[source], self._first_tag + tag)
