@@ -70,7 +70,7 @@ def test_an_unknown_variable_is_refused_with_the_nearest_known_one():
     with pytest.raises(SettingsError, match=message.replace("?", r"\?")):
         Settings.from_environment({"RINGREDUCE_FUSION_SLOTBYTES": "1"})
     with pytest.raises(SettingsError, match="known are: RINGREDUCE_CACHE_CAPACITY, "):
-        Settings.from_environment({"RINGREDUCE_XYZZY": "1"})
+        Settings.from_environment({"RINGREDUCE_Q": "1"})
 
 
 def test_a_buffer_that_holds_less_than_two_slots_is_refused():
