@@ -297,6 +297,14 @@ class Coordinator:
         times += [since for since, _ in self._bits_since[:1]]
         return min(times, default=None)
 
+    def has_waited(self, waited_s: float) -> None:
+        """A rank has waited so long, although this coordinator heard of it just now: it was not listening."""
+        since_s = self._clock() - waited_s
+        self._entries = {
+            key: entry._replace(since_s=min(entry.since_s, since_s)) for key, entry in self._entries.items()
+        }
+        self._bits_since = [(min(since, since_s), bits) for since, bits in self._bits_since]
+
     def give_up(self, keys: Iterable[str], message: Callable[[str], str]) -> Response:
         """Fail tensors that have waited too long."""
         keys = list(keys)

@@ -62,6 +62,8 @@ FIRST_REST_S = 50e-6
 LONGEST_REST_S = 10e-3
 REST_SHARE = 0.05
 """Rests are this share of the time for which nothing has moved: what they add to a wait is small against it."""
+ALERT_S = 0.2
+"""So long a rank that was rung looks for letters."""
 LAST_WORDS_S = 1.0
 """So long an engine that failed tries to tell the others."""
 
@@ -113,6 +115,7 @@ class Engine:
         self._broken: Exception | None = None
         self._finished = threading.Event()
         self._moved_s = time.monotonic()
+        self._alert_until_s = 0.0
         self._stalls = StallWatch(self, threading.get_ident())
         for members in (range(world.size), *process_sets):
             self._add_set(members)
@@ -521,6 +524,8 @@ class Engine:
         if idle:
             self.transport.rest(None)
             self._moved_s = time.monotonic()
+            # rung by another rank, whose letter may take a moment longer than its ring
+            self._alert_until_s = self._moved_s + (0.0 if self._inbox else ALERT_S)
         elif waited_for and quiet_s < YIELD_S:
             os.sched_yield()
         else:
@@ -531,6 +536,7 @@ class Engine:
         """True when this rank waits for something, so that it must look for letters from time to time."""
         return (
             bool(self._leaving)
+            or time.monotonic() < self._alert_until_s
             or any(lane.pending or lane.busy for lane in self.lanes.values())
             or self._stalls.attentive
             or self._recording.gathers

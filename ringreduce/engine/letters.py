@@ -69,6 +69,7 @@ class Look(NamedTuple):
     """A rank that has waited long asks the coordinator to look at its letters and to answer."""
 
     process_set: int
+    waited_s: float
 
 
 class Question(NamedTuple):

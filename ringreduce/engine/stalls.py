@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from ringreduce.engine.coordinator import Waiting
-from ringreduce.engine.description import tensor_text
+from ringreduce.engine.description import PACKAGE, tensor_text
 from ringreduce.engine.lane import Lane
 from ringreduce.engine.letters import Answer, Look, Question, Response, encode
 from ringreduce.settings import Settings
@@ -76,6 +76,8 @@ class StallWatch:
         self._looks: dict[int, float] = {}
         """By process set: when its coordinator was asked to look, and has not answered yet."""
         self._silent: set[int] = set()
+        self._called: set[int] = set()
+        """The process sets of which another rank said that it has waited long."""
         self.attentive = False
         """True while something is stuck: the engine must not sleep without end."""
 
@@ -91,7 +93,7 @@ class StallWatch:
                 self._report(self._inquiry)
                 self._inquiry = None
         stuck = [self._look_at(lane, now) for lane in list(self._engine.lanes.values())]
-        self.attentive = any(stuck) or self._inquiry is not None
+        self.attentive = any(stuck) or self._inquiry is not None or bool(self._called)
         return False
 
     def _look_at(self, lane: Lane, now: float) -> bool:
@@ -100,6 +102,8 @@ class StallWatch:
             return self._look_at_operation(lane, now - lane.moved_s)
         if lane.coordinator is not None:
             waiting = lane.coordinator.waiting(self._check_s)
+            if lane.coordinator.oldest_s() is None:
+                self._called.discard(lane.number)
             return bool(waiting) and self._look_at_waiting(lane, waiting, now)
         oldest = next((each for key, each in lane.pending.items() if key != "join.join"), None)
         if oldest is None or now - oldest.submitted_s < self._check_s:
@@ -169,7 +173,7 @@ class StallWatch:
         asked = self._looks.get(lane.number)
         if asked is None:
             self._looks[lane.number] = now
-            self._engine.transport.post(encode(Look(lane.number)), lane.leader)
+            self._engine.transport.post(encode(Look(lane.number, waited_s)), lane.leader)
         if asked is None or asked > 0:
             self._engine.transport.ring(lane.leader)
         if asked and now - asked > 2 * ANSWER_S:
@@ -186,7 +190,11 @@ class StallWatch:
     def read(self, source: int, letter: Look | Question | Answer) -> None:
         """What another rank's watch wrote."""
         if isinstance(letter, Look):
-            self.attentive = True
+            lane = self._engine.lanes.get(letter.process_set)
+            if lane is not None and lane.coordinator is not None:
+                lane.coordinator.has_waited(letter.waited_s)
+                self._called.add(letter.process_set)
+                self.attentive = True
             self._next_look_s = 0.0
             self._engine.transport.post(encode(Answer(-letter.process_set, "", "")), source)
         elif isinstance(letter, Question):
@@ -199,12 +207,20 @@ class StallWatch:
             self._next_look_s = 0.0
 
     def _answer(self, number: int) -> Answer:
-        frame = sys._current_frames().get(self._init_thread)
-        stack = "".join(traceback.format_stack(frame)) if frame else "its main thread has ended\n"
-        return Answer(number, self._engine.doing(), stack)
+        return Answer(number, self._engine.doing(), stack_of(self._init_thread))
 
     def _report(self, inquiry: Inquiry) -> None:
         _tell(report(inquiry.headline, inquiry.asked, inquiry.answers))
+
+
+def stack_of(thread: int) -> str:
+    """Where a thread of this process is, down to the line that called this package."""
+    frame = sys._current_frames().get(thread)
+    if frame is None:
+        return "its main thread has ended\n"
+    frames = traceback.extract_stack(frame)
+    ours = [index for index, each in enumerate(frames) if each.filename.startswith(PACKAGE)]
+    return "".join(traceback.format_list(frames[: ours[0]] if ours and ours[0] else frames))
 
 
 def headline(waiting: Sequence[Waiting], now: float) -> str:
