@@ -37,6 +37,10 @@ class Info:
     """Operations that this rank handed in."""
     known_submissions: int
     """Those that cost a bit to agree on, since the ranks remembered them."""
+    letters: int
+    """What this rank sent to agree on them, ..."""
+    letter_bytes: int
+    """... and how long that was together."""
     settings: dict[str, Any]
 
     def __str__(self) -> str:
@@ -74,5 +78,7 @@ def info() -> Info:
         fusion_slots_used_most=engine.memory.taken_most,
         submissions=engine.submissions,
         known_submissions=engine.known_submissions,
+        letters=engine.letters,
+        letter_bytes=engine.letter_bytes,
         settings=dataclasses.asdict(current.settings),
     )

@@ -93,6 +93,8 @@ class Engine:
         self.submissions = 0
         self.known_submissions = 0
         """Those that were announced by a bit."""
+        self.letters = 0
+        self.letter_bytes = 0
         self._clock_offsets_us = clock_offsets_us or [0.0] * world.size
         self._timeline = Timeline()
         self._recording = Recording(transport, self._timeline)
@@ -168,6 +170,7 @@ class Engine:
             )
             self._check(lane, request)
             lane.pending[request.key] = request
+            lane.joined |= kind == JOIN
             if not self._inbox:
                 self._inbox_since_s = request.submitted_s
             self._inbox.append(request)
@@ -193,20 +196,23 @@ class Engine:
         )
 
     def _check(self, lane: Lane, request: Request) -> None:
-        what = f"{request.description.kind} {request.description.name!r}"
-        if self._broken is not None:
-            raise errors.CollectiveError(f"{what}: {self._broken}")
-        if self._leaving:
-            raise errors.CollectiveError(f"{what}: rank {self.world.rank} is leaving the job: {self._leaving}")
-        if lane.closed:
-            raise self._lost(lane, request)
+        if self._broken is not None or self._leaving or lane.closed or lane.joined:
+            raise self._refusal(lane, request)
         if request.key in lane.pending or request.key in lane.running:
             raise errors.InputError(
-                f"{what}: a tensor of this name is pending already on rank {self.world.rank}; synchronize it first, "
-                "or give this one another name"
+                f"{request.description.kind} {request.description.name!r}: a tensor of this name is pending already "
+                f"on rank {self.world.rank}; synchronize it first, or give this one another name"
             )
-        if lane.joined:
-            raise errors.InputError(f"{what} after join(): a rank that has joined waits until all have")
+
+    def _refusal(self, lane: Lane, request: Request) -> Exception:
+        what = f"{request.description.kind} {request.description.name!r}"
+        if self._broken is not None:
+            return errors.CollectiveError(f"{what}: {self._broken}")
+        if self._leaving:
+            return errors.CollectiveError(f"{what}: rank {self.world.rank} is leaving the job: {self._leaving}")
+        if lane.closed:
+            return self._lost(lane, request)
+        return errors.InputError(f"{what} after join(): a rank that has joined waits until all have")
 
     def _wake(self) -> None:
         if self._asleep:
@@ -339,9 +345,14 @@ class Engine:
 
     def _tell(self, lane: Lane, announcement: Announcement) -> None:
         if lane.coordinator is None:
-            self.transport.post(encode(announcement), lane.leader)
+            self._post(encode(announcement), lane.leader)
         else:
             self._hear(lane.coordinator, lane, self.world.rank, announcement)
+
+    def _post(self, content: bytes, rank: int) -> None:
+        self.letters += 1
+        self.letter_bytes += len(content)
+        self.transport.post(content, rank)
 
     def _hear(self, coordinator: Coordinator, lane: Lane, rank: int, announcement: Announcement) -> None:
         if announcement.leave and lane.number == GLOBAL:
@@ -393,7 +404,7 @@ class Engine:
         content = encode(response)
         for rank in lane.members:
             if rank != self.world.rank:
-                self.transport.post(content, rank)
+                self._post(content, rank)
         self._apply(lane, response)
 
     def _apply(self, lane: Lane, response: Response) -> None:
