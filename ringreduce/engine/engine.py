@@ -253,7 +253,11 @@ class Engine:
         return self._broken is None
 
     def start_timeline(self, path: str, mark_cycles: bool) -> None:
-        """Record on all ranks from now on. For rank 0. Raises: OSError when `path` cannot be written."""
+        """Record on all ranks from now on; an earlier timeline is stopped.
+
+        For rank 0. Raises: OSError when `path` cannot be written.
+        """
+        self.stop_timeline()
         file = TimelineFile(path, self._clock_offsets_us)
         started = threading.Event()
 

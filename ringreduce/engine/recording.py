@@ -25,8 +25,7 @@ class Recording:
         return bool(self._missing)
 
     def start(self, file: TimelineFile, mark_cycles: bool) -> None:
-        """On rank 0: begin a new file on all ranks; the one before is closed."""
-        self.close()
+        """On rank 0: begin a new file on all ranks; the one before was stopped."""
         self._file = file
         self._timeline.start(mark_cycles)
         for rank in self._others():
@@ -53,8 +52,8 @@ class Recording:
             self.send(last=True)
         elif self._file is not None:
             self._file.add(rank, letter.events)
-            if letter.last:
-                self._missing.discard(rank)
+            if letter.last and rank in self._missing:
+                self._missing.remove(rank)
                 self._finish()
 
     def spill(self) -> None:
@@ -71,7 +70,7 @@ class Recording:
             self._file.add(0, events)
 
     def _finish(self) -> None:
-        if not self._missing and not self._timeline.recording:
+        if not self._missing:
             self.close()
 
     def close(self) -> None:
