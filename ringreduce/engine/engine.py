@@ -296,7 +296,7 @@ class Engine:
         moved |= self._read()
         moved |= self._decide()
         for lane in list(self.lanes.values()):
-            moved |= self._advance(lane)
+            moved |= lane.advance()
         if not moved:
             self._recording.spill()
             self._stalls.look()
@@ -437,7 +437,9 @@ class Engine:
             for description in descriptions:
                 given = lane.pending.pop(description.key) if description.key in lane.pending else None
                 requests.append(given or self._stand_in(lane, description))
-            lane.running.update({request.key: request for request in requests})
+            for request in requests:
+                request.among = lane.running
+                lane.running[request.key] = request
         for request in requests:
             self._timeline.agreed(request)
             if request.description.kind == "add_process_set":
@@ -445,7 +447,7 @@ class Engine:
             elif request.description.kind == "remove_process_set":
                 self._remove_set(request.description.detail("process_set"))
         context = operations.Context(lane.transport, lane.members, self.settings, self.memory, self._timeline, divisor)
-        lane.enqueue(operations.run(requests, context), requests)
+        lane.enqueue(operations.run(requests, context))
 
     def _stand_in(self, lane: Lane, description: Description) -> Request:
         """What a rank that has joined gives: elements that change no result."""
@@ -475,13 +477,14 @@ class Engine:
         with self._lock:
             lane.joined = False
             request = lane.running["join.join"] = lane.pending.pop("join.join")
+            request.among = lane.running
         request.payload = last
 
         def steps() -> Steps[None]:
             request.complete()
             yield from ()
 
-        lane.enqueue(steps(), [request])
+        lane.enqueue(steps())
 
     def _fail(self, lane: Lane, failure: Failure) -> None:
         with self._lock:
@@ -489,14 +492,6 @@ class Engine:
             self._inbox = [each for each in self._inbox if each is not request]
         if request is not None:
             request.fail(getattr(errors, failure.kind)(failure.message))
-
-    def _advance(self, lane: Lane) -> bool:
-        done = lane.advance()
-        if done:
-            with self._lock:
-                for request in done:
-                    lane.running.pop(request.key, None)
-        return done is not None
 
     def _add_set(self, members: Sequence[int]) -> int:
         """Make a process set; all ranks of the world do in the same order, so its number is the same everywhere."""

@@ -40,7 +40,7 @@ class Lane:
         self.leaver = -1
         self.moved_s = time.monotonic()
         self.waits_for: Message | None = None
-        self._queue: deque[tuple[Steps[None], list[Request]]] = deque()
+        self._queue: deque[Steps[None]] = deque()
 
     @property
     def leader(self) -> int:
@@ -52,31 +52,29 @@ class Lane:
         """True while an operation is under way or queued."""
         return bool(self._queue)
 
-    def enqueue(self, steps: Steps[None], requests: list[Request]) -> None:
+    def enqueue(self, steps: Steps[None]) -> None:
         """Run these steps when all earlier ones are done."""
         if not self._queue:
             self.moved_s = time.monotonic()
-        self._queue.append((steps, requests))
+        self._queue.append(steps)
 
-    def advance(self) -> list[Request] | None:
-        """Move on as far as it goes without waiting; what is done now, or None when nothing moved."""
-        done: list[Request] | None = None
+    def advance(self) -> bool:
+        """Move on as far as it goes without waiting; True when anything moved."""
+        moved = False
         while self._queue:
             if self.waits_for is not None:
                 if not self.waits_for.done():
                     break
                 self.waits_for.wait()
-            steps, requests = self._queue[0]
-            done = done or []
+            moved = True
             try:
-                self.waits_for = next(steps)
+                self.waits_for = next(self._queue[0])
             except StopIteration:
                 self.waits_for = None
                 self._queue.popleft()
-                done += requests
-        if done is not None:
+        if moved:
             self.moved_s = time.monotonic()
-        return done
+        return moved
 
     def stuck_on(self) -> int | None:
         """The rank of the world whose message the operation under way waits for."""

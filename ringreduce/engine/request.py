@@ -92,13 +92,17 @@ class Request:
         self.waits = waits
         self.submitted_s = time.monotonic()
         self.missing_pieces = 0
+        self.among: dict[str, Request] = {}
+        """The requests under way of its process set, which it leaves before its waiter may submit the name again."""
 
     def complete(self) -> None:
         """The outputs hold the results."""
+        self.among.pop(self.key, None)
         if self.handle is not None:
             self.handle.complete(lambda: self.finish(self))
 
     def fail(self, error: Exception) -> None:
         """The operation did not happen, or not to its end."""
+        self.among.pop(self.key, None)
         if self.handle is not None:
             self.handle.fail(error)
