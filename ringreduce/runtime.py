@@ -68,7 +68,7 @@ def start(comm: Any, process_sets: Sequence[Sequence[int]], dynamic: bool) -> bo
     _generations += 1
     _process_id = os.getpid()
     failures.install(settings.error_file)  # from here on the other ranks may wait for this one
-    sets = [check_members(ranks, world.size) for ranks in process_sets]
+    sets = check_sets(process_sets, world.size)
     transport = MessageTransport(world)
     transport.connect()
     agree_on_settings(transport, settings, sets)
@@ -156,6 +156,18 @@ def _after_fork() -> None:
     _forked_from = f"this process was forked from rank {_process_runtime.world.rank}, and is none itself"
     _process_runtime = None
     failures.uninstall()
+
+
+def check_sets(process_sets: Sequence[Sequence[int]], size: int) -> list[tuple[int, ...]]:
+    """The ranks of process sets that are given at the start, each rising; raises InputError for two of equal ranks."""
+    sets = [tuple(range(size))]
+    for ranks in process_sets:
+        members = check_members(ranks, size)
+        if members in sets:
+            which = "that of all ranks" if members == sets[0] else "another one"
+            raise InputError(f"process_sets: {list(members)} has the same ranks as {which}; pass each set once")
+        sets.append(members)
+    return sets[1:]
 
 
 def check_members(ranks: Sequence[int], size: int) -> tuple[int, ...]:

@@ -53,6 +53,7 @@ def run_ranks(
     if size < 1 or (hosts is not None and len(hosts) != size):
         raise InputError(f"run_ranks: expected one rank or more and one host for each, got {size} and hosts={hosts}")
     exchange = Exchange(size, buffered=buffered, timeout_s=timeout_s)
+    sets = runtime.check_sets(process_sets, size)
     knobs = settings or Settings()
     if not knobs.stall_abort_s:
         knobs = dataclasses.replace(knobs, stall_abort_s=timeout_s)
@@ -61,7 +62,7 @@ def run_ranks(
 
     def run(rank: int) -> None:
         world = World(rank, size, tuple(hosts or [0] * size))
-        own = runtime.Runtime(world, exchange.transport(rank), knobs, process_sets=process_sets)
+        own = runtime.Runtime(world, exchange.transport(rank), knobs, process_sets=sets)
         why = "its function returned"
         try:
             with runtime.bound(own):

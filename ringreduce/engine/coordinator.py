@@ -75,6 +75,8 @@ class Coordinator:
         self._keys_by_name: defaultdict[str, set[str]] = defaultdict(set)
         self._touched: dict[str, None] = {}
         self._joined: dict[int, bool] = {}
+        self._given_up: dict[str, int] = {}
+        """Tensors that waited too long, with the number of the response that says so, until all have read it."""
         self._leaver: tuple[int, str] | None = None
         self.closed = False
 
@@ -85,9 +87,18 @@ class Coordinator:
         self._seen[rank] = announcement.seen
         bits = announcement.bits
         self._register.seen_by_all(min(self._seen.values()))
+        self._given_up = {key: told for key, told in self._given_up.items() if told > min(self._seen.values())}
         for call in announcement.calls:
+            if self._is_given_up(call.description.key, announcement):
+                continue
             self._contest(call.description.key)
             self._enter(rank, call)
+        if self._given_up:
+            bits = sum(
+                1 << number
+                for number in numbers(bits)
+                if not self._is_given_up(self.description(number).key, announcement)
+            )
         odd = bits & (self._contested | _mask(self._register.former))
         for number in numbers(odd):
             self._enter(rank, self._call(rank, number))
@@ -99,6 +110,10 @@ class Coordinator:
             self._touched.update(dict.fromkeys(self._entries))
         if announcement.leave and self._leaver is None:
             self._leaver = (rank, announcement.leave)
+
+    def _is_given_up(self, key: str, announcement: Announcement) -> bool:
+        """The rank will read that this tensor has failed, and fails it then: it had not when it announced it."""
+        return announcement.seen < self._given_up.get(key, 0)
 
     def _enter(self, rank: int, call: Call) -> None:
         key = call.description.key
@@ -164,7 +179,9 @@ class Coordinator:
 
     def _ready_bits(self) -> int:
         live = [bits for rank, bits in self._bits.items() if rank not in self._joined]
-        return functools.reduce(operator.and_, live) if live else 0
+        if not live:  # what a rank gave before it joined is run by all, with the others' neutral elements
+            return functools.reduce(operator.or_, self._bits.values())
+        return functools.reduce(operator.and_, live)
 
     def _ready_entries(self) -> tuple[list[Entry], list[Failure]]:
         ready, failures = [], []
@@ -314,6 +331,7 @@ class Coordinator:
                 self._clear(1 << number)
             self._drop(key)
         self._responses += 1
+        self._given_up.update(dict.fromkeys(keys, self._responses))
         failures = tuple(Failure(key, "StalledError", message(key)) for key in keys)
         return Response(self._process_set, self._responses, failures=failures)
 

@@ -297,6 +297,8 @@ class Engine:
         moved |= self._decide()
         for lane in list(self.lanes.values()):
             moved |= lane.advance()
+        if not any(lane.busy for lane in self.lanes.values()):
+            self._recording.settle()
         if not moved:
             self._recording.spill()
             self._stalls.look()

@@ -18,6 +18,7 @@ class Recording:
         self._file: TimelineFile | None = None
         self._missing: set[int] = set()
         self._done: Callable[[], None] = lambda: None
+        self._ending = False
 
     @property
     def gathers(self) -> bool:
@@ -48,13 +49,19 @@ class Recording:
         if isinstance(letter, TimelineStart):
             self._timeline.start(letter.mark_cycles)
         elif isinstance(letter, TimelineStop):
-            self._timeline.stop()
-            self.send(last=True)
+            self._ending = True
         elif self._file is not None:
             self._file.add(rank, letter.events)
             if letter.last and rank in self._missing:
                 self._missing.remove(rank)
                 self._finish()
+
+    def settle(self) -> None:
+        """No operation is under way: send the last events, when rank 0 has asked for them."""
+        if self._ending:
+            self._ending = False
+            self._timeline.stop()
+            self.send(last=True)
 
     def spill(self) -> None:
         """Let no more events gather than a letter may hold."""

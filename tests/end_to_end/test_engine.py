@@ -1,0 +1,219 @@
+"""The engine in real processes: how it ends, what it does beside other threads, forks and MPI calls, and stalls."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.conftest import ringrun
+
+pytestmark = pytest.mark.timeout(600)  # the first use makes the environment for MPICH
+HEAD = "import os, signal, sys, threading, time\nimport numpy as np\nimport ringreduce as rr\nrr.init()\n"
+TOTAL = "print('total', rr.allreduce(1.0, op=rr.Sum))\n"
+
+
+@pytest.fixture
+def finished(tmp_path):
+    """Runs a script on ranks; returns the finished ringrun."""
+
+    def run(body, python=None, ranks=3, **variables):
+        script = tmp_path / "train.py"
+        script.write_text(HEAD + body)
+        return ringrun(python or Path(sys.executable), ranks, script, timeout_s=60, **variables)
+
+    return run
+
+
+def test_shutdown_with_work_pending_is_an_error_that_says_who_left_first(finished, python):
+    done = finished(
+        "handle = rr.allreduce_async(np.ones(3), name=f'only on rank {rr.rank()}')\n"
+        "rr.barrier()\n"
+        "if rr.rank() == 2:\n"
+        "    rr.shutdown()\n"
+        "try:\n"
+        "    handle.wait()\n"
+        "except rr.HorovodInternalError as error:\n"
+        "    print(type(error).__name__, error)\n",
+        python,
+    )
+    assert done.returncode == 0, done.stdout
+    for rank in (0, 1):
+        assert re.search(
+            rf"PeerLostError rank {rank} of 3, allreduce 'only on rank {rank}' \(train.py:5\): "
+            r"rank 2 has left the job: it called shutdown\(\) \(train.py:8\)",
+            done.stdout,
+        ), done.stdout
+    assert re.search(r"CollectiveError rank 2 of 3.*was pending when this rank left the job", done.stdout)
+
+
+def test_a_world_can_be_left_and_entered_while_others_wait(finished, python):
+    done = finished(
+        "for turn in range(3):\n"
+        "    if rr.rank() != turn:\n"
+        "        try:\n"
+        "            rr.allreduce(np.ones(3), name='w')\n"
+        "        except rr.PeerLostError as error:\n"
+        "            assert error.lost_ranks == (turn,), error\n"
+        "        else:\n"
+        "            sys.exit('nobody noticed')\n"
+        "    rr.shutdown()\n"
+        "    rr.init()\n" + TOTAL,
+        python,
+    )
+    assert (done.returncode, done.stdout.count("total 3.0")) == (0, 3), done.stdout
+
+
+def test_what_was_handed_in_and_never_waited_for_hangs_nobody_at_exit(finished, python):
+    done = finished("for k in range(20):\n    rr.allreduce_async(np.ones(1000), name=f'{rr.rank()}.{k}')\n", python)
+    assert (done.returncode, done.stdout) == (0, ""), done.stdout
+
+
+@pytest.mark.parametrize("child", ["print('child:', tell())", "raise ValueError('in the child')", "sys.exit(5)"])
+def test_a_forked_child_is_no_rank_and_ends_alone(finished, child):
+    done = finished(
+        "def tell():\n"
+        "    try:\n"
+        "        rr.allreduce(1.0)\n"
+        "    except ValueError as error:\n"
+        "        return error\n"
+        "pid = os.fork()\n"
+        "if pid == 0:\n"
+        f"    {child}\n"
+        "    sys.exit(0)\n"
+        "print('child ended with', os.waitpid(pid, 0)[1] >> 8)\n" + TOTAL
+    )
+    assert (done.returncode, done.stdout.count("total 3.0")) == (0, 3), done.stdout
+    code = {"p": 0, "r": 1, "s": 5}[child[0]]
+    assert done.stdout.count(f"child ended with {code}") == 3
+    if code == 0:
+        assert "child: allreduce(): ringreduce has not been initialized; this process was forked from rank 1" in (
+            done.stdout
+        )
+
+
+def test_data_loaders_of_torch_that_fork(finished):
+    done = finished(
+        "import torch\n"
+        "loader = torch.utils.data.DataLoader(torch.arange(20.0) * (1 + rr.rank()), batch_size=5, num_workers=2)\n"
+        "print('sum', sum(float(rr.allreduce(batch.sum(), op=rr.Sum)) for batch in loader))\n",
+        ranks=2,
+    )
+    assert (done.returncode, done.stdout.count("sum 570.0")) == (0, 2), done.stdout
+
+
+def test_beside_the_users_own_mpi_and_threads(finished, python):
+    done = finished(
+        "from mpi4py import MPI\n"
+        "world = MPI.COMM_WORLD\n"
+        "def work(thread):\n"
+        "    for step in range(100):\n"
+        "        total = rr.allreduce(np.full(10, thread + step + rr.rank()), name=f'thread {thread}', op=rr.Sum)\n"
+        "        assert total[0] == 3 * (thread + step) + 3, total\n"
+        "threads = [threading.Thread(target=work, args=(k,)) for k in range(4)]\n"
+        "[thread.start() for thread in threads]\n"
+        "for step in range(100):\n"
+        "    assert world.allreduce(world.rank + step) == 3 * step + 3\n"
+        "[thread.join() for thread in threads]\n" + TOTAL,
+        python,
+    )
+    assert (done.returncode, done.stdout.count("total 3.0")) == (0, 3), done.stdout
+    assert "Traceback" not in done.stdout
+
+
+def test_an_engine_that_fails_is_told_on_all_ranks(finished, python):
+    done = finished(
+        "from ringreduce.engine import operations\n"
+        "if rr.rank() == 1:\n"
+        "    def broken(requests, context):\n"
+        "        raise MemoryError('no room')\n"
+        "        yield\n"
+        "    operations.OPERATIONS['allreduce'] = broken\n"
+        "try:\n"
+        "    rr.allreduce(np.ones(1000), name='w')\n"
+        "except rr.HorovodInternalError as error:\n"
+        "    print(type(error).__name__, error, flush=True)\n"
+        "    time.sleep(1)\n"
+        "    sys.exit(3)\n",
+        python,
+    )
+    assert done.returncode == 3, done.stdout
+    told = r"rank 1 of 3 failed inside an operation: MemoryError: no room"
+    assert len(re.findall(f"PeerLostError {told}", done.stdout)) == 2, done.stdout
+    assert re.search(f"CollectiveError {told}", done.stdout), done.stdout
+
+
+STALL = """
+def load_data():
+    {how}
+if rr.rank() == {rank}:
+    load_data()
+rr.allreduce(np.ones((3, 4), np.float32), name='layer3.w')
+"""
+SLEEP = "time.sleep(4)"
+STOP = "os.system(f'(sleep 5; kill -CONT {os.getpid()}) > /dev/null 2>&1 &')\n    os.kill(os.getpid(), signal.SIGSTOP)"
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_rank_that_does_something_else_is_named_with_its_stack(finished, python, rank):
+    done = finished(STALL.format(how=SLEEP, rank=rank), python, RINGREDUCE_STALL_CHECK_S="1")
+    assert done.returncode == 0, done.stdout
+    given = ", ".join(rf"rank {each} \(train.py:10\)" for each in range(3) if each != rank)
+    assert re.search(
+        r"\[0\] ringreduce: stalled: allreduce 'layer3.w' \(float32\[3, 4\]\): waiting for [12] s; "
+        rf"given by {given}; not by rank {rank}\. All ranks must submit it\n"
+        rf"\[0\] rank {rank} has submitted nothing yet; it is here:\n",
+        done.stdout,
+    ), done.stdout
+    assert re.search(r"line 7, in load_data\n\[0\]     time.sleep\(4\)", done.stdout), done.stdout
+
+
+@pytest.mark.parametrize(
+    ("rank", "message"),
+    [
+        (1, r"\[0\] rank 1 does not answer: it is stopped, or in C code that holds the interpreter"),
+        (0, r"\[2\] ringreduce: stalled: rank 2 has waited for \d s; rank 0, which coordinates, does not answer"),
+    ],
+)
+def test_a_rank_that_is_stopped_is_told(finished, rank, message):
+    done = finished(STALL.format(how=STOP, rank=rank), RINGREDUCE_STALL_CHECK_S="0.5")
+    assert done.returncode == 0, done.stdout
+    assert re.search(message, done.stdout), done.stdout
+
+
+def test_after_the_second_limit_the_job_ends(finished, python):
+    done = finished(
+        STALL.format(how="time.sleep(30)", rank=0),
+        python,
+        RINGREDUCE_STALL_CHECK_S="0.5",
+        HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="2",
+    )
+    assert done.returncode == 1
+    assert re.search(r"StalledError: allreduce 'layer3.w' .*: waiting for 2 s; .*not by rank 0\.", done.stdout)
+
+
+def test_a_stop_in_the_middle_of_an_operation_is_told(finished):
+    done = finished(
+        "big = np.ones(20_000_000)\n"
+        "if rr.rank() == 1:\n"
+        "    def stop():\n"
+        f"        {STOP.replace(chr(10), chr(10) + '    ')}\n"
+        "    threading.Timer(0.15, stop).start()\n"
+        "for step in range(5):\n"
+        "    rr.allreduce_(big, name='big', op=rr.Max)\n",
+        RINGREDUCE_STALL_CHECK_S="0.5",
+    )
+    assert done.returncode == 0, done.stdout
+    assert "rank 1 does not answer: it is stopped" in done.stdout, done.stdout
+
+
+def test_horovods_variable_starts_the_timeline(finished, python, tmp_path):
+    path = tmp_path / "timeline.json"
+    done = finished(
+        "for step in range(3):\n    rr.allreduce(np.ones(10), name='w')\n", python, HOROVOD_TIMELINE=str(path)
+    )
+    assert done.returncode == 0, done.stdout
+    events = json.loads(path.read_text())
+    for rank in range(3):
+        assert sum(e["pid"] == rank and e["name"] == "ALLREDUCE" for e in events) == 3
