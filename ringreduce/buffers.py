@@ -23,6 +23,10 @@ from ringreduce.dtypes import ElementType, element_type
 from ringreduce.errors import MissingExtraError, UnsupportedArrayError
 
 
+def _nothing() -> None:
+    return None
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Buffer:
     """A flat view of an array's memory, with what is needed to make another array like it."""
@@ -35,6 +39,8 @@ class Buffer:
     """"cpu", or "cuda:0" and the like."""
     rebuild: Callable[[Any, tuple[int, ...]], Any]
     """Makes an array of the caller's kind from a flat array and a shape, without a copy."""
+    settle: Callable[[], None] = _nothing
+    """Returns when what the calling thread has queued on the GPU for this memory is done; nothing on the host."""
 
     @property
     def count(self) -> int:
@@ -137,6 +143,7 @@ def _cupy_buffer(array: Any) -> Buffer:
         shape=tuple(array.shape),
         device=f"cuda:{array.device.id}",
         rebuild=lambda flat, shape: flat.view(dtype).reshape(shape),
+        settle=_settle_cupy,
     )
 
 
@@ -163,7 +170,18 @@ def _torch_buffer(tensor: Any) -> Buffer:
         shape=tuple(tensor.shape),
         device="cpu" if tensor.device.type == "cpu" else str(tensor.device),
         rebuild=lambda flat, shape: _torch_rebuild(flat, element, tensor.dtype).reshape(shape),
+        settle=_nothing if tensor.device.type == "cpu" else lambda: _settle_torch(tensor.device),
     )
+
+
+def _settle_torch(device: Any) -> None:
+    """The user's thread queues on torch's current stream, the engine's thread on CuPy's: wait for both."""
+    sys.modules["torch"].cuda.current_stream(device).synchronize()
+    _settle_cupy()
+
+
+def _settle_cupy() -> None:
+    _cupy().cuda.get_current_stream().synchronize()
 
 
 def _torch_flat(tensor: Any, element: ElementType) -> Any:

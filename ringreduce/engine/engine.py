@@ -149,6 +149,8 @@ class Engine:
                 a rank has left.
         """
         line = calling_line()
+        for each in inputs:
+            each.settle()  # the engine's thread reads what the caller's has queued on a GPU
         with self._lock:
             lane = self._lane_of(kind, process_set)
             if name is None:

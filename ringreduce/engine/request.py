@@ -97,6 +97,8 @@ class Request:
 
     def complete(self) -> None:
         """The outputs hold the results."""
+        for each in self.outputs:
+            each.settle()
         self.among.pop(self.key, None)
         if self.handle is not None:
             self.handle.complete(lambda: self.finish(self))

@@ -266,6 +266,16 @@ def test_a_difference_is_told_on_every_rank_and_the_job_goes_on(call, message):
     assert run_ranks(3, program) == [3, 3, 3]
 
 
+def test_streams_are_waited_for_where_device_memory_changes_threads(cupy):
+    cupy.synchronized.clear()
+
+    def program():
+        rr.allreduce(cupy.ndarray(np.ones(3)))
+
+    run_ranks(1, program)
+    assert cupy.synchronized == ["rank 0", "ringreduce engine 0"], "before the engine reads, before the caller goes on"
+
+
 def test_the_device_must_be_of_one_kind(cupy):
     def program():
         array = np.zeros(4)
