@@ -30,7 +30,7 @@ LAYERS = [
     ["runtime"],
     ["api.process_sets", "api.world", "api.submit", "api.info"],
     ["api.reduce", "api.gather", "api.broadcast", "api.objects", "api.control"],
-    ["optimizer", "testing"],
+    ["optimizer", "testing", "sampler"],
     ["torch.optimizer"],
 ]
 # the one import that points up, inside a function: an optimizer is sent to its framework's adapter

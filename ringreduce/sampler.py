@@ -1,0 +1,113 @@
+"""DistributedSampler: which items of a dataset are this rank's, for NumPy users and for torch's DataLoader alike."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ringreduce import runtime
+from ringreduce.errors import InputError
+
+Indices = npt.NDArray[np.int64]
+
+
+class DistributedSampler:
+    """Parts the indices of a dataset among the ranks: all get equally many, in an order that changes every epoch.
+
+        sampler = rr.DistributedSampler(len(images))
+        for epoch in range(epochs):
+            sampler.set_epoch(epoch)
+            for batch in sampler.batches(32):
+                loss, grads = loss_and_grads(params, images[batch], labels[batch])
+
+    All ranks draw the same order; rank r takes its items r, r + size, r + 2 size, … So batch k of all ranks together
+    is batch k of a single process whose batches are `size` times as long. Nothing is communicated.
+
+    count_or_dataset: how many items there are, or anything that has a length.
+    num_replicas:     among how many the items are parted; by default size().
+    rank:             which of them this is; by default rank().
+    shuffle:          a new order every epoch; False: the order of the dataset.
+    seed:             of that order; it must be the same on all ranks, and 0 or more.
+    drop_last:        what happens to count % num_replicas items: True leaves them out; False gives every rank one
+                      more, and the first items of the order a second time to the ranks that would have too few.
+
+    Raises: InputError (a ValueError) for a wrong argument; NotInitializedError when size() or rank() is needed.
+    Source: torch.utils.data.DistributedSampler, whose place it can take; the shuffled order is NumPy's own.
+
+    >>> [list(DistributedSampler(7, num_replicas=3, rank=rank, shuffle=False)) for rank in range(3)]
+    [[0, 3, 6], [1, 4, 0], [2, 5, 1]]
+    """
+
+    def __init__(
+        self,
+        count_or_dataset: Any,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+    ) -> None:
+        self.count = _whole("count", _length(count_or_dataset), lowest=0)
+        if num_replicas is None:
+            num_replicas = runtime.current("DistributedSampler").world.size
+        if rank is None:
+            rank = runtime.current("DistributedSampler").world.rank
+        self.num_replicas = _whole("num_replicas", num_replicas, lowest=1)
+        self.rank = _whole("rank", rank, lowest=0)
+        if self.rank >= self.num_replicas:
+            raise InputError(
+                f"DistributedSampler: rank={self.rank} of num_replicas={self.num_replicas}; expected 0 to "
+                f"{self.num_replicas - 1}"
+            )
+        self.shuffle = bool(shuffle)
+        self.seed = _whole("seed", seed, lowest=0)
+        self.drop_last = bool(drop_last)
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch, 0 or more, whose order is given from now on; call it on all ranks before each epoch."""
+        self.epoch = _whole("epoch", epoch, lowest=0)
+
+    def indices(self) -> Indices:
+        """This rank's indices for this epoch, in order; (len(self),), int64."""
+        total = len(self) * self.num_replicas
+        order = np.arange(self.count)
+        if self.shuffle:
+            order = np.random.default_rng([self.seed, self.epoch]).permutation(self.count)
+        return np.resize(order, total)[self.rank :: self.num_replicas]  # resize cuts off, or begins again
+
+    def batches(self, batch_size: int) -> Iterator[Indices]:
+        """This rank's indices, `batch_size` at a time; the last may be fewer. Equally many batches on all ranks."""
+        length = _whole("batch_size", batch_size, lowest=1)
+        mine = self.indices()
+        return (mine[start : start + length] for start in range(0, len(mine), length))
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.indices().tolist())
+
+    def __len__(self) -> int:
+        """How many items each rank gets: count / num_replicas, rounded up, or down with drop_last."""
+        if self.drop_last:
+            return self.count // self.num_replicas
+        return math.ceil(self.count / self.num_replicas)
+
+
+def _length(count_or_dataset: Any) -> Any:
+    return len(count_or_dataset) if hasattr(count_or_dataset, "__len__") else count_or_dataset
+
+
+def _whole(name: str, value: Any, lowest: int) -> int:
+    """`value` as an int; raises InputError when it is none, or less than `lowest`."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = lowest - 1
+    if number < lowest:
+        expected = f"a whole number of {lowest} or more" + (", or a dataset that has a length" * (name == "count"))
+        raise InputError(f"DistributedSampler: {name}={value!r}; expected {expected}")
+    return number
