@@ -1,0 +1,90 @@
+"""Every collective in every form on real ranks, among all of them and among some. See tests/matrix.py."""
+
+import pytest
+
+import ringreduce as rr
+from ringreduce import runtime
+from ringreduce.dtypes import TABLE
+from tests import matrix
+
+pytestmark = pytest.mark.mpi
+readable = {"ids": lambda value: str(getattr(value, "value", value))}
+FEW = ["bool", "uint8", "int64", "float16", "bfloat16", "float32", "complex128"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def some_ranks():
+    """A world with little fusion memory and a process set of some ranks; afterwards it is the usual one again."""
+    some = matrix.SOME_RANKS[rr.size()]
+    rr.shutdown()
+    knobs = {
+        f"RINGREDUCE_{name.upper()}": str(getattr(matrix.SMALL, name))
+        for name in ("fusion_buffer_bytes", "fusion_slot_bytes", "ring_segment_bytes")
+    }
+    with pytest.MonkeyPatch.context() as environment:
+        for name, value in knobs.items():
+            environment.setenv(name, value)
+        process_set = rr.ProcessSet(some)
+        rr.init(process_sets=[process_set] if some else [])
+        assert runtime.current("test").settings.fusion_slot_bytes == matrix.SMALL.fusion_slot_bytes
+    yield process_set
+    rr.shutdown()
+    rr.init()
+
+
+@pytest.fixture(params=["all", "some"])
+def check(request, some_ranks):
+    """Run a program among all ranks, or among some, and compare what it returns on them."""
+
+    def run(program, *args):
+        process_set = rr.global_process_set if request.param == "all" else some_ranks
+        if not process_set.ranks and process_set is not rr.global_process_set:
+            pytest.skip("one rank: there is no smaller set")
+        ranks = list(range(rr.size())) if process_set is rr.global_process_set else process_set.ranks
+        if rr.rank() in ranks:
+            told = program(*args, ranks, process_set)
+            assert all(other == told for other in rr.allgather_object(told, process_set=process_set))
+
+    return run
+
+
+@pytest.mark.parametrize(("dtype", "op"), [case for case in matrix.REDUCTIONS if case[0] in FEW], **readable)
+def test_allreduce(check, dtype, op):
+    check(matrix.allreduce_program, dtype, op)
+
+
+@pytest.mark.parametrize(("dtype", "op"), [case for case in matrix.SCALINGS if case[0] in FEW], **readable)
+def test_allreduce_with_prescale_and_postscale(check, dtype, op):
+    check(matrix.scaled_program, dtype, op)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "complex128"])
+def test_adasum(check, dtype):
+    def program(dtype, ranks, process_set):
+        return None if len(ranks) == 3 else matrix.adasum_program(dtype, ranks, process_set)
+
+    check(program, dtype)
+
+
+@pytest.mark.parametrize("dtype", TABLE)
+def test_allgather(check, dtype):
+    check(matrix.allgather_program, dtype)
+
+
+@pytest.mark.parametrize("dtype", TABLE)
+def test_broadcast(check, dtype):
+    check(matrix.broadcast_program, dtype)
+
+
+@pytest.mark.parametrize("dtype", TABLE)
+def test_alltoall(check, dtype):
+    check(matrix.alltoall_program, dtype)
+
+
+@pytest.mark.parametrize(("dtype", "op"), [case for case in matrix.SCATTERINGS if case[0] in FEW], **readable)
+def test_reducescatter(check, dtype, op):
+    check(matrix.reducescatter_program, dtype, op)
+
+
+def test_objects(check):
+    check(matrix.objects_program)

@@ -1,0 +1,134 @@
+"""Every collective × form × element type × op × process set × 1 to 4 ranks, on threads. See tests/matrix.py."""
+
+import functools
+import time
+
+import numpy as np
+import pytest
+
+import ringreduce as rr
+from ringreduce.dtypes import TABLE
+from ringreduce.testing import run_ranks
+from tests import matrix
+from tests.reference import COMPLEX, FLOATS
+
+SIZES = [1, 2, 3, 4]
+readable = {"ids": lambda value: str(getattr(value, "value", value))}
+
+
+def run_on_all_sets(size, program):
+    """Run it among all ranks, and among some; what it returns is equal on all that took part."""
+    some = matrix.SOME_RANKS[size]
+
+    def on_a_rank():
+        everyone = program(list(range(size)), rr.global_process_set)
+        if rr.rank() not in some:
+            return everyone, None
+        return everyone, program(sorted(some), known(some, 1))
+
+    results = run_ranks(size, on_a_rank, settings=matrix.SMALL, process_sets=[some] if some else [])
+    assert all(everyone == results[0][0] for everyone, _ in results)
+    assert all(results[rank][1] == results[some[0]][1] for rank in some)
+
+
+def known(ranks, number):
+    """A process set that the world was formed with."""
+    process_set = rr.ProcessSet(ranks)
+    process_set.process_set_id = number
+    return process_set
+
+
+@pytest.mark.parametrize(("dtype", "op"), matrix.REDUCTIONS, **readable)
+@pytest.mark.parametrize("size", SIZES)
+def test_allreduce(size, dtype, op):
+    run_on_all_sets(size, functools.partial(matrix.allreduce_program, dtype, op))
+
+
+@pytest.mark.parametrize(("dtype", "op"), matrix.SCALINGS, **readable)
+@pytest.mark.parametrize("size", [1, 3])
+def test_allreduce_with_prescale_and_postscale(size, dtype, op):
+    run_on_all_sets(size, functools.partial(matrix.scaled_program, dtype, op))
+
+
+@pytest.mark.parametrize("dtype", FLOATS + COMPLEX)
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_adasum(size, dtype):
+    def program(ranks, process_set):
+        return matrix.adasum_program(dtype, ranks, process_set) if len(ranks) != 3 else None
+
+    run_on_all_sets(size, program)
+
+
+@pytest.mark.parametrize("dtype", TABLE)
+@pytest.mark.parametrize("size", SIZES)
+def test_allgather(size, dtype):
+    run_on_all_sets(size, functools.partial(matrix.allgather_program, dtype))
+
+
+@pytest.mark.parametrize("dtype", TABLE)
+@pytest.mark.parametrize("size", SIZES)
+def test_broadcast(size, dtype):
+    run_on_all_sets(size, functools.partial(matrix.broadcast_program, dtype))
+
+
+@pytest.mark.parametrize("dtype", TABLE)
+@pytest.mark.parametrize("size", SIZES)
+def test_alltoall(size, dtype):
+    run_on_all_sets(size, functools.partial(matrix.alltoall_program, dtype))
+
+
+@pytest.mark.parametrize(("dtype", "op"), matrix.SCATTERINGS, **readable)
+@pytest.mark.parametrize("size", SIZES)
+def test_reducescatter(size, dtype, op):
+    run_on_all_sets(size, functools.partial(matrix.reducescatter_program, dtype, op))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_objects(size):
+    run_on_all_sets(size, matrix.objects_program)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_nobody_passes_a_barrier_before_all_have_come(size):
+    def program(ranks, process_set):
+        for late in ranks:
+            if rr.rank() == late:
+                time.sleep(0.02)
+            came.append((late, rr.rank()))
+            rr.barrier(process_set)
+            assert {rank for at, rank in came if at == late} >= set(ranks)
+        came_there = rr.allgather_object(len(ranks), process_set=process_set)
+        if rr.rank() == ranks[0]:
+            came.clear()
+        rr.barrier(process_set)
+        return came_there
+
+    came = []
+    run_on_all_sets(size, program)
+
+
+def test_sets_that_overlap_work_at_the_same_time():
+    """Each rank begins everything in all of its sets, in an order of its own, before it waits for anything."""
+    sets = {1: [2, 0], 2: [1, 2, 3], 3: [3, 0], 4: [2]}
+
+    def program():
+        own = [number for number, ranks in sets.items() if rr.rank() in ranks]
+        order = np.random.default_rng(rr.rank()).permutation([number for number in own for _ in range(5)])
+        counts = dict.fromkeys(own, 0)
+        handles = []
+        for number in order.tolist():
+            counts[number] += 1
+            array = np.full(300, 10.0 ** rr.rank() * counts[number])
+            name = f"{number}.{counts[number]}"
+            handles.append(
+                (
+                    number,
+                    counts[number],
+                    rr.allreduce_async(array, name=name, op=rr.Sum, process_set=known([0], number)),
+                )
+            )
+        for number, count, handle in reversed(handles):
+            expected = sum(10.0**rank * count for rank in sets[number])
+            np.testing.assert_array_equal(rr.synchronize(handle), np.full(300, expected))
+
+    run_ranks(4, program, settings=matrix.SMALL, process_sets=list(sets.values()))
