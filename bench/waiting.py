@@ -2,8 +2,8 @@
 
     ringrun -np 2 python bench/waiting.py
 
-Prints the processor time that rank 0 used, in percent of one core, first idle after init(), then inside an all-reduce
-for which rank 1 is late.
+Prints the processor time that rank 0 used, all its threads together, in percent of one core: idle after init(), then
+with an all-reduce under way for which rank 1 is late, first waiting for it, then doing nothing about it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 import ringreduce as rr
 
-SECONDS = 4.0
+SECONDS = 10.0
 
 
 def percent_of_a_core(action: Callable[[], object]) -> float:
@@ -34,9 +34,16 @@ def main() -> None:
     if rr.rank() == 1:
         time.sleep(SECONDS)
     waiting = percent_of_a_core(lambda: rr.allreduce(np.ones(10)))
+    rr.barrier()
+    if rr.rank() == 1:
+        time.sleep(SECONDS)
+    handle = rr.allreduce_async(np.ones(10))
+    pending = percent_of_a_core(lambda: time.sleep(SECONDS))
+    rr.synchronize(handle)
     if rr.rank() == 0:
         print(f"idle for {SECONDS:.0f} s: {idle:.4f} % of a core")
-        print(f"waiting for a rank that is {SECONDS:.0f} s late: {waiting:.1f} % of a core")
+        print(f"waiting for a rank that is {SECONDS:.0f} s late: {waiting:.2f} % of a core")
+        print(f"the same, pending: {pending:.2f} % of a core")
 
 
 if __name__ == "__main__":

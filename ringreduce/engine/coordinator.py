@@ -79,11 +79,14 @@ class Coordinator:
         """Tensors that waited too long, with the number of the response that says so, until all have read it."""
         self._leaver: tuple[int, str] | None = None
         self.closed = False
+        self._news = False
+        """Something was announced since the last decision."""
 
     # What ranks tell
 
     def announce(self, rank: int, announcement: Announcement) -> None:
         """Note what a rank has submitted."""
+        self._news = True
         self._seen[rank] = announcement.seen
         bits = announcement.bits
         self._register.seen_by_all(min(self._seen.values()))
@@ -143,8 +146,9 @@ class Coordinator:
 
     def decide(self) -> Response | None:
         """What all ranks do next; None when nothing new is known."""
-        if self.closed:
+        if self.closed or not self._news:
             return None
+        self._news = False
         number = self._responses + 1
         bits = self._ready_bits()
         ready, failures = self._ready_entries()

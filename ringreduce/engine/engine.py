@@ -59,7 +59,7 @@ JOIN = "join"
 YIELD_S = 10e-3
 """While somebody waits for a result, and something moved a moment ago, only the core is given away."""
 FIRST_REST_S = 50e-6
-LONGEST_REST_S = 10e-3
+LONGEST_REST_S = 40e-3
 REST_SHARE = 0.05
 """Rests are this share of the time for which nothing has moved: what they add to a wait is small against it."""
 ALERT_S = 0.2
@@ -107,6 +107,8 @@ class Engine:
         """What other threads ask the engine's thread to do."""
         self._waiters = 0
         self._asleep = False
+        self._gathering = False
+        """It rests to gather more of what is submitted: another submission is no reason to wake it."""
         self._last_submission: Request | None = None
         self._next_set = GLOBAL
         self._early: dict[int, list[tuple[int, Announcement]]] = {}
@@ -179,7 +181,8 @@ class Engine:
             self._urgent |= waits
             self._last_submission = request
             self.submissions += 1
-        self._wake()
+        if waits or not self._gathering:
+            self._wake()
         return handle
 
     def _lane_of(self, kind: str, process_set: int) -> Lane:
@@ -528,23 +531,26 @@ class Engine:
     # Rest
 
     def _rest(self) -> None:
-        quiet_s = time.monotonic() - self._moved_s
+        now = time.monotonic()
         with self._lock:
-            if self._orders or (self._inbox and not self._gathers()):
+            gathers = bool(self._inbox) and self._gathers()
+            if self._orders or (self._inbox and not gathers):
                 return
             waited_for = self._waiters > 0 or self._urgent
             idle = not self._is_busy()
-            self._asleep = True
+            self._asleep, self._gathering = True, gathers
         if idle:
             self.transport.rest(None)
             self._moved_s = time.monotonic()
             # rung by another rank, whose letter may take a moment longer than its ring
             self._alert_until_s = self._moved_s + (0.0 if self._inbox else ALERT_S)
-        elif waited_for and quiet_s < YIELD_S:
+        elif gathers:
+            self.transport.rest(max(0.0, self._inbox_since_s + self.settings.cycle_time_ms / 1e3 - now))
+        elif waited_for and now - self._moved_s < YIELD_S:
             os.sched_yield()
         else:
-            self.transport.rest(min(max(REST_SHARE * quiet_s, FIRST_REST_S), LONGEST_REST_S))
-        self._asleep = False
+            self.transport.rest(min(max(REST_SHARE * (now - self._moved_s), FIRST_REST_S), LONGEST_REST_S))
+        self._asleep = self._gathering = False
 
     def _is_busy(self) -> bool:
         """True when this rank waits for something, so that it must look for letters from time to time."""

@@ -1,8 +1,9 @@
 """How a rank that rests is woken: by its own threads, and by other ranks. It costs nothing while nobody does.
 
-MPI can only be polled, which an idle rank must not do. So an engine with nothing to do sleeps in poll(2) on an eventfd,
-which its own threads write to, and on a UDP socket, to which other ranks send a datagram: a ring at the door that says
-no more than "look for letters"; a stranger's datagram does no harm. On one host the socket listens on 127.0.0.1 only.
+MPI can only be polled, which an idle rank must not do. So an engine with nothing to do sleeps in select(2) on an
+eventfd, which its own threads write to, and on a UDP socket, to which other ranks send a datagram: a ring at the door
+that says no more than "look for letters"; a stranger's datagram does no harm. On one host the socket listens on
+127.0.0.1 only.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from collections.abc import Sequence
 ADDRESSES = 6
 CARD = struct.Struct(f"!H{ADDRESSES * 4}s")
 """What other ranks need to ring here: the port, and up to six IPv4 addresses."""
+SELECTABLE = 1024
+"""select(2) takes descriptors below this; it counts in microseconds, poll(2) in milliseconds, rounded up."""
 SIOCGIFADDR = 0x8915
 
 
@@ -29,9 +32,6 @@ class Doorbell:
         self._door.setblocking(False)
         # all interfaces when there are other hosts: which of them reaches this one is not known
         self._door.bind(("127.0.0.1" if one_host else "0.0.0.0", 0))  # noqa: S104
-        self._poll = select.poll()
-        self._poll.register(self._own, select.POLLIN)
-        self._poll.register(self._door, select.POLLIN)
         self._one_host = one_host
 
     def card(self) -> bytes:
@@ -42,12 +42,20 @@ class Doorbell:
 
     def rest(self, timeout_s: float | None) -> None:
         """Sleep until woken, rung, or `timeout_s` is over."""
-        # poll counts in milliseconds, rounded up: shorter rests cannot be ended early, and need not
-        for descriptor, _ in self._poll.poll(None if timeout_s is None else 1000 * timeout_s):
-            if descriptor == self._own:
-                os.eventfd_read(self._own)
-            else:
-                self._open()
+        ready = self._ready(timeout_s)
+        if self._own in ready:
+            os.eventfd_read(self._own)
+        if self._door.fileno() in ready:
+            self._open()
+
+    def _ready(self, timeout_s: float | None) -> list[int]:
+        descriptors = [self._own, self._door.fileno()]
+        if max(descriptors) < SELECTABLE:
+            return select.select(descriptors, [], [], timeout_s)[0]
+        poll = select.poll()
+        for descriptor in descriptors:
+            poll.register(descriptor, select.POLLIN)
+        return [ready for ready, _ in poll.poll(None if timeout_s is None else 1000 * timeout_s)]
 
     def _open(self) -> None:
         try:

@@ -72,6 +72,7 @@ class MessageTransport:
         self._outbox: list[tuple[Any, bytes]] = []
         self._doorbell: Doorbell | None = None
         self._cards: Sequence[bytes] = ()
+        self._status: Any = None
         self.rank = world.rank
         self.size = world.size
 
@@ -99,8 +100,8 @@ class MessageTransport:
         from mpi4py import MPI
 
         self.posted()
-        letters = []
-        status = MPI.Status()
+        letters: list[Letter] = []
+        status = self._status = self._status or MPI.Status()
         while (message := self._control.Improbe(MPI.ANY_SOURCE, LETTER_TAG, status)) is not None:
             content = np.empty(status.Get_count(MPI.BYTE), np.uint8)
             message.Recv(content)
@@ -114,11 +115,8 @@ class MessageTransport:
         return not self._outbox
 
     def rest(self, timeout_s: float | None) -> None:
-        """See `EngineTransport.rest`. Rests of less than a millisecond are not ended early."""
-        if timeout_s is not None and timeout_s < 1e-3:
-            time.sleep(timeout_s)
-        else:
-            self._connected().rest(timeout_s)
+        """See `EngineTransport.rest`."""
+        self._connected().rest(timeout_s)
 
     def wake(self) -> None:
         """See `EngineTransport.wake`."""
