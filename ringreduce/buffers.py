@@ -157,6 +157,12 @@ def _torch_buffer(tensor: Any) -> Buffer:
     element = element_type(tensor.dtype)
     if tensor.layout is not torch.strided:
         raise UnsupportedArrayError(f"a tensor of layout {tensor.layout} is not dense; pass tensor.to_dense()")
+    if tensor.is_nested:
+        raise UnsupportedArrayError("a nested tensor has no one shape; pass its parts as a group")
+    if tensor.is_conj() or tensor.is_neg():
+        raise UnsupportedArrayError(
+            "a conjugated or negated view of another tensor; pass tensor.resolve_conj().resolve_neg()"
+        )
     if not tensor.is_contiguous():
         raise UnsupportedArrayError(
             f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not contiguous; pass "

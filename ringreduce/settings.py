@@ -116,6 +116,7 @@ def _number(variable: str, text: str, kind: type, lowest: float, expected: str) 
 
 
 def _unknown(variable: str, known: list[str]) -> str:
-    nearest = difflib.get_close_matches(variable, known, n=1)
-    hint = f"did you mean {nearest[0]}?" if nearest else f"known are: {', '.join(sorted(known))}"
+    names = [name.removeprefix(PREFIX) for name in known]
+    nearest = difflib.get_close_matches(variable.removeprefix(PREFIX), names, n=1)
+    hint = f"did you mean {PREFIX}{nearest[0]}?" if nearest else f"known are: {', '.join(sorted(known))}"
     return f"{variable} is no setting of ringreduce; {hint}"

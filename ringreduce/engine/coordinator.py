@@ -89,7 +89,9 @@ class Coordinator:
         self._news = True
         self._seen[rank] = announcement.seen
         bits = announcement.bits
-        self._register.seen_by_all(min(self._seen.values()))
+        # nothing of a rank that has joined is under way, and it announces nothing until all have
+        read = [seen for each, seen in self._seen.items() if each not in self._joined] or self._seen.values()
+        self._register.seen_by_all(min(read))
         self._given_up = {key: told for key, told in self._given_up.items() if told > min(self._seen.values())}
         for call in announcement.calls:
             if self._is_given_up(call.description.key, announcement):
@@ -130,10 +132,10 @@ class Coordinator:
         if number is None or self._contested >> number & 1:
             return
         self._contested |= 1 << number
-        for rank in self._members:
-            if self._bits[rank] >> number & 1:
-                self._bits[rank] ^= 1 << number
-                self._enter(rank, self._call(rank, number))
+        given = [rank for rank in self._members if self._bits[rank] >> number & 1]
+        self._clear(1 << number)
+        for rank in given:
+            self._enter(rank, self._call(rank, number))
 
     def description(self, number: int) -> Description:
         """What a number in the cache means, or meant when it was announced."""

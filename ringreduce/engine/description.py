@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -116,11 +117,18 @@ def tensor_text(tensor: TensorDescription) -> str:
 
 
 def calling_line() -> str:
-    """The nearest line outside this package that led here, as file.py:41."""
+    """The nearest line of the user's that led here, as file.py:41: outside this package, and torch, which calls hooks."""
+    libraries = _libraries("torch" in sys.modules)
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(PACKAGE):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(libraries):
         frame = frame.f_back
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"  # pathlib takes 20 times as long
+
+
+@functools.cache
+def _libraries(with_torch: bool) -> tuple[str, ...]:
+    torch_file = getattr(sys.modules.get("torch"), "__file__", None) if with_torch else None
+    return (PACKAGE, os.path.dirname(torch_file)) if torch_file else (PACKAGE,)
 
 
 def names_of(name: str, names: Sequence[str] | None, count: int) -> Sequence[str]:
