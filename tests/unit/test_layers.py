@@ -31,6 +31,7 @@ LAYERS = [
     ["api.process_sets", "api.world", "api.submit", "api.info"],
     ["api.reduce", "api.gather", "api.broadcast", "api.objects", "api.control"],
     ["optimizer", "testing", "sampler"],
+    ["torch.ops", "torch.sparse", "torch.functions", "torch.sync_batch_norm"],
     ["torch.optimizer"],
 ]
 # the one import that points up, inside a function: an optimizer is sent to its framework's adapter

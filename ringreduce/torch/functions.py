@@ -1,0 +1,173 @@
+"""broadcast_optimizer_state: all ranks' optimizers get the root's state, whatever each had before.
+
+The root sends what its state looks like, pickled, with a mark in place of each tensor; then the tensors, as one group.
+Nobody takes a step for it, so the root's own state stays as it is.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ringreduce.api.broadcast import submit_broadcast
+from ringreduce.api.objects import broadcast_object
+from ringreduce.api.process_sets import ProcessSet, global_process_set
+from ringreduce.api.world import rank
+from ringreduce.buffers import as_buffer
+from ringreduce.errors import InputError
+
+
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer,
+    root_rank: int,
+    model: torch.nn.Module | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> None:
+    """Give all ranks' optimizers the root's state and options; afterwards all `state_dict()`s are equal, bit for bit.
+
+    optimizer: a torch optimizer, or one that `DistributedOptimizer` wrapped, with the same parameters on each rank. The
+               root may have a state that others lack, and have none where they have one.
+    model:     ignored; there for Horovod's scripts.
+    Cost:      a broadcast of what the state looks like, and one of all its tensors.
+    Raises:    InputError (a ValueError) for LBFGS, whose state belongs to no parameter, on all ranks; on a rank whose
+               optimizer has other parameters than the root's, there; PeerLostError.
+    Source:    Horovod's broadcast_optimizer_state, which takes a step where there is no state.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise InputError(
+            "broadcast_optimizer_state: the state of torch.optim.LBFGS cannot be broadcast; use "
+            "broadcast_object(optimizer.state_dict()) and load_state_dict()"
+        )
+    is_root = rank() == root_rank
+    sent: list[torch.Tensor] = []
+    outline, marks = broadcast_object(
+        _outline(optimizer, sent) if is_root else None, root_rank, process_set=process_set
+    )
+    tensors = [each.contiguous() for each in sent] if is_root else [mark.room(optimizer) for mark in marks]
+    buffers = [as_buffer(each) for each in tensors]
+    names = [mark.name for mark in marks]
+    submit_broadcast(buffers, buffers, root_rank, None, names, process_set, lambda _: None, waits=True).wait()
+    if not is_root:
+        _adopt(optimizer, outline, [mark.restored(each) for mark, each in zip(marks, tensors, strict=True)])
+
+
+class _Outline(NamedTuple):
+    """An optimizer's options and state with marks for tensors, and numbers for parameters."""
+
+    sizes: list[int]
+    """How many parameters each group has."""
+    options: list[dict[str, Any]]
+    """Of each group, all but its parameters."""
+    of_parameters: dict[int, Any]
+    others: dict[Any, Any]
+    """State that belongs to no parameter, by its key."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Mark:
+    """Stands for a tensor that comes apart."""
+
+    number: int
+    name: str
+    owner: int
+    """The number of the parameter on whose device it lies, ..."""
+    on_host: bool
+    """... unless it lies on the host."""
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    def room(self, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+        """A contiguous tensor to receive it in."""
+        parameters = _parameters(optimizer)
+        device = "cpu" if self.on_host or self.owner >= len(parameters) else parameters[self.owner].device
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+    def restored(self, received: torch.Tensor) -> torch.Tensor:
+        """In the memory layout that it has on the root."""
+        if received.stride() == self.stride:
+            return received
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=received.device).copy_(received)
+
+
+def _outline(optimizer: torch.optim.Optimizer, sent: list[torch.Tensor]) -> tuple[_Outline, list[_Mark]]:
+    """What this optimizer's state looks like; its tensors are appended to `sent`."""
+    marks: list[_Mark] = []
+
+    def mark(leaf: Any, name: str, owner: int) -> Any:
+        if not isinstance(leaf, torch.Tensor) or not _travels(leaf):
+            return leaf
+        number, on_host = len(sent), leaf.device.type == "cpu"
+        marks.append(_Mark(number, name, owner, on_host, leaf.shape, leaf.stride(), leaf.dtype))
+        sent.append(leaf.detach())
+        return marks[-1]
+
+    def marked(value: Any, name: str, owner: int) -> Any:
+        return _replaced(value, lambda leaf, path: mark(leaf, f"{name}{path}", owner))
+
+    sizes: list[int] = []
+    options = []
+    for index, group in enumerate(optimizer.param_groups):
+        own = {key: value for key, value in group.items() if key != "params"}
+        options.append(marked(own, f"group {index}", sum(sizes)))
+        sizes.append(len(group["params"]))
+    numbers = {id(parameter): number for number, parameter in enumerate(_parameters(optimizer))}
+    of_parameters, others = {}, {}
+    for key, value in optimizer.state.items():
+        number = numbers.get(id(key))
+        if number is None:
+            others[key] = marked(value, f"state {key}", 0)
+        else:
+            of_parameters[number] = marked(value, f"parameter {number}", number)
+    return _Outline(sizes, options, of_parameters, others), marks
+
+
+def _adopt(optimizer: torch.optim.Optimizer, outline: _Outline, tensors: Sequence[torch.Tensor]) -> None:
+    """Make the root's state this optimizer's. Changes the dicts that it has: schedulers and wrappers share them."""
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    if sizes != outline.sizes:
+        raise InputError(
+            f"broadcast_optimizer_state: this rank's optimizer has groups of {sizes} parameters, the root's of "
+            f"{outline.sizes}; all ranks must have the same parameters"
+        )
+
+    def filled(value: Any) -> Any:
+        return _replaced(value, lambda leaf, _: tensors[leaf.number] if isinstance(leaf, _Mark) else leaf)
+
+    for group, options in zip(optimizer.param_groups, outline.options, strict=True):
+        for key in set(group) - set(options) - {"params"}:
+            del group[key]
+        group.update(filled(options))
+    parameters = _parameters(optimizer)
+    optimizer.state.clear()
+    optimizer.state.update({parameters[number]: filled(value) for number, value in outline.of_parameters.items()})
+    optimizer.state.update(filled(outline.others))
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _travels(tensor: torch.Tensor) -> bool:
+    """False for what no collective takes, such as float8: it is pickled with the outline."""
+    try:
+        as_buffer(tensor.detach().contiguous())
+    except InputError:
+        return False
+    return True
+
+
+def _replaced(value: Any, new_leaf: Callable[[Any, str], Any], path: str = "") -> Any:
+    """A copy of nested dicts, lists and tuples, with other leaves."""
+    if isinstance(value, dict):
+        copied = copy.copy(value)
+        copied.update({key: _replaced(child, new_leaf, f"{path}.{key}") for key, child in value.items()})
+        return copied
+    if isinstance(value, list | tuple):
+        children = [_replaced(child, new_leaf, f"{path}.{index}") for index, child in enumerate(value)]
+        return type(value)(*children) if hasattr(value, "_fields") else type(value)(children)
+    return new_leaf(value, path)

@@ -1,0 +1,51 @@
+"""Sparse tensors: gathered from all ranks instead of summed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ringreduce.api.control import synchronize
+from ringreduce.api.gather import grouped_allgather_async
+from ringreduce.api.process_sets import ProcessSet, global_process_set
+from ringreduce.api.submit import which_op
+from ringreduce.errors import InputError
+from ringreduce.ops import Average, ReduceOp, Sum
+
+
+def sparse_allreduce_async(
+    tensor: torch.Tensor,
+    name: str | None,
+    op: ReduceOp | None,
+    process_set: ProcessSet = global_process_set,
+) -> Callable[[], torch.Tensor]:
+    """Begin to reduce a sparse tensor: the indices and values of all ranks are gathered.
+
+    Shape:   sparse COO, coalesced or not, of equal shape on all ranks; how many values each has may differ.
+    op:      Average (the default) divides the values by the number of ranks; Sum.
+    Returns: a function that waits, and returns a sparse COO tensor, the same on every rank; indices that several ranks
+             have are in it several times, `coalesce()` adds them up.
+    Cost:    two allgathers, as one group.
+    Raises:  InputError (a ValueError) for a dense tensor, other ops, and an Average of integers; and as `allgather`.
+    Source:  Horovod's sparse_allreduce_async.
+    """
+    reduction = which_op("sparse_allreduce_async", None, op)
+    if reduction not in (Average, Sum):
+        raise InputError(f"sparse_allreduce_async: op={reduction!r}; expected Average or Sum")
+    if tensor.layout is not torch.sparse_coo:
+        raise InputError(f"sparse_allreduce_async: a tensor of layout {tensor.layout}; pass tensor.to_sparse()")
+    if reduction is Average and not (tensor.is_floating_point() or tensor.is_complex()):
+        raise InputError(f"sparse_allreduce_async: {tensor.dtype} values cannot be averaged; pass op=Sum")
+    shape = tensor.shape
+    indices, values = tensor.detach()._indices(), tensor.detach()._values()
+    # the rows of what is gathered are its entries
+    handle = grouped_allgather_async([indices.t().contiguous(), values.contiguous()], name, process_set)
+
+    def wait() -> torch.Tensor:
+        indices, values = synchronize(handle)
+        if reduction is Average:
+            values = values / (process_set.size() or 1)
+        return torch.sparse_coo_tensor(indices.t(), values, shape)
+
+    return wait
