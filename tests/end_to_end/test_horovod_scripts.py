@@ -1,0 +1,269 @@
+"""Horovod training scripts run with only the import changed, on real ranks, and give the results of one process.
+
+Losses are compared in float64, where shares of a batch make up the whole: with P ranks each takes a P-th of the batch.
+Scripts that scale the learning rate by the number of ranks, as Horovod's examples do, are given a P-th of that too.
+"""
+
+import functools
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.end_to_end.conftest import ringrun
+
+pytestmark = pytest.mark.timeout(180)
+
+SCRIPTS = Path(__file__).resolve().parents[1] / "horovod_scripts"
+BEFORE, AFTER = "import horovod.torch as hvd", "import ringreduce.torch as hvd"
+EXACT = 1e-9
+SIZES = [2, 3]
+
+
+def with_the_import_changed(script, folder):
+    """Copy a script into `folder`, and what it needs; nothing but the one import line differs."""
+    original = script.read_text().splitlines(keepends=True)
+    changed = [line.replace(BEFORE, AFTER) if line.startswith(BEFORE) else line for line in original]
+    differing = [line.strip() for line, new in zip(original, changed, strict=True) if line != new]
+    assert differing == [BEFORE], f"{script.name} must import Horovod in one line of its own"
+    assert "ringreduce" not in "".join(original)
+    shutil.copy(SCRIPTS / "common.py", folder)
+    copy = folder / script.name
+    copy.write_text("".join(changed))
+    return copy
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """run(name, ranks, *arguments): what the script's rank 0 told as JSON. Equal runs are run once."""
+
+    @functools.cache
+    def run_in(folder, name, ranks, *arguments, **variables):
+        copy = with_the_import_changed(SCRIPTS / f"{name}.py", folder)
+        done = ringrun(Path(sys.executable), ranks, copy, *map(str, arguments), cwd=folder, timeout_s=90, **variables)
+        assert done.returncode == 0, done.stdout
+        assert "Warning" not in done.stdout, done.stdout
+        records = [line[4:] for line in done.stdout.splitlines() if line.startswith("[0] {")]
+        assert len(records) == 1, done.stdout
+        return json.loads(records[0])
+
+    new_folder = functools.cache(lambda *arguments: tmp_path_factory.mktemp(arguments[0]))
+
+    def run(name, ranks, *arguments, folder=None, **variables):
+        folder = folder or new_folder(name, ranks, *arguments, *variables)
+        return run_in(folder, name, ranks, *arguments, **variables)
+
+    return run
+
+
+def assert_equal_everywhere(record, ranks):
+    assert len(record["digests"]) == ranks
+    assert all(digest == record["digests"][0] for digest in record["digests"]), "parameters differ between ranks"
+
+
+def assert_falls(losses):
+    assert np.isfinite(losses).all()
+    tail = max(1, len(losses) // 4)
+    assert np.mean(losses[-tail:]) < 0.9 * np.mean(losses[:tail]), losses
+
+
+def assert_same_curves(record, expected, names=None):
+    """Every curve of `record`, a list of losses or several by name, is as `expected`."""
+    for name in names or record["losses"]:
+        np.testing.assert_allclose(record["losses"][name], expected["losses"][name], rtol=EXACT, err_msg=name)
+
+
+def mnist_arguments(ranks):
+    return "--float64", f"--batch-size={120 // ranks}", f"--lr={0.3 / ranks}", f"--test-batch-size={60 // ranks}"
+
+
+@pytest.mark.parametrize("ranks", SIZES)
+def test_mnist(run, ranks):
+    alone = run("mnist", 1, *mnist_arguments(1))
+    together = run("mnist", ranks, *mnist_arguments(ranks))
+    assert_equal_everywhere(together, ranks)
+    assert_falls(alone["losses"])
+    assert alone["test_accuracy"] > 0.7
+    np.testing.assert_allclose(together["losses"], alone["losses"], rtol=EXACT)
+    assert together["test_loss"] == pytest.approx(alone["test_loss"], rel=EXACT)
+    assert together["test_accuracy"] == pytest.approx(alone["test_accuracy"], rel=EXACT)
+
+
+def test_mnist_compressed_predivided_with_loaders_that_are_processes(run):
+    arguments = ["--fp16-allreduce", "--gradient-predivide-factor=2", "--workers=1", "--epochs=1"]
+    record = run("mnist", 2, *mnist_arguments(2), *arguments)
+    exact = run("mnist", 2, *mnist_arguments(2))["losses"][: len(record["losses"])]
+    assert_equal_everywhere(record, 2)
+    np.testing.assert_allclose(record["losses"], exact, rtol=1e-3)
+    assert record["losses"] != exact, "it was compressed"
+
+
+def test_mnist_adasum(run):
+    ranks = 4
+    record = run("mnist", ranks, "--use-adasum", "--batch-size=30", "--lr=0.1", "--epochs=2")
+    assert_equal_everywhere(record, ranks)
+    assert_falls(record["losses"])
+
+
+def accumulation_arguments(ranks):
+    return f"--batch-size={60 // ranks}", f"--base-lr={0.1 / ranks}"
+
+
+@pytest.mark.parametrize("ranks", SIZES)
+def test_gradient_accumulation(run, ranks):
+    alone = run("gradient_accumulation", 1, *accumulation_arguments(1), "--warmup-epochs=0")
+    together = run("gradient_accumulation", ranks, *accumulation_arguments(ranks), "--warmup-epochs=0")
+    assert_equal_everywhere(together, ranks)
+    assert_falls(alone["losses"])
+    assert alone["accuracies"][-1] > 0.8
+    np.testing.assert_allclose(together["losses"], alone["losses"], rtol=EXACT)
+    np.testing.assert_allclose(together["accuracies"], alone["accuracies"], rtol=EXACT)
+
+
+def test_gradient_accumulation_resumes_with_momentum_in_the_middle_of_the_warm_up(run, tmp_path):
+    whole = run("gradient_accumulation", 2, "--batch-size=30", "--epochs=3")
+    first = run("gradient_accumulation", 2, "--batch-size=30", "--epochs=1", folder=tmp_path)
+    rest = run("gradient_accumulation", 2, "--batch-size=30", "--epochs=3", folder=tmp_path)
+    assert (whole["resumed_from"], first["resumed_from"], rest["resumed_from"]) == (0, 0, 1)
+    assert first["losses"] + rest["losses"] == whole["losses"]
+    assert rest["digests"] == whole["digests"]
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == [
+        f"checkpoint-{epoch}.pth.tar" for epoch in (1, 2, 3)
+    ]
+
+
+@pytest.mark.parametrize("ranks", SIZES)
+def test_clipping_and_gradient_scaler(run, ranks):
+    alone = run("clipping", 1, "--batch-size=120")
+    together = run("clipping", ranks, f"--batch-size={120 // ranks}")
+    assert_equal_everywhere(together, ranks)
+    for losses in alone["losses"].values():
+        assert_falls(losses)
+    assert min(alone["norms"]) > 0.25, "all gradients are clipped"
+    np.testing.assert_allclose(together["norms"], alone["norms"], rtol=EXACT)
+    assert_same_curves(together, alone, ["clipped", "scaled"])
+    np.testing.assert_allclose(together["losses"]["bfloat16"], alone["losses"]["bfloat16"], rtol=0.02)
+    # one rank's overflow halves the scale on all, and nobody steps
+    assert together["scales"] == alone["scales"] * ranks
+    assert alone["scales"][0][6:8] == [2048.0, 1024.0]
+
+
+@pytest.mark.parametrize("ranks", SIZES)
+def test_groups(run, ranks):
+    alone = run("groups", 1, "--batch-size=120")
+    together = run("groups", ranks, f"--batch-size={120 // ranks}")
+    assert_equal_everywhere(together, ranks)
+    compressed = together["losses"].pop("compressed")
+    assert compressed != together["losses"]["ungrouped"]
+    np.testing.assert_allclose(compressed, alone["losses"]["ungrouped"], rtol=1e-3)
+    assert len(together["losses"]) == 7
+    for name, losses in together["losses"].items():
+        assert_falls(losses)
+        np.testing.assert_allclose(losses, alone["losses"]["ungrouped"], rtol=EXACT, err_msg=name)
+
+
+@pytest.mark.parametrize(("ranks", "dynamic"), [(2, False), (3, True), (4, False)])
+def test_process_sets(run, ranks, dynamic):
+    each_alone = run("process_sets", 2, "--ranks=2")
+    arguments, variables = [f"--ranks={ranks}"], {}
+    if dynamic:
+        arguments, variables = [*arguments, "--dynamic"], {"HOROVOD_DYNAMIC_PROCESS_SETS": "1"}
+    record = run("process_sets", ranks, *arguments, **variables)
+    members = [list(range(0, ranks, 2)), list(range(1, ranks, 2))]
+    assert record["sets"] == [list(range(ranks)), *members]
+    for rank, told in enumerate(record["ranks"]):
+        assert told["in_set"] == members[rank % 2]
+        assert told["digest"] == record["ranks"][rank % 2]["digest"]
+        for kind in ("losses", "split"):
+            assert_falls(told[kind])
+    assert record["ranks"][0]["digest"] != record["ranks"][1]["digest"]
+    for rank, told in enumerate(record["ranks"]):
+        for kind in ("losses", "split"):
+            np.testing.assert_allclose(told[kind], each_alone["ranks"][rank % 2][kind], rtol=EXACT)
+    assert record["ensemble"] == each_alone["ensemble"] > 0.6
+
+
+@pytest.mark.parametrize("ranks", SIZES)
+def test_sparse_embeddings(run, ranks):
+    alone = run("sparse_embeddings", 1, "--batch-size=120")
+    together = run("sparse_embeddings", ranks, f"--batch-size={120 // ranks}")
+    assert_equal_everywhere(together, ranks)
+    for losses in alone["losses"].values():
+        assert_falls(losses)
+    assert_same_curves(together, alone)
+    np.testing.assert_allclose(together["losses"]["sparse"], together["losses"]["dense"], rtol=EXACT)
+    expected = [rank + 1.0 if rank < ranks else 0.0 for rank in range(8)]
+    expected[7] += 0.5 * ranks
+    assert together["sums"] == [expected] * ranks
+
+
+@pytest.mark.parametrize("ranks", [1, *SIZES])
+def test_join(run, ranks):
+    together = run("join", ranks)
+    assert_equal_everywhere(together, ranks)
+    assert_falls(together["losses"])
+    np.testing.assert_allclose(together["losses"], together["expected"], rtol=EXACT)
+    assert together["last_ranks"] == [[ranks - 1] * 4] * ranks, "the rank with most data joins last"
+    for rank, behind in enumerate(together["behind"]):
+        assert all((gap > 1e-4) == (rank < ranks - 1) for gap in behind), "who joins early is behind until told"
+
+
+@pytest.mark.parametrize("ranks", SIZES)
+def test_checkpoint(run, ranks, tmp_path):
+    whole = run("checkpoint", ranks)
+    first = run("checkpoint", ranks, "--epochs=2", folder=tmp_path)
+    rest = run("checkpoint", ranks, "--epochs=4", folder=tmp_path)
+    assert_equal_everywhere(rest, ranks)
+    assert (first["first_epoch"], rest["first_epoch"]) == (0, 2)
+    assert first["losses"] + rest["losses"] == whole["losses"], "to the last bit"
+    assert rest["digests"] == whole["digests"]
+    curves = np.array(whole["losses"])
+    assert curves.shape == (4, ranks, 6)
+    assert_falls(curves.mean(axis=(1, 2)))
+    assert len({tuple(curve) for curve in curves[0]}) == ranks, "every rank has its own randomness"
+
+
+@pytest.mark.parametrize("ranks", SIZES)
+def test_sync_batch_norm_and_differentiable_gathering(run, ranks):
+    alone = run("sync_batch_norm", 1, "--batch-size=60")
+    together = run("sync_batch_norm", ranks, f"--batch-size={60 // ranks}")
+    assert_equal_everywhere(together, ranks)
+    for losses in alone["losses"].values():
+        assert_falls(losses)
+    assert_same_curves(together, alone)
+    for name, seen in alone["seen"].items():
+        assert together["seen"][name] == pytest.approx(seen, rel=EXACT)
+
+
+@pytest.mark.parametrize("ranks", SIZES)
+def test_mixture_of_experts(run, ranks):
+    alone = run("mixture_of_experts", 1, "--batch-size=120")
+    together = run("mixture_of_experts", ranks, f"--batch-size={120 // ranks}")
+    assert_equal_everywhere(together, ranks)
+    assert_falls(alone["losses"])
+    np.testing.assert_allclose(together["losses"], alone["losses"], rtol=EXACT)
+    np.testing.assert_allclose(together["weights"], alone["weights"], rtol=EXACT)
+
+
+@pytest.mark.parametrize("ranks", SIZES)
+def test_custom_loop(run, ranks, tmp_path):
+    alone = run("custom_loop", 1, "--batch-size=120")
+    together = run("custom_loop", ranks, f"--batch-size={120 // ranks}", folder=tmp_path)
+    assert_equal_everywhere(together, ranks)
+    assert_falls(alone["losses"])
+    np.testing.assert_allclose(together["losses"], alone["losses"], rtol=EXACT)
+    call = r"allreduce 'mismatch' \(custom_loop.py:\d+\)"
+    mismatch = rf"rank {ranks - 1} of {ranks}, {call}: float32\[3\], but rank 0 has float32\[4\]"
+    assert len(together["mismatches"]) == ranks
+    for message in together["mismatches"]:
+        assert re.match(mismatch, message), message
+    assert re.match("allreduce 'duplicate': .* is pending already on rank 0", together["duplicates"][0])
+    assert together["duplicates"][1:] == [None] * (ranks - 1)
+    assert sum(together["polls"]) > 0
+    events = json.loads((tmp_path / "timeline.json").read_text())
+    for rank in range(ranks):
+        assert sum(event["pid"] == rank and event["name"] == "ALLREDUCE" for event in events) > 0

@@ -1,0 +1,119 @@
+"""Gradients reduced in groups: `groups` of the optimizer in its forms, and grouped collectives called by hand."""
+
+import argparse
+import json
+import warnings
+
+import common
+import horovod.torch as hvd
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("--batch-size", type=int, default=60, help="of one rank")
+parser.add_argument("--steps", type=int, default=8)
+parser.add_argument("--lr", type=float, default=1.0)
+args = parser.parse_args()
+
+hvd.init()
+torch.set_num_threads(1)
+(images, labels), _ = common.digits()
+
+
+def make_model():
+    torch.manual_seed(3 + hvd.rank())
+    model = nn.Sequential(
+        nn.Flatten(), nn.Linear(64, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 10)
+    ).double()
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    return model
+
+
+def loss_of(model, step):
+    batch_size = args.batch_size * hvd.size()
+    mine = slice(step * batch_size + hvd.rank(), (step + 1) * batch_size, hvd.size())
+    return F.cross_entropy(model(images[mine]), labels[mine])
+
+
+def train(model, optimizer):
+    losses = []
+    for step in range(args.steps):
+        optimizer.zero_grad()
+        loss = loss_of(model, step)
+        loss.backward()
+        optimizer.step()
+        losses.append(hvd.allreduce(loss.detach(), name="loss").item())
+    return losses, common.digest(model.state_dict())
+
+
+def wrapped(model, **options):
+    optimizer = torch.optim.SGD(model.parameters(), lr=args.lr)
+    return hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), **options)
+
+
+def train_with(**options):
+    model = make_model()
+    return train(model, wrapped(model, **options))
+
+
+def train_in_listed_groups():
+    model = make_model()
+    _, first, _, _in_no_group, _, third = model
+    return train(model, wrapped(model, groups=[list(first.parameters()), [third.weight, third.bias]]))
+
+
+def train_by_hand():
+    """Averages all gradients in one grouped_allreduce."""
+    model = make_model()
+    losses = []
+    for step in range(args.steps):
+        model.zero_grad()
+        loss = loss_of(model, step)
+        loss.backward()
+        gradients = [parameter.grad for parameter in model.parameters()]
+        averaged = hvd.grouped_allreduce(gradients, name="gradients", op=hvd.Average)
+        with torch.no_grad():
+            for parameter, gradient in zip(model.parameters(), averaged, strict=True):
+                parameter -= args.lr * gradient
+        losses.append(hvd.allreduce(loss.detach(), name="loss").item())
+    return losses, common.digest(model.state_dict())
+
+
+def train_sharded():
+    """Each rank updates its rows of every parameter, and gathers the others' rows."""
+    model = make_model()
+    losses = []
+    for step in range(args.steps):
+        model.zero_grad()
+        loss = loss_of(model, step)
+        loss.backward()
+        gradients = [parameter.grad for parameter in model.parameters()]
+        shards = hvd.grouped_reducescatter(gradients, name="shards", op=hvd.Average)
+        updated = []
+        for parameter, shard in zip(model.parameters(), shards, strict=True):
+            rows = hvd.allgather(torch.tensor([len(shard)])).tolist()
+            start = sum(rows[: hvd.rank()])
+            updated.append(parameter.detach()[start : start + len(shard)] - args.lr * shard)
+        handle = hvd.grouped_allgather_async(updated, name="parameters")
+        for parameter, whole in zip(model.parameters(), hvd.synchronize(handle), strict=True):
+            parameter.data.copy_(whole)
+        losses.append(hvd.allreduce(loss.detach(), name="loss").item())
+    return losses, common.digest(model.state_dict())
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # num_groups is Horovod's old name of groups
+    results = {
+        "ungrouped": train_with(),
+        "groups=2": train_with(groups=2),
+        "num_groups=2": train_with(num_groups=2),
+        "listed": train_in_listed_groups(),
+        "predivided": train_with(groups=1, gradient_predivide_factor=2.0),
+        "compressed": train_with(groups=2, compression=hvd.Compression.fp16),
+        "by hand": train_by_hand(),
+        "sharded": train_sharded(),
+    }
+digests = hvd.allgather_object([digest for _, digest in results.values()])
+if hvd.rank() == 0:
+    print(json.dumps({"losses": {name: losses for name, (losses, _) in results.items()}, "digests": digests}))

@@ -1,0 +1,138 @@
+"""Handwritten digits, in the manner of Horovod's MNIST example for PyTorch."""
+
+import argparse
+import json
+
+import common
+import horovod.torch as hvd
+import torch
+import torch.multiprocessing as mp
+import torch.nn as nn
+import torch.nn.functional as F
+import torch.optim as optim
+import torch.utils.data.distributed
+
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("--batch-size", type=int, default=60, help="of one rank")
+parser.add_argument("--test-batch-size", type=int, default=100)
+parser.add_argument("--epochs", type=int, default=3)
+parser.add_argument("--lr", type=float, default=0.01)
+parser.add_argument("--momentum", type=float, default=0.5)
+parser.add_argument("--seed", type=int, default=42)
+parser.add_argument("--workers", type=int, default=0)
+parser.add_argument("--fp16-allreduce", action="store_true", help="gradients travel in 16 bits")
+parser.add_argument("--use-adasum", action="store_true")
+parser.add_argument("--gradient-predivide-factor", type=float, default=1.0)
+parser.add_argument("--float64", action="store_true")
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv1 = nn.Conv2d(1, 8, kernel_size=3)
+        self.conv2 = nn.Conv2d(8, 16, kernel_size=3)
+        self.fc = nn.Linear(64, 10)
+
+    def forward(self, x):
+        x = F.relu(self.conv1(x))
+        x = F.relu(F.max_pool2d(self.conv2(x), 2))
+        return F.log_softmax(self.fc(x.flatten(1)), dim=1)
+
+
+def metric_average(val, name):
+    tensor = torch.tensor(val, dtype=torch.float64)
+    avg_tensor = hvd.allreduce(tensor, name=name)
+    return avg_tensor.item()
+
+
+def main(args):
+    hvd.init()
+    torch.manual_seed(args.seed + hvd.rank())  # the ranks start differently; the broadcast makes them alike
+    torch.set_num_threads(1)
+
+    kwargs = {"num_workers": args.workers}
+    if kwargs["num_workers"] > 0 and "forkserver" in mp.get_all_start_methods():
+        # not every fabric survives a fork
+        kwargs["multiprocessing_context"] = "forkserver"
+
+    train, test = common.digits(torch.float64 if args.float64 else torch.float32)
+    train_dataset = torch.utils.data.TensorDataset(*train)
+    test_dataset = torch.utils.data.TensorDataset(*test)
+
+    # every rank sees its own part of the images
+    train_sampler = torch.utils.data.distributed.DistributedSampler(
+        train_dataset, num_replicas=hvd.size(), rank=hvd.rank()
+    )
+    train_loader = torch.utils.data.DataLoader(
+        train_dataset, batch_size=args.batch_size, sampler=train_sampler, **kwargs
+    )
+    test_sampler = torch.utils.data.distributed.DistributedSampler(
+        test_dataset, num_replicas=hvd.size(), rank=hvd.rank()
+    )
+    test_loader = torch.utils.data.DataLoader(
+        test_dataset, batch_size=args.test_batch_size, sampler=test_sampler, **kwargs
+    )
+
+    model = Net().double() if args.float64 else Net()
+
+    # an average over more ranks bears a longer step; Adasum's result is long enough by itself
+    lr_scaler = hvd.size() if not args.use_adasum else 1
+
+    optimizer = optim.SGD(model.parameters(), lr=args.lr * lr_scaler, momentum=args.momentum)
+
+    # all ranks start as rank 0 does
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+
+    compression = hvd.Compression.fp16 if args.fp16_allreduce else hvd.Compression.none
+
+    optimizer = hvd.DistributedOptimizer(
+        optimizer,
+        named_parameters=model.named_parameters(),
+        compression=compression,
+        op=hvd.Adasum if args.use_adasum else hvd.Average,
+        gradient_predivide_factor=args.gradient_predivide_factor,
+    )
+
+    losses = []
+
+    def train_epoch(epoch):
+        model.train()
+        # another order every epoch
+        train_sampler.set_epoch(epoch)
+        for data, target in train_loader:
+            optimizer.zero_grad()
+            loss = F.nll_loss(model(data), target)
+            loss.backward()
+            optimizer.step()
+            losses.append(metric_average(loss.item(), "loss"))
+
+    def test_epoch():
+        model.eval()
+        test_loss = 0.0
+        test_accuracy = 0.0
+        with torch.no_grad():
+            for data, target in test_loader:
+                output = model(data)
+                test_loss += F.nll_loss(output, target, reduction="sum").item()
+                test_accuracy += (output.argmax(dim=1) == target).double().sum().item()
+        # len(test_sampler) is this rank's number of images
+        return (
+            metric_average(test_loss / len(test_sampler), "avg_loss"),
+            metric_average(test_accuracy / len(test_sampler), "avg_accuracy"),
+        )
+
+    for epoch in range(1, args.epochs + 1):
+        train_epoch(epoch)
+        test_loss, test_accuracy = test_epoch()
+        if hvd.rank() == 0:
+            print(f"test set: average loss {test_loss:.4f}, accuracy {100.0 * test_accuracy:.2f} %")
+
+    digests = hvd.allgather_object(common.digest(model.state_dict()))
+    if hvd.rank() == 0:
+        record = {"losses": losses, "test_loss": test_loss, "test_accuracy": test_accuracy, "digests": digests}
+        print(json.dumps(record))
+
+
+if __name__ == "__main__":
+    main(parser.parse_args())

@@ -1,0 +1,103 @@
+"""Batch normalisation over the batches of all ranks, and a contrastive loss over the features of all ranks."""
+
+import argparse
+import json
+
+import common
+import horovod.torch as hvd
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("--batch-size", type=int, default=24, help="of one rank")
+parser.add_argument("--steps", type=int, default=8)
+args = parser.parse_args()
+
+hvd.init()
+torch.set_num_threads(1)
+(images, labels), (test_images, _) = common.digits()
+
+
+class Net(nn.Module):
+    def __init__(self, outputs):
+        super().__init__()
+        self.conv = nn.Conv2d(1, 6, kernel_size=3)
+        self.norm = hvd.SyncBatchNorm(6)
+        self.fc = nn.Linear(6 * 9, outputs)
+        self.fc_norm = hvd.SyncBatchNorm(outputs, momentum=0.3)
+
+    def forward(self, x):
+        x = F.max_pool2d(F.relu(self.norm(self.conv(x))), 2)
+        return self.fc_norm(self.fc(x.flatten(1)))
+
+
+def make_model(outputs):
+    torch.manual_seed(5 + hvd.rank())
+    model = Net(outputs).double()
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    return model
+
+
+def share_of(tensor, step):
+    batch_size = args.batch_size * hvd.size()
+    return tensor[step * batch_size : (step + 1) * batch_size][hvd.rank() :: hvd.size()]
+
+
+def train(model, loss_of, **options):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), **options)
+    losses = []
+    for step in range(args.steps):
+        optimizer.zero_grad()
+        loss = loss_of(model, step)
+        loss.backward()
+        optimizer.step()
+        losses.append(hvd.allreduce(loss.detach(), name="loss").item())
+    model.eval()  # normalises by what it has seen in training
+    with torch.no_grad():
+        seen = model(test_images).abs().mean().item()
+    return losses, seen, common.digest(model.state_dict())
+
+
+def classification_loss(model, step):
+    return F.cross_entropy(model(share_of(images, step)), share_of(labels, step))
+
+
+def contrastive_loss(model, step):
+    """Two views of one image should look alike, and unlike those of the other images of all ranks."""
+    data = share_of(images, step)
+    views = F.normalize(model(data), dim=1), F.normalize(model(data.flip(-1)), dim=1)
+    gathered = hvd.allgather(torch.stack(views, dim=1), name="views")
+    own = hvd.rank() * args.batch_size + torch.arange(args.batch_size)
+    return F.cross_entropy(gathered[own, 0] @ gathered[:, 1].T / 0.5, own)
+
+
+class MeanOverRanks(torch.autograd.Function):
+    """A user's own differentiable function, made of collectives."""
+
+    @staticmethod
+    def forward(ctx, tensor):
+        return hvd.allreduce(tensor, name="forward", op=hvd.Average)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return hvd.allreduce(gradient, name="backward", op=hvd.Average)
+
+
+def centred_loss(model, step):
+    features = model(share_of(images, step)).square()
+    return (MeanOverRanks.apply(features.mean(dim=0)) - 0.1 * torch.arange(features.shape[1])).square().mean()
+
+
+results = {
+    "classification": train(make_model(10), classification_loss),
+    # the gradient of allgather is averaged over the ranks, so that the optimizer has to sum
+    "contrastive": train(make_model(6), contrastive_loss, op=hvd.Sum),
+    "centred": train(make_model(3), centred_loss),
+}
+digests = hvd.allgather_object([digest for _, _, digest in results.values()])
+if hvd.rank() == 0:
+    losses = {name: losses for name, (losses, _, _) in results.items()}
+    seen = {name: seen for name, (_, seen, _) in results.items()}
+    print(json.dumps({"losses": losses, "seen": seen, "digests": digests}))
