@@ -1,0 +1,452 @@
+"""Every error of the API: its type and its message on every rank, and a collective that works afterwards."""
+
+import threading
+
+import numpy as np
+import pytest
+
+import ringreduce as rr
+from ringreduce import runtime
+from ringreduce.settings import Settings
+from ringreduce.testing import run_ranks
+
+LINE = r"\(test_errors.py:\d+\)"
+
+
+def zeros(*shape, dtype="float32"):
+    return np.zeros(shape, dtype)
+
+
+def goes_on():
+    """The engine lives: a collective of each sort gives the right result."""
+    size = rr.size()
+    assert rr.allreduce(np.float64(rr.rank() + 1), op=rr.Sum) == size * (size + 1) / 2
+    assert rr.allgather(np.array([rr.rank()])).tolist() == list(range(size))
+    assert rr.allreduce(np.float64(rr.rank()), name="w", op=rr.Max) == size - 1, "the name is free again"
+    rr.barrier()
+
+
+MISMATCHES = {
+    "shape": (
+        lambda r: rr.allreduce_async(zeros(3 if r == 2 else 4), name="w"),
+        rf"^rank 2 of 3, allreduce 'w' {LINE}: float32\[3\], but rank 0 has float32\[4\] {LINE}; "
+        r"all ranks must pass equal shapes$",
+    ),
+    "number of dimensions": (
+        lambda r: rr.allreduce_async(zeros(4, 1) if r == 1 else zeros(4), name="w"),
+        rf"rank 1 of 3, allreduce 'w' {LINE}: float32\[4, 1\], but rank 0 has float32\[4\] .* equal shapes$",
+    ),
+    "dtype": (
+        lambda r: rr.allreduce_async(zeros(4, dtype="float64" if r else "float32"), name="w"),
+        r"float64\[4\], but rank 0 has float32\[4\] .*equal dtypes \(ranks 1, 2 differ from rank 0\)$",
+    ),
+    "signedness": (
+        lambda r: rr.allreduce_async(zeros(4, dtype=["int32", "int32", "uint32"][r]), name="w", op=rr.Sum),
+        r"rank 2 of 3, .* uint32\[4\], but rank 0 has int32\[4\] .*equal dtypes$",
+    ),
+    "op": (
+        lambda r: rr.allreduce_async(zeros(4), name="w", op=[rr.Sum, rr.Average, rr.Sum][r]),
+        "rank 1 of 3, allreduce 'w' .*: op=Average, but rank 0 has op=Sum .*; all ranks must pass equal values of op",
+    ),
+    "prescale": (
+        lambda r: rr.allreduce_async(zeros(4), name="w", prescale_factor=1.0 + (r == 2)),
+        "rank 2 of 3, .*: prescale_factor=2.0, but rank 0 has prescale_factor=1.0 .* equal values of prescale_factor",
+    ),
+    "postscale": (
+        lambda r: rr.allreduce_async(zeros(4), name="w", postscale_factor=0.5 if r == 1 else 1.0),
+        "rank 1 of 3, .*: postscale_factor=0.5, but rank 0 has postscale_factor=1.0 .* values of postscale_factor",
+    ),
+    "group's number": (
+        lambda r: rr.grouped_allreduce_async([zeros(4)] * (3 if r == 1 else 2), name="w"),
+        rf"rank 1 of 3, allreduce 'w' {LINE}: 3 tensors, but rank 0 has 2 {LINE}; all ranks must pass equally many",
+    ),
+    "one of a group": (
+        lambda r: rr.grouped_allreduce_async([zeros(4), zeros(5 + (r == 2))], name="w"),
+        r"rank 2 of 3, allreduce 'w.1' .*: float32\[6\], but rank 0 has float32\[5\] .* equal shapes$",
+    ),
+    "names of a group": (
+        lambda r: rr.grouped_allreduce_async([zeros(4)] * 2, name="w", names=["a", "c" if r else "b"]),
+        "allreduce 'c' .*: name 'c', but rank 0 has name 'b' .* equal names",
+    ),
+    "allgather's other dimensions": (
+        lambda r: rr.allgather_async(zeros(r, 3 + (r == 2)), name="w"),
+        r"rank 2 of 3, allgather 'w' .*: float32\[4\], but rank 0 has float32\[3\] .* equal shapes$",
+    ),
+    "allgather's dtype": (
+        lambda r: rr.grouped_allgather_async([zeros(2, dtype="int8" if r == 1 else "bool")], name="w"),
+        r"rank 1 of 3, allgather 'w' .*: int8\[\], but rank 0 has bool\[\] .* equal dtypes$",
+    ),
+    "alltoall's other dimensions": (
+        lambda r: rr.alltoall_async(zeros(3, 1 + (r == 1)), name="w"),
+        r"rank 1 of 3, alltoall 'w' .*: float32\[2\], but rank 0 has float32\[1\] .* equal shapes$",
+    ),
+    "reducescatter's rows": (
+        lambda r: rr.reducescatter_async(zeros(6 + (r == 2)), name="w"),
+        r"rank 2 of 3, reducescatter 'w' .*: float32\[7\], but rank 0 has float32\[6\] .* equal shapes$",
+    ),
+    "reducescatter's op": (
+        lambda r: rr.grouped_reducescatter_async([zeros(6)], name="w", op=rr.Sum if r else rr.Average),
+        "rank 1 of 3, reducescatter 'w' .*: op=Sum, but rank 0 has op=Average .* of op .ranks 1, 2 differ",
+    ),
+    "broadcast's root": (
+        lambda r: rr.broadcast_async(zeros(4), r % 2, name="w"),
+        "rank 1 of 3, broadcast 'w' .*: root_rank=1, but rank 0 has root_rank=0 .* equal values of root_rank",
+    ),
+    "broadcast's shape": (
+        lambda r: rr.broadcast_async_(zeros(4 + (r == 1)), 0, name="w"),
+        r"rank 1 of 3, broadcast 'w' .*: float32\[5\], but rank 0 has float32\[4\] .* equal shapes$",
+    ),
+    "one rank's root is none": (
+        lambda r: rr.broadcast_async(zeros(4), 7 if r == 2 else 0, name="w"),
+        "rank 2 of 3, broadcast 'w' .*: root_rank=7, but rank 0 has root_rank=0",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MISMATCHES)
+@pytest.mark.parametrize("known", [False, True], ids=["new", "known to the cache"])
+def test_a_mismatch_is_told_on_every_rank_and_the_job_goes_on(case, known):
+    begin, message = MISMATCHES[case]
+
+    def program():
+        for _ in range(2 * known):  # so that rank 0 announces it by a bit
+            rr.synchronize(begin(0))
+        for _ in range(2):
+            handle = begin(rr.rank())
+            with pytest.raises(rr.MismatchError, match=message) as caught:
+                rr.synchronize(handle)
+            assert rr.poll(handle)
+            assert isinstance(caught.value, RuntimeError)
+            with pytest.raises(rr.CollectiveError, match=message):
+                rr.synchronize(handle)  # each waiter gets it
+        goes_on()
+        return str(caught.value)
+
+    assert len(set(run_ranks(3, program))) == 1, "the same message on every rank"
+
+
+def test_horovods_name_of_a_failed_collective_is_understood():
+    import ringreduce.torch as hvd
+
+    def program():
+        with pytest.raises(hvd.HorovodInternalError, match="all ranks must pass equal shapes"):
+            rr.allreduce(zeros(1 + rr.rank()))
+        goes_on()
+
+    run_ranks(2, program)
+
+
+def test_host_and_device_memory_under_one_name(cupy):
+    def program():
+        array = cupy.ndarray(zeros(4)) if rr.rank() == 1 else zeros(4)
+        with pytest.raises(
+            rr.MismatchError, match=r"rank 1 of 3, allreduce 'w' .*: a tensor on cuda, but rank 0 has one"
+        ):
+            rr.allreduce(array, name="w")
+        goes_on()
+
+    run_ranks(3, program)
+
+
+def test_different_operations_under_one_name():
+    def program():
+        call = [rr.allreduce, rr.allgather, rr.allreduce][rr.rank()]
+        message = rf"^rank 1 of 3, allgather 'w' {LINE}: allgather 'w', but rank 0 has allreduce 'w' {LINE}; all ranks"
+        with pytest.raises(rr.MismatchError, match=message):
+            call(zeros(4), name="w")
+        goes_on()
+
+    run_ranks(3, program)
+
+
+def test_different_operations_without_a_name():
+    def program():
+        with pytest.raises(rr.MismatchError, match=r"allgather 'noname.1', but rank 0 has allreduce 'noname.1'"):
+            rr.allgather(zeros(4)) if rr.rank() else rr.allreduce(zeros(4))
+        goes_on()
+
+    run_ranks(2, program)
+
+
+def test_a_mistake_in_some_tensors_spares_the_others():
+    """Among many under way, those that differ fail, and all others are right; in several rounds."""
+
+    def program():
+        for step in range(4):
+            handles = {}
+            for number in np.random.default_rng(rr.rank() + 10 * step).permutation(30).tolist():
+                wrong = number % 7 == step and rr.rank() == 1
+                array = np.full(3 + wrong, 10.0 * rr.rank() + number)
+                handles[number] = rr.allreduce_async(array, name=f"w{number}", op=rr.Sum)
+            for number, handle in handles.items():
+                if number % 7 == step:
+                    with pytest.raises(rr.MismatchError, match=rf"rank 1 of 3, allreduce 'w{number}' "):
+                        rr.synchronize(handle)
+                else:
+                    np.testing.assert_array_equal(rr.synchronize(handle), [30 + 3 * number] * 3)
+
+    run_ranks(3, program)
+
+
+def test_a_name_that_is_pending_is_refused_at_once():
+    def program():
+        message = (
+            f"allreduce 'w': a tensor of this name is pending already on rank {rr.rank()}; synchronize it first, or "
+            "give this one another name"
+        )
+        if rr.rank() == 0:  # rank 1 has not given it yet
+            handle = rr.allreduce_async(zeros(4), name="w")
+            for again in (rr.allreduce_async, rr.allreduce_, rr.allreduce):
+                with pytest.raises(ValueError, match=message):
+                    again(zeros(4), name="w")
+            assert not rr.poll(handle)
+            rr.allgather_object(0, name="released")
+        else:
+            rr.allgather_object(0, name="released")
+            handle = rr.allreduce_async(zeros(4) + 1, name="w", op=rr.Average)
+        np.testing.assert_array_equal(rr.synchronize(handle), [0.5] * 4)
+        goes_on()
+
+    run_ranks(2, program)
+
+
+def test_the_same_name_may_be_another_operations():
+    def program():
+        handles = [rr.allreduce_async(zeros(3), name="w"), rr.allgather_async(zeros(1), name="w")]
+        return [rr.synchronize(handle).shape for handle in handles]
+
+    assert run_ranks(2, program) == [[(3,), (2,)]] * 2
+
+
+def torch_transposed():
+    import torch
+
+    return torch.zeros(3, 4).t()
+
+
+WRONG = {
+    "average and op": (
+        lambda: rr.allreduce(zeros(3), average=True, op=rr.Sum),
+        "allreduce: both average=True and op=Sum were given; pass op only",
+    ),
+    "average and op, in place": (
+        lambda: rr.grouped_allreduce_async_([zeros(3)], average=False, op=rr.Average),
+        "both average=False and op=Average were given",
+    ),
+    "no op": (lambda: rr.allreduce(zeros(3), op=7), "op=7; expected Average, Sum, Adasum, Min, Max or Product"),
+    "bool's average": (lambda: rr.allreduce(zeros(3, dtype=bool)), "bool elements cannot be averaged or scaled"),
+    "bool's scale": (
+        lambda: rr.allreduce_async(zeros(3, dtype=bool), op=rr.Sum, postscale_factor=2.0),
+        "bool elements cannot be averaged or scaled",
+    ),
+    "complex minimum": (
+        lambda: rr.allreduce(zeros(3, dtype="complex64"), op=rr.Min),
+        "complex64 elements have no order: op=Min is not defined",
+    ),
+    "integers' Adasum": (
+        lambda: rr.allreduce(zeros(3, dtype="int32"), op=rr.Adasum),
+        "int32 elements have no Adasum; pass floating-point ones",
+    ),
+    "ranks for Adasum": (
+        lambda: rr.allreduce(zeros(3), op=rr.Adasum),
+        "op=Adasum: 3 ranks; expected a power of two, such as 2, 4 or 8",
+    ),
+    "reducescatter's op": (
+        lambda: rr.reducescatter(zeros(3), op=rr.Max),
+        "reducescatter: op=Max; expected Average or Sum",
+    ),
+    "0-d allgather": (lambda: rr.allgather(zeros(), name="w"), "allgather 'w': a 0-d tensor has no rows"),
+    "0-d in a grouped allgather": (lambda: rr.grouped_allgather([zeros(2), 3.0]), "allgather: a 0-d tensor has no row"),
+    "0-d alltoall": (lambda: rr.alltoall(np.float32(3)), "alltoall: a 0-d tensor has no rows"),
+    "0-d reducescatter": (lambda: rr.reducescatter(zeros()), "reducescatter: a 0-d tensor has no rows to scatter"),
+    "rows that cannot be parted": (
+        lambda: rr.alltoall_async(zeros(4)),
+        "alltoall: 4 rows cannot be parted equally among 3 ranks; pass splits, or a multiple of 3",
+    ),
+    "too few splits": (
+        lambda: rr.alltoall(zeros(4), [2, 2]),
+        r"alltoall: splits=\[2, 2\]; expected 3 whole numbers of 0 or more, one for each rank",
+    ),
+    "2-d splits": (
+        lambda: rr.alltoall(zeros(4), np.ones((3, 1), int)),
+        r"splits=\[\[1\], \[1\], \[1\]\]; expected 3 whole",
+    ),
+    "a negative split": (lambda: rr.alltoall(zeros(4), [2, -1, 2]), r"splits=\[2, -1, 2\]; expected 3 whole numbers"),
+    "splits that are no integers": (
+        lambda: rr.alltoall(zeros(4), np.array([1.0, 1.0, 2.0])),
+        r"splits=\[1.0, 1.0, 2.0\]; expected 3 whole numbers",
+    ),
+    "splits past the end": (
+        lambda: rr.alltoall(zeros(4), np.array([2, 2, 1], np.int32)),
+        r"splits=\[2, 2, 1\] sum up to 5, but the tensor has 4 rows only",
+    ),
+    "root": (lambda: rr.broadcast(zeros(3), 3), "broadcast: root_rank=3; expected a rank from 0 to 2"),
+    "negative root": (lambda: rr.broadcast_(zeros(3), -1), "broadcast: root_rank=-1; expected a rank from 0 to 2"),
+    "root of an object": (lambda: rr.broadcast_object(1, 9), "broadcast_object: root_rank=9; expected a rank from 0"),
+    "not contiguous": (
+        lambda: rr.allreduce(zeros(3, 4).T),
+        r"an array of shape \(4, 3\) and strides \(4, 16\) is not C-contiguous; pass a contiguous copy",
+    ),
+    "a part of an array": (lambda: rr.allgather(zeros(3, 4)[:, :2]), r"shape \(3, 2\) and strides .* not C-contiguous"),
+    "torch, not contiguous": (lambda: rr.allreduce(torch_transposed()), "is not contiguous; pass tensor.contiguous"),
+    "strings": (
+        lambda: rr.broadcast(np.array(["a"]), 0),
+        "elements of type <U1 cannot be communicated; supported are: bool",
+    ),
+    "long doubles": (lambda: rr.allreduce(zeros(3, dtype="longdouble")), "elements of type .* cannot be communicated"),
+    "other byte order": (lambda: rr.allreduce(np.zeros(3, ">f4")), "elements of type >f4 cannot be communicated"),
+    "read-only": (
+        lambda: rr.allreduce_(np.broadcast_to(zeros(1), (1,))),
+        "a read-only array cannot be changed in place",
+    ),
+    "no array": (
+        lambda: rr.allreduce([1.0, 2.0]),
+        "a builtins.list is no array; expected a NumPy, CuPy or torch array",
+    ),
+    "no process set": (
+        lambda: rr.allreduce(zeros(3), process_set=[0, 1]),
+        r"allreduce: process_set=\[0, 1\]; expected a ProcessSet",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_argument_is_a_value_error_and_the_job_goes_on(case):
+    call, message = WRONG[case]
+
+    def program():
+        for _ in range(2):
+            with pytest.raises(ValueError, match=message) as caught:
+                call()
+            assert isinstance(caught.value, rr.InputError)
+        goes_on()
+
+    run_ranks(3, program)
+
+
+def test_one_ranks_wrong_argument_can_be_corrected():
+    """Nothing was announced: the other ranks wait for the right call."""
+
+    def program():
+        if rr.rank() == 1:
+            with pytest.raises(ValueError, match="not C-contiguous"):
+                rr.allreduce(zeros(4, 3).T, name="w")
+        return rr.allreduce(zeros(3, 4) + rr.rank(), name="w", op=rr.Sum)[2, 3]
+
+    assert run_ranks(3, program) == [3, 3, 3]
+
+
+BEFORE_INIT = {
+    "rank": rr.rank,
+    "size": rr.size,
+    "local_rank": rr.local_rank,
+    "local_size": rr.local_size,
+    "cross_rank": rr.cross_rank,
+    "cross_size": rr.cross_size,
+    "is_homogeneous": rr.is_homogeneous,
+    "mpi_threads_supported": rr.mpi_threads_supported,
+    "allreduce": lambda: rr.allreduce(zeros(3)),
+    "reducescatter": lambda: rr.reducescatter(zeros(3)),
+    "allgather": lambda: rr.allgather(zeros(3)),
+    "alltoall": lambda: rr.alltoall(zeros(3)),
+    "broadcast": lambda: rr.broadcast(zeros(3), 0),
+    "broadcast_object": lambda: rr.broadcast_object(3),
+    "allgather_object": lambda: rr.allgather_object(3),
+    "barrier": rr.barrier,
+    "join": rr.join,
+    "start_timeline": lambda: rr.start_timeline("t.json"),
+    "stop_timeline": rr.stop_timeline,
+    "add_process_set": lambda: rr.add_process_set([0]),
+    "remove_process_set": lambda: rr.remove_process_set(rr.global_process_set),
+    "included": lambda: rr.ProcessSet([0]).included(),
+}
+
+
+@pytest.mark.parametrize("name", BEFORE_INIT)
+def test_a_call_outside_a_world_says_what_to_do(name):
+    message = rf"^{name}\(\): ringreduce has not been initialized; use ringreduce.init\(\)$"
+    assert not rr.is_initialized()
+    with pytest.raises(ValueError, match=message):
+        BEFORE_INIT[name]()
+
+    def program():
+        rr.shutdown()
+        with pytest.raises(rr.NotInitializedError, match=message):
+            BEFORE_INIT[name]()
+
+    run_ranks(2, program)
+
+
+def test_what_is_pending_when_a_rank_leaves_says_who_left_first_and_why():
+    def program():
+        goes_on()
+        mine = rr.allreduce_async(zeros(3), name="only of rank 0 and 1") if rr.rank() != 2 else None
+        if rr.rank() == 2:
+            rr.shutdown()
+            return
+        message = (
+            rf"^rank {rr.rank()} of 3, allreduce 'only of rank 0 and 1' {LINE}: rank 2 has left the job: it called "
+            rf"shutdown\(\) {LINE}; all ranks must call the same collectives the same number of times$"
+        )
+        with pytest.raises(rr.PeerLostError, match=message) as caught:
+            rr.synchronize(mine)
+        assert caught.value.lost_ranks == (2,)
+        with pytest.raises(rr.PeerLostError, match=r"allreduce 'w' .*: rank 2 has left the job: it called shutdown"):
+            rr.allreduce(zeros(3), name="w")
+
+    run_ranks(3, program)
+
+
+def test_what_this_rank_leaves_pending_is_told_too():
+    def program():
+        handle = rr.allreduce_async(zeros(3), name=f"only of rank {rr.rank()}")
+        engine = runtime.current("test").engine
+        rr.shutdown()
+        message = (
+            r"was pending when this rank left the job \(it called shutdown|rank \d has left the job: it called shutd"
+        )
+        with pytest.raises(rr.CollectiveError, match=message):
+            handle.wait()
+        assert not engine.lanes[0].pending
+
+    run_ranks(2, program)
+
+
+def test_a_rank_that_fails_is_named_to_those_that_wait_for_it():
+    told = {}
+
+    def program():
+        if rr.rank() == 1:
+            raise KeyError("no such file")
+        try:
+            rr.allreduce(zeros(3), name="w")
+        except rr.PeerLostError as exc:
+            told[rr.rank()] = str(exc)
+            raise
+
+    with pytest.raises(KeyError, match="no such file"):
+        run_ranks(3, program)
+    assert sorted(told) == [0, 2]
+    assert all("rank 1 has left the job: it failed with KeyError: 'no such file'" in text for text in told.values())
+
+
+def test_a_tensor_that_one_rank_does_not_give_is_given_up_and_the_job_goes_on(capfd):
+    settings = Settings(stall_check_s=0.2, stall_abort_s=0.5)
+    late = threading.Event()
+
+    def program():
+        if rr.rank() == 1:
+            late.wait(10)
+        else:
+            message = (
+                rf"^allreduce 'w' \(float32\[3\]\): waiting for \d+ s; given by rank 0 {LINE}, rank 2 {LINE}; "
+                "not by rank 1. All ranks must submit it$"
+            )
+            with pytest.raises(rr.StalledError, match=message) as caught:
+                rr.allreduce(zeros(3), name="w")
+            assert isinstance(caught.value, RuntimeError)
+            late.set()
+        goes_on()
+
+    run_ranks(3, program, settings=settings)
+    assert "ringreduce: stalled: allreduce 'w'" in capfd.readouterr().err
