@@ -44,6 +44,8 @@ class Waiting(NamedTuple):
     given: dict[int, str]
     """By rank: the line that submitted it."""
     missing: list[int]
+    waits: bool
+    """All threads that submitted it do nothing else until it is done."""
 
 
 class Coordinator:
@@ -299,6 +301,7 @@ class Coordinator:
                 entry.since_s,
                 {rank: call.line for rank, call in entry.calls.items()},
                 [rank for rank in self._live() if rank not in entry.calls],
+                all(call.waits for call in entry.calls.values()),
             )
             for entry in self._entries.values()
             if now - entry.since_s >= longer_than_s
@@ -311,7 +314,7 @@ class Coordinator:
         for number, since in old.items():
             given = {rank: self._call(rank, number).line for rank, bits in self._bits.items() if bits >> number & 1}
             missing = [rank for rank in self._live() if rank not in given]
-            found.append(Waiting(self._cache[number], since, given, missing))
+            found.append(Waiting(self._cache[number], since, given, missing, waits=False))
         return sorted(found, key=lambda each: each.since_s)
 
     def oldest_s(self) -> float | None:
@@ -328,18 +331,16 @@ class Coordinator:
         }
         self._bits_since = [(min(since, since_s), bits) for since, bits in self._bits_since]
 
-    def give_up(self, keys: Iterable[str], message: Callable[[str], str]) -> Response:
-        """Fail tensors that have waited too long."""
-        keys = list(keys)
-        for key in keys:
-            number = self._cache.number_of_key(key)
+    def give_up(self, failures: Sequence[Failure]) -> Response:
+        """Fail tensors for another reason than those that are found here."""
+        for failure in failures:
+            number = self._cache.number_of_key(failure.key)
             if number is not None:
                 self._clear(1 << number)
-            self._drop(key)
+            self._drop(failure.key)
         self._responses += 1
-        self._given_up.update(dict.fromkeys(keys, self._responses))
-        failures = tuple(Failure(key, "StalledError", message(key)) for key in keys)
-        return Response(self._process_set, self._responses, failures=failures)
+        self._given_up.update({failure.key: self._responses for failure in failures})
+        return Response(self._process_set, self._responses, failures=tuple(failures))
 
 
 def _mask(given: Iterable[int]) -> int:

@@ -117,7 +117,7 @@ def tensor_text(tensor: TensorDescription) -> str:
 
 
 def calling_line() -> str:
-    """The nearest line of the user's that led here, as file.py:41: outside this package, and torch, which calls hooks."""
+    """The user's nearest line that led here, as file.py:41: outside this package, and torch, which calls hooks."""
     libraries = _libraries("torch" in sys.modules)
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(libraries):

@@ -32,17 +32,21 @@ from ringreduce.engine.letters import (
     Announcement,
     Answer,
     Broken,
+    Elsewhere,
     Failure,
     Goodbye,
     Look,
+    Misplaced,
     Question,
     Response,
     TimelineEvents,
     TimelineStart,
     TimelineStop,
+    Where,
     decode,
     encode,
 )
+from ringreduce.engine.misplaced import MisplacedCheck
 from ringreduce.engine.recording import Recording
 from ringreduce.engine.request import Handle, Request
 from ringreduce.engine.stalls import StallWatch
@@ -121,6 +125,7 @@ class Engine:
         self._moved_s = time.monotonic()
         self._alert_until_s = 0.0
         self._stalls = StallWatch(self, threading.get_ident())
+        self._misplaced = MisplacedCheck(self)
         for members in (range(world.size), *process_sets):
             self._add_set(members)
         self._thread = threading.Thread(target=self._run, name=f"ringreduce engine {world.rank}", daemon=True)
@@ -307,6 +312,7 @@ class Engine:
         if not moved:
             self._recording.spill()
             self._stalls.look()
+            self._misplaced.look()
         return moved
 
     def _obey(self) -> bool:
@@ -398,6 +404,8 @@ class Engine:
             self._give_up(errors.PeerLostError(content.message, [letter.source]))
         elif isinstance(content, Look | Question | Answer):
             self._stalls.read(letter.source, content)
+        elif isinstance(content, Where | Elsewhere | Misplaced):
+            self._misplaced.read(letter.source, content)
         elif isinstance(content, TimelineStart | TimelineStop | TimelineEvents):
             self._recording.read(letter.source, content)
 

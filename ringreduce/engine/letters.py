@@ -86,6 +86,29 @@ class Answer(NamedTuple):
     stack: str
 
 
+class Where(NamedTuple):
+    """The coordinator of a process set asks: do you wait for this tensor in another set?"""
+
+    process_set: int
+    key: str
+
+
+class Elsewhere(NamedTuple):
+    """Yes: in this one, since this line."""
+
+    process_set: int
+    key: str
+    other_set: int
+    line: str
+
+
+class Misplaced(NamedTuple):
+    """One coordinator tells another: this tensor cannot become complete, since ranks submitted it to different sets."""
+
+    process_set: int
+    failure: Failure
+
+
 class Broken(NamedTuple):
     """This rank's engine failed in the middle of an operation; the others cannot complete it."""
 

@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 from ringreduce.engine.coordinator import Waiting
 from ringreduce.engine.description import PACKAGE, tensor_text
 from ringreduce.engine.lane import Lane
-from ringreduce.engine.letters import Answer, Look, Question, Response, encode
+from ringreduce.engine.letters import Answer, Failure, Look, Question, Response, encode
 from ringreduce.settings import Settings
 from ringreduce.transport.base import EngineTransport
 
@@ -133,8 +133,8 @@ class StallWatch:
             self._ask(lane, headline(waiting, now), missing)
         over = [each for each in waiting if self._is_over(now - each.since_s)]
         if over and lane.coordinator is not None:
-            texts = {each.description.key: headline([each], now) for each in over}
-            self._engine.spread(lane, lane.coordinator.give_up(texts, texts.__getitem__))
+            failures = [Failure(each.description.key, "StalledError", headline([each], now)) for each in over]
+            self._engine.spread(lane, lane.coordinator.give_up(failures))
         return True
 
     def _is_due(self, lane: Lane, stuck_s: float) -> bool:

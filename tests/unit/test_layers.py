@@ -24,7 +24,7 @@ LAYERS = [
     ["engine.request", "engine.letters", "engine.cache"],
     ["engine.coordinator", "engine.timeline"],
     ["engine.lane", "engine.recording", "engine.operations"],
-    ["engine.stalls"],
+    ["engine.stalls", "engine.misplaced"],
     ["engine.engine"],
     ["agreement"],
     ["runtime"],
