@@ -1,0 +1,224 @@
+"""Process sets on threads: who is in them, adding and removing them, and what is refused."""
+
+import numpy as np
+import pytest
+
+import ringreduce as rr
+from ringreduce.settings import Settings
+from ringreduce.testing import run_ranks
+
+DYNAMIC = Settings(dynamic_process_sets=True)
+
+
+def total(process_set, name=None):
+    return rr.allreduce(np.float64(10.0 ** rr.rank()), name=name, op=rr.Sum, process_set=process_set)
+
+
+def test_what_a_set_knows_of_itself():
+    def program():
+        own = rr.ProcessSet([2, 0])
+        before = own.process_set_id, own.size(), own.rank(), own.ranks
+        assert rr.add_process_set(own) is own
+        same = rr.get_process_set_ids_and_ranks() == {0: [0, 1, 2], 1: [0, 2]}
+        return before, same, own.process_set_id, own.size(), own.rank(), own.included(), own.ranks
+
+    before = (None, None, None, [0, 2])
+    assert run_ranks(3, program, settings=DYNAMIC) == [
+        (before, True, 1, 2, 0, True, [0, 2]),
+        (before, True, 1, 2, None, False, [0, 2]),
+        (before, True, 1, 2, 1, True, [0, 2]),
+    ]
+
+
+def test_the_set_of_all_ranks():
+    def program():
+        everyone = rr.global_process_set
+        return everyone.process_set_id, everyone.size(), everyone.rank(), everyone.included(), total(everyone)
+
+    assert run_ranks(2, program) == [(0, 2, rank, True, 11) for rank in (0, 1)]
+    assert (rr.global_process_set.size(), rr.global_process_set.rank()) == (None, None)
+
+
+def test_sets_come_and_go_and_numbers_are_never_given_twice():
+    def program():
+        numbers = []
+        for step in range(4):
+            own = rr.add_process_set([2, 1] if step % 2 else [0, 2])
+            numbers.append(own.process_set_id)
+            if own.included():
+                assert total(own, name="w") == sum(10.0**rank for rank in own.ranks)
+            assert rr.remove_process_set(own)
+            assert own.process_set_id is None
+            assert not rr.remove_process_set(own)
+            assert rr.get_process_set_ids_and_ranks() == {0: [0, 1, 2]}
+        return numbers
+
+    assert run_ranks(3, program, settings=DYNAMIC) == [[1, 2, 3, 4]] * 3
+
+
+def test_roots_are_ranks_of_the_world():
+    def program():
+        own = rr.add_process_set([1, 3, 2])
+        if not own.included():
+            return None
+        with pytest.raises(ValueError, match=r"root_rank=0; expected a rank of the process set, 1, 2, 3$"):
+            rr.broadcast(np.zeros(2), 0, process_set=own)
+        return rr.broadcast(np.float64([rr.rank()]), 3, process_set=own).tolist(), rr.broadcast_object(
+            rr.rank(), 2, process_set=own
+        )
+
+    assert run_ranks(4, program, settings=DYNAMIC) == [None, ([3], 2), ([3], 2), ([3], 2)]
+
+
+def test_a_mismatch_in_a_set_names_ranks_of_the_world_and_spares_the_others():
+    def program():
+        own = rr.add_process_set([3, 1])
+        everyone = rr.allreduce_async(np.float64(rr.rank()), name="w", op=rr.Sum)
+        if own.included():
+            with pytest.raises(rr.MismatchError, match=r"^rank 3 of 4, allreduce 'w' .*: float64\[4\], but rank 1 has"):
+                rr.allreduce(np.zeros(1 + rr.rank()), name="w", process_set=own)
+            assert total(own, name="w") == 1010
+        return rr.synchronize(everyone)
+
+    assert run_ranks(4, program, settings=DYNAMIC) == [6, 6, 6, 6]
+
+
+def test_a_set_of_one_rank_needs_no_other():
+    def program():
+        own = rr.add_process_set([1])
+        if own.included():
+            rows = np.arange(3)
+            assert total(own) == 10
+            assert rr.allgather(rows, process_set=own).tolist() == [0, 1, 2]
+            assert rr.alltoall(rows, process_set=own).tolist() == [0, 1, 2]
+            rr.barrier(own)
+            return rr.allgather_object("x", process_set=own)
+        return None
+
+    assert run_ranks(2, program, settings=DYNAMIC) == [None, ["x"]]
+
+
+def test_who_is_not_in_a_set_is_told():
+    def program():
+        own = rr.add_process_set([0, 2])
+        if rr.rank() == 1:
+            for call in (
+                lambda: total(own),
+                lambda: rr.allgather(np.zeros(2), process_set=own),
+                lambda: rr.alltoall(np.zeros(2), process_set=own),
+                lambda: rr.broadcast(np.zeros(2), 0, process_set=own),
+                lambda: rr.barrier(own),
+            ):
+                with pytest.raises(
+                    ValueError, match=r"rank 1 is not in process set 1, whose ranks are 0, 2; call it on"
+                ):
+                    call()
+        return rr.allreduce(np.float64(1), op=rr.Sum)
+
+    assert run_ranks(3, program, settings=DYNAMIC) == [3, 3, 3]
+
+
+def test_a_set_that_was_not_added_or_was_removed_is_told():
+    def program():
+        own = rr.ProcessSet([0, 1])
+        with pytest.raises(
+            ValueError, match=r"allreduce: ProcessSet\(process_set_id=None, ranks=\[0, 1\]\) was not added"
+        ):
+            total(own)
+        rr.add_process_set(own)
+        copy = rr.ProcessSet([0, 1])
+        copy.process_set_id = own.process_set_id
+        rr.remove_process_set(own)
+        with pytest.raises(ValueError, match="was not added, or was removed; pass it to init"):
+            total(own)
+        with pytest.raises(ValueError, match="there is no process set 1; expected one that init"):
+            total(copy)
+        return rr.allreduce(np.float64(1), op=rr.Sum)
+
+    assert run_ranks(3, program, settings=DYNAMIC) == [3, 3, 3]
+
+
+def test_what_is_pending_in_a_set_that_is_removed_fails():
+    def program():
+        own = rr.add_process_set([0, 1])
+        handle = rr.allreduce_async(np.zeros(2), name="of rank 0", process_set=own) if rr.rank() == 0 else None
+        rr.remove_process_set(own)
+        if handle is not None:
+            with pytest.raises(
+                rr.CollectiveError, match=r"rank 0 of 3, allreduce 'of rank 0' .*: process set 1 was remo"
+            ):
+                rr.synchronize(handle)
+        return rr.allreduce(np.float64(1), op=rr.Sum)
+
+    assert run_ranks(3, program, settings=DYNAMIC) == [3, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "message"),
+    [
+        ([0, 3], r"process set \[0, 3\]: expected different ranks from 0 to 2, at least one"),
+        ([-1], r"process set \[-1\]: expected different ranks from 0 to 2"),
+        ([1, 1], r"process set \[1, 1\]: expected different ranks"),
+        ([], r"process set \[\]: expected different ranks from 0 to 2, at least one"),
+        ([2, 1], r"add_process_set: process set 1 has the ranks \[1, 2\] already; use that"),
+        ([2, 1, 0], r"add_process_set: process set 0 has the ranks \[0, 1, 2\] already; use that"),
+    ],
+)
+def test_a_wrong_set_is_a_value_error_and_the_job_goes_on(ranks, message):
+    def program():
+        own = rr.add_process_set([1, 2])
+        with pytest.raises(ValueError, match=message):
+            rr.add_process_set(rr.ProcessSet(ranks))
+        if own.included():
+            assert total(own) == 110
+        return rr.allreduce(np.float64(1), op=rr.Sum)
+
+    assert run_ranks(3, program, settings=DYNAMIC) == [3, 3, 3]
+
+
+def test_different_sets_on_different_ranks_are_told():
+    def program():
+        with pytest.raises(
+            rr.MismatchError, match=r"rank 1 of 3, add_process_set .*ranks=\(1, 2\), but rank 0 has .*\(0, 2"
+        ):
+            rr.add_process_set([1, 2] if rr.rank() == 1 else [0, 2])
+        return rr.get_process_set_ids_and_ranks()
+
+    assert run_ranks(3, program, settings=DYNAMIC) == [{0: [0, 1, 2]}] * 3
+
+
+def test_a_set_that_all_add_wrongly_at_the_start_is_told():
+    for sets, message in [
+        ([[0, 2]], r"process set \[0, 2\]: expected different ranks from 0 to 1"),
+        ([[1], [1]], r"process_sets: \[1\] has the same ranks as another one; pass each set once"),
+        ([[1, 0]], r"process_sets: \[0, 1\] has the same ranks as that of all ranks"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            run_ranks(2, rr.rank, process_sets=sets)
+
+
+def test_fixed_sets_stay_as_they_are():
+    def program():
+        own = rr.ProcessSet([1])
+        with pytest.raises(
+            ValueError, match=r"add_process_set: process sets are fixed; set RINGREDUCE_DYNAMIC_PROCESS_S"
+        ):
+            rr.add_process_set(own)
+        own.process_set_id = 1
+        with pytest.raises(ValueError, match="remove_process_set: process sets are fixed"):
+            rr.remove_process_set(own)
+        return rr.get_process_set_ids_and_ranks()
+
+    assert run_ranks(2, program, process_sets=[[1]]) == [{0: [0, 1], 1: [1]}] * 2
+
+
+def test_init_takes_sets_or_the_word_dynamic():
+    with pytest.raises(ValueError, match="init: process_sets='static'; expected a list of ProcessSet, or \"dynamic\""):
+        rr.init(process_sets="static")
+
+
+def test_the_set_of_all_ranks_stays():
+    def program():
+        return rr.remove_process_set(rr.global_process_set), total(rr.global_process_set)
+
+    assert run_ranks(2, program, settings=DYNAMIC) == [(False, 11)] * 2
