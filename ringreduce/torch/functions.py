@@ -47,12 +47,13 @@ def broadcast_optimizer_state(
     outline, marks = broadcast_object(
         _outline(optimizer, sent) if is_root else None, root_rank, process_set=process_set
     )
-    tensors = [each.contiguous() for each in sent] if is_root else [mark.room(optimizer) for mark in marks]
-    buffers = [as_buffer(each) for each in tensors]
+    # as bytes, whatever type they are of: no arithmetic is done on them
+    received = [_bytes_of(each) for each in sent] if is_root else [mark.room(optimizer) for mark in marks]
+    buffers = [as_buffer(each) for each in received]
     names = [mark.name for mark in marks]
     submit_broadcast(buffers, buffers, root_rank, None, names, process_set, lambda _: None, waits=True).wait()
     if not is_root:
-        _adopt(optimizer, outline, [mark.restored(each) for mark, each in zip(marks, tensors, strict=True)])
+        _adopt(optimizer, outline, [mark.restored(each) for mark, each in zip(marks, received, strict=True)])
 
 
 class _Outline(NamedTuple):
@@ -82,16 +83,17 @@ class _Mark:
     dtype: torch.dtype
 
     def room(self, optimizer: torch.optim.Optimizer) -> torch.Tensor:
-        """A contiguous tensor to receive it in."""
+        """Memory to receive its bytes in."""
         parameters = _parameters(optimizer)
         device = "cpu" if self.on_host or self.owner >= len(parameters) else parameters[self.owner].device
-        return torch.empty(self.shape, dtype=self.dtype, device=device)
+        return torch.empty(self.shape.numel() * self.dtype.itemsize, dtype=torch.uint8, device=device)
 
     def restored(self, received: torch.Tensor) -> torch.Tensor:
-        """In the memory layout that it has on the root."""
-        if received.stride() == self.stride:
-            return received
-        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=received.device).copy_(received)
+        """The tensor, in the memory layout that it has on the root."""
+        tensor = received.view(self.dtype).view(self.shape)
+        if tensor.stride() == self.stride:
+            return tensor
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=tensor.device).copy_(tensor)
 
 
 def _outline(optimizer: torch.optim.Optimizer, sent: list[torch.Tensor]) -> tuple[_Outline, list[_Mark]]:
@@ -99,7 +101,7 @@ def _outline(optimizer: torch.optim.Optimizer, sent: list[torch.Tensor]) -> tupl
     marks: list[_Mark] = []
 
     def mark(leaf: Any, name: str, owner: int) -> Any:
-        if not isinstance(leaf, torch.Tensor) or not _travels(leaf):
+        if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
             return leaf
         number, on_host = len(sent), leaf.device.type == "cpu"
         marks.append(_Mark(number, name, owner, on_host, leaf.shape, leaf.stride(), leaf.dtype))
@@ -152,13 +154,8 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def _travels(tensor: torch.Tensor) -> bool:
-    """False for what no collective takes, such as float8: it is pickled with the outline."""
-    try:
-        as_buffer(tensor.detach().contiguous())
-    except InputError:
-        return False
-    return True
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
 
 
 def _replaced(value: Any, new_leaf: Callable[[Any, str], Any], path: str = "") -> Any:

@@ -36,7 +36,7 @@ class _Collective(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gradient: Gradient, results: Tensors, *tensors: torch.Tensor) -> Any:
         ctx.gradient = gradient
-        return tuple(results)
+        return tuple(each.data for each in results)  # no views of anything, so that callers may change them in place
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:

@@ -46,6 +46,7 @@ def sparse_allreduce_async(
         indices, values = synchronize(handle)
         if reduction is Average:
             values = values / (process_set.size() or 1)
-        return torch.sparse_coo_tensor(indices.t(), values, shape)
+        # checked: a rank whose tensor is larger would have indices that lead out of this one
+        return torch.sparse_coo_tensor(indices.t(), values, shape, check_invariants=True)
 
     return wait

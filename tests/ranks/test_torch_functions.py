@@ -1,0 +1,267 @@
+"""broadcast_optimizer_state and its kin on threads: whatever state each rank had, it has the root's afterwards."""
+
+import copy
+
+import pytest
+import torch
+
+import ringreduce.torch as hvd
+from ringreduce.testing import run_ranks
+
+MOMENTUM = {"momentum": 0.9, "weight_decay": 0.01}
+OPTIMIZERS = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
+    "SGD momentum": lambda p: torch.optim.SGD(p, lr=0.1, **MOMENTUM),
+    "Adadelta": lambda p: torch.optim.Adadelta(p),
+    "Adafactor": lambda p: torch.optim.Adafactor(p),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, initial_accumulator_value=0.3),  # has state before any step
+    "Adam": lambda p: torch.optim.Adam(p, amsgrad=True),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.01), foreach=False),
+    "Adamax": lambda p: torch.optim.Adamax(p),
+    "ASGD": lambda p: torch.optim.ASGD(p),
+    "NAdam": lambda p: torch.optim.NAdam(p),
+    "RAdam": lambda p: torch.optim.RAdam(p),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, centered=True, **MOMENTUM),
+    "Rprop": lambda p: torch.optim.Rprop(p),
+}
+
+
+def make(name, seed, steps, wrapped=False):
+    """A model and its optimizer after some steps, with values of the seed's own."""
+    generator = torch.Generator().manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2))
+    for parameter in model.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator)
+    first, *others = model.parameters()
+    groups = [{"params": others}, {"params": [first], "lr": 0.001 * (seed + 1)}]
+    optimizer = OPTIMIZERS[name](groups)
+    if wrapped:
+        optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+    for _ in range(steps):
+        step(model, optimizer, generator)
+    return model, optimizer
+
+
+def step(model, optimizer, generator):
+    optimizer.zero_grad()
+    model(torch.randn(5, 3, generator=generator)).square().mean().backward()
+    optimizer.step()
+
+
+def assert_same(one, other):
+    """Equal to the last bit, in types and keys too."""
+    assert type(one) is type(other)
+    if isinstance(one, torch.Tensor):
+        assert (one.dtype, one.shape, one.stride()) == (other.dtype, other.shape, other.stride())
+        assert torch.equal(*(each.reshape(-1).view(torch.uint8) for each in (one, other)))
+    elif isinstance(one, dict):
+        assert one.keys() == other.keys()
+        for key in one:
+            assert_same(one[key], other[key])
+    elif isinstance(one, list | tuple):
+        assert len(one) == len(other)
+        for left, right in zip(one, other, strict=True):
+            assert_same(left, right)
+    else:
+        assert one == other
+
+
+@pytest.mark.parametrize(
+    "steps", [(0, 0), (2, 0), (0, 2), (3, 1)], ids=lambda steps: f"{steps[0]} and {steps[1]} steps"
+)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_all_ranks_have_the_roots_state(name, steps):
+    """And take the same steps from there on."""
+
+    def program():
+        is_root = hvd.rank() == 1
+        model, optimizer = make(name, hvd.rank(), steps[0] if is_root else steps[1])
+        before = copy.deepcopy(optimizer.state_dict())
+        weights = [parameter.detach().clone() for parameter in model.parameters()]
+        hvd.broadcast_optimizer_state(optimizer, 1)
+        if is_root:
+            assert_same(optimizer.state_dict(), before)
+        assert_same([parameter.detach() for parameter in model.parameters()], weights)
+        after = copy.deepcopy(optimizer.state_dict())
+        hvd.broadcast_parameters(model.state_dict(), 1)
+        step(model, optimizer, torch.Generator().manual_seed(5))
+        return after, optimizer.state_dict(), [parameter.detach() for parameter in model.parameters()]
+
+    zeroth, root, second = run_ranks(3, program)
+    assert_same(zeroth, root)
+    assert_same(second, root)
+    assert root[0]["param_groups"][1]["lr"] == pytest.approx(0.002)
+    assert bool(root[0]["state"]) == (steps[0] > 0 and name != "SGD") or name in ("Adagrad", "SGD")
+
+
+@pytest.mark.parametrize("root_steps", [0, 2])
+def test_of_a_wrapped_optimizer(root_steps):
+    def program():
+        model, optimizer = make("Adam", hvd.rank(), 0, wrapped=True)
+        if root_steps:  # all take them, then the others lose their state
+            for _ in range(root_steps):
+                step(model, optimizer, torch.Generator().manual_seed(hvd.rank()))
+        if hvd.rank():
+            optimizer.state.clear()
+            optimizer.param_groups[0]["betas"] = (0.5, 0.6)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        state, groups = optimizer.state, optimizer.param_groups
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0, model=model)
+        assert optimizer.state is state, "who shares it sees the new one"
+        assert optimizer.param_groups is groups
+        state_dict = copy.deepcopy(optimizer.state_dict())
+        step(model, optimizer, torch.Generator().manual_seed(7))
+        scheduler.step()
+        return state_dict, optimizer.param_groups[1]["lr"]
+
+    for state_dict, lr in (results := run_ranks(3, program)):
+        assert_same(state_dict, results[0][0])
+        assert lr == pytest.approx(0.0005)
+    assert len(results[0][0]["state"]) == (6 if root_steps else 0)
+    assert results[0][0]["param_groups"][0]["betas"] == (0.9, 0.999)
+
+
+class Odd(torch.optim.Optimizer):
+    """State of every kind: nested, not contiguous, in types that no collective takes, and of no parameter."""
+
+    def __init__(self, parameters, rank):
+        super().__init__(parameters, {"lr": rank, "schedule": [torch.tensor([rank, 1.5]), None, "fast"]})
+        for number, parameter in enumerate(self.param_groups[0]["params"]):
+            if number == 0 or rank == 0:
+                self.state[parameter] = {
+                    "moments": (torch.full((3, 2), rank + 0.5), {"deep": [torch.arange(4) * rank]}),
+                    "transposed": torch.arange(6.0).reshape(2, 3).t() + rank,
+                    "eighth": torch.full((3,), rank + 0.5).to(torch.float8_e4m3fn),
+                    "half": torch.full((2, 0), rank).bfloat16(),
+                    "flag": rank == 0,
+                    "nothing": None,
+                }
+        self.state["steps taken"] = {"count": rank, "tensor": torch.tensor(rank)}
+        if rank:
+            self.state["only here"] = 1
+            self.param_groups[0]["only here"] = 1
+
+
+def test_state_of_every_kind():
+    def program():
+        optimizer = Odd([torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(3))], hvd.rank())
+        hvd.broadcast_optimizer_state(optimizer, 0)
+        return optimizer.state_dict()
+
+    expected = Odd([torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(3))], 0).state_dict()
+    for result in run_ranks(3, program):
+        assert_same(result, expected)
+
+
+def test_parameters_in_other_memory_formats():
+    def program():
+        model = torch.nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)
+        optimizer = torch.optim.Adam(model.parameters())
+        if hvd.rank() == 0:
+            model(torch.ones(1, 2, 4, 4)).sum().backward()
+            optimizer.step()
+        hvd.broadcast_optimizer_state(optimizer, 0)
+        return optimizer.state_dict()
+
+    one, two = run_ranks(2, program)
+    assert not one["state"][0]["exp_avg"].is_contiguous()
+    assert_same(two, one)
+
+
+def test_in_a_process_set():
+    def program():
+        _, optimizer = make("Adam", hvd.rank(), 1)
+        if hvd.rank() != 1:
+            some = hvd.ProcessSet([0, 2])
+            some.process_set_id = 1
+            hvd.broadcast_optimizer_state(optimizer, 2, process_set=some)
+        return optimizer.state_dict()
+
+    zeroth, first, second = run_ranks(3, program, process_sets=[[0, 2]])
+    assert_same(zeroth, second)
+    assert first["param_groups"][1]["lr"] != second["param_groups"][1]["lr"]
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_lbfgs_is_refused_on_every_rank(wrapped):
+    def program():
+        optimizer = torch.optim.LBFGS([torch.nn.Parameter(torch.zeros(2))])
+        if wrapped:
+            optimizer = hvd.DistributedOptimizer(optimizer)
+        with pytest.raises(ValueError, match=r"LBFGS cannot be broadcast; use broadcast_object\(optimizer.state_dict"):
+            hvd.broadcast_optimizer_state(optimizer, 0)
+        return hvd.allreduce(torch.tensor(1.0), op=hvd.Sum).item()
+
+    assert run_ranks(2, program) == [2, 2]
+
+
+def test_other_parameters_than_the_roots():
+    def program():
+        parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(3 - hvd.rank())]
+        optimizer = torch.optim.Adam(parameters)
+        if hvd.rank() == 0:
+            sum(parameters).sum().backward()
+            optimizer.step()
+            hvd.broadcast_optimizer_state(optimizer, 0)
+        else:
+            with pytest.raises(
+                ValueError, match=r"has groups of \[2\] parameters, the root's of \[3\]; all ranks must"
+            ):
+                hvd.broadcast_optimizer_state(optimizer, 0)
+        return hvd.allreduce(torch.tensor(1.0), op=hvd.Sum).item()
+
+    assert run_ranks(2, program) == [2, 2]
+
+
+def test_a_wrong_root():
+    def program():
+        with pytest.raises(ValueError, match="root_rank=5; expected a rank from 0 to 1"):
+            hvd.broadcast_optimizer_state(torch.optim.Adam([torch.nn.Parameter(torch.zeros(2))]), 5)
+        return hvd.allreduce(torch.tensor(1.0), op=hvd.Sum).item()
+
+    assert run_ranks(2, program) == [2, 2]
+
+
+def test_broadcast_parameters_takes_dicts_and_lists():
+    def program():
+        model, _ = make("SGD", hvd.rank(), hvd.rank())
+        told = []
+        for root, params in [
+            (1, model.state_dict()),
+            (0, list(model.named_parameters())),
+            (2, model.named_parameters()),
+            (1, list(model.parameters())),
+        ]:
+            hvd.broadcast_parameters(params, root_rank=root)
+            told.append(copy.deepcopy(model.state_dict()))
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter += hvd.rank()
+        return told
+
+    results = run_ranks(3, program)
+    alone = [make("SGD", rank, rank)[0].state_dict() for rank in range(3)]
+    for told in results:
+        assert_same(told, results[0])
+    assert_same(results[0][0], alone[1])
+    for number, change in [(1, 0), (2, 2), (3, 3)]:
+        torch.testing.assert_close(results[0][number]["0.weight"], alone[1]["0.weight"] + change)
+
+
+@pytest.mark.parametrize("params", [7, "weights", torch.ones(3), None])
+def test_broadcast_parameters_refuses_anything_else(params):
+    def program():
+        with pytest.raises(ValueError, match="expected a dict of tensors, or a list of"):
+            hvd.broadcast_parameters(params, root_rank=0)
+
+    run_ranks(1, program)
+
+
+def test_objects_with_tensors_in_them():
+    def program():
+        mine = {"epoch": hvd.rank(), "weights": torch.full((2,), hvd.rank())}
+        return hvd.broadcast_object(mine, root_rank=1, name="checkpoint"), hvd.allgather_object(mine)
+
+    for told, everyones in run_ranks(3, program):
+        assert_same(told, {"epoch": 1, "weights": torch.tensor([1, 1])})
+        assert_same(everyones[2], {"epoch": 2, "weights": torch.tensor([2, 2])})

@@ -1,0 +1,505 @@
+"""The torch functions on threads: results of every form and type, gradients against one process, what is refused."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+import ringreduce.torch as hvd
+from ringreduce.dtypes import TABLE
+from ringreduce.settings import Settings
+from ringreduce.testing import run_ranks
+from tests.reference import OPS, assert_reduced, data, legal, numpy_dtype
+
+SMALL = Settings(fusion_slot_bytes=256, ring_segment_bytes=64)
+SHAPES = [(), (0,), (5,), (3, 7), (2, 100)]
+readable = {"ids": lambda value: str(getattr(value, "value", value))}
+
+
+def tensor_of(dtype, shape, rank, seed=0):
+    array = data(dtype, int(np.prod(shape)), rank, seed).reshape(shape)
+    if dtype == "bfloat16":
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def array_of(tensor):
+    if tensor.dtype is torch.bfloat16:
+        return tensor.view(torch.int16).numpy().view(numpy_dtype("bfloat16"))
+    return tensor.numpy()
+
+
+def finish(handles):
+    """Wait for the last one first."""
+    return [hvd.synchronize(handle) for handle in reversed(handles)][::-1]
+
+
+ALLREDUCE = {
+    "sync": lambda tensors, op: [hvd.allreduce(each, op=op) for each in tensors],
+    "async": lambda tensors, op: finish([hvd.allreduce_async(each, op=op) for each in tensors]),
+    "grouped": lambda tensors, op: hvd.grouped_allreduce(tensors, op=op),
+    "grouped async": lambda tensors, op: hvd.synchronize(hvd.grouped_allreduce_async(tensors, op=op)),
+}
+ALLREDUCE_IN_PLACE = {
+    "in place": lambda tensors, op: [hvd.allreduce_(each, op=op) for each in tensors],
+    "async in place": lambda tensors, op: finish([hvd.allreduce_async_(each, op=op) for each in tensors]),
+    "grouped in place": lambda tensors, op: hvd.grouped_allreduce_(tensors, op=op),
+    "grouped async in place": lambda tensors, op: hvd.synchronize(hvd.grouped_allreduce_async_(tensors, op=op)),
+}
+REDUCTIONS = [(dtype, op) for dtype, op in itertools.product(TABLE, OPS) if legal(op, dtype)]
+
+
+@pytest.mark.parametrize(("dtype", "op"), REDUCTIONS, **readable)
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_allreduce_in_every_form(size, dtype, op):
+    def mine(rank):
+        return [tensor_of(dtype, shape, rank, seed) for seed, shape in enumerate(SHAPES)]
+
+    def program():
+        results = []
+        for form in ALLREDUCE.values():
+            tensors = mine(hvd.rank())
+            results.append(form(tensors, op))
+            assert all(torch.equal(one, other) for one, other in zip(tensors, mine(hvd.rank()), strict=True))
+        for form in ALLREDUCE_IN_PLACE.values():
+            tensors = mine(hvd.rank())
+            results.append(form(tensors, op))
+            assert all(one is other for one, other in zip(tensors, results[-1], strict=True))
+        return results
+
+    everyones = [mine(rank) for rank in range(size)]
+    for forms in run_ranks(size, program, settings=SMALL):
+        for results in forms:
+            for number, result in enumerate(results):
+                assert (tuple(result.shape), result.dtype) == (SHAPES[number], everyones[0][number].dtype)
+                assert_reduced(array_of(result), op, [array_of(each[number]) for each in everyones])
+
+
+@pytest.mark.parametrize("dtype", TABLE)
+def test_the_other_collectives_in_every_form(dtype):
+    rows = [2, 0, 3]
+
+    def mine(rank):
+        return tensor_of(dtype, (rows[rank], 4), rank), tensor_of(dtype, (6, 2), rank, 1)
+
+    def program():
+        uneven, even = mine(hvd.rank())
+        splits = torch.tensor([hvd.rank(), 1, 2], dtype=torch.int32)
+        told = [
+            [hvd.allgather(uneven), hvd.grouped_allgather([uneven, even])[0]],
+            [hvd.synchronize(hvd.allgather_async(uneven)), hvd.synchronize(hvd.grouped_allgather_async([uneven]))[0]],
+            [hvd.broadcast(even, 2), hvd.synchronize(hvd.broadcast_async(even, 2))],
+            [hvd.broadcast_(even.clone(), 2), hvd.synchronize(hvd.broadcast_async_(even.clone(), 2))],
+            [hvd.alltoall(even), hvd.synchronize(hvd.alltoall_async(even))[0]],
+            [hvd.alltoall(even, splits)[0], hvd.synchronize(hvd.alltoall_async(even, splits.tolist()))[0]],
+        ]
+        for received in (
+            hvd.alltoall(even, splits)[1],
+            hvd.synchronize(hvd.alltoall_async(even, splits.tolist()))[1],
+        ):
+            assert received.tolist() == [[0, 1, 2], [1, 1, 1], [2, 2, 2]][hvd.rank()]
+            assert received.dtype is torch.int32
+        return told
+
+    gathered = torch.cat([mine(rank)[0] for rank in range(3)])
+    evens = [mine(rank)[1] for rank in range(3)]
+    for rank, results in enumerate(run_ranks(3, program, settings=SMALL)):
+        equal_parts = torch.cat([even[2 * rank : 2 * rank + 2] for even in evens])
+        starts, counts = [[0, 0, 0], [0, 1, 2], [1, 2, 3]][rank], [[0, 1, 2], [1, 1, 1], [2, 2, 2]][rank]
+        parts = torch.cat([even[s : s + n] for even, s, n in zip(evens, starts, counts, strict=True)])
+        for pair, expected in zip(results, [gathered, gathered, evens[2], evens[2], equal_parts, parts], strict=True):
+            for result in pair:
+                assert result.dtype == expected.dtype
+                assert torch.equal(result, expected)
+
+
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Sum], **readable)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64", "int32", "complex64"])
+def test_reducescatter_in_every_form(dtype, op):
+    def program():
+        mine = tensor_of(dtype, (7, 3), hvd.rank())
+        return [
+            hvd.reducescatter(mine, op=op),
+            hvd.grouped_reducescatter([mine[:2].clone(), mine], op=op)[1],
+            hvd.synchronize(hvd.reducescatter_async(mine, op=op)),
+            hvd.synchronize(hvd.grouped_reducescatter_async([mine], op=op))[0],
+        ]
+
+    bounds = [0, 3, 5, 7]
+    for rank, results in enumerate(run_ranks(3, program, settings=SMALL)):
+        parts = [array_of(tensor_of(dtype, (7, 3), other))[bounds[rank] : bounds[rank + 1]] for other in range(3)]
+        for result in results:
+            assert_reduced(array_of(result), op, parts)
+
+
+@pytest.mark.parametrize(("dtype", "large"), [(torch.float16, 2048.0), (torch.bfloat16, 256.0)], **readable)
+def test_16_bit_sums_are_rounded_once(dtype, large):
+    """Next to `large`, one is half of the distance between two numbers: rounded at each addition, all ones are lost."""
+    values = [large, 1.0, 1.0, 1.0, 1.0]
+
+    def program():
+        mine = torch.full((40,), values[hvd.rank()], dtype=dtype)
+        forms = [form([mine.clone()], hvd.Sum)[0] for form in (ALLREDUCE | ALLREDUCE_IN_PLACE).values()]
+        return [*forms, hvd.allreduce(mine, op=hvd.Average) * 5, torch.cat([hvd.reducescatter(mine, op=hvd.Sum)] * 5)]
+
+    for *sums, average, scattered in run_ranks(5, program, settings=SMALL):
+        for result in (*sums, scattered):
+            assert torch.equal(result, torch.full((40,), large + 4, dtype=dtype))
+        torch.testing.assert_close(average, torch.full((40,), large + 4, dtype=dtype))
+
+
+# Gradients. Of the sum of all ranks' losses, in one process; Horovod's are these times a factor.
+
+SPLITS = [[1, 0, 2], [0, 1, 1], [2, 2, 0]]
+ROWS = [3, 2, 5]
+
+
+def of_all(tensors):
+    return sum(tensors)
+
+
+def gathered_in_alltoall(tensors, rank):
+    """The parts for `rank`, by SPLITS, of all ranks' rows."""
+    starts = [sum(splits[:rank]) for splits in SPLITS]
+    return torch.cat([tensor[s : s + n[rank]] for tensor, s, n in zip(tensors, starts, SPLITS, strict=True)])
+
+
+def equal_parts(tensors, rank):
+    return torch.cat([tensor.chunk(3)[rank] for tensor in tensors])
+
+
+SCALES = {"prescale_factor": 1.5, "postscale_factor": 0.25}
+COLLECTIVES = {
+    # name: (what a rank calls, what it gives by all ranks' tensors, the factor, the rows of each rank)
+    "allreduce": (lambda x: hvd.allreduce(x), lambda xs, r: of_all(xs) / 3, 1, [4] * 3),
+    "allreduce by average": (lambda x: hvd.allreduce(x, False), lambda xs, r: of_all(xs), 1, [4] * 3),
+    "allreduce sum": (
+        lambda x: hvd.allreduce(x, op=hvd.Sum, name="s", **SCALES),
+        lambda xs, r: of_all(xs) * 0.375,
+        1,
+        [4] * 3,
+    ),
+    "allgather": (lambda x: hvd.allgather(x, "g"), lambda xs, r: torch.cat(xs), 1 / 3, ROWS),
+    "broadcast": (lambda x: hvd.broadcast(x, 1), lambda xs, r: xs[1], 1 / 3, [4] * 3),
+    "alltoall": (lambda x: hvd.alltoall(x), equal_parts, 1, [6] * 3),
+    "alltoall, unequal rows": (lambda x: hvd.alltoall(x, name="a"), equal_parts, 1, [3, 6, 0]),
+    "alltoall with splits": (lambda x: hvd.alltoall(x, SPLITS[hvd.rank()])[0], gathered_in_alltoall, 1, [3, 2, 4]),
+    "alltoall with rows left": (lambda x: hvd.alltoall(x, SPLITS[hvd.rank()])[0], gathered_in_alltoall, 1, [5, 2, 4]),
+    "reducescatter": (
+        lambda x: hvd.reducescatter(x, "r"),
+        lambda xs, r: torch.tensor_split(of_all(xs) / 3, 3)[r],
+        3,
+        [7] * 3,
+    ),
+    "reducescatter sum": (
+        lambda x: hvd.reducescatter(x, op=hvd.Sum, **SCALES),
+        lambda xs, r: torch.tensor_split(of_all(xs) * 0.375, 3)[r],
+        3,
+        [7] * 3,
+    ),
+}
+
+
+def loss_of(result, rank):
+    """Not linear, and every rank's and element's own."""
+    weights = torch.from_numpy(data("float64", result.numel(), rank, 99)).reshape(result.shape).to(result.dtype)
+    return (result * result * weights + result * weights.flip(0)).sum()
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_gradients_are_those_of_one_process(name):
+    call, model, factor, rows = COLLECTIVES[name]
+
+    def inputs():
+        return [tensor_of("float64", (rows[rank], 2), rank).requires_grad_() for rank in range(3)]
+
+    def program():
+        mine = inputs()[hvd.rank()]
+        result = call(mine)
+        loss_of(result, hvd.rank()).backward()
+        return result.detach(), mine.grad
+
+    everyones = inputs()
+    expected = [model(everyones, rank) for rank in range(3)]
+    loss = sum(loss_of(each, rank) for rank, each in enumerate(expected))
+    gradients = torch.autograd.grad(loss, everyones, materialize_grads=True)
+    for rank, (result, gradient) in enumerate(run_ranks(3, program, settings=SMALL)):
+        torch.testing.assert_close(result, expected[rank].detach(), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(gradient, factor * gradients[rank], rtol=1e-12, atol=1e-12)
+        assert gradient.abs().sum() > 0.01 or (name == "broadcast" and rank != 1) or not rows[rank]
+
+
+GROUPED = {
+    "allreduce": (
+        lambda xs: hvd.grouped_allreduce(xs, op=hvd.Sum),
+        lambda xs: [hvd.allreduce(x, op=hvd.Sum) for x in xs],
+    ),
+    "allgather": (hvd.grouped_allgather, lambda xs: [hvd.allgather(x) for x in xs]),
+    "reducescatter": (hvd.grouped_reducescatter, lambda xs: [hvd.reducescatter(x) for x in xs]),
+}
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_groups_have_the_gradients_of_their_members(name):
+    """Among them one of integers, and one that requires no gradient on some ranks."""
+    grouped, singly = GROUPED[name]
+
+    def program():
+        gradients = []
+        for call in (grouped, singly):
+            tensors = [
+                tensor_of("float64", (4, 2), hvd.rank()).requires_grad_(),
+                tensor_of("int64", (5,), hvd.rank(), 1),
+                tensor_of("float32", (6,), hvd.rank(), 2).requires_grad_(call is singly or hvd.rank() == 1),
+                tensor_of("bfloat16", (7,), hvd.rank(), 3).requires_grad_(),
+            ]
+            results = call(tensors)
+            assert not results[1].requires_grad
+            sum(loss_of(each, hvd.rank()).double() for each in results).backward()
+            gradients.append([each.grad for each in tensors])
+        for one, other in zip(*gradients, strict=True):
+            assert one is None or torch.equal(one, other)
+        return [each is not None for each in gradients[0]]
+
+    assert run_ranks(3, program) == [[True, False, rank == 1, True] for rank in range(3)]
+
+
+@pytest.mark.parametrize("compression", [hvd.Compression.fp16, hvd.Compression.bf16])
+@pytest.mark.parametrize("call", [hvd.allreduce, hvd.reducescatter])
+def test_compression_halves_what_travels_both_ways(call, compression):
+    seen = []
+
+    class Watched(compression):
+        @staticmethod
+        def compress(tensor):
+            compressed, context = compression.compress(tensor)
+            seen.append(compressed.dtype)
+            return compressed, context
+
+    def program():
+        mine = tensor_of("float32", (6, 5), hvd.rank()).requires_grad_()
+        result = call(mine, compression=Watched, op=hvd.Sum)
+        (result * (1 + hvd.rank())).sum().backward()
+        integers = call(torch.full((6, 5), 70000), compression=Watched, op=hvd.Sum)
+        assert integers.dtype is torch.int64
+        assert integers.eq(3 * 70000).all()
+        return result.detach(), mine.grad
+
+    wire = torch.float16 if compression is hvd.Compression.fp16 else torch.bfloat16
+    total = sum(tensor_of("float32", (6, 5), rank).to(wire).float() for rank in range(3)).to(wire).float()
+    for rank, (result, gradient) in enumerate(run_ranks(3, program)):
+        assert result.dtype is gradient.dtype is torch.float32
+        assert torch.equal(result, total if call is hvd.allreduce else total[2 * rank : 2 * rank + 2])
+        expected = torch.full((6, 5), 6.0) if call is hvd.allreduce else 3.0 * torch.arange(1.0, 4).repeat_interleave(2)
+        assert torch.equal(gradient, expected if call is hvd.allreduce else expected[:, None].expand(6, 5))
+    assert set(seen) == {wire, torch.int64}
+
+
+def test_gradients_in_a_process_set():
+    ranks = [2, 0]
+
+    def program():
+        if hvd.rank() not in ranks:
+            return None
+        some = hvd.ProcessSet(ranks)
+        some.process_set_id = 1
+        weight, gradients = 1.0 + hvd.rank(), []
+        for call in (
+            lambda x: hvd.allreduce(x, op=hvd.Sum, process_set=some),
+            lambda x: hvd.allgather(x, process_set=some),
+            lambda x: hvd.broadcast(x, 2, process_set=some),
+            lambda x: hvd.alltoall(x, process_set=some),
+            lambda x: hvd.reducescatter(x, op=hvd.Sum, process_set=some),
+        ):
+            mine = torch.zeros(2, requires_grad=True)
+            (call(mine) * weight).sum().backward()
+            gradients.append(mine.grad.tolist())
+        return gradients
+
+    zeroth, _, second = run_ranks(3, program, process_sets=[ranks])
+    assert zeroth == [[4, 4], [2, 2], [0, 0], [1, 3], [2, 6]]
+    assert second == [[4, 4], [2, 2], [2, 2], [1, 3], [2, 6]]
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_gradcheck_alone(name):
+    calls = {
+        "alltoall with splits": lambda x: hvd.alltoall(x, [5])[0],
+        "alltoall with rows left": lambda x: hvd.alltoall(x, [3])[0],
+        "broadcast": lambda x: hvd.broadcast(x, 0),
+    }
+
+    def program():
+        x = tensor_of("float64", (5, 2), 0).requires_grad_()
+        call = calls.get(name, COLLECTIVES[name][0])
+        assert torch.autograd.gradcheck(lambda x: call(x * x), [x])
+        assert torch.autograd.gradgradcheck(lambda x: call(x * x * x), [x])
+
+    run_ranks(1, program)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "complex128"])
+def test_gradcheck_with_equal_ranks(dtype):
+    """All ranks change the same element at the same time."""
+
+    def program():
+        x = tensor_of(dtype, (3, 2), 0).requires_grad_()
+        for op in (hvd.Average, hvd.Sum):
+            assert torch.autograd.gradcheck(lambda x, op=op: hvd.allreduce(x * x, op=op), [x])
+            assert torch.autograd.gradgradcheck(lambda x, op=op: hvd.allreduce(x * x * x, op=op), [x])
+
+    run_ranks(3, program)
+
+
+def test_second_derivatives():
+    def model(tensors):
+        return [loss_of(sum(tensors) / 3, rank) + loss_of(equal_parts(tensors, rank), rank) for rank in range(3)]
+
+    def program():
+        mine = tensor_of("float64", (6, 2), hvd.rank()).requires_grad_()
+        loss = loss_of(hvd.allreduce(mine), hvd.rank()) + loss_of(hvd.alltoall(mine), hvd.rank())
+        (gradient,) = torch.autograd.grad(loss, mine, create_graph=True)
+        loss_of(gradient, hvd.rank()).backward()
+        return mine.grad
+
+    everyones = [tensor_of("float64", (6, 2), rank).requires_grad_() for rank in range(3)]
+    gradients = torch.autograd.grad(sum(model(everyones)), everyones, create_graph=True)
+    expected = torch.autograd.grad(sum(loss_of(each, rank) for rank, each in enumerate(gradients)), everyones)
+    for rank, result in enumerate(run_ranks(3, program)):
+        torch.testing.assert_close(result, expected[rank], rtol=1e-12, atol=1e-12)
+
+
+def test_where_autograd_has_no_part():
+    def program():
+        leaf = torch.full((3,), 1.0 + hvd.rank(), requires_grad=True)
+        assert hvd.allreduce(leaf).requires_grad
+        assert not hvd.allreduce(leaf.detach()).requires_grad
+        with torch.no_grad():
+            assert not hvd.allreduce(leaf).requires_grad
+        assert not hvd.synchronize(hvd.allreduce_async(leaf)).requires_grad
+        assert hvd.allreduce_(leaf, op=hvd.Sum) is leaf
+        assert hvd.synchronize(hvd.broadcast_async_(leaf, 1)) is leaf
+        assert leaf.is_leaf
+        assert leaf.requires_grad
+        result = hvd.allreduce(leaf)
+        result /= 2  # the result is the caller's own
+        result.sum().backward()
+        return leaf.tolist(), leaf.grad.tolist()
+
+    assert run_ranks(2, program) == [([3, 3, 3], [0.5] * 3)] * 2
+
+
+@pytest.mark.parametrize("op", [hvd.Min, hvd.Max, hvd.Product, hvd.Adasum], **readable)
+def test_other_ops_have_no_gradient(op):
+    def program():
+        result = hvd.allreduce(torch.ones(3, requires_grad=True), op=op)
+        with pytest.raises(ValueError, match=f"op={op!r} has no gradient; expected Average or Sum, or tensor.detach"):
+            result.sum().backward()
+        return hvd.allreduce(torch.tensor(1.0 + hvd.rank()), op=op).item()
+
+    one, two = run_ranks(2, program)
+    assert one == two
+
+
+# Sparse tensors
+
+
+def sparse(rank, dtype=torch.float64):
+    """Of 0, 2, 4, … values, an index of them given twice; values are rows of 3."""
+    generator = torch.Generator().manual_seed(rank)
+    indices = torch.randint(0, 5, (2, 2 * rank), generator=generator)
+    if rank:
+        indices[:, 1] = indices[:, 0]
+    values = torch.randn(2 * rank, 3, generator=generator).to(dtype)
+    return torch.sparse_coo_tensor(indices, values, (5, 6, 3), check_invariants=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_sparse_allreduce(size, dtype):
+    def program():
+        mine = sparse(hvd.rank(), dtype)
+        first = hvd.sparse_allreduce_async(mine, "layer.weight", hvd.Sum)
+        second = hvd.sparse_allreduce_async(mine.coalesce(), name="other", op=hvd.Average)
+        return second(), first()
+
+    total = sum(sparse(rank, dtype).to_dense() for rank in range(size))
+    tolerance = {"rtol": 0.05, "atol": 0.05} if dtype is torch.bfloat16 else {}
+    for average, added in run_ranks(size, program):
+        assert average.layout is added.layout is torch.sparse_coo
+        assert added._nnz() == sum(2 * rank for rank in range(size))
+        torch.testing.assert_close(added.to_dense(), total, **tolerance)
+        torch.testing.assert_close(average.to_dense(), total / size, **tolerance)
+
+
+def test_sparse_allreduce_in_a_process_set_and_of_gradients():
+    def program():
+        if hvd.rank() == 1:
+            return None
+        some = hvd.ProcessSet([0, 2])
+        some.process_set_id = 1
+        embedding = torch.nn.Embedding(4, 2, sparse=True)
+        embedding(torch.tensor([hvd.rank(), 3])).sum().backward()
+        return hvd.sparse_allreduce_async(embedding.weight.grad, "e", hvd.Average, some)().to_dense()
+
+    expected = torch.tensor([[0.5, 0.5], [0, 0], [0.5, 0.5], [1, 1]])
+    zeroth, _, second = run_ranks(3, program, process_sets=[[0, 2]])
+    assert torch.equal(zeroth, expected)
+    assert torch.equal(second, expected)
+
+
+# What is refused
+
+WRONG = [
+    (lambda: hvd.allreduce(torch.ones(2, 3).t()), r"strides \(1, 3\) is not contiguous; pass tensor.contiguous\(\)"),
+    (lambda: hvd.allreduce(torch.ones(3, dtype=torch.float8_e4m3fn)), "float8_e4m3fn cannot be communicated"),
+    (lambda: hvd.allreduce(torch.eye(3).to_sparse()), r"torch.sparse_coo is not dense; pass tensor.to_dense\(\)"),
+    (lambda: hvd.allreduce(torch.ones(3, device="meta")), "a tensor on meta cannot be communicated"),
+    (lambda: hvd.allreduce(torch.ones(3), average=True, op=hvd.Sum), "both average=True and op=.* were given"),
+    (lambda: hvd.grouped_allreduce([torch.ones(3)], names=["a", "b"]), "2 names for 1 tensors; pass one for each"),
+    (lambda: hvd.allgather(torch.tensor(1.0)), "allgather: a 0-d tensor has no rows"),
+    (lambda: hvd.broadcast(torch.ones(3), 2), "broadcast: root_rank=2; expected a rank from 0 to 1"),
+    (lambda: hvd.alltoall(torch.tensor(1.0)), "alltoall: a 0-d tensor has no rows"),
+    (lambda: hvd.alltoall(torch.ones(3)), "alltoall: 3 rows cannot be parted equally among 2 ranks"),
+    (lambda: hvd.alltoall_async(torch.ones(3)), "alltoall: 3 rows cannot be parted equally among 2 ranks"),
+    (lambda: hvd.alltoall(torch.ones(4), torch.tensor([1, 1])), "splits of type torch.int64; expected torch.int32"),
+    (lambda: hvd.alltoall(torch.ones(4), [1, 1, 1]), r"splits=\[1, 1, 1\]; expected 2 whole numbers"),
+    (lambda: hvd.alltoall(torch.ones(4), [0.5, 1.5]), r"splits=\[0.5, 1.5\]; expected 2 whole numbers"),
+    (lambda: hvd.alltoall(torch.ones(4), [[1, 1], [1, 1]]), "expected 2 whole numbers of 0 or more"),
+    (lambda: hvd.alltoall(torch.ones(4), [3, 2]), "sum up to 5, but the tensor has 4 rows only"),
+    (lambda: hvd.alltoall(torch.ones(4), process_set=3), "alltoall: process_set=3; expected a ProcessSet"),
+    (lambda: hvd.alltoall(torch.ones(4), process_set=hvd.ProcessSet([0])), "was not added, or was removed"),
+    (lambda: hvd.reducescatter(torch.ones(4), op=hvd.Max), "reducescatter: op=.*; expected Average or Sum"),
+    (lambda: hvd.reducescatter(torch.tensor(1.0)), "reducescatter: a 0-d tensor has no rows to scatter"),
+    (lambda: hvd.sparse_allreduce_async(torch.ones(3), "n", hvd.Sum), r"layout torch.strided; pass tensor.to_sparse"),
+    (lambda: hvd.sparse_allreduce_async(torch.eye(3).to_sparse(), "n", hvd.Max), "op=.*; expected Average or Sum"),
+    (
+        lambda: hvd.sparse_allreduce_async(torch.eye(3).int().to_sparse(), "n", hvd.Average),
+        "torch.int32 values cannot be averaged; pass op=Sum",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), WRONG, ids=range(len(WRONG)))
+def test_a_wrong_argument_is_told_and_the_job_goes_on(call, message):
+    def program():
+        with pytest.raises(ValueError, match=message):
+            call()
+        return hvd.allreduce(torch.tensor(1.0 + hvd.rank()), op=hvd.Sum).item()
+
+    assert run_ranks(2, program) == [3, 3]
+
+
+def test_a_mismatch_backward_names_the_gradient_and_the_line():
+    def program():
+        total = hvd.allreduce(torch.ones(3, requires_grad=True), name="w").sum()
+        message = (
+            r"rank 1 of 2, allreduce 'w.gradient' \(test_torch_ops.py:\d+\): float32\[4\], but rank 0 has "
+            r"float32\[3\] \(test_torch_ops.py:\d+\)"
+        )
+        with pytest.raises(hvd.HorovodInternalError, match=message):
+            hvd.allreduce(torch.ones(4), name="w.gradient") if hvd.rank() else total.backward()
+        return hvd.allreduce(torch.tensor(1.0 + hvd.rank()), op=hvd.Sum).item()
+
+    assert run_ranks(2, program) == [3, 3]

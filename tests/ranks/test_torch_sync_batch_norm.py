@@ -1,0 +1,254 @@
+"""SyncBatchNorm on threads: forward, gradients and running statistics are those of one process with all rows."""
+
+import copy
+import threading
+
+import pytest
+import torch
+
+import ringreduce.torch as hvd
+from ringreduce.testing import run_ranks
+
+SHAPES = {"2-D": (), "3-D": (3,), "4-D": (3, 2), "5-D": (2, 1, 3), "6-D": (2, 1, 2, 1)}
+CHANNELS = 4
+ROWS = {1: [5], 2: [1, 4], 3: [2, 0, 3], 4: [1, 1, 2, 1]}
+
+
+def batch(rows, rank, tail, seed=0, dtype=torch.float64):
+    """Channels far from zero and of very different size: a variance taken as mean of squares would be wrong."""
+    generator = torch.Generator().manual_seed(10 * seed + rank)
+    values = torch.randn(rows, CHANNELS, *tail, generator=generator, dtype=torch.float64)
+    like = [1, -1] + [1] * len(tail)
+    offsets, sizes = torch.tensor([0.0, 1e3, -5.0, 7.0]).view(like), torch.tensor([1.0, 1e-2, 3.0, 1e2]).view(like)
+    return (values * sizes + offsets + rank * sizes).to(dtype)
+
+
+def set_up(layer, dtype=torch.float64):
+    """Weights that differ by channel; float64."""
+    layer.to(dtype)
+    if layer.affine:
+        with torch.no_grad():
+            layer.weight.copy_(torch.tensor([0.5, -1.0, 2.0, 1.5]))
+            layer.bias.copy_(torch.tensor([0.1, 0.2, -0.3, 0.0]))
+    return layer
+
+
+def loss_of(y, rank, tail):
+    """Not linear, since the gradient of a plain sum is zero; every element's own."""
+    weights = batch(len(y), rank, tail, seed=50).to(y.dtype) / 100
+    return (y.pow(3) * weights + y * weights.flip(0)).sum()
+
+
+def plain(tail, **options):
+    """Torch's own layer, on all rows."""
+    kind = [torch.nn.BatchNorm1d, torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d][min(3, len(tail))]
+    layer = kind(CHANNELS, **options)
+    layer._check_input_dim = lambda input: None
+    return layer
+
+
+OPTIONS = {
+    "as it is": {},
+    "affine=False": {"affine": False},
+    "track_running_stats=False": {"track_running_stats": False},
+    "momentum=None": {"momentum": None},
+    "momentum and eps": {"momentum": 0.7, "eps": 0.5},
+}
+
+
+@pytest.mark.parametrize("tail", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_it_equals_one_process_with_all_rows(size, options, tail):
+    """In three steps of training, and one of evaluation."""
+    rows = ROWS[size]
+
+    def program():
+        layer = set_up(hvd.SyncBatchNorm(CHANNELS, **options))
+        told = []
+        for step in range(4):
+            layer.train(step < 3)
+            layer.zero_grad()
+            x = batch(rows[hvd.rank()], hvd.rank(), tail, step).requires_grad_()
+            y = layer(x)
+            loss_of(y, hvd.rank(), tail).backward()
+            gradients = [parameter.grad.clone() for parameter in layer.parameters()]
+            told.append((y.detach(), x.grad, gradients, copy.deepcopy(layer.state_dict())))
+        return told
+
+    results = run_ranks(size, program)
+    layer = set_up(plain(tail, **options))
+    for step in range(4):
+        layer.train(step < 3)
+        layer.zero_grad()
+        shares = [batch(n, rank, tail, step).requires_grad_() for rank, n in enumerate(rows)]
+        ys = layer(torch.cat(shares)).split(rows)
+        sum(loss_of(y, rank, tail) for rank, y in enumerate(ys)).backward()
+        for rank in range(size):
+            y, of_input, _, state = results[rank][step]
+            assert_close(y, ys[rank].detach())
+            assert_close(of_input, shares[rank].grad)
+            assert state.keys() == layer.state_dict().keys()
+            for key, value in layer.state_dict().items():
+                assert_close(state[key], value)
+        for number, parameter in enumerate(layer.parameters()):
+            assert_close(sum(results[rank][step][2][number] for rank in range(size)), parameter.grad)
+
+
+def assert_close(one, other):
+    torch.testing.assert_close(one, other, rtol=1e-7, atol=1e-7)
+
+
+def test_gradcheck():
+    """All ranks have equal rows, and change the same element at the same time."""
+
+    def program():
+        layer = set_up(hvd.SyncBatchNorm(CHANNELS))
+        x = torch.randn(3, CHANNELS, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+
+        def normalised(x, weight, bias):
+            with torch.no_grad():
+                layer.running_mean.zero_()
+            return torch.func.functional_call(layer, {"weight": weight, "bias": bias}, (x,))
+
+        inputs = [x, layer.weight.detach().clone(), layer.bias.detach().clone()]
+        return torch.autograd.gradcheck(normalised, [each.requires_grad_() for each in inputs])
+
+    assert run_ranks(2, program) == [True, True]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("all_16_bits", [False, True])
+def test_other_types(dtype, all_16_bits):
+    """16-bit inputs of a float32 layer, as under autocast, or of a 16-bit layer; statistics are made in float32."""
+
+    def program():
+        layer = set_up(hvd.SyncBatchNorm(CHANNELS), dtype if all_16_bits else torch.float32)
+        x = mild(hvd.rank(), dtype).requires_grad_()
+        y = layer(x)
+        loss_of(y, hvd.rank(), (3,)).backward()
+        assert y.dtype is x.grad.dtype is dtype
+        assert layer.weight.grad.dtype is layer.weight.dtype
+        return y.detach().double(), x.grad.double(), layer.weight.grad.double()
+
+    layer = set_up(plain((3,)))
+    shares = [mild(rank, dtype).double().requires_grad_() for rank in range(2)]
+    ys = layer(torch.cat(shares)).chunk(2)
+    sum(loss_of(y, rank, (3,)) for rank, y in enumerate(ys)).backward()
+    tolerance = {"rtol": 8 * torch.finfo(dtype).eps, "atol": 8 * torch.finfo(dtype).eps}
+    of_weight = 0
+    for rank, (y, gradient, own) in enumerate(run_ranks(2, program)):
+        torch.testing.assert_close(y, ys[rank].detach(), **tolerance)
+        torch.testing.assert_close(gradient / shares[rank].grad.abs().max(), norm(shares[rank].grad), **tolerance)
+        of_weight = of_weight + own
+    torch.testing.assert_close(norm(of_weight), norm(layer.weight.grad), **tolerance)
+
+
+def mild(rank, dtype):
+    """Channels whose mean is no more than a few deviations, as far as 16 bits go."""
+    return (torch.randn(8, CHANNELS, 3, generator=torch.Generator().manual_seed(rank)) * 3 + rank).to(dtype)
+
+
+def norm(tensor):
+    return tensor / tensor.abs().max()
+
+
+def test_training_with_it_equals_training_alone():
+    def make(kind):
+        torch.manual_seed(3)
+        return torch.nn.Sequential(
+            torch.nn.Conv2d(2, CHANNELS, 2), kind(CHANNELS), torch.nn.Tanh(), torch.nn.Conv2d(CHANNELS, 1, 2)
+        ).double()
+
+    def images(rank, step):
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        return torch.randn(3, 2, 4, 4, generator=generator, dtype=torch.float64)
+
+    def steps(model, optimizer, x):
+        for step in range(5):
+            optimizer.zero_grad()
+            model(x(step)).square().mean().backward()
+            optimizer.step()
+        return torch.cat([value.detach().reshape(-1).double() for value in model.state_dict().values()])
+
+    def program():
+        with lock:  # one random generator for all threads
+            model = make(hvd.SyncBatchNorm)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+        return steps(model, optimizer, lambda step: images(hvd.rank(), step))
+
+    lock = threading.Lock()
+    model = make(torch.nn.BatchNorm2d)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    expected = steps(model, optimizer, lambda step: torch.cat([images(rank, step) for rank in range(3)]))
+    for result in run_ranks(3, program):
+        torch.testing.assert_close(result, expected, rtol=1e-8, atol=1e-8)
+
+
+def test_in_a_process_set():
+    def program():
+        some = hvd.ProcessSet([0, 2])
+        some.process_set_id = 1
+        layer = set_up(hvd.SyncBatchNorm(CHANNELS, process_set=some))
+        return layer(batch(3, hvd.rank(), ())) if hvd.rank() != 1 else None
+
+    zeroth, _, second = run_ranks(3, program, process_sets=[[0, 2]])
+    expected = set_up(plain(()))(torch.cat([batch(3, 0, ()), batch(3, 2, ())]))
+    assert_close(torch.cat([zeroth, second]), expected)
+
+
+def test_messages_a_step():
+    """Training: an allgather, and an allreduce backward when the input needs it; evaluation: nothing."""
+
+    def program():
+        layer = set_up(hvd.SyncBatchNorm(CHANNELS))
+        x, counts = batch(3, hvd.rank(), ()), []
+        for call in (
+            lambda: layer(x),
+            lambda: layer(x).sum().backward(),
+            lambda: layer(x.clone().requires_grad_()).sum().backward(),
+            lambda: layer.eval()(x),
+        ):
+            before = hvd.info().submissions
+            call()
+            counts.append(hvd.info().submissions - before)
+        return counts
+
+    assert run_ranks(2, program) == [[1, 1, 2, 0]] * 2
+
+
+def test_its_state_fits_torchs_own_layer():
+    def program():
+        layer = hvd.SyncBatchNorm(CHANNELS)
+        layer(batch(3, hvd.rank(), (), dtype=torch.float32))
+        own = torch.nn.BatchNorm1d(CHANNELS)
+        own.load_state_dict(layer.state_dict())
+        copy.deepcopy(layer).load_state_dict(own.state_dict())
+        assert isinstance(layer, torch.nn.modules.batchnorm._BatchNorm)
+        return own.running_mean.tolist()
+
+    one, two = run_ranks(2, program)
+    assert one == two
+
+
+WRONG = [
+    (lambda layer: layer(torch.ones(3)), r"expected at least 2D input \(got 1D input\)"),
+    (lambda layer: layer(torch.ones(3, 5)), "5 channels; expected num_features=4"),
+    (
+        lambda layer: layer(torch.ones(1 - hvd.rank(), CHANNELS)),
+        r"expected more than 1 value per channel when training, got 1 on all ranks together; this rank's input is",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "message"), WRONG, ids=range(len(WRONG)))
+def test_what_is_refused(call, message):
+    def program():
+        layer = hvd.SyncBatchNorm(CHANNELS)
+        with pytest.raises(ValueError, match=message):
+            call(layer)
+        assert layer.num_batches_tracked == 0
+        return layer(torch.ones(3, CHANNELS)).abs().max().item()
+
+    assert run_ranks(2, program) == [0, 0]
