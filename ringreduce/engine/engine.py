@@ -491,6 +491,7 @@ class Engine:
         """join() returns in its turn: after what was agreed on before."""
         with self._lock:
             lane.joined = False
+            lane.submitted = 0  # a rank that joined early has numbered fewer requests than the others
             request = lane.running["join.join"] = lane.pending.pop("join.join")
             request.among = lane.running
         request.payload = last
