@@ -1,0 +1,93 @@
+"""`ringreduce.torch` has the names and positional arguments of `horovod.torch` 0.28.1, and says what it needs."""
+
+import inspect
+import subprocess
+import sys
+
+import pytest
+
+import ringreduce.torch as hvd
+
+# all that horovod.torch exports but elastic, with the names of its arguments
+SCALES = "prescale_factor postscale_factor process_set"
+IN_PLACE = f"average name op {SCALES}"
+FUNCTIONS = {
+    "allreduce": f"tensor average name compression op {SCALES}",
+    "allreduce_": f"tensor {IN_PLACE}",
+    "allreduce_async": f"tensor {IN_PLACE}",
+    "allreduce_async_": f"tensor {IN_PLACE}",
+    "grouped_allreduce": f"tensors average name compression op {SCALES}",
+    "grouped_allreduce_": f"tensors {IN_PLACE}",
+    "grouped_allreduce_async": f"tensors {IN_PLACE}",
+    "grouped_allreduce_async_": f"tensors {IN_PLACE}",
+    "sparse_allreduce_async": "tensor name op process_set",
+    "allgather": "tensor name process_set",
+    "allgather_async": "tensor name process_set",
+    "grouped_allgather": "tensors name process_set",
+    "grouped_allgather_async": "tensors name process_set",
+    "broadcast": "tensor root_rank name process_set",
+    "broadcast_": "tensor root_rank name process_set",
+    "broadcast_async": "tensor root_rank name process_set",
+    "broadcast_async_": "tensor root_rank name process_set",
+    "alltoall": "tensor splits name process_set",
+    "alltoall_async": "tensor splits name process_set",
+    "reducescatter": "tensor name compression op process_set prescale_factor postscale_factor",
+    "reducescatter_async": "tensor name op process_set prescale_factor postscale_factor",
+    "grouped_reducescatter": "tensors name compression op process_set prescale_factor postscale_factor",
+    "grouped_reducescatter_async": "tensors name op process_set prescale_factor postscale_factor",
+    "join": "device",
+    "barrier": "process_set",
+    "poll": "handle",
+    "synchronize": "handle",
+    "init": "comm process_sets",
+    "shutdown": "",
+    "is_initialized": "",
+    "start_timeline": "file_path mark_cycles",
+    "stop_timeline": "",
+    "add_process_set": "process_set",
+    "remove_process_set": "process_set",
+    "ProcessSet": "ranks_or_comm",
+    "broadcast_parameters": "params root_rank",
+    "broadcast_optimizer_state": "optimizer root_rank model",
+    "broadcast_object": "obj root_rank name process_set",
+    "allgather_object": "obj name",
+    "SyncBatchNorm": "num_features eps momentum affine track_running_stats",
+    "DistributedOptimizer": "optimizer named_parameters",
+}
+QUESTIONS = (
+    "size local_size cross_size rank local_rank cross_rank is_homogeneous mpi_threads_supported mpi_enabled mpi_built "
+    "gloo_enabled gloo_built nccl_built ddl_built ccl_built cuda_built rocm_built"
+)
+OTHERS = "Average Sum Adasum Min Max Product HorovodInternalError Compression global_process_set"
+
+
+@pytest.mark.parametrize(("name", "arguments"), (FUNCTIONS | dict.fromkeys(QUESTIONS.split(), "")).items())
+def test_the_arguments_are_horovods(name, arguments):
+    parameters = inspect.signature(getattr(hvd, name)).parameters.values()
+    positional = [each.name for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
+    expected = arguments.split()
+    assert positional[: len(expected)] == expected
+    required = [each.name for each in parameters if each.default is each.empty and each.kind is not each.VAR_KEYWORD]
+    assert set(required) <= set(expected), "what is ours besides must be optional"
+
+
+def test_the_list_of_the_api_is_complete():
+    assert {*FUNCTIONS, *QUESTIONS.split(), *OTHERS.split()} <= set(hvd.__all__)
+    assert all(hasattr(hvd, name) for name in hvd.__all__)
+    assert len(set(hvd.__all__)) == len(hvd.__all__)
+
+
+def test_horovods_error_is_a_runtime_error_of_ours():
+    import ringreduce
+
+    assert issubclass(ringreduce.MismatchError, hvd.HorovodInternalError)
+    assert issubclass(hvd.HorovodInternalError, RuntimeError)
+
+
+def test_without_torch_the_message_names_the_cure():
+    program = "import sys; sys.modules['torch'] = None; import ringreduce; import ringreduce.torch"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50)
+    assert ended.returncode == 1
+    assert "MissingExtraError: ringreduce.torch needs PyTorch; install it with: pip install 'ringreduce[torch]'" in (
+        ended.stderr
+    )
