@@ -21,7 +21,9 @@ FORMS = """\
   - a callable on gradients"""
 
 
-def DistributedOptimizer(optimizer: Any, *, op: ReduceOp = Average, **options: Any) -> Any:  # noqa: N802 - Horovod's name
+def DistributedOptimizer(  # noqa: N802 - Horovod's name
+    optimizer: Any, named_parameters: Any = None, *, op: ReduceOp = Average, **options: Any
+) -> Any:
     """Wrap `optimizer` so that it sees the gradients reduced over all ranks.
 
     optimizer: one of
@@ -42,7 +44,9 @@ def DistributedOptimizer(optimizer: Any, *, op: ReduceOp = Average, **options: A
     if torch is not None and isinstance(optimizer, torch.optim.Optimizer):
         from ringreduce.torch import DistributedOptimizer as TorchOptimizer
 
-        return TorchOptimizer(optimizer, op=op, **options)
+        return TorchOptimizer(optimizer, named_parameters, op=op, **options)
+    if named_parameters is not None:
+        options["named_parameters"] = named_parameters
     if options:
         raise InputError(f"DistributedOptimizer: {', '.join(options)} are options for torch optimizers only")
     if _is_optax(optimizer) or not (_methods(optimizer) or callable(optimizer)):

@@ -75,7 +75,7 @@ def wrap(model, **options):
 def test_gradients_are_reduced_during_backward_in_few_messages():
     def program():
         model = make_model()
-        optimizer = wrap(model)
+        optimizer = wrap(model, sparse_as_dense=True)  # nothing to agree on
         loss_of(model, batch(hvd.rank())).backward()
         reduced_before_step = [parameter.grad.clone() for parameter in model.parameters()]
         optimizer.step()
@@ -213,7 +213,7 @@ def test_wrong_arguments():
 
 def test_more_backwards_than_declared():
     def call(model):
-        wrap(model)
+        optimizer = wrap(model)  # noqa: F841 - its hooks go with it
         loss_of(model, batch(0)).backward()
         loss_of(model, batch(1)).backward()
 
@@ -226,7 +226,11 @@ def test_zero_grad_between_backward_and_step():
         loss_of(model, batch(0)).backward()
         optimizer.zero_grad()
 
-    fails(call, AssertionError, r"zero_grad\(\) after backward\(\) and before step\(\)")
+    fails(
+        call,
+        AssertionError,
+        r"zero_grad\(\) after backward\(\) and before step\(\).*call synchronize\(\) first, on all ranks",
+    )
 
 
 def test_after_a_mismatch_the_step_can_begin_anew():
@@ -235,8 +239,13 @@ def test_after_a_mismatch_the_step_can_begin_anew():
         optimizer = wrap(model)
         for _ in range(2):
             optimizer.zero_grad()
+            model(torch.ones(1, 3 + hvd.rank())).sum().backward()
             with pytest.raises(ringreduce.MismatchError, match="all ranks must pass equal shapes"):
-                model(torch.ones(1, 3 + hvd.rank())).sum().backward()
+                optimizer.step()
+            optimizer.zero_grad()
+            model(torch.ones(1, 3 + hvd.rank())).sum().backward()
+            with pytest.raises(ringreduce.MismatchError, match="allreduce 'weight'.*all ranks must pass equal shapes"):
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
     run_ranks(2, program)
 
@@ -268,16 +277,18 @@ def test_zero_grad_sets_to_none_or_to_zero():
     run_ranks(1, program)
 
 
-def test_step_after_synchronize_warns():
+def test_step_after_synchronize_warns_and_does_not_reduce_twice():
     def program():
         model = make_model()
-        optimizer = wrap(model)
+        optimizer = wrap(model, op=hvd.Sum)
         loss_of(model, batch(0)).backward()
         optimizer.synchronize()
+        reduced = model[0].weight.grad.clone()
         with pytest.warns(
-            UserWarning, match="reduces the gradients a second time; put it into .with optimizer.skip_sync"
+            UserWarning, match=r"has reduced the gradients; put it into .with optimizer.skip_synchronize\(\)"
         ):
             optimizer.step()
+        assert torch.equal(model[0].weight.grad, reduced)
 
     run_ranks(1, program)
 

@@ -32,6 +32,8 @@ LAYERS = [
     ["api.reduce", "api.gather", "api.broadcast", "api.objects", "api.control"],
     ["optimizer", "testing", "sampler"],
     ["torch.ops", "torch.sparse", "torch.functions", "torch.sync_batch_norm"],
+    ["torch.hooks", "torch.pending", "torch.parameters", "torch.reduction"],
+    ["torch.reducer", "torch.adasum_optimizer"],
     ["torch.optimizer"],
 ]
 # the one import that points up, inside a function: an optimizer is sent to its framework's adapter

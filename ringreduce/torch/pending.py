@@ -1,0 +1,98 @@
+"""A gradient that is being reduced: whoever looks at it first waits for it.
+
+Between backward() and step() `parameter.grad` is a `PendingGradient`. Gradient clipping, GradScaler.unscale_() or a
+print() sees the reduced gradient without a call of synchronize(), and backward() itself waits for nothing: a rank that
+waited there could wait for one that has other work to do first.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+# What every rank knows without waiting.
+METADATA: set[Any] = {
+    torch.Tensor.shape.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.dtype.__get__,  # type: ignore[attr-defined]
+    torch.Tensor.device.__get__,
+    torch.Tensor.size,
+    torch.Tensor.dim,
+    torch.Tensor.numel,
+}
+
+
+class PendingGradient(torch.Tensor):
+    """Stands for a gradient until it is reduced; every function of torch waits, then gets the reduced tensor instead.
+
+    Source: torch's own AsyncCollectiveTensor, which does so for functional collectives.
+    """
+
+    value: torch.Tensor
+    """The gradient itself: this rank's, later the reduced one."""
+    is_placeholder: bool
+    """This rank computed none (and autograd has added nothing to it yet)."""
+    owner: weakref.ReferenceType[Any]
+    """What begins its reduction and waits for it; see `make_pending`."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Call `func` with the reduced gradients in place of pending ones."""
+        if func in METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        waited = list(_pending_in((args, kwargs)))
+        owners = [owner for each in waited if (owner := each.owner()) is not None and owner.pending is each]
+        for owner in owners:
+            owner.begin()  # all before the first wait: other ranks may wait for any of them
+        for owner in owners:
+            owner.wait()
+        return func(*_settled(args), **_settled(dict(kwargs or {})))
+
+
+def make_pending(gradient: torch.Tensor, owner: Any, is_placeholder: bool = False) -> PendingGradient:
+    """A PendingGradient for `gradient` (dense or sparse), in the same memory.
+
+    owner: has begin() and wait(), and `pending` while this stands for it; wait() sets `value` to the reduced gradient.
+           Only weakly held.
+    """
+    pending: PendingGradient = torch.Tensor._make_subclass(PendingGradient, gradient.detach())
+    pending.value = gradient
+    pending.is_placeholder = is_placeholder
+    pending.owner = weakref.ref(owner)
+    return pending
+
+
+def plain(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """This rank's gradient as autograd left it, without waiting; None where it is a placeholder."""
+    if not isinstance(gradient, PendingGradient):
+        return gradient
+    with torch._C.DisableTorchFunctionSubclass():
+        if gradient.is_placeholder and gradient._nnz() == 0:
+            return None
+        return gradient.detach()
+
+
+def _pending_in(tree: Any) -> Iterator[PendingGradient]:
+    if isinstance(tree, PendingGradient):
+        yield tree
+    elif isinstance(tree, dict):
+        for each in tree.values():
+            yield from _pending_in(each)
+    elif isinstance(tree, list | tuple):
+        for each in tree:
+            yield from _pending_in(each)
+
+
+def _settled(tree: Any) -> Any:
+    if isinstance(tree, PendingGradient):
+        return tree.value
+    if isinstance(tree, dict):
+        return {key: _settled(each) for key, each in tree.items()}
+    if type(tree) in (list, tuple):
+        return type(tree)(_settled(each) for each in tree)
+    return tree

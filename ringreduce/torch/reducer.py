@@ -1,0 +1,347 @@
+"""Which gradient is reduced when: each as soon as backward has finished it, what is left at step().
+
+    backward: hook ── begin ──> PendingGradient in .grad ── step(), or somebody looks ──> reduced gradient in .grad
+
+Every rank begins each of its gradients once a step, in any order; the engine finds together what has one name.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ringreduce.api.reduce import allreduce_async
+from ringreduce.errors import MismatchError
+from ringreduce.ops import Max
+from ringreduce.torch.hooks import GradientHooks, too_often
+from ringreduce.torch.pending import PendingGradient, make_pending, plain
+from ringreduce.torch.reduction import Finish, Reduction, empty_sparse
+
+UNKNOWN, DENSE = 0, 1
+"""Layouts of a gradient; DENSE + n is sparse, with n indices an element."""
+
+
+class Gradient:
+    """One parameter's gradient on its way through a step."""
+
+    def __init__(self, name: str, parameter: torch.nn.Parameter, reducer: GradientReducer) -> None:
+        self.name = name
+        self.parameter = parameter
+        self.group: list[Gradient] = [self]
+        """Those that are reduced together with it, itself among them."""
+        self.seen = 0
+        """Backward passes since the step's beginning."""
+        self.reduced = False
+        self.shipment: Shipment | None = None
+        self.pending: PendingGradient | None = None
+        """What stands in parameter.grad until it is reduced."""
+        self.layout = UNKNOWN
+        """What all ranks agreed on."""
+        self.question: Any = None
+        """The handle of that agreement."""
+        self._reducer = weakref.ref(reducer)
+        self._last: Callable[[], Any] = lambda: None
+
+    @property
+    def trains(self) -> bool:
+        """A frozen one takes no part."""
+        return self.parameter.requires_grad or self.seen > 0
+
+    @property
+    def local(self) -> torch.Tensor | None:
+        """What this rank computed."""
+        return plain(self.parameter.grad)
+
+    def count(self) -> None:
+        """Note a backward pass; the first one anew when .grad was set to None since the last."""
+        if self.seen and self.shipment is None and self._last() is not self.parameter.grad:
+            self.seen = 0
+        self.seen += 1
+        self.remember()
+
+    def remember(self) -> None:
+        """Note the object that .grad is now."""
+        self._last = weakref.ref(self.parameter.grad) if self.parameter.grad is not None else lambda: None
+
+    def show(self, gradient: torch.Tensor, is_placeholder: bool = False) -> None:
+        """Put a PendingGradient into .grad; the one that is there stays, somebody may hold it."""
+        if self.pending is not None and self.parameter.grad is self.pending:
+            self.pending.value = gradient
+            return
+        self.pending = make_pending(gradient, self, is_placeholder)
+        self.parameter.grad = self.pending
+        self.remember()
+
+    def hide(self, gradient: torch.Tensor | None) -> None:
+        """Put a gradient into .grad, unless the user has put another there."""
+        pending, self.pending = self.pending, None
+        if pending is not None and gradient is not None:
+            pending.value = gradient
+        if pending is not None and self.parameter.grad is pending:
+            self.parameter.grad = gradient
+
+    def begin(self) -> None:
+        """Somebody looks at it: begin to reduce it, if nobody has."""
+        reducer = self._reducer()
+        if reducer is not None:
+            reducer.begin(self)
+
+    def wait(self) -> None:
+        """Wait until it is reduced."""
+        reducer = self._reducer()
+        if reducer is not None and self.shipment is not None:
+            reducer.wait(self.shipment)
+
+
+class Shipment:
+    """Gradients that are reduced together."""
+
+    def __init__(self, parts: Sequence[tuple[list[Gradient], Finish]]) -> None:
+        self._parts = parts
+        self.members = [each for members, _ in parts for each in members]
+
+    def finish(self) -> None:
+        """Wait, and put the reduced gradients into their places."""
+        for members, finish in self._parts:
+            for member in members:
+                check_layout(member)
+            for member, reduced in zip(members, finish(), strict=True):
+                member.hide(reduced)
+                member.seen, member.reduced, member.shipment = 0, True, None
+
+
+def check_layout(gradient: Gradient) -> None:
+    """Learn what all ranks found; raises MismatchError when this rank's gradient is of another layout."""
+    mine = layout_of(gradient.local)
+    if gradient.question is None:
+        return
+    question, gradient.question = gradient.question, None
+    gradient.layout = int(question.wait()[0])
+    if mine not in (UNKNOWN, gradient.layout):
+        raise MismatchError(
+            f"gradient {gradient.name!r}: {'dense' if mine == DENSE else 'sparse'} on this rank, but sparse of another "
+            "form on others; it must be alike on all ranks, or pass sparse_as_dense=True"
+        )
+
+
+def layout_of(gradient: torch.Tensor | None) -> int:
+    """DENSE, DENSE + the indices of an element, or UNKNOWN without a gradient."""
+    if gradient is None:
+        return UNKNOWN
+    return DENSE + (gradient.sparse_dim() if gradient.is_sparse else 0)
+
+
+class GradientReducer:
+    """Reduces the gradients of parameters as hooks report them ready."""
+
+    def __init__(self, passes: int, reduction: Reduction) -> None:
+        self.passes = passes
+        self.paused = False
+        """In no_sync(): gradients only add up."""
+        self._reduction = reduction
+        self._gradients: dict[Any, Gradient] = {}
+        self._shipments: dict[Shipment, None] = {}
+        self._hooks = GradientHooks(self._on_gradient)
+        self._backward = -1
+        self._lock = threading.RLock()  # backward on several GPUs has a thread for each
+
+    def add(self, named: Iterable[tuple[str, Any]]) -> None:
+        """Reduce these parameters too."""
+        for name, parameter in named:
+            self._gradients[parameter] = Gradient(name, parameter, self)
+            self._hooks.watch(parameter)
+
+    def join(self, parameters: Sequence[Any]) -> None:
+        """Reduce these parameters together."""
+        group = [self._gradients[parameter] for parameter in parameters]
+        for each in group:
+            each.group = group
+
+    @property
+    def names(self) -> set[str]:
+        """Those of all parameters."""
+        return {each.name for each in self._gradients.values()}
+
+    @property
+    def pending(self) -> bool:
+        """True while a gradient is being reduced that nobody has waited for."""
+        return bool(self._shipments)
+
+    def _on_gradient(self, parameter: Any) -> None:
+        gradient = self._gradients[parameter]
+        with self._lock:
+            if self.paused and gradient.shipment is None:
+                return
+            gradient.count()
+            if gradient.seen > self.passes or gradient.shipment is not None:
+                raise AssertionError(too_often(gradient.name, gradient.seen, self.passes))
+            for member in gradient.group:
+                member.reduced = False
+            if gradient.seen == self.passes:
+                self._watch_the_end()
+                if all(each.seen == self.passes for each in gradient.group if each.trains):
+                    self._begin([gradient.group])
+
+    def _watch_the_end(self) -> None:
+        """Have autograd call `_at_the_end` when this backward is done."""
+        backward = torch._C._current_graph_task_id()
+        if backward == self._backward:
+            return
+        self._backward = backward
+        reducer = weakref.ref(self)
+
+        def at_the_end() -> None:
+            alive = reducer()
+            if alive is not None:
+                alive._at_the_end()
+
+        torch.autograd.Variable._execution_engine.queue_callback(at_the_end)
+
+    def _at_the_end(self) -> None:
+        """Gradients that this rank did not compute may come from others: whoever looks at .grad must find them too."""
+        self._hooks.refresh()
+        for gradient in self._gradients.values():
+            shown = gradient.pending is not None and gradient.parameter.grad is gradient.pending
+            if gradient.shipment is None and not gradient.reduced and gradient.trains and not shown:
+                local = gradient.local
+                if local is None and gradient.parameter.dim() == 0:
+                    local = torch.zeros_like(gradient.parameter.detach())
+                if local is not None:
+                    gradient.show(local)
+                else:
+                    gradient.show(empty_sparse(gradient.parameter.detach(), 1), is_placeholder=True)
+
+    def begin(self, gradient: Gradient) -> None:
+        """Begin to reduce a gradient, and those of its group, if nobody has."""
+        with self._lock:
+            if gradient.shipment is None and not gradient.reduced:
+                self._begin([gradient.group])
+
+    def wait(self, shipment: Shipment) -> None:
+        """Wait until it has arrived; when it cannot, give up the whole step, so that no rank waits for this one."""
+        try:
+            self._finish(shipment)
+        except Exception:
+            self.synchronize(quiet=True)
+            raise
+
+    def _finish(self, shipment: Shipment) -> None:
+        self._shipments.pop(shipment, None)
+        shipment.finish()
+
+    def _begin(self, groups: Sequence[list[Gradient]]) -> None:
+        """Begin to reduce groups; waits only for layouts that this rank does not know."""
+        taken = [[each for each in group if each.trains] for group in groups]
+        for gradient in (each for group in taken for each in group):
+            self._ask(gradient)
+        known = [group for group in taken if all(self._layout(each) for each in group)]
+        waiting = [group for group in taken if not any(group is each for each in known)]
+        _raise_first([_error_of(self._ship, group) for group in (*known, *waiting)])
+
+    def _ask(self, gradient: Gradient) -> None:
+        """Begin to agree on the layout, once: a rank without a gradient cannot know what the others send."""
+        if gradient.layout != UNKNOWN or gradient.question is not None:
+            return
+        if self._reduction.size == 1 or self._reduction.sparse_as_dense:
+            gradient.layout = DENSE
+            return
+        mine = np.array([layout_of(gradient.local)], np.int8)
+        gradient.question = allreduce_async(
+            mine, name=f"{gradient.name}.layout", op=Max, process_set=self._reduction.process_set
+        )
+
+    def _layout(self, gradient: Gradient) -> int:
+        if self._reduction.sparse_as_dense:
+            return DENSE
+        return layout_of(gradient.local) or gradient.layout
+
+    def _ship(self, group: Sequence[Gradient]) -> None:
+        """Send the dense ones together, sparse ones each on its own."""
+        for each in group:
+            if not self._layout(each):
+                check_layout(each)
+        dense: list[tuple[Gradient, torch.Tensor]] = []
+        parts: list[tuple[list[Gradient], Finish]] = []
+        for each in group:
+            local, layout = self._local(each), self._layout(each)
+            each.show(local)
+            if layout == DENSE:
+                dense.append((each, local))
+            elif layout == UNKNOWN:
+                parts.append(([each], _nothing_to_do(local)))
+            else:
+                parts.append(([each], self._reduction.begin_sparse(each.name, local)))
+        if dense:
+            members = [each for each, _ in dense]
+            parts.append((members, self._reduction.begin_dense([(each.name, local) for each, local in dense])))
+        shipment = Shipment(parts)
+        for each in group:
+            each.shipment = shipment
+        if parts:
+            self._shipments[shipment] = None
+
+    def _local(self, gradient: Gradient) -> torch.Tensor:
+        """This rank's gradient, zeros where there is none."""
+        local, parameter = gradient.local, gradient.parameter.detach()
+        if local is None:
+            layout = self._layout(gradient)
+            if layout > DENSE:
+                return empty_sparse(parameter, layout - DENSE)
+            return torch.zeros_like(parameter, memory_format=torch.contiguous_format)
+        return local.to_dense() if local.is_sparse and self._reduction.sparse_as_dense else local
+
+    def synchronize(self, quiet: bool = False) -> None:
+        """Reduce what backward left out; on return every gradient is reduced.
+
+        Raises what went wrong with the first that failed, after it has waited for all. quiet: not even then.
+        """
+        errors = [_error_of(self._begin_rest)]
+        while self._shipments:
+            errors.append(_error_of(self._finish_next))
+        self._hooks.refresh()
+        if any(errors):
+            self.reset()
+        if not quiet:
+            _raise_first(errors)
+
+    def _finish_next(self) -> None:
+        self._finish(next(iter(self._shipments)))
+
+    def _begin_rest(self) -> None:
+        rest: dict[int, list[Gradient]] = {}
+        for gradient in self._gradients.values():
+            if gradient.shipment is None and not gradient.reduced and gradient.trains:
+                rest[id(gradient.group)] = gradient.group
+        self._begin(list(rest.values()))
+
+    def reset(self) -> None:
+        """Begin a new step."""
+        self._hooks.refresh()
+        for gradient in self._gradients.values():
+            gradient.seen, gradient.reduced, gradient.shipment, gradient.question = 0, False, None, None
+            if gradient.pending is not None:
+                gradient.hide(gradient.local)
+
+
+def _nothing_to_do(gradient: torch.Tensor) -> Finish:
+    """No rank has a gradient: there is nothing to send."""
+    return lambda: [gradient]
+
+
+def _error_of(act: Callable[..., None], *arguments: Any) -> Exception | None:
+    try:
+        act(*arguments)
+    except Exception as exc:  # told when all is done
+        return exc
+    return None
+
+
+def _raise_first(errors: Iterable[Exception | None]) -> None:
+    for error in errors:
+        if error is not None:
+            raise error

@@ -1,0 +1,99 @@
+"""How gradients travel: compressed, scaled, dense or sparse. What is reduced when is reducer.py's."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ringreduce.api.process_sets import ProcessSet
+from ringreduce.api.reduce import allreduce_async_, grouped_allreduce_async_
+from ringreduce.compression import Compressor
+from ringreduce.ops import ReduceOp
+from ringreduce.torch.sparse import sparse_allreduce_async
+
+Named = tuple[str, torch.Tensor]
+Finish = Callable[[], list[torch.Tensor]]
+"""Waits, and returns the reduced tensors."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Reduction:
+    """What is done to every gradient."""
+
+    op: ReduceOp
+    compression: type[Compressor]
+    prescale: float
+    postscale: float
+    sparse_as_dense: bool
+    process_set: ProcessSet
+    size: int
+    """How many ranks take part; 1: nothing is to be done."""
+
+    def begin_dense(self, gradients: Sequence[Named]) -> Finish:
+        """Begin to reduce dense gradients in place; many are a group, which is reduced all or nothing."""
+        tensors = [gradient.detach() for _, gradient in gradients]
+        if self.size == 1:
+            return lambda: tensors
+        compressed = [self.compression.compress(each.contiguous()) for each in tensors]
+        handle = self._submit([name for name, _ in gradients], [sent for sent, _ in compressed])
+
+        def finish() -> list[torch.Tensor]:
+            for tensor, reduced, (_, ctx) in zip(tensors, handle.wait(), compressed, strict=True):
+                result = self.compression.decompress(reduced, ctx)
+                if result is not tensor:  # it was compressed, or of another memory format
+                    tensor.copy_(result)
+            return tensors
+
+        return finish
+
+    def _submit(self, names: list[str], tensors: list[torch.Tensor]) -> Any:
+        if len(tensors) > 1:
+            return grouped_allreduce_async_(
+                tensors,
+                name=f"{names[0]} and {len(names) - 1} more",
+                op=self.op,
+                prescale_factor=self.prescale,
+                postscale_factor=self.postscale,
+                process_set=self.process_set,
+                names=names,
+            )
+        handle = allreduce_async_(
+            tensors[0],
+            name=names[0],
+            op=self.op,
+            prescale_factor=self.prescale,
+            postscale_factor=self.postscale,
+            process_set=self.process_set,
+        )
+        return _InList(handle)
+
+    def begin_sparse(self, name: str, gradient: torch.Tensor) -> Finish:
+        """Begin to reduce a sparse gradient: every rank gets the rows of all, coalesced.
+
+        Cost: as `allgather` of its indices and values; they are not compressed.
+        """
+        gradient = gradient.detach().coalesce()
+        if self.size == 1:
+            return lambda: [gradient]
+        wait = sparse_allreduce_async(gradient, name, self.op, self.process_set)
+        return lambda: [wait().coalesce() * (self.prescale * self.postscale)]
+
+
+class _InList:
+    """The handle of one tensor, to be waited for as that of a group."""
+
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+
+    def wait(self) -> list[torch.Tensor]:
+        return [self._handle.wait()]
+
+
+def empty_sparse(parameter: torch.Tensor, sparse_dim: int) -> torch.Tensor:
+    """The sparse gradient of a rank that computed none."""
+    indices = torch.empty((sparse_dim, 0), dtype=torch.int64, device=parameter.device)
+    values = torch.empty((0, *parameter.shape[sparse_dim:]), dtype=parameter.dtype, device=parameter.device)
+    return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False)
