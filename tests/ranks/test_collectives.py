@@ -1,13 +1,15 @@
 """The algorithms on threads, with a transport that buffers nothing: results, and the pattern of their messages."""
 
 import itertools
+import threading
+import time
 from collections import Counter
 
 import numpy as np
 import pytest
 
 from ringreduce import runtime
-from ringreduce.collectives import bruck, ring, tree
+from ringreduce.collectives import adasum, bruck, clock, pairwise, ring, tree
 from ringreduce.dtypes import TABLE
 from ringreduce.errors import CollectiveError, InputError, PeerLostError
 from ringreduce.ops import Average, Reduction, Sum
@@ -265,3 +267,136 @@ def test_the_first_failure_is_the_one_that_is_raised():
 
     with pytest.raises(KeyError, match="the cause"):
         run_ranks(3, program)
+
+
+@pytest.mark.parametrize("name", ["uint8", "float16", "complex128"])
+@pytest.mark.parametrize("size", SIZES)
+def test_pairwise_alltoall_of_given_counts(size, name):
+    """Each pair of ranks has a count of its own, some of them 0, some more than a segment holds."""
+    counts = [[(5 * source + 3 * target) % 7 * 9 for target in range(size)] for source in range(size)]
+    arrays = [data(name, sum(counts[rank]), rank) for rank in range(size)]
+
+    def program():
+        rank = transport().rank
+        received = [counts[source][rank] for source in range(size)]
+        incoming = np.zeros(sum(received), name)
+        complete(pairwise.alltoall(arrays[rank].copy(), incoming, transport(), counts[rank], received, 160))
+        return incoming
+
+    for rank, result in enumerate(run_ranks(size, program)):
+        starts = [sum(counts[source][:rank]) for source in range(size)]
+        parts = [arrays[s][starts[s] : starts[s] + counts[s][rank]] for s in range(size)]
+        np.testing.assert_array_equal(result, np.concatenate(parts))
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_pairwise_alltoall_floods_no_rank(size):
+    """In round i everybody sends one message to the rank i after it; what stays at home is no message."""
+    messages = []
+
+    def program():
+        complete(pairwise.alltoall(np.zeros(5 * size), np.zeros(5 * size), transport(), [5] * size, [5] * size))
+
+    run_ranks(size, program, messages=messages)
+    pairs = Counter((message.source, message.destination) for message in messages)
+    assert pairs == Counter({(a, b): 1 for a in range(size) for b in range(size) if a != b})
+    for rank in range(size):
+        sent = [message.destination for message in messages if message.source == rank]
+        assert sent == [(rank + distance) % size for distance in range(1, size)]
+    assert all(message.nbytes == 40 for message in messages)
+
+
+def test_long_parts_of_an_alltoall_travel_in_segments():
+    messages = []
+
+    def program():
+        complete(pairwise.alltoall(np.zeros(50), np.zeros(50), transport(), [25, 25], [25, 25], 80))
+
+    run_ranks(2, program, messages=messages)
+    assert sorted(message.nbytes for message in messages) == [40] * 2 + [80] * 4
+
+
+def adasum_of(arrays):
+    """In pairs, pairs of pairs and so on, in extended precision."""
+    if len(arrays) == 1:
+        return arrays[0]
+    a, b = (adasum_of(arrays[k : k + len(arrays) // 2]) for k in (0, len(arrays) // 2))
+    common = np.vdot(a, b).real / 2
+    return a * (1 - common / np.vdot(a, a).real) + b * (1 - common / np.vdot(b, b).real)
+
+
+@pytest.mark.parametrize("name", ["float32", "float64", "complex64", "complex128"])
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_adasum_on_a_power_of_two_of_ranks(size, name):
+    arrays = [data(name, 101, rank) for rank in range(size)]
+
+    def program():
+        flat = arrays[transport().rank].copy()
+        complete(adasum.allreduce(flat, transport(), segment_bytes=64))
+        return flat
+
+    results = run_ranks(size, program)
+    wide = np.clongdouble if name.startswith("complex") else np.longdouble
+    tolerance = 20 * np.finfo(name).eps
+    np.testing.assert_allclose(results[0], adasum_of([each.astype(wide) for each in arrays]), tolerance, tolerance)
+    assert all(result.tobytes() == results[0].tobytes() for result in results), "the same bits on every rank"
+
+
+def test_adasum_adds_what_is_orthogonal_averages_what_is_equal_and_knows_zero():
+    one, other = np.array([3.0, 0.0]), np.array([0.0, 2.0])
+    assert adasum.combine(one, other).tolist() == [3, 2]
+    assert adasum.combine(one, one).tolist() == [3, 0]
+    assert adasum.combine(one, 3 * one).tolist() == [6, 0], "the mean of parallel ones"
+    assert adasum.combine(one, -one).tolist() == [0, 0]
+    assert adasum.combine(one, 0 * one).tolist() == [3, 0]
+    assert adasum.combine(0 * one, other).tolist() == [0, 2]
+    assert adasum.combine(np.array([1j]), np.array([1.0 + 0j])).tolist() == [1 + 1j], "orthogonal as vectors"
+
+
+@pytest.mark.parametrize("size", [1, 2, 4, 8])
+def test_adasum_takes_a_logarithm_of_rounds(size):
+    messages = []
+    run_ranks(size, lambda: complete(adasum.allreduce(np.ones(10), transport())), messages=messages)
+    assert len(messages) == size * (size - 1).bit_length()
+    assert all(message.nbytes == 80 for message in messages)
+
+
+@pytest.mark.parametrize("hosts", [[0], [0, 0, 0], [0, 1], [0, 0, 1, 1], [0, 1, 0, 2, 1], [3, 1, 3]])
+def test_clock_offsets_are_told_of_every_host(hosts, monkeypatch):
+    """Each host's clock is ahead by some seconds; each rank's thread reads its own host's clock."""
+    ahead_us = {0: 0.0, 1: 5e6, 2: -3e6, 3: 7e6}
+    real = time.monotonic_ns
+
+    def program():
+        on_host.us = ahead_us[hosts[transport().rank]]
+        return complete(clock.offsets_us(transport(), hosts))
+
+    on_host = threading.local()
+    monkeypatch.setattr(clock, "_now_us", lambda: real() / 1e3 + on_host.us)
+    messages = []
+    results = run_ranks(len(hosts), program, messages=messages)
+    for result in results:
+        assert result == results[0]
+        for host, offset in zip(hosts, result, strict=True):
+            exact = ahead_us[host] - ahead_us[hosts[0]]
+            assert abs(offset - exact) < 0.2e6
+            assert host != hosts[0] or offset == 0
+    pings = [message for message in messages if message.tag == clock.TAG]
+    assert len(pings) == 2 * clock.ROUNDS * (len(set(hosts)) - 1)
+    assert {message.source for message in pings} <= {0, *(hosts.index(host) for host in hosts)}
+
+
+def test_the_fastest_round_of_the_clocks_counts(monkeypatch):
+    """A slow round tells little: the answer of the others is what is believed."""
+    real = time.monotonic_ns
+
+    def now_us():
+        rounds.append(1)
+        if len(rounds) < 6:
+            time.sleep(0.02)
+        return real() / 1e3
+
+    rounds = []
+    monkeypatch.setattr(clock, "_now_us", now_us)
+    for result in run_ranks(2, lambda: complete(clock.offsets_us(transport(), [0, 1]))):
+        assert abs(result[1]) < 5e3

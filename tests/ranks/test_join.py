@@ -83,7 +83,7 @@ def test_what_was_given_before_joining_is_settled_when_all_have(settings):
 
 
 @pytest.mark.parametrize("known", [False, True], ids=["new", "known to the cache"])
-@pytest.mark.parametrize("kind", ["allgather", "broadcast", "alltoall", "reducescatter", "broadcast_object"])
+@pytest.mark.parametrize("kind", ["allgather", "broadcast", "alltoall", "reducescatter", "barrier", "broadcast_object"])
 def test_other_collectives_fail_while_a_rank_has_joined_and_work_again_afterwards(kind, known):
     call = {
         "allgather": lambda: rr.allgather(np.zeros(2), name="w"),

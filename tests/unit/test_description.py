@@ -1,0 +1,107 @@
+"""Descriptions: their keys, and how two ranks' differ, in words."""
+
+import numpy as np
+import pytest
+
+from ringreduce.buffers import as_buffer
+from ringreduce.engine.description import (
+    Call,
+    Description,
+    TensorDescription,
+    calling_line,
+    describe,
+    explain,
+    names_of,
+    tensor_text,
+)
+
+
+def tensor(name="w", dtype="float32", shape=(3,), device="cpu"):
+    return TensorDescription(name, dtype, shape, device)
+
+
+def reduction(*tensors, op="Sum", prescale=1.0, name="w"):
+    return Description("allreduce", name, tensors or (tensor(),), (("op", op), ("prescale_factor", prescale)))
+
+
+def explained(*descriptions, size=4):
+    return explain({rank: Call(each, f"train.py:{rank}") for rank, each in enumerate(descriptions)}, size)
+
+
+def test_the_key_is_the_operation_and_the_name_or_the_number():
+    assert Description("allgather", "layer.w").key == "allgather.layer.w"
+    assert Description("allgather", "noname.3", numbered=True).key == "noname.3"
+    assert reduction(op="Max").detail("op") == "Max"
+
+
+@pytest.mark.parametrize(
+    ("theirs", "mine", "message"),
+    [
+        (
+            reduction(),
+            reduction(tensor(shape=(4, 2))),
+            "'w' (train.py:1): float32[4, 2], but rank 0 has float32[3] (tra",
+        ),
+        (
+            reduction(),
+            reduction(tensor(dtype="int8")),
+            "int8[3], but rank 0 has float32[3] (train.py:0); all ranks must",
+        ),
+        (reduction(), reduction(tensor(device="cuda")), "a tensor on cuda, but rank 0 has one on cpu"),
+        (
+            reduction(),
+            reduction(op="Max"),
+            "op=Max, but rank 0 has op=Sum (train.py:0); all ranks must pass equal values",
+        ),
+        (reduction(), reduction(prescale=0.5), "prescale_factor=0.5, but rank 0 has prescale_factor=1.0"),
+        (
+            reduction(),
+            reduction(tensor(), tensor("v")),
+            "'w' (train.py:1): 2 tensors, but rank 0 has 1 (train.py:0); all",
+        ),
+        (
+            reduction(tensor("w.0")),
+            reduction(tensor("w.1")),
+            "'w.1' (train.py:1): name 'w.1', but rank 0 has name 'w.0'",
+        ),
+        (
+            reduction(tensor("w.0"), tensor("w.1")),
+            reduction(tensor("w.0"), tensor("w.1", shape=())),
+            "allreduce 'w.1' (train.py:1): float32[], but rank 0 has float32[3]",
+        ),
+        (
+            reduction(),
+            Description("barrier", "w"),
+            "rank 1 of 4, barrier 'w' (train.py:1): barrier 'w', but rank 0 has allreduce 'w' (train.py:0); all ranks "
+            "must pass equal operations",
+        ),
+    ],
+)
+def test_the_first_difference_is_told(theirs, mine, message):
+    assert message in explained(theirs, mine)
+
+
+def test_the_first_that_differs_is_told_and_the_others_are_counted():
+    text = explained(reduction(), reduction(), reduction(op="Min"), reduction(op="Max"))
+    assert text.startswith("rank 2 of 4, allreduce 'w' (train.py:2): op=Min, but rank 0 has op=Sum (train.py:0)")
+    assert text.endswith("equal values of op (ranks 2, 3 differ from rank 0)")
+
+
+def test_the_lowest_rank_that_gave_it_is_the_measure():
+    calls = {3: Call(reduction(), "a.py:3"), 1: Call(reduction(op="Min"), "a.py:1")}
+    assert explain(calls, 4).startswith("rank 3 of 4, allreduce 'w' (a.py:3): op=Sum, but rank 1 has op=Min (a.py:1)")
+
+
+def test_a_buffer_is_described_by_its_type_shape_and_kind_of_device(cupy):
+    assert describe(as_buffer(np.zeros((2, 3), np.int8)), "w") == tensor(dtype="int8", shape=(2, 3))
+    assert describe(as_buffer(np.zeros((2, 3))), "w", (3,)) == tensor(dtype="float64", shape=(3,))
+    assert describe(as_buffer(cupy.ndarray(np.zeros(3, np.float32))), "w").device == "cuda"
+
+
+def test_words():
+    assert tensor_text(tensor(dtype="bool", shape=())) == "bool[]"
+    assert calling_line().startswith("test_description.py:")
+    assert list(names_of("g", None, 1)) == ["g"]
+    assert list(names_of("g", None, 2)) == ["g.0", "g.1"]
+    assert list(names_of("g", ["a", "b"], 2)) == ["a", "b"]
+    assert list(names_of("g", None, 0)) == []
