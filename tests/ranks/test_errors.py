@@ -381,6 +381,7 @@ def test_what_is_pending_when_a_rank_leaves_says_who_left_first_and_why():
     def program():
         goes_on()
         mine = rr.allreduce_async(zeros(3), name="only of rank 0 and 1") if rr.rank() != 2 else None
+        all_submitted.wait(5)
         if rr.rank() == 2:
             rr.shutdown()
             return
@@ -394,12 +395,14 @@ def test_what_is_pending_when_a_rank_leaves_says_who_left_first_and_why():
         with pytest.raises(rr.PeerLostError, match=r"allreduce 'w' .*: rank 2 has left the job: it called shutdown"):
             rr.allreduce(zeros(3), name="w")
 
+    all_submitted = threading.Barrier(3)
     run_ranks(3, program)
 
 
 def test_what_this_rank_leaves_pending_is_told_too():
     def program():
         handle = rr.allreduce_async(zeros(3), name=f"only of rank {rr.rank()}")
+        all_submitted.wait(5)
         engine = runtime.current("test").engine
         rr.shutdown()
         message = (
@@ -409,6 +412,7 @@ def test_what_this_rank_leaves_pending_is_told_too():
             handle.wait()
         assert not engine.lanes[0].pending
 
+    all_submitted = threading.Barrier(2)
     run_ranks(2, program)
 
 
