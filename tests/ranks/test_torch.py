@@ -244,7 +244,7 @@ def test_after_a_mismatch_the_step_can_begin_anew():
                 optimizer.step()
             optimizer.zero_grad()
             model(torch.ones(1, 3 + hvd.rank())).sum().backward()
-            with pytest.raises(ringreduce.MismatchError, match="allreduce 'weight'.*all ranks must pass equal shapes"):
+            with pytest.raises(ringreduce.MismatchError, match=r"allreduce 'weight'.*all ranks must pass equal shapes"):
                 torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
     run_ranks(2, program)

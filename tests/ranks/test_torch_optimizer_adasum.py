@@ -1,0 +1,110 @@
+"""op=Adasum: every rank steps by its own gradients, and the changes are reduced."""
+
+import pytest
+import torch
+
+import ringreduce.torch as hvd
+from ringreduce.ops import Adasum
+from ringreduce.testing import run_ranks
+from tests.training import batch, loss_of, make_model, parameters, same_on_all, share, wrap
+
+
+def adasum(a, b):
+    """Maleki et al., "Scaling distributed training with adaptive summation", 2021, equation 3."""
+    dot = (a * b).sum()
+    return (1 - dot / (2 * (a * a).sum())) * a + (1 - dot / (2 * (b * b).sum())) * b
+
+
+def combined(deltas):
+    while len(deltas) > 1:
+        half = len(deltas) // 2
+        pairs = [(deltas[2 * k], deltas[2 * k + 1]) for k in range(half)]
+        deltas = [adasum(a, b) for a, b in pairs]
+    return deltas[0]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_changes_of_a_step_are_reduced(size, kind):
+    def program():
+        model = make_model()
+        optimizer = hvd.DistributedOptimizer(kind(model.parameters(), lr=0.01), model.named_parameters(), op=Adasum)
+        assert isinstance(optimizer, kind)
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(model, share(step)).backward()
+            optimizer.step()
+        return parameters(model)
+
+    models = [make_model() for _ in range(size)]
+    optimizers = [kind(model.parameters(), lr=0.01) for model in models]
+    for step in range(3):
+        starts = [parameter.detach().clone() for parameter in models[0].parameters()]
+        for rank in range(size):
+            optimizers[rank].zero_grad()
+            loss_of(models[rank], batch(step)[rank::size]).backward()
+            optimizers[rank].step()
+        for start, *ranks in zip(starts, *(model.parameters() for model in models), strict=True):
+            stepped = start + combined([each.detach() - start for each in ranks])
+            for each in ranks:
+                each.data = stepped.clone()
+    torch.testing.assert_close(same_on_all(run_ranks(size, program)), parameters(models[0]), rtol=1e-9, atol=1e-10)
+
+
+def test_on_one_rank_it_is_the_users_step():
+    def program(**options):
+        model = make_model()
+        optimizer = wrap(model, **options)
+        loss_of(model, batch(0)).backward()
+        optimizer.step()
+        return parameters(model)
+
+    assert torch.equal(run_ranks(1, lambda: program(op=Adasum))[0], run_ranks(1, program)[0])
+
+
+def test_a_rank_without_gradients_changes_nothing():
+    def program():
+        model = make_model()
+        optimizer = wrap(model, op=Adasum)
+        if hvd.rank() == 0:
+            loss_of(model, batch(0)).backward()
+        optimizer.step()
+        return parameters(model)
+
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss_of(model, batch(0)).backward()
+    optimizer.step()
+    torch.testing.assert_close(same_on_all(run_ranks(2, program)), parameters(model))
+
+
+def test_guards():
+    def program():
+        model = make_model()
+        optimizer = wrap(model, op=Adasum, backward_passes_per_step=2)
+        loss_of(model, batch(0)).backward()
+        loss_of(model, batch(0)).backward()
+        with optimizer.no_sync():
+            loss_of(model, batch(0)).backward()
+        with pytest.raises(AssertionError, match=r"was computed 3 times .* backward_passes_per_step is 2"):
+            loss_of(model, batch(0)).backward()
+        with pytest.raises(AssertionError, match=r"skip_synchronize\(\) with op=Adasum"):
+            optimizer.skip_synchronize()
+        optimizer.synchronize()
+        optimizer.step()
+        with pytest.raises(ValueError, match=r"gradient_predivide_factor=2.0 with op=.*works with op=Average only"):
+            wrap(model, op=Adasum, gradient_predivide_factor=2.0)
+        members = hvd.ProcessSet([1])
+        members.process_set_id = 1
+        with pytest.raises(ValueError, match="op=Adasum works with all ranks only"):
+            wrap(model, op=Adasum, process_set=members)
+
+    run_ranks(2, program, process_sets=[[1]])
+
+
+def test_three_ranks():
+    def program():
+        with pytest.raises(ValueError, match="op=Adasum: 3 ranks; expected a power of two"):
+            wrap(make_model(), op=Adasum)
+
+    run_ranks(3, program)

@@ -1,0 +1,110 @@
+"""Every optimizer of torch.optim, wrapped: training on shares equals training on everything, with all its flags."""
+
+import inspect
+
+import pytest
+import torch
+
+import ringreduce.torch as hvd
+from ringreduce.testing import run_ranks
+from tests.training import batch, loss_of, make_model, parameters, same_on_all, share
+
+CLASSES = {
+    name: kind
+    for name, kind in inspect.getmembers(torch.optim, inspect.isclass)
+    if issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
+}
+IN_THEIR_OWN_WAY = {"LBFGS", "Muon", "SparseAdam"}
+FLAGS = {
+    "Adam": [{"foreach": True}, {"fused": True}, {"lr": torch.tensor(0.01)}, {"amsgrad": True, "capturable": False}],
+    "AdamW": [{"fused": True}, {"foreach": False}],
+    "SGD": [{"fused": True}, {"momentum": 0.9, "nesterov": True, "foreach": True}, {"maximize": True}],
+    "Adagrad": [{"fused": True}],
+    "RMSprop": [{"centered": True, "momentum": 0.5}],
+    "RAdam": [{"decoupled_weight_decay": True, "weight_decay": 0.1}],
+}
+CASES = [(name, {}) for name in CLASSES if name not in IN_THEIR_OWN_WAY]
+CASES += [(name, flags) for name, each in FLAGS.items() for flags in each]
+
+
+def trained(wrapping, data, make_optimizer, steps=5):
+    model = make_model()
+    optimizer = make_optimizer(model.parameters())
+    if wrapping:
+        optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss_of(model, data(step)).backward()
+        optimizer.step()
+    return parameters(model)
+
+
+@pytest.mark.parametrize(("name", "flags"), CASES, ids=str)
+def test_shares_equal_everything(name, flags):
+    def make(params):
+        return CLASSES[name](params, **{"lr": 0.01, **flags})
+
+    result = same_on_all(run_ranks(3, lambda: trained(True, share, make)))
+    torch.testing.assert_close(result, trained(False, batch, make), rtol=1e-8, atol=1e-9)
+    assert not torch.allclose(result, parameters(make_model()))
+
+
+def test_muon():
+    def program(data, wrapping):
+        weight = torch.nn.Parameter(torch.arange(15.0, dtype=torch.float64).reshape(3, 5) / 10)
+        optimizer = torch.optim.Muon([weight], lr=0.01)
+        if wrapping:
+            optimizer = hvd.DistributedOptimizer(optimizer, [("weight", weight)])
+        for step in range(4):
+            optimizer.zero_grad()
+            (data(step) @ weight.T - 1).square().mean().backward()
+            optimizer.step()
+        return weight.detach()
+
+    result = same_on_all(run_ranks(2, lambda: program(share, True)))
+    # its orthogonalisation is made in bfloat16
+    torch.testing.assert_close(result, program(batch, False), rtol=1e-2, atol=1e-2)
+
+
+def test_lbfgs():
+    def program(data, wrapping):
+        model = make_model()
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=5, line_search_fn="strong_wolfe")
+        if wrapping:
+            optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+
+        def closure():
+            optimizer.zero_grad()
+            loss = loss_of(model, data(0))
+            loss.backward()
+            return hvd.allreduce(loss.detach()) if wrapping else loss
+
+        for _ in range(2):
+            optimizer.step(closure)
+        return parameters(model)
+
+    result = same_on_all(run_ranks(2, lambda: program(share, True)))
+    torch.testing.assert_close(result, program(batch, False), rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's Adagrad makes a sparse tensor so
+@pytest.mark.parametrize("kind", ["SparseAdam", "SGD", "Adagrad"])
+def test_sparse_gradients(kind):
+    """Rank r looks up other rows, so every rank's gradient has other ones."""
+
+    def program(ids, wrapping):
+        table = torch.nn.Embedding(10, 3, sparse=True).double()
+        table.weight.data = torch.arange(30.0, dtype=torch.float64).reshape(10, 3) / 10
+        optimizer = CLASSES[kind](table.parameters(), lr=0.1)
+        if wrapping:
+            optimizer = hvd.DistributedOptimizer(optimizer, table.named_parameters())
+        for step in range(3):
+            optimizer.zero_grad()
+            table((ids + step) % 10).square().mean().backward()
+            optimizer.step()
+            assert table.weight.grad.is_sparse
+        return table.weight.detach()
+
+    ids = torch.tensor([0, 1, 1, 5, 2, 0])
+    result = same_on_all(run_ranks(3, lambda: program(ids[hvd.rank() :: 3], True)))
+    torch.testing.assert_close(result, program(ids, False), rtol=1e-9, atol=1e-12)

@@ -1,0 +1,112 @@
+"""Sparse gradients: gathered, also from ranks that have none and never had one."""
+
+import pytest
+import torch
+
+import ringreduce
+import ringreduce.torch as hvd
+from ringreduce.testing import run_ranks
+from tests.training import same_on_all
+
+ROWS = {0: [1, 4, 4], 1: [4, 0]}
+"""What ranks look up; others compute no gradient of the table."""
+
+
+def make_table(sparse=True):
+    table = torch.nn.Embedding(6, 3, sparse=sparse).double()
+    table.weight.data = torch.arange(18.0, dtype=torch.float64).reshape(6, 3) / 10
+    return table
+
+
+def backward(table, head, rank, scale=1.0):
+    out = table(torch.tensor(ROWS[rank])).square() @ head if rank in ROWS else head.sum() * (rank + 1)
+    (out.sum() * scale).backward()
+
+
+def expected(size, op):
+    table, head = make_table(sparse=False), torch.ones(3, dtype=torch.float64, requires_grad=True)
+    for rank in range(size):
+        backward(table, head, rank, 1 / size if op is hvd.Average else 1.0)
+    return table.weight.grad
+
+
+def program(look=None, **options):
+    table, head = make_table(), torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD([table.weight, head], lr=0.1), [("table", table.weight), ("head", head)], **options
+    )
+    found = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        backward(table, head, hvd.rank())
+        if look is not None:
+            look(table.weight.grad)
+        optimizer.synchronize()
+        found.append(table.weight.grad)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        table.weight.data = make_table().weight.data
+        head.data.fill_(1.0)
+    assert torch.equal(found[0].to_dense(), found[1].to_dense())
+    return found[1]
+
+
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Sum], ids=str)
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_gathered(size, op):
+    results = run_ranks(size, lambda: program(op=op))
+    assert all(result.is_sparse and result.is_coalesced() for result in results)
+    torch.testing.assert_close(same_on_all([result.to_dense() for result in results]), expected(size, op))
+    assert results[0].indices().tolist() == [[1, 4] if size == 1 else [0, 1, 4]], "the rows that somebody looked up"
+
+
+@pytest.mark.parametrize("options", [{"sparse_as_dense": True}, {"sparse_as_dense": True, "groups": 1}], ids=str)
+def test_as_dense(options):
+    results = run_ranks(3, lambda: program(**options))
+    assert not any(result.is_sparse for result in results)
+    torch.testing.assert_close(same_on_all(results), expected(3, hvd.Average))
+
+
+@pytest.mark.parametrize("options", [{"groups": 1}, {"gradient_predivide_factor": 2.0}], ids=str)
+def test_with_groups_and_predivide(options):
+    results = run_ranks(3, lambda: program(**options))
+    assert all(result.is_sparse for result in results)
+    torch.testing.assert_close(same_on_all([result.to_dense() for result in results]), expected(3, hvd.Average))
+
+
+def test_looked_at_before_step():
+    def look(gradient):
+        assert gradient.shape == (6, 3)
+        assert gradient.is_sparse
+        assert gradient.indices().tolist() == [[0, 1, 4]]
+
+    run_ranks(3, lambda: program(look))
+
+
+def test_accumulated_onto_the_zeros_that_were_shown():
+    """Two losses: after the first the table has no gradient; the second adds one to what stands there."""
+
+    def both():
+        table, head = make_table(), torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([table.weight, head], lr=0.1))
+        for _ in range(2):
+            optimizer.zero_grad()
+            head.square().sum().backward()
+            table(torch.tensor(ROWS[hvd.rank()])).sum().backward()
+            optimizer.step()
+        return table.weight.grad.to_dense()
+
+    counts = torch.tensor([0.5, 0.5, 0, 0, 1.5, 0], dtype=torch.float64)
+    torch.testing.assert_close(same_on_all(run_ranks(2, both)), counts[:, None].expand(6, 3))
+
+
+def test_dense_on_one_rank_and_sparse_on_another():
+    def mixed():
+        table = make_table(sparse=hvd.rank() == 1)
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(table.parameters(), lr=0.1), table.named_parameters())
+        table(torch.tensor([hvd.rank()])).sum().backward()
+        if hvd.rank() == 0:
+            with pytest.raises(ringreduce.MismatchError, match="gradient 'weight': dense on this rank, but sparse"):
+                optimizer.step()
+
+    run_ranks(2, mixed)
