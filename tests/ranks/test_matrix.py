@@ -1,5 +1,6 @@
 """Every collective × form × element type × op × process set × 1 to 4 ranks, on threads. See tests/matrix.py."""
 
+import dataclasses
 import functools
 import time
 
@@ -10,7 +11,7 @@ import ringreduce as rr
 from ringreduce.dtypes import TABLE
 from ringreduce.testing import run_ranks
 from tests import matrix
-from tests.reference import COMPLEX, FLOATS
+from tests.reference import COMPLEX, FLOATS, assert_reduced, data
 
 SIZES = [1, 2, 3, 4]
 readable = {"ids": lambda value: str(getattr(value, "value", value))}
@@ -132,3 +133,34 @@ def test_sets_that_overlap_work_at_the_same_time():
             np.testing.assert_array_equal(rr.synchronize(handle), np.full(300, expected))
 
     run_ranks(4, program, settings=matrix.SMALL, process_sets=list(sets.values()))
+
+
+def test_different_things_that_are_agreed_on_together_stay_apart():
+    """Ops, scales, roots, types and kinds of one response: what may travel together does, nothing else."""
+    settings = dataclasses.replace(matrix.SMALL, cycle_time_ms=1000.0)  # all is announced at once, by the first wait
+    ops = [rr.Sum, rr.Average, rr.Min, rr.Max, rr.Product, rr.Adasum]
+    dtypes = ["float64", "float32", "int64", "float16"]
+
+    def everyones(number):
+        dtype = "float64" if number % 6 == 5 else dtypes[number % 4]
+        return [data(dtype, 5 + number % 3, rank, number) for rank in range(2)]
+
+    def program():
+        numbers = range(48)
+        reductions = [
+            rr.allreduce_async(everyones(n)[rr.rank()], op=ops[n % 6], prescale_factor=[1.0, 2.0][n // 24])
+            for n in numbers
+        ]
+        copies = [rr.broadcast_async(everyones(n)[rr.rank()], root_rank=n % 2) for n in numbers]
+        gathered = [rr.allgather_async(everyones(n)[rr.rank()]) for n in numbers]
+        for n in numbers:
+            arrays = everyones(n)
+            np.testing.assert_array_equal(rr.synchronize(copies[n]), arrays[n % 2])
+            np.testing.assert_array_equal(rr.synchronize(gathered[n]), np.concatenate(arrays))
+            scaled = [array * array.dtype.type([1, 2][n // 24]) for array in arrays]
+            check = (
+                matrix.assert_adasum if ops[n % 6] is rr.Adasum else functools.partial(assert_reduced, op=ops[n % 6])
+            )
+            check(rr.synchronize(reductions[n]), arrays=scaled)
+
+    run_ranks(2, program, settings=settings)
