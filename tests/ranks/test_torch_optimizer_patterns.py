@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import torch
+import torch.utils.checkpoint
 
 import ringreduce
 import ringreduce.torch as hvd
@@ -404,3 +405,79 @@ def test_a_process_set():
     assert torch.equal(results[0], results[2])
     close(results[0], alone([0, 2]))
     close(results[1], alone([1]))
+
+
+@pytest.mark.parametrize("steps", [[3, 1], [0, 3], [2, 3]])
+def test_join_when_data_do_not_come_out_even(steps):
+    """steps: by rank. A joined rank gives zeros; an Average is still of both."""
+
+    def program():
+        model = make_model()
+        optimizer = wrap(model)
+        for step in range(steps[hvd.rank()]):
+            optimizer.zero_grad()
+            loss_of(model, share(step)).backward()
+            clip(model)
+            optimizer.step()
+        ringreduce.join()
+        return parameters(model)
+
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        for rank in range(2):
+            if step < steps[rank]:
+                (loss_of(model, batch(step)[rank::2]) / 2).backward()
+        clip(model)
+        optimizer.step()
+    close(run_ranks(2, program)[steps.index(3)], parameters(model))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activation_checkpoints(reentrant):
+    """A backward inside backward."""
+
+    def body(model, optimizer, data, step):
+        x = data(step).requires_grad_()
+        hidden = torch.utils.checkpoint.checkpoint(model[0], x, use_reentrant=reentrant)
+        torch.utils.checkpoint.checkpoint(
+            model[2], model[1](hidden), use_reentrant=reentrant
+        ).square().mean().backward()
+        clip(model)
+        optimizer.step()
+
+    close(same_on_all(run_ranks(3, lambda: trained(share, True, body))), trained(batch, False, body))
+
+
+def test_a_gradient_can_be_used_in_every_way_before_step():
+    def program():
+        model = make_model()
+        optimizer = wrap(model)
+        uses = [
+            lambda grad: grad.numpy(),
+            lambda grad: torch.stack([grad, grad])[0],
+            lambda grad: grad.data.mul_(1.0),
+            lambda grad: torch.from_dlpack(grad),
+            lambda grad: torch.add(input=grad, other=0.0),
+            lambda grad: torch.tensor(grad.tolist(), dtype=torch.float64),
+            lambda grad: hvd.allreduce(grad, name="again"),
+            lambda grad: grad + 0.0,
+        ]
+        found = []
+        for use in uses:
+            optimizer.zero_grad()
+            loss_of(model, share(0)).backward()
+            grad = model[0].weight.grad
+            assert grad.shape == (16, 5)
+            assert isinstance(grad, torch.Tensor)
+            found.append(torch.as_tensor(use(grad)).clone())
+            assert type(model[0].weight.grad) is torch.Tensor
+            assert torch.equal(grad, model[0].weight.grad), "who holds it sees the same"
+            optimizer.synchronize()
+        return torch.stack(found)
+
+    model = make_model()
+    loss_of(model, batch(0)).backward()
+    for found in same_on_all(run_ranks(2, program)):
+        close(found, model[0].weight.grad)
