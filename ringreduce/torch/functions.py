@@ -20,6 +20,9 @@ from ringreduce.api.world import rank
 from ringreduce.buffers import as_buffer
 from ringreduce.errors import InputError
 
+NAME = "optimizer state"
+"""Of the operations: they meet whatever other operations without a name each rank has seen."""
+
 
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer,
@@ -44,14 +47,12 @@ def broadcast_optimizer_state(
         )
     is_root = rank() == root_rank
     sent: list[torch.Tensor] = []
-    outline, marks = broadcast_object(
-        _outline(optimizer, sent) if is_root else None, root_rank, process_set=process_set
-    )
+    outline, marks = broadcast_object(_outline(optimizer, sent) if is_root else None, root_rank, NAME, process_set)
     # as bytes, whatever type they are of: no arithmetic is done on them
     received = [_bytes_of(each) for each in sent] if is_root else [mark.room(optimizer) for mark in marks]
     buffers = [as_buffer(each) for each in received]
     names = [mark.name for mark in marks]
-    submit_broadcast(buffers, buffers, root_rank, None, names, process_set, lambda _: None, waits=True).wait()
+    submit_broadcast(buffers, buffers, root_rank, NAME, names, process_set, lambda _: None, waits=True).wait()
     if not is_root:
         _adopt(optimizer, outline, [mark.restored(each) for mark, each in zip(marks, received, strict=True)])
 
@@ -155,7 +156,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+    return tensor.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
 
 
 def _replaced(value: Any, new_leaf: Callable[[Any, str], Any], path: str = "") -> Any:

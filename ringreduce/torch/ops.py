@@ -48,7 +48,7 @@ class _Collective(torch.autograd.Function):
 def _differentiable(tensors: Sequence[Any], results: Sequence[Any], gradient: Gradient) -> list[Any]:
     """The results, known to autograd where they are of a type that has gradients."""
     tied = list(results)
-    if not torch.is_grad_enabled() or not any(_has_gradient(each) and each.requires_grad for each in tensors):
+    if not any(_has_gradient(each) and each.requires_grad for each in tensors):
         return tied
     # not only those that require it: ranks may differ in this, and the gradient's collective must not
     numbers = [number for number, each in enumerate(tensors) if _has_gradient(each)]
@@ -199,10 +199,11 @@ def alltoall(
     """
     given = _splits(tensor, splits, process_set)
     came, received = gather.alltoall(tensor, given, name, process_set)
+    rows_given = tensor.shape[0]
 
     def gradient(gradients: Tensors) -> Tensors:
         back, _ = alltoall(gradients[0], received, _gradients_name(name), process_set)
-        kept = tensor.shape[0] - back.shape[0]
+        kept = rows_given - back.shape[0]
         return [torch.cat([back, back.new_zeros(kept, *back.shape[1:])]) if kept else back]
 
     (rows,) = _differentiable([tensor], [came], gradient)

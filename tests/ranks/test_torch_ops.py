@@ -370,6 +370,24 @@ def test_second_derivatives():
         torch.testing.assert_close(result, expected[rank], rtol=1e-12, atol=1e-12)
 
 
+def test_gradients_that_are_views():
+    """Conjugated, negated or expanded: autograd makes no copy of these."""
+
+    def program():
+        x = torch.zeros(2, 3, dtype=torch.complex64, requires_grad=True)
+        hvd.allreduce(x, op=hvd.Sum).conj().backward(torch.full((2, 3), 1 + 2j) * (1 + hvd.rank()))
+        conjugated, x.grad = x.grad, None
+        hvd.allreduce(x, op=hvd.Sum).conj().imag.backward(torch.full((2, 3), 1.0 + hvd.rank()))
+        negated, x.grad = x.grad, None
+        hvd.allreduce(x, op=hvd.Sum).sum(0).real.sum().backward()
+        return conjugated, negated, x.grad
+
+    for conjugated, negated, expanded in run_ranks(2, program):
+        assert torch.equal(conjugated, torch.full((2, 3), 3 - 6j))
+        assert torch.equal(negated, torch.full((2, 3), -3j))
+        assert torch.equal(expanded, torch.full((2, 3), 2 + 0j))
+
+
 def test_where_autograd_has_no_part():
     def program():
         leaf = torch.full((3,), 1.0 + hvd.rank(), requires_grad=True)

@@ -187,15 +187,29 @@ def test_training_with_it_equals_training_alone():
 
 
 def test_in_a_process_set():
-    def program():
-        some = hvd.ProcessSet([0, 2])
-        some.process_set_id = 1
-        layer = set_up(hvd.SyncBatchNorm(CHANNELS, process_set=some))
-        return layer(batch(3, hvd.rank(), ())) if hvd.rank() != 1 else None
+    """The rank between goes on with its own rows only."""
 
-    zeroth, _, second = run_ranks(3, program, process_sets=[[0, 2]])
-    expected = set_up(plain(()))(torch.cat([batch(3, 0, ()), batch(3, 2, ())]))
-    assert_close(torch.cat([zeroth, second]), expected)
+    def program():
+        some = hvd.ProcessSet([0, 2] if hvd.rank() != 1 else [1])
+        some.process_set_id = 1 if hvd.rank() != 1 else 2
+        layer = set_up(hvd.SyncBatchNorm(CHANNELS, process_set=some))
+        x = batch(3, hvd.rank(), ()).requires_grad_()
+        loss_of(layer(x), hvd.rank(), ()).backward()
+        return x.grad, layer.running_mean
+
+    def alone(ranks):
+        layer = set_up(plain(()))
+        shares = [batch(3, rank, ()).requires_grad_() for rank in ranks]
+        ys = layer(torch.cat(shares)).split(3)
+        sum(loss_of(y, rank, ()) for rank, y in zip(ranks, ys, strict=True)).backward()
+        return [share.grad for share in shares], layer.running_mean
+
+    results = run_ranks(3, program, process_sets=[[0, 2], [1]])
+    for ranks in ([0, 2], [1]):
+        gradients, mean = alone(ranks)
+        for rank, gradient in zip(ranks, gradients, strict=True):
+            assert_close(results[rank][0], gradient)
+            assert_close(results[rank][1], mean)
 
 
 def test_messages_a_step():
