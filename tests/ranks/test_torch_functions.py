@@ -26,7 +26,7 @@ OPTIMIZERS = {
 }
 
 
-def make(name, seed, steps, wrapped=False):
+def make(name, seed, steps, wrapped=None):
     """A model and its optimizer after some steps, with values of the seed's own."""
     generator = torch.Generator().manual_seed(seed)
     model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2))
@@ -36,7 +36,7 @@ def make(name, seed, steps, wrapped=False):
     groups = [{"params": others}, {"params": [first], "lr": 0.001 * (seed + 1)}]
     optimizer = OPTIMIZERS[name](groups)
     if wrapped:
-        optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+        optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), op=wrapped)
     for _ in range(steps):
         step(model, optimizer, generator)
     return model, optimizer
@@ -94,10 +94,11 @@ def test_all_ranks_have_the_roots_state(name, steps):
     assert bool(root[0]["state"]) == (steps[0] > 0 and name != "SGD") or name in ("Adagrad", "SGD")
 
 
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Adasum], ids=["Average", "Adasum"])
 @pytest.mark.parametrize("root_steps", [0, 2])
-def test_of_a_wrapped_optimizer(root_steps):
+def test_of_a_wrapped_optimizer(root_steps, op):
     def program():
-        model, optimizer = make("Adam", hvd.rank(), 0, wrapped=True)
+        model, optimizer = make("Adam", hvd.rank(), 0, wrapped=op)
         if root_steps:  # all take them, then the others lose their state
             for _ in range(root_steps):
                 step(model, optimizer, torch.Generator().manual_seed(hvd.rank()))
@@ -114,7 +115,7 @@ def test_of_a_wrapped_optimizer(root_steps):
         scheduler.step()
         return state_dict, optimizer.param_groups[1]["lr"]
 
-    for state_dict, lr in (results := run_ranks(3, program)):
+    for state_dict, lr in (results := run_ranks(4, program)):
         assert_same(state_dict, results[0][0])
         assert lr == pytest.approx(0.0005)
     assert len(results[0][0]["state"]) == (6 if root_steps else 0)

@@ -52,7 +52,8 @@ FUNCTIONS = {
     "broadcast_object": "obj root_rank name process_set",
     "allgather_object": "obj name",
     "SyncBatchNorm": "num_features eps momentum affine track_running_stats",
-    "DistributedOptimizer": "optimizer named_parameters",
+    "DistributedOptimizer": "optimizer named_parameters compression backward_passes_per_step op "
+    "gradient_predivide_factor num_groups groups sparse_as_dense process_set",
 }
 QUESTIONS = (
     "size local_size cross_size rank local_rank cross_rank is_homogeneous mpi_threads_supported mpi_enabled mpi_built "
