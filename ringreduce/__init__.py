@@ -116,6 +116,7 @@ from ringreduce.optimizer import (
     DistributedOptimizer,
 )
 from ringreduce.runtime import (
+from ringreduce.sampler import DistributedSampler
     is_initialized,
     shutdown,
 )
@@ -128,6 +129,7 @@ __all__ = [
     "CollectiveError",
     "Compression",
     "DistributedOptimizer",
+    "DistributedSampler",
     "Handle",
     "HorovodInternalError",
     "Info",

@@ -1,6 +1,4 @@
-"""The functions on arrays, on threads: what they compute, and what they refuse."""
-
-import itertools
+"""The functions on arrays, on threads: what they compute, and what they refuse; test_matrix.py has every type and form."""
 
 import numpy as np
 import pytest
@@ -11,32 +9,9 @@ from ringreduce import runtime
 from ringreduce.dtypes import TABLE
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
-from tests.reference import OPS, assert_reduced, data, legal
+from tests.reference import assert_reduced, data
 
 SMALL = Settings(fusion_slot_bytes=256, ring_segment_bytes=64)
-MATRIX = [(name, op) for name, op in itertools.product(TABLE, OPS) if legal(op, name)]
-
-
-@pytest.mark.parametrize(("name", "op"), MATRIX, ids=lambda value: str(getattr(value, "value", value)))
-@pytest.mark.parametrize("size", [1, 2, 3])
-def test_allreduce_in_every_form(size, name, op):
-    shapes = [(), (0,), (5,), (3, 7), (2, 100)]
-    arrays = [[data(name, int(np.prod(s)), r, k).reshape(s) for k, s in enumerate(shapes)] for r in range(size)]
-
-    def program():
-        mine = arrays[rr.rank()]
-        new = rr.grouped_allreduce(mine, op=op)
-        single = [rr.allreduce(each, op=op) for each in mine]
-        changed = [each.copy() for each in mine]
-        assert rr.grouped_allreduce_(changed, op=op)[0] is changed[0]
-        changed_singly = [rr.allreduce_(each.copy(), op=op) for each in mine]
-        return new, single, changed, changed_singly
-
-    for forms in run_ranks(size, program, settings=SMALL):
-        for results in forms:
-            for k, result in enumerate(results):
-                assert result.shape == shapes[k]
-                assert_reduced(result, op, [each[k] for each in arrays])
 
 
 def test_the_callers_arrays_are_changed_only_in_place_forms():
@@ -102,18 +77,6 @@ def test_device_memory_passes_through_the_same_code(cupy):
         assert_reduced(reduced[1], rr.Average, halves)
         assert gathered.shape == (3, 2)
         np.testing.assert_array_equal(copied, host[2])
-
-
-@pytest.mark.parametrize("name", TABLE)
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_allgather_with_rows_that_differ(size, name):
-    arrays = [data(name, 6 * ((rank * 2) % 3), rank).reshape(-1, 3, 2) for rank in range(size)]
-
-    def program():
-        return rr.allgather(arrays[rr.rank()])
-
-    for result in run_ranks(size, program):
-        np.testing.assert_array_equal(result, np.concatenate(arrays))
 
 
 @pytest.mark.parametrize("name", TABLE)
