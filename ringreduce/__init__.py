@@ -116,10 +116,10 @@ from ringreduce.optimizer import (
     DistributedOptimizer,
 )
 from ringreduce.runtime import (
-from ringreduce.sampler import DistributedSampler
     is_initialized,
     shutdown,
 )
+from ringreduce.sampler import DistributedSampler
 
 HorovodInternalError = CollectiveError
 

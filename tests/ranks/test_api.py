@@ -1,4 +1,4 @@
-"""The functions on arrays, on threads: what they compute, and what they refuse; test_matrix.py has every type and form."""
+"""The functions on arrays, on threads: what they take, give and refuse; test_matrix.py has every type and form."""
 
 import numpy as np
 import pytest
