@@ -56,8 +56,9 @@ def main(args):
         kwargs["multiprocessing_context"] = "forkserver"
 
     train, test = common.digits(torch.float64 if args.float64 else torch.float32)
-    train_dataset = torch.utils.data.TensorDataset(*train)
-    test_dataset = torch.utils.data.TensorDataset(*test)
+    mean, std = train[0].mean(), train[0].std()
+    train_dataset = torch.utils.data.TensorDataset((train[0] - mean) / std, train[1])
+    test_dataset = torch.utils.data.TensorDataset((test[0] - mean) / std, test[1])
 
     # every rank sees its own part of the images
     train_sampler = torch.utils.data.distributed.DistributedSampler(

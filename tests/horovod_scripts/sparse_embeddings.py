@@ -84,7 +84,8 @@ def sum_by_hand():
     """A sparse tensor whose rows differ by rank; every rank returns the sum."""
     rows = torch.tensor([[hvd.rank(), 7]])
     values = torch.tensor([[1.0 + hvd.rank()] * 2, [0.5] * 2])
-    handle = hvd.sparse_allreduce_async(torch.sparse_coo_tensor(rows, values, (8, 2)), name="by hand", op=hvd.Sum)
+    tensor = torch.sparse_coo_tensor(rows, values, (8, 2), check_invariants=True)
+    handle = hvd.sparse_allreduce_async(tensor, name="by hand", op=hvd.Sum)
     return handle().to_dense()[:, 0].tolist()
 
 
