@@ -90,6 +90,27 @@ def as_buffer(array: Any, *, writable: bool = False) -> Buffer:
     )
 
 
+def contiguous_copy(array: Any) -> Any:
+    """A copy that `as_buffer` takes, of an array of another memory layout (torch's channels_last, a transposed one);
+
+    None when the array is C-contiguous, or none of NumPy, CuPy and torch.
+    """
+    if _is_torch(array):
+        dense = array.layout is sys.modules["torch"].strided
+        return array.detach().contiguous() if dense and not array.is_contiguous() else None
+    if isinstance(array, np.ndarray) or hasattr(array, "__cuda_array_interface__"):
+        return None if array.flags.c_contiguous else array.copy(order="C")
+    return None
+
+
+def assign(array: Any, values: Any) -> None:
+    """Write `values`, an array of the same kind and shape, into `array`."""
+    if _is_torch(array):
+        array.detach().copy_(values)
+    else:
+        array[...] = values
+
+
 def outgoing(flat: Any) -> Any:
     """The bytes of `flat` for a message to read: host memory as it is; GPU memory copied down, after its producers."""
     if isinstance(flat, np.ndarray):

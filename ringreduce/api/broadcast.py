@@ -8,7 +8,7 @@ from typing import Any
 from ringreduce import runtime, trees
 from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
 from ringreduce.api.submit import Array, like, whole
-from ringreduce.buffers import Buffer, as_buffer
+from ringreduce.buffers import Buffer, as_buffer, assign, contiguous_copy
 from ringreduce.engine.description import Description, describe
 from ringreduce.engine.request import Handle, Request
 from ringreduce.errors import InputError
@@ -99,15 +99,20 @@ def broadcast_parameters(params: Any, root_rank: int = 0, process_set: ProcessSe
     """Overwrite parameters with the root's, so that all ranks start alike.
 
     params: a dict (nested too, such as a torch state_dict), (name, tensor) pairs (such as named_parameters()), or a
-            list of tensors; all of them arrays that can be written to.
+            list of tensors; all of them arrays that can be written to, of any memory layout.
     Cost:   as `broadcast`; small tensors travel together.
     Raises: InputError (a ValueError) for anything else; MismatchError; PeerLostError.
     Source: Horovod's broadcast_parameters.
     """
     named = _named_parameters(params)
-    outputs = [as_buffer(tensor, writable=True) for _, tensor in named]
+    copies = [contiguous_copy(tensor) for _, tensor in named]
+    pairs = zip((tensor for _, tensor in named), copies, strict=True)
+    outputs = [as_buffer(tensor if copy is None else copy, writable=True) for tensor, copy in pairs]
     names = [name for name, _ in named]
     submit_broadcast(outputs, outputs, root_rank, None, names, process_set, lambda _: None, waits=True).wait()
+    for (_, tensor), copy in zip(named, copies, strict=True):
+        if copy is not None:
+            assign(tensor, copy)
 
 
 def _named_parameters(params: Any) -> list[tuple[str, Any]]:

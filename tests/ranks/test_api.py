@@ -119,6 +119,18 @@ def test_broadcast_parameters_of_every_form():
         assert (weight, tracked) == ([1, 1, 1], 1)
 
 
+def test_broadcast_parameters_of_other_memory_layouts():
+    def program():
+        weight = (torch.arange(48.0).reshape(2, 3, 2, 4) + 100 * rr.rank()).to(memory_format=torch.channels_last)
+        array = (np.arange(6.0).reshape(2, 3) + 100 * rr.rank()).T
+        rr.broadcast_parameters({"weight": torch.nn.Parameter(weight), "array": array, "plain": np.zeros(2)}, 1)
+        assert not weight.is_contiguous()
+        return weight.sum().item(), weight[1, 2, 0, 1].item(), array[2, 0]
+
+    expected = (sum(range(48)) + 4800.0, 100 + 41.0, 102.0)
+    assert run_ranks(2, program) == [expected] * 2
+
+
 def test_broadcast_parameters_refuses_what_is_no_collection_of_tensors():
     def program(params):
         rr.broadcast_parameters(params)
