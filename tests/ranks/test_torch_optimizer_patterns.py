@@ -481,3 +481,37 @@ def test_a_gradient_can_be_used_in_every_way_before_step():
     loss_of(model, batch(0)).backward()
     for found in same_on_all(run_ranks(2, program)):
         close(found, model[0].weight.grad)
+
+
+class Twice(torch.optim.SGD):
+    """Looks at the loss twice before it steps."""
+
+    def step(self, closure):
+        with torch.enable_grad():
+            closure()
+            closure()
+        return super().step()
+
+
+def test_a_closure_that_leaves_out_other_parameters_each_time():
+    def program():
+        model = make_model()
+        optimizer = hvd.DistributedOptimizer(Twice(model.parameters(), lr=0.1), model.named_parameters())
+        calls = []
+
+        def closure():
+            calls.append(None)
+            model.zero_grad()
+            hidden = model[0](share(0))
+            (model[2](hidden) if hvd.rank() == len(calls) % 2 else hidden).square().mean().backward()
+
+        optimizer.step(closure)
+        assert len(calls) == 2
+        return parameters(model)
+
+    model = make_model()
+    for rank in range(2):
+        hidden = model[0](batch(0)[rank::2])
+        ((model[2](hidden) if rank == 0 else hidden).square().mean() / 2).backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    close(same_on_all(run_ranks(2, program)), parameters(model))
