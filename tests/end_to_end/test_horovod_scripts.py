@@ -224,9 +224,10 @@ def test_checkpoint(run, ranks):
 
 
 def test_checkpoint_resumes_to_the_last_bit(run, tmp_path):
-    whole = run("checkpoint", 3)
-    first = run("checkpoint", 3, "--epochs=2", folder=tmp_path)
-    rest = run("checkpoint", 3, "--epochs=4", folder=tmp_path)
+    # with more than 2 ranks the order in which their gradients are summed may differ from run to run
+    whole = run("checkpoint", 2)
+    first = run("checkpoint", 2, "--epochs=2", folder=tmp_path)
+    rest = run("checkpoint", 2, "--epochs=4", folder=tmp_path)
     assert (first["first_epoch"], rest["first_epoch"]) == (0, 2)
     assert first["losses"] + rest["losses"] == whole["losses"]
     assert rest["digests"] == whole["digests"] != first["digests"]
