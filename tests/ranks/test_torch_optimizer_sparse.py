@@ -108,5 +108,8 @@ def test_dense_on_one_rank_and_sparse_on_another():
         if hvd.rank() == 0:
             with pytest.raises(ringreduce.MismatchError, match="gradient 'weight': dense on this rank, but sparse"):
                 optimizer.step()
+        else:
+            with pytest.raises(ringreduce.PeerLostError):  # rank 0 has learnt it, and its program ends
+                optimizer.step()
 
     run_ranks(2, mixed)

@@ -33,6 +33,7 @@ LAYERS = [
     ["optimizer", "testing", "sampler"],
     ["torch.ops", "torch.sparse", "torch.functions", "torch.sync_batch_norm"],
     ["torch.hooks", "torch.pending", "torch.parameters", "torch.reduction"],
+    ["torch.gradient"],
     ["torch.reducer", "torch.adasum_optimizer"],
     ["torch.optimizer"],
 ]

@@ -1,0 +1,136 @@
+"""One gradient on its way through a step, and gradients that travel together. See reducer.py."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from ringreduce.errors import MismatchError
+from ringreduce.torch.pending import PendingGradient, make_pending, plain
+from ringreduce.torch.reduction import Finish
+
+UNKNOWN, DENSE = 0, 1
+"""Layouts of a gradient; DENSE + n is sparse, with n indices an element."""
+
+
+class Reducer(Protocol):
+    """What somebody who looks at a gradient needs; reducer.py has it."""
+
+    def begin(self, gradient: Gradient) -> None:
+        """Begin to reduce it."""
+
+    def wait(self, shipment: Shipment) -> None:
+        """Wait until it has arrived."""
+
+
+class Gradient:
+    """One parameter's gradient on its way through a step."""
+
+    def __init__(self, name: str, parameter: torch.nn.Parameter, reducer: Reducer) -> None:
+        self.name = name
+        self.parameter = parameter
+        self.group: list[Gradient] = [self]
+        """Those that are reduced together with it, itself among them."""
+        self.seen = 0
+        """Backward passes since the step's beginning."""
+        self.reduced = False
+        self.shipment: Shipment | None = None
+        self.pending: PendingGradient | None = None
+        """What stands in parameter.grad until it is reduced."""
+        self.layout = UNKNOWN
+        """What all ranks agreed on."""
+        self.question: Any = None
+        """The handle of that agreement."""
+        self._reducer = weakref.ref(reducer)
+        self._last: Callable[[], Any] = lambda: None
+
+    @property
+    def trains(self) -> bool:
+        """A frozen one takes no part."""
+        return self.parameter.requires_grad or self.seen > 0
+
+    @property
+    def local(self) -> torch.Tensor | None:
+        """What this rank computed."""
+        return plain(self.parameter.grad)
+
+    def count(self) -> None:
+        """Note a backward pass; the first one anew when .grad was set to None since the last."""
+        if self.seen and self.shipment is None and self._last() is not self.parameter.grad:
+            self.seen = 0
+        self.seen += 1
+        self.remember()
+
+    def remember(self) -> None:
+        """Note the object that .grad is now."""
+        self._last = weakref.ref(self.parameter.grad) if self.parameter.grad is not None else lambda: None
+
+    def show(self, gradient: torch.Tensor, is_placeholder: bool = False) -> None:
+        """Put a PendingGradient into .grad; the one that is there stays, somebody may hold it."""
+        if self.pending is not None and self.parameter.grad is self.pending:
+            self.pending.value = gradient
+            return
+        self.pending = make_pending(gradient, self, is_placeholder)
+        self.parameter.grad = self.pending
+        self.remember()
+
+    def hide(self, gradient: torch.Tensor | None) -> None:
+        """Put a gradient into .grad, unless the user has put another there."""
+        pending, self.pending = self.pending, None
+        if pending is not None and gradient is not None:
+            pending.value = gradient
+        if pending is not None and self.parameter.grad is pending:
+            self.parameter.grad = gradient
+
+    def begin(self) -> None:
+        """Somebody looks at it: begin to reduce it, if nobody has."""
+        reducer = self._reducer()
+        if reducer is not None:
+            reducer.begin(self)
+
+    def wait(self) -> None:
+        """Wait until it is reduced."""
+        reducer = self._reducer()
+        if reducer is not None and self.shipment is not None:
+            reducer.wait(self.shipment)
+
+
+class Shipment:
+    """Gradients that are reduced together."""
+
+    def __init__(self, parts: Sequence[tuple[list[Gradient], Finish]]) -> None:
+        self._parts = parts
+        self.members = [each for members, _ in parts for each in members]
+
+    def finish(self) -> None:
+        """Wait, and put the reduced gradients into their places."""
+        for members, finish in self._parts:
+            for member in members:
+                check_layout(member)
+            for member, reduced in zip(members, finish(), strict=True):
+                member.hide(reduced)
+                member.seen, member.reduced, member.shipment = 0, True, None
+
+
+def check_layout(gradient: Gradient) -> None:
+    """Learn what all ranks found; raises MismatchError when this rank's gradient is of another layout."""
+    if gradient.question is None:
+        return
+    mine = layout_of(gradient.local)
+    question, gradient.question = gradient.question, None
+    gradient.layout = int(question.wait()[0])
+    if mine not in (UNKNOWN, gradient.layout):
+        raise MismatchError(
+            f"gradient {gradient.name!r}: {'dense' if mine == DENSE else 'sparse'} on this rank, but sparse of another "
+            "form on others; it must be alike on all ranks, or pass sparse_as_dense=True"
+        )
+
+
+def layout_of(gradient: torch.Tensor | None) -> int:
+    """DENSE, DENSE + the indices of an element, or UNKNOWN without a gradient."""
+    if gradient is None:
+        return UNKNOWN
+    return DENSE + (gradient.sparse_dim() if gradient.is_sparse else 0)
