@@ -53,11 +53,11 @@ _forked_from = ""
 _bound_runtime: contextvars.ContextVar[Runtime | None] = contextvars.ContextVar("ringreduce_runtime", default=None)
 
 
-def start(comm: Any, process_sets: Sequence[Sequence[int]], dynamic: bool) -> bool:
-    """Form the world, unless there is one: see `ringreduce.init`. True when it was formed now."""
+def start(comm: Any, process_sets: Sequence[Any], dynamic: bool) -> list[tuple[int, ...]] | None:
+    """Form the world, see `ringreduce.init`; returns the given process sets' members, or None if there is a world."""
     global _process_runtime, _process_id, _generations
     if is_initialized():
-        return False
+        return None
     settings = Settings.from_environment(os.environ)
     if dynamic:
         settings = dataclasses.replace(settings, dynamic_process_sets=True)
@@ -68,13 +68,29 @@ def start(comm: Any, process_sets: Sequence[Sequence[int]], dynamic: bool) -> bo
     _generations += 1
     _process_id = os.getpid()
     failures.install(settings.error_file)  # from here on the other ranks may wait for this one
-    sets = check_sets(process_sets, world.size)
+    own, everyones = static_sets(world, process_sets)
+    sets = check_sets(everyones, world.size)
     transport = MessageTransport(world)
     transport.connect()
     agree_on_settings(transport, settings, sets)
     offsets_us = complete(clock.offsets_us(transport, world.hosts))
     _process_runtime = Runtime(world, transport, settings, offsets_us, sets)
-    return True
+    return own
+
+
+def static_sets(world: World, given: Sequence[Any]) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """The members of the process sets that this rank gave as ranks or communicators, and of those of all ranks.
+
+    Ranks are given alike everywhere. Of communicators each rank gives its own part: all parts are sets, in the order of
+    the ranks that gave them.
+    """
+    own = [world.ranks_of(each) if hasattr(each, "Get_group") else sorted(each) for each in given]
+    is_part = [hasattr(each, "Get_group") for each in given]
+    everyones: list[tuple[int, ...]] = []
+    for number, members in enumerate(map(tuple, own)):
+        parts = [tuple(part) for part in world.gather(members)] if is_part[number] else [members]
+        everyones += dict.fromkeys(parts) if is_part[number] else parts
+    return [tuple(members) for members in own], everyones
 
 
 def agree_on_settings(transport: Transport, settings: Settings, process_sets: Sequence[Sequence[int]] = ()) -> None:

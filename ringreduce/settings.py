@@ -33,7 +33,7 @@ class Settings:
     fusion_buffer_bytes: int = 16 << 20
     """Memory in which tensors are packed and summed, per rank and device."""
 
-    fusion_slot_bytes: int = 2 << 20
+    fusion_slot_bytes: int = 4 << 20
     """What is packed together at most; longer tensors go through in pieces of this size."""
 
     ring_segment_bytes: int = 512 << 10
@@ -42,8 +42,8 @@ class Settings:
     cache_capacity: int = 1024
     """Tensors that the ranks remember per process set, so that agreeing on one costs a bit; 0 remembers none."""
 
-    cycle_time_ms: float = 0.5
-    """So long the engine gathers tensors before it tells the other ranks, unless somebody waits for a result."""
+    cycle_time_ms: float = 2.0
+    """So long the engine gathers tensors before it tells the other ranks, unless they fill a slot or somebody waits."""
 
     stall_check_s: float = 10.0
     """A tensor that some ranks have given and others not is reported after so long; 0: never."""

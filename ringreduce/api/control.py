@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ringreduce import runtime
-from ringreduce.api.process_sets import ProcessSet, global_process_set, members_of, number_of
+from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
 from ringreduce.engine.description import Description
 from ringreduce.engine.engine import JOIN
 from ringreduce.engine.request import Handle
@@ -20,7 +20,8 @@ def init(comm: Any = None, process_sets: str | Sequence[ProcessSet | Sequence[in
 
     comm: None for all ranks that the launcher started, an mpi4py communicator (duplicated), or a list of ranks of
           COMM_WORLD; every member must call it.
-    process_sets: the process sets to use, the same on all ranks; or "dynamic": they are added later.
+    process_sets: the process sets to use, the same on all ranks (of communicators each rank's own); or "dynamic": they
+          are added later.
 
     Idempotent; after `shutdown()` a new world is formed. From now on an uncaught exception ends the whole job, and
     `shutdown()` is called when the interpreter exits.
@@ -30,14 +31,15 @@ def init(comm: Any = None, process_sets: str | Sequence[ProcessSet | Sequence[in
     """
     if isinstance(process_sets, str) and process_sets != DYNAMIC:
         raise InputError(f'init: process_sets={process_sets!r}; expected a list of ProcessSet, or "{DYNAMIC}"')
-    given: Sequence[Any] = [] if process_sets is None or isinstance(process_sets, str) else process_sets
-    members = [members_of(each) for each in given]
-    if not runtime.start(comm, members, dynamic=process_sets == DYNAMIC):
+    listed: Sequence[Any] = [] if process_sets is None or isinstance(process_sets, str) else process_sets
+    given = [each if isinstance(each, ProcessSet) else ProcessSet(each) for each in listed]
+    own = runtime.start(comm, [each.comm or each.ranks for each in given], dynamic=process_sets == DYNAMIC)
+    if own is None:
         return
-    for number, each in enumerate(given, start=1):
-        if isinstance(each, ProcessSet):
-            each.process_set_id = number
     current = runtime.current("init")
+    numbers = {members: number for number, members in current.engine.sets.items()}
+    for each, members in zip(given, own, strict=True):
+        each.process_set_id, each.ranks = numbers[members], list(members)
     timeline = current.settings.timeline
     if timeline and timeline.upper() != DYNAMIC.upper():
         start_timeline(timeline, current.settings.timeline_mark_cycles)

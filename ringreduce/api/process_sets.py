@@ -9,13 +9,14 @@ from ringreduce import runtime
 from ringreduce.engine.description import Description
 from ringreduce.engine.engine import GLOBAL
 from ringreduce.engine.request import Request
-from ringreduce.errors import InputError, NotInitializedError
+from ringreduce.errors import InputError
 
 
 class ProcessSet:
     """Some of the ranks, which run collectives among themselves: pass it as `process_set=`.
 
-    ranks_or_comm: ranks of the world in any order, or an mpi4py communicator of them.
+    ranks_or_comm: ranks of the world in any order, or an mpi4py communicator of them. Of communicators each rank passes
+        its own, such as its part of a COMM_WORLD.Split(): all parts become process sets, and each rank knows its own.
 
     It can be used once `init(process_sets=[...])` or `add_process_set()` was given it.
     Source: Horovod's ProcessSet.
@@ -24,11 +25,12 @@ class ProcessSet:
     process_set_id: int | None = None
     """Its number, the same on all ranks; None before it was added and after it was removed."""
     ranks: list[int] | None = None
-    """Its members, rising."""
+    """Its members, rising; None for a communicator that init() has not seen yet."""
+    comm: Any = None
 
     def __init__(self, ranks_or_comm: Sequence[int] | Any) -> None:
         if hasattr(ranks_or_comm, "Get_group"):
-            self.ranks = _ranks_of(ranks_or_comm)
+            self.comm = ranks_or_comm
         else:
             self.ranks = sorted(int(rank) for rank in ranks_or_comm)
 
@@ -80,13 +82,6 @@ global_process_set: ProcessSet = _GlobalProcessSet()
 """All ranks; number 0."""
 
 
-def _ranks_of(comm: Any) -> list[int]:
-    """The members of a communicator as ranks of the world; needs MPI, so init() or the caller has started it."""
-    if not runtime.is_initialized():
-        raise NotInitializedError("ProcessSet of a communicator")
-    return runtime.current("ProcessSet").world.ranks_of(comm)
-
-
 def number_of(process_set: ProcessSet, function: str) -> int:
     """The number by which the engine knows a set; raises InputError when it was not added."""
     if not isinstance(process_set, ProcessSet):
@@ -112,6 +107,8 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     current = runtime.current("add_process_set")
     if not isinstance(process_set, ProcessSet):
         process_set = ProcessSet(process_set)
+    if process_set.comm is not None:
+        process_set.ranks = current.world.ranks_of(process_set.comm)
     members = runtime.check_members(process_set.ranks or [], current.world.size)
     _check_dynamic(current, "add_process_set")
     for number, others in current.engine.sets.items():
@@ -167,10 +164,3 @@ def _check_dynamic(current: runtime.Runtime, function: str) -> None:
 def get_process_set_ids_and_ranks() -> dict[int, list[int]]:
     """All process sets, by number, with their ranks."""
     return {number: list(members) for number, members in runtime.current("process sets").engine.sets.items()}
-
-
-def members_of(process_set: ProcessSet | Sequence[int]) -> list[int]:
-    """The ranks of a set that is to be added, or of a plain list of ranks."""
-    if isinstance(process_set, ProcessSet):
-        return process_set.ranks or []
-    return [int(rank) for rank in process_set]

@@ -105,6 +105,7 @@ class Engine:
         self._lock = threading.Lock()
         self._inbox: list[Request] = []
         self._inbox_since_s = 0.0
+        self._inbox_bytes = 0
         self._urgent = False
         """The thread that submitted something in the inbox waits for it."""
         self._orders: deque[Callable[[], None]] = deque()
@@ -181,12 +182,13 @@ class Engine:
             lane.pending[request.key] = request
             lane.joined |= kind == JOIN
             if not self._inbox:
-                self._inbox_since_s = request.submitted_s
+                self._inbox_since_s, self._inbox_bytes = request.submitted_s, 0
             self._inbox.append(request)
+            self._inbox_bytes += sum(each.nbytes for each in inputs)
             self._urgent |= waits
             self._last_submission = request
             self.submissions += 1
-        if waits or not self._gathering:
+        if not (self._gathering and self._gathers()):
             self._wake()
         return handle
 
@@ -339,8 +341,8 @@ class Engine:
         return True
 
     def _gathers(self) -> bool:
-        """True while more may come, and nobody waits for what is there."""
-        if self._waiters or self._urgent or self._leaving:
+        """True while more may come, nobody waits for what is there, and it does not fill a slot yet."""
+        if self._waiters or self._urgent or self._leaving or self._inbox_bytes >= self.settings.fusion_slot_bytes:
             return False
         return time.monotonic() - self._inbox_since_s < self.settings.cycle_time_ms / 1e3
 
@@ -657,8 +659,7 @@ class Engine:
             for lane in lanes:
                 lane.clear()
         for request in lost:
-            if request.handle is not None and not request.handle.done():
-                request.fail(error)
+            request.fail(error)
 
     def _others(self) -> list[int]:
         return [rank for rank in range(self.world.size) if rank != self.world.rank]

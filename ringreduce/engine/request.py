@@ -99,12 +99,18 @@ class Request:
         """The outputs hold the results."""
         for each in self.outputs:
             each.settle()
-        self.among.pop(self.key, None)
-        if self.handle is not None:
-            self.handle.complete(lambda: self.finish(self))
+        handle = self._leave()
+        if handle is not None:
+            handle.complete(lambda: self.finish(self))
 
     def fail(self, error: Exception) -> None:
         """The operation did not happen, or not to its end."""
+        handle = self._leave()
+        if handle is not None:
+            handle.fail(error)
+
+    def _leave(self) -> Handle | None:
+        """Leave the requests under way, and the handle: the two in a circle would be garbage for the collector."""
         self.among.pop(self.key, None)
-        if self.handle is not None:
-            self.handle.fail(error)
+        handle, self.handle = self.handle, None
+        return handle

@@ -76,3 +76,37 @@ def test_a_list_of_ranks(fresh):
     ):
         rr.init([0, 0])
     world.Barrier()
+
+
+def test_process_sets_of_communicators_of_which_each_rank_passes_its_own(fresh):
+    world = MPI.COMM_WORLD
+    comm = world.Split(world.rank % 2, -world.rank)
+    mine = rr.ProcessSet(comm)
+    everyone = list(range(world.size))
+    if world.size < 2:
+        with pytest.raises(ValueError, match=r"process_sets: \[0\] has the same ranks as that of all ranks"):
+            rr.init(process_sets=[mine])
+        comm.Free()
+        return
+    rr.init(process_sets=[mine])
+    assert mine.ranks == everyone[world.rank % 2 :: 2]
+    assert mine.rank() == world.rank // 2
+    assert rr.get_process_set_ids_and_ranks() == {0: everyone, 1: everyone[::2], 2: everyone[1::2]}
+    total = rr.allreduce(np.float64(world.rank), op=rr.Sum, process_set=mine)
+    assert total == sum(everyone[world.rank % 2 :: 2])
+    rr.shutdown()
+    comm.Barrier()
+    comm.Free()
+
+
+def test_process_sets_that_differ_are_told_on_all_ranks(fresh):
+    world = MPI.COMM_WORLD
+    last = world.size - 1
+    if last == 0:
+        with pytest.raises(ValueError, match=r"process set \[1\]: expected different ranks from 0 to 0, at least one"):
+            rr.init(process_sets=[[1]])
+        return
+    message = rf"rank {last} of {world.size}, init 'settings' .*: process_sets=\[\[1\]\], but rank 0 has .*=\[\[0\]\]"
+    with pytest.raises(rr.MismatchError, match=message):
+        rr.init(process_sets=[[1] if world.rank == last else [0]])
+    world.Barrier()
