@@ -21,7 +21,7 @@ from ringreduce.agreement import agree
 from ringreduce.collectives import clock
 from ringreduce.engine.description import Call, Description, calling_line
 from ringreduce.engine.engine import Engine
-from ringreduce.errors import InputError, NotInitializedError
+from ringreduce.errors import InputError, MismatchError, NotInitializedError
 from ringreduce.settings import PER_RANK, Settings
 from ringreduce.transport.base import Transport, complete
 from ringreduce.transport.message import MessageTransport
@@ -68,13 +68,19 @@ def start(comm: Any, process_sets: Sequence[Any], dynamic: bool) -> list[tuple[i
     _generations += 1
     _process_id = os.getpid()
     failures.install(settings.error_file)  # from here on the other ranks may wait for this one
-    own, everyones = static_sets(world, process_sets)
-    sets = check_sets(everyones, world.size)
     transport = MessageTransport(world)
-    transport.connect()
-    agree_on_settings(transport, settings, sets)
-    offsets_us = complete(clock.offsets_us(transport, world.hosts))
-    _process_runtime = Runtime(world, transport, settings, offsets_us, sets)
+    try:
+        own, everyones = static_sets(world, process_sets)
+        sets = check_sets(everyones, world.size)
+        transport.connect()
+        agree_on_settings(transport, settings, sets)
+        offsets_us = complete(clock.offsets_us(transport, world.hosts))
+        _process_runtime = Runtime(world, transport, settings, offsets_us, sets)
+    except Exception as exc:
+        transport.close()
+        if isinstance(exc, MismatchError):  # raised on all ranks, so all can free what they made together
+            world.free()
+        raise
     return own
 
 
