@@ -97,6 +97,8 @@ class Engine:
         self.submissions = 0
         self.known_submissions = 0
         """Those that were announced by a bit."""
+        self.joins = 0
+        """How often all ranks have joined; equal on all ranks between the same two operations."""
         self.letters = 0
         self.letter_bytes = 0
         self._clock_offsets_us = clock_offsets_us or [0.0] * world.size
@@ -492,6 +494,7 @@ class Engine:
     def _queue_join(self, lane: Lane, last: int) -> None:
         """join() returns in its turn: after what was agreed on before."""
         with self._lock:
+            self.joins += 1
             lane.joined = False
             lane.submitted = 0  # a rank that joined early has numbered fewer requests than the others
             request = lane.running["join.join"] = lane.pending.pop("join.join")

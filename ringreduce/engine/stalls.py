@@ -67,7 +67,7 @@ class StallWatch:
         self._engine = engine
         self._init_thread = init_thread
         settings = engine.settings
-        self._check_s = settings.stall_check_s or settings.stall_abort_s
+        self._check_s = min(filter(None, (settings.stall_check_s, settings.stall_abort_s)), default=0.0)
         self._next_look_s = 0.0
         self._reported: dict[int, float] = {}
         """By process set: how long something had been stuck when it was reported last."""

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ringreduce import runtime
 from ringreduce.api.reduce import allreduce_async
 from ringreduce.ops import Max
 from ringreduce.torch.gradient import DENSE, UNKNOWN, Gradient, Shipment, check_layout, layout_of
@@ -34,6 +35,7 @@ class GradientReducer:
         self._shipments: dict[Shipment, None] = {}
         self._hooks = GradientHooks(self._on_gradient)
         self._backward = -1
+        self._known_since = (-1, -1)
         self._lock = threading.RLock()  # backward on several GPUs has a thread for each
 
     def add(self, named: Iterable[tuple[str, Any]]) -> None:
@@ -131,15 +133,29 @@ class GradientReducer:
 
     def _ask(self, gradient: Gradient) -> None:
         """Begin to agree on the layout, once: a rank without a gradient cannot know what the others send."""
+        self._forget_after_join()
         if gradient.layout != UNKNOWN or gradient.question is not None:
             return
-        if self._reduction.size == 1 or self._reduction.sparse_as_dense:
+        # sparse gradients are those of tables of rows, as an embedding's
+        if self._reduction.size == 1 or self._reduction.sparse_as_dense or gradient.parameter.dim() != 2:
             gradient.layout = DENSE
             return
         mine = np.array([layout_of(gradient.local)], np.int8)
         gradient.question = allreduce_async(
             mine, name=f"{gradient.name}.layout", op=Max, process_set=self._reduction.process_set
         )
+
+    def _forget_after_join(self) -> None:
+        """A rank that joined early has learned less than the others, and would ask alone: let all ask again."""
+        engine = runtime.current("DistributedOptimizer").engine
+        now = (engine.world.generation, engine.joins)
+        if now != self._known_since:
+            self._known_since = now
+            self._forget()
+
+    def _forget(self) -> None:
+        for gradient in self._gradients.values():
+            gradient.layout = UNKNOWN
 
     def _layout(self, gradient: Gradient) -> int:
         if self._reduction.sparse_as_dense:
@@ -192,6 +208,7 @@ class GradientReducer:
         self._hooks.refresh()
         if any(errors):
             self.reset()
+            self._forget()  # what failed was learned by some ranks only
         if not quiet:
             _raise_first(errors)
 

@@ -515,3 +515,19 @@ def test_a_closure_that_leaves_out_other_parameters_each_time():
         ((model[2](hidden) if rank == 0 else hidden).square().mean() / 2).backward()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
     close(same_on_all(run_ranks(2, program)), parameters(model))
+
+
+def test_a_rank_that_joins_before_its_first_step_asks_later_what_is_sparse_and_not_alone():
+    def program():
+        model = make_model()
+        optimizer = wrap(model)
+        for epoch in range(3):
+            for step in range(2 if epoch or hvd.rank() else 0):  # rank 0 has nothing in the first epoch
+                optimizer.zero_grad()
+                loss_of(model, share(step)).backward()
+                optimizer.step()
+            last = hvd.join()
+            hvd.broadcast_parameters(model.state_dict(), root_rank=last)
+        return parameters(model)
+
+    same_on_all(run_ranks(3, program, timeout_s=5))
