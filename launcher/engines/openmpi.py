@@ -39,6 +39,7 @@ class OpenMPI(Engine):
         variables = {
             "OMPI_MCA_mpi_yield_when_idle": "1",
             "OMPI_MCA_osc": "^ucx",  # it prints an error line when a shared-memory window is made
+            "OMPI_MCA_btl": "^ofi",  # it serves one-sided operations only, and takes a second to find no network
         }
         if Path(launcher_path).name == "prterun":
             prefix = str(Path(launcher_path).parent.parent)

@@ -62,7 +62,11 @@ def test_launcher_versions(text: str, openmpi: tuple[int, ...] | None, mpich: tu
 
 
 def test_only_a_bare_prterun_is_told_its_prefix() -> None:
-    assert OpenMPI().environment("/v/bin/mpirun") == {"OMPI_MCA_mpi_yield_when_idle": "1", "OMPI_MCA_osc": "^ucx"}
+    assert OpenMPI().environment("/v/bin/mpirun") == {
+        "OMPI_MCA_mpi_yield_when_idle": "1",
+        "OMPI_MCA_osc": "^ucx",
+        "OMPI_MCA_btl": "^ofi",
+    }
     added = OpenMPI().environment("/v/bin/prterun").items() - OpenMPI().environment("/v/bin/mpirun").items()
     prefixes = {(f"{name}_PREFIX", "/v") for name in ("OPAL", "PRTE", "PMIX")}
     assert added == {*prefixes, ("PRTE_MCA_schizo_proxy", "ompi")}
