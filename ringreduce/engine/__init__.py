@@ -4,12 +4,15 @@
 
 description  what a rank wants done with a tensor, and how two ranks' descriptions differ
 request      one submission on this rank, and its handle
+inbox        where the user's threads and the engine's meet; gathering and rest
 letters      what engines write to each other
 cache        tensors seen before, by number: to announce one costs a bit
 coordinator  per process set, on its first rank: what is ready on all ranks?  A state machine without messages
 lane         a process set on this rank: pending, under way, next
 operations   what is run once all ranks agree: fusion and the collectives
 engine       the thread, one a process, that does all this
+joined       what a rank that has joined gives
+refusals     why a request cannot be taken or completed
 stalls       who waits for whom, and what the others do instead
 misplaced    who waits for a tensor in another process set
 timeline     what happened when, for chrome://tracing and Perfetto; recording: of all ranks

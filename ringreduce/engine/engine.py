@@ -11,22 +11,19 @@ long rings (stalls.py).
 
 from __future__ import annotations
 
-import os
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
-
 from ringreduce import errors, fusion
 from ringreduce.buffers import Buffer
-from ringreduce.dtypes import TABLE
-from ringreduce.engine import operations
+from ringreduce.engine import operations, refusals
 from ringreduce.engine.cache import numbers
 from ringreduce.engine.coordinator import Coordinator
 from ringreduce.engine.description import Call, Description, calling_line
+from ringreduce.engine.inbox import LONGEST_REST_S, Inbox
+from ringreduce.engine.joined import stand_in
 from ringreduce.engine.lane import Lane
 from ringreduce.engine.letters import (
     Announcement,
@@ -51,7 +48,6 @@ from ringreduce.engine.recording import Recording
 from ringreduce.engine.request import Handle, Request
 from ringreduce.engine.stalls import StallWatch
 from ringreduce.engine.timeline import Timeline, TimelineFile
-from ringreduce.ops import ReduceOp, Reduction
 from ringreduce.settings import Settings
 from ringreduce.transport.base import EngineTransport, Letter, Steps
 from ringreduce.transport.subset import SubsetTransport
@@ -60,14 +56,6 @@ from ringreduce.world import World
 GLOBAL = 0
 """The number of the process set of all ranks."""
 JOIN = "join"
-YIELD_S = 10e-3
-"""While somebody waits for a result, and something moved a moment ago, only the core is given away."""
-FIRST_REST_S = 50e-6
-LONGEST_REST_S = 40e-3
-REST_SHARE = 0.05
-"""Rests are this share of the time for which nothing has moved: what they add to a wait is small against it."""
-ALERT_S = 0.2
-"""So long a rank that was rung looks for letters."""
 LAST_WORDS_S = 1.0
 """So long an engine that failed tries to tell the others."""
 
@@ -104,19 +92,7 @@ class Engine:
         self._clock_offsets_us = clock_offsets_us or [0.0] * world.size
         self._timeline = Timeline()
         self._recording = Recording(transport, self._timeline)
-        self._lock = threading.Lock()
-        self._inbox: list[Request] = []
-        self._inbox_since_s = 0.0
-        self._inbox_bytes = 0
-        self._urgent = False
-        """The thread that submitted something in the inbox waits for it."""
-        self._orders: deque[Callable[[], None]] = deque()
-        """What other threads ask the engine's thread to do."""
-        self._waiters = 0
-        self._asleep = False
-        self._gathering = False
-        """It rests to gather more of what is submitted: another submission is no reason to wake it."""
-        self._last_submission: Request | None = None
+        self._inbox = Inbox(transport, settings)
         self._next_set = GLOBAL
         self._early: dict[int, list[tuple[int, Announcement]]] = {}
         """Announcements for process sets that this rank is about to hear of."""
@@ -126,7 +102,6 @@ class Engine:
         self._broken: Exception | None = None
         self._finished = threading.Event()
         self._moved_s = time.monotonic()
-        self._alert_until_s = 0.0
         self._stalls = StallWatch(self, threading.get_ident())
         self._misplaced = MisplacedCheck(self)
         for members in (range(world.size), *process_sets):
@@ -161,14 +136,16 @@ class Engine:
         line = calling_line()
         for each in inputs:
             each.settle()  # the engine's thread reads what the caller's has queued on a GPU
-        with self._lock:
-            lane = self._lane_of(kind, process_set)
+        with self._inbox.lock:
+            lane = self.lanes.get(process_set)
+            if lane is None:
+                raise refusals.unknown_set(kind, process_set, self.sets, self.world.rank)
             if name is None:
                 lane.submitted += 1
                 description = describe(f"noname.{lane.submitted}")._replace(numbered=True)
             else:
                 description = describe(name)
-            handle = Handle(description, self._wait)
+            handle = Handle(description, self._inbox.wait)
             request = Request(
                 description,
                 process_set,
@@ -183,70 +160,22 @@ class Engine:
             self._check(lane, request)
             lane.pending[request.key] = request
             lane.joined |= kind == JOIN
-            if not self._inbox:
-                self._inbox_since_s, self._inbox_bytes = request.submitted_s, 0
-            self._inbox.append(request)
-            self._inbox_bytes += sum(each.nbytes for each in inputs)
-            self._urgent |= waits
-            self._last_submission = request
+            self._inbox.put(request)
             self.submissions += 1
-        if not (self._gathering and self._gathers()):
-            self._wake()
+        self._inbox.announce_soon()
         return handle
 
-    def _lane_of(self, kind: str, process_set: int) -> Lane:
-        lane = self.lanes.get(process_set)
-        if lane is not None:
-            return lane
-        if process_set in self.sets:
-            members = ", ".join(map(str, self.sets[process_set]))
-            raise errors.InputError(
-                f"{kind}: rank {self.world.rank} is not in process set {process_set}, whose ranks are {members}; call "
-                "it on these only (process_set.included() tells)"
-            )
-        raise errors.InputError(
-            f"{kind}: there is no process set {process_set}; expected one that init() or add_process_set() was given, "
-            "and that was not removed"
-        )
-
     def _check(self, lane: Lane, request: Request) -> None:
-        if self._broken is not None or self._leaving or lane.closed or lane.joined:
-            raise self._refusal(lane, request)
-        if request.key in lane.pending or request.key in lane.running:
-            raise errors.InputError(
-                f"{request.description.kind} {request.description.name!r}: a tensor of this name is pending already "
-                f"on rank {self.world.rank}; synchronize it first, or give this one another name"
-            )
-
-    def _refusal(self, lane: Lane, request: Request) -> Exception:
-        what = f"{request.description.kind} {request.description.name!r}"
-        if self._broken is not None:
-            return errors.CollectiveError(f"{what}: {self._broken}")
-        if self._leaving:
-            return errors.CollectiveError(f"{what}: rank {self.world.rank} is leaving the job: {self._leaving}")
+        """Raise why a request cannot be taken."""
+        if self._broken is not None or self._leaving:
+            why = str(self._broken or f"rank {self.world.rank} is leaving the job: {self._leaving}")
+            raise refusals.no_more(request, why)
         if lane.closed:
-            return self._lost(lane, request)
-        return errors.InputError(f"{what} after join(): a rank that has joined waits until all have")
-
-    def _wake(self) -> None:
-        if self._asleep:
-            self.transport.wake()
-
-    def _order(self, action: Callable[[], None]) -> None:
-        """Have the engine's thread do something."""
-        with self._lock:
-            self._orders.append(action)
-        self._wake()
-
-    def _wait(self, handle: Handle) -> None:
-        with self._lock:
-            self._waiters += 1
-        self._wake()
-        try:
-            handle.block()
-        finally:
-            with self._lock:
-                self._waiters -= 1
+            raise refusals.never_complete(lane, request, self.world, self._leaving)
+        if lane.joined:
+            raise refusals.after_join(request)
+        if request.key in lane.pending or request.key in lane.running:
+            raise refusals.name_is_pending(request, self.world.rank)
 
     def leave(self, why: str, interrupted: Callable[[], bool] = lambda: False) -> bool:
         """Tell the others that this rank leaves, and wait until all do; what was not agreed on yet fails.
@@ -256,10 +185,10 @@ class Engine:
         """
 
         def begin() -> None:
-            self._leaving = why
+            self._leaving, self._inbox.hurried = why, True
             self._announce_leaving()
 
-        self._order(begin)
+        self._inbox.order(begin)
         while not self._finished.wait(0.05):
             if interrupted():
                 return False
@@ -279,25 +208,23 @@ class Engine:
             self._recording.start(file, mark_cycles)
             started.set()
 
-        self._order(begin)
+        self._inbox.order(begin)
         started.wait()
 
     def stop_timeline(self, timeout_s: float = 5.0) -> None:
         """Record no more; returns when all ranks' events are in the file, or have not come in time. For rank 0."""
         stopped = threading.Event()
-        self._order(lambda: self._recording.stop(stopped.set))
+        self._inbox.order(lambda: self._recording.stop(stopped.set))
         if not stopped.wait(timeout_s):
-            self._order(self._recording.close)
+            self._inbox.order(self._recording.close)
 
     # The engine's thread
 
     def _run(self) -> None:
         try:
             while not self._may_end():
-                if self._turn():
+                if self._turn() or self._inbox.rest(self._moved_s, self._is_busy):
                     self._moved_s = time.monotonic()
-                else:
-                    self._rest()
         except Exception as exc:
             self._break(exc)
         self._recording.close()
@@ -305,7 +232,7 @@ class Engine:
 
     def _turn(self) -> bool:
         """Do what can be done now; True when something was."""
-        moved = self._obey()
+        moved = self._inbox.obey()
         moved |= self._announce()
         moved |= self._read()
         moved |= self._decide()
@@ -319,34 +246,20 @@ class Engine:
             self._misplaced.look()
         return moved
 
-    def _obey(self) -> bool:
-        moved = False
-        while self._orders:
-            self._orders.popleft()()
-            moved = True
-        return moved
-
     def _announce(self) -> bool:
         """Tell the coordinators what was submitted."""
-        if not self._inbox or self._gathers():
+        requests = self._inbox.take()
+        if not requests:
             return False
-        with self._lock:
-            inbox, self._inbox, self._urgent = self._inbox, [], False
         self._timeline.cycle()
         by_set: dict[int, list[Request]] = {}
-        for request in inbox:
+        for request in requests:
             by_set.setdefault(request.process_set, []).append(request)
-        for number, requests in by_set.items():
+        for number, own in by_set.items():
             lane = self.lanes.get(number)
             if lane is not None and not lane.closed:
-                self._tell(lane, self._announcement(lane, requests))
+                self._tell(lane, self._announcement(lane, own))
         return True
-
-    def _gathers(self) -> bool:
-        """True while more may come, nobody waits for what is there, and it does not fill a slot yet."""
-        if self._waiters or self._urgent or self._leaving or self._inbox_bytes >= self.settings.fusion_slot_bytes:
-            return False
-        return time.monotonic() - self._inbox_since_s < self.settings.cycle_time_ms / 1e3
 
     def _announcement(self, lane: Lane, requests: Sequence[Request]) -> Announcement:
         bits = 0
@@ -452,10 +365,10 @@ class Engine:
 
     def _queue(self, lane: Lane, descriptions: Sequence[Description], divisor: int) -> None:
         requests = []
-        with self._lock:
+        with self._inbox.lock:
             for description in descriptions:
                 given = lane.pending.pop(description.key) if description.key in lane.pending else None
-                requests.append(given or self._stand_in(lane, description))
+                requests.append(given or self._join_in(lane, description))
             for request in requests:
                 request.among = lane.running
                 lane.running[request.key] = request
@@ -468,32 +381,14 @@ class Engine:
         context = operations.Context(lane.transport, lane.members, self.settings, self.memory, self._timeline, divisor)
         lane.enqueue(operations.run(requests, context))
 
-    def _stand_in(self, lane: Lane, description: Description) -> Request:
-        """What a rank that has joined gives: elements that change no result."""
+    def _join_in(self, lane: Lane, description: Description) -> Request:
         if not lane.joined:
             raise AssertionError(f"rank {self.world.rank} was told to run {description.key!r}, which it has not given")
-        inputs = []
-        op = ReduceOp(description.detail("op"))
-        for tensor in description.tensors:
-            element = TABLE[tensor.dtype]
-            flat = np.empty(int(np.prod(tensor.shape, dtype=np.int64)), element.storage)
-            Reduction(op, element, 1).neutral(flat)
-            inputs.append(Buffer(flat, element, tensor.shape, tensor.device, lambda flat, shape: flat.reshape(shape)))
-        return Request(
-            description,
-            lane.number,
-            inputs=inputs,
-            outputs=inputs,
-            finish=lambda _: None,
-            payload=None,
-            line="join()",
-            handle=None,
-            waits=False,
-        )
+        return stand_in(description, lane.number)
 
     def _queue_join(self, lane: Lane, last: int) -> None:
         """join() returns in its turn: after what was agreed on before."""
-        with self._lock:
+        with self._inbox.lock:
             self.joins += 1
             lane.joined = False
             lane.submitted = 0  # a rank that joined early has numbered fewer requests than the others
@@ -508,15 +403,15 @@ class Engine:
         lane.enqueue(steps())
 
     def _fail(self, lane: Lane, failure: Failure) -> None:
-        with self._lock:
+        with self._inbox.lock:
             request = lane.pending.pop(failure.key, None)
-            self._inbox = [each for each in self._inbox if each is not request]
+            self._inbox.drop(lambda each: each is request)
         if request is not None:
             request.fail(getattr(errors, failure.kind)(failure.message))
 
     def _add_set(self, members: Sequence[int]) -> int:
         """Make a process set; all ranks of the world do in the same order, so its number is the same everywhere."""
-        with self._lock:
+        with self._inbox.lock:
             number = self._next_set
             self._next_set += 1
             self.sets[number] = tuple(members)
@@ -534,7 +429,7 @@ class Engine:
         return number
 
     def _remove_set(self, number: int) -> None:
-        with self._lock:
+        with self._inbox.lock:
             self.sets.pop(number, None)
             lane = self.lanes.get(number)
         if lane is not None:
@@ -542,35 +437,10 @@ class Engine:
             if not lane.busy:
                 self.lanes.pop(number)
 
-    # Rest
-
-    def _rest(self) -> None:
-        now = time.monotonic()
-        with self._lock:
-            gathers = bool(self._inbox) and self._gathers()
-            if self._orders or (self._inbox and not gathers):
-                return
-            waited_for = self._waiters > 0 or self._urgent
-            idle = not self._is_busy()
-            self._asleep, self._gathering = True, gathers
-        if idle:
-            self.transport.rest(None)
-            self._moved_s = time.monotonic()
-            # rung by another rank, whose letter may take a moment longer than its ring
-            self._alert_until_s = self._moved_s + (0.0 if self._inbox else ALERT_S)
-        elif gathers:
-            self.transport.rest(max(0.0, self._inbox_since_s + self.settings.cycle_time_ms / 1e3 - now))
-        elif waited_for and now - self._moved_s < YIELD_S:
-            os.sched_yield()
-        else:
-            self.transport.rest(min(max(REST_SHARE * (now - self._moved_s), FIRST_REST_S), LONGEST_REST_S))
-        self._asleep = self._gathering = False
-
     def _is_busy(self) -> bool:
         """True when this rank waits for something, so that it must look for letters from time to time."""
         return (
             bool(self._leaving)
-            or time.monotonic() < self._alert_until_s
             or any(lane.pending or lane.busy for lane in self.lanes.values())
             or self._stalls.attentive
             or self._recording.gathers
@@ -579,13 +449,9 @@ class Engine:
 
     def doing(self) -> str:
         """What this rank did last, and what it waits for; see StallWatch."""
-        with self._lock:
-            last = self._last_submission
+        with self._inbox.lock:
+            text = self._inbox.last_submission_text()
             waiting = [request for lane in self.lanes.values() for request in lane.pending.values()]
-        if last is None:
-            return "has submitted nothing yet"
-        age_s = time.monotonic() - last.submitted_s
-        text = f"last submitted {last.description.kind} {last.description.name!r} ({last.line}) {age_s:.0f} s ago"
         if waiting:
             names = ", ".join(f"{each.description.kind} {each.description.name!r}" for each in waiting[:3])
             text += f", and waits for {names}" + (f" and {len(waiting) - 3} more" if len(waiting) > 3 else "")
@@ -615,26 +481,13 @@ class Engine:
 
     def _close(self, lane: Lane, closed: str, leaver: int) -> None:
         """What is pending in this set can never be run."""
-        with self._lock:
+        with self._inbox.lock:
             if not lane.closed:
                 lane.closed, lane.leaver = closed, leaver
             lost, lane.pending = lane.pending, {}
-            self._inbox = [each for each in self._inbox if each.process_set != lane.number]
+            self._inbox.drop(lambda each: each.process_set == lane.number)
         for request in lost.values():
-            request.fail(self._lost(lane, request))
-
-    def _lost(self, lane: Lane, request: Request) -> errors.CollectiveError:
-        description = request.description
-        what = f"rank {self.world.rank} of {self.world.size}, {description.kind} {description.name!r} ({request.line})"
-        if lane.leaver == self.world.rank:
-            return errors.CollectiveError(
-                f"{what}: was pending when this rank left the job ({self._leaving}); synchronize it before"
-            )
-        if lane.leaver < 0:
-            return errors.CollectiveError(f"{what}: {lane.closed}")
-        return errors.PeerLostError(
-            f"{what}: {lane.closed}; all ranks must call the same collectives the same number of times", [lane.leaver]
-        )
+            request.fail(refusals.never_complete(lane, request, self.world, self._leaving))
 
     def _break(self, exc: Exception) -> None:
         """The engine itself failed: nobody can complete what this rank takes part in."""
@@ -654,11 +507,11 @@ class Engine:
         self._give_up(errors.StalledError(message))
 
     def _give_up(self, error: Exception) -> None:
-        with self._lock:
+        with self._inbox.lock:
             self._broken = error
             lanes = list(self.lanes.values())
             lost = [each for lane in lanes for each in (*lane.pending.values(), *lane.running.values())]
-            self._inbox = []
+            self._inbox.drop(lambda _: True)
             for lane in lanes:
                 lane.clear()
         for request in lost:

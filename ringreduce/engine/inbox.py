@@ -1,0 +1,151 @@
+"""What the user's threads hand to the engine's thread, and when that rests: the only place where the two meet.
+
+Tensors gather here for a while, unless they fill a slot or somebody waits for one: few letters tell of many tensors.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+from ringreduce.engine.request import Handle, Request
+from ringreduce.settings import Settings
+from ringreduce.transport.base import EngineTransport
+
+YIELD_S = 10e-3
+"""While somebody waits for a result, and something moved a moment ago, only the core is given away."""
+FIRST_REST_S = 50e-6
+LONGEST_REST_S = 40e-3
+REST_SHARE = 0.05
+"""Rests are this share of the time for which nothing has moved: what they add to a wait is small against it."""
+ALERT_S = 0.2
+"""So long a rank that was rung looks for letters, which may take a moment longer than the ring."""
+
+
+class Inbox:
+    """One engine's. `lock` also guards what the engine shares with the user's threads besides."""
+
+    def __init__(self, transport: EngineTransport, settings: Settings) -> None:
+        self.lock = threading.Lock()
+        self.hurried = False
+        """Nothing more will come: do not gather."""
+        self._last: tuple[str, str, str, float] | None = None
+        """Kind, name, line and time of the last request; not the request, whose tensors are the user's to free."""
+        self._transport = transport
+        self._slot_bytes = settings.fusion_slot_bytes
+        self._cycle_s = settings.cycle_time_ms / 1e3
+        self._requests: list[Request] = []
+        self._since_s = 0.0
+        self._nbytes = 0
+        self._urgent = False
+        """A thread that submitted one of them waits for it."""
+        self._orders: deque[Callable[[], None]] = deque()
+        self._waiters = 0
+        self._asleep = False
+        self._gathering = False
+        """The engine rests to gather more: another submission is no reason to wake it."""
+        self._alert_until_s = 0.0
+
+    # Called by the user's threads
+
+    def put(self, request: Request) -> None:
+        """Hand in a request; with `lock` held. `announce_soon` must follow without it."""
+        if not self._requests:
+            self._since_s, self._nbytes = request.submitted_s, 0
+        self._requests.append(request)
+        self._nbytes += sum(each.nbytes for each in request.inputs)
+        self._urgent |= request.waits
+        # no reference to the request: its tensors are the user's to free
+        self.last_submission = (
+            f"last submitted {request.description.kind} {request.description.name!r} ({request.line})"
+        )
+        self._last_s = request.submitted_s
+
+    def announce_soon(self) -> None:
+        """Wake the engine, unless it gathers."""
+        if not (self._gathering and self.gathers()):
+            self._wake()
+
+    def order(self, action: Callable[[], None]) -> None:
+        """Have the engine's thread do something."""
+        with self.lock:
+            self._orders.append(action)
+        self._wake()
+
+    def wait(self, handle: Handle) -> None:
+        """Block until the handle is done; the engine does not gather meanwhile."""
+        with self.lock:
+            self._waiters += 1
+        self._wake()
+        try:
+            handle.block()
+        finally:
+            with self.lock:
+                self._waiters -= 1
+
+    def _wake(self) -> None:
+        if self._asleep:
+            self._transport.wake()
+
+    # Called by the engine's thread
+
+    def obey(self) -> bool:
+        """Do what was ordered; True when anything was."""
+        obeyed = False
+        while self._orders:
+            self._orders.popleft()()
+            obeyed = True
+        return obeyed
+
+    def gathers(self) -> bool:
+        """True while more may come, nobody waits for what is there, and it does not fill a slot yet."""
+        if self._waiters or self._urgent or self.hurried or self._nbytes >= self._slot_bytes:
+            return False
+        return time.monotonic() - self._since_s < self._cycle_s
+
+    def take(self) -> list[Request]:
+        """What is to be announced now."""
+        if not self._requests or self.gathers():
+            return []
+        with self.lock:
+            requests, self._requests, self._urgent = self._requests, [], False
+        return requests
+
+    def drop(self, is_lost: Callable[[Request], bool]) -> None:
+        """Forget requests that have failed before they were announced; with `lock` held."""
+        self._requests = [each for each in self._requests if not is_lost(each)]
+
+    def last_submission_text(self) -> str:
+        """What this rank did last, for a stall report."""
+        if self._last is None:
+            return "has submitted nothing yet"
+        kind, name, line, when_s = self._last
+        return f"last submitted {kind} {name!r} ({line}) {time.monotonic() - when_s:.0f} s ago"
+
+    def rest(self, moved_s: float, is_busy: Callable[[], bool]) -> bool:
+        """Rest until there may be something to do; True when that was a sleep without end, and now is a new beginning.
+
+        moved_s: when anything moved last;  is_busy: tells whether this rank waits for other ranks.
+        """
+        now = time.monotonic()
+        with self.lock:
+            gathers = bool(self._requests) and self.gathers()
+            if self._orders or (self._requests and not gathers):
+                return False
+            waited_for = self._waiters > 0 or self._urgent
+            idle = now >= self._alert_until_s and not is_busy()
+            self._asleep, self._gathering = True, gathers
+        if idle:
+            self._transport.rest(None)
+            self._alert_until_s = time.monotonic() + (0.0 if self._requests else ALERT_S)
+        elif gathers:
+            self._transport.rest(max(0.0, self._since_s + self._cycle_s - now))
+        elif waited_for and now - moved_s < YIELD_S:
+            os.sched_yield()
+        else:
+            self._transport.rest(min(max(REST_SHARE * (now - moved_s), FIRST_REST_S), LONGEST_REST_S))
+        self._asleep = self._gathering = False
+        return idle

@@ -1,0 +1,35 @@
+"""What a rank that has joined gives to the others' reductions: elements that change no result."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ringreduce.buffers import Buffer
+from ringreduce.dtypes import TABLE
+from ringreduce.engine.description import Description, TensorDescription
+from ringreduce.engine.request import Request
+from ringreduce.ops import ReduceOp, Reduction
+
+
+def stand_in(description: Description, process_set: int) -> Request:
+    """A request for what the other ranks have given, without a handle."""
+    op = ReduceOp(description.detail("op"))
+    buffers = [_neutral(tensor, op) for tensor in description.tensors]
+    return Request(
+        description,
+        process_set,
+        inputs=buffers,
+        outputs=buffers,
+        finish=lambda _: None,
+        payload=None,
+        line="join()",
+        handle=None,
+        waits=False,
+    )
+
+
+def _neutral(tensor: TensorDescription, op: ReduceOp) -> Buffer:
+    element = TABLE[tensor.dtype]
+    flat = np.empty(int(np.prod(tensor.shape, dtype=np.int64)), element.storage)
+    Reduction(op, element, 1).neutral(flat)
+    return Buffer(flat, element, tensor.shape, tensor.device, lambda flat, shape: flat.reshape(shape))

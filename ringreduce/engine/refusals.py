@@ -1,0 +1,59 @@
+"""Why a request cannot be taken or completed, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ringreduce.engine.lane import Lane
+from ringreduce.engine.request import Request
+from ringreduce.errors import CollectiveError, InputError, PeerLostError
+from ringreduce.world import World
+
+
+def unknown_set(kind: str, process_set: int, sets: Mapping[int, tuple[int, ...]], rank: int) -> InputError:
+    """This rank has no part in the process set."""
+    if process_set in sets:
+        members = ", ".join(map(str, sets[process_set]))
+        return InputError(
+            f"{kind}: rank {rank} is not in process set {process_set}, whose ranks are {members}; "
+            "call it on these only (process_set.included() tells)"
+        )
+    return InputError(
+        f"{kind}: there is no process set {process_set}; expected one that init() or add_process_set() was given, and "
+        "that was not removed"
+    )
+
+
+def name_is_pending(request: Request, rank: int) -> InputError:
+    """The user has not synchronized the last one."""
+    description = request.description
+    return InputError(
+        f"{description.kind} {description.name!r}: a tensor of this name is pending already on rank {rank}; "
+        "synchronize it first, or give this one another name"
+    )
+
+
+def after_join(request: Request) -> InputError:
+    """A joined rank has nothing to give."""
+    description = request.description
+    return InputError(
+        f"{description.kind} {description.name!r} after join(): a rank that has joined waits until all have"
+    )
+
+
+def no_more(request: Request, why: str) -> CollectiveError:
+    """The engine has failed, or is being left."""
+    return CollectiveError(f"{request.description.kind} {request.description.name!r}: {why}")
+
+
+def never_complete(lane: Lane, request: Request, world: World, leaving: str) -> CollectiveError:
+    """A rank has left, this one perhaps, or the process set was removed."""
+    description = request.description
+    what = f"rank {world.rank} of {world.size}, {description.kind} {description.name!r} ({request.line})"
+    if lane.leaver == world.rank:
+        return CollectiveError(f"{what}: was pending when this rank left the job ({leaving}); synchronize it before")
+    if lane.leaver < 0:
+        return CollectiveError(f"{what}: {lane.closed}")
+    return PeerLostError(
+        f"{what}: {lane.closed}; all ranks must call the same collectives the same number of times", [lane.leaver]
+    )
