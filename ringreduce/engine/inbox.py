@@ -58,11 +58,8 @@ class Inbox:
         self._requests.append(request)
         self._nbytes += sum(each.nbytes for each in request.inputs)
         self._urgent |= request.waits
-        # no reference to the request: its tensors are the user's to free
-        self.last_submission = (
-            f"last submitted {request.description.kind} {request.description.name!r} ({request.line})"
-        )
-        self._last_s = request.submitted_s
+        description = request.description
+        self._last = (description.kind, description.name, request.line, request.submitted_s)
 
     def announce_soon(self) -> None:
         """Wake the engine, unless it gathers."""

@@ -218,9 +218,10 @@ def stack_of(thread: int) -> str:
     frame = sys._current_frames().get(thread)
     if frame is None:
         return "its main thread has ended\n"
-    frames = traceback.extract_stack(frame)
-    ours = [index for index, each in enumerate(frames) if each.filename.startswith(PACKAGE)]
-    return "".join(traceback.format_list(frames[: ours[0]] if ours and ours[0] else frames))
+    frames = list(traceback.extract_stack(frame))
+    while len(frames) > 1 and frames[-1].filename.startswith(PACKAGE):
+        frames.pop()
+    return "".join(traceback.format_list(frames))
 
 
 def headline(waiting: Sequence[Waiting], now: float) -> str:

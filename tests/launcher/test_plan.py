@@ -88,7 +88,8 @@ def test_an_agent_of_every_version_imports_nothing_from_the_current_folder(versi
 
 
 def test_the_user_s_mca_settings_win() -> None:
-    assert engine_variables(OPEN_MPI, {"OMPI_MCA_osc": "rdma"}) == {"OMPI_MCA_mpi_yield_when_idle": "1"}
+    ours = {"OMPI_MCA_mpi_yield_when_idle": "1", "OMPI_MCA_btl": "^ofi"}
+    assert engine_variables(OPEN_MPI, {"OMPI_MCA_osc": "rdma"}) == ours
     environment = job_environment(OPEN_MPI, {"OMPI_MCA_osc": "rdma", "A": "b"}, SETTINGS, "unix:/x", b"key")
     assert environment["OMPI_MCA_osc"] == "rdma"
     assert environment["A"] == "b"

@@ -1,0 +1,76 @@
+"""Stall reports, on threads: who gave a tensor, who did not, and what the others do instead."""
+
+import re
+import time
+
+import numpy as np
+import pytest
+
+import ringreduce as rr
+from ringreduce.settings import Settings
+from ringreduce.testing import run_ranks
+
+SOON = Settings(stall_check_s=0.2)
+
+
+def busy(seconds):
+    time.sleep(seconds)
+
+
+def late_rank(late):
+    def program():
+        rr.allreduce(np.ones(3), name="first")
+        if rr.rank() == late:
+            busy(1.0)
+        return rr.allreduce(np.ones((2, 5)), name="late", op=rr.Sum)[0, 0]
+
+    return program
+
+
+@pytest.mark.parametrize("late", [0, 2], ids=["the coordinator", "another rank"])
+def test_the_report_names_tensor_ranks_lines_and_what_the_missing_rank_does(capsys, late):
+    assert run_ranks(3, late_rank(late), settings=SOON) == [3, 3, 3]
+    told = capsys.readouterr().err
+    given = ", ".join(rf"rank {rank} \(test_stalls.py:\d+\)" for rank in range(3) if rank != late)
+    assert re.search(
+        rf"ringreduce: stalled: allreduce 'late' \(float64\[2, 5\]\): waiting for \d s; given by {given}; "
+        rf"not by rank {late}\. All ranks must submit it\n"
+        rf"rank {late} last submitted allreduce 'first' \(test_stalls.py:\d+\) \d s ago; it is here:\n",
+        told,
+    ), told
+    assert "in busy\n    time.sleep(seconds)" in told
+
+
+def test_many_tensors_are_one_report_and_what_waits_elsewhere_is_told(capsys):
+    def program():
+        handles = [rr.allreduce_async(np.ones(2), name=f"t{k}.{rr.rank()}") for k in range(5)]
+        time.sleep(0.7)
+        return len(handles)
+
+    run_ranks(2, program, settings=SOON)
+    told = capsys.readouterr().err
+    assert re.search(r"stalled: allreduce 't0.\d' \(float64\[2\]\), and 't1.\d', 't2.\d' and 7 more: waiting", told), (
+        told
+    )
+    assert re.search(
+        r"rank 1 last submitted allreduce 't4.1' .*, and waits for allreduce 't0.1', .* and 2 more", told
+    ), told
+
+
+def test_no_report_when_it_is_turned_off_or_comes_in_time(capsys):
+    run_ranks(2, late_rank(1), settings=Settings(stall_check_s=0))
+    run_ranks(2, late_rank(1), settings=Settings(stall_check_s=5))
+    assert capsys.readouterr().err == ""
+
+
+def test_after_the_second_limit_it_fails_and_the_job_goes_on():
+    def program():
+        if rr.rank() == 0:
+            with pytest.raises(rr.StalledError, match=r"allreduce 'alone' .*given by rank 0 .*; not by rank 1\."):
+                rr.allreduce(np.ones(3), name="alone")
+            busy(0.6)
+        else:
+            busy(0.8)
+        return rr.allreduce(1.0, op=rr.Sum)
+
+    assert run_ranks(2, program, settings=Settings(stall_abort_s=0.3)) == [2, 2]
