@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -79,6 +80,17 @@ class Compression:
     none = NoneCompressor
     fp16 = FP16Compressor
     bf16 = BF16Compressor
+
+
+def compress_all(compression: type[Compressor], tensors: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """What is reduced instead of the tensors, and what `decompress_all` needs."""
+    pairs = [compression.compress(tensor) for tensor in tensors]
+    return [tensor for tensor, _ in pairs], [context for _, context in pairs]
+
+
+def decompress_all(compression: type[Compressor], tensors: Sequence[Any], contexts: Sequence[Any]) -> list[Any]:
+    """The reduced tensors in their original types."""
+    return [compression.decompress(tensor, context) for tensor, context in zip(tensors, contexts, strict=True)]
 
 
 def _is_torch(tensor: Any) -> bool:

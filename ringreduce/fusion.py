@@ -94,22 +94,26 @@ class Memory:
         self.total_bytes = total_bytes
         self.taken_most = 0
         """Blocks that were in use at the same time, at most."""
+        self._own: dict[str, list[Any]] = {}
+        """By device: the blocks of the one allocation, all of them; ..."""
         self._free: dict[str, list[Any]] = {}
+        """... and those that nobody uses."""
         self._taken = 0
 
     def take(self, like: Buffer) -> Any:
         """A block of bytes where `like` lies: 1-D uint8 of at least `block_bytes`."""
-        if like.device not in self._free:
+        if like.device not in self._own:
             everything = buffers.empty_like(like.flat, self.total_bytes, np.dtype(np.uint8))
             starts = range(0, self.total_bytes - self.block_bytes + 1, self.block_bytes)
-            self._free[like.device] = [everything[start : start + self.block_bytes] for start in starts]
+            self._own[like.device] = [everything[start : start + self.block_bytes] for start in starts]
+            self._free[like.device] = list(self._own[like.device])
         self._taken += 1
         self.taken_most = max(self.taken_most, self._taken)
         free = self._free[like.device]
         return free.pop() if free else buffers.empty_like(like.flat, self.block_bytes, np.dtype(np.uint8))
 
     def give(self, block: Any, like: Buffer) -> None:
-        """Give a block back."""
+        """Give a block back; one that was made for the moment is forgotten."""
         self._taken -= 1
-        if len(self._free[like.device]) < self.total_bytes // self.block_bytes:
+        if any(block is each for each in self._own[like.device]):
             self._free[like.device].append(block)

@@ -9,7 +9,7 @@ from ringreduce import runtime
 from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
 from ringreduce.api.submit import Array, like, which_op
 from ringreduce.buffers import Buffer, as_buffer
-from ringreduce.compression import Compression, Compressor
+from ringreduce.compression import Compression, Compressor, compress_all, decompress_all
 from ringreduce.engine.description import Description, describe, names_of
 from ringreduce.engine.request import Handle, Request
 from ringreduce.errors import InputError
@@ -107,10 +107,9 @@ def grouped_allreduce(
     Cost:  one agreement for all; small ones travel together.
     """
     reduction = _Arguments("allreduce", average, op, prescale_factor, postscale_factor, process_set)
-    compressed = [compression.compress(tensor) for tensor in tensors]
-    handle = _submit([tensor for tensor, _ in compressed], False, name, names, reduction, list, waits=True)
-    reduced = handle.wait()
-    return [compression.decompress(each, ctx) for each, (_, ctx) in zip(reduced, compressed, strict=True)]
+    compressed, contexts = compress_all(compression, tensors)
+    reduced = _submit(compressed, False, name, names, reduction, list, waits=True).wait()
+    return decompress_all(compression, reduced, contexts)
 
 
 def grouped_allreduce_async(
@@ -207,10 +206,9 @@ def grouped_reducescatter(
 ) -> list[Array]:
     """Reduce and scatter many tensors, all or none of them; otherwise as `reducescatter`."""
     reduction = _Arguments("reducescatter", None, op, prescale_factor, postscale_factor, process_set)
-    compressed = [compression.compress(tensor) for tensor in tensors]
-    handle = _submit([tensor for tensor, _ in compressed], False, name, None, reduction, list, waits=True)
-    reduced = handle.wait()
-    return [compression.decompress(each, ctx) for each, (_, ctx) in zip(reduced, compressed, strict=True)]
+    compressed, contexts = compress_all(compression, tensors)
+    reduced = _submit(compressed, False, name, None, reduction, list, waits=True).wait()
+    return decompress_all(compression, reduced, contexts)
 
 
 def grouped_reducescatter_async(

@@ -81,11 +81,11 @@ class StallWatch:
         self.attentive = False
         """True while something is stuck: the engine must not sleep without end."""
 
-    def look(self) -> bool:
-        """Find what is stuck, ask, report, give up; True when a letter was written. Called when nothing moves."""
+    def look(self) -> None:
+        """Find what is stuck, ask, report, give up. Called when nothing moves."""
         now = time.monotonic()
         if not self._check_s or now < self._next_look_s:
-            return False
+            return
         self._next_look_s = now + self._check_s / GLANCES
         if self._inquiry is not None:
             missing = [rank for rank in self._inquiry.asked if rank not in self._inquiry.answers]
@@ -94,7 +94,6 @@ class StallWatch:
                 self._inquiry = None
         stuck = [self._look_at(lane, now) for lane in list(self._engine.lanes.values())]
         self.attentive = any(stuck) or self._inquiry is not None or bool(self._called)
-        return False
 
     def _look_at(self, lane: Lane, now: float) -> bool:
         """Deal with one process set; True when something is stuck in it."""
@@ -118,12 +117,14 @@ class StallWatch:
             return False
         first = next(iter(lane.running.values()), None)
         what = "an operation" if first is None else f"{first.description.kind} {first.description.name!r}"
-        headline = f"{what} is under way, and has not moved for {{stuck_s:.0f}} s"
-        headline += f"; rank {self._engine.transport.rank} waits for rank {lane.stuck_on()}"
+        text = (
+            f"{what} is under way, and has not moved for {stuck_s:.0f} s; rank {self._engine.transport.rank} waits for "
+            f"rank {lane.stuck_on()}"
+        )
         if self._is_due(lane, stuck_s) and lane.coordinator is not None:
-            self._ask(lane, headline.format(stuck_s=stuck_s), lane.members)
+            self._ask(lane, text, lane.members)
         if self._is_over(stuck_s):
-            self._engine.fail_everything(headline.format(stuck_s=stuck_s))
+            self._engine.fail_everything(text)
         return True
 
     def _look_at_waiting(self, lane: Lane, waiting: Sequence[Waiting], now: float) -> bool:

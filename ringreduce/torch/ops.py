@@ -20,7 +20,7 @@ from ringreduce.api.control import synchronize
 from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
 from ringreduce.api.submit import which_op
 from ringreduce.api.world import rank
-from ringreduce.compression import Compression, Compressor
+from ringreduce.compression import Compression, Compressor, compress_all, decompress_all
 from ringreduce.engine.request import Handle
 from ringreduce.errors import InputError
 from ringreduce.ops import Average, ReduceOp, Sum
@@ -106,7 +106,7 @@ def grouped_allreduce(
 
     names: those of the tensors, for error messages.
     """
-    compressed, contexts = _compress(compression, tensors)
+    compressed, contexts = compress_all(compression, tensors)
     scales = float(prescale_factor), float(postscale_factor)
     reduced = reduce.grouped_allreduce(
         compressed, average, name, Compression.none, op, *scales, process_set, names=names
@@ -122,16 +122,7 @@ def grouped_allreduce(
             gradients, None, _gradients_name(name), Compression.none, reduction, *scales, process_set
         )
 
-    return _decompress(compression, _differentiable(compressed, reduced, gradient), contexts)
-
-
-def _compress(compression: type[Compressor], tensors: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    pairs = [compression.compress(tensor) for tensor in tensors]
-    return [tensor for tensor, _ in pairs], [context for _, context in pairs]
-
-
-def _decompress(compression: type[Compressor], tensors: Sequence[Any], contexts: Sequence[Any]) -> list[Any]:
-    return [compression.decompress(tensor, context) for tensor, context in zip(tensors, contexts, strict=True)]
+    return decompress_all(compression, _differentiable(compressed, reduced, gradient), contexts)
 
 
 def allgather(
@@ -262,7 +253,7 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
     """Reduce and scatter many tensors, all or none of them; otherwise as `reducescatter`."""
-    compressed, contexts = _compress(compression, tensors)
+    compressed, contexts = compress_all(compression, tensors)
     scales = float(prescale_factor), float(postscale_factor)
     reduced = reduce.grouped_reducescatter(compressed, name, Compression.none, op, process_set, *scales)
     factor = scales[0] * scales[1] * ((process_set.size() or 1) if op is Sum else 1)
@@ -271,4 +262,4 @@ def grouped_reducescatter(
         scaled = [each * factor for each in gradients] if factor != 1 else gradients
         return grouped_allgather(scaled, _gradients_name(name), process_set)
 
-    return _decompress(compression, _differentiable(compressed, reduced, gradient), contexts)
+    return decompress_all(compression, _differentiable(compressed, reduced, gradient), contexts)

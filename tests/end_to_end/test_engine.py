@@ -201,11 +201,15 @@ def test_a_stop_in_the_middle_of_an_operation_is_told(finished):
         f"        {STOP.replace(chr(10), chr(10) + '    ')}\n"
         "    threading.Timer(0.15, stop).start()\n"
         "for step in range(5):\n"
-        "    rr.allreduce_(big, name='big', op=rr.Max)\n",
+        "    rr.allreduce_(big, name='big{0}', op=rr.Max)\n",
         RINGREDUCE_STALL_CHECK_S="0.5",
     )
     assert done.returncode == 0, done.stdout
-    assert "rank 1 does not answer: it is stopped" in done.stdout, done.stdout
+    assert re.search(
+        r"stalled: allreduce 'big\{0\}' is under way, and has not moved for \d s; rank 0 waits for rank [12]\n"
+        r"(.*\n)*\[0\] rank 1 does not answer: it is stopped",
+        done.stdout,
+    ), done.stdout
 
 
 def test_horovods_variable_starts_the_timeline(finished, python, tmp_path):

@@ -7,6 +7,7 @@ import ringreduce
 import ringreduce.torch as hvd
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
+from tests.training import batch, loss_of, make_model, parameters, wrap
 
 SMALL_BUCKETS = Settings(fusion_slot_bytes=128)
 OPTIMIZERS = {
@@ -15,28 +16,6 @@ OPTIMIZERS = {
     "AdamW": lambda p: torch.optim.AdamW(p, lr=0.01),
     "RMSprop": lambda p: torch.optim.RMSprop(p, lr=0.01),
 }
-BATCH = 12
-
-
-def make_model(seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    model = torch.nn.Sequential(torch.nn.Linear(5, 16), torch.nn.Tanh(), torch.nn.Linear(16, 3)).double()
-    for parameter in model.parameters():
-        parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-    return model
-
-
-def batch(step):
-    generator = torch.Generator().manual_seed(1000 + step)
-    return torch.randn(BATCH, 5, generator=generator, dtype=torch.float64)
-
-
-def loss_of(model, x):
-    return (model(x) - x.sum(1, keepdim=True)).square().mean()
-
-
-def parameters(model):
-    return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
 
 
 def trained_alone(make_optimizer, steps=6):
@@ -66,10 +45,6 @@ def test_training_on_shares_equals_training_on_everything(size, name):
     results = run_ranks(size, program, settings=SMALL_BUCKETS)
     torch.testing.assert_close(results[0], expected, rtol=1e-9, atol=1e-9)
     assert all(torch.equal(result, results[0]) for result in results), "bit-identical"
-
-
-def wrap(model, **options):
-    return hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), **options)
 
 
 def test_gradients_are_reduced_during_backward_in_few_messages():

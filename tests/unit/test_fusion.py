@@ -55,9 +55,8 @@ def test_blocks_are_used_again_and_lie_in_one_allocation():
     assert not any(np.shares_memory(one, other) for one in blocks for other in blocks if one is not other)
     beyond = memory.take(like)
     assert beyond.base is not blocks[0].base, "made for the moment"
-    for block in blocks:
+    for block in [beyond, *blocks]:  # the one made for the moment first: it must not take the place of another
         memory.give(block, like)
-    memory.give(beyond, like)
     again = [memory.take(like) for _ in range(4)]
     assert all(block.base is blocks[0].base for block in again)
     assert memory.taken_most == 5
