@@ -10,7 +10,6 @@ produced it.
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import math
 import sys
@@ -23,24 +22,23 @@ from ringreduce.dtypes import ElementType, element_type
 from ringreduce.errors import MissingExtraError, UnsupportedArrayError
 
 
-def _nothing() -> None:
-    return None
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
 class Buffer:
-    """A flat view of an array's memory, with what is needed to make another array like it."""
+    """A flat view of an array's memory, with what is needed to make another array like it. This one is of NumPy.
 
-    flat: Any
-    """1-D NumPy or CuPy array of `element.storage`, C order, the caller's memory."""
-    element: ElementType
-    shape: tuple[int, ...]
-    device: str
-    """"cpu", or "cuda:0" and the like."""
-    rebuild: Callable[[Any, tuple[int, ...]], Any]
-    """Makes an array of the caller's kind from a flat array and a shape, without a copy."""
-    settle: Callable[[], None] = _nothing
-    """Returns when what the calling thread has queued on the GPU for this memory is done; nothing on the host."""
+    One is made for each tensor of each step: with slots and without checks, since that is a cost of submitting.
+    """
+
+    __slots__ = ("device", "dtype", "element", "flat", "shape")
+
+    def __init__(self, flat: Any, element: ElementType, shape: tuple[int, ...], device: str, dtype: Any) -> None:
+        self.flat = flat
+        """1-D NumPy or CuPy array of `element.storage`, C order, the caller's memory."""
+        self.element = element
+        self.shape = shape
+        self.device = device
+        """"cpu", or "cuda:0" and the like."""
+        self.dtype = dtype
+        """The element type as the caller's library has it."""
 
     @property
     def count(self) -> int:
@@ -50,20 +48,49 @@ class Buffer:
     @property
     def nbytes(self) -> int:
         """Bytes."""
-        return self.count * self.element.itemsize
+        return int(self.flat.nbytes)
 
     def empty(self, shape: tuple[int, ...]) -> Buffer:
         """A new buffer of this kind and element type, on the same device, not filled."""
         flat = _array_module(self.flat).empty(math.prod(shape), dtype=self.element.storage)
-        return dataclasses.replace(self, flat=flat, shape=shape)
+        return type(self)(flat, self.element, shape, self.device, self.dtype)
 
     def copy(self) -> Buffer:
         """A new buffer with the same elements."""
-        return dataclasses.replace(self, flat=self.flat.copy())
+        return type(self)(self.flat.copy(), self.element, self.shape, self.device, self.dtype)
 
     def array(self) -> Any:
-        """The buffer as an array of the caller's kind."""
-        return self.rebuild(self.flat, self.shape)
+        """The buffer as an array of the caller's kind, in the same memory."""
+        return self.flat.view(self.dtype).reshape(self.shape)
+
+    def settle(self) -> None:
+        """Return when what the calling thread has queued on the GPU for this memory is done; at once on the host."""
+
+
+class _CupyBuffer(Buffer):
+    __slots__ = ()
+
+    def settle(self) -> None:
+        _cupy().cuda.get_current_stream().synchronize()
+
+
+class _TorchBuffer(Buffer):
+    __slots__ = ()
+
+    def array(self) -> Any:
+        torch = sys.modules["torch"]
+        if self.element.name == "bfloat16":
+            return torch.as_tensor(self.flat.view(np.int16)).view(self.dtype).reshape(self.shape)
+        return torch.as_tensor(self.flat).reshape(self.shape)
+
+
+class _TorchGpuBuffer(_TorchBuffer):
+    __slots__ = ()
+
+    def settle(self) -> None:
+        """The user's thread queues on torch's current stream, the engine's thread on CuPy's: wait for both."""
+        sys.modules["torch"].cuda.current_stream(self.device).synchronize()
+        _cupy().cuda.get_current_stream().synchronize()
 
 
 def as_buffer(array: Any, *, writable: bool = False) -> Buffer:
@@ -72,14 +99,14 @@ def as_buffer(array: Any, *, writable: bool = False) -> Buffer:
     Raises: UnsupportedArrayError when it is no array, is not C-contiguous, holds elements that cannot travel, or is
             read-only although `writable` is asked for; MissingExtraError for GPU memory without CuPy.
     """
-    if isinstance(array, bool | int | float | complex | np.generic):
-        if writable:
-            raise UnsupportedArrayError(f"a {type(array).__name__} cannot be changed in place; pass an array")
-        array = np.asarray(array)
     if isinstance(array, np.ndarray):
         return _numpy_buffer(array, writable)
     if _is_torch(array):
         return _torch_buffer(array)
+    if isinstance(array, bool | int | float | complex | np.generic):
+        if writable:
+            raise UnsupportedArrayError(f"a {type(array).__name__} cannot be changed in place; pass an array")
+        return _numpy_buffer(np.asarray(array), writable)
     if hasattr(array, "__cuda_array_interface__"):
         return _cupy_buffer(_cupy().asarray(array))
     if hasattr(array, "__dlpack__"):
@@ -132,22 +159,21 @@ def empty_like(flat: Any, count: int, dtype: np.dtype[Any]) -> Any:
 
 
 def _numpy_buffer(array: np.ndarray[Any, Any], writable: bool) -> Buffer:
-    element = element_type(array.dtype)
-    if not array.flags.c_contiguous:
+    dtype, flags = array.dtype, array.flags
+    element = element_type(dtype)
+    if not flags.c_contiguous:
         raise UnsupportedArrayError(
             f"an array of shape {array.shape} and strides {array.strides} is not C-contiguous; pass a contiguous copy "
             "(numpy.ascontiguousarray)"
         )
-    if writable and not array.flags.writeable:
+    if writable and not flags.writeable:
         raise UnsupportedArrayError("a read-only array cannot be changed in place; pass a copy")
-    dtype = array.dtype
-    return Buffer(
-        flat=array.reshape(-1).view(element.storage),
-        element=element,
-        shape=array.shape,
-        device="cpu",
-        rebuild=lambda flat, shape: flat.view(dtype).reshape(shape),
-    )
+    return Buffer(_flat(array, element), element, array.shape, "cpu", dtype)
+
+
+def _flat(array: Any, element: ElementType) -> Any:
+    flat = array.reshape(-1)
+    return flat if flat.dtype is element.storage else flat.view(element.storage)
 
 
 def _cupy_buffer(array: Any) -> Buffer:
@@ -157,15 +183,8 @@ def _cupy_buffer(array: Any) -> Buffer:
             f"a GPU array of shape {array.shape} and strides {array.strides} is not C-contiguous; pass a contiguous "
             "copy (cupy.ascontiguousarray)"
         )
-    dtype = array.dtype
-    return Buffer(
-        flat=array.reshape(-1).view(element.storage),
-        element=element,
-        shape=tuple(array.shape),
-        device=f"cuda:{array.device.id}",
-        rebuild=lambda flat, shape: flat.view(dtype).reshape(shape),
-        settle=_settle_cupy,
-    )
+    flat = array.reshape(-1).view(element.storage)
+    return _CupyBuffer(flat, element, tuple(array.shape), f"cuda:{array.device.id}", array.dtype)
 
 
 def _is_torch(array: Any) -> bool:
@@ -174,57 +193,50 @@ def _is_torch(array: Any) -> bool:
 
 
 def _torch_buffer(tensor: Any) -> Buffer:
-    torch = sys.modules["torch"]
-    element = element_type(tensor.dtype)
-    if tensor.layout is not torch.strided:
-        raise UnsupportedArrayError(f"a tensor of layout {tensor.layout} is not dense; pass tensor.to_dense()")
+    dtype = tensor.dtype
+    element = element_type(dtype)
+    if tensor.is_cuda:
+        return _torch_gpu_buffer(tensor, element)
+    try:
+        array = _as_numpy_knows(tensor, element).numpy()
+    except (TypeError, RuntimeError) as exc:
+        raise UnsupportedArrayError(_why_not(tensor) or str(exc)) from exc
+    if not array.flags.c_contiguous:
+        raise UnsupportedArrayError(_why_not(tensor))
+    return _TorchBuffer(_flat(array, element), element, array.shape, "cpu", dtype)
+
+
+def _torch_gpu_buffer(tensor: Any, element: ElementType) -> Buffer:
+    why_not = _why_not(tensor)
+    if why_not:
+        raise UnsupportedArrayError(why_not)
+    flat = _cupy().asarray(_as_numpy_knows(tensor, element).reshape(-1)).view(element.storage)
+    return _TorchGpuBuffer(flat, element, tuple(tensor.shape), str(tensor.device), tensor.dtype)
+
+
+def _as_numpy_knows(tensor: Any, element: ElementType) -> Any:
+    """The same memory without history; neither NumPy nor the CUDA array interface knows bfloat16."""
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    return tensor.view(sys.modules["torch"].int16) if element.name == "bfloat16" else tensor
+
+
+def _why_not(tensor: Any) -> str:
+    """Why a tensor cannot be viewed as a flat array; empty when it can."""
+    if tensor.layout is not sys.modules["torch"].strided:
+        return f"a tensor of layout {tensor.layout} is not dense; pass tensor.to_dense()"
     if tensor.is_nested:
-        raise UnsupportedArrayError("a nested tensor has no one shape; pass its parts as a group")
+        return "a nested tensor has no one shape; pass its parts as a group"
     if tensor.is_conj() or tensor.is_neg():
-        raise UnsupportedArrayError(
-            "a conjugated or negated view of another tensor; pass tensor.resolve_conj().resolve_neg()"
-        )
+        return "a conjugated or negated view of another tensor; pass tensor.resolve_conj().resolve_neg()"
+    if tensor.device.type not in ("cpu", "cuda"):
+        return f"a tensor on {tensor.device} cannot be communicated; move it to cpu or cuda"
     if not tensor.is_contiguous():
-        raise UnsupportedArrayError(
+        return (
             f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not contiguous; pass "
             "tensor.contiguous()"
         )
-    if tensor.device.type not in ("cpu", "cuda"):
-        raise UnsupportedArrayError(f"a tensor on {tensor.device} cannot be communicated; move it to cpu or cuda")
-    return Buffer(
-        flat=_torch_flat(tensor, element),
-        element=element,
-        shape=tuple(tensor.shape),
-        device="cpu" if tensor.device.type == "cpu" else str(tensor.device),
-        rebuild=lambda flat, shape: _torch_rebuild(flat, element, tensor.dtype).reshape(shape),
-        settle=_nothing if tensor.device.type == "cpu" else lambda: _settle_torch(tensor.device),
-    )
-
-
-def _settle_torch(device: Any) -> None:
-    """The user's thread queues on torch's current stream, the engine's thread on CuPy's: wait for both."""
-    sys.modules["torch"].cuda.current_stream(device).synchronize()
-    _settle_cupy()
-
-
-def _settle_cupy() -> None:
-    _cupy().cuda.get_current_stream().synchronize()
-
-
-def _torch_flat(tensor: Any, element: ElementType) -> Any:
-    torch = sys.modules["torch"]
-    flat = tensor.detach().reshape(-1)
-    if element.name == "bfloat16":
-        flat = flat.view(torch.int16)  # neither NumPy nor the CUDA array interface knows bfloat16
-    array = flat.numpy() if tensor.device.type == "cpu" else _cupy().asarray(flat)
-    return array.view(element.storage)
-
-
-def _torch_rebuild(flat: Any, element: ElementType, dtype: Any) -> Any:
-    torch = sys.modules["torch"]
-    if element.name == "bfloat16":
-        return torch.as_tensor(flat.view(np.int16)).view(dtype)
-    return torch.as_tensor(flat)
+    return ""
 
 
 def _dlpack_buffer(array: Any, writable: bool) -> Buffer:

@@ -50,10 +50,11 @@ def test_a_buffer_of_another_shape_is_of_the_same_kind():
     assert (empty.dtype, tuple(empty.shape)) == (torch.bfloat16, (2, 2))
 
 
-def test_a_gradient_leaf_is_viewed_without_its_history():
-    parameter = torch.nn.Parameter(torch.ones(3))
-    as_buffer(parameter, writable=True).flat[...] = 5
-    assert parameter.tolist() == [5, 5, 5]
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gradient_leaf_is_viewed_without_its_history(dtype):
+    parameter = torch.nn.Parameter(torch.ones(3, dtype=dtype))
+    as_buffer(parameter, writable=True).flat[...] = 0
+    assert parameter.tolist() == [0, 0, 0]
 
 
 @pytest.mark.parametrize("value", [3, 2.5, True, 1j, np.float32(7)])
@@ -89,7 +90,12 @@ REFUSED = [
     (np.zeros((4, 4))[:, 1], r"shape \(4,\) and strides \(32,\) is not C-contiguous; pass a contiguous copy"),
     (np.asfortranarray(np.zeros((2, 3))), r"shape \(2, 3\) and strides \(8, 16\) is not C-contiguous"),
     (torch.zeros(2, 3).T, r"shape \(3, 2\) and strides \(1, 3\) is not contiguous; pass tensor.contiguous"),
+    (torch.zeros(2, 3, dtype=torch.bfloat16).T, r"shape \(3, 2\) and strides \(1, 3\) is not contiguous"),
     (torch.zeros(2, 3).to_sparse(), "layout torch.sparse_coo is not dense"),
+    (torch.zeros(2, 3, dtype=torch.bfloat16).to_sparse(), "layout torch.sparse_coo is not dense"),
+    (torch.zeros(2, dtype=torch.complex64).conj(), "conjugated or negated view of another tensor; pass tensor.resolve"),
+    (torch.zeros(2, dtype=torch.complex64).conj().imag, "conjugated or negated view of another tensor"),
+    (torch.nested.nested_tensor([torch.zeros(2)], layout=torch.jagged), "layout torch.jagged is not dense"),
     (torch.zeros(2, device="meta"), "a tensor on meta cannot be communicated; move it to cpu or cuda"),
     (np.array(["a"]), "elements of type <U1 cannot be communicated"),
 ]
