@@ -1,7 +1,7 @@
 """The table of element types: how each is named, stored, and in which type its sums are made.
 
-16-bit floats are summed in float32 and rounded once. NumPy knows no bfloat16, so its elements are held as uint16 and
-converted here by shifting bits; ml_dtypes is not needed, and arrays of its bfloat16 are understood.
+16-bit floats are summed in float32 and rounded once. NumPy knows no bfloat16, so its elements are held as uint16;
+ml_dtypes is not needed, and arrays of its bfloat16 are understood.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ringreduce import half
 from ringreduce.errors import UnsupportedArrayError
 
 
@@ -30,14 +31,27 @@ class ElementType(NamedTuple):
         """Bytes an element takes in memory and in a message that holds finished values."""
         return self.storage.itemsize
 
+    @property
+    def is_half(self) -> bool:
+        """True for float16 and bfloat16."""
+        return self.storage != self.sum_type
+
     def widen(self, flat: Any) -> Any:
         """A copy of `flat` (NumPy or CuPy, `storage` elements) in `sum_type`."""
+        if self.is_half and isinstance(flat, np.ndarray):
+            wide = np.empty(flat.shape, np.float32)
+            half.kernels(self.name).widen(flat, wide)
+            return wide
         if self.name == "bfloat16":
             return (flat.astype(np.uint32) << np.uint32(16)).view(np.float32)
         return flat.astype(self.sum_type)
 
     def narrow(self, values: Any) -> Any:
         """Round `values` (`sum_type` elements) to `storage`, to nearest, ties to even; NaN stays NaN."""
+        if self.is_half and isinstance(values, np.ndarray):
+            rounded = np.empty(values.shape, self.storage)
+            half.kernels(self.name).narrow(values, rounded)
+            return rounded
         if self.name == "bfloat16":
             return _bfloat16_bits(values)
         with np.errstate(over="ignore"):  # past the largest float16 lies infinity, as in every framework
@@ -45,7 +59,7 @@ class ElementType(NamedTuple):
 
 
 def _bfloat16_bits(values: Any) -> Any:
-    """The upper halves of float32 values, rounded to nearest even (the carry may rightly run into infinity)."""
+    """The upper halves of float32 values, rounded to nearest even (the carry may rightly run into infinity); on a GPU."""
     bits = values.view(np.uint32)
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
     quiet_nan = (bits >> np.uint32(16)) | np.uint32(0x40)  # rounding could carry a NaN's payload into infinity

@@ -8,10 +8,14 @@ All steps run in `sum_type`; the last one writes the finished elements.
 from __future__ import annotations
 
 import enum
+import functools
+import threading
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from ringreduce import half
 from ringreduce.dtypes import ElementType
 from ringreduce.errors import InputError
 
@@ -41,7 +45,36 @@ Product = ReduceOp.PRODUCT
 _UFUNC = {Average: np.add, Sum: np.add, Min: np.minimum, Max: np.maximum, Product: np.multiply}
 
 
-class Reduction(NamedTuple):
+BLOCK_BYTES = 128 * 1024
+"""Of partial results at a time in `Reduction.reduce_parts`: two blocks stay in a core's second-level cache."""
+
+
+class _Scratch(threading.local):
+    """Two blocks of each type of partial results, for every thread."""
+
+    def __init__(self) -> None:
+        self._pairs: dict[np.dtype[Any], tuple[Any, Any]] = {}
+
+    def pair(self, dtype: np.dtype[Any]) -> tuple[Any, Any]:
+        if dtype not in self._pairs:
+            count = BLOCK_BYTES // dtype.itemsize
+            self._pairs[dtype] = np.empty(count, dtype), np.empty(count, dtype)
+        return self._pairs[dtype]
+
+
+_scratch = _Scratch()
+
+
+class _Fields(NamedTuple):
+    op: ReduceOp
+    element: ElementType
+    size: int
+    """What an Average is divided by."""
+    prescale: float = 1.0
+    postscale: float = 1.0
+
+
+class Reduction(_Fields):
     """One reduction over `size` ranks: the op, its scale factors, and the element type.
 
     bool:     Sum and Max are "or", Min and Product are "and"; Average and scale factors are errors.
@@ -50,13 +83,6 @@ class Reduction(NamedTuple):
     complex:  Min and Max are errors.
     Adasum:   floating-point elements only; see collectives/adasum.py.
     """
-
-    op: ReduceOp
-    element: ElementType
-    size: int
-    """What an Average is divided by."""
-    prescale: float = 1.0
-    postscale: float = 1.0
 
     def check(self) -> None:
         """Raise InputError for an op or a scale factor that the element type does not have."""
@@ -68,17 +94,104 @@ class Reduction(NamedTuple):
         if kind == "c" and self.op in (Min, Max):
             raise InputError(f"{name} elements have no order: op={self.op!r} is not defined for them")
 
-    @property
+    @functools.cached_property
     def sum_type(self) -> np.dtype[Any]:
         """The type of the partial results that travel."""
         if self.op is Average and self.element.kind in "iu" and self.element.itemsize < 8:
             return np.dtype(np.int64)
         return self.element.sum_type
 
-    @property
+    @functools.cached_property
     def in_place(self) -> bool:
         """True when sums are made in the elements' own type, so that the caller's memory can hold them."""
         return self.sum_type == self.element.storage
+
+    def reduce_parts(self, parts: Sequence[Any], out: Any) -> None:
+        """Reduce the elements of several ranks into `out`: prescale each, combine in this order, divide, round once.
+
+        Shape:  1-D arrays of `element.storage`, equal lengths, not prescaled. `out` may be the memory of any one of
+                them, and must not overlap one otherwise; the other parts are not changed.
+        Result: the bits of each element depend on that element of the parts alone, not on how an array was cut.
+        Cost:   each part is read once, `out` written once. Memory: two blocks of BLOCK_BYTES a thread, kept for reuse.
+        """
+        if not isinstance(out, np.ndarray):
+            self._reduce_whole(parts, out)
+        elif self._can_warn:
+            with np.errstate(over="ignore", invalid="ignore"):
+                self._reduce_arrays(parts, out)
+        else:
+            self._reduce_arrays(parts, out)
+
+    @functools.cached_property
+    def _can_warn(self) -> bool:
+        return self.element.kind in "fc" or self._is_scaled
+
+    @functools.cached_property
+    def _is_scaled(self) -> bool:
+        return self.prescale != 1.0 or self.postscale != 1.0
+
+    @functools.cached_property
+    def _is_plain(self) -> bool:
+        """True when the sum of the raw elements is the result."""
+        return self.in_place and not self._is_scaled and (self.op is not Average or self.size == 1)
+
+    @functools.cached_property
+    def _ufunc(self) -> np.ufunc:
+        return _UFUNC[self.op]
+
+    def _reduce_whole(self, parts: Sequence[Any], out: Any) -> None:
+        """For GPU arrays: each step is a kernel over all elements."""
+        partial = self.start(parts[0].copy())
+        for part in parts[1:]:
+            self.combine(partial, self.start(part if self.prescale == 1.0 else part.copy()))
+        self.finish(partial, out)
+        if self.in_place:
+            out[...] = partial
+
+    def _reduce_arrays(self, parts: Sequence[Any], out: Any) -> None:
+        if len(parts) == 2 and self._is_plain:
+            self._ufunc(parts[0], parts[1], out=out)
+            return
+        total, other = _scratch.pair(self.sum_type)
+        reduce_block = self._reduce_in_place if self.in_place and self.prescale == 1.0 else self._reduce_wider
+        count, step = len(out), len(total)
+        if count <= step:
+            reduce_block(parts, out, total[:count], other[:count])
+            return
+        for low in range(0, count, step):
+            high = min(count, low + step)
+            length = high - low
+            reduce_block([part[low:high] for part in parts], out[low:high], total[:length], other[:length])
+
+    def _reduce_in_place(self, parts: Sequence[Any], out: Any, total: Any, _: Any) -> None:
+        """One block; the last step alone writes `out`, since that may be the memory of a part not read before."""
+        ufunc = self._ufunc
+        partial = parts[0]
+        for part in parts[1:-1]:
+            partial = ufunc(partial, part, out=total)
+        if len(parts) > 1:
+            ufunc(partial, parts[-1], out=out)
+        else:
+            np.copyto(out, partial)
+        if not self._is_plain:
+            self.finish(out, out)
+
+    def _reduce_wider(self, parts: Sequence[Any], out: Any, total: Any, other: Any) -> None:
+        """One block, in `sum_type`."""
+        self._load(parts[0], total)
+        for part in parts[1:]:
+            self._load(part, other)
+            self._ufunc(total, other, out=total)
+        self.finish(total, out)
+        if self.in_place:
+            np.copyto(out, total)
+
+    def _load(self, part: Any, target: Any) -> None:
+        if self.element.is_half:
+            half.kernels(self.element.name).widen(part, target)
+        else:
+            np.copyto(target, part)
+        scale(target, self.prescale)
 
     def start(self, flat: Any) -> Any:
         """The prescaled elements in `sum_type`: `flat` itself, changed in place, or a wider copy."""
@@ -120,7 +233,11 @@ class Reduction(NamedTuple):
         if self.op is Average:
             divide(partial, self.size)
         scale(partial, self.postscale)
-        if not self.in_place:
+        if self.in_place:
+            return
+        if self.element.is_half and isinstance(out, np.ndarray):
+            half.kernels(self.element.name).narrow(partial, out)
+        else:
             out[...] = self.element.narrow(partial)
 
 
@@ -141,5 +258,7 @@ def divide(flat: Any, divisor: int) -> None:
     if flat.dtype.kind in "iu":
         floor = flat // flat.dtype.type(divisor)
         flat[...] = floor + ((flat < 0) & (floor * divisor != flat))
+    elif flat.dtype.kind == "f" and divisor & (divisor - 1) == 0:
+        flat *= flat.dtype.type(1 / divisor)  # exact for a power of two: the same bits, sooner
     else:
         flat /= flat.dtype.type(divisor)

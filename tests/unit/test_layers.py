@@ -12,10 +12,13 @@ PACKAGE = ROOT / "ringreduce"
 # from the bottom to the top; modules of one row may import each other's row only where `within` says so
 LAYERS = [
     ["_version", "errors"],
+    ["half_numpy"],
+    ["half"],
     ["settings", "dtypes", "partition", "trees"],
     ["ops", "buffers", "compression"],
     ["world"],
-    ["transport.base", "transport.doorbell"],
+    ["transport.base", "transport.doorbell", "transport.waiting"],
+    ["transport.window"],
     ["transport.message", "transport.threads", "transport.subset", "failures"],
     ["collectives.ring", "collectives.tree", "collectives.bruck", "collectives.pairwise"],
     ["collectives.adasum", "collectives.clock"],

@@ -1,11 +1,17 @@
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ringreduce import ops
 from ringreduce.dtypes import TABLE
 from ringreduce.errors import InputError
 from ringreduce.ops import Average, Max, Min, Product, Reduction, Sum, divide, scale
+from tests import fake_cupy
+
+BLOCK = ops.BLOCK_BYTES // 4
+"""Elements that `reduce_parts` takes at a time, of the 4-byte types."""
 
 
 @given(st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1), st.integers(1, 1000))
@@ -78,3 +84,147 @@ def test_16_bit_floats_are_reduced_in_float32_elsewhere(name):
     partial = Reduction(Sum, TABLE[name], 2).start(flat)
     assert partial.dtype == np.float32
     assert not np.shares_memory(partial, flat)
+
+
+# reduce_parts, against the same steps of the whole arrays written out here
+
+CASES = [
+    (name, op)
+    for name in TABLE
+    for op in (Sum, Average, Min, Max, Product)
+    if not (name == "bool" and op is Average) and not (name.startswith("complex") and op in (Min, Max))
+]
+
+
+def raw_parts(name, size, count, seed=0):
+    """Elements that differ by rank and index, large ones, subnormals, infinities and NaN among the floats."""
+    random = np.random.default_rng([seed, size, count])
+    kind, storage = TABLE[name].kind, TABLE[name].storage
+    if kind == "b":
+        return [random.random(count) < 0.5 for _ in range(size)]
+    if kind in "iu":
+        limits = np.iinfo(storage)
+        return [random.integers(limits.min, limits.max, count, storage, endpoint=True) for _ in range(size)]
+    if name in ("float16", "bfloat16"):  # any bits
+        return [random.integers(0, 2**16, count, np.uint16).view(storage) for _ in range(size)]
+    with np.errstate(over="ignore"):
+        parts = [(random.standard_normal(count) * 10.0 ** random.integers(-44, 39, count)) for _ in range(size)]
+        if kind == "c":
+            parts = [part + 1j * part[::-1] for part in parts]
+        return [part.astype(storage) for part in parts]
+
+
+def wide(name, flat, sum_type):
+    return flat.view(ml_dtypes.bfloat16).astype(sum_type) if name == "bfloat16" else flat.astype(sum_type)
+
+
+def expected(name, op, parts, prescale=1.0, postscale=1.0):
+    """Step by step over the whole arrays, by the definition."""
+    ufunc = {Sum: np.add, Average: np.add, Min: np.minimum, Max: np.maximum, Product: np.multiply}[op]
+    narrow_integers = TABLE[name].kind in "iu" and TABLE[name].itemsize < 8
+    sum_type = np.dtype(np.int64) if narrow_integers and op is Average else TABLE[name].sum_type
+
+    def scaled(flat, factor):
+        if factor == 1.0:
+            return flat
+        exact = flat * np.float64(factor) if flat.dtype.kind in "iu" else flat * flat.dtype.type(factor)
+        return np.trunc(exact).astype(flat.dtype) if flat.dtype.kind in "iu" else exact
+
+    with np.errstate(all="ignore"):
+        ready = [scaled(wide(name, part, sum_type), prescale) for part in parts]
+        total = ready[0]
+        for part in ready[1:]:
+            total = ufunc(total, part)
+        if op is Average and sum_type.kind in "iu":
+            magnitude = np.array([abs(int(value)) // len(parts) for value in total])
+            total = (np.where(total < 0, -1, 1) * magnitude).astype(sum_type)
+        elif op is Average:
+            total = total / sum_type.type(len(parts))
+        total = scaled(total, postscale)
+        if name == "bfloat16":
+            return total.astype(ml_dtypes.bfloat16).view(np.uint16)
+        return total.astype(TABLE[name].storage)
+
+
+def assert_same_bits(name, ours, theirs):
+    """NaN equals NaN, whatever its payload; zeros have signs."""
+    bits = f"u{ours.itemsize}" if TABLE[name].kind != "c" else f"u{ours.itemsize // 2}"
+    if TABLE[name].kind not in "fc":
+        np.testing.assert_array_equal(ours, theirs)
+        return
+    ours, theirs = ours.view(bits), theirs.view(bits)
+    real = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}.get(name, f"f{ours.itemsize}")
+    nan = np.isnan(theirs.view(real))
+    np.testing.assert_array_equal(np.isnan(ours.view(real)), nan)
+    np.testing.assert_array_equal(ours[~nan], theirs[~nan])
+
+
+@pytest.mark.parametrize("count", [0, 1, 1000, 2 * BLOCK + 7])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize(("name", "op"), CASES, ids=str)
+def test_parts_are_reduced_in_rank_order_and_rounded_once(name, op, size, count):
+    parts = raw_parts(name, size, count)
+    before = [part.copy() for part in parts]
+    out = np.empty(count, TABLE[name].storage)
+    Reduction(op, TABLE[name], size).reduce_parts(parts, out)
+    assert_same_bits(name, out, expected(name, op, before))
+    for part, original in zip(parts, before, strict=True):
+        np.testing.assert_array_equal(part, original)
+
+
+@pytest.mark.parametrize("position", [0, 1, 2, 3])
+@pytest.mark.parametrize("name", ["float32", "float16", "bfloat16", "int8", "complex64"])
+@pytest.mark.parametrize("op", [Sum, Average])
+def test_the_result_may_replace_any_of_the_parts(name, op, position):
+    parts = raw_parts(name, 4, 2 * BLOCK + 7, seed=1)
+    reference = expected(name, op, [part.copy() for part in parts])
+    Reduction(op, TABLE[name], 4).reduce_parts(parts, parts[position][:])
+    assert_same_bits(name, parts[position], reference)
+
+
+@pytest.mark.parametrize("scales", [(0.5, 1.0), (1.0, 3.0), (0.3, 0.7)])
+@pytest.mark.parametrize("name", ["float32", "float64", "float16", "bfloat16", "int32", "int64", "complex64"])
+@pytest.mark.parametrize("op", [Sum, Average])
+def test_parts_are_scaled_each_and_as_a_whole(name, op, scales):
+    parts = [part // 8 for part in raw_parts(name, 3, BLOCK + 5)] if name[0] == "i" else raw_parts(name, 3, BLOCK + 5)
+    before = [part.copy() for part in parts]
+    out = np.empty(len(parts[0]), TABLE[name].storage)
+    Reduction(op, TABLE[name], 3, *scales).reduce_parts(parts, out)
+    assert_same_bits(name, out, expected(name, op, before, *scales))
+    for part, original in zip(parts, before, strict=True):
+        np.testing.assert_array_equal(part, original)
+
+
+@pytest.mark.parametrize(("name", "op"), CASES, ids=str)
+def test_two_parts_reduced_at_once_have_the_bits_of_the_ring(name, op):
+    mine, theirs = raw_parts(name, 2, 999, seed=2)
+    reduction = Reduction(op, TABLE[name], 2)
+    at_once, step_by_step = np.empty_like(mine), mine.copy()
+    reduction.reduce_parts([mine, theirs], at_once)
+    partial = reduction.start(step_by_step)
+    reduction.combine(partial, reduction.start(theirs.copy()))
+    with np.errstate(over="ignore", invalid="ignore"):
+        reduction.finish(partial, step_by_step)
+    assert_same_bits(name, at_once, step_by_step)
+
+
+@pytest.mark.parametrize("name", ["float32", "float16", "bfloat16", "int8"])
+@pytest.mark.parametrize("scales", [(1.0, 1.0), (0.5, 2.0)])
+def test_parts_on_a_gpu_are_reduced_there(name, scales):
+    parts = [part[:100] // 4 if name == "int8" else part[:100] for part in raw_parts(name, 3, 100, seed=3)]
+    before = [part.copy() for part in parts]
+    on_device = [fake_cupy.ndarray(part) for part in parts]
+    out = on_device[2]
+    with np.errstate(over="ignore", invalid="ignore"):
+        Reduction(Average, TABLE[name], 3, *scales).reduce_parts(on_device, out)
+    assert_same_bits(name, out.get(), expected(name, Average, before, *scales))
+    np.testing.assert_array_equal(parts[0], before[0])
+
+
+@given(st.lists(st.floats(width=32), min_size=1), st.integers(0, 20))
+def test_dividing_by_a_power_of_two_keeps_the_bits_of_a_division(values, exponent):
+    flat = np.float32(values)
+    with np.errstate(all="ignore"):
+        quotient = flat / np.float32(2**exponent)
+        divide(flat, 2**exponent)
+    assert_same_bits("float32", flat, quotient)
