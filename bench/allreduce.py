@@ -1,9 +1,9 @@
-"""All-reduce of one buffer: our ring beside MPI_Allreduce, in the same run, on the same memory.
+"""All-reduce of one buffer: our algorithms beside MPI_Allreduce, torch gloo and Horovod, in one run, on one memory.
 
     ringrun -np 4 python bench/allreduce.py
     ringrun -np 4 python bench/allreduce.py --json allreduce.json --plot allreduce.png
 
-Prints the table that nccl-tests made standard. Per row and algorithm:
+One call is one number of ranks. Prints the table that nccl-tests made standard. Per size and algorithm:
 
     size     bytes of the buffer on each rank         count   its elements
     time     µs of one all-reduce: the median of several runs, of the slowest rank
@@ -12,81 +12,52 @@ Prints the table that nccl-tests made standard. Per row and algorithm:
     #wrong   elements that differ from the expected result after the timed runs; must be 0
 
 The algorithms take turns, run by run, so that a change of the machine's speed meets all of them. Every rank and every
-index has its own data, restored before each check. `ring` is the algorithm called directly, `allreduce_` the public
-function, which agrees on what is reduced before.
+index has its own data, restored before each check. `allreduce_` is the public function: the engine agrees on what is
+reduced, chooses how, and reduces. The other names of ours are algorithms called directly. A peer that is not installed
+is left out. Horovod, whose thread polls from its init() on, is measured after all others.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
-import statistics
-import sys
-import time
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
+import plots
+from common import Column, Report, about, in_turns, is_printing, microseconds, parse, parser, total
+from contenders import Contender, contenders, horovod, missing, stop_gloo
 
 import ringreduce as rr
-from ringreduce import runtime
-from ringreduce.collectives import ring
-from ringreduce.dtypes import element_type
-from ringreduce.ops import Reduction
-from ringreduce.transport.base import complete
 
-RUNS = 7
 SECONDS_PER_RUN = 0.02
-Algorithm = Callable[[np.ndarray[Any, Any]], object]
-
-
-class Row(NamedTuple):
-    """One line of the table."""
-
-    algorithm: str
-    size: int
-    count: int
-    type: str
-    op: str
-    time_us: float
-    algbw_gbs: float
-    busbw_gbs: float
-    wrong: int
+COLUMNS = (
+    Column("algorithm", "algorithm", width=16, left=True),
+    Column("size", "size", "B", 11, "d"),
+    Column("count", "count", "elements", 12, "d"),
+    Column("type", "type", width=9),
+    Column("op", "op", width=5),
+    Column("time_us", "time", "us", 12, ".1f"),
+    Column("algbw_gbs", "algbw", "GB/s", 9, ".3f"),
+    Column("busbw_gbs", "busbw", "GB/s", 9, ".3f"),
+    Column("wrong", "#wrong", "", 8, "d"),
+)
 
 
 def arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description="Our ring all-reduce beside MPI_Allreduce.")
-    parser.add_argument("--min-bytes", type=int, default=8, metavar="N", help="smallest size (default 8)")
-    parser.add_argument("--max-bytes", type=int, default=256 << 20, metavar="N", help="largest size (default 256 MiB)")
-    parser.add_argument("--factor", type=int, default=4, metavar="N", help="from one size to the next (default 4)")
-    parser.add_argument("--dtype", choices=["float32", "float64", "int32", "int64"], default="float32")
-    parser.add_argument(
-        "--runs", type=int, default=RUNS, metavar="N", help=f"the median is of so many (default {RUNS})"
-    )
-    parser.add_argument("--json", metavar="FILE", help="write the rows and the header there")
-    parser.add_argument("--plot", metavar="FILE.png", help="draw bus bandwidth over size there (needs matplotlib)")
-    options = parser.parse_args()
-    if not 0 < options.min_bytes <= options.max_bytes or options.factor < 2 or options.runs < 1:
-        parser.error("expected 0 < --min-bytes <= --max-bytes, --factor of 2 or more, and --runs of 1 or more")
+    made = parser(__doc__, runs=7)
+    made.add_argument("--min-bytes", type=int, default=8, metavar="N", help="smallest size (%(default)s)")
+    made.add_argument("--max-bytes", type=int, default=None, metavar="N", help="largest size (256 MiB)")
+    made.add_argument("--factor", type=int, default=4, metavar="N", help="from one size to the next (%(default)s)")
+    made.add_argument("--dtype", choices=["float32", "float64", "int32", "int64"], default="float32")
+    made.add_argument("--only", nargs="+", metavar="NAME", help="these algorithms only")
+    options = parse(made)
+    if options.quick:
+        options.factor = max(64, options.factor)
+    options.max_bytes = options.max_bytes or (1 << 20 if options.quick else 256 << 20)
+    if not 0 < options.min_bytes <= options.max_bytes or options.factor < 2:
+        made.error("expected 0 < --min-bytes <= --max-bytes, and --factor of 2 or more")
     return options
-
-
-def algorithms(dtype: str) -> dict[str, Algorithm]:
-    """What is compared: each changes an array in place to the sum over all ranks."""
-    from mpi4py import MPI
-
-    current = runtime.current("bench")
-    reduction = Reduction(rr.Sum, element_type(np.dtype(dtype)), rr.size())
-    segment_bytes = current.settings.ring_segment_bytes
-    comm = MPI.COMM_WORLD.Dup()
-    return {
-        "ring": lambda array: complete(ring.allreduce(array, current.transport, reduction, segment_bytes)),
-        "allreduce_": lambda array: rr.allreduce_(array, op=rr.Sum),
-        "MPI_Allreduce": lambda array: comm.Allreduce(MPI.IN_PLACE, array),
-    }
 
 
 def fill(array: np.ndarray[Any, Any], rank: int) -> None:
@@ -96,46 +67,36 @@ def fill(array: np.ndarray[Any, Any], rank: int) -> None:
 
 def expected_sum(count: int, dtype: str, size: int) -> np.ndarray[Any, Any]:
     """What `fill` on all ranks sums up to."""
-    total = np.zeros(count, dtype)
+    expected = np.zeros(count, dtype)
     part = np.empty(count, dtype)
     for rank in range(size):
         fill(part, rank)
-        total += part
-    return total
+        expected += part
+    return expected
 
 
-def seconds_per_call(algorithm: Algorithm, array: np.ndarray[Any, Any], calls: int) -> float:
-    """The mean over `calls`, on the slowest rank."""
-    rr.barrier()
-    start = time.perf_counter()
-    for _ in range(calls):
-        algorithm(array)
-    return float(rr.allreduce((time.perf_counter() - start) / calls, op=rr.Max))
+def wrong_elements(algorithm: Contender, array: np.ndarray[Any, Any], expected: np.ndarray[Any, Any]) -> int:
+    """Of all ranks together, after one more call on data that is known."""
+    fill(array, rr.rank())
+    algorithm(array)
+    return total(int((array != expected).sum()))
 
 
-def measure(compared: dict[str, Algorithm], nbytes: int, dtype: str, runs: int) -> list[Row]:
-    """All algorithms on one size, in turns."""
-    count = max(1, nbytes // np.dtype(dtype).itemsize)
-    array = np.zeros(count, dtype)
-    calls = {}
-    for name, algorithm in compared.items():
-        once = min(seconds_per_call(algorithm, array, 1) for _ in range(2))
-        calls[name] = max(1, min(1000, int(SECONDS_PER_RUN / once)))
-    times: dict[str, list[float]] = {name: [] for name in compared}
-    for _ in range(runs):
-        for name, algorithm in compared.items():
-            array[...] = 0  # sums of sums would run into infinity
-            times[name].append(seconds_per_call(algorithm, array, calls[name]))
-    expected = expected_sum(count, dtype, rr.size())
+def measure(compared: dict[str, Contender], nbytes: int, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """One size: a row for each algorithm."""
+    count = max(1, nbytes // np.dtype(options.dtype).itemsize)
+    array = np.zeros(count, options.dtype)
+    actions = {name: lambda algorithm=algorithm: algorithm(array) for name, algorithm in compared.items()}
+    # zeros before each turn: sums of sums would run into infinity
+    times = in_turns(actions, options.runs, SECONDS_PER_RUN, before=lambda: array.fill(0))
+    expected = expected_sum(count, options.dtype, rr.size())
     rows = []
     for name, algorithm in compared.items():
-        fill(array, rr.rank())
-        algorithm(array)
-        wrong = int(rr.allreduce(int((array != expected).sum()), op=rr.Sum))
-        seconds = statistics.median(times[name])
-        algbw = array.nbytes / seconds / 1e9
-        busbw = algbw * 2 * (rr.size() - 1) / rr.size()
-        rows.append(Row(name, array.nbytes, count, dtype, "sum", seconds * 1e6, algbw, busbw, wrong))
+        timed = microseconds(times[name])
+        algbw = array.nbytes / timed["time_us"] / 1e3
+        row = {"algorithm": name, "size": array.nbytes, "count": count, "type": options.dtype, "op": "sum"}
+        row |= {"algbw_gbs": algbw, "busbw_gbs": algbw * 2 * (rr.size() - 1) / rr.size(), **timed}
+        rows.append({**row, "wrong": wrong_elements(algorithm, array, expected)})
     return rows
 
 
@@ -148,91 +109,43 @@ def sizes(smallest: int, largest: int, factor: int) -> list[int]:
     return [*steps, largest]
 
 
-def header() -> dict[str, Any]:
-    """What a reader needs to trust the figures: versions and the machine."""
-    import mpi4py
-    from mpi4py import MPI
-
-    vendor, version = MPI.get_vendor()
-    return {
-        "ranks": rr.size(),
-        "hosts": rr.cross_size(),
-        "cores": os.cpu_count(),
-        "processor": processor(),
-        "ringreduce": rr.__version__,
-        "mpi4py": mpi4py.__version__,
-        "mpi": f"{vendor} {'.'.join(map(str, version))}",
-        "numpy": np.__version__,
-        "python": platform.python_version(),
-        "date": time.strftime("%Y-%m-%d"),
-    }
-
-
-def processor() -> str:
-    """The processor's name, as Linux tells it."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as file:
-            return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
-
-
-def plot(rows: list[Row], about: dict[str, Any], path: str) -> None:
-    """Bus bandwidth and time over size, both axes logarithmic."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.8), layout="constrained")
-    for name in dict.fromkeys(row.algorithm for row in rows):
-        mine = [row for row in rows if row.algorithm == name]
-        sizes = [row.size for row in mine]
-        left.plot(sizes, [row.time_us for row in mine], marker="o", markersize=3, label=name)
-        right.plot(sizes, [row.busbw_gbs for row in mine], marker="o", markersize=3, label=name)
-    for axes, label in ((left, "time of one all-reduce (µs)"), (right, "bus bandwidth (GB/s)")):
-        axes.set(xscale="log", yscale="log", xlabel="size of the buffer (bytes)", ylabel=label)
-        axes.grid(which="major", alpha=0.3)
-        axes.legend()
-    figure.suptitle(
-        f"All-reduce of {rows[0].type}, {about['ranks']} ranks on {about['cores']} cores "
-        f"({about['processor']}), {about['mpi']}, {about['date']}",
-        fontsize=10,
-    )
-    figure.savefig(path, dpi=120)
-
-
-HEADINGS = ("algorithm", "size", "count", "type", "op", "time", "algbw", "busbw", "#wrong")
-UNITS = ("", "(B)", "(elements)", "", "", "(us)", "(GB/s)", "(GB/s)", "")
-LINE = "{:>14} {:>11} {:>11} {:>8} {:>4} {:>11} {:>8} {:>8} {:>7}"
+def plot(report: Report, path: str) -> None:
+    """Time and bus bandwidth over size, all axes logarithmic."""
+    names = list(dict.fromkeys(row["algorithm"] for row in report.rows))
+    colour = plots.colours(names)
+    figure, axes = plots.canvas(1, 2, (12, 5))
+    for name in names:
+        rows = [row for row in report.rows if row["algorithm"] == name]
+        for panel, key in zip(axes[0], ("time_us", "busbw_gbs"), strict=True):
+            panel.plot([r["size"] for r in rows], [r[key] for r in rows], "o-", ms=3, label=name, color=colour[name])
+    captions = "time of one all-reduce (µs): lower is better", "bus bandwidth (GB/s): higher is better"
+    for panel, caption in zip(axes[0], captions, strict=True):
+        panel.set(xscale="log", yscale="log", xlabel="size of the buffer", title=caption)
+        plots.bytes_axis(panel.xaxis)
+        panel.grid(which="major", alpha=0.3)
+    axes[0][0].legend()
+    header = report.header
+    where = f"{header['ranks']} ranks on {header['hosts']} host" + "s" * (header["hosts"] > 1)
+    plots.finish(figure, f"All-reduce of one {report.rows[0]['type']} buffer, {where}", header, path)
 
 
 def main() -> None:
     """Measure size by size, print each row as it comes."""
     options = arguments()
     rr.init()
-    about, is_printing = header(), rr.rank() == 0
-    if is_printing:
-        print("#", ", ".join(f"{key} {value}" for key, value in about.items()))
-        print(f"# median of {options.runs} runs, the algorithms in turns; 1 GB = 1e9 bytes")
-        print(LINE.format(*HEADINGS))
-        print(LINE.format(*UNITS))
-    rows: list[Row] = []
-    compared = algorithms(options.dtype)
-    for nbytes in sizes(options.min_bytes, options.max_bytes, options.factor):
-        for row in measure(compared, nbytes, options.dtype, options.runs):
-            rows.append(row)
-            if is_printing:
-                figures = [f"{row.time_us:.1f}", f"{row.algbw_gbs:.3f}", f"{row.busbw_gbs:.3f}"]
-                print(LINE.format(*row[:5], *figures, row.wrong))
-    if is_printing and options.json:
-        with open(options.json, "w", encoding="utf-8") as file:
-            json.dump({"header": about, "rows": [row._asdict() for row in rows]}, file, indent=1)
-    if is_printing and options.plot:
-        plot(rows, about, options.plot)
-    wrong = sum(row.wrong for row in rows)
-    if wrong:
-        sys.exit(f"bench/allreduce.py: {wrong} wrong elements")
+    header = about(hosts=len(set(rr.info().hosts)))
+    note = f"median of {options.runs} runs, the algorithms in turns; 1 GB = 1e9 bytes{missing()}"
+    report = Report("allreduce", header, COLUMNS, is_printing(), note)
+    for compared in (contenders, horovod):
+        found = {name: each for name, each in compared(options.dtype).items() if name in (options.only or [name])}
+        for nbytes in sizes(options.min_bytes, options.max_bytes, options.factor) if found else ():
+            for row in measure(found, nbytes, options):
+                report.add(row)
+    stop_gloo()
+    report.write(options.json)
+    if options.plot and is_printing():
+        plot(report, options.plot)
+    report.finish()
 
 
 if __name__ == "__main__":

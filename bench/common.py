@@ -1,0 +1,232 @@
+"""What all benches share: how time is taken, what is printed and kept. No contender and no picture stands here.
+
+A figure is the median over several runs. In each run every contender has its turn, so that a change of the machine's
+speed meets all of them, and who begins changes from run to run. The time of a run is that of the slowest rank, all
+ranks starting together. Waiting ranks sleep, so that a rank that is done takes nothing from one that is not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import ringreduce as rr
+
+Action = Callable[[], object]
+MAX_CALLS = 1000
+
+
+class Column(NamedTuple):
+    """One column of a printed table: the key in a row, what is printed above, how a value is printed."""
+
+    key: str
+    heading: str
+    unit: str = ""
+    width: int = 10
+    form: str = ""
+    """A format such as `.1f`; none for texts."""
+    left: bool = False
+    """Texts that differ in length stand left."""
+
+
+def about(**more: Any) -> dict[str, Any]:
+    """What a reader needs to trust the figures: versions, the machine, the date."""
+    import mpi4py
+    from mpi4py import MPI
+
+    vendor, version = MPI.get_vendor()
+    return {
+        "ranks": MPI.COMM_WORLD.size,
+        **more,
+        **machine(),
+        "mpi4py": mpi4py.__version__,
+        "mpi": f"{vendor} {'.'.join(map(str, version))}",
+        "torch": package_version("torch"),
+        "horovod": package_version("horovod"),
+    }
+
+
+def machine() -> dict[str, Any]:
+    """The part of `about` that needs no MPI."""
+    return {
+        "cores": os.cpu_count(),
+        "processor": processor(),
+        "ringreduce": rr.__version__,
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def package_version(name: str) -> str:
+    """The version of an installed package, without importing it; `absent` without one."""
+    from importlib import metadata
+
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "absent"
+
+
+def processor() -> str:
+    """The processor's name, as Linux tells it."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+@functools.cache
+def neutral() -> Any:
+    """A communicator of the bench's own: no contender's messages and none of its waits are in the way."""
+    from mpi4py import MPI
+
+    return MPI.COMM_WORLD.Dup()
+
+
+def slowest(seconds: float) -> float:
+    """The largest of all ranks' times; a rank that is done sleeps until the last one is."""
+    rest()
+    times: list[float] = neutral().allgather(seconds)
+    return max(times)
+
+
+def total(number: int) -> int:
+    """The sum over all ranks."""
+    return sum(neutral().allgather(number))
+
+
+def rest() -> None:
+    """A barrier without spinning."""
+    request = neutral().Ibarrier()
+    while not request.Test():
+        time.sleep(1e-4)
+
+
+def seconds_per_call(action: Action, calls: int) -> float:
+    """The mean over `calls`, on the slowest rank; all ranks start together."""
+    rest()
+    neutral().Barrier()
+    start = time.perf_counter()
+    for _ in range(calls):
+        action()
+    return slowest((time.perf_counter() - start) / calls)
+
+
+def in_turns(
+    contenders: Mapping[str, Action],
+    runs: int,
+    seconds_per_run: float,
+    before: Action = lambda: None,
+    timer: Callable[[Action, int], float] = seconds_per_call,
+) -> dict[str, list[float]]:
+    """Seconds per call of each contender, run by run. `before` is called before each turn, untimed.
+
+    The first calls, untimed too, say how many calls fill `seconds_per_run`.
+    """
+    calls = {}
+    for name, action in contenders.items():
+        before()
+        once = seconds_per_call(action, 1)
+        if once < seconds_per_run:  # the first call may have made connections and memory
+            once = min(once, seconds_per_call(action, 1))
+        calls[name] = max(1, min(MAX_CALLS, int(seconds_per_run / once)))
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    names = list(contenders)
+    for run in range(runs):
+        first = run % len(names)
+        for name in names[first:] + names[:first]:
+            before()
+            times[name].append(timer(contenders[name], calls[name]))
+    return times
+
+
+def microseconds(times: Sequence[float]) -> dict[str, Any]:
+    """What a row keeps of a contender's times: the median, and every run for whoever wants the spread."""
+    return {
+        "time_us": round(statistics.median(times) * 1e6, 2),
+        "runs_us": [round(each * 1e6, 2) for each in times],
+    }
+
+
+def is_printing() -> bool:
+    """True on the rank that prints and writes files."""
+    return bool(neutral().rank == 0)
+
+
+class Report:
+    """The rows of one bench: printed as they come, kept as JSON, and the count of wrong elements as the exit code."""
+
+    def __init__(self, bench: str, header: dict[str, Any], columns: Sequence[Column], prints: bool, note: str) -> None:
+        self.bench, self.header, self.columns, self.prints = bench, header, columns, prints
+        self.rows: list[dict[str, Any]] = []
+        self.say(f"# {bench}: " + ", ".join(f"{key} {value}" for key, value in header.items()))
+        self.say(f"# {note}")
+        self.say("".join(self._cell(column.heading, column) for column in columns))
+        self.say("".join(self._cell(f"({column.unit})" if column.unit else "", column) for column in columns))
+
+    def say(self, line: str) -> None:
+        """Print on the rank that prints."""
+        if self.prints:
+            print(line.rstrip(), flush=True)
+
+    def add(self, row: dict[str, Any]) -> None:
+        """One more row; what has no column is kept for the JSON only."""
+        self.rows.append(row)
+        self.say("".join(self._cell(row.get(column.key), column) for column in self.columns))
+
+    def write(self, path: str | None) -> None:
+        """The header and all rows as JSON."""
+        if path and self.prints:
+            with open(path, "w", encoding="utf-8") as file:
+                json.dump({"bench": self.bench, "header": self.header, "rows": self.rows}, file, indent=1)
+
+    def finish(self) -> None:
+        """End with an error when an element was wrong."""
+        wrong = sum(row["wrong"] for row in self.rows if row["wrong"])
+        if wrong:
+            sys.exit(f"bench/{self.bench}.py: {wrong} wrong elements")
+
+    @staticmethod
+    def _cell(value: Any, column: Column) -> str:
+        """A table cell; a dash where there is nothing to tell."""
+        if value is None:
+            text = "-"
+        elif isinstance(value, str):
+            text = value
+        else:
+            text = format(value, column.form)
+        return f"{text:<{column.width}}" if column.left else f"{text:>{column.width}}"
+
+
+def parser(manual: str | None, runs: int) -> argparse.ArgumentParser:
+    """A command line with what all benches take; the module's docstring is the manual."""
+    made = argparse.ArgumentParser(description=manual, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--runs", type=int, default=None, metavar="N", help=f"a figure is the median of so many ({runs})")
+    made.add_argument(
+        "--quick", action="store_true", help="small and few: seconds, to see that all works, not how fast"
+    )
+    made.add_argument("--json", metavar="FILE", help="write the header and the rows there")
+    made.add_argument("--plot", metavar="FILE.png", help="draw them there (needs matplotlib)")
+    made.set_defaults(default_runs=runs)
+    return made
+
+
+def parse(made: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options, with the number of runs settled."""
+    options = made.parse_args(argv)
+    if options.runs is not None and options.runs < 1:
+        made.error("expected --runs of 1 or more")
+    options.runs = options.runs or (2 if options.quick else options.default_runs)
+    return options

@@ -1,0 +1,108 @@
+"""Who takes part when one buffer is reduced: all of ours, and the peers that this machine has.
+
+`contenders` is the one place that knows them. Each is a function that changes a NumPy array, in place, to the sum over
+all ranks. A peer that is not installed is left out, and `missing` says so.
+
+Horovod stands apart: from its init() on its thread polls, and costs the others time. So it is measured after them.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from common import neutral
+
+import ringreduce as rr
+from ringreduce import runtime
+from ringreduce.collectives import ring
+from ringreduce.dtypes import element_type
+from ringreduce.ops import Reduction
+from ringreduce.transport.base import complete
+
+Contender = Callable[[np.ndarray[Any, Any]], object]
+PUBLIC, MPI_NAME, GLOO, HOROVOD = "allreduce_", "MPI_Allreduce", "torch gloo", "Horovod"
+PEERS = (MPI_NAME, GLOO, HOROVOD)
+
+
+def contenders(dtype: str) -> dict[str, Contender]:
+    """Everybody who can be measured side by side in one process."""
+    found = {**algorithms(dtype), PUBLIC: lambda array: rr.allreduce_(array, op=rr.Sum)}
+    from mpi4py import MPI
+
+    found[MPI_NAME] = lambda array: neutral().Allreduce(MPI.IN_PLACE, array)
+    if has("torch"):
+        found[GLOO] = gloo_allreduce
+    return found
+
+
+def algorithms(dtype: str) -> dict[str, Contender]:
+    """Our algorithms, called directly: without the engine, without agreeing on anything before.
+
+    An algorithm that the product gains is added here, and nowhere else in bench/.
+    """
+    current = runtime.current("bench")
+    reduction = Reduction(rr.Sum, element_type(np.dtype(dtype)), rr.size())
+    segment_bytes = current.settings.ring_segment_bytes
+    return {"ring": lambda array: complete(ring.allreduce(array, current.transport, reduction, segment_bytes))}
+
+
+def gloo_allreduce(array: np.ndarray[Any, Any]) -> None:
+    """What a PyTorch user without GPUs has."""
+    import torch
+
+    start_gloo()
+    torch.distributed.all_reduce(torch.from_numpy(array))
+
+
+@functools.cache
+def start_gloo() -> None:
+    """torch.distributed on all ranks, once; RINGBENCH_ADDRESS is rank 0's where ranks are on several hosts."""
+    import torch
+
+    comm = neutral()
+    address = os.environ.get("RINGBENCH_ADDRESS", "127.0.0.1")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if address == "127.0.0.1" else "eth0")
+    with socket.socket() as found:
+        found.bind(("", 0))
+        port = found.getsockname()[1]
+    port = comm.bcast(port)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"tcp://{address}:{port}", rank=comm.rank, world_size=comm.size
+    )
+
+
+def stop_gloo() -> None:
+    """End what `start_gloo` started, if it did."""
+    if start_gloo.cache_info().currsize:
+        import torch
+
+        torch.distributed.destroy_process_group()
+        start_gloo.cache_clear()
+
+
+def horovod(dtype: str) -> dict[str, Contender]:
+    """Horovod alone, started; empty where it is not installed."""
+    if not has("horovod"):
+        return {}
+    import horovod.torch as hvd
+    import torch
+
+    hvd.init()
+    return {HOROVOD: lambda array: hvd.allreduce_(torch.from_numpy(array), op=hvd.Sum, name=f"buffer.{array.size}")}
+
+
+def has(package: str) -> bool:
+    """True when it can be imported."""
+    return importlib.util.find_spec(package) is not None
+
+
+def missing() -> str:
+    """Which peers are left out, for the header."""
+    absent = [peer for package, peer in (("torch", GLOO), ("horovod", HOROVOD)) if not has(package)]
+    return f"; not installed, so left out: {', '.join(absent)}" if absent else ""
