@@ -59,7 +59,7 @@ class ElementType(NamedTuple):
 
 
 def _bfloat16_bits(values: Any) -> Any:
-    """The upper halves of float32 values, rounded to nearest even (the carry may rightly run into infinity); on a GPU."""
+    """On a GPU: the upper halves of float32 values, rounded to nearest even (a carry may rightly reach infinity)."""
     bits = values.view(np.uint32)
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
     quiet_nan = (bits >> np.uint32(16)) | np.uint32(0x40)  # rounding could carry a NaN's payload into infinity

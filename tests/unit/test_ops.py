@@ -136,9 +136,9 @@ def expected(name, op, parts, prescale=1.0, postscale=1.0):
         for part in ready[1:]:
             total = ufunc(total, part)
         if op is Average and sum_type.kind in "iu":
-            magnitude = np.array([abs(int(value)) // len(parts) for value in total])
-            total = (np.where(total < 0, -1, 1) * magnitude).astype(sum_type)
-        elif op is Average:
+            exact = [abs(value) // len(parts) * (1 if value >= 0 else -1) for value in total.tolist()]
+            total = np.array(exact, sum_type)
+        elif op is Average and len(parts) > 1:
             total = total / sum_type.type(len(parts))
         total = scaled(total, postscale)
         if name == "bfloat16":
