@@ -21,6 +21,7 @@ LAYERS = [
     ["transport.window"],
     ["transport.message", "transport.threads", "transport.subset", "failures"],
     ["collectives.ring", "collectives.tree", "collectives.bruck", "collectives.pairwise"],
+    ["collectives.direct", "collectives.doubling"],
     ["collectives.adasum", "collectives.clock"],
     ["fusion"],
     ["engine.description"],

@@ -1,0 +1,144 @@
+"""The direct all-reduce: every rank sends chunk k of its elements straight to rank k, which reduces and spreads it.
+
+With P = 3, the columns being the chunks, `a1` rank 1's part of chunk a:
+
+            rank 0            rank 1            rank 2
+          a0  b0  c0        a1  b1  c1        a2  b2  c2        gather: rank r sends chunk k to each other rank k
+          a0 a1 a2          b0 b1 b2          c0 c1 c2          reduce: in the order of the ranks, rounded once
+          A                     B                     C         spread: rank r sends chunk r to each other rank
+          A   B   C         A   B   C         A   B   C
+
+Cost: as the ring's, 2 n (P - 1) / P elements sent by every rank, and they travel in their own type both times: 16-bit
+floats as 16 bits, where the ring's partial sums are float32. Two steps instead of 2 (P - 1), but each rank talks to all
+others, and a link inside the network may carry several of these conversations.
+
+What a rank reduces are the elements of all ranks as they were given, so that the result of an element depends on
+nothing but these: not on the chunk it fell into, nor on what else travelled with it, nor on who came first.
+
+A chunk travels in segments, and segment j of all chunks makes up row j:
+
+          row 0     rank r sends segment 0 of each chunk k to rank k      and gets segment 0 of chunk r from all
+          row 1     ...                 1
+          ...                               as soon as a row is there it is reduced, and its result sent to all
+
+Some rows are under way ahead of the one that is reduced, so no wire waits for a processor; and the results follow
+while later rows come, so the second half begins without a pause.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ringreduce import buffers
+from ringreduce.errors import InputError
+from ringreduce.ops import Reduction
+from ringreduce.partition import chunk_bounds, segments
+from ringreduce.settings import Settings
+from ringreduce.transport.base import Request, Steps, Transport
+
+RAW_TAG, FINISHED_TAG = 7, 1
+SEGMENT_BYTES = Settings.ring_segment_bytes
+AHEAD_BYTES = 2 << 20
+"""What may come before it is reduced, unless two rows are more."""
+LEAST_SEGMENT_BYTES = 4096
+"""Many ranks make segments shorter, so that two rows fit into AHEAD_BYTES, but not shorter than this."""
+
+
+def allreduce(
+    flat: Any,
+    transport: Transport,
+    reduction: Reduction,
+    segment_bytes: int = SEGMENT_BYTES,
+    scratch: Any = None,
+) -> Steps[None]:
+    """Reduce `flat` over all ranks, in place; every rank gets the same bits, whatever `segment_bytes` is.
+
+    Shape:   (count,), contiguous, NumPy or CuPy, `reduction.element.storage`; equal counts on all ranks. Not prescaled.
+    scratch: memory to use, of the same type, at least one row: size - 1 segments, or chunks where these are shorter.
+             By default it is made here.
+    Cost:    2 (size - 1) messages a rank, cut into segments; about 2 count (size - 1) / size elements sent by each, in
+             their own type. Memory: 2 MiB, or two segments of 4 KiB for each rank if that is more; in no case more
+             than `flat`.
+    Raises:  InputError when `scratch` is too small.
+    """
+    if transport.size == 1:
+        reduction.reduce_parts([flat], flat)
+        return
+    yield from _Direct(flat, transport, reduction, segment_bytes, scratch).run()
+
+
+class _Direct:
+    """The rows of one all-reduce."""
+
+    def __init__(self, flat: Any, transport: Transport, reduction: Reduction, segment_bytes: int, scratch: Any) -> None:
+        self.flat, self.transport, self.reduction = flat, transport, reduction
+        rank, size = transport.rank, transport.size
+        self.peers = [(rank + distance) % size for distance in range(1, size)]
+        row_bytes = max(AHEAD_BYTES // 2 // (size - 1), LEAST_SEGMENT_BYTES)
+        length = max(1, min(segment_bytes, row_bytes) // flat.itemsize)
+        bounds = chunk_bounds(flat.size, size)
+        self.cuts = [segments(bounds[k], bounds[k + 1], length) for k in range(size)]
+        self.rows = len(self.cuts[0])  # the first chunk is one of the longest
+        self.length = min(length, bounds[1])
+        self.scratch, self.ahead = self._memory(scratch)
+        self.raw_receives: list[dict[int, tuple[Request, Any]]] = []
+        self.raw_sends: list[list[tuple[int, Request]]] = []
+        self.finished: list[Request] = []
+
+    def _memory(self, scratch: Any) -> tuple[Any, int]:
+        """Where raw segments come in, and for how many rows that is enough."""
+        row = (self.transport.size - 1) * self.length
+        if scratch is None:
+            ahead = min(self.rows, max(2, AHEAD_BYTES // max(1, row * self.flat.itemsize)))
+            return buffers.empty_like(self.flat, ahead * row, self.flat.dtype), ahead
+        if scratch.size < row:
+            raise InputError(f"direct.allreduce: scratch holds {scratch.size} elements; expected {row} or more")
+        return scratch, min(self.rows, scratch.size // max(1, row))
+
+    def run(self) -> Steps[None]:
+        """Take all rows; at the end the memory is the caller's again."""
+        for row in range(self.ahead):
+            self.begin(row)
+        for row in range(self.rows):
+            yield from self.reduce(row)
+            if row + self.ahead < self.rows:
+                self.begin(row + self.ahead)
+            yield from self.expect(row)
+        yield from self.finished
+
+    def begin(self, row: int) -> None:
+        """Post one row's receives, and send its elements to their owners."""
+        transport, receives, sends = self.transport, {}, []
+        for place, peer in enumerate(self.peers):
+            if row < len(self.cuts[transport.rank]):
+                low, high = self.cuts[transport.rank][row]
+                start = (row % self.ahead * len(self.peers) + place) * self.length
+                into = self.scratch[start : start + high - low]
+                receives[peer] = transport.receive(into, peer, RAW_TAG), into
+        for peer in self.peers:
+            if row < len(self.cuts[peer]):
+                low, high = self.cuts[peer][row]
+                sends.append((peer, transport.send(self.flat[low:high], peer, RAW_TAG)))
+        self.raw_receives.append(receives)
+        self.raw_sends.append(sends)
+
+    def reduce(self, row: int) -> Steps[None]:
+        """Wait for one row of this rank's own chunk, reduce it in the order of the ranks, send the result to all."""
+        rank = self.transport.rank
+        if row >= len(self.cuts[rank]):
+            return
+        receives = self.raw_receives[row]
+        for request, _ in receives.values():
+            yield request
+        low, high = self.cuts[rank][row]
+        mine = self.flat[low:high]
+        parts = [mine if k == rank else receives[k][1] for k in range(self.transport.size)]
+        self.reduction.reduce_parts(parts, mine)
+        self.finished += [self.transport.send(mine, peer, FINISHED_TAG) for peer in self.peers]
+
+    def expect(self, row: int) -> Steps[None]:
+        """Post the receives of one row's results, into the memory that its raw elements have left."""
+        for peer, send in self.raw_sends[row]:
+            yield send
+            low, high = self.cuts[peer][row]
+            self.finished.append(self.transport.receive(self.flat[low:high], peer, FINISHED_TAG))

@@ -1,0 +1,83 @@
+"""Recursive doubling: an all-reduce in log2 P steps, for messages so small that latency is all that counts.
+
+In step i every rank swaps its partial result with the rank that differs from it in bit i, and both combine the two.
+With P = 4, `a02` being rank 0's and 2's part together:
+
+            rank 0      rank 1      rank 2      rank 3
+             a0          a1          a2          a3
+              \\_________/             \\_________/              step 0: with the rank at distance 1
+             a01         a01         a23         a23
+              \\______________________/
+                          \\______________________/             step 1: with the rank at distance 2
+             A           A           A           A
+
+Every rank holds the result of a row of ranks, twice as long after each step. The lower row's always comes first in the
+expression that both partners compute, so they get the same bits, and so do all ranks at the end.
+
+Where P is no power of two, some ranks fold in first: with P = 6, ranks 1 and 3 give their elements to ranks 0 and 2,
+which go on with 4 and 5 as the four members 0 to 3, and get the finished result back last:
+
+            0 + 1       2 + 3       4           5
+            member 0    member 1    member 2    member 3
+
+Cost: log2 P steps, all n elements in each: P n log2 P elements altogether, where the ring sends 2 n (P - 1).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ringreduce import buffers
+from ringreduce.ops import Reduction
+from ringreduce.transport.base import Steps, Transport
+
+TAG = 7
+
+
+def allreduce(flat: Any, transport: Transport, reduction: Reduction) -> Steps[None]:
+    """Reduce `flat` over all ranks, in place; every rank gets the same bits.
+
+    Shape:  (count,), contiguous, NumPy or CuPy, `reduction.element.storage`; equal counts on all ranks.
+    Cost:   log2(size) messages a rank of all elements, in `reduction.sum_type`; a rank that folds in sends one, and
+            its partner one more, of finished elements. Memory: as much as the partial results once, twice when they
+            are wider than the elements.
+    Source: Thakur, Rabenseifner & Gropp, "Optimization of collective communication operations in MPICH", 2005.
+    """
+    rank, size = transport.rank, transport.size
+    members = 1 << (size.bit_length() - 1)
+    folded = size - members  # so many odd ranks, from rank 1 on
+    partial = reduction.start(flat)
+    if rank < 2 * folded and rank % 2:
+        yield transport.send(partial, rank - 1, TAG)
+        yield transport.receive(flat, rank - 1, TAG)
+        return
+    if size > 1:
+        theirs = buffers.empty_like(partial, partial.size, partial.dtype)
+        if rank < 2 * folded:
+            yield transport.receive(theirs, rank + 1, TAG)
+            reduction.combine(partial, theirs)
+        partial = yield from _double(partial, theirs, transport, reduction, members)
+    reduction.finish(partial, flat)
+    if partial is not flat and reduction.in_place:
+        flat[...] = partial
+    if rank < 2 * folded:
+        yield transport.send(flat, rank + 1, TAG)
+
+
+def _double(partial: Any, theirs: Any, transport: Transport, reduction: Reduction, members: int) -> Steps[Any]:
+    """The steps among the members; returns the array that holds the result: `partial` or `theirs`."""
+    folded = transport.size - members
+    member = transport.rank // 2 if transport.rank < 2 * folded else transport.rank - folded
+    distance = 1
+    while distance < members:
+        other = member ^ distance
+        partner = 2 * other if other < folded else other + folded
+        receive = transport.receive(theirs, partner, TAG)
+        send = transport.send(partial, partner, TAG)
+        yield receive
+        yield send
+        if other < member:  # the lower row first: the memories change their roles
+            partial, theirs = theirs, partial
+        reduction.combine(partial, theirs)
+        distance *= 2
+    return partial

@@ -1,0 +1,179 @@
+"""The direct all-reduce on threads: results, their bits, and the pattern of its messages."""
+
+import itertools
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from ringreduce import runtime
+from ringreduce.collectives import direct
+from ringreduce.dtypes import TABLE
+from ringreduce.errors import InputError
+from ringreduce.ops import Average, Reduction, Sum
+from ringreduce.partition import chunk_bounds
+from ringreduce.testing import run_ranks
+from ringreduce.transport.base import complete
+from tests.reference import OPS, assert_reduced, data, legal, numpy_dtype
+
+SIZES = range(1, 10)
+MATRIX = [(name, op) for name, op in itertools.product(TABLE, OPS) if legal(op, name)]
+
+
+def transport():
+    return runtime.current("test").transport
+
+
+def reduced_by_all(arrays, reduction, messages=None, buffered=False, **options):
+    """The results of all ranks, each of whom gives one of `arrays`."""
+
+    def program():
+        array = arrays[transport().rank].copy()
+        complete(direct.allreduce(array.view(reduction.element.storage), transport(), reduction, **options))
+        return array
+
+    return run_ranks(len(arrays), program, messages=messages, buffered=buffered)
+
+
+@pytest.mark.parametrize("segment_bytes", [64, 4096, 1 << 20])
+@pytest.mark.parametrize("size", SIZES)
+def test_every_count(size, segment_bytes):
+    for count in sorted({0, 1, size - 1, size, size + 1, 1000, 100003}):
+        if segment_bytes == 64 and count > 1000:
+            continue
+        arrays = [data("float64", count, rank) for rank in range(size)]
+        kind = Reduction(Sum, TABLE["float64"], size)
+        results = reduced_by_all(arrays, kind, segment_bytes=segment_bytes, buffered=count % 2 == 0)
+        assert_reduced(results[0], Sum, arrays)
+        assert all(result.tobytes() == results[0].tobytes() for result in results), "the same bits on every rank"
+
+
+@pytest.mark.parametrize(("name", "op"), MATRIX, ids=lambda value: str(getattr(value, "value", value)))
+def test_every_type_and_op(name, op):
+    for size, count in ((1, 7), (2, 9), (3, 10), (4, 101)):
+        arrays = [data(name, count, rank) for rank in range(size)]
+        for result in reduced_by_all(arrays, Reduction(op, TABLE[name], size), segment_bytes=64):
+            assert_reduced(result, op, arrays)
+
+
+def folded(arrays, size, prescale, postscale):
+    """The mean in float32, rank by rank, rounded once to the type of the arrays."""
+    total = arrays[0].astype(np.float32) * np.float32(prescale)
+    for each in arrays[1:]:
+        total = total + each.astype(np.float32) * np.float32(prescale)
+    return (total / np.float32(size) * np.float32(postscale)).astype(arrays[0].dtype)
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_the_bits_are_those_of_a_sum_in_the_order_of_the_ranks(size, name):
+    arrays = [data(name, 1003, rank) for rank in range(size)]
+    expected = folded(arrays, size, 0.75, 3.0)
+    if name == "float32" and size > 2:
+        assert expected.tobytes() != folded(arrays[::-1], size, 0.75, 3.0).tobytes(), "another order has other bits"
+    kind = Reduction(Average, TABLE[name], size, 0.75, 3.0)
+    for segment_bytes in (6, 100, 1 << 20):
+        for result in reduced_by_all(arrays, kind, segment_bytes=segment_bytes):
+            assert result.tobytes() == expected.tobytes()
+
+
+def test_the_bits_of_an_element_do_not_depend_on_what_travels_with_it():
+    size = 3
+    arrays = [data("float32", 1003, rank) for rank in range(size)]
+    kind = Reduction(Sum, TABLE["float32"], size)
+    whole = reduced_by_all(arrays, kind)[0]
+    for low, high in ((0, 1), (17, 400), (400, 1003)):
+        part = reduced_by_all([each[low:high] for each in arrays], kind)[0]
+        assert part.tobytes() == whole[low:high].tobytes()
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16"])
+def test_16_bit_floats_are_rounded_once(name):
+    """1 + e + e, where e is half of the distance to the next number: rounded twice, it would stay 1."""
+    half = {"float16": 2.0**-11, "bfloat16": 2.0**-8}[name]
+    arrays = [np.full(5, value, numpy_dtype(name)) for value in (1.0, half, half)]
+    for result in reduced_by_all(arrays, Reduction(Sum, TABLE[name], 3)):
+        np.testing.assert_array_equal(result.astype(np.float64), 1 + 2 * half)
+
+
+@pytest.mark.parametrize("name", ["float16", "float64"])
+@pytest.mark.parametrize("size", SIZES)
+def test_each_pair_of_ranks_exchanges_its_two_chunks_raw_and_finished(size, name):
+    count, messages = 1000, []
+    arrays = [data(name, count, rank) for rank in range(size)]
+    reduced_by_all(arrays, Reduction(Sum, TABLE[name], size), messages)
+    bounds = chunk_bounds(count, size)
+    expected = Counter()
+    for source, target in itertools.permutations(range(size), 2):
+        for tag, owner in ((direct.RAW_TAG, target), (direct.FINISHED_TAG, source)):
+            nbytes = (bounds[owner + 1] - bounds[owner]) * np.dtype(name).itemsize
+            expected[source, target, tag, nbytes] += 1
+    assert Counter(tuple(each) for each in messages) == expected
+
+
+def test_no_rank_is_flooded():
+    """Everybody sends a row to the rank after it first, then to the one after that."""
+    messages = []
+    arrays = [data("float32", 100, rank) for rank in range(4)]
+    reduced_by_all(arrays, Reduction(Sum, TABLE["float32"], 4), messages)
+    for rank in range(4):
+        raw = [each.destination for each in messages if each.source == rank and each.tag == direct.RAW_TAG]
+        assert raw == [(rank + distance) % 4 for distance in (1, 2, 3)]
+
+
+def test_long_chunks_travel_in_segments():
+    messages = []
+    arrays = [data("float64", 101, rank) for rank in range(2)]
+    reduced_by_all(arrays, Reduction(Sum, TABLE["float64"], 2), messages, segment_bytes=160)
+    # chunks of 51 and 50 elements, each sent raw by one rank and finished by the other
+    assert sorted(each.nbytes for each in messages) == [80] * 2 + [88] * 2 + [160] * 8
+
+
+def test_many_ranks_have_shorter_segments(monkeypatch):
+    monkeypatch.setattr(direct, "AHEAD_BYTES", 6 * 128)
+    monkeypatch.setattr(direct, "LEAST_SEGMENT_BYTES", 32)
+    longest = {}
+    for size in (2, 4, 9):
+        messages = []
+        arrays = [data("float64", 2000, rank) for rank in range(size)]
+        results = reduced_by_all(arrays, Reduction(Sum, TABLE["float64"], size), messages)
+        assert_reduced(results[0], Sum, arrays)
+        longest[size] = max(each.nbytes for each in messages)
+    assert longest == {2: 384, 4: 128, 9: 48}
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5])
+def test_given_scratch_of_any_number_of_rows(rows):
+    size = 3
+    arrays = [data("float64", 1003, rank) for rank in range(size)]
+
+    def program():
+        flat = arrays[transport().rank].copy()
+        scratch = np.full(rows * 2 * 20, np.nan)
+        kind = Reduction(Sum, TABLE["float64"], size)
+        complete(direct.allreduce(flat, transport(), kind, segment_bytes=160, scratch=scratch))
+        assert not np.isnan(scratch).any(), "it was used"
+        return flat
+
+    for result in run_ranks(size, program):
+        assert_reduced(result, Sum, arrays)
+
+
+def test_scratch_that_is_too_small_is_told():
+    def program():
+        kind = Reduction(Sum, TABLE["float64"], 3)
+        complete(direct.allreduce(np.zeros(300), transport(), kind, segment_bytes=80, scratch=np.zeros(19)))
+
+    with pytest.raises(InputError, match=r"direct\.allreduce: scratch holds 19 elements; expected 20 or more"):
+        run_ranks(3, program)
+
+
+def test_on_return_the_memory_is_the_callers_again():
+    def program():
+        flat = np.ones(100)
+        complete(direct.allreduce(flat, transport(), Reduction(Sum, TABLE["float64"], 3), 64))
+        result = flat.copy()
+        flat[...] = np.nan  # whoever still reads it would spread this
+        assert result.tolist() == [3.0] * 100
+
+    run_ranks(3, program)
