@@ -1,16 +1,20 @@
 """Many tensors, few messages: the plan of which elements travel together, and packing and unpacking them.
 
     tensors    |w1|b1|   w2   |b2|               w3               |b3|        (of one element type, op and device)
-    slots      |w1|b1|   w2   |b2|b3|   |     w3    |     w3    |  w3  |
+    plan       |w1|b1|   w2   |b2|b3|   |     w3    |     w3    |  w3  |
                 packed, one message        a long tensor streams through in pieces
+    stream     |w1|b1|   w2   |b2|w|    |      w3        |    |      w3      |b3|
 
-Tensors are kept whole where they fit into a slot. The plan depends on the tensors' lengths and order only, so all ranks
-make the same one.
+For messages (`plan`) tensors are kept whole where they fit into a slot: what is alone in one need not be packed. In
+shared memory (`stream`) everything is packed, so slots are filled. Both depend on the tensors' lengths and order only,
+so all ranks make the same plan.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -65,6 +69,28 @@ def plan(counts: Sequence[int], capacity: int) -> list[Slot]:
     return [Slot(tuple(pieces)) for pieces in slots]
 
 
+@functools.lru_cache(maxsize=256)
+def stream(counts: tuple[int, ...], capacity: int) -> list[Slot]:
+    """Which pieces of tensors share a slot, where packing costs nothing extra: all slots but the last are full.
+
+    >>> [[tuple(piece) for piece in slot.pieces] for slot in stream((3, 9, 2), capacity=8)]
+    [[(0, 0, 3), (1, 0, 5)], [(1, 5, 9), (2, 0, 2)]]
+    """
+    slots: list[list[Piece]] = []
+    room = 0
+    for number, count in enumerate(counts):
+        low = 0
+        while low < count:
+            if room == 0:
+                slots.append([])
+                room = capacity
+            high = min(count, low + room)
+            slots[-1].append(Piece(number, low, high))
+            room -= high - low
+            low = high
+    return [Slot(tuple(pieces)) for pieces in slots]
+
+
 def pack(slot: Slot, inputs: Sequence[Buffer], packed: Any, widen: Callable[[Any], Any] | None = None) -> None:
     """Copy the slot's elements into `packed`; `widen` makes them of its type, when that is another."""
     start = 0
@@ -111,6 +137,13 @@ class Memory:
         self.taken_most = max(self.taken_most, self._taken)
         free = self._free[like.device]
         return free.pop() if free else buffers.empty_like(like.flat, self.block_bytes, np.dtype(np.uint8))
+
+    @contextlib.contextmanager
+    def block(self, like: Buffer) -> Iterator[Any]:
+        """A block for as long as the context lasts; see `take`."""
+        taken = self.take(like)
+        yield taken
+        self.give(taken, like)
 
     def give(self, block: Any, like: Buffer) -> None:
         """Give a block back; one that was made for the moment is forgotten."""

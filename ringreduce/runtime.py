@@ -21,7 +21,9 @@ from ringreduce.agreement import agree
 from ringreduce.collectives import clock
 from ringreduce.engine.description import Call, Description, calling_line
 from ringreduce.engine.engine import Engine
+from ringreduce.engine.host import Host
 from ringreduce.errors import InputError, MismatchError, NotInitializedError
+from ringreduce.preparation import prepare_host
 from ringreduce.settings import PER_RANK, Settings
 from ringreduce.transport.base import Transport, complete
 from ringreduce.transport.message import MessageTransport
@@ -37,13 +39,21 @@ class Runtime:
         world: World,
         transport: MessageTransport | ThreadTransport,
         settings: Settings,
+        host: Host,
         clock_offsets_us: Sequence[float] = (),
         process_sets: Sequence[Sequence[int]] = (),
     ) -> None:
         self.world = world
         self.transport = transport
         self.settings = settings
-        self.engine = Engine(world, transport, settings, clock_offsets_us, process_sets)
+        self.engine = Engine(world, transport, settings, host, clock_offsets_us, process_sets)
+
+    def close(self) -> None:
+        """Give back what `start` made; every rank must call it."""
+        self.transport.close()
+        if self.engine.host.window is not None:
+            self.engine.host.window.close()
+        self.world.free()
 
 
 _process_runtime: Runtime | None = None
@@ -75,7 +85,8 @@ def start(comm: Any, process_sets: Sequence[Any], dynamic: bool) -> list[tuple[i
         transport.connect()
         agree_on_settings(transport, settings, sets)
         offsets_us = complete(clock.offsets_us(transport, world.hosts))
-        _process_runtime = Runtime(world, transport, settings, offsets_us, sets)
+        host = prepare_host(world, transport, settings)
+        _process_runtime = Runtime(world, transport, settings, host, offsets_us, sets)
     except Exception as exc:
         transport.close()
         if isinstance(exc, MismatchError):  # raised on all ranks, so all can free what they made together
@@ -150,8 +161,7 @@ def _leave(why: str, interrupted: Callable[[], bool]) -> bool:
     if not runtime.engine.leave(why, interrupted):
         return False
     failures.uninstall()
-    runtime.transport.close()
-    runtime.world.free()
+    runtime.close()
     return True
 
 

@@ -30,11 +30,23 @@ TRUE, FALSE = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 class Settings:
     """The settings of one process; equal on all ranks but for `PER_RANK`."""
 
-    fusion_buffer_bytes: int = 16 << 20
-    """Memory in which tensors are packed and summed, per rank and device."""
+    algorithm: str = "auto"
+    """How all-reduces move data: auto, or one of choose.ALGORITHMS."""
 
-    fusion_slot_bytes: int = 4 << 20
-    """What is packed together at most; longer tensors go through in pieces of this size."""
+    costs: str = ""
+    """The cost model's constants, such as wait_us=5,copy_gbs=8; by default they are measured at the start."""
+
+    deterministic: bool = False
+    """Sum every element in rank order: the same bits whatever is fused, however data moves."""
+
+    fusion_buffer_bytes: int = 16 << 20
+    """Memory in which tensors are packed and summed, per rank; half of it shared with the host's other ranks."""
+
+    shared_slot_bytes: int = 1 << 20
+    """What moves through shared memory at a time; four of it for each process set that does."""
+
+    fusion_slot_bytes: int = 2 << 20
+    """What is packed together for messages at most; longer tensors go through in pieces of this size."""
 
     ring_segment_bytes: int = 512 << 10
     """A chunk travels in pieces of at most this size, so that summing one overlaps receiving the next."""
@@ -64,11 +76,19 @@ class Settings:
     """Where an uncaught exception is written as JSON for the launcher; set by ringrun for each rank."""
 
     def __post_init__(self) -> None:
-        if self.fusion_buffer_bytes < 2 * self.fusion_slot_bytes:
-            raise SettingsError(
-                f"fusion_buffer_bytes={self.fusion_buffer_bytes} holds less than two slots of "
-                f"fusion_slot_bytes={self.fusion_slot_bytes}; raise the first or lower the second"
-            )
+        for name, slots in (("fusion_slot_bytes", 2), ("shared_slot_bytes", 4)):
+            if self.fusion_buffer_bytes // 2 < slots * getattr(self, name):
+                raise SettingsError(
+                    f"half of fusion_buffer_bytes={self.fusion_buffer_bytes} holds less than {slots} slots of "
+                    f"{name}={getattr(self, name)}; raise the first or lower the second"
+                )
+        if self.shared_slot_bytes % 64:
+            raise SettingsError(f"shared_slot_bytes={self.shared_slot_bytes}: expected a multiple of 64")
+
+    @property
+    def shared_regions(self) -> int:
+        """Process sets with a rank in common that can move data through shared memory."""
+        return min(32, self.fusion_buffer_bytes // 2 // (4 * self.shared_slot_bytes))
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> Settings:

@@ -18,15 +18,23 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import numpy as np
+
 from ringreduce import runtime
+from ringreduce.engine.host import Host
 from ringreduce.errors import InputError, PeerLostError
 from ringreduce.settings import Settings
 from ringreduce.transport.threads import Exchange, Message
+from ringreduce.transport.window import Window, block_bytes
 from ringreduce.world import World
 
 __all__ = ["Message", "run_ranks"]
 
 Result = TypeVar("Result")
+
+
+def _nothing() -> None:
+    """Threads need no memory fence, and their memory is given back by itself."""
 
 
 def run_ranks(
@@ -60,9 +68,14 @@ def run_ranks(
     results: list[Any] = [None] * size
     failures: list[tuple[int, BaseException]] = []
 
+    places = tuple(hosts or [0] * size)
+    blocks = [np.zeros(block_bytes(knobs.shared_slot_bytes, knobs.shared_regions), np.uint8) for _ in range(size)]
+
     def run(rank: int) -> None:
-        world = World(rank, size, tuple(hosts or [0] * size))
-        own = runtime.Runtime(world, exchange.transport(rank), knobs, process_sets=sets)
+        world = World(rank, size, places)
+        transport = exchange.transport(rank)
+        window = Window([blocks[each] for each in range(size) if places[each] == places[rank]], _nothing, _nothing)
+        own = runtime.Runtime(world, transport, knobs, Host(world, transport, knobs, window), process_sets=sets)
         why = "its function returned"
         try:
             with runtime.bound(own):

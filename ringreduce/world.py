@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import numpy as np
 
 from ringreduce.errors import InputError, LauncherMismatchError, MpiMissingError, StartupError
 
@@ -29,6 +31,8 @@ class World:
     """mpi4py communicator for data; ringreduce's own."""
     control: Any = None
     """mpi4py communicator for control messages; ringreduce's own."""
+    local: Any = None
+    """mpi4py communicator of this host's ranks, by local rank; for shared memory."""
     generation: int = 0
 
     @property
@@ -77,10 +81,31 @@ class World:
             raise InputError("ProcessSet: the communicator has ranks that are not in the world of init()")
         return sorted(ranks)
 
+    def allocate_shared(self, nbytes: int) -> tuple[list[Any], Callable[[], None], Callable[[], None]]:
+        """Memory that the ranks of this host share: `nbytes` of each, by local rank, as 1-D uint8 arrays, zeroed.
+
+        Returns: the blocks, a memory fence, and what gives the memory back; every rank of the host must call that.
+        Raises:  MPI.Exception where MPI cannot. Its file is deleted while it is mapped: nothing is left after a crash.
+        """
+        from mpi4py import MPI
+
+        window = MPI.Win.Allocate_shared(nbytes, 1, comm=self.local)
+        window.Lock_all(MPI.MODE_NOCHECK)  # an epoch without end: loads and stores, ordered by Sync
+        blocks = [np.asarray(window.Shared_query(rank)[0], np.uint8) for rank in range(self.local_size)]
+        blocks[self.local_rank][...] = 0
+
+        def close() -> None:
+            blocks.clear()
+            window.Unlock_all()
+            window.Free()
+
+        return blocks, window.Sync, close
+
     def free(self) -> None:
         """Give the communicators back; every rank must call it."""
         self.comm.Free()
         self.control.Free()
+        self.local.Free()
 
 
 def local_ranks(hosts: Sequence[int]) -> list[int]:
@@ -107,8 +132,7 @@ def form_world(comm: Any = None, generation: int = 0) -> World:
     shared = own.Split_type(mpi.COMM_TYPE_SHARED)
     host = shared.bcast(own.rank, root=0)
     hosts = tuple(own.allgather(host))
-    shared.Free()
-    return World(own.rank, own.size, hosts, own, own.Dup(), generation)
+    return World(own.rank, own.size, hosts, own, own.Dup(), shared, generation)
 
 
 def _group_comm(mpi: Any, ranks: Sequence[int]) -> Any:

@@ -17,7 +17,7 @@ from ringreduce.ops import Reduction
 from ringreduce.settings import Settings
 from tests.reference import FLOATS, INTEGERS, OPS, assert_reduced, data, legal, reduced
 
-SMALL = Settings(fusion_buffer_bytes=1024, fusion_slot_bytes=512, ring_segment_bytes=200)
+SMALL = Settings(fusion_buffer_bytes=4096, fusion_slot_bytes=512, shared_slot_bytes=256, ring_segment_bytes=200)
 """So little that a few hundred elements are cut into slots, and these into segments."""
 SOME_RANKS = {1: [], 2: [1], 3: [2, 0], 4: [3, 0, 2]}
 """By size of the world: the ranks of a process set, in odd order; none: only the set of all ranks is there."""

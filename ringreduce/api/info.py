@@ -10,6 +10,8 @@ import numpy as np
 
 from ringreduce import runtime, world
 from ringreduce._version import __version__
+from ringreduce.collectives.choose import Constants
+from ringreduce.engine.engine import GLOBAL
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +29,13 @@ class Info:
     """The number of each rank's host."""
     generation: int
     algorithm: str
-    """How allreduce moves data."""
+    """How an allreduce of all ranks moves data, by its size in bytes."""
+    usable_algorithms: tuple[str, ...]
+    """What RINGREDUCE_ALGORITHM can be."""
+    constants: Constants
+    """Of the cost model: measured at the start, or given by RINGREDUCE_COSTS."""
+    shared_memory_bytes: int
+    """Of this rank, for its host's ranks; 0: there is none."""
     process_sets: dict[int, tuple[int, ...]]
     fusion_buffer_bytes: int
     """Memory of the fusion buffer, per device."""
@@ -61,6 +69,7 @@ def info() -> Info:
     """
     current = runtime.current("info")
     engine = current.engine
+    window = engine.host.window
     library, threads = ("threads of one process", "") if current.world.comm is None else world.mpi_library()
     return Info(
         version=__version__,
@@ -72,7 +81,10 @@ def info() -> Info:
         size=current.world.size,
         hosts=current.world.hosts,
         generation=current.world.generation,
-        algorithm="ring",
+        algorithm=engine.lanes[GLOBAL].routes.text(),
+        usable_algorithms=tuple(engine.lanes[GLOBAL].routes.usable),
+        constants=engine.host.constants,
+        shared_memory_bytes=0 if window is None else len(window.blocks[0]),
         process_sets=dict(engine.sets),
         fusion_buffer_bytes=engine.memory.total_bytes,
         fusion_slots_used_most=engine.memory.taken_most,

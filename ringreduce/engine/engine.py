@@ -20,8 +20,10 @@ from ringreduce import errors, fusion
 from ringreduce.buffers import Buffer
 from ringreduce.engine import operations, refusals
 from ringreduce.engine.cache import numbers
+from ringreduce.engine.context import Context
 from ringreduce.engine.coordinator import Coordinator
 from ringreduce.engine.description import Call, Description, calling_line
+from ringreduce.engine.host import Host
 from ringreduce.engine.inbox import LONGEST_REST_S, Inbox
 from ringreduce.engine.joined import stand_in
 from ringreduce.engine.lane import Lane
@@ -50,7 +52,6 @@ from ringreduce.engine.stalls import StallWatch
 from ringreduce.engine.timeline import Timeline, TimelineFile
 from ringreduce.settings import Settings
 from ringreduce.transport.base import EngineTransport, Letter, Steps
-from ringreduce.transport.subset import SubsetTransport
 from ringreduce.world import World
 
 GLOBAL = 0
@@ -68,6 +69,7 @@ class Engine:
         world: World,
         transport: EngineTransport,
         settings: Settings,
+        host: Host,
         clock_offsets_us: Sequence[float] = (),
         process_sets: Sequence[Sequence[int]] = (),
     ) -> None:
@@ -78,7 +80,8 @@ class Engine:
         self.world = world
         self.transport = transport
         self.settings = settings
-        self.memory = fusion.Memory(settings.fusion_buffer_bytes, settings.fusion_slot_bytes)
+        self.host = host
+        self.memory = fusion.Memory(settings.fusion_buffer_bytes // 2, settings.fusion_slot_bytes)
         self.lanes: dict[int, Lane] = {}
         self.sets: dict[int, tuple[int, ...]] = {}
         """The members of all process sets, those without this rank too."""
@@ -378,7 +381,9 @@ class Engine:
                 request.payload = self._add_set(request.description.detail("ranks"))
             elif request.description.kind == "remove_process_set":
                 self._remove_set(request.description.detail("process_set"))
-        context = operations.Context(lane.transport, lane.members, self.settings, self.memory, self._timeline, divisor)
+        context = Context(
+            lane.transport, lane.routes, lane.members, self.settings, self.memory, self._timeline, divisor
+        )
         lane.enqueue(operations.run(requests, context))
 
     def _join_in(self, lane: Lane, description: Description) -> Request:
@@ -420,8 +425,9 @@ class Engine:
                 if members[0] == self.world.rank:
                     capacity = self.settings.cache_capacity
                     coordinator = Coordinator(number, members, self.world.size, capacity)
-                transport = SubsetTransport(self.transport, members, number)
-                self.lanes[number] = Lane(number, members, transport, coordinator)
+                self.lanes[number] = Lane(number, members, self.host.routes(number, members), coordinator)
+            else:
+                self.host.reserve(members)
         for rank, announcement in self._early.pop(number, []):
             lane = self.lanes[number]
             if lane.coordinator is not None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from ringreduce.engine.cache import Cache
 from ringreduce.engine.coordinator import Coordinator
 from ringreduce.engine.request import Request
+from ringreduce.engine.routes import Routes
 from ringreduce.transport.base import Request as Message
 from ringreduce.transport.base import Steps, Transport
 
@@ -16,13 +17,12 @@ from ringreduce.transport.base import Steps, Transport
 class Lane:
     """One process set's; `pending` and `running` are shared with the threads that submit, under the engine's lock."""
 
-    def __init__(
-        self, number: int, members: Sequence[int], transport: Transport, coordinator: Coordinator | None
-    ) -> None:
+    def __init__(self, number: int, members: Sequence[int], routes: Routes, coordinator: Coordinator | None) -> None:
         self.number = number
         self.members = tuple(members)
         """Ranks of the world, by rank in the set."""
-        self.transport = transport
+        self.routes = routes
+        self.transport: Transport = routes.channels[0]
         self.coordinator = coordinator
         """On the first member only."""
         self.cache = Cache()

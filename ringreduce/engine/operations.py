@@ -5,7 +5,6 @@ Everything here runs alike on all ranks: the order and the plan depend on what w
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -13,39 +12,15 @@ from typing import Any
 
 import numpy as np
 
-from ringreduce import fusion
-from ringreduce.buffers import Buffer
 from ringreduce.collectives import adasum, bruck, pairwise, ring, tree
+from ringreduce.engine.batch import batches, carry, plan, settle
+from ringreduce.engine.context import Context
+from ringreduce.engine.reduction import allreduce
 from ringreduce.engine.request import Request
-from ringreduce.engine.timeline import Timeline
 from ringreduce.errors import InputError
 from ringreduce.ops import Adasum, ReduceOp, Reduction
 from ringreduce.partition import chunk_bounds
-from ringreduce.settings import Settings
-from ringreduce.transport.base import Steps, Transport
-
-
-@dataclasses.dataclass
-class Context:
-    """What operations of one process set need."""
-
-    transport: Transport
-    members: tuple[int, ...]
-    """Ranks of the world, by rank in the set."""
-    settings: Settings
-    memory: fusion.Memory
-    timeline: Timeline
-    divisor: int
-    """What an Average is divided by: the set's size, or its live ranks."""
-
-    def place(self, kind: str, root_rank: Any) -> int:
-        """The rank in the set of a rank of the world."""
-        if not isinstance(root_rank, int) or root_rank not in self.members:
-            what = f"a rank from 0 to {len(self.members) - 1}"
-            if self.members != tuple(range(len(self.members))):
-                what = f"a rank of the process set, {', '.join(map(str, self.members))}"
-            raise InputError(f"{kind}: root_rank={root_rank!r}; expected {what}")
-        return self.members.index(root_rank)
+from ringreduce.transport.base import Steps
 
 
 def run(requests: Sequence[Request], context: Context) -> Steps[None]:
@@ -64,110 +39,11 @@ def run(requests: Sequence[Request], context: Context) -> Steps[None]:
                 request.fail(exc)
 
 
-def _settle(request: Request) -> None:
-    request.missing_pieces -= 1
-    if request.missing_pieces == 0:
-        request.complete()
-
-
-def _fused(
-    requests: Sequence[Request],
-    context: Context,
-    kind: Callable[[Buffer], Any],
-    capacity: Callable[[Buffer], int],
-    work: Callable[[fusion.Slot, list[Buffer], list[Buffer], list[Request]], Steps[None]],
-) -> Steps[None]:
-    """Plan and run all tensors of the requests, one `kind` of tensors after the other."""
-    tensors: dict[Any, list[tuple[Request, Buffer, Buffer]]] = {}
-    for request in requests:
-        request.missing_pieces = 1  # for the planning itself: not complete before its end
-        for source, target in zip(request.inputs, request.outputs, strict=True):
-            tensors.setdefault(kind(source), []).append((request, source, target))
-    planned = []
-    for members in tensors.values():
-        owners, inputs, outputs = (list(column) for column in zip(*members, strict=True))
-        for slot in fusion.plan([each.count for each in inputs], capacity(inputs[0])):
-            for piece in slot.pieces:
-                owners[piece.tensor].missing_pieces += 1
-            planned.append((slot, inputs, outputs, owners))
-    for request in requests:
-        _settle(request)
-    for slot, inputs, outputs, owners in planned:
-        yield from work(slot, inputs, outputs, owners)
-        for piece in slot.pieces:
-            _settle(owners[piece.tensor])
-
-
-def _kind_of(tensor: Buffer) -> tuple[str, str]:
-    return tensor.element.name, tensor.device.partition(":")[0]
-
-
 def _allreduce(requests: Sequence[Request], context: Context) -> Steps[None]:
-    first = requests[0].description
-    op = ReduceOp(first.detail("op"))
-    if op is Adasum:
+    if ReduceOp(requests[0].description.detail("op")) is Adasum:
         yield from _adasum(requests, context)
-        return
-    scales = first.detail("prescale_factor"), first.detail("postscale_factor")
-
-    def reduction(tensor: Buffer) -> Reduction:
-        return Reduction(op, tensor.element, context.divisor, *scales)
-
-    def capacity(tensor: Buffer) -> int:
-        kind = reduction(tensor)
-        finished = 0 if kind.in_place else tensor.element.itemsize
-        return max(1, context.settings.fusion_slot_bytes // (kind.sum_type.itemsize + finished))
-
-    def work(slot: fusion.Slot, inputs: list[Buffer], outputs: list[Buffer], owners: list[Request]) -> Steps[None]:
-        yield from _reduce_slot(slot, inputs, outputs, owners, reduction(inputs[0]), context)
-
-    yield from _fused(requests, context, _kind_of, capacity, work)
-
-
-def _reduce_slot(
-    slot: fusion.Slot,
-    inputs: list[Buffer],
-    outputs: list[Buffer],
-    owners: list[Request],
-    reduction: Reduction,
-    context: Context,
-) -> Steps[None]:
-    """Pack, reduce, unpack; a piece that is alone is reduced in the output's own memory when its type allows."""
-    like, timeline = inputs[0], context.timeline
-    names = [owners[piece.tensor] for piece in slot.pieces]
-    scratch_block = context.memory.take(like)
-    scratch = _view(scratch_block, reduction.sum_type)
-    segment_bytes = min(context.settings.ring_segment_bytes, scratch.nbytes // ring.RECEIVES_AHEAD)
-    if len(slot.pieces) == 1 and reduction.in_place:
-        number, low, high = slot.pieces[0]
-        flat = outputs[number].flat[low:high]
-        if outputs[number] is not inputs[number]:
-            flat[...] = inputs[number].flat[low:high]
-        reduction.prescaled(flat)
-        with timeline.phase(names, "ALLREDUCE"):
-            yield from ring.allreduce(flat, context.transport, reduction, segment_bytes, ring.Workspace(flat, scratch))
     else:
-        block = context.memory.take(like)
-        partial = _view(block, reduction.sum_type)[: slot.length]
-        with timeline.phase(names, "MEMCPY_IN_FUSION_BUFFER"):
-            fusion.pack(slot, inputs, partial, widen=None if reduction.in_place else reduction.widen)
-        reduction.prescaled(partial)
-        finished = partial
-        if not reduction.in_place:
-            finished = _view(block[partial.nbytes :], like.element.storage)[: slot.length]
-        with timeline.phase(names, "ALLREDUCE"):
-            yield from ring.allreduce(
-                finished, context.transport, reduction, segment_bytes, ring.Workspace(partial, scratch)
-            )
-        with timeline.phase(names, "MEMCPY_OUT_FUSION_BUFFER"):
-            fusion.unpack(slot, finished, outputs)
-        context.memory.give(block, like)
-    context.memory.give(scratch_block, like)
-
-
-def _view(block: Any, dtype: np.dtype[Any]) -> Any:
-    """A block of bytes as elements of `dtype`."""
-    return block[: block.size // dtype.itemsize * dtype.itemsize].view(dtype)
+        yield from allreduce(requests, context)
 
 
 def _adasum(requests: Sequence[Request], context: Context) -> Steps[None]:
@@ -192,31 +68,17 @@ def _adasum(requests: Sequence[Request], context: Context) -> Steps[None]:
 def _broadcast(requests: Sequence[Request], context: Context) -> Steps[None]:
     root = context.place("broadcast", requests[0].description.detail("root_rank"))
 
-    def capacity(tensor: Buffer) -> int:
-        return max(1, context.settings.fusion_slot_bytes // tensor.element.itemsize)
+    def collective(flat: Any, _: Any) -> Steps[None]:
+        yield from tree.broadcast(flat, context.transport, root)
 
-    def work(slot: fusion.Slot, inputs: list[Buffer], outputs: list[Buffer], owners: list[Request]) -> Steps[None]:
-        like = inputs[0]
-        names = [owners[piece.tensor] for piece in slot.pieces]
-        if len(slot.pieces) == 1:
-            number, low, high = slot.pieces[0]
-            flat = outputs[number].flat[low:high]
-            if outputs[number] is not inputs[number]:
-                flat[...] = inputs[number].flat[low:high]
-            with context.timeline.phase(names, "BROADCAST"):
-                yield from tree.broadcast(flat, context.transport, root)
-            return
-        block = context.memory.take(like)
-        packed = _view(block, like.element.storage)[: slot.length]
-        with context.timeline.phase(names, "MEMCPY_IN_FUSION_BUFFER"):
-            fusion.pack(slot, inputs, packed)
-        with context.timeline.phase(names, "BROADCAST"):
-            yield from tree.broadcast(packed, context.transport, root)
-        with context.timeline.phase(names, "MEMCPY_OUT_FUSION_BUFFER"):
-            fusion.unpack(slot, packed, outputs)
-        context.memory.give(block, like)
-
-    yield from _fused(requests, context, _kind_of, capacity, work)
+    planned = [(batch, plan(batch, context, batch.inputs[0].element.itemsize)) for batch in batches(requests)]
+    for batch, slots in planned:
+        batch.expect(slots)
+    for request in requests:
+        settle(request)
+    for batch, slots in planned:
+        for slot in slots:
+            yield from carry(batch, slot, collective, "BROADCAST", context)
 
 
 def _allgather(requests: Sequence[Request], context: Context) -> Steps[None]:

@@ -46,6 +46,8 @@ class Timeline:
         self.mark_cycles = False
         self.events: list[Event] = []
         self._queued: dict[str, float] = {}
+        self._phases: dict[str, tuple[str, float]] = {}
+        """By tensor: the phase that it is in, and since when."""
 
     def start(self, mark_cycles: bool) -> None:
         """Record from now on."""
@@ -85,15 +87,20 @@ class Timeline:
         if not self.recording:
             yield
             return
-        start = now_us()
-        tensors = list(dict.fromkeys(tensor_of(request) for request in requests))
-        for tensor in tensors:
-            queued = self._queued.pop(tensor, None)
-            if queued is not None:
-                self.events.append(Event("QUEUE", tensor, queued, start - queued))
+        self.turn(requests, name)
         yield
-        duration = now_us() - start
-        self.events += [Event(name, tensor, start, duration) for tensor in tensors]
+        self.turn(requests, None)
+
+    def turn(self, requests: Sequence[Request], name: str | None) -> None:
+        """The phase that the requests were in ends here, and another begins; None: none does. While recording only."""
+        now = now_us()
+        for tensor in dict.fromkeys(tensor_of(request) for request in requests):
+            queued = self._queued.pop(tensor, None)
+            last, since = self._phases.pop(tensor, ("QUEUE", queued))
+            if since is not None:
+                self.events.append(Event(last, tensor, since, now - since))
+            if name is not None:
+                self._phases[tensor] = name, now
 
 
 def tensor_of(request: Request) -> str:

@@ -9,15 +9,17 @@ from ringreduce.transport.base import Request, Transport
 
 TAGS = 8
 """Tags that the collectives use: 0 to 7."""
+CHANNELS = 4
+"""Operations of one process set that may be under way at the same time, each with tags of its own."""
 
 
 class SubsetTransport:
-    """See `Transport`. `members[k]` is the rank, in `whole`, of rank k here; `lane` keeps its messages apart."""
+    """See `Transport`. `members[k]` is the rank, in `whole`, of rank k here; `channel` keeps its messages apart."""
 
-    def __init__(self, whole: Transport, members: Sequence[int], lane: int) -> None:
+    def __init__(self, whole: Transport, members: Sequence[int], channel: int) -> None:
         self._whole = whole
         self._members = tuple(members)
-        self._first_tag = lane * TAGS
+        self._first_tag = channel * TAGS
         self.rank = self._members.index(whole.rank)
         self.size = len(self._members)
 
@@ -28,3 +30,8 @@ class SubsetTransport:
     def receive(self, array: Any, source: int, tag: int) -> Request:
         """See `Transport.receive`."""
         return self._whole.receive(array, self._members[source], self._first_tag + tag)
+
+
+def channels(whole: Transport, members: Sequence[int], number: int) -> list[Transport]:
+    """The transports of process set `number`: one for each operation that may be under way."""
+    return [SubsetTransport(whole, members, number * CHANNELS + each) for each in range(CHANNELS)]

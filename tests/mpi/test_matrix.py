@@ -19,7 +19,7 @@ def some_ranks():
     rr.shutdown()
     knobs = {
         f"RINGREDUCE_{name.upper()}": str(getattr(matrix.SMALL, name))
-        for name in ("fusion_buffer_bytes", "fusion_slot_bytes", "ring_segment_bytes")
+        for name in ("fusion_buffer_bytes", "fusion_slot_bytes", "shared_slot_bytes", "ring_segment_bytes")
     }
     with pytest.MonkeyPatch.context() as environment:
         for name, value in knobs.items():

@@ -17,6 +17,7 @@ def sets(request, monkeypatch):
     monkeypatch.setenv("RINGREDUCE_CACHE_CAPACITY", str(request.param))
     monkeypatch.setenv("RINGREDUCE_FUSION_BUFFER_BYTES", "4096")
     monkeypatch.setenv("RINGREDUCE_FUSION_SLOT_BYTES", "512")
+    monkeypatch.setenv("RINGREDUCE_SHARED_SLOT_BYTES", "256")
     monkeypatch.setenv("RINGREDUCE_STALL_ABORT_S", "20")
     rr.init(process_sets=[rr.ProcessSet(ranks) for ranks in chosen])
     yield chosen

@@ -156,7 +156,7 @@ def test_a_rank_that_has_joined_submits_nothing():
 
 
 def test_large_tensors_stream_through_a_joined_rank_too():
-    settings = Settings(fusion_buffer_bytes=1024, fusion_slot_bytes=512, ring_segment_bytes=200)
+    settings = Settings(fusion_buffer_bytes=4096, fusion_slot_bytes=512, shared_slot_bytes=256, ring_segment_bytes=200)
 
     def program():
         if rr.rank() == 1:

@@ -13,7 +13,8 @@ SETS = {1: [], 2: [[1]], 3: [[2, 0], [1, 2]], 4: [[0, 3], [1, 2, 3], [2]]}
 def test_a_random_job(seed):
     size = 2 + seed % 3
     settings = Settings(
-        fusion_buffer_bytes=1024,
+        fusion_buffer_bytes=4096,
+        shared_slot_bytes=256,
         fusion_slot_bytes=512,
         ring_segment_bytes=200,
         cache_capacity=[0, 3, 20, 1024][seed % 4],

@@ -10,7 +10,7 @@ from ringreduce.engine.timeline import Event, TimelineFile
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
 
-SMALL = Settings(fusion_slot_bytes=1024, fusion_buffer_bytes=8192)
+SMALL = Settings(fusion_slot_bytes=1024, shared_slot_bytes=1024, fusion_buffer_bytes=8192)
 
 
 def steps(count):

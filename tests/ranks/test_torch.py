@@ -57,7 +57,7 @@ def test_gradients_are_reduced_during_backward_in_few_messages():
         return reduced_before_step
 
     messages = []
-    first, second = run_ranks(2, program, messages=messages)
+    first, second = run_ranks(2, program, messages=messages, settings=Settings(algorithm="ring"))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     assert len([message for message in messages if message.tag == 1]) == 4, "four gradients in one ring of two ranks"
 

@@ -69,12 +69,18 @@ def test_an_unknown_variable_is_refused_with_the_nearest_known_one():
     message = "RINGREDUCE_FUSION_SLOTBYTES is no setting of ringreduce; did you mean RINGREDUCE_FUSION_SLOT_BYTES?"
     with pytest.raises(SettingsError, match=message.replace("?", r"\?")):
         Settings.from_environment({"RINGREDUCE_FUSION_SLOTBYTES": "1"})
-    with pytest.raises(SettingsError, match="known are: RINGREDUCE_CACHE_CAPACITY, "):
+    with pytest.raises(SettingsError, match="known are: RINGREDUCE_ALGORITHM, "):
         Settings.from_environment({"RINGREDUCE_Q": "1"})
 
 
-def test_a_buffer_that_holds_less_than_two_slots_is_refused():
+def test_a_buffer_that_holds_too_few_slots_is_refused():
     with pytest.raises(
-        SettingsError, match="fusion_buffer_bytes=100 holds less than two slots of fusion_slot_bytes=64"
+        SettingsError, match="half of fusion_buffer_bytes=255 holds less than 2 slots of fusion_slot_bytes=64"
     ):
-        Settings(fusion_buffer_bytes=100, fusion_slot_bytes=64)
+        Settings(fusion_buffer_bytes=255, fusion_slot_bytes=64)
+    with pytest.raises(
+        SettingsError, match="half of fusion_buffer_bytes=511 holds less than 4 slots of shared_slot_bytes=64"
+    ):
+        Settings(fusion_buffer_bytes=511, fusion_slot_bytes=64, shared_slot_bytes=64)
+    with pytest.raises(SettingsError, match="shared_slot_bytes=100: expected a multiple of 64"):
+        Settings(shared_slot_bytes=100)

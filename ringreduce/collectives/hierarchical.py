@@ -1,0 +1,169 @@
+"""All-reduce over hosts with several ranks each: shared memory inside a host, rings across, one for each local rank.
+
+Two hosts with two ranks each; a slot has two chunks, `a` and `b`, as many as the host with the fewest ranks has ranks:
+
+                host 0: rank 0   rank 1        host 1: rank 2   rank 3
+    pack               a0 b0    a1 b1                 a2 b2    a3 b3       into shared memory
+    sum                a01          b01               a23          b23     each rank its chunk, out of the others' slots
+    ring               a01 <----------- rank 0 and 2 ----> a23             over the wire: only that chunk
+                                    b01 <-- rank 1 and 3 ----> b23
+    copy               A  B     A  B                  A  B     A  B        out of the owners' slots
+
+So each byte crosses a host's wire once each way, as if the host were one rank, and all its ranks drive the wire. Ranks
+beyond the smallest host's number own no chunk; they pack and copy. Slots overlap: one is on the wire while the next is
+summed.
+
+Shared memory needs no flag for "I have read it": `WIDTH` slots are under way, and there are twice as many. A rank packs
+slot k when it has ended slot k - WIDTH, for which all had begun it, after each had ended slot k - 2 WIDTH, whose memory
+is packed now.
+
+Source: Horovod's hierarchical allreduce, which copies to one rank of each host; here all take part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ringreduce.collectives import ring
+from ringreduce.collectives.overlap import overlapped
+from ringreduce.collectives.shared import COPY, DONE, PACK, REDUCE, Cut, Part, Watch, cut
+from ringreduce.ops import Average, Reduction, Sum
+from ringreduce.transport.base import Steps, Transport
+from ringreduce.transport.subset import SubsetTransport
+from ringreduce.transport.window import PACKED, SLOTS, SUMMED, Region
+
+WIDTH = SLOTS // 2
+
+
+class Hierarchy:
+    """Who does what, for the ranks of `channels`: hosts[r] is rank r's host."""
+
+    def __init__(self, channels: Sequence[Transport], hosts: Sequence[int], region: Region) -> None:
+        rank = channels[0].rank
+        hosts_in_order = list(dict.fromkeys(hosts))
+        members = [[r for r, host in enumerate(hosts) if host == each] for each in hosts_in_order]
+        self.chunks = min(len(each) for each in members)
+        """Chunks of a slot."""
+        self.region = region
+        self.rings: list[Transport] = []
+        """This rank's ring, for each slot under way; none for a rank that owns no chunk."""
+        if region.rank < self.chunks:
+            across = [each[region.rank] for each in members]
+            self.rings = [SubsetTransport(channels[k], across, 0) for k in range(WIDTH)]
+        self.summed = 0
+        """Turns whose SUMMED this rank has published: in order, though slots overlap."""
+        self.rank = rank
+
+
+class _InOrder:
+    """See `Request`: this rank has published all turns before."""
+
+    def __init__(self, hierarchy: Hierarchy, turn: int) -> None:
+        self._hierarchy, self._turn = hierarchy, turn
+        self.peer = hierarchy.rank
+
+    def done(self) -> bool:
+        """See `Request.done`."""
+        return self._hierarchy.summed == self._turn
+
+    def wait(self) -> None:
+        """See `Request.wait`; an earlier slot's steps must move meanwhile, so nobody waits here alone."""
+
+
+def allreduce(
+    slots: Sequence[Sequence[Part]],
+    hierarchy: Hierarchy,
+    reduction: Reduction,
+    segment_bytes: int = ring.SEGMENT_BYTES,
+    watch: Watch = lambda number, phase: None,
+) -> Steps[None]:
+    """Reduce the parts of all slots over all ranks of all hosts; every rank gets the same bits.
+
+    slots: each at most `region.slot_bytes` long, alike on all ranks;  watch: see shared.py.
+    Cost:  over each host's wire 2 n (H - 1) / H elements each way, H being the number of hosts; 2 (H - 1) messages a
+           slot. 16-bit floats travel as float32 until they are finished. Memory: the region's, and for each slot under
+           way 4 segments and, for 16-bit floats, a float32 copy of a chunk.
+    """
+    region = hierarchy.region
+    first = region.turn
+    region.turn += len(slots)
+    hierarchy.summed = first
+    yield from overlapped(
+        (
+            _slot(parts, first + number, number, hierarchy, reduction, segment_bytes, watch)
+            for number, parts in enumerate(slots)
+        ),
+        WIDTH,
+    )
+
+
+def _slot(
+    parts: Sequence[Part],
+    turn: int,
+    number: int,
+    hierarchy: Hierarchy,
+    reduction: Reduction,
+    segment_bytes: int,
+    watch: Watch,
+) -> Steps[None]:
+    region = hierarchy.region
+    slots = region.slots(turn, reduction.element.storage)
+    cuts = cut(tuple(part.source.size for part in parts), hierarchy.chunks)
+    watch(number, PACK)
+    for _, part, low, high, start, end in cuts:
+        slots[region.rank][low:high] = parts[part].source[start:end]
+    region.publish(PACKED, turn)
+    watch(number, REDUCE)
+    yield region.arrival(PACKED, turn)
+    own = [each for each in cuts if each.owner == region.rank]
+    if own and hierarchy.rings:
+        chunks = [each[own[0].low : own[-1].high] for each in slots]
+        yield from _across(chunks, region.rank, hierarchy.rings[number % WIDTH], reduction, segment_bytes)
+    if hierarchy.summed != turn:
+        yield _InOrder(hierarchy, turn)
+    region.publish(SUMMED, turn)
+    hierarchy.summed = turn + 1
+    yield region.arrival(SUMMED, turn)
+    watch(number, COPY)
+    _copy_out(cuts, slots, parts)
+    watch(number, DONE)
+
+
+def _across(
+    chunks: Sequence[Any], mine: int, transport: Transport, reduction: Reduction, segment_bytes: int
+) -> Steps[None]:
+    """Sum the chunk of the host's ranks, reduce it over the hosts, and leave it in this rank's slot."""
+    finished = chunks[mine]
+    if reduction.in_place:
+        partial = finished
+        _local(reduction).reduce_parts(chunks, partial)
+    else:
+        partial = _partial(chunks, reduction)
+    length = min(max(1, segment_bytes // partial.itemsize), partial.size)
+    scratch = np.empty(ring.RECEIVES_AHEAD * length, partial.dtype)
+    yield from ring.allreduce(finished, transport, reduction, segment_bytes, ring.Workspace(partial, scratch))
+
+
+def _local(reduction: Reduction) -> Reduction:
+    """What is done inside a host: all but what finishes the sum."""
+    return reduction._replace(op=Sum if reduction.op is Average else reduction.op, postscale=1.0)
+
+
+def _partial(chunks: Sequence[Any], reduction: Reduction) -> Any:
+    """The host's sum in `sum_type`."""
+    widened: Callable[[Any], Any] = reduction.widen
+    partial = widened(chunks[0])
+    reduction.prescaled(partial)
+    for chunk in chunks[1:]:
+        other = widened(chunk)
+        reduction.prescaled(other)
+        reduction.combine(partial, other)
+    return partial
+
+
+def _copy_out(cuts: Sequence[Cut], slots: Sequence[Any], parts: Sequence[Part]) -> None:
+    for owner, part, low, high, start, end in cuts:
+        parts[part].target[start:end] = slots[owner][low:high]

@@ -1,0 +1,79 @@
+"""Several collectives under way at the same time, so that one is on the wire while another is summed."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+from ringreduce.transport import waiting
+from ringreduce.transport.base import Request, Steps
+
+
+class AnyOf:
+    """See `Request`: one of several is done."""
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self._requests = requests
+
+    @property
+    def peer(self) -> int:
+        """Whom the oldest waits for."""
+        return self._requests[0].peer
+
+    def done(self) -> bool:
+        """See `Request.done`."""
+        return any(each.done() for each in self._requests)
+
+    def wait(self) -> None:
+        """See `Request.wait`."""
+        if len(self._requests) == 1:
+            self._requests[0].wait()
+        else:
+            waiting.until(self.done)
+
+
+class _Running:
+    """One collective, and what it waits for."""
+
+    def __init__(self, steps: Steps[None]) -> None:
+        self.steps = steps
+        self.request: Request | None = None
+        self.ended = False
+
+    def advance(self) -> bool:
+        """Move on as far as it goes without waiting; True when it moved."""
+        moved = False
+        while not self.ended and (self.request is None or self.request.done()):
+            if self.request is not None:
+                self.request.wait()
+            moved = True
+            try:
+                self.request = next(self.steps)
+            except StopIteration:
+                self.ended, self.request = True, None
+        return moved
+
+
+def overlapped(collectives: Iterable[Steps[None]], width: int) -> Steps[None]:
+    """Run collectives, `width` at a time.
+
+    They begin in order, and number n begins when number n - width has ended, so n % width tells which memory and which
+    channel it may use. The older moves first.
+    """
+    coming = iter(collectives)
+    running: deque[_Running] = deque()
+    exhausted = False
+    while True:
+        while not exhausted and len(running) < width:
+            steps = next(coming, None)
+            if steps is None:
+                exhausted = True
+            else:
+                running.append(_Running(steps))
+        if not running:
+            return
+        moved = sum(each.advance() for each in running) > 0
+        while running and running[0].ended:
+            running.popleft()
+        if not moved and running:
+            yield AnyOf([each.request for each in running if each.request is not None])

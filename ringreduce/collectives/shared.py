@@ -1,0 +1,212 @@
+"""All-reduce among the ranks of one host through memory that they share (transport/window.py). No messages.
+
+Data goes through small slots, so that it stays in the processor's caches. Each rank owns one chunk of a slot. Per slot,
+with two ranks, `a` and `b` the chunks of rank 0 and rank 1:
+
+    rank 0's gradients  rank 0's slot   rank 1's slot   rank 1's gradients
+         a0 b0              -- b0           a1 --             a1 b1         pack: all but the own chunk
+         A  b0              A  b0           a1 B              a1 B          sum the own chunk out of the others' slots
+         A  B       <----   A  b0           a1 B      ---->   A  B          copy the others' chunks out of their slots
+
+Each rank reads its gradients once and writes them once; all else happens in caches. With P ranks each packs
+n (P - 1) / P elements, sums n / P of every rank's, and copies n (P - 1) / P.
+
+Between the phases a rank waits for the others' flags. To wait less, it works on three slots in turn:
+
+    turn i:     pack slot i + 1  ·  copy out of slot i - 1  ·  sum slot i
+
+So four slots suffice, without a flag for "I have read it": before a rank packs slot i + 1 it has copied out of slot
+i - 2, for which all ranks had summed i - 2, after each had copied out of i - 3, whose memory is packed now.
+
+A slot that is short is not worth two waits: all pack all of it, and each sums all of it (`is_one_shot`).
+
+Every element is summed in rank order, whatever the slots: same inputs, same bits.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ringreduce.collectives.choose import is_one_shot
+from ringreduce.ops import Reduction
+from ringreduce.partition import chunk_bounds
+from ringreduce.transport.base import Steps
+from ringreduce.transport.window import PACKED, SUMMED, Region
+
+PACK, REDUCE, COPY, DONE = range(4)
+"""Phases of a slot, for whoever watches."""
+Watch = Callable[[int, int], None]
+
+
+class Part(NamedTuple):
+    """Elements that lie together: where from, and where to; both 1-D, of equal length and of `element.storage`."""
+
+    source: Any
+    target: Any
+
+
+class Cut(NamedTuple):
+    """A piece of one part that lies in one rank's chunk: low:high of the slot, first:last of the part."""
+
+    owner: int
+    part: int
+    low: int
+    high: int
+    first: int
+    last: int
+
+
+@functools.lru_cache(maxsize=4096)
+def cut(lengths: tuple[int, ...], size: int) -> tuple[Cut, ...]:
+    """Cut parts of these lengths, one after the other in a slot, at the bounds of `size` chunks.
+
+    >>> [tuple(each) for each in cut((3, 2), 2)]
+    [(0, 0, 0, 3, 0, 3), (1, 1, 3, 5, 0, 2)]
+    """
+    bounds = chunk_bounds(sum(lengths), size)
+    cuts = []
+    start, owner = 0, 0
+    for part, length in enumerate(lengths):
+        low, end = start, start + length
+        while low < end:
+            while bounds[owner + 1] <= low:
+                owner += 1
+            high = min(end, bounds[owner + 1])
+            cuts.append(Cut(owner, part, low, high, low - start, high - start))
+            low = high
+        start = end
+    return tuple(cuts)
+
+
+def allreduce(
+    slots: Sequence[Sequence[Part]], region: Region, reduction: Reduction, watch: Watch = lambda number, phase: None
+) -> Steps[None]:
+    """Reduce the parts of all slots over all ranks of the host; every rank gets the same bits.
+
+    slots: each at most `region.slot_bytes` long, alike on all ranks;  watch: called with a slot's number and phase when
+           that begins; DONE: its targets hold the results.
+    Cost:  2 waits a slot; see above. Memory: the region's.
+    Source: design.md's prototype; Open MPI's coll/sm and MPICH's release-gather do so for one slot.
+    """
+    pipeline = [_Slot(parts, region, reduction) for parts in slots]
+    if len(pipeline) == 1 and is_one_shot(pipeline[0].nbytes, region.size):
+        yield from _one_shot(pipeline[0], region, watch)
+        return
+    first, count = region.turn, len(pipeline)
+    region.turn += count
+    for number in range(-1, count + 1):
+        if number + 1 < count:
+            watch(number + 1, PACK)
+            pipeline[number + 1].pack(first + number + 1)
+            watch(number + 1, REDUCE)
+        if number > 0:
+            turn = first + number - 1
+            if not region.arrived(SUMMED, turn):
+                yield region.arrival(SUMMED, turn)
+            watch(number - 1, COPY)
+            pipeline[number - 1].copy_out(turn)
+            watch(number - 1, DONE)
+        if 0 <= number < count:
+            turn = first + number
+            if not region.arrived(PACKED, turn):
+                yield region.arrival(PACKED, turn)
+            pipeline[number].sum(turn)
+
+
+def _one_shot(slot: _Slot, region: Region, watch: Watch) -> Steps[None]:
+    turn = region.turn
+    region.turn += 1
+    watch(0, PACK)
+    slot.pack_all(turn)
+    watch(0, REDUCE)
+    if not region.arrived(PACKED, turn):
+        yield region.arrival(PACKED, turn)
+    watch(0, COPY)
+    slot.sum_all(turn)
+    watch(0, DONE)
+
+
+class _Slot:
+    """What one rank does with one slot."""
+
+    def __init__(self, parts: Sequence[Part], region: Region, reduction: Reduction) -> None:
+        self.parts, self.region, self.reduction = parts, region, reduction
+        self.dtype = reduction.element.storage
+        lengths = tuple(part.source.size for part in parts)
+        self.length = sum(lengths)
+        self.cuts = cut(lengths, region.size)
+        self.own = [each for each in self.cuts if each.owner == region.rank]
+        # a chunk of one piece is summed where it lies; one of many is packed, and summed at once
+        self.direct = len(self.own) == 1
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parts."""
+        nbytes: int = self.length * self.dtype.itemsize
+        return nbytes
+
+    def pack(self, turn: int) -> None:
+        """Copy into this rank's slot what others will sum."""
+        region = self.region
+        mine = region.slots(turn, self.dtype)[region.rank]
+        skipped = region.rank if self.direct else -1
+        for owner, part, low, high, first, last in self.cuts:
+            if owner != skipped:
+                mine[low:high] = self.parts[part].source[first:last]
+        region.publish(PACKED, turn)
+
+    def sum(self, turn: int) -> None:
+        """Reduce this rank's chunk into its slot, and into its own targets."""
+        region = self.region
+        slots = region.slots(turn, self.dtype)
+        mine = slots[region.rank]
+        if self.own:
+            low, high = self.own[0].low, self.own[-1].high
+            chunks = [each[low:high] for each in slots]
+            if self.direct:
+                _, part, _, _, first, last = self.own[0]
+                target = self.parts[part].target[first:last]
+                chunks[region.rank] = self.parts[part].source[first:last]
+                self.reduction.reduce_parts(chunks, target)
+                mine[low:high] = target
+            else:
+                self.reduction.reduce_parts(chunks, mine[low:high])
+                self._copy(self.own, slots)
+        region.publish(SUMMED, turn)
+
+    def copy_out(self, turn: int) -> None:
+        """Copy the others' finished chunks into this rank's targets."""
+        rank = self.region.rank
+        self._copy([each for each in self.cuts if each.owner != rank], self.region.slots(turn, self.dtype))
+
+    def _copy(self, cuts: Sequence[Cut], slots: Sequence[Any]) -> None:
+        for owner, part, low, high, first, last in cuts:
+            self.parts[part].target[first:last] = slots[owner][low:high]
+
+    def pack_all(self, turn: int) -> None:
+        """Copy everything into this rank's slot."""
+        mine = self.region.slots(turn, self.dtype)[self.region.rank]
+        low = 0
+        for source, _ in self.parts:
+            high = low + source.size
+            mine[low:high] = source
+            low = high
+        self.region.publish(PACKED, turn)
+
+    def sum_all(self, turn: int) -> None:
+        """Reduce everything out of all slots, which stay as they are: others still read them."""
+        chunks = [each[: self.length] for each in self.region.slots(turn, self.dtype)]
+        if len(self.parts) == 1:
+            self.reduction.reduce_parts(chunks, self.parts[0].target)
+            return
+        reduced = np.empty(self.length, self.dtype)
+        self.reduction.reduce_parts(chunks, reduced)
+        low = 0
+        for _, target in self.parts:
+            high = low + target.size
+            target[...] = reduced[low:high]
+            low = high

@@ -1,0 +1,119 @@
+"""Tensors that may travel together, the requests that own them, and one slot's way: packed, sent, unpacked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ringreduce import fusion
+from ringreduce.buffers import Buffer
+from ringreduce.engine.context import Context
+from ringreduce.engine.request import Request
+from ringreduce.ops import Reduction
+from ringreduce.transport.base import Steps
+
+Collective = Callable[[Any, Any], Steps[None]]
+"""Moves a slot's elements, in place: those to be finished, and their sums where these are wider, else None."""
+
+
+class Batch(NamedTuple):
+    """Tensors of one element type on one kind of device."""
+
+    inputs: list[Buffer]
+    outputs: list[Buffer]
+    owners: list[Request]
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Elements of each tensor."""
+        return tuple(each.count for each in self.inputs)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all together."""
+        return sum(each.nbytes for each in self.inputs)
+
+    def expect(self, slots: Sequence[fusion.Slot]) -> None:
+        """The owners are complete when all of these are settled."""
+        for slot in slots:
+            for piece in slot.pieces:
+                self.owners[piece.tensor].missing_pieces += 1
+
+    def settle(self, slot: fusion.Slot) -> None:
+        """A slot's results are in place: complete what has nothing else to wait for."""
+        for piece in slot.pieces:
+            settle(self.owners[piece.tensor])
+
+    def names(self, slot: fusion.Slot) -> list[Request]:
+        """The requests of a slot, for the timeline."""
+        return [self.owners[piece.tensor] for piece in slot.pieces]
+
+
+def batches(requests: Sequence[Request]) -> list[Batch]:
+    """Sort the tensors by their kind; when all is planned, `settle` each request once."""
+    found: dict[tuple[str, str], Batch] = {}
+    for request in requests:
+        request.missing_pieces = 1  # for the planning itself: not complete before its end
+        for source, target in zip(request.inputs, request.outputs, strict=True):
+            kind = source.element.name, source.device.partition(":")[0]
+            batch = found.get(kind)
+            if batch is None:
+                batch = found[kind] = Batch([], [], [])
+            batch.inputs.append(source)
+            batch.outputs.append(target)
+            batch.owners.append(request)
+    return list(found.values())
+
+
+def settle(request: Request) -> None:
+    """One piece of a request is finished, or its planning is."""
+    request.missing_pieces -= 1
+    if request.missing_pieces == 0:
+        request.complete()
+
+
+def carry(
+    batch: Batch,
+    slot: fusion.Slot,
+    collective: Collective,
+    phase: str,
+    context: Context,
+    wide: Reduction | None = None,
+) -> Steps[None]:
+    """Pack a slot, run the collective, unpack; a piece that is alone is worked on in the output's own memory.
+
+    wide: packed in its `sum_type`; the finished elements come behind.
+    """
+    timeline, names = context.timeline, batch.names(slot)
+    if len(slot.pieces) == 1 and wide is None:
+        number, low, high = slot.pieces[0]
+        flat = batch.outputs[number].flat[low:high]
+        if batch.outputs[number] is not batch.inputs[number]:
+            flat[...] = batch.inputs[number].flat[low:high]
+        with timeline.phase(names, phase):
+            yield from collective(flat, None)
+    else:
+        like = batch.inputs[0]
+        storage = like.element.storage
+        with context.memory.block(like) as block:
+            partial = view(block, storage if wide is None else wide.sum_type)[: slot.length]
+            with timeline.phase(names, "MEMCPY_IN_FUSION_BUFFER"):
+                fusion.pack(slot, batch.inputs, partial, widen=None if wide is None else wide.widen)
+            finished = partial if wide is None else view(block[partial.nbytes :], storage)[: slot.length]
+            with timeline.phase(names, phase):
+                yield from collective(finished, None if wide is None else partial)
+            with timeline.phase(names, "MEMCPY_OUT_FUSION_BUFFER"):
+                fusion.unpack(slot, finished, batch.outputs)
+    batch.settle(slot)
+
+
+def plan(batch: Batch, context: Context, itemsize: int) -> Sequence[fusion.Slot]:
+    """The slots of a batch whose elements take `itemsize` bytes in the fusion buffer."""
+    return fusion.plan(batch.counts, max(1, context.settings.fusion_slot_bytes // itemsize))
+
+
+def view(block: Any, dtype: np.dtype[Any]) -> Any:
+    """A block of bytes as elements of `dtype`."""
+    return block[: block.size // dtype.itemsize * dtype.itemsize].view(dtype)

@@ -1,0 +1,37 @@
+"""What operations of one process set need."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from ringreduce import fusion
+from ringreduce.engine.routes import Routes
+from ringreduce.engine.timeline import Timeline
+from ringreduce.errors import InputError
+from ringreduce.settings import Settings
+from ringreduce.transport.base import Transport
+
+
+@dataclasses.dataclass
+class Context:
+    """What operations of one process set need."""
+
+    transport: Transport
+    routes: Routes
+    members: tuple[int, ...]
+    """Ranks of the world, by rank in the set."""
+    settings: Settings
+    memory: fusion.Memory
+    timeline: Timeline
+    divisor: int
+    """What an Average is divided by: the set's size, or its live ranks."""
+
+    def place(self, kind: str, root_rank: Any) -> int:
+        """The rank in the set of a rank of the world."""
+        if not isinstance(root_rank, int) or root_rank not in self.members:
+            what = f"a rank from 0 to {len(self.members) - 1}"
+            if self.members != tuple(range(len(self.members))):
+                what = f"a rank of the process set, {', '.join(map(str, self.members))}"
+            raise InputError(f"{kind}: root_rank={root_rank!r}; expected {what}")
+        return self.members.index(root_rank)

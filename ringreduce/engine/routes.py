@@ -1,0 +1,109 @@
+"""By which algorithm a process set's all-reduces go: what can be used there, and what the cost model prefers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ringreduce.collectives.choose import ALGORITHMS, Constants, choose
+from ringreduce.collectives.hierarchical import Hierarchy
+from ringreduce.errors import SettingsError
+from ringreduce.ops import Reduction
+from ringreduce.settings import Settings
+from ringreduce.transport.base import Request, Transport
+from ringreduce.transport.window import Region
+
+LONGEST = 48
+"""The table of choices has a row for each power of two bytes up to this one."""
+Native = Callable[[Any, str], "Callable[[], Request] | None"]
+"""What starts MPI's own all-reduce of an array, in place, by an op's name; None for what MPI has not."""
+
+
+class Routes:
+    """One process set's, on one of its ranks; all members choose alike.
+
+    hosts:  of each member;  region: the set's part of the host's shared memory, None where there is none on some host;
+    native: MPI's own all-reduce, for the set of all ranks.
+    """
+
+    def __init__(
+        self,
+        channels: Sequence[Transport],
+        hosts: Sequence[int],
+        region: Region | None,
+        settings: Settings,
+        constants: Constants,
+        native: Native | None = None,
+    ) -> None:
+        self.channels = channels
+        self.region = region
+        self.native = native
+        self.hierarchy = None
+        one_host = len(set(hosts)) == 1
+        self.usable = ["ring", "direct", "doubling"]
+        if region is not None and one_host:
+            self.usable.append("shared")
+        elif region is not None and len(set(hosts)) < len(hosts):
+            self.hierarchy = Hierarchy(channels, hosts, region)
+            self.usable.append("hierarchical")
+        if native is not None:
+            self.usable.append("mpi")
+        candidates = self._candidates(settings)
+        self._narrow = _table(hosts, candidates, constants, 1)
+        self._wide = _table(hosts, candidates, constants, 2)
+
+    def _candidates(self, settings: Settings) -> list[str]:
+        if settings.deterministic:  # both sum in rank order, whatever the pieces
+            return ["shared" if "shared" in self.usable else "direct"]
+        if settings.algorithm in self.usable:
+            return [settings.algorithm]
+        return self.usable
+
+    def choice(self, nbytes: int, reduction: Reduction) -> str:
+        """The algorithm for host arrays of `nbytes` together."""
+        table = self._wide if reduction.sum_type.itemsize > reduction.element.itemsize else self._narrow
+        algorithm = table[min(nbytes.bit_length(), LONGEST)]
+        if algorithm == "mpi" and not reduction.in_place:
+            return "ring"
+        return algorithm
+
+    def text(self) -> str:
+        """Such as `doubling up to 32768 B, then ring`."""
+        parts = []
+        for power, algorithm in enumerate(self._narrow):
+            if power == LONGEST or self._narrow[power + 1] != algorithm:
+                parts.append(algorithm if power == LONGEST else f"{algorithm} below {1 << power} B")
+        return ", then ".join(parts)
+
+
+def _table(hosts: Sequence[int], candidates: Sequence[str], constants: Constants, wider: int) -> list[str]:
+    """By the number of bits that a size in bytes has; `wider`: how much longer sums are than elements."""
+    if len(candidates) == 1:
+        return [candidates[0]] * (LONGEST + 1)
+    sizes = [(1 << power) * 3 // 4 for power in range(LONGEST + 1)]
+    return [choose(nbytes, wider * nbytes, hosts, candidates, constants) for nbytes in sizes]
+
+
+def check(settings: Settings, routes: Routes, hosts: Sequence[int], why_not: str) -> None:
+    """Raise SettingsError for a demand that the set of all ranks cannot meet; why_not: there is no shared memory."""
+    asked = settings.algorithm
+    if asked == "auto" or len(hosts) == 1:
+        return
+    if asked not in ALGORITHMS:
+        raise SettingsError(f"RINGREDUCE_ALGORITHM={asked!r}: expected auto or one of {', '.join(ALGORITHMS)}")
+    if asked not in routes.usable:
+        places = len(set(hosts))
+        needs = {
+            "shared": "all ranks on one host, and shared memory",
+            "hierarchical": "several hosts, one of them with several ranks, and shared memory",
+            "mpi": "MPI",
+        }[asked]
+        raise SettingsError(
+            f"RINGREDUCE_ALGORITHM={asked}: needs {needs}; there are {len(hosts)} ranks on {places} host"
+            f"{'s' if places > 1 else ''}{f', and {why_not}' if why_not else ''}; usable are {', '.join(routes.usable)}"
+        )
+    if settings.deterministic and asked not in ("shared", "direct"):
+        raise SettingsError(
+            f"RINGREDUCE_ALGORITHM={asked} and RINGREDUCE_DETERMINISTIC=1: its bits depend on how tensors are fused; "
+            "unset one of them, or take shared or direct"
+        )

@@ -1,0 +1,83 @@
+"""Before the engine starts: the host's shared memory, and what the cost model needs to know. All ranks together."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from ringreduce.collectives import measure
+from ringreduce.collectives.choose import Constants
+from ringreduce.engine.host import Host
+from ringreduce.engine.routes import check
+from ringreduce.errors import SettingsError
+from ringreduce.settings import Settings
+from ringreduce.transport.base import complete
+from ringreduce.transport.message import MessageTransport
+from ringreduce.transport.window import Window, block_bytes
+from ringreduce.world import World
+
+SHARED_MEMORY = "/dev/shm"  # noqa: S108 - MPI's choice, asked how much is free
+MARGIN_BYTES = 4 << 20
+"""What others may take between the question how much is free and our taking it."""
+
+
+def prepare_host(world: World, transport: MessageTransport, settings: Settings) -> Host:
+    """Make the window and measure the constants; every rank must call it.
+
+    Cost:   under 100 ms. Where shared memory cannot be had rank 0 says so in a line, and messages are used.
+    Raises: SettingsError for an algorithm that cannot be used.
+    """
+    window, why_not = make_window(world, settings)
+    constants = Constants.parse(settings.costs)
+    native = transport.native_allreduce
+    rehearsal = Host(world, transport, settings, window, constants, native).routes(0, range(world.size))
+    try:
+        check(settings, rehearsal, world.hosts, why_not)
+    except SettingsError:
+        if window is not None:  # raised on all ranks
+            window.close()
+        raise
+    if world.size > 1 and not settings.costs:
+        constants = complete(measure.constants(transport, world.hosts, rehearsal.region))
+        world.gather(None)  # no rank resets its flags before all have measured
+    return Host(world, transport, settings, window, constants, native)
+
+
+def make_window(world: World, settings: Settings) -> tuple[Window | None, str]:
+    """The host's shared memory, or None and why there is none; the same on all ranks."""
+    if len(set(world.hosts)) == world.size:
+        return None, "no two ranks are on one host"
+    nbytes = block_bytes(settings.shared_slot_bytes, settings.shared_regions)
+    why_not = _first(world, _too_small(nbytes * world.local_size))
+    window = None
+    if not why_not:
+        try:
+            window = Window(*world.allocate_shared(nbytes))
+        except Exception as exc:
+            why_not = f"MPI gives none: {exc}"
+        why_not = _first(world, why_not)
+    if why_not and world.rank == 0:
+        what = "ringreduce: no shared memory between the ranks of a host, so messages are used"
+        print(f"{what}: {why_not}", file=sys.stderr)
+    return (None if why_not else window), why_not
+
+
+def _first(world: World, why_not: str) -> str:
+    """The first rank's reason, if any rank has one."""
+    reasons = [f"rank {rank}: {reason}" for rank, reason in enumerate(world.gather(why_not)) if reason]
+    return reasons[0] if reasons else ""
+
+
+def _too_small(nbytes: int) -> str:
+    """Why MPI must not even try: memory that is not there kills with SIGBUS when it is touched."""
+    try:
+        status = os.statvfs(SHARED_MEMORY)
+    except OSError:
+        return ""
+    free = status.f_bavail * status.f_frsize
+    if free >= nbytes + MARGIN_BYTES:
+        return ""
+    return (
+        f"{SHARED_MEMORY} has {free >> 20} MiB free, and {(nbytes + MARGIN_BYTES) >> 20} MiB are needed; enlarge it "
+        "(docker run --shm-size=…), or lower RINGREDUCE_FUSION_BUFFER_BYTES and RINGREDUCE_SHARED_SLOT_BYTES"
+    )

@@ -1,0 +1,148 @@
+"""Memory that the ranks of one host share, and flags by which they tell each other how far they are.
+
+Each rank of the host owns a block; all may read and write all blocks. A block is cut into regions, one for each process
+set that moves data here at the same time, and a region into slots:
+
+    block of rank r   | flags | region 0: slot 0, 1, 2, 3 | region 1: slot 0, 1, 2, 3 | ...
+
+Flags only ever grow, and only their owner writes them. A rank writes data first and then its flag, with a memory fence
+between; others read the flag first and then the data, with a fence between.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ringreduce.transport import waiting
+
+FLAGS_BYTES = 4096
+CACHE_LINE_BYTES = 64
+PACKED, SUMMED = 0, 1
+"""The flags of a region: how many slots its owner has filled, and in how many it has finished its own chunk."""
+FLAGS_PER_REGION = 2
+SLOTS = 4
+"""Slots of a region: shared.py tells why so many suffice."""
+MOST_REGIONS = FLAGS_BYTES // (CACHE_LINE_BYTES * FLAGS_PER_REGION)
+SPINS = 20
+"""Tests of a flag before the core is given away: the other rank is usually microseconds behind."""
+YIELDS = 60
+"""... and before the engine looks for something else to do, which takes it tens of microseconds."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """The blocks of one host's ranks, by local rank, each 1-D uint8 of equal length."""
+
+    blocks: Sequence[Any]
+    fence: Callable[[], None]
+    """Orders this thread's reads and writes of the blocks before it against those after it."""
+    close: Callable[[], None]
+    """Gives the memory back; every rank of the host must call it."""
+    check: Callable[[int], None] = lambda rank: None
+    """Called while a rank (of the world) is waited for in vain; may raise."""
+
+
+def block_bytes(slot_bytes: int, regions: int) -> int:
+    """The length of a block."""
+    return FLAGS_BYTES + regions * SLOTS * slot_bytes
+
+
+class Region:
+    """One process set's part of a window, as one of its members on this host uses it.
+
+    members: the members' local ranks;  ranks: their ranks in the world, for reports.
+    """
+
+    def __init__(
+        self, window: Window, number: int, slot_bytes: int, members: Sequence[int], ranks: Sequence[int], rank: int
+    ) -> None:
+        self.window = window
+        self.slot_bytes = slot_bytes
+        self.size = len(members)
+        self.rank = rank
+        """This rank's place among the members."""
+        self.ranks = tuple(ranks)
+        self.turn = 0
+        """Slots used so far: the next one is slot turn % SLOTS. Equal on all members between two operations."""
+        first = FLAGS_BYTES + number * SLOTS * slot_bytes
+        self._slots = [window.blocks[k][first : first + SLOTS * slot_bytes].reshape(SLOTS, -1) for k in members]
+        low = number * FLAGS_PER_REGION * CACHE_LINE_BYTES
+        high = low + FLAGS_PER_REGION * CACHE_LINE_BYTES
+        # a memoryview's items are read ten times faster than an array's
+        flags = [memoryview(window.blocks[k][low:high].view(np.int64)) for k in members]
+        self._flags = [each[:: CACHE_LINE_BYTES // 8] for each in flags]
+        self._views: dict[Any, list[list[Any]]] = {}
+        for flag in range(FLAGS_PER_REGION):
+            self._flags[rank][flag] = 0
+
+    def slots(self, turn: int, dtype: np.dtype[Any]) -> list[Any]:
+        """The slot of a turn in every member's block: 1-D arrays of `dtype`."""
+        views = self._views.get(dtype)
+        if views is None:
+            whole = [each[:, : self.slot_bytes // dtype.itemsize * dtype.itemsize].view(dtype) for each in self._slots]
+            views = self._views[dtype] = [[each[slot] for each in whole] for slot in range(SLOTS)]
+        return views[turn % SLOTS]
+
+    def publish(self, flag: int, turn: int) -> None:
+        """Tell the others that this rank has done its part of `turn`, and of all turns before."""
+        self.window.fence()
+        self._flags[self.rank][flag] = turn + 1
+
+    def arrived(self, flag: int, turn: int) -> bool:
+        """True when every member has published this turn."""
+        for each in self._flags:
+            if each[flag] <= turn:
+                return False
+        self.window.fence()
+        return True
+
+    def arrival(self, flag: int, turn: int) -> Arrival:
+        """A request that is done when every member has published this turn."""
+        return Arrival(self, flag, turn)
+
+    def late(self, flag: int, turn: int) -> int:
+        """The rank (of the world) of the first member that has not published this turn; this rank's if all have."""
+        for rank, each in zip(self.ranks, self._flags, strict=True):
+            if each[flag] <= turn:
+                return rank
+        return self.ranks[self.rank]
+
+
+class Arrival:
+    """See `transport.base.Request`: all members have published a turn."""
+
+    def __init__(self, region: Region, flag: int, turn: int) -> None:
+        self._region, self._flag, self._turn = region, flag, turn
+
+    @property
+    def peer(self) -> int:
+        """The rank of the world that is waited for."""
+        return self._region.late(self._flag, self._turn)
+
+    def done(self) -> bool:
+        """See `Request.done`; looks for some microseconds, for the others are about to."""
+        arrived, flag, turn = self._region.arrived, self._flag, self._turn
+        for _ in range(SPINS):
+            if arrived(flag, turn):
+                return True
+        for _ in range(YIELDS):
+            os.sched_yield()
+            if arrived(flag, turn):
+                return True
+        return False
+
+    def wait(self) -> None:
+        """See `Request.wait`."""
+        if not self.done():
+            waiting.until(self._arrived_or_lost)
+
+    def _arrived_or_lost(self) -> bool:
+        if self._region.arrived(self._flag, self._turn):
+            return True
+        self._region.window.check(self.peer)
+        return False
