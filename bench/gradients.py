@@ -1,0 +1,139 @@
+"""The gradients of whole models: ours beside DDP on gloo, MPI_Allreduce and Horovod, and beside one copy in memory.
+
+    ringrun -np 2 python bench/gradients.py
+    ringrun -np 4 python bench/gradients.py --models resnet50 --json gradients.json --plot gradients.png
+
+Every rank has all gradients of a model (`bench/models.py`), float32, and all get the average. The rows:
+
+    ringreduce, NumPy      allreduce_async_ with a name for every tensor, in backward's order, then synchronize all
+    ringreduce, torch      the same through ringreduce.torch, on torch tensors
+    DDP gloo               a backward that computes nothing but hands over the gradients, gradient_as_bucket_view=True,
+                           less the time of the same backward without DDP
+    MPI_Allreduce, packed  a sum of one buffer; packing it, dividing it and unpacking it are not counted
+    Horovod                as ours, measured after all others, since its thread polls
+    floor: one copy        every rank copies all gradients once, all at the same time
+
+Columns: time of all tensors together (median of several runs, the rows in turns, of the slowest rank); how often the
+floor's time that is; how often the time of `ringreduce, NumPy`; elements that differ from the average, or the sum,
+computed apart. Memory: about four times the gradients on each rank (GPT-2: 2 GB).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+from collections.abc import Mapping
+from typing import Any
+
+import plots
+from common import Column, Report, about, in_turns, is_printing, microseconds, parse, parser, total
+from contenders import has, missing, stop_gloo
+from models import MODELS
+from reducers import ALONE, DDP, FLOOR, NUMPY, Gradients, Reducer, horovod, reducers
+
+import ringreduce as rr
+
+SECONDS_PER_RUN = 0.15
+COLUMNS = (
+    Column("model", "model", width=10, left=True),
+    Column("who", "who", width=23, left=True),
+    Column("tensors", "tensors", "", 8, "d"),
+    Column("mb", "size", "MB", 8, ".1f"),
+    Column("time_ms", "time", "ms", 9, ".2f"),
+    Column("algbw_gbs", "algbw", "GB/s", 8, ".2f"),
+    Column("of_floor", "of floor", "times", 10, ".2f"),
+    Column("of_ours", "of ours", "times", 10, ".2f"),
+    Column("wrong", "#wrong", "", 8, "d"),
+)
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    made = parser(__doc__, runs=7)
+    made.add_argument("--models", nargs="+", choices=MODELS, default=None, help="(resnet50 gpt2)")
+    options = parse(made)
+    options.models = options.models or (["tiny"] if options.quick else ["resnet50", "gpt2"])
+    return options
+
+
+def measured(compared: Mapping[str, Reducer], gradients: Gradients, runs: int) -> dict[str, dict[str, Any]]:
+    """The times of all, in turns, with what DDP's backward takes by itself subtracted from DDP's; then the checks."""
+    times = in_turns({name: reducer.run for name, reducer in compared.items()}, runs, SECONDS_PER_RUN)
+    found = {name: microseconds(each) for name, each in times.items()}
+    if ALONE in found:
+        alone = found.pop(ALONE)["time_us"]
+        found[DDP] |= {"with_backward_us": found[DDP]["time_us"], "backward_alone_us": alone}
+        found[DDP]["time_us"] -= alone
+    for name, row in found.items():
+        row["wrong"] = None if name == FLOOR else total(gradients.wrong(compared[name]))
+    return found
+
+
+def rows(
+    model: str, gradients: Gradients, found: dict[str, dict[str, Any]], floor_us: float, ours_us: float
+) -> list[dict[str, Any]]:
+    """The rows of one model."""
+    about_model = {"model": model, "tensors": len(gradients.arrays), "mb": gradients.nbytes / 1e6}
+    return [
+        {
+            **about_model,
+            "who": name,
+            "time_ms": row["time_us"] / 1e3,
+            "algbw_gbs": gradients.nbytes / row["time_us"] / 1e3,
+            "of_floor": row["time_us"] / floor_us,
+            "of_ours": row["time_us"] / ours_us,
+            **row,
+        }
+        for name, row in found.items()
+    ]
+
+
+def plot(report: Report, path: str) -> None:
+    """Bars from zero, a panel for each model, the floor as a line through all of them."""
+    models = list(dict.fromkeys(row["model"] for row in report.rows))
+    figure, axes = plots.canvas(1, len(models), (6.2 * len(models), 4))
+    for panel, model in zip(axes[0], models, strict=True):
+        shown = [row for row in report.rows if row["model"] == model]
+        names = [row["who"] for row in shown]
+        colour = plots.colours(names)
+        panel.barh(names, [row["time_ms"] for row in shown], color=[colour[name] for name in names])
+        for place, row in enumerate(shown):
+            label = f" {row['time_ms']:.3g} ms" + ("" if row["who"] == FLOOR else f", {row['of_floor']:.1f} x floor")
+            panel.text(row["time_ms"], place, label, va="center", fontsize=8)
+        panel.axvline(next(row["time_ms"] for row in shown if row["who"] == FLOOR), color="0.5", lw=0.8, ls="--")
+        panel.invert_yaxis()
+        longest = max(row["time_ms"] for row in shown)
+        panel.set(xlim=(0, longest * 1.4), xlabel="ms, lower is better")
+        panel.set_title(f"{model}: {shown[0]['tensors']} tensors, {shown[0]['mb']:.3g} MB", fontsize=10)
+        if panel is not axes[0][0]:
+            panel.set_yticklabels([])
+    header = report.header
+    plots.finish(figure, f"Averaging a model's gradients (float32), {header['ranks']} ranks on one host", header, path)
+
+
+def main() -> None:
+    """Measure model by model."""
+    options = arguments()
+    rr.init()
+    note = f"median of {options.runs} runs, the rows in turns, of the slowest rank; 1 MB = 1e6 bytes{missing()}"
+    report = Report("gradients", about(hosts=len(set(rr.info().hosts))), COLUMNS, is_printing(), note)
+    selects = (reducers, horovod) if has("horovod") else (reducers,)
+    base: dict[str, tuple[float, float]] = {}
+    for select, model in [(select, model) for select in selects for model in options.models]:
+        gradients = Gradients(MODELS[model]())
+        found = measured(select(gradients), gradients, options.runs)
+        if select is reducers:
+            base[model] = found[FLOOR]["time_us"], found[NUMPY]["time_us"]
+        for row in rows(model, gradients, found, *base[model]):
+            report.add(row)
+        gc.collect()  # what DDP made holds the gradients of the model before
+    report.header["fusion_buffer_bytes"] = rr.info().fusion_buffer_bytes
+    stop_gloo()
+    report.write(options.json)
+    if options.plot and is_printing():
+        plot(report, options.plot)
+    report.finish()
+
+
+if __name__ == "__main__":
+    main()
