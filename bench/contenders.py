@@ -20,10 +20,11 @@ from common import neutral
 
 import ringreduce as rr
 from ringreduce import runtime
-from ringreduce.collectives import ring
+from ringreduce.collectives import direct, doubling, hierarchical, ring, shared
 from ringreduce.dtypes import element_type
+from ringreduce.engine.engine import GLOBAL
 from ringreduce.ops import Reduction
-from ringreduce.transport.base import complete
+from ringreduce.transport.base import Steps, complete
 
 Contender = Callable[[np.ndarray[Any, Any]], object]
 PUBLIC, MPI_NAME, GLOO, HOROVOD = "allreduce_", "MPI_Allreduce", "torch gloo", "Horovod"
@@ -44,12 +45,32 @@ def contenders(dtype: str) -> dict[str, Contender]:
 def algorithms(dtype: str) -> dict[str, Contender]:
     """Our algorithms, called directly: without the engine, without agreeing on anything before.
 
-    An algorithm that the product gains is added here, and nowhere else in bench/.
+    An algorithm that the product gains is added here, and nowhere else in bench/. They use the engine's own memory and
+    channels, so nothing else may be under way.
     """
     current = runtime.current("bench")
+    routes, segment_bytes = current.engine.lanes[GLOBAL].routes, current.settings.ring_segment_bytes
+    region, hierarchy, channel = routes.region, routes.hierarchy, routes.channels[0]
     reduction = Reduction(rr.Sum, element_type(np.dtype(dtype)), rr.size())
-    segment_bytes = current.settings.ring_segment_bytes
-    return {"ring": lambda array: complete(ring.allreduce(array, current.transport, reduction, segment_bytes))}
+    steps: dict[str, Callable[[np.ndarray[Any, Any]], Steps[None]]] = {
+        "ring": lambda array: ring.allreduce(array, channel, reduction, segment_bytes),
+        "direct": lambda array: direct.allreduce(array, channel, reduction, segment_bytes),
+        "doubling": lambda array: doubling.allreduce(array, channel, reduction),
+    }
+    if region is not None and "shared" in routes.usable:
+        steps["shared"] = lambda array: shared.allreduce(slots(array, region.slot_bytes), region, reduction)
+    if region is not None and hierarchy is not None:
+        steps["hierarchical"] = lambda array: hierarchical.allreduce(
+            slots(array, region.slot_bytes), hierarchy, reduction, segment_bytes
+        )
+    return {name: lambda array, start=start: complete(start(array)) for name, start in steps.items()}
+
+
+def slots(array: np.ndarray[Any, Any], slot_bytes: int) -> list[list[shared.Part]]:
+    """The array in pieces that fit a slot of shared memory; each is reduced in place."""
+    length = slot_bytes // array.itemsize
+    pieces = (array[low : low + length] for low in range(0, array.size, length))
+    return [[shared.Part(piece, piece)] for piece in pieces]
 
 
 def gloo_allreduce(array: np.ndarray[Any, Any]) -> None:
