@@ -1,0 +1,236 @@
+"""One training step: what communication adds to a step's computing, ours beside DDP on gloo.
+
+    ringrun -np 2 python bench/train_step.py
+    ringrun -np 2 python bench/train_step.py --batches 1 4 --json train_step.json --plot train_step.png
+
+The transformer of examples/train_gpt.py with 10.9 M parameters (width 384, 6 blocks, 6 heads, 256 bytes of context),
+one thread a rank. A step is forward, backward, SGD with momentum. Each rank has its own sequences; a batch is what one
+rank takes. Rows:
+
+    compute alone    all ranks take the step at the same time, and nothing is communicated
+    ringreduce       optimizer = ringreduce.torch.DistributedOptimizer(...)
+    DDP gloo         DistributedDataParallel(model, gradient_as_bucket_view=True)
+    Horovod          as ours; measured after all others, since its thread polls
+
+Columns: time of a step (median of several runs, the rows in turns, of the slowest rank); how much longer it is than
+computing alone (the median of the runs' own ratios, so that a slow moment of the machine meets both); elements of the
+gradients that are not the ranks' average, computed apart in float64.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import plots
+from common import Column, Report, about, in_turns, is_printing, microseconds, neutral, parse, parser, total
+from contenders import has, missing, start_gloo, stop_gloo
+
+import ringreduce as rr
+
+SECONDS_PER_RUN = 1.0
+ALONE, OURS, DDP, HOROVOD = "compute alone", "ringreduce", "DDP gloo", "Horovod"
+COLUMNS = (
+    Column("batch", "batch", "", 6, "d"),
+    Column("who", "  who", width=18, left=True),
+    Column("parameters", "parameters", "M", 11, ".2f"),
+    Column("time_ms", "time", "ms", 9, ".2f"),
+    Column("overhead_percent", "overhead", "%", 9, ".1f"),
+    Column("wrong", "#wrong", "", 8, "d"),
+)
+
+
+class Trainee(NamedTuple):
+    """A model and how it is trained."""
+
+    model: Any
+    optimizer: Any
+
+    def backward(self, inputs: Any, targets: Any) -> None:
+        """Gradients, from none."""
+        from torch.nn import functional
+
+        self.optimizer.zero_grad()
+        functional.cross_entropy(self.model(inputs).flatten(0, 1), targets.flatten()).backward()
+
+    def step(self, inputs: Any, targets: Any) -> None:
+        """All of a step."""
+        self.backward(inputs, targets)
+        self.optimizer.step()
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    made = parser(__doc__, runs=9)
+    made.add_argument("--batches", nargs="+", type=int, default=None, metavar="N", help="sequences of a rank (1 4)")
+    options = parse(made)
+    options.batches = options.batches or ([1] if options.quick else [1, 4])
+    return options
+
+
+def new_model(quick: bool) -> Any:
+    """The same on all ranks."""
+    import torch
+
+    sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
+    from train_gpt import GPT
+
+    torch.manual_seed(0)
+    return GPT(width=32, depth=2, heads=2, context=16) if quick else GPT(width=384, depth=6, heads=6, context=256)
+
+
+def optimizer_of(model: Any) -> Any:
+    """Cheap, and the same for all."""
+    import torch
+
+    return torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+
+
+def trainees(model: Any) -> dict[str, Trainee]:
+    """Those who can be measured side by side in one process, from equal parameters."""
+    import torch
+
+    import ringreduce.torch as rrt
+
+    alone, ours, ddp = (copy.deepcopy(model) for _ in range(3))
+    start_gloo()
+    parallel = torch.nn.parallel.DistributedDataParallel(ddp, gradient_as_bucket_view=True)
+    distributed = rrt.DistributedOptimizer(optimizer_of(ours), named_parameters=ours.named_parameters())
+    return {
+        ALONE: Trainee(alone, optimizer_of(alone)),
+        OURS: Trainee(ours, distributed),
+        DDP: Trainee(parallel, optimizer_of(ddp)),
+    }
+
+
+def horovod_trainee(model: Any) -> dict[str, Trainee]:
+    """Horovod, started, beside computing alone once more."""
+    import horovod.torch as hvd
+
+    hvd.init()
+    alone, theirs = copy.deepcopy(model), copy.deepcopy(model)
+    distributed = hvd.DistributedOptimizer(optimizer_of(theirs), named_parameters=theirs.named_parameters())
+    return {ALONE: Trainee(alone, optimizer_of(alone)), HOROVOD: Trainee(theirs, distributed)}
+
+
+def batch_of(count: int, context: int) -> tuple[Any, Any]:
+    """Bytes of this rank's own, and those to predict."""
+    import torch
+
+    generator = torch.Generator().manual_seed(1000 + neutral().rank)
+    sequences = torch.randint(256, (count, context + 1), generator=generator)
+    return sequences[:, :-1], sequences[:, 1:]
+
+
+def gradients_of(trainee: Trainee, batch: tuple[Any, Any]) -> list[np.ndarray[Any, Any]]:
+    """After one backward, in float64; those of a DistributedOptimizer are there when it is synchronized."""
+    trainee.backward(*batch)
+    is_distributed = hasattr(trainee.optimizer, "synchronize")
+    if is_distributed:
+        trainee.optimizer.synchronize()
+    found = [parameter.grad.numpy().astype(np.float64) for parameter in trainee.model.parameters()]
+    if is_distributed:
+        with trainee.optimizer.skip_synchronize():
+            trainee.optimizer.step()
+    return found
+
+
+def averages(model: Any, batch: tuple[Any, Any]) -> list[np.ndarray[Any, Any]]:
+    """The gradients of `model`, averaged over the ranks by MPI in float64: what all must get."""
+    from mpi4py import MPI
+
+    expected = gradients_of(Trainee(model, optimizer_of(model)), batch)
+    for array in expected:
+        neutral().Allreduce(MPI.IN_PLACE, array)
+        array /= neutral().size
+    return expected
+
+
+def wrong_elements(trainee: Trainee, batch: tuple[Any, Any], expected: Sequence[np.ndarray[Any, Any]]) -> int:
+    """Gradients of all ranks that differ from `expected` by more than rounding."""
+    found = gradients_of(trainee, batch)
+    pairs = zip(found, expected, strict=True)
+    return total(sum(int((np.abs(a - b) > 1e-5 * np.abs(b) + 1e-7).sum()) for a, b in pairs))
+
+
+def measured(compared: dict[str, Trainee], batch: tuple[Any, Any], options: argparse.Namespace) -> dict[str, Any]:
+    """What stands in the rows of one batch."""
+    actions = {name: lambda trainee=trainee: trainee.step(*batch) for name, trainee in compared.items()}
+    times = in_turns(actions, options.runs, 0.02 if options.quick else SECONDS_PER_RUN)
+    found = {}
+    for name, each in times.items():
+        ratios = [mine / alone for mine, alone in zip(each, times[ALONE], strict=True)]
+        overhead = None if name == ALONE else 100 * (statistics.median(ratios) - 1)
+        found[name] = {**microseconds(each), "overhead_percent": overhead}
+    return found
+
+
+def compare(report: Report, who: Any, options: argparse.Namespace) -> None:
+    """All batches: first the gradients, while all parameters are equal, then the times."""
+    model = new_model(options.quick)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    for number in options.batches:
+        batch = batch_of(number, model.context)
+        expected = averages(copy.deepcopy(model), batch)
+        compared = who(model)
+        wrong = {name: wrong_elements(trainee, batch, expected) for name, trainee in compared.items() if name != ALONE}
+        for name, row in measured(compared, batch, options).items():
+            if who is trainees or name != ALONE:
+                row |= {"batch": number, "who": f"  {name}", "parameters": count / 1e6, "wrong": wrong.get(name)}
+                report.add({**row, "time_ms": row["time_us"] / 1e3})
+
+
+def plot(report: Report, path: str) -> None:
+    """Bars from zero: computing, and on top of it what communication adds."""
+    batches = list(dict.fromkeys(row["batch"] for row in report.rows))
+    figure, axes = plots.canvas(1, len(batches), (5.5 * len(batches), 3.4))
+    for panel, batch in zip(axes[0], batches, strict=True):
+        rows = [{**row, "who": row["who"].strip()} for row in report.rows if row["batch"] == batch]
+        names = [row["who"] for row in rows]
+        alone, colour = rows[0]["time_ms"], plots.colours(names)
+        panel.barh(names, [min(alone, row["time_ms"]) for row in rows], color="0.75")
+        panel.barh(
+            names, [max(0, row["time_ms"] - alone) for row in rows], left=alone, color=[colour[n] for n in names]
+        )
+        for place, row in enumerate(rows):
+            more = "" if row["overhead_percent"] is None else f" ({row['overhead_percent']:+.1f} %)"
+            panel.text(max(alone, row["time_ms"]), place, f" {row['time_ms']:.0f} ms{more}", va="center", fontsize=8)
+        panel.invert_yaxis()
+        panel.set(xlim=(0, 1.45 * max(row["time_ms"] for row in rows)), xlabel="ms a step, lower is better")
+        panel.set_title(f"{batch} sequence{'s' * (batch > 1)} a rank", fontsize=10)
+        if panel is not axes[0][0]:
+            panel.set_yticklabels([])
+    header, parameters = report.header, report.rows[0]["parameters"]
+    title = f"A training step, {header['ranks']} ranks with one thread each, GPT of {parameters:.1f} M parameters"
+    plots.finish(figure, title, header, path)
+
+
+def main() -> None:
+    """Measure batch by batch."""
+    options = arguments()
+    if not has("torch"):
+        sys.exit("bench/train_step.py needs torch: pip install 'ringreduce[bench]'")
+    import torch
+
+    torch.set_num_threads(1)
+    rr.init()
+    note = f"median of {options.runs} runs, the rows in turns, of the slowest rank{missing()}"
+    report = Report("train_step", about(hosts=len(set(rr.info().hosts))), COLUMNS, is_printing(), note)
+    compare(report, trainees, options)
+    if has("horovod"):
+        compare(report, horovod_trainee, options)
+    stop_gloo()
+    report.write(options.json)
+    if options.plot and is_printing():
+        plot(report, options.plot)
+    report.finish()
+
+
+if __name__ == "__main__":
+    main()
