@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from ringreduce.api.process_sets import ProcessSet, global_process_set, number_o
 from ringreduce.api.submit import Array, like, which_op
 from ringreduce.buffers import Buffer, as_buffer
 from ringreduce.compression import Compression, Compressor, compress_all, decompress_all
-from ringreduce.engine.description import Description, describe, names_of
+from ringreduce.engine.description import Description, TensorDescription, describe, kind_of_device, names_of
 from ringreduce.engine.request import Handle, Request
 from ringreduce.errors import InputError
 from ringreduce.ops import Average, ReduceOp, Reduction, Sum
@@ -58,8 +59,8 @@ def allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Begin an `allreduce`; `synchronize(handle)` gives its result. `tensor` must not change until then."""
-    reduction = _Arguments("allreduce", average, op, prescale_factor, postscale_factor, process_set)
-    return _submit([tensor], False, name, None, reduction, lambda results: results[0])
+    reduction = arguments_of("allreduce", average, op, prescale_factor, postscale_factor, process_set)
+    return submit([tensor], name, None, reduction, one=True)
 
 
 def allreduce_(
@@ -85,8 +86,8 @@ def allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Begin an `allreduce_`; `tensor` must be left alone until `synchronize(handle)` returns it."""
-    reduction = _Arguments("allreduce", average, op, prescale_factor, postscale_factor, process_set)
-    return _submit([tensor], True, name, None, reduction, lambda results: results[0])
+    reduction = arguments_of("allreduce", average, op, prescale_factor, postscale_factor, process_set)
+    return submit([tensor], name, None, reduction, in_place=True, one=True)
 
 
 def grouped_allreduce(
@@ -106,9 +107,9 @@ def grouped_allreduce(
     name:  that of the group;  names: those of the tensors, for error messages.
     Cost:  one agreement for all; small ones travel together.
     """
-    reduction = _Arguments("allreduce", average, op, prescale_factor, postscale_factor, process_set)
+    reduction = arguments_of("allreduce", average, op, prescale_factor, postscale_factor, process_set)
     compressed, contexts = compress_all(compression, tensors)
-    reduced = _submit(compressed, False, name, names, reduction, list, waits=True).wait()
+    reduced = submit(compressed, name, names, reduction, waits=True).wait()
     return decompress_all(compression, reduced, contexts)
 
 
@@ -124,8 +125,8 @@ def grouped_allreduce_async(
     names: Sequence[str] | None = None,
 ) -> Handle:
     """Begin a `grouped_allreduce`; `synchronize(handle)` gives the list of results."""
-    reduction = _Arguments("allreduce", average, op, prescale_factor, postscale_factor, process_set)
-    return _submit(tensors, False, name, names, reduction, list)
+    reduction = arguments_of("allreduce", average, op, prescale_factor, postscale_factor, process_set)
+    return submit(tensors, name, names, reduction)
 
 
 def grouped_allreduce_(
@@ -140,8 +141,8 @@ def grouped_allreduce_(
     names: Sequence[str] | None = None,
 ) -> list[Array]:
     """Reduce many tensors in place, all or none of them, and return them; otherwise as `grouped_allreduce`."""
-    reduction = _Arguments("allreduce", average, op, prescale_factor, postscale_factor, process_set)
-    handle = _submit(tensors, True, name, names, reduction, list, waits=True)
+    reduction = arguments_of("allreduce", average, op, prescale_factor, postscale_factor, process_set)
+    handle = submit(tensors, name, names, reduction, in_place=True, waits=True)
     result: list[Array] = handle.wait()
     return result
 
@@ -158,8 +159,8 @@ def grouped_allreduce_async_(
     names: Sequence[str] | None = None,
 ) -> Handle:
     """Begin a `grouped_allreduce_`; `synchronize(handle)` gives the list of tensors."""
-    reduction = _Arguments("allreduce", average, op, prescale_factor, postscale_factor, process_set)
-    return _submit(tensors, True, name, names, reduction, list)
+    reduction = arguments_of("allreduce", average, op, prescale_factor, postscale_factor, process_set)
+    return submit(tensors, name, names, reduction, in_place=True)
 
 
 def reducescatter(
@@ -191,8 +192,8 @@ def reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> Handle:
     """Begin a `reducescatter`; `synchronize(handle)` gives its result."""
-    reduction = _Arguments("reducescatter", None, op, prescale_factor, postscale_factor, process_set)
-    return _submit([tensor], False, name, None, reduction, lambda results: results[0])
+    reduction = arguments_of("reducescatter", None, op, prescale_factor, postscale_factor, process_set)
+    return submit([tensor], name, None, reduction, one=True)
 
 
 def grouped_reducescatter(
@@ -205,9 +206,9 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[Array]:
     """Reduce and scatter many tensors, all or none of them; otherwise as `reducescatter`."""
-    reduction = _Arguments("reducescatter", None, op, prescale_factor, postscale_factor, process_set)
+    reduction = arguments_of("reducescatter", None, op, prescale_factor, postscale_factor, process_set)
     compressed, contexts = compress_all(compression, tensors)
-    reduced = _submit(compressed, False, name, None, reduction, list, waits=True).wait()
+    reduced = submit(compressed, name, None, reduction, waits=True).wait()
     return decompress_all(compression, reduced, contexts)
 
 
@@ -220,53 +221,77 @@ def grouped_reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> Handle:
     """Begin a `grouped_reducescatter`; `synchronize(handle)` gives the list of results."""
-    reduction = _Arguments("reducescatter", None, op, prescale_factor, postscale_factor, process_set)
-    return _submit(tensors, False, name, None, reduction, list)
+    reduction = arguments_of("reducescatter", None, op, prescale_factor, postscale_factor, process_set)
+    return submit(tensors, name, None, reduction)
 
 
-class _Arguments:
-    """What is to be done to the elements, and where; checked as far as one rank can."""
+class Arguments:
+    """What is to be done to the elements, and where; there is one for all calls with the same."""
 
-    def __init__(
-        self,
-        function: str,
-        average: bool | None,
-        op: ReduceOp | None,
-        prescale: float,
-        postscale: float,
-        process_set: ProcessSet,
-    ) -> None:
-        self.current = runtime.current(function)
+    def __init__(self, function: str, op: ReduceOp, prescale: float, postscale: float, process_set: int) -> None:
+        if function == "reducescatter" and op not in (Average, Sum):
+            raise InputError(f"reducescatter: op={op!r}; expected Average or Sum")
         self.function = function
-        self.op = which_op(function, average, op)
-        if function == "reducescatter" and self.op not in (Average, Sum):
-            raise InputError(f"reducescatter: op={self.op!r}; expected Average or Sum")
-        self.scales = float(prescale), float(postscale)
-        self.process_set = number_of(process_set, function)
+        self.process_set = process_set
+        self._op = op
+        self._scales = prescale, postscale
+        self.details = (("op", op.value), ("prescale_factor", prescale), ("postscale_factor", postscale))
+        self._fitting: set[str] = set()
+        """Element types that can be reduced so."""
 
     def check(self, tensor: Buffer) -> None:
         """Raise InputError for a tensor that cannot be reduced so."""
-        Reduction(self.op, tensor.element, 1, *self.scales).check()
+        if tensor.element.name not in self._fitting:
+            Reduction(self._op, tensor.element, 1, *self._scales).check()
+            self._fitting.add(tensor.element.name)
         if self.function == "reducescatter" and not tensor.shape:
             raise InputError("reducescatter: a 0-d tensor has no rows to scatter; pass one of at least 1 dimension")
 
-    @property
-    def details(self) -> tuple[tuple[str, Any], ...]:
+    def describe(self, inputs: Sequence[Buffer], names: Sequence[str] | None, name: str) -> Description:
         """For the agreement."""
-        prescale, postscale = self.scales
-        return (("op", self.op.value), ("prescale_factor", prescale), ("postscale_factor", postscale))
+        if len(inputs) == 1 and names is None:
+            only = inputs[0]
+            return _describe_one(self, name, only.element.name, only.shape, only.device)
+        own = names_of(name, names, len(inputs))
+        described = tuple(describe(each, one) for each, one in zip(inputs, own, strict=True))
+        return Description(self.function, name, described, self.details)
 
 
-def _submit(
+def arguments_of(
+    function: str,
+    average: bool | None,
+    op: ReduceOp | None,
+    prescale: float,
+    postscale: float,
+    process_set: ProcessSet,
+) -> Arguments:
+    """The arguments of a call, checked as far as that is possible without the tensors."""
+    op = which_op(function, average, op)
+    return _same_arguments(function, op, float(prescale), float(postscale), number_of(process_set, function))
+
+
+_same_arguments = functools.lru_cache(maxsize=256)(Arguments)
+
+
+@functools.lru_cache(maxsize=8192)
+def _describe_one(arguments: Arguments, name: str, dtype: str, shape: tuple[int, ...], device: str) -> Description:
+    """The description of one tensor: a gradient's is the same in every step."""
+    described = TensorDescription(name, dtype, shape, kind_of_device(device))
+    return Description(arguments.function, name, (described,), arguments.details)
+
+
+def submit(
     tensors: Sequence[Any],
-    in_place: bool,
     name: str | None,
     names: Sequence[str] | None,
-    arguments: _Arguments,
-    result: Any,
+    arguments: Arguments,
+    *,
+    in_place: bool = False,
+    one: bool = False,
     waits: bool = False,
 ) -> Handle:
-    """Hand the tensors in; `result` makes the caller's result of the list of reduced arrays."""
+    """Hand the tensors in; the handle gives the list of reduced arrays, or the only array when `one`."""
+    engine = runtime.current(arguments.function).engine
     inputs = [as_buffer(tensor, writable=in_place) for tensor in tensors]
     for each in inputs:
         arguments.check(each)
@@ -275,25 +300,22 @@ def _submit(
     outputs = inputs
     if not in_place and arguments.function == "allreduce":
         outputs = [each.empty(each.shape) for each in inputs]
-
-    def description(name: str) -> Description:
-        described = tuple(
-            describe(each, own) for each, own in zip(inputs, names_of(name, names, len(inputs)), strict=True)
-        )
-        return Description(arguments.function, name, described, arguments.details)
-
-    def finish(request: Request) -> Any:
-        if in_place:
-            return result(list(tensors))
-        return result([like(tensor, output) for tensor, output in zip(tensors, request.outputs, strict=True)])
-
-    return arguments.current.engine.submit(
+    return engine.submit(
         arguments.function,
         name,
         arguments.process_set,
-        describe=description,
+        describe=functools.partial(arguments.describe, inputs, names),
         inputs=inputs,
         outputs=outputs,
-        finish=finish,
+        finish=functools.partial(_in_place if in_place else _in_outputs, tensors, one),
         waits=waits,
     )
+
+
+def _in_place(tensors: Sequence[Any], one: bool, request: Request) -> Any:
+    return tensors[0] if one else list(tensors)
+
+
+def _in_outputs(tensors: Sequence[Any], one: bool, request: Request) -> Any:
+    results = [like(tensor, output) for tensor, output in zip(tensors, request.outputs, strict=True)]
+    return results[0] if one else results

@@ -12,17 +12,23 @@ from ringreduce.buffers import Buffer
 from ringreduce.engine.description import Description
 
 
+def _nothing() -> None:
+    return None
+
+
 class Handle:
     """An operation under way. `poll(handle)` tells whether it is done, `synchronize(handle)` gives its result."""
+
+    __slots__ = ("__weakref__", "_done", "_error", "_gate", "_result", "_waiting", "description")
 
     def __init__(self, description: Description, waiting: Callable[[Handle], None]) -> None:
         self.description = description
         self._waiting = waiting
         self._done = False
-        self._gate = threading.Lock()  # an Event takes ten times as long to make
-        self._gate.acquire()
+        self._gate = gate = threading.Lock()  # an Event takes ten times as long to make
+        gate.acquire()
         self._error: Exception | None = None
-        self._result: Callable[[], Any] = lambda: None
+        self._result: Callable[[], Any] = _nothing
 
     def done(self) -> bool:
         """True when `wait` would return or raise at once."""
@@ -60,8 +66,28 @@ class Handle:
         return f"<Handle of {self.description.kind} {self.description.name!r}, {'done' if self.done() else 'pending'}>"
 
 
+_NOWHERE: dict[str, Any] = {}
+
+
 class Request:
     """What this rank submitted under one name; a group has many tensors."""
+
+    __slots__ = (
+        "__weakref__",
+        "among",
+        "description",
+        "finish",
+        "handle",
+        "inputs",
+        "key",
+        "line",
+        "missing_pieces",
+        "outputs",
+        "payload",
+        "process_set",
+        "submitted_s",
+        "waits",
+    )
 
     def __init__(
         self,
@@ -92,7 +118,7 @@ class Request:
         self.waits = waits
         self.submitted_s = time.monotonic()
         self.missing_pieces = 0
-        self.among: dict[str, Request] = {}
+        self.among: dict[str, Request] = _NOWHERE
         """The requests under way of its process set, which it leaves before its waiter may submit the name again."""
 
     def complete(self) -> None:

@@ -8,6 +8,7 @@ import torch
 
 import ringreduce.torch as hvd
 from ringreduce.dtypes import TABLE
+from ringreduce.errors import MismatchError
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
 from tests.reference import OPS, assert_reduced, data, legal, numpy_dtype
@@ -521,3 +522,39 @@ def test_a_mismatch_backward_names_the_gradient_and_the_line():
         return hvd.allreduce(torch.tensor(1.0 + hvd.rank()), op=hvd.Sum).item()
 
     assert run_ranks(2, program) == [3, 3]
+
+
+def test_one_name_may_come_with_other_shapes_types_ops_and_scales():
+    ways = [
+        ((2, 3), torch.float32, hvd.Sum, 1.0),
+        ((3, 2), torch.float32, hvd.Sum, 1.0),
+        ((3, 2), torch.float64, hvd.Sum, 1.0),
+        ((3, 2), torch.float64, hvd.Max, 1.0),
+        ((3, 2), torch.float64, hvd.Sum, 0.5),
+        ((2, 3), torch.float32, hvd.Sum, 1.0),
+    ]
+
+    def program():
+        results = []
+        for shape, dtype, op, scale in ways * 2:
+            mine = torch.arange(6, dtype=dtype).reshape(shape) * (1 + hvd.rank())
+            handle = hvd.allreduce_async_(mine, name="w", op=op, prescale_factor=scale)
+            results.append(hvd.synchronize(handle))
+            assert results[-1] is mine
+        return results
+
+    for results in run_ranks(3, program):
+        for (shape, dtype, op, scale), result in zip(ways * 2, results, strict=True):
+            factor = 3 if op is hvd.Max else 6 * scale
+            assert torch.equal(result, (torch.arange(6, dtype=torch.float64) * factor).to(dtype).reshape(shape))
+
+
+def test_ranks_that_differ_under_a_known_name_are_told():
+    def program():
+        hvd.synchronize(hvd.allreduce_async_(torch.ones(4), name="w"))
+        with pytest.raises(MismatchError, match=r"allreduce 'w' .*: float32\[4\], but rank 0 has float32\[2, 2\]"):
+            hvd.synchronize(hvd.allreduce_async_(torch.ones(4) if hvd.rank() else torch.ones(2, 2), name="w"))
+        return hvd.synchronize(hvd.allreduce_async_(torch.ones(2, 2), name="w", op=hvd.Sum))
+
+    for result in run_ranks(2, program):
+        assert torch.equal(result, torch.full((2, 2), 2.0))

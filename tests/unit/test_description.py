@@ -1,8 +1,13 @@
 """Descriptions: their keys, and how two ranks' differ, in words."""
 
+import os
+import sys
+
 import numpy as np
 import pytest
+import torch
 
+import ringreduce
 from ringreduce.buffers import as_buffer
 from ringreduce.engine.description import (
     Call,
@@ -100,8 +105,24 @@ def test_a_buffer_is_described_by_its_type_shape_and_kind_of_device(cupy):
 
 def test_words():
     assert tensor_text(tensor(dtype="bool", shape=())) == "bool[]"
-    assert calling_line().startswith("test_description.py:")
     assert list(names_of("g", None, 1)) == ["g"]
     assert list(names_of("g", None, 2)) == ["g.0", "g.1"]
     assert list(names_of("g", ["a", "b"], 2)) == ["a", "b"]
     assert list(names_of("g", None, 0)) == []
+
+
+def test_the_calling_line_is_that_of_each_call():
+    here = sys._getframe().f_lineno
+    lines = [
+        calling_line(),
+        calling_line(),
+    ]
+    assert lines == [f"test_description.py:{here + 2}", f"test_description.py:{here + 3}"]
+
+
+@pytest.mark.parametrize("library", [ringreduce.__file__, torch.__file__])
+def test_the_calling_line_is_outside_the_libraries(library):
+    inside = os.path.join(os.path.dirname(library), "some", "module.py")
+    called = {"calling_line": calling_line}
+    exec(compile("def call():\n    return calling_line()", inside, "exec"), called)
+    assert called["call"]() == f"test_description.py:{sys._getframe().f_lineno}"
