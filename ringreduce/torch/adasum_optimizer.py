@@ -26,7 +26,7 @@ class DeltaReducer:
         self._reduction = reduction
         self._names: dict[Any, str] = {}
         self._seen: dict[Any, int] = {}
-        self._hooks = GradientHooks(self._on_gradient)
+        self._hooks = GradientHooks(self)
 
     def add(self, named: Iterable[tuple[str, Any]]) -> None:
         """Reduce these parameters' changes too."""
@@ -39,7 +39,8 @@ class DeltaReducer:
         """Those of all parameters."""
         return set(self._names.values())
 
-    def _on_gradient(self, parameter: Any) -> None:
+    def on_gradient(self, parameter: Any) -> None:
+        """Count a backward pass; raises AssertionError for one too many."""
         if self.paused:
             return
         seen = self._seen[parameter] = self._seen.get(parameter, 0) + 1

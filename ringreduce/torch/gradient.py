@@ -45,12 +45,13 @@ class Gradient:
         self.question: Any = None
         """The handle of that agreement."""
         self._reducer = weakref.ref(reducer)
-        self._last: Callable[[], Any] = lambda: None
+        self._last: Callable[[], Any] = _nobody
+        """A weak reference to the object that .grad was after the last backward pass."""
 
     @property
     def trains(self) -> bool:
         """A frozen one takes no part."""
-        return self.parameter.requires_grad or self.seen > 0
+        return self.seen > 0 or self.parameter.requires_grad
 
     @property
     def local(self) -> torch.Tensor | None:
@@ -59,23 +60,20 @@ class Gradient:
 
     def count(self) -> None:
         """Note a backward pass; the first one anew when .grad was set to None since the last."""
-        if self.seen and self.shipment is None and self._last() is not self.parameter.grad:
+        gradient = self.parameter.grad
+        if self.seen and self.shipment is None and self._last() is not gradient:
             self.seen = 0
         self.seen += 1
-        self.remember()
-
-    def remember(self) -> None:
-        """Note the object that .grad is now."""
-        self._last = weakref.ref(self.parameter.grad) if self.parameter.grad is not None else lambda: None
+        self._last = _nobody if gradient is None else weakref.ref(gradient)
 
     def show(self, gradient: torch.Tensor, is_placeholder: bool = False) -> None:
         """Put a PendingGradient into .grad; the one that is there stays, somebody may hold it."""
-        if self.pending is not None and self.parameter.grad is self.pending:
-            self.pending.value = gradient
+        pending = self.pending
+        if pending is not None and self.parameter.grad is pending:
+            pending.value = gradient
             return
-        self.pending = make_pending(gradient, self, is_placeholder)
-        self.parameter.grad = self.pending
-        self.remember()
+        self.pending = self.parameter.grad = pending = make_pending(gradient, self, is_placeholder)
+        self._last = weakref.ref(pending)
 
     def hide(self, gradient: torch.Tensor | None) -> None:
         """Put a gradient into .grad, unless the user has put another there."""
@@ -98,18 +96,22 @@ class Gradient:
             reducer.wait(self.shipment)
 
 
+def _nobody() -> None:
+    return None
+
+
 class Shipment:
     """Gradients that are reduced together."""
 
-    def __init__(self, parts: Sequence[tuple[list[Gradient], Finish]]) -> None:
+    def __init__(self, parts: Sequence[tuple[Sequence[Gradient], Finish]]) -> None:
         self._parts = parts
-        self.members = [each for members, _ in parts for each in members]
 
     def finish(self) -> None:
         """Wait, and put the reduced gradients into their places."""
         for members, finish in self._parts:
             for member in members:
-                check_layout(member)
+                if member.question is not None:
+                    check_layout(member)
             for member, reduced in zip(members, finish(), strict=True):
                 member.hide(reduced)
                 member.seen, member.reduced, member.shipment = 0, True, None

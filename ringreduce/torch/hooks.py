@@ -1,10 +1,10 @@
-"""Hooks on parameters that do not keep their owner alive, of which the newest alone is heard."""
+"""Hooks on parameters that do not keep their owner alive; each parameter has those of one owner, the newest."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -12,22 +12,38 @@ _owners: weakref.WeakValueDictionary[int, GradientHooks] = weakref.WeakValueDict
 """By id of the parameter, which an owner keeps alive."""
 
 
-class GradientHooks:
-    """Calls `on_gradient(parameter)` when backward has added to a parameter's gradient.
+class Listener(Protocol):
+    """Who wants to know; only weakly held."""
 
-    A model may be wrapped again: its earlier hooks are silent from then on, whether their owner is gone or not.
+    def on_gradient(self, parameter: Any) -> None:
+        """Called when backward has added to a parameter's gradient."""
+
+
+class GradientHooks:
+    """Tells a listener of gradients.
+
+    A model may be wrapped again: its parameters are taken from earlier hooks then, whether their owner is gone or not.
     """
 
-    def __init__(self, on_gradient: Callable[[Any], None]) -> None:
-        self._on_gradient = weakref.WeakMethod(on_gradient)
+    def __init__(self, listener: Listener) -> None:
+        self._listener = weakref.ref(listener)
         self._waiting: list[Any] = []
         self._watched: list[Any] = []  # held, so that no other parameter gets the id
+        self._handles: dict[int, Any] = {}
 
     def watch(self, parameter: Any) -> None:
         """Hear of a parameter; one that is frozen now from when it is not any more, see `refresh`."""
+        older = _owners.get(id(parameter))
+        if older is not None:
+            older._forget(parameter)
         _owners[id(parameter)] = self
         self._waiting.append(parameter)
         self.refresh()
+
+    def _forget(self, parameter: Any) -> None:
+        self._waiting = [each for each in self._waiting if each is not parameter]
+        if id(parameter) in self._handles:
+            self._handles.pop(id(parameter)).remove()
 
     def refresh(self) -> None:
         """Put hooks on parameters that were frozen, and are not any more: torch refuses them before."""
@@ -36,22 +52,17 @@ class GradientHooks:
             return
         self._waiting = [each for each in self._waiting if not each.requires_grad]
         for parameter in thawed:
-            handle = parameter.register_post_accumulate_grad_hook(_hook(weakref.ref(self)))
+            handle = parameter.register_post_accumulate_grad_hook(_hook(self._listener))
             self._watched.append(parameter)
+            self._handles[id(parameter)] = handle
             weakref.finalize(self, handle.remove).atexit = False
 
-    def hear(self, parameter: Any) -> None:
-        """Called by autograd."""
-        on_gradient = self._on_gradient()
-        if on_gradient is not None and _owners.get(id(parameter)) is self:
-            on_gradient(parameter)
 
-
-def _hook(owner: weakref.ReferenceType[GradientHooks]) -> Callable[[torch.Tensor], None]:
+def _hook(listener: weakref.ReferenceType[Listener]) -> Callable[[torch.Tensor], None]:
     def hook(parameter: torch.Tensor) -> None:
-        hooks = owner()
-        if hooks is not None:
-            hooks.hear(parameter)
+        alive = listener()
+        if alive is not None:
+            alive.on_gradient(parameter)
 
     return hook
 

@@ -60,7 +60,7 @@ def make_pending(gradient: torch.Tensor, owner: Any, is_placeholder: bool = Fals
     owner: has begin() and wait(), and `pending` while this stands for it; wait() sets `value` to the reduced gradient.
            Only weakly held.
     """
-    pending: PendingGradient = torch.Tensor._make_subclass(PendingGradient, gradient.detach())
+    pending: PendingGradient = torch.Tensor._make_subclass(PendingGradient, gradient)
     pending.value = gradient
     pending.is_placeholder = is_placeholder
     pending.owner = weakref.ref(owner)

@@ -20,7 +20,7 @@ from ringreduce.api.reduce import allreduce_async
 from ringreduce.ops import Max
 from ringreduce.torch.gradient import DENSE, UNKNOWN, Gradient, Shipment, check_layout, layout_of
 from ringreduce.torch.hooks import GradientHooks, too_often
-from ringreduce.torch.reduction import Finish, Reduction, empty_sparse
+from ringreduce.torch.reduction import Finish, Named, Reduction, empty_sparse
 
 
 class GradientReducer:
@@ -31,9 +31,10 @@ class GradientReducer:
         self.paused = False
         """In no_sync(): gradients only add up."""
         self._reduction = reduction
-        self._gradients: dict[Any, Gradient] = {}
+        self._gradients: dict[int, Gradient] = {}
+        """By id of the parameter: the hash of a tensor takes long."""
         self._shipments: dict[Shipment, None] = {}
-        self._hooks = GradientHooks(self._on_gradient)
+        self._hooks = GradientHooks(self)
         self._backward = -1
         self._known_since = (-1, -1)
         self._lock = threading.RLock()  # backward on several GPUs has a thread for each
@@ -41,12 +42,12 @@ class GradientReducer:
     def add(self, named: Iterable[tuple[str, Any]]) -> None:
         """Reduce these parameters too."""
         for name, parameter in named:
-            self._gradients[parameter] = Gradient(name, parameter, self)
+            self._gradients[id(parameter)] = Gradient(name, parameter, self)
             self._hooks.watch(parameter)
 
     def join(self, parameters: Sequence[Any]) -> None:
         """Reduce these parameters together."""
-        group = [self._gradients[parameter] for parameter in parameters]
+        group = [self._gradients[id(parameter)] for parameter in parameters]
         for each in group:
             each.group = group
 
@@ -60,8 +61,9 @@ class GradientReducer:
         """True while a gradient is being reduced that nobody has waited for."""
         return bool(self._shipments)
 
-    def _on_gradient(self, parameter: Any) -> None:
-        gradient = self._gradients[parameter]
+    def on_gradient(self, parameter: Any) -> None:
+        """Begin to reduce it after the last pass of the step; raises AssertionError for one too many."""
+        gradient = self._gradients[id(parameter)]
         with self._lock:
             if self.paused and gradient.shipment is None:
                 return
@@ -72,8 +74,11 @@ class GradientReducer:
                 member.reduced = False
             if gradient.seen == self.passes:
                 self._watch_the_end()
-                if all(each.seen == self.passes for each in gradient.group if each.trains):
+                if self._is_complete(gradient.group):
                     self._begin([gradient.group])
+
+    def _is_complete(self, group: Sequence[Gradient]) -> bool:
+        return len(group) == 1 or all(each.seen == self.passes for each in group if each.trains)
 
     def _watch_the_end(self) -> None:
         """Have autograd call `_at_the_end` when this backward is done."""
@@ -81,6 +86,7 @@ class GradientReducer:
         if backward == self._backward:
             return
         self._backward = backward
+        self._forget_after_join()
         reducer = weakref.ref(self)
 
         def at_the_end() -> None:
@@ -108,6 +114,7 @@ class GradientReducer:
         """Begin to reduce a gradient, and those of its group, if nobody has."""
         with self._lock:
             if gradient.shipment is None and not gradient.reduced:
+                self._forget_after_join()
                 self._begin([gradient.group])
 
     def wait(self, shipment: Shipment) -> None:
@@ -125,16 +132,23 @@ class GradientReducer:
     def _begin(self, groups: Sequence[list[Gradient]]) -> None:
         """Begin to reduce groups; waits only for layouts that this rank does not know."""
         taken = [[each for each in group if each.trains] for group in groups]
-        for gradient in (each for group in taken for each in group):
-            self._ask(gradient)
-        known = [group for group in taken if all(self._layout(each) for each in group)]
-        waiting = [group for group in taken if not any(group is each for each in known)]
-        _raise_first([_error_of(self._ship, group) for group in (*known, *waiting)])
+        for group in taken:
+            for gradient in group:
+                if gradient.layout == UNKNOWN:
+                    self._ask(gradient)
+        if len(taken) > 1:
+            taken.sort(key=self._must_wait)  # these last
+        errors = []
+        for group in taken:
+            try:
+                self._ship(group)
+            except Exception as exc:  # told when all are on their way
+                errors.append(exc)
+        _raise_first(errors)
 
     def _ask(self, gradient: Gradient) -> None:
         """Begin to agree on the layout, once: a rank without a gradient cannot know what the others send."""
-        self._forget_after_join()
-        if gradient.layout != UNKNOWN or gradient.question is not None:
+        if gradient.question is not None:
             return
         # sparse gradients are those of tables of rows, as an embedding's
         if self._reduction.size == 1 or self._reduction.sparse_as_dense or gradient.parameter.dim() != 2:
@@ -157,45 +171,48 @@ class GradientReducer:
         for gradient in self._gradients.values():
             gradient.layout = UNKNOWN
 
-    def _layout(self, gradient: Gradient) -> int:
-        if self._reduction.sparse_as_dense:
-            return DENSE
-        return layout_of(gradient.local) or gradient.layout
+    def _must_wait(self, group: Sequence[Gradient]) -> bool:
+        return any(each.layout == UNKNOWN and each.local is None for each in group)
 
     def _ship(self, group: Sequence[Gradient]) -> None:
         """Send the dense ones together, sparse ones each on its own."""
-        for each in group:
-            if not self._layout(each):
-                check_layout(each)
-        dense: list[tuple[Gradient, torch.Tensor]] = []
-        parts: list[tuple[list[Gradient], Finish]] = []
-        for each in group:
-            local, layout = self._local(each), self._layout(each)
-            each.show(local)
+        loads = [self._load(each) for each in group]
+        dense: list[Gradient] = []
+        named: list[Named] = []
+        parts: list[tuple[Sequence[Gradient], Finish]] = []
+        for gradient, (layout, tensor) in zip(group, loads, strict=True):
+            gradient.show(tensor)
             if layout == DENSE:
-                dense.append((each, local))
+                dense.append(gradient)
+                named.append((gradient.name, tensor))
             elif layout == UNKNOWN:
-                parts.append(([each], _nothing_to_do(local)))
+                parts.append(([gradient], _nothing_to_do(tensor)))
             else:
-                parts.append(([each], self._reduction.begin_sparse(each.name, local)))
+                parts.append(([gradient], self._reduction.begin_sparse(gradient.name, tensor)))
         if dense:
-            members = [each for each, _ in dense]
-            parts.append((members, self._reduction.begin_dense([(each.name, local) for each, local in dense])))
+            parts.append((dense, self._reduction.begin_dense(named)))
         shipment = Shipment(parts)
-        for each in group:
-            each.shipment = shipment
+        for gradient in group:
+            gradient.shipment = shipment
         if parts:
             self._shipments[shipment] = None
 
-    def _local(self, gradient: Gradient) -> torch.Tensor:
-        """This rank's gradient, zeros where there is none."""
-        local, parameter = gradient.local, gradient.parameter.detach()
+    def _load(self, gradient: Gradient) -> tuple[int, torch.Tensor]:
+        """This rank's gradient and its layout; where it has none, zeros in the layout that the others have."""
+        local = gradient.local
         if local is None:
-            layout = self._layout(gradient)
-            if layout > DENSE:
-                return empty_sparse(parameter, layout - DENSE)
-            return torch.zeros_like(parameter, memory_format=torch.contiguous_format)
-        return local.to_dense() if local.is_sparse and self._reduction.sparse_as_dense else local
+            return self._nothing(gradient)
+        if local.is_sparse and self._reduction.sparse_as_dense:
+            return DENSE, local.to_dense()
+        return layout_of(local), local
+
+    def _nothing(self, gradient: Gradient) -> tuple[int, torch.Tensor]:
+        if gradient.layout == UNKNOWN:
+            check_layout(gradient)
+        layout, parameter = gradient.layout, gradient.parameter.detach()
+        if layout > DENSE:
+            return layout, empty_sparse(parameter, layout - DENSE)
+        return layout, torch.zeros_like(parameter, memory_format=torch.contiguous_format)
 
     def synchronize(self, quiet: bool = False) -> None:
         """Reduce what backward left out; on return every gradient is reduced.
@@ -220,6 +237,7 @@ class GradientReducer:
         for gradient in self._gradients.values():
             if gradient.shipment is None and not gradient.reduced and gradient.trains:
                 rest[id(gradient.group)] = gradient.group
+        self._forget_after_join()
         self._begin(list(rest.values()))
 
     def reset(self) -> None:

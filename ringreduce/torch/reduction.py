@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from ringreduce.api.process_sets import ProcessSet
-from ringreduce.api.reduce import allreduce_async_, grouped_allreduce_async_
+from ringreduce.api.reduce import Arguments, arguments_of, submit
 from ringreduce.compression import Compressor
+from ringreduce.engine.request import Handle
 from ringreduce.ops import ReduceOp
 from ringreduce.torch.sparse import sparse_allreduce_async
 
@@ -34,41 +36,32 @@ class Reduction:
 
     def begin_dense(self, gradients: Sequence[Named]) -> Finish:
         """Begin to reduce dense gradients in place; many are a group, which is reduced all or nothing."""
-        tensors = [gradient.detach() for _, gradient in gradients]
+        tensors = [gradient.detach() if gradient.requires_grad else gradient for _, gradient in gradients]
         if self.size == 1:
             return lambda: tensors
         compressed = [self.compression.compress(each.contiguous()) for each in tensors]
-        handle = self._submit([name for name, _ in gradients], [sent for sent, _ in compressed])
-
-        def finish() -> list[torch.Tensor]:
-            for tensor, reduced, (_, ctx) in zip(tensors, handle.wait(), compressed, strict=True):
-                result = self.compression.decompress(reduced, ctx)
-                if result is not tensor:  # it was compressed, or of another memory format
-                    tensor.copy_(result)
-            return tensors
-
-        return finish
-
-    def _submit(self, names: list[str], tensors: list[torch.Tensor]) -> Any:
-        if len(tensors) > 1:
-            return grouped_allreduce_async_(
-                tensors,
-                name=f"{names[0]} and {len(names) - 1} more",
-                op=self.op,
-                prescale_factor=self.prescale,
-                postscale_factor=self.postscale,
-                process_set=self.process_set,
-                names=names,
-            )
-        handle = allreduce_async_(
-            tensors[0],
-            name=names[0],
-            op=self.op,
-            prescale_factor=self.prescale,
-            postscale_factor=self.postscale,
-            process_set=self.process_set,
+        first = gradients[0][0]
+        many = len(gradients) > 1
+        handle = submit(
+            [sent for sent, _ in compressed],
+            f"{first} and {len(gradients) - 1} more" if many else first,
+            [name for name, _ in gradients] if many else None,
+            self._arguments,
+            in_place=True,
         )
-        return _InList(handle)
+        return functools.partial(self._arrive, tensors, compressed, handle)
+
+    def _arrive(self, tensors: list[torch.Tensor], compressed: list[Any], handle: Handle) -> list[torch.Tensor]:
+        """Wait, and put the result into the tensors' own memory."""
+        for tensor, reduced, (_, ctx) in zip(tensors, handle.wait(), compressed, strict=True):
+            result = self.compression.decompress(reduced, ctx)
+            if result is not tensor:  # it was compressed, or of another memory format
+                tensor.copy_(result)
+        return tensors
+
+    @functools.cached_property
+    def _arguments(self) -> Arguments:
+        return arguments_of("allreduce", None, self.op, self.prescale, self.postscale, self.process_set)
 
     def begin_sparse(self, name: str, gradient: torch.Tensor) -> Finish:
         """Begin to reduce a sparse gradient: every rank gets the rows of all, coalesced.
@@ -80,16 +73,6 @@ class Reduction:
             return lambda: [gradient]
         wait = sparse_allreduce_async(gradient, name, self.op, self.process_set)
         return lambda: [wait().coalesce() * (self.prescale * self.postscale)]
-
-
-class _InList:
-    """The handle of one tensor, to be waited for as that of a group."""
-
-    def __init__(self, handle: Any) -> None:
-        self._handle = handle
-
-    def wait(self) -> list[torch.Tensor]:
-        return [self._handle.wait()]
 
 
 def empty_sparse(parameter: torch.Tensor, sparse_dim: int) -> torch.Tensor:
