@@ -1,0 +1,153 @@
+"""Across hosts: ours beside MPI_Allreduce and torch gloo, and beside what the wire carries. Run it as root, alone.
+
+    python bench/hosts.py                                                            # all of it: about ten minutes
+    python bench/hosts.py --hosts 4 --per-host 1 --rates 1000 --json hosts.json --plot hosts.png
+
+The hosts are network namespaces on this machine, with links whose rate is shaped (`bench/network.py`). They share its
+cores and its memory, so the wire is real and the rest is slower than on hosts of their own. Skipped, with the reason
+and exit code 0, where there is no root or no iproute2. All that is made is removed again.
+
+Rows, for each number of hosts, of ranks a host, and rate: our algorithms called directly, `allreduce_` (the public
+function), MPI_Allreduce, torch gloo, and as the ceiling, in turns with the others:
+
+    raw TCP               a plain stream from the first host to the second, of as many bytes as an all-reduce over H
+                          hosts must send from each: 2 (H - 1) / H of the buffer
+    raw TCP, all hosts    such a stream from each host to the next, all at the same time
+
+Columns: time of one all-reduce (median of several runs, of the slowest rank); `share`: the raw stream's time over it;
+`sent`: bytes that left the host that sent most, headers and acknowledgements included, counted at its interface;
+`of least`: these over 2 (H - 1) / H of the buffer; `#wrong`: elements that differ from the expected sum.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import plots
+from common import Column, Report, machine, parse, parser
+from contenders import missing
+from network import Network, why_not
+
+SIZES = (64 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
+LONGEST_S = 0.75
+TIMEOUT_S = 900
+COLUMNS = (
+    Column("hosts", "hosts", "", 6, "d"),
+    Column("per_host", "ranks", "a host", 9, "d"),
+    Column("mbit", "rate", "Mbit/s", 9, "d"),
+    Column("size", "size", "B", 10, "d"),
+    Column("who", "  who", width=21, left=True),
+    Column("time_us", "time", "us", 11, ".0f"),
+    Column("share", "share", "of raw", 9, ".3f"),
+    Column("wire_bytes", "sent", "B", 11, ".0f"),
+    Column("of_least", "of least", "times", 10, ".3f"),
+    Column("wrong", "#wrong", "", 8, "d"),
+)
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    made = parser(__doc__, runs=5)
+    made.add_argument("--hosts", nargs="+", type=int, default=None, metavar="H", help="(2 4)")
+    made.add_argument("--per-host", nargs="+", type=int, default=None, metavar="R", help="ranks on each host (1 2)")
+    made.add_argument("--rates", nargs="+", type=int, default=None, metavar="MBIT", help="(100 500 1000 2000)")
+    made.add_argument("--sizes", nargs="+", type=int, default=None, metavar="N", help="bytes (64 KiB to 64 MiB)")
+    options = parse(made)
+    quick = options.quick
+    options.hosts = options.hosts or ([2] if quick else [2, 4])
+    options.per_host = options.per_host or ([2] if quick else [1, 2])
+    options.rates = options.rates or ([1000] if quick else [100, 500, 1000, 2000])
+    options.sizes = options.sizes or ([64 << 10] if quick else list(SIZES))
+    if min(options.hosts) < 2 or min(options.per_host) < 1 or min(options.rates) < 1:
+        made.error("expected --hosts of 2 or more, --per-host and --rates of 1 or more")
+    return options
+
+
+def sizes_for(mbit: int, sizes: Sequence[int]) -> list[int]:
+    """Those that the wire carries in a reasonable time; always the smallest."""
+    return [each for each in sizes if each == min(sizes) or 8 * 2 * each / (mbit * 1e6) <= LONGEST_S]
+
+
+def measure(network: Network, per_host: int, mbit: int, options: argparse.Namespace) -> dict[str, Any]:
+    """What the ranks found at one rate."""
+    network.shape(mbit)
+    result = network.folder / "rows.json"
+    worker = str(Path(__file__).with_name("hosts_worker.py"))
+    sizes = [str(each) for each in sizes_for(mbit, options.sizes)]
+    program = [sys.executable, worker, "--runs", str(options.runs), "--json", str(result), "--sizes", *sizes]
+    variables = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    variables |= {"RINGBENCH_ADDRESS": network.addresses[0], "GLOO_SOCKET_IFNAME": "eth0"}
+    kept = ("PYTHONPATH",)
+    variables |= {name: value for name, value in os.environ.items() if name in kept or name.startswith("RINGREDUCE_")}
+    command = network.mpirun(program, per_host, variables)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, stdin=subprocess.DEVNULL)
+    if done.returncode:
+        raise RuntimeError(f"the ranks ended with exit code {done.returncode}:\n{done.stdout}{done.stderr}")
+    found: dict[str, Any] = json.loads(result.read_text())
+    return found
+
+
+def plot(report: Report, path: str) -> None:
+    """The share of the raw stream over size: a row of panels for each placement of ranks, a column for each rate."""
+    places = list(dict.fromkeys((row["hosts"], row["per_host"]) for row in report.rows))
+    rates = list(dict.fromkeys(row["mbit"] for row in report.rows))
+    names = [name for name in dict.fromkeys(row["who"].strip() for row in report.rows) if name != "raw TCP"]
+    colour = plots.colours(names)
+    figure, axes = plots.canvas(
+        len(places), len(rates), (1.5 + 3.2 * len(rates), 1.2 + 2.5 * len(places)), sharey=True, sharex=True
+    )
+    for line, (hosts, per_host) in zip(axes, places, strict=True):
+        for panel, mbit in zip(line, rates, strict=True):
+            here = [r for r in report.rows if (r["hosts"], r["per_host"], r["mbit"]) == (hosts, per_host, mbit)]
+            for name in names:
+                mine = [row for row in here if row["who"].strip() == name]
+                style = "--" if name.startswith("raw") else "o-"
+                shares = [row["share"] for row in mine]
+                panel.plot([row["size"] for row in mine], shares, style, ms=3, label=name, color=colour[name])
+            panel.axhline(1, color="0.3", lw=0.8)
+            panel.set(xscale="log", ylim=(0, 1.15))
+            panel.set_title(f"{hosts} hosts x {per_host}, {mbit} Mbit/s", fontsize=9)
+            plots.bytes_axis(panel.xaxis)
+            panel.tick_params(labelsize=8)
+            panel.grid(which="major", alpha=0.3)
+        line[0].set_ylabel("share of the raw stream", fontsize=8)
+    for panel in axes[-1]:
+        panel.set_xlabel("size of the buffer", fontsize=8)
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=len(names), fontsize=8)
+    title = "All-reduce across hosts: time on the wire at a raw TCP stream's rate, over the time taken (1: a full wire)"
+    plots.finish(figure, title, report.header, path)
+
+
+def main() -> None:
+    """Placement by placement, rate by rate."""
+    options = arguments()
+    if reason := why_not():
+        print(f"bench/hosts.py: skipped: {reason}")
+        return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was made is removed
+    note = f"median of {options.runs} runs, the rows in turns, of the slowest rank{missing()}"
+    report = Report("hosts", machine(), COLUMNS, True, note)
+    for hosts in options.hosts:
+        with Network(hosts) as network:
+            for per_host, mbit in [(per_host, mbit) for per_host in options.per_host for mbit in options.rates]:
+                found = measure(network, per_host, mbit, options)
+                report.header |= {name: found["header"][name] for name in ("mpi", "mpi4py", "torch")}
+                place = {"hosts": hosts, "per_host": per_host, "mbit": mbit, "constants": found["constants"]}
+                for row in found["rows"]:
+                    report.add({**place, "rank_hosts": found["hosts"], **row, "who": f"  {row['who']}"})
+    report.write(options.json)
+    if options.plot:
+        plot(report, options.plot)
+    report.finish()
+
+
+if __name__ == "__main__":
+    main()
