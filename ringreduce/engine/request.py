@@ -93,7 +93,6 @@ class Request:
         self,
         description: Description,
         process_set: int,
-        *,
         inputs: list[Buffer],
         outputs: list[Buffer],
         finish: Callable[[Request], Any],
