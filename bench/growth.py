@@ -38,7 +38,8 @@ from ringreduce.collectives.choose import Constants, predict_us
 TIMEOUT_S = 900
 RANKS, TENSORS = [2, 4, 8, 16], [1, 10, 100, 1000, 10_000]
 SIZES = [1 << 10, 64 << 10, 1 << 20, 16 << 20]
-PREDICTED_RANKS = (8, 16, 32, 64, 128, 256, 512, 1000, 2000, 5000, 10_000)
+PREDICTED_RANKS = (8, 16, 32, 64, 128, 256, 1000, 3000, 10_000)
+PREDICTED_PER_HOST = (2, 8)
 PREDICTED_SIZES = (64 << 10, 4 << 20, 64 << 20)
 COMPARED = ("ring", "hierarchical")
 COLUMNS = (
@@ -102,12 +103,13 @@ def hosts_rows(path: str, mbit: int) -> tuple[list[dict[str, Any]], str]:
     return found, widest["constants"]
 
 
-def predictions(constants: Constants, per_hosts: Sequence[int]) -> list[dict[str, Any]]:
+def predictions(constants: Constants, quick: bool) -> list[dict[str, Any]]:
     """Flat ring against hierarchical; rank r is on host r // per_host."""
+    counts = (8, 16, 1000) if quick else PREDICTED_RANKS
     rows = []
-    for per_host in per_hosts:
+    for per_host in PREDICTED_PER_HOST:
         for size in PREDICTED_SIZES:
-            for ranks in (each for each in PREDICTED_RANKS if each > per_host):
+            for ranks in (each for each in counts if each > per_host):
                 hosts = tuple(rank // per_host for rank in range(ranks))
                 place = {"part": "predicted", "ranks": ranks, "per_host": per_host, "tensors": 1, "size": size}
                 for name in COMPARED:
@@ -142,7 +144,10 @@ def plot(report: Report, path: str) -> None:
         panel.set_xlabel("ranks", fontsize=8)
     for panel, size in zip(axes[2], PREDICTED_SIZES, strict=False):
         _hosts_panel(panel, rows, size)
-    plots.finish(figure, "How the cost grows (µs, lower is better)", report.header, path)
+    for line in axes:
+        line[0].set_ylabel("µs, lower is better", fontsize=8)
+    figure.supxlabel(f"the model's constants across hosts: {report.header['constants_of_predictions']}", fontsize=7)
+    plots.finish(figure, "How the cost grows: with tensors, with ranks, with hosts", report.header, path)
 
 
 def _lines(panel: Any, rows: Sequence[dict[str, Any]], key: str, predicted: bool = False) -> None:
@@ -161,7 +166,7 @@ def _lines(panel: Any, rows: Sequence[dict[str, Any]], key: str, predicted: bool
 
 def _hosts_panel(panel: Any, rows: Sequence[dict[str, Any]], size: int) -> None:
     here = [row for row in rows if row["part"] in ("hosts", "predicted") and row["size"] == size]
-    colour = dict(zip(COMPARED, plots.OURS, strict=False))
+    colour = plots.colours(COMPARED)
     for per_host, style in zip(sorted({row["per_host"] for row in here}), (":", "--", "-"), strict=False):
         for name in COMPARED:
             mine = [row for row in here if row["who"] == name and row["per_host"] == per_host]
@@ -202,7 +207,6 @@ def main() -> None:
         constants = Constants.parse(found["constants"])
         for row in found["rows"]:
             report.add(shown(row))
-    per_hosts = [2, 8]
     if options.hosts_json:
         rows, text = hosts_rows(options.hosts_json, options.mbit)
         constants = Constants.parse(text)
@@ -214,7 +218,7 @@ def main() -> None:
         constants = dataclasses.replace(constants, **{name: getattr(named, name) for name in given})
     report.header["constants_of_predictions"] = str(constants)
     report.say(f"# predictions by {constants}")
-    for row in predictions(constants, per_hosts):
+    for row in predictions(constants, options.quick):
         report.add(shown(row))
     report.write(options.json)
     if options.plot:

@@ -24,7 +24,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -131,7 +130,6 @@ def main() -> None:
     if reason := why_not():
         print(f"bench/hosts.py: skipped: {reason}")
         return
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was made is removed
     note = f"median of {options.runs} runs, the rows in turns, of the slowest rank{missing()}"
     report = Report("hosts", machine(), COLUMNS, True, note)
     for hosts in options.hosts:
