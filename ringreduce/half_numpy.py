@@ -36,10 +36,11 @@ class Kernels(NamedTuple):
 
 
 class _Scratch(threading.local):
-    """Blocks of float32 for reuse, two for every thread."""
+    """Blocks for reuse, for every thread: memory fresh from the system would cost more than the arithmetic."""
 
     def __init__(self) -> None:
         self.pair = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32)
+        self.bits = np.empty(BLOCK, np.uint32)
 
 
 _scratch = _Scratch()
@@ -121,7 +122,7 @@ def _narrow_bfloat16(values: Any, target: Any) -> None:
 def _narrow_bfloat16_block(values: Any, target: Any) -> None:
     """The upper halves, rounded to nearest even (the carry may rightly run into infinity)."""
     bits = values.view(np.uint32)
-    rounded = np.right_shift(bits, np.uint32(16))
+    rounded = np.right_shift(bits, np.uint32(16), out=_scratch.bits[: len(bits)])
     np.bitwise_and(rounded, np.uint32(1), out=rounded)
     np.add(rounded, np.uint32(0x7FFF), out=rounded)
     np.add(rounded, bits, out=rounded)

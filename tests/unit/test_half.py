@@ -71,7 +71,7 @@ def test_every_bit_pattern_is_widened_exactly(kernels, name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_values_between_all_neighbours_are_rounded_to_nearest_even(kernels, name):
-    """Each representable value, the midpoint above it, float32's neighbours of both: subnormals, infinities and NaN too."""
+    """Each representable value, the midpoint above it, float32's neighbours of both; subnormals and NaN too."""
     step = 1 << (13 if name == "float16" else 16)
     exact = value(name, EVERY.view(STORAGE[name])).view(np.uint32).astype(np.int64)
     near = (exact[:, None] + np.array([-1, 0, 1, step // 2 - 1, step // 2, step // 2 + 1])).ravel()
