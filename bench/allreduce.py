@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 import plots
-from common import Column, Report, about, in_turns, is_printing, microseconds, parse, parser, total
+from common import Column, Report, about, in_turns, is_printing, microseconds, parse, parser, seconds_per_run, total
 from contenders import Contender, contenders, horovod, missing, stop_gloo
 
 import ringreduce as rr
@@ -88,7 +88,7 @@ def measure(compared: dict[str, Contender], nbytes: int, options: argparse.Names
     array = np.zeros(count, options.dtype)
     actions = {name: lambda algorithm=algorithm: algorithm(array) for name, algorithm in compared.items()}
     # zeros before each turn: sums of sums would run into infinity
-    times = in_turns(actions, options.runs, SECONDS_PER_RUN, before=lambda: array.fill(0))
+    times = in_turns(actions, options.runs, seconds_per_run(options, SECONDS_PER_RUN), before=lambda: array.fill(0))
     expected = expected_sum(count, options.dtype, rr.size())
     rows = []
     for name, algorithm in compared.items():

@@ -24,6 +24,7 @@ import ringreduce as rr
 
 Action = Callable[[], object]
 MAX_CALLS = 1000
+QUICK_S = 0.01
 
 
 class Column(NamedTuple):
@@ -208,6 +209,11 @@ class Report:
         else:
             text = format(value, column.form)
         return f"{text:<{column.width}}" if column.left else f"{text:>{column.width}}"
+
+
+def seconds_per_run(options: argparse.Namespace, usual: float) -> float:
+    """How long each contender's turn takes."""
+    return QUICK_S if options.quick else usual
 
 
 def parser(manual: str | None, runs: int) -> argparse.ArgumentParser:

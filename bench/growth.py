@@ -30,12 +30,13 @@ from pathlib import Path
 from typing import Any
 
 import plots
-from common import Column, Report, machine, parse, parser
+from common import Column, Report, machine, parse, parser, seconds_per_run
 from contenders import missing
 
 from ringreduce.collectives.choose import Constants, predict_us
 
 TIMEOUT_S = 900
+SECONDS_PER_RUN = 0.1
 RANKS, TENSORS = [2, 4, 8, 16], [1, 10, 100, 1000, 10_000]
 SIZES = [1 << 10, 64 << 10, 1 << 20, 16 << 20]
 PREDICTED_RANKS = (8, 16, 32, 64, 128, 256, 1000, 3000, 10_000)
@@ -79,7 +80,16 @@ def measure(ranks: int, options: argparse.Namespace) -> dict[str, Any]:
         result = Path(folder) / "rows.json"
         worker = [sys.executable, str(Path(__file__).with_name("growth_worker.py")), "--json", str(result)]
         sizes, tensors = map(str, options.sizes), map(str, options.tensors)
-        worker += ["--runs", str(options.runs), "--sizes", *sizes, "--tensors", *tensors]
+        worker += [
+            "--seconds",
+            str(seconds_per_run(options, SECONDS_PER_RUN)),
+            "--runs",
+            str(options.runs),
+            "--sizes",
+            *sizes,
+            "--tensors",
+            *tensors,
+        ]
         command = [ringrun, "-np", str(ranks), *worker]
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, stdin=subprocess.DEVNULL)
         if done.returncode:

@@ -31,13 +31,14 @@ from pathlib import Path
 from typing import Any
 
 import plots
-from common import Column, Report, machine, parse, parser
+from common import Column, Report, machine, parse, parser, seconds_per_run
 from contenders import missing
 from network import Network, why_not
 
 SIZES = (64 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
 LONGEST_S = 0.75
 TIMEOUT_S = 900
+SECONDS_PER_RUN = 0.25
 COLUMNS = (
     Column("hosts", "hosts", "", 6, "d"),
     Column("per_host", "ranks", "a host", 9, "d"),
@@ -81,7 +82,9 @@ def measure(network: Network, per_host: int, mbit: int, options: argparse.Namesp
     result = network.folder / "rows.json"
     worker = str(Path(__file__).with_name("hosts_worker.py"))
     sizes = [str(each) for each in sizes_for(mbit, options.sizes)]
-    program = [sys.executable, worker, "--runs", str(options.runs), "--json", str(result), "--sizes", *sizes]
+    seconds = str(seconds_per_run(options, SECONDS_PER_RUN))
+    program = [sys.executable, worker, "--seconds", seconds, "--runs", str(options.runs), "--json", str(result)]
+    program += ["--sizes", *sizes]
     variables = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
     variables |= {"RINGBENCH_ADDRESS": network.addresses[0], "GLOO_SOCKET_IFNAME": "eth0"}
     kept = ("PYTHONPATH",)

@@ -23,7 +23,6 @@ from contenders import contenders, stop_gloo
 import ringreduce as rr
 from ringreduce.collectives.choose import ALGORITHMS, predict_us
 
-SECONDS_PER_RUN = 0.25
 RAW, RAW_ALL = "raw TCP", "raw TCP, all hosts"
 SHOWN = ("ring", "hierarchical", "allreduce_", "MPI_Allreduce", "torch gloo")
 SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
@@ -98,7 +97,9 @@ class Counter:
         return max(statistics.median(column) for column in zip(*self.sent[action], strict=True))
 
 
-def rows(nbytes: int, compared: dict[str, Callable[[Any], object]], raw: RawStreams, runs: int) -> list[dict[str, Any]]:
+def rows(
+    nbytes: int, compared: dict[str, Callable[[Any], object]], raw: RawStreams, options: argparse.Namespace
+) -> list[dict[str, Any]]:
     """One size: all contenders and the raw streams, in turns."""
     array = np.zeros(nbytes // 4, np.float32)
     hosts = len(raw.leaders)
@@ -108,7 +109,7 @@ def rows(nbytes: int, compared: dict[str, Callable[[Any], object]], raw: RawStre
     }
     actions |= {RAW: lambda: raw.one(least), RAW_ALL: lambda: raw.everywhere(least)}
     counter = Counter()
-    times = in_turns(actions, runs, SECONDS_PER_RUN, before=lambda: array.fill(0), timer=counter.time)
+    times = in_turns(actions, options.runs, options.seconds, before=lambda: array.fill(0), timer=counter.time)
     expected = expected_sum(array.size, "float32", rr.size())
     stream_us = microseconds(times[RAW])["time_us"]
     found = []
@@ -129,6 +130,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sizes", type=int, nargs="+", required=True)
     parser.add_argument("--runs", type=int, required=True)
+    parser.add_argument("--seconds", type=float, required=True, help="a turn")
     parser.add_argument("--json", required=True)
     options = parser.parse_args()
     rr.init()
@@ -137,7 +139,7 @@ def main() -> None:
     info = rr.info()
     found: list[dict[str, Any]] = []
     for nbytes in options.sizes:
-        found += rows(nbytes, compared, raw, options.runs)
+        found += rows(nbytes, compared, raw, options)
     stop_gloo()
     if is_printing():
         kept = {"header": about(), "constants": str(info.constants), "hosts": info.hosts, "rows": found}
