@@ -370,11 +370,10 @@ class Engine:
         requests = []
         with self._inbox.lock:
             for description in descriptions:
-                given = lane.pending.pop(description.key) if description.key in lane.pending else None
-                requests.append(given or self._join_in(lane, description))
-            for request in requests:
+                request = lane.pending.pop(description.key, None) or self._join_in(lane, description)
                 request.among = lane.running
                 lane.running[request.key] = request
+                requests.append(request)
         for request in requests:
             self._timeline.agreed(request)
             if request.description.kind == "add_process_set":
@@ -382,7 +381,14 @@ class Engine:
             elif request.description.kind == "remove_process_set":
                 self._remove_set(request.description.detail("process_set"))
         context = Context(
-            lane.transport, lane.routes, lane.members, self.settings, self.memory, self._timeline, divisor
+            lane.transport,
+            lane.routes,
+            lane.members,
+            self.settings,
+            self.memory,
+            self._timeline,
+            lane.completions,
+            divisor,
         )
         lane.enqueue(operations.run(requests, context))
 

@@ -30,6 +30,7 @@ LAYERS = [
     ["engine.description", "engine.routes"],
     ["engine.request", "engine.letters", "engine.cache", "engine.host"],
     ["engine.coordinator", "engine.timeline", "engine.inbox", "engine.joined"],
+    ["engine.completions"],
     ["engine.context"],
     ["engine.batch"],
     ["engine.reduction"],
