@@ -53,11 +53,10 @@ class Routes:
         self._wide = _table(hosts, candidates, constants, 2)
 
     def _candidates(self, settings: Settings) -> list[str]:
+        usable = self.usable
         if settings.deterministic:  # both sum in rank order, whatever the pieces
-            return ["shared" if "shared" in self.usable else "direct"]
-        if settings.algorithm in self.usable:
-            return [settings.algorithm]
-        return self.usable
+            usable = ["shared"] if "shared" in usable and settings.algorithm != "direct" else ["direct"]
+        return [settings.algorithm] if settings.algorithm in usable else usable
 
     def choice(self, nbytes: int, reduction: Reduction) -> str:
         """The algorithm for host arrays of `nbytes` together."""
