@@ -66,7 +66,15 @@ def machine() -> dict[str, Any]:
         "numpy": np.__version__,
         "python": platform.python_version(),
         "date": time.strftime("%Y-%m-%d"),
+        "settings": settings(),
     }
+
+
+def settings() -> str:
+    """The environment variables that are not ringreduce's defaults."""
+    given = {name: value for name, value in os.environ.items() if name.startswith("RINGREDUCE_")}
+    given.pop("RINGREDUCE_ERROR_FILE", None)  # ringrun's own
+    return " ".join(f"{name}={value}" for name, value in sorted(given.items())) or "default"
 
 
 def package_version(name: str) -> str:

@@ -41,7 +41,7 @@ def one_buffer(nbytes: int, options: argparse.Namespace) -> list[dict[str, Any]]
     array = np.zeros(nbytes // 4, np.float32)
     actions = {name: lambda algorithm=algorithm: algorithm(array) for name, algorithm in compared.items()}
     times = in_turns(actions, options.runs, options.seconds, before=lambda: array.fill(0))
-    expected = expected_sum(array.size, "float32", rr.size())
+    expected = expected_sum(array.size, rr.size())
     chosen = choose(nbytes, nbytes, info.hosts, info.usable_algorithms, info.constants)
     rows = []
     for name, each in times.items():
