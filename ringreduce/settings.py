@@ -55,7 +55,7 @@ class Settings:
     cache_capacity: int = 16384
     """Tensors that the ranks remember per process set, so that agreeing on one costs a bit; 0 remembers none."""
 
-    cycle_time_ms: float = 10.0
+    cycle_time_ms: float = 50.0
     """So long the engine gathers tensors before it tells the other ranks, unless they fill a slot or somebody waits."""
 
     stall_check_s: float = 10.0

@@ -2,9 +2,14 @@
 
 import sys
 
+import hypothesis
 import pytest
 
 from tests import fake_cupy
+
+# a first call may compile kernels, and the machine may be busy: how long a call takes is no matter for tests
+hypothesis.settings.register_profile("ringreduce", deadline=None)
+hypothesis.settings.load_profile("ringreduce")
 
 
 def pytest_ignore_collect(collection_path, config):

@@ -47,7 +47,7 @@ def init(comm: Any = None, process_sets: str | Sequence[ProcessSet | Sequence[in
 
 def poll(handle: Handle) -> bool:
     """True when `synchronize(handle)` would return or raise at once."""
-    return handle.done()
+    return handle.poll()
 
 
 def synchronize(handle: Handle) -> Any:

@@ -24,7 +24,7 @@ from ringreduce.engine.context import Context
 from ringreduce.engine.coordinator import Coordinator
 from ringreduce.engine.description import Call, Description, calling_line
 from ringreduce.engine.host import Host
-from ringreduce.engine.inbox import LONGEST_REST_S, Inbox
+from ringreduce.engine.inbox import LONGEST_REST_S, Inbox, Waits
 from ringreduce.engine.joined import stand_in
 from ringreduce.engine.lane import Lane
 from ringreduce.engine.letters import (
@@ -52,6 +52,7 @@ from ringreduce.engine.stalls import StallWatch
 from ringreduce.engine.timeline import Timeline, TimelineFile
 from ringreduce.settings import Settings
 from ringreduce.transport.base import EngineTransport, Letter, Steps
+from ringreduce.transport.window import Arrival
 from ringreduce.world import World
 
 GLOBAL = 0
@@ -95,7 +96,7 @@ class Engine:
         self._clock_offsets_us = clock_offsets_us or [0.0] * world.size
         self._timeline = Timeline()
         self._recording = Recording(transport, self._timeline)
-        self._inbox = Inbox(transport, settings)
+        self._inbox = Inbox(transport, settings, len(set(world.hosts)) == 1)
         self._next_set = GLOBAL
         self._early: dict[int, list[tuple[int, Announcement]]] = {}
         """Announcements for process sets that this rank is about to hear of."""
@@ -151,7 +152,7 @@ class Engine:
                 description = describe(f"noname.{lane.submitted}")._replace(numbered=True)
             else:
                 description = describe(name)
-            handle = Handle(description, self._inbox.wait)
+            handle = Handle(description, self._inbox.wait, self._inbox.ask)
             request = Request(description, process_set, inputs, outputs, finish, payload, line, handle, waits)
             key = request.key
             if self._is_closed or lane.closed or lane.joined or key in lane.pending or key in lane.running:
@@ -226,7 +227,7 @@ class Engine:
     def _run(self) -> None:
         try:
             while not self._may_end():
-                if self._turn() or self._inbox.rest(self._moved_s, self._is_busy):
+                if self._turn() or self._inbox.rest(self._moved_s, self._waits()):
                     self._moved_s = time.monotonic()
         except Exception as exc:
             self._break(exc)
@@ -449,15 +450,21 @@ class Engine:
             if not lane.busy:
                 self.lanes.pop(number)
 
-    def _is_busy(self) -> bool:
-        """True when this rank waits for something, so that it must look for letters from time to time."""
-        return (
+    def _waits(self) -> Waits:
+        """What for, so that this rank must look from time to time."""
+        lanes = list(self.lanes.values())
+        if any(lane.waits_for is not None and not isinstance(lane.waits_for, Arrival) for lane in lanes):
+            return Waits.MESSAGES
+        if (
             bool(self._leaving)
-            or any(lane.pending or lane.busy for lane in self.lanes.values())
+            or any(lane.busy for lane in lanes)
+            or self._inbox.announced(sum(len(lane.pending) for lane in lanes))
             or self._stalls.attentive
             or self._recording.gathers
             or not self.transport.posted()
-        )
+        ):
+            return Waits.RANKS
+        return Waits.NOTHING
 
     def doing(self) -> str:
         """What this rank did last, and what it waits for; see StallWatch."""

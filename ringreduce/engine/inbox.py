@@ -5,6 +5,7 @@ Tensors gather here for a while, unless they fill a slot or somebody waits for o
 
 from __future__ import annotations
 
+import enum
 import os
 import threading
 import time
@@ -16,14 +17,28 @@ from ringreduce.engine.request import Handle, Request
 from ringreduce.settings import Settings
 from ringreduce.transport.base import EngineTransport
 
+
+class Waits(enum.Enum):
+    """What an engine waits for."""
+
+    NOTHING = 0
+    RANKS = 1
+    """Other ranks' letters, or what they do in shared memory."""
+    MESSAGES = 2
+    """Long messages, which MPI moves only while it is called."""
+
+
 YIELD_S = 10e-3
 """While somebody waits for a result, and something moved a moment ago, only the core is given away."""
-FIRST_REST_S = 50e-6
+FIRST_REST_S = {Waits.NOTHING: 200e-6, Waits.RANKS: 200e-6, Waits.MESSAGES: 50e-6}
 LONGEST_REST_S = 40e-3
-REST_SHARE = 0.05
-"""Rests are this share of the time for which nothing has moved: what they add to a wait is small against it."""
-BATCH_SLOTS = 4
-"""So many slots full of tensors are told of at once: to agree costs the same for one as for a hundred."""
+REST_SHARE, LAZY_REST_SHARE = 0.05, 0.25
+"""Rests are this share of the time for which nothing has moved: what they add to a wait is small against it.
+
+When nobody waits the cores are the user's: a look costs as much as summing some ten thousand elements."""
+BATCH_SLOTS, ONE_HOST_BATCH_SLOTS = 4, 16
+"""So many slots full of tensors are told of at once: to agree costs the same for one as for a hundred. Between hosts
+fewer, so that the wire begins to work early."""
 ALERT_S = 0.2
 """So long a rank that was rung looks for letters, which may take a moment longer than the ring."""
 
@@ -31,14 +46,14 @@ ALERT_S = 0.2
 class Inbox:
     """One engine's. `lock` also guards what the engine shares with the user's threads besides."""
 
-    def __init__(self, transport: EngineTransport, settings: Settings) -> None:
+    def __init__(self, transport: EngineTransport, settings: Settings, one_host: bool) -> None:
         self.lock = threading.Lock()
         self.hurried = False
         """Nothing more will come: do not gather."""
         self._last: tuple[Description, str, float] | None = None
         """Description, line and time of the last request; not the request, whose tensors are the user's to free."""
         self._transport = transport
-        self._batch_bytes = BATCH_SLOTS * settings.fusion_slot_bytes
+        self._batch_bytes = (ONE_HOST_BATCH_SLOTS if one_host else BATCH_SLOTS) * settings.fusion_slot_bytes
         self._cycle_s = settings.cycle_time_ms / 1e3
         self._requests: list[Request] = []
         self._since_s = 0.0
@@ -73,6 +88,12 @@ class Inbox:
         """Have the engine's thread do something."""
         with self.lock:
             self._orders.append(action)
+        self._wake()
+
+    def ask(self) -> None:
+        """Somebody wants to know whether a handle is done: do not gather, as if he waited."""
+        with self.lock:
+            self._urgent = bool(self._requests)
         self._wake()
 
     def wait(self, handle: Handle) -> None:
@@ -130,27 +151,34 @@ class Inbox:
         (kind, name, *_), line, when_s = self._last
         return f"last submitted {kind} {name!r} ({line}) {time.monotonic() - when_s:.0f} s ago"
 
-    def rest(self, moved_s: float, is_busy: Callable[[], bool]) -> bool:
+    def announced(self, pending: int) -> bool:
+        """True when some of this rank's `pending` requests are not gathered here any more."""
+        return pending > len(self._requests)
+
+    def rest(self, moved_s: float, waits: Waits) -> bool:
         """Rest until there may be something to do; True when that was a sleep without end, and now is a new beginning.
 
-        moved_s: when anything moved last;  is_busy: tells whether this rank waits for other ranks.
+        moved_s: when anything moved last;  waits: for what this rank waits.
         """
         now = time.monotonic()
         with self.lock:
             gathers = bool(self._requests) and self.gathers()
             if self._orders or (self._requests and not gathers):
                 return False
-            waited_for = self.hurries
-            idle = now >= self._alert_until_s and not is_busy()
+            hurries = self.hurries
+            idle = waits is Waits.NOTHING and not gathers and now >= self._alert_until_s
             self._asleep, self._gathering = True, gathers
         if idle:
             self._transport.rest(None)
             self._alert_until_s = time.monotonic() + (0.0 if self._requests else ALERT_S)
-        elif gathers:
-            self._transport.rest(max(0.0, self._since_s + self._cycle_s - now))
-        elif waited_for and now - moved_s < YIELD_S:
+        elif hurries and now - moved_s < YIELD_S:
             os.sched_yield()
         else:
-            self._transport.rest(min(max(REST_SHARE * (now - moved_s), FIRST_REST_S), LONGEST_REST_S))
+            share = REST_SHARE if hurries else LAZY_REST_SHARE
+            rest_s = min(max(share * (now - moved_s), FIRST_REST_S[waits]), LONGEST_REST_S)
+            if gathers:
+                left_s = max(0.0, self._since_s + self._cycle_s - now)
+                rest_s = left_s if waits is Waits.NOTHING else min(rest_s, left_s)
+            self._transport.rest(rest_s)
         self._asleep = self._gathering = False
         return idle

@@ -19,11 +19,14 @@ def _nothing() -> None:
 class Handle:
     """An operation under way. `poll(handle)` tells whether it is done, `synchronize(handle)` gives its result."""
 
-    __slots__ = ("__weakref__", "_done", "_error", "_gate", "_result", "_waiting", "description")
+    __slots__ = ("__weakref__", "_asking", "_done", "_error", "_gate", "_result", "_waiting", "description")
 
-    def __init__(self, description: Description, waiting: Callable[[Handle], None]) -> None:
+    def __init__(
+        self, description: Description, waiting: Callable[[Handle], None], asking: Callable[[], None] = _nothing
+    ) -> None:
         self.description = description
         self._waiting = waiting
+        self._asking = asking
         self._done = False
         self._gate = gate = threading.Lock()  # an Event takes ten times as long to make
         gate.acquire()
@@ -32,6 +35,12 @@ class Handle:
 
     def done(self) -> bool:
         """True when `wait` would return or raise at once."""
+        return self._done
+
+    def poll(self) -> bool:
+        """As `done`; the engine learns that somebody is interested."""
+        if not self._done:
+            self._asking()
         return self._done
 
     def wait(self) -> Any:
