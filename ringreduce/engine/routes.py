@@ -15,6 +15,8 @@ from ringreduce.transport.window import Region
 
 LONGEST = 48
 """The table of choices has a row for each power of two bytes up to this one."""
+LONG_BYTES = 64 << 10
+"""What is shorter than this is a matter of latency, which the cost model knows: a tuned algorithm is for the rest."""
 Native = Callable[[Any, str], "Callable[[], Request] | None"]
 """What starts MPI's own all-reduce of an array, in place, by an op's name; None for what MPI has not."""
 
@@ -59,10 +61,13 @@ class Routes:
             return [settings.algorithm]
         return self.usable
 
-    def choice(self, nbytes: int, reduction: Reduction) -> str:
-        """The algorithm for host arrays of `nbytes` together."""
-        table = self._wide if reduction.sum_type.itemsize > reduction.element.itemsize else self._narrow
-        algorithm = table[min(nbytes.bit_length(), LONGEST)]
+    def choice(self, nbytes: int, reduction: Reduction, tuned: str = "auto") -> str:
+        """The algorithm for host arrays of `nbytes` together; `tuned`: what tuning found for long ones, or auto."""
+        if tuned in self.usable and nbytes >= LONG_BYTES:
+            algorithm = tuned
+        else:
+            table = self._wide if reduction.sum_type.itemsize > reduction.element.itemsize else self._narrow
+            algorithm = table[min(nbytes.bit_length(), LONGEST)]
         if algorithm == "mpi" and not reduction.in_place:
             return "ring"
         return algorithm
