@@ -24,7 +24,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -100,10 +99,9 @@ def plot(report: Report, path: str) -> None:
     places = list(dict.fromkeys((row["hosts"], row["per_host"]) for row in report.rows))
     rates = list(dict.fromkeys(row["mbit"] for row in report.rows))
     names = [name for name in dict.fromkeys(row["who"].strip() for row in report.rows) if name != "raw TCP"]
+    size = max(9, 1.5 + 3.2 * len(rates)), 1.6 + 2.4 * len(places)
     colour = plots.colours(names)
-    figure, axes = plots.canvas(
-        len(places), len(rates), (1.5 + 3.2 * len(rates), 1.2 + 2.5 * len(places)), sharey=True, sharex=True
-    )
+    figure, axes = plots.canvas(len(places), len(rates), size, sharey=True, sharex=True)
     for line, (hosts, per_host) in zip(axes, places, strict=True):
         for panel, mbit in zip(line, rates, strict=True):
             here = [r for r in report.rows if (r["hosts"], r["per_host"], r["mbit"]) == (hosts, per_host, mbit)]
@@ -112,7 +110,7 @@ def plot(report: Report, path: str) -> None:
                 style = "--" if name.startswith("raw") else "o-"
                 shares = [row["share"] for row in mine]
                 panel.plot([row["size"] for row in mine], shares, style, ms=3, label=name, color=colour[name])
-            panel.axhline(1, color="0.3", lw=0.8)
+            panel.axhline(1, color="black", lw=0.8, label="raw TCP, one stream")
             panel.set(xscale="log", ylim=(0, 1.15))
             panel.set_title(f"{hosts} hosts x {per_host}, {mbit} Mbit/s", fontsize=9)
             plots.bytes_axis(panel.xaxis)
@@ -121,8 +119,8 @@ def plot(report: Report, path: str) -> None:
         line[0].set_ylabel("share of the raw stream", fontsize=8)
     for panel in axes[-1]:
         panel.set_xlabel("size of the buffer", fontsize=8)
-    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=len(names), fontsize=8)
-    title = "All-reduce across hosts: time on the wire at a raw TCP stream's rate, over the time taken (1: a full wire)"
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
+    title = "All-reduce across hosts: share of a raw TCP stream's rate (1 is a full wire; higher is better)"
     plots.finish(figure, title, report.header, path)
 
 
@@ -132,7 +130,6 @@ def main() -> None:
     if reason := why_not():
         print(f"bench/hosts.py: skipped: {reason}")
         return
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was made is removed
     note = f"median of {options.runs} runs, the rows in turns, of the slowest rank{missing()}"
     report = Report("hosts", machine(), COLUMNS, True, note)
     for hosts in options.hosts:

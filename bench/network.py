@@ -20,7 +20,7 @@ import tempfile
 import time
 import types
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 AGENT = '#!/bin/bash\nhost=$1; shift\nexec ip netns exec "$host" unshare --uts bash -c "hostname $host; $*"\n'
@@ -74,6 +74,7 @@ class Network:
         self.folder = Path(tempfile.mkdtemp(prefix="ringbench-"))
 
     def __enter__(self) -> Network:
+        self.before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # through __exit__
         try:
             self._make()
         except BaseException:
@@ -121,6 +122,7 @@ class Network:
 
     def _remove(self) -> None:
         """Everything, whatever of it is there; a second Ctrl-C does not keep it from its end."""
+        signal.signal(signal.SIGTERM, self.before)
         with _uninterrupted():
             for how in (signal.SIGTERM, signal.SIGKILL):
                 if self._signal(how):
@@ -153,7 +155,7 @@ def _run(command: Sequence[str]) -> None:
 
 
 @contextlib.contextmanager
-def _uninterrupted():  # type: ignore[no-untyped-def]
+def _uninterrupted() -> Iterator[None]:
     before = {each: signal.signal(each, signal.SIG_IGN) for each in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield

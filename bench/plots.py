@@ -5,8 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-OURS = ("#d62728", "#ff7f0e", "#e377c2", "#8c564b", "#bcbd22", "#f4a582")
-"""Warm colours are ours, cold ones the peers'."""
+OURS = {
+    "allreduce_": "#d62728",
+    "ringreduce": "#d62728",
+    "ringreduce, NumPy": "#d62728",
+    "ringreduce, torch": "#ff7f0e",
+    "ringreduce, grouped": "#e377c2",
+    "ring": "#ff7f0e",
+    "direct": "#e377c2",
+    "doubling": "#8c564b",
+    "shared": "#bcbd22",
+    "hierarchical": "#800020",
+}
+"""Warm colours are ours, cold ones the peers'; red is the public function."""
 PEERS = {
     "MPI_Allreduce": "#1f77b4",
     "torch gloo": "#17becf",
@@ -19,11 +30,11 @@ PEERS = {
 
 
 def colours(names: Sequence[str]) -> dict[str, str]:
-    """A colour for each contender, the same in every picture where the same contenders take part."""
-    chosen, ours = {}, list(OURS)
+    """A colour for each contender, the same in all pictures."""
+    chosen = {}
     for name in names:
-        peer = next((colour for start, colour in PEERS.items() if name.startswith(start)), None)
-        chosen[name] = peer or (ours.pop(0) if ours else "black")
+        peer = next((colour for start, colour in PEERS.items() if name.startswith(start)), "black")
+        chosen[name] = OURS.get(name, peer)
     return chosen
 
 

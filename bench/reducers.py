@@ -18,13 +18,8 @@ from models import Shape
 import ringreduce as rr
 
 NUMPY, TORCH, GROUPED = "ringreduce, NumPy", "ringreduce, torch", "ringreduce, grouped"
-DDP, ALONE, PACKED, HOROVOD, FLOOR = (
-    "DDP gloo",
-    "its backward alone",
-    "MPI_Allreduce, packed",
-    "Horovod",
-    "floor: one copy",
-)
+DDP, ALONE, HOROVOD = "DDP gloo", "its backward alone", "Horovod"
+PACKED, ONE_BY_ONE, FLOOR = "MPI_Allreduce, packed", "MPI_Allreduce, each", "floor: one copy"
 PIECE = 1 << 20
 
 

@@ -1,37 +1,56 @@
-"""16-bit floats to float32 and back, by the fastest kernels at hand: numba's, torch's or NumPy's.
+"""16-bit floats to float32 and back, by the fastest kernels at hand. All give the same bits.
 
-All give the same bits. float16 elements are held as float16, bfloat16 ones as uint16. Arrays are NumPy's, 1-D
-and contiguous.
+numba   where it is installed: imported, and its kernels compiled, at the first reduction of 16-bit floats
+torch   where the user has imported it
+NumPy   otherwise
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+import functools
+import importlib.util
+import sys
+from collections.abc import Mapping
+from types import ModuleType
 
 from ringreduce import half_numpy
-
-
-class Kernels(NamedTuple):
-    """What is done to the elements of one 16-bit type; a NaN stays a NaN, its payload may change."""
-
-    widen: Callable[[Any, Any], None]
-    """`widen(source, target)`: write 16-bit elements into a float32 array; exact."""
-    narrow: Callable[[Any, Any], None]
-    """`narrow(values, target)`: round float32 elements to 16 bits: to nearest even, past the largest to infinity."""
-
-
-_NUMPY = {
-    "float16": Kernels(half_numpy.widen_float16, half_numpy.narrow_float16),
-    "bfloat16": Kernels(half_numpy.widen_bfloat16, half_numpy.narrow_bfloat16),
-}
+from ringreduce.half_numpy import Kernels
 
 
 def kernels(name: str) -> Kernels:
     """The kernels of "float16" or "bfloat16"."""
-    return _NUMPY[name]
+    return _all()[name]
 
 
 def kernel_name() -> str:
     """Whose kernels are used: "numba", "torch" or "numpy"."""
-    return "numpy"
+    return _module().__name__.rpartition("_")[2]
+
+
+def _all() -> Mapping[str, Kernels]:
+    table: Mapping[str, Kernels] = _module().KERNELS
+    return table
+
+
+def _module() -> ModuleType:
+    return _numba() or (_torch() if "torch" in sys.modules else None) or half_numpy
+
+
+@functools.lru_cache(maxsize=1)
+def _numba() -> ModuleType | None:
+    if importlib.util.find_spec("numba") is None:
+        return None
+    module = _imported("half_numba")
+    return module if module is not None and module.is_usable() else None
+
+
+@functools.lru_cache(maxsize=1)
+def _torch() -> ModuleType | None:
+    return _imported("half_torch")
+
+
+def _imported(name: str) -> ModuleType | None:
+    try:
+        return importlib.import_module(f"ringreduce.{name}")
+    except Exception:  # a numba that does not fit this NumPy, a torch that was half removed: others can do it
+        return None

@@ -1,38 +1,158 @@
-"""16-bit floats to float32 and back with NumPy alone: the kernels that are always there."""
+"""16-bit floats to float32 and back with NumPy alone: what is always there; and how all kernels look."""
 
 from __future__ import annotations
 
-from typing import Any
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
+BLOCK = 32 << 10
+"""Elements at a time: a few blocks of float32, 128 KiB each, stay in a core's second-level cache."""
+FEW = 4 << 10
+"""Below so many float16 elements NumPy's own conversion is quicker than six operations on their bits."""
+_FROM_FLOAT16 = np.float32(2.0**112)  # what the exponent is off by when a float16's bits are read as a float32's
+_SIGN_AND_VALUE = np.int32(-0x70002000)  # 0x8FFFE000
 
-def widen_float16(source: Any, target: Any) -> None:
-    """Write float16 elements into a float32 array of equal length."""
-    np.copyto(target, source)
+
+class Kernels(NamedTuple):
+    """What is done to the elements of one 16-bit type: float16, or bfloat16 held as uint16.
+
+    Arrays are NumPy's, 1-D and contiguous, of equal lengths. A NaN stays a NaN; its payload may change.
+    """
+
+    widen: Callable[[Any, Any], None]
+    """`widen(source, target)`: write 16-bit elements into a float32 array; exact."""
+    narrow: Callable[[Any, Any], None]
+    """`narrow(values, target)`: round float32 elements to 16 bits: to nearest even, past the largest to infinity."""
+    accumulate: Callable[[Any, Any], None]
+    """`accumulate(total, source)`: add 16-bit elements to a float32 array, in place."""
+    sum_parts: Callable[[Sequence[Any], Any, Any, Any], None]
+    """`sum_parts(parts, out, divisor, reciprocal)`: add up 16-bit arrays in float32, in the order given, divide, round.
+
+    `out` may be one of the parts.  divisor, reciprocal: float32 scalars; a reciprocal that is not exact is given as 0.
+    """
 
 
-def narrow_float16(values: Any, target: Any) -> None:
-    """Round float32 elements into a float16 array: to nearest even, past the largest to infinity."""
-    with np.errstate(over="ignore"):
+class _Scratch(threading.local):
+    """Blocks for reuse, for every thread: memory fresh from the system would cost more than the arithmetic."""
+
+    def __init__(self) -> None:
+        self.pair = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32)
+        self.bits = np.empty(BLOCK, np.uint32)
+
+
+_scratch = _Scratch()
+
+
+def scratch(count: int) -> tuple[Any, Any]:
+    """Two float32 arrays of `count` elements, at most BLOCK; valid until this thread's next call."""
+    total, other = _scratch.pair
+    return total[:count], other[:count]
+
+
+def blocks(*arrays: Any) -> Any:
+    """Cut arrays of equal lengths at the same places: tuples of blocks of at most BLOCK elements."""
+    count = len(arrays[0])
+    if count <= BLOCK:
+        return (arrays,)
+    return (tuple(each[low : low + BLOCK] for each in arrays) for low in range(0, count, BLOCK))
+
+
+def divide(total: Any, divisor: Any, reciprocal: Any) -> None:
+    """Divide in place; multiplying by an exact reciprocal gives the same bits sooner."""
+    if reciprocal:
+        if reciprocal != 1:
+            np.multiply(total, reciprocal, out=total)
+    else:
+        np.divide(total, divisor, out=total)
+
+
+def writable(array: Any) -> Any:
+    """The same memory without its protection, for those who take no other and will not write."""
+    if array.flags.writeable:
+        return array
+    return np.asarray(_Unprotected(array))
+
+
+class _Unprotected:
+    def __init__(self, array: Any) -> None:
+        interface = dict(array.__array_interface__)
+        interface["data"] = (interface["data"][0], False)
+        self.__array_interface__ = interface
+        self._owner = array
+
+
+def _widen_float16(source: Any, target: Any) -> None:
+    if len(source) < FEW:
+        np.copyto(target, source)
+        return
+    for few, wide in blocks(source, target):
+        _widen_float16_block(few, wide)
+
+
+def _widen_float16_block(source: Any, target: Any) -> None:
+    """Sign, exponent and fraction are moved to where float32 has them; a product then corrects the exponent."""
+    bits = target.view(np.int32)
+    np.copyto(bits, source.view(np.int16))  # repeats the sign in the upper half
+    np.left_shift(bits, np.int32(13), out=bits)
+    np.bitwise_and(bits, _SIGN_AND_VALUE, out=bits)
+    np.multiply(target, _FROM_FLOAT16, out=target)
+    if np.maximum.reduce(target) >= 65536 or np.minimum.reduce(target) <= -65536:  # the exponent of infinity and NaN
+        bits[np.abs(target) >= 65536] |= np.int32(0x7F800000)
+
+
+def _narrow_float16(values: Any, target: Any) -> None:
+    with np.errstate(over="ignore"):  # past the largest float16 lies infinity, as in every framework
         np.copyto(target, values, casting="same_kind")
 
 
-def widen_bfloat16(source: Any, target: Any) -> None:
-    """Write bfloat16 elements, held as uint16, into a float32 array of equal length."""
-    bits = target.view(np.uint32)
-    np.copyto(bits, source)
-    np.left_shift(bits, np.uint32(16), out=bits)
+def _widen_bfloat16(source: Any, target: Any) -> None:
+    for few, wide in blocks(source, target.view(np.uint32)):
+        np.copyto(wide, few)
+        np.left_shift(wide, np.uint32(16), out=wide)
 
 
-def narrow_bfloat16(values: Any, target: Any) -> None:
-    """Round float32 elements to bfloat16, held as uint16: to nearest even, past the largest to infinity."""
+def _narrow_bfloat16(values: Any, target: Any) -> None:
+    for few, rounded in blocks(values, target):
+        _narrow_bfloat16_block(few, rounded)
+
+
+def _narrow_bfloat16_block(values: Any, target: Any) -> None:
+    """The upper halves, rounded to nearest even (the carry may rightly run into infinity)."""
     bits = values.view(np.uint32)
-    rounded = np.right_shift(bits, np.uint32(16))
+    rounded = np.right_shift(bits, np.uint32(16), out=_scratch.bits[: len(bits)])
     np.bitwise_and(rounded, np.uint32(1), out=rounded)
     np.add(rounded, np.uint32(0x7FFF), out=rounded)
     np.add(rounded, bits, out=rounded)
     np.right_shift(rounded, np.uint32(16), out=rounded)
     np.copyto(target, rounded, casting="unsafe")
-    if values.size and np.isnan(np.maximum.reduce(values)):
+    if len(values) and np.isnan(np.maximum.reduce(values)):
         target[np.isnan(values)] = 0x7FC0  # rounding could carry a NaN's payload into infinity
+
+
+def _kernels(widen: Callable[[Any, Any], None], narrow: Callable[[Any, Any], None]) -> Kernels:
+    def accumulate(total: Any, source: Any) -> None:
+        for wide, few in blocks(total, source):
+            _, other = scratch(len(wide))
+            widen(few, other)
+            np.add(wide, other, out=wide)
+
+    def sum_parts(parts: Sequence[Any], out: Any, divisor: Any, reciprocal: Any) -> None:
+        for target, first, *rest in blocks(out, *parts):
+            total, other = scratch(len(target))
+            widen(first, total)
+            for part in rest:
+                widen(part, other)
+                np.add(total, other, out=total)
+            divide(total, divisor, reciprocal)
+            narrow(total, target)
+
+    return Kernels(widen, narrow, accumulate, sum_parts)
+
+
+KERNELS = {
+    "float16": _kernels(_widen_float16, _narrow_float16),
+    "bfloat16": _kernels(_widen_bfloat16, _narrow_bfloat16),
+}

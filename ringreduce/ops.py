@@ -136,6 +136,16 @@ class Reduction(_Fields):
         return self.in_place and not self._is_scaled and (self.op is not Average or self.size == 1)
 
     @functools.cached_property
+    def _is_half_sum(self) -> bool:
+        return self.element.is_half and self.op in (Sum, Average) and not self._is_scaled
+
+    @functools.cached_property
+    def _divisor(self) -> tuple[np.float32, np.float32]:
+        """For 16-bit floats: what the sum is divided by, and its reciprocal where that is exact, else 0."""
+        divisor = self.size if self.op is Average else 1
+        return np.float32(divisor), np.float32(1 / divisor if divisor & (divisor - 1) == 0 else 0)
+
+    @functools.cached_property
     def _ufunc(self) -> np.ufunc:
         return _UFUNC[self.op]
 
@@ -151,6 +161,9 @@ class Reduction(_Fields):
     def _reduce_arrays(self, parts: Sequence[Any], out: Any) -> None:
         if len(parts) == 2 and self._is_plain:
             self._ufunc(parts[0], parts[1], out=out)
+            return
+        if self._is_half_sum:
+            half.kernels(self.element.name).sum_parts(parts, out, *self._divisor)
             return
         total, other = _scratch.pair(self.sum_type)
         reduce_block = self._reduce_in_place if self.in_place and self.prescale == 1.0 else self._reduce_wider

@@ -27,8 +27,8 @@ def prepare_host(world: World, transport: MessageTransport, settings: Settings) 
     Cost:   under 100 ms. Where shared memory cannot be had rank 0 says so in a line, and messages are used.
     Raises: SettingsError for an algorithm that cannot be used.
     """
-    window, why_not = make_window(world, settings)
     constants = Constants.parse(settings.costs)
+    window, why_not = make_window(world, settings)
     native = transport.native_allreduce
     rehearsal = Host(world, transport, settings, window, constants, native).routes(0, range(world.size))
     try:

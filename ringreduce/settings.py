@@ -49,13 +49,14 @@ class Settings:
     fusion_slot_bytes: int = 2 << 20
     """What is packed together for messages at most; longer tensors go through in pieces of this size."""
 
-    ring_segment_bytes: int = 512 << 10
-    """A chunk travels in pieces of at most this size, so that summing one overlaps receiving the next."""
+    ring_segment_bytes: int = 60 << 10
+    """A chunk travels in pieces of at most this size, so that summing one overlaps receiving the next. Over TCP, Open
+    MPI sends up to 64 KiB without asking first whether the receiver is ready."""
 
     cache_capacity: int = 1024
     """Tensors that the ranks remember per process set, so that agreeing on one costs a bit; 0 remembers none."""
 
-    cycle_time_ms: float = 2.0
+    cycle_time_ms: float = 10.0
     """So long the engine gathers tensors before it tells the other ranks, unless they fill a slot or somebody waits."""
 
     stall_check_s: float = 10.0

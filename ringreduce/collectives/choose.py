@@ -13,6 +13,7 @@ It is a model: no congestion, no other jobs. bench/growth.py shows its predictio
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
 from collections.abc import Collection, Sequence
@@ -76,8 +77,8 @@ def predict_us(algorithm: str, nbytes: int, hosts: Sequence[int], constants: Con
 
     infinity: the algorithm cannot be used there.
     """
-    size, places = len(hosts), len(set(hosts))
-    most = max(hosts.count(host) for host in set(hosts)) if places < size else 1
+    size, counted = len(hosts), collections.Counter(hosts)
+    places, most = len(counted), max(counted.values())
     if size == 1:
         return 0.0
     one_host = places == 1

@@ -92,10 +92,10 @@ def allreduce(
     Cost:  2 waits a slot; see above. Memory: the region's.
     Source: design.md's prototype; Open MPI's coll/sm and MPICH's release-gather do so for one slot.
     """
-    pipeline = [_Slot(parts, region, reduction) for parts in slots]
-    if len(pipeline) == 1 and is_one_shot(pipeline[0].nbytes, region.size):
-        yield from _one_shot(pipeline[0], region, watch)
+    if len(slots) == 1 and is_one_shot(sum([part.source.nbytes for part in slots[0]]), region.size):
+        yield from _one_shot(slots[0], region, reduction, watch)
         return
+    pipeline = [_Slot(parts, region, reduction) for parts in slots]
     first, count = region.turn, len(pipeline)
     region.turn += count
     for number in range(-1, count + 1):
@@ -117,17 +117,44 @@ def allreduce(
             pipeline[number].sum(turn)
 
 
-def _one_shot(slot: _Slot, region: Region, watch: Watch) -> Steps[None]:
+def _one_shot(parts: Sequence[Part], region: Region, reduction: Reduction, watch: Watch) -> Steps[None]:
+    """All pack all, and each sums all; the slots stay as they are, for others still read them."""
     turn = region.turn
-    region.turn += 1
+    region.turn = turn + 1
+    slots = region.slots(turn, reduction.element.storage)
     watch(0, PACK)
-    slot.pack_all(turn)
+    length = _pack(parts, slots[region.rank])
+    region.publish(PACKED, turn)
     watch(0, REDUCE)
     if not region.arrived(PACKED, turn):
         yield region.arrival(PACKED, turn)
     watch(0, COPY)
-    slot.sum_all(turn)
+    chunks = [each[:length] for each in slots]
+    if len(parts) == 1:
+        reduction.reduce_parts(chunks, parts[0].target)
+    else:
+        reduced = np.empty(length, reduction.element.storage)
+        reduction.reduce_parts(chunks, reduced)
+        _unpack(reduced, parts)
     watch(0, DONE)
+
+
+def _pack(parts: Sequence[Part], slot: Any) -> int:
+    """Copy the parts into a slot; returns the elements of all."""
+    low = 0
+    for source, _ in parts:
+        high = low + source.size
+        slot[low:high] = source
+        low = high
+    return low
+
+
+def _unpack(reduced: Any, parts: Sequence[Part]) -> None:
+    low = 0
+    for _, target in parts:
+        high = low + target.size
+        target[...] = reduced[low:high]
+        low = high
 
 
 class _Slot:
@@ -137,17 +164,10 @@ class _Slot:
         self.parts, self.region, self.reduction = parts, region, reduction
         self.dtype = reduction.element.storage
         lengths = tuple(part.source.size for part in parts)
-        self.length = sum(lengths)
         self.cuts = cut(lengths, region.size)
         self.own = [each for each in self.cuts if each.owner == region.rank]
         # a chunk of one piece is summed where it lies; one of many is packed, and summed at once
         self.direct = len(self.own) == 1
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all parts."""
-        nbytes: int = self.length * self.dtype.itemsize
-        return nbytes
 
     def pack(self, turn: int) -> None:
         """Copy into this rank's slot what others will sum."""
@@ -186,27 +206,3 @@ class _Slot:
     def _copy(self, cuts: Sequence[Cut], slots: Sequence[Any]) -> None:
         for owner, part, low, high, first, last in cuts:
             self.parts[part].target[first:last] = slots[owner][low:high]
-
-    def pack_all(self, turn: int) -> None:
-        """Copy everything into this rank's slot."""
-        mine = self.region.slots(turn, self.dtype)[self.region.rank]
-        low = 0
-        for source, _ in self.parts:
-            high = low + source.size
-            mine[low:high] = source
-            low = high
-        self.region.publish(PACKED, turn)
-
-    def sum_all(self, turn: int) -> None:
-        """Reduce everything out of all slots, which stay as they are: others still read them."""
-        chunks = [each[: self.length] for each in self.region.slots(turn, self.dtype)]
-        if len(self.parts) == 1:
-            self.reduction.reduce_parts(chunks, self.parts[0].target)
-            return
-        reduced = np.empty(self.length, self.dtype)
-        self.reduction.reduce_parts(chunks, reduced)
-        low = 0
-        for _, target in self.parts:
-            high = low + target.size
-            target[...] = reduced[low:high]
-            low = high

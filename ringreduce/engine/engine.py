@@ -133,17 +133,20 @@ class Engine:
         finish: Callable[[Request], Any] = lambda _: None,
         payload: Any = None,
         waits: bool = False,
+        line: str | None = None,
     ) -> Handle:
         """Hand in an operation; returns at once.
 
         describe: makes the description from the name; without a name, from the number that it gets.
         finish:   makes the caller's result from the request when it is done, in the thread that waits.
         waits:    the caller will wait for it before it does anything else.
+        line:     of the user's that led here, where the caller knows it.
 
         Raises: InputError when the name is pending already, or this rank is not in the process set; PeerLostError when
                 a rank has left.
         """
-        line = calling_line()
+        if line is None:
+            line = calling_line()
         for each in inputs:
             each.settle()  # the engine's thread reads what the caller's has queued on a GPU
         with self._inbox.lock:
@@ -156,28 +159,25 @@ class Engine:
             else:
                 description = describe(name)
             handle = Handle(description, self._inbox.wait)
-            request = Request(
-                description,
-                process_set,
-                inputs=list(inputs),
-                outputs=list(outputs),
-                finish=finish,
-                payload=payload,
-                line=line,
-                handle=handle,
-                waits=waits,
-            )
-            self._check(lane, request)
-            lane.pending[request.key] = request
-            lane.joined |= kind == JOIN
+            request = Request(description, process_set, inputs, outputs, finish, payload, line, handle, waits)
+            key = request.key
+            if self._is_closed or lane.closed or lane.joined or key in lane.pending or key in lane.running:
+                self._check(lane, request)
+            lane.pending[key] = request
+            if kind == JOIN:
+                lane.joined = True
             self._inbox.put(request)
             self.submissions += 1
         self._inbox.announce_soon()
         return handle
 
+    @property
+    def _is_closed(self) -> bool:
+        return self._broken is not None or bool(self._leaving)
+
     def _check(self, lane: Lane, request: Request) -> None:
         """Raise why a request cannot be taken."""
-        if self._broken is not None or self._leaving:
+        if self._is_closed:
             why = str(self._broken or f"rank {self.world.rank} is leaving the job: {self._leaving}")
             raise refusals.no_more(request, why)
         if lane.closed:
@@ -249,7 +249,7 @@ class Engine:
         moved |= self._read()
         moved |= self._decide()
         for lane in list(self.lanes.values()):
-            moved |= lane.advance()
+            moved |= lane.advance(self._inbox.hurries)
         if not any(lane.busy for lane in self.lanes.values()):
             self._recording.settle()
         if not moved:

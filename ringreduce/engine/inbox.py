@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from ringreduce.engine.description import Description
 from ringreduce.engine.request import Handle, Request
 from ringreduce.settings import Settings
 from ringreduce.transport.base import EngineTransport
@@ -21,6 +22,8 @@ FIRST_REST_S = 50e-6
 LONGEST_REST_S = 40e-3
 REST_SHARE = 0.05
 """Rests are this share of the time for which nothing has moved: what they add to a wait is small against it."""
+BATCH_SLOTS = 4
+"""So many slots full of tensors are told of at once: to agree costs the same for one as for a hundred."""
 ALERT_S = 0.2
 """So long a rank that was rung looks for letters, which may take a moment longer than the ring."""
 
@@ -32,10 +35,10 @@ class Inbox:
         self.lock = threading.Lock()
         self.hurried = False
         """Nothing more will come: do not gather."""
-        self._last: tuple[str, str, str, float] | None = None
-        """Kind, name, line and time of the last request; not the request, whose tensors are the user's to free."""
+        self._last: tuple[Description, str, float] | None = None
+        """Description, line and time of the last request; not the request, whose tensors are the user's to free."""
         self._transport = transport
-        self._slot_bytes = settings.fusion_slot_bytes
+        self._batch_bytes = BATCH_SLOTS * settings.fusion_slot_bytes
         self._cycle_s = settings.cycle_time_ms / 1e3
         self._requests: list[Request] = []
         self._since_s = 0.0
@@ -56,10 +59,10 @@ class Inbox:
         if not self._requests:
             self._since_s, self._nbytes = request.submitted_s, 0
         self._requests.append(request)
-        self._nbytes += sum(each.nbytes for each in request.inputs)
+        for each in request.inputs:
+            self._nbytes += each.nbytes
         self._urgent |= request.waits
-        description = request.description
-        self._last = (description.kind, description.name, request.line, request.submitted_s)
+        self._last = request.description, request.line, request.submitted_s
 
     def announce_soon(self) -> None:
         """Wake the engine, unless it gathers."""
@@ -97,9 +100,14 @@ class Inbox:
             obeyed = True
         return obeyed
 
+    @property
+    def hurries(self) -> bool:
+        """True while somebody waits for a result: latency counts. Else the cores are the user's."""
+        return self._waiters > 0 or self._urgent
+
     def gathers(self) -> bool:
-        """True while more may come, nobody waits for what is there, and it does not fill a slot yet."""
-        if self._waiters or self._urgent or self.hurried or self._nbytes >= self._slot_bytes:
+        """True while more may come, nobody waits for what is there, and it does not fill a batch yet."""
+        if self._waiters or self._urgent or self.hurried or self._nbytes >= self._batch_bytes:
             return False
         return time.monotonic() - self._since_s < self._cycle_s
 
@@ -119,7 +127,7 @@ class Inbox:
         """What this rank did last, for a stall report."""
         if self._last is None:
             return "has submitted nothing yet"
-        kind, name, line, when_s = self._last
+        (kind, name, *_), line, when_s = self._last
         return f"last submitted {kind} {name!r} ({line}) {time.monotonic() - when_s:.0f} s ago"
 
     def rest(self, moved_s: float, is_busy: Callable[[], bool]) -> bool:
@@ -132,7 +140,7 @@ class Inbox:
             gathers = bool(self._requests) and self.gathers()
             if self._orders or (self._requests and not gathers):
                 return False
-            waited_for = self._waiters > 0 or self._urgent
+            waited_for = self.hurries
             idle = now >= self._alert_until_s and not is_busy()
             self._asleep, self._gathering = True, gathers
         if idle:

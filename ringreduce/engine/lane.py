@@ -13,6 +13,7 @@ from ringreduce.engine.request import Request
 from ringreduce.engine.routes import Routes
 from ringreduce.transport.base import Request as Message
 from ringreduce.transport.base import Steps, Transport
+from ringreduce.transport.window import Arrival
 
 
 class Lane:
@@ -63,12 +64,15 @@ class Lane:
             self.moved_s = time.monotonic()
         self._queue.append(steps)
 
-    def advance(self) -> bool:
-        """Move on as far as it goes without waiting; True when anything moved."""
+    def advance(self, hurried: bool) -> bool:
+        """Move on as far as it goes without waiting; True when anything moved.
+
+        hurried: somebody waits for a result: look some microseconds longer before the engine does something else.
+        """
         moved = False
         while self._queue:
             if self.waits_for is not None:
-                if not self.waits_for.done():
+                if not (self._is_done_soon() if hurried else self.waits_for.done()):
                     break
                 self.waits_for.wait()
             moved = True
@@ -80,6 +84,10 @@ class Lane:
         if moved:
             self.moved_s = time.monotonic()
         return moved
+
+    def _is_done_soon(self) -> bool:
+        request = self.waits_for
+        return request.done_soon() if isinstance(request, Arrival) else request is not None and request.done()
 
     def stuck_on(self) -> int | None:
         """The rank of the world whose message the operation under way waits for."""

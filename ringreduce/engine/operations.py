@@ -87,7 +87,7 @@ def _allgather(requests: Sequence[Request], context: Context) -> Steps[None]:
     for request in requests:
         mine = np.array([tensor.shape[0] for tensor in request.inputs], np.int64)
         rows = yield from bruck.allgather(mine, transport)
-        request.outputs = []
+        request.outputs = outputs = []
         for number, tensor in enumerate(request.inputs):
             counts = [int(n) * math.prod(tensor.shape[1:]) for n in rows[:, number]]
             gathered = tensor.empty((int(rows[:, number].sum()), *tensor.shape[1:]))
@@ -95,7 +95,7 @@ def _allgather(requests: Sequence[Request], context: Context) -> Steps[None]:
             gathered.flat[start : start + tensor.count] = tensor.flat
             with context.timeline.phase([request], "ALLGATHER"):
                 yield from ring.allgather(gathered.flat, transport, counts, rank, context.settings.ring_segment_bytes)
-            request.outputs.append(gathered)
+            outputs.append(gathered)
         request.payload = rows
         request.complete()
 
@@ -123,7 +123,7 @@ def _reducescatter(requests: Sequence[Request], context: Context) -> Steps[None]
     transport = context.transport
     for request in requests:
         details = request.description
-        request.outputs = []
+        request.outputs = outputs = []
         for tensor in request.inputs:
             reduction = Reduction(
                 ReduceOp(details.detail("op")),
@@ -143,7 +143,7 @@ def _reducescatter(requests: Sequence[Request], context: Context) -> Steps[None]
             rows = bounds[transport.rank + 1] - bounds[transport.rank]
             part = tensor.empty((rows, *tensor.shape[1:]))
             part.flat[...] = work.flat[low:high]
-            request.outputs.append(part)
+            outputs.append(part)
         request.complete()
 
 

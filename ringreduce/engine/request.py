@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ringreduce.buffers import Buffer
@@ -93,9 +93,8 @@ class Request:
         self,
         description: Description,
         process_set: int,
-        *,
-        inputs: list[Buffer],
-        outputs: list[Buffer],
+        inputs: Sequence[Buffer],
+        outputs: Sequence[Buffer],
         finish: Callable[[Request], Any],
         payload: Any,
         line: str,

@@ -92,10 +92,10 @@ def _table(hosts: Sequence[int], candidates: Sequence[str], constants: Constants
 def check(settings: Settings, routes: Routes, hosts: Sequence[int], why_not: str) -> None:
     """Raise SettingsError for a demand that the set of all ranks cannot meet; why_not: there is no shared memory."""
     asked = settings.algorithm
+    if asked not in ("auto", *ALGORITHMS):
+        raise SettingsError(f"RINGREDUCE_ALGORITHM={asked!r}: expected auto or one of {', '.join(ALGORITHMS)}")
     if asked == "auto" or len(hosts) == 1:
         return
-    if asked not in ALGORITHMS:
-        raise SettingsError(f"RINGREDUCE_ALGORITHM={asked!r}: expected auto or one of {', '.join(ALGORITHMS)}")
     if asked not in routes.usable:
         places = len(set(hosts))
         needs = {

@@ -125,7 +125,11 @@ class Arrival:
         return self._region.late(self._flag, self._turn)
 
     def done(self) -> bool:
-        """See `Request.done`; looks for some microseconds, for the others are about to."""
+        """See `Request.done`."""
+        return self._region.arrived(self._flag, self._turn)
+
+    def done_soon(self) -> bool:
+        """See `Request.done`; looks for some tens of microseconds, for the others are usually about to."""
         arrived, flag, turn = self._region.arrived, self._flag, self._turn
         for _ in range(SPINS):
             if arrived(flag, turn):
@@ -138,7 +142,7 @@ class Arrival:
 
     def wait(self) -> None:
         """See `Request.wait`."""
-        if not self.done():
+        if not self.done_soon():
             waiting.until(self._arrived_or_lost)
 
     def _arrived_or_lost(self) -> bool:

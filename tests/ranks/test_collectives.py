@@ -167,6 +167,75 @@ def test_long_chunks_travel_in_segments():
     assert sorted(message.nbytes for message in messages) == [80] * 4 + [160] * 8
 
 
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_no_more_segments_are_under_way_than_may_be(size, monkeypatch):
+    """Each rank's sends, less what it has received: it begins with some, and then sends one for each that came."""
+    monkeypatch.setattr(ring, "SENDS_AHEAD", 3)
+    most = [0] * size
+
+    class Counting:
+        """Counts what was sent and not yet answered."""
+
+        def __init__(self, inner):
+            self.inner, self.rank, self.size = inner, inner.rank, inner.size
+            self.sent = 0
+
+        def send(self, array, destination, tag):
+            self.sent += 1
+            return self.inner.send(array, destination, tag)
+
+        def receive(self, array, source, tag):
+            return Arriving(self, self.inner.receive(array, source, tag))
+
+    class Arriving:
+        """A receive that takes one off the count when it was waited for."""
+
+        def __init__(self, counting, request):
+            self.counting, self.request, self.peer = counting, request, request.peer
+
+        def done(self):
+            return self.request.done()
+
+        def wait(self):
+            self.request.wait()
+            rank = self.counting.rank
+            most[rank] = max(most[rank], self.counting.sent)
+            self.counting.sent -= 1
+
+    arrays = [data("float64", 1003, rank) for rank in range(size)]
+
+    def program():
+        flat = arrays[transport().rank].copy()
+        complete(ring.allreduce(flat, Counting(transport()), reduction(Sum, "float64", size), 64))
+        return flat
+
+    for result in run_ranks(size, program, buffered=True):
+        assert_reduced(result, Sum, arrays)
+    assert most == [3] * size
+
+
+@pytest.mark.parametrize("sends_ahead", [2, 3])
+@pytest.mark.parametrize("size", SIZES)
+def test_ring_with_few_segments_under_way(size, sends_ahead, monkeypatch):
+    monkeypatch.setattr(ring, "SENDS_AHEAD", sends_ahead)
+    counts = [(rank * 7) % 5 * 20 for rank in range(size)]  # some are 0, some many segments
+    for count in (size - 1, 101, 1000):
+        arrays = [data("float64", count, rank) for rank in range(size)]
+
+        def program(arrays=arrays):
+            rank = transport().rank
+            flat = arrays[rank].copy()
+            complete(ring.allreduce(flat, transport(), reduction(Sum, "float64", size), 64))
+            gathered = np.full(sum(counts), -1.0)
+            gathered[sum(counts[:rank]) : sum(counts[: rank + 1])] = rank
+            complete(ring.allgather(gathered, transport(), counts, rank, 16))
+            np.testing.assert_array_equal(gathered, np.repeat(np.arange(size), counts))
+            return flat
+
+        for result in run_ranks(size, program):
+            assert_reduced(result, Sum, arrays)
+
+
 def test_16_bit_floats_travel_as_float32_only_until_they_are_finished():
     messages = []
 

@@ -13,6 +13,7 @@ PACKAGE = ROOT / "ringreduce"
 LAYERS = [
     ["_version", "errors"],
     ["half_numpy"],
+    ["half_numba", "half_torch"],
     ["half"],
     ["settings", "dtypes", "partition", "trees"],
     ["ops", "buffers", "compression"],

@@ -55,7 +55,7 @@ def test_horovods_variables_are_understood_and_ours_count():
         ),
         ("RINGREDUCE_CACHE_CAPACITY", ["-1", "x"], r"a whole number of tensors of 0 or more, such as \d+"),
         ("RINGREDUCE_STALL_CHECK_S", ["-1", "nan", "inf", "soon"], r"a number of seconds of 0 or more, such as 10.0"),
-        ("HOROVOD_CYCLE_TIME", ["-1", "x"], r"a number of milliseconds of 0 or more, such as 2.0"),
+        ("HOROVOD_CYCLE_TIME", ["-1", "x"], r"a number of milliseconds of 0 or more, such as 10.0"),
         ("RINGREDUCE_DYNAMIC_PROCESS_SETS", ["2", "maybe"], "1 or 0"),
     ],
 )

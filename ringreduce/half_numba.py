@@ -1,0 +1,165 @@
+"""16-bit floats to float32 and back with numba: sums of several arrays in one pass over memory.
+
+Imported by half.py at the first reduction of 16-bit floats, where numba is installed. Each kernel is compiled when it
+is first needed, and kept by numba in its cache on disk. None holds the GIL.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import platform
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ringreduce.half_numpy import Kernels, blocks, scratch, writable
+
+numba: Any = importlib.import_module("numba")
+extending: Any = importlib.import_module("numba.extending")
+ir: Any = importlib.import_module("llvmlite.ir")
+
+
+def is_usable() -> bool:
+    """True where numba compiles for this processor, and that converts float16 itself: LLVM would abort otherwise."""
+    config = numba.core.config
+    if config.DISABLE_JIT or config.CPU_NAME or config.CPU_FEATURES:
+        return False
+    if platform.machine() in ("aarch64", "arm64"):
+        return True
+    return bool(importlib.import_module("llvmlite.binding").get_host_cpu_features().get("f16c"))
+
+
+# Compiled code tells the two types apart by how their bits are passed: float16 as int16, bfloat16 as uint16.
+
+
+@extending.intrinsic  # type: ignore[untyped-decorator]
+def _float32(typing: Any, bits: Any) -> Any:
+    """The value of 16 bits."""
+    build = _from_float16 if bits == numba.int16 else _from_bfloat16
+    return numba.float32(bits), lambda context, builder, signature, arguments: build(builder, arguments[0])
+
+
+@extending.intrinsic  # type: ignore[untyped-decorator]
+def _rounded(typing: Any, value: Any, like: Any) -> Any:
+    """A float32 rounded to 16 bits, of the type of `like`."""
+    build = _to_float16 if like == numba.int16 else _to_bfloat16
+    return like(numba.float32, like), lambda context, builder, signature, arguments: build(builder, arguments[0])
+
+
+def _from_float16(builder: Any, bits: Any) -> Any:
+    return builder.fpext(builder.bitcast(bits, ir.HalfType()), ir.FloatType())
+
+
+def _to_float16(builder: Any, value: Any) -> Any:
+    return builder.bitcast(builder.fptrunc(value, ir.HalfType()), ir.IntType(16))
+
+
+def _from_bfloat16(builder: Any, bits: Any) -> Any:
+    word = ir.IntType(32)
+    return builder.bitcast(builder.shl(builder.zext(bits, word), word(16)), ir.FloatType())
+
+
+def _to_bfloat16(builder: Any, value: Any) -> Any:
+    word = ir.IntType(32)
+    bits = builder.bitcast(value, word)
+    is_odd = builder.and_(builder.lshr(bits, word(16)), word(1))
+    rounded = builder.add(builder.add(bits, is_odd), word(0x7FFF))
+    is_nan = builder.fcmp_unordered("uno", value, value)  # rounding could carry a NaN's payload into infinity
+    return builder.trunc(builder.lshr(builder.select(is_nan, word(0x7FC00000), rounded), word(16)), ir.IntType(16))
+
+
+@functools.partial(numba.njit, inline="always")
+def _quotient(value: Any, divisor: Any, reciprocal: Any) -> Any:
+    return value * reciprocal if reciprocal != 0 else value / divisor
+
+
+def _compiled(function: Callable[..., None]) -> Callable[..., None]:
+    """Compile at the first call with arguments of each type."""
+    options = {"nogil": True, "error_model": "numpy"}
+    try:
+        kernel: Callable[..., None] = numba.njit(function, cache=True, **options)
+    except RuntimeError:  # no directory to keep machine code in
+        kernel = numba.njit(function, **options)
+    return kernel
+
+
+@_compiled
+def _widen(source: Any, target: Any) -> None:
+    for i in range(len(target)):
+        target[i] = _float32(source[i])
+
+
+@_compiled
+def _narrow(values: Any, target: Any) -> None:
+    for i in range(len(target)):
+        target[i] = _rounded(values[i], target[i])
+
+
+@_compiled
+def _accumulate(total: Any, source: Any) -> None:
+    for i in range(len(total)):
+        total[i] += _float32(source[i])
+
+
+@_compiled
+def _begin(first: Any, second: Any, total: Any) -> None:
+    for i in range(len(total)):
+        total[i] = _float32(first[i]) + _float32(second[i])
+
+
+@_compiled
+def _end(total: Any, last: Any, divisor: Any, reciprocal: Any, out: Any) -> None:
+    for i in range(len(out)):
+        out[i] = _rounded(_quotient(total[i] + _float32(last[i]), divisor, reciprocal), out[i])
+
+
+@_compiled
+def _alone(part: Any, divisor: Any, reciprocal: Any, out: Any) -> None:
+    for i in range(len(out)):
+        out[i] = _rounded(_quotient(_float32(part[i]), divisor, reciprocal), out[i])
+
+
+@_compiled
+def _pair(first: Any, second: Any, divisor: Any, reciprocal: Any, out: Any) -> None:
+    for i in range(len(out)):
+        out[i] = _rounded(_quotient(_float32(first[i]) + _float32(second[i]), divisor, reciprocal), out[i])
+
+
+def _kernels(bits_type: type[np.signedinteger[Any]] | type[np.unsignedinteger[Any]]) -> Kernels:
+    def bits(array: Any) -> Any:
+        return writable(array).view(bits_type)
+
+    def widen(source: Any, target: Any) -> None:
+        _widen(bits(source), target)
+
+    def narrow(values: Any, target: Any) -> None:
+        _narrow(writable(values), bits(target))
+
+    def accumulate(total: Any, source: Any) -> None:
+        _accumulate(total, bits(source))
+
+    def sum_parts(parts: Sequence[Any], out: Any, divisor: Any, reciprocal: Any) -> None:
+        target, ours = bits(out), [bits(part) for part in parts]
+        if len(parts) == 2:
+            _pair(*ours, divisor, reciprocal, target)
+        elif len(parts) == 1:
+            _alone(ours[0], divisor, reciprocal, target)
+        else:
+            _sum_blocks(ours, target, divisor, reciprocal)
+
+    return Kernels(widen, narrow, accumulate, sum_parts)
+
+
+def _sum_blocks(parts: Sequence[Any], out: Any, divisor: Any, reciprocal: Any) -> None:
+    """Three parts and more."""
+    for target, first, second, *others, last in blocks(out, *parts):
+        total, _ = scratch(len(target))
+        _begin(first, second, total)
+        for part in others:
+            _accumulate(total, part)
+        _end(total, last, divisor, reciprocal, target)
+
+
+KERNELS = {"float16": _kernels(np.int16), "bfloat16": _kernels(np.uint16)}

@@ -1,0 +1,73 @@
+"""16-bit floats to float32 and back with torch's kernels. Imported by half.py, where the user has imported torch.
+
+Torch spreads operations on 32 Ki elements and more over threads, which compute; so blocks are no longer than that.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ringreduce.half_numpy import BLOCK, Kernels, divide, scratch, writable
+
+torch: Any = importlib.import_module("torch")
+
+
+def _float16(array: Any) -> Any:
+    return torch.from_numpy(writable(array))
+
+
+def _bfloat16(array: Any) -> Any:
+    return torch.from_numpy(writable(array).view(np.int16)).view(torch.bfloat16)
+
+
+def _float32(array: Any) -> Any:
+    return torch.from_numpy(writable(array))
+
+
+def _blocks(*tensors: Any) -> Any:
+    if len(tensors[0]) <= BLOCK:
+        return (tensors,)
+    return zip(*(each.split(BLOCK) for each in tensors), strict=True)
+
+
+def _kernels(tensor: Callable[[Any], Any]) -> Kernels:
+    def widen(source: Any, target: Any) -> None:
+        for few, wide in _blocks(tensor(source), _float32(target)):
+            wide.copy_(few)
+
+    def narrow(values: Any, target: Any) -> None:
+        for few, wide in _blocks(tensor(target), _float32(values)):
+            few.copy_(wide)
+
+    def accumulate(total: Any, source: Any) -> None:
+        for wide, few in _blocks(_float32(total), tensor(source)):
+            wide.add_(few)
+
+    def sum_parts(parts: Sequence[Any], out: Any, divisor: Any, reciprocal: Any) -> None:
+        cut = _blocks(tensor(out), *map(tensor, parts))
+        if len(parts) == 2 and reciprocal == 1:
+            for target, first, second in cut:
+                torch.add(first, second, out=target)  # adds in float32 and rounds once
+            return
+        total, other = scratch(min(len(out), BLOCK))
+        wide = _float32(total), _float32(other)
+        for target, first, *rest in cut:
+            count = len(target)
+            if count < len(total):
+                total, other = total[:count], other[:count]
+                wide = wide[0][:count], wide[1][:count]
+            wide[0].copy_(first)
+            for part in rest:
+                wide[1].copy_(part)
+                np.add(total, other, out=total)
+            divide(total, divisor, reciprocal)
+            target.copy_(wide[0])
+
+    return Kernels(widen, narrow, accumulate, sum_parts)
+
+
+KERNELS = {"float16": _kernels(_float16), "bfloat16": _kernels(_bfloat16)}

@@ -1,0 +1,228 @@
+"""The benches run as a user starts them, in their quick form: what they print, keep and draw; never how fast it was."""
+
+import importlib.util
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.conftest import ROOT, ringrun, run
+
+PYTHON = Path(sys.executable)
+BENCH = ROOT / "bench"
+MACHINE = ("cores", "processor", "ringreduce", "numpy", "python", "date", "mpi", "mpi4py", "torch")
+HOROVOD = "from ringreduce.torch import *\n"
+pytestmark = pytest.mark.timeout(180)
+
+
+def bench_module(name):
+    """A module of bench/, which is no package: its scripts find each other beside themselves."""
+    spec = importlib.util.spec_from_file_location(f"bench_{name}", BENCH / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def horovod(tmp_path):
+    """Environment variables with which `import horovod.torch` finds something: ours, whose names are the same."""
+    package = tmp_path / "packages" / "horovod"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "torch.py").write_text(HOROVOD)
+    return {"PYTHONPATH": str(package.parent)}
+
+
+def outcome(finished, folder):
+    """The JSON of a bench that ran well, after the checks that all have in common."""
+    assert finished.returncode == 0, finished.stdout
+    kept = json.loads((folder / "rows.json").read_text())
+    assert set(MACHINE) <= set(kept["header"])
+    assert all(row["wrong"] in (0, None) for row in kept["rows"])
+    assert any(row["wrong"] == 0 for row in kept["rows"])
+    assert all(row["time_us"] > 0 for row in kept["rows"] if "runs_us" in row and "backward_alone_us" not in row)
+    assert (folder / "plot.png").read_bytes().startswith(b"\x89PNG")
+    return kept
+
+
+def table(finished, *headings):
+    """The printed rows, as lists of words; the headings stand above them."""
+    lines = [re.sub(r"^\[0\] ", "", line) for line in finished.stdout.splitlines()]
+    (first,) = (k for k, line in enumerate(lines) if line.split() == list(headings))
+    assert lines[first - 2].startswith("# ")
+    return [line.split() for line in lines[first + 2 :] if line and not line.startswith("#")]
+
+
+def files(folder):
+    return ["--json", folder / "rows.json", "--plot", folder / "plot.png"]
+
+
+def test_one_buffer(tmp_path):
+    finished = ringrun(PYTHON, 2, BENCH / "allreduce.py", "--quick", *files(tmp_path))
+    kept = outcome(finished, tmp_path)
+    rows = table(finished, "algorithm", "size", "count", "type", "op", "time", "algbw", "busbw", "#wrong")
+    assert len(rows) == len(kept["rows"])
+    assert {row[-1] for row in rows} == {"0"}
+    sizes = sorted({row["size"] for row in kept["rows"]})
+    assert sizes[0] == 8
+    assert sizes[-1] == 1 << 20
+    everybody = {(row["algorithm"], row["size"]) for row in kept["rows"]}
+    names = ("ring", "direct", "doubling", "shared", "allreduce_", "MPI_Allreduce", "torch gloo")
+    assert {(name, size) for name in names for size in sizes} <= everybody
+    for row in kept["rows"]:
+        assert row["busbw_gbs"] == pytest.approx(row["size"] / row["time_us"] / 1e3)  # 2 ranks: 2 (P - 1) / P = 1
+        assert len(row["runs_us"]) == 2
+
+
+def test_gradients_and_horovod(tmp_path, horovod):
+    finished = ringrun(PYTHON, 3, BENCH / "gradients.py", "--quick", *files(tmp_path), **horovod)
+    kept = outcome(finished, tmp_path)
+    headings = "model who tensors size time algbw of floor of ours #wrong"
+    rows = table(finished, *headings.split())
+    assert len(rows) == len(kept["rows"])
+    who = [row["who"] for row in kept["rows"]]
+    assert who[-1] == "Horovod", "whose thread polls: it comes after all others"
+    assert {"ringreduce, NumPy", "ringreduce, torch", "DDP gloo", "MPI_Allreduce, packed", "floor: one copy"} < {*who}
+    times = {row["who"]: row["time_us"] for row in kept["rows"]}
+    for row in kept["rows"]:
+        assert row["of_floor"] == pytest.approx(row["time_us"] / times["floor: one copy"])
+        assert (row["wrong"] is None) == (row["who"] == "floor: one copy")
+
+
+def test_a_training_step(tmp_path, horovod):
+    finished = ringrun(PYTHON, 2, BENCH / "train_step.py", "--quick", *files(tmp_path), **horovod)
+    kept = outcome(finished, tmp_path)
+    assert len(table(finished, "batch", "who", "parameters", "time", "overhead", "#wrong")) == 4
+    overheads = {row["who"].strip(): row["overhead_percent"] for row in kept["rows"]}
+    assert list(overheads) == ["compute alone", "ringreduce", "DDP gloo", "Horovod"]
+    assert overheads.pop("compute alone") is None
+    assert None not in overheads.values()
+
+
+def test_growth(tmp_path):
+    finished = run([PYTHON, BENCH / "growth.py", "--quick", *files(tmp_path)])
+    kept = outcome(finished, tmp_path)
+    headings = "part ranks ranks tensors size who time predicted measured #wrong"
+    assert len(table(finished, *headings.split())) == len(kept["rows"])
+    parts = {part: [row for row in kept["rows"] if row["part"] == part] for part in ("tensors", "buffer", "predicted")}
+    assert {row["ranks"] for row in parts["tensors"]} == {row["ranks"] for row in parts["buffer"]} == {2, 3}
+    assert {row["tensors"] for row in parts["tensors"]} == {1, 30}
+    ours = [row for row in parts["buffer"] if row["who"].strip() == "ring"]
+    assert len(ours) == 4
+    for row in ours:
+        assert row["off"] == pytest.approx(row["time_us"] / row["predicted_us"])
+    assert {row["ranks"] for row in parts["predicted"]} == {8, 16, 1000}
+    assert {row["who"].strip() for row in parts["predicted"]} == {"ring", "hierarchical"}
+
+
+def test_hosts(tmp_path):
+    reason = bench_module("network").why_not()
+    finished = run([PYTHON, BENCH / "hosts.py", "--quick", *files(tmp_path)])
+    if reason:
+        assert finished.returncode == 0, finished.stdout
+        assert finished.stdout == f"bench/hosts.py: skipped: {reason}\n"
+        return
+    kept = outcome(finished, tmp_path)
+    headings = "hosts ranks rate size who time share sent of least #wrong"
+    assert len(table(finished, *headings.split())) == len(kept["rows"])
+    rows = {row["who"].strip(): row for row in kept["rows"]}
+    assert {"ring", "hierarchical", "allreduce_", "MPI_Allreduce", "torch gloo", "raw TCP"} < set(rows)
+    assert rows["raw TCP"]["share"] == 1
+    host = rows["hierarchical"]["rank_hosts"]
+    assert host[0] == host[1] != host[2] == host[3]
+    for row in rows.values():
+        assert row["of_least"] > 0.99, "nobody sends less than 2 (H - 1) / H of the buffer"
+    assert rows["raw TCP"]["of_least"] < 1.2
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="as root only: a user learns that root is missing")
+def test_hosts_without_its_commands_is_skipped_and_says_why(tmp_path):
+    finished = run([PYTHON, BENCH / "hosts.py"], PATH=str(tmp_path))
+    assert finished.returncode == 0, finished.stdout
+    assert finished.stdout == "bench/hosts.py: skipped: the command ip (iproute2) is not on PATH\n"
+
+
+WAITS_INSIDE = f"""
+import subprocess, sys
+sys.path.insert(0, {str(BENCH)!r})
+from network import Network
+with Network(2) as network:
+    network.shape(100)
+    print(network.tag, flush=True)
+    {{}}
+    subprocess.run(["ip", "netns", "exec", network.names[1], "sleep", "1000"])
+"""
+
+
+@pytest.mark.skipif(bool(bench_module("network").why_not()), reason=bench_module("network").why_not())
+@pytest.mark.parametrize("end", ["SIGTERM", "SIGINT", "an error"])
+def test_hosts_leave_nothing_behind(end):
+    error = 'raise ValueError("meant")' if end == "an error" else ""
+    script = subprocess.Popen(
+        [PYTHON, "-c", WAITS_INSIDE.format(error)], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    tag = script.stdout.readline().decode().strip()
+    assert tag
+    if not error:
+        assert tag in subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+        script.send_signal(getattr(signal, end))
+    script.communicate(timeout=30)
+    assert script.returncode != 0
+    left = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
+    left += subprocess.run(["ip", "link"], capture_output=True, text=True).stdout
+    assert tag not in left
+    assert not list(Path("/etc").glob(f"netns/*{tag}"))
+
+
+WRONG = f"""
+import sys
+sys.path.insert(0, {str(BENCH)!r})
+import numpy as np
+import allreduce
+from common import total
+from reducers import Gradients, NUMPY, Reducer, ours
+import ringreduce as rr
+rr.init()
+
+def off_by_one_at_rank_1(array):
+    rr.allreduce_(array, op=rr.Sum)
+    array[7] += rr.rank()
+
+array = np.zeros(100, np.float32)
+print("buffer", allreduce.wrong_elements(off_by_one_at_rank_1, array, allreduce.expected_sum(100, "float32", 2)))
+gradients = Gradients([(3, 5), (40,)])
+right = ours(gradients, rr, gradients.arrays)
+
+def one_row_is_zero():
+    right.run()
+    gradients.arrays[1][2] = 0
+
+print("right", total(gradients.wrong(right)))
+print("wrong", total(gradients.wrong(Reducer(one_row_is_zero, right.results))))
+print("not reduced", total(gradients.wrong(Reducer(lambda: None, right.results))))
+"""
+
+
+def test_wrong_elements_are_counted(tmp_path):
+    (tmp_path / "wrong.py").write_text(WRONG)
+    finished = ringrun(PYTHON, 2, tmp_path / "wrong.py")
+    assert finished.returncode == 0, finished.stdout
+    printed = dict(re.findall(r"^\[0\] (.*) (\d+)$", finished.stdout, re.MULTILINE))
+    assert (printed["buffer"], printed["right"], printed["wrong"]) == ("1", "0", "10")
+    assert int(printed["not reduced"]) > 50
+
+
+def test_a_wrong_element_fails_the_bench():
+    common = bench_module("common")
+    report = common.Report("name", {}, [common.Column("wrong", "#wrong")], False, "")
+    report.add({"wrong": None})
+    report.add({"wrong": 0})
+    report.finish()
+    report.add({"wrong": 3})
+    with pytest.raises(SystemExit, match=r"bench/name\.py: 3 wrong elements"):
+        report.finish()

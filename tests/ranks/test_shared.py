@@ -1,0 +1,318 @@
+"""All-reduce through shared memory on threads: results, their bits, and that nobody overwrites what is still read."""
+
+import itertools
+import random
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from ringreduce.collectives import shared
+from ringreduce.collectives.choose import ONE_SHOT_BYTES, is_one_shot
+from ringreduce.collectives.shared import COPY, DONE, PACK, REDUCE, Part, cut
+from ringreduce.dtypes import TABLE
+from ringreduce.ops import Average, Max, Min, Product, Reduction, Sum
+from ringreduce.partition import chunk_bounds
+from ringreduce.transport.base import complete
+from ringreduce.transport.window import SLOTS, Region, Window, block_bytes
+from tests.reference import OPS, assert_reduced, data, legal, numpy_dtype
+
+SIZES = range(1, 10)
+MATRIX = [(name, op) for name, op in itertools.product(TABLE, OPS) if legal(op, name)]
+SLOT_BYTES = 64 << 10
+LIMIT_S = 40
+
+
+@pytest.fixture(autouse=True)
+def threads_that_take_turns_quickly():
+    """A rank that waits yields the core, which threads have only while they hold the interpreter."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)
+    yield
+    sys.setswitchinterval(before)
+
+
+class SlowRegion(Region):
+    """Now and then its rank sleeps: before it packs, sums or copies, and before it tells that it has."""
+
+    seed = 0
+
+    def slots(self, turn, dtype):
+        self.dawdle()
+        return super().slots(turn, dtype)
+
+    def publish(self, flag, turn):
+        self.dawdle()
+        super().publish(flag, turn)
+        self.dawdle()
+
+    def dawdle(self):
+        if not hasattr(self, "generator"):
+            self.generator = random.Random(f"{self.seed} {self.rank}")
+        if self.generator.random() < 0.08:
+            time.sleep(self.generator.choice([0.0005, 0.002, 0.006]))
+
+
+def on_a_host(size, program, region_type=Region):
+    """Run program(region) on threads, each a rank of one host; returns what each returned, by rank."""
+    failures, results = [], [None] * size
+    until_s = time.monotonic() + LIMIT_S
+
+    def check(rank):
+        if failures or time.monotonic() > until_s:
+            raise TimeoutError(f"waited for rank {rank} in vain")
+
+    blocks = [np.zeros(block_bytes(SLOT_BYTES, 2), np.uint8) for _ in range(size)]
+    window = Window(blocks, lambda: None, lambda: None, check)
+    regions = [region_type(window, 1, SLOT_BYTES, range(size), range(size), rank) for rank in range(size)]
+
+    def run(rank):
+        try:
+            results[rank] = program(regions[rank])
+        except BaseException as exc:
+            failures.append(exc)
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+    assert len({region.turn for region in regions}) == 1, "the next operation begins with the same slot on all ranks"
+    return results
+
+
+def slots_of(source, target, capacity, pieces):
+    """Slots of `capacity` elements, cut into about so many parts altogether."""
+    count = source.size
+    inner = random.Random(count).sample(range(1, count), min(pieces, count) - 1) if count > 1 else []
+    bounds = sorted({0, count, *range(0, count, capacity), *inner})
+    slots = [[] for _ in range(0, count, capacity)]
+    for low, high in itertools.pairwise(bounds):
+        slots[low // capacity].append(Part(source[low:high], target[low:high]))
+    return slots
+
+
+def reduce(array, region, reduction, capacity=10**9, pieces=1, in_place=True, watch=None):
+    """A rank's result; both memories are its own again at once, and it writes nonsense there."""
+    capacity = min(capacity, SLOT_BYTES // array.itemsize)
+    source = array.copy().view(reduction.element.storage)
+    target = source if in_place else np.zeros_like(source)
+    slots = slots_of(source, target, capacity, pieces)
+    complete(shared.allreduce(slots, region, reduction, *([watch] if watch else [])))
+    result = target.copy().view(array.dtype)
+    assert in_place or source.tobytes() == array.tobytes(), "the input stays as it was"
+    source.view(np.uint8)[...] = 0x55
+    target.view(np.uint8)[...] = 0x55
+    return result
+
+
+def folded(op, arrays):
+    """The reduction rank by rank, in the type of the sums, rounded once: what every rank must get, to the bit."""
+    dtype = arrays[0].dtype
+    wide = np.dtype(np.float32) if dtype.name in ("float16", "bfloat16") else dtype
+    wide = np.dtype(np.int64) if op is Average and dtype.kind in "iu" and dtype.itemsize < 8 else wide
+    combine = {Average: np.add, Sum: np.add, Min: np.minimum, Max: np.maximum, Product: np.multiply}[op]
+    total = arrays[0].astype(wide)
+    for each in arrays[1:]:
+        total = combine(total, each.astype(wide))
+    if op is Average:
+        total = np.trunc(total / len(arrays)) if total.dtype.kind in "iu" else total / total.dtype.type(len(arrays))
+    return total.astype(arrays[0].dtype)
+
+
+def assert_all_got(results, op, arrays):
+    """The reduction of the arrays, on every rank, with the bits of a sum in the order of the ranks."""
+    assert_reduced(results[0], op, arrays)
+    expected = folded(op, arrays)
+    if op is Product and expected.dtype.kind == "c":
+        expected = results[0]  # NumPy multiplies a single complex number with other bits than one of several
+    for result in results:
+        assert result.tobytes() == expected.tobytes()
+
+
+def run_plan(size, plan, region_type=Region):
+    """Operations one after the other, for which no rank waits; `plan`: dtype, op, count and further arguments."""
+    everyones = [[data(name, count, rank, k) for rank in range(size)] for k, (name, _, count, _) in enumerate(plan)]
+
+    def program(region):
+        return [
+            reduce(arrays[region.rank], region, Reduction(op, TABLE[name], size), **options)
+            for arrays, (name, op, _, options) in zip(everyones, plan, strict=True)
+        ]
+
+    results = on_a_host(size, program, region_type)
+    for k, (_, op, _, _) in enumerate(plan):
+        assert_all_got([each[k] for each in results], op, everyones[k])
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_every_count(size):
+    plan = []
+    for count in sorted({0, 1, size - 1, size, size + 1, 1000, 100003}):
+        capacities = [7, 512] if count <= 1000 else [8192]
+        for capacity, pieces, in_place in itertools.product([*capacities, 10**9], [1, 5], [True, False]):
+            name = "float64" if count <= 1000 else "float32"
+            plan.append((name, Sum, count, {"capacity": capacity, "pieces": pieces, "in_place": in_place}))
+    run_plan(size, plan)
+
+
+@pytest.mark.parametrize(("name", "op"), MATRIX, ids=lambda value: str(getattr(value, "value", value)))
+def test_every_type_and_op(name, op):
+    """Short ones, which all ranks sum, and slots, one of which is not full."""
+    for size in (1, 2, 3, 4, 7):
+        plan = [
+            (name, op, count, {"capacity": capacity, "pieces": pieces, "in_place": in_place})
+            for (count, capacity), pieces, in_place in itertools.product(
+                [(size + 1, 10**9), (103, 24), (103, 10**9)], [1, 4], [True, False]
+            )
+        ]
+        run_plan(size, plan)
+
+
+def random_plan(seed, length):
+    """Operations of all kinds: short ones, one slot, many slots, one part and many."""
+    draw = random.Random(seed)
+    plan = []
+    for _ in range(length):
+        name, op = draw.choice(MATRIX)
+        count = draw.choice([0, 1, 5, 40, 300, 3000, 30000])
+        capacity = draw.choice([10**9, max(1, count // draw.randint(1, 9))])
+        options = {"capacity": capacity, "pieces": draw.choice([1, 2, 9]), "in_place": draw.random() < 0.5}
+        plan.append((name, op, count, options))
+    return plan
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_a_rank_that_is_late_never_reads_what_came_later(size, seed):
+    """Every operation has data of its own, so memory that was overwritten too early gives another result."""
+    slow = type("Slow", (SlowRegion,), {"seed": seed})
+    run_plan(size, random_plan(seed, 40), slow)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_nobody_packs_a_slot_that_another_still_reads(size, seed):
+    """Turn t has the memory of turn t - SLOTS, so all must have done with that: told by `watch`, with sleeps there."""
+    done = [-1] * size
+    packed_over = []
+
+    def program(region):
+        draw = random.Random(f"{seed} {region.rank}")
+        for number, (count, capacity) in enumerate([(100, 8), (5, 9), (64, 8), (1, 1), (1, 1), (1, 1), (1, 1)] * 3):
+            first = region.turn
+
+            def watch(slot, phase, first=first):
+                if draw.random() < 0.3:
+                    time.sleep(draw.choice([0.0005, 0.003]))
+                if phase == PACK:
+                    behind = min(done)
+                    packed_over.append(first + slot - SLOTS <= behind)
+                if phase == DONE:
+                    done[region.rank] = first + slot
+                    time.sleep(0)
+
+            reduce(data("float32", count, region.rank, number), region, kind, capacity, watch=watch)
+        return region.turn
+
+    kind = Reduction(Sum, TABLE["float32"], size)
+    turns = on_a_host(size, program)
+    assert all(packed_over)
+    assert len(packed_over) == sum(turns)
+
+
+@pytest.mark.parametrize("capacity", [10**9, 16])
+def test_the_phases_of_a_slot_are_told_in_order_and_at_the_end_its_results_are_there(capacity):
+    arrays = [data("float32", 100, rank) for rank in range(3)]
+    expected = folded(Sum, arrays)
+
+    def program(region):
+        story, early = [], []
+        flat = arrays[region.rank].copy()
+        slots = slots_of(flat, flat, min(capacity, 1000), 4)
+
+        def watch(number, phase):
+            story.append((number, phase))
+            if phase == DONE:
+                low = number * capacity
+                early.append(flat[low : low + capacity].tobytes() == expected[low : low + capacity].tobytes())
+
+        complete(shared.allreduce(slots, region, Reduction(Sum, TABLE["float32"], 3), watch))
+        return story, early, len(slots)
+
+    for story, early, slots in on_a_host(3, program):
+        assert early == [True] * slots
+        assert [number for number, phase in story if phase == DONE] == list(range(slots))
+        for number in range(slots):
+            assert [phase for each, phase in story if each == number] == [PACK, REDUCE, COPY, DONE]
+
+
+@pytest.mark.parametrize("size", [2, 3, 9])
+def test_short_ones_take_one_wait_and_long_ones_two(size):
+    limit = ONE_SHOT_BYTES // (size - 1) // 4
+
+    def program(region):
+        waits = []
+        region.arrived = lambda flag, turn: waits.append(flag) or Region.arrived(region, flag, turn)
+        counts = []
+        for count in (limit, limit + 1):
+            waits.clear()
+            reduce(data("float32", count, region.rank), region, Reduction(Sum, TABLE["float32"], size))
+            counts.append(len(set(waits)))
+        return counts
+
+    assert is_one_shot(4 * limit, size)
+    assert not is_one_shot(4 * limit + 4, size)
+    assert on_a_host(size, program) == [[1, 2]] * size
+
+
+@pytest.mark.parametrize("count", [9, 5000])
+def test_factors_come_before_and_after(count):
+    arrays = [data("float32", count, rank) for rank in range(3)]
+    kind = Reduction(Average, TABLE["float32"], 3, 0.75, 3.0)
+    total = arrays[0] * np.float32(0.75)
+    for each in arrays[1:]:
+        total = total + each * np.float32(0.75)
+    expected = total / np.float32(3) * np.float32(3.0)
+    for result in on_a_host(3, lambda region: reduce(arrays[region.rank], region, kind, 1000)):
+        assert result.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16"])
+@pytest.mark.parametrize("capacity", [2, 100])
+def test_16_bit_floats_are_rounded_once(name, capacity):
+    """1 + e + e, where e is half of the distance to the next number: rounded twice, it would stay 1."""
+    half = {"float16": 2.0**-11, "bfloat16": 2.0**-8}[name]
+    arrays = [np.full(5, value, numpy_dtype(name)) for value in (1.0, half, half)]
+    kind = Reduction(Sum, TABLE[name], 3)
+    for result in on_a_host(3, lambda region: reduce(arrays[region.rank], region, kind, capacity)):
+        np.testing.assert_array_equal(result.astype(np.float64), 1 + 2 * half)
+
+
+def test_all_ranks_get_the_same_nan():
+    """Which NaN comes out of two is told by their order."""
+    payloads = [np.full(100, 0x7FC00000 + 16 * rank, np.uint32).view(np.float32) for rank in range(4)]
+    kind = Reduction(Sum, TABLE["float32"], 4)
+    for capacity in (10**9, 8):
+        results = on_a_host(4, lambda region, n=capacity: reduce(payloads[region.rank], region, kind, n))
+        assert all(np.isnan(result).all() and result.tobytes() == results[0].tobytes() for result in results)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_parts_are_cut_at_the_bounds_of_chunks(size):
+    for seed in range(30):
+        draw = random.Random(seed)
+        lengths = tuple(draw.choice([0, 1, 2, 3, size, 50]) for _ in range(draw.randint(0, 9)))
+        starts = [0, *itertools.accumulate(lengths)]
+        bounds = chunk_bounds(starts[-1], size)
+        covered = []
+        for owner, part, low, high, first, last in cut(lengths, size):
+            assert bounds[owner] <= low < high <= bounds[owner + 1]
+            assert (low, high) == (starts[part] + first, starts[part] + last)
+            assert last <= lengths[part]
+            covered += range(low, high)
+        assert covered == list(range(starts[-1]))

@@ -1,0 +1,285 @@
+"""The cost model: what it predicts, what is chosen by it, and how both are written and read."""
+
+import itertools
+import math
+import re
+
+import numpy as np
+import pytest
+
+import ringreduce as rr
+from ringreduce.collectives.choose import ALGORITHMS, ONE_SHOT_BYTES, Constants, choose, is_one_shot, predict_us
+from ringreduce.dtypes import TABLE
+from ringreduce.engine.host import Host
+from ringreduce.engine.routes import check
+from ringreduce.errors import SettingsError
+from ringreduce.ops import Reduction, Sum
+from ringreduce.settings import Settings
+from ringreduce.testing import run_ranks
+from ringreduce.transport.threads import Exchange
+from ringreduce.transport.window import Window, block_bytes
+from ringreduce.world import World
+
+ONE_HOST = [[0] * size for size in (2, 3, 4, 9, 16)]
+PAIRS = [[0, 0, 1, 1], [0, 0, 0, 1], [0, 1, 1, 2, 2, 2], [0, 1, 0, 1], [0] * 8 + [1] * 8]
+SINGLES = [[0, 1], [0, 1, 2, 3], list(range(9))]
+LAYOUTS = ONE_HOST + PAIRS + SINGLES
+SIZES = [0, 1, 8, 100, *(1 << power for power in range(10, 41, 3))]
+COSTS = [Constants(), Constants(wire_us=500, wire_gbs=0.0125), Constants(message_us=1, message_gbs=20, copy_gbs=1)]
+
+
+def usable(hosts):
+    """By the model: what has a price there."""
+    return [each for each in ALGORITHMS if predict_us(each, 1000, hosts, Constants()) < math.inf]
+
+
+@pytest.mark.parametrize("constants", COSTS, ids=["default", "slow wire", "slow memory"])
+@pytest.mark.parametrize("hosts", LAYOUTS, ids=str)
+def test_more_bytes_never_take_less_time(hosts, constants):
+    for algorithm in usable(hosts):
+        times = [predict_us(algorithm, nbytes, hosts, constants) for nbytes in SIZES]
+        if algorithm == "shared":  # two ways, of which the short one ends where it does: each is steady on its own
+            short = [time for n, time in zip(SIZES, times, strict=True) if is_one_shot(n, len(hosts))]
+            times = times[len(short) :]
+            assert short == sorted(short)
+        assert times == sorted(times), algorithm
+        assert times[-1] > times[0] > 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        (ONE_HOST, ["shared", "ring", "direct", "doubling"]),
+        (PAIRS, ["hierarchical", "ring", "direct", "doubling"]),
+        (SINGLES, ["ring", "direct", "doubling"]),
+    ],
+    ids=["one host", "several ranks a host", "one rank a host"],
+)
+def test_what_cannot_be_used_takes_for_ever(kind, expected):
+    for hosts in kind:
+        assert usable(hosts) == expected
+        for algorithm in set(ALGORITHMS) - set(expected):
+            assert predict_us(algorithm, 8, hosts, Constants()) == math.inf
+
+
+def test_a_rank_alone_pays_nothing():
+    assert [predict_us(each, 1 << 30, [0], Constants()) for each in ALGORITHMS] == [0] * len(ALGORITHMS)
+
+
+@pytest.mark.parametrize("hosts", PAIRS, ids=str)
+def test_the_numbers_of_hosts_do_not_matter(hosts):
+    renamed = [7 - 3 * host for host in hosts]
+    for algorithm, nbytes in itertools.product(ALGORITHMS, SIZES):
+        assert predict_us(algorithm, nbytes, hosts, Constants()) == predict_us(algorithm, nbytes, renamed, Constants())
+
+
+@pytest.mark.parametrize("hosts", ONE_HOST, ids=str)
+def test_on_one_host_memory_is_shared(hosts):
+    for nbytes in SIZES:
+        assert choose(nbytes, nbytes, hosts, usable(hosts), Constants()) == "shared"
+
+
+def test_two_hosts_of_two_ranks_send_large_buffers_over_the_wire_once():
+    hosts = [0, 0, 1, 1]
+    for nbytes in (4 << 20, 64 << 20, 1 << 32):
+        assert choose(nbytes, nbytes, hosts, usable(hosts), Constants()) == "hierarchical"
+
+
+@pytest.mark.parametrize("hosts", [list(range(4)), list(range(9)), [0, 0, 1, 1]], ids=str)
+def test_tiny_buffers_between_hosts_take_few_steps(hosts):
+    assert choose(8, 8, hosts, usable(hosts), Constants()) in ("doubling", "direct")
+
+
+@pytest.mark.parametrize("hosts", SINGLES[1:], ids=str)
+def test_large_buffers_between_hosts_take_few_bytes(hosts):
+    assert choose(64 << 20, 64 << 20, hosts, usable(hosts), Constants()) in ("ring", "direct")
+    assert predict_us("doubling", 64 << 20, hosts, Constants()) >= predict_us("ring", 64 << 20, hosts, Constants())
+
+
+def test_only_what_is_usable_is_chosen_and_mpis_own_never():
+    for nbytes, hosts in itertools.product(SIZES, LAYOUTS):
+        for given in (["ring"], ["direct", "doubling"], ["ring", "mpi"]):
+            assert choose(nbytes, nbytes, hosts, given, Constants()) in set(given) - {"mpi"}
+
+
+def test_what_travels_wider_costs_more_where_sums_travel():
+    """Between hosts 16-bit floats prefer `direct`, which sends them as they are."""
+    hosts, nbytes = list(range(4)), 64 << 20
+    slow = Constants(wire_gbs=0.1)
+    assert choose(nbytes, 2 * nbytes, hosts, ["ring", "direct"], slow) == "direct"
+    assert predict_us("ring", 2 * nbytes, hosts, slow) > 1.5 * predict_us("direct", nbytes, hosts, slow)
+
+
+def test_a_short_buffer_is_one_whose_copies_fit_into_a_cache():
+    assert is_one_shot(ONE_SHOT_BYTES, 2)
+    assert not is_one_shot(ONE_SHOT_BYTES + 1, 2)
+    assert is_one_shot(ONE_SHOT_BYTES // 8, 9)
+    assert not is_one_shot(ONE_SHOT_BYTES // 8 + 1, 9)
+
+
+# Constants as text
+
+
+def test_constants_are_read_as_they_are_written():
+    for constants in (*COSTS, Constants(0.5, 12.34, 7, 8.25, 1e4, 1e-3)):
+        assert Constants.parse(str(constants)) == constants
+    assert str(Constants()) == "wait_us=5,copy_gbs=5,message_us=10,message_gbs=2,wire_us=60,wire_gbs=1"
+
+
+def test_what_is_not_named_keeps_its_default():
+    assert Constants.parse("") == Constants()
+    assert Constants.parse(" wire_us=7.5 , copy_gbs=1e1, ") == Constants(wire_us=7.5, copy_gbs=10)
+
+
+@pytest.mark.parametrize(
+    "item",
+    ["wait_us", "wait_us=", "wait_us=fast", "wait_us=0", "wait_us=-1", "wait_us=inf", "wait_us=nan", "wait=1", "=1"],
+)
+def test_constants_that_do_not_parse_are_refused(item):
+    names = "wait_us, copy_gbs, message_us, message_gbs, wire_us, wire_gbs"
+    message = f"RINGREDUCE_COSTS: {item!r}; expected name=number, the number above 0, the name one of {names}"
+    with pytest.raises(SettingsError, match=f"^{re.escape(message)}$"):
+        Constants.parse(f"copy_gbs=3,{item},wire_us=7")
+
+
+# A process set's table
+
+
+def routes_of(hosts, settings=None, *, shared=True, native=None, constants=None):
+    """The routes of the set of all ranks, on rank 0."""
+    knobs = settings or Settings()
+    blocks = [memory_of(knobs) for host in hosts if host == hosts[0]]
+    window = Window(blocks, lambda: None, lambda: None) if shared and len(set(hosts)) < len(hosts) else None
+    world = World(0, len(hosts), tuple(hosts))
+    host = Host(world, Exchange(len(hosts)).transport(0), knobs, window, constants, native)
+    return host.routes(0, range(len(hosts)))
+
+
+def memory_of(knobs):
+    return np.zeros(block_bytes(knobs.shared_slot_bytes, knobs.shared_regions), np.uint8)
+
+
+FLOAT32, FLOAT16 = (Reduction(Sum, TABLE[name], 2) for name in ("float32", "float16"))
+
+
+@pytest.mark.parametrize("hosts", LAYOUTS, ids=str)
+def test_the_table_is_the_models_choice(hosts):
+    routes = routes_of(hosts)
+    assert sorted(routes.usable) == sorted(usable(hosts))
+    for nbytes in SIZES:
+        rounded = (1 << nbytes.bit_length()) * 3 // 4
+        for reduction, wider in ((FLOAT32, 1), (FLOAT16, 2)):
+            expected = choose(rounded, wider * rounded, hosts, routes.usable, Constants())
+            assert routes.choice(nbytes, reduction) == expected
+    assert routes.choice(1 << 60, FLOAT32) == routes.choice(1 << 47, FLOAT32)
+
+
+def test_the_text_tells_where_the_choice_changes():
+    hosts = list(range(4))
+    text = routes_of(hosts).text()
+    assert re.fullmatch(r"(\w+ below \d+ B, then )+\w+", text), text
+    limits = re.findall(r"(\w+) below (\d+) B", text)
+    routes = routes_of(hosts)
+    for (name, limit), following in zip(limits, [*limits[1:], (text.rpartition(" ")[2], "")], strict=True):
+        assert routes.choice(int(limit) - 1, FLOAT32) == name
+        assert routes.choice(int(limit), FLOAT32) == following[0] != name
+    assert routes_of([0, 0]).text() == "shared"
+
+
+@pytest.mark.parametrize("algorithm", ["shared", "ring", "direct", "doubling"])
+def test_one_can_be_forced(algorithm):
+    routes = routes_of([0, 0, 0], Settings(algorithm=algorithm))
+    assert routes.text() == algorithm
+    assert {routes.choice(nbytes, FLOAT16) for nbytes in SIZES} == {algorithm}
+
+
+def test_mpis_own_takes_what_it_can_sum_in_place_and_the_ring_the_rest():
+    routes = routes_of([0, 0], Settings(algorithm="mpi"), native=lambda flat, op: None)
+    assert routes.choice(1000, FLOAT32) == "mpi"
+    assert routes.choice(1000, FLOAT16) == "ring"
+    assert "mpi" not in routes_of([0, 0], native=lambda flat, op: None).text()
+
+
+@pytest.mark.parametrize(("hosts", "expected"), [([0, 0], "shared"), ([0, 0, 1], "direct"), ([0, 1], "direct")])
+def test_deterministic_sums_in_the_order_of_the_ranks(hosts, expected):
+    assert routes_of(hosts, Settings(deterministic=True)).text() == expected
+    assert routes_of([0, 0], Settings(deterministic=True), shared=False).text() == "direct"
+
+
+# Demands that cannot be met
+
+
+def told(hosts, settings, why_not="", shared=True):
+    """The message of the refusal, or none."""
+    routes = routes_of(hosts, settings, shared=shared)
+    try:
+        check(settings, routes, hosts, why_not)
+    except SettingsError as exc:
+        return str(exc)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "hosts", "needs", "there"),
+    [
+        ("shared", [0, 0, 1], "all ranks on one host, and shared memory", "3 ranks on 2 hosts"),
+        (
+            "hierarchical",
+            [0, 0],
+            "several hosts, one of them with several ranks, and shared memory",
+            "2 ranks on 1 host",
+        ),
+        (
+            "hierarchical",
+            [0, 1, 2],
+            "several hosts, one of them with several ranks, and shared memory",
+            "3 ranks on 3 hosts",
+        ),
+        ("mpi", [0, 0], "MPI", "2 ranks on 1 host"),
+    ],
+)
+def test_a_forced_algorithm_that_cannot_be_used_is_refused(algorithm, hosts, needs, there):
+    message = told(hosts, Settings(algorithm=algorithm))
+    usable_there = ", ".join(routes_of(hosts).usable)
+    assert message == f"RINGREDUCE_ALGORITHM={algorithm}: needs {needs}; there are {there}; usable are {usable_there}"
+
+
+def test_the_refusal_says_why_there_is_no_shared_memory():
+    message = told([0, 0], Settings(algorithm="shared"), "rank 1: /dev/shm has 1 MiB free", shared=False)
+    assert "there are 2 ranks on 1 host, and rank 1: /dev/shm has 1 MiB free; usable are ring, direct" in message
+
+
+@pytest.mark.parametrize("hosts", [[0], [0, 0], [0, 1]], ids=str)
+def test_an_unknown_algorithm_is_refused_however_many_ranks_there_are(hosts):
+    message = told(hosts, Settings(algorithm="rings"))
+    assert message == f"RINGREDUCE_ALGORITHM='rings': expected auto or one of {', '.join(ALGORITHMS)}"
+
+
+def test_a_rank_alone_may_ask_for_any():
+    assert [told([0], Settings(algorithm=algorithm)) for algorithm in ALGORITHMS] == [""] * len(ALGORITHMS)
+
+
+@pytest.mark.parametrize(("algorithm", "allowed"), [("ring", False), ("doubling", False), ("direct", True)])
+def test_deterministic_allows_what_sums_in_the_order_of_the_ranks(algorithm, allowed):
+    message = told([0, 1], Settings(algorithm=algorithm, deterministic=True))
+    assert (message == "") == allowed
+    if not allowed:
+        assert message.startswith(
+            f"RINGREDUCE_ALGORITHM={algorithm} and RINGREDUCE_DETERMINISTIC=1: its bits depend on"
+        )
+        assert message.endswith("unset one of them, or take shared or direct")
+
+
+def test_what_is_usable_is_accepted():
+    for hosts, algorithm in [([0, 0], "shared"), ([0, 0, 1], "hierarchical"), ([0, 1], "ring"), ([0, 1], "auto")]:
+        assert told(hosts, Settings(algorithm=algorithm)) == ""
+
+
+def test_info_tells_the_choice_and_its_reasons():
+    for info in run_ranks(4, rr.info, hosts=[0, 0, 1, 1], settings=Settings(costs="wire_us=77")):
+        assert info.usable_algorithms == ("ring", "direct", "doubling", "hierarchical")
+        assert info.constants == Constants(wire_us=77)
+        assert info.algorithm.endswith(", then hierarchical")
+        assert re.search(r"^constants +wait_us=5,.*wire_us=77,wire_gbs=1$", str(info), re.MULTILINE)
+        assert re.search(rf"^algorithm +{re.escape(info.algorithm)}$", str(info), re.MULTILINE)
+        assert info.shared_memory_bytes == block_bytes(1 << 20, 2)

@@ -1,0 +1,191 @@
+"""A host's shared memory over plain arrays: how it is cut, what flags tell, and who gets a part of it."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from ringreduce.engine.host import Host
+from ringreduce.settings import Settings
+from ringreduce.transport import window
+from ringreduce.transport.window import PACKED, SLOTS, SUMMED, Region, Window, block_bytes
+from ringreduce.world import World
+
+SLOT_BYTES = 192
+REGIONS = 3
+
+
+def nothing():
+    pass
+
+
+def host_window(size, fence=nothing, **options):
+    """The blocks of so many ranks, as one of them sees them, zeroed."""
+    blocks = [np.zeros(block_bytes(SLOT_BYTES, REGIONS), np.uint8) for _ in range(size)]
+    return Window(blocks, fence, nothing, **options)
+
+
+def views_of(shared, number, members):
+    """Each member's own view of a region; they are ranks 10, 11, … of the world."""
+    ranks = [10 + member for member in members]
+    return [Region(shared, number, SLOT_BYTES, members, ranks, rank) for rank in range(len(members))]
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.float16, np.float32, np.complex128])
+def test_every_slot_of_every_region_is_memory_of_its_own(dtype):
+    shared = host_window(3)
+    regions = [views_of(shared, number, [0, 1, 2]) for number in range(REGIONS)]
+    for value, (number, turn, rank) in enumerate(itertools.product(range(REGIONS), range(SLOTS), range(3))):
+        regions[number][0].slots(turn, np.dtype(dtype))[rank][...] = value
+    for value, (number, turn, rank) in enumerate(itertools.product(range(REGIONS), range(SLOTS), range(3))):
+        for seen_by in range(3):
+            slot = regions[number][seen_by].slots(turn + 5 * SLOTS, np.dtype(dtype))[rank]
+            assert (slot.dtype, slot.nbytes) == (dtype, SLOT_BYTES)
+            assert (slot == value).all()
+    flags = np.concatenate([block[: window.FLAGS_BYTES] for block in shared.blocks])
+    assert not flags.any(), "data is nowhere among the flags"
+
+
+def test_a_turn_has_arrived_when_every_member_has_published_it():
+    first, second, third = views_of(host_window(3), 1, [0, 1, 2])
+    assert not first.arrived(PACKED, 0)
+    first.publish(PACKED, 0)
+    third.publish(PACKED, 1)
+    assert not second.arrived(PACKED, 0)
+    assert second.late(PACKED, 0) == 11
+    second.publish(PACKED, 0)
+    for each in (first, second, third):
+        assert each.arrived(PACKED, 0)
+        assert not each.arrived(PACKED, 1)
+        assert not each.arrived(SUMMED, 0), "the other flag is untouched"
+        assert each.late(PACKED, 1) == 10
+    assert third.late(PACKED, 0) == 12, "nobody is late: this rank's own"
+
+
+def test_regions_and_members_that_are_no_part_of_it_do_not_matter():
+    shared = host_window(4)
+    one, other = views_of(shared, 0, [1, 3])
+    elsewhere = views_of(shared, 2, [0, 1, 2, 3])
+    for each in elsewhere:
+        each.publish(PACKED, 7)
+    assert not one.arrived(PACKED, 0)
+    one.publish(PACKED, 0)
+    other.publish(PACKED, 0)
+    assert one.arrived(PACKED, 0)
+    assert other.late(PACKED, 1) == 11, "by its rank in the world"
+    assert elsewhere[0].arrived(PACKED, 7)
+
+
+def test_every_region_that_settings_allow_has_flags_of_its_own():
+    least = Settings(fusion_buffer_bytes=1 << 20, fusion_slot_bytes=64, shared_slot_bytes=64)
+    assert least.shared_regions == window.MOST_REGIONS
+    blocks = [np.zeros(block_bytes(64, window.MOST_REGIONS), np.uint8)]
+    regions = [Region(Window(blocks, nothing, nothing), k, 64, [0], [0], 0) for k in range(window.MOST_REGIONS)]
+    for number, region in enumerate(regions):
+        region.publish(PACKED, 2 * number)
+        region.publish(SUMMED, 2 * number + 1)
+    for number, region in enumerate(regions):
+        for flag, turn in ((PACKED, 2 * number), (SUMMED, 2 * number + 1)):
+            assert region.arrived(flag, turn)
+            assert not region.arrived(flag, turn + 1)
+    assert not blocks[0][window.FLAGS_BYTES :].any()
+
+
+def test_a_fence_stands_before_a_flag_is_written_and_after_it_was_read():
+    story = []
+
+    def fence():
+        story.append(flags())
+
+    shared = host_window(1, fence)
+    (region,) = views_of(shared, 0, [0])
+
+    def flags():
+        return int(shared.blocks[0][: window.FLAGS_BYTES].view(np.int64).max())
+
+    region.publish(PACKED, 4)
+    assert story == [0], "the fence came first"
+    assert region.arrived(PACKED, 4)
+    assert story == [0, 5]
+    assert not region.arrived(PACKED, 5)
+    assert len(story) == 2
+
+
+def test_whoever_makes_a_region_again_starts_from_zero():
+    shared = host_window(2)
+    for each in views_of(shared, 0, [0, 1]):
+        each.publish(PACKED, 9)
+    one, other = views_of(shared, 0, [0, 1])
+    assert one.turn == 0
+    assert not one.arrived(PACKED, 0)
+    one.publish(PACKED, 0)
+    other.publish(PACKED, 0)
+    assert one.arrived(PACKED, 0)
+
+
+def test_a_wait_ends_when_the_last_member_comes_and_checks_on_it_meanwhile():
+    checked = []
+
+    def check(rank):
+        checked.append(rank)
+        if len(checked) == 3:
+            other.publish(SUMMED, 2)
+
+    one, other = views_of(host_window(2, check=check), 0, [0, 1])
+    one.publish(SUMMED, 2)
+    arrival = one.arrival(SUMMED, 2)
+    assert not arrival.done()
+    assert arrival.peer == 11
+    arrival.wait()
+    assert checked == [11] * 3
+    assert arrival.done()
+    assert arrival.peer == 10
+
+
+def test_a_check_that_raises_ends_the_wait():
+    def check(rank):
+        raise ConnectionError(f"rank {rank} is gone")
+
+    one, _ = views_of(host_window(2, check=check), 0, [0, 1])
+    one.publish(PACKED, 0)
+    with pytest.raises(ConnectionError, match="rank 11 is gone"):
+        one.arrival(PACKED, 0).wait()
+
+
+def host_of(rank, hosts, regions=2):
+    settings = Settings(fusion_buffer_bytes=8 * 64 * regions, fusion_slot_bytes=64, shared_slot_bytes=64)
+    neighbours = hosts.count(hosts[rank])
+    blocks = [np.zeros(block_bytes(64, regions), np.uint8) for _ in range(neighbours)]
+    return Host(World(rank, len(hosts), tuple(hosts)), None, settings, Window(blocks, nothing, nothing))
+
+
+def test_sets_with_a_common_rank_have_different_regions_and_others_share():
+    host = host_of(0, [0] * 6)
+    given = [host.reserve(members) for members in ([0, 1, 2, 3, 4, 5], [0, 1], [2, 3], [1, 2], [4, 5], [3, 4])]
+    assert given == [0, 1, 1, None, 1, None]
+
+
+def test_a_region_that_was_given_is_not_given_again_to_the_same_ranks():
+    host = host_of(0, [0] * 4, regions=3)
+    assert [host.reserve([1, 2]) for _ in range(5)] == [0, 1, 2, None, None]
+    assert host.reserve([0, 3]) == 0
+
+
+@pytest.mark.parametrize(
+    ("rank", "members", "places", "ranks"),
+    [(4, [0, 4, 5], [1, 2], (4, 5)), (0, [0, 4, 5], [0], (0,)), (5, [1, 3, 5], [0, 2], (1, 5))],
+)
+def test_a_sets_region_holds_its_members_on_this_host(rank, members, places, ranks):
+    """Hosts 0: ranks 0, 2, 3; 1: ranks 1, 4, 5."""
+    host = host_of(rank, [0, 1, 0, 0, 1, 1])
+    region = host.region(0, members)
+    assert (region.size, region.ranks, region.ranks[region.rank]) == (len(places), ranks, rank)
+    for place, slot in zip(places, region.slots(0, np.dtype(np.uint8)), strict=True):
+        assert np.shares_memory(slot, host.window.blocks[place])
+
+
+def test_without_a_window_no_set_gets_a_region():
+    world = World(0, 2, (0, 0))
+    host = Host(world, None, Settings())
+    assert host.reserve([0, 1]) is None
+    assert host.region(None, [0, 1]) is None
