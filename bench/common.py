@@ -24,6 +24,7 @@ import ringreduce as rr
 
 Action = Callable[[], object]
 MAX_CALLS = 1000
+QUICK_S = 0.01
 
 
 class Column(NamedTuple):
@@ -65,7 +66,15 @@ def machine() -> dict[str, Any]:
         "numpy": np.__version__,
         "python": platform.python_version(),
         "date": time.strftime("%Y-%m-%d"),
+        "settings": settings(),
     }
+
+
+def settings() -> str:
+    """The environment variables that are not ringreduce's defaults."""
+    given = {name: value for name, value in os.environ.items() if name.startswith("RINGREDUCE_")}
+    given.pop("RINGREDUCE_ERROR_FILE", None)  # ringrun's own
+    return " ".join(f"{name}={value}" for name, value in sorted(given.items())) or "default"
 
 
 def package_version(name: str) -> str:
@@ -208,6 +217,11 @@ class Report:
         else:
             text = format(value, column.form)
         return f"{text:<{column.width}}" if column.left else f"{text:>{column.width}}"
+
+
+def seconds_per_run(options: argparse.Namespace, usual: float) -> float:
+    """How long each contender's turn takes."""
+    return QUICK_S if options.quick else usual
 
 
 def parser(manual: str | None, runs: int) -> argparse.ArgumentParser:

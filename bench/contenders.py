@@ -28,7 +28,7 @@ from ringreduce.transport.base import Steps, complete
 
 Contender = Callable[[np.ndarray[Any, Any]], object]
 PUBLIC, MPI_NAME, GLOO, HOROVOD = "allreduce_", "MPI_Allreduce", "torch gloo", "Horovod"
-PEERS = (MPI_NAME, GLOO, HOROVOD)
+DTYPES = ("float32", "float64", "int32", "int64", "float16", "bfloat16")
 
 
 def contenders(dtype: str) -> dict[str, Contender]:
@@ -36,7 +36,8 @@ def contenders(dtype: str) -> dict[str, Contender]:
     found = {**algorithms(dtype), PUBLIC: lambda array: rr.allreduce_(array, op=rr.Sum)}
     from mpi4py import MPI
 
-    found[MPI_NAME] = lambda array: neutral().Allreduce(MPI.IN_PLACE, array)
+    if dtype != "bfloat16":  # which MPI has not
+        found[MPI_NAME] = lambda array: neutral().Allreduce(MPI.IN_PLACE, array)
     if has("torch"):
         found[GLOO] = gloo_allreduce
     return found
@@ -51,7 +52,7 @@ def algorithms(dtype: str) -> dict[str, Contender]:
     current = runtime.current("bench")
     routes, segment_bytes = current.engine.lanes[GLOBAL].routes, current.settings.ring_segment_bytes
     region, hierarchy, channel = routes.region, routes.hierarchy, routes.channels[0]
-    reduction = Reduction(rr.Sum, element_type(np.dtype(dtype)), rr.size())
+    reduction = Reduction(rr.Sum, element_type(element_dtype(dtype)), rr.size())
     steps: dict[str, Callable[[np.ndarray[Any, Any]], Steps[None]]] = {
         "ring": lambda array: ring.allreduce(array, channel, reduction, segment_bytes),
         "direct": lambda array: direct.allreduce(array, channel, reduction, segment_bytes),
@@ -63,7 +64,8 @@ def algorithms(dtype: str) -> dict[str, Contender]:
         steps["hierarchical"] = lambda array: hierarchical.allreduce(
             slots(array, region.slot_bytes), hierarchy, reduction, segment_bytes
         )
-    return {name: lambda array, start=start: complete(start(array)) for name, start in steps.items()}
+    storage = reduction.element.storage  # bfloat16 is held as 16 bits
+    return {name: lambda array, start=start: complete(start(array.view(storage))) for name, start in steps.items()}
 
 
 def slots(array: np.ndarray[Any, Any], slot_bytes: int) -> list[list[shared.Part]]:
@@ -78,7 +80,25 @@ def gloo_allreduce(array: np.ndarray[Any, Any]) -> None:
     import torch
 
     start_gloo()
-    torch.distributed.all_reduce(torch.from_numpy(array))
+    torch.distributed.all_reduce(as_torch(array))
+
+
+def as_torch(array: np.ndarray[Any, Any]) -> Any:
+    """The same memory as a tensor; NumPy's bfloat16 is not known to torch.from_numpy."""
+    import torch
+
+    if array.dtype.name == "bfloat16":
+        return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def element_dtype(name: str) -> np.dtype[Any]:
+    """NumPy's type of that name; bfloat16 is ml_dtypes' own."""
+    if name == "bfloat16":
+        import ml_dtypes
+
+        return np.dtype(ml_dtypes.bfloat16)
+    return np.dtype(name)
 
 
 @functools.cache
@@ -112,10 +132,9 @@ def horovod(dtype: str) -> dict[str, Contender]:
     if not has("horovod"):
         return {}
     import horovod.torch as hvd
-    import torch
 
     hvd.init()
-    return {HOROVOD: lambda array: hvd.allreduce_(torch.from_numpy(array), op=hvd.Sum, name=f"buffer.{array.size}")}
+    return {HOROVOD: lambda array: hvd.allreduce_(as_torch(array), op=hvd.Sum, name=f"buffer.{array.size}")}
 
 
 def has(package: str) -> bool:

@@ -26,7 +26,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import plots
-from common import Column, Report, about, in_turns, is_printing, microseconds, parse, parser, total
+from common import Column, Report, about, in_turns, is_printing, microseconds, parse, parser, seconds_per_run, total
 from contenders import has, missing, stop_gloo
 from models import MODELS
 from reducers import ALONE, DDP, FLOOR, NUMPY, Gradients, Reducer, horovod, reducers
@@ -56,9 +56,11 @@ def arguments() -> argparse.Namespace:
     return options
 
 
-def measured(compared: Mapping[str, Reducer], gradients: Gradients, runs: int) -> dict[str, dict[str, Any]]:
+def measured(
+    compared: Mapping[str, Reducer], gradients: Gradients, runs: int, seconds: float
+) -> dict[str, dict[str, Any]]:
     """The times of all, in turns, with what DDP's backward takes by itself subtracted from DDP's; then the checks."""
-    times = in_turns({name: reducer.run for name, reducer in compared.items()}, runs, SECONDS_PER_RUN)
+    times = in_turns({name: reducer.run for name, reducer in compared.items()}, runs, seconds)
     found = {name: microseconds(each) for name, each in times.items()}
     if ALONE in found:
         alone = found.pop(ALONE)["time_us"]
@@ -121,7 +123,7 @@ def main() -> None:
     base: dict[str, tuple[float, float]] = {}
     for select, model in [(select, model) for select in selects for model in options.models]:
         gradients = Gradients(MODELS[model]())
-        found = measured(select(gradients), gradients, options.runs)
+        found = measured(select(gradients), gradients, options.runs, seconds_per_run(options, SECONDS_PER_RUN))
         if select is reducers:
             base[model] = found[FLOOR]["time_us"], found[NUMPY]["time_us"]
         for row in rows(model, gradients, found, *base[model]):

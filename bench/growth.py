@@ -5,8 +5,8 @@
 
 Starts `ringrun -np P` for each number of ranks by itself, all on this machine: ranks may outnumber its cores. Parts:
 
-    tensors    a step with 1 to 10,000 tensors of 1 KiB: submitted one by one by their names, grouped, DDP on gloo (less
-               its backward alone), and an MPI_Allreduce for each
+    tensors    a step with 1 to 10,000 tensors of 1 KiB (1,000 with more than 4 ranks): submitted one by one by their
+               names, grouped, DDP on gloo (less its backward alone), and an MPI_Allreduce for each
     buffer     one buffer by each of our algorithms, called directly: measured, and what the cost model of
                ringreduce.collectives.choose says, with the constants that it measured at the start
     hosts      the same for hosts, measured by bench/hosts.py (--hosts-json): that file's rows, at one rate
@@ -30,13 +30,15 @@ from pathlib import Path
 from typing import Any
 
 import plots
-from common import Column, Report, machine, parse, parser
+from common import Column, Report, machine, parse, parser, seconds_per_run
 from contenders import missing
 
 from ringreduce.collectives.choose import Constants, predict_us
 
 TIMEOUT_S = 900
+SECONDS_PER_RUN = 0.1
 RANKS, TENSORS = [2, 4, 8, 16], [1, 10, 100, 1000, 10_000]
+FEW_RANKS, MANY_TENSORS = 4, 1000
 SIZES = [1 << 10, 64 << 10, 1 << 20, 16 << 20]
 PREDICTED_RANKS = (8, 16, 32, 64, 128, 256, 1000, 3000, 10_000)
 PREDICTED_PER_HOST = (2, 8)
@@ -78,8 +80,18 @@ def measure(ranks: int, options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="ringbench-") as folder:
         result = Path(folder) / "rows.json"
         worker = [sys.executable, str(Path(__file__).with_name("growth_worker.py")), "--json", str(result)]
-        sizes, tensors = map(str, options.sizes), map(str, options.tensors)
-        worker += ["--runs", str(options.runs), "--sizes", *sizes, "--tensors", *tensors]
+        counts = [each for each in options.tensors if each <= MANY_TENSORS or ranks <= FEW_RANKS]
+        sizes, tensors = map(str, options.sizes), map(str, counts)
+        worker += [
+            "--seconds",
+            str(seconds_per_run(options, SECONDS_PER_RUN)),
+            "--runs",
+            str(options.runs),
+            "--sizes",
+            *sizes,
+            "--tensors",
+            *tensors,
+        ]
         command = [ringrun, "-np", str(ranks), *worker]
         done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, stdin=subprocess.DEVNULL)
         if done.returncode:
@@ -190,7 +202,7 @@ def _style(panel: Any) -> None:
     panel.set_visible(True)
     panel.set(xscale="log", yscale="log")
     panel.grid(which="major", alpha=0.3)
-    panel.tick_params(labelsize=8)
+    panel.tick_params(which="both", labelsize=8)
     panel.legend(fontsize=6.5)
 
 
@@ -203,7 +215,7 @@ def main() -> None:
     for ranks in options.ranks:
         found = measure(ranks, options)
         report.header |= {name: found["header"][name] for name in ("mpi", "mpi4py", "torch")}
-        report.header["constants"] = found["constants"]
+        report.header.setdefault("constants", {})[ranks] = found["constants"]
         constants = Constants.parse(found["constants"])
         for row in found["rows"]:
             report.add(shown(row))

@@ -18,10 +18,9 @@ import ringreduce as rr
 from ringreduce.collectives.choose import ALGORITHMS, choose, predict_us
 
 ELEMENTS = 256
-SECONDS_PER_RUN = 0.05
 
 
-def many_tensors(count: int, runs: int) -> list[dict[str, Any]]:
+def many_tensors(count: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     """A step with `count` tensors of 1 KiB."""
     gradients = Gradients([(ELEMENTS,)] * count)
     compared = {NUMPY: ours(gradients, rr, gradients.arrays), GROUPED: grouped(gradients)}
@@ -29,17 +28,20 @@ def many_tensors(count: int, runs: int) -> list[dict[str, Any]]:
     if has("torch"):
         compared |= data_parallel(gradients)
     place = {"part": "tensors", "ranks": rr.size(), "tensors": count, "size": gradients.nbytes}
-    return [{**place, "who": name, **row} for name, row in measured(compared, gradients, runs).items()]
+    return [
+        {**place, "who": name, **row}
+        for name, row in measured(compared, gradients, options.runs, options.seconds).items()
+    ]
 
 
-def one_buffer(nbytes: int, runs: int) -> list[dict[str, Any]]:
+def one_buffer(nbytes: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     """Our algorithms, what the cost model says of them, and which one it chooses."""
     info = rr.info()
     compared = {name: each for name, each in contenders("float32").items() if name in (*ALGORITHMS, PUBLIC, MPI_NAME)}
     array = np.zeros(nbytes // 4, np.float32)
     actions = {name: lambda algorithm=algorithm: algorithm(array) for name, algorithm in compared.items()}
-    times = in_turns(actions, runs, SECONDS_PER_RUN, before=lambda: array.fill(0))
-    expected = expected_sum(array.size, "float32", rr.size())
+    times = in_turns(actions, options.runs, options.seconds, before=lambda: array.fill(0))
+    expected = expected_sum(array.size, rr.size())
     chosen = choose(nbytes, nbytes, info.hosts, info.usable_algorithms, info.constants)
     rows = []
     for name, each in times.items():
@@ -57,14 +59,15 @@ def main() -> None:
     parser.add_argument("--tensors", type=int, nargs="+", required=True)
     parser.add_argument("--sizes", type=int, nargs="+", required=True)
     parser.add_argument("--runs", type=int, required=True)
+    parser.add_argument("--seconds", type=float, required=True, help="a turn")
     parser.add_argument("--json", required=True)
     options = parser.parse_args()
     rr.init()
     rows: list[dict[str, Any]] = []
     for nbytes in options.sizes:
-        rows += one_buffer(nbytes, options.runs)
+        rows += one_buffer(nbytes, options)
     for count in options.tensors:
-        rows += many_tensors(count, options.runs)
+        rows += many_tensors(count, options)
     stop_gloo()
     if is_printing():
         kept = {"header": about(), "constants": str(rr.info().constants), "rows": rows}

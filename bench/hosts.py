@@ -31,13 +31,14 @@ from pathlib import Path
 from typing import Any
 
 import plots
-from common import Column, Report, machine, parse, parser
-from contenders import missing
+from common import Column, Report, machine, parse, parser, seconds_per_run
+from contenders import DTYPES, missing
 from network import Network, why_not
 
 SIZES = (64 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
 LONGEST_S = 0.75
 TIMEOUT_S = 900
+SECONDS_PER_RUN = 0.25
 COLUMNS = (
     Column("hosts", "hosts", "", 6, "d"),
     Column("per_host", "ranks", "a host", 9, "d"),
@@ -59,6 +60,7 @@ def arguments() -> argparse.Namespace:
     made.add_argument("--per-host", nargs="+", type=int, default=None, metavar="R", help="ranks on each host (1 2)")
     made.add_argument("--rates", nargs="+", type=int, default=None, metavar="MBIT", help="(100 500 1000 2000)")
     made.add_argument("--sizes", nargs="+", type=int, default=None, metavar="N", help="bytes (64 KiB to 64 MiB)")
+    made.add_argument("--dtype", choices=DTYPES, default="float32")
     options = parse(made)
     quick = options.quick
     options.hosts = options.hosts or ([2] if quick else [2, 4])
@@ -81,7 +83,9 @@ def measure(network: Network, per_host: int, mbit: int, options: argparse.Namesp
     result = network.folder / "rows.json"
     worker = str(Path(__file__).with_name("hosts_worker.py"))
     sizes = [str(each) for each in sizes_for(mbit, options.sizes)]
-    program = [sys.executable, worker, "--runs", str(options.runs), "--json", str(result), "--sizes", *sizes]
+    seconds = str(seconds_per_run(options, SECONDS_PER_RUN))
+    program = [sys.executable, worker, "--seconds", seconds, "--runs", str(options.runs), "--json", str(result)]
+    program += ["--dtype", options.dtype, "--sizes", *sizes]
     variables = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
     variables |= {"RINGBENCH_ADDRESS": network.addresses[0], "GLOO_SOCKET_IFNAME": "eth0"}
     kept = ("PYTHONPATH",)
@@ -131,7 +135,7 @@ def main() -> None:
         print(f"bench/hosts.py: skipped: {reason}")
         return
     note = f"median of {options.runs} runs, the rows in turns, of the slowest rank{missing()}"
-    report = Report("hosts", machine(), COLUMNS, True, note)
+    report = Report("hosts", {"type": options.dtype, **machine()}, COLUMNS, True, note)
     for hosts in options.hosts:
         with Network(hosts) as network:
             for per_host, mbit in [(per_host, mbit) for per_host in options.per_host for mbit in options.rates]:

@@ -18,12 +18,11 @@ from typing import Any
 import numpy as np
 from allreduce import expected_sum, wrong_elements
 from common import Action, about, in_turns, is_printing, microseconds, neutral, seconds_per_call
-from contenders import contenders, stop_gloo
+from contenders import contenders, element_dtype, stop_gloo
 
 import ringreduce as rr
 from ringreduce.collectives.choose import ALGORITHMS, predict_us
 
-SECONDS_PER_RUN = 0.25
 RAW, RAW_ALL = "raw TCP", "raw TCP, all hosts"
 SHOWN = ("ring", "hierarchical", "allreduce_", "MPI_Allreduce", "torch gloo")
 SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
@@ -98,9 +97,12 @@ class Counter:
         return max(statistics.median(column) for column in zip(*self.sent[action], strict=True))
 
 
-def rows(nbytes: int, compared: dict[str, Callable[[Any], object]], raw: RawStreams, runs: int) -> list[dict[str, Any]]:
+def rows(
+    nbytes: int, compared: dict[str, Callable[[Any], object]], raw: RawStreams, options: argparse.Namespace
+) -> list[dict[str, Any]]:
     """One size: all contenders and the raw streams, in turns."""
-    array = np.zeros(nbytes // 4, np.float32)
+    dtype = element_dtype(options.dtype)
+    array = np.zeros(nbytes // dtype.itemsize, dtype)
     hosts = len(raw.leaders)
     least = 2 * (hosts - 1) * nbytes // hosts
     actions: dict[str, Action] = {
@@ -108,13 +110,13 @@ def rows(nbytes: int, compared: dict[str, Callable[[Any], object]], raw: RawStre
     }
     actions |= {RAW: lambda: raw.one(least), RAW_ALL: lambda: raw.everywhere(least)}
     counter = Counter()
-    times = in_turns(actions, runs, SECONDS_PER_RUN, before=lambda: array.fill(0), timer=counter.time)
-    expected = expected_sum(array.size, "float32", rr.size())
+    times = in_turns(actions, options.runs, options.seconds, before=lambda: array.fill(0), timer=counter.time)
+    expected = expected_sum(array.size, rr.size())
     stream_us = microseconds(times[RAW])["time_us"]
     found = []
     for name, each in times.items():
         timed = microseconds(each)
-        row = {"size": nbytes, "who": name, **timed, "share": stream_us / timed["time_us"]}
+        row = {"size": nbytes, "type": options.dtype, "who": name, **timed, "share": stream_us / timed["time_us"]}
         row |= {"wire_bytes": counter.most(actions[name]), "of_least": counter.most(actions[name]) / least}
         row["wrong"] = wrong_elements(compared[name], array, expected) if name in compared else None
         row["raw_mbit"] = 8 * least / stream_us
@@ -129,15 +131,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--sizes", type=int, nargs="+", required=True)
     parser.add_argument("--runs", type=int, required=True)
+    parser.add_argument("--seconds", type=float, required=True, help="a turn")
+    parser.add_argument("--dtype", required=True)
     parser.add_argument("--json", required=True)
     options = parser.parse_args()
     rr.init()
-    compared = {name: each for name, each in contenders("float32").items() if name in SHOWN}
+    compared = {name: each for name, each in contenders(options.dtype).items() if name in SHOWN}
     raw = RawStreams()
     info = rr.info()
     found: list[dict[str, Any]] = []
     for nbytes in options.sizes:
-        found += rows(nbytes, compared, raw, options.runs)
+        found += rows(nbytes, compared, raw, options)
     stop_gloo()
     if is_printing():
         kept = {"header": about(), "constants": str(info.constants), "hosts": info.hosts, "rows": found}

@@ -53,7 +53,8 @@ def finish(figure: Any, title: str, header: dict[str, Any], path: str) -> None:
     peers = [f"{name} {header[name]}" for name in ("torch", "horovod") if header.get(name, "absent") != "absent"]
     versions = [str(header["mpi"])] if "mpi" in header else []
     machine = f"{header['cores']} cores ({header['processor']})"
-    small = ", ".join([machine, f"ringreduce {header['ringreduce']}", *versions, *peers, header["date"]])
+    settings = [] if header["settings"] == "default" else [header["settings"]]
+    small = ", ".join([machine, f"ringreduce {header['ringreduce']}", *settings, *versions, *peers, header["date"]])
     figure.suptitle(f"{title}\n", fontsize=11, fontweight="bold")
     figure.text(0.5, 0.995, f"\n\n{small}", ha="center", va="top", fontsize=7.5, color="0.35")
     figure.savefig(path, dpi=120)

@@ -29,7 +29,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import plots
-from common import Column, Report, about, in_turns, is_printing, microseconds, neutral, parse, parser, total
+from common import (
+    Column,
+    Report,
+    about,
+    in_turns,
+    is_printing,
+    microseconds,
+    neutral,
+    parse,
+    parser,
+    seconds_per_run,
+    total,
+)
 from contenders import has, missing, start_gloo, stop_gloo
 
 import ringreduce as rr
@@ -162,7 +174,7 @@ def wrong_elements(trainee: Trainee, batch: tuple[Any, Any], expected: Sequence[
 def measured(compared: dict[str, Trainee], batch: tuple[Any, Any], options: argparse.Namespace) -> dict[str, Any]:
     """What stands in the rows of one batch."""
     actions = {name: lambda trainee=trainee: trainee.step(*batch) for name, trainee in compared.items()}
-    times = in_turns(actions, options.runs, 0.02 if options.quick else SECONDS_PER_RUN)
+    times = in_turns(actions, options.runs, seconds_per_run(options, SECONDS_PER_RUN))
     found = {}
     for name, each in times.items():
         ratios = [mine / alone for mine, alone in zip(each, times[ALONE], strict=True)]

@@ -53,7 +53,7 @@ class Settings:
     """A chunk travels in pieces of at most this size, so that summing one overlaps receiving the next. Over TCP, Open
     MPI sends up to 64 KiB without asking first whether the receiver is ready."""
 
-    cache_capacity: int = 1024
+    cache_capacity: int = 16384
     """Tensors that the ranks remember per process set, so that agreeing on one costs a bit; 0 remembers none."""
 
     cycle_time_ms: float = 10.0

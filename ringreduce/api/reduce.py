@@ -289,8 +289,12 @@ def submit(
     in_place: bool = False,
     one: bool = False,
     waits: bool = False,
+    line: str | None = None,
 ) -> Handle:
-    """Hand the tensors in; the handle gives the list of reduced arrays, or the only array when `one`."""
+    """Hand the tensors in; the handle gives the list of reduced arrays, or the only array when `one`.
+
+    line: of the user's that led here, where the caller knows it.
+    """
     engine = runtime.current(arguments.function).engine
     inputs = [as_buffer(tensor, writable=in_place) for tensor in tensors]
     for each in inputs:
@@ -309,6 +313,7 @@ def submit(
         outputs=outputs,
         finish=functools.partial(_in_place if in_place else _in_outputs, tensors, one),
         waits=waits,
+        line=line,
     )
 
 

@@ -24,6 +24,8 @@ ALGORITHMS = ("shared", "hierarchical", "ring", "direct", "doubling", "mpi")
 """`mpi` is MPI's own; it is never chosen, since MPI does not promise all ranks the same bits, but can be asked for."""
 PASSES = 3
 """Times that shared memory touches each byte."""
+MANY = 16
+"""Ranks from which on `direct` is not chosen: the model knows nothing of what happens when so many send to one."""
 ONE_SHOT_BYTES = 64 << 10
 """In shared memory, a short buffer is summed by every rank: up to this many bytes of the others' together."""
 
@@ -119,4 +121,9 @@ def choose(nbytes: int, wire_nbytes: int, hosts: Sequence[int], usable: Collecti
         wide = algorithm in ("ring", "hierarchical", "doubling")
         return predict_us(algorithm, wire_nbytes if wide else nbytes, hosts, constants)
 
-    return min((each for each in ALGORITHMS if each in usable and each != "mpi"), key=cost)
+    if "shared" in usable:  # messages inside a host are made of shared memory: no matter for a noisy measurement
+        return "shared"
+    candidates = [each for each in ALGORITHMS if each in usable and each != "mpi"]
+    if len(hosts) > MANY and len(candidates) > 1:
+        candidates = [each for each in candidates if each != "direct"]
+    return min(candidates, key=cost)

@@ -41,10 +41,10 @@ class Batch(NamedTuple):
             for piece in slot.pieces:
                 self.owners[piece.tensor].missing_pieces += 1
 
-    def settle(self, slot: fusion.Slot) -> None:
+    def settle(self, slot: fusion.Slot, context: Context) -> None:
         """A slot's results are in place: complete what has nothing else to wait for."""
         for piece in slot.pieces:
-            settle(self.owners[piece.tensor])
+            settle(self.owners[piece.tensor], context)
 
     def names(self, slot: fusion.Slot) -> list[Request]:
         """The requests of a slot, for the timeline."""
@@ -54,24 +54,25 @@ class Batch(NamedTuple):
 def batches(requests: Sequence[Request]) -> list[Batch]:
     """Sort the tensors by their kind; when all is planned, `settle` each request once."""
     found: dict[tuple[str, str], Batch] = {}
+    last, batch = None, Batch([], [], [])
     for request in requests:
         request.missing_pieces = 1  # for the planning itself: not complete before its end
         for source, target in zip(request.inputs, request.outputs, strict=True):
-            kind = source.element.name, source.device.partition(":")[0]
-            batch = found.get(kind)
-            if batch is None:
-                batch = found[kind] = Batch([], [], [])
+            kind = source.element.name, source.device
+            if kind != last:
+                last = kind
+                batch = found.setdefault((kind[0], kind[1].partition(":")[0]), Batch([], [], []))
             batch.inputs.append(source)
             batch.outputs.append(target)
             batch.owners.append(request)
     return list(found.values())
 
 
-def settle(request: Request) -> None:
+def settle(request: Request, context: Context) -> None:
     """One piece of a request is finished, or its planning is."""
     request.missing_pieces -= 1
     if request.missing_pieces == 0:
-        request.complete()
+        context.completions.add(request)
 
 
 def carry(
@@ -106,7 +107,7 @@ def carry(
                 yield from collective(finished, None if wide is None else partial)
             with timeline.phase(names, "MEMCPY_OUT_FUSION_BUFFER"):
                 fusion.unpack(slot, finished, batch.outputs)
-    batch.settle(slot)
+    batch.settle(slot, context)
 
 
 def plan(batch: Batch, context: Context, itemsize: int) -> Sequence[fusion.Slot]:

@@ -34,7 +34,14 @@ class Cache:
     def number(self, description: Description) -> int | None:
         """The number of exactly this description; None when it is not here, or its tensor has another one now."""
         number = self._by_key.get(description.key)
-        return number if number is not None and self._by_number[number] == description else None
+        if number is None:
+            return None
+        known = self._by_number[number]
+        if known is not description:
+            if known != description:
+                return None
+            self._by_number[number] = description  # the next comparison is one of identity
+        return number
 
     def number_of_key(self, key: str) -> int | None:
         """The number of the tensor with this key, whatever its description."""

@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from ringreduce import fusion
+from ringreduce.engine.completions import Completions
 from ringreduce.engine.knobs import Knobs
 from ringreduce.engine.routes import Routes
 from ringreduce.engine.timeline import Timeline
@@ -25,6 +26,7 @@ class Context:
     settings: Settings
     memory: fusion.Memory
     timeline: Timeline
+    completions: Completions
     divisor: int
     """What an Average is divided by: the set's size, or its live ranks."""
     knobs: Knobs

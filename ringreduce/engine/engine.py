@@ -382,11 +382,10 @@ class Engine:
         requests = []
         with self._inbox.lock:
             for description in descriptions:
-                given = lane.pending.pop(description.key) if description.key in lane.pending else None
-                requests.append(given or self._join_in(lane, description))
-            for request in requests:
+                request = lane.pending.pop(description.key, None) or self._join_in(lane, description)
                 request.among = lane.running
                 lane.running[request.key] = request
+                requests.append(request)
         for request in requests:
             self._timeline.agreed(request)
             if request.description.kind == "add_process_set":
@@ -394,7 +393,15 @@ class Engine:
             elif request.description.kind == "remove_process_set":
                 self._remove_set(request.description.detail("process_set"))
         context = Context(
-            lane.transport, lane.routes, lane.members, self.settings, self.memory, self._timeline, divisor, lane.knobs
+            lane.transport,
+            lane.routes,
+            lane.members,
+            self.settings,
+            self.memory,
+            self._timeline,
+            lane.completions,
+            divisor,
+            lane.knobs,
         )
         steps = operations.run(requests, context)
         if self._tuner is not None and lane.number == GLOBAL:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from ringreduce.collectives.choose import Constants, predict_us
+from ringreduce.collectives.choose import MANY, Constants, choose, predict_us
 from ringreduce.settings import Settings
 
 AUTO = "auto"
@@ -54,18 +54,18 @@ class Knobs(NamedTuple):
 
 
 def candidates(
-    settings: Settings, usable: Collection[str], hosts: Sequence[int], nbytes: int, constants: Constants
+    settings: Settings, algorithms: Collection[str], hosts: Sequence[int], nbytes: int, constants: Constants
 ) -> list[Knobs]:
-    """What is worth trying for all-reduces of about `nbytes`, the defaults first.
+    """What is worth trying for all-reduces of about `nbytes`, the defaults first; 25 at most.
 
-    usable: the algorithms of Routes.usable;  hosts: of each rank.
+    algorithms: those of Routes.candidates;  hosts: of each rank.
     The grid: the algorithms that the cost model does not think hopeless, each with slots by powers of two no longer
     than the memory that was allocated for them, and where messages are used with as many in flight as that has room
-    for. An algorithm that is forced, or the only one that sums in rank order, stays. At most 21.
+    for. In shared memory of one host no message is tried: messages there are made of shared memory.
     """
     default = Knobs.of(settings)
     grid = [default]
-    for number, algorithm in enumerate(_algorithms(settings, usable, hosts, nbytes, constants)):
+    for number, algorithm in enumerate(_hopeful(algorithms, hosts, nbytes, constants)):
         named = default._replace(algorithm=AUTO if number == 0 else algorithm)
         if algorithm in WINDOW:
             grid += [named._replace(shared_slot_bytes=each) for each in _sizes(settings.shared_slot_bytes, HALVINGS)]
@@ -78,18 +78,17 @@ def candidates(
     return list(dict.fromkeys(grid))
 
 
-def _algorithms(
-    settings: Settings, usable: Collection[str], hosts: Sequence[int], nbytes: int, constants: Constants
-) -> list[str]:
-    """What to try, what the settings or the cost model prefer first."""
-    if settings.deterministic:
-        return ["shared" if "shared" in usable else "direct"]
-    if settings.algorithm in usable:
-        return [settings.algorithm]
-    costs = {each: predict_us(each, nbytes, hosts, constants) for each in usable if each != "mpi"}
-    best = min(costs.values())
-    hopeful = [each for each in costs if costs[each] <= HOPELESS * best]
-    return sorted(hopeful, key=lambda each: costs[each])[:MOST_ALGORITHMS]
+def _hopeful(algorithms: Collection[str], hosts: Sequence[int], nbytes: int, constants: Constants) -> list[str]:
+    """Those to try; first what the settings or the cost model take for such all-reduces."""
+    first = choose(nbytes, nbytes, hosts, algorithms, constants) if len(algorithms) > 1 else next(iter(algorithms))
+    if first == "shared":
+        return [first]
+    most_us = HOPELESS * predict_us(first, nbytes, hosts, constants)
+    costs = {each: predict_us(each, nbytes, hosts, constants) for each in algorithms if each not in ("mpi", first)}
+    others = sorted((each for each in costs if costs[each] <= most_us), key=lambda each: costs[each])
+    if len(hosts) > MANY:
+        others = [each for each in others if each != "direct"]
+    return [first, *others][:MOST_ALGORITHMS]
 
 
 def _sizes(allocated: int, halvings: int) -> list[int]:

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from ringreduce.engine.cache import Cache
+from ringreduce.engine.completions import Completions
 from ringreduce.engine.coordinator import Coordinator
 from ringreduce.engine.knobs import Knobs
 from ringreduce.engine.request import Request
@@ -40,6 +41,7 @@ class Lane:
         """What this rank has submitted and the ranks have not agreed on yet, by key, the oldest first."""
         self.running: dict[str, Request] = {}
         """What they have agreed on, and is not done yet."""
+        self.completions = Completions()
         self.joined = False
         self.closed = ""
         """Not empty: which rank has left, and why; nothing can be run any more."""
@@ -70,17 +72,21 @@ class Lane:
         hurried: somebody waits for a result: look some microseconds longer before the engine does something else.
         """
         moved = False
-        while self._queue:
-            if self.waits_for is not None:
-                if not (self._is_done_soon() if hurried else self.waits_for.done()):
-                    break
-                self.waits_for.wait()
-            moved = True
-            try:
-                self.waits_for = next(self._queue[0])
-            except StopIteration:
-                self.waits_for = None
-                self._queue.popleft()
+        try:
+            while self._queue:
+                if self.waits_for is not None:
+                    if not (self._is_done_soon() if hurried else self.waits_for.done()):
+                        break
+                    self.waits_for.wait()
+                moved = True
+                try:
+                    self.waits_for = next(self._queue[0])
+                except StopIteration:
+                    self.waits_for = None
+                    self._queue.popleft()
+        finally:
+            if moved:
+                self.completions.flush()
         if moved:
             self.moved_s = time.monotonic()
         return moved

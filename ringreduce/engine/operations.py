@@ -75,7 +75,7 @@ def _broadcast(requests: Sequence[Request], context: Context) -> Steps[None]:
     for batch, slots in planned:
         batch.expect(slots)
     for request in requests:
-        settle(request)
+        settle(request, context)
     for batch, slots in planned:
         for slot in slots:
             yield from carry(batch, slot, collective, "BROADCAST", context)

@@ -50,16 +50,16 @@ class Routes:
             self.usable.append("hierarchical")
         if native is not None:
             self.usable.append("mpi")
-        candidates = self._candidates(settings)
-        self._narrow = _table(hosts, candidates, constants, 1)
-        self._wide = _table(hosts, candidates, constants, 2)
+        self.candidates = self._candidates(settings)
+        """What the cost model may choose from: what is usable, unless the settings ask for less."""
+        self._narrow = _table(hosts, self.candidates, constants, 1)
+        self._wide = _table(hosts, self.candidates, constants, 2)
 
     def _candidates(self, settings: Settings) -> list[str]:
+        usable = self.usable
         if settings.deterministic:  # both sum in rank order, whatever the pieces
-            return ["shared" if "shared" in self.usable else "direct"]
-        if settings.algorithm in self.usable:
-            return [settings.algorithm]
-        return self.usable
+            usable = ["shared"] if "shared" in usable and settings.algorithm != "direct" else ["direct"]
+        return [settings.algorithm] if settings.algorithm in usable else usable
 
     def choice(self, nbytes: int, reduction: Reduction, tuned: str = "auto") -> str:
         """The algorithm for host arrays of `nbytes` together; `tuned`: what tuning found for long ones, or auto."""

@@ -148,7 +148,7 @@ class Tuner:
         largest = max(self._warm_up, key=lambda each: each.nbytes)
         self._candidates = candidates(
             self._settings,
-            self._routes.usable,
+            self._routes.candidates,
             self._world.hosts,
             largest.nbytes // largest.runs,
             self._host.constants,

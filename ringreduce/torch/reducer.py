@@ -17,6 +17,7 @@ import torch
 
 from ringreduce import runtime
 from ringreduce.api.reduce import allreduce_async
+from ringreduce.engine.description import calling_line
 from ringreduce.ops import Max
 from ringreduce.torch.gradient import DENSE, UNKNOWN, Gradient, Shipment, check_layout, layout_of
 from ringreduce.torch.hooks import GradientHooks, too_often
@@ -36,6 +37,8 @@ class GradientReducer:
         self._shipments: dict[Shipment, None] = {}
         self._hooks = GradientHooks(self)
         self._backward = -1
+        self._line = ""
+        """The one that called backward(): to find it takes long, and all hooks of a pass have the same."""
         self._known_since = (-1, -1)
         self._lock = threading.RLock()  # backward on several GPUs has a thread for each
 
@@ -75,7 +78,7 @@ class GradientReducer:
             if gradient.seen == self.passes:
                 self._watch_the_end()
                 if self._is_complete(gradient.group):
-                    self._begin([gradient.group])
+                    self._begin([gradient.group], self._line)
 
     def _is_complete(self, group: Sequence[Gradient]) -> bool:
         return len(group) == 1 or all(each.seen == self.passes for each in group if each.trains)
@@ -86,6 +89,7 @@ class GradientReducer:
         if backward == self._backward:
             return
         self._backward = backward
+        self._line = calling_line()
         self._forget_after_join()
         reducer = weakref.ref(self)
 
@@ -129,7 +133,7 @@ class GradientReducer:
         self._shipments.pop(shipment, None)
         shipment.finish()
 
-    def _begin(self, groups: Sequence[list[Gradient]]) -> None:
+    def _begin(self, groups: Sequence[list[Gradient]], line: str | None = None) -> None:
         """Begin to reduce groups; waits only for layouts that this rank does not know."""
         taken = [[each for each in group if each.trains] for group in groups]
         for group in taken:
@@ -141,7 +145,7 @@ class GradientReducer:
         errors = []
         for group in taken:
             try:
-                self._ship(group)
+                self._ship(group, line)
             except Exception as exc:  # told when all are on their way
                 errors.append(exc)
         _raise_first(errors)
@@ -174,7 +178,7 @@ class GradientReducer:
     def _must_wait(self, group: Sequence[Gradient]) -> bool:
         return any(each.layout == UNKNOWN and each.local is None for each in group)
 
-    def _ship(self, group: Sequence[Gradient]) -> None:
+    def _ship(self, group: Sequence[Gradient], line: str | None) -> None:
         """Send the dense ones together, sparse ones each on its own."""
         loads = [self._load(each) for each in group]
         dense: list[Gradient] = []
@@ -190,7 +194,7 @@ class GradientReducer:
             else:
                 parts.append(([gradient], self._reduction.begin_sparse(gradient.name, tensor)))
         if dense:
-            parts.append((dense, self._reduction.begin_dense(named)))
+            parts.append((dense, self._reduction.begin_dense(named, line)))
         shipment = Shipment(parts)
         for gradient in group:
             gradient.shipment = shipment

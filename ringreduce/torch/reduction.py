@@ -34,8 +34,11 @@ class Reduction:
     size: int
     """How many ranks take part; 1: nothing is to be done."""
 
-    def begin_dense(self, gradients: Sequence[Named]) -> Finish:
-        """Begin to reduce dense gradients in place; many are a group, which is reduced all or nothing."""
+    def begin_dense(self, gradients: Sequence[Named], line: str | None = None) -> Finish:
+        """Begin to reduce dense gradients in place; many are a group, which is reduced all or nothing.
+
+        line: of the user's that led here, where the caller knows it.
+        """
         tensors = [gradient.detach() if gradient.requires_grad else gradient for _, gradient in gradients]
         if self.size == 1:
             return lambda: tensors
@@ -48,6 +51,7 @@ class Reduction:
             [name for name, _ in gradients] if many else None,
             self._arguments,
             in_place=True,
+            line=line,
         )
         return functools.partial(self._arrive, tensors, compressed, handle)
 

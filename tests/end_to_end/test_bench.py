@@ -194,7 +194,7 @@ def off_by_one_at_rank_1(array):
     array[7] += rr.rank()
 
 array = np.zeros(100, np.float32)
-print("buffer", allreduce.wrong_elements(off_by_one_at_rank_1, array, allreduce.expected_sum(100, "float32", 2)))
+print("buffer", allreduce.wrong_elements(off_by_one_at_rank_1, array, allreduce.expected_sum(100, 2)))
 gradients = Gradients([(3, 5), (40,)])
 right = ours(gradients, rr, gradients.arrays)
 

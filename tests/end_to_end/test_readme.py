@@ -81,10 +81,14 @@ def test_settings_and_errors_are_told_as_they_are():
 
     for name in re.findall(r"`(RINGREDUCE_\w+)`", README):
         assert hasattr(Settings(), name.removeprefix(PREFIX).lower()), name
-    assert "4 MiB" in README
-    assert Settings().fusion_slot_bytes == 4 << 20
-    assert "512 KiB" in README
-    assert Settings().ring_segment_bytes == 512 << 10
+    assert "_SHARED_SLOT_BYTES` | 1 MiB" in README
+    assert Settings().shared_slot_bytes == 1 << 20
+    assert "_FUSION_SLOT_BYTES` | 2 MiB" in README
+    assert Settings().fusion_slot_bytes == 2 << 20
+    assert "_RING_SEGMENT_BYTES` | 60 KiB" in README
+    assert Settings().ring_segment_bytes == 60 << 10
+    assert f"_CACHE_CAPACITY` | {Settings().cache_capacity}" in README
+    assert f"_CYCLE_TIME_MS` | {Settings().cycle_time_ms:.0f}" in README
 
 
 def test_every_public_name_is_in_the_readme():

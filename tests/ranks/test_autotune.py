@@ -73,13 +73,13 @@ def train(steps):
     ("hosts", "more"),
     [
         (None, {}),
-        (None, {"costs": "message_gbs=1000,message_us=0.1"}),  # messages look as good as memory
         (None, {"algorithm": "ring"}),
         (None, {"deterministic": True}),
         ([0, 1, 1], {}),
+        ([0, 1, 1], {"costs": "wire_gbs=10"}),  # what goes by memory, and what by messages
         ([0, 1, 2], {}),
     ],
-    ids=["one host", "fast messages", "ring", "deterministic", "two hosts", "a host for each"],
+    ids=["one host", "ring", "deterministic", "two hosts", "fast wire", "a host for each"],
 )
 def test_results_are_right_while_knobs_change_and_all_ranks_use_the_same(tmp_path, capsys, used, size, hosts, more):
     path = tmp_path / "tuned.json"

@@ -111,6 +111,38 @@ def test_a_logarithm_of_steps(size):
     assert Counter(message.nbytes for message in messages) == +Counter({40: members * steps + folded, 20: folded})
 
 
+class Watched:
+    """A transport that notes the requests nobody has waited for yet."""
+
+    def __init__(self, inner):
+        self.inner, self.rank, self.size = inner, inner.rank, inner.size
+        self.open = []
+
+    def send(self, array, destination, tag):
+        self.open.append(self.inner.send(array, destination, tag))
+        return self.open[-1]
+
+    def receive(self, array, source, tag):
+        self.open.append(self.inner.receive(array, source, tag))
+        return self.open[-1]
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_no_memory_is_written_that_is_still_being_sent(size):
+    """All of a step's messages are waited for before the next step posts its own."""
+
+    def program():
+        watched = Watched(transport())
+        steps = doubling.allreduce(np.ones(4), watched, Reduction(Sum, TABLE["float64"], size))
+        for request in steps:
+            assert len(watched.open) <= 2
+            request.wait()
+            watched.open.remove(request)
+        assert not watched.open
+
+    run_ranks(size, program)
+
+
 def test_on_return_the_memory_is_the_callers_again():
     def program():
         flat = np.ones(100)

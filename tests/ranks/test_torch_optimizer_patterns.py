@@ -1,5 +1,7 @@
 """How people train: clipping, GradScaler, accumulation, several losses, graphs that differ; against one process."""
 
+import os
+import sys
 import warnings
 
 import pytest
@@ -531,3 +533,21 @@ def test_a_rank_that_joins_before_its_first_step_asks_later_what_is_sparse_and_n
         return parameters(model)
 
     same_on_all(run_ranks(3, program, timeout_s=5))
+
+
+def test_the_line_that_is_told_is_that_of_each_backward():
+    def program():
+        model = torch.nn.Linear(2 + hvd.rank(), 1, bias=False)
+        optimizer = wrap(model, sparse_as_dense=True)
+        here = sys._getframe().f_lineno
+        for step in range(2):
+            loss = model(torch.ones(1, 2 + hvd.rank())).sum()
+            if step:
+                loss.backward()
+            else:
+                loss.backward()
+            line = rf"{os.path.basename(__file__)}:{here + (4 if step else 6)}"
+            with pytest.raises(ringreduce.MismatchError, match=rf"\({line}\): float32.* has float32.* \({line}\)"):
+                optimizer.step()
+
+    run_ranks(2, program)

@@ -41,14 +41,15 @@ def test_the_cheapest_is_found_wherever_it_is(count):
         costs[cheapest] = 1.0
         best, taken = searched(costs)
         assert best == cheapest
-        assert taken <= 8 * search.SAMPLES_PER_TURN * (count + 1)
+        assert taken <= 10 * search.SAMPLES_PER_TURN * (count + 1)
 
 
-@pytest.mark.parametrize("seed", range(50))
-def test_noise_and_drift_do_not_decide(seed):
+@pytest.mark.parametrize("drift", [0.0, 0.002])
+def test_noise_and_drift_do_not_decide(drift):
     costs = [1.5, 1.4, 3.0, 1.0, 1.3, 2.0, 1.8, 1.6, 5.0, 1.7, 1.45]
-    assert searched(costs, noise=0.1, seed=seed)[0] == 3
-    assert searched(costs, noise=0.05, seed=seed, drift=0.002)[0] == 3
+    found = [searched(costs, noise=0.1, seed=seed, drift=drift)[0] for seed in range(200)]
+    assert found.count(3) > 190
+    assert found.count(3) + found.count(0) > 198  # in doubt the default
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -61,42 +62,57 @@ def test_the_default_stays_where_nothing_is_clearly_faster(seed):
 # What is tried
 
 
+MESSAGES = ["ring", "direct", "doubling"]
+
+
 def test_one_host_tries_the_slots_of_shared_memory():
-    tried = candidates(Settings(), ["ring", "direct", "doubling", "shared"], ONE_HOST, 100 * MIB, Constants())
-    assert tried[0] == Knobs.of(Settings())
-    assert [each.shared_slot_bytes for each in tried] == [MIB, MIB // 2, MIB // 4, MIB // 8, MIB // 16]
-    assert {each.algorithm for each in tried} == {
-        "auto"
-    }  # 2 GB/s by messages, 5 / 3 by memory: but what is not hopeless
+    for constants in (Constants(), Constants(message_gbs=100.0)):
+        tried = candidates(Settings(), [*MESSAGES, "shared"], ONE_HOST, 100 * MIB, constants)
+        assert tried[0] == Knobs.of(Settings())
+        assert [each.shared_slot_bytes for each in tried] == [MIB, MIB // 2, MIB // 4, MIB // 8, MIB // 16]
+        assert {each._replace(shared_slot_bytes=MIB) for each in tried} == {tried[0]}
 
 
 def test_what_the_cost_model_does_not_think_hopeless_is_tried():
-    usable = ["ring", "direct", "doubling", "shared"]
-    tried = candidates(Settings(), usable, ONE_HOST, 100 * MIB, Constants(message_gbs=3.6))
-    assert {each.algorithm for each in tried} == {"auto", "ring"}  # auto: shared, the cheapest
-    assert len(set(tried)) == len(tried)
+    hosts = (0, 1, 2, 3)
+    for nbytes, others in ((100 * MIB, {"ring"}), (10000, {"direct"})):
+        tried = candidates(Settings(), [*MESSAGES, "mpi"], hosts, nbytes, Constants())
+        assert tried[0] == Knobs.of(Settings())
+        assert {each.algorithm for each in tried} == {"auto"} | others
+        assert len(set(tried)) == len(tried) <= 25
+    slow_messages = Constants(message_us=1e6)  # to send to all others at a time is hopeless
+    assert {each.algorithm for each in candidates(Settings(), MESSAGES, hosts, 10000, slow_messages)} == {"auto"}
+    many = candidates(Settings(), MESSAGES, tuple(range(100)), 1000 * MIB, Constants())
+    assert "direct" not in {each.algorithm for each in many}
+
+
+def test_two_hosts_with_two_ranks_each_try_memory_and_messages():
+    tried = candidates(Settings(), [*MESSAGES, "hierarchical"], TWO_HOSTS, 100 * MIB, Constants())
+    assert tried[0] == Knobs.of(Settings())
+    by_memory = [each for each in tried if each.shared_slot_bytes != MIB]
+    by_messages = [each for each in tried if each.fusion_slot_bytes != 2 * MIB]
+    assert by_memory
+    assert by_messages
+    assert not set(by_memory) & set(by_messages)
+    assert {each.algorithm for each in by_memory} != {each.algorithm for each in by_messages}
 
 
 def test_no_more_slots_in_flight_than_the_fusion_buffer_has_room_for():
     few = Settings(algorithm="ring", fusion_buffer_bytes=16 * MIB, fusion_slot_bytes=2 * MIB)
     more = Settings(algorithm="ring", fusion_buffer_bytes=32 * MIB, fusion_slot_bytes=2 * MIB)
-    hosts, usable = (0, 1), ["ring", "direct", "doubling"]
     for settings, widths in ((few, {1, 2}), (more, {1, 2, 3})):
-        tried = candidates(settings, usable, hosts, 8 * MIB, Constants())
+        tried = candidates(settings, ["ring"], (0, 1), 8 * MIB, Constants())
         assert {each.slots_in_flight for each in tried} == widths
         assert {each.fusion_slot_bytes for each in tried} == {2 * MIB, MIB, MIB // 2, MIB // 4}
         assert {each.algorithm for each in tried} == {"auto"}
 
 
-@pytest.mark.parametrize("hosts", [ONE_HOST, TWO_HOSTS])
-@pytest.mark.parametrize("settings", [Settings(deterministic=True), Settings(algorithm="direct")])
-def test_what_is_asked_for_stays(hosts, settings):
-    usable = ["ring", "direct", "doubling", "shared" if hosts is ONE_HOST else "hierarchical"]
-    tried = candidates(settings, usable, hosts, 8 * MIB, Constants())
+@pytest.mark.parametrize(("asked", "shared_slots", "message_slots"), [("shared", 5, 1), ("direct", 1, 4)])
+def test_what_is_asked_for_stays(asked, shared_slots, message_slots):
+    tried = candidates(Settings(), [asked], ONE_HOST, 8 * MIB, Constants())
     assert {each.algorithm for each in tried} == {"auto"}
-    through_window = settings.deterministic and hosts is ONE_HOST
-    assert len({each.shared_slot_bytes for each in tried}) == (5 if through_window else 1)
-    assert len({each.fusion_slot_bytes for each in tried}) == (1 if through_window else 4)
+    assert len({each.shared_slot_bytes for each in tried}) == shared_slots
+    assert len({each.fusion_slot_bytes for each in tried}) == message_slots
 
 
 # Steps of training
@@ -109,7 +125,7 @@ class Job:
         self.now_s, self.cost = 0.0, cost
         self.settings = Settings(autotune=True, **settings)
         host = SimpleNamespace(constants=Constants(), window=object())
-        routes = SimpleNamespace(usable=["ring", "direct", "doubling", "shared"])
+        routes = SimpleNamespace(candidates=["ring", "direct", "doubling", "shared"])
         self.knobs = Knobs.of(self.settings)
         self.seen = [self.knobs]
         self.tuner = Tuner(World(0, 2, (0, 0)), self.settings, host, routes, clock=lambda: self.now_s)

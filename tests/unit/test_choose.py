@@ -204,6 +204,7 @@ def test_mpis_own_takes_what_it_can_sum_in_place_and_the_ring_the_rest():
 def test_deterministic_sums_in_the_order_of_the_ranks(hosts, expected):
     assert routes_of(hosts, Settings(deterministic=True)).text() == expected
     assert routes_of([0, 0], Settings(deterministic=True), shared=False).text() == "direct"
+    assert routes_of([0, 0], Settings(deterministic=True, algorithm="direct")).text() == "direct", "as it was asked for"
 
 
 # Demands that cannot be met

@@ -1,0 +1,208 @@
+"""Shared memory between real ranks: that it is used, by all types and ops, after shutdown again, by process sets."""
+
+import itertools
+import os
+import random
+import time
+
+import numpy as np
+import pytest
+
+import ringreduce as rr
+from ringreduce import runtime
+from ringreduce.collectives.choose import Constants
+from ringreduce.dtypes import TABLE
+from ringreduce.transport.window import block_bytes
+from tests.reference import OPS, assert_reduced, data, legal
+
+pytestmark = pytest.mark.mpi(min_size=2)
+MATRIX = [(name, op) for name, op in itertools.product(TABLE, OPS) if legal(op, name)]
+readable = {"ids": lambda value: str(getattr(value, "value", value))}
+SLOT_BYTES = 32 << 10
+LONG = 40_001
+"""Elements that take several slots in every type."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_slots():
+    """A world with little shared memory, that uses it; afterwards it is the usual one again."""
+    rr.shutdown()
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("RINGREDUCE_SHARED_SLOT_BYTES", str(SLOT_BYTES))
+        environment.setenv("RINGREDUCE_FUSION_BUFFER_BYTES", str(4 << 20))
+        environment.setenv("RINGREDUCE_FUSION_SLOT_BYTES", str(1 << 20))
+        environment.setenv("RINGREDUCE_ALGORITHM", "shared")
+        rr.init()
+        yield
+        rr.shutdown()
+    rr.init()
+
+
+@pytest.fixture
+def anew():
+    """Leave the world, and enter it with other settings; afterwards it is the usual one again."""
+    with pytest.MonkeyPatch.context() as environment:
+
+        def init(process_sets=(), **settings):
+            rr.shutdown()
+            for name, value in settings.items():
+                environment.setenv(f"RINGREDUCE_{name.upper()}", str(value))
+            rr.init(process_sets=process_sets)
+
+        yield init
+    rr.shutdown()
+    rr.init()
+
+
+def everyones(name, count, seed=0):
+    return [data(name, count, rank, seed) for rank in range(rr.size())]
+
+
+def assert_equal_everywhere(result):
+    assert len({each.tobytes() for each in rr.allgather_object(result)}) == 1
+
+
+def test_what_was_found_is_told():
+    info = rr.info()
+    assert info.usable_algorithms == ("ring", "direct", "doubling", "shared", "mpi")
+    assert info.shared_memory_bytes == block_bytes(SLOT_BYTES, 16)
+    assert info.constants != Constants(), "they were measured"
+    assert len(set(rr.allgather_object((info.algorithm, str(info.constants))))) == 1, "alike on all ranks"
+
+
+def test_it_is_used_where_nothing_else_is_measured_to_be_quicker(anew):
+    anew(algorithm="auto", costs=Constants())
+    assert rr.info().algorithm == "shared"
+
+
+@pytest.mark.parametrize(("name", "op"), MATRIX, **readable)
+def test_every_type_and_op(name, op):
+    """A short one, which all ranks sum; several slots; and both with an output of their own."""
+    for count in (50, LONG):
+        arrays = everyones(name, count)
+        mine = arrays[rr.rank()].copy()
+        out = rr.allreduce(mine, op=op)
+        assert mine.tobytes() == arrays[rr.rank()].tobytes()
+        rr.allreduce_(mine, op=op)
+        assert_reduced(out, op, arrays)
+        assert out.tobytes() == mine.tobytes()
+        assert_equal_everywhere(out)
+
+
+def test_the_bits_are_those_of_a_sum_in_the_order_of_the_ranks():
+    for count in (10, 3000, LONG):
+        arrays = everyones("float32", count)
+        expected = arrays[0].copy()
+        for each in arrays[1:]:
+            expected += each
+        assert rr.allreduce(arrays[rr.rank()], op=rr.Sum).tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_many_operations_of_ranks_that_are_late_by_turns(seed):
+    """Short and long ones, alone and in groups; nobody waits for the others between them."""
+    plan, mood = random.Random(seed), random.Random(f"{seed} {rr.rank()}")
+    for step in range(60):
+        name, op = plan.choice(MATRIX)
+        counts = [plan.choice([1, 100, 5000, 50_000]) for _ in range(plan.randint(1, 4))]
+        arrays = [[data(name, count, rank, step + k) for k, count in enumerate(counts)] for rank in range(rr.size())]
+        if mood.random() < 0.2:
+            time.sleep(mood.choice([0.0002, 0.003, 0.02]))
+        results = rr.grouped_allreduce(arrays[rr.rank()], op=op)
+        for result, *given in zip(results, *arrays, strict=True):
+            assert_reduced(result, op, given)
+
+
+def test_after_shutdown_there_is_a_new_window(anew):
+    for turn in range(4):
+        anew()
+        window = runtime.current("test").engine.host.window
+        assert not any(block[4096:].any() for block in window.blocks[rr.local_rank() : rr.local_rank() + 1]), "zeroed"
+        arrays = everyones("float32", LONG, turn)
+        assert_reduced(rr.allreduce(arrays[rr.rank()]), rr.Average, arrays)
+        assert len(rr.allgather_object(None)) == rr.size()
+
+
+def test_blocks_are_one_memory_of_all_ranks(anew):
+    anew()
+    window = runtime.current("test").engine.host.window
+    last = [block[-1:] for block in window.blocks]
+    last[rr.rank()][...] = 100 + rr.rank()
+    rr.barrier()
+    assert [int(each[0]) for each in last] == [100 + rank for rank in range(rr.size())]
+    rr.barrier()
+
+
+@pytest.mark.parametrize("algorithm", ["shared", "ring", "direct", "doubling", "mpi"], ids=lambda name: f"by {name}")
+def test_each_can_be_asked_for(anew, algorithm):
+    anew(algorithm=algorithm)
+    assert rr.info().algorithm == algorithm
+    for (name, op), count in itertools.product(MATRIX[::3], (1, 1000, 50_000)):
+        arrays = everyones(name, count)
+        result = rr.allreduce(arrays[rr.rank()], op=op)
+        assert_reduced(result, op, arrays)
+        assert_equal_everywhere(result)
+
+
+def test_a_demand_that_cannot_be_met_is_refused_and_init_works_again(anew):
+    with pytest.raises(rr.SettingsError, match=r"RINGREDUCE_ALGORITHM=hierarchical: needs several hosts.*on 1 host;"):
+        anew(algorithm="hierarchical")
+    with pytest.raises(rr.SettingsError, match=r"RINGREDUCE_ALGORITHM='rings': expected auto or one of shared"):
+        anew(algorithm="rings")
+    with pytest.raises(rr.SettingsError, match=r"RINGREDUCE_COSTS: 'wait=1'; expected name=number"):
+        anew(algorithm="auto", costs="wait=1")
+    anew(costs="wait_us=3")
+    assert rr.info().constants == Constants(wait_us=3)
+    assert rr.allreduce(np.float64(1), op=rr.Sum) == rr.size()
+
+
+def test_tiny_slots_and_flags_that_go_far(anew):
+    """Thousands of slots, used again and again."""
+    anew(fusion_buffer_bytes=4096, fusion_slot_bytes=512, shared_slot_bytes=256)
+    for step in range(20):
+        arrays = everyones("float32", 6000 + step, step)
+        assert_reduced(rr.allreduce(arrays[rr.rank()], op=rr.Sum), rr.Sum, arrays)
+    assert runtime.current("test").engine.lanes[0].routes.region.turn > 20 * 6000 // 64
+
+
+def test_process_sets_move_data_through_regions_of_their_own(anew):
+    """At the same time; there are two regions, so the last set, whose ranks are in two others, sends messages."""
+    if rr.size() < 3:
+        pytest.skip("two ranks: there are no sets that overlap")
+    sets = [rr.ProcessSet([0, 2]), rr.ProcessSet([1, 2])]
+    anew(sets, fusion_buffer_bytes=16 * SLOT_BYTES, fusion_slot_bytes=SLOT_BYTES)
+    mine = [each for each in (rr.global_process_set, *sets) if each.included()]
+    lanes = runtime.current("test").engine.lanes
+    told = {each.process_set_id: lanes[each.process_set_id].routes.text() for each in mine}
+    assert {number: text == "shared" for number, text in told.items()} == {number: number < 2 for number in told}, told
+    for step in range(10):
+        handles = {}
+        for each in random.Random(f"{step} {rr.rank()}").sample(mine, len(mine)):
+            number = each.process_set_id
+            array = data("float32", LONG, rr.rank(), step + 100 * number)
+            handles[number] = rr.allreduce_async(array, name=f"{number}", op=rr.Sum, process_set=each)
+        for each in mine:
+            ranks = each.ranks or range(rr.size())
+            arrays = [data("float32", LONG, rank, step + 100 * each.process_set_id) for rank in ranks]
+            assert_reduced(rr.synchronize(handles[each.process_set_id]), rr.Sum, arrays)
+
+
+def test_sets_that_come_and_go(anew):
+    """A region is not given twice to a rank: when there is none left, messages do."""
+    anew(dynamic_process_sets=1, fusion_buffer_bytes=16 * SLOT_BYTES, fusion_slot_bytes=SLOT_BYTES)
+    if rr.size() < 3:
+        pytest.skip("two ranks: there is no smaller set of two")
+    for step in range(4):
+        pair = rr.add_process_set([0, rr.size() - 1])
+        if pair.included():
+            routes = runtime.current("test").engine.lanes[pair.process_set_id].routes
+            assert ("shared" in routes.usable) == (step == 0)
+            arrays = [data("float64", 9999, rank, step) for rank in (0, rr.size() - 1)]
+            result = rr.allreduce(arrays[rr.rank() > 0], op=rr.Sum, process_set=pair)
+            assert_reduced(result, rr.Sum, arrays)
+        rr.remove_process_set(pair)
+
+
+def test_nothing_of_it_stands_in_a_folder():
+    """MPI's file is deleted while it is mapped, or belongs to MPI: no name of ours is in /dev/shm."""
+    assert not [name for name in os.listdir("/dev/shm") if "ringreduce" in name]

@@ -1,0 +1,271 @@
+"""Every algorithm forced through the engine, on threads: results in every form, and that it is the one asked for."""
+
+import dataclasses
+import functools
+import time
+from collections import Counter
+
+import numpy as np
+import pytest
+
+import ringreduce as rr
+from ringreduce import runtime
+from ringreduce.collectives import direct, doubling, measure
+from ringreduce.collectives.choose import Constants
+from ringreduce.settings import Settings
+from ringreduce.testing import run_ranks
+from ringreduce.transport.base import complete
+from tests import matrix
+from tests.reference import assert_reduced, data
+
+TWO_HOSTS = [0, 0, 1, 1]
+FORCED = {
+    "shared": [0, 0, 0, 0],
+    "hierarchical": TWO_HOSTS,
+    "hierarchical, uneven": [0, 1, 0, 0],
+    "ring": TWO_HOSTS,
+    "direct": TWO_HOSTS,
+    "doubling": [0, 1, 1],
+}
+FEW = ["bool", "int8", "uint64", "int32", "float16", "bfloat16", "float32", "complex128"]
+SETS = {1: [2, 0], 2: [0, 1], 3: [1, 3, 2]}
+"""Of two hosts, of one host, and one that gets no region, as there are two and it has ranks of both others."""
+readable = {"ids": lambda value: str(getattr(value, "value", value))}
+
+
+def forced(kind, **changes):
+    """The knobs of the matrix, and one algorithm."""
+    return dataclasses.replace(matrix.SMALL, algorithm=kind.partition(",")[0], **changes)
+
+
+def known(ranks, number):
+    """A process set that the world was formed with."""
+    process_set = rr.ProcessSet(ranks)
+    process_set.process_set_id = number
+    return process_set
+
+
+def lane(number=0):
+    return runtime.current("test").engine.lanes[number]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "op"), [each for each in matrix.REDUCTIONS if each[0] in FEW and each[1] is not rr.Max], **readable
+)
+@pytest.mark.parametrize("kind", FORCED)
+def test_every_form(kind, dtype, op):
+    hosts = FORCED[kind]
+
+    def program():
+        assert lane().routes.text() == kind.partition(",")[0]
+        return matrix.allreduce_program(dtype, op, list(range(len(hosts))), rr.global_process_set)
+
+    results = run_ranks(len(hosts), program, hosts=hosts, settings=forced(kind))
+    assert all(each == results[0] for each in results)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "op"),
+    [each for each in matrix.SCALINGS if each[0] in FEW and each[1] in (rr.Average, rr.Min)],
+    **readable,
+)
+@pytest.mark.parametrize("kind", FORCED)
+def test_prescale_and_postscale(kind, dtype, op):
+    hosts = FORCED[kind]
+
+    def program():
+        return matrix.scaled_program(dtype, op, list(range(len(hosts))), rr.global_process_set)
+
+    results = run_ranks(len(hosts), program, hosts=hosts, settings=forced(kind))
+    assert all(each == results[0] for each in results)
+
+
+@pytest.mark.parametrize("dtype", ["int32", "bfloat16", "float32"])
+@pytest.mark.parametrize("kind", [*FORCED, "auto"])
+def test_process_sets_of_one_host_of_two_and_without_shared_memory(kind, dtype):
+    """A set in which the forced algorithm cannot be used takes another; all sets work at the same time."""
+    hosts = [0, 0, 0, 0] if kind == "shared" else TWO_HOSTS
+
+    def program():
+        told = {}
+        for number, ranks in SETS.items():
+            if rr.rank() in ranks:
+                told[number] = matrix.allreduce_program(dtype, rr.Sum, sorted(ranks), known(ranks, number))
+        told[0] = matrix.allreduce_program(dtype, rr.Average, [0, 1, 2, 3], rr.global_process_set)
+        regions = {number: lane(number).routes.region is not None for number in told}
+        return told, regions, {number: lane(number).routes.usable for number in told}
+
+    results = run_ranks(4, program, hosts=hosts, settings=forced(kind), process_sets=list(SETS.values()))
+    for number, ranks in {0: [0, 1, 2, 3], **SETS}.items():
+        for rank in ranks:
+            told, regions, usable = results[rank]
+            assert told[number] == results[ranks[0]][0][number]
+            assert regions[number] == (number in (0, 1)), "two regions, each in one set of every rank"
+            assert ("shared" in usable[number]) == (regions[number] and len({hosts[each] for each in ranks}) == 1)
+
+
+def test_sets_without_a_common_rank_have_the_same_region_and_both_use_it():
+    sets = {1: [0, 1], 2: [2, 3]}
+
+    def program():
+        number = 1 + rr.rank() // 2
+        arrays = [data("float32", 5000, rank) for rank in sets[number]]
+        for step in range(20):
+            mine = arrays[rr.rank() % 2] * np.float32(step)
+            result = rr.allreduce(mine, op=rr.Sum, process_set=known(sets[number], number))
+            assert_reduced(result, rr.Sum, [array * np.float32(step) for array in arrays])
+        return lane(number).routes.text()
+
+    settings = dataclasses.replace(matrix.SMALL, algorithm="shared")
+    assert run_ranks(4, program, settings=settings, process_sets=list(sets.values())) == ["shared"] * 4
+
+
+@pytest.mark.parametrize("dtype", ["int64", "float16", "float32", "bool"])
+@pytest.mark.parametrize("kind", FORCED)
+def test_joined_ranks_give_what_changes_nothing(kind, dtype):
+    """Rank r takes r steps, each with a tensor that is cut into slots, one alone and a group."""
+    hosts = FORCED[kind]
+    size = len(hosts)
+    ops = [rr.Max, rr.Min, rr.Sum, rr.Product] + ([rr.Average] if dtype != "bool" else [])
+
+    def program():
+        for step in range(rr.rank()):
+            for op in ops:
+                arrays = [data(dtype, 777, rank, step) for rank in range(step + 1, size)]
+                if op is rr.Average:
+                    arrays += [np.zeros_like(arrays[0])] * (step + 1)
+                mine = data(dtype, 777, rr.rank(), step)
+                single = rr.allreduce_async(mine, name=f"w{op}", op=op)
+                for result in (rr.synchronize(single), *rr.grouped_allreduce([mine, mine], op=op)):
+                    assert_reduced(result, op, arrays)
+        return rr.join()
+
+    assert run_ranks(size, program, hosts=hosts, settings=forced(kind)) == [size - 1] * size
+
+
+@pytest.mark.parametrize("kind", FORCED)
+def test_tensors_of_all_kinds_at_once_in_any_order(kind):
+    """Each rank hands everything in before it waits, in an order of its own, and some are late."""
+    hosts = FORCED[kind]
+    size = len(hosts)
+    plan = [
+        (dtype, op, count)
+        for dtype in ("float32", "float16", "int8")
+        for op in (rr.Sum, rr.Average, rr.Max)
+        for count in (0, 1, 50, 3000)
+    ]
+    everyones = [[data(d, n, rank, k) for rank in range(size)] for k, (d, _, n) in enumerate(plan)]
+
+    def program():
+        order = np.random.default_rng(rr.rank())
+        for _ in range(3):
+            handles = {}
+            for k in order.permutation(len(plan)).tolist():
+                if order.random() < 0.02:
+                    time.sleep(0.005)
+                handles[k] = rr.allreduce_async(everyones[k][rr.rank()], name=f"w{k}", op=plan[k][1])
+            for k, handle in handles.items():
+                assert_reduced(rr.synchronize(handle), plan[k][1], everyones[k])
+
+    run_ranks(size, program, hosts=hosts, settings=forced(kind))
+
+
+# By its messages one sees which algorithm it was
+
+
+def messages_of(kind, count=100):
+    messages = []
+    hosts = FORCED[kind]
+    arrays = [data("float32", count, rank) for rank in range(len(hosts))]
+
+    def program():
+        return rr.allreduce(arrays[rr.rank()], op=rr.Sum)
+
+    settings = Settings(algorithm=kind.partition(",")[0])
+    for result in run_ranks(len(hosts), program, hosts=hosts, settings=settings, messages=messages):
+        assert_reduced(result, rr.Sum, arrays)
+    return messages, hosts
+
+
+def test_shared_memory_needs_no_message():
+    assert messages_of("shared")[0] == []
+
+
+@pytest.mark.parametrize("kind", ["hierarchical", "hierarchical, uneven"])
+def test_hierarchical_sends_between_hosts_only(kind):
+    messages, hosts = messages_of(kind)
+    assert messages
+    assert all(hosts[each.source] != hosts[each.destination] for each in messages)
+
+
+def test_the_ring_sends_to_the_right_only():
+    messages, _ = messages_of("ring")
+    assert {(each.source, each.destination) for each in messages} == {(0, 1), (1, 2), (2, 3), (3, 0)}
+
+
+def test_direct_sends_to_all():
+    messages, _ = messages_of("direct")
+    assert len({(each.source, each.destination) for each in messages}) == 4 * 3
+    tags = {each.tag for each in messages}
+    assert tags == {direct.RAW_TAG, direct.FINISHED_TAG}
+
+
+def test_doubling_sends_everything_at_once():
+    messages, _ = messages_of("doubling")
+    # ranks 0 and 1 fold, then 0 and 2 swap, then 1 gets the result back
+    pairs = Counter((each.source, each.destination, each.nbytes, each.tag) for each in messages)
+    assert pairs == {(a, b, 400, doubling.TAG): 1 for a, b in [(1, 0), (0, 2), (2, 0), (0, 1)]}
+
+
+def test_several_slots_are_under_way_on_channels_of_their_own():
+    """Between hosts one slot is on the wire while the next is packed."""
+    tags = {}
+    for kind in ("hierarchical", "ring"):
+        messages = []
+        array = np.ones(4000, np.float32)
+        run_ranks(
+            4,
+            functools.partial(rr.allreduce, array),
+            hosts=TWO_HOSTS,
+            settings=forced(kind, ring_segment_bytes=4096),
+            messages=messages,
+        )
+        tags[kind] = len({each.tag for each in messages})
+    assert tags == {"hierarchical": 2, "ring": 2}
+
+
+# The constants
+
+
+@pytest.mark.parametrize("hosts", [[0, 0], [0, 0, 0], [0, 1], [0, 0, 1, 1], [0, 1, 1], [0, 1, 0]], ids=str)
+def test_the_constants_are_measured_alike_on_all_ranks(hosts):
+    """And the flags are as far on all ranks when that is over, so that memory can be used at once."""
+
+    def program():
+        routes, transport = lane().routes, runtime.current("test").transport
+        found = complete(measure.constants(transport, hosts, routes.region))
+        turn = 0 if routes.region is None else routes.region.turn
+        return found, turn, rr.allreduce(np.float64(rr.rank()), op=rr.Sum)
+
+    settings = Settings(cycle_time_ms=0)
+    results = run_ranks(len(hosts), program, hosts=hosts, settings=settings)
+    found = results[0][0]
+    assert all(each[0] == found for each in results)
+    assert len({each[1] for rank, each in enumerate(results) if hosts[rank] == 0}) == 1
+    assert all(each[2] == sum(range(len(hosts))) for each in results)
+    default = Constants()
+    one_host, some_together = len(set(hosts)) == 1, len(set(hosts)) < len(hosts)
+    assert (found.wire_us == default.wire_us) == one_host, "what cannot be measured keeps its default"
+    assert (found.message_us == default.message_us) != some_together
+    assert (found.copy_gbs == default.copy_gbs) != some_together
+    assert Constants.parse(str(found)) is not None
+
+
+def test_prescribed_constants_change_the_choice():
+    def program():
+        return rr.info().algorithm
+
+    far, near = Settings(costs="wire_us=5000"), Settings(costs="wire_us=1,message_us=1")
+    assert run_ranks(4, program, hosts=[0, 1, 2, 3], settings=far) != run_ranks(
+        4, program, hosts=[0, 1, 2, 3], settings=near
+    )

@@ -1,0 +1,248 @@
+"""The hierarchical all-reduce on threads: results, their bits, what each wire carries, and late ranks."""
+
+import itertools
+import random
+import sys
+import time
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from ringreduce import runtime
+from ringreduce.collectives import hierarchical
+from ringreduce.collectives.hierarchical import WIDTH
+from ringreduce.collectives.shared import DONE, PACK, Part
+from ringreduce.dtypes import TABLE
+from ringreduce.ops import Average, Reduction, Sum
+from ringreduce.settings import Settings
+from ringreduce.testing import run_ranks
+from ringreduce.transport.base import complete
+from ringreduce.transport.window import SLOTS
+from tests.reference import OPS, assert_reduced, data, legal, numpy_dtype
+
+LAYOUTS = [[0, 0, 1, 1], [0, 0, 0, 1], [0, 1, 1, 2, 2, 2], [0, 1, 0, 1], [1, 0, 0], [0, 0, 0, 1, 1, 1, 2, 2, 2]]
+MATRIX = [(name, op) for name, op in itertools.product(TABLE, OPS) if legal(op, name)]
+SLOT_BYTES = 4096
+KNOBS = Settings(fusion_buffer_bytes=1 << 20, fusion_slot_bytes=4096, shared_slot_bytes=SLOT_BYTES)
+
+
+@pytest.fixture(autouse=True)
+def threads_that_take_turns_quickly():
+    """A rank that waits yields the core, which threads have only while they hold the interpreter."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)
+    yield
+    sys.setswitchinterval(before)
+
+
+def hierarchy():
+    """This rank's, of the set of all ranks."""
+    return runtime.current("test").engine.lanes[0].routes.hierarchy
+
+
+def slots_of(source, target, capacity, pieces):
+    """Slots of `capacity` elements, cut into about so many parts altogether."""
+    count = source.size
+    inner = random.Random(count).sample(range(1, count), min(pieces, count) - 1) if count > 1 else []
+    bounds = sorted({0, count, *range(0, count, capacity), *inner})
+    slots = [[] for _ in range(0, count, capacity)]
+    for low, high in itertools.pairwise(bounds):
+        slots[low // capacity].append(Part(source[low:high], target[low:high]))
+    return slots
+
+
+def reduce(array, reduction, capacity=10**9, pieces=1, in_place=True, segment_bytes=1 << 20, watch=None):
+    """This rank's result; both memories are its own again at once, and it writes nonsense there."""
+    capacity = min(capacity, SLOT_BYTES // array.itemsize)
+    source = array.copy().view(reduction.element.storage)
+    target = source if in_place else np.zeros_like(source)
+    slots = slots_of(source, target, capacity, pieces)
+    options = [watch] if watch else []
+    complete(hierarchical.allreduce(slots, hierarchy(), reduction, segment_bytes, *options))
+    result = target.copy().view(array.dtype)
+    assert in_place or source.tobytes() == array.tobytes(), "the input stays as it was"
+    source.view(np.uint8)[...] = 0x55
+    target.view(np.uint8)[...] = 0x55
+    return result
+
+
+def run_plan(hosts, plan, prepare=lambda: None, **options):
+    """Operations one after the other, for which no rank waits; `plan`: dtype, op, count and further arguments."""
+    size = len(hosts)
+    everyones = [[data(name, count, rank, k) for rank in range(size)] for k, (name, _, count, _) in enumerate(plan)]
+
+    def program():
+        prepare()
+        rank = runtime.current("test").world.rank
+        return [
+            reduce(arrays[rank], Reduction(op, TABLE[name], size), **each)
+            for arrays, (name, op, _, each) in zip(everyones, plan, strict=True)
+        ]
+
+    results = run_ranks(size, program, hosts=hosts, settings=KNOBS, timeout_s=40, **options)
+    for k, (_, op, _, _) in enumerate(plan):
+        assert_reduced(results[0][k], op, everyones[k])
+        assert all(each[k].tobytes() == results[0][k].tobytes() for each in results), "the same bits on every rank"
+
+
+@pytest.mark.parametrize("hosts", LAYOUTS, ids=str)
+def test_every_count(hosts):
+    size = len(hosts)
+    plan = []
+    for count in sorted({0, 1, size - 1, size, size + 1, 1000, 100003}):
+        for capacity, pieces, in_place in itertools.product([97, 10**9], [1, 5], [True, False]):
+            if count <= 1000 or capacity > 1000:
+                options = {"capacity": capacity, "pieces": pieces, "in_place": in_place}
+                plan.append(("float64" if count <= 1000 else "float32", Sum, count, options))
+    run_plan(hosts, plan, buffered=len(hosts) % 2 == 0)
+
+
+@pytest.mark.parametrize(("name", "op"), MATRIX, ids=lambda value: str(getattr(value, "value", value)))
+def test_every_type_and_op(name, op):
+    for hosts in LAYOUTS[:4]:
+        plan = [
+            (name, op, count, {"capacity": 24, "pieces": pieces, "in_place": in_place, "segment_bytes": 40})
+            for count, pieces, in_place in itertools.product([5, 103], [1, 4], [True, False])
+        ]
+        run_plan(hosts, plan)
+
+
+def random_plan(seed, length):
+    draw = random.Random(seed)
+    plan = []
+    for _ in range(length):
+        name, op = draw.choice(MATRIX)
+        count = draw.choice([0, 1, 5, 40, 300, 3000])
+        capacity = draw.choice([10**9, max(1, count // draw.randint(1, 9))])
+        options = {"capacity": capacity, "pieces": draw.choice([1, 2, 9]), "in_place": draw.random() < 0.5}
+        plan.append((name, op, count, options))
+    return plan
+
+
+def dawdle(draw, share=0.08):
+    if draw.random() < share:
+        time.sleep(draw.choice([0.0005, 0.002, 0.006]))
+
+
+def be_slow(seed):
+    """Now and then this rank sleeps: before it packs or sums, and before it tells that it has."""
+    region, draw = hierarchy().region, random.Random(f"{seed} {runtime.current('test').world.rank}")
+    slots, publish = region.slots, region.publish
+
+    def slow_slots(turn, dtype):
+        dawdle(draw)
+        return slots(turn, dtype)
+
+    def slow_publish(flag, turn):
+        dawdle(draw)
+        publish(flag, turn)
+        dawdle(draw)
+
+    region.slots, region.publish = slow_slots, slow_publish
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("hosts", LAYOUTS[:4], ids=str)
+def test_a_rank_that_is_late_never_reads_what_came_later(hosts, seed):
+    """Every operation has data of its own, so memory that was overwritten too early gives another result."""
+    run_plan(hosts, random_plan(seed, 30), lambda: be_slow(seed))
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("hosts", LAYOUTS[:4], ids=str)
+def test_nobody_packs_a_slot_that_another_of_its_host_still_reads(hosts, seed):
+    """Turn t has the memory of turn t - SLOTS, so all must have done with that: told by `watch`, with sleeps there."""
+    size = len(hosts)
+    ended = [set(range(-SLOTS, 0)) for _ in hosts]
+    packed_over, under_way = [], []
+
+    def program():
+        world = runtime.current("test").world
+        draw = random.Random(f"{seed} {world.rank}")
+        neighbours = [rank for rank in range(size) if hosts[rank] == hosts[world.rank]]
+        for number, (count, capacity) in enumerate([(100, 8), (5, 9), (64, 8), (1, 1), (1, 1)] * 3):
+            first, open_slots = hierarchy().region.turn, set()
+
+            def watch(slot, phase, first=first, open_slots=open_slots):
+                dawdle(draw, 0.3)
+                if phase == PACK:
+                    packed_over.append(all(first + slot - SLOTS in ended[rank] for rank in neighbours))
+                    open_slots.add(slot)
+                    under_way.append(len(open_slots))
+                if phase == DONE:
+                    ended[world.rank].add(first + slot)
+                    open_slots.remove(slot)
+                    dawdle(draw)
+
+            reduce(data("float32", count, world.rank, number), kind, capacity, watch=watch)
+
+    kind = Reduction(Sum, TABLE["float32"], size)
+    run_ranks(size, program, hosts=hosts, settings=KNOBS, timeout_s=40)
+    assert all(packed_over)
+    assert max(under_way) == WIDTH, "one is on the wire while the next is summed"
+
+
+@pytest.mark.parametrize("name", ["float32", "float16", "int64"])
+@pytest.mark.parametrize("count", [1, 12, 1000, 5000])
+@pytest.mark.parametrize("hosts", LAYOUTS, ids=str)
+def test_a_wire_carries_what_one_rank_a_host_would_send(hosts, count, name):
+    """2 n (H - 1) / H elements out of each host, but for what chunks are longer than others; inside hosts nothing."""
+    places, messages = len(set(hosts)), []
+    options = {"pieces": 3}
+    run_plan(hosts, [(name, Sum, count, options)], messages=messages)
+    sent = Counter()
+    for message in messages:
+        assert hosts[message.source] != hosts[message.destination], "inside a host memory is shared"
+        sent[hosts[message.source]] += message.nbytes
+    itemsize = np.dtype(name).itemsize
+    both = 4 + 2 if name == "float16" else 2 * itemsize  # there as partial sums, back as finished elements
+    assert sum(sent.values()) == (places - 1) * count * both
+    chunks = min(hosts.count(host) for host in set(hosts)) * -(-count * itemsize // SLOT_BYTES)
+    for host in set(hosts):
+        assert abs(sent[host] - (places - 1) / places * count * both) <= 2 * (places - 1) * chunks * both / 2
+
+
+@pytest.mark.parametrize("hosts", LAYOUTS, ids=str)
+def test_all_local_ranks_drive_the_wire_as_far_as_the_smallest_host_has_them(hosts):
+    messages = []
+    run_plan(hosts, [("float32", Sum, 3000, {})], messages=messages)
+    chunks = min(hosts.count(host) for host in set(hosts))
+    local = [hosts[:rank].count(host) for rank, host in enumerate(hosts)]
+    sent = Counter()
+    for message in messages:
+        assert local[message.source] == local[message.destination] < chunks
+        sent[message.source] += message.nbytes
+    senders = [rank for rank in range(len(hosts)) if local[rank] < chunks]
+    assert sorted(sent) == senders
+    assert max(sent.values()) - min(sent.values()) <= 0.05 * max(sent.values()), "in equal shares"
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16"])
+def test_16_bit_floats_are_rounded_once(name):
+    """1 + e + e + e: rounded after the first host, whose sum is 1 + e, it would be less."""
+    half = {"float16": 2.0**-11, "bfloat16": 2.0**-8}[name]
+    arrays = [np.full(5, value, numpy_dtype(name)) for value in (1.0, half, half, 0)]
+    kind = Reduction(Sum, TABLE[name], 4)
+
+    def program():
+        return reduce(arrays[runtime.current("test").world.rank], kind)
+
+    for hosts in ([0, 0, 1, 1], [0, 1, 0, 1], [0, 0, 0, 1]):
+        for result in run_ranks(4, program, hosts=hosts, settings=KNOBS):
+            np.testing.assert_array_equal(result.astype(np.float64), 1 + 2 * half)
+
+
+@pytest.mark.parametrize("name", ["int32", "float32", "float16"])
+def test_factors_come_before_and_after(name):
+    arrays = [data(name, 300, rank) for rank in range(4)]
+    kind = Reduction(Average, TABLE[name], 4, 2.5, 2.0)
+
+    def program():
+        return reduce(arrays[runtime.current("test").world.rank], kind, capacity=40)
+
+    whole = np.trunc if name == "int32" else lambda array: array
+    total = sum(whole(each.astype(np.float64) * 2.5) for each in arrays)
+    expected = whole(whole(total / 4) * 2.0)
+    for result in run_ranks(4, program, hosts=[0, 0, 1, 1], settings=KNOBS):
+        np.testing.assert_allclose(result.astype(np.float64), expected, rtol=1e-3, atol=1e-6)
