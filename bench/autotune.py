@@ -25,6 +25,7 @@ import tempfile
 from collections.abc import Callable
 from typing import Any
 
+import plots
 from common import Column, Report, about, is_printing, neutral, parse, parser, seconds_per_call, slowest, total
 from models import MODELS
 from reducers import Gradients, Reducer, ours
@@ -118,6 +119,22 @@ def tried(found: dict[str, Any]) -> str:
     return ", ".join(f"{'/'.join(map(str, each['knobs'].values()))}: {each['gbs']}" for each in found.get("tried", []))
 
 
+def plot(report: Report, path: str) -> None:
+    """Bars from zero, a panel for each model: how fast each candidate was; the defaults as a line through all."""
+    searches = [(row["model"], row["found"]["tried"]) for row in report.rows if "found" in row]
+    figure, axes = plots.canvas(1, len(searches), (6.2 * len(searches), 4))
+    for panel, (model, candidates) in zip(axes[0], searches, strict=True):
+        names = ["\n".join(f"{key} {value}" for key, value in each["knobs"].items()) for each in candidates]
+        panel.barh(names, [each["gbs"] or 0 for each in candidates])
+        panel.axvline(candidates[0]["gbs"], color="0.5", lw=0.8, ls="--")
+        panel.tick_params(axis="y", labelsize=4)
+        panel.invert_yaxis()
+        panel.set(xlim=(0, None), xlabel="GB/s of busy time, higher is better")
+        panel.set_title(model, fontsize=10)
+    header = report.header
+    plots.finish(figure, f"What autotune tried, {header['ranks']} ranks; the first are the defaults", header, path)
+
+
 def main() -> None:
     """Measure model by model."""
     options = arguments()
@@ -139,6 +156,8 @@ def main() -> None:
             report.add({"model": model, "who": who, **row, "of_default": row["time_ms"] / rows[DEFAULT]["time_ms"]})
         report.say("# GB/s while tuning: " + tried(rows[TUNING].get("found", {})))
     report.write(options.json)
+    if options.plot and is_printing():
+        plot(report, options.plot)
     report.finish()
 
 
