@@ -66,6 +66,7 @@ def machine() -> dict[str, Any]:
         "numpy": np.__version__,
         "python": platform.python_version(),
         "date": time.strftime("%Y-%m-%d"),
+        "load": round(os.getloadavg()[0], 1),  # of the minute before: a quiet machine has less than 1
         "settings": settings(),
     }
 

@@ -50,7 +50,8 @@ def algorithms(dtype: str) -> dict[str, Contender]:
     channels, so nothing else may be under way.
     """
     current = runtime.current("bench")
-    routes, segment_bytes = current.engine.lanes[GLOBAL].routes, current.settings.ring_segment_bytes
+    routes = current.engine.lanes[GLOBAL].routes
+    segment_bytes = routes.segment_bytes
     region, hierarchy, channel = routes.region, routes.hierarchy, routes.channels[0]
     reduction = Reduction(rr.Sum, element_type(element_dtype(dtype)), rr.size())
     steps: dict[str, Callable[[np.ndarray[Any, Any]], Steps[None]]] = {

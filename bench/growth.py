@@ -40,9 +40,9 @@ SECONDS_PER_RUN = 0.1
 RANKS, TENSORS = [2, 4, 8, 16], [1, 10, 100, 1000, 10_000]
 FEW_RANKS, MANY_TENSORS = 4, 1000
 SIZES = [1 << 10, 64 << 10, 1 << 20, 16 << 20]
-PREDICTED_RANKS = (8, 16, 32, 64, 128, 256, 1000, 3000, 10_000)
+PREDICTED_RANKS = (4, 8, 16, 32, 64, 128, 256, 1000, 3000, 10_000)
 PREDICTED_PER_HOST = (2, 8)
-PREDICTED_SIZES = (64 << 10, 4 << 20, 64 << 20)
+PREDICTED_SIZES = (64 << 10, 4 << 20, 16 << 20)
 COMPARED = ("ring", "hierarchical")
 COLUMNS = (
     Column("part", "part", width=10, left=True),

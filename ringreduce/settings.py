@@ -50,8 +50,8 @@ class Settings:
     """What is packed together for messages at most; longer tensors go through in pieces of this size."""
 
     ring_segment_bytes: int = 60 << 10
-    """A chunk travels in pieces of at most this size, so that summing one overlaps receiving the next. Over TCP, Open
-    MPI sends up to 64 KiB without asking first whether the receiver is ready."""
+    """A chunk travels between hosts in pieces of at most this size, so that summing one overlaps receiving the next;
+    inside a host in pieces eight times as long. Over TCP, Open MPI sends up to 64 KiB without asking the receiver."""
 
     cache_capacity: int = 16384
     """Tensors that the ranks remember per process set, so that agreeing on one costs a bit; 0 remembers none."""

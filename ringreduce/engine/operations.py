@@ -94,7 +94,7 @@ def _allgather(requests: Sequence[Request], context: Context) -> Steps[None]:
             start = sum(counts[:rank])
             gathered.flat[start : start + tensor.count] = tensor.flat
             with context.timeline.phase([request], "ALLGATHER"):
-                yield from ring.allgather(gathered.flat, transport, counts, rank, context.settings.ring_segment_bytes)
+                yield from ring.allgather(gathered.flat, transport, counts, rank, context.routes.segment_bytes)
             outputs.append(gathered)
         request.payload = rows
         request.complete()
@@ -138,7 +138,7 @@ def _reducescatter(requests: Sequence[Request], context: Context) -> Steps[None]
             work = tensor.copy()
             with context.timeline.phase([request], "REDUCESCATTER"):
                 low, high = yield from ring.scatter_reduce(
-                    work.flat, transport, reduction, context.settings.ring_segment_bytes, counts, transport.rank
+                    work.flat, transport, reduction, context.routes.segment_bytes, counts, transport.rank
                 )
             rows = bounds[transport.rank + 1] - bounds[transport.rank]
             part = tensor.empty((rows, *tensor.shape[1:]))
@@ -168,7 +168,7 @@ def _allgather_object(requests: Sequence[Request], context: Context) -> Steps[No
         ends = np.cumsum(counts)
         gathered = np.empty(int(ends[-1]), np.uint8)
         gathered[ends[rank] - counts[rank] : ends[rank]] = request.payload
-        yield from ring.allgather(gathered, transport, counts, rank, context.settings.ring_segment_bytes)
+        yield from ring.allgather(gathered, transport, counts, rank, context.routes.segment_bytes)
         request.payload = [gathered[end - n : end] for end, n in zip(ends, counts, strict=True)]
         request.complete()
 

@@ -82,7 +82,7 @@ def _through_window(
         if phase == shared.DONE:
             batch.settle(slots[number], context)
 
-    routes, segment_bytes = context.routes, context.settings.ring_segment_bytes
+    routes, segment_bytes = context.routes, context.routes.segment_bytes
     if algorithm == "shared" and routes.region is not None:
         yield from shared.allreduce(parts, routes.region, reduction, watch)
     elif routes.hierarchy is not None:
@@ -112,7 +112,7 @@ class _Collective:
             yield from self.ring(finished, finished if partial is None else partial)
         elif self.algorithm == "direct":
             yield from direct.allreduce(
-                finished, self.transport, self.reduction, self.context.settings.ring_segment_bytes
+                finished, self.transport, self.reduction, self.context.routes.segment_bytes
             )
         elif self.algorithm == "doubling":
             yield from doubling.allreduce(finished, self.transport, self.reduction)
@@ -124,7 +124,7 @@ class _Collective:
         self.reduction.prescaled(partial)
         with self.context.memory.block(self.batch.inputs[0]) as block:
             scratch = view(block, self.reduction.sum_type)
-            segment_bytes = min(self.context.settings.ring_segment_bytes, scratch.nbytes // ring.RECEIVES_AHEAD)
+            segment_bytes = min(self.context.routes.segment_bytes, scratch.nbytes // ring.RECEIVES_AHEAD)
             workspace = ring.Workspace(partial, scratch)
             yield from ring.allreduce(finished, self.transport, self.reduction, segment_bytes, workspace)
 

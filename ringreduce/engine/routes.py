@@ -13,6 +13,8 @@ from ringreduce.settings import Settings
 from ringreduce.transport.base import Request, Transport
 from ringreduce.transport.window import Region
 
+LONGER_INSIDE = 8
+"""Inside a host a message has no wire to fill, and costs Python more than MPI: there segments are so much longer."""
 LONGEST = 48
 """The table of choices has a row for each power of two bytes up to this one."""
 LONG_BYTES = 64 << 10
@@ -42,6 +44,7 @@ class Routes:
         self.native = native
         self.hierarchy = None
         one_host = len(set(hosts)) == 1
+        self.segment_bytes = settings.ring_segment_bytes * (LONGER_INSIDE if one_host else 1)
         self.usable = ["ring", "direct", "doubling"]
         if region is not None and one_host:
             self.usable.append("shared")

@@ -1,0 +1,164 @@
+"""Shared memory where a user's machine has little of it, after a crash, and where processes may not read each other."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.conftest import run
+
+pytestmark = pytest.mark.timeout(900)  # the first use makes the environment for MPICH
+
+
+def cannot_mount():
+    """Why there can be no /dev/shm of the test's own, or nothing."""
+    if os.geteuid() != 0:
+        return "a /dev/shm of the test's own needs root"
+    if shutil.which("unshare") is None:
+        return "a /dev/shm of the test's own needs the command unshare (util-linux)"
+    tried = subprocess.run(["unshare", "-m", "mount", "-t", "tmpfs", "tmpfs", "/dev/shm"], capture_output=True)
+    return tried.stderr.decode().strip() if tried.returncode else ""
+
+
+WHY_NOT = cannot_mount()
+own_shm = pytest.mark.skipif(bool(WHY_NOT), reason=f"no /dev/shm of the test's own: {WHY_NOT}")
+IN_OWN_SHM = 'mount -t tmpfs -o size=$0 tmpfs /dev/shm && "$@"; code=$?; '
+TELL_SHM = "stat -c 'left: %b blocks %n' /dev/shm/* 2> /dev/null; exit $code"
+
+
+def ringrun(python, ranks, script, *, shm=None, **variables):
+    """`ringrun -np RANKS python script`, with a /dev/shm of that size; what is left there is told at the end."""
+    command = [python.parent / "ringrun", "-np", str(ranks), python, script]
+    if shm:
+        command = ["unshare", "-m", "bash", "-c", IN_OWN_SHM + TELL_SHM, shm, *command]
+    return run(command, timeout_s=90, **variables)
+
+
+REDUCE = """
+import numpy as np
+import ringreduce as rr
+
+rr.init()
+for count in (3, 1_000_003):
+    mean = rr.allreduce(np.arange(count, dtype=np.float32) + 2 * rr.rank())
+    np.testing.assert_array_equal(mean, np.arange(count, dtype=np.float32) + rr.size() - 1)
+print("right;", "shared" in rr.info().usable_algorithms, rr.info().shared_memory_bytes)
+"""
+
+
+@pytest.fixture
+def program(tmp_path):
+    """Writes a script."""
+
+    def write(text):
+        (tmp_path / "train.py").write_text(text)
+        return tmp_path / "train.py"
+
+    return write
+
+
+@own_shm
+@pytest.mark.parametrize("mebibytes", [8, 20])
+def test_where_there_is_little_of_it_messages_are_used_and_a_line_says_why(python, program, mebibytes):
+    finished = ringrun(python, 2, program(REDUCE), shm=f"{mebibytes}m")
+    assert finished.returncode == 0, finished.stdout
+    assert finished.stdout.count("right; False 0") == 2, finished.stdout
+    said = [line for line in finished.stdout.splitlines() if "right" not in line and "left:" not in line]
+    assert len(said) == 1, finished.stdout
+    assert re.fullmatch(
+        r"\[0\] ringreduce: no shared memory between the ranks of a host, so messages are used: rank 0: "
+        rf"/dev/shm has \d+ MiB free, and {2 * 8 + 4} MiB are needed; enlarge it \(docker run --shm-size=…\), or lower "
+        "RINGREDUCE_FUSION_BUFFER_BYTES and RINGREDUCE_SHARED_SLOT_BYTES",
+        said[0],
+    )
+
+
+@own_shm
+def test_lower_settings_make_it_fit(python, program):
+    settings = {"FUSION_BUFFER_BYTES": "2097152", "SHARED_SLOT_BYTES": "262144", "FUSION_SLOT_BYTES": "524288"}
+    finished = ringrun(
+        python, 2, program(REDUCE), shm="12m", **{f"RINGREDUCE_{name}": value for name, value in settings.items()}
+    )
+    assert (finished.returncode, finished.stdout.count("right; True 10")) == (0, 2), finished.stdout
+    assert "no shared memory" not in finished.stdout
+
+
+@own_shm
+def test_whoever_asks_for_it_is_told_why_there_is_none(python, program):
+    finished = ringrun(python, 2, program(REDUCE), shm="8m", RINGREDUCE_ALGORITHM="shared")
+    assert finished.returncode == 1, finished.stdout
+    assert re.search(
+        r"SettingsError: RINGREDUCE_ALGORITHM=shared: needs all ranks on one host, and shared memory; there are 2 "
+        r"ranks on 1 host, and rank 0: /dev/shm has \d+ MiB free, and 20 MiB are needed.*; usable are ring, direct, d",
+        finished.stdout,
+    ), finished.stdout
+
+
+KILLED = """
+import os, signal, threading
+import numpy as np
+import ringreduce as rr
+
+rr.init()
+assert "shared" in rr.info().usable_algorithms
+if rr.rank() == 1:
+    threading.Timer({seconds}, os.kill, (os.getpid(), signal.SIGKILL)).start()
+array = np.ones(2_000_000, np.float32)
+while True:
+    rr.allreduce_(array)
+"""
+MPIS_OWN = re.compile(r"/dev/shm/(sm_segment\..*|mpich_shm_.*)")
+
+
+@own_shm
+@pytest.mark.parametrize("seconds", [0.05, 0.21, 0.5])
+def test_of_a_rank_that_is_killed_nothing_of_ours_is_left(python, program, seconds):
+    """What MPI made for itself may stay (MPICH's mpich_shm_… does); the window, 24 MiB, must not."""
+    finished = ringrun(python, 3, program(KILLED.format(seconds=seconds)), shm="256m", RINGREDUCE_ALGORITHM="shared")
+    assert finished.returncode == 137, finished.stdout
+    assert "rank 1 of 3 failed first" in finished.stdout
+    left = re.findall(r"^left: (\d+) blocks (.*)$", finished.stdout, re.MULTILINE)
+    assert all(MPIS_OWN.fullmatch(name) for _, name in left), left
+    assert sum(int(blocks) * 512 for blocks, _ in left) < 8 << 20, left
+
+
+@own_shm
+def test_of_a_job_that_ends_nothing_at_all_is_left(python, program):
+    finished = ringrun(python, 3, program(REDUCE), shm="256m")
+    assert (finished.returncode, finished.stdout.count("right; True")) == (0, 3), finished.stdout
+    assert "left:" not in finished.stdout
+
+
+# As the filter of a container does: reading another process's memory (CMA) is not permitted
+FORBIDDEN = """
+import ctypes, errno, struct
+
+LOAD, EQUAL, RETURN = 0x20, 0x15, 0x06
+steps = [(LOAD, 0, 0, 0), (EQUAL, 1, 0, 310), (EQUAL, 0, 1, 311), (RETURN, 0, 0, 0x50000 | errno.EPERM),
+         (RETURN, 0, 0, 0x7FFF0000)]
+rules = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
+libc = ctypes.CDLL(None, use_errno=True)
+assert libc.prctl(38, 1, 0, 0, 0) == 0  # no new privileges
+filter_ = struct.pack("HxxxxxxQ", len(steps), ctypes.addressof(rules))
+assert libc.prctl(22, 2, filter_, 0, 0) == 0, ctypes.get_errno()
+assert libc.process_vm_readv(1, None, 0, None, 0, 0) == -1
+assert ctypes.get_errno() == errno.EPERM
+"""
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="the filter is written with x86-64's system call numbers")
+@pytest.mark.parametrize("algorithm", ["auto", "shared"])
+def test_it_works_where_processes_may_not_read_each_other(python, program, algorithm):
+    """Open MPI finds out; MPICH does not, and must be told so that its own messages work."""
+    told = {"MPIR_CVAR_CH4_CMA_ENABLE": "0"}
+    finished = ringrun(python, 2, program(FORBIDDEN + REDUCE), RINGREDUCE_ALGORITHM=algorithm, **told)
+    assert (finished.returncode, finished.stdout.count("right; True")) == (0, 2), finished.stdout
+
+
+def test_it_works_without_open_mpis_single_copy(program):
+    finished = ringrun(Path(sys.executable), 2, program(REDUCE), OMPI_MCA_smsc="^cma,xpmem,knem")
+    assert (finished.returncode, finished.stdout.count("right; True")) == (0, 2), finished.stdout
