@@ -111,9 +111,7 @@ class _Collective:
         if self.algorithm == "ring":
             yield from self.ring(finished, finished if partial is None else partial)
         elif self.algorithm == "direct":
-            yield from direct.allreduce(
-                finished, self.transport, self.reduction, self.context.routes.segment_bytes
-            )
+            yield from direct.allreduce(finished, self.transport, self.reduction, self.context.routes.segment_bytes)
         elif self.algorithm == "doubling":
             yield from doubling.allreduce(finished, self.transport, self.reduction)
         else:
