@@ -22,6 +22,8 @@ from ringreduce.collectives import clock
 from ringreduce.engine.description import Call, Description, calling_line
 from ringreduce.engine.engine import Engine
 from ringreduce.engine.host import Host
+from ringreduce.engine.knobs import Knobs
+from ringreduce.engine.tuned import read_by_rank_0
 from ringreduce.errors import InputError, MismatchError, NotInitializedError
 from ringreduce.preparation import prepare_host
 from ringreduce.settings import PER_RANK, Settings
@@ -42,11 +44,12 @@ class Runtime:
         host: Host,
         clock_offsets_us: Sequence[float] = (),
         process_sets: Sequence[Sequence[int]] = (),
+        knobs: Knobs | None = None,
     ) -> None:
         self.world = world
         self.transport = transport
         self.settings = settings
-        self.engine = Engine(world, transport, settings, host, clock_offsets_us, process_sets)
+        self.engine = Engine(world, transport, settings, host, clock_offsets_us, process_sets, knobs)
 
     def close(self) -> None:
         """Give back what `start` made; every rank must call it."""
@@ -86,7 +89,8 @@ def start(comm: Any, process_sets: Sequence[Any], dynamic: bool) -> list[tuple[i
         agree_on_settings(transport, settings, sets)
         offsets_us = complete(clock.offsets_us(transport, world.hosts))
         host = prepare_host(world, transport, settings)
-        _process_runtime = Runtime(world, transport, settings, host, offsets_us, sets)
+        knobs = read_by_rank_0(world, host.window is not None, settings)
+        _process_runtime = Runtime(world, transport, settings, host, offsets_us, sets, knobs)
     except Exception as exc:
         transport.close()
         if isinstance(exc, MismatchError):  # raised on all ranks, so all can free what they made together

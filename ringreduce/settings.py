@@ -20,6 +20,7 @@ HOROVOD = {
     "HOROVOD_STALL_CHECK_TIME_SECONDS": "stall_check_s",
     "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "stall_abort_s",
     "HOROVOD_DYNAMIC_PROCESS_SETS": "dynamic_process_sets",
+    "HOROVOD_AUTOTUNE": "autotune",
     "HOROVOD_TIMELINE": "timeline",
     "HOROVOD_TIMELINE_MARK_CYCLES": "timeline_mark_cycles",
 }
@@ -66,6 +67,12 @@ class Settings:
 
     dynamic_process_sets: bool = False
     """add_process_set() and remove_process_set() are allowed."""
+
+    autotune: bool = False
+    """Slot sizes, slots in flight and the algorithm are tried during the first steps, and the fastest are kept."""
+
+    autotune_file: str = ""
+    """Where rank 0 writes what autotune found; without autotune, rank 0 reads it at init()."""
 
     timeline: str = ""
     """Where rank 0 writes the timeline, from init() on; DYNAMIC: start_timeline() tells."""

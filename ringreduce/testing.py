@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ringreduce import runtime
+from ringreduce.engine import tuned
 from ringreduce.engine.host import Host
 from ringreduce.errors import InputError, PeerLostError
 from ringreduce.settings import Settings
@@ -71,11 +72,14 @@ def run_ranks(
     places = tuple(hosts or [0] * size)
     blocks = [np.zeros(block_bytes(knobs.shared_slot_bytes, knobs.shared_regions), np.uint8) for _ in range(size)]
 
+    start = tuned.starting_knobs(knobs, tuned.layout(World(0, size, places), shared_memory=True))
+
     def run(rank: int) -> None:
         world = World(rank, size, places)
         transport = exchange.transport(rank)
         window = Window([blocks[each] for each in range(size) if places[each] == places[rank]], _nothing, _nothing)
-        own = runtime.Runtime(world, transport, knobs, Host(world, transport, knobs, window), process_sets=sets)
+        host = Host(world, transport, knobs, window)
+        own = runtime.Runtime(world, transport, knobs, host, process_sets=sets, knobs=start)
         why = "its function returned"
         try:
             with runtime.bound(own):

@@ -12,6 +12,7 @@ from ringreduce import runtime, world
 from ringreduce._version import __version__
 from ringreduce.collectives.choose import Constants
 from ringreduce.engine.engine import GLOBAL
+from ringreduce.engine.knobs import Knobs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +31,8 @@ class Info:
     generation: int
     algorithm: str
     """How an allreduce of all ranks moves data, by its size in bytes."""
+    knobs: Knobs
+    """What an allreduce of all ranks uses now, and whether that is the default, on trial, tuned or loaded."""
     usable_algorithms: tuple[str, ...]
     """What RINGREDUCE_ALGORITHM can be."""
     constants: Constants
@@ -82,6 +85,7 @@ def info() -> Info:
         hosts=current.world.hosts,
         generation=current.world.generation,
         algorithm=engine.lanes[GLOBAL].routes.text(),
+        knobs=engine.lanes[GLOBAL].knobs,
         usable_algorithms=tuple(engine.lanes[GLOBAL].routes.usable),
         constants=engine.host.constants,
         shared_memory_bytes=0 if window is None else len(window.blocks[0]),

@@ -7,6 +7,7 @@ from typing import Any
 
 from ringreduce import fusion
 from ringreduce.engine.completions import Completions
+from ringreduce.engine.knobs import Knobs
 from ringreduce.engine.routes import Routes
 from ringreduce.engine.timeline import Timeline
 from ringreduce.errors import InputError
@@ -28,6 +29,7 @@ class Context:
     completions: Completions
     divisor: int
     """What an Average is divided by: the set's size, or its live ranks."""
+    knobs: Knobs
 
     def place(self, kind: str, root_rank: Any) -> int:
         """The rank in the set of a rank of the world."""

@@ -26,6 +26,7 @@ from ringreduce.engine.description import Call, Description, calling_line
 from ringreduce.engine.host import Host
 from ringreduce.engine.inbox import LONGEST_REST_S, Inbox, Waits
 from ringreduce.engine.joined import stand_in
+from ringreduce.engine.knobs import Knobs
 from ringreduce.engine.lane import Lane
 from ringreduce.engine.letters import (
     Announcement,
@@ -50,6 +51,7 @@ from ringreduce.engine.recording import Recording
 from ringreduce.engine.request import Handle, Request
 from ringreduce.engine.stalls import StallWatch
 from ringreduce.engine.timeline import Timeline, TimelineFile
+from ringreduce.engine.tuner import Tuner
 from ringreduce.settings import Settings
 from ringreduce.transport.base import EngineTransport, Letter, Steps
 from ringreduce.transport.window import Arrival
@@ -73,10 +75,12 @@ class Engine:
         host: Host,
         clock_offsets_us: Sequence[float] = (),
         process_sets: Sequence[Sequence[int]] = (),
+        knobs: Knobs | None = None,
     ) -> None:
         """clock_offsets_us: by rank, how far its clock is ahead of rank 0's; by default not at all.
 
         process_sets: the members of sets besides that of all ranks, the same on all ranks.
+        knobs: those to begin with, for the set of all ranks; the same on all ranks.
         """
         self.world = world
         self.transport = transport
@@ -110,6 +114,9 @@ class Engine:
         self._misplaced = MisplacedCheck(self)
         for members in (range(world.size), *process_sets):
             self._add_set(members)
+        self.lanes[GLOBAL].knobs = knobs or Knobs.of(settings)
+        tunes = settings.autotune and world.rank == 0 and world.size > 1
+        self._tuner = Tuner(world, settings, host, self.lanes[GLOBAL].routes) if tunes else None
         self._thread = threading.Thread(target=self._run, name=f"ringreduce engine {world.rank}", daemon=True)
         self._thread.start()
 
@@ -232,6 +239,8 @@ class Engine:
         except Exception as exc:
             self._break(exc)
         self._recording.close()
+        if self._tuner is not None:
+            self._tuner.close()
         self._finished.set()
 
     def _turn(self) -> bool:
@@ -335,6 +344,8 @@ class Engine:
         for lane in list(self.lanes.values()):
             response = lane.coordinator.decide() if lane.coordinator is not None else None
             if response is not None:
+                if self._tuner is not None and lane.number == GLOBAL:
+                    response = self._tuner.steer(response, _run_by(response, lane))
                 self.spread(lane, response)
                 moved = True
         return moved
@@ -350,12 +361,13 @@ class Engine:
     def _apply(self, lane: Lane, response: Response) -> None:
         """Do what the coordinator has decided."""
         lane.seen = response.number
+        lane.knobs = response.knobs or lane.knobs
         for failure in response.failures:
             self._fail(lane, failure)
         divisor = len(lane.members)
         if response.live_average:
             divisor = max(1, divisor - len(response.joined))
-        descriptions = [lane.cache[number] for number in numbers(response.bits)] + list(response.new)
+        descriptions = _run_by(response, lane)
         for number in response.forgotten:
             lane.cache.forget(number)
         for number, description in response.learned:
@@ -390,8 +402,12 @@ class Engine:
             self._timeline,
             lane.completions,
             divisor,
+            lane.knobs,
         )
-        lane.enqueue(operations.run(requests, context))
+        steps = operations.run(requests, context)
+        if self._tuner is not None and lane.number == GLOBAL:
+            steps = self._tuner.timed(steps, requests)
+        lane.enqueue(steps)
 
     def _join_in(self, lane: Lane, description: Description) -> Request:
         if not lane.joined:
@@ -432,7 +448,8 @@ class Engine:
                 if members[0] == self.world.rank:
                     capacity = self.settings.cache_capacity
                     coordinator = Coordinator(number, members, self.world.size, capacity)
-                self.lanes[number] = Lane(number, members, self.host.routes(number, members), coordinator)
+                routes = self.host.routes(number, members)
+                self.lanes[number] = Lane(number, members, routes, coordinator, Knobs.of(self.settings))
             else:
                 self.host.reserve(members)
         for rank, announcement in self._early.pop(number, []):
@@ -538,3 +555,8 @@ class Engine:
 
     def _others(self) -> list[int]:
         return [rank for rank in range(self.world.size) if rank != self.world.rank]
+
+
+def _run_by(response: Response, lane: Lane) -> list[Description]:
+    """What a response runs, before it changes the cache."""
+    return [lane.cache[number] for number in numbers(response.bits)] + list(response.new)

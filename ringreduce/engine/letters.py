@@ -6,6 +6,7 @@ import pickle
 from typing import Any, NamedTuple
 
 from ringreduce.engine.description import Call, Description
+from ringreduce.engine.knobs import Knobs
 
 
 class Announcement(NamedTuple):
@@ -55,6 +56,8 @@ class Response(NamedTuple):
     closed: str = ""
     """Not empty: which rank has left the job, and why; this process set does nothing any more."""
     leaver: int = -1
+    knobs: Knobs | None = None
+    """Not None: what counts from here on, for what this response runs too."""
 
     def is_empty(self) -> bool:
         """True when there is nothing to tell."""

@@ -16,8 +16,6 @@ from ringreduce.engine.request import Request
 from ringreduce.ops import ReduceOp, Reduction
 from ringreduce.transport.base import Steps
 
-WIDTH = 2
-"""Slots under way at the same time between hosts: one is on the wire while the next is packed or summed."""
 PHASES = {shared.PACK: "MEMCPY_IN_FUSION_BUFFER", shared.REDUCE: "ALLREDUCE", shared.COPY: "MEMCPY_OUT_FUSION_BUFFER"}
 
 
@@ -36,7 +34,8 @@ def allreduce(requests: Sequence[Request], context: Context) -> Steps[None]:
         if algorithm in ("shared", "hierarchical"):
             yield from _through_window(batch, reduction, algorithm, slots, context)
         else:
-            yield from overlapped(_through_messages(batch, reduction, algorithm, slots, context), WIDTH)
+            width = context.knobs.slots_in_flight
+            yield from overlapped(_through_messages(batch, reduction, algorithm, slots, context), width)
 
 
 def _reduction(request: Request, batch: Batch, context: Context) -> Reduction:
@@ -53,14 +52,14 @@ def _reduction(request: Request, batch: Batch, context: Context) -> Reduction:
 def _algorithm(batch: Batch, reduction: Reduction, context: Context) -> str:
     if not isinstance(batch.inputs[0].flat, np.ndarray):
         return "direct" if context.settings.deterministic else "ring"  # for now the ones that take GPU memory
-    return context.routes.choice(batch.nbytes, reduction)
+    return context.routes.choice(batch.nbytes, reduction, context.knobs.algorithm)
 
 
 def _slots(batch: Batch, reduction: Reduction, algorithm: str, context: Context) -> Sequence[fusion.Slot]:
     itemsize = reduction.element.itemsize
     region = context.routes.region
     if algorithm in ("shared", "hierarchical") and region is not None:
-        return fusion.stream(batch.counts, region.slot_bytes // itemsize)
+        return fusion.stream(batch.counts, min(context.knobs.shared_slot_bytes, region.slot_bytes) // itemsize)
     if algorithm == "ring" and not reduction.in_place:
         itemsize += reduction.sum_type.itemsize  # the finished elements lie behind the sums
     return plan(batch, context, itemsize)
@@ -96,7 +95,7 @@ def _through_messages(
     """The slots' ways, one after the other; `overlapped` begins the next when a channel is free."""
     wide = reduction if algorithm == "ring" and not reduction.in_place else None
     for number, slot in enumerate(slots):
-        collective = _Collective(algorithm, batch, reduction, number % WIDTH, context)
+        collective = _Collective(algorithm, batch, reduction, number % context.knobs.slots_in_flight, context)
         yield carry(batch, slot, collective.run, "ALLREDUCE", context, wide)
 
 

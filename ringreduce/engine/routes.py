@@ -17,6 +17,8 @@ LONGER_INSIDE = 8
 """Inside a host a message has no wire to fill, and costs Python more than MPI: there segments are so much longer."""
 LONGEST = 48
 """The table of choices has a row for each power of two bytes up to this one."""
+LONG_BYTES = 64 << 10
+"""What is shorter than this is a matter of latency, which the cost model knows: a tuned algorithm is for the rest."""
 Native = Callable[[Any, str], "Callable[[], Request] | None"]
 """What starts MPI's own all-reduce of an array, in place, by an op's name; None for what MPI has not."""
 
@@ -51,9 +53,10 @@ class Routes:
             self.usable.append("hierarchical")
         if native is not None:
             self.usable.append("mpi")
-        candidates = self._candidates(settings)
-        self._narrow = _table(hosts, candidates, constants, 1)
-        self._wide = _table(hosts, candidates, constants, 2)
+        self.candidates = self._candidates(settings)
+        """What the cost model may choose from: what is usable, unless the settings ask for less."""
+        self._narrow = _table(hosts, self.candidates, constants, 1)
+        self._wide = _table(hosts, self.candidates, constants, 2)
 
     def _candidates(self, settings: Settings) -> list[str]:
         usable = self.usable
@@ -61,10 +64,13 @@ class Routes:
             usable = ["shared"] if "shared" in usable and settings.algorithm != "direct" else ["direct"]
         return [settings.algorithm] if settings.algorithm in usable else usable
 
-    def choice(self, nbytes: int, reduction: Reduction) -> str:
-        """The algorithm for host arrays of `nbytes` together."""
-        table = self._wide if reduction.sum_type.itemsize > reduction.element.itemsize else self._narrow
-        algorithm = table[min(nbytes.bit_length(), LONGEST)]
+    def choice(self, nbytes: int, reduction: Reduction, tuned: str = "auto") -> str:
+        """The algorithm for host arrays of `nbytes` together; `tuned`: what tuning found for long ones, or auto."""
+        if tuned in self.usable and nbytes >= LONG_BYTES:
+            algorithm = tuned
+        else:
+            table = self._wide if reduction.sum_type.itemsize > reduction.element.itemsize else self._narrow
+            algorithm = table[min(nbytes.bit_length(), LONGEST)]
         if algorithm == "mpi" and not reduction.in_place:
             return "ring"
         return algorithm

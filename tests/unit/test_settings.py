@@ -30,6 +30,7 @@ def test_horovods_variables_are_understood_and_ours_count():
             "HOROVOD_CYCLE_TIME": "3.5",
             "HOROVOD_CACHE_CAPACITY": "7",
             "HOROVOD_DYNAMIC_PROCESS_SETS": "1",
+            "HOROVOD_AUTOTUNE": "1",
             "HOROVOD_FUSION_THRESHOLD": "0",
             "RINGREDUCE_STALL_CHECK_S": "5",
         }
@@ -42,6 +43,7 @@ def test_horovods_variables_are_understood_and_ours_count():
         cycle_time_ms=3.5,
         cache_capacity=7,
         dynamic_process_sets=True,
+        autotune=True,
     )
 
 
