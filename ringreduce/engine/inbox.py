@@ -30,7 +30,7 @@ class Waits(enum.Enum):
 
 YIELD_S = 10e-3
 """While somebody waits for a result, and something moved a moment ago, only the core is given away."""
-FIRST_REST_S = {Waits.NOTHING: 200e-6, Waits.RANKS: 200e-6, Waits.MESSAGES: 50e-6}
+FIRST_REST_S = {Waits.NOTHING: 1e-3, Waits.RANKS: 1e-3, Waits.MESSAGES: 50e-6}
 LONGEST_REST_S = 40e-3
 REST_SHARE, LAZY_REST_SHARE = 0.05, 0.25
 """Rests are this share of the time for which nothing has moved: what they add to a wait is small against it.
