@@ -472,15 +472,16 @@ class Engine:
         lanes = list(self.lanes.values())
         if any(lane.waits_for is not None and not isinstance(lane.waits_for, Arrival) for lane in lanes):
             return Waits.MESSAGES
+        if any(lane.busy for lane in lanes):
+            return Waits.FLAGS
         if (
             bool(self._leaving)
-            or any(lane.busy for lane in lanes)
             or self._inbox.announced(sum(len(lane.pending) for lane in lanes))
             or self._stalls.attentive
             or self._recording.gathers
             or not self.transport.posted()
         ):
-            return Waits.RANKS
+            return Waits.LETTERS
         return Waits.NOTHING
 
     def doing(self) -> str:

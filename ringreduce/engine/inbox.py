@@ -22,15 +22,21 @@ class Waits(enum.Enum):
     """What an engine waits for."""
 
     NOTHING = 0
-    RANKS = 1
-    """Other ranks' letters, or what they do in shared memory."""
-    MESSAGES = 2
+    LETTERS = 1
+    """Other ranks' letters."""
+    FLAGS = 2
+    """What other ranks do in shared memory."""
+    MESSAGES = 3
     """Long messages, which MPI moves only while it is called."""
 
 
 YIELD_S = 10e-3
-"""While somebody waits for a result, and something moved a moment ago, only the core is given away."""
-FIRST_REST_S = {Waits.NOTHING: 1e-3, Waits.RANKS: 1e-3, Waits.MESSAGES: 50e-6}
+"""While somebody waits for a result, and something moved a moment ago, only the core is given away.
+
+Not while flags are waited for: the lane has looked for them before, and a turn takes the core from who is to set them.
+"""
+FIRST_REST_S = {Waits.NOTHING: 1e-3, Waits.LETTERS: 1e-3, Waits.FLAGS: 1e-3, Waits.MESSAGES: 50e-6}
+HURRIED_REST_S = 50e-6
 LONGEST_REST_S = 40e-3
 REST_SHARE, LAZY_REST_SHARE = 0.05, 0.25
 """Rests are this share of the time for which nothing has moved: what they add to a wait is small against it.
@@ -171,11 +177,13 @@ class Inbox:
         if idle:
             self._transport.rest(None)
             self._alert_until_s = time.monotonic() + (0.0 if self._requests else ALERT_S)
-        elif hurries and now - moved_s < YIELD_S:
+        elif hurries and waits is not Waits.FLAGS and now - moved_s < YIELD_S:
             os.sched_yield()
         else:
-            share = REST_SHARE if hurries else LAZY_REST_SHARE
-            rest_s = min(max(share * (now - moved_s), FIRST_REST_S[waits]), LONGEST_REST_S)
+            share, first_s = REST_SHARE, HURRIED_REST_S
+            if not hurries:
+                share, first_s = LAZY_REST_SHARE, FIRST_REST_S[waits]
+            rest_s = min(max(share * (now - moved_s), first_s), LONGEST_REST_S)
             if gathers:
                 left_s = max(0.0, self._since_s + self._cycle_s - now)
                 rest_s = left_s if waits is Waits.NOTHING else min(rest_s, left_s)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,8 +31,8 @@ SLOTS = 4
 MOST_REGIONS = FLAGS_BYTES // (CACHE_LINE_BYTES * FLAGS_PER_REGION)
 SPINS = 20
 """Tests of a flag before the core is given away: the other rank is usually microseconds behind."""
-YIELDS = 60
-"""... and before the engine looks for something else to do, which takes it tens of microseconds."""
+YIELD_S = 200e-6
+"""... and for so long it is given away before the engine looks for something else to do, which takes it 50 µs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +135,8 @@ class Arrival:
         for _ in range(SPINS):
             if arrived(flag, turn):
                 return True
-        for _ in range(YIELDS):
+        until_s = time.monotonic() + YIELD_S
+        while time.monotonic() < until_s:
             os.sched_yield()
             if arrived(flag, turn):
                 return True
