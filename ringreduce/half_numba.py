@@ -142,14 +142,26 @@ def _kernels(bits_type: type[np.signedinteger[Any]] | type[np.unsignedinteger[An
 
     def sum_parts(parts: Sequence[Any], out: Any, divisor: Any, reciprocal: Any) -> None:
         target, ours = bits(out), [bits(part) for part in parts]
-        if len(parts) == 2:
-            _pair(*ours, divisor, reciprocal, target)
-        elif len(parts) == 1:
-            _alone(ours[0], divisor, reciprocal, target)
+        if any(np.may_share_memory(out, part) for part in parts):
+            # LLVM's loop for many elements at a time is left where the memory that is written may be one that is read
+            for into, *pieces in blocks(target, *ours):
+                _, spare = scratch(len(into))
+                aside = spare.view(bits_type)[: len(into)]
+                _sum(pieces, aside, divisor, reciprocal)
+                into[...] = aside
         else:
-            _sum_blocks(ours, target, divisor, reciprocal)
+            _sum(ours, target, divisor, reciprocal)
 
     return Kernels(widen, narrow, accumulate, sum_parts)
+
+
+def _sum(parts: Sequence[Any], out: Any, divisor: Any, reciprocal: Any) -> None:
+    if len(parts) == 2:
+        _pair(*parts, divisor, reciprocal, out)
+    elif len(parts) == 1:
+        _alone(parts[0], divisor, reciprocal, out)
+    else:
+        _sum_blocks(parts, out, divisor, reciprocal)
 
 
 def _sum_blocks(parts: Sequence[Any], out: Any, divisor: Any, reciprocal: Any) -> None:
