@@ -273,7 +273,7 @@ def arguments_of(
 _same_arguments = functools.lru_cache(maxsize=256)(Arguments)
 
 
-@functools.lru_cache(maxsize=8192)
+@functools.lru_cache(maxsize=32768)
 def _describe_one(arguments: Arguments, name: str, dtype: str, shape: tuple[int, ...], device: str) -> Description:
     """The description of one tensor: a gradient's is the same in every step."""
     described = TensorDescription(name, dtype, shape, kind_of_device(device))

@@ -132,13 +132,13 @@ def calling_line() -> str:
 # Every submission asks for its line, and there are few files and lines in a program.
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=32768)
 def _is_of_library(path: str) -> bool:
     torch_file = getattr(sys.modules.get("torch"), "__file__", None)
     return path.startswith((PACKAGE, os.path.dirname(torch_file)) if torch_file else PACKAGE)
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=32768)
 def _line(path: str, number: int) -> str:
     return f"{os.path.basename(path)}:{number}"
 
