@@ -37,6 +37,7 @@ def run(requests: Sequence[Request], context: Context) -> Steps[None]:
         except InputError as exc:  # all ranks find the same wrong
             for request in batch:
                 request.fail(exc)
+        context.completions.flush()  # what comes next, such as a barrier, may complete its own at once
 
 
 def _allreduce(requests: Sequence[Request], context: Context) -> Steps[None]:

@@ -7,6 +7,8 @@ import torch
 import ringreduce as rr
 from ringreduce import runtime
 from ringreduce.dtypes import TABLE
+from ringreduce.engine import completions
+from ringreduce.engine.request import Handle
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
 from tests.reference import assert_reduced, data
@@ -281,3 +283,24 @@ def test_a_wrong_argument_is_told_and_the_job_goes_on(call, message):
         return rr.allreduce(np.float64(rr.rank()), op=rr.Sum)
 
     assert run_ranks(2, program) == [1, 1]
+
+
+def test_what_was_submitted_before_a_barrier_is_complete_before_it(monkeypatch):
+    monkeypatch.setattr(completions, "INTERVAL_S", 1e9)
+    completed = []
+    complete = Handle.complete
+
+    def noted(handle, result):
+        if handle.description.kind in ("allreduce", "barrier"):
+            completed.append(handle.description.kind)
+        complete(handle, result)
+
+    monkeypatch.setattr(Handle, "complete", noted)
+
+    def program():
+        handles = [rr.allreduce_async(np.ones(5, np.float32) * n, name=f"t{n}") for n in range(3)]
+        rr.barrier()
+        assert all(rr.poll(handle) for handle in handles)
+
+    run_ranks(1, program, settings=Settings(cycle_time_ms=1000.0))
+    assert completed == ["allreduce"] * 3 + ["barrier"]
