@@ -52,6 +52,8 @@ class Timeline:
     def start(self, mark_cycles: bool) -> None:
         """Record from now on."""
         self.recording, self.mark_cycles = True, mark_cycles
+        self._queued.clear()  # what an earlier recording left in the middle of a phase did not last until now
+        self._phases.clear()
 
     def stop(self) -> None:
         """Record no more; `take` gives what there is."""

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 import ringreduce as rr
-from ringreduce.engine.timeline import Event, TimelineFile
+from ringreduce.engine.description import Description
+from ringreduce.engine.joined import stand_in
+from ringreduce.engine.timeline import Event, Timeline, TimelineFile
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
 
@@ -100,3 +102,17 @@ def test_other_clocks_are_brought_to_rank_0s(tmp_path):
     file.add(1, [Event("ALLREDUCE", "allreduce.w", start + 5e6 + 100, 50)])
     file.close()
     assert {e["ts"] for e in events_of(tmp_path / "t.json")} == {100.0}
+
+
+def test_a_phase_that_an_earlier_recording_left_open_is_not_told_by_a_later_one():
+    timeline = Timeline()
+    request = stand_in(Description("allreduce", "w", details=(("op", "Sum"),)), 0)
+    timeline.start(mark_cycles=False)
+    timeline.agreed(request)
+    timeline.turn([request], "ALLREDUCE")
+    timeline.stop()
+    assert [event.name for event in timeline.take()] == ["NEGOTIATE_ALLREDUCE", "QUEUE"]
+    timeline.start(mark_cycles=False)
+    timeline.turn([request], "ALLREDUCE")
+    timeline.turn([request], None)
+    assert [event.name for event in timeline.take()] == ["ALLREDUCE"]
