@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ringreduce import runtime, world
+from ringreduce import half, runtime, world
 from ringreduce._version import __version__
 from ringreduce.collectives.choose import Constants
 from ringreduce.engine.engine import GLOBAL
@@ -37,6 +37,8 @@ class Info:
     """What RINGREDUCE_ALGORITHM can be."""
     constants: Constants
     """Of the cost model: measured at the start, or given by RINGREDUCE_COSTS."""
+    half_kernels: str
+    """Whose kernels sum 16-bit floats: numba, torch or numpy."""
     shared_memory_bytes: int
     """Of this rank, for its host's ranks; 0: there is none."""
     process_sets: dict[int, tuple[int, ...]]
@@ -88,6 +90,7 @@ def info() -> Info:
         knobs=engine.lanes[GLOBAL].knobs,
         usable_algorithms=tuple(engine.lanes[GLOBAL].routes.usable),
         constants=engine.host.constants,
+        half_kernels=half.kernel_name(),
         shared_memory_bytes=0 if window is None else len(window.blocks[0]),
         process_sets=dict(engine.sets),
         fusion_buffer_bytes=engine.memory.total_bytes,
