@@ -159,15 +159,13 @@ class Reduction(_Fields):
             out[...] = partial
 
     def _reduce_arrays(self, parts: Sequence[Any], out: Any) -> None:
-        if len(parts) == 2 and self._is_plain:
-            self._ufunc(parts[0], parts[1], out=out)
-            return
         if self._is_half_sum:
             half.kernels(self.element.name).sum_parts(parts, out, *self._divisor)
             return
         if len(parts) == 2 and self.in_place and self.prescale == 1.0:
             self._ufunc(parts[0], parts[1], out=out)  # no scratch, so no blocks
-            self.finish(out, out)
+            if not self._is_plain:
+                self.finish(out, out)
             return
         total, other = _scratch.pair(self.sum_type)
         reduce_block = self._reduce_in_place if self.in_place and self.prescale == 1.0 else self._reduce_wider

@@ -24,6 +24,10 @@ HOROVOD = {
     "HOROVOD_TIMELINE": "timeline",
     "HOROVOD_TIMELINE_MARK_CYCLES": "timeline_mark_cycles",
 }
+SHARED_SLOTS = 4
+"""Slots of shared memory that a process set uses; collectives/shared.py tells why so many suffice."""
+MOST_REGIONS = 32
+"""Process sets for whose flags shared memory has room."""
 TRUE, FALSE = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 
 
@@ -57,7 +61,8 @@ class Settings:
     """Tensors that the ranks remember per process set, so that agreeing on one costs a bit; 0 remembers none."""
 
     cycle_time_ms: float = 50.0
-    """So long the engine gathers tensors before it tells the other ranks, unless they fill a slot or somebody waits."""
+    """So long the engine gathers tensors before it tells the other ranks, unless they fill 4 slots (on one host 16), or
+    somebody waits."""
 
     stall_check_s: float = 10.0
     """A tensor that some ranks have given and others not is reported after so long; 0: never."""
@@ -84,7 +89,7 @@ class Settings:
     """Where an uncaught exception is written as JSON for the launcher; set by ringrun for each rank."""
 
     def __post_init__(self) -> None:
-        for name, slots in (("fusion_slot_bytes", 2), ("shared_slot_bytes", 4)):
+        for name, slots in (("fusion_slot_bytes", 2), ("shared_slot_bytes", SHARED_SLOTS)):
             if self.fusion_buffer_bytes // 2 < slots * getattr(self, name):
                 raise SettingsError(
                     f"half of fusion_buffer_bytes={self.fusion_buffer_bytes} holds less than {slots} slots of "
@@ -96,7 +101,7 @@ class Settings:
     @property
     def shared_regions(self) -> int:
         """Process sets with a rank in common that can move data through shared memory."""
-        return min(32, self.fusion_buffer_bytes // 2 // (4 * self.shared_slot_bytes))
+        return min(MOST_REGIONS, self.fusion_buffer_bytes // 2 // (SHARED_SLOTS * self.shared_slot_bytes))
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> Settings:

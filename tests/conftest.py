@@ -22,3 +22,12 @@ def cupy(monkeypatch):
     """A fake CuPy, whose device memory cannot be touched from the host by mistake."""
     monkeypatch.setitem(sys.modules, "cupy", fake_cupy)
     return fake_cupy
+
+
+@pytest.fixture
+def threads_that_take_turns_quickly():
+    """A rank that waits yields the core, which threads have only while they hold the interpreter."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)
+    yield
+    sys.setswitchinterval(before)

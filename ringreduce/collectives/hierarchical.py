@@ -22,14 +22,14 @@ Source: Horovod's hierarchical allreduce, which copies to one rank of each host;
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from ringreduce.collectives import ring
 from ringreduce.collectives.overlap import overlapped
-from ringreduce.collectives.shared import COPY, DONE, PACK, REDUCE, Cut, Part, Watch, cut
+from ringreduce.collectives.shared import COPY, DONE, PACK, REDUCE, Part, Watch, copy_out, cut, pack
 from ringreduce.ops import Average, Reduction, Sum
 from ringreduce.transport.base import Steps, Transport
 from ringreduce.transport.subset import SubsetTransport
@@ -113,8 +113,7 @@ def _slot(
     slots = region.slots(turn, reduction.element.storage)
     cuts = cut(tuple(part.source.size for part in parts), hierarchy.chunks)
     watch(number, PACK)
-    for _, part, low, high, start, end in cuts:
-        slots[region.rank][low:high] = parts[part].source[start:end]
+    pack(parts, slots[region.rank])
     region.publish(PACKED, turn)
     watch(number, REDUCE)
     yield region.arrival(PACKED, turn)
@@ -128,7 +127,7 @@ def _slot(
     hierarchy.summed = turn + 1
     yield region.arrival(SUMMED, turn)
     watch(number, COPY)
-    _copy_out(cuts, slots, parts)
+    copy_out(cuts, slots, parts)
     watch(number, DONE)
 
 
@@ -154,16 +153,10 @@ def _local(reduction: Reduction) -> Reduction:
 
 def _partial(chunks: Sequence[Any], reduction: Reduction) -> Any:
     """The host's sum in `sum_type`."""
-    widened: Callable[[Any], Any] = reduction.widen
-    partial = widened(chunks[0])
+    partial = reduction.widen(chunks[0])
     reduction.prescaled(partial)
     for chunk in chunks[1:]:
-        other = widened(chunk)
+        other = reduction.widen(chunk)
         reduction.prescaled(other)
         reduction.combine(partial, other)
     return partial
-
-
-def _copy_out(cuts: Sequence[Cut], slots: Sequence[Any], parts: Sequence[Part]) -> None:
-    for owner, part, low, high, start, end in cuts:
-        parts[part].target[start:end] = slots[owner][low:high]

@@ -82,6 +82,22 @@ def cut(lengths: tuple[int, ...], size: int) -> tuple[Cut, ...]:
     return tuple(cuts)
 
 
+def copy_out(cuts: Sequence[Cut], slots: Sequence[Any], parts: Sequence[Part]) -> None:
+    """Copy finished chunks out of their owners' slots into the targets."""
+    for owner, part, low, high, first, last in cuts:
+        parts[part].target[first:last] = slots[owner][low:high]
+
+
+def pack(parts: Sequence[Part], slot: Any) -> int:
+    """Copy all parts into a slot; returns the elements of all."""
+    low = 0
+    for source, _ in parts:
+        high = low + source.size
+        slot[low:high] = source
+        low = high
+    return low
+
+
 def allreduce(
     slots: Sequence[Sequence[Part]], region: Region, reduction: Reduction, watch: Watch = lambda number, phase: None
 ) -> Steps[None]:
@@ -123,7 +139,7 @@ def _one_shot(parts: Sequence[Part], region: Region, reduction: Reduction, watch
     region.turn = turn + 1
     slots = region.slots(turn, reduction.element.storage)
     watch(0, PACK)
-    length = _pack(parts, slots[region.rank])
+    length = pack(parts, slots[region.rank])
     region.publish(PACKED, turn)
     watch(0, REDUCE)
     if not region.arrived(PACKED, turn):
@@ -137,16 +153,6 @@ def _one_shot(parts: Sequence[Part], region: Region, reduction: Reduction, watch
         reduction.reduce_parts(chunks, reduced)
         _unpack(reduced, parts)
     watch(0, DONE)
-
-
-def _pack(parts: Sequence[Part], slot: Any) -> int:
-    """Copy the parts into a slot; returns the elements of all."""
-    low = 0
-    for source, _ in parts:
-        high = low + source.size
-        slot[low:high] = source
-        low = high
-    return low
 
 
 def _unpack(reduced: Any, parts: Sequence[Part]) -> None:
@@ -195,14 +201,11 @@ class _Slot:
                 mine[low:high] = target
             else:
                 self.reduction.reduce_parts(chunks, mine[low:high])
-                self._copy(self.own, slots)
+                copy_out(self.own, slots, self.parts)
         region.publish(SUMMED, turn)
 
     def copy_out(self, turn: int) -> None:
         """Copy the others' finished chunks into this rank's targets."""
         rank = self.region.rank
-        self._copy([each for each in self.cuts if each.owner != rank], self.region.slots(turn, self.dtype))
-
-    def _copy(self, cuts: Sequence[Cut], slots: Sequence[Any]) -> None:
-        for owner, part, low, high, first, last in cuts:
-            self.parts[part].target[first:last] = slots[owner][low:high]
+        others = [each for each in self.cuts if each.owner != rank]
+        copy_out(others, self.region.slots(turn, self.dtype), self.parts)

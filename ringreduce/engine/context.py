@@ -19,7 +19,6 @@ from ringreduce.transport.base import Transport
 class Context:
     """What operations of one process set need."""
 
-    transport: Transport
     routes: Routes
     members: tuple[int, ...]
     """Ranks of the world, by rank in the set."""
@@ -30,6 +29,11 @@ class Context:
     divisor: int
     """What an Average is divided by: the set's size, or its live ranks."""
     knobs: Knobs
+
+    @property
+    def transport(self) -> Transport:
+        """For operations of which one is under way at a time."""
+        return self.routes.channels[0]
 
     def place(self, kind: str, root_rank: Any) -> int:
         """The rank in the set of a rank of the world."""

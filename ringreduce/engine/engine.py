@@ -394,7 +394,6 @@ class Engine:
             elif request.description.kind == "remove_process_set":
                 self._remove_set(request.description.detail("process_set"))
         context = Context(
-            lane.transport,
             lane.routes,
             lane.members,
             self.settings,

@@ -10,7 +10,7 @@ from ringreduce.settings import Settings
 from ringreduce.transport.base import EngineTransport
 from ringreduce.transport.subset import channels
 from ringreduce.transport.window import Region, Window
-from ringreduce.world import World
+from ringreduce.world import World, local_ranks
 
 
 class Host:
@@ -64,7 +64,7 @@ class Host:
         if number is None or self.window is None:
             return None
         hosts, rank = self.world.hosts, self.world.rank
-        neighbours = [each for each in range(self.world.size) if hosts[each] == hosts[rank]]
         ours = [each for each in members if hosts[each] == hosts[rank]]
-        places = [neighbours.index(each) for each in ours]
-        return Region(self.window, number, self._settings.shared_slot_bytes, places, ours, ours.index(rank))
+        place = local_ranks(hosts)
+        slot_bytes = self._settings.shared_slot_bytes
+        return Region(self.window, number, slot_bytes, [place[each] for each in ours], ours, ours.index(rank))

@@ -1,6 +1,6 @@
 """What the user's threads hand to the engine's thread, and when that rests: the only place where the two meet.
 
-Tensors gather here for a while, unless they fill a slot or somebody waits for one: few letters tell of many tensors.
+Tensors gather here for a while, unless they fill a batch or somebody waits for one: few letters tell of many.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Inbox:
     def ask(self) -> None:
         """Somebody wants to know whether a handle is done: do not gather, as if he waited."""
         with self.lock:
-            self._urgent = bool(self._requests)
+            self._urgent |= bool(self._requests)
         self._wake()
 
     def wait(self, handle: Handle) -> None:

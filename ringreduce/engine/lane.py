@@ -13,7 +13,7 @@ from ringreduce.engine.knobs import Knobs
 from ringreduce.engine.request import Request
 from ringreduce.engine.routes import Routes
 from ringreduce.transport.base import Request as Message
-from ringreduce.transport.base import Steps, Transport
+from ringreduce.transport.base import Steps
 from ringreduce.transport.window import Arrival
 
 
@@ -27,7 +27,6 @@ class Lane:
         self.members = tuple(members)
         """Ranks of the world, by rank in the set."""
         self.routes = routes
-        self.transport: Transport = routes.channels[0]
         self.coordinator = coordinator
         """On the first member only."""
         self.knobs = knobs

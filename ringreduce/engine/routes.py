@@ -76,7 +76,7 @@ class Routes:
         return algorithm
 
     def text(self) -> str:
-        """Such as `doubling up to 32768 B, then ring`."""
+        """Such as `doubling below 32768 B, then ring`."""
         parts = []
         for power, algorithm in enumerate(self._narrow):
             if power == LONGEST or self._narrow[power + 1] != algorithm:

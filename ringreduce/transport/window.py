@@ -19,16 +19,16 @@ from typing import Any
 
 import numpy as np
 
+from ringreduce.settings import MOST_REGIONS, SHARED_SLOTS
 from ringreduce.transport import waiting
 
-FLAGS_BYTES = 4096
 CACHE_LINE_BYTES = 64
 PACKED, SUMMED = 0, 1
 """The flags of a region: how many slots its owner has filled, and in how many it has finished its own chunk."""
 FLAGS_PER_REGION = 2
-SLOTS = 4
-"""Slots of a region: shared.py tells why so many suffice."""
-MOST_REGIONS = FLAGS_BYTES // (CACHE_LINE_BYTES * FLAGS_PER_REGION)
+FLAGS_BYTES = MOST_REGIONS * FLAGS_PER_REGION * CACHE_LINE_BYTES
+SLOTS = SHARED_SLOTS
+"""Of a region."""
 SPINS = 20
 """Tests of a flag before the core is given away: the other rank is usually microseconds behind."""
 YIELD_S = 200e-6
@@ -130,7 +130,7 @@ class Arrival:
         return self._region.arrived(self._flag, self._turn)
 
     def done_soon(self) -> bool:
-        """See `Request.done`; looks for some tens of microseconds, for the others are usually about to."""
+        """See `Request.done`; looks for `YIELD_S`, for the others are usually about to."""
         arrived, flag, turn = self._region.arrived, self._flag, self._turn
         for _ in range(SPINS):
             if arrived(flag, turn):

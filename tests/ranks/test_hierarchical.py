@@ -2,7 +2,6 @@
 
 import itertools
 import random
-import sys
 import time
 from collections import Counter
 
@@ -12,7 +11,7 @@ import pytest
 from ringreduce import runtime
 from ringreduce.collectives import hierarchical
 from ringreduce.collectives.hierarchical import WIDTH
-from ringreduce.collectives.shared import DONE, PACK, Part
+from ringreduce.collectives.shared import DONE, PACK
 from ringreduce.dtypes import TABLE
 from ringreduce.ops import Average, Reduction, Sum
 from ringreduce.settings import Settings
@@ -20,6 +19,9 @@ from ringreduce.testing import run_ranks
 from ringreduce.transport.base import complete
 from ringreduce.transport.window import SLOTS
 from tests.reference import OPS, assert_reduced, data, legal, numpy_dtype
+from tests.slots import reduced
+
+pytestmark = pytest.mark.usefixtures("threads_that_take_turns_quickly")
 
 LAYOUTS = [[0, 0, 1, 1], [0, 0, 0, 1], [0, 1, 1, 2, 2, 2], [0, 1, 0, 1], [1, 0, 0], [0, 0, 0, 1, 1, 1, 2, 2, 2]]
 MATRIX = [(name, op) for name, op in itertools.product(TABLE, OPS) if legal(op, name)]
@@ -27,44 +29,20 @@ SLOT_BYTES = 4096
 KNOBS = Settings(fusion_buffer_bytes=1 << 20, fusion_slot_bytes=4096, shared_slot_bytes=SLOT_BYTES)
 
 
-@pytest.fixture(autouse=True)
-def threads_that_take_turns_quickly():
-    """A rank that waits yields the core, which threads have only while they hold the interpreter."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-4)
-    yield
-    sys.setswitchinterval(before)
-
-
 def hierarchy():
     """This rank's, of the set of all ranks."""
     return runtime.current("test").engine.lanes[0].routes.hierarchy
 
 
-def slots_of(source, target, capacity, pieces):
-    """Slots of `capacity` elements, cut into about so many parts altogether."""
-    count = source.size
-    inner = random.Random(count).sample(range(1, count), min(pieces, count) - 1) if count > 1 else []
-    bounds = sorted({0, count, *range(0, count, capacity), *inner})
-    slots = [[] for _ in range(0, count, capacity)]
-    for low, high in itertools.pairwise(bounds):
-        slots[low // capacity].append(Part(source[low:high], target[low:high]))
-    return slots
-
-
 def reduce(array, reduction, capacity=10**9, pieces=1, in_place=True, segment_bytes=1 << 20, watch=None):
     """This rank's result; both memories are its own again at once, and it writes nonsense there."""
     capacity = min(capacity, SLOT_BYTES // array.itemsize)
-    source = array.copy().view(reduction.element.storage)
-    target = source if in_place else np.zeros_like(source)
-    slots = slots_of(source, target, capacity, pieces)
     options = [watch] if watch else []
-    complete(hierarchical.allreduce(slots, hierarchy(), reduction, segment_bytes, *options))
-    result = target.copy().view(array.dtype)
-    assert in_place or source.tobytes() == array.tobytes(), "the input stays as it was"
-    source.view(np.uint8)[...] = 0x55
-    target.view(np.uint8)[...] = 0x55
-    return result
+
+    def run(slots):
+        complete(hierarchical.allreduce(slots, hierarchy(), reduction, segment_bytes, *options))
+
+    return reduced(array, reduction.element.storage, capacity, pieces, in_place, run)
 
 
 def run_plan(hosts, plan, prepare=lambda: None, **options):

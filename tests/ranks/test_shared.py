@@ -2,7 +2,6 @@
 
 import itertools
 import random
-import sys
 import threading
 import time
 
@@ -11,27 +10,21 @@ import pytest
 
 from ringreduce.collectives import shared
 from ringreduce.collectives.choose import ONE_SHOT_BYTES, is_one_shot
-from ringreduce.collectives.shared import COPY, DONE, PACK, REDUCE, Part, cut
+from ringreduce.collectives.shared import COPY, DONE, PACK, REDUCE, cut
 from ringreduce.dtypes import TABLE
 from ringreduce.ops import Average, Max, Min, Product, Reduction, Sum
 from ringreduce.partition import chunk_bounds
 from ringreduce.transport.base import complete
 from ringreduce.transport.window import SLOTS, Region, Window, block_bytes
 from tests.reference import OPS, assert_reduced, data, legal, numpy_dtype
+from tests.slots import reduced, slots_of
+
+pytestmark = pytest.mark.usefixtures("threads_that_take_turns_quickly")
 
 SIZES = range(1, 10)
 MATRIX = [(name, op) for name, op in itertools.product(TABLE, OPS) if legal(op, name)]
 SLOT_BYTES = 64 << 10
 LIMIT_S = 40
-
-
-@pytest.fixture(autouse=True)
-def threads_that_take_turns_quickly():
-    """A rank that waits yields the core, which threads have only while they hold the interpreter."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-4)
-    yield
-    sys.setswitchinterval(before)
 
 
 class SlowRegion(Region):
@@ -85,29 +78,15 @@ def on_a_host(size, program, region_type=Region):
     return results
 
 
-def slots_of(source, target, capacity, pieces):
-    """Slots of `capacity` elements, cut into about so many parts altogether."""
-    count = source.size
-    inner = random.Random(count).sample(range(1, count), min(pieces, count) - 1) if count > 1 else []
-    bounds = sorted({0, count, *range(0, count, capacity), *inner})
-    slots = [[] for _ in range(0, count, capacity)]
-    for low, high in itertools.pairwise(bounds):
-        slots[low // capacity].append(Part(source[low:high], target[low:high]))
-    return slots
-
-
 def reduce(array, region, reduction, capacity=10**9, pieces=1, in_place=True, watch=None):
     """A rank's result; both memories are its own again at once, and it writes nonsense there."""
     capacity = min(capacity, SLOT_BYTES // array.itemsize)
-    source = array.copy().view(reduction.element.storage)
-    target = source if in_place else np.zeros_like(source)
-    slots = slots_of(source, target, capacity, pieces)
-    complete(shared.allreduce(slots, region, reduction, *([watch] if watch else [])))
-    result = target.copy().view(array.dtype)
-    assert in_place or source.tobytes() == array.tobytes(), "the input stays as it was"
-    source.view(np.uint8)[...] = 0x55
-    target.view(np.uint8)[...] = 0x55
-    return result
+    options = [watch] if watch else []
+
+    def run(slots):
+        complete(shared.allreduce(slots, region, reduction, *options))
+
+    return reduced(array, reduction.element.storage, capacity, pieces, in_place, run)
 
 
 def folded(op, arrays):

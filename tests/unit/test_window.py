@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ringreduce.engine.host import Host
-from ringreduce.settings import Settings
+from ringreduce.settings import MOST_REGIONS, Settings
 from ringreduce.transport import window
 from ringreduce.transport.window import PACKED, SLOTS, SUMMED, Region, Window, block_bytes
 from ringreduce.world import World
@@ -78,9 +78,9 @@ def test_regions_and_members_that_are_no_part_of_it_do_not_matter():
 
 def test_every_region_that_settings_allow_has_flags_of_its_own():
     least = Settings(fusion_buffer_bytes=1 << 20, fusion_slot_bytes=64, shared_slot_bytes=64)
-    assert least.shared_regions == window.MOST_REGIONS
-    blocks = [np.zeros(block_bytes(64, window.MOST_REGIONS), np.uint8)]
-    regions = [Region(Window(blocks, nothing, nothing), k, 64, [0], [0], 0) for k in range(window.MOST_REGIONS)]
+    assert least.shared_regions == MOST_REGIONS
+    blocks = [np.zeros(block_bytes(64, MOST_REGIONS), np.uint8)]
+    regions = [Region(Window(blocks, nothing, nothing), k, 64, [0], [0], 0) for k in range(MOST_REGIONS)]
     for number, region in enumerate(regions):
         region.publish(PACKED, 2 * number)
         region.publish(SUMMED, 2 * number + 1)
