@@ -9,22 +9,19 @@ from __future__ import annotations
 import functools
 import importlib
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from ringreduce import jit
 from ringreduce.half_numpy import Kernels, blocks, scratch, writable
-
-numba: Any = importlib.import_module("numba")
-extending: Any = importlib.import_module("numba.extending")
-ir: Any = importlib.import_module("llvmlite.ir")
+from ringreduce.jit import compiled, extending, ir, numba
 
 
 def is_usable() -> bool:
     """True where numba compiles for this processor, and that converts float16 itself: LLVM would abort otherwise."""
-    config = numba.core.config
-    if config.DISABLE_JIT or config.CPU_NAME or config.CPU_FEATURES:
+    if not jit.compiles_for_this_processor():
         return False
     if platform.machine() in ("aarch64", "arm64"):
         return True
@@ -75,53 +72,43 @@ def _quotient(value: Any, divisor: Any, reciprocal: Any) -> Any:
     return value * reciprocal if reciprocal != 0 else value / divisor
 
 
-def _compiled(function: Callable[..., None]) -> Callable[..., None]:
-    """Compile at the first call with arguments of each type."""
-    options = {"nogil": True, "error_model": "numpy"}
-    try:
-        kernel: Callable[..., None] = numba.njit(function, cache=True, **options)
-    except RuntimeError:  # no directory to keep machine code in
-        kernel = numba.njit(function, **options)
-    return kernel
-
-
-@_compiled
+@compiled
 def _widen(source: Any, target: Any) -> None:
     for i in range(len(target)):
         target[i] = _float32(source[i])
 
 
-@_compiled
+@compiled
 def _narrow(values: Any, target: Any) -> None:
     for i in range(len(target)):
         target[i] = _rounded(values[i], target[i])
 
 
-@_compiled
+@compiled
 def _accumulate(total: Any, source: Any) -> None:
     for i in range(len(total)):
         total[i] += _float32(source[i])
 
 
-@_compiled
+@compiled
 def _begin(first: Any, second: Any, total: Any) -> None:
     for i in range(len(total)):
         total[i] = _float32(first[i]) + _float32(second[i])
 
 
-@_compiled
+@compiled
 def _end(total: Any, last: Any, divisor: Any, reciprocal: Any, out: Any) -> None:
     for i in range(len(out)):
         out[i] = _rounded(_quotient(total[i] + _float32(last[i]), divisor, reciprocal), out[i])
 
 
-@_compiled
+@compiled
 def _alone(part: Any, divisor: Any, reciprocal: Any, out: Any) -> None:
     for i in range(len(out)):
         out[i] = _rounded(_quotient(_float32(part[i]), divisor, reciprocal), out[i])
 
 
-@_compiled
+@compiled
 def _pair(first: Any, second: Any, divisor: Any, reciprocal: Any, out: Any) -> None:
     for i in range(len(out)):
         out[i] = _rounded(_quotient(_float32(first[i]) + _float32(second[i]), divisor, reciprocal), out[i])

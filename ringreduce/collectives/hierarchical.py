@@ -113,7 +113,7 @@ def _slot(
     slots = region.slots(turn, reduction.element.storage)
     cuts = cut(tuple(part.source.size for part in parts), hierarchy.chunks)
     watch(number, PACK)
-    pack(parts, slots[region.rank])
+    pack(parts, slots[region.rank], region.writer)
     region.publish(PACKED, turn)
     watch(number, REDUCE)
     yield region.arrival(PACKED, turn)

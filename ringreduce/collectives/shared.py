@@ -31,7 +31,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ringreduce import copying
 from ringreduce.collectives.choose import is_one_shot
+from ringreduce.copying import Writer
 from ringreduce.ops import Reduction
 from ringreduce.partition import chunk_bounds
 from ringreduce.transport.base import Steps
@@ -40,6 +42,8 @@ from ringreduce.transport.window import PACKED, SUMMED, Region
 PACK, REDUCE, COPY, DONE = range(4)
 """Phases of a slot, for whoever watches."""
 Watch = Callable[[int, int], None]
+WHOLE_BYTES = 32 << 10
+"""Pieces of a chunk that are so long on average are summed one by one where they lie; shorter ones cost less packed."""
 
 
 class Part(NamedTuple):
@@ -85,15 +89,15 @@ def cut(lengths: tuple[int, ...], size: int) -> tuple[Cut, ...]:
 def copy_out(cuts: Sequence[Cut], slots: Sequence[Any], parts: Sequence[Part]) -> None:
     """Copy finished chunks out of their owners' slots into the targets."""
     for owner, part, low, high, first, last in cuts:
-        parts[part].target[first:last] = slots[owner][low:high]
+        copying.read(slots[owner][low:high], parts[part].target[first:last])
 
 
-def pack(parts: Sequence[Part], slot: Any) -> int:
+def pack(parts: Sequence[Part], slot: Any, writer: Writer) -> int:
     """Copy all parts into a slot; returns the elements of all."""
     low = 0
     for source, _ in parts:
         high = low + source.size
-        slot[low:high] = source
+        writer.write(source, slot[low:high])
         low = high
     return low
 
@@ -139,7 +143,7 @@ def _one_shot(parts: Sequence[Part], region: Region, reduction: Reduction, watch
     region.turn = turn + 1
     slots = region.slots(turn, reduction.element.storage)
     watch(0, PACK)
-    length = pack(parts, slots[region.rank])
+    length = pack(parts, slots[region.rank], region.writer)
     region.publish(PACKED, turn)
     watch(0, REDUCE)
     if not region.arrived(PACKED, turn):
@@ -172,17 +176,19 @@ class _Slot:
         lengths = tuple(part.source.size for part in parts)
         self.cuts = cut(lengths, region.size)
         self.own = [each for each in self.cuts if each.owner == region.rank]
-        # a chunk of one piece is summed where it lies; one of many is packed, and summed at once
-        self.direct = len(self.own) == 1
+        own_bytes = sum([each.high - each.low for each in self.own]) * self.dtype.itemsize
+        self.in_place = own_bytes >= WHOLE_BYTES * len(self.own) or len(self.own) == 1
+        """The own chunk is summed where it lies; else it is packed, and summed at once."""
 
     def pack(self, turn: int) -> None:
         """Copy into this rank's slot what others will sum."""
         region = self.region
         mine = region.slots(turn, self.dtype)[region.rank]
-        skipped = region.rank if self.direct else -1
+        write = region.writer.write
+        skipped = region.rank if self.in_place else -1
         for owner, part, low, high, first, last in self.cuts:
             if owner != skipped:
-                mine[low:high] = self.parts[part].source[first:last]
+                write(self.parts[part].source[first:last], mine[low:high])
         region.publish(PACKED, turn)
 
     def sum(self, turn: int) -> None:
@@ -190,18 +196,17 @@ class _Slot:
         region = self.region
         slots = region.slots(turn, self.dtype)
         mine = slots[region.rank]
-        if self.own:
-            low, high = self.own[0].low, self.own[-1].high
-            chunks = [each[low:high] for each in slots]
-            if self.direct:
-                _, part, _, _, first, last = self.own[0]
+        if self.in_place:
+            for _, part, low, high, first, last in self.own:
+                chunks = [each[low:high] for each in slots]
                 target = self.parts[part].target[first:last]
                 chunks[region.rank] = self.parts[part].source[first:last]
                 self.reduction.reduce_parts(chunks, target)
-                mine[low:high] = target
-            else:
-                self.reduction.reduce_parts(chunks, mine[low:high])
-                copy_out(self.own, slots, self.parts)
+                region.writer.write(target, mine[low:high])
+        elif self.own:
+            low, high = self.own[0].low, self.own[-1].high
+            self.reduction.reduce_parts([each[low:high] for each in slots], mine[low:high])
+            copy_out(self.own, slots, self.parts)
         region.publish(SUMMED, turn)
 
     def copy_out(self, turn: int) -> None:

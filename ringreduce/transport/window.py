@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from ringreduce.copying import Writer
 from ringreduce.settings import MOST_REGIONS, SHARED_SLOTS
 from ringreduce.transport import waiting
 
@@ -77,6 +78,8 @@ class Region:
         # a memoryview's items are read ten times faster than an array's
         flags = [memoryview(window.blocks[k][low:high].view(np.int64)) for k in members]
         self._flags = [each[:: CACHE_LINE_BYTES // 8] for each in flags]
+        self.writer = Writer()
+        """For this rank's slots."""
         self._views: dict[Any, list[list[Any]]] = {}
         for flag in range(FLAGS_PER_REGION):
             self._flags[rank][flag] = 0

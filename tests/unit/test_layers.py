@@ -13,8 +13,9 @@ PACKAGE = ROOT / "ringreduce"
 LAYERS = [
     ["_version", "errors"],
     ["half_numpy"],
-    ["half_numba", "half_torch"],
-    ["half"],
+    ["jit"],
+    ["half_numba", "half_torch", "streaming_numba"],
+    ["half", "copying"],
     ["settings", "dtypes", "partition", "trees"],
     ["ops", "buffers", "compression"],
     ["world"],

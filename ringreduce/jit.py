@@ -1,0 +1,27 @@
+"""numba, for the kernels that NumPy lacks. Only modules of kernels import it, and they are imported when needed."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+numba: Any = importlib.import_module("numba")
+extending: Any = importlib.import_module("numba.extending")
+ir: Any = importlib.import_module("llvmlite.ir")
+
+
+def compiles_for_this_processor() -> bool:
+    """False where numba is told not to compile, or to compile for another processor."""
+    config = numba.core.config
+    return not (config.DISABLE_JIT or config.CPU_NAME or config.CPU_FEATURES)
+
+
+def compiled(function: Callable[..., None]) -> Callable[..., None]:
+    """Compile at the first call with arguments of each type; kept in numba's cache on disk. Does not hold the GIL."""
+    options = {"nogil": True, "error_model": "numpy"}
+    try:
+        kernel: Callable[..., None] = numba.njit(function, cache=True, **options)
+    except RuntimeError:  # no directory to keep machine code in
+        kernel = numba.njit(function, **options)
+    return kernel

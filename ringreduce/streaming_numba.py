@@ -1,0 +1,59 @@
+"""A copy by streaming stores with numba: past this core's caches, into lines that another core may hold.
+
+Imported by copying.py when plain stores were found to be slow.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ringreduce import jit
+from ringreduce.jit import compiled, extending, ir, numba
+
+WORD = 8
+
+
+def is_usable() -> bool:
+    """True where numba compiles for this processor."""
+    return jit.compiles_for_this_processor()
+
+
+@extending.intrinsic  # type: ignore[untyped-decorator]
+def _store(typing: Any, array: Any, index: Any, word: Any) -> Any:
+    """array[index] = word, by a streaming store; `array` is contiguous and aligned."""
+
+    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        memory = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        store = builder.store(arguments[2], builder.gep(memory, [arguments[1]]), align=WORD)
+        store.set_metadata("nontemporal", builder.module.add_metadata([ir.IntType(32)(1)]))
+        return context.get_dummy_value()
+
+    return numba.void(array, numba.intp, array.dtype), build
+
+
+@extending.intrinsic  # type: ignore[untyped-decorator]
+def _fence(typing: Any) -> Any:
+    """Streaming stores are weakly ordered: whoever sees what is written after this sees them."""
+
+    def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        builder.fence("seq_cst")
+        return context.get_dummy_value()
+
+    return numba.void(), build
+
+
+@compiled
+def _copy_words(source: Any, target: Any) -> None:
+    for i in range(len(target)):
+        _store(target, i, source[i])
+    _fence()
+
+
+def copy(source: Any, target: Any) -> None:
+    """Copy 1-D contiguous bytes; the first and last few, which fill no word of the target, plainly."""
+    head = min(-target.ctypes.data % WORD, target.size)
+    tail = head + (target.size - head) // WORD * WORD
+    target[:head], target[tail:] = source[:head], source[tail:]
+    _copy_words(source[head:tail].view(np.int64), target[head:tail].view(np.int64))

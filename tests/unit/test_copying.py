@@ -1,0 +1,127 @@
+"""Copies into and out of memory that ranks share."""
+
+import importlib
+import random
+
+import numpy as np
+import pytest
+
+from ringreduce import copying, streaming_numba
+from ringreduce.copying import GAIN, MEASURED_BYTES, PROBE_EVERY, SLOW_S, Writer
+from ringreduce.dtypes import TABLE
+
+COUNTS = [0, 1, 7, 8, 9, 1023, 4096, 65536, 65537, 100003]
+
+
+def bytes_of(count, seed):
+    return np.random.default_rng(seed).integers(0, 256, count, np.uint8)
+
+
+@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("count", [1, 100, 5001])
+def test_reading_copies_all_bits_of_all_types(name, count):
+    dtype = TABLE[name].storage
+    source = bytes_of(count * dtype.itemsize, count).view(dtype)
+    around = np.zeros(count + 2, dtype)
+    copying.read(source, around[1:-1])
+    assert around[1:-1].tobytes() == source.tobytes()
+    assert not around[[0, -1]].view(np.uint8).any()
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_streaming_stores_copy_every_byte_wherever_source_and_target_lie(count):
+    for source_at, target_at in [(0, 0), (1, 0), (0, 3), (5, 4), (4, 12)]:
+        memory = bytes_of(count + 16, count)
+        before = bytes_of(count + 32, count + 1)
+        target = before.copy()
+        streaming_numba.copy(memory[source_at : source_at + count], target[target_at : target_at + count])
+        expected = before.copy()
+        expected[target_at : target_at + count] = memory[source_at : source_at + count]
+        assert target.tobytes() == expected.tobytes()
+
+
+def test_the_kernel_streams():
+    kernel = streaming_numba.numba.njit(streaming_numba._copy_words.py_func)  # compiled anew: not out of the cache
+    kernel(np.zeros(8, np.int64), np.zeros(8, np.int64))
+    (code,) = kernel.inspect_asm().values()
+    assert "movnt" in code or "stnp" in code
+
+
+class Clock:
+    """Time passes as fast as the stores, plain or streaming, are slow."""
+
+    def __init__(self, monkeypatch, plain_s, streaming_s):
+        self.now_s, self.plain_s, self.streaming_s, self.streamed = 0.0, plain_s, streaming_s, 0
+        monkeypatch.setattr(copying.time, "perf_counter", self.perf_counter)
+        monkeypatch.setattr(copying, "_streaming_copy", lambda: self.copy)
+
+    def perf_counter(self):
+        self.now_s += self.plain_s * MEASURED_BYTES  # between two looks, unless the copy was a streaming one
+        return self.now_s
+
+    def copy(self, source, target):
+        target[...] = source
+        self.streamed += 1
+        self.now_s += (self.streaming_s - self.plain_s) * MEASURED_BYTES
+
+
+def write(writer, times):
+    for number in range(times):
+        source = bytes_of(MEASURED_BYTES, number)
+        target = np.zeros(MEASURED_BYTES, np.uint8)
+        writer.write(source, target)
+        assert target.tobytes() == source.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("plain", "streaming", "streams"),
+    [(4.0, 1.0, True), (4.0, 4.0 / GAIN * 1.01, False), (0.9, 0.1, False)],
+    ids=["much faster", "not much faster", "plain is fast enough"],
+)
+def test_streaming_stores_are_taken_where_plain_ones_are_slow(monkeypatch, plain, streaming, streams):
+    clock = Clock(monkeypatch, plain * SLOW_S, streaming * SLOW_S)
+    writer = Writer()
+    write(writer, PROBE_EVERY - 1)
+    assert clock.streamed == 0
+    write(writer, PROBE_EVERY)
+    assert writer.streams is streams
+    assert (clock.streamed > 0) is (plain > 1.0)
+
+
+def test_a_writer_goes_back_to_plain_stores_when_these_have_become_fast(monkeypatch):
+    clock = Clock(monkeypatch, 4 * SLOW_S, SLOW_S)
+    writer = Writer()
+    write(writer, PROBE_EVERY)
+    assert writer.streams
+    clock.plain_s = 0.1 * SLOW_S
+    write(writer, 3 * PROBE_EVERY)
+    assert not writer.streams
+
+
+def test_short_writes_are_plain(monkeypatch):
+    Clock(monkeypatch, 4 * SLOW_S, SLOW_S)
+    writer = Writer()
+    write(writer, PROBE_EVERY)
+    assert writer.streams
+    monkeypatch.setattr(copying, "_streaming_copy", None)
+    short = bytes_of(random.Random(1).randrange(1, MEASURED_BYTES), 1)
+    target = np.zeros_like(short)
+    writer.write(short, target)
+    assert target.tobytes() == short.tobytes()
+
+
+@pytest.mark.parametrize("broken", ["absent", "not usable", "does not compile"])
+def test_without_a_numba_that_works_stores_stay_plain(monkeypatch, broken):
+    if broken == "absent":
+        monkeypatch.setattr(copying.importlib.util, "find_spec", lambda name: None)
+    elif broken == "not usable":
+        monkeypatch.setattr(streaming_numba, "is_usable", lambda: False)
+    else:
+        monkeypatch.setattr(streaming_numba, "copy", lambda source, target: importlib.import_module("no_such"))
+    copying._streaming_copy.cache_clear()
+    try:
+        assert copying._streaming_copy() is None
+    finally:
+        monkeypatch.undo()
+        copying._streaming_copy.cache_clear()
+    assert copying._streaming_copy() is streaming_numba.copy
