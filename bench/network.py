@@ -62,6 +62,9 @@ def _version_of_mpirun() -> str:
         return ""
 
 
+CONGESTION_CONTROL = "/proc/sys/net/ipv4/tcp_congestion_control"
+
+
 class Network:
     """Some hosts on a bridge. Host k is called ring<k>-<tag> and has the address 10.77.0.<k + 1>."""
 
@@ -116,6 +119,9 @@ class Network:
             _run(["ip", "-n", name, "addr", "add", f"{address}/24", "dev", "eth0"])
             for device in ("eth0", "lo"):
                 _run(["ip", "-n", name, "link", "set", device, "up"])
+            # controlled by losses, as Linux's default is: bbr, which some machines have, probes the shaped rate, and is
+            # measured with everybody
+            _run(["ip", "netns", "exec", name, "sh", "-c", f"echo reno > {CONGESTION_CONTROL}"])
             etc = Path("/etc/netns") / name
             etc.mkdir(parents=True)
             (etc / "hosts").write_text("127.0.0.1 localhost\n" + table)

@@ -62,7 +62,7 @@ class Settings:
 
     cycle_time_ms: float = 50.0
     """So long the engine gathers tensors before it tells the other ranks, unless they fill 4 slots (on one host 16), or
-    somebody waits."""
+    somebody waits. Where ranks take all cores of the only host 5 times as long, however many slots they fill."""
 
     stall_check_s: float = 10.0
     """A tensor that some ranks have given and others not is reported after so long; 0: never."""

@@ -11,6 +11,7 @@ long rings (stalls.py).
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -100,7 +101,8 @@ class Engine:
         self._clock_offsets_us = clock_offsets_us or [0.0] * world.size
         self._timeline = Timeline()
         self._recording = Recording(transport, self._timeline)
-        self._inbox = Inbox(transport, settings, len(set(world.hosts)) == 1)
+        crowded = world.local_size >= len(os.sched_getaffinity(0))
+        self._inbox = Inbox(transport, settings, len(set(world.hosts)) == 1, crowded)
         self._next_set = GLOBAL
         self._early: dict[int, list[tuple[int, Announcement]]] = {}
         """Announcements for process sets that this rank is about to hear of."""

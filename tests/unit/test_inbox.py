@@ -1,0 +1,66 @@
+"""How long tensors are gathered before the ranks tell each other."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from ringreduce.engine import inbox
+from ringreduce.engine.inbox import CROWDED_CYCLES, ONE_HOST_BATCH_SLOTS, Inbox
+from ringreduce.settings import Settings
+
+SETTINGS = Settings(cycle_time_ms=10.0)
+BATCH_BYTES = ONE_HOST_BATCH_SLOTS * SETTINGS.fusion_slot_bytes
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    now = SimpleNamespace(s=100.0)
+    monkeypatch.setattr(inbox.time, "monotonic", lambda: now.s)
+    return now
+
+
+def put(box, nbytes, now_s, device="cpu"):
+    tensor = SimpleNamespace(nbytes=nbytes, device=device)
+    box.put(SimpleNamespace(inputs=[tensor], waits=False, submitted_s=now_s, description="d", line="l"))
+
+
+def test_a_full_batch_is_told_of_at_once(clock):
+    box = Inbox(None, SETTINGS, one_host=True)
+    put(box, BATCH_BYTES - 1, clock.s)
+    assert box.gathers()
+    put(box, 1, clock.s)
+    assert not box.gathers()
+
+
+@pytest.mark.parametrize(("crowded", "cycles"), [(False, 1), (True, CROWDED_CYCLES)])
+def test_tensors_are_gathered_for_a_cycle_and_for_longer_where_ranks_take_all_cores(clock, crowded, cycles):
+    box = Inbox(None, SETTINGS, one_host=True, crowded=crowded)
+    put(box, 1, clock.s)
+    clock.s += 0.0099 * cycles
+    put(box, 1, clock.s)  # the oldest one counts
+    assert box.gathers()
+    clock.s += 0.0002 * cycles
+    assert not box.gathers()
+    assert len(box.take()) == 2
+    put(box, 1, clock.s)
+    assert box.gathers()
+
+
+def test_where_ranks_take_all_cores_any_number_of_bytes_is_gathered_until_somebody_waits(clock):
+    box = Inbox(None, SETTINGS, one_host=True, crowded=True)
+    put(box, 10 * BATCH_BYTES, clock.s)
+    assert box.gathers()
+    box._asleep = False
+    box.ask()
+    assert not box.gathers()
+
+
+@pytest.mark.parametrize(("one_host", "device"), [(False, "cpu"), (True, "cuda:0")])
+def test_a_wire_and_a_gpu_work_beside_the_cores(clock, one_host, device):
+    box = Inbox(None, SETTINGS, one_host, crowded=True)
+    put(box, BATCH_BYTES, clock.s, device)
+    assert not box.gathers()
+    assert len(box.take()) == 1
+    put(box, 1, clock.s, device)
+    clock.s += 0.0101
+    assert not box.gathers()
