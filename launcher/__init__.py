@@ -2,7 +2,7 @@
 
 The manual is `ringrun -h` (the docstring of cli.py). From the user's shell down to a rank:
 
-    ringrun        cli · plan · supervise · channel · output     one process: decides, prints, ends the job
+    ringrun        cli · config · plan · supervise · channel · output     one process: decides, prints, ends the job
       └ mpirun     engines/                               Open MPI's or MPICH's own launcher
           └ agent  agent · wire · environment · hook/     one a rank: starts the command, reports how it ended
               └ the user's command, in its own session

@@ -17,6 +17,13 @@ Environment of each rank
   PYTHONUNBUFFERED              1, so that lines appear when they are printed; kept if set
   RINGREDUCE_ERROR_FILE         where ringreduce leaves an uncaught exception for ringrun's report
 
+Settings
+  Each setting of ringreduce has a flag: --cycle-time-ms 5, --algorithm ring, --deterministic and --no-deterministic …
+  `ringrun --show-config` lists them all, with their values and where each came from. They may stand in a file, too:
+  --config-file job.yaml with lines such as `cycle_time_ms: 5`. A flag counts more than the file, the file more than
+  a variable (RINGREDUCE_CYCLE_TIME_MS), a variable more than the default. horovodrun's flags and groups are
+  understood; one that has no meaning here says so.
+
 Output
   Each line is printed whole, behind the number of its rank: stdout on stdout, stderr on stderr. On a terminal the
   number has a colour (unless NO_COLOR is set) and a progress bar stays one line. Rank 0 reads
@@ -44,6 +51,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+from . import config
 from .engines.detect import detect
 from .errors import LauncherError, UsageError
 from .plan import engine_variables, find_command, interpreter_of, job_command, printable
@@ -70,6 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("-np", metavar="N", help="how many ranks to start")
     parser.add_argument("--dry-run", action="store_true", help="print the command that would be run, and do not run it")
     parser.add_argument("--verbose", action="store_true", help="show which MPI is used, and what mpirun itself prints")
+    config.add_own_flags(parser)
     parser.add_argument("--version", action="store_true", help="print the version and exit")
     parser.add_argument("-h", "--help", action="help", help="print this manual and exit")
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -77,11 +86,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Return the command line, checked: np (int), command (list), dry_run, verbose, version."""
-    options = _parser().parse_args(arguments)
-    if options.version:
+    """Return the command line and its file, checked: np (int), command (list), …; config: see config.py."""
+    resolved = config.resolve(_parser(), arguments, os.environ)
+    options = resolved.options
+    options.config = resolved
+    options.mpi_args = config.split_mpi_args(options.mpi_args, resolved.place("mpi_args"))
+    if options.version or options.show_config or options.check_build:
         return options
-    options.np = _rank_count(options.np)
+    options.np = _rank_count(options.np, resolved.place("np"))
     if options.command[:1] == ["--"]:
         del options.command[0]
     if not options.command:
@@ -89,15 +101,15 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def _rank_count(text: str | None) -> int:
+def _rank_count(text: str | None, place: str) -> int:
     if text is None:
         raise UsageError(f"-np is missing: how many ranks to start, {_EXAMPLE}")
     try:
         count = int(text)
     except ValueError:
-        raise UsageError(f"-np {text}: not a whole number") from None
+        raise UsageError(f"{place}-np {text}: not a whole number") from None
     if count < 1:
-        raise UsageError(f"-np {text}: at least 1 rank is needed")
+        raise UsageError(f"{place}-np {text}: at least 1 rank is needed")
     return count
 
 
@@ -109,10 +121,21 @@ def run(arguments: Sequence[str]) -> int:
 
         print(f"ringrun {version('ringreduce')}")
         return 0
+    for notice in options.config.notices:
+        print(f"ringrun: {notice}", file=sys.stderr, flush=True)
+    if options.show_config:
+        print(options.config.table())
+        return 0
+    if options.check_build:
+        from .build import build_table  # imports ringreduce
+
+        print(build_table(sys.executable))
+        return 0
+    os.environ.update(variables := options.config.variables)  # all ranks inherit them, through mpirun
     command = find_command(options.command)
     detected = detect(interpreter_of(command))
-    argv = job_command(detected, options.np, command, as_root=os.geteuid() == 0)
-    shown = printable(argv, engine_variables(detected, os.environ))
+    argv = job_command(detected, options.np, command, as_root=os.geteuid() == 0, mpi_args=options.mpi_args)
+    shown = printable(argv, {**variables, **engine_variables(detected, os.environ)})
     if options.dry_run:
         print(shown)
         return 0
@@ -122,7 +145,7 @@ def run(arguments: Sequence[str]) -> int:
 
     from .supervise import run_job  # not needed to tell what is wrong with a command line
 
-    return run_job(detected, options.np, command, verbose=options.verbose)
+    return run_job(detected, options.np, command, verbose=options.verbose, mpi_args=options.mpi_args)
 
 
 def main() -> int:

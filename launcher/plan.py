@@ -44,10 +44,20 @@ def interpreter_of(command: Sequence[str]) -> str:
     return command[0] if _PYTHON.fullmatch(Path(command[0]).name) else sys.executable
 
 
-def job_command(detected: Detected, size: int, command: Sequence[str], *, as_root: bool) -> list[str]:
-    """Return the argv that starts `size` agents, each of which starts `command`."""
-    agent = [sys.executable, *agent_arguments(sys.version_info[:2])]
-    return detected.engine.command(detected.launcher, size, [*agent, *command], as_root=as_root)
+def job_command(
+    detected: Detected, size: int, command: Sequence[str], *, as_root: bool, mpi_args: Sequence[str] = ()
+) -> list[str]:
+    """Return the argv that starts `size` agents, each of which starts `command`; mpirun gets `mpi_args` too."""
+    program = [sys.executable, *agent_arguments(sys.version_info[:2]), *command]
+    argv = detected.engine.command(detected.launcher, size, program, as_root=as_root)
+    return [*_without(argv[: -len(program)], mpi_args), *mpi_args, *program]
+
+
+def _without(argv: Sequence[str], mpi_args: Sequence[str]) -> list[str]:
+    """Return `argv` without the placement that the user gives too: mpirun refuses a flag that stands there twice."""
+    users = {argument.lstrip("-") for argument in mpi_args if argument.startswith("-")}
+    twice = [at for at, flag in enumerate(argv) if flag in ("--map-by", "--bind-to") and flag.lstrip("-") in users]
+    return [argument for at, argument in enumerate(argv) if at not in twice and at - 1 not in twice]
 
 
 def agent_arguments(version: tuple[int, int]) -> list[str]:

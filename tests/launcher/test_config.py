@@ -1,0 +1,443 @@
+"""Settings as flags and as lines of a file: which counts, where each came from, and what is refused."""
+
+import dataclasses
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ringreduce.settings import HOROVOD, PREFIX, Settings
+from ringrun import cli, config, configfile, horovod
+from ringrun.errors import UsageError
+
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+needs_yaml = pytest.mark.skipif(importlib.util.find_spec("yaml") is None, reason="no PyYAML")
+
+FIELDS = [field for field in dataclasses.fields(Settings) if field.name != "error_file"]
+OTHER = {
+    "algorithm": "ring",
+    "costs": "wait_us=5",
+    "fusion_buffer_bytes": str(64 << 20),
+    "shared_slot_bytes": str(2 << 20),
+    "fusion_slot_bytes": str(1 << 20),
+    "ring_segment_bytes": "4096",
+    "cache_capacity": "7",
+    "cycle_time_ms": "3.5",
+    "stall_check_s": "99",
+    "stall_abort_s": "100",
+    "autotune_file": "found here.json",
+    "timeline": "a: b.json",
+}
+"""Values that are no defaults; the settings that are on or off are turned on."""
+
+
+@pytest.fixture(autouse=True)
+def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The variables of whoever runs the tests do not count."""
+    for name in [*(PREFIX + field.name.upper() for field in FIELDS), *HOROVOD]:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+    """Write job.yaml in the current folder."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(text: str) -> str:
+        (tmp_path / "job.yaml").write_text(text)
+        return "job.yaml"
+
+    return write
+
+
+def parsed(*arguments: str) -> config.Config:
+    return cli.parse([*arguments, "-np", "2", "true"]).config
+
+
+def refusal(*arguments: str) -> str:
+    with pytest.raises(UsageError) as caught:
+        parsed(*arguments)
+    return str(caught.value)
+
+
+def of_file(file: Callable[[str], str], text: str) -> config.Config:
+    return parsed("--config-file", file(text))
+
+
+def refusal_of_file(file: Callable[[str], str], text: str) -> str:
+    return refusal("--config-file", file(text))
+
+
+@pytest.mark.parametrize("field", FIELDS, ids=lambda field: field.name)
+def test_every_setting_has_its_flag(field: dataclasses.Field) -> None:
+    flag = f"--{field.name.replace('_', '-')}"
+    given = [flag] if isinstance(field.default, bool) else [flag, OTHER[field.name]]
+    variables = parsed(*given).variables
+    assert variables == {PREFIX + field.name.upper(): OTHER.get(field.name, "1")}
+    assert getattr(Settings.from_environment(variables), field.name) != field.default
+
+
+@pytest.mark.parametrize("dash", "-_")
+@pytest.mark.parametrize("field", FIELDS, ids=lambda field: field.name)
+@needs_yaml
+def test_every_setting_has_its_key(field: dataclasses.Field, dash: str, file: Callable[[str], str]) -> None:
+    value = OTHER.get(field.name, "true")
+    quoted = f"'{value}'" if isinstance(field.default, str) else value
+    resolved = of_file(file, f"# first line\n{field.name.replace('_', dash)}: {quoted}\n")
+    assert resolved.variables == {PREFIX + field.name.upper(): OTHER.get(field.name, "1")}
+    assert resolved.settings[field.name].source == "job.yaml:2"
+
+
+def test_what_ringrun_sets_itself_is_no_flag() -> None:
+    assert refusal("--error-file=x") == "unrecognized arguments: --error-file=x"
+
+
+@needs_yaml
+def test_a_flag_counts_more_than_the_file_the_file_more_than_a_variable(
+    file: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def value() -> tuple[str, str]:
+        found = parsed(*arguments).settings["cycle_time_ms"]
+        return found.text, found.source
+
+    arguments = ["--show-config"]
+    assert value() == ("50.0", "default")
+    monkeypatch.setenv("HOROVOD_CYCLE_TIME", "1")
+    assert value() == ("1", "HOROVOD_CYCLE_TIME")
+    monkeypatch.setenv("RINGREDUCE_CYCLE_TIME_MS", "2")
+    assert value() == ("2", "RINGREDUCE_CYCLE_TIME_MS")
+    assert parsed(*arguments).variables == {}
+    arguments += ["--config-file", file("cycle_time_ms: 3")]
+    assert value() == ("3", "job.yaml:1")
+    arguments.append("--cycle-time-ms=4")
+    assert value() == ("4", "--cycle-time-ms")
+    assert parsed(*arguments).variables == {"RINGREDUCE_CYCLE_TIME_MS": "4"}
+
+
+@needs_yaml
+def test_own_flags_may_stand_in_the_file(file: Callable[[str], str]) -> None:
+    path = file("np: 3\nverbose: true\nmpi_args: --report-bindings --map-by 'slot'\n")
+    options = cli.parse(["--config-file", path, "true"])
+    assert (options.np, options.verbose, options.mpi_args) == (3, True, ["--report-bindings", "--map-by", "slot"])
+    assert cli.parse(["--config-file", path, "-np", "2", "true"]).np == 2
+
+
+def test_without_settings_ringreduce_is_not_asked() -> None:
+    assert parsed().settings == {}
+    assert parsed("--verbose", "--mpi-args=-v").settings == {}
+
+
+def test_horovods_flags_mean_settings() -> None:
+    given = ["--fusion-threshold-mb", "32", "--cycle-time-ms", "5", "--cache-capacity", "0"]
+    given += ["--timeline-filename", "t.json", "--timeline-mark-cycles", "--autotune", "--autotune-log-file", "found"]
+    given += ["--stall-check-warning-time-seconds", "20", "--stall-check-shutdown-time-seconds", "40"]
+    settings = Settings.from_environment(parsed(*given).variables)
+    assert settings.fusion_buffer_bytes == 32 << 20
+    assert (settings.cycle_time_ms, settings.cache_capacity) == (5.0, 0)
+    assert (settings.timeline, settings.timeline_mark_cycles) == ("t.json", True)
+    assert (settings.autotune, settings.autotune_file) == (True, "found")
+    assert (settings.stall_check_s, settings.stall_abort_s) == (20.0, 40.0)
+
+
+@pytest.mark.parametrize(
+    ("given", "stall_check_s"),
+    [
+        (["--no-stall-check"], "0.0"),
+        (["--no-stall-check", "--stall-check-warning-time-seconds", "9"], "0.0"),
+        (["--stall-check"], "10.0"),
+        (["--stall-check", "--stall-check-warning-time-seconds", "9"], "9"),
+    ],
+)
+def test_the_stall_check_goes_on_and_off(given: list[str], stall_check_s: str) -> None:
+    assert parsed(*given).variables["RINGREDUCE_STALL_CHECK_S"] == stall_check_s
+
+
+@pytest.mark.parametrize("flag", horovod.IGNORED_VALUES)
+def test_a_flag_without_meaning_says_so(flag: str) -> None:
+    resolved = parsed(f"--{flag}", "3")
+    assert resolved.variables == {}
+    assert resolved.notices == [f"--{flag} has no meaning here ({horovod.IGNORED_VALUES[flag]})"]
+
+
+@pytest.mark.parametrize("flag", horovod.IGNORED_SWITCHES, ids="--{}".format)  # pytest-mpi skips what is called mpi
+def test_a_switch_without_meaning_says_so(flag: str) -> None:
+    resolved = parsed(f"--{flag}")
+    assert resolved.variables == {}
+    assert resolved.notices == [f"--{flag} has no meaning here ({horovod.IGNORED_SWITCHES[flag]})"]
+
+
+HOROVODS_FILE = """
+controller: gloo
+params:
+  fusion_threshold_mb: 32
+  cycle_time_ms: 10
+  cache_capacity: 2048
+  hierarchical_allreduce: true
+autotune:
+  enabled: true
+  log_file: 'log.txt'
+  warmup_samples: 5
+timeline:
+  filename: 'timeline.json'
+  mark_cycles: true
+stall_check:
+  enabled: false
+  warning_time_seconds: 120
+library_options:
+  num_nccl_streams: 2
+logging:
+  level: INFO
+"""
+
+
+@needs_yaml
+def test_horovods_file_is_understood(file: Callable[[str], str]) -> None:
+    resolved = of_file(file, HOROVODS_FILE)
+    assert resolved.variables == {
+        "RINGREDUCE_FUSION_BUFFER_BYTES": str(32 << 20),
+        "RINGREDUCE_CYCLE_TIME_MS": "10",
+        "RINGREDUCE_CACHE_CAPACITY": "2048",
+        "RINGREDUCE_AUTOTUNE": "1",
+        "RINGREDUCE_AUTOTUNE_FILE": "log.txt",
+        "RINGREDUCE_TIMELINE": "timeline.json",
+        "RINGREDUCE_TIMELINE_MARK_CYCLES": "1",
+        "RINGREDUCE_STALL_CHECK_S": "0.0",
+    }
+    assert [notice.partition(" has no meaning here")[0] for notice in resolved.notices] == [
+        "job.yaml:11: autotune_warmup_samples",
+        "job.yaml:2: controller",
+        "job.yaml:19: num_nccl_streams",
+        "job.yaml:21: log_level",
+        "job.yaml:7: hierarchical_allreduce",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            ["--cache-capacity", "x"],
+            "--cache-capacity: RINGREDUCE_CACHE_CAPACITY='x': expected a whole number of tensors of 0 or more, "
+            "such as 16384",
+        ),
+        (
+            ["--algorithm", "rong"],
+            "--algorithm: RINGREDUCE_ALGORITHM='rong': expected auto or one of shared, hierarchical, ring, direct, "
+            "doubling, mpi",
+        ),
+        (["--costs", "x=1"], "--costs: RINGREDUCE_COSTS: 'x=1'; expected name=number"),
+        (
+            ["--fusion-threshold-mb=1"],
+            "--fusion-threshold-mb: half of fusion_buffer_bytes=1048576 holds less than 2 slots of "
+            "fusion_slot_bytes=2097152; raise the first or lower the second",
+        ),
+        (["--fusion-threshold-mb=x"], "--fusion-threshold-mb: 'x': expected a whole number of MB (2^20 bytes)"),
+        (["--fusion-threshold-mb", "9" * 5000], "--fusion-threshold-mb: '999"),
+        (
+            ["--timeline=a", "--timeline-filename=b"],
+            "--timeline-filename and --timeline both set timeline; give one of them",
+        ),
+        (["--cache-capacity"], "argument --cache-capacity: expected one argument"),
+        (["--mpi-args=--map-by 'slot"], '--mpi-args "--map-by \'slot": no closing quotation; close it, or write \\'),
+    ],
+)
+def test_a_wrong_value_is_one_clear_line(given: list[str], message: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        cli.parse(given if given == ["--cache-capacity"] else [*given, "-np", "2", "true"])
+    assert str(caught.value).startswith(message)
+
+
+def test_a_wrong_variable_beside_a_flag_is_told_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RINGREDUCE_STALL_ABORT_S", "soon")
+    said = refusal("--cache-capacity", "5")
+    assert said == "RINGREDUCE_STALL_ABORT_S='soon': expected a number of seconds of 0 or more, such as 0.0"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a\n---\nb", "job.yaml:2: not YAML: but found another document"),
+        ("np: 2\nx: [1", "job.yaml:2: not YAML: expected ',' or ']', but got '<stream end>'"),
+        ("x: '\\U00110000", "job.yaml:1: not YAML: "),
+        ('x: "\\UFFFFFFFF"', "job.yaml: not YAML: "),
+        ("[" * 5000, "job.yaml: nested too deeply; expected groups of values at most"),
+        ("- np: 2", "job.yaml:1: expected lines of `key: value`, as in: cycle_time_ms: 5"),
+        ("\ncycle_time: 5", "job.yaml:2: unknown key 'cycle_time'; did you mean cycle_time_ms?"),
+        (
+            "params:\n  fusion_treshold_mb: 5",
+            "job.yaml:2: unknown key 'params: fusion_treshold_mb'; did you mean fusion_threshold_mb?",
+        ),
+        ("zzz: 5", "job.yaml:1: unknown key 'zzz'; keys are flags without the dashes before them; see ringrun -h"),
+        ("config_file: x.yaml", "job.yaml:1: unknown key 'config_file'; "),
+        ("command: x", "job.yaml:1: unknown key 'command'; "),
+        ("prams:\n  cycle_time_ms: 1", "job.yaml:1: prams: expected one value, but it is a map; groups are params, "),
+        ("np: [2]", "job.yaml:1: np: expected one value, but it is a list"),
+        ("np:\n", "job.yaml:1: np has no value; give one, or take the line out"),
+        ("[a]: 2\n", "job.yaml:1: a key must be a name, as in: cycle_time_ms: 5"),
+        ('"a\\nb": 2', "job.yaml:1: a key must be a name, as in: cycle_time_ms: 5"),
+        ("np: 1\nnp: 2", "job.yaml:2: np is given twice; the first is at job.yaml:1"),
+        ("np: 1\n'np': 2", "job.yaml:2: np is given twice; the first is at job.yaml:1"),
+        (
+            "cycle_time_ms: 1\nparams:\n  cycle-time-ms: 2",
+            "job.yaml:3: params: cycle-time-ms is given twice; the first is at job.yaml:1",
+        ),
+        ("autotune: true\nno_autotune: true", "job.yaml:2: no_autotune says again what job.yaml:1 says"),
+        ("timeline: a\ntimeline_filename: b", "job.yaml:2 and job.yaml:1 both set timeline; give one of them"),
+        ("np: zero", "job.yaml:1: -np zero: not a whole number"),
+        ("np: true", "job.yaml:1: np: expected a value, but it is 'true' (bool)"),
+        ("verbose: 1", "job.yaml:1: verbose: expected true or false, but it is '1'"),
+        ("cache_capacity: '5'", "job.yaml:1: cache_capacity: expected a number without quotes, but it is '5' (str)"),
+        ("cache_capacity: yes", "job.yaml:1: cache_capacity: expected a number without quotes, but it is 'yes' (bool)"),
+        ("cache_capacity: 1.5", "job.yaml:1: RINGREDUCE_CACHE_CAPACITY='1.5': expected a whole number of tensors"),
+        ("algorithm: no", "job.yaml:1: algorithm: expected text; put it in quotes, but it is 'no' (bool)"),
+        ("fusion_threshold_mb: x", "job.yaml:1: fusion_threshold_mb: 'x': expected a whole number of MB"),
+        ('timeline: "a\\0b"', "job.yaml:1: timeline: 'a\\x00b' holds a character that a variable cannot hold"),
+        ('mpi_args: "\'"', 'job.yaml:1: --mpi-args "\'": no closing quotation'),
+    ],
+)
+@needs_yaml
+def test_a_wrong_file_is_one_clear_line(text: str, message: str, file: Callable[[str], str]) -> None:
+    with pytest.raises(UsageError) as caught:
+        cli.parse(["--config-file", file(text), "true"])
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n", "params:\n", "timeline:\nstall_check:\n"])
+@needs_yaml
+def test_a_file_may_say_nothing(text: str, file: Callable[[str], str]) -> None:
+    assert of_file(file, text).variables == {}
+
+
+def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    assert refusal("--config-file", str(tmp_path)) == f"--config-file {tmp_path}: Is a directory"
+    assert refusal("--config-file", "nowhere.yaml") == "--config-file nowhere.yaml: No such file or directory"
+    (tmp_path / "latin").write_bytes(b"timeline: \xe9")
+    assert "latin: not text in UTF-8" in refusal("--config-file", str(tmp_path / "latin"))
+
+
+def test_without_pyyaml_the_cure_is_told(file: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "yaml", None)
+    said = refusal_of_file(file, "np: 2")
+    assert said == "--config-file job.yaml: reading YAML needs PyYAML; pip install 'ringreduce[yaml]'"
+
+
+KEYS = st.sampled_from(["np", "timeline", "params", "stall_check", "enabled", "cache_capacity", "autotune", "<<", "?"])
+VALUES = st.sampled_from(["1", "true", "{}", "[", "&a", "*a", "'x", "!!int", "|", "", "0x1", "1:2", "~", "2001-01-01"])
+LINES = st.builds("{}{}: {}".format, st.sampled_from(["", "  ", "- "]), KEYS, VALUES | st.text(max_size=4))
+
+
+@given(st.text() | st.lists(LINES, max_size=6).map("\n".join))
+@needs_yaml
+def test_any_text_is_entries_or_one_error(text: str) -> None:
+    try:
+        entries = configfile.parse(text, "job.yaml")
+    except UsageError as error:
+        assert str(error).startswith("job.yaml")  # noqa: PT017 - either is right
+        assert "\n" not in str(error)  # noqa: PT017
+    else:
+        assert len({entry.flag for entry in entries}) == len(entries)
+
+
+@given(st.text() | st.lists(LINES, max_size=6).map("\n".join))
+@needs_yaml
+def test_any_file_is_a_configuration_or_one_error(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
+    path = tmp_path_factory.getbasetemp() / "any.yaml"
+    path.write_bytes(text.encode(errors="surrogatepass"))
+    try:
+        resolved = parsed("--config-file", str(path))
+    except UsageError as error:
+        assert "\n" not in str(error)  # noqa: PT017 - either is right
+        return
+    assert Settings.from_environment(resolved.variables)
+
+
+@given(
+    st.lists(st.sampled_from(["--algorithm", "--autotune", "-np", "2", "--timeline= x", "--", "x", "-h="]) | st.text())
+)
+def test_any_command_line_is_a_configuration_or_one_error(arguments: list[str]) -> None:
+    try:
+        cli.parse(["--verbose", *("-x" if each in ("-h", "--help") else each for each in arguments)])
+    except UsageError:
+        return
+
+
+def test_show_config_prints_and_does_not_run(ringrun: Run) -> None:
+    done = ringrun("--show-config", "--autotune", "touch", "made", env={"RINGREDUCE_TIMELINE": "a\nb"})
+    assert (done.returncode, done.stderr) == (0, "")
+    rows = {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines()}
+    assert set(rows) >= {field.name for field in FIELDS} | {"np", "mpi_args"}
+    assert rows["autotune"] == ["1", "--autotune"]
+    assert rows["timeline"] == ["'a\\nb'", "RINGREDUCE_TIMELINE"]
+    assert rows["cache_capacity"] == ["16384", "default"]
+    assert rows["np"] == ["''", "default"]
+    assert len({line.index(line.split()[-1]) for line in done.stdout.splitlines()}) == 1  # aligned
+
+
+def test_check_build_prints_a_table(ringrun: Run) -> None:
+    done = ringrun("--check-build")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("ringreduce v")
+    lines = done.stdout.splitlines()
+    assert "Available Frameworks:" in lines
+    assert "    [X] NumPy" in lines
+    assert "    [ ] Gloo" in lines
+    assert sum(line.startswith(("    [X] Open MPI (/", "    [X] MPICH (/")) for line in lines) == 1
+
+
+def test_check_build_without_mpi4py(ringrun: Run, tmp_path: Path) -> None:
+    (tmp_path / "mpi4py.py").write_text("raise ModuleNotFoundError(\"No module named 'mpi4py'\")")
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    done = ringrun("--check-build", env={"PYTHONPATH": path})
+    assert "    [ ] Open MPI\n    [ ] MPICH\n" in done.stdout
+    assert "has no mpi4py" in done.stdout
+
+
+SHOW = """
+    import ringreduce as rr
+    rr.init()
+    settings = rr.info().settings
+    print(settings["algorithm"], settings["cache_capacity"], settings["stall_check_s"])
+"""
+
+
+def test_flags_reach_all_ranks(ringrun: Run, script: Callable[[str], str], python: str) -> None:
+    given = ["--algorithm", "ring", "--cache-capacity", 9, "--no-stall-check", "--mpi"]
+    done = ringrun("-np", 2, *given, python, script(SHOW), env={"RINGREDUCE_CACHE_CAPACITY": "5"})
+    assert (done.returncode, done.stderr) == (0, "ringrun: --mpi has no meaning here (it is always so)\n")
+    assert sorted(done.stdout.splitlines()) == ["[0] ring 9 0.0", "[1] ring 9 0.0"]
+
+
+@needs_yaml
+def test_a_file_reaches_all_ranks(ringrun: Run, script: Callable[[str], str], python: str, tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text("np: 2\nalgorithm: shared\nstall_check:\n  warning_time_seconds: 33\n")
+    done = ringrun("--config-file", "job.yaml", "--cache-capacity", 11, python, script(SHOW))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert sorted(done.stdout.splitlines()) == ["[0] shared 11 33.0", "[1] shared 11 33.0"]
+
+
+def test_no_rank_starts_with_a_wrong_value(ringrun: Run, tmp_path: Path) -> None:
+    done = ringrun("-np", 2, "--stall-abort-s", "soon", "touch", "made")
+    assert done.returncode == 2
+    assert done.stderr.startswith("ringrun: error: --stall-abort-s: RINGREDUCE_STALL_ABORT_S='soon': expected a number")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_dry_run_shows_the_variables_and_mpi_args(ringrun: Run) -> None:
+    done = ringrun("-np", 2, "--deterministic", "--mpi-args=-x 'A B'", "--dry-run", "true")
+    assert done.stdout.startswith("env RINGREDUCE_DETERMINISTIC=1 ")
+    assert " -x 'A B' " in done.stdout
+
+
+@pytest.mark.parametrize("mpi_args", ["--map-by slot:OVERSUBSCRIBE", "--bind-to none", "--map-by :OVERSUBSCRIBE"])
+def test_mpi_args_reach_mpirun(mpi_args: str, ringrun: Run, python: str) -> None:
+    if "Open MPI" not in ringrun("--check-build").stdout.partition("[X] ")[2].partition("Tensor")[0]:
+        pytest.skip("arguments of Open MPI's")
+    done = ringrun("-np", 2, f"--mpi-args={mpi_args}", python, "-c", "print('ran')")
+    assert (done.returncode, sorted(done.stdout.splitlines())) == (0, ["[0] ran", "[1] ran"])
