@@ -108,6 +108,7 @@ def resolve(parser: argparse.ArgumentParser, arguments: Sequence[str], environ: 
     defaults = public_settings()
     _add_setting_flags(parser, defaults)
     flags = _command_line(parser, arguments)
+    _refuse_value_of_switch(parser, arguments, flags.given["command"])
     path = flags.given.get("config_file")
     file = _Level({}, {}) if path is None else _file(parser, read(path), defaults)
     by_flag, by_file = _settings(flags), _settings(file)
@@ -137,6 +138,15 @@ def _command_line(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> 
         is_negative = isinstance(action, argparse.BooleanOptionalAction) and given.get(action.dest) is False
         sources[action.dest] = action.option_strings[-1 if is_negative else 0]
     return _Level(given, sources)
+
+
+def _refuse_value_of_switch(parser: argparse.ArgumentParser, arguments: Sequence[str], command: Sequence[str]) -> None:
+    """Raise UsageError for `--deterministic 1 python train.py`: 1 would be the command."""
+    before = list(arguments[: len(arguments) - len(command)])[-1:]
+    switches = [action for action in parser._actions if isinstance(action, argparse.BooleanOptionalAction)]
+    for on, off in (action.option_strings for action in switches):
+        if before in ([on], [off]) and command[:1] and command[0].lower() in ("0", "1", "true", "false", "yes", "no"):
+            raise UsageError(f"{before[0]} {command[0]}: it takes no value; write {on} or {off}")
 
 
 def _merged(

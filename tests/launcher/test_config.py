@@ -243,6 +243,9 @@ def test_horovods_file_is_understood(file: Callable[[str], str]) -> None:
             ["--timeline=a", "--timeline-filename=b"],
             "--timeline-filename and --timeline both set timeline; give one of them",
         ),
+        (["--deterministic", "1"], "--deterministic 1: it takes no value; write --deterministic or --no-deterministic"),
+        (["--no-autotune", "True"], "--no-autotune True: it takes no value; write --autotune or --no-autotune"),
+        (["--autotune=1"], "argument --autotune/--no-autotune: ignored explicit argument '1'"),
         (["--cache-capacity"], "argument --cache-capacity: expected one argument"),
         (["--mpi-args=--map-by 'slot"], '--mpi-args "--map-by \'slot": no closing quotation; close it, or write \\'),
     ],
@@ -307,6 +310,24 @@ def test_a_wrong_file_is_one_clear_line(text: str, message: str, file: Callable[
         cli.parse(["--config-file", file(text), "true"])
     assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "variable", "value"),
+    [
+        ("autotune: true", "RINGREDUCE_AUTOTUNE", "1"),
+        ("autotune: false", "RINGREDUCE_AUTOTUNE", "0"),
+        ("no_autotune: true", "RINGREDUCE_AUTOTUNE", "0"),
+        ("no-autotune: off", "RINGREDUCE_AUTOTUNE", "1"),
+        ("no_stall_check: on", "RINGREDUCE_STALL_CHECK_S", "0.0"),
+        ("stall_check: false", "RINGREDUCE_STALL_CHECK_S", "0.0"),
+        ("stall_check: {enabled: yes}", "RINGREDUCE_STALL_CHECK_S", "10.0"),
+        ("stall_check: {shutdown_time_seconds: 7}", "RINGREDUCE_STALL_ABORT_S", "7"),
+    ],
+)
+@needs_yaml
+def test_switches_in_a_file(text: str, variable: str, value: str, file: Callable[[str], str]) -> None:
+    assert of_file(file, text).variables == {variable: value}
 
 
 @pytest.mark.parametrize("text", ["", "# nothing\n", "params:\n", "timeline:\nstall_check:\n"])
