@@ -8,6 +8,7 @@ with an all-reduce under way for which rank 1 is late, first waiting for it, the
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 
@@ -28,6 +29,8 @@ def percent_of_a_core(action: Callable[[], object]) -> float:
 def main() -> None:
     """Idle, then wait."""
     rr.init()
+    if rr.size() < 2:
+        sys.exit("bench/waiting.py: one rank waits for nobody; start it with: ringrun -np 2 python bench/waiting.py")
     rr.barrier()
     idle = percent_of_a_core(lambda: time.sleep(SECONDS))
     rr.barrier()

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ringreduce import half
 from ringreduce.errors import UnsupportedArrayError
+from ringreduce.kernels import half
 
 
 class ElementType(NamedTuple):

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ringreduce import half
 from ringreduce.dtypes import ElementType
 from ringreduce.errors import InputError
+from ringreduce.kernels import half
 
 
 class ReduceOp(enum.Enum):

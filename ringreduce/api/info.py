@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from ringreduce import half, runtime, world
+from ringreduce import runtime, world
 from ringreduce._version import __version__
 from ringreduce.collectives.choose import Constants
 from ringreduce.engine.engine import GLOBAL
 from ringreduce.engine.knobs import Knobs
+from ringreduce.kernels import half
 
 
 @dataclasses.dataclass(frozen=True)

@@ -31,9 +31,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ringreduce import copying
 from ringreduce.collectives.choose import is_one_shot
-from ringreduce.copying import Writer
+from ringreduce.kernels import copying
+from ringreduce.kernels.copying import Writer
 from ringreduce.ops import Reduction
 from ringreduce.partition import chunk_bounds
 from ringreduce.transport.base import Steps

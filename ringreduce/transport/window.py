@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from ringreduce.copying import Writer
+from ringreduce.kernels.copying import Writer
 from ringreduce.settings import MOST_REGIONS, SHARED_SLOTS
 from ringreduce.transport import waiting
 

@@ -75,7 +75,7 @@ def test_one_host_tries_the_slots_of_shared_memory():
 
 def test_what_the_cost_model_does_not_think_hopeless_is_tried():
     hosts = (0, 1, 2, 3)
-    for nbytes, others in ((100 * MIB, {"ring"}), (10000, {"direct"})):
+    for nbytes, others in ((100 * MIB, {"direct"}), (10000, {"direct"})):
         tried = candidates(Settings(), [*MESSAGES, "mpi"], hosts, nbytes, Constants())
         assert tried[0] == Knobs.of(Settings())
         assert {each.algorithm for each in tried} == {"auto"} | others

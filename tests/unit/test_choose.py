@@ -96,6 +96,17 @@ def test_large_buffers_between_hosts_take_few_bytes(hosts):
     assert predict_us("doubling", 64 << 20, hosts, Constants()) >= predict_us("ring", 64 << 20, hosts, Constants())
 
 
+def test_several_hosts_send_large_buffers_around_the_ring_and_not_all_to_one():
+    usable = ["ring", "direct", "doubling"]
+    four = (0, 1, 2, 3)
+    assert choose(256 << 10, 256 << 10, four, usable, Constants()) == "direct"
+    assert choose(64 << 20, 64 << 20, four, usable, Constants()) == "ring"
+    bytes_alone = Constants(wait_us=1e-9, message_us=1e-9, wire_us=1e-9)
+    for hosts in ((0, 1), (0, 0, 0, 0)):  # nobody's flows meet there
+        prices = [predict_us(algorithm, 1 << 30, hosts, bytes_alone) for algorithm in ("ring", "direct")]
+        assert prices[0] == pytest.approx(prices[1])
+
+
 def test_only_what_is_usable_is_chosen_and_mpis_own_never():
     for nbytes, hosts in itertools.product(SIZES, LAYOUTS):
         for given in (["ring"], ["direct", "doubling"], ["ring", "mpi"]):

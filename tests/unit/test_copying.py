@@ -6,9 +6,9 @@ import random
 import numpy as np
 import pytest
 
-from ringreduce import copying, streaming_numba
-from ringreduce.copying import GAIN, MEASURED_BYTES, PROBE_EVERY, SLOW_S, Writer
 from ringreduce.dtypes import TABLE
+from ringreduce.kernels import copying, streaming_numba
+from ringreduce.kernels.copying import GAIN, MEASURED_BYTES, PROBE_EVERY, SLOW_S, Writer
 
 COUNTS = [0, 1, 7, 8, 9, 1023, 4096, 65536, 65537, 100003]
 

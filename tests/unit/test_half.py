@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from ringreduce import half, half_numpy
+from ringreduce.kernels import half, half_numpy
 
 NAMES = ("float16", "bfloat16")
 VALUE = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
@@ -22,14 +22,14 @@ def kernels(request):
     """The kernels of one maker, for "float16" and "bfloat16"."""
     if request.param == "numba":
         pytest.importorskip("numba")
-        from ringreduce import half_numba
+        from ringreduce.kernels import half_numba
 
         if not half_numba.is_usable():
             pytest.skip("numba cannot convert float16 on this processor")
         return half_numba.KERNELS
     if request.param == "torch":
         pytest.importorskip("torch")
-        from ringreduce import half_torch
+        from ringreduce.kernels import half_torch
 
         return half_torch.KERNELS
     return half_numpy.KERNELS
@@ -143,7 +143,7 @@ def test_a_protected_array_is_read_without_a_copy():
 CHOICE = """
     import importlib.util, sys
     {before}
-    from ringreduce import half
+    from ringreduce.kernels import half
     {after}
     print(half.kernel_name(), "torch" in sys.modules)
 """

@@ -13,10 +13,10 @@ PACKAGE = ROOT / "ringreduce"
 # from the bottom to the top; modules of one row may import each other's row only where `within` says so
 LAYERS = [
     ["_version", "errors"],
-    ["half_numpy"],
-    ["jit"],
-    ["half_numba", "half_torch", "streaming_numba"],
-    ["half", "copying"],
+    ["kernels.half_numpy"],
+    ["kernels.jit"],
+    ["kernels.half_numba", "kernels.half_torch", "kernels.streaming_numba"],
+    ["kernels.half", "kernels.copying"],
     ["settings", "dtypes", "partition", "trees"],
     ["ops", "buffers", "compression"],
     ["world"],

@@ -13,8 +13,8 @@ import sys
 from collections.abc import Mapping
 from types import ModuleType
 
-from ringreduce import half_numpy
-from ringreduce.half_numpy import Kernels
+from ringreduce.kernels import half_numpy
+from ringreduce.kernels.half_numpy import Kernels
 
 
 def kernels(name: str) -> Kernels:
@@ -51,6 +51,6 @@ def _torch() -> ModuleType | None:
 
 def _imported(name: str) -> ModuleType | None:
     try:
-        return importlib.import_module(f"ringreduce.{name}")
+        return importlib.import_module(f"ringreduce.kernels.{name}")
     except Exception:  # a numba that does not fit this NumPy, a torch that was half removed: others can do it
         return None

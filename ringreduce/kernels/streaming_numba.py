@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from ringreduce import jit
-from ringreduce.jit import compiled, extending, ir, numba
+from ringreduce.kernels import jit
+from ringreduce.kernels.jit import compiled, extending, ir, numba
 
 WORD = 8
 

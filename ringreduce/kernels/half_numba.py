@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from ringreduce import jit
-from ringreduce.half_numpy import Kernels, blocks, scratch, writable
-from ringreduce.jit import compiled, extending, ir, numba
+from ringreduce.kernels import jit
+from ringreduce.kernels.half_numpy import Kernels, blocks, scratch, writable
+from ringreduce.kernels.jit import compiled, extending, ir, numba
 
 
 def is_usable() -> bool:

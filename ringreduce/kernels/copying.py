@@ -89,7 +89,7 @@ def _streaming_copy() -> Any:
     if importlib.util.find_spec("numba") is None:
         return None
     try:
-        kernels = importlib.import_module("ringreduce.streaming_numba")
+        kernels = importlib.import_module("ringreduce.kernels.streaming_numba")
         if not kernels.is_usable():
             return None
         for shift in range(2):  # the source may lie askew

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ringreduce.half_numpy import BLOCK, Kernels, divide, scratch, writable
+from ringreduce.kernels.half_numpy import BLOCK, Kernels, divide, scratch, writable
 
 torch: Any = importlib.import_module("torch")
 
