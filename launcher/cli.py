@@ -13,9 +13,19 @@ Environment of each rank
   RANK, WORLD_SIZE              its number, and how many there are
   LOCAL_RANK, LOCAL_WORLD_SIZE  the same on its host
   MASTER_ADDR, MASTER_PORT      where rank 0 may listen (a free port); kept if set
-  OMP_NUM_THREADS               cores / local ranks, at least 1; kept if set
+  OMP_NUM_THREADS               how many physical cores it has; kept if set (with --no-bind: the host's usable
+                                hardware threads / local ranks, at least 1)
   PYTHONUNBUFFERED              1, so that lines appear when they are printed; kept if set
   RINGREDUCE_ERROR_FILE         where ringreduce leaves an uncaught exception for ringrun's report
+
+How many ranks, and where they run
+  -np N starts N ranks; -np auto, or no -np, one per NVIDIA GPU, or one per physical core where there is none.
+  Each rank is bound to its own share of the cores that ringrun may use, hardware threads of one core together and on
+  one NUMA node if possible. Where ranks outnumber cores each has one, in turn. --no-bind leaves them all to every rank.
+  On a host with GPUs, local rank r belongs to GPU r (in turn, if ranks outnumber GPUs): its cores are near that GPU,
+  and a line at the start tells who has what (without GPUs: with --verbose). GPUs are counted as CUDA does with
+  CUDA_DEVICE_ORDER=PCI_BUS_ID, and CUDA_VISIBLE_DEVICES is heeded. All stay visible to every rank, which chooses its
+  own by LOCAL_RANK. --mask-gpus chooses for it: CUDA_VISIBLE_DEVICES names its one GPU, which is then number 0.
 
 Output
   Each line is printed whole, behind the number of its rank: stdout on stdout, stderr on stderr. On a terminal the
@@ -46,9 +56,11 @@ from typing import NoReturn
 
 from .engines.detect import detect
 from .errors import LauncherError, UsageError
+from .placement import automatic_size
 from .plan import engine_variables, find_command, interpreter_of, job_command, printable
+from .topology import read_topology
 
-_USAGE = "ringrun -np N [--dry-run] [--verbose] command [arguments …]"
+_USAGE = "ringrun [-np N] [--no-bind] [--mask-gpus] [--dry-run] [--verbose] command [arguments …]"
 _EXAMPLE = "as in: ringrun -np 4 python train.py"
 
 
@@ -67,7 +79,9 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         add_help=False,
     )
-    parser.add_argument("-np", metavar="N", help="how many ranks to start")
+    parser.add_argument("-np", metavar="N", default="auto", help="how many ranks to start; auto: one per GPU or core")
+    parser.add_argument("--no-bind", action="store_true", help="let each rank run on all cores")
+    parser.add_argument("--mask-gpus", action="store_true", help="let each rank see its own GPU only")
     parser.add_argument("--dry-run", action="store_true", help="print the command that would be run, and do not run it")
     parser.add_argument("--verbose", action="store_true", help="show which MPI is used, and what mpirun itself prints")
     parser.add_argument("--version", action="store_true", help="print the version and exit")
@@ -77,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Return the command line, checked: np (int), command (list), dry_run, verbose, version."""
+    """Return the command line, checked: np (int; None: auto), command (list), the flags."""
     options = _parser().parse_args(arguments)
     if options.version:
         return options
@@ -89,13 +103,13 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def _rank_count(text: str | None) -> int:
-    if text is None:
-        raise UsageError(f"-np is missing: how many ranks to start, {_EXAMPLE}")
+def _rank_count(text: str) -> int | None:
+    if text == "auto":
+        return None
     try:
         count = int(text)
     except ValueError:
-        raise UsageError(f"-np {text}: not a whole number") from None
+        raise UsageError(f"-np {text}: neither a whole number nor auto") from None
     if count < 1:
         raise UsageError(f"-np {text}: at least 1 rank is needed")
     return count
@@ -111,7 +125,8 @@ def run(arguments: Sequence[str]) -> int:
         return 0
     command = find_command(options.command)
     detected = detect(interpreter_of(command))
-    argv = job_command(detected, options.np, command, as_root=os.geteuid() == 0)
+    size = options.np or automatic_size(read_topology(os.environ))
+    argv = job_command(detected, size, command, as_root=os.geteuid() == 0)
     shown = printable(argv, engine_variables(detected, os.environ))
     if options.dry_run:
         print(shown)
@@ -122,7 +137,8 @@ def run(arguments: Sequence[str]) -> int:
 
     from .supervise import run_job  # not needed to tell what is wrong with a command line
 
-    return run_job(detected, options.np, command, verbose=options.verbose)
+    bind, mask_gpus = not options.no_bind, options.mask_gpus
+    return run_job(detected, size, command, verbose=options.verbose, bind=bind, mask_gpus=mask_gpus)
 
 
 def main() -> int:

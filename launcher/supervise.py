@@ -217,26 +217,30 @@ class MpiLauncher:
         self._events.put(LauncherEnded())
 
 
-def run_job(detected: Detected, size: int, command: Sequence[str], *, verbose: bool) -> int:
+def run_job(
+    detected: Detected, size: int, command: Sequence[str], *, verbose: bool, bind: bool = True, mask_gpus: bool = False
+) -> int:
     """Run `size` ranks of `command` to their end and return ringrun's exit code."""
     try:
-        return _try_job(detected, size, command, verbose)
+        return _try_job(detected, size, command, verbose, bind, mask_gpus)
     except NotStartedError as error:
         # Open MPI 5's mpirun fails now and then when others start at the same moment ("The PMIx server's listener
         # thread failed to start"); nothing has run yet, so a second try does no harm
         if verbose:
             print(f"ringrun: trying once more, since {error}", file=sys.stderr, flush=True)
-    return _try_job(detected, size, command, verbose)
+    return _try_job(detected, size, command, verbose, bind, mask_gpus)
 
 
-def _try_job(detected: Detected, size: int, command: Sequence[str], verbose: bool) -> int:
+def _try_job(detected: Detected, size: int, command: Sequence[str], verbose: bool, bind: bool, mask_gpus: bool) -> int:
     events: Events = queue.SimpleQueue()
     output = Output(size, os.environ)
     with tempfile.TemporaryDirectory(prefix="ringrun-", dir=_socket_folder(), ignore_cleanup_errors=True) as directory:
         stdin = _ranks_stdin()
         channel = Channel(directory, size, stdin, output, events)
         port = free_port(_MASTER_ADDRESS)
-        settings = Settings(detected.engine.name, _MASTER_ADDRESS, port, directory, gives_stdin=stdin is not None)
+        settings = Settings(
+            detected.engine.name, _MASTER_ADDRESS, port, directory, stdin is not None, bind, mask_gpus, verbose
+        )
         argv = job_command(detected, size, command, as_root=os.geteuid() == 0)
         environment = job_environment(detected, os.environ, settings, channel.address, channel.authkey)
         _pass_signals_to(events)
