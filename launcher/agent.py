@@ -16,14 +16,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle
 from typing import NoReturn
 
 from .engines import ENGINES
-from .environment import Place, Settings, error_file, rank_environment, usable_cores
-from .processes import die_with_parent, signal_group
+from .environment import Place, Settings, error_file, rank_environment
+from .placement import Share, describe, place
+from .processes import before_exec, bind_to, die_with_parent, signal_group
+from .topology import read_topology, usable_cpus
 from .wire import (
     ADDRESS_VARIABLE,
     AUTHKEY_VARIABLE,
@@ -31,6 +33,7 @@ from .wire import (
     Ended,
     Hello,
     Message,
+    Note,
     NotStarted,
     Output,
     RankError,
@@ -70,17 +73,29 @@ class Agent:
         self._forward(child)
 
     def _start(self, command: Sequence[str]) -> "subprocess.Popen[bytes]":
-        environment = rank_environment(self._place, self._settings, os.environ, usable_cores())
+        share = self._share()
+        binds, masks = self._settings.bind, self._settings.mask_gpus
+        threads = len(share.cores) if binds else max(1, len(usable_cpus()) // self._place.local_size)
+        only_gpu = share.gpu.name if masks and share.gpu else None
         return subprocess.Popen(
             command,
-            env=environment,
+            env=rank_environment(self._place, self._settings, os.environ, threads, only_gpu),
             stdin=self._stdin(),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             close_fds=False,  # MPICH's rank speaks to hydra through an inherited descriptor, PMI_FD
             start_new_session=True,
-            preexec_fn=die_with_parent(signal.SIGKILL),  # safe: no thread runs yet
+            # safe: no thread runs yet
+            preexec_fn=before_exec(die_with_parent(signal.SIGKILL), bind_to(share.cpus) if binds else None),
         )
+
+    def _share(self) -> Share:
+        """Return what this rank gets of its host; the first rank there tells what all get."""
+        shares = place(read_topology(os.environ), self._place.local_size)
+        if self._place.local_rank == 0:
+            for text in _notes(shares, self._place, self._settings):
+                self._send(Note(text))
+        return shares[self._place.local_rank]
 
     def _stdin(self) -> int:
         """Return what the command reads: of rank 0 ringrun's own stdin, which needs no forwarding on one host."""
@@ -150,6 +165,17 @@ class Agent:
                 self._connection.send_bytes(encode(message))
         except OSError:
             pass  # ringrun is gone; _await_end sees it too, and exits
+
+
+def _notes(shares: Sequence[Share], where: Place, settings: Settings) -> Iterator[str]:
+    """Yield what is worth telling about the shares of all ranks of this host."""
+    host, has_gpus = socket.gethostname(), shares[0].gpu is not None
+    masks = settings.mask_gpus and has_gpus
+    if settings.mask_gpus and not has_gpus:
+        yield f"ringrun: --mask-gpus: {host} has no NVIDIA GPU that its ranks may use"
+    if (settings.bind or masks) and (settings.verbose or has_gpus):
+        noun = "rank" if where.size == where.local_size else "local rank"
+        yield describe(shares, host, bound=settings.bind, noun=noun)
 
 
 def _read_error(directory: str, rank: int) -> RankError | None:

@@ -20,7 +20,7 @@ from .lines import LineSplitter
 from .outcome import RankEnd
 from .output import Output as Printer
 from .output import StreamName
-from .wire import End, Ended, Hello, Message, NotStarted, Output, Started, decode, encode, unix_address
+from .wire import End, Ended, Hello, Message, Note, NotStarted, Output, Started, decode, encode, unix_address
 
 _TAIL_LINES = 200
 _TAIL_LINE_CHARACTERS = 2000
@@ -166,6 +166,8 @@ class _RankReader:
         match message:
             case Output(stream, data):
                 self._print(stream, self._splitters[stream].feed(data))
+            case Note(text):
+                self._printer.message([text])
             case Started(pid):
                 self._pid = pid
             case NotStarted(reason):

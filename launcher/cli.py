@@ -13,9 +13,19 @@ Environment of each rank
   RANK, WORLD_SIZE              its number, and how many there are
   LOCAL_RANK, LOCAL_WORLD_SIZE  the same on its host
   MASTER_ADDR, MASTER_PORT      where rank 0 may listen (a free port); kept if set
-  OMP_NUM_THREADS               cores / local ranks, at least 1; kept if set
+  OMP_NUM_THREADS               how many physical cores it has; kept if set (with --no-bind: the host's usable
+                                hardware threads / local ranks, at least 1)
   PYTHONUNBUFFERED              1, so that lines appear when they are printed; kept if set
   RINGREDUCE_ERROR_FILE         where ringreduce leaves an uncaught exception for ringrun's report
+
+How many ranks, and where they run
+  -np N starts N ranks; -np auto, or no -np, one per NVIDIA GPU, or one per physical core where there is none.
+  Each rank is bound to its own share of the cores that ringrun may use, hardware threads of one core together and on
+  one NUMA node if possible. Where ranks outnumber cores each has one, in turn. --no-bind leaves them all to every rank.
+  On a host with GPUs, local rank r belongs to GPU r (in turn, if ranks outnumber GPUs): its cores are near that GPU,
+  and a line at the start tells who has what (without GPUs: with --verbose). GPUs are counted as CUDA does with
+  CUDA_DEVICE_ORDER=PCI_BUS_ID, and CUDA_VISIBLE_DEVICES is heeded. All stay visible to every rank, which chooses its
+  own by LOCAL_RANK. --mask-gpus chooses for it: CUDA_VISIBLE_DEVICES names its one GPU, which is then number 0.
 
 Settings
   Each setting of ringreduce has a flag: --cycle-time-ms 5, --algorithm ring, --deterministic and --no-deterministic …
@@ -54,9 +64,11 @@ from typing import NoReturn
 from . import config
 from .engines.detect import detect
 from .errors import LauncherError, UsageError
-from .plan import engine_variables, find_command, interpreter_of, job_command, printable
+from .placement import automatic_size
+from .plan import Job, engine_variables, find_command, interpreter_of, job_command, printable
+from .topology import read_topology
 
-_USAGE = "ringrun -np N [--dry-run] [--verbose] command [arguments …]"
+_USAGE = "ringrun [-np N] [--no-bind] [--mask-gpus] [--dry-run] [--verbose] command [arguments …]"
 _EXAMPLE = "as in: ringrun -np 4 python train.py"
 
 
@@ -75,7 +87,9 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         add_help=False,
     )
-    parser.add_argument("-np", metavar="N", help="how many ranks to start")
+    parser.add_argument("-np", metavar="N", default="auto", help="how many ranks to start; auto: one per GPU or core")
+    parser.add_argument("--no-bind", action="store_true", help="let each rank run on all cores")
+    parser.add_argument("--mask-gpus", action="store_true", help="let each rank see its own GPU only")
     parser.add_argument("--dry-run", action="store_true", help="print the command that would be run, and do not run it")
     parser.add_argument("--verbose", action="store_true", help="show which MPI is used, and what mpirun itself prints")
     config.add_own_flags(parser)
@@ -86,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Return the command line and its file, checked: np (int), command (list), …; config: see config.py."""
+    """Return the command line and its file, checked: np (int; None: auto), command (list), …; config: see config.py."""
     resolved = config.resolve(_parser(), arguments, os.environ)
     options = resolved.options
     options.config = resolved
@@ -101,13 +115,13 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def _rank_count(text: str | None, place: str) -> int:
-    if text is None:
-        raise UsageError(f"-np is missing: how many ranks to start, {_EXAMPLE}")
+def _rank_count(text: str, place: str) -> int | None:
+    if text == "auto":
+        return None
     try:
         count = int(text)
     except ValueError:
-        raise UsageError(f"{place}-np {text}: not a whole number") from None
+        raise UsageError(f"{place}-np {text}: neither a whole number nor auto") from None
     if count < 1:
         raise UsageError(f"{place}-np {text}: at least 1 rank is needed")
     return count
@@ -134,7 +148,16 @@ def run(arguments: Sequence[str]) -> int:
     os.environ.update(variables := options.config.variables)  # all ranks inherit them, through mpirun
     command = find_command(options.command)
     detected = detect(interpreter_of(command))
-    argv = job_command(detected, options.np, command, as_root=os.geteuid() == 0, mpi_args=options.mpi_args)
+    size = options.np or automatic_size(read_topology(os.environ))
+    job = Job(
+        size,
+        command,
+        verbose=options.verbose,
+        bind=not options.no_bind,
+        mask_gpus=options.mask_gpus,
+        mpi_args=options.mpi_args,
+    )
+    argv = job_command(detected, job, as_root=os.geteuid() == 0)
     shown = printable(argv, {**variables, **engine_variables(detected, os.environ)})
     if options.dry_run:
         print(shown)
@@ -145,7 +168,7 @@ def run(arguments: Sequence[str]) -> int:
 
     from .supervise import run_job  # not needed to tell what is wrong with a command line
 
-    return run_job(detected, options.np, command, verbose=options.verbose, mpi_args=options.mpi_args)
+    return run_job(detected, job)
 
 
 def main() -> int:

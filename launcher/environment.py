@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from .topology import VISIBLE_VARIABLE
+
 PRIVATE_PREFIX = "RINGRUN_"
 """Variables of this prefix are between ringrun and its agents; a rank does not see them."""
 
@@ -19,6 +21,15 @@ DIRECTORY_VARIABLE = "RINGRUN_DIRECTORY"
 
 STDIN_VARIABLE = "RINGRUN_STDIN"
 """`1` if rank 0 reads ringrun's standard input, whose descriptor then follows its Hello."""
+
+BIND_VARIABLE = "RINGRUN_BIND"
+"""`1` if each rank is bound to its share of the cores."""
+
+MASK_VARIABLE = "RINGRUN_MASK_GPUS"
+"""`1` if each rank sees its own GPU only."""
+
+VERBOSE_VARIABLE = "RINGRUN_VERBOSE"
+"""`1` if ringrun shows more than a user needs."""
 
 HOOK_DIRECTORY = str(Path(__file__).parent / "hook")
 
@@ -42,6 +53,9 @@ class Settings:
     master_port: int
     directory: str
     gives_stdin: bool
+    bind: bool = True
+    mask_gpus: bool = False
+    verbose: bool = False
 
     def to_environment(self) -> dict[str, str]:
         """Return the variables that carry these settings."""
@@ -50,14 +64,17 @@ class Settings:
             MASTER_VARIABLE: f"{self.master_address}:{self.master_port}",
             DIRECTORY_VARIABLE: self.directory,
             STDIN_VARIABLE: str(int(self.gives_stdin)),
+            BIND_VARIABLE: str(int(self.bind)),
+            MASK_VARIABLE: str(int(self.mask_gpus)),
+            VERBOSE_VARIABLE: str(int(self.verbose)),
         }
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> "Settings":
         """Read back what `to_environment` wrote; KeyError where there is nothing."""
         address, _, port = environ[MASTER_VARIABLE].rpartition(":")
-        stdin = environ[STDIN_VARIABLE] == "1"
-        return cls(environ[ENGINE_VARIABLE], address, int(port), environ[DIRECTORY_VARIABLE], stdin)
+        flags = (environ[name] == "1" for name in (STDIN_VARIABLE, BIND_VARIABLE, MASK_VARIABLE, VERBOSE_VARIABLE))
+        return cls(environ[ENGINE_VARIABLE], address, int(port), environ[DIRECTORY_VARIABLE], *flags)
 
 
 def error_file(directory: str, rank: int) -> Path:
@@ -65,24 +82,24 @@ def error_file(directory: str, rank: int) -> Path:
     return Path(directory) / f"rank{rank}.json"
 
 
-def usable_cores() -> int:
-    """Return how many cores this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+def rank_environment(
+    place: Place, settings: Settings, inherited: Mapping[str, str], threads: int, only_gpu: str | None = None
+) -> dict[str, str]:
+    """Return the environment of the command of the rank at `place`, which has cores for `threads` threads.
 
-
-def rank_environment(place: Place, settings: Settings, inherited: Mapping[str, str], cores: int) -> dict[str, str]:
-    """Return the environment of the command of the rank at `place`, on a host with `cores` usable cores."""
+    only_gpu:  what CUDA_VISIBLE_DEVICES calls the one GPU that the rank is to see; None leaves the choice to it.
+    """
     environment = {name: value for name, value in inherited.items() if not name.startswith(PRIVATE_PREFIX)}
     defaults = {
         "MASTER_ADDR": settings.master_address,
         "MASTER_PORT": str(settings.master_port),
-        "OMP_NUM_THREADS": str(max(1, cores // place.local_size)),
+        "OMP_NUM_THREADS": str(threads),
         "PYTHONUNBUFFERED": "1",
     }
     for name, value in defaults.items():
         environment.setdefault(name, value)
+    if only_gpu is not None:
+        environment |= {VISIBLE_VARIABLE: only_gpu, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}  # the order of our numbers
     environment |= {
         "RANK": str(place.rank),
         "LOCAL_RANK": str(place.local_rank),

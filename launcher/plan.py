@@ -7,6 +7,7 @@ import shutil
 import socket
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from .engines.detect import Detected
@@ -44,13 +45,28 @@ def interpreter_of(command: Sequence[str]) -> str:
     return command[0] if _PYTHON.fullmatch(Path(command[0]).name) else sys.executable
 
 
-def job_command(
-    detected: Detected, size: int, command: Sequence[str], *, as_root: bool, mpi_args: Sequence[str] = ()
-) -> list[str]:
-    """Return the argv that starts `size` agents, each of which starts `command`; mpirun gets `mpi_args` too."""
-    program = [sys.executable, *agent_arguments(sys.version_info[:2]), *command]
-    argv = detected.engine.command(detected.launcher, size, program, as_root=as_root)
-    return [*_without(argv[: -len(program)], mpi_args), *mpi_args, *program]
+@dataclass(frozen=True)
+class Job:
+    """What the user has asked for."""
+
+    size: int
+    """How many ranks."""
+    command: Sequence[str]
+    """What each of them runs; its program found."""
+    verbose: bool = False
+    bind: bool = True
+    """Each rank has cores of its own."""
+    mask_gpus: bool = False
+    """Each rank sees its own GPU only."""
+    mpi_args: Sequence[str] = ()
+    """More arguments for mpirun."""
+
+
+def job_command(detected: Detected, job: Job, *, as_root: bool) -> list[str]:
+    """Return the argv that starts the job's agents, each of which starts its command."""
+    program = [sys.executable, *agent_arguments(sys.version_info[:2]), *job.command]
+    argv = detected.engine.command(detected.launcher, job.size, program, as_root=as_root)
+    return [*_without(argv[: -len(program)], job.mpi_args), *job.mpi_args, *program]
 
 
 def _without(argv: Sequence[str], mpi_args: Sequence[str]) -> list[str]:

@@ -5,7 +5,7 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 _PR_SET_PDEATHSIG = 1
 
@@ -26,6 +26,32 @@ def die_with_parent(number: int) -> Callable[[], None] | None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     return arm
+
+
+def bind_to(cpus: Collection[int]) -> Callable[[], None] | None:
+    """Return what a child runs before exec to run on `cpus` only, with all it starts; None where that is not known.
+
+    Where it is forbidden (by a sandbox, or a CPU has just been taken away) the child runs where it did.
+    """
+    if not hasattr(os, "sched_setaffinity"):
+        return None
+
+    def bind() -> None:
+        with contextlib.suppress(OSError):
+            os.sched_setaffinity(0, cpus)
+
+    return bind
+
+
+def before_exec(*steps: Callable[[], None] | None) -> Callable[[], None]:
+    """Return what runs those of `steps` that there are, in this order, in a child before exec."""
+
+    def run() -> None:
+        for step in steps:
+            if step is not None:
+                step()
+
+    return run
 
 
 def signal_group(leader: int, number: int) -> None:

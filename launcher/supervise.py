@@ -34,7 +34,7 @@ from .errors import MachineError, NotStartedError, UsageError
 from .escalation import AFTER_FAILURE, AFTER_INTERRUPT, AFTER_TERMINATE, AT_ONCE, Escalation, Step
 from .outcome import RankEnd
 from .output import Output
-from .plan import free_port, job_command, job_environment
+from .plan import Job, free_port, job_command, job_environment
 from .processes import die_with_parent, signal_group
 from .wire import Signal
 
@@ -217,29 +217,36 @@ class MpiLauncher:
         self._events.put(LauncherEnded())
 
 
-def run_job(
-    detected: Detected, size: int, command: Sequence[str], *, verbose: bool, mpi_args: Sequence[str] = ()
-) -> int:
-    """Run `size` ranks of `command` to their end and return ringrun's exit code."""
+def run_job(detected: Detected, job: Job) -> int:
+    """Run a job to its end and return ringrun's exit code."""
     try:
-        return _try_job(detected, size, command, verbose, mpi_args)
+        return _try_job(detected, job)
     except NotStartedError as error:
         # Open MPI 5's mpirun fails now and then when others start at the same moment ("The PMIx server's listener
         # thread failed to start"); nothing has run yet, so a second try does no harm
-        if verbose:
+        if job.verbose:
             print(f"ringrun: trying once more, since {error}", file=sys.stderr, flush=True)
-    return _try_job(detected, size, command, verbose, mpi_args)
+    return _try_job(detected, job)
 
 
-def _try_job(detected: Detected, size: int, command: Sequence[str], verbose: bool, mpi_args: Sequence[str]) -> int:
+def _try_job(detected: Detected, job: Job) -> int:
     events: Events = queue.SimpleQueue()
-    output = Output(size, os.environ)
+    output = Output(job.size, os.environ)
     with tempfile.TemporaryDirectory(prefix="ringrun-", dir=_socket_folder(), ignore_cleanup_errors=True) as directory:
         stdin = _ranks_stdin()
-        channel = Channel(directory, size, stdin, output, events)
+        channel = Channel(directory, job.size, stdin, output, events)
         port = free_port(_MASTER_ADDRESS)
-        settings = Settings(detected.engine.name, _MASTER_ADDRESS, port, directory, gives_stdin=stdin is not None)
-        argv = job_command(detected, size, command, as_root=os.geteuid() == 0, mpi_args=mpi_args)
+        settings = Settings(
+            detected.engine.name,
+            _MASTER_ADDRESS,
+            port,
+            directory,
+            stdin is not None,
+            job.bind,
+            job.mask_gpus,
+            job.verbose,
+        )
+        argv = job_command(detected, job, as_root=os.geteuid() == 0)
         environment = job_environment(detected, os.environ, settings, channel.address, channel.authkey)
         _pass_signals_to(events)
         try:
@@ -247,8 +254,8 @@ def _try_job(detected: Detected, size: int, command: Sequence[str], verbose: boo
         except OSError as error:
             raise MachineError(f"{argv[0]} cannot be executed: {error.strerror}") from error
         channel.start()
-        launcher.start(output if verbose else None)
-        return Supervisor(size, launcher, channel, output, events).run()
+        launcher.start(output if job.verbose else None)
+        return Supervisor(job.size, launcher, channel, output, events).run()
 
 
 def _pass_signals_to(events: Events) -> None:

@@ -3,7 +3,7 @@
 A frame is one tag byte and a payload: `o` and `e` carry raw bytes of a rank's stdout and stderr, `j` carries
 JSON. Nothing is ever unpickled. The connection is multiprocessing's, which checks a shared key both ways.
 
-    agent   → ringrun   Hello, Output …, then Ended or NotStarted
+    agent   → ringrun   Hello, Note …, Started, Output …, then Ended; or NotStarted instead of Started and the rest
     ringrun → agent     Signal …, then End; the end of the connection means the same as End
 """
 
@@ -29,6 +29,13 @@ class Hello:
     rank: int
     size: int
     host: str
+
+
+@dataclass(frozen=True)
+class Note:
+    """A line of the agent's own, to be shown on ringrun's stderr."""
+
+    text: str
 
 
 @dataclass(frozen=True)
@@ -89,11 +96,11 @@ class End:
     """Kill what is left of the rank's process group and exit."""
 
 
-Message: TypeAlias = Hello | Started | NotStarted | Output | Ended | Signal | End
+Message: TypeAlias = Hello | Note | Started | NotStarted | Output | Ended | Signal | End
 
 _STREAM_TAGS: dict[str, bytes] = {"stdout": b"o", "stderr": b"e"}
 _JSON_TAG = b"j"
-_JSON_KINDS = {kind.__name__: kind for kind in (Hello, Started, NotStarted, Ended, Signal, End)}
+_JSON_KINDS = {kind.__name__: kind for kind in (Hello, Note, Started, NotStarted, Ended, Signal, End)}
 
 
 def encode(message: Message) -> bytes:

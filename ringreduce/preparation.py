@@ -40,7 +40,14 @@ def prepare_host(world: World, transport: MessageTransport, settings: Settings) 
     if world.size > 1 and not settings.costs:
         constants = complete(measure.constants(transport, world.hosts, rehearsal.region))
         world.gather(None)  # no rank resets its flags before all have measured
-    return Host(world, transport, settings, window, constants, native)
+    return Host(world, transport, settings, window, constants, native, host_cores(world))
+
+
+def host_cores(world: World) -> int:
+    """How many cores the ranks of this host may use: a launcher may have bound each to some of them."""
+    theirs = world.gather(os.sched_getaffinity(0))
+    ours = world.hosts[world.rank]
+    return len(set().union(*(cores for cores, host in zip(theirs, world.hosts, strict=True) if host == ours)))
 
 
 def make_window(world: World, settings: Settings) -> tuple[Window | None, str]:

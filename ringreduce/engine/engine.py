@@ -11,7 +11,6 @@ long rings (stalls.py).
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -101,7 +100,7 @@ class Engine:
         self._clock_offsets_us = clock_offsets_us or [0.0] * world.size
         self._timeline = Timeline()
         self._recording = Recording(transport, self._timeline)
-        crowded = world.local_size >= len(os.sched_getaffinity(0))
+        crowded = world.local_size >= host.cores
         self._inbox = Inbox(transport, settings, len(set(world.hosts)) == 1, crowded)
         self._next_set = GLOBAL
         self._early: dict[int, list[tuple[int, Announcement]]] = {}

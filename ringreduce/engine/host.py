@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 from ringreduce.collectives.choose import Constants
@@ -24,10 +25,13 @@ class Host:
         window: Window | None = None,
         constants: Constants | None = None,
         native: Native | None = None,
+        cores: int | None = None,
     ) -> None:
         self.world = world
         self.window = window
         self.constants = constants or Constants.parse(settings.costs)
+        self.cores = cores or len(os.sched_getaffinity(0))
+        """How many its ranks may run on, all together."""
         self._transport = transport
         self._settings = settings
         self._native = native

@@ -16,6 +16,7 @@ GONE_WITHIN_S = 5.0
 
 def _environment(changes: dict[str, str | None]) -> dict[str, str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "MASTER_"))}
+    environment["CUDA_VISIBLE_DEVICES"] = ""  # on a host with GPUs ringrun tells their ranks, on its stderr
     environment |= {name: value for name, value in changes.items() if value is not None}
     return {name: value for name, value in environment.items() if changes.get(name, "") is not None}
 

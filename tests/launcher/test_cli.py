@@ -25,17 +25,25 @@ def test_flags_before_the_command_are_ours() -> None:
     assert (options.verbose, options.dry_run, options.command) == (True, True, ["-strange"])
 
 
+def test_without_a_number_of_ranks_it_is_found_out() -> None:
+    assert cli.parse(["true"]).np is None
+    assert cli.parse(["-np", "auto", "true"]).np is None
+    assert cli.parse(["true", "-np", "4"]).command == ["true", "-np", "4"]
+
+
+def test_placement_is_bound_and_unmasked_unless_told() -> None:
+    options = cli.parse(["true"])
+    assert (options.no_bind, options.mask_gpus) == (False, False)
+    options = cli.parse(["--no-bind", "--mask-gpus", "true"])
+    assert (options.no_bind, options.mask_gpus) == (True, True)
+
+
 WRONG = [
-    ([], "-np is missing: how many ranks to start, as in: ringrun -np 4 python train.py"),
-    (["python", "train.py"], "-np is missing: how many ranks to start, as in: ringrun -np 4 python train.py"),
-    (
-        ["python", "train.py", "-np", "4"],
-        "-np is missing: how many ranks to start, as in: ringrun -np 4 python train.py",
-    ),
+    ([], "no command to run, as in: ringrun -np 4 python train.py"),
     (["-np", "0", "true"], "-np 0: at least 1 rank is needed"),
     (["-np", "-3", "true"], "-np -3: at least 1 rank is needed"),
-    (["-np", "four", "true"], "-np four: not a whole number"),
-    (["-np", "1.5", "true"], "-np 1.5: not a whole number"),
+    (["-np", "four", "true"], "-np four: neither a whole number nor auto"),
+    (["-np", "1.5", "true"], "-np 1.5: neither a whole number nor auto"),
     (["-np", "4"], "no command to run, as in: ringrun -np 4 python train.py"),
     (["-np", "4", "--"], "no command to run, as in: ringrun -np 4 python train.py"),
     (["-np"], "argument -np: expected one argument"),

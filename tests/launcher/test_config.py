@@ -292,7 +292,7 @@ def test_a_wrong_variable_beside_a_flag_is_told_too(monkeypatch: pytest.MonkeyPa
         ),
         ("autotune: true\nno_autotune: true", "job.yaml:2: no_autotune says again what job.yaml:1 says"),
         ("timeline: a\ntimeline_filename: b", "job.yaml:2 and job.yaml:1 both set timeline; give one of them"),
-        ("np: zero", "job.yaml:1: -np zero: not a whole number"),
+        ("np: zero", "job.yaml:1: -np zero: neither a whole number nor auto"),
         ("np: true", "job.yaml:1: np: expected a value, but it is 'true' (bool)"),
         ("verbose: 1", "job.yaml:1: verbose: expected true or false, but it is '1'"),
         ("cache_capacity: '5'", "job.yaml:1: cache_capacity: expected a number without quotes, but it is '5' (str)"),
@@ -397,7 +397,7 @@ def test_show_config_prints_and_does_not_run(ringrun: Run) -> None:
     assert rows["autotune"] == ["1", "--autotune"]
     assert rows["timeline"] == ["'a\\nb'", "RINGREDUCE_TIMELINE"]
     assert rows["cache_capacity"] == ["16384", "default"]
-    assert rows["np"] == ["''", "default"]
+    assert rows["np"] == ["auto", "default"]
     assert len({line.index(line.split()[-1]) for line in done.stdout.splitlines()}) == 1  # aligned
 
 

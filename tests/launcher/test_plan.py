@@ -4,6 +4,7 @@ import os
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from ringrun.engines.detect import Detected
 from ringrun.environment import HOOK_DIRECTORY, Place, Settings, rank_environment
 from ringrun.errors import UsageError
 from ringrun.plan import (
+    Job,
     agent_arguments,
     engine_variables,
     find_command,
@@ -73,7 +75,7 @@ def test_of_other_commands_ours_is_asked(name: str) -> None:
 
 
 def test_the_job_is_agents_with_the_command_as_it_stands() -> None:
-    argv = job_command(OPEN_MPI, 4, ["/bin/echo", "$HOME", "a;b"], as_root=False)
+    argv = job_command(OPEN_MPI, Job(4, ["/bin/echo", "$HOME", "a;b"]), as_root=False)
     assert argv[0] == "/v/bin/mpirun"
     assert argv[argv.index("-np") + 1] == "4"
     agent = agent_arguments(sys.version_info[:2])
@@ -108,7 +110,8 @@ def test_what_is_printed_can_be_pasted_into_a_shell() -> None:
 
 
 def test_settings_survive_the_environment() -> None:
-    assert Settings.from_environment(SETTINGS.to_environment()) == SETTINGS
+    for settings in (SETTINGS, replace(SETTINGS, bind=False, verbose=True), replace(SETTINGS, mask_gpus=True)):
+        assert Settings.from_environment(settings.to_environment()) == settings
     with pytest.raises(KeyError):
         Settings.from_environment({})
 
@@ -118,7 +121,7 @@ PLACE = Place(rank=5, size=8, local_rank=1, local_size=4)
 
 def test_the_variables_of_a_rank() -> None:
     inherited = {**SETTINGS.to_environment(), "RINGRUN_AUTHKEY": "secret", "HOME": "/root", "RANK": "99"}
-    assert rank_environment(PLACE, SETTINGS, inherited, cores=11) == {
+    assert rank_environment(PLACE, SETTINGS, inherited, threads=2) == {
         "HOME": "/root",
         "RANK": "5",
         "WORLD_SIZE": "8",
@@ -135,14 +138,16 @@ def test_the_variables_of_a_rank() -> None:
 
 def test_what_the_user_has_set_is_kept() -> None:
     kept = {"MASTER_ADDR": "h", "MASTER_PORT": "1", "OMP_NUM_THREADS": "7", "PYTHONUNBUFFERED": ""}
-    environment = rank_environment(PLACE, SETTINGS, {**kept, "PYTHONPATH": "/mine"}, cores=2)
+    environment = rank_environment(PLACE, SETTINGS, {**kept, "PYTHONPATH": "/mine"}, threads=2)
     assert {name: environment[name] for name in kept} == kept
     assert environment["PYTHONPATH"] == f"{HOOK_DIRECTORY}{os.pathsep}/mine"
 
 
-@pytest.mark.parametrize(("cores", "local_size", "threads"), [(1, 4, "1"), (4, 4, "1"), (7, 4, "1"), (64, 8, "8")])
-def test_threads_share_the_cores(cores: int, local_size: int, threads: str) -> None:
-    assert rank_environment(Place(0, 9, 0, local_size), SETTINGS, {}, cores)["OMP_NUM_THREADS"] == threads
+def test_a_rank_that_is_to_see_one_gpu_sees_it_by_our_number() -> None:
+    inherited = {"CUDA_VISIBLE_DEVICES": "2,3", "CUDA_DEVICE_ORDER": "FASTEST_FIRST"}
+    masked = rank_environment(PLACE, SETTINGS, inherited, threads=1, only_gpu="3")
+    assert (masked["CUDA_VISIBLE_DEVICES"], masked["CUDA_DEVICE_ORDER"]) == ("3", "PCI_BUS_ID")
+    assert rank_environment(PLACE, SETTINGS, inherited, threads=1).items() >= inherited.items()
 
 
 def test_a_free_port_can_be_bound() -> None:

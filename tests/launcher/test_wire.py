@@ -7,6 +7,7 @@ from ringrun.wire import (
     Ended,
     Hello,
     Message,
+    Note,
     NotStarted,
     Output,
     RankError,
@@ -25,6 +26,7 @@ ERROR = RankError("ValueError", "boom é", "Traceback …", (1, 3))
     "message",
     [
         Hello(3, 8, "node7"),
+        Note("ringrun: 2 ranks on node7"),
         Started(4711),
         NotStarted("Permission denied"),
         Output("stdout", b"\xff\x00\n"),

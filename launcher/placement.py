@@ -1,0 +1,140 @@
+"""Which cores and which GPU each rank of a host gets: a pure function of what the host has and how many ranks it runs.
+
+    2 nodes of 4 cores and 2 GPUs each                      the same without GPUs
+    4 ranks: rank 0  GPU 0  cores 0-1  ┐ node 0             3 ranks: rank 0  cores 0-1
+             rank 1  GPU 1  cores 2-3  ┘                             rank 1  cores 2-4
+             rank 2  GPU 2  cores 4-5  ┐ node 1                      rank 2  cores 5-7
+             rank 3  GPU 3  cores 6-7  ┘
+
+The unit is the physical core: its hardware threads stay together. Each agent computes the whole and takes its rank's.
+"""
+
+import itertools
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from .topology import Core, Gpu, Topology, format_cpulist
+
+_FOLD = 3  # so many ranks alike are told as one
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank gets: its cores, at least one, and its GPU, if the host has any."""
+
+    cores: tuple[Core, ...]
+    gpu: Gpu | None = None
+
+    @property
+    def cpus(self) -> frozenset[int]:
+        """All hardware threads of its cores."""
+        return frozenset(cpu for core in self.cores for cpu in core.cpus)
+
+    @property
+    def node(self) -> int | None:
+        """The NUMA node of its cores; None if they are on several, or the node is unknown."""
+        nodes = {core.node for core in self.cores}
+        return nodes.pop() if len(nodes) == 1 else None
+
+
+def automatic_size(topology: Topology) -> int:
+    """Return how many ranks a host runs if nobody says: one per GPU, else one per physical core."""
+    return len(topology.gpus) or len(topology.cores)
+
+
+def place(topology: Topology, local_size: int) -> list[Share]:
+    """Return the share of each of `local_size` ranks, by local rank.
+
+    GPUs: local rank r gets the r-th, in turn if ranks outnumber them. The ranks whose GPUs are near the same cores
+    share these; if there are not enough of them, or nothing is known of a GPU, all ranks share all cores.
+    """
+    gpus = [topology.gpus[rank % len(topology.gpus)] if topology.gpus else None for rank in range(local_size)]
+    shares: dict[int, Share] = {}
+    for cores, ranks in _neighbourhoods(topology.cores, gpus):
+        for rank, own in zip(ranks, share_out(cores, len(ranks)), strict=True):
+            shares[rank] = Share(own, gpus[rank])
+    return [shares[rank] for rank in range(local_size)]
+
+
+def _neighbourhoods(cores: tuple[Core, ...], gpus: Sequence[Gpu | None]) -> list[tuple[tuple[Core, ...], list[int]]]:
+    """Return sets of cores without a common one, and with each the ranks that share it."""
+    ranks: dict[tuple[Core, ...], list[int]] = {}
+    for rank, gpu in enumerate(gpus):
+        near = tuple(core for core in cores if gpu and gpu.near.intersection(core.cpus))
+        ranks.setdefault(near or cores, []).append(rank)
+    listed = [core for near in ranks for core in near]
+    overlap = len(set(listed)) < len(listed)
+    too_few = any(len(near) < len(sharers) for near, sharers in ranks.items()) and len(cores) >= len(gpus)
+    return [(cores, list(range(len(gpus))))] if overlap or too_few else list(ranks.items())
+
+
+def share_out(cores: Sequence[Core], ranks: int) -> list[tuple[Core, ...]]:
+    """Return each rank's part of `cores`: contiguous, their lengths differing by at most one.
+
+    More ranks than cores get one each, in turn, so that no core has more than one rank more than another.
+    """
+    if ranks > len(cores):
+        return [(cores[rank % len(cores)],) for rank in range(ranks)]
+    # where the longer parts come early, or late: whichever lets fewer ranks lie across two nodes
+    down = [rank * len(cores) // ranks for rank in range(ranks + 1)]
+    up = [-(-rank * len(cores) // ranks) for rank in range(ranks + 1)]
+    cuts = [[tuple(cores[begin:end]) for begin, end in itertools.pairwise(at)] for at in (down, up)]
+    return min(cuts, key=lambda parts: sum(len({core.node for core in part}) for part in parts))
+
+
+def describe(shares: Sequence[Share], host: str, *, bound: bool, noun: str = "rank") -> str:
+    """Return one line: which GPU and, if `bound` to them, which cores each rank has; ranks alike are told as one."""
+    told = []
+    for run in _runs(shares):
+        parts = [run] if len(run) >= _FOLD else [range(rank, rank + 1) for rank in run]
+        told += [_tell(shares[part.start : part.stop], part, noun, bound) for part in parts]
+    return f"ringrun: {_counted(len(shares), noun)} on {host}: {'; '.join(told)}"
+
+
+def _runs(shares: Sequence[Share]) -> list[range]:
+    """Return the local ranks, cut where two neighbours are not alike."""
+    runs = [range(1)]
+    for rank in range(1, len(shares)):
+        if _alike(shares[rank - 1], shares[rank]):
+            runs[-1] = range(runs[-1].start, rank + 1)
+        else:
+            runs.append(range(rank, rank + 1))
+    return runs
+
+
+def _alike(one: Share, other: Share) -> bool:
+    """Return whether two neighbours have as many cores on the same node, and the same GPU or the next one."""
+    if (one.node, len(one.cores)) != (other.node, len(other.cores)):
+        return False
+    if one.gpu and other.gpu and one.gpu.name.isdecimal() and other.gpu.name.isdecimal():
+        return int(other.gpu.name) - int(one.gpu.name) in (0, 1)
+    return one.gpu == other.gpu
+
+
+def _tell(shares: Sequence[Share], ranks: range, noun: str, bound: bool) -> str:
+    words = [_numbered(noun, ranks)]
+    names = {share.gpu.name for share in shares if share.gpu}
+    if len(names) == 1:
+        words.append(f"GPU {names.pop()}")
+    elif names:
+        words.append(_numbered("GPU", {int(name) for name in names}))
+    if bound:
+        words.append(_numbered("core", {cpu for share in shares for cpu in share.cpus}))
+        if len(ranks) > 1:
+            words.append(_division(shares))
+    return " ".join(words)
+
+
+def _division(shares: Sequence[Share]) -> str:
+    """Return how ranks that are told as one share the cores that are named."""
+    different = len({core for share in shares for core in share.cores})
+    each = len(shares[0].cores)
+    return f"({each} each)" if different == each * len(shares) else "(in turn)"
+
+
+def _numbered(noun: str, numbers: Collection[int]) -> str:
+    return f"{noun}{'' if len(numbers) == 1 else 's'} {format_cpulist(numbers)}"
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"

@@ -1,0 +1,363 @@
+"""Who gets which cores and which GPU; and that the ranks which ringrun starts do."""
+
+import json
+import os
+import subprocess
+import textwrap
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ringrun.placement import Share, automatic_size, describe, place, share_out
+from ringrun.topology import Core, Gpu, Topology, format_cpulist, read_topology
+from tests.launcher.fake_machines import FakeGpu, make_machine, two_sockets
+
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+ALL = range(64)
+
+
+def cpus(shares: list[Share]) -> list[str]:
+    return [format_cpulist(share.cpus) for share in shares]
+
+
+def gpu_names(shares: list[Share]) -> list[str | None]:
+    return [share.gpu.name if share.gpu else None for share in shares]
+
+
+def one_node(cores: int) -> Topology:
+    return Topology(tuple(Core((cpu,), 0) for cpu in range(cores)))
+
+
+def test_ranks_on_two_sockets_get_whole_cores_of_one_node(tmp_path: Path) -> None:
+    shares = place(read_topology({}, two_sockets(tmp_path), ALL), 4)
+    assert cpus(shares) == ["0-7,32-39", "8-15,40-47", "16-23,48-55", "24-31,56-63"]
+    assert [share.node for share in shares] == [0, 0, 1, 1]
+    assert gpu_names(shares) == [None] * 4
+
+
+def test_a_rank_may_lie_across_nodes_when_shares_must_be_even(tmp_path: Path) -> None:
+    shares = place(read_topology({}, two_sockets(tmp_path), ALL), 3)
+    assert [len(share.cores) for share in shares] == [10, 11, 11]
+    assert [share.node for share in shares] == [0, None, 1]
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2), (5, 4), (4, 5)])
+def test_the_longer_shares_go_where_a_node_has_more(sizes: tuple[int, int]) -> None:
+    cores = tuple(Core((cpu,), int(cpu >= sizes[0])) for cpu in range(sum(sizes)))
+    ranks = 2 if sum(sizes) == 3 else 4
+    assert None not in [share.node for share in place(Topology(cores), ranks)]
+
+
+def test_a_container_with_three_odd_cores(tmp_path: Path) -> None:
+    topology = read_topology({}, two_sockets(tmp_path), [5, 7, 37, 22])
+    assert cpus(place(topology, 1)) == ["5,7,22,37"]
+    assert cpus(place(topology, 2)) == ["5,7,37", "22"]
+    assert cpus(place(topology, 3)) == ["5,37", "7", "22"]
+    assert cpus(place(topology, 4)) == ["5,37", "7", "22", "5,37"]
+
+
+def test_eight_gpus_on_two_nodes(tmp_path: Path) -> None:
+    shares = place(read_topology({}, two_sockets(tmp_path, gpus=8), ALL), 8)
+    assert gpu_names(shares) == [str(index) for index in range(8)]
+    assert cpus(shares)[:2] == ["0-3,32-35", "4-7,36-39"]
+    assert cpus(shares)[4:6] == ["16-19,48-51", "20-23,52-55"]
+    assert {len(share.cores) for share in shares} == {4}
+
+
+def test_two_ranks_with_gpus_of_one_node_share_that_node(tmp_path: Path) -> None:
+    shares = place(read_topology({}, two_sockets(tmp_path, gpus=8), ALL), 2)
+    assert cpus(shares) == ["0-7,32-39", "8-15,40-47"]
+
+
+def test_more_ranks_than_gpus_take_turns_and_stay_near(tmp_path: Path) -> None:
+    shares = place(read_topology({}, two_sockets(tmp_path, gpus=2), ALL), 6)
+    assert gpu_names(shares) == ["0", "1"] * 3
+    assert [share.node for share in shares] == [0, 1] * 3
+    assert sorted(len(share.cores) for share in shares) == [5, 5, 5, 5, 6, 6]
+
+
+def test_visible_gpus_decide_where_ranks_run(tmp_path: Path) -> None:
+    topology = read_topology({"CUDA_VISIBLE_DEVICES": "7,0"}, two_sockets(tmp_path, gpus=8), ALL)
+    assert automatic_size(topology) == 2
+    shares = place(topology, 2)
+    assert (gpu_names(shares), [share.node for share in shares]) == (["7", "0"], [1, 0])
+
+
+def test_gpus_of_no_node_leave_all_cores_to_all(tmp_path: Path) -> None:
+    gpus = [FakeGpu(f"0000:0{bus}:00.0", near="0-3") for bus in range(2)]
+    shares = place(read_topology({}, make_machine(tmp_path, gpus=gpus), range(4)), 2)
+    assert (cpus(shares), gpu_names(shares)) == (["0-1", "2-3"], ["0", "1"])
+
+
+def test_if_the_node_of_one_gpu_is_unknown_no_core_goes_to_two_ranks() -> None:
+    topology = Topology(one_node(8).cores, (Gpu("0", frozenset({0, 1})), Gpu("1")))
+    assert cpus(place(topology, 2)) == ["0-3", "4-7"]
+
+
+def test_a_gpu_near_no_usable_core_has_the_others(tmp_path: Path) -> None:
+    topology = read_topology({"CUDA_VISIBLE_DEVICES": "7"}, two_sockets(tmp_path, gpus=8), [0, 1])
+    assert cpus(place(topology, 1)) == ["0-1"]
+
+
+def test_ranks_that_find_too_few_cores_near_their_gpu_use_all(tmp_path: Path) -> None:
+    topology = read_topology({"CUDA_VISIBLE_DEVICES": "0"}, two_sockets(tmp_path, gpus=2), ALL)
+    assert {share.node for share in place(topology, 16)} == {0}
+    assert [share.node for share in place(topology, 32)] == [0] * 16 + [1] * 16
+
+
+def test_where_ranks_outnumber_all_cores_they_stay_near_their_gpus(tmp_path: Path) -> None:
+    topology = read_topology({}, two_sockets(tmp_path, gpus=2), ALL)
+    assert [share.node for share in place(topology, 40)] == [0, 1] * 20
+
+
+def test_one_rank_per_gpu_or_per_physical_core(tmp_path: Path) -> None:
+    root = two_sockets(tmp_path, gpus=8)
+    assert automatic_size(read_topology({}, root, ALL)) == 8
+    assert automatic_size(read_topology({"CUDA_VISIBLE_DEVICES": ""}, root, ALL)) == 32
+    assert automatic_size(read_topology({"CUDA_VISIBLE_DEVICES": "-1"}, root, [0, 32, 1])) == 2
+
+
+@st.composite
+def machines(draw: st.DrawFn) -> Topology:
+    """Some CPUs of a machine, their threads and nodes drawn at random, with up to 5 GPUs that are near anything."""
+    numbers = draw(st.lists(st.integers(0, 200), min_size=1, max_size=40, unique=True))
+    cores, left = [], list(numbers)
+    while left:
+        threads = draw(st.integers(1, 4))
+        cores.append(Core(tuple(sorted(left[:threads])), draw(st.sampled_from([None, 0, 1, 2]))))
+        left = left[threads:]
+    cores.sort(key=lambda core: (core.node is None, core.node or 0, core.cpus))
+    near = st.frozensets(st.sampled_from(numbers))
+    gpus = draw(st.lists(near, max_size=5))
+    return Topology(tuple(cores), tuple(Gpu(str(index), each) for index, each in enumerate(gpus)))
+
+
+@given(machines(), st.integers(1, 60))
+def test_no_rank_is_without_a_core_and_none_has_half_a_core(topology: Topology, ranks: int) -> None:
+    shares = place(topology, ranks)
+    assert len(shares) == ranks
+    for rank, share in enumerate(shares):
+        assert set(share.cores) <= set(topology.cores)
+        assert share.cores
+        assert share.gpu == (topology.gpus[rank % len(topology.gpus)] if topology.gpus else None)
+    used = Counter(core for share in shares for core in share.cores)
+    if ranks <= len(topology.cores):
+        assert max(used.values()) == 1
+
+
+@given(machines(), st.integers(1, 60))
+def test_without_gpus_every_core_is_given_out_evenly(topology: Topology, ranks: int) -> None:
+    shares = place(Topology(topology.cores), ranks)
+    counts = [len(share.cores) for share in shares]
+    used = Counter(core for share in shares for core in share.cores)
+    assert set(used) == set(topology.cores)
+    assert max(counts) - min(counts) <= 1
+    assert max(used.values()) - min(used.values()) <= 1
+    if ranks <= len(topology.cores):
+        assert [core for share in shares for core in share.cores] == list(topology.cores)
+    else:
+        assert set(counts) == {1}
+
+
+@given(machines(), st.integers(1, 60), st.booleans())
+def test_every_rank_is_told_once_in_one_line(topology: Topology, ranks: int, bound: bool) -> None:
+    line = describe(place(topology, ranks), "h", bound=bound)
+    assert "\n" not in line
+    told: list[int] = []
+    for part in line.partition(" on h: ")[2].split("; "):
+        first, _, last = part.split()[1].partition("-")
+        told += range(int(first), int(last or first) + 1)
+    assert told == list(range(ranks))
+
+
+def test_two_ranks_are_told_one_by_one(tmp_path: Path) -> None:
+    shares = place(read_topology({}, two_sockets(tmp_path, gpus=2), ALL), 2)
+    assert describe(shares, "gpuhost", bound=True) == (
+        "ringrun: 2 ranks on gpuhost: rank 0 GPU 0 cores 0-15,32-47; rank 1 GPU 1 cores 16-31,48-63"
+    )
+    assert describe(shares, "gpuhost", bound=False) == "ringrun: 2 ranks on gpuhost: rank 0 GPU 0; rank 1 GPU 1"
+    assert describe(place(one_node(1), 1), "h", bound=True, noun="local rank") == (
+        "ringrun: 1 local rank on h: local rank 0 core 0"
+    )
+
+
+def test_ranks_alike_are_told_as_one(tmp_path: Path) -> None:
+    shares = place(read_topology({}, two_sockets(tmp_path, gpus=8), ALL), 8)
+    assert describe(shares, "gpuhost", bound=True) == (
+        "ringrun: 8 ranks on gpuhost: ranks 0-3 GPUs 0-3 cores 0-15,32-47 (4 each); "
+        "ranks 4-7 GPUs 4-7 cores 16-31,48-63 (4 each)"
+    )
+    assert describe(place(one_node(2), 64), "h", bound=True) == "ringrun: 64 ranks on h: ranks 0-63 cores 0-1 (in turn)"
+
+
+def test_ranks_that_go_round_the_gpus_are_told_round_by_round() -> None:
+    topology = Topology(one_node(16).cores, tuple(Gpu(str(index)) for index in range(4)))
+    assert describe(place(topology, 8), "h", bound=False) == (
+        "ringrun: 8 ranks on h: ranks 0-3 GPUs 0-3; ranks 4-7 GPUs 0-3"
+    )
+
+
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        (["0"], "ranks 0-3 GPU 0"),
+        (["GPU-ab"], "ranks 0-3 GPU GPU-ab"),
+        (["0", "2", "4", "6"], "rank 0 GPU 0; rank 1 GPU 2; rank 2 GPU 4; rank 3 GPU 6"),
+        (["3", "2", "1", "0"], "rank 0 GPU 3; rank 1 GPU 2; rank 2 GPU 1; rank 3 GPU 0"),
+        (["GPU-a", "MIG-b", "1", "2"], "rank 0 GPU GPU-a; rank 1 GPU MIG-b; rank 2 GPU 1; rank 3 GPU 2"),
+    ],
+)
+def test_only_gpus_that_follow_one_another_are_told_as_one(names: list[str], told: str) -> None:
+    topology = Topology(one_node(16).cores, tuple(map(Gpu, names)))
+    assert describe(place(topology, 4), "h", bound=False) == f"ringrun: 4 ranks on h: {told}"
+
+
+def test_shares_of_different_sizes_are_told_apart() -> None:
+    line = describe(place(one_node(11), 4), "h", bound=True)
+    assert line == "ringrun: 4 ranks on h: rank 0 cores 0-1; ranks 1-3 cores 2-10 (3 each)"
+
+
+def test_more_ranks_than_cores_take_turns() -> None:
+    cores = one_node(3).cores
+    assert [part[0].cpus[0] for part in share_out(cores, 7)] == [0, 1, 2, 0, 1, 2, 0]
+
+
+SHOW = """
+    import json, os
+    print(json.dumps([sorted(os.sched_getaffinity(0)), os.environ["OMP_NUM_THREADS"]]))
+"""
+
+
+def seen(text: str) -> dict[int, tuple[list[int], str]]:
+    """Return what each rank of SHOW printed."""
+    return {int(line[1 : line.index("]")]): tuple(json.loads(line.partition(" ")[2])) for line in text.splitlines()}
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_the_ranks_run_where_they_are_placed(
+    size: int, ringrun: Run, script: Callable[[str], str], python: str
+) -> None:
+    done = ringrun("-np", size, python, script(SHOW))
+    assert (done.returncode, done.stderr) == (0, "")
+    shares = place(read_topology({"CUDA_VISIBLE_DEVICES": ""}), size)
+    expected = {rank: (sorted(share.cpus), str(len(share.cores))) for rank, share in enumerate(shares)}
+    assert seen(done.stdout) == expected
+
+
+def test_the_number_of_threads_stays_as_the_user_set_it(
+    ringrun: Run, script: Callable[[str], str], python: str
+) -> None:
+    done = ringrun("-np", 2, python, script(SHOW), env={"OMP_NUM_THREADS": "7"})
+    assert [threads for _, threads in seen(done.stdout).values()] == ["7", "7"]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_no_bind_leaves_all_cores_to_every_rank(
+    size: int, ringrun: Run, script: Callable[[str], str], python: str
+) -> None:
+    done = ringrun("-np", size, "--no-bind", "--verbose", python, script(SHOW))
+    usable = sorted(os.sched_getaffinity(0))
+    assert seen(done.stdout) == dict.fromkeys(range(size), (usable, str(max(1, len(usable) // size))))
+    assert " ranks on " not in done.stderr
+
+
+def test_ringruns_own_affinity_is_what_ranks_share(ringrun: Run, script: Callable[[str], str], python: str) -> None:
+    before = os.sched_getaffinity(0)
+    one = min(before)
+    try:
+        os.sched_setaffinity(0, {one})
+        done = ringrun("-np", 2, python, script(SHOW))
+    finally:
+        os.sched_setaffinity(0, before)
+    assert seen(done.stdout) == {0: ([one], "1"), 1: ([one], "1")}
+
+
+@pytest.mark.parametrize("arguments", [["-np", "auto"], []])
+def test_without_a_number_there_is_one_rank_per_core(arguments: list[str], ringrun: Run) -> None:
+    done = ringrun(*arguments, "echo", "here")
+    assert done.returncode == 0
+    assert len(done.stdout.splitlines()) == automatic_size(read_topology({"CUDA_VISIBLE_DEVICES": ""}))
+
+
+def test_verbose_tells_who_has_what(ringrun: Run) -> None:
+    done = ringrun("-np", 2, "--verbose", "true")
+    shares = place(read_topology({"CUDA_VISIBLE_DEVICES": ""}), 2)
+    assert describe(shares, os.uname().nodename, bound=True) in done.stderr.splitlines()
+
+
+def test_masking_where_there_is_no_gpu_is_told_and_changes_nothing(ringrun: Run, python: str) -> None:
+    source = "import os; print([os.environ.get('CUDA_VISIBLE_DEVICES'), os.environ.get('CUDA_DEVICE_ORDER')])"
+    done = ringrun("-np", 1, "--mask-gpus", python, "-c", source)
+    assert done.stdout == "[0] ['', None]\n"
+    assert done.stderr == f"ringrun: --mask-gpus: {os.uname().nodename} has no NVIDIA GPU that its ranks may use\n"
+
+
+# put on the path of ringrun and its agents: they read a machine of files in place of this one
+OTHER_MACHINE = """
+    import functools
+    from pathlib import Path
+    from ringrun import topology
+    topology.read_topology = functools.partial(topology.read_topology, root=Path({root!r}))
+"""
+SHOW_GPUS = """
+    import json, os
+    names = ["CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"]
+    print(json.dumps([sorted(os.sched_getaffinity(0)), *map(os.environ.get, names)]))
+"""
+
+
+@pytest.fixture
+def gpu_machine(tmp_path: Path) -> dict[str, str | None]:
+    """Variables that show this machine's CPUs as two nodes with a GPU each, and one GPU that may not be used."""
+    first, *rest = sorted(os.sched_getaffinity(0))
+    nodes = {0: str(first), 1: format_cpulist(rest)}
+    gpus = [FakeGpu(f"0000:0{bus}:00.0", node, nodes[node], bus) for bus, node in ((1, 1), (2, 0))]
+    gpus.append(FakeGpu("0000:00:00.0", 0, nodes[0], 0, accessible=False))
+    root = make_machine(tmp_path / "machine", [], nodes, gpus)
+    (tmp_path / "sitecustomize.py").write_text(textwrap.dedent(OTHER_MACHINE.format(root=str(root))))
+    paths = filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")])
+    return {"CUDA_VISIBLE_DEVICES": None, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+@pytest.fixture
+def gpu_shares(gpu_machine: dict[str, str | None], tmp_path: Path) -> list[Share]:
+    return place(read_topology({}, tmp_path / "machine"), 2)
+
+
+def test_threads_are_counted_by_physical_cores(
+    ringrun: Run, script: Callable[[str], str], python: str, gpu_machine: dict[str, str], tmp_path: Path
+) -> None:
+    usable = sorted(os.sched_getaffinity(0))
+    make_machine(tmp_path / "machine", [usable])  # all are hardware threads of one core
+    assert seen(ringrun("-np", 1, python, script(SHOW), env=gpu_machine).stdout) == {0: (usable, "1")}
+    done = ringrun("-np", 1, "--no-bind", python, script(SHOW), env=gpu_machine)
+    assert seen(done.stdout) == {0: (usable, str(len(usable)))}
+
+
+def test_on_a_gpu_host_each_gpu_gets_a_rank_that_sees_all_gpus(
+    ringrun: Run, script: Callable[[str], str], python: str, gpu_machine: dict[str, str], gpu_shares: list[Share]
+) -> None:
+    done = ringrun(python, script(SHOW_GPUS), env=gpu_machine)
+    assert seen(done.stdout) == {rank: (sorted(share.cpus), None, None) for rank, share in enumerate(gpu_shares)}
+    assert done.stderr == describe(gpu_shares, os.uname().nodename, bound=True) + "\n"
+
+
+def test_a_masked_rank_sees_its_own_gpu(
+    ringrun: Run, script: Callable[[str], str], python: str, gpu_machine: dict[str, str], gpu_shares: list[Share]
+) -> None:
+    usable = sorted(os.sched_getaffinity(0))
+    done = ringrun("-np", 3, "--mask-gpus", "--no-bind", python, script(SHOW_GPUS), env=gpu_machine)
+    assert seen(done.stdout) == {rank: (usable, "010"[rank], "PCI_BUS_ID") for rank in range(3)}
+    told = "rank 0 GPU 0; rank 1 GPU 1; rank 2 GPU 0"
+    assert done.stderr == f"ringrun: 3 ranks on {os.uname().nodename}: {told}\n"
+
+
+def test_gpus_that_the_user_has_hidden_stay_hidden(
+    ringrun: Run, script: Callable[[str], str], python: str, gpu_machine: dict[str, str]
+) -> None:
+    done = ringrun("--mask-gpus", python, script(SHOW_GPUS), env=gpu_machine | {"CUDA_VISIBLE_DEVICES": "1"})
+    assert [values[1:] for values in seen(done.stdout).values()] == [("1", "PCI_BUS_ID")]

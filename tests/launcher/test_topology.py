@@ -1,0 +1,168 @@
+"""What is read of a machine: cores, nodes and GPUs, from files that may be missing or make no sense."""
+
+import os
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ringrun.topology import Core, Gpu, Topology, format_cpulist, parse_cpulist, read_topology, usable_cpus
+from tests.launcher.fake_machines import FakeGpu, make_machine, two_sockets, write
+
+ALL = range(64)
+NODE_0 = frozenset([*range(16), *range(32, 48)])
+NODE_1 = frozenset([*range(16, 32), *range(48, 64)])
+
+
+def names(topology: Topology) -> list[str]:
+    return [gpu.name for gpu in topology.gpus]
+
+
+def visible(root: Path, text: str) -> list[str]:
+    return names(read_topology({"CUDA_VISIBLE_DEVICES": text}, root, ALL))
+
+
+def test_hardware_threads_stay_together_and_nodes_in_order(tmp_path: Path) -> None:
+    topology = read_topology({}, two_sockets(tmp_path), ALL)
+    assert topology == Topology(tuple(Core((cpu, cpu + 32), cpu // 16) for cpu in range(32)))
+
+
+def test_where_numbers_alternate_between_nodes_each_node_s_cores_come_together(tmp_path: Path) -> None:
+    root = make_machine(tmp_path, [(cpu,) for cpu in range(6)], {0: "0,2,4", 1: "1,3,5"})
+    cores = read_topology({}, root, range(6)).cores
+    assert [(core.cpus[0], core.node) for core in cores] == [(0, 0), (2, 0), (4, 0), (1, 1), (3, 1), (5, 1)]
+
+
+def test_node_10_comes_after_node_9(tmp_path: Path) -> None:
+    root = make_machine(tmp_path, [(0,), (1,)], {10: "0", 9: "1"})
+    assert [core.node for core in read_topology({}, root, range(2)).cores] == [9, 10]
+
+
+def test_a_container_has_what_its_affinity_lets_it(tmp_path: Path) -> None:
+    cores = read_topology({}, two_sockets(tmp_path), [3, 35, 21, 60]).cores
+    assert cores == (Core((3, 35), 0), Core((21,), 1), Core((60,), 1))
+
+
+def test_without_numa_or_any_file_every_cpu_is_a_core(tmp_path: Path) -> None:
+    assert read_topology({}, tmp_path, [5, 2]) == Topology((Core((2,)), Core((5,))))
+    root = make_machine(tmp_path, [(2, 5)])
+    assert read_topology({}, root, [5, 2]) == Topology((Core((2, 5)),))
+
+
+def test_files_that_make_no_sense_are_as_if_they_were_missing(tmp_path: Path) -> None:
+    root = make_machine(tmp_path, [], {0: "no list"}, [FakeGpu("0000:01:00.0", kind="?"), FakeGpu("nonsense")])
+    write(root / "sys/devices/system/cpu/cpu2/topology/thread_siblings_list", "9-,x,1-0")
+    (root / "sys/devices/system/node/node²").mkdir()
+    assert read_topology({}, root, [2]) == Topology((Core((2,)),))
+
+
+def test_this_machine_can_be_read() -> None:
+    cores = read_topology({}).cores
+    assert (
+        sorted(cpu for core in cores for cpu in core.cpus) == sorted(usable_cpus()) == sorted(os.sched_getaffinity(0))
+    )
+
+
+def test_gpus_are_counted_by_pci_address_and_near_their_node(tmp_path: Path) -> None:
+    gpus = read_topology({}, two_sockets(tmp_path, gpus=8), ALL).gpus
+    assert gpus == tuple(Gpu(str(index), NODE_0 if index < 4 else NODE_1) for index in range(8))
+
+
+def test_addresses_are_compared_as_numbers(tmp_path: Path) -> None:
+    addresses = ["10000:01:00.0", "0000:02:00.0", "0001:01:00.0", "0000:01:1f.0", "0000:01:02.1"]
+    gpus = [FakeGpu(address, near=str(cpu), minor=cpu) for cpu, address in enumerate(addresses)]
+    found = read_topology({}, make_machine(tmp_path, gpus=gpus), ALL).gpus
+    assert [min(gpu.near) for gpu in found] == [4, 3, 1, 2, 0]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"vendor": "0x1002"},
+        {"kind": "0x040300"},  # the sound of a graphics card
+        {"kind": "0x038000"},  # another display controller
+        {"kind": "0x068000"},  # an NVSwitch
+        {"minor": None},
+        {"accessible": False},
+    ],
+)
+def test_what_cuda_cannot_use_is_no_gpu(change: dict, tmp_path: Path) -> None:
+    good = FakeGpu("0000:01:00.0", near="0", kind="0x030000")
+    bad = replace(FakeGpu("0000:00:00.0", minor=1), **change)
+    assert read_topology({}, make_machine(tmp_path, gpus=[good, bad]), ALL).gpus == (Gpu("0", frozenset({0})),)
+
+
+def test_a_gpu_of_a_node_is_near_its_cpus(tmp_path: Path) -> None:
+    gpus = [FakeGpu("0000:01:00.0", node=1), FakeGpu("0000:02:00.0", node=0, near="0-3")]
+    found = read_topology({}, make_machine(tmp_path, nodes={0: "0-1", 1: "2-3"}, gpus=gpus), range(4)).gpus
+    assert [gpu.near for gpu in found] == [frozenset({2, 3}), frozenset({0, 1})]
+
+
+def test_a_gpu_of_no_node_is_near_what_linux_calls_local(tmp_path: Path) -> None:
+    nodes = {0: "0-1", 1: "2-3"}
+    gpus = [FakeGpu("0000:01:00.0", near="0-3"), FakeGpu("0000:02:00.0"), FakeGpu("0000:03:00.0", node=7, near="1")]
+    found = read_topology({}, make_machine(tmp_path, nodes=nodes, gpus=gpus), range(4)).gpus
+    assert [gpu.near for gpu in found] == [frozenset(range(4)), frozenset(), frozenset({1})]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("2,3", ["2", "3"]),
+        (" 3 , 0", ["3", "0"]),
+        ("", []),
+        ("-1", []),
+        ("1,-1,2", ["1"]),
+        ("1,8,2", ["1"]),
+        ("0,1,0", []),
+        ("NoDevFiles", []),
+        ("1x,2", ["1", "2"]),  # CUDA reads numbers as C's strtoul does
+        ("0,,1", ["0"]),
+        ("99999999999999999999", []),
+    ],
+)
+def test_cuda_visible_devices_chooses(text: str, expected: list[str], tmp_path: Path) -> None:
+    assert visible(two_sockets(tmp_path, gpus=8), text) == expected
+
+
+def test_cuda_visible_devices_may_name_uuids_and_their_beginnings(tmp_path: Path) -> None:
+    root = two_sockets(tmp_path, gpus=8)
+    text = "GPU-00000006-aaaa-bbbb-cccc-0123456789ab,GPU-00000001"
+    gpus = read_topology({"CUDA_VISIBLE_DEVICES": text}, root, ALL).gpus
+    assert gpus == (Gpu("GPU-00000006-aaaa-bbbb-cccc-0123456789ab", NODE_1), Gpu("GPU-00000001", NODE_0))
+
+
+def test_a_uuid_that_the_driver_does_not_tell_and_a_part_of_a_gpu_are_near_nothing_known(tmp_path: Path) -> None:
+    root = make_machine(tmp_path, gpus=[FakeGpu("0000:01:00.0", near="0")])
+    gpus = read_topology({"CUDA_VISIBLE_DEVICES": "GPU-0123,MIG-4567"}, root, ALL).gpus
+    assert gpus == (Gpu("GPU-0123"), Gpu("MIG-4567"))
+
+
+def test_on_a_host_without_gpus_no_variable_makes_one(tmp_path: Path) -> None:
+    for text in ("0", "GPU-0123", "MIG-4567"):
+        assert visible(two_sockets(tmp_path), text) == []
+
+
+@given(st.text() | st.text("0123456789,- +GPUMIG"))
+def test_any_cuda_visible_devices_gives_some_gpus(text: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        found = visible(two_sockets(Path(folder), gpus=2), text)
+    assert len(found) == len(set(found))
+
+
+@given(st.text() | st.text("0123456789,-"))
+def test_any_cpulist_is_a_set_of_the_cpus_in_question(text: str) -> None:
+    assert parse_cpulist(text, range(8)) <= frozenset(range(8))
+
+
+@given(st.frozensets(st.integers(0, 300)))
+def test_a_cpulist_is_read_back(cpus: frozenset[int]) -> None:
+    assert parse_cpulist(format_cpulist(cpus), range(301)) == cpus
+
+
+def test_cpulists_look_as_linux_writes_them() -> None:
+    assert format_cpulist([0, 1, 2, 3, 8, 10, 11]) == "0-3,8,10-11"
+    assert format_cpulist([]) == ""

@@ -1,0 +1,18 @@
+"""What is found out before the engine starts."""
+
+import os
+
+from ringreduce.preparation import host_cores
+from ringreduce.world import World
+
+
+class BoundWorld(World):
+    """Hosts 0: ranks 0, 2; 1: ranks 1, 3. Some ranks are bound to cores of their own, others share."""
+
+    def gather(self, value):
+        assert value == os.sched_getaffinity(0)
+        return [{0, 1}, {0, 1, 2}, {2, 3}, {0, 1, 2}]
+
+
+def test_the_cores_of_a_host_are_those_of_all_its_ranks_together():
+    assert [host_cores(BoundWorld(rank, 4, (0, 1, 0, 1))) for rank in range(4)] == [4, 3, 4, 3]
