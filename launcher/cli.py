@@ -21,6 +21,15 @@ Output
   Each line is printed whole, behind the number of its rank: stdout on stdout, stderr on stderr. On a terminal the
   number has a colour (unless NO_COLOR is set) and a progress bar stays one line. Rank 0 reads
   ringrun's stdin unless that is a terminal; the others read nothing.
+  --ranks 0,3-5     shows the lines of these ranks only, --quiet-ranks those of rank 0. When a hidden rank fails, the
+                    report at the end shows its traceback, or the last that it wrote to stderr.
+  --fold            shows a line that several ranks print at about the same time once, as `[0-3,7] text`. A line
+                    waits up to 0.25 s for the other ranks; the lines of each rank keep their order.
+  --output-filename DIR
+                    also keeps all that a rank writes, shown or not, in DIR/rank.N/stdout and DIR/rank.N/stderr:
+                    without prefixes, and progress bars with every frame. N has zeros in front where -np N needs them
+                    (rank.07). Files that are there already are overwritten. A full disk does not end the job.
+  --timestamps      puts the local time before each line (--prefix-output-with-timestamp is the same).
 
 When a rank fails
   A rank that ends with 0 is done, and the others go on. The first that ends otherwise ends the job: the others
@@ -29,16 +38,19 @@ When a rank fails
   ranks wait for that rank in MPI.
   Ctrl-C gives every rank SIGINT, then 3 seconds, then SIGTERM and SIGKILL; a second Ctrl-C kills at once.
   No process is left behind, even if ringrun itself is killed.
+  --timeout SECONDS ends a job that takes longer, like one whose rank has failed; the last line says which ranks ran.
 
 Exit code
   0      every rank ended with 0
   n      the exit code of the rank that failed first; 128 + n if signal n ended it
   2      the command line is wrong, or the command cannot be run
   3      MPI is missing or does not start: mpi4py, the MPI library, or its mpirun
+  124    the job took longer than --timeout
   130    Ctrl-C (143: SIGTERM; 129: SIGHUP; 141: nobody reads the output)
 """
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -47,8 +59,9 @@ from typing import NoReturn
 from .engines.detect import detect
 from .errors import LauncherError, UsageError
 from .plan import engine_variables, find_command, interpreter_of, job_command, printable
+from .ranks import parse_ranks
 
-_USAGE = "ringrun -np N [--dry-run] [--verbose] command [arguments …]"
+_USAGE = "ringrun -np N [options] command [arguments …]"
 _EXAMPLE = "as in: ringrun -np 4 python train.py"
 
 
@@ -70,6 +83,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("-np", metavar="N", help="how many ranks to start")
     parser.add_argument("--dry-run", action="store_true", help="print the command that would be run, and do not run it")
     parser.add_argument("--verbose", action="store_true", help="show which MPI is used, and what mpirun itself prints")
+    parser.add_argument("--ranks", metavar="LIST", help="show these ranks' lines only, as in 0,3-5")
+    parser.add_argument("--quiet-ranks", action="store_true", help="show rank 0's lines only")
+    parser.add_argument("--fold", action="store_true", help="show equal lines of several ranks once")
+    parser.add_argument("--output-filename", metavar="DIR", help="also keep all output in DIR/rank.N/stdout and stderr")
+    parser.add_argument(
+        "--timestamps",
+        "--prefix-output-with-timestamp",
+        action="store_true",
+        help="put the local time before each line",
+    )
+    parser.add_argument("--timeout", metavar="SECONDS", help="end the job when it takes longer, with exit code 124")
     parser.add_argument("--version", action="store_true", help="print the version and exit")
     parser.add_argument("-h", "--help", action="help", help="print this manual and exit")
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
@@ -77,11 +101,17 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Return the command line, checked: np (int), command (list), dry_run, verbose, version."""
+    """Return the command line, checked.
+
+    np (int), command (list), dry_run, verbose, version, shown (the ranks, or None for all), fold, output_filename,
+    timestamps, timeout (seconds or None).
+    """
     options = _parser().parse_args(arguments)
     if options.version:
         return options
     options.np = _rank_count(options.np)
+    options.shown = _shown_ranks(options.ranks, options.quiet_ranks, options.np)
+    options.timeout = None if options.timeout is None else _seconds(options.timeout, "--timeout")
     if options.command[:1] == ["--"]:
         del options.command[0]
     if not options.command:
@@ -99,6 +129,24 @@ def _rank_count(text: str | None) -> int:
     if count < 1:
         raise UsageError(f"-np {text}: at least 1 rank is needed")
     return count
+
+
+def _shown_ranks(text: str | None, quiet: bool, size: int) -> frozenset[int] | None:
+    if text is not None and quiet:
+        raise UsageError("--ranks and --quiet-ranks exclude each other: --quiet-ranks is --ranks 0")
+    if quiet:
+        return frozenset([0])
+    return None if text is None else parse_ranks(text, size, "--ranks")
+
+
+def _seconds(text: str, flag: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        raise UsageError(f"{flag} {text}: not a number of seconds") from None
+    if not 0 < seconds < math.inf:
+        raise UsageError(f"{flag} {text}: expected is a number of seconds above 0")
+    return seconds
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -120,9 +168,18 @@ def run(arguments: Sequence[str]) -> int:
         print(f"ringrun: {detected.library.python} loads {detected.library.text}", file=sys.stderr)
         print(f"ringrun: running {shown}", file=sys.stderr, flush=True)
 
+    from .output import Display
     from .supervise import run_job  # not needed to tell what is wrong with a command line
 
-    return run_job(detected, options.np, command, verbose=options.verbose)
+    return run_job(
+        detected,
+        options.np,
+        command,
+        verbose=options.verbose,
+        display=Display(options.shown, fold=options.fold, time=options.timestamps),
+        output_directory=options.output_filename,
+        timeout_s=options.timeout,
+    )
 
 
 def main() -> int:
