@@ -54,7 +54,7 @@ class Folder:
     def __init__(self, ranks: Iterable[int], wait_s: float = FOLD_WAIT_S, max_held_bytes: int = MAX_HELD_BYTES) -> None:
         self._queues: dict[int, deque[_Held]] = {rank: deque() for rank in ranks}
         self._counts: dict[int, Counter[Key]] = {rank: Counter() for rank in self._queues}
-        self._live = set(self._queues)
+        self._ended = dict.fromkeys(self._queues, False)
         self._wait_s = wait_s
         self._max_held_bytes = max_held_bytes
         self._held_bytes = 0
@@ -65,14 +65,17 @@ class Folder:
         self._queues[rank].append(_Held(key, now_s))
         self._counts[rank][key] += 1
         self._held_bytes += len(line) + _OVERHEAD_BYTES
-        shown = self._show_through(key) if all(key in self._counts[other] for other in self._live) else []
+        shown = self._show_through(key) if self._is_held_by_all(key) else []
         while self._held_bytes > self._max_held_bytes:
             shown += self._show_through(self._oldest().key)
         return shown
 
     def end(self, rank: int) -> None:
-        """Wait for no more lines of `rank`; those that it has written are kept, and more may come."""
-        self._live.discard(rank)
+        """Wait for no more lines of `rank`; those that it has written are kept, and more may come.
+
+        The only method that may be called at any time from any thread.
+        """
+        self._ended[rank] = True
 
     @property
     def due_s(self) -> float:
@@ -89,6 +92,9 @@ class Folder:
     def flush(self) -> list[Folded]:
         """Return all lines that wait."""
         return self.expire(math.inf)
+
+    def _is_held_by_all(self, key: Key) -> bool:
+        return all(ended or key in self._counts[rank] for rank, ended in self._ended.items())
 
     def _oldest(self) -> _Held:
         return min((queue[0] for queue in self._queues.values() if queue), key=lambda held: held.at_s)

@@ -122,10 +122,9 @@ class Output:
                 self._print(folded)
 
     def rank_ended(self, rank: int) -> None:
-        """Let no line wait for one of `rank` any more."""
-        with self._lock:
-            if self._folder:
-                self._folder.end(rank)
+        """Let no line wait for one of `rank` any more. Does not wait for a slow reader: the end may be a failure."""
+        if (folder := self._folder) and rank in self._shown:
+            folder.end(rank)
 
     def message(self, lines: Sequence[str]) -> None:
         """Print ringrun's own `lines` on stderr, below all others; does not wait long for a blocked reader."""

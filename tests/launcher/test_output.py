@@ -214,6 +214,21 @@ def test_the_end_shows_the_lines_that_wait_and_later_ones_at_once(folding: Ends)
     assert os.read(folding.far[0], 100) == b"[  0] x\n[  1] x\n"
 
 
+def test_the_end_of_a_rank_is_taken_while_a_reader_is_slow(folding: Ends) -> None:
+    blocked = threading.Thread(target=folding.output.message, args=(["x" * 1_000_000],))
+    blocked.start()
+    assert select.select([folding.far[1]], [], [], 5.0)[0]
+    folding.output.rank_ended(1)
+    folding.output.rank_ended(3)  # hidden
+    assert blocked.is_alive()
+    while blocked.is_alive():
+        folding.read(1)
+    blocked.join()
+    folding.output.write(0, "stdout", [b"x"])
+    folding.output.write(2, "stdout", [b"x"])
+    assert os.read(folding.far[0], 100) == b"[0,2] x\n"
+
+
 def test_a_bar_is_shown_while_lines_wait_and_its_end_is_folded() -> None:
     ends = Ends(
         terminal=True, environ={"TERM": "xterm", "NO_COLOR": "1"}, display=Display(frozenset([0, 1]), fold=True)
