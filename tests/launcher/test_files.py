@@ -1,5 +1,6 @@
 """Files that keep the ranks' output: their names, their bytes, and what is said when they cannot be written."""
 
+import resource
 from pathlib import Path
 
 import pytest
@@ -63,9 +64,7 @@ def test_no_folder_at_all() -> None:
         OutputFiles("", 2)
 
 
-def test_too_many_files_are_the_machine_s_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import resource
-
+def test_too_many_files_are_the_machine_s_fault(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
     try:
@@ -73,3 +72,18 @@ def test_too_many_files_are_the_machine_s_fault(tmp_path: Path, monkeypatch: pyt
             OutputFiles(str(tmp_path), 100)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_file_ends_where_the_disk_was_full_and_hides_no_gap(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    files = OutputFiles(str(tmp_path), 1)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
+    try:
+        said = files.write(0, "stdout", b"0123456789and more")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert said
+    assert "stdout cannot be written any more: File too large" in said
+    files.write(0, "stdout", b"there is room again")
+    files.close()
+    assert (tmp_path / "rank.0" / "stdout").read_bytes() == b"0123456789"
