@@ -14,8 +14,7 @@ time. So nothing waits longer than `wait_s`, and ranks of which one prints an ex
 import math
 from collections import Counter, deque
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 FOLD_WAIT_S = 0.25
 """How long a line waits for the same line of other ranks."""
@@ -29,8 +28,7 @@ Key: TypeAlias = tuple[str, bytes]
 """The stream and the line: what must be equal to be shown once."""
 
 
-@dataclass(frozen=True)
-class Folded:
+class Folded(NamedTuple):
     """`line`, as `ranks` (in order) have each written it once to `stream`; the first of them at `at_s`."""
 
     ranks: tuple[int, ...]
@@ -39,8 +37,7 @@ class Folded:
     at_s: float
 
 
-@dataclass(frozen=True)
-class _Held:
+class _Held(NamedTuple):
     key: Key
     at_s: float
 

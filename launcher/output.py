@@ -116,7 +116,8 @@ class Output:
         with self._lock:
             folded = self._fold(rank, name, lines, now_s)
             if stream.terminal and (frame or self._frame_of == (rank, name)):
-                shown = self._text(Folded((rank,), name, _NOT_COLOUR.sub(b"", frame), now_s)) if frame.strip() else []
+                bar = _NOT_COLOUR.sub(b"", frame) if frame.strip() else b""
+                shown = stream.prefix.apply((rank,), bar, self._time_text(now_s)) if bar else []
                 self._print(folded, (b"".join(shown), stream, (rank, name)))
             elif folded:
                 self._print(folded)
@@ -172,17 +173,16 @@ class Output:
                 wait_s = self._folder.due_s - time.monotonic()
                 self._lines_wait.wait(min(wait_s, threading.TIMEOUT_MAX) if wait_s > 0 else 0)
 
-    def _text(self, folded: Folded) -> list[bytes]:
-        at_s = time.time() - (time.monotonic() - folded.at_s)
-        time_text = local_time(at_s) if self._with_time else b""
-        return self._streams[folded.stream].prefix.apply(folded.ranks, folded.line, time_text)
+    def _time_text(self, at_s: float) -> bytes:
+        return local_time(time.time() - (time.monotonic() - at_s)) if self._with_time else b""
 
     def _print(self, lines: Sequence[Folded], frame: tuple[bytes, _Stream, tuple[int, str]] | None = None) -> None:
         """Print `lines` above the progress bar, which `frame` (what it shows, where, whose it is) may replace."""
         self._erase()
-        for name, same in itertools.groupby(lines, lambda folded: folded.stream):
-            text = b"".join(line + b"\n" for folded in same for line in self._text(folded))
-            self._streams[name].write(text)
+        for (name, at_s), same in itertools.groupby(lines, lambda folded: (folded.stream, folded.at_s)):
+            stream, time_text = self._streams[name], self._time_text(at_s)
+            shown = (text for folded in same for text in stream.prefix.apply(folded.ranks, folded.line, time_text))
+            stream.write(b"".join(text + b"\n" for text in shown))
         if frame:
             self._frame, self._frame_stream, self._frame_of = frame
         self._draw()

@@ -18,9 +18,13 @@ class Prefix:
         digits = len(str(size - 1))
         self._width = 2 * digits + 1 if fold and size > 1 else digits
         self._colour = colour
+        self._single = [self._make((rank,)) for rank in range(size)]  # made once, used for every line
 
     def of(self, *ranks: int) -> list[bytes]:
         """Return the prefix of `ranks`, without the space after it; several if one would be too long to read."""
+        return self._single[ranks[0]] if len(ranks) == 1 else self._make(ranks)
+
+    def _make(self, ranks: tuple[int, ...]) -> list[bytes]:
         colour = _COLOURS[ranks[0] % len(_COLOURS)] if len(ranks) == 1 else _BOLD
         texts = [f"[{text:>{self._width}}]".encode() for text in split_ranks(ranks, _MAX_CHARACTERS)]
         return [b"\x1b[%dm%s%s" % (colour, text, _RESET) for text in texts] if self._colour else texts
