@@ -165,6 +165,7 @@ class _RankReader:
     def _handle(self, message: Message) -> None:
         match message:
             case Output(stream, data):
+                self._printer.keep(self._hello.rank, stream, data)
                 self._print(stream, self._splitters[stream].feed(data))
             case Note(text):
                 self._printer.message([text])
@@ -193,6 +194,7 @@ class _RankReader:
 
     def _end(self, ended: Ended | None, at_s: float) -> None:
         self._done = True
+        self._printer.rank_ended(self._hello.rank)
         end = RankEnd(
             rank=self._hello.rank,
             host=self._hello.host,

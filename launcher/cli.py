@@ -38,6 +38,15 @@ Output
   Each line is printed whole, behind the number of its rank: stdout on stdout, stderr on stderr. On a terminal the
   number has a colour (unless NO_COLOR is set) and a progress bar stays one line. Rank 0 reads
   ringrun's stdin unless that is a terminal; the others read nothing.
+  --ranks 0,3-5     shows the lines of these ranks only, --quiet-ranks those of rank 0. When a hidden rank fails, the
+                    report at the end shows its traceback, or the last that it wrote to stderr.
+  --fold            shows a line that several ranks print at about the same time once, as `[0-3,7] text`. A line
+                    waits up to 0.25 s for the other ranks; the lines of each rank keep their order.
+  --output-filename DIR
+                    also keeps all that a rank writes, shown or not, in DIR/rank.N/stdout and DIR/rank.N/stderr:
+                    without prefixes, and progress bars with every frame. N has zeros in front where -np N needs them
+                    (rank.07). Files that are there already are overwritten. A full disk does not end the job.
+  --timestamps      puts the local time before each line (--prefix-output-with-timestamp is the same).
 
 When a rank fails
   A rank that ends with 0 is done, and the others go on. The first that ends otherwise ends the job: the others
@@ -46,16 +55,19 @@ When a rank fails
   ranks wait for that rank in MPI.
   Ctrl-C gives every rank SIGINT, then 3 seconds, then SIGTERM and SIGKILL; a second Ctrl-C kills at once.
   No process is left behind, even if ringrun itself is killed.
+  --timeout SECONDS ends a job that takes longer, like one whose rank has failed; the last line says which ranks ran.
 
 Exit code
   0      every rank ended with 0
   n      the exit code of the rank that failed first; 128 + n if signal n ended it
   2      the command line is wrong, or the command cannot be run
   3      MPI is missing or does not start: mpi4py, the MPI library, or its mpirun
+  124    the job took longer than --timeout
   130    Ctrl-C (143: SIGTERM; 129: SIGHUP; 141: nobody reads the output)
 """
 
 import argparse
+import math
 import os
 import sys
 from collections.abc import Sequence
@@ -66,9 +78,10 @@ from .engines.detect import detect
 from .errors import LauncherError, UsageError
 from .placement import automatic_size
 from .plan import Job, engine_variables, find_command, interpreter_of, job_command, printable
+from .ranks import parse_ranks
 from .topology import read_topology
 
-_USAGE = "ringrun [-np N] [--no-bind] [--mask-gpus] [--dry-run] [--verbose] command [arguments …]"
+_USAGE = "ringrun [-np N] [options] command [arguments …]"
 _EXAMPLE = "as in: ringrun -np 4 python train.py"
 
 
@@ -92,6 +105,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--mask-gpus", action="store_true", help="let each rank see its own GPU only")
     parser.add_argument("--dry-run", action="store_true", help="print the command that would be run, and do not run it")
     parser.add_argument("--verbose", action="store_true", help="show which MPI is used, and what mpirun itself prints")
+    parser.add_argument("--ranks", metavar="LIST", help="show these ranks' lines only, as in 0,3-5")
+    parser.add_argument("--quiet-ranks", action="store_true", help="show rank 0's lines only")
+    parser.add_argument("--fold", action="store_true", help="show equal lines of several ranks once")
+    parser.add_argument("--output-filename", metavar="DIR", help="also keep all output in DIR/rank.N/stdout and stderr")
+    parser.add_argument(
+        "--timestamps",
+        "--prefix-output-with-timestamp",
+        action="store_true",
+        help="put the local time before each line",
+    )
+    parser.add_argument("--timeout", metavar="SECONDS", help="end the job when it takes longer, with exit code 124")
     config.add_own_flags(parser)
     parser.add_argument("--version", action="store_true", help="print the version and exit")
     parser.add_argument("-h", "--help", action="help", help="print this manual and exit")
@@ -100,14 +124,20 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Return the command line and its file, checked: np (int; None: auto), command (list), …; config: see config.py."""
+    """Return the command line and its file, checked.
+
+    np (int), command (list), shown (the ranks, or None for all), timeout (seconds or None), mpi_args (list), the other
+    flags; config: see config.py.
+    """
     resolved = config.resolve(_parser(), arguments, os.environ)
     options = resolved.options
     options.config = resolved
     options.mpi_args = config.split_mpi_args(options.mpi_args, resolved.place("mpi_args"))
     if options.version or options.show_config or options.check_build:
         return options
-    options.np = _rank_count(options.np, resolved.place("np"))
+    options.np = _rank_count(options.np, resolved.place("np")) or automatic_size(read_topology(os.environ))
+    options.shown = _shown_ranks(options.ranks, options.quiet_ranks, options.np, resolved.place("ranks"))
+    options.timeout = _seconds(options.timeout, f"{resolved.place('timeout')}--timeout")
     if options.command[:1] == ["--"]:
         del options.command[0]
     if not options.command:
@@ -125,6 +155,26 @@ def _rank_count(text: str, place: str) -> int | None:
     if count < 1:
         raise UsageError(f"{place}-np {text}: at least 1 rank is needed")
     return count
+
+
+def _shown_ranks(text: str | None, quiet: bool, size: int, place: str) -> frozenset[int] | None:
+    if text is not None and quiet:
+        raise UsageError("--ranks and --quiet-ranks exclude each other: --quiet-ranks is --ranks 0")
+    if quiet:
+        return frozenset([0])
+    return None if text is None else parse_ranks(text, size, f"{place}--ranks")
+
+
+def _seconds(text: str | None, flag: str) -> float | None:
+    if text is None:
+        return None
+    try:
+        seconds = float(text)
+    except ValueError:
+        raise UsageError(f"{flag} {text}: not a number of seconds") from None
+    if not 0 < seconds < math.inf:
+        raise UsageError(f"{flag} {text}: expected is a number of seconds above 0")
+    return seconds
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -148,14 +198,18 @@ def run(arguments: Sequence[str]) -> int:
     os.environ.update(variables := options.config.variables)  # all ranks inherit them, through mpirun
     command = find_command(options.command)
     detected = detect(interpreter_of(command))
-    size = options.np or automatic_size(read_topology(os.environ))
     job = Job(
-        size,
+        options.np,
         command,
         verbose=options.verbose,
         bind=not options.no_bind,
         mask_gpus=options.mask_gpus,
         mpi_args=options.mpi_args,
+        shown=options.shown,
+        fold=options.fold,
+        timestamps=options.timestamps,
+        output_directory=options.output_filename,
+        timeout_s=options.timeout,
     )
     argv = job_command(detected, job, as_root=os.geteuid() == 0)
     shown = printable(argv, {**variables, **engine_variables(detected, os.environ)})

@@ -5,6 +5,7 @@ import signal
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from .ranks import format_ranks
 from .wire import RankError
 
 _TRACEBACK_HEAD = "Traceback (most recent call last):"
@@ -133,3 +134,14 @@ def report(cause: RankEnd, ends: Collection[RankEnd], size: int, launcher_tail: 
     pid = f", pid {cause.pid}" if cause.pid else ""
     first = f"ringrun: rank {cause.rank} of {size} failed first, on host {cause.host}{pid}: {in_words(cause)}"
     return [*lines, first, *evidence(cause, launcher_tail)]
+
+
+def timeout_report(timeout_s: float, running: Collection[int], absent: Collection[int], size: int) -> str:
+    """Return the line that says why the job was ended, and which ranks still ran or had not even started."""
+    states = [("still ran", running), ("had not started", absent)]
+    named = [
+        f"{'rank' if len(ranks) == 1 else 'ranks'} {format_ranks(ranks)} of {size} {state}"
+        for state, ranks in states
+        if ranks
+    ]
+    return f"ringrun: the job took longer than --timeout {timeout_s:g} s and was ended: {', '.join(named)}"

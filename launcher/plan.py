@@ -60,6 +60,14 @@ class Job:
     """Each rank sees its own GPU only."""
     mpi_args: Sequence[str] = ()
     """More arguments for mpirun."""
+    shown: frozenset[int] | None = None
+    """The ranks whose lines are printed; None: all."""
+    fold: bool = False
+    """Equal lines of several ranks are printed once."""
+    timestamps: bool = False
+    output_directory: str | None = None
+    """Where files keep what the ranks write."""
+    timeout_s: float | None = None
 
 
 def job_command(detected: Detected, job: Job, *, as_root: bool) -> list[str]:

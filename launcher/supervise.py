@@ -5,6 +5,8 @@ signals. A rank that ends with 0 changes nothing; the first that fails, or a sig
 """
 
 import collections
+import contextlib
+import math
 import os
 import queue
 import signal
@@ -31,9 +33,10 @@ from .channel import (
 from .engines.detect import Detected
 from .environment import Settings
 from .errors import MachineError, NotStartedError, UsageError
-from .escalation import AFTER_FAILURE, AFTER_INTERRUPT, AFTER_TERMINATE, AT_ONCE, Escalation, Step
+from .escalation import AFTER_FAILURE, AFTER_INTERRUPT, AFTER_TERMINATE, AFTER_TIMEOUT, AT_ONCE, Escalation, Step
+from .files import OutputFiles
 from .outcome import RankEnd
-from .output import Output
+from .output import Display, Output
 from .plan import Job, free_port, job_command, job_environment
 from .processes import die_with_parent, signal_group
 from .wire import Signal
@@ -44,12 +47,22 @@ _MASTER_ADDRESS = "127.0.0.1"
 _LAUNCHER_STEPS = (Step(None, 1.0), Step(signal.SIGTERM, 0.5), Step(signal.SIGKILL, 0.5))
 _LONGEST_SOCKET_FOLDER = 80  # characters; a socket's path has room for about 100
 _LAUNCHER_TAIL_LINES = 200
+_TIMEOUT_EXIT_CODE = 124  # that of timeout(1)
+_LONGEST_WAIT_S = 3600.0  # of one wait: a queue does not take just any number
 
 
 class Supervisor:
     """One job, from its start to its exit code."""
 
-    def __init__(self, size: int, launcher: "MpiLauncher", channel: Channel, output: Output, events: Events) -> None:
+    def __init__(
+        self,
+        size: int,
+        launcher: "MpiLauncher",
+        channel: Channel,
+        output: Output,
+        events: Events,
+        timeout_s: float | None = None,
+    ) -> None:
         self._size = size
         self._launcher = launcher
         self._channel = channel
@@ -59,6 +72,9 @@ class Supervisor:
         self._ends: dict[int, RankEnd] = {}
         self._not_started: RankNotStarted | None = None
         self._escalation: Escalation | None = None
+        self._timeout_s = math.inf if timeout_s is None else timeout_s
+        self._deadline_s = time.monotonic() + self._timeout_s
+        self._timeout_report: str | None = None  # if the job has taken too long
         self._stopped_by: int | None = None  # the signal that ended the job, if no rank had failed before
         self._launcher_said: list[str] = []
 
@@ -82,11 +98,17 @@ class Supervisor:
             if (number := self._escalation.advance(now_s)) is not None:
                 self._channel.broadcast(Signal(number))
             return
-        timeout_s = self._escalation.deadline_s - now_s if self._escalation else None
+        deadline_s = self._escalation.deadline_s if self._escalation else self._deadline_s
         try:
-            self._handle(self._events.get(timeout=timeout_s))
+            self._handle(self._events.get(timeout=min(max(0.0, deadline_s - now_s), _LONGEST_WAIT_S)))
         except queue.Empty:
-            return
+            if time.monotonic() >= self._deadline_s and self._escalate(AFTER_TIMEOUT):
+                self._timeout_report = outcome.timeout_report(
+                    self._timeout_s,
+                    self._arrived - self._ends.keys(),
+                    set(range(self._size)) - self._arrived,
+                    self._size,
+                )
 
     def _handle(self, event: Event) -> None:
         match event:
@@ -140,6 +162,9 @@ class Supervisor:
         """Print what there is to say, last of all, and return the exit code."""
         if self._stopped_by is not None:
             return 128 + self._stopped_by
+        if self._timeout_report:
+            self._output.message([self._timeout_report])
+            return _TIMEOUT_EXIT_CODE
         if self._not_started:
             where = f"rank {self._not_started.rank} on host {self._not_started.host}"
             raise UsageError(f"the command cannot be executed: {self._not_started.reason}, says {where}")
@@ -219,19 +244,25 @@ class MpiLauncher:
 
 def run_job(detected: Detected, job: Job) -> int:
     """Run a job to its end and return ringrun's exit code."""
-    try:
-        return _try_job(detected, job)
-    except NotStartedError as error:
-        # Open MPI 5's mpirun fails now and then when others start at the same moment ("The PMIx server's listener
-        # thread failed to start"); nothing has run yet, so a second try does no harm
-        if job.verbose:
-            print(f"ringrun: trying once more, since {error}", file=sys.stderr, flush=True)
-    return _try_job(detected, job)
+    with contextlib.ExitStack() as stack:
+        files = None
+        if job.output_directory is not None:
+            files = stack.enter_context(contextlib.closing(OutputFiles(job.output_directory, job.size)))
+        display = Display(job.shown, fold=job.fold, time=job.timestamps)
+        output = Output(job.size, os.environ, display=display, files=files)
+        stack.callback(output.finish)
+        try:
+            return _try_job(detected, job, output)
+        except NotStartedError as error:
+            # Open MPI 5's mpirun fails now and then when others start at the same moment ("The PMIx server's listener
+            # thread failed to start"); nothing has run yet, so a second try does no harm
+            if job.verbose:
+                print(f"ringrun: trying once more, since {error}", file=sys.stderr, flush=True)
+        return _try_job(detected, job, output)
 
 
-def _try_job(detected: Detected, job: Job) -> int:
+def _try_job(detected: Detected, job: Job, output: Output) -> int:
     events: Events = queue.SimpleQueue()
-    output = Output(job.size, os.environ)
     with tempfile.TemporaryDirectory(prefix="ringrun-", dir=_socket_folder(), ignore_cleanup_errors=True) as directory:
         stdin = _ranks_stdin()
         channel = Channel(directory, job.size, stdin, output, events)
@@ -255,7 +286,7 @@ def _try_job(detected: Detected, job: Job) -> int:
             raise MachineError(f"{argv[0]} cannot be executed: {error.strerror}") from error
         channel.start()
         launcher.start(output if job.verbose else None)
-        return Supervisor(job.size, launcher, channel, output, events).run()
+        return Supervisor(job.size, launcher, channel, output, events, job.timeout_s).run()
 
 
 def _pass_signals_to(events: Events) -> None:

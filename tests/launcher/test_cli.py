@@ -1,14 +1,21 @@
 """The command line: what is accepted, and one clear line for what is not."""
 
+import contextlib
+import math
+import os
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ringrun import cli
 from ringrun.errors import UsageError
+from ringrun.placement import automatic_size
+from ringrun.topology import read_topology
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -26,8 +33,9 @@ def test_flags_before_the_command_are_ours() -> None:
 
 
 def test_without_a_number_of_ranks_it_is_found_out() -> None:
-    assert cli.parse(["true"]).np is None
-    assert cli.parse(["-np", "auto", "true"]).np is None
+    found = automatic_size(read_topology(os.environ))
+    assert cli.parse(["true"]).np == found
+    assert cli.parse(["-np", "auto", "true"]).np == found
     assert cli.parse(["true", "-np", "4"]).command == ["true", "-np", "4"]
 
 
@@ -48,6 +56,19 @@ WRONG = [
     (["-np", "4", "--"], "no command to run, as in: ringrun -np 4 python train.py"),
     (["-np"], "argument -np: expected one argument"),
     (["--verb", "-np", "4", "true"], "unrecognized arguments: --verb"),
+    (
+        ["-np", "4", "--ranks", "0-4", "true"],
+        "--ranks: there is no rank 4; with -np 4 there are ranks 0 to 3",
+    ),
+    (
+        ["-np", "4", "--ranks", "0", "--quiet-ranks", "true"],
+        "--ranks and --quiet-ranks exclude each other: --quiet-ranks is --ranks 0",
+    ),
+    (["-np", "4", "--timeout", "soon", "true"], "--timeout soon: not a number of seconds"),
+    (["-np", "4", "--timeout", "0", "true"], "--timeout 0: expected is a number of seconds above 0"),
+    (["-np", "4", "--timeout", "-1", "true"], "--timeout -1: expected is a number of seconds above 0"),
+    (["-np", "4", "--timeout", "nan", "true"], "--timeout nan: expected is a number of seconds above 0"),
+    (["-np", "4", "--timeout", "inf", "true"], "--timeout inf: expected is a number of seconds above 0"),
     (["-np", "4", "no-such-command-here"], "command not found: 'no-such-command-here'"),
 ]
 
@@ -68,6 +89,23 @@ def test_parse_errors_are_usage_errors() -> None:
         cli.parse(["-np", "0", "true"])
 
 
+def test_flags_of_the_display() -> None:
+    plain = cli.parse(["-np", "4", "true"])
+    assert (plain.shown, plain.output_filename, plain.timeout) == (None, None, None)
+    assert (plain.fold, plain.timestamps) == (False, False)
+    flags = ["--ranks", "0,2-3", "--fold", "--timestamps", "--output-filename", "DIR", "--timeout", "1.5"]
+    options = cli.parse(["-np", "4", *flags, "true"])
+    assert options.shown == {0, 2, 3}
+    assert (options.fold, options.timestamps, options.output_filename, options.timeout) == (True, True, "DIR", 1.5)
+    assert cli.parse(["-np", "4", "--quiet-ranks", "true"]).shown == {0}
+
+
+@given(st.text())
+def test_any_timeout_gives_seconds_or_one_usage_error(text: str) -> None:
+    with contextlib.suppress(UsageError):
+        assert 0 < cli.parse(["-np", "1", f"--timeout={text}", "true"]).timeout < math.inf
+
+
 def test_the_installed_command_exits_with_2(ringrun: Run) -> None:
     done = ringrun("-np", "0", "true")
     assert (done.returncode, done.stderr) == (2, "ringrun: error: -np 0: at least 1 rank is needed\n")
@@ -76,7 +114,14 @@ def test_the_installed_command_exits_with_2(ringrun: Run) -> None:
 def test_help_is_the_manual(ringrun: Run) -> None:
     done = ringrun("-h")
     assert done.returncode == 0
-    for part in ["ringrun -np 4 python train.py", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "Exit code", "--dry-run"]:
+    for part in [
+        "ringrun -np 4 python train.py",
+        "LOCAL_WORLD_SIZE",
+        "OMP_NUM_THREADS",
+        "Exit code",
+        "--dry-run",
+        "--output-filename DIR",
+    ]:
         assert part in done.stdout
 
 

@@ -4,7 +4,17 @@ import signal
 
 import pytest
 
-from ringrun.outcome import RankEnd, aborter, evidence, exit_code, extract_traceback, in_words, report, root_cause
+from ringrun.outcome import (
+    RankEnd,
+    aborter,
+    evidence,
+    exit_code,
+    extract_traceback,
+    in_words,
+    report,
+    root_cause,
+    timeout_report,
+)
 from ringrun.wire import RankError
 
 
@@ -122,3 +132,9 @@ def test_hydra_loses_the_code_of_mpi_abort_but_mpich_prints_it() -> None:
     assert (found.rank, found.code) == (1, 7)
     assert aborter(ends, 9) is None
     assert aborter(ends, None) is None
+
+
+def test_the_timeout_report_names_the_ranks() -> None:
+    head = "ringrun: the job took longer than --timeout 1.5 s and was ended: "
+    assert timeout_report(1.5, {0, 1, 2}, set(), 4) == f"{head}ranks 0-2 of 4 still ran"
+    assert timeout_report(1.5, {0}, {1, 3}, 4) == f"{head}rank 0 of 4 still ran, ranks 1,3 of 4 had not started"

@@ -5,36 +5,76 @@ import pty
 import select
 import threading
 from collections.abc import Iterator
+from datetime import datetime, timedelta
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from ringrun.output import Output, Prefix
+from ringrun.output import Display, Output
+from ringrun.prefix import Prefix, local_time
 
 
 def test_prefixes_are_as_wide_as_the_largest_rank() -> None:
-    assert Prefix(10, colour=False).apply(3, b"x") == b"[3] x"
-    assert Prefix(11, colour=False).apply(3, b"x") == b"[ 3] x"
-    assert Prefix(101, colour=False).apply(42, b"x") == b"[ 42] x"
+    assert Prefix(10, colour=False).apply([3], b"x") == [b"[3] x"]
+    assert Prefix(11, colour=False).apply([3], b"x") == [b"[ 3] x"]
+    assert Prefix(101, colour=False).apply([42], b"x") == [b"[ 42] x"]
 
 
 def test_an_empty_line_has_no_trailing_blank() -> None:
-    assert Prefix(2, colour=False).apply(1, b"") == b"[1]"
+    assert Prefix(2, colour=False).apply([1], b"") == [b"[1]"]
 
 
 def test_colours_differ_by_rank_and_end_with_the_prefix() -> None:
     prefix = Prefix(4, colour=True)
-    prefixes = [prefix.of(rank) for rank in range(4)]
+    prefixes = [prefix.of(rank)[0] for rank in range(4)]
     assert len({text[: text.index(b"m")] for text in prefixes}) == 4
     assert all(text.startswith(b"\x1b[") and text.endswith(b"[%d]\x1b[0m" % rank) for rank, text in enumerate(prefixes))
+
+
+def test_prefixes_of_several_ranks_are_as_wide_as_those_of_single_ones() -> None:
+    prefix = Prefix(16, colour=False, fold=True)
+    assert prefix.apply([3], b"x") == [b"[    3] x"]
+    assert prefix.apply(range(16), b"x") == [b"[ 0-15] x"]
+    assert prefix.apply([0, 1, 7], b"x") == [b"[0-1,7] x"]
+    assert Prefix(1, colour=False, fold=True).apply([0], b"x") == [b"[0] x"]
+
+
+def test_a_prefix_too_long_to_read_is_cut_in_several() -> None:
+    lines = Prefix(64, colour=False, fold=True).apply(range(0, 64, 2), b"x")
+    assert lines[0] == b"[0,2,4,6,8,10,12,14] x"
+    assert all(len(line) <= len("[] x") + 20 for line in lines)
+    assert b",".join(line[1:-3] for line in lines) == b",".join(b"%d" % rank for rank in range(0, 64, 2))
+
+
+def test_several_ranks_have_no_rank_s_colour() -> None:
+    prefix = Prefix(4, colour=True, fold=True)
+    assert prefix.of(1, 2) == [b"\x1b[1m[1-2]\x1b[0m"]
+    assert prefix.of(1)[0].startswith(b"\x1b[33m[  1]")
+
+
+def test_the_time_stands_first() -> None:
+    assert Prefix(4, colour=False).apply([1], b"x", b"12:00") == [b"12:00 [1] x"]
+    assert Prefix(4, colour=False).apply([1], b"", b"12:00") == [b"12:00 [1]"]
+
+
+@given(st.integers(0, 4_000_000_000_000))
+def test_the_local_time_is_that_of_datetime(milliseconds: int) -> None:
+    expected = datetime.fromtimestamp(milliseconds // 1000) + timedelta(milliseconds=milliseconds % 1000)
+    at_s = milliseconds / 1000 + 0.0001  # not just below it, as the float may be
+    assert local_time(at_s).decode() == expected.isoformat(sep=" ", timespec="milliseconds")
 
 
 QUIET_S = 0.25  # nothing more is to come after so long without anything
 
 
+_PLAIN = Display()
+
+
 class Ends:
     """An Output, and the far ends of its two descriptors."""
 
-    def __init__(self, *, terminal: bool, environ: dict[str, str]) -> None:
+    def __init__(self, *, terminal: bool, environ: dict[str, str], display: Display = _PLAIN) -> None:
         pairs = [pty.openpty() if terminal else os.pipe() for _ in range(2)]
         self.far = [pair[0] for pair in pairs]
         self.near = [pair[1] for pair in pairs]
@@ -45,7 +85,7 @@ class Ends:
                 attributes = termios.tcgetattr(descriptor)
                 attributes[1] &= ~termios.OPOST
                 termios.tcsetattr(descriptor, termios.TCSANOW, attributes)
-        self.output = Output(4, environ, *self.near)
+        self.output = Output(4, environ, *self.near, display=display)
 
     def read(self, index: int) -> bytes:
         """Return all that has come: the kernel hands a terminal's bytes over later, and in pieces."""
@@ -139,6 +179,66 @@ def test_threads_do_not_interleave_their_lines(pipes: Ends) -> None:
         mine = [line for line in lines if line.startswith(b"[%d] " % rank)]
         assert mine == [b"[%d] " % rank + b"%d" % rank * 200_000 + b" %d" % count for count in range(20)]
     assert len(lines) == 80
+
+
+@pytest.fixture
+def folding() -> Iterator[Ends]:
+    ends = Ends(terminal=False, environ={}, display=Display(frozenset([0, 1, 2]), fold=True))
+    yield ends
+    ends.close()
+
+
+def test_lines_that_fold_wait_and_are_shown_in_time(folding: Ends) -> None:
+    folding.output.write(0, "stdout", [b"x"])
+    folding.output.write(2, "stdout", [b"x"])
+    folding.output.write(3, "stdout", [b"x"])  # hidden
+    assert not select.select([folding.far[0]], [], [], 0.1)[0]
+    assert select.select([folding.far[0]], [], [], 5.0)[0]
+    assert folding.read(0) == b"[0,2] x\n"
+    folding.output.write(1, "stdout", [b"y"])  # the thread that shows them has slept in between
+    assert select.select([folding.far[0]], [], [], 5.0)[0]
+    assert folding.read(0) == b"[  1] y\n"
+
+
+def test_a_message_comes_below_the_lines_that_wait(folding: Ends) -> None:
+    os.dup2(folding.near[1], folding.near[0])
+    folding.output.write(0, "stdout", [b"x"])
+    folding.output.message(["ringrun: the end"])
+    assert folding.read(1) == b"[  0] x\nringrun: the end\n"
+
+
+def test_the_end_shows_the_lines_that_wait_and_later_ones_at_once(folding: Ends) -> None:
+    folding.output.write(0, "stdout", [b"x"])
+    folding.output.finish()
+    folding.output.write(1, "stdout", [b"x"])
+    assert os.read(folding.far[0], 100) == b"[  0] x\n[  1] x\n"
+
+
+def test_the_end_of_a_rank_is_taken_while_a_reader_is_slow(folding: Ends) -> None:
+    blocked = threading.Thread(target=folding.output.message, args=(["x" * 1_000_000],))
+    blocked.start()
+    assert select.select([folding.far[1]], [], [], 5.0)[0]
+    folding.output.rank_ended(1)
+    folding.output.rank_ended(3)  # hidden
+    assert blocked.is_alive()
+    while blocked.is_alive():
+        folding.read(1)
+    blocked.join()
+    folding.output.write(0, "stdout", [b"x"])
+    folding.output.write(2, "stdout", [b"x"])
+    assert os.read(folding.far[0], 100) == b"[0,2] x\n"
+
+
+def test_a_bar_is_shown_while_lines_wait_and_its_end_is_folded() -> None:
+    ends = Ends(
+        terminal=True, environ={"TERM": "xterm", "NO_COLOR": "1"}, display=Display(frozenset([0, 1]), fold=True)
+    )
+    ends.output.write(0, "stdout", [], frame=b" 10%")
+    assert b"[  0]  10%" in ends.read(0)
+    ends.output.write(0, "stdout", [b"100%"])
+    ends.output.write(1, "stdout", [b"100%"])
+    assert ends.read(0) == b"\r\x1b[K[0-1] 100%\n"
+    ends.close()
 
 
 def test_a_reader_that_left_is_noticed(pipes: Ends) -> None:

@@ -61,6 +61,56 @@ def test_a_progress_bar_stays_one_line_below_the_others(bar: list[str]) -> None:
         assert f"{percent:3}%|bar" in output
 
 
+TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} "
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--timestamps"],
+        ["--fold"],
+        ["--quiet-ranks"],
+        ["--output-filename", "DIR"],
+        ["--timestamps", "--fold", "--timeout", "40"],
+    ],
+)
+def test_a_progress_bar_stays_one_line_with_any_flag(flags: list[str], bar: list[str], tmp_path: Path) -> None:
+    flags = [str(tmp_path) if flag == "DIR" else flag for flag in flags]
+    output, code = on_a_terminal([*flags, *bar], {"NO_COLOR": "1"})
+    assert code == 0
+    time = TIME if "--timestamps" in flags else ""
+    lines = screen(output)
+    assert len(lines) == 3
+    for line, text in zip(lines, [r"\[0\] a line between", r"\[0\] 100%\|bar", ""], strict=True):
+        assert re.fullmatch(time * bool(text) + text, line), line
+    for percent in (0, 20, 60, 80):  # the time stands before a bar's frames too: it would jump otherwise
+        assert re.search(rf"{time}\[0\] {percent:3}%\|bar", output), percent
+    if "--output-filename" in flags:
+        kept = (tmp_path / "rank.0" / "stderr").read_bytes()
+        assert kept == b"".join(b"\r%3d%%|bar" % percent for percent in range(0, 101, 20)) + b"\n"
+
+
+@pytest.mark.parametrize("flags", [["--quiet-ranks"], ["--ranks", "1"]])
+def test_the_bars_of_hidden_ranks_are_hidden(flags: list[str], bar: list[str]) -> None:
+    output, code = on_a_terminal([*flags, "-np", "3", *bar[2:]], {"NO_COLOR": "1"})
+    shown, hidden = ("[0]", ["[1]", "[2]"]) if flags == ["--quiet-ranks"] else ("[1]", ["[0]", "[2]"])
+    assert code == 0
+    assert screen(output) == [f"{shown} a line between", f"{shown} 100%|bar", ""]
+    assert not any(prefix in output for prefix in hidden)
+
+
+def test_bars_of_several_ranks_fold_into_one_line(bar: list[str]) -> None:
+    output, code = on_a_terminal(["--fold", "-np", "2", *bar[2:]], {})
+    assert code == 0
+    shown = [re.fullmatch(r"\[([ 01-]{3})\] (a line between|100%\|bar)", line) for line in screen(output)[:-1]]
+    assert all(shown)  # whatever the ranks' pace: nothing else is left on the screen
+    ranks = {
+        text: [match[1].strip() for match in shown if match and match[2] == text]
+        for text in ("a line between", "100%|bar")
+    }
+    assert all(sorted(found) in (["0-1"], ["0", "1"]) for found in ranks.values())
+
+
 def test_the_prefix_is_coloured(bar: list[str]) -> None:
     assert "\x1b[36m[0]\x1b[0m a line between" in on_a_terminal(bar, {})[0]
 

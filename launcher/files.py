@@ -1,0 +1,69 @@
+"""Keeps what every rank writes in files of its own: DIR/rank.N/stdout and DIR/rank.N/stderr, as Horovod names them.
+
+They hold the bytes as the rank wrote them: no prefixes, and progress bars with all their frames.
+"""
+
+import errno
+import threading
+from io import FileIO
+from pathlib import Path
+
+from .errors import MachineError, UsageError
+
+_STREAMS = ("stdout", "stderr")
+_NOT_THE_PATH = {errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO}
+
+
+class OutputFiles:
+    """The open files of all ranks. Files of an earlier run are overwritten.
+
+    Raises: UsageError where the folder or a file cannot be made; MachineError if that is not because of its path.
+    """
+
+    def __init__(self, directory: str, size: int) -> None:
+        if not directory:
+            raise UsageError("--output-filename '': expected is a folder for the ranks' output")
+        self._files: dict[tuple[int, str], FileIO] = {}
+        self._lock = threading.Lock()
+        self._has_complained = False
+        width = len(str(size - 1))
+        try:
+            for rank in range(size):
+                folder = Path(directory) / f"rank.{rank:0{width}}"
+                folder.mkdir(parents=True, exist_ok=True)
+                for stream in _STREAMS:
+                    self._files[rank, stream] = FileIO(folder / stream, "wb")
+        except OSError as error:
+            self.close()
+            kind = MachineError if error.errno in _NOT_THE_PATH else UsageError
+            where = f"{error.filename or directory} cannot be made or written: {error.strerror}"
+            raise kind(f"--output-filename {directory}: {where}; give a folder that this user can write to") from error
+
+    def write(self, rank: int, stream: str, data: bytes) -> str | None:
+        """Keep `data`. The first time that a file cannot be written, return the line that says so; never raises.
+
+        That file ends there: it would otherwise hide a gap.
+        """
+        file = self._files[rank, stream]
+        try:
+            _write_all(file, data)
+        except ValueError:  # closed: the disk was full before, or the job is over
+            return None
+        except OSError as error:
+            file.close()
+            with self._lock:
+                is_first, self._has_complained = not self._has_complained, True
+            if is_first:
+                return f"{file.name} cannot be written any more: {error.strerror}; it ends here, the job goes on"
+        return None
+
+    def close(self) -> None:
+        """Close all files."""
+        for file in self._files.values():
+            file.close()
+
+
+def _write_all(file: FileIO, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[file.write(view) or 0 :]

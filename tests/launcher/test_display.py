@@ -1,0 +1,297 @@
+"""What of the ranks' lines real jobs show: some ranks, equal lines once, with the time, and kept in files."""
+
+import re
+import subprocess
+import time
+from collections.abc import Callable
+from datetime import datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from .test_run import by_rank
+
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+Script = Callable[[str], str]
+
+BOTH = """
+    import os, sys
+    rank = os.environ["RANK"]
+    print("out", rank)
+    print("err", rank, file=sys.stderr)
+"""
+
+MANY = """
+    import os, random, sys, time
+    rank = int(os.environ["RANK"])
+    random.seed(rank)
+    for count in range(300):
+        if count % 7 == rank:
+            print(f"own {rank} {count}")
+        print(f"step {count // 3}")
+        if random.random() < 0.02:
+            time.sleep(0.02)
+    sys.stdout.write("no newline")
+"""
+
+
+TOGETHER = """
+    import os, pathlib, sys, time
+    pathlib.Path("here." + os.environ["RANK"]).touch()
+    while len(list(pathlib.Path().glob("here.*"))) < int(os.environ["WORLD_SIZE"]):
+        time.sleep(0.01)
+    for count in range(20):
+        print("same", count)
+        print("bad", count, file=sys.stderr)
+        time.sleep(0.05)
+"""
+
+
+def unfold(text: str) -> dict[int, list[str]]:
+    """Return the lines of each rank, folded or not."""
+    lines: dict[int, list[str]] = {}
+    for line in text.splitlines():
+        match = re.fullmatch(r"\[ *([0-9,-]+)\](?: (.*))?", line)
+        assert match, f"no prefix: {line!r}"
+        for item in match[1].split(","):
+            first, _, last = item.partition("-")
+            for rank in range(int(first), int(last or first) + 1):
+                lines.setdefault(rank, []).append(match[2] or "")
+    return lines
+
+
+def many_lines(rank: int) -> list[str]:
+    """Return what rank `rank` of the script MANY prints."""
+    lines = []
+    for count in range(300):
+        lines += [f"own {rank} {count}"] * (count % 7 == rank) + [f"step {count // 3}"]
+    return [*lines, "no newline"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "shown"), [(["--ranks", "0,2-3"], {0, 2, 3}), (["--ranks", "1"], {1}), (["--quiet-ranks"], {0})]
+)
+def test_only_some_ranks_are_shown(
+    flags: list[str], shown: set[int], ringrun: Run, script: Script, python: str
+) -> None:
+    done = ringrun("-np", 4, *flags, python, script(BOTH))
+    assert done.returncode == 0
+    assert by_rank(done.stdout) == {rank: [f"out {rank}"] for rank in shown}
+    assert by_rank(done.stderr) == {rank: [f"err {rank}"] for rank in shown}
+
+
+def test_the_report_shows_what_a_hidden_rank_wrote(ringrun: Run, script: Script, python: str) -> None:
+    source = """
+        import os, sys, time
+        print("fine", file=sys.stderr)
+        if os.environ["RANK"] == "1":
+            sys.exit("out of coffee")
+        time.sleep(30)
+    """
+    done = ringrun("-np", 2, "--quiet-ranks", python, script(source))
+    assert done.returncode == 1
+    assert "[1]" not in done.stderr
+    assert "ringrun: rank 1 of 2 failed first" in done.stderr
+    assert done.stderr.endswith("the last it wrote to stderr:\nfine\nout of coffee\n")
+
+
+def test_a_line_of_all_ranks_is_shown_once(ringrun: Run, script: Script, python: str) -> None:
+    done = ringrun("-np", 3, "--fold", python, script(TOGETHER))
+    assert done.returncode == 0
+    for text, word in ((done.stdout, "same"), (done.stderr, "bad")):
+        assert unfold(text) == {rank: [f"{word} {count}" for count in range(20)] for rank in range(3)}
+        folded = [line for line in text.splitlines() if line.startswith(f"[0-2] {word} ")]
+        assert len(folded) > 5  # all 20 where the machine has nothing else to do
+
+
+def test_folding_a_job_loses_and_reorders_nothing(ringrun: Run, script: Script, python: str) -> None:
+    done = ringrun("-np", 4, "--fold", python, script(MANY))
+    assert done.returncode == 0
+    assert unfold(done.stdout) == {rank: many_lines(rank) for rank in range(4)}
+    prefixes = {line[: line.index("]") + 1] for line in done.stdout.splitlines()}
+    assert {len(prefix) for prefix in prefixes if "," not in prefix} == {len("[0-3]")}
+
+
+def test_a_folded_line_does_not_wait_long_for_the_others(
+    start: Callable[..., "subprocess.Popen[str]"], script: Script, python: str
+) -> None:
+    source = """
+        import os, time
+        if os.environ["RANK"] == "0":
+            print("alone")
+        time.sleep(60)
+    """
+    process = start("-np", 2, "--fold", python, script(source))
+    assert process.stdout.readline() == "[  0] alone\n"  # while both ranks still run
+
+
+def test_folded_lines_are_not_lost_when_the_job_is_killed(ringrun: Run, script: Script, python: str) -> None:
+    source = """
+        import os, signal, sys, time
+        rank = int(os.environ["RANK"])
+        def last_words(number, frame):
+            print("ended"); print("by", rank)
+            sys.exit(1)
+        signal.signal(signal.SIGTERM, last_words)
+        print("begin")
+        if rank == 2:
+            print("dies")
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)
+    """
+    done = ringrun("-np", 3, "--fold", python, script(source))
+    assert done.returncode == 137
+    assert unfold(done.stdout) == {0: ["begin", "ended", "by 0"], 1: ["begin", "ended", "by 1"], 2: ["begin", "dies"]}
+    assert done.stderr.splitlines()[-2].startswith("ringrun: rank 2 of 3 failed first")
+
+
+def test_last_words_are_not_lost_when_all_ranks_end(ringrun: Run, python: str) -> None:
+    source = "import os; print('end of', os.environ['RANK'], flush=True); os._exit(0)"
+    done = ringrun("-np", 3, "--fold", python, "-c", source)
+    assert (done.returncode, unfold(done.stdout)) == (0, {rank: [f"end of {rank}"] for rank in range(3)})
+
+
+def test_folding_the_lines_of_one_shown_rank_changes_nothing(ringrun: Run, python: str) -> None:
+    done = ringrun("-np", 2, "--fold", "--ranks", 1, python, "-c", "print('same'); print('same')")
+    assert done.stdout == "[1] same\n[1] same\n"
+
+
+@pytest.mark.parametrize("flag", ["--timestamps", "--prefix-output-with-timestamp"])
+def test_the_time_stands_before_each_line(flag: str, ringrun: Run, python: str) -> None:
+    begin = datetime.now()
+    done = ringrun("-np", 2, flag, python, "-c", "import time; print('one'); time.sleep(0.3); print(); print('two')")
+    assert done.returncode == 0
+    times: dict[int, list[datetime]] = {0: [], 1: []}
+    for line in done.stdout.splitlines():
+        match = re.fullmatch(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3}) \[([01])\](?: one| two)?", line)
+        assert match, line
+        times[int(match[2])].append(datetime.fromisoformat(match[1]))
+    for first, second, third in times.values():
+        assert begin - timedelta(seconds=0.001) <= first < second <= third <= datetime.now()
+        assert timedelta(seconds=0.2) < second - first
+
+
+def test_folded_lines_have_a_time_too(ringrun: Run, script: Script, python: str) -> None:
+    done = ringrun("-np", 2, "--timestamps", "--fold", python, script(TOGETHER))
+    time_and_line = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} (\[(?:0-1|  0|  1)\] same \d+\n)")
+    lines = [time_and_line.fullmatch(line) for line in done.stdout.splitlines(keepends=True)]
+    assert all(lines)
+    assert len(unfold("".join(match[1] for match in lines if match))[0]) == 20
+
+
+def test_the_local_time_is_that_of_the_time_zone(ringrun: Run, python: str) -> None:
+    hours = []
+    for zone in ("UTC0", "AAA-5"):  # 5 hours east
+        done = ringrun("-np", 1, "--timestamps", python, "-c", "print('x')", env={"TZ": zone})
+        hours.append(datetime.fromisoformat(done.stdout.partition(" [")[0]))
+    assert abs(hours[1] - hours[0] - timedelta(hours=5)) < timedelta(minutes=1)
+
+
+def test_output_is_kept_complete_and_without_prefixes(
+    ringrun: Run, tmp_path: Path, script: Script, python: str
+) -> None:
+    source = r"""
+        import os
+        rank = os.environ["RANK"].encode()
+        os.write(1, b"out " + rank + b" \xff\n" + rank * 300_000)
+        os.write(2, b"\r 10%\r 20%\n")
+    """
+    done = ringrun("-np", 3, "--output-filename", "kept/here", "--ranks", "0-1", "--fold", python, script(source))
+    assert done.returncode == 0
+    assert set(unfold(done.stdout)) == {0, 1}
+    assert unfold(done.stderr) == {rank: [" 20%"] for rank in range(2)}
+    for rank in range(3):  # rank 2 is hidden, but kept
+        folder = tmp_path / "kept" / "here" / f"rank.{rank}"
+        assert (folder / "stdout").read_bytes() == b"out %d \xff\n" % rank + b"%d" % rank * 300_000
+        assert (folder / "stderr").read_bytes() == b"\r 10%\r 20%\n"
+
+
+WHEN_ALL_HAVE_PRINTED = """
+import pathlib, sys, time
+print("x")
+files = [pathlib.Path(sys.argv[1]) / f"rank.{rank}" / "stdout" for rank in range(2)]
+while any(each.read_text() != "x\\n" for each in files):  # a rank that fails sooner would end the other before that
+    time.sleep(0.01)
+raise SystemExit("so what")
+"""
+
+
+def test_output_of_a_job_that_fails_is_kept(ringrun: Run, tmp_path: Path, python: str) -> None:
+    done = ringrun("-np", 2, "--output-filename", tmp_path, python, "-c", WHEN_ALL_HAVE_PRINTED, tmp_path)
+    assert done.returncode == 1
+    assert [(tmp_path / f"rank.{rank}" / "stdout").read_text() for rank in range(2)] == ["x\n"] * 2
+    assert "so what\n" in [(tmp_path / f"rank.{rank}" / "stderr").read_text() for rank in range(2)]
+
+
+def test_a_folder_that_cannot_be_made_is_told_before_anything_runs(ringrun: Run, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    done = ringrun("-np", 2, "--output-filename", "file/x", "touch", "made here")
+    assert done.returncode == 2
+    where = "file/x/rank.0 cannot be made or written: Not a directory"
+    assert done.stderr == (
+        f"ringrun: error: --output-filename file/x: {where}; give a folder that this user can write to\n"
+    )
+    assert not (tmp_path / "made here").exists()
+
+
+def test_a_disk_that_is_full_does_not_end_the_job(ringrun: Run, tmp_path: Path, script: Script, python: str) -> None:
+    (tmp_path / "rank.1").mkdir()
+    (tmp_path / "rank.1" / "stdout").symlink_to("/dev/full")
+    done = ringrun("-np", 2, "--output-filename", tmp_path, python, script("for count in range(5): print(count)"))
+    assert done.returncode == 0
+    assert by_rank(done.stdout) == {rank: list("01234") for rank in range(2)}
+    where = tmp_path / "rank.1" / "stdout"
+    assert done.stderr == (
+        f"ringrun: {where} cannot be written any more: No space left on device; it ends here, the job goes on\n"
+    )
+    assert (tmp_path / "rank.0" / "stdout").read_text() == "0\n1\n2\n3\n4\n"
+
+
+def test_a_job_that_takes_too_long_is_ended(
+    ringrun: Run, wait_until_gone: Callable[[], float], script: Script, python: str
+) -> None:
+    source = """
+        import os, signal, time
+        rank = int(os.environ["RANK"])
+        if rank == 3:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        print("up")
+        time.sleep(0 if rank == 1 else 60)
+    """
+    begin_s = time.monotonic()
+    done = ringrun("-np", 4, "--timeout", 3, python, script(source))
+    assert done.returncode == 124
+    assert 3.0 <= time.monotonic() - begin_s < 3.0 + 6.0
+    assert by_rank(done.stdout) == {rank: ["up"] for rank in range(4)}
+    assert done.stderr == (
+        "ringrun: the job took longer than --timeout 3 s and was ended: ranks 0,2-3 of 4 still ran\n"
+    )
+    wait_until_gone()
+
+
+def test_a_rank_may_save_its_state_when_the_time_is_over(ringrun: Run, script: Script, python: str) -> None:
+    source = """
+        import signal, sys, time
+        signal.signal(signal.SIGTERM, lambda *_: (print("saved"), sys.exit(5)))
+        time.sleep(60)
+    """
+    done = ringrun("-np", 2, "--timeout", 3, python, script(source))
+    assert done.returncode == 124
+    assert by_rank(done.stdout) == {0: ["saved"], 1: ["saved"]}
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("timeout", ["30", "1e300"])
+def test_a_job_in_time_is_left_alone(timeout: str, ringrun: Run, python: str) -> None:
+    done = ringrun("-np", 2, "--timeout", timeout, python, "-c", "raise SystemExit(7)")
+    assert done.returncode == 7
+    assert "--timeout" not in done.stderr
+
+
+def test_the_time_may_be_over_before_any_rank_has_started(
+    ringrun: Run, wait_until_gone: Callable[[], float], tmp_path: Path
+) -> None:
+    done = ringrun("-np", 2, "--timeout", "0.001", "touch", tmp_path / "made here")
+    assert done.returncode == 124
+    assert "ranks 0-1 of 2 had not started\n" in done.stderr
+    wait_until_gone()

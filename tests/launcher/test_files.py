@@ -1,0 +1,89 @@
+"""Files that keep the ranks' output: their names, their bytes, and what is said when they cannot be written."""
+
+import resource
+from pathlib import Path
+
+import pytest
+
+from ringrun.errors import MachineError, UsageError
+from ringrun.files import OutputFiles
+
+
+@pytest.mark.parametrize(
+    ("size", "name"), [(1, "rank.0"), (10, "rank.9"), (11, "rank.10"), (11, "rank.03"), (101, "rank.007")]
+)
+def test_names_have_as_many_digits_as_the_largest_rank(size: int, name: str, tmp_path: Path) -> None:
+    files = OutputFiles(str(tmp_path / "a" / "b"), size)
+    files.close()
+    assert (tmp_path / "a" / "b" / name / "stdout").read_bytes() == b""
+    assert len(list((tmp_path / "a" / "b").iterdir())) == size
+
+
+def test_bytes_come_as_they_were_and_at_once(tmp_path: Path) -> None:
+    (tmp_path / "rank.1").mkdir()
+    (tmp_path / "rank.1" / "stderr").write_text("of an earlier run, and longer")
+    files = OutputFiles(str(tmp_path), 2)
+    assert files.write(1, "stderr", b"\r 10%\r") is None
+    assert files.write(1, "stderr", b"\r 20%\xff") is None
+    assert (tmp_path / "rank.1" / "stderr").read_bytes() == b"\r 10%\r\r 20%\xff"
+    files.close()
+    assert files.write(1, "stderr", b"too late") is None
+
+
+def test_a_full_disk_is_told_once(tmp_path: Path) -> None:
+    for name in ("stdout", "stderr"):
+        (tmp_path / "rank.0").mkdir(exist_ok=True)
+        (tmp_path / "rank.0" / name).symlink_to("/dev/full")
+    files = OutputFiles(str(tmp_path), 2)
+    said = files.write(0, "stdout", b"x")
+    where = tmp_path / "rank.0" / "stdout"
+    assert said == f"{where} cannot be written any more: No space left on device; it ends here, the job goes on"
+    assert files.write(0, "stdout", b"y") is None
+    assert files.write(0, "stderr", b"y") is None
+    assert files.write(1, "stdout", b"kept") is None
+    files.close()
+    assert (tmp_path / "rank.1" / "stdout").read_bytes() == b"kept"
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError) as error:
+        OutputFiles(str(tmp_path / "file"), 2)
+    where = f"{tmp_path}/file/rank.0 cannot be made or written: Not a directory"
+    assert str(error.value) == f"--output-filename {tmp_path}/file: {where}; give a folder that this user can write to"
+
+
+def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "rank.1" / "stdout").mkdir(parents=True)
+    with pytest.raises(UsageError, match=r"rank\.1/stdout cannot be made or written: Is a directory"):
+        OutputFiles(str(tmp_path), 2)
+
+
+def test_no_folder_at_all() -> None:
+    with pytest.raises(UsageError, match="--output-filename '': expected is a folder for the ranks' output"):
+        OutputFiles("", 2)
+
+
+def test_too_many_files_are_the_machine_s_fault(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
+    try:
+        with pytest.raises(MachineError, match="cannot be made or written: Too many open files"):
+            OutputFiles(str(tmp_path), 100)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_file_ends_where_the_disk_was_full_and_hides_no_gap(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    files = OutputFiles(str(tmp_path), 1)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, hard))
+    try:
+        said = files.write(0, "stdout", b"0123456789and more")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert said
+    assert "stdout cannot be written any more: File too large" in said
+    files.write(0, "stdout", b"there is room again")
+    files.close()
+    assert (tmp_path / "rank.0" / "stdout").read_bytes() == b"0123456789"
