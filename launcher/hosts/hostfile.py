@@ -1,0 +1,98 @@
+"""Hostfiles, each line recognised by itself:
+
+    h1 slots=4 max_slots=8      Open MPI; Horovod without max_slots
+    h1:4                        MPICH (hydra), Intel MPI, Horovod
+    h1                          any; a name that stands on several lines has a slot on each, as in PBS_NODEFILE
+    # a comment, also behind a host
+
+What these launchers read there besides hosts and slots (a user, a port, a binding) would change what is started, so
+it is refused with the place where it belongs, and never passed over.
+"""
+
+import re
+from difflib import get_close_matches
+from pathlib import Path
+
+from ..errors import UsageError
+from .host import Host, merge, parse_host, parse_slots, shown
+
+_SLOTS = ("slots", "count", "cpu")  # one and the same to Open MPI
+_MAX_SLOTS = tuple(
+    f"{first}{dash}{then}" for name in _SLOTS for dash in "_-" for first, then in (("max", name), (name, "max"))
+)
+_KNOWN = (*_SLOTS, *_MAX_SLOTS)
+
+_SSH_CONFIG = "ringrun does not read it here; write it for this host into ~/.ssh/config"
+_REFUSED = {
+    **dict.fromkeys(("user", "username", "user-name", "user_name", "port"), _SSH_CONFIG),
+    "binding": "ringrun does not bind ranks host by host; take it out",
+}
+
+_LINE_END = re.compile(r"\r\n?|\n")
+_AROUND_EQUALS = re.compile(" ?= ?")  # Open MPI allows `slots = 4`
+_EXAMPLE = "a line for each host, as in 'h1 slots=4' or 'h1:4'"
+
+
+def read_hostfile(path: str) -> list[Host]:
+    """Return the hosts in the file `path`; UsageError if it cannot be read or understood."""
+    return parse_hostfile(read_text(path), path)
+
+
+def read_text(path: str) -> str:
+    """Return the text of the file `path`; UsageError if there is none."""
+    try:
+        return Path(path).read_bytes().decode("utf-8")
+    except FileNotFoundError:
+        raise UsageError(f"hostfile {path}: no such file") from None
+    except IsADirectoryError:
+        raise UsageError(f"hostfile {path}: a folder; expected a file with {_EXAMPLE}") from None
+    except UnicodeDecodeError as error:
+        raise UsageError(f"hostfile {path}: not UTF-8 at byte {error.start}; save it as UTF-8 text") from None
+    except (OSError, ValueError) as error:  # ValueError: a path that no file can have
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UsageError(f"hostfile {path}: cannot be read: {reason}") from None
+
+
+def parse_hostfile(text: str, source: str) -> list[Host]:
+    """Return the hosts in `text`, each once; UsageError names `source`, the line and what was expected.
+
+    A host without slots leaves them unsaid (None), unless a name without slots is repeated.
+    """
+    mentions = []
+    for number, line in enumerate(_LINE_END.split(text.removeprefix("\ufeff")), 1):
+        content = line.partition("#")[0]
+        words = _AROUND_EQUALS.sub("=", " ".join(content.split())).split()
+        if words:
+            mentions.append(_parse_line(words, f"{source}:{number}: {shown(content.strip())}"))
+    if not mentions:
+        raise UsageError(f"hostfile {source}: no host in it; expected {_EXAMPLE}")
+    return merge(mentions)
+
+
+def _parse_line(words: list[str], where: str) -> Host:
+    host = parse_host(words[0], where)
+    slots, most = host.slots, None
+    for word in words[1:]:
+        key, equals, value = word.partition("=")
+        if not equals:
+            raise UsageError(f"{where}: expected key=value behind the host, as in slots=4, not {shown(word)}")
+        if key in _SLOTS and slots is None:
+            slots = parse_slots(value, f"{where}: {key}")
+        elif key in _MAX_SLOTS and most is None:
+            most = parse_slots(value, f"{where}: {key}")
+        else:
+            raise UsageError(f"{where}: {_why_not(key)}")
+    # Above `slots` Open MPI fills a host up to max_slots when it may oversubscribe; ringrun never passes the slots.
+    if slots is not None and most is not None and most < slots:
+        raise UsageError(f"{where}: expected max_slots of at least the slots, {slots}, not {most}")
+    return Host(host.name, most if slots is None else slots)
+
+
+def _why_not(key: str) -> str:
+    if key in _KNOWN:
+        return f"{key}: the slots are said twice; expected them once"
+    if key in _REFUSED:
+        return f"{key}=: {_REFUSED[key]}"
+    nearest = get_close_matches(key, [*_KNOWN, *_REFUSED], n=1)
+    guess = f"; did you mean {nearest[0]}=?" if nearest else ""
+    return f"unknown key {shown(key)}, expected slots= or max_slots={guess}"

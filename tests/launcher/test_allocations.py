@@ -1,0 +1,291 @@
+"""What batch systems tell a job of its hosts: the variables and files as they write them, and damaged ones."""
+
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ringrun.errors import UsageError
+from ringrun.hosts import Allocation, Host, find_allocation
+from ringrun.hosts.slurm import expand_nodelist
+
+VARIABLES = [
+    "SLURM_JOB_NODELIST",
+    "SLURM_TASKS_PER_NODE",
+    "SLURM_NTASKS",
+    "SLURM_JOB_CPUS_PER_NODE",
+    "SLURM_CPUS_ON_NODE",
+    "SLURM_CPUS_PER_TASK",
+    "LSB_MCPU_HOSTS",
+    "LSB_DJOB_HOSTFILE",
+    "CSM_ALLOCATION_ID",
+    "PBS_NODEFILE",
+    "OMPI_MCA_orte_default_hostfile",
+    "HYDRA_HOST_FILE",
+]
+
+
+def find(environ: Mapping[str, str], **files: str) -> Allocation | None:
+    """Look for an allocation; the file `/files/x` is the keyword argument x."""
+
+    def read(path: str) -> str:
+        try:
+            return files[path.removeprefix("/files/")]
+        except KeyError:
+            raise UsageError(f"hostfile {path}: no such file") from None
+
+    return find_allocation(environ, read)
+
+
+def hosts_in(environ: Mapping[str, str], **files: str) -> str:
+    allocation = find(environ, **files)
+    assert allocation is not None
+    return ",".join(map(str, allocation.hosts))
+
+
+def message_of(call, *arguments, **files: str) -> str:
+    with pytest.raises(UsageError) as caught:
+        call(*arguments, **files)
+    return str(caught.value)
+
+
+def test_without_a_batch_system_there_is_no_allocation() -> None:
+    assert find({"HOME": "/root"}) is None
+    assert find(dict.fromkeys(VARIABLES, "")) is None
+    assert find({"SLURM_NTASKS": "4", "SLURM_CPUS_ON_NODE": "8"}) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("n1", "n1"),
+        ("n1,login-2.x", "n1 login-2.x"),
+        ("n[001-003,7],login-[1-2]x", "n001 n002 n003 n7 login-1x login-2x"),
+        ("n[8-11]", "n8 n9 n10 n11"),
+        ("n[08-11]", "n08 n09 n10 n11"),
+        ("n[98-101]", "n98 n99 n100 n101"),
+        ("r[1-2]n[01-02]", "r1n01 r1n02 r2n01 r2n02"),
+        ("r[1-2]n[3,5-6]-ib,x", "r1n3-ib r1n5-ib r1n6-ib r2n3-ib r2n5-ib r2n6-ib x"),
+        ("[1-2]a", "1a 2a"),
+        ("gnode[10,20,25,37]", "gnode10 gnode20 gnode25 gnode37"),
+    ],
+)
+def test_slurm_s_list_of_nodes_is_expanded(text: str, names: str) -> None:
+    assert expand_nodelist(text) == names.split()
+
+
+LIST = "expected names with ranges in brackets, as in n[001-003,7],m[1-2]x"
+RANGE = "expected a number or a rising range, as in 001-003"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (",", LIST),
+        ("n1,", LIST),
+        ("n[1-2", LIST),
+        ("n1-2]", LIST),
+        ("n[[1]]", LIST),
+        ("n[]", f"{RANGE}, not ''"),
+        ("n[1,]", f"{RANGE}, not ''"),
+        ("n[3-1]", f"{RANGE}, not '3-1'"),
+        ("n[a-b]", f"{RANGE}, not 'a-b'"),
+        ("n[1-2-3]", f"{RANGE}, not '1-2-3'"),
+        ("n[1-2] m", "expected a host name of letters, digits, '.', '-' and '_', not 'n1 m'"),
+        ("n[1-999999999999]", "more than 65536 nodes"),
+        ("n[1-60000,1-60000]", "more than 65536 nodes"),
+        ("n[1-9999][1-9999][1-9999]", "more than 65536 nodes"),
+        ("n[1-40000],m[1-40000]", "more than 65536 nodes"),
+    ],
+)
+def test_a_damaged_list_of_nodes_is_told(text: str, message: str) -> None:
+    assert message_of(expand_nodelist, text) == f"SLURM_JOB_NODELIST={text!r}: {message}"
+
+
+def compress(prefix: str, suffix: str, numbers: list[int], width: int) -> str:
+    """Write names as Slurm does: neighbours as a range."""
+    ranges: list[list[int]] = []
+    for number in numbers:
+        if ranges and number == ranges[-1][1] + 1:
+            ranges[-1][1] = number
+        else:
+            ranges.append([number, number])
+    texts = [f"{low:0{width}}" if low == high else f"{low:0{width}}-{high:0{width}}" for low, high in ranges]
+    return f"{prefix}[{','.join(texts)}]{suffix}"
+
+
+groups = st.builds(
+    lambda prefix, suffix, numbers, width: (
+        compress(prefix, suffix, sorted(numbers), width),
+        [f"{prefix}{number:0{width}}{suffix}" for number in sorted(numbers)],
+    ),
+    st.sampled_from(["n", "gpu-", "rack1.", "0x"]),
+    st.sampled_from(["", "-ib", ".local", "x"]),
+    st.sets(st.integers(0, 1200), min_size=1, max_size=20),
+    st.integers(0, 5),
+)
+
+
+@given(st.lists(groups, min_size=1, max_size=4))
+def test_a_list_of_nodes_parses_back(written: list[tuple[str, list[str]]]) -> None:
+    text = ",".join(compressed for compressed, _ in written)
+    assert expand_nodelist(text) == [name for _, names in written for name in names]
+
+
+SLURM = {
+    "tasks per node": ({"SLURM_TASKS_PER_NODE": "4(x2),3", "SLURM_NTASKS": "99"}, "n1:4,n2:4,n3:3"),
+    "tasks": ({"SLURM_NTASKS": "8", "SLURM_CPUS_ON_NODE": "64"}, "n1:3,n2:3,n3:2"),
+    "fewer tasks than nodes": ({"SLURM_NTASKS": "2"}, "n1:1,n2:1"),
+    "CPUs per node": ({"SLURM_JOB_CPUS_PER_NODE": "16(x2),8", "SLURM_CPUS_ON_NODE": "99"}, "n1:16,n2:16,n3:8"),
+    "CPUs per task": ({"SLURM_JOB_CPUS_PER_NODE": "16,9,2", "SLURM_CPUS_PER_TASK": "4"}, "n1:4,n2:2,n3:1"),
+    "CPUs on this node": ({"SLURM_CPUS_ON_NODE": "8"}, "n1:8,n2:8,n3:8"),
+    "CPUs on this node per task": ({"SLURM_CPUS_ON_NODE": "8", "SLURM_CPUS_PER_TASK": "3"}, "n1:2,n2:2,n3:2"),
+    "nothing": ({}, "n1,n2,n3"),
+}
+
+
+@pytest.mark.parametrize(("variables", "hosts"), SLURM.values(), ids=SLURM.keys())
+def test_slots_of_a_slurm_job(variables: dict[str, str], hosts: str) -> None:
+    assert hosts_in({"SLURM_JOB_NODELIST": "n[1-3]", **variables}) == hosts
+
+
+def test_a_slurm_allocation_says_why() -> None:
+    environ = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "4(x2)"}
+    why = "SLURM_JOB_NODELIST='n[1-2]', SLURM_TASKS_PER_NODE='4(x2)'"
+    assert find(environ) == Allocation("slurm", (Host("n1", 4), Host("n2", 4)), why)
+
+
+YOURSELF = "; to name the hosts yourself: -H or --hostfile"
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"SLURM_TASKS_PER_NODE": "4"}, "'4': expected numbers for the 3 nodes of SLURM_JOB_NODELIST, not for 1"),
+        (
+            {"SLURM_TASKS_PER_NODE": "1(x999999999)"},
+            "'1(x999999999)': expected numbers for the 3 nodes of SLURM_JOB_NODELIST, not for 999999999",
+        ),
+        ({"SLURM_TASKS_PER_NODE": "4(x3"}, "'4(x3': expected a number for each node, as in 4(x2),3, not '4(x3'"),
+        ({"SLURM_TASKS_PER_NODE": "4(x2),"}, "'4(x2),': expected a number for each node, as in 4(x2),3, not ''"),
+        ({"SLURM_TASKS_PER_NODE": "0(x3)"}, "'0(x3)': expected a whole number from 1 to 999999, not '0'"),
+    ],
+)
+def test_damaged_numbers_of_a_slurm_job_are_told(variables: dict[str, str], message: str) -> None:
+    told = message_of(find, {"SLURM_JOB_NODELIST": "n[1-3]", **variables})
+    assert told == f"SLURM_TASKS_PER_NODE={message}{YOURSELF}"
+
+
+@pytest.mark.parametrize("variable", ["SLURM_NTASKS", "SLURM_CPUS_ON_NODE"])
+def test_a_damaged_number_of_a_slurm_job_is_told(variable: str) -> None:
+    told = message_of(find, {"SLURM_JOB_NODELIST": "n[1-3]", variable: "many"})
+    assert told == f"{variable}: expected a whole number from 1 to 999999, not 'many'{YOURSELF}"
+
+
+def test_lsf_tells_hosts_and_slots_in_pairs() -> None:
+    assert find({"LSB_MCPU_HOSTS": "h1 4 h2 2 "}) == Allocation(
+        "lsf", (Host("h1", 4), Host("h2", 2)), "LSB_MCPU_HOSTS='h1 4 h2 2'"
+    )
+    assert hosts_in({"LSB_MCPU_HOSTS": "h1 1 h2 4"}) == "h1:1,h2:4"  # a host like the others
+
+
+def test_lsf_s_hostfile_has_a_line_for_each_slot() -> None:
+    environ = {"LSB_DJOB_HOSTFILE": "/files/hosts"}
+    assert hosts_in(environ, hosts="h1\nh1\nh2\n") == "h1:2,h2:1"
+    assert hosts_in(environ, hosts="h1\nh2\n") == "h1:1,h2:1"
+    assert hosts_in({**environ, "LSB_MCPU_HOSTS": "h3 3"}) == "h3:3"
+
+
+def test_the_launch_node_of_a_csm_job_gets_no_ranks() -> None:
+    csm = {"CSM_ALLOCATION_ID": "7", "LSB_MCPU_HOSTS": "batch02 1 a09n03 42 a10n04 42"}
+    allocation = find(csm)
+    assert allocation is not None
+    assert allocation.hosts == (Host("a09n03", 42), Host("a10n04", 42))
+    assert allocation.why.endswith(", without the launch node batch02")
+    lines = "\n".join(["batch02", *["a09n03"] * 42])
+    assert hosts_in({"CSM_ALLOCATION_ID": "7", "LSB_DJOB_HOSTFILE": "/files/hosts"}, hosts=lines) == "a09n03:42"
+    assert hosts_in({**csm, "LSB_MCPU_HOSTS": "a1 42 a2 42"}) == "a1:42,a2:42"
+    assert hosts_in({**csm, "LSB_MCPU_HOSTS": "a1 1"}) == "a1:1"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("h1 4 h2", "'h1 4 h2': expected pairs of a host and its slots, as in 'h1 4 h2 4'"),
+        ("4 h1", "'4 h1': expected a whole number from 1 to 999999, not 'h1'"),
+        ("h! 4", "'h! 4': expected a host name of letters, digits, '.', '-' and '_', not 'h!'"),
+    ],
+)
+def test_damaged_lsf_hosts_are_told(text: str, message: str) -> None:
+    assert message_of(find, {"LSB_MCPU_HOSTS": text}) == f"LSB_MCPU_HOSTS={message}{YOURSELF}"
+
+
+def test_pbs_s_nodefile_has_a_line_for_each_process() -> None:
+    environ = {"PBS_NODEFILE": "/files/nodes"}
+    expected = Allocation("pbs", (Host("n1", 2), Host("n2", 1)), "PBS_NODEFILE=/files/nodes")
+    assert find(environ, nodes="n1\nn2\nn1\n") == expected
+    assert hosts_in(environ, nodes="n1\nn2\n") == "n1:1,n2:1"
+    assert message_of(find, environ) == f"PBS_NODEFILE: hostfile /files/nodes: no such file{YOURSELF}"
+    assert message_of(find, environ, nodes="n1\nn2 x").startswith("PBS_NODEFILE: /files/nodes:2: 'n2 x': expected")
+
+
+@pytest.mark.parametrize("variable", ["OMPI_MCA_orte_default_hostfile", "HYDRA_HOST_FILE"])
+def test_the_mpi_operator_s_hostfile(variable: str) -> None:
+    text = "job-worker-0.job.default.svc slots=2\njob-worker-1.job.default.svc:2\n"
+    hosts = tuple(Host(f"job-worker-{number}.job.default.svc", 2) for number in range(2))
+    path = "/etc/mpi/hostfile"
+    assert find({variable: path}, **{path: text}) == Allocation("kubernetes", hosts, f"{variable}={path}")
+
+
+def test_another_default_hostfile() -> None:
+    environ = {"HYDRA_HOST_FILE": "/files/mine"}
+    assert find(environ, mine="h1\nh2:2") == Allocation(
+        "hostfile", (Host("h1"), Host("h2", 2)), "HYDRA_HOST_FILE=/files/mine"
+    )
+    assert hosts_in({**environ, "OMPI_MCA_orte_default_hostfile": "none"}, mine="h1") == "h1"
+    assert find({"OMPI_MCA_orte_default_hostfile": "none"}) is None
+
+
+def test_the_batch_system_comes_before_a_default_hostfile() -> None:
+    environ = {"PBS_NODEFILE": "/files/a", "HYDRA_HOST_FILE": "/files/b"}
+    assert hosts_in(environ, a="n1", b="h1") == "n1:1"
+    assert hosts_in({**environ, "SLURM_JOB_NODELIST": "s1"}, a="n1", b="h1") == "s1"
+
+
+slots_by_name = st.dictionaries(
+    st.from_regex(r"[a-z][a-z0-9.-]{0,8}", fullmatch=True), st.integers(1, 5), min_size=1, max_size=6
+)
+
+
+@given(slots_by_name)
+def test_every_batch_system_gives_the_same_hosts(slots: dict[str, int]) -> None:
+    hosts = ",".join(f"{name}:{number}" for name, number in slots.items())
+    nodelist = ",".join(slots)
+    repeated = ",".join(f"{number}(x1)" if number % 2 else str(number) for number in slots.values())
+    lines = "".join(f"{name}\n" * number for name, number in slots.items())
+    assert hosts_in({"SLURM_JOB_NODELIST": nodelist, "SLURM_TASKS_PER_NODE": repeated}) == hosts
+    assert hosts_in({"LSB_MCPU_HOSTS": " ".join(f"{name} {number}" for name, number in slots.items())}) == hosts
+    assert hosts_in({"LSB_DJOB_HOSTFILE": "/files/x"}, x=lines) == hosts
+    assert hosts_in({"PBS_NODEFILE": "/files/x"}, x=lines) == hosts
+
+
+values = st.one_of(
+    st.text(max_size=30),
+    st.lists(
+        st.sampled_from(["n", "[", "]", "-", ",", "1", "07", "(x2)", " ", "4", "::1", "\n", "²", "/files/x"]),
+        max_size=10,
+    ).map("".join),
+)
+
+
+@given(st.dictionaries(st.sampled_from(VARIABLES), values), st.text(max_size=40))
+def test_any_environment_is_an_allocation_or_nothing_or_a_usage_error(environ: dict[str, str], text: str) -> None:
+    try:
+        allocation = find_allocation(environ, lambda path: text)
+    except UsageError:
+        return
+    if allocation is not None:
+        assert allocation.hosts
+        assert allocation.why
+        assert all(host.slots is None or host.slots >= 1 for host in allocation.hosts)
