@@ -20,6 +20,9 @@ Environment of each rank
 
 How many ranks, and where they run
   -np N starts N ranks; -np auto, or no -np, one per NVIDIA GPU, or one per physical core where there is none.
+  -H localhost:4 and --hostfile FILE (Open MPI's, MPICH's and Horovod's forms) name hosts and slots; in a Slurm, LSF or
+  PBS allocation, or a pod of the MPI Operator, these are found. Slots are a limit, and without -np all get a rank.
+  Ranks start on this host only: a host that is another one is an error.
   Each rank is bound to its own share of the cores that ringrun may use, hardware threads of one core together and on
   one NUMA node if possible. Where ranks outnumber cores each has one, in turn. --no-bind leaves them all to every rank.
   On a host with GPUs, local rank r belongs to GPU r (in turn, if ranks outnumber GPUs): its cores are near that GPU,
@@ -76,6 +79,7 @@ from typing import NoReturn
 from . import config
 from .engines.detect import detect
 from .errors import LauncherError, UsageError
+from .hosts import Host, assign, find_allocation, parse_host_list, ranks_here, read_hostfile, read_text
 from .placement import automatic_size
 from .plan import Job, engine_variables, find_command, interpreter_of, job_command, printable
 from .ranks import parse_ranks
@@ -101,6 +105,8 @@ def _parser() -> argparse.ArgumentParser:
         add_help=False,
     )
     parser.add_argument("-np", metavar="N", default="auto", help="how many ranks to start; auto: one per GPU or core")
+    parser.add_argument("-H", "--hosts", metavar="LIST", help="hosts and their slots, as in localhost:4")
+    parser.add_argument("--hostfile", metavar="FILE", help="a file that names hosts and their slots")
     parser.add_argument("--no-bind", action="store_true", help="let each rank run on all cores")
     parser.add_argument("--mask-gpus", action="store_true", help="let each rank see its own GPU only")
     parser.add_argument("--dry-run", action="store_true", help="print the command that would be run, and do not run it")
@@ -135,7 +141,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     options.mpi_args = config.split_mpi_args(options.mpi_args, resolved.place("mpi_args"))
     if options.version or options.show_config or options.check_build:
         return options
-    options.np = _rank_count(options.np, resolved.place("np")) or automatic_size(read_topology(os.environ))
+    options.np = _size(_rank_count(options.np, resolved.place("np")), options)
     options.shown = _shown_ranks(options.ranks, options.quiet_ranks, options.np, resolved.place("ranks"))
     options.timeout = _seconds(options.timeout, f"{resolved.place('timeout')}--timeout")
     if options.command[:1] == ["--"]:
@@ -155,6 +161,31 @@ def _rank_count(text: str, place: str) -> int | None:
     if count < 1:
         raise UsageError(f"{place}-np {text}: at least 1 rank is needed")
     return count
+
+
+def _size(count: int | None, options: argparse.Namespace) -> int:
+    """How many ranks: what -np says, within the slots of the hosts, if any are named; without, the slots of all."""
+
+    def automatic(_: Host | None = None) -> int:
+        return automatic_size(read_topology(os.environ))
+
+    found = _hosts(options)
+    if found is None:
+        return count or automatic()
+    hosts, why = found
+    return ranks_here(assign(hosts, count, automatic), why)
+
+
+def _hosts(options: argparse.Namespace) -> tuple[Sequence[Host], str] | None:
+    """The hosts that the user or a batch system names, and where."""
+    if options.hosts is not None and options.hostfile is not None:
+        raise UsageError("-H and --hostfile exclude each other; give one of them")
+    if options.hosts is not None:
+        return parse_host_list(options.hosts), f"-H {options.hosts}"
+    if options.hostfile is not None:
+        return read_hostfile(options.hostfile), f"--hostfile {options.hostfile}"
+    allocation = find_allocation(os.environ, read_text)
+    return None if allocation is None else (allocation.hosts, allocation.why)
 
 
 def _shown_ranks(text: str | None, quiet: bool, size: int, place: str) -> frozenset[int] | None:
