@@ -47,7 +47,8 @@ BATCH_SLOTS, ONE_HOST_BATCH_SLOTS = 4, 16
 fewer, so that the wire begins to work early."""
 CROWDED_CYCLES = 5
 """Where the ranks leave no core of their only host free, moving data while the user computes takes longer than moving
-it afterwards: gather so much longer, and any number of bytes. (A training step of 230 ms: 7 to 11 % more, not 10 to 13.)"""
+it afterwards: gather so much longer, and any number of bytes. A training step of 230 ms was 7 to 11 % longer than its
+computing, and 10 to 13 % without this."""
 ALERT_S = 0.2
 """So long a rank that was rung looks for letters, which may take a moment longer than the ring."""
 
