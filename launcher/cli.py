@@ -226,7 +226,6 @@ def run(arguments: Sequence[str]) -> int:
 
         print(build_table(sys.executable))
         return 0
-    os.environ.update(variables := options.config.variables)  # all ranks inherit them, through mpirun
     command = find_command(options.command)
     detected = detect(interpreter_of(command))
     job = Job(
@@ -236,6 +235,7 @@ def run(arguments: Sequence[str]) -> int:
         bind=not options.no_bind,
         mask_gpus=options.mask_gpus,
         mpi_args=options.mpi_args,
+        variables=options.config.variables,
         shown=options.shown,
         fold=options.fold,
         timestamps=options.timestamps,
@@ -243,7 +243,7 @@ def run(arguments: Sequence[str]) -> int:
         timeout_s=options.timeout,
     )
     argv = job_command(detected, job, as_root=os.geteuid() == 0)
-    shown = printable(argv, {**variables, **engine_variables(detected, os.environ)})
+    shown = printable(argv, {**job.variables, **engine_variables(detected, os.environ)})
     if options.dry_run:
         print(shown)
         return 0

@@ -5,7 +5,7 @@ import signal
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from .ranks import format_ranks
+from .spans import format_spans
 from .wire import RankError
 
 _TRACEBACK_HEAD = "Traceback (most recent call last):"
@@ -140,7 +140,7 @@ def timeout_report(timeout_s: float, running: Collection[int], absent: Collectio
     """Return the line that says why the job was ended, and which ranks still ran or had not even started."""
     states = [("still ran", running), ("had not started", absent)]
     named = [
-        f"{'rank' if len(ranks) == 1 else 'ranks'} {format_ranks(ranks)} of {size} {state}"
+        f"{'rank' if len(ranks) == 1 else 'ranks'} {format_spans(ranks)} of {size} {state}"
         for state, ranks in states
         if ranks
     ]

@@ -13,7 +13,8 @@ import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from .topology import Core, Gpu, Topology, format_cpulist
+from .spans import format_spans
+from .topology import Core, Gpu, Topology
 
 _FOLD = 3  # so many ranks alike are told as one
 
@@ -133,7 +134,7 @@ def _division(shares: Sequence[Share]) -> str:
 
 
 def _numbered(noun: str, numbers: Collection[int]) -> str:
-    return f"{noun}{'' if len(numbers) == 1 else 's'} {format_cpulist(numbers)}"
+    return f"{noun}{'' if len(numbers) == 1 else 's'} {format_spans(numbers)}"
 
 
 def _counted(count: int, noun: str) -> str:

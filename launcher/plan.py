@@ -7,7 +7,7 @@ import shutil
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from .engines.detect import Detected
@@ -60,6 +60,8 @@ class Job:
     """Each rank sees its own GPU only."""
     mpi_args: Sequence[str] = ()
     """More arguments for mpirun."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """For all ranks, besides those that ringrun has itself."""
     shown: frozenset[int] | None = None
     """The ranks whose lines are printed; None: all."""
     fold: bool = False

@@ -1,9 +1,10 @@
 """Sets of ranks as text: `0,3-5`. Pure functions, for a flag and for the prefixes of folded lines."""
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from .errors import UsageError
+from .spans import spans
 
 _ITEM = re.compile(r"([0-9]+)(?:\s*-\s*([0-9]+))?")
 _EXPECTED = "expected are ranks and ranges of ranks with commas between them, as in 0,3-5"
@@ -42,15 +43,6 @@ def _shortened(text: str) -> str:
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}…"
 
 
-def format_ranks(ranks: Iterable[int]) -> str:
-    """Return the shortest text that names `ranks`, in order.
-
-    >>> format_ranks({7, 0, 1, 2, 3}), format_ranks([4, 5]), format_ranks([9])
-    ('0-3,7', '4-5', '9')
-    """
-    return ",".join(_items(ranks))
-
-
 def split_ranks(ranks: Iterable[int], max_characters: int) -> list[str]:
     """Return texts that together name `ranks`, in order, each of at most `max_characters` or of a single item.
 
@@ -58,19 +50,9 @@ def split_ranks(ranks: Iterable[int], max_characters: int) -> list[str]:
     ['0,2,4', '6,8']
     """
     texts: list[str] = []
-    for item in _items(ranks):
+    for item in spans(ranks):
         if texts and len(texts[-1]) + 1 + len(item) <= max_characters:
             texts[-1] += f",{item}"
         else:
             texts.append(item)
     return texts
-
-
-def _items(ranks: Iterable[int]) -> Iterator[str]:
-    runs: list[list[int]] = []
-    for rank in sorted(set(ranks)):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    return (f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)

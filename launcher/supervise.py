@@ -272,13 +272,14 @@ def _try_job(detected: Detected, job: Job, output: Output) -> int:
             _MASTER_ADDRESS,
             port,
             directory,
-            stdin is not None,
-            job.bind,
-            job.mask_gpus,
-            job.verbose,
+            gives_stdin=stdin is not None,
+            bind=job.bind,
+            mask_gpus=job.mask_gpus,
+            verbose=job.verbose,
         )
         argv = job_command(detected, job, as_root=os.geteuid() == 0)
-        environment = job_environment(detected, os.environ, settings, channel.address, channel.authkey)
+        inherited = {**os.environ, **job.variables}
+        environment = job_environment(detected, inherited, settings, channel.address, channel.authkey)
         _pass_signals_to(events)
         try:
             launcher = MpiLauncher(argv, environment, events)

@@ -87,21 +87,6 @@ def parse_cpulist(text: str, among: Iterable[int]) -> frozenset[int]:
     return frozenset(cpu for cpu in among if any(cpu in span for span in spans))
 
 
-def format_cpulist(cpus: Iterable[int]) -> str:
-    """Return CPUs as Linux lists them.
-
-    >>> format_cpulist([8, 0, 1, 2, 3])
-    '0-3,8'
-    """
-    spans: list[list[int]] = []
-    for cpu in sorted(cpus):
-        if spans and cpu == spans[-1][1] + 1:
-            spans[-1][1] = cpu
-        else:
-            spans.append([cpu, cpu])
-    return ",".join(f"{first}-{last}" if last > first else str(first) for first, last in spans)
-
-
 def _read(path: Path) -> str:
     try:
         return path.read_text(errors="replace").strip()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
-import importlib.util
 import statistics
 import time
 from collections import deque
@@ -12,6 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+
+from ringreduce.kernels.optional import with_numba
 
 VECTOR_BYTES = 4096
 """From here on a copy out of another core's cache is worth a ufunc's 1 µs."""
@@ -86,12 +86,10 @@ class Writer:
 @functools.lru_cache(maxsize=1)
 def _streaming_copy() -> Any:
     """The kernel, compiled; None where numba is not installed, or does not work."""
-    if importlib.util.find_spec("numba") is None:
+    kernels = with_numba("streaming_numba")
+    if kernels is None:
         return None
     try:
-        kernels = importlib.import_module("ringreduce.kernels.streaming_numba")
-        if not kernels.is_usable():
-            return None
         for shift in range(2):  # the source may lie askew
             memory = np.zeros(32, np.uint8)
             kernels.copy(memory[shift : shift + 8], memory[16:24])

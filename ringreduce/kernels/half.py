@@ -8,13 +8,13 @@ NumPy   otherwise
 from __future__ import annotations
 
 import functools
-import importlib.util
 import sys
 from collections.abc import Mapping
 from types import ModuleType
 
 from ringreduce.kernels import half_numpy
 from ringreduce.kernels.half_numpy import Kernels
+from ringreduce.kernels.optional import imported, with_numba
 
 
 def kernels(name: str) -> Kernels:
@@ -38,19 +38,9 @@ def _module() -> ModuleType:
 
 @functools.lru_cache(maxsize=1)
 def _numba() -> ModuleType | None:
-    if importlib.util.find_spec("numba") is None:
-        return None
-    module = _imported("half_numba")
-    return module if module is not None and module.is_usable() else None
+    return with_numba("half_numba")
 
 
 @functools.lru_cache(maxsize=1)
 def _torch() -> ModuleType | None:
-    return _imported("half_torch")
-
-
-def _imported(name: str) -> ModuleType | None:
-    try:
-        return importlib.import_module(f"ringreduce.kernels.{name}")
-    except Exception:  # a numba that does not fit this NumPy, a torch that was half removed: others can do it
-        return None
+    return imported("half_torch")

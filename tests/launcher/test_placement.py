@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringrun.placement import Share, automatic_size, describe, place, share_out
-from ringrun.topology import Core, Gpu, Topology, format_cpulist, read_topology
+from ringrun.spans import format_spans
+from ringrun.topology import Core, Gpu, Topology, read_topology
 from tests.launcher.fake_machines import FakeGpu, make_machine, two_sockets
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -21,7 +22,7 @@ ALL = range(64)
 
 
 def cpus(shares: list[Share]) -> list[str]:
-    return [format_cpulist(share.cpus) for share in shares]
+    return [format_spans(share.cpus) for share in shares]
 
 
 def gpu_names(shares: list[Share]) -> list[str | None]:
@@ -314,7 +315,7 @@ SHOW_GPUS = """
 def gpu_machine(tmp_path: Path) -> dict[str, str | None]:
     """Variables that show this machine's CPUs as two nodes with a GPU each, and one GPU that may not be used."""
     first, *rest = sorted(os.sched_getaffinity(0))
-    nodes = {0: str(first), 1: format_cpulist(rest)}
+    nodes = {0: str(first), 1: format_spans(rest)}
     gpus = [FakeGpu(f"0000:0{bus}:00.0", node, nodes[node], bus) for bus, node in ((1, 1), (2, 0))]
     gpus.append(FakeGpu("0000:00:00.0", 0, nodes[0], 0, accessible=False))
     root = make_machine(tmp_path / "machine", [], nodes, gpus)

@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringrun.errors import UsageError
-from ringrun.ranks import format_ranks, parse_ranks, split_ranks
+from ringrun.ranks import parse_ranks, split_ranks
+from ringrun.spans import format_spans
 
 sets_of_ranks = st.frozensets(st.integers(0, 130), min_size=1)
 # rich in what a list of ranks is made of
@@ -14,7 +15,7 @@ nearly_lists = st.text(st.sampled_from("0123456789,-- ٣²x"), max_size=12)
 
 @given(sets_of_ranks)
 def test_what_is_written_is_read_back(ranks: frozenset[int]) -> None:
-    assert parse_ranks(format_ranks(ranks), 131, "--ranks") == ranks
+    assert parse_ranks(format_spans(ranks), 131, "--ranks") == ranks
 
 
 @given(st.one_of(nearly_lists, st.text()), st.integers(1, 12))
@@ -35,7 +36,7 @@ def test_any_text_gives_ranks_or_one_usage_error(text: str, size: int) -> None:
 @given(sets_of_ranks, st.integers(1, 30))
 def test_the_parts_name_all_ranks_once_and_are_short(ranks: frozenset[int], max_characters: int) -> None:
     texts = split_ranks(ranks, max_characters)
-    assert ",".join(texts) == format_ranks(ranks)
+    assert ",".join(texts) == format_spans(ranks)
     assert all(len(text) <= max_characters or "," not in text for text in texts)
 
 

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringrun.topology import Core, Gpu, Topology, format_cpulist, parse_cpulist, read_topology, usable_cpus
+from ringrun.spans import format_spans
+from ringrun.topology import Core, Gpu, Topology, parse_cpulist, read_topology, usable_cpus
 from tests.launcher.fake_machines import FakeGpu, make_machine, two_sockets, write
 
 ALL = range(64)
@@ -160,9 +161,9 @@ def test_any_cpulist_is_a_set_of_the_cpus_in_question(text: str) -> None:
 
 @given(st.frozensets(st.integers(0, 300)))
 def test_a_cpulist_is_read_back(cpus: frozenset[int]) -> None:
-    assert parse_cpulist(format_cpulist(cpus), range(301)) == cpus
+    assert parse_cpulist(format_spans(cpus), range(301)) == cpus
 
 
 def test_cpulists_look_as_linux_writes_them() -> None:
-    assert format_cpulist([0, 1, 2, 3, 8, 10, 11]) == "0-3,8,10-11"
-    assert format_cpulist([]) == ""
+    assert format_spans([0, 1, 2, 3, 8, 10, 11]) == "0-3,8,10-11"
+    assert format_spans([]) == ""

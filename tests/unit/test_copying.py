@@ -1,6 +1,7 @@
 """Copies into and out of memory that ranks share."""
 
 import importlib
+import importlib.util
 import random
 
 import numpy as np
@@ -113,7 +114,7 @@ def test_short_writes_are_plain(monkeypatch):
 @pytest.mark.parametrize("broken", ["absent", "not usable", "does not compile"])
 def test_without_a_numba_that_works_stores_stay_plain(monkeypatch, broken):
     if broken == "absent":
-        monkeypatch.setattr(copying.importlib.util, "find_spec", lambda name: None)
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     elif broken == "not usable":
         monkeypatch.setattr(streaming_numba, "is_usable", lambda: False)
     else:

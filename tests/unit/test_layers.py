@@ -14,7 +14,7 @@ PACKAGE = ROOT / "ringreduce"
 LAYERS = [
     ["_version", "errors"],
     ["kernels.half_numpy"],
-    ["kernels.jit"],
+    ["kernels.jit", "kernels.optional"],
     ["kernels.half_numba", "kernels.half_torch", "kernels.streaming_numba"],
     ["kernels.half", "kernels.copying"],
     ["settings", "dtypes", "partition", "trees"],
