@@ -1,0 +1,71 @@
+"""How other hosts are reached over ssh: a configuration file for the `ssh` of the user, and the command that uses it.
+
+What ringrun needs of ssh (port, key, that it never asks a question, how long it tries) stands in a file of its own,
+which includes the user's and the system's. So everybody who calls ssh for this job, ringrun or an MPI, gets the same
+few words without a space or a quote in them, and host keys are checked as ssh does by default.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from .errors import UsageError
+
+_HIGHEST_PORT = 65535
+_INCLUDED = ("~/.ssh/config", "/etc/ssh/ssh_config")
+
+
+@dataclass(frozen=True)
+class SshOptions:
+    """What the user has said about ssh: -p, -i and --start-timeout; None leaves it to the user's own configuration."""
+
+    port: int | None = None
+    identity_file: str | None = None
+    connect_timeout_s: float = 30.0
+
+
+def parse_port(text: str, flag: str) -> int:
+    """Return the port in `text`, the value of `flag`; UsageError if it is none."""
+    number = int(text) if text.isascii() and text.isdecimal() and len(text) <= len(str(_HIGHEST_PORT)) else 0
+    if not 1 <= number <= _HIGHEST_PORT:
+        raise UsageError(f"{flag} {text}: expected is a port, a whole number from 1 to {_HIGHEST_PORT}")
+    return number
+
+
+def check_identity_file(path: str, flag: str) -> str:
+    """Return the absolute path of a private key; UsageError if there is no such file, or ssh could not be told it."""
+    found = os.path.abspath(os.path.expanduser(path))
+    if not os.path.isfile(found):
+        raise UsageError(f"{flag} {path}: no such file; expected is a private key, as in ~/.ssh/id_ed25519")
+    if not os.access(found, os.R_OK):
+        raise UsageError(f"{flag} {path}: this user cannot read it")
+    if '"' in found or not found.isprintable():
+        raise UsageError(f"{flag} {path}: ssh cannot be told a path with a quote or a control character in it")
+    return found
+
+
+def config_text(options: SshOptions) -> str:
+    """Return the text of the file: what is said first counts, so ours stands before what is included.
+
+    BatchMode: a job that waits for a password which nobody can type would hang. The keepalives end a connection
+    to a host that has gone away.
+    """
+    lines = [
+        "BatchMode yes",
+        f"ConnectTimeout {max(1, round(options.connect_timeout_s))}",
+        "ServerAliveInterval 2",
+        "ServerAliveCountMax 3",
+        "LogLevel ERROR",
+    ]
+    if options.port is not None:
+        lines.append(f"Port {options.port}")
+    if options.identity_file is not None:
+        lines.append(f'IdentityFile "{options.identity_file.replace("%", "%%")}"')
+    return "\n".join([*lines, *(f"Include {path}" for path in _INCLUDED), ""])
+
+
+def write_config(directory: str, options: SshOptions) -> list[str]:
+    """Write the file into ringrun's private `directory` and return the argv that `host command …` follows."""
+    path = Path(directory) / "ssh_config"
+    path.write_text(config_text(options))
+    return ["ssh", "-F", str(path)]
