@@ -160,7 +160,7 @@ class _RankReader:
 
     def run(self) -> None:
         """Print output and put events until the agent is gone."""
-        lost = "its agent is gone, without a word"
+        lost = RankEnd.lost
         try:
             while True:
                 self._handle(self._link.receive())
@@ -204,7 +204,7 @@ class _RankReader:
             if splitter.pending:
                 self._print(stream, splitter.flush())
 
-    def _end(self, ended: Ended | None, at_s: float, lost: str = "") -> None:
+    def _end(self, ended: Ended | None, at_s: float, lost: str = RankEnd.lost) -> None:
         self._done = True
         self._printer.rank_ended(self._hello.rank)
         end = RankEnd(

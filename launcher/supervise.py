@@ -180,7 +180,7 @@ class Supervisor:
             self._output.message([self._timeout_report])
             return _TIMEOUT_EXIT_CODE
         if self._too_slow:
-            raise MachineError(self._missing(f"after --start-timeout {self._job.start_timeout_s:g} s"))
+            raise MachineError(self._missing(f"the {self._job.start_timeout_s:g} s of --start-timeout were over"))
         if self._not_started:
             where = f"rank {self._not_started.rank} on host {self._not_started.host}"
             raise UsageError(f"the command cannot be executed: {self._not_started.reason}, says {where}")
@@ -197,19 +197,19 @@ class Supervisor:
         code = self._launcher.code
         said = "\n".join(self._launcher.tail)
         if len(self._arrived) < self._size:
-            raise NotStartedError(self._missing(f"when {self._launcher.name} ended with exit code {code}"))
+            raise NotStartedError(self._missing(f"{self._launcher.name} ended with exit code {code}"))
         what = f"ringrun: {self._launcher.name} ended with exit code {code} before the ranks did; it wrote:"
         self._output.message([what, said])
         return code if code and code > 0 else 1
 
-    def _missing(self, when: str) -> str:
+    def _missing(self, what: str) -> str:
         """Return which ranks had not come to life, and on which hosts; none had begun the command."""
         absent = sorted(set(range(self._size)) - self._arrived)
         hosts = ", ".join(dict.fromkeys(map(self._job.host_of, absent)))
         said = "\n".join(self._launcher_said) or "(nothing)"
         return (
-            f"{when} {len(self._arrived)} of {self._size} ranks had started; not there: "
-            f"{'rank' if len(absent) == 1 else 'ranks'} {format_spans(absent)} on {hosts}. "
+            f"{what} when {len(self._arrived)} of {self._size} ranks had started; missing: "
+            f"{'rank' if len(absent) == 1 else 'ranks'} {format_spans(absent)} on {hosts}; "
             f"{self._launcher.name} wrote:\n{said}"
         )
 
@@ -281,6 +281,8 @@ def run_job(detected: Detected, job: Job) -> int:
         try:
             return _try_job(detected, job, output)
         except NotStartedError as error:
+            if job.hosts:
+                raise
             # Open MPI 5's mpirun fails now and then when others start at the same moment ("The PMIx server's listener
             # thread failed to start"); nothing has run yet, so a second try does no harm
             if job.verbose:
