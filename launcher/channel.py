@@ -97,12 +97,15 @@ class Channel:
         for rank in list(self._links):
             self.send(rank, message)
 
-    def set_up(self, folder: str, abroad: dict[str, str]) -> None:
-        """Let all agents, which are there, start their commands in `folder`; those on other hosts with `abroad`."""
+    def set_up(self, folder: str, home: dict[str, str], abroad: dict[str, str]) -> None:
+        """Let all agents, which are there, start their commands in `folder`, with more variables.
+
+        home, abroad:  the variables for agents on this host, and on others
+        """
         address = self._master_address()
         for rank, link in self._links.items():
             gives_stdin = rank == 0 and self._stdin is not None
-            variables = {} if link.is_local else abroad
+            variables = home if link.is_local else abroad
             self.send(rank, Setup(address, self._ports[0], folder, variables, gives_stdin))
             if gives_stdin and link.is_local:
                 assert self._stdin is not None

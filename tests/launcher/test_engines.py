@@ -12,7 +12,7 @@ import pytest
 from ringrun.engines import ENGINES, MPICH, Across, Launcher, Library, OpenMPI, Srun
 from ringrun.engines.detect import Detected, engine_of, find_launcher, probe_library, started_by
 from ringrun.environment import Place
-from ringrun.errors import MachineError
+from ringrun.errors import MachineError, UsageError
 from ringrun.hosts import Host
 
 OPEN_MPI_TEXT = "Open MPI v5.0.11, package: Open MPI user@localhost Distribution, ident: 5.0.11"
@@ -108,7 +108,6 @@ ACROSS = Across(
     ranks=((Host("h1", 4), 3), (Host("fe80::1"), 2)),
     ssh=("ssh", "-F", "/p/ssh_config"),
     variables=("RINGRUN_ADDRESS", "PYTHONPATH"),
-    directory="/p",
 )
 
 
@@ -152,9 +151,15 @@ def test_in_a_slurm_job_no_ssh_is_named() -> None:
     argv = MPICH().command(Launcher("/v/bin/mpiexec", (5, 0, 2)), 5, ["agent"], as_root=False, across=beyond)
     assert argv[1:3] == ["-launcher", "slurm"]
     assert MPICH().across_environment(beyond) == {}
-    argv = Srun("pmix").command(Launcher("/usr/bin/srun", (22, 5, 8)), 5, ["agent"], as_root=False, across=beyond)
-    assert argv[-2:] == ["--ntasks=5", "agent"]
-    assert {"--mpi=pmix", "--nodes=2", "--distribution=arbitrary", "--export=RINGRUN_ADDRESS,PYTHONPATH"} <= set(argv)
+
+
+def test_srun_starts_as_many_on_every_host() -> None:
+    launcher = Launcher("/usr/bin/srun", (22, 5, 8))
+    even = replace(ACROSS, ssh=(), ranks=((Host("h1"), 2), (Host("h2"), 2)))
+    argv = Srun("pmix").command(launcher, 4, ["agent"], as_root=False, across=even)
+    assert {"--mpi=pmix", "--nodelist=h1,h2", "--nodes=2", "--ntasks-per-node=2", "--ntasks=4"} <= set(argv)
+    with pytest.raises(UsageError, match="as many ranks on one host as on another, not h1:3, fe80::1:2; leave"):
+        Srun().command(launcher, 5, ["agent"], as_root=False, across=ACROSS)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +183,8 @@ def test_who_starts_the_ranks_of_a_slurm_job(
     srun.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     detected = Detected(ENGINES[engine], library("x", tmp_path), Launcher("/v/bin/mpirun", (5,)))
-    found = started_by(wanted, detected)
+    found = started_by(wanted, detected, [2, 2])
+    assert wanted == "srun" or started_by(wanted, detected, [2, 1]) is detected
     if starts is None:
         assert found is detected
     else:
@@ -192,7 +198,7 @@ def test_an_srun_that_cannot_start_them_is_an_error_with_its_cure(
     detected = Detected(OpenMPI(), library("x", tmp_path), Launcher("/v/bin/mpirun", (5,)))
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(MachineError, match="--launcher srun: Open MPI needs pmix, and srun is not on PATH; leave"):
-        started_by("srun", detected)
+        started_by("srun", detected, [1, 1])
 
 
 def library(text: str, prefix: Path) -> Library:

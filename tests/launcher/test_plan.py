@@ -26,7 +26,7 @@ from ringrun.plan import (
     job_environment,
     printable,
     variables_abroad,
-    write_files,
+    variables_at_home,
 )
 from ringrun.ssh import SshOptions
 from ringrun.wire import Setup
@@ -195,20 +195,10 @@ def test_only_names_of_variables_stand_on_the_command_line() -> None:
 def test_other_hosts_get_what_may_leave_this_one() -> None:
     inherited = {"LANG": "C", "MY_TOKEN": "hush", "WANDB_API_KEY": "sent", "HOME": "/root", "RINGREDUCE_COSTS": "x=1"}
     environment = job_environment(OPEN_MPI, ABROAD, inherited, SETTINGS, ADDRESS, b"key")
-    assert environment["MY_TOKEN"] == "hush", "on this host"
+    assert "MY_TOKEN" not in environment, "a batch system would send mpirun's environment along"
+    assert variables_at_home(ABROAD, inherited) == {"MY_TOKEN": "hush"}
+    assert variables_at_home(ONE_HOST, inherited) == {}
     sent = variables_abroad(ABROAD, environment)
     ours = {"OMPI_MCA_mpi_yield_when_idle": "1", "OMPI_MCA_btl": "^ofi", "OMPI_MCA_osc": "^ucx"}
     assert sent == {"LANG": "C", "WANDB_API_KEY": "sent", "RINGREDUCE_COSTS": "x=1", **ours}
     assert variables_abroad(ONE_HOST, environment) == {}
-
-
-def test_the_files_of_a_job_are_written_where_the_command_reads_them(tmp_path: Path) -> None:
-    in_slurm = replace(ABROAD, ssh=None)
-    srun = replace(OPEN_MPI, engine=ENGINES["srun"])
-    for detected, job in ((OPEN_MPI, ABROAD), (srun, in_slurm)):
-        beyond = across(job, {}, str(tmp_path))
-        assert beyond is not None
-        write_files(detected, job, beyond)
-    assert "Port 2222" in (tmp_path / "ssh_config").read_text().splitlines()
-    assert (tmp_path / "slurm_hosts").read_text().split() == ["h1"] * 3 + ["fe80::1"] * 2
-    assert srun.engine.across_environment(beyond) == {"SLURM_HOSTFILE": str(tmp_path / "slurm_hosts")}

@@ -43,8 +43,8 @@ class Fake:
     def close(self) -> None:
         pass
 
-    def set_up(self, folder: str, abroad: dict[str, str]) -> None:
-        self.set_up_with = abroad
+    def set_up(self, folder: str, home: dict[str, str], abroad: dict[str, str]) -> None:
+        self.set_up_with = home, abroad
 
 
 @pytest.mark.parametrize(("timeout_s", "code", "signals"), [(None, 0, []), (30.0, 0, []), (0.1, 124, [15])])
@@ -58,8 +58,10 @@ def test_only_a_job_that_takes_longer_is_ended(
     end = RankEnd(rank=0, host="here", pid=1, code=0, at_s=0.0)
     timer = threading.Timer(0.5, events.put, [RankEnded(end)])
     timer.start()
-    assert Supervisor(Job(1, ["x"], timeout_s=timeout_s), fake, fake, fake, events, {"A": "b"}).run() == code
-    assert fake.set_up_with == {"A": "b"}
+    assert (
+        Supervisor(Job(1, ["x"], timeout_s=timeout_s), fake, fake, fake, events, {"H": "h"}, {"A": "b"}).run() == code
+    )
+    assert fake.set_up_with == ({"H": "h"}, {"A": "b"})
     assert fake.signals == signals
     assert len(fake.said) == (code == 124)
     timer.join()
@@ -78,7 +80,7 @@ def test_ranks_that_do_not_come_are_named_with_their_hosts() -> None:
     for timer in timers:
         timer.start()
     with pytest.raises(MachineError) as caught:
-        Supervisor(job, fake, fake, fake, events, {}).run()
+        Supervisor(job, fake, fake, fake, events, {}, {}).run()
     assert str(caught.value) == (
         "the 0.2 s of --start-timeout were over when 2 of 4 ranks had started; missing: ranks 1,3 on h2, h3; "
         "mpirun wrote:\nssh: no route to h2"
