@@ -98,12 +98,20 @@ class Job:
         return socket.gethostname()
 
 
+def aliases(job: Job) -> dict[str, str]:
+    """Return names for the job's IPv6 addresses, which no MPI's launcher takes; ssh is told what they stand for."""
+    addresses = [host.name for host, _ in job.hosts if ":" in host.name]
+    return {f"ringrun-host-{number}": address for number, address in enumerate(addresses)}
+
+
 def across(job: Job, inherited: Mapping[str, str], directory: str) -> Across | None:
     """Return what a launcher must know of the job's hosts, if there are others; ringrun's `directory` is for files."""
     if not job.hosts:
         return None
     names = [*AGENT_VARIABLES, *(name for name in _BEFORE_PYTHON if name in inherited)]
-    return Across(job.hosts, ssh_argv(directory) if job.ssh else (), names, job.interfaces)
+    names_of = {address: name for name, address in aliases(job).items()}
+    ranks = [(Host(names_of.get(host.name, host.name)), count) for host, count in job.hosts]
+    return Across(ranks, ssh_argv(directory) if job.ssh else (), names, job.interfaces)
 
 
 def job_command(detected: Detected, job: Job, beyond: Across | None, *, as_root: bool) -> list[str]:

@@ -39,7 +39,7 @@ from .link import Listener
 from .network import own_addresses
 from .outcome import RankEnd
 from .output import Display, Output
-from .plan import Job, across, job_command, job_environment, variables_abroad, variables_at_home
+from .plan import Job, across, aliases, job_command, job_environment, variables_abroad, variables_at_home
 from .processes import die_with_parent, signal_group
 from .spans import format_spans
 from .ssh import write_config
@@ -304,7 +304,7 @@ def _try_job(detected: Detected, job: Job, output: Output) -> int:
         environment = job_environment(detected, job, os.environ, settings, listener.address, listener.authkey)
         home, abroad = variables_at_home(job, os.environ), variables_abroad(job, environment)
         if job.ssh:
-            write_config(directory, job.ssh)
+            write_config(directory, job.ssh, aliases(job))
         if beyond := across(job, environment, directory):
             environment |= detected.engine.across_environment(beyond)
         argv = job_command(detected, job, beyond, as_root=os.geteuid() == 0)

@@ -32,7 +32,7 @@ class Across:
     """What a launcher needs to know to start ranks on several hosts."""
 
     ranks: Sequence[tuple[Host, int]]
-    """The hosts, in the order of their ranks, and how many ranks each gets."""
+    """The hosts, by names without a colon, in the order of their ranks, and how many ranks each gets."""
 
     ssh: Sequence[str]
     """The argv before a host's name and a command; empty where a batch system starts them."""

@@ -105,7 +105,7 @@ def test_without_a_variable_there_is_no_place(name: str) -> None:
 
 
 ACROSS = Across(
-    ranks=((Host("h1", 4), 3), (Host("fe80::1"), 2)),
+    ranks=((Host("h1", 4), 3), (Host("h2"), 2)),
     ssh=("ssh", "-F", "/p/ssh_config"),
     variables=("RINGRUN_ADDRESS", "PYTHONPATH"),
 )
@@ -119,7 +119,7 @@ def test_open_mpi_across_hosts() -> None:
         *["--prtemca", "oob_tcp_keepalive_time", "2", "--prtemca", "oob_tcp_keepalive_intvl", "1"],
         *["--prtemca", "oob_tcp_keepalive_probes", "6"],
         *["--prtemca", "plm", "ssh", "--prtemca", "plm_ssh_agent", "ssh -F /p/ssh_config"],
-        *["-x", "RINGRUN_ADDRESS", "-x", "PYTHONPATH", "-H", "h1:3,[fe80::1]:2", "-np", "5", "agent"],
+        *["-x", "RINGRUN_ADDRESS", "-x", "PYTHONPATH", "-H", "h1:3,h2:2", "-np", "5", "agent"],
     ]
     assert OpenMPI().across_environment(ACROSS) == {}
 
@@ -139,7 +139,7 @@ def test_mpich_across_hosts() -> None:
     argv = MPICH().command(launcher, 5, ["agent"], as_root=True, across=replace(ACROSS, interfaces=("ib0", "eth0")))
     assert argv == [
         *["/v/bin/mpiexec.hydra", "-launcher", "ssh", "-launcher-exec", "ssh", "-iface", "ib0"],
-        *["-genvlist", "RINGRUN_ADDRESS,PYTHONPATH", "-hosts", "h1:3,fe80::1:2", "-n", "5", "agent"],
+        *["-genvlist", "RINGRUN_ADDRESS,PYTHONPATH", "-hosts", "h1:3,h2:2", "-n", "5", "agent"],
     ]
     assert MPICH().across_environment(ACROSS) == {"HYDRA_LAUNCHER_EXTRA_ARGS": "-F /p/ssh_config"}
 
@@ -158,7 +158,7 @@ def test_srun_starts_as_many_on_every_host() -> None:
     even = replace(ACROSS, ssh=(), ranks=((Host("h1"), 2), (Host("h2"), 2)))
     argv = Srun("pmix").command(launcher, 4, ["agent"], as_root=False, across=even)
     assert {"--mpi=pmix", "--nodelist=h1,h2", "--nodes=2", "--ntasks-per-node=2", "--ntasks=4"} <= set(argv)
-    with pytest.raises(UsageError, match="as many ranks on one host as on another, not h1:3, fe80::1:2; leave"):
+    with pytest.raises(UsageError, match="as many ranks on one host as on another, not h1:3, h2:2; leave"):
         Srun().command(launcher, 5, ["agent"], as_root=False, across=ACROSS)
 
 

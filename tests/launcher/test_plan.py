@@ -19,6 +19,7 @@ from ringrun.plan import (
     Job,
     across,
     agent_arguments,
+    aliases,
     engine_variables,
     find_command,
     interpreter_of,
@@ -186,7 +187,8 @@ def test_only_names_of_variables_stand_on_the_command_line() -> None:
     argv = job_command(OPEN_MPI, ABROAD, beyond, as_root=False)
     assert {"RINGRUN_AUTHKEY", "RINGRUN_ADDRESS", "PYTHONPATH"} <= set(argv)
     assert not [word for word in argv if "secret" in word or "hush" in word or "TOKEN" in word or "sent" in word]
-    assert argv[argv.index("-H") + 1] == "h1:3,[fe80::1]:2"
+    assert argv[argv.index("-H") + 1] == "h1:3,ringrun-host-0:2"
+    assert aliases(ABROAD) == {"ringrun-host-0": "fe80::1"}
     assert argv[argv.index("plm_ssh_agent") + 1] == "ssh -F /tmp/private/ssh_config"
     assert argv[argv.index("prte_if_include") + 1] == "ib0,eth0"
     assert across(ONE_HOST, {}, "/tmp/private") is None
