@@ -25,7 +25,7 @@ def pytest_ignore_collect(collection_path, config):
 
 @pytest.fixture(scope="session")
 def mpich_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An interpreter with MPICH, as a user of that extra would make it: $TEST_MPICH_PYTHON, or one that is made here."""
+    """An interpreter with MPICH: $TEST_MPICH_PYTHON, or one that is made here as a user of that extra would make it."""
     if path := os.environ.get("TEST_MPICH_PYTHON"):
         return Path(path)
     folder = tmp_path_factory.mktemp("mpich")
