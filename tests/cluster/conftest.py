@@ -22,9 +22,9 @@ def python(request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture
 def shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """What hosts see of /tmp beside this project: the folders of the tests, and the environment of `python`."""
-    environment = [request.getfixturevalue("python").parents[1]] if "python" in request.fixturenames else []
-    return [tmp_path_factory.getbasetemp(), *environment]
+    """What hosts see of /tmp beside this project: the folders of the tests, and the test's environments."""
+    pythons = [request.getfixturevalue(name) for name in ("python", "mpich_python") if name in request.fixturenames]
+    return [tmp_path_factory.getbasetemp(), *(each.parents[1] for each in pythons)]
 
 
 @pytest.fixture
