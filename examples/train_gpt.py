@@ -2,6 +2,7 @@
 
     ringrun -np 2 python examples/train_gpt.py                            # a minute or two on two cores
     ringrun -np 2 python examples/train_gpt.py --steps 1600 --resume      # go on where that ended
+    ringrun -np 2 --restarts 3 python examples/train_gpt.py               # by itself, after a failure
     ringrun -np 4 python examples/train_gpt.py --width 384 --depth 6 --heads 6 --context 256    # 10.9 M parameters
 
 Needs torch, matplotlib and tqdm. Nothing is downloaded: the text is on every machine that has Python. Into --out go
@@ -174,15 +175,17 @@ def main(argv=None):
     )
 
     losses = []
-    if args.resume:
+    restarted = int(os.environ.get("RINGREDUCE_RESTART_COUNT", 0)) > 0  # by ringrun --restarts, after a failure
+    if args.resume or restarted:
         # Only rank 0 needs to see the file; None tells all ranks that there is none.
         found = rr.rank() == 0 and checkpoint_path.exists()
         checkpoint = rr.broadcast_object(torch.load(checkpoint_path) if found else None, root_rank=0)
-        if checkpoint is None:
+        if checkpoint is None and not restarted:
             sys.exit(f"--resume: there is no {checkpoint_path}; train without --resume first, or pass its --out")
-        model.load_state_dict(checkpoint["model"])
-        optimizer.load_state_dict(checkpoint["optimizer"])
-        losses = checkpoint["losses"]
+        if checkpoint is not None:
+            model.load_state_dict(checkpoint["model"])
+            optimizer.load_state_dict(checkpoint["optimizer"])
+            losses = checkpoint["losses"]
 
     if rr.rank() == 0:
         args.out.mkdir(parents=True, exist_ok=True)

@@ -99,6 +99,7 @@ from .ranks import parse_ranks
 from .ssh import SshOptions, check_identity_file, parse_port
 from .topology import read_topology
 
+_MOST_DIGITS = 10
 _USAGE = "ringrun [-np N] [options] command [arguments …]"
 _EXAMPLE = "as in: ringrun -np 4 python train.py"
 
@@ -147,6 +148,7 @@ def _parser() -> argparse.ArgumentParser:
         help="put the local time before each line",
     )
     parser.add_argument("--timeout", metavar="SECONDS", help="end the job when it takes longer, with exit code 124")
+    parser.add_argument("--restarts", metavar="N", default="0", help="run the job again after a failure, up to N times")
     config.add_own_flags(parser)
     parser.add_argument("--version", action="store_true", help="print the version and exit")
     parser.add_argument("-h", "--help", action="help", help="print this manual and exit")
@@ -158,8 +160,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Return the command line and its file, checked.
 
     np (int, or None for auto), command (list), found (hosts and where they were named, or None), interfaces (names),
-    ssh (SshOptions), asked (variables), timeout (seconds or None), start_timeout, mpi_args (list), the other
-    flags; config: see config.py.
+    ssh (SshOptions), asked (variables), timeout (seconds or None), start_timeout, restarts (int), mpi_args (list), the
+    other flags; config: see config.py.
     """
     resolved = config.resolve(_parser(), arguments, os.environ)
     options = resolved.options
@@ -176,6 +178,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     options.asked = parse_env(options.env or (), os.environ)
     if options.launcher not in ("auto", "mpirun", "srun"):
         raise UsageError(f"--launcher {options.launcher}: expected is auto, mpirun or srun")
+    options.restarts = _times(options.restarts, f"{resolved.place('restarts')}--restarts")
     if options.command[:1] == ["--"]:
         del options.command[0]
     if not options.command:
@@ -271,6 +274,13 @@ def _seconds(text: str | None, flag: str) -> float | None:
     return seconds
 
 
+def _times(text: str, flag: str) -> int:
+    number = int(text) if text.isascii() and text.isdecimal() and len(text) < _MOST_DIGITS else -1
+    if number < 0:
+        raise UsageError(f"{flag} {text}: expected is how often, a whole number of 0 or more")
+    return number
+
+
 def run(arguments: Sequence[str]) -> int:
     """Do what the command line says and return the exit code; LauncherError when that cannot be done."""
     if arguments and arguments[0] in _SUBCOMMANDS:
@@ -316,6 +326,7 @@ def run(arguments: Sequence[str]) -> int:
         ssh=None if options.found and options.found.in_slurm else options.ssh,
         interfaces=options.interfaces,
         asked=options.asked,
+        restarts=options.restarts,
     )
     if options.dry_run:
         print(example(detected, job, os.environ))

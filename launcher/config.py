@@ -19,7 +19,7 @@ from . import horovod
 from .configfile import Entry, read
 from .errors import UsageError
 
-SET_BY_RINGRUN = ("error_file",)
+SET_BY_RINGRUN = ("error_file", "restart_count")
 """Settings that are no flags: ringrun sets them itself, for each rank."""
 
 _NOT_IN_FILE = ("help", "version", "config_file", "show_config", "check_build", "dry_run")

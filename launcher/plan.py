@@ -81,6 +81,9 @@ class Job:
     output_directory: str | None = None
     """Where files keep what the ranks write."""
     timeout_s: float | None = None
+    """Of all attempts together."""
+    restarts: int = 0
+    """How often the job is run again after a failure."""
     start_timeout_s: float = 30.0
     """So long all ranks may take to start."""
     hosts: Sequence[tuple[Host, int]] = ()

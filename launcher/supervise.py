@@ -18,7 +18,7 @@ import time
 from collections.abc import Mapping, Sequence
 from types import FrameType
 
-from . import outcome
+from . import outcome, restarts
 from .channel import (
     Arrived,
     Channel,
@@ -41,6 +41,7 @@ from .outcome import RankEnd
 from .output import Display, Output
 from .plan import Job, across, aliases, job_command, job_environment, variables_abroad, variables_at_home
 from .processes import die_with_parent, signal_group
+from .restarts import Again, Ending, SignalRelay
 from .spans import format_spans
 from .ssh import write_config
 from .wire import Signal
@@ -66,8 +67,12 @@ class Supervisor:
         events: Events,
         home: dict[str, str],
         abroad: dict[str, str],
+        deadline_s: float | None = None,
     ) -> None:
-        """home, abroad: variables of the ranks on this host, and on others, besides what mpirun gives them."""
+        """home, abroad: variables of the ranks on this host, and on others, besides what mpirun gives them.
+
+        deadline_s: when the job's time is over, if not `timeout_s` from now: there were attempts before.
+        """
         self._job = job
         self._size = job.size
         self._home, self._abroad = home, abroad
@@ -81,12 +86,14 @@ class Supervisor:
         self._escalation: Escalation | None = None
         now_s = time.monotonic()
         self._timeout_s = math.inf if job.timeout_s is None else job.timeout_s
-        self._deadline_s = now_s + self._timeout_s
+        self._deadline_s = now_s + self._timeout_s if deadline_s is None else deadline_s
         self._start_deadline_s = now_s + job.start_timeout_s  # infinite once all have arrived
         self._too_slow = False  # not all have arrived by then
         self._timeout_report: str | None = None  # if the job has taken too long
         self._stopped_by: int | None = None  # the signal that ended the job, if no rank had failed before
         self._launcher_said: list[str] = []
+        self._failed = False  # a rank has failed, or was lost
+        self._was_told = False  # by a signal to end the job
 
     def run(self) -> int:
         """Return ringrun's exit code, when the job and all its processes are gone."""
@@ -94,6 +101,11 @@ class Supervisor:
             self._take_step()
         self._end_launcher()
         return self._conclude()
+
+    @property
+    def failed(self) -> bool:
+        """Whether a rank has failed or was lost, and no signal wants the job ended: a restart may help."""
+        return self._failed and not self._was_told
 
     def _is_over(self) -> bool:
         if self._escalation is None:
@@ -156,6 +168,7 @@ class Supervisor:
         return True
 
     def _obey(self, number: int) -> None:
+        self._was_told = True
         if not self._escalate(AFTER_INTERRUPT if number == signal.SIGINT else AFTER_TERMINATE):
             self._escalation = Escalation(AT_ONCE, time.monotonic())
             return
@@ -188,6 +201,7 @@ class Supervisor:
             raise UsageError(f"the command cannot be executed: {self._not_started.reason}, says {where}")
         ends = self._ends.values()
         if cause := outcome.aborter(ends, self._launcher.code) or outcome.root_cause(ends):
+            self._failed = True
             self._output.message(outcome.report(cause, ends, self._size, self._launcher_said))
             return outcome.exit_code(cause)
         if self._escalation is None:
@@ -200,6 +214,7 @@ class Supervisor:
         said = "\n".join(self._launcher.tail)
         if len(self._arrived) < self._size:
             raise NotStartedError(self._missing(f"{self._launcher.name} ended with exit code {code}"))
+        self._failed = True
         what = f"ringrun: {self._launcher.name} ended with exit code {code} before the ranks did; it wrote:"
         self._output.message([what, said])
         return code if code and code > 0 else 1
@@ -259,11 +274,12 @@ class MpiLauncher:
 
     def _read(self, show: Output | None) -> None:
         assert self._process.stdout is not None
-        for line in self._process.stdout:
-            text = line.decode(errors="replace").rstrip("\r\n")
-            self._lines.append(text)
-            if show:
-                show.message([f"[mpirun] {text}"])
+        with self._process.stdout as lines:  # closed at its end: there may be more attempts
+            for line in lines:
+                text = line.decode(errors="replace").rstrip("\r\n")
+                self._lines.append(text)
+                if show:
+                    show.message([f"[mpirun] {text}"])
 
     def _wait(self) -> None:
         code = self._process.wait()
@@ -271,28 +287,48 @@ class MpiLauncher:
         self._events.put(LauncherEnded())
 
 
-def run_job(detected: Detected, job: Job) -> int:
-    """Run a job to its end and return ringrun's exit code."""
+def run_job(detected: Detected, job: Job, again: Again = lambda job: job) -> int:
+    """Run a job to its end, again after a failure if it says so, and return ringrun's exit code.
+
+    again: the job on the hosts that answer now, see restarts.py; by default they are those that it had.
+    """
+    signals = SignalRelay()
     with contextlib.ExitStack() as stack:
         files = None
-        if job.output_directory is not None:
+        if job.output_directory is not None:  # one set for all attempts, so that each goes on where the last has ended
             files = stack.enter_context(contextlib.closing(OutputFiles(job.output_directory, job.size)))
+        _pass_signals_to(signals)
+
+        def attempt(job: Job, deadline_s: float | None) -> Ending:
+            return _attempt(detected, job, deadline_s, files, signals)
+
+        return restarts.run(job, attempt, again, signals.wait, _say)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _attempt(
+    detected: Detected, job: Job, deadline_s: float | None, files: OutputFiles | None, signals: SignalRelay
+) -> Ending:
+    with contextlib.ExitStack() as stack:
         display = Display(job.shown, fold=job.fold, time=job.timestamps)
         output = Output(job.size, os.environ, display=display, files=files)
         stack.callback(output.finish)
         try:
-            return _try_job(detected, job, output)
+            return _try_job(detected, job, deadline_s, output, signals)
         except NotStartedError as error:
             if job.hosts:
                 raise
             # Open MPI 5's mpirun fails now and then when others start at the same moment ("The PMIx server's listener
             # thread failed to start"); nothing has run yet, so a second try does no harm
             if job.verbose:
-                print(f"ringrun: trying once more, since {error}", file=sys.stderr, flush=True)
-        return _try_job(detected, job, output)
+                _say(f"ringrun: trying once more, since {error}")
+        return _try_job(detected, job, deadline_s, output, signals)
 
 
-def _try_job(detected: Detected, job: Job, output: Output) -> int:
+def _try_job(detected: Detected, job: Job, deadline_s: float | None, output: Output, signals: SignalRelay) -> Ending:
     events: Events = queue.SimpleQueue()
     with tempfile.TemporaryDirectory(prefix="ringrun-", dir=_socket_folder(), ignore_cleanup_errors=True) as directory:
         addresses = own_addresses([host.name for host, _ in job.hosts], job.interfaces) if job.hosts else ()
@@ -308,17 +344,18 @@ def _try_job(detected: Detected, job: Job, output: Output) -> int:
         if beyond := across(job, environment, directory):
             environment |= detected.engine.across_environment(beyond)
         argv = job_command(detected, job, beyond, as_root=os.geteuid() == 0)
-        _pass_signals_to(events)
+        signals.to(events)
         try:
             launcher = MpiLauncher(argv, environment, events)
         except OSError as error:
             raise MachineError(f"{argv[0]} cannot be executed: {error.strerror}") from error
         channel.start()
         launcher.start(output if job.verbose else None)
-        return Supervisor(job, launcher, channel, output, events, home, abroad).run()
+        supervisor = Supervisor(job, launcher, channel, output, events, home, abroad, deadline_s)
+        return Ending(supervisor.run(), supervisor.failed)
 
 
-def _pass_signals_to(events: Events) -> None:
+def _pass_signals_to(events: SignalRelay) -> None:
     """Turn signals into events, but for those that ringrun's parent has told it to ignore."""
     count = 0
 

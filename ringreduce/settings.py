@@ -85,6 +85,9 @@ class Settings:
     timeline_mark_cycles: bool = False
     """The timeline shows when the engine told the other ranks of new tensors."""
 
+    restart_count: int = 0
+    """How often ringrun has started this job again after a failure; set by ringrun, whether with --restarts or not."""
+
     error_file: str = ""
     """Where an uncaught exception is written as JSON for the launcher; set by ringrun for each rank."""
 
@@ -122,6 +125,10 @@ PER_RANK = ("error_file", "timeline")
 """The settings that may differ from rank to rank."""
 
 
+_COUNTS = {"CAPACITY": (0, "tensors of 0 or more"), "RESTART_COUNT": (0, "restarts of 0 or more")}
+"""Whole numbers that are no bytes, by how their variables end: the least of them, and what they count."""
+
+
 def _parse(variable: str, text: str, default: object) -> object:
     """`text` in the type of `default`."""
     if isinstance(default, str):
@@ -133,8 +140,7 @@ def _parse(variable: str, text: str, default: object) -> object:
     if isinstance(default, float):
         unit = "milliseconds" if variable.endswith(("_MS", "CYCLE_TIME")) else "seconds"
         return _number(variable, text, float, 0.0, f"a number of {unit} of 0 or more, such as {default}")
-    lowest = 0 if variable.endswith("CAPACITY") else 1
-    what = "tensors of 0 or more" if lowest == 0 else "bytes above 0"
+    lowest, what = next((each for ending, each in _COUNTS.items() if variable.endswith(ending)), (1, "bytes above 0"))
     return _number(variable, text, int, lowest, f"a whole number of {what}, such as {default}")
 
 

@@ -19,7 +19,7 @@ from ringrun.errors import UsageError
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 needs_yaml = pytest.mark.skipif(importlib.util.find_spec("yaml") is None, reason="no PyYAML")
 
-FIELDS = [field for field in dataclasses.fields(Settings) if field.name != "error_file"]
+FIELDS = [field for field in dataclasses.fields(Settings) if field.name not in config.SET_BY_RINGRUN]
 OTHER = {
     "algorithm": "ring",
     "costs": "wait_us=5",

@@ -56,6 +56,7 @@ def test_horovods_variables_are_understood_and_ours_count():
             r"a whole number of bytes above 0, such as \d+",
         ),
         ("RINGREDUCE_CACHE_CAPACITY", ["-1", "x"], r"a whole number of tensors of 0 or more, such as \d+"),
+        ("RINGREDUCE_RESTART_COUNT", ["-1", "x"], r"a whole number of restarts of 0 or more, such as \d+"),
         ("RINGREDUCE_STALL_CHECK_S", ["-1", "nan", "inf", "soon"], r"a number of seconds of 0 or more, such as 10.0"),
         ("HOROVOD_CYCLE_TIME", ["-1", "x"], r"a number of milliseconds of 0 or more, such as 50.0"),
         ("RINGREDUCE_DYNAMIC_PROCESS_SETS", ["2", "maybe"], "1 or 0"),

@@ -1,0 +1,129 @@
+"""--restarts N: the whole job again after a failure, up to N times, on the hosts that still answer.
+
+    attempt 0 ── fails ── pause 1 s ── attempt 1 ── fails ── pause 2 s ── attempt 2 …   (4, 8, 16, then 30 s)
+
+Only the failure of a rank, or its loss, makes an attempt follow: not a command line that is wrong, a signal to ringrun,
+--timeout, or a job that does not even start. What an attempt is, and which hosts answer, is the caller's business.
+"""
+
+import itertools
+import queue
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from .channel import Event, Events, Signalled
+from .errors import MachineError
+from .hosts import Host, assign
+from .plan import Job
+
+COUNT_VARIABLE = "RINGREDUCE_RESTART_COUNT"
+"""How many attempts there were before this one, for every rank: 0 at first, and without --restarts."""
+
+_LONGEST_PAUSE_S = 30.0
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How one attempt ended: with which exit code, and whether because a rank failed or was lost."""
+
+    exit_code: int
+    failed: bool = False
+
+
+Attempt = Callable[[Job, float | None], Ending]
+"""Runs a job to its end, or to a deadline on the monotonic clock; it has printed its report."""
+
+Again = Callable[[Job], Job | None]
+"""Returns the job on the hosts that answer now, with fewer ranks where they have fewer slots; None: none answers."""
+
+Wait = Callable[[float], int | None]
+"""Waits so many seconds; returns the signal that ended the wait early."""
+
+Say = Callable[[str], None]
+
+
+def run(job: Job, attempt: Attempt, again: Again, wait: Wait, say: Say) -> int:
+    """Run `job`, and again while it fails and may; return the exit code of the last attempt."""
+    deadline_s = None if job.timeout_s is None else time.monotonic() + job.timeout_s
+    current = job
+    for count in itertools.count():
+        ending = _attempt(attempt, current, count, deadline_s, say)
+        if not ending.failed or count == job.restarts:
+            break
+        pause_s = min(2.0**count, _LONGEST_PAUSE_S)
+        if deadline_s is not None and time.monotonic() + pause_s >= deadline_s:
+            say(f"ringrun: no restart, since --timeout {job.timeout_s:g} s ends before it could begin")
+            break
+        say(f"ringrun: restart {count + 1} of {job.restarts} in {pause_s:g} s")
+        if (number := wait(pause_s)) is not None:
+            say("ringrun: interrupted before the restart")
+            return 128 + number
+        found = again(job)  # all that was asked for: a host may be back
+        if found is None:
+            say("ringrun: no restart, since no host answers")
+            break
+        if found.size < job.size:
+            say(f"ringrun: hosts that answer have {found.size} slots; going on with {found.size} of {job.size} ranks")
+        current = found
+    return ending.exit_code
+
+
+def _attempt(attempt: Attempt, job: Job, count: int, deadline_s: float | None, say: Say) -> Ending:
+    """Run one attempt. After a first one that did start, one that does not is a failure like others: a host is lost."""
+    variables = {**job.variables, COUNT_VARIABLE: str(count)}
+    try:
+        return attempt(replace(job, variables=variables), deadline_s)
+    except MachineError as error:
+        if count in (0, job.restarts):
+            raise
+        say(f"ringrun: error: {error}")
+        return Ending(error.exit_code, failed=True)
+
+
+def place_again(
+    hosts: Sequence[Host], before: Mapping[str, int], answering: Collection[str], size: int
+) -> list[tuple[Host, int]]:
+    """Return which of the `hosts` get how many ranks once only those in `answering` do: `size` if there are slots.
+
+    before: how many ranks each had at first, by name. Where a host's slots were not said they are as many as these.
+    """
+    left = [replace(host, slots=host.slots or before.get(host.name) or 1) for host in hosts if host.name in answering]
+    slots = sum(host.slots or 0 for host in left)
+    return assign(left, min(size, slots), lambda host: host.slots or 1) if left else []
+
+
+class SignalRelay:
+    """Takes the signals of a whole run and passes each on to the attempt, or the pause, of the moment."""
+
+    def __init__(self) -> None:
+        self._events: Events = queue.SimpleQueue()
+
+    def put(self, event: Event) -> None:
+        """Pass `event` on; called by a signal's handler."""
+        self._events.put(event)
+
+    def to(self, events: Events) -> None:
+        """Pass on to `events` from here on, signals that nobody has taken included."""
+        before, self._events = self._events, events
+        while True:
+            try:
+                event = before.get_nowait()
+            except queue.Empty:
+                return
+            if isinstance(event, Signalled):
+                events.put(event)
+
+    def wait(self, seconds: float) -> int | None:
+        """Wait, or until a signal comes that would end a job; return that."""
+        events: Events = queue.SimpleQueue()
+        self.to(events)
+        end_s = time.monotonic() + seconds
+        while (left_s := end_s - time.monotonic()) > 0:
+            try:
+                event = events.get(timeout=left_s)
+            except queue.Empty:
+                return None
+            if isinstance(event, Signalled):
+                return event.number
+        return None

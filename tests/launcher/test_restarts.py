@@ -1,0 +1,363 @@
+"""--restarts: which endings are followed by another attempt, when, on which hosts, and what a script finds then."""
+
+import queue
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ringrun import cli, restarts, supervise
+from ringrun.channel import Arrived, RankEnded, Signalled
+from ringrun.errors import MachineError, NotStartedError, UsageError
+from ringrun.hosts import Host
+from ringrun.outcome import RankEnd
+from ringrun.plan import Job
+from ringrun.restarts import COUNT_VARIABLE, Ending, SignalRelay, place_again
+
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+Script = Callable[[str], str]
+
+OK, FAILED, TIMEOUT = Ending(0), Ending(7, failed=True), Ending(124)
+
+
+class Attempts:
+    """Plays endings one after the other, and remembers what was asked."""
+
+    def __init__(
+        self, *endings: Ending | Exception, sizes: Sequence[int | None] = (), signal: int | None = None
+    ) -> None:
+        self.endings = list(endings)
+        self.sizes = list(sizes)
+        self.signal = signal
+        self.jobs: list[Job] = []
+        self.deadlines: list[float | None] = []
+        self.pauses: list[float] = []
+        self.said: list[str] = []
+
+    def attempt(self, job: Job, deadline_s: float | None) -> Ending:
+        self.jobs.append(job)
+        self.deadlines.append(deadline_s)
+        ending = self.endings.pop(0)
+        if isinstance(ending, Exception):
+            raise ending
+        return ending
+
+    def again(self, job: Job) -> Job | None:
+        size = self.sizes.pop(0) if self.sizes else job.size
+        return None if size is None else replace(job, size=size)
+
+    def wait(self, seconds: float) -> int | None:
+        self.pauses.append(seconds)
+        return self.signal
+
+    def run(self, number: int, timeout_s: float | None = None) -> int:
+        job = Job(8, ["true"], variables={"A": "b"}, restarts=number, timeout_s=timeout_s)
+        return restarts.run(job, self.attempt, self.again, self.wait, self.said.append)
+
+
+def test_a_failure_is_followed_by_another_attempt_until_one_succeeds() -> None:
+    run = Attempts(FAILED, FAILED, OK)
+    assert run.run(3) == 0
+    assert [job.variables for job in run.jobs] == [{"A": "b", COUNT_VARIABLE: str(count)} for count in range(3)]
+    assert run.said == ["ringrun: restart 1 of 3 in 1 s", "ringrun: restart 2 of 3 in 2 s"]
+
+
+def test_pauses_grow_and_the_last_failure_gives_the_exit_code() -> None:
+    run = Attempts(*[FAILED] * 7, Ending(9, failed=True))
+    assert run.run(7) == 9
+    assert run.pauses == [1, 2, 4, 8, 16, 30, 30]
+
+
+@pytest.mark.parametrize("ending", [OK, TIMEOUT, Ending(130)])
+def test_what_is_no_failure_is_not_followed(ending: Ending) -> None:
+    run = Attempts(ending)
+    assert run.run(3) == ending.exit_code
+    assert not run.said
+
+
+@pytest.mark.parametrize("error", [UsageError("wrong"), NotStartedError("nothing"), MachineError("too slow")])
+def test_neither_is_a_job_that_cannot_be_started(error: Exception) -> None:
+    run = Attempts(error)
+    with pytest.raises(type(error)):
+        run.run(3)
+    assert not run.said
+
+
+def test_but_one_that_had_started_before_is() -> None:
+    run = Attempts(FAILED, NotStartedError("missing: rank 1 on h2"), OK)
+    assert run.run(2) == 0
+    assert run.said[1:] == ["ringrun: error: missing: rank 1 on h2", "ringrun: restart 2 of 2 in 2 s"]
+    with pytest.raises(NotStartedError):
+        Attempts(FAILED, NotStartedError("missing: rank 1 on h2")).run(1)
+
+
+def test_without_restarts_there_is_one_attempt_and_its_ranks_know_it() -> None:
+    run = Attempts(FAILED)
+    assert run.run(0) == 7
+    assert run.jobs[0].variables[COUNT_VARIABLE] == "0"
+    assert not run.said
+
+
+def test_it_goes_on_with_fewer_ranks_and_with_all_when_the_host_is_back() -> None:
+    run = Attempts(FAILED, FAILED, OK, sizes=[6, 8])
+    assert run.run(3) == 0
+    assert [job.size for job in run.jobs] == [8, 6, 8]
+    assert "ringrun: hosts that answer have 6 slots; going on with 6 of 8 ranks" in run.said
+    assert sum("slots" in line for line in run.said) == 1
+
+
+def test_no_host_is_left() -> None:
+    run = Attempts(FAILED, sizes=[None])
+    assert run.run(3) == 7
+    assert run.said[-1] == "ringrun: no restart, since no host answers"
+
+
+def test_the_time_limit_is_of_all_attempts_together() -> None:
+    run = Attempts(FAILED, OK)
+    assert run.run(1, timeout_s=50.0) == 0
+    assert len(set(run.deadlines)) == 1
+    assert run.deadlines[0] is not None
+    run = Attempts(FAILED)
+    assert run.run(1, timeout_s=0.5) == 7
+    assert run.said == ["ringrun: no restart, since --timeout 0.5 s ends before it could begin"]
+
+
+def test_a_signal_during_the_pause_ends_it() -> None:
+    run = Attempts(FAILED, signal=signal.SIGINT)
+    assert run.run(3) == 130
+    assert len(run.jobs) == 1
+
+
+# which hosts, with how many ranks each
+
+
+HOSTS = [Host("a", 4), Host("b", 4), Host("c", 2)]
+BEFORE = {"a": 4, "b": 4}
+
+
+@pytest.mark.parametrize(
+    ("answering", "counts"),
+    [
+        (["a", "b", "c"], {"a": 4, "b": 4}),
+        (["a", "c"], {"a": 4, "c": 2}),
+        (["c", "b"], {"b": 4, "c": 2}),
+        (["b"], {"b": 4}),
+        ([], {}),
+    ],
+)
+def test_ranks_move_to_the_slots_of_hosts_that_answer(answering: list[str], counts: dict[str, int]) -> None:
+    assert {host.name: count for host, count in place_again(HOSTS, BEFORE, answering, 8)} == counts
+
+
+def test_where_slots_were_not_said_a_host_takes_what_it_had() -> None:
+    hosts = [Host("a"), Host("b"), Host("spare")]
+    placed = place_again(hosts, {"a": 5, "b": 3}, ["b", "spare"], 8)
+    assert {host.name: count for host, count in placed} == {"b": 3, "spare": 1}
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9), st.booleans()), max_size=6), st.integers(1, 40))
+def test_never_more_ranks_than_slots_nor_than_asked_for(rows: list[tuple[int, int, bool]], size: int) -> None:
+    hosts = [Host(f"h{number}", slots) for number, (slots, _, _) in enumerate(rows)]
+    before = {f"h{number}": min(had, slots) for number, (slots, had, _) in enumerate(rows)}
+    answering = [f"h{number}" for number, (_, _, answers) in enumerate(rows) if answers]
+    placed = place_again(hosts, before, answering, size)
+    assert all(host.name in answering and 1 <= count <= (host.slots or 0) for host, count in placed)
+    slots = sum(host.slots or 0 for host in hosts if host.name in answering)
+    assert sum(count for _, count in placed) == min(size, slots)
+
+
+# signals
+
+
+def test_a_signal_that_nobody_has_taken_reaches_the_next_that_listens() -> None:
+    relay = SignalRelay()
+    relay.put(Signalled(signal.SIGINT))
+    events: queue.SimpleQueue = queue.SimpleQueue()
+    relay.to(events)
+    events.put(Arrived(0))  # of an attempt that is over
+    assert relay.wait(30.0) == signal.SIGINT
+
+
+def test_a_pause_without_signals_ends_by_itself_and_with_one_at_once() -> None:
+    relay = SignalRelay()
+    assert relay.wait(0.05) is None
+    timer = threading.Timer(0.1, relay.put, [Signalled(signal.SIGTERM)])
+    begin_s = time.monotonic()
+    timer.start()
+    assert relay.wait(30.0) == signal.SIGTERM
+    assert time.monotonic() - begin_s < 20
+    timer.join()
+
+
+@pytest.mark.parametrize(("signals", "failed"), [([], True), ([Signalled(signal.SIGINT)], False)])
+def test_a_failure_during_which_ctrl_c_was_pressed_is_none_to_restart_after(signals: list, failed: bool) -> None:
+    class Fake:
+        tail: Sequence[str] = ()
+        code = 0
+
+        def __getattr__(self, name: str) -> Callable[..., None]:
+            return lambda *_: None
+
+    events: supervise.Events = queue.SimpleQueue()
+    events.put(Arrived(0))
+    events.put(Arrived(1))
+    events.put(RankEnded(RankEnd(rank=0, host="here", pid=1, code=5, at_s=0.0)))
+    for each in signals:
+        events.put(each)
+    events.put(RankEnded(RankEnd(rank=1, host="here", pid=2, code=0, at_s=1.0)))
+    supervisor = supervise.Supervisor(Job(2, ["x"]), Fake(), Fake(), Fake(), events, {}, {})
+    assert supervisor.run() == 5
+    assert supervisor.failed is failed
+
+
+# the command line
+
+
+@pytest.mark.parametrize("text", ["-1", "x", "1.5", "", "²", "1" * 10])
+def test_a_wrong_number(text: str) -> None:
+    message = f"--restarts {text}: expected is how often, a whole number of 0 or more"
+    with pytest.raises(UsageError, match=f"^{re.escape(message)}$"):
+        cli.parse(["-np", "2", f"--restarts={text}", "true"])
+
+
+def test_the_number_in_a_file(tmp_path: Path) -> None:
+    pytest.importorskip("yaml")
+    (tmp_path / "job.yaml").write_text("np: 2\nrestarts: 3\n")
+    assert cli.parse(["--config-file", str(tmp_path / "job.yaml"), "true"]).restarts == 3
+    (tmp_path / "job.yaml").write_text("np: 2\nrestarts: often\n")
+    with pytest.raises(UsageError, match=r"job\.yaml:2: --restarts often: expected is how often"):
+        cli.parse(["--config-file", str(tmp_path / "job.yaml"), "true"])
+
+
+# whole runs
+
+CHECKPOINTED = """
+    import os, signal
+    from pathlib import Path
+    import numpy as np
+    import ringreduce as rr
+
+    rr.init()
+    checkpoint = Path("checkpoint.npy")
+    total = np.load(checkpoint) if checkpoint.exists() else np.zeros(2)
+    first = int(total[0])
+    print("attempt", os.environ["RINGREDUCE_RESTART_COUNT"], "begins at step", first, flush=True)
+    for step in range(first, 6):
+        total += rr.allreduce(np.array([1.0, step * (rr.rank() + 1)]), op=rr.Sum) / [rr.size(), 1]
+        if rr.rank() == 0:
+            np.save("new.npy", total)
+            os.replace("new.npy", checkpoint)
+        rr.barrier()
+        if step == 3 and rr.rank() == 1 and os.environ["RINGREDUCE_RESTART_COUNT"] == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+    print("done", *total)
+"""
+
+
+def test_a_script_with_a_checkpoint_goes_on(ringrun: Run, script: Script, python: str, wait_until_gone) -> None:
+    done = ringrun("-np", 2, "--restarts", 2, python, script(CHECKPOINTED))
+    wait_until_gone()
+    assert done.returncode == 0, done.stderr
+    for rank in range(2):
+        assert f"[{rank}] attempt 0 begins at step 0\n" in done.stdout
+        assert f"[{rank}] attempt 1 begins at step 4\n" in done.stdout
+        assert f"[{rank}] done 6.0 {float(3 * sum(range(6)))}\n" in done.stdout
+    assert "ringrun: rank 1 of 2 failed first" in done.stderr
+    assert "ringrun: restart 1 of 2 in 1 s\n" in done.stderr
+
+
+def test_it_gives_up_after_the_last_restart(
+    ringrun: Run, script: Script, python: str, tmp_path: Path, wait_until_gone
+) -> None:
+    source = """
+        import os, sys
+        count = int(os.environ["RINGREDUCE_RESTART_COUNT"])
+        print("words of attempt", count, file=sys.stderr)
+        sys.exit(20 + count if os.environ["RANK"] == "1" else 0)
+    """
+    done = ringrun("-np", 2, "--restarts", 2, "--output-filename", "kept", python, script(source))
+    wait_until_gone()
+    assert done.returncode == 22
+    own = [line for line in done.stderr.splitlines() if line.startswith("ringrun:")]
+    expected = [
+        *("rank 1 of 2 failed first, .*: exit code 20", "restart 1 of 2 in 1 s"),
+        *("rank 1 of 2 failed first, .*: exit code 21", "restart 2 of 2 in 2 s"),
+        "rank 1 of 2 failed first, .*: exit code 22",
+    ]
+    assert len(own) == len(expected)
+    for line, pattern in zip(own, expected, strict=True):
+        assert re.fullmatch(f"ringrun: {pattern}", line)
+    for rank in range(2):  # nothing of an earlier attempt is lost
+        kept = (tmp_path / "kept" / f"rank.{rank}" / "stderr").read_text()
+        assert kept == "".join(f"words of attempt {count}\n" for count in range(3))
+
+
+def test_a_wrong_command_is_not_tried_again(ringrun: Run, tmp_path: Path) -> None:
+    program = tmp_path / "program"
+    program.write_text("#!/nowhere/interpreter\n")
+    program.chmod(0o755)
+    done = ringrun("-np", 2, "--restarts", 2, program)
+    assert done.returncode == 2
+    assert "restart" not in done.stderr
+
+
+def test_a_job_that_takes_too_long_is_not_tried_again(ringrun: Run, script: Script, python: str) -> None:
+    source = """
+        import os, sys, time
+        if os.environ["RINGREDUCE_RESTART_COUNT"] == "0":
+            sys.exit(5)
+        time.sleep(60)
+    """
+    done = ringrun("-np", 2, "--restarts", 5, "--timeout", 8, python, script(source))
+    assert done.returncode == 124
+    assert done.stderr.count("ringrun: restart ") == 1
+    assert "ringrun: the job took longer than --timeout 8 s and was ended: ranks 0-1 of 2 still ran" in done.stderr
+
+
+def test_ctrl_c_during_a_pause_ends_at_once(start, script: Script, python: str, wait_until_gone) -> None:
+    process = start("-np", 2, "--restarts", 9, python, script("import sys; sys.exit(5)"))
+    for line in process.stderr:
+        if "restart 3 of 9 in 4 s" in line:
+            break
+    begin_s = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert errors == "ringrun: interrupted before the restart\n"
+    assert time.monotonic() - begin_s < 3
+    wait_until_gone()
+
+
+def test_ranks_know_of_no_restart_without_the_flag(ringrun: Run) -> None:
+    program = f"import os; print(os.environ['{COUNT_VARIABLE}'])"
+    done = ringrun("-np", 2, "--fold", sys.executable, "-c", program, env={COUNT_VARIABLE: "5"})
+    assert (done.returncode, done.stdout) == (0, "[0-1] 0\n")
+
+
+FEWER = """
+    import sys
+    from dataclasses import replace
+    from ringrun.engines.detect import detect
+    from ringrun.plan import Job
+    from ringrun.supervise import run_job
+
+    source = "import os, sys; print('size', os.environ['WORLD_SIZE']); sys.exit(int(os.environ['RANK'] == '2'))"
+    job = Job(3, [sys.executable, "-c", source], restarts=1, fold=True)
+    sys.exit(run_job(detect(sys.executable), job, lambda job: replace(job, size=2)))
+"""
+
+
+def test_hosts_that_answer_are_asked_and_fewer_ranks_go_on(script: Script, python: str) -> None:
+    done = subprocess.run([python, script(FEWER)], capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=50)
+    assert done.returncode == 0, done.stderr
+    assert "ringrun: hosts that answer have 2 slots; going on with 2 of 3 ranks\n" in done.stderr
+    assert done.stdout.splitlines()[-1] == "[0-1] size 2"
