@@ -14,12 +14,17 @@ Ringrun = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.fixture(scope="session")
 def ringrun(tmp_path_factory: pytest.TempPathFactory) -> Ringrun:
-    """ringrun(size, *python_arguments) runs that many ranks of this Python; it must end with `returncode`."""
+    """ringrun(size, *python_arguments) runs that many ranks of this Python; it must end with `returncode`.
+
+    flags: of ringrun itself.
+    """
     directory = tmp_path_factory.mktemp("cwd")
 
-    def run(size: int, *arguments: str | Path, returncode: int = 0) -> subprocess.CompletedProcess[str]:
+    def run(
+        size: int, *arguments: str | Path, returncode: int = 0, flags: Sequence[str] = ()
+    ) -> subprocess.CompletedProcess[str]:
         program = Path(sys.executable).with_name("ringrun")
-        argv = [str(each) for each in (program, "-np", size, sys.executable, *arguments)]
+        argv = [str(each) for each in (program, "-np", size, *flags, sys.executable, *arguments)]
         ended = subprocess.run(argv, cwd=directory, capture_output=True, text=True, timeout=150, check=False)
         assert ended.returncode == returncode, f"{ended.stdout}\n{ended.stderr}"
         return ended

@@ -109,6 +109,15 @@ def test_rank_killed_while_saving_leaves_the_old_checkpoint(ringrun, examples, t
     np.testing.assert_allclose(resumed["losses"], whole["losses"], rtol=1e-9)
 
 
+def test_after_a_failure_ringrun_starts_it_again_and_it_goes_on(ringrun, examples, straight, tmp_path):
+    arguments = [*TINY, "--out", tmp_path, "--steps", STEPS, "--save-every", "1"]
+    ended = ringrun(2, KILLED_WHILE_SAVING, examples, *arguments, flags=["--restarts", "1"])
+    assert "ringrun: restart 1 of 1 in 1 s\n" in ended.stderr
+    *_, whole = straight(2)
+    resumed = json.loads((tmp_path / "losses.json").read_text())
+    np.testing.assert_allclose(resumed["losses"], whole["losses"], rtol=1e-9)
+
+
 def test_resume_without_a_checkpoint_is_refused_on_every_rank(ringrun, examples, tmp_path):
     ended = ringrun(2, examples / "train_gpt.py", *TINY, "--out", tmp_path, "--resume", returncode=1)
     expected = f"--resume: there is no {tmp_path / 'checkpoint.pt'}; train without --resume first, or pass its --out"
