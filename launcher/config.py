@@ -205,6 +205,9 @@ def _settings(level: _Level) -> dict[str, Value]:
             except UsageError as error:
                 raise UsageError(f"{_named(source, name)}: {error}") from None
             add(alias.setting, text, source)
+        elif kind == "horovod" and name in horovod.SWITCHES:
+            setting, turns_on = horovod.SWITCHES[name]
+            add(setting, str(int(turns_on == value)), source)  # false in a file: the opposite
     if stall_check is not None and (stall_check is False or "stall_check_s" not in found):
         time_s = public_settings()["stall_check_s"] if stall_check else 0.0
         source = level.sources[horovod.destination(horovod.STALL_CHECK)]

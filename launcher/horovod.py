@@ -35,10 +35,17 @@ ALIASES = {
 STALL_CHECK = "stall-check"
 """A switch: --no-stall-check is a time of 0."""
 
+SWITCHES = {
+    "log-with-timestamp": ("log_timestamp", True),
+    "log-without-timestamp": ("log_timestamp", False),
+    "log-hide-timestamp": ("log_timestamp", False),
+    "no-log-hide-timestamp": ("log_timestamp", True),
+}
+"""Flags without a value that turn a setting on or off."""
+
 _MPI = "ranks talk over MPI alone"
 _TUNER = "autotune tells itself how long to try"
 _CHOOSER = "the fastest algorithm is chosen for each size; see --algorithm"
-_LOG = "ringreduce writes no log"
 IGNORED_VALUES = {
     "autotune-warmup-samples": _TUNER,
     "autotune-steps-per-sample": _TUNER,
@@ -50,7 +57,6 @@ IGNORED_VALUES = {
     "gloo-timeout-seconds": _MPI,
     "num-nccl-streams": "NCCL is not used",
     "thread-affinity": "the engine's thread runs where the system puts it",
-    "log-level": _LOG,
 }
 """Flags with a value that have no meaning here, and why."""
 
@@ -60,10 +66,6 @@ IGNORED_SWITCHES = {
     "jsrun": "ranks are started by mpirun",
     "tcp": "MPI chooses; see --mpi-args",
     "disable-cache": "nothing about hosts is remembered from run to run",
-    "log-with-timestamp": _LOG,
-    "log-without-timestamp": _LOG,
-    "log-hide-timestamp": _LOG,
-    "no-log-hide-timestamp": _LOG,
     "hierarchical-allreduce": _CHOOSER,
     "no-hierarchical-allreduce": _CHOOSER,
     "hierarchical-allgather": _CHOOSER,
@@ -83,7 +85,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Make `parser` accept these flags."""
     for flag in (*ALIASES, *IGNORED_VALUES):
         parser.add_argument(f"--{flag}", dest=destination(flag), help=argparse.SUPPRESS)
-    for flag in IGNORED_SWITCHES:
+    for flag in (*SWITCHES, *IGNORED_SWITCHES):
         parser.add_argument(f"--{flag}", dest=destination(flag), action="store_true", help=argparse.SUPPRESS)
     action = argparse.BooleanOptionalAction
     parser.add_argument(f"--{STALL_CHECK}", dest=destination(STALL_CHECK), action=action, help=argparse.SUPPRESS)

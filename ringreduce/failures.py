@@ -14,6 +14,7 @@ from typing import Any
 
 from ringreduce import world
 from ringreduce.errors import PeerLostError
+from ringreduce.log import LOGGER
 
 EXIT_CODE = 1
 INTERRUPTED_EXIT_CODE = 130
@@ -70,7 +71,7 @@ def write_report(path: str, kind: type[BaseException], exc: BaseException, trace
             json.dump(report, file)
         os.replace(partial, path)
     except OSError as error:
-        sys.stderr.write(f"ringreduce: the report of this failure could not be written to {path}: {error}\n")
+        LOGGER.error(f"the report of this failure could not be written to {path}: {error}")
 
 
 def flush() -> None:

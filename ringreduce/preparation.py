@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import sys
 
 from ringreduce.collectives import measure
 from ringreduce.collectives.choose import Constants
 from ringreduce.engine.host import Host
 from ringreduce.engine.routes import check
 from ringreduce.errors import SettingsError
+from ringreduce.log import LOGGER
 from ringreduce.settings import Settings
 from ringreduce.transport.base import complete
 from ringreduce.transport.message import MessageTransport
@@ -64,8 +64,7 @@ def make_window(world: World, settings: Settings) -> tuple[Window | None, str]:
             why_not = f"MPI gives none: {exc}"
         why_not = _first(world, why_not)
     if why_not and world.rank == 0:
-        what = "ringreduce: no shared memory between the ranks of a host, so messages are used"
-        print(f"{what}: {why_not}", file=sys.stderr)
+        LOGGER.warning(f"no shared memory between the ranks of a host, so messages are used: {why_not}")
     return (None if why_not else window), why_not
 
 

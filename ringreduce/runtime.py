@@ -9,18 +9,20 @@ import atexit
 import contextlib
 import contextvars
 import dataclasses
+import logging
 import os
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from ringreduce import failures
+from ringreduce import failures, log
 from ringreduce._version import __version__
 from ringreduce.agreement import agree
 from ringreduce.collectives import clock
 from ringreduce.engine.description import Call, Description, calling_line
-from ringreduce.engine.engine import Engine
+from ringreduce.engine.engine import GLOBAL, Engine
 from ringreduce.engine.host import Host
 from ringreduce.engine.knobs import Knobs
 from ringreduce.engine.tuned import read_by_rank_0
@@ -30,7 +32,7 @@ from ringreduce.settings import PER_RANK, Settings
 from ringreduce.transport.base import Transport, complete
 from ringreduce.transport.message import MessageTransport
 from ringreduce.transport.threads import ThreadTransport
-from ringreduce.world import World, finalize_mpi, form_world
+from ringreduce.world import World, finalize_mpi, form_world, mpi_library
 
 
 class Runtime:
@@ -72,6 +74,7 @@ def start(comm: Any, process_sets: Sequence[Any], dynamic: bool) -> list[tuple[i
     if is_initialized():
         return None
     settings = Settings.from_environment(os.environ)
+    log.configure(settings.log_level, settings.log_timestamp)
     if dynamic:
         settings = dataclasses.replace(settings, dynamic_process_sets=True)
     world = form_world(comm, _generations)
@@ -91,12 +94,39 @@ def start(comm: Any, process_sets: Sequence[Any], dynamic: bool) -> list[tuple[i
         host = prepare_host(world, transport, settings)
         knobs = read_by_rank_0(world, host.window is not None, settings)
         _process_runtime = Runtime(world, transport, settings, host, offsets_us, sets, knobs)
+        _tell(_process_runtime)
     except Exception as exc:
         transport.close()
         if isinstance(exc, MismatchError):  # raised on all ranks, so all can free what they made together
             world.free()
         raise
     return own
+
+
+def _tell(runtime: Runtime) -> None:
+    """Log what init() has found and chosen: on rank 0 what is true for all, on each rank where it is."""
+    world = runtime.world
+    if world.rank == 0 and log.LOGGER.isEnabledFor(logging.INFO):
+        log.LOGGER.info(_summary(runtime))
+    if log.LOGGER.isEnabledFor(logging.DEBUG):
+        place = f"local rank {world.local_rank} of {world.local_size}, on host {world.hosts[world.rank]}"
+        log.LOGGER.debug(f"rank {world.rank} of {world.size}: {place} ({socket.gethostname()}), pid {os.getpid()}")
+
+
+def _summary(runtime: Runtime) -> str:
+    world, engine, defaults = runtime.world, runtime.engine, dataclasses.asdict(Settings())
+    hosts, window = len(set(world.hosts)), engine.host.window
+    parts = [
+        f"ringreduce {__version__}: {world.size} ranks on {hosts} host{'' if hosts == 1 else 's'}",
+        " with thread level ".join(mpi_library()),
+        "no shared memory" if window is None else f"{len(window.blocks[0])} B of shared memory a rank",
+        f"allreduce by {engine.lanes[GLOBAL].routes.text()}",
+        f"costs {engine.host.constants}",
+    ]
+    for name, value in dataclasses.asdict(runtime.settings).items():
+        if name not in PER_RANK and value != defaults[name]:
+            parts.append(f"{name} is {value!r}")
+    return "; ".join(parts)
 
 
 def static_sets(world: World, given: Sequence[Any]) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:

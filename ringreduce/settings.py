@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping
 
 from ringreduce.errors import SettingsError
+from ringreduce.log import LEVELS, parse_level
 
 PREFIX = "RINGREDUCE_"
 HOROVOD = {
@@ -23,6 +24,8 @@ HOROVOD = {
     "HOROVOD_AUTOTUNE": "autotune",
     "HOROVOD_TIMELINE": "timeline",
     "HOROVOD_TIMELINE_MARK_CYCLES": "timeline_mark_cycles",
+    "HOROVOD_LOG_LEVEL": "log_level",
+    "HOROVOD_LOG_TIMESTAMP": "log_timestamp",
 }
 SHARED_SLOTS = 4
 """Slots of shared memory that a process set uses; collectives/shared.py tells why so many suffice."""
@@ -85,6 +88,12 @@ class Settings:
     timeline_mark_cycles: bool = False
     """The timeline shows when the engine told the other ranks of new tensors."""
 
+    log_level: str = "warning"
+    """What is told on stderr: trace, debug, info, warning, error or fatal, each with what follows it."""
+
+    log_timestamp: bool = False
+    """With the local time before it."""
+
     restart_count: int = 0
     """How often ringrun has started this job again after a failure; set by ringrun, whether with --restarts or not."""
 
@@ -98,6 +107,8 @@ class Settings:
                     f"half of fusion_buffer_bytes={self.fusion_buffer_bytes} holds less than {slots} slots of "
                     f"{name}={getattr(self, name)}; raise the first or lower the second"
                 )
+        if self.log_level not in LEVELS:
+            raise SettingsError(f"log_level={self.log_level!r}: {_EXPECTED_LEVEL}")
         if self.shared_slot_bytes % 64:
             raise SettingsError(f"shared_slot_bytes={self.shared_slot_bytes}: expected a multiple of 64")
 
@@ -121,16 +132,21 @@ class Settings:
         return cls(**values)  # type: ignore[arg-type]
 
 
-PER_RANK = ("error_file", "timeline")
+PER_RANK = ("error_file", "timeline", "log_level", "log_timestamp")
 """The settings that may differ from rank to rank."""
 
 
+_EXPECTED_LEVEL = f"expected one of {', '.join(LEVELS)}"
 _COUNTS = {"CAPACITY": (0, "tensors of 0 or more"), "RESTART_COUNT": (0, "restarts of 0 or more")}
 """Whole numbers that are no bytes, by how their variables end: the least of them, and what they count."""
 
 
 def _parse(variable: str, text: str, default: object) -> object:
     """`text` in the type of `default`."""
+    if variable.endswith("_LOG_LEVEL"):
+        if (level := parse_level(text)) is None:
+            raise SettingsError(f"{variable}={text!r}: {_EXPECTED_LEVEL}")
+        return level
     if isinstance(default, str):
         return text
     if isinstance(default, bool):

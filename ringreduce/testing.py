@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ringreduce import runtime
+from ringreduce import log, runtime
 from ringreduce.engine import tuned
 from ringreduce.engine.host import Host
 from ringreduce.errors import InputError, PeerLostError
@@ -61,9 +61,10 @@ def run_ranks(
     """
     if size < 1 or (hosts is not None and len(hosts) != size):
         raise InputError(f"run_ranks: expected one rank or more and one host for each, got {size} and hosts={hosts}")
+    knobs = settings or Settings()
+    log.configure(knobs.log_level, knobs.log_timestamp)
     exchange = Exchange(size, buffered=buffered, timeout_s=timeout_s)
     sets = runtime.check_sets(process_sets, size)
-    knobs = settings or Settings()
     if not knobs.stall_abort_s:
         knobs = dataclasses.replace(knobs, stall_abort_s=timeout_s)
     results: list[Any] = [None] * size

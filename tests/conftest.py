@@ -1,5 +1,6 @@
 """What all tests share."""
 
+import logging
 import os
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
+from ringreduce import log
 from tests import fake_cupy
 
 ROOT = Path(__file__).parents[1]
@@ -41,6 +43,23 @@ def cupy(monkeypatch):
     """A fake CuPy, whose device memory cannot be touched from the host by mistake."""
     monkeypatch.setitem(sys.modules, "cupy", fake_cupy)
     return fake_cupy
+
+
+@pytest.fixture
+def fresh_log():
+    """The logger as it is when a program starts; what a test does to it is undone."""
+    logger = log.LOGGER
+    before = logger.handlers[:], logger.level, logger.propagate
+    logger.handlers[:], logger.propagate = [], True
+    logger.setLevel(logging.NOTSET)
+    yield logger
+    logger.handlers[:], logger.propagate = before[0], before[2]
+    logger.setLevel(before[1])
+
+
+@pytest.fixture
+def log_as_after_init(fresh_log):
+    log.configure("warning", False)
 
 
 @pytest.fixture

@@ -29,6 +29,8 @@ class Context:
     divisor: int
     """What an Average is divided by: the set's size, or its live ranks."""
     knobs: Knobs
+    debugs: bool = False
+    """Each choice of an algorithm is told."""
 
     @property
     def transport(self) -> Transport:

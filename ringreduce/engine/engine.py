@@ -11,6 +11,7 @@ long rings (stalls.py).
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -52,6 +53,7 @@ from ringreduce.engine.request import Handle, Request
 from ringreduce.engine.stalls import StallWatch
 from ringreduce.engine.timeline import Timeline, TimelineFile
 from ringreduce.engine.tuner import Tuner
+from ringreduce.log import LOGGER, TRACE
 from ringreduce.settings import Settings
 from ringreduce.transport.base import EngineTransport, Letter, Steps
 from ringreduce.transport.window import Arrival
@@ -60,6 +62,7 @@ from ringreduce.world import World
 GLOBAL = 0
 """The number of the process set of all ranks."""
 JOIN = "join"
+NAMED_IN_LOG = 8
 LAST_WORDS_S = 1.0
 """So long an engine that failed tries to tell the others."""
 
@@ -105,6 +108,7 @@ class Engine:
         self._next_set = GLOBAL
         self._early: dict[int, list[tuple[int, Announcement]]] = {}
         """Announcements for process sets that this rank is about to hear of."""
+        self._debugs, self._traces = LOGGER.isEnabledFor(logging.DEBUG), LOGGER.isEnabledFor(TRACE)
         self._leaving = ""
         self._left: set[int] = set()
         self._goodbye = False
@@ -266,6 +270,8 @@ class Engine:
         if not requests:
             return False
         self._timeline.cycle()
+        if self._traces:
+            LOGGER.log(TRACE, f"rank {self.world.rank} announces {_named([each.description for each in requests])}")
         by_set: dict[int, list[Request]] = {}
         for request in requests:
             by_set.setdefault(request.process_set, []).append(request)
@@ -374,6 +380,9 @@ class Engine:
         for number, description in response.learned:
             lane.cache.learn(number, description)
         if descriptions:
+            if self._debugs:
+                what = f"rank {self.world.rank}, process set {lane.number}, response {response.number}"
+                LOGGER.debug(f"{what}: {_named(descriptions)}")
             self._queue(lane, descriptions, divisor)
         if response.all_joined >= 0:
             self._queue_join(lane, response.all_joined)
@@ -403,6 +412,7 @@ class Engine:
             lane.completions,
             divisor,
             lane.knobs,
+            self._debugs,
         )
         steps = operations.run(requests, context)
         if self._tuner is not None and lane.number == GLOBAL:
@@ -561,3 +571,10 @@ class Engine:
 def _run_by(response: Response, lane: Lane) -> list[Description]:
     """What a response runs, before it changes the cache."""
     return [lane.cache[number] for number in numbers(response.bits)] + list(response.new)
+
+
+def _named(descriptions: Sequence[Description]) -> str:
+    """The operations, for the log; of many the first ones."""
+    names = [f"{each.kind} {each.name!r}" for each in descriptions[:NAMED_IN_LOG]]
+    more = len(descriptions) - NAMED_IN_LOG
+    return ", ".join(names) + (f" and {more} more" if more > 0 else "")

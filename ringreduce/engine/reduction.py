@@ -13,6 +13,7 @@ from ringreduce.collectives.overlap import overlapped
 from ringreduce.engine.batch import Batch, batches, carry, plan, settle, view
 from ringreduce.engine.context import Context
 from ringreduce.engine.request import Request
+from ringreduce.log import LOGGER
 from ringreduce.ops import ReduceOp, Reduction
 from ringreduce.transport.base import Steps
 
@@ -27,6 +28,9 @@ def allreduce(requests: Sequence[Request], context: Context) -> Steps[None]:
         algorithm = _algorithm(batch, reduction, context)
         slots = _slots(batch, reduction, algorithm, context)
         batch.expect(slots)
+        if context.debugs:
+            what = f"allreduce of {len(batch.inputs)} tensors, {batch.nbytes} B of {reduction.element.name}"
+            LOGGER.debug(f"{what}: {algorithm}, in {len(slots)} slots")
         work.append((batch, reduction, algorithm, slots))
     for request in requests:
         settle(request, context)

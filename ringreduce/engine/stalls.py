@@ -20,6 +20,7 @@ from ringreduce.engine.coordinator import Waiting
 from ringreduce.engine.description import PACKAGE, tensor_text
 from ringreduce.engine.lane import Lane
 from ringreduce.engine.letters import Answer, Failure, Look, Question, Response, encode
+from ringreduce.log import LOGGER
 from ringreduce.settings import Settings
 from ringreduce.transport.base import EngineTransport
 
@@ -255,5 +256,4 @@ def report(text: str, asked: Sequence[int], answers: Mapping[int, Answer]) -> st
 
 
 def _tell(text: str) -> None:
-    sys.stderr.write(f"ringreduce: stalled: {text}\n")
-    sys.stderr.flush()
+    LOGGER.warning(f"stalled: {text}")

@@ -14,12 +14,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import sys
 from typing import Any
 
 from ringreduce._version import __version__
 from ringreduce.collectives.choose import ALGORITHMS
 from ringreduce.engine.knobs import AUTO, MOST_IN_FLIGHT, Knobs
+from ringreduce.log import LOGGER
 from ringreduce.settings import Settings
 from ringreduce.world import World, mpi_library
 
@@ -130,4 +130,4 @@ def report(text: str) -> None:
 
 
 def _say(text: str) -> None:
-    print(f"ringreduce: {text}", file=sys.stderr, flush=True)
+    LOGGER.warning(text)

@@ -33,6 +33,7 @@ OTHER = {
     "stall_abort_s": "100",
     "autotune_file": "found here.json",
     "timeline": "a: b.json",
+    "log_level": "debug",
 }
 """Values that are no defaults; the settings that are on or off are turned on."""
 
@@ -158,6 +159,12 @@ def test_the_stall_check_goes_on_and_off(given: list[str], stall_check_s: str) -
     assert parsed(*given).variables["RINGREDUCE_STALL_CHECK_S"] == stall_check_s
 
 
+@pytest.mark.parametrize(("flag", "text"), [("with", "1"), ("without", "0"), ("hide", "0"), ("no-hide", "1")])
+def test_horovods_switches_of_the_log(flag: str, text: str) -> None:
+    name = f"--{'no-' * flag.startswith('no-')}log-{flag.removeprefix('no-')}-timestamp"
+    assert parsed(name).variables == {"RINGREDUCE_LOG_TIMESTAMP": text}
+
+
 @pytest.mark.parametrize("flag", horovod.IGNORED_VALUES)
 def test_a_flag_without_meaning_says_so(flag: str) -> None:
     resolved = parsed(f"--{flag}", "3")
@@ -193,6 +200,7 @@ library_options:
   num_nccl_streams: 2
 logging:
   level: INFO
+  hide_timestamp: false
 """
 
 
@@ -208,12 +216,13 @@ def test_horovods_file_is_understood(file: Callable[[str], str]) -> None:
         "RINGREDUCE_TIMELINE": "timeline.json",
         "RINGREDUCE_TIMELINE_MARK_CYCLES": "1",
         "RINGREDUCE_STALL_CHECK_S": "0.0",
+        "RINGREDUCE_LOG_LEVEL": "INFO",
+        "RINGREDUCE_LOG_TIMESTAMP": "1",
     }
     assert [notice.partition(" has no meaning here")[0] for notice in resolved.notices] == [
         "job.yaml:11: autotune_warmup_samples",
         "job.yaml:2: controller",
         "job.yaml:19: num_nccl_streams",
-        "job.yaml:21: log_level",
         "job.yaml:7: hierarchical_allreduce",
     ]
 

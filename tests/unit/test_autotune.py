@@ -16,6 +16,8 @@ from ringreduce.engine.tuner import MOST_STEPS, WARM_UP_STEPS, Tuner
 from ringreduce.settings import Settings
 from ringreduce.world import World
 
+pytestmark = pytest.mark.usefixtures("log_as_after_init")
+
 MIB = 1 << 20
 ONE_HOST, TWO_HOSTS = (0, 0, 0, 0), (0, 0, 1, 1)
 

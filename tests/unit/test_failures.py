@@ -1,7 +1,11 @@
 import json
 
+import pytest
+
 from ringreduce.errors import PeerLostError
 from ringreduce.failures import write_report
+
+pytestmark = pytest.mark.usefixtures("log_as_after_init")
 
 
 def raised(error):
@@ -28,4 +32,4 @@ def test_a_lost_peer_is_blamed(tmp_path):
 
 def test_a_report_that_cannot_be_written_is_told(tmp_path, capsys):
     write_report(str(tmp_path / "missing" / "rank0.json"), *raised(ValueError("x")))
-    assert "the report of this failure could not be written" in capsys.readouterr().err
+    assert "ringreduce: the report of this failure could not be written" in capsys.readouterr().err

@@ -1,0 +1,53 @@
+"""--log-level and its kin on whole jobs: what init() tells, on which ranks."""
+
+import re
+import subprocess
+from collections.abc import Callable
+
+import pytest
+
+from ringrun import cli
+from ringrun.errors import UsageError
+
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+Script = Callable[[str], str]
+
+SCRIPT = """
+    import numpy as np
+    import ringreduce as rr
+
+    rr.init()
+    assert rr.allreduce(np.full(10, rr.rank() + 1.0), op=rr.Sum, name="ones")[0] == 3
+"""
+
+
+def test_by_default_nothing_is_told(ringrun: Run, script: Script, python: str) -> None:
+    done = ringrun("-np", 2, python, script(SCRIPT))
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_info_is_one_line_of_rank_0(ringrun: Run, script: Script, python: str) -> None:
+    done = ringrun("-np", 2, "--log-level", "INFO", "--cycle-time-ms", "7", python, script(SCRIPT))
+    assert done.returncode == 0
+    (line,) = done.stderr.splitlines()
+    head = (
+        r"\[0\] ringreduce: info: ringreduce [\d.]+: 2 ranks on 1 host; .+ with thread level multiple; .* shared memory"
+    )
+    assert re.match(head, line)
+    assert line.endswith("; cycle_time_ms is 7.0")
+
+
+@pytest.mark.parametrize("variable", ["RINGREDUCE_LOG_LEVEL", "HOROVOD_LOG_LEVEL"])
+def test_debug_tells_each_rank_what_is_run(variable: str, ringrun: Run, script: Script, python: str) -> None:
+    done = ringrun("-np", 2, "--log-with-timestamp", python, script(SCRIPT), env={variable: "debug"})
+    assert done.returncode == 0
+    for rank in range(2):
+        told = rf"^\[{rank}\] \d{{4}}-.*\.\d{{3}} ringreduce: debug: rank {rank}"
+        assert re.search(rf"{told} of 2: local rank {rank} of 2, on host 0 ", done.stderr, re.MULTILINE)
+        assert re.search(rf"{told}, process set 0, response \d+: allreduce 'ones'$", done.stderr, re.MULTILINE)
+
+
+def test_a_wrong_level_is_refused_before_any_rank_starts() -> None:
+    expected = "expected one of trace, debug, info, warning, error, fatal"
+    with pytest.raises(UsageError, match=f"^--log-level: RINGREDUCE_LOG_LEVEL='loud': {expected}$"):
+        cli.parse(["-np", "2", "--log-level", "loud", "true"])
