@@ -1,72 +1,27 @@
-"""ringrun: run a command as N ranks of one MPI job on this host.
+"""ringrun: run a command as N ranks of one MPI job.
 
-    ringrun -np 4 python train.py --epochs 3
+    ringrun -np 4 python train.py --epochs 3     start `python train.py --epochs 3` four times
+    ringrun manifest -h                          print a job for Kubernetes' MPI Operator
 
-starts `python train.py --epochs 3` four times, with Open MPI or MPICH, whichever the mpi4py of that Python loads.
-Everything after the command belongs to the command. It works as root and with more ranks than cores.
+It uses Open MPI or MPICH, whichever the mpi4py of that Python loads. What follows the command
+belongs to it. A rank is one of the N processes, and its number; its local rank is its number on
+its host. README.md tells more of everything.
 
-Definitions
-  rank          one of the N processes, and its number, 0 to N-1
-  local rank    its number among the ranks of its host
-
-Environment of each rank
-  RANK, WORLD_SIZE              its number, and how many there are
-  LOCAL_RANK, LOCAL_WORLD_SIZE  the same on its host
-  MASTER_ADDR, MASTER_PORT      where rank 0 may listen (a free port); kept if set
-  OMP_NUM_THREADS               how many physical cores it has; kept if set (with --no-bind: the host's usable
-                                hardware threads / local ranks, at least 1)
-  PYTHONUNBUFFERED              1, so that lines appear when they are printed; kept if set
-  RINGREDUCE_ERROR_FILE         where ringreduce leaves an uncaught exception for ringrun's report
-
-How many ranks, and where they run
-  -np N starts N ranks; -np auto, or no -np, one per NVIDIA GPU, or one per physical core where there is none.
-  -H localhost:4 and --hostfile FILE (Open MPI's, MPICH's and Horovod's forms) name hosts and slots; in a Slurm, LSF or
-  PBS allocation, or a pod of the MPI Operator, these are found. Slots are a limit, and without -np all get a rank.
-  Ranks start on this host only: a host that is another one is an error.
-  Each rank is bound to its own share of the cores that ringrun may use, hardware threads of one core together and on
-  one NUMA node if possible. Where ranks outnumber cores each has one, in turn. --no-bind leaves them all to every rank.
-  On a host with GPUs, local rank r belongs to GPU r (in turn, if ranks outnumber GPUs): its cores are near that GPU,
-  and a line at the start tells who has what (without GPUs: with --verbose). GPUs are counted as CUDA does with
-  CUDA_DEVICE_ORDER=PCI_BUS_ID, and CUDA_VISIBLE_DEVICES is heeded. All stay visible to every rank, which chooses its
-  own by LOCAL_RANK. --mask-gpus chooses for it: CUDA_VISIBLE_DEVICES names its one GPU, which is then number 0.
-
-Settings
-  Each setting of ringreduce has a flag: --cycle-time-ms 5, --algorithm ring, --deterministic and --no-deterministic …
-  `ringrun --show-config` lists them all, with their values and where each came from. They may stand in a file, too:
-  --config-file job.yaml with lines such as `cycle_time_ms: 5`. A flag counts more than the file, the file more than
-  a variable (RINGREDUCE_CYCLE_TIME_MS), a variable more than the default. horovodrun's flags and groups are
-  understood; one that has no meaning here says so.
-
-Output
-  Each line is printed whole, behind the number of its rank: stdout on stdout, stderr on stderr. On a terminal the
-  number has a colour (unless NO_COLOR is set) and a progress bar stays one line. Rank 0 reads
-  ringrun's stdin unless that is a terminal; the others read nothing.
-  --ranks 0,3-5     shows the lines of these ranks only, --quiet-ranks those of rank 0. When a hidden rank fails, the
-                    report at the end shows its traceback, or the last that it wrote to stderr.
-  --fold            shows a line that several ranks print at about the same time once, as `[0-3,7] text`. A line
-                    waits up to 0.25 s for the other ranks; the lines of each rank keep their order.
-  --output-filename DIR
-                    also keeps all that a rank writes, shown or not, in DIR/rank.N/stdout and DIR/rank.N/stderr:
-                    without prefixes, and progress bars with every frame. N has zeros in front where -np N needs them
-                    (rank.07). Files that are there already are overwritten. A full disk does not end the job.
-  --timestamps      puts the local time before each line (--prefix-output-with-timestamp is the same).
-
-When a rank fails
-  A rank that ends with 0 is done, and the others go on. The first that ends otherwise ends the job: the others
-  get SIGTERM after half a second and SIGKILL two seconds later. The last thing printed names the rank that failed
-  first, its host, its exit code and its traceback. In Python, an uncaught exception counts even while the other
-  ranks wait for that rank in MPI.
-  Ctrl-C gives every rank SIGINT, then 3 seconds, then SIGTERM and SIGKILL; a second Ctrl-C kills at once.
-  No process is left behind, even if ringrun itself is killed.
-  --timeout SECONDS ends a job that takes longer, like one whose rank has failed; the last line says which ranks ran.
+Environment of a rank
+  RANK, WORLD_SIZE                its number, and how many there are
+  LOCAL_RANK, LOCAL_WORLD_SIZE    the same on its host
+  MASTER_ADDR, MASTER_PORT        where rank 0 may listen; kept if set
+  OMP_NUM_THREADS                 how many cores it has; kept if set
+  PYTHONUNBUFFERED                1, so that lines appear when they are printed; kept if set
+  RINGREDUCE_RESTART_COUNT        how often --restarts has started the job again, 0 at first
 
 Exit code
-  0      every rank ended with 0
-  n      the exit code of the rank that failed first; 128 + n if signal n ended it
-  2      the command line is wrong, or the command cannot be run
-  3      MPI is missing or does not start: mpi4py, the MPI library, or its mpirun
-  124    the job took longer than --timeout
-  130    Ctrl-C (143: SIGTERM; 129: SIGHUP; 141: nobody reads the output)
+  0    every rank ended with 0
+  n    that of the rank that failed first; 128 + n if signal n ended it
+  2    the command line is wrong, or the command cannot be run
+  3    this machine, or another host, lacks something: mpi4py, the MPI library, or its mpirun
+  124  the job took longer than --timeout
+  130  Ctrl-C (143: SIGTERM; 129: SIGHUP; 141: nobody reads the output)
 """
 
 import argparse
@@ -100,11 +55,42 @@ from .ssh import SshOptions, check_identity_file, parse_port
 from .topology import read_topology
 
 _MOST_DIGITS = 10
+_COLUMNS = 100  # of the manual
+
+_WHERE = """\
+Without -np there are as many ranks as slots on the hosts of -H, of --hostfile, or of an
+allocation of Slurm, LSF, PBS or the MPI Operator; else one per NVIDIA GPU, or per physical core.
+Other hosts are reached over ssh, or through Slurm. Each rank is bound to cores of its own; local
+rank r has GPU r, and cores near it."""
+
+_WHILE = """\
+A line is printed whole, behind its rank: [3] text. Rank 0 reads stdin, unless it is a terminal."""
+
+_FAILS = """\
+The first rank that does not end with 0 ends the job: the others get SIGTERM after half a second
+and SIGKILL two seconds later. A report comes last: rank, host, exit code, traceback. Ctrl-C gives
+SIGINT and three seconds; a second one kills at once. No process is left behind."""
+
+_SETTINGS = """\
+Each setting of ringreduce is a flag, --log-level debug, a line of a file, `log_level: debug`, and
+a variable, RINGREDUCE_LOG_LEVEL; the first of them counts. horovodrun's are understood, too."""
+
 _USAGE = "ringrun [-np N] [options] command [arguments …]"
 _EXAMPLE = "as in: ringrun -np 4 python train.py"
 
 _SUBCOMMANDS = {"manifest": "manifest"}
 """First words that are no command to run, and the modules whose `run(arguments)` does them."""
+
+
+class _Manual(argparse.RawDescriptionHelpFormatter):
+    """As wide as the manual's text, with `-p, --ssh-port PORT` for `-p PORT, --ssh-port PORT`, as since Python 3.13."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=32, width=_COLUMNS)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        names = ", ".join(action.option_strings)
+        return names if action.nargs == 0 else f"{names} {action.metavar}"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -114,44 +100,48 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     assert __doc__ is not None
+    introduction, heading, tables = __doc__.partition("Environment of a rank")
     parser = _Parser(
         prog="ringrun",
         usage=_USAGE,
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=introduction,
+        epilog=heading + tables,
+        formatter_class=_Manual,
         allow_abbrev=False,
         add_help=False,
     )
-    parser.add_argument("-np", metavar="N", default="auto", help="how many ranks to start; auto: one per GPU or core")
-    parser.add_argument("-H", "--hosts", metavar="LIST", help="hosts and their slots, as in localhost:4")
-    parser.add_argument("--hostfile", metavar="FILE", help="a file that names hosts and their slots")
-    parser.add_argument("-p", "--ssh-port", metavar="PORT", help="where sshd listens on other hosts")
-    parser.add_argument("-i", "--ssh-identity-file", metavar="FILE", help="the private key for other hosts")
-    parser.add_argument("--network-interfaces", metavar="LIST", help="use these between hosts, as in eth0,ib0")
-    parser.add_argument(
-        "--start-timeout", metavar="SECONDS", default="30", help="so long hosts and ranks may take (30)"
+    add = parser.add_argument_group("Where ranks go", _WHERE).add_argument
+    add("-np", metavar="N", default="auto", help="how many ranks to start; auto: as without it")
+    add("-H", "--hosts", metavar="LIST", help="hosts and their slots, as in localhost:4")
+    add("--hostfile", metavar="FILE", help="a file of them, as Open MPI, MPICH or Horovod have it")
+    add("-p", "--ssh-port", metavar="PORT", help="where sshd listens on other hosts")
+    add("-i", "--ssh-identity-file", metavar="FILE", help="the private key for other hosts")
+    add("--network-interfaces", metavar="LIST", help="use these between hosts, as in eth0,ib0")
+    add("--launcher", metavar="NAME", default="auto", help="in a Slurm job: auto, mpirun or srun")
+    add("--no-bind", action="store_true", help="let each rank run on all cores")
+    add("--mask-gpus", action="store_true", help="let each rank see its own GPU only, as number 0")
+    add("--mpi-args", metavar='"…"', help='more arguments for mpirun: --mpi-args="-v"')
+    add = parser.add_argument_group("While it runs", _WHILE).add_argument
+    add("--ranks", metavar="LIST", help="show these ranks' lines only, as in 0,3-5")
+    add("--quiet-ranks", action="store_true", help="show rank 0's lines only")
+    add("--fold", action="store_true", help="show equal lines of several ranks once: [0-3,7] text")
+    add("--prefix-output-with-timestamp", dest="timestamps", action="store_true", help=argparse.SUPPRESS)  # Horovod's
+    add("--timestamps", action="store_true", help="put the local time before each line")
+    add("--output-filename", metavar="DIR", help="also keep all output, in DIR/rank.N/stdout and stderr")
+    add("--timeout", metavar="SECONDS", help="end the job when it takes longer, restarts included")
+    add = parser.add_argument_group("When it fails", _FAILS).add_argument
+    add("--start-timeout", metavar="SECONDS", default="30", help="so long hosts and ranks may take (30)")
+    add("--restarts", metavar="N", default="0", help="after a failure run the job again, up to N times")
+    settings = parser.add_argument_group("Settings", _SETTINGS)
+    config.add_own_flags(settings)
+    settings.add_argument(
+        "--env", metavar="NAME[=VALUE]", action="append", help="give the ranks on all hosts a variable"
     )
-    parser.add_argument("--env", metavar="NAME[=VALUE]", action="append", help="give the ranks on all hosts a variable")
-    parser.add_argument("--launcher", metavar="NAME", default="auto", help="in a Slurm job: auto, mpirun or srun")
-    parser.add_argument("--no-bind", action="store_true", help="let each rank run on all cores")
-    parser.add_argument("--mask-gpus", action="store_true", help="let each rank see its own GPU only")
-    parser.add_argument("--dry-run", action="store_true", help="print the command that would be run, and do not run it")
-    parser.add_argument("--verbose", action="store_true", help="show which MPI is used, and what mpirun itself prints")
-    parser.add_argument("--ranks", metavar="LIST", help="show these ranks' lines only, as in 0,3-5")
-    parser.add_argument("--quiet-ranks", action="store_true", help="show rank 0's lines only")
-    parser.add_argument("--fold", action="store_true", help="show equal lines of several ranks once")
-    parser.add_argument("--output-filename", metavar="DIR", help="also keep all output in DIR/rank.N/stdout and stderr")
-    parser.add_argument(
-        "--timestamps",
-        "--prefix-output-with-timestamp",
-        action="store_true",
-        help="put the local time before each line",
-    )
-    parser.add_argument("--timeout", metavar="SECONDS", help="end the job when it takes longer, with exit code 124")
-    parser.add_argument("--restarts", metavar="N", default="0", help="run the job again after a failure, up to N times")
-    config.add_own_flags(parser)
-    parser.add_argument("--version", action="store_true", help="print the version and exit")
-    parser.add_argument("-h", "--help", action="help", help="print this manual and exit")
+    add = parser.add_argument_group("What ringrun itself does").add_argument
+    add("--dry-run", action="store_true", help="print the command that would be run, and do not run it")
+    add("--verbose", action="store_true", help="show which MPI is used, and what mpirun itself prints")
+    add("--version", action="store_true", help="print the version and exit")
+    add("-h", "--help", action="help", help="print this manual and exit")
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
 

@@ -82,12 +82,11 @@ def public_settings() -> dict[str, Any]:
     return {field.name: field.default for field in dataclasses.fields(Settings) if field.name not in SET_BY_RINGRUN}
 
 
-def add_own_flags(parser: argparse.ArgumentParser) -> None:
+def add_own_flags(group: argparse._ArgumentGroup) -> None:
     """Add the flags that this file serves to ringrun's own."""
-    parser.add_argument("--config-file", metavar="FILE", help="read flags from a YAML file: cycle_time_ms: 5, …")
-    parser.add_argument("--show-config", action="store_true", help="print all settings and where each came from")
-    parser.add_argument("--check-build", action="store_true", help="print which frameworks and MPIs were found")
-    parser.add_argument("--mpi-args", metavar='"…"', help='more arguments for mpirun: --mpi-args="-v"')
+    group.add_argument("--config-file", metavar="FILE", help="read flags from a YAML file: cycle_time_ms: 5, …")
+    group.add_argument("--show-config", action="store_true", help="print all settings and where each came from")
+    group.add_argument("--check-build", action="store_true", help="print which frameworks and MPIs were found")
 
 
 @dataclasses.dataclass(frozen=True)

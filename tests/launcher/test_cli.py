@@ -126,8 +126,17 @@ def test_help_is_the_manual(ringrun: Run) -> None:
         "Exit code",
         "--dry-run",
         "--output-filename DIR",
+        "--restarts N",
+        "ringrun manifest -h",
     ]:
         assert part in done.stdout
+
+
+def test_the_manual_fits_two_screens(ringrun: Run) -> None:
+    for columns in ("60", "200"):
+        lines = ringrun("--help", env={"COLUMNS": columns}).stdout.splitlines()
+        assert len(lines) <= 2 * 45
+        assert max(map(len, lines)) <= 100
 
 
 def test_version(ringrun: Run) -> None:
