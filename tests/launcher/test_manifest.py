@@ -3,8 +3,11 @@
 import copy
 import importlib.util
 import os
+import re
+import shlex
 import subprocess
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -298,3 +301,11 @@ def test_a_program_of_that_name_can_be_run_still() -> None:
     assert cli.parse(["-np", "2", "--", "manifest"]).command == ["manifest"]
     with pytest.raises(UsageError, match="command not found: 'manifest'"):
         cli.run(["--", "manifest"])
+
+
+def test_the_readmes_recipe_is_what_the_operator_takes() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    (recipe,) = re.findall(r"^ringrun manifest (.*) \| kubectl apply -f -$", readme, re.MULTILINE)
+    made = job(*shlex.split(recipe))
+    assert refusals(made) == []
+    assert f"kubectl logs --follow job/{made['metadata']['name']}-launcher\n" in readme
