@@ -24,7 +24,7 @@ SSH_PORT = 22
 LONGEST_LABEL = 63
 _LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")  # DNS-1035: the job's name becomes a service's
 _NAMESPACE = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")  # DNS-1123
-_VARIABLE = re.compile(r"[-._a-zA-Z][-._a-zA-Z0-9]*")
+_VARIABLE = re.compile(r"(?!RINGRUN_)[A-Za-z_][A-Za-z0-9_]*")  # what ringrun's --env takes
 _QUANTITY = re.compile(r"(?=.*[1-9])\d{1,15}(\.\d{1,9})?(m|k|[KMGTPE]i|[MGTPE])?")
 _USER = re.compile(r"([a-z_][a-z0-9_-]{0,31}):([1-9][0-9]{0,8})")
 _IMAGE = re.compile(r"[!-~]+")

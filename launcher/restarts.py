@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 
 from .channel import Event, Events, Signalled
 from .errors import MachineError
-from .hosts import Host, assign
+from .hosts import Host, assign, is_here
+from .network import is_own_address
 from .plan import Job
 
 COUNT_VARIABLE = "RINGREDUCE_RESTART_COUNT"
@@ -91,6 +92,25 @@ def place_again(
     left = [replace(host, slots=host.slots or before.get(host.name) or 1) for host in hosts if host.name in answering]
     slots = sum(host.slots or 0 for host in left)
     return assign(left, min(size, slots), lambda host: host.slots or 1) if left else []
+
+
+def on_hosts_that_answer(hosts: Sequence[Host], answering: Callable[[Sequence[str]], Collection[str]]) -> Again:
+    """Return what places a job anew: on those of its `hosts` (all that were named) that `answering` returns.
+
+    answering: is given the hosts' names, this host's included, each time that a restart is due.
+    """
+
+    def again(job: Job) -> Job | None:
+        if not job.hosts:
+            return job  # all ranks are on this host
+        before = {host.name: count for host, count in job.hosts}
+        placed = place_again(hosts, before, answering([host.name for host in hosts]), job.size)
+        if not placed:
+            return None
+        abroad = any(not (is_here(host) or is_own_address(host.name)) for host, _ in placed)
+        return replace(job, size=sum(count for _, count in placed), hosts=placed if abroad else ())
+
+    return again
 
 
 class SignalRelay:

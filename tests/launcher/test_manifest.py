@@ -136,6 +136,8 @@ WRONG = [
     (["-np", "2", "--image", IMAGE, "--memory", "16 GB", "true"], "--memory 16 GB: expected an amount above 0"),
     (["-np", "2", "--image", IMAGE, "--mpi", "intel", "true"], "--mpi intel: expected one of openmpi, mpich"),
     (["-np", "2", "--image", IMAGE, "--env", "NAME", "true"], "--env NAME: expected NAME=VALUE"),
+    (["-np", "2", "--image", IMAGE, "--env", "a.b=c", "true"], "--env a.b=c: expected NAME=VALUE"),
+    (["-np", "2", "--image", IMAGE, "--env", "RINGRUN_X=1", "true"], "--env RINGRUN_X=1: expected NAME=VALUE"),
     (["-np", "2", "--image", IMAGE, "--user", "root", "true"], "--user root: expected the image's user and its number"),
     (["-np", "2", "--image", IMAGE, "--ssh-port", "0", "true"], "--ssh-port 0: expected is a port"),
     (["-np", "2", "--image", IMAGE, "--ringrun-args", "'", "true"], '--ringrun-args "\'": no closing quotation'),
@@ -309,3 +311,13 @@ def test_the_readmes_recipe_is_what_the_operator_takes() -> None:
     made = job(*shlex.split(recipe))
     assert refusals(made) == []
     assert f"kubectl logs --follow job/{made['metadata']['name']}-launcher\n" in readme
+
+
+def test_what_the_launcher_runs_is_a_command_line_of_ringruns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its flags are known, and its variables may be sent to other hosts."""
+    _, *arguments = [expanded(word, {}) for word in container(job(*EVERYTHING), "Launcher")["command"]]
+    monkeypatch.setenv("A", "$(HOME) b")  # as the pod has it
+    options = cli.parse(arguments)
+    assert (options.np, options.restarts, options.fold, options.asked) == (7, 3, True, {"A": "$(HOME) b"})
+    assert options.ssh.port == 2200
+    assert options.command == ["python", "train.py", "--name", "$(HOME)", "$$", "$"]

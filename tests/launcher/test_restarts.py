@@ -175,6 +175,27 @@ def test_never_more_ranks_than_slots_nor_than_asked_for(rows: list[tuple[int, in
     assert sum(count for _, count in placed) == min(size, slots)
 
 
+def test_a_job_is_placed_anew_on_the_hosts_that_answer() -> None:
+    asked = []
+
+    def answering(names: Sequence[str]) -> list[str]:
+        asked.append(list(names))
+        return answers.pop(0)
+
+    here = Host("localhost", 2)
+    hosts = [here, Host("h2.example", 2), Host("h3.example", 1)]
+    job = Job(4, ["true"], hosts=((here, 2), (hosts[1], 2)))
+    again = restarts.on_hosts_that_answer(hosts, answering)
+    answers = [["localhost", "h2.example", "h3.example"], ["h3.example", "localhost"], ["localhost"], []]
+    assert again(job) == replace(job, hosts=[(here, 2), (hosts[1], 2)])
+    assert again(job) == replace(job, size=3, hosts=[(here, 2), (hosts[2], 1)])
+    assert again(job) == replace(job, size=2, hosts=())  # all ranks on this host
+    assert again(job) is None
+    assert asked == [["localhost", "h2.example", "h3.example"]] * 4
+    alone = Job(2, ["true"])
+    assert again(alone) is alone
+
+
 # signals
 
 
