@@ -1,0 +1,46 @@
+"""--restarts over several hosts: what a rank on another host finds, on both MPIs."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.hosts import Hosts
+
+pytestmark = pytest.mark.timeout(180)
+
+DIES_ONCE = """
+    import os, signal, socket
+    from pathlib import Path
+    import numpy as np
+    import ringreduce as rr
+
+    rr.init()
+    checkpoint = Path("checkpoint.npy")
+    count = int(os.environ["RINGREDUCE_RESTART_COUNT"])
+    total = rr.broadcast_object(np.load(checkpoint) if count and rr.rank() == 0 else np.zeros(1), root_rank=0)
+    for step in range(2 * count, 4):
+        total += rr.allreduce(np.array([float(step * (rr.rank() + 1))]), op=rr.Sum)
+        if rr.rank() == 0:
+            np.save(checkpoint, total)
+        rr.barrier()
+        if step == 1 and rr.rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+    print("attempt", count, "on", socket.gethostname(), "has", total[0], flush=True)
+"""
+
+
+def test_a_job_on_two_hosts_goes_on_from_its_checkpoint(hosts: Hosts, python: Path, tmp_path: Path):
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(DIES_ONCE))
+    command = ["-H", "h0:1,h1:1", "--restarts", "1", "--output-filename", tmp_path / "kept", python, script]
+    done = hosts.run(0, [python.parent / "ringrun", *command])
+    hosts.wait_until_gone()
+    assert done.returncode == 0, done.stderr
+    total = float(3 * sum(range(4)))
+    assert sorted(done.stdout.splitlines()) == [f"[{rank}] attempt 1 on h{rank} has {total}" for rank in range(2)]
+    assert "ringrun: rank 1 of 2 failed first, on host h1" in done.stderr
+    assert "ringrun: restart 1 of 1 in 1 s\n" in done.stderr
+    assert (tmp_path / "kept" / "rank.1" / "stdout").read_text() == f"attempt 1 on h1 has {total}\n"
