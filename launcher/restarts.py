@@ -21,7 +21,8 @@ from .plan import Job
 COUNT_VARIABLE = "RINGREDUCE_RESTART_COUNT"
 """How many attempts there were before this one, for every rank: 0 at first, and without --restarts."""
 
-_LONGEST_PAUSE_S = 30.0
+_PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
+"""Before the first restart, the second …; the last one stays."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ def run(job: Job, attempt: Attempt, again: Again, wait: Wait, say: Say) -> int:
         ending = _attempt(attempt, current, count, deadline_s, say)
         if not ending.failed or count == job.restarts:
             break
-        pause_s = min(2.0**count, _LONGEST_PAUSE_S)
+        pause_s = _PAUSES_S[min(count, len(_PAUSES_S) - 1)]
         if deadline_s is not None and time.monotonic() + pause_s >= deadline_s:
             say(f"ringrun: no restart, since --timeout {job.timeout_s:g} s ends before it could begin")
             break
