@@ -56,8 +56,12 @@ class Srun(Engine):
         return [launcher.path, *flags, f"--ntasks={size}", *program]
 
     def environment(self, launcher_path: str) -> dict[str, str]:
-        """Return nothing."""
-        return {}
+        """Return MPICH's network module.
+
+        Its other one, UCX, exchanges addresses in blocks that hold whatever was in that memory. Where much is loaded
+        before MPI starts that is longer than Slurm's PMI takes in a line, and MPI_Init hangs.
+        """
+        return {"MPIR_CVAR_CH4_NETMOD": "ofi"}
 
     def place(self, environ: Mapping[str, str]) -> Place:
         """Read SLURM_PROCID and its kin."""

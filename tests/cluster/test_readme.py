@@ -1,0 +1,55 @@
+"""The recipes of the README's "On a cluster", run as printed. That for Kubernetes: tests/launcher/test_manifest.py."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.hosts import ROOT, Hosts
+
+pytestmark = pytest.mark.timeout(300)
+
+SECTION = (ROOT / "README.md").read_text().partition("### On a cluster\n")[2].partition("\n## ")[0]
+SSH, SLURM, _ = re.findall(r"^```bash\n(.*?)^```$", SECTION, re.MULTILINE | re.DOTALL)
+
+
+def run(hosts: Hosts, python: Path, commands: str) -> subprocess.CompletedProcess[str]:
+    """Run shell commands on host 0 as a user who has activated the environment, in a folder like a clone's."""
+    folder = hosts.folder / "clone"
+    folder.mkdir()
+    (folder / "examples").symlink_to(ROOT / "examples")
+    path = f"export PATH={shlex.quote(str(python.parent))}:$PATH"
+    done = hosts.run(0, ["bash", "-c", f"set -e\n{path}\ncd {shlex.quote(str(folder))}\n{commands}"], timeout=200)
+    hosts.wait_until_gone()
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def accuracies(text: str) -> list[float]:
+    return [float(number) for number in re.findall(r"test accuracy: ([\d.]+)$", text, re.MULTILINE)]
+
+
+def test_over_ssh(hosts: Hosts, python: Path):
+    done = run(hosts, python, SSH)
+    found = accuracies(done.stdout)
+    assert len(found) == 2
+    assert min(found) >= 0.97
+
+
+def test_in_slurm(slurm: Hosts, python: Path):
+    lines = [line for line in SLURM.splitlines() if " srun " not in line]
+    assert len(lines) == 2
+    done = run(slurm, python, "\n".join(lines))
+    found = accuracies(done.stdout) + accuracies((slurm.folder / "clone" / "train.log").read_text())
+    assert len(found) == 2
+    assert min(found) >= 0.97
+
+
+def test_with_srun_alone_on_mpich(slurm: Hosts, mpich_python: Path):
+    (line,) = [line for line in SLURM.splitlines() if " srun " in line]
+    (accuracy,) = accuracies(run(slurm, mpich_python, line).stdout)
+    assert accuracy >= 0.97
