@@ -34,7 +34,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from . import config
-from .engines.detect import detect, started_by
+from .engines.detect import by_srun, detect
 from .errors import LauncherError, UsageError
 from .forward import parse_env, withheld
 from .hosts import (
@@ -117,7 +117,12 @@ def _parser() -> argparse.ArgumentParser:
     add("-p", "--ssh-port", metavar="PORT", help="where sshd listens on other hosts")
     add("-i", "--ssh-identity-file", metavar="FILE", help="the private key for other hosts")
     add("--network-interfaces", metavar="LIST", help="use these between hosts, as in eth0,ib0")
-    add("--launcher", metavar="NAME", default="auto", help="in a Slurm job: auto, mpirun or srun")
+    add(
+        "--launcher",
+        metavar="NAME",
+        default="mpirun",
+        help="in a Slurm job: mpirun, which does it through Slurm, or srun",
+    )
     add("--no-bind", action="store_true", help="let each rank run on all cores")
     add("--mask-gpus", action="store_true", help="let each rank see its own GPU only, as number 0")
     add("--mpi-args", metavar='"…"', help='more arguments for mpirun: --mpi-args="-v"')
@@ -166,8 +171,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     options.start_timeout = _seconds(options.start_timeout, f"{resolved.place('start_timeout')}--start-timeout")
     options.ssh = _ssh_options(options)
     options.asked = parse_env(options.env or (), os.environ)
-    if options.launcher not in ("auto", "mpirun", "srun"):
-        raise UsageError(f"--launcher {options.launcher}: expected is auto, mpirun or srun")
+    if options.launcher not in ("mpirun", "srun"):
+        raise UsageError(f"--launcher {options.launcher}: expected is mpirun or srun")
     options.restarts = _times(options.restarts, f"{resolved.place('restarts')}--restarts")
     if options.command[:1] == ["--"]:
         del options.command[0]
@@ -296,8 +301,8 @@ def run(arguments: Sequence[str]) -> int:
     command = find_command(options.command)
     detected = detect(interpreter_of(command))
     size, hosts = _placement(options)
-    if hosts and options.found.in_slurm:
-        detected = started_by(options.launcher, detected, [count for _, count in hosts])
+    if hosts and options.found.in_slurm and options.launcher == "srun":
+        detected = by_srun(detected)
     job = Job(
         size,
         command,

@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,29 +57,24 @@ def detect(python: str) -> Detected:
     return Detected(engine, library, find_launcher(engine, library))
 
 
-def started_by(wanted: str, detected: Detected, counts: Collection[int]) -> Detected:
-    """Return what starts `detected`'s ranks in a Slurm job on several hosts: `wanted` is auto, mpirun or srun.
+def by_srun(detected: Detected) -> Detected:
+    """Return srun as what starts `detected`'s ranks; MachineError where it cannot.
 
-    auto is srun for MPICH, whose PMI-2 every Slurm knows, so that no daemons are needed, if all hosts get as many ranks
-    (`counts`); and mpirun for Open MPI, which speaks PMIx only: many a Slurm lists a plugin for it that does not load.
+    MPICH speaks PMI-2, which every Slurm knows, Open MPI PMIx only, for which a Slurm may have no plugin.
     """
     needed = {"mpich": ("pmi2", "pmix"), "openmpi": ("pmix",)}[detected.engine.name]
-    if wanted == "mpirun" or (wanted == "auto" and (needed == ("pmix",) or len(set(counts)) > 1)):
-        return detected
     path = shutil.which("srun")
     known = srun_plugins(path) if path else []
-    if path and (pmi := next((each for each in needed if each in known), None)):
-        engine = Srun(pmi)
-        return Detected(
-            engine, detected.library, Launcher(path, engine.launcher_version(_version_text(path, engine)) or ())
-        )
-    if wanted == "srun":
+    pmi = next((each for each in needed if each in known), None)
+    if path is None or pmi is None:
         why = f"its plugins are {', '.join(known) or 'unknown'} (srun --mpi=list)" if path else "srun is not on PATH"
         raise MachineError(
             f"--launcher srun: {detected.engine.title} needs {' or '.join(needed)}, and {why}; "
             "leave --launcher out, and mpirun starts the ranks"
         )
-    return detected
+    engine = Srun(pmi)
+    version = engine.launcher_version(_version_text(path, engine)) or ()
+    return Detected(engine, detected.library, Launcher(path, version))
 
 
 def srun_plugins(path: str) -> list[str]:

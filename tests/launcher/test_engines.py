@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ringrun.engines import ENGINES, MPICH, Across, Launcher, Library, OpenMPI, Srun
-from ringrun.engines.detect import Detected, engine_of, find_launcher, probe_library, started_by
+from ringrun.engines.detect import Detected, by_srun, engine_of, find_launcher, probe_library
 from ringrun.environment import Place
 from ringrun.errors import MachineError, UsageError
 from ringrun.hosts import Host
@@ -163,33 +163,25 @@ def test_srun_starts_as_many_on_every_host() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "engine", "plugins", "starts"),
-    [
-        ("auto", "mpich", "none pmi2 pmix", "pmi2"),
-        ("auto", "mpich", "none", None),
-        ("auto", "openmpi", "none pmix", None),
-        ("srun", "openmpi", "none pmix", "pmix"),
-        ("mpirun", "mpich", "pmi2", None),
-    ],
+    ("engine", "plugins", "starts"),
+    [("mpich", "none pmi2 pmix", "pmi2"), ("mpich", "none pmix", "pmix"), ("openmpi", "none pmi2 pmix", "pmix")],
 )
-def test_who_starts_the_ranks_of_a_slurm_job(
-    wanted: str, engine: str, plugins: str, starts: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_srun_is_told_a_pmi_that_both_know(
+    engine: str, plugins: str, starts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    srun = tmp_path / "srun"
-    listing = "\n".join(f"echo '\t{plugin}'" for plugin in plugins.split())
-    srun.write_text(
-        f"#!/bin/sh\n[ $1 = --version ] && echo slurm-wlm 22.05.8 && exit\necho MPI plugin types are...\n{listing}\n"
-    )
-    srun.chmod(0o755)
+    srun(tmp_path, plugins)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    detected = Detected(ENGINES[engine], library("x", tmp_path), Launcher("/v/bin/mpirun", (5,)))
-    found = started_by(wanted, detected, [2, 2])
-    assert wanted == "srun" or started_by(wanted, detected, [2, 1]) is detected
-    if starts is None:
-        assert found is detected
-    else:
-        assert found.launcher == Launcher(str(srun), (22, 5, 8))
-        assert f"--mpi={starts}" in found.engine.command(found.launcher, 2, ["x"], as_root=False)
+    found = by_srun(Detected(ENGINES[engine], library("x", tmp_path), Launcher("/v/bin/mpirun", (5,))))
+    assert found.launcher == Launcher(str(tmp_path / "srun"), (22, 5, 8))
+    assert f"--mpi={starts}" in found.engine.command(found.launcher, 2, ["x"], as_root=False)
+
+
+def srun(folder: Path, plugins: str) -> None:
+    """An srun that only tells its version and its plugins."""
+    listing = "\n".join(f"echo '\t{plugin}'" for plugin in plugins.split())
+    text = f"#!/bin/sh\n[ $1 = --version ] && echo slurm-wlm 22.05.8 && exit\necho MPI plugin types are...\n{listing}\n"
+    (folder / "srun").write_text(text)
+    (folder / "srun").chmod(0o755)
 
 
 def test_an_srun_that_cannot_start_them_is_an_error_with_its_cure(
@@ -198,7 +190,10 @@ def test_an_srun_that_cannot_start_them_is_an_error_with_its_cure(
     detected = Detected(OpenMPI(), library("x", tmp_path), Launcher("/v/bin/mpirun", (5,)))
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(MachineError, match="--launcher srun: Open MPI needs pmix, and srun is not on PATH; leave"):
-        started_by("srun", detected, [1, 1])
+        by_srun(detected)
+    srun(tmp_path, "none pmi2")
+    with pytest.raises(MachineError, match="Open MPI needs pmix, and its plugins are none, pmi2"):
+        by_srun(detected)
 
 
 def library(text: str, prefix: Path) -> Library:

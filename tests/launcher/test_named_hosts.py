@@ -67,7 +67,7 @@ def test_a_slurm_job_starts_its_own_nodes_and_ssh_the_others(monkeypatch: pytest
         (["--env", "RINGRUN_AUTHKEY"], "--env RINGRUN_AUTHKEY: variables that begin with RINGRUN_ are ringrun's own"),
         (["--env", "A B"], "--env 'A B': expected is NAME or NAME=VALUE"),
         (["--env", "NOT_SET_ANYWHERE"], "--env NOT_SET_ANYWHERE: there is no such variable here"),
-        (["--launcher", "ssh"], "--launcher ssh: expected is auto, mpirun or srun"),
+        (["--launcher", "ssh"], "--launcher ssh: expected is mpirun or srun"),
     ],
 )
 def test_what_cannot_be_is_one_line_and_exit_code_2(ringrun: Run, arguments: list[str], message: str) -> None:
