@@ -23,12 +23,15 @@ from typing import NoReturn
 
 from .engines import ENGINES
 from .environment import Place, Settings, error_file, rank_environment
+from .leftovers import Leftovers
+from .oom import OomWatch
 from .placement import Share, describe, place
 from .processes import before_exec, bind_to, die_with_parent, signal_group
 from .topology import read_topology, usable_cpus
 from .wire import (
     ADDRESS_VARIABLE,
     AUTHKEY_VARIABLE,
+    Ask,
     End,
     Ended,
     Hello,
@@ -44,6 +47,7 @@ from .wire import (
     encode,
     rank_error,
 )
+from .witness import Witness
 
 _CHUNK_BYTES = 1 << 16
 _LINGER_S = 0.5
@@ -57,18 +61,27 @@ class Agent:
         self._send_lock = threading.Lock()
         self._place = place
         self._settings = settings
+        self._directory = settings.directory
+        self._witness = Witness(self._directory, place.rank, self._send)
+        self._oom = OomWatch()
+        self._leftovers = Leftovers()
+        self._device = ""
+        self._started_at_s = 0.0
         self._sent: list[int] = []
         self._ended_at_s = 0.0
 
     def run(self, command: Sequence[str]) -> NoReturn:
         """Run `command` to its end and stay until ringrun says so."""
         self._send(Hello(self._place.rank, self._place.size, socket.gethostname()))
+        self._started_at_s = time.time()
         try:
             child = self._start(command)
         except OSError as error:
             self._send(NotStarted(f"{error.strerror or error} ({command[0]})"))
             self._await_end(None)
-        self._send(Started(child.pid))
+        self._send(Started(child.pid, self._device))
+        self._witness.start()
+        self._leftovers.watch(child.pid)
         threading.Thread(target=self._await_end, args=(child.pid,), daemon=True).start()
         self._forward(child)
 
@@ -77,9 +90,12 @@ class Agent:
         binds, masks = self._settings.bind, self._settings.mask_gpus
         threads = len(share.cores) if binds else max(1, len(usable_cpus()) // self._place.local_size)
         only_gpu = share.gpu.name if masks and share.gpu else None
+        self._device = f"GPU {share.gpu.name}" if share.gpu else ""
+        environment = rank_environment(self._place, self._settings, os.environ, threads, only_gpu)
+        environment |= self._leftovers.variables(ENGINES[self._settings.engine], os.environ)
         return subprocess.Popen(
             command,
-            env=rank_environment(self._place, self._settings, os.environ, threads, only_gpu),
+            env=environment,
             stdin=self._stdin(),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -143,21 +159,35 @@ class Agent:
         result = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
         assert result is not None
         code = result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
-        error = _read_error(self._settings.directory, self._place.rank)
-        self._send(Ended(code, self._ended_at_s, tuple(self._sent), error))
+        error = _read_error(self._directory, self._place.rank)
+        oom = self._oom.verdict(code, [pid, *self._witness.pids()])
+        ran_s = self._ended_at_s - self._started_at_s
+        self._send(Ended(code, self._ended_at_s, tuple(self._sent), error, ran_s, oom))
 
     def _await_end(self, pid: int | None) -> NoReturn:
         """Do what ringrun says until it says End, or is gone; then leave nothing behind."""
         try:
             while not isinstance(message := decode(self._connection.recv_bytes()), End):
-                if isinstance(message, Signal) and pid is not None:
-                    self._sent.append(message.number)
-                    signal_group(pid, message.number)
+                if pid is not None:
+                    self._obey(message, pid)
         except (EOFError, OSError):
             pass
         if pid is not None:
+            self._leftovers.look(pid)
             signal_group(pid, signal.SIGKILL)
+            self._leftovers.remove()
         os._exit(0)
+
+    def _obey(self, message: Message, pid: int) -> None:
+        """Do what ringrun asks while the rank, whose first process is `pid`, may still run."""
+        if isinstance(message, Signal):
+            self._sent.append(message.number)
+            self._leftovers.look(pid)
+            signal_group(pid, message.number)
+        elif isinstance(message, Ask):
+            # in a thread: a signal that comes meanwhile must not wait for the answer
+            threading.Thread(target=self._witness.answer, args=(message.number, pid), daemon=True).start()
+            self._leftovers.look(pid)
 
     def _send(self, message: Message) -> None:
         try:

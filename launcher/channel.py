@@ -8,6 +8,7 @@ import contextlib
 import secrets
 import threading
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, Listener
@@ -20,7 +21,21 @@ from .lines import LineSplitter
 from .outcome import RankEnd
 from .output import Output as Printer
 from .output import StreamName
-from .wire import End, Ended, Hello, Message, Note, NotStarted, Output, Started, decode, encode, unix_address
+from .wire import (
+    End,
+    Ended,
+    Hello,
+    Message,
+    Note,
+    NotStarted,
+    Output,
+    Stalled,
+    Started,
+    State,
+    decode,
+    encode,
+    unix_address,
+)
 
 _TAIL_LINES = 200
 _TAIL_LINE_CHARACTERS = 2000
@@ -32,6 +47,7 @@ class Arrived:
     """The agent of `rank` is connected."""
 
     rank: int
+    host: str = ""
 
 
 @dataclass(frozen=True)
@@ -67,7 +83,40 @@ class OutputClosed:
     """Nobody reads ringrun's stdout any more."""
 
 
-Event: TypeAlias = Arrived | RankEnded | RankNotStarted | LauncherEnded | Signalled | OutputClosed
+@dataclass(frozen=True)
+class RankState:
+    """A rank's answer to a question."""
+
+    rank: int
+    state: State
+
+
+@dataclass(frozen=True)
+class RankStalled:
+    """ringreduce in a rank reports a stall."""
+
+    rank: int
+    report: str
+
+
+@dataclass(frozen=True)
+class StacksWanted:
+    """Somebody wants all ranks' stacks; `deliver` takes the lines, in the thread that decides, and must not block."""
+
+    deliver: Callable[[list[str]], None]
+
+
+Event: TypeAlias = (
+    Arrived
+    | RankEnded
+    | RankNotStarted
+    | LauncherEnded
+    | Signalled
+    | OutputClosed
+    | RankState
+    | RankStalled
+    | StacksWanted
+)
 Events: TypeAlias = "SimpleQueue[Event]"
 
 
@@ -134,7 +183,7 @@ class Channel:
         if hello.rank == 0 and self._stdin is not None:
             send_handle(connection, self._stdin, None)
         self._connections[hello.rank] = connection
-        self._events.put(Arrived(hello.rank))
+        self._events.put(Arrived(hello.rank, hello.host))
         if self._ending:
             self.send(hello.rank, End())
         _RankReader(hello, connection, self._printer, self._events).run()
@@ -151,6 +200,7 @@ class _RankReader:
         self._splitters: dict[StreamName, LineSplitter] = {"stdout": LineSplitter(), "stderr": LineSplitter()}
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
         self._pid = 0
+        self._device = ""
         self._done = False
 
     def run(self) -> None:
@@ -169,8 +219,12 @@ class _RankReader:
                 self._print(stream, self._splitters[stream].feed(data))
             case Note(text):
                 self._printer.message([text])
-            case Started(pid):
-                self._pid = pid
+            case Started(pid, device):
+                self._pid, self._device = pid, device
+            case State():
+                self._events.put(RankState(self._hello.rank, message))
+            case Stalled(report):
+                self._events.put(RankStalled(self._hello.rank, report))
             case NotStarted(reason):
                 self._done = True
                 self._events.put(RankNotStarted(self._hello.rank, self._hello.host, reason))
@@ -204,5 +258,8 @@ class _RankReader:
             sent=ended.sent if ended else (),
             error=ended.error if ended else None,
             tail=tuple(self._tail),
+            device=self._device,
+            ran_s=ended.ran_s if ended else None,
+            oom=ended.oom if ended else "",
         )
         self._events.put(RankEnded(end))

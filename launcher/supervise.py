@@ -15,10 +15,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 
 from . import outcome
+from .card import card
 from .channel import (
     Arrived,
     Channel,
@@ -28,18 +29,24 @@ from .channel import (
     OutputClosed,
     RankEnded,
     RankNotStarted,
+    RankStalled,
+    RankState,
     Signalled,
+    StacksWanted,
 )
 from .engines.detect import Detected
 from .environment import Settings
 from .errors import MachineError, NotStartedError, UsageError
 from .escalation import AFTER_FAILURE, AFTER_INTERRUPT, AFTER_TERMINATE, AFTER_TIMEOUT, AT_ONCE, Escalation, Step
 from .files import OutputFiles
+from .inquiry import Inquiries, Inquiry
+from .jobs import Desk
 from .outcome import RankEnd
 from .output import Display, Output
 from .plan import Job, free_port, job_command, job_environment
 from .processes import die_with_parent, signal_group
-from .wire import Signal
+from .states import stacks_report
+from .wire import Ask, Signal
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _IMPATIENT_SIGNALS = 3
@@ -48,6 +55,7 @@ _LAUNCHER_STEPS = (Step(None, 1.0), Step(signal.SIGTERM, 0.5), Step(signal.SIGKI
 _LONGEST_SOCKET_FOLDER = 80  # characters; a socket's path has room for about 100
 _LAUNCHER_TAIL_LINES = 200
 _TIMEOUT_EXIT_CODE = 124  # that of timeout(1)
+_STACKS_INTERVAL_S = 60.0
 _LONGEST_WAIT_S = 3600.0  # of one wait: a queue does not take just any number
 
 
@@ -77,6 +85,10 @@ class Supervisor:
         self._timeout_report: str | None = None  # if the job has taken too long
         self._stopped_by: int | None = None  # the signal that ended the job, if no rank had failed before
         self._launcher_said: list[str] = []
+        self._hosts: dict[int, str] = {}
+        self._inquiries = Inquiries()
+        self._at_failure: Inquiry | None = None  # what the ranks that still ran did when the first had failed
+        self._stacks_again_s = 0.0  # not before then does a stall print all stacks again
 
     def run(self) -> int:
         """Return ringrun's exit code, when the job and all its processes are gone."""
@@ -94,13 +106,15 @@ class Supervisor:
     def _take_step(self) -> None:
         """Handle one event, or go one step further in ending the job."""
         now_s = time.monotonic()
+        self._inquiries.expire(now_s)
         if self._escalation and self._escalation.due(now_s):
             if (number := self._escalation.advance(now_s)) is not None:
                 self._channel.broadcast(Signal(number))
             return
         deadline_s = self._escalation.deadline_s if self._escalation else self._deadline_s
+        wait_s = min(deadline_s, self._inquiries.deadline_s) - now_s
         try:
-            self._handle(self._events.get(timeout=min(max(0.0, deadline_s - now_s), _LONGEST_WAIT_S)))
+            self._handle(self._events.get(timeout=min(max(0.0, wait_s), _LONGEST_WAIT_S)))
         except queue.Empty:
             if time.monotonic() >= self._deadline_s and self._escalate(AFTER_TIMEOUT):
                 self._timeout_report = outcome.timeout_report(
@@ -112,25 +126,57 @@ class Supervisor:
 
     def _handle(self, event: Event) -> None:
         match event:
-            case Arrived(rank):
+            case Arrived(rank, host):
                 self._arrived.add(rank)
+                self._hosts[rank] = host
                 if self._escalation and self._escalation.latest:
                     self._channel.send(rank, Signal(self._escalation.latest))
             case RankEnded(end):
                 self._ends[end.rank] = end
-                if end.failed:
-                    self._escalate(AFTER_FAILURE)
+                if end.failed and self._escalate(AFTER_FAILURE):
+                    self._at_failure = self._ask()
             case RankNotStarted(rank, host):
                 self._not_started = self._not_started or event
                 self._ends[rank] = RankEnd(rank, host, 0, 0, 0.0)
                 self._escalate(AFTER_FAILURE)
             case LauncherEnded():
                 self._escalate(AFTER_FAILURE)
+            case Signalled(signal.SIGUSR1):
+                self._show_stacks("ringrun: what the ranks do:")
             case Signalled(number):
                 self._obey(number)
+            case RankState(rank, state):
+                self._inquiries.answer(rank, state)
+            case RankStalled(rank, report):
+                self._tell_stall(rank, report)
+            case StacksWanted(deliver):
+                self._ask(lambda inquiry: deliver(self._stacks(inquiry)))
             case OutputClosed():
                 if self._escalate(AFTER_TERMINATE):
                     self._stopped_by = signal.SIGPIPE
+
+    def _ask(self, deliver: Callable[[Inquiry], None] = lambda _: None) -> Inquiry:
+        """Ask all ranks that run what they do; `deliver` is called when they have answered, or have not in time."""
+        inquiry = self._inquiries.begin(self._arrived - self._ends.keys(), time.monotonic(), deliver)
+        for rank in inquiry.asked:
+            self._channel.send(rank, Ask(inquiry.number))
+        return inquiry
+
+    def _stacks(self, inquiry: Inquiry) -> list[str]:
+        return stacks_report(inquiry.asked, inquiry.answers, self._size, self._hosts)
+
+    def _show_stacks(self, headline: str) -> None:
+        self._ask(lambda inquiry: self._output.message([headline, *self._stacks(inquiry)]))
+
+    def _tell_stall(self, rank: int, report: str) -> None:
+        """Print a stall report of ringreduce's, and all ranks' stacks unless they were printed a short while ago."""
+        now_s = time.monotonic()
+        headline = f"ringrun: the job is stalled, says rank {rank}: {report}"
+        if now_s < self._stacks_again_s:
+            self._output.message([headline])
+        else:
+            self._stacks_again_s = now_s + _STACKS_INTERVAL_S
+            self._show_stacks(headline)
 
     def _escalate(self, steps: Sequence[Step]) -> bool:
         """Begin to end the job, and return True, unless its ending has begun."""
@@ -170,11 +216,22 @@ class Supervisor:
             raise UsageError(f"the command cannot be executed: {self._not_started.reason}, says {where}")
         ends = self._ends.values()
         if cause := outcome.aborter(ends, self._launcher.code) or outcome.root_cause(ends):
-            self._output.message(outcome.report(cause, ends, self._size, self._launcher_said))
+            self._output.message(self._card(cause))
             return outcome.exit_code(cause)
         if self._escalation is None:
             return 0
         return self._conclude_without_cause()
+
+    def _card(self, cause: RankEnd) -> list[str]:
+        return card(
+            cause,
+            self._ends.values(),
+            self._size,
+            launcher_tail=self._launcher_said,
+            asked=self._at_failure.asked if self._at_failure else (),
+            states=self._at_failure.answers if self._at_failure else {},
+            colour=self._output.colours,
+        )
 
     def _conclude_without_cause(self) -> int:
         """mpirun ended, and no rank had failed."""
@@ -280,12 +337,14 @@ def _try_job(detected: Detected, job: Job, output: Output) -> int:
         argv = job_command(detected, job, as_root=os.geteuid() == 0)
         inherited = {**os.environ, **job.variables}
         environment = job_environment(detected, inherited, settings, channel.address, channel.authkey)
+        desk = Desk(directory, job.size, job.command, events)
         _pass_signals_to(events)
         try:
             launcher = MpiLauncher(argv, environment, events)
         except OSError as error:
             raise MachineError(f"{argv[0]} cannot be executed: {error.strerror}") from error
         channel.start()
+        desk.start()
         launcher.start(output if job.verbose else None)
         return Supervisor(job.size, launcher, channel, output, events, job.timeout_s).run()
 
@@ -301,9 +360,10 @@ def _pass_signals_to(events: Events) -> None:
             os._exit(128 + number)  # we may be stuck writing to a terminal; the agents see our end and kill their ranks
         events.put(Signalled(number))
 
-    for number in _SIGNALS:
+    handlers = {**dict.fromkeys(_SIGNALS, note), signal.SIGUSR1: lambda number, _: events.put(Signalled(number))}
+    for number, handler in handlers.items():
         if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, note)
+            signal.signal(number, handler)
 
 
 def _ranks_stdin() -> int | None:

@@ -3,8 +3,9 @@
 A frame is one tag byte and a payload: `o` and `e` carry raw bytes of a rank's stdout and stderr, `j` carries
 JSON. Nothing is ever unpickled. The connection is multiprocessing's, which checks a shared key both ways.
 
-    agent   → ringrun   Hello, Note …, Started, Output …, then Ended; or NotStarted instead of Started and the rest
-    ringrun → agent     Signal …, then End; the end of the connection means the same as End
+    agent   → ringrun   Hello, Note …, Started, Output …, then Ended; or NotStarted instead of Started and the rest;
+                        a State for each Ask, and Stalled, at any time between
+    ringrun → agent     Signal …, Ask …, then End; the end of the connection means the same as End
 """
 
 import json
@@ -40,9 +41,10 @@ class Note:
 
 @dataclass(frozen=True)
 class Started:
-    """The rank's command runs as process `pid`, the leader of a process group of that number."""
+    """The rank's command runs as process `pid`, the leader of a process group of that number; `device` is its GPU."""
 
     pid: int
+    device: str = ""
 
 
 @dataclass(frozen=True)
@@ -75,13 +77,44 @@ class Ended:
     """The rank's command has ended, and all it wrote has been sent.
 
     `code` is its exit code, or minus the signal that ended it; `sent` are the signals that ringrun had sent it
-    until then; `at_s` is when it ended, in seconds since the epoch.
+    until then; `at_s` is when it ended, in seconds since the epoch; `ran_s` how long it ran; `oom` what is known of the
+    kernel's OOM killer, in words.
     """
 
     code: int
     at_s: float
     sent: tuple[int, ...] = ()
     error: RankError | None = None
+    ran_s: float | None = None
+    oom: str = ""
+
+
+@dataclass(frozen=True)
+class State:
+    """The answer to Ask `number`.
+
+    `doing` is what the rank waits for, or the user's line that it is at; `stacks` its Python stacks, in text that is
+    equal for ranks which are at the same place; `silent` says why there are none. Each may be empty.
+    """
+
+    number: int
+    doing: str
+    stacks: str
+    silent: str
+
+
+@dataclass(frozen=True)
+class Stalled:
+    """ringreduce in the rank reports that the job, or a part of it, has not moved for long."""
+
+    report: str
+
+
+@dataclass(frozen=True)
+class Ask:
+    """Tell what the rank does."""
+
+    number: int
 
 
 @dataclass(frozen=True)
@@ -96,11 +129,13 @@ class End:
     """Kill what is left of the rank's process group and exit."""
 
 
-Message: TypeAlias = Hello | Note | Started | NotStarted | Output | Ended | Signal | End
+Message: TypeAlias = Hello | Note | Started | NotStarted | Output | Ended | State | Stalled | Ask | Signal | End
 
 _STREAM_TAGS: dict[str, bytes] = {"stdout": b"o", "stderr": b"e"}
 _JSON_TAG = b"j"
-_JSON_KINDS = {kind.__name__: kind for kind in (Hello, Note, Started, NotStarted, Ended, Signal, End)}
+_JSON_KINDS = {
+    kind.__name__: kind for kind in (Hello, Note, Started, NotStarted, Ended, State, Stalled, Ask, Signal, End)
+}
 
 
 def encode(message: Message) -> bytes:
