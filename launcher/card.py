@@ -39,7 +39,9 @@ def card(
     """
     title = f"ringrun: rank {cause.rank} of {size} failed first"
     facts = [*_rows("how", [in_words(cause), cause.oom]), *_rows("where", [_process(cause)])]
-    others = set(asked) - {cause.rank}
+    # a rank that failed at the same moment has nothing more to say
+    silent = {end.rank for end in ends if end.failed} - (states or {}).keys()
+    others = set(asked) - {cause.rank} - silent
     facts += _rows("failed too", failures_of_others(cause, ends))
     facts += _rows("the others", waiting(others, states or {}))
     head, foot = f"-- {title} ".ljust(WIDTH, "-"), "-" * WIDTH

@@ -135,7 +135,10 @@ def extract_traceback(tail: Sequence[str]) -> list[str]:
     start = heads.pop()
     while heads and any(line in _CHAIN_LINES for line in tail[heads[-1] : start]):
         start = heads.pop()
-    return [line for line in tail[start:] if not line.startswith(_CRASH_MODULES)]
+    found = [line for line in tail[start:] if not line.startswith(_CRASH_MODULES)]
+    while not found[-1]:
+        found.pop()
+    return found
 
 
 def evidence(end: RankEnd, launcher_tail: Sequence[str] = ()) -> list[str]:
