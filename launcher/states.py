@@ -43,4 +43,5 @@ def _group(ranks: Sequence[int], answer: tuple[str, str, str], size: int, hosts:
     doing, stacks, silent = answer
     names = sorted({hosts[rank] for rank in ranks if rank in hosts})
     where = f" on {names[0]}" if len(names) == 1 else f" on {len(names)} hosts" if names else ""
-    return [f"{named(ranks)} of {size}{where}: {doing or silent or 'no Python code runs'}", *stacks.splitlines()]
+    what = "; ".join(filter(None, [doing, silent])) or "no Python code runs"
+    return [f"{named(ranks)} of {size}{where}: {what}", *stacks.splitlines()]

@@ -87,7 +87,7 @@ class Supervisor:
         self._launcher_said: list[str] = []
         self._hosts: dict[int, str] = {}
         self._inquiries = Inquiries()
-        self._at_failure: Inquiry | None = None  # what the ranks that still ran did when the first had failed
+        self._at_end: Inquiry | None = None  # what the ranks that still ran did when the job began to end
         self._stacks_again_s = 0.0  # not before then does a stall print all stacks again
 
     def run(self) -> int:
@@ -117,6 +117,7 @@ class Supervisor:
             self._handle(self._events.get(timeout=min(max(0.0, wait_s), _LONGEST_WAIT_S)))
         except queue.Empty:
             if time.monotonic() >= self._deadline_s and self._escalate(AFTER_TIMEOUT):
+                self._at_end = self._ask()
                 self._timeout_report = outcome.timeout_report(
                     self._timeout_s,
                     self._arrived - self._ends.keys(),
@@ -134,7 +135,7 @@ class Supervisor:
             case RankEnded(end):
                 self._ends[end.rank] = end
                 if end.failed and self._escalate(AFTER_FAILURE):
-                    self._at_failure = self._ask()
+                    self._at_end = self._ask()
             case RankNotStarted(rank, host):
                 self._not_started = self._not_started or event
                 self._ends[rank] = RankEnd(rank, host, 0, 0, 0.0)
@@ -209,7 +210,8 @@ class Supervisor:
         if self._stopped_by is not None:
             return 128 + self._stopped_by
         if self._timeout_report:
-            self._output.message([self._timeout_report])
+            stacks = self._stacks(self._at_end) if self._at_end else []
+            self._output.message([*stacks, self._timeout_report])
             return _TIMEOUT_EXIT_CODE
         if self._not_started:
             where = f"rank {self._not_started.rank} on host {self._not_started.host}"
@@ -228,8 +230,8 @@ class Supervisor:
             self._ends.values(),
             self._size,
             launcher_tail=self._launcher_said,
-            asked=self._at_failure.asked if self._at_failure else (),
-            states=self._at_failure.answers if self._at_failure else {},
+            asked=self._at_end.asked if self._at_end else (),
+            states=self._at_end.answers if self._at_end else {},
             colour=self._output.colours,
         )
 

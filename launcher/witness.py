@@ -64,8 +64,9 @@ class Witness:
         self._answer: dict[str, str] | None = None
         self._socket: socket.socket | None = None
         with contextlib.suppress(OSError):  # a path too long for a socket: ringreduce will not be asked
-            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-            self._socket.bind(f"{self._files}.agent")
+            own = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+            own.bind(f"{self._files}.agent")
+            self._socket = own
 
     def start(self) -> None:
         """Begin to listen to what ringreduce says, which it may do unasked: when it has been stalled for long."""

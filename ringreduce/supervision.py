@@ -50,13 +50,16 @@ class Answerer:
         threading.Thread(target=self._serve, args=(own,), name="ringreduce answers", daemon=True).start()
 
     def _serve(self, own: socket.socket) -> None:
-        while question := own.recvfrom(LONGEST_QUESTION):
-            content, sender = question
-            if content != b"doing" or not sender:
-                return  # closed
-            answer = json.dumps({"doing": self._doing(), "package": PACKAGE}).encode()
-            with contextlib.suppress(OSError):
-                own.sendto(answer, socket.MSG_DONTWAIT, sender)
+        with own:
+            while True:
+                question, sender = own.recvfrom(LONGEST_QUESTION)
+                if not question:
+                    return  # closed
+                if not sender:
+                    continue  # no address to answer to
+                answer = json.dumps({"doing": self._doing(), "package": PACKAGE}).encode()
+                with contextlib.suppress(OSError):  # who asked has gone
+                    own.sendto(answer, socket.MSG_DONTWAIT, sender)
 
     def close(self) -> None:
         """Answer no more."""

@@ -499,9 +499,8 @@ class Engine:
     def waiting_for(self) -> str:
         """What threads of this rank wait for, as `allreduce 'layer3.w' (train.py:41)`; empty for nothing."""
         with self._inbox.lock:
-            requests = [
-                each for lane in self.lanes.values() for each in (*lane.pending.values(), *lane.running.values())
-            ]
+            lanes = list(self.lanes.values())
+            requests = [each for lane in lanes for each in [*lane.pending.values(), *list(lane.running.values())]]
             lines = {id(each.handle): each.line for each in requests}
             handles = self._inbox.waited_for()
         texts = [

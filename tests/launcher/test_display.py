@@ -264,8 +264,10 @@ def test_a_job_that_takes_too_long_is_ended(
     assert done.returncode == 124
     assert 3.0 <= time.monotonic() - begin_s < 3.0 + 6.0
     assert by_rank(done.stdout) == {rank: ["up"] for rank in range(4)}
-    assert done.stderr == (
-        "ringrun: the job took longer than --timeout 3 s and was ended: ranks 0,2-3 of 4 still ran\n"
+    here = f"on {os.uname().nodename}: script.py:7, in <module>: time.sleep(0 if rank == 1 else 60)"
+    assert done.stderr.splitlines()[0] == f"ranks 0,2-3 of 4 {here}"
+    assert done.stderr.endswith(
+        "\nringrun: the job took longer than --timeout 3 s and was ended: ranks 0,2-3 of 4 still ran\n"
     )
     wait_until_gone()
 
@@ -279,7 +281,7 @@ def test_a_rank_may_save_its_state_when_the_time_is_over(ringrun: Run, script: S
     done = ringrun("-np", 2, "--timeout", 3, python, script(source))
     assert done.returncode == 124
     assert by_rank(done.stdout) == {0: ["saved"], 1: ["saved"]}
-    assert done.stderr.count("\n") == 1
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("timeout", ["30", "1e300"])
