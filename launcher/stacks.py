@@ -51,7 +51,7 @@ def table(jobs: Sequence[RunningJob], now_s: float) -> list[str]:
     rows = [("JOB", "RANKS", "SINCE", "COMMAND")]
     for job in jobs:
         since = f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(job.since_s))} ({duration(now_s - job.since_s)})"
-        rows.append((str(job.pid), str(job.size), since, _command(job)))
+        rows.append((str(job.pid), str(job.size), since, _shortened(shlex.join(job.command))))
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     return [
         "  ".join([*(text.ljust(width) for text, width in zip(row[:3], widths, strict=True)), row[3]]) for row in rows
@@ -61,12 +61,11 @@ def table(jobs: Sequence[RunningJob], now_s: float) -> list[str]:
 def describe(job: RunningJob, now_s: float) -> str:
     """Return the line above a job's stacks."""
     noun = "rank" if job.size == 1 else "ranks"
-    return f"job {job.pid}: {_command(job)}; {job.size} {noun}, for {duration(now_s - job.since_s)}"
+    return f"job {job.pid}: {shlex.join(job.command)}; {job.size} {noun}, for {duration(now_s - job.since_s)}"
 
 
-def _command(job: RunningJob) -> str:
-    text = shlex.join(job.command)
-    return text if len(text) <= _LONGEST_COMMAND else f"{text[: _LONGEST_COMMAND - 1]}…"
+def _shortened(command: str) -> str:
+    return command if len(command) <= _LONGEST_COMMAND else f"{command[: _LONGEST_COMMAND - 1]}…"
 
 
 def _chosen(text: str, jobs: Sequence[RunningJob]) -> RunningJob:

@@ -1,5 +1,6 @@
 """What of the ranks' lines real jobs show: some ranks, equal lines once, with the time, and kept in files."""
 
+import os
 import re
 import subprocess
 import time
