@@ -119,7 +119,7 @@ def test_settings_that_differ_end_the_job_at_the_start(python, tmp_path):
     )
     finished = ringrun(python, 3, script, timeout_s=60)
     assert finished.returncode == 1, finished.stdout
-    assert "ring_segment_bytes=164, but rank 0 has ring_segment_bytes=64" in finished.stdout.splitlines()[-1]
+    assert "ring_segment_bytes=164, but rank 0 has ring_segment_bytes=64" in finished.stdout.splitlines()[-2]
 
 
 def test_a_process_alone_ends_as_ever(python):
