@@ -38,7 +38,8 @@ class RankEnd:
     """How one rank ended.
 
     `code` is its exit code, minus a signal, or None when its agent was lost; `sent` are the signals that ringrun
-    had sent it by then; `tail` are the last lines of its stderr; `oom` is what is known of the kernel's OOM killer.
+    had sent it by then; `tail` are the last lines of its stderr; `oom` is what is known of the kernel's OOM killer;
+    `lost` says how its agent was lost.
     """
 
     rank: int
@@ -52,6 +53,7 @@ class RankEnd:
     device: str = ""
     ran_s: float | None = None
     oom: str = ""
+    lost: str = "its agent is gone, without a word"
 
     @property
     def ended_by_ringrun(self) -> bool:
@@ -111,7 +113,7 @@ def in_words(end: RankEnd) -> str:
     An exit code above 128 is how a shell tells the signal that ended what it ran; other programs mean something else.
     """
     if end.code is None:
-        return "its agent is gone, without a word"
+        return end.lost
     if end.code < 0:
         return f"killed by signal {-end.code} ({_signal_name(-end.code)}), exit code {exit_code(end)}"
     number = end.code - _SHELLS_OFFSET
