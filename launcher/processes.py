@@ -61,6 +61,16 @@ def signal_group(leader: int, number: int) -> None:
         os.killpg(leader, number)
 
 
+def signal_main_thread(pid: int, number: int) -> None:
+    """Send signal `number` to the main thread of process `pid`, if it is there."""
+    tgkill = getattr(ctypes.CDLL(None), "tgkill", None)
+    if tgkill is not None:
+        tgkill(pid, pid, number)
+    else:  # another C library than glibc: Linux prefers the main thread by itself
+        with contextlib.suppress(OSError):
+            os.kill(pid, number)
+
+
 def signals_caught(pid: int) -> set[int]:
     """Return the signals for which process `pid` has handlers; none if it is gone."""
     mask = int(_status(pid).get("SigCgt", "0"), 16)

@@ -1,16 +1,16 @@
 """Python stacks as faulthandler writes them: read, cut to what a user looks for, and turned the way Python prints them.
 
-faulthandler writes from inside a signal handler, so it tells file, line and function only, innermost first, with the
-identifiers of threads, which differ from rank to rank. Here they become text that is equal where the stacks are.
+faulthandler writes from inside a signal handler, so it tells file, line and function only, innermost first. Here that
+becomes text which is equal where the stacks of ranks are.
 """
 
 import linecache
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-_THREAD = re.compile(r"(?:Current thread|Thread) 0x([0-9a-f]+)\b.*\(most recent call first\):\s*$")
+_HEAD = re.compile(r"(?:Stack|Current thread .*) \(most recent call first\):\s*$")
 _FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)$')
 _LIBRARY = re.compile(r"/(site|dist)-packages/|/lib\d*/python3\.\d+t?/|^<frozen |/launcher/hook/|/ringrun/hook/")
 
@@ -30,24 +30,15 @@ class Frame:
         return bool(_LIBRARY.search(self.file)) or bool(package and self.file.startswith(package + os.sep))
 
 
-@dataclass(frozen=True)
-class Thread:
-    """One thread's stack, innermost frame last."""
-
-    ident: int
-    frames: tuple[Frame, ...]
-
-
-def parse(text: str) -> list[Thread]:
-    """Return the threads that faulthandler's `text` tells of; of one that is told twice, the later stack."""
-    threads: dict[int, list[Frame]] = {}
+def parse(text: str) -> list[Frame]:
+    """Return the stack that faulthandler's `text` tells of, the innermost frame last; of several, the last stack."""
     frames: list[Frame] = []
     for line in text.splitlines():
-        if match := _THREAD.match(line):
-            frames = threads[int(match[1], 16)] = []
+        if _HEAD.match(line):
+            frames = []
         elif match := _FRAME.match(line):
             frames.append(Frame(match[1], int(match[2]) if match[2].isdecimal() else 0, match[3]))
-    return [Thread(ident, tuple(reversed(frames))) for ident, frames in threads.items()]
+    return frames[::-1]
 
 
 def source_line(file: str, line: int) -> str:
@@ -56,40 +47,27 @@ def source_line(file: str, line: int) -> str:
     return linecache.getline(file, line).strip()
 
 
-def describe_threads(
-    threads: Sequence[Thread], main: int, package: str = "", source: Source = source_line, *, waits: bool = False
-) -> str:
-    """Return the stacks of the thread `main`, and of others that run code of the user's, as Python prints them.
+def describe(
+    frames: Sequence[Frame], package: str = "", source: Source = source_line, *, waits: bool = False
+) -> list[str]:
+    """Return the stack's lines as Python prints them; the line of source stands with the user's own frames only.
 
     package: the folder of ringreduce, whose frames are no user's.
-    waits:   it is known what the main thread waits for in there, so its frames there say nothing more.
+    waits:   it is known what is waited for in there, so the frames there say nothing more.
     """
-    parts = []
-    for thread in sorted(threads, key=lambda thread: thread.ident != main):
-        frames = list(thread.frames)
-        if thread.ident == main and waits:
-            while len(frames) > 1 and frames[-1].is_library(package):
-                frames.pop()
-        if thread.ident != main and all(frame.is_library(package) for frame in frames):
-            continue
-        head = [] if thread.ident == main else ["another thread:"]
-        parts += [*head, *describe_frames(frames, package, source)]
-    return "\n".join(parts)
-
-
-def describe_frames(frames: Iterable[Frame], package: str = "", source: Source = source_line) -> list[str]:
-    """Return a traceback's lines; the line of source stands with the user's own frames only."""
+    shown = list(frames)
+    while waits and len(shown) > 1 and shown[-1].is_library(package):
+        shown.pop()
     lines = []
-    for frame in frames:
+    for frame in shown:
         lines.append(f'  File "{frame.file}", line {frame.line or "?"}, in {frame.function}')
         if not frame.is_library(package) and (text := source(frame.file, frame.line)):
             lines.append(f"    {text}")
     return lines
 
 
-def innermost(threads: Sequence[Thread], main: int, package: str = "", source: Source = source_line) -> str:
-    """Return the user's own innermost line of the thread `main`: `train.py:41, in step: loss.backward()`."""
-    frames = next((thread.frames for thread in threads if thread.ident == main), ())
+def innermost(frames: Sequence[Frame], package: str = "", source: Source = source_line) -> str:
+    """Return the user's own innermost line: `train.py:41, in step: loss.backward()`; empty where no code runs."""
     if not frames:
         return ""
     own = [frame for frame in frames if not frame.is_library(package)]

@@ -1,10 +1,12 @@
-"""What an agent can tell of its rank while it runs: what it waits for, and its Python stacks. See wire.Ask, wire.State.
+"""What an agent can tell of its rank while it runs: what it waits for, and its main thread's Python stack.
 
     ringrun ── Ask → agent ── datagram → ringreduce in the rank: what it waits for
-                           └─ signal   → faulthandler in each Python of the rank (hook/sitecustomize.py): its stacks
+                           └─ signal   → faulthandler in each Python of the rank (hook/sitecustomize.py): its stack
     ringrun ← State ─┘
 
 A signal goes to processes only that have left a file here, hold it open, and catch that signal: to no other program.
+Only the thread that gets it is shown: faulthandler would show all, but a thread that runs meanwhile, as ringreduce's
+does, changes its frames under the reader, who then crashes. That happened once in a hundred times.
 """
 
 import contextlib
@@ -20,7 +22,7 @@ from pathlib import Path
 
 from . import traces
 from .environment import error_file
-from .processes import signals_caught, state_of
+from .processes import signal_main_thread, signals_caught, state_of
 from .wire import Stalled, State
 
 ANSWER_S = 0.3
@@ -28,7 +30,7 @@ ANSWER_S = 0.3
 _LOOK_S = 0.01
 _QUIET_LOOKS = 3  # a dump has no end mark: it is whole when it has not grown for so many looks
 _LONGEST_DATAGRAM = 1 << 18
-_HEADER = re.compile(r"(\d+) (\d+)\n")
+_HEADER = re.compile(r"(\d+)\n")
 
 _STATES = {
     "T": "it is stopped (by SIGSTOP, Ctrl-Z or a debugger)",
@@ -49,8 +51,6 @@ class Offer:
     pid: int
     path: Path
     number: int
-    main: int
-    """The identifier of its main thread."""
 
 
 class Witness:
@@ -88,11 +88,11 @@ class Witness:
             said = self._await_answer(until_s) if asked else {}
         doing, package = said.get("doing", ""), said.get("package", "")
         stacks = []
-        for offer, text in dumps:
-            told = traces.parse(text)
-            doing = doing or traces.innermost(told, offer.main, package)
-            described = traces.describe_threads(told, offer.main, package, waits=bool(said.get("doing")))
-            stacks.append(described if len(dumps) == 1 else f"a Python process of it:\n{described}")
+        for text in dumps:
+            frames = traces.parse(text)
+            doing = doing or traces.innermost(frames, package)
+            stacks += ["a Python process of it:"] * (len(dumps) > 1)
+            stacks += traces.describe(frames, package, waits=bool(said.get("doing")))
         self._send(State(number, doing, "\n".join(stacks), "" if dumps else self._why_silent(pid)))
 
     def _ask(self) -> bool:
@@ -144,7 +144,7 @@ def _offers(files: Path) -> Iterator[Offer]:
         with contextlib.suppress(OSError), path.open() as file:
             header = _HEADER.match(file.read(64))
             if header and pid.isdecimal() and _holds_open(int(pid), path):
-                offer = Offer(int(pid), path, int(header[1]), int(header[2]))
+                offer = Offer(int(pid), path, int(header[1]))
                 if offer.number in signals_caught(offer.pid):
                     yield offer
 
@@ -158,13 +158,12 @@ def _holds_open(pid: int, path: Path) -> bool:
     return False
 
 
-def _collect(offers: list[Offer], until_s: float) -> list[tuple[Offer, str]]:
+def _collect(offers: list[Offer], until_s: float) -> list[str]:
     """Return what each process that can answer wrote in time."""
     able = [offer for offer in offers if state_of(offer.pid) not in _DEAF_STATES]
     begins = {offer: offer.path.stat().st_size for offer in able}
     for offer in able:
-        with contextlib.suppress(OSError):
-            os.kill(offer.pid, offer.number)
+        signal_main_thread(offer.pid, offer.number)
     sizes, quiet = dict(begins), dict.fromkeys(able, 0)
     while time.monotonic() < until_s and min(quiet.values(), default=_QUIET_LOOKS) < _QUIET_LOOKS:
         time.sleep(_LOOK_S)
@@ -172,8 +171,7 @@ def _collect(offers: list[Offer], until_s: float) -> list[tuple[Offer, str]]:
             size = offer.path.stat().st_size
             quiet[offer] = quiet[offer] + 1 if begins[offer] < size == sizes[offer] else 0
             sizes[offer] = size
-    texts = [(offer, _read_from(offer.path, begins[offer])) for offer in able]
-    return [(offer, text) for offer, text in texts if text]
+    return [text for offer in able if (text := _read_from(offer.path, begins[offer]))]
 
 
 def _read_from(path: Path, offset: int) -> str:

@@ -9,7 +9,6 @@ a file beside the rank's error file, even while the main thread is stuck in C co
 those that it starts: they do not find this folder, and one that is forked has no file of its own.
 """
 
-import _thread
 import atexit
 import contextlib
 import faulthandler
@@ -44,9 +43,9 @@ def _leave() -> None:
 
 
 def _offer_stacks() -> None:
-    """Have faulthandler write all threads' stacks: at a crash to stderr, at a signal to a file of this process's own.
+    """Have faulthandler write a thread's stack: at a crash to stderr, at a signal to a file of this process's own.
 
-    The file's first line tells the agent which signal that is, and which thread is the main one.
+    The file's first line tells the agent which signal that is. To show all threads is not safe while they run.
     """
     if not faulthandler.is_enabled():
         faulthandler.enable(all_threads=False)
@@ -54,8 +53,8 @@ def _offer_stacks() -> None:
     if error_file:
         path = f"{error_file}.stacks.{os.getpid()}"
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
-        faulthandler.register(_STACKS_SIGNAL, file)
-        os.write(file, b"%d %d\n" % (_STACKS_SIGNAL, _thread.get_ident()))
+        faulthandler.register(_STACKS_SIGNAL, file, all_threads=False)
+        os.write(file, b"%d\n" % _STACKS_SIGNAL)
 
 
 def _forget_this_folder() -> None:
