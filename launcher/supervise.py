@@ -16,7 +16,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from types import FrameType
 
 from . import outcome
 from .card import card
@@ -47,13 +46,12 @@ from .outcome import RankEnd
 from .output import Display, Output
 from .plan import Job, across, aliases, job_command, job_environment, variables_abroad, variables_at_home
 from .processes import die_with_parent, signal_group
+from .signals import SignalReader
 from .spans import format_spans
 from .ssh import write_config
 from .states import stacks_report
 from .wire import Ask, Signal
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_IMPATIENT_SIGNALS = 3
 _LAUNCHER_STEPS = (Step(None, 1.0), Step(signal.SIGTERM, 0.5), Step(signal.SIGKILL, 0.5))
 _LONGEST_SOCKET_FOLDER = 80  # characters; a socket's path has room for about 100
 _LAUNCHER_TAIL_LINES = 200
@@ -368,32 +366,16 @@ def _try_job(detected: Detected, job: Job, output: Output) -> int:
         if beyond := across(job, environment, directory):
             environment |= detected.engine.across_environment(beyond)
         argv = job_command(detected, job, beyond, as_root=os.geteuid() == 0)
-        _pass_signals_to(events)
+        signals = SignalReader(lambda number: events.put(Signalled(number)))
         try:
             launcher = MpiLauncher(argv, environment, events)
         except OSError as error:
             raise MachineError(f"{argv[0]} cannot be executed: {error.strerror}") from error
         channel.start()
         desk.start()
+        signals.start()
         launcher.start(output if job.verbose else None)
         return Supervisor(job, launcher, channel, output, events, home, abroad).run()
-
-
-def _pass_signals_to(events: Events) -> None:
-    """Turn signals into events, but for those that ringrun's parent has told it to ignore."""
-    count = 0
-
-    def note(number: int, frame: FrameType | None) -> None:
-        nonlocal count
-        count += 1
-        if count >= _IMPATIENT_SIGNALS:
-            os._exit(128 + number)  # we may be stuck writing to a terminal; the agents see our end and kill their ranks
-        events.put(Signalled(number))
-
-    handlers = {**dict.fromkeys(_SIGNALS, note), signal.SIGUSR1: lambda number, _: events.put(Signalled(number))}
-    for number, handler in handlers.items():
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, handler)
 
 
 def _ranks_stdin() -> int | None:
