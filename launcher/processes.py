@@ -5,6 +5,7 @@ import ctypes
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 
@@ -99,3 +100,15 @@ def _status(pid: int) -> dict[str, str]:
     except OSError:
         return {}
     return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+
+
+def end_daemon(pid: int, names: Collection[str], patience_s: float = 2.0) -> None:
+    """End process `pid` if it is a program of one of these `names`: with SIGTERM, then with SIGKILL."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            if Path(f"/proc/{pid}/comm").read_text().strip() not in names:
+                return
+            os.kill(pid, number)
+        except OSError:
+            return  # it is gone, or was never ours
+        time.sleep(patience_s)
