@@ -69,7 +69,7 @@ class Agent:
         self._directory = settings.directory if link.is_local else tempfile.mkdtemp(prefix="ringrun-")
         self._witness = Witness(self._directory, place.rank, self._send)
         self._oom = OomWatch()
-        self._leftovers = Leftovers()
+        self._leftovers = Leftovers(self._directory, place.rank)
         self._device = ""
         self._started_at_s = 0.0
         self._input: SimpleQueue[bytes] = SimpleQueue()
@@ -206,7 +206,7 @@ class Agent:
         if pid is not None:
             self._leftovers.look(pid)
             signal_group(pid, signal.SIGKILL)
-            self._leftovers.remove()
+        self._leftovers.remove()
         self._leave()
 
     def _obey(self, message: Message, pid: int) -> None:

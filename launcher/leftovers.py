@@ -8,10 +8,10 @@ one's ranks map it, and a file that no rank of this job has mapped is not touche
 """
 
 import contextlib
+import glob
 import os
 import re
 import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,7 +20,7 @@ from pathlib import Path
 from .engines import Engine
 from .processes import in_session
 
-SHARED_MEMORY = "/dev/shm"  # noqa: S108 - where Linux has it; folders are made there by mkdtemp
+SHARED_MEMORY = "/dev/shm"  # noqa: S108 - where Linux has it; folders there have random names
 _NAMES = re.compile(r"(mpich_shm_|sm_segment\.|vader_segment\.|osc_sm|osc_rdma)[\w.-]*")
 _LOOKS_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 """After the start, one after the other: all ranks of a host may be killed at once, too late to look."""
@@ -29,9 +29,10 @@ _PAUSE_S = 0.02
 
 
 class Leftovers:
-    """One agent's, for the processes of its rank."""
+    """One agent's, for the processes of its rank. `directory` is where the rank's files are, which nobody else has."""
 
-    def __init__(self) -> None:
+    def __init__(self, directory: str, rank: int) -> None:
+        self._name = f"{_prefix(directory)}{rank}"
         self._folder: str | None = None
         self._mapped: set[tuple[str, int]] = set()
 
@@ -39,11 +40,13 @@ class Leftovers:
         """Return what tells MPI in the rank to use a folder of its own; nothing if the user has chosen one."""
         if not engine.shared_memory("") or any(name.endswith("_backing_directory") for name in environ):
             return {}
+        folder = os.path.join(SHARED_MEMORY, self._name)
         try:
-            self._folder = tempfile.mkdtemp(prefix="ringrun-", dir=SHARED_MEMORY)
+            os.mkdir(folder, 0o700)
         except OSError:
             return {}
-        return engine.shared_memory(self._folder)
+        self._folder = folder
+        return engine.shared_memory(folder)
 
     def watch(self, session: int) -> None:
         """Look a few times, in the background, at what the processes of `session` have mapped."""
@@ -73,6 +76,16 @@ class Leftovers:
             if left <= used and time.monotonic() > until_s:
                 return
             time.sleep(_PAUSE_S)
+
+
+def remove_folders(directory: str) -> None:
+    """Remove the folders of agents that were killed themselves; ringrun calls it for those of its own host."""
+    for folder in glob.glob(f"{os.path.join(SHARED_MEMORY, _prefix(directory))}*"):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _prefix(directory: str) -> str:
+    return f"{os.path.basename(directory)}.rank"
 
 
 def mapped(pid: int) -> set[tuple[str, int]]:

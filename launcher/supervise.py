@@ -40,6 +40,7 @@ from .escalation import AFTER_FAILURE, AFTER_INTERRUPT, AFTER_TERMINATE, AFTER_T
 from .files import OutputFiles
 from .inquiry import Inquiries, Inquiry
 from .jobs import Desk
+from .leftovers import remove_folders
 from .link import Listener
 from .network import own_addresses
 from .outcome import RankEnd
@@ -375,7 +376,10 @@ def _try_job(detected: Detected, job: Job, output: Output) -> int:
         desk.start()
         signals.start()
         launcher.start(output if job.verbose else None)
-        return Supervisor(job, launcher, channel, output, events, home, abroad).run()
+        try:
+            return Supervisor(job, launcher, channel, output, events, home, abroad).run()
+        finally:
+            remove_folders(directory)
 
 
 def _ranks_stdin() -> int | None:

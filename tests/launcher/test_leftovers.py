@@ -102,13 +102,41 @@ def test_a_folder_that_the_user_has_chosen_is_kept(ringrun, script, python, tmp_
 
 
 def test_which_engines_have_a_folder() -> None:
-    assert Leftovers().variables(MPICH(), {}) == {}
-    assert Leftovers().variables(OpenMPI(), {"OMPI_MCA_btl_vader_backing_directory": "/x"}) == {}
-    own = Leftovers()
-    [folder] = set(own.variables(OpenMPI(), {}).values())
-    assert folder.startswith("/dev/shm/ringrun-")
-    own.remove()
-    assert not Path(folder).exists()
+    number = os.getpid()
+    private = f"/somewhere/ringrun-test{number}"
+    assert Leftovers(private, 0).variables(MPICH(), {}) == {}
+    assert Leftovers(private, 0).variables(OpenMPI(), {"OMPI_MCA_btl_vader_backing_directory": "/x"}) == {}
+    agents = [Leftovers(private, rank) for rank in range(3)]
+    folders = [Path(*set(agent.variables(OpenMPI(), {}).values())) for agent in agents]
+    assert folders == [SHM / f"ringrun-test{number}.rank{rank}" for rank in range(3)]
+    agents[1].remove()
+    assert [folder.exists() for folder in folders] == [True, False, True]
+    leftovers.remove_folders(private)
+    assert not any(folder.exists() for folder in folders)
+
+
+AGENT_DIES = """
+    import os, signal, time
+    from mpi4py import MPI
+    world = MPI.COMM_WORLD
+    world.Barrier()
+    if world.rank == 1:
+        os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(20)
+"""
+
+
+def test_a_killed_agent_and_a_command_that_does_not_start_leave_none(
+    ringrun, script, python, tmp_path: Path, new_files: Callable[[], set[str]], wait_until_gone
+) -> None:
+    done = ringrun("-np", 2, python, script(AGENT_DIES))
+    assert done.returncode == 1, done.stderr
+    program = tmp_path / "program"
+    program.write_text("#!/nowhere/interpreter\n")
+    program.chmod(0o755)
+    assert ringrun("-np", 2, program).returncode == 2
+    wait_until_gone()
+    assert not [name for name in new_files() if name.startswith("ringrun-") and not in_use(SHM / name)]
 
 
 MAPPER = """
@@ -169,7 +197,7 @@ def test_only_files_of_mpi_that_the_rank_had_mapped_and_nobody_maps_are_removed(
     ours, shared, others = (segment(f"mpich_shm_{number}{letter}_0") for letter in "abc")
     users = segment(f"my_data_{number}")
     ranks = [mapper(path) for path in (ours, shared, users)]
-    watches = [Leftovers() for _ in ranks]
+    watches = [Leftovers("/somewhere/x", number) for number in range(3)]
     for watch, rank in zip(watches, ranks, strict=True):
         watch.look(rank.pid)
     another_rank = mapper(shared)
@@ -188,7 +216,7 @@ def test_only_files_of_mpi_that_the_rank_had_mapped_and_nobody_maps_are_removed(
 def test_a_new_file_of_the_same_name_is_not_removed(mapper, segment) -> None:
     path = segment(f"mpich_shm_{os.getpid()}d_0")
     rank = mapper(path)
-    watch = Leftovers()
+    watch = Leftovers("/somewhere/x", 0)
     watch.look(rank.pid)
     keep_the_inode = path.open("rb")
     path.unlink()
