@@ -222,7 +222,7 @@ def test_an_mpirun_that_fails_is_quoted(ringrun: Run, broken_mpirun) -> None:
     done = ringrun("-np", 2, sys.executable, "-c", "", env=broken_mpirun("echo no slots left >&2; exit 42"))
     assert done.returncode == 3
     assert done.stderr.startswith("ringrun: error: mpirun ended with exit code 42 when 0 of 2 ranks had started")
-    assert done.stderr.endswith("it wrote:\nno slots left\n")
+    assert done.stderr.endswith("wrote:\nno slots left\n")
 
 
 def test_an_mpirun_that_starts_nothing_is_tried_once_more(ringrun: Run, broken_mpirun, tmp_path: Path) -> None:
@@ -230,7 +230,7 @@ def test_an_mpirun_that_starts_nothing_is_tried_once_more(ringrun: Run, broken_m
     done = ringrun("--verbose", "-np", 2, sys.executable, "-c", "", env=broken_mpirun(shell))
     assert done.returncode == 3
     assert "ringrun: trying once more, since mpirun ended with exit code 42" in done.stderr
-    assert done.stderr.endswith("it wrote:\n2\n")
+    assert done.stderr.endswith("wrote:\n2\n")
 
 
 def test_an_mpirun_that_is_killed_ends_the_job(
