@@ -25,13 +25,16 @@ from typing import IO, NoReturn
 
 from .engines import DAEMONS, ENGINES
 from .environment import Place, Settings, error_file, rank_environment
+from .leftovers import Leftovers
 from .link import Address, HostSilentError, Link, connect
+from .oom import OomWatch
 from .placement import Share, describe, place
 from .processes import before_exec, bind_to, die_with_parent, end_daemon, signal_group
 from .topology import read_topology, usable_cpus
 from .wire import (
     ADDRESS_VARIABLE,
     AUTHKEY_VARIABLE,
+    Ask,
     End,
     Ended,
     Hello,
@@ -47,6 +50,7 @@ from .wire import (
     Started,
     rank_error,
 )
+from .witness import Witness
 
 _CHUNK_BYTES = 1 << 16
 _LINGER_S = 0.5
@@ -63,6 +67,11 @@ class Agent:
         self._settings = settings
         # where the rank may leave files; on its own host ringrun removes them, if it can
         self._directory = settings.directory if link.is_local else tempfile.mkdtemp(prefix="ringrun-")
+        self._witness = Witness(self._directory, place.rank, self._send)
+        self._oom = OomWatch()
+        self._leftovers = Leftovers(self._directory, place.rank)
+        self._device = ""
+        self._started_at_s = 0.0
         self._input: SimpleQueue[bytes] = SimpleQueue()
         self._is_abandoned = False  # ringrun has ended without a word
         self._is_cut_off = False  # … for the network is gone: the MPI's daemon here may wait for it for many minutes
@@ -73,12 +82,15 @@ class Agent:
         """Run `command` to its end and stay until ringrun says so."""
         self._send(Hello(self._place.rank, self._place.size, socket.gethostname(), _free_port()))
         setup = self._await_setup()
+        self._started_at_s = time.time()
         try:
             child = self._start(command, setup)
         except OSError as error:
             self._send(NotStarted(f"{error.strerror or error} ({error.filename or command[0]})"))
             self._await_end(None)
-        self._send(Started(child.pid))
+        self._send(Started(child.pid, self._device))
+        self._witness.start()
+        self._leftovers.watch(child.pid)
         threading.Thread(target=self._await_end, args=(child.pid,), daemon=True).start()
         if child.stdin is not None:
             threading.Thread(target=self._feed, args=(child.stdin,), daemon=True).start()
@@ -100,9 +112,12 @@ class Agent:
         binds, masks = self._settings.bind, self._settings.mask_gpus
         threads = len(share.cores) if binds else max(1, len(usable_cpus()) // self._place.local_size)
         only_gpu = share.gpu.name if masks and share.gpu else None
+        self._device = f"GPU {share.gpu.name}" if share.gpu else ""
+        environment = rank_environment(self._place, setup, self._directory, os.environ, threads, only_gpu)
+        environment |= self._leftovers.variables(ENGINES[self._settings.engine], environment)
         return subprocess.Popen(
             command,
-            env=rank_environment(self._place, setup, self._directory, os.environ, threads, only_gpu),
+            env=environment,
             stdin=self._stdin(setup),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -177,19 +192,33 @@ class Agent:
         assert result is not None
         code = result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
         error = _read_error(self._directory, self._place.rank)
-        self._send(Ended(code, self._ended_at_s, tuple(self._sent), error))
+        oom = self._oom.verdict(code, [pid, *self._witness.pids()])
+        ran_s = self._ended_at_s - self._started_at_s
+        self._send(Ended(code, self._ended_at_s, tuple(self._sent), error, ran_s, oom))
 
     def _await_end(self, pid: int | None) -> NoReturn:
         """Do what ringrun says until it says End, or is gone; then leave nothing behind."""
         while not isinstance(message := self._receive(), End):
-            if isinstance(message, Signal) and pid is not None:
-                self._sent.append(message.number)
-                signal_group(pid, message.number)
-            elif isinstance(message, Input):
+            if isinstance(message, Input):
                 self._input.put(message.data)
+            elif pid is not None:
+                self._obey(message, pid)
         if pid is not None:
+            self._leftovers.look(pid)
             signal_group(pid, signal.SIGKILL)
+        self._leftovers.remove()
         self._leave()
+
+    def _obey(self, message: Message, pid: int) -> None:
+        """Do what ringrun asks while the rank, whose first process is `pid`, may still run."""
+        if isinstance(message, Signal):
+            self._sent.append(message.number)
+            self._leftovers.look(pid)
+            signal_group(pid, message.number)
+        elif isinstance(message, Ask):
+            # in a thread: a signal that comes meanwhile must not wait for the answer
+            threading.Thread(target=self._witness.answer, args=(message.number, pid), daemon=True).start()
+            self._leftovers.look(pid)
 
     def _leave(self) -> NoReturn:
         if not self._link.is_local or self._is_abandoned:

@@ -9,6 +9,7 @@ import os
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import TypeAlias
@@ -18,7 +19,21 @@ from .link import SILENT_S, HostSilentError, Link, Listener
 from .outcome import RankEnd
 from .output import Output as Printer
 from .output import StreamName
-from .wire import End, Ended, Hello, Input, InputWanted, Message, Note, NotStarted, Output, Setup, Started
+from .wire import (
+    End,
+    Ended,
+    Hello,
+    Input,
+    InputWanted,
+    Message,
+    Note,
+    NotStarted,
+    Output,
+    Setup,
+    Stalled,
+    Started,
+    State,
+)
 
 _TAIL_LINES = 200
 _TAIL_LINE_CHARACTERS = 2000
@@ -32,6 +47,7 @@ class Arrived:
     """The agent of `rank` is connected."""
 
     rank: int
+    host: str = ""
 
 
 @dataclass(frozen=True)
@@ -67,7 +83,40 @@ class OutputClosed:
     """Nobody reads ringrun's stdout any more."""
 
 
-Event: TypeAlias = Arrived | RankEnded | RankNotStarted | LauncherEnded | Signalled | OutputClosed
+@dataclass(frozen=True)
+class RankState:
+    """A rank's answer to a question."""
+
+    rank: int
+    state: State
+
+
+@dataclass(frozen=True)
+class RankStalled:
+    """ringreduce in a rank reports a stall."""
+
+    rank: int
+    report: str
+
+
+@dataclass(frozen=True)
+class StacksWanted:
+    """Somebody wants all ranks' stacks; `deliver` takes the lines, in the thread that decides, and must not block."""
+
+    deliver: Callable[[list[str]], None]
+
+
+Event: TypeAlias = (
+    Arrived
+    | RankEnded
+    | RankNotStarted
+    | LauncherEnded
+    | Signalled
+    | OutputClosed
+    | RankState
+    | RankStalled
+    | StacksWanted
+)
 Events: TypeAlias = "SimpleQueue[Event]"
 
 
@@ -142,7 +191,7 @@ class Channel:
         assert isinstance(hello, Hello)
         self._links[hello.rank] = link
         self._ports[hello.rank] = hello.port
-        self._events.put(Arrived(hello.rank))
+        self._events.put(Arrived(hello.rank, hello.host))
         if self._ending:
             self.send(hello.rank, End())
         _RankReader(hello, link, self._printer, self._events, self._stdin).run()
@@ -160,6 +209,7 @@ class _RankReader:
         self._splitters: dict[StreamName, LineSplitter] = {"stdout": LineSplitter(), "stderr": LineSplitter()}
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
         self._pid = 0
+        self._device = ""
         self._done = False
 
     def run(self) -> None:
@@ -183,8 +233,12 @@ class _RankReader:
                 self._print(stream, self._splitters[stream].feed(data))
             case Note(text):
                 self._printer.message([text])
-            case Started(pid):
-                self._pid = pid
+            case Started(pid, device):
+                self._pid, self._device = pid, device
+            case State():
+                self._events.put(RankState(self._hello.rank, message))
+            case Stalled(report):
+                self._events.put(RankStalled(self._hello.rank, report))
             case NotStarted(reason):
                 self._done = True
                 self._events.put(RankNotStarted(self._hello.rank, self._hello.host, reason))
@@ -220,6 +274,9 @@ class _RankReader:
             sent=ended.sent if ended else (),
             error=ended.error if ended else None,
             tail=tuple(self._tail),
+            device=self._device,
+            ran_s=ended.ran_s if ended else None,
+            oom=ended.oom if ended else "",
             lost=lost,
         )
         self._events.put(RankEnded(end))

@@ -21,8 +21,8 @@ AFTER_FAILURE = (Step(None, 0.5), Step(signal.SIGTERM, 2.0), _KILL)
 AFTER_INTERRUPT = (Step(signal.SIGINT, 3.0), Step(signal.SIGTERM, 0.5), _KILL)
 """Ctrl-C: a script may save its state."""
 
-AFTER_TIMEOUT = AFTER_FAILURE[1:]
-"""The job takes too long: as after a failure, but no rank has anything to report first."""
+AFTER_TIMEOUT = AFTER_FAILURE
+"""The job takes too long: as after a failure; the ranks are asked first what they do."""
 
 AFTER_TERMINATE = (Step(signal.SIGTERM, 3.0), _KILL)
 """ringrun was told to end, or nobody reads its output."""

@@ -9,12 +9,27 @@ from .spans import format_spans
 from .wire import RankError
 
 _TRACEBACK_HEAD = "Traceback (most recent call last):"
+_CRASH_HEAD = "Fatal Python error: "
+_CRASH_MODULES = "Extension modules: "  # all that are loaded, hundreds for some programs
 _CHAIN_LINES = (
     "The above exception was the direct cause of the following exception:",
     "During handling of the above exception, another exception occurred:",
 )
 _MPICH_ABORT = re.compile(r"Abort\((\d+)\) on node \d+ \(rank ")
 _STDERR_LINES = 20
+_SHELLS_OFFSET = 128
+_FATAL: dict[int, str] = {
+    signal.SIGKILL: "",
+    signal.SIGSEGV: "segmentation fault",
+    signal.SIGBUS: "bus error, as when /dev/shm is full",
+    signal.SIGABRT: "abort",
+    signal.SIGFPE: "arithmetic error",
+    signal.SIGILL: "illegal instruction",
+    signal.SIGXCPU: "CPU time limit",
+    signal.SIGXFSZ: "file size limit",
+    signal.SIGTERM: "",
+}
+"""Signals that end programs, with what their names do not say to everybody."""
 _OTHER_RANKS = 8
 
 
@@ -23,7 +38,8 @@ class RankEnd:
     """How one rank ended.
 
     `code` is its exit code, minus a signal, or None when its agent was lost; `sent` are the signals that ringrun
-    had sent it by then; `tail` are the last lines of its stderr; `lost` says how its agent was lost.
+    had sent it by then; `tail` are the last lines of its stderr; `oom` is what is known of the kernel's OOM killer;
+    `lost` says how its agent was lost.
     """
 
     rank: int
@@ -34,6 +50,9 @@ class RankEnd:
     sent: tuple[int, ...] = ()
     error: RankError | None = None
     tail: tuple[str, ...] = ()
+    device: str = ""
+    ran_s: float | None = None
+    oom: str = ""
     lost: str = "its agent is gone, without a word"
 
     @property
@@ -89,25 +108,39 @@ def exit_code(end: RankEnd) -> int:
 
 
 def in_words(end: RankEnd) -> str:
-    """Return how it ended, in words: `exit code 3`, `killed by signal 9 (SIGKILL)`."""
+    """Return how it ended, in words: `exit code 3`, `killed by signal 11 (SIGSEGV, segmentation fault), exit code 139`.
+
+    An exit code above 128 is how a shell tells the signal that ended what it ran; other programs mean something else.
+    """
     if end.code is None:
         return end.lost
-    if end.code >= 0:
-        return f"exit code {end.code}"
-    number = -end.code
-    name = signal.Signals(number).name if number in signal.valid_signals() and number < signal.SIGRTMIN else "unnamed"
-    return f"killed by signal {number} ({name}), exit code {exit_code(end)}"
+    if end.code < 0:
+        return f"killed by signal {-end.code} ({_signal_name(-end.code)}), exit code {exit_code(end)}"
+    number = end.code - _SHELLS_OFFSET
+    if number in _FATAL:
+        return f"exit code {end.code}: of a shell, killed by signal {number} ({_signal_name(number)})"
+    return f"exit code {end.code}"
+
+
+def _signal_name(number: int) -> str:
+    if number not in signal.valid_signals() or number >= signal.SIGRTMIN:
+        return "unnamed"
+    name = signal.Signals(number).name
+    return f"{name}, {_FATAL[number]}" if _FATAL.get(number) else name
 
 
 def extract_traceback(tail: Sequence[str]) -> list[str]:
     """Return the last traceback in `tail` with what follows it and the exceptions it was chained to; [] if none."""
-    heads = [index for index, line in enumerate(tail) if _TRACEBACK_HEAD in line]
+    heads = [index for index, line in enumerate(tail) if _TRACEBACK_HEAD in line or line.startswith(_CRASH_HEAD)]
     if not heads:
         return []
     start = heads.pop()
     while heads and any(line in _CHAIN_LINES for line in tail[heads[-1] : start]):
         start = heads.pop()
-    return list(tail[start:])
+    found = [line for line in tail[start:] if not line.startswith(_CRASH_MODULES)]
+    while not found[-1]:
+        found.pop()
+    return found
 
 
 def evidence(end: RankEnd, launcher_tail: Sequence[str] = ()) -> list[str]:
@@ -123,18 +156,16 @@ def evidence(end: RankEnd, launcher_tail: Sequence[str] = ()) -> list[str]:
     return ["it wrote nothing to stderr"]
 
 
-def report(cause: RankEnd, ends: Collection[RankEnd], size: int, launcher_tail: Sequence[str] = ()) -> list[str]:
-    """Return the lines that name the other ranks that failed, and last the cause with its evidence."""
-    lines = []
+def failures_of_others(cause: RankEnd, ends: Iterable[RankEnd]) -> list[str]:
+    """Return one line for each other rank that failed, the first in time first; the rest of many are counted."""
     others = sorted((end for end in ends if end.failed and end.rank != cause.rank), key=lambda end: end.at_s)
+    lines = []
     for end in others[:_OTHER_RANKS]:
         blame = f", lost rank {', '.join(map(str, end.blames))}" if end.blames else ""
-        lines.append(f"ringrun: rank {end.rank} failed too, on host {end.host}: {in_words(end)}{blame}")
+        lines.append(f"rank {end.rank} on host {end.host}: {in_words(end)}{blame}")
     if len(others) > _OTHER_RANKS:
-        lines.append(f"ringrun: {len(others) - _OTHER_RANKS} more ranks failed")
-    pid = f", pid {cause.pid}" if cause.pid else ""
-    first = f"ringrun: rank {cause.rank} of {size} failed first, on host {cause.host}{pid}: {in_words(cause)}"
-    return [*lines, first, *evidence(cause, launcher_tail)]
+        lines.append(f"and {len(others) - _OTHER_RANKS} more")
+    return lines
 
 
 def timeout_report(timeout_s: float, running: Collection[int], absent: Collection[int], size: int) -> str:

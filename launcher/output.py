@@ -51,7 +51,8 @@ class _Stream:
     def __init__(self, descriptor: int, size: int, environ: Mapping[str, str], *, fold: bool) -> None:
         self.descriptor = descriptor
         self.terminal = is_terminal(descriptor, environ)
-        self.prefix = Prefix(size, colour=self.terminal and not environ.get("NO_COLOR"), fold=fold)
+        self.colour = self.terminal and not environ.get("NO_COLOR")
+        self.prefix = Prefix(size, colour=self.colour, fold=fold)
         self.closed = False
 
     def write(self, data: bytes) -> None:
@@ -101,6 +102,11 @@ class Output:
     def closed(self) -> bool:
         """Whether nobody reads stdout any more."""
         return self._streams["stdout"].closed
+
+    @property
+    def colours(self) -> bool:
+        """Whether `message` is read on a terminal, where colours are welcome."""
+        return self._streams["stderr"].colour
 
     def keep(self, rank: int, name: StreamName, data: bytes) -> None:
         """Put `data`, cut anywhere, in the files of `rank`, if there are any; say so once when that fails."""

@@ -1,4 +1,4 @@
-"""Process groups that end when they should: with their parent, or when told."""
+"""Process groups that end when they should: with their parent, or when told; and what /proc tells of processes."""
 
 import contextlib
 import ctypes
@@ -60,6 +60,46 @@ def signal_group(leader: int, number: int) -> None:
     """Send signal `number` to the process group that `leader` leads, if any of it is left."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, number)
+
+
+def signal_main_thread(pid: int, number: int) -> None:
+    """Send signal `number` to the main thread of process `pid`, if it is there."""
+    tgkill = getattr(ctypes.CDLL(None), "tgkill", None)
+    if tgkill is not None:
+        tgkill(pid, pid, number)
+    else:  # another C library than glibc: Linux prefers the main thread by itself
+        with contextlib.suppress(OSError):
+            os.kill(pid, number)
+
+
+def signals_caught(pid: int) -> set[int]:
+    """Return the signals for which process `pid` has handlers; none if it is gone."""
+    mask = int(_status(pid).get("SigCgt", "0"), 16)
+    return {bit + 1 for bit in range(mask.bit_length()) if mask >> bit & 1}
+
+
+def state_of(pid: int) -> str:
+    """Return the letter of proc(5) for what process `pid` does: R, S, D, T …; X if it is gone."""
+    return _status(pid).get("State", "X")[:1]
+
+
+def in_session(session: int) -> list[int]:
+    """Return the processes of a session, as which a rank's command is started; those that it left too."""
+    return [int(path.name) for path in Path("/proc").glob("[0-9]*") if _session_of(path) == session]
+
+
+def _session_of(process: Path) -> int:
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        return int((process / "stat").read_text(errors="replace").rpartition(")")[2].split()[3])
+    return 0
+
+
+def _status(pid: int) -> dict[str, str]:
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text(errors="replace").splitlines()
+    except OSError:
+        return {}
+    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
 
 
 def end_daemon(pid: int, names: Collection[str], patience_s: float = 2.0) -> None:

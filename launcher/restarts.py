@@ -12,11 +12,12 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from .channel import Event, Events, Signalled
+from .channel import Events, Signalled
 from .errors import MachineError
 from .hosts import Host, assign, is_here
 from .network import is_own_address
 from .plan import Job
+from .signals import ENDING, SignalReader
 
 COUNT_VARIABLE = "RINGREDUCE_RESTART_COUNT"
 """How many attempts there were before this one, for every rank: 0 at first, and without --restarts."""
@@ -117,12 +118,13 @@ def on_hosts_that_answer(hosts: Sequence[Host], answering: Callable[[Sequence[st
 class SignalRelay:
     """Takes the signals of a whole run and passes each on to the attempt, or the pause, of the moment."""
 
-    def __init__(self) -> None:
+    def __init__(self, make_reader: Callable[[Callable[[int], None]], SignalReader]) -> None:
         self._events: Events = queue.SimpleQueue()
+        self._reader = make_reader(lambda number: self._events.put(Signalled(number)))
 
-    def put(self, event: Event) -> None:
-        """Pass `event` on; called by a signal's handler."""
-        self._events.put(event)
+    def start(self) -> None:
+        """Begin to take signals; those that have come before wait till then."""
+        self._reader.start()
 
     def to(self, events: Events) -> None:
         """Pass on to `events` from here on, signals that nobody has taken included."""
@@ -145,6 +147,6 @@ class SignalRelay:
                 event = events.get(timeout=left_s)
             except queue.Empty:
                 return None
-            if isinstance(event, Signalled):
+            if isinstance(event, Signalled) and event.number in ENDING:
                 return event.number
         return None

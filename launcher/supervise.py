@@ -15,10 +15,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from types import FrameType
+from collections.abc import Callable, Mapping, Sequence
 
 from . import outcome, restarts
+from .card import card
 from .channel import (
     Arrived,
     Channel,
@@ -28,13 +28,19 @@ from .channel import (
     OutputClosed,
     RankEnded,
     RankNotStarted,
+    RankStalled,
+    RankState,
     Signalled,
+    StacksWanted,
 )
 from .engines.detect import Detected
 from .environment import Settings
 from .errors import MachineError, NotStartedError, UsageError
 from .escalation import AFTER_FAILURE, AFTER_INTERRUPT, AFTER_TERMINATE, AFTER_TIMEOUT, AT_ONCE, Escalation, Step
 from .files import OutputFiles
+from .inquiry import Inquiries, Inquiry
+from .jobs import Desk
+from .leftovers import remove_folders
 from .link import Listener
 from .network import own_addresses
 from .outcome import RankEnd
@@ -42,16 +48,17 @@ from .output import Display, Output
 from .plan import Job, across, aliases, job_command, job_environment, variables_abroad, variables_at_home
 from .processes import die_with_parent, signal_group
 from .restarts import Again, Ending, SignalRelay
+from .signals import SignalReader
 from .spans import format_spans
 from .ssh import write_config
-from .wire import Signal
+from .states import stacks_report
+from .wire import Ask, Signal
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-_IMPATIENT_SIGNALS = 3
 _LAUNCHER_STEPS = (Step(None, 1.0), Step(signal.SIGTERM, 0.5), Step(signal.SIGKILL, 0.5))
 _LONGEST_SOCKET_FOLDER = 80  # characters; a socket's path has room for about 100
 _LAUNCHER_TAIL_LINES = 200
 _TIMEOUT_EXIT_CODE = 124  # that of timeout(1)
+_STACKS_INTERVAL_S = 60.0
 _LONGEST_WAIT_S = 3600.0  # of one wait: a queue does not take just any number
 
 
@@ -94,6 +101,10 @@ class Supervisor:
         self._launcher_said: list[str] = []
         self._failed = False  # a rank has failed, or was lost
         self._was_told = False  # by a signal to end the job
+        self._hosts: dict[int, str] = {}
+        self._inquiries = Inquiries()
+        self._at_end: Inquiry | None = None  # what the ranks that still ran did when the job began to end
+        self._stacks_again_s = 0.0  # not before then does a stall print all stacks again
 
     def run(self) -> int:
         """Return ringrun's exit code, when the job and all its processes are gone."""
@@ -116,18 +127,21 @@ class Supervisor:
     def _take_step(self) -> None:
         """Handle one event, or go one step further in ending the job."""
         now_s = time.monotonic()
+        self._inquiries.expire(now_s)
         if self._escalation and self._escalation.due(now_s):
             if (number := self._escalation.advance(now_s)) is not None:
                 self._channel.broadcast(Signal(number))
             return
         next_s = min(self._deadline_s, self._start_deadline_s)
         deadline_s = self._escalation.deadline_s if self._escalation else next_s
+        wait_s = min(deadline_s, self._inquiries.deadline_s) - now_s
         try:
-            self._handle(self._events.get(timeout=min(max(0.0, deadline_s - now_s), _LONGEST_WAIT_S)))
+            self._handle(self._events.get(timeout=min(max(0.0, wait_s), _LONGEST_WAIT_S)))
         except queue.Empty:
             if time.monotonic() >= self._start_deadline_s and self._escalate(AT_ONCE):
                 self._too_slow = True
             if time.monotonic() >= self._deadline_s and self._escalate(AFTER_TIMEOUT):
+                self._at_end = self._ask()
                 self._timeout_report = outcome.timeout_report(
                     self._timeout_s,
                     self._arrived - self._ends.keys(),
@@ -137,8 +151,9 @@ class Supervisor:
 
     def _handle(self, event: Event) -> None:
         match event:
-            case Arrived(rank):
+            case Arrived(rank, host):
                 self._arrived.add(rank)
+                self._hosts[rank] = host
                 if self._escalation and self._escalation.latest:
                     self._channel.send(rank, Signal(self._escalation.latest))
                 elif self._escalation is None and len(self._arrived) == self._size:
@@ -146,19 +161,50 @@ class Supervisor:
                     self._channel.set_up(os.getcwd(), self._home, self._abroad)
             case RankEnded(end):
                 self._ends[end.rank] = end
-                if end.failed:
-                    self._escalate(AFTER_FAILURE)
+                if end.failed and self._escalate(AFTER_FAILURE):
+                    self._at_end = self._ask()
             case RankNotStarted(rank, host):
                 self._not_started = self._not_started or event
                 self._ends[rank] = RankEnd(rank, host, 0, 0, 0.0)
                 self._escalate(AFTER_FAILURE)
             case LauncherEnded():
                 self._escalate(AFTER_FAILURE)
+            case Signalled(signal.SIGUSR1):
+                self._show_stacks("ringrun: what the ranks do:")
             case Signalled(number):
                 self._obey(number)
+            case RankState(rank, state):
+                self._inquiries.answer(rank, state)
+            case RankStalled(rank, report):
+                self._tell_stall(rank, report)
+            case StacksWanted(deliver):
+                self._ask(lambda inquiry: deliver(self._stacks(inquiry)))
             case OutputClosed():
                 if self._escalate(AFTER_TERMINATE):
                     self._stopped_by = signal.SIGPIPE
+
+    def _ask(self, deliver: Callable[[Inquiry], None] = lambda _: None) -> Inquiry:
+        """Ask all ranks that run what they do; `deliver` is called when they have answered, or have not in time."""
+        inquiry = self._inquiries.begin(self._arrived - self._ends.keys(), time.monotonic(), deliver)
+        for rank in inquiry.asked:
+            self._channel.send(rank, Ask(inquiry.number))
+        return inquiry
+
+    def _stacks(self, inquiry: Inquiry) -> list[str]:
+        return stacks_report(inquiry.asked, inquiry.answers, self._size, self._hosts)
+
+    def _show_stacks(self, headline: str) -> None:
+        self._ask(lambda inquiry: self._output.message([headline, *self._stacks(inquiry)]))
+
+    def _tell_stall(self, rank: int, report: str) -> None:
+        """Print a stall report of ringreduce's, and all ranks' stacks unless they were printed a short while ago."""
+        now_s = time.monotonic()
+        headline = f"ringrun: the job is stalled, says rank {rank}: {report}"
+        if now_s < self._stacks_again_s:
+            self._output.message([headline])
+        else:
+            self._stacks_again_s = now_s + _STACKS_INTERVAL_S
+            self._show_stacks(headline)
 
     def _escalate(self, steps: Sequence[Step]) -> bool:
         """Begin to end the job, and return True, unless its ending has begun."""
@@ -192,7 +238,8 @@ class Supervisor:
         if self._stopped_by is not None:
             return 128 + self._stopped_by
         if self._timeout_report:
-            self._output.message([self._timeout_report])
+            stacks = self._stacks(self._at_end) if self._at_end else []
+            self._output.message([*stacks, self._timeout_report])
             return _TIMEOUT_EXIT_CODE
         if self._too_slow:
             raise MachineError(self._missing(f"the {self._job.start_timeout_s:g} s of --start-timeout were over"))
@@ -202,11 +249,22 @@ class Supervisor:
         ends = self._ends.values()
         if cause := outcome.aborter(ends, self._launcher.code) or outcome.root_cause(ends):
             self._failed = True
-            self._output.message(outcome.report(cause, ends, self._size, self._launcher_said))
+            self._output.message(self._card(cause))
             return outcome.exit_code(cause)
         if self._escalation is None:
             return 0
         return self._conclude_without_cause()
+
+    def _card(self, cause: RankEnd) -> list[str]:
+        return card(
+            cause,
+            self._ends.values(),
+            self._size,
+            launcher_tail=self._launcher_said,
+            asked=self._at_end.asked if self._at_end else (),
+            states=self._at_end.answers if self._at_end else {},
+            colour=self._output.colours,
+        )
 
     def _conclude_without_cause(self) -> int:
         """mpirun ended, and no rank had failed."""
@@ -292,12 +350,11 @@ def run_job(detected: Detected, job: Job, again: Again = lambda job: job) -> int
 
     again: the job on the hosts that answer now, see restarts.py; by default they are those that it had.
     """
-    signals = SignalRelay()
+    signals = SignalRelay(SignalReader)
     with contextlib.ExitStack() as stack:
         files = None
         if job.output_directory is not None:  # one set for all attempts, so that each goes on where the last has ended
             files = stack.enter_context(contextlib.closing(OutputFiles(job.output_directory, job.size)))
-        _pass_signals_to(signals)
 
         def attempt(job: Job, deadline_s: float | None) -> Ending:
             return _attempt(detected, job, deadline_s, files, signals)
@@ -337,6 +394,7 @@ def _try_job(detected: Detected, job: Job, deadline_s: float | None, output: Out
         settings = Settings(
             detected.engine.name, directory, bind=job.bind, mask_gpus=job.mask_gpus, verbose=job.verbose
         )
+        desk = Desk(directory, job.size, job.command, events)
         environment = job_environment(detected, job, os.environ, settings, listener.address, listener.authkey)
         home, abroad = variables_at_home(job, os.environ), variables_abroad(job, environment)
         if job.ssh:
@@ -350,25 +408,14 @@ def _try_job(detected: Detected, job: Job, deadline_s: float | None, output: Out
         except OSError as error:
             raise MachineError(f"{argv[0]} cannot be executed: {error.strerror}") from error
         channel.start()
+        desk.start()
+        signals.start()
         launcher.start(output if job.verbose else None)
         supervisor = Supervisor(job, launcher, channel, output, events, home, abroad, deadline_s)
-        return Ending(supervisor.run(), supervisor.failed)
-
-
-def _pass_signals_to(events: SignalRelay) -> None:
-    """Turn signals into events, but for those that ringrun's parent has told it to ignore."""
-    count = 0
-
-    def note(number: int, frame: FrameType | None) -> None:
-        nonlocal count
-        count += 1
-        if count >= _IMPATIENT_SIGNALS:
-            os._exit(128 + number)  # we may be stuck writing to a terminal; the agents see our end and kill their ranks
-        events.put(Signalled(number))
-
-    for number in _SIGNALS:
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, note)
+        try:
+            return Ending(supervisor.run(), supervisor.failed)
+        finally:
+            remove_folders(directory)
 
 
 def _ranks_stdin() -> int | None:

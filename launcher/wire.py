@@ -3,8 +3,10 @@
 A frame is one tag byte and a payload: `o` and `e` carry raw bytes of a rank's stdout and stderr, `i` of its stdin, and
 `j` carries JSON. Nothing is ever unpickled.
 
-    agent   → ringrun   Hello, Note …, Started, Output …, then Ended; or NotStarted instead of Started and the rest
-    ringrun → agent     Setup once all agents are there, Signal …, then End; the end of the connection means the same
+    agent   → ringrun   Hello, Note …, Started, Output …, then Ended; or NotStarted instead of Started and the rest;
+                        a State for each Ask, and Stalled, at any time between
+    ringrun → agent     Setup once all agents are there, Signal …, Ask …, then End; the end of the connection means
+                        the same
 
 Rank 0's stdin: where it is on ringrun's host, the descriptor follows Setup; elsewhere the agent sends InputWanted for
 each Input.
@@ -55,9 +57,10 @@ class Note:
 
 @dataclass(frozen=True)
 class Started:
-    """The rank's command runs as process `pid`, the leader of a process group of that number."""
+    """The rank's command runs as process `pid`, the leader of a process group of that number; `device` is its GPU."""
 
     pid: int
+    device: str = ""
 
 
 @dataclass(frozen=True)
@@ -102,13 +105,44 @@ class Ended:
     """The rank's command has ended, and all it wrote has been sent.
 
     `code` is its exit code, or minus the signal that ended it; `sent` are the signals that ringrun had sent it
-    until then; `at_s` is when it ended, in seconds since the epoch.
+    until then; `at_s` is when it ended, in seconds since the epoch; `ran_s` how long it ran; `oom` what is known of the
+    kernel's OOM killer, in words.
     """
 
     code: int
     at_s: float
     sent: tuple[int, ...] = ()
     error: RankError | None = None
+    ran_s: float | None = None
+    oom: str = ""
+
+
+@dataclass(frozen=True)
+class State:
+    """The answer to Ask `number`.
+
+    `doing` is what the rank waits for, or the user's line that it is at; `stacks` its Python stacks, in text that is
+    equal for ranks which are at the same place; `silent` says why there are none. Each may be empty.
+    """
+
+    number: int
+    doing: str
+    stacks: str
+    silent: str
+
+
+@dataclass(frozen=True)
+class Stalled:
+    """ringreduce in the rank reports that the job, or a part of it, has not moved for long."""
+
+    report: str
+
+
+@dataclass(frozen=True)
+class Ask:
+    """Tell what the rank does."""
+
+    number: int
 
 
 @dataclass(frozen=True)
@@ -123,13 +157,29 @@ class End:
     """Kill what is left of the rank's process group and exit."""
 
 
-Message: TypeAlias = Hello | Setup | Note | Started | NotStarted | Output | InputWanted | Input | Ended | Signal | End
+Message: TypeAlias = (
+    Hello
+    | Setup
+    | Note
+    | Started
+    | NotStarted
+    | Output
+    | InputWanted
+    | Input
+    | Ended
+    | State
+    | Stalled
+    | Ask
+    | Signal
+    | End
+)
 
 _STREAM_TAGS: dict[str, bytes] = {"stdout": b"o", "stderr": b"e"}
 _INPUT_TAG = b"i"
 _JSON_TAG = b"j"
 _JSON_KINDS = {
-    kind.__name__: kind for kind in (Hello, Setup, Note, Started, NotStarted, InputWanted, Ended, Signal, End)
+    kind.__name__: kind
+    for kind in (Hello, Setup, Note, Started, NotStarted, InputWanted, Ended, State, Stalled, Ask, Signal, End)
 }
 
 

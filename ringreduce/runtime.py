@@ -29,6 +29,7 @@ from ringreduce.engine.tuned import read_by_rank_0
 from ringreduce.errors import InputError, MismatchError, NotInitializedError
 from ringreduce.preparation import prepare_host
 from ringreduce.settings import PER_RANK, Settings
+from ringreduce.supervision import Answerer
 from ringreduce.transport.base import Transport, complete
 from ringreduce.transport.message import MessageTransport
 from ringreduce.transport.threads import ThreadTransport
@@ -52,9 +53,11 @@ class Runtime:
         self.transport = transport
         self.settings = settings
         self.engine = Engine(world, transport, settings, host, clock_offsets_us, process_sets, knobs)
+        self._answerer = Answerer(settings.error_file, self.engine.waiting_for)
 
     def close(self) -> None:
         """Give back what `start` made; every rank must call it."""
+        self._answerer.close()
         self.transport.close()
         if self.engine.host.window is not None:
             self.engine.host.window.close()

@@ -82,6 +82,10 @@ class Engine(ABC):
         """Return variables that put the launcher's own files on this host into `directory`; none by default."""
         return {}
 
+    def shared_memory(self, directory: str) -> dict[str, str]:
+        """Return variables that put a rank's files in shared memory into `directory`, its own; none by default."""
+        return {}
+
     @abstractmethod
     def place(self, environ: Mapping[str, str]) -> Place:
         """Return which rank the process with these variables is; KeyError if this engine has not started it."""

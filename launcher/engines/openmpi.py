@@ -62,6 +62,10 @@ class OpenMPI(Engine):
         """Return where its session directory goes: in /tmp one would stay behind when mpirun is killed."""
         return {"PRTE_MCA_prte_local_tmpdir_base": directory, "OMPI_MCA_orte_local_tmpdir_base": directory}
 
+    def shared_memory(self, directory: str) -> dict[str, str]:
+        """Return where a rank's segments and windows go; the other ranks are told by it. Open MPI 4 knows the last."""
+        return {f"OMPI_MCA_{component}_backing_directory": directory for component in ("btl_sm", "osc_sm", "osc_rdma")}
+
     def place(self, environ: Mapping[str, str]) -> Place:
         """Read OMPI_COMM_WORLD_RANK and its kin."""
         return Place(

@@ -1,12 +1,17 @@
-"""Runs when a rank's Python starts: lets an uncaught exception end a rank that has initialised MPI.
+"""Runs when a rank's Python starts: lets an uncaught exception end a rank that has initialised MPI; offers its stacks.
 
 Without it such a rank prints its traceback and then waits in MPI_Finalize, at interpreter exit, for ranks that
 wait for it elsewhere; the job hangs. With it the interpreter leaves after the last atexit function, and does not
 reach MPI_Finalize. Scripts that end in any other way are not touched.
+
+faulthandler writes the stacks when a crash ends the process, to stderr, and when the rank's agent asks by a signal, to
+a file beside the rank's error file, even while the main thread is stuck in C code. Only this process is asked, not
+those that it starts: they do not find this folder, and one that is forked has no file of its own.
 """
 
 import atexit
 import contextlib
+import faulthandler
 import importlib
 import os
 import signal
@@ -14,6 +19,7 @@ import sys
 from types import TracebackType
 from typing import Any
 
+_STACKS_SIGNAL = signal.SIGRTMAX - 5  # not the C library's, which has the lowest two; nor the JVMs' or valgrind's
 _uncaught: list[type[BaseException]] = []
 
 
@@ -36,6 +42,21 @@ def _leave() -> None:
     os._exit(1)
 
 
+def _offer_stacks() -> None:
+    """Have faulthandler write a thread's stack: at a crash to stderr, at a signal to a file of this process's own.
+
+    The file's first line tells the agent which signal that is. To show all threads is not safe while they run.
+    """
+    if not faulthandler.is_enabled():
+        faulthandler.enable(all_threads=False)
+    error_file = os.environ.get("RINGREDUCE_ERROR_FILE")
+    if error_file:
+        path = f"{error_file}.stacks.{os.getpid()}"
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
+        faulthandler.register(_STACKS_SIGNAL, file, all_threads=False)
+        os.write(file, b"%d\n" % _STACKS_SIGNAL)
+
+
 def _forget_this_folder() -> None:
     """Take this folder off the path, for the rank's own subprocesses and for the sitecustomize it hides."""
     folder = os.path.dirname(__file__)
@@ -50,6 +71,8 @@ def _forget_this_folder() -> None:
 _forget_this_folder()
 sys.excepthook = _excepthook
 atexit.register(_leave)  # registered first, so it runs last
+with contextlib.suppress(Exception):  # no stderr, or no room for a file: a rank runs without, too
+    _offer_stacks()
 
 _this = sys.modules.pop("sitecustomize", None)
 try:

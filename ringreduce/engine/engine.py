@@ -63,6 +63,9 @@ GLOBAL = 0
 """The number of the process set of all ranks."""
 JOIN = "join"
 NAMED_IN_LOG = 8
+"""A log line names so many tensors."""
+WAITS_NAMED = 3
+"""So many operations that threads wait for are named."""
 LAST_WORDS_S = 1.0
 """So long an engine that failed tries to tell the others."""
 
@@ -503,6 +506,24 @@ class Engine:
             names = ", ".join(f"{each.description.kind} {each.description.name!r}" for each in waiting[:3])
             text += f", and waits for {names}" + (f" and {len(waiting) - 3} more" if len(waiting) > 3 else "")
         return text
+
+    def waiting_for(self) -> str:
+        """What threads of this rank wait for, as `allreduce 'layer3.w' (train.py:41)`; empty for nothing."""
+        with self._inbox.lock:
+            lanes = list(self.lanes.values())
+            requests = [each for lane in lanes for each in [*lane.pending.values(), *list(lane.running.values())]]
+            lines = {id(each.handle): each.line for each in requests}
+            handles = self._inbox.waited_for()
+        texts = [
+            f"{each.description.kind} {each.description.name!r} ({lines[id(each)]})"
+            for each in handles
+            if id(each) in lines  # not one that has just been completed
+        ]
+        if self._leaving and not texts:
+            return f"the others to leave too: {self._leaving}"
+        return ", ".join(texts[:WAITS_NAMED]) + (
+            f", and {len(texts) - WAITS_NAMED} more" if texts[WAITS_NAMED:] else ""
+        )
 
     # The end
 

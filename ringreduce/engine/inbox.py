@@ -75,7 +75,8 @@ class Inbox:
         self._urgent = False
         """A thread that submitted one of them waits for it."""
         self._orders: deque[Callable[[], None]] = deque()
-        self._waiters = 0
+        self._waiting: list[Handle] = []
+        """Those that threads wait for."""
         self._asleep = False
         self._gathering = False
         """The engine rests to gather more: another submission is no reason to wake it."""
@@ -116,13 +117,17 @@ class Inbox:
     def wait(self, handle: Handle) -> None:
         """Block until the handle is done; the engine does not gather meanwhile."""
         with self.lock:
-            self._waiters += 1
+            self._waiting.append(handle)
         self._wake()
         try:
             handle.block()
         finally:
             with self.lock:
-                self._waiters -= 1
+                self._waiting.remove(handle)
+
+    def waited_for(self) -> list[Handle]:
+        """What threads wait for, the longest first; with `lock` held."""
+        return list(self._waiting)
 
     def _wake(self) -> None:
         if self._asleep:
@@ -141,11 +146,11 @@ class Inbox:
     @property
     def hurries(self) -> bool:
         """True while somebody waits for a result: latency counts. Else the cores are the user's."""
-        return self._waiters > 0 or self._urgent
+        return bool(self._waiting) or self._urgent
 
     def gathers(self) -> bool:
         """True while more may come, nobody waits for what is there, and it does not fill a batch yet."""
-        if self._waiters or self._urgent or self.hurried:
+        if self._waiting or self._urgent or self.hurried:
             return False
         if self._nbytes >= self._batch_bytes and not self._patient:
             return False

@@ -1,4 +1,4 @@
-"""Who waits for whom, and what the others do instead: watched by each engine, told on stderr.
+"""Who waits for whom, and what the others do instead: watched by each engine, told to ringrun, or else on stderr.
 
 A tensor that some ranks have given and others not waits at its coordinator, which asks the missing ranks what they do:
 their last submission, and the Python stack of the thread that called init(). A missing rank has nothing to wait for,
@@ -22,6 +22,7 @@ from ringreduce.engine.lane import Lane
 from ringreduce.engine.letters import Answer, Failure, Look, Question, Response, encode
 from ringreduce.log import LOGGER
 from ringreduce.settings import Settings
+from ringreduce.supervision import tell_launcher
 from ringreduce.transport.base import EngineTransport
 
 ANSWER_S = 2.0
@@ -182,7 +183,7 @@ class StallWatch:
             self._looks[lane.number] = 0.0
             self._silent.add(lane.number)
             own = self._engine.transport.rank
-            _tell(
+            self._tell(
                 f"rank {own} has waited for {waited_s:.0f} s; rank {lane.leader}, which coordinates, does not answer: "
                 "it is stopped, or in C code that holds the interpreter"
             )
@@ -212,7 +213,14 @@ class StallWatch:
         return Answer(number, self._engine.doing(), stack_of(self._init_thread))
 
     def _report(self, inquiry: Inquiry) -> None:
-        _tell(report(inquiry.headline, inquiry.asked, inquiry.answers))
+        # ringrun shows the stacks of all ranks: not those of some a second time
+        told = report(inquiry.headline, inquiry.asked, inquiry.answers, stacks=False)
+        if not tell_launcher(self._engine.settings.error_file, told):
+            _log(report(inquiry.headline, inquiry.asked, inquiry.answers))
+
+    def _tell(self, text: str) -> None:
+        if not tell_launcher(self._engine.settings.error_file, text):
+            _log(text)
 
 
 def stack_of(thread: int) -> str:
@@ -243,17 +251,17 @@ def headline(waiting: Sequence[Waiting], now: float) -> str:
     )
 
 
-def report(text: str, asked: Sequence[int], answers: Mapping[int, Answer]) -> str:
-    """The headline, and what each rank answered."""
+def report(text: str, asked: Sequence[int], answers: Mapping[int, Answer], *, stacks: bool = True) -> str:
+    """The headline, and what each rank answered, with its stack or without."""
     parts = [text]
     for rank in asked:
         answer = answers.get(rank)
         if answer is None:
             parts.append(f"rank {rank} does not answer: it is stopped, or in C code that holds the interpreter")
         else:
-            parts.append(f"rank {rank} {answer.doing}; it is here:\n{answer.stack.rstrip()}")
+            parts.append(f"rank {rank} {answer.doing}" + (f"; it is here:\n{answer.stack.rstrip()}" if stacks else ""))
     return "\n".join(parts)
 
 
-def _tell(text: str) -> None:
+def _log(text: str) -> None:
     LOGGER.warning(f"stalled: {text}")

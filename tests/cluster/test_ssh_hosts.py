@@ -164,7 +164,7 @@ def test_a_host_whose_link_goes_down(hosts: Hosts, python: Path, script: Script)
     _, err = job.communicate(timeout=60)
     assert time.monotonic() - begin < CUT_OFF_WITHIN_S
     assert job.returncode not in (0, 2), err
-    assert "h2" in err.strip().splitlines()[-1] or re.search(r"rank 2\b.*h2", err), err
+    assert "h2" in err.strip().splitlines()[-1] or re.search(r"rank 2\b.*h2", err, re.DOTALL), err
     hosts.wait_until_gone(0, 1, 3)
     deadline = begin + CUT_OFF_WITHIN_S
     while left := [line for line in hosts.processes(2).values() if not line.startswith("sshd:")]:  # it waits for TCP

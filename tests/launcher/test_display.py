@@ -1,5 +1,6 @@
 """What of the ranks' lines real jobs show: some ranks, equal lines once, with the time, and kept in files."""
 
+import os
 import re
 import subprocess
 import time
@@ -92,7 +93,7 @@ def test_the_report_shows_what_a_hidden_rank_wrote(ringrun: Run, script: Script,
     assert done.returncode == 1
     assert "[1]" not in done.stderr
     assert "ringrun: rank 1 of 2 failed first" in done.stderr
-    assert done.stderr.endswith("the last it wrote to stderr:\nfine\nout of coffee\n")
+    assert done.stderr.splitlines()[-4:-1] == ["the last it wrote to stderr:", "fine", "out of coffee"]
 
 
 def test_a_line_of_all_ranks_is_shown_once(ringrun: Run, script: Script, python: str) -> None:
@@ -142,7 +143,8 @@ def test_folded_lines_are_not_lost_when_the_job_is_killed(ringrun: Run, script: 
     done = ringrun("-np", 3, "--fold", python, script(source))
     assert done.returncode == 137
     assert unfold(done.stdout) == {0: ["begin", "ended", "by 0"], 1: ["begin", "ended", "by 1"], 2: ["begin", "dies"]}
-    assert done.stderr.splitlines()[-2].startswith("ringrun: rank 2 of 3 failed first")
+    assert "-- ringrun: rank 2 of 3 failed first" in done.stderr
+    assert done.stderr.splitlines()[-2] == "it wrote nothing to stderr"
 
 
 def test_last_words_are_not_lost_when_all_ranks_end(ringrun: Run, python: str) -> None:
@@ -263,8 +265,10 @@ def test_a_job_that_takes_too_long_is_ended(
     assert done.returncode == 124
     assert 3.0 <= time.monotonic() - begin_s < 3.0 + 6.0
     assert by_rank(done.stdout) == {rank: ["up"] for rank in range(4)}
-    assert done.stderr == (
-        "ringrun: the job took longer than --timeout 3 s and was ended: ranks 0,2-3 of 4 still ran\n"
+    here = f"on {os.uname().nodename}: script.py:7, in <module>: time.sleep(0 if rank == 1 else 60)"
+    assert done.stderr.splitlines()[0] == f"ranks 0,2-3 of 4 {here}"
+    assert done.stderr.endswith(
+        "\nringrun: the job took longer than --timeout 3 s and was ended: ranks 0,2-3 of 4 still ran\n"
     )
     wait_until_gone()
 
@@ -278,7 +282,7 @@ def test_a_rank_may_save_its_state_when_the_time_is_over(ringrun: Run, script: S
     done = ringrun("-np", 2, "--timeout", 3, python, script(source))
     assert done.returncode == 124
     assert by_rank(done.stdout) == {0: ["saved"], 1: ["saved"]}
-    assert done.stderr.count("\n") == 1
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("timeout", ["30", "1e300"])

@@ -10,8 +10,8 @@ from ringrun.outcome import (
     evidence,
     exit_code,
     extract_traceback,
+    failures_of_others,
     in_words,
-    report,
     root_cause,
     timeout_report,
 )
@@ -72,6 +72,10 @@ def test_exit_codes_are_those_of_a_shell() -> None:
 def test_words() -> None:
     assert in_words(end(0, 3)) == "exit code 3"
     assert in_words(end(0, -9)) == "killed by signal 9 (SIGKILL), exit code 137"
+    assert in_words(end(0, -11)) == "killed by signal 11 (SIGSEGV, segmentation fault), exit code 139"
+    assert in_words(end(0, 137)) == "exit code 137: of a shell, killed by signal 9 (SIGKILL)"
+    assert in_words(end(0, 128)) == "exit code 128"
+    assert in_words(end(0, 255)) == "exit code 255"
     assert in_words(end(0, -40)) == "killed by signal 40 (unnamed), exit code 168"
     assert in_words(end(0, None)) == "its agent is gone, without a word"
 
@@ -104,21 +108,28 @@ def test_evidence_is_the_best_there_is() -> None:
     assert evidence(end(0, 1)) == ["it wrote nothing to stderr"]
 
 
-def test_the_report_names_rank_host_code_and_ends_with_the_traceback() -> None:
-    cause = end(1, 4, 1.0, tail=tuple(FIRST))
-    ends = [end(0, 1, 2.0, lost=(1,)), cause, end(2, -15, 3.0, sent=(TERM,)), end(3, 0)]
-    assert report(cause, ends, 4) == [
-        "ringrun: rank 0 failed too, on host node7: exit code 1, lost rank 1",
-        "ringrun: rank 1 of 4 failed first, on host node7, pid 1001: exit code 4",
-        *FIRST,
+def test_a_crash_is_a_traceback_without_the_list_of_modules() -> None:
+    crash = [
+        "Fatal Python error: Segmentation fault",
+        "",
+        "Stack (most recent call first):",
+        '  File "a.py", line 3 in f',
     ]
+    tail = ["noise", *crash, "", "Extension modules: numpy._core, and so on (total: 300)"]
+    assert extract_traceback(tail) == crash
 
 
-def test_a_report_of_many_failures_stays_short() -> None:
-    ends = [end(rank, 1, float(rank)) for rank in range(100)]
-    lines = report(ends[0], ends, 100)
-    assert lines[-3] == "ringrun: 91 more ranks failed"
-    assert len(lines) == 11
+def test_the_other_failures_are_told_in_their_order_and_many_stay_short() -> None:
+    cause = end(1, 4, 1.0, tail=tuple(FIRST))
+    ends = [end(0, 1, 3.0, lost=(1,)), cause, end(2, -15, 3.0, sent=(TERM,)), end(3, 0), end(4, -11, 2.0)]
+    assert failures_of_others(cause, ends) == [
+        "rank 4 on host node7: killed by signal 11 (SIGSEGV, segmentation fault), exit code 139",
+        "rank 0 on host node7: exit code 1, lost rank 1",
+    ]
+    many = [end(rank, 1, float(rank)) for rank in range(100)]
+    lines = failures_of_others(many[0], many)
+    assert lines[-1] == "and 91 more"
+    assert len(lines) == 9
 
 
 def test_hydra_loses_the_code_of_mpi_abort_but_mpich_prints_it() -> None:

@@ -199,19 +199,40 @@ def test_a_job_is_placed_anew_on_the_hosts_that_answer() -> None:
 # signals
 
 
+class Reader:
+    """Signals that a test sends."""
+
+    def __init__(self, deliver: Callable[[int], None]) -> None:
+        self.deliver = deliver
+
+    def start(self) -> None:
+        pass
+
+
+def make_relay() -> tuple[SignalRelay, Callable[[int], None]]:
+    readers: list[Reader] = []
+
+    def make(deliver: Callable[[int], None]) -> Reader:
+        readers.append(Reader(deliver))
+        return readers[0]
+
+    return SignalRelay(make), readers[0].deliver
+
+
 def test_a_signal_that_nobody_has_taken_reaches_the_next_that_listens() -> None:
-    relay = SignalRelay()
-    relay.put(Signalled(signal.SIGINT))
+    relay, send = make_relay()
+    send(signal.SIGINT)
     events: queue.SimpleQueue = queue.SimpleQueue()
     relay.to(events)
-    events.put(Arrived(0))  # of an attempt that is over
+    events.put(Arrived(0, "here"))  # of an attempt that is over
     assert relay.wait(30.0) == signal.SIGINT
 
 
 def test_a_pause_without_signals_ends_by_itself_and_with_one_at_once() -> None:
-    relay = SignalRelay()
+    relay, send = make_relay()
     assert relay.wait(0.05) is None
-    timer = threading.Timer(0.1, relay.put, [Signalled(signal.SIGTERM)])
+    threading.Timer(0.05, send, [signal.SIGUSR1]).start()  # asks for stacks; there are no ranks
+    timer = threading.Timer(0.1, send, [signal.SIGTERM])
     begin_s = time.monotonic()
     timer.start()
     assert relay.wait(30.0) == signal.SIGTERM
@@ -229,8 +250,8 @@ def test_a_failure_during_which_ctrl_c_was_pressed_is_none_to_restart_after(sign
             return lambda *_: None
 
     events: supervise.Events = queue.SimpleQueue()
-    events.put(Arrived(0))
-    events.put(Arrived(1))
+    events.put(Arrived(0, "here"))
+    events.put(Arrived(1, "here"))
     events.put(RankEnded(RankEnd(rank=0, host="here", pid=1, code=5, at_s=0.0)))
     for each in signals:
         events.put(each)

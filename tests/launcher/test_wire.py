@@ -3,6 +3,7 @@
 import pytest
 
 from ringrun.wire import (
+    Ask,
     End,
     Ended,
     Hello,
@@ -15,7 +16,9 @@ from ringrun.wire import (
     RankError,
     Setup,
     Signal,
+    Stalled,
     Started,
+    State,
     decode,
     encode,
     rank_error,
@@ -38,7 +41,11 @@ ERROR = RankError("ValueError", "boom é", "Traceback …", (1, 3))
         Output("stdout", b"\xff\x00\n"),
         Output("stderr", b""),
         Ended(0, 12.5),
-        Ended(-9, 12.5, (15, 9), ERROR),
+        Ended(-9, 12.5, (15, 9), ERROR, 3.25, "out of memory"),
+        Started(4711, "GPU 3"),
+        State(7, "allreduce 'w' (é.py:3)", '  File "é.py", line 3, in f\n    w', ""),
+        Stalled("allreduce 'w': waiting"),
+        Ask(7),
         Signal(15),
         End(),
     ],

@@ -1,12 +1,14 @@
 """Stall reports, on threads: who gave a tensor, who did not, and what the others do instead."""
 
 import re
+import threading
 import time
 
 import numpy as np
 import pytest
 
 import ringreduce as rr
+from ringreduce import runtime
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
 
@@ -55,6 +57,27 @@ def test_many_tensors_are_one_report_and_what_waits_elsewhere_is_told(capsys):
     assert re.search(
         r"rank 1 last submitted allreduce 't4.1' .*, and waits for allreduce 't0.1', .* and 2 more", told
     ), told
+
+
+def test_what_a_rank_waits_for_is_told_with_its_line():
+    def program():
+        engine, told = runtime.current("a test").engine, []
+        assert engine.waiting_for() == ""
+        if rr.rank() == 1:
+            time.sleep(0.6)
+        else:
+            threading.Timer(0.3, lambda: told.append(engine.waiting_for())).start()
+            handle = rr.allreduce_async(np.ones(3), name="first")
+            assert rr.allreduce(np.ones(2), name="second", op=rr.Sum)[0] == 2
+            assert engine.waiting_for() == ""
+            return [*told, rr.synchronize(handle)[0]]
+        handle = rr.allreduce_async(np.ones(3), name="first")
+        rr.allreduce(np.ones(2), name="second", op=rr.Sum)
+        return rr.synchronize(handle)[0]
+
+    (told, first), other = run_ranks(2, program)
+    assert re.fullmatch(r"allreduce 'second' \(test_stalls.py:\d+\)", told)
+    assert first == other == 1
 
 
 def test_no_report_when_it_is_turned_off_or_comes_in_time(capsys):

@@ -22,7 +22,7 @@ LAYERS = [
     ["world"],
     ["transport.base", "transport.doorbell", "transport.waiting"],
     ["transport.window"],
-    ["transport.message", "transport.threads", "transport.subset", "failures"],
+    ["transport.message", "transport.threads", "transport.subset", "failures", "supervision"],
     ["collectives.ring", "collectives.tree", "collectives.bruck", "collectives.pairwise"],
     ["collectives.direct", "collectives.doubling"],
     ["collectives.adasum", "collectives.clock", "collectives.overlap", "collectives.choose"],

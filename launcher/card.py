@@ -1,0 +1,81 @@
+"""The failure card: what ringrun prints last when a rank has failed, to be read at a glance, on a terminal or in a log.
+
+    -- ringrun: rank 1 of 4 failed first -------------------------------------------
+    how         exit code 1
+    where       host node7, pid 4711, GPU 1, ran for 2 min 5 s
+    the others  ranks 0,2-3: allreduce 'layer3.w' (train.py:41)
+    Traceback (most recent call last):
+      …
+    --------------------------------------------------------------------------------
+
+Facts are wrapped; what the rank itself wrote is never cut.
+"""
+
+import textwrap
+from collections.abc import Collection, Mapping, Sequence
+
+from .outcome import RankEnd, evidence, failures_of_others, in_words
+from .states import waiting
+from .wire import State
+
+WIDTH = 80
+_LABEL = 12
+_RED_BOLD, _FAINT, _RESET = "\x1b[1;31m", "\x1b[2m", "\x1b[0m"
+
+
+def card(
+    cause: RankEnd,
+    ends: Collection[RankEnd],
+    size: int,
+    *,
+    launcher_tail: Sequence[str] = (),
+    asked: Collection[int] = (),
+    states: Mapping[int, State] | None = None,
+    colour: bool = False,
+) -> list[str]:
+    """Return the card's lines.
+
+    asked, states: the ranks that still ran when the first one failed, and what they answered.
+    """
+    title = f"ringrun: rank {cause.rank} of {size} failed first"
+    facts = [*_rows("how", [in_words(cause), cause.oom]), *_rows("where", [_process(cause)])]
+    # a rank that failed at the same moment has nothing more to say
+    silent = {end.rank for end in ends if end.failed} - (states or {}).keys()
+    others = set(asked) - {cause.rank} - silent
+    facts += _rows("failed too", failures_of_others(cause, ends))
+    facts += _rows("the others", waiting(others, states or {}))
+    head, foot = f"-- {title} ".ljust(WIDTH, "-"), "-" * WIDTH
+    if colour:
+        head, foot = f"{_RED_BOLD}{head}{_RESET}", f"{_FAINT}{foot}{_RESET}"
+    return [head, *facts, *evidence(cause, launcher_tail), foot]
+
+
+def _rows(label: str, texts: Sequence[str]) -> list[str]:
+    """Return `texts`, wrapped, beside the label of the first."""
+    lines: list[str] = []
+    for text in texts:
+        if text:
+            first = label.ljust(_LABEL) if not lines else " " * _LABEL
+            wrapped = textwrap.wrap(text, WIDTH - _LABEL, break_long_words=False, break_on_hyphens=False)
+            lines += [first + wrapped[0], *(" " * (_LABEL + 2) + line for line in wrapped[1:])]
+    return lines
+
+
+def _process(cause: RankEnd) -> str:
+    ran = "" if cause.ran_s is None else f"ran for {duration(cause.ran_s)}"
+    return ", ".join(filter(None, [f"host {cause.host}", f"pid {cause.pid}" if cause.pid else "", cause.device, ran]))
+
+
+def duration(seconds: float) -> str:
+    """Return a time in two units at most: `0.3 s`, `12 s`, `2 min 5 s`, `3 h 20 min`, `2 d 4 h`.
+
+    >>> [duration(s) for s in (0.31, 12.4, 125, 12000, 187200)]
+    ['0.3 s', '12 s', '2 min 5 s', '3 h 20 min', '2 d 4 h']
+    """
+    if seconds < 9.95:
+        return f"{max(0.0, seconds):.1f} s"
+    for large, large_s, small, small_s in (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
+        whole = round(seconds / small_s) * small_s
+        if whole >= large_s:
+            return f"{whole // large_s} {large} {whole % large_s // small_s} {small}"
+    return f"{seconds:.0f} s"

@@ -1,0 +1,124 @@
+"""The running jobs of this host: each ringrun has a file that tells of its job, and a socket that it can be asked on.
+
+Both are in its private directory, which no other user can enter. One line is sent, REQUEST; text comes back, to its
+end. See stacks.py for who asks.
+"""
+
+import contextlib
+import json
+import os
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from .channel import Events, StacksWanted
+
+REQUEST = b"stacks\n"
+ANSWER_S = 10.0
+_DIRECTORIES = "ringrun-*"
+_SOCKET, _FILE = "control", "job.json"
+_REQUEST_S = 2.0
+
+
+@dataclass(frozen=True)
+class RunningJob:
+    """What a ringrun says of its job; `since_s` is in seconds since the epoch, `socket` where it listens."""
+
+    pid: int
+    since_s: float
+    size: int
+    command: tuple[str, ...]
+    socket: str
+
+
+class Desk:
+    """ringrun's own side: tells of its job, and takes questions until it is closed."""
+
+    def __init__(self, directory: str, size: int, command: Sequence[str], events: Events) -> None:
+        self._events = events
+        path = Path(directory)
+        job = RunningJob(os.getpid(), time.time(), size, tuple(command), str(path / _SOCKET))
+        (path / _FILE).write_text(json.dumps(asdict(job)))
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(job.socket)
+        self._listener.listen()
+
+    def start(self) -> None:
+        """Begin to take questions. Called after mpirun was started, since threads and fork do not mix."""
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        answered = threading.Event()
+        answer: list[str] = []
+
+        def deliver(lines: list[str]) -> None:
+            answer.extend(lines)
+            answered.set()
+
+        with contextlib.suppress(OSError), connection:
+            connection.settimeout(_REQUEST_S)
+            if connection.recv(len(REQUEST)) == REQUEST:
+                self._events.put(StacksWanted(deliver))
+                answered.wait(ANSWER_S)
+                connection.sendall("".join(f"{line}\n" for line in answer).encode(errors="replace"))
+
+
+def find_jobs() -> list[RunningJob]:
+    """Return this user's running jobs on this host, the oldest first."""
+    found = {job.pid: job for path in _sockets() if (job := _read(path)) and _answers(job)}
+    return sorted(found.values(), key=lambda job: job.since_s)
+
+
+def _sockets() -> Iterator[Path]:
+    """Yield where jobs may listen: in the usual folders, and, as the kernel lists it, wherever TMPDIR was."""
+    for folder in {tempfile.gettempdir(), "/tmp"}:  # noqa: S108 - looked at, not written to
+        yield from Path(folder).glob(f"{_DIRECTORIES}/{_SOCKET}")
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/net/unix").read_text(errors="surrogateescape").splitlines():
+            path = Path(line.rpartition(" ")[2])
+            if path.name == _SOCKET and path.parent.match(_DIRECTORIES):
+                yield path
+
+
+def _read(path: Path) -> RunningJob | None:
+    try:
+        if path.parent.stat().st_uid != os.geteuid():
+            return None
+        fields = json.loads((path.parent / _FILE).read_text())
+        return RunningJob(
+            int(fields["pid"]), float(fields["since_s"]), int(fields["size"]), tuple(fields["command"]), str(path)
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # another user's, or of a ringrun that is just starting or ending
+
+
+def _answers(job: RunningJob) -> bool:
+    """Return whether its ringrun is there; one that was killed leaves its directory behind."""
+    with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX) as probe:
+        probe.connect(job.socket)
+        return True
+    return False
+
+
+def ask(job: RunningJob) -> str:
+    """Return what the job says; OSError when it cannot be asked, empty when it ended meanwhile."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(ANSWER_S)
+        connection.connect(job.socket)
+        connection.sendall(REQUEST)
+        parts = []
+        while part := connection.recv(1 << 16):
+            parts.append(part)
+    return b"".join(parts).decode(errors="replace")

@@ -1,0 +1,118 @@
+"""Files in shared memory that MPI leaves when a rank is killed: found while the rank runs, removed after its end.
+
+MPI libraries share memory between a host's ranks through files in /dev/shm, and delete them when they finalize, which
+a killed rank does not. Where an MPI lets one choose the folder (engines: `shared_memory`) the rank gets one of its own,
+which its agent removes. Of the others the agent notes which files of MPI's its rank has mapped, and removes those that
+are still there when no process maps them any more: the last agent of a host to look does it. Never another job's: that
+one's ranks map it, and a file that no rank of this job has mapped is not touched.
+"""
+
+import contextlib
+import glob
+import os
+import re
+import shutil
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+from .engines import Engine
+from .processes import in_session
+
+SHARED_MEMORY = "/dev/shm"  # noqa: S108 - where Linux has it; folders there have random names
+_NAMES = re.compile(r"(mpich_shm_|sm_segment\.|vader_segment\.|osc_sm|osc_rdma)[\w.-]*")
+_LOOKS_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
+"""After the start, one after the other: all ranks of a host may be killed at once, too late to look."""
+_GONE_WITHIN_S = 0.5
+_PAUSE_S = 0.02
+
+
+class Leftovers:
+    """One agent's, for the processes of its rank. `directory` is where the rank's files are, which nobody else has."""
+
+    def __init__(self, directory: str, rank: int) -> None:
+        self._name = f"{_prefix(directory)}{rank}"
+        self._folder: str | None = None
+        self._mapped: set[tuple[str, int]] = set()
+
+    def variables(self, engine: Engine, environ: Mapping[str, str]) -> dict[str, str]:
+        """Return what tells MPI in the rank to use a folder of its own; nothing if the user has chosen one."""
+        if not engine.shared_memory("") or any(name.endswith("_backing_directory") for name in environ):
+            return {}
+        folder = os.path.join(SHARED_MEMORY, self._name)
+        try:
+            os.mkdir(folder, 0o700)
+        except OSError:
+            return {}
+        self._folder = folder
+        return engine.shared_memory(folder)
+
+    def watch(self, session: int) -> None:
+        """Look a few times, in the background, at what the processes of `session` have mapped."""
+
+        def look() -> None:
+            for wait_s in _LOOKS_S:
+                time.sleep(wait_s)
+                self.look(session)
+
+        threading.Thread(target=look, daemon=True).start()
+
+    def look(self, session: int) -> None:
+        """Note what the processes of `session` have mapped; called before they are ended."""
+        for pid in in_session(session):
+            self._mapped |= mapped(pid)
+
+    def remove(self) -> None:
+        """Remove what is left and no process maps; waits a moment for those that have just been killed."""
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        until_s = time.monotonic() + _GONE_WITHIN_S
+        while left := {(path, inode) for path, inode in self._mapped if _is_still(path, inode)}:
+            used = set().union(*(mapped(pid) for pid in _all_processes()))
+            for path, _ in left - used:
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
+            if left <= used and time.monotonic() > until_s:
+                return
+            time.sleep(_PAUSE_S)
+
+
+def remove_folders(directory: str) -> None:
+    """Remove the folders of agents that were killed themselves; ringrun calls it for those of its own host."""
+    for folder in glob.glob(f"{os.path.join(SHARED_MEMORY, _prefix(directory))}*"):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _prefix(directory: str) -> str:
+    return f"{os.path.basename(directory)}.rank"
+
+
+def mapped(pid: int) -> set[tuple[str, int]]:
+    """Return path and inode of the files of MPI's in shared memory that process `pid` has mapped."""
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text(errors="surrogateescape").splitlines()
+    except OSError:  # it is gone, or another user's: that one cannot have mapped what only we may open
+        return set()
+    return set(_segments(lines))
+
+
+def _segments(lines: Iterable[str]) -> Iterator[tuple[str, int]]:
+    """Yield path and inode of each line of /proc/PID/maps that names such a file."""
+    for line in lines:
+        fields = line.split(maxsplit=5)
+        if len(fields) == 6 and fields[4].isdecimal():
+            folder, name = os.path.split(fields[5])
+            if folder == SHARED_MEMORY and _NAMES.fullmatch(name):
+                yield fields[5], int(fields[4])
+
+
+def _is_still(path: str, inode: int) -> bool:
+    with contextlib.suppress(OSError):
+        found = os.lstat(path)
+        return found.st_ino == inode and found.st_uid == os.geteuid()
+    return False
+
+
+def _all_processes() -> Iterator[int]:
+    return (int(name) for name in os.listdir("/proc") if name.isdecimal())

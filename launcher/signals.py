@@ -1,0 +1,52 @@
+"""Signals to ringrun, as events.
+
+Python runs a handler when its main thread comes to it; a signal that comes just before that thread begins to wait for
+events would be handled after the next event, which may be in an hour. So the handlers do nothing: the interpreter also
+writes each signal's number to a pipe, at once, and a thread reads it there.
+"""
+
+import os
+import signal
+import threading
+from collections.abc import Callable
+
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Those that end a job."""
+
+_HANDLED = (*ENDING, signal.SIGUSR1)
+_IMPATIENT_SIGNALS = 3
+
+
+class SignalReader:
+    """Passes signals on from the moment it is made, but for those that ringrun's parent has told it to ignore."""
+
+    def __init__(self, deliver: Callable[[int], None]) -> None:
+        """deliver: called with a signal's number, in a thread of its own."""
+        self._deliver = deliver
+        self._is_started = False
+        self._read, write = os.pipe()
+        os.set_blocking(write, False)
+        signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        for number in _HANDLED:
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, lambda *_: None)
+
+    def start(self) -> None:
+        """Begin to deliver; signals wait till then.
+
+        Called after the first mpirun was started, since threads and fork do not mix; again it does nothing.
+        """
+        if not self._is_started:
+            self._is_started = True
+            threading.Thread(target=self._run, daemon=True).start()
+
+    def _run(self) -> None:
+        count = 0
+        while True:
+            for number in os.read(self._read, 64):
+                count += number in ENDING
+                if count >= _IMPATIENT_SIGNALS:
+                    # ringrun may be stuck writing to a terminal; the agents see its end and kill their ranks
+                    os._exit(128 + number)
+                if number in _HANDLED:
+                    self._deliver(number)

@@ -1,0 +1,95 @@
+"""ringrun stacks: what the ranks of a running job are doing.
+
+    ringrun stacks          lists your running jobs on this host
+    ringrun stacks JOB      prints the Python stack of each rank of a job; JOB is the process number of its ringrun
+
+Ranks that are at the same place are shown once. The job goes on: nothing is stopped, also where a rank is stuck in C
+code. A rank that does not answer is named, with what the kernel says of it. SIGUSR1 to ringrun prints the same there.
+"""
+
+import os
+import pwd
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from .card import duration
+from .errors import LauncherError, UsageError
+from .jobs import RunningJob, ask, find_jobs
+
+_LONGEST_COMMAND = 60
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Do what `ringrun stacks` with `arguments` says and return the exit code; UsageError for no such job."""
+    if arguments in (["-h"], ["--help"]):
+        print(__doc__.strip() if __doc__ else "")
+        return 0
+    if len(arguments) > 1 or any(argument.startswith("-") for argument in arguments):
+        raise UsageError(f"ringrun stacks {shlex.join(arguments)}: expected is at most one JOB, a process number")
+    jobs = find_jobs()
+    if not arguments:
+        print("\n".join(table(jobs, time.time())))
+        return 0
+    job = _chosen(arguments[0], jobs)
+    try:
+        text = ask(job)
+    except OSError as error:
+        raise LauncherError(f"job {job.pid} does not answer: {error.strerror or error}; it may have ended") from error
+    if not text:
+        raise LauncherError(f"job {job.pid} ended before its ranks had answered")
+    sys.stdout.write(f"{describe(job, time.time())}\n{text}")
+    return 0
+
+
+def table(jobs: Sequence[RunningJob], now_s: float) -> list[str]:
+    """Return the lines that list `jobs`."""
+    if not jobs:
+        return ["no job of yours runs on this host"]
+    rows = [("JOB", "RANKS", "SINCE", "COMMAND")]
+    for job in jobs:
+        since = f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(job.since_s))} ({duration(now_s - job.since_s)})"
+        rows.append((str(job.pid), str(job.size), since, _shortened(shlex.join(job.command))))
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    return [
+        "  ".join([*(text.ljust(width) for text, width in zip(row[:3], widths, strict=True)), row[3]]) for row in rows
+    ]
+
+
+def describe(job: RunningJob, now_s: float) -> str:
+    """Return the line above a job's stacks."""
+    noun = "rank" if job.size == 1 else "ranks"
+    return f"job {job.pid}: {shlex.join(job.command)}; {job.size} {noun}, for {duration(now_s - job.since_s)}"
+
+
+def _shortened(command: str) -> str:
+    return command if len(command) <= _LONGEST_COMMAND else f"{command[: _LONGEST_COMMAND - 1]}…"
+
+
+def _chosen(text: str, jobs: Sequence[RunningJob]) -> RunningJob:
+    for job in jobs:
+        if text == str(job.pid):
+            return job
+    running = f"your jobs are: {', '.join(str(job.pid) for job in jobs)}" if jobs else "no job of yours runs here"
+    if not (text.isascii() and text.isdecimal()):
+        raise UsageError(f"ringrun stacks {text}: JOB is the process number of a ringrun; {running}")
+    if owner := _other_owner(int(text)):
+        raise UsageError(f"ringrun stacks {text}: process {text} is of user {owner}; you can ask your own jobs only")
+    what = "is no ringrun with a running job" if Path(f"/proc/{int(text)}").exists() else "does not exist"
+    raise UsageError(f"ringrun stacks {text}: process {text} {what}; {running}")
+
+
+def _other_owner(pid: int) -> str | None:
+    """Return who else owns process `pid`; None if we do, or there is none."""
+    try:
+        uid = os.stat(f"/proc/{pid}").st_uid
+    except OSError:
+        return None
+    if uid == os.geteuid():
+        return None
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)

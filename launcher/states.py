@@ -1,0 +1,47 @@
+"""What ranks answered when they were asked what they do (wire.State), as people read it: equal answers together."""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from .spans import format_spans
+from .wire import State
+
+NO_ANSWER = "did not answer in time"
+
+
+def named(ranks: Collection[int]) -> str:
+    """Return `rank 3` or `ranks 0,2-3`."""
+    return f"rank{'' if len(ranks) == 1 else 's'} {format_spans(ranks)}"
+
+
+def waiting(asked: Iterable[int], states: Mapping[int, State]) -> list[str]:
+    """Return one line for the ranks that wait for the same: `ranks 0,2-3: allreduce 'layer3.w' (train.py:41)`."""
+    groups: dict[str, list[int]] = {}
+    for rank in sorted(asked):
+        state = states.get(rank)
+        groups.setdefault((state.doing or state.silent) if state else NO_ANSWER, []).append(rank)
+    return [f"{named(ranks)}: {text}" for text, ranks in groups.items()]
+
+
+def stacks_report(
+    asked: Collection[int], states: Mapping[int, State], size: int, hosts: Mapping[int, str]
+) -> list[str]:
+    """Return all ranks' stacks; those of ranks that are at the same place once.
+
+    asked: the ranks that run; the others have ended, or not started.
+    """
+    groups: dict[tuple[str, str, str], list[int]] = {}
+    for rank in sorted(asked):
+        state = states.get(rank) or State(0, "", "", NO_ANSWER)
+        groups.setdefault((state.doing, state.stacks, state.silent), []).append(rank)
+    lines = [line for answer, ranks in groups.items() for line in _group(ranks, answer, size, hosts)]
+    if others := set(range(size)) - set(asked):
+        lines.append(f"{named(others)} of {size}: not running")
+    return lines
+
+
+def _group(ranks: Sequence[int], answer: tuple[str, str, str], size: int, hosts: Mapping[int, str]) -> list[str]:
+    doing, stacks, silent = answer
+    names = sorted({hosts[rank] for rank in ranks if rank in hosts})
+    where = f" on {names[0]}" if len(names) == 1 else f" on {len(names)} hosts" if names else ""
+    what = "; ".join(filter(None, [doing, silent])) or "no Python code runs"
+    return [f"{named(ranks)} of {size}{where}: {what}", *stacks.splitlines()]

@@ -1,0 +1,78 @@
+"""What ranks on four hosts do: asked while they hang, and told on the failure card."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from ringrun.spans import spans
+from tests.cluster.hosts import Hosts
+
+pytestmark = pytest.mark.timeout(180)
+ALL = ("-np", "4", "-H", "h0:1,h1:1,h2:1,h3:1")
+
+STEPS = """
+    import os, signal, time
+    import numpy as np
+    import ringreduce as rr
+    rr.init()
+    rr.allreduce(np.ones(1000) * rr.rank(), name="first")
+    if rr.rank() == 0:
+        open("training", "w").close()
+    if rr.rank() == 2:
+        {failure}
+    rr.allreduce(np.ones(1000) * rr.rank(), name="layer3.w")
+"""
+ASK = "from ringrun import jobs, stacks; stacks.run([str(job.pid) for job in jobs.find_jobs()])"
+
+
+def write(folder: Path, failure: str) -> Path:
+    path = folder / "train.py"
+    path.write_text(textwrap.dedent(STEPS).format(failure=failure))
+    return path
+
+
+def assert_nothing_is_left(hosts: Hosts) -> None:
+    hosts.wait_until_gone(within_s=10)
+    assert [hosts.left_behind(k) for k in range(4)] == [[], [], [], []]
+
+
+def test_the_card_of_a_rank_on_another_host(hosts: Hosts, python: Path, tmp_path: Path):
+    """The others are asked on their hosts, unless they have failed too: Open MPI ends them when a connection closes."""
+    path = write(tmp_path, "time.sleep(1); raise ValueError('boom')")
+    done = hosts.run(0, [python.parent / "ringrun", *ALL, python, path], timeout=120)
+    assert_nothing_is_left(hosts)
+    assert done.returncode == 1, done.stderr
+    card = done.stderr[done.stderr.index("-- ringrun: rank 2 of 4 failed first --") :].splitlines()
+    assert card[1] == "how         exit code 1"
+    assert re.match(r"where       host h2, pid \d+, ran for ", card[2])
+    failed = {int(rank) for rank in re.findall(r"rank (\d) on host h\1: exit code 14$", done.stderr, re.MULTILINE)}
+    left = ",".join(spans({0, 1, 3} - failed))
+    assert not left or re.search(rf"the others  ranks? {left}: allreduce 'layer3.w' \(train.py:11\)", done.stderr)
+    assert card[-2:] == ["ValueError: boom", "-" * 80]
+
+
+def test_a_job_that_hangs_is_asked_on_all_its_hosts(hosts: Hosts, python: Path, tmp_path: Path):
+    command = [python.parent / "ringrun", "--stall-check-s", "3", *ALL, python, write(tmp_path, "time.sleep(120)")]
+    job = hosts.start(0, command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    deadline = time.monotonic() + 60
+    while not (hosts.folder / "training").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    time.sleep(1)
+    for _ in range(10):
+        told = hosts.run(0, [python, "-c", ASK]).stdout
+        assert "ranks 0-1,3 of 4 on 3 hosts: allreduce 'layer3.w' (train.py:11)\n" in told
+        assert "rank 2 of 4 on h2: train.py:10, in <module>: time.sleep(120)\n" in told
+    time.sleep(5)
+    assert job.poll() is None, "the job goes on"
+    job.terminate()
+    _, err = job.communicate(timeout=60)
+    assert_nothing_is_left(hosts)
+    assert "ringrun: the job is stalled, says rank 0: allreduce 'layer3.w'" in err
+    assert "ranks 0-1,3 of 4 on 3 hosts: allreduce 'layer3.w' (train.py:11)\n" in err

@@ -1,0 +1,102 @@
+"""The failure card: what stands on it, and how it looks."""
+
+import pytest
+
+from ringrun.card import WIDTH, card, duration
+from ringrun.outcome import RankEnd
+from ringrun.states import NO_ANSWER, waiting
+from ringrun.wire import RankError, State
+
+
+def end(rank: int, code: int | None, **facts) -> RankEnd:
+    return RankEnd(rank, "node7", 1000 + rank, code, facts.pop("at_s", 0.0), **facts)
+
+
+def state(doing: str, silent: str = "") -> State:
+    return State(1, doing, "", silent)
+
+
+ALLREDUCE = "allreduce 'layer3.w' (train.py:41)"
+TRACEBACK = "Traceback (most recent call last):\n  " + "x" * 200 + "\nValueError: boom\n"
+
+
+def test_a_card_in_full() -> None:
+    error = RankError("ValueError", "boom", TRACEBACK)
+    cause = end(1, 1, error=error, device="GPU 3", ran_s=125.0)
+    ends = [cause, end(5, 3, at_s=2.0), end(0, 0)]
+    states = {0: state(ALLREDUCE), 2: state(ALLREDUCE), 3: state(ALLREDUCE), 4: state("", "it is stopped")}
+    assert card(cause, ends, 6, asked={0, 2, 3, 4, 6}, states=states) == [
+        "-- ringrun: rank 1 of 6 failed first -------------------------------------------",
+        "how         exit code 1",
+        "where       host node7, pid 1001, GPU 3, ran for 2 min 5 s",
+        "failed too  rank 5 on host node7: exit code 3",
+        "the others  ranks 0,2-3: allreduce 'layer3.w' (train.py:41)",
+        "            rank 4: it is stopped",
+        "            rank 6: did not answer in time",
+        *TRACEBACK.splitlines(),
+        "-" * 80,
+    ]
+
+
+def test_a_lost_agent_has_no_more_to_tell() -> None:
+    assert card(RankEnd(2, "h", 0, None, 0.0), [], 4) == [
+        "-- ringrun: rank 2 of 4 failed first -------------------------------------------",
+        "how         its agent is gone, without a word",
+        "where       host h",
+        "it wrote nothing to stderr",
+        "-" * 80,
+    ]
+
+
+def test_facts_are_wrapped_and_what_the_rank_wrote_is_not() -> None:
+    words = "w" * 300
+    cause = end(1, -9, oom=f"the kernel's OOM killer did it: out of memory (cgroup {'/slurm' * 8})", tail=(words,))
+    states = {rank: state(f"allreduce 'a tensor of rank {rank}' (train.py:{rank})") for rank in range(2, 60)}
+    lines = card(cause, [cause], 60, asked=states.keys(), states=states)
+    assert words in lines
+    assert all(len(line) <= WIDTH for line in lines if line != words)
+    assert "the kernel's OOM killer did it" in lines[2]
+
+
+def test_a_rank_that_failed_before_it_could_answer_is_not_said_to_have_been_asked() -> None:
+    cause = end(1, 1)
+    lines = card(cause, [cause, end(0, 1)], 3, asked={0, 2}, states={2: state("x.py:1, in f")})
+    assert "the others  rank 2: x.py:1, in f" in lines
+    assert NO_ANSWER not in "\n".join(lines)
+
+
+def test_colours_are_for_a_terminal_and_change_no_word() -> None:
+    cause = end(1, 1)
+    plain, coloured = (card(cause, [cause], 3, colour=colour) for colour in (False, True))
+    assert "\x1b" not in "".join(plain)
+    assert coloured[0] == f"\x1b[1;31m{plain[0]}\x1b[0m"
+    assert coloured[1:-1] == plain[1:-1]
+    assert plain[-1] in coloured[-1]
+
+
+def test_equal_answers_are_one_line() -> None:
+    states = {3: state(ALLREDUCE), 0: state(ALLREDUCE), 1: state("t.py:7, in load"), 4: state("", "it is stopped")}
+    assert waiting([0, 1, 2, 3, 4], states) == [
+        f"ranks 0,3: {ALLREDUCE}",
+        "rank 1: t.py:7, in load",
+        "rank 2: did not answer in time",
+        "rank 4: it is stopped",
+    ]
+    assert waiting([], {}) == []
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (-0.1, "0.0 s"),
+        (0.31, "0.3 s"),
+        (9.96, "10 s"),
+        (59.6, "1 min 0 s"),
+        (3599.7, "1 h 0 min"),
+        (12000, "3 h 20 min"),
+        (187200, "2 d 4 h"),
+        (86399, "1 d 0 h"),
+    ],
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert duration(seconds) == text

@@ -1,0 +1,240 @@
+"""Shared memory that MPI leaves when ranks are killed: none of it stays, and nobody else's is touched."""
+
+import mmap
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+
+from ringrun import leftovers
+from ringrun.engines import MPICH, OpenMPI
+from ringrun.leftovers import Leftovers, mapped
+
+SHM = Path("/dev/shm")
+
+JOB = """
+    import os, signal, sys, time
+    import numpy as np
+    from mpi4py import MPI
+    world = MPI.COMM_WORLD
+    local = world.Split_type(MPI.COMM_TYPE_SHARED)
+    windows = [MPI.Win.Allocate_shared(1 << 16, 1, comm=local), MPI.Win.Allocate(1 << 16, 1, comm=world)]
+    data, result = np.arange(100000.0) + world.rank, np.empty(100000)
+    world.Allreduce(data, result)
+    print(sum("/dev/shm/" in line for line in open("/proc/self/maps")) > 0)
+    world.Barrier()
+    {end}
+    world.Barrier()
+"""
+KILL = "os.kill(os.getpid(), signal.SIGKILL)"
+
+
+def files() -> set[str]:
+    """What is in shared memory, but for what other programs of this machine have there at the moment."""
+    return {path.name for path in SHM.iterdir()}
+
+
+@pytest.fixture
+def new_files() -> Callable[[], set[str]]:
+    """What this test has left in shared memory, by the process that made it: nothing else runs MPI as our child."""
+    before = files()
+    return lambda: files() - before
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        f"if world.rank == 1: {KILL}",
+        f"if world.rank == 0: {KILL}",
+        f"time.sleep(2.0); {KILL}",
+        "pass",
+        "if world.rank == 2: os._exit(3)",
+    ],
+    ids=["rank 1 is killed", "rank 0 is killed", "all are killed", "all is well", "rank 2 exits"],
+)
+def test_no_shared_memory_is_left(
+    end: str, ringrun, script, python, tmp_path: Path, new_files: Callable[[], set[str]], wait_until_gone
+) -> None:
+    # others may run MPI at the same time: what is left counts only if no process maps it any more
+    done = ringrun("-np", 3, python, script(JOB.format(end=end)))
+    wait_until_gone()
+    assert done.stdout.count("True") == 3, done.stderr
+    used = {Path(path).name for pid in leftovers._all_processes() for path, _ in mapped(pid)}
+    left = {name for name in new_files() - used if leftovers._NAMES.fullmatch(name)}
+    assert left == set()
+    assert not [name for name in new_files() if name.startswith("ringrun-") and not in_use(SHM / name)]
+
+
+def in_use(folder: Path) -> bool:
+    """Whether some process still has a file of this folder mapped: another job that runs at the same time."""
+    maps = (Path(f"/proc/{pid}/maps") for pid in leftovers._all_processes())
+    for path in maps:
+        try:
+            if f"{folder}/" in path.read_text(errors="replace"):
+                return True
+        except OSError:
+            continue
+    return False
+
+
+def test_ringrun_killed_leaves_none_either(
+    start, script, python, processes_of, wait_for, new_files: Callable[[], set[str]], wait_until_gone
+) -> None:
+    job = start("-np", 2, python, script(JOB.format(end="print('up'); time.sleep(60)")))
+    assert job.stdout is not None
+    assert any("up" in line for line in job.stdout)
+    job.send_signal(signal.SIGKILL)
+    job.wait()
+    wait_until_gone()
+    assert not [name for name in new_files() if name.startswith("ringrun-") and not in_use(SHM / name)]
+
+
+def test_a_folder_that_the_user_has_chosen_is_kept(ringrun, script, python, tmp_path: Path) -> None:
+    source = "import os; print(os.environ.get('OMPI_MCA_btl_sm_backing_directory'))"
+    done = ringrun("-np", 1, python, script(source), env={"OMPI_MCA_btl_sm_backing_directory": str(tmp_path)})
+    assert done.stdout == f"[0] {tmp_path}\n"
+
+
+def test_which_engines_have_a_folder() -> None:
+    number = os.getpid()
+    private = f"/somewhere/ringrun-test{number}"
+    assert Leftovers(private, 0).variables(MPICH(), {}) == {}
+    assert Leftovers(private, 0).variables(OpenMPI(), {"OMPI_MCA_btl_vader_backing_directory": "/x"}) == {}
+    agents = [Leftovers(private, rank) for rank in range(3)]
+    folders = [Path(*set(agent.variables(OpenMPI(), {}).values())) for agent in agents]
+    assert folders == [SHM / f"ringrun-test{number}.rank{rank}" for rank in range(3)]
+    agents[1].remove()
+    assert [folder.exists() for folder in folders] == [True, False, True]
+    leftovers.remove_folders(private)
+    assert not any(folder.exists() for folder in folders)
+
+
+AGENT_DIES = """
+    import os, signal, time
+    from mpi4py import MPI
+    world = MPI.COMM_WORLD
+    world.Barrier()
+    if world.rank == 1:
+        os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(20)
+"""
+
+
+def test_a_killed_agent_and_a_command_that_does_not_start_leave_none(
+    ringrun, script, python, tmp_path: Path, new_files: Callable[[], set[str]], wait_until_gone
+) -> None:
+    done = ringrun("-np", 2, python, script(AGENT_DIES))
+    assert done.returncode == 1, done.stderr
+    program = tmp_path / "program"
+    program.write_text("#!/nowhere/interpreter\n")
+    program.chmod(0o755)
+    assert ringrun("-np", 2, program).returncode == 2
+    wait_until_gone()
+    assert not [name for name in new_files() if name.startswith("ringrun-") and not in_use(SHM / name)]
+
+
+MAPPER = """
+import mmap, sys, time
+file = open(sys.argv[1], "r+b")
+memory = mmap.mmap(file.fileno(), 4096)
+file.close()
+print("mapped", flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.fixture
+def mapper():
+    """Start a process, in a session of its own, that maps a file until it is told to end."""
+    started = []
+
+    def run(path: Path) -> "subprocess.Popen[str]":
+        process = subprocess.Popen(
+            [sys.executable, "-c", MAPPER, str(path)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        started.append(process)
+        assert process.stdout.readline() == "mapped\n"
+        return process
+
+    yield run
+    for process in started:
+        process.kill()
+        process.wait()
+        for stream in (process.stdin, process.stdout):
+            if stream:
+                stream.close()
+
+
+@pytest.fixture
+def segment():
+    """Make a file in shared memory that looks like one of MPI's."""
+    made = []
+
+    def make(name: str) -> Path:
+        path = SHM / name
+        path.write_bytes(bytes(4096))
+        made.append(path)
+        return path
+
+    yield make
+    for path in made:
+        path.unlink(missing_ok=True)
+
+
+def test_only_files_of_mpi_that_the_rank_had_mapped_and_nobody_maps_are_removed(mapper, segment, monkeypatch) -> None:
+    monkeypatch.setattr(leftovers, "_GONE_WITHIN_S", 0.1)
+    number = os.getpid()
+    ours, shared, others = (segment(f"mpich_shm_{number}{letter}_0") for letter in "abc")
+    users = segment(f"my_data_{number}")
+    ranks = [mapper(path) for path in (ours, shared, users)]
+    watches = [Leftovers("/somewhere/x", number) for number in range(3)]
+    for watch, rank in zip(watches, ranks, strict=True):
+        watch.look(rank.pid)
+    another_rank = mapper(shared)
+    for rank in ranks:
+        rank.kill()
+        rank.wait()
+    for watch in watches:
+        watch.remove()
+    assert [path.exists() for path in (ours, shared, others, users)] == [False, True, True, True]
+    another_rank.kill()
+    another_rank.wait()
+    watches[1].remove()
+    assert not shared.exists()
+
+
+def test_a_new_file_of_the_same_name_is_not_removed(mapper, segment) -> None:
+    path = segment(f"mpich_shm_{os.getpid()}d_0")
+    rank = mapper(path)
+    watch = Leftovers("/somewhere/x", 0)
+    watch.look(rank.pid)
+    keep_the_inode = path.open("rb")
+    path.unlink()
+    segment(path.name)
+    rank.kill()
+    rank.wait()
+    watch.remove()
+    assert path.exists()
+    keep_the_inode.close()
+
+
+@hypothesis.given(st.lists(st.text()))
+@hypothesis.example(["7f-8f rw-s 0 00:1a 12 /dev/shm/mpich_shm_1_0", "7f-8f rw-s 0 00:1a ² /dev/shm/mpich_shm_1_0"])
+def test_any_lines_of_maps_give_segments(lines: list[str]) -> None:
+    assert all(path.startswith("/dev/shm/") for path, _ in leftovers._segments(lines))
+
+
+def test_what_is_mapped_is_read() -> None:
+    assert mapped(2**22 + 1) == set()
+    with mmap.mmap(-1, 4096):
+        assert not [path for path, _ in mapped(os.getpid()) if "zero" in path]

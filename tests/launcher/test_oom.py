@@ -1,0 +1,159 @@
+"""Whether it was the kernel's OOM killer: the parsers, the verdict, and a real one in a cgroup with little memory."""
+
+import contextlib
+import os
+import signal
+import string
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import hypothesis
+import hypothesis.strategies as st
+import pytest
+
+from ringrun.oom import Counter, OomWatch, counters, judge
+
+KILL = -signal.SIGKILL
+V1, V2 = Counter(Path("/x/memory.oom_control"), "/job/7"), Counter(Path("/y/memory.events"), "/")
+LINES = (
+    "6,1,2,-;Memory cgroup out of memory: Killed process 41 (python) total-vm:699900kB, anon-rss:319856kB",
+    "3,1,2,-;Out of memory: Killed process 42 (python) total-vm:1kB",
+)
+DID_IT = "the kernel's OOM killer did it: out of memory (cgroup /job/7)"
+LOGGED = "the kernel's OOM killer did it: out of memory (as the kernel's log says)"
+ONE_OF_ITS = "the kernel's OOM killer has killed one of its processes: out of memory (cgroup /job/7)"
+NOTHING = "nothing says that it was the kernel's OOM killer"
+
+
+@pytest.mark.parametrize(
+    ("code", "pids", "log", "before", "after", "verdict"),
+    [
+        (KILL, [7], None, {V1: 0}, {V1: 1}, DID_IT),
+        (137, [7], None, {V1: 3}, {V1: 4}, DID_IT),
+        (KILL, [7], None, {V1: 3}, {V1: 3}, NOTHING),
+        (KILL, [7], LINES, {}, {}, NOTHING),
+        (KILL, [7, 41], LINES, {}, {}, LOGGED),
+        (137, [42], LINES, {V1: 1}, {V1: 1}, LOGGED),
+        (1, [7], None, {V1: 0}, {V1: 2}, ONE_OF_ITS),
+        (1, [7], LINES, {V1: 0}, {V1: 0}, ""),
+        (0, [7], None, {}, {}, ""),
+        (KILL, [7], (), {V2: 5}, {}, NOTHING),
+    ],
+)
+def test_the_verdict(code, pids, log, before, after, verdict) -> None:
+    assert judge(code, pids, log or (), before, after, log_is_readable=log is not None) == verdict
+
+
+def test_where_nothing_can_be_read_that_is_said() -> None:
+    verdict = judge(KILL, [7], (), {}, {}, log_is_readable=False)
+    assert verdict.startswith("whether it was the kernel's OOM killer cannot be known")
+
+
+def make_cgroups(root: Path) -> str:
+    """A cgroup tree of both versions in `root`; return the mounts."""
+    for folder, file, text in (
+        ("memory/slurm/job7", "memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n"),
+        ("unified/user/app", "memory.events", "low 0\nhigh 0\nmax 9\noom 1\noom_kill 5\noom_group_kill 0\n"),
+        ("memory", "memory.oom_control", "oom_kill 0\n"),
+    ):
+        (root / folder).mkdir(parents=True, exist_ok=True)
+        (root / folder / file).write_text(text)
+    return (
+        f"tmpfs /sys/fs/cgroup tmpfs rw 0 0\ncgroup {root}/memory cgroup rw,relatime,memory 0 0\n"
+        f"cgroup {root}/cpu cgroup rw,cpu 0 0\ncgroup2 {root}/unified cgroup2 rw 0 0\n"
+    )
+
+
+def test_the_counters_of_both_versions_are_found(tmp_path: Path) -> None:
+    mounts = make_cgroups(tmp_path)
+    assert list(counters("9:name=systemd:/\n4:memory:/slurm/job7\n1:cpu:/\n0::/user/app\n", mounts)) == [
+        Counter(tmp_path / "memory/slurm/job7/memory.oom_control", "/slurm/job7"),
+        Counter(tmp_path / "unified/user/app/memory.events", "/user/app"),
+    ]
+
+
+def test_in_a_container_the_mount_is_the_group(tmp_path: Path) -> None:
+    mounts = make_cgroups(tmp_path)
+    found = list(counters("4:cpu,memory:/docker/0123456789\n", mounts))
+    assert found == [Counter(tmp_path / "memory/memory.oom_control", "/docker/0123456789")]
+
+
+def test_a_watch_compares_before_and_after(tmp_path: Path) -> None:
+    proc = tmp_path / "proc"
+    proc.mkdir()
+    (proc / "mounts").write_text(make_cgroups(tmp_path))
+    (proc / "cgroup").write_text("0::/user/app\n")
+    watch = OomWatch(proc, str(tmp_path / "no log"))
+    assert watch.verdict(KILL, [7]) == NOTHING
+    (tmp_path / "unified/user/app/memory.events").write_text("oom 2\noom_kill 6\n")
+    assert watch.verdict(KILL, [7]) == "the kernel's OOM killer did it: out of memory (cgroup /user/app)"
+    assert OomWatch(tmp_path / "nothing", str(tmp_path / "no log")).verdict(KILL, [7]).endswith("are readable")
+
+
+@hypothesis.given(st.text(), st.text())
+@hypothesis.example("0::/../../x\n", "cgroup2 / cgroup2 rw\n")
+@hypothesis.example("0::relative\n0::", "a b cgroup2\n a  cgroup2 c\n")
+def test_any_text_gives_counters_or_none(groups: str, mounts: str) -> None:
+    assert isinstance(list(counters(groups, mounts)), list)
+
+
+@hypothesis.given(st.text(alphabet=string.printable))
+def test_any_log_gives_a_verdict(line: str) -> None:
+    assert judge(KILL, [7], [line, *LINES], {}, {}, log_is_readable=True)
+
+
+@contextlib.contextmanager
+def memory_group(limit: str) -> Iterator[Path]:
+    """A memory cgroup below our own with so much memory; skips, and says why, where none can be made."""
+    groups, mounts = Path("/proc/self/cgroup").read_text(), Path("/proc/self/mounts").read_text()
+    own = next(iter(counters(groups, mounts)), None)
+    if own is None:
+        pytest.skip("no memory cgroup here that counts OOM kills")
+    group = own.file.parent / f"ringrun-test-{os.getpid()}"
+    limits = {"memory.limit_in_bytes": limit, "memory.max": limit}
+    try:
+        group.mkdir()
+        [name] = [name for name in limits if (group / name).exists()]
+        (group / name).write_text(limit)
+        subprocess.run(["true"], check=True, preexec_fn=lambda: (group / "cgroup.procs").write_text("0"))
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        with contextlib.suppress(OSError):
+            group.rmdir()
+        pytest.skip(f"no cgroup with a limit can be made here ({error}): the OOM killer is not tried for real")
+    try:
+        yield group
+    finally:
+        deadline = time.monotonic() + 5
+        while True:
+            try:
+                group.rmdir()
+                break
+            except OSError:
+                assert time.monotonic() < deadline, f"{group} is not empty"
+                time.sleep(0.05)
+
+
+HOG = """
+    import os, time
+    from mpi4py import MPI
+    MPI.COMM_WORLD.Barrier()
+    if MPI.COMM_WORLD.rank == 1:
+        hog = []
+        while True:
+            hog.append(bytearray(b"x") * (1 << 24))
+    MPI.COMM_WORLD.Barrier()
+"""
+
+
+@pytest.mark.parametrize("around", [[], ["bash", "-c", '"$@"; exit $?', "bash"]], ids=["python", "in a shell"])
+def test_a_rank_that_the_oom_killer_ends(start, script, python, around, wait_until_gone) -> None:
+    with memory_group("300M") as group:
+        job = start("-np", 3, *around, python, script(HOG), preexec_fn=lambda: (group / "cgroup.procs").write_text("0"))
+        _, told = job.communicate(timeout=50)
+        wait_until_gone()
+    assert job.returncode == 137, told
+    card = told[told.index("-- ringrun: rank 1 of 3 failed first") :].splitlines()
+    assert "SIGKILL" in card[1]
+    assert card[2].startswith("            the kernel's OOM killer did it: out of memory (cgroup")

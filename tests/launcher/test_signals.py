@@ -1,0 +1,66 @@
+"""Signals reach ringrun whatever its main thread does."""
+
+import subprocess
+import sys
+import textwrap
+
+
+def run(program: str) -> "subprocess.CompletedProcess[str]":
+    """Run a Python program that has SignalReader, and `send(number)` to signal itself."""
+    head = """
+        import os, queue, signal, subprocess, sys, threading, time
+        from ringrun.signals import SignalReader
+        got = queue.SimpleQueue()
+        def send(number):
+            os.kill(os.getpid(), number)
+    """
+    source = textwrap.dedent(head) + textwrap.dedent(program)
+    return subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=30)
+
+
+def test_signals_are_delivered_in_their_order_even_those_from_before_the_start() -> None:
+    done = run("""
+        reader = SignalReader(got.put)
+        send(signal.SIGUSR1)
+        send(signal.SIGINT)
+        reader.start()
+        print(got.get(timeout=5), got.get(timeout=5))
+        send(signal.SIGHUP)
+        print(got.get(timeout=5))
+    """)
+    assert (done.stdout, done.returncode) == ("10 2\n1\n", 0), done.stderr
+
+
+def test_a_main_thread_that_runs_no_python_keeps_none_back() -> None:
+    done = run("""
+        import ctypes
+        SignalReader(lambda number: (print(number, flush=True), os._exit(7))).start()
+        threading.Timer(0.2, send, [signal.SIGTERM]).start()
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # another thread gets it: nothing wakes this one
+        ctypes.CDLL(None).sleep(20)
+    """)
+    assert (done.stdout, done.returncode) == ("15\n", 7), done.stderr
+
+
+def test_the_third_that_is_to_end_it_ends_it() -> None:
+    done = run("""
+        SignalReader(got.put).start()
+        for number in (signal.SIGUSR1, signal.SIGUSR1, signal.SIGUSR1, signal.SIGINT, signal.SIGINT):
+            send(number)
+            got.get(timeout=5)
+        print("still here", flush=True)
+        send(signal.SIGTERM)
+        time.sleep(20)
+    """)
+    assert (done.stdout, done.returncode) == ("still here\n", 143), done.stderr
+
+
+def test_what_the_parent_has_said_to_ignore_is_ignored() -> None:
+    done = run("""
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        SignalReader(got.put).start()
+        send(signal.SIGHUP)
+        send(signal.SIGTERM)
+        print(got.get(timeout=5))
+    """)
+    assert done.stdout == "15\n", done.stderr

@@ -1,0 +1,284 @@
+"""Python stacks of a running job: by SIGUSR1, by `ringrun stacks`, and when ringreduce reports a stall."""
+
+import json
+import os
+import pwd
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ringrun import jobs, stacks
+from ringrun.errors import LauncherError, UsageError
+from ringrun.jobs import RunningJob
+
+Start = Callable[..., "subprocess.Popen[str]"]
+Script = Callable[[str], str]
+HOST = os.uname().nodename
+
+# ranks 0 and 2 wait in MPI, rank 1 is stopped, rank 3 runs no Python any more
+MIXED = """
+    import os, signal
+    from mpi4py import MPI
+    world = MPI.COMM_WORLD
+    def wait_in_mpi():
+        world.Barrier()
+    world.Barrier()
+    open(f"up{world.rank}", "w").close()
+    if world.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if world.rank == 3:
+        os.execvp("sleep", ["sleep", "60"])
+    wait_in_mpi()
+"""
+MIXED_STACKS = """\
+ranks 0,2 of 4 on {host}: script.py:6, in wait_in_mpi: world.Barrier()
+  File "{file}", line 13, in <module>
+    wait_in_mpi()
+  File "{file}", line 6, in wait_in_mpi
+    world.Barrier()
+rank 1 of 4 on {host}: it is stopped (by SIGSTOP, Ctrl-Z or a debugger)
+rank 3 of 4 on {host}: it runs no Python that ringrun can ask; it sleeps
+"""
+
+
+def all_up(folder: Path, count: int) -> Callable[[], bool]:
+    return lambda: all((folder / f"up{rank}").exists() for rank in range(count))
+
+
+def ask(job: "subprocess.Popen[str] | int") -> str:
+    """What `ringrun stacks JOB` prints."""
+    program = "import sys; from ringrun.stacks import run; sys.exit(run(sys.argv[1:]))"
+    pid = job if isinstance(job, int) else job.pid
+    return subprocess.run(
+        [sys.executable, "-c", program, str(pid)], capture_output=True, text=True, check=True, timeout=30
+    ).stdout
+
+
+def read_until(process: "subprocess.Popen[str]", text: str) -> str:
+    """What the process writes to stderr, up to the line that holds `text`."""
+    assert process.stderr is not None
+    lines = []
+    for line in process.stderr:
+        lines.append(line)
+        if text in line:
+            return "".join(lines)
+    raise AssertionError(f"ended without {text!r}: {''.join(lines)}")
+
+
+def test_the_stacks_of_a_job_while_it_runs(
+    start: Start, script: Script, python: str, tmp_path: Path, wait_for, wait_until_gone
+) -> None:
+    path = script(MIXED)
+    job = start("-np", 4, python, path)
+    wait_for(all_up(tmp_path, 4))
+    time.sleep(0.3)
+    head, _, told = ask(job).partition("\n")
+    assert re.fullmatch(rf"job {job.pid}: {re.escape(python)} {re.escape(path)}; 4 ranks, for \d+\.?\d* s", head), head
+    assert told == MIXED_STACKS.format(host=HOST, file=path)
+    job.send_signal(signal.SIGUSR1)
+    lines = read_until(job, "rank 3 of 4").splitlines(keepends=True)
+    assert lines[0] == "ringrun: what the ranks do:\n"
+    assert "".join(lines[1:]) == told
+    assert job.poll() is None, "the job goes on"
+    assert [each.pid for each in jobs.find_jobs() if each.pid == job.pid] == [job.pid]
+    job.send_signal(signal.SIGTERM)
+    job.wait(timeout=20)
+    wait_until_gone()
+    assert job.pid not in [each.pid for each in jobs.find_jobs()]
+
+
+def test_programs_that_a_rank_starts_are_not_disturbed_and_a_shell_around_it_does_not_matter(
+    start: Start, script: Script, python: str, tmp_path: Path, wait_for
+) -> None:
+    source = """
+        import multiprocessing, os, subprocess, sys, time
+        def work():
+            time.sleep(4)
+        if __name__ == "__main__":
+            workers = [multiprocessing.get_context(how).Process(target=work) for how in ("fork", "spawn")]
+            for worker in workers:
+                worker.start()
+            child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(4)"])
+            open(f"up{os.environ['RANK']}", "w").close()
+            for worker in workers:
+                worker.join()
+            print([worker.exitcode for worker in workers], child.wait())
+    """
+    job = start("-np", 2, "bash", "-c", '"$@"; exit $?', "bash", python, script(source))
+    wait_for(all_up(tmp_path, 2))
+    for _ in range(3):
+        told = ask(job)
+        assert told.count('script.py", line 12, in <module>') == 1, told
+        assert f"ranks 0-1 of 2 on {HOST}: script.py:12, in <module>: worker.join()" in told
+    out, errors = job.communicate(timeout=30)
+    assert sorted(out.splitlines()) == ["[0] [0, 0] 0", "[1] [0, 0] 0"], errors
+    assert job.returncode == 0
+
+
+def test_asking_does_no_harm_while_other_threads_run(start: Start, script: Script, python: str, tmp_path: Path) -> None:
+    source = """
+        import os, threading, time
+        def deep(n):
+            return deep(n - 1) if n else [k * k for k in range(50)]
+        def busy():
+            while time.monotonic() < end:
+                deep(30)
+        end = time.monotonic() + 5
+        threads = [threading.Thread(target=busy) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        open("up0", "w").close()
+        for thread in threads:
+            thread.join()
+        print("done")
+    """
+    job = start("-np", 1, python, script(source))
+    asked = 0
+    while job.poll() is None:
+        if (tmp_path / "up0").exists():
+            job.send_signal(signal.SIGUSR1)
+            asked += 1
+        time.sleep(0.1)
+    out, errors = job.communicate()
+    assert (job.returncode, out) == (0, "[0] done\n"), errors
+    assert asked > 10
+    assert "script.py:14, in <module>: thread.join()" in errors
+
+
+def test_several_pythons_of_one_rank_are_all_shown(start: Start, python: str, tmp_path: Path, wait_for) -> None:
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.py").write_text(f"import time\nopen('{name}', 'w').close()\ntime.sleep(60)\n")
+    job = start("-np", 1, "bash", "-c", '"$0" one.py & "$0" two.py & wait', python)
+    wait_for(lambda: (tmp_path / "one").exists() and (tmp_path / "two").exists())
+    told = ask(job)
+    assert told.count("a Python process of it:") == 2
+    assert 'one.py", line 3, in <module>' in told
+    assert 'two.py", line 3, in <module>' in told
+
+
+def test_a_rank_without_python_is_left_alone(start: Start, tmp_path: Path, wait_for) -> None:
+    job = start("-np", 2, "bash", "-c", "touch up$RANK; sleep 2; echo went on")
+    wait_for(all_up(tmp_path, 2))
+    assert f"ranks 0-1 of 2 on {HOST}: it runs no Python that ringrun can ask; it sleeps" in ask(job)
+    out, _ = job.communicate(timeout=30)
+    assert sorted(out.splitlines()) == ["[0] went on", "[1] went on"]
+
+
+STALL = """
+    import sys, time
+    import numpy as np
+    import ringreduce as rr
+    rr.init()
+    rr.allreduce(np.ones(3), name="first")
+    if rr.rank() == 1:
+        time.sleep(3)
+    rr.allreduce(np.ones(3), name="late")
+    print("done")
+"""
+
+
+def test_a_stall_is_told_once_with_all_stacks_and_no_quiet_rank_hides_it(ringrun, script: Script, python: str) -> None:
+    path = script(STALL)
+    done = ringrun("-np", 3, "--quiet-ranks", "--stall-check-s", "0.7", python, path)
+    assert done.returncode == 0
+    lines = done.stderr.splitlines()
+    reports = [line for line in lines if line.startswith("ringrun: the job is stalled, says rank 0: ")]
+    assert len(reports) >= 2, done.stderr  # after 0.7 s, after twice that and so on
+    assert "allreduce 'late' (float64[3]): waiting for" in reports[0]
+    assert "not by rank 1. All ranks must submit it" in reports[0]
+    assert lines.count(f"ranks 0,2 of 3 on {HOST}: allreduce 'late' (script.py:9)") == 1
+    assert lines.count(f"rank 1 of 3 on {HOST}: script.py:8, in <module>: time.sleep(3)") == 1
+    assert done.stderr.count(f'  File "{path}", line 9, in <module>') == 1, "the stacks are printed once"
+    assert "ringreduce: stalled" not in done.stderr
+
+
+def test_without_ringrun_a_stall_is_told_as_ever(script: Script, python: str) -> None:
+    mpirun = Path(sys.executable).parent / "mpirun"
+    if not mpirun.exists():
+        pytest.skip("no mpirun beside this Python")
+    options = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
+    flags = (
+        options if "Open MPI" in subprocess.run([mpirun, "--version"], capture_output=True, text=True).stdout else []
+    )
+    environment = {**os.environ, "RINGREDUCE_STALL_CHECK_S": "0.7", "OMPI_MCA_osc": "^ucx", "OMPI_MCA_btl": "^ofi"}
+    done = subprocess.run(
+        [mpirun, *flags, "-n", "2", python, script(STALL)], capture_output=True, text=True, timeout=50, env=environment
+    )
+    assert "ringreduce: stalled: allreduce 'late'" in done.stderr, done.stderr
+    assert "it is here:\n" in done.stderr
+
+
+JOB = RunningJob(4711, 1000.0, 4, ("python", "my train.py"), "/nowhere/control")
+
+
+def test_the_list_of_jobs() -> None:
+    assert stacks.table([], 0.0) == ["no job of yours runs on this host"]
+    head, row = stacks.table([JOB], 1125.0)
+    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(1000.0))
+    assert head.split() == ["JOB", "RANKS", "SINCE", "COMMAND"]
+    assert row.split("  ", 1)[0] == "4711"
+    assert stacks.table([RunningJob(1, 0.0, 4, ("x" * 99,), "")], 0.0)[1].endswith(f"  {'x' * 59}…")
+    assert row.endswith(f"  4      {since} (2 min 5 s)  python 'my train.py'")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["1", "2"], "ringrun stacks 1 2: expected is at most one JOB, a process number"),
+        (["--all"], "ringrun stacks --all: expected is at most one JOB"),
+        (["x"], "ringrun stacks x: JOB is the process number of a ringrun; your jobs are: 4711"),
+        (["³"], "ringrun stacks ³: JOB is the process number of a ringrun"),
+        ([str(os.getpid())], f"process {os.getpid()} is no ringrun with a running job; your jobs are: 4711"),
+        (["4194999"], "process 4194999 does not exist"),
+    ],
+)
+def test_what_cannot_be_asked(arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stacks, "find_jobs", lambda: [JOB])
+    with pytest.raises(UsageError, match=re.escape(message)):
+        stacks.run(arguments)
+
+
+def test_another_users_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can start another user's process")
+    nobody = pwd.getpwnam("nobody").pw_uid
+    other = subprocess.Popen(["sleep", "60"], user=nobody)
+    try:
+        monkeypatch.setattr(stacks, "find_jobs", list)
+        with pytest.raises(UsageError, match=f"process {other.pid} is of user nobody; you can ask your own jobs only"):
+            stacks.run([str(other.pid)])
+    finally:
+        other.kill()
+        other.wait()
+
+
+def test_a_job_that_ends_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stacks, "find_jobs", lambda: [JOB])
+    with pytest.raises(LauncherError, match="job 4711 does not answer: No such file or directory; it may have ended"):
+        stacks.run(["4711"])
+    monkeypatch.setattr(stacks, "ask", lambda job: "")
+    with pytest.raises(LauncherError, match="job 4711 ended before its ranks had answered"):
+        stacks.run(["4711"])
+
+
+def test_a_directory_that_a_killed_ringrun_left_is_no_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs.tempfile, "gettempdir", lambda: str(tmp_path))
+    folder = tmp_path / "ringrun-abc"
+    folder.mkdir()
+    fields = {"pid": 99, "since_s": 1.0, "size": 2, "command": ["x"]}
+    (folder / "job.json").write_text(json.dumps(fields))
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(folder / "control"))
+        listener.listen()
+        assert 99 in [job.pid for job in jobs.find_jobs()]
+        (folder / "job.json").write_text(json.dumps({**fields, "command": None}))
+        assert 99 not in [job.pid for job in jobs.find_jobs()]
+        (folder / "job.json").write_text(json.dumps(fields))
+    assert 99 not in [job.pid for job in jobs.find_jobs()]
