@@ -127,14 +127,14 @@ class _Child:
             self._forget(pipe)
 
     def kill(self) -> None:
-        """End the process if it is there."""
-        if self._process.poll() is None:
-            signal_group(self._process.pid, signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_PATIENCE_S)
-        if self._process.poll() is None:
-            signal_group(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+        """End the process and its own children, if it is there."""
+        if self._process.poll() is not None:
+            return
+        signal_group(self._process.pid, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_PATIENCE_S)
+        signal_group(self._process.pid, signal.SIGKILL)
+        self._process.wait()
 
     def _forget(self, pipe: IO[bytes]) -> None:
         if pipe not in self._open:
