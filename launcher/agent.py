@@ -7,22 +7,25 @@ started at once, and the agent must outlive that to say which rank it was. The a
 when ringrun goes. A command that ends is reported, and its agent stays until ringrun has heard from all ranks.
 """
 
+import contextlib
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from multiprocessing.connection import Connection
-from multiprocessing.reduction import recv_handle
-from typing import NoReturn
+from queue import SimpleQueue
+from typing import IO, NoReturn
 
 from .engines import ENGINES
 from .environment import Place, Settings, error_file, rank_environment
+from .link import Address, Link, connect
 from .placement import Share, describe, place
 from .processes import before_exec, bind_to, die_with_parent, signal_group
 from .topology import read_topology, usable_cpus
@@ -32,16 +35,16 @@ from .wire import (
     End,
     Ended,
     Hello,
+    Input,
+    InputWanted,
     Message,
     Note,
     NotStarted,
     Output,
     RankError,
+    Setup,
     Signal,
     Started,
-    connect,
-    decode,
-    encode,
     rank_error,
 )
 
@@ -52,35 +55,51 @@ _LINGER_S = 0.5
 class Agent:
     """One rank's agent, from its connection to ringrun until ringrun ends it."""
 
-    def __init__(self, connection: Connection, place: Place, settings: Settings) -> None:
-        self._connection = connection
-        self._send_lock = threading.Lock()
+    def __init__(self, link: Link, place: Place, settings: Settings) -> None:
+        self._link = link
         self._place = place
         self._settings = settings
+        # where the rank may leave files; on ringrun's host it removes them
+        self._directory = settings.directory if link.is_local else tempfile.mkdtemp(prefix="ringrun-")
+        self._input: SimpleQueue[bytes] = SimpleQueue()
         self._sent: list[int] = []
         self._ended_at_s = 0.0
 
     def run(self, command: Sequence[str]) -> NoReturn:
         """Run `command` to its end and stay until ringrun says so."""
-        self._send(Hello(self._place.rank, self._place.size, socket.gethostname()))
+        self._send(Hello(self._place.rank, self._place.size, socket.gethostname(), _free_port()))
+        setup = self._await_setup()
         try:
-            child = self._start(command)
+            child = self._start(command, setup)
         except OSError as error:
-            self._send(NotStarted(f"{error.strerror or error} ({command[0]})"))
+            self._send(NotStarted(f"{error.strerror or error} ({error.filename or command[0]})"))
             self._await_end(None)
         self._send(Started(child.pid))
         threading.Thread(target=self._await_end, args=(child.pid,), daemon=True).start()
+        if child.stdin is not None:
+            threading.Thread(target=self._feed, args=(child.stdin,), daemon=True).start()
         self._forward(child)
 
-    def _start(self, command: Sequence[str]) -> "subprocess.Popen[bytes]":
+    def _await_setup(self) -> Setup:
+        """Return what ringrun says once all agents are there; end here if it gives up before."""
+        while not isinstance(message := self._receive(), Setup):
+            if isinstance(message, Signal):
+                self._sent.append(message.number)
+                self._send(Ended(-message.number, time.time(), tuple(self._sent)))
+            elif isinstance(message, End):
+                self._leave()
+        return message
+
+    def _start(self, command: Sequence[str], setup: Setup) -> "subprocess.Popen[bytes]":
+        os.chdir(setup.folder)
         share = self._share()
         binds, masks = self._settings.bind, self._settings.mask_gpus
         threads = len(share.cores) if binds else max(1, len(usable_cpus()) // self._place.local_size)
         only_gpu = share.gpu.name if masks and share.gpu else None
         return subprocess.Popen(
             command,
-            env=rank_environment(self._place, self._settings, os.environ, threads, only_gpu),
-            stdin=self._stdin(),
+            env=rank_environment(self._place, setup, self._directory, os.environ, threads, only_gpu),
+            stdin=self._stdin(setup),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             close_fds=False,  # MPICH's rank speaks to hydra through an inherited descriptor, PMI_FD
@@ -97,11 +116,21 @@ class Agent:
                 self._send(Note(text))
         return shares[self._place.local_rank]
 
-    def _stdin(self) -> int:
-        """Return what the command reads: of rank 0 ringrun's own stdin, which needs no forwarding on one host."""
-        if self._place.rank == 0 and self._settings.gives_stdin:
-            return recv_handle(self._connection)
-        return subprocess.DEVNULL
+    def _stdin(self, setup: Setup) -> int:
+        """Return what the command reads: rank 0 ringrun's own stdin, or from another host a pipe with what it says."""
+        if not setup.gives_stdin:
+            return subprocess.DEVNULL
+        return self._link.receive_descriptor() if self._link.is_local else subprocess.PIPE
+
+    def _feed(self, stdin: IO[bytes]) -> None:
+        """Write what ringrun reads to the command, asking for a piece at a time."""
+        with contextlib.suppress(OSError), stdin:  # the command may have closed it, or ended
+            while True:
+                self._send(InputWanted())
+                if not (data := self._input.get()):
+                    return
+                stdin.write(data)
+                stdin.flush()
 
     def _forward(self, child: "subprocess.Popen[bytes]") -> NoReturn:
         """Send what the child writes; report once it has ended and its pipes are empty; go on for its own children."""
@@ -143,28 +172,36 @@ class Agent:
         result = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
         assert result is not None
         code = result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
-        error = _read_error(self._settings.directory, self._place.rank)
+        error = _read_error(self._directory, self._place.rank)
         self._send(Ended(code, self._ended_at_s, tuple(self._sent), error))
 
     def _await_end(self, pid: int | None) -> NoReturn:
         """Do what ringrun says until it says End, or is gone; then leave nothing behind."""
-        try:
-            while not isinstance(message := decode(self._connection.recv_bytes()), End):
-                if isinstance(message, Signal) and pid is not None:
-                    self._sent.append(message.number)
-                    signal_group(pid, message.number)
-        except (EOFError, OSError):
-            pass
+        while not isinstance(message := self._receive(), End):
+            if isinstance(message, Signal) and pid is not None:
+                self._sent.append(message.number)
+                signal_group(pid, message.number)
+            elif isinstance(message, Input):
+                self._input.put(message.data)
         if pid is not None:
             signal_group(pid, signal.SIGKILL)
+        self._leave()
+
+    def _leave(self) -> NoReturn:
+        if not self._link.is_local:
+            shutil.rmtree(self._directory, ignore_errors=True)
         os._exit(0)
 
-    def _send(self, message: Message) -> None:
+    def _receive(self) -> Message:
+        """Return what ringrun says; End when it is gone."""
         try:
-            with self._send_lock:
-                self._connection.send_bytes(encode(message))
-        except OSError:
-            pass  # ringrun is gone; _await_end sees it too, and exits
+            return self._link.receive()
+        except (EOFError, OSError):
+            return End()
+
+    def _send(self, message: Message) -> None:
+        with contextlib.suppress(OSError):  # ringrun is gone; _await_end sees it too, and exits
+            self._link.send(message)
 
 
 def _notes(shares: Sequence[Share], where: Place, settings: Settings) -> Iterator[str]:
@@ -194,6 +231,14 @@ def _detach() -> None:
     os.setsid()
 
 
+def _free_port() -> int:
+    """Return a TCP port that nothing listens on just now, at any address of this host."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
 def _leave_streams() -> None:
     """Let go of mpirun's pipes: it waits for their ends before it exits."""
     null = os.open(os.devnull, os.O_WRONLY)
@@ -205,15 +250,22 @@ def _leave_streams() -> None:
 def main() -> NoReturn:
     """Run as `python -m ringrun.agent COMMAND …`, started by ringrun through mpirun."""
     try:
-        address, authkey = os.environ[ADDRESS_VARIABLE], bytes.fromhex(os.environ[AUTHKEY_VARIABLE])
+        address = Address.parse(os.environ[ADDRESS_VARIABLE])
+        authkey = bytes.fromhex(os.environ[AUTHKEY_VARIABLE])
         settings = Settings.from_environment(os.environ)
         place = ENGINES[settings.engine].place(os.environ)
     except (KeyError, ValueError) as error:
         sys.exit(f"ringrun.agent is started by ringrun, not by hand: {error!r}")
     _detach()
-    connection = connect(address, authkey)
+    try:
+        link = connect(address, authkey)
+    except (OSError, EOFError) as error:
+        sys.exit(
+            f"rank {place.rank} on {socket.gethostname()} cannot reach ringrun on {address.host}: {error}; "
+            "name a network that all hosts share with --network-interfaces, and let its firewall pass TCP between them"
+        )
     _leave_streams()
-    Agent(connection, place, settings).run(sys.argv[1:])
+    Agent(link, place, settings).run(sys.argv[1:])
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Sequence
 
-from .engines import ENGINES
+from .engines import MPIS
 from .engines.detect import find_launcher, probe_library
 from .errors import MachineError
 
@@ -40,8 +40,8 @@ def controllers(python: str) -> list[str]:
     try:
         library = probe_library(python)
     except MachineError as error:
-        return [*_lines([(engine.title, False) for engine in ENGINES.values()]), f"    {error}"]
-    for engine in ENGINES.values():
+        return [*_lines([(engine.title, False) for engine in MPIS]), f"    {error}"]
+    for engine in MPIS:
         if not engine.loaded_by(library.text):
             rows.append((engine.title, False))
             continue

@@ -5,26 +5,25 @@ and fills no memory. All else goes, as events, to the one thread that decides (s
 """
 
 import contextlib
-import secrets
+import os
 import threading
 from collections import deque
 from dataclasses import dataclass
-from multiprocessing import AuthenticationError
-from multiprocessing.connection import Connection, Listener
-from multiprocessing.reduction import send_handle
-from pathlib import Path
 from queue import SimpleQueue
 from typing import TypeAlias
 
 from .lines import LineSplitter
+from .link import SILENT_S, HostSilentError, Link, Listener
 from .outcome import RankEnd
 from .output import Output as Printer
 from .output import StreamName
-from .wire import End, Ended, Hello, Message, Note, NotStarted, Output, Started, decode, encode, unix_address
+from .wire import End, Ended, Hello, Input, InputWanted, Message, Note, NotStarted, Output, Setup, Started
 
 _TAIL_LINES = 200
 _TAIL_LINE_CHARACTERS = 2000
 _JOIN_TIMEOUT_S = 1.0
+_LOOPBACK = "127.0.0.1"
+_INPUT_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -72,33 +71,50 @@ Events: TypeAlias = "SimpleQueue[Event]"
 
 
 class Channel:
-    """The connections to all agents. Rank 0 is given the descriptor `stdin`."""
+    """The connections to all agents. Rank 0 is given what the descriptor `stdin` reads."""
 
-    def __init__(self, directory: str, size: int, stdin: int | None, printer: Printer, events: Events) -> None:
-        path = str(Path(directory) / "socket")
-        self.address = unix_address(path)
-        self.authkey = secrets.token_bytes(32)
-        self._listener = Listener(path, "AF_UNIX", backlog=size, authkey=self.authkey)
+    def __init__(self, listener: Listener, stdin: int | None, printer: Printer, events: Events) -> None:
+        self._listener = listener
         self._stdin = stdin
         self._printer = printer
         self._events = events
-        self._connections: dict[int, Connection] = {}
+        self._links: dict[int, Link] = {}
+        self._ports: dict[int, int] = {}
         self._readers: list[threading.Thread] = []
         self._ending = False
 
     def start(self) -> None:
         """Begin to take connections. Called after mpirun was started, since threads and fork do not mix."""
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._listener.start(self._serve)
 
     def send(self, rank: int, message: Message) -> None:
         """Send `message` to the agent of `rank`, if it is still there."""
         with contextlib.suppress(OSError, KeyError):
-            self._connections[rank].send_bytes(encode(message))
+            self._links[rank].send(message)
 
     def broadcast(self, message: Message) -> None:
         """Send `message` to every agent that is there."""
-        for rank in list(self._connections):
+        for rank in list(self._links):
             self.send(rank, message)
+
+    def set_up(self, folder: str, abroad: dict[str, str]) -> None:
+        """Let all agents, which are there, start their commands in `folder`; those on other hosts with `abroad`."""
+        address = self._master_address()
+        for rank, link in self._links.items():
+            gives_stdin = rank == 0 and self._stdin is not None
+            variables = {} if link.is_local else abroad
+            self.send(rank, Setup(address, self._ports[0], folder, variables, gives_stdin))
+            if gives_stdin and link.is_local:
+                assert self._stdin is not None
+                with contextlib.suppress(OSError):
+                    link.send_descriptor(self._stdin)
+
+    def _master_address(self) -> str:
+        """Return where the other ranks reach rank 0's host."""
+        if not self._links[0].is_local:
+            return self._links[0].peer_address
+        beyond = next((link for link in self._links.values() if not link.is_local), None)
+        return beyond.own_address if beyond else _LOOPBACK
 
     def end_agents(self) -> None:
         """Tell every agent to end, those that connect later included."""
@@ -110,42 +126,31 @@ class Channel:
         self._listener.close()
         for reader in self._readers:
             reader.join(_JOIN_TIMEOUT_S / len(self._readers))
-        for connection in self._connections.values():
-            connection.close()
+        for link in self._links.values():
+            link.close()
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection = self._listener.accept()
-            except (AuthenticationError, EOFError, ConnectionResetError):
-                continue  # not one of our agents, or one that died
-            except OSError:
-                return  # closed
-            reader = threading.Thread(target=self._serve, args=(connection,), daemon=True)
-            self._readers.append(reader)
-            reader.start()
-
-    def _serve(self, connection: Connection) -> None:
+    def _serve(self, link: Link) -> None:
+        self._readers.append(threading.current_thread())
         try:
-            hello = decode(connection.recv_bytes())
+            hello = link.receive()
         except (EOFError, OSError):
             return
         assert isinstance(hello, Hello)
-        if hello.rank == 0 and self._stdin is not None:
-            send_handle(connection, self._stdin, None)
-        self._connections[hello.rank] = connection
+        self._links[hello.rank] = link
+        self._ports[hello.rank] = hello.port
         self._events.put(Arrived(hello.rank))
         if self._ending:
             self.send(hello.rank, End())
-        _RankReader(hello, connection, self._printer, self._events).run()
+        _RankReader(hello, link, self._printer, self._events, self._stdin).run()
 
 
 class _RankReader:
     """Reads one agent's connection to its end."""
 
-    def __init__(self, hello: Hello, connection: Connection, printer: Printer, events: Events) -> None:
+    def __init__(self, hello: Hello, link: Link, printer: Printer, events: Events, stdin: int | None) -> None:
         self._hello = hello
-        self._connection = connection
+        self._link = link
+        self._stdin = _Stdin(stdin, link)
         self._printer = printer
         self._events = events
         self._splitters: dict[StreamName, LineSplitter] = {"stdout": LineSplitter(), "stderr": LineSplitter()}
@@ -155,12 +160,17 @@ class _RankReader:
 
     def run(self) -> None:
         """Print output and put events until the agent is gone."""
-        with contextlib.suppress(EOFError, OSError):
+        lost = "its agent is gone, without a word"
+        try:
             while True:
-                self._handle(decode(self._connection.recv_bytes()))
+                self._handle(self._link.receive())
+        except HostSilentError:
+            lost = f"its host does not answer any more, for {SILENT_S:g} s"
+        except (EOFError, OSError):
+            pass
         self._flush()
         if not self._done:
-            self._end(None, 0.0)
+            self._end(None, 0.0, lost)
 
     def _handle(self, message: Message) -> None:
         match message:
@@ -174,6 +184,8 @@ class _RankReader:
             case NotStarted(reason):
                 self._done = True
                 self._events.put(RankNotStarted(self._hello.rank, self._hello.host, reason))
+            case InputWanted():
+                self._stdin.feed()
             case Ended():
                 self._flush()
                 self._end(message, message.at_s)
@@ -192,7 +204,7 @@ class _RankReader:
             if splitter.pending:
                 self._print(stream, splitter.flush())
 
-    def _end(self, ended: Ended | None, at_s: float) -> None:
+    def _end(self, ended: Ended | None, at_s: float, lost: str = "") -> None:
         self._done = True
         self._printer.rank_ended(self._hello.rank)
         end = RankEnd(
@@ -204,5 +216,25 @@ class _RankReader:
             sent=ended.sent if ended else (),
             error=ended.error if ended else None,
             tail=tuple(self._tail),
+            lost=lost,
         )
         self._events.put(RankEnded(end))
+
+
+class _Stdin:
+    """Gives ringrun's stdin to a rank 0 on another host, a piece whenever its agent asks for one."""
+
+    def __init__(self, descriptor: int | None, link: Link) -> None:
+        self._descriptor = descriptor
+        self._link = link
+
+    def feed(self) -> None:
+        """Send the next piece when it is there; does not wait for it."""
+        threading.Thread(target=self._feed, daemon=True).start()
+
+    def _feed(self) -> None:
+        data = b""
+        with contextlib.suppress(OSError):
+            data = b"" if self._descriptor is None else os.read(self._descriptor, _INPUT_BYTES)
+        with contextlib.suppress(OSError):
+            self._link.send(Input(data))

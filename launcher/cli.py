@@ -74,15 +74,28 @@ import math
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NoReturn
 
 from . import config
-from .engines.detect import detect
+from .engines.detect import detect, started_by
 from .errors import LauncherError, UsageError
-from .hosts import Host, assign, find_allocation, parse_host_list, ranks_here, read_hostfile, read_text
+from .forward import parse_env, withheld
+from .hosts import (
+    Host,
+    assign,
+    expand_nodelist,
+    find_allocation,
+    is_here,
+    parse_host_list,
+    read_hostfile,
+    read_text,
+)
+from .network import is_own_address, parse_interfaces
 from .placement import automatic_size
-from .plan import Job, engine_variables, find_command, interpreter_of, job_command, printable
+from .plan import Job, example, find_command, interpreter_of
 from .ranks import parse_ranks
+from .ssh import SshOptions, check_identity_file, parse_port
 from .topology import read_topology
 
 _USAGE = "ringrun [-np N] [options] command [arguments …]"
@@ -107,6 +120,14 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("-np", metavar="N", default="auto", help="how many ranks to start; auto: one per GPU or core")
     parser.add_argument("-H", "--hosts", metavar="LIST", help="hosts and their slots, as in localhost:4")
     parser.add_argument("--hostfile", metavar="FILE", help="a file that names hosts and their slots")
+    parser.add_argument("-p", "--ssh-port", metavar="PORT", help="where sshd listens on other hosts")
+    parser.add_argument("-i", "--ssh-identity-file", metavar="FILE", help="the private key for other hosts")
+    parser.add_argument("--network-interfaces", metavar="LIST", help="use these between hosts, as in eth0,ib0")
+    parser.add_argument(
+        "--start-timeout", metavar="SECONDS", default="30", help="so long hosts and ranks may take (30)"
+    )
+    parser.add_argument("--env", metavar="NAME[=VALUE]", action="append", help="give the ranks on all hosts a variable")
+    parser.add_argument("--launcher", metavar="NAME", default="auto", help="in a Slurm job: auto, mpirun or srun")
     parser.add_argument("--no-bind", action="store_true", help="let each rank run on all cores")
     parser.add_argument("--mask-gpus", action="store_true", help="let each rank see its own GPU only")
     parser.add_argument("--dry-run", action="store_true", help="print the command that would be run, and do not run it")
@@ -132,7 +153,8 @@ def _parser() -> argparse.ArgumentParser:
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Return the command line and its file, checked.
 
-    np (int), command (list), shown (the ranks, or None for all), timeout (seconds or None), mpi_args (list), the other
+    np (int, or None for auto), command (list), found (hosts and where they were named, or None), interfaces (names),
+    ssh (SshOptions), asked (variables), timeout (seconds or None), start_timeout, mpi_args (list), the other
     flags; config: see config.py.
     """
     resolved = config.resolve(_parser(), arguments, os.environ)
@@ -141,9 +163,15 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     options.mpi_args = config.split_mpi_args(options.mpi_args, resolved.place("mpi_args"))
     if options.version or options.show_config or options.check_build:
         return options
-    options.np = _size(_rank_count(options.np, resolved.place("np")), options)
-    options.shown = _shown_ranks(options.ranks, options.quiet_ranks, options.np, resolved.place("ranks"))
+    options.np = _rank_count(options.np, resolved.place("np"))
+    options.found = _named_hosts(options)
+    options.interfaces = parse_interfaces(options.network_interfaces)
     options.timeout = _seconds(options.timeout, f"{resolved.place('timeout')}--timeout")
+    options.start_timeout = _seconds(options.start_timeout, f"{resolved.place('start_timeout')}--start-timeout")
+    options.ssh = _ssh_options(options)
+    options.asked = parse_env(options.env or (), os.environ)
+    if options.launcher not in ("auto", "mpirun", "srun"):
+        raise UsageError(f"--launcher {options.launcher}: expected is auto, mpirun or srun")
     if options.command[:1] == ["--"]:
         del options.command[0]
     if not options.command:
@@ -163,29 +191,49 @@ def _rank_count(text: str, place: str) -> int | None:
     return count
 
 
-def _size(count: int | None, options: argparse.Namespace) -> int:
-    """How many ranks: what -np says, within the slots of the hosts, if any are named; without, the slots of all."""
+@dataclass(frozen=True)
+class Found:
+    """The hosts that the user or a batch system names."""
 
-    def automatic(_: Host | None = None) -> int:
-        return automatic_size(read_topology(os.environ))
-
-    found = _hosts(options)
-    if found is None:
-        return count or automatic()
-    hosts, why = found
-    return ranks_here(assign(hosts, count, automatic), why)
+    hosts: Sequence[Host]
+    why: str
+    """Where they were named."""
+    in_slurm: bool
+    """They belong to a Slurm job that ringrun runs in, and Slurm starts processes there."""
 
 
-def _hosts(options: argparse.Namespace) -> tuple[Sequence[Host], str] | None:
-    """The hosts that the user or a batch system names, and where."""
+def _named_hosts(options: argparse.Namespace) -> Found | None:
+    """Return the hosts that were named, if any were."""
     if options.hosts is not None and options.hostfile is not None:
         raise UsageError("-H and --hostfile exclude each other; give one of them")
     if options.hosts is not None:
-        return parse_host_list(options.hosts), f"-H {options.hosts}"
-    if options.hostfile is not None:
-        return read_hostfile(options.hostfile), f"--hostfile {options.hostfile}"
-    allocation = find_allocation(os.environ, read_text)
-    return None if allocation is None else (allocation.hosts, allocation.why)
+        hosts, why = parse_host_list(options.hosts), f"-H {options.hosts}"
+    elif options.hostfile is not None:
+        hosts, why = read_hostfile(options.hostfile), f"--hostfile {options.hostfile}"
+    else:
+        allocation = find_allocation(os.environ, read_text)
+        return Found(allocation.hosts, allocation.why, allocation.kind == "slurm") if allocation else None
+    nodelist = os.environ.get("SLURM_JOB_NODELIST")
+    nodes = expand_nodelist(nodelist) if nodelist else []
+    return Found(hosts, why, all(host.name in nodes for host in hosts))
+
+
+def _ssh_options(options: argparse.Namespace) -> SshOptions:
+    port = None if options.ssh_port is None else parse_port(options.ssh_port, "--ssh-port")
+    key = options.ssh_identity_file
+    key = None if key is None else check_identity_file(key, "--ssh-identity-file")
+    return SshOptions(port, key, options.start_timeout)
+
+
+def _placement(options: argparse.Namespace) -> tuple[int, Sequence[tuple[Host, int]]]:
+    """Return how many ranks there are and, if some go to other hosts, which host gets how many, in order."""
+    here = automatic_size(read_topology(os.environ))
+    if options.found is None:
+        return options.np or here, ()
+    assigned = assign(options.found.hosts, options.np, lambda host: here)
+    size = sum(count for _, count in assigned)
+    elsewhere = [host for host, _ in assigned if not (is_here(host) or is_own_address(host.name))]
+    return size, assigned if elsewhere else ()
 
 
 def _shown_ranks(text: str | None, quiet: bool, size: int, place: str) -> frozenset[int] | None:
@@ -228,28 +276,36 @@ def run(arguments: Sequence[str]) -> int:
         return 0
     command = find_command(options.command)
     detected = detect(interpreter_of(command))
+    size, hosts = _placement(options)
+    if hosts and options.found.in_slurm:
+        detected = started_by(options.launcher, detected)
     job = Job(
-        options.np,
+        size,
         command,
         verbose=options.verbose,
         bind=not options.no_bind,
         mask_gpus=options.mask_gpus,
         mpi_args=options.mpi_args,
         variables=options.config.variables,
-        shown=options.shown,
+        shown=_shown_ranks(options.ranks, options.quiet_ranks, size, options.config.place("ranks")),
         fold=options.fold,
         timestamps=options.timestamps,
         output_directory=options.output_filename,
         timeout_s=options.timeout,
+        start_timeout_s=options.start_timeout,
+        hosts=hosts,
+        ssh=None if options.found and options.found.in_slurm else options.ssh,
+        interfaces=options.interfaces,
+        asked=options.asked,
     )
-    argv = job_command(detected, job, as_root=os.geteuid() == 0)
-    shown = printable(argv, {**job.variables, **engine_variables(detected, os.environ)})
     if options.dry_run:
-        print(shown)
+        print(example(detected, job, os.environ))
         return 0
     if options.verbose:
         print(f"ringrun: {detected.library.python} loads {detected.library.text}", file=sys.stderr)
-        print(f"ringrun: running {shown}", file=sys.stderr, flush=True)
+        print(f"ringrun: running {example(detected, job, os.environ)}", file=sys.stderr)
+        if secrets := withheld(os.environ, job.asked) if hosts else []:
+            print(f"ringrun: other hosts do not get {', '.join(secrets)}; --env NAME sends one", file=sys.stderr)
 
     from .supervise import run_job  # not needed to tell what is wrong with a command line
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .topology import VISIBLE_VARIABLE
+from .wire import ADDRESS_VARIABLE, AUTHKEY_VARIABLE, Setup
 
 PRIVATE_PREFIX = "RINGRUN_"
 """Variables of this prefix are between ringrun and its agents; a rank does not see them."""
@@ -13,14 +14,8 @@ PRIVATE_PREFIX = "RINGRUN_"
 ENGINE_VARIABLE = "RINGRUN_ENGINE"
 """Which MPI launches the job: the name of one of engines.ENGINES."""
 
-MASTER_VARIABLE = "RINGRUN_MASTER"
-"""`address:port` for MASTER_ADDR and MASTER_PORT."""
-
 DIRECTORY_VARIABLE = "RINGRUN_DIRECTORY"
-"""ringrun's private directory, where ranks leave their error files."""
-
-STDIN_VARIABLE = "RINGRUN_STDIN"
-"""`1` if rank 0 reads ringrun's standard input, whose descriptor then follows its Hello."""
+"""ringrun's private directory, on its own host."""
 
 BIND_VARIABLE = "RINGRUN_BIND"
 """`1` if each rank is bound to its share of the cores."""
@@ -30,6 +25,17 @@ MASK_VARIABLE = "RINGRUN_MASK_GPUS"
 
 VERBOSE_VARIABLE = "RINGRUN_VERBOSE"
 """`1` if ringrun shows more than a user needs."""
+
+AGENT_VARIABLES = (
+    ADDRESS_VARIABLE,
+    AUTHKEY_VARIABLE,
+    ENGINE_VARIABLE,
+    DIRECTORY_VARIABLE,
+    BIND_VARIABLE,
+    MASK_VARIABLE,
+    VERBOSE_VARIABLE,
+)
+"""What an agent must have before it reaches ringrun."""
 
 HOOK_DIRECTORY = str(Path(__file__).parent / "hook")
 
@@ -49,10 +55,8 @@ class Settings:
     """What ringrun tells an agent, besides where to connect."""
 
     engine: str
-    master_address: str
-    master_port: int
     directory: str
-    gives_stdin: bool
+    """Where the ranks of ringrun's own host leave their error files; agents elsewhere make one of their own."""
     bind: bool = True
     mask_gpus: bool = False
     verbose: bool = False
@@ -61,9 +65,7 @@ class Settings:
         """Return the variables that carry these settings."""
         return {
             ENGINE_VARIABLE: self.engine,
-            MASTER_VARIABLE: f"{self.master_address}:{self.master_port}",
             DIRECTORY_VARIABLE: self.directory,
-            STDIN_VARIABLE: str(int(self.gives_stdin)),
             BIND_VARIABLE: str(int(self.bind)),
             MASK_VARIABLE: str(int(self.mask_gpus)),
             VERBOSE_VARIABLE: str(int(self.verbose)),
@@ -72,9 +74,8 @@ class Settings:
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> "Settings":
         """Read back what `to_environment` wrote; KeyError where there is nothing."""
-        address, _, port = environ[MASTER_VARIABLE].rpartition(":")
-        flags = (environ[name] == "1" for name in (STDIN_VARIABLE, BIND_VARIABLE, MASK_VARIABLE, VERBOSE_VARIABLE))
-        return cls(environ[ENGINE_VARIABLE], address, int(port), environ[DIRECTORY_VARIABLE], *flags)
+        flags = (environ[name] == "1" for name in (BIND_VARIABLE, MASK_VARIABLE, VERBOSE_VARIABLE))
+        return cls(environ[ENGINE_VARIABLE], environ[DIRECTORY_VARIABLE], *flags)
 
 
 def error_file(directory: str, rank: int) -> Path:
@@ -83,16 +84,23 @@ def error_file(directory: str, rank: int) -> Path:
 
 
 def rank_environment(
-    place: Place, settings: Settings, inherited: Mapping[str, str], threads: int, only_gpu: str | None = None
+    place: Place,
+    setup: Setup,
+    directory: str,
+    inherited: Mapping[str, str],
+    threads: int,
+    only_gpu: str | None = None,
 ) -> dict[str, str]:
     """Return the environment of the command of the rank at `place`, which has cores for `threads` threads.
 
+    directory: where the rank may leave its error file
     only_gpu:  what CUDA_VISIBLE_DEVICES calls the one GPU that the rank is to see; None leaves the choice to it.
     """
-    environment = {name: value for name, value in inherited.items() if not name.startswith(PRIVATE_PREFIX)}
+    everything = {**inherited, **setup.variables}
+    environment = {name: value for name, value in everything.items() if not name.startswith(PRIVATE_PREFIX)}
     defaults = {
-        "MASTER_ADDR": settings.master_address,
-        "MASTER_PORT": str(settings.master_port),
+        "MASTER_ADDR": setup.master_address,
+        "MASTER_PORT": str(setup.master_port),
         "OMP_NUM_THREADS": str(threads),
         "PYTHONUNBUFFERED": "1",
     }
@@ -105,7 +113,7 @@ def rank_environment(
         "LOCAL_RANK": str(place.local_rank),
         "WORLD_SIZE": str(place.size),
         "LOCAL_WORLD_SIZE": str(place.local_size),
-        "RINGREDUCE_ERROR_FILE": str(error_file(settings.directory, place.rank)),
-        "PYTHONPATH": os.pathsep.join(filter(None, [HOOK_DIRECTORY, inherited.get("PYTHONPATH")])),
+        "RINGREDUCE_ERROR_FILE": str(error_file(directory, place.rank)),
+        "PYTHONPATH": os.pathsep.join(filter(None, [HOOK_DIRECTORY, everything.get("PYTHONPATH")])),
     }
     return environment

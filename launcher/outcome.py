@@ -23,7 +23,7 @@ class RankEnd:
     """How one rank ended.
 
     `code` is its exit code, minus a signal, or None when its agent was lost; `sent` are the signals that ringrun
-    had sent it by then; `tail` are the last lines of its stderr.
+    had sent it by then; `tail` are the last lines of its stderr; `lost` says how its agent was lost.
     """
 
     rank: int
@@ -34,6 +34,7 @@ class RankEnd:
     sent: tuple[int, ...] = ()
     error: RankError | None = None
     tail: tuple[str, ...] = ()
+    lost: str = ""
 
     @property
     def ended_by_ringrun(self) -> bool:
@@ -90,7 +91,7 @@ def exit_code(end: RankEnd) -> int:
 def in_words(end: RankEnd) -> str:
     """Return how it ended, in words: `exit code 3`, `killed by signal 9 (SIGKILL)`."""
     if end.code is None:
-        return "its agent is gone, without a word"
+        return end.lost
     if end.code >= 0:
         return f"exit code {end.code}"
     number = -end.code

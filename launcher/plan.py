@@ -10,10 +10,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from .engines import Across
 from .engines.detect import Detected
-from .environment import Settings
+from .environment import AGENT_VARIABLES, Settings
 from .errors import UsageError
+from .forward import forwarded
+from .hosts import Host
+from .link import Address
+from .ssh import SshOptions, ssh_argv, write_config
 from .wire import ADDRESS_VARIABLE, AUTHKEY_VARIABLE
+
+_BEFORE_PYTHON = ("PYTHONPATH", "LD_LIBRARY_PATH")
+"""What an agent's Python may need to start at all."""
 
 _PYTHON = re.compile(r"python(\d+(\.\d+)*)?t?")
 
@@ -70,12 +78,46 @@ class Job:
     output_directory: str | None = None
     """Where files keep what the ranks write."""
     timeout_s: float | None = None
+    start_timeout_s: float = 30.0
+    """So long all ranks may take to start."""
+    hosts: Sequence[tuple[Host, int]] = ()
+    """The hosts, in the order of their ranks, and how many each gets; empty: all ranks are on this host."""
+    ssh: SshOptions | None = None
+    """How other hosts are reached; None: a batch system starts the ranks."""
+    interfaces: Sequence[str] = ()
+    """The network interfaces to use; empty: whichever work."""
+    asked: Mapping[str, str] = field(default_factory=dict)
+    """Variables that --env wants the ranks on all hosts to have, secrets too."""
+
+    def host_of(self, rank: int) -> str:
+        """Return the name of the host that `rank` is to start on."""
+        for host, count in self.hosts:
+            if rank < count:
+                return host.name
+            rank -= count
+        return socket.gethostname()
 
 
-def job_command(detected: Detected, job: Job, *, as_root: bool) -> list[str]:
+def across(job: Job, inherited: Mapping[str, str], directory: str) -> Across | None:
+    """Return what a launcher must know of the job's hosts, if there are others; ringrun's `directory` is for files."""
+    if not job.hosts:
+        return None
+    names = [*AGENT_VARIABLES, *(name for name in _BEFORE_PYTHON if name in inherited)]
+    return Across(job.hosts, ssh_argv(directory) if job.ssh else (), names, directory, job.interfaces)
+
+
+def write_files(detected: Detected, job: Job, beyond: Across) -> None:
+    """Write what the launcher reads into the private directory."""
+    if job.ssh:
+        write_config(beyond.directory, job.ssh)
+    for path, text in detected.engine.across_files(beyond).items():
+        Path(path).write_text(text)
+
+
+def job_command(detected: Detected, job: Job, beyond: Across | None, *, as_root: bool) -> list[str]:
     """Return the argv that starts the job's agents, each of which starts its command."""
     program = [sys.executable, *agent_arguments(sys.version_info[:2]), *job.command]
-    argv = detected.engine.command(detected.launcher, job.size, program, as_root=as_root)
+    argv = detected.engine.command(detected.launcher, job.size, program, as_root=as_root, across=beyond)
     return [*_without(argv[: -len(program)], job.mpi_args), *job.mpi_args, *program]
 
 
@@ -103,23 +145,31 @@ def engine_variables(detected: Detected, inherited: Mapping[str, str]) -> dict[s
 
 
 def job_environment(
-    detected: Detected, inherited: Mapping[str, str], settings: Settings, address: str, authkey: bytes
+    detected: Detected, job: Job, inherited: Mapping[str, str], settings: Settings, address: Address, authkey: bytes
 ) -> dict[str, str]:
-    """Return the environment of mpirun, and through it of the agents."""
-    channel = {ADDRESS_VARIABLE: address, AUTHKEY_VARIABLE: authkey.hex()}
-    scratch = detected.engine.scratch(settings.directory)
-    return {**scratch, **inherited, **engine_variables(detected, inherited), **settings.to_environment(), **channel}
+    """Return the environment of mpirun, and through it of the agents on this host."""
+    channel = {ADDRESS_VARIABLE: str(address), AUTHKEY_VARIABLE: authkey.hex()}
+    scratch = {} if job.hosts else detected.engine.scratch(settings.directory)  # elsewhere there is no such folder
+    wanted = engine_variables(detected, inherited)
+    return {**scratch, **inherited, **job.variables, **job.asked, **wanted, **settings.to_environment(), **channel}
+
+
+def variables_abroad(job: Job, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that agents on other hosts are sent, out of mpirun's `environment`."""
+    return forwarded(environment, job.asked, in_batch_system=job.ssh is None) if job.hosts else {}
+
+
+def example(detected: Detected, job: Job, inherited: Mapping[str, str]) -> str:
+    """Return the command that starts the job's agents, as a shell would take it; nothing is written."""
+    directory = "/tmp/ringrun-…"  # noqa: S108 - stands for a private directory
+    variables = {**job.variables, **engine_variables(detected, inherited)}
+    beyond = across(job, inherited, directory)
+    if beyond:
+        variables |= detected.engine.across_environment(beyond)
+    return printable(job_command(detected, job, beyond, as_root=os.geteuid() == 0), variables)
 
 
 def printable(argv: Sequence[str], variables: Mapping[str, str]) -> str:
     """Return `argv` with `variables` set for it, quoted for a shell."""
     assignments = ["env", *(f"{name}={value}" for name, value in variables.items())] if variables else []
     return shlex.join([*assignments, *argv])
-
-
-def free_port(address: str) -> int:
-    """Return a TCP port at `address` that nothing listens on just now."""
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        port: int = probe.getsockname()[1]
-        return port

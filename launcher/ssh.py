@@ -11,6 +11,7 @@ from pathlib import Path
 
 from .errors import UsageError
 
+FILE_NAME = "ssh_config"
 _HIGHEST_PORT = 65535
 _INCLUDED = ("~/.ssh/config", "/etc/ssh/ssh_config")
 
@@ -64,8 +65,12 @@ def config_text(options: SshOptions) -> str:
     return "\n".join([*lines, *(f"Include {path}" for path in _INCLUDED), ""])
 
 
+def ssh_argv(directory: str) -> list[str]:
+    """Return the argv that `host command …` follows, for a file in ringrun's private `directory`."""
+    return ["ssh", "-F", str(Path(directory) / FILE_NAME)]
+
+
 def write_config(directory: str, options: SshOptions) -> list[str]:
     """Write the file into ringrun's private `directory` and return the argv that `host command …` follows."""
-    path = Path(directory) / "ssh_config"
-    path.write_text(config_text(options))
-    return ["ssh", "-F", str(path)]
+    (Path(directory) / FILE_NAME).write_text(config_text(options))
+    return ssh_argv(directory)

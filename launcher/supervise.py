@@ -35,15 +35,17 @@ from .environment import Settings
 from .errors import MachineError, NotStartedError, UsageError
 from .escalation import AFTER_FAILURE, AFTER_INTERRUPT, AFTER_TERMINATE, AFTER_TIMEOUT, AT_ONCE, Escalation, Step
 from .files import OutputFiles
+from .link import Listener
+from .network import own_addresses
 from .outcome import RankEnd
 from .output import Display, Output
-from .plan import Job, free_port, job_command, job_environment
+from .plan import Job, across, job_command, job_environment, variables_abroad, write_files
 from .processes import die_with_parent, signal_group
+from .spans import format_spans
 from .wire import Signal
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _IMPATIENT_SIGNALS = 3
-_MASTER_ADDRESS = "127.0.0.1"
 _LAUNCHER_STEPS = (Step(None, 1.0), Step(signal.SIGTERM, 0.5), Step(signal.SIGKILL, 0.5))
 _LONGEST_SOCKET_FOLDER = 80  # characters; a socket's path has room for about 100
 _LAUNCHER_TAIL_LINES = 200
@@ -56,14 +58,17 @@ class Supervisor:
 
     def __init__(
         self,
-        size: int,
+        job: Job,
         launcher: "MpiLauncher",
         channel: Channel,
         output: Output,
         events: Events,
-        timeout_s: float | None = None,
+        abroad: dict[str, str],
     ) -> None:
-        self._size = size
+        """abroad: the variables of ranks on other hosts."""
+        self._job = job
+        self._size = job.size
+        self._abroad = abroad
         self._launcher = launcher
         self._channel = channel
         self._output = output
@@ -72,8 +77,11 @@ class Supervisor:
         self._ends: dict[int, RankEnd] = {}
         self._not_started: RankNotStarted | None = None
         self._escalation: Escalation | None = None
-        self._timeout_s = math.inf if timeout_s is None else timeout_s
-        self._deadline_s = time.monotonic() + self._timeout_s
+        now_s = time.monotonic()
+        self._timeout_s = math.inf if job.timeout_s is None else job.timeout_s
+        self._deadline_s = now_s + self._timeout_s
+        self._start_deadline_s = now_s + job.start_timeout_s  # infinite once all have arrived
+        self._too_slow = False  # not all have arrived by then
         self._timeout_report: str | None = None  # if the job has taken too long
         self._stopped_by: int | None = None  # the signal that ended the job, if no rank had failed before
         self._launcher_said: list[str] = []
@@ -98,10 +106,13 @@ class Supervisor:
             if (number := self._escalation.advance(now_s)) is not None:
                 self._channel.broadcast(Signal(number))
             return
-        deadline_s = self._escalation.deadline_s if self._escalation else self._deadline_s
+        next_s = min(self._deadline_s, self._start_deadline_s)
+        deadline_s = self._escalation.deadline_s if self._escalation else next_s
         try:
             self._handle(self._events.get(timeout=min(max(0.0, deadline_s - now_s), _LONGEST_WAIT_S)))
         except queue.Empty:
+            if time.monotonic() >= self._start_deadline_s and self._escalate(AT_ONCE):
+                self._too_slow = True
             if time.monotonic() >= self._deadline_s and self._escalate(AFTER_TIMEOUT):
                 self._timeout_report = outcome.timeout_report(
                     self._timeout_s,
@@ -116,6 +127,9 @@ class Supervisor:
                 self._arrived.add(rank)
                 if self._escalation and self._escalation.latest:
                     self._channel.send(rank, Signal(self._escalation.latest))
+                elif self._escalation is None and len(self._arrived) == self._size:
+                    self._start_deadline_s = math.inf
+                    self._channel.set_up(os.getcwd(), self._abroad)
             case RankEnded(end):
                 self._ends[end.rank] = end
                 if end.failed:
@@ -165,6 +179,8 @@ class Supervisor:
         if self._timeout_report:
             self._output.message([self._timeout_report])
             return _TIMEOUT_EXIT_CODE
+        if self._too_slow:
+            raise MachineError(self._missing(f"after --start-timeout {self._job.start_timeout_s:g} s"))
         if self._not_started:
             where = f"rank {self._not_started.rank} on host {self._not_started.host}"
             raise UsageError(f"the command cannot be executed: {self._not_started.reason}, says {where}")
@@ -181,17 +197,28 @@ class Supervisor:
         code = self._launcher.code
         said = "\n".join(self._launcher.tail)
         if len(self._arrived) < self._size:
-            started = f"{len(self._arrived)} of {self._size} ranks had started"
-            failed = f"mpirun ended with exit code {code} when {started}; it wrote:\n{said or '(nothing)'}"
-            raise MachineError(failed) if self._arrived else NotStartedError(failed)
-        self._output.message([f"ringrun: mpirun ended with exit code {code} before the ranks did; it wrote:", said])
+            raise NotStartedError(self._missing(f"when {self._launcher.name} ended with exit code {code}"))
+        what = f"ringrun: {self._launcher.name} ended with exit code {code} before the ranks did; it wrote:"
+        self._output.message([what, said])
         return code if code and code > 0 else 1
+
+    def _missing(self, when: str) -> str:
+        """Return which ranks had not come to life, and on which hosts; none had begun the command."""
+        absent = sorted(set(range(self._size)) - self._arrived)
+        hosts = ", ".join(dict.fromkeys(map(self._job.host_of, absent)))
+        said = "\n".join(self._launcher_said) or "(nothing)"
+        return (
+            f"{when} {len(self._arrived)} of {self._size} ranks had started; not there: "
+            f"{'rank' if len(absent) == 1 else 'ranks'} {format_spans(absent)} on {hosts}. "
+            f"{self._launcher.name} wrote:\n{said}"
+        )
 
 
 class MpiLauncher:
     """The mpirun process: its output is kept, and shown when it matters."""
 
     def __init__(self, argv: Sequence[str], environment: Mapping[str, str], events: Events) -> None:
+        self.name = os.path.basename(argv[0])
         self._process = subprocess.Popen(
             argv,
             env=environment,
@@ -264,22 +291,18 @@ def run_job(detected: Detected, job: Job) -> int:
 def _try_job(detected: Detected, job: Job, output: Output) -> int:
     events: Events = queue.SimpleQueue()
     with tempfile.TemporaryDirectory(prefix="ringrun-", dir=_socket_folder(), ignore_cleanup_errors=True) as directory:
-        stdin = _ranks_stdin()
-        channel = Channel(directory, job.size, stdin, output, events)
-        port = free_port(_MASTER_ADDRESS)
+        addresses = own_addresses([host.name for host, _ in job.hosts], job.interfaces) if job.hosts else ()
+        listener = Listener(directory, addresses, job.size)
+        channel = Channel(listener, _ranks_stdin(), output, events)
         settings = Settings(
-            detected.engine.name,
-            _MASTER_ADDRESS,
-            port,
-            directory,
-            gives_stdin=stdin is not None,
-            bind=job.bind,
-            mask_gpus=job.mask_gpus,
-            verbose=job.verbose,
+            detected.engine.name, directory, bind=job.bind, mask_gpus=job.mask_gpus, verbose=job.verbose
         )
-        argv = job_command(detected, job, as_root=os.geteuid() == 0)
-        inherited = {**os.environ, **job.variables}
-        environment = job_environment(detected, inherited, settings, channel.address, channel.authkey)
+        environment = job_environment(detected, job, os.environ, settings, listener.address, listener.authkey)
+        abroad = variables_abroad(job, environment)
+        if beyond := across(job, environment, directory):
+            write_files(detected, job, beyond)
+            environment |= detected.engine.across_environment(beyond)
+        argv = job_command(detected, job, beyond, as_root=os.geteuid() == 0)
         _pass_signals_to(events)
         try:
             launcher = MpiLauncher(argv, environment, events)
@@ -287,7 +310,7 @@ def _try_job(detected: Detected, job: Job, output: Output) -> int:
             raise MachineError(f"{argv[0]} cannot be executed: {error.strerror}") from error
         channel.start()
         launcher.start(output if job.verbose else None)
-        return Supervisor(job.size, launcher, channel, output, events, job.timeout_s).run()
+        return Supervisor(job, launcher, channel, output, events, abroad).run()
 
 
 def _pass_signals_to(events: Events) -> None:

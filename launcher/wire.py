@@ -1,34 +1,49 @@
-"""What ringrun and its agents say to each other, and the socket they say it over.
+"""What ringrun and its agents say to each other; link.py is what they say it over.
 
-A frame is one tag byte and a payload: `o` and `e` carry raw bytes of a rank's stdout and stderr, `j` carries
-JSON. Nothing is ever unpickled. The connection is multiprocessing's, which checks a shared key both ways.
+A frame is one tag byte and a payload: `o` and `e` carry raw bytes of a rank's stdout and stderr, `i` of its stdin, and
+`j` carries JSON. Nothing is ever unpickled.
 
     agent   → ringrun   Hello, Note …, Started, Output …, then Ended; or NotStarted instead of Started and the rest
-    ringrun → agent     Signal …, then End; the end of the connection means the same as End
+    ringrun → agent     Setup once all agents are there, Signal …, then End; the end of the connection means the same
+
+Rank 0's stdin: where it is on ringrun's host, the descriptor follows Setup; elsewhere the agent sends InputWanted for
+each Input.
 """
 
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from multiprocessing.connection import Client, Connection
 from typing import Literal, TypeAlias
 
 ADDRESS_VARIABLE = "RINGRUN_ADDRESS"
-"""Where ringrun listens: `unix:/path/of/socket`."""
+"""Where ringrun listens: the text of a link.Address."""
 
 AUTHKEY_VARIABLE = "RINGRUN_AUTHKEY"
 """The key both sides must know, in hexadecimal digits."""
 
-_UNIX_SCHEME = "unix:"
-
 
 @dataclass(frozen=True)
 class Hello:
-    """An agent is there and has started (or is about to fail to start) its rank's command."""
+    """An agent is there and waits for Setup; `port` is a TCP port that is free on its host."""
 
     rank: int
     size: int
     host: str
+    port: int
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Start the command: in `folder`, with `variables` besides the agent's own.
+
+    `master` is where rank 0 may listen, address and port; `gives_stdin`: rank 0 reads ringrun's standard input.
+    """
+
+    master_address: str
+    master_port: int
+    folder: str
+    variables: dict[str, str]
+    gives_stdin: bool
 
 
 @dataclass(frozen=True)
@@ -57,6 +72,18 @@ class Output:
     """Bytes that the rank wrote, cut anywhere."""
 
     stream: Literal["stdout", "stderr"]
+    data: bytes
+
+
+@dataclass(frozen=True)
+class InputWanted:
+    """Rank 0 can take more of its stdin."""
+
+
+@dataclass(frozen=True)
+class Input:
+    """A piece of rank 0's stdin; empty at its end."""
+
     data: bytes
 
 
@@ -96,17 +123,22 @@ class End:
     """Kill what is left of the rank's process group and exit."""
 
 
-Message: TypeAlias = Hello | Note | Started | NotStarted | Output | Ended | Signal | End
+Message: TypeAlias = Hello | Setup | Note | Started | NotStarted | Output | InputWanted | Input | Ended | Signal | End
 
 _STREAM_TAGS: dict[str, bytes] = {"stdout": b"o", "stderr": b"e"}
+_INPUT_TAG = b"i"
 _JSON_TAG = b"j"
-_JSON_KINDS = {kind.__name__: kind for kind in (Hello, Note, Started, NotStarted, Ended, Signal, End)}
+_JSON_KINDS = {
+    kind.__name__: kind for kind in (Hello, Setup, Note, Started, NotStarted, InputWanted, Ended, Signal, End)
+}
 
 
 def encode(message: Message) -> bytes:
     """Return the frame of `message`."""
     if isinstance(message, Output):
         return _STREAM_TAGS[message.stream] + message.data
+    if isinstance(message, Input):
+        return _INPUT_TAG + message.data
     return _JSON_TAG + json.dumps({"kind": type(message).__name__, **asdict(message)}).encode()
 
 
@@ -117,6 +149,8 @@ def decode(frame: bytes) -> Message:
         return Output("stdout", payload)
     if tag == b"e":
         return Output("stderr", payload)
+    if tag == _INPUT_TAG:
+        return Input(payload)
     if tag != _JSON_TAG:
         raise ValueError(f"unknown frame tag {tag!r}")
     fields = json.loads(payload)
@@ -139,15 +173,3 @@ def rank_error(fields: Mapping[str, object] | None) -> RankError | None:
         traceback=str(fields.get("traceback", "")),
         lost_ranks=tuple(int(rank) for rank in lost) if isinstance(lost, (list, tuple)) else (),
     )
-
-
-def unix_address(path: str) -> str:
-    """Return the address, as agents are told it, of a socket at `path`."""
-    return _UNIX_SCHEME + path
-
-
-def connect(address: str, authkey: bytes) -> Connection:
-    """Connect to ringrun at `address`; OSError when it is not there."""
-    if not address.startswith(_UNIX_SCHEME):
-        raise ValueError(f"address {address!r} does not begin with {_UNIX_SCHEME!r}")
-    return Client(address.removeprefix(_UNIX_SCHEME), "AF_UNIX", authkey=authkey)

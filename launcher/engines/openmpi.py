@@ -2,10 +2,11 @@
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ..environment import Place
-from .base import Engine, Launcher, Version
+from .base import Across, Engine, Launcher, Version
 
 _PRRTE_VERSION: Version = (5,)  # prterun tells PRRTE's or PMIx's version; it came with Open MPI 5
 
@@ -28,11 +29,22 @@ class OpenMPI(Engine):
             return tuple(int(number) for number in match.groups())
         return _PRRTE_VERSION if version_text.startswith("prterun (") else None
 
-    def command(self, launcher: Launcher, size: int, program: Sequence[str], *, as_root: bool) -> list[str]:
+    def command(
+        self, launcher: Launcher, size: int, program: Sequence[str], *, as_root: bool, across: Across | None = None
+    ) -> list[str]:
         """Return mpirun's argv; unasked, it refuses root and more ranks than cores, and binds up to two ranks."""
-        oversubscribe = ["--map-by", ":OVERSUBSCRIBE"] if launcher.version >= (5,) else ["--oversubscribe"]
+        by = "slot" if across else ""
+        is_five = launcher.version >= (5,)
+        mapping = (
+            ["--map-by", f"{by}:OVERSUBSCRIBE"] if is_five else ["--oversubscribe", *(["--map-by", by] if by else [])]
+        )
         root = ["--allow-run-as-root"] if as_root else []
-        return [launcher.path, *root, *oversubscribe, "--bind-to", "none", "-np", str(size), *program]
+        hosts = _hosts(across, is_five) if across else []
+        return [launcher.path, *root, *mapping, "--bind-to", "none", *hosts, "-np", str(size), *program]
+
+    def across_environment(self, across: Across) -> dict[str, str]:
+        """Return which interfaces the ranks use."""
+        return {"OMPI_MCA_btl_tcp_if_include": ",".join(across.interfaces)} if across.interfaces else {}
 
     def environment(self, launcher_path: str) -> dict[str, str]:
         """Return MCA settings and, for a bare prterun, what mpirun tells it: where it is, and to act as Open MPI."""
@@ -59,3 +71,27 @@ class OpenMPI(Engine):
             local_rank=int(environ["OMPI_COMM_WORLD_LOCAL_RANK"]),
             local_size=int(environ["OMPI_COMM_WORLD_LOCAL_SIZE"]),
         )
+
+
+def _hosts(across: Across, is_five: bool) -> list[str]:
+    """Return the flags that say which hosts, how they are reached, and which variables go there.
+
+    5's runtime is PRRTE, whose parameters are --prtemca; it starts its daemons by ssh from daemons that it has started
+    (tree spawn), which would need the keys there. Daemons whose mpirun is gone notice it by TCP's keepalive.
+    """
+    kind, ssh, interfaces = (
+        ("--prtemca", "ssh", "prte_if_include") if is_five else ("--mca", "rsh", "oob_tcp_if_include")
+    )
+    parameters = {
+        f"plm_{ssh}_no_tree_spawn": "1",
+        "oob_tcp_keepalive_time": "2",
+        "oob_tcp_keepalive_intvl": "1",
+        "oob_tcp_keepalive_probes": "6",
+    }
+    if across.ssh:
+        parameters |= {"plm": ssh, f"plm_{ssh}_agent": " ".join(across.ssh)}
+    if across.interfaces:
+        parameters[interfaces] = ",".join(across.interfaces)
+    flags = [word for name, value in parameters.items() for word in (kind, name, value)]
+    flags += [word for name in across.variables for word in ("-x", name)]
+    return [*flags, "-H", ",".join(str(replace(host, slots=count)) for host, count in across.ranks)]

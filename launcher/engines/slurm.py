@@ -1,0 +1,74 @@
+"""Slurm's srun, which starts the ranks of an MPI itself, through the PMI that both know."""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ..environment import Place
+from .base import Across, Engine, Launcher, Version
+
+
+class Srun(Engine):
+    """srun with one of its PMI plugins. It is no MPI: no library is loaded by it."""
+
+    name = "srun"
+    title = "Slurm's srun"
+    launcher_names = ("srun",)
+
+    def __init__(self, pmi: str = "pmi2") -> None:
+        """pmi: what --mpi is given, pmi2 or pmix."""
+        self._pmi = pmi
+
+    def loaded_by(self, library_text: str) -> bool:
+        """Return False: it goes with another engine's library."""
+        return False
+
+    def launcher_version(self, version_text: str) -> Version | None:
+        """Return the version in `slurm 22.05.8`; distributions write slurm-wlm."""
+        match = re.match(r"slurm(?:-wlm)? (\d+)\.(\d+)(?:\.(\d+))?", version_text)
+        return tuple(int(number) for number in match.groups() if number) if match else None
+
+    def command(
+        self, launcher: Launcher, size: int, program: Sequence[str], *, as_root: bool, across: Across | None = None
+    ) -> list[str]:
+        """Return srun's argv: ringrun itself binds the ranks, and ends the others when one fails."""
+        flags = [f"--mpi={self._pmi}", "--cpu-bind=none", "--overcommit", "--kill-on-bad-exit=0", "--wait=0"]
+        if across:
+            flags += ["--distribution=arbitrary", f"--nodes={len(across.ranks)}"]
+            flags += [f"--export={','.join(across.variables)}"]
+        return [launcher.path, *flags, f"--ntasks={size}", *program]
+
+    def across_environment(self, across: Across) -> dict[str, str]:
+        """Return where srun finds the host of each rank."""
+        return {"SLURM_HOSTFILE": _hosts_path(across)}
+
+    def across_files(self, across: Across) -> dict[str, str]:
+        """Return a line for each rank: its host."""
+        return {_hosts_path(across): "".join(f"{host.name}\n" * count for host, count in across.ranks)}
+
+    def environment(self, launcher_path: str) -> dict[str, str]:
+        """Return nothing."""
+        return {}
+
+    def place(self, environ: Mapping[str, str]) -> Place:
+        """Read SLURM_PROCID and its kin."""
+        return Place(
+            rank=int(environ["SLURM_PROCID"]),
+            size=int(environ["SLURM_NTASKS"]),
+            local_rank=int(environ["SLURM_LOCALID"]),
+            local_size=_tasks_of_node(environ["SLURM_STEP_TASKS_PER_NODE"], int(environ["SLURM_NODEID"])),
+        )
+
+
+def _hosts_path(across: Across) -> str:
+    return str(Path(across.directory) / "slurm_hosts")
+
+
+def _tasks_of_node(text: str, node: int) -> int:
+    """Return how many tasks the node has in `4(x2),1`: 4, 4 and 1."""
+    for item in text.split(","):
+        count, _, times = item.partition("(x")
+        node -= int(times.rstrip(")")) if times else 1
+        if node < 0:
+            return int(count)
+    raise ValueError(f"SLURM_STEP_TASKS_PER_NODE={text}: it has fewer nodes")

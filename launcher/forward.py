@@ -1,0 +1,73 @@
+"""Which variables of ringrun's environment the ranks on other hosts get. Pure functions of names.
+
+All but three kinds: secrets, which stay on this host unless --env asks for them; what describes this host or this
+login; and what a batch system or an MPI has said to this one process. They travel over the agents' connections and
+stand on no command line.
+"""
+
+import fnmatch
+import re
+from collections.abc import Mapping, Sequence
+
+from .errors import UsageError
+
+SECRET_PATTERNS = (
+    "*_TOKEN", "*_KEY", "*_KEYS", "*_SECRET", "*_SECRETS", "*_PASSWORD", "*_PASSWD", "*_PASSPHRASE", "*_CREDENTIALS",
+    "TOKEN", "SECRET", "PASSWORD", "AWS_*", "AZURE_*_SECRET*",
+)  # fmt: skip
+"""Names, in capitals or not, that stay unless --env asks for them."""
+
+_OF_THIS_HOST = (
+    "HOME", "USER", "LOGNAME", "USERNAME", "SHELL", "MAIL", "PWD", "OLDPWD", "SHLVL", "_", "HOSTNAME", "HOST",
+    "TERM", "TERM_*", "COLORTERM", "COLUMNS", "LINES", "TTY", "TMUX*", "STY", "WINDOWID", "DISPLAY", "WAYLAND_DISPLAY",
+    "XAUTHORITY", "XDG_*", "DBUS_*", "SSH_*", "GPG_*", "KRB5CCNAME", "TMP", "TEMP", "TMPDIR", "SUDO_*", "LS_COLORS",
+    "PROMPT_COMMAND", "PS1", "MODULES_*", "BASH_FUNC_*",
+)  # fmt: skip
+_OF_THIS_PROCESS = (
+    "SLURM_*", "SLURMD_*", "SRUN_*", "SBATCH_*", "PBS_*", "LSB_*", "LS_*", "KUBERNETES_*",
+    "PMI_*", "PMIX_*", "PMI2_*", "PALS_*", "HYDRA_*", "HYDI_*", "MPI_LOCAL*", "MPIEXEC_*", "OMPI_COMM_*",
+    "OMPI_UNIVERSE_*", "OMPI_APP_*", "OMPI_ARGV", "OMPI_COMMAND", "OMPI_FILE_*", "OMPI_FIRST_*", "OMPI_NUM_APP_*",
+    "ORTE_*", "PRTE_*",
+    "RINGRUN_*",
+)  # fmt: skip
+_BY_BATCH_SYSTEM = ("CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+def is_secret(name: str) -> bool:
+    """Return whether a variable of this name stays on this host unless it is asked for."""
+    return _matches(name.upper(), SECRET_PATTERNS)
+
+
+def parse_env(items: Sequence[str], environ: Mapping[str, str], flag: str = "--env") -> dict[str, str]:
+    """Return the variables that --env asks for: NAME, as it is here, or NAME=VALUE; UsageError for what is neither."""
+    found = {}
+    for item in items:
+        name, equals, value = item.partition("=")
+        if not _NAME.fullmatch(name):
+            raise UsageError(f"{flag} {name!r}: expected is NAME or NAME=VALUE, as in --env WANDB_API_KEY")
+        if name.startswith("RINGRUN_"):
+            raise UsageError(f"{flag} {name}: variables that begin with RINGRUN_ are ringrun's own")
+        if not equals and name not in environ:
+            raise UsageError(f"{flag} {name}: there is no such variable here; set it, or give {flag} {name}=VALUE")
+        found[name] = value if equals else environ[name]
+    return found
+
+
+def forwarded(environ: Mapping[str, str], asked: Mapping[str, str], *, in_batch_system: bool) -> dict[str, str]:
+    """Return the variables for ranks on other hosts: those of `environ` that may leave, and all that are `asked` for.
+
+    in_batch_system:  the other hosts have been told by it which of their GPUs are this job's.
+    """
+    stays = (*_OF_THIS_HOST, *_OF_THIS_PROCESS, *(_BY_BATCH_SYSTEM if in_batch_system else ()))
+    kept = {name: value for name, value in environ.items() if not (is_secret(name) or _matches(name, stays))}
+    return {**kept, **asked}
+
+
+def withheld(environ: Mapping[str, str], asked: Mapping[str, str]) -> list[str]:
+    """Return the names of the secrets that stay here, for those who wonder."""
+    return sorted(name for name in environ if is_secret(name) and name not in asked)
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)

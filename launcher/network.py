@@ -1,0 +1,84 @@
+"""This host's own addresses: where agents on other hosts may reach ringrun."""
+
+import contextlib
+import fcntl
+import socket
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from .errors import MachineError, UsageError
+
+_SIOCGIFADDR = 0x8915
+_INTERFACE_NAME_BYTES = 15
+_ANY_PORT = 9  # discard: nothing is sent there
+_IPV6_TABLE = "/proc/net/if_inet6"
+_IPV6_GLOBAL = "00"
+
+
+def parse_interfaces(text: str | None, flag: str = "--network-interfaces") -> tuple[str, ...]:
+    """Return the names in `eth0,ib0`, each an interface of this host; UsageError for any other."""
+    if text is None:
+        return ()
+    names = tuple(name.strip() for name in text.split(","))
+    there = [name for _, name in socket.if_nameindex()]
+    for name in names:
+        if name not in there:
+            raise UsageError(f"{flag} {text}: there is no interface {name!r} here; there are {', '.join(there)}")
+    return names
+
+
+def own_addresses(hosts: Iterable[str], interfaces: Sequence[str]) -> tuple[str, ...]:
+    """Return this host's addresses for the others, the likeliest first: those that the system would use to reach them.
+
+    Then come all the others, for names that only ssh understands, and hosts behind another network. With `interfaces`
+    only theirs. MachineError if there is none.
+    """
+    ours = list(_interface_addresses(interfaces or [name for _, name in socket.if_nameindex()]))
+    routed = [] if interfaces else [_address_towards(host) for host in dict.fromkeys(hosts)]
+    found = tuple(address for address in dict.fromkeys([*routed, *ours]) if address and not _is_loopback(address))
+    if not found:
+        where = f"the interfaces {', '.join(interfaces)} have" if interfaces else "this host has"
+        raise MachineError(f"{where} no address that other hosts could reach; see `ip address`")
+    return found
+
+
+def is_own_address(text: str) -> bool:
+    """Return whether `text` is an address of this host."""
+    for family in (socket.AF_INET, socket.AF_INET6):
+        with contextlib.suppress(OSError, ValueError):
+            socket.inet_pton(family, text)
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.bind((text, 0))
+                return True
+    return False
+
+
+def _address_towards(host: str) -> str | None:
+    """Return the address of this host from which packets to `host` would go; None where its name is unknown."""
+    with contextlib.suppress(OSError, UnicodeError):
+        family, kind, _, _, address = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)
+            name: str = probe.getsockname()[0]
+            return name
+    return None
+
+
+def _interface_addresses(names: Iterable[str]) -> Iterator[str]:
+    """Yield the IPv4 address of each interface, then the global IPv6 ones."""
+    names = list(names)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        for name in names:
+            with contextlib.suppress(OSError):  # it has none
+                request = struct.pack("256s", name.encode()[:_INTERFACE_NAME_BYTES])
+                yield socket.inet_ntoa(fcntl.ioctl(sock.fileno(), _SIOCGIFADDR, request)[20:24])
+    with contextlib.suppress(OSError):
+        for line in Path(_IPV6_TABLE).read_text().splitlines():
+            digits, _, _, scope, _, name = line.split()
+            if scope == _IPV6_GLOBAL and name in names:
+                yield socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))
+
+
+def _is_loopback(address: str) -> bool:
+    return address == "::1" or address.startswith("127.")
