@@ -9,6 +9,7 @@ names       many hosts' names in few words; pure
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -59,6 +60,13 @@ class Preflight:
     def error_lines(self) -> list[str]:
         """Return a line for each error, with its cure."""
         return lines(self.errors)
+
+    def to_json(self) -> dict[str, object]:
+        """Return what each host has told, as plain JSON."""
+        return {
+            name: {"problem": facts.what} if isinstance(facts, Problem) else dataclasses.asdict(facts)
+            for name, facts in self.told.items()
+        }
 
     def automatic_size(self, host: Host) -> int:
         """Return how many ranks `host` gets if nobody says: one per GPU, else per core. MachineError if unknown."""

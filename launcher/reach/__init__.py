@@ -14,6 +14,6 @@ Its own standard input is empty.
 from .base import Answer, Problem, Way
 from .over_slurm import Slurm
 from .over_ssh import Ssh
-from .reach import Reach
+from .reach import Reach, reach_over_slurm, reach_over_ssh
 
-__all__ = ["Answer", "Problem", "Reach", "Slurm", "Ssh", "Way"]
+__all__ = ["Answer", "Problem", "Reach", "Slurm", "Ssh", "Way", "reach_over_slurm", "reach_over_ssh"]

@@ -7,9 +7,15 @@ from collections.abc import Mapping, Sequence
 
 from ..hosts import Host
 from ..hosts.here import is_here
+from ..network import is_own_address
+from ..ssh import SshOptions, write_config
 from .base import Answer, Way
 from .here import Here
+from .over_slurm import Slurm
+from .over_ssh import Ssh
 from .parallel import run_all
+
+_GRACE_S = 1.0
 
 
 class Reach:
@@ -43,4 +49,16 @@ class Reach:
 
     def is_here(self, name: str) -> bool:
         """Return whether `name` means this host."""
-        return is_here(Host(name), self.own_name)
+        return is_here(Host(name), self.own_name) or is_own_address(name)
+
+
+def reach_over_ssh(directory: str, options: SshOptions) -> Reach:
+    """Return the way to hosts over ssh; ringrun's private `directory` is for a file that must stay as long."""
+    timeout_s = options.connect_timeout_s
+    # ssh's own limit comes first: it says what it waited for
+    return Reach(Ssh(write_config(directory, options), timeout_s), timeout_s + _GRACE_S)
+
+
+def reach_over_slurm(timeout_s: float) -> Reach:
+    """Return the way to the nodes of the Slurm job that ringrun runs in."""
+    return Reach(Slurm("srun", timeout_s), timeout_s)
