@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.conftest import INSTALL_TIMEOUT_S, ROOT, ringrun, run
+from tests.conftest import INSTALL_TIMEOUT_S
+from tests.end_to_end.conftest import ROOT, ringrun, run
 
 README = (ROOT / "README.md").read_text()
 TEST_COMMAND = (
