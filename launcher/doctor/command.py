@@ -130,7 +130,7 @@ def run(arguments: Sequence[str]) -> int:
     sound = [host.name for host in request.hosts if host.name not in failed]
     links, failure = _links(request, sound)
     if links is not None:
-        print(f"\n{matrix(links)}\n")
+        print(f"\n{matrix(links)}")
         _print_findings("Links", findings(links))
     if failure:
         print(f"\nThe links could not all be measured; the job that does it ended with:\n{failure}")

@@ -10,12 +10,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 SLOW_SHARE = 0.5
-"""A link with less than this part of the median bandwidth is slow."""
+"""A link with less than this part of the typical bandwidth is slow."""
 SLOW_GBIT_S = 0.7
 """So is one with less than this: a wire of 1 Gbit/s carries 0.94."""
 LATE_TIMES = 4.0
-LATE_US = 200.0
-"""A link with more than so many times the median latency, and more than that, is late."""
+LATE_US = 500.0
+"""A link with more than so many times the typical latency, and more than that, is late."""
 
 _PREFIX = re.compile(r"\[ *[0-9]+\] ?")
 
@@ -48,22 +48,27 @@ class Links:
         return [link for link in self.links if link.is_measured]
 
     @property
-    def median_gbit_s(self) -> float:
-        """Of the measured ones; NaN if there is none."""
-        return statistics.median([link.gbit_s for link in self.measured] or [math.nan])
+    def typical_gbit_s(self) -> float:
+        """What most hosts can do: the median of each one's best link, which one bad host of three does not spoil."""
+        return statistics.median_high([max(link.gbit_s for link in own) for own in self._by_host()] or [math.nan])
 
     @property
-    def median_latency_us(self) -> float:
+    def typical_latency_us(self) -> float:
         """The same."""
-        return statistics.median([link.latency_us for link in self.measured] or [math.nan])
+        return statistics.median_low([min(link.latency_us for link in own) for own in self._by_host()] or [math.nan])
+
+    def _by_host(self) -> list[list[Link]]:
+        """The measured links of each host that has any."""
+        own = [[link for link in self.measured if host in (link.one, link.other)] for host in range(len(self.hosts))]
+        return [links for links in own if links]
 
     def is_slow(self, link: Link) -> bool:
         """Whether its bandwidth is far below the others', or below any network of these days."""
-        return link.gbit_s < max(SLOW_SHARE * self.median_gbit_s, SLOW_GBIT_S)
+        return link.gbit_s < max(SLOW_SHARE * self.typical_gbit_s, SLOW_GBIT_S)
 
     def is_late(self, link: Link) -> bool:
         """Whether its latency is far above the others'."""
-        return link.latency_us > max(LATE_TIMES * self.median_latency_us, LATE_US)
+        return link.latency_us > max(LATE_TIMES * self.typical_latency_us, LATE_US)
 
     def between(self, one: int, other: int) -> Link:
         """Return the link between two hosts, without figures if none was begun."""
@@ -95,10 +100,10 @@ def findings(links: Links) -> list[str]:
         ([link for link in links.measured if links.is_late(link)], _late, _LATE_CURE),
         ([link for link in links.links if not link.is_measured], _unfinished, _UNFINISHED_CURE),
     ):
-        for host in _common(bad, len(hosts)):
+        for host in _shared_by_all(bad, len(hosts)):
             own = [link for link in bad if host in (link.one, link.other)]
             bad = [link for link in bad if link not in own]
-            lines.append(f"{hosts[host]}: all its links {what(links, own)}; {cure['host']}")
+            lines.append(f"{hosts[host]}: all its links are {what(links, own)}; {cure['host']}")
         lines += [f"{hosts[link.one]} – {hosts[link.other]}: {what(links, [link])}; {cure['link']}" for link in bad]
     return lines
 
@@ -122,19 +127,15 @@ _UNFINISHED_CURE = {
 
 
 def _slow(links: Links, bad: Sequence[Link]) -> str:
-    return f"{_verb(bad)} slow: {_span([link.gbit_s for link in bad])} Gbit/s (median {links.median_gbit_s:.3g})"
+    return f"slow: {_span([link.gbit_s for link in bad])} Gbit/s (typical here: {links.typical_gbit_s:.3g})"
 
 
 def _late(links: Links, bad: Sequence[Link]) -> str:
-    return f"{_verb(bad)} late: {_span([link.latency_us for link in bad])} µs (median {links.median_latency_us:.3g})"
+    return f"late: {_span([link.latency_us for link in bad])} µs (typical here: {links.typical_latency_us:.3g})"
 
 
 def _unfinished(_: Links, bad: Sequence[Link]) -> str:
-    return "were begun and not finished" if len(bad) > 1 else "begun and not finished"
-
-
-def _verb(bad: Sequence[Link]) -> str:
-    return "are" if len(bad) > 1 else "is"
+    return "begun and not finished"
 
 
 def _span(values: Sequence[float]) -> str:
@@ -142,7 +143,7 @@ def _span(values: Sequence[float]) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def _common(bad: Sequence[Link], count: int) -> list[int]:
+def _shared_by_all(bad: Sequence[Link], count: int) -> list[int]:
     """Return the hosts of which every link is bad; of two hosts none, since both would be."""
     times = {host: sum(host in (link.one, link.other) for link in bad) for host in range(count)}
     return [host for host, number in times.items() if number == count - 1 and count > 2]

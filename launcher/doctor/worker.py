@@ -16,7 +16,7 @@ from typing import Any
 
 from .schedule import Pair, rounds
 
-LATENCY_ROUNDS = 20
+LATENCY_ROUNDS = 200
 ATTEMPTS = 5
 ATTEMPT_S = 0.05
 FIRST_BYTES = 1 << 18

@@ -12,6 +12,7 @@ from .base import Problem
 
 _MAX_SHOWN = 200
 _OF_HOST = re.compile(r"(ssh: )?(connect to host \S+ (?=port )|[^\s@]+@\S+: )")
+_FORGET = re.compile(r'ssh-keygen -f "[^"\n]+" -R "[^"\n]+"')
 _NOT_EXECUTABLE, _NOT_FOUND = 126, 127
 
 
@@ -95,15 +96,19 @@ def ssh_problem(host: str, code: int, text: str, not_run: str = "") -> Problem:
         )
     for rule in _RULES:
         if match := rule.pattern.search(text):
-            return _problem(rule, host, _line_around(text, match.start()))
+            return _problem(rule, host, text, match.start())
     return Problem(
         f"ssh ended with {_code(code)} and wrote: {_short(_last_line(text)) or 'nothing'}",
         f"try it by hand: ssh {host} true",
     )
 
 
-def _problem(rule: _Rule, host: str, line: str) -> Problem:
-    return Problem(rule.what.replace("TEXT", _short(line)), rule.cure.replace("HOST", host))
+def _problem(rule: _Rule, host: str, text: str, position: int) -> Problem:
+    what = rule.what.replace("TEXT", _short(_line_around(text, position)))
+    cure = rule.cure
+    if forget := _FORGET.search(text):  # ssh says itself how its file calls a host with a port
+        cure = cure.replace("ssh-keygen -R HOST", _short(forget[0]))
+    return Problem(what, cure.replace("HOST", host))
 
 
 def program_problem(program: str, code: int, text: str) -> Problem | None:
