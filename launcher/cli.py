@@ -70,6 +70,7 @@ Exit code
 """
 
 import argparse
+import importlib
 import math
 import os
 import sys
@@ -100,6 +101,9 @@ from .topology import read_topology
 
 _USAGE = "ringrun [-np N] [options] command [arguments …]"
 _EXAMPLE = "as in: ringrun -np 4 python train.py"
+
+_SUBCOMMANDS = {"doctor": "doctor"}
+"""First words that are no command to run, and the modules whose `run(arguments)` does them."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -258,6 +262,10 @@ def _seconds(text: str | None, flag: str) -> float | None:
 
 def run(arguments: Sequence[str]) -> int:
     """Do what the command line says and return the exit code; LauncherError when that cannot be done."""
+    if arguments and arguments[0] in _SUBCOMMANDS:
+        subcommand = importlib.import_module(f".{_SUBCOMMANDS[arguments[0]]}", __package__)
+        code: int = subcommand.run(arguments[1:])
+        return code
     options = parse(arguments)
     if options.version:
         from importlib.metadata import version  # slow to import, and seldom needed
