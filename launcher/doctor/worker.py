@@ -26,7 +26,7 @@ MOST_BYTES = 1 << 26
 def main() -> None:
     """Measure this rank's links."""
     from ringreduce.transport.message import MessageTransport
-    from ringreduce.world import form_world
+    from ringreduce.world import finalize_mpi, form_world
 
     world = form_world()
     whole = MessageTransport(world)
@@ -35,6 +35,8 @@ def main() -> None:
             if world.rank in pair:
                 _measure(pair, whole)
         world.comm.Barrier()
+    world.free()
+    finalize_mpi()
 
 
 def _measure(pair: Pair, whole: Any) -> None:

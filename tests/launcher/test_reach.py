@@ -1,6 +1,7 @@
 """A program on every host: here, over a real sshd on loopback, through a fake srun; and why a host did not run it."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -99,6 +100,19 @@ def test_one_that_takes_too_long_is_ended_with_its_children(wait_for: Callable[[
     assert (quick.code, quick.stdout, slow.code) == (0, b"done\n", None)
     group = int(slow.stdout)
     wait_for(lambda: not group_exists(group))
+
+
+def test_ctrl_c_ends_all_of_them(wait_for: Callable[[Callable[[], bool]], None], tmp_path: Path) -> None:
+    program = f"""
+from ringrun.reach.parallel import Task, run_all
+run_all([Task(["sh", "-c", "echo $$ > {tmp_path}/$0; sleep 77", str(number)]) for number in range(3)], 60)
+"""
+    process = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE)
+    wait_for(lambda: len([path for path in tmp_path.iterdir() if path.read_text().endswith("\n")]) == 3)
+    groups = [int(path.read_text()) for path in tmp_path.iterdir()]
+    process.send_signal(signal.SIGINT)
+    assert b"KeyboardInterrupt" in process.communicate(timeout=30)[1]
+    wait_for(lambda: not any(group_exists(group) for group in groups))
 
 
 def test_a_child_s_child_that_keeps_the_pipes_is_not_waited_for() -> None:
@@ -214,7 +228,7 @@ def test_a_missing_interpreter_there(server: Server) -> None:
         ({"user_key": "stranger"}, "ssh is refused there (Permission denied (publickey).)", "ssh-copy-id h1"),
         ({"user_key": "none"}, "ssh is refused there (Permission denied (publickey).)", "-i FILE"),
         ({"known": "unknown"}, "its host key is not known to this host", "accept it once by hand"),
-        ({"known": "changed"}, "its host key is not the one that this host knows it by", "ssh-keygen -R h1"),
+        ({"known": "changed"}, "its host key is not the one that this host knows it by", '-R "[h1]:'),
     ],
 )
 def test_a_host_that_refuses(options: dict[str, str], what: str, cure: str, server: Server) -> None:
