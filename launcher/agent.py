@@ -59,9 +59,10 @@ class Agent:
         self._link = link
         self._place = place
         self._settings = settings
-        # where the rank may leave files; on ringrun's host it removes them
+        # where the rank may leave files; on its own host ringrun removes them, if it can
         self._directory = settings.directory if link.is_local else tempfile.mkdtemp(prefix="ringrun-")
         self._input: SimpleQueue[bytes] = SimpleQueue()
+        self._is_abandoned = False  # ringrun has ended without a word
         self._sent: list[int] = []
         self._ended_at_s = 0.0
 
@@ -188,7 +189,7 @@ class Agent:
         self._leave()
 
     def _leave(self) -> NoReturn:
-        if not self._link.is_local:
+        if not self._link.is_local or self._is_abandoned:
             shutil.rmtree(self._directory, ignore_errors=True)
         os._exit(0)
 
@@ -197,6 +198,7 @@ class Agent:
         try:
             return self._link.receive()
         except (EOFError, OSError):
+            self._is_abandoned = True
             return End()
 
     def _send(self, message: Message) -> None:

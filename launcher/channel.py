@@ -97,12 +97,15 @@ class Channel:
         for rank in list(self._links):
             self.send(rank, message)
 
-    def set_up(self, folder: str, abroad: dict[str, str]) -> None:
-        """Let all agents, which are there, start their commands in `folder`; those on other hosts with `abroad`."""
+    def set_up(self, folder: str, home: dict[str, str], abroad: dict[str, str]) -> None:
+        """Let all agents, which are there, start their commands in `folder`, with more variables.
+
+        home, abroad:  the variables for agents on this host, and on others
+        """
         address = self._master_address()
         for rank, link in self._links.items():
             gives_stdin = rank == 0 and self._stdin is not None
-            variables = {} if link.is_local else abroad
+            variables = home if link.is_local else abroad
             self.send(rank, Setup(address, self._ports[0], folder, variables, gives_stdin))
             if gives_stdin and link.is_local:
                 assert self._stdin is not None
@@ -160,7 +163,7 @@ class _RankReader:
 
     def run(self) -> None:
         """Print output and put events until the agent is gone."""
-        lost = "its agent is gone, without a word"
+        lost = RankEnd.lost
         try:
             while True:
                 self._handle(self._link.receive())
@@ -204,7 +207,7 @@ class _RankReader:
             if splitter.pending:
                 self._print(stream, splitter.flush())
 
-    def _end(self, ended: Ended | None, at_s: float, lost: str = "") -> None:
+    def _end(self, ended: Ended | None, at_s: float, lost: str = RankEnd.lost) -> None:
         self._done = True
         self._printer.rank_ended(self._hello.rank)
         end = RankEnd(

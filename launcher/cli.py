@@ -286,7 +286,7 @@ def run(arguments: Sequence[str]) -> int:
     detected = detect(interpreter_of(command))
     size, hosts = _placement(options)
     if hosts and options.found.in_slurm:
-        detected = started_by(options.launcher, detected)
+        detected = started_by(options.launcher, detected, [count for _, count in hosts])
     job = Job(
         size,
         command,

@@ -65,7 +65,7 @@ def forwarded(environ: Mapping[str, str], asked: Mapping[str, str], *, in_batch_
 
 
 def withheld(environ: Mapping[str, str], asked: Mapping[str, str]) -> list[str]:
-    """Return the names of the secrets that stay here, for those who wonder."""
+    """Return the names of the secrets that stay here."""
     return sorted(name for name in environ if is_secret(name) and name not in asked)
 
 

@@ -34,7 +34,7 @@ class RankEnd:
     sent: tuple[int, ...] = ()
     error: RankError | None = None
     tail: tuple[str, ...] = ()
-    lost: str = ""
+    lost: str = "its agent is gone, without a word"
 
     @property
     def ended_by_ringrun(self) -> bool:

@@ -14,10 +14,10 @@ from .engines import Across
 from .engines.detect import Detected
 from .environment import AGENT_VARIABLES, Settings
 from .errors import UsageError
-from .forward import forwarded
+from .forward import forwarded, withheld
 from .hosts import Host
 from .link import Address
-from .ssh import SshOptions, ssh_argv, write_config
+from .ssh import SshOptions, ssh_argv
 from .wire import ADDRESS_VARIABLE, AUTHKEY_VARIABLE
 
 _BEFORE_PYTHON = ("PYTHONPATH", "LD_LIBRARY_PATH")
@@ -98,20 +98,20 @@ class Job:
         return socket.gethostname()
 
 
+def aliases(job: Job) -> dict[str, str]:
+    """Return names for the job's IPv6 addresses, which no MPI's launcher takes; ssh is told what they stand for."""
+    addresses = [host.name for host, _ in job.hosts if ":" in host.name]
+    return {f"ringrun-host-{number}": address for number, address in enumerate(addresses)}
+
+
 def across(job: Job, inherited: Mapping[str, str], directory: str) -> Across | None:
     """Return what a launcher must know of the job's hosts, if there are others; ringrun's `directory` is for files."""
     if not job.hosts:
         return None
     names = [*AGENT_VARIABLES, *(name for name in _BEFORE_PYTHON if name in inherited)]
-    return Across(job.hosts, ssh_argv(directory) if job.ssh else (), names, directory, job.interfaces)
-
-
-def write_files(detected: Detected, job: Job, beyond: Across) -> None:
-    """Write what the launcher reads into the private directory."""
-    if job.ssh:
-        write_config(beyond.directory, job.ssh)
-    for path, text in detected.engine.across_files(beyond).items():
-        Path(path).write_text(text)
+    names_of = {address: name for name, address in aliases(job).items()}
+    ranks = [(Host(names_of.get(host.name, host.name)), count) for host, count in job.hosts]
+    return Across(ranks, ssh_argv(directory) if job.ssh else (), names, job.interfaces)
 
 
 def job_command(detected: Detected, job: Job, beyond: Across | None, *, as_root: bool) -> list[str]:
@@ -147,11 +147,22 @@ def engine_variables(detected: Detected, inherited: Mapping[str, str]) -> dict[s
 def job_environment(
     detected: Detected, job: Job, inherited: Mapping[str, str], settings: Settings, address: Address, authkey: bytes
 ) -> dict[str, str]:
-    """Return the environment of mpirun, and through it of the agents on this host."""
+    """Return the environment of mpirun, and through it of the agents; beyond this host no secrets leave with it."""
     channel = {ADDRESS_VARIABLE: str(address), AUTHKEY_VARIABLE: authkey.hex()}
-    scratch = {} if job.hosts else detected.engine.scratch(settings.directory)  # elsewhere there is no such folder
     wanted = engine_variables(detected, inherited)
-    return {**scratch, **inherited, **job.variables, **job.asked, **wanted, **settings.to_environment(), **channel}
+    ours = {**job.variables, **job.asked, **wanted, **settings.to_environment(), **channel}
+    if not job.hosts:
+        return {**detected.engine.scratch(settings.directory), **inherited, **ours}
+    secrets = withheld(inherited, job.asked)
+    through_slurm = (
+        {} if job.ssh else {"SLURM_EXPORT_ENV": "ALL"}
+    )  # for the srun that an mpirun starts its daemons with
+    return {name: value for name, value in inherited.items() if name not in secrets} | ours | through_slurm
+
+
+def variables_at_home(job: Job, inherited: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that agents on this host are sent: the secrets that mpirun does not get."""
+    return {name: inherited[name] for name in withheld(inherited, job.asked)} if job.hosts else {}
 
 
 def variables_abroad(job: Job, environment: Mapping[str, str]) -> dict[str, str]:

@@ -6,6 +6,7 @@ few words without a space or a quote in them, and host keys are checked as ssh d
 """
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,13 +46,15 @@ def check_identity_file(path: str, flag: str) -> str:
     return found
 
 
-def config_text(options: SshOptions) -> str:
+def config_text(options: SshOptions, aliases: Mapping[str, str]) -> str:
     """Return the text of the file: what is said first counts, so ours stands before what is included.
 
     BatchMode: a job that waits for a password which nobody can type would hang. The keepalives end a connection
-    to a host that has gone away.
+    to a host that has gone away. `aliases` are names that stand for addresses, whose host keys are looked for.
     """
     lines = [
+        *(f"Host {name}\nHostName {host}\nHostKeyAlias {host}" for name, host in aliases.items()),
+        "Match all",
         "BatchMode yes",
         f"ConnectTimeout {max(1, round(options.connect_timeout_s))}",
         "ServerAliveInterval 2",
@@ -70,7 +73,7 @@ def ssh_argv(directory: str) -> list[str]:
     return ["ssh", "-F", str(Path(directory) / FILE_NAME)]
 
 
-def write_config(directory: str, options: SshOptions) -> list[str]:
+def write_config(directory: str, options: SshOptions, aliases: Mapping[str, str] | None = None) -> list[str]:
     """Write the file into ringrun's private `directory` and return the argv that `host command …` follows."""
-    (Path(directory) / FILE_NAME).write_text(config_text(options))
+    (Path(directory) / FILE_NAME).write_text(config_text(options, aliases or {}))
     return ssh_argv(directory)

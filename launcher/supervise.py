@@ -39,9 +39,10 @@ from .link import Listener
 from .network import own_addresses
 from .outcome import RankEnd
 from .output import Display, Output
-from .plan import Job, across, job_command, job_environment, variables_abroad, write_files
+from .plan import Job, across, aliases, job_command, job_environment, variables_abroad, variables_at_home
 from .processes import die_with_parent, signal_group
 from .spans import format_spans
+from .ssh import write_config
 from .wire import Signal
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -63,12 +64,13 @@ class Supervisor:
         channel: Channel,
         output: Output,
         events: Events,
+        home: dict[str, str],
         abroad: dict[str, str],
     ) -> None:
-        """abroad: the variables of ranks on other hosts."""
+        """home, abroad: variables of the ranks on this host, and on others, besides what mpirun gives them."""
         self._job = job
         self._size = job.size
-        self._abroad = abroad
+        self._home, self._abroad = home, abroad
         self._launcher = launcher
         self._channel = channel
         self._output = output
@@ -129,7 +131,7 @@ class Supervisor:
                     self._channel.send(rank, Signal(self._escalation.latest))
                 elif self._escalation is None and len(self._arrived) == self._size:
                     self._start_deadline_s = math.inf
-                    self._channel.set_up(os.getcwd(), self._abroad)
+                    self._channel.set_up(os.getcwd(), self._home, self._abroad)
             case RankEnded(end):
                 self._ends[end.rank] = end
                 if end.failed:
@@ -180,7 +182,7 @@ class Supervisor:
             self._output.message([self._timeout_report])
             return _TIMEOUT_EXIT_CODE
         if self._too_slow:
-            raise MachineError(self._missing(f"after --start-timeout {self._job.start_timeout_s:g} s"))
+            raise MachineError(self._missing(f"the {self._job.start_timeout_s:g} s of --start-timeout were over"))
         if self._not_started:
             where = f"rank {self._not_started.rank} on host {self._not_started.host}"
             raise UsageError(f"the command cannot be executed: {self._not_started.reason}, says {where}")
@@ -197,19 +199,19 @@ class Supervisor:
         code = self._launcher.code
         said = "\n".join(self._launcher.tail)
         if len(self._arrived) < self._size:
-            raise NotStartedError(self._missing(f"when {self._launcher.name} ended with exit code {code}"))
+            raise NotStartedError(self._missing(f"{self._launcher.name} ended with exit code {code}"))
         what = f"ringrun: {self._launcher.name} ended with exit code {code} before the ranks did; it wrote:"
         self._output.message([what, said])
         return code if code and code > 0 else 1
 
-    def _missing(self, when: str) -> str:
+    def _missing(self, what: str) -> str:
         """Return which ranks had not come to life, and on which hosts; none had begun the command."""
         absent = sorted(set(range(self._size)) - self._arrived)
         hosts = ", ".join(dict.fromkeys(map(self._job.host_of, absent)))
         said = "\n".join(self._launcher_said) or "(nothing)"
         return (
-            f"{when} {len(self._arrived)} of {self._size} ranks had started; not there: "
-            f"{'rank' if len(absent) == 1 else 'ranks'} {format_spans(absent)} on {hosts}. "
+            f"{what} when {len(self._arrived)} of {self._size} ranks had started; missing: "
+            f"{'rank' if len(absent) == 1 else 'ranks'} {format_spans(absent)} on {hosts}; "
             f"{self._launcher.name} wrote:\n{said}"
         )
 
@@ -281,6 +283,8 @@ def run_job(detected: Detected, job: Job) -> int:
         try:
             return _try_job(detected, job, output)
         except NotStartedError as error:
+            if job.hosts:
+                raise
             # Open MPI 5's mpirun fails now and then when others start at the same moment ("The PMIx server's listener
             # thread failed to start"); nothing has run yet, so a second try does no harm
             if job.verbose:
@@ -298,9 +302,10 @@ def _try_job(detected: Detected, job: Job, output: Output) -> int:
             detected.engine.name, directory, bind=job.bind, mask_gpus=job.mask_gpus, verbose=job.verbose
         )
         environment = job_environment(detected, job, os.environ, settings, listener.address, listener.authkey)
-        abroad = variables_abroad(job, environment)
+        home, abroad = variables_at_home(job, os.environ), variables_abroad(job, environment)
+        if job.ssh:
+            write_config(directory, job.ssh, aliases(job))
         if beyond := across(job, environment, directory):
-            write_files(detected, job, beyond)
             environment |= detected.engine.across_environment(beyond)
         argv = job_command(detected, job, beyond, as_root=os.geteuid() == 0)
         _pass_signals_to(events)
@@ -310,7 +315,7 @@ def _try_job(detected: Detected, job: Job, output: Output) -> int:
             raise MachineError(f"{argv[0]} cannot be executed: {error.strerror}") from error
         channel.start()
         launcher.start(output if job.verbose else None)
-        return Supervisor(job, launcher, channel, output, events, abroad).run()
+        return Supervisor(job, launcher, channel, output, events, home, abroad).run()
 
 
 def _pass_signals_to(events: Events) -> None:

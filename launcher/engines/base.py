@@ -32,16 +32,13 @@ class Across:
     """What a launcher needs to know to start ranks on several hosts."""
 
     ranks: Sequence[tuple[Host, int]]
-    """The hosts, in the order of their ranks, and how many ranks each gets."""
+    """The hosts, by names without a colon, in the order of their ranks, and how many ranks each gets."""
 
     ssh: Sequence[str]
     """The argv before a host's name and a command; empty where a batch system starts them."""
 
     variables: Sequence[str]
     """The names of the variables that agents need before they reach ringrun; their values stand on no command line."""
-
-    directory: str
-    """ringrun's private one, for files that the launcher is to read."""
 
     interfaces: Sequence[str] = ()
     """The network interfaces to use; none: the launcher and the MPI choose."""
@@ -79,10 +76,6 @@ class Engine(ABC):
 
     def across_environment(self, across: Across) -> dict[str, str]:
         """Return more variables for the launcher, and through it for the ranks, of a job on several hosts."""
-        return {}
-
-    def across_files(self, across: Across) -> dict[str, str]:
-        """Return the texts of files that the launcher reads, by their paths."""
         return {}
 
     def scratch(self, directory: str) -> dict[str, str]:

@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,14 +57,14 @@ def detect(python: str) -> Detected:
     return Detected(engine, library, find_launcher(engine, library))
 
 
-def started_by(wanted: str, detected: Detected) -> Detected:
+def started_by(wanted: str, detected: Detected, counts: Collection[int]) -> Detected:
     """Return what starts `detected`'s ranks in a Slurm job on several hosts: `wanted` is auto, mpirun or srun.
 
-    auto is srun for MPICH, whose PMI-2 every Slurm knows, so that no daemons are needed; and mpirun for Open MPI, which
-    speaks PMIx only: many a Slurm lists a plugin for it that does not load.
+    auto is srun for MPICH, whose PMI-2 every Slurm knows, so that no daemons are needed, if all hosts get as many ranks
+    (`counts`); and mpirun for Open MPI, which speaks PMIx only: many a Slurm lists a plugin for it that does not load.
     """
     needed = {"mpich": ("pmi2", "pmix"), "openmpi": ("pmix",)}[detected.engine.name]
-    if wanted == "mpirun" or (wanted == "auto" and needed == ("pmix",)):
+    if wanted == "mpirun" or (wanted == "auto" and (needed == ("pmix",) or len(set(counts)) > 1)):
         return detected
     path = shutil.which("srun")
     known = srun_plugins(path) if path else []

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from ..environment import Place
@@ -94,4 +93,4 @@ def _hosts(across: Across, is_five: bool) -> list[str]:
         parameters[interfaces] = ",".join(across.interfaces)
     flags = [word for name, value in parameters.items() for word in (kind, name, value)]
     flags += [word for name in across.variables for word in ("-x", name)]
-    return [*flags, "-H", ",".join(str(replace(host, slots=count)) for host, count in across.ranks)]
+    return [*flags, "-H", ",".join(f"{host.name}:{count}" for host, count in across.ranks)]

@@ -2,9 +2,9 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 from ..environment import Place
+from ..errors import UsageError
 from .base import Across, Engine, Launcher, Version
 
 
@@ -31,20 +31,22 @@ class Srun(Engine):
     def command(
         self, launcher: Launcher, size: int, program: Sequence[str], *, as_root: bool, across: Across | None = None
     ) -> list[str]:
-        """Return srun's argv: ringrun itself binds the ranks, and ends the others when one fails."""
-        flags = [f"--mpi={self._pmi}", "--cpu-bind=none", "--overcommit", "--kill-on-bad-exit=0", "--wait=0"]
+        """Return srun's argv: ringrun itself binds the ranks, and ends the others when one fails.
+
+        Raises UsageError for unequal numbers of ranks: with those srun does not tell the MPI which ranks share a host.
+        """
+        flags = [f"--mpi={self._pmi}", "--cpu-bind=quiet,none", "--overcommit", "--kill-on-bad-exit=0", "--wait=0"]
         if across:
-            flags += ["--distribution=arbitrary", f"--nodes={len(across.ranks)}"]
-            flags += [f"--export={','.join(across.variables)}"]
+            names, counts = zip(*((host.name, count) for host, count in across.ranks), strict=True)
+            if len(set(counts)) > 1:
+                told = ", ".join(f"{name}:{count}" for name, count in zip(names, counts, strict=True))
+                raise UsageError(
+                    f"--launcher srun: srun starts as many ranks on one host as on another, not {told}; "
+                    "leave --launcher out, or give all hosts as many slots"
+                )
+            flags += [f"--nodelist={','.join(names)}", f"--nodes={len(names)}", f"--ntasks-per-node={counts[0]}"]
+            flags += ["--export=ALL"]
         return [launcher.path, *flags, f"--ntasks={size}", *program]
-
-    def across_environment(self, across: Across) -> dict[str, str]:
-        """Return where srun finds the host of each rank."""
-        return {"SLURM_HOSTFILE": _hosts_path(across)}
-
-    def across_files(self, across: Across) -> dict[str, str]:
-        """Return a line for each rank: its host."""
-        return {_hosts_path(across): "".join(f"{host.name}\n" * count for host, count in across.ranks)}
 
     def environment(self, launcher_path: str) -> dict[str, str]:
         """Return nothing."""
@@ -58,10 +60,6 @@ class Srun(Engine):
             local_rank=int(environ["SLURM_LOCALID"]),
             local_size=_tasks_of_node(environ["SLURM_STEP_TASKS_PER_NODE"], int(environ["SLURM_NODEID"])),
         )
-
-
-def _hosts_path(across: Across) -> str:
-    return str(Path(across.directory) / "slurm_hosts")
 
 
 def _tasks_of_node(text: str, node: int) -> int:

@@ -1,5 +1,6 @@
 """The command line: what is accepted, and one clear line for what is not."""
 
+import argparse
 import contextlib
 import math
 import os
@@ -34,8 +35,8 @@ def test_flags_before_the_command_are_ours() -> None:
 
 def test_without_a_number_of_ranks_it_is_found_out() -> None:
     found = automatic_size(read_topology(os.environ))
-    assert cli.parse(["true"]).np == found
-    assert cli.parse(["-np", "auto", "true"]).np == found
+    assert cli._placement(cli.parse(["true"])) == (found, ())
+    assert cli._placement(cli.parse(["-np", "auto", "true"])) == (found, ())
     assert cli.parse(["true", "-np", "4"]).command == ["true", "-np", "4"]
 
 
@@ -89,15 +90,19 @@ def test_parse_errors_are_usage_errors() -> None:
         cli.parse(["-np", "0", "true"])
 
 
+def shown(options: argparse.Namespace) -> frozenset[int] | None:
+    return cli._shown_ranks(options.ranks, options.quiet_ranks, options.np, "")
+
+
 def test_flags_of_the_display() -> None:
     plain = cli.parse(["-np", "4", "true"])
-    assert (plain.shown, plain.output_filename, plain.timeout) == (None, None, None)
+    assert (shown(plain), plain.output_filename, plain.timeout) == (None, None, None)
     assert (plain.fold, plain.timestamps) == (False, False)
     flags = ["--ranks", "0,2-3", "--fold", "--timestamps", "--output-filename", "DIR", "--timeout", "1.5"]
     options = cli.parse(["-np", "4", *flags, "true"])
-    assert options.shown == {0, 2, 3}
+    assert shown(options) == {0, 2, 3}
     assert (options.fold, options.timestamps, options.output_filename, options.timeout) == (True, True, "DIR", 1.5)
-    assert cli.parse(["-np", "4", "--quiet-ranks", "true"]).shown == {0}
+    assert shown(cli.parse(["-np", "4", "--quiet-ranks", "true"])) == {0}
 
 
 @given(st.text())
@@ -156,13 +161,13 @@ def test_flags_of_the_display_in_a_file(tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
     path.write_text("ranks: 0,2-3\nfold: true\nprefix_output_with_timestamp: true\noutput_filename: DIR\ntimeout: 5\n")
     options = cli.parse(["-np", "4", "--config-file", str(path), "--timeout", "7", "true"])
-    assert (options.shown, options.fold, options.timestamps) == ({0, 2, 3}, True, True)
+    assert (shown(options), options.fold, options.timestamps) == ({0, 2, 3}, True, True)
     assert (options.output_filename, options.timeout) == ("DIR", 7)
     path.write_text("ranks: 4\n")
     with pytest.raises(
         UsageError, match=rf"^{path}:1: --ranks: there is no rank 4; with -np 4 there are ranks 0 to 3$"
     ):
-        cli.parse(["-np", "4", "--config-file", str(path), "true"])
+        cli.run(["-np", "4", "--config-file", str(path), "--dry-run", "true"])
     path.write_text("np: 4\ntimeout: -5\n")
     with pytest.raises(UsageError, match=rf"^{path}:2: --timeout -5: expected is a number of seconds above 0$"):
         cli.parse(["--config-file", str(path), "true"])

@@ -4,14 +4,16 @@ import os
 import stat
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from ringrun.engines import ENGINES, MPICH, Launcher, Library, OpenMPI
-from ringrun.engines.detect import engine_of, find_launcher, probe_library
+from ringrun.engines import ENGINES, MPICH, Across, Launcher, Library, OpenMPI, Srun
+from ringrun.engines.detect import Detected, engine_of, find_launcher, probe_library, started_by
 from ringrun.environment import Place
-from ringrun.errors import MachineError
+from ringrun.errors import MachineError, UsageError
+from ringrun.hosts import Host
 
 OPEN_MPI_TEXT = "Open MPI v5.0.11, package: Open MPI user@localhost Distribution, ident: 5.0.11"
 MPICH_TEXT = "MPICH Version:      5.0.2"
@@ -80,6 +82,13 @@ RANK_VARIABLES = {
         "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
     },
     "mpich": {"PMI_RANK": "5", "PMI_SIZE": "8", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"},
+    "srun": {
+        "SLURM_PROCID": "5",
+        "SLURM_NTASKS": "8",
+        "SLURM_LOCALID": "1",
+        "SLURM_NODEID": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "2(x2),4",
+    },
 }
 
 
@@ -93,6 +102,103 @@ def test_without_a_variable_there_is_no_place(name: str) -> None:
     for missing in RANK_VARIABLES[name]:
         with pytest.raises(KeyError, match=missing):
             ENGINES[name].place({key: value for key, value in RANK_VARIABLES[name].items() if key != missing})
+
+
+ACROSS = Across(
+    ranks=((Host("h1", 4), 3), (Host("h2"), 2)),
+    ssh=("ssh", "-F", "/p/ssh_config"),
+    variables=("RINGRUN_ADDRESS", "PYTHONPATH"),
+)
+
+
+def test_open_mpi_across_hosts() -> None:
+    argv = OpenMPI().command(Launcher("/v/bin/mpirun", (5, 0, 11)), 5, ["agent"], as_root=False, across=ACROSS)
+    assert argv == [
+        *["/v/bin/mpirun", "--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none"],
+        *["--prtemca", "plm_ssh_no_tree_spawn", "1"],
+        *["--prtemca", "oob_tcp_keepalive_time", "2", "--prtemca", "oob_tcp_keepalive_intvl", "1"],
+        *["--prtemca", "oob_tcp_keepalive_probes", "6"],
+        *["--prtemca", "plm", "ssh", "--prtemca", "plm_ssh_agent", "ssh -F /p/ssh_config"],
+        *["-x", "RINGRUN_ADDRESS", "-x", "PYTHONPATH", "-H", "h1:3,h2:2", "-np", "5", "agent"],
+    ]
+    assert OpenMPI().across_environment(ACROSS) == {}
+
+
+def test_open_mpi_4_has_other_names_for_it() -> None:
+    beyond = replace(ACROSS, interfaces=("eth0",))
+    argv = OpenMPI().command(Launcher("/v/bin/mpirun", (4, 1, 4)), 5, ["agent"], as_root=True, across=beyond)
+    assert argv[1:6] == ["--allow-run-as-root", "--oversubscribe", "--map-by", "slot", "--bind-to"]
+    settings = {argv[at + 1]: argv[at + 2] for at, word in enumerate(argv) if word == "--mca"}
+    assert settings["plm_rsh_agent"] == "ssh -F /p/ssh_config"
+    assert (settings["plm"], settings["oob_tcp_if_include"]) == ("rsh", "eth0")
+    assert OpenMPI().across_environment(beyond) == {"OMPI_MCA_btl_tcp_if_include": "eth0"}
+
+
+def test_mpich_across_hosts() -> None:
+    launcher = Launcher("/v/bin/mpiexec.hydra", (5, 0, 2))
+    argv = MPICH().command(launcher, 5, ["agent"], as_root=True, across=replace(ACROSS, interfaces=("ib0", "eth0")))
+    assert argv == [
+        *["/v/bin/mpiexec.hydra", "-launcher", "ssh", "-launcher-exec", "ssh", "-iface", "ib0"],
+        *["-genvlist", "RINGRUN_ADDRESS,PYTHONPATH", "-hosts", "h1:3,h2:2", "-n", "5", "agent"],
+    ]
+    assert MPICH().across_environment(ACROSS) == {"HYDRA_LAUNCHER_EXTRA_ARGS": "-F /p/ssh_config"}
+
+
+def test_in_a_slurm_job_no_ssh_is_named() -> None:
+    beyond = replace(ACROSS, ssh=())
+    argv = OpenMPI().command(Launcher("/v/bin/mpirun", (5, 0, 11)), 5, ["agent"], as_root=False, across=beyond)
+    assert not [word for word in argv if "plm" in word and "tree" not in word]
+    argv = MPICH().command(Launcher("/v/bin/mpiexec", (5, 0, 2)), 5, ["agent"], as_root=False, across=beyond)
+    assert argv[1:3] == ["-launcher", "slurm"]
+    assert MPICH().across_environment(beyond) == {}
+
+
+def test_srun_starts_as_many_on_every_host() -> None:
+    launcher = Launcher("/usr/bin/srun", (22, 5, 8))
+    even = replace(ACROSS, ssh=(), ranks=((Host("h1"), 2), (Host("h2"), 2)))
+    argv = Srun("pmix").command(launcher, 4, ["agent"], as_root=False, across=even)
+    assert {"--mpi=pmix", "--nodelist=h1,h2", "--nodes=2", "--ntasks-per-node=2", "--ntasks=4"} <= set(argv)
+    with pytest.raises(UsageError, match="as many ranks on one host as on another, not h1:3, h2:2; leave"):
+        Srun().command(launcher, 5, ["agent"], as_root=False, across=ACROSS)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "engine", "plugins", "starts"),
+    [
+        ("auto", "mpich", "none pmi2 pmix", "pmi2"),
+        ("auto", "mpich", "none", None),
+        ("auto", "openmpi", "none pmix", None),
+        ("srun", "openmpi", "none pmix", "pmix"),
+        ("mpirun", "mpich", "pmi2", None),
+    ],
+)
+def test_who_starts_the_ranks_of_a_slurm_job(
+    wanted: str, engine: str, plugins: str, starts: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    srun = tmp_path / "srun"
+    listing = "\n".join(f"echo '\t{plugin}'" for plugin in plugins.split())
+    srun.write_text(
+        f"#!/bin/sh\n[ $1 = --version ] && echo slurm-wlm 22.05.8 && exit\necho MPI plugin types are...\n{listing}\n"
+    )
+    srun.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    detected = Detected(ENGINES[engine], library("x", tmp_path), Launcher("/v/bin/mpirun", (5,)))
+    found = started_by(wanted, detected, [2, 2])
+    assert wanted == "srun" or started_by(wanted, detected, [2, 1]) is detected
+    if starts is None:
+        assert found is detected
+    else:
+        assert found.launcher == Launcher(str(srun), (22, 5, 8))
+        assert f"--mpi={starts}" in found.engine.command(found.launcher, 2, ["x"], as_root=False)
+
+
+def test_an_srun_that_cannot_start_them_is_an_error_with_its_cure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    detected = Detected(OpenMPI(), library("x", tmp_path), Launcher("/v/bin/mpirun", (5,)))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(MachineError, match="--launcher srun: Open MPI needs pmix, and srun is not on PATH; leave"):
+        started_by("srun", detected, [1, 1])
 
 
 def library(text: str, prefix: Path) -> Library:

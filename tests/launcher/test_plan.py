@@ -13,19 +13,37 @@ from ringrun.engines import ENGINES, Launcher, Library
 from ringrun.engines.detect import Detected
 from ringrun.environment import HOOK_DIRECTORY, Place, Settings, rank_environment
 from ringrun.errors import UsageError
+from ringrun.hosts import Host
+from ringrun.link import Address
 from ringrun.plan import (
     Job,
+    across,
     agent_arguments,
+    aliases,
     engine_variables,
     find_command,
-    free_port,
     interpreter_of,
     job_command,
     job_environment,
     printable,
+    variables_abroad,
+    variables_at_home,
 )
+from ringrun.ssh import SshOptions
+from ringrun.wire import Setup
 
-SETTINGS = Settings("mpich", "127.0.0.1", 2345, "/tmp/private", gives_stdin=True)
+SETTINGS = Settings("mpich", "/tmp/private")
+SETUP = Setup("127.0.0.1", 2345, "/home/me", {}, gives_stdin=False)
+ADDRESS = Address("here", "/tmp/private/socket")
+ONE_HOST = Job(2, ["/bin/true"])
+ABROAD = replace(
+    ONE_HOST,
+    size=5,
+    hosts=((Host("h1", 4), 3), (Host("fe80::1", 2), 2)),
+    ssh=SshOptions(port=2222),
+    interfaces=("ib0", "eth0"),
+    asked={"WANDB_API_KEY": "sent"},
+)
 OPEN_MPI = Detected(
     ENGINES["openmpi"], Library("Open MPI v5", "/v/bin/python", "/v"), Launcher("/v/bin/mpirun", (5, 0, 11))
 )
@@ -75,7 +93,7 @@ def test_of_other_commands_ours_is_asked(name: str) -> None:
 
 
 def test_the_job_is_agents_with_the_command_as_it_stands() -> None:
-    argv = job_command(OPEN_MPI, Job(4, ["/bin/echo", "$HOME", "a;b"]), as_root=False)
+    argv = job_command(OPEN_MPI, Job(4, ["/bin/echo", "$HOME", "a;b"]), None, as_root=False)
     assert argv[0] == "/v/bin/mpirun"
     assert argv[argv.index("-np") + 1] == "4"
     agent = agent_arguments(sys.version_info[:2])
@@ -92,15 +110,15 @@ def test_an_agent_of_every_version_imports_nothing_from_the_current_folder(versi
 def test_the_user_s_mca_settings_win() -> None:
     ours = {"OMPI_MCA_mpi_yield_when_idle": "1", "OMPI_MCA_btl": "^ofi"}
     assert engine_variables(OPEN_MPI, {"OMPI_MCA_osc": "rdma"}) == ours
-    environment = job_environment(OPEN_MPI, {"OMPI_MCA_osc": "rdma", "A": "b"}, SETTINGS, "unix:/x", b"key")
+    environment = job_environment(OPEN_MPI, ONE_HOST, {"OMPI_MCA_osc": "rdma", "A": "b"}, SETTINGS, ADDRESS, b"key")
     assert environment["OMPI_MCA_osc"] == "rdma"
     assert environment["A"] == "b"
 
 
 def test_open_mpi_keeps_its_files_in_ringruns_folder() -> None:
     variable = "PRTE_MCA_prte_local_tmpdir_base"
-    assert job_environment(OPEN_MPI, {}, SETTINGS, "unix:/x", b"key")[variable] == SETTINGS.directory
-    assert job_environment(OPEN_MPI, {variable: "/mine"}, SETTINGS, "unix:/x", b"key")[variable] == "/mine"
+    assert job_environment(OPEN_MPI, ONE_HOST, {}, SETTINGS, ADDRESS, b"key")[variable] == SETTINGS.directory
+    assert job_environment(OPEN_MPI, ONE_HOST, {variable: "/mine"}, SETTINGS, ADDRESS, b"key")[variable] == "/mine"
 
 
 def test_what_is_printed_can_be_pasted_into_a_shell() -> None:
@@ -121,7 +139,7 @@ PLACE = Place(rank=5, size=8, local_rank=1, local_size=4)
 
 def test_the_variables_of_a_rank() -> None:
     inherited = {**SETTINGS.to_environment(), "RINGRUN_AUTHKEY": "secret", "HOME": "/root", "RANK": "99"}
-    assert rank_environment(PLACE, SETTINGS, inherited, threads=2) == {
+    assert rank_environment(PLACE, SETUP, "/tmp/private", inherited, threads=2) == {
         "HOME": "/root",
         "RANK": "5",
         "WORLD_SIZE": "8",
@@ -138,17 +156,51 @@ def test_the_variables_of_a_rank() -> None:
 
 def test_what_the_user_has_set_is_kept() -> None:
     kept = {"MASTER_ADDR": "h", "MASTER_PORT": "1", "OMP_NUM_THREADS": "7", "PYTHONUNBUFFERED": ""}
-    environment = rank_environment(PLACE, SETTINGS, {**kept, "PYTHONPATH": "/mine"}, threads=2)
+    environment = rank_environment(PLACE, SETUP, "/tmp/private", {**kept, "PYTHONPATH": "/mine"}, threads=2)
     assert {name: environment[name] for name in kept} == kept
     assert environment["PYTHONPATH"] == f"{HOOK_DIRECTORY}{os.pathsep}/mine"
 
 
 def test_a_rank_that_is_to_see_one_gpu_sees_it_by_our_number() -> None:
     inherited = {"CUDA_VISIBLE_DEVICES": "2,3", "CUDA_DEVICE_ORDER": "FASTEST_FIRST"}
-    masked = rank_environment(PLACE, SETTINGS, inherited, threads=1, only_gpu="3")
+    masked = rank_environment(PLACE, SETUP, "/tmp/private", inherited, threads=1, only_gpu="3")
     assert (masked["CUDA_VISIBLE_DEVICES"], masked["CUDA_DEVICE_ORDER"]) == ("3", "PCI_BUS_ID")
-    assert rank_environment(PLACE, SETTINGS, inherited, threads=1).items() >= inherited.items()
+    assert rank_environment(PLACE, SETUP, "/tmp/private", inherited, threads=1).items() >= inherited.items()
 
 
-def test_a_free_port_can_be_bound() -> None:
-    assert 1024 <= free_port("127.0.0.1") < 65536
+def test_what_ringrun_sends_counts_more_than_what_an_agent_has() -> None:
+    setup = replace(SETUP, variables={"LANG": "C.UTF-8", "PYTHONPATH": "/theirs", "RINGRUN_X": "private"})
+    environment = rank_environment(PLACE, setup, "/tmp/private", {"LANG": "C", "HOME": "/root"}, threads=2)
+    assert (environment["LANG"], environment["HOME"]) == ("C.UTF-8", "/root")
+    assert environment["PYTHONPATH"] == f"{HOOK_DIRECTORY}{os.pathsep}/theirs"
+    assert "RINGRUN_X" not in environment
+
+
+@pytest.mark.parametrize(("rank", "host"), [(0, "h1"), (2, "h1"), (3, "fe80::1"), (4, "fe80::1")])
+def test_hosts_are_filled_in_order(rank: int, host: str) -> None:
+    assert ABROAD.host_of(rank) == host
+
+
+def test_only_names_of_variables_stand_on_the_command_line() -> None:
+    beyond = across(ABROAD, {"PYTHONPATH": "/secret/path", "MY_TOKEN": "hush"}, "/tmp/private")
+    assert beyond is not None
+    argv = job_command(OPEN_MPI, ABROAD, beyond, as_root=False)
+    assert {"RINGRUN_AUTHKEY", "RINGRUN_ADDRESS", "PYTHONPATH"} <= set(argv)
+    assert not [word for word in argv if "secret" in word or "hush" in word or "TOKEN" in word or "sent" in word]
+    assert argv[argv.index("-H") + 1] == "h1:3,ringrun-host-0:2"
+    assert aliases(ABROAD) == {"ringrun-host-0": "fe80::1"}
+    assert argv[argv.index("plm_ssh_agent") + 1] == "ssh -F /tmp/private/ssh_config"
+    assert argv[argv.index("prte_if_include") + 1] == "ib0,eth0"
+    assert across(ONE_HOST, {}, "/tmp/private") is None
+
+
+def test_other_hosts_get_what_may_leave_this_one() -> None:
+    inherited = {"LANG": "C", "MY_TOKEN": "hush", "WANDB_API_KEY": "sent", "HOME": "/root", "RINGREDUCE_COSTS": "x=1"}
+    environment = job_environment(OPEN_MPI, ABROAD, inherited, SETTINGS, ADDRESS, b"key")
+    assert "MY_TOKEN" not in environment, "a batch system would send mpirun's environment along"
+    assert variables_at_home(ABROAD, inherited) == {"MY_TOKEN": "hush"}
+    assert variables_at_home(ONE_HOST, inherited) == {}
+    sent = variables_abroad(ABROAD, environment)
+    ours = {"OMPI_MCA_mpi_yield_when_idle": "1", "OMPI_MCA_btl": "^ofi", "OMPI_MCA_osc": "^ucx"}
+    assert sent == {"LANG": "C", "WANDB_API_KEY": "sent", "RINGREDUCE_COSTS": "x=1", **ours}
+    assert variables_abroad(ONE_HOST, environment) == {}

@@ -8,7 +8,10 @@ import pytest
 
 from ringrun import supervise
 from ringrun.channel import Arrived, RankEnded
+from ringrun.errors import MachineError
+from ringrun.hosts import Host
 from ringrun.outcome import RankEnd
+from ringrun.plan import Job
 from ringrun.supervise import Supervisor
 
 
@@ -17,7 +20,8 @@ class Fake:
 
     def __init__(self) -> None:
         self.said: list[str] = []
-        self.tail: list[str] = []
+        self.tail: list[str] = ["ssh: no route to h2"]
+        self.name = "mpirun"
         self.code = 0
         self.signals: list[int] = []
 
@@ -39,6 +43,9 @@ class Fake:
     def close(self) -> None:
         pass
 
+    def set_up(self, folder: str, home: dict[str, str], abroad: dict[str, str]) -> None:
+        self.set_up_with = home, abroad
+
 
 @pytest.mark.parametrize(("timeout_s", "code", "signals"), [(None, 0, []), (30.0, 0, []), (0.1, 124, [15])])
 def test_only_a_job_that_takes_longer_is_ended(
@@ -51,7 +58,32 @@ def test_only_a_job_that_takes_longer_is_ended(
     end = RankEnd(rank=0, host="here", pid=1, code=0, at_s=0.0)
     timer = threading.Timer(0.5, events.put, [RankEnded(end)])
     timer.start()
-    assert Supervisor(1, fake, fake, fake, events, timeout_s).run() == code
+    assert (
+        Supervisor(Job(1, ["x"], timeout_s=timeout_s), fake, fake, fake, events, {"H": "h"}, {"A": "b"}).run() == code
+    )
+    assert fake.set_up_with == ({"H": "h"}, {"A": "b"})
     assert fake.signals == signals
     assert len(fake.said) == (code == 124)
     timer.join()
+
+
+def test_ranks_that_do_not_come_are_named_with_their_hosts() -> None:
+    fake = Fake()
+    events: supervise.Events = queue.SimpleQueue()
+    for rank in (0, 2):
+        events.put(Arrived(rank))
+    hosts = ((Host("h1"), 1), (Host("h2"), 1), (Host("h3"), 2))
+    job = Job(4, ["x"], hosts=hosts, start_timeout_s=0.2)
+    timers = [
+        threading.Timer(0.5, events.put, [RankEnded(RankEnd(rank, "h", 1, -9, 0.0, sent=(9,)))]) for rank in (0, 2)
+    ]
+    for timer in timers:
+        timer.start()
+    with pytest.raises(MachineError) as caught:
+        Supervisor(job, fake, fake, fake, events, {}, {}).run()
+    assert str(caught.value) == (
+        "the 0.2 s of --start-timeout were over when 2 of 4 ranks had started; missing: ranks 1,3 on h2, h3; "
+        "mpirun wrote:\nssh: no route to h2"
+    )
+    assert fake.signals == [9]
+    assert not hasattr(fake, "set_up_with"), "no rank has begun its command"

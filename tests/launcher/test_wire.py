@@ -6,14 +6,16 @@ from ringrun.wire import (
     End,
     Ended,
     Hello,
+    Input,
+    InputWanted,
     Message,
     Note,
     NotStarted,
     Output,
     RankError,
+    Setup,
     Signal,
     Started,
-    connect,
     decode,
     encode,
     rank_error,
@@ -25,7 +27,11 @@ ERROR = RankError("ValueError", "boom é", "Traceback …", (1, 3))
 @pytest.mark.parametrize(
     "message",
     [
-        Hello(3, 8, "node7"),
+        Hello(3, 8, "node7", 2345),
+        Setup("10.0.0.1", 2345, "/home/me", {"A": "é=\udc80"}, gives_stdin=True),
+        InputWanted(),
+        Input(b"\x00j{"),
+        Input(b""),
         Note("ringrun: 2 ranks on node7"),
         Started(4711),
         NotStarted("Permission denied"),
@@ -51,8 +57,3 @@ def test_an_error_file_may_lack_fields() -> None:
     assert rank_error({"exception": "PeerLostError", "lost_ranks": [2]}) == RankError("PeerLostError", "", "", (2,))
     assert rank_error({}) is None
     assert rank_error(None) is None
-
-
-def test_an_address_has_a_scheme() -> None:
-    with pytest.raises(ValueError, match="'/tmp/x' does not begin with 'unix:'"):
-        connect("/tmp/x", b"")

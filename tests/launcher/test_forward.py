@@ -1,0 +1,71 @@
+"""Which variables leave this host."""
+
+import contextlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ringrun.errors import UsageError
+from ringrun.forward import forwarded, is_secret, parse_env, withheld
+
+SECRETS = [
+    "WANDB_API_KEY",
+    "HF_TOKEN",
+    "hf_token",
+    "DB_SECRET",
+    "AWS_ACCESS_KEY_ID",
+    "AWS_PROFILE",
+    "PGPASSWORD_PASSWORD",
+]
+LEAVES = ["PATH", "LANG", "PYTHONPATH", "RINGREDUCE_COSTS", "OMPI_MCA_btl", "KEYBOARD", "TOKENIZERS_PARALLELISM"]
+STAYS = [
+    "HOME",
+    "HOSTNAME",
+    "SSH_AUTH_SOCK",
+    "XDG_RUNTIME_DIR",
+    "TMPDIR",
+    "SLURM_PROCID",
+    "PMI_RANK",
+    "RINGRUN_AUTHKEY",
+]
+STAYS += ["OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PRTE_MCA_x"]
+
+
+@pytest.mark.parametrize("name", SECRETS)
+def test_secrets_stay_unless_they_are_asked_for(name: str) -> None:
+    assert is_secret(name)
+    here = {name: "hush", "LANG": "C"}
+    assert forwarded(here, {}, in_batch_system=False) == {"LANG": "C"}
+    assert withheld(here, {}) == [name]
+    assert forwarded(here, {name: "hush"}, in_batch_system=False) == here
+    assert withheld(here, {name: "hush"}) == []
+
+
+@pytest.mark.parametrize("name", LEAVES)
+def test_what_a_script_may_read_leaves(name: str) -> None:
+    assert forwarded({name: "x"}, {}, in_batch_system=True) == {name: "x"}
+
+
+@pytest.mark.parametrize("name", STAYS)
+def test_what_describes_this_host_or_process_stays(name: str) -> None:
+    assert forwarded({name: "x"}, {}, in_batch_system=False) == {}
+
+
+@pytest.mark.parametrize("in_slurm", [False, True])
+def test_gpus_are_chosen_by_the_user_or_by_the_batch_system(in_slurm: bool) -> None:
+    here = {"CUDA_VISIBLE_DEVICES": "0,1"}
+    assert forwarded(here, {}, in_batch_system=in_slurm) == ({} if in_slurm else here)
+
+
+def test_env_takes_names_and_values() -> None:
+    assert parse_env(["A", "B=c=d", "E="], {"A": "1", "B": "2"}) == {"A": "1", "B": "c=d", "E": ""}
+    with pytest.raises(UsageError, match="--env C: there is no such variable here; set it, or give --env C=VALUE"):
+        parse_env(["C"], {})
+
+
+@given(st.text())
+def test_any_text_is_variables_or_one_usage_error(text: str) -> None:
+    with contextlib.suppress(UsageError):
+        for name in parse_env([text], {"A": "b"}):
+            assert name.isidentifier()

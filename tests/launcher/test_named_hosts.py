@@ -1,0 +1,82 @@
+"""Hosts that are named, of which only this one gets ranks."""
+
+import socket
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ringrun import cli
+from ringrun.hosts import Host, is_here
+
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.mark.parametrize("name", ["localhost", "127.0.0.1", "::1", "gpu7", "gpu7.lab", "gpu7.other.lab"])
+def test_names_of_this_host(name: str) -> None:
+    assert is_here(Host(name, 4), "gpu7.lab")
+
+
+@pytest.mark.parametrize("name", ["gpu8", "gpu70", "gpu", "10.0.0.7", "fe80::1"])
+def test_names_of_others(name: str) -> None:
+    assert not is_here(Host(name, 4), "gpu7.lab")
+
+
+def _placed(*arguments: str) -> tuple[int, list[tuple[str, int]]]:
+    size, hosts = cli._placement(cli.parse([*arguments, "true"]))
+    return size, [(host.name, count) for host, count in hosts]
+
+
+def test_slots_say_how_many_ranks_there_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _placed("-H", "localhost:3") == (3, [])
+    assert _placed("-np", "2", "-H", "localhost:3") == (2, [])
+    (tmp_path / "hosts").write_text(f"# ours\n\n{socket.gethostname()} slots=5\n")
+    assert _placed("--hostfile", str(tmp_path / "hosts")) == (5, [])
+    assert _placed("-np", "4", "-H", "localhost:3,elsewhere.example:2") == (
+        4,
+        [("localhost", 3), ("elsewhere.example", 1)],
+    )
+    assert _placed("-np", "3", "-H", "localhost:3,elsewhere.example:2") == (3, []), "the other gets none"
+    monkeypatch.setenv("SLURM_JOB_NODELIST", socket.gethostname())
+    monkeypatch.setenv("SLURM_TASKS_PER_NODE", "7")
+    assert _placed() == (7, [])
+    assert _placed("-H", "localhost:2") == (2, [])
+
+
+def test_a_slurm_job_starts_its_own_nodes_and_ssh_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-3]")
+    monkeypatch.setenv("SLURM_TASKS_PER_NODE", "2(x3)")
+    assert _placed() == (6, [("n1", 2), ("n2", 2), ("n3", 2)])
+    for arguments, in_slurm in (([], True), (["-H", "n2:1,n3:1"], True), (["-H", "n2:1,m1:1"], False)):
+        assert cli.parse([*arguments, "true"]).found.in_slurm is in_slurm
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["-np", "4", "-H", "localhost:3"], "-np 4: the hosts have 3 slots (localhost:3)"),
+        (["-H", "localhost", "--hostfile", "f"], "-H and --hostfile exclude each other"),
+        (["--hostfile", "no-such-file"], "no-such-file"),
+        (["-H", "localhost:none"], "localhost:none"),
+        (["-p", "ssh"], "--ssh-port ssh: expected is a port, a whole number from 1 to 65535"),
+        (["-p", "65536"], "--ssh-port 65536: expected is a port"),
+        (["-i", "no-such-key"], "--ssh-identity-file no-such-key: no such file"),
+        (["--network-interfaces", "lo,eth77"], "there is no interface 'eth77' here; there are lo"),
+        (["--start-timeout", "0"], "--start-timeout 0: expected is a number of seconds above 0"),
+        (["--env", "RINGRUN_AUTHKEY"], "--env RINGRUN_AUTHKEY: variables that begin with RINGRUN_ are ringrun's own"),
+        (["--env", "A B"], "--env 'A B': expected is NAME or NAME=VALUE"),
+        (["--env", "NOT_SET_ANYWHERE"], "--env NOT_SET_ANYWHERE: there is no such variable here"),
+        (["--launcher", "ssh"], "--launcher ssh: expected is auto, mpirun or srun"),
+    ],
+)
+def test_what_cannot_be_is_one_line_and_exit_code_2(ringrun: Run, arguments: list[str], message: str) -> None:
+    done = ringrun(*arguments, "true")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert message in done.stderr
+
+
+def test_ranks_start_in_the_slots(ringrun: Run) -> None:
+    done = ringrun("-H", "localhost:3", "sh", "-c", "echo $RANK of $WORLD_SIZE")
+    assert done.returncode == 0
+    assert sorted(done.stdout.splitlines()) == [f"[{rank}] {rank} of 3" for rank in range(3)]

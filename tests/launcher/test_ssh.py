@@ -1,0 +1,50 @@
+"""What ssh is told, tried with the real ssh, which prints what it has understood (`ssh -G`)."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from ringrun.errors import UsageError
+from ringrun.ssh import SshOptions, check_identity_file, parse_port, write_config
+
+
+def understood(argv: list[str], host: str) -> dict[str, str]:
+    """What ssh would do for `host`."""
+    done = subprocess.run([*argv, "-G", host], capture_output=True, text=True, check=True)
+    return dict(line.split(" ", 1) for line in reversed(done.stdout.splitlines()))
+
+
+def test_ssh_understands_what_a_job_needs(tmp_path: Path) -> None:
+    key = tmp_path / "my key 100%"
+    key.touch()
+    options = SshOptions(2222, check_identity_file(str(key), "-i"), connect_timeout_s=7.4)
+    told = understood(write_config(str(tmp_path), options, {"ringrun-host-0": "fd77::2"}), "h1")
+    assert (told["port"], told["batchmode"], told["connecttimeout"]) == ("2222", "yes", "7")
+    assert told["identityfile"].replace("%%", "%") == str(key)
+    assert (told["hostname"], told["stricthostkeychecking"]) == ("h1", "ask"), "as ssh does by default"
+    told = understood(["ssh", "-F", str(tmp_path / "ssh_config")], "ringrun-host-0")
+    assert (told["hostname"], told["hostkeyalias"], told["port"]) == ("fd77::2", "fd77::2", "2222")
+
+
+def test_what_is_not_said_is_left_to_the_user_s_own_configuration(tmp_path: Path) -> None:
+    told = understood(write_config(str(tmp_path), SshOptions()), "h1")
+    default = understood(["ssh", "-F", "none"], "h1")
+    assert (told["port"], told["connecttimeout"]) == ("22", "30")
+    assert told["identityfile"] == default["identityfile"]
+    assert "Include ~/.ssh/config" in (tmp_path / "ssh_config").read_text().splitlines()
+
+
+def test_ports() -> None:
+    assert parse_port("22", "-p") == 22
+    for text in ("", "0", "65536", "-1", "2²", "22 ", "9" * 5000):
+        with pytest.raises(UsageError, match="expected is a port"):
+            parse_port(text, "-p")
+
+
+def test_keys(tmp_path: Path) -> None:
+    quoted = tmp_path / 'a"b'
+    quoted.touch()
+    for path, message in ((quoted, "a quote"), (tmp_path, "no such file"), (tmp_path / "none", "no such file")):
+        with pytest.raises(UsageError, match=message):
+            check_identity_file(str(path), "-i")
