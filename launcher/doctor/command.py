@@ -18,27 +18,22 @@ import argparse
 import json
 import math
 import os
-import socket
 import sys
-import tempfile
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 from ..errors import MachineError, UsageError
 from ..hosts import Host, expand_nodelist, find_allocation, parse_host_list, read_hostfile, read_text
-from ..network import own_addresses, parse_interfaces
-from ..preflight import Preflight, check
-from ..reach import reach_over_slurm, reach_over_ssh
+from ..network import parse_interfaces
+from ..preflight import Preflight, check_job
 from ..ssh import SshOptions, check_identity_file, parse_port
 from .links import Links, findings, read_links, to_json
 from .matrix import matrix
 from .start import measure
 
 _USAGE = "ringrun doctor [-H LIST | --hostfile FILE] [options]"
-_BACKLOG = 1024
 
 
 class _Parser(argparse.ArgumentParser):
@@ -122,7 +117,10 @@ def run(arguments: Sequence[str]) -> int:
     request = parse(arguments)
     if request.json_file is not None:
         _write(request.json_file, "")  # a wrong path is told before minutes have passed
-    preflight = _preflight(request)
+    print(f"ringrun: asking {_counted(len(request.hosts), 'host')} …", file=sys.stderr, flush=True)
+    preflight = check_job(
+        request.hosts, sys.executable, ssh=request.ssh, in_slurm=request.in_slurm, interfaces=request.interfaces
+    )
     print(preflight.table(), flush=True)
     _print_findings("Errors", preflight.error_lines())
     _print_findings("Warnings", preflight.warning_lines())
@@ -140,30 +138,6 @@ def run(arguments: Sequence[str]) -> int:
     if request.json_file is not None:
         _write(request.json_file, _json(preflight, links, failure))
     return MachineError.exit_code if errors else 0
-
-
-def _preflight(request: Request) -> Preflight:
-    """Ask all hosts, this one as well, also whether they can connect to it."""
-    names = [host.name for host in request.hosts]
-    with ExitStack() as stack:
-        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="ringrun-doctor-"))
-        timeout_s = request.ssh.connect_timeout_s
-        reach = reach_over_slurm(timeout_s) if request.in_slurm else reach_over_ssh(directory, request.ssh)
-        others = [name for name in names if not reach.is_here(name)]
-        addresses: list[tuple[str, int]] = []
-        if others:
-            listener = stack.enter_context(_listener())
-            port = listener.getsockname()[1]
-            addresses = [(address, port) for address in own_addresses(others, request.interfaces)]
-        print(f"ringrun: asking {_counted(len(names), 'host')} …", file=sys.stderr, flush=True)
-        return check(request.hosts, reach, sys.executable, addresses=addresses, timeout_s=timeout_s)
-
-
-def _listener() -> socket.socket:
-    """Return a socket that takes connections on any address and port; nobody needs to answer them."""
-    if socket.has_dualstack_ipv6():
-        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=_BACKLOG)
-    return socket.create_server(("", 0), backlog=_BACKLOG)
 
 
 def _links(request: Request, sound: Sequence[str]) -> tuple[Links | None, str]:

@@ -16,6 +16,8 @@ from .links import Link, Links
 WIDTH = 100
 _CELL = 8
 _LONGEST_NAME = 24
+_LEAST_GBIT_S = 0.001
+_MOST_US = 999_999
 
 _Figure = Callable[[Link], str]
 
@@ -24,10 +26,10 @@ def matrix(links: Links) -> str:
     """Return both figures of all links, what is slow or late marked with `*`."""
 
     def gbit_s(link: Link) -> str:
-        return f"{link.gbit_s:.3g}{'*' if links.is_slow(link) else ' '}" if link.is_measured else "- "
+        return f"{_gbit_s(link.gbit_s)}{'*' if links.is_slow(link) else ' '}" if link.is_measured else "- "
 
     def latency_us(link: Link) -> str:
-        return f"{link.latency_us:.0f}{'*' if links.is_late(link) else ' '}" if link.is_measured else "- "
+        return f"{_latency_us(link.latency_us)}{'*' if links.is_late(link) else ' '}" if link.is_measured else "- "
 
     if _name_width(links.hosts) + _CELL * len(links.hosts) > WIDTH:
         return "\n".join(_summary(links))
@@ -62,7 +64,15 @@ def _summary(links: Links) -> Iterator[str]:
         rate = statistics.median(link.gbit_s for link in own)
         late = statistics.median(link.latency_us for link in own)
         mark = "*" if links.is_slow(slowest) else ""
-        yield f"{name}  {rate:>13.3g}  {late:>9.0f}  {slowest.gbit_s:.3g}{mark} to {_cut(peer, _LONGEST_NAME)}"
+        yield f"{name}  {_gbit_s(rate):>13}  {_latency_us(late):>9}  {_gbit_s(slowest.gbit_s)}{mark} to {_cut(peer, _LONGEST_NAME)}"
+
+
+def _gbit_s(value: float) -> str:
+    return f"{value:.3g}" if value >= _LEAST_GBIT_S else f"<{_LEAST_GBIT_S:g}"
+
+
+def _latency_us(value: float) -> str:
+    return f"{value:.0f}" if value < _MOST_US else ">1 s"
 
 
 def _cut(name: str, length: int) -> str:

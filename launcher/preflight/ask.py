@@ -12,8 +12,11 @@ from typing import Any
 from ..reach import Answer, Problem, Reach
 from . import probe
 
-# what decides what a Python there finds; the job's whole environment is sent to its ranks only
-_FORWARDED = ("PYTHONPATH", "LD_LIBRARY_PATH", "OPAL_PREFIX", "MPI4PY_LIBMPI", "MPI4PY_MPIABI")
+# what decides what a Python there finds, and which GPUs; the job's whole environment is sent to its ranks only
+_FORWARDED = (
+    *("PYTHONPATH", "LD_LIBRARY_PATH", "OPAL_PREFIX", "MPI4PY_LIBMPI", "MPI4PY_MPIABI"),
+    "CUDA_VISIBLE_DEVICES",
+)
 
 # -c puts the current folder onto the path: a file of the user's may be called like a module that the probe imports
 _BOOT = "import sys; sys.path[:] = [entry for entry in sys.path if entry]; exec(sys.argv[1])"

@@ -22,8 +22,9 @@ from .names import fold_names
 WIDTH = 100
 
 COLUMNS = ("Python", "ringreduce", "mpi4py", "NumPy", "MPI", "ranks", "clock", SHM)
-_LONGEST_CELL = 16
+_LONGEST_CELL = 18
 _LONGEST_HOST = 24
+_SHORTEST_HOST = 12
 _ALWAYS_ALIKE = ("clock", SHM)  # measured, never quite equal: of a group the worst is shown
 
 
@@ -34,6 +35,7 @@ def table(told: Mapping[str, Facts | Problem], here: str, findings: Sequence[Fin
         marks.setdefault(finding.host, set()).add(finding.column)
     rows, silent = _rows(told, here, marks)
     widths = [max(len(column), *(len(cells[at]) for _, cells in rows), 0) for at, column in enumerate(COLUMNS)]
+    widths = _narrowed(widths, WIDTH - _SHORTEST_HOST - 2 * len(widths))
     room = min(_LONGEST_HOST, WIDTH - sum(widths) - 2 * len(widths))
     host_width = max([len("host"), *(len(label) for label, _ in rows if len(label) <= room)])
     lines = [_line("host", COLUMNS, host_width, widths)] if rows else []
@@ -48,8 +50,23 @@ def table(told: Mapping[str, Facts | Problem], here: str, findings: Sequence[Fin
 
 
 def _line(label: str, cells: Sequence[str], host_width: int, widths: Sequence[int]) -> str:
-    padded = [f"{cell:<{width}}" for cell, width in zip(cells, widths, strict=True)]
+    padded = [f"{_cut(cell, width):<{width}}" for cell, width in zip(cells, widths, strict=True)]
     return "  ".join([f"{label:<{host_width}}", *padded]).rstrip()
+
+
+def _narrowed(widths: Sequence[int], room: int) -> list[int]:
+    """Return widths that add up to `room` at most; the widest columns give way, none below its title."""
+    narrowed = list(widths)
+    while sum(narrowed) > room:
+        spare = [width - len(column) for width, column in zip(narrowed, COLUMNS, strict=True)]
+        narrowed[spare.index(max(spare))] -= 1
+    return narrowed
+
+
+def _cut(cell: str, width: int) -> str:
+    """Return `cell` in at most `width` characters, with its mark."""
+    mark = "*" if cell.endswith("*") else ""
+    return cell if len(cell) <= width else f"{cell[: width - 1 - len(mark)]}…{mark}"
 
 
 def _rows(
@@ -82,9 +99,7 @@ def _shown(facts: Sequence[Facts], column: str, marked: bool) -> str:
         worst = max(facts, key=lambda each: abs(each.clock_skew_s))
     elif column == SHM:
         worst = min(facts, key=lambda each: each.shm_bytes or 0)
-    text = _cell(worst, column)
-    text = text if len(text) <= _LONGEST_CELL else text[: _LONGEST_CELL - 1] + "…"
-    return text + "*" * marked
+    return _cut(_cell(worst, column) + "*" * marked, _LONGEST_CELL)
 
 
 def _cell(facts: Facts, column: str) -> str:
