@@ -63,8 +63,8 @@ def _summary(links: Links) -> Iterator[str]:
         peer = links.hosts[slowest.one + slowest.other - at]
         rate = statistics.median(link.gbit_s for link in own)
         late = statistics.median(link.latency_us for link in own)
-        mark = "*" if links.is_slow(slowest) else ""
-        yield f"{name}  {_gbit_s(rate):>13}  {_latency_us(late):>9}  {_gbit_s(slowest.gbit_s)}{mark} to {_cut(peer, _LONGEST_NAME)}"
+        worst = f"{_gbit_s(slowest.gbit_s)}{'*' if links.is_slow(slowest) else ''} to {_cut(peer, _LONGEST_NAME)}"
+        yield f"{name}  {_gbit_s(rate):>13}  {_latency_us(late):>9}  {worst}"
 
 
 def _gbit_s(value: float) -> str:

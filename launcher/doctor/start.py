@@ -52,5 +52,11 @@ def measure(hosts: Sequence[str], flags: Sequence[str], start_timeout_s: float) 
             process.wait()
     if process.returncode == 0:
         return Measured(stdout.splitlines())
-    said = [line for line in stderr.splitlines() if line.strip()][-_SHOWN_LINES:]
-    return Measured(stdout.splitlines(), "\n".join(said) or f"exit code {process.returncode}")
+    return Measured(stdout.splitlines(), _why(stderr) or f"exit code {process.returncode}")
+
+
+def _why(stderr: str) -> str:
+    """Return the lines that ringrun's own error begins with; where there is none, the last ones."""
+    lines = [line for line in stderr.splitlines() if line.strip()]
+    begin = next((at for at, line in enumerate(lines) if line.startswith("ringrun: error:")), -_SHOWN_LINES)
+    return "\n".join(lines[begin:][:_SHOWN_LINES])
