@@ -23,11 +23,11 @@ from collections.abc import Iterator, Sequence
 from queue import SimpleQueue
 from typing import IO, NoReturn
 
-from .engines import ENGINES
+from .engines import DAEMONS, ENGINES
 from .environment import Place, Settings, error_file, rank_environment
-from .link import Address, Link, connect
+from .link import Address, HostSilentError, Link, connect
 from .placement import Share, describe, place
-from .processes import before_exec, bind_to, die_with_parent, signal_group
+from .processes import before_exec, bind_to, die_with_parent, end_daemon, signal_group
 from .topology import read_topology, usable_cpus
 from .wire import (
     ADDRESS_VARIABLE,
@@ -55,7 +55,9 @@ _LINGER_S = 0.5
 class Agent:
     """One rank's agent, from its connection to ringrun until ringrun ends it."""
 
-    def __init__(self, link: Link, place: Place, settings: Settings) -> None:
+    def __init__(self, link: Link, place: Place, settings: Settings, daemon: int) -> None:
+        """daemon: the process that started this agent's anchor."""
+        self._daemon = daemon
         self._link = link
         self._place = place
         self._settings = settings
@@ -63,6 +65,7 @@ class Agent:
         self._directory = settings.directory if link.is_local else tempfile.mkdtemp(prefix="ringrun-")
         self._input: SimpleQueue[bytes] = SimpleQueue()
         self._is_abandoned = False  # ringrun has ended without a word
+        self._is_cut_off = False  # … for the network is gone: the MPI's daemon here may wait for it for many minutes
         self._sent: list[int] = []
         self._ended_at_s = 0.0
 
@@ -191,14 +194,17 @@ class Agent:
     def _leave(self) -> NoReturn:
         if not self._link.is_local or self._is_abandoned:
             shutil.rmtree(self._directory, ignore_errors=True)
+        if self._is_cut_off:
+            end_daemon(self._daemon, DAEMONS)
         os._exit(0)
 
     def _receive(self) -> Message:
         """Return what ringrun says; End when it is gone."""
         try:
             return self._link.receive()
-        except (EOFError, OSError):
+        except (EOFError, OSError) as error:
             self._is_abandoned = True
+            self._is_cut_off = isinstance(error, HostSilentError)
             return End()
 
     def _send(self, message: Message) -> None:
@@ -258,6 +264,7 @@ def main() -> NoReturn:
         place = ENGINES[settings.engine].place(os.environ)
     except (KeyError, ValueError) as error:
         sys.exit(f"ringrun.agent is started by ringrun, not by hand: {error!r}")
+    daemon = os.getppid()
     _detach()
     try:
         link = connect(address, authkey)
@@ -267,7 +274,7 @@ def main() -> NoReturn:
             "name a network that all hosts share with --network-interfaces, and let its firewall pass TCP between them"
         )
     _leave_streams()
-    Agent(link, place, settings).run(sys.argv[1:])
+    Agent(link, place, settings, daemon).run(sys.argv[1:])
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ and fills no memory. All else goes, as events, to the one thread that decides (s
 import contextlib
 import os
 import threading
+import time
 from collections import deque
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -215,7 +216,7 @@ class _RankReader:
             host=self._hello.host,
             pid=self._pid,
             code=ended.code if ended else None,
-            at_s=at_s,
+            at_s=at_s if self._link.is_local or not ended else time.time(),  # the clocks of other hosts are not ours
             sent=ended.sent if ended else (),
             error=ended.error if ended else None,
             tail=tuple(self._tail),

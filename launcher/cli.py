@@ -74,7 +74,7 @@ import importlib
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -208,6 +208,7 @@ class Found:
 
 def _named_hosts(options: argparse.Namespace) -> Found | None:
     """Return the hosts that were named, if any were."""
+    _refuse_being_many(os.environ)
     if options.hosts is not None and options.hostfile is not None:
         raise UsageError("-H and --hostfile exclude each other; give one of them")
     if options.hosts is not None:
@@ -222,11 +223,21 @@ def _named_hosts(options: argparse.Namespace) -> Found | None:
     return Found(hosts, why, all(host.name in nodes for host in hosts))
 
 
+def _refuse_being_many(environ: Mapping[str, str]) -> None:
+    """Raise UsageError if srun has started ringrun once for every rank."""
+    tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")
+    if "SLURM_STEP_ID" in environ and tasks not in ("", "0", "1"):
+        raise UsageError(
+            f"srun has started ringrun {tasks} times (SLURM_STEP_NUM_TASKS={tasks}), and each would start all ranks; "
+            "start it once, in the batch script or in salloc, without srun before it"
+        )
+
+
 def _ssh_options(options: argparse.Namespace) -> SshOptions:
     port = None if options.ssh_port is None else parse_port(options.ssh_port, "--ssh-port")
     key = options.ssh_identity_file
     key = None if key is None else check_identity_file(key, "--ssh-identity-file")
-    return SshOptions(port, key, options.start_timeout)
+    return SshOptions(port, key, options.start_timeout / 2)  # so that ssh can say what it waits for
 
 
 def _placement(options: argparse.Namespace) -> tuple[int, Sequence[tuple[Host, int]]]:

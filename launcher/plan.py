@@ -23,6 +23,9 @@ from .wire import ADDRESS_VARIABLE, AUTHKEY_VARIABLE
 _BEFORE_PYTHON = ("PYTHONPATH", "LD_LIBRARY_PATH")
 """What an agent's Python may need to start at all."""
 
+_FOR_INNER_SRUN = {"SLURM_EXPORT_ENV": "ALL", "SLURM_OVERLAP": "1"}
+"""For the srun with which an mpirun starts its daemons: with these variables, and in an interactive step too."""
+
 _PYTHON = re.compile(r"python(\d+(\.\d+)*)?t?")
 
 
@@ -154,9 +157,7 @@ def job_environment(
     if not job.hosts:
         return {**detected.engine.scratch(settings.directory), **inherited, **ours}
     secrets = withheld(inherited, job.asked)
-    through_slurm = (
-        {} if job.ssh else {"SLURM_EXPORT_ENV": "ALL"}
-    )  # for the srun that an mpirun starts its daemons with
+    through_slurm = {} if job.ssh else _FOR_INNER_SRUN
     return {name: value for name, value in inherited.items() if name not in secrets} | ours | through_slurm
 
 

@@ -5,7 +5,9 @@ import ctypes
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable, Collection
+from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 
@@ -58,3 +60,15 @@ def signal_group(leader: int, number: int) -> None:
     """Send signal `number` to the process group that `leader` leads, if any of it is left."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(leader, number)
+
+
+def end_daemon(pid: int, names: Collection[str], patience_s: float = 2.0) -> None:
+    """End process `pid` if it is a program of one of these `names`: with SIGTERM, then with SIGKILL."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            if Path(f"/proc/{pid}/comm").read_text().strip() not in names:
+                return
+            os.kill(pid, number)
+        except OSError:
+            return  # it is gone, or was never ours
+        time.sleep(patience_s)

@@ -14,4 +14,7 @@ MPIS: tuple[Engine, ...] = (OpenMPI(), MPICH())
 ENGINES: dict[str, Engine] = {engine.name: engine for engine in (*MPIS, Srun())}
 """Every engine, by name."""
 
-__all__ = ["ENGINES", "MPICH", "MPIS", "Across", "Engine", "Launcher", "Library", "OpenMPI", "Srun"]
+DAEMONS = ("prted", "orted", "hydra_pmi_proxy")
+"""The programs that start ranks on other hosts, as /proc/PID/comm calls them."""
+
+__all__ = ["DAEMONS", "ENGINES", "MPICH", "MPIS", "Across", "Engine", "Launcher", "Library", "OpenMPI", "Srun"]

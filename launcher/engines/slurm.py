@@ -35,7 +35,14 @@ class Srun(Engine):
 
         Raises UsageError for unequal numbers of ranks: with those srun does not tell the MPI which ranks share a host.
         """
-        flags = [f"--mpi={self._pmi}", "--cpu-bind=quiet,none", "--overcommit", "--kill-on-bad-exit=0", "--wait=0"]
+        flags = [
+            f"--mpi={self._pmi}",
+            "--cpu-bind=quiet,none",
+            "--overcommit",
+            "--overlap",
+            "--kill-on-bad-exit=0",
+            "--wait=0",
+        ]
         if across:
             names, counts = zip(*((host.name, count) for host, count in across.ranks), strict=True)
             if len(set(counts)) > 1:

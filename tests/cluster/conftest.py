@@ -12,10 +12,19 @@ from tests.cluster.hosts import Hosts, why_not
 from tests.cluster.slurm import SLURM_NEEDED, start_slurm
 
 
-@pytest.fixture(scope="session")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """What hosts see of /tmp: the folders of the tests."""
-    return [tmp_path_factory.getbasetemp()]
+@pytest.fixture(params=["openmpi", "mpich"])
+def python(request: pytest.FixtureRequest) -> Path:
+    """An interpreter whose mpi4py loads this MPI."""
+    if request.param == "openmpi":
+        return Path(sys.executable)
+    return request.getfixturevalue("mpich_python")
+
+
+@pytest.fixture
+def shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """What hosts see of /tmp beside this project: the folders of the tests, and the test's environments."""
+    pythons = [request.getfixturevalue(name) for name in ("python", "mpich_python") if name in request.fixturenames]
+    return [tmp_path_factory.getbasetemp(), *(each.parents[1] for each in pythons)]
 
 
 @pytest.fixture
@@ -35,13 +44,3 @@ def slurm(tmp_path: Path, shared: list[Path]) -> Iterator[Hosts]:
     with Hosts(2, tmp_path / "hosts", shared) as made:
         start_slurm(made)
         yield made
-
-
-@pytest.fixture(params=["openmpi", "mpich"])
-def python(request: pytest.FixtureRequest, shared: list[Path]) -> Path:
-    """An interpreter whose mpi4py loads this MPI."""
-    if request.param == "openmpi":
-        return Path(sys.executable)
-    found: Path = request.getfixturevalue("mpich_python")
-    shared.append(found.parents[1])
-    return found

@@ -80,3 +80,10 @@ def test_ranks_start_in_the_slots(ringrun: Run) -> None:
     done = ringrun("-H", "localhost:3", "sh", "-c", "echo $RANK of $WORLD_SIZE")
     assert done.returncode == 0
     assert sorted(done.stdout.splitlines()) == [f"[{rank}] {rank} of 3" for rank in range(3)]
+
+
+def test_ringrun_is_not_started_once_for_every_rank(ringrun: Run) -> None:
+    done = ringrun("true", env={"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"})
+    assert done.returncode == 2
+    assert "srun has started ringrun 4 times (SLURM_STEP_NUM_TASKS=4)" in done.stderr
+    assert ringrun("-np", 1, "true", env={"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"}).returncode == 0

@@ -1,0 +1,151 @@
+"""ringrun in a real Slurm of two nodes, on both MPIs, and MPICH's ranks started by srun alone. No ssh is needed."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.hosts import ROOT, Hosts
+
+pytestmark = pytest.mark.timeout(180)
+
+Script = Callable[[str], Path]
+
+WHERE = """
+import os, socket
+import numpy as np
+import ringreduce as rr
+rr.init()
+total = rr.allreduce(np.arange(1000.0) * (rr.rank() + 1), name="w", op=rr.Sum)[999]
+print(rr.rank(), socket.gethostname(), rr.local_rank(), rr.local_size(), rr.size(), total, os.environ.get("COLOUR"))
+"""
+TWO_AND_TWO = ["0 h0 0 2 4", "1 h0 1 2 4", "2 h1 0 2 4", "3 h1 1 2 4"]
+TWO_AND_ONE = ["0 h0 0 2 3", "1 h0 1 2 3", "2 h1 0 1 3"]
+
+
+@pytest.fixture
+def nodes(slurm: Hosts) -> Hosts:
+    """The nodes, where nobody can log in over ssh."""
+    for k in range(len(slurm.names)):
+        slurm.stop_sshd(k)
+    return slurm
+
+
+@pytest.fixture
+def where(tmp_path: Path) -> Path:
+    path = tmp_path / "where.py"
+    path.write_text(WHERE)
+    return path
+
+
+def placed(done: subprocess.CompletedProcess[str], prefix: bool = True) -> list[str]:
+    """What the ranks of a job that has succeeded say of their places, by rank."""
+    assert done.returncode == 0, done.stderr
+    lines = sorted(done.stdout.splitlines())
+    return [re.fullmatch(r"\[(\d+)\] (\1 .*)", line).group(2) if prefix else line for line in lines]
+
+
+def told(places: list[str], colour: object = None) -> list[str]:
+    return [f"{place} {999.0 * sum(range(len(places) + 1))} {colour}" for place in places]
+
+
+def assert_nothing_is_left(nodes: Hosts) -> None:
+    nodes.wait_until_gone()
+    assert [nodes.left_behind(k) for k in range(2)] == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("tasks", "flags", "places"),
+    [
+        ("-n4", [], TWO_AND_TWO),
+        ("-n3", [], TWO_AND_ONE),
+        ("-n4", ["-np", "3"], TWO_AND_ONE),
+        ("-n4", ["--launcher", "mpirun"], TWO_AND_TWO),
+    ],
+)
+def test_salloc_and_ringrun(nodes: Hosts, python: Path, where: Path, tasks: str, flags: list[str], places: list[str]):
+    command = ["salloc", "-N2", tasks, python.parent / "ringrun", *flags, python, where]
+    done = nodes.run(0, command, env={"COLOUR": "red wine"})
+    assert placed(done) == told(places, "red wine")
+    assert_nothing_is_left(nodes)
+
+
+def test_srun_starts_mpichs_ranks_for_ringrun(nodes: Hosts, python: Path, where: Path, request: pytest.FixtureRequest):
+    command = ["salloc", "-N2", "-n4", python.parent / "ringrun", "--launcher", "srun", python, where]
+    done = nodes.run(0, command, env={"COLOUR": "red wine"})
+    if "mpich" in request.node.callspec.id:
+        assert placed(done) == told(TWO_AND_TWO, "red wine")
+    else:  # Open MPI 5 speaks PMIx only, and this Slurm's plugin for that does not load
+        assert done.returncode == 3, done.stderr
+        assert "srun" in done.stderr
+        assert "Traceback" not in done.stderr
+    assert_nothing_is_left(nodes)
+
+
+def test_sbatch_and_ringrun_train_an_example(nodes: Hosts, python: Path):
+    job, output = nodes.folder / "job.sh", nodes.folder / "output.txt"
+    train = f"{python.parent}/ringrun {python} {ROOT}/examples/train_digits.py"
+    job.write_text(f"#!/bin/bash\n#SBATCH --nodes=2 --ntasks-per-node=2 --output={output}\n{train}\n")
+    done = nodes.run(0, ["sbatch", "--wait", job], timeout=120)
+    assert done.returncode == 0, output.read_text()
+    assert "[0] parameters are identical on all 4 ranks" in output.read_text()
+    assert float(re.search(r"test accuracy: ([\d.]+)", output.read_text()).group(1)) > 0.97
+    assert_nothing_is_left(nodes)
+
+
+DIES = """
+import os, signal, time
+import numpy as np
+import ringreduce as rr
+rr.init()
+for step in range(2000):
+    rr.allreduce(np.ones(1000))
+    if step == 20 and rr.rank() == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.02)
+"""
+
+
+def test_a_rank_that_dies_on_the_other_node(nodes: Hosts, python: Path, tmp_path: Path):
+    script = tmp_path / "train.py"
+    script.write_text(DIES)
+    done = nodes.run(0, ["salloc", "-N2", "-n4", python.parent / "ringrun", python, script])
+    assert_nothing_is_left(nodes)
+    assert done.returncode == 137, done.stderr
+    assert re.search(r"rank 2 .*\bh1\b.*SIGKILL", done.stderr), done.stderr
+    assert nodes.run(0, ["squeue", "--noheader"]).stdout == ""
+
+
+def test_scancel_ends_the_job_on_both_nodes(nodes: Hosts, python: Path, tmp_path: Path):
+    script = tmp_path / "train.py"
+    script.write_text(DIES.replace("rr.rank() == 2", "open('training', 'w')").replace("os.kill", "print"))
+    job = nodes.folder / "job.sh"
+    job.write_text(f"#!/bin/bash\n#SBATCH -N2 -n4 --output=/dev/null\n{python.parent}/ringrun {python} {script}\n")
+    number = re.search(r"\d+", nodes.check(0, ["sbatch", job])).group()
+    wait_for(lambda: (nodes.folder / "training").exists())
+    nodes.check(0, ["scancel", number])
+    nodes.wait_until_gone(within_s=15)
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_srun_alone_starts_mpichs_ranks(nodes: Hosts, mpich_python: Path, where: Path):
+    done = nodes.run(0, ["srun", "-N2", "-n4", "--mpi=pmi2", mpich_python, where])
+    assert placed(done, prefix=False) == told(TWO_AND_TWO)
+    nodes.wait_until_gone()
+
+
+def test_srun_without_pmi_is_told(nodes: Hosts, mpich_python: Path, where: Path):
+    done = nodes.run(0, ["srun", "-N2", "-n4", mpich_python, where])
+    assert done.returncode == 1
+    assert "srun started 4 ranks, but MPI counts 1" in done.stderr

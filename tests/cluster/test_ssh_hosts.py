@@ -1,0 +1,238 @@
+"""ringrun across four hosts with a real sshd each, on both MPIs."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.hosts import ROOT, Hosts
+
+pytestmark = pytest.mark.timeout(180)
+ALL = ("-np", "4", "-H", "h0:1,h1:1,h2:1,h3:1")
+CUT_OFF_WITHIN_S = 25  # 15 are meant; the machine may be busy
+
+Script = Callable[[str], Path]
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Script:
+    def write(source: str) -> Path:
+        path = tmp_path / "train.py"
+        path.write_text(textwrap.dedent(source))
+        return path
+
+    return write
+
+
+def ringrun(hosts: Hosts, python: Path, *arguments: object, **options) -> subprocess.CompletedProcess[str]:
+    """`ringrun ARGUMENTS` on host 0, with the ringrun beside `python`."""
+    return hosts.run(0, [python.parent / "ringrun", *arguments], **options)
+
+
+def start(hosts: Hosts, python: Path, *arguments: object) -> subprocess.Popen[str]:
+    """The same, left running."""
+    command = [python.parent / "ringrun", *arguments]
+    return hosts.start(0, command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def assert_nothing_is_left(hosts: Hosts) -> None:
+    hosts.wait_until_gone()
+    assert [hosts.left_behind(k) for k in range(len(hosts.names))] == [[] for _ in hosts.names]
+
+
+def test_a_training_example_on_four_hosts(hosts: Hosts, python: Path):
+    done = ringrun(hosts, python, *ALL, python, ROOT / "examples" / "train_digits.py", timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "[0] parameters are identical on all 4 ranks" in done.stdout
+    assert float(re.search(r"test accuracy: ([\d.]+)", done.stdout).group(1)) > 0.97
+    assert_nothing_is_left(hosts)
+
+
+WHERE = """
+    import os, socket
+    import numpy as np
+    import ringreduce as rr
+    rr.init()
+    total = rr.allreduce(np.arange(1000.0) * (rr.rank() + 1), name="w", op=rr.Sum)[999]
+    at = rr.local_rank(), rr.local_size(), rr.cross_rank(), rr.cross_size(), rr.size()
+    assert at[:2] == tuple(int(os.environ[name]) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
+    print(socket.gethostname(), *at, total)
+"""
+
+
+@pytest.mark.parametrize(
+    ("where", "lines"),
+    [
+        (
+            ("-H", "h0:3,h1:1"),
+            ["[0] h0 0 3 0 2 4", "[1] h0 1 3 0 1 4", "[2] h0 2 3 0 1 4", "[3] h1 0 1 1 2 4"],
+        ),
+        (
+            ("-np", "4", "-H", "h2:1,h0:2,h3:4"),
+            ["[0] h2 0 1 0 3 4", "[1] h0 0 2 1 3 4", "[2] h0 1 2 0 1 4", "[3] h3 0 1 2 3 4"],
+        ),
+    ],
+)
+def test_uneven_slots(hosts: Hosts, python: Path, script: Script, where: tuple[str, ...], lines: list[str]):
+    done = ringrun(hosts, python, *where, python, script(WHERE))
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"{line} {999.0 * 10}" for line in lines]
+    assert_nothing_is_left(hosts)
+
+
+def test_hosts_that_are_not_this_one(hosts: Hosts, python: Path, script: Script):
+    """Rank 0 is elsewhere, and still reads ringrun's stdin."""
+    source = "import os, socket, sys\nprint(socket.gethostname(), os.environ['RANK'], repr(sys.stdin.read()))"
+    (hosts.folder / "input").write_text("a line")
+    with (hosts.folder / "input").open() as stdin:
+        done = ringrun(hosts, python, "-H", "h1:1,h3:1", python, script(source), stdin=stdin)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["[0] h1 0 'a line'", "[1] h3 1 ''"]
+
+
+def test_variables_reach_all_hosts_and_secrets_stay(hosts: Hosts, python: Path, script: Script):
+    source = """
+        import os, pathlib
+        print(*(os.environ.get(name) for name in ("COLOUR", "WANDB_API_KEY", "HF_TOKEN")))
+        lines = [each.read_bytes() for each in pathlib.Path("/proc").glob("[0-9]*/cmdline")]
+        assert not any(secret in line for line in lines for secret in (b"red wine", b"hunter2", b"swordfish"))
+    """
+    secrets = {"COLOUR": "red wine", "WANDB_API_KEY": "hunter2", "HF_TOKEN": "swordfish"}
+    job = ("-H", "h1:1,h2:1", "--env", "HF_TOKEN", python, script(source))
+    done = ringrun(hosts, python, *job, env=secrets)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["[0] red wine None swordfish", "[1] red wine None swordfish"]
+
+
+STEPS = """
+    import os, signal, time
+    import numpy as np
+    import ringreduce as rr
+    rr.init()
+    for step in range(3000):
+        rr.allreduce(np.ones(1000))
+        if step == 20 and rr.rank() == 0:
+            open("training", "w").close()
+        if step == 20 and rr.rank() == 2:
+            {failure}
+        time.sleep(0.02)
+"""
+
+
+@pytest.mark.parametrize(
+    ("failure", "code", "words"),
+    [
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, ["killed by signal 9 (SIGKILL)"]),
+        ("raise ValueError('boom')", 1, ["exit code 1", "ValueError: boom"]),
+    ],
+)
+def test_a_rank_that_dies_on_another_host(
+    hosts: Hosts, python: Path, script: Script, failure: str, code: int, words: list[str]
+):
+    done = ringrun(hosts, python, *ALL, python, script(STEPS.format(failure=failure)))
+    assert_nothing_is_left(hosts)
+    assert done.returncode == code, done.stderr
+    report = done.stderr[done.stderr.index("rank 2 ") :]
+    for each in ("h2", *words):
+        assert each in report
+
+
+def training(hosts: Hosts) -> bool:
+    return (hosts.folder / "training").exists()
+
+
+def wait_for_training(hosts: Hosts, job: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 60
+    while not training(hosts):
+        assert job.poll() is None, job.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_host_whose_link_goes_down(hosts: Hosts, python: Path, script: Script):
+    job = start(hosts, python, *ALL, python, script(STEPS.format(failure="pass")))
+    wait_for_training(hosts, job)
+    hosts.link_down(2)
+    begin = time.monotonic()
+    _, err = job.communicate(timeout=60)
+    assert time.monotonic() - begin < CUT_OFF_WITHIN_S
+    assert job.returncode not in (0, 2), err
+    assert "h2" in err.strip().splitlines()[-1] or re.search(r"rank 2\b.*h2", err), err
+    hosts.wait_until_gone(0, 1, 3)
+    deadline = begin + CUT_OFF_WITHIN_S
+    while left := [line for line in hosts.processes(2).values() if not line.startswith("sshd:")]:  # it waits for TCP
+        assert time.monotonic() < deadline, left
+        time.sleep(0.1)
+    assert [hosts.left_behind(k) for k in range(4)] == [[], [], [], []]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_ringrun_ends_and_so_does_every_host(
+    hosts: Hosts, python: Path, script: Script, number: signal.Signals, code: int
+):
+    job = start(hosts, python, *ALL, python, script(STEPS.format(failure="pass")))
+    wait_for_training(hosts, job)
+    job.send_signal(number)
+    _, err = job.communicate(timeout=60)
+    assert job.returncode == code, err
+    hosts.wait_until_gone(within_s=10)
+
+
+NEVER = "open('started', 'w').close()"
+
+
+def assert_not_started(
+    hosts: Hosts, python: Path, script: Script, *words: str, within_s: float = 20, **changes
+) -> None:
+    """A job on all hosts ends with exit code 3 and says these words, before any rank has begun."""
+    begin = time.monotonic()
+    done = ringrun(hosts, changes.pop("python", python), *changes.pop("where", ALL), python, script(NEVER))
+    assert time.monotonic() - begin < within_s
+    assert done.returncode == 3, done.stderr
+    for word in words:
+        assert word in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (hosts.folder / "started").exists()
+    hosts.wait_until_gone()
+
+
+def test_a_host_without_sshd(hosts: Hosts, python: Path, script: Script):
+    hosts.stop_sshd(3)
+    assert_not_started(hosts, python, script, "h3", "Connection refused")
+
+
+def test_a_host_that_cannot_be_reached(hosts: Hosts, python: Path, script: Script):
+    hosts.link_down(3)
+    assert_not_started(hosts, python, script, "h3", where=("--start-timeout", "5", *ALL))
+
+
+def test_a_host_that_nobody_knows(hosts: Hosts, python: Path, script: Script):
+    where = ("-H", "h0:1,nosuchhost:1")
+    assert_not_started(hosts, python, script, "nosuchhost", "Could not resolve hostname", where=where)
+
+
+def test_a_wrong_key_and_the_right_one(hosts: Hosts, python: Path, script: Script):
+    key = hosts.home / ".ssh" / "id_ed25519"
+    elsewhere = key.rename(hosts.home / "another name")
+    assert_not_started(hosts, python, script, "Permission denied")
+    done = ringrun(hosts, python, "-i", elsewhere, *ALL, python, script("print(1)"))
+    assert done.returncode == 0, done.stderr
+
+
+def test_another_host_key_than_is_known(hosts: Hosts, python: Path, script: Script):
+    hosts.new_host_key(1)
+    assert_not_started(hosts, python, script, "h1", "Host key verification failed")
+
+
+def test_python_is_missing_on_a_host(hosts: Hosts, python: Path, script: Script):
+    """Another directory stands where this host should have its environment, as if it had not been installed there."""
+    (hosts.folder / "empty").mkdir()
+    hosts.check(2, ["mount", "--bind", hosts.folder / "empty", python.parents[1]])
+    assert_not_started(hosts, python, script, "h2")
