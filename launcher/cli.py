@@ -95,6 +95,7 @@ from .hosts import (
 from .network import is_own_address, parse_interfaces
 from .placement import automatic_size
 from .plan import Job, example, find_command, interpreter_of
+from .preflight import Preflight, check_job
 from .ranks import parse_ranks
 from .ssh import SshOptions, check_identity_file, parse_port
 from .topology import read_topology
@@ -240,15 +241,43 @@ def _ssh_options(options: argparse.Namespace) -> SshOptions:
     return SshOptions(port, key, options.start_timeout / 2)  # so that ssh can say what it waits for
 
 
-def _placement(options: argparse.Namespace) -> tuple[int, Sequence[tuple[Host, int]]]:
-    """Return how many ranks there are and, if some go to other hosts, which host gets how many, in order."""
+def _placement(options: argparse.Namespace, command: Sequence[str]) -> tuple[int, Sequence[tuple[Host, int]]]:
+    """Return how many ranks there are and, if some go to other hosts, which host gets how many, in order.
+
+    Other hosts are asked what they have before; MachineError if a rank could not run there.
+    """
     here = automatic_size(read_topology(os.environ))
-    if options.found is None:
+    found = options.found
+    if found is None:
         return options.np or here, ()
-    assigned = assign(options.found.hosts, options.np, lambda host: here)
+    assigned = assign(found.hosts, options.np, lambda host: here)
+    named = found.hosts if any(host.slots is None for host in found.hosts) else [host for host, _ in assigned]
+    if any(_is_elsewhere(host) for host in named) and not options.dry_run:
+        preflight = check_job(
+            named,
+            interpreter_of(command),
+            command[0],
+            ssh=options.ssh,
+            in_slurm=found.in_slurm,
+            interfaces=options.interfaces,
+        )
+        assigned = assign(found.hosts, options.np, preflight.automatic_size)
+        _tell(preflight.only([host.name for host, _ in assigned]), options.verbose)
     size = sum(count for _, count in assigned)
-    elsewhere = [host for host, _ in assigned if not (is_here(host) or is_own_address(host.name))]
-    return size, assigned if elsewhere else ()
+    return size, assigned if any(_is_elsewhere(host) for host, _ in assigned) else ()
+
+
+def _is_elsewhere(host: Host) -> bool:
+    return not (is_here(host) or is_own_address(host.name))
+
+
+def _tell(preflight: Preflight, verbose: bool) -> None:
+    """Print what is worth knowing of the hosts that get ranks; MachineError if one cannot."""
+    if verbose or preflight.errors:
+        print(preflight.table(), file=sys.stderr, flush=True)
+    for line in preflight.warning_lines():
+        print(f"ringrun: warning: {line}", file=sys.stderr, flush=True)
+    preflight.require_no_errors()
 
 
 def _shown_ranks(text: str | None, quiet: bool, size: int, place: str) -> frozenset[int] | None:
@@ -295,7 +324,7 @@ def run(arguments: Sequence[str]) -> int:
         return 0
     command = find_command(options.command)
     detected = detect(interpreter_of(command))
-    size, hosts = _placement(options)
+    size, hosts = _placement(options, command)
     if hosts and options.found.in_slurm:
         detected = started_by(options.launcher, detected, [count for _, count in hosts])
     job = Job(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..errors import MachineError
@@ -38,6 +38,12 @@ class Preflight:
     def answering(self) -> list[str]:
         """The hosts that have told something."""
         return [name for name, facts in self.told.items() if isinstance(facts, Facts)]
+
+    def only(self, names: Collection[str]) -> Preflight:
+        """Return it as if besides this host only those of `names` had been asked."""
+        kept = {*names, self.here}
+        told = {name: facts for name, facts in self.told.items() if name in kept}
+        return Preflight(self.here, told, [finding for finding in self.findings if finding.host in kept])
 
     def table(self) -> str:
         """Return the table, see table.py."""

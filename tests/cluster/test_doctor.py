@@ -109,6 +109,24 @@ def test_hosts_with_another_installation(mpich_python: Path, shared: list[Path],
         assert_nothing_is_left(hosts)
 
 
+def test_a_job_is_refused_before_any_rank_starts_unless_the_host_gets_none(python: Path, hosts: Hosts):
+    hosts.stop_sshd(3)
+    ringrun, begun = python.parent / "ringrun", hosts.folder / "begun"
+    done = hosts.run(0, [ringrun, "-H", "h0:1,h1:1,h3:1", "touch", begun])
+    assert done.returncode == 3
+    assert not begun.exists()
+    assert "\nh3 *  it refuses the connection (port 22: Connection refused)" in done.stderr
+    assert done.stderr.endswith("start sshd there, or name its port with -p PORT\n")
+    assert "ringrun: error: h3: it refuses the connection (port 22: Connection refused): no ssh" in done.stderr
+    done = hosts.run(0, [ringrun, "-np", 2, "-H", "h0:1,h1:1,h3:1", "touch", begun])
+    assert (done.returncode, done.stderr) == (0, "")
+    assert begun.exists()
+    done = hosts.run(0, [ringrun, "-H", "h1,h2", "hostname"])  # as many as each of them has cores
+    assert (done.returncode, done.stderr) == (0, "")
+    assert {line.split()[1] for line in done.stdout.splitlines()} == {"h1", "h2"}
+    assert_nothing_is_left(hosts)
+
+
 def test_a_slurm_job(python: Path, slurm: Hosts):
     done = slurm.run(0, ["salloc", "-N2", "-n4", python.parent / "ringrun", "doctor"], timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr

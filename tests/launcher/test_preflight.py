@@ -341,6 +341,8 @@ def test_what_is_asked_of_a_preflight() -> None:
     with pytest.raises(MachineError, match=r"^n2: it is off; switch it on$"):
         preflight.require_no_errors()
     assert (len(preflight.errors), preflight.warnings) == (1, [])
+    assert preflight.only(["n3"]).answering == ["n1", "n3"]
+    preflight.only(["n3"]).require_no_errors()
     assert json.loads(json.dumps(preflight.to_json()))["n2"] == {"problem": "it is off"}
 
 
