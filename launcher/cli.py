@@ -74,7 +74,7 @@ import importlib
 import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -241,30 +241,32 @@ def _ssh_options(options: argparse.Namespace) -> SshOptions:
     return SshOptions(port, key, options.start_timeout / 2)  # so that ssh can say what it waits for
 
 
-def _placement(options: argparse.Namespace, command: Sequence[str]) -> tuple[int, Sequence[tuple[Host, int]]]:
+def _placement(
+    options: argparse.Namespace, slots_of: Callable[[Host], int] | None = None
+) -> tuple[int, Sequence[tuple[Host, int]]]:
     """Return how many ranks there are and, if some go to other hosts, which host gets how many, in order.
 
-    Other hosts are asked what they have before; MachineError if a rank could not run there.
+    slots_of:  how many ranks a host gets whose slots nobody has said; by default as many as this one would.
     """
     here = automatic_size(read_topology(os.environ))
-    found = options.found
-    if found is None:
+    if options.found is None:
         return options.np or here, ()
-    assigned = assign(found.hosts, options.np, lambda host: here)
-    named = found.hosts if any(host.slots is None for host in found.hosts) else [host for host, _ in assigned]
-    if any(_is_elsewhere(host) for host in named) and not options.dry_run:
-        preflight = check_job(
-            named,
-            interpreter_of(command),
-            command[0],
-            ssh=options.ssh,
-            in_slurm=found.in_slurm,
-            interfaces=options.interfaces,
-        )
-        assigned = assign(found.hosts, options.np, preflight.automatic_size)
-        _tell(preflight.only([host.name for host, _ in assigned]), options.verbose)
+    assigned = assign(options.found.hosts, options.np, slots_of or (lambda host: here))
     size = sum(count for _, count in assigned)
     return size, assigned if any(_is_elsewhere(host) for host, _ in assigned) else ()
+
+
+def _preflight(options: argparse.Namespace, command: Sequence[str]) -> Preflight | None:
+    """Ask the hosts that may get ranks what they have, if there are others among them."""
+    found = options.found
+    if found is None or options.dry_run:
+        return None
+    slots_are_said = all(host.slots is not None for host in found.hosts)
+    hosts = [host for host, _ in assign(found.hosts, options.np, lambda host: 1)] if slots_are_said else found.hosts
+    if not any(_is_elsewhere(host) for host in hosts):
+        return None
+    ways = {"ssh": options.ssh, "in_slurm": found.in_slurm, "interfaces": options.interfaces}
+    return check_job(hosts, interpreter_of(command), command[0], **ways)
 
 
 def _is_elsewhere(host: Host) -> bool:
@@ -324,7 +326,10 @@ def run(arguments: Sequence[str]) -> int:
         return 0
     command = find_command(options.command)
     detected = detect(interpreter_of(command))
-    size, hosts = _placement(options, command)
+    preflight = _preflight(options, command)
+    size, hosts = _placement(options, preflight.automatic_size if preflight else None)
+    if preflight:
+        _tell(preflight.only([host.name for host, _ in hosts]), options.verbose)
     if hosts and options.found.in_slurm:
         detected = started_by(options.launcher, detected, [count for _, count in hosts])
     job = Job(

@@ -12,6 +12,7 @@ from .base import Problem
 
 _MAX_SHOWN = 200
 _OF_HOST = re.compile(r"(ssh: )?(connect to host \S+ (?=port )|[^\s@]+@\S+: )")
+_HOST_NAME = re.compile(r"hostname \S+: ")
 _FORGET = re.compile(r'ssh-keygen -f "[^"\n]+" -R "[^"\n]+"')
 _NOT_EXECUTABLE, _NOT_FOUND = 126, 127
 
@@ -40,12 +41,12 @@ _NAME_CURE = "correct the name, or let this host know it: getent hosts HOST, /et
 _RULES = (
     _rule(
         r"remote host identification has changed|host key for .* has changed",
-        "its host key is not the one that this host knows it by",
+        "its host key is not the one that this host knows it by (Host key verification failed)",
         "make sure that it is the same host (was it installed anew?), then: ssh-keygen -R HOST; ssh HOST",
     ),
     _rule(
         r"host key verification failed|no .* host key is known for",
-        "its host key is not known to this host, and ringrun accepts none unseen",
+        "its host key is not known to this host (Host key verification failed)",
         "accept it once by hand, for the same user: ssh HOST; or for many: ssh-keyscan HOST >> ~/.ssh/known_hosts",
     ),
     _rule(
@@ -58,7 +59,7 @@ _RULES = (
         "ssh is refused there (TEXT)",
         _KEY_CURE,
     ),
-    _rule(r"could not resolve hostname|name or service not known", "its name is not known here", _NAME_CURE),
+    _rule(r"could not resolve hostname|name or service not known", "its name is not known here (TEXT)", _NAME_CURE),
     _rule(
         r"connection refused",
         "it refuses the connection (TEXT): no ssh server listens on that port",
@@ -151,7 +152,7 @@ def took_too_long(timeout_s: float, text: str) -> Problem:
 def _line_around(text: str, position: int) -> str:
     """Return the line of `text` at `position`, without the host, so that many hosts' are told as one."""
     begin = text.rfind("\n", 0, position) + 1
-    return _OF_HOST.sub("", text[begin:].split("\n", 1)[0], count=1)
+    return _HOST_NAME.sub("hostname: ", _OF_HOST.sub("", text[begin:].split("\n", 1)[0], count=1))
 
 
 def _last_line(text: str) -> str:

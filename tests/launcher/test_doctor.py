@@ -214,8 +214,9 @@ def test_one_host_has_no_links(ringrun: Run, tmp_path: Path) -> None:
 def test_a_host_that_cannot_be_reached(ringrun: Run) -> None:
     done = ringrun("doctor", "-H", "localhost,no-such-host.invalid", "--start-timeout", "20")
     assert done.returncode == 3
-    assert "\nno-such-host.invalid *  its name is not known here\n" in done.stdout
-    assert "\nErrors:\n  no-such-host.invalid: its name is not known here; correct the name, or let" in done.stdout
+    assert "\nno-such-host.invalid *  its name is not known here (Could not resolve hostname: " in done.stdout
+    assert "\nErrors:\n  no-such-host.invalid: its name is not known here (Could not resolve hostname: " in done.stdout
+    assert "; correct the name, or let this host know it: getent hosts no-such-host.invalid" in done.stdout
     assert "\nThe links are not measured: that takes two hosts without errors.\n\n1 error, 0 warnings\n" in done.stdout
 
 

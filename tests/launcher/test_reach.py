@@ -257,7 +257,9 @@ Host closing
     assert problem_of(answers["closing"]).startswith(
         "it took the connection and closed it (kex_exchange_identification:"
     )
-    assert problem_of(answers["no-such-host.invalid"]).startswith("its name is not known here; correct the name")
+    assert problem_of(answers["no-such-host.invalid"]).startswith(
+        "its name is not known here (Could not resolve hostname: Name or service not known); correct the name"
+    )
 
 
 @needs_sshd
