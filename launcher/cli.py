@@ -1,6 +1,8 @@
 """ringrun: run a command as N ranks of one MPI job.
 
     ringrun -np 4 python train.py --epochs 3     start `python train.py --epochs 3` four times
+    ringrun doctor -H h1,h2                      check hosts and the links between them
+    ringrun stacks [JOB]                         list jobs, or show what a job's ranks do
     ringrun manifest -h                          print a job for Kubernetes' MPI Operator
 
 It uses Open MPI or MPICH, whichever the mpi4py of that Python loads. What follows the command
@@ -29,7 +31,7 @@ import importlib
 import math
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -50,7 +52,9 @@ from .hosts import (
 from .network import is_own_address, parse_interfaces
 from .placement import automatic_size
 from .plan import Job, example, find_command, interpreter_of
+from .preflight import Preflight, check_job
 from .ranks import parse_ranks
+from .restarts import Again, on_hosts_that_answer
 from .ssh import SshOptions, check_identity_file, parse_port
 from .topology import read_topology
 
@@ -78,7 +82,7 @@ a variable, RINGREDUCE_LOG_LEVEL; the first of them counts. horovodrun's are und
 _USAGE = "ringrun [-np N] [options] command [arguments …]"
 _EXAMPLE = "as in: ringrun -np 4 python train.py"
 
-_SUBCOMMANDS = {"manifest": "manifest"}
+_SUBCOMMANDS = {"doctor": "doctor", "stacks": "stacks", "manifest": "manifest"}
 """First words that are no command to run, and the modules whose `run(arguments)` does them."""
 
 
@@ -238,15 +242,56 @@ def _ssh_options(options: argparse.Namespace) -> SshOptions:
     return SshOptions(port, key, options.start_timeout / 2)  # so that ssh can say what it waits for
 
 
-def _placement(options: argparse.Namespace) -> tuple[int, Sequence[tuple[Host, int]]]:
-    """Return how many ranks there are and, if some go to other hosts, which host gets how many, in order."""
+def _placement(
+    options: argparse.Namespace, slots_of: Callable[[Host], int] | None = None
+) -> tuple[int, Sequence[tuple[Host, int]]]:
+    """Return how many ranks there are and, if some go to other hosts, which host gets how many, in order.
+
+    slots_of:  how many ranks a host gets whose slots nobody has said; by default as many as this one would.
+    """
     here = automatic_size(read_topology(os.environ))
     if options.found is None:
         return options.np or here, ()
-    assigned = assign(options.found.hosts, options.np, lambda host: here)
+    assigned = assign(options.found.hosts, options.np, slots_of or (lambda host: here))
     size = sum(count for _, count in assigned)
-    elsewhere = [host for host, _ in assigned if not (is_here(host) or is_own_address(host.name))]
-    return size, assigned if elsewhere else ()
+    return size, assigned if any(_is_elsewhere(host) for host, _ in assigned) else ()
+
+
+def _preflight(options: argparse.Namespace, command: Sequence[str]) -> Preflight | None:
+    """Ask the hosts that may get ranks what they have, if there are others among them."""
+    found = options.found
+    if found is None or options.dry_run:
+        return None
+    slots_are_said = all(host.slots is not None for host in found.hosts)
+    hosts = [host for host, _ in assign(found.hosts, options.np, lambda host: 1)] if slots_are_said else found.hosts
+    return _ask(options, command, hosts) if any(_is_elsewhere(host) for host in hosts) else None
+
+
+def _ask(options: argparse.Namespace, command: Sequence[str], hosts: Sequence[Host]) -> Preflight:
+    ways = {"ssh": options.ssh, "in_slurm": options.found.in_slurm, "interfaces": options.interfaces}
+    return check_job(hosts, interpreter_of(command), command[0], **ways)
+
+
+def _again(options: argparse.Namespace, command: Sequence[str]) -> Again:
+    """Return what finds the hosts for a restart."""
+
+    def answering(names: Sequence[str]) -> Collection[str]:
+        asked = _ask(options, command, [Host(name) for name in names])
+        return set(asked.answering) - {finding.host for finding in asked.errors}
+
+    return on_hosts_that_answer(options.found.hosts if options.found else (), answering)
+
+
+def _is_elsewhere(host: Host) -> bool:
+    return not (is_here(host) or is_own_address(host.name))
+
+
+def _tell(preflight: Preflight) -> None:
+    """Print what the hosts that get ranks have told; MachineError if one cannot run any."""
+    print(preflight.table(), file=sys.stderr, flush=True)
+    for line in preflight.warning_lines():
+        print(f"ringrun: warning: {line}", file=sys.stderr, flush=True)
+    preflight.require_no_errors()
 
 
 def _shown_ranks(text: str | None, quiet: bool, size: int, place: str) -> frozenset[int] | None:
@@ -300,7 +345,10 @@ def run(arguments: Sequence[str]) -> int:
         return 0
     command = find_command(options.command)
     detected = detect(interpreter_of(command))
-    size, hosts = _placement(options)
+    preflight = _preflight(options, command)
+    size, hosts = _placement(options, preflight.automatic_size if preflight else None)
+    if preflight:
+        _tell(preflight.only([host.name for host, _ in hosts]))
     if hosts and options.found.in_slurm and options.launcher == "srun":
         detected = by_srun(detected)
     job = Job(
@@ -334,7 +382,7 @@ def run(arguments: Sequence[str]) -> int:
 
     from .supervise import run_job  # not needed to tell what is wrong with a command line
 
-    return run_job(detected, job)
+    return run_job(detected, job, _again(options, command))
 
 
 def main() -> int:

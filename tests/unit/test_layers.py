@@ -99,6 +99,7 @@ LAUNCHER_MAY_USE = {
     "configfile.py": {"yaml"},
     "manifest.py": {"yaml"},
     "build.py": {"ringreduce"},
+    "worker.py": {"ringreduce", "numpy"},  # what doctor runs as ranks
 }
 
 

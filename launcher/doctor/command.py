@@ -1,0 +1,183 @@
+"""ringrun doctor: what the hosts have, how fast the links between them are, and what to do about what is wrong.
+
+    ringrun doctor -H n1,n2,n3
+
+It asks every host what a job needs of it (Python, ringreduce, mpi4py, NumPy, MPI, GPUs, clock, /dev/shm) and prints
+one table. Then one rank on each host reduces a buffer with every other, two by two, and it prints bandwidth and latency
+of all links. `*` marks what differs, is missing or slow; below stands what to do about it. Hosts with an error are not
+measured.
+
+Without -H or --hostfile the hosts are those of the Slurm, LSF or PBS job, or of the MPI Operator; else this one alone.
+
+Exit code: 0, also with warnings; 3 with errors; 2 for a wrong command line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from ..errors import MachineError, UsageError
+from ..hosts import Host, expand_nodelist, find_allocation, parse_host_list, read_hostfile, read_text
+from ..network import parse_interfaces
+from ..preflight import Preflight, check_job
+from ..ssh import SshOptions, check_identity_file, parse_port
+from .links import Links, findings, read_links, to_json
+from .matrix import matrix
+from .start import measure
+
+_USAGE = "ringrun doctor [-H LIST | --hostfile FILE] [options]"
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"doctor: {message}; see: ringrun doctor --help")
+
+
+@dataclass(frozen=True)
+class Request:
+    """The command line, checked."""
+
+    hosts: Sequence[Host]
+    in_slurm: bool
+    """Slurm starts processes on them."""
+    ssh: SshOptions
+    interfaces: Sequence[str]
+    flags: Sequence[str]
+    """What of it the measuring job is told, too."""
+    json_file: str | None
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="ringrun doctor",
+        usage=_USAGE,
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("-H", "--hosts", metavar="LIST", help="hosts, as in n1,n2")
+    parser.add_argument("--hostfile", metavar="FILE", help="a file that names hosts")
+    parser.add_argument("-p", "--ssh-port", metavar="PORT", help="where sshd listens on other hosts")
+    parser.add_argument("-i", "--ssh-identity-file", metavar="FILE", help="the private key for other hosts")
+    parser.add_argument("--start-timeout", metavar="SECONDS", default="30", help="so long a host may take (30)")
+    parser.add_argument("--network-interfaces", metavar="LIST", help="use these between hosts, as in eth0,ib0")
+    parser.add_argument("--json", metavar="FILE", help="also write all that was found here")
+    return parser
+
+
+def parse(arguments: Sequence[str]) -> Request:
+    """Return the command line, checked; UsageError for what cannot be."""
+    options = _parser().parse_args(arguments)
+    hosts, in_slurm = _hosts(options.hosts, options.hostfile)
+    port = None if options.ssh_port is None else parse_port(options.ssh_port, "--ssh-port")
+    key = options.ssh_identity_file
+    key = None if key is None else check_identity_file(key, "--ssh-identity-file")
+    ssh = SshOptions(port, key, _seconds(options.start_timeout))
+    flags = ["--start-timeout", f"{ssh.connect_timeout_s:g}"]
+    flags += [] if port is None else ["--ssh-port", str(port)]
+    flags += [] if key is None else ["--ssh-identity-file", key]
+    flags += [] if options.network_interfaces is None else ["--network-interfaces", options.network_interfaces]
+    return Request(hosts, in_slurm, ssh, parse_interfaces(options.network_interfaces), flags, options.json)
+
+
+def _hosts(listed: str | None, file: str | None) -> tuple[Sequence[Host], bool]:
+    if listed is not None and file is not None:
+        raise UsageError("-H and --hostfile exclude each other; give one of them")
+    if listed is None and file is None:
+        allocation = find_allocation(os.environ, read_text)
+        if allocation is None:
+            return [Host("localhost")], False
+        return allocation.hosts, allocation.kind == "slurm"
+    hosts = read_hostfile(file) if listed is None and file is not None else parse_host_list(listed or "")
+    nodelist = os.environ.get("SLURM_JOB_NODELIST")
+    nodes = expand_nodelist(nodelist) if nodelist else []
+    return hosts, all(host.name in nodes for host in hosts)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < math.inf:
+        raise UsageError(f"--start-timeout {text}: expected is a number of seconds above 0")
+    return seconds
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Do what `ringrun doctor` is asked for; returns the exit code. LauncherError where that cannot be done."""
+    request = parse(arguments)
+    if request.json_file is not None:
+        _write(request.json_file, "")  # a wrong path is told before minutes have passed
+    print(f"ringrun: asking {_counted(len(request.hosts), 'host')} …", file=sys.stderr, flush=True)
+    preflight = check_job(
+        request.hosts, sys.executable, ssh=request.ssh, in_slurm=request.in_slurm, interfaces=request.interfaces
+    )
+    print(preflight.table(), flush=True)
+    _print_findings("Errors", preflight.error_lines())
+    _print_findings("Warnings", preflight.warning_lines())
+    failed = {finding.host for finding in preflight.errors}
+    sound = [host.name for host in request.hosts if host.name not in failed]
+    links, failure = _links(request, sound)
+    if links is not None:
+        print(f"\n{matrix(links)}")
+        _print_findings("Links", findings(links))
+    if failure:
+        print(f"\nThe links could not all be measured; the job that does it ended with:\n{failure}")
+    errors = len(preflight.error_lines()) + bool(failure)
+    warnings = len(preflight.warning_lines()) + (len(findings(links)) if links else 0)
+    print(f"\n{_counted(errors, 'error')}, {_counted(warnings, 'warning')}")
+    if request.json_file is not None:
+        _write(request.json_file, _json(preflight, links, failure))
+    return MachineError.exit_code if errors else 0
+
+
+def _links(request: Request, sound: Sequence[str]) -> tuple[Links | None, str]:
+    """Measure the links between the hosts without errors; returns them, and why not all are there."""
+    if len(request.hosts) < 2:
+        print("\nOne host: there is no link to measure. Name several with -H n1,n2 or --hostfile.")
+        return None, ""
+    if len(sound) < 2:
+        print("\nThe links are not measured: that takes two hosts without errors.")
+        return None, ""
+    print(f"ringrun: measuring the links between {len(sound)} hosts …", file=sys.stderr, flush=True)
+    measured = measure(sound, request.flags, request.ssh.connect_timeout_s)
+    links = read_links(measured.lines, sound)
+    return (links if links.links else None), measured.failure
+
+
+def _print_findings(title: str, lines: Sequence[str]) -> None:
+    if lines:
+        print("\n".join([f"\n{title}:", *(f"  {line}" for line in lines)]), flush=True)
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def _json(preflight: Preflight, links: Links | None, failure: str) -> str:
+    found = {
+        "hosts": preflight.to_json(),
+        "errors": preflight.error_lines(),
+        "warnings": preflight.warning_lines(),
+        "links": [] if links is None else to_json(links),
+        "link_findings": [] if links is None else findings(links),
+        "failure": failure or None,
+    }
+    return json.dumps(found, indent=2, allow_nan=False) + "\n"
+
+
+def _write(path: str, text: str) -> None:
+    try:
+        Path(path).write_text(text)
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UsageError(f"--json {path}: cannot be written: {reason}") from None

@@ -1,0 +1,163 @@
+"""The links between hosts: what the worker has told of them, which are slow, and what to do about it. Pure."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+SLOW_SHARE = 0.5
+"""A link with less than this part of the typical bandwidth is slow."""
+SLOW_GBIT_S = 0.7
+"""So is one with less than this: a wire of 1 Gbit/s carries 0.94."""
+LATE_TIMES = 4.0
+LATE_US = 500.0
+"""A link with more than so many times the typical latency, and more than that, is late."""
+
+_PREFIX = re.compile(r"\[ *[0-9]+\] ?")
+
+
+@dataclass(frozen=True)
+class Link:
+    """Two hosts, by number, and what was measured between them; NaN where nothing came of it."""
+
+    one: int
+    other: int
+    gbit_s: float = math.nan
+    latency_us: float = math.nan
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether both figures are there."""
+        return math.isfinite(self.gbit_s) and math.isfinite(self.latency_us)
+
+
+@dataclass(frozen=True)
+class Links:
+    """All links between `hosts` that were begun."""
+
+    hosts: Sequence[str]
+    links: Sequence[Link]
+
+    @property
+    def measured(self) -> list[Link]:
+        """Those with figures."""
+        return [link for link in self.links if link.is_measured]
+
+    @property
+    def typical_gbit_s(self) -> float:
+        """What most hosts can do: the median of each one's best link, which one bad host of three does not spoil."""
+        return statistics.median_high([max(link.gbit_s for link in own) for own in self._by_host()] or [math.nan])
+
+    @property
+    def typical_latency_us(self) -> float:
+        """The same."""
+        return statistics.median_low([min(link.latency_us for link in own) for own in self._by_host()] or [math.nan])
+
+    def _by_host(self) -> list[list[Link]]:
+        """The measured links of each host that has any."""
+        own = [[link for link in self.measured if host in (link.one, link.other)] for host in range(len(self.hosts))]
+        return [links for links in own if links]
+
+    def is_slow(self, link: Link) -> bool:
+        """Whether its bandwidth is far below the others', or below any network of these days."""
+        return link.gbit_s < max(SLOW_SHARE * self.typical_gbit_s, SLOW_GBIT_S)
+
+    def is_late(self, link: Link) -> bool:
+        """Whether its latency is far above the others'."""
+        return link.latency_us > max(LATE_TIMES * self.typical_latency_us, LATE_US)
+
+    def between(self, one: int, other: int) -> Link:
+        """Return the link between two hosts, without figures if none was begun."""
+        pair = (min(one, other), max(one, other))
+        return next((link for link in self.links if (link.one, link.other) == pair), Link(*pair))
+
+
+def read_links(lines: Iterable[str], hosts: Sequence[str]) -> Links:
+    """Return the links in the worker's lines, each behind its rank's prefix; what else stands there is passed over."""
+    found: dict[tuple[int, int], Link] = {}
+    for line in lines:
+        try:
+            told = json.loads(_PREFIX.sub("", line, count=1))
+            one, other = (int(number) for number in told["link"])
+            link = Link(one, other, float(told.get("gbit_s", "nan")), float(told.get("latency_us", "nan")))
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
+            continue
+        if 0 <= one < other < len(hosts):
+            found[one, other] = link
+    return Links(hosts, [found[pair] for pair in sorted(found)])
+
+
+def findings(links: Links) -> list[str]:
+    """Return a line for each slow, late or unfinished link, those that share a host as one; each with what to do."""
+    hosts = links.hosts
+    lines = []
+    for bad, what, cure in (
+        ([link for link in links.measured if links.is_slow(link)], _slow, _SLOW_CURE),
+        ([link for link in links.measured if links.is_late(link)], _late, _LATE_CURE),
+        ([link for link in links.links if not link.is_measured], _unfinished, _UNFINISHED_CURE),
+    ):
+        for host in _shared_by_all(bad, len(hosts)):
+            own = [link for link in bad if host in (link.one, link.other)]
+            bad = [link for link in bad if link not in own]
+            lines.append(f"{hosts[host]}: all its links are {what(links, own)}; {cure['host']}")
+        lines += [f"{hosts[link.one]} – {hosts[link.other]}: {what(links, [link])}; {cure['link']}" for link in bad]
+    return lines
+
+
+_SLOW_CURE = {
+    "host": "see its network: the negotiated speed (ethtool eth0), cable and switch port, other traffic, CPU load; "
+    "or another network: --network-interfaces",
+    "link": "see what lies between the two: switch ports, uplinks, other traffic; both may use another network: "
+    "--network-interfaces",
+}
+_LATE_CURE = {
+    "host": "see its load (uptime), the power saving of its network card and of its processor, and its way there: ping",
+    "link": "see the way between the two (ping, traceroute), and whether one of them is busy",
+}
+_UNFINISHED_CURE = {
+    "host": "see that no firewall stops TCP between it and the others on any port; "
+    "with several networks, name the one that all share: --network-interfaces eth0",
+    "link": "see that no firewall stops TCP between the two on any port; "
+    "with several networks, name the one that all share: --network-interfaces eth0",
+}
+
+
+def _slow(links: Links, bad: Sequence[Link]) -> str:
+    return f"slow: {_span([link.gbit_s for link in bad])} Gbit/s (typical here: {links.typical_gbit_s:.3g})"
+
+
+def _late(links: Links, bad: Sequence[Link]) -> str:
+    return f"late: {_span([link.latency_us for link in bad])} µs (typical here: {links.typical_latency_us:.3g})"
+
+
+def _unfinished(_: Links, bad: Sequence[Link]) -> str:
+    return "begun and not finished"
+
+
+def _span(values: Sequence[float]) -> str:
+    low, high = f"{min(values):.3g}", f"{max(values):.3g}"
+    return low if low == high else f"{low} to {high}"
+
+
+def _shared_by_all(bad: Sequence[Link], count: int) -> list[int]:
+    """Return the hosts of which every link is bad; of two hosts none, since both would be."""
+    times = {host: sum(host in (link.one, link.other) for link in bad) for host in range(count)}
+    return [host for host, number in times.items() if number == count - 1 and count > 2]
+
+
+def to_json(links: Links) -> list[Mapping[str, object]]:
+    """Return the links as plain JSON; a figure that is missing is null."""
+    return [
+        {
+            "hosts": [links.hosts[link.one], links.hosts[link.other]],
+            "gbit_s": link.gbit_s if link.is_measured else None,
+            "latency_us": link.latency_us if link.is_measured else None,
+            "is_slow": link.is_measured and links.is_slow(link),
+            "is_late": link.is_measured and links.is_late(link),
+        }
+        for link in links.links
+    ]

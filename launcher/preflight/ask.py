@@ -1,0 +1,116 @@
+"""Asks hosts about themselves (probe.py) and reads their answers."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..reach import Answer, Problem, Reach
+from . import probe
+
+# what decides what a Python there finds, and which GPUs; the job's whole environment is sent to its ranks only
+_FORWARDED = (
+    *("PYTHONPATH", "LD_LIBRARY_PATH", "OPAL_PREFIX", "MPI4PY_LIBMPI", "MPI4PY_MPIABI"),
+    "CUDA_VISIBLE_DEVICES",
+)
+
+# -c puts the current folder onto the path: a file of the user's may be called like a module that the probe imports
+_BOOT = "import sys; sys.path[:] = [entry for entry in sys.path if entry]; exec(sys.argv[1])"
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a host is asked.
+
+    python:     the interpreter of the job, an absolute path;  agent_python: that of the agents.
+    directory:  must be there;  programs: these files, too, and be executable.
+    addresses:  where this host listens: one of them must take a connection.
+    """
+
+    python: str
+    directory: str
+    programs: Sequence[str] = ()
+    addresses: Sequence[tuple[str, int]] = ()
+    agent_python: str = sys.executable
+    timeout_s: float = 30.0
+
+
+@dataclass(frozen=True)
+class Version:
+    """A part that a job needs: its version, or why it is not there."""
+
+    text: str = ""
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a host has told."""
+
+    hostname: str
+    python: str
+    ringreduce: Version
+    ringrun: Version
+    mpi4py: Version
+    numpy: Version
+    mpi: Version
+    """The first line of MPI_Get_library_version."""
+    gpus: int
+    ranks: int
+    """How many it gets if nobody says."""
+    shm_bytes: int | None
+    """Free in /dev/shm; None if there is none."""
+    missing_directory: bool
+    bad_programs: Mapping[str, str]
+    """Why each of those that cannot be executed cannot."""
+    not_connected: str
+    """Why no connection to this host came about; empty if one did."""
+    clock_skew_s: float
+    """How far its clock is ahead of this host's."""
+
+
+def ask(
+    names: Sequence[str], reach: Reach, question: Question, environ: Mapping[str, str]
+) -> dict[str, Facts | Problem]:
+    """Return what each of the hosts `names` tells, or why it tells nothing."""
+    request = {
+        "agent_python": question.agent_python,
+        "directory": question.directory,
+        "programs": list(question.programs),
+        "addresses": [list(address) for address in question.addresses],
+        "timeout_s": question.timeout_s,
+    }
+    argv = [question.python, "-c", _BOOT, inspect.getsource(probe), json.dumps(request)]
+    variables = {name: environ[name] for name in _FORWARDED if name in environ}
+    return {name: read_answer(answer) for name, answer in reach.run(names, argv, variables).items()}
+
+
+def read_answer(answer: Answer) -> Facts | Problem:
+    """Return the facts in what the probe has printed on one host; a Problem if there are none."""
+    if answer.problem is not None:
+        return answer.problem
+    for line in reversed(answer.stdout.decode(errors="replace").splitlines()):
+        try:
+            fields = json.loads(line)
+            if fields.pop(probe.MARK, None) == 1:
+                return _facts(fields, answer.arrived_s)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            continue
+    last = (answer.stderr.strip().splitlines() or ["nothing"])[-1]
+    return Problem(
+        f"its Python did not tell what is there: exit code {answer.code}, and it wrote: {last[:200]}",
+        "run that interpreter there by hand, with the same path, and see whether it works",
+    )
+
+
+def _facts(fields: dict[str, Any], arrived_s: float) -> Facts:
+    # read there last of all, and so until its line was here: no connection, no start of a Python lies in between
+    skew_s = float(fields.pop("clock_s")) - arrived_s
+    for name in ("ringreduce", "ringrun", "mpi4py", "numpy", "mpi"):
+        part = fields[name]
+        fields[name] = Version(part.get("version", part.get("location", "")), part.get("error", ""))
+    return Facts(**fields, clock_skew_s=skew_s)

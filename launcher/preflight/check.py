@@ -1,0 +1,106 @@
+"""The preflight as a whole: asks hosts in parallel, finds what is wrong, and keeps both for those who need it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from ..errors import MachineError
+from ..hosts import Host
+from ..reach import Problem, Reach
+from .ask import Facts, Question, ask
+from .findings import Finding, find, lines
+from .table import table
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """What the hosts of a job have told, this one (`here`) always among them."""
+
+    here: str
+    told: Mapping[str, Facts | Problem]
+    findings: Sequence[Finding]
+
+    @property
+    def errors(self) -> list[Finding]:
+        """What keeps the job from starting."""
+        return [finding for finding in self.findings if finding.severity == "error"]
+
+    @property
+    def warnings(self) -> list[Finding]:
+        """What bites later."""
+        return [finding for finding in self.findings if finding.severity == "warning"]
+
+    @property
+    def answering(self) -> list[str]:
+        """The hosts that have told something."""
+        return [name for name, facts in self.told.items() if isinstance(facts, Facts)]
+
+    def only(self, names: Collection[str]) -> Preflight:
+        """Return it as if besides this host only those of `names` had been asked."""
+        kept = {*names, self.here}
+        told = {name: facts for name, facts in self.told.items() if name in kept}
+        return Preflight(self.here, told, [finding for finding in self.findings if finding.host in kept])
+
+    def table(self) -> str:
+        """Return the table, see table.py."""
+        return table(self.told, self.here, self.findings)
+
+    def warning_lines(self) -> list[str]:
+        """Return a line for each warning, with its cure."""
+        return lines(self.warnings)
+
+    def error_lines(self) -> list[str]:
+        """Return a line for each error, with its cure."""
+        return lines(self.errors)
+
+    def to_json(self) -> dict[str, object]:
+        """Return what each host has told, as plain JSON."""
+        return {
+            name: {"problem": facts.what} if isinstance(facts, Problem) else dataclasses.asdict(facts)
+            for name, facts in self.told.items()
+        }
+
+    def automatic_size(self, host: Host) -> int:
+        """Return how many ranks `host` gets if nobody says: one per GPU, else per core. MachineError if unknown."""
+        facts = self.told[host.name]
+        if isinstance(facts, Problem):
+            raise MachineError(f"{host.name}: {facts.what}; {facts.cure}")
+        return facts.ranks
+
+    def require_no_errors(self) -> None:
+        """Raise MachineError that tells all errors, a line each."""
+        if told := self.error_lines():
+            more = "" if len(told) == 1 else f"{len(told)} things are wrong with the hosts; no rank was started:\n  "
+            raise MachineError(more + "\n  ".join(told))
+
+
+def check(
+    hosts: Sequence[Host],
+    reach: Reach,
+    python: str,
+    command: str | None = None,
+    directory: str | None = None,
+    *,
+    addresses: Sequence[tuple[str, int]] = (),
+    timeout_s: float = 30.0,
+    environ: Mapping[str, str] | None = None,
+) -> Preflight:
+    """Ask this host and all `hosts`, at the same time, and return what they have and what is wrong.
+
+    python:     the interpreter of the job, an absolute path.
+    command:    the program of the ranks, an absolute path.
+    directory:  where the ranks start; the current folder by default.
+    addresses:  where this host listens: from each host a connection to one of them must come about.
+    environ:    its variables that decide what Python finds are sent along; os.environ by default.
+    """
+    names = list(dict.fromkeys(host.name for host in hosts))
+    here = next((name for name in names if reach.is_here(name)), reach.own_name)
+    programs = [program for program in (command, sys.executable) if program is not None and program != python]
+    question = Question(python, directory or os.getcwd(), programs, addresses, sys.executable, timeout_s)
+    asked = names if here in names else [here, *names]
+    told = ask(asked, reach, question, os.environ if environ is None else environ)
+    return Preflight(here, told, find(told, here, question))

@@ -1,0 +1,145 @@
+"""What a host answers about itself. Sent to it as text (ask.py) and run there by the interpreter of the job.
+
+It needs the standard library of any Python 3.7, and nothing of ringrun: what is missing there is what it is to tell.
+It prints one line of JSON on stdout, last of all. MPI is loaded, not initialised.
+"""
+
+from __future__ import annotations
+
+import glob
+import importlib
+import importlib.util
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+MARK = "ringrun-probe"
+"""The key of the answer that tells it from other lines on stdout."""
+
+_AGENT_TIMEOUT_S = 30
+
+
+def main() -> None:
+    """Answer the request in the last argument."""
+    request = json.loads(sys.argv[-1])
+    signal.alarm(int(request["timeout_s"]) + 1)  # whoever asked has given up by then
+    answer = describe(request)
+    answer[MARK] = 1
+    answer["clock_s"] = time.time()
+    print("\n" + json.dumps(answer), flush=True)
+
+
+def describe(request: dict) -> dict:  # type: ignore[type-arg] # plain JSON, of any Python 3.7
+    """Return what this host has, as JSON; `request` is what ask.py says."""
+    gpus, ranks = _slots()
+    return {
+        "hostname": socket.gethostname(),
+        "python": "{}.{}.{}".format(*sys.version_info[:3]),
+        "ringreduce": _ringreduce(),
+        "ringrun": _agent(request["agent_python"]),
+        "mpi4py": _version("mpi4py"),
+        "numpy": _version("numpy"),
+        "mpi": _mpi(),
+        "gpus": gpus,
+        "ranks": ranks,
+        "shm_bytes": _free_bytes("/dev/shm"),  # noqa: S108
+        "missing_directory": not os.path.isdir(request["directory"]),
+        "bad_programs": {path: why for path in request["programs"] for why in [_why_not_executable(path)] if why},
+        "not_connected": _connect_to_one(request["addresses"]),
+    }
+
+
+def _version(module: str) -> dict[str, str]:
+    """Return {"version": …}, or {"error": …} if the module cannot be imported."""
+    try:
+        return {"version": str(importlib.import_module(module).__version__)}
+    except Exception as error:
+        return {"error": _first_line(error)}
+
+
+def _ringreduce() -> dict[str, str]:
+    """The same for ringreduce, without importing it."""
+    spec = importlib.util.find_spec("ringreduce")
+    if spec is None or not spec.submodule_search_locations:
+        return {"error": "No module named 'ringreduce'"}
+    folder = next(iter(spec.submodule_search_locations))
+    try:
+        with open(os.path.join(folder, "_version.py"), encoding="utf-8") as file:
+            found = re.search('__version__ = "([^"]+)"', file.read())
+    except OSError as error:
+        return {"error": _first_line(error)}
+    return {"version": found.group(1) if found else "unknown", "location": folder}
+
+
+def _agent(python: str) -> dict[str, str]:
+    """Return where the interpreter `python`, which runs the agents, finds ringrun, or {"error": …}."""
+    code = "import sys; sys.path[:] = [e for e in sys.path if e]; import ringrun.agent; print(ringrun.__path__[0])"
+    try:
+        if os.path.samefile(python, sys.executable):
+            importlib.import_module("ringrun.agent")
+            return {"location": os.path.dirname(str(sys.modules["ringrun"].__file__))}
+        done = subprocess.run([python, "-c", code], capture_output=True, timeout=_AGENT_TIMEOUT_S)
+    except Exception as error:
+        return {"error": _first_line(error)}
+    lines = (done.stderr if done.returncode else done.stdout).decode(errors="replace").strip().splitlines()
+    return {"error" if done.returncode else "location": lines[-1] if lines else f"exit code {done.returncode}"}
+
+
+def _mpi() -> dict[str, str]:
+    """Return what the MPI library that mpi4py loads says of itself, or {"error": …}."""
+    try:
+        mpi4py = importlib.import_module("mpi4py")
+        mpi4py.rc.initialize = False
+        library = importlib.import_module("mpi4py.MPI").Get_library_version()
+        return {"version": library.strip("\0\n ").splitlines()[0]}
+    except Exception as error:
+        return {"error": _first_line(error)}
+
+
+def _slots() -> tuple[int, int]:
+    """Return how many GPUs there are, and how many ranks this host gets if nobody says."""
+    try:
+        topology = importlib.import_module("ringrun.topology").read_topology(os.environ)
+        return len(topology.gpus), int(importlib.import_module("ringrun.placement").automatic_size(topology))
+    except Exception:  # the answer about ringrun says why
+        gpus = len(glob.glob("/proc/driver/nvidia/gpus/*"))
+        return gpus, gpus or len(os.sched_getaffinity(0))
+
+
+def _free_bytes(folder: str) -> int | None:
+    try:
+        return shutil.disk_usage(folder).free
+    except OSError:
+        return None
+
+
+def _why_not_executable(path: str) -> str:
+    if not os.path.isfile(path):
+        return "missing"
+    return "" if os.access(path, os.X_OK) else "not executable"
+
+
+def _connect_to_one(addresses: list[list]) -> str:  # type: ignore[type-arg] # [host, port]
+    """Return nothing if one of the addresses takes a connection, or none is given; else why the last did not."""
+    why = ""
+    for host, port in addresses:
+        try:
+            socket.create_connection((host, port), timeout=5).close()
+            return ""
+        except OSError as error:
+            why = f"{host} port {port}: {_first_line(error)}"
+    return why
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or repr(error)).splitlines()[0]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""One readable table of what hosts have told: a row a host, equal ones together, a `*` behind what is wrong there.
+
+    host         Python  ringreduce  mpi4py  NumPy  MPI              ranks    clock   /dev/shm
+    n1 (here)    3.11.2  0.1.0       4.1.2   2.4.1  Open MPI 5.0.11  8 GPUs   0.0 s   34 GB
+    n[2-4]       3.11.2  0.1.0       4.1.2   2.4.1  Open MPI 5.0.11  8 GPUs   0.0 s   31 GB
+    n5           3.10.4* 0.1.0       -*      2.4.1  -                8 cores  +3.2 s* 34 GB
+    n6 *         connection refused …
+
+No line is longer than WIDTH: where a group's names have no room, they stand above its row.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Collection, Mapping, Sequence
+
+from ..reach import Problem
+from .ask import Facts, Version
+from .findings import SHM, Finding, short_mpi
+from .names import fold_names
+
+WIDTH = 100
+
+COLUMNS = ("Python", "ringreduce", "mpi4py", "NumPy", "MPI", "ranks", "clock", SHM)
+_LONGEST_CELL = 18
+_LONGEST_HOST = 24
+_SHORTEST_HOST = 12
+_ALWAYS_ALIKE = ("clock", SHM)  # measured, never quite equal: of a group the worst is shown
+
+
+def table(told: Mapping[str, Facts | Problem], here: str, findings: Sequence[Finding]) -> str:
+    """Return the table of what the hosts have `told`; `findings` are marked in it."""
+    marks: dict[str, set[str]] = {}
+    for finding in findings:
+        marks.setdefault(finding.host, set()).add(finding.column)
+    rows, silent = _rows(told, here, marks)
+    widths = [max(len(column), *(len(cells[at]) for _, cells in rows), 0) for at, column in enumerate(COLUMNS)]
+    widths = _narrowed(widths, WIDTH - _SHORTEST_HOST - 2 * len(widths))
+    room = min(_LONGEST_HOST, WIDTH - sum(widths) - 2 * len(widths))
+    host_width = max([len("host"), *(len(label) for label, _ in rows if len(label) <= room)])
+    lines = [_line("host", COLUMNS, host_width, widths)] if rows else []
+    for label, cells in rows:
+        if len(label) > host_width:
+            lines += textwrap.wrap(label, WIDTH, break_on_hyphens=False)
+            label = ""
+        lines.append(_line(label, cells, host_width, widths))
+    for label, what in silent:
+        lines += textwrap.wrap(f"{label} *  {what}", WIDTH, subsequent_indent="    ", break_on_hyphens=False)
+    return "\n".join(lines)
+
+
+def _line(label: str, cells: Sequence[str], host_width: int, widths: Sequence[int]) -> str:
+    padded = [f"{_cut(cell, width):<{width}}" for cell, width in zip(cells, widths, strict=True)]
+    return "  ".join([f"{label:<{host_width}}", *padded]).rstrip()
+
+
+def _narrowed(widths: Sequence[int], room: int) -> list[int]:
+    """Return widths that add up to `room` at most; the widest columns give way, none below its title."""
+    narrowed = list(widths)
+    while sum(narrowed) > room:
+        spare = [width - len(column) for width, column in zip(narrowed, COLUMNS, strict=True)]
+        narrowed[spare.index(max(spare))] -= 1
+    return narrowed
+
+
+def _cut(cell: str, width: int) -> str:
+    """Return `cell` in at most `width` characters, with its mark."""
+    mark = "*" if cell.endswith("*") else ""
+    return cell if len(cell) <= width else f"{cell[: width - 1 - len(mark)]}…{mark}"
+
+
+def _rows(
+    told: Mapping[str, Facts | Problem], here: str, marks: Mapping[str, Collection[str]]
+) -> tuple[list[tuple[str, list[str]]], list[tuple[str, str]]]:
+    """Return the rows of those that have answered, and those of the others with why."""
+    groups: dict[tuple[object, ...], list[str]] = {}
+    silent: dict[str, list[str]] = {}
+    for host, facts in told.items():
+        if isinstance(facts, Problem):
+            silent.setdefault(facts.what, []).append(host)
+            continue
+        own = frozenset(marks.get(host, ()))
+        cells = [_cell(facts, column) for column in COLUMNS if column not in _ALWAYS_ALIKE]
+        groups.setdefault((host == here, own, *cells), []).append(host)
+    rows = []
+    for (is_here, own_marks, *_), hosts in groups.items():
+        all_facts = [facts for host in hosts if isinstance(facts := told[host], Facts)]
+        assert isinstance(own_marks, frozenset)
+        mark = " *" if "host" in own_marks else ""
+        label = f"{fold_names(hosts)}{' (here)' if is_here else ''}{mark}"
+        rows.append((label, [_shown(all_facts, column, column in own_marks) for column in COLUMNS]))
+    return rows, [(fold_names(hosts), what) for what, hosts in silent.items()]
+
+
+def _shown(facts: Sequence[Facts], column: str, marked: bool) -> str:
+    """Return the cell of a group: of what is measured the worst."""
+    worst = facts[0]
+    if column == "clock":
+        worst = max(facts, key=lambda each: abs(each.clock_skew_s))
+    elif column == SHM:
+        worst = min(facts, key=lambda each: each.shm_bytes or 0)
+    return _cut(_cell(worst, column) + "*" * marked, _LONGEST_CELL)
+
+
+def _cell(facts: Facts, column: str) -> str:
+    match column:
+        case "Python":
+            return facts.python
+        case "ringreduce":
+            return _version(facts.ringreduce)
+        case "mpi4py":
+            return _version(facts.mpi4py)
+        case "NumPy":
+            return _version(facts.numpy)
+        case "MPI":
+            return short_mpi(facts.mpi.text) or "-"
+        case "ranks":
+            return f"{facts.ranks} {'GPU' if facts.gpus else 'core'}{'' if facts.ranks == 1 else 's'}"
+        case "clock":
+            return f"{facts.clock_skew_s:+.1f} s" if abs(facts.clock_skew_s) >= 0.05 else "0.0 s"
+        case _:
+            return "-" if facts.shm_bytes is None else _bytes(facts.shm_bytes)
+
+
+def _version(part: Version) -> str:
+    return part.text or "-"
+
+
+def _bytes(count: int) -> str:
+    return f"{count / 1e9:.0f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"

@@ -1,0 +1,81 @@
+"""The nodes of a Slurm job, through `srun`: one step with one task on each of them."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+
+from .base import Answer, Way
+from .parallel import Outcome, Task
+from .refusals import program_problem, srun_problem
+
+# a task says whose it is and how the program ended, behind its stderr; its number is srun's label
+_SCRIPT = '"$@"; echo "ringrun: exit $? on $SLURMD_NODENAME" >&2'
+_LABEL = re.compile(rb" *([0-9]+): ?")
+_EXIT = re.compile(r"ringrun: exit ([0-9]{1,3}) on (\S+)\n?")
+# of the step that ringrun itself may run in; what a new step gets is said with flags
+_OF_A_STEP = ("SLURM_EXACT", "SLURM_EXCLUSIVE", "SLURM_CPU_BIND", "SLURM_NTASKS_PER_NODE", "SLURM_CPUS_PER_TASK")
+
+
+class Slurm(Way):
+    """Runs programs on the nodes of this Slurm job. The step takes none of the job's slots (--overlap)."""
+
+    def __init__(self, srun: str, timeout_s: float) -> None:
+        self._srun = srun
+        self._timeout_s = timeout_s
+
+    def tasks(self, names: Sequence[str], argv: Sequence[str], variables: Mapping[str, str]) -> list[Task]:
+        """See `Way.tasks`: one srun for all."""
+        command = [*srun_options(self._srun, names), "sh", "-c", _SCRIPT, "ringrun", *argv]
+        inherited = {name: value for name, value in os.environ.items() if name not in _OF_A_STEP}
+        return [Task(command, environment={**inherited, **variables})]
+
+    def answers(self, names: Sequence[str], program: str, outcomes: Sequence[Outcome]) -> list[Answer]:
+        """See `Way.answers`."""
+        return answers(names, program, outcomes[0], self._timeout_s)
+
+
+def srun_options(srun: str, names: Sequence[str]) -> list[str]:
+    """Return the argv that starts one task on each of the nodes `names`, its lines behind its number."""
+    count = str(len(names))
+    return [
+        *(srun, f"--nodes={count}", f"--ntasks={count}", "--ntasks-per-node=1", f"--nodelist={','.join(names)}"),
+        *("--overlap", "--mpi=none", "--cpu-bind=none", "--input=none", "--label", "--wait=0", "--kill-on-bad-exit=0"),
+    ]
+
+
+def answers(names: Sequence[str], program: str, outcome: Outcome, timeout_s: float) -> list[Answer]:
+    """Return each node's answer out of what one srun wrote."""
+    out, err = by_task(outcome.stdout), by_task(outcome.stderr)
+    own_words = b"".join(line for line in outcome.stderr.splitlines(keepends=True) if not _LABEL.match(line)).decode(
+        errors="replace"
+    )
+    found = {}
+    for task, lines in err.items():
+        stderr = lines.decode(errors="replace")
+        if match := _EXIT.search(stderr):
+            stdout, arrived_s = out.get(task, b""), arrival(outcome, task)
+            before, code = stderr[: match.start()], int(match[1])
+            found[match[2]] = (stdout, before, code, arrived_s, program_problem(program, code, before))
+    missing = srun_problem(outcome.code, own_words, outcome.not_run, timeout_s)
+    return [Answer(name, *found[name]) if name in found else Answer(name, problem=missing) for name in names]
+
+
+def by_task(data: bytes) -> dict[bytes, bytes]:
+    """Return what each task wrote, from lines with labels: `0: text`."""
+    lines: dict[bytes, bytes] = {}
+    for line in data.splitlines(keepends=True):
+        if match := _LABEL.match(line):
+            lines[match[1]] = lines.get(match[1], b"") + line[match.end() :]
+    return lines
+
+
+def arrival(outcome: Outcome, task: bytes) -> float:
+    """Return when the last line that this task wrote to stdout came."""
+    end = last = 0
+    for line in outcome.stdout.splitlines(keepends=True):
+        end += len(line)
+        if (match := _LABEL.match(line)) and match[1] == task:
+            last = end
+    return outcome.arrived_by(last) if last else 0.0

@@ -1,0 +1,176 @@
+"""Runs many child processes at once, from one thread, and keeps what each writes until its end or a time limit.
+
+No threads: a fork beside them is not safe, and Ctrl-C must end the children (`finally`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import subprocess
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import IO
+
+from ..processes import die_with_parent, signal_group
+
+AT_ONCE = 64
+"""Child processes at the same time."""
+
+_CHUNK_BYTES = 1 << 16
+_LOOK_EVERY_S = 0.05
+_NOT_RUN = 127  # as a shell says it
+_PATIENCE_S = 1.0
+
+
+@dataclass(frozen=True)
+class Task:
+    """A program to run: its argv, what it reads, and its whole environment (None: ours)."""
+
+    argv: Sequence[str]
+    stdin: bytes = b""
+    environment: Mapping[str, str] | None = None
+
+
+@dataclass
+class Outcome:
+    """What a task did."""
+
+    code: int | None = None
+    """Its exit code, negative for a signal; None if it was ended because it took too long."""
+    not_run: str = ""
+    """Why it could not be executed here, if it could not."""
+    stdout: bytes = b""
+    stderr: bytes = b""
+    arrived_s: dict[int, float] = field(default_factory=dict)
+    """When each part of stdout came, since the epoch, by the number of bytes there were then."""
+
+    def arrived_by(self, end: int) -> float:
+        """Return when the first `end` bytes of stdout were there; 0 if never."""
+        return next((when for length, when in self.arrived_s.items() if length >= end), 0.0)
+
+
+def run_all(tasks: Sequence[Task], timeout_s: float, at_once: int = AT_ONCE) -> list[Outcome]:
+    """Run the tasks, `at_once` at the same time, each for at most `timeout_s`; return what they did, in their order."""
+    outcomes = [Outcome() for _ in tasks]
+    waiting = iter(zip(tasks, outcomes, strict=True))
+    with selectors.DefaultSelector() as selector, contextlib.ExitStack() as stack:
+        running: list[_Child] = []
+        stack.callback(_kill, running)
+        while True:
+            running += _started(waiting, at_once - len(running), selector, timeout_s)
+            if not running:
+                return outcomes
+            for key, _ in selector.select(_LOOK_EVERY_S):
+                key.data(key.fileobj)
+            for child in [child for child in running if child.is_over(time.monotonic())]:
+                child.close()
+                running.remove(child)
+
+
+def _started(
+    waiting: Iterator[tuple[Task, Outcome]], room: int, selector: selectors.BaseSelector, timeout_s: float
+) -> Iterable[_Child]:
+    """Start as many of those that are waiting as there is room for."""
+    while room > 0 and (pair := next(waiting, None)) is not None:
+        task, outcome = pair
+        try:
+            child = _Child(task, outcome, selector, time.monotonic() + timeout_s)
+        except (OSError, ValueError) as error:  # ValueError: a zero byte
+            outcome.not_run = (error.strerror if isinstance(error, OSError) else str(error)) or repr(error)
+            outcome.code = _NOT_RUN
+            continue
+        room -= 1
+        yield child
+
+
+class _Child:
+    """A process under way, and its three pipes."""
+
+    def __init__(self, task: Task, outcome: Outcome, selector: selectors.BaseSelector, deadline_s: float) -> None:
+        self._outcome = outcome
+        self._selector = selector
+        self._deadline_s = deadline_s
+        self._unsent = memoryview(task.stdin)
+        self._process = subprocess.Popen(
+            task.argv,
+            env=task.environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C reaches ringrun alone, and no child asks at the terminal
+            preexec_fn=die_with_parent(signal.SIGTERM),
+        )
+        self._open: set[IO[bytes]] = set()
+        for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
+            assert pipe is not None
+            os.set_blocking(pipe.fileno(), False)
+            writes = pipe is self._process.stdin
+            event, handle = (selectors.EVENT_WRITE, self._write) if writes else (selectors.EVENT_READ, self._read)
+            selector.register(pipe, event, handle)
+            self._open.add(pipe)
+
+    def is_over(self, now_s: float) -> bool:
+        """Return whether the process has ended or must end now. Its own children may hold its pipes for ever."""
+        return self._process.poll() is not None or now_s >= self._deadline_s
+
+    def close(self) -> None:
+        """Note how the process ended, and end it if it has not."""
+        self._outcome.code = self._process.poll()
+        self.kill()
+        for pipe in list(self._open):
+            while pipe is not self._process.stdin and self._read(pipe):
+                pass  # what it wrote last
+            self._forget(pipe)
+
+    def kill(self) -> None:
+        """End the process and its own children, if it is there."""
+        if self._process.poll() is not None:
+            return
+        signal_group(self._process.pid, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_PATIENCE_S)
+        signal_group(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def _forget(self, pipe: IO[bytes]) -> None:
+        if pipe not in self._open:
+            return
+        self._selector.unregister(pipe)
+        self._open.remove(pipe)
+        with contextlib.suppress(OSError):
+            pipe.close()
+
+    def _write(self, pipe: IO[bytes]) -> None:
+        try:
+            self._unsent = self._unsent[os.write(pipe.fileno(), self._unsent[:_CHUNK_BYTES]) :]
+        except BlockingIOError:
+            return
+        except OSError:  # it does not read
+            self._unsent = memoryview(b"")
+        if not self._unsent:
+            self._forget(pipe)
+
+    def _read(self, pipe: IO[bytes]) -> bool:
+        """Take what is there; return whether there was anything."""
+        try:
+            data = os.read(pipe.fileno(), _CHUNK_BYTES)
+        except BlockingIOError:
+            return False
+        if not data:
+            self._forget(pipe)
+        elif pipe is self._process.stdout:
+            self._outcome.stdout += data
+            self._outcome.arrived_s[len(self._outcome.stdout)] = time.time()
+        else:
+            self._outcome.stderr += data
+        return bool(data)
+
+
+def _kill(running: Iterable[_Child]) -> None:
+    for child in running:
+        child.kill()
+        child.close()

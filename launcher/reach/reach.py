@@ -1,0 +1,64 @@
+"""Runs a program on hosts, each in the way that leads there: on this host directly, on the others over ssh or srun."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping, Sequence
+
+from ..hosts import Host
+from ..hosts.here import is_here
+from ..network import is_own_address
+from ..ssh import SshOptions, write_config
+from .base import Answer, Way
+from .here import Here
+from .over_slurm import Slurm
+from .over_ssh import Ssh
+from .parallel import run_all
+
+_GRACE_S = 1.0
+
+
+class Reach:
+    """All hosts of a job. `there` is the way to other hosts; each may take `timeout_s` (--start-timeout)."""
+
+    def __init__(self, there: Way, timeout_s: float, own_name: str | None = None) -> None:
+        self._there = there
+        self._timeout_s = timeout_s
+        self.own_name = own_name or socket.gethostname()
+
+    def run(
+        self, names: Sequence[str], argv: Sequence[str], variables: Mapping[str, str] | None = None
+    ) -> dict[str, Answer]:
+        """Run `argv` once on each of the hosts `names`, all at the same time, and return each one's answer by its name.
+
+        argv:       the program as an absolute path, and its arguments.
+        variables:  added to the environment there. Other users of the host may see them for a moment: no secrets.
+        """
+        groups = [
+            (self._there, [name for name in names if not self.is_here(name)]),
+            (Here(self._timeout_s), [name for name in names if self.is_here(name)]),
+        ]
+        tasks = [way.tasks(group, argv, variables or {}) if group else [] for way, group in groups]
+        outcomes = run_all([task for part in tasks for task in part], self._timeout_s)
+        found: dict[str, Answer] = {}
+        for (way, group), part in zip(groups, tasks, strict=True):
+            answers = way.answers(group, argv[0], outcomes[: len(part)]) if group else []
+            found |= {answer.host: answer for answer in answers}
+            del outcomes[: len(part)]
+        return {name: found[name] for name in names}
+
+    def is_here(self, name: str) -> bool:
+        """Return whether `name` means this host."""
+        return is_here(Host(name), self.own_name) or is_own_address(name)
+
+
+def reach_over_ssh(directory: str, options: SshOptions) -> Reach:
+    """Return the way to hosts over ssh; ringrun's private `directory` is for a file that must stay as long."""
+    timeout_s = options.connect_timeout_s
+    # ssh's own limit comes first: it says what it waited for
+    return Reach(Ssh(write_config(directory, options), timeout_s), timeout_s + _GRACE_S)
+
+
+def reach_over_slurm(timeout_s: float) -> Reach:
+    """Return the way to the nodes of the Slurm job that ringrun runs in."""
+    return Reach(Slurm("srun", timeout_s), timeout_s)

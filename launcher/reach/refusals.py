@@ -1,0 +1,170 @@
+"""Why a host did not run a program: what ssh, srun and the remote shell wrote, turned into one problem with its cure.
+
+Pure functions of text. ssh's own texts are not translated; what no rule knows is shown as it was written.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from .base import Problem
+
+_MAX_SHOWN = 200
+_OF_HOST = re.compile(r"(ssh: )?(connect to host \S+ (?=port )|[^\s@]+@\S+: )")
+_HOST_NAME = re.compile(r"hostname \S+: ")
+_FORGET = re.compile(r'ssh-keygen -f "[^"\n]+" -R "[^"\n]+"')
+_NOT_EXECUTABLE, _NOT_FOUND = 126, 127
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """What ssh writes, as a pattern, and the problem it means: TEXT stands for the line, HOST for the host's name."""
+
+    pattern: re.Pattern[str]
+    what: str
+    cure: str
+
+
+def _rule(pattern: str, what: str, cure: str) -> _Rule:
+    return _Rule(re.compile(pattern, re.IGNORECASE | re.MULTILINE), what, cure)
+
+
+_KEY_CURE = (
+    "name the key with -i FILE, or let it in with: ssh-copy-id HOST; a key with a passphrase needs an agent: ssh-add. "
+    "Another user name there belongs into ~/.ssh/config"
+)
+_FIREWALL_CURE = "see that HOST is up and its network reaches this host: ping HOST; a firewall may drop ssh's packets"
+_NAME_CURE = "correct the name, or let this host know it: getent hosts HOST, /etc/hosts, ~/.ssh/config"
+
+# the first that fits counts: the more exact before what follows from it
+_RULES = (
+    _rule(
+        r"remote host identification has changed|host key for .* has changed",
+        "its host key is not the one that this host knows it by (Host key verification failed)",
+        "make sure that it is the same host (was it installed anew?), then: ssh-keygen -R HOST; ssh HOST",
+    ),
+    _rule(
+        r"host key verification failed|no .* host key is known for",
+        "its host key is not known to this host (Host key verification failed)",
+        "accept it once by hand, for the same user: ssh HOST; or for many: ssh-keyscan HOST >> ~/.ssh/known_hosts",
+    ),
+    _rule(
+        r"^load key .*: (bad permissions|invalid format|error in libcrypto|incorrect passphrase)|unprotected private",
+        "the private key cannot be used (TEXT)",
+        "a private key belongs to its user alone: chmod 600 FILE; -i wants the private key, not the .pub",
+    ),
+    _rule(
+        r"permission denied|too many authentication failures|no (more )?supported authentication methods",
+        "ssh is refused there (TEXT)",
+        _KEY_CURE,
+    ),
+    _rule(r"could not resolve hostname|name or service not known", "its name is not known here (TEXT)", _NAME_CURE),
+    _rule(
+        r"connection refused",
+        "it refuses the connection (TEXT): no ssh server listens on that port",
+        "start sshd there, or name its port with -p PORT",
+    ),
+    _rule(r"no route to host|network is unreachable|host is down", "it cannot be reached (TEXT)", _FIREWALL_CURE),
+    _rule(r"timed out", "it did not answer in time (TEXT)", _FIREWALL_CURE + "; or allow more: --start-timeout S"),
+    _rule(
+        r"kex_exchange_identification|connection (closed|reset) by|banner|protocol mismatch",
+        "it took the connection and closed it (TEXT)",
+        "see the log of sshd there; is it an ssh server's port (-p)? MaxStartups may be too small for many at once",
+    ),
+    _rule(
+        r"bad owner or permissions|bad configuration option|terminating, \d+ bad|can't open user config|line \d+:",
+        "ssh does not like its configuration (TEXT)",
+        "correct that file of this host's",
+    ),
+    _rule(
+        r"xargs.*not found|not found.*xargs|unknown command.*xargs",
+        "it has no xargs (TEXT)",
+        "install findutils or busybox there, or see that PATH of a shell without login names its folder",
+    ),
+)
+
+
+def ssh_problem(host: str, code: int, text: str, not_run: str = "") -> Problem:
+    """Return what `text` means, that ssh wrote when it ended with `code` and the program had not been run.
+
+    not_run:  why ssh itself could not be executed here, if it could not.
+    """
+    if not_run:
+        return Problem(
+            f"ssh cannot be executed on this host: {not_run}",
+            "install OpenSSH's client (openssh-client, openssh-clients), or start ringrun where it is",
+        )
+    for rule in _RULES:
+        if match := rule.pattern.search(text):
+            return _problem(rule, host, text, match.start())
+    return Problem(
+        f"ssh ended with {_code(code)} and wrote: {_short(_last_line(text)) or 'nothing'}",
+        f"try it by hand: ssh {host} true",
+    )
+
+
+def _problem(rule: _Rule, host: str, text: str, position: int) -> Problem:
+    what = rule.what.replace("TEXT", _short(_line_around(text, position)))
+    cure = rule.cure
+    if forget := _FORGET.search(text):  # ssh says itself how its file calls a host with a port
+        cure = cure.replace("ssh-keygen -R HOST", _short(forget[0]))
+    return Problem(what, cure.replace("HOST", host))
+
+
+def program_problem(program: str, code: int, text: str) -> Problem | None:
+    """Return why the shell could not start `program`, None if it could: exit codes 126 and 127 are a shell's own."""
+    said = f" ({_short(_last_line(text))})" if text.strip() else ""
+    if code == _NOT_FOUND:
+        return Problem(
+            f"{program} is not there{said}",
+            "give every host the same Python at the same path: the same virtual environment, or a shared folder",
+        )
+    if code == _NOT_EXECUTABLE:
+        return Problem(
+            f"{program} cannot be executed there{said}", "see its permissions, and whether it is for this processor"
+        )
+    return None
+
+
+def srun_problem(code: int | None, text: str, not_run: str, timeout_s: float) -> Problem:
+    """Return why a node has not answered, from what srun itself wrote."""
+    if not_run:
+        return Problem(f"srun cannot be executed on this host: {not_run}", "see that Slurm's srun is on PATH")
+    if code is None:
+        return took_too_long(timeout_s, text)
+    line = _short(next((line for line in text.splitlines() if "error:" in line), _last_line(text)))
+    return Problem(
+        f"Slurm did not run a program there; srun ended with {_code(code)} and wrote: {line or 'nothing'}",
+        "see the node's state: sinfo -N -l, scontrol show node; and whether the job still runs: squeue",
+    )
+
+
+def took_too_long(timeout_s: float, text: str) -> Problem:
+    """Return the problem of a host that has not answered within the limit, having written `text`."""
+    said = f"; the last it wrote: {_short(_last_line(text))}" if text.strip() else ""
+    return Problem(
+        f"no answer within {timeout_s:g} s{said}",
+        "see whether the host is overloaded or a network folder hangs there, or allow more: --start-timeout S",
+    )
+
+
+def _line_around(text: str, position: int) -> str:
+    """Return the line of `text` at `position`, without the host, so that many hosts' are told as one."""
+    begin = text.rfind("\n", 0, position) + 1
+    return _HOST_NAME.sub("hostname: ", _OF_HOST.sub("", text[begin:].split("\n", 1)[0], count=1))
+
+
+def _last_line(text: str) -> str:
+    lines = [line for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else ""
+
+
+def _short(text: str) -> str:
+    """Return `text` for a message: one line, nothing that a terminal would obey."""
+    clean = "".join(character if character.isprintable() else "?" for character in text.strip().removeprefix("ssh: "))
+    return clean if len(clean) <= _MAX_SHOWN else clean[: _MAX_SHOWN - 1] + "…"
+
+
+def _code(code: int) -> str:
+    return f"exit code {code}" if code >= 0 else f"signal {-code}"

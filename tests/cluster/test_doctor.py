@@ -1,0 +1,143 @@
+"""The preflight and ringrun doctor on real hosts: over sshd, and in a Slurm job, on both MPIs."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.hosts import Hosts, why_not
+
+pytestmark = pytest.mark.timeout(180)
+NAMES = "h0,h1,h2,h3"
+
+
+def doctor(hosts: Hosts, python: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+    return hosts.run(0, [python.parent / "ringrun", "doctor", *arguments], timeout=120)
+
+
+def matrix(text: str, unit: str) -> dict[str, list[str]]:
+    """The rows of one of the matrices, by host."""
+    lines = text.splitlines()
+    begin = next(number for number, line in enumerate(lines) if line.startswith(unit))
+    count = len(lines[begin].split()) - 1
+    return {line.split()[0]: line.split()[1:] for line in lines[begin + 1 : begin + 1 + count]}
+
+
+def assert_nothing_is_left(hosts: Hosts) -> None:
+    hosts.wait_until_gone()
+    assert [hosts.left_behind(k) for k in range(len(hosts.names))] == [[] for _ in hosts.names]
+
+
+def test_four_hosts_of_which_one_has_a_slow_link(python: Path, hosts: Hosts, tmp_path: Path):
+    hosts.shape(2, 50)
+    done = doctor(hosts, python, "-H", NAMES, "--json", tmp_path / "found.json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = done.stdout.splitlines()
+    assert rows[1].startswith("h0 (here) ")
+    assert rows[2].startswith("h[1-3] ")
+    rates = matrix(done.stdout, "Gbit/s")
+    for name in ("h0", "h1", "h3"):
+        assert rates[name][2].endswith("*")  # the link to h2
+        assert 0.001 < float(rates[name][2].rstrip("*")) < 0.06
+    assert re.search(r"\nLinks:\n  h2: all its links are slow: 0\.0.* Gbit/s \(typical here: ", done.stdout)
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert len(found["links"]) == 6
+    assert all(link["is_slow"] for link in found["links"] if "h2" in link["hosts"])
+    assert all(0 < link["latency_us"] < 1e6 for link in found["links"])
+    assert_nothing_is_left(hosts)
+
+
+def test_each_host_that_cannot_be_reached_is_told_with_its_cure_and_the_others_are_measured(python: Path, hosts: Hosts):
+    hosts.stop_sshd(1)
+    hosts.new_host_key(2)
+    done = doctor(hosts, python, "-H", f"{NAMES},h9", "--start-timeout", "15")
+    assert done.returncode == 3, done.stdout + done.stderr
+    assert "\n  h1: it refuses the connection (port 22: Connection refused): no ssh server listens" in done.stdout
+    assert "start sshd there, or name its port with -p PORT\n" in done.stdout
+    assert "\n  h2: its host key is not the one that this host knows it by (Host key verif" in done.stdout
+    assert '/.ssh/known_hosts" -R "h2"; ssh h2\n' in done.stdout
+    assert "\n  h9: its name is not known here (Could not resolve hostname: " in done.stdout
+    assert list(matrix(done.stdout, "Gbit/s")) == ["h0", "h3"]
+    assert "\n3 errors, " in done.stdout
+    assert_nothing_is_left(hosts)
+
+
+def test_a_host_whose_link_is_down_is_given_up(hosts: Hosts):
+    hosts.link_down(3)
+    done = doctor(hosts, Path(sys.executable), "-H", "h0,h3", "--start-timeout", "3")
+    assert done.returncode == 3
+    assert re.search(r"\n  h3: it did not answer in time \(.*\); see that h3 is up .*--start-timeout S\n", done.stdout)
+    assert_nothing_is_left(hosts)
+
+
+def test_a_firewall_between_a_host_and_this_one(python: Path, hosts: Hosts):
+    """ssh's answers come from port 22; whatever else h1 would send to h0 is stopped."""
+    rule = ["to", hosts.addresses[0], "ipproto", "tcp", "sport", "1024-65534", "prohibit"]
+    hosts.check(1, ["ip", "rule", "add", *rule])
+    done = doctor(hosts, python, "-H", NAMES, "--start-timeout", "15")
+    assert done.returncode == 3, done.stdout + done.stderr
+    told = r"\n  h1: no connection from there to this host \(10\.77\.0\.1 port [0-9]+: .*\); let no firewall stop TCP"
+    assert re.search(told, done.stdout), done.stdout
+    assert list(matrix(done.stdout, "Gbit/s")) == ["h0", "h2", "h3"]
+    assert_nothing_is_left(hosts)
+
+
+def test_hosts_with_another_installation(mpich_python: Path, shared: list[Path], tmp_path: Path):
+    """h1 has another MPI, h2 no Python where this host has it, h3 little shared memory."""
+    if reason := why_not():
+        pytest.skip(reason)
+    shared.append(mpich_python.parents[1])
+    python = Path(sys.executable)
+    with Hosts(4, tmp_path / "hosts", shared) as hosts:
+        hosts.check(1, ["mount", "--bind", mpich_python.parents[1] / "lib", python.parents[1] / "lib"])
+        hosts.check(2, ["mount", "-t", "tmpfs", "tmpfs", python.parent])
+        hosts.check(3, ["mount", "-o", "remount,size=32m", "/dev/shm"])
+        done = doctor(hosts, python, "-H", NAMES)
+        assert done.returncode == 3, done.stdout + done.stderr
+        assert re.search(r"\nh1 .* MPICH [0-9.]+\*  ", done.stdout)
+        assert re.search(r"\n  h1: MPICH [0-9.]+ there, Open MPI [0-9.]+ on h0; install the same there", done.stdout)
+        assert re.search(rf"\n  h2: {python.parent}/python[0-9.]* is not there \(", done.stdout)
+        assert re.search(r"\n  h3: /dev/shm has 34 MB free, expected are 67; remove old files there", done.stdout)
+        assert list(matrix(done.stdout, "Gbit/s")) == ["h0", "h3"]
+        assert_nothing_is_left(hosts)
+
+
+def test_a_job_is_refused_before_any_rank_starts_unless_the_host_gets_none(python: Path, hosts: Hosts):
+    hosts.stop_sshd(3)
+    ringrun, begun = python.parent / "ringrun", hosts.folder / "begun"
+    done = hosts.run(0, [ringrun, "-H", "h0:1,h1:1,h3:1", "touch", begun])
+    assert done.returncode == 3
+    assert not begun.exists()
+    assert "\nh3 *  it refuses the connection (port 22: Connection refused)" in done.stderr
+    assert done.stderr.endswith("start sshd there, or name its port with -p PORT\n")
+    assert "ringrun: error: h3: it refuses the connection (port 22: Connection refused): no ssh" in done.stderr
+    done = hosts.run(0, [ringrun, "-np", 2, "-H", "h0:1,h1:1,h3:1", "touch", begun])
+    assert (done.returncode, done.stderr) == (0, "")
+    assert begun.exists()
+    done = hosts.run(0, [ringrun, "-H", "h1,h2", "hostname"])  # as many as each of them has cores
+    assert (done.returncode, done.stderr) == (0, "")
+    assert {line.split()[1] for line in done.stdout.splitlines()} == {"h1", "h2"}
+    assert_nothing_is_left(hosts)
+
+
+def test_a_slurm_job(python: Path, slurm: Hosts):
+    done = slurm.run(0, ["salloc", "-N2", "-n4", python.parent / "ringrun", "doctor"], timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = done.stdout.splitlines()
+    assert [row.split()[0] for row in rows[:3]] == ["host", "h0", "h1"]
+    assert list(matrix(done.stdout, "Gbit/s")) == ["h0", "h1"]
+    slurm.wait_until_gone()
+
+
+def test_a_slurm_job_with_a_node_that_is_gone(python: Path, slurm: Hosts):
+    slurm.link_down(1)
+    arguments = [python.parent / "ringrun", "doctor", "--start-timeout", "8"]
+    done = slurm.run(0, ["salloc", "-N2", "-n4", *arguments], timeout=120)
+    assert done.returncode == 3, done.stdout + done.stderr
+    assert re.search(r"\n  h1: (Slurm did not run a program there|no answer within 8 s)", done.stdout), done.stdout
+    slurm.wait_until_gone(0)

@@ -1,0 +1,264 @@
+"""ringrun doctor on one host, its schedule, its figures and its job; across hosts: tests/cluster/test_doctor.py."""
+
+import contextlib
+import itertools
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ringrun.doctor import start
+from ringrun.doctor.command import parse
+from ringrun.doctor.links import Link, Links, findings, read_links, to_json
+from ringrun.doctor.matrix import WIDTH, matrix
+from ringrun.doctor.schedule import rounds
+from ringrun.errors import UsageError
+
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+def all_links(
+    hosts: list[str], gbit_s: float = 10.0, latency_us: float = 20.0, **changes: tuple[float, float]
+) -> Links:
+    """Equal links between all hosts, but for `changes`: n1_n2=(Gbit/s, µs)."""
+    links = []
+    for one, other in itertools.combinations(range(len(hosts)), 2):
+        figures = changes.get(f"{hosts[one]}_{hosts[other]}", (gbit_s, latency_us))
+        links.append(Link(one, other, *figures))
+    return Links(hosts, links)
+
+
+def names(count: int) -> list[str]:
+    return [f"n{number}" for number in range(count)]
+
+
+# the schedule
+
+
+@given(st.integers(0, 65))
+def test_every_pair_once_and_no_host_in_two_at_a_time(count: int) -> None:
+    found = rounds(count)
+    assert sorted(itertools.chain.from_iterable(found)) == list(itertools.combinations(range(count), 2))
+    for pairs in found:
+        busy = list(itertools.chain.from_iterable(pairs))
+        assert len(busy) == len(set(busy))
+    if count > 1:
+        assert len(found) == count - 1 + count % 2  # the least there can be
+
+
+# the figures
+
+
+def test_the_worker_s_lines() -> None:
+    lines = [
+        "a rank's own words",
+        '[0] {"link": [0, 2]}',
+        '[ 1] {"link": [1, 2], "latency_us": 20.5, "gbit_s": 9.25}',
+        '[0] {"link": [0, 2], "latency_us": 21, "gbit_s": 9}',
+        '[0] {"link": [0, 1]}',
+        '[0] {"link": [0, 7]}',
+        '[0] {"link": "no"}',
+    ]
+    links = read_links(lines, names(3))
+    assert [(link.one, link.other, link.is_measured) for link in links.links] == [
+        (0, 1, False),
+        (0, 2, True),
+        (1, 2, True),
+    ]
+    assert links.between(2, 0) == Link(0, 2, 9.0, 21.0)
+    assert not links.between(0, 1).is_measured
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["link", "gbit_s", "x"]), inner),
+)
+any_line = st.text(max_size=30) | json_values.map(json.dumps)
+
+
+@given(st.lists(any_line, max_size=5), st.integers(2, 5))
+def test_any_lines_give_links_and_text(lines: list[str], count: int) -> None:
+    links = read_links(lines, names(count))
+    assert len(links.links) <= count * (count - 1) // 2
+    assert matrix(links)
+    json.dumps(to_json(links), allow_nan=False)
+
+
+def test_equal_links_are_well() -> None:
+    for count in (2, 3, 5):
+        assert findings(all_links(names(count))) == []
+
+
+def test_one_slow_link_and_one_late_one() -> None:
+    slow, late = findings(all_links(names(4), n0_n1=(4.9, 20.0), n2_n3=(10.0, 900.0)))
+    assert slow.startswith("n0 – n1: slow: 4.9 Gbit/s (typical here: 10); see what lies between the two: switch ports")
+    assert late.startswith("n2 – n3: late: 900 µs (typical here: 20); see the way between the two (ping, traceroute)")
+
+
+@pytest.mark.parametrize("count", [3, 4, 8])
+def test_a_host_of_which_all_links_are_slow_is_told_once(count: int) -> None:
+    bad = {f"n0_n{other}": (0.9 + other / 100, 20.0) for other in range(1, count)}
+    (line,) = findings(all_links(names(count), **bad))
+    assert line.startswith(
+        f"n0: all its links are slow: 0.91 to {0.9 + (count - 1) / 100:.3g} Gbit/s (typical here: 10)"
+    )
+    assert "ethtool" in line
+
+
+def test_a_single_link_that_no_network_of_these_days_would_have() -> None:
+    assert findings(all_links(names(2), gbit_s=0.094))[0].startswith("n0 – n1: slow: 0.094 Gbit/s")
+
+
+def test_a_link_that_hangs_is_told() -> None:
+    (line,) = findings(all_links(names(4), n1_n2=(math.nan, math.nan)))
+    assert line.startswith(
+        "n1 – n2: begun and not finished; see that no firewall stops TCP between the two on any port"
+    )
+
+
+def test_the_matrix() -> None:
+    links = all_links(["n1.lab", "n2.lab", "n3.lab"], **{"n1.lab_n3.lab": (1.02, 2000.0)})
+    hanging = Links(links.hosts, [*links.links[:2], Link(1, 2)])
+    assert matrix(hanging).splitlines() == [
+        "Gbit/s     n1      n2      n3",
+        "n1          ·      10    1.02*",
+        "n2         10       ·       -",
+        "n3       1.02*      -       ·",
+        "",
+        "µs         n1      n2      n3",
+        "n1          ·      20    2000*",
+        "n2         20       ·       -",
+        "n3       2000*      -       ·",
+    ]
+
+
+def test_many_hosts_get_a_line_each() -> None:
+    hosts = [f"node{number:03}.cluster" for number in range(64)]
+    lines = matrix(all_links(hosts, **{"node000.cluster_node001.cluster": (1.5, 20.0)})).splitlines()
+    assert len(lines) == 65
+    assert lines[1].split() == ["node000", "10", "20", "1.5*", "to", "node001"]
+    assert lines[64].split() == ["node063", "10", "20", "10", "to", "node000"]
+
+
+host_names = st.lists(st.from_regex(r"[a-z0-9][a-z0-9.-]{0,40}", fullmatch=True), min_size=2, max_size=20, unique=True)
+
+
+@given(host_names, st.floats(1e-6, 1e3), st.floats(0.1, 1e7))
+def test_no_matrix_is_wider_than_a_terminal(hosts: list[str], gbit_s: float, latency_us: float) -> None:
+    for line in matrix(all_links(hosts, gbit_s, latency_us)).splitlines():
+        assert len(line) <= WIDTH
+
+
+# the job
+
+
+def test_the_command_of_the_job() -> None:
+    argv = start.command(["h1", "fe80::1"], ["--ssh-port", "22"], 60.0)
+    assert argv[3:11] == ["-np", "2", "-H", "h1:1,[fe80::1]:1", "--timeout", "60", "--no-bind", "--ssh-port"]
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_the_links_between_ranks_of_one_host(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank plays a host."""
+    real = start.command
+
+    def on_this_host(hosts: list[str], flags: list[str], timeout_s: float) -> list[str]:
+        argv = real(hosts, flags, timeout_s)
+        argv[argv.index("-H") + 1] = f"localhost:{count}"
+        return argv
+
+    monkeypatch.setattr(start, "command", on_this_host)
+    measured = start.measure(names(count), [], 30.0)
+    assert measured.failure == ""
+    links = read_links(measured.lines, names(count))
+    assert len(links.measured) == count * (count - 1) // 2
+    for link in links.measured:
+        assert 0.001 < link.gbit_s < 10000
+        assert 0.01 < link.latency_us < 1e6
+
+
+def test_a_job_that_fails_says_how() -> None:
+    measured = start.measure(["no-such-host.invalid", "neither.invalid"], ["--start-timeout", "5"], 5.0)
+    assert list(measured.lines) == []
+    assert measured.failure.startswith("ringrun: error: ")
+    assert "no-such-host.invalid" in measured.failure
+    assert len(measured.failure.splitlines()) <= 12
+
+
+# the command line
+
+
+def test_one_host_has_no_links(ringrun: Run, tmp_path: Path) -> None:
+    done = ringrun("doctor", "--json", tmp_path / "found.json", env={"SLURM_JOB_NODELIST": None})
+    assert (done.returncode, done.stderr) == (0, "ringrun: asking 1 host …\n")
+    header, row, *rest = done.stdout.splitlines()
+    assert header.split() == ["host", "Python", "ringreduce", "mpi4py", "NumPy", "MPI", "ranks", "clock", "/dev/shm"]
+    assert row.startswith("localhost (here)  {}.{}.{} ".format(*sys.version_info[:3]))
+    assert rest == [
+        "",
+        "One host: there is no link to measure. Name several with -H n1,n2 or --hostfile.",
+        "",
+        "0 errors, 0 warnings",
+    ]
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["hosts"]["localhost"]["python"] == "{}.{}.{}".format(*sys.version_info[:3])
+    assert (found["errors"], found["links"], found["failure"]) == ([], [], None)
+
+
+def test_a_host_that_cannot_be_reached(ringrun: Run) -> None:
+    done = ringrun("doctor", "-H", "localhost,no-such-host.invalid", "--start-timeout", "20")
+    assert done.returncode == 3
+    assert "\nno-such-host.invalid *  its name is not known here (Could not resolve hostname: " in done.stdout
+    assert "\nErrors:\n  no-such-host.invalid: its name is not known here (Could not resolve hostname: " in done.stdout
+    assert "; correct the name, or let this host know it: getent hosts no-such-host.invalid" in done.stdout
+    assert "\nThe links are not measured: that takes two hosts without errors.\n\n1 error, 0 warnings\n" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train.py"], "doctor: unrecognized arguments: train.py; see: ringrun doctor --help"),
+        (["-H", "h1", "--hostfile", "f"], "-H and --hostfile exclude each other"),
+        (["--hostfile", "no-such-file"], "hostfile no-such-file: no such file"),
+        (["-p", "none"], "--ssh-port none: expected is a port"),
+        (["-i", "no-such-key"], "--ssh-identity-file no-such-key: no such file"),
+        (["--start-timeout", "nan"], "--start-timeout nan: expected is a number of seconds above 0"),
+        (["--network-interfaces", "none0"], "--network-interfaces none0: there is no interface 'none0' here"),
+        (
+            ["--json", "/no/such/folder/file"],
+            "--json /no/such/folder/file: cannot be written: No such file or directory",
+        ),
+    ],
+)
+def test_what_cannot_be_is_one_line_and_exit_code_2(arguments: list[str], message: str, ringrun: Run) -> None:
+    done = ringrun("doctor", *arguments)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
+    assert message in done.stderr
+
+
+def test_the_hosts_of_a_batch_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [str(host) for host in parse([]).hosts] == ["localhost"]
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-3]")
+    request = parse([])
+    assert ([str(host) for host in request.hosts], request.in_slurm) == (["n1", "n2", "n3"], True)
+    assert parse(["-H", "n1,n3"]).in_slurm
+    assert not parse(["-H", "n1,n4"]).in_slurm
+
+
+@given(st.lists(st.sampled_from(["-H", "-p", "-i", "--json", "h1:2", "", "22", "--start-timeout", "1e3", "\0", "--"])))
+def test_any_command_line_is_a_request_or_a_usage_error(arguments: list[str]) -> None:
+    with contextlib.suppress(UsageError):
+        assert parse(arguments).hosts
+
+
+def test_the_manual(ringrun: Run) -> None:
+    done = ringrun("doctor", "--help")
+    assert done.returncode == 0
+    for flag in ("-H", "--hostfile", "-p", "-i", "--start-timeout", "--network-interfaces", "--json"):
+        assert flag in done.stdout

