@@ -40,6 +40,7 @@ from .engines.detect import by_srun, detect
 from .errors import LauncherError, UsageError
 from .forward import parse_env, withheld
 from .hosts import (
+    MAX_SLOTS,
     Host,
     assign,
     expand_nodelist,
@@ -194,6 +195,8 @@ def _rank_count(text: str, place: str) -> int | None:
         raise UsageError(f"{place}-np {text}: neither a whole number nor auto") from None
     if count < 1:
         raise UsageError(f"{place}-np {text}: at least 1 rank is needed")
+    if count > MAX_SLOTS:
+        raise UsageError(f"{place}-np {text}: expected are at most {MAX_SLOTS} ranks")
     return count
 
 

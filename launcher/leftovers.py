@@ -22,8 +22,8 @@ from .processes import in_session
 
 SHARED_MEMORY = "/dev/shm"  # noqa: S108 - where Linux has it; folders there have random names
 _NAMES = re.compile(r"(mpich_shm_|sm_segment\.|vader_segment\.|osc_sm|osc_rdma)[\w.-]*")
-_LOOKS_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
-"""After the start, one after the other: all ranks of a host may be killed at once, too late to look."""
+_LOOKS_S = (0.2, 0.1, 0.1, 0.1, 0.2, 0.3, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
+"""After the start, one after the other: all ranks of a host may be killed at once, too late to look, or die young."""
 _GONE_WITHIN_S = 0.5
 _PAUSE_S = 0.02
 

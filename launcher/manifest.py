@@ -17,6 +17,7 @@ What must stand in the image
 """
 
 import argparse
+import contextlib
 import shlex
 import sys
 from collections.abc import Sequence
@@ -135,5 +136,8 @@ def run(arguments: Sequence[str]) -> int:
         import yaml
     except ImportError as error:
         raise UsageError("manifest: writing YAML needs PyYAML; pip install 'ringreduce[yaml]'") from error
-    yaml.safe_dump(manifest(request), sys.stdout, sort_keys=False, allow_unicode=True, width=10_000)
+    text = yaml.safe_dump(manifest(request), sort_keys=False, allow_unicode=True, width=10_000)
+    with contextlib.suppress(BrokenPipeError):  # as of `| head`: who reads it has seen enough
+        sys.stdout.write(text)
+        sys.stdout.flush()
     return 0

@@ -17,6 +17,7 @@ from .errors import UsageError
 from .forward import forwarded, withheld
 from .hosts import Host
 from .link import Address
+from .network import is_own_address
 from .ssh import SshOptions, ssh_argv
 from .wire import ADDRESS_VARIABLE, AUTHKEY_VARIABLE
 
@@ -105,8 +106,8 @@ class Job:
 
 
 def aliases(job: Job) -> dict[str, str]:
-    """Return names for the job's IPv6 addresses, which no MPI's launcher takes; ssh is told what they stand for."""
-    addresses = [host.name for host, _ in job.hosts if ":" in host.name]
+    """Return names for other hosts' IPv6 addresses, which no MPI's launcher takes; ssh is told what they stand for."""
+    addresses = [host.name for host, _ in job.hosts if ":" in host.name and not is_own_address(host.name)]
     return {f"ringrun-host-{number}": address for number, address in enumerate(addresses)}
 
 
@@ -116,6 +117,8 @@ def across(job: Job, inherited: Mapping[str, str], directory: str) -> Across | N
         return None
     names = [*AGENT_VARIABLES, *(name for name in _BEFORE_PYTHON if name in inherited)]
     names_of = {address: name for name, address in aliases(job).items()}
+    own = [host.name for host, _ in job.hosts if ":" in host.name and host.name not in names_of]
+    names_of |= dict.fromkeys(own, socket.gethostname())  # by which the MPI's launcher knows that no ssh is needed
     ranks = [(Host(names_of.get(host.name, host.name)), count) for host, count in job.hosts]
     return Across(ranks, ssh_argv(directory) if job.ssh else (), names, job.interfaces)
 

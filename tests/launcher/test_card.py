@@ -83,6 +83,7 @@ def test_equal_answers_are_one_line() -> None:
         "rank 4: it is stopped",
     ]
     assert waiting([], {}) == []
+    assert waiting([2], {2: State(1, "", "", "")}) == ["rank 2: no Python code runs"]
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,7 @@ WRONG = [
     ([], "no command to run, as in: ringrun -np 4 python train.py"),
     (["-np", "0", "true"], "-np 0: at least 1 rank is needed"),
     (["-np", "-3", "true"], "-np -3: at least 1 rank is needed"),
+    (["-np", "99999999999", "true"], "-np 99999999999: expected are at most 999999 ranks"),
     (["-np", "four", "true"], "-np four: neither a whole number nor auto"),
     (["-np", "1.5", "true"], "-np 1.5: neither a whole number nor auto"),
     (["-np", "4"], "no command to run, as in: ringrun -np 4 python train.py"),

@@ -85,6 +85,12 @@ def test_folded_names_are_those_names(names: list[str]) -> None:
 # what is wrong
 
 
+def test_the_mpi_to_install_is_that_of_this_host() -> None:
+    told = {"n1": facts(mpi=Version(MPICH)), "n2": facts(mpi=Version(error="no libmpi"))}
+    (finding,) = find(told, "n1", QUESTION)
+    assert "'ringreduce[mpich]'" in finding.cure
+
+
 def test_nothing_is_wrong_with_equal_hosts() -> None:
     other = "Open MPI v5.0.11, package: Open MPI somebody@else Distribution, ident: 5.0.11"  # built on another day
     assert found(hostname="n2", gpus=0, ranks=2, clock_skew_s=-0.9, mpi=Version(other)) == []
