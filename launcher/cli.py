@@ -65,16 +65,17 @@ _COLUMNS = 100  # of the manual
 _WHERE = """\
 Without -np there are as many ranks as slots on the hosts of -H, of --hostfile, or of an
 allocation of Slurm, LSF, PBS or the MPI Operator; else one per NVIDIA GPU, or per physical core.
-Other hosts are reached over ssh, or through Slurm. Each rank is bound to cores of its own; local
-rank r has GPU r, and cores near it."""
+Other hosts are reached over ssh, or through Slurm; a table tells what they have before ranks start.
+Each rank is bound to cores of its own; local rank r has GPU r, and cores near it."""
 
 _WHILE = """\
 A line is printed whole, behind its rank: [3] text. Rank 0 reads stdin, unless it is a terminal."""
 
 _FAILS = """\
 The first rank that does not end with 0 ends the job: the others get SIGTERM after half a second
-and SIGKILL two seconds later. A report comes last: rank, host, exit code, traceback. Ctrl-C gives
-SIGINT and three seconds; a second one kills at once. No process is left behind."""
+and SIGKILL two seconds later. A card comes last: rank, host, signal or exit code, traceback, what
+the others waited for. A job that hangs says what its ranks do: by itself, or at `ringrun stacks`,
+or SIGUSR1. Ctrl-C gives SIGINT and three seconds; a second one kills at once. No process is left."""
 
 _SETTINGS = """\
 Each setting of ringreduce is a flag, --log-level debug, a line of a file, `log_level: debug`, and

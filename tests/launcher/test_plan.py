@@ -5,7 +5,6 @@ import shlex
 import socket
 import subprocess
 import sys
-import socket
 from dataclasses import replace
 from pathlib import Path
 
