@@ -65,8 +65,8 @@ _COLUMNS = 100  # of the manual
 _WHERE = """\
 Without -np there are as many ranks as slots on the hosts of -H, of --hostfile, or of an
 allocation of Slurm, LSF, PBS or the MPI Operator; else one per NVIDIA GPU, or per physical core.
-Other hosts are reached over ssh, or through Slurm; a table tells what they have before ranks start.
-Each rank is bound to cores of its own; local rank r has GPU r, and cores near it."""
+Other hosts are reached over ssh, or through Slurm; before ranks start, a table tells what they
+have. Each rank is bound to cores of its own; local rank r has GPU r, and cores near it."""
 
 _WHILE = """\
 A line is printed whole, behind its rank: [3] text. Rank 0 reads stdin, unless it is a terminal."""
