@@ -295,6 +295,8 @@ def main() -> NoReturn:
         sys.exit(f"ringrun.agent is started by ringrun, not by hand: {error!r}")
     daemon = os.getppid()
     _detach()
+    # Slurm sends it to all processes of a job that is cancelled; the rank ends by it, and the agent cleans up after it
+    signal.signal(signal.SIGTERM, lambda *_: None)
     try:
         link = connect(address, authkey)
     except (OSError, EOFError) as error:

@@ -130,6 +130,10 @@ def test_scancel_ends_the_job_on_both_nodes(nodes: Hosts, python: Path, tmp_path
     wait_for(lambda: (nodes.folder / "training").exists())
     nodes.check(0, ["scancel", number])
     nodes.wait_until_gone(within_s=15)
+    left = [path for k in range(2) for path in nodes.left_behind(k)]
+    assert [path for path in left if "hydra_hwloc" not in path] == [], (
+        "agents clean up after ranks; Hydra has been killed"
+    )
 
 
 def wait_for(condition: Callable[[], bool]) -> None:

@@ -144,6 +144,25 @@ def test_a_rank_that_dies_on_another_host(
         assert each in report
 
 
+def test_a_rank_that_dies_as_soon_as_mpi_is_up_leaves_no_shared_memory(hosts: Hosts, python: Path, script: Script):
+    source = "import ringreduce as rr\nrr.init()\nif rr.rank() == 1:\n    raise ValueError('boom')\n"
+    done = ringrun(hosts, python, *ALL, python, script(source))
+    assert done.returncode == 1, done.stderr
+    assert_nothing_is_left(hosts)
+
+
+def test_the_own_address_needs_no_ssh(hosts: Hosts, python: Path, script: Script):
+    """An IPv6 address has another name for the MPI's launcher, which cannot tell that it is this host's."""
+    for k in (0, 1):
+        hosts.check(k, ["ip", "-6", "addr", "add", f"fd00::{k + 1}/64", "dev", "eth0", "nodad"])
+    known = hosts.home / ".ssh" / "known_hosts"
+    key = next(line.partition(" ")[2] for line in known.read_text().splitlines() if line.startswith("h1,"))
+    known.write_text(f"{known.read_text()}fd00::2 {key}\n")  # but not fd00::1
+    done = ringrun(hosts, python, "-H", "[fd00::1]:1,[fd00::2]:1", python, script(WHERE))
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"[0] h0 0 1 0 2 2 {999.0 * 3}", f"[1] h1 0 1 1 2 2 {999.0 * 3}"]
+
+
 def training(hosts: Hosts) -> bool:
     return (hosts.folder / "training").exists()
 
