@@ -340,7 +340,7 @@ def run(arguments: Sequence[str]) -> int:
     for notice in options.config.notices:
         print(f"ringrun: {notice}", file=sys.stderr, flush=True)
     if options.show_config:
-        print(options.config.table())
+        print(options.config.table(), flush=True)
         return 0
     if options.check_build:
         from .build import build_table  # imports ringreduce
@@ -398,3 +398,6 @@ def main() -> int:
         return error.exit_code
     except KeyboardInterrupt:  # before the job has begun
         return 130
+    except BrokenPipeError:  # nobody reads on, as in `ringrun --show-config | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter's end would complain
+        return 141

@@ -17,7 +17,6 @@ What must stand in the image
 """
 
 import argparse
-import contextlib
 import shlex
 import sys
 from collections.abc import Sequence
@@ -137,7 +136,5 @@ def run(arguments: Sequence[str]) -> int:
     except ImportError as error:
         raise UsageError("manifest: writing YAML needs PyYAML; pip install 'ringreduce[yaml]'") from error
     text = yaml.safe_dump(manifest(request), sort_keys=False, allow_unicode=True, width=10_000)
-    with contextlib.suppress(BrokenPipeError):  # as of `| head`: who reads it has seen enough
-        sys.stdout.write(text)
-        sys.stdout.flush()
+    print(text, end="", flush=True)
     return 0

@@ -36,7 +36,7 @@ _STATES = {
     "T": "it is stopped (by SIGSTOP, Ctrl-Z or a debugger)",
     "t": "it is stopped by a debugger",
     "D": "it waits in the kernel, uninterruptible: for a disk, a network file system or a device",
-    "Z": "its first process has ended, but not all that it started",
+    "Z": "its first process has ended",
     "R": "it is busy",
     "S": "it sleeps",
     "I": "it sleeps",

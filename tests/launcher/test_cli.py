@@ -140,6 +140,16 @@ def test_the_manual_fits_two_screens(ringrun: Run) -> None:
         assert max(map(len, lines)) <= 100
 
 
+@pytest.mark.parametrize("arguments", [["--show-config"], ["manifest", "-np", "8", "--image", "train:1", "true"]])
+def test_a_reader_that_has_gone(arguments: list[str]) -> None:
+    command = [str(Path(sys.executable).parent / "ringrun"), *arguments]
+    gone, write = os.pipe()
+    os.close(gone)
+    with os.fdopen(write, "wb") as nowhere:
+        done = subprocess.run(command, stdout=nowhere, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
 def test_version(ringrun: Run) -> None:
     from importlib.metadata import version
 
