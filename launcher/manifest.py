@@ -18,7 +18,6 @@ What must stand in the image
 
 import argparse
 import shlex
-import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
