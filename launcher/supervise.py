@@ -352,8 +352,6 @@ def run_job(detected: Detected, job: Job, again: Again = lambda job: job) -> int
     """
     signals = SignalRelay(SignalReader)
     with contextlib.ExitStack() as stack:
-        # the interpreter's end gives a signal its default back, by which a last SIGUSR1 would end ringrun
-        stack.callback(signal.signal, signal.SIGUSR1, signal.SIG_IGN)
         files = None
         if job.output_directory is not None:  # one set for all attempts, so that each goes on where the last has ended
             files = stack.enter_context(contextlib.closing(OutputFiles(job.output_directory, job.size)))
