@@ -44,10 +44,11 @@ _INPUT_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class Arrived:
-    """The agent of `rank` is connected."""
+    """The agent of `rank` is connected, and has found a free port (0: the one that was asked for is taken)."""
 
     rank: int
-    host: str = ""
+    host: str
+    port: int
 
 
 @dataclass(frozen=True)
@@ -191,7 +192,7 @@ class Channel:
         assert isinstance(hello, Hello)
         self._links[hello.rank] = link
         self._ports[hello.rank] = hello.port
-        self._events.put(Arrived(hello.rank, hello.host))
+        self._events.put(Arrived(hello.rank, hello.host, hello.port))
         if self._ending:
             self.send(hello.rank, End())
         _RankReader(hello, link, self._printer, self._events, self._stdin).run()

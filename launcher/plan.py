@@ -95,6 +95,11 @@ class Job:
     asked: Mapping[str, str] = field(default_factory=dict)
     """Variables that --env wants the ranks on all hosts to have, secrets too."""
 
+    @property
+    def master_port(self) -> str:
+        """The MASTER_PORT that the user has set; empty if there is none."""
+        return self.asked.get("MASTER_PORT", os.environ.get("MASTER_PORT", ""))
+
     def host_of(self, rank: int) -> str:
         """Return the name of the host that `rank` is to start on."""
         for host, count in self.hosts:

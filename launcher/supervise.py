@@ -96,6 +96,7 @@ class Supervisor:
         self._deadline_s = now_s + self._timeout_s if deadline_s is None else deadline_s
         self._start_deadline_s = now_s + job.start_timeout_s  # infinite once all have arrived
         self._too_slow = False  # not all have arrived by then
+        self._has_no_port = False  # the user's MASTER_PORT is in use
         self._timeout_report: str | None = None  # if the job has taken too long
         self._stopped_by: int | None = None  # the signal that ended the job, if no rank had failed before
         self._launcher_said: list[str] = []
@@ -151,9 +152,11 @@ class Supervisor:
 
     def _handle(self, event: Event) -> None:
         match event:
-            case Arrived(rank, host):
+            case Arrived(rank, host, port):
                 self._arrived.add(rank)
                 self._hosts[rank] = host
+                if not port and self._escalate(AT_ONCE):
+                    self._has_no_port = True
                 if self._escalation and self._escalation.latest:
                     self._channel.send(rank, Signal(self._escalation.latest))
                 elif self._escalation is None and len(self._arrived) == self._size:
@@ -243,6 +246,11 @@ class Supervisor:
             return _TIMEOUT_EXIT_CODE
         if self._too_slow:
             raise MachineError(self._missing(f"the {self._job.start_timeout_s:g} s of --start-timeout were over"))
+        if self._has_no_port:
+            raise MachineError(
+                f"MASTER_PORT={self._job.master_port} is in use on {self._hosts[0]}, where rank 0 would listen, or is no "
+                "port; set another, or unset it, and ringrun finds a free one"
+            )
         if self._not_started:
             where = f"rank {self._not_started.rank} on host {self._not_started.host}"
             raise UsageError(f"the command cannot be executed: {self._not_started.reason}, says {where}")
@@ -392,7 +400,12 @@ def _try_job(detected: Detected, job: Job, deadline_s: float | None, output: Out
         listener = Listener(directory, addresses, job.size)
         channel = Channel(listener, _ranks_stdin(), output, events)
         settings = Settings(
-            detected.engine.name, directory, bind=job.bind, mask_gpus=job.mask_gpus, verbose=job.verbose
+            detected.engine.name,
+            directory,
+            bind=job.bind,
+            mask_gpus=job.mask_gpus,
+            verbose=job.verbose,
+            master_port=job.master_port,
         )
         desk = Desk(directory, job.size, job.command, events)
         environment = job_environment(detected, job, os.environ, settings, listener.address, listener.authkey)
