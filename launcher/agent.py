@@ -271,7 +271,7 @@ def _detach() -> None:
 
 
 def _free_port(wanted: str) -> int:
-    """Return a TCP port of this host that nothing listens on just now: `wanted` if that is given, or 0 if it is taken."""
+    """Return a TCP port of this host that nothing listens on just now: `wanted`, if given, or 0 if it is taken."""
     if wanted and not (wanted.isascii() and wanted.isdecimal() and len(wanted) <= _PORT_DIGITS):
         return 0
     with socket.socket() as probe:

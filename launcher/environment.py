@@ -81,9 +81,14 @@ class Settings:
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> "Settings":
         """Read back what `to_environment` wrote; KeyError where there is nothing."""
-        flags = (environ[name] == "1" for name in (BIND_VARIABLE, MASK_VARIABLE, VERBOSE_VARIABLE))
-        port = environ[MASTER_PORT_VARIABLE]
-        return cls(environ[ENGINE_VARIABLE], environ[DIRECTORY_VARIABLE], *flags, master_port=port)
+        return cls(
+            environ[ENGINE_VARIABLE],
+            environ[DIRECTORY_VARIABLE],
+            bind=environ[BIND_VARIABLE] == "1",
+            mask_gpus=environ[MASK_VARIABLE] == "1",
+            verbose=environ[VERBOSE_VARIABLE] == "1",
+            master_port=environ[MASTER_PORT_VARIABLE],
+        )
 
 
 def error_file(directory: str, rank: int) -> Path:

@@ -248,8 +248,8 @@ class Supervisor:
             raise MachineError(self._missing(f"the {self._job.start_timeout_s:g} s of --start-timeout were over"))
         if self._has_no_port:
             raise MachineError(
-                f"MASTER_PORT={self._job.master_port} is in use on {self._hosts[0]}, where rank 0 would listen, or is no "
-                "port; set another, or unset it, and ringrun finds a free one"
+                f"MASTER_PORT={self._job.master_port} is in use on {self._hosts[0]}, where rank 0 would listen, or is "
+                "no port; set another, or unset it, and ringrun finds a free one"
             )
         if self._not_started:
             where = f"rank {self._not_started.rank} on host {self._not_started.host}"
