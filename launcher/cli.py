@@ -35,7 +35,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
-from . import config
+from .config import resolve as config
 from .engines.detect import by_srun, detect
 from .errors import LauncherError, UsageError
 from .forward import parse_env, withheld
@@ -49,14 +49,14 @@ from .hosts import (
     read_hostfile,
     read_text,
 )
+from .job.plan import Job, example, find_command, interpreter_of
+from .job.restarts import Again, on_hosts_that_answer
+from .machine.placement import automatic_size
+from .machine.topology import read_topology
 from .network import is_own_address, parse_interfaces
-from .placement import automatic_size
-from .plan import Job, example, find_command, interpreter_of
 from .preflight import Preflight, check_job
 from .ranks import parse_ranks
-from .restarts import Again, on_hosts_that_answer
 from .ssh import SshOptions, check_identity_file, parse_port
-from .topology import read_topology
 
 _MOST_DIGITS = 10
 _COLUMNS = 100  # of the manual
@@ -82,7 +82,7 @@ a variable, RINGREDUCE_LOG_LEVEL; the first of them counts. horovodrun's are und
 _USAGE = "ringrun [-np N] [options] command [arguments …]"
 _EXAMPLE = "as in: ringrun -np 4 python train.py"
 
-_SUBCOMMANDS = {"doctor": "doctor", "stacks": "stacks", "manifest": "manifest"}
+_SUBCOMMANDS = {"doctor": "doctor", "stacks": "stacks", "manifest": "kubernetes.manifest"}
 """First words that are no command to run, and the modules whose `run(arguments)` does them."""
 
 
@@ -380,7 +380,7 @@ def run(arguments: Sequence[str]) -> int:
         if secrets := withheld(os.environ, job.asked) if hosts else []:
             print(f"ringrun: other hosts do not get {', '.join(secrets)}; --env NAME sends one", file=sys.stderr)
 
-    from .supervise import run_job  # not needed to tell what is wrong with a command line
+    from .job.run import run_job  # not needed to tell what is wrong with a command line
 
     return run_job(detected, job, _again(options, command))
 

@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from .topology import VISIBLE_VARIABLE
-from .wire import ADDRESS_VARIABLE, AUTHKEY_VARIABLE, Setup
+from .connection.wire import ADDRESS_VARIABLE, AUTHKEY_VARIABLE, Setup
+from .machine.topology import VISIBLE_VARIABLE
 
 PRIVATE_PREFIX = "RINGRUN_"
 """Variables of this prefix are between ringrun and its agents; a rank does not see them."""

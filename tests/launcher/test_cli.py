@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from ringrun import cli
 from ringrun.errors import UsageError
-from ringrun.placement import automatic_size
-from ringrun.topology import read_topology
+from ringrun.machine.placement import automatic_size
+from ringrun.machine.topology import read_topology
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from ringrun.errors import MachineError, UsageError
-from ringrun.files import OutputFiles
+from ringrun.output.files import OutputFiles
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringrun import link as link_module
+from ringrun.connection import link as link_module
+from ringrun.connection.link import Address, HostSilentError, Link, Listener, connect
+from ringrun.connection.wire import Note, Signal
 from ringrun.errors import MachineError
-from ringrun.link import Address, HostSilentError, Link, Listener, connect
 from ringrun.network import is_own_address, own_addresses, parse_interfaces
-from ringrun.wire import Note, Signal
 
 
 @pytest.fixture

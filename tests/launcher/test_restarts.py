@@ -15,13 +15,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringrun import cli, restarts, supervise
-from ringrun.channel import Arrived, RankEnded, Signalled
+from ringrun import cli
+from ringrun.connection.channel import Arrived, RankEnded, Signalled
 from ringrun.errors import MachineError, NotStartedError, UsageError
 from ringrun.hosts import Host
-from ringrun.outcome import RankEnd
-from ringrun.plan import Job
-from ringrun.restarts import COUNT_VARIABLE, Ending, SignalRelay, place_again
+from ringrun.job import restarts, supervise
+from ringrun.job.plan import Job
+from ringrun.job.restarts import COUNT_VARIABLE, Ending, SignalRelay, place_again
+from ringrun.report.outcome import RankEnd
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 Script = Callable[[str], str]
@@ -386,8 +387,8 @@ FEWER = """
     import sys
     from dataclasses import replace
     from ringrun.engines.detect import detect
-    from ringrun.plan import Job
-    from ringrun.supervise import run_job
+    from ringrun.job.plan import Job
+    from ringrun.job.run import run_job
 
     source = "import os, sys; print('size', os.environ['WORLD_SIZE']); sys.exit(int(os.environ['RANK'] == '2'))"
     job = Job(3, [sys.executable, "-c", source], restarts=1, fold=True)

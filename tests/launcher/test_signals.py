@@ -9,7 +9,7 @@ def run(program: str) -> "subprocess.CompletedProcess[str]":
     """Run a Python program that has SignalReader, and `send(number)` to signal itself."""
     head = """
         import os, queue, signal, subprocess, sys, threading, time
-        from ringrun.signals import SignalReader
+        from ringrun.job.signals import SignalReader
         got = queue.SimpleQueue()
         def send(number):
             os.kill(os.getpid(), number)

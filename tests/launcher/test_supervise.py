@@ -6,13 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from ringrun import supervise
-from ringrun.channel import Arrived, RankEnded
+from ringrun.connection.channel import Arrived, RankEnded
 from ringrun.errors import MachineError
 from ringrun.hosts import Host
-from ringrun.outcome import RankEnd
-from ringrun.plan import Job
-from ringrun.supervise import Supervisor
+from ringrun.job import supervise
+from ringrun.job.plan import Job
+from ringrun.job.supervise import Supervisor
+from ringrun.report.outcome import RankEnd
 
 
 class Fake:

@@ -95,8 +95,8 @@ def test_only_world_and_the_message_transport_know_mpi():
 
 # what the launcher imports inside functions, where a flag asks for it
 LAUNCHER_MAY_USE = {
-    "config.py": {"ringreduce"},
-    "configfile.py": {"yaml"},
+    "resolve.py": {"ringreduce"},
+    "file.py": {"yaml"},
     "manifest.py": {"yaml"},
     "build.py": {"ringreduce"},
     "worker.py": {"ringreduce", "numpy"},  # what doctor runs as ranks

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import TypeAlias
 
-from .lines import LineSplitter
+from ..output.display import Output as Printer
+from ..output.display import StreamName
+from ..output.lines import LineSplitter
+from ..report.outcome import RankEnd
 from .link import SILENT_S, HostSilentError, Link, Listener
-from .outcome import RankEnd
-from .output import Output as Printer
-from .output import StreamName
 from .wire import (
     End,
     Ended,

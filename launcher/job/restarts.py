@@ -12,10 +12,10 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from .channel import Events, Signalled
-from .errors import MachineError
-from .hosts import Host, assign, is_here
-from .network import is_own_address
+from ..connection.channel import Events, Signalled
+from ..errors import MachineError
+from ..hosts import Host, assign, is_here
+from ..network import is_own_address
 from .plan import Job
 from .signals import ENDING, SignalReader
 

@@ -10,16 +10,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .engines import Across
-from .engines.detect import Detected
-from .environment import AGENT_VARIABLES, Settings
-from .errors import UsageError
-from .forward import forwarded, withheld
-from .hosts import Host
-from .link import Address
-from .ssh import SshOptions, ssh_argv
-from .wire import ADDRESS_VARIABLE, AUTHKEY_VARIABLE
+from ..connection.link import Address
+from ..connection.wire import ADDRESS_VARIABLE, AUTHKEY_VARIABLE
+from ..engines import Across
+from ..engines.detect import Detected
+from ..environment import AGENT_VARIABLES, Settings
+from ..errors import UsageError
+from ..forward import forwarded, withheld
+from ..hosts import Host
+from ..ssh import SshOptions, ssh_argv
 
+_AGENT = "ringrun.agent"
 _BEFORE_PYTHON = ("PYTHONPATH", "LD_LIBRARY_PATH")
 """What an agent's Python may need to start at all."""
 
@@ -145,8 +146,8 @@ def agent_arguments(version: tuple[int, int]) -> list[str]:
     The current folder must not be on its path: a file of the user's may be called like a module that the agent imports.
     """
     if version >= (3, 11):
-        return ["-P", "-m", f"{__package__}.agent"]
-    return ["-c", f"import sys; del sys.path[0]; from {__package__}.agent import main; main()"]
+        return ["-P", "-m", _AGENT]
+    return ["-c", f"import sys; del sys.path[0]; from {_AGENT}.agent import main; main()"]
 
 
 def engine_variables(detected: Detected, inherited: Mapping[str, str]) -> dict[str, str]:

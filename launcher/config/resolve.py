@@ -15,9 +15,9 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..errors import UsageError
 from . import horovod
-from .configfile import Entry, read
-from .errors import UsageError
+from .file import Entry, read
 
 SET_BY_RINGRUN = ("error_file", "restart_count")
 """Settings that are no flags: ringrun sets them itself, for each rank."""

@@ -8,7 +8,7 @@ import threading
 from io import FileIO
 from pathlib import Path
 
-from .errors import MachineError, UsageError
+from ..errors import MachineError, UsageError
 
 _STREAMS = ("stdout", "stderr")
 _BLOCK_BYTES = 4096

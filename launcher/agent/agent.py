@@ -23,15 +23,8 @@ from collections.abc import Iterator, Sequence
 from queue import SimpleQueue
 from typing import IO, NoReturn
 
-from .engines import DAEMONS, ENGINES
-from .environment import Place, Settings, error_file, rank_environment
-from .leftovers import Leftovers
-from .link import Address, HostSilentError, Link, connect
-from .oom import OomWatch
-from .placement import Share, describe, place
-from .processes import before_exec, bind_to, die_with_parent, end_daemon, signal_group
-from .topology import read_topology, usable_cpus
-from .wire import (
+from ..connection.link import Address, HostSilentError, Link, connect
+from ..connection.wire import (
     ADDRESS_VARIABLE,
     AUTHKEY_VARIABLE,
     Ask,
@@ -50,6 +43,13 @@ from .wire import (
     Started,
     rank_error,
 )
+from ..engines import DAEMONS, ENGINES
+from ..environment import Place, Settings, error_file, rank_environment
+from ..machine.placement import Share, describe, place
+from ..machine.topology import read_topology, usable_cpus
+from ..processes import before_exec, bind_to, die_with_parent, end_daemon, signal_group
+from .leftovers import Leftovers
+from .oom import OomWatch
 from .witness import Witness
 
 _CHUNK_BYTES = 1 << 16
@@ -313,7 +313,3 @@ def main() -> NoReturn:
         )
     _leave_streams()
     Agent(link, place, settings, daemon).run(sys.argv[1:])
-
-
-if __name__ == "__main__":
-    main()
