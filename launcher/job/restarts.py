@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from ..connection.channel import Events, Signalled
 from ..errors import MachineError
 from ..hosts import Host, assign, is_here
-from ..network import is_own_address
 from .plan import Job
 from .signals import ENDING, SignalReader
 
@@ -109,7 +108,7 @@ def on_hosts_that_answer(hosts: Sequence[Host], answering: Callable[[Sequence[st
         placed = place_again(hosts, before, answering([host.name for host in hosts]), job.size)
         if not placed:
             return None
-        abroad = any(not (is_here(host) or is_own_address(host.name)) for host, _ in placed)
+        abroad = not all(is_here(host) for host, _ in placed)
         return replace(job, size=sum(count for _, count in placed), hosts=placed if abroad else ())
 
     return again

@@ -17,6 +17,7 @@ from ringrun import cli
 from ringrun.errors import UsageError
 from ringrun.machine.placement import automatic_size
 from ringrun.machine.topology import read_topology
+from ringrun.where import place_ranks
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -35,8 +36,9 @@ def test_flags_before_the_command_are_ours() -> None:
 
 def test_without_a_number_of_ranks_it_is_found_out() -> None:
     found = automatic_size(read_topology(os.environ))
-    assert cli._placement(cli.parse(["true"])) == (found, ())
-    assert cli._placement(cli.parse(["-np", "auto", "true"])) == (found, ())
+    for arguments in (["true"], ["-np", "auto", "true"]):
+        options = cli.parse(arguments)
+        assert place_ranks(options.found, options.np) == (found, ())
     assert cli.parse(["true", "-np", "4"]).command == ["true", "-np", "4"]
 
 

@@ -98,8 +98,8 @@ LAUNCHER = ROOT / "launcher"
 LAUNCHER_LAYERS = [
     ["errors", "processes", "hook"],
     ["spans"],
-    ["ranks", "hosts", "machine", "forward", "network", "ssh"],
-    ["connection.wire", "config"],
+    ["ranks", "quantities", "hosts", "machine", "forward", "network", "ssh"],
+    ["connection.wire", "config", "where"],
     ["environment"],
     ["engines", "report", "output", "connection.link"],
     ["connection.channel", "reach"],
