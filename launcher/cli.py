@@ -157,8 +157,13 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     if options.version or options.show_config or options.check_build:
         return options
     options.np = parse_rank_count(options.np, f"{resolved.place('np')}-np")
-    options.found = named_hosts(options.hosts, options.hostfile)
-    options.interfaces = parse_interfaces(options.network_interfaces)
+    for one, other in (("hosts", "hostfile"), ("ranks", "quiet_ranks")):
+        resolved.settle(one, other)
+    place = resolved.place("hosts") or resolved.place("hostfile")
+    options.found = named_hosts(options.hosts, options.hostfile, place)
+    options.interfaces = parse_interfaces(
+        options.network_interfaces, f"{resolved.place('network_interfaces')}--network-interfaces"
+    )
     if options.timeout is not None:
         options.timeout = parse_seconds(options.timeout, f"{resolved.place('timeout')}--timeout")
     options.start_timeout = parse_seconds(options.start_timeout, f"{resolved.place('start_timeout')}--start-timeout")

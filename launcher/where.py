@@ -30,16 +30,22 @@ class Found:
     """They belong to a Slurm job that ringrun runs in, and Slurm starts processes there."""
 
 
-def named_hosts(listed: str | None, file: str | None) -> Found | None:
-    """Return the hosts of -H, of --hostfile, or of the allocation that this process belongs to, if there are any."""
+def named_hosts(listed: str | None, file: str | None, place: str = "") -> Found | None:
+    """Return the hosts of -H, of --hostfile, or of the allocation that this process belongs to, if there are any.
+
+    place:  where they were given, to begin a message about them, if that is not the command line
+    """
     _refuse_being_many(os.environ)
     if listed is not None and file is not None:
-        raise UsageError("-H and --hostfile exclude each other; give one of them")
-    if listed is not None:
-        hosts, why = parse_host_list(listed), f"-H {listed}"
-    elif file is not None:
-        hosts, why = read_hostfile(file), f"--hostfile {file}"
-    else:
+        raise UsageError(f"{place}-H and --hostfile exclude each other; give one of them")
+    try:
+        if listed is not None:
+            hosts, why = parse_host_list(listed), f"-H {listed}"
+        elif file is not None:
+            hosts, why = read_hostfile(file), f"--hostfile {file}"
+    except UsageError as error:
+        raise UsageError(f"{place}{error}") from None
+    if listed is None and file is None:
         allocation = find_allocation(os.environ, read_text)
         return Found(allocation.hosts, allocation.why, allocation.kind == "slurm") if allocation else None
     nodelist = os.environ.get("SLURM_JOB_NODELIST")

@@ -62,6 +62,12 @@ class Config:
         source = self.sources.get(destination, "default")
         return "" if source == "default" or source.startswith("-") else f"{source}: "
 
+    def settle(self, one: str, other: str) -> None:
+        """Of two own flags that exclude each other, forget the file's if the other is on the command line."""
+        lower = [each for each in (one, other) if self.place(each)]
+        if getattr(self.options, one) and getattr(self.options, other) and len(lower) == 1:
+            setattr(self.options, lower[0], None)
+
     def table(self) -> str:
         """Return one aligned line for each flag of ringrun's and each setting: name, value, where it came from."""
         own = [(name, _shown(getattr(self.options, name)), source) for name, source in self.sources.items()]

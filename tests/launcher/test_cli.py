@@ -182,3 +182,22 @@ def test_flags_of_the_display_in_a_file(tmp_path: Path) -> None:
     path.write_text("np: 4\ntimeout: -5\n")
     with pytest.raises(UsageError, match=rf"^{path}:2: --timeout -5: expected is a number of seconds above 0$"):
         cli.parse(["--config-file", str(path), "true"])
+
+
+def test_a_flag_overrules_what_it_excludes_in_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text("hosts: localhost:3\nranks: 0-1\n")
+    (tmp_path / "hosts").write_text("localhost slots=2\n")
+    flags = ["--config-file", str(path), "--hostfile", str(tmp_path / "hosts"), "--quiet-ranks"]
+    options = cli.parse([*flags, "true"])
+    assert place_ranks(options.found, options.np) == (2, ())
+    assert (options.ranks, options.quiet_ranks) == (None, True)
+    with pytest.raises(UsageError, match="-H and --hostfile exclude each other"):
+        cli.parse(["-H", "localhost", "--hostfile", "f", "true"])
+
+
+def test_a_wrong_host_in_a_file_is_told_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text("np: 2\nhosts: a:b\n")
+    with pytest.raises(UsageError, match=rf"^{path}:2: -H, item 1, 'a:b': slots: expected a whole number"):
+        cli.parse(["--config-file", str(path), "true"])
