@@ -96,8 +96,8 @@ def test_only_world_and_the_message_transport_know_mpi():
 # the launcher's modules, and folders whose own modules are named only where they stand at different heights
 LAUNCHER = ROOT / "launcher"
 LAUNCHER_LAYERS = [
-    ["errors", "processes", "hook"],
-    ["spans"],
+    ["errors", "spans", "hook"],
+    ["processes"],
     ["ranks", "quantities", "hosts", "machine", "forward", "network", "ssh"],
     ["connection.wire", "config", "where"],
     ["environment"],
