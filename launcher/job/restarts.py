@@ -125,6 +125,10 @@ class SignalRelay:
         """Begin to take signals; those that have come before wait till then."""
         self._reader.start()
 
+    def end(self) -> None:
+        """The job is over."""
+        self._reader.end()
+
     def to(self, events: Events) -> None:
         """Pass on to `events` from here on, signals that nobody has taken included."""
         before, self._events = self._events, events

@@ -37,6 +37,7 @@ def run_job(detected: Detected, job: Job, again: Again = lambda job: job) -> int
     """
     signals = SignalRelay(SignalReader)
     with contextlib.ExitStack() as stack:
+        stack.callback(signals.end)
         files = None
         if job.output_directory is not None:  # one set for all attempts, so that each goes on where the last has ended
             files = stack.enter_context(contextlib.closing(OutputFiles(job.output_directory, job.size)))

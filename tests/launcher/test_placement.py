@@ -301,7 +301,7 @@ def test_masking_where_there_is_no_gpu_is_told_and_changes_nothing(ringrun: Run,
 OTHER_MACHINE = """
     import functools
     from pathlib import Path
-    from ringrun import topology
+    from ringrun.machine import topology
     topology.read_topology = functools.partial(topology.read_topology, root=Path({root!r}))
 """
 SHOW_GPUS = """
