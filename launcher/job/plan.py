@@ -164,7 +164,7 @@ def job_environment(
     wanted = engine_variables(detected, inherited)
     ours = {**job.variables, **job.asked, **wanted, **settings.to_environment(), **channel}
     if not job.hosts:
-        return {**detected.engine.scratch(settings.directory), **inherited, **ours}
+        return {**detected.engine.scratch(detected.launcher, settings.directory), **inherited, **ours}
     secrets = withheld(inherited, job.asked)
     through_slurm = {} if job.ssh else _FOR_INNER_SRUN
     return {name: value for name, value in inherited.items() if name not in secrets} | ours | through_slurm
