@@ -28,38 +28,25 @@ Exit code
 
 import argparse
 import importlib
-import math
 import os
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
 from typing import NoReturn
 
-from . import config
+from .config import resolve as config
 from .engines.detect import by_srun, detect
 from .errors import LauncherError, UsageError
 from .forward import parse_env, withheld
-from .hosts import (
-    MAX_SLOTS,
-    Host,
-    assign,
-    expand_nodelist,
-    find_allocation,
-    is_here,
-    parse_host_list,
-    read_hostfile,
-    read_text,
-)
-from .network import is_own_address, parse_interfaces
-from .placement import automatic_size
-from .plan import Job, example, find_command, interpreter_of
+from .hosts import Host
+from .job.plan import Job, example, find_command, interpreter_of
+from .job.restarts import Again, on_hosts_that_answer
+from .network import parse_interfaces
 from .preflight import Preflight, check_job
+from .quantities import parse_rank_count, parse_seconds, parse_times
 from .ranks import parse_ranks
-from .restarts import Again, on_hosts_that_answer
-from .ssh import SshOptions, check_identity_file, parse_port
-from .topology import read_topology
+from .ssh import parse_ssh
+from .where import may_get_ranks, named_hosts, place_ranks
 
-_MOST_DIGITS = 10
 _COLUMNS = 100  # of the manual
 
 _WHERE = """\
@@ -84,7 +71,7 @@ a variable, RINGREDUCE_LOG_LEVEL; the first of them counts. horovodrun's are und
 _USAGE = "ringrun [-np N] [options] command [arguments …]"
 _EXAMPLE = "as in: ringrun -np 4 python train.py"
 
-_SUBCOMMANDS = {"doctor": "doctor", "stacks": "stacks", "manifest": "manifest"}
+_SUBCOMMANDS = {"doctor": "doctor", "stacks": "stacks", "manifest": "kubernetes.manifest"}
 """First words that are no command to run, and the modules whose `run(arguments)` does them."""
 
 
@@ -170,16 +157,23 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     options.mpi_args = config.split_mpi_args(options.mpi_args, resolved.place("mpi_args"))
     if options.version or options.show_config or options.check_build:
         return options
-    options.np = _rank_count(options.np, resolved.place("np"))
-    options.found = _named_hosts(options)
-    options.interfaces = parse_interfaces(options.network_interfaces)
-    options.timeout = _seconds(options.timeout, f"{resolved.place('timeout')}--timeout")
-    options.start_timeout = _seconds(options.start_timeout, f"{resolved.place('start_timeout')}--start-timeout")
-    options.ssh = _ssh_options(options)
+    options.np = parse_rank_count(options.np, f"{resolved.place('np')}-np")
+    for one, other in (("hosts", "hostfile"), ("ranks", "quiet_ranks")):
+        resolved.settle(one, other)
+    place = resolved.place("hosts") or resolved.place("hostfile")
+    options.found = named_hosts(options.hosts, options.hostfile, place)
+    options.interfaces = parse_interfaces(
+        options.network_interfaces, f"{resolved.place('network_interfaces')}--network-interfaces"
+    )
+    if options.timeout is not None:
+        options.timeout = parse_seconds(options.timeout, f"{resolved.place('timeout')}--timeout")
+    options.start_timeout = parse_seconds(options.start_timeout, f"{resolved.place('start_timeout')}--start-timeout")
+    # half of it, so that ssh can say what it waits for
+    options.ssh = parse_ssh(options.ssh_port, options.ssh_identity_file, options.start_timeout / 2)
     options.asked = parse_env(options.env or (), os.environ)
     if options.launcher not in ("mpirun", "srun"):
         raise UsageError(f"--launcher {options.launcher}: expected is mpirun or srun")
-    options.restarts = _times(options.restarts, f"{resolved.place('restarts')}--restarts")
+    options.restarts = parse_times(options.restarts, f"{resolved.place('restarts')}--restarts")
     if options.command[:1] == ["--"]:
         del options.command[0]
     if not options.command:
@@ -187,88 +181,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def _rank_count(text: str, place: str) -> int | None:
-    if text == "auto":
-        return None
-    try:
-        count = int(text)
-    except ValueError:
-        raise UsageError(f"{place}-np {text}: neither a whole number nor auto") from None
-    if count < 1:
-        raise UsageError(f"{place}-np {text}: at least 1 rank is needed")
-    if count > MAX_SLOTS:
-        raise UsageError(f"{place}-np {text}: expected are at most {MAX_SLOTS} ranks")
-    return count
-
-
-@dataclass(frozen=True)
-class Found:
-    """The hosts that the user or a batch system names."""
-
-    hosts: Sequence[Host]
-    why: str
-    """Where they were named."""
-    in_slurm: bool
-    """They belong to a Slurm job that ringrun runs in, and Slurm starts processes there."""
-
-
-def _named_hosts(options: argparse.Namespace) -> Found | None:
-    """Return the hosts that were named, if any were."""
-    _refuse_being_many(os.environ)
-    if options.hosts is not None and options.hostfile is not None:
-        raise UsageError("-H and --hostfile exclude each other; give one of them")
-    if options.hosts is not None:
-        hosts, why = parse_host_list(options.hosts), f"-H {options.hosts}"
-    elif options.hostfile is not None:
-        hosts, why = read_hostfile(options.hostfile), f"--hostfile {options.hostfile}"
-    else:
-        allocation = find_allocation(os.environ, read_text)
-        return Found(allocation.hosts, allocation.why, allocation.kind == "slurm") if allocation else None
-    nodelist = os.environ.get("SLURM_JOB_NODELIST")
-    nodes = expand_nodelist(nodelist) if nodelist else []
-    return Found(hosts, why, all(host.name in nodes for host in hosts))
-
-
-def _refuse_being_many(environ: Mapping[str, str]) -> None:
-    """Raise UsageError if srun has started ringrun once for every rank."""
-    tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")
-    if "SLURM_STEP_ID" in environ and tasks not in ("", "0", "1"):
-        raise UsageError(
-            f"srun has started ringrun {tasks} times (SLURM_STEP_NUM_TASKS={tasks}), and each would start all ranks; "
-            "start it once, in the batch script or in salloc, without srun before it"
-        )
-
-
-def _ssh_options(options: argparse.Namespace) -> SshOptions:
-    port = None if options.ssh_port is None else parse_port(options.ssh_port, "--ssh-port")
-    key = options.ssh_identity_file
-    key = None if key is None else check_identity_file(key, "--ssh-identity-file")
-    return SshOptions(port, key, options.start_timeout / 2)  # so that ssh can say what it waits for
-
-
-def _placement(
-    options: argparse.Namespace, slots_of: Callable[[Host], int] | None = None
-) -> tuple[int, Sequence[tuple[Host, int]]]:
-    """Return how many ranks there are and, if some go to other hosts, which host gets how many, in order.
-
-    slots_of:  how many ranks a host gets whose slots nobody has said; by default as many as this one would.
-    """
-    here = automatic_size(read_topology(os.environ))
-    if options.found is None:
-        return options.np or here, ()
-    assigned = assign(options.found.hosts, options.np, slots_of or (lambda host: here))
-    size = sum(count for _, count in assigned)
-    return size, assigned if any(_is_elsewhere(host) for host, _ in assigned) else ()
-
-
 def _preflight(options: argparse.Namespace, command: Sequence[str]) -> Preflight | None:
     """Ask the hosts that may get ranks what they have, if there are others among them."""
-    found = options.found
-    if found is None or options.dry_run:
+    if options.found is None or options.dry_run:
         return None
-    slots_are_said = all(host.slots is not None for host in found.hosts)
-    hosts = [host for host, _ in assign(found.hosts, options.np, lambda host: 1)] if slots_are_said else found.hosts
-    return _ask(options, command, hosts) if any(_is_elsewhere(host) for host in hosts) else None
+    hosts = may_get_ranks(options.found, options.np)
+    return _ask(options, command, hosts) if hosts else None
 
 
 def _ask(options: argparse.Namespace, command: Sequence[str], hosts: Sequence[Host]) -> Preflight:
@@ -286,10 +204,6 @@ def _again(options: argparse.Namespace, command: Sequence[str]) -> Again:
     return on_hosts_that_answer(options.found.hosts if options.found else (), answering)
 
 
-def _is_elsewhere(host: Host) -> bool:
-    return not (is_here(host) or is_own_address(host.name))
-
-
 def _tell(preflight: Preflight) -> None:
     """Print what the hosts that get ranks have told; MachineError if one cannot run any."""
     print(preflight.table(), file=sys.stderr, flush=True)
@@ -304,25 +218,6 @@ def _shown_ranks(text: str | None, quiet: bool, size: int, place: str) -> frozen
     if quiet:
         return frozenset([0])
     return None if text is None else parse_ranks(text, size, f"{place}--ranks")
-
-
-def _seconds(text: str | None, flag: str) -> float | None:
-    if text is None:
-        return None
-    try:
-        seconds = float(text)
-    except ValueError:
-        raise UsageError(f"{flag} {text}: not a number of seconds") from None
-    if not 0 < seconds < math.inf:
-        raise UsageError(f"{flag} {text}: expected is a number of seconds above 0")
-    return seconds
-
-
-def _times(text: str, flag: str) -> int:
-    number = int(text) if text.isascii() and text.isdecimal() and len(text) < _MOST_DIGITS else -1
-    if number < 0:
-        raise UsageError(f"{flag} {text}: expected is how often, a whole number of 0 or more")
-    return number
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -350,7 +245,7 @@ def run(arguments: Sequence[str]) -> int:
     command = find_command(options.command)
     detected = detect(interpreter_of(command))
     preflight = _preflight(options, command)
-    size, hosts = _placement(options, preflight.automatic_size if preflight else None)
+    size, hosts = place_ranks(options.found, options.np, preflight.automatic_size if preflight else None)
     if preflight:
         _tell(preflight.only([host.name for host, _ in hosts]))
     if hosts and options.found.in_slurm and options.launcher == "srun":
@@ -384,7 +279,7 @@ def run(arguments: Sequence[str]) -> int:
         if secrets := withheld(os.environ, job.asked) if hosts else []:
             print(f"ringrun: other hosts do not get {', '.join(secrets)}; --env NAME sends one", file=sys.stderr)
 
-    from .supervise import run_job  # not needed to tell what is wrong with a command line
+    from .job.run import run_job  # not needed to tell what is wrong with a command line
 
     return run_job(detected, job, _again(options, command))
 

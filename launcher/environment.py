@@ -5,8 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from .topology import VISIBLE_VARIABLE
-from .wire import ADDRESS_VARIABLE, AUTHKEY_VARIABLE, Setup
+from .connection.wire import ADDRESS_VARIABLE, AUTHKEY_VARIABLE, Setup
+from .machine.topology import VISIBLE_VARIABLE
 
 PRIVATE_PREFIX = "RINGRUN_"
 """Variables of this prefix are between ringrun and its agents; a rank does not see them."""
@@ -26,6 +26,9 @@ MASK_VARIABLE = "RINGRUN_MASK_GPUS"
 VERBOSE_VARIABLE = "RINGRUN_VERBOSE"
 """`1` if ringrun shows more than a user needs."""
 
+MASTER_PORT_VARIABLE = "RINGRUN_MASTER_PORT"
+"""The MASTER_PORT that the user has set, or nothing."""
+
 AGENT_VARIABLES = (
     ADDRESS_VARIABLE,
     AUTHKEY_VARIABLE,
@@ -34,6 +37,7 @@ AGENT_VARIABLES = (
     BIND_VARIABLE,
     MASK_VARIABLE,
     VERBOSE_VARIABLE,
+    MASTER_PORT_VARIABLE,
 )
 """What an agent must have before it reaches ringrun."""
 
@@ -60,6 +64,8 @@ class Settings:
     bind: bool = True
     mask_gpus: bool = False
     verbose: bool = False
+    master_port: str = ""
+    """The MASTER_PORT that the user has set; empty: rank 0's agent finds a free one."""
 
     def to_environment(self) -> dict[str, str]:
         """Return the variables that carry these settings."""
@@ -69,13 +75,20 @@ class Settings:
             BIND_VARIABLE: str(int(self.bind)),
             MASK_VARIABLE: str(int(self.mask_gpus)),
             VERBOSE_VARIABLE: str(int(self.verbose)),
+            MASTER_PORT_VARIABLE: self.master_port,
         }
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> "Settings":
         """Read back what `to_environment` wrote; KeyError where there is nothing."""
-        flags = (environ[name] == "1" for name in (BIND_VARIABLE, MASK_VARIABLE, VERBOSE_VARIABLE))
-        return cls(environ[ENGINE_VARIABLE], environ[DIRECTORY_VARIABLE], *flags)
+        return cls(
+            environ[ENGINE_VARIABLE],
+            environ[DIRECTORY_VARIABLE],
+            bind=environ[BIND_VARIABLE] == "1",
+            mask_gpus=environ[MASK_VARIABLE] == "1",
+            verbose=environ[VERBOSE_VARIABLE] == "1",
+            master_port=environ[MASTER_PORT_VARIABLE],
+        )
 
 
 def error_file(directory: str, rank: int) -> Path:

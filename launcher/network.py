@@ -43,17 +43,6 @@ def own_addresses(hosts: Iterable[str], interfaces: Sequence[str]) -> tuple[str,
     return found
 
 
-def is_own_address(text: str) -> bool:
-    """Return whether `text` is an address of this host."""
-    for family in (socket.AF_INET, socket.AF_INET6):
-        with contextlib.suppress(OSError, ValueError):
-            socket.inet_pton(family, text)
-            with socket.socket(family, socket.SOCK_DGRAM) as probe:
-                probe.bind((text, 0))
-                return True
-    return False
-
-
 def _address_towards(host: str) -> str | None:
     """Return the address of this host from which packets to `host` would go; None where its name is unknown."""
     with contextlib.suppress(OSError, UnicodeError):

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 
+from .spans import format_spans
+
 _PR_SET_PDEATHSIG = 1
 
 
@@ -33,14 +35,17 @@ def die_with_parent(number: int) -> Callable[[], None] | None:
 def bind_to(cpus: Collection[int]) -> Callable[[], None] | None:
     """Return what a child runs before exec to run on `cpus` only, with all it starts; None where that is not known.
 
-    Where it is forbidden (by a sandbox, or a CPU has just been taken away) the child runs where it did.
+    Where it is forbidden (by a sandbox, or a CPU has just been taken away) the child runs where it did, and says so
+    on its stderr.
     """
     if not hasattr(os, "sched_setaffinity"):
         return None
 
     def bind() -> None:
-        with contextlib.suppress(OSError):
+        try:
             os.sched_setaffinity(0, cpus)
+        except OSError as error:
+            os.write(2, f"ringrun: not bound to CPUs {format_spans(cpus)}: {error.strerror}\n".encode())
 
     return bind
 

@@ -46,6 +46,15 @@ def check_identity_file(path: str, flag: str) -> str:
     return found
 
 
+def parse_ssh(port: str | None, identity_file: str | None, timeout_s: float) -> SshOptions:
+    """Return what -p and -i say; ssh tries to connect for `timeout_s`."""
+    return SshOptions(
+        None if port is None else parse_port(port, "--ssh-port"),
+        None if identity_file is None else check_identity_file(identity_file, "--ssh-identity-file"),
+        timeout_s,
+    )
+
+
 def config_text(options: SshOptions, aliases: Mapping[str, str]) -> str:
     """Return the text of the file: what is said first counts, so ours stands before what is included.
 

@@ -15,9 +15,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from .card import duration
 from .errors import LauncherError, UsageError
-from .jobs import RunningJob, ask, find_jobs
+from .job.desk import RunningJob, ask, find_jobs
+from .report.card import duration
 
 _LONGEST_COMMAND = 60
 

@@ -16,8 +16,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,10 +23,12 @@ from pathlib import Path
 from typing import NoReturn
 
 from ..errors import MachineError, UsageError
-from ..hosts import Host, expand_nodelist, find_allocation, parse_host_list, read_hostfile, read_text
+from ..hosts import Host
 from ..network import parse_interfaces
 from ..preflight import Preflight, check_job
-from ..ssh import SshOptions, check_identity_file, parse_port
+from ..quantities import parse_seconds
+from ..ssh import SshOptions, parse_ssh
+from ..where import Found, named_hosts
 from .links import Links, findings, read_links, to_json
 from .matrix import matrix
 from .start import measure
@@ -76,40 +76,14 @@ def _parser() -> argparse.ArgumentParser:
 def parse(arguments: Sequence[str]) -> Request:
     """Return the command line, checked; UsageError for what cannot be."""
     options = _parser().parse_args(arguments)
-    hosts, in_slurm = _hosts(options.hosts, options.hostfile)
-    port = None if options.ssh_port is None else parse_port(options.ssh_port, "--ssh-port")
-    key = options.ssh_identity_file
-    key = None if key is None else check_identity_file(key, "--ssh-identity-file")
-    ssh = SshOptions(port, key, _seconds(options.start_timeout))
+    found = named_hosts(options.hosts, options.hostfile) or Found([Host("localhost")], "", in_slurm=False)
+    timeout_s = parse_seconds(options.start_timeout, "--start-timeout")
+    ssh = parse_ssh(options.ssh_port, options.ssh_identity_file, timeout_s)
     flags = ["--start-timeout", f"{ssh.connect_timeout_s:g}"]
-    flags += [] if port is None else ["--ssh-port", str(port)]
-    flags += [] if key is None else ["--ssh-identity-file", key]
+    flags += [] if ssh.port is None else ["--ssh-port", str(ssh.port)]
+    flags += [] if ssh.identity_file is None else ["--ssh-identity-file", ssh.identity_file]
     flags += [] if options.network_interfaces is None else ["--network-interfaces", options.network_interfaces]
-    return Request(hosts, in_slurm, ssh, parse_interfaces(options.network_interfaces), flags, options.json)
-
-
-def _hosts(listed: str | None, file: str | None) -> tuple[Sequence[Host], bool]:
-    if listed is not None and file is not None:
-        raise UsageError("-H and --hostfile exclude each other; give one of them")
-    if listed is None and file is None:
-        allocation = find_allocation(os.environ, read_text)
-        if allocation is None:
-            return [Host("localhost")], False
-        return allocation.hosts, allocation.kind == "slurm"
-    hosts = read_hostfile(file) if listed is None and file is not None else parse_host_list(listed or "")
-    nodelist = os.environ.get("SLURM_JOB_NODELIST")
-    nodes = expand_nodelist(nodelist) if nodelist else []
-    return hosts, all(host.name in nodes for host in hosts)
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < math.inf:
-        raise UsageError(f"--start-timeout {text}: expected is a number of seconds above 0")
-    return seconds
+    return Request(found.hosts, found.in_slurm, ssh, parse_interfaces(options.network_interfaces), flags, options.json)
 
 
 def run(arguments: Sequence[str]) -> int:

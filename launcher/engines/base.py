@@ -1,5 +1,6 @@
 """What an engine is: one MPI implementation, seen from its launcher's side."""
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -60,6 +61,11 @@ class Engine(ABC):
     def loaded_by(self, library_text: str) -> bool:
         """Return whether a library that describes itself so is this implementation."""
 
+    def library_version(self, library_text: str) -> Version:
+        """Return the version in the text of a library of this implementation; () if there is none."""
+        match = re.search(r"(\d+)\.(\d+)", library_text)
+        return tuple(int(number) for number in match.groups()) if match else ()
+
     @abstractmethod
     def launcher_version(self, version_text: str) -> Version | None:
         """Return the version in what `launcher --version` printed; None if another implementation printed it."""
@@ -78,7 +84,7 @@ class Engine(ABC):
         """Return more variables for the launcher, and through it for the ranks, of a job on several hosts."""
         return {}
 
-    def scratch(self, directory: str) -> dict[str, str]:
+    def scratch(self, launcher: Launcher, directory: str) -> dict[str, str]:
         """Return variables that put the launcher's own files on this host into `directory`; none by default."""
         return {}
 

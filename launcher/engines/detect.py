@@ -114,17 +114,25 @@ def engine_of(library: Library) -> Engine:
 
 
 def find_launcher(engine: Engine, library: Library) -> Launcher:
-    """Return the first launcher of `engine`, beside the interpreter or on PATH, that says it is one."""
-    seen = []
+    """Return a launcher of `engine`, beside the interpreter or on PATH, that says it is one.
+
+    The first whose major version is the library's; if there is none the first at all.
+    """
+    found, others = [], []
     for path in _candidates(engine, library.prefix):
         version = engine.launcher_version(_version_text(path, engine))
-        if version is not None:
-            return Launcher(path, version)
-        seen.append(path)
-    others = f" ({', '.join(seen)} is another MPI's)" if seen else ""
+        if version is None:
+            others.append(path)
+            continue
+        found.append(Launcher(path, version))
+        if version[:1] == engine.library_version(library.text)[:1]:
+            return found[-1]
+    if found:
+        return found[0]
+    told = f" ({', '.join(others)} is another MPI's)" if others else ""
     raise MachineError(
         f"mpi4py of {library.python} loads {engine.title}, but its launcher {engine.launcher_names[0]} is neither in "
-        f"{library.prefix}/bin nor on PATH{others}; install it with: pip install 'ringreduce[{engine.name}]'"
+        f"{library.prefix}/bin nor on PATH{told}; install it with: pip install 'ringreduce[{engine.name}]'"
     )
 
 

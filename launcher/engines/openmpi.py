@@ -58,9 +58,11 @@ class OpenMPI(Engine):
             variables["PRTE_MCA_schizo_proxy"] = "ompi"
         return variables
 
-    def scratch(self, directory: str) -> dict[str, str]:
+    def scratch(self, launcher: Launcher, directory: str) -> dict[str, str]:
         """Return where its session directory goes: in /tmp one would stay behind when mpirun is killed."""
-        return {"PRTE_MCA_prte_local_tmpdir_base": directory, "OMPI_MCA_orte_local_tmpdir_base": directory}
+        # 4's ranks refuse a base for this host besides the one for all that mpirun tells them
+        name = "PRTE_MCA_prte_local_tmpdir_base" if launcher.version >= (5,) else "OMPI_MCA_orte_tmpdir_base"
+        return {name: directory}
 
     def shared_memory(self, directory: str) -> dict[str, str]:
         """Return where a rank's segments and windows go; the other ranks are told by it. Open MPI 4 knows the last."""

@@ -13,13 +13,12 @@ understood is a UsageError that says where it stands and what was expected there
 from .allocation import find_allocation
 from .assign import assign
 from .here import is_here
-from .host import MAX_SLOTS, Allocation, Host
+from .host import Allocation, Host
 from .host_list import parse_host_list
 from .hostfile import parse_hostfile, read_hostfile, read_text
 from .slurm import expand_nodelist
 
 __all__ = [
-    "MAX_SLOTS",
     "Allocation",
     "Host",
     "assign",

@@ -79,10 +79,12 @@ def _ringreduce() -> dict[str, str]:
 
 def _agent(python: str) -> dict[str, str]:
     """Return where the interpreter `python`, which runs the agents, finds ringrun, or {"error": …}."""
-    code = "import sys; sys.path[:] = [e for e in sys.path if e]; import ringrun.agent; print(ringrun.__path__[0])"
+    code = (
+        "import sys; sys.path[:] = [e for e in sys.path if e]; import ringrun.agent.agent; print(ringrun.__path__[0])"
+    )
     try:
         if os.path.samefile(python, sys.executable):
-            importlib.import_module("ringrun.agent")
+            importlib.import_module("ringrun.agent.agent")
             return {"location": os.path.dirname(str(sys.modules["ringrun"].__file__))}
         done = subprocess.run([python, "-c", code], capture_output=True, timeout=_AGENT_TIMEOUT_S)
     except Exception as error:
@@ -105,8 +107,8 @@ def _mpi() -> dict[str, str]:
 def _slots() -> tuple[int, int]:
     """Return how many GPUs there are, and how many ranks this host gets if nobody says."""
     try:
-        topology = importlib.import_module("ringrun.topology").read_topology(os.environ)
-        return len(topology.gpus), int(importlib.import_module("ringrun.placement").automatic_size(topology))
+        topology = importlib.import_module("ringrun.machine.topology").read_topology(os.environ)
+        return len(topology.gpus), int(importlib.import_module("ringrun.machine.placement").automatic_size(topology))
     except Exception:  # the answer about ringrun says why
         gpus = len(glob.glob("/proc/driver/nvidia/gpus/*"))
         return gpus, gpus or len(os.sched_getaffinity(0))

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 
 from ..hosts import Host
 from ..hosts.here import is_here
-from ..network import is_own_address
 from ..ssh import SshOptions, write_config
 from .base import Answer, Way
 from .here import Here
@@ -49,7 +48,7 @@ class Reach:
 
     def is_here(self, name: str) -> bool:
         """Return whether `name` means this host."""
-        return is_here(Host(name), self.own_name) or is_own_address(name)
+        return is_here(Host(name), self.own_name)
 
 
 def reach_over_ssh(directory: str, options: SshOptions) -> Reach:

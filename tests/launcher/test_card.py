@@ -2,10 +2,10 @@
 
 import pytest
 
-from ringrun.card import WIDTH, card, duration
-from ringrun.outcome import RankEnd
-from ringrun.states import NO_ANSWER, waiting
-from ringrun.wire import RankError, State
+from ringrun.connection.wire import RankError, State
+from ringrun.report.card import WIDTH, card, duration
+from ringrun.report.outcome import RankEnd
+from ringrun.report.states import NO_ANSWER, waiting
 
 
 def end(rank: int, code: int | None, **facts) -> RankEnd:

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 
 from ringrun import cli
 from ringrun.errors import UsageError
-from ringrun.placement import automatic_size
-from ringrun.topology import read_topology
+from ringrun.machine.placement import automatic_size
+from ringrun.machine.topology import read_topology
+from ringrun.where import place_ranks
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -35,8 +36,9 @@ def test_flags_before_the_command_are_ours() -> None:
 
 def test_without_a_number_of_ranks_it_is_found_out() -> None:
     found = automatic_size(read_topology(os.environ))
-    assert cli._placement(cli.parse(["true"])) == (found, ())
-    assert cli._placement(cli.parse(["-np", "auto", "true"])) == (found, ())
+    for arguments in (["true"], ["-np", "auto", "true"]):
+        options = cli.parse(arguments)
+        assert place_ranks(options.found, options.np) == (found, ())
     assert cli.parse(["true", "-np", "4"]).command == ["true", "-np", "4"]
 
 
@@ -190,4 +192,23 @@ def test_flags_of_the_display_in_a_file(tmp_path: Path) -> None:
         cli.run(["-np", "4", "--config-file", str(path), "--dry-run", "true"])
     path.write_text("np: 4\ntimeout: -5\n")
     with pytest.raises(UsageError, match=rf"^{path}:2: --timeout -5: expected is a number of seconds above 0$"):
+        cli.parse(["--config-file", str(path), "true"])
+
+
+def test_a_flag_overrules_what_it_excludes_in_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text("hosts: localhost:3\nranks: 0-1\n")
+    (tmp_path / "hosts").write_text("localhost slots=2\n")
+    flags = ["--config-file", str(path), "--hostfile", str(tmp_path / "hosts"), "--quiet-ranks"]
+    options = cli.parse([*flags, "true"])
+    assert place_ranks(options.found, options.np) == (2, ())
+    assert (options.ranks, options.quiet_ranks) == (None, True)
+    with pytest.raises(UsageError, match="-H and --hostfile exclude each other"):
+        cli.parse(["-H", "localhost", "--hostfile", "f", "true"])
+
+
+def test_a_wrong_host_in_a_file_is_told_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text("np: 2\nhosts: a:b\n")
+    with pytest.raises(UsageError, match=rf"^{path}:2: -H, item 1, 'a:b': slots: expected a whole number"):
         cli.parse(["--config-file", str(path), "true"])

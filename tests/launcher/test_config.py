@@ -13,7 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringreduce.settings import HOROVOD, PREFIX, Settings
-from ringrun import cli, config, configfile, horovod
+from ringrun import cli
+from ringrun.config import file as configfile
+from ringrun.config import horovod
+from ringrun.config import resolve as config
 from ringrun.errors import UsageError
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]

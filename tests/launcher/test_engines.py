@@ -233,6 +233,22 @@ def test_the_launcher_beside_the_interpreter_comes_first(install: Callable[[str,
     assert find_launcher(OpenMPI(), library(OPEN_MPI_TEXT, tmp_path / "v")) == Launcher(str(mine), (5, 0, 11))
 
 
+def test_the_launcher_is_as_old_as_the_library(install: Callable[[str, str], Path], tmp_path: Path) -> None:
+    newer, older = install("v/bin/mpirun", "openmpi"), install("path/bin/mpirun.openmpi", "openmpi4")
+    four = library("Open MPI v4.1.4, package: Debian OpenMPI, ident: 4.1.4", tmp_path / "v")
+    assert find_launcher(OpenMPI(), four) == Launcher(str(older), (4, 1, 4))
+    older.unlink()
+    assert find_launcher(OpenMPI(), four).path == str(newer), "better than none"
+
+
+@pytest.mark.parametrize(
+    ("version", "name"),
+    [((5, 0, 11), "PRTE_MCA_prte_local_tmpdir_base"), ((4, 1, 4), "OMPI_MCA_orte_tmpdir_base")],
+)
+def test_open_mpi_s_own_files_go_where_they_are_told(version: tuple[int, ...], name: str) -> None:
+    assert OpenMPI().scratch(Launcher("/v/bin/mpirun", version), "/p") == {name: "/p"}
+
+
 def test_a_launcher_of_another_mpi_is_passed_over(install: Callable[[str, str], Path], tmp_path: Path) -> None:
     install("v/bin/mpirun", "mpich")
     install("v/bin/mpiexec", "mpich")

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from ringrun.escalation import AFTER_FAILURE, AFTER_INTERRUPT, AFTER_TERMINATE, AT_ONCE, Escalation, Step
+from ringrun.job.escalation import AFTER_FAILURE, AFTER_INTERRUPT, AFTER_TERMINATE, AT_ONCE, Escalation, Step
 
 
 @pytest.mark.parametrize("steps", [AFTER_FAILURE, AFTER_INTERRUPT, AFTER_TERMINATE, AT_ONCE])

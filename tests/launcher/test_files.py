@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from ringrun.errors import MachineError, UsageError
-from ringrun.files import OutputFiles
+from ringrun.output.files import OutputFiles
 
 
 @pytest.mark.parametrize(
@@ -30,19 +30,31 @@ def test_bytes_come_as_they_were_and_at_once(tmp_path: Path) -> None:
     assert files.write(1, "stderr", b"too late") is None
 
 
-def test_a_full_disk_is_told_once(tmp_path: Path) -> None:
+def full(folder: Path, rank: int) -> None:
+    (folder / f"rank.{rank}").mkdir()
     for name in ("stdout", "stderr"):
-        (tmp_path / "rank.0").mkdir(exist_ok=True)
-        (tmp_path / "rank.0" / name).symlink_to("/dev/full")
+        (folder / f"rank.{rank}" / name).symlink_to("/dev/full")
+
+
+def test_a_disk_that_gets_full_is_told_once(tmp_path: Path) -> None:
+    full(tmp_path, 1)
     files = OutputFiles(str(tmp_path), 2)
-    said = files.write(0, "stdout", b"x")
-    where = tmp_path / "rank.0" / "stdout"
+    said = files.write(1, "stdout", b"x")
+    where = tmp_path / "rank.1" / "stdout"
     assert said == f"{where} cannot be written any more: No space left on device; it ends here, the job goes on"
-    assert files.write(0, "stdout", b"y") is None
-    assert files.write(0, "stderr", b"y") is None
-    assert files.write(1, "stdout", b"kept") is None
+    assert files.write(1, "stdout", b"y") is None
+    assert files.write(1, "stderr", b"y") is None
+    assert files.write(0, "stdout", b"kept") is None
     files.close()
-    assert (tmp_path / "rank.1" / "stdout").read_bytes() == b"kept"
+    assert (tmp_path / "rank.0" / "stdout").read_bytes() == b"kept"
+
+
+def test_a_disk_that_is_full_is_told_before_the_job_starts(tmp_path: Path) -> None:
+    full(tmp_path, 0)
+    with pytest.raises(MachineError) as error:
+        OutputFiles(str(tmp_path), 2)
+    where = f"{tmp_path} cannot be made or written: No space left on device"
+    assert str(error.value) == f"--output-filename {tmp_path}: {where}; make room there, or give another folder"
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import time
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringrun.fold import Folded, Folder
+from ringrun.output.fold import Folded, Folder
 
 WAIT_S = 0.25
 SIZE = 4

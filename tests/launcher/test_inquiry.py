@@ -2,8 +2,8 @@
 
 import math
 
-from ringrun.inquiry import PATIENCE_S, Inquiries, Inquiry
-from ringrun.wire import State
+from ringrun.connection.wire import State
+from ringrun.job.inquiry import PATIENCE_S, Inquiries, Inquiry
 
 
 def answer(number: int, doing: str) -> State:

@@ -12,9 +12,9 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from ringrun import leftovers
+from ringrun.agent import leftovers
+from ringrun.agent.leftovers import Leftovers, mapped
 from ringrun.engines import MPICH, OpenMPI
-from ringrun.leftovers import Leftovers, mapped
 
 SHM = Path("/dev/shm")
 

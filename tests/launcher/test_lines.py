@@ -6,7 +6,7 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringrun.lines import LineSplitter
+from ringrun.output.lines import LineSplitter
 
 # bytes rich in newlines and carriage returns
 streams = st.lists(st.sampled_from([b"\n", b"\r", b"\r\n", b"a", b"bc", b"\xff", b"\xc3\xa9", b" "]), max_size=40)

@@ -14,10 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringrun import cli, manifest
+from ringrun import cli
 from ringrun.errors import UsageError
-from ringrun.mpijob import Request
-from ringrun.mpijob import manifest as mpijob
+from ringrun.kubernetes import manifest
+from ringrun.kubernetes.mpijob import Request
+from ringrun.kubernetes.mpijob import manifest as mpijob
 from tests.launcher.mpi_operator_rules import expanded, refusals
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]

@@ -9,6 +9,7 @@ import pytest
 
 from ringrun import cli
 from ringrun.hosts import Host, is_here
+from ringrun.where import place_ranks
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -18,13 +19,19 @@ def test_names_of_this_host(name: str) -> None:
     assert is_here(Host(name, 4), "gpu7.lab")
 
 
-@pytest.mark.parametrize("name", ["gpu8", "gpu70", "gpu", "10.0.0.7", "fe80::1"])
+@pytest.mark.parametrize("name", ["127.0.0.2", "0:0:0:0:0:0:0:1"])
+def test_an_address_of_this_host(name: str) -> None:
+    assert is_here(Host(name), "gpu7")
+
+
+@pytest.mark.parametrize("name", ["gpu8", "gpu70", "gpu", "192.0.2.1", "2001:db8::1"])
 def test_names_of_others(name: str) -> None:
     assert not is_here(Host(name, 4), "gpu7.lab")
 
 
 def _placed(*arguments: str) -> tuple[int, list[tuple[str, int]]]:
-    size, hosts = cli._placement(cli.parse([*arguments, "true"]))
+    options = cli.parse([*arguments, "true"])
+    size, hosts = place_ranks(options.found, options.np)
     return size, [(host.name, count) for host, count in hosts]
 
 

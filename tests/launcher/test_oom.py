@@ -13,7 +13,7 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from ringrun.oom import Counter, OomWatch, counters, judge
+from ringrun.agent.oom import Counter, OomWatch, counters, judge
 
 KILL = -signal.SIGKILL
 V1, V2 = Counter(Path("/x/memory.oom_control"), "/job/7"), Counter(Path("/y/memory.events"), "/")

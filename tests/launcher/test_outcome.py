@@ -4,7 +4,8 @@ import signal
 
 import pytest
 
-from ringrun.outcome import (
+from ringrun.connection.wire import RankError
+from ringrun.report.outcome import (
     RankEnd,
     aborter,
     evidence,
@@ -15,7 +16,6 @@ from ringrun.outcome import (
     root_cause,
     timeout_report,
 )
-from ringrun.wire import RankError
 
 
 def end(

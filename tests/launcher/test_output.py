@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringrun.output import Display, Output
-from ringrun.prefix import Prefix, local_time
+from ringrun.output.display import Display, Output
+from ringrun.output.prefix import Prefix, local_time
 
 
 def test_prefixes_are_as_wide_as_the_largest_rank() -> None:

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringrun.placement import Share, automatic_size, describe, place, share_out
+from ringrun.machine.placement import Share, automatic_size, describe, place, share_out
+from ringrun.machine.topology import Core, Gpu, Topology, read_topology
 from ringrun.spans import format_spans
-from ringrun.topology import Core, Gpu, Topology, read_topology
 from tests.launcher.fake_machines import FakeGpu, make_machine, two_sockets
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -301,7 +301,7 @@ def test_masking_where_there_is_no_gpu_is_told_and_changes_nothing(ringrun: Run,
 OTHER_MACHINE = """
     import functools
     from pathlib import Path
-    from ringrun import topology
+    from ringrun.machine import topology
     topology.read_topology = functools.partial(topology.read_topology, root=Path({root!r}))
 """
 SHOW_GPUS = """

@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from ringrun.connection.link import Address
+from ringrun.connection.wire import Setup
 from ringrun.engines import ENGINES, Launcher, Library
 from ringrun.engines.detect import Detected
 from ringrun.environment import HOOK_DIRECTORY, Place, Settings, rank_environment
 from ringrun.errors import UsageError
 from ringrun.hosts import Host
-from ringrun.link import Address
-from ringrun.plan import (
+from ringrun.job.plan import (
     Job,
     across,
     agent_arguments,
@@ -31,7 +32,6 @@ from ringrun.plan import (
     variables_at_home,
 )
 from ringrun.ssh import SshOptions
-from ringrun.wire import Setup
 
 SETTINGS = Settings("mpich", "/tmp/private")
 SETUP = Setup("127.0.0.1", 2345, "/home/me", {}, gives_stdin=False)

@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 import ringreduce
 from ringrun.errors import MachineError
 from ringrun.hosts import Host, expand_nodelist
-from ringrun.placement import automatic_size
+from ringrun.machine.placement import automatic_size
+from ringrun.machine.topology import read_topology
 from ringrun.preflight import Facts, Preflight, check, fold_names
 from ringrun.preflight.ask import Question, Version, ask, read_answer
 from ringrun.preflight.findings import Finding, find, lines, short_mpi
 from ringrun.preflight.table import WIDTH, table
 from ringrun.reach import Answer, Problem, Reach, Ssh
-from ringrun.topology import read_topology
 from tests.launcher.loopback_sshd import Server, sshd, why_not
 
 needs_sshd = pytest.mark.skipif(bool(why_not()), reason=f"no sshd: {why_not()}")

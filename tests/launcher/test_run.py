@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import zlib
@@ -183,3 +184,24 @@ def test_a_sitecustomize_of_the_user_s_still_runs(ringrun: Run, tmp_path: Path, 
     (tmp_path / "sitecustomize.py").write_text("import builtins; builtins.customized = 'yes'")
     done = ringrun("-np", 1, python, "-c", "print(customized)", env={"PYTHONPATH": str(tmp_path)})
     assert by_rank(done.stdout) == {0: ["yes"]}
+
+
+def test_a_master_port_that_is_in_use_is_told_before_any_rank_starts(ringrun: Run) -> None:
+    with socket.socket() as taken:
+        taken.bind(("", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        done = ringrun("-np", 2, "echo", "started", env={"MASTER_PORT": port})
+    assert (done.returncode, done.stdout) == (3, "")
+    assert done.stderr.startswith(
+        f"ringrun: error: MASTER_PORT={port} is in use on {socket.gethostname()}, where rank 0"
+    )
+    done = ringrun("-np", 2, "sh", "-c", "echo $MASTER_PORT", env={"MASTER_PORT": port})
+    assert (done.returncode, sorted(done.stdout.splitlines())) == (0, [f"[0] {port}", f"[1] {port}"])
+
+
+@pytest.mark.parametrize("port", ["none", "65536", "-1", "9" * 5000])
+def test_a_master_port_that_is_none_is_told_too(ringrun: Run, port: str) -> None:
+    done = ringrun("-np", 2, "echo", "started", env={"MASTER_PORT": port})
+    assert (done.returncode, done.stdout) == (3, "")
+    assert f"MASTER_PORT={port} is in use" in done.stderr

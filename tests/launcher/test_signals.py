@@ -9,7 +9,7 @@ def run(program: str) -> "subprocess.CompletedProcess[str]":
     """Run a Python program that has SignalReader, and `send(number)` to signal itself."""
     head = """
         import os, queue, signal, subprocess, sys, threading, time
-        from ringrun.signals import SignalReader
+        from ringrun.job.signals import SignalReader
         got = queue.SimpleQueue()
         def send(number):
             os.kill(os.getpid(), number)
@@ -64,3 +64,17 @@ def test_what_the_parent_has_said_to_ignore_is_ignored() -> None:
         print(got.get(timeout=5))
     """)
     assert done.stdout == "15\n", done.stderr
+
+
+def test_a_request_for_stacks_that_comes_at_the_very_end_ends_nothing() -> None:
+    done = run("""
+        reader = SignalReader(got.put)
+        reader.start()
+        reader.end()
+        class Last:
+            def __del__(self):  # after the interpreter has put the handlers back
+                send(10)
+        import builtins
+        builtins.last = Last()
+    """)
+    assert done.returncode == 0, done.stderr

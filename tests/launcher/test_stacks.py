@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from ringrun import jobs, stacks
+from ringrun import stacks
 from ringrun.errors import LauncherError, UsageError
-from ringrun.jobs import RunningJob
+from ringrun.job import desk as jobs
+from ringrun.job.desk import RunningJob
 
 Start = Callable[..., "subprocess.Popen[str]"]
 Script = Callable[[str], str]

@@ -6,13 +6,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from ringrun import supervise
-from ringrun.channel import Arrived, RankEnded
+from ringrun.connection.channel import Arrived, RankEnded
 from ringrun.errors import MachineError
 from ringrun.hosts import Host
-from ringrun.outcome import RankEnd
-from ringrun.plan import Job
-from ringrun.supervise import Supervisor
+from ringrun.job import supervise
+from ringrun.job.plan import Job
+from ringrun.job.supervise import Supervisor
+from ringrun.report.outcome import RankEnd
 
 
 class Fake:
@@ -54,7 +54,7 @@ def test_only_a_job_that_takes_longer_is_ended(
     monkeypatch.setattr(supervise, "_LONGEST_WAIT_S", 0.01)  # it wakes often, as in a job of days
     fake = Fake()
     events: supervise.Events = queue.SimpleQueue()
-    events.put(Arrived(0))
+    events.put(Arrived(0, "here", 2345))
     end = RankEnd(rank=0, host="here", pid=1, code=0, at_s=0.0)
     timer = threading.Timer(1.0, events.put, [RankEnded(end)])
     timer.start()
@@ -71,7 +71,7 @@ def test_ranks_that_do_not_come_are_named_with_their_hosts() -> None:
     fake = Fake()
     events: supervise.Events = queue.SimpleQueue()
     for rank in (0, 2):
-        events.put(Arrived(rank))
+        events.put(Arrived(rank, "here", 2345))
     hosts = ((Host("h1"), 1), (Host("h2"), 1), (Host("h3"), 2))
     job = Job(4, ["x"], hosts=hosts, start_timeout_s=0.2)
     timers = [

@@ -6,9 +6,9 @@ import tempfile
 import hypothesis
 import hypothesis.strategies as st
 
-from ringrun.states import stacks_report
-from ringrun.traces import Frame, describe, innermost, parse
-from ringrun.wire import State
+from ringrun.connection.wire import State
+from ringrun.report.states import stacks_report
+from ringrun.report.traces import Frame, describe, innermost, parse
 
 DUMP = """Stack (most recent call first):
   File "/opt/ringreduce/engine/request.py", line 52 in wait

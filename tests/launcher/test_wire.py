@@ -2,7 +2,7 @@
 
 import pytest
 
-from ringrun.wire import (
+from ringrun.connection.wire import (
     Ask,
     End,
     Ended,

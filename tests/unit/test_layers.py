@@ -93,10 +93,60 @@ def test_only_world_and_the_message_transport_know_mpi():
     assert knowing == {"world", "transport.message"}
 
 
+# the launcher's modules, and folders whose own modules are named only where they stand at different heights
+LAUNCHER = ROOT / "launcher"
+LAUNCHER_LAYERS = [
+    ["errors", "spans", "hook"],
+    ["processes"],
+    ["ranks", "quantities", "hosts", "machine", "forward", "network", "ssh"],
+    ["connection.wire", "config", "where"],
+    ["environment"],
+    ["engines", "report", "output", "connection.link"],
+    ["connection.channel", "reach"],
+    ["agent", "preflight"],
+    ["job"],
+    ["doctor", "kubernetes", "stacks", "build"],
+    ["cli"],
+]
+
+
+def place_in_launcher(module):
+    """The row and the entry of LAUNCHER_LAYERS that a module belongs to."""
+    places = [(row, name) for row, names in enumerate(LAUNCHER_LAYERS) for name in names]
+    return next((row, name) for row, name in places if f"{module}.".startswith(f"{name}."))
+
+
+def launcher_modules():
+    for path in sorted(LAUNCHER.rglob("*.py")):
+        if path.name != "__init__.py":
+            yield ".".join(path.relative_to(LAUNCHER).with_suffix("").parts), path
+
+
+def launcher_imports(path):
+    """The launcher's modules that a file of its own imports, all relative."""
+    folder = path.relative_to(LAUNCHER).parts[:-1]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = [*folder[: len(folder) - node.level + 1], *(node.module or "").split(".")]
+            for alias in node.names:
+                dotted = ".".join(filter(None, [*base, alias.name]))
+                found = LAUNCHER / dotted.replace(".", "/")
+                is_module = found.with_suffix(".py").exists() or found.is_dir()
+                yield dotted if is_module else ".".join(filter(None, base))
+
+
+@pytest.mark.parametrize(("module", "path"), list(launcher_modules()))
+def test_the_launcher_s_imports_point_downward_too(module, path):
+    row, own = place_in_launcher(module)
+    for imported in launcher_imports(path):
+        below, name = place_in_launcher(imported)
+        assert below < row or name == own, f"{module} imports {imported}"
+
+
 # what the launcher imports inside functions, where a flag asks for it
 LAUNCHER_MAY_USE = {
-    "config.py": {"ringreduce"},
-    "configfile.py": {"yaml"},
+    "resolve.py": {"ringreduce"},
+    "file.py": {"yaml"},
     "manifest.py": {"yaml"},
     "build.py": {"ringreduce"},
     "worker.py": {"ringreduce", "numpy"},  # what doctor runs as ranks

@@ -12,10 +12,9 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from .channel import Events, Signalled
-from .errors import MachineError
-from .hosts import Host, assign, is_here
-from .network import is_own_address
+from ..connection.channel import Events, Signalled
+from ..errors import MachineError
+from ..hosts import Host, assign, is_here
 from .plan import Job
 from .signals import ENDING, SignalReader
 
@@ -109,7 +108,7 @@ def on_hosts_that_answer(hosts: Sequence[Host], answering: Callable[[Sequence[st
         placed = place_again(hosts, before, answering([host.name for host in hosts]), job.size)
         if not placed:
             return None
-        abroad = any(not (is_here(host) or is_own_address(host.name)) for host, _ in placed)
+        abroad = not all(is_here(host) for host, _ in placed)
         return replace(job, size=sum(count for _, count in placed), hosts=placed if abroad else ())
 
     return again
@@ -125,6 +124,10 @@ class SignalRelay:
     def start(self) -> None:
         """Begin to take signals; those that have come before wait till then."""
         self._reader.start()
+
+    def end(self) -> None:
+        """The job is over."""
+        self._reader.end()
 
     def to(self, events: Events) -> None:
         """Pass on to `events` from here on, signals that nobody has taken included."""

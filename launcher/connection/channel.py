@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import TypeAlias
 
-from .lines import LineSplitter
+from ..output.display import Output as Printer
+from ..output.display import StreamName
+from ..output.lines import LineSplitter
+from ..report.outcome import RankEnd
 from .link import SILENT_S, HostSilentError, Link, Listener
-from .outcome import RankEnd
-from .output import Output as Printer
-from .output import StreamName
 from .wire import (
     End,
     Ended,
@@ -44,10 +44,11 @@ _INPUT_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class Arrived:
-    """The agent of `rank` is connected."""
+    """The agent of `rank` is connected, and has found a free port (0: the one that was asked for is taken)."""
 
     rank: int
-    host: str = ""
+    host: str
+    port: int
 
 
 @dataclass(frozen=True)
@@ -191,7 +192,7 @@ class Channel:
         assert isinstance(hello, Hello)
         self._links[hello.rank] = link
         self._ports[hello.rank] = hello.port
-        self._events.put(Arrived(hello.rank, hello.host))
+        self._events.put(Arrived(hello.rank, hello.host, hello.port))
         if self._ending:
             self.send(hello.rank, End())
         _RankReader(hello, link, self._printer, self._events, self._stdin).run()

@@ -14,9 +14,9 @@ Facts are wrapped; what the rank itself wrote is never cut.
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
 
+from ..connection.wire import State
 from .outcome import RankEnd, evidence, failures_of_others, in_words
 from .states import waiting
-from .wire import State
 
 WIDTH = 80
 _LABEL = 12

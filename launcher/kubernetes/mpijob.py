@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .errors import UsageError
+from ..errors import UsageError
 
 IMPLEMENTATIONS = {"openmpi": "OpenMPI", "mpich": "MPICH"}
 """What the operator calls an MPI: it writes the hostfile as that one reads it, and names it in its variable."""

@@ -17,8 +17,8 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from .engines import Engine
-from .processes import in_session
+from ..engines import Engine
+from ..processes import in_session
 
 SHARED_MEMORY = "/dev/shm"  # noqa: S108 - where Linux has it; folders there have random names
 _NAMES = re.compile(r"(mpich_shm_|sm_segment\.|vader_segment\.|osc_sm|osc_rdma)[\w.-]*")

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from itertools import count
 
-from .wire import State
+from ..connection.wire import State
 
 PATIENCE_S = 2.0
 """So long all answers may take; an agent takes witness.ANSWER_S."""

@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from .spans import format_spans
+from ..spans import format_spans
 from .topology import Core, Gpu, Topology
 
 _FOLD = 3  # so many ranks alike are told as one

@@ -5,8 +5,8 @@ import signal
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from .spans import format_spans
-from .wire import RankError
+from ..connection.wire import RankError
+from ..spans import format_spans
 
 _TRACEBACK_HEAD = "Traceback (most recent call last):"
 _CRASH_HEAD = "Fatal Python error: "

@@ -20,10 +20,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import traces
-from .environment import error_file
-from .processes import signal_main_thread, signals_caught, state_of
-from .wire import Stalled, State
+from ..connection.wire import Stalled, State
+from ..environment import error_file
+from ..processes import signal_main_thread, signals_caught, state_of
+from ..report import traces
 
 ANSWER_S = 0.3
 """So long a rank has to answer: the other ranks of a job that fails are asked half a second before they are ended."""

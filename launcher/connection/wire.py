@@ -26,7 +26,10 @@ AUTHKEY_VARIABLE = "RINGRUN_AUTHKEY"
 
 @dataclass(frozen=True)
 class Hello:
-    """An agent is there and waits for Setup; `port` is a TCP port that is free on its host."""
+    """An agent is there and waits for Setup.
+
+    `port` is a free TCP port of its host: rank 0's the MASTER_PORT that the user has set, and 0 if that is in use.
+    """
 
     rank: int
     size: int

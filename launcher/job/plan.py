@@ -10,17 +10,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .engines import Across
-from .engines.detect import Detected
-from .environment import AGENT_VARIABLES, Settings
-from .errors import UsageError
-from .forward import forwarded, withheld
-from .hosts import Host
-from .link import Address
-from .network import is_own_address
-from .ssh import SshOptions, ssh_argv
-from .wire import ADDRESS_VARIABLE, AUTHKEY_VARIABLE
+from ..connection.link import Address
+from ..connection.wire import ADDRESS_VARIABLE, AUTHKEY_VARIABLE
+from ..engines import Across
+from ..engines.detect import Detected
+from ..environment import AGENT_VARIABLES, Settings
+from ..errors import UsageError
+from ..forward import forwarded, withheld
+from ..hosts import Host, is_here
+from ..ssh import SshOptions, ssh_argv
 
+_AGENT = "ringrun.agent"
 _BEFORE_PYTHON = ("PYTHONPATH", "LD_LIBRARY_PATH")
 """What an agent's Python may need to start at all."""
 
@@ -96,6 +96,11 @@ class Job:
     asked: Mapping[str, str] = field(default_factory=dict)
     """Variables that --env wants the ranks on all hosts to have, secrets too."""
 
+    @property
+    def master_port(self) -> str:
+        """The MASTER_PORT that the user has set; empty if there is none."""
+        return self.asked.get("MASTER_PORT", os.environ.get("MASTER_PORT", ""))
+
     def host_of(self, rank: int) -> str:
         """Return the name of the host that `rank` is to start on."""
         for host, count in self.hosts:
@@ -107,7 +112,7 @@ class Job:
 
 def aliases(job: Job) -> dict[str, str]:
     """Return names for other hosts' IPv6 addresses, which no MPI's launcher takes; ssh is told what they stand for."""
-    addresses = [host.name for host, _ in job.hosts if ":" in host.name and not is_own_address(host.name)]
+    addresses = [host.name for host, _ in job.hosts if ":" in host.name and not is_here(host)]
     return {f"ringrun-host-{number}": address for number, address in enumerate(addresses)}
 
 
@@ -143,8 +148,8 @@ def agent_arguments(version: tuple[int, int]) -> list[str]:
     The current folder must not be on its path: a file of the user's may be called like a module that the agent imports.
     """
     if version >= (3, 11):
-        return ["-P", "-m", f"{__package__}.agent"]
-    return ["-c", f"import sys; del sys.path[0]; from {__package__}.agent import main; main()"]
+        return ["-P", "-m", _AGENT]
+    return ["-c", f"import sys; del sys.path[0]; from {_AGENT}.agent import main; main()"]
 
 
 def engine_variables(detected: Detected, inherited: Mapping[str, str]) -> dict[str, str]:
@@ -161,7 +166,7 @@ def job_environment(
     wanted = engine_variables(detected, inherited)
     ours = {**job.variables, **job.asked, **wanted, **settings.to_environment(), **channel}
     if not job.hosts:
-        return {**detected.engine.scratch(settings.directory), **inherited, **ours}
+        return {**detected.engine.scratch(detected.launcher, settings.directory), **inherited, **ours}
     secrets = withheld(inherited, job.asked)
     through_slurm = {} if job.ssh else _FOR_INNER_SRUN
     return {name: value for name, value in inherited.items() if name not in secrets} | ours | through_slurm

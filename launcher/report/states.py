@@ -2,8 +2,8 @@
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from .spans import format_spans
-from .wire import State
+from ..connection.wire import State
+from ..spans import format_spans
 
 NO_ANSWER = "did not answer in time"
 NO_PYTHON = "no Python code runs"

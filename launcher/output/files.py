@@ -8,10 +8,12 @@ import threading
 from io import FileIO
 from pathlib import Path
 
-from .errors import MachineError, UsageError
+from ..errors import MachineError, UsageError
 
 _STREAMS = ("stdout", "stderr")
-_NOT_THE_PATH = {errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO}
+_BLOCK_BYTES = 4096
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+_NOT_THE_PATH = {*_FULL, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO}
 
 
 class OutputFiles:
@@ -33,11 +35,17 @@ class OutputFiles:
                 folder.mkdir(parents=True, exist_ok=True)
                 for stream in _STREAMS:
                     self._files[rank, stream] = FileIO(folder / stream, "wb")
+            _try_to_write(self._files[0, "stdout"], directory)
         except OSError as error:
             self.close()
             kind = MachineError if error.errno in _NOT_THE_PATH else UsageError
             where = f"{error.filename or directory} cannot be made or written: {error.strerror}"
-            raise kind(f"--output-filename {directory}: {where}; give a folder that this user can write to") from error
+            cure = (
+                "make room there, or give another folder"
+                if error.errno in _FULL
+                else "give a folder that this user can write to"
+            )
+            raise kind(f"--output-filename {directory}: {where}; {cure}") from error
 
     def write(self, rank: int, stream: str, data: bytes) -> str | None:
         """Keep `data`. The first time that a file cannot be written, return the line that says so; never raises.
@@ -61,6 +69,16 @@ class OutputFiles:
         """Close all files."""
         for file in self._files.values():
             file.close()
+
+
+def _try_to_write(file: FileIO, directory: str) -> None:
+    """Raise OSError if the disk is full: an empty file can be made there all the same."""
+    try:
+        _write_all(file, bytes(_BLOCK_BYTES))
+        file.truncate(0)
+        file.seek(0)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, directory) from error
 
 
 def _write_all(file: FileIO, data: bytes) -> None:

@@ -1,25 +1,17 @@
-"""Runs one job: starts mpirun, decides when ranks must end and how, and says in the end what happened.
+"""Decides when ranks must end and how, and says in the end what happened.
 
-All decisions are made in one thread, from a queue of events: ranks that arrive and end (channel.py), mpirun's end,
-signals. A rank that ends with 0 changes nothing; the first that fails, or a signal, begins an escalation.
+All decisions are made in one thread, from a queue of events: ranks that arrive and end (connection/channel.py),
+mpirun's end, signals. A rank that ends with 0 changes nothing; the first that fails, or a signal, begins an escalation.
 """
 
-import collections
-import contextlib
 import math
 import os
 import queue
 import signal
-import subprocess
-import sys
-import tempfile
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
-from . import outcome, restarts
-from .card import card
-from .channel import (
+from ..connection.channel import (
     Arrived,
     Channel,
     Event,
@@ -33,30 +25,20 @@ from .channel import (
     Signalled,
     StacksWanted,
 )
-from .engines.detect import Detected
-from .environment import Settings
-from .errors import MachineError, NotStartedError, UsageError
+from ..connection.wire import Ask, Signal
+from ..errors import MachineError, NotStartedError, UsageError
+from ..output.display import Output
+from ..report import outcome
+from ..report.card import card
+from ..report.outcome import RankEnd
+from ..report.states import stacks_report
+from ..spans import format_spans
 from .escalation import AFTER_FAILURE, AFTER_INTERRUPT, AFTER_TERMINATE, AFTER_TIMEOUT, AT_ONCE, Escalation, Step
-from .files import OutputFiles
 from .inquiry import Inquiries, Inquiry
-from .jobs import Desk
-from .leftovers import remove_folders
-from .link import Listener
-from .network import own_addresses
-from .outcome import RankEnd
-from .output import Display, Output
-from .plan import Job, across, aliases, job_command, job_environment, variables_abroad, variables_at_home
-from .processes import die_with_parent, signal_group
-from .restarts import Again, Ending, SignalRelay
-from .signals import SignalReader
-from .spans import format_spans
-from .ssh import write_config
-from .states import stacks_report
-from .wire import Ask, Signal
+from .mpirun import MpiLauncher
+from .plan import Job
 
 _LAUNCHER_STEPS = (Step(None, 1.0), Step(signal.SIGTERM, 0.5), Step(signal.SIGKILL, 0.5))
-_LONGEST_SOCKET_FOLDER = 80  # characters; a socket's path has room for about 100
-_LAUNCHER_TAIL_LINES = 200
 _TIMEOUT_EXIT_CODE = 124  # that of timeout(1)
 _STACKS_INTERVAL_S = 60.0
 _LONGEST_WAIT_S = 3600.0  # of one wait: a queue does not take just any number
@@ -68,7 +50,7 @@ class Supervisor:
     def __init__(
         self,
         job: Job,
-        launcher: "MpiLauncher",
+        launcher: MpiLauncher,
         channel: Channel,
         output: Output,
         events: Events,
@@ -96,6 +78,7 @@ class Supervisor:
         self._deadline_s = now_s + self._timeout_s if deadline_s is None else deadline_s
         self._start_deadline_s = now_s + job.start_timeout_s  # infinite once all have arrived
         self._too_slow = False  # not all have arrived by then
+        self._has_no_port = False  # the user's MASTER_PORT is in use
         self._timeout_report: str | None = None  # if the job has taken too long
         self._stopped_by: int | None = None  # the signal that ended the job, if no rank had failed before
         self._launcher_said: list[str] = []
@@ -151,9 +134,11 @@ class Supervisor:
 
     def _handle(self, event: Event) -> None:
         match event:
-            case Arrived(rank, host):
+            case Arrived(rank, host, port):
                 self._arrived.add(rank)
                 self._hosts[rank] = host
+                if not port and self._escalate(AT_ONCE):
+                    self._has_no_port = True
                 if self._escalation and self._escalation.latest:
                     self._channel.send(rank, Signal(self._escalation.latest))
                 elif self._escalation is None and len(self._arrived) == self._size:
@@ -243,6 +228,11 @@ class Supervisor:
             return _TIMEOUT_EXIT_CODE
         if self._too_slow:
             raise MachineError(self._missing(f"the {self._job.start_timeout_s:g} s of --start-timeout were over"))
+        if self._has_no_port:
+            raise MachineError(
+                f"MASTER_PORT={self._job.master_port} is in use on {self._hosts[0]}, where rank 0 would listen, or is "
+                "no port; set another, or unset it, and ringrun finds a free one"
+            )
         if self._not_started:
             where = f"rank {self._not_started.rank} on host {self._not_started.host}"
             raise UsageError(f"the command cannot be executed: {self._not_started.reason}, says {where}")
@@ -287,149 +277,3 @@ class Supervisor:
             f"{'rank' if len(absent) == 1 else 'ranks'} {format_spans(absent)} on {hosts}; "
             f"{self._launcher.name} wrote:\n{said}"
         )
-
-
-class MpiLauncher:
-    """The mpirun process: its output is kept, and shown when it matters."""
-
-    def __init__(self, argv: Sequence[str], environment: Mapping[str, str], events: Events) -> None:
-        self.name = os.path.basename(argv[0])
-        self._process = subprocess.Popen(
-            argv,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,  # so that Ctrl-C reaches ringrun alone
-            preexec_fn=die_with_parent(signal.SIGTERM),
-        )
-        self._events = events
-        self._lines: collections.deque[str] = collections.deque(maxlen=_LAUNCHER_TAIL_LINES)
-        self._threads: list[threading.Thread] = []
-        self.code: int | None = None  # once it has ended
-
-    @property
-    def tail(self) -> list[str]:
-        """The last lines that mpirun wrote itself."""
-        return list(self._lines)
-
-    def start(self, show: Output | None) -> None:
-        """Begin to read its output and to wait for its end; `show` prints the output as it comes."""
-        for work in (lambda: self._read(show), self._wait):
-            thread = threading.Thread(target=work, daemon=True)
-            thread.start()
-            self._threads.append(thread)
-
-    def end(self, steps: Sequence[Step]) -> None:
-        """Return when mpirun has ended, which `steps` see to."""
-        for step in steps:
-            if step.number is not None:
-                signal_group(self._process.pid, step.number)
-            self._threads[1].join(step.wait_s)
-            if not self._threads[1].is_alive():
-                break
-        self._threads[0].join(0.2)
-
-    def _read(self, show: Output | None) -> None:
-        assert self._process.stdout is not None
-        with self._process.stdout as lines:  # closed at its end: there may be more attempts
-            for line in lines:
-                text = line.decode(errors="replace").rstrip("\r\n")
-                self._lines.append(text)
-                if show:
-                    show.message([f"[mpirun] {text}"])
-
-    def _wait(self) -> None:
-        code = self._process.wait()
-        self.code = code if code >= 0 else 128 - code
-        self._events.put(LauncherEnded())
-
-
-def run_job(detected: Detected, job: Job, again: Again = lambda job: job) -> int:
-    """Run a job to its end, again after a failure if it says so, and return ringrun's exit code.
-
-    again: the job on the hosts that answer now, see restarts.py; by default they are those that it had.
-    """
-    signals = SignalRelay(SignalReader)
-    with contextlib.ExitStack() as stack:
-        files = None
-        if job.output_directory is not None:  # one set for all attempts, so that each goes on where the last has ended
-            files = stack.enter_context(contextlib.closing(OutputFiles(job.output_directory, job.size)))
-
-        def attempt(job: Job, deadline_s: float | None) -> Ending:
-            return _attempt(detected, job, deadline_s, files, signals)
-
-        return restarts.run(job, attempt, again, signals.wait, _say)
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def _attempt(
-    detected: Detected, job: Job, deadline_s: float | None, files: OutputFiles | None, signals: SignalRelay
-) -> Ending:
-    with contextlib.ExitStack() as stack:
-        display = Display(job.shown, fold=job.fold, time=job.timestamps)
-        output = Output(job.size, os.environ, display=display, files=files)
-        stack.callback(output.finish)
-        try:
-            return _try_job(detected, job, deadline_s, output, signals)
-        except NotStartedError as error:
-            if job.hosts:
-                raise
-            # Open MPI 5's mpirun fails now and then when others start at the same moment ("The PMIx server's listener
-            # thread failed to start"); nothing has run yet, so a second try does no harm
-            if job.verbose:
-                _say(f"ringrun: trying once more, since {error}")
-        return _try_job(detected, job, deadline_s, output, signals)
-
-
-def _try_job(detected: Detected, job: Job, deadline_s: float | None, output: Output, signals: SignalRelay) -> Ending:
-    events: Events = queue.SimpleQueue()
-    with tempfile.TemporaryDirectory(prefix="ringrun-", dir=_socket_folder(), ignore_cleanup_errors=True) as directory:
-        addresses = own_addresses([host.name for host, _ in job.hosts], job.interfaces) if job.hosts else ()
-        listener = Listener(directory, addresses, job.size)
-        channel = Channel(listener, _ranks_stdin(), output, events)
-        settings = Settings(
-            detected.engine.name, directory, bind=job.bind, mask_gpus=job.mask_gpus, verbose=job.verbose
-        )
-        desk = Desk(directory, job.size, job.command, events)
-        environment = job_environment(detected, job, os.environ, settings, listener.address, listener.authkey)
-        home, abroad = variables_at_home(job, os.environ), variables_abroad(job, environment)
-        if job.ssh:
-            write_config(directory, job.ssh, aliases(job))
-        if beyond := across(job, environment, directory):
-            environment |= detected.engine.across_environment(beyond)
-        argv = job_command(detected, job, beyond, as_root=os.geteuid() == 0)
-        signals.to(events)
-        try:
-            launcher = MpiLauncher(argv, environment, events)
-        except OSError as error:
-            raise MachineError(f"{argv[0]} cannot be executed: {error.strerror}") from error
-        channel.start()
-        desk.start()
-        signals.start()
-        launcher.start(output if job.verbose else None)
-        supervisor = Supervisor(job, launcher, channel, output, events, home, abroad, deadline_s)
-        try:
-            return Ending(supervisor.run(), supervisor.failed)
-        finally:
-            remove_folders(directory)
-
-
-def _ranks_stdin() -> int | None:
-    """Return what rank 0 reads: our stdin, unless it is a terminal (a rank is not in its foreground) or not open.
-
-    mpirun is not asked to pass it on: pip's Open MPI 5.0.11 loses it, and hydra lets the other ranks wait for it.
-    """
-    try:
-        os.fstat(0)
-    except OSError:
-        return None
-    return None if os.isatty(0) else 0
-
-
-def _socket_folder() -> str | None:
-    """Return where to make the private folder: the usual place, or /tmp if a socket's path would be too long."""
-    return None if len(tempfile.gettempdir()) <= _LONGEST_SOCKET_FOLDER else "/tmp"  # noqa: S108 - mkdtemp is safe there

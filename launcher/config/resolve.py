@@ -15,9 +15,9 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..errors import UsageError
 from . import horovod
-from .configfile import Entry, read
-from .errors import UsageError
+from .file import Entry, read
 
 SET_BY_RINGRUN = ("error_file", "restart_count")
 """Settings that are no flags: ringrun sets them itself, for each rank."""
@@ -61,6 +61,12 @@ class Config:
         """Return `file:line: ` to begin a message about an own flag that the file has set, else nothing."""
         source = self.sources.get(destination, "default")
         return "" if source == "default" or source.startswith("-") else f"{source}: "
+
+    def settle(self, one: str, other: str) -> None:
+        """Of two own flags that exclude each other, forget the file's if the other is on the command line."""
+        lower = [each for each in (one, other) if self.place(each)]
+        if getattr(self.options, one) and getattr(self.options, other) and len(lower) == 1:
+            setattr(self.options, lower[0], None)
 
     def table(self) -> str:
         """Return one aligned line for each flag of ringrun's and each setting: name, value, where it came from."""

@@ -23,15 +23,8 @@ from collections.abc import Iterator, Sequence
 from queue import SimpleQueue
 from typing import IO, NoReturn
 
-from .engines import DAEMONS, ENGINES
-from .environment import Place, Settings, error_file, rank_environment
-from .leftovers import Leftovers
-from .link import Address, HostSilentError, Link, connect
-from .oom import OomWatch
-from .placement import Share, describe, place
-from .processes import before_exec, bind_to, die_with_parent, end_daemon, signal_group
-from .topology import read_topology, usable_cpus
-from .wire import (
+from ..connection.link import Address, HostSilentError, Link, connect
+from ..connection.wire import (
     ADDRESS_VARIABLE,
     AUTHKEY_VARIABLE,
     Ask,
@@ -50,10 +43,18 @@ from .wire import (
     Started,
     rank_error,
 )
+from ..engines import DAEMONS, ENGINES
+from ..environment import Place, Settings, error_file, rank_environment
+from ..machine.placement import Share, describe, place
+from ..machine.topology import read_topology, usable_cpus
+from ..processes import before_exec, bind_to, die_with_parent, end_daemon, signal_group
+from .leftovers import Leftovers
+from .oom import OomWatch
 from .witness import Witness
 
 _CHUNK_BYTES = 1 << 16
 _LINGER_S = 0.5
+_PORT_DIGITS = 5
 
 
 class Agent:
@@ -80,7 +81,8 @@ class Agent:
 
     def run(self, command: Sequence[str]) -> NoReturn:
         """Run `command` to its end and stay until ringrun says so."""
-        self._send(Hello(self._place.rank, self._place.size, socket.gethostname(), _free_port()))
+        wanted = self._settings.master_port if self._place.rank == 0 else ""
+        self._send(Hello(self._place.rank, self._place.size, socket.gethostname(), _free_port(wanted)))
         setup = self._await_setup()
         self._started_at_s = time.time()
         try:
@@ -268,10 +270,17 @@ def _detach() -> None:
     os.setsid()
 
 
-def _free_port() -> int:
-    """Return a TCP port that nothing listens on just now, at any address of this host."""
+def _free_port(wanted: str) -> int:
+    """Return a TCP port of this host that nothing listens on just now: `wanted`, if given, or 0 if it is taken."""
+    if wanted and not (wanted.isascii() and wanted.isdecimal() and len(wanted) <= _PORT_DIGITS):
+        return 0
     with socket.socket() as probe:
-        probe.bind(("", 0))
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", int(wanted or 0)))
+            probe.listen()
+        except (OSError, OverflowError):
+            return 0
         port: int = probe.getsockname()[1]
         return port
 
@@ -306,7 +315,3 @@ def main() -> NoReturn:
         )
     _leave_streams()
     Agent(link, place, settings, daemon).run(sys.argv[1:])
-
-
-if __name__ == "__main__":
-    main()

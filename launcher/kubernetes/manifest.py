@@ -21,10 +21,10 @@ import shlex
 from collections.abc import Sequence
 from typing import NoReturn
 
-from .errors import UsageError
-from .hosts.host import MAX_SLOTS
+from ..errors import UsageError
+from ..hosts.host import MAX_SLOTS
+from ..ssh import parse_port
 from .mpijob import IMPLEMENTATIONS, SSH_PORT, Request, manifest, parse_user, parse_variables
-from .ssh import parse_port
 
 _USAGE = "ringrun manifest -np N --image IMAGE [options] command [arguments …]"
 _UNPRIVILEGED_SSH_PORT = 2222

@@ -40,6 +40,10 @@ class SignalReader:
             self._is_started = True
             threading.Thread(target=self._run, daemon=True).start()
 
+    def end(self) -> None:
+        """Let no request for stacks end ringrun: the interpreter puts handlers back to the default when it exits."""
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+
     def _run(self) -> None:
         count = 0
         while True:

@@ -1,0 +1,5 @@
+"""`python -m ringrun.agent COMMAND …`."""
+
+from .agent import main
+
+main()

@@ -1,0 +1,6 @@
+"""Between ringrun and its agents.
+
+wire        the messages
+link        the sockets: unix on this host, TCP from others
+channel     ringrun's end: all agents' connections, as events
+"""

@@ -1,0 +1,74 @@
+"""The process that starts the agents: an MPI's launcher, or srun."""
+
+import collections
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Mapping, Sequence
+
+from ..connection.channel import (
+    Events,
+    LauncherEnded,
+)
+from ..output.display import Output
+from ..processes import die_with_parent, signal_group
+from .escalation import Step
+
+_TAIL_LINES = 200
+
+
+class MpiLauncher:
+    """The mpirun process: its output is kept, and shown when it matters."""
+
+    def __init__(self, argv: Sequence[str], environment: Mapping[str, str], events: Events) -> None:
+        self.name = os.path.basename(argv[0])
+        self._process = subprocess.Popen(
+            argv,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # so that Ctrl-C reaches ringrun alone
+            preexec_fn=die_with_parent(signal.SIGTERM),
+        )
+        self._events = events
+        self._lines: collections.deque[str] = collections.deque(maxlen=_TAIL_LINES)
+        self._threads: list[threading.Thread] = []
+        self.code: int | None = None  # once it has ended
+
+    @property
+    def tail(self) -> list[str]:
+        """The last lines that mpirun wrote itself."""
+        return list(self._lines)
+
+    def start(self, show: Output | None) -> None:
+        """Begin to read its output and to wait for its end; `show` prints the output as it comes."""
+        for work in (lambda: self._read(show), self._wait):
+            thread = threading.Thread(target=work, daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    def end(self, steps: Sequence[Step]) -> None:
+        """Return when mpirun has ended, which `steps` see to."""
+        for step in steps:
+            if step.number is not None:
+                signal_group(self._process.pid, step.number)
+            self._threads[1].join(step.wait_s)
+            if not self._threads[1].is_alive():
+                break
+        self._threads[0].join(0.2)
+
+    def _read(self, show: Output | None) -> None:
+        assert self._process.stdout is not None
+        with self._process.stdout as lines:  # closed at its end: there may be more attempts
+            for line in lines:
+                text = line.decode(errors="replace").rstrip("\r\n")
+                self._lines.append(text)
+                if show:
+                    show.message([f"[mpirun] {text}"])
+
+    def _wait(self) -> None:
+        code = self._process.wait()
+        self.code = code if code >= 0 else 128 - code
+        self._events.put(LauncherEnded())

@@ -1,0 +1,126 @@
+"""Runs a job: everything around the supervisor is made here, and cleared away again, for each attempt."""
+
+import contextlib
+import os
+import queue
+import sys
+import tempfile
+
+from ..agent.leftovers import remove_folders
+from ..connection.channel import (
+    Channel,
+    Events,
+)
+from ..connection.link import Listener
+from ..engines.detect import Detected
+from ..environment import Settings
+from ..errors import MachineError, NotStartedError
+from ..network import own_addresses
+from ..output.display import Display, Output
+from ..output.files import OutputFiles
+from ..ssh import write_config
+from . import restarts
+from .desk import Desk
+from .mpirun import MpiLauncher
+from .plan import Job, across, aliases, job_command, job_environment, variables_abroad, variables_at_home
+from .restarts import Again, Ending, SignalRelay
+from .signals import SignalReader
+from .supervise import Supervisor
+
+_LONGEST_SOCKET_FOLDER = 80  # characters; a socket's path has room for about 100
+
+
+def run_job(detected: Detected, job: Job, again: Again = lambda job: job) -> int:
+    """Run a job to its end, again after a failure if it says so, and return ringrun's exit code.
+
+    again: the job on the hosts that answer now, see restarts.py; by default they are those that it had.
+    """
+    signals = SignalRelay(SignalReader)
+    with contextlib.ExitStack() as stack:
+        stack.callback(signals.end)
+        files = None
+        if job.output_directory is not None:  # one set for all attempts, so that each goes on where the last has ended
+            files = stack.enter_context(contextlib.closing(OutputFiles(job.output_directory, job.size)))
+
+        def attempt(job: Job, deadline_s: float | None) -> Ending:
+            return _attempt(detected, job, deadline_s, files, signals)
+
+        return restarts.run(job, attempt, again, signals.wait, _say)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _attempt(
+    detected: Detected, job: Job, deadline_s: float | None, files: OutputFiles | None, signals: SignalRelay
+) -> Ending:
+    with contextlib.ExitStack() as stack:
+        display = Display(job.shown, fold=job.fold, time=job.timestamps)
+        output = Output(job.size, os.environ, display=display, files=files)
+        stack.callback(output.finish)
+        try:
+            return _try_job(detected, job, deadline_s, output, signals)
+        except NotStartedError as error:
+            if job.hosts:
+                raise
+            # Open MPI 5's mpirun fails now and then when others start at the same moment ("The PMIx server's listener
+            # thread failed to start"); nothing has run yet, so a second try does no harm
+            if job.verbose:
+                _say(f"ringrun: trying once more, since {error}")
+        return _try_job(detected, job, deadline_s, output, signals)
+
+
+def _try_job(detected: Detected, job: Job, deadline_s: float | None, output: Output, signals: SignalRelay) -> Ending:
+    events: Events = queue.SimpleQueue()
+    with tempfile.TemporaryDirectory(prefix="ringrun-", dir=_socket_folder(), ignore_cleanup_errors=True) as directory:
+        addresses = own_addresses([host.name for host, _ in job.hosts], job.interfaces) if job.hosts else ()
+        listener = Listener(directory, addresses, job.size)
+        channel = Channel(listener, _ranks_stdin(), output, events)
+        settings = Settings(
+            detected.engine.name,
+            directory,
+            bind=job.bind,
+            mask_gpus=job.mask_gpus,
+            verbose=job.verbose,
+            master_port=job.master_port,
+        )
+        desk = Desk(directory, job.size, job.command, events)
+        environment = job_environment(detected, job, os.environ, settings, listener.address, listener.authkey)
+        home, abroad = variables_at_home(job, os.environ), variables_abroad(job, environment)
+        if job.ssh:
+            write_config(directory, job.ssh, aliases(job))
+        if beyond := across(job, environment, directory):
+            environment |= detected.engine.across_environment(beyond)
+        argv = job_command(detected, job, beyond, as_root=os.geteuid() == 0)
+        signals.to(events)
+        try:
+            launcher = MpiLauncher(argv, environment, events)
+        except OSError as error:
+            raise MachineError(f"{argv[0]} cannot be executed: {error.strerror}") from error
+        channel.start()
+        desk.start()
+        signals.start()
+        launcher.start(output if job.verbose else None)
+        supervisor = Supervisor(job, launcher, channel, output, events, home, abroad, deadline_s)
+        try:
+            return Ending(supervisor.run(), supervisor.failed)
+        finally:
+            remove_folders(directory)
+
+
+def _ranks_stdin() -> int | None:
+    """Return what rank 0 reads: our stdin, unless it is a terminal (a rank is not in its foreground) or not open.
+
+    mpirun is not asked to pass it on: pip's Open MPI 5.0.11 loses it, and hydra lets the other ranks wait for it.
+    """
+    try:
+        os.fstat(0)
+    except OSError:
+        return None
+    return None if os.isatty(0) else 0
+
+
+def _socket_folder() -> str | None:
+    """Return where to make the private folder: the usual place, or /tmp if a socket's path would be too long."""
+    return None if len(tempfile.gettempdir()) <= _LONGEST_SOCKET_FOLDER else "/tmp"  # noqa: S108 - mkdtemp is safe there
