@@ -20,6 +20,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from queue import SimpleQueue
 from typing import IO, NoReturn
 
@@ -193,10 +194,13 @@ class Agent:
         result = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
         assert result is not None
         code = result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
+        ended_at_s = self._ended_at_s
+        if code and (told := _read_exit(self._directory, self._place.rank)):
+            code, ended_at_s = told  # what the script ended with, before MPI or a signal did
         error = _read_error(self._directory, self._place.rank)
         oom = self._oom.verdict(code, [pid, *self._witness.pids()])
         ran_s = self._ended_at_s - self._started_at_s
-        self._send(Ended(code, self._ended_at_s, tuple(self._sent), error, ran_s, oom))
+        self._send(Ended(code, ended_at_s, tuple(self._sent), error, ran_s, oom))
 
     def _await_end(self, pid: int | None) -> NoReturn:
         """Do what ringrun says until it says End, or is gone; then leave nothing behind."""
@@ -252,6 +256,15 @@ def _notes(shares: Sequence[Share], where: Place, settings: Settings) -> Iterato
     if (settings.bind or masks) and (settings.verbose or has_gpus):
         noun = "rank" if where.size == where.local_size else "local rank"
         yield describe(shares, host, bound=settings.bind, noun=noun)
+
+
+def _read_exit(directory: str, rank: int) -> tuple[int, float] | None:
+    """Return the code that the rank's script gave to sys.exit(), if that is known, and when."""
+    path = Path(f"{error_file(directory, rank)}.exit")
+    try:
+        return int(path.read_text()), path.stat().st_mtime
+    except (OSError, ValueError):
+        return None
 
 
 def _read_error(directory: str, rank: int) -> RankError | None:

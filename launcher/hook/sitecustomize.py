@@ -1,26 +1,32 @@
-"""Runs when a rank's Python starts: lets an uncaught exception end a rank that has initialised MPI; offers its stacks.
+"""Runs when a rank's Python starts: lets a failure end a rank that has initialised MPI; offers its stacks.
 
-Without it such a rank prints its traceback and then waits in MPI_Finalize, at interpreter exit, for ranks that
-wait for it elsewhere; the job hangs. With it the interpreter leaves after the last atexit function, and does not
-reach MPI_Finalize. Scripts that end in any other way are not touched.
+Without it a rank with an uncaught exception prints its traceback and then waits in MPI_Finalize, at interpreter exit,
+for ranks that wait for it elsewhere; the job hangs, or MPI ends the rank with an exit code of its own. With it the
+interpreter leaves after the last atexit function, and does not reach MPI_Finalize. The same for sys.exit() with
+another code than 0. Scripts that end in any other way are not touched.
 
 faulthandler writes the stacks when a crash ends the process, to stderr, and when the rank's agent asks by a signal, to
 a file beside the rank's error file, even while the main thread is stuck in C code. Only this process is asked, not
 those that it starts: they do not find this folder, and one that is forked has no file of its own.
 """
 
+import _thread
 import atexit
 import contextlib
 import faulthandler
 import importlib
+import opcode
 import os
 import signal
 import sys
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn
 
 _STACKS_SIGNAL = signal.SIGRTMAX - 5  # not the C library's, which has the lowest two; nor the JVMs' or valgrind's
 _uncaught: list[type[BaseException]] = []
+_RAISING = ("RERAISE", "RAISE_VARARGS")
+_main_thread = _thread.get_ident()
+_exits: list[SystemExit] = []  # the last that sys.exit() has raised
 
 
 def _excepthook(kind: type[BaseException], value: BaseException, traceback: TracebackType | None) -> None:
@@ -28,18 +34,59 @@ def _excepthook(kind: type[BaseException], value: BaseException, traceback: Trac
     sys.__excepthook__(kind, value, traceback)
 
 
+def _exit(status: Any = None, /) -> NoReturn:
+    """Do what sys.exit() does, and keep what it raises."""
+    error = SystemExit(status)
+    if _thread.get_ident() == _main_thread:  # in another it ends only that
+        _exits[:] = [error]
+        atexit.unregister(_tell_exit_code)
+        atexit.register(_tell_exit_code)  # registered last, so it runs first
+    raise error
+
+
+def _exit_code() -> int:
+    """Return the code with which sys.exit() ends the interpreter just now; 0 if it does not."""
+    if not _exits or not _is_uncaught(_exits[0]):
+        return 0
+    code = _exits[0].code
+    return code & 0xFF if isinstance(code, int) else int(code is not None)
+
+
+def _is_uncaught(error: SystemExit) -> bool:
+    """Return whether `error` ends the interpreter, or was caught, and the script went on.
+
+    Its traceback begins where it was handled last: not at all up to Python 3.11, or in the outermost frame, which has
+    not gone on since, or has raised it again.
+    """
+    trace = error.__traceback__
+    if trace is None:
+        return True
+    frame = trace.tb_frame
+    raised = frame.f_lasti == trace.tb_lasti or opcode.opname[frame.f_code.co_code[frame.f_lasti]] in _RAISING
+    return frame.f_back is None and raised
+
+
+def _tell_exit_code() -> None:
+    """Leave the code for the agent: on the way out MPI may end this process with another, when the others leave."""
+    error_file = os.environ.get("RINGREDUCE_ERROR_FILE")
+    if error_file and (code := _exit_code()):
+        with contextlib.suppress(OSError), open(f"{error_file}.exit", "w") as file:
+            file.write(str(code))
+
+
 def _leave() -> None:
-    """Exit as Python would, short of MPI_Finalize, if an exception was uncaught and MPI is up."""
+    """Exit as Python would, short of MPI_Finalize, if there was a failure and MPI is up."""
     mpi: Any = sys.modules.get("mpi4py.MPI")
-    if not _uncaught or mpi is None or not mpi.Is_initialized() or mpi.Is_finalized():
+    code = 1 if _uncaught else _exit_code()
+    if not code or mpi is None or not mpi.Is_initialized() or mpi.Is_finalized():
         return
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
-    if issubclass(_uncaught[-1], KeyboardInterrupt):
+    if _uncaught and issubclass(_uncaught[-1], KeyboardInterrupt):
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
-    os._exit(1)
+    os._exit(code)
 
 
 def _offer_stacks() -> None:
@@ -70,6 +117,7 @@ def _forget_this_folder() -> None:
 
 _forget_this_folder()
 sys.excepthook = _excepthook
+sys.exit = _exit
 atexit.register(_leave)  # registered first, so it runs last
 with contextlib.suppress(Exception):  # no stderr, or no room for a file: a rank runs without, too
     _offer_stacks()

@@ -45,6 +45,8 @@ class Version:
 
     text: str = ""
     error: str = ""
+    digest: str = ""
+    """Of its files; empty where nobody asks for it."""
 
 
 @dataclass(frozen=True)
@@ -112,5 +114,7 @@ def _facts(fields: dict[str, Any], arrived_s: float) -> Facts:
     skew_s = float(fields.pop("clock_s")) - arrived_s
     for name in ("ringreduce", "ringrun", "mpi4py", "numpy", "mpi"):
         part = fields[name]
-        fields[name] = Version(part.get("version", part.get("location", "")), part.get("error", ""))
+        fields[name] = Version(
+            part.get("version", part.get("location", "")), part.get("error", ""), part.get("digest", "")
+        )
     return Facts(**fields, clock_skew_s=skew_s)

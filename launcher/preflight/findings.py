@@ -56,7 +56,7 @@ def find(told: Mapping[str, Facts | Problem], here: str, question: Question) -> 
             continue
         rows = [*_missing(facts, question, extra), *_small(facts)]
         if isinstance(own, Facts) and host != here:
-            rows += [*_other_versions(facts, own, here), *_clock(facts, here)]
+            rows += [*_other_versions(facts, own, here), *_other_files(facts, own, here), *_clock(facts, here)]
         found += [Finding(host, severity, what, cure, column) for severity, column, what, cure in rows]
     return found
 
@@ -115,6 +115,18 @@ def _other_versions(facts: Facts, own: Facts, here: str) -> Iterator[_Row]:
             name = "" if column == "MPI" else f"{column} "
             what = f"{name}{theirs} there, {name}{ours} on {here}"
             yield ("error" if severity == "error" else "warning"), column, what, _SAME_INSTALLATION
+
+
+def _other_files(facts: Facts, own: Facts, here: str) -> Iterator[_Row]:
+    """What is of the same version there, and not the same."""
+    for name, theirs, ours in (
+        ("ringreduce", facts.ringreduce, own.ringreduce),
+        ("ringrun", facts.ringrun, own.ringrun),
+    ):
+        same_version = facts.ringreduce.text == own.ringreduce.text
+        if same_version and theirs.digest and ours.digest and theirs.digest != ours.digest:
+            what = f"{name} there has the version of the one on {here}, but other files"
+            yield "error", "ringreduce", what, _SAME_INSTALLATION
 
 
 def _clock(facts: Facts, here: str) -> Iterator[_Row]:

@@ -6,7 +6,9 @@ It prints one line of JSON on stdout, last of all. MPI is loaded, not initialise
 
 from __future__ import annotations
 
+import contextlib
 import glob
+import hashlib
 import importlib
 import importlib.util
 import json
@@ -74,7 +76,17 @@ def _ringreduce() -> dict[str, str]:
             found = re.search('__version__ = "([^"]+)"', file.read())
     except OSError as error:
         return {"error": _first_line(error)}
-    return {"version": found.group(1) if found else "unknown", "location": folder}
+    return {"version": found.group(1) if found else "unknown", "location": folder, "digest": _digest(folder)}
+
+
+def _digest(*folders: str) -> str:
+    """Return what tells other files from these: of two checkouts of one version, say."""
+    digest = hashlib.sha256()
+    for folder in folders:
+        for path in sorted(glob.glob(os.path.join(glob.escape(folder), "**", "*.py"), recursive=True)):
+            with contextlib.suppress(OSError), open(path, "rb") as file:
+                digest.update(os.path.relpath(path, folder).encode() + b"\0" + file.read())
+    return digest.hexdigest()
 
 
 def _agent(python: str) -> dict[str, str]:
@@ -85,12 +97,14 @@ def _agent(python: str) -> dict[str, str]:
     try:
         if os.path.samefile(python, sys.executable):
             importlib.import_module("ringrun.agent.agent")
-            return {"location": os.path.dirname(str(sys.modules["ringrun"].__file__))}
+            folder = os.path.dirname(str(sys.modules["ringrun"].__file__))
+            return {"location": folder, "digest": _digest(folder)}
         done = subprocess.run([python, "-c", code], capture_output=True, timeout=_AGENT_TIMEOUT_S)
     except Exception as error:
         return {"error": _first_line(error)}
     lines = (done.stderr if done.returncode else done.stdout).decode(errors="replace").strip().splitlines()
-    return {"error" if done.returncode else "location": lines[-1] if lines else f"exit code {done.returncode}"}
+    last = lines[-1] if lines else f"exit code {done.returncode}"
+    return {"error": last} if done.returncode else {"location": last, "digest": _digest(last)}
 
 
 def _mpi() -> dict[str, str]:

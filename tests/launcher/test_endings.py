@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 Script = Callable[[str], str]
 Start = Callable[..., "subprocess.Popen[str]"]
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
 GONE_WITHIN_S = 5.0
 
 # in MPI, with a subprocess of its own; argv[1] tells what to do with SIGINT and SIGTERM
@@ -153,3 +155,35 @@ def test_a_reader_that_leaves_ends_the_job(start: Start, script: Script, python:
     process.stdout = None
     assert process.wait(timeout=20) == 141
     assert wait_until_gone() < GONE_WITHIN_S
+
+
+# what a script does with sys.exit(), and the code with which ringrun ends if MPI ends the rank with 14 on its way out
+WAYS_OUT = {
+    "leave(7)": 7,
+    "leave('a text')": 1,
+    "leave()": 14,
+    "leave(0)": 14,
+    "leave(256 + 7)": 7,
+    "try: leave(7)\nfinally: print('tidied up')": 7,
+    "with open(os.devnull): leave(7)": 7,
+    "try: leave(7)\nexcept SystemExit: raise": 7,
+    "try: leave(7)\nexcept SystemExit: pass": 14,
+    "try: leave(7)\nexcept SystemExit: leave(0)": 14,
+    "def caught():\n    try: leave(7)\n    except SystemExit: pass\ncaught()": 14,
+    "thread = threading.Thread(target=leave, args=[7])\nthread.start()\nthread.join()": 14,
+    "_thread.start_new_thread(leave, (7,))\ntime.sleep(0.3)": 14,
+}
+
+
+@pytest.mark.parametrize("way", WAYS_OUT)
+def test_the_exit_code_is_the_script_s_whatever_happens_on_its_way_out(
+    ringrun: Run, script: Script, python: str, way: str
+) -> None:
+    head = """
+        import _thread, atexit, os, sys, threading, time
+        atexit.register(os._exit, 14)
+        def leave(*code):
+            sys.exit(*code)
+    """
+    done = ringrun("-np", 1, python, script(textwrap.dedent(head) + way + "\n"))
+    assert done.returncode == WAYS_OUT[way], done.stderr

@@ -18,7 +18,7 @@ from ringrun.errors import MachineError
 from ringrun.hosts import Host, expand_nodelist
 from ringrun.machine.placement import automatic_size
 from ringrun.machine.topology import read_topology
-from ringrun.preflight import Facts, Preflight, check, fold_names
+from ringrun.preflight import Facts, Preflight, check, fold_names, probe
 from ringrun.preflight.ask import Question, Version, ask, read_answer
 from ringrun.preflight.findings import Finding, find, lines, short_mpi
 from ringrun.preflight.table import WIDTH, table
@@ -246,7 +246,7 @@ def test_what_this_host_tells(tmp_path: Path) -> None:
     assert isinstance(told, Facts)
     assert told.hostname == socket.gethostname()
     assert told.python == "{}.{}.{}".format(*sys.version_info[:3])
-    assert told.ringreduce == Version(ringreduce.__version__)
+    assert told.ringreduce.text == ringreduce.__version__
     assert Path(told.ringrun.text).samefile(Path(sys.modules["ringrun"].__path__[0]))
     assert told.numpy.text == sys.modules["numpy"].__version__
     assert told.mpi.text
@@ -379,3 +379,23 @@ def test_hosts_over_a_real_sshd(server: Server, tmp_path: Path) -> None:
     assert told[1].startswith("dead: it refuses the connection (port 1: Connection refused)")
     assert preflight.automatic_size(Host("h3")) == automatic_size(read_topology(os.environ))
     assert "(here) *" in preflight.table()
+
+
+@pytest.mark.parametrize("name", ["ringreduce", "ringrun"])
+def test_other_files_of_the_same_version_are_an_error(name: str) -> None:
+    one, other = (facts(**{name: dataclasses.replace(getattr(GOOD, name), digest=digest)}) for digest in ("1a", "2b"))
+    found = find({"h0": one, "h1": other, "h2": one}, "h0", QUESTION)
+    assert [(each.host, each.severity, each.column) for each in found] == [("h1", "error", "ringreduce")]
+    assert found[0].what == f"{name} there has the version of the one on h0, but other files"
+
+
+def test_files_that_differ_by_content_or_by_name_have_other_digests(tmp_path: Path) -> None:
+    digests = set()
+    for name, text in (("a", "x"), ("a", "y"), ("b", "x")):
+        folder = tmp_path / f"{name}{text}"
+        folder.mkdir()
+        (folder / f"{name}.py").write_text(text)
+        digests.add(probe._digest(str(folder)))
+        (folder / "not_code.pyc").write_text("")
+        digests.add(probe._digest(str(folder)))
+    assert len(digests) == 3
