@@ -25,7 +25,7 @@ from typing import IO, NoReturn
 
 from .engines import DAEMONS, ENGINES
 from .environment import Place, Settings, error_file, rank_environment
-from .leftovers import Leftovers
+from .leftovers import Leftovers, remove_daemons_files
 from .link import Address, HostSilentError, Link, connect
 from .oom import OomWatch
 from .placement import Share, describe, place
@@ -224,6 +224,7 @@ class Agent:
         if not self._link.is_local or self._is_abandoned:
             shutil.rmtree(self._directory, ignore_errors=True)
         if self._is_cut_off:
+            remove_daemons_files(self._daemon)
             end_daemon(self._daemon, DAEMONS)
         os._exit(0)
 

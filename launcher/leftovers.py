@@ -22,6 +22,7 @@ from .processes import in_session
 
 SHARED_MEMORY = "/dev/shm"  # noqa: S108 - where Linux has it; folders there have random names
 _NAMES = re.compile(r"(mpich_shm_|sm_segment\.|vader_segment\.|osc_sm|osc_rdma)[\w.-]*")
+_DAEMONS_NAMES = re.compile(r"hydra_hwloc_xmlfile_\w+")
 _LOOKS_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 """After the start, one after the other: all ranks of a host may be killed at once, too late to look."""
 _GONE_WITHIN_S = 0.5
@@ -82,6 +83,24 @@ def remove_folders(directory: str) -> None:
     """Remove the folders of agents that were killed themselves; ringrun calls it for those of its own host."""
     for folder in glob.glob(f"{os.path.join(SHARED_MEMORY, _prefix(directory))}*"):
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def remove_daemons_files(daemon: int) -> None:
+    """Remove the files of the MPI's daemon, process `daemon`, which is to be killed; it holds them open until then."""
+    for descriptor in _descriptors(daemon):
+        with contextlib.suppress(OSError):
+            path = os.readlink(descriptor)
+            if _DAEMONS_NAMES.fullmatch(os.path.basename(path)) and os.path.samefile(path, descriptor):
+                os.unlink(path)
+
+
+def _descriptors(pid: int) -> list[str]:
+    """Return what leads to the files that process `pid` has open; nothing if it is gone or another user's."""
+    folder = f"/proc/{pid}/fd"
+    try:
+        return [os.path.join(folder, name) for name in os.listdir(folder)]
+    except OSError:
+        return []
 
 
 def _prefix(directory: str) -> str:

@@ -1,5 +1,6 @@
 """Shared memory that MPI leaves when ranks are killed: none of it stays, and nobody else's is touched."""
 
+import contextlib
 import mmap
 import os
 import signal
@@ -238,3 +239,18 @@ def test_what_is_mapped_is_read() -> None:
     assert mapped(2**22 + 1) == set()
     with mmap.mmap(-1, 4096):
         assert not [path for path, _ in mapped(os.getpid()) if "zero" in path]
+
+
+def test_of_a_daemon_that_is_to_be_killed_its_own_files_go(tmp_path: Path) -> None:
+    names = ["hydra_hwloc_xmlfile_abcdef", "hydra_hwloc_xmlfile_replaced", "hydra_hwloc_xmlfile_gone", "log"]
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            stack.enter_context((tmp_path / name).open("w"))
+        (tmp_path / "hydra_hwloc_xmlfile_gone").unlink()
+        (tmp_path / "hydra_hwloc_xmlfile_replaced").unlink()
+        (tmp_path / "hydra_hwloc_xmlfile_replaced").write_text("somebody else's by now")
+        (tmp_path / "hydra_hwloc_xmlfile_other").write_text("another job's daemon has this open")
+        leftovers.remove_daemons_files(os.getpid())
+    left = ["hydra_hwloc_xmlfile_other", "hydra_hwloc_xmlfile_replaced", "log"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == left
+    leftovers.remove_daemons_files(2**22 + 1)  # a process that is gone
