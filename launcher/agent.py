@@ -62,6 +62,7 @@ class Agent:
     def __init__(self, link: Link, place: Place, settings: Settings, daemon: int) -> None:
         """daemon: the process that started this agent's anchor."""
         self._daemon = daemon
+        self._since_s = time.time()
         self._link = link
         self._place = place
         self._settings = settings
@@ -223,8 +224,8 @@ class Agent:
     def _leave(self) -> NoReturn:
         if not self._link.is_local or self._is_abandoned:
             shutil.rmtree(self._directory, ignore_errors=True)
+        remove_daemons_files(self._daemon, self._since_s)
         if self._is_cut_off:
-            remove_daemons_files(self._daemon)
             end_daemon(self._daemon, DAEMONS)
         os._exit(0)
 

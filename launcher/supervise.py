@@ -400,11 +400,11 @@ def _try_job(detected: Detected, job: Job, deadline_s: float | None, output: Out
         )
         desk = Desk(directory, job.size, job.command, events)
         environment = job_environment(detected, job, os.environ, settings, listener.address, listener.authkey)
-        home, abroad = variables_at_home(job, os.environ), variables_abroad(job, environment)
         if job.ssh:
             write_config(directory, job.ssh, aliases(job))
         if beyond := across(job, environment, directory):
             environment |= detected.engine.across_environment(beyond)
+        home, abroad = variables_at_home(job, os.environ), variables_abroad(job, environment)
         argv = job_command(detected, job, beyond, as_root=os.geteuid() == 0)
         signals.to(events)
         try:

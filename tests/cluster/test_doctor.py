@@ -134,7 +134,7 @@ def test_another_python_version_on_a_host(hosts: Hosts, tmp_path: Path):
     assert done.returncode == 3, done.stderr
     here = "{}.{}.{}".format(*sys.version_info)
     assert re.search(r"^h2 +3\.9\.1\* ", done.stderr, re.MULTILINE), done.stderr
-    assert f"ringrun: error: h2: Python 3.9.1 there, Python {here} on h0; install the same there" in done.stderr
+    assert f"h2: Python 3.9.1 there, Python {here} on h0; install the same there" in done.stderr
     assert not begun.exists()
     assert_nothing_is_left(hosts)
 

@@ -50,9 +50,10 @@ def test_sshd_listens_on_another_port(hosts: Hosts, python: Path, tmp_path: Path
 def test_only_one_of_two_networks_leads_to_the_others(hosts: Hosts, python: Path, tmp_path: Path):
     """Each host has a second interface with an address of its own in a network that has no other hosts."""
     for k in range(4):
-        hosts.check(k, ["ip", "link", "add", "eth1", "type", "dummy"])
+        hosts.check(k, ["ip", "link", "add", "eth1", "type", "veth", "peer", "name", "nobody"])
         hosts.check(k, ["ip", "addr", "add", f"10.78.0.{k + 1}/24", "dev", "eth1"])
-        hosts.check(k, ["ip", "link", "set", "eth1", "up"])
+        for device in ("eth1", "nobody"):
+            hosts.check(k, ["ip", "link", "set", device, "up"])
     done = ringrun(hosts, python, tmp_path, "--network-interfaces", "eth0")
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == EXPECTED

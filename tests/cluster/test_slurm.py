@@ -117,7 +117,9 @@ def test_a_rank_that_dies_on_the_other_node(nodes: Hosts, python: Path, tmp_path
     done = nodes.run(0, ["salloc", "-N2", "-n4", python.parent / "ringrun", python, script])
     assert_nothing_is_left(nodes)
     assert done.returncode == 137, done.stderr
-    assert re.search(r"rank 2 .*\bh1\b.*SIGKILL", done.stderr), done.stderr
+    card = done.stderr[done.stderr.index("-- ringrun: rank 2 of 4 failed first --") :]
+    assert re.search(r"^how +killed by signal 9 \(SIGKILL\), exit code 137$", card, re.MULTILINE)
+    assert re.search(r"^where +host h1, pid \d+, ran for ", card, re.MULTILINE)
     assert nodes.run(0, ["squeue", "--noheader"]).stdout == ""
 
 

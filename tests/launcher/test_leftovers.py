@@ -1,6 +1,5 @@
 """Shared memory that MPI leaves when ranks are killed: none of it stays, and nobody else's is touched."""
 
-import contextlib
 import mmap
 import os
 import signal
@@ -8,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from subprocess import PIPE
 
 import hypothesis
 import hypothesis.strategies as st
@@ -241,16 +241,25 @@ def test_what_is_mapped_is_read() -> None:
         assert not [path for path, _ in mapped(os.getpid()) if "zero" in path]
 
 
-def test_of_a_daemon_that_is_to_be_killed_its_own_files_go(tmp_path: Path) -> None:
-    names = ["hydra_hwloc_xmlfile_abcdef", "hydra_hwloc_xmlfile_replaced", "hydra_hwloc_xmlfile_gone", "log"]
-    with contextlib.ExitStack() as stack:
-        for name in names:
-            stack.enter_context((tmp_path / name).open("w"))
-        (tmp_path / "hydra_hwloc_xmlfile_gone").unlink()
-        (tmp_path / "hydra_hwloc_xmlfile_replaced").unlink()
-        (tmp_path / "hydra_hwloc_xmlfile_replaced").write_text("somebody else's by now")
-        (tmp_path / "hydra_hwloc_xmlfile_other").write_text("another job's daemon has this open")
-        leftovers.remove_daemons_files(os.getpid())
-    left = ["hydra_hwloc_xmlfile_other", "hydra_hwloc_xmlfile_replaced", "log"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == left
-    leftovers.remove_daemons_files(2**22 + 1)  # a process that is gone
+def test_of_the_files_of_daemons_only_those_of_this_job_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The daemon that ends has `own` open; of those that nobody has open, one is from before this job."""
+    monkeypatch.setattr(leftovers, "_DAEMONS_FILES", f"{tmp_path}/hydra_*")
+    paths = {name: tmp_path / f"hydra_{name}" for name in ("own", "running", "killed", "before")}
+    daemons = []
+    for name, path in paths.items():
+        path.touch()
+        wait = f"import sys; file = open({str(path)!r}); print(flush=True); sys.stdin.read()"
+        if name in ("own", "running"):
+            daemons.append(subprocess.Popen([sys.executable, "-c", wait], stdin=PIPE, stdout=PIPE))
+            daemons[-1].stdout.readline()
+    os.utime(paths["before"], (1000, 1000))
+    log = tmp_path / "log"
+    log.touch()
+    try:
+        leftovers.remove_daemons_files(daemons[0].pid, since_s=2000)
+        assert set(tmp_path.iterdir()) == {paths["running"], paths["before"], log}
+    finally:
+        for daemon in daemons:
+            daemon.communicate()
+    leftovers.remove_daemons_files(daemons[0].pid, since_s=2000)
+    assert set(tmp_path.iterdir()) == {paths["before"], log}
