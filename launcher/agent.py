@@ -90,7 +90,7 @@ class Agent:
             self._send(NotStarted(f"{error.strerror or error} ({error.filename or command[0]})"))
             self._await_end(None)
         self._send(Started(child.pid, self._device))
-        self._witness.start()
+        self._witness.start(lambda: self._leftovers.look(child.pid))
         self._leftovers.watch(child.pid)
         threading.Thread(target=self._await_end, args=(child.pid,), daemon=True).start()
         if child.stdin is not None:

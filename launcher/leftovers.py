@@ -24,7 +24,10 @@ SHARED_MEMORY = "/dev/shm"  # noqa: S108 - where Linux has it; folders there hav
 _NAMES = re.compile(r"(mpich_shm_|sm_segment\.|vader_segment\.|osc_sm|osc_rdma)[\w.-]*")
 _DAEMONS_FILES = "/tmp/hydra_hwloc_xmlfile_*"  # noqa: S108 - of whatever is there only our own is removed
 _LOOKS_S = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
-"""After the start, one after the other: all ranks of a host may be killed at once, too late to look."""
+"""After the start, one after the other: all ranks of a host may be killed at once, too late to look.
+
+ringreduce besides says when it has started MPI, and the agent looks then.
+"""
 _GONE_WITHIN_S = 0.5
 _PAUSE_S = 0.02
 
