@@ -21,7 +21,7 @@ _OF_THIS_HOST = (
     "HOME", "USER", "LOGNAME", "USERNAME", "SHELL", "MAIL", "PWD", "OLDPWD", "SHLVL", "_", "HOSTNAME", "HOST",
     "TERM", "TERM_*", "COLORTERM", "COLUMNS", "LINES", "TTY", "TMUX*", "STY", "WINDOWID", "DISPLAY", "WAYLAND_DISPLAY",
     "XAUTHORITY", "XDG_*", "DBUS_*", "SSH_*", "GPG_*", "KRB5CCNAME", "TMP", "TEMP", "TMPDIR", "SUDO_*", "LS_COLORS",
-    "PROMPT_COMMAND", "PS1", "MODULES_*", "BASH_FUNC_*",
+    "PROMPT_COMMAND", "PS1", "MODULES_*", "BASH_FUNC_*", "OMPI_MCA_orte_local_tmpdir_base",
 )  # fmt: skip
 _OF_THIS_PROCESS = (
     "SLURM_*", "SLURMD_*", "SRUN_*", "SBATCH_*", "PBS_*", "LSB_*", "LS_*", "KUBERNETES_*",

@@ -3,7 +3,7 @@
     ringrun's agent                          this process
     RINGREDUCE_ERROR_FILE.agent  ──doing──→  RINGREDUCE_ERROR_FILE.ask     what the rank waits for
                                  ←─ JSON ──
-                                 ←─ JSON ──                                a stall, see engine/stalls.py
+                                 ←─ JSON ──                                MPI has started; a stall: engine/stalls.py
 
 Unix datagrams: the thread that answers sleeps in the kernel until it is asked, and costs nothing meanwhile.
 """
@@ -15,7 +15,7 @@ import json
 import os
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 PACKAGE = str(Path(__file__).parent)
@@ -36,6 +36,7 @@ class Answerer:
         if error_file:
             with contextlib.suppress(OSError):
                 self._listen()
+                _tell(error_file, {"started": "ringreduce"})  # the launcher looks what MPI has made, to remove it
 
     def _listen(self) -> None:
         with contextlib.suppress(FileNotFoundError):
@@ -73,11 +74,14 @@ class Answerer:
 
 def tell_launcher(error_file: str, report: str) -> bool:
     """Tell the launcher of a stall, which then shows all ranks' stacks; False when there is none that listens."""
-    if not error_file:
-        return False
+    return bool(error_file) and _tell(error_file, {"stalled": report})
+
+
+def _tell(error_file: str, what: Mapping[str, str]) -> bool:
+    """Send the launcher a datagram, and return whether somebody is there to read it."""
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as own:
-            own.sendto(json.dumps({"stalled": report}).encode(), socket.MSG_DONTWAIT, f"{error_file}.agent")
+            own.sendto(json.dumps(what).encode(), socket.MSG_DONTWAIT, f"{error_file}.agent")
     except OSError:
         return False
     return True

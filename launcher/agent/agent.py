@@ -49,7 +49,7 @@ from ..environment import Place, Settings, error_file, rank_environment
 from ..machine.placement import Share, describe, place
 from ..machine.topology import read_topology, usable_cpus
 from ..processes import before_exec, bind_to, die_with_parent, end_daemon, signal_group
-from .leftovers import Leftovers
+from .leftovers import Leftovers, remove_daemons_files
 from .oom import OomWatch
 from .witness import Witness
 
@@ -64,6 +64,7 @@ class Agent:
     def __init__(self, link: Link, place: Place, settings: Settings, daemon: int) -> None:
         """daemon: the process that started this agent's anchor."""
         self._daemon = daemon
+        self._since_s = time.time()
         self._link = link
         self._place = place
         self._settings = settings
@@ -92,7 +93,7 @@ class Agent:
             self._send(NotStarted(f"{error.strerror or error} ({error.filename or command[0]})"))
             self._await_end(None)
         self._send(Started(child.pid, self._device))
-        self._witness.start()
+        self._witness.start(lambda: self._leftovers.look(child.pid))
         self._leftovers.watch(child.pid)
         threading.Thread(target=self._await_end, args=(child.pid,), daemon=True).start()
         if child.stdin is not None:
@@ -229,6 +230,7 @@ class Agent:
     def _leave(self) -> NoReturn:
         if not self._link.is_local or self._is_abandoned:
             shutil.rmtree(self._directory, ignore_errors=True)
+        remove_daemons_files(self._daemon, self._since_s)
         if self._is_cut_off:
             end_daemon(self._daemon, DAEMONS)
         os._exit(0)

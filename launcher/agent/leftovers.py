@@ -22,8 +22,12 @@ from ..processes import in_session
 
 SHARED_MEMORY = "/dev/shm"  # noqa: S108 - where Linux has it; folders there have random names
 _NAMES = re.compile(r"(mpich_shm_|sm_segment\.|vader_segment\.|osc_sm|osc_rdma)[\w.-]*")
+_DAEMONS_FILES = "/tmp/hydra_hwloc_xmlfile_*"  # noqa: S108 - of whatever is there only our own is removed
 _LOOKS_S = (0.2, 0.1, 0.1, 0.1, 0.2, 0.3, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
-"""After the start, one after the other: all ranks of a host may be killed at once, too late to look, or die young."""
+"""After the start, one after the other: all ranks of a host may be killed at once, too late to look, or die young.
+
+ringreduce besides says when it has started MPI, and the agent looks then.
+"""
 _GONE_WITHIN_S = 0.5
 _PAUSE_S = 0.02
 
@@ -84,6 +88,46 @@ def remove_folders(directory: str) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def remove_daemons_files(daemon: int, since_s: float) -> None:
+    """Remove the files of the MPI's daemon, process `daemon`, at the end of the job, when nothing needs them.
+
+    They are those that it has open; and if it has been killed by now, those made `since_s` that nobody has open: a
+    daemon that runs keeps its own open.
+    """
+    own = _open_files([daemon])
+    made = {path: found for path in glob.glob(_DAEMONS_FILES) if (found := _lstat(path))}
+    mine = {path for path, found in made.items() if _key(found) in own}
+    if left := {path for path, found in made.items() if found.st_mtime >= since_s} - mine:
+        used = _open_files(_all_processes())
+        mine |= {path for path in left if _key(made[path]) not in used}
+    for path in mine:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+
+
+def _open_files(pids: Iterable[int]) -> set[tuple[int, int]]:
+    """Return the keys of the files that these processes have open, as far as that may be seen."""
+    found = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):  # it is gone, or another user's
+            for descriptor in os.scandir(f"/proc/{pid}/fd"):
+                with contextlib.suppress(OSError):
+                    found.add(_key(os.stat(descriptor.path)))
+    return found
+
+
+def _key(found: os.stat_result) -> tuple[int, int]:
+    return found.st_dev, found.st_ino
+
+
+def _lstat(path: str) -> os.stat_result | None:
+    """Return what is known of a file of ours; None if it is gone or another user's."""
+    with contextlib.suppress(OSError):
+        found = os.lstat(path)
+        return found if found.st_uid == os.geteuid() else None
+    return None
+
+
 def _prefix(directory: str) -> str:
     return f"{os.path.basename(directory)}.rank"
 
@@ -108,10 +152,8 @@ def _segments(lines: Iterable[str]) -> Iterator[tuple[str, int]]:
 
 
 def _is_still(path: str, inode: int) -> bool:
-    with contextlib.suppress(OSError):
-        found = os.lstat(path)
-        return found.st_ino == inode and found.st_uid == os.geteuid()
-    return False
+    found = _lstat(path)
+    return found is not None and found.st_ino == inode
 
 
 def _all_processes() -> Iterator[int]:

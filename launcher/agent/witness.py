@@ -68,10 +68,13 @@ class Witness:
             own.bind(f"{self._files}.agent")
             self._socket = own
 
-    def start(self) -> None:
-        """Begin to listen to what ringreduce says, which it may do unasked: when it has been stalled for long."""
+    def start(self, on_init: Callable[[], None]) -> None:
+        """Begin to listen to what ringreduce says, which it may do unasked: when it has been stalled for long.
+
+        on_init: called, in a thread, when ringreduce has started MPI.
+        """
         if self._socket:
-            threading.Thread(target=self._listen, args=(self._socket,), daemon=True).start()
+            threading.Thread(target=self._listen, args=(self._socket, on_init), daemon=True).start()
 
     def pids(self) -> list[int]:
         """Return the numbers of the rank's Python processes, those that have ended too."""
@@ -109,11 +112,13 @@ class Witness:
             self._heard.wait_for(lambda: self._answer is not None, max(0.0, until_s - time.monotonic()))
             return self._answer or {}
 
-    def _listen(self, own: socket.socket) -> None:
+    def _listen(self, own: socket.socket, on_init: Callable[[], None]) -> None:
         while True:
             said = _decode(own.recv(_LONGEST_DATAGRAM))
             if report := said.get("stalled"):
                 self._send(Stalled(report))
+            elif "started" in said:
+                on_init()
             else:
                 with self._heard:
                     self._answer = said

@@ -57,6 +57,9 @@ class Engine(ABC):
     launcher_names: tuple[str, ...]
     """The names its launcher goes by, the likeliest first."""
 
+    lost_peer_code: int | None = None
+    """The exit code with which it ends a rank by itself when that has lost the connection to another, if it does."""
+
     @abstractmethod
     def loaded_by(self, library_text: str) -> bool:
         """Return whether a library that describes itself so is this implementation."""

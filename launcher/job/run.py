@@ -87,11 +87,11 @@ def _try_job(detected: Detected, job: Job, deadline_s: float | None, output: Out
         )
         desk = Desk(directory, job.size, job.command, events)
         environment = job_environment(detected, job, os.environ, settings, listener.address, listener.authkey)
-        home, abroad = variables_at_home(job, os.environ), variables_abroad(job, environment)
         if job.ssh:
             write_config(directory, job.ssh, aliases(job))
         if beyond := across(job, environment, directory):
             environment |= detected.engine.across_environment(beyond)
+        home, abroad = variables_at_home(job, os.environ), variables_abroad(job, environment)
         argv = job_command(detected, job, beyond, as_root=os.geteuid() == 0)
         signals.to(events)
         try:
@@ -102,7 +102,8 @@ def _try_job(detected: Detected, job: Job, deadline_s: float | None, output: Out
         desk.start()
         signals.start()
         launcher.start(output if job.verbose else None)
-        supervisor = Supervisor(job, launcher, channel, output, events, home, abroad, deadline_s)
+        lost_peer_code = detected.engine.lost_peer_code
+        supervisor = Supervisor(job, launcher, channel, output, events, home, abroad, deadline_s, lost_peer_code)
         try:
             return Ending(supervisor.run(), supervisor.failed)
         finally:

@@ -57,11 +57,14 @@ class Supervisor:
         home: dict[str, str],
         abroad: dict[str, str],
         deadline_s: float | None = None,
+        lost_peer_code: int | None = None,
     ) -> None:
         """home, abroad: variables of the ranks on this host, and on others, besides what mpirun gives them.
 
         deadline_s: when the job's time is over, if not `timeout_s` from now: there were attempts before.
+        lost_peer_code: the engine's.
         """
+        self._lost_peer_code = lost_peer_code
         self._job = job
         self._size = job.size
         self._home, self._abroad = home, abroad
@@ -237,7 +240,8 @@ class Supervisor:
             where = f"rank {self._not_started.rank} on host {self._not_started.host}"
             raise UsageError(f"the command cannot be executed: {self._not_started.reason}, says {where}")
         ends = self._ends.values()
-        if cause := outcome.aborter(ends, self._launcher.code) or outcome.root_cause(ends):
+        aborter = outcome.aborter(ends, self._launcher.code)
+        if cause := aborter or outcome.root_cause(ends, self._lost_peer_code):
             self._failed = True
             self._output.message(self._card(cause))
             return outcome.exit_code(cause)

@@ -39,8 +39,8 @@ def card(
     """
     title = f"ringrun: rank {cause.rank} of {size} failed first"
     facts = [*_rows("how", [in_words(cause), cause.oom]), *_rows("where", [_process(cause)])]
-    # a rank that failed at the same moment has nothing more to say
-    silent = {end.rank for end in ends if end.failed} - (states or {}).keys()
+    # a rank that failed at the same moment has nothing more to say, unless it had been quick enough to say it
+    silent = {end.rank for end in ends if end.failed} - {rank for rank, said in (states or {}).items() if said.doing}
     others = set(asked) - {cause.rank} - silent
     facts += _rows("failed too", failures_of_others(cause, ends))
     facts += _rows("the others", waiting(others, states or {}))

@@ -66,21 +66,33 @@ class RankEnd:
         return self.code != 0 and not self.ended_by_ringrun
 
     @property
+    def was_told_to_end(self) -> bool:
+        """Whether it ended with an exit code after a signal of ringrun's, which may have led to that."""
+        return bool(self.sent) and self.code is not None and self.code >= 0
+
+    @property
     def blames(self) -> tuple[int, ...]:
         """The ranks that it says it has lost."""
         return self.error.lost_ranks if self.error else ()
 
 
-def root_cause(ends: Iterable[RankEnd]) -> RankEnd | None:
+def root_cause(ends: Iterable[RankEnd], lost_peer_code: int | None = None) -> RankEnd | None:
     """Return the end that all the others follow from; None if no rank has failed.
 
     It is the first failure in time. One that blames another rank is a consequence if that rank has failed too,
     even if it did so later: a rank may hold its own failure back until it is told to end.
+
+    lost_peer_code: with this exit code the MPI itself ends a rank that has lost another (engines: `lost_peer_code`).
+                    That may be heard of before the loss is. Such an end is a consequence of any other failure but those
+                    that a signal of ringrun's may have led to.
     """
     failures = {end.rank: end for end in ends if end.failed}
     if not failures:
         return None
     cause = min(failures.values(), key=lambda end: end.at_s)
+    if cause.code is not None and cause.code == lost_peer_code:
+        others = [end for end in failures.values() if end.code != lost_peer_code and not end.was_told_to_end]
+        cause = min(others, key=lambda end: end.at_s, default=cause)
     visited = {cause.rank}
     while blamed := [failures[rank] for rank in cause.blames if rank in failures and rank not in visited]:
         cause = min(blamed, key=lambda end: (bool(end.blames), end.at_s))

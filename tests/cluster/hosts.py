@@ -121,7 +121,8 @@ class Hosts:
         Its pid here is nsenter's; signals go to the program.
         """
         enter = ["nsenter", "--target", str(self._inits[k]), *NAMESPACES, "--"]
-        chdir = ["env", "-C", str(options.pop("cwd", self.folder))]
+        # a shell starts what runs in its background deaf to SIGINT, these tests too
+        chdir = ["env", "--default-signal=INT", "-C", str(options.pop("cwd", self.folder))]
         options = {"stdin": subprocess.DEVNULL, "text": True, "start_new_session": True} | options
         process = Inside([*enter, *chdir, *map(str, argv)], env=self.environment(**env or {}), **options)
         self._started.append(process)

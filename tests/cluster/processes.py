@@ -27,8 +27,10 @@ def child_of(pid: int) -> int:
 
 
 def inner_pid(pid: int) -> int:
-    """The number that a process, whose pid here is `pid`, has in its own namespace."""
-    return int(_status(pid, "NSpid").split()[-1])
+    """The number that a process, whose pid here is `pid`, has in its own namespace; 0 if it has ended."""
+    with contextlib.suppress(OSError, StopIteration):
+        return int(_status(pid, "NSpid").split()[-1])
+    return 0
 
 
 def processes_beside(init: int) -> Iterator[tuple[int, str]]:

@@ -25,6 +25,7 @@ JobAcctGatherType=jobacct_gather/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SlurmdParameters=config_overrides
+SchedulerParameters=batch_sched_delay=0,sched_interval=1
 ReturnToService=2
 KillWait=5
 NodeName={nodes} CPUs={cpus}

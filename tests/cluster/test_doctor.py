@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,13 @@ def matrix(text: str, unit: str) -> dict[str, list[str]]:
     begin = next(number for number, line in enumerate(lines) if line.startswith(unit))
     count = len(lines[begin].split()) - 1
     return {line.split()[0]: line.split()[1:] for line in lines[begin + 1 : begin + 1 + count]}
+
+
+def in_table(text: str) -> list[str]:
+    """The hosts in a table, of which nothing but the table was told."""
+    heading, *rows = text.splitlines()
+    assert heading.startswith("host ")
+    return [row.split()[0] for row in rows]
 
 
 def assert_nothing_is_left(hosts: Hosts) -> None:
@@ -107,6 +116,29 @@ def test_hosts_with_another_installation(mpich_python: Path, shared: list[Path],
         assert_nothing_is_left(hosts)
 
 
+ANOTHER = """#!/bin/sh
+# this Python, but what it says of its version
+PYTHONPATH="$PYTHONPATH:{packages}" {python} "$@" | sed 's/"python": "[0-9.]*"/"python": "3.9.1"/'
+"""
+
+
+def test_another_python_version_on_a_host(hosts: Hosts, tmp_path: Path):
+    python = Path(sys.executable)
+    hosts.check(2, ["mount", "-t", "tmpfs", "tmpfs", python.parent])
+    for name in ("python", "python3", f"python3.{sys.version_info.minor}"):
+        fake = hosts.path(2, str(python.parent)) / name
+        fake.write_text(ANOTHER.format(packages=sysconfig.get_path("purelib"), python=os.path.realpath(python)))
+        fake.chmod(0o755)
+    begun = hosts.folder / "begun"
+    done = hosts.run(0, [python.parent / "ringrun", "-H", "h0:1,h1:1,h2:1", python, "-c", f"open('{begun}', 'w')"])
+    assert done.returncode == 3, done.stderr
+    here = "{}.{}.{}".format(*sys.version_info)
+    assert re.search(r"^h2 +3\.9\.1\* ", done.stderr, re.MULTILINE), done.stderr
+    assert f"h2: Python 3.9.1 there, Python {here} on h0; install the same there" in done.stderr
+    assert not begun.exists()
+    assert_nothing_is_left(hosts)
+
+
 def test_a_job_is_refused_before_any_rank_starts_unless_the_host_gets_none(python: Path, hosts: Hosts):
     hosts.stop_sshd(3)
     ringrun, begun = python.parent / "ringrun", hosts.folder / "begun"
@@ -117,10 +149,10 @@ def test_a_job_is_refused_before_any_rank_starts_unless_the_host_gets_none(pytho
     assert done.stderr.endswith("start sshd there, or name its port with -p PORT\n")
     assert "ringrun: error: h3: it refuses the connection (port 22: Connection refused): no ssh" in done.stderr
     done = hosts.run(0, [ringrun, "-np", 2, "-H", "h0:1,h1:1,h3:1", "touch", begun])
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, in_table(done.stderr)) == (0, ["h0", "h1"])
     assert begun.exists()
     done = hosts.run(0, [ringrun, "-H", "h1,h2", "hostname"])  # as many as each of them has cores
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, in_table(done.stderr)) == (0, ["h0", "h[1-2]"])
     assert {line.split()[1] for line in done.stdout.splitlines()} == {"h1", "h2"}
     assert_nothing_is_left(hosts)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from pathlib import Path
 
@@ -41,6 +42,8 @@ def test_a_job_on_two_hosts_goes_on_from_its_checkpoint(hosts: Hosts, python: Pa
     assert done.returncode == 0, done.stderr
     total = float(3 * sum(range(4)))
     assert sorted(done.stdout.splitlines()) == [f"[{rank}] attempt 1 on h{rank} has {total}" for rank in range(2)]
-    assert "ringrun: rank 1 of 2 failed first, on host h1" in done.stderr
+    card = done.stderr[done.stderr.index("-- ringrun: rank 1 of 2 failed first --") :]
+    assert re.search(r"^how +killed by signal 9 \(SIGKILL\), exit code 137$", card, re.MULTILINE)
+    assert re.search(r"^where +host h1, pid \d+, ran for ", card, re.MULTILINE)
     assert "ringrun: restart 1 of 1 in 1 s\n" in done.stderr
     assert (tmp_path / "kept" / "rank.1" / "stdout").read_text() == f"attempt 1 on h1 has {total}\n"

@@ -42,8 +42,8 @@ def start(hosts: Hosts, python: Path, *arguments: object) -> subprocess.Popen[st
     return hosts.start(0, command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
-def assert_nothing_is_left(hosts: Hosts) -> None:
-    hosts.wait_until_gone()
+def assert_nothing_is_left(hosts: Hosts, within_s: float = 5) -> None:
+    hosts.wait_until_gone(within_s=within_s)
     assert [hosts.left_behind(k) for k in range(len(hosts.names))] == [[] for _ in hosts.names]
 
 
@@ -112,7 +112,7 @@ def test_variables_reach_all_hosts_and_secrets_stay(hosts: Hosts, python: Path, 
 
 
 STEPS = """
-    import os, signal, time
+    import os, signal, sys, time
     import numpy as np
     import ringreduce as rr
     rr.init()
@@ -131,6 +131,7 @@ STEPS = """
     [
         ("os.kill(os.getpid(), signal.SIGKILL)", 137, ["killed by signal 9 (SIGKILL)"]),
         ("raise ValueError('boom')", 1, ["exit code 1", "ValueError: boom"]),
+        ("sys.exit(7)", 7, ["exit code 7"]),
     ],
 )
 def test_a_rank_that_dies_on_another_host(
@@ -201,7 +202,7 @@ def test_ringrun_ends_and_so_does_every_host(
     job.send_signal(number)
     _, err = job.communicate(timeout=60)
     assert job.returncode == code, err
-    hosts.wait_until_gone(within_s=10)
+    assert_nothing_is_left(hosts, within_s=10)
 
 
 NEVER = "open('started', 'w').close()"
@@ -219,7 +220,7 @@ def assert_not_started(
         assert word in done.stderr
     assert "Traceback" not in done.stderr
     assert not (hosts.folder / "started").exists()
-    hosts.wait_until_gone()
+    assert_nothing_is_left(hosts)
 
 
 def test_a_host_without_sshd(hosts: Hosts, python: Path, script: Script):

@@ -6,6 +6,7 @@ import re
 import subprocess
 import textwrap
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,10 @@ STEPS = """
         {failure}
     rr.allreduce(np.ones(1000) * rr.rank(), name="layer3.w")
 """
-ASK = "from ringrun import jobs, stacks; stacks.run([str(job.pid) for job in jobs.find_jobs()])"
+STACKS = (
+    "ranks 0-1,3 of 4 on 3 hosts: allreduce 'layer3.w' (train.py:11)\n",
+    "rank 2 of 4 on h2: train.py:10, in <module>: time.sleep(120)\n",
+)
 
 
 def write(folder: Path, failure: str) -> Path:
@@ -58,21 +62,32 @@ def test_the_card_of_a_rank_on_another_host(hosts: Hosts, python: Path, tmp_path
 
 
 def test_a_job_that_hangs_is_asked_on_all_its_hosts(hosts: Hosts, python: Path, tmp_path: Path):
-    command = [python.parent / "ringrun", "--stall-check-s", "3", *ALL, python, write(tmp_path, "time.sleep(120)")]
-    job = hosts.start(0, command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    deadline = time.monotonic() + 60
-    while not (hosts.folder / "training").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    time.sleep(1)
-    for _ in range(10):
-        told = hosts.run(0, [python, "-c", ASK]).stdout
-        assert "ranks 0-1,3 of 4 on 3 hosts: allreduce 'layer3.w' (train.py:11)\n" in told
-        assert "rank 2 of 4 on h2: train.py:10, in <module>: time.sleep(120)\n" in told
-    time.sleep(5)
+    ringrun, log = python.parent / "ringrun", hosts.folder / "stderr"
+    command = [ringrun, "--stall-check-s", "3", *ALL, python, write(tmp_path, "time.sleep(120)")]
+    with log.open("w") as stderr:
+        job = hosts.start(0, command, stdout=subprocess.DEVNULL, stderr=stderr)
+    wait_for(lambda: (hosts.folder / "training").exists(), job)
+    time.sleep(0.5)  # the others have come to their allreduce
+    listed = hosts.check(0, [ringrun, "stacks"]).splitlines()
+    assert len(listed) == 2, listed
+    number, ranks, *_ = listed[1].split()
+    assert ranks == "4"
+    for _ in range(3):
+        told = hosts.check(0, [ringrun, "stacks", number])
+        assert told.startswith(f"job {number}: "), told
+        assert STACKS[0] in told
+        assert STACKS[1] in told
+    wait_for(lambda: all(stack in log.read_text() for stack in STACKS), job)
+    assert "ringrun: the job is stalled, says rank 0: allreduce 'layer3.w'" in log.read_text()
     assert job.poll() is None, "the job goes on"
     job.terminate()
-    _, err = job.communicate(timeout=60)
+    assert job.wait(60) == 143
     assert_nothing_is_left(hosts)
-    assert "ringrun: the job is stalled, says rank 0: allreduce 'layer3.w'" in err
-    assert "ranks 0-1,3 of 4 on 3 hosts: allreduce 'layer3.w' (train.py:11)\n" in err
+
+
+def wait_for(condition: Callable[[], bool], job: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert job.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

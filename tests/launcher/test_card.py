@@ -65,6 +65,13 @@ def test_a_rank_that_failed_before_it_could_answer_is_not_said_to_have_been_aske
     assert NO_ANSWER not in "\n".join(lines)
 
 
+def test_of_a_rank_that_failed_as_well_only_what_it_waited_for_is_told() -> None:
+    cause = end(1, 1)
+    states = {0: state("", "its first process has ended"), 2: state(ALLREDUCE), 3: state("", "it is stopped")}
+    lines = card(cause, [cause, end(0, 14), end(2, 14)], 4, asked={0, 2, 3}, states=states)
+    assert lines[-4:-2] == [f"the others  rank 2: {ALLREDUCE}", "            rank 3: it is stopped"]
+
+
 def test_colours_are_for_a_terminal_and_change_no_word() -> None:
     cause = end(1, 1)
     plain, coloured = (card(cause, [cause], 3, colour=colour) for colour in (False, True))

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from subprocess import PIPE
 
 import hypothesis
 import hypothesis.strategies as st
@@ -238,3 +239,27 @@ def test_what_is_mapped_is_read() -> None:
     assert mapped(2**22 + 1) == set()
     with mmap.mmap(-1, 4096):
         assert not [path for path, _ in mapped(os.getpid()) if "zero" in path]
+
+
+def test_of_the_files_of_daemons_only_those_of_this_job_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The daemon that ends has `own` open; of those that nobody has open, one is from before this job."""
+    monkeypatch.setattr(leftovers, "_DAEMONS_FILES", f"{tmp_path}/hydra_*")
+    paths = {name: tmp_path / f"hydra_{name}" for name in ("own", "running", "killed", "before")}
+    daemons = []
+    for name, path in paths.items():
+        path.touch()
+        wait = f"import sys; file = open({str(path)!r}); print(flush=True); sys.stdin.read()"
+        if name in ("own", "running"):
+            daemons.append(subprocess.Popen([sys.executable, "-c", wait], stdin=PIPE, stdout=PIPE))
+            daemons[-1].stdout.readline()
+    os.utime(paths["before"], (1000, 1000))
+    log = tmp_path / "log"
+    log.touch()
+    try:
+        leftovers.remove_daemons_files(daemons[0].pid, since_s=2000)
+        assert set(tmp_path.iterdir()) == {paths["running"], paths["before"], log}
+    finally:
+        for daemon in daemons:
+            daemon.communicate()
+    leftovers.remove_daemons_files(daemons[0].pid, since_s=2000)
+    assert set(tmp_path.iterdir()) == {paths["before"], log}

@@ -65,6 +65,31 @@ def test_root_cause(ends: list[RankEnd], cause: int | None) -> None:
     assert (found.rank if found else None) == cause
 
 
+@pytest.mark.parametrize(
+    ("ends", "cause"),
+    [
+        ([end(0, 14, 1.0), end(1, 14, 1.1), end(2, -9, 1.2)], 2),
+        ([end(0, 14, 1.0), end(1, 14, 1.1), end(2, 3, 1.2)], 2),
+        ([end(0, 14, 1.0), end(2, None, 7.0)], 2),
+        ([end(0, 14, 1.0), end(2, -11, 2.0, sent=(TERM,))], 2),
+        # what ringrun ended meanwhile says nothing
+        ([end(0, 14, 1.0), end(2, 1, 2.0, sent=(TERM,))], 0),
+        ([end(0, 14, 1.0), end(2, -15, 2.0, sent=(TERM,))], 0),
+        # nothing else has failed; or not the MPI, but the program had its reasons
+        ([end(0, 14, 1.0), end(1, 14, 0.9), end(2, 0, 0.8)], 1),
+        ([end(0, 14, 1.0), end(1, 1, 1.1, lost=(0,))], 0),
+        # blame goes on from there
+        ([end(0, 14, 1.0), end(1, 1, 1.1, lost=(2,)), end(2, -9, 1.2)], 2),
+        # the first in time, as ever
+        ([end(0, 3, 1.0), end(1, 14, 1.1), end(2, -9, 1.2)], 0),
+    ],
+)
+def test_a_rank_that_the_mpi_ended_is_no_cause_if_there_is_another(ends: list[RankEnd], cause: int) -> None:
+    found = root_cause(ends, lost_peer_code=14)
+    assert found is not None
+    assert found.rank == cause
+
+
 def test_exit_codes_are_those_of_a_shell() -> None:
     assert [exit_code(end(0, code)) for code in (3, -9, -15, None)] == [3, 137, 143, 1]
 

@@ -202,6 +202,7 @@ def test_other_hosts_get_what_may_leave_this_one() -> None:
     inherited = {"LANG": "C", "MY_TOKEN": "hush", "WANDB_API_KEY": "sent", "HOME": "/root", "RINGREDUCE_COSTS": "x=1"}
     environment = job_environment(OPEN_MPI, ABROAD, inherited, SETTINGS, ADDRESS, b"key")
     assert "MY_TOKEN" not in environment, "a batch system would send mpirun's environment along"
+    assert environment["PRTE_MCA_prte_local_tmpdir_base"] == SETTINGS.directory
     assert variables_at_home(ABROAD, inherited) == {"MY_TOKEN": "hush"}
     assert variables_at_home(ONE_HOST, inherited) == {}
     sent = variables_abroad(ABROAD, environment)

@@ -23,6 +23,7 @@ class Fake:
         self.tail: list[str] = ["ssh: no route to h2"]
         self.name = "mpirun"
         self.code = 0
+        self.colours = False
         self.signals: list[int] = []
 
     def message(self, lines: list[str]) -> None:
@@ -87,3 +88,16 @@ def test_ranks_that_do_not_come_are_named_with_their_hosts() -> None:
     )
     assert fake.signals == [9]
     assert not hasattr(fake, "set_up_with"), "no rank has begun its command"
+
+
+@pytest.mark.parametrize(("lost_peer_code", "code", "cause"), [(14, 137, 1), (None, 14, 0)])
+def test_the_engine_says_which_exit_code_is_a_consequence(lost_peer_code: int | None, code: int, cause: int) -> None:
+    fake = Fake()
+    events: supervise.Events = queue.SimpleQueue()
+    for rank in (0, 1):
+        events.put(Arrived(rank, f"h{rank}"))
+    events.put(RankEnded(RankEnd(rank=0, host="h0", pid=1, code=14, at_s=1.0)))
+    events.put(RankEnded(RankEnd(rank=1, host="h1", pid=2, code=-9, at_s=1.1)))
+    supervisor = Supervisor(Job(2, ["x"]), fake, fake, fake, events, {}, {}, lost_peer_code=lost_peer_code)
+    assert supervisor.run() == code
+    assert fake.said[0].startswith(f"-- ringrun: rank {cause} of 2 failed first --")

@@ -27,7 +27,15 @@ def error_file(tmp_path):
 
 def ask(agent, error_file):
     agent.sendto(b"doing", f"{error_file}.ask")
-    return json.loads(agent.recv(10000))
+    while "started" in (said := json.loads(agent.recv(10000))):
+        continue
+    return said
+
+
+def test_its_start_is_told(agent, error_file):
+    answerer = Answerer(error_file, lambda: "x")
+    assert json.loads(agent.recv(10000)) == {"started": "ringreduce"}
+    answerer.close()
 
 
 def test_a_rank_answers_what_it_waits_for(agent, error_file):

@@ -1,0 +1,65 @@
+"""Ways to hosts that are not the usual ones: sshd on another port, a network that leads nowhere. On both MPIs."""
+
+from __future__ import annotations
+
+import subprocess
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.hosts import Hosts
+
+pytestmark = pytest.mark.timeout(180)
+
+ALLREDUCE = """
+    import socket
+    import numpy as np
+    import ringreduce as rr
+    rr.init()
+    total = rr.allreduce(np.arange(100_000.0) * (rr.rank() + 1), name="w", op=rr.Sum)
+    print(socket.gethostname(), total[10])
+"""
+EXPECTED = [f"[{rank}] h{rank} {10.0 * (1 + 2 + 3)}" for rank in range(3)]
+
+
+def ringrun(hosts: Hosts, python: Path, tmp_path: Path, *flags: object) -> subprocess.CompletedProcess[str]:
+    """An allreduce on the first three hosts; when it has ended, nothing is left of it."""
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(ALLREDUCE))
+    done = hosts.run(0, [python.parent / "ringrun", *flags, "-H", "h0:1,h1:1,h2:1", python, script])
+    hosts.wait_until_gone()
+    assert [hosts.left_behind(k) for k in range(4)] == [[], [], [], []]
+    return done
+
+
+def test_sshd_listens_on_another_port(hosts: Hosts, python: Path, tmp_path: Path):
+    for k in (1, 2):
+        hosts.stop_sshd(k)
+        with (hosts.folder / hosts.names[k] / "sshd_config").open("a") as config:
+            config.write("Port 2222\n")
+        hosts.start_sshd(k)
+    refused = ringrun(hosts, python, tmp_path)
+    assert refused.returncode == 3
+    assert "port 22: Connection refused" in refused.stderr
+    done = ringrun(hosts, python, tmp_path, "-p", 2222)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == EXPECTED
+
+
+def test_only_one_of_two_networks_leads_to_the_others(hosts: Hosts, python: Path, tmp_path: Path):
+    """Each host has a second interface with an address of its own in a network that has no other hosts."""
+    for k in range(4):
+        hosts.check(k, ["ip", "link", "add", "eth1", "type", "veth", "peer", "name", "nobody"])
+        hosts.check(k, ["ip", "addr", "add", f"10.78.0.{k + 1}/24", "dev", "eth1"])
+        for device in ("eth1", "nobody"):
+            hosts.check(k, ["ip", "link", "set", device, "up"])
+    done = ringrun(hosts, python, tmp_path, "--network-interfaces", "eth0")
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == EXPECTED
+    cut_off = ringrun(hosts, python, tmp_path, "--network-interfaces", "eth1")
+    assert cut_off.returncode == 3
+    assert "2 hosts, h[1-2]: no connection from there to this host (10.78.0.1 port " in cut_off.stderr, cut_off.stderr
+    unknown = ringrun(hosts, python, tmp_path, "--network-interfaces", "eth7")
+    assert unknown.returncode == 2
+    assert "eth7" in unknown.stderr
