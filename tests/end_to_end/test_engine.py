@@ -161,25 +161,31 @@ def test_a_rank_that_does_something_else_is_named_with_its_stack(finished, pytho
     assert done.returncode == 0, done.stdout
     given = ", ".join(rf"rank {each} \(train.py:10\)" for each in range(3) if each != rank)
     assert re.search(
-        r"\[0\] ringreduce: stalled: allreduce 'layer3.w' \(float32\[3, 4\]\): waiting for [12] s; "
+        r"ringrun: the job is stalled, says rank 0: allreduce 'layer3.w' \(float32\[3, 4\]\): waiting for [12] s; "
         rf"given by {given}; not by rank {rank}\. All ranks must submit it\n"
-        rf"\[0\] rank {rank} has submitted nothing yet; it is here:\n",
+        rf"rank {rank} has submitted nothing yet\n",
         done.stdout,
     ), done.stdout
-    assert re.search(r"line 7, in load_data\n\[0\]     time.sleep\(4\)", done.stdout), done.stdout
+    assert re.search(rf"\nrank {rank} of 3 on \S+: train.py:7, in load_data: time.sleep\(4\)\n", done.stdout), (
+        done.stdout
+    )
+    assert re.search(r"line 7, in load_data\n    time.sleep\(4\)", done.stdout), done.stdout
+    others = "1-2" if rank == 0 else "0-1"
+    assert re.search(rf"\nranks {others} of 3 on \S+: allreduce 'layer3.w' \(train.py:10\)\n", done.stdout), done.stdout
 
 
 @pytest.mark.parametrize(
     ("rank", "message"),
     [
-        (1, r"\[0\] rank 1 does not answer: it is stopped, or in C code that holds the interpreter"),
-        (0, r"\[2\] ringreduce: stalled: rank 2 has waited for \d s; rank 0, which coordinates, does not answer"),
+        (1, r"\nrank 1 does not answer: it is stopped, or in C code that holds the interpreter"),
+        (0, r"stalled, says rank [12]: rank [12] has waited for \d s; rank 0, which coordinates, does not answer"),
     ],
 )
 def test_a_rank_that_is_stopped_is_told(finished, rank, message):
     done = finished(STALL.format(how=STOP, rank=rank), RINGREDUCE_STALL_CHECK_S="0.5")
     assert done.returncode == 0, done.stdout
     assert re.search(message, done.stdout), done.stdout
+    assert re.search(rf"\nrank {rank} of 3 on \S+: it is stopped \(by SIGSTOP, Ctrl-Z or a debugger\)", done.stdout)
 
 
 def test_after_the_second_limit_the_job_ends(finished, python):
@@ -206,8 +212,8 @@ def test_a_stop_in_the_middle_of_an_operation_is_told(finished):
     )
     assert done.returncode == 0, done.stdout
     assert re.search(
-        r"stalled: allreduce 'big\{0\}' is under way, and has not moved for \d s; rank 0 waits for rank [12]\n"
-        r"(.*\n)*\[0\] rank 1 does not answer: it is stopped",
+        r"says rank 0: allreduce 'big\{0\}' is under way, and has not moved for \d s; rank 0 waits for rank [12]\n"
+        r"(.*\n)*rank 1 does not answer: it is stopped",
         done.stdout,
     ), done.stdout
 
