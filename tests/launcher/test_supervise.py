@@ -95,7 +95,7 @@ def test_the_engine_says_which_exit_code_is_a_consequence(lost_peer_code: int | 
     fake = Fake()
     events: supervise.Events = queue.SimpleQueue()
     for rank in (0, 1):
-        events.put(Arrived(rank, f"h{rank}"))
+        events.put(Arrived(rank, f"h{rank}", 2345))
     events.put(RankEnded(RankEnd(rank=0, host="h0", pid=1, code=14, at_s=1.0)))
     events.put(RankEnded(RankEnd(rank=1, host="h1", pid=2, code=-9, at_s=1.1)))
     supervisor = Supervisor(Job(2, ["x"]), fake, fake, fake, events, {}, {}, lost_peer_code=lost_peer_code)
