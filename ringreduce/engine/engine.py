@@ -369,7 +369,12 @@ class Engine:
         self._apply(lane, response)
 
     def _apply(self, lane: Lane, response: Response) -> None:
-        """Do what the coordinator has decided."""
+        """Do what the coordinator has decided; nothing more, once all was given up because some rank has failed.
+
+        Such a rank's last words may come before the response that it has failed to run.
+        """
+        if self._broken is not None:
+            return
         lane.seen = response.number
         lane.knobs = response.knobs or lane.knobs
         for failure in response.failures:

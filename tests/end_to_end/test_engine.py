@@ -66,7 +66,9 @@ def test_a_world_can_be_left_and_entered_while_others_wait(finished, python):
 
 
 def test_what_was_handed_in_and_never_waited_for_hangs_nobody_at_exit(finished, python):
-    done = finished("for k in range(20):\n    rr.allreduce_async(np.ones(1000), name=f'{rr.rank()}.{k}')\n", python)
+    # the pause: a rank that hands something in after another has left is told so, which is not tested here
+    handed_in = "for k in range(20):\n    rr.allreduce_async(np.ones(1000), name=f'{rr.rank()}.{k}')\ntime.sleep(1)\n"
+    done = finished(handed_in, python)
     assert (done.returncode, done.stdout) == (0, ""), done.stdout
 
 
