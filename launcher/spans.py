@@ -1,6 +1,6 @@
 """Numbers as people and Linux write many of them: `0-3,7`. For ranks, CPUs and GPUs."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 
 def format_spans(numbers: Iterable[int]) -> str:
@@ -21,3 +21,8 @@ def spans(numbers: Iterable[int]) -> Iterator[str]:
         else:
             runs.append([number])
     return (f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+def named_ranks(ranks: Collection[int]) -> str:
+    """Return `rank 3` or `ranks 0,2-3`."""
+    return f"rank{'' if len(ranks) == 1 else 's'} {format_spans(ranks)}"

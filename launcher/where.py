@@ -67,10 +67,13 @@ def place_ranks(
 
     slots_of:  how many ranks a host gets whose slots nobody has said; by default as many as this one would.
     """
-    here = automatic_size(read_topology(os.environ))
+
+    def as_here(_: Host | None = None) -> int:
+        return automatic_size(read_topology(os.environ))
+
     if found is None:
-        return size or here, ()
-    assigned = assign(found.hosts, size, slots_of or (lambda host: here))
+        return size or as_here(), ()
+    assigned = assign(found.hosts, size, slots_of or as_here)
     elsewhere = [host for host, _ in assigned if not is_here(host)]
     return sum(count for _, count in assigned), assigned if elsewhere else ()
 

@@ -77,7 +77,7 @@ class Leftovers:
             for path, _ in left - used:
                 with contextlib.suppress(OSError):
                     os.unlink(path)
-            if left <= used and time.monotonic() > until_s:
+            if time.monotonic() > until_s:
                 return
             time.sleep(_PAUSE_S)
 

@@ -13,7 +13,7 @@ PATIENCE_S = 2.0
 Deliver = Callable[["Inquiry"], None]
 
 
-def _nobody(_: "Inquiry") -> None:
+def nobody(_: "Inquiry") -> None:
     """Deliver to nobody: who asks looks at the answers himself."""
 
 
@@ -35,7 +35,7 @@ class Inquiries:
         self._numbers = count(1)
         self._open: dict[int, Inquiry] = {}
 
-    def begin(self, asked: Collection[int], now_s: float, deliver: Deliver = _nobody) -> Inquiry:
+    def begin(self, asked: Collection[int], now_s: float, deliver: Deliver = nobody) -> Inquiry:
         """Return a new question to the ranks `asked`; if these are none it is closed at once."""
         inquiry = Inquiry(next(self._numbers), frozenset(asked), now_s + PATIENCE_S, deliver)
         self._open[inquiry.number] = inquiry

@@ -7,10 +7,7 @@ import sys
 import tempfile
 
 from ..agent.leftovers import remove_folders
-from ..connection.channel import (
-    Channel,
-    Events,
-)
+from ..connection.channel import Channel, Events
 from ..connection.link import Listener
 from ..engines.detect import Detected
 from ..environment import Settings

@@ -9,7 +9,7 @@ import os
 import queue
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from ..connection.channel import (
     Arrived,
@@ -32,9 +32,9 @@ from ..report import outcome
 from ..report.card import card
 from ..report.outcome import RankEnd
 from ..report.states import stacks_report
-from ..spans import format_spans
+from ..spans import named_ranks
 from .escalation import AFTER_FAILURE, AFTER_INTERRUPT, AFTER_TERMINATE, AFTER_TIMEOUT, AT_ONCE, Escalation, Step
-from .inquiry import Inquiries, Inquiry
+from .inquiry import Deliver, Inquiries, Inquiry, nobody
 from .mpirun import MpiLauncher
 from .plan import Job
 
@@ -171,7 +171,7 @@ class Supervisor:
                 if self._escalate(AFTER_TERMINATE):
                     self._stopped_by = signal.SIGPIPE
 
-    def _ask(self, deliver: Callable[[Inquiry], None] = lambda _: None) -> Inquiry:
+    def _ask(self, deliver: Deliver = nobody) -> Inquiry:
         """Ask all ranks that run what they do; `deliver` is called when they have answered, or have not in time."""
         inquiry = self._inquiries.begin(self._arrived - self._ends.keys(), time.monotonic(), deliver)
         for rank in inquiry.asked:
@@ -278,6 +278,6 @@ class Supervisor:
         said = "\n".join(self._launcher_said) or "(nothing)"
         return (
             f"{what} when {len(self._arrived)} of {self._size} ranks had started; missing: "
-            f"{'rank' if len(absent) == 1 else 'ranks'} {format_spans(absent)} on {hosts}; "
+            f"{named_ranks(absent)} on {hosts}; "
             f"{self._launcher.name} wrote:\n{said}"
         )

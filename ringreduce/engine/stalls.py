@@ -213,14 +213,15 @@ class StallWatch:
         return Answer(number, self._engine.doing(), stack_of(self._init_thread))
 
     def _report(self, inquiry: Inquiry) -> None:
-        # ringrun shows the stacks of all ranks: not those of some a second time
-        told = report(inquiry.headline, inquiry.asked, inquiry.answers, stacks=False)
-        if not tell_launcher(self._engine.settings.error_file, told):
-            _log(report(inquiry.headline, inquiry.asked, inquiry.answers))
+        told, alone = (
+            report(inquiry.headline, inquiry.asked, inquiry.answers, stacks=stacks) for stacks in (False, True)
+        )
+        self._tell(told, alone)
 
-    def _tell(self, text: str) -> None:
+    def _tell(self, text: str, alone: str = "") -> None:
+        """Tell ringrun, which shows the stacks of all ranks; without it log the text, or what is said `alone`."""
         if not tell_launcher(self._engine.settings.error_file, text):
-            _log(text)
+            LOGGER.warning(f"stalled: {alone or text}")
 
 
 def stack_of(thread: int) -> str:
@@ -261,7 +262,3 @@ def report(text: str, asked: Sequence[int], answers: Mapping[int, Answer], *, st
         else:
             parts.append(f"rank {rank} {answer.doing}" + (f"; it is here:\n{answer.stack.rstrip()}" if stacks else ""))
     return "\n".join(parts)
-
-
-def _log(text: str) -> None:
-    LOGGER.warning(f"stalled: {text}")
