@@ -149,7 +149,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
     np (int, or None for auto), command (list), found (hosts and where they were named, or None), interfaces (names),
     ssh (SshOptions), asked (variables), timeout (seconds or None), start_timeout, restarts (int), mpi_args (list), the
-    other flags; config: see config.py.
+    other flags; config: see config/resolve.py.
     """
     resolved = config.resolve(_parser(), arguments, os.environ)
     options = resolved.options
@@ -268,6 +268,7 @@ def run(arguments: Sequence[str]) -> int:
         ssh=None if options.found and options.found.in_slurm else options.ssh,
         interfaces=options.interfaces,
         asked=options.asked,
+        master_port={**os.environ, **options.asked}.get("MASTER_PORT", ""),
         restarts=options.restarts,
     )
     if options.dry_run:

@@ -289,14 +289,26 @@ class _Stdin:
     def __init__(self, descriptor: int | None, link: Link) -> None:
         self._descriptor = descriptor
         self._link = link
+        self._wanted: SimpleQueue[None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
 
     def feed(self) -> None:
         """Send the next piece when it is there; does not wait for it."""
-        threading.Thread(target=self._feed, daemon=True).start()
+        self._wanted.put(None)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._feed, daemon=True)
+            self._thread.start()
 
     def _feed(self) -> None:
-        data = b""
-        with contextlib.suppress(OSError):
-            data = b"" if self._descriptor is None else os.read(self._descriptor, _INPUT_BYTES)
-        with contextlib.suppress(OSError):
-            self._link.send(Input(data))
+        data = None
+        while data != b"":
+            self._wanted.get()
+            data = self._read()
+            with contextlib.suppress(OSError):  # its agent has gone
+                self._link.send(Input(data))
+
+    def _read(self) -> bytes:
+        try:
+            return b"" if self._descriptor is None else os.read(self._descriptor, _INPUT_BYTES)
+        except OSError:
+            return b""

@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..hosts import Host
+from ..interpreter import run_module
 from .schedule import rounds
 
-# the current folder must not be on the path: a file of the user's may be called like a module that is imported
-_RUN = "import sys; sys.path[:] = [entry for entry in sys.path if entry]; from {0} import main; sys.exit(main())"
 _PACKAGE = __package__.partition(".")[0]
 _ROUND_S = 15.0
 _GRACE_S = 30.0
@@ -32,9 +31,9 @@ class Measured:
 def command(hosts: Sequence[str], flags: Sequence[str], timeout_s: float) -> list[str]:
     """Return the argv of the job; `flags` are ringrun's own, as in `-p 2222`."""
     slots = ",".join(str(Host(name, 1)) for name in hosts)
-    worker = [sys.executable, "-c", _RUN.format(f"{_PACKAGE}.doctor.worker")]
+    worker = [sys.executable, *run_module(f"{_PACKAGE}.doctor.worker")]
     own = ["-np", str(len(hosts)), "-H", slots, "--timeout", f"{timeout_s:g}", "--no-bind"]
-    return [sys.executable, "-c", _RUN.format(f"{_PACKAGE}.cli"), *own, *flags, *worker]
+    return [sys.executable, *run_module(_PACKAGE), *own, *flags, *worker]
 
 
 def measure(hosts: Sequence[str], flags: Sequence[str], start_timeout_s: float) -> Measured:

@@ -103,3 +103,7 @@ def _agreed(transport: Any, value: float) -> float:
     else:
         transport.receive(box, 0, 0).wait()
     return float(box[0])
+
+
+if __name__ == "__main__":
+    main()

@@ -51,6 +51,12 @@ class Desk:
         """Begin to take questions. Called after mpirun was started, since threads and fork do not mix."""
         threading.Thread(target=self._accept, daemon=True).start()
 
+    def close(self) -> None:
+        """Take no more questions."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread in accept()
+        self._listener.close()
+
     def _accept(self) -> None:
         while True:
             try:

@@ -18,6 +18,7 @@ from ..environment import AGENT_VARIABLES, Settings
 from ..errors import UsageError
 from ..forward import forwarded, withheld
 from ..hosts import Host, is_here
+from ..interpreter import run_module
 from ..ssh import SshOptions, ssh_argv
 
 _AGENT = "ringrun.agent"
@@ -95,11 +96,8 @@ class Job:
     """The network interfaces to use; empty: whichever work."""
     asked: Mapping[str, str] = field(default_factory=dict)
     """Variables that --env wants the ranks on all hosts to have, secrets too."""
-
-    @property
-    def master_port(self) -> str:
-        """The MASTER_PORT that the user has set; empty if there is none."""
-        return self.asked.get("MASTER_PORT", os.environ.get("MASTER_PORT", ""))
+    master_port: str = ""
+    """The MASTER_PORT that the user has set; empty if there is none."""
 
     def host_of(self, rank: int) -> str:
         """Return the name of the host that `rank` is to start on."""
@@ -130,7 +128,7 @@ def across(job: Job, inherited: Mapping[str, str], directory: str) -> Across | N
 
 def job_command(detected: Detected, job: Job, beyond: Across | None, *, as_root: bool) -> list[str]:
     """Return the argv that starts the job's agents, each of which starts its command."""
-    program = [sys.executable, *agent_arguments(sys.version_info[:2]), *job.command]
+    program = [sys.executable, *run_module(_AGENT), *job.command]
     argv = detected.engine.command(detected.launcher, job.size, program, as_root=as_root, across=beyond)
     return [*_without(argv[: -len(program)], job.mpi_args), *job.mpi_args, *program]
 
@@ -140,16 +138,6 @@ def _without(argv: Sequence[str], mpi_args: Sequence[str]) -> list[str]:
     users = {argument.lstrip("-") for argument in mpi_args if argument.startswith("-")}
     twice = [at for at, flag in enumerate(argv) if flag in ("--map-by", "--bind-to") and flag.lstrip("-") in users]
     return [argument for at, argument in enumerate(argv) if at not in twice and at - 1 not in twice]
-
-
-def agent_arguments(version: tuple[int, int]) -> list[str]:
-    """Return what makes a Python of this version an agent.
-
-    The current folder must not be on its path: a file of the user's may be called like a module that the agent imports.
-    """
-    if version >= (3, 11):
-        return ["-P", "-m", _AGENT]
-    return ["-c", f"import sys; del sys.path[0]; from {_AGENT}.agent import main; main()"]
 
 
 def engine_variables(detected: Detected, inherited: Mapping[str, str]) -> dict[str, str]:

@@ -104,6 +104,7 @@ def _try_job(detected: Detected, job: Job, deadline_s: float | None, output: Out
         try:
             return Ending(supervisor.run(), supervisor.failed)
         finally:
+            desk.close()
             remove_folders(directory)
 
 

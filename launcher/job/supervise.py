@@ -26,7 +26,7 @@ from ..connection.channel import (
     StacksWanted,
 )
 from ..connection.wire import Ask, Signal
-from ..errors import MachineError, NotStartedError, UsageError
+from ..errors import LauncherError, MachineError, NotStartedError, UsageError
 from ..output.display import Output
 from ..report import outcome
 from ..report.card import card
@@ -74,14 +74,13 @@ class Supervisor:
         self._events = events
         self._arrived: set[int] = set()
         self._ends: dict[int, RankEnd] = {}
-        self._not_started: RankNotStarted | None = None
+        self._refusal: LauncherError | None = None  # why the job cannot run as the user wants it
         self._escalation: Escalation | None = None
         now_s = time.monotonic()
         self._timeout_s = math.inf if job.timeout_s is None else job.timeout_s
         self._deadline_s = now_s + self._timeout_s if deadline_s is None else deadline_s
         self._start_deadline_s = now_s + job.start_timeout_s  # infinite once all have arrived
         self._too_slow = False  # not all have arrived by then
-        self._has_no_port = False  # the user's MASTER_PORT is in use
         self._timeout_report: str | None = None  # if the job has taken too long
         self._stopped_by: int | None = None  # the signal that ended the job, if no rank had failed before
         self._launcher_said: list[str] = []
@@ -141,7 +140,10 @@ class Supervisor:
                 self._arrived.add(rank)
                 self._hosts[rank] = host
                 if not port and self._escalate(AT_ONCE):
-                    self._has_no_port = True
+                    self._refusal = MachineError(
+                        f"MASTER_PORT={self._job.master_port} is in use on {host}, where rank 0 would listen, or is "
+                        "no port; set another, or unset it, and ringrun finds a free one"
+                    )
                 if self._escalation and self._escalation.latest:
                     self._channel.send(rank, Signal(self._escalation.latest))
                 elif self._escalation is None and len(self._arrived) == self._size:
@@ -151,8 +153,9 @@ class Supervisor:
                 self._ends[end.rank] = end
                 if end.failed and self._escalate(AFTER_FAILURE):
                     self._at_end = self._ask()
-            case RankNotStarted(rank, host):
-                self._not_started = self._not_started or event
+            case RankNotStarted(rank, host, reason):
+                where = f"rank {rank} on host {host}"
+                self._refusal = self._refusal or UsageError(f"the command cannot be executed: {reason}, says {where}")
                 self._ends[rank] = RankEnd(rank, host, 0, 0, 0.0)
                 self._escalate(AFTER_FAILURE)
             case LauncherEnded():
@@ -231,14 +234,8 @@ class Supervisor:
             return _TIMEOUT_EXIT_CODE
         if self._too_slow:
             raise MachineError(self._missing(f"the {self._job.start_timeout_s:g} s of --start-timeout were over"))
-        if self._has_no_port:
-            raise MachineError(
-                f"MASTER_PORT={self._job.master_port} is in use on {self._hosts[0]}, where rank 0 would listen, or is "
-                "no port; set another, or unset it, and ringrun finds a free one"
-            )
-        if self._not_started:
-            where = f"rank {self._not_started.rank} on host {self._not_started.host}"
-            raise UsageError(f"the command cannot be executed: {self._not_started.reason}, says {where}")
+        if self._refusal:
+            raise self._refusal
         ends = self._ends.values()
         aborter = outcome.aborter(ends, self._launcher.code)
         if cause := aborter or outcome.root_cause(ends, self._lost_peer_code):

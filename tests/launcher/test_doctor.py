@@ -19,6 +19,7 @@ from ringrun.doctor.links import Link, Links, findings, read_links, to_json
 from ringrun.doctor.matrix import WIDTH, matrix
 from ringrun.doctor.schedule import rounds
 from ringrun.errors import UsageError
+from ringrun.interpreter import run_module
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -160,7 +161,9 @@ def test_no_matrix_is_wider_than_a_terminal(hosts: list[str], gbit_s: float, lat
 
 def test_the_command_of_the_job() -> None:
     argv = start.command(["h1", "fe80::1"], ["--ssh-port", "22"], 60.0)
-    assert argv[3:11] == ["-np", "2", "-H", "h1:1,[fe80::1]:1", "--timeout", "60", "--no-bind", "--ssh-port"]
+    flags = ["-np", "2", "-H", "h1:1,[fe80::1]:1", "--timeout", "60", "--no-bind", "--ssh-port", "22"]
+    assert argv[: argv.index("22") + 1] == [sys.executable, *run_module("ringrun"), *flags]
+    assert argv[argv.index("22") + 1 :] == [sys.executable, *run_module("ringrun.doctor.worker")]
 
 
 @pytest.mark.parametrize("count", [2, 3])

@@ -17,10 +17,10 @@ from ringrun.engines.detect import Detected
 from ringrun.environment import HOOK_DIRECTORY, Place, Settings, rank_environment
 from ringrun.errors import UsageError
 from ringrun.hosts import Host
+from ringrun.interpreter import run_module
 from ringrun.job.plan import (
     Job,
     across,
-    agent_arguments,
     aliases,
     engine_variables,
     find_command,
@@ -97,14 +97,16 @@ def test_the_job_is_agents_with_the_command_as_it_stands() -> None:
     argv = job_command(OPEN_MPI, Job(4, ["/bin/echo", "$HOME", "a;b"]), None, as_root=False)
     assert argv[0] == "/v/bin/mpirun"
     assert argv[argv.index("-np") + 1] == "4"
-    agent = agent_arguments(sys.version_info[:2])
+    agent = run_module("ringrun.agent")
     assert argv[argv.index(sys.executable) :] == [sys.executable, *agent, "/bin/echo", "$HOME", "a;b"]
 
 
 @pytest.mark.parametrize("version", [(3, 10), sys.version_info[:2]])
 def test_an_agent_of_every_version_imports_nothing_from_the_current_folder(version, tmp_path: Path) -> None:
     (tmp_path / "json.py").write_text("raise SystemExit('the wrong file')")
-    run = subprocess.run([sys.executable, *agent_arguments(version)], cwd=tmp_path, capture_output=True, text=True)
+    run = subprocess.run(
+        [sys.executable, *run_module("ringrun.agent", version)], cwd=tmp_path, capture_output=True, text=True
+    )
     assert "ringrun.agent is started by ringrun, not by hand" in run.stderr
 
 

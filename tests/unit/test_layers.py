@@ -96,7 +96,7 @@ def test_only_world_and_the_message_transport_know_mpi():
 # the launcher's modules, and folders whose own modules are named only where they stand at different heights
 LAUNCHER = ROOT / "launcher"
 LAUNCHER_LAYERS = [
-    ["errors", "spans", "hook"],
+    ["errors", "spans", "interpreter", "hook"],
     ["processes"],
     ["ranks", "quantities", "hosts", "machine", "forward", "network", "ssh"],
     ["connection.wire", "config", "where"],
@@ -107,6 +107,7 @@ LAUNCHER_LAYERS = [
     ["job"],
     ["doctor", "kubernetes", "stacks", "build"],
     ["cli"],
+    ["__main__"],
 ]
 
 
