@@ -10,7 +10,6 @@ produced it.
 
 from __future__ import annotations
 
-import importlib
 import math
 import sys
 from collections.abc import Callable
@@ -18,8 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from ringreduce.cuda.runtime import cupy
 from ringreduce.dtypes import ElementType, element_type
-from ringreduce.errors import MissingExtraError, UnsupportedArrayError
+from ringreduce.errors import UnsupportedArrayError
 
 
 class Buffer:
@@ -71,7 +71,7 @@ class _CupyBuffer(Buffer):
     __slots__ = ()
 
     def settle(self) -> None:
-        _cupy().cuda.get_current_stream().synchronize()
+        cupy().cuda.get_current_stream().synchronize()
 
 
 class _TorchBuffer(Buffer):
@@ -90,7 +90,7 @@ class _TorchGpuBuffer(_TorchBuffer):
     def settle(self) -> None:
         """The user's thread queues on torch's current stream, the engine's thread on CuPy's: wait for both."""
         sys.modules["torch"].cuda.current_stream(self.device).synchronize()
-        _cupy().cuda.get_current_stream().synchronize()
+        cupy().cuda.get_current_stream().synchronize()
 
 
 def as_buffer(array: Any, *, writable: bool = False) -> Buffer:
@@ -108,7 +108,7 @@ def as_buffer(array: Any, *, writable: bool = False) -> Buffer:
             raise UnsupportedArrayError(f"a {type(array).__name__} cannot be changed in place; pass an array")
         return _numpy_buffer(np.asarray(array), writable)
     if hasattr(array, "__cuda_array_interface__"):
-        return _cupy_buffer(_cupy().asarray(array))
+        return _cupy_buffer(cupy().asarray(array))
     if hasattr(array, "__dlpack__"):
         return _dlpack_buffer(array, writable)
     raise UnsupportedArrayError(
@@ -210,7 +210,7 @@ def _torch_gpu_buffer(tensor: Any, element: ElementType) -> Buffer:
     why_not = _why_not(tensor)
     if why_not:
         raise UnsupportedArrayError(why_not)
-    flat = _cupy().asarray(_as_numpy_knows(tensor, element).reshape(-1)).view(element.storage)
+    flat = cupy().asarray(_as_numpy_knows(tensor, element).reshape(-1)).view(element.storage)
     return _TorchGpuBuffer(flat, element, tuple(tensor.shape), str(tensor.device), tensor.dtype)
 
 
@@ -242,7 +242,7 @@ def _why_not(tensor: Any) -> str:
 def _dlpack_buffer(array: Any, writable: bool) -> Buffer:
     device_type, _ = array.__dlpack_device__()
     if device_type != 1:  # kDLCPU
-        return _cupy_buffer(_cupy().from_dlpack(array))
+        return _cupy_buffer(cupy().from_dlpack(array))
     try:
         return _numpy_buffer(np.from_dlpack(array), writable)
     except (BufferError, RuntimeError) as exc:
@@ -250,15 +250,5 @@ def _dlpack_buffer(array: Any, writable: bool) -> Buffer:
         raise UnsupportedArrayError(f"a {kind} that NumPy cannot view through DLPack: {exc}") from exc
 
 
-def _cupy() -> Any:
-    try:
-        return importlib.import_module("cupy")
-    except ImportError as exc:
-        raise MissingExtraError(
-            "GPU arrays need CuPy; install it with: pip install 'ringreduce[cuda12]' (or 'ringreduce[cuda13]', as your "
-            "driver has it)"
-        ) from exc
-
-
 def _array_module(flat: Any) -> Any:
-    return np if isinstance(flat, np.ndarray) else _cupy()
+    return np if isinstance(flat, np.ndarray) else cupy()

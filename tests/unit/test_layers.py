@@ -18,6 +18,7 @@ LAYERS = [
     ["kernels.half_numba", "kernels.half_torch", "kernels.streaming_numba"],
     ["kernels.half", "kernels.copying"],
     ["settings", "dtypes", "partition", "trees"],
+    ["cuda.runtime"],
     ["ops", "buffers", "compression"],
     ["world"],
     ["transport.base", "transport.doorbell", "transport.waiting"],

@@ -1,0 +1,218 @@
+"""What ringreduce asks of CUDA's runtime, through CuPy: streams, events, memory. Nothing else here asks for it.
+
+Nobody waits for a GPU, but in `Stream.synchronize`. What one stream has done another may read after it was told to
+`wait` for an `Event` that the first has recorded; what the host may read, after `Event.done()`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ringreduce.errors import MissingExtraError
+
+NOT_READY = 600
+"""cudaErrorNotReady: what an event says whose work is not done."""
+
+
+def cupy() -> Any:
+    """The module CuPy; raises MissingExtraError where it is not installed."""
+    try:
+        return importlib.import_module("cupy")
+    except ImportError as exc:
+        raise MissingExtraError(
+            "GPU arrays need CuPy; install it with: pip install 'ringreduce[cuda12]' (or 'ringreduce[cuda13]', as your "
+            "driver has it)"
+        ) from exc
+
+
+def runtime() -> Any:
+    """CuPy's binding of CUDA's runtime."""
+    return cupy().cuda.runtime
+
+
+class Event:
+    """A point in a stream's work; given back to its device's pool when nobody holds it any more."""
+
+    __slots__ = ("_pool", "pointer")
+
+    def __init__(self, pointer: int, pool: list[int]) -> None:
+        self.pointer = pointer
+        self._pool = pool
+
+    def done(self) -> bool:
+        """True when the work before it is done; raises CuPy's CUDARuntimeError when it has failed."""
+        return is_done(self.pointer)
+
+    def __del__(self) -> None:
+        self._pool.append(self.pointer)  # who waits for it in a stream has been told the work, not the event
+
+
+def is_done(event: int) -> bool:
+    """True when the work before an event is done; raises CuPy's CUDARuntimeError when it has failed."""
+    status = runtime().eventQuery(event)
+    if status not in (0, NOT_READY):
+        raise runtime().CUDARuntimeError(status)
+    return bool(status == 0)
+
+
+class Stream:
+    """A queue of work on one GPU, of our own: it does not wait for the legacy default stream, nor that for it.
+
+    `with stream:` makes it CuPy's current stream in this thread, so that CuPy's and our kernels go there.
+    """
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        with device:
+            self._stream = cupy().cuda.Stream(non_blocking=True)
+        self.pointer = int(self._stream.ptr)
+
+    def record(self) -> Event:
+        """The point that this stream's work has reached now."""
+        return self.device.record(self.pointer)
+
+    def wait(self, event: Event) -> None:
+        """Let what is queued from now on wait for an event; the host does not."""
+        runtime().streamWaitEvent(self.pointer, event.pointer)
+
+    def copy(self, target: int, source: int, nbytes: int) -> None:
+        """Queue a copy between any two of host and device addresses; host memory must be pinned, and stay."""
+        runtime().memcpyAsync(target, source, nbytes, runtime().memcpyDefault, self.pointer)
+
+    def synchronize(self) -> None:
+        """Return when all that is queued is done. It blocks the thread."""
+        runtime().streamSynchronize(self.pointer)
+
+    def __enter__(self) -> Stream:
+        self._stream.__enter__()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stream.__exit__(*exception)
+
+
+class Device:
+    """One GPU as this process uses it; made by `device`. `with device:` makes it this thread's current one."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self._current = threading.local()
+        self._idle_events: list[int] = []
+
+    @functools.cached_property
+    def name(self) -> str:
+        """Such as NVIDIA H200."""
+        name = runtime().getDeviceProperties(self.index)["name"]
+        return name.decode() if isinstance(name, bytes) else str(name)
+
+    @functools.cached_property
+    def pci_bus_id(self) -> str:
+        """Such as 0000:3B:00.0: which GPU of the host it is, whatever its index here."""
+        return str(runtime().deviceGetPCIBusId(self.index))
+
+    def record(self, stream: int) -> Event:
+        """The point that the work of a stream of this device, given by its address, has reached now."""
+        with self:  # 0 means the default stream of the thread's current device
+            try:
+                pointer = self._idle_events.pop()
+            except IndexError:
+                pointer = runtime().eventCreateWithFlags(runtime().eventDisableTiming)
+            event = Event(pointer, self._idle_events)
+            runtime().eventRecord(pointer, stream)
+        return event
+
+    def wait(self, stream: int, event: Event) -> None:
+        """Let what is queued from now on in a stream of this device, given by its address, wait for an event."""
+        with self:
+            runtime().streamWaitEvent(stream, event.pointer)
+
+    def empty(self, nbytes: int) -> Block:
+        """New memory on this GPU, not from any pool, so that it can be mapped by other processes; zeroed."""
+        return Block(self, nbytes)
+
+    def __enter__(self) -> Device:
+        stack = self._current.__dict__.setdefault("stack", [])
+        stack.append(runtime().getDevice())
+        if stack[-1] != self.index:
+            runtime().setDevice(self.index)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        before = self._current.stack.pop()
+        if before != self.index:
+            runtime().setDevice(before)
+
+
+@functools.cache
+def device(index: int) -> Device:
+    """The GPU of this number, as CUDA counts those that this process sees."""
+    return Device(index)
+
+
+class Block:
+    """Memory on a GPU, from cudaMalloc, zeroed: 16-byte aligned (256, says CUDA). Freed by `free` only."""
+
+    def __init__(self, owner: Device, nbytes: int) -> None:
+        self.device, self.nbytes = owner, nbytes
+        with owner:
+            self.pointer = int(runtime().malloc(nbytes))
+            runtime().memsetAsync(self.pointer, 0, nbytes, 0)
+            runtime().streamSynchronize(0)
+
+    def array(self, dtype: np.dtype[Any], low: int = 0, high: int | None = None) -> Any:
+        """Bytes low:high as a 1-D CuPy array of `dtype`."""
+        return view(self.pointer + low, (self.nbytes if high is None else high) - low, dtype, self, self.device.index)
+
+    def free(self) -> None:
+        """Give it back; whoever has mapped it must have closed it before. Waits for the device's work, as CUDA says."""
+        with self.device:
+            runtime().free(self.pointer)
+
+
+def view(pointer: int, nbytes: int, dtype: np.dtype[Any], owner: Any, index: int) -> Any:
+    """Memory on GPU number `index` as a 1-D CuPy array, which keeps `owner`, whose memory it is, alive."""
+    module = cupy()
+    memory = module.cuda.UnownedMemory(pointer, nbytes, owner, index)
+    return module.ndarray(nbytes // dtype.itemsize, dtype, memptr=module.cuda.MemoryPointer(memory, 0))
+
+
+class Pinned:
+    """Host memory that the GPU reads and writes by itself: `array`, 1-D uint8, at address `pointer`."""
+
+    def __init__(self, nbytes: int) -> None:
+        module = cupy()
+        self._memory = module.cuda.alloc_pinned_memory(nbytes)
+        self.array: np.ndarray[Any, Any] = np.frombuffer(self._memory, np.uint8, nbytes)
+        self.pointer = int(self._memory.ptr)
+
+
+class PinnedPool:
+    """Pinned blocks for short copies up: one is used again when the copy out of it is done. For one thread."""
+
+    def __init__(self) -> None:
+        self._blocks: list[tuple[Pinned, Event]] = []
+
+    def upload(self, values: np.ndarray[Any, Any], target: int, stream: Stream) -> None:
+        """Queue a copy of `values` to a device address."""
+        pinned = self._take(values.nbytes)
+        pinned.array[: values.nbytes] = values.view(np.uint8)
+        stream.copy(target, pinned.pointer, values.nbytes)
+        self._blocks.append((pinned, stream.record()))
+
+    def _take(self, nbytes: int) -> Pinned:
+        for number, (pinned, event) in enumerate(self._blocks):
+            if pinned.array.nbytes >= nbytes and event.done():
+                del self._blocks[number]
+                return pinned
+        return Pinned(max(4096, 1 << (nbytes - 1).bit_length()))
+
+
+def flat_addresses(pointers: Sequence[int]) -> np.ndarray[Any, Any]:
+    """Device addresses as a kernel reads them."""
+    return np.array(pointers, np.uint64)
