@@ -11,10 +11,12 @@ import itertools
 import threading
 import time
 from collections import defaultdict, deque
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from ringreduce import buffers
 from ringreduce.errors import CollectiveError, PeerLostError
 from ringreduce.transport.base import Letter
 
@@ -100,8 +102,18 @@ class Exchange:
 class ThreadRequest:
     """A message under way."""
 
-    def __init__(self, exchange: Exchange, array: Any, rank: int, peer: int, tag: int, receiving: bool) -> None:
+    def __init__(
+        self,
+        exchange: Exchange,
+        array: Any,
+        rank: int,
+        peer: int,
+        tag: int,
+        receiving: bool,
+        arrived: Callable[[], None] | None = None,
+    ) -> None:
         self._exchange = exchange
+        self._arrived = arrived
         self.array = array
         self.rank = rank
         self.peer = peer
@@ -120,6 +132,9 @@ class ThreadRequest:
     def wait(self) -> None:
         """See `Request.wait`."""
         self._exchange.wait(self)
+        if self._arrived is not None:
+            self._arrived()
+            self._arrived = None
 
 
 def _overlap(one: Any, other: Any) -> bool:
@@ -144,15 +159,18 @@ class ThreadTransport:
         self._exchange = exchange
         self.rank = rank
         self.size = exchange.size
+        self.takes_gpu = False
 
     def send(self, array: Any, destination: int, tag: int) -> ThreadRequest:
         """See `Transport.send`."""
         self._exchange.messages.append(Message(self.rank, destination, tag, array.nbytes))
-        return self._post(array, destination, tag, receiving=False)
+        memory = buffers.outgoing(array, takes_gpu=self.takes_gpu)
+        return self._post(memory, destination, tag, receiving=False)
 
     def receive(self, array: Any, source: int, tag: int) -> ThreadRequest:
         """See `Transport.receive`."""
-        return self._post(array, source, tag, receiving=True)
+        memory, arrived = buffers.incoming(array, takes_gpu=self.takes_gpu)
+        return self._post(memory, source, tag, receiving=True, arrived=arrived)
 
     def post(self, content: bytes, destination: int) -> None:
         """See `EngineTransport.post`."""
@@ -190,7 +208,9 @@ class ThreadTransport:
     def close(self) -> None:
         """Nothing to give back."""
 
-    def _post(self, array: Any, peer: int, tag: int, receiving: bool) -> ThreadRequest:
-        request = ThreadRequest(self._exchange, array, self.rank, peer, tag, receiving)
+    def _post(
+        self, array: Any, peer: int, tag: int, receiving: bool, arrived: Callable[[], None] | None = None
+    ) -> ThreadRequest:
+        request = ThreadRequest(self._exchange, array, self.rank, peer, tag, receiving, arrived)
         self._exchange.post(request)
         return request
