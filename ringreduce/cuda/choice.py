@@ -51,9 +51,18 @@ def select(settings: Settings, environ: Mapping[str, str]) -> Choice:
     Raises: SettingsError for a cuda_device that is not among the GPUs here.
     """
     imported = [library for library in (_Cupy, _Torch) if library.name in sys.modules]
-    libraries = [each for library in imported if (each := library()).bus_ids]
+    if not imported:
+        return NOT_ASKED
+    try:
+        return _select(settings, environ, [library() for library in imported])
+    except RuntimeError as exc:  # of CuPy or torch, such as a GPU that another process has for itself
+        return Choice(None, f"CUDA says: {exc}")  # a job that needs it will hear it from CUDA, others go on
+
+
+def _select(settings: Settings, environ: Mapping[str, str], imported: Sequence[_Cupy | _Torch]) -> Choice:
+    libraries = [library for library in imported if library.bus_ids]
     if not libraries:
-        return Choice(None, "no GPU here") if imported else NOT_ASKED
+        return Choice(None, "no GPU here")
     own = next((index for each in libraries if (index := each.current())), None)
     choice = chosen(settings, environ, libraries[0].bus_ids, own)
     if choice.index is not None:

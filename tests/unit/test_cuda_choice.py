@@ -196,6 +196,18 @@ def test_without_a_gpu_nothing_happens(asked, imported_cupy, imported_torch):
     assert cupy.used == torch.used == []
 
 
+@pytest.mark.parametrize("library", ["cupy", "torch"])
+def test_a_gpu_that_cannot_be_used_fails_no_job_that_may_not_need_it(library, request, monkeypatch):
+    cuda = request.getfixturevalue(f"imported_{library}")(BUS_IDS)
+
+    def busy(index):
+        raise CUDARuntimeError("cudaErrorDevicesUnavailable")
+
+    monkeypatch.setattr(cuda, "use", busy)
+    monkeypatch.setattr(sys.modules[library].cuda, "set_device", busy, raising=False)
+    assert select(Settings(), {"LOCAL_RANK": "1"}) == Choice(None, "CUDA says: cudaErrorDevicesUnavailable")
+
+
 @pytest.mark.parametrize("asked", ["", "1"])
 def test_what_the_script_has_not_imported_is_not_imported(asked, absent):
     assert select(Settings(cuda_device=asked), {"LOCAL_RANK": "1"}) is NOT_ASKED
