@@ -30,6 +30,8 @@ class Info:
     hosts: tuple[int, ...]
     """The number of each rank's host."""
     generation: int
+    gpu: str
+    """Which GPU init() has made the current one, by CUDA's index, and why. Arrays may lie on another."""
     algorithm: str
     """How an allreduce of all ranks moves data, by its size in bytes."""
     knobs: Knobs
@@ -87,6 +89,7 @@ def info() -> Info:
         size=current.world.size,
         hosts=current.world.hosts,
         generation=current.world.generation,
+        gpu=str(current.gpu),
         algorithm=engine.lanes[GLOBAL].routes.text(),
         knobs=engine.lanes[GLOBAL].knobs,
         usable_algorithms=tuple(engine.lanes[GLOBAL].routes.usable),

@@ -104,7 +104,7 @@ def check(settings: Settings, routes: Routes, hosts: Sequence[int], why_not: str
         raise SettingsError(f"RINGREDUCE_ALGORITHM={asked!r}: expected auto or one of {', '.join(ALGORITHMS)}")
     if asked == "auto" or len(hosts) == 1:
         return
-    if asked not in routes.usable:
+    if asked not in (*routes.usable, "nccl"):  # that is for GPU arrays; host arrays go as with auto
         places = len(set(hosts))
         needs = {
             "shared": "all ranks on one host, and shared memory",

@@ -31,6 +31,9 @@ OTHER = {
     "fusion_slot_bytes": str(1 << 20),
     "ring_segment_bytes": "4096",
     "cache_capacity": "7",
+    "cuda_device": "1",
+    "cuda_slot_bytes": "4096",
+    "cuda_aware_mpi": "0",
     "cycle_time_ms": "3.5",
     "stall_check_s": "99",
     "stall_abort_s": "100",
@@ -38,7 +41,11 @@ OTHER = {
     "timeline": "a: b.json",
     "log_level": "debug",
 }
-"""Values that are no defaults; the settings that are on or off are turned on."""
+"""Values that are no defaults; the settings that are on or off are turned over."""
+
+
+def other(field: dataclasses.Field) -> str:
+    return OTHER.get(field.name) or str(int(not field.default))
 
 
 @pytest.fixture(autouse=True)
@@ -80,10 +87,11 @@ def refusal_of_file(file: Callable[[str], str], text: str) -> str:
 
 @pytest.mark.parametrize("field", FIELDS, ids=lambda field: field.name)
 def test_every_setting_has_its_flag(field: dataclasses.Field) -> None:
-    flag = f"--{field.name.replace('_', '-')}"
+    name = field.name.replace("_", "-")
+    flag = f"--no-{name}" if field.default is True else f"--{name}"
     given = [flag] if isinstance(field.default, bool) else [flag, OTHER[field.name]]
     variables = parsed(*given).variables
-    assert variables == {PREFIX + field.name.upper(): OTHER.get(field.name, "1")}
+    assert variables == {PREFIX + field.name.upper(): other(field)}
     assert getattr(Settings.from_environment(variables), field.name) != field.default
 
 
@@ -91,10 +99,10 @@ def test_every_setting_has_its_flag(field: dataclasses.Field) -> None:
 @pytest.mark.parametrize("field", FIELDS, ids=lambda field: field.name)
 @needs_yaml
 def test_every_setting_has_its_key(field: dataclasses.Field, dash: str, file: Callable[[str], str]) -> None:
-    value = OTHER.get(field.name, "true")
+    value = OTHER.get(field.name) or str(not field.default).lower()
     quoted = f"'{value}'" if isinstance(field.default, str) else value
     resolved = of_file(file, f"# first line\n{field.name.replace('_', dash)}: {quoted}\n")
-    assert resolved.variables == {PREFIX + field.name.upper(): OTHER.get(field.name, "1")}
+    assert resolved.variables == {PREFIX + field.name.upper(): other(field)}
     assert resolved.settings[field.name].source == "job.yaml:2"
 
 
@@ -241,7 +249,11 @@ def test_horovods_file_is_understood(file: Callable[[str], str]) -> None:
         (
             ["--algorithm", "rong"],
             "--algorithm: RINGREDUCE_ALGORITHM='rong': expected auto or one of shared, hierarchical, ring, direct, "
-            "doubling, mpi",
+            "doubling, mpi, nccl",
+        ),
+        (
+            ["--cuda-device", "x"],
+            "--cuda-device: cuda_device='x': expected an index, such as 0, or a PCI bus id, such as 0000:3b:00.0",
         ),
         (["--costs", "x=1"], "--costs: RINGREDUCE_COSTS: 'x=1'; expected name=number"),
         (
