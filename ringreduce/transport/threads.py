@@ -2,7 +2,7 @@
 
 A send is never buffered unless asked: it completes only when its receive is there, and the receiver reads the sender's
 memory at that moment. Code that touches a buffer too early, relies on MPI's eager sends, or disagrees about a length
-fails here.
+fails here. GPU memory goes through the host, as in MPI's messages.
 """
 
 from __future__ import annotations
@@ -102,18 +102,13 @@ class Exchange:
 class ThreadRequest:
     """A message under way."""
 
-    def __init__(
-        self,
-        exchange: Exchange,
-        array: Any,
-        rank: int,
-        peer: int,
-        tag: int,
-        receiving: bool,
-        arrived: Callable[[], None] | None = None,
-    ) -> None:
+    def __init__(self, exchange: Exchange, array: Any, rank: int, peer: int, tag: int, receiving: bool) -> None:
         self._exchange = exchange
-        self._arrived = arrived
+        self._arrived: Callable[[], None] | None = None
+        if receiving:
+            array, self._arrived = buffers.incoming(array)
+        else:
+            array = buffers.outgoing(array)
         self.array = array
         self.rank = rank
         self.peer = peer
@@ -148,7 +143,7 @@ def _deliver(one: ThreadRequest, other: ThreadRequest) -> None:
             f"rank {send.rank} sent {send.array.nbytes} bytes, but rank {receive.rank} expected {receive.array.nbytes}"
         )
     else:
-        receive.array.view("u1")[...] = send.array.view("u1")
+        receive.array[...] = send.array
     receive.completed = send.completed = True
 
 
@@ -164,13 +159,11 @@ class ThreadTransport:
     def send(self, array: Any, destination: int, tag: int) -> ThreadRequest:
         """See `Transport.send`."""
         self._exchange.messages.append(Message(self.rank, destination, tag, array.nbytes))
-        memory = buffers.outgoing(array, takes_gpu=self.takes_gpu)
-        return self._post(memory, destination, tag, receiving=False)
+        return self._post(array, destination, tag, receiving=False)
 
     def receive(self, array: Any, source: int, tag: int) -> ThreadRequest:
         """See `Transport.receive`."""
-        memory, arrived = buffers.incoming(array, takes_gpu=self.takes_gpu)
-        return self._post(memory, source, tag, receiving=True, arrived=arrived)
+        return self._post(array, source, tag, receiving=True)
 
     def post(self, content: bytes, destination: int) -> None:
         """See `EngineTransport.post`."""
@@ -208,9 +201,7 @@ class ThreadTransport:
     def close(self) -> None:
         """Nothing to give back."""
 
-    def _post(
-        self, array: Any, peer: int, tag: int, receiving: bool, arrived: Callable[[], None] | None = None
-    ) -> ThreadRequest:
-        request = ThreadRequest(self._exchange, array, self.rank, peer, tag, receiving, arrived)
+    def _post(self, array: Any, peer: int, tag: int, receiving: bool) -> ThreadRequest:
+        request = ThreadRequest(self._exchange, array, self.rank, peer, tag, receiving)
         self._exchange.post(request)
         return request
