@@ -40,9 +40,11 @@ def mpich_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def cupy(monkeypatch):
-    """A fake CuPy, whose device memory cannot be touched from the host by mistake."""
-    monkeypatch.setitem(sys.modules, "cupy", fake_cupy)
-    return fake_cupy
+    """A fake CuPy, whose device memory cannot be touched from the host by mistake, nor by two streams without order."""
+    with fake_cupy.checked() as fake:
+        for name, module in fake.modules().items():
+            monkeypatch.setitem(sys.modules, name, module)
+        yield fake
 
 
 @pytest.fixture

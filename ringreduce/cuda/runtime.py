@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import importlib
 import threading
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -84,6 +83,11 @@ class Stream:
     def copy(self, target: int, source: int, nbytes: int) -> None:
         """Queue a copy between any two of host and device addresses; host memory must be pinned, and stay."""
         runtime().memcpyAsync(target, source, nbytes, runtime().memcpyDefault, self.pointer)
+
+    def use(self) -> None:
+        """Make it CuPy's current stream, and its device the current one, in this thread for good."""
+        runtime().setDevice(self.device.index)
+        self._stream.use()
 
     def synchronize(self) -> None:
         """Return when all that is queued is done. It blocks the thread."""
@@ -213,6 +217,62 @@ class PinnedPool:
         return Pinned(max(4096, 1 << (nbytes - 1).bit_length()))
 
 
-def flat_addresses(pointers: Sequence[int]) -> np.ndarray[Any, Any]:
-    """Device addresses as a kernel reads them."""
-    return np.array(pointers, np.uint64)
+HANDLE_BYTES = 64
+"""Of what another process opens memory or an event by."""
+
+
+class SharedEvent:
+    """An event that other processes can open, recorded again and again; whoever waits has the latest record then."""
+
+    def __init__(self, owner: Device) -> None:
+        self.device = owner
+        with owner:
+            flags = runtime().eventInterprocess | runtime().eventDisableTiming
+            self.pointer = int(runtime().eventCreateWithFlags(flags))
+
+    def handle(self) -> bytes:
+        """By which another process opens it."""
+        return bytes(runtime().ipcGetEventHandle(self.pointer))
+
+    def record(self, stream: Stream) -> None:
+        """Let it be the point that a stream of its device has reached now."""
+        with self.device:
+            runtime().eventRecord(self.pointer, stream.pointer)
+
+    def free(self) -> None:
+        """Give it back."""
+        runtime().eventDestroy(self.pointer)
+
+
+def export(block: Block) -> bytes:
+    """By which another process of this host maps a block; raises CuPy's CUDARuntimeError where that is forbidden."""
+    with block.device:
+        return bytes(runtime().ipcGetMemHandle(block.pointer))
+
+
+def map_memory(handle: bytes, to: Device) -> int:
+    """The address here of another process's block; raises CuPy's CUDARuntimeError where GPU `to` cannot reach it."""
+    with to:
+        return int(runtime().ipcOpenMemHandle(handle, runtime().cudaIpcMemLazyEnablePeerAccess))
+
+
+def unmap_memory(pointer: int, to: Device) -> None:
+    """Give back what `map_memory` gave; before its owner frees it."""
+    with to:
+        runtime().ipcCloseMemHandle(pointer)
+
+
+def open_event(handle: bytes, on: Device) -> int:
+    """Another process's SharedEvent, for streams of GPU `on` to wait for."""
+    with on:
+        return int(runtime().ipcOpenEventHandle(handle))
+
+
+def close_event(pointer: int) -> None:
+    """Give back what `open_event` gave."""
+    runtime().eventDestroy(pointer)
+
+
+def wait_for(event: int, stream: Stream) -> None:
+    """Let what is queued from now on in a stream wait for the latest record of an event, given by its address."""
+    runtime().streamWaitEvent(stream.pointer, event)
