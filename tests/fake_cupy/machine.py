@@ -159,9 +159,15 @@ class Machine:
             self._known[self.process] = dict(self._known["main"])
         if self.process == "main":
             for each in self._known.values():
-                self._learn(each)
+                self.learn(each)
 
-    def _learn(self, clock):
+    @property
+    def knowledge(self):
+        """The clock of the calling process: what its host has waited for, or was told."""
+        return self._known[self.process]
+
+    def learn(self, clock):
+        """The calling process is told what is done."""
         known = self._known[self.process] = dict(self._known[self.process])
         join(known, clock)
 
@@ -227,11 +233,12 @@ class Machine:
         operation.done, operation.after, operation.known = True, (), None
         reads, writes = operation.ranges()
         touched = [(each, False) for each in reads if each[1]] + [(each, True) for each in writes if each[1]]
-        wrong = [self.memory.what_is_wrong(operation, *each) for each, _ in touched]
-        wrong = [each for each in wrong if each]
-        if wrong:
-            self.races += wrong
+        wrong = {each: why for each, _ in touched if (why := self.memory.what_is_wrong(operation, *each))}
+        self.races += wrong.values()
+        if not all(self.memory.is_in_a_pool(address) for address, _ in wrong):
             raise CUDARuntimeError(700)
+        if wrong:
+            return
         for each, is_written in touched:
             self.races += self.memory.use(operation, *each, is_written)
         if operation.work is not None:
@@ -277,7 +284,7 @@ class Machine:
         """Run what an operation needs, and it; the calling process knows then."""
         if operation is not None:
             self._wait(operation)
-            self._learn(operation.clock)
+            self.learn(operation.clock)
 
     def query(self, operation):
         """True when an operation is done. In lazy mode it comes one step nearer each time, then four, then sixteen."""
@@ -293,7 +300,7 @@ class Machine:
                     break
                 self._run(needed)
             return False
-        self._learn(operation.clock)
+        self.learn(operation.clock)
         return True
 
     # memory

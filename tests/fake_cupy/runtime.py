@@ -292,11 +292,13 @@ def _check_ipc():
 
 def _handle(kind, what):
     handle = np.array([fake.machine.new_handle(), *range(1, 8)], np.uint64).tobytes()
-    fake.machine.ipc[handle] = kind, fake.machine.process, what
+    fake.machine.ipc[handle] = kind, what, fake.machine.knowledge
     return handle
 
 
 def _opened(kind, handle):
     if len(handle) != HANDLE_BYTES or fake.machine.ipc.get(bytes(handle), ("",))[0] != kind:
         raise CUDARuntimeError(1)
-    return fake.machine.ipc[bytes(handle)][2]
+    _, what, known = fake.machine.ipc[bytes(handle)]
+    fake.machine.learn(known)  # who sends a handle sends it after what its host has waited for
+    return what
