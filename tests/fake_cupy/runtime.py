@@ -17,6 +17,10 @@ cudaIpcMemLazyEnablePeerAccess = 1
 HANDLE_BYTES = 64
 
 
+def runtimeGetVersion():
+    return 12090
+
+
 # devices
 
 
@@ -166,11 +170,8 @@ def streamCreateWithFlags(flags):
 
 
 def streamDestroy(stream):
-    """Its work goes on; nothing can be queued any more."""
     with fake.machine.entered():
-        own = fake.machine.stream(stream)
-        del fake.machine.streams[stream]
-        fake.machine.streams[("destroyed", stream)] = own
+        fake.machine.destroy_stream(stream)
 
 
 def streamSynchronize(stream):

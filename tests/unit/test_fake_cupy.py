@@ -2,11 +2,12 @@
 
 import ctypes
 import threading
+import time
 
 import numpy as np
 import pytest
 
-from ringreduce.cuda.runtime import Pinned, PinnedPool, Stream, device
+from ringreduce.cuda.runtime import Pinned, PinnedPool, Stream, cupy, device, view
 
 N = 1000
 
@@ -505,3 +506,106 @@ def test_foreign_memory_is_ordered_by_its_interface(any_mode):
     assert any_mode.asarray(foreign).get().tolist() == [3.0] * N
     stream.wait(device(0).record(0))
     assert races(any_mode) == []
+
+
+# a whole program: an all-reduce through the ranks' slots, as ringreduce/transport/peers.py does it
+
+
+class Slots:
+    """Three ranks sum their chunks out of all ranks' slots. `forgets`: what they do not wait for."""
+
+    SIZE, TURNS, CHUNK = 3, 12, 64
+
+    def __init__(self, fake, number_of_slots, forgets):
+        self.runtime, self.number_of_slots, self.forgets = fake.cuda.runtime, number_of_slots, forgets
+        self.shown = {}
+        self.flags = [[0, 0] for _ in range(self.SIZE)]
+        self.results = [[] for _ in range(self.SIZE)]
+
+    def elements(self, rank, turn):
+        return np.arange(self.SIZE * self.CHUNK, dtype=np.float32) * (rank + 1) + turn
+
+    def publish(self, rank, flag, turn, stream, events):
+        self.runtime.eventRecord(events[rank][flag][turn % self.number_of_slots], stream.pointer)
+        self.flags[rank][flag] = turn + 1
+
+    def wait(self, flag, turn, stream, events):
+        while any(each[flag] <= turn for each in self.flags):
+            time.sleep(0)
+        if self.forgets != flag:
+            for each in events:
+                self.runtime.streamWaitEvent(stream.pointer, each[flag][turn % self.number_of_slots])
+
+    def connect(self, rank, nbytes):
+        runtime = self.runtime
+        block = device(0).empty(nbytes * self.number_of_slots)
+        flags = runtime.eventDisableTiming | runtime.eventInterprocess
+        events = [[runtime.eventCreateWithFlags(flags) for _ in range(self.number_of_slots)] for _ in range(2)]
+        handles = [[runtime.ipcGetEventHandle(each) for each in row] for row in events]
+        self.shown[rank] = runtime.ipcGetMemHandle(block.pointer), handles
+        while len(self.shown) < self.SIZE:
+            time.sleep(0)
+        addresses, theirs = [], []
+        for peer in range(self.SIZE):
+            memory, handles = self.shown[peer]
+            addresses.append(block.pointer if peer == rank else runtime.ipcOpenMemHandle(memory))
+            opened = [[runtime.ipcOpenEventHandle(each) for each in row] for row in handles]
+            theirs.append(events if peer == rank else opened)
+        return addresses, theirs
+
+    def program(self):
+        rank = int(threading.current_thread().name.removeprefix("rank "))
+        stream = Stream(device(0))
+        length, float32 = self.SIZE * self.CHUNK, np.dtype(np.float32)
+        addresses, events = self.connect(rank, 4 * length)
+        for turn in range(self.TURNS):
+            at = turn % self.number_of_slots * 4 * length
+            slots = [view(each + at, 4 * length, float32, None, 0) for each in addresses]
+            low, high = rank * self.CHUNK, (rank + 1) * self.CHUNK
+            with stream:
+                tensor = cupy().asarray(self.elements(rank, turn))
+                slots[rank][...] = tensor
+                self.publish(rank, 0, turn, stream, events)
+                self.wait(0, turn, stream, events)
+                total = slots[0][low:high] + slots[1][low:high]
+                slots[rank][low:high] = np.add(total, slots[2][low:high])
+                self.publish(rank, 1, turn, stream, events)
+                self.wait(1, turn, stream, events)
+                for owner, slot in enumerate(slots):
+                    part = slice(owner * self.CHUNK, (owner + 1) * self.CHUNK)
+                    tensor[part] = slot[part]
+            self.results[rank].append(tensor)
+        with stream:
+            self.results[rank] = [each.get() for each in self.results[rank]]
+
+    def run(self):
+        failures = []
+
+        def guarded():
+            try:
+                self.program()
+            except BaseException as exc:
+                failures.append(exc)
+                self.flags = [[self.TURNS, self.TURNS]] * self.SIZE
+
+        threads = [threading.Thread(target=guarded, name=f"rank {rank}") for rank in range(self.SIZE)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+        assert failures == []
+
+
+def test_a_right_program_passes(cupy_of_every_mode):
+    slots = Slots(cupy_of_every_mode, 2, forgets=None)
+    slots.run()
+    for results in slots.results:
+        for turn, result in enumerate(results):
+            np.testing.assert_array_equal(result, sum(slots.elements(rank, turn) for rank in range(3)))
+
+
+@pytest.mark.parametrize(("slots", "forgets"), [(2, 0), (2, 1), (1, None)])
+def test_every_wait_that_a_program_forgets_is_found(cupy_of_every_mode, slots, forgets):
+    """With one slot only, a rank packs what others still copy out of."""
+    Slots(cupy_of_every_mode, slots, forgets).run()
+    assert any("no order between" in each for each in races(cupy_of_every_mode))
