@@ -5,7 +5,7 @@
 
 A step is forward, backward, SGD with momentum, and the end of all work on the GPU. The models:
 
-    convolutional    12 convolutions with batch norms, 10.5 M parameters, 64 images of 64 x 64 a rank
+    convolutional    12 convolutions with batch norms, 7.9 M parameters, 64 images of 64 x 64 a rank
     transformer      examples/train_gpt.py, 10.9 M parameters, 16 sequences of 256 bytes a rank
 
 Rows:
