@@ -35,7 +35,7 @@ class Info:
     algorithm: str
     """How an allreduce of all ranks moves data, by its size in bytes."""
     gpu_algorithm: str
-    """How an allreduce of all ranks' GPU arrays moves data, and why so; found out when the first ones come."""
+    """How an allreduce of all ranks moves GPU arrays, and why; found out when the first one comes."""
     knobs: Knobs
     """What an allreduce of all ranks uses now, and whether that is the default, on trial, tuned or loaded."""
     usable_algorithms: tuple[str, ...]
