@@ -106,7 +106,7 @@ class GpuBuffer(Buffer):
         self.dtype = dtype
 
     @property
-    def flat(self) -> Any:  # type: ignore[override]
+    def flat(self) -> Any:
         """1-D CuPy array of `element.storage`, the caller's memory."""
         if self._flat is None:
             self._flat = cuda.view(self.pointer, self.nbytes, self.element.storage, self.owner, self.index)
@@ -255,7 +255,9 @@ def outgoing(flat: Any, *, takes_gpu: bool = False) -> Any:
         return flat.view(np.uint8)
     if takes_gpu:
         return _settled(flat)
-    return flat.get().view(np.uint8)  # CuPy's get() waits for the current stream
+    host = cuda.Pinned(flat.nbytes).array
+    flat.get(out=host.view(flat.dtype))  # waits for the current stream
+    return host
 
 
 def incoming(flat: Any, *, takes_gpu: bool = False) -> tuple[Any, Callable[[], None] | None]:
@@ -267,8 +269,13 @@ def incoming(flat: Any, *, takes_gpu: bool = False) -> tuple[Any, Callable[[], N
         return flat.view(np.uint8), None
     if takes_gpu:
         return _settled(flat), None
-    host = np.empty(flat.size, flat.dtype)
-    return host.view(np.uint8), lambda: flat.set(host)  # CuPy's set() is ordered on the current stream
+    host = cuda.Pinned(flat.nbytes).array
+
+    def arrived() -> None:
+        flat.set(host.view(flat.dtype))
+        cupy().cuda.get_current_stream().synchronize()  # CuPy may give the pinned memory to somebody else from here on
+
+    return host, arrived
 
 
 def _settled(flat: Any) -> Any:

@@ -56,11 +56,15 @@ class Runtime:
         self.transport = transport
         self.settings = settings
         self.engine = Engine(world, transport, settings, host, clock_offsets_us, process_sets, knobs)
+        self.engine.gpu.default_index = gpu.index or 0
         self._answerer = Answerer(settings.error_file, self.engine.waiting_for)
 
     def close(self) -> None:
         """Give back what `start` made; every rank must call it."""
         self._answerer.close()
+        self.engine.gpu.close()
+        self.world.gather(None)  # nobody frees GPU memory that another has mapped
+        self.engine.gpu.free()
         self.transport.close()
         if self.engine.host.window is not None:
             self.engine.host.window.close()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -183,7 +184,7 @@ def view(pointer: int, nbytes: int, dtype: np.dtype[Any], owner: Any, index: int
     """Memory on GPU number `index` as a 1-D CuPy array, which keeps `owner`, whose memory it is, alive."""
     module = cupy()
     memory = module.cuda.UnownedMemory(pointer, nbytes, owner, index)
-    return module.ndarray(nbytes // dtype.itemsize, dtype, memptr=module.cuda.MemoryPointer(memory, 0))
+    return module.ndarray((nbytes // dtype.itemsize,), dtype, memptr=module.cuda.MemoryPointer(memory, 0))
 
 
 class Pinned:
@@ -191,7 +192,7 @@ class Pinned:
 
     def __init__(self, nbytes: int) -> None:
         module = cupy()
-        self._memory = module.cuda.alloc_pinned_memory(nbytes)
+        self._memory = module.cuda.alloc_pinned_memory(max(1, nbytes))
         self.array: np.ndarray[Any, Any] = np.frombuffer(self._memory, np.uint8, nbytes)
         self.pointer = int(self._memory.ptr)
 
@@ -276,3 +277,8 @@ def close_event(pointer: int) -> None:
 def wait_for(event: int, stream: Stream) -> None:
     """Let what is queued from now on in a stream wait for the latest record of an event, given by its address."""
     runtime().streamWaitEvent(stream.pointer, event)
+
+
+def flat_addresses(pointers: Sequence[int]) -> np.ndarray[Any, Any]:
+    """Device addresses as a kernel reads them."""
+    return np.array(pointers, np.uint64)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from ringreduce.buffers import Buffer, GpuBuffer
 from ringreduce.cuda import runtime as cuda
@@ -23,6 +23,16 @@ from ringreduce.engine.request import Request
 from ringreduce.errors import InputError
 
 
+class GpuRoutes(Protocol):
+    """What a process set has made on this GPU; see gpu_routes.py."""
+
+    def close(self) -> None:
+        """Give back what belongs to the other ranks."""
+
+    def free(self) -> None:
+        """Give back the rest."""
+
+
 class Gpu:
     """One rank's. It costs nothing until the first GPU array comes; then it is used by the engine's thread."""
 
@@ -30,6 +40,10 @@ class Gpu:
         self.rank = rank
         self.index: int | None = None
         """The GPU's number: that of the first array."""
+        self.default_index = 0
+        """The number that counts before there is an array: a rank may join without any."""
+        self.routes: list[GpuRoutes] = []
+        """What process sets have made on this GPU, those that are gone too: others may still read their memory."""
         self._retired: deque[tuple[Event, Any]] = deque()
 
     def check(self, inputs: Sequence[Buffer]) -> None:
@@ -47,7 +61,7 @@ class Gpu:
     @functools.cached_property
     def stream(self) -> Stream:
         """The engine's stream; from its first use on CuPy's current one in the engine's thread."""
-        stream = Stream(cuda.device(self.used_index))
+        stream = Stream(cuda.device(self.default_index if self.index is None else self.index))
         stream.use()
         return stream
 
@@ -55,11 +69,6 @@ class Gpu:
     def kernels(self) -> Kernels:
         """The kernels of this GPU."""
         return Kernels(self.stream.device)
-
-    @property
-    def used_index(self) -> int:
-        """The GPU's number; 0 for a rank that has joined before it had an array."""
-        return 0 if self.index is None else self.index
 
     def begin(self, request: Request) -> None:
         """Let the stream wait for what the caller has queued for a request's arrays."""
@@ -97,8 +106,17 @@ class Gpu:
         """True while something is kept: `sweep` must be called again."""
         return bool(self._retired)
 
-    def drain(self) -> None:
-        """Return when the GPU has done all."""
+    def close(self) -> None:
+        """Wait for the GPU, and give back what belongs to the other ranks; when all have, `free` the rest."""
         if "stream" in self.__dict__:
             self.stream.synchronize()
         self._retired.clear()
+        for each in self.routes:
+            each.close()
+
+    def free(self) -> None:
+        """Give the GPU's memory back."""
+        for each in self.routes:
+            each.free()
+        if "kernels" in self.__dict__:
+            self.kernels.free()

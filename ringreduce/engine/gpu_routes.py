@@ -29,6 +29,7 @@ from ringreduce.transport.base import EngineTransport, Steps, Transport
 from ringreduce.transport.peers import CARD_BYTES, OwnSlots, PeerSlots
 from ringreduce.transport.window import Region
 
+NCCL_ID_BYTES = 128
 TEXT_BYTES = 480
 """Room for a sentence that a rank tells the others."""
 MESSAGES = ("ring", "direct", "doubling", "mpi")
@@ -88,6 +89,8 @@ class GpuRoutes:
         """Find the way, once. All members must call it together. It takes messages, and for a child process seconds."""
         if self.way:
             return
+        if self not in gpu.routes:
+            gpu.routes.append(self)
         size, one_host = self._channel.size, len(set(self._hosts)) == 1
         if self._settings.algorithm == "nccl" and self._whole and size > 1:
             yield from self._start_nccl(gpu)
@@ -123,8 +126,8 @@ class GpuRoutes:
             return "no host memory is shared between the ranks of a host"
         card, why_not = np.zeros(CARD_BYTES, np.uint8), ""
         try:
-            self._own = OwnSlots(gpu.stream.device, settings.cuda_slot_bytes)
-            card = self._own.card(exported=len(ours) > 1)
+            self._own = own = OwnSlots(gpu.stream.device, settings.cuda_slot_bytes)
+            card = own.card(exported=len(ours) > 1)
             self.scratch = Block(gpu.stream.device, ONE_SHOT_BYTES)
         except Exception as exc:  # CuPy's: no memory, or no IPC here
             why_not = f"CUDA gives no memory that others can map ({_sentence(exc)})"
@@ -132,7 +135,7 @@ class GpuRoutes:
         cards = yield from bruck.allgather(card, self._channel)
         if not why_not:
             try:
-                self.peers = PeerSlots(self._own, [cards[rank] for rank in ours], region.gpu_flags)
+                self.peers = peers = PeerSlots(own, [cards[rank] for rank in ours], region.gpu_flags)
             except Exception as exc:  # CuPy's
                 why_not = f"the other ranks' GPU memory cannot be mapped ({_sentence(exc)})"
             why_not = yield from self._first(why_not)
@@ -144,7 +147,7 @@ class GpuRoutes:
             if self._channel.rank == 0:
                 LOGGER.warning(f"GPU arrays are copied through host memory instead of by CUDA IPC: {why_not}")
         elif len(set(self._hosts)) > 1:
-            self.bridge = Bridge(Hierarchy(self._channels, self._hosts, region), self.peers)
+            self.bridge = Bridge(Hierarchy(self._channels, self._hosts, region), peers)
         return why_not
 
     def _by_messages(self, gpu: Gpu, why_not: str) -> Steps[None]:
@@ -169,7 +172,7 @@ class GpuRoutes:
         told = np.zeros(TEXT_BYTES, np.uint8)
         _write(told, device.pci_bus_id)
         buses = yield from bruck.allgather(told, self._channel)
-        identity, why_not = np.zeros(nccl.ID_BYTES, np.uint8), ""
+        identity, why_not = np.zeros(NCCL_ID_BYTES, np.uint8), ""
         try:
             nccl.check_devices([_read(each) for each in buses], self._hosts)
             nccl.binding()

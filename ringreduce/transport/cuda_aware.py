@@ -237,17 +237,19 @@ def alone(environ: Mapping[str, str]) -> dict[str, str]:
 def send_to_myself(device: int, timeout_s: float) -> None:
     """What the child does: a short and a long array on this GPU travel from rank 0 of 1 to itself."""
     signal.setitimer(signal.ITIMER_REAL, timeout_s)  # SIGALRM ends this process, also when nobody is left to kill it
-    mpi, module = world.start_mpi(), cupy()
-    for tag, nbytes in enumerate((SHORT_BYTES, LONG_BYTES)):
-        numbers = np.arange(tag, tag + nbytes // 4, dtype=np.uint32) * np.uint32(2654435761)
-        with module.cuda.Device(device) as gpu:
+    module = cupy()
+    with module.cuda.Device(device) as gpu:  # as in init(), before MPI starts
+        world_of_one = world.start_mpi().COMM_WORLD
+        for tag, nbytes in enumerate((SHORT_BYTES, LONG_BYTES)):
+            numbers = np.arange(tag, tag + nbytes // 4, dtype=np.uint32) * np.uint32(2654435761)
             memory = module.zeros(2 * len(numbers), np.uint32)
             sent, received = memory[: len(numbers)], memory[len(numbers) :]
             sent[...] = module.asarray(numbers)
             gpu.synchronize()  # MPI does not wait for CuPy's stream
-            requests = [mpi.COMM_WORLD.Irecv(received, 0, tag), mpi.COMM_WORLD.Isend(sent, 0, tag)]
-            mpi.Request.Waitall(requests)
+            requests = [world_of_one.Irecv(received, 0, tag), world_of_one.Isend(sent, 0, tag)]
+            for request in requests:
+                request.Wait()
             if not np.array_equal(received.get(), numbers):
                 sys.exit(f"of a message of {nbytes} bytes other bytes arrived")
-    world.finalize_mpi()
+        world.finalize_mpi()
     print(SUCCESS)

@@ -17,6 +17,7 @@ thread stand for another process. Ranks as threads (run_ranks) are told from the
 
 import contextlib
 import sys
+import threading
 
 from tests.fake_cupy.machine import Machine
 
@@ -80,6 +81,13 @@ def checked(mode="lazy", seed=0, **sizes):
     runtime.device.cache_clear()
     machine, refuse_ipc, refuse_peers, emulator = Machine(mode, seed, **sizes), False, False, None
     cuda.synchronized.clear()
+    start = threading.Thread.start
+
+    def start_and_tell(thread):
+        thread.started_by = machine.process
+        start(thread)
+
+    threading.Thread.start = start_and_tell
     try:
         yield sys.modules[__name__]
         with machine.entered():
@@ -88,6 +96,7 @@ def checked(mode="lazy", seed=0, **sizes):
         print(*machine.races[:20], sep="\n")  # they may be why
         raise
     finally:
+        threading.Thread.start = start
         runtime.device.cache_clear()
     assert not machine.races, "\n".join(machine.races[:20])
     assert not stuck, f"never run: {'; '.join(map(str, stuck))}"

@@ -113,12 +113,12 @@ class Stream(_AnyStream):
         if null:
             super().__init__(0, -1)
         else:
+            self.ptr, self._machine = 0, fake.machine
             super().__init__(runtime.streamCreateWithFlags(int(non_blocking)), runtime.getDevice())
-            self._machine = fake.machine
 
     def __del__(self):
-        if self.ptr and self._machine is fake.machine:
-            runtime.streamDestroy(self.ptr)
+        if self.ptr:
+            self._machine.drop(self.ptr)
 
 
 Stream.null = Stream(null=True)

@@ -10,6 +10,7 @@ Each has default streams of its own, and knows of the GPUs' work only what it ha
 
 import collections
 import contextlib
+import itertools
 import random
 import re
 import threading
@@ -18,6 +19,7 @@ import time
 from tests.fake_cupy.memory import Allocation, Memory
 
 WAIT_S = 20.0
+_handles = itertools.count()
 
 
 class CUDARuntimeError(RuntimeError):
@@ -93,19 +95,19 @@ class Machine:
         self._default_streams = {}
         self._known = {"main": {}}
         self._dropped = collections.deque()
-        self._depth = 0
-        self._handles = 0
         self._local = threading.local()
 
     # which process of the real job a thread stands for, and its current device
 
     @property
     def process(self):
-        pretended = getattr(self._local, "process", None)
-        if pretended is None:
-            number = re.search(r"(?:rank|engine) (\d+)", threading.current_thread().name)
-            pretended = self._local.process = f"rank {number[1]}" if number else "main"
-        return pretended
+        process = getattr(self._local, "process", None)
+        if process is None:
+            thread = threading.current_thread()
+            number = re.search(r"(?:rank|engine) (\d+)", thread.name)
+            inherited = getattr(thread, "started_by", "main")
+            process = self._local.process = f"rank {number[1]}" if number else inherited
+        return process
 
     @contextlib.contextmanager
     def as_process(self, name):
@@ -130,24 +132,24 @@ class Machine:
 
     def new_handle(self):
         """Never one of before, of no other machine of this Python either."""
-        Machine.handles = getattr(Machine, "handles", 0x7E0000000000) + 0x100
-        return Machine.handles
+        return 0x7E0000000000 + 0x100 * next(_handles)
 
     # entering the machine: one thread at a time
 
     @contextlib.contextmanager
     def entered(self):
         with self.changed:
-            self._depth += 1
+            is_outermost = not getattr(self._local, "is_inside", False)
+            self._local.is_inside = True
             try:
-                if self._depth == 1:
+                if is_outermost:
                     self._free_dropped()
                     self._meet()
                 yield
-                if self._depth == 1:
+                if is_outermost:
                     self._run_some()
             finally:
-                self._depth -= 1
+                self._local.is_inside = not is_outermost
                 self.changed.notify_all()
 
     def _meet(self):
@@ -159,9 +161,15 @@ class Machine:
             self._known[self.process] = dict(self._known["main"])
         if self.process == "main":
             for each in self._known.values():
-                self._learn(each)
+                self.learn(each)
 
-    def _learn(self, clock):
+    @property
+    def knowledge(self):
+        """The clock of the calling process: what its host has waited for, or was told."""
+        return self._known[self.process]
+
+    def learn(self, clock):
+        """The calling process is told what is done."""
         known = self._known[self.process] = dict(self._known[self.process])
         join(known, clock)
 
@@ -172,6 +180,11 @@ class Machine:
         stream = Stream(self.new_handle(), number, self.device, self.process, blocking)
         self.streams[stream.pointer] = stream
         return stream
+
+    def destroy_stream(self, pointer):
+        """What is queued goes on; nothing can be queued any more."""
+        self.streams["destroyed", pointer] = self.stream(pointer)
+        del self.streams[pointer]
 
     def stream(self, pointer):
         """The stream of an address; 0 and 1 are the default stream of the thread's device."""
@@ -227,11 +240,12 @@ class Machine:
         operation.done, operation.after, operation.known = True, (), None
         reads, writes = operation.ranges()
         touched = [(each, False) for each in reads if each[1]] + [(each, True) for each in writes if each[1]]
-        wrong = [self.memory.what_is_wrong(operation, *each) for each, _ in touched]
-        wrong = [each for each in wrong if each]
-        if wrong:
-            self.races += wrong
+        wrong = {each: why for each, _ in touched if (why := self.memory.what_is_wrong(operation, *each))}
+        self.races += wrong.values()
+        if not all(self.memory.is_in_a_pool(address) for address, _ in wrong):
             raise CUDARuntimeError(700)
+        if wrong:
+            return
         for each, is_written in touched:
             self.races += self.memory.use(operation, *each, is_written)
         if operation.work is not None:
@@ -277,7 +291,7 @@ class Machine:
         """Run what an operation needs, and it; the calling process knows then."""
         if operation is not None:
             self._wait(operation)
-            self._learn(operation.clock)
+            self.learn(operation.clock)
 
     def query(self, operation):
         """True when an operation is done. In lazy mode it comes one step nearer each time, then four, then sixteen."""
@@ -293,7 +307,7 @@ class Machine:
                     break
                 self._run(needed)
             return False
-        self._learn(operation.clock)
+        self.learn(operation.clock)
         return True
 
     # memory
@@ -304,14 +318,16 @@ class Machine:
             raise CUDARuntimeError(2)
         return self.memory.add(Allocation(nbytes, kind, self.device, self.process, pool))
 
-    def drop(self, allocation):
-        """The last reference to memory of a pool is gone; called by Python's collector, at any moment."""
-        self._dropped.append(allocation)
+    def drop(self, what):
+        """The last reference to pooled memory or to a stream is gone; called by Python's collector, at any moment."""
+        self._dropped.append(what)
 
     def _free_dropped(self):
         while self._dropped:
             allocation = self._dropped.popleft()
-            if allocation.kind == "pinned":
+            if isinstance(allocation, int):
+                self.destroy_stream(allocation)
+            elif allocation.kind == "pinned":
                 self.free_at_once(allocation, "the pool of pinned memory")
             else:  # the pool gives it to the next who asks in this stream: what that queues comes after this
                 whole = (allocation.base, allocation.nbytes)

@@ -114,6 +114,11 @@ class Memory:
             return f"{what}: {allocation} is not mapped in {process}"
         return ""
 
+    def is_in_a_pool(self, address):
+        """True where memory went back to CuPy's pool: a GPU would not notice that it is still used."""
+        allocation = self.of(address)
+        return allocation is not None and allocation.pool is not None and bool(allocation.freed_by)
+
     def use(self, operation, address, nbytes, writes):
         """Note a use, and return the earlier uses with which it is in no order."""
         allocation = self.of(address)

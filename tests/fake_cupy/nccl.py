@@ -51,6 +51,7 @@ class _Group:
     def __init__(self, size):
         self.size = size
         self.devices = {}
+        self.is_aborted = False
         self.collectives = []
 
 
@@ -86,17 +87,25 @@ class NcclCommunicator:
     def destroy(self):
         self._group = None
 
-    abort = destroy
+    def abort(self):
+        """What waits for ranks that do not come ends, and leaves nothing sensible."""
+        if self._group is not None:
+            self._group.is_aborted = True
+        self._group = None
+
+    def check_async_error(self):
+        pass
 
     def allReduce(self, sendbuf, recvbuf, count, datatype, op, stream):
         if self._group is None:
             raise NcclError(4)
         with fake.machine.entered():
-            number, size = self._count, self._group.size
+            group, number = self._group, self._count
+            size = group.size
             self._count += 1
-            if number == len(self._group.collectives):
-                self._group.collectives.append(_Collective())
-            collective = self._group.collectives[number]
+            if number == len(group.collectives):
+                group.collectives.append(_Collective())
+            collective = group.collectives[number]
             collective.arguments[self._rank] = count, datatype, op
             dtype = np.dtype(np.uint16 if datatype == NCCL_BFLOAT16 else _TYPES[datatype])
             nbytes = count * dtype.itemsize
@@ -107,6 +116,8 @@ class NcclCommunicator:
                 collective.parts[self._rank] = np.frombuffer(ctypes.string_at(sendbuf, nbytes), dtype)
 
             def receive():
+                if group.is_aborted:
+                    return
                 if len(set(collective.arguments.values())) != 1:
                     raise NcclError(5)
                 total = _reduced([collective.parts[rank] for rank in range(size)], datatype, op)
@@ -120,7 +131,7 @@ class NcclCommunicator:
                 receive,
                 lambda: ((), [(recvbuf, nbytes)]),
                 after=collective.entries,  # others come to it later
-                ready=lambda: len(collective.entries) == size,
+                ready=lambda: group.is_aborted or len(collective.entries) == size,
             )
 
 

@@ -40,7 +40,8 @@ class RawKernel:
                 return reads, writes
 
             def work():
-                self._module.launch(self.name, grid, block, args)
+                (blocks,), (threads,) = grid, block
+                self._module.launch(self.name, blocks, threads, args)
 
             fake.machine.queue(stream, f"kernel {self.name}{args}", work, ranges)
 

@@ -17,6 +17,10 @@ cudaIpcMemLazyEnablePeerAccess = 1
 HANDLE_BYTES = 64
 
 
+def runtimeGetVersion():
+    return 12090
+
+
 # devices
 
 
@@ -166,11 +170,8 @@ def streamCreateWithFlags(flags):
 
 
 def streamDestroy(stream):
-    """Its work goes on; nothing can be queued any more."""
     with fake.machine.entered():
-        own = fake.machine.stream(stream)
-        del fake.machine.streams[stream]
-        fake.machine.streams[("destroyed", stream)] = own
+        fake.machine.destroy_stream(stream)
 
 
 def streamSynchronize(stream):
@@ -292,11 +293,13 @@ def _check_ipc():
 
 def _handle(kind, what):
     handle = np.array([fake.machine.new_handle(), *range(1, 8)], np.uint64).tobytes()
-    fake.machine.ipc[handle] = kind, fake.machine.process, what
+    fake.machine.ipc[handle] = kind, what, fake.machine.knowledge
     return handle
 
 
 def _opened(kind, handle):
     if len(handle) != HANDLE_BYTES or fake.machine.ipc.get(bytes(handle), ("",))[0] != kind:
         raise CUDARuntimeError(1)
-    return fake.machine.ipc[bytes(handle)][2]
+    _, what, known = fake.machine.ipc[bytes(handle)]
+    fake.machine.learn(known)  # who sends a handle sends it after what its host has waited for
+    return what

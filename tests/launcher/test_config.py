@@ -13,11 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringreduce.settings import HOROVOD, PREFIX, Settings
-from ringrun import cli
+from ringrun import build, cli
 from ringrun.config import file as configfile
 from ringrun.config import horovod
 from ringrun.config import resolve as config
 from ringrun.errors import UsageError
+from ringrun.machine.topology import Gpu, Topology
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 needs_yaml = pytest.mark.skipif(importlib.util.find_spec("yaml") is None, reason="no PyYAML")
@@ -433,7 +434,42 @@ def test_check_build_prints_a_table(ringrun: Run) -> None:
     assert "Available Frameworks:" in lines
     assert "    [X] NumPy" in lines
     assert "    [ ] Gloo" in lines
+    assert "Available for GPU Arrays:" in lines
     assert sum(line.startswith(("    [X] Open MPI (/", "    [X] MPICH (/")) for line in lines) == 1
+
+
+def test_check_build_tells_what_there_is_for_gpu_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def rows(gpus: int, driver: str, cupy: str) -> list[tuple[str, bool]]:
+        monkeypatch.setattr(build, "read_topology", lambda _: Topology((), (Gpu("0"),) * gpus))
+        monkeypatch.setattr(build, "driver_version", lambda: driver)
+        monkeypatch.setattr(build, "cupy", lambda: cupy)
+        return build.for_gpu_arrays()
+
+    assert rows(8, "580.65.06", "cupy-cuda13x 14.2.0") == [
+        ("8 NVIDIA GPUs", True),
+        ("NVIDIA driver 580.65.06", True),
+        ("cupy-cuda13x 14.2.0", True),
+    ]
+    assert rows(0, "", "") == [
+        ("NVIDIA GPU", False),
+        ("NVIDIA driver", False),
+        ("CuPy (pip install 'ringreduce[cuda12]', or 'ringreduce[cuda13]')", False),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023\nGCC", "535.104.05"),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build\n", "580.65.06"),
+        ("something else", ""),
+        (None, ""),
+    ],
+)
+def test_the_driver_s_version(text: str | None, version: str, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / "version").write_text(text)
+    assert build.driver_version(tmp_path / "version") == version
 
 
 def test_check_build_without_mpi4py(ringrun: Run, tmp_path: Path) -> None:

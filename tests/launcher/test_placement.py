@@ -7,11 +7,15 @@ import textwrap
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ringrun.agent import agent
+from ringrun.connection.wire import Setup
+from ringrun.environment import Place, Settings
 from ringrun.machine.placement import Share, automatic_size, describe, place, share_out
 from ringrun.machine.topology import Core, Gpu, Topology, read_topology
 from ringrun.spans import format_spans
@@ -366,3 +370,22 @@ def test_gpus_that_the_user_has_hidden_stay_hidden(
 ) -> None:
     done = ringrun("--mask-gpus", python, script(SHOW_GPUS), env=gpu_machine | {"CUDA_VISIBLE_DEVICES": "1"})
     assert [values[1:] for values in seen(done.stdout).values()] == [("1", "PCI_BUS_ID", "")]
+
+
+def test_a_rank_on_another_host_is_placed_by_the_variables_that_it_is_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The agent there has not got them from mpirun."""
+    root = two_sockets(tmp_path, gpus=8)
+    given: dict[str, str] = {}
+    monkeypatch.setattr(agent, "read_topology", lambda environ: read_topology(environ, root, ALL))
+    monkeypatch.setattr(agent.subprocess, "Popen", lambda *_, env, **__: given.update(env))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    there = agent.Agent.__new__(agent.Agent)
+    there._place, there._settings = Place(1, 2, 1, 2), Settings("openmpi", str(tmp_path))
+    there._directory, there._leftovers = str(tmp_path), SimpleNamespace(variables=lambda *_: {})
+    there._start(
+        ["true"], Setup("h0", 1, os.getcwd(), {"CUDA_VISIBLE_DEVICES": "7,6", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, False)
+    )
+    assert given["RINGREDUCE_PLACED_GPU"] == "0000:6f:00.0"
+    assert there._device == "GPU 6"

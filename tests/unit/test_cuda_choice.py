@@ -276,3 +276,34 @@ def test_init_refuses_a_gpu_that_is_not_there(tmp_path):
     assert (
         "SettingsError: RINGREDUCE_CUDA_DEVICE=2: the GPUs that this process sees are 0 (0000:3B:00.0)" in done.stderr
     )
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, [False, False]),
+        ({"cupy.py": "raise SystemExit('it was imported')"}, [True, None]),
+        ({"cupy/__init__.py": "", "cupy/cuda/__init__.py": "", "cupy/cuda/nccl.py": "available = True"}, [True, True]),
+        (
+            {
+                "cupy/__init__.py": "",
+                "cupy/cuda/__init__.py": "",
+                "cupy/cuda/nccl.py": "import warnings; warnings.warn('no NCCL'); available = False",
+            },
+            [True, False],
+        ),
+        ({"cupy/__init__.py": "raise ImportError('no libnvrtc')"}, [True, False]),
+    ],
+    ids=["no CuPy", "not imported", "NCCL", "no NCCL", "broken"],
+)
+def test_what_is_built_in_for_gpus(files, expected, tmp_path):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    hide = "" if files else "import sys; sys.modules['cupy'] = None; "  # where the tests' own Python has one
+    asked = "rr.cuda_built(), rr.nccl_built()" if expected[1] is not None else "rr.cuda_built(), None"
+    program = f"{hide}import ringreduce as rr; print([{asked}])"
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    command = [sys.executable, "-W", "error", "-c", program]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=50)
+    assert done.stdout == f"{expected}\n", done.stderr
