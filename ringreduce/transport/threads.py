@@ -154,6 +154,7 @@ class ThreadTransport:
         self._exchange = exchange
         self.rank = rank
         self.size = exchange.size
+        self.takes_gpu = False
 
     def send(self, array: Any, destination: int, tag: int) -> ThreadRequest:
         """See `Transport.send`."""

@@ -19,11 +19,13 @@ LAYERS = [
     ["kernels.half", "kernels.copying"],
     ["settings", "dtypes", "partition", "trees"],
     ["cuda.runtime"],
+    ["cuda.choice"],
     ["ops", "buffers", "compression"],
     ["world"],
     ["transport.base", "transport.doorbell", "transport.waiting"],
     ["transport.window"],
     ["transport.message", "transport.threads", "transport.subset", "failures", "supervision"],
+    ["transport.cuda_aware", "transport.nccl"],
     ["collectives.ring", "collectives.tree", "collectives.bruck", "collectives.pairwise"],
     ["collectives.direct", "collectives.doubling"],
     ["collectives.adasum", "collectives.clock", "collectives.overlap", "collectives.choose"],
@@ -89,9 +91,9 @@ def test_imports_point_downward(module, path):
             assert height(imported) < height(module), f"{module} imports {imported}"
 
 
-def test_only_world_and_the_message_transport_know_mpi():
+def test_only_world_and_two_modules_of_the_transport_know_mpi():
     knowing = {name for name, path in modules() if "mpi4py" in {i.split(".")[0] for i in all_imports(path)}}
-    assert knowing == {"world", "transport.message"}
+    assert knowing == {"world", "transport.message", "transport.cuda_aware"}
 
 
 # the launcher's modules, and folders whose own modules are named only where they stand at different heights

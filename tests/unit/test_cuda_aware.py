@@ -1,0 +1,275 @@
+"""Whether MPI may be given GPU memory: what MPI says, what a child finds out, and what the ranks make of it."""
+
+import itertools
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ringreduce.transport import cuda_aware
+from ringreduce.transport.base import complete
+from ringreduce.transport.cuda_aware import Trial, agreed, alone, local_answer
+
+CUPY = Path(__file__).parents[1] / "cupy_on_host"
+
+
+def in_mpi(program, python=sys.executable):
+    """What a program prints that starts MPI, alone."""
+    done = subprocess.run([python, "-c", program], capture_output=True, text=True, env=alone(os.environ), timeout=50)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_pip_s_mpis_say_that_they_have_no_cuda():
+    said = in_mpi(
+        "from mpi4py import MPI\n"
+        "from ringreduce.transport.cuda_aware import declared\n"
+        "name, version = MPI.get_vendor()\n"
+        "print(declared() == (False, f\"{name} {'.'.join(map(str, version))} says that it has no CUDA\"))\n"
+    )
+    assert said == "True\n"
+
+
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [
+        ((True, False, None, None), (True, "An MPI 1.2 says that it has CUDA")),
+        ((None, None, True, None), (True, "An MPI 1.2 says that it has CUDA")),
+        ((None, False, None, None), (False, "An MPI 1.2 says that it has no CUDA")),
+        (
+            (None, None, None, None),
+            (False, "An MPI 1.2 does not say whether it has CUDA; set RINGREDUCE_CUDA_AWARE_MPI=1 if it has"),
+        ),
+    ],
+)
+def test_one_yes_is_enough_to_try(answers, expected):
+    assert cuda_aware._verdict("An MPI 1.2", answers) == expected
+
+
+class Info:
+    """An MPI.Info."""
+
+    def __init__(self, **items):
+        self.items = items
+
+    def Get(self, key):
+        return self.items.get(key)
+
+    def Free(self):
+        self.items = None
+
+
+@pytest.mark.parametrize(
+    ("kinds", "expected"),
+    [("mpi,system", False), ("mpi,system,cuda", True), ("system, cuda:device:host", True), ("mpi,cudax", False)],
+)
+def test_the_kinds_of_memory_that_mpi_lists(kinds, expected):
+    assert cuda_aware._memory_kinds(Info(mpi_memory_alloc_kinds=kinds)) is expected
+    assert cuda_aware._memory_kinds(Info()) is None
+
+
+def library(name, answer):
+    """A loaded library with one function."""
+    return type("Library", (), {name: staticmethod(answer)})()
+
+
+def test_the_questions_of_open_mpi_and_mpich():
+    def answers(kind, flag):
+        assert kind == 0
+        flag._obj.value = given
+        return 0
+
+    for given in (0, 1):
+        theirs = library("MPIX_Query_cuda_support", lambda given=given: given)
+        assert cuda_aware._query_cuda_support(theirs) is bool(given)
+        assert cuda_aware._gpu_query_support(theirs) is None
+        theirs = library("MPIX_GPU_query_support", answers)
+        assert cuda_aware._gpu_query_support(theirs) is bool(given)
+        assert cuda_aware._query_cuda_support(theirs) is None
+    given = 1
+    assert cuda_aware._gpu_query_support(library("MPIX_GPU_query_support", lambda *_: 15)) is False  # an MPI error
+
+
+def test_cray_s_mpi_is_told_by_a_variable():
+    version = "MPI VERSION    : CRAY MPICH version 8.1.28.15"
+    assert cuda_aware._cray(version, {"MPICH_GPU_SUPPORT_ENABLED": "1"}) is True
+    assert cuda_aware._cray(version, {"MPICH_GPU_SUPPORT_ENABLED": "0"}) is False
+    assert cuda_aware._cray(version, {}) is False
+    assert cuda_aware._cray("MPICH Version: 5.0.2", {"MPICH_GPU_SUPPORT_ENABLED": "1"}) is None
+
+
+TRIED = []
+
+
+class FakeTrial:
+    """A trial with an outcome that is known."""
+
+    works = True
+
+    def __init__(self, device, rank):
+        self.device, self.peer, self.waited, self.stopped = device, rank, False, False
+        TRIED.append(self)
+
+    def wait(self):
+        self.waited = True
+
+    def outcome(self):
+        assert self.waited
+        return self.works, "it was tried"
+
+    def stop(self):
+        self.stopped = True
+
+
+@pytest.fixture
+def tried(monkeypatch):
+    monkeypatch.setattr(cuda_aware, "Trial", FakeTrial)
+    TRIED.clear()
+    return TRIED
+
+
+DECISIONS = list(itertools.product(["0", "1", "auto"], [False, True], [False, True], [False, True]))
+
+
+@pytest.mark.parametrize(("setting", "declares", "is_first_of_host", "works"), DECISIONS)
+def test_the_answer_of_one_rank(setting, declares, is_first_of_host, works, tried, monkeypatch):
+    monkeypatch.setattr(cuda_aware, "declared", lambda: (declares, "it was asked"))
+    monkeypatch.setattr(FakeTrial, "works", works)
+    answer = complete(local_answer(setting, 3, 5, is_first_of_host=is_first_of_host))
+    if setting != "auto":
+        assert answer == (setting == "1", f"RINGREDUCE_CUDA_AWARE_MPI={setting}")
+    elif declares and is_first_of_host:
+        assert answer == (works, "it was tried")
+    else:
+        assert answer == (declares, "it was asked")
+    expected = [(3, 5, True)] if setting == "auto" and declares and is_first_of_host else []
+    assert [(each.device, each.peer, each.stopped) for each in tried] == expected
+
+
+def test_a_rank_that_gives_up_stops_its_trial(tried, monkeypatch):
+    monkeypatch.setattr(cuda_aware, "declared", lambda: (True, "it was asked"))
+    steps = local_answer("auto", 0, 0, is_first_of_host=True)
+    next(steps)
+    steps.close()
+    assert tried[0].stopped
+
+
+def test_all_ranks_do_what_all_can():
+    yes, no, other = (True, "yes"), (False, "no"), (False, "never")
+    assert agreed([yes, (True, "also")]) == yes
+    assert agreed([yes, no, other]) == (False, "rank 1: no")
+    assert agreed([other, no]) == (False, "rank 0: never")
+
+
+def test_the_environment_of_a_process_that_is_alone():
+    stays = {
+        "PATH": "/bin", "OPAL_PREFIX": "/x", "PMIX_PREFIX": "/x", "PRTE_PREFIX": "/x", "OMPI_MCA_pml": "ucx",
+        "PMIX_MCA_gds": "hash", "UCX_TLS": "all", "CUDA_VISIBLE_DEVICES": "1", "MPICH_GPU_SUPPORT_ENABLED": "1",
+        "MPIR_CVAR_ENABLE_GPU": "1", "WORLD_SIZE": "4",
+    }  # fmt: skip
+    goes = {
+        "OMPI_COMM_WORLD_SIZE": "4", "OMPI_UNIVERSE_SIZE": "4", "PMIX_RANK": "1", "PMIX_SERVER_URI41": "x",
+        "PRTE_LAUNCHED": "1", "PMI_FD": "9", "PMI_RANK": "1", "PMI2_x": "1", "HYDI_CONTROL_FD": "7",
+        "SLURM_PROCID": "1", "MPI_LOCALNRANKS": "4", "PALS_RANKID": "1",
+    }  # fmt: skip
+    assert alone(stays | goes) == stays
+
+
+@pytest.fixture
+def on_host(monkeypatch, tmp_path):
+    """Has the child find a CuPy whose arrays are in host memory; returns what sets its fault, and the log's path."""
+    log = tmp_path / "log"
+    monkeypatch.syspath_prepend(CUPY)
+    monkeypatch.setenv("CUPY_ON_HOST_LOG", str(log))
+    return lambda fault: (monkeypatch.setenv("CUPY_ON_HOST", fault), log)[1]
+
+
+def outcome(**options):
+    trial = Trial(2, 0, **options)
+    trial.wait()
+    assert trial.done()
+    return trial.outcome()
+
+
+def test_arrays_that_mpi_can_read_travel(on_host):
+    log = on_host("")
+    assert outcome() == (True, "MPI sent an array on GPU 2 in a child process")
+    assert log.read_text() == "rank 0 of 1: GPU 2\n" * 2  # a short and a long message
+
+
+@pytest.mark.parametrize(
+    ("fault", "what"),
+    [
+        ("a segmentation fault", "was ended by SIGSEGV"),
+        ("other data", "ended with exit code 1: of a message of 8388608 bytes other bytes arrived"),
+        ("an error", "ended with exit code 1: no such GPU"),
+        ("success without a word", "ended with exit code 0: it printed nothing"),
+    ],
+)
+def test_every_other_end_is_a_no(fault, what, on_host):
+    on_host(fault)
+    assert outcome() == (False, f"a child process that gave MPI an array on GPU 2 {what}")
+
+
+def test_an_mpi_that_cannot_read_the_address_ends_the_child_only(on_host):
+    on_host("an address that is none")
+    assert outcome()[0] is False  # by a signal, or an error of MPI's
+
+
+def test_without_an_interpreter_there_is_no_trial(monkeypatch):
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    answer, sentence = outcome()
+    assert not answer
+    assert "did not start: [Errno 2] No such file or directory: '/no/such/python'" in sentence
+
+
+def wait_for_the_end_of(pids):
+    """Return when no process has one of these ids, or waits to be reaped by nobody."""
+    for pid in pids:
+        while (status := Path(f"/proc/{pid}/status")).exists() and "State:\tZ" not in status.read_text():
+            time.sleep(0.01)
+
+
+def hanging(log):
+    """The child and the grandchild, once they hang."""
+    while not (log.exists() and "pids" in log.read_text()):
+        time.sleep(0.01)
+    return log.read_text().split("pids ")[1].split()
+
+
+def test_a_child_that_hangs_is_killed_with_what_it_has_started(on_host):
+    log = on_host("no end")
+    trial = Trial(2, 0)
+    pids = hanging(log)
+    assert not trial.done()
+    trial._deadline_s = time.monotonic() - 1
+    trial.wait()
+    assert trial.outcome() == (False, "a child process that gave MPI an array on GPU 2 did not end within 30 s")
+    wait_for_the_end_of(pids)
+
+
+def test_a_trial_that_is_stopped_leaves_nothing(on_host):
+    log = on_host("no end")
+    trial = Trial(2, 0)
+    pids = hanging(log)
+    with pytest.raises(RuntimeError, match="the trial is not done"):
+        trial.outcome()
+    trial.stop()
+    trial.stop()
+    assert trial.outcome()[1].endswith("was stopped")
+    wait_for_the_end_of(pids)
+
+
+def test_a_child_ends_itself_when_its_parent_is_gone(on_host):
+    log = on_host("no end")
+    program = "import os; from ringreduce.transport.cuda_aware import Trial; Trial(0, 0, 5.0); os._exit(0)"
+    path = os.pathsep.join([str(CUPY), *sys.path])
+    subprocess.run(
+        [sys.executable, "-c", program], env=alone(os.environ) | {"PYTHONPATH": path}, timeout=50, check=True
+    )
+    child, grandchild = hanging(log)
+    wait_for_the_end_of([child])
+    os.kill(int(grandchild), 9)
