@@ -197,10 +197,12 @@ class Report:
         self.say("".join(self._cell(row.get(column.key), column) for column in self.columns))
 
     def write(self, path: str | None) -> None:
-        """The header and all rows as JSON."""
+        """The header, the columns and all rows as JSON."""
         if path and self.prints:
+            columns = [column._asdict() for column in self.columns]
+            kept = {"bench": self.bench, "header": self.header, "columns": columns, "rows": self.rows}
             with open(path, "w", encoding="utf-8") as file:
-                json.dump({"bench": self.bench, "header": self.header, "rows": self.rows}, file, indent=1)
+                json.dump(kept, file, indent=1)
 
     def finish(self) -> None:
         """End with an error when an element was wrong."""
@@ -210,14 +212,16 @@ class Report:
 
     @staticmethod
     def _cell(value: Any, column: Column) -> str:
-        """A table cell; a dash where there is nothing to tell."""
-        if value is None:
-            text = "-"
-        elif isinstance(value, str):
-            text = value
-        else:
-            text = format(value, column.form)
+        """A table cell, as wide as its column."""
+        text = cell_text(value, column)
         return f"{text:<{column.width}}" if column.left else f"{text:>{column.width}}"
+
+
+def cell_text(value: Any, column: Column) -> str:
+    """What a table cell says; a dash where there is nothing to tell."""
+    if value is None:
+        return "-"
+    return value if isinstance(value, str) else format(value, column.form)
 
 
 def seconds_per_run(options: argparse.Namespace, usual: float) -> float:

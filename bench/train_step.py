@@ -146,7 +146,7 @@ def gradients_of(trainee: Trainee, batch: tuple[Any, Any]) -> list[np.ndarray[An
     is_distributed = hasattr(trainee.optimizer, "synchronize")
     if is_distributed:
         trainee.optimizer.synchronize()
-    found = [parameter.grad.numpy().astype(np.float64) for parameter in trainee.model.parameters()]
+    found = [parameter.grad.cpu().numpy().astype(np.float64) for parameter in trainee.model.parameters()]
     if is_distributed:
         with trainee.optimizer.skip_synchronize():
             trainee.optimizer.step()

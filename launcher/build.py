@@ -1,13 +1,21 @@
-"""What --check-build prints: which frameworks, MPIs and operations this installation has. Imports none of them."""
+"""What --check-build prints: which frameworks, MPIs and operations this installation has, and what GPU arrays need.
+
+Imports no framework but CuPy, which alone knows whether it finds NCCL; no GPU is touched.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import os
+import re
 from collections.abc import Sequence
+from pathlib import Path
 
 from .engines import MPIS
 from .engines.detect import find_launcher, probe_library
 from .errors import MachineError
+from .machine.topology import read_topology
+from .preflight.probe import cupy
 
 _FRAMEWORKS = {"NumPy": "numpy", "PyTorch": "torch", "JAX": "jax", "CuPy": "cupy"}
 _KERNELS = {"numba": "numba", "PyTorch": "torch", "NumPy": "numpy"}
@@ -28,6 +36,7 @@ def build_table(python: str) -> str:
         ("Available Frameworks", _found(_FRAMEWORKS)),
         ("Available Controllers", controllers(python)),
         ("Available Tensor Operations", _lines(operations)),
+        ("Available for GPU Arrays", _lines(for_gpu_arrays())),
         ("Available Kernels for 16-bit Floats", _found(_KERNELS)),
     ]
     title = f"ringreduce v{ringreduce.__version__} ({python}):"
@@ -51,6 +60,26 @@ def controllers(python: str) -> list[str]:
             rows.append((engine.title, False))
             missing = str(error)
     return [*_lines(rows), *([f"    {missing}"] if missing else [])]
+
+
+def for_gpu_arrays() -> list[tuple[str, bool]]:
+    """Return what GPU arrays need, and whether it is there."""
+    gpus = len(read_topology(os.environ).gpus)
+    driver = driver_version()
+    return [
+        (f"{gpus} NVIDIA GPU{'' if gpus == 1 else 's'}" if gpus else "NVIDIA GPU", gpus > 0),
+        (f"NVIDIA driver {driver}".rstrip(), bool(driver)),
+        (cupy() or "CuPy (pip install 'ringreduce[cuda12]', or 'ringreduce[cuda13]')", bool(cupy())),
+    ]
+
+
+def driver_version(path: Path = Path("/proc/driver/nvidia/version")) -> str:
+    """Return the version of NVIDIA's driver; nothing if there is none."""
+    try:
+        found = re.search(r"^NVRM version:.*?\s(\d+\.\d+[\d.]*)\s", path.read_text(), re.MULTILINE)
+    except OSError:
+        return ""
+    return found[1] if found else ""
 
 
 def _found(modules: dict[str, str]) -> list[str]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .connection.wire import ADDRESS_VARIABLE, AUTHKEY_VARIABLE, Setup
-from .machine.topology import VISIBLE_VARIABLE
+from .machine.topology import BY_ADDRESS, ORDER_VARIABLE, VISIBLE_VARIABLE
 
 PRIVATE_PREFIX = "RINGRUN_"
 """Variables of this prefix are between ringrun and its agents; a rank does not see them."""
@@ -103,11 +103,13 @@ def rank_environment(
     inherited: Mapping[str, str],
     threads: int,
     only_gpu: str | None = None,
+    placed_gpu: str = "",
 ) -> dict[str, str]:
     """Return the environment of the command of the rank at `place`, which has cores for `threads` threads.
 
-    directory: where the rank may leave its error file
-    only_gpu:  what CUDA_VISIBLE_DEVICES calls the one GPU that the rank is to see; None leaves the choice to it.
+    directory:  where the rank may leave its error file
+    only_gpu:   what CUDA_VISIBLE_DEVICES calls the one GPU that the rank is to see; None leaves the choice to it.
+    placed_gpu: the PCI bus id of its GPU, for ringreduce; empty if there is none, or it is not known.
     """
     everything = {**inherited, **setup.variables}
     environment = {name: value for name, value in everything.items() if not name.startswith(PRIVATE_PREFIX)}
@@ -120,13 +122,14 @@ def rank_environment(
     for name, value in defaults.items():
         environment.setdefault(name, value)
     if only_gpu is not None:
-        environment |= {VISIBLE_VARIABLE: only_gpu, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}  # the order of our numbers
+        environment |= {VISIBLE_VARIABLE: only_gpu, ORDER_VARIABLE: BY_ADDRESS}  # the order of our numbers
     environment |= {
         "RANK": str(place.rank),
         "LOCAL_RANK": str(place.local_rank),
         "WORLD_SIZE": str(place.size),
         "LOCAL_WORLD_SIZE": str(place.local_size),
         "RINGREDUCE_ERROR_FILE": str(error_file(directory, place.rank)),
+        "RINGREDUCE_PLACED_GPU": placed_gpu,
         "PYTHONPATH": os.pathsep.join(filter(None, [HOOK_DIRECTORY, everything.get("PYTHONPATH")])),
     }
     return environment

@@ -1,25 +1,32 @@
 """One flat view over anyone's array: NumPy, CuPy, torch, and what speaks DLPack or the CUDA array interface.
 
 A `Buffer` shares the caller's memory, so a collective that writes to `flat` writes to the caller's array. Above this
-file nobody asks which library an array came from, or whether it lies on the host or on a GPU; frameworks are never
-imported here, only recognised when the caller has imported them.
+file nobody asks which library an array came from; frameworks are never imported here, only recognised when the caller
+has imported them.
 
-`outgoing` and `incoming` are the only ways by which memory reaches MPI: they order GPU memory after the work that
-produced it.
+GPU memory is a queue's affair: a caller's array holds its elements when the work that its library has queued on the
+current stream is done. `ready` marks that point for whoever reads the memory on another stream; `follow` lets what the
+caller queues from then on wait for what others have written. `outgoing` and `incoming` are the only ways by which GPU
+memory reaches MPI: they order it after the work that produced it.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from ringreduce.cuda.runtime import cupy
+from ringreduce.cuda import runtime as cuda
+from ringreduce.cuda.runtime import Event, cupy
 from ringreduce.dtypes import ElementType, element_type
 from ringreduce.errors import UnsupportedArrayError
+
+DLPACK_CPU, DLPACK_CUDA = 1, 2
+"""DLPack's numbers of the kinds of device."""
 
 
 class Buffer:
@@ -29,6 +36,7 @@ class Buffer:
     """
 
     __slots__ = ("device", "dtype", "element", "flat", "shape")
+    on_gpu = False
 
     def __init__(self, flat: Any, element: ElementType, shape: tuple[int, ...], device: str, dtype: Any) -> None:
         self.flat = flat
@@ -52,26 +60,12 @@ class Buffer:
 
     def empty(self, shape: tuple[int, ...]) -> Buffer:
         """A new buffer of this kind and element type, on the same device, not filled."""
-        flat = _array_module(self.flat).empty(math.prod(shape), dtype=self.element.storage)
+        flat = np.empty(math.prod(shape), dtype=self.element.storage)
         return type(self)(flat, self.element, shape, self.device, self.dtype)
-
-    def copy(self) -> Buffer:
-        """A new buffer with the same elements."""
-        return type(self)(self.flat.copy(), self.element, self.shape, self.device, self.dtype)
 
     def array(self) -> Any:
         """The buffer as an array of the caller's kind, in the same memory."""
         return self.flat.view(self.dtype).reshape(self.shape)
-
-    def settle(self) -> None:
-        """Return when what the calling thread has queued on the GPU for this memory is done; at once on the host."""
-
-
-class _CupyBuffer(Buffer):
-    __slots__ = ()
-
-    def settle(self) -> None:
-        cupy().cuda.get_current_stream().synchronize()
 
 
 class _TorchBuffer(Buffer):
@@ -84,13 +78,111 @@ class _TorchBuffer(Buffer):
         return torch.as_tensor(self.flat).reshape(self.shape)
 
 
-class _TorchGpuBuffer(_TorchBuffer):
+class GpuBuffer(Buffer):
+    """GPU memory of CuPy: an address, whose array it is, and the stream on which that is used.
+
+    `flat`, a CuPy array, is made only when somebody asks for it: that takes longer than all else of submitting.
+    """
+
+    __slots__ = ("_count", "_flat", "index", "owner", "pointer", "stream")
+    on_gpu = True
+
+    def __init__(
+        self, owner: Any, pointer: int, index: int, element: ElementType, shape: tuple[int, ...], dtype: Any
+    ) -> None:
+        self.owner = owner
+        """The caller's array, or one of ours for him; it keeps the memory."""
+        self.pointer = pointer
+        """The address of the first element."""
+        self.index = index
+        """The GPU's number."""
+        self.stream = self.current_stream(index)
+        """The library's, current in the thread that made this: the caller's."""
+        self._count = math.prod(shape)
+        self._flat: Any = None
+        self.element = element
+        self.shape = shape
+        self.device = _name(index)
+        self.dtype = dtype
+
+    @property
+    def flat(self) -> Any:
+        """1-D CuPy array of `element.storage`, the caller's memory."""
+        if self._flat is None:
+            self._flat = cuda.view(self.pointer, self.nbytes, self.element.storage, self.owner, self.index)
+        return self._flat
+
+    @property
+    def count(self) -> int:
+        """Elements."""
+        return self._count
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes."""
+        return self._count * self.element.storage.itemsize
+
+    @staticmethod
+    def current_stream(index: int) -> Any:
+        """The stream of GPU number `index` on which the calling thread uses arrays of this library."""
+        return cupy().cuda.get_current_stream(index)
+
+    @staticmethod
+    def address(stream: Any) -> int:
+        """A stream's address."""
+        return int(stream.ptr)
+
+    def empty(self, shape: tuple[int, ...]) -> Buffer:
+        """See `Buffer.empty`. The memory is the caller's stream's: who writes it elsewhere follows `ready` of it."""
+        with cuda.device(self.index), self.stream:
+            array = cupy().empty(shape, dtype=self.dtype)
+        return self._like(array, int(array.data.ptr), shape)
+
+    def _like(self, array: Any, pointer: int, shape: tuple[int, ...]) -> Buffer:
+        made = type(self)(array, pointer, self.index, self.element, shape, self.dtype)
+        made.stream = self.stream
+        return made
+
+    def array(self) -> Any:
+        """See `Buffer.array`."""
+        return self.owner
+
+    def ready(self) -> Event:
+        """The point that the caller's stream has reached: what it has queued for this memory comes before."""
+        return cuda.device(self.index).record(self.address(self.stream))
+
+    def follow(self, event: Event) -> None:
+        """Let what the calling thread queues from now on, with this library, wait for an event."""
+        cuda.device(self.index).wait(self.address(self.current_stream(self.index)), event)
+
+
+class _TorchGpuBuffer(GpuBuffer):
     __slots__ = ()
 
-    def settle(self) -> None:
-        """The user's thread queues on torch's current stream, the engine's thread on CuPy's: wait for both."""
-        sys.modules["torch"].cuda.current_stream(self.device).synchronize()
-        cupy().cuda.get_current_stream().synchronize()
+    @staticmethod
+    def current_stream(index: int) -> Any:
+        return sys.modules["torch"].cuda.current_stream(index)
+
+    @staticmethod
+    def address(stream: Any) -> int:
+        return int(stream.cuda_stream)
+
+    def empty(self, shape: tuple[int, ...]) -> Buffer:
+        torch = sys.modules["torch"]
+        with torch.cuda.stream(self.stream):
+            tensor = torch.empty(shape, dtype=self.dtype, device=self.device)
+        return self._like(tensor, tensor.data_ptr(), shape)
+
+
+@functools.cache
+def _name(index: int) -> str:
+    return f"cuda:{index}"
+
+
+def ready(inputs: Sequence[Buffer]) -> tuple[Event, ...]:
+    """What a stream must wait for before it uses these buffers; nothing for host memory. Cost: an event per stream."""
+    streams = {(each.index, each.address(each.stream)): each for each in inputs if isinstance(each, GpuBuffer)}
+    return tuple(each.ready() for each in streams.values())
 
 
 def as_buffer(array: Any, *, writable: bool = False) -> Buffer:
@@ -107,6 +199,10 @@ def as_buffer(array: Any, *, writable: bool = False) -> Buffer:
         if writable:
             raise UnsupportedArrayError(f"a {type(array).__name__} cannot be changed in place; pass an array")
         return _numpy_buffer(np.asarray(array), writable)
+    if type(array).__module__.partition(".")[0] == "cupy":
+        return _cupy_buffer(array)
+    if _is_on_gpu_by_dlpack(array):
+        return _foreign_gpu_buffer(array, writable)
     if hasattr(array, "__cuda_array_interface__"):
         return _cupy_buffer(cupy().asarray(array))
     if hasattr(array, "__dlpack__"):
@@ -138,19 +234,54 @@ def assign(array: Any, values: Any) -> None:
         array[...] = values
 
 
-def outgoing(flat: Any) -> Any:
-    """The bytes of `flat` for a message to read: host memory as it is; GPU memory copied down, after its producers."""
+def fill(buffer: Buffer, values: np.ndarray[Any, Any]) -> None:
+    """Write host values of the buffer's count into it, converted to its type; what the caller queues next sees them."""
+    values = values.astype(buffer.element.storage)
+    if isinstance(buffer, GpuBuffer):
+        with cuda.device(buffer.index):
+            buffer.flat.set(values.reshape(-1))
+            buffer.follow(cuda.device(buffer.index).record(GpuBuffer.address(GpuBuffer.current_stream(buffer.index))))
+    else:
+        buffer.flat[...] = values.reshape(-1)
+
+
+def outgoing(flat: Any, *, takes_gpu: bool = False) -> Any:
+    """The bytes of `flat` for a message to read: host memory as it is; GPU memory copied down, after its producers.
+
+    CuPy's current stream in this thread must be the one that knows of them. Blocks until it has done its work.
+    takes_gpu: who sends the message reads GPU memory itself, and gets it when its producers are done.
+    """
     if isinstance(flat, np.ndarray):
         return flat.view(np.uint8)
-    return flat.get().view(np.uint8)  # CuPy's get() waits for the current stream
+    if takes_gpu:
+        return _settled(flat)
+    host = cuda.Pinned(flat.nbytes).array
+    flat.get(out=host.view(flat.dtype))  # waits for the current stream
+    return host
 
 
-def incoming(flat: Any) -> tuple[Any, Callable[[], None] | None]:
-    """Bytes for a message to fill, and what must be called after it came: copying up, for GPU memory."""
+def incoming(flat: Any, *, takes_gpu: bool = False) -> tuple[Any, Callable[[], None] | None]:
+    """Bytes for a message to fill, and what must be called after it came: copying up, for GPU memory.
+
+    takes_gpu: who receives the message writes GPU memory itself, and gets it when its users so far are done.
+    """
     if isinstance(flat, np.ndarray):
         return flat.view(np.uint8), None
-    host = np.empty(flat.size, flat.dtype)
-    return host.view(np.uint8), lambda: flat.set(host)  # CuPy's set() is ordered on the current stream
+    if takes_gpu:
+        return _settled(flat), None
+    host = cuda.Pinned(flat.nbytes).array
+
+    def arrived() -> None:
+        flat.set(host.view(flat.dtype))
+        cupy().cuda.get_current_stream().synchronize()  # CuPy may give the pinned memory to somebody else from here on
+
+    return host, arrived
+
+
+def _settled(flat: Any) -> Any:
+    """The bytes of GPU memory, when the current stream's work is done."""
+    cupy().cuda.get_current_stream().synchronize()
+    return flat.view(np.uint8)
 
 
 def empty_like(flat: Any, count: int, dtype: np.dtype[Any]) -> Any:
@@ -183,8 +314,7 @@ def _cupy_buffer(array: Any) -> Buffer:
             f"a GPU array of shape {array.shape} and strides {array.strides} is not C-contiguous; pass a contiguous "
             "copy (cupy.ascontiguousarray)"
         )
-    flat = array.reshape(-1).view(element.storage)
-    return _CupyBuffer(flat, element, tuple(array.shape), f"cuda:{array.device.id}", array.dtype)
+    return GpuBuffer(array, int(array.data.ptr), array.device.id, element, tuple(array.shape), array.dtype)
 
 
 def _is_torch(array: Any) -> bool:
@@ -210,8 +340,11 @@ def _torch_gpu_buffer(tensor: Any, element: ElementType) -> Buffer:
     why_not = _why_not(tensor)
     if why_not:
         raise UnsupportedArrayError(why_not)
-    flat = cupy().asarray(_as_numpy_knows(tensor, element).reshape(-1)).view(element.storage)
-    return _TorchGpuBuffer(flat, element, tuple(tensor.shape), str(tensor.device), tensor.dtype)
+    cupy()  # our kernels need it
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    pointer, index = tensor.data_ptr(), tensor.device.index
+    return _TorchGpuBuffer(tensor, pointer, index, element, tuple(tensor.shape), tensor.dtype)
 
 
 def _as_numpy_knows(tensor: Any, element: ElementType) -> Any:
@@ -239,10 +372,23 @@ def _why_not(tensor: Any) -> str:
     return ""
 
 
+def _is_on_gpu_by_dlpack(array: Any) -> bool:
+    return hasattr(array, "__dlpack_device__") and array.__dlpack_device__()[0] == DLPACK_CUDA
+
+
+def _foreign_gpu_buffer(array: Any, writable: bool) -> Buffer:
+    """Of JAX and others: DLPack orders CuPy's current stream after their work. Results are CuPy arrays."""
+    if writable:
+        kind = f"{type(array).__module__}.{type(array).__qualname__}"
+        raise UnsupportedArrayError(f"a {kind} cannot be changed in place; use the function without the underscore")
+    return _cupy_buffer(cupy().from_dlpack(array))
+
+
 def _dlpack_buffer(array: Any, writable: bool) -> Buffer:
     device_type, _ = array.__dlpack_device__()
-    if device_type != 1:  # kDLCPU
-        return _cupy_buffer(cupy().from_dlpack(array))
+    if device_type != DLPACK_CPU:
+        kind = type(array).__qualname__
+        raise UnsupportedArrayError(f"a {kind} on DLPack device {device_type}; move it to the CPU or a CUDA GPU")
     try:
         return _numpy_buffer(np.from_dlpack(array), writable)
     except (BufferError, RuntimeError) as exc:

@@ -6,8 +6,8 @@
     stream     |w1|b1|   w2   |b2|w|    |      w3        |    |      w3      |b3|
 
 For messages (`plan`) tensors are kept whole where they fit into a slot: what is alone in one need not be packed. In
-shared memory (`stream`) everything is packed, so slots are filled. Both depend on the tensors' lengths and order only,
-so all ranks make the same plan.
+shared memory (`stream`) everything is packed, so slots are filled; a GPU's pieces (`aligned`) begin where it can read
+many bytes at once. All depend on the tensors' lengths and order only, so all ranks make the same plan.
 """
 
 from __future__ import annotations
@@ -89,6 +89,52 @@ def stream(counts: tuple[int, ...], capacity: int) -> list[Slot]:
             room -= high - low
             low = high
     return [Slot(tuple(pieces)) for pieces in slots]
+
+
+class AlignedSlot(NamedTuple):
+    """Pieces that travel together, and where they lie in the slot; between them there may be gaps."""
+
+    pieces: tuple[Piece, ...]
+    starts: tuple[int, ...]
+    """The element of the slot at which each piece begins."""
+    length: int
+    """Elements of all together, gaps too."""
+
+
+@functools.lru_cache(maxsize=256)
+def aligned(counts: tuple[int, ...], capacity: int, alignment: int) -> list[AlignedSlot]:
+    """As `stream`, but pieces begin at multiples of `alignment` elements: in the slot, and where a tensor is cut, in it.
+
+    capacity: elements, a multiple of `alignment`; so is each slot's length.
+
+    >>> [(slot.starts, slot.length, *map(tuple, slot.pieces)) for slot in aligned((3, 9, 2), capacity=8, alignment=4)]
+    [((0, 4), 8, (0, 0, 3), (1, 0, 4)), ((0,), 8, (1, 4, 9)), ((0,), 4, (2, 0, 2))]
+    """
+    slots: list[AlignedSlot] = []
+    pieces: list[Piece] = []
+    starts: list[int] = []
+    length = 0
+
+    def close() -> None:
+        nonlocal length
+        slots.append(AlignedSlot(tuple(pieces), tuple(starts), length))
+        pieces.clear()
+        starts.clear()
+        length = 0
+
+    for number, count in enumerate(counts):
+        low = 0
+        while low < count:
+            if length == capacity:
+                close()
+            high = min(count, low + capacity - length)
+            pieces.append(Piece(number, low, high))
+            starts.append(length)
+            length += -(-(high - low) // alignment) * alignment
+            low = high
+    if pieces:
+        close()
+    return slots
 
 
 def pack(slot: Slot, inputs: Sequence[Buffer], packed: Any, widen: Callable[[Any], Any] | None = None) -> None:

@@ -32,6 +32,15 @@ def chunk_bounds(count: int, size: int) -> list[int]:
     return [k * share + min(k, extra) for k in range(size + 1)]
 
 
+def equal_chunk(length: int, size: int, alignment: int) -> int:
+    """Elements of each of `size` chunks of a slot, a multiple of `alignment`; the last ones may be shorter, or empty.
+
+    >>> equal_chunk(100, 3, 8)  # 0:40, 40:80, 80:100
+    40
+    """
+    return max(1, -(-length // (size * alignment))) * alignment
+
+
 def bounds_of(counts: Sequence[int]) -> list[int]:
     """The offsets of chunks of the given lengths.
 

@@ -21,6 +21,7 @@ from ringreduce import failures, log
 from ringreduce._version import __version__
 from ringreduce.agreement import agree
 from ringreduce.collectives import clock
+from ringreduce.cuda import choice
 from ringreduce.engine.description import Call, Description, calling_line
 from ringreduce.engine.engine import GLOBAL, Engine
 from ringreduce.engine.host import Host
@@ -48,16 +49,22 @@ class Runtime:
         clock_offsets_us: Sequence[float] = (),
         process_sets: Sequence[Sequence[int]] = (),
         knobs: Knobs | None = None,
+        gpu: choice.Choice = choice.NOT_ASKED,
     ) -> None:
         self.world = world
+        self.gpu = gpu
         self.transport = transport
         self.settings = settings
         self.engine = Engine(world, transport, settings, host, clock_offsets_us, process_sets, knobs)
+        self.engine.gpu.default_index = gpu.index or 0
         self._answerer = Answerer(settings.error_file, self.engine.waiting_for)
 
     def close(self) -> None:
         """Give back what `start` made; every rank must call it."""
         self._answerer.close()
+        self.engine.gpu.close()
+        self.world.gather(None)  # nobody frees GPU memory that another has mapped
+        self.engine.gpu.free()
         self.transport.close()
         if self.engine.host.window is not None:
             self.engine.host.window.close()
@@ -67,19 +74,22 @@ class Runtime:
 _process_runtime: Runtime | None = None
 _process_id = 0
 _generations = 0
+_gpu = choice.NOT_ASKED
 _forked_from = ""
 _bound_runtime: contextvars.ContextVar[Runtime | None] = contextvars.ContextVar("ringreduce_runtime", default=None)
 
 
 def start(comm: Any, process_sets: Sequence[Any], dynamic: bool) -> list[tuple[int, ...]] | None:
     """Form the world, see `ringreduce.init`; returns the given process sets' members, or None if there is a world."""
-    global _process_runtime, _process_id, _generations
+    global _process_runtime, _process_id, _generations, _gpu
     if is_initialized():
         return None
     settings = Settings.from_environment(os.environ)
     log.configure(settings.log_level, settings.log_timestamp)
     if dynamic:
         settings = dataclasses.replace(settings, dynamic_process_sets=True)
+    if _generations == 0:  # later the current GPU is what this has chosen, or the script since
+        _gpu = choice.select(settings, os.environ)
     world = form_world(comm, _generations)
     if _generations == 0:
         atexit.register(_at_exit)
@@ -96,7 +106,7 @@ def start(comm: Any, process_sets: Sequence[Any], dynamic: bool) -> list[tuple[i
         offsets_us = complete(clock.offsets_us(transport, world.hosts))
         host = prepare_host(world, transport, settings)
         knobs = read_by_rank_0(world, host.window is not None, settings)
-        _process_runtime = Runtime(world, transport, settings, host, offsets_us, sets, knobs)
+        _process_runtime = Runtime(world, transport, settings, host, offsets_us, sets, knobs, _gpu)
         _tell(_process_runtime)
     except Exception as exc:
         transport.close()
@@ -113,7 +123,9 @@ def _tell(runtime: Runtime) -> None:
         log.LOGGER.info(_summary(runtime))
     if log.LOGGER.isEnabledFor(logging.DEBUG):
         place = f"local rank {world.local_rank} of {world.local_size}, on host {world.hosts[world.rank]}"
-        log.LOGGER.debug(f"rank {world.rank} of {world.size}: {place} ({socket.gethostname()}), pid {os.getpid()}")
+        log.LOGGER.debug(
+            f"rank {world.rank} of {world.size}: {place} ({socket.gethostname()}), pid {os.getpid()}, GPU {runtime.gpu}"
+        )
 
 
 def _summary(runtime: Runtime) -> str:

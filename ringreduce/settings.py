@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import math
+import re
 from collections.abc import Mapping
 
 from ringreduce.errors import SettingsError
@@ -31,6 +32,8 @@ SHARED_SLOTS = 4
 """Slots of shared memory that a process set uses; collectives/shared.py tells why so many suffice."""
 MOST_REGIONS = 32
 """Process sets for whose flags shared memory has room."""
+PCI_BUS_ID = r"[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}\.[0-7]"
+"""How Linux and CUDA name a device: domain, bus, device and function; CUDA in capitals."""
 TRUE, FALSE = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 
 
@@ -82,6 +85,20 @@ class Settings:
     autotune_file: str = ""
     """Where rank 0 writes what autotune found; without autotune, rank 0 reads it at init()."""
 
+    cuda_device: str = ""
+    """The GPU that init() makes the current one: its index, as CUDA counts, or its PCI bus id, such as 0000:3b:00.0; by
+    default that of `placed_gpu`, or by local rank, in turn."""
+
+    cuda_slot_bytes: int = 32 << 20
+    """What moves through the GPUs' shared memory at a time; four of it on each rank's GPU for each process set that
+    reduces GPU arrays."""
+
+    cuda_ipc: bool = True
+    """Ranks of one host map each other's GPU memory, where that is permitted; 0: copies go through the host."""
+
+    cuda_aware_mpi: str = "auto"
+    """Whether MPI gets GPU memory: auto (MPI is asked, then it is tried once in a child process), 1 (untried) or 0."""
+
     timeline: str = ""
     """Where rank 0 writes the timeline, from init() on; DYNAMIC: start_timeline() tells."""
 
@@ -100,6 +117,10 @@ class Settings:
     error_file: str = ""
     """Where an uncaught exception is written as JSON for the launcher; set by ringrun for each rank."""
 
+    placed_gpu: str = ""
+    """The PCI bus id of the GPU that ringrun has placed this rank at; set by ringrun for each rank. Only advice: where
+    CUDA does not show that GPU, the local rank counts."""
+
     def __post_init__(self) -> None:
         for name, slots in (("fusion_slot_bytes", 2), ("shared_slot_bytes", SHARED_SLOTS)):
             if self.fusion_buffer_bytes // 2 < slots * getattr(self, name):
@@ -111,6 +132,16 @@ class Settings:
             raise SettingsError(f"log_level={self.log_level!r}: {_EXPECTED_LEVEL}")
         if self.shared_slot_bytes % 64:
             raise SettingsError(f"shared_slot_bytes={self.shared_slot_bytes}: expected a multiple of 64")
+        if self.cuda_slot_bytes % 256:
+            raise SettingsError(f"cuda_slot_bytes={self.cuda_slot_bytes}: expected a multiple of 256")
+        if self.cuda_aware_mpi not in ("auto", "1", "0"):
+            raise SettingsError(f"cuda_aware_mpi={self.cuda_aware_mpi!r}: expected auto, 1 or 0")
+        if not re.fullmatch(f"|[0-9]+|{PCI_BUS_ID}", self.cuda_device):
+            raise SettingsError(
+                f"cuda_device={self.cuda_device!r}: expected an index, such as 0, or a PCI bus id, such as 0000:3b:00.0"
+            )
+        if not re.fullmatch(f"|{PCI_BUS_ID}", self.placed_gpu):
+            raise SettingsError(f"placed_gpu={self.placed_gpu!r}: expected a PCI bus id, such as 0000:3b:00.0")
 
     @property
     def shared_regions(self) -> int:
@@ -132,7 +163,7 @@ class Settings:
         return cls(**values)  # type: ignore[arg-type]
 
 
-PER_RANK = ("error_file", "timeline", "log_level", "log_timestamp")
+PER_RANK = ("cuda_device", "error_file", "placed_gpu", "timeline", "log_level", "log_timestamp")
 """The settings that may differ from rank to rank."""
 
 

@@ -40,9 +40,26 @@ def mpich_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def cupy(monkeypatch):
-    """A fake CuPy, whose device memory cannot be touched from the host by mistake."""
-    monkeypatch.setitem(sys.modules, "cupy", fake_cupy)
-    return fake_cupy
+    """A fake CuPy, whose device memory cannot be touched from the host by mistake, nor by two streams without order.
+
+    What is queued on its streams runs as late as it can.
+    """
+    with fake_cupy.checked() as fake:
+        _put_in_place(fake, monkeypatch)
+        yield fake
+
+
+@pytest.fixture(params=[("lazy", 0), ("eager", 0), ("random", 1), ("random", 2), ("random", 3)], ids=str)
+def cupy_of_every_mode(request, monkeypatch):
+    """The fake CuPy, whose streams run as late as they can, as soon as they can, and at random."""
+    with fake_cupy.checked(*request.param) as fake:
+        _put_in_place(fake, monkeypatch)
+        yield fake
+
+
+def _put_in_place(fake, monkeypatch):
+    for name, module in fake.modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from queue import SimpleQueue
 from typing import IO, NoReturn
@@ -112,12 +112,13 @@ class Agent:
 
     def _start(self, command: Sequence[str], setup: Setup) -> "subprocess.Popen[bytes]":
         os.chdir(setup.folder)
-        share = self._share()
+        share = self._share({**os.environ, **setup.variables})
         binds, masks = self._settings.bind, self._settings.mask_gpus
         threads = len(share.cores) if binds else max(1, len(usable_cpus()) // self._place.local_size)
         only_gpu = share.gpu.name if masks and share.gpu else None
         self._device = f"GPU {share.gpu.name}" if share.gpu else ""
-        environment = rank_environment(self._place, setup, self._directory, os.environ, threads, only_gpu)
+        placed_gpu = share.gpu.bus_id if share.gpu else ""
+        environment = rank_environment(self._place, setup, self._directory, os.environ, threads, only_gpu, placed_gpu)
         environment |= self._leftovers.variables(ENGINES[self._settings.engine], environment)
         return subprocess.Popen(
             command,
@@ -131,9 +132,9 @@ class Agent:
             preexec_fn=before_exec(die_with_parent(signal.SIGKILL), bind_to(share.cpus) if binds else None),
         )
 
-    def _share(self) -> Share:
-        """Return what this rank gets of its host; the first rank there tells what all get."""
-        shares = place(read_topology(os.environ), self._place.local_size)
+    def _share(self, environ: Mapping[str, str]) -> Share:
+        """Return what a rank with these variables gets of its host; the first rank there tells what all get."""
+        shares = place(read_topology(environ), self._place.local_size)
         if self._place.local_rank == 0:
             for text in _notes(shares, self._place, self._settings):
                 self._send(Note(text))

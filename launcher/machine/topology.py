@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
+ORDER_VARIABLE, BY_ADDRESS = "CUDA_DEVICE_ORDER", "PCI_BUS_ID"
+"""With this value of it, CUDA counts GPUs as this file does; by default the fastest comes first."""
 
 _NVIDIA = 0x10DE
 _GPU_CLASSES = (0x0300, 0x0302)  # VGA and 3D controllers
@@ -33,6 +35,8 @@ class Gpu:
 
     name: str
     near: frozenset[int] = frozenset()
+    bus_id: str = ""
+    """Its PCI address, which is right however CUDA counts; empty if unknown."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,7 @@ class _Device:
 
     uuid: str  # empty if unknown
     near: frozenset[int]
+    bus_id: str
 
 
 def usable_cpus() -> frozenset[int]:
@@ -68,7 +73,8 @@ def read_topology(
     cpus = usable_cpus() if usable is None else frozenset(usable)
     nodes = _read_nodes(root, cpus)
     devices = _read_devices(root, cpus, nodes)
-    return Topology(_read_cores(root, cpus, nodes), _visible(devices, environ.get(VISIBLE_VARIABLE)))
+    gpus = _visible(devices, environ.get(VISIBLE_VARIABLE), by_address=environ.get(ORDER_VARIABLE) == BY_ADDRESS)
+    return Topology(_read_cores(root, cpus, nodes), gpus)
 
 
 def parse_cpulist(text: str, among: Iterable[int]) -> frozenset[int]:
@@ -125,7 +131,7 @@ def _read_devices(root: Path, cpus: frozenset[int], nodes: Mapping[int, int]) ->
             information = _read(root / "proc/driver/nvidia/gpus" / folder.name / "information")
             if _is_accessible(root, information):
                 uuid = re.search(r"^GPU UUID:\s*(GPU-[0-9a-f-]+)$", information, re.MULTILINE)
-                device = _Device(uuid[1] if uuid else "", _near(folder, cpus, nodes))
+                device = _Device(uuid[1] if uuid else "", _near(folder, cpus, nodes), folder.name)
                 addressed.append(([int(part, 16) for part in address.groups()], device))
     return [device for _, device in sorted(addressed, key=lambda pair: pair[0])]
 
@@ -155,29 +161,35 @@ def _near(folder: Path, cpus: frozenset[int], nodes: Mapping[int, int]) -> froze
     return of_node or parse_cpulist(_read(folder / "local_cpulist"), cpus)
 
 
-def _visible(devices: Sequence[_Device], text: str | None) -> tuple[Gpu, ...]:
+def _visible(devices: Sequence[_Device], text: str | None, *, by_address: bool) -> tuple[Gpu, ...]:
     """Return the GPUs that CUDA shows where CUDA_VISIBLE_DEVICES is `text` (None: not set).
+
+    by_address: CUDA counts by PCI address. If not, which GPU an index means is a guess, right if all are alike.
 
     As in CUDA: indices or (beginnings of) UUIDs; what is neither ends the list; what comes twice empties it.
     """
     if text is None:
-        return tuple(Gpu(str(index), device.near) for index, device in enumerate(devices))
+        return tuple(Gpu(str(index), device.near, device.bus_id) for index, device in enumerate(devices))
     gpus: list[Gpu] = []
     for entry in text.split(","):
-        gpu = _named(devices, entry)
+        gpu = _named(devices, entry, by_address=by_address)
         if gpu is None:
             break
         gpus.append(gpu)
     return tuple(gpus) if len(set(gpus)) == len(gpus) else ()
 
 
-def _named(devices: Sequence[_Device], entry: str) -> Gpu | None:
+def _named(devices: Sequence[_Device], entry: str, *, by_address: bool) -> Gpu | None:
     """Return the GPU that an entry of CUDA_VISIBLE_DEVICES means, None if CUDA would find none."""
     if index := _INDEX.match(entry):
         number = int(index[1])
-        return Gpu(str(number), devices[number].near) if number < len(devices) else None
+        if number >= len(devices):
+            return None
+        return Gpu(str(number), devices[number].near, devices[number].bus_id if by_address else "")
     name = entry.strip()
     if not devices or not name.startswith(("GPU-", "MIG-")):
         return None
     found = [device for device in devices if device.uuid.startswith(name)]
-    return Gpu(name, found[0].near if len(found) == 1 else frozenset())  # part of one (MIG), or the driver keeps UUIDs
+    if len(found) != 1:  # part of one (MIG), or the driver keeps UUIDs
+        return Gpu(name)
+    return Gpu(name, found[0].near, found[0].bus_id)

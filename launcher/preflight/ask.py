@@ -59,6 +59,8 @@ class Facts:
     ringrun: Version
     mpi4py: Version
     numpy: Version
+    cupy: str
+    """Its wheel and version; empty if there is none."""
     mpi: Version
     """The first line of MPI_Get_library_version."""
     gpus: int

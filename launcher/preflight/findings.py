@@ -57,6 +57,7 @@ def find(told: Mapping[str, Facts | Problem], here: str, question: Question) -> 
         rows = [*_missing(facts, question, extra), *_small(facts)]
         if isinstance(own, Facts) and host != here:
             rows += [*_other_versions(facts, own, here), *_other_files(facts, own, here), *_clock(facts, here)]
+            rows += _other_cupy(facts, own, here)
         found += [Finding(host, severity, what, cure, column) for severity, column, what, cure in rows]
     return found
 
@@ -127,6 +128,12 @@ def _other_files(facts: Facts, own: Facts, here: str) -> Iterator[_Row]:
         if same_version and theirs.digest and ours.digest and theirs.digest != ours.digest:
             what = f"{name} there has the version of the one on {here}, but other files"
             yield "error", "ringreduce", what, _SAME_INSTALLATION
+
+
+def _other_cupy(facts: Facts, own: Facts, here: str) -> Iterator[_Row]:
+    if facts.gpus and own.gpus and facts.cupy != own.cupy:
+        what = f"{facts.cupy or 'no CuPy'} there, {own.cupy or 'no CuPy'} on {here}, and both have GPUs"
+        yield "warning", "ranks", what, _SAME_INSTALLATION
 
 
 def _clock(facts: Facts, here: str) -> Iterator[_Row]:

@@ -47,6 +47,7 @@ def describe(request: dict) -> dict:  # type: ignore[type-arg] # plain JSON, of 
         "ringrun": _agent(request["agent_python"]),
         "mpi4py": _version("mpi4py"),
         "numpy": _version("numpy"),
+        "cupy": cupy(),
         "mpi": _mpi(),
         "gpus": gpus,
         "ranks": ranks,
@@ -87,6 +88,18 @@ def _digest(*folders: str) -> str:
             with contextlib.suppress(OSError), open(path, "rb") as file:
                 digest.update(os.path.relpath(path, folder).encode() + b"\0" + file.read())
     return digest.hexdigest()
+
+
+def cupy() -> str:
+    """Return which CuPy is installed, such as `cupy-cuda12x 14.2.0`, without importing it; nothing if none is."""
+    try:
+        metadata = importlib.import_module("importlib.metadata")
+    except ImportError:  # Python 3.7
+        return ""
+    for name in ("cupy-cuda12x", "cupy-cuda13x", "cupy-cuda11x", "cupy"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            return f"{name} {metadata.version(name)}"
+    return ""
 
 
 def _agent(python: str) -> dict[str, str]:

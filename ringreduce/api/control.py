@@ -23,6 +23,9 @@ def init(comm: Any = None, process_sets: str | Sequence[ProcessSet | Sequence[in
     process_sets: the process sets to use, the same on all ranks (of communicators each rank's own); or "dynamic": they
           are added later.
 
+    Import your array library before it: CuPy and torch, where a script has imported them, get this rank's GPU as the
+    current one before MPI starts, unless the script has made another than number 0 current; see `info().gpu`.
+
     Idempotent; after `shutdown()` a new world is formed. From now on an uncaught exception ends the whole job, and
     `shutdown()` is called when the interpreter exits.
     Raises: StartupError when there is no MPI, or the launcher is another MPI's; SettingsError; MismatchError when ranks

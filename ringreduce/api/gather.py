@@ -10,7 +10,7 @@ import numpy as np
 from ringreduce import runtime
 from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
 from ringreduce.api.submit import Array, like
-from ringreduce.buffers import Buffer, as_buffer
+from ringreduce.buffers import Buffer, as_buffer, fill
 from ringreduce.engine.description import Description, describe, names_of
 from ringreduce.engine.request import Handle, Request
 from ringreduce.errors import InputError
@@ -157,5 +157,5 @@ def _as_given(splits: Any, received: np.ndarray[Any, Any]) -> Any:
         return received
     template = as_buffer(splits)
     result = template.empty(received.shape)
-    result.flat[...] = received
+    fill(result, received)
     return result.array()

@@ -30,8 +30,12 @@ class Info:
     hosts: tuple[int, ...]
     """The number of each rank's host."""
     generation: int
+    gpu: str
+    """Which GPU init() has made the current one, by CUDA's index, and why. Arrays may lie on another."""
     algorithm: str
     """How an allreduce of all ranks moves data, by its size in bytes."""
+    gpu_algorithm: str
+    """How an allreduce of all ranks moves GPU arrays, and why; found out when the first one comes."""
     knobs: Knobs
     """What an allreduce of all ranks uses now, and whether that is the default, on trial, tuned or loaded."""
     usable_algorithms: tuple[str, ...]
@@ -87,7 +91,9 @@ def info() -> Info:
         size=current.world.size,
         hosts=current.world.hosts,
         generation=current.world.generation,
+        gpu=str(current.gpu),
         algorithm=engine.lanes[GLOBAL].routes.text(),
+        gpu_algorithm=engine.lanes[GLOBAL].routes.gpu.text(),
         knobs=engine.lanes[GLOBAL].knobs,
         usable_algorithms=tuple(engine.lanes[GLOBAL].routes.usable),
         constants=engine.host.constants,

@@ -67,8 +67,18 @@ def gloo_built() -> bool:
 
 
 def nccl_built() -> bool:
-    """False: ringreduce does not use NCCL."""
-    return False
+    """True when RINGREDUCE_ALGORITHM=nccl can be asked for: CuPy is installed, and finds NCCL. It imports CuPy then."""
+    import importlib
+    import warnings
+
+    if not cuda_built():
+        return False
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # CuPy warns that NCCL is not there, which is what is asked
+        try:
+            return bool(importlib.import_module("cupy.cuda.nccl").available)
+        except ImportError:
+            return False
 
 
 def cuda_built() -> bool:

@@ -58,7 +58,7 @@ class Hierarchy:
         self.rank = rank
 
 
-class _InOrder:
+class InOrder:
     """See `Request`: this rank has published all turns before."""
 
     def __init__(self, hierarchy: Hierarchy, turn: int) -> None:
@@ -122,7 +122,7 @@ def _slot(
         chunks = [each[own[0].low : own[-1].high] for each in slots]
         yield from _across(chunks, region.rank, hierarchy.rings[number % WIDTH], reduction, segment_bytes)
     if hierarchy.summed != turn:
-        yield _InOrder(hierarchy, turn)
+        yield InOrder(hierarchy, turn)
     region.publish(SUMMED, turn)
     hierarchy.summed = turn + 1
     yield region.arrival(SUMMED, turn)

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -36,7 +36,7 @@ from ringreduce.kernels import copying
 from ringreduce.kernels.copying import Writer
 from ringreduce.ops import Reduction
 from ringreduce.partition import chunk_bounds
-from ringreduce.transport.base import Steps
+from ringreduce.transport.base import Request, Steps
 from ringreduce.transport.window import PACKED, SUMMED, Region
 
 PACK, REDUCE, COPY, DONE = range(4)
@@ -115,26 +115,55 @@ def allreduce(
     if len(slots) == 1 and is_one_shot(sum([part.source.nbytes for part in slots[0]]), region.size):
         yield from _one_shot(slots[0], region, reduction, watch)
         return
-    pipeline = [_Slot(parts, region, reduction) for parts in slots]
-    first, count = region.turn, len(pipeline)
-    region.turn += count
+    yield from pipelined([_Slot(parts, region, reduction) for parts in slots], region, watch)
+
+
+class SlotWork(Protocol):
+    """What one rank does with one slot, whose memory that of the turn is."""
+
+    def pack(self, turn: int) -> None:
+        """Put into this rank's slot what others will sum, and publish PACKED."""
+
+    def sum(self, turn: int) -> None:
+        """Reduce this rank's chunk into its slot, and publish SUMMED; all have published PACKED."""
+
+    def copy_out(self, turn: int) -> None:
+        """Take the finished chunks out of their owners' slots; all have published SUMMED."""
+
+
+class Turns(Protocol):
+    """The flags by which a host's ranks tell how far they are: window.Flags, or what else counts turns."""
+
+    turn: int
+
+    def arrived(self, flag: int, turn: int) -> bool:
+        """True when every member has published this turn."""
+
+    def arrival(self, flag: int, turn: int) -> Request:
+        """A request that is done then."""
+
+
+def pipelined(slots: Sequence[SlotWork], turns: Turns, watch: Watch) -> Steps[None]:
+    """Take all slots through their three phases, in the order that makes four slots of memory enough; see above."""
+    first, count = turns.turn, len(slots)
+    turns.turn += count
     for number in range(-1, count + 1):
         if number + 1 < count:
             watch(number + 1, PACK)
-            pipeline[number + 1].pack(first + number + 1)
+            slots[number + 1].pack(first + number + 1)
             watch(number + 1, REDUCE)
         if number > 0:
             turn = first + number - 1
-            if not region.arrived(SUMMED, turn):
-                yield region.arrival(SUMMED, turn)
+            if not turns.arrived(SUMMED, turn):
+                yield turns.arrival(SUMMED, turn)
             watch(number - 1, COPY)
-            pipeline[number - 1].copy_out(turn)
+            slots[number - 1].copy_out(turn)
             watch(number - 1, DONE)
         if 0 <= number < count:
             turn = first + number
-            if not region.arrived(PACKED, turn):
-                yield region.arrival(PACKED, turn)
-            pipeline[number].sum(turn)
+            if not turns.arrived(PACKED, turn):
+                yield turns.arrival(PACKED, turn)
+            slots[number].sum(turn)
 
 
 def _one_shot(parts: Sequence[Part], region: Region, reduction: Reduction, watch: Watch) -> Steps[None]:

@@ -85,6 +85,11 @@ class Stream:
         """Queue a copy between any two of host and device addresses; host memory must be pinned, and stay."""
         runtime().memcpyAsync(target, source, nbytes, runtime().memcpyDefault, self.pointer)
 
+    def use(self) -> None:
+        """Make it CuPy's current stream, and its device the current one, in this thread for good."""
+        runtime().setDevice(self.device.index)
+        self._stream.use()
+
     def synchronize(self) -> None:
         """Return when all that is queued is done. It blocks the thread."""
         runtime().streamSynchronize(self.pointer)
@@ -179,7 +184,7 @@ def view(pointer: int, nbytes: int, dtype: np.dtype[Any], owner: Any, index: int
     """Memory on GPU number `index` as a 1-D CuPy array, which keeps `owner`, whose memory it is, alive."""
     module = cupy()
     memory = module.cuda.UnownedMemory(pointer, nbytes, owner, index)
-    return module.ndarray(nbytes // dtype.itemsize, dtype, memptr=module.cuda.MemoryPointer(memory, 0))
+    return module.ndarray((nbytes // dtype.itemsize,), dtype, memptr=module.cuda.MemoryPointer(memory, 0))
 
 
 class Pinned:
@@ -187,7 +192,7 @@ class Pinned:
 
     def __init__(self, nbytes: int) -> None:
         module = cupy()
-        self._memory = module.cuda.alloc_pinned_memory(nbytes)
+        self._memory = module.cuda.alloc_pinned_memory(max(1, nbytes))
         self.array: np.ndarray[Any, Any] = np.frombuffer(self._memory, np.uint8, nbytes)
         self.pointer = int(self._memory.ptr)
 
@@ -211,6 +216,67 @@ class PinnedPool:
                 del self._blocks[number]
                 return pinned
         return Pinned(max(4096, 1 << (nbytes - 1).bit_length()))
+
+
+HANDLE_BYTES = 64
+"""Of what another process opens memory or an event by."""
+
+
+class SharedEvent:
+    """An event that other processes can open, recorded again and again; whoever waits has the latest record then."""
+
+    def __init__(self, owner: Device) -> None:
+        self.device = owner
+        with owner:
+            flags = runtime().eventInterprocess | runtime().eventDisableTiming
+            self.pointer = int(runtime().eventCreateWithFlags(flags))
+
+    def handle(self) -> bytes:
+        """By which another process opens it."""
+        return bytes(runtime().ipcGetEventHandle(self.pointer))
+
+    def record(self, stream: Stream) -> None:
+        """Let it be the point that a stream of its device has reached now."""
+        with self.device:
+            runtime().eventRecord(self.pointer, stream.pointer)
+
+    def free(self) -> None:
+        """Give it back."""
+        runtime().eventDestroy(self.pointer)
+
+
+def export(block: Block) -> bytes:
+    """By which another process of this host maps a block; raises CuPy's CUDARuntimeError where that is forbidden."""
+    with block.device:
+        return bytes(runtime().ipcGetMemHandle(block.pointer))
+
+
+def map_memory(handle: bytes, to: Device) -> int:
+    """The address here of another process's block; raises CuPy's CUDARuntimeError where GPU `to` cannot reach it."""
+    with to:
+        return int(runtime().ipcOpenMemHandle(handle, runtime().cudaIpcMemLazyEnablePeerAccess))
+
+
+def unmap_memory(pointer: int, to: Device) -> None:
+    """Give back what `map_memory` gave; before its owner frees it."""
+    with to:
+        runtime().ipcCloseMemHandle(pointer)
+
+
+def open_event(handle: bytes, on: Device) -> int:
+    """Another process's SharedEvent, for streams of GPU `on` to wait for."""
+    with on:
+        return int(runtime().ipcOpenEventHandle(handle))
+
+
+def close_event(pointer: int) -> None:
+    """Give back what `open_event` gave."""
+    runtime().eventDestroy(pointer)
+
+
+def wait_for(event: int, stream: Stream) -> None:
+    """Let what is queued from now on in a stream wait for the latest record of an event, given by its address."""
+    runtime().streamWaitEvent(stream.pointer, event)
 
 
 def flat_addresses(pointers: Sequence[int]) -> np.ndarray[Any, Any]:

@@ -35,6 +35,11 @@ class Batch(NamedTuple):
         """Of all together."""
         return sum(each.nbytes for each in self.inputs)
 
+    @property
+    def on_gpu(self) -> bool:
+        """True for all of them or none."""
+        return self.inputs[0].on_gpu
+
     def expect(self, slots: Sequence[fusion.Slot]) -> None:
         """The owners are complete when all of these are settled."""
         for slot in slots:

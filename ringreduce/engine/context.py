@@ -6,7 +6,9 @@ import dataclasses
 from typing import Any
 
 from ringreduce import fusion
+from ringreduce.buffers import Buffer
 from ringreduce.engine.completions import Completions
+from ringreduce.engine.gpu import Gpu
 from ringreduce.engine.knobs import Knobs
 from ringreduce.engine.routes import Routes
 from ringreduce.engine.timeline import Timeline
@@ -29,6 +31,7 @@ class Context:
     divisor: int
     """What an Average is divided by: the set's size, or its live ranks."""
     knobs: Knobs
+    gpu: Gpu
     debugs: bool = False
     """Each choice of an algorithm is told."""
 
@@ -36,6 +39,10 @@ class Context:
     def transport(self) -> Transport:
         """For operations of which one is under way at a time."""
         return self.routes.channels[0]
+
+    def empty(self, like: Buffer, shape: tuple[int, ...]) -> Buffer:
+        """A new buffer of the same kind, for the engine to write to."""
+        return self.gpu.empty(like, shape) if like.on_gpu else like.empty(shape)
 
     def place(self, kind: str, root_rank: Any) -> int:
         """The rank in the set of a rank of the world."""

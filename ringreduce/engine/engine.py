@@ -18,12 +18,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ringreduce import errors, fusion
-from ringreduce.buffers import Buffer
+from ringreduce.buffers import Buffer, ready
+from ringreduce.cuda.runtime import Event
 from ringreduce.engine import operations, refusals
 from ringreduce.engine.cache import numbers
 from ringreduce.engine.context import Context
 from ringreduce.engine.coordinator import Coordinator
 from ringreduce.engine.description import Call, Description, calling_line
+from ringreduce.engine.gpu import Gpu
 from ringreduce.engine.host import Host
 from ringreduce.engine.inbox import LONGEST_REST_S, Inbox, Waits
 from ringreduce.engine.joined import stand_in
@@ -93,6 +95,7 @@ class Engine:
         self.settings = settings
         self.host = host
         self.memory = fusion.Memory(settings.fusion_buffer_bytes // 2, settings.fusion_slot_bytes)
+        self.gpu = Gpu(world.rank)
         self.lanes: dict[int, Lane] = {}
         self.sets: dict[int, tuple[int, ...]] = {}
         """The members of all process sets, those without this rank too."""
@@ -156,8 +159,10 @@ class Engine:
         """
         if line is None:
             line = calling_line()
-        for each in inputs:
-            each.settle()  # the engine's thread reads what the caller's has queued on a GPU
+        marks: Sequence[Event] = ()
+        if any(each.on_gpu for each in inputs):
+            self.gpu.check(inputs)
+            marks = ready(inputs)
         with self._inbox.lock:
             lane = self.lanes.get(process_set)
             if lane is None:
@@ -168,7 +173,7 @@ class Engine:
             else:
                 description = describe(name)
             handle = Handle(description, self._inbox.wait, self._inbox.ask)
-            request = Request(description, process_set, inputs, outputs, finish, payload, line, handle, waits)
+            request = Request(description, process_set, inputs, outputs, finish, payload, line, handle, waits, marks)
             key = request.key
             if self._is_closed or lane.closed or lane.joined or key in lane.pending or key in lane.running:
                 self._check(lane, request)
@@ -261,6 +266,7 @@ class Engine:
             moved |= lane.advance(self._inbox.hurries)
         if not any(lane.busy for lane in self.lanes.values()):
             self._recording.settle()
+        self.gpu.sweep()
         if not moved:
             self._recording.spill()
             self._stalls.look()
@@ -420,6 +426,7 @@ class Engine:
             lane.completions,
             divisor,
             lane.knobs,
+            self.gpu,
             self._debugs,
         )
         steps = operations.run(requests, context)
@@ -430,7 +437,7 @@ class Engine:
     def _join_in(self, lane: Lane, description: Description) -> Request:
         if not lane.joined:
             raise AssertionError(f"rank {self.world.rank} was told to run {description.key!r}, which it has not given")
-        return stand_in(description, lane.number)
+        return stand_in(description, lane.number, self.gpu)
 
     def _queue_join(self, lane: Lane, last: int) -> None:
         """join() returns in its turn: after what was agreed on before."""
@@ -497,6 +504,7 @@ class Engine:
             or self._inbox.announced(sum(len(lane.pending) for lane in lanes))
             or self._stalls.attentive
             or self._recording.gathers
+            or self.gpu.keeps
             or not self.transport.posted()
         ):
             return Waits.LETTERS

@@ -48,6 +48,8 @@ class Host:
             self._settings,
             self.constants,
             self._native if len(members) == self.world.size else None,
+            None if self.world.comm is None else self._transport,
+            len(members) == self.world.size,
         )
 
     def reserve(self, members: Sequence[int]) -> int | None:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from ringreduce.buffers import Buffer
 from ringreduce.dtypes import TABLE
 from ringreduce.engine.description import Description, TensorDescription
+from ringreduce.engine.gpu import Gpu
 from ringreduce.engine.request import Request
 from ringreduce.ops import ReduceOp, Reduction
 
 
-def stand_in(description: Description, process_set: int) -> Request:
-    """A request for what the other ranks have given, without a handle."""
+def stand_in(description: Description, process_set: int, gpu: Gpu) -> Request:
+    """A request for what the other ranks have given, without a handle; `gpu` is this rank's, should it be needed."""
     op = ReduceOp(description.detail("op"))
-    buffers = [_neutral(tensor, op) for tensor in description.tensors]
+    buffers = [_neutral(tensor, op, gpu) for tensor in description.tensors]
     return Request(
         description,
         process_set,
@@ -28,8 +31,11 @@ def stand_in(description: Description, process_set: int) -> Request:
     )
 
 
-def _neutral(tensor: TensorDescription, op: ReduceOp) -> Buffer:
+def _neutral(tensor: TensorDescription, op: ReduceOp, gpu: Gpu) -> Buffer:
     element = TABLE[tensor.dtype]
-    flat = np.empty(int(np.prod(tensor.shape, dtype=np.int64)), element.storage)
+    count = math.prod(tensor.shape)
+    if tensor.device != "cpu":
+        return gpu.filled(element, count, Reduction(op, element, 1).neutral)
+    flat = np.empty(count, element.storage)
     Reduction(op, element, 1).neutral(flat)
-    return Buffer(flat, element, tensor.shape, tensor.device, lambda flat, shape: flat.reshape(shape))
+    return Buffer(flat, element, tensor.shape, tensor.device, flat.dtype)

@@ -15,6 +15,7 @@ import numpy as np
 from ringreduce.collectives import adasum, bruck, pairwise, ring, tree
 from ringreduce.engine.batch import batches, carry, plan, settle
 from ringreduce.engine.context import Context
+from ringreduce.engine.gpu_reduction import GpuBatch
 from ringreduce.engine.reduction import allreduce
 from ringreduce.engine.request import Request
 from ringreduce.errors import InputError
@@ -27,6 +28,8 @@ def run(requests: Sequence[Request], context: Context) -> Steps[None]:
     """Run what was agreed on; completes each request as soon as its tensors are finished."""
     batches: dict[Any, list[Request]] = {}
     for request in requests:
+        if request.ready:
+            context.gpu.begin(request)
         kind = request.description.kind
         apart = kind not in FUSED or (kind == "allreduce" and request.description.detail("op") == Adasum.value)
         # one batch for all that may travel together: a tensor of another kind does not end it
@@ -72,11 +75,20 @@ def _broadcast(requests: Sequence[Request], context: Context) -> Steps[None]:
     def collective(flat: Any, _: Any) -> Steps[None]:
         yield from tree.broadcast(flat, context.transport, root)
 
-    planned = [(batch, plan(batch, context, batch.inputs[0].element.itemsize)) for batch in batches(requests)]
+    def on_host(flat: Any, channel: int) -> Steps[None]:
+        yield from tree.broadcast(flat, context.routes.channels[channel], root)
+
+    found = batches(requests)
+    on_gpu = [GpuBatch(each, context.knobs.fusion_slot_bytes, context) for each in found if each.on_gpu]
+    if on_gpu:
+        yield from context.routes.gpu.prepare(context.gpu)
+    planned = [(batch, plan(batch, context, batch.inputs[0].element.itemsize)) for batch in found if not batch.on_gpu]
     for batch, slots in planned:
         batch.expect(slots)
     for request in requests:
         settle(request, context)
+    for each in on_gpu:
+        yield from each.through_host(on_host)
     for batch, slots in planned:
         for slot in slots:
             yield from carry(batch, slot, collective, "BROADCAST", context)
@@ -91,7 +103,7 @@ def _allgather(requests: Sequence[Request], context: Context) -> Steps[None]:
         request.outputs = outputs = []
         for number, tensor in enumerate(request.inputs):
             counts = [int(n) * math.prod(tensor.shape[1:]) for n in rows[:, number]]
-            gathered = tensor.empty((int(rows[:, number].sum()), *tensor.shape[1:]))
+            gathered = context.empty(tensor, (int(rows[:, number].sum()), *tensor.shape[1:]))
             start = sum(counts[:rank])
             gathered.flat[start : start + tensor.count] = tensor.flat
             with context.timeline.phase([request], "ALLGATHER"):
@@ -110,7 +122,7 @@ def _alltoall(requests: Sequence[Request], context: Context) -> Steps[None]:
         everyones = yield from bruck.allgather(np.asarray(splits, np.int64), transport)
         received = [int(n) for n in everyones[:, transport.rank]]
         row = math.prod(tensor.shape[1:])
-        result = tensor.empty((sum(received), *tensor.shape[1:]))
+        result = context.empty(tensor, (sum(received), *tensor.shape[1:]))
         with context.timeline.phase([request], "ALLTOALL"):
             yield from pairwise.alltoall(
                 tensor.flat, result.flat, transport, [n * row for n in splits], [n * row for n in received]
@@ -136,13 +148,14 @@ def _reducescatter(requests: Sequence[Request], context: Context) -> Steps[None]
             row = math.prod(tensor.shape[1:])
             bounds = chunk_bounds(tensor.shape[0], transport.size)
             counts = [(high - low) * row for low, high in itertools.pairwise(bounds)]
-            work = tensor.copy()
+            work = context.empty(tensor, tensor.shape)
+            work.flat[...] = tensor.flat
             with context.timeline.phase([request], "REDUCESCATTER"):
                 low, high = yield from ring.scatter_reduce(
                     work.flat, transport, reduction, context.routes.segment_bytes, counts, transport.rank
                 )
             rows = bounds[transport.rank + 1] - bounds[transport.rank]
-            part = tensor.empty((rows, *tensor.shape[1:]))
+            part = context.empty(tensor, (rows, *tensor.shape[1:]))
             part.flat[...] = work.flat[low:high]
             outputs.append(part)
         request.complete()

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
-
-import numpy as np
 
 from ringreduce import fusion
-from ringreduce.collectives import direct, doubling, hierarchical, ring, shared
+from ringreduce.collectives import hierarchical, shared
 from ringreduce.collectives.overlap import overlapped
-from ringreduce.engine.batch import Batch, batches, carry, plan, settle, view
+from ringreduce.engine.batch import Batch, batches, carry, plan, settle
 from ringreduce.engine.context import Context
+from ringreduce.engine.gpu_reduction import GpuReduction
+from ringreduce.engine.messages import MessageCollective
 from ringreduce.engine.request import Request
 from ringreduce.log import LOGGER
 from ringreduce.ops import ReduceOp, Reduction
@@ -22,10 +21,16 @@ PHASES = {shared.PACK: "MEMCPY_IN_FUSION_BUFFER", shared.REDUCE: "ALLREDUCE", sh
 
 def allreduce(requests: Sequence[Request], context: Context) -> Steps[None]:
     """Reduce what all these requests hold; they agree in op and scales. Completes each as soon as it is finished."""
-    work = []
-    for batch in batches(requests):
+    work, on_gpu = [], []
+    found = batches(requests)
+    if any(batch.on_gpu for batch in found):
+        yield from context.routes.gpu.prepare(context.gpu)
+    for batch in found:
         reduction = _reduction(requests[0], batch, context)
-        algorithm = _algorithm(batch, reduction, context)
+        if batch.on_gpu:
+            on_gpu.append(GpuReduction(batch, reduction, context))
+            continue
+        algorithm = context.routes.choice(batch.nbytes, reduction, context.knobs.algorithm)
         slots = _slots(batch, reduction, algorithm, context)
         batch.expect(slots)
         if context.debugs:
@@ -34,6 +39,8 @@ def allreduce(requests: Sequence[Request], context: Context) -> Steps[None]:
         work.append((batch, reduction, algorithm, slots))
     for request in requests:
         settle(request, context)
+    for each in on_gpu:
+        yield from each.run()
     for batch, reduction, algorithm, slots in work:
         if algorithm in ("shared", "hierarchical"):
             yield from _through_window(batch, reduction, algorithm, slots, context)
@@ -51,12 +58,6 @@ def _reduction(request: Request, batch: Batch, context: Context) -> Reduction:
         details.detail("prescale_factor"),
         details.detail("postscale_factor"),
     )
-
-
-def _algorithm(batch: Batch, reduction: Reduction, context: Context) -> str:
-    if not isinstance(batch.inputs[0].flat, np.ndarray):
-        return "direct" if context.settings.deterministic else "ring"  # for now the ones that take GPU memory
-    return context.routes.choice(batch.nbytes, reduction, context.knobs.algorithm)
 
 
 def _slots(batch: Batch, reduction: Reduction, algorithm: str, context: Context) -> Sequence[fusion.Slot]:
@@ -99,44 +100,6 @@ def _through_messages(
     """The slots' ways, one after the other; `overlapped` begins the next when a channel is free."""
     wide = reduction if algorithm == "ring" and not reduction.in_place else None
     for number, slot in enumerate(slots):
-        collective = _Collective(algorithm, batch, reduction, number % context.knobs.slots_in_flight, context)
+        channel = number % context.knobs.slots_in_flight
+        collective = MessageCollective(algorithm, batch.inputs[0], reduction, channel, context)
         yield carry(batch, slot, collective.run, "ALLREDUCE", context, wide)
-
-
-class _Collective:
-    """One of the algorithms that send messages, on one channel."""
-
-    def __init__(self, algorithm: str, batch: Batch, reduction: Reduction, channel: int, context: Context) -> None:
-        self.algorithm, self.batch, self.reduction, self.context = algorithm, batch, reduction, context
-        self.transport = context.routes.channels[channel]
-
-    def run(self, finished: Any, partial: Any) -> Steps[None]:
-        """Reduce `finished` in place, or `partial` into it."""
-        if self.algorithm == "ring":
-            yield from self.ring(finished, finished if partial is None else partial)
-        elif self.algorithm == "direct":
-            yield from direct.allreduce(finished, self.transport, self.reduction, self.context.routes.segment_bytes)
-        elif self.algorithm == "doubling":
-            yield from doubling.allreduce(finished, self.transport, self.reduction)
-        else:
-            yield from self.native(finished)
-
-    def ring(self, finished: Any, partial: Any) -> Steps[None]:
-        """Around the ring, with a block of the fusion buffer for what comes in."""
-        self.reduction.prescaled(partial)
-        with self.context.memory.block(self.batch.inputs[0]) as block:
-            scratch = view(block, self.reduction.sum_type)
-            segment_bytes = min(self.context.routes.segment_bytes, scratch.nbytes // ring.RECEIVES_AHEAD)
-            workspace = ring.Workspace(partial, scratch)
-            yield from ring.allreduce(finished, self.transport, self.reduction, segment_bytes, workspace)
-
-    def native(self, finished: Any) -> Steps[None]:
-        """MPI's own; the ring where MPI has no such op for these elements."""
-        native = self.context.routes.native
-        start = None if native is None else native(finished, self.reduction.op.value)
-        if start is None:
-            yield from self.ring(finished, finished)
-            return
-        self.reduction.prescaled(finished)
-        yield start()
-        self.reduction.finish(finished, finished)

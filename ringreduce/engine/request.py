@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ringreduce.buffers import Buffer
+from ringreduce.buffers import Buffer, GpuBuffer
+from ringreduce.cuda.runtime import Event
 from ringreduce.engine.description import Description
 
 
@@ -94,6 +95,8 @@ class Request:
         "outputs",
         "payload",
         "process_set",
+        "ready",
+        "retire",
         "submitted_s",
         "waits",
     )
@@ -109,6 +112,7 @@ class Request:
         line: str,
         handle: Handle | None,
         waits: bool,
+        ready: Sequence[Event] = (),
     ) -> None:
         self.description = description
         self.key = description.key
@@ -124,18 +128,29 @@ class Request:
         self.handle = handle
         """None on a rank that has joined and takes part with neutral elements."""
         self.waits = waits
+        self.ready = ready
+        """Points of the caller's streams, behind which the inputs on a GPU may be read."""
         self.submitted_s = time.monotonic()
         self.missing_pieces = 0
+        self.retire: Callable[[Sequence[Buffer]], Event] | None = None
+        """For GPU memory: keeps it until the GPU is done, which the event tells; see Gpu.retire."""
         self.among: dict[str, Request] = _NOWHERE
         """The requests under way of its process set, which it leaves before its waiter may submit the name again."""
 
     def complete(self) -> None:
-        """The outputs hold the results."""
-        for each in self.outputs:
-            each.settle()
+        """The outputs hold the results, or those on a GPU will when it has done what the engine has queued."""
+        done = self.retire([*self.inputs, *self.outputs]) if self.retire is not None else None
         handle = self._leave()
         if handle is not None:
-            handle.complete(lambda: self.finish(self))
+            handle.complete(lambda: self._result(done))
+
+    def _result(self, done: Event | None) -> Any:
+        """The caller's result, in the thread that waits; what it queues on its GPU from now on comes after `done`."""
+        if done is not None:
+            followers = {each.current_stream: each for each in self.outputs if isinstance(each, GpuBuffer)}
+            for each in followers.values():  # one of each library
+                each.follow(done)
+        return self.finish(self)
 
     def fail(self, error: Exception) -> None:
         """The operation did not happen, or not to its end."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from ringreduce.collectives.choose import ALGORITHMS, Constants, choose
 from ringreduce.collectives.hierarchical import Hierarchy
+from ringreduce.engine.gpu_routes import GpuRoutes
 from ringreduce.errors import SettingsError
 from ringreduce.ops import Reduction
 from ringreduce.settings import Settings
@@ -27,7 +28,8 @@ class Routes:
     """One process set's, on one of its ranks; all members choose alike.
 
     hosts:  of each member;  region: the set's part of the host's shared memory, None where there is none on some host;
-    native: MPI's own all-reduce, for the set of all ranks.
+    native: MPI's own all-reduce, for the set of all ranks;  mpi: the transport below, where that is MPI's;
+    whole: all ranks are members.
     """
 
     def __init__(
@@ -38,9 +40,12 @@ class Routes:
         settings: Settings,
         constants: Constants,
         native: Native | None = None,
+        mpi: Any = None,
+        whole: bool = True,
     ) -> None:
         self.channels = channels
         self.region = region
+        self.gpu = GpuRoutes(channels, hosts, region, settings, mpi, whole)
         self.native = native
         self.hierarchy = None
         one_host = len(set(hosts)) == 1
@@ -99,7 +104,7 @@ def check(settings: Settings, routes: Routes, hosts: Sequence[int], why_not: str
         raise SettingsError(f"RINGREDUCE_ALGORITHM={asked!r}: expected auto or one of {', '.join(ALGORITHMS)}")
     if asked == "auto" or len(hosts) == 1:
         return
-    if asked not in routes.usable:
+    if asked not in (*routes.usable, "nccl"):  # that is for GPU arrays; host arrays go as with auto
         places = len(set(hosts))
         needs = {
             "shared": "all ranks on one host, and shared memory",

@@ -56,16 +56,17 @@ class MessageTransport:
         self._status: Any = None
         self.rank = world.rank
         self.size = world.size
+        self.takes_gpu = False
 
     def send(self, array: Any, destination: int, tag: int) -> MessageRequest:
         """See `Transport.send`."""
-        memory = buffers.outgoing(array)
-        return MessageRequest(self._comm.Isend(memory, destination, tag), destination, memory)
+        memory = buffers.outgoing(array, takes_gpu=self.takes_gpu)
+        return MessageRequest(self._comm.Isend(_known_to_mpi(memory), destination, tag), destination, memory)
 
     def receive(self, array: Any, source: int, tag: int) -> MessageRequest:
         """See `Transport.receive`."""
-        memory, arrived = buffers.incoming(array)
-        return MessageRequest(self._comm.Irecv(memory, source, tag), source, memory, arrived)
+        memory, arrived = buffers.incoming(array, takes_gpu=self.takes_gpu)
+        return MessageRequest(self._comm.Irecv(_known_to_mpi(memory), source, tag), source, memory, arrived)
 
     def native_allreduce(self, flat: Any, op: str) -> Callable[[], MessageRequest] | None:
         """What starts MPI's own all-reduce of a NumPy array over all ranks, in place; None where MPI has none.
@@ -135,3 +136,12 @@ class MessageTransport:
         if self._doorbell is None:
             raise RuntimeError("connect() was not called")
         return self._doorbell
+
+
+def _known_to_mpi(memory: Any) -> Any:
+    """GPU memory by its address: mpi4py would ask CuPy, which would order the wrong stream."""
+    if isinstance(memory, np.ndarray):
+        return memory
+    from mpi4py import MPI
+
+    return MPI.buffer.fromaddress(memory.data.ptr, memory.nbytes)

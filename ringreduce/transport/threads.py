@@ -2,7 +2,7 @@
 
 A send is never buffered unless asked: it completes only when its receive is there, and the receiver reads the sender's
 memory at that moment. Code that touches a buffer too early, relies on MPI's eager sends, or disagrees about a length
-fails here.
+fails here. GPU memory goes through the host, as in MPI's messages.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ import itertools
 import threading
 import time
 from collections import defaultdict, deque
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from ringreduce import buffers
 from ringreduce.errors import CollectiveError, PeerLostError
 from ringreduce.transport.base import Letter
 
@@ -102,6 +104,11 @@ class ThreadRequest:
 
     def __init__(self, exchange: Exchange, array: Any, rank: int, peer: int, tag: int, receiving: bool) -> None:
         self._exchange = exchange
+        self._arrived: Callable[[], None] | None = None
+        if receiving:
+            array, self._arrived = buffers.incoming(array)
+        else:
+            array = buffers.outgoing(array)
         self.array = array
         self.rank = rank
         self.peer = peer
@@ -120,6 +127,9 @@ class ThreadRequest:
     def wait(self) -> None:
         """See `Request.wait`."""
         self._exchange.wait(self)
+        if self._arrived is not None:
+            self._arrived()
+            self._arrived = None
 
 
 def _overlap(one: Any, other: Any) -> bool:
@@ -133,7 +143,7 @@ def _deliver(one: ThreadRequest, other: ThreadRequest) -> None:
             f"rank {send.rank} sent {send.array.nbytes} bytes, but rank {receive.rank} expected {receive.array.nbytes}"
         )
     else:
-        receive.array.view("u1")[...] = send.array.view("u1")
+        receive.array[...] = send.array
     receive.completed = send.completed = True
 
 
@@ -144,6 +154,7 @@ class ThreadTransport:
         self._exchange = exchange
         self.rank = rank
         self.size = exchange.size
+        self.takes_gpu = False
 
     def send(self, array: Any, destination: int, tag: int) -> ThreadRequest:
         """See `Transport.send`."""

@@ -26,7 +26,9 @@ from ringreduce.transport import waiting
 CACHE_LINE_BYTES = 64
 PACKED, SUMMED = 0, 1
 """The flags of a region: how many slots its owner has filled, and in how many it has finished its own chunk."""
-FLAGS_PER_REGION = 2
+GPU_PACKED = 2
+"""The first of two more, the same for slots that lie on GPUs: there the owner has only told its GPU to."""
+FLAGS_PER_REGION = 4
 FLAGS_BYTES = MOST_REGIONS * FLAGS_PER_REGION * CACHE_LINE_BYTES
 SLOTS = SHARED_SLOTS
 """Of a region."""
@@ -54,43 +56,28 @@ def block_bytes(slot_bytes: int, regions: int) -> int:
     return FLAGS_BYTES + regions * SLOTS * slot_bytes
 
 
-class Region:
-    """One process set's part of a window, as one of its members on this host uses it.
+class Flags:
+    """Two flags of each of a process set's members on this host: PACKED and SUMMED, the first being number `first`.
 
-    members: the members' local ranks;  ranks: their ranks in the world, for reports.
+    members: the members' local ranks;  ranks: their ranks in the world, for reports;  rank: this one's place there.
     """
 
     def __init__(
-        self, window: Window, number: int, slot_bytes: int, members: Sequence[int], ranks: Sequence[int], rank: int
+        self, window: Window, number: int, first: int, members: Sequence[int], ranks: Sequence[int], rank: int
     ) -> None:
         self.window = window
-        self.slot_bytes = slot_bytes
         self.size = len(members)
         self.rank = rank
         """This rank's place among the members."""
         self.ranks = tuple(ranks)
         self.turn = 0
         """Slots used so far: the next one is slot turn % SLOTS. Equal on all members between two operations."""
-        first = FLAGS_BYTES + number * SLOTS * slot_bytes
-        self._slots = [window.blocks[k][first : first + SLOTS * slot_bytes].reshape(SLOTS, -1) for k in members]
-        low = number * FLAGS_PER_REGION * CACHE_LINE_BYTES
-        high = low + FLAGS_PER_REGION * CACHE_LINE_BYTES
+        low = (number * FLAGS_PER_REGION + first) * CACHE_LINE_BYTES
+        high = low + 2 * CACHE_LINE_BYTES
         # a memoryview's items are read ten times faster than an array's
         flags = [memoryview(window.blocks[k][low:high].view(np.int64)) for k in members]
         self._flags = [each[:: CACHE_LINE_BYTES // 8] for each in flags]
-        self.writer = Writer()
-        """For this rank's slots."""
-        self._views: dict[Any, list[list[Any]]] = {}
-        for flag in range(FLAGS_PER_REGION):
-            self._flags[rank][flag] = 0
-
-    def slots(self, turn: int, dtype: np.dtype[Any]) -> list[Any]:
-        """The slot of a turn in every member's block: 1-D arrays of `dtype`."""
-        views = self._views.get(dtype)
-        if views is None:
-            whole = [each[:, : self.slot_bytes // dtype.itemsize * dtype.itemsize].view(dtype) for each in self._slots]
-            views = self._views[dtype] = [[each[slot] for each in whole] for slot in range(SLOTS)]
-        return views[turn % SLOTS]
+        self._flags[rank][PACKED] = self._flags[rank][SUMMED] = 0
 
     def publish(self, flag: int, turn: int) -> None:
         """Tell the others that this rank has done its part of `turn`, and of all turns before."""
@@ -117,24 +104,49 @@ class Region:
         return self.ranks[self.rank]
 
 
+class Region(Flags):
+    """One process set's part of a window, as one of its members on this host uses it; see `Flags`."""
+
+    def __init__(
+        self, window: Window, number: int, slot_bytes: int, members: Sequence[int], ranks: Sequence[int], rank: int
+    ) -> None:
+        super().__init__(window, number, PACKED, members, ranks, rank)
+        self.slot_bytes = slot_bytes
+        self.gpu_flags = Flags(window, number, GPU_PACKED, members, ranks, rank)
+        """For slots on the members' GPUs (transport/peers.py)."""
+        first = FLAGS_BYTES + number * SLOTS * slot_bytes
+        self._slots = [window.blocks[k][first : first + SLOTS * slot_bytes].reshape(SLOTS, -1) for k in members]
+        self.writer = Writer()
+        """For this rank's slots."""
+        self._views: dict[Any, list[list[Any]]] = {}
+
+    def slots(self, turn: int, dtype: np.dtype[Any]) -> list[Any]:
+        """The slot of a turn in every member's block: 1-D arrays of `dtype`."""
+        views = self._views.get(dtype)
+        if views is None:
+            whole = [each[:, : self.slot_bytes // dtype.itemsize * dtype.itemsize].view(dtype) for each in self._slots]
+            views = self._views[dtype] = [[each[slot] for each in whole] for slot in range(SLOTS)]
+        return views[turn % SLOTS]
+
+
 class Arrival:
     """See `transport.base.Request`: all members have published a turn."""
 
-    def __init__(self, region: Region, flag: int, turn: int) -> None:
-        self._region, self._flag, self._turn = region, flag, turn
+    def __init__(self, flags: Flags, flag: int, turn: int) -> None:
+        self._flags, self._flag, self._turn = flags, flag, turn
 
     @property
     def peer(self) -> int:
         """The rank of the world that is waited for."""
-        return self._region.late(self._flag, self._turn)
+        return self._flags.late(self._flag, self._turn)
 
     def done(self) -> bool:
         """See `Request.done`."""
-        return self._region.arrived(self._flag, self._turn)
+        return self._flags.arrived(self._flag, self._turn)
 
     def done_soon(self) -> bool:
         """See `Request.done`; looks for `YIELD_S`, for the others are usually about to."""
-        arrived, flag, turn = self._region.arrived, self._flag, self._turn
+        arrived, flag, turn = self._flags.arrived, self._flag, self._turn
         for _ in range(SPINS):
             if arrived(flag, turn):
                 return True
@@ -151,7 +163,7 @@ class Arrival:
             waiting.until(self._arrived_or_lost)
 
     def _arrived_or_lost(self) -> bool:
-        if self._region.arrived(self._flag, self._turn):
+        if self._flags.arrived(self._flag, self._turn):
             return True
-        self._region.window.check(self.peer)
+        self._flags.window.check(self.peer)
         return False

@@ -88,6 +88,8 @@ def test_settings_and_errors_are_told_as_they_are():
     assert Settings().fusion_slot_bytes == 2 << 20
     assert "_RING_SEGMENT_BYTES` | 60 KiB" in README
     assert Settings().ring_segment_bytes == 60 << 10
+    assert "_CUDA_SLOT_BYTES` | 32 MiB" in README
+    assert Settings().cuda_slot_bytes == 32 << 20
     assert f"_CACHE_CAPACITY` | {Settings().cache_capacity}" in README
     assert f"_CYCLE_TIME_MS` | {Settings().cycle_time_ms:.0f}" in README
 

@@ -13,11 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringreduce.settings import HOROVOD, PREFIX, Settings
-from ringrun import cli
+from ringrun import build, cli
 from ringrun.config import file as configfile
 from ringrun.config import horovod
 from ringrun.config import resolve as config
 from ringrun.errors import UsageError
+from ringrun.machine.topology import Gpu, Topology
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 needs_yaml = pytest.mark.skipif(importlib.util.find_spec("yaml") is None, reason="no PyYAML")
@@ -31,6 +32,9 @@ OTHER = {
     "fusion_slot_bytes": str(1 << 20),
     "ring_segment_bytes": "4096",
     "cache_capacity": "7",
+    "cuda_device": "1",
+    "cuda_slot_bytes": "4096",
+    "cuda_aware_mpi": "0",
     "cycle_time_ms": "3.5",
     "stall_check_s": "99",
     "stall_abort_s": "100",
@@ -38,7 +42,11 @@ OTHER = {
     "timeline": "a: b.json",
     "log_level": "debug",
 }
-"""Values that are no defaults; the settings that are on or off are turned on."""
+"""Values that are no defaults; the settings that are on or off are turned over."""
+
+
+def other(field: dataclasses.Field) -> str:
+    return OTHER.get(field.name) or str(int(not field.default))
 
 
 @pytest.fixture(autouse=True)
@@ -80,10 +88,11 @@ def refusal_of_file(file: Callable[[str], str], text: str) -> str:
 
 @pytest.mark.parametrize("field", FIELDS, ids=lambda field: field.name)
 def test_every_setting_has_its_flag(field: dataclasses.Field) -> None:
-    flag = f"--{field.name.replace('_', '-')}"
+    name = field.name.replace("_", "-")
+    flag = f"--no-{name}" if field.default is True else f"--{name}"
     given = [flag] if isinstance(field.default, bool) else [flag, OTHER[field.name]]
     variables = parsed(*given).variables
-    assert variables == {PREFIX + field.name.upper(): OTHER.get(field.name, "1")}
+    assert variables == {PREFIX + field.name.upper(): other(field)}
     assert getattr(Settings.from_environment(variables), field.name) != field.default
 
 
@@ -91,10 +100,10 @@ def test_every_setting_has_its_flag(field: dataclasses.Field) -> None:
 @pytest.mark.parametrize("field", FIELDS, ids=lambda field: field.name)
 @needs_yaml
 def test_every_setting_has_its_key(field: dataclasses.Field, dash: str, file: Callable[[str], str]) -> None:
-    value = OTHER.get(field.name, "true")
+    value = OTHER.get(field.name) or str(not field.default).lower()
     quoted = f"'{value}'" if isinstance(field.default, str) else value
     resolved = of_file(file, f"# first line\n{field.name.replace('_', dash)}: {quoted}\n")
-    assert resolved.variables == {PREFIX + field.name.upper(): OTHER.get(field.name, "1")}
+    assert resolved.variables == {PREFIX + field.name.upper(): other(field)}
     assert resolved.settings[field.name].source == "job.yaml:2"
 
 
@@ -241,7 +250,11 @@ def test_horovods_file_is_understood(file: Callable[[str], str]) -> None:
         (
             ["--algorithm", "rong"],
             "--algorithm: RINGREDUCE_ALGORITHM='rong': expected auto or one of shared, hierarchical, ring, direct, "
-            "doubling, mpi",
+            "doubling, mpi, nccl",
+        ),
+        (
+            ["--cuda-device", "x"],
+            "--cuda-device: cuda_device='x': expected an index, such as 0, or a PCI bus id, such as 0000:3b:00.0",
         ),
         (["--costs", "x=1"], "--costs: RINGREDUCE_COSTS: 'x=1'; expected name=number"),
         (
@@ -421,7 +434,42 @@ def test_check_build_prints_a_table(ringrun: Run) -> None:
     assert "Available Frameworks:" in lines
     assert "    [X] NumPy" in lines
     assert "    [ ] Gloo" in lines
+    assert "Available for GPU Arrays:" in lines
     assert sum(line.startswith(("    [X] Open MPI (/", "    [X] MPICH (/")) for line in lines) == 1
+
+
+def test_check_build_tells_what_there_is_for_gpu_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def rows(gpus: int, driver: str, cupy: str) -> list[tuple[str, bool]]:
+        monkeypatch.setattr(build, "read_topology", lambda _: Topology((), (Gpu("0"),) * gpus))
+        monkeypatch.setattr(build, "driver_version", lambda: driver)
+        monkeypatch.setattr(build, "cupy", lambda: cupy)
+        return build.for_gpu_arrays()
+
+    assert rows(8, "580.65.06", "cupy-cuda13x 14.2.0") == [
+        ("8 NVIDIA GPUs", True),
+        ("NVIDIA driver 580.65.06", True),
+        ("cupy-cuda13x 14.2.0", True),
+    ]
+    assert rows(0, "", "") == [
+        ("NVIDIA GPU", False),
+        ("NVIDIA driver", False),
+        ("CuPy (pip install 'ringreduce[cuda12]', or 'ringreduce[cuda13]')", False),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "version"),
+    [
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023\nGCC", "535.104.05"),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build\n", "580.65.06"),
+        ("something else", ""),
+        (None, ""),
+    ],
+)
+def test_the_driver_s_version(text: str | None, version: str, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / "version").write_text(text)
+    assert build.driver_version(tmp_path / "version") == version
 
 
 def test_check_build_without_mpi4py(ringrun: Run, tmp_path: Path) -> None:

@@ -7,11 +7,15 @@ import textwrap
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ringrun.agent import agent
+from ringrun.connection.wire import Setup
+from ringrun.environment import Place, Settings
 from ringrun.machine.placement import Share, automatic_size, describe, place, share_out
 from ringrun.machine.topology import Core, Gpu, Topology, read_topology
 from ringrun.spans import format_spans
@@ -306,7 +310,7 @@ OTHER_MACHINE = """
 """
 SHOW_GPUS = """
     import json, os
-    names = ["CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER"]
+    names = ["CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "RINGREDUCE_PLACED_GPU"]
     print(json.dumps([sorted(os.sched_getaffinity(0)), *map(os.environ.get, names)]))
 """
 
@@ -343,7 +347,10 @@ def test_on_a_gpu_host_each_gpu_gets_a_rank_that_sees_all_gpus(
     ringrun: Run, script: Callable[[str], str], python: str, gpu_machine: dict[str, str], gpu_shares: list[Share]
 ) -> None:
     done = ringrun(python, script(SHOW_GPUS), env=gpu_machine)
-    assert seen(done.stdout) == {rank: (sorted(share.cpus), None, None) for rank, share in enumerate(gpu_shares)}
+    addresses = ["0000:01:00.0", "0000:02:00.0"]
+    assert seen(done.stdout) == {
+        rank: (sorted(share.cpus), None, None, addresses[rank]) for rank, share in enumerate(gpu_shares)
+    }
     assert done.stderr == describe(gpu_shares, os.uname().nodename, bound=True) + "\n"
 
 
@@ -352,7 +359,8 @@ def test_a_masked_rank_sees_its_own_gpu(
 ) -> None:
     usable = sorted(os.sched_getaffinity(0))
     done = ringrun("-np", 3, "--mask-gpus", "--no-bind", python, script(SHOW_GPUS), env=gpu_machine)
-    assert seen(done.stdout) == {rank: (usable, "010"[rank], "PCI_BUS_ID") for rank in range(3)}
+    addresses = ["0000:01:00.0", "0000:02:00.0", "0000:01:00.0"]
+    assert seen(done.stdout) == {rank: (usable, "010"[rank], "PCI_BUS_ID", addresses[rank]) for rank in range(3)}
     told = "rank 0 GPU 0; rank 1 GPU 1; rank 2 GPU 0"
     assert done.stderr == f"ringrun: 3 ranks on {os.uname().nodename}: {told}\n"
 
@@ -361,4 +369,23 @@ def test_gpus_that_the_user_has_hidden_stay_hidden(
     ringrun: Run, script: Callable[[str], str], python: str, gpu_machine: dict[str, str]
 ) -> None:
     done = ringrun("--mask-gpus", python, script(SHOW_GPUS), env=gpu_machine | {"CUDA_VISIBLE_DEVICES": "1"})
-    assert [values[1:] for values in seen(done.stdout).values()] == [("1", "PCI_BUS_ID")]
+    assert [values[1:] for values in seen(done.stdout).values()] == [("1", "PCI_BUS_ID", "")]
+
+
+def test_a_rank_on_another_host_is_placed_by_the_variables_that_it_is_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The agent there has not got them from mpirun."""
+    root = two_sockets(tmp_path, gpus=8)
+    given: dict[str, str] = {}
+    monkeypatch.setattr(agent, "read_topology", lambda environ: read_topology(environ, root, ALL))
+    monkeypatch.setattr(agent.subprocess, "Popen", lambda *_, env, **__: given.update(env))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    there = agent.Agent.__new__(agent.Agent)
+    there._place, there._settings = Place(1, 2, 1, 2), Settings("openmpi", str(tmp_path))
+    there._directory, there._leftovers = str(tmp_path), SimpleNamespace(variables=lambda *_: {})
+    there._start(
+        ["true"], Setup("h0", 1, os.getcwd(), {"CUDA_VISIBLE_DEVICES": "7,6", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, False)
+    )
+    assert given["RINGREDUCE_PLACED_GPU"] == "0000:6f:00.0"
+    assert there._device == "GPU 6"

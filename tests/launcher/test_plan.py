@@ -154,6 +154,7 @@ def test_the_variables_of_a_rank() -> None:
         "PYTHONUNBUFFERED": "1",
         "PYTHONPATH": HOOK_DIRECTORY,
         "RINGREDUCE_ERROR_FILE": "/tmp/private/rank5.json",
+        "RINGREDUCE_PLACED_GPU": "",
     }
 
 
@@ -169,6 +170,14 @@ def test_a_rank_that_is_to_see_one_gpu_sees_it_by_our_number() -> None:
     masked = rank_environment(PLACE, SETUP, "/tmp/private", inherited, threads=1, only_gpu="3")
     assert (masked["CUDA_VISIBLE_DEVICES"], masked["CUDA_DEVICE_ORDER"]) == ("3", "PCI_BUS_ID")
     assert rank_environment(PLACE, SETUP, "/tmp/private", inherited, threads=1).items() >= inherited.items()
+
+
+def test_a_rank_learns_which_gpu_it_was_placed_at_whatever_a_job_around_it_says() -> None:
+    inherited = {"RINGREDUCE_PLACED_GPU": "0000:01:00.0", "RINGREDUCE_CUDA_DEVICE": "1"}
+    placed = rank_environment(PLACE, SETUP, "/tmp/private", inherited, threads=1, placed_gpu="0000:02:00.0")
+    assert placed["RINGREDUCE_PLACED_GPU"] == "0000:02:00.0"
+    assert placed["RINGREDUCE_CUDA_DEVICE"] == "1", "the user's own wish stays"
+    assert rank_environment(PLACE, SETUP, "/tmp/private", inherited, threads=1)["RINGREDUCE_PLACED_GPU"] == ""
 
 
 def test_what_ringrun_sends_counts_more_than_what_an_agent_has() -> None:

@@ -1,6 +1,7 @@
 """What hosts are asked before a job starts, what is wrong with their answers, and the table that shows it."""
 
 import dataclasses
+import importlib.util
 import json
 import os
 import socket
@@ -35,6 +36,7 @@ GOOD = Facts(
     ringrun=Version("/venv/lib/ringrun"),
     mpi4py=Version("4.1.2"),
     numpy=Version("2.4.1"),
+    cupy="cupy-cuda12x 14.2.0",
     mpi=Version(OPEN_MPI),
     gpus=8,
     ranks=8,
@@ -146,6 +148,21 @@ def test_a_missing_mpi4py_is_not_told_twice() -> None:
     assert "mpi4py" in finding.what
 
 
+@pytest.mark.parametrize(
+    ("gpus", "theirs", "expected"),
+    [
+        (8, "cupy-cuda12x 14.2.0", []),
+        (8, "cupy-cuda13x 14.2.0", ["cupy-cuda13x 14.2.0 there, cupy-cuda12x 14.2.0 on n1, and both have GPUs"]),
+        (8, "", ["no CuPy there, cupy-cuda12x 14.2.0 on n1, and both have GPUs"]),
+        (0, "", []),
+    ],
+)
+def test_another_cupy_is_told_where_there_are_gpus(gpus: int, theirs: str, expected: list[str]) -> None:
+    findings = found(gpus=gpus, cupy=theirs)
+    assert [finding.what for finding in findings] == expected
+    assert {(finding.severity, finding.column) for finding in findings} <= {("warning", "ranks")}
+
+
 def test_this_host_is_not_compared_with_itself_but_may_lack_something() -> None:
     told = {"n1": facts(numpy=Version(error="no"), clock_skew_s=99.0)}
     (finding,) = find(told, "n1", QUESTION)
@@ -212,6 +229,7 @@ any_facts = st.builds(
     mpi4py=st.builds(Version, words),
     numpy=st.builds(Version, words),
     mpi=st.builds(Version, words),
+    cupy=words,
     gpus=st.integers(0, 9),
     ranks=st.integers(1, 9999),
     shm_bytes=st.none() | st.integers(0, 10**15),
@@ -250,6 +268,7 @@ def test_what_this_host_tells(tmp_path: Path) -> None:
     assert Path(told.ringrun.text).samefile(Path(sys.modules["ringrun"].__path__[0]))
     assert told.numpy.text == sys.modules["numpy"].__version__
     assert told.mpi.text
+    assert told.cupy.startswith("cupy") == (importlib.util.find_spec("cupy") is not None)
     assert told.missing_directory
     assert told.bad_programs == {str(tmp_path / "file"): "not executable", str(tmp_path / "missing"): "missing"}
     assert told.not_connected == ""

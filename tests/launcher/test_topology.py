@@ -69,7 +69,8 @@ def test_this_machine_can_be_read() -> None:
 
 def test_gpus_are_counted_by_pci_address_and_near_their_node(tmp_path: Path) -> None:
     gpus = read_topology({}, two_sockets(tmp_path, gpus=8), ALL).gpus
-    assert gpus == tuple(Gpu(str(index), NODE_0 if index < 4 else NODE_1) for index in range(8))
+    addresses = [f"0000:{bus}:00.0" for bus in ("09", "1a", "2b", "3c", "4d", "5e", "6f", "fa")]
+    assert gpus == tuple(Gpu(str(index), NODE_0 if index < 4 else NODE_1, addresses[index]) for index in range(8))
 
 
 def test_addresses_are_compared_as_numbers(tmp_path: Path) -> None:
@@ -93,7 +94,9 @@ def test_addresses_are_compared_as_numbers(tmp_path: Path) -> None:
 def test_what_cuda_cannot_use_is_no_gpu(change: dict, tmp_path: Path) -> None:
     good = FakeGpu("0000:01:00.0", near="0", kind="0x030000")
     bad = replace(FakeGpu("0000:00:00.0", minor=1), **change)
-    assert read_topology({}, make_machine(tmp_path, gpus=[good, bad]), ALL).gpus == (Gpu("0", frozenset({0})),)
+    assert read_topology({}, make_machine(tmp_path, gpus=[good, bad]), ALL).gpus == (
+        Gpu("0", frozenset({0}), "0000:01:00.0"),
+    )
 
 
 def test_a_gpu_of_a_node_is_near_its_cpus(tmp_path: Path) -> None:
@@ -133,7 +136,20 @@ def test_cuda_visible_devices_may_name_uuids_and_their_beginnings(tmp_path: Path
     root = two_sockets(tmp_path, gpus=8)
     text = "GPU-00000006-aaaa-bbbb-cccc-0123456789ab,GPU-00000001"
     gpus = read_topology({"CUDA_VISIBLE_DEVICES": text}, root, ALL).gpus
-    assert gpus == (Gpu("GPU-00000006-aaaa-bbbb-cccc-0123456789ab", NODE_1), Gpu("GPU-00000001", NODE_0))
+    assert gpus == (
+        Gpu("GPU-00000006-aaaa-bbbb-cccc-0123456789ab", NODE_1, "0000:6f:00.0"),
+        Gpu("GPU-00000001", NODE_0, "0000:1a:00.0"),
+    )
+
+
+@pytest.mark.parametrize(("order", "known"), [(None, False), ("FASTEST_FIRST", False), ("PCI_BUS_ID", True)])
+def test_which_gpu_an_index_means_is_known_where_cuda_counts_by_address(
+    order: str | None, known: bool, tmp_path: Path
+) -> None:
+    environ = {"CUDA_VISIBLE_DEVICES": "7,0"} | ({} if order is None else {"CUDA_DEVICE_ORDER": order})
+    gpus = read_topology(environ, two_sockets(tmp_path, gpus=8), ALL).gpus
+    assert [gpu.bus_id for gpu in gpus] == (["0000:fa:00.0", "0000:09:00.0"] if known else ["", ""])
+    assert [gpu.near for gpu in gpus] == [NODE_1, NODE_0], "a guess that does no harm"
 
 
 def test_a_uuid_that_the_driver_does_not_tell_and_a_part_of_a_gpu_are_near_nothing_known(tmp_path: Path) -> None:

@@ -1,36 +1,19 @@
-"""For tests that run on every rank of a job: `ringrun -np 3 python -m pytest --with-mpi tests/mpi`.
-
-A test that fails on one rank would leave the others waiting for it, so it is reported and the whole job ends. A test
-that hangs is ended by pytest-timeout. Either way ringrun ends the other ranks, which print their stacks when it does.
-"""
-
-import faulthandler
-import os
-import signal
-import sys
+"""For tests that run on every rank of a job: `ringrun -np 3 python -m pytest --with-mpi tests/mpi`. See on_ranks.py."""
 
 import pytest
 
-import ringreduce as rr
 from ringreduce.transport.message import MessageTransport
-from ringreduce.world import abort, form_world
+from ringreduce.world import form_world
+from tests import on_ranks
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config):
-    faulthandler.register(signal.SIGTERM, os.dup(sys.stderr.fileno()), chain=True)
-    rr.init()
-    if rr.rank() != 0:  # one report of what passed is enough; failures are printed by whoever fails
-        config.pluginmanager.unregister(config.pluginmanager.getplugin("terminalreporter"))
+    on_ranks.start(config)
 
 
 def pytest_runtest_logreport(report):
-    if report.failed and rr.is_initialized() and rr.size() > 1:
-        sys.stderr.write(f"\nrank {rr.rank()} of {rr.size()}: {report.nodeid} failed\n{report.longreprtext}\n")
-        sys.stderr.flush()
-        if "RINGREDUCE_ERROR_FILE" in os.environ:
-            os._exit(1)  # ringrun ends the others
-        abort(1)
+    on_ranks.end_the_job_if_failed(report)
 
 
 COMMUNICATORS = {

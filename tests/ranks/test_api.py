@@ -67,9 +67,9 @@ def test_device_memory_passes_through_the_same_code(cupy):
     halves = [data("float16", 40, rank) for rank in range(3)]
 
     def program():
-        device = [cupy.ndarray(host[rr.rank()].copy()), cupy.ndarray(halves[rr.rank()].copy())]
+        device = [cupy.asarray(host[rr.rank()].copy()), cupy.asarray(halves[rr.rank()].copy())]
         reduced = rr.grouped_allreduce(device, op=rr.Average)
-        gathered = rr.allgather(cupy.ndarray(np.full((rr.rank(), 2), 5.0)))
+        gathered = rr.allgather(cupy.asarray(np.full((rr.rank(), 2), 5.0)))
         copied = rr.broadcast(device[0], 2)
         assert all(isinstance(each, cupy.ndarray) for each in (*reduced, gathered, copied))
         return [each.get() for each in reduced], gathered.get(), copied.get()
@@ -244,20 +244,19 @@ def test_a_difference_is_told_on_every_rank_and_the_job_goes_on(call, message):
 
 
 def test_streams_are_waited_for_where_device_memory_changes_threads(cupy):
-    cupy.synchronized.clear()
-
     def program():
-        rr.allreduce(cupy.ndarray(np.ones(3)))
+        rr.allreduce(cupy.asarray(np.ones(3)))
 
     run_ranks(1, program)
-    assert cupy.synchronized == ["rank 0", "ringreduce engine 0"], "before the engine reads, before the caller goes on"
+    waited = ["rank 0", "ringreduce engine 0"]
+    assert cupy.cuda.synchronized == waited, "before the engine reads, before the caller goes on"
 
 
 def test_the_device_must_be_of_one_kind(cupy):
     def program():
         array = np.zeros(4)
         with pytest.raises(rr.MismatchError, match="a tensor on cuda, but rank 0 has one on cpu"):
-            rr.allreduce(array if rr.rank() == 0 else cupy.ndarray(array))
+            rr.allreduce(array if rr.rank() == 0 else cupy.asarray(array))
 
     run_ranks(2, program)
 

@@ -154,7 +154,7 @@ def test_gpu_arrays_have_the_same_bits(cupy, dtype):
     expected = [folded(rr.Sum, list(each)) for each in zip(*arrays, strict=True)]
 
     def program():
-        mine = [cupy.ndarray(array.copy()) for array in arrays[rr.rank()]]
+        mine = [cupy.asarray(array.copy()) for array in arrays[rr.rank()]]
         return [result.get() for result in rr.grouped_allreduce(mine, op=rr.Sum)]
 
     for hosts in ([0, 0, 0], [0, 1, 2]):

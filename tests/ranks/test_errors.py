@@ -138,7 +138,7 @@ def test_horovods_name_of_a_failed_collective_is_understood():
 
 def test_host_and_device_memory_under_one_name(cupy):
     def program():
-        array = cupy.ndarray(zeros(4)) if rr.rank() == 1 else zeros(4)
+        array = cupy.asarray(zeros(4)) if rr.rank() == 1 else zeros(4)
         with pytest.raises(
             rr.MismatchError, match=r"rank 1 of 3, allreduce 'w' .*: a tensor on cuda, but rank 0 has one"
         ):

@@ -124,7 +124,7 @@ def test_gpu_memory_without_cupy_names_the_extra():
 
 
 def test_gpu_memory_is_never_read_but_by_ordered_copies(cupy):
-    array = cupy.ndarray(np.arange(6, dtype=np.float32).reshape(2, 3))
+    array = cupy.asarray(np.arange(6, dtype=np.float32).reshape(2, 3))
     buffer = as_buffer(array)
     assert (buffer.device, buffer.shape) == ("cuda:0", (2, 3))
     assert outgoing(buffer.flat).view(np.float32).tolist() == [0, 1, 2, 3, 4, 5]

@@ -271,7 +271,9 @@ def test_a_rank_alone_may_ask_for_any():
     assert [told([0], Settings(algorithm=algorithm)) for algorithm in ALGORITHMS] == [""] * len(ALGORITHMS)
 
 
-@pytest.mark.parametrize(("algorithm", "allowed"), [("ring", False), ("doubling", False), ("direct", True)])
+@pytest.mark.parametrize(
+    ("algorithm", "allowed"), [("ring", False), ("doubling", False), ("nccl", False), ("direct", True)]
+)
 def test_deterministic_allows_what_sums_in_the_order_of_the_ranks(algorithm, allowed):
     message = told([0, 1], Settings(algorithm=algorithm, deterministic=True))
     assert (message == "") == allowed
@@ -285,6 +287,14 @@ def test_deterministic_allows_what_sums_in_the_order_of_the_ranks(algorithm, all
 def test_what_is_usable_is_accepted():
     for hosts, algorithm in [([0, 0], "shared"), ([0, 0, 1], "hierarchical"), ([0, 1], "ring"), ([0, 1], "auto")]:
         assert told(hosts, Settings(algorithm=algorithm)) == ""
+
+
+@pytest.mark.parametrize("hosts", [[0, 0], [0, 1], [0, 0, 1]], ids=str)
+def test_nccl_may_be_asked_for_and_host_arrays_go_as_without(hosts):
+    asked = Settings(algorithm="nccl")
+    assert told(hosts, asked) == ""
+    assert routes_of(hosts, asked).text() == routes_of(hosts).text()
+    assert "nccl" not in routes_of(hosts).candidates
 
 
 def test_info_tells_the_choice_and_its_reasons():

@@ -100,7 +100,7 @@ def test_the_lowest_rank_that_gave_it_is_the_measure():
 def test_a_buffer_is_described_by_its_type_shape_and_kind_of_device(cupy):
     assert describe(as_buffer(np.zeros((2, 3), np.int8)), "w") == tensor(dtype="int8", shape=(2, 3))
     assert describe(as_buffer(np.zeros((2, 3))), "w", (3,)) == tensor(dtype="float64", shape=(3,))
-    assert describe(as_buffer(cupy.ndarray(np.zeros(3, np.float32))), "w").device == "cuda"
+    assert describe(as_buffer(cupy.asarray(np.zeros(3, np.float32))), "w").device == "cuda"
 
 
 def test_words():

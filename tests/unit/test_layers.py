@@ -19,6 +19,7 @@ LAYERS = [
     ["kernels.half", "kernels.copying"],
     ["settings", "dtypes", "partition", "trees"],
     ["cuda.runtime"],
+    ["cuda.choice"],
     ["ops", "buffers", "compression"],
     ["world"],
     ["transport.base", "transport.doorbell", "transport.waiting"],

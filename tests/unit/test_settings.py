@@ -13,10 +13,22 @@ def test_defaults_and_variables():
             "RINGREDUCE_STALL_CHECK_S": "2.5",
             "RINGREDUCE_DYNAMIC_PROCESS_SETS": "1",
             "RINGREDUCE_CACHE_CAPACITY": "0",
+            "RINGREDUCE_CUDA_DEVICE": "0000:3b:00.0",
+            "RINGREDUCE_CUDA_SLOT_BYTES": "512",
+            "RINGREDUCE_CUDA_IPC": "0",
+            "RINGREDUCE_CUDA_AWARE_MPI": "1",
         }
     )
     assert settings == Settings(
-        fusion_slot_bytes=1024, error_file="/tmp/e", stall_check_s=2.5, dynamic_process_sets=True, cache_capacity=0
+        fusion_slot_bytes=1024,
+        error_file="/tmp/e",
+        stall_check_s=2.5,
+        dynamic_process_sets=True,
+        cache_capacity=0,
+        cuda_device="0000:3b:00.0",
+        cuda_slot_bytes=512,
+        cuda_ipc=False,
+        cuda_aware_mpi="1",
     )
 
 
@@ -87,3 +99,28 @@ def test_a_buffer_that_holds_too_few_slots_is_refused():
         Settings(fusion_buffer_bytes=511, fusion_slot_bytes=64, shared_slot_bytes=64)
     with pytest.raises(SettingsError, match="shared_slot_bytes=100: expected a multiple of 64"):
         Settings(shared_slot_bytes=100)
+
+
+@pytest.mark.parametrize("device", ["", "0", "12", "0000:3b:00.0", "00000000:3B:00.0"])
+def test_a_gpu_is_named_by_index_or_bus_id(device):
+    assert Settings.from_environment({"RINGREDUCE_CUDA_DEVICE": device}).cuda_device == device
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        *(
+            ({"cuda_device": text}, "expected an index, such as 0, or a PCI bus id, such as 0000:3b:00.0")
+            for text in ("-1", "cuda:0", "3b:00.0", "0000:3b:00", "GPU-0123", "0 ")
+        ),
+        ({"placed_gpu": "0"}, "expected a PCI bus id, such as 0000:3b:00.0"),
+        ({"cuda_aware_mpi": "yes"}, "expected auto, 1 or 0"),
+        ({"cuda_slot_bytes": 1000}, "expected a multiple of 256"),
+    ],
+    ids=str,
+)
+def test_a_gpu_setting_that_makes_no_sense_is_refused(changes, message):
+    ((name, value),) = changes.items()
+    with pytest.raises(SettingsError) as caught:
+        Settings(**changes)
+    assert str(caught.value) == f"{name}={value!r}: {message}"

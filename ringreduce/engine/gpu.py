@@ -1,0 +1,122 @@
+"""This rank's GPU as the engine uses it: a stream that waits for the callers' streams, and for which they wait.
+
+    caller's stream   backward · record ready ·  …  ·  wait for done · optimizer step
+    engine's stream             wait for ready · gather · sum · scatter · record done
+
+No thread waits for a GPU on the way: a request is complete when all its work is queued, and the caller's stream waits
+for the rest. The arrays are kept until it is done, for their memory would be used again.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from ringreduce.buffers import Buffer, GpuBuffer
+from ringreduce.cuda import runtime as cuda
+from ringreduce.cuda.kernels import Kernels
+from ringreduce.cuda.runtime import Event, Stream
+from ringreduce.dtypes import ElementType
+from ringreduce.engine.request import Request
+from ringreduce.errors import InputError
+
+
+class GpuRoutes(Protocol):
+    """What a process set has made on this GPU; see gpu_routes.py."""
+
+    def close(self) -> None:
+        """Give back what belongs to the other ranks."""
+
+    def free(self) -> None:
+        """Give back the rest."""
+
+
+class Gpu:
+    """One rank's. It costs nothing until the first GPU array comes; then it is used by the engine's thread."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.index: int | None = None
+        """The GPU's number: that of the first array."""
+        self.default_index = 0
+        """The number that counts before there is an array: a rank may join without any."""
+        self.routes: list[GpuRoutes] = []
+        """What process sets have made on this GPU, those that are gone too: others may still read their memory."""
+        self._retired: deque[tuple[Event, Any]] = deque()
+
+    def check(self, inputs: Sequence[Buffer]) -> None:
+        """Raise InputError for an array on another GPU than this rank's; called by the threads that submit."""
+        for each in inputs:
+            if isinstance(each, GpuBuffer) and each.index != self.index:
+                if self.index is not None:
+                    raise InputError(
+                        f"rank {self.rank}: an array on cuda:{each.index}, but its first was on cuda:{self.index}; a "
+                        "rank uses one GPU: move the array there, or make that GPU current before arrays are made "
+                        "(torch.cuda.set_device, cupy.cuda.Device(…).use())"
+                    )
+                self.index = each.index
+
+    @functools.cached_property
+    def stream(self) -> Stream:
+        """The engine's stream; from its first use on CuPy's current one in the engine's thread."""
+        stream = Stream(cuda.device(self.default_index if self.index is None else self.index))
+        stream.use()
+        return stream
+
+    @functools.cached_property
+    def kernels(self) -> Kernels:
+        """The kernels of this GPU."""
+        return Kernels(self.stream.device)
+
+    def begin(self, request: Request) -> None:
+        """Let the stream wait for what the caller has queued for a request's arrays."""
+        for event in request.ready:
+            self.stream.wait(event)
+        request.retire = self.retire
+
+    def empty(self, like: Buffer, shape: tuple[int, ...]) -> Buffer:
+        """See `Buffer.empty`; the stream may write to it."""
+        made = like.empty(shape)
+        if isinstance(made, GpuBuffer):
+            self.stream.wait(made.ready())
+        return made
+
+    def filled(self, element: ElementType, count: int, fill: Callable[[Any], None]) -> Buffer:
+        """New memory of `count` elements, filled on the engine's stream."""
+        index = self.stream.device.index  # from here on the engine's stream is CuPy's
+        flat = cuda.cupy().empty(count, element.storage)
+        fill(flat)
+        return GpuBuffer(flat, int(flat.data.ptr), index, element, (count,), element.storage)
+
+    def retire(self, buffers: Sequence[Buffer]) -> Event:
+        """Keep these until what is queued now is done; returns that point."""
+        event = self.stream.record()
+        self._retired.append((event, buffers))
+        return event
+
+    def sweep(self) -> None:
+        """Let go what is done."""
+        while self._retired and self._retired[0][0].done():
+            self._retired.popleft()
+
+    @property
+    def keeps(self) -> bool:
+        """True while something is kept: `sweep` must be called again."""
+        return bool(self._retired)
+
+    def close(self) -> None:
+        """Wait for the GPU, and give back what belongs to the other ranks; when all have, `free` the rest."""
+        if "stream" in self.__dict__:
+            self.stream.synchronize()
+        self._retired.clear()
+        for each in self.routes:
+            each.close()
+
+    def free(self) -> None:
+        """Give the GPU's memory back."""
+        for each in self.routes:
+            each.free()
+        if "kernels" in self.__dict__:
+            self.kernels.free()

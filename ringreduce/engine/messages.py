@@ -1,0 +1,53 @@
+"""The all-reduce algorithms that send messages, by their names, for one slot on one channel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ringreduce.buffers import Buffer
+from ringreduce.collectives import direct, doubling, ring
+from ringreduce.engine.batch import view
+from ringreduce.engine.context import Context
+from ringreduce.ops import Reduction
+from ringreduce.transport.base import Steps
+
+
+class MessageCollective:
+    """One of them. like: a buffer where the slots lie, on the host or on a GPU."""
+
+    def __init__(self, algorithm: str, like: Buffer, reduction: Reduction, channel: int, context: Context) -> None:
+        self.algorithm, self.like, self.reduction, self.context = algorithm, like, reduction, context
+        self.transport = context.routes.channels[channel]
+
+    def run(self, finished: Any, partial: Any) -> Steps[None]:
+        """Reduce `finished` in place, or `partial` into it."""
+        if self.algorithm == "ring":
+            partial = finished if partial is None else partial
+            self.reduction.prescaled(partial)
+            yield from self.ring(finished, partial)
+        elif self.algorithm == "direct":
+            yield from direct.allreduce(finished, self.transport, self.reduction, self.context.routes.segment_bytes)
+        elif self.algorithm == "doubling":
+            yield from doubling.allreduce(finished, self.transport, self.reduction)
+        else:
+            yield from self.native(finished)
+
+    def ring(self, finished: Any, partial: Any, segment_bytes: int = 0) -> Steps[None]:
+        """Reduce `partial`, which is prescaled, around the ring; what comes in has a block of the fusion buffer."""
+        with self.context.memory.block(self.like) as block:
+            scratch = view(block, self.reduction.sum_type)
+            segment_bytes = segment_bytes or self.context.routes.segment_bytes
+            segment_bytes = min(segment_bytes, scratch.nbytes // ring.RECEIVES_AHEAD)
+            workspace = ring.Workspace(partial, scratch)
+            yield from ring.allreduce(finished, self.transport, self.reduction, segment_bytes, workspace)
+
+    def native(self, finished: Any) -> Steps[None]:
+        """MPI's own; the ring where MPI has no such op for these elements."""
+        native = self.context.routes.native
+        start = None if native is None else native(finished, self.reduction.op.value)
+        self.reduction.prescaled(finished)
+        if start is None:
+            yield from self.ring(finished, finished)
+            return
+        yield start()
+        self.reduction.finish(finished, finished)

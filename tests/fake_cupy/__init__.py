@@ -1,0 +1,102 @@
+"""A stand-in for CuPy on machines without a GPU, which finds what a GPU would punish only now and then.
+
+Device memory is host memory that host code cannot read; what is queued on a stream runs later, by NumPy or by kernels
+compiled for the processor; every operation's reads and writes are checked against those of the others (memory.py).
+
+    memory.py    addresses, and the search for races     cuda.py    cupy.cuda: Stream, Device, MemoryPointer, …
+    machine.py   streams: when is what run               arrays.py  cupy.ndarray
+    runtime.py   cupy.cuda.runtime                       raw.py     cupy.RawModule
+    nccl.py      cupy.cuda.nccl
+
+    with fake_cupy.checked("random", seed=3, device_count=2) as cupy:
+        ...                        # at the end: no race, and all that is queued can run
+
+`machine.device_count` and `machine.memory_bytes` may be changed while it runs; `machine.as_process("rank 1")` lets a
+thread stand for another process. Ranks as threads (run_ranks) are told from their names.
+"""
+
+import contextlib
+import sys
+import threading
+
+from tests.fake_cupy.machine import Machine
+
+machine = Machine()
+refuse_ipc = False
+"""True: nothing can be mapped by another process."""
+refuse_peers = False
+"""True: no GPU can read another one's memory."""
+emulator = None
+"""What runs kernels, if not tests/emulated_cuda.py: an object with `emulate` and `accesses`."""
+
+from tests.fake_cupy import cuda  # noqa: E402
+from tests.fake_cupy.arrays import (  # noqa: E402
+    arange,
+    array,
+    asarray,
+    ascontiguousarray,
+    asnumpy,
+    empty,
+    from_dlpack,
+    full,
+    ndarray,
+    ones,
+    zeros,
+)
+from tests.fake_cupy.raw import RawKernel, RawModule  # noqa: E402
+
+__all__ = [
+    "RawKernel",
+    "RawModule",
+    "arange",
+    "array",
+    "asarray",
+    "ascontiguousarray",
+    "asnumpy",
+    "checked",
+    "cuda",
+    "empty",
+    "from_dlpack",
+    "full",
+    "ndarray",
+    "ones",
+    "zeros",
+]
+__version__ = "14.2.0"
+
+
+def modules():
+    """What stands in sys.modules for an import of CuPy."""
+    return {"cupy": sys.modules[__name__], "cupy.cuda": cuda} | {
+        f"cupy.cuda.{name}": getattr(cuda, name) for name in ("runtime", "nccl")
+    }
+
+
+@contextlib.contextmanager
+def checked(mode="lazy", seed=0, **sizes):
+    """A fresh machine; at the end all that is queued must have been able to run, and no race may have been found."""
+    global machine, refuse_ipc, refuse_peers, emulator
+    from ringreduce.cuda import runtime
+
+    runtime.device.cache_clear()
+    machine, refuse_ipc, refuse_peers, emulator = Machine(mode, seed, **sizes), False, False, None
+    cuda.synchronized.clear()
+    start = threading.Thread.start
+
+    def start_and_tell(thread):
+        thread.started_by = machine.process
+        start(thread)
+
+    threading.Thread.start = start_and_tell
+    try:
+        yield sys.modules[__name__]
+        with machine.entered():
+            stuck = machine.run_all()
+    except BaseException:
+        print(*machine.races[:20], sep="\n")  # they may be why
+        raise
+    finally:
+        threading.Thread.start = start
+        runtime.device.cache_clear()
+    assert not machine.races, "\n".join(machine.races[:20])
+    assert not stuck, f"never run: {'; '.join(map(str, stuck))}"

@@ -1,0 +1,152 @@
+"""GPU tests: what only a real GPU shows. One GPU is enough, for any number of ranks.
+
+    python -m pytest -rs tests/gpu                                    # all of it: starts the jobs below by itself
+    ringrun -np 1 python -m pytest --with-mpi tests/gpu
+    ringrun -np 2 python -m pytest --with-mpi tests/gpu
+    ringrun -np 4 python -m pytest --with-mpi tests/gpu
+
+Under NVIDIA's compute-sanitizer, rank by rank; slow, so with one file at a time:
+
+    ringrun -np 2 compute-sanitizer --tool memcheck  python -m pytest --with-mpi --timeout=3000 tests/gpu/test_arrays.py
+    ringrun -np 2 compute-sanitizer --tool racecheck python -m pytest --with-mpi --timeout=3000 tests/gpu/test_arrays.py
+    ringrun -np 2 compute-sanitizer --tool initcheck python -m pytest --with-mpi --timeout=3000 tests/gpu/test_arrays.py
+
+(racecheck looks at shared memory inside a kernel. Which stream waits for which is tested by test_streams.py.)
+
+Results are compared with what the host's path makes of the same data, to the bit: with RINGREDUCE_DETERMINISTIC=1 both
+sum in the order of the ranks. Without a GPU on every rank all tests are skipped, and say what is missing.
+"""
+
+import os
+
+import pytest
+
+import ringreduce as rr
+from tests import on_ranks
+from tests.gpu.libraries import gpus, libraries
+
+HERE = os.path.dirname(__file__)
+STAGED = {"RINGREDUCE_CUDA_IPC": "0", "RINGREDUCE_CUDA_AWARE_MPI": "0"}
+WAYS = {
+    "mapped": {},
+    "mapped, short slots": {"RINGREDUCE_CUDA_SLOT_BYTES": "4096"},
+    "staged": STAGED,
+    "staged, short slots": {**STAGED, "RINGREDUCE_FUSION_SLOT_BYTES": "4096"},
+    "device": {"RINGREDUCE_CUDA_IPC": "0", "RINGREDUCE_CUDA_AWARE_MPI": "auto"},
+}
+"""How GPU arrays are reduced on one host, by the first word that info() has of it, and the settings that ask for it."""
+SETS = {1: [], 2: [[1]], 3: [[2, 0], [1, 2]], 4: [[0, 3], [1, 2, 3], [2]]}
+"""By the size of the world: the members of its process sets."""
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config):
+    if not config.getoption("--with-mpi"):
+        return
+    os.environ["RINGREDUCE_DETERMINISTIC"] = "1"
+    if not gpus.why_not():
+        libraries()  # init() chooses the GPU in the libraries that are there
+    on_ranks.start(config)
+
+
+def pytest_runtest_logreport(report):
+    on_ranks.end_the_job_if_failed(report)
+
+
+def why_not(config):
+    """Why no test can run, the same on all ranks; empty when they can."""
+    if not config.getoption("--with-mpi"):
+        return gpus.why_not()
+    reasons = rr.allgather_object(gpus.why_not())
+    return next((f"rank {rank}: {reason}" for rank, reason in enumerate(reasons) if reason), "")
+
+
+def pytest_collection_modifyitems(config, items):
+    ours = [item for item in items if str(item.path).startswith(HERE)]
+    if not ours:
+        return
+    reason = why_not(config)
+    for item in ours:
+        on_each_rank = item.get_closest_marker("mpi") is not None
+        if reason:
+            skip(item, f"no GPU test: {reason}")
+        elif on_each_rank and not config.getoption("--with-mpi"):
+            skip(item, "runs on ranks, which tests/gpu/test_jobs.py starts")
+        elif not on_each_rank and config.getoption("--with-mpi"):
+            item.add_marker(
+                pytest.mark.skip(reason="starts jobs, so it is no test for ranks: python -m pytest tests/gpu")
+            )
+        item.add_marker(pytest.mark.timeout(300 if on_each_rank else 900))
+        item.add_marker(pytest.mark.filterwarnings("default"))  # those of libraries on a machine unseen are no errors
+
+
+def skip(item, reason):
+    """Before pytest-mpi says what it would say of tests for ranks."""
+    item.add_marker(pytest.mark.skip(reason=reason), append=False)
+
+
+def pytest_report_header(config):
+    reason = gpus.why_not()
+    if reason:
+        return f"tests/gpu: all skipped: {reason}"
+    told = ", ".join(f"{key} {value}" for key, value in gpus.about_gpu().items())
+    names = [library.name for library in libraries()]
+    return f"tests/gpu: {told}; with {' and '.join(names)}" + ("" if "torch" in names else " (so no bfloat16)")
+
+
+@pytest.fixture
+def world():
+    """Form a world with these settings; when the test is over, the usual one again."""
+    with pytest.MonkeyPatch.context() as environment:
+
+        def form(**variables):
+            rr.shutdown()
+            for name, value in variables.items():
+                environment.setenv(name, value)
+            rr.init()
+
+        yield form
+        rr.shutdown()
+    rr.init()
+
+
+@pytest.fixture(scope="module", params=WAYS)
+def way(request):
+    """A world whose GPU arrays go one of the ways, with process sets; its name. Afterwards the usual one again."""
+    name = request.param
+    if name == "device":
+        from ringreduce.transport.cuda_aware import declared
+
+        says_so, why = declared()
+        if not says_so:
+            pytest.skip(f"MPI takes no GPU memory: {why}")
+    rr.shutdown()
+    with pytest.MonkeyPatch.context() as environment:
+        for variable, value in WAYS[name].items():
+            environment.setenv(variable, value)
+        rr.init(process_sets=[rr.ProcessSet(ranks) for ranks in SETS[rr_size()]])
+        yield name
+        rr.shutdown()
+    rr.init()
+
+
+def rr_size():
+    """The ranks, between two worlds."""
+    from mpi4py import MPI
+
+    return MPI.COMM_WORLD.size
+
+
+@pytest.fixture
+def sets(way):
+    """The members of process sets 1, 2, …"""
+    return [sorted(ranks) for ranks in SETS[rr.size()]]
+
+
+@pytest.fixture(params=["cupy", "torch"])
+def library(request):
+    """Each library in turn."""
+    found = {each.name: each for each in libraries()}
+    if request.param not in found:
+        pytest.skip(f"{request.param} is not here, or finds no GPU")
+    return found[request.param]

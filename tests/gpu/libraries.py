@@ -1,0 +1,183 @@
+"""CuPy and torch as the GPU tests use them: arrays that become right only after a while, on a stream of one's own.
+
+Nothing is imported before a GPU was found (conftest.py).
+"""
+
+import functools
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+
+from ringreduce.dtypes import TABLE
+from tests.reference import numpy_dtype
+
+GPUS = Path(__file__).parents[2] / "bench" / "gpu" / "gpus.py"
+CYCLES_PER_MS = 2_000_000
+"""Of a fast GPU: on a slower one torch's streams are held up for longer."""
+
+
+def _load(path):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+gpus = _load(GPUS)
+
+
+class Cupy:
+    """CuPy, whose current stream is this thread's own."""
+
+    name = "cupy"
+    dtypes = tuple(name for name in TABLE if name != "bfloat16")
+
+    def __init__(self):
+        import cupy
+
+        self.module = cupy
+
+    def stream(self):
+        return self.module.cuda.Stream(non_blocking=True)
+
+    def on(self, stream):
+        return stream
+
+    def current(self):
+        return self.module.cuda.get_current_stream()
+
+    def hold(self, milliseconds):
+        """Hold the current stream up."""
+        gpus.hold(milliseconds)
+
+    def zeros(self, count, dtype):
+        return self.module.zeros(count, dtype)
+
+    def put(self, array, late_ms=0.0, offset=0):
+        """Queue a copy of a NumPy array to the GPU: zeros, until the stream was held up. At `offset` elements."""
+        source = self.module.asarray(array)
+        memory = self.zeros(offset + array.size, array.dtype)
+        view = memory[offset:].reshape(array.shape)
+        if late_ms:
+            self.hold(late_ms)
+        view[...] = source
+        return view
+
+    def get(self, array):
+        """A NumPy array, when the current stream's work is done."""
+        return array.get()
+
+    def scribble(self, array):
+        """Queue that every element changes."""
+        array.view(np.uint8)[...] ^= 0x55
+
+    def event(self):
+        """The point that the current stream has reached."""
+        event = self.module.cuda.Event(disable_timing=True)
+        event.record()
+        return event
+
+    def is_done(self, event):
+        return bool(event.done)
+
+    def wait(self, event):
+        """Let the current stream wait."""
+        self.current().wait_event(event)
+
+
+class Torch:
+    """torch; it has no unsigned integers to speak of, but bfloat16."""
+
+    name = "torch"
+    dtypes = tuple(name for name in TABLE if name == "uint8" or not name.startswith("uint"))
+
+    def __init__(self):
+        import torch
+
+        self.module = torch
+
+    def stream(self):
+        return self.module.cuda.Stream()
+
+    def on(self, stream):
+        return self.module.cuda.stream(stream)
+
+    def current(self):
+        return self.module.cuda.current_stream()
+
+    def hold(self, milliseconds):
+        self.module.cuda._sleep(int(milliseconds * CYCLES_PER_MS))
+
+    def zeros(self, count, dtype):
+        return self.module.zeros(count, dtype=dtype, device="cuda")
+
+    def put(self, array, late_ms=0.0, offset=0):
+        is_bfloat16 = array.dtype.name == "bfloat16"
+        host = self.module.from_numpy(array.view(np.int16) if is_bfloat16 else array)
+        host = host.view(self.module.bfloat16) if is_bfloat16 else host
+        source = host.cuda()
+        memory = self.zeros(offset + array.size, source.dtype)
+        view = memory[offset:].view(array.shape)
+        if late_ms:
+            self.hold(late_ms)
+        view.copy_(source)
+        return view
+
+    def get(self, array):
+        if array.dtype == self.module.bfloat16:
+            return array.view(self.module.int16).cpu().numpy().view(numpy_dtype("bfloat16"))
+        return array.cpu().numpy()
+
+    def scribble(self, array):
+        array.view(self.module.uint8).bitwise_xor_(0x55)
+
+    def event(self):
+        event = self.module.cuda.Event()
+        event.record()
+        return event
+
+    def is_done(self, event):
+        return event.query()
+
+    def wait(self, event):
+        self.current().wait_event(event)
+
+
+@functools.cache
+def libraries():
+    """Those that have a GPU here; the first is CuPy, without which nothing goes."""
+    found = [Cupy()]
+    if importlib.util.find_spec("torch") is not None:
+        torch = Torch()
+        if torch.module.cuda.is_available():
+            found.append(torch)
+    return found
+
+
+def same_bits(found, expected, rounding_differs=False):
+    """Assert that two NumPy arrays have the same elements, to the bit, but for what bits a NaN has.
+
+    rounding_differs: a host fuses the multiplications and additions of complex products, where its processor can.
+    """
+    assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
+    if rounding_differs:
+        np.testing.assert_allclose(found, expected, rtol=1e-5 if found.dtype.itemsize == 8 else 1e-13)
+        return
+    wrong = ~(_bits(found) == _bits(expected))
+    if found.dtype.kind not in "biu":
+        wrong &= ~(_words_are_nan(found) & _words_are_nan(expected))
+    assert not wrong.any(), f"{wrong.sum()} of {wrong.size}: {found.reshape(-1)[:8]} and {expected.reshape(-1)[:8]}"
+
+
+def _bits(array):
+    """Each element, or each half of a complex one, as a whole number."""
+    width = array.dtype.itemsize // (2 if array.dtype.kind == "c" else 1)
+    return np.ascontiguousarray(array).reshape(-1).view(f"u{width}")
+
+
+def _words_are_nan(array):
+    flat = np.ascontiguousarray(array).reshape(-1)
+    if flat.dtype.kind == "c":
+        flat = flat.view(flat.real.dtype)
+    return np.isnan(flat.astype(np.float64))

@@ -1,0 +1,76 @@
+"""Jobs on a GPU: tests/gpu itself on 1, 2 and 4 ranks, a rank that is killed, and the benches in their quick form."""
+
+import json
+import re
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.conftest import ROOT, ringrun, run
+
+PYTHON = Path(sys.executable)
+PYTEST = ["-m", "pytest", "--with-mpi", "-p", "no:cacheprovider", "--color=no", "-q", "-rs"]
+BENCH = ROOT / "bench" / "gpu"
+
+KILLED = """
+import os, signal, time
+import cupy
+import ringreduce as rr
+
+rr.init()
+tensors = [cupy.full(1_000_003, rr.rank(), cupy.float32) for _ in range(4)]
+for step in range(10**6):
+    if step == 20 and rr.rank() == 1:
+        print("failing at", time.time(), flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    handles = [rr.allreduce_async_(each, name=f"t{k}") for k, each in enumerate(tensors)]
+    for handle in handles:
+        rr.synchronize(handle)
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_the_suite_passes_on_so_many_ranks(ranks):
+    finished = ringrun(PYTHON, ranks, *PYTEST, "tests/gpu", timeout_s=800)
+    print(finished.stdout)
+    assert finished.returncode == 0, finished.stdout
+    assert re.search(r"^\[0\] \d{3,} passed", finished.stdout, re.MULTILINE), finished.stdout
+
+
+@pytest.mark.parametrize("variables", [{}, {"RINGREDUCE_CUDA_IPC": "0"}], ids=["mapped", "staged"])
+def test_a_rank_that_is_killed_ends_the_job(tmp_path, variables):
+    """The others have its GPU memory mapped, and wait in their streams for what it will never record."""
+    script = tmp_path / "train.py"
+    script.write_text(KILLED)
+    finished = ringrun(PYTHON, 4, script, timeout_s=120, **variables)
+    ended = time.time()
+    failing = re.search(r"failing at ([\d.]+)", finished.stdout)
+    assert failing, finished.stdout
+    print(f"all gone after {ended - float(failing[1]):.2f} s")
+    assert finished.returncode == 137, finished.stdout
+    assert re.search(r"rank 1 of 4 failed first -+\nhow .*SIGKILL", finished.stdout), finished.stdout
+    assert run(["pgrep", "-f", str(script)]).stdout == "", "nothing is left"
+
+
+@pytest.mark.parametrize("name", ["gradients", "train_step"])
+def test_a_bench_of_ranks(tmp_path, name):
+    finished = ringrun(PYTHON, 2, BENCH / f"{name}.py", "--quick", "--json", tmp_path / "rows.json", timeout_s=300)
+    checked(finished, tmp_path)
+
+
+def test_the_bench_of_kernels(tmp_path):
+    finished = run([PYTHON, BENCH / "kernels.py", "--quick", "--json", tmp_path / "rows.json"], timeout_s=300)
+    checked(finished, tmp_path)
+
+
+def checked(finished, folder):
+    """A bench has come to an end, with no wrong element; or has said why it was skipped."""
+    assert finished.returncode == 0, finished.stdout
+    if skipped := re.search(r"skipped: (.*)", finished.stdout):
+        pytest.skip(skipped[1])
+    kept = json.loads((folder / "rows.json").read_text())
+    assert {"gpu", "driver", "cupy", "date"} <= set(kept["header"])
+    assert all(row["wrong"] in (0, None) for row in kept["rows"])
+    assert any(row["wrong"] == 0 for row in kept["rows"])

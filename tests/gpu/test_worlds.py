@@ -1,0 +1,122 @@
+"""Which GPU and which way a world takes, what info() tells of it, NCCL, ranks that join, worlds that come and go."""
+
+import re
+
+import numpy as np
+import pytest
+
+import ringreduce as rr
+from tests.gpu.libraries import gpus, libraries, same_bits
+from tests.reference import assert_reduced, data
+
+pytestmark = pytest.mark.mpi
+
+
+def cupy():
+    return libraries()[0].module
+
+
+def shared_gpus():
+    """True when two ranks use one GPU."""
+    places = rr.allgather_object(gpus.place())
+    return len(set(places)) < len(places)
+
+
+def test_info_tells_the_way(way):
+    rr.allreduce(cupy().ones(3), name="first")
+    expected = way.partition(",")[0] if rr.size() > 1 else "alone"
+    assert re.search(rf"\b{expected}: ", str(rr.info())), f"expected {expected} in\n{rr.info()}"
+
+
+def test_ranks_take_the_gpus_in_turn():
+    """Those of ringrun's placement; which is GPU r for local rank r, if all are alike."""
+    count = cupy().cuda.runtime.getDeviceCount()
+    assert len(set(rr.allgather_object(gpus.place()))) == min(count, rr.size())
+    for library in libraries()[1:]:
+        assert library.module.cuda.current_device() == cupy().cuda.Device().id
+
+
+def test_a_rank_that_has_joined_changes_no_result(way, library):
+    """Rank r takes r + 1 steps; an Average is divided by all. A rank that joined never had a GPU array of that step."""
+    for epoch in range(2):
+        for step in range(rr.rank() + 1):
+            values = [data("float32", 10_001, rank, step) for rank in range(rr.size())]
+            live = values[step:]
+            found = library.get(rr.allreduce(library.put(values[rr.rank()]), name=f"w {step}", op=rr.Sum))
+            assert_reduced(found, rr.Sum, live)
+            found = library.get(rr.allreduce(library.put(values[rr.rank()]), name=f"v {step}", op=rr.Average))
+            assert_reduced(found, rr.Average, live + [np.zeros_like(values[0])] * step)
+        assert rr.join() == rr.size() - 1, epoch
+
+
+@pytest.mark.mpi(min_size=2)
+def test_nccl(world, library):
+    world(RINGREDUCE_ALGORITHM="nccl", RINGREDUCE_DETERMINISTIC="0")
+    if shared_gpus():
+        with pytest.raises(rr.RingreduceError, match=r"ranks 0, 1.* share GPU"):
+            rr.allreduce(library.put(data("float32", 100, rr.rank())), name="w")
+        return
+    if not rr.nccl_built():
+        pytest.skip("CuPy has no NCCL here")
+    for dtype in ("float32", "float64", "int32", "uint8", "float16"):
+        values = [data(dtype, 100_003, rank) for rank in range(rr.size())]
+        for op in (rr.Sum, rr.Average, rr.Max):
+            with library.on(library.stream()):
+                array = library.put(values[rr.rank()], late_ms=20)
+                found = library.get(rr.allreduce(array, op=op, name="w"))
+            same_bits(found, rr.broadcast(found, 0, name="rank 0's"))
+            exact = np.max(values, 0) if op is rr.Max else np.sum(values, 0, dtype=np.float64)
+            exact = exact / (rr.size() if op is rr.Average else 1)
+            if np.dtype(dtype).kind in "iu":
+                np.testing.assert_array_equal(found, np.trunc(exact).astype(dtype))
+            else:
+                tolerance = 0.02 if dtype == "float16" else 1e-5
+                np.testing.assert_allclose(found, exact, rtol=tolerance, atol=tolerance)
+    assert "nccl" in str(rr.info())
+
+
+def test_worlds_come_and_go_and_leave_no_memory_behind(world):
+    """The slots of a world are 128 MiB a rank, and mapped by all others: forgotten ones would show."""
+    free = []
+    for number in range(5):
+        world()
+        assert rr.allreduce(cupy().ones(1000), op=rr.Sum, name="w").get().tolist() == [rr.size()] * 1000
+        rr.shutdown()
+        cupy().cuda.runtime.deviceSynchronize()
+        rr.init()
+        rr.barrier()
+        free.append(cupy().cuda.runtime.memGetInfo()[0])
+        rr.barrier()
+        assert number == 0 or free[1] - free[-1] < 64 << 20, f"free memory falls: {free}"
+
+
+@pytest.mark.parametrize("kind", ["gradients", "two processes' worth"])
+def test_torch_trains_alike_on_gpu_and_host(way, kind):
+    """The same model on both, the same data: after each step equal bits on all ranks, and equal numbers on both."""
+    found = {each.name: each for each in libraries()}
+    if "torch" not in found:
+        pytest.skip("torch is not here, or finds no GPU")
+    torch = found["torch"].module
+    import ringreduce.torch as hvd
+
+    trained = {}
+    for device in ("cpu", "cuda"):
+        torch.manual_seed(7)
+        model = torch.nn.Sequential(torch.nn.Linear(20, 300), torch.nn.Tanh(), torch.nn.Linear(300, 5)).to(device)
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+            named_parameters=[(f"{device}.{name}", each) for name, each in model.named_parameters()],
+            backward_passes_per_step=1 if kind == "gradients" else 2,
+        )
+        for step in range(6):
+            inputs = torch.from_numpy(data("float32", 640, rr.rank(), step).reshape(32, 20)).to(device)
+            model(inputs).square().mean().backward()
+            if kind == "gradients" or step % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+        trained[device] = [each.detach().cpu().numpy() for each in model.parameters()]
+    for one, other in zip(trained["cpu"], trained["cuda"], strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-3, atol=1e-4)
+    everyones = rr.allgather_object([each.tobytes() for each in trained["cuda"]])
+    assert all(each == everyones[0] for each in everyones), "bit-identical on all ranks"

@@ -1,0 +1,31 @@
+"""What the conftests of tests on every rank of a job share: `ringrun -np 3 python -m pytest --with-mpi tests/mpi`.
+
+A test that fails on one rank would leave the others waiting for it, so it is reported and the whole job ends. A test
+that hangs is ended by pytest-timeout. Either way ringrun ends the other ranks, which print their stacks when it does.
+"""
+
+import faulthandler
+import os
+import signal
+import sys
+
+import ringreduce as rr
+from ringreduce.world import abort
+
+
+def start(config):
+    """Form the world; one report of what passed is enough, and failures are printed by whoever fails."""
+    faulthandler.register(signal.SIGTERM, os.dup(sys.stderr.fileno()), chain=True)
+    rr.init()
+    if rr.rank() != 0:
+        config.pluginmanager.unregister(config.pluginmanager.getplugin("terminalreporter"))
+
+
+def end_the_job_if_failed(report):
+    """Of one test, on the rank on which it failed."""
+    if report.failed and rr.is_initialized() and rr.size() > 1:
+        sys.stderr.write(f"\nrank {rr.rank()} of {rr.size()}: {report.nodeid} failed\n{report.longreprtext}\n")
+        sys.stderr.flush()
+        if "RINGREDUCE_ERROR_FILE" in os.environ:
+            os._exit(1)  # ringrun ends the others
+        abort(1)

@@ -1,0 +1,455 @@
+"""The GPU's kernels, compiled for the host: their results have the bits of the host's reductions."""
+
+import ctypes
+import functools
+import itertools
+import sys
+import types
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ringreduce.cuda import kernels as cuda_kernels
+from ringreduce.cuda.kernels import TILE_BYTES, WORD_BYTES, Kernels, tiles
+from ringreduce.cuda.runtime import Device, Stream
+from ringreduce.dtypes import TABLE
+from ringreduce.errors import InputError
+from ringreduce.ops import Average, Max, Min, Product, Reduction, Sum
+from tests.emulated_cuda import accesses, emulate
+
+OPS = [Sum, Average, Min, Max, Product]
+RANKS = [1, 2, 3, 5]
+SCALES = [(1.0, 1.0), (0.3, 1.0), (1.0, 0.7), (0.3, 0.7), (3, 0.125)]
+COUNTS = [0, 1, 15, 1000, 5003]
+GUARD_BYTES = 64
+GUARD = 0xA5
+
+
+def all_reductions():
+    """Every op of every element type."""
+    for name, op in itertools.product(TABLE, OPS):
+        try:
+            Reduction(op, TABLE[name], 2).check()
+        except InputError:
+            continue
+        yield pytest.param(op, name, id=f"{op!r}-{name}")
+
+
+REDUCTIONS = list(all_reductions())
+
+
+def scales_of(name):
+    return SCALES if name != "bool" else SCALES[:1]
+
+
+# ---- a host that looks like a GPU which does all at once
+
+
+class Memory:
+    """Bytes at an address that is `shift` bytes from a multiple of 256, with guards on both sides."""
+
+    def __init__(self, nbytes, shift=0):
+        self._everything = np.full(nbytes + 512 + 2 * GUARD_BYTES, GUARD, np.uint8)
+        low = -(self._everything.ctypes.data + GUARD_BYTES) % 256 + GUARD_BYTES + shift
+        self.array = self._everything[low : low + nbytes]
+        self._outside = np.delete(np.arange(self._everything.size), np.arange(low, low + nbytes))
+        self.pointer = self._everything.ctypes.data + low
+
+    def is_guarded(self):
+        return bool((self._everything[self._outside] == GUARD).all())
+
+
+def memory_of(values, shift=0):
+    memory = Memory(values.nbytes, shift)
+    memory.array[:] = values.view(np.uint8)
+    return memory
+
+
+class FakeStream:
+    ptr = 1
+
+    def __init__(self, non_blocking):
+        assert non_blocking
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        pass
+
+
+class FakeModule:
+    """As cupy.RawModule."""
+
+    launched: list[tuple[str, tuple[float, ...]]] = []  # noqa: RUF012
+
+    def __init__(self, code, options):
+        self._module = emulate(code, options)
+
+    def get_function(self, name):
+        def launch(grid, block, args):
+            FakeModule.launched.append((name, args))
+            self._module.launch(name, *grid, *block, args)
+
+        return launch
+
+
+class FakePinned(np.ndarray):
+    ptr = property(lambda self: self.ctypes.data)
+
+
+def fake_cupy():
+    blocks = {}
+    numbers = itertools.count(1)
+
+    def malloc(nbytes):
+        block = Memory(nbytes)
+        blocks[block.pointer] = block
+        return block.pointer
+
+    runtime = types.SimpleNamespace(
+        blocks=blocks,
+        malloc=malloc,
+        free=lambda pointer: blocks.pop(pointer),
+        memsetAsync=lambda pointer, value, nbytes, stream: ctypes.memset(pointer, value, nbytes),
+        memcpyAsync=lambda target, source, nbytes, kind, stream: ctypes.memmove(target, source, nbytes),
+        memcpyDefault=4,
+        streamSynchronize=lambda stream: None,
+        getDevice=lambda: 0,
+        eventCreateWithFlags=lambda flags: next(numbers),
+        eventDisableTiming=2,
+        eventRecord=lambda event, stream: None,
+        eventQuery=lambda event: 0,
+    )
+    cuda = types.SimpleNamespace(
+        runtime=runtime,
+        Stream=FakeStream,
+        alloc_pinned_memory=lambda nbytes: np.empty(nbytes, np.uint8).view(FakePinned),
+    )
+    return types.SimpleNamespace(cuda=cuda, RawModule=FakeModule)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """Kernels and a stream; every launch is checked for what it writes, and the fake's memory for its guards."""
+    fake = fake_cupy()
+    monkeypatch.setitem(sys.modules, "cupy", fake)
+    monkeypatch.setattr(FakeModule, "launched", [])
+    device = Device(0)
+    yield types.SimpleNamespace(kernels=Kernels(device), stream=Stream(device), fake=fake)
+    assert all(block.is_guarded() for block in fake.cuda.runtime.blocks.values())
+
+
+# ---- elements
+
+
+def values_of(name, count, rank, *, small=False):
+    """Elements that differ by rank and index; `small`: integers that no scale factor here takes out of their range."""
+    element = TABLE[name]
+    rng = np.random.default_rng([rank, count])
+    if element.kind == "b":
+        return rng.integers(0, 2, count).astype(bool)
+    if element.kind in "iu":
+        limits = np.iinfo(element.storage)
+        low, high = (limits.min // 40, limits.max // 40) if small else (limits.min, limits.max)
+        return rng.integers(low, high, count, element.storage, endpoint=True)
+    parts = count * (2 if element.kind == "c" else 1)
+    part = element.storage if element.kind == "f" and name != "bfloat16" else np.dtype(np.float32)
+    if element.kind == "c":
+        part = np.dtype(f"f{element.itemsize // 2}")
+    wide = np.float64 if part.itemsize == 8 else np.float32
+    values = rng.normal(size=parts).astype(wide) * wide(10) ** rng.integers(-4, 4, parts)
+    info = np.finfo(part)
+    special = [0.0, -0.0, np.inf, -np.inf, np.nan, float(info.max), -float(info.max), float(info.tiny) / 8, 1.0]
+    at = rng.random(parts) < 0.15
+    values[at] = rng.choice(np.array(special, wide), int(at.sum()))
+    if element.is_half:
+        return element.narrow(values.astype(np.float32))
+    return values.astype(part).view(element.storage)
+
+
+def bits(name, values):
+    """For comparison: the bits, but for NaNs, which are all alike. `name`: of a type in the table, or NumPy's."""
+    element = TABLE[name]
+    if element.kind not in "fc":
+        return values.view(np.uint8)
+    if name == "bfloat16":
+        return np.where((values & 0x7FFF) > 0x7F80, 0x7FC0, values)
+    part = values.view(f"f{values.itemsize // 2}") if element.kind == "c" else values
+    return np.where(np.isnan(part), np.nan, part).astype(part.dtype).view(f"u{part.itemsize}")
+
+
+def assert_same(name, memory, dtype, expected):
+    assert memory.is_guarded(), "nothing is written outside"
+    np.testing.assert_array_equal(bits(name, memory.array.view(dtype)), bits(name, expected))
+
+
+@functools.cache
+def numpy_fuses():
+    """Whether NumPy's product of complex numbers is made with FMA on this processor."""
+    numbers = np.full(64, 1 + 2.0**-30 + 1j * (1 - 2.0**-30))
+    return bool((numbers * numbers).real[0] != numbers.real[0] ** 2 - numbers.imag[0] ** 2)
+
+
+def skip_where_numpy_does_not_fuse(op, name):
+    if op is Product and TABLE[name].kind == "c" and not numpy_fuses():
+        pytest.skip("this processor has no FMA: NumPy's products of complex numbers have other bits than a GPU's")
+
+
+def cases(name):
+    for (prescale, postscale), count, shifted in itertools.product(scales_of(name), COUNTS, [False, True]):
+        yield prescale, postscale, count, TABLE[name].itemsize if shifted else 0
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize(("op", "name"), REDUCTIONS)
+def test_reduce_has_the_bits_of_the_host(gpu, op, name, ranks):
+    skip_where_numpy_does_not_fuse(op, name)
+    element = TABLE[name]
+    for prescale, postscale, count, shift in cases(name):
+        reduction = Reduction(op, element, ranks, prescale, postscale)
+        small = (prescale, postscale) != (1.0, 1.0)
+        parts = [values_of(name, count, rank, small=small) for rank in range(ranks)]
+        if small and op is Product and element.kind in "iu":
+            parts = [part % element.storage.type(3) for part in parts]
+        expected = np.empty(count, element.storage)
+        reduction.reduce_parts(parts, expected)
+        sources = [memory_of(part, shift) for part in parts]
+        target = Memory(expected.nbytes)
+        pointers = [source.pointer for source in sources]
+        gpu.kernels.reduce(reduction, pointers, target.pointer, count, gpu.stream)
+        assert_same(name, target, element.storage, expected)
+        for source, part in zip(sources, parts, strict=True):
+            np.testing.assert_array_equal(source.array, part.view(np.uint8))
+        gpu.kernels.reduce(reduction, pointers, pointers[-1], count, gpu.stream)
+        assert_same(name, sources[-1], element.storage, expected)
+
+
+@pytest.mark.parametrize(("op", "name"), REDUCTIONS)
+def test_partial_results_have_the_bits_of_the_host_s(gpu, op, name):
+    skip_where_numpy_does_not_fuse(op, name)
+    element = TABLE[name]
+    for prescale, postscale, count, shift in cases(name):
+        reduction = Reduction(op, element, 4, prescale, postscale)
+        parts = [values_of(name, count, rank, small=True) for rank in range(3)]
+        with np.errstate(over="ignore", invalid="ignore"):
+            expected = reduction.start(parts[0].copy())
+            for part in parts[1:]:
+                reduction.combine(expected, reduction.start(part.copy()))
+        sources = [memory_of(part, shift) for part in parts]
+        target = Memory(expected.nbytes)
+        gpu.kernels.partial(reduction, [each.pointer for each in sources], target.pointer, count, gpu.stream)
+        assert_same(reduction.sum_type.name, target, reduction.sum_type, expected)
+
+
+def test_blocks_take_more_than_one_part_when_there_are_too_few(gpu, monkeypatch):
+    monkeypatch.setattr(cuda_kernels, "MOST_BLOCKS", 3)
+    reduction = Reduction(Average, TABLE["float16"], 3)
+    parts = [values_of("float16", 50_001, rank) for rank in range(3)]
+    expected = np.empty_like(parts[0])
+    reduction.reduce_parts(parts, expected)
+    sources, target = [memory_of(part) for part in parts], Memory(expected.nbytes)
+    gpu.kernels.reduce(reduction, [each.pointer for each in sources], target.pointer, len(expected), gpu.stream)
+    assert_same("float16", target, np.float16, expected)
+    pieces, starts, length = layout([50_001, 17], 2)
+    check_copies(gpu, "float16", pieces, starts, length, 2)
+
+
+def test_hundreds_of_sources(gpu):
+    reduction = Reduction(Sum, TABLE["int32"], 300)
+    parts = [values_of("int32", 9, rank) for rank in range(300)]
+    target = Memory(36)
+    sources = [memory_of(part) for part in parts]
+    gpu.kernels.reduce(reduction, [each.pointer for each in sources], target.pointer, 9, gpu.stream)
+    assert_same("int32", target, np.int32, np.sum(parts, axis=0, dtype=np.int32))
+
+
+# ---- slots
+
+
+PIECES = [1, 7, 0, 5000, 64, 3, 16, 8192 + 1]
+
+
+def layout(counts, itemsize):
+    """Pieces, where each starts, and how long the slot is."""
+    alignment = WORD_BYTES // itemsize
+    starts, length = [], 0
+    for count in counts:
+        starts.append(length)
+        length += -(-count // alignment) * alignment
+    return counts, starts, length
+
+
+def check_copies(gpu, name, counts, starts, length, ranks, shift=0):
+    """Gather every rank's pieces into its slot; scatter each chunk out of its owner's slot."""
+    element, alignment = TABLE[name], WORD_BYTES // TABLE[name].itemsize
+    table = gpu.kernels.table(starts, counts, element.itemsize, gpu.stream)
+    slots = [Memory(length * element.itemsize) for _ in range(ranks)]
+    everyone = [[values_of(name, count, 10 * rank + n) for n, count in enumerate(counts)] for rank in range(ranks)]
+    for slot, values in zip(slots, everyone, strict=True):
+        sources = [memory_of(each, shift) for each in values]
+        gpu.kernels.gather(table, [each.pointer for each in sources], slot.pointer, gpu.stream)
+        expected = np.full(slot.array.size, GUARD, np.uint8)
+        for each, start in zip(values, starts, strict=True):
+            expected[start * element.itemsize :][: each.nbytes] = each.view(np.uint8)
+        np.testing.assert_array_equal(slot.array, expected, "what lies between the pieces is left alone")
+        assert slot.is_guarded()
+    chunk = -(-length // (ranks * alignment)) * alignment
+    targets = [Memory(each.nbytes, shift) for each in everyone[0]]
+    pointers = [each.pointer for each in targets]
+    gpu.kernels.scatter(table, [each.pointer for each in slots], chunk, pointers, gpu.stream)
+    for number, target in enumerate(targets):
+        owners = (starts[number] + np.arange(counts[number])) // chunk
+        expected = np.array([everyone[owner][number][k] for k, owner in enumerate(owners)], element.storage)
+        assert target.is_guarded()
+        np.testing.assert_array_equal(target.array, expected.view(np.uint8))
+
+
+@pytest.mark.parametrize("shift", [0, 1, 2, 4, 8])
+@pytest.mark.parametrize("ranks", RANKS)
+def test_bytes_are_gathered_and_each_chunk_scattered_out_of_its_owner_s_slot(gpu, ranks, shift):
+    check_copies(gpu, "uint8", *layout(PIECES, 1), ranks, shift)
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_elements_of_every_type_are_gathered_and_scattered(gpu, name):
+    check_copies(gpu, name, *layout(PIECES, TABLE[name].itemsize), 3, TABLE[name].itemsize)
+
+
+@pytest.mark.parametrize("wide", [False, True])
+@pytest.mark.parametrize(
+    ("op", "name"), [each for each in REDUCTIONS if each.values[0] in (Sum, Average)], ids=lambda value: str(value)
+)
+def test_pieces_are_loaded_and_stored_with_the_bits_of_the_host(gpu, op, name, wide):
+    element = TABLE[name]
+    for (prescale, postscale), ranks, shift in itertools.product(scales_of(name), [1, 4, 6], [0, element.itemsize]):
+        reduction = Reduction(op, element, ranks, prescale, postscale)
+        in_slot = reduction.sum_type if wide else element.storage
+        in_slot_name = reduction.sum_type.name if wide else name
+        pieces, starts, length = layout(PIECES, element.itemsize)
+        values = [values_of(name, count, n, small=True) for n, count in enumerate(pieces)]
+        table = gpu.kernels.table(starts, pieces, element.itemsize, gpu.stream)
+        slot = Memory(length * in_slot.itemsize)
+        sources = [memory_of(each, shift) for each in values]
+        gpu.kernels.load(table, [s.pointer for s in sources], slot.pointer, reduction, gpu.stream, wide=wide)
+        targets = [Memory(each.nbytes, shift) for each in values]
+        pointers = [target.pointer for target in targets]
+        loaded = slot.array.copy().view(in_slot)
+        gpu.kernels.store(table, slot.pointer, pointers, reduction, gpu.stream, wide=wide)
+        assert slot.is_guarded()
+        for each, start, target in zip(values, starts, targets, strict=True):
+            with np.errstate(over="ignore", invalid="ignore"):
+                partial = reduction.start(each.copy())
+            got = loaded[start : start + len(each)]
+            expected = partial if wide or reduction.in_place else element.narrow(partial).astype(element.storage)
+            np.testing.assert_array_equal(bits(in_slot_name, got), bits(in_slot_name, expected))
+            with np.errstate(over="ignore", invalid="ignore"):
+                summed = got.copy() if wide or reduction.in_place else reduction.widen(got)
+                finished = summed if reduction.in_place else np.empty_like(each)
+                reduction.finish(summed, finished)
+            assert_same(name, target, element.storage, finished)
+
+
+@given(st.lists(st.integers(0, 40), max_size=8), st.integers(1, 16))
+def test_tiles_cover_every_piece_once(counts, length):
+    starts = np.cumsum([0, *[count + 3 for count in counts]])[:-1]
+    cut = tiles(starts, counts, length)
+    assert cut.dtype == np.int32
+    assert all(0 < count <= length for _, _, _, count in cut)
+    covered = [(piece, k, start + k - first) for piece, first, start, count in cut for k in range(first, first + count)]
+    assert covered == [(n, k, starts[n] + k) for n, count in enumerate(counts) for k in range(count)]
+
+
+# ---- what is uploaded
+
+
+def test_what_is_known_is_not_uploaded_again(gpu, monkeypatch):
+    uploads = []
+    copy = gpu.fake.cuda.runtime.memcpyAsync
+    monkeypatch.setattr(gpu.fake.cuda.runtime, "memcpyAsync", lambda *args: (uploads.append(args), copy(*args)))
+    slot, one, other = Memory(64), memory_of(np.arange(4.0)), memory_of(np.arange(4.0) + 7)
+    for pointers in ([one.pointer], [other.pointer], [one.pointer]):
+        table = gpu.kernels.table([0], [4], 8, gpu.stream)
+        gpu.kernels.gather(table, pointers, slot.pointer, gpu.stream)
+    assert slot.array[:32].view(np.float64).tolist() == [0, 1, 2, 3]
+    assert len(uploads) == 3, "the table once, and the two addresses"
+
+
+def test_memory_is_used_again_but_by_none_that_is_held(gpu):
+    tables = [gpu.kernels.table([0], [n + 1], 1, gpu.stream) for n in range(cuda_kernels.KEPT)]
+    assert len({table.pointer for table in tables}) == len(tables)
+    for n in range(5 * cuda_kernels.KEPT):
+        source, slot = memory_of(np.uint8([n % 251])), Memory(16)
+        gpu.kernels.gather(gpu.kernels.table([0], [1], 1, gpu.stream), [source.pointer], slot.pointer, gpu.stream)
+        assert slot.array[0] == n % 251
+    gathered = memory_of(np.arange(len(tables), dtype=np.uint16).view(np.uint8))
+    for n, table in enumerate(tables):
+        slot = Memory(512)
+        gpu.kernels.gather(table, [gathered.pointer], slot.pointer, gpu.stream)
+        assert slot.array[: n + 2].tolist() == [*gathered.array[: n + 1].tolist(), GUARD]
+    assert len(gpu.fake.cuda.runtime.blocks) == 1
+    gpu.kernels.free()
+    assert not gpu.fake.cuda.runtime.blocks
+
+
+def test_each_stream_has_memory_of_its_own(gpu):
+    other = Stream(gpu.stream.device)
+    one, two = (gpu.kernels.table([0], [4], 8, stream) for stream in (gpu.stream, other))
+    assert one.pointer != two.pointer
+
+
+def test_nothing_is_launched_for_nothing(gpu):
+    reduction = Reduction(Sum, TABLE["float32"], 2)
+    table = gpu.kernels.table([], [], 4, gpu.stream)
+    gpu.kernels.gather(table, [], 0, gpu.stream)
+    gpu.kernels.scatter(table, [], 4, [], gpu.stream)
+    gpu.kernels.reduce(reduction, [256, 512], 256, 0, gpu.stream)
+    assert FakeModule.launched == []
+
+
+# ---- what a launch reads and writes, as tests of races are told
+
+
+def test_the_ranges_that_launches_read_and_write(gpu):
+    counts, starts, length = layout([5, 3000], 4)
+    table = gpu.kernels.table(starts, counts, 4, gpu.stream)
+    pieces, slots = [Memory(4 * count) for count in counts], [Memory(4 * length) for _ in range(2)]
+    wide = Memory(8 * length)
+    pointers, slot_pointers = [each.pointer for each in pieces], [each.pointer for each in slots]
+    kernels, stream = gpu.kernels, gpu.stream
+    average = Reduction(Average, TABLE["int32"], 2)
+    kernels.gather(table, pointers, slot_pointers[0], stream)
+    kernels.scatter(table, slot_pointers, 1504, pointers, stream)
+    kernels.load(table, pointers, slot_pointers[1], average, stream, wide=False)
+    kernels.load(table, pointers, wide.pointer, average, stream, wide=True)
+    kernels.store(table, wide.pointer, pointers, average, stream, wide=True)
+    kernels.reduce(average, slot_pointers, slot_pointers[1], length, stream)
+    kernels.partial(average, slot_pointers, wide.pointer, length, stream)
+    named = {"p0": pieces[0], "p1": pieces[1], "s0": slots[0], "s1": slots[1], "w": wide}
+
+    def found(ranges):
+        """By memory: the lowest and highest byte, and how many."""
+        told = {}
+        for name, memory in named.items():
+            offsets = [(address - memory.pointer, nbytes) for address, nbytes in ranges]
+            inside = [(low, low + nbytes) for low, nbytes in offsets if 0 <= low < memory.array.size]
+            if inside:
+                told[name] = min(inside)[0], max(high for _, high in inside), sum(high - low for low, high in inside)
+        return told
+
+    whole = {"p0": (0, 20, 20), "p1": (0, 12000, 12000)}
+    in_slot = (0, 4 * length - 0, 20 + 12000)
+    assert [tuple(map(found, accesses(*launched))) for launched in FakeModule.launched] == [
+        (whole, {"s0": in_slot}),
+        ({"s0": (0, 1504 * 4, 20 + (1504 - 8) * 4), "s1": (1504 * 4, 4 * length, (length - 1504) * 4)}, whole),
+        (whole, {"s1": in_slot}),
+        (whole, {"w": (0, 8 * length, 2 * 12020)}),
+        ({"w": (0, 8 * length, 2 * 12020)}, whole),
+        ({"s0": (0, 4 * length, 4 * length), "s1": (0, 4 * length, 4 * length)}, {"s1": (0, 4 * length, 4 * length)}),
+        ({"s0": (0, 4 * length, 4 * length), "s1": (0, 4 * length, 4 * length)}, {"w": (0, 8 * length, 8 * length)}),
+    ]
+    tables = [nbytes for address, nbytes in accesses(*FakeModule.launched[0])[0] if address == table.pointer]
+    assert tables == [16 * table.tile_count], "the table is read too"
+    assert table.tile_count == 1 + -(-3000 * 4 // TILE_BYTES)

@@ -1,0 +1,39 @@
+"""The extras that messages and documents name are there, and nothing that a plain install needs is one."""
+
+import configparser
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCES = [
+    *ROOT.glob("ringreduce/**/*.py"),
+    *ROOT.glob("launcher/**/*.py"),
+    *ROOT.glob("bench/**/*.*"),
+    ROOT / "README.md",
+]
+
+
+def extras():
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    return dict(config["options.extras_require"])
+
+
+def test_an_extra_that_is_named_somewhere_exists():
+    named = {}
+    for path in SOURCES:
+        if path.suffix in (".py", ".md"):
+            for names in re.findall(r"'(?:ringreduce|\.)\[([a-z0-9,-]+)\]", path.read_text()):
+                named |= dict.fromkeys(names.split(","), path.name)
+    assert {"openmpi", "cuda12", "cuda13", "torch"} <= set(named), "or this test finds nothing"
+    assert {name: path for name, path in named.items() if name not in extras()} == {}
+
+
+@pytest.mark.parametrize("major", [12, 13])
+def test_with_cupy_comes_what_compiles_its_kernels(major):
+    needed = extras()[f"cuda{major}"]
+    assert re.search(rf"^cupy-cuda{major}x>=14$", needed, re.MULTILINE), "the first that finds NVRTC's wheel"
+    assert "nvidia-cuda-nvrtc" in needed
+    assert "nvidia-cuda-runtime" in needed, "its headers"

@@ -1,0 +1,611 @@
+"""The fake CuPy finds what it is there to find, in every mode, and lets right programs pass."""
+
+import ctypes
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from ringreduce.cuda.runtime import Pinned, PinnedPool, Stream, cupy, device, view
+
+N = 1000
+
+
+@pytest.fixture
+def any_mode(cupy_of_every_mode):
+    """Two GPUs; the check at the end is for right programs."""
+    cupy_of_every_mode.machine.device_count = 2
+    return cupy_of_every_mode
+
+
+def races(fake):
+    """What was found until now and by running the rest; taken, so that the check at the end finds none."""
+    with fake.machine.entered():
+        assert fake.machine.run_all() == []
+    found, fake.machine.races = fake.machine.races, []
+    return found
+
+
+def filled(value, stream):
+    block = device(0).empty(4 * N)
+    array = block.array(np.dtype(np.float32))
+    with stream:
+        array[...] = value
+    return block, array
+
+
+def two_streams():
+    return Stream(device(0)), Stream(device(0))
+
+
+# the three hazards, with and without a wait
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_reading_what_another_stream_writes(any_mode, waits):
+    writer, reader = two_streams()
+    block, _ = filled(3, writer)
+    result = device(0).empty(4 * N)
+    if waits:
+        reader.wait(writer.record())
+    reader.copy(result.pointer, block.pointer, 4 * N)
+    with reader:
+        copied = result.array(np.dtype(np.float32)).get()
+    found = races(any_mode)
+    if waits:
+        assert found == []
+        assert copied.tolist() == [3.0] * N
+    else:
+        (message,) = found
+        assert message.startswith("no order between: ")
+        assert "assignment (number 1 on stream 1 of main, GPU 0)" in message
+        assert f"writes {4 * N} bytes at {block.pointer:#x}" in message
+        assert "memcpyAsync(" in message
+        assert f"reads {4 * N} bytes at {block.pointer:#x}" in message
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_writing_what_another_stream_reads(any_mode, waits):
+    reader, writer = two_streams()
+    block, array = filled(1, reader)
+    result = device(0).empty(4 * N)
+    written = reader.record()
+    reader.copy(result.pointer, block.pointer, 4 * N)
+    writer.wait(reader.record() if waits else written)  # the event before the copy is not enough
+    with writer:
+        array[...] = 2
+    assert len(races(any_mode)) == (0 if waits else 1)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_writing_what_another_stream_writes(any_mode, waits):
+    one, other = two_streams()
+    block, _ = filled(1, one)
+    if waits:
+        other.wait(one.record())
+    any_mode.cuda.runtime.memsetAsync(block.pointer + 4 * (N - 1), 0, 4, other.pointer)
+    assert len(races(any_mode)) == (0 if waits else 1)
+
+
+def test_ranges_that_do_not_overlap_need_no_order(any_mode):
+    one, other = two_streams()
+    block = device(0).empty(512)
+    for low, stream in ((0, one), (256, other)):
+        any_mode.cuda.runtime.memsetAsync(block.pointer + low, 7, 256, stream.pointer)
+    assert races(any_mode) == []
+
+
+def test_a_wait_is_for_the_record_before_it(any_mode):
+    writer, reader = two_streams()
+    event = writer.record()
+    reader.wait(event)
+    block, _ = filled(1, writer)
+    any_mode.cuda.runtime.eventRecord(event.pointer, writer.pointer)  # later: no affair of the wait
+    reader.copy(device(0).empty(4 * N).pointer, block.pointer, 4 * N)
+    assert len(races(any_mode)) == 1
+
+
+def test_what_was_never_recorded_is_done_and_not_waited_for(any_mode):
+    runtime = any_mode.cuda.runtime
+    event = runtime.eventCreateWithFlags(runtime.eventDisableTiming)
+    runtime.streamWaitEvent(Stream(device(0)).pointer, event)
+    assert runtime.eventQuery(event) == 0
+
+
+def test_an_order_over_three_streams_is_one(any_mode):
+    first, second = two_streams()
+    third = Stream(device(0))
+    block, _ = filled(5, first)
+    second.wait(first.record())
+    third.wait(second.record())
+    with third:
+        assert block.array(np.dtype(np.float32)).get().tolist() == [5.0] * N
+    assert races(any_mode) == []
+
+
+def test_blocking_streams_are_ordered_with_the_default_stream_and_others_are_not(any_mode):
+    for non_blocking, expected in ((False, 0), (True, 1)):
+        array = any_mode.empty(N, np.float32)
+        array[...] = 1
+        with any_mode.cuda.Stream(non_blocking=non_blocking):
+            array[...] = 2
+        assert len(races(any_mode)) == expected
+        any_mode.cuda.Device(0).synchronize()
+
+
+# what the host has waited for
+
+
+@pytest.mark.parametrize("wait", ["synchronize", "done", "nothing"])
+def test_the_host_waits_for_one_stream_and_queues_on_another(any_mode, wait):
+    one, other = two_streams()
+    _, array = filled(1, one)
+    event = one.record()
+    if wait == "synchronize":
+        one.synchronize()
+    while wait == "done" and not event.done():
+        pass
+    with other:
+        array[...] = 2
+    assert len(races(any_mode)) == (1 if wait == "nothing" else 0)
+
+
+def test_another_process_does_not_know_what_the_host_of_this_one_has_waited_for(any_mode):
+    runtime = any_mode.cuda.runtime
+    for told in (True, False):
+        with any_mode.machine.as_process("rank 0"):
+            block, _ = filled(1, stream := Stream(device(0)))
+            event = runtime.eventCreateWithFlags(runtime.eventDisableTiming | runtime.eventInterprocess)
+            runtime.eventRecord(event, stream.pointer)
+            handles = runtime.ipcGetMemHandle(block.pointer), runtime.ipcGetEventHandle(event)
+            runtime.eventSynchronize(event)
+        with any_mode.machine.as_process("rank 1"):
+            stream = Stream(device(0))
+            address = runtime.ipcOpenMemHandle(handles[0])
+            if told:
+                runtime.streamWaitEvent(stream.pointer, runtime.ipcOpenEventHandle(handles[1]))
+            runtime.memsetAsync(address, 0, 16, stream.pointer)
+        assert len(races(any_mode)) == (0 if told else 1)
+
+
+def test_work_is_late_in_lazy_mode(cupy):
+    array = cupy.asarray(np.arange(4.0))
+    array *= 2
+    memory = array._memory.copy()
+    assert memory.view(np.uint8).tolist() == [0xCD] * 32, "nobody has asked for it"
+    event = cupy.cuda.get_current_stream().record()
+    queries = 0
+    while not event.done:
+        queries += 1
+    assert queries > 0
+    assert array.get().tolist() == [0, 2, 4, 6]
+
+
+# memory
+
+
+def test_memory_of_an_array_that_is_gone_belongs_to_the_stream_that_made_it(any_mode):
+    for waits in (True, False):
+        stream, user = two_streams()
+        with stream:
+            array = any_mode.full(N, 4, np.float32)
+        user.wait(stream.record())
+        with user:
+            copied = array.copy()
+        if waits:
+            stream.wait(user.record())
+        del array
+        found = races(any_mode)
+        assert len(found) == (0 if waits else 1)
+        assert waits or "the reuse of memory whose array is gone" in found[0] or "freed by its pool" in found[0]
+        del copied
+        user.synchronize()
+
+
+def test_freed_memory_is_not_used(any_mode):
+    runtime = any_mode.cuda.runtime
+    block = device(0).empty(64)
+    block.free()
+    runtime.memsetAsync(block.pointer, 0, 64, 0) if any_mode.machine.mode == "lazy" else None
+    if any_mode.machine.mode == "lazy":
+        with pytest.raises(runtime.CUDARuntimeError, match="IllegalAddress"):
+            runtime.streamSynchronize(0)
+        (message,) = races(any_mode)
+        assert "was freed by cudaFree" in message
+    with pytest.raises(runtime.CUDARuntimeError) as raised:
+        block.free()
+    assert raised.value.status == 1, "a double free"
+
+
+def test_the_end_of_an_allocation_is_its_end(any_mode):
+    runtime = any_mode.cuda.runtime
+    block, stream = device(0).empty(64), Stream(device(0))
+    with pytest.raises(runtime.CUDARuntimeError, match="IllegalAddress"):  # noqa: PT012
+        runtime.memsetAsync(block.pointer + 60, 0, 8, stream.pointer)
+        stream.synchronize()
+    assert "past the end of 64 bytes" in races(any_mode)[0]
+
+
+def test_host_memory_must_be_pinned(any_mode):
+    runtime = any_mode.cuda.runtime
+    block, stream, host = device(0).empty(64), Stream(device(0)), np.zeros(64, np.uint8)
+    with pytest.raises(runtime.CUDARuntimeError, match="IllegalAddress"):  # noqa: PT012
+        stream.copy(block.pointer, host.ctypes.data, 64)
+        stream.synchronize()
+    assert "neither a GPU's memory nor pinned memory" in races(any_mode)[0]
+
+
+def test_pinned_memory_stays_as_it_is_until_its_copy_has_run(cupy):
+    for waits in (True, False):
+        block, stream, pinned = device(0).empty(64), Stream(device(0)), Pinned(64)
+        pinned.array[...] = 1
+        stream.copy(block.pointer, pinned.pointer, 64)
+        if waits:
+            stream.synchronize()
+        pinned.array[5] = 2
+        found = races(cupy)
+        assert len(found) == (0 if waits else 1)
+        assert waits or "was changed before its copy ran" in found[0]
+        stream.synchronize()
+
+
+def test_pinned_memory_that_is_given_back_too_early(cupy):
+    block, stream, pinned = device(0).empty(64), Stream(device(0)), Pinned(64)
+    stream.copy(block.pointer, pinned.pointer, 64)
+    del pinned
+    with pytest.raises(cupy.cuda.runtime.CUDARuntimeError):
+        stream.synchronize()
+    assert "was freed by the pool of pinned memory" in races(cupy)[0]
+
+
+def test_the_pool_of_pinned_blocks_is_right(any_mode):
+    pool, stream = PinnedPool(), Stream(device(0))
+    blocks = [device(0).empty(800) for _ in range(20)]
+    for number, block in enumerate(blocks):
+        pool.upload(np.arange(number, number + 100), block.pointer, stream)
+    with stream:
+        for number, block in enumerate(blocks):
+            assert block.array(np.dtype(np.int64)).get().tolist() == list(range(number, number + 100))
+    assert races(any_mode) == []
+
+
+def test_out_of_memory(any_mode):
+    any_mode.machine.memory_bytes = 1000
+    with pytest.raises(any_mode.cuda.runtime.CUDARuntimeError) as raised:
+        device(0).empty(1001)
+    assert raised.value.status == 2
+    with pytest.raises(any_mode.cuda.OutOfMemoryError):
+        any_mode.empty(1001, np.uint8)
+    with any_mode.cuda.Device(1):
+        any_mode.empty(1000, np.uint8)
+
+
+# between processes
+
+
+def test_memory_of_another_process_must_be_mapped_and_unmapped_in_time(any_mode):
+    runtime = any_mode.cuda.runtime
+    machine = any_mode.machine
+    with machine.as_process("rank 0"):
+        block = device(0).empty(64)
+        handle = runtime.ipcGetMemHandle(block.pointer)
+        with pytest.raises(runtime.CUDARuntimeError) as raised:
+            runtime.ipcGetMemHandle(block.pointer + 16)
+        assert raised.value.status == 1, "not where the memory begins"
+        with pytest.raises(runtime.CUDARuntimeError) as raised:
+            runtime.ipcOpenMemHandle(handle)
+        assert raised.value.status == 201, "its own"
+    with machine.as_process("rank 1"):
+        stream = Stream(device(0))
+        with pytest.raises(runtime.CUDARuntimeError, match="IllegalAddress"):  # noqa: PT012
+            runtime.memsetAsync(block.pointer, 0, 64, stream.pointer)
+            stream.synchronize()
+        assert "is not mapped in rank 1" in races(any_mode)[0]
+        assert runtime.ipcOpenMemHandle(handle) == block.pointer
+        runtime.memsetAsync(block.pointer, 0, 64, stream.pointer)
+        stream.synchronize()
+    with machine.as_process("rank 0"):
+        block.free()
+        assert any("is freed while rank 1 has it mapped" in each for each in machine.races)
+        machine.races.clear()
+
+
+def test_memory_is_unmapped_after_its_use(any_mode):
+    runtime = any_mode.cuda.runtime
+    machine = any_mode.machine
+    for waits in (True, False):
+        with machine.as_process("rank 0"):
+            block = device(0).empty(64)
+            handle = runtime.ipcGetMemHandle(block.pointer)
+        with machine.as_process("rank 1"):
+            stream = Stream(device(0))
+            address = runtime.ipcOpenMemHandle(handle)
+            runtime.memsetAsync(address, 0, 64, stream.pointer)
+            if waits:
+                stream.synchronize()
+            elif machine.mode != "eager":
+                machine.run_all()
+            runtime.ipcCloseMemHandle(address)
+        with machine.as_process("rank 0"):
+            block.free()
+        assert len(races(any_mode)) == (0 if waits else 1)
+
+
+def test_ipc_is_refused_when_told_so(any_mode):
+    runtime = any_mode.cuda.runtime
+    block = device(0).empty(64)
+    any_mode.refuse_ipc = True
+    with pytest.raises(runtime.CUDARuntimeError) as raised:
+        runtime.ipcGetMemHandle(block.pointer)
+    assert raised.value.status == 801
+    any_mode.refuse_ipc = False
+    event = runtime.eventCreateWithFlags(runtime.eventDisableTiming)
+    with pytest.raises(runtime.CUDARuntimeError) as raised:
+        runtime.ipcGetEventHandle(event)
+    assert raised.value.status == 400
+
+
+# devices
+
+
+def test_each_thread_has_its_device_and_its_current_stream(any_mode):
+    seen = []
+    with any_mode.cuda.Device(1), any_mode.cuda.Stream() as stream:
+        look = threading.Thread(
+            target=lambda: seen.append((any_mode.cuda.runtime.getDevice(), any_mode.cuda.get_current_stream().ptr))
+        )
+        look.start()
+        look.join()
+        assert any_mode.cuda.get_current_stream() is stream
+        assert any_mode.empty(3).device.id == 1
+    assert seen == [(0, 0)]
+    assert any_mode.cuda.get_current_stream().ptr == 0
+
+
+def test_events_and_kernels_belong_to_the_device_of_their_stream(any_mode):
+    runtime = any_mode.cuda.runtime
+    event = runtime.eventCreateWithFlags(runtime.eventDisableTiming)
+    other = Stream(device(1))
+    for call in (
+        lambda: runtime.eventRecord(event, other.pointer),
+        lambda: runtime.eventQuery(12345),
+        lambda: runtime.streamSynchronize(12345),
+    ):
+        with pytest.raises(runtime.CUDARuntimeError) as raised:
+            call()
+        assert raised.value.status == 400
+    with pytest.raises(RuntimeError, match="does not match with the current device"), other:
+        pass
+    runtime.streamWaitEvent(other.pointer, event)  # waits cross devices
+    assert runtime.deviceGetByPCIBusId(runtime.deviceGetPCIBusId(1)) == 1
+
+
+# kernels and NCCL
+
+
+class TrivialKernels:
+    """A module with one kernel, that adds a number to `count` floats."""
+
+    @staticmethod
+    def emulate(code, options):
+        assert (code, options) == ("source", ("-DX",))
+        return TrivialKernels()
+
+    @staticmethod
+    def accesses(name, args):
+        pointer, count, _ = args
+        return [(pointer, 4 * count)], [(pointer, 4 * count)]
+
+    def launch(self, name, grid, block, args):
+        pointer, count, number = args
+        flat = np.frombuffer((ctypes.c_float * count).from_address(pointer), np.float32)
+        flat += np.float32(number)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_kernels_run_in_their_stream(any_mode, waits):
+    any_mode.emulator = TrivialKernels
+    kernel = any_mode.RawModule(code="source", options=("-DX",)).get_function("add")
+    one, other = two_streams()
+    block, array = filled(1, one)
+    with one:
+        kernel((1,), (32,), (array, N, 2.0))
+    if waits:
+        other.wait(one.record())
+    with other:
+        kernel((1,), (32,), (block.pointer, N, 3.0))
+        result = array.get()
+    assert len(races(any_mode)) == (0 if waits else 1) or not waits
+    if waits:
+        assert result.tolist() == [6.0] * N
+
+
+def test_a_kernel_reads_another_gpu_only_where_that_was_enabled(any_mode):
+    any_mode.emulator = TrivialKernels
+    kernel = any_mode.RawModule(code="source", options=("-DX",)).get_function("add")
+    runtime = any_mode.cuda.runtime
+    there = device(1).empty(4 * N)
+    stream = Stream(device(0))
+    with pytest.raises(runtime.CUDARuntimeError), stream:  # noqa: PT012
+        kernel((1,), (32,), (there.pointer, N, 3.0))
+        stream.synchronize()
+    runtime.deviceEnablePeerAccess(1)
+    with stream:
+        kernel((1,), (32,), (there.pointer, N, 3.0))
+    stream.synchronize()
+    assert races(any_mode) == []
+
+
+def test_nccl_reduces_over_threads_and_orders_their_streams(any_mode):
+    nccl = any_mode.cuda.nccl
+    uid, results, failures = nccl.get_unique_id(), [None, None], []
+
+    def program(rank):
+        try:
+            with any_mode.cuda.Device(rank):
+                comm = nccl.NcclCommunicator(2, uid, rank)
+                stream = Stream(device(rank))
+                with stream:
+                    array = any_mode.asarray(np.arange(N, dtype=np.float32) * (rank + 1))
+                    for _ in range(3):
+                        pointer = array.data.ptr
+                        comm.allReduce(pointer, pointer, N, nccl.NCCL_FLOAT32, nccl.NCCL_SUM, stream.pointer)
+                    results[rank] = array.get()
+                    del array
+        except BaseException as exc:
+            failures.append(exc)
+
+    threads = [threading.Thread(target=program, args=(rank,), name=f"rank {rank}") for rank in range(2)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert failures == []
+    for result in results:
+        np.testing.assert_array_equal(result, np.arange(N, dtype=np.float32) * 12)
+    assert races(any_mode) == []
+
+
+# arrays
+
+
+def test_the_host_cannot_read_device_memory(any_mode):
+    array = any_mode.asarray(np.arange(6.0))
+    for forbidden in (np.asarray, np.sum, bool, bytes, memoryview, lambda each: each + np.ones(6)):
+        with pytest.raises(TypeError):
+            forbidden(array)
+    with pytest.raises(TypeError, match="host memory assigned to device memory"):
+        array[...] = np.ones(6)
+
+
+def test_arithmetic_is_numpys(any_mode):
+    host = np.arange(12, dtype=np.int32).reshape(3, 4)
+    array = any_mode.asarray(host)
+    assert ((array << 2) + array // 5).get().tolist() == ((host << 2) + host // 5).tolist()
+    assert np.minimum(array[1], array[2]).get().tolist() == host[1].tolist()
+    assert (array != array).get().any() == False  # noqa: E712
+    assert (array * np.float64(0.5)).dtype == np.float64
+    array[1:, 2] = 7
+    host[1:, 2] = 7
+    assert array.get().tolist() == host.tolist()
+    assert array.T.flags.f_contiguous
+    assert array.reshape(-1).view(np.uint8).astype(np.int64).get().sum() == host.view(np.uint8).sum()
+    assert any_mode.from_dlpack(array).data.ptr == array.data.ptr
+
+
+def test_foreign_memory_is_ordered_by_its_interface(any_mode):
+    class Foreign:
+        def __init__(self, array):
+            self.__cuda_array_interface__ = array.__cuda_array_interface__
+
+    stream = Stream(device(0))
+    with stream:
+        array = any_mode.full(N, 3, np.float32)
+        foreign = Foreign(array)
+    assert any_mode.asarray(foreign).get().tolist() == [3.0] * N
+    stream.wait(device(0).record(0))
+    assert races(any_mode) == []
+
+
+# a whole program: an all-reduce through the ranks' slots, as ringreduce/transport/peers.py does it
+
+
+class Slots:
+    """Three ranks sum their chunks out of all ranks' slots. `forgets`: what they do not wait for."""
+
+    SIZE, TURNS, CHUNK = 3, 12, 64
+
+    def __init__(self, fake, number_of_slots, forgets):
+        self.runtime, self.number_of_slots, self.forgets = fake.cuda.runtime, number_of_slots, forgets
+        self.shown = {}
+        self.flags = [[0, 0] for _ in range(self.SIZE)]
+        self.results = [[] for _ in range(self.SIZE)]
+
+    def elements(self, rank, turn):
+        return np.arange(self.SIZE * self.CHUNK, dtype=np.float32) * (rank + 1) + turn
+
+    def publish(self, rank, flag, turn, stream, events):
+        self.runtime.eventRecord(events[rank][flag][turn % self.number_of_slots], stream.pointer)
+        self.flags[rank][flag] = turn + 1
+
+    def wait(self, flag, turn, stream, events):
+        while any(each[flag] <= turn for each in self.flags):
+            time.sleep(0)
+        if self.forgets != flag:
+            for each in events:
+                self.runtime.streamWaitEvent(stream.pointer, each[flag][turn % self.number_of_slots])
+
+    def connect(self, rank, nbytes):
+        runtime = self.runtime
+        block = device(0).empty(nbytes * self.number_of_slots)
+        flags = runtime.eventDisableTiming | runtime.eventInterprocess
+        events = [[runtime.eventCreateWithFlags(flags) for _ in range(self.number_of_slots)] for _ in range(2)]
+        handles = [[runtime.ipcGetEventHandle(each) for each in row] for row in events]
+        self.shown[rank] = runtime.ipcGetMemHandle(block.pointer), handles
+        while len(self.shown) < self.SIZE:
+            time.sleep(0)
+        addresses, theirs = [], []
+        for peer in range(self.SIZE):
+            memory, handles = self.shown[peer]
+            addresses.append(block.pointer if peer == rank else runtime.ipcOpenMemHandle(memory))
+            opened = [[runtime.ipcOpenEventHandle(each) for each in row] for row in handles]
+            theirs.append(events if peer == rank else opened)
+        return addresses, theirs
+
+    def program(self):
+        rank = int(threading.current_thread().name.removeprefix("rank "))
+        stream = Stream(device(0))
+        length, float32 = self.SIZE * self.CHUNK, np.dtype(np.float32)
+        addresses, events = self.connect(rank, 4 * length)
+        for turn in range(self.TURNS):
+            at = turn % self.number_of_slots * 4 * length
+            slots = [view(each + at, 4 * length, float32, None, 0) for each in addresses]
+            low, high = rank * self.CHUNK, (rank + 1) * self.CHUNK
+            with stream:
+                tensor = cupy().asarray(self.elements(rank, turn))
+                slots[rank][...] = tensor
+                self.publish(rank, 0, turn, stream, events)
+                self.wait(0, turn, stream, events)
+                total = slots[0][low:high] + slots[1][low:high]
+                slots[rank][low:high] = np.add(total, slots[2][low:high])
+                self.publish(rank, 1, turn, stream, events)
+                self.wait(1, turn, stream, events)
+                for owner, slot in enumerate(slots):
+                    part = slice(owner * self.CHUNK, (owner + 1) * self.CHUNK)
+                    tensor[part] = slot[part]
+            self.results[rank].append(tensor)
+        with stream:
+            self.results[rank] = [each.get() for each in self.results[rank]]
+
+    def run(self):
+        failures = []
+
+        def guarded():
+            try:
+                self.program()
+            except BaseException as exc:
+                failures.append(exc)
+                self.flags = [[self.TURNS, self.TURNS]] * self.SIZE
+
+        threads = [threading.Thread(target=guarded, name=f"rank {rank}") for rank in range(self.SIZE)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+        assert failures == []
+
+
+def test_a_right_program_passes(cupy_of_every_mode):
+    slots = Slots(cupy_of_every_mode, 2, forgets=None)
+    slots.run()
+    for results in slots.results:
+        for turn, result in enumerate(results):
+            np.testing.assert_array_equal(result, sum(slots.elements(rank, turn) for rank in range(3)))
+
+
+@pytest.mark.parametrize(("slots", "forgets"), [(2, 0), (2, 1), (1, None)])
+def test_every_wait_that_a_program_forgets_is_found(cupy_of_every_mode, slots, forgets):
+    """With one slot only, a rank packs what others still copy out of."""
+    Slots(cupy_of_every_mode, slots, forgets).run()
+    assert any("no order between" in each for each in races(cupy_of_every_mode))
