@@ -5,7 +5,8 @@
     random   some of it runs at every call, anywhere
 
 Ranks are threads of one process here: the thread's name says which process of the real job it stands for (`process`).
-Each has default streams of its own, and knows of the GPUs' work only what it has waited for itself.
+Each has default streams of its own, and knows of the GPUs' work only what it has waited for itself. `one_process`: they
+are what they are, threads that share all.
 """
 
 import collections
@@ -83,11 +84,11 @@ class Event:
 class Machine:
     """GPUs, their memory, streams and events, and the threads' current devices."""
 
-    def __init__(self, mode="lazy", seed=0, device_count=1, memory_bytes=8 << 30):
+    def __init__(self, mode="lazy", seed=0, device_count=1, memory_bytes=8 << 30, one_process=False):
         if mode not in ("lazy", "eager", "random"):
             raise ValueError(mode)
         self.mode, self._random = mode, random.Random(seed)
-        self.device_count, self.memory_bytes = device_count, memory_bytes
+        self.device_count, self.memory_bytes, self.one_process = device_count, memory_bytes, one_process
         self.changed = threading.Condition(threading.RLock())
         self.memory = Memory()
         self.streams, self.events, self.ipc, self.peers = {}, {}, {}, set()
@@ -101,6 +102,8 @@ class Machine:
 
     @property
     def process(self):
+        if self.one_process:
+            return "main"
         process = getattr(self._local, "process", None)
         if process is None:
             thread = threading.current_thread()
@@ -108,6 +111,11 @@ class Machine:
             inherited = getattr(thread, "started_by", "main")
             process = self._local.process = f"rank {number[1]}" if number else inherited
         return process
+
+    @property
+    def process_number(self):
+        """As getpid() would tell them apart."""
+        return 1 if self.process == "main" else 1000 + int(self.process.split()[1])
 
     @contextlib.contextmanager
     def as_process(self, name):
