@@ -16,7 +16,7 @@ def size() -> int:
 
 
 def local_rank() -> int:
-    """This rank's number on its host: the GPU to use; raises NotInitializedError before init()."""
+    """This rank's number on its host; raises NotInitializedError before init()."""
     return runtime.current("local_rank").world.local_rank
 
 

@@ -365,6 +365,45 @@ def test_a_masked_rank_sees_its_own_gpu(
     assert done.stderr == f"ringrun: 3 ranks on {os.uname().nodename}: {told}\n"
 
 
+FASTEST_FIRST = """
+    class CUDARuntimeError(RuntimeError): pass
+    class cuda:
+        class runtime:
+            CUDARuntimeError, now = CUDARuntimeError, 0
+            getDeviceCount, getDevice = staticmethod(lambda: 2), staticmethod(lambda: cuda.runtime.now)
+            deviceGetPCIBusId = staticmethod(["0000:02:00.0", "0000:01:00.0"].__getitem__)
+        class Device:
+            def __init__(self, index): self.index = index
+            def use(self): cuda.runtime.now = self.index
+"""
+"""A CuPy to which CUDA shows the GPU of the higher address first, since it is the faster one."""
+
+
+@pytest.mark.parametrize(
+    ("wish", "told"),
+    [
+        (
+            None,
+            ["1 (ringrun has placed this rank at 0000:01:00.0)", "0 (ringrun has placed this rank at 0000:02:00.0)"],
+        ),
+        ("1", ["1 (RINGREDUCE_CUDA_DEVICE=1)"] * 2),
+    ],
+)
+def test_a_rank_gets_the_gpu_that_it_is_placed_at_however_cuda_counts(
+    wish: str | None,
+    told: list[str],
+    ringrun: Run,
+    script: Callable[[str], str],
+    python: str,
+    gpu_machine: dict[str, str],
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "cupy.py").write_text(textwrap.dedent(FASTEST_FIRST))
+    show = script("import cupy, ringreduce as rr; rr.init(); print(rr.info().gpu)")
+    done = ringrun("-np", 2, python, show, env=gpu_machine | {"RINGREDUCE_CUDA_DEVICE": wish})
+    assert sorted(done.stdout.splitlines()) == [f"[{rank}] {each}" for rank, each in enumerate(told)], done.stderr
+
+
 def test_gpus_that_the_user_has_hidden_stay_hidden(
     ringrun: Run, script: Callable[[str], str], python: str, gpu_machine: dict[str, str]
 ) -> None:
