@@ -90,7 +90,11 @@ def run_ranks(
             why = f"it failed with {type(exc).__name__}: {exc}"
         exchange.leave(rank, f"has left the job: {why}")
         own.engine.leave(why)
+        own.engine.gpu.close()
+        left.wait()  # nobody frees GPU memory that another has mapped
+        own.engine.gpu.free()
 
+    left = threading.Barrier(size)
     threads = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(size)]
     for thread in threads:
         thread.start()

@@ -10,6 +10,7 @@ import hypothesis
 import pytest
 
 from ringreduce import log
+from ringreduce.transport import peers
 from tests import fake_cupy
 
 ROOT = Path(__file__).parents[1]
@@ -60,6 +61,7 @@ def cupy_of_every_mode(request, monkeypatch):
 def _put_in_place(fake, monkeypatch):
     for name, module in fake.modules().items():
         monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(peers, "process", lambda: fake.machine.process_number)
 
 
 @pytest.fixture

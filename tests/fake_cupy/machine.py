@@ -5,7 +5,8 @@
     random   some of it runs at every call, anywhere
 
 Ranks are threads of one process here: the thread's name says which process of the real job it stands for (`process`).
-Each has default streams of its own, and knows of the GPUs' work only what it has waited for itself.
+Each has default streams of its own, and knows of the GPUs' work only what it has waited for itself. `one_process`: they
+are what they are, threads that share all.
 """
 
 import collections
@@ -83,11 +84,11 @@ class Event:
 class Machine:
     """GPUs, their memory, streams and events, and the threads' current devices."""
 
-    def __init__(self, mode="lazy", seed=0, device_count=1, memory_bytes=8 << 30):
+    def __init__(self, mode="lazy", seed=0, device_count=1, memory_bytes=8 << 30, one_process=False):
         if mode not in ("lazy", "eager", "random"):
             raise ValueError(mode)
         self.mode, self._random = mode, random.Random(seed)
-        self.device_count, self.memory_bytes = device_count, memory_bytes
+        self.device_count, self.memory_bytes, self.one_process = device_count, memory_bytes, one_process
         self.changed = threading.Condition(threading.RLock())
         self.memory = Memory()
         self.streams, self.events, self.ipc, self.peers = {}, {}, {}, set()
@@ -101,6 +102,8 @@ class Machine:
 
     @property
     def process(self):
+        if self.one_process:
+            return "main"
         process = getattr(self._local, "process", None)
         if process is None:
             thread = threading.current_thread()
@@ -108,6 +111,11 @@ class Machine:
             inherited = getattr(thread, "started_by", "main")
             process = self._local.process = f"rank {number[1]}" if number else inherited
         return process
+
+    @property
+    def process_number(self):
+        """As getpid() would tell them apart."""
+        return 1 if self.process == "main" else 1000 + int(self.process.split()[1])
 
     @contextlib.contextmanager
     def as_process(self, name):
@@ -199,10 +207,10 @@ class Machine:
             self.streams[key] = stream
         return self._default_streams[key]
 
-    def queue(self, stream, name, work=None, ranges=lambda: ((), ()), after=(), ready=None):
+    def queue(self, stream, name, work=None, ranges=lambda: ((), ()), after=(), ready=None, process=None):
         """Queue an operation; `ranges()`, asked when it runs, gives what it reads and what it writes."""
         after = after if isinstance(after, list) else [*after, *self._implied(stream)]
-        operation = Operation(stream, name, work, ranges, after, ready, self._known[self.process])
+        operation = Operation(stream, name, work, ranges, after, ready, self._known[process or self.process])
         stream.queue.append(operation)
         stream.last = operation
         return operation
@@ -336,6 +344,7 @@ class Machine:
                     "the reuse of memory whose array is gone",
                     lambda allocation=allocation: self.memory.free(allocation, "its pool, when its array was gone"),
                     lambda whole=whole: ((), [whole]),
+                    process=allocation.process,
                 )
 
     def knows(self, use):

@@ -18,6 +18,8 @@ import numpy as np
 
 ALIGNMENT = 256
 POISON = 0xDB
+FILLED_BYTES = 4 << 20
+"""Memory up to this long is filled with nonsense when it is new and when it is freed; more would take long."""
 QUARANTINE_BYTES = 256 << 20
 """Freed memory that stays, poisoned and out of use, so that who uses it still is found."""
 
@@ -42,7 +44,9 @@ class Allocation:
 
     def __init__(self, nbytes, kind, device, process, pool=None):
         self.nbytes, self.kind, self.device, self.process, self.pool = nbytes, kind, device, process, pool
-        self._backing = np.full(nbytes + ALIGNMENT, 0xCD, np.uint8)
+        self._backing = np.empty(nbytes + ALIGNMENT, np.uint8)
+        if nbytes <= FILLED_BYTES:
+            self._backing.fill(0xCD)
         self.base = -(-self._backing.ctypes.data // ALIGNMENT) * ALIGNMENT
         self.mapped = set()
         """The other processes that have mapped it by CUDA IPC."""
@@ -56,7 +60,8 @@ class Allocation:
         return f"{self.nbytes} bytes on {where} of {self.process} at {self.base:#x}"
 
     def poison(self):
-        ctypes.memset(self.base, POISON, self.nbytes)
+        if self.nbytes <= FILLED_BYTES:
+            ctypes.memset(self.base, POISON, self.nbytes)
 
 
 class Memory:

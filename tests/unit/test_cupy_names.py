@@ -35,36 +35,53 @@ def path_of(node, names):
     """The dotted name of an expression that comes from CuPy, else None."""
     if isinstance(node, ast.Name):
         return names.get(node.id)
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.args:
-        return ROOTS.get(node.func.id)
+    if isinstance(node, ast.Call) and not node.args:
+        called = path_of(node.func, names) or ""
+        return ROOTS.get(called.removeprefix("module.")) if called.startswith("module.") else None
     if isinstance(node, ast.Attribute):
         base = path_of(node.value, names)
         return base and f"{base}.{node.attr}"
     return None
 
 
-def uses_in(tree, file):
+def imported(tree):
+    """What a file calls ringreduce/cuda/runtime.py ("module"), and its functions."""
+    names = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module == "ringreduce.cuda":
+            names.update({each.asname or each.name: "module" for each in node.names if each.name == "runtime"})
+        if isinstance(node, ast.ImportFrom) and node.module == "ringreduce.cuda.runtime":
+            names.update({each.asname or each.name: f"module.{each.name}" for each in node.names if each.name in ROOTS})
+    return names
+
+
+def uses_in(tree, file, roots):
     for function in ast.walk(tree):
         if isinstance(function, ast.FunctionDef):
-            names = {}
+            names = dict(roots)
             for node in ast.walk(function):
                 if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-                    names[node.targets[0].id] = path_of(node.value, names)
+                    path = path_of(node.value, names) or ""
+                    if path.startswith("cupy"):
+                        names[node.targets[0].id] = path
             for node in ast.walk(function):
                 where = f"{file}:{getattr(node, 'lineno', 0)}"
-                if isinstance(node, ast.Call) and (path := path_of(node.func, names)):
+                if isinstance(node, ast.Call) and (path := path_of(node.func, names) or "").startswith("cupy."):
                     yield Use(path, len(node.args), tuple(each.arg for each in node.keywords), where)
-                elif isinstance(node, ast.Attribute) and (path := path_of(node, names)):
+                elif isinstance(node, ast.Attribute) and (path := path_of(node, names) or "").startswith("cupy."):
                     yield Use(path, None, (), where)
+
+
+OWN = {name: f"module.{name}" for name in ROOTS}
 
 
 def uses():
     found = {}
     for file in sorted(PACKAGE.rglob("*.py")):
-        if re.search(r"import .*\b(cupy|runtime)\b", text := file.read_text()) and "ringreduce.cuda.runtime" in text:
-            found.update({use[:3]: use for use in uses_in(ast.parse(text), file.relative_to(PACKAGE))})
-    own = ast.parse((PACKAGE / "cuda" / "runtime.py").read_text())
-    found.update({use[:3]: use for use in uses_in(own, "cuda/runtime.py")})
+        tree = ast.parse(file.read_text())
+        roots = OWN if file == PACKAGE / "cuda" / "runtime.py" else imported(tree)
+        if roots:
+            found.update({use[:3]: use for use in uses_in(tree, file.relative_to(PACKAGE), roots)})
     return sorted(found.values(), key=lambda use: use[:1] + use[3:])
 
 
@@ -76,8 +93,14 @@ def test_the_names_are_found():
     assert {"cupy.cuda.runtime.memcpyAsync", "cupy.cuda.Stream", "cupy.cuda.UnownedMemory", "cupy.from_dlpack"} <= {
         use.path for use in USES
     }
-    tree = ast.parse("def f():\n    module = cupy()\n    module.cuda.Strem(runtime().getDevise(1), non_blocking=True)")
-    assert [use[:3] for use in uses_in(tree, "") if use.positional is not None] == [
+    tree = ast.parse(
+        "from ringreduce.cuda import runtime as cuda\n"
+        "from ringreduce.cuda.runtime import runtime\n"
+        "def f():\n"
+        "    module = cuda.cupy()\n"
+        "    module.cuda.Strem(runtime().getDevise(1), non_blocking=True)"
+    )
+    assert [use[:3] for use in uses_in(tree, "", imported(tree)) if use.positional is not None] == [
         ("cupy.cuda.Strem", 1, ("non_blocking",)),
         ("cupy.cuda.runtime.getDevise", 1, ()),
     ]

@@ -7,7 +7,11 @@ import time
 import numpy as np
 import pytest
 
+from ringreduce.cuda.kernels import Kernels
 from ringreduce.cuda.runtime import Pinned, PinnedPool, Stream, cupy, device, view
+from ringreduce.dtypes import TABLE
+from ringreduce.ops import Reduction, Sum
+from tests import fake_cupy
 
 N = 1000
 
@@ -167,6 +171,23 @@ def test_another_process_does_not_know_what_the_host_of_this_one_has_waited_for(
                 runtime.streamWaitEvent(stream.pointer, runtime.ipcOpenEventHandle(handles[1]))
             runtime.memsetAsync(address, 0, 16, stream.pointer)
         assert len(races(any_mode)) == (0 if told else 1)
+
+
+def test_threads_of_one_process_know_what_each_other_have_waited_for():
+    with fake_cupy.checked(one_process=True) as fake:
+        runtime, pointers = fake.cuda.runtime, []
+
+        def program():
+            stream = runtime.streamCreateWithFlags(runtime.streamNonBlocking)
+            pointers.append(runtime.malloc(64))
+            runtime.memsetAsync(pointers[0], 1, 64, stream)
+            runtime.streamSynchronize(stream)
+
+        for number in range(2):
+            thread = threading.Thread(target=program, name=f"rank {number}")
+            thread.start()
+            thread.join()
+        assert races(fake) == []
 
 
 def test_work_is_late_in_lazy_mode(cupy):
@@ -435,6 +456,27 @@ def test_a_kernel_reads_another_gpu_only_where_that_was_enabled(any_mode):
         kernel((1,), (32,), (there.pointer, N, 3.0))
     stream.synchronize()
     assert races(any_mode) == []
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_ringreduces_own_kernels_are_checked(any_mode, waits):
+    one, other = two_streams()
+    kernels, (block, _) = Kernels(device(0)), filled(3, one)
+    slot, target = device(0).empty(4 * N), device(0).empty(4 * N)
+    kernels.gather(kernels.table([0], [N], 4, one), [block.pointer], slot.pointer, one)
+    if waits:
+        other.wait(one.record())
+    kernels.reduce(Reduction(Sum, TABLE["float32"], 2), [slot.pointer, slot.pointer], target.pointer, N, other)
+    with other:
+        result = target.array(np.dtype(np.float32)).get()
+    found = races(any_mode)
+    if waits:
+        assert found == []
+        assert result.tolist() == [6.0] * N
+    else:
+        assert any("kernel gather(" in each and "kernel reduce_Sum_float32_float32(" in each for each in found)
+    one.synchronize()
+    kernels.free()
 
 
 def test_nccl_reduces_over_threads_and_orders_their_streams(any_mode):
