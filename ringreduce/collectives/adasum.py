@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from ringreduce import buffers
 from ringreduce.collectives.tree import SEGMENT_BYTES
 from ringreduce.partition import segments
@@ -48,4 +46,4 @@ def combine(a: Any, b: Any) -> Any:
 
 
 def _dot(a: Any, b: Any) -> float:
-    return float(np.sum((a * b.conj()).real, dtype=np.float64))
+    return float((a * b.conj()).real.sum(dtype=np.float64))
