@@ -199,7 +199,7 @@ def as_buffer(array: Any, *, writable: bool = False) -> Buffer:
         if writable:
             raise UnsupportedArrayError(f"a {type(array).__name__} cannot be changed in place; pass an array")
         return _numpy_buffer(np.asarray(array), writable)
-    if type(array).__module__.partition(".")[0] == "cupy":
+    if _is_cupy(array):
         return _cupy_buffer(array)
     if _is_on_gpu_by_dlpack(array):
         return _foreign_gpu_buffer(array, writable)
@@ -315,6 +315,11 @@ def _cupy_buffer(array: Any) -> Buffer:
             "copy (cupy.ascontiguousarray)"
         )
     return GpuBuffer(array, int(array.data.ptr), array.device.id, element, tuple(array.shape), array.dtype)
+
+
+def _is_cupy(array: Any) -> bool:
+    module = sys.modules.get("cupy")
+    return module is not None and isinstance(array, module.ndarray)
 
 
 def _is_torch(array: Any) -> bool:

@@ -108,7 +108,7 @@ def run(step: Step, folder: Path, longest_s: float) -> Outcome:
         finally:
             end(process)
     lines = [line for line in printed.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    return Outcome(step, how, time.monotonic() - begin, lines[-1] if lines else "")
+    return Outcome(step, how, time.monotonic() - begin, lines[-1].strip() if lines else "")
 
 
 def end(process: subprocess.Popen[bytes]) -> None:

@@ -40,18 +40,18 @@ class Batch(NamedTuple):
         """True for all of them or none."""
         return self.inputs[0].on_gpu
 
-    def expect(self, slots: Sequence[fusion.Slot]) -> None:
+    def expect(self, slots: Sequence[fusion.Slot | fusion.AlignedSlot]) -> None:
         """The owners are complete when all of these are settled."""
         for slot in slots:
             for piece in slot.pieces:
                 self.owners[piece.tensor].missing_pieces += 1
 
-    def settle(self, slot: fusion.Slot, context: Context) -> None:
+    def settle(self, slot: fusion.Slot | fusion.AlignedSlot, context: Context) -> None:
         """A slot's results are in place: complete what has nothing else to wait for."""
         for piece in slot.pieces:
             settle(self.owners[piece.tensor], context)
 
-    def names(self, slot: fusion.Slot) -> list[Request]:
+    def names(self, slot: fusion.Slot | fusion.AlignedSlot) -> list[Request]:
         """The requests of a slot, for the timeline."""
         return [self.owners[piece.tensor] for piece in slot.pieces]
 

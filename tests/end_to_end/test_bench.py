@@ -237,3 +237,97 @@ def test_autotune(tmp_path):
     assert tuned["knobs"].split()[0] == f"shared_slot_bytes={tuning['found']['knobs']['shared_slot_bytes']}"
     assert tuning["found"]["layout"]["ranks_per_host"] == [2]
     assert tuning["steps"] > len(tuning["found"]["tried"]) > 1
+
+
+NO_CUPY = "raise ImportError('there is none here')\n"
+NO_DEVICE = """
+class runtime:
+    class CUDARuntimeError(RuntimeError):
+        pass
+
+    @staticmethod
+    def getDeviceCount():
+        raise runtime.CUDARuntimeError("cudaErrorNoDevice: no CUDA-capable device is detected")
+
+class cuda:
+    runtime = runtime
+"""
+WITHOUT_A_GPU = {
+    NO_CUPY: "CuPy cannot be imported (there is none here); pip install 'ringreduce[cuda12]' or 'ringreduce[cuda13]'",
+    NO_DEVICE: "CUDA finds no driver or no device: cudaErrorNoDevice: no CUDA-capable device is detected",
+}
+
+
+@pytest.mark.parametrize("name", ["kernels", "gradients", "train_step", "all"])
+@pytest.mark.parametrize("cupy", WITHOUT_A_GPU, ids=["no CuPy", "no device"])
+def test_gpu_benches_without_a_gpu_are_skipped_and_say_why(tmp_path, name, cupy):
+    (tmp_path / "cupy.py").write_text(cupy)
+    script = BENCH / "gpu" / f"{name}.py"
+    if name in ("kernels", "all"):
+        command = [PYTHON, script, *([tmp_path / "results"] if name == "all" else [])]
+        finished = run(command, PYTHONPATH=str(tmp_path))
+    else:
+        finished = ringrun(PYTHON, 2, script, PYTHONPATH=str(tmp_path))
+    assert finished.returncode == 0, finished.stdout
+    said = finished.stdout.removeprefix("[0] ")
+    assert said == f"bench/gpu/{name}.py: skipped: {WITHOUT_A_GPU[cupy]}\n"
+    assert not (tmp_path / "results").exists()
+
+
+ALL = f"""
+import sys
+sys.path.insert(0, {str(BENCH / "gpu")!r})
+from pathlib import Path
+import all as everything
+from common import Column, Report
+
+folder = Path(sys.argv[1])
+everything.STEPS = [
+    everything.Step("good", ["-c", "print('a|b'); print()"]),
+    everything.Step("bad", ["-c", "import sys; sys.exit('no good')"]),
+    everything.Step("long", ["-c", "import os, time; os.fork(); print('begun', flush=True); time.sleep(1000)"]),
+    everything.Step("bench", [str(folder / "bench.py")], True),
+    everything.Step("late", ["-c", ""]),
+]
+everything.LONGEST_S = 2
+everything.why_not = lambda: ""
+everything.about_gpu = lambda: {{"gpu": "none at all", "driver": "1.2"}}
+sys.argv[1:] = [str(folder), "--minutes", sys.argv[2]]
+everything.main()
+"""
+ONE_BENCH = f"""
+import sys
+sys.path.insert(0, {str(BENCH)!r})
+from common import Column, Report
+columns = [Column("who", "  who", left=True), Column("time_us", "time", "us", form=".1f"), Column("wrong", "#wrong")]
+report = Report("one", {{"bar": "bar: reached", "left_out": ["b: none"]}}, columns, True, "note")
+report.add({{"who": "  a", "time_us": 1.26, "wrong": None}})
+report.write(sys.argv[sys.argv.index("--json") + 1])
+"""
+
+
+def test_everything_for_gpus_is_run_and_told_whatever_fails(tmp_path):
+    (tmp_path / "bench.py").write_text(ONE_BENCH)
+    (tmp_path / "bench.json").write_text("of an earlier run")
+    finished = run([PYTHON, "-c", ALL, tmp_path, "1"])
+    assert finished.returncode == 1, finished.stdout
+    page = (tmp_path / "results.md").read_text().splitlines()
+    assert page[0].startswith("# GPU results, 20")
+    assert page[2].startswith("gpu none at all, driver 1.2, ")
+    cells = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in page if line.startswith("| ")]
+    steps = {row[0]: (row[1], row[3]) for row in cells[:6]}
+    assert steps.pop("step") == ("", "its last line")
+    assert steps.pop("good") == ("passed", r"`a\|b`")
+    assert steps.pop("bad") == ("FAILED with exit code 1", "`no good`")
+    assert steps.pop("long") == ("FAILED: not done after 2 s", "`begun`")
+    assert steps == {"bench": ("passed", "`a              1.3         -`"), "late": ("passed", "``")}
+    assert cells[6:] == [["who", "time (us)", "#wrong"], ["a", "1.3", "-"]]
+    assert page[-2:] == ["- bar: reached", "- left out: b: none"]
+    assert (tmp_path / "good.txt").read_text() == "a|b\n\n"
+    assert run(["pgrep", "-f", "os.fork.*begun"]).stdout == "", "nothing is left"
+
+
+def test_what_there_was_no_time_for_is_told_and_is_no_success(tmp_path):
+    finished = run([PYTHON, "-c", ALL, tmp_path, "0"])
+    assert finished.returncode == 1, finished.stdout
+    assert "begun" not in finished.stdout

@@ -4,13 +4,16 @@ import ctypes
 import threading
 
 import tests.fake_cupy as fake
-from tests.fake_cupy import memory, nccl, runtime
+from tests.fake_cupy import nccl, runtime
 
-__all__ = ["memory", "nccl", "runtime"]
+__all__ = ["nccl", "runtime"]
 
 
-class OutOfMemoryError(MemoryError):
-    """As cupy.cuda.memory.OutOfMemoryError."""
+class memory:
+    """As cupy.cuda.memory."""
+
+    class OutOfMemoryError(MemoryError):
+        pass
 
 
 class Device:
@@ -170,7 +173,7 @@ class PooledMemory:
             try:
                 self.allocation = self.machine.allocate(size, pool=stream)
             except runtime.CUDARuntimeError as exc:
-                raise OutOfMemoryError(f"Out of memory allocating {size:,} bytes") from exc
+                raise memory.OutOfMemoryError(f"Out of memory allocating {size:,} bytes") from exc
         self.ptr, self.size, self.device_id = self.allocation.base, size, self.allocation.device
 
     def __del__(self):
@@ -210,6 +213,6 @@ class _Pinned:
 def alloc_pinned_memory(size):
     """A ctypes array, for its buffer protocol, with CuPy's attributes."""
     owner = _Pinned(size)
-    memory = type("PinnedMemoryPointer", (ctypes.c_uint8 * size,), {}).from_address(owner.allocation.base)
-    memory.mem, memory.ptr = owner, owner.allocation.base
-    return memory
+    pinned = type("PinnedMemoryPointer", (ctypes.c_uint8 * size,), {}).from_address(owner.allocation.base)
+    pinned.mem, pinned.ptr = owner, owner.allocation.base
+    return pinned

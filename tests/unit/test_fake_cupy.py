@@ -275,7 +275,7 @@ def test_out_of_memory(any_mode):
     with pytest.raises(any_mode.cuda.runtime.CUDARuntimeError) as raised:
         device(0).empty(1001)
     assert raised.value.status == 2
-    with pytest.raises(any_mode.cuda.OutOfMemoryError):
+    with pytest.raises(any_mode.cuda.memory.OutOfMemoryError):
         any_mode.empty(1001, np.uint8)
     with any_mode.cuda.Device(1):
         any_mode.empty(1000, np.uint8)

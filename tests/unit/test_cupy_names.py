@@ -1,0 +1,175 @@
+"""Every name of CuPy that ringreduce uses is in the fake, and in the real CuPy, and takes as many arguments.
+
+The names are read in the source: `cupy().x.y`, `runtime().x`, and what is assigned from them in a function. The real
+CuPy is asked in an interpreter of its own, which has no GPU: its modules tell their names without one.
+"""
+
+import ast
+import inspect
+import json
+import os
+import re
+import subprocess
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from tests import fake_cupy
+
+PACKAGE = Path(__file__).parents[2] / "ringreduce"
+ROOTS = {"cupy": "cupy", "runtime": "cupy.cuda.runtime"}
+"""The functions of ringreduce/cuda/runtime.py, and what they return."""
+
+
+class Use(NamedTuple):
+    """A name that a file uses; called with so many arguments, or `None`: not called."""
+
+    path: str
+    positional: int | None
+    keywords: tuple[str, ...]
+    where: str
+
+
+def path_of(node, names):
+    """The dotted name of an expression that comes from CuPy, else None."""
+    if isinstance(node, ast.Name):
+        return names.get(node.id)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.args:
+        return ROOTS.get(node.func.id)
+    if isinstance(node, ast.Attribute):
+        base = path_of(node.value, names)
+        return base and f"{base}.{node.attr}"
+    return None
+
+
+def uses_in(tree, file):
+    for function in ast.walk(tree):
+        if isinstance(function, ast.FunctionDef):
+            names = {}
+            for node in ast.walk(function):
+                if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+                    names[node.targets[0].id] = path_of(node.value, names)
+            for node in ast.walk(function):
+                where = f"{file}:{getattr(node, 'lineno', 0)}"
+                if isinstance(node, ast.Call) and (path := path_of(node.func, names)):
+                    yield Use(path, len(node.args), tuple(each.arg for each in node.keywords), where)
+                elif isinstance(node, ast.Attribute) and (path := path_of(node, names)):
+                    yield Use(path, None, (), where)
+
+
+def uses():
+    found = {}
+    for file in sorted(PACKAGE.rglob("*.py")):
+        if re.search(r"import .*\b(cupy|runtime)\b", text := file.read_text()) and "ringreduce.cuda.runtime" in text:
+            found.update({use[:3]: use for use in uses_in(ast.parse(text), file.relative_to(PACKAGE))})
+    own = ast.parse((PACKAGE / "cuda" / "runtime.py").read_text())
+    found.update({use[:3]: use for use in uses_in(own, "cuda/runtime.py")})
+    return sorted(found.values(), key=lambda use: use[:1] + use[3:])
+
+
+USES = uses()
+
+
+def test_the_names_are_found():
+    assert len(USES) > 20
+    assert {"cupy.cuda.runtime.memcpyAsync", "cupy.cuda.Stream", "cupy.cuda.UnownedMemory", "cupy.from_dlpack"} <= {
+        use.path for use in USES
+    }
+    tree = ast.parse("def f():\n    module = cupy()\n    module.cuda.Strem(runtime().getDevise(1), non_blocking=True)")
+    assert [use[:3] for use in uses_in(tree, "") if use.positional is not None] == [
+        ("cupy.cuda.Strem", 1, ("non_blocking",)),
+        ("cupy.cuda.runtime.getDevise", 1, ()),
+    ]
+
+
+@pytest.mark.parametrize("use", USES, ids=lambda use: f"{use.path}-{use.where}")
+def test_the_fake_has_what_ringreduce_uses(use):
+    value = fake_cupy
+    for name in use.path.split(".")[1:]:
+        assert hasattr(value, name), f"{use.where}: {use.path}"
+        value = getattr(value, name)
+    if use.positional is not None:
+        inspect.signature(value).bind(*range(use.positional), **dict.fromkeys(use.keywords))
+
+
+ASK = """
+import importlib, json, sys, warnings
+warnings.simplefilter("error")
+import cupy
+answers = {}
+for path in json.load(sys.stdin):
+    value = cupy
+    for name in path.split(".")[1:]:
+        value = getattr(value, name, None)
+    signature = getattr(value, "__doc__", None) if callable(value) else None
+    if isinstance(value, type) and not (signature or "").startswith(path.split(".")[-1] + "("):
+        signature = (value.__doc__ or "") + chr(10) + (value.__init__.__doc__ or "")
+    try:
+        import inspect
+        told = str(inspect.signature(value)) if callable(value) else ""
+        signature = told if told and "*args" not in told else signature
+    except ValueError:
+        pass
+    answers[path] = None if value is None else [signature, value if isinstance(value, int) else None]
+print(json.dumps(answers))
+"""
+
+
+@pytest.fixture(scope="module")
+def real():
+    """What the real CuPy says of each name: None, or [its signature or documentation, its value if a number]."""
+    python = os.environ.get("TEST_CUPY_PYTHON")
+    if not python:
+        assert os.environ.get("CI") != "true", "TEST_CUPY_PYTHON is to name an interpreter with CuPy"
+        pytest.skip("no interpreter with the real CuPy: TEST_CUPY_PYTHON is not set")
+    clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    paths = json.dumps(sorted({use.path for use in USES}))
+    asked = subprocess.run([python, "-c", ASK], input=paths, env=clean, capture_output=True, text=True, timeout=50)
+    assert asked.returncode == 0, asked.stderr
+    return json.loads(asked.stdout)
+
+
+def parameters(signature, name):
+    """(how many must be given, how many may be given by place, the names) of a signature in a documentation's words."""
+    begin = re.search(rf"(?:^|\b(?:{name}|__init__))\(", signature)
+    assert begin, f"{name}: no signature in {signature[:80]!r}"
+    depth, parts, part = 1, [], ""
+    for character in signature[begin.end() :]:
+        depth += {"(": 1, "[": 1, ")": -1, "]": -1}.get(character, 0)
+        if depth == 0:
+            break
+        if character == "," and depth == 1:
+            parts, part = [*parts, part.strip()], ""
+        else:
+            part += character
+    parts = [each for each in (*parts, part.strip()) if each and each not in ("self", "/")]
+    by_place = parts[: parts.index("*")] if "*" in parts else parts
+    names = [re.split(r"[=:]", each)[0].split()[-1] for each in parts if each != "*"]
+    return sum("=" not in each for each in by_place), len(by_place), names
+
+
+@pytest.mark.parametrize("use", USES, ids=lambda use: f"{use.path}-{use.where}")
+def test_the_real_cupy_has_what_ringreduce_uses(use, real):
+    answer = real[use.path]
+    assert answer is not None, f"{use.where}: CuPy has no {use.path}"
+    signature, value = answer
+    if value is not None:
+        fake = fake_cupy
+        for name in use.path.split(".")[1:]:
+            fake = getattr(fake, name)
+        assert fake == value
+    if use.positional is not None and not use.path.endswith("Error"):
+        required, most, names = parameters(signature, use.path.split(".")[-1])
+        assert required <= use.positional + len(use.keywords), f"{use.where}: {signature}"
+        assert use.positional <= most, f"{use.where}: {signature}"
+        assert set(use.keywords) <= set(names), f"{use.where}: {signature}"
+
+
+def test_signatures_are_read():
+    assert parameters("memsetAsync(intptr_t ptr, int value=0)\n\nFoo(1)", "memsetAsync") == (1, 2, ["ptr", "value"])
+    assert parameters("(shape: 'A', dtype: 'B[x, y]' = <class 'float'>, *, order='C')", "empty") == (
+        1,
+        2,
+        ["shape", "dtype", "order"],
+    )
