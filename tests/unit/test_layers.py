@@ -20,6 +20,7 @@ LAYERS = [
     ["settings", "dtypes", "partition", "trees"],
     ["cuda.runtime"],
     ["ops", "buffers", "compression"],
+    ["cuda.kernels"],
     ["world"],
     ["transport.base", "transport.doorbell", "transport.waiting"],
     ["transport.window"],
