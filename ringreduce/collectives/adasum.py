@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from ringreduce import buffers
 from ringreduce.collectives.tree import SEGMENT_BYTES
 from ringreduce.partition import segments
