@@ -199,10 +199,10 @@ class Machine:
             self.streams[key] = stream
         return self._default_streams[key]
 
-    def queue(self, stream, name, work=None, ranges=lambda: ((), ()), after=(), ready=None):
+    def queue(self, stream, name, work=None, ranges=lambda: ((), ()), after=(), ready=None, process=None):
         """Queue an operation; `ranges()`, asked when it runs, gives what it reads and what it writes."""
         after = after if isinstance(after, list) else [*after, *self._implied(stream)]
-        operation = Operation(stream, name, work, ranges, after, ready, self._known[self.process])
+        operation = Operation(stream, name, work, ranges, after, ready, self._known[process or self.process])
         stream.queue.append(operation)
         stream.last = operation
         return operation
@@ -336,6 +336,7 @@ class Machine:
                     "the reuse of memory whose array is gone",
                     lambda allocation=allocation: self.memory.free(allocation, "its pool, when its array was gone"),
                     lambda whole=whole: ((), [whole]),
+                    process=allocation.process,
                 )
 
     def knows(self, use):
