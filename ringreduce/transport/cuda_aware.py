@@ -1,7 +1,7 @@
 """May MPI be given the addresses of GPU memory? Asked of MPI first, and then tried, once, in another process.
 
-    every rank                      the first rank of each host            every rank
-    declared(): what MPI says  ->   Trial: a child sends to itself   ->    agreed(): yes when all say yes
+    every rank                      the first rank of each host           all ranks
+    declared(): what MPI says  ->   Trial: a child sends to itself   ->   it is done when every rank says yes
 
 An MPI without CUDA reads such an address as host memory: a segmentation fault, after which there is nobody left to
 decide otherwise. So the child finds out. It starts MPI alone, and says nothing about the network between hosts.
@@ -50,7 +50,7 @@ _CHILD = (
 
 
 def local_answer(setting: str, device: int, rank: int, *, is_first_of_host: bool) -> Steps[tuple[bool, str]]:
-    """Whether this rank is for giving GPU memory to MPI, and a sentence why; the ranks' answers go to `agreed`.
+    """Whether this rank is for giving GPU memory to MPI, and a sentence why. All ranks' answers must be exchanged.
 
     setting:          "0": no; "1": yes, and nobody asks; "auto": when MPI says so, and a child proves it.
     device:           the number of this rank's GPU.
@@ -68,18 +68,6 @@ def local_answer(setting: str, device: int, rank: int, *, is_first_of_host: bool
         return trial.outcome()
     finally:
         trial.stop()
-
-
-def agreed(answers: Sequence[tuple[bool, str]]) -> tuple[bool, str]:
-    """What all ranks do, given every rank's answer, and why; alike on every rank.
-
-    >>> agreed([(True, "it works"), (False, "MPICH 5.0.2 says that it has no CUDA")])
-    (False, 'rank 1: MPICH 5.0.2 says that it has no CUDA')
-    """
-    for rank, (is_yes, sentence) in enumerate(answers):
-        if not is_yes:
-            return False, f"rank {rank}: {sentence}"
-    return answers[0]
 
 
 def declared() -> tuple[bool, str]:

@@ -62,7 +62,7 @@ def values(count, dtype, rank, salt=0):
     """Elements that differ by rank and by index, small enough for sums and products to be exact."""
     numbers = (np.arange(count) * 7 + rank * 3 + salt) % 5 + rank % 2
     if dtype == "bool":
-        return (numbers % 3 == 0)
+        return numbers % 3 == 0
     if dtype.startswith("complex"):
         return (numbers + 1j * ((numbers + salt) % 3)).astype(dtype)
     return numbers.astype(dtype)
@@ -83,7 +83,10 @@ def test_sums(gpu, world, way):
             arrays = [gpu.array(values(n, "float32", rank, step + k)) for k, n in enumerate(COUNTS)]
             handles = [rr.allreduce_async(each, name=f"x{k}", op=Sum) for k, each in enumerate(arrays)]
             steps.append([rr.synchronize(each).get() for each in handles])
-            assert all(np.array_equal(each.get(), values(n, "float32", rank, step + k)) for k, (n, each) in enumerate(zip(COUNTS, arrays)))
+            assert all(
+                np.array_equal(each.get(), values(n, "float32", rank, step + k))
+                for k, (n, each) in enumerate(zip(COUNTS, arrays))
+            )
         return steps
 
     for steps in ranks(hosts, program, **WAYS[way]):

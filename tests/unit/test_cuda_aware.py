@@ -1,4 +1,4 @@
-"""Whether MPI may be given GPU memory: what MPI says, what a child finds out, and what the ranks make of it."""
+"""Whether MPI may be given GPU memory: what MPI says, what a child finds out, and what a rank answers."""
 
 import itertools
 import os
@@ -11,7 +11,7 @@ import pytest
 
 from ringreduce.transport import cuda_aware
 from ringreduce.transport.base import complete
-from ringreduce.transport.cuda_aware import Trial, agreed, alone, local_answer
+from ringreduce.transport.cuda_aware import Trial, alone, local_answer
 
 CUPY = Path(__file__).parents[1] / "cupy_on_host"
 
@@ -155,13 +155,6 @@ def test_a_rank_that_gives_up_stops_its_trial(tried, monkeypatch):
     next(steps)
     steps.close()
     assert tried[0].stopped
-
-
-def test_all_ranks_do_what_all_can():
-    yes, no, other = (True, "yes"), (False, "no"), (False, "never")
-    assert agreed([yes, (True, "also")]) == yes
-    assert agreed([yes, no, other]) == (False, "rank 1: no")
-    assert agreed([other, no]) == (False, "rank 0: never")
 
 
 def test_the_environment_of_a_process_that_is_alone():

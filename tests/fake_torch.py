@@ -1,0 +1,98 @@
+"""A stand-in for torch with GPU tensors, over the fake CuPy: what ringreduce asks of them, and streams of its own.
+
+Its current stream is not CuPy's: who orders work on the wrong one is found.
+"""
+
+import contextlib
+import threading
+
+from tests import fake_cupy
+
+strided = "strided"
+
+
+class dtype:
+    def __init__(self, name):
+        self.name = name
+
+    def __str__(self):
+        return f"torch.{self.name}"
+
+    def __repr__(self):
+        return str(self)
+
+
+float32, int64 = dtype("float32"), dtype("int64")
+
+
+class device:
+    type = "cuda"
+
+    def __init__(self, index):
+        self.index = index
+
+    def __str__(self):
+        return f"cuda:{self.index}"
+
+
+class Tensor:
+    """A GPU array."""
+
+    is_cuda, is_nested, requires_grad, layout = True, False, False, strided
+    is_conj = is_neg = lambda self: False
+
+    def __init__(self, array):
+        self.array = array
+        self.dtype, self.shape = dtype(str(array.dtype)), array.shape
+        self.device = device(array.device.id)
+
+    def data_ptr(self):
+        return self.array.data.ptr
+
+    def is_contiguous(self):
+        return self.array.flags.c_contiguous
+
+    def stride(self):
+        return tuple(step // self.array.itemsize for step in self.array.strides)
+
+    def cpu(self):
+        """The elements, when torch's current stream has done its work."""
+        with cuda.current_stream().stream:
+            return self.array.get()
+
+
+def tensor(values):
+    """A GPU tensor, filled on torch's current stream."""
+    with cuda.current_stream().stream:
+        return Tensor(fake_cupy.array(values))
+
+
+def empty(shape, *, dtype, device):
+    assert device == f"cuda:{fake_cupy.machine.device}"
+    with cuda.current_stream().stream:
+        return Tensor(fake_cupy.empty(shape, dtype.name))
+
+
+class cuda:
+    """torch.cuda: each thread has a current stream."""
+
+    _current = threading.local()
+
+    class Stream:
+        def __init__(self):
+            self.stream = fake_cupy.cuda.Stream(non_blocking=True)
+            self.cuda_stream = self.stream.ptr
+
+    @classmethod
+    def current_stream(cls, index=0):
+        if not hasattr(cls._current, "stream"):
+            cls._current.stream = cls.Stream()
+        return cls._current.stream
+
+    @classmethod
+    @contextlib.contextmanager
+    def stream(cls, chosen):
+        before = cls.current_stream()
+        cls._current.stream = chosen
+        yield
+        cls._current.stream = before

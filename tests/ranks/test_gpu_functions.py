@@ -1,0 +1,385 @@
+"""What else can be done with GPU arrays, on ranks that are threads over the fake CUDA; all-reduces: test_gpu.py."""
+
+import logging
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+import ringreduce as rr
+from ringreduce import Sum
+from ringreduce.collectives import mapped
+from ringreduce.errors import InputError, MismatchError, MissingExtraError, UnsupportedArrayError
+from ringreduce.settings import Settings
+from ringreduce.testing import run_ranks
+from ringreduce.transport import peers
+from tests import fake_cupy, fake_torch
+from tests.ranks.test_gpu import MODES, SLOT_BYTES, as_other_process, gpu, ranks, values
+
+__all__ = ["gpu"]
+WORLDS = {"one host": [0, 0, 0], "bridged": [0, 0, 1], "hosts": [0, 1, 2]}
+
+
+@pytest.fixture(params=WORLDS)
+def hosts(request):
+    return WORLDS[request.param]
+
+
+def total(count, dtype, size, salt=0):
+    return sum(values(count, dtype, rank, salt) for rank in range(size))
+
+
+def test_broadcast(gpu, hosts):
+    def program():
+        array = gpu.array(values(3000, "float32", rr.rank()))
+        copy = rr.broadcast(array, root_rank=1)
+        before = array.get()
+        rr.broadcast_(array, root_rank=2)
+        parameters = {"w": gpu.array(values(7, "int32", rr.rank())), "b": gpu.array(values(900, "float64", rr.rank()))}
+        rr.broadcast_parameters(parameters, root_rank=1)
+        return copy.get(), before, array.get(), parameters["w"].get(), parameters["b"].get()
+
+    for rank, (copy, before, array, weights, biases) in enumerate(ranks(hosts, program)):
+        np.testing.assert_array_equal(copy, values(3000, "float32", 1))
+        np.testing.assert_array_equal(before, values(3000, "float32", rank))
+        np.testing.assert_array_equal(array, values(3000, "float32", 2))
+        np.testing.assert_array_equal(weights, values(7, "int32", 1))
+        np.testing.assert_array_equal(biases, values(900, "float64", 1))
+
+
+def test_rows_that_are_gathered_scattered_and_exchanged(gpu, hosts):
+    size = len(hosts)
+
+    def program():
+        rank = rr.rank()
+        gathered = rr.allgather(gpu.array(values(40 * (rank + 1), "float32", rank).reshape(-1, 4)))
+        scattered = rr.reducescatter(gpu.array(values(40 * size, "int64", rank).reshape(-1, 4)), op=Sum)
+        exchanged = rr.alltoall(gpu.array(values(12 * size, "float64", rank).reshape(-1, 2)))
+        exchanged = exchanged[0] if isinstance(exchanged, tuple) else exchanged
+        return gathered.get(), scattered.get(), exchanged.get()
+
+    for rank, (gathered, scattered, exchanged) in enumerate(ranks(hosts, program)):
+        parts = [values(40 * (each + 1), "float32", each).reshape(-1, 4) for each in range(size)]
+        np.testing.assert_array_equal(gathered, np.concatenate(parts))
+        np.testing.assert_array_equal(scattered, total(40 * size, "int64", size).reshape(size, -1, 4)[rank])
+        rows = [values(12 * size, "float64", each).reshape(size, -1, 2)[rank] for each in range(size)]
+        np.testing.assert_array_equal(exchanged, np.concatenate(rows))
+
+
+def test_adasum(gpu):
+    def program():
+        host = values(900, "float32", rr.rank(), 1)
+        return rr.allreduce(gpu.array(host), op=rr.Adasum).get(), rr.allreduce(host, op=rr.Adasum)
+
+    for on_gpu, on_host in ranks([0, 0], program):
+        np.testing.assert_allclose(on_gpu, on_host, rtol=1e-6)
+
+
+def test_a_rank_that_has_joined_gives_neutral_elements(gpu, hosts):
+    """One rank has never had a GPU array."""
+
+    def program():
+        results = []
+        for step in range(rr.rank() * 2):
+            for op in (Sum, rr.Min, rr.Product):
+                results.append(
+                    rr.allreduce(gpu.array(values(1500, "float32", rr.rank(), step)), op=op, name=f"{op}").get()
+                )
+        rr.join()
+        return results
+
+    functions = [sum, lambda parts: np.minimum.reduce(list(parts)), lambda parts: np.multiply.reduce(list(parts))]
+    for rank, results in enumerate(ranks(hosts, program)):
+        for number, result in enumerate(results):
+            step, op = divmod(number, 3)
+            others = [each for each in range(3) if step < each * 2]
+            expected = functions[op](values(1500, "float32", each, step) for each in others)
+            np.testing.assert_array_equal(result, expected, err_msg=f"rank {rank}, step {step}, op {op}")
+
+
+def test_process_sets_at_the_same_time(gpu):
+    """Each has slots of its own."""
+
+    def program():
+        pair, others = rr.ProcessSet([0, 1]), rr.ProcessSet([1, 2])
+        rr.add_process_set(pair)
+        rr.add_process_set(others)
+        rank, results = rr.rank(), []
+        for step in range(2):
+            handles = [
+                rr.allreduce_async(
+                    gpu.array(values(1800, "float32", rank, step)), op=Sum, process_set=each, name=f"s{step}"
+                )
+                for each in (rr.global_process_set, pair, others)
+                if each.included()
+            ]
+            results += [rr.synchronize(each).get() for each in handles]
+        rr.remove_process_set(pair)
+        results.append(rr.allreduce(gpu.array(values(600, "float32", rank)), op=Sum).get())
+        return results
+
+    results = run_ranks(
+        3, program, settings=Settings(cuda_slot_bytes=SLOT_BYTES, dynamic_process_sets=True), timeout_s=60
+    )
+    sets = [[0, 1, 2], [0, 1], [1, 2]]
+    for rank, own in enumerate(results):
+        wanted = [
+            sum(values(1800, "float32", each, step) for each in members)
+            for step in range(2)
+            for members in sets
+            if rank in members
+        ]
+        wanted.append(total(600, "float32", 3))
+        for result, expected in zip(own, wanted, strict=True):
+            np.testing.assert_array_equal(result, expected)
+
+
+def test_arrays_that_are_let_go_at_once(gpu):
+    """Their memory is not used again before the GPU has read it."""
+
+    def program():
+        rank = rr.rank()
+        handles = []
+        for step in range(6):
+            array = gpu.array(values(1000, "float32", rank, step))
+            handles.append(rr.allreduce_async(array, name=f"x{step}", op=Sum))
+            del array
+            gpu.full(1000, -1, "float32")  # may get the memory
+        return [rr.synchronize(each).get() for each in handles]
+
+    for results in ranks([0, 0], program):
+        for step, result in enumerate(results):
+            np.testing.assert_array_equal(result, total(1000, "float32", 2, step))
+
+
+def test_results_are_used_on_the_stream_that_asks_for_them(gpu):
+    def program():
+        with gpu.cuda.Stream(non_blocking=True):
+            handle = rr.allreduce_async(gpu.array(values(2500, "float32", rr.rank())), op=Sum)
+        with gpu.cuda.Stream(non_blocking=True):
+            result = rr.synchronize(handle)
+            return (result + result).get()
+
+    for doubled in ranks([0, 0, 0], program):
+        np.testing.assert_array_equal(doubled, 2 * total(2500, "float32", 3))
+
+
+def test_views_that_are_not_aligned(gpu, hosts):
+    def program():
+        base = gpu.array(values(4001, "int8", rr.rank()))
+        rr.allreduce_(base[1:], op=Sum)
+        return base.get()
+
+    for rank, base in enumerate(ranks(hosts, program)):
+        assert base[0] == values(1, "int8", rank)[0]
+        expected = sum(values(4001, "int8", each)[1:] for each in range(3))
+        np.testing.assert_array_equal(base[1:], expected)
+
+
+@pytest.mark.parametrize("nbytes", [mapped.ONE_SHOT_BYTES, mapped.ONE_SHOT_BYTES + 16])
+def test_the_longest_one_shot_buffer_and_one_that_is_longer(gpu, nbytes):
+    def program():
+        return rr.allreduce(gpu.array(values(nbytes // 4, "float32", rr.rank())), op=Sum).get()
+
+    for result in run_ranks(2, program, settings=Settings(cuda_slot_bytes=2 << 20), timeout_s=60):
+        np.testing.assert_array_equal(result, total(nbytes // 4, "float32", 2))
+
+
+# torch
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_torch_tensors_on_torchs_current_stream(monkeypatch, mode):
+    monkeypatch.setattr(peers, "process", as_other_process)
+    with fake_cupy.checked(mode, seed=3) as cupy:
+        for name, module in {**cupy.modules(), "torch": fake_torch}.items():
+            monkeypatch.setitem(sys.modules, name, module)
+
+        def program():
+            rank = rr.rank()
+            with fake_torch.cuda.stream(fake_torch.cuda.Stream()):
+                tensor, own = (fake_torch.tensor(values(2500, "float32", rank, salt)) for salt in range(2))
+                result = rr.allreduce(tensor, op=Sum)
+                assert isinstance(result, fake_torch.Tensor)
+                assert rr.allreduce_(own, op=Sum) is own
+                rows = rr.allgather(fake_torch.tensor(values(4, "int64", rank)))
+                return result.cpu(), own.cpu(), rows.cpu()
+
+        for result, own, rows in ranks([0, 0], program):
+            np.testing.assert_array_equal(result, total(2500, "float32", 2))
+            np.testing.assert_array_equal(own, total(2500, "float32", 2, 1))
+            np.testing.assert_array_equal(rows, np.concatenate([values(4, "int64", rank) for rank in range(2)]))
+
+
+def test_torch_tensors_on_a_gpu_without_cupy_name_the_extra(monkeypatch):
+    with fake_cupy.checked():
+        monkeypatch.setitem(sys.modules, "torch", fake_torch)
+        monkeypatch.setitem(sys.modules, "cupy", None)
+
+        def program():
+            with pytest.raises(MissingExtraError, match=r"pip install 'ringreduce\[cuda12\]'"):
+                rr.allreduce_(fake_torch.tensor(values(5, "float32", 0)))
+
+        run_ranks(1, program)
+
+
+# what goes wrong
+
+
+def test_an_array_on_the_host_here_and_on_a_gpu_there(gpu):
+    def program():
+        host = values(100, "float32", rr.rank())
+        with pytest.raises(MismatchError, match="a tensor on cuda, but rank 0 has one on cpu"):
+            rr.allreduce(host if rr.rank() == 0 else gpu.array(host), name="w")
+        return rr.allreduce(gpu.array(host), name="w", op=Sum).get()
+
+    for result in ranks([0, 0], program):
+        np.testing.assert_array_equal(result, total(100, "float32", 2))
+
+
+def test_host_and_gpu_arrays_in_one_group(gpu):
+    def program():
+        arrays = [values(100, "float32", rr.rank()), gpu.array(values(50, "float32", rr.rank()))]
+        on_host, on_gpu = rr.grouped_allreduce(arrays, op=Sum)
+        return on_host, on_gpu.get()
+
+    for on_host, on_gpu in ranks([0, 0], program):
+        np.testing.assert_array_equal(on_host, total(100, "float32", 2))
+        np.testing.assert_array_equal(on_gpu, total(50, "float32", 2))
+
+
+def test_an_array_on_another_gpu_than_the_first(monkeypatch):
+    with fake_cupy.checked(device_count=2) as cupy:
+        for name, module in cupy.modules().items():
+            monkeypatch.setitem(sys.modules, name, module)
+
+        def program():
+            rr.allreduce_(cupy.array(values(10, "float32", 0)))
+            with cupy.cuda.Device(1):
+                wrong = cupy.array(values(10, "float32", 0))
+            with pytest.raises(
+                InputError, match="an array on cuda:1, but its first was on cuda:0; a rank uses one GPU"
+            ):
+                rr.allreduce_(wrong)
+
+        run_ranks(1, program)
+
+
+def test_ranks_on_gpus_of_their_own(monkeypatch):
+    monkeypatch.setattr(peers, "process", as_other_process)
+    with fake_cupy.checked("random", device_count=3) as cupy:
+        for name, module in cupy.modules().items():
+            monkeypatch.setitem(sys.modules, name, module)
+
+        def program():
+            cupy.cuda.Device(rr.rank()).use()
+            return [rr.allreduce(cupy.array(values(3000, "float32", rr.rank(), k)), op=Sum).get() for k in range(3)]
+
+        for results in ranks([0, 0, 0], program):
+            for k, result in enumerate(results):
+                np.testing.assert_array_equal(result, total(3000, "float32", 3, k))
+
+
+@pytest.mark.parametrize("obstacle", ["ipc", "peers", "memory"])
+def test_what_cannot_be_mapped_goes_through_the_host_and_one_line_says_so(monkeypatch, caplog, obstacle):
+    monkeypatch.setattr(peers, "process", as_other_process)
+    with fake_cupy.checked(device_count=2) as cupy:
+        cupy.refuse_ipc = obstacle == "ipc"
+        cupy.refuse_peers = obstacle == "peers"
+        for name, module in cupy.modules().items():
+            monkeypatch.setitem(sys.modules, name, module)
+        if obstacle == "memory":
+            cupy.machine.memory_bytes = 3 << 20
+
+        def program():
+            cupy.cuda.Device(rr.rank()).use()
+            result = rr.allreduce(cupy.array(values(900, "float32", rr.rank())), op=Sum).get()
+            return result, rr.info().gpu_algorithm
+
+        settings = Settings(cuda_slot_bytes=(8 << 20) if obstacle == "memory" else SLOT_BYTES)
+        with caplog.at_level(logging.WARNING, "ringreduce"):
+            results = run_ranks(2, program, settings=settings, timeout_s=60)
+        for result, text in results:
+            np.testing.assert_array_equal(result, total(900, "float32", 2))
+            assert text.startswith("staged: ")
+        (line,) = [each.getMessage() for each in caplog.records if "GPU arrays" in each.getMessage()]
+        assert line.startswith("GPU arrays are copied through host memory instead of by CUDA IPC: rank ")
+        assert "CUDARuntimeError" in line
+
+
+# NCCL
+
+
+def nccl_ranks(size, program, monkeypatch, device_count):
+    monkeypatch.setattr(peers, "process", as_other_process)
+    with fake_cupy.checked("random", device_count=device_count) as cupy:
+        for name, module in cupy.modules().items():
+            monkeypatch.setitem(sys.modules, name, module)
+
+        def run():
+            cupy.cuda.Device(rr.rank() % device_count).use()
+            return program(cupy)
+
+        return run_ranks(size, run, settings=Settings(cuda_slot_bytes=SLOT_BYTES, algorithm="nccl"), timeout_s=60)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "op"),
+    [
+        ("float32", Sum),
+        ("float32", rr.Average),
+        ("int32", rr.Average),
+        ("int16", Sum),
+        ("float64", rr.Max),
+        ("bool", Sum),
+        ("complex64", Sum),
+        ("float16", rr.Average),
+    ],
+)
+def test_nccl_when_it_is_asked_for(monkeypatch, dtype, op):
+    """What it has not goes the other way."""
+
+    def program(cupy):
+        host = values(3000, dtype, rr.rank())
+        scales = {} if dtype == "bool" else {"postscale_factor": 2.0}
+        on_gpu = rr.allreduce(cupy.array(host), op=op, **scales).get()
+        assert rr.info().gpu_algorithm.startswith("nccl, then mapped: ")
+        return on_gpu, rr.allreduce(host, op=op, **scales)
+
+    for on_gpu, on_host in nccl_ranks(3, program, monkeypatch, device_count=3):
+        np.testing.assert_allclose(on_gpu, on_host, rtol=2e-3 if dtype == "float16" else 1e-6)
+
+
+def test_nccl_on_a_gpu_that_ranks_share_is_an_error_on_all(monkeypatch):
+    def program(cupy):
+        for _ in range(2):
+            with pytest.raises(InputError, match=r"RINGREDUCE_ALGORITHM=nccl: .*ranks 0, 2 share GPU"):
+                rr.allreduce_(cupy.array(values(10, "float32", rr.rank())), name="x")
+        return rr.allreduce(values(10, "float32", rr.rank()), op=Sum)
+
+    for result in nccl_ranks(3, program, monkeypatch, device_count=2):
+        np.testing.assert_array_equal(result, total(10, "float32", 3))
+
+
+def test_dlpack_of_another_library(gpu):
+    class Foreign:
+        """As JAX's arrays: DLPack only."""
+
+        def __init__(self, array):
+            self._array = array
+
+        def __dlpack_device__(self):
+            return self._array.__dlpack_device__()
+
+        def __dlpack__(self, **options):
+            return self._array.__dlpack__(**options)
+
+    def program():
+        array = Foreign(gpu.array(values(700, "float32", rr.rank())))
+        with pytest.raises(UnsupportedArrayError, match="cannot be changed in place"):
+            rr.allreduce_(array)
+        return rr.allreduce(array, op=Sum).get()
+
+    for result in ranks([0, 0], program):
+        np.testing.assert_array_equal(result, total(700, "float32", 2))
