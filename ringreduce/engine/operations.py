@@ -12,16 +12,19 @@ from typing import Any
 
 import numpy as np
 
+from ringreduce.buffers import Buffer
 from ringreduce.collectives import adasum, bruck, pairwise, ring, tree
+from ringreduce.engine import gpu_exchange
 from ringreduce.engine.batch import batches, carry, plan, settle
 from ringreduce.engine.context import Context
-from ringreduce.engine.gpu_reduction import GpuBatch
+from ringreduce.engine.gpu_exchange import GpuBroadcast
 from ringreduce.engine.reduction import allreduce
 from ringreduce.engine.request import Request
 from ringreduce.errors import InputError
 from ringreduce.ops import Adasum, ReduceOp, Reduction
 from ringreduce.partition import chunk_bounds
 from ringreduce.transport.base import Steps
+from ringreduce.transport.device import Done
 
 
 def run(requests: Sequence[Request], context: Context) -> Steps[None]:
@@ -36,6 +39,8 @@ def run(requests: Sequence[Request], context: Context) -> Steps[None]:
         batches.setdefault((kind, request.key if apart else request.description.details), []).append(request)
     for (kind, _), batch in batches.items():
         try:
+            if any(tensor.on_gpu for request in batch for tensor in request.inputs):
+                yield from context.routes.gpu.prepare(context.gpu)
             yield from OPERATIONS[kind](batch, context)
         except InputError as exc:  # all ranks find the same wrong
             for request in batch:
@@ -57,6 +62,7 @@ def _adasum(requests: Sequence[Request], context: Context) -> Steps[None]:
         raise InputError(f"op=Adasum: {size} ranks; expected a power of two, such as 2, 4 or 8")
     for request in requests:
         for source, target in zip(request.inputs, request.outputs, strict=True):
+            yield from _settled(target, context)
             details = request.description
             scales = details.detail("prescale_factor"), details.detail("postscale_factor")
             reduction = Reduction(Adasum, source.element, size, *scales)
@@ -75,20 +81,15 @@ def _broadcast(requests: Sequence[Request], context: Context) -> Steps[None]:
     def collective(flat: Any, _: Any) -> Steps[None]:
         yield from tree.broadcast(flat, context.transport, root)
 
-    def on_host(flat: Any, channel: int) -> Steps[None]:
-        yield from tree.broadcast(flat, context.routes.channels[channel], root)
-
     found = batches(requests)
-    on_gpu = [GpuBatch(each, context.knobs.fusion_slot_bytes, context) for each in found if each.on_gpu]
-    if on_gpu:
-        yield from context.routes.gpu.prepare(context.gpu)
+    on_gpu = [GpuBroadcast(each, root, context) for each in found if each.on_gpu]
     planned = [(batch, plan(batch, context, batch.inputs[0].element.itemsize)) for batch in found if not batch.on_gpu]
     for batch, slots in planned:
         batch.expect(slots)
     for request in requests:
         settle(request, context)
     for each in on_gpu:
-        yield from each.through_host(on_host)
+        yield from each.run()
     for batch, slots in planned:
         for slot in slots:
             yield from carry(batch, slot, collective, "BROADCAST", context)
@@ -104,10 +105,14 @@ def _allgather(requests: Sequence[Request], context: Context) -> Steps[None]:
         for number, tensor in enumerate(request.inputs):
             counts = [int(n) * math.prod(tensor.shape[1:]) for n in rows[:, number]]
             gathered = context.empty(tensor, (int(rows[:, number].sum()), *tensor.shape[1:]))
-            start = sum(counts[:rank])
-            gathered.flat[start : start + tensor.count] = tensor.flat
             with context.timeline.phase([request], "ALLGATHER"):
-                yield from ring.allgather(gathered.flat, transport, counts, rank, context.routes.segment_bytes)
+                if gpu_exchange.may(tensor, context):
+                    yield from gpu_exchange.allgather(tensor, gathered, counts, context)
+                else:
+                    yield from _settled(tensor, context)
+                    start = sum(counts[:rank])
+                    gathered.flat[start : start + tensor.count] = tensor.flat
+                    yield from ring.allgather(gathered.flat, transport, counts, rank, context.routes.segment_bytes)
             outputs.append(gathered)
         request.payload = rows
         request.complete()
@@ -123,10 +128,14 @@ def _alltoall(requests: Sequence[Request], context: Context) -> Steps[None]:
         received = [int(n) for n in everyones[:, transport.rank]]
         row = math.prod(tensor.shape[1:])
         result = context.empty(tensor, (sum(received), *tensor.shape[1:]))
+        sent_counts, received_counts = [n * row for n in splits], [n * row for n in received]
         with context.timeline.phase([request], "ALLTOALL"):
-            yield from pairwise.alltoall(
-                tensor.flat, result.flat, transport, [n * row for n in splits], [n * row for n in received]
-            )
+            if gpu_exchange.may(tensor, context):
+                longest = int(everyones.max()) * row
+                yield from gpu_exchange.alltoall(tensor, result, sent_counts, received_counts, longest, context)
+            else:
+                yield from _settled(tensor, context)
+                yield from pairwise.alltoall(tensor.flat, result.flat, transport, sent_counts, received_counts)
         request.outputs, request.payload = [result], received
         request.complete()
 
@@ -148,15 +157,18 @@ def _reducescatter(requests: Sequence[Request], context: Context) -> Steps[None]
             row = math.prod(tensor.shape[1:])
             bounds = chunk_bounds(tensor.shape[0], transport.size)
             counts = [(high - low) * row for low, high in itertools.pairwise(bounds)]
-            work = context.empty(tensor, tensor.shape)
-            work.flat[...] = tensor.flat
-            with context.timeline.phase([request], "REDUCESCATTER"):
-                low, high = yield from ring.scatter_reduce(
-                    work.flat, transport, reduction, context.routes.segment_bytes, counts, transport.rank
-                )
             rows = bounds[transport.rank + 1] - bounds[transport.rank]
             part = context.empty(tensor, (rows, *tensor.shape[1:]))
-            part.flat[...] = work.flat[low:high]
+            with context.timeline.phase([request], "REDUCESCATTER"):
+                if gpu_exchange.may(tensor, context):
+                    yield from gpu_exchange.reducescatter(tensor, part, counts, reduction, context)
+                else:
+                    yield from _settled(tensor, context)
+                    work = tensor.flat.copy()
+                    low, high = yield from ring.scatter_reduce(
+                        work, transport, reduction, context.routes.segment_bytes, counts, transport.rank
+                    )
+                    part.flat[...] = work[low:high]
             outputs.append(part)
         request.complete()
 
@@ -185,6 +197,12 @@ def _allgather_object(requests: Sequence[Request], context: Context) -> Steps[No
         yield from ring.allgather(gathered, transport, counts, rank, context.routes.segment_bytes)
         request.payload = [gathered[end - n : end] for end, n in zip(ends, counts, strict=True)]
         request.complete()
+
+
+def _settled(tensor: Buffer, context: Context) -> Steps[None]:
+    """Wait until GPU memory may be read: what follows would wait inside a message, and hold all process sets up."""
+    if tensor.on_gpu:
+        yield Done(context.gpu.stream.record(), context.transport.rank)
 
 
 def _nothing(requests: Iterable[Request], context: Context) -> Steps[None]:

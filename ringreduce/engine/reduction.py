@@ -23,8 +23,6 @@ def allreduce(requests: Sequence[Request], context: Context) -> Steps[None]:
     """Reduce what all these requests hold; they agree in op and scales. Completes each as soon as it is finished."""
     work, on_gpu = [], []
     found = batches(requests)
-    if any(batch.on_gpu for batch in found):
-        yield from context.routes.gpu.prepare(context.gpu)
     for batch in found:
         reduction = _reduction(requests[0], batch, context)
         if batch.on_gpu:

@@ -10,6 +10,7 @@ import ringreduce as rr
 from ringreduce import Sum
 from ringreduce.collectives import mapped
 from ringreduce.errors import InputError, MismatchError, MissingExtraError, UnsupportedArrayError
+from ringreduce.partition import chunk_bounds
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
 from ringreduce.transport import peers
@@ -64,6 +65,39 @@ def test_rows_that_are_gathered_scattered_and_exchanged(gpu, hosts):
         np.testing.assert_array_equal(scattered, total(40 * size, "int64", size).reshape(size, -1, 4)[rank])
         rows = [values(12 * size, "float64", each).reshape(size, -1, 2)[rank] for each in range(size)]
         np.testing.assert_array_equal(exchanged, np.concatenate(rows))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_rows_in_many_turns_and_none(gpu, size):
+    """More than a slot holds, other numbers for each pair of ranks, and nothing for some."""
+    sent = [[(3 * source + 5 * target) % 4 * 211 for target in range(size)] for source in range(size)]
+
+    def rows_of(rank, count):
+        return values(3 * count, "float64", rank).reshape(-1, 3)
+
+    def program():
+        rank, results = rr.rank(), []
+        for again in range(2):
+            results.append(rr.allgather(gpu.array(rows_of(rank, 700 * ((rank + again) % 3)))))
+            results.append(rr.alltoall(gpu.array(rows_of(rank, sum(sent[rank]))), splits=sent[rank])[0])
+            results.append(rr.reducescatter(gpu.array(rows_of(rank, 1001 + again)), op=Sum))
+            results.append(rr.allreduce(gpu.array(rows_of(rank, 999)), op=Sum))
+            results.append(rr.broadcast(gpu.array(rows_of(rank, 1500)), root_rank=size - 1))
+        return [each.get() for each in results]
+
+    for rank, results in enumerate(ranks([0] * size, program)):
+        for again in range(2):
+            gathered, exchanged, scattered, reduced, copied = results[5 * again : 5 * again + 5]
+            parts = [rows_of(each, 700 * ((each + again) % 3)) for each in range(size)]
+            np.testing.assert_array_equal(gathered, np.concatenate(parts))
+            starts = [sum(sent[each][:rank]) for each in range(size)]
+            parts = [rows_of(each, sum(sent[each]))[low : low + sent[each][rank]] for each, low in enumerate(starts)]
+            np.testing.assert_array_equal(exchanged, np.concatenate(parts))
+            whole = sum(rows_of(each, 1001 + again) for each in range(size))
+            bounds = chunk_bounds(1001 + again, size)
+            np.testing.assert_array_equal(scattered, whole[bounds[rank] : bounds[rank + 1]])
+            np.testing.assert_array_equal(reduced, sum(rows_of(each, 999) for each in range(size)))
+            np.testing.assert_array_equal(copied, rows_of(size - 1, 1500))
 
 
 def test_adasum(gpu):
