@@ -1,6 +1,7 @@
 """Runs CUDA kernels on the host: g++ compiles them with a shim, and each thread of a grid runs after the other.
 
-Enough for kernels whose threads do not wait for one another: no shared memory, no barriers.
+Enough for kernels whose threads do not wait for one another: no shared memory, no barriers. As on a GPU, what is longer
+than a byte must be aligned.
 """
 
 import ctypes
@@ -21,7 +22,7 @@ from ringreduce.dtypes import TABLE
 
 COMPILER = "g++"
 # no contraction to FMA, wrapping integers and memory of any type: as the GPU's compiler has it
-FLAGS = ("-O1", "-shared", "-fPIC", "-ffp-contract=off", "-fwrapv", "-fno-strict-aliasing", "-w")
+FLAGS = ("-O1", "-fPIC", "-ffp-contract=off", "-fwrapv", "-fno-strict-aliasing", "-fsanitize=alignment", "-w")
 SHIM = """
 #include <cstddef>
 #include <utility>
@@ -29,6 +30,11 @@ SHIM = """
 #define __device__
 struct Place { unsigned x; };
 static thread_local Place blockIdx, threadIdx, blockDim, gridDim;
+static thread_local std::size_t misaligned;
+// what g++ calls before it reads or writes at an address that is not aligned
+extern "C" __attribute__((visibility("hidden"))) void __ubsan_handle_type_mismatch_v1(void*, std::size_t) {
+    ++misaligned;
+}
 """
 RUN = """
 template <class... A, std::size_t... I>
@@ -39,8 +45,10 @@ static void run(void (*kernel)(A...), unsigned grid, unsigned block, void** argu
 }
 template <class... A>
 static std::size_t launch(void (*kernel)(A...), unsigned grid, unsigned block, void** arguments) {
-    if (arguments) run(kernel, grid, block, arguments, std::index_sequence_for<A...>());
-    return sizeof...(A);
+    if (!arguments) return sizeof...(A);
+    misaligned = 0;
+    run(kernel, grid, block, arguments, std::index_sequence_for<A...>());
+    return misaligned;
 }
 """
 WRAPPER = """
@@ -68,7 +76,8 @@ class Module:
         kernel.restype = ctypes.c_size_t
         expected = kernel(0, 0, None)
         assert expected == len(values), f"kernel {name} takes {expected} arguments, not {len(values)}"
-        kernel(grid, block, pointers)
+        misaligned = kernel(grid, block, pointers)
+        assert misaligned == 0, f"kernel {name} has used {misaligned} misaligned addresses: a GPU would have failed"
 
 
 def _scalar(value):
@@ -96,11 +105,12 @@ def emulate(code: str, options: tuple[str, ...]) -> Module:
 
 def _compile(code, options, library):
     with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
-        source, built = Path(scratch, "kernels.cpp"), Path(scratch, "kernels.so")
+        source, compiled, built = (Path(scratch, f"kernels.{suffix}") for suffix in ("cpp", "o", "so"))
         source.write_text(code)
         names = KERNEL.findall(_run([COMPILER, *options, "-x", "c++", "-E", "-P", str(source)]))
         source.write_text("".join([SHIM, code, RUN, *(WRAPPER.format(name) for name in names)]))
-        _run([COMPILER, *options, *FLAGS, "-o", str(built), str(source)])
+        _run([COMPILER, *options, *FLAGS, "-c", "-o", str(compiled), str(source)])
+        _run([COMPILER, "-shared", "-o", str(built), str(compiled)])
         built.replace(library)  # at once: other processes compile too
 
 

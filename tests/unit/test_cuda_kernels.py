@@ -359,6 +359,22 @@ def test_pieces_are_loaded_and_stored_with_the_bits_of_the_host(gpu, op, name, w
             assert_same(name, target, element.storage, finished)
 
 
+@pytest.mark.parametrize("name", ["float16", "bfloat16"])
+def test_every_16_bit_float_is_widened_and_float32_of_all_kinds_rounded(gpu, name):
+    element, reduction = TABLE[name], Reduction(Sum, TABLE[name], 2)
+    every = np.arange(1 << 16, dtype=np.uint16).view(element.storage)
+    table = gpu.kernels.table([0], [every.size], 2, gpu.stream)
+    pieces, slot = memory_of(every), Memory(4 * every.size)
+    gpu.kernels.load(table, [pieces.pointer], slot.pointer, reduction, gpu.stream, wide=True)
+    assert_same("float32", slot, np.float32, element.widen(every))
+    near = slot.array.view(np.uint32).copy()
+    nans = np.arange(0x7F800001, 0x7F800001 + every.size * 127, 127, dtype=np.uint32)
+    for wide in (near + 1, near + 0x8000, near + 0x0FFF, near + 0x1000, near ^ 0x3FFF, nans, nans | 0x80000000):
+        slot.array[:] = wide.astype(np.uint32).view(np.uint8)
+        gpu.kernels.store(table, slot.pointer, [pieces.pointer], reduction, gpu.stream, wide=True)
+        assert_same(name, pieces, element.storage, element.narrow(wide.astype(np.uint32).view(np.float32)))
+
+
 @given(st.lists(st.integers(0, 40), max_size=8), st.integers(1, 16))
 def test_tiles_cover_every_piece_once(counts, length):
     starts = np.cumsum([0, *[count + 3 for count in counts]])[:-1]
