@@ -74,7 +74,8 @@ def machine() -> dict[str, Any]:
 def settings() -> str:
     """The environment variables that are not ringreduce's defaults."""
     given = {name: value for name, value in os.environ.items() if name.startswith("RINGREDUCE_")}
-    given.pop("RINGREDUCE_ERROR_FILE", None)  # ringrun's own
+    for name in ("ERROR_FILE", "PLACED_GPU", "RESTART_COUNT"):  # ringrun's own
+        given.pop(f"RINGREDUCE_{name}", None)
     return " ".join(f"{name}={value}" for name, value in sorted(given.items())) or "default"
 
 

@@ -103,7 +103,7 @@ class AlignedSlot(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def aligned(counts: tuple[int, ...], capacity: int, alignment: int) -> list[AlignedSlot]:
-    """As `stream`, but pieces begin at multiples of `alignment` elements: in the slot, and where a tensor is cut, in it.
+    """As `stream`, but pieces begin at multiples of `alignment` elements, in the slot and in a tensor that is cut.
 
     capacity: elements, a multiple of `alignment`; so is each slot's length.
 

@@ -90,8 +90,10 @@ def run_ranks(
             why = f"it failed with {type(exc).__name__}: {exc}"
         exchange.leave(rank, f"has left the job: {why}")
         own.engine.leave(why)
-        own.engine.gpu.close()
-        left.wait()  # nobody frees GPU memory that another has mapped
+        try:
+            own.engine.gpu.close()
+        finally:
+            left.wait()  # nobody frees GPU memory that another has mapped
         own.engine.gpu.free()
 
     left = threading.Barrier(size)

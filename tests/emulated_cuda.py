@@ -61,7 +61,7 @@ class Module:
         return hasattr(self._library, f"launch_{name}")
 
     def launch(self, name: str, grid: int, block: int, args: Sequence[object]) -> None:
-        """Run `grid` blocks of `block` threads. args: integers (64 bits, addresses too), floats (double), or NumPy's."""
+        """Run `grid` blocks of `block` threads. args: integers (64 bits; addresses), floats (double), or NumPy's."""
         values = [_scalar(value) for value in args]
         pointers = (ctypes.c_void_p * len(values))(*[value.ctypes.data for value in values])
         kernel = getattr(self._library, f"launch_{name}")

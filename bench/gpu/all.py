@@ -140,14 +140,13 @@ def page(outcomes: Sequence[Outcome], left_out: Sequence[Step], folder: Path, he
 
 
 def table(kept: dict[str, Any]) -> list[str]:
-    """A bench's rows as Markdown, and what its header says of the bar."""
+    """A bench's rows as Markdown, and its notes: whether the bar was reached, and the like."""
     columns = [Column(**each) for each in kept["columns"]]
     headings = [f"{each.heading.strip()} ({each.unit})" if each.unit else each.heading.strip() for each in columns]
     lines = [f"| {' | '.join(headings)} |", f"|{'|'.join('---' if each.left else '---:' for each in columns)}|"]
     for row in kept["rows"]:
         lines.append(f"| {' | '.join(cell_text(row.get(each.key), each).strip() for each in columns)} |")
-    told = [kept["header"].get("bar"), *(f"left out: {each}" for each in kept["header"].get("left_out", ()))]
-    return [*lines, "", *(f"- {each}" for each in told if each)]
+    return [*lines, "", *(f"- {each}" for each in kept["header"].get("notes", ()))]
 
 
 def main() -> None:

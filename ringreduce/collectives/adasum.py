@@ -48,4 +48,4 @@ def combine(a: Any, b: Any) -> Any:
 
 
 def _dot(a: Any, b: Any) -> float:
-    return float(np.sum((a * b.conj()).real, dtype=np.float64))
+    return float((a * b.conj()).real.sum(dtype=np.float64))

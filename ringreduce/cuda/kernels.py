@@ -78,7 +78,7 @@ def tiles(starts: Sequence[int], counts: Sequence[int], length: int) -> np.ndarr
 
 
 def divisors(reduction: Reduction) -> tuple[int, float]:
-    """What sums are divided by, and the reciprocal that floats are multiplied with instead, where it is exact, else 0."""
+    """What sums are divided by, and the reciprocal that floats are multiplied with where it is exact, else 0."""
     divisor = reduction.size if reduction.op is Average else 1
     is_exact = reduction.element.kind == "f" and divisor & (divisor - 1) == 0
     return divisor, 1 / divisor if is_exact else 0.0
@@ -160,7 +160,7 @@ class Kernels:
     def table(self, starts: Sequence[int], counts: Sequence[int], itemsize: int, stream: Stream) -> Table:
         """Where pieces of `counts` elements of `itemsize` bytes lie in a slot, for launches in this stream.
 
-        starts: elements of the slot; each the multiple of 16 bytes.  Cost: an upload, when it is not known already.
+        starts: elements of the slot; each a multiple of 16 bytes.  Cost: an upload, when it is not known already.
         """
         return self._memory(stream).table(tuple(starts), tuple(counts), itemsize)
 
@@ -234,7 +234,7 @@ class Kernels:
     ) -> None:
         element = reduction.element
         listed = self._memory(stream).addresses(tuple(sources))
-        is_aligned = all([address % WORD_BYTES == 0 for address in (target, *sources)])
+        is_aligned = all(address % WORD_BYTES == 0 for address in (target, *sources))
         arguments = listed.pointer, len(sources), target, count, int(is_aligned), *scales
         variant = Variant(element.name, str(reduction.sum_type), _OPS[reduction.op])
         self._launch(variant, kernel, -(-count * element.itemsize // TILE_BYTES), arguments, stream)

@@ -26,6 +26,9 @@ from ringreduce.errors import InputError
 class GpuRoutes(Protocol):
     """What a process set has made on this GPU; see gpu_routes.py."""
 
+    def check(self) -> None:
+        """Raise CollectiveError when what was queued can never be done."""
+
     def close(self) -> None:
         """Give back what belongs to the other ranks."""
 
@@ -97,9 +100,12 @@ class Gpu:
         return event
 
     def sweep(self) -> None:
-        """Let go what is done."""
+        """Let go what is done. Raises CollectiveError when the rest will never be."""
         while self._retired and self._retired[0][0].done():
             self._retired.popleft()
+        if self._retired:
+            for each in self.routes:
+                each.check()
 
     @property
     def keeps(self) -> bool:

@@ -29,7 +29,6 @@ from ringreduce.transport.base import EngineTransport, Steps, Transport
 from ringreduce.transport.peers import CARD_BYTES, OwnSlots, PeerSlots
 from ringreduce.transport.window import Region
 
-NCCL_ID_BYTES = 128
 TEXT_BYTES = 480
 """Room for a sentence that a rank tells the others."""
 MESSAGES = ("ring", "direct", "doubling", "mpi")
@@ -50,8 +49,8 @@ class GpuRoutes:
     ) -> None:
         """hosts: of each member;  region, mpi: see Routes;  whole: all ranks are members.
 
-        NCCL serves only the set of all: CuPy connects with the interpreter's lock held, and two sets could wait for
-        each other.
+        NCCL serves only the set of all: its kernels wait for the other ranks', so those of two sets could wait for each
+        other.
         """
         self._mpi = mpi
         self._whole = whole
@@ -172,7 +171,7 @@ class GpuRoutes:
         told = np.zeros(TEXT_BYTES, np.uint8)
         _write(told, device.pci_bus_id)
         buses = yield from bruck.allgather(told, self._channel)
-        identity, why_not = np.zeros(NCCL_ID_BYTES, np.uint8), ""
+        identity, why_not = np.zeros(nccl.ID_BYTES, np.uint8), ""
         try:
             nccl.check_devices([_read(each) for each in buses], self._hosts)
             nccl.binding()
@@ -192,6 +191,11 @@ class GpuRoutes:
         _write(told, sentence)
         everyones = yield from bruck.allgather(told, self._channel)
         return next((f"rank {rank}: {_read(each)}" for rank, each in enumerate(everyones) if each.any()), "")
+
+    def check(self) -> None:
+        """Raise CollectiveError when NCCL has failed at what was queued."""
+        if self.nccl is not None:
+            self.nccl.check()
 
     def close(self) -> None:
         """Give back what belongs to the others; `free` gives back the rest, when all members have called this."""

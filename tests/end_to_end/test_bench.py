@@ -300,7 +300,7 @@ import sys
 sys.path.insert(0, {str(BENCH)!r})
 from common import Column, Report
 columns = [Column("who", "  who", left=True), Column("time_us", "time", "us", form=".1f"), Column("wrong", "#wrong")]
-report = Report("one", {{"bar": "bar: reached", "left_out": ["b: none"]}}, columns, True, "note")
+report = Report("one", {{"notes": ["bar: reached", "left out: b"]}}, columns, True, "note")
 report.add({{"who": "  a", "time_us": 1.26, "wrong": None}})
 report.write(sys.argv[sys.argv.index("--json") + 1])
 """
@@ -322,7 +322,7 @@ def test_everything_for_gpus_is_run_and_told_whatever_fails(tmp_path):
     assert steps.pop("long") == ("FAILED: not done after 2 s", "`begun`")
     assert steps == {"bench": ("passed", "`a              1.3         -`"), "late": ("passed", "``")}
     assert cells[6:] == [["who", "time (us)", "#wrong"], ["a", "1.3", "-"]]
-    assert page[-2:] == ["- bar: reached", "- left out: b: none"]
+    assert page[-2:] == ["- bar: reached", "- left out: b"]
     assert (tmp_path / "good.txt").read_text() == "a|b\n\n"
     assert run(["pgrep", "-f", "os.fork.*begun"]).stdout == "", "nothing is left"
 

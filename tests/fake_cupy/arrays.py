@@ -140,6 +140,24 @@ class ndarray:
         result[...] = self
         return result
 
+    def conj(self):
+        return np.conjugate(self) if self.dtype.kind == "c" else self
+
+    @property
+    def real(self):
+        if self.dtype.kind == "c":
+            raise TypeError("the real parts of complex elements are not in this fake")
+        return self
+
+    def sum(self, dtype):
+        result, memory = empty((), dtype), self._memory
+        target = result._memory
+        _queue("sum", [self], [result], lambda: memory.sum(dtype=dtype, out=target))
+        return result
+
+    def __float__(self):
+        return float(self.get())
+
     def copy(self, order="C"):
         return self.astype(self.dtype)
 

@@ -85,7 +85,7 @@ def test_sums(gpu, world, way):
             steps.append([rr.synchronize(each).get() for each in handles])
             assert all(
                 np.array_equal(each.get(), values(n, "float32", rank, step + k))
-                for k, (n, each) in enumerate(zip(COUNTS, arrays))
+                for k, (n, each) in enumerate(zip(COUNTS, arrays, strict=True))
             )
         return steps
 

@@ -2,7 +2,6 @@
 
 import logging
 import sys
-import threading
 
 import numpy as np
 import pytest
@@ -290,7 +289,7 @@ def test_what_cannot_be_mapped_goes_through_the_host_and_one_line_says_so(monkey
         for name, module in cupy.modules().items():
             monkeypatch.setitem(sys.modules, name, module)
         if obstacle == "memory":
-            cupy.machine.memory_bytes = 3 << 20
+            cupy.machine.memory_bytes = 24 << 20
 
         def program():
             cupy.cuda.Device(rr.rank()).use()

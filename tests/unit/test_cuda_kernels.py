@@ -198,6 +198,14 @@ def skip_where_numpy_does_not_fuse(op, name):
         pytest.skip("this processor has no FMA: NumPy's products of complex numbers have other bits than a GPU's")
 
 
+def reduced_by_the_host(reduction, parts):
+    """Never one element alone: a single product of complex numbers NumPy makes without FMA, unlike all others."""
+    longer = [np.concatenate([part, part[:1]]) for part in parts]
+    reduced = np.empty_like(longer[0])
+    reduction.reduce_parts(longer, reduced)
+    return reduced[: len(parts[0])]
+
+
 def cases(name):
     for (prescale, postscale), count, shifted in itertools.product(scales_of(name), COUNTS, [False, True]):
         yield prescale, postscale, count, TABLE[name].itemsize if shifted else 0
@@ -214,8 +222,7 @@ def test_reduce_has_the_bits_of_the_host(gpu, op, name, ranks):
         parts = [values_of(name, count, rank, small=small) for rank in range(ranks)]
         if small and op is Product and element.kind in "iu":
             parts = [part % element.storage.type(3) for part in parts]
-        expected = np.empty(count, element.storage)
-        reduction.reduce_parts(parts, expected)
+        expected = reduced_by_the_host(reduction, parts)
         sources = [memory_of(part, shift) for part in parts]
         target = Memory(expected.nbytes)
         pointers = [source.pointer for source in sources]

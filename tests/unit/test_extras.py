@@ -37,3 +37,12 @@ def test_with_cupy_comes_what_compiles_its_kernels(major):
     assert re.search(rf"^cupy-cuda{major}x>=14$", needed, re.MULTILINE), "the first that finds NVRTC's wheel"
     assert "nvidia-cuda-nvrtc" in needed
     assert "nvidia-cuda-runtime" in needed, "its headers"
+
+
+def test_what_is_no_python_is_installed_too():
+    config = configparser.ConfigParser()
+    config.read(ROOT / "setup.cfg")
+    for package, folder in (("ringreduce", "ringreduce"), ("ringrun", "launcher")):
+        declared = config["options.package_data"][package].replace(",", " ").split()
+        there = {path for path in (ROOT / folder).rglob("*.*") if path.suffix in (".typed", ".cu")}
+        assert there == {path for pattern in declared for path in (ROOT / folder).glob(pattern)}

@@ -60,3 +60,26 @@ def test_blocks_are_used_again_and_lie_in_one_allocation():
     again = [memory.take(like) for _ in range(4)]
     assert all(block.base is blocks[0].base for block in again)
     assert memory.taken_most == 5
+
+
+@given(counts_lists, st.sampled_from([1, 2, 4, 8]))
+def test_aligned_pieces_cover_every_element_once_and_begin_where_many_bytes_are_read_at_once(counts, alignment):
+    slots = fusion.aligned(tuple(counts), CAPACITY, alignment)
+    travelling = [(piece.tensor, n) for slot in slots for piece in slot.pieces for n in range(piece.low, piece.high)]
+    assert travelling == [(number, n) for number, count in enumerate(counts) for n in range(count)], "in order, once"
+    for slot in slots:
+        assert slot.length <= CAPACITY
+        assert slot.length % alignment == 0
+        assert all(start % alignment == 0 for start in slot.starts)
+        assert all(piece.low % alignment == 0 < piece.high - piece.low for piece in slot.pieces)
+        ends = [start + piece.high - piece.low for start, piece in zip(slot.starts, slot.pieces, strict=True)]
+        gaps = [start - end for start, end in zip([*slot.starts, slot.length], [0, *ends], strict=True)]
+        assert all(0 <= gap < alignment for gap in gaps), "pieces do not overlap, and no more than needed is left out"
+    assert all(slot.length == CAPACITY for slot in slots[:-1]), "all but the last are full"
+
+
+def test_a_tensor_is_cut_at_a_multiple_of_the_alignment():
+    first, second, third = fusion.aligned((3, 30), CAPACITY, 4)
+    assert first == ((Piece(0, 0, 3), Piece(1, 0, 12)), (0, 4), 16)
+    assert second == ((Piece(1, 12, 28),), (0,), 16)
+    assert third == ((Piece(1, 28, 30),), (0,), 4)

@@ -2,7 +2,14 @@ import itertools
 
 import pytest
 
-from ringreduce.partition import allgather_steps, bounds_of, chunk_bounds, scatter_reduce_steps, segments
+from ringreduce.partition import (
+    allgather_steps,
+    bounds_of,
+    chunk_bounds,
+    equal_chunk,
+    scatter_reduce_steps,
+    segments,
+)
 
 SIZES = range(1, 10)
 
@@ -16,6 +23,16 @@ def test_chunks_cover_everything_and_differ_by_at_most_one_element(size):
         assert bounds[-1] == count
         assert max(lengths) - min(lengths) <= 1
         assert lengths == sorted(lengths, reverse=True), "the longer chunks come first, as in reducescatter"
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("alignment", [1, 4, 16])
+def test_equal_chunks_are_as_short_as_they_can_be(size, alignment):
+    for length in (0, 1, alignment, size * alignment - 1, size * alignment, size * alignment + 1, 1000, 100003):
+        chunk = equal_chunk(length, size, alignment)
+        assert chunk % alignment == 0 < chunk
+        assert chunk * size >= length, "together they hold all"
+        assert chunk == alignment or (chunk - alignment) * size < length, "and shorter ones would not"
 
 
 def test_bounds_of_given_lengths():
