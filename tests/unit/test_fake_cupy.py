@@ -301,6 +301,20 @@ def test_pinned_memory_that_is_given_back_too_early(cupy):
     assert "was freed by the pool of pinned memory" in races(cupy)[0]
 
 
+def test_pinned_memory_is_given_back_by_luck_only(cupy):
+    """The copy has run, but nobody has asked."""
+    for waits in (True, False):
+        block, stream, pinned = device(0).empty(64), Stream(device(0)), Pinned(64)
+        stream.copy(block.pointer, pinned.pointer, 64)
+        assert races(cupy) == []
+        if waits:
+            stream.synchronize()
+        del pinned
+        found = races(cupy)
+        assert len(found) == (0 if waits else 1)
+        assert waits or "is freed by the pool of pinned memory, and nobody has waited for: memcpyAsync" in found[0]
+
+
 def test_the_pool_of_pinned_blocks_is_right(any_mode):
     pool, stream = PinnedPool(), Stream(device(0))
     blocks = [device(0).empty(800) for _ in range(20)]
