@@ -8,7 +8,7 @@ import numpy as np
 from numpy.lib.array_utils import byte_bounds
 
 import tests.fake_cupy as fake
-from tests.fake_cupy import cuda
+from tests.fake_cupy import cuda, runtime
 
 
 class ndarray:
@@ -163,18 +163,36 @@ class ndarray:
 
     def get(self, stream=None, order="C", out=None, blocking=True):
         host = np.empty(self.shape, self.dtype) if out is None else out
-        with stream or contextlib.nullcontext():
-            _queue("get()", [self], [], lambda: np.copyto(host, self._memory))
-            if blocking or out is None:
-                fake.cuda.runtime.streamSynchronize(cuda.get_current_stream(self.device.id).ptr)
+        with cuda.Device(self.device.id), stream or contextlib.nullcontext():
+            pointer = cuda.get_current_stream().ptr
+            if _is_pinned(host):
+                runtime.memcpyAsync(_address(host), self.data.ptr, self.nbytes, runtime.memcpyDeviceToHost, pointer)
+            else:
+                _queue("get()", [self], [], lambda: np.copyto(host, self._memory))
+            if blocking or not _is_pinned(host):
+                runtime.streamSynchronize(pointer)
         return host
 
     def set(self, arr, stream=None):
+        """Pageable memory is read before it returns; pinned memory is read when the copy runs."""
         if not isinstance(arr, np.ndarray) or arr.shape != self.shape or arr.dtype != self.dtype:
             raise ValueError("set() takes a NumPy array of the same shape and type")
-        values = arr.copy()  # pageable memory is read before the call returns
-        with stream or contextlib.nullcontext():
-            _queue("set()", [], [self], lambda: np.copyto(self._memory, values))
+        with cuda.Device(self.device.id), stream or contextlib.nullcontext():
+            if _is_pinned(arr):
+                pointer = cuda.get_current_stream().ptr
+                runtime.memcpyAsync(self.data.ptr, _address(arr), self.nbytes, runtime.memcpyHostToDevice, pointer)
+            else:
+                values = arr.copy()
+                _queue("set()", [], [self], lambda: np.copyto(self._memory, values))
+
+
+def _address(host):
+    return host.__array_interface__["data"][0]
+
+
+def _is_pinned(host):
+    allocation = fake.machine.memory.of(_address(host))
+    return allocation is not None and allocation.kind == "pinned"
 
 
 class _Capsule:
@@ -204,7 +222,7 @@ def _range(array):
 
 def _queue(name, reads, writes, work):
     """Queue work of CuPy's own on the thread's current stream."""
-    device = fake.cuda.runtime.getDevice()
+    device = runtime.getDevice()
     for each in (*reads, *writes):
         if each.device.id != device and each.nbytes:
             raise ValueError(f"Array device must be same as the current device: array device = {each.device.id}")

@@ -271,6 +271,27 @@ def test_pinned_memory_stays_as_it_is_until_its_copy_has_run(cupy):
         stream.synchronize()
 
 
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_copy_out_of_pinned_memory_does_not_block_and_one_of_other_memory_does(cupy, waits):
+    array, pinned, other = cupy.empty(16, np.float32), Pinned(64).array.view(np.float32), np.zeros(16, np.float32)
+    array.set(other)
+    other[...] = 5
+    assert array.get().tolist() == [0.0] * 16
+    pinned[...] = 1
+    array.set(pinned)
+    if waits:
+        cupy.cuda.get_current_stream().synchronize()
+    pinned[...] = 2
+    found = races(cupy)
+    assert len(found) == (0 if waits else 1)
+    cupy.cuda.get_current_stream().synchronize()
+    array.fill(3)
+    array.get(out=pinned, blocking=False)
+    assert pinned.tolist() == [2.0] * 16, "not yet"
+    cupy.cuda.get_current_stream().synchronize()
+    assert pinned.tolist() == [3.0] * 16
+
+
 def test_pinned_memory_that_is_given_back_too_early(cupy):
     block, stream, pinned = device(0).empty(64), Stream(device(0)), Pinned(64)
     stream.copy(block.pointer, pinned.pointer, 64)
@@ -278,6 +299,20 @@ def test_pinned_memory_that_is_given_back_too_early(cupy):
     with pytest.raises(cupy.cuda.runtime.CUDARuntimeError):
         stream.synchronize()
     assert "was freed by the pool of pinned memory" in races(cupy)[0]
+
+
+def test_pinned_memory_is_given_back_by_luck_only(cupy):
+    """The copy has run, but nobody has asked."""
+    for waits in (True, False):
+        block, stream, pinned = device(0).empty(64), Stream(device(0)), Pinned(64)
+        stream.copy(block.pointer, pinned.pointer, 64)
+        assert races(cupy) == []
+        if waits:
+            stream.synchronize()
+        del pinned
+        found = races(cupy)
+        assert len(found) == (0 if waits else 1)
+        assert waits or "is freed by the pool of pinned memory, and nobody has waited for: memcpyAsync" in found[0]
 
 
 def test_the_pool_of_pinned_blocks_is_right(any_mode):
