@@ -44,6 +44,11 @@ class Context:
         """A new buffer of the same kind, for the engine to write to."""
         return self.gpu.empty(like, shape) if like.on_gpu else like.empty(shape)
 
+    def let_go(self, buffer: Buffer) -> None:
+        """The engine needs it no more, but perhaps the GPU for what is queued; its memory is the caller's stream's."""
+        if buffer.on_gpu:
+            self.gpu.retire([buffer])
+
     def place(self, kind: str, root_rank: Any) -> int:
         """The rank in the set of a rank of the world."""
         if not isinstance(root_rank, int) or root_rank not in self.members:

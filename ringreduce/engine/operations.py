@@ -157,6 +157,7 @@ def _reducescatter(requests: Sequence[Request], context: Context) -> Steps[None]
             rows = bounds[transport.rank + 1] - bounds[transport.rank]
             part = context.empty(tensor, (rows, *tensor.shape[1:]))
             part.flat[...] = work.flat[low:high]
+            context.let_go(work)
             outputs.append(part)
         request.complete()
 
