@@ -100,6 +100,20 @@ def test_rows_in_many_turns_and_none(gpu, size):
             np.testing.assert_array_equal(copied, rows_of(size - 1, 1500))
 
 
+def test_scratch_memory_of_a_reducescatter_is_not_used_again_too_soon(gpu):
+    """It comes from the pool of the caller's stream, which knows nothing of what the engine's still does with it."""
+    rows = [1, 2, 7, 3]
+
+    def program():
+        arrays = [gpu.array(values(3 * count, "float32", rr.rank()).reshape(-1, 3)) for count in rows]
+        return [each.get() for each in rr.grouped_reducescatter(arrays, op=Sum)]
+
+    for rank, results in enumerate(ranks([0, 0], program, cuda_ipc=False)):
+        for count, result in zip(rows, results, strict=True):
+            expected = np.array_split(total(3 * count, "float32", 2).reshape(-1, 3), 2)
+            np.testing.assert_array_equal(result, expected[rank])
+
+
 def test_adasum(gpu):
     def program():
         host = values(900, "float32", rr.rank(), 1)
