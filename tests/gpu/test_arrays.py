@@ -139,7 +139,7 @@ def test_compression(way, library):
     ):
         found = rr.allreduce(library.put(values), op=rr.Sum, compression=compression, name="on the GPU")
         expected = rr.allreduce(values, op=rr.Sum, compression=compression, name="on the host")
-        np.testing.assert_allclose(library.get(found), expected, rtol=2**-7)
+        same_bits(library.get(found), expected)
 
 
 def test_another_librarys_array_by_dlpack(way):

@@ -123,6 +123,18 @@ def test_gpu_memory_without_cupy_names_the_extra():
         as_buffer(GpuArray())
 
 
+def test_a_torch_tensor_on_a_gpu_needs_cupy_too():
+    torch = pytest.importorskip("torch", reason="torch is not installed: its adapter is not tested here")
+
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+        device = torch.device("cuda:0")
+
+    for dtype in (torch.float32, torch.bfloat16):
+        with pytest.raises(MissingExtraError, match=r"GPU arrays need CuPy; .*pip install 'ringreduce\[cuda12\]'"):
+            as_buffer(torch.zeros(3, dtype=dtype).as_subclass(OnGpu))
+
+
 def test_gpu_memory_is_never_read_but_by_ordered_copies(cupy):
     array = cupy.asarray(np.arange(6, dtype=np.float32).reshape(2, 3))
     buffer = as_buffer(array)
