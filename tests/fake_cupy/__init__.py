@@ -6,13 +6,14 @@ compiled for the processor; every operation's reads and writes are checked again
     memory.py    addresses, and the search for races     cuda.py    cupy.cuda: Stream, Device, MemoryPointer, …
     machine.py   streams: when is what run               arrays.py  cupy.ndarray
     runtime.py   cupy.cuda.runtime                       raw.py     cupy.RawModule
-    nccl.py      cupy.cuda.nccl
+    nccl.py      cupy.cuda.nccl                          processes.py   IPC between real processes
 
     with fake_cupy.checked("random", seed=3, device_count=2) as cupy:
         ...                        # at the end: no race, and all that is queued can run
 
 `machine.device_count` and `machine.memory_bytes` may be changed while it runs; `machine.as_process("rank 1")` lets a
-thread stand for another process. Ranks as threads (run_ranks) are told from their names.
+thread stand for another process. Ranks as threads (run_ranks) are told from their names. Ranks as processes each say
+`checked(one_process=True)`: they map each other's memory, and wait for each other's events.
 """
 
 import contextlib
@@ -96,6 +97,7 @@ def checked(mode="lazy", seed=0, **sizes):
         print(*machine.races[:20], sep="\n")  # they may be why
         raise
     finally:
+        machine.is_closed = True
         threading.Thread.start = start
         runtime.device.cache_clear()
     assert not machine.races, "\n".join(machine.races[:20])

@@ -6,7 +6,8 @@
 
 Ranks are threads of one process here: the thread's name says which process of the real job it stands for (`process`).
 Each has default streams of its own, and knows of the GPUs' work only what it has waited for itself. `one_process`: they
-are what they are, threads that share all.
+are what they are, threads that share all; other processes are real ones (processes.py), and have machines of their own,
+which run as late. Races are looked for inside each.
 """
 
 import collections
@@ -18,8 +19,10 @@ import threading
 import time
 
 from tests.fake_cupy.memory import Allocation, Memory
+from tests.fake_cupy.processes import POLL_S, Driver
 
 WAIT_S = 20.0
+WAIT_FOR_PROCESSES_S = 120.0
 _handles = itertools.count()
 
 
@@ -70,13 +73,17 @@ class Stream:
         self.clock = {}
 
     def __str__(self):
-        name = f"stream {self.number}" if self.pointer else "the default stream"
+        name = {0: "the default stream", 2: f"default stream {self.number} of a thread"}.get(
+            self.pointer, f"stream {self.number}"
+        )
         return f"{name} of {self.process}, GPU {self.device}"
 
 
 class Event:
-    def __init__(self, flags, device):
+    def __init__(self, flags, device, counters=None):
         self.flags, self.device = flags, device
+        self.counters = counters
+        """For other processes, if they are real ones."""
         self.record = None
         """The operation that was recorded last."""
 
@@ -93,6 +100,10 @@ class Machine:
         self.memory = Memory()
         self.streams, self.events, self.ipc, self.peers = {}, {}, {}, set()
         self.races = []
+        self.exported = []
+        """The events that other processes may wait for, if they are real ones."""
+        self.is_closed = False
+        self._driver = None
         self._default_streams = {}
         self._known = {"main": {}}
         self._dropped = collections.deque()
@@ -195,15 +206,15 @@ class Machine:
         del self.streams[pointer]
 
     def stream(self, pointer):
-        """The stream of an address; 0 and 1 are the default stream of the thread's device."""
-        if pointer not in (0, 1):
+        """The stream of an address; 0 and 1 are the default stream of the thread's device, 2 is the thread's own."""
+        if pointer not in (0, 1, 2):
             if pointer not in self.streams:
                 raise CUDARuntimeError(400)
             return self.streams[pointer]
-        key = self.process, self.device
+        key = self.process, self.device, threading.get_ident() if pointer == 2 else None
         if key not in self._default_streams:
             number = len(self.streams) + 1
-            stream = self._default_streams[key] = Stream(0, number, self.device, self.process, True)
+            stream = self._default_streams[key] = Stream(pointer & 2, number, self.device, self.process, True)
             self.streams[key] = stream
         return self._default_streams[key]
 
@@ -217,7 +228,7 @@ class Machine:
 
     def _implied(self, stream):
         """The legacy default stream waits for the blocking ones of its device, and they for it."""
-        default = self._default_streams.get((stream.process, stream.device))
+        default = self._default_streams.get((stream.process, stream.device, None))
         if not stream.blocking or default is None:
             return []
         if stream is not default:
@@ -292,8 +303,14 @@ class Machine:
             needed = self._needed(operation)
             if needed:
                 self._run(needed)
-            elif not self.changed.wait(deadline - time.monotonic()):
+            elif not self._wait_for_change(deadline):
                 raise RuntimeError(f"deadlock: {operation} waits for calls that other ranks do not make")
+
+    def _wait_for_change(self, deadline):
+        if not self.one_process:
+            return self.changed.wait(deadline - time.monotonic())
+        self.changed.wait(POLL_S)  # what other processes do is no change that is told
+        return time.monotonic() < deadline + WAIT_FOR_PROCESSES_S - WAIT_S
 
     def synchronize(self, operation):
         """Run what an operation needs, and it; the calling process knows then."""
@@ -318,13 +335,31 @@ class Machine:
         self.learn(operation.clock)
         return True
 
+    # other processes, if they are real ones
+
+    def export(self, event):
+        """Let other processes wait for an event."""
+        self.exported.append(event)
+        if self._driver is None:
+            self._driver = Driver(self)
+            self._driver.start()
+
+    def serve(self):
+        """Run what other processes wait for."""
+        wanted = [each for each in list(self.exported) if each.counters.done < each.counters.wanted]
+        if wanted or self.mode != "lazy":
+            with self.entered():
+                for each in wanted:
+                    while each.counters.done < each.counters.wanted and (needed := self._needed(each.record)):
+                        self._run(needed)
+
     # memory
 
-    def allocate(self, nbytes, kind="device", pool=None):
+    def allocate(self, nbytes, kind="device", pool=None, shared=None):
         used = self.memory.used_bytes.get(self.device, 0)
         if kind == "device" and used + nbytes > self.memory_bytes:
             raise CUDARuntimeError(2)
-        return self.memory.add(Allocation(nbytes, kind, self.device, self.process, pool))
+        return self.memory.add(Allocation(nbytes, kind, self.device, self.process, pool, shared))
 
     def drop(self, what):
         """The last reference to pooled memory or to a stream is gone; called by Python's collector, at any moment."""

@@ -22,6 +22,8 @@ FILLED_BYTES = 4 << 20
 """Memory up to this long is filled with nonsense when it is new and when it is freed; more would take long."""
 QUARANTINE_BYTES = 256 << 20
 """Freed memory that stays, poisoned and out of use, so that who uses it still is found."""
+QUARANTINE_FILES = 32
+"""Of it what is memory of several processes: each keeps a file open."""
 
 
 class Use(NamedTuple):
@@ -40,12 +42,16 @@ class Use(NamedTuple):
 
 
 class Allocation:
-    """A piece of device or pinned memory. `pool`: the stream whose pool it goes back to; None: not of a pool."""
+    """A piece of device or pinned memory. `pool`: the stream whose pool it goes back to; None: not of a pool.
 
-    def __init__(self, nbytes, kind, device, process, pool=None):
+    shared: it is SharedMemory of several processes;  is_foreign: of another one, which is mapped here.
+    """
+
+    def __init__(self, nbytes, kind, device, process, pool=None, shared=None, is_foreign=False):
         self.nbytes, self.kind, self.device, self.process, self.pool = nbytes, kind, device, process, pool
-        self._backing = np.empty(nbytes + ALIGNMENT, np.uint8)
-        if nbytes <= FILLED_BYTES:
+        self.shared, self.is_foreign = shared, is_foreign
+        self._backing = np.empty(nbytes + ALIGNMENT, np.uint8) if shared is None else shared.bytes
+        if nbytes <= FILLED_BYTES and not is_foreign:
             self._backing.fill(0xCD)
         self.base = -(-self._backing.ctypes.data // ALIGNMENT) * ALIGNMENT
         self.mapped = set()
@@ -60,7 +66,7 @@ class Allocation:
         return f"{self.nbytes} bytes on {where} of {self.process} at {self.base:#x}"
 
     def poison(self):
-        if self.nbytes <= FILLED_BYTES:
+        if self.nbytes <= FILLED_BYTES and not self.is_foreign:
             ctypes.memset(self.base, POISON, self.nbytes)
 
 
@@ -75,7 +81,7 @@ class Memory:
         """By device."""
 
     def add(self, allocation):
-        if allocation.kind == "device":
+        if allocation.kind == "device" and not allocation.is_foreign:
             self.used_bytes[allocation.device] = self.used_bytes.get(allocation.device, 0) + allocation.nbytes
         bisect.insort(self._bases, allocation.base)
         self._at[allocation.base] = allocation
@@ -92,17 +98,28 @@ class Memory:
         allocation = self._at[self._bases[place]] if place >= 0 else None
         return allocation if allocation and address < allocation.base + allocation.nbytes else None
 
+    def in_use(self):
+        """What was neither freed nor unmapped, but for the memory of pools."""
+        return [each for each in self._at.values() if each.pool is None and not each.freed_by]
+
     def free(self, allocation, by):
         allocation.freed_by = by
         allocation.poison()
         allocation.uses = []
-        if allocation.kind == "device":
+        if allocation.kind == "device" and not allocation.is_foreign:
             self.used_bytes[allocation.device] -= allocation.nbytes
+        if allocation.shared is not None:
+            allocation.shared.close()
         self._quarantine.append(allocation)
+        for each in [each for each in self._quarantine if each.shared is not None][:-QUARANTINE_FILES]:
+            self._forget(each)
         while sum(each.nbytes for each in self._quarantine) > QUARANTINE_BYTES:
-            oldest = self._quarantine.pop(0)
-            self._bases.remove(oldest.base)
-            del self._at[oldest.base]
+            self._forget(self._quarantine[0])
+
+    def _forget(self, allocation):
+        self._quarantine.remove(allocation)
+        self._bases.remove(allocation.base)
+        del self._at[allocation.base]
 
     def what_is_wrong(self, operation, address, nbytes):
         """Why an operation must not touch these bytes at all, whenever; empty when it may."""

@@ -1,11 +1,15 @@
 """cupy.cuda.runtime: CUDA's runtime calls, checked as CUDA checks them, or more strictly."""
 
 import ctypes
+import os
+import struct
 
 import numpy as np
 
 import tests.fake_cupy as fake
+from tests.fake_cupy import processes
 from tests.fake_cupy.machine import CUDARuntimeError, Event
+from tests.fake_cupy.memory import Allocation
 
 __all__ = ["CUDARuntimeError"]
 
@@ -18,6 +22,10 @@ HANDLE_BYTES = 64
 
 
 def runtimeGetVersion():
+    return 12090
+
+
+def driverGetVersion():
     return 12090
 
 
@@ -88,7 +96,8 @@ def _check_device(device):
 
 def malloc(size):
     with fake.machine.entered():
-        return fake.machine.allocate(size).base if size else 0
+        shared = processes.SharedMemory(size) if size and fake.machine.one_process else None
+        return fake.machine.allocate(size, shared=shared).base if size else 0
 
 
 def free(ptr):
@@ -100,6 +109,8 @@ def free(ptr):
         if allocation.mapped:
             others = ", ".join(sorted(allocation.mapped))
             fake.machine.races.append(f"{allocation} is freed while {others} has it mapped")
+        if allocation.shared is not None and allocation.shared.is_mapped_elsewhere:
+            fake.machine.races.append(f"{allocation} is freed while another process has it mapped")
         fake.machine.free_at_once(allocation, "cudaFree")
 
 
@@ -186,9 +197,13 @@ def streamQuery(stream):
 
 def streamWaitEvent(stream, event, flags=0):
     with fake.machine.entered():
-        record = _event(event).record
-        if record is not None:
-            fake.machine.queue(fake.machine.stream(stream), f"wait for {record.name}", after=[record])
+        queue, which = fake.machine.stream(stream), _event(event)
+        if which.counters is not None and which.counters.is_foreign:
+            counters, number = which.counters, which.counters.recorded
+            name = f"wait for record {number} of another process's event {event:#x}"
+            fake.machine.queue(queue, name, ready=lambda: counters.reached(number))
+        elif which.record is not None:
+            fake.machine.queue(queue, f"wait for {which.record.name}", after=[which.record])
 
 
 # events
@@ -199,32 +214,38 @@ def eventCreateWithFlags(flags):
         if flags & eventInterprocess and not flags & eventDisableTiming:
             raise CUDARuntimeError(1)
         handle = fake.machine.new_handle()
-        fake.machine.events[handle] = Event(flags, getDevice())
+        is_shared = flags & eventInterprocess and fake.machine.one_process
+        fake.machine.events[handle] = Event(flags, getDevice(), processes.Counters() if is_shared else None)
         return handle
 
 
 def eventRecord(event, stream):
     with fake.machine.entered():
-        queue, which = fake.machine.stream(stream), _event(event)
+        queue, which = fake.machine.stream(stream), _own_event(event)
         if which.device != queue.device:
             raise CUDARuntimeError(400)
-        which.record = fake.machine.queue(queue, f"record of event {event:#x}")
+        done = None if which.counters is None else which.counters.record()
+        which.record = fake.machine.queue(queue, f"record of event {event:#x}", done)
 
 
 def eventQuery(event):
     with fake.machine.entered():
-        return 0 if fake.machine.query(_event(event).record) else 600
+        return 0 if fake.machine.query(_own_event(event).record) else 600
 
 
 def eventSynchronize(event):
     with fake.machine.entered():
-        fake.machine.synchronize(_event(event).record)
+        fake.machine.synchronize(_own_event(event).record)
 
 
 def eventDestroy(event):
     with fake.machine.entered():
-        _event(event)
+        which = _event(event)
         del fake.machine.events[event]
+        if which in fake.machine.exported:
+            fake.machine.exported.remove(which)
+        if which.counters is not None:
+            which.counters.memory.close()
 
 
 def _event(pointer):
@@ -234,20 +255,31 @@ def _event(pointer):
         raise CUDARuntimeError(400) from None
 
 
-# between processes
+def _own_event(pointer):
+    """One that was made in this process; what else could be done with others is not in this fake."""
+    event = _event(pointer)
+    if event.counters is not None and event.counters.is_foreign:
+        raise CUDARuntimeError(801)
+    return event
+
+
+# between processes: threads that stand for them, or real ones
 
 
 def ipcGetMemHandle(devPtr):
     with fake.machine.entered():
         _check_ipc()
-        return _handle("memory", _whole_allocation(devPtr))
+        allocation = _whole_allocation(devPtr)
+        if allocation.shared is not None:
+            return processes.handle("memory", allocation.shared, allocation.device)
+        return _handle("memory", allocation)
 
 
 def ipcOpenMemHandle(handle, flags=cudaIpcMemLazyEnablePeerAccess):
     with fake.machine.entered():
         _check_ipc()
-        allocation = _opened("memory", handle)
         process = fake.machine.process
+        allocation = _foreign_memory(handle) if fake.machine.one_process else _opened("memory", handle)
         if allocation.freed_by or process in allocation.mapped:
             raise CUDARuntimeError(400)
         if process == allocation.process:
@@ -255,6 +287,8 @@ def ipcOpenMemHandle(handle, flags=cudaIpcMemLazyEnablePeerAccess):
         if allocation.device != getDevice() and not deviceCanAccessPeer(getDevice(), allocation.device):
             raise CUDARuntimeError(217)
         allocation.mapped.add(process)
+        if allocation.is_foreign:
+            fake.machine.memory.add(allocation)
         return allocation.base
 
 
@@ -268,6 +302,8 @@ def ipcCloseMemHandle(devPtr):
                 fake.machine.races.append(f"{allocation} is unmapped by {process}, which has not waited for: {use}")
             allocation.uses.remove(use)
         allocation.mapped.remove(process)
+        if allocation.is_foreign:
+            fake.machine.memory.free(allocation, "ipcCloseMemHandle")
 
 
 def ipcGetEventHandle(event):
@@ -275,6 +311,9 @@ def ipcGetEventHandle(event):
         _check_ipc()
         if not _event(event).flags & eventInterprocess:
             raise CUDARuntimeError(400)
+        if fake.machine.one_process:
+            fake.machine.export(_own_event(event))
+            return processes.handle("event", _event(event).counters.memory)
         return _handle("event", _event(event))
 
 
@@ -282,13 +321,41 @@ def ipcOpenEventHandle(handle):
     with fake.machine.entered():
         _check_ipc()
         pointer = fake.machine.new_handle()
-        fake.machine.events[pointer] = _opened("event", handle)
+        fake.machine.events[pointer] = _foreign_event(handle) if fake.machine.one_process else _opened("event", handle)
         return pointer
 
 
 def _check_ipc():
     if fake.refuse_ipc:
         raise CUDARuntimeError(801)
+
+
+def _foreign_memory(handle):
+    place, nbytes, device = _parsed("memory", handle)
+    shared = _mapped(lambda: processes.SharedMemory(nbytes, place))
+    return Allocation(nbytes, "device", device, f"process {place[0]}", shared=shared, is_foreign=True)
+
+
+def _foreign_event(handle):
+    place, *_ = _parsed("event", handle)
+    return Event(eventInterprocess | eventDisableTiming, getDevice(), _mapped(lambda: processes.Counters(place)))
+
+
+def _parsed(kind, handle):
+    try:
+        told = processes.parsed(kind, handle)
+    except (ValueError, struct.error):
+        raise CUDARuntimeError(1) from None
+    if told[0][0] == os.getpid():
+        raise CUDARuntimeError(201)
+    return told
+
+
+def _mapped(open_it):
+    try:
+        return open_it()
+    except OSError:  # the process is gone, or has freed it
+        raise CUDARuntimeError(400) from None
 
 
 def _handle(kind, what):

@@ -1,0 +1,206 @@
+"""GPU arrays on real ranks: processes that map each other's memory, and a real MPI; the GPU is a fake (fake_cupy).
+
+What is queued on a rank's streams runs late, in its own process, or when another rank waits for it. MPI is given
+addresses of "GPU memory" as an MPI with CUDA is; it is the host's here, so what it reads too early is stale.
+"""
+
+import gc
+import sys
+
+import numpy as np
+import pytest
+
+import ringreduce as rr
+from tests import fake_cupy
+from tests.reference import OPS, assert_reduced, data, legal
+
+pytestmark = pytest.mark.mpi
+SLOT_BYTES = 8192
+WAYS = {
+    "mapped": {},  # and once more with streams that run at random
+    "staged": {"CUDA_IPC": "0", "CUDA_AWARE_MPI": "0"},
+    "device": {"CUDA_IPC": "0", "CUDA_AWARE_MPI": "1"},
+    "device, deterministic": {"CUDA_IPC": "0", "CUDA_AWARE_MPI": "1", "DETERMINISTIC": "1"},
+}
+SETS = {1: [], 2: [[1]], 3: [[2, 0]], 4: [[0, 3], [1, 2, 3]]}
+COUNTS = [5, 1023, 0, 9000, 33, 1, 2048]
+
+
+@pytest.fixture(scope="module", params=["mapped, random", *WAYS])
+def way(request):
+    """A world in which GPU arrays go one of the ways, with short slots and process sets; afterwards the usual one."""
+    rr.shutdown()
+    mode = "random" if "random" in request.param else "lazy"
+    with pytest.MonkeyPatch.context() as patch, fake_cupy.checked(mode, seed=5, one_process=True) as cupy:
+        for name, module in cupy.modules().items():
+            patch.setitem(sys.modules, name, module)
+        for name, value in {
+            **WAYS.get(request.param, {}),
+            "CUDA_SLOT_BYTES": SLOT_BYTES,
+            "FUSION_SLOT_BYTES": 4096,
+        }.items():
+            patch.setenv(f"RINGREDUCE_{name}", str(value))
+        enter()
+        yield request.param
+        leave()
+    rr.init()
+
+
+def enter():
+    from mpi4py import MPI
+
+    rr.init(process_sets=[rr.ProcessSet(ranks) for ranks in SETS[MPI.COMM_WORLD.size]])
+
+
+def leave():
+    """Shut down; what a world had on the GPU is given back then, all of it."""
+    rr.shutdown()
+    gc.collect()
+    with fake_cupy.machine.entered():
+        left = [each for each in fake_cupy.machine.memory.in_use() if each.kind == "device"]
+    assert left == [], [str(each) for each in left]
+    assert fake_cupy.machine.exported == []
+
+
+def exact(dtype, count, rank=None, seed=0):
+    """Elements whose sums and products are exact, so that equal bits do not hang on the order; by rank and index."""
+    values = data(dtype, count, rr.rank() if rank is None else rank, seed)
+    if values.dtype.kind in "biu":
+        return values
+    whole = (np.sign(values.real) * (1 + np.arange(count) % 3)).astype(values.dtype)
+    return whole + np.sign(values.imag) * values.dtype.type(1j) if values.dtype.kind == "c" else whole
+
+
+def put(values):
+    return fake_cupy.asarray(values)
+
+
+def same(on_gpu, on_host):
+    found = on_gpu.get()
+    assert (found.dtype, found.shape) == (on_host.dtype, on_host.shape)
+    assert found.tobytes() == on_host.tobytes()
+
+
+def test_it_goes_this_way(way):
+    rr.allreduce(put(exact("float32", 3)))
+    expected = way.partition(",")[0] if rr.size() > 1 else "alone"
+    assert rr.info().gpu_algorithm.startswith(f"{expected}: "), rr.info().gpu_algorithm
+
+
+@pytest.mark.parametrize("dtype", ["bool", "uint8", "int64", "float16", "float32", "float64", "complex64"])
+def test_every_type_and_op(way, dtype):
+    for op in (op for op in OPS if legal(op, dtype)):
+        for count in (1, 17, 5003):
+            everyones = [exact(dtype, count, rank, count) for rank in range(rr.size())]
+            mine = everyones[rr.rank()]
+            result = rr.allreduce(put(mine), op=op, name="on the GPU")
+            assert_reduced(result.get(), op, everyones)
+            same(result, rr.allreduce(mine, op=op, name="on the host"))
+
+
+def test_all_ranks_have_equal_bits(way):
+    """Of any floats; where sums are made in rank order, those of that sum."""
+    arrays = [data("float32", 5003, rank) for rank in range(rr.size())]
+    result = rr.allreduce(put(arrays[rr.rank()]), op=rr.Sum)
+    same(result, rr.broadcast(result.get(), 0))
+    if way not in ("staged", "device"):
+        expected = arrays[0].copy()
+        for each in arrays[1:]:
+            expected += each
+        same(result, expected)
+
+
+def test_many_at_once_and_again(way):
+    """More than there are slots, several steps with other data; what went in is not changed."""
+    for step in range(3):
+        mine = [exact("float32", count, seed=step + k) for k, count in enumerate(COUNTS)]
+        arrays = [put(each) for each in mine]
+        handles = [rr.allreduce_async(each, op=rr.Sum, name=f"x{k}") for k, each in enumerate(arrays)]
+        for k in np.random.default_rng([step, rr.rank()]).permutation(len(COUNTS)):
+            everyones = [exact("float32", COUNTS[k], rank, step + k) for rank in range(rr.size())]
+            same(rr.synchronize(handles[k]), np.sum(everyones, 0, dtype=np.float32))
+            same(arrays[k], mine[k])
+
+
+def test_groups_and_in_place(way):
+    mine = [exact(name, 10 * k * k, seed=k) for k, name in enumerate(["float32", "int8", "float64", "float16"] * 3)]
+    expected = rr.grouped_allreduce(mine, op=rr.Average, name="on the host")
+    arrays = [put(each) for each in mine]
+    for found, other in zip(rr.grouped_allreduce(arrays, op=rr.Average, name="new"), expected, strict=True):
+        same(found, other)
+    rr.grouped_allreduce_(arrays, op=rr.Average, name="in place")
+    for found, other in zip(arrays, expected, strict=True):
+        same(found, other)
+
+
+def test_an_array_that_becomes_right_after_it_was_submitted(way):
+    """Its producer's stream runs late, and so does its consumer's."""
+    producer, consumer = (fake_cupy.cuda.Stream(non_blocking=True) for _ in range(2))
+    for seed in range(3):
+        with producer:
+            array = fake_cupy.zeros(5003, np.float32)
+            array[...] = put(exact("float32", 5003, seed=seed))
+            handle = rr.allreduce_async_(array, op=rr.Sum, name="late")
+        with consumer:
+            same(rr.synchronize(handle), sum(exact("float32", 5003, rank, seed) for rank in range(rr.size())))
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float16", "complex128"])
+def test_what_only_moves(way, dtype):
+    rows = 1500 + rr.rank()
+    everyones = [data(dtype, 3 * (1500 + rank), rank).reshape(-1, 3) for rank in range(rr.size())]
+    mine, last = everyones[rr.rank()], rr.size() - 1
+    same(rr.allgather(put(mine)), np.concatenate(everyones))
+    same(rr.broadcast(put(mine[:1500]), last), everyones[last][:1500])
+    array = put(mine[:1500])
+    assert rr.broadcast_(array, last) is array
+    same(array, everyones[last][:1500])
+    splits = [100 * (k + 1) + rr.rank() for k in range(rr.size())]
+    splits[-1] += rows - sum(splits)
+    came, counts = rr.alltoall(put(mine), splits=splits)
+    expected, counted = rr.alltoall(mine, splits=splits)
+    same(came, expected)
+    assert counts.tolist() == counted.tolist()
+
+
+@pytest.mark.parametrize("dtype", ["int32", "float16", "float64"])
+def test_reducescatter(way, dtype):
+    for op in (rr.Sum, rr.Average):
+        for rows in (0, 1, rr.size(), 2003):
+            mine = exact(dtype, 3 * rows).reshape(rows, 3)
+            same(rr.reducescatter(put(mine), op=op, name="gpu"), rr.reducescatter(mine, op=op, name="host"))
+
+
+def test_process_sets(way):
+    for number, ranks in enumerate(SETS[rr.size()], 1):
+        if rr.rank() in ranks:
+            some = rr.ProcessSet(ranks)
+            some.process_set_id = number
+            result = rr.allreduce(put(exact("float32", 5003)), op=rr.Sum, name="w", process_set=some)
+            same(result, sum(exact("float32", 5003, rank) for rank in ranks))
+
+
+def test_ranks_that_join(way):
+    for step in range(rr.rank() + 1):
+        result = rr.allreduce(put(exact("float32", 5003, seed=step)), op=rr.Sum, name="w")
+        same(result, sum(exact("float32", 5003, rank, step) for rank in range(step, rr.size())))
+    assert rr.join() == rr.size() - 1
+
+
+def test_mistakes_are_refused_and_the_job_goes_on(way):
+    if rr.size() > 1:
+        wrong = pytest.raises(rr.MismatchError, match=r"a tensor on cpu, but rank 0 has one on cuda")
+        with wrong:
+            mine = exact("float32", 10)
+            rr.allreduce(mine if rr.rank() == rr.size() - 1 else put(mine), name="w")
+    result = rr.allreduce(put(exact("float32", 10)), op=rr.Sum, name="w")
+    same(result, sum(exact("float32", 10, rank) for rank in range(rr.size())))
+
+
+def test_worlds_come_and_go(way):
+    """And leave nothing on the GPU behind, neither memory nor events."""
+    for seed in range(2):
+        leave()
+        enter()
+        result = rr.allreduce(put(exact("float32", 5003, seed=seed)), op=rr.Sum)
+        same(result, sum(exact("float32", 5003, rank, seed) for rank in range(rr.size())))
