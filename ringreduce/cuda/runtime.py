@@ -212,7 +212,9 @@ class PinnedPool:
 
     def _take(self, nbytes: int) -> Pinned:
         for number, (pinned, event) in enumerate(self._blocks):
-            if pinned.array.nbytes >= nbytes and event.done():
+            if not event.done():
+                break  # nor are those after it: looking at all of them would take long when the GPU is far behind
+            if pinned.array.nbytes >= nbytes:
                 del self._blocks[number]
                 return pinned
         return Pinned(max(4096, 1 << (nbytes - 1).bit_length()))

@@ -37,6 +37,7 @@ from tests.fake_cupy.arrays import (  # noqa: E402
     asarray,
     ascontiguousarray,
     asnumpy,
+    concatenate,
     empty,
     from_dlpack,
     full,
@@ -55,15 +56,22 @@ __all__ = [
     "ascontiguousarray",
     "asnumpy",
     "checked",
+    "concatenate",
     "cuda",
     "empty",
     "from_dlpack",
     "full",
+    "get_default_memory_pool",
     "ndarray",
     "ones",
     "zeros",
 ]
 __version__ = "14.2.0"
+_pool = cuda.MemoryPool()
+
+
+def get_default_memory_pool():
+    return _pool
 
 
 def modules():

@@ -95,6 +95,7 @@ class ndarray:
         return lambda self, other: self.__array_ufunc__(ufunc, "__call__", self, other)
 
     __add__, __sub__, __mul__, __truediv__ = map(_binary, (np.add, np.subtract, np.multiply, np.true_divide))
+    __mod__, __radd__ = _binary(np.remainder), __add__
     __floordiv__, __lshift__, __rshift__ = map(_binary, (np.floor_divide, np.left_shift, np.right_shift))
     __and__, __or__ = map(_binary, (np.bitwise_and, np.bitwise_or))
     __lt__, __ne__ = map(_binary, (np.less, np.not_equal))
@@ -149,14 +150,17 @@ class ndarray:
             raise TypeError("the real parts of complex elements are not in this fake")
         return self
 
-    def sum(self, dtype):
-        result, memory = empty((), dtype), self._memory
+    def sum(self, dtype=None):
+        result, memory = empty((), dtype or np.ones(1, self.dtype).sum().dtype), self._memory
         target = result._memory
         _queue("sum", [self], [result], lambda: memory.sum(dtype=dtype, out=target))
         return result
 
     def __float__(self):
         return float(self.get())
+
+    def __int__(self):
+        return int(self.get())
 
     def copy(self, order="C"):
         return self.astype(self.dtype)
@@ -287,6 +291,14 @@ def asarray(a, dtype=None, order=None, *, copy=None, blocking=False):
 
 
 array = asarray
+
+
+def concatenate(tup):
+    lengths = [len(each) for each in tup]
+    joined = empty((sum(lengths), *tup[0].shape[1:]), np.result_type(*(each.dtype for each in tup)))
+    for each, end in zip(tup, np.cumsum(lengths).tolist(), strict=True):
+        joined[end - len(each) : end] = each
+    return joined
 
 
 def _foreign(a):

@@ -113,18 +113,19 @@ class _AnyStream:
 
 class Stream(_AnyStream):
     def __init__(self, null=False, non_blocking=False, ptds=False, priority=None):
-        if null:
-            super().__init__(0, -1)
+        if null or ptds:
+            super().__init__(runtime.streamPerThread if ptds else 0, -1)
         else:
             self.ptr, self._machine = 0, fake.machine
             super().__init__(runtime.streamCreateWithFlags(int(non_blocking)), runtime.getDevice())
 
     def __del__(self):
-        if self.ptr:
+        if self.ptr not in (0, runtime.streamPerThread):
             self._machine.drop(self.ptr)
 
 
 Stream.null = Stream(null=True)
+Stream.ptds = Stream(ptds=True)
 
 
 class ExternalStream(_AnyStream):
@@ -134,7 +135,7 @@ class ExternalStream(_AnyStream):
 
 def get_current_stream(device_id=-1):
     stream = _current.streams.get(runtime.getDevice() if device_id == -1 else device_id)
-    if stream is None or (isinstance(stream, Stream) and stream.ptr and stream._machine is not fake.machine):
+    if stream is None or (isinstance(stream, Stream) and stream.ptr > 2 and stream._machine is not fake.machine):
         return Stream.null
     return stream
 
@@ -153,6 +154,10 @@ class Event:
 
     def synchronize(self):
         runtime.eventSynchronize(self.ptr)
+
+
+def get_elapsed_time(start_event, end_event):
+    return runtime.eventElapsedTime(start_event.ptr, end_event.ptr)
 
 
 class UnownedMemory:
@@ -216,3 +221,10 @@ def alloc_pinned_memory(size):
     pinned = type("PinnedMemoryPointer", (ctypes.c_uint8 * size,), {}).from_address(owner.allocation.base)
     pinned.mem, pinned.ptr = owner, owner.allocation.base
     return pinned
+
+
+class MemoryPool:
+    """The fake keeps no memory back."""
+
+    def free_all_blocks(self, stream=None):
+        pass

@@ -51,13 +51,26 @@ class CUDARuntimeError(RuntimeError):
 class Operation:
     """Something queued on a stream. `after`: the operations of other streams that must be done before."""
 
-    __slots__ = ("after", "clock", "done", "known", "name", "number", "polls", "ranges", "ready", "stream", "work")
+    __slots__ = (
+        "after",
+        "clock",
+        "done",
+        "known",
+        "name",
+        "number",
+        "polls",
+        "ran_s",
+        "ranges",
+        "ready",
+        "stream",
+        "work",
+    )
 
     def __init__(self, stream, name, work, ranges, after, ready, known):
         self.stream, self.name, self.work, self.ranges = stream, name, work, ranges
         self.after, self.ready, self.known = after, ready, known
         self.number = stream.queued = stream.queued + 1
-        self.done, self.clock, self.polls = False, None, 0
+        self.done, self.clock, self.polls, self.ran_s = False, None, 0, None
 
     def __str__(self):
         return f"{self.name} (number {self.number} on {self.stream})"
@@ -269,6 +282,7 @@ class Machine:
             self.races += self.memory.use(operation, *each, is_written)
         if operation.work is not None:
             operation.work()
+        operation.ran_s = time.perf_counter()
 
     def _run_some(self):
         if self.mode == "eager":
@@ -345,13 +359,14 @@ class Machine:
             self._driver.start()
 
     def serve(self):
-        """Run what other processes wait for."""
+        """Run what other processes wait for; returns whether they do."""
         wanted = [each for each in list(self.exported) if each.counters.done < each.counters.wanted]
         if wanted or self.mode != "lazy":
             with self.entered():
                 for each in wanted:
                     while each.counters.done < each.counters.wanted and (needed := self._needed(each.record)):
                         self._run(needed)
+        return bool(wanted)
 
     # memory
 

@@ -22,7 +22,8 @@ import numpy as np
 
 HANDLE = struct.Struct("<8s7q")
 """Kind, process, file, its inode, bytes, GPU; nothing twice."""
-POLL_S = 0.0005
+POLL_S, IDLE_POLL_S, IDLE_AFTER = 50e-6, 2e-3, 200
+"""How often a process looks what another has done or wants, and how often after so many times in vain."""
 
 
 class SharedMemory:
@@ -107,7 +108,8 @@ class Driver(threading.Thread):
         self._machine = weakref.ref(machine)
 
     def run(self):
+        in_vain = 0
         while (machine := self._machine()) is not None and not machine.is_closed:
-            machine.serve()
+            in_vain = 0 if machine.serve() else in_vain + 1
             del machine
-            time.sleep(POLL_S)
+            time.sleep(POLL_S if in_vain < IDLE_AFTER else IDLE_POLL_S)

@@ -7,6 +7,8 @@ import tests.fake_cupy as fake
 from tests.fake_cupy import arrays, cuda
 from tests.fake_cupy.machine import CUDARuntimeError
 
+NVRTC_DEFAULT = ("--std=c++17",)
+
 
 def _emulator():
     return fake.emulator or importlib.import_module("tests.emulated_cuda")
@@ -16,7 +18,7 @@ class RawModule:
     def __init__(self, code=None, *, path=None, options=(), backend="nvrtc", name_expressions=None):
         if (code is None) == (path is None) or not isinstance(options, tuple):
             raise TypeError("RawModule takes code or a path, and a tuple of options")
-        self._module = _emulator().emulate(code or Path(path).read_text(), options)
+        self._module = _emulator().emulate(code or Path(path).read_text(), options or NVRTC_DEFAULT)
 
     def get_function(self, name):
         return RawKernel(self._module, name)

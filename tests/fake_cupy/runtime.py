@@ -238,6 +238,17 @@ def eventSynchronize(event):
         fake.machine.synchronize(_own_event(event).record)
 
 
+def eventElapsedTime(start, end):
+    """The emulator's time, which is no GPU's."""
+    with fake.machine.entered():
+        events = _own_event(start), _own_event(end)
+        if any(each.record is None or each.flags & eventDisableTiming for each in events):
+            raise CUDARuntimeError(400)
+        if not all(each.record.done for each in events):
+            raise CUDARuntimeError(600)
+        return 1e3 * (events[1].record.ran_s - events[0].record.ran_s)
+
+
 def eventDestroy(event):
     with fake.machine.entered():
         which = _event(event)

@@ -326,6 +326,15 @@ def test_the_pool_of_pinned_blocks_is_right(any_mode):
     assert races(any_mode) == []
 
 
+def test_the_pool_of_pinned_blocks_looks_at_one_when_the_gpu_is_far_behind(cupy, monkeypatch):
+    asked = []
+    monkeypatch.setattr(cupy.cuda.runtime, "eventQuery", lambda event: asked.append(event) or 600)
+    pool, stream, block = PinnedPool(), Stream(device(0)), device(0).empty(64)
+    for _ in range(20):
+        pool.upload(np.arange(8), block.pointer, stream)
+    assert len(asked) == 19
+
+
 def test_out_of_memory(any_mode):
     any_mode.machine.memory_bytes = 1000
     with pytest.raises(any_mode.cuda.runtime.CUDARuntimeError) as raised:

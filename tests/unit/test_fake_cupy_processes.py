@@ -1,0 +1,150 @@
+"""The fake CuPy between real processes: whose memory is seen, when what is run, and what is found to be wrong."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import fake_cupy
+
+ROOT = Path(__file__).parents[2]
+CHILD = """
+import sys
+from tests import fake_cupy
+
+with fake_cupy.checked(sys.argv[1], one_process=True) as fake:
+    runtime = fake.cuda.runtime
+    for line in sys.stdin:
+        try:
+            print(eval(line), flush=True)
+        except runtime.CUDARuntimeError as exc:
+            print(f"CUDARuntimeError: {exc}", flush=True)
+"""
+NBYTES = 1 << 12
+
+
+class Child:
+    """Another process with the fake: it evaluates expressions."""
+
+    def __init__(self, mode):
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", CHILD, mode], cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+
+    def __call__(self, expression):
+        self.process.stdin.write(f"{expression}\n")
+        self.process.stdin.flush()
+        return self.process.stdout.readline().strip()
+
+    def read(self, stream, address):
+        """The first byte there, when what is queued on a stream is done."""
+        self(f"runtime.memcpyAsync(host.ptr, {address}, 1, 4, {stream})")
+        self(f"runtime.streamSynchronize({stream})")
+        return int(self("host[0]"))
+
+
+@pytest.fixture
+def fake():
+    with fake_cupy.checked(one_process=True) as fake:
+        yield fake
+
+
+@pytest.fixture(params=["lazy", "eager", "random"])
+def child(request):
+    child = Child(request.param)
+    child("globals().update(host=fake.cuda.alloc_pinned_memory(8))")
+    yield child
+    child.process.stdin.close()
+    assert child.process.wait(20) == 0
+    child.process.stdout.close()
+
+
+@pytest.fixture
+def memory(fake):
+    """An allocation, and the handle by which it is mapped."""
+    address = fake.cuda.runtime.malloc(NBYTES)
+    return address, fake.cuda.runtime.ipcGetMemHandle(address)
+
+
+def test_another_process_sees_the_same_bytes_elsewhere(fake, child, memory):
+    address, handle = memory
+    mapped = int(child(f"runtime.ipcOpenMemHandle({handle})"))
+    assert mapped != address
+    child(f"runtime.memsetAsync({mapped + 5}, 77, 1, 0)")
+    child("runtime.streamSynchronize(0)")
+    bytes_here = fake.machine.memory.of(address).shared.bytes
+    assert bytes_here[4:7].tolist() == [0xCD, 77, 0xCD]
+    child(f"runtime.ipcCloseMemHandle({mapped})")
+    fake.cuda.runtime.free(address)
+    assert fake.machine.memory.in_use() == []
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_stream_waits_for_another_processs_event(fake, child, memory, waits):
+    """Nothing runs here before somebody wants it: who does not wait reads what was there before."""
+    runtime, (address, handle) = fake.cuda.runtime, memory
+    event = runtime.eventCreateWithFlags(runtime.eventInterprocess | runtime.eventDisableTiming)
+    opened = int(child(f"runtime.ipcOpenEventHandle({runtime.ipcGetEventHandle(event)})"))
+    mapped = int(child(f"runtime.ipcOpenMemHandle({handle})"))
+    for value in (3, 4):
+        runtime.memsetAsync(address, value, NBYTES, 0)
+        runtime.eventRecord(event, 0)
+        if waits:
+            child(f"runtime.streamWaitEvent(0, {opened})")
+        assert child.read(0, mapped) == (value if waits else 0xCD)
+    child(f"runtime.ipcCloseMemHandle({mapped})")
+
+
+def test_a_wait_is_for_the_record_of_its_time(fake, child):
+    """An event that was not recorded holds nobody up, nor does a record that comes later."""
+    runtime = fake.cuda.runtime
+    event = runtime.eventCreateWithFlags(runtime.eventInterprocess | runtime.eventDisableTiming)
+    opened = int(child(f"runtime.ipcOpenEventHandle({runtime.ipcGetEventHandle(event)})"))
+    child(f"runtime.streamWaitEvent(0, {opened})")
+    runtime.memsetAsync(runtime.malloc(8), 1, 8, 0)
+    runtime.eventRecord(event, 0)
+    child("runtime.streamSynchronize(0)")
+    assert fake.machine.stream(0).queue, "nobody has asked for it"
+
+
+def test_handles_that_are_refused(fake, child, memory):
+    runtime, (address, handle) = fake.cuda.runtime, memory
+    with pytest.raises(runtime.CUDARuntimeError, match="invalid device context"):
+        runtime.ipcOpenMemHandle(handle)
+    event = runtime.eventCreateWithFlags(runtime.eventInterprocess | runtime.eventDisableTiming)
+    with pytest.raises(runtime.CUDARuntimeError, match="invalid argument"):
+        runtime.ipcOpenMemHandle(runtime.ipcGetEventHandle(event))
+    with pytest.raises(runtime.CUDARuntimeError, match="invalid argument"):
+        runtime.ipcOpenMemHandle(handle[:-1])
+    runtime.free(address)
+    assert child(f"runtime.ipcOpenMemHandle({handle})").startswith("CUDARuntimeError: cudaErrorInvalidResourceHandle")
+
+
+def test_memory_that_is_freed_while_another_process_has_it_mapped(fake, child, memory):
+    runtime, (address, handle) = fake.cuda.runtime, memory
+    child(f"runtime.ipcOpenMemHandle({handle})")
+    runtime.free(address)
+    (race,) = fake.machine.races
+    assert "is freed while another process has it mapped" in race
+    fake.machine.races.clear()
+
+
+def test_a_process_that_is_killed_has_nothing_mapped_any_more(fake, memory):
+    child, (address, handle) = Child("lazy"), memory
+    assert child(f"runtime.ipcOpenMemHandle({handle})").isdecimal()
+    child.process.kill()
+    child.process.wait(20)
+    child.process.stdin.close()
+    child.process.stdout.close()
+    fake.cuda.runtime.free(address)
+
+
+def test_what_was_unmapped_is_not_touched(fake, child):
+    told = child("runtime.malloc(4096)")
+    handle = child(f"runtime.ipcGetMemHandle({told})")
+    mapped = fake.cuda.runtime.ipcOpenMemHandle(eval(handle))
+    fake.cuda.runtime.ipcCloseMemHandle(mapped)
+    with pytest.raises(fake.cuda.runtime.CUDARuntimeError, match="illegal memory access"):
+        fake.cuda.runtime.memsetAsync(mapped, 0, 1, 0) or fake.cuda.runtime.streamSynchronize(0)
+    assert "was freed by ipcCloseMemHandle" in fake.machine.races.pop()
