@@ -197,13 +197,13 @@ def streamQuery(stream):
 
 def streamWaitEvent(stream, event, flags=0):
     with fake.machine.entered():
-        queue, which = fake.machine.stream(stream), _event(event)
+        which = _event(event)
         if which.counters is not None and which.counters.is_foreign:
             counters, number = which.counters, which.counters.recorded
             name = f"wait for record {number} of another process's event {event:#x}"
-            fake.machine.queue(queue, name, ready=lambda: counters.reached(number))
+            fake.machine.queue(fake.machine.stream(stream), name, ready=lambda: counters.reached(number))
         elif which.record is not None:
-            fake.machine.queue(queue, f"wait for {which.record.name}", after=[which.record])
+            fake.machine.queue(fake.machine.stream(stream), f"wait for {which.record.name}", after=[which.record])
 
 
 # events

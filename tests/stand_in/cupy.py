@@ -1,8 +1,8 @@
 """`import cupy` for whole programs: the fake CuPy, one machine a process; this folder must be on PYTHONPATH.
 
 With it tests/gpu and bench/gpu run where no GPU is, and show that they run: what they find and measure of a GPU, they
-do not show. $FAKE_CUPY says how late streams run: lazy (if unset), eager or random. A process in which races were found
-prints them, and ends with exit code 1.
+do not show. $FAKE_CUPY says how late streams run: lazy (if unset), eager or random; $FAKE_CUPY_GPUS how many GPUs there
+are, if not one. A process in which races were found prints them, and ends with exit code 1.
 """
 
 import atexit
@@ -12,7 +12,8 @@ import sys
 from tests import fake_cupy
 from tests.fake_cupy.machine import Machine
 
-machine = fake_cupy.machine = Machine(os.environ.get("FAKE_CUPY", "lazy"), seed=os.getpid(), one_process=True)
+MODE, GPUS = os.environ.get("FAKE_CUPY", "lazy"), int(os.environ.get("FAKE_CUPY_GPUS", "1"))
+machine = fake_cupy.machine = Machine(MODE, seed=os.getpid(), device_count=GPUS, one_process=True)
 sys.modules.update(fake_cupy.modules())
 
 

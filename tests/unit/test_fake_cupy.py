@@ -326,12 +326,14 @@ def test_the_pool_of_pinned_blocks_is_right(any_mode):
     assert races(any_mode) == []
 
 
-def test_the_pool_of_pinned_blocks_looks_at_one_when_the_gpu_is_far_behind(cupy, monkeypatch):
+def test_the_pool_of_pinned_blocks_looks_at_one_when_the_gpu_is_far_behind(cupy):
     asked = []
-    monkeypatch.setattr(cupy.cuda.runtime, "eventQuery", lambda event: asked.append(event) or 600)
     pool, stream, block = PinnedPool(), Stream(device(0)), device(0).empty(64)
-    for _ in range(20):
-        pool.upload(np.arange(8), block.pointer, stream)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cupy.cuda.runtime, "eventQuery", lambda event: asked.append(event) or 600)
+        for _ in range(20):
+            pool.upload(np.arange(8), block.pointer, stream)
+    stream.synchronize()
     assert len(asked) == 19
 
 

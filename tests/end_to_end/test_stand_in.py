@@ -1,0 +1,70 @@
+"""tests/gpu and bench/gpu where no GPU is, on the fake CuPy: that they run, and would tell what is wrong. No more.
+
+What a GPU does, and how long it takes, only a GPU shows. All of tests/gpu takes some minutes more:
+
+    PYTHONPATH=tests/stand_in:. ringrun -np 2 python -m pytest --with-mpi --timeout=900 tests/gpu
+"""
+
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.conftest import ROOT, ringrun, run
+
+pytestmark = pytest.mark.timeout(600)
+PYTHON = Path(sys.executable)
+PYTEST = ["-m", "pytest", "--with-mpi", "-p", "no:cacheprovider", "--color=no", "-q", "-rs"]
+FAKE = {
+    "PYTHONPATH": os.pathsep.join([str(ROOT / "tests" / "stand_in"), str(ROOT)]),
+    "RINGREDUCE_CUDA_SLOT_BYTES": str(1 << 20),
+}
+QUICK = "not short and not array_of_many_slots"
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_the_gpu_tests_run(ranks):
+    finished = ringrun(PYTHON, ranks, *PYTEST, "tests/gpu", "-k", QUICK, timeout_s=500, **FAKE)
+    print(finished.stdout)
+    assert finished.returncode == 0, finished.stdout
+    assert re.search(r"^\[0\] \d{2,} passed", finished.stdout, re.MULTILINE), finished.stdout
+
+
+def test_the_gpu_benches_run(tmp_path):
+    bench, rows = ROOT / "bench" / "gpu", tmp_path / "rows.json"
+    for finished, count in (
+        (run([PYTHON, bench / "kernels.py", "--quick", "--json", rows], timeout_s=300, **FAKE), 10),
+        (ringrun(PYTHON, 2, bench / "gradients.py", "--quick", "--json", rows, timeout_s=300, **FAKE), 3),
+    ):
+        assert finished.returncode == 0, finished.stdout
+        kept = json.loads(rows.read_text())
+        rows.unlink()
+        assert [row["wrong"] for row in kept["rows"]] == [0] * count, finished.stdout
+        assert kept["header"]["gpu"] == "Fake GPU"
+
+
+SCRIPT = """
+import sys
+import cupy
+import ringreduce as rr
+
+rr.init()
+values = cupy.full(1000, rr.rank() + 1.0)
+rr.allreduce(values)  # the first one makes memory, and waits for the default stream
+handle = rr.allreduce_async_(values, op=rr.Sum)
+if len(sys.argv) > 1:
+    values *= 2  # nobody has waited for the result
+print("sum", rr.synchronize(handle).get()[0])
+"""
+
+
+@pytest.mark.parametrize("racing", [False, True])
+def test_a_race_in_a_program_fails_it(tmp_path, racing):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    finished = ringrun(PYTHON, 2, script, *["racing"] * racing, timeout_s=60, **FAKE)
+    assert finished.returncode == int(racing), finished.stdout
+    assert ("the fake CuPy has found races" in finished.stdout) == racing
