@@ -11,7 +11,6 @@ from typing import Any
 from ringreduce import fusion
 from ringreduce.buffers import Buffer, GpuBuffer
 from ringreduce.collectives import bridged, hierarchical, mapped, shared
-from ringreduce.collectives.bridged import Stage
 from ringreduce.collectives.hierarchical import WIDTH
 from ringreduce.collectives.mapped import GpuSlot
 from ringreduce.collectives.overlap import overlapped
@@ -25,7 +24,7 @@ from ringreduce.log import LOGGER
 from ringreduce.ops import Reduction
 from ringreduce.transport import nccl
 from ringreduce.transport.base import Steps
-from ringreduce.transport.device import Done
+from ringreduce.transport.device import Done, Stage
 
 BRIDGED_SLOT_BYTES = 4 << 20
 """Of a slot at most, between hosts: the wire is slow, and shorter slots overlap better."""
