@@ -23,43 +23,13 @@ from ringreduce.collectives.mapped import GpuSlot, alignment
 from ringreduce.collectives.overlap import overlapped
 from ringreduce.collectives.shared import COPY, DONE, PACK, REDUCE, Watch
 from ringreduce.cuda.kernels import Kernels
-from ringreduce.cuda.runtime import Block, Event, Pinned, Stream
+from ringreduce.cuda.runtime import Event, Stream
 from ringreduce.ops import Reduction
 from ringreduce.partition import equal_chunk
 from ringreduce.transport.base import Steps
-from ringreduce.transport.device import Done
+from ringreduce.transport.device import Done, Stage
 from ringreduce.transport.peers import PeerSlots
 from ringreduce.transport.window import PACKED, SUMMED
-
-
-class Stage:
-    """What one slot under way uses: a stream, and memory on the GPU and on the host for work that is queued there."""
-
-    def __init__(self, stream: Stream) -> None:
-        self.stream = stream
-        self._block: Block | None = None
-        self._pinned: Pinned | None = None
-
-    def block(self, nbytes: int) -> Block:
-        """At least `nbytes` on the GPU; kept for later calls."""
-        if self._block is None or self._block.nbytes < nbytes:
-            self.free()
-            self._block = Block(self.stream.device, nbytes)
-        return self._block
-
-    def pinned(self, nbytes: int) -> Pinned:
-        """At least `nbytes` on the host; kept for later calls."""
-        if self._pinned is None or self._pinned.array.nbytes < nbytes:
-            self.stream.synchronize()  # what is being copied must stay
-            self._pinned = Pinned(nbytes)
-        return self._pinned
-
-    def free(self) -> None:
-        """Give the memory back; waits for the stream."""
-        self.stream.synchronize()
-        if self._block is not None:
-            self._block.free()
-        self._block = self._pinned = None
 
 
 class Bridge:

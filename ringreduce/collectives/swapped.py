@@ -6,8 +6,8 @@ A turn has two halves. A rank puts into its own slot what others need of it; whe
 straight out of all slots: copies it, or sums it. All but the sums are copies of bytes.
 
 One slot is put ahead of the one that is taken. Before a rank puts slot k + 4, whose memory is that of slot k, it has
-taken slot k + 2, for which it waited until all had put k + 2, after each had taken k. The turns of mapped.py go on where
-these end, and the other way round, for the same reason.
+taken slot k + 2, for which it waited until all had put k + 2, after each had taken k. The turns of mapped.py go on
+where these end, and the other way round, for the same reason.
 """
 
 from __future__ import annotations

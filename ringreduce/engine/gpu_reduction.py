@@ -5,16 +5,16 @@ Nothing here waits for the GPU, but before the host reads what was copied down.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ringreduce import fusion
 from ringreduce.buffers import Buffer, GpuBuffer
 from ringreduce.collectives import bridged, hierarchical, mapped, shared
-from ringreduce.collectives.bridged import Stage
 from ringreduce.collectives.hierarchical import WIDTH
 from ringreduce.collectives.mapped import GpuSlot
 from ringreduce.collectives.overlap import overlapped
+from ringreduce.cuda.kernels import Kernels
 from ringreduce.cuda.runtime import Stream
 from ringreduce.dtypes import TABLE, ElementType
 from ringreduce.engine.batch import Batch, view
@@ -24,7 +24,7 @@ from ringreduce.log import LOGGER
 from ringreduce.ops import Reduction
 from ringreduce.transport import nccl
 from ringreduce.transport.base import Steps
-from ringreduce.transport.device import Done
+from ringreduce.transport.device import Done, Stage
 
 BRIDGED_SLOT_BYTES = 4 << 20
 """Of a slot at most, between hosts: the wire is slow, and shorter slots overlap better."""
@@ -115,6 +115,22 @@ def _address(buffer: Buffer, low: int) -> int:
     if not isinstance(buffer, GpuBuffer):
         raise TypeError(f"host memory among GPU arrays: {buffer.device}")
     return buffer.pointer + low * buffer.element.itemsize
+
+
+class _WithKernels(Reduction):
+    """Reduces elements of several ranks with our kernels: CuPy's own flush subnormal numbers to zero."""
+
+    kernels: Kernels
+    stream: Stream
+
+    def __new__(cls, reduction: Reduction, kernels: Kernels, stream: Stream) -> _WithKernels:
+        made = super().__new__(cls, *reduction)
+        made.kernels, made.stream = kernels, stream
+        return made
+
+    def reduce_parts(self, parts: Sequence[Any], out: Any) -> None:
+        """See `Reduction.reduce_parts`; GPU memory."""
+        self.kernels.reduce(self, [each.data.ptr for each in parts], out.data.ptr, out.size, self.stream)
 
 
 class GpuReduction:
@@ -249,7 +265,8 @@ class GpuReduction:
         finished_bytes, sum_bytes = slot.length * work.itemsize, slot.length * self.sum_itemsize
         block = self.routes.blocks[channel].block(work.capacity * (self.sum_itemsize + work.itemsize))
         algorithm = "direct" if self.context.settings.deterministic else "ring"
-        collective = MessageCollective(algorithm, work.batch.inputs[0], reduction, channel, self.context)
+        summing = _WithKernels(reduction, kernels, stream)
+        collective = MessageCollective(algorithm, work.batch.inputs[0], summing, channel, self.context)
         work.watch(number, shared.PACK)
         if algorithm == "direct":
             kernels.gather(slot.table, slot.inputs, block.pointer, stream)

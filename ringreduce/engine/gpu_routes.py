@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ringreduce.collectives import bruck
-from ringreduce.collectives.bridged import Bridge, Stage
+from ringreduce.collectives.bridged import Bridge
 from ringreduce.collectives.hierarchical import Hierarchy
 from ringreduce.collectives.mapped import ONE_SHOT_BYTES
 from ringreduce.cuda.runtime import Block, Stream
@@ -26,6 +26,7 @@ from ringreduce.log import LOGGER
 from ringreduce.settings import Settings
 from ringreduce.transport import cuda_aware, nccl
 from ringreduce.transport.base import EngineTransport, Steps, Transport
+from ringreduce.transport.device import Stage
 from ringreduce.transport.peers import CARD_BYTES, OwnSlots, PeerSlots
 from ringreduce.transport.window import Region
 

@@ -463,7 +463,7 @@ def test_the_ranges_that_launches_read_and_write(gpu):
         return told
 
     whole = {"p0": (0, 20, 20), "p1": (0, 12000, 12000)}
-    in_slot = (0, 4 * length - 0, 20 + 12000)
+    in_slot = (0, 4 * length, 20 + 12000)
     assert [tuple(map(found, accesses(*launched))) for launched in FakeModule.launched] == [
         (whole, {"s0": in_slot}),
         ({"s0": (0, 1504 * 4, 20 + (1504 - 8) * 4), "s1": (1504 * 4, 4 * length, (length - 1504) * 4)}, whole),
