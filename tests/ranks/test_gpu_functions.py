@@ -14,8 +14,9 @@ from ringreduce.partition import chunk_bounds
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
 from ringreduce.transport import peers
+from ringreduce.transport.device import Stage
 from tests import fake_cupy, fake_torch
-from tests.ranks.test_gpu import MODES, SLOT_BYTES, as_other_process, gpu, ranks, values
+from tests.ranks.test_gpu import MODES, SLOT_BYTES, as_other_process, gpu, ranks, small, values
 
 __all__ = ["gpu"]
 WORLDS = {"one host": [0, 0, 0], "bridged": [0, 0, 1], "hosts": [0, 1, 2]}
@@ -233,6 +234,24 @@ def test_the_longest_one_shot_buffer_and_one_that_is_longer(gpu, nbytes):
         np.testing.assert_array_equal(result, total(nbytes // 4, "float32", 2))
 
 
+def test_between_mapped_slots_the_host_moves_nothing(cupy, monkeypatch):
+    def pinned(self, nbytes):
+        raise AssertionError(f"{nbytes} bytes of host memory to copy through")
+
+    monkeypatch.setattr(Stage, "pinned", pinned)
+    messages = []
+
+    def program():
+        array = cupy.array(values(30_000, "float32", rr.rank()))
+        results = [rr.allreduce(array, op=Sum), rr.broadcast(array, root_rank=1), rr.allgather(array)]
+        results += [rr.reducescatter(array, op=Sum), rr.alltoall(array)]
+        return results[0].get()
+
+    for result in run_ranks(3, program, settings=small(), messages=messages, timeout_s=60):
+        np.testing.assert_array_equal(result, total(30_000, "float32", 3))
+    assert max(each.nbytes for each in messages) < 4096, "but for what the ranks agree on"
+
+
 # torch
 
 
@@ -396,6 +415,16 @@ def test_nccl_when_it_is_asked_for(monkeypatch, dtype, op):
 
     for on_gpu, on_host in nccl_ranks(3, program, monkeypatch, device_count=3):
         np.testing.assert_allclose(on_gpu, on_host, rtol=2e-3 if dtype == "float16" else 1e-6)
+
+
+def test_nccl_averages_integers_whose_sum_is_too_long_for_them(monkeypatch):
+    def program(cupy):
+        return rr.allreduce(cupy.array(values(300, "int32", rr.rank()) << 28), op=rr.Average).get()
+
+    expected = sum(values(300, "int64", rank) << 28 for rank in range(3)) // 3
+    assert (3 * expected > np.iinfo(np.int32).max).any()
+    for result in nccl_ranks(3, program, monkeypatch, device_count=3):
+        np.testing.assert_array_equal(result, expected)
 
 
 def test_nccl_on_a_gpu_that_ranks_share_is_an_error_on_all(monkeypatch):
