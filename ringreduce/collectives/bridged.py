@@ -165,9 +165,7 @@ def _across_gpus(
     sum_bytes, finished_bytes = count * reduction.sum_type.itemsize, count * reduction.element.itemsize
     block = stage.block(sum_bytes + finished_bytes)
     kernels.partial(reduction, chunks, block.pointer, count, stage.stream)
-    summed = stage.stream.record()
-    yield Done(summed, transport.rank)  # a message would wait for it, and hold all up
-    current.wait(summed)
+    yield Done(stage.stream.record(), transport.rank)
     partial = block.array(reduction.sum_type, 0, sum_bytes)
     finished, offset = partial, 0
     if not reduction.in_place:
