@@ -214,6 +214,22 @@ def test_results_are_used_on_the_stream_that_asks_for_them(gpu):
         np.testing.assert_array_equal(doubled, 2 * total(2500, "float32", 3))
 
 
+def test_the_callers_current_stream_stays(gpu):
+    """CuPy's use() ends with any `with` of a stream in the thread."""
+
+    def program():
+        stream = gpu.cuda.Stream(non_blocking=True)
+        stream.use()
+        array = gpu.array(values(900, "float32", rr.rank()))
+        rr.allreduce(array, op=Sum)
+        rr.allreduce_(array, op=Sum)
+        rr.allgather(array)
+        rr.alltoall(gpu.array(values(4, "float32", 0)), splits=gpu.array(np.array([2, 2])))
+        return gpu.cuda.get_current_stream() == stream
+
+    assert ranks([0, 0], program) == [True, True]
+
+
 def test_views_that_are_not_aligned(gpu, hosts):
     def program():
         base = gpu.array(values(4001, "int8", rr.rank()))
