@@ -1,7 +1,7 @@
 """cupy.cuda: devices, streams and memory as objects."""
 
-import ctypes
 import collections
+import ctypes
 import threading
 
 import tests.fake_cupy as fake
