@@ -134,8 +134,12 @@ class GpuBuffer(Buffer):
 
     def empty(self, shape: tuple[int, ...]) -> Buffer:
         """See `Buffer.empty`. The memory is the caller's stream's: who writes it elsewhere follows `ready` of it."""
-        with cuda.device(self.index), self.stream:
-            array = cupy().empty(shape, dtype=self.dtype)
+        with cuda.device(self.index):
+            if self.current_stream(self.index) == self.stream:  # a `with` would end the caller's stream.use()
+                array = cupy().empty(shape, dtype=self.dtype)
+            else:
+                with self.stream:
+                    array = cupy().empty(shape, dtype=self.dtype)
         return self._like(array, int(array.data.ptr), shape)
 
     def _like(self, array: Any, pointer: int, shape: tuple[int, ...]) -> Buffer:

@@ -4,13 +4,14 @@
     python bench/gpu/all.py gpu-results
     python bench/gpu/all.py gpu-results --steps kernels gradients-2 --minutes 20
 
-One GPU is enough: the ranks share it. With more, each rank has its own, in turn. Steps, in this order:
+One GPU is enough: the ranks share it. With more, each rank has its own, in turn. Steps, what matters most first:
 
-    tests-P          tests/gpu on P ranks, P in 1, 2, 4
-    tests-killed     a rank that is killed while the others have its GPU memory mapped
-    kernels          bench/gpu/kernels.py
-    gradients-P      bench/gpu/gradients.py on P ranks, P in 2, 4
-    train_step-2     bench/gpu/train_step.py on 2 ranks
+    tests-1, tests-2      tests/gpu on 1 rank, on 2
+    kernels               bench/gpu/kernels.py
+    gradients-2           bench/gpu/gradients.py on 2 ranks
+    train_step-2          bench/gpu/train_step.py on 2 ranks
+    tests-killed          a rank that is killed while the others have its GPU memory mapped
+    tests-4, gradients-4  the same on 4 ranks
 
 The folder gets results.md (GPU, driver, date; how each step ended; the tables), what each step printed as STEP.txt, and
 the benches' rows as STEP.json. A step that fails or hangs is told, and the next one is begun. Exit code: 1 when a step
@@ -66,12 +67,25 @@ def ranks(count: int, *arguments: str) -> list[str]:
     return ["-m", "ringrun", "-np", str(count), sys.executable, *arguments]
 
 
+def tests(count: int) -> Step:
+    """The GPU tests on so many ranks."""
+    return Step(f"tests-{count}", ranks(count, *PYTEST, "--with-mpi", "tests/gpu"))
+
+
+def bench(name: str, count: int) -> Step:
+    """A bench on so many ranks."""
+    return Step(f"{name}-{count}", ranks(count, str(HERE / f"{name}.py")), True)
+
+
 STEPS = [
-    *(Step(f"tests-{count}", ranks(count, *PYTEST, "--with-mpi", "tests/gpu")) for count in (1, 2, 4)),
-    Step("tests-killed", [*PYTEST, "tests/gpu/test_jobs.py", "-k", "killed"]),
+    tests(1),
+    tests(2),
     Step("kernels", [str(HERE / "kernels.py")], True),
-    *(Step(f"gradients-{count}", ranks(count, str(HERE / "gradients.py")), True) for count in (2, 4)),
-    Step("train_step-2", ranks(2, str(HERE / "train_step.py")), True),
+    bench("gradients", 2),
+    bench("train_step", 2),
+    Step("tests-killed", [*PYTEST, "tests/gpu/test_jobs.py", "-k", "killed"]),
+    tests(4),
+    bench("gradients", 4),
 ]
 
 

@@ -81,7 +81,7 @@ def about_gpu() -> dict[str, Any]:
 
     properties = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)
     told = DRIVER.read_text() if DRIVER.exists() else ""
-    found = re.search(r"Kernel Module\D*(\d+\.[\d.]+)", told)
+    found = re.search(r"Kernel Module.*?(\d+\.\d[\d.]*)", told)
     return {
         "gpu": properties["name"].decode(),
         "driver": found[1] if found else "unknown",

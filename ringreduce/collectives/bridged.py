@@ -1,9 +1,11 @@
-"""All-reduce of GPU arrays over hosts with several ranks each: mapped slots inside a host, rings across on the host.
+"""All-reduce of GPU arrays over hosts with several ranks each: mapped slots inside a host, rings across.
 
 What collectives/hierarchical.py does, with the kernels of collectives/mapped.py:
 
     gather · sum the host's part of this rank's chunk · copy it down · ring with the ranks of the other hosts · copy the
     finished chunk up into this rank's slot · scatter all chunks out of their owners' slots
+
+Where MPI takes GPU memory nothing is copied down and up: the rings' messages, and their sums, are the GPU's.
 
 Slots overlap: one is on the wire while the next is gathered, summed and copied. Each of the `WIDTH` slots under way has
 a stream of its own, so the proof in hierarchical.py that `2 WIDTH` slots of memory suffice holds for the GPUs too: what
@@ -13,60 +15,34 @@ a slot's turn does comes in its stream behind what the turn `WIDTH` before has d
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
+from ringreduce import buffers
 from ringreduce.collectives import ring
 from ringreduce.collectives.hierarchical import WIDTH, Hierarchy, InOrder
 from ringreduce.collectives.mapped import GpuSlot, alignment
 from ringreduce.collectives.overlap import overlapped
 from ringreduce.collectives.shared import COPY, DONE, PACK, REDUCE, Watch
 from ringreduce.cuda.kernels import Kernels
-from ringreduce.cuda.runtime import Block, Event, Pinned, Stream
+from ringreduce.cuda.runtime import Event, Stream
 from ringreduce.ops import Reduction
 from ringreduce.partition import equal_chunk
-from ringreduce.transport.base import Steps
-from ringreduce.transport.device import Done
+from ringreduce.transport.base import Steps, Transport
+from ringreduce.transport.device import Done, Stage
 from ringreduce.transport.peers import PeerSlots
 from ringreduce.transport.window import PACKED, SUMMED
 
-
-class Stage:
-    """What one slot under way uses: a stream, and memory on the GPU and on the host for work that is queued there."""
-
-    def __init__(self, stream: Stream) -> None:
-        self.stream = stream
-        self._block: Block | None = None
-        self._pinned: Pinned | None = None
-
-    def block(self, nbytes: int) -> Block:
-        """At least `nbytes` on the GPU; kept for later calls."""
-        if self._block is None or self._block.nbytes < nbytes:
-            self.free()
-            self._block = Block(self.stream.device, nbytes)
-        return self._block
-
-    def pinned(self, nbytes: int) -> Pinned:
-        """At least `nbytes` on the host; kept for later calls."""
-        if self._pinned is None or self._pinned.array.nbytes < nbytes:
-            self.stream.synchronize()  # what is being copied must stay
-            self._pinned = Pinned(nbytes)
-        return self._pinned
-
-    def free(self) -> None:
-        """Give the memory back; waits for the stream."""
-        self.stream.synchronize()
-        if self._block is not None:
-            self._block.free()
-        self._block = self._pinned = None
+GPU_SEGMENT_BYTES = 1 << 20
+"""Of messages of GPU memory: each costs some launches and a wait for the GPU, so they are longer than the host's."""
 
 
 class Bridge:
     """One process set's, on one of its ranks: `hierarchy` tells who is whose neighbour across the hosts."""
 
-    def __init__(self, hierarchy: Hierarchy, peers: PeerSlots) -> None:
-        self.hierarchy, self.peers = hierarchy, peers
+    def __init__(self, hierarchy: Hierarchy, peers: PeerSlots, current: Stream | None = None) -> None:
+        """current: CuPy's current stream in this thread, where messages are of GPU memory; None: they are not."""
+        self.hierarchy, self.peers, self.current = hierarchy, peers, current
         self.stages = [Stage(Stream(peers.own.device)) for _ in range(WIDTH)]
 
     def free(self) -> None:
@@ -131,7 +107,8 @@ def _slot(
     if count and hierarchy.rings:
         chunks = [each + low * itemsize for each in slots]
         transport = hierarchy.rings[number % WIDTH]
-        yield from _across(chunks, peers.rank, count, transport, stage, reduction, kernels, segment_bytes)
+        across = _across_host if bridge.current is None else _across_gpus
+        yield from across(chunks, count, transport, stage, bridge, reduction, kernels, segment_bytes)
     if hierarchy.summed != turn:
         yield InOrder(hierarchy, turn)
     peers.publish(SUMMED, turn, stream)
@@ -143,12 +120,12 @@ def _slot(
     watch(number, DONE)
 
 
-def _across(
+def _across_host(
     chunks: Sequence[int],
-    mine: int,
     count: int,
-    transport: Any,
+    transport: Transport,
     stage: Stage,
+    bridge: Bridge,
     reduction: Reduction,
     kernels: Kernels,
     segment_bytes: int,
@@ -168,4 +145,34 @@ def _across(
     length = min(max(1, segment_bytes // partial.itemsize), partial.size)
     scratch = np.empty(ring.RECEIVES_AHEAD * length, partial.dtype)
     yield from ring.allreduce(finished, transport, reduction, segment_bytes, ring.Workspace(partial, scratch))
-    stage.stream.copy(chunks[mine], pinned.pointer + offset, finished_bytes)
+    stage.stream.copy(chunks[bridge.peers.rank], pinned.pointer + offset, finished_bytes)
+
+
+def _across_gpus(
+    chunks: Sequence[int],
+    count: int,
+    transport: Transport,
+    stage: Stage,
+    bridge: Bridge,
+    reduction: Reduction,
+    kernels: Kernels,
+    segment_bytes: int,
+) -> Steps[None]:
+    """The same, by messages of GPU memory; these, and what CuPy does with them, know the current stream only."""
+    current = bridge.current
+    if current is None:
+        raise AssertionError("messages of GPU memory, but no stream that they wait for")
+    sum_bytes, finished_bytes = count * reduction.sum_type.itemsize, count * reduction.element.itemsize
+    block = stage.block(sum_bytes + finished_bytes)
+    kernels.partial(reduction, chunks, block.pointer, count, stage.stream)
+    yield Done(stage.stream.record(), transport.rank)
+    partial = block.array(reduction.sum_type, 0, sum_bytes)
+    finished, offset = partial, 0
+    if not reduction.in_place:
+        offset = sum_bytes
+        finished = block.array(reduction.element.storage, sum_bytes, sum_bytes + finished_bytes)
+    length = min(max(1, GPU_SEGMENT_BYTES // partial.itemsize), partial.size)
+    scratch = buffers.empty_like(partial, ring.RECEIVES_AHEAD * length, partial.dtype)
+    yield from ring.allreduce(finished, transport, reduction, GPU_SEGMENT_BYTES, ring.Workspace(partial, scratch))
+    stage.stream.wait(current.record())
+    stage.stream.copy(chunks[bridge.peers.rank], block.pointer + offset, finished_bytes)

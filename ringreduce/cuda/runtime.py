@@ -86,9 +86,12 @@ class Stream:
         runtime().memcpyAsync(target, source, nbytes, runtime().memcpyDefault, self.pointer)
 
     def use(self) -> None:
-        """Make it CuPy's current stream, and its device the current one, in this thread for good."""
+        """Make it CuPy's current stream, and its device the current one, in this thread for good.
+
+        By a `with` without end: CuPy forgets its own `use()` at the end of the next `with`.
+        """
         runtime().setDevice(self.device.index)
-        self._stream.use()
+        self._stream.__enter__()
 
     def synchronize(self) -> None:
         """Return when all that is queued is done. It blocks the thread."""

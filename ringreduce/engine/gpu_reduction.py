@@ -11,7 +11,6 @@ from typing import Any
 from ringreduce import fusion
 from ringreduce.buffers import Buffer, GpuBuffer
 from ringreduce.collectives import bridged, hierarchical, mapped, shared
-from ringreduce.collectives.bridged import Stage
 from ringreduce.collectives.hierarchical import WIDTH
 from ringreduce.collectives.mapped import GpuSlot
 from ringreduce.collectives.overlap import overlapped
@@ -25,14 +24,12 @@ from ringreduce.log import LOGGER
 from ringreduce.ops import Reduction
 from ringreduce.transport import nccl
 from ringreduce.transport.base import Steps
-from ringreduce.transport.device import Done
+from ringreduce.transport.device import Done, Stage
 
 BRIDGED_SLOT_BYTES = 4 << 20
 """Of a slot at most, between hosts: the wire is slow, and shorter slots overlap better."""
 WINDOW_SLOT_BYTES = 8 << 20
 """Copied through the host at a time, where the host's ranks share memory."""
-SEGMENT_BYTES = 1 << 20
-"""Of messages of GPU memory: each costs some launches and a wait for the GPU, so they are longer than the host's."""
 PHASES = {shared.PACK: "MEMCPY_IN_FUSION_BUFFER", shared.REDUCE: "ALLREDUCE", shared.COPY: "MEMCPY_OUT_FUSION_BUFFER"}
 
 
@@ -280,7 +277,7 @@ class GpuReduction:
             offset = 0 if reduction.in_place else sum_bytes
             finished = block.array(reduction.element.storage, offset, offset + finished_bytes)
             work.watch(number, shared.REDUCE)
-            yield from collective.ring(finished, partial, SEGMENT_BYTES)
+            yield from collective.ring(finished, partial, bridged.GPU_SEGMENT_BYTES)
         work.watch(number, shared.COPY)
         kernels.scatter(slot.table, [block.pointer + offset], slot.length, slot.outputs, stream)
         work.settle(number, stream)

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ringreduce.collectives import bruck
-from ringreduce.collectives.bridged import Bridge, Stage
+from ringreduce.collectives.bridged import Bridge
 from ringreduce.collectives.hierarchical import Hierarchy
 from ringreduce.collectives.mapped import ONE_SHOT_BYTES
 from ringreduce.cuda.runtime import Block, Stream
@@ -26,6 +26,7 @@ from ringreduce.log import LOGGER
 from ringreduce.settings import Settings
 from ringreduce.transport import cuda_aware, nccl
 from ringreduce.transport.base import EngineTransport, Steps, Transport
+from ringreduce.transport.device import Stage
 from ringreduce.transport.peers import CARD_BYTES, OwnSlots, PeerSlots
 from ringreduce.transport.window import Region
 
@@ -90,23 +91,28 @@ class GpuRoutes:
             return
         if self not in gpu.routes:
             gpu.routes.append(self)
-        size, one_host = self._channel.size, len(set(self._hosts)) == 1
+        size = self._channel.size
         if self._settings.algorithm == "nccl" and self._whole and size > 1:
             yield from self._start_nccl(gpu)
         self.stages = [Stage(Stream(gpu.stream.device)) for _ in self._channels]
         self.blocks = [Stage(gpu.stream) for _ in self._channels]
-        if size == 1:
-            self.way, self.why = "alone", "one rank"
-        else:
-            why_not = yield from self._map(gpu)
-            if why_not:
-                yield from self._by_messages(gpu, why_not)
-            elif one_host:
-                self.way, self.why = "mapped", "the host's ranks map each other's GPU memory (CUDA IPC)"
-            else:
-                self.way, self.why = "bridged", "CUDA IPC inside a host, pinned host memory between hosts"
+        self.way, self.why = ("alone", "one rank") if size == 1 else (yield from self._find(gpu))
         if self._channel.rank == 0:
             LOGGER.info(f"GPU arrays are reduced by {self.text()}")
+
+    def _find(self, gpu: Gpu) -> Steps[tuple[str, str]]:
+        """The way of several ranks, and why it is that."""
+        why_not = yield from self._map(gpu)
+        if self.peers is not None and self._region is not None:
+            if len(set(self._hosts)) == 1:
+                return "mapped", "the host's ranks map each other's GPU memory (CUDA IPC)"
+            takes, why = yield from self._mpi_takes_gpu(gpu)
+            hierarchy = Hierarchy(self._channels, self._hosts, self._region)
+            self.bridge = Bridge(hierarchy, self.peers, gpu.stream if takes else None)
+            between = "MPI messages of GPU memory" if takes else "pinned host memory"
+            return "bridged", f"CUDA IPC inside a host, {between} between hosts ({why})"
+        takes, why = yield from self._mpi_takes_gpu(gpu)
+        return "device" if takes else "staged", f"{why}; not mapped: {why_not}"
 
     def _map(self, gpu: Gpu) -> Steps[str]:
         """Map the slots of this host's members; returns why not, the same on all members."""
@@ -134,7 +140,7 @@ class GpuRoutes:
         cards = yield from bruck.allgather(card, self._channel)
         if not why_not:
             try:
-                self.peers = peers = PeerSlots(own, [cards[rank] for rank in ours], region.gpu_flags)
+                self.peers = PeerSlots(own, [cards[rank] for rank in ours], region.gpu_flags)
             except Exception as exc:  # CuPy's
                 why_not = f"the other ranks' GPU memory cannot be mapped ({_sentence(exc)})"
             why_not = yield from self._first(why_not)
@@ -145,25 +151,21 @@ class GpuRoutes:
             self._free()
             if self._channel.rank == 0:
                 LOGGER.warning(f"GPU arrays are copied through host memory instead of by CUDA IPC: {why_not}")
-        elif len(set(self._hosts)) > 1:
-            self.bridge = Bridge(Hierarchy(self._channels, self._hosts, region), peers)
         return why_not
 
-    def _by_messages(self, gpu: Gpu, why_not: str) -> Steps[None]:
-        """Find out whether MPI takes GPU memory on all members."""
+    def _mpi_takes_gpu(self, gpu: Gpu) -> Steps[tuple[bool, str]]:
+        """Whether MPI takes GPU memory, on all members, and a sentence of it."""
         if self._mpi is None:
-            takes, why = False, "the ranks are threads"
-        else:
-            place = self._channel.rank
-            first = self._hosts.index(self._hosts[place]) == place
-            answer = yield from cuda_aware.local_answer(
-                self._settings.cuda_aware_mpi, gpu.stream.device.index, place, is_first_of_host=first
-            )
-            no = yield from self._first("" if answer[0] else answer[1])
-            takes, why = not no, no or answer[1]
-            self._mpi.takes_gpu |= takes
-        self.way = "device" if takes else "staged"
-        self.why = f"{why}; not mapped: {why_not}"
+            return False, "the ranks are threads"
+        place = self._channel.rank
+        first = self._hosts.index(self._hosts[place]) == place
+        index = gpu.stream.device.index
+        takes, why = yield from cuda_aware.local_answer(
+            self._settings.cuda_aware_mpi, index, place, is_first_of_host=first
+        )
+        no = yield from self._first("" if takes else why)
+        self._mpi.takes_gpu |= not no
+        return not no, no or why
 
     def _start_nccl(self, gpu: Gpu) -> Steps[None]:
         """Join NCCL's communicator of all ranks. Raises InputError, on all of them, where there can be none."""

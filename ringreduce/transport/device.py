@@ -1,8 +1,8 @@
-"""Waiting for a GPU as one waits for a message: the thread tests, and does something else meanwhile."""
+"""A GPU as a peer: waiting for it as for a message, while the thread does something else, and memory on both sides."""
 
 from __future__ import annotations
 
-from ringreduce.cuda.runtime import Event
+from ringreduce.cuda.runtime import Block, Event, Pinned, Stream
 from ringreduce.transport import waiting
 
 
@@ -20,3 +20,33 @@ class Done:
     def wait(self) -> None:
         """See `Request.wait`."""
         waiting.until(self._event.done)
+
+
+class Stage:
+    """What one slot under way uses: a stream, and memory on the GPU and on the host for work that is queued there."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream = stream
+        self._block: Block | None = None
+        self._pinned: Pinned | None = None
+
+    def block(self, nbytes: int) -> Block:
+        """At least `nbytes` on the GPU; kept for later calls."""
+        if self._block is None or self._block.nbytes < nbytes:
+            self.free()
+            self._block = Block(self.stream.device, nbytes)
+        return self._block
+
+    def pinned(self, nbytes: int) -> Pinned:
+        """At least `nbytes` on the host; kept for later calls."""
+        if self._pinned is None or self._pinned.array.nbytes < nbytes:
+            self.stream.synchronize()  # what is being copied must stay
+            self._pinned = Pinned(nbytes)
+        return self._pinned
+
+    def free(self) -> None:
+        """Give the memory back; waits for the stream."""
+        self.stream.synchronize()
+        if self._block is not None:
+            self._block.free()
+        self._block = self._pinned = None

@@ -156,6 +156,9 @@ class ndarray:
         _queue("sum", [self], [result], lambda: memory.sum(dtype=dtype, out=target))
         return result
 
+    def tolist(self):
+        return self.get().tolist()
+
     def __float__(self):
         return float(self.get())
 

@@ -1,5 +1,6 @@
 """cupy.cuda: devices, streams and memory as objects."""
 
+import collections
 import ctypes
 import threading
 
@@ -51,10 +52,13 @@ class Device:
 
 
 class _Current(threading.local):
-    """The thread's current streams, one a device, and those to go back to."""
+    """The thread's current streams, one a device, and those of the `with` statements under way, also by device.
+
+    As in CuPy, the end of one goes back to that around it, not to what use() has made current meanwhile.
+    """
 
     def __init__(self):
-        self.streams, self.left = {}, []
+        self.streams, self.around, self.devices = {}, collections.defaultdict(list), []
 
 
 _current = _Current()
@@ -88,13 +92,15 @@ class _AnyStream:
 
     def __enter__(self):
         device = self._checked_device()
-        _current.left.append((device, _current.streams.get(device)))
+        _current.devices.append(device)
+        _current.around[device].append(self)
         _current.streams[device] = self
         return self
 
     def __exit__(self, *_):
-        device, before = _current.left.pop()
-        _current.streams[device] = before
+        device = _current.devices.pop()
+        _current.around[device].pop()
+        _current.streams[device] = _current.around[device][-1] if _current.around[device] else None
 
     def _checked_device(self):
         if self.device_id not in (-1, runtime.getDevice()):

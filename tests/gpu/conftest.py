@@ -76,7 +76,8 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(
                 pytest.mark.skip(reason="starts jobs, so it is no test for ranks: python -m pytest tests/gpu")
             )
-        item.add_marker(pytest.mark.timeout(300 if on_each_rank else 900))
+        if config.getoption("timeout") is None:  # else a marker would win over the command line
+            item.add_marker(pytest.mark.timeout(300 if on_each_rank else 900))
         item.add_marker(pytest.mark.filterwarnings("default"))  # those of libraries on a machine unseen are no errors
 
 

@@ -7,15 +7,17 @@ import numpy as np
 import pytest
 
 import ringreduce as rr
-from ringreduce import Sum
+from ringreduce import Sum, buffers
 from ringreduce.collectives import mapped
+from ringreduce.engine.gpu_routes import GpuRoutes
 from ringreduce.errors import InputError, MismatchError, MissingExtraError, UnsupportedArrayError
 from ringreduce.partition import chunk_bounds
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
-from ringreduce.transport import peers
+from ringreduce.transport import cuda_aware, peers
+from ringreduce.transport.device import Stage
 from tests import fake_cupy, fake_torch
-from tests.ranks.test_gpu import MODES, SLOT_BYTES, as_other_process, gpu, ranks, values
+from tests.ranks.test_gpu import MODES, SLOT_BYTES, as_other_process, gpu, ranks, small, values
 
 __all__ = ["gpu"]
 WORLDS = {"one host": [0, 0, 0], "bridged": [0, 0, 1], "hosts": [0, 1, 2]}
@@ -212,6 +214,22 @@ def test_results_are_used_on_the_stream_that_asks_for_them(gpu):
         np.testing.assert_array_equal(doubled, 2 * total(2500, "float32", 3))
 
 
+def test_the_callers_current_stream_stays(gpu):
+    """CuPy's use() ends with any `with` of a stream in the thread."""
+
+    def program():
+        stream = gpu.cuda.Stream(non_blocking=True)
+        stream.use()
+        array = gpu.array(values(900, "float32", rr.rank()))
+        rr.allreduce(array, op=Sum)
+        rr.allreduce_(array, op=Sum)
+        rr.allgather(array)
+        rr.alltoall(gpu.array(values(4, "float32", 0)), splits=gpu.array(np.array([2, 2])))
+        return gpu.cuda.get_current_stream() == stream
+
+    assert ranks([0, 0], program) == [True, True]
+
+
 def test_views_that_are_not_aligned(gpu, hosts):
     def program():
         base = gpu.array(values(4001, "int8", rr.rank()))
@@ -231,6 +249,79 @@ def test_the_longest_one_shot_buffer_and_one_that_is_longer(gpu, nbytes):
 
     for result in run_ranks(2, program, settings=Settings(cuda_slot_bytes=2 << 20), timeout_s=60):
         np.testing.assert_array_equal(result, total(nbytes // 4, "float32", 2))
+
+
+def test_between_mapped_slots_the_host_moves_nothing(cupy, monkeypatch):
+    def pinned(self, nbytes):
+        raise AssertionError(f"{nbytes} bytes of host memory to copy through")
+
+    monkeypatch.setattr(Stage, "pinned", pinned)
+    messages = []
+
+    def program():
+        array = cupy.array(values(30_000, "float32", rr.rank()))
+        results = [rr.allreduce(array, op=Sum), rr.broadcast(array, root_rank=1), rr.allgather(array)]
+        results += [rr.reducescatter(array, op=Sum), rr.alltoall(array)]
+        return results[0].get()
+
+    for result in run_ranks(3, program, settings=small(), messages=messages, timeout_s=60):
+        np.testing.assert_array_equal(result, total(30_000, "float32", 3))
+    assert max(each.nbytes for each in messages) < 4096, "but for what the ranks agree on"
+
+
+# MPI that takes GPU memory
+
+
+@pytest.fixture
+def mpi_takes_gpu(monkeypatch):
+    """Messages between threads are of GPU memory, which the sender's or receiver's host reads and writes at once."""
+
+    def settled(flat, **_):
+        if isinstance(flat, np.ndarray):
+            return flat.view(np.uint8)
+        return buffers._settled(flat)._memory
+
+    def answer(*_, **__):
+        yield from ()
+        return True, "a test"
+
+    class Transport:
+        takes_gpu = False
+
+    monkeypatch.setattr(buffers, "outgoing", settled)
+    monkeypatch.setattr(buffers, "incoming", lambda flat, **_: (settled(flat), None))
+    monkeypatch.setattr(cuda_aware, "local_answer", answer)
+    monkeypatch.setattr(
+        GpuRoutes, "_mpi", property(lambda routes: Transport, lambda routes, given: None), raising=False
+    )
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("places", [[0, 1], [0, 1, 2], [0, 0, 1, 1], [0, 0, 1]])
+def test_messages_of_gpu_memory(gpu, mpi_takes_gpu, places, deterministic):
+    """Subnormal numbers, too: the smallest float32 times what comes."""
+    size, tiny = len(places), np.float32(1e-45)
+
+    def program():
+        rank, results = rr.rank(), []
+        for step in range(2):
+            arrays = [gpu.array(values(2500, dtype, rank, step)) for dtype in ("float32", "float16", "int8", "float64")]
+            arrays.append(gpu.array(values(900, "float32", rank, step) * tiny))
+            handles = [rr.allreduce_async(each, op=Sum, name=f"x{k}") for k, each in enumerate(arrays)]
+            results.append([rr.synchronize(each).get() for each in handles])
+        gathered = rr.allgather(gpu.array(values(300, "float32", rank))).get()
+        return results, gathered, rr.info().gpu_algorithm
+
+    for steps, gathered, way in ranks(places, program, deterministic=deterministic):
+        is_bridged = len(set(places)) < size and not deterministic
+        assert way.startswith(
+            "bridged: CUDA IPC inside a host, MPI messages of GPU" if is_bridged else "device: a test"
+        )
+        for step, results in enumerate(steps):
+            for dtype, result in zip(("float32", "float16", "int8", "float64"), results, strict=False):
+                np.testing.assert_array_equal(result, total(2500, dtype, size, step))
+            np.testing.assert_array_equal(results[-1], total(900, "float32", size, step) * tiny)
+        np.testing.assert_array_equal(gathered, np.concatenate([values(300, "float32", each) for each in range(size)]))
 
 
 # torch
@@ -396,6 +487,16 @@ def test_nccl_when_it_is_asked_for(monkeypatch, dtype, op):
 
     for on_gpu, on_host in nccl_ranks(3, program, monkeypatch, device_count=3):
         np.testing.assert_allclose(on_gpu, on_host, rtol=2e-3 if dtype == "float16" else 1e-6)
+
+
+def test_nccl_averages_integers_whose_sum_is_too_long_for_them(monkeypatch):
+    def program(cupy):
+        return rr.allreduce(cupy.array(values(300, "int32", rr.rank()) << 28), op=rr.Average).get()
+
+    expected = sum(values(300, "int64", rank) << 28 for rank in range(3)) // 3
+    assert (3 * expected > np.iinfo(np.int32).max).any()
+    for result in nccl_ranks(3, program, monkeypatch, device_count=3):
+        np.testing.assert_array_equal(result, expected)
 
 
 def test_nccl_on_a_gpu_that_ranks_share_is_an_error_on_all(monkeypatch):

@@ -7,6 +7,7 @@ import pytest
 
 import ringreduce as rr
 from ringreduce.engine.description import Description
+from ringreduce.engine.gpu import Gpu
 from ringreduce.engine.joined import stand_in
 from ringreduce.engine.timeline import Event, Timeline, TimelineFile
 from ringreduce.settings import Settings
@@ -106,7 +107,7 @@ def test_other_clocks_are_brought_to_rank_0s(tmp_path):
 
 def test_a_phase_that_an_earlier_recording_left_open_is_not_told_by_a_later_one():
     timeline = Timeline()
-    request = stand_in(Description("allreduce", "w", details=(("op", "Sum"),)), 0)
+    request = stand_in(Description("allreduce", "w", details=(("op", "Sum"),)), 0, Gpu(0))
     timeline.start(mark_cycles=False)
     timeline.agreed(request)
     timeline.turn([request], "ALLREDUCE")
