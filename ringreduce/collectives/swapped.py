@@ -134,7 +134,10 @@ def alltoall(
 
 
 def reducescatter(source: int, target: int, counts: Sequence[int], reduction: Reduction, gpu: Gpu) -> Steps[None]:
-    """Reduce part k of all ranks' elements at `source` to rank k's `target`, in rank order; counts: of each part."""
+    """Reduce part k of all ranks' elements at `source` to rank k's `target`; counts: elements of each part.
+
+    In the order of `ring.scatter_reduce`, which ends at its owner: the bits of the host's.
+    """
     size, rank, itemsize = gpu.peers.size, gpu.peers.rank, reduction.element.itemsize
     step = _step(gpu, size) // size // ALIGNMENT_BYTES * ALIGNMENT_BYTES
     lengths = [count * itemsize for count in counts]
@@ -149,7 +152,8 @@ def reducescatter(source: int, target: int, counts: Sequence[int], reduction: Re
         def take(all_slots: Sequence[int]) -> None:
             mine = _part(lengths[rank], low, step) // itemsize
             if mine:
-                parts = [slot + rank * step for slot in all_slots]
+                in_ring_order = (*all_slots[rank + 1 :], *all_slots[: rank + 1])
+                parts = [slot + rank * step for slot in in_ring_order]
                 gpu.kernels.reduce(reduction, parts, target + low, mine, gpu.stream)
 
         return Turn(put, take)

@@ -14,7 +14,7 @@ Under NVIDIA's compute-sanitizer, rank by rank; slow, so with one file at a time
 (racecheck looks at shared memory inside a kernel. Which stream waits for which is tested by test_streams.py.)
 
 Results are compared with what the host's path makes of the same data, to the bit: with RINGREDUCE_DETERMINISTIC=1 both
-sum in the order of the ranks. Without a GPU on every rank all tests are skipped, and say what is missing.
+sum in one order, of the ranks or the ring. Without a GPU on every rank all tests are skipped, and say what is missing.
 """
 
 import os

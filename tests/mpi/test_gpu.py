@@ -169,6 +169,8 @@ def test_reducescatter(way, dtype):
         for rows in (0, 1, rr.size(), 2003):
             mine = exact(dtype, 3 * rows).reshape(rows, 3)
             same(rr.reducescatter(put(mine), op=op, name="gpu"), rr.reducescatter(mine, op=op, name="host"))
+    rounded = data(dtype, 6003, rr.rank()).reshape(-1, 3)
+    same(rr.reducescatter(put(rounded), name="gpu"), rr.reducescatter(rounded, name="host"))
 
 
 def test_process_sets(way):

@@ -18,6 +18,7 @@ from ringreduce.transport import cuda_aware, peers
 from ringreduce.transport.device import Stage
 from tests import fake_cupy, fake_torch
 from tests.ranks.test_gpu import MODES, SLOT_BYTES, as_other_process, gpu, ranks, small, values
+from tests.reference import data
 
 __all__ = ["gpu"]
 WORLDS = {"one host": [0, 0, 0], "bridged": [0, 0, 1], "hosts": [0, 1, 2]}
@@ -67,6 +68,19 @@ def test_rows_that_are_gathered_scattered_and_exchanged(gpu, hosts):
         np.testing.assert_array_equal(scattered, total(40 * size, "int64", size).reshape(size, -1, 4)[rank])
         rows = [values(12 * size, "float64", each).reshape(size, -1, 2)[rank] for each in range(size)]
         np.testing.assert_array_equal(exchanged, np.concatenate(rows))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_reducescatter_has_the_hosts_bits(gpu, size, dtype):
+    """Of sums that are rounded, so that their order shows."""
+
+    def program():
+        mine = data(dtype, 3003, rr.rank())
+        return [rr.reducescatter(array, op=rr.Average) for array in (gpu.array(mine), mine)]
+
+    for on_gpu, on_host in ranks([0] * size, program):
+        assert on_gpu.get().tobytes() == on_host.tobytes()
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
