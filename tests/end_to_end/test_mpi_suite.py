@@ -12,7 +12,7 @@ PYTEST = ["-m", "pytest", "--with-mpi", "-p", "no:cacheprovider", "--color=no", 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_the_suite_passes_on_so_many_ranks(python, ranks):
-    finished = ringrun(python, ranks, *PYTEST, "tests/mpi", timeout_s=300)
+    finished = ringrun(python, ranks, *PYTEST, "tests/mpi", timeout_s=400)
     print(finished.stdout)
     assert finished.returncode == 0, finished.stdout
     assert re.search(r"^\[0\] \d{3} passed", finished.stdout, re.MULTILINE), finished.stdout
