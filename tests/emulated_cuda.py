@@ -194,7 +194,7 @@ def _combine(sources, source_count, target, count, itemsize, target_itemsize):
 
 
 _ACCESSES = {
-    "hold": lambda nanoseconds: ([], []),  # of bench/gpu: it only takes time, and none here
+    "hold": lambda nanoseconds: ([], []),  # of bench/gpu: it only takes time
     "gather": _gather,
     "scatter": _scatter,
     "load_wide": _load,

@@ -1,6 +1,8 @@
 """cupy.RawModule: kernels of CUDA source, run by tests/emulated_cuda.py when their turn in a stream comes."""
 
+import functools
 import importlib
+import time
 from pathlib import Path
 
 import tests.fake_cupy as fake
@@ -8,6 +10,8 @@ from tests.fake_cupy import arrays, cuda
 from tests.fake_cupy.machine import CUDARuntimeError
 
 NVRTC_DEFAULT = ("--std=c++17",)
+HOLD = "hold"
+"""The kernel of bench/gpu/gpus.py that only takes time: here too, from when somebody asks for what comes after."""
 
 
 def _emulator():
@@ -45,7 +49,17 @@ class RawKernel:
                 (blocks,), (threads,) = grid, block
                 self._module.launch(self.name, blocks, threads, args)
 
-            fake.machine.queue(stream, f"kernel {self.name}{args}", work, ranges)
+            fake.machine.queue(
+                stream, f"kernel {self.name}{args}", work, ranges, ready=_held_for(*args) if self.name == HOLD else None
+            )
+
+
+def _held_for(nanoseconds):
+    @functools.cache
+    def end_s():
+        return time.monotonic() + nanoseconds / 1e9
+
+    return lambda: time.monotonic() >= end_s()
 
 
 def _check_devices(stream, ranges):
