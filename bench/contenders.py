@@ -63,7 +63,7 @@ def algorithms(dtype: str) -> dict[str, Contender]:
         steps["shared"] = lambda array: shared.allreduce(slots(array, region.slot_bytes), region, reduction)
     if region is not None and hierarchy is not None:
         steps["hierarchical"] = lambda array: hierarchical.allreduce(
-            slots(array, region.slot_bytes), hierarchy, reduction, segment_bytes
+            slots(array, region.slot_bytes), region, hierarchy, reduction, segment_bytes
         )
     storage = reduction.element.storage  # bfloat16 is held as 16 bits
     return {name: lambda array, start=start: complete(start(array.view(storage))) for name, start in steps.items()}

@@ -39,19 +39,18 @@ WIDTH = SLOTS // 2
 
 
 class Hierarchy:
-    """Who does what, for the ranks of `channels`: hosts[r] is rank r's host."""
+    """Who does what, for the ranks of `channels`: hosts[r] is rank r's host; place: this rank's on its host."""
 
-    def __init__(self, channels: Sequence[Transport], hosts: Sequence[int], region: Region) -> None:
+    def __init__(self, channels: Sequence[Transport], hosts: Sequence[int], place: int) -> None:
         rank = channels[0].rank
         hosts_in_order = list(dict.fromkeys(hosts))
         members = [[r for r, host in enumerate(hosts) if host == each] for each in hosts_in_order]
         self.chunks = min(len(each) for each in members)
         """Chunks of a slot."""
-        self.region = region
         self.rings: list[Transport] = []
         """This rank's ring, for each slot under way; none for a rank that owns no chunk."""
-        if region.rank < self.chunks:
-            across = [each[region.rank] for each in members]
+        if place < self.chunks:
+            across = [each[place] for each in members]
             self.rings = [SubsetTransport(channels[k], across, 0) for k in range(WIDTH)]
         self.summed = 0
         """Turns whose SUMMED this rank has published: in order, though slots overlap."""
@@ -75,6 +74,7 @@ class InOrder:
 
 def allreduce(
     slots: Sequence[Sequence[Part]],
+    region: Region,
     hierarchy: Hierarchy,
     reduction: Reduction,
     segment_bytes: int = ring.SEGMENT_BYTES,
@@ -87,13 +87,12 @@ def allreduce(
            slot. 16-bit floats travel as float32 until they are finished. Memory: the region's, and for each slot under
            way 4 segments and, for 16-bit floats, a float32 copy of a chunk.
     """
-    region = hierarchy.region
     first = region.turn
     region.turn += len(slots)
     hierarchy.summed = first
     yield from overlapped(
         (
-            _slot(parts, first + number, number, hierarchy, reduction, segment_bytes, watch)
+            _slot(parts, first + number, number, region, hierarchy, reduction, segment_bytes, watch)
             for number, parts in enumerate(slots)
         ),
         WIDTH,
@@ -104,12 +103,12 @@ def _slot(
     parts: Sequence[Part],
     turn: int,
     number: int,
+    region: Region,
     hierarchy: Hierarchy,
     reduction: Reduction,
     segment_bytes: int,
     watch: Watch,
 ) -> Steps[None]:
-    region = hierarchy.region
     slots = region.slots(turn, reduction.element.storage)
     cuts = cut(tuple(part.source.size for part in parts), hierarchy.chunks)
     watch(number, PACK)

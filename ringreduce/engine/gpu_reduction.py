@@ -330,7 +330,7 @@ class GpuReduction:
         if self.algorithm == "shared":
             yield from shared.allreduce(parts, region, self.reduction)
         elif routes.hierarchy is not None:
-            yield from hierarchical.allreduce(parts, routes.hierarchy, self.reduction, routes.segment_bytes)
+            yield from hierarchical.allreduce(parts, region, routes.hierarchy, self.reduction, routes.segment_bytes)
 
     def _block(self, nbytes: int) -> int:
         """The address of GPU memory for work on the engine's stream."""

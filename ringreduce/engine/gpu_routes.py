@@ -28,7 +28,7 @@ from ringreduce.transport import cuda_aware, nccl
 from ringreduce.transport.base import EngineTransport, Steps, Transport
 from ringreduce.transport.device import Stage
 from ringreduce.transport.peers import CARD_BYTES, OwnSlots, PeerSlots
-from ringreduce.transport.window import Region
+from ringreduce.transport.window import Flags
 
 TEXT_BYTES = 480
 """Room for a sentence that a rank tells the others."""
@@ -43,12 +43,12 @@ class GpuRoutes:
         self,
         channels: Sequence[Transport],
         hosts: Sequence[int],
-        region: Region | None,
+        flags: Flags | None,
         settings: Settings,
         mpi: EngineTransport | None = None,
         whole: bool = True,
     ) -> None:
-        """hosts: of each member;  region, mpi: see Routes;  whole: all ranks are members.
+        """hosts: of each member;  flags, mpi: see Routes;  whole: all ranks are members.
 
         NCCL serves only the set of all: its kernels wait for the other ranks', so those of two sets could wait for each
         other.
@@ -58,7 +58,7 @@ class GpuRoutes:
         self._channel = channels[0]
         self._channels = channels
         self._hosts = hosts
-        self._region = region
+        self._flags = flags
         self._settings = settings
         self.way = ""
         """One of the above, but nccl; empty before the first GPU array has come."""
@@ -103,11 +103,11 @@ class GpuRoutes:
     def _find(self, gpu: Gpu) -> Steps[tuple[str, str]]:
         """The way of several ranks, and why it is that."""
         why_not = yield from self._map(gpu)
-        if self.peers is not None and self._region is not None:
+        if self.peers is not None:
             if len(set(self._hosts)) == 1:
                 return "mapped", "the host's ranks map each other's GPU memory (CUDA IPC)"
             takes, why = yield from self._mpi_takes_gpu(gpu)
-            hierarchy = Hierarchy(self._channels, self._hosts, self._region)
+            hierarchy = Hierarchy(self._channels, self._hosts, self.peers.rank)
             self.bridge = Bridge(hierarchy, self.peers, gpu.stream if takes else None)
             between = "MPI messages of GPU memory" if takes else "pinned host memory"
             return "bridged", f"CUDA IPC inside a host, {between} between hosts ({why})"
@@ -116,7 +116,7 @@ class GpuRoutes:
 
     def _map(self, gpu: Gpu) -> Steps[str]:
         """Map the slots of this host's members; returns why not, the same on all members."""
-        settings, region = self._settings, self._region
+        settings, flags = self._settings, self._flags
         mine = self._hosts[self._channel.rank]
         ours = [rank for rank, host in enumerate(self._hosts) if host == mine]
         if not settings.cuda_ipc:
@@ -127,8 +127,8 @@ class GpuRoutes:
             return "no two ranks are on one host"
         if len(set(self._hosts)) > 1 and settings.deterministic:
             return "RINGREDUCE_DETERMINISTIC=1 with several hosts"
-        if region is None:
-            return "no host memory is shared between the ranks of a host"
+        if flags is None:
+            return "the ranks of a host share no memory for another process set's flags"
         card, why_not = np.zeros(CARD_BYTES, np.uint8), ""
         try:
             self._own = own = OwnSlots(gpu.stream.device, settings.cuda_slot_bytes)
@@ -140,7 +140,7 @@ class GpuRoutes:
         cards = yield from bruck.allgather(card, self._channel)
         if not why_not:
             try:
-                self.peers = PeerSlots(own, [cards[rank] for rank in ours], region.gpu_flags)
+                self.peers = PeerSlots(own, [cards[rank] for rank in ours], flags)
             except Exception as exc:  # CuPy's
                 why_not = f"the other ranks' GPU memory cannot be mapped ({_sentence(exc)})"
             why_not = yield from self._first(why_not)

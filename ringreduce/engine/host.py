@@ -7,10 +7,10 @@ from collections.abc import Sequence
 
 from ringreduce.collectives.choose import Constants
 from ringreduce.engine.routes import Native, Routes
-from ringreduce.settings import Settings
+from ringreduce.settings import MOST_REGIONS, Settings
 from ringreduce.transport.base import EngineTransport
 from ringreduce.transport.subset import channels
-from ringreduce.transport.window import Region, Window
+from ringreduce.transport.window import GPU_PACKED, Flags, Region, Window
 from ringreduce.world import World, local_ranks
 
 
@@ -35,42 +35,63 @@ class Host:
         self._transport = transport
         self._settings = settings
         self._native = native
-        regions = 0 if window is None else settings.shared_regions
-        self._users: list[list[frozenset[int]]] = [[] for _ in range(regions)]
+        self._regions = _Places(0 if window is None else settings.shared_regions)
+        self._gpu_flags = _Places(0 if window is None else MOST_REGIONS)
 
     def routes(self, number: int, members: Sequence[int]) -> Routes:
         """The routes of process set `number`, of which this rank is one; see `reserve`."""
-        region = self.region(self.reserve(members), members)
+        region, gpu_flags = self.reserve(members)
         return Routes(
             channels(self._transport, members, number),
             [self.world.hosts[rank] for rank in members],
-            region,
+            self.region(region, members),
             self._settings,
             self.constants,
             self._native if len(members) == self.world.size else None,
+            self.gpu_flags(gpu_flags, members),
             None if self.world.comm is None else self._transport,
             len(members) == self.world.size,
         )
 
-    def reserve(self, members: Sequence[int]) -> int | None:
-        """A region for a process set; all ranks of the world must call it for all sets, in the same order.
+    def reserve(self, members: Sequence[int]) -> tuple[int | None, int | None]:
+        """The numbers of a region for a process set and of flags for its GPU arrays; None: there are none left.
 
-        Sets without a common rank can have the same region. One that was given is not given again when its set is
-        removed: another rank may still be reading it. None: there is none left, and the set sends messages.
+        All ranks of the world must call it for all sets, in the same order. Sets without a common rank can have equal
+        ones. What was given is not given again when its set is removed: another rank may still be reading it.
         """
+        return self._regions.take(members), self._gpu_flags.take(members)
+
+    def region(self, number: int | None, members: Sequence[int]) -> Region | None:
+        """This rank's view of a region."""
+        if number is None or self.window is None:
+            return None
+        return Region(self.window, number, self._settings.shared_slot_bytes, *self._neighbours(members))
+
+    def gpu_flags(self, number: int | None, members: Sequence[int]) -> Flags | None:
+        """This rank's view of flags for GPU arrays."""
+        if number is None or self.window is None:
+            return None
+        return Flags(self.window, number, GPU_PACKED, *self._neighbours(members))
+
+    def _neighbours(self, members: Sequence[int]) -> tuple[list[int], list[int], int]:
+        """Of the members on this host: local ranks, ranks, and this rank's place among them."""
+        hosts, rank = self.world.hosts, self.world.rank
+        ours = [each for each in members if hosts[each] == hosts[rank]]
+        place = local_ranks(hosts)
+        return [place[each] for each in ours], ours, ours.index(rank)
+
+
+class _Places:
+    """Numbered places, each for process sets without a common rank."""
+
+    def __init__(self, count: int) -> None:
+        self._users: list[list[frozenset[int]]] = [[] for _ in range(count)]
+
+    def take(self, members: Sequence[int]) -> int | None:
+        """The first place that none of these ranks has."""
         ours = frozenset(members)
         for number, users in enumerate(self._users):
             if not any(ours & each for each in users):
                 users.append(ours)
                 return number
         return None
-
-    def region(self, number: int | None, members: Sequence[int]) -> Region | None:
-        """This rank's view of a region."""
-        if number is None or self.window is None:
-            return None
-        hosts, rank = self.world.hosts, self.world.rank
-        ours = [each for each in members if hosts[each] == hosts[rank]]
-        place = local_ranks(hosts)
-        slot_bytes = self._settings.shared_slot_bytes
-        return Region(self.window, number, slot_bytes, [place[each] for each in ours], ours, ours.index(rank))

@@ -86,10 +86,12 @@ def _through_window(
             batch.settle(slots[number], context)
 
     routes, segment_bytes = context.routes, context.routes.segment_bytes
-    if algorithm == "shared" and routes.region is not None:
+    if routes.region is None:
+        raise AssertionError("the algorithm is one of shared memory, but there is none")
+    if algorithm == "shared":
         yield from shared.allreduce(parts, routes.region, reduction, watch)
     elif routes.hierarchy is not None:
-        yield from hierarchical.allreduce(parts, routes.hierarchy, reduction, segment_bytes, watch)
+        yield from hierarchical.allreduce(parts, routes.region, routes.hierarchy, reduction, segment_bytes, watch)
 
 
 def _through_messages(

@@ -12,7 +12,7 @@ from ringreduce.errors import SettingsError
 from ringreduce.ops import Reduction
 from ringreduce.settings import Settings
 from ringreduce.transport.base import Request, Transport
-from ringreduce.transport.window import Region
+from ringreduce.transport.window import Flags, Region
 
 LONGER_INSIDE = 8
 """Inside a host a message has no wire to fill, and costs Python more than MPI: there segments are so much longer."""
@@ -28,8 +28,8 @@ class Routes:
     """One process set's, on one of its ranks; all members choose alike.
 
     hosts:  of each member;  region: the set's part of the host's shared memory, None where there is none on some host;
-    native: MPI's own all-reduce, for the set of all ranks;  mpi: the transport below, where that is MPI's;
-    whole: all ranks are members.
+    native: MPI's own all-reduce, for the set of all ranks;  gpu_flags: flags for GPU arrays, None as for the region;
+    mpi:    the transport below, where that is MPI's;  whole: all ranks are members.
     """
 
     def __init__(
@@ -40,12 +40,13 @@ class Routes:
         settings: Settings,
         constants: Constants,
         native: Native | None = None,
+        gpu_flags: Flags | None = None,
         mpi: Any = None,
         whole: bool = True,
     ) -> None:
         self.channels = channels
         self.region = region
-        self.gpu = GpuRoutes(channels, hosts, region, settings, mpi, whole)
+        self.gpu = GpuRoutes(channels, hosts, gpu_flags, settings, mpi, whole)
         self.native = native
         self.hierarchy = None
         one_host = len(set(hosts)) == 1
@@ -54,7 +55,7 @@ class Routes:
         if region is not None and one_host:
             self.usable.append("shared")
         elif region is not None and len(set(hosts)) < len(hosts):
-            self.hierarchy = Hierarchy(channels, hosts, region)
+            self.hierarchy = Hierarchy(channels, hosts, region.rank)
             self.usable.append("hierarchical")
         if native is not None:
             self.usable.append("mpi")

@@ -112,8 +112,6 @@ class Region(Flags):
     ) -> None:
         super().__init__(window, number, PACKED, members, ranks, rank)
         self.slot_bytes = slot_bytes
-        self.gpu_flags = Flags(window, number, GPU_PACKED, members, ranks, rank)
-        """For slots on the members' GPUs (transport/peers.py)."""
         first = FLAGS_BYTES + number * SLOTS * slot_bytes
         self._slots = [window.blocks[k][first : first + SLOTS * slot_bytes].reshape(SLOTS, -1) for k in members]
         self.writer = Writer()

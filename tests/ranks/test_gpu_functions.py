@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import ringreduce as rr
-from ringreduce import Sum, buffers
+from ringreduce import Sum, buffers, runtime
 from ringreduce.collectives import mapped
 from ringreduce.engine.gpu_routes import GpuRoutes
 from ringreduce.errors import InputError, MismatchError, MissingExtraError, UnsupportedArrayError
@@ -178,6 +178,7 @@ def test_process_sets_at_the_same_time(gpu):
                 if each.included()
             ]
             results += [rr.synchronize(each).get() for each in handles]
+        assert {lane.routes.gpu.way for lane in runtime.current("test").engine.lanes.values()} == {"mapped"}
         rr.remove_process_set(pair)
         results.append(rr.allreduce(gpu.array(values(600, "float32", rank)), op=Sum).get())
         return results
