@@ -22,7 +22,7 @@ class dtype:
         return str(self)
 
 
-float32, int64 = dtype("float32"), dtype("int64")
+bfloat16 = dtype("bfloat16")
 
 
 class device:
@@ -41,9 +41,10 @@ class Tensor:
     is_cuda, is_nested, requires_grad, layout = True, False, False, strided
     is_conj = is_neg = lambda self: False
 
-    def __init__(self, array):
+    def __init__(self, array, of=None):
+        """of: the elements' type, where the array holds only their bits."""
         self.array = array
-        self.dtype, self.shape = dtype(str(array.dtype)), array.shape
+        self.dtype, self.shape = of or dtype(str(array.dtype)), array.shape
         self.device = device(array.device.id)
 
     def data_ptr(self):
@@ -70,7 +71,7 @@ def tensor(values):
 def empty(shape, *, dtype, device):
     assert device == f"cuda:{fake_cupy.machine.device}"
     with cuda.current_stream().stream:
-        return Tensor(fake_cupy.empty(shape, dtype.name))
+        return Tensor(fake_cupy.empty(shape, "uint16" if dtype.name == "bfloat16" else dtype.name), dtype)
 
 
 class cuda:
