@@ -69,3 +69,52 @@ def test_a_race_in_a_program_fails_it(tmp_path, racing):
     finished = ringrun(PYTHON, 2, script, *["racing"] * racing, timeout_s=60, **FAKE)
     assert finished.returncode == int(racing), finished.stdout
     assert ("the fake CuPy has found races" in finished.stdout) == racing
+
+
+TWO_HOSTS = """
+import cupy
+import numpy as np
+
+import ringreduce as rr
+from ringreduce import runtime, world
+
+
+def form(comm=None, generation=0):
+    \"\"\"Ranks 0 and 1 are on one host, the others on a second one.\"\"\"
+    own = world.start_mpi().COMM_WORLD.Dup()
+    local = own.Split(own.rank // 2)
+    hosts = tuple(own.allgather(own.rank // 2))
+    return world.World(own.rank, own.size, hosts, own, own.Dup(), local, generation)
+
+
+def values(count, rank, salt):
+    return ((np.arange(count) * 7 + rank * 3 + salt) % 11).astype(np.float32)
+
+
+runtime.form_world = form
+rr.init()
+for step in range(3):
+    handles = {}
+    for count in (5, 100_000, 0, 300_001, 33):
+        array = cupy.array(values(count, rr.rank(), step))
+        handles[count] = rr.allreduce_async(array, op=rr.Sum, name=f"{count} elements")
+    for count, handle in handles.items():
+        expected = sum(values(count, rank, step) for rank in range(4))
+        assert np.array_equal(rr.synchronize(handle).get(), expected), (step, count)
+    half = values(70_001, rr.rank(), step).astype(np.float16)
+    assert np.array_equal(rr.allreduce(cupy.array(half)).get(), rr.allreduce(half)), (step, "16 bits")
+    rows = rr.allgather(cupy.array(values(300 + rr.rank(), rr.rank(), step))).get()
+    assert np.array_equal(rows, np.concatenate([values(300 + rank, rank, step) for rank in range(4)])), (step, "rows")
+print(rr.info().gpu_algorithm)
+rr.shutdown()
+"""
+
+
+@pytest.mark.parametrize(("aware", "between"), [("0", "pinned host memory"), ("1", "MPI messages of GPU memory")])
+def test_two_hosts_with_two_ranks_each(python, tmp_path, aware, between):
+    """Mapped slots inside a host, real MPI between them; a stand-in for the second host, too."""
+    script = tmp_path / "train.py"
+    script.write_text(TWO_HOSTS)
+    finished = ringrun(python, 4, script, timeout_s=120, **FAKE, RINGREDUCE_CUDA_AWARE_MPI=aware)
+    assert finished.returncode == 0, finished.stdout
+    assert finished.stdout.count(f"bridged: CUDA IPC inside a host, {between} between hosts") == 4, finished.stdout
