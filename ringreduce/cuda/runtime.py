@@ -170,8 +170,9 @@ class Block:
         self.device, self.nbytes = owner, nbytes
         with owner:
             self.pointer = int(runtime().malloc(nbytes))
-            runtime().memsetAsync(self.pointer, 0, nbytes, 0)
-            runtime().streamSynchronize(0)
+            stream = cupy().cuda.Stream(non_blocking=True)  # on the default stream it would wait for the caller's work
+            runtime().memsetAsync(self.pointer, 0, nbytes, int(stream.ptr))
+            runtime().streamSynchronize(int(stream.ptr))
 
     def array(self, dtype: np.dtype[Any], low: int = 0, high: int | None = None) -> Any:
         """Bytes low:high as a 1-D CuPy array of `dtype`."""
