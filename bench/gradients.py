@@ -20,16 +20,15 @@ computed apart. Memory: about four times the gradients on each rank (GPT-2: 2 GB
 
 from __future__ import annotations
 
-import argparse
 import gc
 from collections.abc import Mapping
 from typing import Any
 
 import plots
-from common import Column, Report, about, in_turns, is_printing, microseconds, parse, parser, seconds_per_run, total
+from common import Column, Report, about, in_turns, is_printing, microseconds, seconds_per_run, total
 from contenders import has, missing, stop_gloo
 from models import MODELS
-from reducers import ALONE, DDP, FLOOR, NUMPY, Gradients, Reducer, horovod, reducers
+from reducers import ALONE, DDP, FLOOR, NUMPY, Gradients, Reducer, arguments, horovod, reducers
 
 import ringreduce as rr
 
@@ -45,15 +44,6 @@ COLUMNS = (
     Column("of_ours", "of ours", "times", 10, ".2f"),
     Column("wrong", "#wrong", "", 8, "d"),
 )
-
-
-def arguments() -> argparse.Namespace:
-    """The command line."""
-    made = parser(__doc__, runs=7)
-    made.add_argument("--models", nargs="+", choices=MODELS, default=None, help="(resnet50 gpt2)")
-    options = parse(made)
-    options.models = options.models or (["tiny"] if options.quick else ["resnet50", "gpt2"])
-    return options
 
 
 def measured(
@@ -115,7 +105,7 @@ def plot(report: Report, path: str) -> None:
 
 def main() -> None:
     """Measure model by model."""
-    options = arguments()
+    options = arguments(__doc__, runs=7)
     rr.init()
     note = f"median of {options.runs} runs, the rows in turns, of the slowest rank; 1 MB = 1e6 bytes{missing()}"
     report = Report("gradients", about(hosts=len(set(rr.info().hosts))), COLUMNS, is_printing(), note)

@@ -6,14 +6,15 @@ All work on the same gradients, in backward's order, each tensor in memory of it
 
 from __future__ import annotations
 
+import argparse
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from common import neutral
+from common import neutral, parse, parser
 from contenders import has, start_gloo
-from models import Shape
+from models import MODELS, Shape
 
 import ringreduce as rr
 
@@ -21,6 +22,15 @@ NUMPY, TORCH, GROUPED = "ringreduce, NumPy", "ringreduce, torch", "ringreduce, g
 DDP, ALONE, HOROVOD = "DDP gloo", "its backward alone", "Horovod"
 PACKED, ONE_BY_ONE, FLOOR = "MPI_Allreduce, packed", "MPI_Allreduce, each", "floor: one copy"
 PIECE = 1 << 20
+
+
+def arguments(doc: str | None, runs: int) -> argparse.Namespace:
+    """The command line of a bench of models' gradients."""
+    made = parser(doc, runs=runs)
+    made.add_argument("--models", nargs="+", choices=MODELS, default=None, help="(resnet50 gpt2)")
+    options = parse(made)
+    options.models = options.models or (["tiny"] if options.quick else ["resnet50", "gpt2"])
+    return options
 
 
 class Reducer(NamedTuple):

@@ -242,9 +242,11 @@ def fill(buffer: Buffer, values: np.ndarray[Any, Any]) -> None:
     """Write host values of the buffer's count into it, converted to its type; what the caller queues next sees them."""
     values = values.astype(buffer.element.storage)
     if isinstance(buffer, GpuBuffer):
-        with cuda.device(buffer.index):
+        with cuda.device(buffer.index) as gpu:
+            writer = GpuBuffer.address(GpuBuffer.current_stream(buffer.index))  # CuPy's, torch's may be another
+            gpu.wait(writer, buffer.ready())
             buffer.flat.set(values.reshape(-1))
-            buffer.follow(cuda.device(buffer.index).record(GpuBuffer.address(GpuBuffer.current_stream(buffer.index))))
+            buffer.follow(gpu.record(writer))
     else:
         buffer.flat[...] = values.reshape(-1)
 

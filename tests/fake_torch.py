@@ -56,6 +56,9 @@ class Tensor:
     def stride(self):
         return tuple(step // self.array.itemsize for step in self.array.strides)
 
+    def tolist(self):
+        return self.cpu().tolist()
+
     def cpu(self):
         """The elements, when torch's current stream has done its work."""
         with cuda.current_stream().stream:

@@ -24,7 +24,6 @@ Skipped, with the reason and exit code 0, where a rank has no GPU.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import importlib.util
 import os
@@ -44,15 +43,13 @@ from common import (
     is_printing,
     microseconds,
     neutral,
-    parse,
-    parser,
     seconds_per_call,
     seconds_per_run,
     total,
 )
 from gpus import about_gpu, finish, place, why_not
 from models import MODELS, Shape
-from reducers import Gradients, Reducer, ours
+from reducers import Gradients, Reducer, arguments, ours
 
 import ringreduce as rr
 
@@ -71,15 +68,6 @@ COLUMNS = (
     Column("of_ours", "of ours", "times", 10, ".2f"),
     Column("wrong", "#wrong", "", 8, "d"),
 )
-
-
-def arguments() -> argparse.Namespace:
-    """The command line."""
-    made = parser(__doc__, runs=5)
-    made.add_argument("--models", nargs="+", choices=MODELS, default=None, help="(resnet50 gpt2)")
-    options = parse(made)
-    options.models = options.models or (["tiny"] if options.quick else ["resnet50", "gpt2"])
-    return options
 
 
 class GpuGradients(Gradients):
@@ -283,7 +271,7 @@ def verdict(found: Sequence[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Measure model by model."""
-    options = arguments()
+    options = arguments(__doc__, runs=5)
     reason = next(filter(None, neutral().allgather(why_not())), "")
     if reason:
         if is_printing():

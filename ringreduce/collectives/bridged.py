@@ -16,8 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from ringreduce import buffers
 from ringreduce.collectives import ring
 from ringreduce.collectives.hierarchical import WIDTH, Hierarchy, InOrder
@@ -25,7 +23,7 @@ from ringreduce.collectives.mapped import GpuSlot, alignment
 from ringreduce.collectives.overlap import overlapped
 from ringreduce.collectives.shared import COPY, DONE, PACK, REDUCE, Watch
 from ringreduce.cuda.kernels import Kernels
-from ringreduce.cuda.runtime import Event, Stream
+from ringreduce.cuda.runtime import Block, Event, Pinned, Stream
 from ringreduce.ops import Reduction
 from ringreduce.partition import equal_chunk
 from ringreduce.transport.base import Steps, Transport
@@ -107,8 +105,7 @@ def _slot(
     if count and hierarchy.rings:
         chunks = [each + low * itemsize for each in slots]
         transport = hierarchy.rings[number % WIDTH]
-        across = _across_host if bridge.current is None else _across_gpus
-        yield from across(chunks, count, transport, stage, bridge, reduction, kernels, segment_bytes)
+        yield from _across(chunks, count, transport, stage, bridge, reduction, kernels, segment_bytes)
     if hierarchy.summed != turn:
         yield InOrder(hierarchy, turn)
     peers.publish(SUMMED, turn, stream)
@@ -120,7 +117,7 @@ def _slot(
     watch(number, DONE)
 
 
-def _across_host(
+def _across(
     chunks: Sequence[int],
     count: int,
     transport: Transport,
@@ -130,49 +127,27 @@ def _across_host(
     kernels: Kernels,
     segment_bytes: int,
 ) -> Steps[None]:
-    """Sum the chunk of the host's ranks, reduce it over the hosts, and leave it in this rank's slot."""
-    sum_bytes = count * reduction.sum_type.itemsize
-    finished_bytes = count * reduction.element.itemsize
-    block, pinned = stage.block(sum_bytes), stage.pinned(sum_bytes + finished_bytes)
-    kernels.partial(reduction, chunks, block.pointer, count, stage.stream)
-    stage.stream.copy(pinned.pointer, block.pointer, sum_bytes)
-    yield Done(stage.stream.record(), transport.rank)
-    partial = pinned.array[:sum_bytes].view(reduction.sum_type)
-    finished, offset = partial, 0
-    if not reduction.in_place:
-        offset = sum_bytes
-        finished = pinned.array[sum_bytes : sum_bytes + finished_bytes].view(reduction.element.storage)
-    length = min(max(1, segment_bytes // partial.itemsize), partial.size)
-    scratch = np.empty(ring.RECEIVES_AHEAD * length, partial.dtype)
-    yield from ring.allreduce(finished, transport, reduction, segment_bytes, ring.Workspace(partial, scratch))
-    stage.stream.copy(chunks[bridge.peers.rank], pinned.pointer + offset, finished_bytes)
+    """Sum the chunk of the host's ranks, reduce it over the hosts, and leave it in this rank's slot.
 
-
-def _across_gpus(
-    chunks: Sequence[int],
-    count: int,
-    transport: Transport,
-    stage: Stage,
-    bridge: Bridge,
-    reduction: Reduction,
-    kernels: Kernels,
-    segment_bytes: int,
-) -> Steps[None]:
-    """The same, by messages of GPU memory; these, and what CuPy does with them, know the current stream only."""
-    current = bridge.current
-    if current is None:
-        raise AssertionError("messages of GPU memory, but no stream that they wait for")
+    Messages of GPU memory, and what CuPy does with them, know its current stream only.
+    """
+    stream, current = stage.stream, bridge.current
     sum_bytes, finished_bytes = count * reduction.sum_type.itemsize, count * reduction.element.itemsize
     block = stage.block(sum_bytes + finished_bytes)
-    kernels.partial(reduction, chunks, block.pointer, count, stage.stream)
-    yield Done(stage.stream.record(), transport.rank)
-    partial = block.array(reduction.sum_type, 0, sum_bytes)
-    finished, offset = partial, 0
-    if not reduction.in_place:
-        offset = sum_bytes
-        finished = block.array(reduction.element.storage, sum_bytes, sum_bytes + finished_bytes)
-    length = min(max(1, GPU_SEGMENT_BYTES // partial.itemsize), partial.size)
+    memory: Block | Pinned = block
+    kernels.partial(reduction, chunks, block.pointer, count, stream)
+    if current is None:
+        memory = stage.pinned(sum_bytes + finished_bytes)
+        stream.copy(memory.pointer, block.pointer, sum_bytes)
+    else:
+        segment_bytes = GPU_SEGMENT_BYTES
+    yield Done(stream.record(), transport.rank)
+    partial = memory.elements(reduction.sum_type, 0, sum_bytes)
+    offset = 0 if reduction.in_place else sum_bytes
+    finished = memory.elements(reduction.element.storage, offset, offset + finished_bytes)
+    length = min(max(1, segment_bytes // partial.itemsize), partial.size)
     scratch = buffers.empty_like(partial, ring.RECEIVES_AHEAD * length, partial.dtype)
-    yield from ring.allreduce(finished, transport, reduction, GPU_SEGMENT_BYTES, ring.Workspace(partial, scratch))
-    stage.stream.wait(current.record())
-    stage.stream.copy(chunks[bridge.peers.rank], block.pointer + offset, finished_bytes)
+    yield from ring.allreduce(finished, transport, reduction, segment_bytes, ring.Workspace(partial, scratch))
+    if current is not None:
+        stream.wait(current.record())
+    stream.copy(chunks[bridge.peers.rank], memory.pointer + offset, finished_bytes)

@@ -174,9 +174,9 @@ class Block:
             runtime().memsetAsync(self.pointer, 0, nbytes, int(stream.ptr))
             runtime().streamSynchronize(int(stream.ptr))
 
-    def array(self, dtype: np.dtype[Any], low: int = 0, high: int | None = None) -> Any:
+    def elements(self, dtype: np.dtype[Any], low: int, high: int) -> Any:
         """Bytes low:high as a 1-D CuPy array of `dtype`."""
-        return view(self.pointer + low, (self.nbytes if high is None else high) - low, dtype, self, self.device.index)
+        return view(self.pointer + low, high - low, dtype, self, self.device.index)
 
     def free(self) -> None:
         """Give it back; whoever has mapped it must have closed it before. Waits for the device's work, as CUDA says."""
@@ -199,6 +199,10 @@ class Pinned:
         self._memory = module.cuda.alloc_pinned_memory(max(1, nbytes))
         self.array: np.ndarray[Any, Any] = np.frombuffer(self._memory, np.uint8, nbytes)
         self.pointer = int(self._memory.ptr)
+
+    def elements(self, dtype: np.dtype[Any], low: int, high: int) -> Any:
+        """Bytes low:high as a 1-D array of `dtype`."""
+        return self.array[low:high].view(dtype)
 
 
 class PinnedPool:

@@ -9,11 +9,14 @@ import numpy as np
 
 from ringreduce import fusion
 from ringreduce.buffers import Buffer
+from ringreduce.collectives import shared
 from ringreduce.engine.context import Context
 from ringreduce.engine.request import Request
 from ringreduce.ops import Reduction
 from ringreduce.transport.base import Steps
 
+PHASES = {shared.PACK: "MEMCPY_IN_FUSION_BUFFER", shared.REDUCE: "ALLREDUCE", shared.COPY: "MEMCPY_OUT_FUSION_BUFFER"}
+"""What the timeline calls the phases of a slot."""
 Collective = Callable[[Any, Any], Steps[None]]
 """Moves a slot's elements, in place: those to be finished, and their sums where these are wider, else None."""
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ringreduce.buffers import Buffer, GpuBuffer
+from ringreduce.buffers import Buffer
 from ringreduce.collectives import swapped, tree
 from ringreduce.engine.batch import Batch
 from ringreduce.engine.context import Context
-from ringreduce.engine.gpu_reduction import GpuBatch
+from ringreduce.engine.gpu_reduction import GpuBatch, address
 from ringreduce.ops import Reduction
 from ringreduce.transport.base import Steps
 
@@ -45,7 +45,7 @@ class GpuBroadcast:
 def allgather(tensor: Buffer, gathered: Buffer, counts: Sequence[int], context: Context) -> Steps[None]:
     """Queue what fills `gathered` with every rank's elements; counts: of each rank."""
     nbytes = [count * tensor.element.itemsize for count in counts]
-    yield from swapped.allgather(_address(tensor), _address(gathered), nbytes, _gpu(context))
+    yield from swapped.allgather(address(tensor), address(gathered), nbytes, _gpu(context))
 
 
 def alltoall(
@@ -54,7 +54,7 @@ def alltoall(
     """Queue what gives each rank its part; sent, received: elements of each part, longest: of any on any rank."""
     itemsize = tensor.element.itemsize
     sent_bytes, received_bytes = [n * itemsize for n in sent], [n * itemsize for n in received]
-    addresses = _address(tensor), _address(result)
+    addresses = address(tensor), address(result)
     yield from swapped.alltoall(*addresses, sent_bytes, received_bytes, longest * itemsize, _gpu(context))
 
 
@@ -62,15 +62,9 @@ def reducescatter(
     tensor: Buffer, part: Buffer, counts: Sequence[int], reduction: Reduction, context: Context
 ) -> Steps[None]:
     """Queue what reduces this rank's part of all ranks' elements; counts: elements of each part."""
-    yield from swapped.reducescatter(_address(tensor), _address(part), counts, reduction, _gpu(context))
+    yield from swapped.reducescatter(address(tensor), address(part), counts, reduction, _gpu(context))
 
 
 def _gpu(context: Context) -> swapped.Gpu:
     peers, _ = context.routes.gpu.mapping()
     return swapped.Gpu(peers, context.gpu.kernels, context.gpu.stream)
-
-
-def _address(buffer: Buffer) -> int:
-    if not isinstance(buffer, GpuBuffer):
-        raise TypeError(f"host memory where GPU memory was agreed on: {buffer.device}")
-    return buffer.pointer

@@ -17,7 +17,7 @@ from ringreduce.collectives.overlap import overlapped
 from ringreduce.cuda.kernels import Kernels
 from ringreduce.cuda.runtime import Stream
 from ringreduce.dtypes import TABLE, ElementType
-from ringreduce.engine.batch import Batch, view
+from ringreduce.engine.batch import PHASES, Batch, view
 from ringreduce.engine.context import Context
 from ringreduce.engine.messages import MessageCollective
 from ringreduce.log import LOGGER
@@ -30,7 +30,6 @@ BRIDGED_SLOT_BYTES = 4 << 20
 """Of a slot at most, between hosts: the wire is slow, and shorter slots overlap better."""
 WINDOW_SLOT_BYTES = 8 << 20
 """Copied through the host at a time, where the host's ranks share memory."""
-PHASES = {shared.PACK: "MEMCPY_IN_FUSION_BUFFER", shared.REDUCE: "ALLREDUCE", shared.COPY: "MEMCPY_OUT_FUSION_BUFFER"}
 
 
 class GpuBatch:
@@ -50,14 +49,25 @@ class GpuBatch:
         """A slot as kernels on a stream know it."""
         counts = [piece.high - piece.low for piece in slot.pieces]
         table = self.gpu.kernels.table(slot.starts, counts, self.itemsize, stream)
-        inputs = [_address(self.batch.inputs[number], low) for number, low, _ in slot.pieces]
-        outputs = [_address(self.batch.outputs[number], low) for number, low, _ in slot.pieces]
+        inputs = [address(self.batch.inputs[number], low) for number, low, _ in slot.pieces]
+        outputs = [address(self.batch.outputs[number], low) for number, low, _ in slot.pieces]
         return GpuSlot(table, inputs, outputs, slot.length)
 
     def watch(self, number: int, phase: int) -> None:
         """Tell the timeline when a phase of a slot is queued."""
         if self.context.timeline.recording:
             self.context.timeline.turn(self.batch.names(self.slots[number]), PHASES.get(phase))
+
+    def watching(self, streams: Sequence[Stream]) -> shared.Watch:
+        """What a collective tells of its slots, each on its stream, goes to the timeline; at the end it is settled."""
+
+        def watch(number: int, phase: int) -> None:
+            if phase == shared.DONE:
+                self.settle(number, streams[number])
+            else:
+                self.watch(number, phase)
+
+        return watch
 
     def settle(self, number: int, stream: Stream) -> None:
         """A slot's results are queued on a stream: the engine's waits for them, and its owners may be complete."""
@@ -97,7 +107,7 @@ class GpuBatch:
     def on_host(self, slot: GpuSlot, stage: Stage) -> Any:
         """The elements that were copied down."""
         nbytes = slot.length * self.itemsize
-        return stage.pinned(nbytes).array[:nbytes].view(self.element.storage)
+        return stage.pinned(nbytes).elements(self.element.storage, 0, nbytes)
 
     def up(self, number: int, slot: GpuSlot, stage: Stage) -> None:
         """Queue what copies a slot back and scatters it."""
@@ -109,7 +119,8 @@ class GpuBatch:
         self.settle(number, stage.stream)
 
 
-def _address(buffer: Buffer, low: int) -> int:
+def address(buffer: Buffer, low: int = 0) -> int:
+    """That of element `low` of GPU memory."""
     if not isinstance(buffer, GpuBuffer):
         raise TypeError(f"host memory among GPU arrays: {buffer.device}")
     return buffer.pointer + low * buffer.element.itemsize
@@ -195,13 +206,7 @@ class GpuReduction:
         """See collectives/mapped.py."""
         work, stream, routes = self.work, self.gpu.stream, self.routes
         slots = [work.gpu_slot(each, stream) for each in work.slots]
-
-        def watch(number: int, phase: int) -> None:
-            if phase == shared.DONE:
-                work.settle(number, stream)
-            else:
-                work.watch(number, phase)
-
+        watch = work.watching([stream] * len(slots))
         peers, scratch = routes.mapping()
         yield from mapped.allreduce(slots, peers, self.reduction, self.gpu.kernels, stream, scratch, watch)
 
@@ -213,13 +218,7 @@ class GpuReduction:
         first = bridge.peers.flags.turn
         streams = [bridge.stages[(first + number) % WIDTH].stream for number in range(len(work.slots))]
         slots = [work.gpu_slot(each, stream) for each, stream in zip(work.slots, streams, strict=True)]
-
-        def watch(number: int, phase: int) -> None:
-            if phase == shared.DONE:
-                work.settle(number, streams[number])
-            else:
-                work.watch(number, phase)
-
+        watch = work.watching(streams)
         start, segment_bytes = self.gpu.stream.record(), self.context.routes.segment_bytes
         yield from bridged.allreduce(slots, bridge, self.reduction, self.gpu.kernels, start, segment_bytes, watch)
 
@@ -268,14 +267,14 @@ class GpuReduction:
         work.watch(number, shared.PACK)
         if algorithm == "direct":
             kernels.gather(slot.table, slot.inputs, block.pointer, stream)
-            finished, offset = block.array(reduction.element.storage, 0, finished_bytes), 0
+            finished, offset = block.elements(reduction.element.storage, 0, finished_bytes), 0
             work.watch(number, shared.REDUCE)
             yield from collective.run(finished, None)
         else:
             kernels.load(slot.table, slot.inputs, block.pointer, reduction, stream, wide=True)
-            partial = block.array(reduction.sum_type, 0, sum_bytes)
+            partial = block.elements(reduction.sum_type, 0, sum_bytes)
             offset = 0 if reduction.in_place else sum_bytes
-            finished = block.array(reduction.element.storage, offset, offset + finished_bytes)
+            finished = block.elements(reduction.element.storage, offset, offset + finished_bytes)
             work.watch(number, shared.REDUCE)
             yield from collective.ring(finished, partial, bridged.GPU_SEGMENT_BYTES)
         work.watch(number, shared.COPY)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from ringreduce import fusion
 from ringreduce.collectives import hierarchical, shared
 from ringreduce.collectives.overlap import overlapped
-from ringreduce.engine.batch import Batch, batches, carry, plan, settle
+from ringreduce.engine.batch import PHASES, Batch, batches, carry, plan, settle
 from ringreduce.engine.context import Context
 from ringreduce.engine.gpu_reduction import GpuReduction
 from ringreduce.engine.messages import MessageCollective
@@ -15,8 +15,6 @@ from ringreduce.engine.request import Request
 from ringreduce.log import LOGGER
 from ringreduce.ops import ReduceOp, Reduction
 from ringreduce.transport.base import Steps
-
-PHASES = {shared.PACK: "MEMCPY_IN_FUSION_BUFFER", shared.REDUCE: "ALLREDUCE", shared.COPY: "MEMCPY_OUT_FUSION_BUFFER"}
 
 
 def allreduce(requests: Sequence[Request], context: Context) -> Steps[None]:

@@ -33,7 +33,7 @@ class Stage:
     def block(self, nbytes: int) -> Block:
         """At least `nbytes` on the GPU; kept for later calls."""
         if self._block is None or self._block.nbytes < nbytes:
-            self.free()
+            self._free_block()
             self._block = Block(self.stream.device, nbytes)
         return self._block
 
@@ -46,7 +46,11 @@ class Stage:
 
     def free(self) -> None:
         """Give the memory back; waits for the stream."""
+        self._free_block()
+        self._pinned = None
+
+    def _free_block(self) -> None:
         self.stream.synchronize()
         if self._block is not None:
             self._block.free()
-        self._block = self._pinned = None
+        self._block = None

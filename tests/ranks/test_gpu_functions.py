@@ -357,6 +357,9 @@ def test_torch_tensors_on_torchs_current_stream(monkeypatch, mode):
                 assert isinstance(result, fake_torch.Tensor)
                 assert rr.allreduce_(own, op=Sum) is own
                 rows = rr.allgather(fake_torch.tensor(values(4, "int64", rank)))
+                splits = fake_torch.tensor(np.array([1, 3]))
+                received = rr.alltoall(fake_torch.tensor(values(4, "int64", rank)), splits=splits)[1]
+                assert received.cpu().tolist() == [1 + 2 * rank] * 2
                 return result.cpu(), own.cpu(), rows.cpu()
 
         for result, own, rows in ranks([0, 0], program):
