@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ringreduce.cuda.runtime import Block, Device, PinnedPool, Stream, cupy, flat_addresses
+from ringreduce.cuda.runtime import Block, Device, PinnedPool, Stream, cupy
 from ringreduce.ops import Average, Max, Min, Product, Reduction, Sum
 
 SOURCE = Path(__file__).with_name("kernels.cu")
@@ -125,13 +125,13 @@ class _Memory:
         return Table(self._upload(cut.reshape(-1)), len(cut), itemsize)
 
     def _addresses(self, pointers: tuple[int, ...]) -> _Upload:
-        return self._upload(flat_addresses(pointers))
+        return self._upload(np.array(pointers, np.uint64))
 
     def _upload(self, values: np.ndarray[Any, Any]) -> _Upload:
         nbytes = max(256, 1 << (values.nbytes - 1).bit_length())
         free = self._free.setdefault(nbytes, [])
         if not free:
-            block = self._stream.device.empty(max(nbytes, _SLAB_BYTES))
+            block = Block(self._stream.device, max(nbytes, _SLAB_BYTES))
             self._blocks.append(block)
             free += range(block.pointer, block.pointer + block.nbytes, nbytes)
         upload = _Upload(free.pop(), free)

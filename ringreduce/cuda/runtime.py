@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import importlib
 import threading
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -140,10 +139,6 @@ class Device:
         with self:
             runtime().streamWaitEvent(stream, event.pointer)
 
-    def empty(self, nbytes: int) -> Block:
-        """New memory on this GPU, not from any pool, so that it can be mapped by other processes; zeroed."""
-        return Block(self, nbytes)
-
     def __enter__(self) -> Device:
         stack = self._current.__dict__.setdefault("stack", [])
         stack.append(runtime().getDevice())
@@ -164,7 +159,7 @@ def device(index: int) -> Device:
 
 
 class Block:
-    """Memory on a GPU, from cudaMalloc, zeroed: 16-byte aligned (256, says CUDA). Freed by `free` only."""
+    """Memory on a GPU, zeroed, aligned to 256 bytes, freed by `free` only; of no pool, so that others can map it."""
 
     def __init__(self, owner: Device, nbytes: int) -> None:
         self.device, self.nbytes = owner, nbytes
@@ -287,8 +282,3 @@ def close_event(pointer: int) -> None:
 def wait_for(event: int, stream: Stream) -> None:
     """Let what is queued from now on in a stream wait for the latest record of an event, given by its address."""
     runtime().streamWaitEvent(stream.pointer, event)
-
-
-def flat_addresses(pointers: Sequence[int]) -> np.ndarray[Any, Any]:
-    """Device addresses as a kernel reads them."""
-    return np.array(pointers, np.uint64)

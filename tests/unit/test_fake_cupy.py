@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from ringreduce.cuda.kernels import Kernels
-from ringreduce.cuda.runtime import Pinned, PinnedPool, Stream, cupy, device, view
+from ringreduce.cuda.runtime import Block, Pinned, PinnedPool, Stream, cupy, device, view
 from ringreduce.dtypes import TABLE
 from ringreduce.ops import Reduction, Sum
 from tests import fake_cupy
@@ -32,8 +32,8 @@ def races(fake):
 
 
 def filled(value, stream):
-    block = device(0).empty(4 * N)
-    array = block.array(np.dtype(np.float32))
+    block = Block(device(0), 4 * N)
+    array = block.elements(np.dtype(np.float32), 0, block.nbytes)
     with stream:
         array[...] = value
     return block, array
@@ -50,12 +50,12 @@ def two_streams():
 def test_reading_what_another_stream_writes(any_mode, waits):
     writer, reader = two_streams()
     block, _ = filled(3, writer)
-    result = device(0).empty(4 * N)
+    result = Block(device(0), 4 * N)
     if waits:
         reader.wait(writer.record())
     reader.copy(result.pointer, block.pointer, 4 * N)
     with reader:
-        copied = result.array(np.dtype(np.float32)).get()
+        copied = result.elements(np.dtype(np.float32), 0, result.nbytes).get()
     found = races(any_mode)
     if waits:
         assert found == []
@@ -73,7 +73,7 @@ def test_reading_what_another_stream_writes(any_mode, waits):
 def test_writing_what_another_stream_reads(any_mode, waits):
     reader, writer = two_streams()
     block, array = filled(1, reader)
-    result = device(0).empty(4 * N)
+    result = Block(device(0), 4 * N)
     written = reader.record()
     reader.copy(result.pointer, block.pointer, 4 * N)
     writer.wait(reader.record() if waits else written)  # the event before the copy is not enough
@@ -94,7 +94,7 @@ def test_writing_what_another_stream_writes(any_mode, waits):
 
 def test_ranges_that_do_not_overlap_need_no_order(any_mode):
     one, other = two_streams()
-    block = device(0).empty(512)
+    block = Block(device(0), 512)
     for low, stream in ((0, one), (256, other)):
         any_mode.cuda.runtime.memsetAsync(block.pointer + low, 7, 256, stream.pointer)
     assert races(any_mode) == []
@@ -106,7 +106,7 @@ def test_a_wait_is_for_the_record_before_it(any_mode):
     reader.wait(event)
     block, _ = filled(1, writer)
     any_mode.cuda.runtime.eventRecord(event.pointer, writer.pointer)  # later: no affair of the wait
-    reader.copy(device(0).empty(4 * N).pointer, block.pointer, 4 * N)
+    reader.copy(Block(device(0), 4 * N).pointer, block.pointer, 4 * N)
     assert len(races(any_mode)) == 1
 
 
@@ -124,7 +124,7 @@ def test_an_order_over_three_streams_is_one(any_mode):
     second.wait(first.record())
     third.wait(second.record())
     with third:
-        assert block.array(np.dtype(np.float32)).get().tolist() == [5.0] * N
+        assert block.elements(np.dtype(np.float32), 0, block.nbytes).get().tolist() == [5.0] * N
     assert races(any_mode) == []
 
 
@@ -226,7 +226,7 @@ def test_memory_of_an_array_that_is_gone_belongs_to_the_stream_that_made_it(any_
 
 def test_freed_memory_is_not_used(any_mode):
     runtime = any_mode.cuda.runtime
-    block = device(0).empty(64)
+    block = Block(device(0), 64)
     block.free()
     runtime.memsetAsync(block.pointer, 0, 64, 0) if any_mode.machine.mode == "lazy" else None
     if any_mode.machine.mode == "lazy":
@@ -241,7 +241,7 @@ def test_freed_memory_is_not_used(any_mode):
 
 def test_the_end_of_an_allocation_is_its_end(any_mode):
     runtime = any_mode.cuda.runtime
-    block, stream = device(0).empty(64), Stream(device(0))
+    block, stream = Block(device(0), 64), Stream(device(0))
     with pytest.raises(runtime.CUDARuntimeError, match="IllegalAddress"):  # noqa: PT012
         runtime.memsetAsync(block.pointer + 60, 0, 8, stream.pointer)
         stream.synchronize()
@@ -250,7 +250,7 @@ def test_the_end_of_an_allocation_is_its_end(any_mode):
 
 def test_host_memory_must_be_pinned(any_mode):
     runtime = any_mode.cuda.runtime
-    block, stream, host = device(0).empty(64), Stream(device(0)), np.zeros(64, np.uint8)
+    block, stream, host = Block(device(0), 64), Stream(device(0)), np.zeros(64, np.uint8)
     with pytest.raises(runtime.CUDARuntimeError, match="IllegalAddress"):  # noqa: PT012
         stream.copy(block.pointer, host.ctypes.data, 64)
         stream.synchronize()
@@ -259,7 +259,7 @@ def test_host_memory_must_be_pinned(any_mode):
 
 def test_pinned_memory_stays_as_it_is_until_its_copy_has_run(cupy):
     for waits in (True, False):
-        block, stream, pinned = device(0).empty(64), Stream(device(0)), Pinned(64)
+        block, stream, pinned = Block(device(0), 64), Stream(device(0)), Pinned(64)
         pinned.array[...] = 1
         stream.copy(block.pointer, pinned.pointer, 64)
         if waits:
@@ -293,7 +293,7 @@ def test_a_copy_out_of_pinned_memory_does_not_block_and_one_of_other_memory_does
 
 
 def test_pinned_memory_that_is_given_back_too_early(cupy):
-    block, stream, pinned = device(0).empty(64), Stream(device(0)), Pinned(64)
+    block, stream, pinned = Block(device(0), 64), Stream(device(0)), Pinned(64)
     stream.copy(block.pointer, pinned.pointer, 64)
     del pinned
     with pytest.raises(cupy.cuda.runtime.CUDARuntimeError):
@@ -304,7 +304,7 @@ def test_pinned_memory_that_is_given_back_too_early(cupy):
 def test_pinned_memory_is_given_back_by_luck_only(cupy):
     """The copy has run, but nobody has asked."""
     for waits in (True, False):
-        block, stream, pinned = device(0).empty(64), Stream(device(0)), Pinned(64)
+        block, stream, pinned = Block(device(0), 64), Stream(device(0)), Pinned(64)
         stream.copy(block.pointer, pinned.pointer, 64)
         assert races(cupy) == []
         if waits:
@@ -317,18 +317,20 @@ def test_pinned_memory_is_given_back_by_luck_only(cupy):
 
 def test_the_pool_of_pinned_blocks_is_right(any_mode):
     pool, stream = PinnedPool(), Stream(device(0))
-    blocks = [device(0).empty(800) for _ in range(20)]
+    blocks = [Block(device(0), 800) for _ in range(20)]
     for number, block in enumerate(blocks):
         pool.upload(np.arange(number, number + 100), block.pointer, stream)
     with stream:
         for number, block in enumerate(blocks):
-            assert block.array(np.dtype(np.int64)).get().tolist() == list(range(number, number + 100))
+            assert block.elements(np.dtype(np.int64), 0, block.nbytes).get().tolist() == list(
+                range(number, number + 100)
+            )
     assert races(any_mode) == []
 
 
 def test_the_pool_of_pinned_blocks_looks_at_one_when_the_gpu_is_far_behind(cupy):
     asked = []
-    pool, stream, block = PinnedPool(), Stream(device(0)), device(0).empty(64)
+    pool, stream, block = PinnedPool(), Stream(device(0)), Block(device(0), 64)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cupy.cuda.runtime, "eventQuery", lambda event: asked.append(event) or 600)
         for _ in range(20):
@@ -340,7 +342,7 @@ def test_the_pool_of_pinned_blocks_looks_at_one_when_the_gpu_is_far_behind(cupy)
 def test_out_of_memory(any_mode):
     any_mode.machine.memory_bytes = 1000
     with pytest.raises(any_mode.cuda.runtime.CUDARuntimeError) as raised:
-        device(0).empty(1001)
+        Block(device(0), 1001)
     assert raised.value.status == 2
     with pytest.raises(any_mode.cuda.memory.OutOfMemoryError):
         any_mode.empty(1001, np.uint8)
@@ -355,7 +357,7 @@ def test_memory_of_another_process_must_be_mapped_and_unmapped_in_time(any_mode)
     runtime = any_mode.cuda.runtime
     machine = any_mode.machine
     with machine.as_process("rank 0"):
-        block = device(0).empty(64)
+        block = Block(device(0), 64)
         handle = runtime.ipcGetMemHandle(block.pointer)
         with pytest.raises(runtime.CUDARuntimeError) as raised:
             runtime.ipcGetMemHandle(block.pointer + 16)
@@ -383,7 +385,7 @@ def test_memory_is_unmapped_after_its_use(any_mode):
     machine = any_mode.machine
     for waits in (True, False):
         with machine.as_process("rank 0"):
-            block = device(0).empty(64)
+            block = Block(device(0), 64)
             handle = runtime.ipcGetMemHandle(block.pointer)
         with machine.as_process("rank 1"):
             stream = Stream(device(0))
@@ -401,7 +403,7 @@ def test_memory_is_unmapped_after_its_use(any_mode):
 
 def test_ipc_is_refused_when_told_so(any_mode):
     runtime = any_mode.cuda.runtime
-    block = device(0).empty(64)
+    block = Block(device(0), 64)
     any_mode.refuse_ipc = True
     with pytest.raises(runtime.CUDARuntimeError) as raised:
         runtime.ipcGetMemHandle(block.pointer)
@@ -492,7 +494,7 @@ def test_a_kernel_reads_another_gpu_only_where_that_was_enabled(any_mode):
     any_mode.emulator = TrivialKernels
     kernel = any_mode.RawModule(code="source", options=("-DX",)).get_function("add")
     runtime = any_mode.cuda.runtime
-    there = device(1).empty(4 * N)
+    there = Block(device(1), 4 * N)
     stream = Stream(device(0))
     with pytest.raises(runtime.CUDARuntimeError), stream:  # noqa: PT012
         kernel((1,), (32,), (there.pointer, N, 3.0))
@@ -508,13 +510,13 @@ def test_a_kernel_reads_another_gpu_only_where_that_was_enabled(any_mode):
 def test_ringreduces_own_kernels_are_checked(any_mode, waits):
     one, other = two_streams()
     kernels, (block, _) = Kernels(device(0)), filled(3, one)
-    slot, target = device(0).empty(4 * N), device(0).empty(4 * N)
+    slot, target = Block(device(0), 4 * N), Block(device(0), 4 * N)
     kernels.gather(kernels.table([0], [N], 4, one), [block.pointer], slot.pointer, one)
     if waits:
         other.wait(one.record())
     kernels.reduce(Reduction(Sum, TABLE["float32"], 2), [slot.pointer, slot.pointer], target.pointer, N, other)
     with other:
-        result = target.array(np.dtype(np.float32)).get()
+        result = target.elements(np.dtype(np.float32), 0, target.nbytes).get()
     found = races(any_mode)
     if waits:
         assert found == []
@@ -626,7 +628,7 @@ class Slots:
 
     def connect(self, rank, nbytes):
         runtime = self.runtime
-        block = device(0).empty(nbytes * self.number_of_slots)
+        block = Block(device(0), nbytes * self.number_of_slots)
         flags = runtime.eventDisableTiming | runtime.eventInterprocess
         events = [[runtime.eventCreateWithFlags(flags) for _ in range(self.number_of_slots)] for _ in range(2)]
         handles = [[runtime.ipcGetEventHandle(each) for each in row] for row in events]
