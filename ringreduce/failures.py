@@ -12,7 +12,7 @@ import traceback
 from types import TracebackType
 from typing import Any
 
-from ringreduce import world
+from ringreduce import mpi
 from ringreduce.errors import PeerLostError
 from ringreduce.log import LOGGER
 
@@ -30,7 +30,7 @@ def install(error_file: str) -> None:
     """
     global _previous_hook
     uninstall()
-    previous, alone = sys.excepthook, world.is_alone()
+    previous, alone = sys.excepthook, mpi.is_alone()
 
     def hook(kind: type[BaseException], exc: BaseException, trace: TracebackType | None) -> None:
         interrupted = issubclass(kind, KeyboardInterrupt)
@@ -42,7 +42,7 @@ def install(error_file: str) -> None:
         code = INTERRUPTED_EXIT_CODE if interrupted else EXIT_CODE
         if error_file:
             os._exit(code)
-        world.abort(code)
+        mpi.abort(code)
 
     if error_file or not alone:
         _previous_hook = previous

@@ -28,13 +28,14 @@ from ringreduce.engine.host import Host
 from ringreduce.engine.knobs import Knobs
 from ringreduce.engine.tuned import read_by_rank_0
 from ringreduce.errors import InputError, MismatchError, NotInitializedError
+from ringreduce.mpi import finalize_mpi, mpi_library
 from ringreduce.preparation import prepare_host
 from ringreduce.settings import PER_RANK, Settings
 from ringreduce.supervision import Answerer
 from ringreduce.transport.base import Transport, complete
 from ringreduce.transport.message import MessageTransport
 from ringreduce.transport.threads import ThreadTransport
-from ringreduce.world import World, finalize_mpi, form_world, mpi_library
+from ringreduce.world import World, form_world
 
 
 class Runtime:

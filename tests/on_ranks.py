@@ -10,7 +10,7 @@ import signal
 import sys
 
 import ringreduce as rr
-from ringreduce.world import abort
+from ringreduce.mpi import abort
 
 
 def start(config):

@@ -25,8 +25,9 @@ MOST_BYTES = 1 << 26
 
 def main() -> None:
     """Measure this rank's links."""
+    from ringreduce.mpi import finalize_mpi
     from ringreduce.transport.message import MessageTransport
-    from ringreduce.world import finalize_mpi, form_world
+    from ringreduce.world import form_world
 
     world = form_world()
     whole = MessageTransport(world)

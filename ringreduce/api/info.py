@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ringreduce import runtime, world
+from ringreduce import mpi, runtime
 from ringreduce._version import __version__
 from ringreduce.collectives.choose import Constants
 from ringreduce.engine.engine import GLOBAL
@@ -80,7 +80,7 @@ def info() -> Info:
     current = runtime.current("info")
     engine = current.engine
     window = engine.host.window
-    library, threads = ("threads of one process", "") if current.world.comm is None else world.mpi_library()
+    library, threads = ("threads of one process", "") if current.world.comm is None else mpi.mpi_library()
     return Info(
         version=__version__,
         python=platform.python_version(),

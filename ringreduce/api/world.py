@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ringreduce import runtime, world
+from ringreduce import mpi, runtime
 
 
 def rank() -> int:
@@ -43,7 +43,7 @@ def is_homogeneous() -> bool:
 def mpi_threads_supported() -> bool:
     """True when MPI lets any thread call it, so that a script may use mpi4py beside ringreduce; after init() only."""
     runtime.current("mpi_threads_supported")
-    return world.threads_supported()
+    return mpi.threads_supported()
 
 
 def mpi_enabled() -> bool:

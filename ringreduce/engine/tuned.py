@@ -20,8 +20,9 @@ from ringreduce._version import __version__
 from ringreduce.collectives.choose import ALGORITHMS
 from ringreduce.engine.knobs import AUTO, MOST_IN_FLIGHT, Knobs
 from ringreduce.log import LOGGER
+from ringreduce.mpi import mpi_library
 from ringreduce.settings import Settings
-from ringreduce.world import World, mpi_library
+from ringreduce.world import World
 
 VARIABLE = "RINGREDUCE_AUTOTUNE_FILE"
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from ringreduce import world
+from ringreduce import mpi
 from ringreduce.cuda.runtime import cupy
 from ringreduce.transport import waiting
 from ringreduce.transport.base import Steps
@@ -81,7 +81,7 @@ def declared() -> tuple[bool, str]:
         _memory_kinds(MPI.COMM_WORLD.Get_info()),
         _cray(MPI.Get_library_version(), os.environ),
     )
-    return _verdict(world.mpi_library()[0], answers)
+    return _verdict(mpi.mpi_library()[0], answers)
 
 
 def _verdict(name: str, answers: Sequence[bool | None]) -> tuple[bool, str]:
@@ -227,7 +227,7 @@ def send_to_myself(device: int, timeout_s: float) -> None:
     signal.setitimer(signal.ITIMER_REAL, timeout_s)  # SIGALRM ends this process, also when nobody is left to kill it
     module = cupy()
     with module.cuda.Device(device) as gpu:  # as in init(), before MPI starts
-        world_of_one = world.start_mpi().COMM_WORLD
+        world_of_one = mpi.start_mpi().COMM_WORLD
         for tag, nbytes in enumerate((SHORT_BYTES, LONG_BYTES)):
             numbers = np.arange(tag, tag + nbytes // 4, dtype=np.uint32) * np.uint32(2654435761)
             memory = module.zeros(2 * len(numbers), np.uint32)
@@ -239,5 +239,5 @@ def send_to_myself(device: int, timeout_s: float) -> None:
                 request.Wait()
             if not np.array_equal(received.get(), numbers):
                 sys.exit(f"of a message of {nbytes} bytes other bytes arrived")
-        world.finalize_mpi()
+        mpi.finalize_mpi()
     print(SUCCESS)

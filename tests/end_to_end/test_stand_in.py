@@ -75,12 +75,12 @@ import cupy
 import numpy as np
 
 import ringreduce as rr
-from ringreduce import runtime, world
+from ringreduce import mpi, runtime, world
 
 
 def form(comm=None, generation=0):
     \"\"\"Ranks 0 and 1 are on one host, the others on a second one.\"\"\"
-    own = world.start_mpi().COMM_WORLD.Dup()
+    own = mpi.start_mpi().COMM_WORLD.Dup()
     local = own.Split(own.rank // 2)
     hosts = tuple(own.allgather(own.rank // 2))
     return world.World(own.rank, own.size, hosts, own, own.Dup(), local, generation)

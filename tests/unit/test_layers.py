@@ -22,6 +22,7 @@ LAYERS = [
     ["cuda.choice"],
     ["ops", "buffers", "compression"],
     ["cuda.kernels"],
+    ["mpi"],
     ["world"],
     ["transport.base", "transport.doorbell", "transport.waiting"],
     ["transport.window"],
@@ -101,9 +102,9 @@ def test_imports_point_downward(module, path):
             assert height(imported) < height(module), f"{module} imports {imported}"
 
 
-def test_only_world_and_two_modules_of_the_transport_know_mpi():
+def test_only_two_modules_and_two_of_the_transport_know_mpi():
     knowing = {name for name, path in modules() if "mpi4py" in {i.split(".")[0] for i in all_imports(path)}}
-    assert knowing == {"world", "transport.message", "transport.cuda_aware"}
+    assert knowing == {"mpi", "world", "transport.message", "transport.cuda_aware"}
 
 
 # the launcher's modules, and folders whose own modules are named only where they stand at different heights

@@ -4,7 +4,8 @@ import sys
 import pytest
 
 from ringreduce.errors import LauncherMismatchError, NotInitializedError
-from ringreduce.world import World, check_launcher, check_world_size, local_ranks
+from ringreduce.mpi import check_launcher, check_world_size
+from ringreduce.world import World, local_ranks
 
 
 def test_local_ranks_count_the_ranks_of_a_host():
