@@ -14,6 +14,7 @@ _INTERFACE_NAME_BYTES = 15
 _ANY_PORT = 9  # discard: nothing is sent there
 _IPV6_TABLE = "/proc/net/if_inet6"
 _IPV6_GLOBAL = "00"
+_MOST_LOOKUPS = 8  # one after the other, and a slow resolver takes seconds for each
 
 
 def parse_interfaces(text: str | None, flag: str = "--network-interfaces") -> tuple[str, ...]:
@@ -32,10 +33,12 @@ def own_addresses(hosts: Iterable[str], interfaces: Sequence[str]) -> tuple[str,
     """Return this host's addresses for the others, the likeliest first: those that the system would use to reach them.
 
     Then come all the others, for names that only ssh understands, and hosts behind another network. With `interfaces`
-    only theirs. MachineError if there is none.
+    only theirs. Only a sample of the hosts' names is looked up, however many there are. MachineError if there is none.
     """
+    names = list(dict.fromkeys(hosts))
+    sample = names[:: -(-len(names) // _MOST_LOOKUPS) or 1]
     ours = list(_interface_addresses(interfaces or [name for _, name in socket.if_nameindex()]))
-    routed = [] if interfaces else [_address_towards(host) for host in dict.fromkeys(hosts)]
+    routed = [] if interfaces else [_address_towards(host) for host in sample]
     found = tuple(address for address in dict.fromkeys([*routed, *ours]) if address and not _is_loopback(address))
     if not found:
         where = f"the interfaces {', '.join(interfaces)} have" if interfaces else "this host has"

@@ -52,30 +52,25 @@ def answers(names: Sequence[str], program: str, outcome: Outcome, timeout_s: flo
         errors="replace"
     )
     found = {}
-    for task, lines in err.items():
+    for task, (lines, _) in err.items():
         stderr = lines.decode(errors="replace")
         if match := _EXIT.search(stderr):
-            stdout, arrived_s = out.get(task, b""), arrival(outcome, task)
+            stdout, end = out.get(task, (b"", 0))
             before, code = stderr[: match.start()], int(match[1])
+            arrived_s = outcome.arrived_by(end) if end else 0.0
             found[match[2]] = (stdout, before, code, arrived_s, program_problem(program, code, before))
     missing = srun_problem(outcome.code, own_words, outcome.not_run, timeout_s)
     return [Answer(name, *found[name]) if name in found else Answer(name, problem=missing) for name in names]
 
 
-def by_task(data: bytes) -> dict[bytes, bytes]:
-    """Return what each task wrote, from lines with labels: `0: text`."""
-    lines: dict[bytes, bytes] = {}
+def by_task(data: bytes) -> dict[bytes, tuple[bytes, int]]:
+    """Return what each task wrote, from lines with labels (`0: text`), and where in `data` its last line ends."""
+    lines: dict[bytes, list[bytes]] = {}
+    ends: dict[bytes, int] = {}
+    end = 0
     for line in data.splitlines(keepends=True):
-        if match := _LABEL.match(line):
-            lines[match[1]] = lines.get(match[1], b"") + line[match.end() :]
-    return lines
-
-
-def arrival(outcome: Outcome, task: bytes) -> float:
-    """Return when the last line that this task wrote to stdout came."""
-    end = last = 0
-    for line in outcome.stdout.splitlines(keepends=True):
         end += len(line)
-        if (match := _LABEL.match(line)) and match[1] == task:
-            last = end
-    return outcome.arrived_by(last) if last else 0.0
+        if match := _LABEL.match(line):
+            lines.setdefault(match[1], []).append(line[match.end() :])
+            ends[match[1]] = end
+    return {task: (b"".join(parts), ends[task]) for task, parts in lines.items()}

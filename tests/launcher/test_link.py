@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ringrun import network
 from ringrun.connection import link as link_module
 from ringrun.connection.link import Address, HostSilentError, Link, Listener, connect
 from ringrun.connection.wire import Note, Signal
@@ -97,3 +98,14 @@ def test_interfaces_and_addresses_of_this_host() -> None:
     assert parse_interfaces("lo") == ("lo",)
     with pytest.raises(MachineError, match="the interfaces lo have no address that other hosts could reach"):
         own_addresses(["h1"], ["lo"])
+
+
+def test_of_many_hosts_only_some_names_are_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(network, "_address_towards", lambda host: asked.append(host))
+    monkeypatch.setattr(network, "_interface_addresses", lambda names: iter(["10.0.0.1"]))
+    for count in (0, 1, 8, 9, 512):
+        asked.clear()
+        assert own_addresses([f"h{number}" for number in range(count)], ()) == ("10.0.0.1",)
+        assert asked[:1] == ["h0"][:count]
+        assert min(count, 4) <= len(asked) <= 8

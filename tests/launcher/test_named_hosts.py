@@ -14,7 +14,7 @@ from ringrun.where import place_ranks
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
-@pytest.mark.parametrize("name", ["localhost", "127.0.0.1", "::1", "gpu7", "gpu7.lab", "gpu7.other.lab"])
+@pytest.mark.parametrize("name", ["localhost", "127.0.0.1", "::1", "gpu7", "gpu7.lab", "GPU7.Lab"])
 def test_names_of_this_host(name: str) -> None:
     assert is_here(Host(name, 4), "gpu7.lab")
 
@@ -24,9 +24,19 @@ def test_an_address_of_this_host(name: str) -> None:
     assert is_here(Host(name), "gpu7")
 
 
-@pytest.mark.parametrize("name", ["gpu8", "gpu70", "gpu", "192.0.2.1", "2001:db8::1"])
+@pytest.mark.parametrize("name", ["gpu8", "gpu70", "gpu", "192.0.2.1", "2001:db8::1", "gpu7.other"])
 def test_names_of_others(name: str) -> None:
     assert not is_here(Host(name, 4), "gpu7.lab")
+
+
+def test_domains_tell_hosts_of_one_name_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "getfqdn", lambda name: f"{name}.rack1")
+    assert is_here(Host("n1.rack1"), "n1")
+    assert not is_here(Host("n1.rack2"), "n1")
+    monkeypatch.setattr(socket, "getfqdn", lambda name: name)
+    assert is_here(Host("n1.rack2"), "n1"), "no domain is known"
+    monkeypatch.setattr(socket, "getfqdn", lambda name: "localhost.localdomain")
+    assert not is_here(Host("n2"), "n1")
 
 
 def _placed(*arguments: str) -> tuple[int, list[tuple[str, int]]]:

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import IO
 
 import pytest
 from hypothesis import given
@@ -418,3 +419,28 @@ def test_files_that_differ_by_content_or_by_name_have_other_digests(tmp_path: Pa
         (folder / "not_code.pyc").write_text("")
         digests.add(probe._digest(str(folder)))
     assert len(digests) == 3
+
+
+def test_of_an_installed_package_one_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """512 hosts that each read two hundred files of one shared folder would be 100,000 opens at every start."""
+    opened: list[str] = []
+
+    def noting(path: str, mode: str) -> IO[bytes]:
+        opened.append(path)
+        return open(path, mode)
+
+    monkeypatch.setattr(probe, "open", noting, raising=False)
+    digests = set()
+    for package, sha256 in (("ringrun", "x"), ("ringrun", "y"), ("ringreduce", "x")):
+        site = tmp_path / (package + sha256)
+        for name in ("__init__.py", "a.py"):
+            (site / package).mkdir(parents=True, exist_ok=True)
+            (site / package / name).write_text("")
+        (site / "ringreduce-0.1.0.dist-info").mkdir()
+        lines = [f"{package}/a.py,sha256={sha256},3", f"../bin/ringrun,sha256={site},1"]
+        for order in (lines, lines[::-1]):
+            (site / "ringreduce-0.1.0.dist-info/RECORD").write_text("".join(f"{line}\n" for line in order))
+            digests.add(probe._digest(str(site / package)))
+    assert len(digests) == 3
+    assert {Path(path).name for path in opened} == {"RECORD"}
+    assert len(opened) == 6
