@@ -6,7 +6,10 @@ A World has a generation: a later one (fewer or more ranks) can take over withou
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import os
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -36,34 +39,35 @@ class World:
     """mpi4py communicator of this host's ranks, by local rank; for shared memory."""
     generation: int = 0
 
+    @functools.cached_property
+    def local_ranks(self) -> tuple[int, ...]:
+        """Each rank's number among the ranks of its host; made once, in O(size) as all that follows."""
+        return tuple(local_ranks(self.hosts))
+
     @property
     def local_rank(self) -> int:
         """This rank among those of its host."""
-        return local_ranks(self.hosts)[self.rank]
+        return self.local_ranks[self.rank]
 
-    @property
+    @functools.cached_property
     def local_size(self) -> int:
         """Ranks on this host."""
         return self.hosts.count(self.hosts[self.rank])
 
-    @property
+    @functools.cached_property
     def cross_rank(self) -> int:
         """This host among the hosts that have this local rank."""
-        return self._cross_hosts().index(self.hosts[self.rank])
+        return self.local_ranks[: self.rank].count(self.local_rank)
 
-    @property
+    @functools.cached_property
     def cross_size(self) -> int:
         """Hosts that have this local rank."""
-        return len(self._cross_hosts())
+        return self.local_ranks.count(self.local_rank)
 
-    @property
+    @functools.cached_property
     def is_homogeneous(self) -> bool:
         """True when every host has equally many ranks."""
-        return len({self.hosts.count(host) for host in self.hosts}) == 1
-
-    def _cross_hosts(self) -> list[int]:
-        locals_ = local_ranks(self.hosts)
-        return [host for host, local in zip(self.hosts, locals_, strict=True) if local == self.local_rank]
+        return len(set(Counter(self.hosts).values())) == 1
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, by rank, pickled by mpi4py; every rank must call it, before there is an engine."""
@@ -115,7 +119,8 @@ def local_ranks(hosts: Sequence[int]) -> list[int]:
     >>> local_ranks([0, 0, 1, 0, 1])
     [0, 1, 0, 2, 1]
     """
-    return [list(hosts[:rank]).count(host) for rank, host in enumerate(hosts)]
+    ranks: defaultdict[int, itertools.count[int]] = defaultdict(itertools.count)
+    return [next(ranks[host]) for host in hosts]
 
 
 def form_world(comm: Any = None, generation: int = 0) -> World:

@@ -11,7 +11,7 @@ from ringreduce.settings import MOST_REGIONS, Settings
 from ringreduce.transport.base import EngineTransport
 from ringreduce.transport.subset import channels
 from ringreduce.transport.window import GPU_PACKED, Flags, Region, Window
-from ringreduce.world import World, local_ranks
+from ringreduce.world import World
 
 
 class Host:
@@ -77,8 +77,7 @@ class Host:
         """Of the members on this host: local ranks, ranks, and this rank's place among them."""
         hosts, rank = self.world.hosts, self.world.rank
         ours = [each for each in members if hosts[each] == hosts[rank]]
-        place = local_ranks(hosts)
-        return [place[each] for each in ours], ours, ours.index(rank)
+        return [self.world.local_ranks[each] for each in ours], ours, ours.index(rank)
 
 
 class _Places:

@@ -23,6 +23,40 @@ def test_local_and_cross_ranks_with_uneven_hosts():
     assert World(0, 4, (0, 0, 1, 1)).is_homogeneous
 
 
+class CountedHost(int):
+    """A host's number that counts how often it is looked at."""
+
+    looks = 0
+
+    def __eq__(self, other):
+        CountedHost.looks += 1
+        return int(self) == int(other)
+
+    def __hash__(self):
+        CountedHost.looks += 1
+        return int(self) % 7919
+
+
+def looks_for_all_answers(size):
+    CountedHost.looks = 0
+    world = World(size - 1, size, tuple(CountedHost(rank // 8) for rank in range(size)))
+    for _ in range(3):
+        assert (world.local_rank, world.local_size, world.cross_rank, world.cross_size) == (
+            7,
+            8,
+            size // 8 - 1,
+            size // 8,
+        )
+        assert world.is_homogeneous
+    return CountedHost.looks
+
+
+def test_who_is_where_is_found_once_in_a_time_linear_in_the_number_of_ranks():
+    few, many = looks_for_all_answers(64), looks_for_all_answers(256)
+    assert many <= 5 * few
+    assert many <= 20 * 256
+
+
 @pytest.mark.parametrize(
     ("vendor", "environment"),
     [
