@@ -27,11 +27,11 @@ def start_mpi() -> Any:
             os.environ.setdefault("MPIR_CVAR_CH4_CMA_ENABLE", "0")
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
         _MPI_STARTED_HERE.append(True)
-    if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
+    if not threads_supported():
         raise StartupError(
-            "MPI was started for one thread only, but ringreduce's engine is a thread; expected at least "
-            "MPI_THREAD_SERIALIZED; call ringreduce.init() before mpi4py starts MPI, or leave mpi4py.rc.thread_level "
-            'at "multiple"'
+            f"MPI was started with thread level {mpi_library()[1]!r}, but ringreduce's engine calls MPI beside your "
+            'threads; expected "multiple"; call ringreduce.init() before mpi4py starts MPI, or leave '
+            'mpi4py.rc.thread_level at "multiple", or install an MPI library that has it'
         )
     return MPI
 

