@@ -8,6 +8,7 @@ import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 SLOW_SHARE = 0.5
 """A link with less than this part of the typical bandwidth is slow."""
@@ -42,25 +43,27 @@ class Links:
     hosts: Sequence[str]
     links: Sequence[Link]
 
-    @property
+    @cached_property
     def measured(self) -> list[Link]:
         """Those with figures."""
         return [link for link in self.links if link.is_measured]
 
-    @property
+    @cached_property
+    def measured_of(self) -> dict[int, list[Link]]:
+        """The measured links of each host that has any."""
+        return _by_host(self.measured)
+
+    @cached_property
     def typical_gbit_s(self) -> float:
         """What most hosts can do: the median of each one's best link, which one bad host of three does not spoil."""
-        return statistics.median_high([max(link.gbit_s for link in own) for own in self._by_host()] or [math.nan])
+        best = [max(link.gbit_s for link in own) for own in self.measured_of.values()]
+        return statistics.median_high(best or [math.nan])
 
-    @property
+    @cached_property
     def typical_latency_us(self) -> float:
         """The same."""
-        return statistics.median_low([min(link.latency_us for link in own) for own in self._by_host()] or [math.nan])
-
-    def _by_host(self) -> list[list[Link]]:
-        """The measured links of each host that has any."""
-        own = [[link for link in self.measured if host in (link.one, link.other)] for host in range(len(self.hosts))]
-        return [links for links in own if links]
+        best = [min(link.latency_us for link in own) for own in self.measured_of.values()]
+        return statistics.median_low(best or [math.nan])
 
     def is_slow(self, link: Link) -> bool:
         """Whether its bandwidth is far below the others', or below any network of these days."""
@@ -73,7 +76,19 @@ class Links:
     def between(self, one: int, other: int) -> Link:
         """Return the link between two hosts, without figures if none was begun."""
         pair = (min(one, other), max(one, other))
-        return next((link for link in self.links if (link.one, link.other) == pair), Link(*pair))
+        return self._by_pair.get(pair, Link(*pair))
+
+    @cached_property
+    def _by_pair(self) -> dict[tuple[int, int], Link]:
+        return {(link.one, link.other): link for link in self.links}
+
+
+def _by_host(links: Iterable[Link]) -> dict[int, list[Link]]:
+    found: dict[int, list[Link]] = {}
+    for link in links:
+        found.setdefault(link.one, []).append(link)
+        found.setdefault(link.other, []).append(link)
+    return found
 
 
 def read_links(lines: Iterable[str], hosts: Sequence[str]) -> Links:
@@ -100,11 +115,15 @@ def findings(links: Links) -> list[str]:
         ([link for link in links.measured if links.is_late(link)], _late, _LATE_CURE),
         ([link for link in links.links if not link.is_measured], _unfinished, _UNFINISHED_CURE),
     ):
-        for host in _shared_by_all(bad, len(hosts)):
-            own = [link for link in bad if host in (link.one, link.other)]
-            bad = [link for link in bad if link not in own]
-            lines.append(f"{hosts[host]}: all its links are {what(links, own)}; {cure['host']}")
-        lines += [f"{hosts[link.one]} – {hosts[link.other]}: {what(links, [link])}; {cure['link']}" for link in bad]
+        told: set[Link] = set()
+        for host, of_host in sorted(_by_host(bad).items()):
+            if len(hosts) > 2 and len(of_host) == len(hosts) - 1:  # of two hosts both would share it
+                own = [link for link in of_host if link not in told]
+                told.update(own)
+                lines += [f"{hosts[host]}: all its links are {what(links, own)}; {cure['host']}"] if own else []
+        for link in bad:
+            if link not in told:
+                lines.append(f"{hosts[link.one]} – {hosts[link.other]}: {what(links, [link])}; {cure['link']}")
     return lines
 
 
@@ -141,12 +160,6 @@ def _unfinished(_: Links, bad: Sequence[Link]) -> str:
 def _span(values: Sequence[float]) -> str:
     low, high = f"{min(values):.3g}", f"{max(values):.3g}"
     return low if low == high else f"{low} to {high}"
-
-
-def _shared_by_all(bad: Sequence[Link], count: int) -> list[int]:
-    """Return the hosts of which every link is bad; of two hosts none, since both would be."""
-    times = {host: sum(host in (link.one, link.other) for link in bad) for host in range(count)}
-    return [host for host, number in times.items() if number == count - 1 and count > 2]
 
 
 def to_json(links: Links) -> list[Mapping[str, object]]:

@@ -54,7 +54,7 @@ def _summary(links: Links) -> Iterator[str]:
     width = _name_width(links.hosts)
     yield f"{'':<{width}}  median Gbit/s  median µs  slowest link"
     for at, host in enumerate(links.hosts):
-        own = [link for link in links.measured if at in (link.one, link.other)]
+        own = links.measured_of.get(at, [])
         name = f"{_cut(host, _LONGEST_NAME):<{width}}"
         if not own:
             yield f"{name}  {'-':>13}  {'-':>9}"

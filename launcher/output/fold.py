@@ -11,9 +11,11 @@ time. So nothing waits longer than `wait_s`, and ranks of which one prints an ex
                                                        [0-1] epoch 2
 """
 
+import heapq
 import math
 from collections import Counter, deque
 from collections.abc import Iterable
+from itertools import count
 from typing import NamedTuple, TypeAlias
 
 FOLD_WAIT_S = 0.25
@@ -40,18 +42,21 @@ class Folded(NamedTuple):
 class _Held(NamedTuple):
     key: Key
     at_s: float
+    number: int  # in the order in which lines came
 
 
 class Folder:
     """The lines that wait, of each of `ranks`. Times are seconds on any one clock.
 
-    Cost: O(ranks) for a line that is shown; more only where ranks print the same lines in different orders.
+    Cost: for a line that is shown, O(ranks that hold it); more only where ranks print the same lines in other orders.
     """
 
     def __init__(self, ranks: Iterable[int], wait_s: float = FOLD_WAIT_S, max_held_bytes: int = MAX_HELD_BYTES) -> None:
         self._queues: dict[int, deque[_Held]] = {rank: deque() for rank in ranks}
-        self._counts: dict[int, Counter[Key]] = {rank: Counter() for rank in self._queues}
-        self._ended = dict.fromkeys(self._queues, False)
+        self._counts: dict[Key, Counter[int]] = {}  # how often each rank holds a line
+        self._by_age: list[tuple[float, int, int, Key]] = []  # a heap; what has been shown goes when it comes up
+        self._numbers = count()
+        self._ended: set[int] = set()
         self._wait_s = wait_s
         self._max_held_bytes = max_held_bytes
         self._held_bytes = 0
@@ -59,12 +64,14 @@ class Folder:
     def add(self, rank: int, stream: str, line: bytes, now_s: float) -> list[Folded]:
         """Take a line of `rank`; return what is to be shown now."""
         key = (stream, line)
-        self._queues[rank].append(_Held(key, now_s))
-        self._counts[rank][key] += 1
+        held = _Held(key, now_s, next(self._numbers))
+        self._queues[rank].append(held)
+        heapq.heappush(self._by_age, (now_s, held.number, rank, key))
+        self._counts.setdefault(key, Counter())[rank] += 1
         self._held_bytes += len(line) + _OVERHEAD_BYTES
         shown = self._show_through(key) if self._is_held_by_all(key) else []
         while self._held_bytes > self._max_held_bytes:
-            shown += self._show_through(self._oldest().key)
+            shown += self._show_through(self._oldest()[1])
         return shown
 
     def end(self, rank: int) -> None:
@@ -72,18 +79,18 @@ class Folder:
 
         The only method that may be called at any time from any thread.
         """
-        self._ended[rank] = True
+        self._ended.add(rank)
 
     @property
     def due_s(self) -> float:
         """When the next line has waited long enough; infinity if none waits."""
-        return self._oldest().at_s + self._wait_s if self._held_bytes else math.inf
+        return self._oldest()[0] + self._wait_s if self._held_bytes else math.inf
 
     def expire(self, now_s: float) -> list[Folded]:
         """Return what is to be shown at `now_s`: the lines that have waited long enough, and those before them."""
         shown: list[Folded] = []
         while self.due_s <= now_s and self._held_bytes:
-            shown += self._show_through(self._oldest().key)
+            shown += self._show_through(self._oldest()[1])
         return shown
 
     def flush(self) -> list[Folded]:
@@ -91,41 +98,48 @@ class Folder:
         return self.expire(math.inf)
 
     def _is_held_by_all(self, key: Key) -> bool:
-        return all(ended or key in self._counts[rank] for rank, ended in self._ended.items())
+        holders, ended = self._counts[key], self._ended.copy()
+        if len(holders) + len(ended) < len(self._queues):
+            return False
+        return all(rank in holders or rank in ended for rank in self._queues)
 
-    def _oldest(self) -> _Held:
-        return min((queue[0] for queue in self._queues.values() if queue), key=lambda held: held.at_s)
+    def _oldest(self) -> tuple[float, Key]:
+        """Return when the line that waits longest was written, and which it is; called only while one waits."""
+        while True:
+            at_s, number, rank, key = self._by_age[0]
+            queue = self._queues[rank]
+            if queue and queue[0].number <= number:
+                return at_s, key
+            heapq.heappop(self._by_age)
 
     def _show_through(self, key: Key) -> list[Folded]:
         """Show `key`, once the lines before it are shown of all ranks that hold it."""
         shown = []
-        while behind := [rank for rank in self._queues if self._is_deeper(key, rank)]:
+        while behind := [rank for rank in self._counts[key] if self._queues[rank][0].key != key]:
             shown.append(self._show(self._next_of(behind)))
         shown.append(self._show(key))
         return shown
 
-    def _is_deeper(self, key: Key, rank: int) -> bool:
-        """Whether `rank` holds `key` behind another line."""
-        return key in self._counts[rank] and self._queues[rank][0].key != key
-
     def _next_of(self, ranks: Iterable[int]) -> Key:
         """Return the oldest of the first lines of `ranks`; if there is one, the oldest that none holds any deeper."""
-        heads = sorted((self._queues[rank][0] for rank in ranks), key=lambda held: held.at_s)
-        free = (held.key for held in heads if not any(self._is_deeper(held.key, rank) for rank in self._queues))
+        heads = sorted((self._queues[rank][0] for rank in ranks), key=lambda held: (held.at_s, held.number))
+        free = (held.key for held in heads if all(self._queues[r][0].key == held.key for r in self._counts[held.key]))
         return next(free, heads[0].key)
 
     def _show(self, key: Key) -> Folded:
         """Take `key` from all ranks whose first line it is."""
-        ranks = [rank for rank, queue in self._queues.items() if queue and queue[0].key == key]
+        ranks = sorted(rank for rank in self._counts[key] if self._queues[rank][0].key == key)
         at_s = min(self._take(rank).at_s for rank in ranks)
         stream, line = key
-        return Folded(tuple(sorted(ranks)), stream, line, at_s)
+        return Folded(tuple(ranks), stream, line, at_s)
 
     def _take(self, rank: int) -> _Held:
         held = self._queues[rank].popleft()
-        counts = self._counts[rank]
-        counts[held.key] -= 1
-        if not counts[held.key]:
-            del counts[held.key]
+        counts = self._counts[held.key]
+        counts[rank] -= 1
+        if not counts[rank]:
+            del counts[rank]
+        if not counts:
+            del self._counts[held.key]
         self._held_bytes -= len(held.key[1]) + _OVERHEAD_BYTES
         return held

@@ -112,6 +112,36 @@ def test_a_host_of_which_all_links_are_slow_is_told_once(count: int) -> None:
     assert "ethtool" in line
 
 
+def test_links_of_which_all_are_bad_are_told_by_host() -> None:
+    lines = findings(all_links(names(4), gbit_s=0.1))
+    assert [line.partition(":")[0] for line in lines] == ["n0", "n1", "n2"], "each link is in one line"
+
+
+class Walked(list):
+    """A list that counts how often it is walked through."""
+
+    walks = 0
+
+    def __iter__(self):
+        self.walks += 1
+        return super().__iter__()
+
+
+def test_the_links_of_many_hosts_are_walked_a_few_times_and_not_once_a_link() -> None:
+    links = all_links(names(24), n0_n1=(0.1, 20.0), n2_n3=(10.0, 900.0))
+    walked = Walked(links.links)
+    links = Links(links.hosts, walked)
+    assert len(findings(links)) == 2
+    assert matrix(links)
+    assert len(to_json(links)) == 24 * 23 // 2
+    assert walked.walks < 10
+
+
+def test_the_links_of_512_hosts_are_judged() -> None:
+    (line,) = findings(all_links(names(512), n7_n8=(0.1, 20.0)))
+    assert line.startswith("n7 – n8: slow: 0.1 Gbit/s (typical here: 10)")
+
+
 def test_a_single_link_that_no_network_of_these_days_would_have() -> None:
     assert findings(all_links(names(2), gbit_s=0.094))[0].startswith("n0 – n1: slow: 0.094 Gbit/s")
 

@@ -1,8 +1,11 @@
 """Folding, without processes and clocks: nothing is lost, nothing reordered, nothing waits too long."""
 
 import math
+import sys
 import time
+from collections.abc import Callable
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -138,3 +141,30 @@ def test_a_flood_is_bounded_and_fast() -> None:
     assert time.perf_counter() - begin_s < 5.0
     assert len(shown) > 40_000
     assert len(shown) + len(folder.flush()) == 50_000
+
+
+def calls_of(work: Callable[[], object]) -> int:
+    """How many calls, and steps of generators, `work` takes."""
+    seen = 0
+
+    def note(_frame: object, event: str, _argument: object) -> None:
+        nonlocal seen
+        seen += event == "call"
+
+    sys.setprofile(note)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return seen
+
+
+@pytest.mark.parametrize("line_of", [lambda rank: b"the same", lambda rank: b"own %d" % rank], ids=["same", "own"])
+def test_the_work_for_a_line_of_each_rank_grows_with_the_ranks_and_no_faster(line_of: Callable[[int], bytes]) -> None:
+    def print_and_show(size: int) -> None:
+        folder = Folder(range(size))
+        shown = [folded for rank in range(size) for folded in folder.add(rank, "stdout", line_of(rank), rank * 1e-6)]
+        shown += folder.expire(1.0)
+        assert sum(len(folded.ranks) for folded in shown) == size
+
+    assert calls_of(lambda: print_and_show(512)) < 3 * calls_of(lambda: print_and_show(256))
