@@ -73,6 +73,7 @@ class Register:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self.former: dict[int, Description] = {}
+        self.former_bits = 0
         self._used: OrderedDict[int, None] = OrderedDict()
         """The given numbers, the one that was not used for longest first."""
         self._free: list[int] = []
@@ -101,6 +102,7 @@ class Register:
         for number in taken:
             del self._used[number]
             self.former[number] = cache[number]
+            self.former_bits |= 1 << number
             self._retired.append((response, number))
         return taken
 
@@ -109,6 +111,7 @@ class Register:
         while self._retired and self._retired[0][0] <= response:
             number = self._retired.pop(0)[1]
             del self.former[number]
+            self.former_bits &= ~(1 << number)
             self._free.append(number)
 
     def __len__(self) -> int:

@@ -5,20 +5,22 @@
 
 A tensor that one rank announces by its bit and another by a full description (its shape has changed there) is
 contested: its bits become calls, so that both kinds are compared.
+
+How many ranks have given what, and how far all have read, is counted (tally.py) as they tell it: what an announcement
+costs grows with the logarithm of their number. Only what becomes ready or fails costs a look at all of them.
 """
 
 from __future__ import annotations
 
-import functools
-import operator
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from ringreduce.engine.cache import Cache, Register, numbers
 from ringreduce.engine.description import Call, Description, explain
 from ringreduce.engine.letters import Announcement, Failure, Response
+from ringreduce.engine.tally import Counts, Lines, Progress
 
 JOINABLE = "allreduce"
 """The kind of operation in which ranks that have joined can take part."""
@@ -32,8 +34,13 @@ class Entry(NamedTuple):
 
     @property
     def description(self) -> Description:
-        """The lowest rank's."""
-        return self.calls[min(self.calls)].description
+        """The first that came."""
+        return next(iter(self.calls.values())).description
+
+    def add(self, rank: int, call: Call) -> None:
+        """Note a rank's call; an equal description is kept once, so that ranks are compared by identity."""
+        first = self.description if self.calls else call.description
+        self.calls[rank] = Call(first, call.line, call.waits) if call.description == first else call
 
 
 class Waiting(NamedTuple):
@@ -64,12 +71,17 @@ class Coordinator:
         self._world_size = world_size
         self._clock = clock
         self._responses = 0
-        self._seen = dict.fromkeys(members, 0)
+        self._progress = Progress(members)
+        """Of the ranks that have not joined: the others announce nothing until all have."""
         self._cache = Cache()
         self._register = Register(cache_capacity)
-        self._lines: dict[int, dict[int, str]] = {}
-        """By number in the cache: each rank's line."""
+        self._lines: dict[int, Lines] = {}
+        """By number in the cache."""
         self._bits = dict.fromkeys(members, 0)
+        self._counts = Counts()
+        """Of the bits of ranks that have not joined."""
+        self._pending = 0
+        """The bits of any rank."""
         self._bits_since: list[tuple[float, int]] = []
         """When bits were first announced: to tell how long a tensor waits."""
         self._contested = 0
@@ -89,34 +101,41 @@ class Coordinator:
     def announce(self, rank: int, announcement: Announcement) -> None:
         """Note what a rank has submitted."""
         self._news = True
-        self._seen[rank] = announcement.seen
+        self._progress.read(rank, announcement.seen)
+        self._register.seen_by_all(self._progress.lowest)
         bits = announcement.bits
-        # nothing of a rank that has joined is under way, and it announces nothing until all have
-        read = [seen for each, seen in self._seen.items() if each not in self._joined] or self._seen.values()
-        self._register.seen_by_all(min(read))
-        self._given_up = {key: told for key, told in self._given_up.items() if told > min(self._seen.values())}
+        if self._given_up:
+            lowest = self._progress.lowest
+            self._given_up = {key: told for key, told in self._given_up.items() if told > lowest}
         for call in announcement.calls:
-            if self._is_given_up(call.description.key, announcement):
-                continue
-            self._contest(call.description.key)
-            self._enter(rank, call)
+            if not self._is_given_up(call.description.key, announcement):
+                self._contest(call.description.key)
+                self._enter(rank, call)
         if self._given_up:
             bits = sum(
                 1 << number
                 for number in numbers(bits)
                 if not self._is_given_up(self.description(number).key, announcement)
             )
-        odd = bits & (self._contested | _mask(self._register.former))
+        odd = bits & (self._contested | self._register.former_bits)
         for number in numbers(odd):
             self._enter(rank, self._call(rank, number))
         if bits & ~odd:
-            self._bits[rank] |= bits & ~odd
-            self._bits_since.append((self._clock(), bits & ~odd))
+            self._give(rank, bits & ~odd & ~self._bits[rank])
         if announcement.join is not None:
             self._joined[rank] = announcement.join
+            self._progress.leave(rank)
+            self._counts.subtract(self._bits[rank])
             self._touched.update(dict.fromkeys(self._entries))
         if announcement.leave and self._leaver is None:
             self._leaver = (rank, announcement.leave)
+
+    def _give(self, rank: int, bits: int) -> None:
+        self._bits[rank] |= bits
+        self._counts.add(bits)
+        if bits & ~self._pending:
+            self._bits_since.append((self._clock(), bits & ~self._pending))
+            self._pending |= bits
 
     def _is_given_up(self, key: str, announcement: Announcement) -> bool:
         """The rank will read that this tensor has failed, and fails it then: it had not when it announced it."""
@@ -124,8 +143,10 @@ class Coordinator:
 
     def _enter(self, rank: int, call: Call) -> None:
         key = call.description.key
-        self._entries.setdefault(key, Entry(self._clock(), {})).calls[rank] = call
-        self._keys_by_name[call.description.name].add(key)
+        if key not in self._entries:
+            self._entries[key] = Entry(self._clock(), {})
+            self._keys_by_name[call.description.name].add(key)
+        self._entries[key].add(rank, call)
         self._touched[key] = None
 
     def _contest(self, key: str) -> None:
@@ -144,7 +165,8 @@ class Coordinator:
         return self._register.former.get(number) or self._cache[number]
 
     def _call(self, rank: int, number: int) -> Call:
-        return Call(self.description(number), self._lines.get(number, {}).get(rank, "?"))
+        lines = self._lines[number]
+        return Call(self.description(number), lines.others.get(rank, lines.common))
 
     # What all are told
 
@@ -156,13 +178,15 @@ class Coordinator:
         number = self._responses + 1
         bits = self._ready_bits()
         ready, failures = self._ready_entries()
+        all_joined = len(self._joined) == len(self._members)
+        if not (bits or ready or failures or all_joined or self._leaver):
+            return None
         if bits and self._joined:
             bits, more = self._without_what_cannot_join(bits)
             failures += more
         self._clear(bits)
         self._register.use(bits)
         learned, forgotten = self._remember(ready, number)
-        all_joined = len(self._joined) == len(self._members)
         response = Response(
             self._process_set,
             number,
@@ -177,19 +201,19 @@ class Coordinator:
             f"rank {self._leaver[0]} has left the job: {self._leaver[1]}" if self._leaver else "",
             self._leaver[0] if self._leaver else -1,
         )
-        if response._replace(live_average=False).is_empty():
-            return None
         if all_joined:
             self._joined = {}
+            self._progress = Progress(
+                self._members, number
+            )  # what they announce next, they do when they have read this
         self.closed = self._leaver is not None
         self._responses = number
         return response
 
     def _ready_bits(self) -> int:
-        live = [bits for rank, bits in self._bits.items() if rank not in self._joined]
-        if not live:  # what a rank gave before it joined is run by all, with the others' neutral elements
-            return functools.reduce(operator.or_, self._bits.values())
-        return functools.reduce(operator.and_, live)
+        live = len(self._members) - len(self._joined)
+        # what a rank gave before it joined is run by all when all have, with the others' neutral elements
+        return self._counts.equal(live) if live else self._pending
 
     def _ready_entries(self) -> tuple[list[Entry], list[Failure]]:
         ready, failures = [], []
@@ -198,20 +222,24 @@ class Coordinator:
             entry = self._entries.get(key)
             if entry is None:
                 continue
-            rival = self._rival(key, entry)
-            if all(rank in entry.calls for rank in self._live()):
+            if self._is_complete(entry.calls):
                 self._drop(key)
                 failure = self._failure(key, entry)
                 if failure is None:
                     ready.append(entry)
                 else:
                     failures.append(failure)
-            elif rival is not None:
+            elif (rival := self._rival(key, entry)) is not None:
                 message = explain({**entry.calls, **self._entries[rival].calls}, self._world_size)
                 for each in (key, rival):
                     self._drop(each)
                     failures.append(Failure(each, "MismatchError", message))
         return ready, failures
+
+    def _is_complete(self, calls: Mapping[int, Call]) -> bool:
+        """All live ranks have given it; those that have joined may have, before."""
+        live = len(self._members) - len(self._joined)
+        return len(calls) >= live and len(calls) - sum(rank in calls for rank in self._joined) == live
 
     def _live(self) -> list[int]:
         return [rank for rank in self._members if rank not in self._joined]
@@ -219,7 +247,7 @@ class Coordinator:
     def _failure(self, key: str, entry: Entry) -> Failure | None:
         """What is wrong with a tensor that all live ranks have given."""
         calls = entry.calls
-        if len({call.description for call in calls.values()}) > 1:
+        if len({id(call.description) for call in calls.values()}) > 1:
             return Failure(key, "MismatchError", explain(calls, self._world_size))
         description = entry.description
         if self._joined and description.kind != JOINABLE:
@@ -228,12 +256,11 @@ class Coordinator:
 
     def _rival(self, key: str, entry: Entry) -> str | None:
         """Another operation under the same name, when every rank waits in one of the two: neither can be complete."""
-        for other in self._keys_by_name.get(entry.description.name, ()):
-            rival = self._entries[other]
-            calls = {**entry.calls, **rival.calls}
-            apart = len(calls) == len(entry.calls) + len(rival.calls)
-            everyone = all(rank in calls for rank in self._live())
-            if other != key and apart and everyone and all(call.waits for call in calls.values()):
+        for other in self._keys_by_name[entry.description.name] - {key}:
+            rival = self._entries[other].calls
+            calls = {**entry.calls, **rival}
+            apart = len(calls) == len(entry.calls) + len(rival)
+            if apart and self._is_complete(calls) and all(call.waits for call in calls.values()):
                 return other
         return None
 
@@ -260,8 +287,9 @@ class Coordinator:
     def _clear(self, bits: int) -> None:
         if bits:
             self._bits = {rank: mine & ~bits for rank, mine in self._bits.items()}
-            pending = functools.reduce(operator.or_, self._bits.values())
-            self._bits_since = [(since, mask & pending) for since, mask in self._bits_since if mask & pending]
+            self._counts.clear(bits)
+            self._pending &= ~bits
+            self._bits_since = [(since, mask & ~bits) for since, mask in self._bits_since if mask & ~bits]
 
     def _remember(self, ready: Iterable[Entry], response: int) -> tuple[list[tuple[int, Description]], list[int]]:
         """Give numbers to what was new, and take some back when there are too many."""
@@ -275,16 +303,16 @@ class Coordinator:
                 new.append(entry)
             else:
                 learned.append((number, entry.description))
-                self._lines[number] = {rank: each.line for rank, each in entry.calls.items()}
+                self._lines[number] = Lines.of(entry.calls)
         new = new[: self._register.capacity]
-        busy = functools.reduce(operator.or_, self._bits.values()) | self._contested | _mask(n for n, _ in learned)
+        busy = self._pending | self._contested | sum(1 << number for number, _ in learned)
         too_many = len(self._register) + len(new) - self._register.capacity
         forgotten = self._register.take_back(max(0, too_many), busy, response, self._cache)
         for number in forgotten:
             self._cache.forget(number)
         for entry in new:
             number = self._register.give()
-            self._lines[number] = {rank: each.line for rank, each in entry.calls.items()}
+            self._lines[number] = Lines.of(entry.calls)
             learned.append((number, entry.description))
         for number, description in learned:
             self._cache.learn(number, description)
@@ -341,10 +369,6 @@ class Coordinator:
         self._responses += 1
         self._given_up.update({failure.key: self._responses for failure in failures})
         return Response(self._process_set, self._responses, failures=tuple(failures))
-
-
-def _mask(given: Iterable[int]) -> int:
-    return sum(1 << number for number in given)
 
 
 def _cannot_join(description: Description, joined: Iterable[int]) -> str:

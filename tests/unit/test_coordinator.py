@@ -1,5 +1,7 @@
 """The coordinator as a state machine: what it decides, told this and that. See also test_interleavings.py."""
 
+import sys
+
 import pytest
 
 from ringreduce.engine.cache import numbers
@@ -182,6 +184,50 @@ def test_more_new_tensors_than_there_is_room_for():
     response = ranks.decide()
     assert [each.name for each in response.new] == list("abcd")
     assert [each.name for _, each in response.learned] == list("ab")
+
+
+# Scale
+
+
+def opcodes_of(work):
+    """How many of Python's instructions this takes: a measure that no loaded machine changes."""
+    count = 0
+
+    def trace(frame, event, _):
+        nonlocal count
+        frame.f_trace_opcodes = True
+        count += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def work_of_two_steps(size):
+    """Of 12 tensors in 4 batches, decided after every announcement: when they are new, and when they are known."""
+    ranks = Ranks(size, capacity=100)
+    tensors = [tensor(f"layer{k}") for k in range(12)]
+
+    def step(known):
+        for low in range(0, 12, 3):
+            batch = tensors[low : low + 3]
+            bits = sum(1 << ranks.coordinator._cache.number_of_key(each.key) for each in batch) if known else 0
+            for rank in range(size):
+                ranks.tell(rank, *([] if known else batch), bits=bits)
+                assert (ranks.decide() is not None) == (rank == size - 1)
+
+    return opcodes_of(lambda: step(False)), opcodes_of(lambda: step(True))
+
+
+def test_the_work_of_a_step_grows_no_faster_than_the_number_of_ranks_but_for_its_logarithm():
+    few, many = work_of_two_steps(8), work_of_two_steps(64)
+    for what, before, after in zip(("new", "known"), few, many, strict=True):
+        assert after <= 8 * 1.5 * before, f"{what}: {before} instructions with 8 ranks, {after} with 64"
 
 
 # Join

@@ -37,7 +37,7 @@ LAYERS = [
     ["collectives.bridged", "collectives.swapped"],
     ["fusion"],
     ["engine.description", "engine.knobs", "engine.search"],
-    ["engine.request", "engine.letters", "engine.cache"],
+    ["engine.request", "engine.letters", "engine.cache", "engine.tally"],
     ["engine.gpu"],
     ["engine.gpu_routes"],
     ["engine.routes"],
