@@ -2,6 +2,7 @@
 
 import logging
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,19 +12,51 @@ import pytest
 
 from ringreduce import log
 from ringreduce.transport import peers
-from tests import fake_cupy
+from tests import fake_cupy, tiers
 
 ROOT = Path(__file__).parents[1]
 INSTALL_TIMEOUT_S = 600
+WORLD_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+"""Where Open MPI and MPICH tell a rank how many there are."""
+FOR_RANKS = {ROOT / "tests" / "mpi", ROOT / "tests" / "gpu"}
+
+MORE_RANDOM_MODES = [pytest.param(("random", 1000 * tiers.SEED + k), marks=tiers.extended) for k in range(3)]
 
 # a first call may compile kernels, and the machine may be busy: how long a call takes is no matter for tests
-hypothesis.settings.register_profile("ringreduce", deadline=None)
-hypothesis.settings.load_profile("ringreduce")
+hypothesis.settings.register_profile("quick", deadline=None, derandomize=True, max_examples=50)
+hypothesis.settings.register_profile("extended", deadline=None, print_blob=True, max_examples=500)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config):
+    explores = config.option.markexpr != "not extended"
+    hypothesis.settings.load_profile("extended" if explores else "quick")
+    if explores and getattr(config.option, "hypothesis_seed", None) is None:
+        config.option.hypothesis_seed = str(tiers.SEED)
+    if any(int(os.environ.get(name, 1)) > 1 for name in WORLD_SIZES):
+        config.option.with_mpi = True
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
+        # under nohup, or behind a shell's &: what tests start would ignore it, too; what has a handler does not
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, lambda *_: None)
+
+
+def pytest_report_header(config):
+    if config.option.markexpr != "not extended":
+        return f"seeds of the day: TEST_SEED={tiers.SEED} gives them back"
+    return "quick tier; pytest -m '' runs everything"
 
 
 def pytest_ignore_collect(collection_path, config):
-    """tests/mpi is for ranks under a launcher; tests/end_to_end starts it there, with 1, 2, 3 and 4 of them."""
-    return True if collection_path.name == "mpi" and not config.getoption("--with-mpi") else None
+    """tests/mpi is for ranks under a launcher, and ranks run nothing else but tests/gpu.
+
+    tests/end_to_end starts it there, with 1, 2, 3 and 4 of them.
+    """
+    with_mpi = config.getoption("--with-mpi", default=False)
+    if collection_path == ROOT / "tests" / "mpi":
+        return None if with_mpi else True
+    beside = collection_path.parent == ROOT / "tests" and collection_path.is_dir()
+    return True if with_mpi and beside and collection_path not in FOR_RANKS else None
 
 
 @pytest.fixture(scope="session")
@@ -50,7 +83,10 @@ def cupy(monkeypatch):
         yield fake
 
 
-@pytest.fixture(params=[("lazy", 0), ("eager", 0), ("random", 1), ("random", 2), ("random", 3)], ids=str)
+@pytest.fixture(
+    params=[("lazy", 0), ("random", 1), pytest.param(("eager", 0), marks=tiers.extended), *MORE_RANDOM_MODES],
+    ids=str,
+)
 def cupy_of_every_mode(request, monkeypatch):
     """The fake CuPy, whose streams run as late as they can, as soon as they can, and at random."""
     with fake_cupy.checked(*request.param) as fake:

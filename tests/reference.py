@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 
+from ringreduce.dtypes import TABLE
 from ringreduce.ops import Average, Max, Min, Product, Sum
+from tests.tiers import parted
 
 OPS = [Average, Sum, Min, Max, Product]
 FLOATS = ["float16", "bfloat16", "float32", "float64"]
@@ -36,6 +40,20 @@ def numpy_dtype(name):
 
 def legal(op, dtype):
     return not (dtype == "bool" and op is Average) and not (dtype in COMPLEX and op in (Min, Max))
+
+
+MATRIX = [(name, op) for name, op in itertools.product(TABLE, OPS) if legal(op, name)]
+"""Every type with every op that it knows."""
+ONE_OF_EACH_CLASS = ("bool", "int8", "int64", "float16", "bfloat16", "float32", "complex128")
+FEW = [(name, op) for name, op in MATRIX if name in ONE_OF_EACH_CLASS and op in (Average, Sum, Min)]
+"""What shows that an algorithm moves each kind of element right: the arithmetic is tested by unit/test_ops.py."""
+readable = {"ids": lambda value: str(getattr(value, "value", value))}
+"""For parametrize: ops by their names."""
+
+
+def all_but_few_extended(pairs):
+    """For parametrize: of these pairs of a type and an op only FEW run always."""
+    return parted(pairs, lambda *pair: pair in FEW)
 
 
 def reduced(op, arrays):

@@ -11,17 +11,16 @@ from ringreduce.dtypes import TABLE
 from ringreduce.ops import Average, Reduction, Sum
 from ringreduce.partition import chunk_bounds
 from ringreduce.transport.base import complete
-from tests.reference import OPS, assert_reduced, data, legal
+from tests.reference import MATRIX, all_but_few_extended, assert_reduced, data, readable
 
 pytestmark = pytest.mark.mpi
-MATRIX = [(name, op) for name, op in itertools.product(TABLE, OPS) if legal(op, name)]
 
 
 def everyones(transport, name, count):
     return [data(name, count, rank) for rank in range(transport.size)]
 
 
-@pytest.mark.parametrize(("name", "op"), MATRIX, ids=lambda value: str(getattr(value, "value", value)))
+@pytest.mark.parametrize(("name", "op"), all_but_few_extended(MATRIX), **readable)
 def test_allreduce_of_every_type_and_op(transport, name, op):
     for count in (0, 1, transport.size - 1, transport.size + 1, 1000):
         arrays = everyones(transport, name, count)

@@ -6,9 +6,9 @@ import ringreduce as rr
 from ringreduce import runtime
 from ringreduce.dtypes import TABLE
 from tests import matrix
+from tests.reference import MATRIX, readable
 
 pytestmark = pytest.mark.mpi
-readable = {"ids": lambda value: str(getattr(value, "value", value))}
 FEW = ["bool", "uint8", "int64", "float16", "bfloat16", "float32", "complex128"]
 
 
@@ -48,7 +48,7 @@ def check(request, some_ranks):
     return run
 
 
-@pytest.mark.parametrize(("dtype", "op"), [case for case in matrix.REDUCTIONS if case[0] in FEW], **readable)
+@pytest.mark.parametrize(("dtype", "op"), [case for case in MATRIX if case[0] in FEW], **readable)
 def test_allreduce(check, dtype, op):
     check(matrix.allreduce_program, dtype, op)
 

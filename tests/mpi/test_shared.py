@@ -11,13 +11,10 @@ import pytest
 import ringreduce as rr
 from ringreduce import runtime
 from ringreduce.collectives.choose import Constants
-from ringreduce.dtypes import TABLE
 from ringreduce.transport.window import block_bytes
-from tests.reference import OPS, assert_reduced, data, legal
+from tests.reference import MATRIX, all_but_few_extended, assert_reduced, data, readable
 
 pytestmark = pytest.mark.mpi(min_size=2)
-MATRIX = [(name, op) for name, op in itertools.product(TABLE, OPS) if legal(op, name)]
-readable = {"ids": lambda value: str(getattr(value, "value", value))}
 SLOT_BYTES = 32 << 10
 LONG = 40_001
 """Elements that take several slots in every type."""
@@ -75,7 +72,7 @@ def test_it_is_used_where_nothing_else_is_measured_to_be_quicker(anew):
     assert rr.info().algorithm == "shared"
 
 
-@pytest.mark.parametrize(("name", "op"), MATRIX, **readable)
+@pytest.mark.parametrize(("name", "op"), all_but_few_extended(MATRIX), **readable)
 def test_every_type_and_op(name, op):
     """A short one, which all ranks sum; several slots; and both with an output of their own."""
     for count in (50, LONG):

@@ -16,7 +16,7 @@ from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
 from ringreduce.transport.base import complete
 from tests import matrix
-from tests.reference import assert_reduced, data
+from tests.reference import MATRIX, all_but_few_extended, assert_reduced, data, readable
 
 TWO_HOSTS = [0, 0, 1, 1]
 FORCED = {
@@ -27,10 +27,9 @@ FORCED = {
     "direct": TWO_HOSTS,
     "doubling": [0, 1, 1],
 }
-FEW = ["bool", "int8", "uint64", "int32", "float16", "bfloat16", "float32", "complex128"]
+SOME = ["bool", "int8", "uint64", "int32", "float16", "bfloat16", "float32", "complex128"]
 SETS = {1: [2, 0], 2: [0, 1], 3: [1, 3, 2]}
 """Of two hosts, of one host, and one that gets no region, as there are two and it has ranks of both others."""
-readable = {"ids": lambda value: str(getattr(value, "value", value))}
 
 
 def forced(kind, **changes):
@@ -50,7 +49,9 @@ def lane(number=0):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "op"), [each for each in matrix.REDUCTIONS if each[0] in FEW and each[1] is not rr.Max], **readable
+    ("dtype", "op"),
+    all_but_few_extended(each for each in MATRIX if each[0] in SOME and each[1] is not rr.Max),
+    **readable,
 )
 @pytest.mark.parametrize("kind", FORCED)
 def test_every_form(kind, dtype, op):
@@ -66,7 +67,7 @@ def test_every_form(kind, dtype, op):
 
 @pytest.mark.parametrize(
     ("dtype", "op"),
-    [each for each in matrix.SCALINGS if each[0] in FEW and each[1] in (rr.Average, rr.Min)],
+    all_but_few_extended(each for each in matrix.SCALINGS if each[0] in SOME and each[1] in (rr.Average, rr.Min)),
     **readable,
 )
 @pytest.mark.parametrize("kind", FORCED)

@@ -16,7 +16,7 @@ from ringreduce.ops import Average, Reduction, Sum
 from ringreduce.partition import chunk_bounds
 from ringreduce.testing import run_ranks
 from ringreduce.transport.base import complete
-from tests.reference import OPS, assert_reduced, data, legal
+from tests.reference import MATRIX, all_but_few_extended, assert_reduced, data, readable
 
 SIZES = range(1, 10)
 
@@ -76,10 +76,7 @@ def test_memory_that_is_being_sent_is_not_received_into():
         run_ranks(2, program)
 
 
-MATRIX = [(name, op) for name, op in itertools.product(TABLE, OPS) if legal(op, name)]
-
-
-@pytest.mark.parametrize(("name", "op"), MATRIX, ids=lambda value: str(getattr(value, "value", value)))
+@pytest.mark.parametrize(("name", "op"), all_but_few_extended(MATRIX), **readable)
 def test_ring_allreduce_of_every_type_and_op(name, op):
     for size, count in ((1, 7), (2, 9), (3, 10), (4, 101)):
         arrays = [data(name, count, rank) for rank in range(size)]

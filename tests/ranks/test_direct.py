@@ -14,10 +14,9 @@ from ringreduce.ops import Average, Reduction, Sum
 from ringreduce.partition import chunk_bounds
 from ringreduce.testing import run_ranks
 from ringreduce.transport.base import complete
-from tests.reference import OPS, assert_reduced, data, legal, numpy_dtype
+from tests.reference import MATRIX, all_but_few_extended, assert_reduced, data, numpy_dtype, readable
 
 SIZES = range(1, 10)
-MATRIX = [(name, op) for name, op in itertools.product(TABLE, OPS) if legal(op, name)]
 
 
 def transport():
@@ -48,7 +47,7 @@ def test_every_count(size, segment_bytes):
         assert all(result.tobytes() == results[0].tobytes() for result in results), "the same bits on every rank"
 
 
-@pytest.mark.parametrize(("name", "op"), MATRIX, ids=lambda value: str(getattr(value, "value", value)))
+@pytest.mark.parametrize(("name", "op"), all_but_few_extended(MATRIX), **readable)
 def test_every_type_and_op(name, op):
     for size, count in ((1, 7), (2, 9), (3, 10), (4, 101)):
         arrays = [data(name, count, rank) for rank in range(size)]

@@ -18,13 +18,12 @@ from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
 from ringreduce.transport.base import complete
 from ringreduce.transport.window import SLOTS
-from tests.reference import OPS, assert_reduced, data, legal, numpy_dtype
+from tests.reference import MATRIX, all_but_few_extended, assert_reduced, data, numpy_dtype, readable
 from tests.slots import reduced
 
 pytestmark = pytest.mark.usefixtures("threads_that_take_turns_quickly")
 
 LAYOUTS = [[0, 0, 1, 1], [0, 0, 0, 1], [0, 1, 1, 2, 2, 2], [0, 1, 0, 1], [1, 0, 0], [0, 0, 0, 1, 1, 1, 2, 2, 2]]
-MATRIX = [(name, op) for name, op in itertools.product(TABLE, OPS) if legal(op, name)]
 SLOT_BYTES = 4096
 KNOBS = Settings(fusion_buffer_bytes=1 << 20, fusion_slot_bytes=4096, shared_slot_bytes=SLOT_BYTES)
 
@@ -76,7 +75,7 @@ def test_every_count(hosts):
     run_plan(hosts, plan, buffered=len(hosts) % 2 == 0)
 
 
-@pytest.mark.parametrize(("name", "op"), MATRIX, ids=lambda value: str(getattr(value, "value", value)))
+@pytest.mark.parametrize(("name", "op"), all_but_few_extended(MATRIX), **readable)
 def test_every_type_and_op(name, op):
     for hosts in LAYOUTS[:4]:
         plan = [

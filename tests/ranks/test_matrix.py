@@ -11,10 +11,11 @@ import ringreduce as rr
 from ringreduce.dtypes import TABLE
 from ringreduce.testing import run_ranks
 from tests import matrix
-from tests.reference import COMPLEX, FLOATS, assert_reduced, data
+from tests.reference import COMPLEX, FLOATS, MATRIX, all_but_few_extended, assert_reduced, data, readable
+from tests.tiers import parted
 
 SIZES = [1, 2, 3, 4]
-readable = {"ids": lambda value: str(getattr(value, "value", value))}
+THREE = parted(SIZES, lambda size: size == 3)
 
 
 def run_on_all_sets(size, program):
@@ -39,14 +40,14 @@ def known(ranks, number):
     return process_set
 
 
-@pytest.mark.parametrize(("dtype", "op"), matrix.REDUCTIONS, **readable)
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("dtype", "op"), all_but_few_extended(MATRIX), **readable)
+@pytest.mark.parametrize("size", THREE)
 def test_allreduce(size, dtype, op):
     run_on_all_sets(size, functools.partial(matrix.allreduce_program, dtype, op))
 
 
-@pytest.mark.parametrize(("dtype", "op"), matrix.SCALINGS, **readable)
-@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize(("dtype", "op"), all_but_few_extended(matrix.SCALINGS), **readable)
+@pytest.mark.parametrize("size", parted([1, 3], lambda size: size == 3))
 def test_allreduce_with_prescale_and_postscale(size, dtype, op):
     run_on_all_sets(size, functools.partial(matrix.scaled_program, dtype, op))
 
@@ -61,35 +62,35 @@ def test_adasum(size, dtype):
 
 
 @pytest.mark.parametrize("dtype", TABLE)
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", THREE)
 def test_allgather(size, dtype):
     run_on_all_sets(size, functools.partial(matrix.allgather_program, dtype))
 
 
 @pytest.mark.parametrize("dtype", TABLE)
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", THREE)
 def test_broadcast(size, dtype):
     run_on_all_sets(size, functools.partial(matrix.broadcast_program, dtype))
 
 
 @pytest.mark.parametrize("dtype", TABLE)
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", THREE)
 def test_alltoall(size, dtype):
     run_on_all_sets(size, functools.partial(matrix.alltoall_program, dtype))
 
 
-@pytest.mark.parametrize(("dtype", "op"), matrix.SCATTERINGS, **readable)
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("dtype", "op"), all_but_few_extended(matrix.SCATTERINGS), **readable)
+@pytest.mark.parametrize("size", THREE)
 def test_reducescatter(size, dtype, op):
     run_on_all_sets(size, functools.partial(matrix.reducescatter_program, dtype, op))
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", THREE)
 def test_objects(size):
     run_on_all_sets(size, matrix.objects_program)
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", THREE)
 def test_nobody_passes_a_barrier_before_all_have_come(size):
     def program(ranks, process_set):
         for late in ranks:

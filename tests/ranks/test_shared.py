@@ -16,13 +16,12 @@ from ringreduce.ops import Average, Max, Min, Product, Reduction, Sum
 from ringreduce.partition import chunk_bounds
 from ringreduce.transport.base import complete
 from ringreduce.transport.window import SLOTS, Region, Window, block_bytes
-from tests.reference import OPS, assert_reduced, data, legal, numpy_dtype
+from tests.reference import MATRIX, all_but_few_extended, assert_reduced, data, numpy_dtype, readable
 from tests.slots import reduced, slots_of
 
 pytestmark = pytest.mark.usefixtures("threads_that_take_turns_quickly")
 
 SIZES = range(1, 10)
-MATRIX = [(name, op) for name, op in itertools.product(TABLE, OPS) if legal(op, name)]
 SLOT_BYTES = 64 << 10
 LIMIT_S = 40
 
@@ -139,7 +138,7 @@ def test_every_count(size):
     run_plan(size, plan)
 
 
-@pytest.mark.parametrize(("name", "op"), MATRIX, ids=lambda value: str(getattr(value, "value", value)))
+@pytest.mark.parametrize(("name", "op"), all_but_few_extended(MATRIX), **readable)
 def test_every_type_and_op(name, op):
     """Short ones, which all ranks sum, and slots, one of which is not full."""
     for size in (1, 2, 3, 4, 7):

@@ -11,6 +11,9 @@ from ringreduce.cuda.kernels import COPIES, SOURCE, Variant
 from ringreduce.dtypes import TABLE
 from ringreduce.errors import InputError
 from ringreduce.ops import Average, Max, Min, Product, Reduction, Sum
+from tests import tiers
+
+pytestmark = tiers.extended
 
 LIBRARIES = {12: "cuda_nvrtc/lib/libnvrtc.so.12", 13: "cu13/lib/libnvrtc.so.13"}
 """Under the folder of the packages nvidia-cuda-nvrtc-cu12 and nvidia-cuda-nvrtc."""

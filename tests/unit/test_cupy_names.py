@@ -15,7 +15,9 @@ from typing import NamedTuple
 
 import pytest
 
-from tests import fake_cupy
+from tests import fake_cupy, tiers
+
+pytestmark = tiers.extended
 
 PACKAGE = Path(__file__).parents[2] / "ringreduce"
 ROOTS = {"cupy": "cupy", "runtime": "cupy.cuda.runtime"}

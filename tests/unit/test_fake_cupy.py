@@ -11,7 +11,9 @@ from ringreduce.cuda.kernels import Kernels
 from ringreduce.cuda.runtime import Block, Pinned, PinnedPool, Stream, cupy, device, view
 from ringreduce.dtypes import TABLE
 from ringreduce.ops import Reduction, Sum
-from tests import fake_cupy
+from tests import fake_cupy, tiers
+
+pytestmark = tiers.extended
 
 N = 1000
 

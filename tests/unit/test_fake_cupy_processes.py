@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests import fake_cupy
+from tests import fake_cupy, tiers
+
+pytestmark = tiers.extended
 
 ROOT = Path(__file__).parents[2]
 CHILD = """

@@ -200,7 +200,7 @@ def outcomes(log):
 
 
 SEEDS = st.integers(0, 2**32).map(randomness.Random)
-everything = settings(max_examples=500, deadline=None, suppress_health_check=list(HealthCheck))
+everything = settings(suppress_health_check=list(HealthCheck))
 
 
 @everything

@@ -1,0 +1,386 @@
+"""Do the quick tests notice a broken line? Breaks one line after the other, and demands that a test fails each time.
+
+    python tests/mutants.py                    all of them, half a minute each; the last line counts the survivors
+    python tests/mutants.py ring hook          those whose reason holds one of these words
+    python tests/mutants.py --list
+
+Every mutant is made in a copy of the tree, in a temporary folder, which the tests import instead of this one; nothing
+here is changed, so it may be interrupted at any moment. The tests that probably notice run first, then all of the
+quick tier. A hang counts as noticed: with threads or ranks that wait for ever there is no other sign.
+
+A text that does not stand exactly once in its file is an error, and so is a rename: mend the mutant then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+COPIED = [
+    "ringreduce",
+    "launcher",
+    "tests",
+    "examples",
+    "bench",
+    ".ci",
+    "pyproject.toml",
+    "setup.cfg",
+    "setup.py",
+    "constraints.txt",
+    "README.md",
+    "CONTRIBUTING.md",
+]
+LIKELY_S, REST_S = 240, 1200
+"""How long the likely tests, and all others, may take: more is a hang."""
+
+
+class Mutant(NamedTuple):
+    """`old` stands once in `file`; `new` in its place is wrong, as `why` says; `likely` tests notice it."""
+
+    why: str
+    file: str
+    old: str
+    new: str
+    likely: str
+
+
+MUTANTS = [
+    Mutant(
+        "ring: the wrong chunk is received",
+        "ringreduce/partition.py",
+        "(owned - 2 - i) % size, True",
+        "(owned - 1 - i) % size, True",
+        "tests/unit/test_partition.py tests/ranks/test_algorithms.py",
+    ),
+    Mutant(
+        "ring: nobody waits for the segment that comes",
+        "ringreduce/collectives/ring.py",
+        "        yield request\n",
+        "",
+        "tests/ranks/test_algorithms.py",
+    ),
+    Mutant(
+        "ring: a receive is posted into memory that is still being sent",
+        "ringreduce/collectives/ring.py",
+        "                yield send\n",
+        "",
+        "tests/ranks/test_algorithms.py tests/ranks/test_random.py",
+    ),
+    Mutant(
+        "ring: a segment's scratch is used again one segment too early",
+        "ringreduce/collectives/ring.py",
+        "self.scratch[index % RECEIVES_AHEAD]",
+        "self.scratch[index % (RECEIVES_AHEAD - 1)]",
+        "tests/ranks/test_algorithms.py",
+    ),
+    Mutant(
+        "segments: the last element of each is left out",
+        "ringreduce/partition.py",
+        "min(start + length, high)",
+        "min(start + length, high - 1)",
+        "tests/unit/test_partition.py",
+    ),
+    Mutant(
+        "shared memory: a rank waits for the wrong flag",
+        "ringreduce/collectives/shared.py",
+        "yield turns.arrival(SUMMED, turn)",
+        "yield turns.arrival(0, turn)",
+        "tests/ranks/test_shared.py tests/unit/test_interleavings.py",
+    ),
+    Mutant(
+        "shared memory: a flag runs one turn ahead",
+        "ringreduce/transport/window.py",
+        "self._flags[self.rank][flag] = turn + 1",
+        "self._flags[self.rank][flag] = turn + 2",
+        "tests/unit/test_window.py tests/ranks/test_shared.py",
+    ),
+    Mutant(
+        "shared memory: one slot too few, so one is filled while others read it",
+        "ringreduce/transport/window.py",
+        "return views[turn % SLOTS]",
+        "return views[turn % (SLOTS - 1)]",
+        "tests/unit/test_window.py tests/ranks/test_shared.py tests/unit/test_interleavings.py",
+    ),
+    Mutant(
+        "wakeup: an engine that sleeps does not say so, and nobody wakes it",
+        "ringreduce/engine/inbox.py",
+        "self._asleep, self._gathering = True, gathers",
+        "self._asleep, self._gathering = False, gathers",
+        "tests/unit/test_inbox.py tests/ranks/test_collectives.py",
+    ),
+    Mutant(
+        "hook: the last parameter is forgotten",
+        "ringreduce/torch/hooks.py",
+        "for parameter in thawed:",
+        "for parameter in thawed[:-1]:",
+        "tests/ranks/test_torch_optimizer_patterns.py tests/ranks/test_torch_optimizer_lifecycle.py",
+    ),
+    Mutant(
+        "hook: a model that is wrapped again is heard by both optimizers",
+        "ringreduce/torch/hooks.py",
+        "        if older is not None:\n",
+        "        if older is None and older is not None:\n",
+        "tests/ranks/test_torch_optimizer_lifecycle.py",
+    ),
+    Mutant(
+        "optimizer: a gradient is sent before its last backward pass",
+        "ringreduce/torch/reducer.py",
+        "if gradient.seen == self.passes:",
+        "if gradient.seen >= 1:",
+        "tests/ranks/test_torch_optimizer_patterns.py",
+    ),
+    Mutant(
+        "agreement: a response is sent twice",
+        "ringreduce/engine/engine.py",
+        "self._post(content, rank)",
+        "self._post(content, rank), self._post(content, rank)",
+        "tests/ranks/test_collectives.py tests/ranks/test_api.py",
+    ),
+    Mutant(
+        "agreement: run what one rank has submitted, not what all have",
+        "ringreduce/engine/coordinator.py",
+        "functools.reduce(operator.and_, live)",
+        "functools.reduce(operator.or_, live)",
+        "tests/unit/test_coordinator.py",
+    ),
+    Mutant(
+        "cache: forgotten numbers are kept",
+        "ringreduce/engine/engine.py",
+        "lane.cache.forget(number)",
+        "number",
+        "tests/ranks/test_random.py tests/ranks/test_api.py tests/ranks/test_collectives.py",
+    ),
+    Mutant(
+        "Average: divided by one rank too many",
+        "ringreduce/ops.py",
+        "divide(partial, self.size)",
+        "divide(partial, self.size + 1)",
+        "tests/unit/test_ops.py",
+    ),
+    Mutant(
+        "broadcast: the tree grows from another root",
+        "ringreduce/collectives/tree.py",
+        "(rank - root) % size",
+        "(root - rank) % size",
+        "tests/ranks/test_algorithms.py tests/ranks/test_collectives.py",
+    ),
+    Mutant(
+        "GPU: the stream does not wait for the others' sums",
+        "ringreduce/collectives/mapped.py",
+        "self.peers.follow(SUMMED, turn, self.stream)",
+        "pass",
+        "tests/ranks/test_gpu.py",
+    ),
+    Mutant(
+        "GPU: the engine's stream does not wait for the caller's",
+        "ringreduce/engine/gpu.py",
+        "        for event in request.ready:\n            self.stream.wait(event)\n",
+        "",
+        "tests/ranks/test_gpu.py",
+    ),
+    Mutant(
+        "join: a rank that has joined gives zeros to every operation",
+        "ringreduce/engine/joined.py",
+        "Reduction(op, element, 1).neutral(flat)",
+        "flat[...] = 0",
+        "tests/ranks/test_join.py",
+    ),
+    Mutant(
+        "Adasum: the coefficient is twice what it should be",
+        "ringreduce/collectives/adasum.py",
+        "(2 * a_squared)",
+        "a_squared",
+        "tests/ranks/test_algorithms.py tests/ranks/test_collectives.py",
+    ),
+    Mutant(
+        "alltoall: what comes is laid out in the reverse order of the ranks",
+        "ringreduce/collectives/pairwise.py",
+        "bounds_of(received)",
+        "bounds_of(received[::-1])",
+        "tests/ranks/test_algorithms.py tests/ranks/test_collectives.py",
+    ),
+    Mutant(
+        "hosts: of a rank's chunk only the first piece is reduced",
+        "ringreduce/collectives/hierarchical.py",
+        "own[0].low : own[-1].high",
+        "own[0].low : own[0].high",
+        "tests/ranks/test_hierarchical.py",
+    ),
+    Mutant(
+        "hosts: a slot may be finished before an earlier one",
+        "ringreduce/collectives/hierarchical.py",
+        "        yield InOrder(hierarchy, turn)\n",
+        "        pass\n",
+        "tests/ranks/test_hierarchical.py",
+    ),
+    Mutant(
+        "doubling: the partner of a rank behind those that folded in",
+        "ringreduce/collectives/doubling.py",
+        "2 * other if other < folded",
+        "2 * other if other <= folded",
+        "tests/ranks/test_doubling.py",
+    ),
+    Mutant(
+        "bfloat16: ties are rounded up, not to even",
+        "ringreduce/kernels/half_numpy.py",
+        "np.uint32(0x7FFF)",
+        "np.uint32(0x8000)",
+        "tests/unit/test_half.py",
+    ),
+    Mutant(
+        "launcher: the exit code of the rank that failed last",
+        "launcher/report/outcome.py",
+        "cause = min(failures.values()",
+        "cause = max(failures.values()",
+        "tests/launcher/test_outcome.py",
+    ),
+    Mutant(
+        "launcher: a signal is named, but its exit code is not the shell's",
+        "launcher/report/outcome.py",
+        "128 - end.code",
+        "127 - end.code",
+        "tests/launcher/test_outcome.py",
+    ),
+    Mutant(
+        "launcher: the last signal of all is one that a rank may ignore",
+        "launcher/job/escalation.py",
+        "Step(signal.SIGKILL, 1.0)",
+        "Step(signal.SIGTERM, 1.0)",
+        "tests/launcher/test_escalation.py tests/launcher/test_endings.py",
+    ),
+    Mutant(
+        "launcher: secrets travel to other hosts",
+        "launcher/forward.py",
+        "if not (is_secret(name) or ",
+        "if not (",
+        "tests/launcher/test_forward.py",
+    ),
+    Mutant(
+        "launcher: a line has the prefix of the rank before",
+        "launcher/output/prefix.py",
+        "self._single[ranks[0]]",
+        "self._single[ranks[0] - 1]",
+        "tests/launcher/test_output.py tests/launcher/test_display.py tests/launcher/test_run.py",
+    ),
+]
+
+
+def tree(folder: Path, source: Path) -> Path:
+    """A copy of the tree, with an import path that has its packages under the names that they are imported by."""
+    for name in COPIED:
+        path = source / name
+        if path.is_dir():
+            shutil.copytree(path, folder / "tree" / name)  # with __pycache__: compiled kernels are in it
+        else:
+            shutil.copy2(path, folder / "tree" / name)
+    (folder / "imports").mkdir()
+    (folder / "imports" / "ringreduce").symlink_to(folder / "tree" / "ringreduce")
+    (folder / "imports" / "ringrun").symlink_to(folder / "tree" / "launcher")
+    return folder / "tree"
+
+
+def mutated(text: str, mutant: Mutant) -> str:
+    """The file's text with the mutant in it."""
+    if text.count(mutant.old) != 1:
+        sys.exit(
+            f"{mutant.why}: expected {mutant.old!r} once in {mutant.file}, found it {text.count(mutant.old)} times"
+        )
+    return text.replace(mutant.old, mutant.new)
+
+
+def environment(copy: Path) -> dict[str, str]:
+    """What makes tests, and the jobs that they start, import the copy."""
+    return os.environ | {"PYTHONPATH": str(copy.parent / "imports"), "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+def noticed(copy: Path, paths: list[str], limit_s: float) -> str:
+    """The test that fails, or what else has shown that something is wrong; empty when all is well."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-rfE", "--color=no", "-p", "no:cacheprovider", *paths]
+    log = copy.parent / "log"
+    with log.open("w") as output:
+        # a session of its own: what hangs is ended with all that it has started
+        process = subprocess.Popen(
+            command, cwd=copy, env=environment(copy), stdin=subprocess.DEVNULL, stdout=output, stderr=output,
+            start_new_session=True,
+        )  # fmt: skip
+        try:
+            code = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            return f"a hang of more than {limit_s:.0f} s"
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+    told = log.read_text(errors="replace")
+    if code in (0, 5):
+        return ""
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", told, re.MULTILINE)
+    if failed:
+        return failed[1]
+    if hung := re.search(r"in (test_\w+)", told):
+        return f"{hung[1]}, a hang"
+    return f"exit code {code}: {told.strip().splitlines()[-1] if told.strip() else ''}"
+
+
+def verdict(copy: Path, mutant: Mutant, source: Path, rest: bool) -> str:
+    """Which test notices the mutant; empty when none does."""
+    path = copy / mutant.file
+    before = (source / mutant.file).read_text()
+    path.write_text(mutated(before, mutant))
+    try:
+        likely = [name for name in mutant.likely.split() if (copy / name).exists()]
+        return noticed(copy, likely, LIKELY_S) or (noticed(copy, [], REST_S) if rest else "")
+    finally:
+        shutil.copy2(source / mutant.file, path)
+
+
+def table(mutants: list[Mutant], source: Path, rest: bool) -> Iterator[bool]:
+    """Print a line for each; True for every one that no test notices."""
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        copy = tree(Path(folder), source)
+        for mutant in mutants:
+            begin = time.monotonic()
+            by = verdict(copy, mutant, source, rest)
+            seconds = time.monotonic() - begin
+            print(f"{'killed  ' if by else 'SURVIVED'} {seconds:4.0f} s  {mutant.why:<75} {by}", flush=True)
+            yield not by
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("words", nargs="*", help="only mutants whose reason holds one of these")
+    parser.add_argument("--list", action="store_true", help="print their reasons, and check that all still fit")
+    parser.add_argument("--tree", type=Path, default=ROOT, help="a checkout; by default this one")
+    parser.add_argument("--likely", action="store_true", help="run the likely tests only")
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Return 1 when a mutant has survived."""
+    asked = parse()
+    chosen = [each for each in MUTANTS if not asked.words or any(word in each.why for word in asked.words)]
+    for mutant in MUTANTS:
+        mutated((asked.tree / mutant.file).read_text(), mutant)
+    if asked.list:
+        print("\n".join(mutant.why for mutant in chosen))
+        return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the copy is removed, and what runs is ended
+    survivors = sum(table(chosen, asked.tree.resolve(), not asked.likely))
+    print(f"{len(chosen)} mutants, {survivors} survived")
+    return int(survivors > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
