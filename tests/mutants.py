@@ -148,10 +148,10 @@ MUTANTS = [
         "tests/ranks/test_collectives.py tests/ranks/test_api.py",
     ),
     Mutant(
-        "agreement: run what one rank has submitted, not what all have",
+        "agreement: run what all ranks but one have submitted",
         "ringreduce/engine/coordinator.py",
-        "functools.reduce(operator.and_, live)",
-        "functools.reduce(operator.or_, live)",
+        "self._counts.equal(live) if live",
+        "self._counts.equal(max(1, live - 1)) if live",
         "tests/unit/test_coordinator.py",
     ),
     Mutant(
