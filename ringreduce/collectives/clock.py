@@ -22,13 +22,14 @@ def offsets_us(transport: Transport, hosts: Sequence[int]) -> Steps[list[float]]
     Source: Cristian, "Probabilistic clock synchronization", 1989. Off by half of a round trip at most.
     """
     mine = 0.0
-    for leader in [hosts.index(host) for host in dict.fromkeys(hosts) if host != hosts[0]]:
+    leaders = {host: rank for rank, host in reversed(list(enumerate(hosts)))}
+    for leader in sorted(set(leaders.values()) - {0}):
         if transport.rank == leader:
             mine = yield from _measure(transport)
         elif transport.rank == 0:
             yield from _answer(transport, leader)
     everyones = yield from bruck.allgather(np.array([mine]), transport)
-    return [float(everyones[hosts.index(host), 0]) for host in hosts]
+    return [float(everyones[leaders[host], 0]) for host in hosts]
 
 
 def _measure(transport: Transport) -> Steps[float]:

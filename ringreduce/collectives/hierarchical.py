@@ -43,8 +43,10 @@ class Hierarchy:
 
     def __init__(self, channels: Sequence[Transport], hosts: Sequence[int], place: int) -> None:
         rank = channels[0].rank
-        hosts_in_order = list(dict.fromkeys(hosts))
-        members = [[r for r, host in enumerate(hosts) if host == each] for each in hosts_in_order]
+        by_host: dict[int, list[int]] = {}
+        for r, host in enumerate(hosts):
+            by_host.setdefault(host, []).append(r)
+        members = list(by_host.values())
         self.chunks = min(len(each) for each in members)
         """Chunks of a slot."""
         self.rings: list[Transport] = []

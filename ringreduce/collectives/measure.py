@@ -28,7 +28,7 @@ def constants(transport: Transport, hosts: Sequence[int], region: Region | None)
     """
     rank = transport.rank
     mine = [r for r, host in enumerate(hosts) if host == hosts[rank]]
-    leaders = [list(hosts).index(host) for host in dict.fromkeys(hosts)]
+    leaders = sorted({host: r for r, host in reversed(list(enumerate(hosts)))}.values())
     figures = [0.0] * 6
     if region is not None and region.size > 1:
         figures[0] = yield from _wait_us(region)

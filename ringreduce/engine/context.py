@@ -8,6 +8,7 @@ from typing import Any
 from ringreduce import fusion
 from ringreduce.buffers import Buffer
 from ringreduce.engine.completions import Completions
+from ringreduce.engine.description import ranks_text
 from ringreduce.engine.gpu import Gpu
 from ringreduce.engine.knobs import Knobs
 from ringreduce.engine.routes import Routes
@@ -49,6 +50,6 @@ class Context:
         if not isinstance(root_rank, int) or root_rank not in self.members:
             what = f"a rank from 0 to {len(self.members) - 1}"
             if self.members != tuple(range(len(self.members))):
-                what = f"a rank of the process set, {', '.join(map(str, self.members))}"
+                what = f"one of the process set's {ranks_text(self.members)}"
             raise InputError(f"{kind}: root_rank={root_rank!r}; expected {what}")
         return self.members.index(root_rank)

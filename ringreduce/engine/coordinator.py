@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from ringreduce.engine.cache import Cache, Register, numbers
-from ringreduce.engine.description import Call, Description, explain
+from ringreduce.engine.description import Call, Description, explain, ranks_text
 from ringreduce.engine.letters import Announcement, Failure, Response
 from ringreduce.engine.tally import Counts, Lines, Progress
 
@@ -372,8 +372,7 @@ class Coordinator:
 
 
 def _cannot_join(description: Description, joined: Iterable[int]) -> str:
-    who = ", ".join(map(str, sorted(joined)))
     return (
-        f"{description.kind} {description.name!r}: rank {who} has called join(), and a joined rank can take part in "
-        "allreduce only; call other collectives before any rank joins"
+        f"{description.kind} {description.name!r}: {ranks_text(joined)} called join(), and a joined rank can take "
+        "part in allreduce only; call other collectives before any rank joins"
     )

@@ -5,13 +5,15 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ringreduce.buffers import Buffer
 
 PACKAGE = str(Path(__file__).parents[1])
+SPANS = 16
+"""So many spans of ranks are named in a text."""
 
 
 class TensorDescription(NamedTuple):
@@ -81,8 +83,21 @@ def explain(calls: Mapping[int, Call], size: int) -> str:
         f"({theirs.line}); all ranks must pass {field}"
     )
     if len(differing) > 1:
-        text += f" (ranks {', '.join(map(str, differing))} differ from rank {first})"
+        text += f" ({ranks_text(differing)} differ from rank {first})"
     return text
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """Such as `rank 3`, `ranks 0,2-511`: short, however many they are."""
+    spans: list[list[int]] = []
+    for rank in sorted(ranks):
+        if spans and rank == spans[-1][-1] + 1:
+            spans[-1][1:] = [rank]
+        else:
+            spans.append([rank])
+    text = ",".join("-".join(map(str, span)) for span in spans[:SPANS])
+    text += f" and {len(spans) - SPANS} more spans" if len(spans) > SPANS else ""
+    return f"rank {text}" if text.isdigit() else f"ranks {text}"
 
 
 def _first_difference(mine: Description, theirs: Description) -> tuple[str, str, str, str]:

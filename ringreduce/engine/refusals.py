@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from ringreduce.engine.description import ranks_text
 from ringreduce.engine.lane import Lane
 from ringreduce.engine.request import Request
 from ringreduce.errors import CollectiveError, InputError, PeerLostError
@@ -13,9 +14,8 @@ from ringreduce.world import World
 def unknown_set(kind: str, process_set: int, sets: Mapping[int, tuple[int, ...]], rank: int) -> InputError:
     """This rank has no part in the process set."""
     if process_set in sets:
-        members = ", ".join(map(str, sets[process_set]))
         return InputError(
-            f"{kind}: rank {rank} is not in process set {process_set}, whose ranks are {members}; "
+            f"{kind}: rank {rank} is not in process set {process_set}, which has {ranks_text(sets[process_set])}; "
             "call it on these only (process_set.included() tells)"
         )
     return InputError(

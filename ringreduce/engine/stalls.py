@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 from ringreduce.engine.coordinator import Waiting
-from ringreduce.engine.description import PACKAGE, tensor_text
+from ringreduce.engine.description import PACKAGE, ranks_text, tensor_text
 from ringreduce.engine.lane import Lane
 from ringreduce.engine.letters import Answer, Failure, Look, Question, Response, encode
 from ringreduce.log import LOGGER
@@ -29,6 +29,8 @@ ANSWER_S = 2.0
 """So long a rank has to answer."""
 NAMED = 3
 """So many tensors are named; of others only the number is told."""
+ASKED = 8
+"""So many of the missing ranks are asked what they do."""
 GLANCES = 20
 """Looks per `stall_check_s`."""
 
@@ -162,8 +164,9 @@ class StallWatch:
         """Ask what the ranks do; the report is written when they have answered, or have not in time."""
         self._questions += 1
         own = self._engine.transport.rank
-        inquiry = Inquiry(self._questions, lane, text, tuple(ranks), time.monotonic() + ANSWER_S, {})
-        for rank in ranks:
+        asked = tuple(ranks[:ASKED])
+        inquiry = Inquiry(self._questions, lane, text, asked, time.monotonic() + ANSWER_S, {})
+        for rank in asked:
             if rank == own:
                 inquiry.answers[rank] = self._answer(self._questions)
             else:
@@ -244,11 +247,14 @@ def headline(waiting: Sequence[Waiting], now: float) -> str:
         names = ", ".join(repr(each.description.name) for each in waiting[1:NAMED])
         more = len(waiting) - NAMED
         text += f", and {names}" + (f" and {more} more" if more > 0 else "")
-    lines = ", ".join(f"rank {rank} ({line})" for rank, line in sorted(first.given.items()))
-    missing = ", ".join(map(str, first.missing))
+    by_line: dict[str, list[int]] = {}
+    for rank, line in sorted(first.given.items()):
+        by_line.setdefault(line, []).append(rank)
+    given = [f"{ranks_text(ranks)} ({line})" for line, ranks in list(by_line.items())[:NAMED]]
+    others = f" and in {len(by_line) - NAMED} more lines" if len(by_line) > NAMED else ""
     return (
-        f"{text}: waiting for {now - first.since_s:.0f} s; given by {lines}; not by rank {missing}. "
-        "All ranks must submit it"
+        f"{text}: waiting for {now - first.since_s:.0f} s; given by {', '.join(given)}{others}; "
+        f"not by {ranks_text(first.missing)}. All ranks must submit it"
     )
 
 

@@ -6,6 +6,7 @@ the core away between tests, and after a while sleeps.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -50,7 +51,7 @@ class MessageTransport:
         self._world = world
         self._comm = world.comm
         self._control = world.control
-        self._outbox: list[tuple[Any, bytes]] = []
+        self._outbox: deque[tuple[Any, bytes]] = deque()
         self._doorbell: Doorbell | None = None
         self._cards: Sequence[bytes] = ()
         self._status: Any = None
@@ -109,8 +110,8 @@ class MessageTransport:
 
     def posted(self) -> bool:
         """See `EngineTransport.posted`."""
-        if self._outbox:
-            self._outbox = [each for each in self._outbox if not each[0].Test()]
+        while self._outbox and self._outbox[0][0].Test():  # the oldest is all that need be asked
+            self._outbox.popleft()
         return not self._outbox
 
     def rest(self, timeout_s: float | None) -> None:

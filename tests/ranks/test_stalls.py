@@ -9,6 +9,9 @@ import pytest
 
 import ringreduce as rr
 from ringreduce import runtime
+from ringreduce.engine.coordinator import Waiting
+from ringreduce.engine.description import Description
+from ringreduce.engine.stalls import headline
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
 
@@ -33,7 +36,7 @@ def late_rank(late):
 def test_the_report_names_tensor_ranks_lines_and_what_the_missing_rank_does(capsys, late):
     assert run_ranks(3, late_rank(late), settings=SOON) == [3, 3, 3]
     told = capsys.readouterr().err
-    given = ", ".join(rf"rank {rank} \(test_stalls.py:\d+\)" for rank in range(3) if rank != late)
+    given = rf"ranks {'1-2' if late == 0 else '0-1'} \(test_stalls.py:\d+\)"
     assert re.search(
         rf"ringreduce: stalled: allreduce 'late' \(float64\[2, 5\]\): waiting for \d s; given by {given}; "
         rf"not by rank {late}\. All ranks must submit it\n"
@@ -97,3 +100,26 @@ def test_after_the_second_limit_it_fails_and_the_job_goes_on():
         return rr.allreduce(1.0, op=rr.Sum)
 
     assert run_ranks(2, program, settings=Settings(stall_abort_s=0.3)) == [2, 2]
+
+
+def test_texts_of_many_ranks_are_short():
+    lines = {rank: f"train.py:{rank % 5}" for rank in range(1, 4095)}
+    first = Waiting(Description("allreduce", "w"), 1.0, lines, [0, 4095], waits=True)
+    assert len(headline([first], 3.0)) < 1000, "of scattered ranks the first ones are named"
+    first = first._replace(given=dict.fromkeys(lines, "train.py:41"))
+    assert headline([first], 3.0) == (
+        "allreduce 'w': waiting for 2 s; given by ranks 1-4094 (train.py:41); not by ranks 0,4095. "
+        "All ranks must submit it"
+    )
+
+
+def test_of_many_missing_ranks_some_are_asked(capsys):
+    def program():
+        if rr.rank() > 1:
+            time.sleep(0.8)
+        return rr.allreduce(np.ones(2), name="late", op=rr.Sum)[0]
+
+    assert run_ranks(12, program, settings=SOON) == [12] * 12
+    told = capsys.readouterr().err.split("stalled: ")[1]
+    assert re.search(r"given by ranks 0-1 \(test_stalls.py:\d+\); not by ranks 2-11\. All", told), told
+    assert len(re.findall(r"^rank \d+ has submitted nothing yet; it is here:", told, re.MULTILINE)) == 8

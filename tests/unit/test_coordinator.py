@@ -300,7 +300,7 @@ def test_only_allreduce_while_somebody_has_joined(known):
         ranks.tell(rank, *([] if known else [gather, tensor("a")]), **given)
     response = ranks.decide()
     assert [(each.key, each.kind) for each in response.failures] == [("allgather.g", "CollectiveError")]
-    assert "rank 0 has called join(), and a joined rank can take part in allreduce only" in response.failures[0].message
+    assert "rank 0 called join(), and a joined rank can take part in allreduce only" in response.failures[0].message
     ran = [ranks.coordinator.description(number).name for number in numbers(response.bits)]
     assert ran + [each.name for each in response.new] == ["a"]
     assert ranks.coordinator.oldest_s() is None

@@ -17,6 +17,7 @@ from ringreduce.engine.description import (
     describe,
     explain,
     names_of,
+    ranks_text,
     tensor_text,
 )
 
@@ -89,7 +90,7 @@ def test_the_first_difference_is_told(theirs, mine, message):
 def test_the_first_that_differs_is_told_and_the_others_are_counted():
     text = explained(reduction(), reduction(), reduction(op="Min"), reduction(op="Max"))
     assert text.startswith("rank 2 of 4, allreduce 'w' (train.py:2): op=Min, but rank 0 has op=Sum (train.py:0)")
-    assert text.endswith("equal values of op (ranks 2, 3 differ from rank 0)")
+    assert text.endswith("equal values of op (ranks 2-3 differ from rank 0)")
 
 
 def test_the_lowest_rank_that_gave_it_is_the_measure():
@@ -126,3 +127,11 @@ def test_the_calling_line_is_outside_the_libraries(library):
     called = {"calling_line": calling_line}
     exec(compile("def call():\n    return calling_line()", inside, "exec"), called)
     assert called["call"]() == f"test_description.py:{sys._getframe().f_lineno}"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [([3], "rank 3"), ([0, 1], "ranks 0-1"), ([7, 0, 2, 3, 4], "ranks 0,2-4,7"), (range(512), "ranks 0-511")],
+)
+def test_ranks_are_named_as_spans(ranks, text):
+    assert ranks_text(ranks) == text
