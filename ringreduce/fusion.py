@@ -164,13 +164,10 @@ class Memory:
     def __init__(self, total_bytes: int, block_bytes: int) -> None:
         self.block_bytes = block_bytes
         self.total_bytes = total_bytes
-        self.taken_most = 0
-        """Blocks that were in use at the same time, at most."""
         self._own: dict[str, list[Any]] = {}
         """By device: the blocks of the one allocation, all of them; ..."""
         self._free: dict[str, list[Any]] = {}
         """... and those that nobody uses."""
-        self._taken = 0
 
     def take(self, like: Buffer) -> Any:
         """A block of bytes where `like` lies: 1-D uint8 of at least `block_bytes`."""
@@ -179,8 +176,6 @@ class Memory:
             starts = range(0, self.total_bytes - self.block_bytes + 1, self.block_bytes)
             self._own[like.device] = [everything[start : start + self.block_bytes] for start in starts]
             self._free[like.device] = list(self._own[like.device])
-        self._taken += 1
-        self.taken_most = max(self.taken_most, self._taken)
         free = self._free[like.device]
         return free.pop() if free else buffers.empty_like(like.flat, self.block_bytes, np.dtype(np.uint8))
 
@@ -193,6 +188,5 @@ class Memory:
 
     def give(self, block: Any, like: Buffer) -> None:
         """Give a block back; one that was made for the moment is forgotten."""
-        self._taken -= 1
         if any(block is each for each in self._own[like.device]):
             self._free[like.device].append(block)

@@ -1,6 +1,6 @@
 """What ringreduce says by itself: on stderr, through the logger `ringreduce` of Python's logging.
 
-    warning   a stall, shared memory that is too small, what autotune found: what there is to see by default
+    warning   a stall, shared memory that is too small: what there is to see by default
     info      what init() found and chose, on rank 0
     debug     where each rank is; each response of a coordinator; by which algorithm tensors go
     trace     what this rank announces

@@ -114,9 +114,7 @@ class Reduction(_Fields):
         Result: the bits of each element depend on that element of the parts alone, not on how an array was cut.
         Cost:   each part is read once, `out` written once. Memory: two blocks of BLOCK_BYTES a thread, kept for reuse.
         """
-        if not isinstance(out, np.ndarray):
-            self._reduce_whole(parts, out)
-        elif self._can_warn:
+        if self._can_warn:
             with np.errstate(over="ignore", invalid="ignore"):
                 self._reduce_arrays(parts, out)
         else:
@@ -148,15 +146,6 @@ class Reduction(_Fields):
     @functools.cached_property
     def _ufunc(self) -> np.ufunc:
         return _UFUNC[self.op]
-
-    def _reduce_whole(self, parts: Sequence[Any], out: Any) -> None:
-        """For GPU arrays: each step is a kernel over all elements."""
-        partial = self.start(parts[0].copy())
-        for part in parts[1:]:
-            self.combine(partial, self.start(part if self.prescale == 1.0 else part.copy()))
-        self.finish(partial, out)
-        if self.in_place:
-            out[...] = partial
 
     def _reduce_arrays(self, parts: Sequence[Any], out: Any) -> None:
         if self._is_half_sum:

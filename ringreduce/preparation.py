@@ -29,8 +29,7 @@ def prepare_host(world: World, transport: MessageTransport, settings: Settings) 
     """
     constants = Constants.parse(settings.costs)
     window, why_not = make_window(world, settings)
-    native = transport.native_allreduce
-    rehearsal = Host(world, transport, settings, window, constants, native).routes(0, range(world.size))
+    rehearsal = Host(world, transport, settings, window, constants).routes(0, range(world.size))
     try:
         check(settings, rehearsal, world.hosts, why_not)
     except SettingsError:
@@ -40,7 +39,7 @@ def prepare_host(world: World, transport: MessageTransport, settings: Settings) 
     if world.size > 1 and not settings.costs:
         constants = complete(measure.constants(transport, world.hosts, rehearsal.region))
         world.gather(None)  # no rank resets its flags before all have measured
-    return Host(world, transport, settings, window, constants, native, host_cores(world))
+    return Host(world, transport, settings, window, constants, host_cores(world))
 
 
 def host_cores(world: World) -> int:

@@ -25,12 +25,10 @@ from ringreduce.cuda import choice
 from ringreduce.engine.description import Call, Description, calling_line
 from ringreduce.engine.engine import GLOBAL, Engine
 from ringreduce.engine.host import Host
-from ringreduce.engine.knobs import Knobs
-from ringreduce.engine.tuned import read_by_rank_0
 from ringreduce.errors import InputError, MismatchError, NotInitializedError
 from ringreduce.mpi import finalize_mpi, mpi_library
 from ringreduce.preparation import prepare_host
-from ringreduce.settings import PER_RANK, Settings
+from ringreduce.settings import PER_RANK, Settings, tuning_notice
 from ringreduce.supervision import Answerer
 from ringreduce.transport.base import Transport, complete
 from ringreduce.transport.message import MessageTransport
@@ -49,14 +47,13 @@ class Runtime:
         host: Host,
         clock_offsets_us: Sequence[float] = (),
         process_sets: Sequence[Sequence[int]] = (),
-        knobs: Knobs | None = None,
         gpu: choice.Choice = choice.NOT_ASKED,
     ) -> None:
         self.world = world
         self.gpu = gpu
         self.transport = transport
         self.settings = settings
-        self.engine = Engine(world, transport, settings, host, clock_offsets_us, process_sets, knobs)
+        self.engine = Engine(world, transport, settings, host, clock_offsets_us, process_sets)
         self.engine.gpu.default_index = gpu.index or 0
         self._answerer = Answerer(settings.error_file, self.engine.waiting_for)
 
@@ -106,8 +103,7 @@ def start(comm: Any, process_sets: Sequence[Any], dynamic: bool) -> list[tuple[i
         agree_on_settings(transport, settings, sets)
         offsets_us = complete(clock.offsets_us(transport, world.hosts))
         host = prepare_host(world, transport, settings)
-        knobs = read_by_rank_0(world, host.window is not None, settings)
-        _process_runtime = Runtime(world, transport, settings, host, offsets_us, sets, knobs, _gpu)
+        _process_runtime = Runtime(world, transport, settings, host, offsets_us, sets, _gpu)
         _tell(_process_runtime)
     except Exception as exc:
         transport.close()
@@ -120,6 +116,8 @@ def start(comm: Any, process_sets: Sequence[Any], dynamic: bool) -> list[tuple[i
 def _tell(runtime: Runtime) -> None:
     """Log what init() has found and chosen: on rank 0 what is true for all, on each rank where it is."""
     world = runtime.world
+    if world.rank == 0 and world.generation == 0 and (notice := tuning_notice(os.environ)):
+        log.LOGGER.warning(notice)
     if world.rank == 0 and log.LOGGER.isEnabledFor(logging.INFO):
         log.LOGGER.info(_summary(runtime))
     if log.LOGGER.isEnabledFor(logging.DEBUG):

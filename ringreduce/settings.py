@@ -22,7 +22,6 @@ HOROVOD = {
     "HOROVOD_STALL_CHECK_TIME_SECONDS": "stall_check_s",
     "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "stall_abort_s",
     "HOROVOD_DYNAMIC_PROCESS_SETS": "dynamic_process_sets",
-    "HOROVOD_AUTOTUNE": "autotune",
     "HOROVOD_TIMELINE": "timeline",
     "HOROVOD_TIMELINE_MARK_CYCLES": "timeline_mark_cycles",
     "HOROVOD_LOG_LEVEL": "log_level",
@@ -78,12 +77,6 @@ class Settings:
 
     dynamic_process_sets: bool = False
     """add_process_set() and remove_process_set() are allowed."""
-
-    autotune: bool = False
-    """Slot sizes, slots in flight and the algorithm are tried during the first steps, and the fastest are kept."""
-
-    autotune_file: str = ""
-    """Where rank 0 writes what autotune found; without autotune, rank 0 reads it at init()."""
 
     cuda_device: str = ""
     """The GPU that init() makes the current one: its index, as CUDA counts, or its PCI bus id, such as 0000:3b:00.0; by
@@ -161,6 +154,16 @@ class Settings:
             if variable in environ:
                 values[name] = _parse(variable, environ[variable], fields[name].default)
         return cls(**values)  # type: ignore[arg-type]
+
+
+def tuning_notice(environ: Mapping[str, str]) -> str:
+    """What to tell a user who asks for Horovod's autotune; empty for one who does not."""
+    if environ.get("HOROVOD_AUTOTUNE", "").lower() in FALSE:
+        return ""
+    return (
+        "HOROVOD_AUTOTUNE has no effect, since nothing needs tuning: the algorithm of an all-reduce is chosen by its "
+        "size, and the other defaults are as fast as what a search finds"
+    )
 
 
 PER_RANK = ("cuda_device", "error_file", "placed_gpu", "timeline", "log_level", "log_timestamp")

@@ -21,7 +21,6 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ringreduce import log, runtime
-from ringreduce.engine import tuned
 from ringreduce.engine.host import Host
 from ringreduce.errors import InputError, PeerLostError
 from ringreduce.settings import Settings
@@ -61,26 +60,24 @@ def run_ranks(
     """
     if size < 1 or (hosts is not None and len(hosts) != size):
         raise InputError(f"run_ranks: expected one rank or more and one host for each, got {size} and hosts={hosts}")
-    knobs = settings or Settings()
-    log.configure(knobs.log_level, knobs.log_timestamp)
+    settings = settings or Settings()
+    log.configure(settings.log_level, settings.log_timestamp)
     exchange = Exchange(size, buffered=buffered, timeout_s=timeout_s)
     sets = runtime.check_sets(process_sets, size)
-    if not knobs.stall_abort_s:
-        knobs = dataclasses.replace(knobs, stall_abort_s=timeout_s)
+    if not settings.stall_abort_s:
+        settings = dataclasses.replace(settings, stall_abort_s=timeout_s)
     results: list[Any] = [None] * size
     failures: list[tuple[int, BaseException]] = []
 
     places = tuple(hosts or [0] * size)
-    blocks = [np.zeros(block_bytes(knobs.shared_slot_bytes, knobs.shared_regions), np.uint8) for _ in range(size)]
-
-    start = tuned.starting_knobs(knobs, tuned.layout(World(0, size, places), shared_memory=True))
+    blocks = [np.zeros(block_bytes(settings.shared_slot_bytes, settings.shared_regions), np.uint8) for _ in range(size)]
 
     def run(rank: int) -> None:
         world = World(rank, size, places)
         transport = exchange.transport(rank)
         window = Window([blocks[each] for each in range(size) if places[each] == places[rank]], _nothing, _nothing)
-        host = Host(world, transport, knobs, window)
-        own = runtime.Runtime(world, transport, knobs, host, process_sets=sets, knobs=start)
+        host = Host(world, transport, settings, window)
+        own = runtime.Runtime(world, transport, settings, host, process_sets=sets)
         why = "its function returned"
         try:
             with runtime.bound(own):

@@ -27,7 +27,6 @@ class Alias:
 ALIASES = {
     "fusion-threshold-mb": Alias("fusion_buffer_bytes", is_in_mb=True),
     "timeline-filename": Alias("timeline"),
-    "autotune-log-file": Alias("autotune_file"),
     "stall-check-warning-time-seconds": Alias("stall_check_s"),
     "stall-check-shutdown-time-seconds": Alias("stall_abort_s"),
 }
@@ -44,13 +43,16 @@ SWITCHES = {
 """Flags without a value that turn a setting on or off."""
 
 _MPI = "ranks talk over MPI alone"
-_TUNER = "autotune tells itself how long to try"
+TUNING = (
+    "nothing needs tuning: the algorithm is chosen by size, and the other defaults are as fast as what a search finds"
+)
 _CHOOSER = "the fastest algorithm is chosen for each size; see --algorithm"
 IGNORED_VALUES = {
-    "autotune-warmup-samples": _TUNER,
-    "autotune-steps-per-sample": _TUNER,
-    "autotune-bayes-opt-max-samples": _TUNER,
-    "autotune-gaussian-process-noise": _TUNER,
+    "autotune-log-file": TUNING,
+    "autotune-warmup-samples": TUNING,
+    "autotune-steps-per-sample": TUNING,
+    "autotune-bayes-opt-max-samples": TUNING,
+    "autotune-gaussian-process-noise": TUNING,
     "binding-args": "it is for jsrun; see --mpi-args",
     "ccl-bgt-affinity": _MPI,
     "controller": _MPI,
@@ -61,6 +63,8 @@ IGNORED_VALUES = {
 """Flags with a value that have no meaning here, and why."""
 
 IGNORED_SWITCHES = {
+    "autotune": TUNING,
+    "no-autotune": TUNING,
     "gloo": _MPI,
     "mpi": "it is always so",
     "jsrun": "ranks are started by mpirun",

@@ -260,10 +260,15 @@ def _check(settings: Mapping[str, Value], environ: Mapping[str, str]) -> None:
 
 
 def _notices(level: _Level) -> list[str]:
-    """Return a line for each flag that has no meaning here."""
-    ignored = {**horovod.IGNORED_VALUES, **horovod.IGNORED_SWITCHES}
-    given = {name: level.sources[at] for name in ignored if level.given.get(at := horovod.destination(name))}
-    return [f"{_named(source, name)} has no meaning here ({ignored[name]})" for name, source in given.items()]
+    """Return a line for each flag that has no meaning here; for autotune's, one line together."""
+    ignored = {**horovod.IGNORED_SWITCHES, **horovod.IGNORED_VALUES}
+    given = [name for name in ignored if level.given.get(horovod.destination(name))]
+    tuning = [name for name in given if ignored[name] == horovod.TUNING]
+    return [
+        f"{_named(level.sources[horovod.destination(name)], name)} has no meaning here ({ignored[name]})"
+        for name in given
+        if name not in tuning[1:]
+    ]
 
 
 def _file(parser: argparse.ArgumentParser, entries: Sequence[Entry], defaults: Mapping[str, Any]) -> _Level:

@@ -12,7 +12,6 @@ from ringreduce import mpi, runtime
 from ringreduce._version import __version__
 from ringreduce.collectives.choose import Constants
 from ringreduce.engine.engine import GLOBAL
-from ringreduce.engine.knobs import Knobs
 from ringreduce.kernels import half
 
 
@@ -36,8 +35,6 @@ class Info:
     """How an allreduce of all ranks moves data, by its size in bytes."""
     gpu_algorithm: str
     """How an allreduce of all ranks moves GPU arrays, and why; found out when the first one comes."""
-    knobs: Knobs
-    """What an allreduce of all ranks uses now, and whether that is the default, on trial, tuned or loaded."""
     usable_algorithms: tuple[str, ...]
     """What RINGREDUCE_ALGORITHM can be."""
     constants: Constants
@@ -49,8 +46,6 @@ class Info:
     process_sets: dict[int, tuple[int, ...]]
     fusion_buffer_bytes: int
     """Memory of the fusion buffer, per device."""
-    fusion_slots_used_most: int
-    """Of `fusion_slot_bytes` each, at the same time; more than fit in the buffer were made for the moment."""
     submissions: int
     """Operations that this rank handed in."""
     known_submissions: int
@@ -94,14 +89,12 @@ def info() -> Info:
         gpu=str(current.gpu),
         algorithm=engine.lanes[GLOBAL].routes.text(),
         gpu_algorithm=engine.lanes[GLOBAL].routes.gpu.text(),
-        knobs=engine.lanes[GLOBAL].knobs,
         usable_algorithms=tuple(engine.lanes[GLOBAL].routes.usable),
         constants=engine.host.constants,
         half_kernels=half.kernel_name(),
         shared_memory_bytes=0 if window is None else len(window.blocks[0]),
         process_sets=dict(engine.sets),
         fusion_buffer_bytes=engine.memory.total_bytes,
-        fusion_slots_used_most=engine.memory.taken_most,
         submissions=engine.submissions,
         known_submissions=engine.known_submissions,
         letters=engine.letters,

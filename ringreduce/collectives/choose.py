@@ -20,9 +20,8 @@ from collections.abc import Collection, Sequence
 
 from ringreduce.errors import SettingsError
 
-ALGORITHMS = ("shared", "hierarchical", "ring", "direct", "doubling", "mpi", "nccl")
-"""`mpi` is MPI's own; it is never chosen, since MPI does not promise all ranks the same bits, but can be asked for.
-`nccl` is NVIDIA's library, for GPU arrays only; it is never chosen, but can be asked for."""
+ALGORITHMS = ("shared", "hierarchical", "ring", "direct", "doubling", "nccl")
+"""`nccl` is NVIDIA's library, for GPU arrays only; it is never chosen, but can be asked for."""
 PASSES = 3
 """Times that shared memory touches each byte."""
 MANY = 16
@@ -127,7 +126,7 @@ def choose(nbytes: int, wire_nbytes: int, hosts: Sequence[int], usable: Collecti
 
     if "shared" in usable:  # messages inside a host are made of shared memory: no matter for a noisy measurement
         return "shared"
-    candidates = [each for each in ALGORITHMS if each in usable and each not in ("mpi", "nccl")]
+    candidates = [each for each in ALGORITHMS if each in usable and each != "nccl"]
     if len(hosts) > MANY and len(candidates) > 1:
         candidates = [each for each in candidates if each != "direct"]
     return min(candidates, key=cost)

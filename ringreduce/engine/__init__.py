@@ -14,6 +14,5 @@ engine       the thread, one a process, that does all this
 joined       what a rank that has joined gives
 refusals     why a request cannot be taken or completed
 stalls       who waits for whom, and what the others do instead
-misplaced    who waits for a tensor in another process set
 timeline     what happened when, for chrome://tracing and Perfetto; recording: of all ranks
 """

@@ -120,7 +120,7 @@ def carry(
 
 def plan(batch: Batch, context: Context, itemsize: int) -> Sequence[fusion.Slot]:
     """The slots of a batch whose elements take `itemsize` bytes in the fusion buffer."""
-    return fusion.plan(batch.counts, max(1, context.knobs.fusion_slot_bytes // itemsize))
+    return fusion.plan(batch.counts, max(1, context.settings.fusion_slot_bytes // itemsize))
 
 
 def view(block: Any, dtype: np.dtype[Any]) -> Any:

@@ -10,7 +10,6 @@ from ringreduce.buffers import Buffer
 from ringreduce.engine.completions import Completions
 from ringreduce.engine.description import ranks_text
 from ringreduce.engine.gpu import Gpu
-from ringreduce.engine.knobs import Knobs
 from ringreduce.engine.routes import Routes
 from ringreduce.engine.timeline import Timeline
 from ringreduce.errors import InputError
@@ -31,7 +30,6 @@ class Context:
     completions: Completions
     divisor: int
     """What an Average is divided by: the set's size, or its live ranks."""
-    knobs: Knobs
     gpu: Gpu
     debugs: bool = False
     """Each choice of an algorithm is told."""

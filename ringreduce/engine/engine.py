@@ -29,32 +29,26 @@ from ringreduce.engine.gpu import Gpu
 from ringreduce.engine.host import Host
 from ringreduce.engine.inbox import LONGEST_REST_S, Inbox, Waits
 from ringreduce.engine.joined import stand_in
-from ringreduce.engine.knobs import Knobs
 from ringreduce.engine.lane import Lane
 from ringreduce.engine.letters import (
     Announcement,
     Answer,
     Broken,
-    Elsewhere,
     Failure,
     Goodbye,
     Look,
-    Misplaced,
     Question,
     Response,
     TimelineEvents,
     TimelineStart,
     TimelineStop,
-    Where,
     decode,
     encode,
 )
-from ringreduce.engine.misplaced import MisplacedCheck
 from ringreduce.engine.recording import Recording
 from ringreduce.engine.request import Handle, Request
 from ringreduce.engine.stalls import StallWatch
 from ringreduce.engine.timeline import Timeline, TimelineFile
-from ringreduce.engine.tuner import Tuner
 from ringreduce.log import LOGGER, TRACE
 from ringreduce.settings import Settings
 from ringreduce.transport.base import EngineTransport, Letter, Steps
@@ -83,12 +77,10 @@ class Engine:
         host: Host,
         clock_offsets_us: Sequence[float] = (),
         process_sets: Sequence[Sequence[int]] = (),
-        knobs: Knobs | None = None,
     ) -> None:
         """clock_offsets_us: by rank, how far its clock is ahead of rank 0's; by default not at all.
 
         process_sets: the members of sets besides that of all ranks, the same on all ranks.
-        knobs: those to begin with, for the set of all ranks; the same on all ranks.
         """
         self.world = world
         self.transport = transport
@@ -122,12 +114,8 @@ class Engine:
         self._finished = threading.Event()
         self._moved_s = time.monotonic()
         self._stalls = StallWatch(self, threading.get_ident())
-        self._misplaced = MisplacedCheck(self)
         for members in (range(world.size), *process_sets):
             self._add_set(members)
-        self.lanes[GLOBAL].knobs = knobs or Knobs.of(settings)
-        tunes = settings.autotune and world.rank == 0 and world.size > 1
-        self._tuner = Tuner(world, settings, host, self.lanes[GLOBAL].routes) if tunes else None
         self._thread = threading.Thread(target=self._run, name=f"ringreduce engine {world.rank}", daemon=True)
         self._thread.start()
 
@@ -252,8 +240,6 @@ class Engine:
         except Exception as exc:
             self._break(exc)
         self._recording.close()
-        if self._tuner is not None:
-            self._tuner.close()
         self._finished.set()
 
     def _turn(self) -> bool:
@@ -270,7 +256,6 @@ class Engine:
         if not moved:
             self._recording.spill()
             self._stalls.look()
-            self._misplaced.look()
         return moved
 
     def _announce(self) -> bool:
@@ -350,8 +335,6 @@ class Engine:
             self._give_up(errors.PeerLostError(content.message, [letter.source]))
         elif isinstance(content, Look | Question | Answer):
             self._stalls.read(letter.source, content)
-        elif isinstance(content, Where | Elsewhere | Misplaced):
-            self._misplaced.read(letter.source, content)
         elif isinstance(content, TimelineStart | TimelineStop | TimelineEvents):
             self._recording.read(letter.source, content)
 
@@ -360,8 +343,6 @@ class Engine:
         for lane in list(self.lanes.values()):
             response = lane.coordinator.decide() if lane.coordinator is not None else None
             if response is not None:
-                if self._tuner is not None and lane.number == GLOBAL:
-                    response = self._tuner.steer(response, _run_by(response, lane))
                 self.spread(lane, response)
                 moved = True
         return moved
@@ -382,13 +363,12 @@ class Engine:
         if self._broken is not None:
             return
         lane.seen = response.number
-        lane.knobs = response.knobs or lane.knobs
         for failure in response.failures:
             self._fail(lane, failure)
         divisor = len(lane.members)
         if response.live_average:
             divisor = max(1, divisor - len(response.joined))
-        descriptions = _run_by(response, lane)
+        descriptions = [lane.cache[number] for number in numbers(response.bits)] + list(response.new)
         for number in response.forgotten:
             lane.cache.forget(number)
         for number, description in response.learned:
@@ -425,14 +405,10 @@ class Engine:
             self._timeline,
             lane.completions,
             divisor,
-            lane.knobs,
             self.gpu,
             self._debugs,
         )
-        steps = operations.run(requests, context)
-        if self._tuner is not None and lane.number == GLOBAL:
-            steps = self._tuner.timed(steps, requests)
-        lane.enqueue(steps)
+        lane.enqueue(operations.run(requests, context))
 
     def _join_in(self, lane: Lane, description: Description) -> Request:
         if not lane.joined:
@@ -474,7 +450,7 @@ class Engine:
                     capacity = self.settings.cache_capacity
                     coordinator = Coordinator(number, members, self.world.size, capacity)
                 routes = self.host.routes(number, members)
-                self.lanes[number] = Lane(number, members, routes, coordinator, Knobs.of(self.settings))
+                self.lanes[number] = Lane(number, members, routes, coordinator)
             else:
                 self.host.reserve(members)
         for rank, announcement in self._early.pop(number, []):
@@ -510,14 +486,20 @@ class Engine:
             return Waits.LETTERS
         return Waits.NOTHING
 
-    def doing(self) -> str:
-        """What this rank did last, and what it waits for; see StallWatch."""
+    def doing(self, question: Question) -> str:
+        """What this rank did last, and what it waits for, above all what has the name of a stalled tensor."""
         with self._inbox.lock:
             text = self._inbox.last_submission_text()
             waiting = [request for lane in self.lanes.values() for request in lane.pending.values()]
         if waiting:
             names = ", ".join(f"{each.description.kind} {each.description.name!r}" for each in waiting[:3])
             text += f", and waits for {names}" + (f" and {len(waiting) - 3} more" if len(waiting) > 3 else "")
+        for each in waiting:
+            (kind, name, *_), number = each.description, each.process_set
+            if name in question.names and (number, kind) != (question.process_set, question.kind):
+                members = ", ".join(map(str, self.sets[number]))
+                text += f"; it submitted {kind} {name!r} ({each.line}) to process set {number} (ranks {members})"
+                return f"{text}: all ranks must pass the same operation and the same process set"
         return text
 
     def waiting_for(self) -> str:
@@ -600,11 +582,6 @@ class Engine:
 
     def _others(self) -> list[int]:
         return [rank for rank in range(self.world.size) if rank != self.world.rank]
-
-
-def _run_by(response: Response, lane: Lane) -> list[Description]:
-    """What a response runs, before it changes the cache."""
-    return [lane.cache[number] for number in numbers(response.bits)] + list(response.new)
 
 
 def _named(descriptions: Sequence[Description]) -> str:

@@ -25,7 +25,7 @@ class GpuBroadcast:
     def __init__(self, batch: Batch, root: int, context: Context) -> None:
         self._root, self._context = root, context
         self._mapped = may(batch.inputs[0], context)
-        slot_bytes = context.settings.cuda_slot_bytes if self._mapped else context.knobs.fusion_slot_bytes
+        slot_bytes = context.settings.cuda_slot_bytes if self._mapped else context.settings.fusion_slot_bytes
         self._work = GpuBatch(batch, slot_bytes, context)
 
     def run(self) -> Steps[None]:

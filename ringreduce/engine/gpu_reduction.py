@@ -25,6 +25,7 @@ from ringreduce.ops import Reduction
 from ringreduce.transport import nccl
 from ringreduce.transport.base import Steps
 from ringreduce.transport.device import Done, Stage
+from ringreduce.transport.subset import CHANNELS
 
 BRIDGED_SLOT_BYTES = 4 << 20
 """Of a slot at most, between hosts: the wire is slow, and shorter slots overlap better."""
@@ -92,8 +93,7 @@ class GpuBatch:
             yield from collective(self.on_host(slot, stage), channel)
             self.up(number, slot, stage)
 
-        width = self.context.knobs.slots_in_flight
-        yield from overlapped((steps(number, number % width) for number in range(len(self.slots))), width)
+        yield from overlapped((steps(number, number % CHANNELS) for number in range(len(self.slots))), CHANNELS)
 
     def down(self, number: int, stage: Stage) -> GpuSlot:
         """Queue what gathers a slot and copies it to the host."""
@@ -153,7 +153,7 @@ class GpuReduction:
         self.algorithm = ""
         """For `staged`: that of the host."""
         if self.way == "staged":
-            self.algorithm = context.routes.choice(batch.nbytes, reduction, context.knobs.algorithm)
+            self.algorithm = context.routes.choice(batch.nbytes, reduction)
         self.work = GpuBatch(batch, self._slot_bytes(), context)
         if context.debugs:
             what = f"allreduce of {len(batch.inputs)} GPU tensors, {batch.nbytes} B of {reduction.element.name}"
@@ -177,14 +177,14 @@ class GpuReduction:
         return self.routes.way
 
     def _slot_bytes(self) -> int:
-        settings, knobs = self.context.settings, self.context.knobs
+        settings = self.context.settings
         if self.way == "bridged":
             return min(settings.cuda_slot_bytes, BRIDGED_SLOT_BYTES)
         if self.way == "staged" and self.algorithm in ("shared", "hierarchical"):
             return WINDOW_SLOT_BYTES
         if self.way == "staged":
             # the fusion buffer's blocks hold the sums; for a ring the finished elements behind them
-            return knobs.fusion_slot_bytes * self.reduction.element.itemsize // self.sum_itemsize
+            return settings.fusion_slot_bytes * self.reduction.element.itemsize // self.sum_itemsize
         if self.way == "mapped":
             return settings.cuda_slot_bytes
         return settings.cuda_slot_bytes * self.reduction.element.itemsize // self.sum_itemsize
@@ -249,12 +249,11 @@ class GpuReduction:
 
     def device(self) -> Steps[None]:
         """Messages of GPU memory, summed by the GPU; all on the engine's stream, for which outgoing messages wait."""
-        width = self.context.knobs.slots_in_flight
-        yield from overlapped(self._device_slots(width), width)
+        yield from overlapped(self._device_slots(), CHANNELS)
 
-    def _device_slots(self, width: int) -> Iterator[Steps[None]]:
+    def _device_slots(self) -> Iterator[Steps[None]]:
         for number in range(len(self.work.slots)):
-            yield self._device_slot(number, number % width)
+            yield self._device_slot(number, number % CHANNELS)
 
     def _device_slot(self, number: int, channel: int) -> Steps[None]:
         work, stream, kernels, reduction = self.work, self.gpu.stream, self.gpu.kernels, self.reduction
@@ -323,7 +322,7 @@ class GpuReduction:
         region = routes.region
         if region is None:
             raise AssertionError("the algorithm is one of shared memory, but there is none")
-        step = min(self.context.knobs.shared_slot_bytes, region.slot_bytes) // flat.itemsize
+        step = region.slot_bytes // flat.itemsize
         pieces = [flat[low : low + step] for low in range(0, flat.size, step)]
         parts = [[shared.Part(piece, piece)] for piece in pieces]
         if self.algorithm == "shared":

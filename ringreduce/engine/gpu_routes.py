@@ -32,7 +32,7 @@ from ringreduce.transport.window import Flags
 
 TEXT_BYTES = 480
 """Room for a sentence that a rank tells the others."""
-MESSAGES = ("ring", "direct", "doubling", "mpi")
+MESSAGES = ("ring", "direct", "doubling")
 """Algorithms that, when they are asked for, rule the mapped ways out."""
 
 

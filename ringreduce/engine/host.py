@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 
 from ringreduce.collectives.choose import Constants
-from ringreduce.engine.routes import Native, Routes
+from ringreduce.engine.routes import Routes
 from ringreduce.settings import MOST_REGIONS, Settings
 from ringreduce.transport.base import EngineTransport
 from ringreduce.transport.subset import channels
@@ -24,7 +24,6 @@ class Host:
         settings: Settings,
         window: Window | None = None,
         constants: Constants | None = None,
-        native: Native | None = None,
         cores: int | None = None,
     ) -> None:
         self.world = world
@@ -34,7 +33,6 @@ class Host:
         """How many its ranks may run on, all together."""
         self._transport = transport
         self._settings = settings
-        self._native = native
         self._regions = _Places(0 if window is None else settings.shared_regions)
         self._gpu_flags = _Places(0 if window is None else MOST_REGIONS)
 
@@ -47,7 +45,6 @@ class Host:
             self.region(region, members),
             self._settings,
             self.constants,
-            self._native if len(members) == self.world.size else None,
             self.gpu_flags(gpu_flags, members),
             None if self.world.comm is None else self._transport,
             len(members) == self.world.size,

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from ringreduce.engine.cache import Cache
 from ringreduce.engine.completions import Completions
 from ringreduce.engine.coordinator import Coordinator
-from ringreduce.engine.knobs import Knobs
 from ringreduce.engine.request import Request
 from ringreduce.engine.routes import Routes
 from ringreduce.transport.base import Request as Message
@@ -20,17 +19,13 @@ from ringreduce.transport.window import Arrival
 class Lane:
     """One process set's; `pending` and `running` are shared with the threads that submit, under the engine's lock."""
 
-    def __init__(
-        self, number: int, members: Sequence[int], routes: Routes, coordinator: Coordinator | None, knobs: Knobs
-    ) -> None:
+    def __init__(self, number: int, members: Sequence[int], routes: Routes, coordinator: Coordinator | None) -> None:
         self.number = number
         self.members = tuple(members)
         """Ranks of the world, by rank in the set."""
         self.routes = routes
         self.coordinator = coordinator
         """On the first member only."""
-        self.knobs = knobs
-        """For what is queued next; a response may change them."""
         self.cache = Cache()
         self.seen = 0
         """The number of the last response."""

@@ -6,7 +6,6 @@ import pickle
 from typing import Any, NamedTuple
 
 from ringreduce.engine.description import Call, Description
-from ringreduce.engine.knobs import Knobs
 
 
 class Announcement(NamedTuple):
@@ -56,8 +55,6 @@ class Response(NamedTuple):
     closed: str = ""
     """Not empty: which rank has left the job, and why; this process set does nothing any more."""
     leaver: int = -1
-    knobs: Knobs | None = None
-    """Not None: what counts from here on, for what this response runs too."""
 
     def is_empty(self) -> bool:
         """True when there is nothing to tell."""
@@ -79,6 +76,10 @@ class Question(NamedTuple):
     """What do you do, instead of what we wait for?"""
 
     number: int
+    process_set: int = 0
+    kind: str = ""
+    names: tuple[str, ...] = ()
+    """The first of the tensors that wait, and the kind of the very first."""
 
 
 class Answer(NamedTuple):
@@ -87,29 +88,6 @@ class Answer(NamedTuple):
     number: int
     doing: str
     stack: str
-
-
-class Where(NamedTuple):
-    """The coordinator of a process set asks: do you wait for this tensor in another set?"""
-
-    process_set: int
-    key: str
-
-
-class Elsewhere(NamedTuple):
-    """Yes: in this one, since this line."""
-
-    process_set: int
-    key: str
-    other_set: int
-    line: str
-
-
-class Misplaced(NamedTuple):
-    """One coordinator tells another: this tensor cannot become complete, since ranks submitted it to different sets."""
-
-    process_set: int
-    failure: Failure
 
 
 class Broken(NamedTuple):

@@ -27,10 +27,8 @@ class MessageCollective:
             yield from self.ring(finished, partial)
         elif self.algorithm == "direct":
             yield from direct.allreduce(finished, self.transport, self.reduction, self.context.routes.segment_bytes)
-        elif self.algorithm == "doubling":
-            yield from doubling.allreduce(finished, self.transport, self.reduction)
         else:
-            yield from self.native(finished)
+            yield from doubling.allreduce(finished, self.transport, self.reduction)
 
     def ring(self, finished: Any, partial: Any, segment_bytes: int = 0) -> Steps[None]:
         """Reduce `partial`, which is prescaled, around the ring; what comes in has a block of the fusion buffer."""
@@ -40,14 +38,3 @@ class MessageCollective:
             segment_bytes = min(segment_bytes, scratch.nbytes // ring.RECEIVES_AHEAD)
             workspace = ring.Workspace(partial, scratch)
             yield from ring.allreduce(finished, self.transport, self.reduction, segment_bytes, workspace)
-
-    def native(self, finished: Any) -> Steps[None]:
-        """MPI's own; the ring where MPI has no such op for these elements."""
-        native = self.context.routes.native
-        start = None if native is None else native(finished, self.reduction.op.value)
-        self.reduction.prescaled(finished)
-        if start is None:
-            yield from self.ring(finished, finished)
-            return
-        yield start()
-        self.reduction.finish(finished, finished)

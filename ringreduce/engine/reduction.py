@@ -15,6 +15,7 @@ from ringreduce.engine.request import Request
 from ringreduce.log import LOGGER
 from ringreduce.ops import ReduceOp, Reduction
 from ringreduce.transport.base import Steps
+from ringreduce.transport.subset import CHANNELS
 
 
 def allreduce(requests: Sequence[Request], context: Context) -> Steps[None]:
@@ -26,7 +27,7 @@ def allreduce(requests: Sequence[Request], context: Context) -> Steps[None]:
         if batch.on_gpu:
             on_gpu.append(GpuReduction(batch, reduction, context))
             continue
-        algorithm = context.routes.choice(batch.nbytes, reduction, context.knobs.algorithm)
+        algorithm = context.routes.choice(batch.nbytes, reduction)
         slots = _slots(batch, reduction, algorithm, context)
         batch.expect(slots)
         if context.debugs:
@@ -41,8 +42,7 @@ def allreduce(requests: Sequence[Request], context: Context) -> Steps[None]:
         if algorithm in ("shared", "hierarchical"):
             yield from _through_window(batch, reduction, algorithm, slots, context)
         else:
-            width = context.knobs.slots_in_flight
-            yield from overlapped(_through_messages(batch, reduction, algorithm, slots, context), width)
+            yield from overlapped(_through_messages(batch, reduction, algorithm, slots, context), CHANNELS)
 
 
 def _reduction(request: Request, batch: Batch, context: Context) -> Reduction:
@@ -60,7 +60,7 @@ def _slots(batch: Batch, reduction: Reduction, algorithm: str, context: Context)
     itemsize = reduction.element.itemsize
     region = context.routes.region
     if algorithm in ("shared", "hierarchical") and region is not None:
-        return fusion.stream(batch.counts, min(context.knobs.shared_slot_bytes, region.slot_bytes) // itemsize)
+        return fusion.stream(batch.counts, region.slot_bytes // itemsize)
     if algorithm == "ring" and not reduction.in_place:
         itemsize += reduction.sum_type.itemsize  # the finished elements lie behind the sums
     return plan(batch, context, itemsize)
@@ -98,6 +98,6 @@ def _through_messages(
     """The slots' ways, one after the other; `overlapped` begins the next when a channel is free."""
     wide = reduction if algorithm == "ring" and not reduction.in_place else None
     for number, slot in enumerate(slots):
-        channel = number % context.knobs.slots_in_flight
+        channel = number % CHANNELS
         collective = MessageCollective(algorithm, batch.inputs[0], reduction, channel, context)
         yield carry(batch, slot, collective.run, "ALLREDUCE", context, wide)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ringreduce.collectives.choose import ALGORITHMS, Constants, choose
@@ -11,24 +11,20 @@ from ringreduce.engine.gpu_routes import GpuRoutes
 from ringreduce.errors import SettingsError
 from ringreduce.ops import Reduction
 from ringreduce.settings import Settings
-from ringreduce.transport.base import Request, Transport
+from ringreduce.transport.base import Transport
 from ringreduce.transport.window import Flags, Region
 
 LONGER_INSIDE = 8
 """Inside a host a message has no wire to fill, and costs Python more than MPI: there segments are so much longer."""
 LONGEST = 48
 """The table of choices has a row for each power of two bytes up to this one."""
-LONG_BYTES = 64 << 10
-"""What is shorter than this is a matter of latency, which the cost model knows: a tuned algorithm is for the rest."""
-Native = Callable[[Any, str], "Callable[[], Request] | None"]
-"""What starts MPI's own all-reduce of an array, in place, by an op's name; None for what MPI has not."""
 
 
 class Routes:
     """One process set's, on one of its ranks; all members choose alike.
 
     hosts:  of each member;  region: the set's part of the host's shared memory, None where there is none on some host;
-    native: MPI's own all-reduce, for the set of all ranks;  gpu_flags: flags for GPU arrays, None as for the region;
+    gpu_flags: flags for GPU arrays, None as for the region;
     mpi:    the transport below, where that is MPI's;  whole: all ranks are members.
     """
 
@@ -39,7 +35,6 @@ class Routes:
         region: Region | None,
         settings: Settings,
         constants: Constants,
-        native: Native | None = None,
         gpu_flags: Flags | None = None,
         mpi: Any = None,
         whole: bool = True,
@@ -47,7 +42,6 @@ class Routes:
         self.channels = channels
         self.region = region
         self.gpu = GpuRoutes(channels, hosts, gpu_flags, settings, mpi, whole)
-        self.native = native
         self.hierarchy = None
         one_host = len(set(hosts)) == 1
         self.segment_bytes = settings.ring_segment_bytes * (LONGER_INSIDE if one_host else 1)
@@ -57,8 +51,6 @@ class Routes:
         elif region is not None and len(set(hosts)) < len(hosts):
             self.hierarchy = Hierarchy(channels, hosts, region.rank)
             self.usable.append("hierarchical")
-        if native is not None:
-            self.usable.append("mpi")
         self.candidates = self._candidates(settings)
         """What the cost model may choose from: what is usable, unless the settings ask for less."""
         self._narrow = _table(hosts, self.candidates, constants, 1)
@@ -70,16 +62,10 @@ class Routes:
             usable = ["shared"] if "shared" in usable and settings.algorithm != "direct" else ["direct"]
         return [settings.algorithm] if settings.algorithm in usable else usable
 
-    def choice(self, nbytes: int, reduction: Reduction, tuned: str = "auto") -> str:
-        """The algorithm for host arrays of `nbytes` together; `tuned`: what tuning found for long ones, or auto."""
-        if tuned in self.usable and nbytes >= LONG_BYTES:
-            algorithm = tuned
-        else:
-            table = self._wide if reduction.sum_type.itemsize > reduction.element.itemsize else self._narrow
-            algorithm = table[min(nbytes.bit_length(), LONGEST)]
-        if algorithm == "mpi" and not reduction.in_place:
-            return "ring"
-        return algorithm
+    def choice(self, nbytes: int, reduction: Reduction) -> str:
+        """The algorithm for host arrays of `nbytes` together."""
+        table = self._wide if reduction.sum_type.itemsize > reduction.element.itemsize else self._narrow
+        return table[min(nbytes.bit_length(), LONGEST)]
 
     def text(self) -> str:
         """Such as `doubling below 32768 B, then ring`."""
@@ -110,7 +96,6 @@ def check(settings: Settings, routes: Routes, hosts: Sequence[int], why_not: str
         needs = {
             "shared": "all ranks on one host, and shared memory",
             "hierarchical": "several hosts, one of them with several ranks, and shared memory",
-            "mpi": "MPI",
         }[asked]
         raise SettingsError(
             f"RINGREDUCE_ALGORITHM={asked}: needs {needs}; there are {len(hosts)} ranks on {places} host"

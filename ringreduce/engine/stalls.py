@@ -14,16 +14,17 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from ringreduce.engine.coordinator import Waiting
-from ringreduce.engine.description import PACKAGE, ranks_text, tensor_text
+from ringreduce.engine.description import PACKAGE, Description, ranks_text, tensor_text
 from ringreduce.engine.lane import Lane
-from ringreduce.engine.letters import Answer, Failure, Look, Question, Response, encode
+from ringreduce.engine.letters import Answer, Failure, Look, Question, encode
 from ringreduce.log import LOGGER
-from ringreduce.settings import Settings
 from ringreduce.supervision import tell_launcher
-from ringreduce.transport.base import EngineTransport
+
+if TYPE_CHECKING:
+    from ringreduce.engine.engine import Engine
 
 ANSWER_S = 2.0
 """So long a rank has to answer."""
@@ -33,23 +34,6 @@ ASKED = 8
 """So many of the missing ranks are asked what they do."""
 GLANCES = 20
 """Looks per `stall_check_s`."""
-
-
-class Watched(Protocol):
-    """What the watch needs of an engine."""
-
-    settings: Settings
-    transport: EngineTransport
-    lanes: dict[int, Lane]
-
-    def doing(self) -> str:
-        """What this rank did last, and what it waits for."""
-
-    def spread(self, lane: Lane, response: Response) -> None:
-        """Send a coordinator's response to all members."""
-
-    def fail_everything(self, message: str) -> None:
-        """Give up what is pending and under way."""
 
 
 class Inquiry(NamedTuple):
@@ -66,7 +50,7 @@ class Inquiry(NamedTuple):
 class StallWatch:
     """One engine's; used by its thread only."""
 
-    def __init__(self, engine: Watched, init_thread: int) -> None:
+    def __init__(self, engine: Engine, init_thread: int) -> None:
         """init_thread: the identifier of the thread whose stack tells what this rank does."""
         self._engine = engine
         self._init_thread = init_thread
@@ -135,7 +119,7 @@ class StallWatch:
         stuck_s = now - waiting[0].since_s
         if self._is_due(lane, stuck_s):
             missing = sorted({rank for each in waiting for rank in each.missing})
-            self._ask(lane, headline(waiting, now), missing)
+            self._ask(lane, headline(waiting, now), missing, [each.description for each in waiting[:NAMED]])
         over = [each for each in waiting if self._is_over(now - each.since_s)]
         if over and lane.coordinator is not None:
             failures = [Failure(each.description.key, "StalledError", headline([each], now)) for each in over]
@@ -160,17 +144,19 @@ class StallWatch:
 
     # Asking
 
-    def _ask(self, lane: Lane, text: str, ranks: Sequence[int]) -> None:
+    def _ask(self, lane: Lane, text: str, ranks: Sequence[int], stalled: Sequence[Description] = ()) -> None:
         """Ask what the ranks do; the report is written when they have answered, or have not in time."""
         self._questions += 1
+        kind = stalled[0].kind if stalled else ""
+        question = Question(self._questions, lane.number, kind, tuple(each.name for each in stalled))
         own = self._engine.transport.rank
         asked = tuple(ranks[:ASKED])
         inquiry = Inquiry(self._questions, lane, text, asked, time.monotonic() + ANSWER_S, {})
         for rank in asked:
             if rank == own:
-                inquiry.answers[rank] = self._answer(self._questions)
+                inquiry.answers[rank] = self._answer(question)
             else:
-                self._engine.transport.post(encode(Question(self._questions)), rank)
+                self._engine.transport.post(encode(question), rank)
                 self._engine.transport.ring(rank)
         self._inquiry = inquiry
 
@@ -204,7 +190,7 @@ class StallWatch:
             self._next_look_s = 0.0
             self._engine.transport.post(encode(Answer(-letter.process_set, "", "")), source)
         elif isinstance(letter, Question):
-            self._engine.transport.post(encode(self._answer(letter.number)), source)
+            self._engine.transport.post(encode(self._answer(letter)), source)
         elif letter.number <= 0:  # a coordinator looks
             self._looks[-letter.number] = 0.0
             self._silent.discard(-letter.number)
@@ -212,8 +198,8 @@ class StallWatch:
             self._inquiry.answers[source] = letter
             self._next_look_s = 0.0
 
-    def _answer(self, number: int) -> Answer:
-        return Answer(number, self._engine.doing(), stack_of(self._init_thread))
+    def _answer(self, question: Question) -> Answer:
+        return Answer(question.number, self._engine.doing(question), stack_of(self._init_thread))
 
     def _report(self, inquiry: Inquiry) -> None:
         told, alone = (

@@ -124,9 +124,6 @@ def _kernels(bits_type: type[np.signedinteger[Any]] | type[np.unsignedinteger[An
     def narrow(values: Any, target: Any) -> None:
         _narrow(writable(values), bits(target))
 
-    def accumulate(total: Any, source: Any) -> None:
-        _accumulate(total, bits(source))
-
     def sum_parts(parts: Sequence[Any], out: Any, divisor: Any, reciprocal: Any) -> None:
         target, ours = bits(out), [bits(part) for part in parts]
         if any(np.may_share_memory(out, part) for part in parts):
@@ -139,7 +136,7 @@ def _kernels(bits_type: type[np.signedinteger[Any]] | type[np.unsignedinteger[An
         else:
             _sum(ours, target, divisor, reciprocal)
 
-    return Kernels(widen, narrow, accumulate, sum_parts)
+    return Kernels(widen, narrow, sum_parts)
 
 
 def _sum(parts: Sequence[Any], out: Any, divisor: Any, reciprocal: Any) -> None:

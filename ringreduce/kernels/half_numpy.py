@@ -26,8 +26,6 @@ class Kernels(NamedTuple):
     """`widen(source, target)`: write 16-bit elements into a float32 array; exact."""
     narrow: Callable[[Any, Any], None]
     """`narrow(values, target)`: round float32 elements to 16 bits: to nearest even, past the largest to infinity."""
-    accumulate: Callable[[Any, Any], None]
-    """`accumulate(total, source)`: add 16-bit elements to a float32 array, in place."""
     sum_parts: Callable[[Sequence[Any], Any, Any, Any], None]
     """`sum_parts(parts, out, divisor, reciprocal)`: add up 16-bit arrays in float32, in the order given, divide, round.
 
@@ -133,12 +131,6 @@ def _narrow_bfloat16_block(values: Any, target: Any) -> None:
 
 
 def _kernels(widen: Callable[[Any, Any], None], narrow: Callable[[Any, Any], None]) -> Kernels:
-    def accumulate(total: Any, source: Any) -> None:
-        for wide, few in blocks(total, source):
-            _, other = scratch(len(wide))
-            widen(few, other)
-            np.add(wide, other, out=wide)
-
     def sum_parts(parts: Sequence[Any], out: Any, divisor: Any, reciprocal: Any) -> None:
         for target, first, *rest in blocks(out, *parts):
             total, other = scratch(len(target))
@@ -149,7 +141,7 @@ def _kernels(widen: Callable[[Any, Any], None], narrow: Callable[[Any, Any], Non
             divide(total, divisor, reciprocal)
             narrow(total, target)
 
-    return Kernels(widen, narrow, accumulate, sum_parts)
+    return Kernels(widen, narrow, sum_parts)
 
 
 KERNELS = {

@@ -43,10 +43,6 @@ def _kernels(tensor: Callable[[Any], Any]) -> Kernels:
         for few, wide in _blocks(tensor(target), _float32(values)):
             few.copy_(wide)
 
-    def accumulate(total: Any, source: Any) -> None:
-        for wide, few in _blocks(_float32(total), tensor(source)):
-            wide.add_(few)
-
     def sum_parts(parts: Sequence[Any], out: Any, divisor: Any, reciprocal: Any) -> None:
         cut = _blocks(tensor(out), *map(tensor, parts))
         if len(parts) == 2 and reciprocal == 1:
@@ -67,7 +63,7 @@ def _kernels(tensor: Callable[[Any], Any]) -> Kernels:
             divide(total, divisor, reciprocal)
             target.copy_(wide[0])
 
-    return Kernels(widen, narrow, accumulate, sum_parts)
+    return Kernels(widen, narrow, sum_parts)
 
 
 KERNELS = {"float16": _kernels(_float16), "bfloat16": _kernels(_bfloat16)}

@@ -69,23 +69,6 @@ class MessageTransport:
         memory, arrived = buffers.incoming(array, takes_gpu=self.takes_gpu)
         return MessageRequest(self._comm.Irecv(_known_to_mpi(memory), source, tag), source, memory, arrived)
 
-    def native_allreduce(self, flat: Any, op: str) -> Callable[[], MessageRequest] | None:
-        """What starts MPI's own all-reduce of a NumPy array over all ranks, in place; None where MPI has none.
-
-        All ranks must start theirs in the same order. MPI does not promise that all ranks get the same bits.
-        """
-        from mpi4py import MPI
-
-        ops = {"Average": MPI.SUM, "Sum": MPI.SUM, "Min": MPI.MIN, "Max": MPI.MAX, "Product": MPI.PROD}
-        if flat.dtype.kind not in "iuf" or flat.dtype.itemsize < 4:  # no MPI type, or sums in a wider one
-            return None
-
-        def start() -> MessageRequest:
-            handle = self._comm.Iallreduce(MPI.IN_PLACE, flat, ops[op])
-            return MessageRequest(handle, (self.rank + 1) % self.size, flat)
-
-        return start
-
     def connect(self) -> None:
         """Set the doorbells up; every rank must call it. Cost: an MPI allgather of 26 bytes a rank."""
         self._doorbell = Doorbell(one_host=len(set(self._world.hosts)) == 1)

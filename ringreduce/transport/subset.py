@@ -9,7 +9,7 @@ from ringreduce.transport.base import Request, Transport
 
 TAGS = 8
 """Tags that the collectives use: 0 to 7."""
-CHANNELS = 4
+CHANNELS = 2
 """Operations of one process set that may be under way at the same time, each with tags of its own."""
 
 

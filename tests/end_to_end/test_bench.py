@@ -228,17 +228,6 @@ def test_a_wrong_element_fails_the_bench():
         report.finish()
 
 
-def test_autotune(tmp_path):
-    finished = ringrun(PYTHON, 2, BENCH / "autotune.py", "--quick", *files(tmp_path))
-    default, tuning, tuned = outcome(finished, tmp_path)["rows"]
-    assert (default["wrong"], tuning["wrong"], tuned["wrong"]) == (0, None, 0)
-    assert default["knobs"].endswith("(default)")
-    assert tuned["knobs"].endswith("(loaded)")
-    assert tuned["knobs"].split()[0] == f"shared_slot_bytes={tuning['found']['knobs']['shared_slot_bytes']}"
-    assert tuning["found"]["layout"]["ranks_per_host"] == [2]
-    assert tuning["steps"] > len(tuning["found"]["tried"]) > 1
-
-
 NO_CUPY = "raise ImportError('there is none here')\n"
 NO_DEVICE = """
 class runtime:

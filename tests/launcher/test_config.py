@@ -38,7 +38,6 @@ OTHER = {
     "cycle_time_ms": "3.5",
     "stall_check_s": "99",
     "stall_abort_s": "100",
-    "autotune_file": "found here.json",
     "timeline": "a: b.json",
     "log_level": "debug",
 }
@@ -148,13 +147,12 @@ def test_without_settings_ringreduce_is_not_asked() -> None:
 
 def test_horovods_flags_mean_settings() -> None:
     given = ["--fusion-threshold-mb", "32", "--cycle-time-ms", "5", "--cache-capacity", "0"]
-    given += ["--timeline-filename", "t.json", "--timeline-mark-cycles", "--autotune", "--autotune-log-file", "found"]
+    given += ["--timeline-filename", "t.json", "--timeline-mark-cycles"]
     given += ["--stall-check-warning-time-seconds", "20", "--stall-check-shutdown-time-seconds", "40"]
     settings = Settings.from_environment(parsed(*given).variables)
     assert settings.fusion_buffer_bytes == 32 << 20
     assert (settings.cycle_time_ms, settings.cache_capacity) == (5.0, 0)
     assert (settings.timeline, settings.timeline_mark_cycles) == ("t.json", True)
-    assert (settings.autotune, settings.autotune_file) == (True, "found")
     assert (settings.stall_check_s, settings.stall_abort_s) == (20.0, 40.0)
 
 
@@ -191,6 +189,13 @@ def test_a_switch_without_meaning_says_so(flag: str) -> None:
     assert resolved.notices == [f"--{flag} has no meaning here ({horovod.IGNORED_SWITCHES[flag]})"]
 
 
+def test_all_of_autotune_is_told_in_one_line() -> None:
+    resolved = parsed("--autotune", "--autotune-log-file", "found", "--autotune-warmup-samples=3")
+    assert resolved.variables == {}
+    assert resolved.notices == [f"--autotune has no meaning here ({horovod.TUNING})"]
+    assert "nothing needs tuning" in horovod.TUNING
+
+
 HOROVODS_FILE = """
 controller: gloo
 params:
@@ -223,8 +228,6 @@ def test_horovods_file_is_understood(file: Callable[[str], str]) -> None:
         "RINGREDUCE_FUSION_BUFFER_BYTES": str(32 << 20),
         "RINGREDUCE_CYCLE_TIME_MS": "10",
         "RINGREDUCE_CACHE_CAPACITY": "2048",
-        "RINGREDUCE_AUTOTUNE": "1",
-        "RINGREDUCE_AUTOTUNE_FILE": "log.txt",
         "RINGREDUCE_TIMELINE": "timeline.json",
         "RINGREDUCE_TIMELINE_MARK_CYCLES": "1",
         "RINGREDUCE_STALL_CHECK_S": "0.0",
@@ -232,10 +235,10 @@ def test_horovods_file_is_understood(file: Callable[[str], str]) -> None:
         "RINGREDUCE_LOG_TIMESTAMP": "1",
     }
     assert [notice.partition(" has no meaning here")[0] for notice in resolved.notices] == [
-        "job.yaml:11: autotune_warmup_samples",
+        "job.yaml:9: autotune",
+        "job.yaml:7: hierarchical_allreduce",
         "job.yaml:2: controller",
         "job.yaml:19: num_nccl_streams",
-        "job.yaml:7: hierarchical_allreduce",
     ]
 
 
@@ -250,7 +253,7 @@ def test_horovods_file_is_understood(file: Callable[[str], str]) -> None:
         (
             ["--algorithm", "rong"],
             "--algorithm: RINGREDUCE_ALGORITHM='rong': expected auto or one of shared, hierarchical, ring, direct, "
-            "doubling, mpi, nccl",
+            "doubling, nccl",
         ),
         (
             ["--cuda-device", "x"],
@@ -269,8 +272,8 @@ def test_horovods_file_is_understood(file: Callable[[str], str]) -> None:
             "--timeline-filename and --timeline both set timeline; give one of them",
         ),
         (["--deterministic", "1"], "--deterministic 1: it takes no value; write --deterministic or --no-deterministic"),
-        (["--no-autotune", "True"], "--no-autotune True: it takes no value; write --autotune or --no-autotune"),
-        (["--autotune=1"], "argument --autotune/--no-autotune: ignored explicit argument '1'"),
+        (["--no-cuda-ipc", "True"], "--no-cuda-ipc True: it takes no value; write --cuda-ipc or --no-cuda-ipc"),
+        (["--cuda-ipc=1"], "argument --cuda-ipc/--no-cuda-ipc: ignored explicit argument '1'"),
         (["--cache-capacity"], "argument --cache-capacity: expected one argument"),
         (["--mpi-args=--map-by 'slot"], '--mpi-args "--map-by \'slot": no closing quotation; close it, or write \\'),
     ],
@@ -315,7 +318,7 @@ def test_a_wrong_variable_beside_a_flag_is_told_too(monkeypatch: pytest.MonkeyPa
             "cycle_time_ms: 1\nparams:\n  cycle-time-ms: 2",
             "job.yaml:3: params: cycle-time-ms is given twice; the first is at job.yaml:1",
         ),
-        ("autotune: true\nno_autotune: true", "job.yaml:2: no_autotune says again what job.yaml:1 says"),
+        ("cuda_ipc: true\nno_cuda_ipc: true", "job.yaml:2: no_cuda_ipc says again what job.yaml:1 says"),
         ("timeline: a\ntimeline_filename: b", "job.yaml:2 and job.yaml:1 both set timeline; give one of them"),
         ("np: zero", "job.yaml:1: -np zero: neither a whole number nor auto"),
         ("np: true", "job.yaml:1: np: expected a value, but it is 'true' (bool)"),
@@ -340,10 +343,10 @@ def test_a_wrong_file_is_one_clear_line(text: str, message: str, file: Callable[
 @pytest.mark.parametrize(
     ("text", "variable", "value"),
     [
-        ("autotune: true", "RINGREDUCE_AUTOTUNE", "1"),
-        ("autotune: false", "RINGREDUCE_AUTOTUNE", "0"),
-        ("no_autotune: true", "RINGREDUCE_AUTOTUNE", "0"),
-        ("no-autotune: off", "RINGREDUCE_AUTOTUNE", "1"),
+        ("deterministic: true", "RINGREDUCE_DETERMINISTIC", "1"),
+        ("deterministic: false", "RINGREDUCE_DETERMINISTIC", "0"),
+        ("no_deterministic: true", "RINGREDUCE_DETERMINISTIC", "0"),
+        ("no-deterministic: off", "RINGREDUCE_DETERMINISTIC", "1"),
         ("no_stall_check: on", "RINGREDUCE_STALL_CHECK_S", "0.0"),
         ("stall_check: false", "RINGREDUCE_STALL_CHECK_S", "0.0"),
         ("stall_check: {enabled: yes}", "RINGREDUCE_STALL_CHECK_S", "10.0"),
@@ -415,11 +418,11 @@ def test_any_command_line_is_a_configuration_or_one_error(arguments: list[str]) 
 
 
 def test_show_config_prints_and_does_not_run(ringrun: Run) -> None:
-    done = ringrun("--show-config", "--autotune", "touch", "made", env={"RINGREDUCE_TIMELINE": "a\nb"})
+    done = ringrun("--show-config", "--deterministic", "touch", "made", env={"RINGREDUCE_TIMELINE": "a\nb"})
     assert (done.returncode, done.stderr) == (0, "")
     rows = {line.split()[0]: line.split()[1:] for line in done.stdout.splitlines()}
     assert set(rows) >= {field.name for field in FIELDS} | {"np", "mpi_args"}
-    assert rows["autotune"] == ["1", "--autotune"]
+    assert rows["deterministic"] == ["1", "--deterministic"]
     assert rows["timeline"] == ["'a\\nb'", "RINGREDUCE_TIMELINE"]
     assert rows["cache_capacity"] == ["16384", "default"]
     assert rows["np"] == ["auto", "default"]

@@ -61,7 +61,7 @@ def assert_equal_everywhere(result):
 
 def test_what_was_found_is_told():
     info = rr.info()
-    assert info.usable_algorithms == ("ring", "direct", "doubling", "shared", "mpi")
+    assert info.usable_algorithms == ("ring", "direct", "doubling", "shared")
     assert info.shared_memory_bytes == block_bytes(SLOT_BYTES, 16)
     assert info.constants != Constants(), "they were measured"
     assert len(set(rr.allgather_object((info.algorithm, str(info.constants))))) == 1, "alike on all ranks"
@@ -130,7 +130,7 @@ def test_blocks_are_one_memory_of_all_ranks(anew):
     rr.barrier()
 
 
-@pytest.mark.parametrize("algorithm", ["shared", "ring", "direct", "doubling", "mpi"], ids=lambda name: f"by {name}")
+@pytest.mark.parametrize("algorithm", ["shared", "ring", "direct", "doubling"], ids=lambda name: f"by {name}")
 def test_each_can_be_asked_for(anew, algorithm):
     anew(algorithm=algorithm)
     assert rr.info().algorithm == algorithm

@@ -123,3 +123,41 @@ def test_of_many_missing_ranks_some_are_asked(capsys):
     told = capsys.readouterr().err.split("stalled: ")[1]
     assert re.search(r"given by ranks 0-1 \(test_stalls.py:\d+\); not by ranks 2-11\. All", told), told
     assert len(re.findall(r"^rank \d+ has submitted nothing yet; it is here:", told, re.MULTILINE)) == 8
+
+
+@pytest.mark.parametrize("members", [[0, 1], [1, 2]], ids=["one coordinator", "two coordinators"])
+def test_a_name_in_another_process_set_is_told(capsys, members):
+    def program():
+        part = rr.ProcessSet(members)
+        part.process_set_id = 1
+        chosen = part if rr.rank() == members[0] else rr.global_process_set
+        with pytest.raises(rr.StalledError, match="allreduce 'w'"):
+            rr.allreduce(np.ones(3), name="w", process_set=chosen)
+        return rr.allreduce(1.0, name="after", op=rr.Sum)
+
+    settings = Settings(stall_check_s=0.2, stall_abort_s=1.5)
+    assert run_ranks(3, program, process_sets=[members], settings=settings) == [3, 3, 3]
+    told = capsys.readouterr().err
+    submitted = (
+        rf"rank {members[0]} last submitted .*; it submitted allreduce 'w' \(test_stalls.py:\d+\) to process set 1"
+    )
+    pattern = rf"{submitted} \(ranks {members[0]}, {members[1]}\): all ranks must pass the same operation and the same "
+    assert re.search(pattern, told), told
+
+
+def test_another_operation_of_that_name_is_told(capsys):
+    def program():
+        if rr.rank() == 0:
+            handle = rr.allreduce_async(np.ones(3), name="w")
+        else:
+            handle = rr.broadcast_async(np.ones(3), 0, name="w")
+        with pytest.raises(rr.StalledError, match="'w'"):
+            rr.synchronize(handle)
+        return rr.allreduce(1.0, name="after", op=rr.Sum)
+
+    assert run_ranks(2, program, settings=Settings(stall_check_s=0.2, stall_abort_s=1.5)) == [2, 2]
+    told = capsys.readouterr().err
+    submitted = r"rank (0 last .*; it submitted allreduce|1 last .*; it submitted broadcast) 'w' \(test_stalls.py:\d+\)"
+    assert re.search(rf"{submitted} to process set 0 \(ranks 0, 1\): all ranks must pass the same operation", told), (
+        told
+    )

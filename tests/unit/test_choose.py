@@ -109,8 +109,8 @@ def test_several_hosts_send_large_buffers_around_the_ring_and_not_all_to_one():
 
 def test_only_what_is_usable_is_chosen_and_mpis_own_never():
     for nbytes, hosts in itertools.product(SIZES, LAYOUTS):
-        for given in (["ring"], ["direct", "doubling"], ["ring", "mpi"]):
-            assert choose(nbytes, nbytes, hosts, given, Constants()) in set(given) - {"mpi"}
+        for given in (["ring"], ["direct", "doubling"]):
+            assert choose(nbytes, nbytes, hosts, given, Constants()) in given
 
 
 def test_what_travels_wider_costs_more_where_sums_travel():
@@ -156,13 +156,13 @@ def test_constants_that_do_not_parse_are_refused(item):
 # A process set's table
 
 
-def routes_of(hosts, settings=None, *, shared=True, native=None, constants=None):
+def routes_of(hosts, settings=None, *, shared=True, constants=None):
     """The routes of the set of all ranks, on rank 0."""
     knobs = settings or Settings()
     blocks = [memory_of(knobs) for host in hosts if host == hosts[0]]
     window = Window(blocks, lambda: None, lambda: None) if shared and len(set(hosts)) < len(hosts) else None
     world = World(0, len(hosts), tuple(hosts))
-    host = Host(world, Exchange(len(hosts)).transport(0), knobs, window, constants, native)
+    host = Host(world, Exchange(len(hosts)).transport(0), knobs, window, constants)
     return host.routes(0, range(len(hosts)))
 
 
@@ -204,13 +204,6 @@ def test_one_can_be_forced(algorithm):
     assert {routes.choice(nbytes, FLOAT16) for nbytes in SIZES} == {algorithm}
 
 
-def test_mpis_own_takes_what_it_can_sum_in_place_and_the_ring_the_rest():
-    routes = routes_of([0, 0], Settings(algorithm="mpi"), native=lambda flat, op: None)
-    assert routes.choice(1000, FLOAT32) == "mpi"
-    assert routes.choice(1000, FLOAT16) == "ring"
-    assert "mpi" not in routes_of([0, 0], native=lambda flat, op: None).text()
-
-
 @pytest.mark.parametrize(("hosts", "expected"), [([0, 0], "shared"), ([0, 0, 1], "direct"), ([0, 1], "direct")])
 def test_deterministic_sums_in_the_order_of_the_ranks(hosts, expected):
     assert routes_of(hosts, Settings(deterministic=True)).text() == expected
@@ -247,7 +240,6 @@ def told(hosts, settings, why_not="", shared=True):
             "several hosts, one of them with several ranks, and shared memory",
             "3 ranks on 3 hosts",
         ),
-        ("mpi", [0, 0], "MPI", "2 ranks on 1 host"),
     ],
 )
 def test_a_forced_algorithm_that_cannot_be_used_is_refused(algorithm, hosts, needs, there):

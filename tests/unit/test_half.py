@@ -93,17 +93,6 @@ def test_no_nan_becomes_a_number(kernels, name, bits):
     assert np.isnan(value(name, out)).all()
 
 
-@pytest.mark.parametrize("count", COUNTS)
-@pytest.mark.parametrize("name", NAMES)
-def test_elements_are_added_to_a_float32_total(kernels, name, count):
-    stored = random_elements(name, count)
-    total = np.random.default_rng(1).standard_normal(count).astype(np.float32)
-    with np.errstate(all="ignore"):
-        expected = total + value(name, stored)
-        kernels[name].accumulate(total, stored)
-    np.testing.assert_array_equal(total, expected)
-
-
 @pytest.mark.parametrize("divisor", [1, 2, 3])
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
@@ -179,4 +168,4 @@ def test_numba_converts_where_it_is_installed():
 
 def test_all_know_both_types(kernels):
     assert set(kernels) == set(NAMES)
-    assert set(half.kernels("float16")._fields) == {"widen", "narrow", "accumulate", "sum_parts"}
+    assert set(half.kernels("float16")._fields) == {"widen", "narrow", "sum_parts"}

@@ -36,14 +36,14 @@ LAYERS = [
     ["collectives.hierarchical", "collectives.mapped"],
     ["collectives.bridged", "collectives.swapped"],
     ["fusion"],
-    ["engine.description", "engine.knobs", "engine.search"],
+    ["engine.description"],
     ["engine.request", "engine.letters", "engine.cache", "engine.tally"],
     ["engine.gpu"],
     ["engine.gpu_routes"],
     ["engine.routes"],
     ["engine.host"],
-    ["engine.coordinator", "engine.timeline", "engine.inbox", "engine.joined", "engine.tuned"],
-    ["engine.completions", "engine.tuner"],
+    ["engine.coordinator", "engine.timeline", "engine.inbox", "engine.joined"],
+    ["engine.completions"],
     ["engine.context"],
     ["engine.batch"],
     ["engine.messages"],
@@ -51,7 +51,7 @@ LAYERS = [
     ["engine.gpu_exchange"],
     ["engine.reduction"],
     ["engine.lane", "engine.recording", "engine.operations"],
-    ["engine.stalls", "engine.misplaced", "engine.refusals"],
+    ["engine.stalls", "engine.refusals"],
     ["engine.engine"],
     ["agreement", "preparation"],
     ["runtime"],
@@ -79,8 +79,15 @@ def modules():
             yield ".".join(parts), path
 
 
+class WithoutTypes(ast.NodeTransformer):
+    """Drops what is imported for annotations only."""
+
+    def visit_If(self, node):
+        return None if isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING" else self.generic_visit(node)
+
+
 def imports(path):
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(WithoutTypes().visit(ast.parse(path.read_text()))):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "ringreduce":
             base = node.module.removeprefix("ringreduce").removeprefix(".")
             for alias in node.names:

@@ -207,19 +207,6 @@ def test_two_parts_reduced_at_once_have_the_bits_of_the_ring(name, op):
     assert_same_bits(name, at_once, step_by_step)
 
 
-@pytest.mark.parametrize("name", ["float32", "float16", "bfloat16", "int8"])
-@pytest.mark.parametrize("scales", [(1.0, 1.0), (0.5, 2.0)])
-def test_parts_on_a_gpu_are_reduced_there(cupy, name, scales):
-    parts = [part[:100] // 4 if name == "int8" else part[:100] for part in raw_parts(name, 3, 100, seed=3)]
-    before = [part.copy() for part in parts]
-    on_device = [cupy.asarray(part) for part in parts]
-    out = on_device[2]
-    with np.errstate(over="ignore", invalid="ignore"):
-        Reduction(Average, TABLE[name], 3, *scales).reduce_parts(on_device, out)
-    assert_same_bits(name, out.get(), expected(name, Average, before, *scales))
-    np.testing.assert_array_equal(on_device[0].get(), before[0])
-
-
 @given(st.lists(st.floats(width=32), min_size=1), st.integers(0, 20))
 def test_dividing_by_a_power_of_two_keeps_the_bits_of_a_division(values, exponent):
     flat = np.float32(values)

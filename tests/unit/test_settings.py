@@ -1,7 +1,7 @@
 import pytest
 
 from ringreduce.errors import SettingsError
-from ringreduce.settings import Settings
+from ringreduce.settings import Settings, tuning_notice
 
 
 def test_defaults_and_variables():
@@ -42,7 +42,6 @@ def test_horovods_variables_are_understood_and_ours_count():
             "HOROVOD_CYCLE_TIME": "3.5",
             "HOROVOD_CACHE_CAPACITY": "7",
             "HOROVOD_DYNAMIC_PROCESS_SETS": "1",
-            "HOROVOD_AUTOTUNE": "1",
             "HOROVOD_FUSION_THRESHOLD": "0",
             "RINGREDUCE_STALL_CHECK_S": "5",
         }
@@ -55,7 +54,6 @@ def test_horovods_variables_are_understood_and_ours_count():
         cycle_time_ms=3.5,
         cache_capacity=7,
         dynamic_process_sets=True,
-        autotune=True,
     )
 
 
@@ -124,3 +122,10 @@ def test_a_gpu_setting_that_makes_no_sense_is_refused(changes, message):
     with pytest.raises(SettingsError) as caught:
         Settings(**changes)
     assert str(caught.value) == f"{name}={value!r}: {message}"
+
+
+@pytest.mark.parametrize(("text", "told"), [("1", True), ("true", True), ("0", False), ("", False), (None, False)])
+def test_who_asks_for_autotune_is_told_that_nothing_needs_tuning(text, told):
+    environ = {} if text is None else {"HOROVOD_AUTOTUNE": text}
+    assert Settings.from_environment(environ) == Settings()
+    assert tuning_notice(environ).startswith("HOROVOD_AUTOTUNE has no effect, since nothing needs tuning") is told
