@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +43,15 @@ def one_buffer(nbytes: int, options: argparse.Namespace) -> list[dict[str, Any]]
     actions = {name: lambda algorithm=algorithm: algorithm(array) for name, algorithm in compared.items()}
     times = in_turns(actions, options.runs, options.seconds, before=lambda: array.fill(0))
     expected = expected_sum(array.size, rr.size())
-    chosen = choose(nbytes, nbytes, info.hosts, info.usable_algorithms, info.constants)
+    usable = info.usable_algorithms
+    chosen = "shared" if "shared" in usable else choose(nbytes, nbytes, info.hosts, usable, info.constants)
     rows = []
     for name, each in times.items():
         row = {"part": "buffer", "ranks": rr.size(), "tensors": 1, "size": nbytes, "who": name, **microseconds(each)}
         if name in ALGORITHMS:
-            row["predicted_us"] = predict_us(name, nbytes, info.hosts, info.constants)
             row["chosen"] = name == chosen
+            if math.isfinite(predicted := predict_us(name, nbytes, info.hosts, info.constants)):
+                row["predicted_us"] = predicted
         rows.append({**row, "wrong": wrong_elements(compared[name], array, expected)})
     return rows
 

@@ -7,13 +7,13 @@ import os
 from ringreduce.collectives import measure
 from ringreduce.collectives.choose import Constants
 from ringreduce.engine.host import Host
-from ringreduce.engine.routes import check
+from ringreduce.engine.routes import candidates, check, usable_algorithms
 from ringreduce.errors import SettingsError
 from ringreduce.log import LOGGER
 from ringreduce.settings import Settings
 from ringreduce.transport.base import complete
 from ringreduce.transport.message import MessageTransport
-from ringreduce.transport.window import Window, block_bytes
+from ringreduce.transport.window import FLAGS_BYTES, Window, block_bytes
 from ringreduce.world import World
 
 SHARED_MEMORY = "/dev/shm"  # noqa: S108 - MPI's choice, asked how much is free
@@ -22,31 +22,29 @@ MARGIN_BYTES = 4 << 20
 
 
 def prepare_host(world: World, transport: MessageTransport, settings: Settings) -> Host:
-    """Make the window and measure the constants; every rank must call it.
+    """Make the window, and measure the constants where there is a choice; every rank must call it.
 
-    Cost:   under 100 ms. Where shared memory cannot be had rank 0 says so in a line, and messages are used.
+    Cost:   on several hosts up to 100 ms. Where shared memory cannot be had rank 0 says so, and messages are used.
     Raises: SettingsError for an algorithm that cannot be used.
     """
     constants = Constants.parse(settings.costs)
     window, why_not = make_window(world, settings)
-    rehearsal = Host(world, transport, settings, window, constants).routes(0, range(world.size))
+    usable = usable_algorithms(world.hosts, window is not None)
     try:
-        check(settings, rehearsal, world.hosts, why_not)
+        check(settings, usable, world.hosts, why_not)
     except SettingsError:
         if window is not None:  # raised on all ranks
             window.close()
         raise
-    if world.size > 1 and not settings.costs:
-        constants = complete(measure.constants(transport, world.hosts, rehearsal.region))
-        world.gather(None)  # no rank resets its flags before all have measured
+    if world.size > 1 and not settings.costs and len(candidates(settings, usable)) > 1:
+        slots = [] if window is None else [block[FLAGS_BYTES:][: settings.shared_slot_bytes] for block in window.blocks]
+        constants = measure.slowest(world.gather(complete(measure.figures(transport, world.hosts, slots))))
     return Host(world, transport, settings, window, constants, host_cores(world))
 
 
 def host_cores(world: World) -> int:
     """How many cores the ranks of this host may use: a launcher may have bound each to some of them."""
-    theirs = world.gather(os.sched_getaffinity(0))
-    ours = world.hosts[world.rank]
-    return len(set().union(*(cores for cores, host in zip(theirs, world.hosts, strict=True) if host == ours)))
+    return len(set().union(*world.gather_on_host(os.sched_getaffinity(0))))
 
 
 def make_window(world: World, settings: Settings) -> tuple[Window | None, str]:

@@ -9,6 +9,7 @@ import atexit
 import contextlib
 import contextvars
 import dataclasses
+import hashlib
 import logging
 import os
 import signal
@@ -19,10 +20,9 @@ from typing import Any
 
 from ringreduce import failures, log
 from ringreduce._version import __version__
-from ringreduce.agreement import agree
 from ringreduce.collectives import clock
 from ringreduce.cuda import choice
-from ringreduce.engine.description import Call, Description, calling_line
+from ringreduce.engine.description import Call, Description, calling_line, explain
 from ringreduce.engine.engine import GLOBAL, Engine
 from ringreduce.engine.host import Host
 from ringreduce.errors import InputError, MismatchError, NotInitializedError
@@ -30,7 +30,7 @@ from ringreduce.mpi import finalize_mpi, mpi_library
 from ringreduce.preparation import prepare_host
 from ringreduce.settings import PER_RANK, Settings, tuning_notice
 from ringreduce.supervision import Answerer
-from ringreduce.transport.base import Transport, complete
+from ringreduce.transport.base import complete
 from ringreduce.transport.message import MessageTransport
 from ringreduce.transport.threads import ThreadTransport
 from ringreduce.world import World, form_world
@@ -100,8 +100,8 @@ def start(comm: Any, process_sets: Sequence[Any], dynamic: bool) -> list[tuple[i
         own, everyones = static_sets(world, process_sets)
         sets = check_sets(everyones, world.size)
         transport.connect()
-        agree_on_settings(transport, settings, sets)
-        offsets_us = complete(clock.offsets_us(transport, world.hosts))
+        agree_on_settings(world, settings, sets)
+        offsets_us = clock.offsets_us(world.gather(complete(clock.lead_us(transport, world.hosts))), world.hosts)
         host = prepare_host(world, transport, settings)
         _process_runtime = Runtime(world, transport, settings, host, offsets_us, sets, _gpu)
         _tell(_process_runtime)
@@ -158,11 +158,16 @@ def static_sets(world: World, given: Sequence[Any]) -> tuple[list[tuple[int, ...
     return [tuple(members) for members in own], everyones
 
 
-def agree_on_settings(transport: Transport, settings: Settings, process_sets: Sequence[Sequence[int]] = ()) -> None:
-    """Raise MismatchError when ranks run different versions or have settings that must be equal but are not."""
+def agree_on_settings(world: World, settings: Settings, process_sets: Sequence[Sequence[int]] = ()) -> None:
+    """Raise MismatchError when ranks run different versions or have settings that must be equal but are not.
+
+    Cost: gathers a digest of 16 bytes a rank, and where these differ the settings.
+    """
     shared = {**dataclasses.asdict(settings), "version": __version__, "process_sets": list(map(list, process_sets))}
     details = tuple((name, repr(value)) for name, value in shared.items() if name not in PER_RANK)
-    complete(agree(transport, Call(Description("init", "settings", details=details), calling_line())))
+    if len(set(world.gather(hashlib.blake2b(repr(details).encode(), digest_size=16).digest()))) > 1:
+        call = Call(Description("init", "settings", details=details), calling_line())
+        raise MismatchError(explain(dict(enumerate(world.gather(call))), world.size))
 
 
 def shutdown() -> None:

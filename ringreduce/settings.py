@@ -44,7 +44,7 @@ class Settings:
     """How all-reduces move data: auto, or one of choose.ALGORITHMS."""
 
     costs: str = ""
-    """The cost model's constants, such as wait_us=5,copy_gbs=8; by default they are measured at the start."""
+    """The cost model's constants, such as wire_us=50,copy_gbs=8; on several hosts measured at the start by default."""
 
     deterministic: bool = False
     """Sum every element in rank order: the same bits whatever is fused, however data moves."""

@@ -74,6 +74,11 @@ class World:
         gathered: list[Any] = self.control.allgather(value)
         return gathered
 
+    def gather_on_host(self, value: Any) -> list[Any]:
+        """As `gather`, of this host's ranks, by local rank."""
+        gathered: list[Any] = self.local.allgather(value)
+        return gathered
+
     def ranks_of(self, comm: Any) -> list[int]:
         """The ranks of this world that are in another communicator, rising; raises InputError when one is not."""
         from mpi4py import MPI
@@ -121,6 +126,15 @@ def local_ranks(hosts: Sequence[int]) -> list[int]:
     """
     ranks: defaultdict[int, itertools.count[int]] = defaultdict(itertools.count)
     return [next(ranks[host]) for host in hosts]
+
+
+def first_ranks(hosts: Sequence[int]) -> list[int]:
+    """The first rank of each host, rising.
+
+    >>> first_ranks([3, 3, 1, 3, 1])
+    [0, 2]
+    """
+    return sorted({host: rank for rank, host in reversed(list(enumerate(hosts)))}.values())
 
 
 def form_world(comm: Any = None, generation: int = 0) -> World:

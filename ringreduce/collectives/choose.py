@@ -2,13 +2,13 @@
 
 The model counts what each algorithm does, in waits, messages and bytes, and prices it:
 
-    shared         2 waits, and each byte of the buffer passes through the caches about three times; short: 1, and P
     ring           2 (P - 1) messages one after the other; 2 n (P - 1) / P bytes over the slowest link
     direct         2 messages one after the other, P - 1 at a time; the same bytes
     doubling       log2 P messages one after the other, each of all n bytes
-    hierarchical   what `shared` does, and a ring of H hosts with n bytes through each host's wire
+    hierarchical   each byte passes three times through the caches; a ring of H hosts, n bytes through each host's wire
 
-It is a model: no congestion, no other jobs. bench/growth.py shows its predictions beside measurements.
+`shared` is always taken where it can be. It is a model: no congestion, no other jobs. bench/growth.py shows its
+predictions beside measurements.
 """
 
 from __future__ import annotations
@@ -36,8 +36,6 @@ ONE_SHOT_BYTES = 64 << 10
 class Constants:
     """Prices, equal on all ranks. 1 GB/s is 1000 bytes per µs."""
 
-    wait_us: float = 5.0
-    """Until all ranks of a host have seen a flag."""
     copy_gbs: float = 5.0
     """What a rank copies while all ranks of its host copy."""
     message_us: float = 10.0
@@ -51,7 +49,7 @@ class Constants:
 
     @classmethod
     def parse(cls, text: str) -> Constants:
-        """Read `wait_us=5,copy_gbs=8`; what is not named keeps its default. Raises SettingsError."""
+        """Read `wire_us=50,copy_gbs=8`; what is not named keeps its default. Raises SettingsError."""
         names = [field.name for field in dataclasses.fields(cls)]
         values = {}
         for item in filter(None, (part.strip() for part in text.split(","))):
@@ -79,7 +77,7 @@ def is_one_shot(nbytes: int, size: int) -> bool:
 def predict_us(algorithm: str, nbytes: int, hosts: Sequence[int], constants: Constants) -> float:
     """How long an all-reduce of `nbytes` takes over ranks of which rank r is on host hosts[r], in µs.
 
-    infinity: the algorithm cannot be used there.
+    infinity: the algorithm cannot be used there, or is `shared`.
     """
     size, counted = len(hosts), collections.Counter(hosts)
     places, most = len(counted), max(counted.values())
@@ -91,12 +89,6 @@ def predict_us(algorithm: str, nbytes: int, hosts: Sequence[int], constants: Con
     rate = 1e3 * (constants.message_gbs if one_host else constants.wire_gbs)
     copy = 1e3 * constants.copy_gbs
     share = 2 * nbytes * (size - 1) / size
-    if algorithm == "shared":
-        if not one_host:
-            return math.inf
-        if is_one_shot(nbytes, size):
-            return constants.wait_us + size * nbytes / copy
-        return 2 * constants.wait_us + PASSES * nbytes / copy
     if algorithm == "ring":
         # in a ring over hosts, only one rank of a host sends to another host
         return 2 * (size - 1) * max(latency, constants.message_us) + share / rate + nbytes / copy
@@ -109,7 +101,7 @@ def predict_us(algorithm: str, nbytes: int, hosts: Sequence[int], constants: Con
         return rounds * (latency + nbytes * (1 if one_host else most) / rate + nbytes / copy)
     if algorithm == "hierarchical" and not one_host and most > 1:
         across = 2 * (places - 1) * latency + 2 * nbytes * (places - 1) / places / rate
-        return 2 * constants.wait_us + PASSES * nbytes / copy + across
+        return constants.message_us + PASSES * nbytes / copy + across  # two waits for flags take about a message's time
     return math.inf
 
 
@@ -124,9 +116,5 @@ def choose(nbytes: int, wire_nbytes: int, hosts: Sequence[int], usable: Collecti
         wide = algorithm in ("ring", "hierarchical", "doubling")
         return predict_us(algorithm, wire_nbytes if wide else nbytes, hosts, constants)
 
-    if "shared" in usable:  # messages inside a host are made of shared memory: no matter for a noisy measurement
-        return "shared"
-    candidates = [each for each in ALGORITHMS if each in usable and each != "nccl"]
-    if len(hosts) > MANY and len(candidates) > 1:
-        candidates = [each for each in candidates if each != "direct"]
-    return min(candidates, key=cost)
+    candidates = [each for each in ALGORITHMS if each in usable and not (each == "direct" and len(hosts) > MANY)]
+    return min(candidates or usable, key=cost)

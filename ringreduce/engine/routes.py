@@ -20,6 +20,25 @@ LONGEST = 48
 """The table of choices has a row for each power of two bytes up to this one."""
 
 
+def usable_algorithms(hosts: Sequence[int], shares_memory: bool) -> list[str]:
+    """Those by which host arrays can be reduced; shares_memory: the ranks of a host do."""
+    usable = ["ring", "direct", "doubling"]
+    if shares_memory and len(set(hosts)) == 1:
+        usable.append("shared")
+    elif shares_memory and len(set(hosts)) < len(hosts):
+        usable.append("hierarchical")
+    return usable
+
+
+def candidates(settings: Settings, usable: list[str]) -> list[str]:
+    """What the cost model may choose from: shared memory where that is all, and what the settings ask for."""
+    if settings.algorithm in usable and not settings.deterministic:
+        return [settings.algorithm]
+    if "shared" in usable and not (settings.deterministic and settings.algorithm == "direct"):
+        return ["shared"]  # messages inside a host are made of shared memory
+    return ["direct"] if settings.deterministic else usable
+
+
 class Routes:
     """One process set's, on one of its ranks; all members choose alike.
 
@@ -45,22 +64,12 @@ class Routes:
         self.hierarchy = None
         one_host = len(set(hosts)) == 1
         self.segment_bytes = settings.ring_segment_bytes * (LONGER_INSIDE if one_host else 1)
-        self.usable = ["ring", "direct", "doubling"]
-        if region is not None and one_host:
-            self.usable.append("shared")
-        elif region is not None and len(set(hosts)) < len(hosts):
+        self.usable = usable_algorithms(hosts, region is not None)
+        if region is not None and "hierarchical" in self.usable:
             self.hierarchy = Hierarchy(channels, hosts, region.rank)
-            self.usable.append("hierarchical")
-        self.candidates = self._candidates(settings)
-        """What the cost model may choose from: what is usable, unless the settings ask for less."""
-        self._narrow = _table(hosts, self.candidates, constants, 1)
-        self._wide = _table(hosts, self.candidates, constants, 2)
-
-    def _candidates(self, settings: Settings) -> list[str]:
-        usable = self.usable
-        if settings.deterministic:  # both sum in rank order, whatever the pieces
-            usable = ["shared"] if "shared" in usable and settings.algorithm != "direct" else ["direct"]
-        return [settings.algorithm] if settings.algorithm in usable else usable
+        chosen_from = candidates(settings, self.usable)
+        self._narrow = _table(hosts, chosen_from, constants, 1)
+        self._wide = _table(hosts, chosen_from, constants, 2)
 
     def choice(self, nbytes: int, reduction: Reduction) -> str:
         """The algorithm for host arrays of `nbytes` together."""
@@ -84,14 +93,14 @@ def _table(hosts: Sequence[int], candidates: Sequence[str], constants: Constants
     return [choose(nbytes, wider * nbytes, hosts, candidates, constants) for nbytes in sizes]
 
 
-def check(settings: Settings, routes: Routes, hosts: Sequence[int], why_not: str) -> None:
+def check(settings: Settings, usable: Sequence[str], hosts: Sequence[int], why_not: str) -> None:
     """Raise SettingsError for a demand that the set of all ranks cannot meet; why_not: there is no shared memory."""
     asked = settings.algorithm
     if asked not in ("auto", *ALGORITHMS):
         raise SettingsError(f"RINGREDUCE_ALGORITHM={asked!r}: expected auto or one of {', '.join(ALGORITHMS)}")
     if asked == "auto" or len(hosts) == 1:
         return
-    if asked not in (*routes.usable, "nccl"):  # that is for GPU arrays; host arrays go as with auto
+    if asked not in (*usable, "nccl"):  # that is for GPU arrays; host arrays go as with auto
         places = len(set(hosts))
         needs = {
             "shared": "all ranks on one host, and shared memory",
@@ -99,7 +108,7 @@ def check(settings: Settings, routes: Routes, hosts: Sequence[int], why_not: str
         }[asked]
         raise SettingsError(
             f"RINGREDUCE_ALGORITHM={asked}: needs {needs}; there are {len(hosts)} ranks on {places} host"
-            f"{'s' if places > 1 else ''}{f', and {why_not}' if why_not else ''}; usable are {', '.join(routes.usable)}"
+            f"{'s' if places > 1 else ''}{f', and {why_not}' if why_not else ''}; usable are {', '.join(usable)}"
         )
     if settings.deterministic and asked not in ("shared", "direct"):
         raise SettingsError(

@@ -26,7 +26,7 @@ needs_yaml = pytest.mark.skipif(importlib.util.find_spec("yaml") is None, reason
 FIELDS = [field for field in dataclasses.fields(Settings) if field.name not in config.SET_BY_RINGRUN]
 OTHER = {
     "algorithm": "ring",
-    "costs": "wait_us=5",
+    "costs": "wire_us=5",
     "fusion_buffer_bytes": str(64 << 20),
     "shared_slot_bytes": str(2 << 20),
     "fusion_slot_bytes": str(1 << 20),

@@ -1,5 +1,7 @@
 """The functions on arrays, on threads: what they take, give and refuse; test_matrix.py has every type and form."""
 
+import threading
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,7 @@ from ringreduce.engine import completions
 from ringreduce.engine.request import Handle
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
+from ringreduce.world import World
 from tests.reference import assert_reduced, data
 
 SMALL = Settings(fusion_slot_bytes=256, ring_segment_bytes=64)
@@ -168,10 +171,19 @@ def test_who_is_where_on_uneven_hosts():
 
 
 def test_settings_that_differ_are_told_at_the_start():
+    texts, met = [None, None], threading.Barrier(2)
+
+    class Two(World):
+        def gather(self, value):
+            met.wait()
+            texts[self.rank] = value
+            met.wait()
+            return list(texts)
+
     def program():
         settings = Settings(ring_segment_bytes=64 if rr.rank() == 1 else 128, error_file=str(rr.rank()))
         with pytest.raises(rr.MismatchError, match=r"rank 1 of 2, init .*ring_segment_bytes=64, but rank 0 has .*=128"):
-            runtime.agree_on_settings(runtime.current("test").transport, settings)
+            runtime.agree_on_settings(Two(rr.rank(), 2, (0, 0)), settings)
 
     run_ranks(2, program)
 

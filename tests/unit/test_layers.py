@@ -53,7 +53,7 @@ LAYERS = [
     ["engine.lane", "engine.recording", "engine.operations"],
     ["engine.stalls", "engine.refusals"],
     ["engine.engine"],
-    ["agreement", "preparation"],
+    ["preparation"],
     ["runtime"],
     ["api.process_sets", "api.world", "api.submit", "api.info"],
     ["api.reduce", "api.gather", "api.broadcast", "api.objects", "api.control"],
