@@ -11,6 +11,7 @@ of its own: then those stay, and its level. A level that the program has set sta
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import time
@@ -42,7 +43,8 @@ class _Handler(logging.Handler):
             sys.stderr.write(f"{self.format(record)}\n")
             sys.stderr.flush()
         except Exception:  # a log must not end what is logged
-            self.handleError(record)
+            with contextlib.suppress(Exception):  # stderr may be closed
+                self.handleError(record)
 
 
 class _Formatter(logging.Formatter):

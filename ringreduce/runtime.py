@@ -63,7 +63,6 @@ class Runtime:
         self.engine.gpu.close()
         self.world.gather(None)  # nobody frees GPU memory that another has mapped
         self.engine.gpu.free()
-        self.transport.close()
         if self.engine.host.window is not None:
             self.engine.host.window.close()
         self.world.free()
@@ -99,14 +98,12 @@ def start(comm: Any, process_sets: Sequence[Any], dynamic: bool) -> list[tuple[i
     try:
         own, everyones = static_sets(world, process_sets)
         sets = check_sets(everyones, world.size)
-        transport.connect()
         agree_on_settings(world, settings, sets)
         offsets_us = clock.offsets_us(world.gather(complete(clock.lead_us(transport, world.hosts))), world.hosts)
         host = prepare_host(world, transport, settings)
         _process_runtime = Runtime(world, transport, settings, host, offsets_us, sets, _gpu)
         _tell(_process_runtime)
     except Exception as exc:
-        transport.close()
         if isinstance(exc, MismatchError):  # raised on all ranks, so all can free what they made together
             world.free()
         raise

@@ -4,14 +4,19 @@ It never blocks inside an operation: collectives are generators, and every proce
 operations run one after the other, so sets that overlap cannot wait for each other. Between two tests of what it waits
 for it reads letters, announces what was submitted, and decides for the sets that it coordinates.
 
-With nothing pending it sleeps until somebody submits. No timer ticks: what other ranks announce meanwhile lies in MPI
-until this rank has something pending too, since before that nothing can be ready everywhere. A rank that has waited
-long rings (stalls.py).
+With nothing pending it sleeps until somebody submits, and looks for letters ever more seldom, once a second at last:
+what other ranks announce meanwhile lies in MPI, since before this rank has something pending too nothing can be ready
+everywhere. A rank that has waited long asks (stalls.py).
+
+Side jobs, which are the timeline and the stall watch, never end the main one: one that fails says so once, and stops.
+Whatever happens in the thread, `_finished` is set at its end, so that nobody waits for it in vain.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -60,6 +65,7 @@ GLOBAL = 0
 JOIN = "join"
 NAMED_IN_LOG = 8
 """A log line names so many tensors."""
+TIMELINE, STALL_WATCH = "the timeline", "the stall watch"
 WAITS_NAMED = 3
 """So many operations that threads wait for are named."""
 LAST_WORDS_S = 1.0
@@ -112,6 +118,8 @@ class Engine:
         self._goodbye = False
         self._broken: Exception | None = None
         self._finished = threading.Event()
+        self._ended: set[str] = set()
+        """The side jobs that have failed."""
         self._moved_s = time.monotonic()
         self._stalls = StallWatch(self, threading.get_ident())
         for members in (range(world.size), *process_sets):
@@ -214,20 +222,23 @@ class Engine:
         """
         self.stop_timeline()
         file = TimelineFile(path, self._clock_offsets_us)
-        started = threading.Event()
+        if not self._ordered(lambda done: self._recording.start(file, mark_cycles, done)):
+            file.close()
+            raise errors.CollectiveError(f"start_timeline: {self._broken or 'the engine has ended'}")
 
-        def begin() -> None:
-            self._recording.start(file, mark_cycles)
-            started.set()
-
-        self._inbox.order(begin)
-        started.wait()
+    def _ordered(self, action: Callable[[Callable[[], None]], None], timeout_s: float = math.inf) -> bool:
+        """Have the engine's thread do something that calls its argument at the end; False when it has not in time."""
+        done = threading.Event()
+        until_s = time.monotonic() + timeout_s
+        self._inbox.order(lambda: self._aside(TIMELINE, lambda: action(done.set)))
+        while not done.wait(0.05):
+            if self._finished.is_set() or TIMELINE in self._ended or time.monotonic() > until_s:
+                return False
+        return True
 
     def stop_timeline(self, timeout_s: float = 5.0) -> None:
         """Record no more; returns when all ranks' events are in the file, or have not come in time. For rank 0."""
-        stopped = threading.Event()
-        self._inbox.order(lambda: self._recording.stop(stopped.set))
-        if not stopped.wait(timeout_s):
+        if not self._ordered(self._recording.stop, timeout_s):
             self._inbox.order(self._recording.close)
 
     # The engine's thread
@@ -235,12 +246,26 @@ class Engine:
     def _run(self) -> None:
         try:
             while not self._may_end():
-                if self._turn() or self._inbox.rest(self._moved_s, self._waits()):
+                if self._turn():
                     self._moved_s = time.monotonic()
-        except Exception as exc:
+                else:
+                    self._inbox.rest(self._moved_s, self._waits())
+        except BaseException as exc:  # whatever it was, the user's threads must not wait for this one
             self._break(exc)
-        self._recording.close()
-        self._finished.set()
+        finally:
+            self._aside(TIMELINE, self._recording.close)
+            self._finished.set()
+
+    def _aside(self, what: str, work: Callable[[], None]) -> None:
+        """Do a side job's work, which must not end the main one: when it fails, say so, and do it no more."""
+        if what in self._ended:
+            return
+        try:
+            work()
+        except Exception as exc:
+            self._ended.add(what)
+            told = f"{type(exc).__name__}: {exc}"
+            LOGGER.warning(f"{what} of rank {self.world.rank} failed, and ends; the job goes on: {told}")
 
     def _turn(self) -> bool:
         """Do what can be done now; True when something was."""
@@ -251,11 +276,11 @@ class Engine:
         for lane in list(self.lanes.values()):
             moved |= lane.advance(self._inbox.hurries)
         if not any(lane.busy for lane in self.lanes.values()):
-            self._recording.settle()
+            self._aside(TIMELINE, self._recording.settle)
+        self._aside(TIMELINE, self._recording.spill)
         self.gpu.sweep()
         if not moved:
-            self._recording.spill()
-            self._stalls.look()
+            self._aside(STALL_WATCH, self._stalls.look)
         return moved
 
     def _announce(self) -> bool:
@@ -334,9 +359,9 @@ class Engine:
         elif isinstance(content, Broken):
             self._give_up(errors.PeerLostError(content.message, [letter.source]))
         elif isinstance(content, Look | Question | Answer):
-            self._stalls.read(letter.source, content)
+            self._aside(STALL_WATCH, lambda: self._stalls.read(letter.source, content))
         elif isinstance(content, TimelineStart | TimelineStop | TimelineEvents):
-            self._recording.read(letter.source, content)
+            self._aside(TIMELINE, lambda: self._recording.read(letter.source, content))
 
     def _decide(self) -> bool:
         moved = False
@@ -479,7 +504,7 @@ class Engine:
             bool(self._leaving)
             or self._inbox.announced(sum(len(lane.pending) for lane in lanes))
             or self._stalls.attentive
-            or self._recording.gathers
+            or self._recording.busy
             or self.gpu.keeps
             or not self.transport.posted()
         ):
@@ -526,7 +551,7 @@ class Engine:
         """In every set: what was announced stays announced, and nothing comes after this."""
         self._announce()
         self._timeline.stop()
-        self._recording.send(last=True)
+        self._aside(TIMELINE, lambda: self._recording.send(last=True))
         for lane in list(self.lanes.values()):
             self._tell(lane, Announcement(lane.number, lane.seen, leave=self._leaving))
 
@@ -552,18 +577,19 @@ class Engine:
         for request in lost.values():
             request.fail(refusals.never_complete(lane, request, self.world, self._leaving))
 
-    def _break(self, exc: Exception) -> None:
+    def _break(self, exc: BaseException) -> None:
         """The engine itself failed: nobody can complete what this rank takes part in."""
         error = errors.CollectiveError(
             f"rank {self.world.rank} of {self.world.size} failed inside an operation: {type(exc).__name__}: {exc}"
         )
         error.__cause__ = exc
         self._give_up(error)
-        for rank in self._others():
-            self.transport.post(encode(Broken(str(error))), rank)
-        until_s = time.monotonic() + LAST_WORDS_S
-        while not self.transport.posted() and time.monotonic() < until_s:
-            time.sleep(LONGEST_REST_S)
+        with contextlib.suppress(Exception):  # what failed may be MPI itself
+            for rank in self._others():
+                self.transport.post(encode(Broken(str(error))), rank)
+            until_s = time.monotonic() + LAST_WORDS_S
+            while not self.transport.posted() and time.monotonic() < until_s:
+                time.sleep(LONGEST_REST_S)
 
     def fail_everything(self, message: str) -> None:
         """Give up what is pending and under way; see StallWatch."""

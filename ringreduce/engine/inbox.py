@@ -49,8 +49,9 @@ CROWDED_CYCLES = 5
 """Where the ranks leave no core of their only host free, moving data while the user computes takes longer than moving
 it afterwards: gather so much longer, and any number of bytes. A training step of 230 ms was 7 to 11 % longer than its
 computing, and 10 to 13 % without this."""
-ALERT_S = 0.2
-"""So long a rank that was rung looks for letters, which may take a moment longer than the ring."""
+LONGEST_IDLE_REST_S = 1.0
+"""A rank that waits for nothing looks for letters after 40 ms, and then, as long as nothing comes, ever more seldom:
+MPI can only be polled, and a look takes some 50 µs. Its own threads wake it at once."""
 
 
 class Inbox:
@@ -80,7 +81,6 @@ class Inbox:
         self._asleep = False
         self._gathering = False
         """The engine rests to gather more: another submission is no reason to wake it."""
-        self._alert_until_s = 0.0
 
     # Called by the user's threads
 
@@ -179,8 +179,8 @@ class Inbox:
         """True when some of this rank's `pending` requests are not gathered here any more."""
         return pending > len(self._requests)
 
-    def rest(self, moved_s: float, waits: Waits) -> bool:
-        """Rest until there may be something to do; True when that was a sleep without end, and now is a new beginning.
+    def rest(self, moved_s: float, waits: Waits) -> None:
+        """Rest until there may be something to do.
 
         moved_s: when anything moved last;  waits: for what this rank waits.
         """
@@ -188,13 +188,12 @@ class Inbox:
         with self.lock:
             gathers = bool(self._requests) and self.gathers()
             if self._orders or (self._requests and not gathers):
-                return False
+                return
             hurries = self.hurries
-            idle = waits is Waits.NOTHING and not gathers and now >= self._alert_until_s
             self._asleep, self._gathering = True, gathers
-        if idle:
-            self._transport.rest(None)
-            self._alert_until_s = time.monotonic() + (0.0 if self._requests else ALERT_S)
+        if waits is Waits.NOTHING and not gathers:
+            idle_s = LAZY_REST_SHARE * (now - moved_s)
+            self._transport.rest(min(max(idle_s, LONGEST_REST_S), LONGEST_IDLE_REST_S))
         elif hurries and waits is not Waits.FLAGS and now - moved_s < YIELD_S:
             os.sched_yield()
         else:
@@ -207,4 +206,3 @@ class Inbox:
                 rest_s = left_s if waits is Waits.NOTHING else min(rest_s, left_s)
             self._transport.rest(rest_s)
         self._asleep = self._gathering = False
-        return idle

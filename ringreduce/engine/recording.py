@@ -1,12 +1,20 @@
-"""The timeline of a whole job: rank 0 starts and stops it, the other engines send it what they recorded."""
+"""The timeline of a whole job: rank 0 starts and stops it, the other engines send it what they recorded.
+
+A file that cannot be written ends the recording, not the job.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 
 from ringreduce.engine.letters import TimelineEvents, TimelineStart, TimelineStop, encode
-from ringreduce.engine.timeline import SENT_AT_ONCE, Timeline, TimelineFile
+from ringreduce.engine.timeline import SENT_AT_ONCE, Event, Timeline, TimelineFile
+from ringreduce.log import LOGGER
 from ringreduce.transport.base import EngineTransport
+
+SEND_S = 20e-3
+"""Events wait so long to be sent together: with rank 0's look at its letters they are in the file within 100 ms."""
 
 
 class Recording:
@@ -19,18 +27,20 @@ class Recording:
         self._missing: set[int] = set()
         self._done: Callable[[], None] = lambda: None
         self._ending = False
+        self._sent_s = 0.0
 
     @property
-    def gathers(self) -> bool:
-        """True on rank 0 while the last events of other ranks are under way."""
-        return bool(self._missing)
+    def busy(self) -> bool:
+        """True while events may come or go: the engine must look for letters often."""
+        return self._timeline.recording or bool(self._timeline.events or self._missing)
 
-    def start(self, file: TimelineFile, mark_cycles: bool) -> None:
-        """On rank 0: begin a new file on all ranks; the one before was stopped."""
+    def start(self, file: TimelineFile, mark_cycles: bool, done: Callable[[], None]) -> None:
+        """On rank 0: begin a new file on all ranks, and call `done`; the one before was stopped."""
         self._file = file
         self._timeline.start(mark_cycles)
         for rank in self._others():
             self._transport.post(encode(TimelineStart(mark_cycles)), rank)
+        done()
 
     def stop(self, done: Callable[[], None]) -> None:
         """On rank 0: ask for the last events, and call `done` when all are in the file."""
@@ -41,7 +51,6 @@ class Recording:
         self._done, self._missing = done, set(self._others())
         for rank in self._others():
             self._transport.post(encode(TimelineStop()), rank)
-            self._transport.ring(rank)  # it may have nothing to do, and would not look
         self._finish()
 
     def read(self, rank: int, letter: TimelineStart | TimelineStop | TimelineEvents) -> None:
@@ -50,8 +59,8 @@ class Recording:
             self._timeline.start(letter.mark_cycles)
         elif isinstance(letter, TimelineStop):
             self._ending = True
-        elif self._file is not None:
-            self._file.add(rank, letter.events)
+        else:
+            self._write(rank, letter.events)
             if letter.last and rank in self._missing:
                 self._missing.remove(rank)
                 self._finish()
@@ -64,17 +73,34 @@ class Recording:
             self.send(last=True)
 
     def spill(self) -> None:
-        """Let no more events gather than a letter may hold."""
-        if len(self._timeline.events) >= SENT_AT_ONCE:
+        """Send the events, unless some were sent a moment ago."""
+        count = len(self._timeline.events)
+        if count >= SENT_AT_ONCE or (count and time.monotonic() - self._sent_s >= SEND_S):
             self.send(last=False)
 
     def send(self, last: bool) -> None:
         """Give this rank's events to rank 0, or to the file there."""
         events = self._timeline.take()
+        self._sent_s = time.monotonic()
         if self._transport.rank != 0:
             self._transport.post(encode(TimelineEvents(events, last)), 0)
-        elif self._file is not None:
-            self._file.add(0, events)
+        else:
+            self._write(0, events)
+
+    def _write(self, rank: int, events: Sequence[Event]) -> None:
+        if self._file is None:
+            return
+        try:
+            self._file.add(rank, events)
+        except OSError as exc:
+            LOGGER.warning(
+                f"the timeline ends here, since {self._file.path} cannot be written: {exc.strerror}; the job goes on"
+            )
+            self._file.close()
+            self._file = None
+            self._timeline.stop()
+            for other in self._others():
+                self._transport.post(encode(TimelineStop()), other)
 
     def _finish(self) -> None:
         if not self._missing:
@@ -84,8 +110,9 @@ class Recording:
         """On rank 0: write what there is, and close the file."""
         self._missing = set()
         self._timeline.stop()
+        if self._transport.rank == 0:
+            self._write(0, self._timeline.take())
         if self._file is not None:
-            self.send(last=True)
             self._file.close()
             self._file = None
         done, self._done = self._done, lambda: None

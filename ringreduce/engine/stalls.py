@@ -2,8 +2,8 @@
 
 A tensor that some ranks have given and others not waits at its coordinator, which asks the missing ranks what they do:
 their last submission, and the Python stack of the thread that called init(). A missing rank has nothing to wait for,
-so it sleeps and has to be rung; so has a coordinator that is missing itself, by a rank that waits for it. A rank that
-does not answer is stopped, or holds the interpreter in C code.
+so it looks for letters once a second only; so does a coordinator that is missing itself, of which a rank that waits for
+it asks to look. A rank that does not answer is stopped, or holds the interpreter in C code.
 
 Source: Horovod's stall inspector, which names the ranks.
 """
@@ -26,8 +26,8 @@ from ringreduce.supervision import tell_launcher
 if TYPE_CHECKING:
     from ringreduce.engine.engine import Engine
 
-ANSWER_S = 2.0
-"""So long a rank has to answer."""
+ANSWER_S = 3.0
+"""So long a rank has to answer: three times as long as it may rest."""
 NAMED = 3
 """So many tensors are named; of others only the number is told."""
 ASKED = 8
@@ -157,7 +157,6 @@ class StallWatch:
                 inquiry.answers[rank] = self._answer(question)
             else:
                 self._engine.transport.post(encode(question), rank)
-                self._engine.transport.ring(rank)
         self._inquiry = inquiry
 
     def _ask_the_leader(self, lane: Lane, now: float, waited_s: float) -> None:
@@ -166,9 +165,7 @@ class StallWatch:
         if asked is None:
             self._looks[lane.number] = now
             self._engine.transport.post(encode(Look(lane.number, waited_s)), lane.leader)
-        if asked is None or asked > 0:
-            self._engine.transport.ring(lane.leader)
-        if asked and now - asked > 2 * ANSWER_S:
+        if asked and now - asked > ANSWER_S:
             self._looks[lane.number] = 0.0
             self._silent.add(lane.number)
             own = self._engine.transport.rank

@@ -21,7 +21,9 @@ from ringreduce.engine.description import Description
 from ringreduce.engine.request import Request
 
 SENT_AT_ONCE = 2000
-"""Events that a rank gathers before it sends them to rank 0."""
+"""Events that a rank gathers at most before it sends them to rank 0."""
+UNNAMED_ROWS = 16
+"""Tensors without a name share so many rows for each kind of operation: each of them would have its own."""
 
 
 class Event(NamedTuple):
@@ -66,7 +68,7 @@ class Timeline:
 
     def ready(self, description: Description, rank: int) -> None:
         """A rank is ready to run this; told by the coordinator, which hears of it."""
-        self.events.append(Event(f"{rank}", f"{description.kind}.{description.name}", now_us(), -1))
+        self.events.append(Event(f"{rank}", row_of(description), now_us(), -1))
 
     def agreed(self, request: Request) -> None:
         """All ranks are ready: the negotiation is over, and the request queues."""
@@ -106,8 +108,16 @@ class Timeline:
 
 
 def tensor_of(request: Request) -> str:
+    """The row in which a request is shown."""
+    return row_of(request.description)
+
+
+def row_of(description: Description) -> str:
     """Such as allreduce.layer3.w."""
-    return f"{request.description.kind}.{request.description.name}"
+    if not description.numbered:
+        return f"{description.kind}.{description.name}"
+    name, _, number = description.name.rpartition(".")
+    return f"{description.kind}.{name}.{int(number) % UNNAMED_ROWS}"
 
 
 class TimelineFile:
@@ -119,8 +129,9 @@ class TimelineFile:
         self._offsets_us = offsets_us
         self._threads: dict[tuple[int, str], int] = {}
         self._start_us = now_us()
-        self._file: io.BufferedRandom = open(path, "w+b")  # noqa: SIM115 - closed by close()
-        self._file.write(b"[\n]\n")
+        self._file: io.FileIO = open(path, "wb", buffering=0)  # noqa: SIM115 - closed by close()
+        self._end = self._file.write(b"[\n")
+        self._file.write(b"]\n")
         self._write(
             [
                 {
@@ -169,13 +180,24 @@ class TimelineFile:
         self._write(records)
 
     def _write(self, records: Sequence[dict[str, object]]) -> None:
-        """Put records before the closing bracket, which stands at the end again afterwards."""
+        """Put records before the closing bracket, which stands at the end again afterwards, on a full disk too."""
         if not records:
             return
-        end = self._file.seek(-2, io.SEEK_END)
-        text = ",\n".join(json.dumps(record) for record in records)
-        self._file.write((b"" if end == 2 else b",\n") + text.encode() + b"]\n")
-        self._file.flush()
+        text = (",\n" if self._end > 2 else "") + ",\n".join(json.dumps(record) for record in records)
+        try:
+            self._put(text.encode() + b"]\n")
+        except OSError:
+            self._file.truncate(self._end)
+            self._put(b"]\n")
+            raise
+        self._end += len(text)
+
+    def _put(self, text: bytes) -> None:
+        """All of it from the end on: a disk that becomes full takes a part, and then refuses."""
+        written = 0
+        while written < len(text):
+            self._file.seek(self._end + written)
+            written += self._file.write(text[written:])
 
     def close(self) -> None:
         """Nothing more is written."""

@@ -3,6 +3,5 @@
 base      what a transport is: send, receive, letters, rest
 message   MPI point-to-point messages, and letters
 subset    some ranks of a transport as one of their own
-doorbell  how a rank that rests is woken
 threads   ranks as threads of one process, for tests
 """

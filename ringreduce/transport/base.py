@@ -72,7 +72,7 @@ class Letter(NamedTuple):
 
 
 class EngineTransport(Transport, Protocol):
-    """A transport with what an engine needs besides: letters, and rest that others can end."""
+    """A transport with what an engine needs besides: letters, and rest that the rank's own threads can end."""
 
     takes_gpu: bool
     """Messages of GPU memory are read and written there, instead of through the host; False until somebody sets it."""
@@ -86,11 +86,8 @@ class EngineTransport(Transport, Protocol):
     def posted(self) -> bool:
         """True when all letters of this rank are on their way, so that it may end."""
 
-    def rest(self, timeout_s: float | None) -> None:
-        """Return after `timeout_s`, or earlier when `wake` or another rank's `ring` came; None: only then."""
+    def rest(self, timeout_s: float) -> None:
+        """Return after `timeout_s`, or earlier when `wake` came."""
 
     def wake(self) -> None:
         """End this rank's rest, now or the next one; any thread may call it."""
-
-    def ring(self, destination: int) -> None:
-        """End another rank's rest, so that it collects its letters although it waits for nothing. It may get lost."""

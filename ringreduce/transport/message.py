@@ -6,8 +6,10 @@ the core away between tests, and after a while sleeps.
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,7 +17,6 @@ import numpy as np
 from ringreduce import buffers
 from ringreduce.transport import waiting
 from ringreduce.transport.base import Letter
-from ringreduce.transport.doorbell import Doorbell
 from ringreduce.world import World
 
 LETTER_TAG = 0
@@ -48,12 +49,11 @@ class MessageTransport:
     """See `EngineTransport`. Its messages use `world.comm`, its letters `world.control`."""
 
     def __init__(self, world: World) -> None:
-        self._world = world
         self._comm = world.comm
         self._control = world.control
         self._outbox: deque[tuple[Any, bytes]] = deque()
-        self._doorbell: Doorbell | None = None
-        self._cards: Sequence[bytes] = ()
+        self._woken = threading.Lock()  # held while nobody has woken this rank
+        self._woken.acquire()
         self._status: Any = None
         self.rank = world.rank
         self.size = world.size
@@ -68,11 +68,6 @@ class MessageTransport:
         """See `Transport.receive`."""
         memory, arrived = buffers.incoming(array, takes_gpu=self.takes_gpu)
         return MessageRequest(self._comm.Irecv(_known_to_mpi(memory), source, tag), source, memory, arrived)
-
-    def connect(self) -> None:
-        """Set the doorbells up; every rank must call it. Cost: an MPI allgather of 26 bytes a rank."""
-        self._doorbell = Doorbell(one_host=len(set(self._world.hosts)) == 1)
-        self._cards = self._control.allgather(self._doorbell.card())
 
     def post(self, content: bytes, destination: int) -> None:
         """See `EngineTransport.post`."""
@@ -97,29 +92,14 @@ class MessageTransport:
             self._outbox.popleft()
         return not self._outbox
 
-    def rest(self, timeout_s: float | None) -> None:
+    def rest(self, timeout_s: float) -> None:
         """See `EngineTransport.rest`."""
-        self._connected().rest(timeout_s)
+        self._woken.acquire(timeout=timeout_s)
 
     def wake(self) -> None:
         """See `EngineTransport.wake`."""
-        self._connected().wake()
-
-    def ring(self, destination: int) -> None:
-        """See `EngineTransport.ring`."""
-        hosts = self._world.hosts
-        self._connected().ring(self._cards[destination], hosts[destination] == hosts[self.rank])
-
-    def close(self) -> None:
-        """Give the doorbell back."""
-        if self._doorbell is not None:
-            self._doorbell.close()
-            self._doorbell = None
-
-    def _connected(self) -> Doorbell:
-        if self._doorbell is None:
-            raise RuntimeError("connect() was not called")
-        return self._doorbell
+        with contextlib.suppress(RuntimeError):  # it was woken already
+            self._woken.release()
 
 
 def _known_to_mpi(memory: Any) -> Any:

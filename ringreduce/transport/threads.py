@@ -46,7 +46,6 @@ class Exchange:
         self.left: dict[int, str] = {}
         self.letters: dict[int, list[Letter]] = defaultdict(list)
         self.woken = [threading.Event() for _ in range(size)]
-        self.deaf = [False] * size
         self._pending_sends: dict[tuple[int, int, int], deque[ThreadRequest]] = defaultdict(deque)
         self._pending_receives: dict[tuple[int, int, int], deque[ThreadRequest]] = defaultdict(deque)
 
@@ -169,9 +168,7 @@ class ThreadTransport:
         """See `EngineTransport.post`."""
         with self._exchange.changed:
             self._exchange.letters[destination].append(Letter(self.rank, content))
-        # over MPI, a rank that rests without a timeout hears of a letter only when it is rung
-        if not self._exchange.deaf[destination]:
-            self._exchange.woken[destination].set()
+        self._exchange.woken[destination].set()  # over MPI it would look for letters a while later
 
     def collect(self) -> list[Letter]:
         """See `EngineTransport.collect`."""
@@ -182,24 +179,15 @@ class ThreadTransport:
         """See `EngineTransport.posted`."""
         return True
 
-    def rest(self, timeout_s: float | None) -> None:
-        """See `EngineTransport.rest`; whatever comes ends it, but for letters when there is no timeout."""
+    def rest(self, timeout_s: float) -> None:
+        """See `EngineTransport.rest`; whatever comes ends it, too."""
         woken = self._exchange.woken[self.rank]
-        self._exchange.deaf[self.rank] = timeout_s is None
         woken.wait(timeout_s)
-        self._exchange.deaf[self.rank] = False
         woken.clear()
 
     def wake(self) -> None:
         """See `EngineTransport.wake`."""
         self._exchange.woken[self.rank].set()
-
-    def ring(self, destination: int) -> None:
-        """See `EngineTransport.ring`."""
-        self._exchange.woken[destination].set()
-
-    def close(self) -> None:
-        """Nothing to give back."""
 
     def _post(self, array: Any, peer: int, tag: int, receiving: bool) -> ThreadRequest:
         request = ThreadRequest(self._exchange, array, self.rank, peer, tag, receiving)

@@ -1,17 +1,25 @@
 """The timeline: what Horovod's shows, of every rank, in a file that is complete at every moment."""
 
 import json
+import subprocess
+import sys
+import time
 
 import numpy as np
 import pytest
 
 import ringreduce as rr
+from ringreduce import runtime
 from ringreduce.engine.description import Description
+from ringreduce.engine.engine import Engine
 from ringreduce.engine.gpu import Gpu
+from ringreduce.engine.host import Host
 from ringreduce.engine.joined import stand_in
 from ringreduce.engine.timeline import Event, Timeline, TimelineFile
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
+from ringreduce.transport.threads import Exchange
+from ringreduce.world import World
 
 SMALL = Settings(fusion_slot_bytes=1024, shared_slot_bytes=1024, fusion_buffer_bytes=8192)
 
@@ -117,3 +125,100 @@ def test_a_phase_that_an_earlier_recording_left_open_is_not_told_by_a_later_one(
     timeline.turn([request], "ALLREDUCE")
     timeline.turn([request], None)
     assert [event.name for event in timeline.take()] == ["ALLREDUCE"]
+
+
+def test_events_are_in_the_file_while_the_job_runs(tmp_path):
+    path = tmp_path / "t.json"
+
+    def program():
+        rr.start_timeline(str(path))
+        rr.barrier()
+        rr.allreduce(np.ones(3), name="w")
+        until_s = time.monotonic() + 10
+        while rr.rank() == 0 and {e["pid"] for e in events_of(path) if e["tensor"] == "allreduce.w"} != {0, 1, 2}:
+            assert time.monotonic() < until_s, path.read_text()
+            time.sleep(0.01)
+        rr.barrier()
+
+    run_ranks(3, program)
+
+
+def test_tensors_without_a_name_share_rows(tmp_path):
+    path = tmp_path / "t.json"
+
+    def program():
+        rr.start_timeline(str(path))
+        for handle in [rr.allreduce_async(np.ones(3), op=rr.Sum) for _ in range(100)]:
+            assert rr.synchronize(handle)[0] == 2
+        rr.stop_timeline()
+
+    run_ranks(2, program)
+    events = events_of(path)
+    assert len({e["tensor"] for e in events}) == 16
+    assert sum(e["name"] == "NEGOTIATE_ALLREDUCE" for e in events if e["pid"] == 0) == 100
+
+
+FULL = """
+import resource, sys
+import numpy as np
+import ringreduce as rr
+rr.init()
+resource.setrlimit(resource.RLIMIT_FSIZE, (200000, 200000))
+for number in range(3000):
+    rr.allreduce(np.ones(3), name=f"tensor {number}")
+print("trained")
+"""
+
+
+@pytest.mark.timeout(90)
+def test_a_full_disk_ends_the_timeline_and_neither_the_job_nor_its_exit(tmp_path, monkeypatch):
+    path = tmp_path / "t.json"
+    monkeypatch.setenv("RINGREDUCE_TIMELINE", str(path))
+    run = subprocess.run([sys.executable, "-c", FULL], capture_output=True, text=True, timeout=60)
+    assert (run.returncode, run.stdout) == (0, "trained\n"), run.stderr
+    told = f"ringreduce: the timeline ends here, since {path} cannot be written: File too large; the job goes on\n"
+    assert run.stderr.count("timeline") == run.stderr.count(told) == 1, run.stderr
+    assert len(events_of(path)) > 20, "what was written before is whole"
+
+
+def lone_engine():
+    """Rank 0's of two; the other one never comes."""
+    world, settings = World(0, 2, (0, 0)), Settings()
+    transport = Exchange(2).transport(0)
+    return Engine(world, transport, settings, Host(world, transport, settings)), transport
+
+
+def fails(*_):
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("words", ["its last words arrive", "its last words fail, too"])
+def test_nobody_waits_for_an_engine_that_has_failed(tmp_path, words):
+    engine, transport = lone_engine()
+    handle = engine.submit("barrier", "b", describe=lambda name: Description("barrier", name))
+    if "fail" in words:
+        transport.post = fails
+    transport.collect = fails
+    with pytest.raises(rr.CollectiveError, match=r"rank 0 of 2 failed inside an operation: OSError: .*No space left"):
+        handle.wait()
+    engine._thread.join()
+    with pytest.raises(rr.CollectiveError, match="start_timeline: rank 0 of 2 failed inside an operation: OSError"):
+        engine.start_timeline(str(tmp_path / "t.json"), mark_cycles=False)
+    engine.stop_timeline()
+    assert engine.leave("the test ended") is False
+
+
+@pytest.mark.timeout(30)
+def test_a_side_job_that_fails_is_told_of_once_and_ends(capsys):
+    def program():
+        engine = runtime.current("a test").engine
+        engine._stalls.look = engine._recording.settle = fails
+        return [rr.allreduce(np.ones(2), name="w", op=rr.Sum)[0] for _ in range(3)]
+
+    assert run_ranks(2, program) == [[2.0] * 3] * 2
+    told, full = capsys.readouterr().err.splitlines(), "OSError: [Errno 28] No space left on device"
+    assert set(told) >= {
+        f"ringreduce: the timeline of rank {rank} failed, and ends; the job goes on: {full}" for rank in range(2)
+    }
+    assert len(told) == len(set(told)) <= 4

@@ -1,12 +1,16 @@
 """How long tensors are gathered before the ranks tell each other."""
 
+import threading
+import time
 from types import SimpleNamespace
 
 import pytest
 
 from ringreduce.engine import inbox
-from ringreduce.engine.inbox import CROWDED_CYCLES, ONE_HOST_BATCH_SLOTS, Inbox
+from ringreduce.engine.inbox import CROWDED_CYCLES, ONE_HOST_BATCH_SLOTS, Inbox, Waits
 from ringreduce.settings import Settings
+from ringreduce.transport.message import MessageTransport
+from ringreduce.world import World
 
 SETTINGS = Settings(cycle_time_ms=10.0)
 BATCH_BYTES = ONE_HOST_BATCH_SLOTS * SETTINGS.fusion_slot_bytes
@@ -64,3 +68,27 @@ def test_a_wire_and_a_gpu_work_beside_the_cores(clock, one_host, device):
     put(box, 1, clock.s, device)
     clock.s += 0.0101
     assert not box.gathers()
+
+
+def test_an_idle_engine_looks_for_letters_ever_more_seldom(clock):
+    rests = []
+    box = Inbox(SimpleNamespace(rest=rests.append), SETTINGS, one_host=True)
+    for idle_s in (0.0, 0.1, 2.0, 3600.0):
+        box.rest(clock.s - idle_s, Waits.NOTHING)
+    assert rests == [0.04, 0.04, 0.5, 1.0]
+
+
+def test_a_rest_ends_in_time_or_when_a_thread_of_the_rank_wakes_it():
+    transport = MessageTransport(World(0, 1, (0,)))
+    start_s = time.monotonic()
+    transport.rest(0.02)
+    assert time.monotonic() - start_s >= 0.02
+    threading.Timer(0.05, transport.wake).start()
+    transport.rest(60)
+    transport.wake()
+    transport.wake()
+    transport.rest(60)  # woken before it began
+    assert time.monotonic() - start_s < 60
+    start_s = time.monotonic()
+    transport.rest(0.02)
+    assert time.monotonic() - start_s >= 0.02, "two wakes end one rest"

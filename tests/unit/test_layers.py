@@ -24,7 +24,7 @@ LAYERS = [
     ["cuda.kernels"],
     ["mpi"],
     ["world"],
-    ["transport.base", "transport.doorbell", "transport.waiting"],
+    ["transport.base", "transport.waiting"],
     ["transport.window"],
     ["transport.message", "transport.threads", "transport.subset", "failures", "supervision"],
     ["transport.device", "transport.peers"],
