@@ -1,7 +1,7 @@
-"""Which variables of ringrun's environment the ranks on other hosts get. Pure functions of names.
+"""Which variables of ringrun's environment the ranks on other hosts get. Pure functions.
 
 All but three kinds: secrets, which stay on this host unless --env asks for them; what describes this host or this
-login; and what a batch system or an MPI has said to this one process. They travel over the agents' connections and
+login; and what a batch system or an MPI has set for this one process. They travel over the agents' connections and
 stand on no command line.
 """
 
@@ -12,10 +12,13 @@ from collections.abc import Mapping, Sequence
 from .errors import UsageError
 
 SECRET_PATTERNS = (
-    "*_TOKEN", "*_KEY", "*_KEYS", "*_SECRET", "*_SECRETS", "*_PASSWORD", "*_PASSWD", "*_PASSPHRASE", "*_CREDENTIALS",
-    "TOKEN", "SECRET", "PASSWORD", "AWS_*", "AZURE_*_SECRET*",
+    "*_TOKEN", "*_KEY", "*_KEYS", "*APIKEY*", "*_SECRET", "*_SECRETS", "*PASSWORD*", "*PASSWD*", "*_PWD", "*_PASS",
+    "SSHPASS", "*_PASSPHRASE", "*_CREDENTIALS", "*_PAT", "*_DSN", "DATABASE_URL", "TOKEN", "SECRET",
+    "AWS_*", "AZURE_*_SECRET*",
 )  # fmt: skip
-"""Names, in capitals or not, that stay unless --env asks for them."""
+"""Names, in capitals or not, of variables that stay unless --env asks for them."""
+
+_CREDENTIALS = re.compile(r"//[^/@\s]*:[^/@\s]+@")  # https://user:password@host
 
 _OF_THIS_HOST = (
     "HOME", "USER", "LOGNAME", "USERNAME", "SHELL", "MAIL", "PWD", "OLDPWD", "SHLVL", "_", "HOSTNAME", "HOST",
@@ -34,9 +37,9 @@ _BY_BATCH_SYSTEM = ("CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ROCR_VISIBLE_
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
-def is_secret(name: str) -> bool:
-    """Return whether a variable of this name stays on this host unless it is asked for."""
-    return _matches(name.upper(), SECRET_PATTERNS)
+def is_secret(name: str, value: str = "") -> bool:
+    """Return whether a variable stays on this host unless it is asked for: for its name, or a URL with a password."""
+    return _matches(name.upper(), SECRET_PATTERNS) or bool(_CREDENTIALS.search(value))
 
 
 def parse_env(items: Sequence[str], environ: Mapping[str, str], flag: str = "--env") -> dict[str, str]:
@@ -60,13 +63,13 @@ def forwarded(environ: Mapping[str, str], asked: Mapping[str, str], *, in_batch_
     in_batch_system:  the other hosts have been told by it which of their GPUs are this job's.
     """
     stays = (*_OF_THIS_HOST, *_OF_THIS_PROCESS, *(_BY_BATCH_SYSTEM if in_batch_system else ()))
-    kept = {name: value for name, value in environ.items() if not (is_secret(name) or _matches(name, stays))}
+    kept = {name: value for name, value in environ.items() if not (is_secret(name, value) or _matches(name, stays))}
     return {**kept, **asked}
 
 
 def withheld(environ: Mapping[str, str], asked: Mapping[str, str]) -> list[str]:
     """Return the names of the secrets that stay here."""
-    return sorted(name for name in environ if is_secret(name) and name not in asked)
+    return sorted(name for name, value in environ.items() if is_secret(name, value) and name not in asked)
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:

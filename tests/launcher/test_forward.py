@@ -16,9 +16,27 @@ SECRETS = [
     "DB_SECRET",
     "AWS_ACCESS_KEY_ID",
     "AWS_PROFILE",
-    "PGPASSWORD_PASSWORD",
+    "PGPASSWORD",
+    "SMTP_PASSWD",
+    "MYSQL_PWD",
+    "DB_PASS",
+    "SSHPASS",
+    "GITHUB_PAT",
+    "SENTRY_DSN",
+    "OPENAI_APIKEY",
+    "DATABASE_URL",
 ]
-LEAVES = ["PATH", "LANG", "PYTHONPATH", "RINGREDUCE_COSTS", "OMPI_MCA_btl", "KEYBOARD", "TOKENIZERS_PARALLELISM"]
+LEAVES = [
+    "PATH",
+    "MANPATH",
+    "MLFLOW_URL",
+    "LANG",
+    "PYTHONPATH",
+    "RINGREDUCE_COSTS",
+    "OMPI_MCA_btl",
+    "KEYBOARD",
+    "TOKENIZERS_PARALLELISM",
+]
 STAYS = [
     "HOME",
     "HOSTNAME",
@@ -45,6 +63,23 @@ def test_secrets_stay_unless_they_are_asked_for(name: str) -> None:
 @pytest.mark.parametrize("name", LEAVES)
 def test_what_a_script_may_read_leaves(name: str) -> None:
     assert forwarded({name: "x"}, {}, in_batch_system=True) == {name: "x"}
+
+
+@pytest.mark.parametrize("value", ["https://me:hush@host/x", "redis://:hush@host", "a b postgres://u:p@[::1]:5432/d"])
+def test_a_url_with_a_password_is_a_secret_under_any_name(value: str) -> None:
+    assert withheld({"BROKER_URL": value, "PROXY": value}, {}) == ["BROKER_URL", "PROXY"]
+    assert forwarded({"BROKER_URL": value}, {}, in_batch_system=False) == {}
+
+
+@pytest.mark.parametrize(
+    "value", ["https://host:80/a@b", "git@github.com:a/b", "ssh://me@host", "//a:b", "http://h/u:p@x"]
+)
+def test_a_url_without_one_is_not(value: str) -> None:
+    assert forwarded({"BROKER_URL": value}, {}, in_batch_system=False) == {"BROKER_URL": value}
+
+
+def test_folders_are_no_passwords() -> None:
+    assert withheld({"PWD": "/home", "OLDPWD": "/"}, {}) == []
 
 
 @pytest.mark.parametrize("name", STAYS)
