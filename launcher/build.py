@@ -14,8 +14,8 @@ from pathlib import Path
 from .engines import MPIS
 from .engines.detect import find_launcher, probe_library
 from .errors import MachineError
-from .machine.topology import read_topology
-from .preflight.probe import cupy
+from .machine.topology import installed_cupy, read_topology
+from .text import counted
 
 _FRAMEWORKS = {"NumPy": "numpy", "PyTorch": "torch", "JAX": "jax", "CuPy": "cupy"}
 _KERNELS = {"numba": "numba", "PyTorch": "torch", "NumPy": "numpy"}
@@ -28,9 +28,6 @@ def build_table(python: str) -> str:
     operations = [
         ("MPI", ringreduce.mpi_built()),
         ("NCCL", ringreduce.nccl_built()),
-        ("DDL", ringreduce.ddl_built()),
-        ("CCL", ringreduce.ccl_built()),
-        ("Gloo", ringreduce.gloo_built()),
     ]
     sections = [
         ("Available Frameworks", _found(_FRAMEWORKS)),
@@ -66,10 +63,11 @@ def for_gpu_arrays() -> list[tuple[str, bool]]:
     """Return what GPU arrays need, and whether it is there."""
     gpus = len(read_topology(os.environ).gpus)
     driver = driver_version()
+    cupy = installed_cupy()
     return [
-        (f"{gpus} NVIDIA GPU{'' if gpus == 1 else 's'}" if gpus else "NVIDIA GPU", gpus > 0),
+        (counted(gpus, "NVIDIA GPU") if gpus else "NVIDIA GPU", gpus > 0),
         (f"NVIDIA driver {driver}".rstrip(), bool(driver)),
-        (cupy() or "CuPy (pip install 'ringreduce[cuda12]', or 'ringreduce[cuda13]')", bool(cupy())),
+        (cupy or "CuPy (pip install 'ringreduce[cuda12]', or 'ringreduce[cuda13]')", bool(cupy)),
     ]
 
 

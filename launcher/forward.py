@@ -48,7 +48,7 @@ def parse_env(items: Sequence[str], environ: Mapping[str, str], flag: str = "--e
     for item in items:
         name, equals, value = item.partition("=")
         if not _NAME.fullmatch(name):
-            raise UsageError(f"{flag} {name!r}: expected is NAME or NAME=VALUE, as in --env WANDB_API_KEY")
+            raise UsageError(f"{flag} {name!r}: expected NAME or NAME=VALUE, as in --env WANDB_API_KEY")
         if name.startswith("RINGRUN_"):
             raise UsageError(f"{flag} {name}: variables that begin with RINGRUN_ are ringrun's own")
         if not equals and name not in environ:

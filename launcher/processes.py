@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from .spans import format_spans
+from .text import format_spans
 
 _PR_SET_PDEATHSIG = 1
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from .arguments import whole
 from .errors import UsageError
 
 FILE_NAME = "ssh_config"
@@ -28,21 +29,18 @@ class SshOptions:
 
 def parse_port(text: str, flag: str) -> int:
     """Return the port in `text`, the value of `flag`; UsageError if it is none."""
-    number = int(text) if text.isascii() and text.isdecimal() and len(text) <= len(str(_HIGHEST_PORT)) else 0
-    if not 1 <= number <= _HIGHEST_PORT:
-        raise UsageError(f"{flag} {text}: expected is a port, a whole number from 1 to {_HIGHEST_PORT}")
-    return number
+    return whole(text, flag, 1, _HIGHEST_PORT, "a port")
 
 
 def check_identity_file(path: str, flag: str) -> str:
-    """Return the absolute path of a private key; UsageError if there is no such file, or ssh could not be told it."""
+    """Return the absolute path of a private key; UsageError if ssh could not use it."""
     found = os.path.abspath(os.path.expanduser(path))
     if not os.path.isfile(found):
-        raise UsageError(f"{flag} {path}: no such file; expected is a private key, as in ~/.ssh/id_ed25519")
+        raise UsageError(f"{flag} {path}: no such file; expected a private key, as in ~/.ssh/id_ed25519")
     if not os.access(found, os.R_OK):
         raise UsageError(f"{flag} {path}: this user cannot read it")
     if '"' in found or not found.isprintable():
-        raise UsageError(f"{flag} {path}: ssh cannot be told a path with a quote or a control character in it")
+        raise UsageError(f"{flag} {path}: ssh cannot take a path with a quote or a control character in it")
     return found
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from .errors import LauncherError, UsageError
 from .job.desk import RunningJob, ask, find_jobs
 from .report.card import duration
+from .text import columns, counted, shortened
 
 _LONGEST_COMMAND = 60
 
@@ -28,7 +29,7 @@ def run(arguments: Sequence[str]) -> int:
         print(__doc__.strip() if __doc__ else "")
         return 0
     if len(arguments) > 1 or any(argument.startswith("-") for argument in arguments):
-        raise UsageError(f"ringrun stacks {shlex.join(arguments)}: expected is at most one JOB, a process number")
+        raise UsageError(f"ringrun stacks {shlex.join(arguments)}: expected at most one JOB, a process number")
     jobs = find_jobs()
     if not arguments:
         print("\n".join(table(jobs, time.time())))
@@ -51,21 +52,14 @@ def table(jobs: Sequence[RunningJob], now_s: float) -> list[str]:
     rows = [("JOB", "RANKS", "SINCE", "COMMAND")]
     for job in jobs:
         since = f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(job.since_s))} ({duration(now_s - job.since_s)})"
-        rows.append((str(job.pid), str(job.size), since, _shortened(shlex.join(job.command))))
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    return [
-        "  ".join([*(text.ljust(width) for text, width in zip(row[:3], widths, strict=True)), row[3]]) for row in rows
-    ]
+        rows.append((str(job.pid), str(job.size), since, shortened(shlex.join(job.command), _LONGEST_COMMAND)))
+    return columns(rows)
 
 
 def describe(job: RunningJob, now_s: float) -> str:
     """Return the line above a job's stacks."""
-    noun = "rank" if job.size == 1 else "ranks"
-    return f"job {job.pid}: {shlex.join(job.command)}; {job.size} {noun}, for {duration(now_s - job.since_s)}"
-
-
-def _shortened(command: str) -> str:
-    return command if len(command) <= _LONGEST_COMMAND else f"{command[: _LONGEST_COMMAND - 1]}…"
+    ranks = counted(job.size, "rank")
+    return f"job {job.pid}: {shlex.join(job.command)}; {ranks}, for {duration(now_s - job.since_s)}"
 
 
 def _chosen(text: str, jobs: Sequence[RunningJob]) -> RunningJob:

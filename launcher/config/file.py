@@ -7,7 +7,7 @@ Keys are the flags' names, with underscores or dashes. Those that Horovod groups
     timeline:
       filename: timeline.json     # the same as timeline_filename: timeline.json
 
-What a flag means, and whether there is one of that name, is config.py's business.
+What a flag means, and whether there is one of that name, resolve.py knows.
 """
 
 from collections.abc import Iterator
@@ -42,7 +42,6 @@ class Entry:
     kind: str
     """What YAML takes it for: bool, int, float, str, …"""
 
-    is_quoted: bool
     place: str
     """`file:line`."""
 
@@ -67,13 +66,7 @@ def parse(text: str, name: str) -> list[Entry]:
         return []
     if root.id != "mapping":
         raise UsageError(f"{_place(name, root)}: expected lines of `key: value`, as in: cycle_time_ms: 5")
-    entries = list(_entries(root, name))
-    places: dict[str, str] = {}
-    for entry in entries:
-        if entry.flag in places:
-            raise UsageError(f"{entry.place}: {entry.key} is given twice; the first is at {places[entry.flag]}")
-        places[entry.flag] = entry.place
-    return entries
+    return list(_entries(root, name))
 
 
 def _compose(text: str, name: str) -> Any:
@@ -127,7 +120,7 @@ def _entry(flag: str, key: str, node: Any, place: str) -> Entry:
         raise UsageError(f"{place}: {key} has no value; give one, or take the line out")
     if "\0" in node.value or any("\ud800" <= character <= "\udfff" for character in node.value):
         raise UsageError(f"{place}: {key}: {node.value!r} holds a character that a variable cannot hold")
-    return Entry(flag, key, node.value, node.tag.rpartition(":")[2], node.style is not None, place)
+    return Entry(flag, key, node.value, node.tag.rpartition(":")[2], place)
 
 
 def _is_null(node: Any) -> bool:

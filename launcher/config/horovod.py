@@ -1,35 +1,19 @@
 """horovodrun's flags: which setting of ringreduce's each one means, and which have no meaning here."""
 
 import argparse
-from dataclasses import dataclass
 
-from ..errors import UsageError
-
-
-@dataclass(frozen=True)
-class Alias:
-    """Another name of a setting."""
-
-    setting: str
-    is_in_mb: bool = False
-    """Its unit is 2^20 bytes, the setting's is one."""
-
-    def value(self, text: str) -> str:
-        """Return `text` in the setting's unit; UsageError where it is no number."""
-        if not self.is_in_mb:
-            return text
-        try:
-            return str(int(text) << 20)
-        except ValueError:
-            raise UsageError(f"{text!r}: expected a whole number of MB (2^20 bytes), such as 16") from None
-
+from ..arguments import Add
 
 ALIASES = {
-    "fusion-threshold-mb": Alias("fusion_buffer_bytes", is_in_mb=True),
-    "timeline-filename": Alias("timeline"),
-    "stall-check-warning-time-seconds": Alias("stall_check_s"),
-    "stall-check-shutdown-time-seconds": Alias("stall_abort_s"),
+    "fusion-threshold-mb": "fusion_buffer_bytes",
+    "timeline-filename": "timeline",
+    "stall-check-warning-time-seconds": "stall_check_s",
+    "stall-check-shutdown-time-seconds": "stall_abort_s",
 }
+"""Other names of settings."""
+
+IN_MB = ("fusion-threshold-mb",)
+"""Those in units of 2^20 bytes, the settings in bytes."""
 
 STALL_CHECK = "stall-check"
 """A switch: --no-stall-check is a time of 0."""
@@ -85,11 +69,11 @@ def destination(flag: str) -> str:
     return f"horovod {flag}"
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Make `parser` accept these flags."""
+def add_flags(add: Add) -> None:
+    """Add these flags."""
     for flag in (*ALIASES, *IGNORED_VALUES):
-        parser.add_argument(f"--{flag}", dest=destination(flag), help=argparse.SUPPRESS)
+        add(f"--{flag}", dest=destination(flag), help=argparse.SUPPRESS)
     for flag in (*SWITCHES, *IGNORED_SWITCHES):
-        parser.add_argument(f"--{flag}", dest=destination(flag), action="store_true", help=argparse.SUPPRESS)
-    action = argparse.BooleanOptionalAction
-    parser.add_argument(f"--{STALL_CHECK}", dest=destination(STALL_CHECK), action=action, help=argparse.SUPPRESS)
+        add(f"--{flag}", dest=destination(flag), action="store_true", help=argparse.SUPPRESS)
+    either = argparse.BooleanOptionalAction
+    add(f"--{STALL_CHECK}", dest=destination(STALL_CHECK), action=either, help=argparse.SUPPRESS)

@@ -15,7 +15,9 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..arguments import Add, Parser, whole
 from ..errors import UsageError
+from ..text import columns
 from . import horovod
 from .file import Entry, read
 
@@ -24,6 +26,11 @@ SET_BY_RINGRUN = ("error_file", "placed_gpu", "restart_count")
 
 _NOT_IN_FILE = ("help", "version", "config_file", "show_config", "check_build", "dry_run")
 """What ringrun itself is to do now; no setting of a job."""
+
+_MB, _MOST_MB = "a whole number of MB (2^20 bytes)", 1 << 20
+
+_Level = dict[str, tuple[Any, str]]
+"""What the command line, or the file, gives: by argparse's destination the value, and `--flag` or `file:line`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +48,7 @@ class Config:
     """What the command line and its file say."""
 
     options: argparse.Namespace
-    """ringrun's own flags, those of the file merged in."""
+    """ringrun's own flags, those of the file merged in, and the user's `command`."""
 
     sources: Mapping[str, str]
     """Of each of them, by its destination; `default` where it was not given."""
@@ -59,21 +66,14 @@ class Config:
 
     def place(self, destination: str) -> str:
         """Return `file:line: ` to begin a message about an own flag that the file has set, else nothing."""
-        source = self.sources.get(destination, "default")
+        source = self.sources[destination]
         return "" if source == "default" or source.startswith("-") else f"{source}: "
-
-    def settle(self, one: str, other: str) -> None:
-        """Of two own flags that exclude each other, forget the file's if the other is on the command line."""
-        lower = [each for each in (one, other) if self.place(each)]
-        if getattr(self.options, one) and getattr(self.options, other) and len(lower) == 1:
-            setattr(self.options, lower[0], None)
 
     def table(self) -> str:
         """Return one aligned line for each flag of ringrun's and each setting: name, value, where it came from."""
         own = [(name, _shown(getattr(self.options, name)), source) for name, source in self.sources.items()]
-        rows = own + [(name, _shown(value.text), value.source) for name, value in self.settings.items()]
-        widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
-        return "\n".join(f"{name:<{widths[0]}}  {value:<{widths[1]}}  {source}" for name, value, source in rows)
+        settings = [(name, _shown(value.text), value.source) for name, value in self.settings.items()]
+        return "\n".join(columns(own + settings))
 
 
 def variable(setting: str) -> str:
@@ -88,135 +88,123 @@ def public_settings() -> dict[str, Any]:
     return {field.name: field.default for field in dataclasses.fields(Settings) if field.name not in SET_BY_RINGRUN}
 
 
-def add_own_flags(group: argparse._ArgumentGroup) -> None:
+def add_own_flags(add: Add) -> None:
     """Add the flags that this file serves to ringrun's own."""
-    group.add_argument("--config-file", metavar="FILE", help="read flags from a YAML file: cycle_time_ms: 5, …")
-    group.add_argument("--show-config", action="store_true", help="print all settings and where each came from")
-    group.add_argument("--check-build", action="store_true", help="print which frameworks and MPIs were found")
+    add("--config-file", metavar="FILE", help="read flags from a YAML file: cycle_time_ms: 5, …")
+    add("--show-config", action="store_true", help="print all settings and where each came from")
+    add("--check-build", action="store_true", help="print which frameworks and MPIs were found")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Level:
-    """What one of the command line and the file has given: values and sources by argparse's destination."""
-
-    given: dict[str, Any]
-    sources: dict[str, str]
-
-
-def resolve(parser: argparse.ArgumentParser, arguments: Sequence[str], environ: Mapping[str, str]) -> Config:
+def resolve(parser: Parser, arguments: Sequence[str], environ: Mapping[str, str]) -> Config:
     """Return what `arguments` and their file say; `parser` knows ringrun's own flags. Raises UsageError."""
-    own = [action for action in parser._actions if action.option_strings and action.dest != "help"]
+    own = list(parser.flags)
     first, unknown = parser.parse_known_args(arguments)
     seems_plain = not unknown and not (first.command and first.command[0].startswith("-"))
-    if seems_plain and not first.config_file and not first.show_config:
-        return _merged(own, first.command, _command_line(parser, arguments), _Level({}, {}), {})
-    defaults = public_settings()
-    _add_setting_flags(parser, defaults)
-    flags = _command_line(parser, arguments)
-    _refuse_value_of_switch(parser, arguments, flags.given["command"])
-    path = flags.given.get("config_file")
-    file = _Level({}, {}) if path is None else _file(parser, read(path), defaults)
-    by_flag, by_file = _settings(flags), _settings(file)
+    defaults = {}
+    if not seems_plain or first.config_file or first.show_config:
+        defaults = public_settings()
+        _add_setting_flags(parser, defaults)
+    command, flags = _command_line(parser, arguments)
+    path, _ = flags.get("config_file", (None, ""))
+    file: _Level = {} if path is None else _file(parser, read(path))
+    by_flag, by_file = (_settings(level, defaults) for level in (flags, file))
     settings = {
         name: by_flag.get(name) or by_file.get(name) or _inherited(name, environ, default)
         for name, default in defaults.items()
     }
-    _check(settings, environ)
-    return _merged(own, flags.given["command"], flags, file, settings)
-
-
-def split_mpi_args(text: str | None, place: str = "") -> list[str]:
-    """Return the words of --mpi-args, as a shell would split them; UsageError for a broken quote."""
-    try:
-        return shlex.split(text or "")
-    except ValueError as error:
-        reason = str(error).lower()
-        raise UsageError(f"{place}--mpi-args {text!r}: {reason}; close it, or write \\ before it") from None
-
-
-def _command_line(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> _Level:
-    flags = [action for action in parser._actions if action.option_strings]
-    unset = argparse.Namespace(**{action.dest: None for action in flags})  # defaults would hide what was given
-    given = {name: value for name, value in vars(parser.parse_args(arguments, unset)).items() if value is not None}
-    sources = {}
-    for action in flags:
-        is_negative = isinstance(action, argparse.BooleanOptionalAction) and given.get(action.dest) is False
-        sources[action.dest] = action.option_strings[-1 if is_negative else 0]
-    return _Level(given, sources)
-
-
-def _refuse_value_of_switch(parser: argparse.ArgumentParser, arguments: Sequence[str], command: Sequence[str]) -> None:
-    """Raise UsageError for `--deterministic 1 python train.py`: 1 would be the command."""
-    before = list(arguments[: len(arguments) - len(command)])[-1:]
-    switches = [action for action in parser._actions if isinstance(action, argparse.BooleanOptionalAction)]
-    for on, off in (action.option_strings for action in switches):
-        if before in ([on], [off]) and command[:1] and command[0].lower() in ("0", "1", "true", "false", "yes", "no"):
-            raise UsageError(f"{before[0]} {command[0]}: it takes no value; write {on} or {off}")
-
-
-def _merged(
-    own: Sequence[argparse.Action],
-    command: list[str],
-    flags: _Level,
-    file: _Level,
-    settings: Mapping[str, Value],
-) -> Config:
-    """Return the Config in which an own flag's value is the command line's, else the file's, else the default."""
+    if settings:
+        _check(settings, environ)
     options, sources = argparse.Namespace(command=command), {}
     for action in own:
-        level = next((level for level in (flags, file) if action.dest in level.given), None)
-        setattr(options, action.dest, level.given[action.dest] if level else action.default)
+        value, source = flags.get(action.dest) or file.get(action.dest) or (action.default, "default")
+        setattr(options, action.dest, value)
         if action.dest not in _NOT_IN_FILE:
-            sources[action.dest] = level.sources[action.dest] if level else "default"
-    notices = [notice for level in (flags, file) for notice in _notices(level)]
-    return Config(options, sources, settings, notices)
+            sources[action.dest] = source
+    return Config(options, sources, settings, [notice for level in (flags, file) for notice in _notices(level)])
 
 
-def _add_setting_flags(parser: argparse.ArgumentParser, defaults: Mapping[str, Any]) -> None:
+def _add_setting_flags(parser: Parser, defaults: Mapping[str, Any]) -> None:
     """Add a flag for each setting, and horovodrun's; a setting that is on or off has --name and --no-name."""
+    add = parser.group("", argparse.SUPPRESS)
     for name, default in defaults.items():
         action: Any = argparse.BooleanOptionalAction if isinstance(default, bool) else "store"
-        parser.add_argument(_flag(name), dest=_destination(name), action=action, help=argparse.SUPPRESS)
-    horovod.add_flags(parser)
+        add(f"--{name.replace('_', '-')}", dest=f"setting {name}", action=action, help=argparse.SUPPRESS)
+    horovod.add_flags(add)
 
 
-def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+def _command_line(parser: Parser, arguments: Sequence[str]) -> tuple[list[str], _Level]:
+    """Return the user's command, and the flags before it."""
+    unset = argparse.Namespace(**{action.dest: None for action in parser.flags})  # defaults would hide what was given
+    given = vars(parser.parse_args(arguments, unset))
+    level: _Level = {}
+    for action in parser.flags:
+        if (value := given[action.dest]) is not None:
+            is_off = isinstance(action, argparse.BooleanOptionalAction) and value is False
+            level[action.dest] = (value, action.option_strings[-1 if is_off else 0])
+    command = given["command"]
+    switches = [names for names in (action.option_strings for action in parser.flags) if names[-1].startswith("--no-")]
+    for on, off in (names for names in switches if len(names) == 2):
+        before = arguments[len(arguments) - len(command) - 1] if command else ""
+        if before in (on, off) and command[0].lower() in ("0", "1", "true", "false", "yes", "no"):
+            raise UsageError(f"{before} {command[0]}: it takes no value; write {on} or {off}")
+    return command, level
 
 
-def _destination(setting: str) -> str:
-    return f"setting {setting}"
+def _file(parser: Parser, entries: Sequence[Entry]) -> _Level:
+    """Return what the entries of a file mean to `parser`; UsageError, with file and line, for what it does not know."""
+    flags = {
+        option.lstrip("-"): action
+        for action in parser.flags
+        for option in action.option_strings
+        if action.dest not in _NOT_IN_FILE and len(option) > 2
+    }
+    level: _Level = {}
+    for entry in entries:
+        action = flags.get(entry.flag)
+        if action is None:
+            raise UsageError(f"{entry.place}: {_unknown(entry, list(flags))}")
+        if action.dest in level:
+            raise UsageError(f"{entry.place}: {entry.key} is given twice; the first is at {level[action.dest][1]}")
+        level[action.dest] = (_switched(entry, action) if action.nargs == 0 else entry.text, entry.place)
+    return level
 
 
-def _settings(level: _Level) -> dict[str, Value]:
+def _unknown(entry: Entry, flags: Sequence[str]) -> str:
+    keys = [flag.replace("-", "_") for flag in flags]
+    nearest = difflib.get_close_matches(entry.flag.replace("-", "_"), keys, n=1)
+    hint = f"did you mean {nearest[0]}?" if nearest else "keys are flags without the dashes before them; see ringrun -h"
+    return f"unknown key {entry.key!r}; {hint}"
+
+
+def _switched(entry: Entry, action: argparse.Action) -> bool:
+    if entry.kind != "bool":
+        raise UsageError(f"{entry.place}: {entry.key}: expected true or false, got {entry.text!r}")
+    is_on = entry.text.lower() in ("true", "yes", "on")
+    is_negative = isinstance(action, argparse.BooleanOptionalAction) and f"--{entry.flag}" != action.option_strings[0]
+    return is_on != is_negative
+
+
+def _settings(level: _Level, defaults: Mapping[str, Any]) -> dict[str, Value]:
     """Return the settings that `level` gives, under whatever name."""
     found: dict[str, Value] = {}
-
-    def add(name: str, text: str, source: str) -> None:
+    for destination, (value, source) in level.items():
+        kind, _, name = destination.partition(" ")
+        if kind == "setting":
+            text = str(int(value)) if isinstance(value, bool) else value
+        elif kind == "horovod" and name in horovod.ALIASES:
+            text = str(whole(value, _named(source, name), 1, _MOST_MB, _MB) << 20) if name in horovod.IN_MB else value
+            name = horovod.ALIASES[name]
+        elif kind == "horovod" and name in horovod.SWITCHES:
+            name, turns_on = horovod.SWITCHES[name]
+            text = str(int(turns_on == value))  # false in a file: the opposite
+        else:
+            continue
         if name in found:
             raise UsageError(f"{source} and {found[name].source} both set {name}; give one of them")
         found[name] = Value(text, source, is_explicit=True)
-
-    stall_check = level.given.get(horovod.destination(horovod.STALL_CHECK))
-    for destination, value in level.given.items():
-        kind, _, name = destination.partition(" ")
-        source = level.sources.get(destination, "")
-        if kind == "setting":
-            add(name, str(int(value)) if isinstance(value, bool) else value, source)
-        elif kind == "horovod" and name in horovod.ALIASES:
-            alias = horovod.ALIASES[name]
-            try:
-                text = alias.value(value)
-            except UsageError as error:
-                raise UsageError(f"{_named(source, name)}: {error}") from None
-            add(alias.setting, text, source)
-        elif kind == "horovod" and name in horovod.SWITCHES:
-            setting, turns_on = horovod.SWITCHES[name]
-            add(setting, str(int(turns_on == value)), source)  # false in a file: the opposite
-    if stall_check is not None and (stall_check is False or "stall_check_s" not in found):
-        time_s = public_settings()["stall_check_s"] if stall_check else 0.0
-        source = level.sources[horovod.destination(horovod.STALL_CHECK)]
-        found["stall_check_s"] = Value(str(time_s), source, is_explicit=True)
+    is_on, source = level.get(horovod.destination(horovod.STALL_CHECK), (None, ""))
+    if is_on is False or (is_on and "stall_check_s" not in found):
+        found["stall_check_s"] = Value(str(defaults["stall_check_s"] if is_on else 0.0), source, is_explicit=True)
     return found
 
 
@@ -262,68 +250,13 @@ def _check(settings: Mapping[str, Value], environ: Mapping[str, str]) -> None:
 def _notices(level: _Level) -> list[str]:
     """Return a line for each flag that has no meaning here; for autotune's, one line together."""
     ignored = {**horovod.IGNORED_SWITCHES, **horovod.IGNORED_VALUES}
-    given = [name for name in ignored if level.given.get(horovod.destination(name))]
+    given = {name: level[at][1] for name in ignored if (at := horovod.destination(name)) in level and level[at][0]}
     tuning = [name for name in given if ignored[name] == horovod.TUNING]
     return [
-        f"{_named(level.sources[horovod.destination(name)], name)} has no meaning here ({ignored[name]})"
-        for name in given
+        f"{_named(source, name)} has no meaning here ({ignored[name]})"
+        for name, source in given.items()
         if name not in tuning[1:]
     ]
-
-
-def _file(parser: argparse.ArgumentParser, entries: Sequence[Entry], defaults: Mapping[str, Any]) -> _Level:
-    """Return what the entries of a file mean to `parser`; UsageError, with file and line, for what it does not know."""
-    actions = {
-        option.lstrip("-"): action
-        for action in parser._actions
-        for option in action.option_strings
-        if action.dest not in _NOT_IN_FILE and len(option) > 2
-    }
-    level = _Level({}, {})
-    for entry in entries:
-        action = actions.get(entry.flag)
-        if action is None:
-            raise UsageError(f"{entry.place}: {_unknown(entry, list(actions))}")
-        if action.dest in level.given:
-            raise UsageError(f"{entry.place}: {entry.key} says again what {level.sources[action.dest]} says")
-        value = _switched(entry, action) if action.nargs == 0 else _parsed(parser, entry, action, defaults)
-        level.given[action.dest], level.sources[action.dest] = value, entry.place
-    return level
-
-
-def _unknown(entry: Entry, flags: Sequence[str]) -> str:
-    keys = [flag.replace("-", "_") for flag in flags]
-    nearest = difflib.get_close_matches(entry.flag.replace("-", "_"), keys, n=1)
-    hint = f"did you mean {nearest[0]}?" if nearest else "keys are flags without the dashes before them; see ringrun -h"
-    return f"unknown key {entry.key!r}; {hint}"
-
-
-def _switched(entry: Entry, action: argparse.Action) -> bool:
-    if entry.kind != "bool":
-        raise UsageError(f"{entry.place}: {entry.key}: expected true or false, but it is {entry.text!r}")
-    is_on = entry.text.lower() in ("true", "yes", "on")
-    is_negative = isinstance(action, argparse.BooleanOptionalAction) and f"--{entry.flag}" != action.option_strings[0]
-    return is_on != is_negative
-
-
-def _parsed(parser: argparse.ArgumentParser, entry: Entry, action: argparse.Action, defaults: Mapping[str, Any]) -> Any:
-    kind, _, name = action.dest.partition(" ")
-    setting = name if kind == "setting" else horovod.ALIASES[name].setting if name in horovod.ALIASES else None
-    expected = _expected(entry, defaults[setting]) if setting else "" if entry.kind != "bool" else "a value"
-    if expected:
-        raise UsageError(f"{entry.place}: {entry.key}: expected {expected}, but it is {entry.text!r} ({entry.kind})")
-    try:
-        given, _ = parser.parse_known_args([f"{action.option_strings[-1]}={entry.text}"])
-    except UsageError as error:
-        raise UsageError(f"{entry.place}: {entry.key}: {error}") from None
-    return getattr(given, action.dest)
-
-
-def _expected(entry: Entry, default: Any) -> str:
-    """Return what the entry of a setting should be, by its default, if YAML takes it for something else."""
-    if isinstance(default, str):
-        return "" if entry.kind == "str" else "text; put it in quotes"
-    return "a number without quotes" if entry.is_quoted or entry.kind == "bool" else ""
 
 
 def _shown(value: object) -> str:

@@ -14,31 +14,24 @@ Exit code: 0, also with warnings; 3 with errors; 2 for a wrong command line.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
+from ..arguments import Parser, add_host_flags, parse_seconds
 from ..errors import MachineError, UsageError
-from ..hosts import Host
+from ..hosts import Found, Host, named_hosts
 from ..network import parse_interfaces
 from ..preflight import Preflight, check_job
-from ..quantities import parse_seconds
 from ..ssh import SshOptions, parse_ssh
-from ..where import Found, named_hosts
+from ..text import counted
 from .links import Links, findings, read_links, to_json
 from .matrix import matrix
 from .start import measure
 
 _USAGE = "ringrun doctor [-H LIST | --hostfile FILE] [options]"
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"doctor: {message}; see: ringrun doctor --help")
 
 
 @dataclass(frozen=True)
@@ -51,25 +44,16 @@ class Request:
     ssh: SshOptions
     interfaces: Sequence[str]
     flags: Sequence[str]
-    """What of it the measuring job is told, too."""
+    """Those of it that the measuring job gets, too."""
     json_file: str | None
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
-        prog="ringrun doctor",
-        usage=_USAGE,
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("-H", "--hosts", metavar="LIST", help="hosts, as in n1,n2")
-    parser.add_argument("--hostfile", metavar="FILE", help="a file that names hosts")
-    parser.add_argument("-p", "--ssh-port", metavar="PORT", help="where sshd listens on other hosts")
-    parser.add_argument("-i", "--ssh-identity-file", metavar="FILE", help="the private key for other hosts")
-    parser.add_argument("--start-timeout", metavar="SECONDS", default="30", help="so long a host may take (30)")
-    parser.add_argument("--network-interfaces", metavar="LIST", help="use these between hosts, as in eth0,ib0")
-    parser.add_argument("--json", metavar="FILE", help="also write all that was found here")
+def _parser() -> Parser:
+    parser = Parser("ringrun doctor", _USAGE, __doc__)
+    add = parser.group("Options")
+    add_host_flags(add)
+    add("--json", metavar="FILE", help="also write all that was found here")
+    add("-h", "--help", action="help", help="print this manual and exit")
     return parser
 
 
@@ -90,8 +74,8 @@ def run(arguments: Sequence[str]) -> int:
     """Do what `ringrun doctor` is asked for; returns the exit code. LauncherError where that cannot be done."""
     request = parse(arguments)
     if request.json_file is not None:
-        _write(request.json_file, "")  # a wrong path is told before minutes have passed
-    print(f"ringrun: asking {_counted(len(request.hosts), 'host')} …", file=sys.stderr, flush=True)
+        _write(request.json_file, "")  # a wrong path is reported before minutes have passed
+    print(f"ringrun: asking {counted(len(request.hosts), 'host')} …", file=sys.stderr, flush=True)
     preflight = check_job(
         request.hosts, sys.executable, ssh=request.ssh, in_slurm=request.in_slurm, interfaces=request.interfaces
     )
@@ -108,7 +92,7 @@ def run(arguments: Sequence[str]) -> int:
         print(f"\nThe links could not all be measured; the job that does it ended with:\n{failure}")
     errors = len(preflight.error_lines()) + bool(failure)
     warnings = len(preflight.warning_lines()) + (len(findings(links)) if links else 0)
-    print(f"\n{_counted(errors, 'error')}, {_counted(warnings, 'warning')}")
+    print(f"\n{counted(errors, 'error')}, {counted(warnings, 'warning')}")
     if request.json_file is not None:
         _write(request.json_file, _json(preflight, links, failure))
     return MachineError.exit_code if errors else 0
@@ -131,10 +115,6 @@ def _links(request: Request, sound: Sequence[str]) -> tuple[Links | None, str]:
 def _print_findings(title: str, lines: Sequence[str]) -> None:
     if lines:
         print("\n".join([f"\n{title}:", *(f"  {line}" for line in lines)]), flush=True)
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def _json(preflight: Preflight, links: Links | None, failure: str) -> str:

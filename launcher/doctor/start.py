@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..hosts import Host
-from ..interpreter import run_module
+from ..job.plan import run_module
 from .schedule import rounds
 
 _PACKAGE = __package__.partition(".")[0]

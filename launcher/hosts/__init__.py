@@ -1,32 +1,34 @@
-"""Where the ranks go: hosts and their slots, from the command line, a file or a batch system, and ranks over them.
+"""Which hosts run ranks: their names and slots, from the command line, a file or a batch system.
 
-    host_list    -H h1:4,h2:4
+    host         a host, the list of -H (h1:4,h2:4), and whether a host is this one
     hostfile     a file, as Open MPI, MPICH, Horovod and PBS write it
-    allocation   what a batch system has given to this job: Slurm (slurm.py), LSF, PBS, Kubernetes' MPI Operator
-    assign       how many ranks each host gets
-    here         whether one of them is this host
+    allocation   what a batch system has given to this job: Slurm (slurm, nodelist), LSF, PBS, Kubernetes' MPI Operator
+    assign       the hosts of a job, and how many ranks each gets
 
-Nothing here starts anything or asks a host: all but `read_text` are pure functions of text. What cannot be
-understood is a UsageError that says where it stands and what was expected there.
+Nothing here starts anything or asks another host. What cannot be understood is a UsageError that says where it stands
+and what was expected there.
 """
 
 from .allocation import find_allocation
-from .assign import assign
-from .here import is_here
-from .host import Allocation, Host
-from .host_list import parse_host_list
+from .assign import Found, assign, may_get_ranks, named_hosts, place_ranks
+from .host import Allocation, Host, is_here, parse_host_list
 from .hostfile import parse_hostfile, read_hostfile, read_text
-from .slurm import expand_nodelist
+from .nodelist import expand_nodelist, fold_names
 
 __all__ = [
     "Allocation",
+    "Found",
     "Host",
     "assign",
     "expand_nodelist",
     "find_allocation",
+    "fold_names",
     "is_here",
+    "may_get_ranks",
+    "named_hosts",
     "parse_host_list",
     "parse_hostfile",
+    "place_ranks",
     "read_hostfile",
     "read_text",
 ]

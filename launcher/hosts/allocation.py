@@ -3,7 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 
 from ..errors import UsageError
-from .host import Allocation, Host, merge, parse_host, parse_slots, shown
+from ..text import quoted
+from .host import Allocation, Host, merge, parse_host, parse_slots
 from .hostfile import parse_hostfile
 from .slurm import slurm_allocation
 
@@ -34,7 +35,7 @@ def _lsf_allocation(environ: Mapping[str, str], read: Reader) -> Allocation | No
     """LSB_MCPU_HOSTS is `h1 4 h2 4`; the file LSB_DJOB_HOSTFILE has a line for each slot."""
     if value := environ.get("LSB_MCPU_HOSTS", "").strip():
         hosts = _parse_lsf_hosts(value)
-        why = f"LSB_MCPU_HOSTS={shown(value)}"
+        why = f"LSB_MCPU_HOSTS={quoted(value)}"
     elif path := environ.get("LSB_DJOB_HOSTFILE"):
         hosts = _read_nodefile("LSB_DJOB_HOSTFILE", path, read)
         why = f"LSB_DJOB_HOSTFILE={path}"
@@ -46,7 +47,7 @@ def _lsf_allocation(environ: Mapping[str, str], read: Reader) -> Allocation | No
 
 
 def _parse_lsf_hosts(text: str) -> list[Host]:
-    where = f"LSB_MCPU_HOSTS={shown(text)}"
+    where = f"LSB_MCPU_HOSTS={quoted(text)}"
     words = text.split()
     if len(words) % 2:
         raise UsageError(f"{where}: expected pairs of a host and its slots, as in 'h1 4 h2 4'")

@@ -1,11 +1,87 @@
-"""How many ranks each host gets."""
+"""Which hosts a job may use, and how many ranks each gets."""
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from ..errors import UsageError
-from .host import Host
+from ..machine.placement import automatic_size
+from ..machine.topology import read_topology
+from .allocation import find_allocation
+from .host import Host, is_here, parse_host_list
+from .hostfile import read_hostfile, read_text
+from .nodelist import expand_nodelist
 
 _MAX_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class Found:
+    """The hosts that the user or a batch system names."""
+
+    hosts: Sequence[Host]
+    why: str
+    """Where they were named."""
+    in_slurm: bool
+    """They belong to a Slurm job that ringrun runs in, and Slurm starts processes there."""
+
+
+def named_hosts(listed: str | None, file: str | None, place: str = "") -> Found | None:
+    """Return the hosts of -H, of --hostfile, or of the allocation that this process belongs to, if there are any.
+
+    place:  where they were given, to begin a message about them, if that is not the command line
+    """
+    _refuse_being_many(os.environ)
+    if listed is not None and file is not None:
+        raise UsageError(f"{place}-H and --hostfile exclude each other; give one of them")
+    try:
+        if listed is not None:
+            hosts, why = parse_host_list(listed), f"-H {listed}"
+        elif file is not None:
+            hosts, why = read_hostfile(file), f"--hostfile {file}"
+    except UsageError as error:
+        raise UsageError(f"{place}{error}") from None
+    if listed is None and file is None:
+        allocation = find_allocation(os.environ, read_text)
+        return Found(allocation.hosts, allocation.why, allocation.kind == "slurm") if allocation else None
+    nodelist = os.environ.get("SLURM_JOB_NODELIST")
+    nodes = expand_nodelist(nodelist) if nodelist else []
+    return Found(hosts, why, all(host.name in nodes for host in hosts))
+
+
+def may_get_ranks(found: Found, size: int | None) -> Sequence[Host]:
+    """Return the hosts that may get any of `size` ranks; nothing if this is the only one."""
+    slots_are_said = all(host.slots is not None for host in found.hosts)
+    hosts = [host for host, _ in assign(found.hosts, size, lambda host: 1)] if slots_are_said else found.hosts
+    return [] if all(map(is_here, hosts)) else hosts
+
+
+def place_ranks(
+    found: Found | None, size: int | None, slots_of: Callable[[Host], int] | None = None
+) -> tuple[int, Sequence[tuple[Host, int]]]:
+    """Return how many ranks there are and, if some go to other hosts, which host gets how many, in order.
+
+    slots_of:  how many ranks a host gets whose slots nobody has said; by default as many as this one would.
+    """
+
+    def as_here(_: Host | None = None) -> int:
+        return automatic_size(read_topology(os.environ))
+
+    if found is None:
+        return size or as_here(), ()
+    assigned = assign(found.hosts, size, slots_of or as_here)
+    elsewhere = [host for host, _ in assigned if not is_here(host)]
+    return sum(count for _, count in assigned), assigned if elsewhere else ()
+
+
+def _refuse_being_many(environ: Mapping[str, str]) -> None:
+    """Raise UsageError if srun has started ringrun once for every rank."""
+    tasks = environ.get("SLURM_STEP_NUM_TASKS", "1")
+    if "SLURM_STEP_ID" in environ and tasks not in ("", "0", "1"):
+        raise UsageError(
+            f"srun has started ringrun {tasks} times (SLURM_STEP_NUM_TASKS={tasks}), and each would start all ranks; "
+            "start it once, in the batch script or in salloc, without srun before it"
+        )
 
 
 def assign(hosts: Sequence[Host], size: int | None, default_slots: Callable[[Host], int]) -> list[tuple[Host, int]]:

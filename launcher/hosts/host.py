@@ -1,18 +1,22 @@
-"""A host and its slots, and the notation `name:slots` that every source of hosts shares."""
+"""A host and its slots, the notation `name:slots` that every source of hosts shares, and whether it is this host."""
 
+import contextlib
 import ipaddress
 import re
+import socket
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..arguments import whole
 from ..errors import UsageError
+from ..text import quoted
+
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 MAX_SLOTS = 999_999
 """More slots on one host are a typing error."""
 
-_MAX_SHOWN = 80
-_NUMBER = re.compile(r"0*[1-9][0-9]{0,5}")
 # what ssh takes for a host and a shell for a word; a leading dash would be an option
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 _ADDRESS = re.compile(r"[0-9A-Fa-f:.]+(%[A-Za-z0-9._-]+)?")
@@ -43,20 +47,15 @@ class Allocation:
     why: str  # which variables say so
 
 
-def shown(text: str) -> str:
-    """Return `text` for a message: quoted, and not longer than a line."""
-    return repr(text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 1] + "…")
-
-
 def parse_host(text: str, where: str) -> Host:
     """Return the host in `h1`, `h1:4`, `[fe80::1]` or `[fe80::1]:4`; `where` begins the message of an error."""
     if text.startswith("["):
         match = _BRACKETED.fullmatch(text)
         if match is None or not _is_ipv6(match[1]):
-            raise UsageError(f"{where}: expected an IPv6 address in brackets, as in [fe80::1]:4, not {shown(text)}")
+            raise UsageError(f"{where}: expected an IPv6 address in brackets, as in [fe80::1]:4, got {quoted(text)}")
         name, slots = match[1], match[2]
     elif text.count(":") > 1 and _ADDRESS.fullmatch(text):
-        raise UsageError(f"{where}: an IPv6 address stands in brackets, as in [fe80::1]:4, not {shown(text)}")
+        raise UsageError(f"{where}: an IPv6 address stands in brackets, as in [fe80::1]:4, got {quoted(text)}")
     else:
         name, colon, number = text.partition(":")
         slots = number if colon else None
@@ -70,14 +69,23 @@ def check_name(name: str, where: str) -> None:
         raise UsageError(f"{where}: expected a host name, found nothing")
     if not _NAME.fullmatch(name):
         user = " (the user of a host belongs into ~/.ssh/config)" if "@" in name else ""
-        raise UsageError(f"{where}: expected a host name of letters, digits, '.', '-' and '_', not {shown(name)}{user}")
+        raise UsageError(
+            f"{where}: expected a host name of letters, digits, '.', '-' and '_', got {quoted(name)}{user}"
+        )
 
 
 def parse_slots(text: str, where: str) -> int:
     """Return the number in `text`, of slots or of what stands for them."""
-    if not _NUMBER.fullmatch(text):
-        raise UsageError(f"{where}: expected a whole number from 1 to {MAX_SLOTS}, not {shown(text)}")
-    return int(text)
+    return whole(text, where, 1, MAX_SLOTS)
+
+
+def parse_host_list(text: str) -> list[Host]:
+    """Return the hosts of `h1:4,h2,[fe80::1]:2`, each once; UsageError if an item is no host.
+
+    A name without slots leaves them unsaid (None), unless one is repeated: `h1,h1,h2` is 2 slots and 1.
+    """
+    items = [item.strip() for item in text.split(",")]
+    return merge([parse_host(item, f"-H, item {number}, {quoted(item)}") for number, item in enumerate(items, 1)])
 
 
 def merge(mentions: Sequence[Host]) -> list[Host]:
@@ -102,3 +110,34 @@ def _is_ipv6(text: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def is_here(host: Host, own_name: str | None = None) -> bool:
+    """Return whether this is the host called `own_name`, by default this one, or an address of this one.
+
+    Domains count where both names have one: n1.rack1 is not n1.rack2.
+    """
+    if host.name in LOOPBACK or _is_same_name(host.name, own_name or socket.gethostname()):
+        return True
+    return _is_own_address(host.name)
+
+
+def _is_same_name(name: str, own_name: str) -> bool:
+    first, dot, domain = name.lower().partition(".")
+    own_first, own_dot, own_domain = own_name.lower().partition(".")
+    if first != own_first:
+        return False
+    if dot and not own_dot:  # a host name without its domain is usual; the resolver may know the domain
+        own_domain = socket.getfqdn(own_name).lower().removeprefix(own_first).removeprefix(".")
+    return not (domain and own_domain) or domain == own_domain
+
+
+def _is_own_address(text: str) -> bool:
+    """Return whether `text` is an address of this host: whether a socket can be bound to it."""
+    for family in (socket.AF_INET, socket.AF_INET6):
+        with contextlib.suppress(OSError, ValueError):
+            socket.inet_pton(family, text)
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.bind((text, 0))
+                return True
+    return False

@@ -14,7 +14,8 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from ..errors import UsageError
-from .host import Host, merge, parse_host, parse_slots, shown
+from ..text import quoted
+from .host import Host, merge, parse_host, parse_slots
 
 _SLOTS = ("slots", "count", "cpu")  # one and the same to Open MPI
 _MAX_SLOTS = tuple(
@@ -63,7 +64,7 @@ def parse_hostfile(text: str, source: str) -> list[Host]:
         content = line.partition("#")[0]
         words = _AROUND_EQUALS.sub("=", " ".join(content.split())).split()
         if words:
-            mentions.append(_parse_line(words, f"{source}:{number}: {shown(content.strip())}"))
+            mentions.append(_parse_line(words, f"{source}:{number}: {quoted(content.strip())}"))
     if not mentions:
         raise UsageError(f"hostfile {source}: no host in it; expected {_EXAMPLE}")
     return merge(mentions)
@@ -75,7 +76,7 @@ def _parse_line(words: list[str], where: str) -> Host:
     for word in words[1:]:
         key, equals, value = word.partition("=")
         if not equals:
-            raise UsageError(f"{where}: expected key=value behind the host, as in slots=4, not {shown(word)}")
+            raise UsageError(f"{where}: expected key=value behind the host, as in slots=4, got {quoted(word)}")
         if key in _SLOTS and slots is None:
             slots = parse_slots(value, f"{where}: {key}")
         elif key in _MAX_SLOTS and most is None:
@@ -95,4 +96,4 @@ def _why_not(key: str) -> str:
         return f"{key}=: {_REFUSED[key]}"
     nearest = get_close_matches(key, [*_KNOWN, *_REFUSED], n=1)
     guess = f"; did you mean {nearest[0]}=?" if nearest else ""
-    return f"unknown key {shown(key)}, expected slots= or max_slots={guess}"
+    return f"unknown key {quoted(key)}, expected slots= or max_slots={guess}"

@@ -18,7 +18,6 @@ from ..environment import AGENT_VARIABLES, Settings
 from ..errors import UsageError
 from ..forward import forwarded, withheld
 from ..hosts import Host, is_here
-from ..interpreter import run_module
 from ..ssh import SshOptions, ssh_argv
 
 _AGENT = "ringrun.agent"
@@ -29,6 +28,16 @@ _FOR_INNER_SRUN = {"SLURM_EXPORT_ENV": "ALL", "SLURM_OVERLAP": "1"}
 """For the srun with which an mpirun starts its daemons: with these variables, and in an interactive step too."""
 
 _PYTHON = re.compile(r"python(\d+(\.\d+)*)?t?")
+
+
+def run_module(module: str, version: tuple[int, int] = sys.version_info[:2]) -> list[str]:
+    """Return what makes a Python of this version run `module`, as `-m` does, whose arguments follow.
+
+    The current folder must not be on its path: a file of the user's may be called like a module that is imported.
+    """
+    if version >= (3, 11):
+        return ["-P", "-m", module]
+    return ["-c", f"import runpy, sys; del sys.path[0]; runpy.run_module({module!r}, run_name='__main__')"]
 
 
 def find_command(command: Sequence[str]) -> list[str]:

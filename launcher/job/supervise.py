@@ -32,7 +32,7 @@ from ..report import outcome
 from ..report.card import card
 from ..report.outcome import RankEnd
 from ..report.states import stacks_report
-from ..spans import named_ranks
+from ..text import numbered
 from .escalation import AFTER_FAILURE, AFTER_INTERRUPT, AFTER_TERMINATE, AFTER_TIMEOUT, AT_ONCE, Escalation, Step
 from .inquiry import Deliver, Inquiries, Inquiry, nobody
 from .mpirun import MpiLauncher
@@ -275,6 +275,6 @@ class Supervisor:
         said = "\n".join(self._launcher_said) or "(nothing)"
         return (
             f"{what} when {len(self._arrived)} of {self._size} ranks had started; missing: "
-            f"{named_ranks(absent)} on {hosts}; "
+            f"{numbered('rank', absent)} on {hosts}; "
             f"{self._launcher.name} wrote:\n{said}"
         )

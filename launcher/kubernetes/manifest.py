@@ -16,36 +16,21 @@ What must stand in the image
                                HostKey /home/NAME/.ssh/id_rsa, PidFile /home/NAME/sshd.pid and StrictModes no
 """
 
-import argparse
-import shlex
 from collections.abc import Sequence
-from typing import NoReturn
 
+from ..arguments import Parser, split_words, whole
 from ..errors import UsageError
 from ..hosts.host import MAX_SLOTS
 from ..ssh import parse_port
-from .mpijob import IMPLEMENTATIONS, SSH_PORT, Request, manifest, parse_user, parse_variables
+from .mpijob import IMPLEMENTATIONS, SSH_PORT, Request, manifest, parse_secrets, parse_user, parse_variables
 
 _USAGE = "ringrun manifest -np N --image IMAGE [options] command [arguments …]"
 _UNPRIVILEGED_SSH_PORT = 2222
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"manifest: {message}")
-
-
-def _parser() -> argparse.ArgumentParser:
-    assert __doc__ is not None
-    parser = _Parser(
-        prog="ringrun manifest",
-        usage=_USAGE,
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-        add_help=False,
-    )
-    add = parser.add_argument
+def _parser() -> Parser:
+    parser = Parser("ringrun manifest", _USAGE, __doc__)
+    add = parser.group("Options")
     add("-np", metavar="N", help="how many ranks to start")
     add("--image", metavar="IMAGE", help="the container image of launcher and workers")
     add("--name", metavar="NAME", default="", help="the job's name; by default that of the script")
@@ -55,14 +40,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--cpus", metavar="AMOUNT", help="of each worker, as in 4 or 500m")
     add("--memory", metavar="AMOUNT", help="of each worker, its /dev/shm included, as in 16Gi")
     add("--mpi", metavar="NAME", default="openmpi", help="which MPI the image has: openmpi or mpich")
-    add(
-        "--env", metavar="NAME=VALUE", action="append", default=[], help="set a variable for all ranks; may be repeated"
-    )
+    several = {"action": "append", "default": []}
+    add("--env", metavar="NAME=VALUE", **several, help="set a variable for all ranks; may be repeated")
+    add("--env-from-secret", metavar="NAME=SECRET:KEY", **several, help="set it from a Kubernetes Secret's key")
     add("--user", metavar="NAME:UID", help="run as this user; by default as root")
     add("--ssh-port", metavar="PORT", help=f"of the workers' sshd: {SSH_PORT}, or {_UNPRIVILEGED_SSH_PORT} with --user")
     add("--ringrun-args", metavar='"…"', help='more flags for ringrun: --ringrun-args="--restarts 3 --fold"')
     add("-h", "--help", action="help", help="print this manual and exit")
-    add("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    parser.add_command()
     return parser
 
 
@@ -70,17 +55,16 @@ def parse(arguments: Sequence[str]) -> Request:
     """Return what the command line asks for; UsageError where it is wrong."""
     _check_encodable(arguments)
     options = _parser().parse_args(arguments)
-    if options.command[:1] == ["--"]:
-        del options.command[0]
     for flag, value in (("-np", options.np), ("--image", options.image), ("a command", options.command)):
         if not value:
-            raise UsageError(f"manifest: {flag} is missing, as in: {_USAGE.replace('[options] ', '')}")
+            raise UsageError(f"{flag} is missing, as in: {_USAGE.replace('[options] ', '')}")
     if options.mpi not in IMPLEMENTATIONS:
         raise UsageError(f"--mpi {options.mpi}: expected one of {', '.join(IMPLEMENTATIONS)}")
-    size, gpus = _count(options.np, "-np", 1), _count(options.gpus_per_worker, "--gpus-per-worker", 0)
+    size = whole(options.np, "-np", 1, MAX_SLOTS)
+    gpus = whole(options.gpus_per_worker, "--gpus-per-worker", 0, MAX_SLOTS)
     slots = gpus or 1
     if options.slots_per_worker is not None:
-        slots = _count(options.slots_per_worker, "--slots-per-worker", 1)
+        slots = whole(options.slots_per_worker, "--slots-per-worker", 1, MAX_SLOTS)
     user = None if options.user is None else parse_user(options.user, "--user")
     port = SSH_PORT if user is None else _UNPRIVILEGED_SSH_PORT
     if options.ssh_port is not None:
@@ -97,25 +81,11 @@ def parse(arguments: Sequence[str]) -> Request:
         memory=options.memory,
         implementation=options.mpi,
         variables=parse_variables(options.env, "--env"),
+        secrets=parse_secrets(options.env_from_secret, "--env-from-secret"),
         user=user,
         ssh_port=port,
-        ringrun_arguments=_words(options.ringrun_args),
+        ringrun_arguments=split_words(options.ringrun_args, "--ringrun-args"),
     )
-
-
-def _count(text: str, flag: str, least: int) -> int:
-    number = int(text) if text.isascii() and text.isdecimal() and len(text) < len(str(MAX_SLOTS)) + 1 else -1
-    if number < least:
-        raise UsageError(f"{flag} {text}: expected a whole number from {least} to {MAX_SLOTS}")
-    return number
-
-
-def _words(text: str | None) -> list[str]:
-    try:
-        return shlex.split(text or "")
-    except ValueError as error:
-        reason = str(error).lower()
-        raise UsageError(f"--ringrun-args {text!r}: {reason}; close it, or write \\ before it") from None
 
 
 def _check_encodable(words: Sequence[str]) -> None:
@@ -129,11 +99,23 @@ def _check_encodable(words: Sequence[str]) -> None:
 
 def run(arguments: Sequence[str]) -> int:
     """Print the manifest; UsageError if it cannot be made."""
-    request = parse(arguments)
+    print(as_yaml(manifest(parse(arguments))), end="", flush=True)
+    return 0
+
+
+def as_yaml(made: object) -> str:
+    """Return YAML that reads back as `made`, whatever characters its strings hold."""
     try:
         import yaml
     except ImportError as error:
         raise UsageError("manifest: writing YAML needs PyYAML; pip install 'ringreduce[yaml]'") from error
-    text = yaml.safe_dump(manifest(request), sort_keys=False, allow_unicode=True, width=10_000)
-    print(text, end="", flush=True)
-    return 0
+
+    class Dumper(yaml.SafeDumper):  # type: ignore[misc]
+        """Writes a string with line ends of any kind, or other control characters, in double quotes, escaped."""
+
+    def string(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+        return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=None if text.isprintable() else '"')
+
+    Dumper.add_representer(str, string)
+    text: str = yaml.dump(made, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=10_000)
+    return text

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UsageError
+from ..forward import is_secret
 
 IMPLEMENTATIONS = {"openmpi": "OpenMPI", "mpich": "MPICH"}
 """What the operator calls an MPI: it writes the hostfile as that one reads it, and names it in its variable."""
@@ -25,6 +26,7 @@ LONGEST_LABEL = 63
 _LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")  # DNS-1035: the job's name becomes a service's
 _NAMESPACE = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")  # DNS-1123
 _VARIABLE = re.compile(r"(?!RINGRUN_)[A-Za-z_][A-Za-z0-9_]*")  # what ringrun's --env takes
+_FROM_SECRET = re.compile(rf"({_VARIABLE.pattern})=([a-z0-9](?:[-.a-z0-9]*[a-z0-9])?):([-._a-zA-Z0-9]+)")
 _QUANTITY = re.compile(r"(?=.*[1-9])\d{1,15}(\.\d{1,9})?(m|k|[KMGTPE]i|[MGTPE])?")
 _USER = re.compile(r"([a-z_][a-z0-9_-]{0,31}):([1-9][0-9]{0,8})")
 _IMAGE = re.compile(r"[!-~]+")
@@ -58,12 +60,16 @@ class Request:
     memory: str | None = None
     implementation: str = "openmpi"
     variables: Mapping[str, str] = field(default_factory=dict)
+    secrets: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """Variables whose values are in a Secret: its name and the key."""
     user: User | None = None
     """None: root."""
     ssh_port: int = SSH_PORT
     ringrun_arguments: Sequence[str] = ()
 
     def __post_init__(self) -> None:
+        if twice := self.variables.keys() & self.secrets.keys():
+            raise UsageError(f"--env and --env-from-secret both set {min(twice)}; give one of them")
         longest = f"{self.job_name}-worker-{self.workers - 1}"
         if not _LABEL.fullmatch(self.job_name) or len(longest) > LONGEST_LABEL:
             room = LONGEST_LABEL - len(longest) + len(self.job_name)
@@ -110,8 +116,24 @@ def parse_variables(texts: Sequence[str], flag: str) -> dict[str, str]:
         name, is_given, value = text.partition("=")
         if not is_given or not _VARIABLE.fullmatch(name):
             raise UsageError(f"{flag} {text}: expected NAME=VALUE, as in RINGREDUCE_LOG_LEVEL=info")
+        if is_secret(name, value):
+            raise UsageError(
+                f"{flag} {name}: it looks like a secret, and anybody who reads the manifest would see it; "
+                f"put it into a Secret: --env-from-secret {name}=SECRET:KEY"
+            )
         variables[name] = value
     return variables
+
+
+def parse_secrets(texts: Sequence[str], flag: str) -> dict[str, tuple[str, str]]:
+    """Return the variables in NAME=SECRET:KEY, … with the name of the Secret and the key in it."""
+    secrets = {}
+    for text in texts:
+        match = _FROM_SECRET.fullmatch(text)
+        if match is None:
+            raise UsageError(f"{flag} {text}: expected NAME=SECRET:KEY, as in HF_TOKEN=hugging-face:token")
+        secrets[match[1]] = (match[2], match[3])
+    return secrets
 
 
 def manifest(request: Request) -> dict[str, Any]:
@@ -140,13 +162,16 @@ def _launcher(request: Request) -> dict[str, Any]:
     argv = ["ringrun", "-np", str(request.size)]
     if request.ssh_port != SSH_PORT:
         argv += ["-p", str(request.ssh_port)]
-    for name in request.variables:
+    for name in (*request.variables, *request.secrets):
         argv += ["--env", name]  # to the workers too, whatever the name
     argv += request.ringrun_arguments
     argv += ["--", *request.command] if request.command[0].startswith("-") else request.command
     container: dict[str, Any] = {"name": "launcher", "image": request.image, "command": list(map(_literal, argv))}
-    if request.variables:
-        container["env"] = [{"name": name, "value": _literal(value)} for name, value in request.variables.items()]
+    env: list[dict[str, Any]] = [{"name": name, "value": _literal(text)} for name, text in request.variables.items()]
+    for name, (secret, key) in request.secrets.items():
+        env.append({"name": name, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}})
+    if env:
+        container["env"] = env
     # a namespace with a quota takes no pod without limits
     limits = {name: small for name, given, small in _amounts(request) if given is not None}
     return _replica(1, "Never", container, limits, request)

@@ -10,10 +10,10 @@ The unit is the physical core: its hardware threads stay together. Each agent co
 """
 
 import itertools
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..spans import format_spans
+from ..text import counted, numbered
 from .topology import Core, Gpu, Topology
 
 _FOLD = 3  # so many ranks alike are told as one
@@ -89,7 +89,7 @@ def describe(shares: Sequence[Share], host: str, *, bound: bool, noun: str = "ra
     for run in _runs(shares):
         parts = [run] if len(run) >= _FOLD else [range(rank, rank + 1) for rank in run]
         told += [_tell(shares[part.start : part.stop], part, noun, bound) for part in parts]
-    return f"ringrun: {_counted(len(shares), noun)} on {host}: {'; '.join(told)}"
+    return f"ringrun: {counted(len(shares), noun)} on {host}: {'; '.join(told)}"
 
 
 def _runs(shares: Sequence[Share]) -> list[range]:
@@ -113,14 +113,14 @@ def _alike(one: Share, other: Share) -> bool:
 
 
 def _tell(shares: Sequence[Share], ranks: range, noun: str, bound: bool) -> str:
-    words = [_numbered(noun, ranks)]
+    words = [numbered(noun, ranks)]
     names = {share.gpu.name for share in shares if share.gpu}
     if len(names) == 1:
         words.append(f"GPU {names.pop()}")
     elif names:
-        words.append(_numbered("GPU", {int(name) for name in names}))
+        words.append(numbered("GPU", {int(name) for name in names}))
     if bound:
-        words.append(_numbered("core", {cpu for share in shares for cpu in share.cpus}))
+        words.append(numbered("core", {cpu for share in shares for cpu in share.cpus}))
         if len(ranks) > 1:
             words.append(_division(shares))
     return " ".join(words)
@@ -131,11 +131,3 @@ def _division(shares: Sequence[Share]) -> str:
     different = len({core for share in shares for core in share.cores})
     each = len(shares[0].cores)
     return f"({each} each)" if different == each * len(shares) else "(in turn)"
-
-
-def _numbered(noun: str, numbers: Collection[int]) -> str:
-    return f"{noun}{'' if len(numbers) == 1 else 's'} {format_spans(numbers)}"
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"

@@ -5,6 +5,7 @@ asked. A file that is missing or makes no sense counts as "unknown" and never en
 stands in placement.py.
 """
 
+import contextlib
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -75,6 +76,16 @@ def read_topology(
     devices = _read_devices(root, cpus, nodes)
     gpus = _visible(devices, environ.get(VISIBLE_VARIABLE), by_address=environ.get(ORDER_VARIABLE) == BY_ADDRESS)
     return Topology(_read_cores(root, cpus, nodes), gpus)
+
+
+def installed_cupy() -> str:
+    """Return which CuPy is installed, such as `cupy-cuda12x 14.2.0`, without importing it; nothing if none is."""
+    from importlib import metadata  # slow to import
+
+    for name in ("cupy-cuda12x", "cupy-cuda13x", "cupy-cuda11x", "cupy"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            return f"{name} {metadata.version(name)}"
+    return ""
 
 
 def parse_cpulist(text: str, among: Iterable[int]) -> frozenset[int]:

@@ -24,7 +24,7 @@ class OutputFiles:
 
     def __init__(self, directory: str, size: int) -> None:
         if not directory:
-            raise UsageError("--output-filename '': expected is a folder for the ranks' output")
+            raise UsageError("--output-filename '': expected a folder for the ranks' output")
         self._files: dict[tuple[int, str], FileIO] = {}
         self._lock = threading.Lock()
         self._has_complained = False

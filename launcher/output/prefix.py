@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 
-from ..ranks import split_ranks
+from ..text import split_ranks
 
 _COLOURS = (36, 33, 32, 35, 34, 31, 96, 93, 92, 95, 94, 91)
 _BOLD = 1  # several ranks have no colour of their own

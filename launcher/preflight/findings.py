@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from ..hosts import fold_names
 from ..reach import Problem
 from .ask import Facts, Question, Version
-from .names import fold_names
 
 MAX_SKEW_S = 1.0
 MIN_SHM_BYTES = 64 << 20
@@ -98,7 +98,7 @@ def _small(facts: Facts) -> Iterator[_Row]:
         cure = f"mount a tmpfs on {SHM} there"
         yield "warning", SHM, f"it has no {SHM}, through which ranks of one host exchange data", cure
     elif facts.shm_bytes < MIN_SHM_BYTES:
-        what = f"{SHM} has {facts.shm_bytes / 1e6:.0f} MB free, expected are {MIN_SHM_BYTES / 1e6:.0f}"
+        what = f"{SHM} has {facts.shm_bytes / 1e6:.0f} MB free, expected at least {MIN_SHM_BYTES / 1e6:.0f}"
         yield "warning", SHM, what, "remove old files there; a container gets more with --shm-size 1g"
 
 

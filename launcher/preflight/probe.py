@@ -39,7 +39,7 @@ def main() -> None:
 
 def describe(request: dict) -> dict:  # type: ignore[type-arg] # plain JSON, of any Python 3.7
     """Return what this host has, as JSON; `request` is what ask.py says."""
-    gpus, ranks = _slots()
+    gpus, ranks, cupy = _slots()
     return {
         "hostname": socket.gethostname(),
         "python": "{}.{}.{}".format(*sys.version_info[:3]),
@@ -47,7 +47,7 @@ def describe(request: dict) -> dict:  # type: ignore[type-arg] # plain JSON, of 
         "ringrun": _agent(request["agent_python"]),
         "mpi4py": _version("mpi4py"),
         "numpy": _version("numpy"),
-        "cupy": cupy(),
+        "cupy": cupy,
         "mpi": _mpi(),
         "gpus": gpus,
         "ranks": ranks,
@@ -98,18 +98,6 @@ def _digest(folder: str) -> str:
     return digest.hexdigest()
 
 
-def cupy() -> str:
-    """Return which CuPy is installed, such as `cupy-cuda12x 14.2.0`, without importing it; nothing if none is."""
-    try:
-        metadata = importlib.import_module("importlib.metadata")
-    except ImportError:  # Python 3.7
-        return ""
-    for name in ("cupy-cuda12x", "cupy-cuda13x", "cupy-cuda11x", "cupy"):
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            return f"{name} {metadata.version(name)}"
-    return ""
-
-
 def _agent(python: str) -> dict[str, str]:
     """Return where the interpreter `python`, which runs the agents, finds ringrun, or {"error": …}."""
     code = (
@@ -139,14 +127,16 @@ def _mpi() -> dict[str, str]:
         return {"error": _first_line(error)}
 
 
-def _slots() -> tuple[int, int]:
-    """Return how many GPUs there are, and how many ranks this host gets if nobody says."""
+def _slots() -> tuple[int, int, str]:
+    """Return how many GPUs there are, how many ranks this host gets if nobody says, and which CuPy it has."""
     try:
-        topology = importlib.import_module("ringrun.machine.topology").read_topology(os.environ)
-        return len(topology.gpus), int(importlib.import_module("ringrun.machine.placement").automatic_size(topology))
+        machine = importlib.import_module("ringrun.machine.topology")
+        topology = machine.read_topology(os.environ)
+        ranks = importlib.import_module("ringrun.machine.placement").automatic_size(topology)
+        return len(topology.gpus), ranks, machine.installed_cupy()
     except Exception:  # the answer about ringrun says why
         gpus = len(glob.glob("/proc/driver/nvidia/gpus/*"))
-        return gpus, gpus or len(os.sched_getaffinity(0))
+        return gpus, gpus or len(os.sched_getaffinity(0)), ""
 
 
 def _free_bytes(folder: str) -> int | None:

@@ -14,10 +14,11 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Collection, Mapping, Sequence
 
+from ..hosts import fold_names
 from ..reach import Problem
+from ..text import counted, shortened
 from .ask import Facts, Version
 from .findings import SHM, Finding, short_mpi
-from .names import fold_names
 
 WIDTH = 100
 
@@ -66,7 +67,7 @@ def _narrowed(widths: Sequence[int], room: int) -> list[int]:
 def _cut(cell: str, width: int) -> str:
     """Return `cell` in at most `width` characters, with its mark."""
     mark = "*" if cell.endswith("*") else ""
-    return cell if len(cell) <= width else f"{cell[: width - 1 - len(mark)]}…{mark}"
+    return shortened(cell[: len(cell) - len(mark)], width - len(mark)) + mark
 
 
 def _rows(
@@ -115,7 +116,7 @@ def _cell(facts: Facts, column: str) -> str:
         case "MPI":
             return short_mpi(facts.mpi.text) or "-"
         case "ranks":
-            return f"{facts.ranks} {'GPU' if facts.gpus else 'core'}{'' if facts.ranks == 1 else 's'}"
+            return counted(facts.ranks, "GPU" if facts.gpus else "core")
         case "clock":
             return f"{facts.clock_skew_s:+.1f} s" if abs(facts.clock_skew_s) >= 0.05 else "0.0 s"
         case _:

@@ -1,7 +1,6 @@
 """One program, once on each of several hosts, all at the same time: what each wrote, and why a host did not answer.
 
-    reach       Reach: runs a program on all hosts of a job
-    here        the way to this host: the program is a child of ringrun
+    reach       Reach: runs a program on all hosts of a job, this one included
     over_ssh    the way to other hosts over ssh; over_slurm: to the nodes of a Slurm job, through srun
     base        what a way, an answer and a problem are
     refusals    what ssh and srun write when they fail → one problem with its cure; pure

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from ..text import shortened
 from .base import Problem
 
 _MAX_SHOWN = 200
@@ -163,7 +164,7 @@ def _last_line(text: str) -> str:
 def _short(text: str) -> str:
     """Return `text` for a message: one line, nothing that a terminal would obey."""
     clean = "".join(character if character.isprintable() else "?" for character in text.strip().removeprefix("ssh: "))
-    return clean if len(clean) <= _MAX_SHOWN else clean[: _MAX_SHOWN - 1] + "…"
+    return shortened(clean, _MAX_SHOWN)
 
 
 def _code(code: int) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from ..connection.wire import State
-from ..spans import named_ranks
+from ..text import numbered
 
 NO_ANSWER = "did not answer in time"
 NO_PYTHON = "no Python code runs"
@@ -15,7 +15,7 @@ def waiting(asked: Iterable[int], states: Mapping[int, State]) -> list[str]:
     for rank in sorted(asked):
         state = states.get(rank)
         groups.setdefault((state.doing or state.silent or NO_PYTHON) if state else NO_ANSWER, []).append(rank)
-    return [f"{named_ranks(ranks)}: {text}" for text, ranks in groups.items()]
+    return [f"{numbered('rank', ranks)}: {text}" for text, ranks in groups.items()]
 
 
 def stacks_report(
@@ -31,7 +31,7 @@ def stacks_report(
         groups.setdefault((state.doing, state.stacks, state.silent), []).append(rank)
     lines = [line for answer, ranks in groups.items() for line in _group(ranks, answer, size, hosts)]
     if others := set(range(size)) - set(asked):
-        lines.append(f"{named_ranks(others)} of {size}: not running")
+        lines.append(f"{numbered('rank', others)} of {size}: not running")
     return lines
 
 
@@ -40,4 +40,4 @@ def _group(ranks: Sequence[int], answer: tuple[str, str, str], size: int, hosts:
     names = sorted({hosts[rank] for rank in ranks if rank in hosts})
     where = f" on {names[0]}" if len(names) == 1 else f" on {len(names)} hosts" if names else ""
     what = "; ".join(filter(None, [doing, silent])) or NO_PYTHON
-    return [f"{named_ranks(ranks)} of {size}{where}: {what}", *stacks.splitlines()]
+    return [f"{numbered('rank', ranks)} of {size}{where}: {what}", *stacks.splitlines()]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ringrun.ranks import parse_ranks
+from ringrun.arguments import parse_ranks
 from tests.cluster.hosts import Hosts
 
 pytestmark = pytest.mark.timeout(180)

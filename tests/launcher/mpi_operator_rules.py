@@ -11,6 +11,8 @@ from typing import Any
 DNS_1035 = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 DNS_1123 = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 ENV_NAME = re.compile(r"[-._a-zA-Z][-._a-zA-Z0-9]*")
+SUBDOMAIN = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*")
+SECRET_KEY = re.compile(r"[-._a-zA-Z0-9]{1,253}")
 QUANTITY = re.compile(r"[+]?(\d+(\.\d*)?|\.\d+)(m|k|[KMGTPE]i|[MGTPE]|[eE][+-]?\d+)?")
 LABEL_LENGTH = 63
 INT32 = 2**31 - 1
@@ -127,6 +129,17 @@ def _container(path: str, container: dict[str, Any], volumes: list[str]) -> Iter
         yield f"{path}.env: names"
     if not all(isinstance(each.get("value", ""), str) for each in container.get("env", [])):
         yield f"{path}.env: values must be strings"
+    for each in container.get("env", []):
+        source = each.get("valueFrom", {"secretKeyRef": {"name": "a", "key": "b"}})
+        reference = source.get("secretKeyRef", {})
+        if (
+            set(source) != {"secretKeyRef"}
+            or set(reference) != {"name", "key"}
+            or ("valueFrom" in each) == ("value" in each)
+        ):
+            yield f"{path}.env: a value, or a secret's name and key"
+        elif not SUBDOMAIN.fullmatch(reference["name"]) or not SECRET_KEY.fullmatch(reference["key"]):
+            yield f"{path}.env: no secret's name or key"
     for name, quantity in container.get("resources", {}).get("limits", {}).items():
         if isinstance(quantity, bool) or not QUANTITY.fullmatch(str(quantity)):
             yield f"{path}.resources.limits.{name}: no quantity"

@@ -19,7 +19,7 @@ from ringrun.doctor.links import Link, Links, findings, read_links, to_json
 from ringrun.doctor.matrix import WIDTH, matrix
 from ringrun.doctor.schedule import rounds
 from ringrun.errors import UsageError
-from ringrun.interpreter import run_module
+from ringrun.job.plan import run_module
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -256,12 +256,12 @@ def test_a_host_that_cannot_be_reached(ringrun: Run) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["train.py"], "doctor: unrecognized arguments: train.py; see: ringrun doctor --help"),
+        (["train.py"], "unexpected argument 'train.py'; see ringrun doctor --help"),
         (["-H", "h1", "--hostfile", "f"], "-H and --hostfile exclude each other"),
         (["--hostfile", "no-such-file"], "hostfile no-such-file: no such file"),
-        (["-p", "none"], "--ssh-port none: expected is a port"),
+        (["-p", "none"], "--ssh-port: expected a port from 1 to 65535, got 'none'"),
         (["-i", "no-such-key"], "--ssh-identity-file no-such-key: no such file"),
-        (["--start-timeout", "nan"], "--start-timeout nan: expected is a number of seconds above 0"),
+        (["--start-timeout", "nan"], "--start-timeout: expected a number of seconds above 0, got 'nan'"),
         (["--network-interfaces", "none0"], "--network-interfaces none0: there is no interface 'none0' here"),
         (
             ["--json", "/no/such/folder/file"],

@@ -72,7 +72,7 @@ def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
 
 
 def test_no_folder_at_all() -> None:
-    with pytest.raises(UsageError, match="--output-filename '': expected is a folder for the ranks' output"):
+    with pytest.raises(UsageError, match="--output-filename '': expected a folder for the ranks' output"):
         OutputFiles("", 2)
 
 

@@ -121,28 +121,50 @@ def test_a_command_may_look_like_a_flag() -> None:
 
 
 WRONG = [
-    (["--image", IMAGE, "true"], "manifest: -np is missing, as in: ringrun manifest -np N --image IMAGE command"),
-    (["-np", "2", "true"], "manifest: --image is missing"),
-    (["-np", "2", "--image", IMAGE], "manifest: a command is missing"),
-    (["-np", "0", "--image", IMAGE, "true"], "-np 0: expected a whole number from 1 to 999999"),
-    (["-np", "auto", "--image", IMAGE, "true"], "-np auto: expected a whole number from 1 to 999999"),
+    (["--image", IMAGE, "true"], "-np is missing, as in: ringrun manifest -np N --image IMAGE command"),
+    (["-np", "2", "true"], "--image is missing"),
+    (["-np", "2", "--image", IMAGE], "a command is missing"),
+    (["-np", "0", "--image", IMAGE, "true"], "-np: expected a whole number from 1 to 999999, got '0'"),
+    (["-np", "auto", "--image", IMAGE, "true"], "-np: expected a whole number from 1 to 999999, got 'auto'"),
     (["-np", "2", "--image", "a b", "true"], "--image 'a b': expected an image's name"),
     (["-np", "2", "--image", IMAGE, "--name", "Gpt", "true"], "--name Gpt: expected at most 54 lower-case letters"),
     (["-np", "2", "--image", IMAGE, "--name", "a" * 55, "true"], "expected at most 54 lower-case letters"),
     (["-np", "11", "--image", IMAGE, "--name", "a" * 54, "true"], "expected at most 53 lower-case letters"),
     (["-np", "2", "--image", IMAGE, "--namespace", "a_b", "true"], "--namespace a_b: expected lower-case letters"),
-    (["-np", "2", "--image", IMAGE, "--gpus-per-worker", "x", "true"], "--gpus-per-worker x: expected a whole number"),
-    (["-np", "2", "--image", IMAGE, "--slots-per-worker", "0", "true"], "--slots-per-worker 0: expected a whole"),
+    (["-np", "2", "--image", IMAGE, "--gpus-per-worker", "x", "true"], "--gpus-per-worker: expected a whole number"),
+    (["-np", "2", "--image", IMAGE, "--slots-per-worker", "0", "true"], "--slots-per-worker: expected a whole"),
     (["-np", "2", "--image", IMAGE, "--cpus", "0", "true"], "--cpus 0: expected an amount above 0"),
     (["-np", "2", "--image", IMAGE, "--memory", "16 GB", "true"], "--memory 16 GB: expected an amount above 0"),
     (["-np", "2", "--image", IMAGE, "--mpi", "intel", "true"], "--mpi intel: expected one of openmpi, mpich"),
     (["-np", "2", "--image", IMAGE, "--env", "NAME", "true"], "--env NAME: expected NAME=VALUE"),
     (["-np", "2", "--image", IMAGE, "--env", "a.b=c", "true"], "--env a.b=c: expected NAME=VALUE"),
     (["-np", "2", "--image", IMAGE, "--env", "RINGRUN_X=1", "true"], "--env RINGRUN_X=1: expected NAME=VALUE"),
+    (
+        ["-np", "2", "--image", IMAGE, "--env", "HF_TOKEN=hush", "true"],
+        "--env HF_TOKEN: it looks like a secret, and anybody who reads the manifest would see it; put it into a "
+        "Secret: --env-from-secret HF_TOKEN=SECRET:KEY",
+    ),
+    (["-np", "2", "--image", IMAGE, "--env", "DB=postgres://me:hush@h/d", "true"], "--env DB: it looks like a secret"),
+    (
+        ["-np", "2", "--image", IMAGE, "--env-from-secret", "A=b", "true"],
+        "--env-from-secret A=b: expected NAME=SECRET:",
+    ),
+    (
+        ["-np", "2", "--image", IMAGE, "--env-from-secret", "A=b:", "true"],
+        "--env-from-secret A=b:: expected NAME=SECRET:",
+    ),
+    (["-np", "2", "--image", IMAGE, "--env-from-secret", "A=B:c", "true"], "--env-from-secret A=B:c: expected NAME="),
+    (
+        ["-np", "2", "--image", IMAGE, "--env-from-secret", "A=b:c", "--env", "A=1", "true"],
+        "--env and --env-from-secret both set A; give one of them",
+    ),
     (["-np", "2", "--image", IMAGE, "--user", "root", "true"], "--user root: expected the image's user and its number"),
-    (["-np", "2", "--image", IMAGE, "--ssh-port", "0", "true"], "--ssh-port 0: expected is a port"),
+    (["-np", "2", "--image", IMAGE, "--ssh-port", "0", "true"], "--ssh-port: expected a port from 1 to 65535, got '0'"),
     (["-np", "2", "--image", IMAGE, "--ringrun-args", "'", "true"], '--ringrun-args "\'": no closing quotation'),
-    (["-np", "2", "--image", IMAGE, "--timeout", "3", "true"], "manifest: unrecognized arguments: --timeout"),
+    (
+        ["-np", "2", "--image", IMAGE, "--timeout", "3", "true"],
+        "there is no flag --timeout; see ringrun manifest --help",
+    ),
     (["-np", "2", "--image", IMAGE, "\udcff"], "manifest: '\\udcff' is not text in UTF-8"),
 ]
 
@@ -196,7 +218,7 @@ def test_whatever_is_asked_the_operator_takes_it(
 def check(request: Request, yaml: Any) -> None:
     made = mpijob(request)
     assert refusals(made) == []
-    assert yaml.safe_load(yaml.safe_dump(made, sort_keys=False, allow_unicode=True)) == made
+    assert yaml.safe_load(manifest.as_yaml(made)) == made
     command = [expanded(word, {}) for word in container(made, "Launcher")["command"]]
     assert command[-len(request.command) :] == list(request.command)
     spec = made["spec"]
@@ -272,6 +294,31 @@ def test_each_rule_refuses_what_breaks_it(path: str, value: object) -> None:
         limits = container(broken, "Worker")["resources"]["limits"]
         limits["nvidia.com/gpu"] = limits.pop(last)
     assert refusals(broken)
+
+
+def test_a_secret_does_not_stand_in_the_manifest() -> None:
+    made = job("-np", "2", "--image", IMAGE, "--env-from-secret", "HF_TOKEN=hub:my.token_1", "--env", "A=1", "true")
+    assert refusals(made) == []
+    launcher = container(made, "Launcher")
+    reference = {"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": "hub", "key": "my.token_1"}}}
+    assert launcher["env"] == [{"name": "A", "value": "1"}, reference]
+    assert launcher["command"] == ["ringrun", "-np", "2", "--env", "A", "--env", "HF_TOKEN", "true"]
+    assert "env" not in container(made, "Worker"), "workers get it from ringrun"
+
+
+AWKWARD = [
+    chr(code) for code in [*range(0x300), *range(0x2000, 0x2070), 0xD7FF, 0xE000, 0xFEFF, 0xFFFD, 0xFFFE, 0x1F600]
+]
+
+
+@needs_yaml
+@pytest.mark.parametrize("text", ["{}", "{}{}", "a{}", "{}a", "a{}b", "- {}", " {} ", "a{} b: c", "{}\n\n {}"])
+def test_every_character_comes_back_from_the_yaml(text: str) -> None:
+    import yaml
+
+    words = [text.replace("{}", character) for character in AWKWARD]
+    assert yaml.safe_load(manifest.as_yaml(words)) == words
+    assert yaml.safe_load(manifest.as_yaml(dict.fromkeys(words, 1))) == dict.fromkeys(words, 1)
 
 
 @needs_yaml

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from ringrun import cli
-from ringrun.hosts import Host, is_here
-from ringrun.where import place_ranks
+from ringrun.hosts import Host, is_here, place_ranks
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -76,15 +75,15 @@ def test_a_slurm_job_starts_its_own_nodes_and_ssh_the_others(monkeypatch: pytest
         (["-H", "localhost", "--hostfile", "f"], "-H and --hostfile exclude each other"),
         (["--hostfile", "no-such-file"], "no-such-file"),
         (["-H", "localhost:none"], "localhost:none"),
-        (["-p", "ssh"], "--ssh-port ssh: expected is a port, a whole number from 1 to 65535"),
-        (["-p", "65536"], "--ssh-port 65536: expected is a port"),
+        (["-p", "ssh"], "--ssh-port: expected a port from 1 to 65535, got 'ssh'"),
+        (["-p", "65536"], "--ssh-port: expected a port from 1 to 65535, got '65536'"),
         (["-i", "no-such-key"], "--ssh-identity-file no-such-key: no such file"),
         (["--network-interfaces", "lo,eth77"], "there is no interface 'eth77' here; there are lo"),
-        (["--start-timeout", "0"], "--start-timeout 0: expected is a number of seconds above 0"),
+        (["--start-timeout", "0"], "--start-timeout: expected a number of seconds above 0, got '0'"),
         (["--env", "RINGRUN_AUTHKEY"], "--env RINGRUN_AUTHKEY: variables that begin with RINGRUN_ are ringrun's own"),
-        (["--env", "A B"], "--env 'A B': expected is NAME or NAME=VALUE"),
+        (["--env", "A B"], "--env 'A B': expected NAME or NAME=VALUE"),
         (["--env", "NOT_SET_ANYWHERE"], "--env NOT_SET_ANYWHERE: there is no such variable here"),
-        (["--launcher", "ssh"], "--launcher ssh: expected is mpirun or srun"),
+        (["--launcher", "ssh"], "--launcher: expected mpirun or srun, got 'ssh'"),
     ],
 )
 def test_what_cannot_be_is_one_line_and_exit_code_2(ringrun: Run, arguments: list[str], message: str) -> None:

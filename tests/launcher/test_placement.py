@@ -18,7 +18,7 @@ from ringrun.connection.wire import Setup
 from ringrun.environment import Place, Settings
 from ringrun.machine.placement import Share, automatic_size, describe, place, share_out
 from ringrun.machine.topology import Core, Gpu, Topology, read_topology
-from ringrun.spans import format_spans
+from ringrun.text import format_spans
 from tests.launcher.fake_machines import FakeGpu, make_machine, two_sockets
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]

@@ -17,7 +17,6 @@ from ringrun.engines.detect import Detected
 from ringrun.environment import HOOK_DIRECTORY, Place, Settings, rank_environment
 from ringrun.errors import UsageError
 from ringrun.hosts import Host
-from ringrun.interpreter import run_module
 from ringrun.job.plan import (
     Job,
     across,
@@ -28,6 +27,7 @@ from ringrun.job.plan import (
     job_command,
     job_environment,
     printable,
+    run_module,
     variables_abroad,
     variables_at_home,
 )

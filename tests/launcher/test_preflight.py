@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 import ringreduce
 from ringrun.errors import MachineError
-from ringrun.hosts import Host, expand_nodelist
+from ringrun.hosts import Host, expand_nodelist, fold_names
 from ringrun.machine.placement import automatic_size
 from ringrun.machine.topology import read_topology
-from ringrun.preflight import Facts, Preflight, check, fold_names, probe
+from ringrun.preflight import Facts, Preflight, check, probe
 from ringrun.preflight.ask import Question, Version, ask, read_answer
 from ringrun.preflight.findings import Finding, find, lines, short_mpi
 from ringrun.preflight.table import WIDTH, table
@@ -133,7 +133,7 @@ def test_nothing_is_wrong_with_equal_hosts() -> None:
         ),
         ({"clock_skew_s": 3.21}, "warning", "its clock is 3.2 s ahead of that of n1", "NTP"),
         ({"clock_skew_s": -3.21}, "warning", "its clock is 3.2 s behind that of n1", "NTP"),
-        ({"shm_bytes": 63 << 20}, "warning", "/dev/shm has 66 MB free, expected are 67", "--shm-size"),
+        ({"shm_bytes": 63 << 20}, "warning", "/dev/shm has 66 MB free, expected at least 67", "--shm-size"),
         ({"shm_bytes": None}, "warning", "it has no /dev/shm", "tmpfs"),
     ],
 )

@@ -267,7 +267,7 @@ def test_a_failure_during_which_ctrl_c_was_pressed_is_none_to_restart_after(sign
 
 @pytest.mark.parametrize("text", ["-1", "x", "1.5", "", "²", "1" * 10])
 def test_a_wrong_number(text: str) -> None:
-    message = f"--restarts {text}: expected is how often, a whole number of 0 or more"
+    message = f"--restarts: expected a whole number from 0 to 999999, got {text!r}"
     with pytest.raises(UsageError, match=f"^{re.escape(message)}$"):
         cli.parse(["-np", "2", f"--restarts={text}", "true"])
 
@@ -277,7 +277,7 @@ def test_the_number_in_a_file(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text("np: 2\nrestarts: 3\n")
     assert cli.parse(["--config-file", str(tmp_path / "job.yaml"), "true"]).restarts == 3
     (tmp_path / "job.yaml").write_text("np: 2\nrestarts: often\n")
-    with pytest.raises(UsageError, match=r"job\.yaml:2: --restarts often: expected is how often"):
+    with pytest.raises(UsageError, match=r"job\.yaml:2: --restarts: expected a whole number from 0"):
         cli.parse(["--config-file", str(tmp_path / "job.yaml"), "true"])
 
 

@@ -38,7 +38,7 @@ def test_what_is_not_said_is_left_to_the_user_s_own_configuration(tmp_path: Path
 def test_ports() -> None:
     assert parse_port("22", "-p") == 22
     for text in ("", "0", "65536", "-1", "2²", "22 ", "9" * 5000):
-        with pytest.raises(UsageError, match="expected is a port"):
+        with pytest.raises(UsageError, match="-p: expected a port from 1 to 65535, got"):
             parse_port(text, "-p")
 
 

@@ -187,7 +187,7 @@ STALL = """
 
 def test_a_stall_is_told_once_with_all_stacks_and_no_quiet_rank_hides_it(ringrun, script: Script, python: str) -> None:
     path = script(STALL)
-    done = ringrun("-np", 3, "--quiet-ranks", "--stall-check-s", "0.7", python, path)
+    done = ringrun("-np", 3, "--ranks", 0, "--stall-check-s", "0.7", python, path)
     assert done.returncode == 0
     lines = done.stderr.splitlines()
     reports = [line for line in lines if line.startswith("ringrun: the job is stalled, says rank 0: ")]
@@ -232,8 +232,8 @@ def test_the_list_of_jobs() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["1", "2"], "ringrun stacks 1 2: expected is at most one JOB, a process number"),
-        (["--all"], "ringrun stacks --all: expected is at most one JOB"),
+        (["1", "2"], "ringrun stacks 1 2: expected at most one JOB, a process number"),
+        (["--all"], "ringrun stacks --all: expected at most one JOB"),
         (["x"], "ringrun stacks x: JOB is the process number of a ringrun; your jobs are: 4711"),
         (["³"], "ringrun stacks ³: JOB is the process number of a ringrun"),
         ([str(os.getpid())], f"process {os.getpid()} is no ringrun with a running job; your jobs are: 4711"),

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringrun.machine.topology import Core, Gpu, Topology, parse_cpulist, read_topology, usable_cpus
-from ringrun.spans import format_spans
+from ringrun.text import format_spans
 from tests.launcher.fake_machines import FakeGpu, make_machine, two_sockets, write
 
 ALL = range(64)

@@ -1,0 +1,159 @@
+"""Command lines: a parser whose errors are UsageErrors with a cure, flags of several commands, and their values."""
+
+import argparse
+import difflib
+import math
+import re
+import shlex
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from .errors import UsageError
+from .text import quoted, shortened
+
+_COLUMNS = 100  # of a manual
+_ALIKE = 0.75
+_MOST_RANKS = 999_999  # as hosts have slots
+_RANKS = re.compile(r"([0-9]+)(?:\s*-\s*([0-9]+))?")
+_SHOWN = 20
+
+Add = Callable[..., None]
+"""Adds a flag to a group, as argparse's add_argument does."""
+
+
+class _Manual(argparse.RawDescriptionHelpFormatter):
+    """As wide as the manual's text, with `-p, --ssh-port PORT` for `-p PORT, --ssh-port PORT`, as since Python 3.13."""
+
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=32, width=_COLUMNS)
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        names = ", ".join(action.option_strings)
+        return names if action.nargs == 0 else f"{names} {action.metavar}"
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser that knows its flags and raises UsageError, with the flag that was probably meant."""
+
+    def __init__(self, prog: str, usage: str, description: str | None, epilog: str | None = None) -> None:
+        super().__init__(prog, usage, description, epilog, formatter_class=_Manual, allow_abbrev=False, add_help=False)
+        self.flags: list[argparse.Action] = []
+
+    def group(self, title: str, text: str | None = None) -> Add:
+        """Begin a group of flags; returns what adds one to it."""
+        group = self.add_argument_group(title, text)
+
+        def add(*names: str, **options: Any) -> None:
+            self.flags.append(group.add_argument(*names, **options))
+
+        return add
+
+    def add_command(self) -> None:
+        """Take all that follows the flags as the user's command."""
+        self.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+
+    def parse_args(self, arguments: Any = None, namespace: Any = None) -> Any:
+        """Return the flags' values; UsageError for what is no flag."""
+        found, unknown = self.parse_known_args(arguments, namespace)
+        if unknown:
+            raise UsageError(self._unknown(unknown[0].partition("=")[0]))
+        if getattr(found, "command", None) and found.command[0] == "--":
+            del found.command[0]
+        return found
+
+    def error(self, message: str) -> NoReturn:
+        """Raise UsageError."""
+        raise UsageError(f"{message}; see {self.prog} --help")
+
+    def _unknown(self, flag: str) -> str:
+        if not flag.startswith("-"):
+            return f"unexpected argument {quoted(flag)}; see {self.prog} --help"
+        names = [name for action in self.flags for name in action.option_strings]
+        if number := re.fullmatch("--?np?([0-9]+)", flag):
+            hint = f"did you mean -np {number[1]}?"
+        elif flag == "-m":
+            hint = f"to run a module: {self.prog} … python -m MODULE"
+        elif alike := difflib.get_close_matches(flag.lower(), names, 1, _ALIKE):
+            hint = f"did you mean {alike[0]}?"
+        else:
+            hint = f"see {self.prog} --help"
+        return f"there is no flag {flag}; {hint}"
+
+
+def add_host_flags(add: Add) -> None:
+    """Add the flags that say which hosts there are, and how they are reached."""
+    add("-H", "--hosts", metavar="LIST", help="hosts and their slots, as in h1:4,h2:4")
+    add("--hostfile", metavar="FILE", help="a file of them, as Open MPI, MPICH or Horovod have it")
+    add("-p", "--ssh-port", metavar="PORT", help="where sshd listens on other hosts")
+    add("-i", "--ssh-identity-file", metavar="FILE", help="the private key for other hosts")
+    add("--network-interfaces", metavar="LIST", help="use these between hosts, as in eth0,ib0")
+    add("--start-timeout", metavar="SECONDS", default="30", help="how long hosts and ranks may take to start (30)")
+
+
+def split_words(text: str | None, flag: str) -> list[str]:
+    """Return the words in `text`, as a shell would split them; UsageError for a broken quote."""
+    try:
+        return shlex.split(text or "")
+    except ValueError as error:
+        reason = str(error).lower()
+        raise UsageError(f"{flag} {text!r}: {reason}; close it, or write \\ before it") from None
+
+
+def whole(text: str, flag: str, least: int, most: int, what: str = "a whole number") -> int:
+    """Return the number in `text`, the value of `flag`; UsageError if it is none from `least` to `most`."""
+    digits = text.lstrip("0") or text[:1]
+    if not (text.isascii() and text.isdecimal() and len(digits) <= len(str(most)) and least <= int(digits) <= most):
+        raise UsageError(f"{flag}: expected {what} from {least} to {most}, got {quoted(text)}")
+    return int(digits)
+
+
+def parse_times(text: str, flag: str) -> int:
+    """Return how often something is to be done, 0 or more."""
+    return whole(text, flag, 0, 999_999)
+
+
+def parse_rank_count(text: str, flag: str) -> int | None:
+    """Return how many ranks there are to be; None for auto."""
+    return None if text == "auto" else whole(text, flag, 1, _MOST_RANKS, "auto or a whole number")
+
+
+def parse_seconds(text: str, flag: str) -> float:
+    """Return the seconds in `text`, the value of `flag`: more than none, and not for ever."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise UsageError(f"{flag}: expected a number of seconds above 0, got {quoted(text)}")
+    return seconds
+
+
+def parse_ranks(text: str, size: int, flag: str) -> frozenset[int]:
+    """Return the ranks that `text`, the value of `flag`, names; UsageError if they are not ranks of `size`.
+
+    >>> sorted(parse_ranks("0,3-5", 8, "--ranks"))
+    [0, 3, 4, 5]
+    """
+    ranks: set[int] = set()
+    for item in text.split(","):
+        match = _RANKS.fullmatch(item.strip())
+        if match is None:
+            raise UsageError(
+                f"{flag} {quoted(text, _SHOWN)}: expected ranks and ranges with commas between them, as in 0,3-5, "
+                f"got {quoted(item.strip(), _SHOWN)}"
+            )
+        first, last = (_rank(digits, size, flag) for digits in (match[1], match[2] or match[1]))
+        if last < first:
+            raise UsageError(
+                f"{flag} {quoted(text, _SHOWN)}: the range {first}-{last} is reversed; write {last}-{first}"
+            )
+        ranks.update(range(first, last + 1))
+    return frozenset(ranks)
+
+
+def _rank(digits: str, size: int, flag: str) -> int:
+    number = digits.lstrip("0") or "0"
+    if len(number) > len(str(size)) or int(number) >= size:  # int() refuses thousands of digits
+        there_are = "is only rank 0" if size == 1 else f"are ranks 0 to {size - 1}"
+        raise UsageError(f"{flag}: there is no rank {shortened(number, _SHOWN)}; with -np {size} there {there_are}")
+    return int(number)

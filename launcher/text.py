@@ -1,0 +1,68 @@
+"""Numbers, names and tables as people read them. Pure functions."""
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+
+
+def shortened(text: str, most: int) -> str:
+    """Return `text` in at most `most` characters.
+
+    >>> shortened("python train.py", 9)
+    'python t…'
+    """
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
+def quoted(text: str, most: int = 80) -> str:
+    """Return what a user has written, for a message: in quotes, and not longer than a line."""
+    return repr(shortened(text, most))
+
+
+def counted(count: int, noun: str) -> str:
+    """Return `1 rank`, `2 ranks`."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return a line for each row, its columns aligned, two spaces between them."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def spans(numbers: Iterable[int]) -> Iterator[str]:
+    """Return the items of `format_spans`."""
+    runs: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return (f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
+def format_spans(numbers: Iterable[int]) -> str:
+    """Return the shortest text that names `numbers`, in order: of ranks, CPUs or GPUs.
+
+    >>> format_spans({7, 0, 1, 2, 3}), format_spans([4, 5]), format_spans([9])
+    ('0-3,7', '4-5', '9')
+    """
+    return ",".join(spans(numbers))
+
+
+def split_ranks(ranks: Iterable[int], max_characters: int) -> list[str]:
+    """Return texts that together name `ranks`, in order, each of at most `max_characters` or of a single item.
+
+    >>> split_ranks([0, 2, 4, 6, 8], 5)
+    ['0,2,4', '6,8']
+    """
+    texts: list[str] = []
+    for item in spans(ranks):
+        if texts and len(texts[-1]) + 1 + len(item) <= max_characters:
+            texts[-1] += f",{item}"
+        else:
+            texts.append(item)
+    return texts
+
+
+def numbered(noun: str, numbers: Collection[int]) -> str:
+    """Return `rank 3` or `ranks 0,2-3`."""
+    return f"{noun}{'' if len(numbers) == 1 else 's'} {format_spans(numbers)}"
