@@ -1,13 +1,13 @@
 """Many tensors, few messages: the plan of which elements travel together, and packing and unpacking them.
 
     tensors    |w1|b1|   w2   |b2|               w3               |b3|        (of one element type, op and device)
-    plan       |w1|b1|   w2   |b2|b3|   |     w3    |     w3    |  w3  |
+    plan       |w1|b1|   w2   |b2|w|    |      w3        |    |      w3      |b3|     everything is packed
+    whole      |w1|b1|   w2   |b2|b3|   |     w3    |     w3    |  w3  |
                 packed, one message        a long tensor streams through in pieces
-    stream     |w1|b1|   w2   |b2|w|    |      w3        |    |      w3      |b3|
 
-For messages (`plan`) tensors are kept whole where they fit into a slot: what is alone in one need not be packed. In
-shared memory (`stream`) everything is packed, so slots are filled; a GPU's pieces (`aligned`) begin where it can read
-many bytes at once. All depend on the tensors' lengths and order only, so all ranks make the same plan.
+In shared memory everything is packed, so slots are filled. For messages tensors are kept whole where they fit into a
+slot: what is alone in one need not be packed. A GPU's pieces are aligned: they begin where it can read many bytes at
+once. All depends on the tensors' lengths and order only, so all ranks make the same plan.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,66 +34,7 @@ class Piece(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """Pieces that travel together, in the order in which they lie in the slot."""
-
-    pieces: tuple[Piece, ...]
-
-    @property
-    def length(self) -> int:
-        """Elements of all together."""
-        return sum(piece.high - piece.low for piece in self.pieces)
-
-
-def plan(counts: Sequence[int], capacity: int) -> list[Slot]:
-    """Which pieces of tensors of `counts` elements share a slot of at most `capacity` elements.
-
-    A tensor of `capacity` elements or more is cut, and each of its pieces is alone. Empty tensors are in no slot.
-
-    >>> [[piece.tensor for piece in slot.pieces] for slot in plan([3, 9, 4, 2], capacity=8)]
-    [[0, 2], [1], [1], [3]]
-    """
-    slots: list[list[Piece]] = []
-    filled: list[int] = []
-    open_slot: int | None = None
-    for number, count in enumerate(counts):
-        if count >= capacity:
-            for low in range(0, count, capacity):
-                slots.append([Piece(number, low, min(low + capacity, count))])
-                filled.append(slots[-1][0].high - low)
-        elif count > 0:
-            if open_slot is None or filled[open_slot] + count > capacity:
-                open_slot = len(slots)
-                slots.append([])
-                filled.append(0)
-            slots[open_slot].append(Piece(number, 0, count))
-            filled[open_slot] += count
-    return [Slot(tuple(pieces)) for pieces in slots]
-
-
-@functools.lru_cache(maxsize=256)
-def stream(counts: tuple[int, ...], capacity: int) -> list[Slot]:
-    """Which pieces of tensors share a slot, where packing costs nothing extra: all slots but the last are full.
-
-    >>> [[tuple(piece) for piece in slot.pieces] for slot in stream((3, 9, 2), capacity=8)]
-    [[(0, 0, 3), (1, 0, 5)], [(1, 5, 9), (2, 0, 2)]]
-    """
-    slots: list[list[Piece]] = []
-    room = 0
-    for number, count in enumerate(counts):
-        low = 0
-        while low < count:
-            if room == 0:
-                slots.append([])
-                room = capacity
-            high = min(count, low + room)
-            slots[-1].append(Piece(number, low, high))
-            room -= high - low
-            low = high
-    return [Slot(tuple(pieces)) for pieces in slots]
-
-
-class AlignedSlot(NamedTuple):
-    """Pieces that travel together, and where they lie in the slot; between them there may be gaps."""
+    """Pieces that travel together, and where they lie in the slot; between aligned ones there may be gaps."""
 
     pieces: tuple[Piece, ...]
     starts: tuple[int, ...]
@@ -102,56 +44,60 @@ class AlignedSlot(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)
-def aligned(counts: tuple[int, ...], capacity: int, alignment: int) -> list[AlignedSlot]:
-    """As `stream`, but pieces begin at multiples of `alignment` elements, in the slot and in a tensor that is cut.
+def plan(counts: tuple[int, ...], capacity: int, *, alignment: int = 1, whole: bool = False) -> list[Slot]:
+    """Which pieces of tensors of `counts` elements share a slot of at most `capacity` elements.
 
-    capacity: elements, a multiple of `alignment`; so is each slot's length.
+    alignment: pieces begin at multiples of so many elements, in the slot and in a tensor that is cut; `capacity` is a
+               multiple, and so is each slot's length.
+    whole:     only tensors of `capacity` elements or more are cut, and each of their pieces is alone.
 
-    >>> [(slot.starts, slot.length, *map(tuple, slot.pieces)) for slot in aligned((3, 9, 2), capacity=8, alignment=4)]
+    All slots but the last are full, unless tensors are kept whole. Empty tensors are in none.
+
+    >>> [[tuple(piece) for piece in slot.pieces] for slot in plan((3, 9, 2), capacity=8)]
+    [[(0, 0, 3), (1, 0, 5)], [(1, 5, 9), (2, 0, 2)]]
+    >>> [[piece.tensor for piece in slot.pieces] for slot in plan((3, 9, 4, 2), capacity=8, whole=True)]
+    [[0, 2], [1], [1], [3]]
+    >>> [(slot.starts, slot.length, *map(tuple, slot.pieces)) for slot in plan((3, 9, 2), capacity=8, alignment=4)]
     [((0, 4), 8, (0, 0, 3), (1, 0, 4)), ((0,), 8, (1, 4, 9)), ((0,), 4, (2, 0, 2))]
     """
-    slots: list[AlignedSlot] = []
+    slots: list[list[Piece]] = []
     pieces: list[Piece] = []
-    starts: list[int] = []
-    length = 0
-
-    def close() -> None:
-        nonlocal length
-        slots.append(AlignedSlot(tuple(pieces), tuple(starts), length))
-        pieces.clear()
-        starts.clear()
-        length = 0
-
+    room = 0
     for number, count in enumerate(counts):
+        before = pieces, room
+        if whole and count > room:
+            room = 0
         low = 0
         while low < count:
-            if length == capacity:
-                close()
-            high = min(count, low + capacity - length)
+            if room == 0:
+                pieces, room = [], capacity
+                slots.append(pieces)
+            high = min(count, low + room)
             pieces.append(Piece(number, low, high))
-            starts.append(length)
-            length += -(-(high - low) // alignment) * alignment
+            room -= _aligned(pieces[-1], alignment)
             low = high
-    if pieces:
-        close()
-    return slots
+        if whole and count >= capacity:
+            pieces, room = before
+    ends = [list(accumulate((_aligned(piece, alignment) for piece in each), initial=0)) for each in slots]
+    return [Slot(tuple(each), tuple(at[:-1]), at[-1]) for each, at in zip(slots, ends, strict=True)]
+
+
+def _aligned(piece: Piece, alignment: int) -> int:
+    """The elements of a piece, with the gap behind it."""
+    return -((piece.low - piece.high) // alignment) * alignment
 
 
 def pack(slot: Slot, inputs: Sequence[Buffer], packed: Any, widen: Callable[[Any], Any] | None = None) -> None:
     """Copy the slot's elements into `packed`; `widen` makes them of its type, when that is another."""
-    start = 0
-    for number, low, high in slot.pieces:
+    for (number, low, high), start in zip(slot.pieces, slot.starts, strict=True):
         source = inputs[number].flat[low:high]
         packed[start : start + high - low] = source if widen is None else widen(source)
-        start += high - low
 
 
 def unpack(slot: Slot, packed: Any, outputs: Sequence[Buffer]) -> None:
     """Copy a slot's finished elements into the outputs."""
-    start = 0
-    for number, low, high in slot.pieces:
+    for (number, low, high), start in zip(slot.pieces, slot.starts, strict=True):
         outputs[number].flat[low:high] = packed[start : start + high - low]
-        start += high - low
 
 
 class Memory:

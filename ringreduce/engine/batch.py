@@ -43,24 +43,24 @@ class Batch(NamedTuple):
         """True for all of them or none."""
         return self.inputs[0].on_gpu
 
-    def expect(self, slots: Sequence[fusion.Slot | fusion.AlignedSlot]) -> None:
+    def expect(self, slots: Sequence[fusion.Slot]) -> None:
         """The owners are complete when all of these are settled."""
         for slot in slots:
             for piece in slot.pieces:
                 self.owners[piece.tensor].missing_pieces += 1
 
-    def settle(self, slot: fusion.Slot | fusion.AlignedSlot, context: Context) -> None:
+    def settle(self, slot: fusion.Slot, context: Context) -> None:
         """A slot's results are in place: complete what has nothing else to wait for."""
         for piece in slot.pieces:
-            settle(self.owners[piece.tensor], context)
+            context.completions.settle(self.owners[piece.tensor])
 
-    def names(self, slot: fusion.Slot | fusion.AlignedSlot) -> list[Request]:
+    def names(self, slot: fusion.Slot) -> list[Request]:
         """The requests of a slot, for the timeline."""
         return [self.owners[piece.tensor] for piece in slot.pieces]
 
 
 def batches(requests: Sequence[Request]) -> list[Batch]:
-    """Sort the tensors by their kind; when all is planned, `settle` each request once."""
+    """Sort the tensors by their kind; when all is planned, settle each request once."""
     found: dict[tuple[str, str], Batch] = {}
     last, batch = None, Batch([], [], [])
     for request in requests:
@@ -74,13 +74,6 @@ def batches(requests: Sequence[Request]) -> list[Batch]:
             batch.outputs.append(target)
             batch.owners.append(request)
     return list(found.values())
-
-
-def settle(request: Request, context: Context) -> None:
-    """One piece of a request is finished, or its planning is."""
-    request.missing_pieces -= 1
-    if request.missing_pieces == 0:
-        context.completions.add(request)
 
 
 def carry(
@@ -120,7 +113,7 @@ def carry(
 
 def plan(batch: Batch, context: Context, itemsize: int) -> Sequence[fusion.Slot]:
     """The slots of a batch whose elements take `itemsize` bytes in the fusion buffer."""
-    return fusion.plan(batch.counts, max(1, context.settings.fusion_slot_bytes // itemsize))
+    return fusion.plan(batch.counts, max(1, context.settings.fusion_slot_bytes // itemsize), whole=True)
 
 
 def view(block: Any, dtype: np.dtype[Any]) -> Any:

@@ -17,8 +17,11 @@ class Completions:
         self._requests: list[Request] = []
         self._flushed_s = 0.0
 
-    def add(self, request: Request) -> None:
-        """Complete a request, at once or a little later."""
+    def settle(self, request: Request) -> None:
+        """One piece of a request is finished, or its planning is; it is completed after the last, perhaps later."""
+        request.missing_pieces -= 1
+        if request.missing_pieces:
+            return
         self._requests.append(request)
         if time.monotonic() - self._flushed_s > INTERVAL_S:
             self.flush()

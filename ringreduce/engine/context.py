@@ -27,12 +27,12 @@ class Context:
     settings: Settings
     memory: fusion.Memory
     timeline: Timeline
-    completions: Completions
-    divisor: int
-    """What an Average is divided by: the set's size, or its live ranks."""
     gpu: Gpu
     debugs: bool = False
     """Each choice of an algorithm is told."""
+    completions: Completions = dataclasses.field(default_factory=Completions)
+    divisor: int = 1
+    """What an Average is divided by: the set's size, or its live ranks; of the operation under way."""
 
     @property
     def transport(self) -> Transport:

@@ -422,18 +422,7 @@ class Engine:
                 request.payload = self._add_set(request.description.detail("ranks"))
             elif request.description.kind == "remove_process_set":
                 self._remove_set(request.description.detail("process_set"))
-        context = Context(
-            lane.routes,
-            lane.members,
-            self.settings,
-            self.memory,
-            self._timeline,
-            lane.completions,
-            divisor,
-            self.gpu,
-            self._debugs,
-        )
-        lane.enqueue(operations.run(requests, context))
+        lane.enqueue(operations.run(requests, lane.context, divisor))
 
     def _join_in(self, lane: Lane, description: Description) -> Request:
         if not lane.joined:
@@ -475,7 +464,8 @@ class Engine:
                     capacity = self.settings.cache_capacity
                     coordinator = Coordinator(number, members, self.world.size, capacity)
                 routes = self.host.routes(number, members)
-                self.lanes[number] = Lane(number, members, routes, coordinator)
+                shared = self.settings, self.memory, self._timeline, self.gpu, self._debugs
+                self.lanes[number] = Lane(number, Context(routes, tuple(members), *shared), coordinator)
             else:
                 self.host.reserve(members)
         for rank, announcement in self._early.pop(number, []):

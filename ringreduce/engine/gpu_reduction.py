@@ -42,11 +42,11 @@ class GpuBatch:
         self.itemsize = self.element.itemsize
         multiple = mapped.alignment(self.itemsize)
         capacity = max(1, slot_bytes // self.itemsize // multiple) * multiple
-        self.slots = fusion.aligned(batch.counts, capacity, multiple)
+        self.slots = fusion.plan(batch.counts, capacity, alignment=multiple)
         self.capacity = capacity
         batch.expect(self.slots)
 
-    def gpu_slot(self, slot: fusion.AlignedSlot, stream: Stream) -> GpuSlot:
+    def gpu_slot(self, slot: fusion.Slot, stream: Stream) -> GpuSlot:
         """A slot as kernels on a stream know it."""
         counts = [piece.high - piece.low for piece in slot.pieces]
         table = self.gpu.kernels.table(slot.starts, counts, self.itemsize, stream)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
 
 from ringreduce.engine.cache import Cache
-from ringreduce.engine.completions import Completions
+from ringreduce.engine.context import Context
 from ringreduce.engine.coordinator import Coordinator
 from ringreduce.engine.request import Request
-from ringreduce.engine.routes import Routes
 from ringreduce.transport.base import Request as Message
 from ringreduce.transport.base import Steps
 from ringreduce.transport.window import Arrival
@@ -19,11 +17,12 @@ from ringreduce.transport.window import Arrival
 class Lane:
     """One process set's; `pending` and `running` are shared with the threads that submit, under the engine's lock."""
 
-    def __init__(self, number: int, members: Sequence[int], routes: Routes, coordinator: Coordinator | None) -> None:
+    def __init__(self, number: int, context: Context, coordinator: Coordinator | None) -> None:
         self.number = number
-        self.members = tuple(members)
+        self.context = context
+        self.members = context.members
         """Ranks of the world, by rank in the set."""
-        self.routes = routes
+        self.routes = context.routes
         self.coordinator = coordinator
         """On the first member only."""
         self.cache = Cache()
@@ -35,7 +34,6 @@ class Lane:
         """What this rank has submitted and the ranks have not agreed on yet, by key, the oldest first."""
         self.running: dict[str, Request] = {}
         """What they have agreed on, and is not done yet."""
-        self.completions = Completions()
         self.joined = False
         self.closed = ""
         """Not empty: which rank has left, and why; nothing can be run any more."""
@@ -80,7 +78,7 @@ class Lane:
                     self._queue.popleft()
         finally:
             if moved:
-                self.completions.flush()
+                self.context.completions.flush()
         if moved:
             self.moved_s = time.monotonic()
         return moved

@@ -15,7 +15,7 @@ import numpy as np
 from ringreduce.buffers import Buffer
 from ringreduce.collectives import adasum, bruck, pairwise, ring, tree
 from ringreduce.engine import gpu_exchange
-from ringreduce.engine.batch import batches, carry, plan, settle
+from ringreduce.engine.batch import batches, carry, plan
 from ringreduce.engine.context import Context
 from ringreduce.engine.gpu_exchange import GpuBroadcast
 from ringreduce.engine.reduction import allreduce
@@ -27,8 +27,9 @@ from ringreduce.transport.base import Steps
 from ringreduce.transport.device import Done
 
 
-def run(requests: Sequence[Request], context: Context) -> Steps[None]:
-    """Run what was agreed on; completes each request as soon as its tensors are finished."""
+def run(requests: Sequence[Request], context: Context, divisor: int) -> Steps[None]:
+    """Run what was agreed on; completes each request as soon as its tensors are finished.  divisor: see Context."""
+    context.divisor = divisor
     batches: dict[Any, list[Request]] = {}
     for request in requests:
         if request.ready:
@@ -87,7 +88,7 @@ def _broadcast(requests: Sequence[Request], context: Context) -> Steps[None]:
     for batch, slots in planned:
         batch.expect(slots)
     for request in requests:
-        settle(request, context)
+        context.completions.settle(request)
     for each in on_gpu:
         yield from each.run()
     for batch, slots in planned:

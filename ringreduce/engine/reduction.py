@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from ringreduce import fusion
 from ringreduce.collectives import hierarchical, shared
 from ringreduce.collectives.overlap import overlapped
-from ringreduce.engine.batch import PHASES, Batch, batches, carry, plan, settle
+from ringreduce.engine.batch import PHASES, Batch, batches, carry, plan
 from ringreduce.engine.context import Context
 from ringreduce.engine.gpu_reduction import GpuReduction
 from ringreduce.engine.messages import MessageCollective
@@ -35,7 +35,7 @@ def allreduce(requests: Sequence[Request], context: Context) -> Steps[None]:
             LOGGER.debug(f"{what}: {algorithm}, in {len(slots)} slots")
         work.append((batch, reduction, algorithm, slots))
     for request in requests:
-        settle(request, context)
+        context.completions.settle(request)
     for each in on_gpu:
         yield from each.run()
     for batch, reduction, algorithm, slots in work:
@@ -60,7 +60,7 @@ def _slots(batch: Batch, reduction: Reduction, algorithm: str, context: Context)
     itemsize = reduction.element.itemsize
     region = context.routes.region
     if algorithm in ("shared", "hierarchical") and region is not None:
-        return fusion.stream(batch.counts, region.slot_bytes // itemsize)
+        return fusion.plan(batch.counts, region.slot_bytes // itemsize)
     if algorithm == "ring" and not reduction.in_place:
         itemsize += reduction.sum_type.itemsize  # the finished elements lie behind the sums
     return plan(batch, context, itemsize)

@@ -60,16 +60,12 @@ class Handle:
 
     def complete(self, result: Callable[[], Any]) -> None:
         """Let `wait` return `result()`; called by the engine, once."""
-        self._result = result
-        self._finish()
+        self._result, self._done = result, True
+        self._gate.release()
 
     def fail(self, error: Exception) -> None:
         """Let `wait` raise `error`; called by the engine, once."""
-        self._error = error
-        self._finish()
-
-    def _finish(self) -> None:
-        self._done = True
+        self._error, self._done = error, True
         self._gate.release()
 
     def __repr__(self) -> str:

@@ -29,16 +29,18 @@ class MessageRequest:
         self._handle = handle
         self._memory = memory  # MPI holds a bare pointer: keep what it points to alive
         self._arrived = arrived
+        self._is_done = False
         self.peer = peer
 
     def done(self) -> bool:
         """See `Request.done`."""
-        return bool(self._handle.Test())
+        self._is_done = self._is_done or self._handle.Test()
+        return self._is_done
 
     def wait(self) -> None:
         """See `Request.wait`."""
-        if not self._handle.Test():
-            waiting.until(self._handle.Test)
+        if not self._is_done:
+            waiting.until(self.done)
         if self._arrived is not None:
             self._arrived()
             self._arrived = None

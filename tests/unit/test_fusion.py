@@ -15,18 +15,18 @@ def tensors_of(slots):
 
 
 def test_small_tensors_share_a_slot_and_long_ones_stream_through():
-    slots = fusion.plan([3, 4, 16, 5, 40, 0], CAPACITY)
+    slots = fusion.plan((3, 4, 16, 5, 40, 0), CAPACITY, whole=True)
     assert tensors_of(slots) == [[0, 1, 3], [2], [4], [4], [4]]
     assert [slot.pieces for slot in slots[2:]] == [(Piece(4, 0, 16),), (Piece(4, 16, 32),), (Piece(4, 32, 40),)]
 
 
 def test_a_full_slot_is_closed():
-    assert tensors_of(fusion.plan([10, 10, 3], CAPACITY)) == [[0], [1, 2]]
+    assert tensors_of(fusion.plan((10, 10, 3), CAPACITY, whole=True)) == [[0], [1, 2]]
 
 
 @given(counts_lists)
 def test_every_element_travels_once_in_slots_that_are_full_at_most(counts):
-    slots = fusion.plan(counts, CAPACITY)
+    slots = fusion.plan(tuple(counts), CAPACITY, whole=True)
     travelling = sorted((piece.tensor, n) for slot in slots for piece in slot.pieces for n in range(*piece[1:]))
     assert travelling == [(number, n) for number, count in enumerate(counts) for n in range(count)]
     for slot in slots:
@@ -38,7 +38,7 @@ def test_every_element_travels_once_in_slots_that_are_full_at_most(counts):
 def test_what_is_packed_is_unpacked_into_its_place(counts):
     inputs = [as_buffer(np.arange(n, dtype=np.float32) + 100 * k) for k, n in enumerate(counts)]
     outputs = [each.empty(each.shape) for each in inputs]
-    for slot in fusion.plan(counts, CAPACITY):
+    for slot in fusion.plan(tuple(counts), CAPACITY, whole=True):
         packed = np.empty(slot.length, np.float64)
         fusion.pack(slot, inputs, packed, widen=lambda flat: flat.astype(np.float64))
         fusion.unpack(slot, packed * 2, outputs)
@@ -63,7 +63,7 @@ def test_blocks_are_used_again_and_lie_in_one_allocation():
 
 @given(counts_lists, st.sampled_from([1, 2, 4, 8]))
 def test_aligned_pieces_cover_every_element_once_and_begin_where_many_bytes_are_read_at_once(counts, alignment):
-    slots = fusion.aligned(tuple(counts), CAPACITY, alignment)
+    slots = fusion.plan(tuple(counts), CAPACITY, alignment=alignment)
     travelling = [(piece.tensor, n) for slot in slots for piece in slot.pieces for n in range(piece.low, piece.high)]
     assert travelling == [(number, n) for number, count in enumerate(counts) for n in range(count)], "in order, once"
     for slot in slots:
@@ -78,7 +78,7 @@ def test_aligned_pieces_cover_every_element_once_and_begin_where_many_bytes_are_
 
 
 def test_a_tensor_is_cut_at_a_multiple_of_the_alignment():
-    first, second, third = fusion.aligned((3, 30), CAPACITY, 4)
+    first, second, third = fusion.plan((3, 30), CAPACITY, alignment=4)
     assert first == ((Piece(0, 0, 3), Piece(1, 0, 12)), (0, 4), 16)
     assert second == ((Piece(1, 12, 28),), (0,), 16)
     assert third == ((Piece(1, 28, 30),), (0,), 4)
