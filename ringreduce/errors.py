@@ -41,10 +41,6 @@ class SettingsError(InputError):
 class NotInitializedError(RingreduceError, ValueError):
     """A function that needs the world was called before `init()` or after `shutdown()`."""
 
-    def __init__(self, function: str, why: str = "") -> None:
-        hint = why or "use ringreduce.init()"
-        super().__init__(f"{function}(): ringreduce has not been initialized; {hint}")
-
 
 class StartupError(RingreduceError, RuntimeError):
     """`init()` cannot form a world."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from ringreduce.errors import LauncherMismatchError, MpiMissingError, StartupError
@@ -13,6 +14,7 @@ def start_mpi() -> Any:
     """Import mpi4py.MPI and start MPI with all threads allowed, unless the caller did; returns the module."""
     import mpi4py
 
+    check_process(os.environ)
     mpi4py.rc.initialize = False  # no effect when the caller has imported mpi4py.MPI already
     try:
         from mpi4py import MPI
@@ -23,6 +25,7 @@ def start_mpi() -> Any:
         ) from exc
     check_launcher(MPI.get_vendor()[0], os.environ)
     if not MPI.Is_initialized():
+        os.environ.setdefault("OMPI_MCA_osc", "^ucx")  # it prints an error line when a shared-memory window is made
         if not may_read_processes():  # MPICH does not ask, and fails at the first long message
             os.environ.setdefault("MPIR_CVAR_CH4_CMA_ENABLE", "0")
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
@@ -33,10 +36,30 @@ def start_mpi() -> Any:
             'threads; expected "multiple"; call ringreduce.init() before mpi4py starts MPI, or leave '
             'mpi4py.rc.thread_level at "multiple", or install an MPI library that has it'
         )
+    if not is_alone():
+        os.environ[_RANK_VARIABLE] = f"{os.getpid()} {MPI.COMM_WORLD.rank} {_start_of(os.environ)}"
     return MPI
 
 
 _MPI_STARTED_HERE: list[bool] = []
+_RANK_VARIABLE = "_RINGREDUCE_RANK"
+"""Tells a rank's child processes whose they are: pid, rank, and how that was started."""
+_START_VARIABLES = ("PMIX_NAMESPACE", "PMIX_RANK", "PMI_RANK", "PMI_FD", "PMI_PORT", "SLURM_STEP_ID")
+
+
+def _start_of(environ: Mapping[str, str]) -> str:
+    """What tells one start of a rank from another: a job that a rank starts gives its ranks values of its own."""
+    return " ".join(environ.get(name, "") for name in (*_START_VARIABLES, "RINGREDUCE_ERROR_FILE"))
+
+
+def check_process(environ: Mapping[str, str]) -> None:
+    """Raise StartupError in a child process of a rank: MPI would take it for that rank."""
+    pid, rank, start = environ.get(_RANK_VARIABLE, "0 0 no rank").split(" ", 2)
+    if start == _start_of(environ) and int(pid) != os.getpid():
+        raise StartupError(
+            f"init(): this process was started by rank {rank} and is not a rank itself; put init() under "
+            "`if __name__ == '__main__':`, or start a job of its own with ringrun"
+        )
 
 
 class _Piece(ctypes.Structure):

@@ -72,7 +72,8 @@ _process_runtime: Runtime | None = None
 _process_id = 0
 _generations = 0
 _gpu = choice.NOT_ASKED
-_forked_from = ""
+_parents_world: World | None = None
+"""In a forked child of a rank."""
 _bound_runtime: contextvars.ContextVar[Runtime | None] = contextvars.ContextVar("ringreduce_runtime", default=None)
 
 
@@ -184,8 +185,17 @@ def current(function: str) -> Runtime:
     """The runtime of the calling thread's rank; raises NotInitializedError, which names `function`."""
     runtime = _bound_runtime.get() or _process_runtime
     if runtime is None:
-        raise NotInitializedError(function, _forked_from)
+        parent = _parents_world and f"this process was forked from rank {_parents_world.rank}, and is none itself"
+        raise NotInitializedError(
+            f"{function}(): ringreduce has not been initialized; {parent or 'use ringreduce.init()'}"
+        )
     return runtime
+
+
+def current_world(function: str) -> World:
+    """The world of `current`; in a forked child (a data loader's worker) its parent's, for reading only."""
+    runtime = _bound_runtime.get() or _process_runtime
+    return current(function).world if runtime or _parents_world is None else _parents_world
 
 
 @contextlib.contextmanager
@@ -232,11 +242,10 @@ def _at_exit() -> None:
 
 def _after_fork() -> None:
     """A forked child (a data loader's worker) has neither the engine's thread nor MPI: it is no rank."""
-    global _process_runtime, _forked_from
+    global _process_runtime, _parents_world
     if _process_runtime is None:
         return
-    _forked_from = f"this process was forked from rank {_process_runtime.world.rank}, and is none itself"
-    _process_runtime = None
+    _parents_world, _process_runtime = _process_runtime.world, None
     failures.uninstall()
 
 

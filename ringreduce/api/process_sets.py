@@ -42,11 +42,11 @@ class ProcessSet:
         """This rank's number in it, from 0; None when it was not added, or this rank is not in it."""
         if self.process_set_id is None or not self.included():
             return None
-        return self._members().index(runtime.current("rank").world.rank)
+        return self._members().index(runtime.current_world("rank").rank)
 
     def included(self) -> bool:
         """True when this rank is in it; raises NotInitializedError before init()."""
-        return runtime.current("included").world.rank in self._members()
+        return runtime.current_world("included").rank in self._members()
 
     def _members(self) -> list[int]:
         return self.ranks or []
@@ -72,7 +72,7 @@ class _GlobalProcessSet(ProcessSet):
         return runtime.current("rank").world.rank if runtime.is_initialized() else None
 
     def _members(self) -> list[int]:
-        return list(range(runtime.current("included").world.size))
+        return list(range(runtime.current_world("included").size))
 
     def __repr__(self) -> str:
         return "global_process_set"

@@ -1,4 +1,4 @@
-"""Who is where, and what is built in."""
+"""Who is where, which a forked child of a rank may ask too, and what is built in."""
 
 from __future__ import annotations
 
@@ -7,37 +7,37 @@ from ringreduce import mpi, runtime
 
 def rank() -> int:
     """This process's number, 0 to size() - 1; raises NotInitializedError before init()."""
-    return runtime.current("rank").world.rank
+    return runtime.current_world("rank").rank
 
 
 def size() -> int:
     """The number of ranks; raises NotInitializedError before init()."""
-    return runtime.current("size").world.size
+    return runtime.current_world("size").size
 
 
 def local_rank() -> int:
     """This rank's number on its host; raises NotInitializedError before init()."""
-    return runtime.current("local_rank").world.local_rank
+    return runtime.current_world("local_rank").local_rank
 
 
 def local_size() -> int:
     """The number of ranks on this host; raises NotInitializedError before init()."""
-    return runtime.current("local_size").world.local_size
+    return runtime.current_world("local_size").local_size
 
 
 def cross_rank() -> int:
     """This host's number among the hosts that have this local rank; raises NotInitializedError before init()."""
-    return runtime.current("cross_rank").world.cross_rank
+    return runtime.current_world("cross_rank").cross_rank
 
 
 def cross_size() -> int:
     """The number of hosts that have this local rank; raises NotInitializedError before init()."""
-    return runtime.current("cross_size").world.cross_size
+    return runtime.current_world("cross_size").cross_size
 
 
 def is_homogeneous() -> bool:
     """True when every host has equally many ranks; raises NotInitializedError before init()."""
-    return runtime.current("is_homogeneous").world.is_homogeneous
+    return runtime.current_world("is_homogeneous").is_homogeneous
 
 
 def mpi_threads_supported() -> bool:
