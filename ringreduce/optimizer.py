@@ -6,8 +6,9 @@ gradients is wrapped here. Arrays may be NumPy or CuPy (or whatever `ringreduce.
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from ringreduce import runtime, trees
@@ -19,10 +20,28 @@ FORMS = """\
   - a torch.optim.Optimizer
   - an object with step(grads), update(params, grads) or apply_gradients(pairs of (gradient, parameter))
   - a callable on gradients"""
+_METHODS = ("step", "update", "apply_gradients")
+_GRADIENT_NAMES = ("grads", "gradients", "grad", "gradient", "updates")
+"""What an argument that holds gradients is called; optax says updates."""
+_IN_JAX = """\
+outside of jax.jit reduce the gradients yourself:
+    leaves, tree = jax.tree.flatten(grads)
+    grads = jax.tree.unflatten(tree, ringreduce.grouped_allreduce(leaves))"""
+_NOT_THERE_YET = {
+    "optax": f"optax has no adapter yet; {_IN_JAX}",
+    "flax": f"flax has no adapter yet; {_IN_JAX}",
+    "keras": "Keras has no adapter yet, and model.fit would train each rank alone; in a loop of your own apply what "
+    "ringreduce.grouped_allreduce(gradients) gives",
+}
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
-    optimizer: Any, named_parameters: Any = None, *, op: ReduceOp = Average, **options: Any
+    optimizer: Any,
+    named_parameters: Any = None,
+    *,
+    op: ReduceOp = Average,
+    gradients: int | str | None = None,
+    **options: Any,
 ) -> Any:
     """Wrap `optimizer` so that it sees the gradients reduced over all ranks.
 
@@ -31,13 +50,16 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
       - an object with step(grads), update(params, grads) or apply_gradients(pairs of (gradient, parameter));
       - a callable on gradients.
     op:        how the gradients of all ranks become one.
+    gradients: which argument holds them, by its place (from 0) or name; needed where there are several and none of them
+               is called grads or gradients.
 
     The gradients are any nesting of dicts, lists, tuples and arrays, equal in form and shapes on all ranks; None stays
     None. The caller's arrays are not changed: the optimizer gets new ones. All other attributes, and further arguments
     of those methods, are the wrapped optimizer's own.
 
     Cost:   as `grouped_allreduce`, at every call.
-    Raises: TypeError for an object of no such form, and what `grouped_allreduce` raises.
+    Raises: TypeError for an object of no such form, InputError where it is not clear which argument holds the
+            gradients, and what `grouped_allreduce` raises.
     Source: Horovod's DistributedOptimizer, for frameworks that it never served (horovod#1380).
     """
     torch = sys.modules.get("torch")
@@ -49,35 +71,59 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         options["named_parameters"] = named_parameters
     if options:
         raise InputError(f"DistributedOptimizer: {', '.join(options)} are options for torch optimizers only")
-    if _is_optax(optimizer) or not (_methods(optimizer) or callable(optimizer)):
+    for library in ("optax" if _is_optax(optimizer) else "", *(_library(base) for base in type(optimizer).__mro__)):
+        if library in _NOT_THERE_YET:
+            raise TypeError(f"DistributedOptimizer: {_NOT_THERE_YET[library]}")
+    methods = [name for name in _METHODS if callable(getattr(optimizer, name, None))]
+    if not (methods or callable(optimizer)):
         raise TypeError(f"DistributedOptimizer: a {type(optimizer).__qualname__}; expected one of\n{FORMS}")
-    return ReducingOptimizer(optimizer, op)
+    if not methods:
+        _place_of_gradients(optimizer, gradients)
+    return ReducingOptimizer(optimizer, op, gradients)
 
 
 class ReducingOptimizer:
     """Reduces gradients, then calls the wrapped optimizer with them; made by `DistributedOptimizer`."""
 
-    def __init__(self, optimizer: Any, op: ReduceOp) -> None:
+    def __init__(self, optimizer: Any, op: ReduceOp, gradients: int | str | None = None) -> None:
         self._optimizer = optimizer
         self._op = op
+        self._gradients = gradients
         runtime.current("DistributedOptimizer")
 
     def __getattr__(self, name: str) -> Any:
         attribute = getattr(self._optimizer, name)
-        reducing = _REDUCING.get(name)
-        if reducing is None or not callable(attribute):
+        if name not in _METHODS or not callable(attribute):
             return attribute
-        return lambda *args, **kwargs: reducing(attribute, self._op, args, kwargs)
+        reducing = self._apply_gradients if name == "apply_gradients" else self._call
+        return lambda *args, **kwargs: reducing(attribute, *args, **kwargs)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in ("_optimizer", "_op"):
+        if name in ("_optimizer", "_op", "_gradients"):
             object.__setattr__(self, name, value)
         else:
             setattr(self._optimizer, name, value)  # optimizer.lr = 0.1 reaches the wrapped one
 
-    def __call__(self, grads: Any, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the wrapped callable with the reduced gradients."""
-        return self._optimizer(reduce_gradients(grads, self._op), *args, **kwargs)
+        return self._call(self._optimizer, *args, **kwargs)
+
+    def _call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        place, name = _place_of_gradients(function, self._gradients)
+        if name in kwargs:
+            kwargs[name] = reduce_gradients(kwargs[name], self._op)
+        elif place < len(args):
+            args = (*args[:place], reduce_gradients(args[place], self._op), *args[place + 1 :])
+        else:
+            raise TypeError(f"DistributedOptimizer: no gradients were passed; expected them as {name}")
+        return function(*args, **kwargs)
+
+    def _apply_gradients(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not args:
+            raise TypeError("DistributedOptimizer: apply_gradients expects the (gradient, parameter) pairs first")
+        pairs = list(args[0])
+        grads = reduce_gradients([grad for grad, _ in pairs], self._op)
+        return function([(grad, param) for grad, (_, param) in zip(grads, pairs, strict=True)], *args[1:], **kwargs)
 
     def __repr__(self) -> str:
         return f"DistributedOptimizer({self._optimizer!r}, op={self._op!r})"
@@ -91,40 +137,33 @@ def reduce_gradients(grads: Any, op: ReduceOp = Average) -> Any:
     return trees.replace_leaves(grads, by_name.__getitem__)
 
 
-def _step(method: Callable[..., Any], op: ReduceOp, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if args:
-        return method(reduce_gradients(args[0], op), *args[1:], **kwargs)
-    return method(**_reduce_keyword(kwargs, op))
+def _place_of_gradients(function: Callable[..., Any], told: int | str | None) -> tuple[int, str]:
+    """The place and the name of the argument that holds the gradients; InputError where that is not clear."""
+    try:
+        parameters = list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):  # of C
+        parameters = []
+    named = [each for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+    places = {each.name: sys.maxsize if each.kind is each.KEYWORD_ONLY else at for at, each in enumerate(named)}
+    if isinstance(told, int):
+        return told, named[told].name if told < len(named) else f"argument {told}"
+    if isinstance(told, str):
+        return places.get(told, sys.maxsize), told
+    required = [each.name for each in named if each.default is each.empty]
+    likely = [name for name in places if name in _GRADIENT_NAMES] or required
+    if len(likely) != 1:
+        what = getattr(function, "__name__", type(function).__name__)
+        raise InputError(
+            f"DistributedOptimizer: {what}({', '.join(map(str, parameters))}): which argument holds the gradients? "
+            "Call one of them grads, or say its place or name: DistributedOptimizer(optimizer, gradients=1)"
+        )
+    return places[likely[0]], likely[0]
 
 
-def _update(method: Callable[..., Any], op: ReduceOp, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if len(args) > 1:
-        return method(args[0], reduce_gradients(args[1], op), *args[2:], **kwargs)
-    return method(*args, **_reduce_keyword(kwargs, op))
-
-
-def _reduce_keyword(kwargs: dict[str, Any], op: ReduceOp) -> dict[str, Any]:
-    for name in ("grads", "gradients"):
-        if name in kwargs:
-            return {**kwargs, name: reduce_gradients(kwargs[name], op)}
-    raise TypeError("DistributedOptimizer: no gradients were passed; expected them as grads")
-
-
-def _apply_gradients(method: Callable[..., Any], op: ReduceOp, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if not args:
-        raise TypeError("DistributedOptimizer: apply_gradients expects the (gradient, parameter) pairs first")
-    pairs: Iterable[tuple[Any, Any]] = list(args[0])
-    grads = reduce_gradients([grad for grad, _ in pairs], op)
-    return method([(grad, param) for grad, (_, param) in zip(grads, pairs, strict=True)], *args[1:], **kwargs)
-
-
-_REDUCING = {"step": _step, "update": _update, "apply_gradients": _apply_gradients}
-
-
-def _methods(optimizer: Any) -> list[str]:
-    return [name for name in _REDUCING if callable(getattr(optimizer, name, None))]
+def _library(kind: type) -> str:
+    return kind.__module__.partition(".")[0]
 
 
 def _is_optax(optimizer: Any) -> bool:
-    """An optax GradientTransformation has an `update`, but of another form: update(grads, state, params)."""
+    """An optax GradientTransformation: a pair of functions."""
     return isinstance(optimizer, tuple) and hasattr(optimizer, "init") and hasattr(optimizer, "update")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -42,17 +43,32 @@ def named_leaves(tree: Any) -> list[tuple[str, Any]]:
 def replace_leaves(tree: Any, new_leaf: Callable[[str], Any], path: str = "") -> Any:
     """A tree of the same form, its leaves replaced by `new_leaf(name)`; None stays None.
 
+    Raises: InputError for a mapping that does not hold the dict that it is made from.
+
     >>> replace_leaves({"a": [1, None]}, lambda name: name)
     {'a': ['a.0', None]}
     """
     if tree is None:
         return None
     if isinstance(tree, Mapping):
-        return type(tree)({key: replace_leaves(child, new_leaf, _join(path, key)) for key, child in tree.items()})  # type: ignore[call-arg]
+        return _filled(tree, {key: replace_leaves(tree[key], new_leaf, _join(path, key)) for key in tree})
     if isinstance(tree, list | tuple):
         children = [replace_leaves(child, new_leaf, _join(path, index)) for index, child in enumerate(tree)]
         return type(tree)(*children) if hasattr(tree, "_fields") else type(tree)(children)
     return new_leaf(path)
+
+
+def _filled(tree: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
+    """A mapping of the same kind that holds `values`, the same keys."""
+    if isinstance(tree, dict):
+        filled: Any = copy.copy(tree)  # with all that a subclass has besides: a defaultdict's factory
+        filled.update(values)
+    else:
+        filled = type(tree)(values)  # type: ignore[call-arg]
+        if [(name, id(leaf)) for name, leaf in leaves(filled)] != [(name, id(leaf)) for name, leaf in leaves(values)]:
+            kind = f"{type(tree).__module__}.{type(tree).__qualname__}"
+            raise InputError(f"a {kind} that is made from a dict does not hold its arrays; pass a dict instead")
+    return filled
 
 
 def _join(path: str, key: Any) -> str:

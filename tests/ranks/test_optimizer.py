@@ -1,5 +1,7 @@
 """DistributedOptimizer around plain NumPy optimizers of every form."""
 
+import collections
+import collections.abc
 from typing import NamedTuple
 
 import numpy as np
@@ -123,12 +125,152 @@ def test_attributes_are_the_wrapped_optimizers():
     on_every_rank(program)
 
 
+def sgd(params, grads):
+    return {key: params[key] - 0.1 * grads[key] for key in params}
+
+
+class LikeOptax:
+    def update(self, updates, state, params=None):
+        return updates, state, params
+
+
+class OfOneArgument:
+    def update(self, g, rate=0.1):
+        return rate * g
+
+
+def names_differ(p, g, *rest, rate=0.1):
+    return p - rate * g
+
+
+def by_keyword(rate, *, gradient):
+    return rate * gradient
+
+
+MEAN = (SIZE - 1) / 2
+CASES = {
+    "params before grads": (sgd, {}, lambda o, g: o({"w": np.ones(1)}, {"w": g})["w"], 1 - 0.1 * MEAN),
+    "a named argument": (sgd, {}, lambda o, g: o(grads={"w": g}, params={"w": np.ones(1)})["w"], 1 - 0.1 * MEAN),
+    "keyword only": (by_keyword, {}, lambda o, g: o(2, gradient=g), 2 * MEAN),
+    "optax's order": (LikeOptax(), {}, lambda o, g: o.update({"w": g}, {"count": 1}, 5)[0]["w"], MEAN),
+    "one argument": (OfOneArgument(), {}, lambda o, g: o.update(g), 0.1 * MEAN),
+    "told by place": (names_differ, {"gradients": 1}, lambda o, g: o(np.ones(1), g), 1 - 0.1 * MEAN),
+    "told by name": (names_differ, {"gradients": "g"}, lambda o, g: o(np.ones(1), g), 1 - 0.1 * MEAN),
+    "told by keyword": (names_differ, {"gradients": 1}, lambda o, g: o(np.ones(1), g=g), 1 - 0.1 * MEAN),
+    "no signature": (max, {"gradients": 0}, lambda o, g: o(g, -1.0), MEAN),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_gradients_are_reduced_and_nothing_else(case):
+    optimizer, told, call, expected = CASES[case]
+
+    def program():
+        result = call(rr.DistributedOptimizer(optimizer, **told), np.full(1, float(rr.rank())))
+        np.testing.assert_allclose(result, expected)
+
+    on_every_rank(program)
+
+
+def test_what_optax_would_be_given_besides_stays():
+    def program():
+        optimizer = rr.DistributedOptimizer(LikeOptax())
+        state = {"count": np.full(1, rr.rank())}
+        assert optimizer.update(np.ones(1), state, params=state)[1:] == (state, state)
+
+    on_every_rank(program)
+
+
+@pytest.mark.parametrize("unclear", [names_differ, lambda *args: None, max, lambda grads, gradients: None])
+def test_a_callable_with_unclear_gradients_is_refused(unclear):
+    def program():
+        with pytest.raises(rr.InputError, match=r"which argument holds the gradients\? .* its place or name: .*=1\)"):
+            rr.DistributedOptimizer(unclear)
+
+    on_every_rank(program)
+
+
+def test_a_method_with_unclear_gradients_is_refused_when_it_is_called():
+    class Unclear:
+        def update(self, w, g):
+            pass
+
+    def program():
+        optimizer = rr.DistributedOptimizer(Unclear())
+        with pytest.raises(rr.InputError, match=r"update\(w, g\): which argument holds the gradients"):
+            optimizer.update(np.ones(1), np.ones(1))
+
+    on_every_rank(program)
+
+
+class Stored(collections.abc.Mapping):
+    def __init__(self, items):
+        self.items_ = dict(items)
+
+    def __getitem__(self, key):
+        return self.items_[key]
+
+    def __iter__(self):
+        return iter(self.items_)
+
+    def __len__(self):
+        return len(self.items_)
+
+
+class Forgetful(Stored):
+    def __init__(self, items):
+        super().__init__({} if isinstance(items, dict) else items)
+
+
+def test_containers_of_other_kinds_are_rebuilt_or_refused():
+    def program():
+        mine = np.full(1, float(rr.rank()))
+        optimizer = rr.DistributedOptimizer(lambda grads: grads)
+        default = collections.defaultdict(list, w=mine)
+        assert optimizer(default)["w"] == MEAN
+        assert optimizer(default)["missing"] == []
+        assert optimizer(collections.OrderedDict(b=mine, a=None)) == collections.OrderedDict(b=MEAN, a=None)
+        assert optimizer(Stored({"a": {"w": mine}}))["a"]["w"] == MEAN
+        with pytest.raises(rr.InputError, match="Forgetful that is made from a dict does not hold its arrays; pass a"):
+            optimizer([Forgetful([("w", mine)])])
+        with pytest.raises(rr.InputError, match="a set is no array"):
+            optimizer({"w": {1.0}})
+
+    on_every_rank(program)
+
+
 class Optax(NamedTuple):
     init: object
     update: object
 
 
-@pytest.mark.parametrize("wrong", [object(), 3, Optax(print, print)])
+def made_by(library):
+    base = type(
+        "Base", (), {"__module__": f"{library}.optimizers", "update": None, "__call__": lambda self, grads: None}
+    )
+    return type("Adam", (base,), {})()
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "says"),
+    [
+        (Optax(print, print), r"optax has no adapter yet; .*\n.*jax.tree.flatten.*\n.*ringreduce.grouped_allreduce"),
+        (made_by("flax"), r"flax has no adapter yet; outside of jax.jit"),
+        (
+            made_by("keras"),
+            r"Keras has no adapter yet, .* in a loop of your own apply what ringreduce.grouped_allreduce",
+        ),
+    ],
+)
+def test_frameworks_without_an_adapter_are_told_what_works(optimizer, says):
+    def program():
+        with pytest.raises(TypeError, match=says):
+            rr.DistributedOptimizer(optimizer)
+
+    on_every_rank(program)
+
+
+@pytest.mark.parametrize("wrong", [object(), 3])
 def test_what_fits_none_gets_the_list_of_forms(wrong):
     def program():
         with pytest.raises(
@@ -153,9 +295,10 @@ def test_calls_without_gradients_are_told():
 
 def test_gradients_that_differ_in_form_are_named():
     def program():
+        seen = []
         grads = {"w": np.zeros(3), ("b" if rr.rank() == 1 else "c"): np.zeros(2)}
         with pytest.raises(rr.MismatchError, match=r"rank 1 of 3, allreduce 'b' .*: name 'b', but rank 0 has name 'c'"):
-            rr.DistributedOptimizer(print)(grads)
+            rr.DistributedOptimizer(seen.append)(grads)
 
     on_every_rank(program)
 
