@@ -8,6 +8,7 @@ doubling), so their number is a power of two.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,8 @@ from ringreduce.partition import segments
 from ringreduce.transport.base import Steps, Transport
 
 TAG = 5
+BLOCK = 1 << 16
+"""Elements at a time in float64."""
 
 
 def allreduce(flat: Any, transport: Transport, segment_bytes: int = SEGMENT_BYTES) -> Steps[None]:
@@ -40,12 +43,38 @@ def allreduce(flat: Any, transport: Transport, segment_bytes: int = SEGMENT_BYTE
 
 
 def combine(a: Any, b: Any) -> Any:
-    """Adasum of two vectors, (count,) each; dot products are made in float64."""
-    dot, a_squared, b_squared = (_dot(a, b), _dot(a, a), _dot(b, b))
-    of_a = 1.0 - (dot / (2 * a_squared) if a_squared > 0 else 0.0)
-    of_b = 1.0 - (dot / (2 * b_squared) if b_squared > 0 else 0.0)
-    return a * a.dtype.type(of_a) + b * b.dtype.type(of_b)
+    """Adasum of two vectors, (count,) each, computed in float64. Memory: the result, and a few blocks.
+
+    Dot products are of vectors scaled to elements of about 1: no square overflows or vanishes.
+    """
+    scale_a, scale_b = _scale(a), _scale(b)
+    result = buffers.empty_like(a, a.size, a.dtype)
+    blocks = segments(0, a.size, BLOCK)
+    dot = a_squared = b_squared = 0.0
+    with np.errstate(over="ignore", invalid="ignore"):  # what is infinite, or becomes it, is the data's affair
+        for low, high in blocks:
+            one, other = _wide(a[low:high]) / scale_a, _wide(b[low:high]) / scale_b
+            dot += _dot(one, other)
+            a_squared += _dot(one, one)
+            b_squared += _dot(other, other)
+        of_a, of_b = (dot / (2 * a_squared), dot / (2 * b_squared)) if dot else (0.0, 0.0)
+        for low, high in blocks:
+            one, other = _wide(a[low:high]), _wide(b[low:high])
+            one -= one / scale_a * of_a * scale_b
+            other -= other / scale_b * of_b * scale_a
+            result[low:high] = one + other
+    return result
+
+
+def _scale(vector: Any) -> float:
+    """The power of two just below the largest element; 1 where that is 0, infinite or no number."""
+    largest = float(np.absolute(vector).max()) if vector.size else 0.0
+    return math.ldexp(0.5, math.frexp(largest)[1]) if 0 < largest < math.inf else 1.0
+
+
+def _wide(part: Any) -> Any:
+    return part.astype(np.promote_types(part.dtype, np.float64))
 
 
 def _dot(a: Any, b: Any) -> float:
-    return float((a * b.conj()).real.sum(dtype=np.float64))
+    return float((a * b.conj()).real.sum())

@@ -156,6 +156,12 @@ class ndarray:
         _queue("sum", [self], [result], lambda: memory.sum(dtype=dtype, out=target))
         return result
 
+    def max(self):
+        result, memory = empty((), self.dtype), self._memory
+        target = result._memory
+        _queue("max", [self], [result], lambda: memory.max(out=target))
+        return result
+
     def tolist(self):
         return self.get().tolist()
 

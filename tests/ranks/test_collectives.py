@@ -5,9 +5,11 @@ import threading
 import time
 from collections import Counter
 
+import ml_dtypes
 import numpy as np
 import pytest
 
+import ringreduce as rr
 from ringreduce import runtime
 from ringreduce.collectives import adasum, bruck, clock, pairwise, ring, tree
 from ringreduce.dtypes import TABLE
@@ -417,6 +419,33 @@ def test_adasum_adds_what_is_orthogonal_averages_what_is_equal_and_knows_zero():
     assert adasum.combine(one, 0 * one).tolist() == [3, 0]
     assert adasum.combine(0 * one, other).tolist() == [0, 2]
     assert adasum.combine(np.array([1j]), np.array([1.0 + 0j])).tolist() == [1 + 1j], "orthogonal as vectors"
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "complex64"])
+@pytest.mark.parametrize("far", [0, 2, 20])
+@pytest.mark.parametrize("exponent", [-300, -150, -38, -20, 0, 18, 37, 150, 300])
+def test_adasum_of_tiny_and_huge_vectors(dtype, exponent, far):
+    """Nothing vanishes or overflows: parallel vectors are averaged, orthogonal ones added, at any scale."""
+    info = np.finfo(dtype)
+    if not info.minexp < 3.4 * exponent <= 3.4 * (exponent + far) < info.maxexp - 4:
+        return
+    a = np.array([3, 0, 1, 0], dtype) * info.dtype.type(10.0**exponent)
+    b = np.array([6, 0, 2, 0], dtype) * info.dtype.type(10.0 ** (exponent + far))
+    np.testing.assert_allclose(adasum.combine(a, b), a / 2 + b / 2, 4 * info.eps)
+    np.testing.assert_allclose(adasum.combine(a, np.roll(b, 1)), a + np.roll(b, 1), 4 * info.eps)
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16"])
+def test_adasum_of_tiny_and_huge_16_bit_floats(name):
+    dtype = np.dtype(getattr(ml_dtypes, name) if name == "bfloat16" else name)
+    values = [1e-7, 6e4] if name == "float16" else [1e-38, 1e38]
+
+    def program():
+        arrays = [np.full(4, value, dtype) for value in values]
+        return [rr.allreduce(each, op=rr.Adasum).tolist() for each in arrays], [each.tolist() for each in arrays]
+
+    for found, expected in run_ranks(2, program):
+        assert found == expected, "equal vectors are averaged"
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
