@@ -103,6 +103,7 @@ from ringreduce.errors import (
     StartupError,
     UnsupportedArrayError,
 )
+from ringreduce.not_there import no_attribute as _no_attribute
 from ringreduce.ops import (
     Adasum,
     Average,
@@ -209,3 +210,7 @@ __all__ = [
     "stop_timeline",
     "synchronize",
 ]
+
+
+def __getattr__(name: str) -> object:
+    raise _no_attribute(__name__, name)

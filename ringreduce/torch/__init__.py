@@ -64,6 +64,7 @@ from ringreduce.api.world import (
 )
 from ringreduce.compression import Compression
 from ringreduce.errors import CollectiveError as HorovodInternalError
+from ringreduce.not_there import no_attribute as _no_attribute
 from ringreduce.ops import Adasum, Average, Max, Min, Product, Sum
 from ringreduce.runtime import is_initialized, shutdown
 from ringreduce.torch.functions import broadcast_optimizer_state
@@ -153,3 +154,7 @@ __all__ = [
     "stop_timeline",
     "synchronize",
 ]
+
+
+def __getattr__(name: str) -> object:
+    raise _no_attribute(__name__, name)
