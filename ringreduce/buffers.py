@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -192,8 +192,9 @@ def ready(inputs: Sequence[Buffer]) -> tuple[Event, ...]:
 def as_buffer(array: Any, *, writable: bool = False) -> Buffer:
     """A view of `array`, sharing its memory; a Python or NumPy number becomes a 0-d array.
 
-    Raises: UnsupportedArrayError when it is no array, is not C-contiguous, holds elements that cannot travel, or is
-            read-only although `writable` is asked for; MissingExtraError for GPU memory without CuPy.
+    An array of another layout than C's is copied, unless it is to be written to: see `to_write`.
+    Raises: UnsupportedArrayError when it is no array, holds elements that cannot travel, or is read-only or not
+            C-contiguous although `writable` is asked for; MissingExtraError for GPU memory without CuPy.
     """
     if isinstance(array, np.ndarray):
         return _numpy_buffer(array, writable)
@@ -204,30 +205,63 @@ def as_buffer(array: Any, *, writable: bool = False) -> Buffer:
             raise UnsupportedArrayError(f"a {type(array).__name__} cannot be changed in place; pass an array")
         return _numpy_buffer(np.asarray(array), writable)
     if _is_cupy(array):
-        return _cupy_buffer(array)
+        return _cupy_buffer(array, writable)
+    if _is_traced(array):
+        raise UnsupportedArrayError(
+            "a traced value of JAX has no elements yet; call this outside of jax.jit, or from jax.pure_callback"
+        )
     if _is_on_gpu_by_dlpack(array):
         return _foreign_gpu_buffer(array, writable)
     if hasattr(array, "__cuda_array_interface__"):
-        return _cupy_buffer(cupy().asarray(array))
-    if hasattr(array, "__dlpack__"):
+        return _cupy_buffer(cupy().asarray(array), writable)
+    if hasattr(type(array), "__dlpack__"):  # not by __getattr__: a container of an array would be lost
         return _dlpack_buffer(array, writable)
-    raise UnsupportedArrayError(
-        f"a {type(array).__module__}.{type(array).__qualname__} is no array; expected a NumPy, CuPy or torch array, "
-        "or an object with __dlpack__ or __cuda_array_interface__"
-    )
+    raise UnsupportedArrayError(f"a {_kind(array)} is no array; {_instead_of(array)}")
+
+
+def _instead_of(array: Any) -> str:
+    """What to pass instead of what is no array."""
+    if isinstance(array, Mapping):
+        return "pass grouped_allreduce a list of its arrays: dict(zip(d, grouped_allreduce(list(d.values()))))"
+    if isinstance(array, list | tuple):
+        return "pass numpy.array(...) of numbers, or many arrays to grouped_allreduce"
+    if isinstance(array, str):
+        return "pass list(d.values()) of a dict of arrays"
+    return "expected a NumPy, CuPy or torch array, or an object with __dlpack__ or __cuda_array_interface__"
+
+
+def _kind(array: Any) -> str:
+    kind = type(array)
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def to_write(arrays: Sequence[Any]) -> tuple[list[Buffer], Callable[[], None]]:
+    """Buffers for results that belong into `arrays`, and what to call when they are there.
+
+    An array that is not C-contiguous (torch's channels_last, a transposed one) has a copy as its buffer, whose elements
+    that call writes back.
+    """
+    copies = [contiguous_copy(array) for array in arrays]
+    buffers = [
+        as_buffer(array if copy is None else copy, writable=True) for array, copy in zip(arrays, copies, strict=True)
+    ]
+
+    def written() -> None:
+        for array, copy in zip(arrays, copies, strict=True):
+            if copy is not None:
+                assign(array, copy)
+
+    return buffers, written
 
 
 def contiguous_copy(array: Any) -> Any:
-    """A copy that `as_buffer` takes, of an array of another memory layout (torch's channels_last, a transposed one);
-
-    None when the array is C-contiguous, or none of NumPy, CuPy and torch.
-    """
+    """A C-contiguous copy of an array of NumPy, CuPy or torch that is not, and can be written to; else None."""
     if _is_torch(array):
         dense = array.layout is sys.modules["torch"].strided
         return array.detach().contiguous() if dense and not array.is_contiguous() else None
-    if isinstance(array, np.ndarray) or hasattr(array, "__cuda_array_interface__"):
-        return None if array.flags.c_contiguous else array.copy(order="C")
-    return None
+    if not (isinstance(array, np.ndarray) or _is_cupy(array)) or array.flags.c_contiguous:
+        return None
+    return array.copy(order="C") if _is_cupy(array) or array.flags.writeable else None
 
 
 def assign(array: Any, values: Any) -> None:
@@ -298,28 +332,32 @@ def empty_like(flat: Any, count: int, dtype: np.dtype[Any]) -> Any:
 def _numpy_buffer(array: np.ndarray[Any, Any], writable: bool) -> Buffer:
     dtype, flags = array.dtype, array.flags
     element = element_type(dtype)
-    if not flags.c_contiguous:
+    if type(array) is not np.ndarray and isinstance(array, np.ma.MaskedArray):
         raise UnsupportedArrayError(
-            f"an array of shape {array.shape} and strides {array.strides} is not C-contiguous; pass a contiguous copy "
-            "(numpy.ascontiguousarray)"
+            "a masked array would lose its mask; pass array.filled(value), or array.compressed()"
         )
     if writable and not flags.writeable:
         raise UnsupportedArrayError("a read-only array cannot be changed in place; pass a copy")
-    return Buffer(_flat(array, element), element, array.shape, "cpu", dtype)
+    return Buffer(_flat(array, element, writable), element, array.shape, "cpu", dtype)
 
 
-def _flat(array: Any, element: ElementType) -> Any:
-    flat = array.reshape(-1)
+def _flat(array: Any, element: ElementType, writable: bool = False) -> Any:
+    if writable and not array.flags.c_contiguous:
+        raise UnsupportedArrayError(
+            f"an array of shape {array.shape} and strides {array.strides} is not C-contiguous; pass a contiguous copy"
+        )
+    flat = array.reshape(-1)  # copies what is not C-contiguous
     return flat if flat.dtype is element.storage else flat.view(element.storage)
 
 
-def _cupy_buffer(array: Any) -> Buffer:
+def _cupy_buffer(array: Any, writable: bool) -> Buffer:
     element = element_type(array.dtype)
     if not array.flags.c_contiguous:
-        raise UnsupportedArrayError(
-            f"a GPU array of shape {array.shape} and strides {array.strides} is not C-contiguous; pass a contiguous "
-            "copy (cupy.ascontiguousarray)"
-        )
+        if writable:
+            raise UnsupportedArrayError(
+                f"a GPU array of shape {array.shape} and strides {array.strides} is not C-contiguous; pass a copy"
+            )
+        array = array.copy(order="C")
     return GpuBuffer(array, int(array.data.ptr), array.device.id, element, tuple(array.shape), array.dtype)
 
 
@@ -342,8 +380,6 @@ def _torch_buffer(tensor: Any) -> Buffer:
         array = _as_numpy_knows(tensor, element).numpy()
     except (TypeError, RuntimeError) as exc:
         raise UnsupportedArrayError(_why_not(tensor) or str(exc)) from exc
-    if not array.flags.c_contiguous:
-        raise UnsupportedArrayError(_why_not(tensor))
     return _TorchBuffer(_flat(array, element), element, array.shape, "cpu", dtype)
 
 
@@ -354,6 +390,8 @@ def _torch_gpu_buffer(tensor: Any, element: ElementType) -> Buffer:
     cupy()  # our kernels need it
     if tensor.requires_grad:
         tensor = tensor.detach()
+    if not tensor.is_contiguous():
+        tensor = tensor.contiguous()
     pointer, index = tensor.data_ptr(), tensor.device.index
     return _TorchGpuBuffer(tensor, pointer, index, element, tuple(tensor.shape), tensor.dtype)
 
@@ -375,12 +413,12 @@ def _why_not(tensor: Any) -> str:
         return "a conjugated or negated view of another tensor; pass tensor.resolve_conj().resolve_neg()"
     if tensor.device.type not in ("cpu", "cuda"):
         return f"a tensor on {tensor.device} cannot be communicated; move it to cpu or cuda"
-    if not tensor.is_contiguous():
-        return (
-            f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} is not contiguous; pass "
-            "tensor.contiguous()"
-        )
     return ""
+
+
+def _is_traced(array: Any) -> bool:
+    jax = sys.modules.get("jax")
+    return jax is not None and isinstance(array, jax.core.Tracer)
 
 
 def _is_on_gpu_by_dlpack(array: Any) -> bool:
@@ -390,21 +428,33 @@ def _is_on_gpu_by_dlpack(array: Any) -> bool:
 def _foreign_gpu_buffer(array: Any, writable: bool) -> Buffer:
     """Of JAX and others: DLPack orders CuPy's current stream after their work. Results are CuPy arrays."""
     if writable:
-        kind = f"{type(array).__module__}.{type(array).__qualname__}"
-        raise UnsupportedArrayError(f"a {kind} cannot be changed in place; use the function without the underscore")
-    return _cupy_buffer(cupy().from_dlpack(array))
+        raise UnsupportedArrayError(_cannot_change(array))
+    return _cupy_buffer(cupy().from_dlpack(array), writable)
 
 
 def _dlpack_buffer(array: Any, writable: bool) -> Buffer:
     device_type, _ = array.__dlpack_device__()
     if device_type != DLPACK_CPU:
-        kind = type(array).__qualname__
-        raise UnsupportedArrayError(f"a {kind} on DLPack device {device_type}; move it to the CPU or a CUDA GPU")
+        raise UnsupportedArrayError(
+            f"a {_kind(array)} on DLPack device {device_type}; move it to the CPU or a CUDA GPU"
+        )
     try:
-        return _numpy_buffer(np.from_dlpack(array), writable)
+        view = np.from_dlpack(array)
     except (BufferError, RuntimeError) as exc:
-        kind = type(array).__qualname__
-        raise UnsupportedArrayError(f"a {kind} that NumPy cannot view through DLPack: {exc}") from exc
+        if not hasattr(array, "__array__"):
+            raise UnsupportedArrayError(f"a {_kind(array)} that NumPy cannot view through DLPack: {exc}") from exc
+        view = np.asarray(array)  # JAX's bfloat16, which DLPack has and NumPy has not, by ml_dtypes
+        view.flags.writeable = False
+    if writable and not view.flags.writeable:
+        raise UnsupportedArrayError(_cannot_change(array))
+    return _numpy_buffer(view, writable)
+
+
+def _cannot_change(array: Any) -> str:
+    return (
+        f"a {_kind(array)} cannot be changed in place; use the function without the underscore, or broadcast_object "
+        "instead of broadcast_parameters"
+    )
 
 
 def _array_module(flat: Any) -> Any:

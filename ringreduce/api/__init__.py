@@ -10,5 +10,5 @@ control       init, shutdown, poll, synchronize, join, barrier, the timeline
 info          what this installation and this job look like
 
 Arrays may be NumPy, CuPy or torch, or anything that speaks DLPack or the CUDA array interface; results are of the same
-kind and on the same device. They must be C-contiguous.
+kind and on the same device, C-contiguous.
 """

@@ -8,7 +8,7 @@ from typing import Any
 from ringreduce import runtime, trees
 from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
 from ringreduce.api.submit import Array, like, whole
-from ringreduce.buffers import Buffer, as_buffer, assign, contiguous_copy
+from ringreduce.buffers import Buffer, as_buffer, to_write
 from ringreduce.engine.description import Description, describe
 from ringreduce.engine.request import Handle, Request
 from ringreduce.errors import InputError
@@ -56,13 +56,20 @@ def broadcast_async_(
 def _broadcast_one(
     tensor: Any, root_rank: int, name: str | None, process_set: ProcessSet, in_place: bool, waits: bool
 ) -> Handle:
-    source = as_buffer(tensor, writable=in_place)
-    target = source if in_place else source.empty(source.shape)
+    if in_place:
+        sources, written = to_write([tensor])
+        targets = sources
+    else:
+        sources = [as_buffer(tensor)]
+        targets = [sources[0].empty(sources[0].shape)]
 
     def finish(request: Request) -> Any:
-        return tensor if in_place else like(tensor, target)
+        if not in_place:
+            return like(tensor, targets[0])
+        written()
+        return tensor
 
-    return submit_broadcast([source], [target], root_rank, name, None, process_set, finish, waits)
+    return submit_broadcast(sources, targets, root_rank, name, None, process_set, finish, waits)
 
 
 def submit_broadcast(
@@ -105,14 +112,9 @@ def broadcast_parameters(params: Any, root_rank: int = 0, process_set: ProcessSe
     Source: Horovod's broadcast_parameters.
     """
     named = _named_parameters(params)
-    copies = [contiguous_copy(tensor) for _, tensor in named]
-    pairs = zip((tensor for _, tensor in named), copies, strict=True)
-    outputs = [as_buffer(tensor if copy is None else copy, writable=True) for tensor, copy in pairs]
+    outputs, written = to_write([tensor for _, tensor in named])
     names = [name for name, _ in named]
-    submit_broadcast(outputs, outputs, root_rank, None, names, process_set, lambda _: None, waits=True).wait()
-    for (_, tensor), copy in zip(named, copies, strict=True):
-        if copy is not None:
-            assign(tensor, copy)
+    submit_broadcast(outputs, outputs, root_rank, None, names, process_set, lambda _: written(), waits=True).wait()
 
 
 def _named_parameters(params: Any) -> list[tuple[str, Any]]:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ringreduce import runtime
 from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
 from ringreduce.api.submit import Array, like, which_op
-from ringreduce.buffers import Buffer, as_buffer
+from ringreduce.buffers import Buffer, as_buffer, to_write
 from ringreduce.compression import Compression, Compressor, compress_all, decompress_all
 from ringreduce.engine.description import Description, TensorDescription, describe, kind_of_device, names_of
 from ringreduce.engine.request import Handle, Request
 from ringreduce.errors import InputError
+from ringreduce.log import LOGGER
 from ringreduce.ops import Average, ReduceOp, Reduction, Sum
 
 
@@ -29,12 +30,13 @@ def allreduce(
 ) -> Array:
     """Reduce `tensor` over all ranks; returns a new array, the same bits on every rank.
 
-    Shape:  any, equal on all ranks; all types of `ringreduce.dtypes`. A number gives a NumPy number.
+    Shape:  any, equal on all ranks; all types of `ringreduce.dtypes`. What is not C-contiguous is copied first.
+            A number gives a NumPy number, the average of Python ints a float.
     average: Horovod's older form of op: True is Average, False Sum.
     name:   by it the ranks' tensors meet; without one they are numbered, and the order of calls must be the same.
     compression: `Compression.fp16` or `.bf16` send floating-point elements in 16 bits.
-    op:     Average (the default; bool: an error; integers: truncated toward zero), Sum, Min, Max (complex: errors),
-            Product, Adasum (floating-point, a power of two of ranks).
+    op:     Average (the default; bool: an error; integer arrays: truncated toward zero), Sum, Min, Max (complex:
+            errors), Product, Adasum (floating-point, a power of two of ranks).
     Scale:  prescale_factor multiplies what goes in, postscale_factor what comes out.
     Cost:   2 (size - 1) messages a rank, about 2 nbytes (size - 1) / size sent by each, slot by slot; one agreement.
     Raises: InputError (a ValueError) for a wrong argument, or a name that is pending; MismatchError on all ranks when
@@ -239,11 +241,17 @@ class Arguments:
         self._fitting: set[str] = set()
         """Element types that can be reduced so."""
 
+    def number(self, tensor: Any) -> Any:
+        """A Python int that is averaged as a float: nobody has chosen an integer type for it."""
+        return float(tensor) if type(tensor) is int and self._op is Average else tensor
+
     def check(self, tensor: Buffer) -> None:
         """Raise InputError for a tensor that cannot be reduced so."""
         if tensor.element.name not in self._fitting:
             Reduction(self._op, tensor.element, 1, *self._scales).check()
             self._fitting.add(tensor.element.name)
+        if self._op is Average and tensor.element.kind in "iu":
+            _warn_of_cut_averages()
         if self.function == "reducescatter" and not tensor.shape:
             raise InputError("reducescatter: a 0-d tensor has no rows to scatter; pass one of at least 1 dimension")
 
@@ -268,6 +276,13 @@ def arguments_of(
     """The arguments of a call, checked as far as that is possible without the tensors."""
     op = which_op(function, average, op)
     return _same_arguments(function, op, float(prescale), float(postscale), number_of(process_set, function))
+
+
+@functools.cache
+def _warn_of_cut_averages() -> None:
+    LOGGER.warning(
+        "averages of integer arrays are cut off to whole numbers, as in Horovod; pass floats, or op=Sum (told once)"
+    )
 
 
 _same_arguments = functools.lru_cache(maxsize=256)(Arguments)
@@ -296,7 +311,12 @@ def submit(
     line: of the user's that led here, where the caller knows it.
     """
     engine = runtime.current(arguments.function).engine
-    inputs = [as_buffer(tensor, writable=in_place) for tensor in tensors]
+    if in_place:
+        inputs, written = to_write(tensors)
+        finish: Any = functools.partial(_in_place, tensors, one, written)
+    else:
+        inputs = [as_buffer(arguments.number(tensor)) for tensor in tensors]
+        finish = functools.partial(_in_outputs, tensors, one)
     for each in inputs:
         arguments.check(each)
     if names is not None and len(names) != len(tensors):
@@ -311,13 +331,14 @@ def submit(
         describe=functools.partial(arguments.describe, inputs, names),
         inputs=inputs,
         outputs=outputs,
-        finish=functools.partial(_in_place if in_place else _in_outputs, tensors, one),
+        finish=finish,
         waits=waits,
         line=line,
     )
 
 
-def _in_place(tensors: Sequence[Any], one: bool, request: Request) -> Any:
+def _in_place(tensors: Sequence[Any], one: bool, written: Callable[[], None], request: Request) -> Any:
+    written()
     return tensors[0] if one else list(tensors)
 
 

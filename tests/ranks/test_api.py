@@ -142,7 +142,7 @@ def test_broadcast_parameters_refuses_what_is_no_collection_of_tensors():
 
     for params, message in [
         (7, "a int; expected a dict of tensors, or a list of"),
-        ({"lr": "fast"}, "a builtins.str is no array"),
+        ({"lr": "fast"}, "a str is no array"),
         (
             [("w", np.zeros(2)), ("w", np.ones(2))],
             "broadcast_parameters: names must differ; expected each once, got w, w",
@@ -316,3 +316,26 @@ def test_what_was_submitted_before_a_barrier_is_complete_before_it(monkeypatch):
 
     run_ranks(1, program, settings=Settings(cycle_time_ms=1000.0))
     assert completed == ["allreduce"] * 3 + ["barrier"]
+
+
+def test_averages_of_integers(monkeypatch):
+    """Nobody has chosen a type for Python's; arrays keep theirs, which is told once."""
+    told = []
+    monkeypatch.setattr(rr.api.reduce.LOGGER, "warning", told.append)
+    rr.api.reduce._warn_of_cut_averages.cache_clear()
+    rr.api.reduce._same_arguments.cache_clear()
+
+    def of_numbers():
+        several = rr.synchronize(rr.grouped_allreduce_async([90 + 5 * rr.rank(), 1.0]))
+        return rr.allreduce(rr.rank()).item(), several[0].item(), rr.allreduce(1, op=rr.Sum).dtype.name
+
+    def of_arrays():
+        percent = 90 + 5 * rr.rank()
+        return [rr.allreduce(each).item() for each in (np.array(percent), torch.tensor(percent), np.int32(percent))]
+
+    assert run_ranks(2, of_numbers) == [(0.5, 92.5, "int64")] * 2
+    assert told == []
+    assert run_ranks(2, of_arrays) == [[92, 92, 92]] * 2
+    assert set(told) == {
+        "averages of integer arrays are cut off to whole numbers, as in Horovod; pass floats, or op=Sum (told once)"
+    }

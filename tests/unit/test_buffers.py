@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from ringreduce.buffers import as_buffer, incoming, outgoing
+from ringreduce.buffers import as_buffer, incoming, outgoing, to_write
 from ringreduce.dtypes import TABLE
 from ringreduce.errors import MissingExtraError, UnsupportedArrayError
 from tests.reference import data
@@ -89,11 +89,10 @@ def test_dlpack_arrays_are_viewed():
 
 
 REFUSED = [
-    ([1, 2], "a builtins.list is no array; expected a NumPy, CuPy or torch array"),
-    (np.zeros((4, 4))[:, 1], r"shape \(4,\) and strides \(32,\) is not C-contiguous; pass a contiguous copy"),
-    (np.asfortranarray(np.zeros((2, 3))), r"shape \(2, 3\) and strides \(8, 16\) is not C-contiguous"),
-    (torch.zeros(2, 3).T, r"shape \(3, 2\) and strides \(1, 3\) is not contiguous; pass tensor.contiguous"),
-    (torch.zeros(2, 3, dtype=torch.bfloat16).T, r"shape \(3, 2\) and strides \(1, 3\) is not contiguous"),
+    ([1, 2], r"a list is no array; pass numpy.array\(...\) of numbers, or many arrays to grouped_allreduce"),
+    ({"loss": 1.0}, r"a dict is no array; pass grouped_allreduce a list of its arrays: dict\(zip\("),
+    (print, "a builtin_function_or_method is no array; expected a NumPy, CuPy or torch array, or an object with __dlp"),
+    (np.ma.masked_array([1.0, 2.0], [False, True]), r"a masked array would lose its mask; pass array.filled\(value\)"),
     (torch.zeros(2, 3).to_sparse(), "layout torch.sparse_coo is not dense"),
     (torch.zeros(2, 3, dtype=torch.bfloat16).to_sparse(), "layout torch.sparse_coo is not dense"),
     (torch.zeros(2, dtype=torch.complex64).conj(), "conjugated or negated view of another tensor; pass tensor.resolve"),
@@ -110,12 +109,58 @@ def test_what_cannot_travel_is_refused(array, message):
         as_buffer(array)
 
 
+def test_a_container_of_an_array_is_no_array():
+    """Such as flax's Variable: it would come back as a bare array."""
+
+    class Variable:
+        def __getattr__(self, name):
+            return getattr(np.zeros(2), name)
+
+    with pytest.raises(UnsupportedArrayError, match="Variable is no array"):
+        as_buffer(Variable())
+
+
+LAYOUTS = {
+    "a column": lambda: np.arange(16.0).reshape(4, 4)[:, 1],
+    "Fortran's": lambda: np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+    "backwards": lambda: np.arange(6.0)[::-1],
+    "torch": lambda: torch.arange(6.0).reshape(2, 3).T,
+    "bfloat16": lambda: torch.arange(6).bfloat16().reshape(2, 3).T,
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_other_memory_layouts_are_copied_to_be_read_and_written_back(layout):
+    array = LAYOUTS[layout]()
+    buffer = as_buffer(array)
+    assert buffer.shape == tuple(array.shape)
+    assert buffer.array().tolist() == array.tolist()
+    expected = (array * 2).tolist()
+    (buffer,), written = to_write([array])
+    buffer.array()[...] = array * 2
+    written()
+    assert array.tolist() == expected
+
+
+def test_a_view_that_cannot_be_written_back_is_refused():
+    with pytest.raises(
+        UnsupportedArrayError, match=r"shape \(2,\) and strides \(16,\) is not C-contiguous; pass a cont"
+    ):
+        to_write([Exporter(np.zeros(4)[::2])])
+    with pytest.raises(UnsupportedArrayError, match="a read-only array cannot be changed in place"):
+        to_write([np.broadcast_to(np.zeros(1), (3,))])
+
+
 def test_read_only_memory_is_not_written_to():
     array = np.zeros(3)
     array.flags.writeable = False
     as_buffer(array)
     with pytest.raises(UnsupportedArrayError, match="a read-only array cannot be changed in place; pass a copy"):
         as_buffer(array, writable=True)
+    with pytest.raises(
+        UnsupportedArrayError, match=r"Exporter cannot be changed in place; use .*, or broadcast_object"
+    ):
+        as_buffer(Exporter(array), writable=True)
 
 
 def test_gpu_memory_without_cupy_names_the_extra():
