@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 from .errors import UsageError
+from .network import LOST_AFTER_S
 from .text import quoted, shortened
 
 _COLUMNS = 100  # of a manual
@@ -87,7 +88,8 @@ def add_host_flags(add: Add) -> None:
     add("-p", "--ssh-port", metavar="PORT", help="where sshd listens on other hosts")
     add("-i", "--ssh-identity-file", metavar="FILE", help="the private key for other hosts")
     add("--network-interfaces", metavar="LIST", help="use these between hosts, as in eth0,ib0")
-    add("--start-timeout", metavar="SECONDS", default="30", help="how long hosts and ranks may take to start (30)")
+    add("--start-timeout", metavar="SECONDS", help="how long hosts and ranks may take (30, and 0.2 for each host)")
+    add("--lost-after", metavar="SECONDS", default=f"{LOST_AFTER_S:g}", help="a host silent for so long is lost (30)")
 
 
 def split_words(text: str | None, flag: str) -> list[str]:
@@ -126,6 +128,11 @@ def parse_seconds(text: str, flag: str) -> float:
     if not 0 < seconds < math.inf:
         raise UsageError(f"{flag}: expected a number of seconds above 0, got {quoted(text)}")
     return seconds
+
+
+def parse_start_timeout(text: str | None, flag: str, hosts: int) -> float:
+    """Return the seconds in `text`, the value of `flag`; without it, enough for so many hosts."""
+    return 30.0 + 0.2 * hosts if text is None else parse_seconds(text, flag)
 
 
 def parse_ranks(text: str, size: int, flag: str) -> frozenset[int]:

@@ -39,6 +39,7 @@ from .arguments import (
     parse_rank_count,
     parse_ranks,
     parse_seconds,
+    parse_start_timeout,
     parse_times,
     split_words,
 )
@@ -101,6 +102,8 @@ class Request:
     ranks: str | None
     timeout: float | None
     start_timeout: float
+    lost_after: float
+    stdin: str | None
     restarts: int
     output_filename: str | None
     no_bind: bool
@@ -129,6 +132,7 @@ def _parser() -> Parser:
     add("--prefix-output-with-timestamp", dest="timestamps", action="store_true", help=SUPPRESS)  # Horovod's
     add("--timestamps", action="store_true", help="print the local time before each line")
     add("--output-filename", metavar="DIR", help="also keep all output, in DIR/rank.N/stdout and stderr")
+    add("--stdin", metavar="RANK", help="let this rank read stdin, also from a terminal (for a debugger)")
     add("--timeout", metavar="SECONDS", help="end the job when it takes longer, restarts included")
     add = parser.group("When it fails", _FAILS)
     add("--restarts", metavar="N", default="0", help="after a failure run the job again, up to N times")
@@ -164,14 +168,17 @@ def _checked(resolved: config.Config) -> Request:
         setattr(options, "hosts" if resolved.place("hosts") else "hostfile", None)  # the command line's counts
     if not options.command:
         raise UsageError(f"no command to run, {_EXAMPLE}")
-    start_timeout_s = parse_seconds(options.start_timeout, flag("start_timeout"))
+    found = named_hosts(options.hosts, options.hostfile, resolved.place("hosts") or resolved.place("hostfile"))
+    hosts = len(found.hosts) if found else 0
+    start_timeout_s = parse_start_timeout(options.start_timeout, flag("start_timeout"), hosts)
+    lost_after_s = parse_seconds(options.lost_after, flag("lost_after"))
     return Request(
         config=resolved,
         command=options.command,
         np=parse_rank_count(options.np, flag("np")),
-        found=named_hosts(options.hosts, options.hostfile, resolved.place("hosts") or resolved.place("hostfile")),
+        found=found,
         # half of it, so that ssh can say what it waits for
-        ssh=parse_ssh(options.ssh_port, options.ssh_identity_file, start_timeout_s / 2),
+        ssh=parse_ssh(options.ssh_port, options.ssh_identity_file, start_timeout_s / 2, lost_after_s),
         interfaces=parse_interfaces(options.network_interfaces, flag("network_interfaces")),
         launcher=options.launcher,
         mpi_args=split_words(options.mpi_args, flag("mpi_args")),
@@ -179,6 +186,8 @@ def _checked(resolved: config.Config) -> Request:
         ranks=options.ranks,
         timeout=None if options.timeout is None else parse_seconds(options.timeout, flag("timeout")),
         start_timeout=start_timeout_s,
+        lost_after=lost_after_s,
+        stdin=options.stdin,
         restarts=parse_times(options.restarts, flag("restarts")),
         output_filename=options.output_filename,
         no_bind=options.no_bind,
@@ -283,6 +292,9 @@ def _run_job(request: Request) -> int:
         output_directory=request.output_filename,
         timeout_s=request.timeout,
         start_timeout_s=request.start_timeout,
+        lost_after_s=request.lost_after,
+        stdin_rank=_stdin_rank(request, size),
+        gives_terminal=request.stdin is not None,
         hosts=hosts,
         ssh=None if in_slurm else request.ssh,
         interfaces=request.interfaces,
@@ -307,6 +319,16 @@ def _run_job(request: Request) -> int:
 def _shown_ranks(request: Request, size: int) -> frozenset[int] | None:
     place = request.config.place("ranks")
     return None if request.ranks is None else parse_ranks(request.ranks, size, f"{place}--ranks")
+
+
+def _stdin_rank(request: Request, size: int) -> int:
+    if request.stdin is None:
+        return 0
+    flag = f"{request.config.place('stdin')}--stdin"
+    ranks = sorted(parse_ranks(request.stdin, size, flag))
+    if len(ranks) > 1:
+        raise UsageError(f"{flag} {request.stdin}: expected one rank, since only one can read it")
+    return ranks[0]
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""This host's own addresses: where agents on other hosts may reach ringrun."""
+"""This host's own addresses, where agents on other hosts may reach ringrun; and when a host counts as lost."""
 
 import contextlib
 import fcntl
@@ -9,12 +9,29 @@ from pathlib import Path
 
 from .errors import MachineError, UsageError
 
+LOST_AFTER_S = 30.0
+"""A host that has been silent for so long is lost, unless --lost-after says another time."""
+
+_LONGEST_KEEPALIVE_S = 32767
+_PROBES = 6
+
 _SIOCGIFADDR = 0x8915
 _INTERFACE_NAME_BYTES = 15
 _ANY_PORT = 9  # discard: nothing is sent there
 _IPV6_TABLE = "/proc/net/if_inet6"
 _IPV6_GLOBAL = "00"
 _MOST_LOOKUPS = 8  # one after the other, and a slow resolver takes seconds for each
+
+
+def keepalive(lost_after_s: float) -> tuple[int, int, int]:
+    """Return TCP's keepalive that finds a host lost after so many seconds: when it probes an idle connection first,
+    how many seconds lie between probes, and how many may fail.
+
+    >>> keepalive(8), keepalive(30)
+    ((2, 1, 6), (7, 3, 6))
+    """
+    idle_s, interval_s = (min(max(1, int(lost_after_s / parts)), _LONGEST_KEEPALIVE_S) for parts in (4, 8))
+    return idle_s, interval_s, _PROBES
 
 
 def parse_interfaces(text: str | None, flag: str = "--network-interfaces") -> tuple[str, ...]:

@@ -1,14 +1,16 @@
-"""Process groups that end when they should: with their parent, or when told; and what /proc tells of processes."""
+"""Processes: ended when they should be, with their parent or when told; their limits; what /proc tells of them."""
 
 import contextlib
 import ctypes
 import os
+import resource
 import signal
 import sys
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 
+from .errors import MachineError
 from .text import format_spans
 
 _PR_SET_PDEATHSIG = 1
@@ -48,6 +50,38 @@ def bind_to(cpus: Collection[int]) -> Callable[[], None] | None:
             os.write(2, f"ringrun: not bound to CPUs {format_spans(cpus)}: {error.strerror}\n".encode())
 
     return bind
+
+
+def raise_open_files(wanted: int, needed: int) -> int:
+    """Raise this process's limit of open files to `wanted` more than it has, if it is lower; return what it was.
+
+    Raises: MachineError where even `needed` more are not allowed.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    is_open = len(os.listdir("/proc/self/fd"))
+    most = sys.maxsize if hard == resource.RLIM_INFINITY else hard
+    if is_open + needed > most:
+        raise MachineError(
+            f"this job needs {is_open + needed} open files here (about one for each rank, and three with "
+            f"--output-filename), and no more than {most} are allowed; raise that: `ulimit -Hn {is_open + wanted}`, or "
+            "in /etc/security/limits.conf, or as LimitNOFILE= of the service that starts ringrun"
+        )
+    if soft != resource.RLIM_INFINITY and soft < min(is_open + wanted, most):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(is_open + wanted, most), hard))
+    return soft
+
+
+def limit_open_files(soft: int) -> Callable[[], None] | None:
+    """Return what a child runs before exec to have the limit `soft` as ringrun had it; None for 0."""
+    if not soft:
+        return None
+
+    def limit() -> None:
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+    return limit
 
 
 def before_exec(*steps: Callable[[], None] | None) -> Callable[[], None]:

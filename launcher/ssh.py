@@ -12,6 +12,7 @@ from pathlib import Path
 
 from .arguments import whole
 from .errors import UsageError
+from .network import LOST_AFTER_S
 
 FILE_NAME = "ssh_config"
 _HIGHEST_PORT = 65535
@@ -20,11 +21,13 @@ _INCLUDED = ("~/.ssh/config", "/etc/ssh/ssh_config")
 
 @dataclass(frozen=True)
 class SshOptions:
-    """What the user has said about ssh: -p, -i and --start-timeout; None leaves it to the user's own configuration."""
+    """What the user has said about ssh: -p, -i, --start-timeout and --lost-after; None leaves it to the user's own
+    configuration."""
 
     port: int | None = None
     identity_file: str | None = None
     connect_timeout_s: float = 30.0
+    lost_after_s: float = LOST_AFTER_S
 
 
 def parse_port(text: str, flag: str) -> int:
@@ -44,12 +47,15 @@ def check_identity_file(path: str, flag: str) -> str:
     return found
 
 
-def parse_ssh(port: str | None, identity_file: str | None, timeout_s: float) -> SshOptions:
-    """Return what -p and -i say; ssh tries to connect for `timeout_s`."""
+def parse_ssh(
+    port: str | None, identity_file: str | None, timeout_s: float, lost_after_s: float = LOST_AFTER_S
+) -> SshOptions:
+    """Return what -p and -i say; ssh tries to connect for `timeout_s`, and gives a silent host up."""
     return SshOptions(
         None if port is None else parse_port(port, "--ssh-port"),
         None if identity_file is None else check_identity_file(identity_file, "--ssh-identity-file"),
         timeout_s,
+        lost_after_s,
     )
 
 
@@ -64,7 +70,7 @@ def config_text(options: SshOptions, aliases: Mapping[str, str]) -> str:
         "Match all",
         "BatchMode yes",
         f"ConnectTimeout {max(1, round(options.connect_timeout_s))}",
-        "ServerAliveInterval 2",
+        f"ServerAliveInterval {max(1, int(options.lost_after_s / 4))}",
         "ServerAliveCountMax 3",
         "LogLevel ERROR",
     ]

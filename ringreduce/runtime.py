@@ -29,7 +29,7 @@ from ringreduce.errors import InputError, MismatchError, NotInitializedError
 from ringreduce.mpi import finalize_mpi, mpi_library
 from ringreduce.preparation import prepare_host
 from ringreduce.settings import PER_RANK, Settings, tuning_notice
-from ringreduce.supervision import Answerer
+from ringreduce.supervision import Answerer, tell_of_init
 from ringreduce.transport.base import complete
 from ringreduce.transport.message import MessageTransport
 from ringreduce.transport.threads import ThreadTransport
@@ -87,6 +87,7 @@ def start(comm: Any, process_sets: Sequence[Any], dynamic: bool) -> list[tuple[i
     if dynamic:
         settings = dataclasses.replace(settings, dynamic_process_sets=True)
     if _generations == 0:  # later the current GPU is what this has chosen, or the script since
+        tell_of_init(settings.error_file, settings.stall_check_s)
         _gpu = choice.select(settings, os.environ)
     world = form_world(comm, _generations)
     if _generations == 0:

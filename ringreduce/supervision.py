@@ -3,7 +3,8 @@
     ringrun's agent                          this process
     RINGREDUCE_ERROR_FILE.agent  ──doing──→  RINGREDUCE_ERROR_FILE.ask     what the rank waits for
                                  ←─ JSON ──
-                                 ←─ JSON ──                                MPI has started; a stall: engine/stalls.py
+                                 ←─ JSON ──                                it is in init(); MPI has started;
+                                                                           a stall: engine/stalls.py
 
 Unix datagrams: the thread that answers sleeps in the kernel until it is asked, and costs nothing meanwhile.
 """
@@ -70,6 +71,12 @@ class Answerer:
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RD)  # wakes the thread, with an empty datagram
             self._socket = None
+
+
+def tell_of_init(error_file: str, report_after_s: float) -> None:
+    """Tell the launcher that this rank calls init(), where it waits for all others; 0: never worth a report."""
+    if error_file and report_after_s:
+        _tell(error_file, {"init": str(report_after_s), "package": PACKAGE})
 
 
 def tell_launcher(error_file: str, report: str) -> bool:

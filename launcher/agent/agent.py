@@ -48,7 +48,7 @@ from ..engines import DAEMONS, ENGINES
 from ..environment import Place, Settings, error_file, rank_environment
 from ..machine.placement import Share, describe, place
 from ..machine.topology import read_topology, usable_cpus
-from ..processes import before_exec, bind_to, die_with_parent, end_daemon, signal_group
+from ..processes import before_exec, bind_to, die_with_parent, end_daemon, limit_open_files, signal_group
 from .leftovers import Leftovers, remove_daemons_files
 from .oom import OomWatch
 from .witness import Witness
@@ -129,7 +129,11 @@ class Agent:
             close_fds=False,  # MPICH's rank speaks to hydra through an inherited descriptor, PMI_FD
             start_new_session=True,
             # safe: no thread runs yet
-            preexec_fn=before_exec(die_with_parent(signal.SIGKILL), bind_to(share.cpus) if binds else None),
+            preexec_fn=before_exec(
+                die_with_parent(signal.SIGKILL),
+                bind_to(share.cpus) if binds else None,
+                limit_open_files(setup.open_files),
+            ),
         )
 
     def _share(self, environ: Mapping[str, str]) -> Share:
@@ -141,7 +145,7 @@ class Agent:
         return shares[self._place.local_rank]
 
     def _stdin(self, setup: Setup) -> int:
-        """Return what the command reads: rank 0 ringrun's own stdin, or from another host a pipe with what it says."""
+        """Return what the command reads: one rank ringrun's stdin, or from another host a pipe with it."""
         if not setup.gives_stdin:
             return subprocess.DEVNULL
         return self._link.receive_descriptor() if self._link.is_local else subprocess.PIPE

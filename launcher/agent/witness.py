@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..connection.wire import Stalled, State
+from ..connection.wire import InInit, Initialized, Stalled, State
 from ..environment import error_file
 from ..processes import signal_main_thread, signals_caught, state_of
 from ..report import traces
@@ -56,12 +56,15 @@ class Offer:
 class Witness:
     """One agent's, for the rank whose files are in `directory`; `send` takes its messages to ringrun."""
 
-    def __init__(self, directory: str, rank: int, send: Callable[[State | Stalled], None]) -> None:
+    def __init__(
+        self, directory: str, rank: int, send: Callable[[State | Stalled | InInit | Initialized], None]
+    ) -> None:
         self._files = error_file(directory, rank)
         self._send = send
         self._lock = threading.Lock()  # one question at a time: answers are read from the ends of files
         self._heard = threading.Condition()
         self._answer: dict[str, str] | None = None
+        self._package = ""  # where ringreduce is, whose frames are no user's
         self._socket: socket.socket | None = None
         with contextlib.suppress(OSError):  # a path too long for a socket: ringreduce will not be asked
             own = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -89,7 +92,7 @@ class Witness:
             asked = self._ask()
             dumps = _collect(list(_offers(self._files)), until_s)
             said = self._await_answer(until_s) if asked else {}
-        doing, package = said.get("doing", ""), said.get("package", "")
+        doing, package = said.get("doing", ""), said.get("package", self._package)
         stacks = []
         for text in dumps:
             frames = traces.parse(text)
@@ -117,7 +120,12 @@ class Witness:
             said = _decode(own.recv(_LONGEST_DATAGRAM))
             if report := said.get("stalled"):
                 self._send(Stalled(report))
+            elif (report_after_s := said.get("init")) is not None:
+                self._package = said.get("package", "")
+                with contextlib.suppress(ValueError):
+                    self._send(InInit(float(report_after_s)))
             elif "started" in said:
+                self._send(Initialized())
                 on_init()
             else:
                 with self._heard:

@@ -2,5 +2,4 @@
 
 wire        the messages
 link        the sockets: unix on this host, TCP from others
-channel     ringrun's end: all agents' connections, as events
 """

@@ -4,17 +4,17 @@ A frame is one tag byte and a payload: `o` and `e` carry raw bytes of a rank's s
 `j` carries JSON. Nothing is ever unpickled.
 
     agent   → ringrun   Hello, Note …, Started, Output …, then Ended; or NotStarted instead of Started and the rest;
-                        a State for each Ask, and Stalled, at any time between
+                        a State for each Ask, Stalled, InInit and Initialized at any time between
     ringrun → agent     Setup once all agents are there, Signal …, Ask …, then End; the end of the connection means
                         the same
 
-Rank 0's stdin: where it is on ringrun's host, the descriptor follows Setup; elsewhere the agent sends InputWanted for
-each Input.
+The stdin that one rank gets: where it is on ringrun's host, the descriptor follows Setup; elsewhere the agent sends
+InputWanted for each Input.
 """
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Literal, TypeAlias
 
 ADDRESS_VARIABLE = "RINGRUN_ADDRESS"
@@ -41,7 +41,8 @@ class Hello:
 class Setup:
     """Start the command: in `folder`, with `variables` besides the agent's own.
 
-    `master` is where rank 0 may listen, address and port; `gives_stdin`: rank 0 reads ringrun's standard input.
+    `master` is where rank 0 may listen, address and port; `gives_stdin`: this rank reads ringrun's standard input;
+    `open_files`: how many files it may have open by default, 0 for as many as its agent.
     """
 
     master_address: str
@@ -49,6 +50,7 @@ class Setup:
     folder: str
     variables: dict[str, str]
     gives_stdin: bool
+    open_files: int = 0
 
 
 @dataclass(frozen=True)
@@ -83,12 +85,12 @@ class Output:
 
 @dataclass(frozen=True)
 class InputWanted:
-    """Rank 0 can take more of its stdin."""
+    """The rank can take more of its stdin."""
 
 
 @dataclass(frozen=True)
 class Input:
-    """A piece of rank 0's stdin; empty at its end."""
+    """A piece of the rank's stdin; empty at its end."""
 
     data: bytes
 
@@ -142,6 +144,18 @@ class Stalled:
 
 
 @dataclass(frozen=True)
+class InInit:
+    """The rank waits in ringreduce.init(); worth a report after `report_after_s`."""
+
+    report_after_s: float
+
+
+@dataclass(frozen=True)
+class Initialized:
+    """ringreduce.init() has returned in the rank."""
+
+
+@dataclass(frozen=True)
 class Ask:
     """Tell what the rank does."""
 
@@ -172,6 +186,8 @@ Message: TypeAlias = (
     | Ended
     | State
     | Stalled
+    | InInit
+    | Initialized
     | Ask
     | Signal
     | End
@@ -182,7 +198,10 @@ _INPUT_TAG = b"i"
 _JSON_TAG = b"j"
 _JSON_KINDS = {
     kind.__name__: kind
-    for kind in (Hello, Setup, Note, Started, NotStarted, InputWanted, Ended, State, Stalled, Ask, Signal, End)
+    for kind in (
+        *(Hello, Setup, Note, Started, NotStarted, InputWanted, Ended, State, Stalled, InInit, Initialized),
+        *(Ask, Signal, End),
+    )
 }
 
 
@@ -204,14 +223,25 @@ def decode(frame: bytes) -> Message:
         return Output("stderr", payload)
     if tag == _INPUT_TAG:
         return Input(payload)
-    if tag != _JSON_TAG:
-        raise ValueError(f"unknown frame tag {tag!r}")
-    fields = json.loads(payload)
-    kind = _JSON_KINDS[fields.pop("kind")]
+    try:
+        if tag == _JSON_TAG:
+            return _from_json(payload)
+        reason = f"unknown tag {tag!r}"
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        reason = repr(error)
+    raise ValueError(f"a message that ringrun does not understand: {frame[:40]!r} ({reason})")
+
+
+def _from_json(payload: bytes) -> Message:
+    given = json.loads(payload)
+    kind = _JSON_KINDS[given.pop("kind")]
     if kind is Ended:
-        fields["sent"] = tuple(fields["sent"])
-        fields["error"] = rank_error(fields["error"])
-    message: Message = kind(**fields)
+        given["sent"] = tuple(given["sent"])
+        given["error"] = rank_error(given["error"])
+    message: Message = kind(**given)
+    for field in fields(message):
+        if field.type in (int, str, bool) and type(given.get(field.name, field.default)) is not field.type:
+            raise TypeError(field.name)
     return message
 
 

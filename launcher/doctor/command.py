@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..arguments import Parser, add_host_flags, parse_seconds
+from ..arguments import Parser, add_host_flags, parse_seconds, parse_start_timeout
 from ..errors import MachineError, UsageError
 from ..hosts import Found, Host, named_hosts
 from ..network import parse_interfaces
@@ -61,9 +61,10 @@ def parse(arguments: Sequence[str]) -> Request:
     """Return the command line, checked; UsageError for what cannot be."""
     options = _parser().parse_args(arguments)
     found = named_hosts(options.hosts, options.hostfile) or Found([Host("localhost")], "", in_slurm=False)
-    timeout_s = parse_seconds(options.start_timeout, "--start-timeout")
-    ssh = parse_ssh(options.ssh_port, options.ssh_identity_file, timeout_s)
-    flags = ["--start-timeout", f"{ssh.connect_timeout_s:g}"]
+    timeout_s = parse_start_timeout(options.start_timeout, "--start-timeout", len(found.hosts))
+    lost_after_s = parse_seconds(options.lost_after, "--lost-after")
+    ssh = parse_ssh(options.ssh_port, options.ssh_identity_file, timeout_s, lost_after_s)
+    flags = ["--start-timeout", f"{timeout_s:g}", "--lost-after", f"{lost_after_s:g}"]
     flags += [] if ssh.port is None else ["--ssh-port", str(ssh.port)]
     flags += [] if ssh.identity_file is None else ["--ssh-identity-file", ssh.identity_file]
     flags += [] if options.network_interfaces is None else ["--network-interfaces", options.network_interfaces]

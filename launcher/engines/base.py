@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ..environment import Place
 from ..hosts import Host
+from ..network import LOST_AFTER_S
 
 Version = tuple[int, ...]
 
@@ -43,6 +44,9 @@ class Across:
 
     interfaces: Sequence[str] = ()
     """The network interfaces to use; none: the launcher and the MPI choose."""
+
+    lost_after_s: float = LOST_AFTER_S
+    """A host that has been silent for so long is lost."""
 
 
 class Engine(ABC):

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ..environment import Place
+from ..network import keepalive
 from .base import Across, Engine, Launcher, Version
 
 _PRRTE_VERSION: Version = (5,)  # prterun tells PRRTE's or PMIx's version; it came with Open MPI 5
@@ -90,10 +91,9 @@ def _hosts(across: Across, is_five: bool) -> list[str]:
     )
     parameters = {
         f"plm_{ssh}_no_tree_spawn": "1",
-        "oob_tcp_keepalive_time": "2",
-        "oob_tcp_keepalive_intvl": "1",
-        "oob_tcp_keepalive_probes": "6",
     }
+    names = ("oob_tcp_keepalive_time", "oob_tcp_keepalive_intvl", "oob_tcp_keepalive_probes")
+    parameters |= {name: str(value) for name, value in zip(names, keepalive(across.lost_after_s), strict=True)}
     if across.ssh:
         parameters |= {"plm": ssh, f"plm_{ssh}_agent": " ".join(across.ssh)}
     if across.interfaces:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ..connection.channel import Events, StacksWanted
+from .events import Events, StacksWanted
 
 REQUEST = b"stacks\n"
 ANSWER_S = 10.0

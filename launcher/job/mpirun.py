@@ -7,13 +7,10 @@ import subprocess
 import threading
 from collections.abc import Mapping, Sequence
 
-from ..connection.channel import (
-    Events,
-    LauncherEnded,
-)
 from ..output.display import Output
 from ..processes import die_with_parent, signal_group
 from .escalation import Step
+from .events import Events, LauncherEnded
 
 _TAIL_LINES = 200
 

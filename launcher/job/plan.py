@@ -18,6 +18,7 @@ from ..environment import AGENT_VARIABLES, Settings
 from ..errors import UsageError
 from ..forward import forwarded, withheld
 from ..hosts import Host, is_here
+from ..network import LOST_AFTER_S
 from ..ssh import SshOptions, ssh_argv
 
 _AGENT = "ringrun.agent"
@@ -96,7 +97,15 @@ class Job:
     restarts: int = 0
     """How often the job is run again after a failure."""
     start_timeout_s: float = 30.0
-    """So long all ranks may take to start."""
+    """How long all ranks may take to start."""
+    lost_after_s: float = LOST_AFTER_S
+    """A host that has been silent for so long is lost."""
+    open_files: int = 0
+    """How many files the ranks on this host may have open; 0: as many as ringrun."""
+    stdin_rank: int = 0
+    """Which rank reads ringrun's stdin."""
+    gives_terminal: bool = False
+    """It reads it even where that is a terminal."""
     hosts: Sequence[tuple[Host, int]] = ()
     """The hosts, in the order of their ranks, and how many each gets; empty: all ranks are on this host."""
     ssh: SshOptions | None = None
@@ -132,7 +141,7 @@ def across(job: Job, inherited: Mapping[str, str], directory: str) -> Across | N
     own = [host.name for host, _ in job.hosts if ":" in host.name and host.name not in names_of]
     names_of |= dict.fromkeys(own, socket.gethostname())  # by which the MPI's launcher knows that no ssh is needed
     ranks = [(Host(names_of.get(host.name, host.name)), count) for host, count in job.hosts]
-    return Across(ranks, ssh_argv(directory) if job.ssh else (), names, job.interfaces)
+    return Across(ranks, ssh_argv(directory) if job.ssh else (), names, job.interfaces, job.lost_after_s)
 
 
 def job_command(detected: Detected, job: Job, beyond: Across | None, *, as_root: bool) -> list[str]:

@@ -12,9 +12,9 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ..connection.channel import Events, Signalled
 from ..errors import MachineError
 from ..hosts import Host, assign, is_here
+from .events import Events, Signalled
 from .plan import Job
 from .signals import ENDING, SignalReader
 

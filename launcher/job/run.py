@@ -3,11 +3,12 @@
 import contextlib
 import os
 import queue
+import re
 import sys
 import tempfile
+from dataclasses import replace
 
 from ..agent.leftovers import remove_folders
-from ..connection.channel import Channel, Events
 from ..connection.link import Listener
 from ..engines.detect import Detected
 from ..environment import Settings
@@ -15,16 +16,22 @@ from ..errors import MachineError, NotStartedError
 from ..network import own_addresses
 from ..output.display import Display, Output
 from ..output.files import OutputFiles
+from ..processes import raise_open_files
 from ..ssh import write_config
 from . import restarts
 from .desk import Desk
+from .events import Events
 from .mpirun import MpiLauncher
 from .plan import Job, across, aliases, job_command, job_environment, variables_abroad, variables_at_home
+from .ranks import Channel, Given
 from .restarts import Again, Ending, SignalRelay
 from .signals import SignalReader
 from .supervise import Supervisor
 
 _LONGEST_SOCKET_FOLDER = 80  # characters; a socket's path has room for about 100
+_PLAIN_FOLDER = re.compile(r"[\w./+@,-]*")
+_OWN_FILES = 64  # ringrun's own, and a few questions of `ringrun stacks`
+_MPIRUNS_FILES = 6  # a rank: pipes and sockets of the launcher that starts it
 
 
 def run_job(detected: Detected, job: Job, again: Again = lambda job: job) -> int:
@@ -32,6 +39,8 @@ def run_job(detected: Detected, job: Job, again: Again = lambda job: job) -> int
 
     again: the job on the hosts that answer now, see restarts.py; by default they are those that it had.
     """
+    own = job.size * (1 if job.output_directory is None else 3) + _OWN_FILES
+    job = replace(job, open_files=raise_open_files(own + job.size * _MPIRUNS_FILES, own))
     signals = SignalRelay(SignalReader)
     with contextlib.ExitStack() as stack:
         stack.callback(signals.end)
@@ -72,8 +81,14 @@ def _try_job(detected: Detected, job: Job, deadline_s: float | None, output: Out
     events: Events = queue.SimpleQueue()
     with tempfile.TemporaryDirectory(prefix="ringrun-", dir=_socket_folder(), ignore_cleanup_errors=True) as directory:
         addresses = own_addresses([host.name for host, _ in job.hosts], job.interfaces) if job.hosts else ()
-        listener = Listener(directory, addresses, job.size)
-        channel = Channel(listener, _ranks_stdin(), output, events)
+        listener = Listener(
+            directory,
+            addresses,
+            job.size,
+            only_these=bool(job.interfaces),
+            connect_s=job.start_timeout_s / 2,  # so that an agent can say what it waits for
+            lost_after_s=job.lost_after_s,
+        )
         settings = Settings(
             detected.engine.name,
             directory,
@@ -89,6 +104,8 @@ def _try_job(detected: Detected, job: Job, deadline_s: float | None, output: Out
         if beyond := across(job, environment, directory):
             environment |= detected.engine.across_environment(beyond)
         home, abroad = variables_at_home(job, os.environ), variables_abroad(job, environment)
+        given = Given(_folder(), home, abroad, _ranks_stdin(job), job.stdin_rank, job.open_files)
+        channel = Channel(listener, job.size, given, output, events)
         argv = job_command(detected, job, beyond, as_root=os.geteuid() == 0)
         signals.to(events)
         try:
@@ -99,8 +116,7 @@ def _try_job(detected: Detected, job: Job, deadline_s: float | None, output: Out
         desk.start()
         signals.start()
         launcher.start(output if job.verbose else None)
-        lost_peer_code = detected.engine.lost_peer_code
-        supervisor = Supervisor(job, launcher, channel, output, events, home, abroad, deadline_s, lost_peer_code)
+        supervisor = Supervisor(job, launcher, channel, output, events, deadline_s, detected.engine.lost_peer_code)
         try:
             return Ending(supervisor.run(), supervisor.failed)
         finally:
@@ -108,18 +124,32 @@ def _try_job(detected: Detected, job: Job, deadline_s: float | None, output: Out
             remove_folders(directory)
 
 
-def _ranks_stdin() -> int | None:
-    """Return what rank 0 reads: our stdin, unless it is a terminal (a rank is not in its foreground) or not open.
+def _folder() -> str:
+    try:
+        return os.getcwd()
+    except OSError as error:
+        raise MachineError("the current folder has been deleted; go to one that exists (cd), and try again") from error
 
-    mpirun is not asked to pass it on: pip's Open MPI 5.0.11 loses it, and hydra lets the other ranks wait for it.
+
+def _ranks_stdin(job: Job) -> int | None:
+    """Return what one rank reads: our stdin, unless it is not open, or a terminal that nobody has asked to give away.
+
+    mpirun is not asked to pass it on: pip's Open MPI 5.0.11 loses it, and hydra lets the other ranks wait for it. A
+    rank that reads a terminal takes lines from a shell where ringrun is in the background, so it must be asked for.
     """
     try:
         os.fstat(0)
     except OSError:
         return None
-    return None if os.isatty(0) else 0
+    return None if os.isatty(0) and not job.gives_terminal else 0
 
 
 def _socket_folder() -> str | None:
-    """Return where to make the private folder: the usual place, or /tmp if a socket's path would be too long."""
-    return None if len(tempfile.gettempdir()) <= _LONGEST_SOCKET_FOLDER else "/tmp"  # noqa: S108 - mkdtemp is safe there
+    """Return where to make the private folder: the usual place, or /tmp if a socket's path would be too long there.
+
+    /tmp also where its name has a space or the like: MPI's launchers take a command of ssh's, with a file in it, as
+    words between spaces.
+    """
+    usual = tempfile.gettempdir()
+    is_fit = len(usual) <= _LONGEST_SOCKET_FOLDER and _PLAIN_FOLDER.fullmatch(usual)
+    return None if is_fit else "/tmp"  # noqa: S108 - mkdtemp is safe there

@@ -1,47 +1,54 @@
 """Decides when ranks must end and how, and says in the end what happened.
 
-All decisions are made in one thread, from a queue of events: ranks that arrive and end (connection/channel.py),
+All decisions are made in one thread, from a queue of events: ranks that arrive and end (ranks.py),
 mpirun's end, signals. A rank that ends with 0 changes nothing; the first that fails, or a signal, begins an escalation.
 """
 
 import math
-import os
 import queue
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
-from ..connection.channel import (
-    Arrived,
-    Channel,
-    Event,
-    Events,
-    LauncherEnded,
-    OutputClosed,
-    RankEnded,
-    RankNotStarted,
-    RankStalled,
-    RankState,
-    Signalled,
-    StacksWanted,
-)
 from ..connection.wire import Ask, Signal
 from ..errors import LauncherError, MachineError, NotStartedError, UsageError
 from ..output.display import Output
 from ..report import outcome
 from ..report.card import card
 from ..report.outcome import RankEnd
-from ..report.states import stacks_report
+from ..report.states import stacks_report, waiting
 from ..text import numbered
 from .escalation import AFTER_FAILURE, AFTER_INTERRUPT, AFTER_TERMINATE, AFTER_TIMEOUT, AT_ONCE, Escalation, Step
+from .events import (
+    Arrived,
+    Event,
+    Events,
+    LauncherEnded,
+    OutputClosed,
+    RankEnded,
+    RankInInit,
+    RankInitialized,
+    RankNotStarted,
+    RankStalled,
+    RankState,
+    Refused,
+    Signalled,
+    StacksWanted,
+)
+from .init_watch import InitWatch
 from .inquiry import Deliver, Inquiries, Inquiry, nobody
 from .mpirun import MpiLauncher
 from .plan import Job
+from .ranks import Channel
 
 _LAUNCHER_STEPS = (Step(None, 1.0), Step(signal.SIGTERM, 0.5), Step(signal.SIGKILL, 0.5))
 _TIMEOUT_EXIT_CODE = 124  # that of timeout(1)
 _STACKS_INTERVAL_S = 60.0
 _LONGEST_WAIT_S = 3600.0  # of one wait: a queue does not take just any number
+
+Conclusion = Callable[[], int]
+"""Prints or raises what there is to say when all is over; returns ringrun's exit code."""
 
 
 class Supervisor:
@@ -54,39 +61,32 @@ class Supervisor:
         channel: Channel,
         output: Output,
         events: Events,
-        home: dict[str, str],
-        abroad: dict[str, str],
         deadline_s: float | None = None,
         lost_peer_code: int | None = None,
     ) -> None:
-        """home, abroad: variables of the ranks on this host, and on others, besides what mpirun gives them.
+        """deadline_s: when the job's time is over, if not `timeout_s` from now: there were attempts before.
 
-        deadline_s: when the job's time is over, if not `timeout_s` from now: there were attempts before.
         lost_peer_code: the engine's.
         """
-        self._lost_peer_code = lost_peer_code
         self._job = job
-        self._size = job.size
-        self._home, self._abroad = home, abroad
         self._launcher = launcher
         self._channel = channel
         self._output = output
         self._events = events
-        self._arrived: set[int] = set()
-        self._ends: dict[int, RankEnd] = {}
-        self._refusal: LauncherError | None = None  # why the job cannot run as the user wants it
-        self._escalation: Escalation | None = None
+        self._lost_peer_code = lost_peer_code
         now_s = time.monotonic()
-        self._timeout_s = math.inf if job.timeout_s is None else job.timeout_s
-        self._deadline_s = now_s + self._timeout_s if deadline_s is None else deadline_s
+        self._deadline_s = now_s + (math.inf if job.timeout_s is None else job.timeout_s)
+        if deadline_s is not None:
+            self._deadline_s = deadline_s
         self._start_deadline_s = now_s + job.start_timeout_s  # infinite once all have arrived
-        self._too_slow = False  # not all have arrived by then
-        self._timeout_report: str | None = None  # if the job has taken too long
-        self._stopped_by: int | None = None  # the signal that ended the job, if no rank had failed before
-        self._launcher_said: list[str] = []
-        self._failed = False  # a rank has failed, or was lost
+        self._hosts: dict[int, str] = {}  # of the ranks that have arrived
+        self._ends: dict[int, RankEnd] = {}
+        self._escalation: Escalation | None = None
+        self._conclusion: Conclusion | None = None  # if the job ends for another reason than a rank's failure
         self._was_told = False  # by a signal to end the job
-        self._hosts: dict[int, str] = {}
+        self._failed = False  # a rank has failed, or was lost
+        self._launcher_said: list[str] = []
+        self._init = InitWatch(job.size)
         self._inquiries = Inquiries()
         self._at_end: Inquiry | None = None  # what the ranks that still ran did when the job began to end
         self._stacks_again_s = 0.0  # not before then does a stall print all stacks again
@@ -103,11 +103,19 @@ class Supervisor:
         """Whether a rank has failed or was lost, and no signal wants the job ended: a restart may help."""
         return self._failed and not self._was_told
 
+    @property
+    def _running(self) -> set[int]:
+        return self._hosts.keys() - self._ends.keys()
+
+    @property
+    def _missing(self) -> set[int]:
+        return set(range(self._job.size)) - self._hosts.keys()
+
     def _is_over(self) -> bool:
         if self._escalation is None:
-            return len(self._ends) == self._size
+            return len(self._ends) == self._job.size
         timed_out = self._escalation.exhausted and self._escalation.due(time.monotonic())
-        return timed_out or self._arrived <= self._ends.keys()
+        return timed_out or not self._running
 
     def _take_step(self) -> None:
         """Handle one event, or go one step further in ending the job."""
@@ -117,49 +125,51 @@ class Supervisor:
             if (number := self._escalation.advance(now_s)) is not None:
                 self._channel.broadcast(Signal(number))
             return
-        next_s = min(self._deadline_s, self._start_deadline_s)
+        next_s = min(self._deadline_s, self._start_deadline_s, self._init.due_s)
         deadline_s = self._escalation.deadline_s if self._escalation else next_s
         wait_s = min(deadline_s, self._inquiries.deadline_s) - now_s
         try:
             self._handle(self._events.get(timeout=min(max(0.0, wait_s), _LONGEST_WAIT_S)))
         except queue.Empty:
-            if time.monotonic() >= self._start_deadline_s and self._escalate(AT_ONCE):
-                self._too_slow = True
-            if time.monotonic() >= self._deadline_s and self._escalate(AFTER_TIMEOUT):
-                self._at_end = self._ask()
-                self._timeout_report = outcome.timeout_report(
-                    self._timeout_s,
-                    self._arrived - self._ends.keys(),
-                    set(range(self._size)) - self._arrived,
-                    self._size,
-                )
+            self._look_at_the_time(time.monotonic())
+
+    def _look_at_the_time(self, now_s: float) -> None:
+        if now_s >= self._start_deadline_s:
+            self._end(AT_ONCE, self._conclude_too_slow)
+        if now_s >= self._deadline_s:
+            self._end(AFTER_TIMEOUT, partial(self._conclude_timeout, self._running, self._missing))
+        if now_s >= self._init.due_s and self._escalation is None:
+            self._report_init()
 
     def _handle(self, event: Event) -> None:
         match event:
             case Arrived(rank, host, port):
-                self._arrived.add(rank)
                 self._hosts[rank] = host
-                if not port and self._escalate(AT_ONCE):
-                    self._refusal = MachineError(
-                        f"MASTER_PORT={self._job.master_port} is in use on {host}, where rank 0 would listen, or is "
-                        "no port; set another, or unset it, and ringrun finds a free one"
-                    )
+                if not port:
+                    why = f"MASTER_PORT={self._job.master_port} is in use on {host}, where rank 0 would listen, or is "
+                    cure = "no port; set another, or unset it, and ringrun finds a free one"
+                    self._end(AT_ONCE, _raise(MachineError(why + cure)))
                 if self._escalation and self._escalation.latest:
                     self._channel.send(rank, Signal(self._escalation.latest))
-                elif self._escalation is None and len(self._arrived) == self._size:
+                elif self._escalation is None and not self._missing:
                     self._start_deadline_s = math.inf
-                    self._channel.set_up(os.getcwd(), self._home, self._abroad)
+                    self._channel.set_up()
+            case Refused(reason) if self._missing:
+                self._end(AT_ONCE, _raise(MachineError(reason)))
+            case Refused(reason):
+                self._output.message([f"ringrun: refused a connection: {reason}"])
             case RankEnded(end):
                 self._ends[end.rank] = end
-                if end.failed and self._escalate(AFTER_FAILURE):
-                    self._at_end = self._ask()
+                self._init.ended(end.rank, time.monotonic())
+                if end.failed:
+                    self._end(AFTER_FAILURE)
             case RankNotStarted(rank, host, reason):
-                where = f"rank {rank} on host {host}"
-                self._refusal = self._refusal or UsageError(f"the command cannot be executed: {reason}, says {where}")
                 self._ends[rank] = RankEnd(rank, host, 0, 0, 0.0)
-                self._escalate(AFTER_FAILURE)
+                self._end(AFTER_FAILURE)
+                text = f"the command cannot be executed: {reason}, says rank {rank} on host {host}"
+                self._conclusion = self._conclusion or _raise(UsageError(text))
             case LauncherEnded():
-                self._escalate(AFTER_FAILURE)
+                self._end(AFTER_FAILURE)
             case Signalled(signal.SIGUSR1):
                 self._show_stacks("ringrun: what the ranks do:")
             case Signalled(number):
@@ -168,21 +178,24 @@ class Supervisor:
                 self._inquiries.answer(rank, state)
             case RankStalled(rank, report):
                 self._tell_stall(rank, report)
+            case RankInInit(rank, report_after_s):
+                self._init.wait(rank, report_after_s, time.monotonic())
+            case RankInitialized(rank):
+                self._init.done(rank)
             case StacksWanted(deliver):
                 self._ask(lambda inquiry: deliver(self._stacks(inquiry)))
             case OutputClosed():
-                if self._escalate(AFTER_TERMINATE):
-                    self._stopped_by = signal.SIGPIPE
+                self._end(AFTER_TERMINATE, lambda: 128 + signal.SIGPIPE)
 
     def _ask(self, deliver: Deliver = nobody) -> Inquiry:
         """Ask all ranks that run what they do; `deliver` is called when they have answered, or have not in time."""
-        inquiry = self._inquiries.begin(self._arrived - self._ends.keys(), time.monotonic(), deliver)
+        inquiry = self._inquiries.begin(self._running, time.monotonic(), deliver)
         for rank in inquiry.asked:
             self._channel.send(rank, Ask(inquiry.number))
         return inquiry
 
     def _stacks(self, inquiry: Inquiry) -> list[str]:
-        return stacks_report(inquiry.asked, inquiry.answers, self._size, self._hosts)
+        return stacks_report(inquiry.asked, inquiry.answers, self._job.size, self._hosts)
 
     def _show_stacks(self, headline: str) -> None:
         self._ask(lambda inquiry: self._output.message([headline, *self._stacks(inquiry)]))
@@ -197,28 +210,44 @@ class Supervisor:
             self._stacks_again_s = now_s + _STACKS_INTERVAL_S
             self._show_stacks(headline)
 
-    def _escalate(self, steps: Sequence[Step]) -> bool:
+    def _report_init(self) -> None:
+        """Ranks have waited for others in init(): end the job if one of those has ended, else say what these do."""
+        late, gone = self._init.absent(self._ends)
+        if gone:
+            self._end(AFTER_FAILURE, partial(self._conclude_without_init, gone, set(self._init.waiting)))
+        elif late:
+            waited = f"{numbered('rank', self._init.waiting)} waited {self._init.report_after_s:g} s in init() for"
+            headline = f"ringrun: {waited} {numbered('rank', late)} of {self._job.size}, which did not call it:"
+            self._ask(lambda asked: self._output.message([headline, *waiting(late & asked.asked, asked.answers)]))
+        else:
+            waited = f"{numbered('rank', self._init.waiting)} waited {self._init.report_after_s:g} s in init()"
+            self._output.message([f"ringrun: {waited}, which all ranks have called"])
+
+    def _end(self, steps: Sequence[Step], conclusion: Conclusion | None = None) -> bool:
         """Begin to end the job, and return True, unless its ending has begun."""
         if self._escalation is not None:
             return False
         self._escalation = Escalation(steps, time.monotonic())
+        self._conclusion = conclusion
+        if steps is AFTER_FAILURE:  # as AFTER_TIMEOUT
+            self._at_end = self._ask()
         return True
 
     def _obey(self, number: int) -> None:
         self._was_told = True
-        if not self._escalate(AFTER_INTERRUPT if number == signal.SIGINT else AFTER_TERMINATE):
+        steps = AFTER_INTERRUPT if number == signal.SIGINT else AFTER_TERMINATE
+        if not self._end(steps, lambda: 128 + number):
             self._escalation = Escalation(AT_ONCE, time.monotonic())
             return
-        self._stopped_by = number
         self._take_step()
-        left = len(self._arrived - self._ends.keys())
+        left = len(self._running)
         what = "interrupted" if number == signal.SIGINT else f"got {signal.Signals(number).name}"
         self._output.message([f"ringrun: {what}; ending {left} rank{'' if left == 1 else 's'}"])
 
     def _end_launcher(self) -> None:
         """Let the agents go, and see mpirun's end."""
         self._launcher_said = self._launcher.tail  # what it says from here on is our doing
-        for rank in self._arrived - self._ends.keys():
+        for rank in self._running:
             self._channel.send(rank, Signal(signal.SIGKILL))
         self._channel.end_agents()
         self._launcher.end(_LAUNCHER_STEPS)
@@ -226,55 +255,83 @@ class Supervisor:
 
     def _conclude(self) -> int:
         """Print what there is to say, last of all, and return the exit code."""
-        if self._stopped_by is not None:
-            return 128 + self._stopped_by
-        if self._timeout_report:
-            stacks = self._stacks(self._at_end) if self._at_end else []
-            self._output.message([*stacks, self._timeout_report])
-            return _TIMEOUT_EXIT_CODE
-        if self._too_slow:
-            raise MachineError(self._missing(f"the {self._job.start_timeout_s:g} s of --start-timeout were over"))
-        if self._refusal:
-            raise self._refusal
+        if self._conclusion:
+            return self._conclusion()
         ends = self._ends.values()
         aborter = outcome.aborter(ends, self._launcher.code)
         if cause := aborter or outcome.root_cause(ends, self._lost_peer_code):
             self._failed = True
-            self._output.message(self._card(cause))
+            self._output.message([*_advice(cause), *self._card(cause)])
             return outcome.exit_code(cause)
-        if self._escalation is None:
-            return 0
-        return self._conclude_without_cause()
+        return 0 if self._escalation is None else self._conclude_without_cause()
 
     def _card(self, cause: RankEnd) -> list[str]:
         return card(
             cause,
             self._ends.values(),
-            self._size,
+            self._job.size,
             launcher_tail=self._launcher_said,
             asked=self._at_end.asked if self._at_end else (),
             states=self._at_end.answers if self._at_end else {},
             colour=self._output.colours,
         )
 
+    def _conclude_timeout(self, running: set[int], missing: set[int]) -> int:
+        stacks = self._stacks(self._at_end) if self._at_end else []
+        timeout_s = self._job.timeout_s or 0.0
+        self._output.message([*stacks, outcome.timeout_report(timeout_s, running, missing, self._job.size)])
+        return _TIMEOUT_EXIT_CODE
+
+    def _conclude_too_slow(self) -> int:
+        raise MachineError(self._not_started(f"the {self._job.start_timeout_s:g} s of --start-timeout were over"))
+
+    def _conclude_without_init(self, gone: set[int], waited: set[int]) -> int:
+        """The ranks `gone` ended with 0 and without a call of init(), where others `waited` for them."""
+        lines = [
+            f"ringrun: {numbered('rank', gone)} of {self._job.size} ended with exit code 0 and never called init(); "
+            f"{numbered('rank', waited)} waited there for all ranks, so the job was ended:"
+        ]
+        lines += waiting(waited, self._at_end.answers) if self._at_end else []
+        if "-" in self._job.command[1:]:
+            lines.append(
+                f"only rank {self._job.stdin_rank} reads ringrun's stdin; a script for all ranks must be in a file"
+            )
+        self._output.message(lines)
+        return 1
+
     def _conclude_without_cause(self) -> int:
         """mpirun ended, and no rank had failed."""
         code = self._launcher.code
-        said = "\n".join(self._launcher.tail)
-        if len(self._arrived) < self._size:
-            raise NotStartedError(self._missing(f"{self._launcher.name} ended with exit code {code}"))
+        if self._missing:
+            raise NotStartedError(self._not_started(f"{self._launcher.name} ended with exit code {code}"))
         self._failed = True
         what = f"ringrun: {self._launcher.name} ended with exit code {code} before the ranks did; it wrote:"
-        self._output.message([what, said])
+        self._output.message([what, "\n".join(self._launcher.tail)])
         return code if code and code > 0 else 1
 
-    def _missing(self, what: str) -> str:
+    def _not_started(self, what: str) -> str:
         """Return which ranks had not come to life, and on which hosts; none had begun the command."""
-        absent = sorted(set(range(self._size)) - self._arrived)
-        hosts = ", ".join(dict.fromkeys(map(self._job.host_of, absent)))
+        hosts = ", ".join(dict.fromkeys(map(self._job.host_of, sorted(self._missing))))
         said = "\n".join(self._launcher_said) or "(nothing)"
         return (
-            f"{what} when {len(self._arrived)} of {self._size} ranks had started; missing: "
-            f"{numbered('rank', absent)} on {hosts}; "
+            f"{what} when {len(self._hosts)} of {self._job.size} ranks had started; missing: "
+            f"{numbered('rank', self._missing)} on {hosts}; "
             f"{self._launcher.name} wrote:\n{said}"
         )
+
+
+def _raise(error: LauncherError) -> Conclusion:
+    """Return a conclusion that raises `error`: the job cannot run as the user wants it."""
+
+    def conclude() -> int:
+        raise error
+
+    return conclude
+
+
+def _advice(cause: RankEnd) -> list[str]:
+    """Return what to do about a failure whose traceback does not say it."""
+    raised = cause.error.exception if cause.error else " ".join(cause.tail[-1:])
+    if "BdbQuit" not in raised:
+        return []
+    return [f"ringrun: to debug rank {cause.rank} here, give it this terminal: ringrun --stdin {cause.rank} …"]

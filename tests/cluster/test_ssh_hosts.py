@@ -176,8 +176,32 @@ def wait_for_training(hosts: Hosts, job: subprocess.Popen[str]) -> None:
         time.sleep(0.05)
 
 
+UNTIL_TOLD = """
+    import os
+    import numpy as np
+    import ringreduce as rr
+    rr.init()
+    while not rr.allreduce(np.ones(1) * os.path.exists("end"), name="end", op=rr.Max)[0]:
+        open("training", "w").close()
+    print("through")
+"""
+
+
+def test_a_network_that_is_gone_for_less_than_lost_after_ends_nothing(hosts: Hosts, python: Path, script: Script):
+    job = start(hosts, python, *ALL, python, script(UNTIL_TOLD))
+    wait_for_training(hosts, job)
+    hosts.link_down(2)
+    time.sleep(12)
+    hosts.link_up(2)
+    (hosts.folder / "end").touch()
+    out, err = job.communicate(timeout=90)
+    assert job.returncode == 0, err
+    assert sorted(out.splitlines()) == [f"[{rank}] through" for rank in range(4)]
+    assert_nothing_is_left(hosts)
+
+
 def test_a_host_whose_link_goes_down(hosts: Hosts, python: Path, script: Script):
-    job = start(hosts, python, *ALL, python, script(STEPS.format(failure="pass")))
+    job = start(hosts, python, "--lost-after", "8", *ALL, python, script(STEPS.format(failure="pass")))
     wait_for_training(hosts, job)
     hosts.link_down(2)
     begin = time.monotonic()

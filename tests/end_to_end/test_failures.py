@@ -72,6 +72,37 @@ def test_every_rank_is_told_which_rank_left(python, tmp_path):
     assert "rank 2 has left the job: its script ended; all ranks must call" in finished.stdout
 
 
+WITHOUT_INIT = """
+import os, time
+import ringreduce as rr
+
+if os.environ["RANK"] == "1":
+    {instead}
+rr.init()
+print("rank", rr.rank(), "is through")
+"""
+
+
+def test_a_rank_that_ends_without_init_ends_the_others_that_wait_there(python, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(WITHOUT_INIT.format(instead="raise SystemExit(0)"))
+    finished = ringrun(python, 3, script, timeout_s=60, RINGREDUCE_STALL_CHECK_S="1")
+    assert finished.returncode == 1, finished.stdout
+    assert "rank 1 of 3 ended with exit code 0 and never called init(); ranks 0,2 waited there" in finished.stdout
+    assert "\nranks 0,2: train.py:7, in <module>: rr.init()\n" in finished.stdout
+    assert run(["pgrep", "-f", str(script)]).stdout == "", "nothing is left"
+
+
+def test_a_rank_that_is_late_for_init_is_named_with_its_line(python, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(WITHOUT_INIT.format(instead="time.sleep(8)"))
+    finished = ringrun(python, 2, script, timeout_s=60, RINGREDUCE_STALL_CHECK_S="1")
+    assert finished.returncode == 0, finished.stdout
+    assert finished.stdout.count("rank 0 waited 1 s in init() for rank 1 of 2, which did not call it:") == 1
+    assert "\nrank 1: train.py:6, in <module>: time.sleep(8)\n" in finished.stdout
+    assert "rank 0 is through" in finished.stdout
+
+
 def test_an_exit_code_of_a_rank_that_nobody_waits_for(python, tmp_path):
     script = tmp_path / "train.py"
     script.write_text("import sys, ringreduce as rr\nrr.init()\nrr.barrier()\nsys.exit(7 if rr.rank() == 1 else 0)\n")

@@ -116,12 +116,19 @@ def test_open_mpi_across_hosts() -> None:
     assert argv == [
         *["/v/bin/mpirun", "--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none"],
         *["--prtemca", "plm_ssh_no_tree_spawn", "1"],
-        *["--prtemca", "oob_tcp_keepalive_time", "2", "--prtemca", "oob_tcp_keepalive_intvl", "1"],
+        *["--prtemca", "oob_tcp_keepalive_time", "7", "--prtemca", "oob_tcp_keepalive_intvl", "3"],
         *["--prtemca", "oob_tcp_keepalive_probes", "6"],
         *["--prtemca", "plm", "ssh", "--prtemca", "plm_ssh_agent", "ssh -F /p/ssh_config"],
         *["-x", "RINGRUN_ADDRESS", "-x", "PYTHONPATH", "-H", "h1:3,h2:2", "-np", "5", "agent"],
     ]
     assert OpenMPI().across_environment(ACROSS) == {}
+
+
+@pytest.mark.parametrize(("lost_after_s", "probes"), [(8.0, ["2", "1", "6"]), (60.0, ["15", "7", "6"])])
+def test_open_mpi_s_daemons_notice_a_lost_host_when_ringrun_does(lost_after_s: float, probes: list[str]) -> None:
+    beyond = replace(ACROSS, lost_after_s=lost_after_s)
+    argv = OpenMPI().command(Launcher("/v/bin/mpirun", (5, 0, 11)), 5, ["agent"], as_root=False, across=beyond)
+    assert [argv[argv.index(f"oob_tcp_keepalive_{name}") + 1] for name in ("time", "intvl", "probes")] == probes
 
 
 def test_open_mpi_4_has_other_names_for_it() -> None:

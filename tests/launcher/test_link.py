@@ -1,8 +1,14 @@
 """The sockets between ringrun and its agents: both kinds, who gets in, and what is seen when the other end is gone."""
 
+import contextlib
+import hmac
+import os
 import queue
+import resource
 import socket
 import threading
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,7 +32,7 @@ def listener(tmp_path: Path):
 
 def elsewhere(address: Address) -> Address:
     """As an agent on another host sees it."""
-    return Address("another-host", address.path, address.port, address.addresses)
+    return replace(address, host="another-host")
 
 
 @pytest.mark.parametrize("is_local", [True, False])
@@ -52,7 +58,9 @@ def test_a_stranger_gets_nowhere_and_holds_nobody_up(listener: Listener) -> None
     served: queue.SimpleQueue[Link] = queue.SimpleQueue()
     listener.start(served.put)
     silent = socket.create_connection(("127.0.0.1", listener.address.port))
-    with pytest.raises(OSError, match=r"127\.0\.0\.1 port \d+: digest"):
+    with pytest.raises(
+        OSError, match=r"127\.0\.0\.1 port \d+: what listens there has not shown that it knows this job's key"
+    ):
         connect(elsewhere(listener.address), b"another key")
     friend = connect(elsewhere(listener.address), listener.authkey)
     theirs = served.get(timeout=10)
@@ -81,14 +89,188 @@ def test_a_silent_host_is_told_from_one_that_has_closed(listener: Listener, monk
     theirs = served.get(timeout=10)
     threading.Timer(1.0, theirs.send, [Note("late")]).start()
     assert ours.receive() == Note("late"), "nobody speaks, but the kernel at the other end is there"
-    monkeypatch.setattr(link_module, "SILENT_S", -1.0)
+    ours.lost_after_s = -1.0
     with pytest.raises(HostSilentError):
         ours.receive()
     ours.close()
     theirs.close()
 
 
-@given(st.builds(Address, st.just("h1"), st.text(), st.integers(0, 65535), st.lists(st.just("10.0.0.1")).map(tuple)))
+def test_both_ends_have_the_kernel_probe_for_a_lost_host_in_the_time_that_was_asked_for(tmp_path: Path) -> None:
+    listener = Listener(str(tmp_path), ["127.0.0.1"], 4, lost_after_s=60.0)
+    served: queue.SimpleQueue[Link] = queue.SimpleQueue()
+    listener.start(served.put)
+    assert Address.parse(str(listener.address)).lost_after_s == 60.0, "the agents are told"
+    ours = connect(elsewhere(listener.address), listener.authkey)
+    for link in (ours, served.get(timeout=10)):
+        options = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+        assert tuple(link._socket.getsockopt(socket.IPPROTO_TCP, option) for option in options) == (15, 7, 6)
+        assert link._socket.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        link.close()
+    listener.close()
+
+
+@pytest.mark.parametrize("is_local", [True, False])
+def test_a_host_whose_policy_forbids_md5_gets_in_too(
+    listener: Listener, is_local: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As OpenSSL in FIPS mode: any use of MD5 is a ValueError."""
+    new, digest = hmac.new, hmac.digest
+
+    def refuse(name: object) -> None:
+        if "md5" in str(getattr(name, "__name__", name)).lower():
+            raise ValueError("[digital envelope routines] unsupported")
+
+    def checked_new(key: bytes, message: bytes | None = None, digestmod: object = "") -> object:
+        refuse(digestmod)
+        return new(key, message, digestmod)
+
+    def checked_digest(key: bytes, message: bytes, name: str) -> bytes:
+        refuse(name)
+        return digest(key, message, name)
+
+    monkeypatch.setattr(hmac, "new", checked_new)
+    monkeypatch.setattr(hmac, "digest", checked_digest)
+    monkeypatch.setattr("hashlib.md5", lambda *_, **__: refuse("md5"))
+    served: queue.SimpleQueue[Link] = queue.SimpleQueue()
+    listener.start(served.put)
+    ours = connect(listener.address if is_local else elsewhere(listener.address), listener.authkey)
+    ours.send(Note("in"))
+    theirs = served.get(timeout=10)
+    assert theirs.receive() == Note("in")
+    theirs.close()
+    ours.close()
+
+
+def test_a_descriptor_follows_a_message_and_another_message_that(listener: Listener) -> None:
+    served: queue.SimpleQueue[Link] = queue.SimpleQueue()
+    listener.start(served.put)
+    ours = connect(listener.address, listener.authkey)
+    theirs = served.get(timeout=10)
+    read, write = os.pipe()
+    theirs.send(Note("before"))
+    theirs.send_descriptor(read)
+    theirs.send(Note("after"))
+    os.close(read)
+    assert ours.receive() == Note("before")
+    received = ours.receive_descriptor()
+    os.write(write, b"through")
+    assert os.read(received, 7) == b"through"
+    assert not os.get_inheritable(received), "the rank gets it as its stdin, and only so"
+    assert ours.receive() == Note("after")
+    for descriptor in (write, received):
+        os.close(descriptor)
+    ours.close()
+    theirs.close()
+
+
+@pytest.mark.parametrize(
+    ("sent", "what"), [(b"\xff\xff\xff\xff", "a message of 4294967295 bytes"), (b"\0\0\0\1z", "unknown tag b'z'")]
+)
+def test_what_is_no_message_is_told_from_the_end(listener: Listener, sent: bytes, what: str) -> None:
+    served: queue.SimpleQueue[Link] = queue.SimpleQueue()
+    listener.start(served.put)
+    ours = connect(listener.address, listener.authkey)
+    ours._socket.sendall(sent)
+    theirs = served.get(timeout=10)
+    with pytest.raises(ValueError, match=what):
+        theirs.receive()
+    theirs.close()
+    ours.close()
+
+
+def test_only_the_chosen_addresses_are_listened_at(tmp_path: Path) -> None:
+    listener = Listener(str(tmp_path), ["127.0.0.2", "127.0.0.3"], 4, only_these=True)
+    served: queue.SimpleQueue[Link] = queue.SimpleQueue()
+    listener.start(served.put)
+    port = listener.address.port
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), timeout=10)
+    for chosen in ("127.0.0.2", "127.0.0.3"):
+        link = connect(Address("another-host", "", port, (chosen,)), listener.authkey)
+        served.get(timeout=10).close()
+        link.close()
+    listener.close()
+
+
+def test_strangers_that_say_nothing_are_few_at_a_time_and_not_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(link_module, "_HANDSHAKE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(link_module, "_MOST_HANDSHAKES", 3)
+    listener = Listener(str(tmp_path), ["127.0.0.1"], 8)
+    served: queue.SimpleQueue[Link] = queue.SimpleQueue()
+    before = threading.active_count()
+    listener.start(served.put)
+    strangers = [socket.create_connection(("127.0.0.1", listener.address.port)) for _ in range(5)]
+    most = 0
+    friends: list[Link] = []
+    friend = threading.Thread(target=lambda: friends.append(connect(elsewhere(listener.address), listener.authkey)))
+    friend.start()
+    while friend.is_alive():
+        most = max(most, threading.active_count() - before)
+        time.sleep(0.01)
+    friends.append(served.get(timeout=10))
+    assert friends[-1].peer_address == "127.0.0.1"
+    assert most <= 2 + 3 + 1, "two accept, three greet, and the friend"
+    for each in (*strangers, *friends):
+        each.close()
+    listener.close()
+
+
+def test_a_connection_for_which_no_descriptor_is_free_is_taken_later(listener: Listener) -> None:
+    said: queue.SimpleQueue[str] = queue.SimpleQueue()
+    served: queue.SimpleQueue[Link] = queue.SimpleQueue()
+    ours = socket.socket(socket.AF_UNIX)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    fillers: list[int] = []
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (ours.fileno() + 1, hard))  # none is free above it
+        with contextlib.suppress(OSError):
+            while True:
+                fillers.append(os.open(os.devnull, os.O_RDONLY))
+        listener.start(served.put, said.put)
+        ours.connect(listener.address.path)
+        assert "Too many open files" in said.get(timeout=10)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for filler in fillers:
+            os.close(filler)
+    link = Link(ours, listener.authkey, 30.0, is_server=False)
+    served.get(timeout=10).close()
+    link.close()
+    assert said.empty(), "it is said once"
+
+
+def test_an_agent_tries_again_while_nothing_answers(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when ringrun's host drops what more than its queue holds."""
+    attempts = 0
+    create = socket.create_connection
+
+    def overwhelmed(*arguments: object, **options: object) -> socket.socket:
+        nonlocal attempts
+        attempts += 1
+        if attempts < 3:
+            raise TimeoutError("timed out")
+        return create(*arguments, **options)
+
+    monkeypatch.setattr(socket, "create_connection", overwhelmed)
+    served: queue.SimpleQueue[Link] = queue.SimpleQueue()
+    listener.start(served.put)
+    link = connect(elsewhere(listener.address), listener.authkey)
+    assert attempts == 3
+    served.get(timeout=10).close()
+    link.close()
+    attempts = -1000
+    with pytest.raises(OSError, match="port 1: timed out"):
+        connect(Address("h1", "", 1, ("10.0.0.1",), connect_s=0.3), b"key")
+
+
+seconds = st.floats(0, 1e9)
+addresses = st.lists(st.just("10.0.0.1")).map(tuple)
+
+
+@given(st.builds(Address, st.just("h1"), st.text(), st.integers(0, 65535), addresses, seconds, seconds))
 def test_an_address_survives_a_variable(address: Address) -> None:
     assert Address.parse(str(address)) == address
 

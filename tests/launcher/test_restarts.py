@@ -16,10 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringrun import cli
-from ringrun.connection.channel import Arrived, RankEnded, Signalled
 from ringrun.errors import MachineError, NotStartedError, UsageError
 from ringrun.hosts import Host
 from ringrun.job import restarts, supervise
+from ringrun.job.events import Arrived, RankEnded, Signalled
 from ringrun.job.plan import Job
 from ringrun.job.restarts import COUNT_VARIABLE, Ending, SignalRelay, place_again
 from ringrun.report.outcome import RankEnd
@@ -257,7 +257,7 @@ def test_a_failure_during_which_ctrl_c_was_pressed_is_none_to_restart_after(sign
     for each in signals:
         events.put(each)
     events.put(RankEnded(RankEnd(rank=1, host="here", pid=2, code=0, at_s=1.0)))
-    supervisor = supervise.Supervisor(Job(2, ["x"]), Fake(), Fake(), Fake(), events, {}, {})
+    supervisor = supervise.Supervisor(Job(2, ["x"]), Fake(), Fake(), Fake(), events)
     assert supervisor.run() == 5
     assert supervisor.failed is failed
 

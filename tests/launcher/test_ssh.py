@@ -35,6 +35,14 @@ def test_what_is_not_said_is_left_to_the_user_s_own_configuration(tmp_path: Path
     assert "Include ~/.ssh/config" in (tmp_path / "ssh_config").read_text().splitlines()
 
 
+@pytest.mark.parametrize(("lost_after_s", "interval_s"), [(8.0, 2), (60.0, 15), (1.0, 1)])
+def test_a_connection_to_a_silent_host_ends_when_ringrun_gives_it_up(
+    tmp_path: Path, lost_after_s: float, interval_s: int
+) -> None:
+    told = understood(write_config(str(tmp_path), SshOptions(lost_after_s=lost_after_s)), "h1")
+    assert (told["serveraliveinterval"], told["serveralivecountmax"]) == (str(interval_s), "3")
+
+
 def test_ports() -> None:
     assert parse_port("22", "-p") == 22
     for text in ("", "0", "65536", "-1", "2²", "22 ", "9" * 5000):

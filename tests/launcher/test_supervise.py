@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from ringrun.connection.channel import Arrived, RankEnded
 from ringrun.errors import MachineError
 from ringrun.hosts import Host
 from ringrun.job import supervise
+from ringrun.job.events import Arrived, RankEnded
 from ringrun.job.plan import Job
 from ringrun.job.supervise import Supervisor
 from ringrun.report.outcome import RankEnd
@@ -25,6 +25,7 @@ class Fake:
         self.code = 0
         self.colours = False
         self.signals: list[int] = []
+        self.is_set_up = False
 
     def message(self, lines: list[str]) -> None:
         self.said += lines
@@ -44,8 +45,8 @@ class Fake:
     def close(self) -> None:
         pass
 
-    def set_up(self, folder: str, home: dict[str, str], abroad: dict[str, str]) -> None:
-        self.set_up_with = home, abroad
+    def set_up(self) -> None:
+        self.is_set_up = True
 
 
 @pytest.mark.parametrize(("timeout_s", "code", "signals"), [(None, 0, []), (30.0, 0, []), (0.1, 124, [15])])
@@ -59,10 +60,8 @@ def test_only_a_job_that_takes_longer_is_ended(
     end = RankEnd(rank=0, host="here", pid=1, code=0, at_s=0.0)
     timer = threading.Timer(1.0, events.put, [RankEnded(end)])
     timer.start()
-    assert (
-        Supervisor(Job(1, ["x"], timeout_s=timeout_s), fake, fake, fake, events, {"H": "h"}, {"A": "b"}).run() == code
-    )
-    assert fake.set_up_with == ({"H": "h"}, {"A": "b"})
+    assert Supervisor(Job(1, ["x"], timeout_s=timeout_s), fake, fake, fake, events).run() == code
+    assert fake.is_set_up
     assert fake.signals == signals
     assert ["took longer" in line for line in fake.said[-1:]] == [True] * (code == 124)
     timer.join()
@@ -81,13 +80,13 @@ def test_ranks_that_do_not_come_are_named_with_their_hosts() -> None:
     for timer in timers:
         timer.start()
     with pytest.raises(MachineError) as caught:
-        Supervisor(job, fake, fake, fake, events, {}, {}).run()
+        Supervisor(job, fake, fake, fake, events).run()
     assert str(caught.value) == (
         "the 0.2 s of --start-timeout were over when 2 of 4 ranks had started; missing: ranks 1,3 on h2, h3; "
         "mpirun wrote:\nssh: no route to h2"
     )
     assert fake.signals == [9]
-    assert not hasattr(fake, "set_up_with"), "no rank has begun its command"
+    assert not fake.is_set_up, "no rank has begun its command"
 
 
 @pytest.mark.parametrize(("lost_peer_code", "code", "cause"), [(14, 137, 1), (None, 14, 0)])
@@ -98,6 +97,6 @@ def test_the_engine_says_which_exit_code_is_a_consequence(lost_peer_code: int | 
         events.put(Arrived(rank, f"h{rank}", 2345))
     events.put(RankEnded(RankEnd(rank=0, host="h0", pid=1, code=14, at_s=1.0)))
     events.put(RankEnded(RankEnd(rank=1, host="h1", pid=2, code=-9, at_s=1.1)))
-    supervisor = Supervisor(Job(2, ["x"]), fake, fake, fake, events, {}, {}, lost_peer_code=lost_peer_code)
+    supervisor = Supervisor(Job(2, ["x"]), fake, fake, fake, events, lost_peer_code=lost_peer_code)
     assert supervisor.run() == code
     assert fake.said[0].startswith(f"-- ringrun: rank {cause} of 2 failed first --")

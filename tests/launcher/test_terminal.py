@@ -132,3 +132,38 @@ def test_ctrl_c_on_the_terminal(script: Callable[[str], str], python: str) -> No
     child.expect(pexpect.EOF)
     child.close()
     assert child.exitstatus == 130
+
+
+DEBUGGED = """
+    import os
+    x = 6 * 7
+    if os.environ["RANK"] == "1":
+        breakpoint()
+    print("and on", x + 1)
+"""
+
+
+def test_a_debugger_on_one_rank_has_the_terminal_that_it_is_given(script: Callable[[str], str], python: str) -> None:
+    arguments = ["-np", "2", "--stdin", "1", python, script(DEBUGGED)]
+    child = pexpect.spawn(RINGRUN, arguments, env={**os.environ, "TERM": "xterm"}, encoding="utf-8", timeout=60)
+    child.expect(r"\[1\]\S* \(Pdb\) ")
+    child.sendline("p x * 1000")
+    child.expect("42000")
+    child.sendline("c")
+    child.expect(r"\[1\]\S* .*and on 43")
+    child.read()
+    child.close()
+    assert child.exitstatus == 0
+
+
+def test_a_debugger_without_a_terminal_is_told_how_to_get_it(script: Callable[[str], str], python: str) -> None:
+    output, code = on_a_terminal(["-np", "2", python, script(DEBUGGED)], {})
+    assert code == 1
+    assert "ringrun: to debug rank 1 here, give it this terminal: ringrun --stdin 1 …" in output
+
+
+@pytest.mark.parametrize(("value", "message"), [("0,1", "expected one rank"), ("2", "--stdin: there is no rank 2")])
+def test_stdin_goes_to_one_rank_of_the_job(value: str, message: str, python: str) -> None:
+    output, code = on_a_terminal(["-np", "2", "--stdin", value, python, "-c", ""], {})
+    assert code == 2
+    assert message in output

@@ -1,12 +1,18 @@
 """What agents and ringrun say to each other survives the wire, and nothing else is accepted."""
 
+import json
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ringrun.connection.wire import (
     Ask,
     End,
     Ended,
     Hello,
+    InInit,
+    Initialized,
     Input,
     InputWanted,
     Message,
@@ -45,6 +51,8 @@ ERROR = RankError("ValueError", "boom é", "Traceback …", (1, 3))
         Started(4711, "GPU 3"),
         State(7, "allreduce 'w' (é.py:3)", '  File "é.py", line 3, in f\n    w', ""),
         Stalled("allreduce 'w': waiting"),
+        InInit(10.0),
+        Initialized(),
         Ask(7),
         Signal(15),
         End(),
@@ -55,8 +63,28 @@ def test_messages_survive(message: Message) -> None:
 
 
 def test_an_unknown_frame_is_refused() -> None:
-    with pytest.raises(ValueError, match="unknown frame tag b'x'"):
+    with pytest.raises(ValueError, match="unknown tag b'x'"):
         decode(b"xyz")
+
+
+@given(
+    st.one_of(
+        st.binary(),
+        st.sampled_from([b"", b"[]", b"7", b'{"kind": 1}', b'{"kind": "Hello"}', b"[" * 100_000]),
+        st.sampled_from(
+            [
+                {"kind": "Hello", "rank": "0", "size": 1, "host": "h", "port": 1},
+                {"kind": "Ended", "code": 0, "at_s": 1.0, "sent": 7, "error": None},
+                {"kind": "Signal", "number": None},
+                {"kind": "End", "more": 1},
+                {"kind": ["End"]},
+            ]
+        ).map(lambda fields: json.dumps(fields).encode()),
+    )
+)
+def test_whatever_does_not_decode_is_a_value_error(payload: bytes) -> None:
+    with pytest.raises(ValueError, match="a message that ringrun does not understand: "):
+        decode(b"j" + payload)
 
 
 def test_an_error_file_may_lack_fields() -> None:

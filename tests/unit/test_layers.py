@@ -118,11 +118,12 @@ def test_only_two_modules_and_two_of_the_transport_know_mpi():
 LAUNCHER = ROOT / "launcher"
 LAUNCHER_LAYERS = [
     ["errors", "text", "hook"],
-    ["arguments", "processes", "machine", "forward", "network"],
+    ["network"],
+    ["arguments", "processes", "machine", "forward"],
     ["hosts", "ssh", "connection.wire", "config"],
     ["environment"],
     ["engines", "report", "output", "connection.link"],
-    ["connection.channel", "reach"],
+    ["reach"],
     ["agent", "preflight"],
     ["job"],
     ["doctor", "kubernetes", "stacks", "build"],

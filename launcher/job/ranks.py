@@ -1,4 +1,4 @@
-"""ringrun's end of the socket: takes the agents' connections, prints what ranks write, passes on what happens.
+"""ringrun's end of the agents' connections: takes them, prints what ranks write, passes on what happens.
 
 One thread a rank reads its connection and prints, so that a slow reader of ringrun's output slows the ranks down
 and fills no memory. All else goes, as events, to the one thread that decides (supervise.py).
@@ -9,20 +9,16 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from queue import SimpleQueue
-from typing import TypeAlias
 
-from ..output.display import Output as Printer
-from ..output.display import StreamName
-from ..output.lines import LineSplitter
-from ..report.outcome import RankEnd
-from .link import SILENT_S, HostSilentError, Link, Listener
-from .wire import (
+from ..connection.link import HostSilentError, Link, Listener
+from ..connection.wire import (
     End,
     Ended,
     Hello,
+    InInit,
+    Initialized,
     Input,
     InputWanted,
     Message,
@@ -34,6 +30,22 @@ from .wire import (
     Started,
     State,
 )
+from ..output.display import Output as Printer
+from ..output.display import StreamName
+from ..output.lines import LineSplitter
+from ..report.outcome import RankEnd
+from .events import (
+    Arrived,
+    Events,
+    OutputClosed,
+    RankEnded,
+    RankInInit,
+    RankInitialized,
+    RankNotStarted,
+    RankStalled,
+    RankState,
+    Refused,
+)
 
 _TAIL_LINES = 200
 _TAIL_LINE_CHARACTERS = 2000
@@ -43,100 +55,39 @@ _INPUT_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
-class Arrived:
-    """The agent of `rank` is connected, and has found a free port (0: the one that was asked for is taken)."""
+class Given:
+    """What the agents are told when all are there: for the ranks on this host, and for those elsewhere."""
 
-    rank: int
-    host: str
-    port: int
-
-
-@dataclass(frozen=True)
-class RankEnded:
-    """A rank has ended, or its agent was lost."""
-
-    end: RankEnd
-
-
-@dataclass(frozen=True)
-class RankNotStarted:
-    """The command could not be executed as `rank`."""
-
-    rank: int
-    host: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class LauncherEnded:
-    """mpirun has ended."""
-
-
-@dataclass(frozen=True)
-class Signalled:
-    """ringrun got signal `number`."""
-
-    number: int
-
-
-@dataclass(frozen=True)
-class OutputClosed:
-    """Nobody reads ringrun's stdout any more."""
-
-
-@dataclass(frozen=True)
-class RankState:
-    """A rank's answer to a question."""
-
-    rank: int
-    state: State
-
-
-@dataclass(frozen=True)
-class RankStalled:
-    """ringreduce in a rank reports a stall."""
-
-    rank: int
-    report: str
-
-
-@dataclass(frozen=True)
-class StacksWanted:
-    """Somebody wants all ranks' stacks; `deliver` takes the lines, in the thread that decides, and must not block."""
-
-    deliver: Callable[[list[str]], None]
-
-
-Event: TypeAlias = (
-    Arrived
-    | RankEnded
-    | RankNotStarted
-    | LauncherEnded
-    | Signalled
-    | OutputClosed
-    | RankState
-    | RankStalled
-    | StacksWanted
-)
-Events: TypeAlias = "SimpleQueue[Event]"
+    folder: str = ""
+    home: dict[str, str] = field(default_factory=dict)
+    """Variables besides those that mpirun gives them."""
+    abroad: dict[str, str] = field(default_factory=dict)
+    stdin: int | None = None
+    """A descriptor, for the rank `stdin_rank`."""
+    stdin_rank: int = 0
+    open_files: int = 0
+    """How many files the ranks on this host may have open; 0: as many as ringrun."""
 
 
 class Channel:
-    """The connections to all agents. Rank 0 is given what the descriptor `stdin` reads."""
+    """The connections to the agents of a job of `size` ranks."""
 
-    def __init__(self, listener: Listener, stdin: int | None, printer: Printer, events: Events) -> None:
+    def __init__(self, listener: Listener, size: int, given: Given, printer: Printer, events: Events) -> None:
         self._listener = listener
-        self._stdin = stdin
+        self._size = size
+        self._given = given
         self._printer = printer
         self._events = events
         self._links: dict[int, Link] = {}
         self._ports: dict[int, int] = {}
         self._readers: list[threading.Thread] = []
+        self._arrival = threading.Lock()
         self._ending = False
 
     def start(self) -> None:
         """Begin to take connections. Called after mpirun was started, since threads and fork do not mix."""
-        self._listener.start(self._serve)
+        needs = f"each of the {self._size} ranks takes one of ringrun's open files, see `ulimit -n`"
+        self._listener.start(self._serve, lambda why: self._printer.message([f"ringrun: {why}; {needs}"]))
 
     def send(self, rank: int, message: Message) -> None:
         """Send `message` to the agent of `rank`, if it is still there."""
@@ -148,20 +99,16 @@ class Channel:
         for rank in list(self._links):
             self.send(rank, message)
 
-    def set_up(self, folder: str, home: dict[str, str], abroad: dict[str, str]) -> None:
-        """Let all agents, which are there, start their commands in `folder`, with more variables.
-
-        home, abroad:  the variables for agents on this host, and on others
-        """
-        address = self._master_address()
+    def set_up(self) -> None:
+        """Let all agents, which are there, start their commands."""
+        given, address = self._given, self._master_address()
         for rank, link in self._links.items():
-            gives_stdin = rank == 0 and self._stdin is not None
-            variables = home if link.is_local else abroad
-            self.send(rank, Setup(address, self._ports[0], folder, variables, gives_stdin))
-            if gives_stdin and link.is_local:
-                assert self._stdin is not None
+            gives_stdin = rank == given.stdin_rank and given.stdin is not None
+            variables, open_files = (given.home, given.open_files) if link.is_local else (given.abroad, 0)
+            self.send(rank, Setup(address, self._ports[0], given.folder, variables, gives_stdin, open_files))
+            if gives_stdin and link.is_local and given.stdin is not None:
                 with contextlib.suppress(OSError):
-                    link.send_descriptor(self._stdin)
+                    link.send_descriptor(given.stdin)
 
     def _master_address(self) -> str:
         """Return where the other ranks reach rank 0's host."""
@@ -184,18 +131,37 @@ class Channel:
             link.close()
 
     def _serve(self, link: Link) -> None:
-        self._readers.append(threading.current_thread())
         try:
             hello = link.receive()
-        except (EOFError, OSError):
+            with self._arrival:
+                refusal = self._refusal(hello)
+                if isinstance(hello, Hello) and not refusal:
+                    self._links[hello.rank] = link
+                    self._ports[hello.rank] = hello.port
+                    self._readers.append(threading.current_thread())
+        except (EOFError, OSError, ValueError):
+            link.close()
             return
-        assert isinstance(hello, Hello)
-        self._links[hello.rank] = link
-        self._ports[hello.rank] = hello.port
+        if not isinstance(hello, Hello) or refusal:
+            link.close()
+            self._events.put(Refused(refusal))
+            return
         self._events.put(Arrived(hello.rank, hello.host, hello.port))
         if self._ending:
             self.send(hello.rank, End())
-        _RankReader(hello, link, self._printer, self._events, self._stdin).run()
+        stdin = self._given.stdin if hello.rank == self._given.stdin_rank else None
+        _RankReader(hello, link, self._printer, self._events, stdin).run()
+
+    def _refusal(self, hello: Message) -> str:
+        """Return why an agent that begins with `hello` is none that this job awaits; nothing if it is one."""
+        if not isinstance(hello, Hello):
+            return f"an agent begins with {type(hello).__name__}"
+        if hello.size != self._size or not 0 <= hello.rank < self._size:
+            return (
+                f"a process on host {hello.host} was started as rank {hello.rank} of {hello.size}, but this job has "
+                f"{self._size}: perhaps another MPI's launcher started it; see ringrun --verbose"
+            )
+        return f"rank {hello.rank} was started twice, again on host {hello.host}" if hello.rank in self._links else ""
 
 
 class _RankReader:
@@ -205,6 +171,7 @@ class _RankReader:
         self._hello = hello
         self._link = link
         self._stdin = _Stdin(stdin, link)
+        self._shows_prompts = stdin is not None and os.isatty(stdin)
         self._printer = printer
         self._events = events
         self._splitters: dict[StreamName, LineSplitter] = {"stdout": LineSplitter(), "stderr": LineSplitter()}
@@ -220,9 +187,12 @@ class _RankReader:
             while True:
                 self._handle(self._link.receive())
         except HostSilentError:
-            lost = f"its host does not answer any more, for {SILENT_S:g} s"
+            lost = f"its host has not answered for {self._link.lost_after_s:g} s (--lost-after)"
+        except ValueError as error:
+            lost = f"its connection is broken: {error}"
         except (EOFError, OSError):
             pass
+        self._link.close()
         self._flush()
         if not self._done:
             self._end(None, 0.0, lost)
@@ -240,6 +210,10 @@ class _RankReader:
                 self._events.put(RankState(self._hello.rank, message))
             case Stalled(report):
                 self._events.put(RankStalled(self._hello.rank, report))
+            case InInit(report_after_s):
+                self._events.put(RankInInit(self._hello.rank, report_after_s))
+            case Initialized():
+                self._events.put(RankInitialized(self._hello.rank))
             case NotStarted(reason):
                 self._done = True
                 self._events.put(RankNotStarted(self._hello.rank, self._hello.host, reason))
@@ -249,12 +223,14 @@ class _RankReader:
                 self._flush()
                 self._end(message, message.at_s)
             case _:
-                raise ValueError(f"an agent does not send {message!r}")
+                raise ValueError(f"an agent does not send {type(message).__name__}")
 
     def _print(self, stream: StreamName, lines: list[bytes]) -> None:
         if stream == "stderr":
             self._tail.extend(line.decode(errors="replace")[:_TAIL_LINE_CHARACTERS] for line in lines)
-        self._printer.write(self._hello.rank, stream, lines, self._splitters[stream].frame)
+        splitter = self._splitters[stream]
+        frame = splitter.pending if self._shows_prompts else splitter.frame
+        self._printer.write(self._hello.rank, stream, lines, frame)
         if self._printer.closed:
             self._events.put(OutputClosed())
 
@@ -284,7 +260,7 @@ class _RankReader:
 
 
 class _Stdin:
-    """Gives ringrun's stdin to a rank 0 on another host, a piece whenever its agent asks for one."""
+    """Gives ringrun's stdin to a rank on another host, a piece whenever its agent asks for one."""
 
     def __init__(self, descriptor: int | None, link: Link) -> None:
         self._descriptor = descriptor

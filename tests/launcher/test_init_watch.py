@@ -1,0 +1,106 @@
+"""Ranks that wait in ringreduce.init() for ranks that do not come: when that is reported, and when it ends the job."""
+
+import math
+import queue
+
+import pytest
+
+from ringrun.connection.wire import Ask, State
+from ringrun.job.events import Arrived, RankEnded, RankInInit, RankInitialized, RankState
+from ringrun.job.init_watch import InitWatch
+from ringrun.job.plan import Job
+from ringrun.job.supervise import Supervisor
+from ringrun.report.outcome import RankEnd
+from tests.launcher.test_supervise import Fake
+
+
+def test_a_rank_that_is_late_is_reported_once_and_its_end_again() -> None:
+    watch = InitWatch(3)
+    assert watch.due_s == math.inf
+    watch.wait(0, 10.0, now_s=100.0)
+    watch.wait(2, 10.0, now_s=105.0)
+    assert watch.due_s == 110.0
+    assert watch.absent(ended=[]) == ({1}, set())
+    assert watch.due_s == math.inf, "it is reported once"
+    watch.ended(1, now_s=200.0)
+    assert watch.due_s == 210.0, "the others have time to say that they went on without it"
+    assert watch.absent(ended=[1]) == (set(), {1})
+
+
+def test_nothing_is_reported_once_all_go_on() -> None:
+    watch = InitWatch(2)
+    for rank in (0, 1):
+        watch.wait(rank, 10.0, now_s=100.0)
+    for rank in (1, 0):
+        watch.done(rank)
+    assert watch.due_s == math.inf
+    watch.ended(1, now_s=101.0)
+    watch.ended(0, now_s=102.0)
+    assert watch.due_s == math.inf
+
+
+def test_a_rank_that_dies_in_init_waits_no_more() -> None:
+    watch = InitWatch(2)
+    watch.wait(0, 10.0, now_s=100.0)
+    watch.ended(0, now_s=101.0)
+    assert watch.waiting == set()
+
+
+class Answering(Fake):
+    """A channel whose ranks say at once where they are."""
+
+    def __init__(self, events: "queue.SimpleQueue") -> None:
+        super().__init__()
+        self.events = events
+
+    def send(self, rank: int, message: object) -> None:
+        if isinstance(message, Ask):
+            self.events.put(RankState(rank, State(message.number, f"train.py:{rank}", "", "")))
+
+
+def end(rank: int, code: int = 0, sent: tuple[int, ...] = ()) -> RankEnded:
+    return RankEnded(RankEnd(rank=rank, host="here", pid=1, code=code, at_s=0.0, sent=sent))
+
+
+@pytest.mark.parametrize("command", [["python", "train.py"], ["python", "-"]])
+def test_a_rank_that_has_ended_without_init_ends_the_job(command: list[str]) -> None:
+    events: queue.SimpleQueue = queue.SimpleQueue()
+    fake = Answering(events)
+    for rank in range(3):
+        events.put(Arrived(rank, "here", 2345))
+    for event in (RankInInit(0, 0.05), RankInInit(2, 0.05), end(1)):
+        events.put(event)
+
+    fake.broadcast = lambda message: [events.put(end(rank, -message.number, (message.number,))) for rank in (0, 2)]
+    supervisor = Supervisor(Job(3, command), fake, fake, fake, events)
+    assert supervisor.run() == 1
+    assert not supervisor.failed, "to run it again would end in the same way"
+    assert fake.said[:3] == [
+        "ringrun: rank 1 of 3 ended with exit code 0 and never called init(); ranks 0,2 waited there for all ranks, "
+        "so the job was ended:",
+        "rank 0: train.py:0",
+        "rank 2: train.py:2",
+    ]
+    advice = ["only rank 0 reads ringrun's stdin; a script for all ranks must be in a file"]
+    assert fake.said[3:] == advice * (command[1] == "-")
+
+
+def test_a_rank_that_is_late_is_named_with_its_line_and_the_job_goes_on() -> None:
+    events: queue.SimpleQueue = queue.SimpleQueue()
+    fake = Answering(events)
+    said = fake.message
+
+    def message(lines: list[str]) -> None:
+        said(lines)
+        for event in (RankInInit(1, 0.05), *map(RankInitialized, range(2)), *map(end, range(2))):
+            events.put(event)
+
+    fake.message = message
+    for rank in range(2):
+        events.put(Arrived(rank, "here", 2345))
+    events.put(RankInInit(0, 0.05))
+    assert Supervisor(Job(2, ["x"]), fake, fake, fake, events).run() == 0
+    assert fake.said == [
+        "ringrun: rank 0 waited 0.05 s in init() for rank 1 of 2, which did not call it:",
+        "rank 1: train.py:1",
+    ]

@@ -1,0 +1,164 @@
+"""The connections of a job's ranks at ringrun's end, without processes: who is let in, how many, what is no message."""
+
+import queue
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from ringrun.connection.link import Link, Listener, connect
+from ringrun.connection.wire import Hello, Note, Setup, Started
+from ringrun.errors import MachineError
+from ringrun.job.events import Arrived, Event, RankEnded, Refused
+from ringrun.job.ranks import Channel, Given
+from ringrun.output.display import Output
+from ringrun.processes import raise_open_files
+
+Come = Callable[[Hello], Link]
+SIZE = 3
+
+
+@pytest.fixture
+def events() -> "queue.SimpleQueue[Event]":
+    return queue.SimpleQueue()
+
+
+@pytest.fixture
+def channel(tmp_path: Path, events: "queue.SimpleQueue[Event]") -> Iterator[tuple[Channel, Come]]:
+    listener = Listener(str(tmp_path), ["127.0.0.1"], SIZE)
+    made = Channel(listener, SIZE, Given(folder="/work", home={"A": "b"}), Output(SIZE, {}), events)
+    made.start()
+    links: list[Link] = []
+
+    def come(hello: Hello) -> Link:
+        link = connect(listener.address, listener.authkey)
+        links.append(link)
+        link.send(hello)
+        return link
+
+    yield made, come
+    made.close()
+    for link in links:
+        link.close()
+
+
+def hello(rank: int, size: int = SIZE) -> Hello:
+    return Hello(rank, size, f"h{rank}", 2345)
+
+
+def test_what_no_agent_sends_is_the_end_of_that_rank_and_says_why(
+    channel: tuple[Channel, Come], events: "queue.SimpleQueue[Event]"
+) -> None:
+    _, come = channel
+    for rank, sent in enumerate([b"\0\0\0\x08j[1, 2]x", b'\0\0\0\x14j{"kind": "Started"}', b"\0\0\0\x01?"]):
+        link = come(hello(rank))
+        assert events.get(timeout=10) == Arrived(rank, f"h{rank}", 2345)
+        link.send(Started(4711))
+        link._socket.sendall(sent)
+        ended = events.get(timeout=10)
+        assert isinstance(ended, RankEnded)
+        assert ended.end.failed
+        assert (ended.end.rank, ended.end.pid) == (rank, 4711)
+        assert ended.end.lost.startswith("its connection is broken: a message that ringrun does not understand: b")
+        with pytest.raises((EOFError, OSError)):
+            link.receive()  # the agent sees it, and ends its rank
+
+
+def test_a_message_of_the_other_direction_is_the_end_of_that_rank_too(
+    channel: tuple[Channel, Come], events: "queue.SimpleQueue[Event]"
+) -> None:
+    _, come = channel
+    link = come(hello(0))
+    assert isinstance(events.get(timeout=10), Arrived)
+    link.send(Setup("h", 1, "/", {}, gives_stdin=False))
+    ended = events.get(timeout=10)
+    assert isinstance(ended, RankEnded)
+    assert ended.end.lost == "its connection is broken: an agent does not send Setup"
+
+
+@pytest.mark.parametrize(
+    ("second", "reason"),
+    [
+        (hello(0), "rank 0 was started twice, again on host h0"),
+        (hello(3), "a process on host h3 was started as rank 3 of 3, but this job has 3"),
+        (hello(-1), "a process on host h-1 was started as rank -1 of 3, but this job has 3"),
+        (
+            hello(1, size=1),
+            "a process on host h1 was started as rank 1 of 1, but this job has 3: perhaps another MPI's",
+        ),
+        (Note("no greeting"), "an agent begins with Note"),
+    ],
+)
+def test_only_ranks_that_the_job_awaits_are_let_in_and_each_once(
+    channel: tuple[Channel, Come], events: "queue.SimpleQueue[Event]", second: Hello, reason: str
+) -> None:
+    made, come = channel
+    first = come(hello(0))
+    assert isinstance(events.get(timeout=10), Arrived)
+    refused = come(second)
+    event = events.get(timeout=10)
+    assert isinstance(event, Refused)
+    assert event.reason.startswith(reason)
+    with pytest.raises((EOFError, OSError)):
+        refused.receive()
+    made.set_up()
+    assert first.receive() == Setup("127.0.0.1", 2345, "/work", {"A": "b"}, gives_stdin=False), "the first one stays"
+
+
+MANY = """
+    import os, queue, resource, sys, tempfile, threading
+    from ringrun.connection.link import Listener, connect
+    from ringrun.connection.wire import End, Ended, Hello, Started
+    from ringrun.job.events import Arrived, RankEnded
+    from ringrun.job.ranks import Channel, Given
+    from ringrun.output.display import Output
+    from ringrun.processes import raise_open_files
+
+    SIZE = 512
+    events = queue.SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        listener = Listener(folder, ["127.0.0.1"], SIZE)
+        if not (agents := os.fork()):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+            links = [connect(listener.address, listener.authkey) for _ in range(SIZE)]
+            for rank, link in enumerate(links):
+                link.send(Hello(rank, SIZE, "here", 2345))
+            for rank, link in enumerate(links):
+                link.receive()  # Setup
+                link.send(Started(rank + 1))
+                link.send(Ended(0, 1.0))
+            for link in links:
+                assert isinstance(link.receive(), End)
+            os._exit(0)
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
+        assert raise_open_files(SIZE + 64, SIZE + 64) == 64
+        before = len(os.listdir("/proc/self/fd"))
+        channel = Channel(listener, SIZE, Given(), Output(SIZE, os.environ), events)
+        channel.start()
+        assert {events.get(timeout=60).rank for _ in range(SIZE)} == set(range(SIZE))
+        print(len(os.listdir("/proc/self/fd")) - before, "descriptors")
+        channel.set_up()
+        assert {events.get(timeout=60).end.pid for _ in range(SIZE)} == set(range(1, SIZE + 1))
+        channel.end_agents()
+        assert os.waitpid(agents, 0)[1] == 0
+        channel.close()
+"""
+
+
+def test_512_ranks_take_one_descriptor_each_and_a_low_limit_is_raised(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(line[4:] for line in MANY.splitlines())],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={"TMPDIR": str(tmp_path), "PATH": ""},
+    )
+    assert (done.stdout, done.returncode) == ("512 descriptors\n", 0), done.stderr
+
+
+def test_a_limit_that_is_too_low_for_the_job_is_told_with_the_cure() -> None:
+    with pytest.raises(MachineError, match=r"needs \d+ open files here .* no more than \d+ are .* `ulimit -Hn \d+`"):
+        raise_open_files(1 << 40, 1 << 40)
