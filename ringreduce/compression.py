@@ -46,10 +46,12 @@ class NoneCompressor(Compressor):
 class FP16Compressor(Compressor):
     """Floating-point tensors as float16; others as they are."""
 
-    @staticmethod
-    def compress(tensor: Any) -> tuple[Any, Any]:
-        """As float16, and the type it had."""
-        return _cast(tensor, "float16")
+    _name = "float16"
+
+    @classmethod
+    def compress(cls, tensor: Any) -> tuple[Any, Any]:
+        """In 16 bits, and the type it had."""
+        return _cast(tensor, cls._name)
 
     @staticmethod
     def decompress(tensor: Any, ctx: Any) -> Any:
@@ -57,18 +59,10 @@ class FP16Compressor(Compressor):
         return _cast_back(tensor, ctx)
 
 
-class BF16Compressor(Compressor):
-    """Floating-point tensors as bfloat16 (float32's range, 8 bits of precision); others as they are."""
+class BF16Compressor(FP16Compressor):
+    """Floating-point tensors as bfloat16 (float32's range, 8 bits of precision); NumPy and CuPy need ml_dtypes."""
 
-    @staticmethod
-    def compress(tensor: Any) -> tuple[Any, Any]:
-        """As bfloat16, and the type it had. NumPy and CuPy arrays need ml_dtypes."""
-        return _cast(tensor, "bfloat16")
-
-    @staticmethod
-    def decompress(tensor: Any, ctx: Any) -> Any:
-        """In the type it had."""
-        return _cast_back(tensor, ctx)
+    _name = "bfloat16"
 
 
 class Compression:

@@ -7,6 +7,7 @@ step     what one rank sends and receives at the same time
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -47,10 +48,7 @@ def bounds_of(counts: Sequence[int]) -> list[int]:
     >>> bounds_of([3, 0, 2])
     [0, 3, 3, 5]
     """
-    bounds = [0]
-    for count in counts:
-        bounds.append(bounds[-1] + count)
-    return bounds
+    return list(itertools.accumulate(counts, initial=0))
 
 
 def scatter_reduce_steps(rank: int, size: int, owned: int) -> list[Step]:

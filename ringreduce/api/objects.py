@@ -10,6 +10,7 @@ import numpy as np
 from ringreduce import runtime
 from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
 from ringreduce.api.submit import whole
+from ringreduce.buffers import as_buffer
 from ringreduce.engine.description import Description
 from ringreduce.engine.request import Request
 
@@ -49,13 +50,18 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
     Source: Horovod's allgather_object.
     """
     current = runtime.current("allgather_object")
+
+    def finish(request: Request) -> list[Any]:
+        ends = np.cumsum(request.payload[:-1, 0])  # of each rank's bytes, which are rows
+        return [cloudpickle.loads(each.data) for each in np.split(request.outputs[0].flat, ends)]
+
     handle = current.engine.submit(
         "allgather_object",
         name,
         number_of(process_set, "allgather_object"),
         describe=lambda name: Description("allgather_object", name),
-        finish=lambda request: [cloudpickle.loads(each.data) for each in request.payload],
-        payload=np.frombuffer(cloudpickle.dumps(obj), np.uint8),
+        inputs=[as_buffer(np.frombuffer(cloudpickle.dumps(obj), np.uint8))],
+        finish=finish,
         waits=True,
     )
     result: list[Any] = handle.wait()

@@ -30,7 +30,6 @@ from __future__ import annotations
 from typing import Any
 
 from ringreduce import buffers
-from ringreduce.errors import InputError
 from ringreduce.ops import Reduction
 from ringreduce.partition import chunk_bounds, segments
 from ringreduce.settings import Settings
@@ -49,28 +48,24 @@ def allreduce(
     transport: Transport,
     reduction: Reduction,
     segment_bytes: int = SEGMENT_BYTES,
-    scratch: Any = None,
 ) -> Steps[None]:
     """Reduce `flat` over all ranks, in place; every rank gets the same bits, whatever `segment_bytes` is.
 
     Shape:   (count,), contiguous, NumPy or CuPy, `reduction.element.storage`; equal counts on all ranks. Not prescaled.
-    scratch: memory to use, of the same type, at least one row: size - 1 segments, or chunks where these are shorter.
-             By default it is made here.
     Cost:    2 (size - 1) messages a rank, cut into segments; about 2 count (size - 1) / size elements sent by each, in
              their own type. Memory: 2 MiB, or two segments of 4 KiB for each rank if that is more; in no case more
              than `flat`.
-    Raises:  InputError when `scratch` is too small.
     """
     if transport.size == 1:
         reduction.reduce_parts([flat], flat)
         return
-    yield from _Direct(flat, transport, reduction, segment_bytes, scratch).run()
+    yield from _Direct(flat, transport, reduction, segment_bytes).run()
 
 
 class _Direct:
     """The rows of one all-reduce."""
 
-    def __init__(self, flat: Any, transport: Transport, reduction: Reduction, segment_bytes: int, scratch: Any) -> None:
+    def __init__(self, flat: Any, transport: Transport, reduction: Reduction, segment_bytes: int) -> None:
         self.flat, self.transport, self.reduction = flat, transport, reduction
         rank, size = transport.rank, transport.size
         self.peers = [(rank + distance) % size for distance in range(1, size)]
@@ -80,20 +75,13 @@ class _Direct:
         self.cuts = [segments(bounds[k], bounds[k + 1], length) for k in range(size)]
         self.rows = len(self.cuts[0])  # the first chunk is one of the longest
         self.length = min(length, bounds[1])
-        self.scratch, self.ahead = self._memory(scratch)
+        row = (size - 1) * self.length
+        self.ahead = min(self.rows, max(2, AHEAD_BYTES // max(1, row * flat.itemsize)))
+        self.scratch = buffers.empty_like(flat, self.ahead * row, flat.dtype)
+        """Where the raw segments of so many rows come in."""
         self.raw_receives: list[dict[int, tuple[Request, Any]]] = []
         self.raw_sends: list[list[tuple[int, Request]]] = []
         self.finished: list[Request] = []
-
-    def _memory(self, scratch: Any) -> tuple[Any, int]:
-        """Where raw segments come in, and for how many rows that is enough."""
-        row = (self.transport.size - 1) * self.length
-        if scratch is None:
-            ahead = min(self.rows, max(2, AHEAD_BYTES // max(1, row * self.flat.itemsize)))
-            return buffers.empty_like(self.flat, ahead * row, self.flat.dtype), ahead
-        if scratch.size < row:
-            raise InputError(f"direct.allreduce: scratch holds {scratch.size} elements; expected {row} or more")
-        return scratch, min(self.rows, scratch.size // max(1, row))
 
     def run(self) -> Steps[None]:
         """Take all rows; at the end the memory is the caller's again."""

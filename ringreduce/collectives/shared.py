@@ -36,8 +36,8 @@ from ringreduce.kernels import copying
 from ringreduce.kernels.copying import Writer
 from ringreduce.ops import Reduction
 from ringreduce.partition import chunk_bounds
-from ringreduce.transport.base import Request, Steps
-from ringreduce.transport.window import PACKED, SUMMED, Region
+from ringreduce.transport.base import Steps
+from ringreduce.transport.window import PACKED, SUMMED, Flags, Region
 
 PACK, REDUCE, COPY, DONE = range(4)
 """Phases of a slot, for whoever watches."""
@@ -131,19 +131,7 @@ class SlotWork(Protocol):
         """Take the finished chunks out of their owners' slots; all have published SUMMED."""
 
 
-class Turns(Protocol):
-    """The flags by which a host's ranks tell how far they are: window.Flags, or what else counts turns."""
-
-    turn: int
-
-    def arrived(self, flag: int, turn: int) -> bool:
-        """True when every member has published this turn."""
-
-    def arrival(self, flag: int, turn: int) -> Request:
-        """A request that is done then."""
-
-
-def pipelined(slots: Sequence[SlotWork], turns: Turns, watch: Watch) -> Steps[None]:
+def pipelined(slots: Sequence[SlotWork], turns: Flags, watch: Watch) -> Steps[None]:
     """Take all slots through their three phases, in the order that makes four slots of memory enough; see above."""
     first, count = turns.turn, len(slots)
     turns.turn += count

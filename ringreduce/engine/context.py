@@ -7,12 +7,15 @@ from typing import Any
 
 from ringreduce import fusion
 from ringreduce.buffers import Buffer
+from ringreduce.dtypes import ElementType
 from ringreduce.engine.completions import Completions
 from ringreduce.engine.description import ranks_text
 from ringreduce.engine.gpu import Gpu
+from ringreduce.engine.request import Request
 from ringreduce.engine.routes import Routes
 from ringreduce.engine.timeline import Timeline
 from ringreduce.errors import InputError
+from ringreduce.ops import ReduceOp, Reduction
 from ringreduce.settings import Settings
 from ringreduce.transport.base import Transport
 
@@ -42,6 +45,13 @@ class Context:
     def empty(self, like: Buffer, shape: tuple[int, ...]) -> Buffer:
         """A new buffer of the same kind, for the engine to write to."""
         return self.gpu.empty(like, shape) if like.on_gpu else like.empty(shape)
+
+    def reduction(self, request: Request, element: ElementType) -> Reduction:
+        """What a request asks for, of these elements."""
+        details = dict(request.description.details)
+        return Reduction(
+            ReduceOp(details["op"]), element, self.divisor, details["prescale_factor"], details["postscale_factor"]
+        )
 
     def place(self, kind: str, root_rank: Any) -> int:
         """The rank in the set of a rank of the world."""

@@ -51,8 +51,6 @@ class Waiting(NamedTuple):
     given: dict[int, str]
     """By rank: the line that submitted it."""
     missing: list[int]
-    waits: bool
-    """All threads that submitted it do nothing else until it is done."""
 
 
 class Coordinator:
@@ -329,7 +327,6 @@ class Coordinator:
                 entry.since_s,
                 {rank: call.line for rank, call in entry.calls.items()},
                 [rank for rank in self._live() if rank not in entry.calls],
-                all(call.waits for call in entry.calls.values()),
             )
             for entry in self._entries.values()
             if now - entry.since_s >= longer_than_s
@@ -342,7 +339,7 @@ class Coordinator:
         for number, since in old.items():
             given = {rank: self._call(rank, number).line for rank, bits in self._bits.items() if bits >> number & 1}
             missing = [rank for rank in self._live() if rank not in given]
-            found.append(Waiting(self._cache[number], since, given, missing, waits=False))
+            found.append(Waiting(self._cache[number], since, given, missing))
         return sorted(found, key=lambda each: each.since_s)
 
     def oldest_s(self) -> float | None:

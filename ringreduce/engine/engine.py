@@ -56,7 +56,7 @@ from ringreduce.engine.stalls import StallWatch
 from ringreduce.engine.timeline import Timeline, TimelineFile
 from ringreduce.log import LOGGER, TRACE
 from ringreduce.settings import Settings
-from ringreduce.transport.base import EngineTransport, Letter, Steps
+from ringreduce.transport.base import EngineTransport, Letter
 from ringreduce.transport.window import Arrival
 from ringreduce.world import World
 
@@ -438,12 +438,7 @@ class Engine:
             request = lane.running["join.join"] = lane.pending.pop("join.join")
             request.among = lane.running
         request.payload = last
-
-        def steps() -> Steps[None]:
-            request.complete()
-            yield from ()
-
-        lane.enqueue(steps())
+        lane.enqueue(operations.run([request], lane.context, 1))
 
     def _fail(self, lane: Lane, failure: Failure) -> None:
         with self._inbox.lock:

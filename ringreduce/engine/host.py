@@ -39,13 +39,16 @@ class Host:
     def routes(self, number: int, members: Sequence[int]) -> Routes:
         """The routes of process set `number`, of which this rank is one; see `reserve`."""
         region, gpu_flags = self.reserve(members)
+        flags = None
+        if gpu_flags is not None and self.window is not None:
+            flags = Flags(self.window, gpu_flags, GPU_PACKED, *self._neighbours(members))
         return Routes(
             channels(self._transport, members, number),
             [self.world.hosts[rank] for rank in members],
             self.region(region, members),
             self._settings,
             self.constants,
-            self.gpu_flags(gpu_flags, members),
+            flags,
             None if self.world.comm is None else self._transport,
             len(members) == self.world.size,
         )
@@ -63,12 +66,6 @@ class Host:
         if number is None or self.window is None:
             return None
         return Region(self.window, number, self._settings.shared_slot_bytes, *self._neighbours(members))
-
-    def gpu_flags(self, number: int | None, members: Sequence[int]) -> Flags | None:
-        """This rank's view of flags for GPU arrays."""
-        if number is None or self.window is None:
-            return None
-        return Flags(self.window, number, GPU_PACKED, *self._neighbours(members))
 
     def _neighbours(self, members: Sequence[int]) -> tuple[list[int], list[int], int]:
         """Of the members on this host: local ranks, ranks, and this rank's place among them."""

@@ -21,7 +21,7 @@ from ringreduce.engine.gpu_exchange import GpuBroadcast
 from ringreduce.engine.reduction import allreduce
 from ringreduce.engine.request import Request
 from ringreduce.errors import InputError
-from ringreduce.ops import Adasum, ReduceOp, Reduction
+from ringreduce.ops import Adasum
 from ringreduce.partition import chunk_bounds
 from ringreduce.transport.base import Steps
 from ringreduce.transport.device import Done
@@ -35,9 +35,10 @@ def run(requests: Sequence[Request], context: Context, divisor: int) -> Steps[No
         if request.ready:
             context.gpu.begin(request)
         kind = request.description.kind
-        apart = kind not in FUSED or (kind == "allreduce" and request.description.detail("op") == Adasum.value)
+        if kind == "allreduce" and request.description.detail("op") == Adasum.value:
+            kind = "adasum"
         # one batch for all that may travel together: a tensor of another kind does not end it
-        batches.setdefault((kind, request.key if apart else request.description.details), []).append(request)
+        batches.setdefault((kind, request.description.details if kind in FUSED else request.key), []).append(request)
     for (kind, _), batch in batches.items():
         try:
             if any(tensor.on_gpu for request in batch for tensor in request.inputs):
@@ -49,13 +50,6 @@ def run(requests: Sequence[Request], context: Context, divisor: int) -> Steps[No
         context.completions.flush()  # what comes next, such as a barrier, may complete its own at once
 
 
-def _allreduce(requests: Sequence[Request], context: Context) -> Steps[None]:
-    if ReduceOp(requests[0].description.detail("op")) is Adasum:
-        yield from _adasum(requests, context)
-    else:
-        yield from allreduce(requests, context)
-
-
 def _adasum(requests: Sequence[Request], context: Context) -> Steps[None]:
     """Each tensor on its own: how much two gradients have in common is a matter of the layer."""
     size = len(context.members)
@@ -64,9 +58,7 @@ def _adasum(requests: Sequence[Request], context: Context) -> Steps[None]:
     for request in requests:
         for source, target in zip(request.inputs, request.outputs, strict=True):
             yield from _settled(target, context)
-            details = request.description
-            scales = details.detail("prescale_factor"), details.detail("postscale_factor")
-            reduction = Reduction(Adasum, source.element, size, *scales)
+            reduction = context.reduction(request, source.element)
             if target is not source:
                 target.flat[...] = source.flat
             partial = reduction.start(target.flat)
@@ -145,16 +137,9 @@ def _reducescatter(requests: Sequence[Request], context: Context) -> Steps[None]
     """The ring's first half; rank r gets the r-th part of the rows."""
     transport = context.transport
     for request in requests:
-        details = request.description
         request.outputs = outputs = []
         for tensor in request.inputs:
-            reduction = Reduction(
-                ReduceOp(details.detail("op")),
-                tensor.element,
-                context.divisor,
-                details.detail("prescale_factor"),
-                details.detail("postscale_factor"),
-            )
+            reduction = context.reduction(request, tensor.element)
             row = math.prod(tensor.shape[1:])
             bounds = chunk_bounds(tensor.shape[0], transport.size)
             counts = [(high - low) * row for low, high in itertools.pairwise(bounds)]
@@ -186,20 +171,6 @@ def _broadcast_object(requests: Sequence[Request], context: Context) -> Steps[No
         request.complete()
 
 
-def _allgather_object(requests: Sequence[Request], context: Context) -> Steps[None]:
-    """`payload` is this rank's pickled object, and becomes the list of all ranks'."""
-    transport, rank = context.transport, context.transport.rank
-    for request in requests:
-        lengths = yield from bruck.allgather(np.array([request.payload.size], np.int64), transport)
-        counts = [int(n) for n in lengths[:, 0]]
-        ends = np.cumsum(counts)
-        gathered = np.empty(int(ends[-1]), np.uint8)
-        gathered[ends[rank] - counts[rank] : ends[rank]] = request.payload
-        yield from ring.allgather(gathered, transport, counts, rank, context.routes.segment_bytes)
-        request.payload = [gathered[end - n : end] for end, n in zip(ends, counts, strict=True)]
-        request.complete()
-
-
 def _settled(tensor: Buffer, context: Context) -> Steps[None]:
     """Wait until GPU memory may be read: what follows would wait inside a message, and hold all process sets up."""
     if tensor.on_gpu:
@@ -214,14 +185,16 @@ def _nothing(requests: Iterable[Request], context: Context) -> Steps[None]:
 
 
 OPERATIONS: dict[str, Callable[[list[Request], Context], Steps[None]]] = {
-    "allreduce": _allreduce,
+    "allreduce": allreduce,
+    "adasum": _adasum,
     "broadcast": _broadcast,
     "allgather": _allgather,
     "alltoall": _alltoall,
     "reducescatter": _reducescatter,
     "broadcast_object": _broadcast_object,
-    "allgather_object": _allgather_object,
+    "allgather_object": _allgather,
     "barrier": _nothing,
+    "join": _nothing,
     "add_process_set": _nothing,
     "remove_process_set": _nothing,
 }

@@ -13,7 +13,7 @@ from ringreduce.engine.gpu_reduction import GpuReduction
 from ringreduce.engine.messages import MessageCollective
 from ringreduce.engine.request import Request
 from ringreduce.log import LOGGER
-from ringreduce.ops import ReduceOp, Reduction
+from ringreduce.ops import Reduction
 from ringreduce.transport.base import Steps
 from ringreduce.transport.subset import CHANNELS
 
@@ -23,7 +23,7 @@ def allreduce(requests: Sequence[Request], context: Context) -> Steps[None]:
     work, on_gpu = [], []
     found = batches(requests)
     for batch in found:
-        reduction = _reduction(requests[0], batch, context)
+        reduction = context.reduction(requests[0], batch.inputs[0].element)
         if batch.on_gpu:
             on_gpu.append(GpuReduction(batch, reduction, context))
             continue
@@ -43,17 +43,6 @@ def allreduce(requests: Sequence[Request], context: Context) -> Steps[None]:
             yield from _through_window(batch, reduction, algorithm, slots, context)
         else:
             yield from overlapped(_through_messages(batch, reduction, algorithm, slots, context), CHANNELS)
-
-
-def _reduction(request: Request, batch: Batch, context: Context) -> Reduction:
-    details = request.description
-    return Reduction(
-        ReduceOp(details.detail("op")),
-        batch.inputs[0].element,
-        context.divisor,
-        details.detail("prescale_factor"),
-        details.detail("postscale_factor"),
-    )
 
 
 def _slots(batch: Batch, reduction: Reduction, algorithm: str, context: Context) -> Sequence[fusion.Slot]:

@@ -132,51 +132,21 @@ class TimelineFile:
         self._file: io.FileIO = open(path, "wb", buffering=0)  # noqa: SIM115 - closed by close()
         self._end = self._file.write(b"[\n")
         self._file.write(b"]\n")
-        self._write(
-            [
-                {
-                    "name": "start_time_since_epoch_in_micros",
-                    "ph": "M",
-                    "pid": 0,
-                    "args": {"start_time_since_epoch_in_micros": int(time.time() * 1e6)},
-                }
-            ]
-        )
-        self._write(
-            [
-                {"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}}
-                for rank in range(len(offsets_us))
-            ]
-        )
+        what = "start_time_since_epoch_in_micros"
+        self._write([{"name": what, "ph": "M", "pid": 0, "args": {what: int(time.time() * 1e6)}}])
+        self._write([_name("process_name", rank, f"rank {rank}") for rank in range(len(offsets_us))])
 
     def add(self, rank: int, events: Sequence[Event]) -> None:
         """Write a rank's events, its clock brought to rank 0's."""
-        records = []
+        records: list[dict[str, object]] = []
         for event in events:
             key = (rank, event.tensor)
             if key not in self._threads:
                 self._threads[key] = len(self._threads) + 1
-                records.append(
-                    {
-                        "name": "thread_name",
-                        "ph": "M",
-                        "pid": rank,
-                        "tid": self._threads[key],
-                        "args": {"name": event.tensor},
-                    }
-                )
-            start = event.start_us - self._offsets_us[rank] - self._start_us
-            record: dict[str, object] = {
-                "name": event.name,
-                "pid": rank,
-                "tid": self._threads[key],
-                "ts": round(start, 3),
-            }
-            if event.duration_us < 0:
-                record |= {"ph": "i", "s": "t"}
-            else:
-                record |= {"ph": "X", "dur": round(event.duration_us, 3)}
-            records.append(record)
+                records.append(_name("thread_name", rank, event.tensor) | {"tid": self._threads[key]})
+            start = round(event.start_us - self._offsets_us[rank] - self._start_us, 3)
+            kind = {"ph": "i", "s": "t"} if event.duration_us < 0 else {"ph": "X", "dur": round(event.duration_us, 3)}
+            records.append({"name": event.name, "pid": rank, "tid": self._threads[key], "ts": start, **kind})
         self._write(records)
 
     def _write(self, records: Sequence[dict[str, object]]) -> None:
@@ -202,3 +172,8 @@ class TimelineFile:
     def close(self) -> None:
         """Nothing more is written."""
         self._file.close()
+
+
+def _name(what: str, rank: int, name: str) -> dict[str, object]:
+    """The record that names a process or a thread."""
+    return {"name": what, "ph": "M", "pid": rank, "args": {"name": name}}

@@ -9,7 +9,6 @@ import pytest
 from ringreduce import runtime
 from ringreduce.collectives import direct
 from ringreduce.dtypes import TABLE
-from ringreduce.errors import InputError
 from ringreduce.ops import Average, Reduction, Sum
 from ringreduce.partition import chunk_bounds
 from ringreduce.testing import run_ranks
@@ -139,32 +138,6 @@ def test_many_ranks_have_shorter_segments(monkeypatch):
         assert_reduced(results[0], Sum, arrays)
         longest[size] = max(each.nbytes for each in messages)
     assert longest == {2: 384, 4: 128, 9: 48}
-
-
-@pytest.mark.parametrize("rows", [1, 2, 5])
-def test_given_scratch_of_any_number_of_rows(rows):
-    size = 3
-    arrays = [data("float64", 1003, rank) for rank in range(size)]
-
-    def program():
-        flat = arrays[transport().rank].copy()
-        scratch = np.full(rows * 2 * 20, np.nan)
-        kind = Reduction(Sum, TABLE["float64"], size)
-        complete(direct.allreduce(flat, transport(), kind, segment_bytes=160, scratch=scratch))
-        assert not np.isnan(scratch).any(), "it was used"
-        return flat
-
-    for result in run_ranks(size, program):
-        assert_reduced(result, Sum, arrays)
-
-
-def test_scratch_that_is_too_small_is_told():
-    def program():
-        kind = Reduction(Sum, TABLE["float64"], 3)
-        complete(direct.allreduce(np.zeros(300), transport(), kind, segment_bytes=80, scratch=np.zeros(19)))
-
-    with pytest.raises(InputError, match=r"direct\.allreduce: scratch holds 19 elements; expected 20 or more"):
-        run_ranks(3, program)
 
 
 def test_on_return_the_memory_is_the_callers_again():
