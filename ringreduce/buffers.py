@@ -199,6 +199,8 @@ def as_buffer(array: Any, *, writable: bool = False) -> Buffer:
     if isinstance(array, np.ndarray):
         return _numpy_buffer(array, writable)
     if _is_torch(array):
+        if writable and not array.is_inference():  # autograd must know that it changes: it may have saved it
+            sys.modules["torch"].autograd.graph.increment_version(array)
         return _torch_buffer(array)
     if isinstance(array, bool | int | float | complex | np.generic):
         if writable:

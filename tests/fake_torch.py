@@ -5,10 +5,12 @@ Its current stream is not CuPy's: who orders work on the wrong one is found.
 
 import contextlib
 import threading
+from types import SimpleNamespace
 
 from tests import fake_cupy
 
 strided = "strided"
+autograd = SimpleNamespace(graph=SimpleNamespace(increment_version=lambda tensor: None))
 
 
 class dtype:
@@ -39,7 +41,7 @@ class Tensor:
     """A GPU array."""
 
     is_cuda, is_nested, requires_grad, layout = True, False, False, strided
-    is_conj = is_neg = lambda self: False
+    is_conj = is_neg = is_inference = lambda self: False
 
     def __init__(self, array, of=None):
         """of: the elements' type, where the array holds only their bits."""

@@ -52,6 +52,23 @@ class SyncBatchNorm(_BatchNorm):
         super().__init__(num_features, eps, momentum, affine, track_running_stats)
         self.process_set = process_set
 
+    @classmethod
+    def convert_sync_batchnorm(
+        cls, module: torch.nn.Module, process_set: ProcessSet = global_process_set
+    ) -> torch.nn.Module:
+        """Replace all batch normalisation in `module` by layers of this class; returns it, or what replaces it itself.
+
+        The layers keep their parameters, buffers and hooks: an optimizer made before goes on with them.
+        Source: torch.nn.SyncBatchNorm.convert_sync_batchnorm.
+        """
+        converted = module
+        if isinstance(module, _BatchNorm) and not isinstance(module, cls):
+            converted = cls.__new__(cls)
+            converted.__dict__ = {**vars(module), "process_set": process_set}
+        for name, child in module.named_children():
+            setattr(converted, name, cls.convert_sync_batchnorm(child, process_set))
+        return converted
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Normalise; every rank of the set must call it while it trains."""
         self._check_input_dim(input)
