@@ -40,7 +40,7 @@ def named_leaves(tree: Any) -> list[tuple[str, Any]]:
     return named
 
 
-def replace_leaves(tree: Any, new_leaf: Callable[[str], Any], path: str = "") -> Any:
+def replace_leaves(tree: Any, new_leaf: Callable[[str], Any]) -> Any:
     """A tree of the same form, its leaves replaced by `new_leaf(name)`; None stays None.
 
     Raises: InputError for a mapping that does not hold the dict that it is made from.
@@ -48,14 +48,19 @@ def replace_leaves(tree: Any, new_leaf: Callable[[str], Any], path: str = "") ->
     >>> replace_leaves({"a": [1, None]}, lambda name: name)
     {'a': ['a.0', None]}
     """
+    return map_leaves(tree, lambda name, _: new_leaf(name))
+
+
+def map_leaves(tree: Any, function: Callable[[str, Any], Any], path: str = "") -> Any:
+    """As `replace_leaves`, by `function(name, leaf)`."""
     if tree is None:
         return None
     if isinstance(tree, Mapping):
-        return _filled(tree, {key: replace_leaves(tree[key], new_leaf, _join(path, key)) for key in tree})
+        return _filled(tree, {key: map_leaves(tree[key], function, _join(path, key)) for key in tree})
     if isinstance(tree, list | tuple):
-        children = [replace_leaves(child, new_leaf, _join(path, index)) for index, child in enumerate(tree)]
+        children = [map_leaves(child, function, _join(path, index)) for index, child in enumerate(tree)]
         return type(tree)(*children) if hasattr(tree, "_fields") else type(tree)(children)
-    return new_leaf(path)
+    return function(path, tree)
 
 
 def _filled(tree: Mapping[Any, Any], values: dict[Any, Any]) -> Any:

@@ -6,13 +6,13 @@ Nobody takes a step for it, so the root's own state stays as it is.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
+from ringreduce import trees
 from ringreduce.api.broadcast import submit_broadcast
 from ringreduce.api.objects import broadcast_object
 from ringreduce.api.process_sets import ProcessSet, global_process_set
@@ -20,8 +20,7 @@ from ringreduce.api.world import rank
 from ringreduce.buffers import as_buffer
 from ringreduce.errors import InputError
 
-NAME = "optimizer state"
-"""Of the operations: they meet whatever other operations without a name each rank has seen."""
+NAME = "optimizer state"  # of the operations: by it ranks meet that have seen other operations without a name
 
 
 def broadcast_optimizer_state(
@@ -36,15 +35,9 @@ def broadcast_optimizer_state(
                root may have a state that others lack, and have none where they have one.
     model:     ignored; there for Horovod's scripts.
     Cost:      a broadcast of what the state looks like, and one of all its tensors.
-    Raises:    InputError (a ValueError) for LBFGS, whose state belongs to no parameter, on all ranks; on a rank whose
-               optimizer has other parameters than the root's, there; PeerLostError.
-    Source:    Horovod's broadcast_optimizer_state, which takes a step where there is no state.
+    Raises:    InputError (a ValueError) on a rank whose optimizer has other parameters than the root's; PeerLostError.
+    Source:    Horovod's broadcast_optimizer_state, which takes a step where there is no state, and refuses LBFGS.
     """
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise InputError(
-            "broadcast_optimizer_state: the state of torch.optim.LBFGS cannot be broadcast; use "
-            "broadcast_object(optimizer.state_dict()) and load_state_dict()"
-        )
     is_root = rank() == root_rank
     sent: list[torch.Tensor] = []
     outline, marks = broadcast_object(_outline(optimizer, sent) if is_root else None, root_rank, NAME, process_set)
@@ -60,13 +53,10 @@ def broadcast_optimizer_state(
 class _Outline(NamedTuple):
     """An optimizer's options and state with marks for tensors, and numbers for parameters."""
 
-    sizes: list[int]
-    """How many parameters each group has."""
-    options: list[dict[str, Any]]
-    """Of each group, all but its parameters."""
+    sizes: list[int]  # how many parameters each group has
+    options: list[dict[str, Any]]  # of each group, all but its parameters
     of_parameters: dict[int, Any]
-    others: dict[Any, Any]
-    """State that belongs to no parameter, by its key."""
+    others: dict[Any, Any]  # state that belongs to no parameter, by its key
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,10 +65,8 @@ class _Mark:
 
     number: int
     name: str
-    owner: int
-    """The number of the parameter on whose device it lies, ..."""
+    owner: int  # the number of the parameter on whose device it lies, unless it lies on the host
     on_host: bool
-    """... unless it lies on the host."""
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
@@ -110,7 +98,7 @@ def _outline(optimizer: torch.optim.Optimizer, sent: list[torch.Tensor]) -> tupl
         return marks[-1]
 
     def marked(value: Any, name: str, owner: int) -> Any:
-        return _replaced(value, lambda leaf, path: mark(leaf, f"{name}{path}", owner))
+        return trees.map_leaves(value, lambda path, leaf: mark(leaf, path, owner), name)
 
     sizes: list[int] = []
     options = []
@@ -139,7 +127,7 @@ def _adopt(optimizer: torch.optim.Optimizer, outline: _Outline, tensors: Sequenc
         )
 
     def filled(value: Any) -> Any:
-        return _replaced(value, lambda leaf, _: tensors[leaf.number] if isinstance(leaf, _Mark) else leaf)
+        return trees.map_leaves(value, lambda _, leaf: tensors[leaf.number] if isinstance(leaf, _Mark) else leaf)
 
     for group, options in zip(optimizer.param_groups, outline.options, strict=True):
         for key in set(group) - set(options) - {"params"}:
@@ -157,15 +145,3 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
-
-
-def _replaced(value: Any, new_leaf: Callable[[Any, str], Any], path: str = "") -> Any:
-    """A copy of nested dicts, lists and tuples, with other leaves."""
-    if isinstance(value, dict):
-        copied = copy.copy(value)
-        copied.update({key: _replaced(child, new_leaf, f"{path}.{key}") for key, child in value.items()})
-        return copied
-    if isinstance(value, list | tuple):
-        children = [_replaced(child, new_leaf, f"{path}.{index}") for index, child in enumerate(value)]
-        return type(value)(*children) if hasattr(value, "_fields") else type(value)(children)
-    return new_leaf(value, path)

@@ -20,7 +20,7 @@ from ringreduce.api.control import synchronize
 from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
 from ringreduce.api.submit import which_op
 from ringreduce.api.world import rank
-from ringreduce.compression import Compression, Compressor, compress_all, decompress_all
+from ringreduce.compression import Compression, Compressor
 from ringreduce.engine.request import Handle
 from ringreduce.errors import InputError
 from ringreduce.ops import Average, ReduceOp, Sum
@@ -106,11 +106,8 @@ def grouped_allreduce(
 
     names: those of the tensors, for error messages.
     """
-    compressed, contexts = compress_all(compression, tensors)
     scales = float(prescale_factor), float(postscale_factor)
-    reduced = reduce.grouped_allreduce(
-        compressed, average, name, Compression.none, op, *scales, process_set, names=names
-    )
+    reduced = reduce.grouped_allreduce(tensors, average, name, compression, op, *scales, process_set, names=names)
     reduction = which_op("allreduce", average, op)
 
     def gradient(gradients: Tensors) -> Tensors:
@@ -118,11 +115,9 @@ def grouped_allreduce(
             raise InputError(
                 f"allreduce: op={reduction!r} has no gradient; expected Average or Sum, or tensor.detach()"
             )
-        return grouped_allreduce(
-            gradients, None, _gradients_name(name), Compression.none, reduction, *scales, process_set
-        )
+        return grouped_allreduce(gradients, None, _gradients_name(name), compression, reduction, *scales, process_set)
 
-    return decompress_all(compression, _differentiable(compressed, reduced, gradient), contexts)
+    return _differentiable(tensors, reduced, gradient)
 
 
 def allgather(
@@ -253,13 +248,12 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
     """Reduce and scatter many tensors, all or none of them; otherwise as `reducescatter`."""
-    compressed, contexts = compress_all(compression, tensors)
     scales = float(prescale_factor), float(postscale_factor)
-    reduced = reduce.grouped_reducescatter(compressed, name, Compression.none, op, process_set, *scales)
+    reduced = reduce.grouped_reducescatter(tensors, name, compression, op, process_set, *scales)
     factor = scales[0] * scales[1] * ((process_set.size() or 1) if op is Sum else 1)
 
     def gradient(gradients: Tensors) -> Tensors:
         scaled = [each * factor for each in gradients] if factor != 1 else gradients
         return grouped_allgather(scaled, _gradients_name(name), process_set)
 
-    return decompress_all(compression, _differentiable(compressed, reduced, gradient), contexts)
+    return _differentiable(tensors, reduced, gradient)

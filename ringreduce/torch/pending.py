@@ -8,10 +8,12 @@ waited there could wait for one that has other work to do first.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+
+from ringreduce import trees
 
 # What every rank knows without waiting.
 METADATA: set[Any] = {
@@ -45,13 +47,15 @@ class PendingGradient(torch.Tensor):
         if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        waited = list(_pending_in((args, kwargs)))
+        waited: list[PendingGradient] = []
+        _map_pending((args, kwargs), waited.append)
         owners = [owner for each in waited if (owner := each.owner()) is not None and owner.pending is each]
         for owner in owners:
             owner.begin()  # all before the first wait: other ranks may wait for any of them
         for owner in owners:
             owner.wait()
-        return func(*_settled(args), **_settled(dict(kwargs or {})))
+        args, kwargs = _map_pending((args, kwargs or {}), lambda pending: pending.value)
+        return func(*args, **kwargs)
 
 
 def make_pending(gradient: torch.Tensor, owner: Any, is_placeholder: bool = False) -> PendingGradient:
@@ -77,22 +81,5 @@ def plain(gradient: torch.Tensor | None) -> torch.Tensor | None:
         return gradient.detach()
 
 
-def _pending_in(tree: Any) -> Iterator[PendingGradient]:
-    if isinstance(tree, PendingGradient):
-        yield tree
-    elif isinstance(tree, dict):
-        for each in tree.values():
-            yield from _pending_in(each)
-    elif isinstance(tree, list | tuple):
-        for each in tree:
-            yield from _pending_in(each)
-
-
-def _settled(tree: Any) -> Any:
-    if isinstance(tree, PendingGradient):
-        return tree.value
-    if isinstance(tree, dict):
-        return {key: _settled(each) for key, each in tree.items()}
-    if type(tree) in (list, tuple):
-        return type(tree)(_settled(each) for each in tree)
-    return tree
+def _map_pending(tree: Any, function: Callable[[PendingGradient], Any]) -> Any:
+    return trees.map_leaves(tree, lambda _, leaf: function(leaf) if isinstance(leaf, PendingGradient) else leaf)

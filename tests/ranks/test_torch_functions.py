@@ -183,17 +183,33 @@ def test_in_a_process_set():
     assert first["param_groups"][1]["lr"] != second["param_groups"][1]["lr"]
 
 
-@pytest.mark.parametrize("wrapped", [False, True])
-def test_lbfgs_is_refused_on_every_rank(wrapped):
-    def program():
-        optimizer = torch.optim.LBFGS([torch.nn.Parameter(torch.zeros(2))])
-        if wrapped:
-            optimizer = hvd.DistributedOptimizer(optimizer)
-        with pytest.raises(ValueError, match=r"LBFGS cannot be broadcast; use broadcast_object\(optimizer.state_dict"):
-            hvd.broadcast_optimizer_state(optimizer, 0)
-        return hvd.allreduce(torch.tensor(1.0), op=hvd.Sum).item()
+@pytest.mark.parametrize("steps", [0, 3])
+def test_lbfgs(steps):
+    """Its state, with lists of tensors, is that of its first parameter. It goes on as on the root."""
 
-    assert run_ranks(2, program) == [2, 2]
+    def program():
+        generator = torch.Generator().manual_seed(hvd.rank())
+        rows, target = (torch.randn(8, 2, generator=torch.Generator().manual_seed(seed)) for seed in (5, 6))
+        parameters = [torch.nn.Parameter(torch.randn(2, 2, generator=generator)) for _ in range(2)]
+        optimizer = torch.optim.LBFGS(parameters, lr=0.1 * (hvd.rank() + 1), max_iter=3)
+
+        def closure():
+            optimizer.zero_grad()
+            loss = (rows @ parameters[0] @ parameters[1] - target).square().mean()
+            loss.backward()
+            return loss
+
+        for _ in range(steps if hvd.rank() == 0 else 1):
+            optimizer.step(closure)
+        hvd.broadcast_parameters(parameters, root_rank=0)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        state = copy.deepcopy(optimizer.state_dict())
+        optimizer.step(closure)
+        return state, [each.detach() for each in parameters]
+
+    results = run_ranks(2, program)
+    assert_same(results[0], results[1])
+    assert len(results[0][0]["state"].get(0, {}).get("old_dirs", [])) == (0 if steps == 0 else 5)
 
 
 def test_other_parameters_than_the_roots():
