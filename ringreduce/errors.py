@@ -1,7 +1,7 @@
 """Every exception that ringreduce raises on purpose.
 
     RingreduceError
-    ├── InputError (ValueError)              an argument that this rank alone can see is wrong
+    ├── InputError (ValueError, RuntimeError) an argument that this rank alone can see is wrong
     │   ├── UnsupportedArrayError            an array whose type or layout cannot travel
     │   └── SettingsError                    a RINGREDUCE_… variable that does not parse
     ├── NotInitializedError (ValueError)     a call before init()
@@ -9,6 +9,7 @@
     │   ├── MpiMissingError (ImportError)    no MPI library
     │   └── LauncherMismatchError            started by another MPI's launcher: every rank would be 0 of 1
     ├── MissingExtraError (ImportError)      an optional package is needed; the message names the extra
+    ├── BackwardError (AssertionError, RuntimeError)  backward() or zero_grad() while a gradient is being reduced
     └── CollectiveError (RuntimeError)       a collective failed; Horovod's name is HorovodInternalError
         ├── MismatchError                    ranks called with different shapes, dtypes, ops …; the job can go on
         ├── StalledError                     waited longer than `stall_abort_s` for other ranks
@@ -26,8 +27,8 @@ class RingreduceError(Exception):
     """The root of the tree: catches whatever ringreduce raises on purpose."""
 
 
-class InputError(RingreduceError, ValueError):
-    """An argument is wrong, and this rank alone can tell."""
+class InputError(RingreduceError, ValueError, RuntimeError):
+    """An argument is wrong, and this rank alone can tell. Horovod raises one or the other of its bases."""
 
 
 class UnsupportedArrayError(InputError):
@@ -56,6 +57,10 @@ class LauncherMismatchError(StartupError):
 
 class MissingExtraError(RingreduceError, ImportError):
     """An optional package is needed and absent; the message names the extra that brings it."""
+
+
+class BackwardError(RingreduceError, AssertionError, RuntimeError):
+    """A gradient was computed again, or cleared, while it was being reduced. Horovod raises an AssertionError."""
 
 
 class CollectiveError(RingreduceError, RuntimeError):

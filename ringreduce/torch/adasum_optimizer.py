@@ -7,72 +7,60 @@ parameters, not to the gradients, so that what an optimizer such as Adam makes o
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from ringreduce.torch.hooks import GradientHooks, too_often
-from ringreduce.torch.parameters import name_newest_group
-from ringreduce.torch.reduction import Reduction
+from ringreduce.errors import BackwardError
+from ringreduce.torch.gradient import Gradient, Reducer
+from ringreduce.torch.hooks import too_often
+from ringreduce.torch.wrapped import WrappedMixin
 
 
-class DeltaReducer:
+class DeltaReducer(Reducer):
     """Counts backward passes, and reduces what a step changed."""
 
-    def __init__(self, passes: int, reduction: Reduction) -> None:
-        self.passes = passes
-        self.paused = False
-        self._reduction = reduction
-        self._names: dict[Any, str] = {}
-        self._seen: dict[Any, int] = {}
-        self._hooks = GradientHooks(self)
-
-    def add(self, named: Iterable[tuple[str, Any]]) -> None:
-        """Reduce these parameters' changes too."""
-        for name, parameter in named:
-            self._names[parameter] = name
-            self._hooks.watch(parameter)
-
-    @property
-    def names(self) -> set[str]:
-        """Those of all parameters."""
-        return set(self._names.values())
-
     def on_gradient(self, parameter: Any) -> None:
-        """Count a backward pass; raises AssertionError for one too many."""
+        """Count a backward pass; raises BackwardError for one too many."""
+        gradient = self._gradients[id(parameter)]
+        if gradient.is_untouched:
+            gradient.hide(gradient.local)
         if self.paused:
             return
-        seen = self._seen[parameter] = self._seen.get(parameter, 0) + 1
-        if seen > self.passes:
-            raise AssertionError(too_often(self._names[parameter], seen, self.passes))
+        gradient.count()
+        if gradient.seen > self.passes:
+            raise BackwardError(too_often(gradient.name, gradient.seen, self.passes))
 
-    def reset(self) -> None:
+    def clear(self) -> None:
         """Begin a new step."""
         self._hooks.refresh()
-        self._seen.clear()
+        for gradient in self._gradients.values():
+            gradient.seen = 0
+            gradient.hide(gradient.local)
 
-    def starts(self) -> list[tuple[Any, torch.Tensor]]:
-        """The trained parameters, and a copy of each."""
-        return [(each, each.detach().clone()) for each in self._names if each.requires_grad]
+    def starts(self) -> list[tuple[Gradient, torch.Tensor]]:
+        """The trained parameters, and a copy of each; none where there is nobody to reduce with."""
+        self.reduction.settle()
+        trained = [each for each in self._gradients.values() if each.parameter.requires_grad]
+        return [(each, each.parameter.detach().clone()) for each in trained] if self.reduction.size > 1 else []
 
     @torch.no_grad()
-    def reduce(self, starts: Sequence[tuple[Any, torch.Tensor]]) -> None:
+    def reduce(self, starts: Sequence[tuple[Gradient, torch.Tensor]]) -> None:
         """Go from where each parameter stood by what Adasum makes of all ranks' changes."""
-        under_way = []
-        for parameter, start in starts:
-            delta = parameter.detach() - start
-            under_way.append((parameter, start, self._reduction.begin_dense([(self._names[parameter], delta)])))
+        under_way = [
+            (each.parameter, start, self.reduction.begin_dense([(each.name, each.parameter.detach() - start)]))
+            for each, start in starts
+        ]
         for parameter, start, finish in under_way:
             (delta,) = finish()
             parameter.copy_(start + delta)
-        self.reset()
+        self.clear()
 
 
-class AdasumMixin:
+class AdasumMixin(WrappedMixin):
     """What a wrapped optimizer does differently with op=Adasum; stands before the user's class in the inheritance."""
 
-    param_groups: list[dict[str, Any]]
     _reducer: DeltaReducer
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -91,25 +79,8 @@ class AdasumMixin:
     def synchronize(self) -> None:
         """Nothing: gradients stay this rank's own; step() reduces what it changed."""
 
-    def skip_synchronize(self) -> None:
-        """Raises AssertionError: a step is always reduced."""
+    def skip_synchronize(self) -> contextlib.AbstractContextManager[None]:
+        """Raises AssertionError where there are others to reduce with: a step is always reduced."""
+        if self._reducer.reduction.size == 1:
+            return contextlib.nullcontext()
         raise AssertionError("skip_synchronize() with op=Adasum: gradients stay the rank's own; call step() without it")
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backward passes inside are not counted."""
-        paused, self._reducer.paused = self._reducer.paused, True
-        try:
-            yield
-        finally:
-            self._reducer.paused = paused
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients, and begin a new step."""
-        self._reducer.reset()
-        super().zero_grad(set_to_none=set_to_none)  # type: ignore[misc]
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, whose changes are reduced too; on all ranks."""
-        super().add_param_group(param_group)  # type: ignore[misc]
-        self._reducer.add(name_newest_group(self.param_groups, self._reducer.names))

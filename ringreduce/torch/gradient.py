@@ -3,50 +3,36 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 
 from ringreduce.errors import MismatchError
+from ringreduce.torch.hooks import GradientHooks
 from ringreduce.torch.pending import PendingGradient, make_pending, plain
-from ringreduce.torch.reduction import Finish
+from ringreduce.torch.reduction import Finish, Reduction, empty_sparse
 
 UNKNOWN, DENSE = 0, 1
 """Layouts of a gradient; DENSE + n is sparse, with n indices an element."""
 
 
-class Reducer(Protocol):
-    """What somebody who looks at a gradient needs; reducer.py has it."""
-
-    def begin(self, gradient: Gradient) -> None:
-        """Begin to reduce it."""
-
-    def wait(self, shipment: Shipment) -> None:
-        """Wait until it has arrived."""
-
-
 class Gradient:
     """One parameter's gradient on its way through a step."""
 
-    def __init__(self, name: str, parameter: torch.nn.Parameter, reducer: Reducer) -> None:
+    def __init__(self, name: str, parameter: torch.nn.Parameter, reducer: Any) -> None:
         self.name = name
         self.parameter = parameter
-        self.group: list[Gradient] = [self]
-        """Those that are reduced together with it, itself among them."""
-        self.seen = 0
-        """Backward passes since the step's beginning."""
+        self.group: list[Gradient] = [self]  # those that are reduced together, itself among them
+        self.seen = 0  # backward passes since the step's beginning
         self.reduced = False
         self.shipment: Shipment | None = None
-        self.pending: PendingGradient | None = None
-        """What stands in parameter.grad until it is reduced."""
-        self.layout = UNKNOWN
-        """What all ranks agreed on."""
-        self.question: Any = None
-        """The handle of that agreement."""
+        self.pending: PendingGradient | None = None  # what stands in parameter.grad until it is reduced
+        self.is_untouched = False  # `pending` stands for the zeros before the first backward
+        self.layout = UNKNOWN  # the one that all ranks agreed on
+        self.question: Any = None  # the handle of that agreement
         self._reducer = weakref.ref(reducer)
-        self._last: Callable[[], Any] = _nobody
-        """A weak reference to the object that .grad was after the last backward pass."""
+        self._last: Callable[[], Any] = _nobody  # the object that .grad was after the last backward pass
 
     @property
     def trains(self) -> bool:
@@ -66,9 +52,21 @@ class Gradient:
         self.seen += 1
         self._last = _nobody if gradient is None else weakref.ref(gradient)
 
+    def show_zeros(self) -> None:
+        """Let .grad be zeros before the first backward, as Horovod's."""
+        if self.parameter.requires_grad and self.local is None:
+            self.show_placeholder()
+            self.is_untouched = True
+
+    def show_placeholder(self) -> None:
+        """Put zeros into .grad, or for tables of rows, to which autograd may add sparse ones, what is nothing to it."""
+        parameter = self.parameter.detach()
+        is_table = parameter.dim() == 2
+        self.show(empty_sparse(parameter, 1) if is_table else torch.zeros_like(parameter), is_table)
+
     def show(self, gradient: torch.Tensor, is_placeholder: bool = False) -> None:
         """Put a PendingGradient into .grad; the one that is there stays, somebody may hold it."""
-        pending = self.pending
+        pending, self.is_untouched = self.pending, False
         if pending is not None and self.parameter.grad is pending:
             pending.value = gradient
             return
@@ -77,7 +75,7 @@ class Gradient:
 
     def hide(self, gradient: torch.Tensor | None) -> None:
         """Put a gradient into .grad, unless the user has put another there."""
-        pending, self.pending = self.pending, None
+        pending, self.pending, self.is_untouched = self.pending, None, False
         if pending is not None and gradient is not None:
             pending.value = gradient
         if pending is not None and self.parameter.grad is pending:
@@ -86,7 +84,9 @@ class Gradient:
     def begin(self) -> None:
         """Somebody looks at it: begin to reduce it, if nobody has."""
         reducer = self._reducer()
-        if reducer is not None:
+        if self.is_untouched:
+            self.hide(torch.zeros_like(self.parameter.detach()))
+        elif reducer is not None:
             reducer.begin(self)
 
     def wait(self) -> None:
@@ -94,6 +94,33 @@ class Gradient:
         reducer = self._reducer()
         if reducer is not None and self.shipment is not None:
             reducer.wait(self.shipment)
+
+
+class Reducer:
+    """What reducers of gradients and of steps' changes have in common; hooks call `on_gradient`."""
+
+    def __init__(self, passes: int, reduction: Reduction) -> None:
+        self.passes = passes
+        self.paused = False  # in no_sync(): gradients only add up
+        self.reduction = reduction
+        self._gradients: dict[int, Gradient] = {}  # by id of the parameter: the hash of a tensor takes long
+        self._hooks = GradientHooks(self)
+
+    def add(self, named: Iterable[tuple[str, Any]]) -> None:
+        """Reduce what belongs to these parameters too."""
+        for name, parameter in named:
+            gradient = self._gradients[id(parameter)] = Gradient(name, parameter, self)
+            self._hooks.watch(parameter)
+            gradient.show_zeros()
+
+    @property
+    def names(self) -> dict[Any, str]:
+        """Those of all parameters."""
+        return {each.parameter: each.name for each in self._gradients.values()}
+
+    def on_gradient(self, parameter: Any) -> None:
+        """Hear that backward has added to a parameter's gradient."""
+        raise NotImplementedError
 
 
 def _nobody() -> None:

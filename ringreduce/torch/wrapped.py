@@ -1,0 +1,129 @@
+"""A torch optimizer in a subclass of its own class: how it is made, copied, and what all that are wrapped have."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from ringreduce import runtime
+from ringreduce.api.world import size
+from ringreduce.errors import InputError
+from ringreduce.torch.parameters import name_newest_group
+
+
+class WrappedMixin:
+    """What every wrapped optimizer does; stands before the user's class in the inheritance."""
+
+    param_groups: list[dict[str, Any]]
+    _reducer: Any
+
+    @property
+    def _parameter_names(self) -> dict[Any, str]:
+        """Horovod's: the name of each parameter."""
+        names: dict[Any, str] = self._reducer.names
+        return names
+
+    @property
+    def backward_passes_per_step(self) -> int:
+        """How many backward passes are summed before they are reduced."""
+        passes: int = self._reducer.passes
+        return passes
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Change how many backward passes are summed before they are reduced."""
+        if passes < 1:
+            raise InputError(f"backward_passes_per_step={passes}; expected 1 or more")
+        self._reducer.passes = passes
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backward passes inside only add to the gradients; the next one outside, or step(), reduces the sum.
+
+        Source: torch's DistributedDataParallel.no_sync.
+        """
+        before, self._reducer.paused = self._reducer.paused, True
+        try:
+            yield
+        finally:
+            self._reducer.paused = before
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear the gradients, and begin a new step; raises BackwardError while some are being reduced."""
+        self._reducer.clear()
+        super().zero_grad(set_to_none=set_to_none)  # type: ignore[misc]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, which are reduced too; on all ranks.
+
+        They get the names that the group gives, as torch's named optimizers do, or are numbered.
+        """
+        super().add_param_group(param_group)  # type: ignore[misc]
+        self._reducer.add(name_newest_group(self.param_groups, set(self._reducer.names.values())))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickled or copied, it is the user's optimizer again: hooks and handles belong to one process."""
+        classes = type(self).__mro__
+        state = self.__getstate__()  # type: ignore[attr-defined]
+        return _unwrapped, (classes[classes.index(WrappedMixin) + 1], state)
+
+
+def wrap(optimizer: torch.optim.Optimizer, mixin: Any, reducer: Any) -> Any:
+    """An object of a subclass of the optimizer's class that shares all its attributes."""
+    kind = type(optimizer)
+    _hide_from_dynamo()
+    wrapped: Any = object.__new__(type(kind.__name__, (mixin, kind), {}))
+    wrapped.__dict__ = vars(optimizer)  # what a scheduler, or load_state_dict, does to one is done to the other
+    scheduled = wrapped.__dict__.pop("step", None)
+    if hasattr(scheduled, "_wrapped_by_lr_sched"):
+        wrapped.__dict__["step"] = _watched_step(wrapped)
+    wrapped._reducer = reducer
+    return wrapped
+
+
+@functools.cache
+def _hide_from_dynamo() -> None:
+    """Let torch.compile leave out this package's code, of which it would warn."""
+    rules = sys.modules.get("torch._dynamo.trace_rules")
+    with contextlib.suppress(Exception):  # its name is torch's own business
+        if rules is not None:
+            rules.add("ringreduce")
+
+
+def _watched_step(wrapped: Any) -> Callable[..., Any]:
+    """The step of an optimizer whose scheduler was made before it was wrapped, and watches that step() is called."""
+    reference = weakref.ref(wrapped)
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        optimizer = reference()
+        if optimizer is None:
+            raise InputError("step(): the DistributedOptimizer around this optimizer is gone; wrap it again")
+        optimizer._opt_called = True
+        return type(optimizer).step(optimizer, *args, **kwargs)
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    return step
+
+
+def _unwrapped(kind: type, state: dict[str, Any]) -> Any:
+    optimizer: Any = object.__new__(kind)
+    optimizer.__setstate__(state)
+    optimizer.register_step_pre_hook(_warn_of_copy)
+    _warn_of_copy(optimizer)
+    return optimizer
+
+
+def _warn_of_copy(optimizer: Any, *_: Any) -> None:
+    """When it is made, and at its steps: the world may be there later. Python shows a warning of one line once."""
+    if not isinstance(optimizer, WrappedMixin) and runtime.is_initialized() and size() > 1:
+        warnings.warn(
+            f"this {type(optimizer).__name__} is a copy of a DistributedOptimizer. The copy does not reduce gradients; "
+            "wrap it again: hvd.DistributedOptimizer(copy, model.named_parameters())",
+            stacklevel=2,
+        )

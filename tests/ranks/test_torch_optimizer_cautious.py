@@ -1,0 +1,234 @@
+"""Gradients that are computed twice, or thrown away, before a step: as on one GPU, on all ranks alike."""
+
+import numpy as np
+import pytest
+import torch
+
+import ringreduce.torch as hvd
+from ringreduce.errors import BackwardError
+from ringreduce.testing import run_ranks
+from ringreduce.torch import reducer
+from tests.training import batch, loss_of, make_model, parameters, same_on_all, share, wrap
+
+CAUTIOUS = True  # see conftest.py
+STEPS = 12  # more than the cautious ones
+
+
+def close(result, expected):
+    torch.testing.assert_close(result, expected, rtol=1e-9, atol=1e-11)
+
+
+class Gan:
+    """A generator of 5 numbers from 3, a discriminator of 5 numbers, and an optimizer for each."""
+
+    def __init__(self, wrapping, names):
+        generator = torch.Generator().manual_seed(1)
+        self.g, self.d = (
+            torch.nn.Sequential(torch.nn.Linear(i, 8), torch.nn.Tanh(), torch.nn.Linear(8, o)).double()
+            for i, o in ((3, 5), (5, 1))
+        )
+        for parameter in [*self.g.parameters(), *self.d.parameters()]:
+            parameter.data = torch.randn(parameter.shape, generator=generator, dtype=torch.float64) / 2
+        self.og, self.od = (
+            torch.optim.Adam(model.parameters(), lr=0.01, betas=(0.5, 0.9)) for model in (self.g, self.d)
+        )
+        if wrapping:
+            self.og = hvd.DistributedOptimizer(self.og, [(f"{names[0]}{n}", p) for n, p in self.g.named_parameters()])
+            self.od = hvd.DistributedOptimizer(self.od, [(f"{names[1]}{n}", p) for n, p in self.d.named_parameters()])
+
+    def fake(self, real):
+        return self.g(real[:, :3])
+
+    def score(self, x, label):
+        scores = self.d(x)
+        return torch.nn.functional.binary_cross_entropy_with_logits(scores, torch.full_like(scores, label))
+
+    def parameters(self):
+        return torch.cat([parameters(self.g), parameters(self.d)])
+
+
+def usual(gan, real, step):
+    """The generator first; its backward goes through the discriminator, whose gradients nobody wants."""
+    gan.og.zero_grad()
+    fake = gan.fake(real)
+    gan.score(fake, 1.0).backward()
+    gan.og.step()
+    gan.od.zero_grad()
+    ((gan.score(real, 1.0) + gan.score(fake.detach(), 0.0)) / 2).backward()
+    gan.od.step()
+
+
+def dcgan(gan, real, step):
+    """PyTorch's example: two backwards for the discriminator, cleared by the modules."""
+    gan.d.zero_grad()
+    gan.score(real, 1.0).backward()
+    fake = gan.fake(real)
+    gan.score(fake.detach(), 0.0).backward()
+    gan.od.step()
+    gan.g.zero_grad()
+    gan.score(fake, 1.0).backward()
+    gan.og.step()
+
+
+def critic_first(gan, real, step):
+    """Wasserstein's: five steps of the discriminator for one of the generator."""
+    gan.od.zero_grad()
+    (gan.d(gan.fake(real).detach()).mean() - gan.d(real).mean()).backward()
+    torch.nn.utils.clip_grad_norm_(gan.d.parameters(), 0.5)
+    gan.od.step()
+    if step % 5 == 4:
+        gan.og.zero_grad()
+        (-gan.d(gan.fake(real)).mean()).backward()
+        gan.og.step()
+
+
+def not_detached(gan, real, step):
+    """The discriminator's backward goes through the generator; gradients are zeroed, not dropped."""
+    gan.od.zero_grad(set_to_none=False)
+    (gan.score(real, 1.0) + gan.score(gan.fake(real), 0.0)).backward()
+    gan.od.step()
+    gan.og.zero_grad(set_to_none=False)
+    gan.score(gan.fake(real), 1.0).backward()
+    gan.og.step()
+
+
+def both_at_once(gan, real, step):
+    """An encoder and a decoder with an optimizer each: one backward, two steps."""
+    gan.og.zero_grad()
+    gan.od.zero_grad()
+    gan.score(gan.fake(real), 1.0).backward()
+    gan.og.step()
+    gan.od.step()
+
+
+@pytest.mark.parametrize("names", [("g.", "d."), ("", "")], ids=["prefixed", "equal"])
+@pytest.mark.parametrize("loop", [usual, dcgan, critic_first, not_detached, both_at_once])
+def test_gan_loops_train_as_one_process(loop, names):
+    def program(data, wrapping):
+        gan = Gan(wrapping, names)
+        for step in range(STEPS):
+            loop(gan, data(step), step)
+        return gan.parameters()
+
+    size = 3 if loop is usual else 2
+    close(same_on_all(run_ranks(size, lambda: program(share, True))), program(batch, False))
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_two_losses_with_a_backward_each_are_added(size, momentum):
+    def program(data, wrapping):
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum)
+        if wrapping:
+            optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            out = model(data(step))
+            out.square().mean().backward(retain_graph=True)
+            out.abs().mean().backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+        return parameters(model)
+
+    close(same_on_all(run_ranks(size, lambda: program(share, True))), program(batch, False))
+
+
+def test_a_rank_that_skips_a_batch_after_backward_goes_on_with_the_next():
+    """Nothing was under way: the others' step is met by this rank's next one."""
+
+    def program():
+        model = make_model()
+        optimizer = wrap(model)
+        steps = batches = 0
+        while steps < 3:
+            optimizer.zero_grad()
+            loss_of(model, share(batches)).backward()
+            batches += 1
+            if hvd.rank() == 1 and batches == 2:
+                continue
+            optimizer.step()
+            steps += 1
+        return parameters(model)
+
+    same_on_all(run_ranks(2, program))
+
+
+def test_overlap_begins_when_the_steps_have_shown_nothing_else():
+    def program():
+        model = make_model()
+        optimizer = wrap(model)
+        begun = []
+        for step in range(reducer.CAUTIOUS_STEPS + 2):
+            optimizer.zero_grad()
+            loss_of(model, share(step)).backward()
+            begun.append(optimizer._reducer.pending)
+            optimizer.step()
+        return begun
+
+    assert run_ranks(2, program) == [[False] * reducer.CAUTIOUS_STEPS + [True] * 2] * 2
+
+
+@pytest.mark.parametrize("late", ["backward", "zero_grad"])
+def test_later_it_is_an_error_that_names_the_cures(late):
+    def program():
+        model = make_model()
+        optimizer = wrap(model)
+        for step in range(reducer.CAUTIOUS_STEPS):
+            optimizer.zero_grad()
+            loss_of(model, share(step)).backward()
+            optimizer.step()
+        optimizer.zero_grad()
+        loss_of(model, share(0)).backward()
+        for kind in (AssertionError, RuntimeError, BackwardError):
+            with pytest.raises(kind, match="no_sync"):
+                loss_of(model, share(1)).backward() if late == "backward" else optimizer.zero_grad()
+        optimizer.synchronize()
+
+    run_ranks(2, program)
+
+
+def test_gradients_of_equal_names_at_once():
+    """Known only after the cautious steps: the message tells of another optimizer."""
+
+    def program():
+        models = [make_model(seed) for seed in range(2)]
+        optimizers = [wrap(model) for model in models]
+        for step in range(reducer.CAUTIOUS_STEPS):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                optimizer.zero_grad()
+                loss_of(model, share(step)).backward()
+                optimizer.step()
+        loss_of(models[0], share(0)).backward()
+        with pytest.raises(ValueError, match=r"pending already.*Has another DistributedOptimizer .*'d\.' \+ name"):
+            loss_of(models[1], share(0)).backward()
+        optimizers[0].synchronize()
+
+    run_ranks(2, program)
+
+
+@pytest.mark.parametrize("cautious", [0, 8])
+def test_waiting_in_backward_for_extensions_that_take_grad_themselves(cautious, monkeypatch):
+    """What is in .grad as soon as backward is done is reduced, and a plain tensor."""
+    monkeypatch.setattr(reducer, "CAUTIOUS_STEPS", cautious)
+
+    def program():
+        model = make_model()
+        optimizer = wrap(model, wait_in_backward=True)
+        found = []
+        for step in range(3):
+            optimizer.zero_grad()
+            hidden = model[0](share(step))
+            (model[2](hidden) if hvd.rank() == 0 else hidden).square().mean().backward()
+            assert [type(each.grad) for each in model.parameters()] == [torch.Tensor] * 4
+            found.append(np.concatenate([each.grad.numpy().reshape(-1) for each in model.parameters()]))
+            assert not optimizer._reducer.pending
+            optimizer.step()
+        return torch.from_numpy(np.stack(found))
+
+    found = same_on_all(run_ranks(2, program))
+    model = make_model()
+    for rank in range(2):
+        hidden = model[0](batch(0)[rank::2])
+        ((model[2](hidden) if rank == 0 else hidden).square().mean() / 2).backward()
+    close(found[0], torch.cat([each.grad.reshape(-1) for each in model.parameters()]))
