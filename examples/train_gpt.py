@@ -5,6 +5,7 @@
     ringrun -np 2 --restarts 3 python examples/train_gpt.py               # by itself, after a failure
     ringrun -np 4 python examples/train_gpt.py --width 384 --depth 6 --heads 6 --context 256    # 10.9 M parameters
 
+Every rank trains on its GPU where there is one (which needs CuPy: pip install 'ringreduce[cuda12]'), else on the CPU.
 Needs torch, matplotlib and tqdm. Nothing is downloaded: the text is on every machine that has Python. Into --out go
 checkpoint.pt (to resume from), losses.json and loss.png.
 
@@ -77,7 +78,8 @@ class GPT(nn.Module):
         """The prompt, continued by `count` bytes."""
         text = list(prompt)
         for _ in range(count):
-            scores = self(torch.tensor([text[-self.context :]]))[0, -1]
+            window = torch.tensor([text[-self.context :]], device=self.head.weight.device)
+            scores = self(window)[0, -1].cpu()  # where the generator is
             text.append(int(torch.multinomial(scores.softmax(0), 1, generator=generator)))
         return bytes(text)
 
@@ -88,8 +90,8 @@ def read_text():
     return torch.from_numpy(np.concatenate([np.fromfile(module, np.uint8) for module in modules]))
 
 
-def draw_batch(text, step, args):
-    """This rank's share of the batch of `step`, and the bytes to predict; both (batch / size, context).
+def draw_batch(text, step, args, device):
+    """This rank's share of the batch of `step`, and the bytes to predict; both (batch / size, context), on `device`.
 
     All ranks draw the same places from the same seed and take every size-th. The batch depends on the step's number and
     on nothing drawn before, so there is no generator to save in a checkpoint.
@@ -97,6 +99,8 @@ def draw_batch(text, step, args):
     places = np.random.default_rng([args.seed, step]).integers(len(text) - args.context, size=args.batch)
     share = torch.from_numpy(places[rr.rank() :: rr.size()])
     sequences = text[share[:, None] + torch.arange(args.context + 1)].long()
+    if device.type == "cuda":
+        sequences = sequences.pin_memory().to(device, non_blocking=True)  # while the GPU still does the step before
     return sequences[:, :-1], sequences[:, 1:]
 
 
@@ -131,7 +135,7 @@ def digest(model):
     """A short fingerprint of the parameters' bytes: equal only if every bit is."""
     fingerprint = hashlib.blake2b(digest_size=8)
     for param in model.parameters():
-        fingerprint.update(param.detach().numpy().tobytes())
+        fingerprint.update(param.detach().cpu().numpy().tobytes())
     return fingerprint.hexdigest()
 
 
@@ -167,8 +171,11 @@ def main(argv=None):
     torch.manual_seed(args.seed + rr.rank())  # ranks draw different parameters: the broadcast makes them alike
     checkpoint_path = args.out / "checkpoint.pt"
 
+    device = torch.device(
+        "cuda" if torch.cuda.is_available() else "cpu"
+    )  # init() has made this rank's GPU the current one
     text = read_text()
-    model = GPT(args.width, args.depth, args.heads, args.context)
+    model = GPT(args.width, args.depth, args.heads, args.context).to(device)
     rr.broadcast_parameters(model.state_dict(), root_rank=0)
     optimizer = rr.DistributedOptimizer(
         torch.optim.AdamW(model.parameters(), lr=args.lr), named_parameters=model.named_parameters()
@@ -179,7 +186,9 @@ def main(argv=None):
     if args.resume or restarted:
         # Only rank 0 needs to see the file; None tells all ranks that there is none.
         found = rr.rank() == 0 and checkpoint_path.exists()
-        checkpoint = rr.broadcast_object(torch.load(checkpoint_path) if found else None, root_rank=0)
+        checkpoint = rr.broadcast_object(
+            torch.load(checkpoint_path, map_location="cpu") if found else None, root_rank=0
+        )
         if checkpoint is None and not restarted:
             sys.exit(f"--resume: there is no {checkpoint_path}; train without --resume first, or pass its --out")
         if checkpoint is not None:
@@ -190,7 +199,10 @@ def main(argv=None):
     if rr.rank() == 0:
         args.out.mkdir(parents=True, exist_ok=True)
         count = sum(param.numel() for param in model.parameters())
-        print(f"{count / 1e6:.2f} M parameters, {len(text) / 1e6:.1f} MB of text, {rr.size()} ranks", flush=True)
+        print(
+            f"{count / 1e6:.2f} M parameters, {len(text) / 1e6:.1f} MB of text, {rr.size()} ranks, on {device}",
+            flush=True,
+        )
 
     tokens_per_step = args.batch * args.context
     first_step, start_s = len(losses), time.perf_counter()
@@ -204,7 +216,7 @@ def main(argv=None):
     for step in range(first_step, args.steps):
         for group in optimizer.param_groups:
             group["lr"] = args.lr * min(1, (step + 1) / args.warmup)
-        inputs, targets = draw_batch(text, step, args)
+        inputs, targets = draw_batch(text, step, args, device)
         loss = functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
         optimizer.zero_grad()
         loss.backward()  # gradients are averaged over the ranks while backward still computes others
