@@ -30,8 +30,8 @@ import importlib
 import os
 import sys
 from argparse import SUPPRESS
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 
 from .arguments import (
     Parser,
@@ -88,30 +88,19 @@ class Request:
     """The command line and its file, checked."""
 
     config: config.Config
-    command: Sequence[str]
+    job: Job
+    """What was asked for, before the command, hosts and the number of ranks are found."""
     np: int | None
     """How many ranks; None: found out from the hosts."""
     found: Found | None
     """The hosts that were named; None: this one."""
     ssh: SshOptions
-    interfaces: Sequence[str]
     launcher: str
-    mpi_args: Sequence[str]
-    asked: Mapping[str, str]
-    """The variables of --env."""
     ranks: str | None
-    timeout: float | None
-    start_timeout: float
-    lost_after: float
+    """Those whose lines are printed."""
     stdin: str | None
-    restarts: int
-    output_filename: str | None
-    no_bind: bool
-    mask_gpus: bool
-    fold: bool
-    timestamps: bool
+    """The rank that reads ringrun's, and the terminal if it is one."""
     dry_run: bool
-    verbose: bool
 
 
 def _parser() -> Parser:
@@ -161,7 +150,7 @@ def _checked(resolved: config.Config) -> Request:
         return f"{resolved.place(name)}-{'' if name == 'np' else '-'}{name.replace('_', '-')}"
 
     if options.quiet_ranks:
-        raise UsageError(f"{flag('quiet_ranks')}: write --ranks 0, which prints rank 0's lines only")
+        raise UsageError("--quiet-ranks: write --ranks 0, which prints rank 0's lines only")
     if options.launcher not in ("mpirun", "srun"):
         raise UsageError(f"{flag('launcher')}: expected mpirun or srun, got {options.launcher!r}")
     if options.hosts and options.hostfile and bool(resolved.place("hosts")) != bool(resolved.place("hostfile")):
@@ -169,34 +158,35 @@ def _checked(resolved: config.Config) -> Request:
     if not options.command:
         raise UsageError(f"no command to run, {_EXAMPLE}")
     found = named_hosts(options.hosts, options.hostfile, resolved.place("hosts") or resolved.place("hostfile"))
-    hosts = len(found.hosts) if found else 0
-    start_timeout_s = parse_start_timeout(options.start_timeout, flag("start_timeout"), hosts)
+    start_timeout_s = parse_start_timeout(
+        options.start_timeout, flag("start_timeout"), len(found.hosts) if found else 0
+    )
     lost_after_s = parse_seconds(options.lost_after, flag("lost_after"))
-    return Request(
-        config=resolved,
-        command=options.command,
-        np=parse_rank_count(options.np, flag("np")),
-        found=found,
-        # half of it, so that ssh can say what it waits for
-        ssh=parse_ssh(options.ssh_port, options.ssh_identity_file, start_timeout_s / 2, lost_after_s),
-        interfaces=parse_interfaces(options.network_interfaces, flag("network_interfaces")),
-        launcher=options.launcher,
-        mpi_args=split_words(options.mpi_args, flag("mpi_args")),
-        asked=parse_env(options.env or (), os.environ),
-        ranks=options.ranks,
-        timeout=None if options.timeout is None else parse_seconds(options.timeout, flag("timeout")),
-        start_timeout=start_timeout_s,
-        lost_after=lost_after_s,
-        stdin=options.stdin,
-        restarts=parse_times(options.restarts, flag("restarts")),
-        output_filename=options.output_filename,
-        no_bind=options.no_bind,
+    asked = parse_env(options.env or (), os.environ)
+    job = Job(
+        0,
+        options.command,
+        verbose=options.verbose,
+        bind=not options.no_bind,
         mask_gpus=options.mask_gpus,
+        mpi_args=split_words(options.mpi_args, flag("mpi_args")),
+        variables=resolved.variables,
         fold=options.fold,
         timestamps=options.timestamps,
-        dry_run=options.dry_run,
-        verbose=options.verbose,
+        output_directory=options.output_filename,
+        timeout_s=None if options.timeout is None else parse_seconds(options.timeout, flag("timeout")),
+        start_timeout_s=start_timeout_s,
+        lost_after_s=lost_after_s,
+        gives_terminal=options.stdin is not None,
+        restarts=parse_times(options.restarts, flag("restarts")),
+        interfaces=parse_interfaces(options.network_interfaces, flag("network_interfaces")),
+        asked=asked,
+        master_port={**os.environ, **asked}.get("MASTER_PORT", ""),
     )
+    np = parse_rank_count(options.np, flag("np"))
+    # half of it, so that ssh can say what it waits for
+    ssh = parse_ssh(options.ssh_port, options.ssh_identity_file, start_timeout_s / 2, lost_after_s)
+    return Request(resolved, job, np, found, ssh, options.launcher, options.ranks, options.stdin, options.dry_run)
 
 
 def _preflight(request: Request, command: Sequence[str]) -> Preflight | None:
@@ -214,7 +204,7 @@ def _ask(request: Request, command: Sequence[str], hosts: Sequence[Host], found:
         command[0],
         ssh=request.ssh,
         in_slurm=found.in_slurm,
-        interfaces=request.interfaces,
+        interfaces=request.job.interfaces,
     )
 
 
@@ -269,7 +259,7 @@ def _information(resolved: config.Config) -> str | None:
 
 
 def _run_job(request: Request) -> int:
-    command = find_command(request.command)
+    command = find_command(request.job.command)
     detected = detect(interpreter_of(command))
     preflight = _preflight(request, command)
     size, hosts = place_ranks(request.found, request.np, preflight.automatic_size if preflight else None)
@@ -278,34 +268,19 @@ def _run_job(request: Request) -> int:
     in_slurm = request.found is not None and request.found.in_slurm
     if hosts and in_slurm and request.launcher == "srun":
         detected = by_srun(detected)
-    job = Job(
-        size,
-        command,
-        verbose=request.verbose,
-        bind=not request.no_bind,
-        mask_gpus=request.mask_gpus,
-        mpi_args=request.mpi_args,
-        variables=request.config.variables,
-        shown=_shown_ranks(request, size),
-        fold=request.fold,
-        timestamps=request.timestamps,
-        output_directory=request.output_filename,
-        timeout_s=request.timeout,
-        start_timeout_s=request.start_timeout,
-        lost_after_s=request.lost_after,
-        stdin_rank=_stdin_rank(request, size),
-        gives_terminal=request.stdin is not None,
+    job = replace(
+        request.job,
+        size=size,
+        command=command,
         hosts=hosts,
         ssh=None if in_slurm else request.ssh,
-        interfaces=request.interfaces,
-        asked=request.asked,
-        master_port={**os.environ, **request.asked}.get("MASTER_PORT", ""),
-        restarts=request.restarts,
+        shown=_shown_ranks(request, size),
+        stdin_rank=_stdin_rank(request, size),
     )
     if request.dry_run:
         print(example(detected, job, os.environ))
         return 0
-    if request.verbose:
+    if job.verbose:
         print(f"ringrun: {detected.library.python} loads {detected.library.text}", file=sys.stderr)
         print(f"ringrun: running {example(detected, job, os.environ)}", file=sys.stderr)
         if secrets := withheld(os.environ, job.asked) if hosts else []:
@@ -317,8 +292,8 @@ def _run_job(request: Request) -> int:
 
 
 def _shown_ranks(request: Request, size: int) -> frozenset[int] | None:
-    place = request.config.place("ranks")
-    return None if request.ranks is None else parse_ranks(request.ranks, size, f"{place}--ranks")
+    flag = f"{request.config.place('ranks')}--ranks"
+    return None if request.ranks is None else parse_ranks(request.ranks, size, flag)
 
 
 def _stdin_rank(request: Request, size: int) -> int:

@@ -24,13 +24,13 @@ Run = Callable[..., "subprocess.CompletedProcess[str]"]
 def test_all_after_the_command_belongs_to_it() -> None:
     options = cli.parse(["-np", "4", "python", "train.py", "--verbose", "-np", "9", "-h", "--", "x"])
     assert options.np == 4
-    assert not options.verbose
-    assert options.command == ["python", "train.py", "--verbose", "-np", "9", "-h", "--", "x"]
+    assert not options.job.verbose
+    assert options.job.command == ["python", "train.py", "--verbose", "-np", "9", "-h", "--", "x"]
 
 
 def test_flags_before_the_command_are_ours() -> None:
     options = cli.parse(["--verbose", "-np", "2", "--dry-run", "--", "-strange"])
-    assert (options.verbose, options.dry_run, options.command) == (True, True, ["-strange"])
+    assert (options.job.verbose, options.dry_run, options.job.command) == (True, True, ["-strange"])
 
 
 def test_without_a_number_of_ranks_it_is_found_out() -> None:
@@ -38,14 +38,14 @@ def test_without_a_number_of_ranks_it_is_found_out() -> None:
     for arguments in (["true"], ["-np", "auto", "true"]):
         options = cli.parse(arguments)
         assert place_ranks(options.found, options.np) == (found, ())
-    assert cli.parse(["true", "-np", "4"]).command == ["true", "-np", "4"]
+    assert cli.parse(["true", "-np", "4"]).job.command == ["true", "-np", "4"]
 
 
 def test_placement_is_bound_and_unmasked_unless_told() -> None:
     options = cli.parse(["true"])
-    assert (options.no_bind, options.mask_gpus) == (False, False)
+    assert (options.job.bind, options.job.mask_gpus) == (True, False)
     options = cli.parse(["--no-bind", "--mask-gpus", "true"])
-    assert (options.no_bind, options.mask_gpus) == (True, True)
+    assert (options.job.bind, options.job.mask_gpus) == (False, True)
 
 
 WRONG = [
@@ -107,18 +107,23 @@ def shown(request: cli.Request) -> frozenset[int] | None:
 
 def test_flags_of_the_display() -> None:
     plain = cli.parse(["-np", "4", "true"])
-    assert (shown(plain), plain.output_filename, plain.timeout) == (None, None, None)
-    assert (plain.fold, plain.timestamps) == (False, False)
+    assert (shown(plain), plain.job.output_directory, plain.job.timeout_s) == (None, None, None)
+    assert (plain.job.fold, plain.job.timestamps) == (False, False)
     flags = ["--ranks", "0,2-3", "--fold", "--timestamps", "--output-filename", "DIR", "--timeout", "1.5"]
     options = cli.parse(["-np", "4", *flags, "true"])
     assert shown(options) == {0, 2, 3}
-    assert (options.fold, options.timestamps, options.output_filename, options.timeout) == (True, True, "DIR", 1.5)
+    assert (options.job.fold, options.job.timestamps, options.job.output_directory, options.job.timeout_s) == (
+        True,
+        True,
+        "DIR",
+        1.5,
+    )
 
 
 @given(st.text())
 def test_any_timeout_gives_seconds_or_one_usage_error(text: str) -> None:
     with contextlib.suppress(UsageError):
-        assert 0 < cli.parse(["-np", "1", f"--timeout={text}", "true"]).timeout < math.inf
+        assert 0 < cli.parse(["-np", "1", f"--timeout={text}", "true"]).job.timeout_s < math.inf
 
 
 def test_the_installed_command_exits_with_2(ringrun: Run) -> None:
@@ -191,8 +196,8 @@ def test_flags_of_the_display_in_a_file(tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
     path.write_text("ranks: 0,2-3\nfold: true\nprefix_output_with_timestamp: true\noutput_filename: DIR\ntimeout: 5\n")
     options = cli.parse(["-np", "4", "--config-file", str(path), "--timeout", "7", "true"])
-    assert (shown(options), options.fold, options.timestamps) == ({0, 2, 3}, True, True)
-    assert (options.output_filename, options.timeout) == ("DIR", 7)
+    assert (shown(options), options.job.fold, options.job.timestamps) == ({0, 2, 3}, True, True)
+    assert (options.job.output_directory, options.job.timeout_s) == ("DIR", 7)
     path.write_text("ranks: 4\n")
     with pytest.raises(
         UsageError, match=rf"^{path}:1: --ranks: there is no rank 4; with -np 4 there are ranks 0 to 3$"

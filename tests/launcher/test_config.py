@@ -136,7 +136,11 @@ def test_a_flag_counts_more_than_the_file_the_file_more_than_a_variable(
 def test_own_flags_may_stand_in_the_file(file: Callable[[str], str]) -> None:
     path = file("np: 3\nverbose: true\nmpi_args: --report-bindings --map-by 'slot'\n")
     options = cli.parse(["--config-file", path, "true"])
-    assert (options.np, options.verbose, options.mpi_args) == (3, True, ["--report-bindings", "--map-by", "slot"])
+    assert (options.np, options.job.verbose, options.job.mpi_args) == (
+        3,
+        True,
+        ["--report-bindings", "--map-by", "slot"],
+    )
     assert cli.parse(["--config-file", path, "-np", "2", "true"]).np == 2
 
 

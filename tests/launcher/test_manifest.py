@@ -347,8 +347,8 @@ def test_its_own_help(ringrun: Run) -> None:
 
 
 def test_a_program_of_that_name_can_be_run_still() -> None:
-    assert cli.parse(["-np", "2", "manifest", "x"]).command == ["manifest", "x"]
-    assert cli.parse(["-np", "2", "--", "manifest"]).command == ["manifest"]
+    assert cli.parse(["-np", "2", "manifest", "x"]).job.command == ["manifest", "x"]
+    assert cli.parse(["-np", "2", "--", "manifest"]).job.command == ["manifest"]
     with pytest.raises(UsageError, match="command not found: 'manifest'"):
         cli.run(["--", "manifest"])
 
@@ -366,6 +366,6 @@ def test_what_the_launcher_runs_is_a_command_line_of_ringruns(monkeypatch: pytes
     _, *arguments = [expanded(word, {}) for word in container(job(*EVERYTHING), "Launcher")["command"]]
     monkeypatch.setenv("A", "$(HOME) b")  # as the pod has it
     options = cli.parse(arguments)
-    assert (options.np, options.restarts, options.fold, options.asked) == (7, 3, True, {"A": "$(HOME) b"})
+    assert (options.np, options.job.restarts, options.job.fold, options.job.asked) == (7, 3, True, {"A": "$(HOME) b"})
     assert options.ssh.port == 2200
-    assert options.command == ["python", "train.py", "--name", "$(HOME)", "$$", "$"]
+    assert options.job.command == ["python", "train.py", "--name", "$(HOME)", "$$", "$"]

@@ -275,7 +275,7 @@ def test_a_wrong_number(text: str) -> None:
 def test_the_number_in_a_file(tmp_path: Path) -> None:
     pytest.importorskip("yaml")
     (tmp_path / "job.yaml").write_text("np: 2\nrestarts: 3\n")
-    assert cli.parse(["--config-file", str(tmp_path / "job.yaml"), "true"]).restarts == 3
+    assert cli.parse(["--config-file", str(tmp_path / "job.yaml"), "true"]).job.restarts == 3
     (tmp_path / "job.yaml").write_text("np: 2\nrestarts: often\n")
     with pytest.raises(UsageError, match=r"job\.yaml:2: --restarts: expected a whole number from 0"):
         cli.parse(["--config-file", str(tmp_path / "job.yaml"), "true"])
