@@ -1,8 +1,8 @@
 """Preflight: before any rank starts, every host is asked what it has, and what would go wrong is said.
 
-check       asks the hosts of a job, or those that a Reach leads to; Preflight: their answers and what is wrong
+check       asks the hosts of a job, or of a Remote; Preflight: their answers and what is wrong
 probe       runs on each host and prints what it has; sent there as text
-ask         sends it over reach/ and reads the answers
+ask         runs it on the hosts (remote/) and reads the answers
 findings    answers → what is wrong, an error or a warning, each with its cure; pure
 table       answers → one table, what is wrong marked; pure
 """

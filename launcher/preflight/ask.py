@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..reach import Answer, Problem, Reach
+from ..remote import Answer, Problem, Remote
 from . import probe
 
 # what decides what a Python there finds, and which GPUs; the job's whole environment is sent to its ranks only
@@ -78,7 +78,7 @@ class Facts:
 
 
 def ask(
-    names: Sequence[str], reach: Reach, question: Question, environ: Mapping[str, str]
+    names: Sequence[str], remote: Remote, question: Question, environ: Mapping[str, str]
 ) -> dict[str, Facts | Problem]:
     """Return what each of the hosts `names` tells, or why it tells nothing."""
     request = {
@@ -90,7 +90,7 @@ def ask(
     }
     argv = [question.python, "-c", _BOOT, inspect.getsource(probe), json.dumps(request)]
     variables = {name: environ[name] for name in _FORWARDED if name in environ}
-    return {name: read_answer(answer) for name, answer in reach.run(names, argv, variables).items()}
+    return {name: read_answer(answer) for name, answer in remote.run(names, argv, variables).items()}
 
 
 def read_answer(answer: Answer) -> Facts | Problem:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from ..errors import MachineError
 from ..hosts import Host
 from ..network import own_addresses
-from ..reach import Problem, Reach, reach_over_slurm, reach_over_ssh
+from ..remote import Problem, Remote, remote_over_slurm, remote_over_ssh
 from ..ssh import SshOptions
 from .ask import Facts, Question, ask
 from .findings import Finding, find, lines
@@ -87,7 +87,7 @@ class Preflight:
 
 def check(
     hosts: Sequence[Host],
-    reach: Reach,
+    remote: Remote,
     python: str,
     command: str | None = None,
     directory: str | None = None,
@@ -105,11 +105,11 @@ def check(
     environ:    its variables that decide what Python finds are sent along; os.environ by default.
     """
     names = list(dict.fromkeys(host.name for host in hosts))
-    here = next((name for name in names if reach.is_here(name)), reach.own_name)
+    here = next((name for name in names if remote.is_here(name)), remote.own_name)
     programs = [program for program in (command, sys.executable) if program is not None and program != python]
     question = Question(python, directory or os.getcwd(), programs, addresses, sys.executable, timeout_s)
     asked = names if here in names else [here, *names]
-    told = ask(asked, reach, question, os.environ if environ is None else environ)
+    told = ask(asked, remote, question, os.environ if environ is None else environ)
     return Preflight(here, told, find(told, here, question))
 
 
@@ -124,19 +124,19 @@ def check_job(
 ) -> Preflight:
     """Ask this host and all `hosts`; returns what they have and what is wrong. See `check` for the rest.
 
-    ssh:         also says how long a host may take, whichever way leads there.
+    ssh:         also says how long a host may take, whether over ssh or not.
     in_slurm:    the hosts are nodes of the Slurm job that ringrun runs in.
     interfaces:  those of this host that the others are to connect to; empty: whichever work.
     """
     timeout_s = ssh.connect_timeout_s
     with ExitStack() as stack:
         directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="ringrun-preflight-"))
-        reach = reach_over_slurm(timeout_s) if in_slurm else reach_over_ssh(directory, ssh)
+        remote = remote_over_slurm(timeout_s) if in_slurm else remote_over_ssh(directory, ssh)
         addresses: list[tuple[str, int]] = []
-        if others := [host.name for host in hosts if not reach.is_here(host.name)]:
+        if others := [host.name for host in hosts if not remote.is_here(host.name)]:
             port = stack.enter_context(_listener()).getsockname()[1]
             addresses = [(address, port) for address in own_addresses(others, interfaces)]
-        return check(hosts, reach, python, command, addresses=addresses, timeout_s=timeout_s)
+        return check(hosts, remote, python, command, addresses=addresses, timeout_s=timeout_s)
 
 
 def _listener() -> socket.socket:

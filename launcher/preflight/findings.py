@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..hosts import fold_names
-from ..reach import Problem
+from ..remote import Problem
 from .ask import Facts, Question, Version
 
 MAX_SKEW_S = 1.0

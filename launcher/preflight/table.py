@@ -15,7 +15,7 @@ import textwrap
 from collections.abc import Collection, Mapping, Sequence
 
 from ..hosts import fold_names
-from ..reach import Problem
+from ..remote import Problem
 from ..text import counted, shortened
 from .ask import Facts, Version
 from .findings import SHM, Finding, short_mpi

@@ -123,7 +123,7 @@ LAUNCHER_LAYERS = [
     ["hosts", "ssh", "connection.wire", "config"],
     ["environment"],
     ["engines", "report", "output", "connection.link"],
-    ["reach"],
+    ["remote"],
     ["agent", "preflight"],
     ["job"],
     ["doctor", "kubernetes", "stacks", "build"],

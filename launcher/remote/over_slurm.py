@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 
-from .base import Answer, Way
+from .base import Answer, Runner
 from .parallel import Outcome, Task
 from .refusals import program_problem, srun_problem
 
@@ -18,21 +18,21 @@ _EXIT = re.compile(r"ringrun: exit ([0-9]{1,3}) on (\S+)\n?")
 _OF_A_STEP = ("SLURM_EXACT", "SLURM_EXCLUSIVE", "SLURM_CPU_BIND", "SLURM_NTASKS_PER_NODE", "SLURM_CPUS_PER_TASK")
 
 
-class Slurm(Way):
+class Slurm(Runner):
     """Runs programs on the nodes of this Slurm job. The step takes none of the job's slots (--overlap)."""
 
     def __init__(self, srun: str, timeout_s: float) -> None:
+        super().__init__(timeout_s)
         self._srun = srun
-        self._timeout_s = timeout_s
 
     def tasks(self, names: Sequence[str], argv: Sequence[str], variables: Mapping[str, str]) -> list[Task]:
-        """See `Way.tasks`: one srun for all."""
+        """See `Runner.tasks`: one srun for all."""
         command = [*srun_options(self._srun, names), "sh", "-c", _SCRIPT, "ringrun", *argv]
         inherited = {name: value for name, value in os.environ.items() if name not in _OF_A_STEP}
         return [Task(command, environment={**inherited, **variables})]
 
     def answers(self, names: Sequence[str], program: str, outcomes: Sequence[Outcome]) -> list[Answer]:
-        """See `Way.answers`."""
+        """See `Runner.answers`."""
         return answers(names, program, outcomes[0], self._timeout_s)
 
 

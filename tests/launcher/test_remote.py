@@ -14,11 +14,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringrun.reach import Answer, Problem, Reach, Slurm, Ssh
-from ringrun.reach.over_slurm import srun_options
-from ringrun.reach.over_ssh import MAX_BYTES, REMOTE_COMMAND, payload, split_exit
-from ringrun.reach.parallel import Outcome, Task, run_all
-from ringrun.reach.refusals import program_problem, srun_problem, ssh_problem
+from ringrun.remote import Answer, Problem, Remote, Slurm, Ssh
+from ringrun.remote.over_slurm import srun_options
+from ringrun.remote.over_ssh import MAX_BYTES, REMOTE_COMMAND, payload, split_exit
+from ringrun.remote.parallel import Outcome, Task, run_all
+from ringrun.remote.refusals import program_problem, srun_problem, ssh_problem
 from tests.launcher.loopback_sshd import Server, sshd, why_not
 
 needs_sshd = pytest.mark.skipif(bool(why_not()), reason=f"no sshd: {why_not()}")
@@ -37,9 +37,9 @@ def aliases(server: Server) -> str:
     return HOSTS.replace("%d", str(server.port)) + "\nHost *"
 
 
-def over_ssh(server: Server, timeout_s: float = 20.0, **options: str) -> Reach:
+def over_ssh(server: Server, timeout_s: float = 20.0, **options: str) -> Remote:
     prefix = server.config(aliases(server), name=f"config{len(list(server.folder.iterdir()))}", **options)
-    return Reach(Ssh(prefix, timeout_s), timeout_s + 1)
+    return Remote(Ssh(prefix, timeout_s), timeout_s + 1)
 
 
 def problem_of(answer: Answer) -> str:
@@ -104,7 +104,7 @@ def test_one_that_takes_too_long_is_ended_with_its_children(wait_for: Callable[[
 
 def test_ctrl_c_ends_all_of_them(wait_for: Callable[[Callable[[], bool]], None], tmp_path: Path) -> None:
     program = f"""
-from ringrun.reach.parallel import Task, run_all
+from ringrun.remote.parallel import Task, run_all
 run_all([Task(["sh", "-c", "echo $$ > {tmp_path}/$0; sleep 77", str(number)]) for number in range(3)], 60)
 """
     process = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE)
@@ -136,13 +136,15 @@ def test_when_output_came_is_noted() -> None:
 
 @pytest.mark.parametrize("name", ["localhost", HERE, socket.gethostname()])
 def test_this_host_needs_no_ssh(name: str) -> None:
-    reach = Reach(Ssh(["/no/such/ssh"], 20), 20)
-    answer = reach.run([name], [sys.executable, "-c", "import os; print(os.environ['MINE']); exit(3)"], {"MINE": "a b"})
+    remote = Remote(Ssh(["/no/such/ssh"], 20), 20)
+    answer = remote.run(
+        [name], [sys.executable, "-c", "import os; print(os.environ['MINE']); exit(3)"], {"MINE": "a b"}
+    )
     assert (answer[name].stdout, answer[name].code, answer[name].problem) == (b"a b\n", 3, None)
 
 
 def test_a_missing_interpreter_here() -> None:
-    answer = Reach(Ssh(["ssh"], 20), 20).run(["localhost"], ["/no/such/python"])["localhost"]
+    answer = Remote(Ssh(["ssh"], 20), 20).run(["localhost"], ["/no/such/python"])["localhost"]
     assert "/no/such/python is not there (No such file or directory); give every host the same Python" in problem_of(
         answer
     )
@@ -194,9 +196,9 @@ sys.stderr.write("no newline")
 sys.exit(9)
 """
     words = ["a b", "'", '"', "$(id)", ";", ""]
-    reach = over_ssh(server)
+    remote = over_ssh(server)
     before_s = time.time()
-    answers = reach.run(["h1", "h2", "h3"], [str(python), "-c", program, *words], {"MINE": "x ' y"})
+    answers = remote.run(["h1", "h2", "h3"], [str(python), "-c", program, *words], {"MINE": "x ' y"})
     assert list(answers) == ["h1", "h2", "h3"]
     for name, answer in answers.items():
         assert (answer.host, answer.problem, answer.code) == (name, None, 9), answer
@@ -246,8 +248,8 @@ Host closing
  HostName 127.0.0.1
  Port {closed.getsockname()[1]}
 {aliases(server)}"""
-    reach = Reach(Ssh(server.config(lines, name="config_mixed"), 20), 21)
-    answers = reach.run(["h1", "refusing", "closing", "no-such-host.invalid"], ["/bin/echo", "fine"])
+    remote = Remote(Ssh(server.config(lines, name="config_mixed"), 20), 21)
+    answers = remote.run(["h1", "refusing", "closing", "no-such-host.invalid"], ["/bin/echo", "fine"])
     closed.close()
     assert answers["h1"].stdout == b"fine\n"
     assert "no ssh server listens on that port; start sshd there, or name its port with -p" in problem_of(
@@ -281,12 +283,12 @@ def test_a_host_that_hangs_is_given_up(server: Server) -> None:
 @needs_sshd
 def test_a_wrong_configuration_of_ssh(server: Server) -> None:
     prefix = server.config("Nonsense yes", name="config_nonsense")
-    answer = Reach(Ssh(prefix, 20), 20).run(["h1"], ["/bin/true"])["h1"]
+    answer = Remote(Ssh(prefix, 20), 20).run(["h1"], ["/bin/true"])["h1"]
     assert problem_of(answer).startswith("ssh does not like its configuration (")
 
 
 def test_no_ssh_here() -> None:
-    answer = Reach(Ssh(["/no/such/ssh"], 20), 20).run(["h1"], ["/bin/true"])["h1"]
+    answer = Remote(Ssh(["/no/such/ssh"], 20), 20).run(["h1"], ["/bin/true"])["h1"]
     assert problem_of(answer).startswith(
         "ssh cannot be executed on this host: No such file or directory; install OpenSSH"
     )
@@ -368,8 +370,8 @@ print("on", os.environ["SLURMD_NODENAME"], os.environ["MINE"], sys.argv[1])
 sys.stderr.write("no newline")
 sys.exit(6)
 """
-    reach = Reach(Slurm(srun, 30), 30)
-    answers = reach.run(["n2", "dead", "n1"], [sys.executable, "-c", program, "a 'b"], {"MINE": "x y"})
+    remote = Remote(Slurm(srun, 30), 30)
+    answers = remote.run(["n2", "dead", "n1"], [sys.executable, "-c", program, "a 'b"], {"MINE": "x y"})
     for name in ("n1", "n2"):
         answer = answers[name]
         assert (answer.code, answer.problem, answer.stderr) == (6, None, "no newline")
@@ -382,12 +384,12 @@ sys.exit(6)
 
 
 def test_a_program_that_is_missing_on_a_node(srun: str) -> None:
-    answer = Reach(Slurm(srun, 30), 30).run(["n1"], ["/no/such/python"])["n1"]
+    answer = Remote(Slurm(srun, 30), 30).run(["n1"], ["/no/such/python"])["n1"]
     assert problem_of(answer).startswith("/no/such/python is not there (")
 
 
 def test_no_srun_here() -> None:
-    answer = Reach(Slurm("/no/such/srun", 30), 30).run(["n1"], ["/bin/true"])["n1"]
+    answer = Remote(Slurm("/no/such/srun", 30), 30).run(["n1"], ["/bin/true"])["n1"]
     assert problem_of(answer).startswith("srun cannot be executed on this host: No such file or directory")
 
 

@@ -1,8 +1,8 @@
 """One program, once on each of several hosts, all at the same time: what each wrote, and why a host did not answer.
 
-    reach       Reach: runs a program on all hosts of a job, this one included
-    over_ssh    the way to other hosts over ssh; over_slurm: to the nodes of a Slurm job, through srun
-    base        what a way, an answer and a problem are
+    hosts       Remote: runs a program on all hosts of a job, this one included
+    over_ssh    runs it on other hosts over ssh; over_slurm: on the nodes of a Slurm job, through srun
+    base        what a runner, an answer and a problem are
     refusals    what ssh and srun write when they fail → one problem with its cure; pure
     parallel    runs many child processes at once and keeps what they write
 
@@ -10,9 +10,9 @@ The program is an argv. No shell ever sees it as text: over ssh it travels on st
 Its own standard input is empty.
 """
 
-from .base import Answer, Problem, Way
+from .base import Answer, Problem, Runner
+from .hosts import Remote, remote_over_slurm, remote_over_ssh
 from .over_slurm import Slurm
 from .over_ssh import Ssh
-from .reach import Reach, reach_over_slurm, reach_over_ssh
 
-__all__ = ["Answer", "Problem", "Reach", "Slurm", "Ssh", "Way", "reach_over_slurm", "reach_over_ssh"]
+__all__ = ["Answer", "Problem", "Remote", "Runner", "Slurm", "Ssh", "remote_over_slurm", "remote_over_ssh"]

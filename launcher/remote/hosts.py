@@ -1,4 +1,4 @@
-"""Runs a program on hosts, each in the way that leads there: on this host directly, on the others over ssh or srun."""
+"""Runs a program on all hosts of a job: on this one directly, on the others over ssh or through srun."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from ..hosts import Host, is_here
 from ..ssh import SshOptions, write_config
-from .base import Answer, Way
+from .base import Answer, Runner
 from .over_slurm import Slurm
 from .over_ssh import Ssh
 from .parallel import Outcome, Task, run_all
@@ -17,19 +17,12 @@ from .refusals import program_problem, took_too_long
 _GRACE_S = 1.0
 
 
-class Here(Way):
+class Local(Runner):
     """Runs programs on this host, as children of ringrun."""
 
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
-
     def tasks(self, names: Sequence[str], argv: Sequence[str], variables: Mapping[str, str]) -> list[Task]:
-        """See `Way.tasks`."""
+        """See `Runner.tasks`."""
         return [Task(argv, environment={**os.environ, **variables})] * len(names)
-
-    def answers(self, names: Sequence[str], program: str, outcomes: Sequence[Outcome]) -> list[Answer]:
-        """See `Way.answers`."""
-        return [self._answer(name, program, outcome) for name, outcome in zip(names, outcomes, strict=True)]
 
     def _answer(self, name: str, program: str, outcome: Outcome) -> Answer:
         stderr = outcome.stderr.decode(errors="replace")
@@ -42,10 +35,10 @@ class Here(Way):
         return Answer(name, outcome.stdout, stderr, outcome.code, arrived_s, problem)
 
 
-class Reach:
-    """All hosts of a job. `there` is the way to other hosts; each may take `timeout_s` (--start-timeout)."""
+class Remote:
+    """All hosts of a job. `there` runs programs on the others; each host may take `timeout_s` (--start-timeout)."""
 
-    def __init__(self, there: Way, timeout_s: float, own_name: str | None = None) -> None:
+    def __init__(self, there: Runner, timeout_s: float, own_name: str | None = None) -> None:
         self._there = there
         self._timeout_s = timeout_s
         self.own_name = own_name or socket.gethostname()
@@ -60,13 +53,13 @@ class Reach:
         """
         groups = [
             (self._there, [name for name in names if not self.is_here(name)]),
-            (Here(self._timeout_s), [name for name in names if self.is_here(name)]),
+            (Local(self._timeout_s), [name for name in names if self.is_here(name)]),
         ]
-        tasks = [way.tasks(group, argv, variables or {}) if group else [] for way, group in groups]
+        tasks = [runner.tasks(group, argv, variables or {}) if group else [] for runner, group in groups]
         outcomes = run_all([task for part in tasks for task in part], self._timeout_s)
         found: dict[str, Answer] = {}
-        for (way, group), part in zip(groups, tasks, strict=True):
-            answers = way.answers(group, argv[0], outcomes[: len(part)]) if group else []
+        for (runner, group), part in zip(groups, tasks, strict=True):
+            answers = runner.answers(group, argv[0], outcomes[: len(part)]) if group else []
             found |= {answer.host: answer for answer in answers}
             del outcomes[: len(part)]
         return {name: found[name] for name in names}
@@ -76,13 +69,13 @@ class Reach:
         return is_here(Host(name), self.own_name)
 
 
-def reach_over_ssh(directory: str, options: SshOptions) -> Reach:
-    """Return the way to hosts over ssh; ringrun's private `directory` is for a file that must stay as long."""
+def remote_over_ssh(directory: str, options: SshOptions) -> Remote:
+    """Return what reaches hosts over ssh; ringrun's private `directory` is for a file that must stay as long."""
     timeout_s = options.connect_timeout_s
     # ssh's own limit comes first: it says what it waited for
-    return Reach(Ssh(write_config(directory, options), timeout_s), timeout_s + _GRACE_S)
+    return Remote(Ssh(write_config(directory, options), timeout_s), timeout_s + _GRACE_S)
 
 
-def reach_over_slurm(timeout_s: float) -> Reach:
-    """Return the way to the nodes of the Slurm job that ringrun runs in."""
-    return Reach(Slurm("srun", timeout_s), timeout_s)
+def remote_over_slurm(timeout_s: float) -> Remote:
+    """Return what runs programs on the nodes of the Slurm job that ringrun runs in."""
+    return Remote(Slurm("srun", timeout_s), timeout_s)

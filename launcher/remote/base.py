@@ -1,4 +1,4 @@
-"""What an answer of a host is, why there may be none, and what a way to hosts is."""
+"""What a host's answer is, why there may be none, and what a runner is."""
 
 from __future__ import annotations
 
@@ -31,13 +31,20 @@ class Answer:
     problem: Problem | None = None
 
 
-class Way(ABC):
-    """A way to run a program on hosts: what to start here for it, and what came of it. Keeps no state."""
+class Runner(ABC):
+    """Runs a program on hosts: what to start here for it, and what came of it. Each host may take `timeout_s`."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
 
     @abstractmethod
     def tasks(self, names: Sequence[str], argv: Sequence[str], variables: Mapping[str, str]) -> list[Task]:
         """Return what to run on this host so that each of the hosts runs `argv` once."""
 
-    @abstractmethod
     def answers(self, names: Sequence[str], program: str, outcomes: Sequence[Outcome]) -> list[Answer]:
         """Return the hosts' answers, out of what those tasks have done."""
+        return [self._answer(name, program, outcome) for name, outcome in zip(names, outcomes, strict=True)]
+
+    def _answer(self, name: str, program: str, outcome: Outcome) -> Answer:
+        """Return the answer of one host, where each host has a task of its own."""
+        raise NotImplementedError

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from .base import Answer, Way
+from .base import Answer, Runner
 from .parallel import Outcome, Task
 from .refusals import program_problem, ssh_problem, took_too_long
 
@@ -30,7 +30,7 @@ MAX_BYTES = 60_000
 _EXIT = b"ringrun: exit "
 
 
-class Ssh(Way):
+class Ssh(Runner):
     """Runs programs on other hosts over ssh.
 
     prefix:     the argv that `host command` follows; see ssh.write_config. ssh's own limit should come before
@@ -38,17 +38,13 @@ class Ssh(Way):
     """
 
     def __init__(self, prefix: Sequence[str], timeout_s: float) -> None:
+        super().__init__(timeout_s)
         self._prefix = list(prefix)
-        self._timeout_s = timeout_s
 
     def tasks(self, names: Sequence[str], argv: Sequence[str], variables: Mapping[str, str]) -> list[Task]:
-        """See `Way.tasks`; words and variables have at most MAX_BYTES together."""
+        """See `Runner.tasks`; words and variables have at most MAX_BYTES together."""
         stdin = payload(argv, variables)
         return [Task([*self._prefix, name, REMOTE_COMMAND], stdin) for name in names]
-
-    def answers(self, names: Sequence[str], program: str, outcomes: Sequence[Outcome]) -> list[Answer]:
-        """See `Way.answers`."""
-        return [self._answer(name, program, outcome) for name, outcome in zip(names, outcomes, strict=True)]
 
     def _answer(self, name: str, program: str, outcome: Outcome) -> Answer:
         stderr, code = split_exit(outcome.stderr)
