@@ -25,6 +25,8 @@ _previous_hook: Any = None
 def install(error_file: str) -> None:
     """Have uncaught exceptions end the job; for a process that is alone they end only that, as ever.
 
+    Before init(), and for scripts without ringreduce, launcher/hook/sitecustomize.py does the like under ringrun.
+
     error_file: set by ringrun: the report goes there, and this process ends at once; the launcher ends the others.
                 Empty: MPI_Abort ends them.
     """

@@ -28,8 +28,10 @@ _LOOKS_S = (0.2, 0.1, 0.1, 0.1, 0.2, 0.3, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 
 ringreduce besides says when it has started MPI, and the agent looks then.
 """
-_GONE_WITHIN_S = 0.5
-_PAUSE_S = 0.02
+_REST = 50
+"""A look takes longer on a host with many processes, and every rank's agent takes one: at least so often its time lies
+between two."""
+_PAUSES_S = (0.02, 0.04, 0.08, 0.16, 0.2)
 
 
 class Leftovers:
@@ -56,9 +58,12 @@ class Leftovers:
         """Look a few times, in the background, at what the processes of `session` have mapped."""
 
         def look() -> None:
+            took_s = 0.0
             for wait_s in _LOOKS_S:
-                time.sleep(wait_s)
+                time.sleep(max(wait_s, _REST * took_s))
+                began_s = time.monotonic()
                 self.look(session)
+                took_s = time.monotonic() - began_s
 
         threading.Thread(target=look, daemon=True).start()
 
@@ -71,15 +76,15 @@ class Leftovers:
         """Remove what is left and no process maps; waits a moment for those that have just been killed."""
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
-        until_s = time.monotonic() + _GONE_WITHIN_S
-        while left := {(path, inode) for path, inode in self._mapped if _is_still(path, inode)}:
-            used = set().union(*(mapped(pid) for pid in _all_processes()))
+        for pause_s in _PAUSES_S:
+            left = {(path, inode) for path, inode in self._mapped if _is_still(path, inode)}
+            used = set().union(*(mapped(pid) for pid in _all_processes())) if left else set()
             for path, _ in left - used:
                 with contextlib.suppress(OSError):
                     os.unlink(path)
-            if time.monotonic() > until_s:
+            if not left & used:
                 return
-            time.sleep(_PAUSE_S)
+            time.sleep(pause_s)
 
 
 def remove_folders(directory: str) -> None:

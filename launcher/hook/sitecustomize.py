@@ -25,11 +25,13 @@ from typing import Any, NoReturn
 _STACKS_SIGNAL = signal.SIGRTMAX - 5  # not the C library's, which has the lowest two; nor the JVMs' or valgrind's
 _uncaught: list[type[BaseException]] = []
 _RAISING = ("RERAISE", "RAISE_VARARGS")
+_LAST_KNOWN_PYTHON = (3, 14)  # in which these are the instructions that raise again
 _main_thread = _thread.get_ident()
 _exits: list[SystemExit] = []  # the last that sys.exit() has raised
 
 
 def _excepthook(kind: type[BaseException], value: BaseException, traceback: TracebackType | None) -> None:
+    """Note that the script has failed. After init() that of ringreduce/failures.py comes first, and calls this one."""
     _uncaught.append(kind)
     sys.__excepthook__(kind, value, traceback)
 
@@ -56,14 +58,20 @@ def _is_uncaught(error: SystemExit) -> bool:
     """Return whether `error` ends the interpreter, or was caught, and the script went on.
 
     Its traceback begins where it was handled last: not at all up to Python 3.11, or in the outermost frame, which has
-    not gone on since, or has raised it again.
+    not gone on since, or has raised it again. In a Python whose bytecode is not known, the outermost frame counts as
+    one that has not gone on.
     """
     trace = error.__traceback__
     if trace is None:
         return True
     frame = trace.tb_frame
-    raised = frame.f_lasti == trace.tb_lasti or opcode.opname[frame.f_code.co_code[frame.f_lasti]] in _RAISING
-    return frame.f_back is None and raised
+    if frame.f_back is not None:
+        return False
+    if frame.f_lasti == trace.tb_lasti or sys.version_info[:2] > _LAST_KNOWN_PYTHON:
+        return True
+    with contextlib.suppress(IndexError):
+        return opcode.opname[frame.f_code.co_code[frame.f_lasti]] in _RAISING
+    return True
 
 
 def _tell_exit_code() -> None:

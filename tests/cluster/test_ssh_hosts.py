@@ -176,6 +176,17 @@ def wait_for_training(hosts: Hosts, job: subprocess.Popen[str]) -> None:
         time.sleep(0.05)
 
 
+def test_a_folder_for_temporary_files_whose_name_has_a_space(hosts: Hosts, python: Path, script: Script):
+    """MPI's launchers are told a file there, among words between spaces."""
+    folder = hosts.folder / "my files"
+    folder.mkdir()
+    command = ["env", f"TMPDIR={folder}", python.parent / "ringrun", *ALL, python, script("print('here')")]
+    done = hosts.run(0, command)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"[{rank}] here" for rank in range(4)]
+    assert_nothing_is_left(hosts)
+
+
 UNTIL_TOLD = """
     import os
     import numpy as np

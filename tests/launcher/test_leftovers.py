@@ -193,7 +193,7 @@ def segment():
 
 
 def test_only_files_of_mpi_that_the_rank_had_mapped_and_nobody_maps_are_removed(mapper, segment, monkeypatch) -> None:
-    monkeypatch.setattr(leftovers, "_GONE_WITHIN_S", 0.1)
+    monkeypatch.setattr(leftovers, "_PAUSES_S", (0.02, 0.08))
     number = os.getpid()
     ours, shared, others = (segment(f"mpich_shm_{number}{letter}_0") for letter in "abc")
     users = segment(f"my_data_{number}")

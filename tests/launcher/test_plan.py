@@ -17,6 +17,7 @@ from ringrun.engines.detect import Detected
 from ringrun.environment import HOOK_DIRECTORY, Place, Settings, rank_environment
 from ringrun.errors import UsageError
 from ringrun.hosts import Host
+from ringrun.job import run
 from ringrun.job.plan import (
     Job,
     across,
@@ -220,3 +221,20 @@ def test_other_hosts_get_what_may_leave_this_one() -> None:
     ours = {"OMPI_MCA_mpi_yield_when_idle": "1", "OMPI_MCA_btl": "^ofi", "OMPI_MCA_osc": "^ucx"}
     assert sent == {"LANG": "C", "WANDB_API_KEY": "sent", "RINGREDUCE_COSTS": "x=1", **ours}
     assert variables_abroad(ONE_HOST, environment) == {}
+
+
+@pytest.mark.parametrize(
+    ("usual", "chosen"),
+    [
+        ("/var/tmp/me-1.2_x", None),
+        ("/tmp/my files", "/tmp"),
+        ("/tmp/o'brien", "/tmp"),
+        ("/tmp/a;b", "/tmp"),
+        (f"/tmp/{'x' * 90}", "/tmp"),
+    ],
+)
+def test_the_private_folder_has_a_name_that_every_launcher_takes(
+    usual: str, chosen: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", usual)
+    assert run._socket_folder() == chosen
