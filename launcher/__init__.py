@@ -2,11 +2,15 @@
 
 The manual is `ringrun -h` (the docstring of cli.py). From the user's shell down to a rank:
 
-    ringrun        cli · config/ · job/ · connection/ · output/ · report/     one process: decides, prints, ends the job
-      └ mpirun     engines/                               Open MPI's or MPICH's own launcher
-          └ agent  agent/ · connection/ · environment · hook/     one a rank: starts the command, reports how it ended
-              └ the user's command, in its own session
-
-Agents talk to ringrun over a socket (connection/), not through mpirun's standard streams, which mix lines
-and do not say which rank failed.
+    ringrun           cli                                one process: reads the command line, starts the job, ends it
+      reads           arguments · config/ (flags, file, variables) · hosts/ (which hosts, how many ranks on each)
+      looks           machine/ (cores, GPUs) · remote/ (programs on other hosts) · preflight/ (what those hosts have)
+                      ssh · network (own addresses) · forward (which variables leave this host)
+      runs            job/ (start, supervise, restart) · output/ (of ranks) · report/ (what failed, stacks)
+      └ mpirun        engines/                           Open MPI's or MPICH's own launcher, or srun
+          └ agent     agent/ · environment · processes   one a rank: starts the command, reports how it ended
+              └ rank  hook/                              the user's command; the hook reports a Python exception
+    ringrun ↔ agent   connection/                        a socket: mpirun's own streams mix lines and name no rank
+    other commands    doctor/ · stacks · kubernetes/ (manifest) · build (--check-build)
+    everywhere        text · errors
 """

@@ -1,6 +1,7 @@
 """Imports point downward: a file imports only what stands below it."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -163,6 +164,16 @@ def test_the_launcher_s_imports_point_downward_too(module, path):
     for imported in launcher_imports(path):
         below, name = place_in_launcher(imported)
         assert below < row or name == own, f"{module} imports {imported}"
+
+
+def test_one_picture_shows_every_part_of_the_launcher():
+    picture = ast.get_docstring(ast.parse((LAUNCHER / "__init__.py").read_text()), clean=False).partition(
+        "a rank:\n\n"
+    )[2]
+    assert picture in (ROOT / "README.md").read_text()
+    parts = {path.name if path.is_dir() else path.stem for path in LAUNCHER.iterdir() if path.suffix in ("", ".py")}
+    shown = set(re.findall(r"\w+", picture))
+    assert parts - {"__init__", "__main__", "__pycache__"} <= shown
 
 
 def test_the_launcher_starts_without_ringreduce():
