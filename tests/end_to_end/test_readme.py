@@ -1,5 +1,7 @@
 """The README holds what it says: every command and every script in it is run as printed."""
 
+import ast
+import importlib.util
 import re
 import subprocess
 import sys
@@ -75,6 +77,23 @@ def test_a_script_runs_before_and_after(tmp_path, number):
         one, two = (float(re.search(r"accuracy ([\d.]+)", each.stdout).group(1)) for each in (alone, together))
         assert one > 0.9
         assert two == pytest.approx(one, abs=0.01)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("number", range(len(blocks("python"))))
+def test_a_recipe_runs(tmp_path, number):
+    """JAX's only where JAX is: it is no dependency of the tests."""
+    script = blocks("python")[number]
+    if "import jax" in script and not importlib.util.find_spec("jax"):
+        ast.parse(script)
+        return
+    (tmp_path / "recipe.py").write_text(script)
+    done = ringrun(Path(sys.executable), 2, tmp_path / "recipe.py")
+    assert done.returncode == 0, done.stdout
+    if "metrics" in script:
+        assert "'loss': np.float64(1.0), 'correct': np.float64(17.5)} 35" in done.stdout
+    if "DataLoader" in script:
+        assert done.stdout.count("tensor([66.])") == 2, done.stdout
 
 
 def test_settings_and_errors_are_told_as_they_are():
