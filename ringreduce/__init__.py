@@ -10,22 +10,8 @@ Importing this package starts nothing: `init()` starts MPI. This file is the lis
 """
 
 from ringreduce._version import __version__
-from ringreduce.api.broadcast import (
-    broadcast,
-    broadcast_,
-    broadcast_async,
-    broadcast_async_,
-    broadcast_parameters,
-)
-from ringreduce.api.control import (
-    barrier,
-    init,
-    join,
-    poll,
-    start_timeline,
-    stop_timeline,
-    synchronize,
-)
+from ringreduce.api.broadcast import broadcast, broadcast_, broadcast_async, broadcast_async_, broadcast_parameters
+from ringreduce.api.control import barrier, init, join, poll, start_timeline, stop_timeline, synchronize
 from ringreduce.api.gather import (
     allgather,
     allgather_async,
@@ -34,14 +20,8 @@ from ringreduce.api.gather import (
     grouped_allgather,
     grouped_allgather_async,
 )
-from ringreduce.api.info import (
-    Info,
-    info,
-)
-from ringreduce.api.objects import (
-    allgather_object,
-    broadcast_object,
-)
+from ringreduce.api.info import Info, info
+from ringreduce.api.objects import allgather_object, broadcast_object
 from ringreduce.api.process_sets import (
     ProcessSet,
     add_process_set,
@@ -82,12 +62,8 @@ from ringreduce.api.world import (
     rocm_built,
     size,
 )
-from ringreduce.compression import (
-    Compression,
-)
-from ringreduce.engine.request import (
-    Handle,
-)
+from ringreduce.compression import Compression
+from ringreduce.engine.request import Handle
 from ringreduce.errors import (
     CollectiveError,
     InputError,
@@ -104,22 +80,9 @@ from ringreduce.errors import (
     UnsupportedArrayError,
 )
 from ringreduce.not_there import no_attribute as _no_attribute
-from ringreduce.ops import (
-    Adasum,
-    Average,
-    Max,
-    Min,
-    Product,
-    ReduceOp,
-    Sum,
-)
-from ringreduce.optimizer import (
-    DistributedOptimizer,
-)
-from ringreduce.runtime import (
-    is_initialized,
-    shutdown,
-)
+from ringreduce.ops import Adasum, Average, Max, Min, Product, ReduceOp, Sum
+from ringreduce.optimizer import DistributedOptimizer
+from ringreduce.runtime import is_initialized, shutdown
 from ringreduce.sampler import DistributedSampler
 
 HorovodInternalError = CollectiveError

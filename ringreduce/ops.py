@@ -143,16 +143,12 @@ class Reduction(_Fields):
         divisor = self.size if self.op is Average else 1
         return np.float32(divisor), np.float32(1 / divisor if divisor & (divisor - 1) == 0 else 0)
 
-    @functools.cached_property
-    def _ufunc(self) -> np.ufunc:
-        return _UFUNC[self.op]
-
     def _reduce_arrays(self, parts: Sequence[Any], out: Any) -> None:
         if self._is_half_sum:
             half.kernels(self.element.name).sum_parts(parts, out, *self._divisor)
             return
         if len(parts) == 2 and self.in_place and self.prescale == 1.0:
-            self._ufunc(parts[0], parts[1], out=out)  # no scratch, so no blocks
+            _UFUNC[self.op](parts[0], parts[1], out=out)  # no scratch, so no blocks
             if not self._is_plain:
                 self.finish(out, out)
             return
@@ -169,7 +165,7 @@ class Reduction(_Fields):
 
     def _reduce_in_place(self, parts: Sequence[Any], out: Any, total: Any, _: Any) -> None:
         """One block; the last step alone writes `out`, since that may be the memory of a part not read before."""
-        ufunc = self._ufunc
+        ufunc = _UFUNC[self.op]
         partial = parts[0]
         for part in parts[1:-1]:
             partial = ufunc(partial, part, out=total)
@@ -185,7 +181,7 @@ class Reduction(_Fields):
         self._load(parts[0], total)
         for part in parts[1:]:
             self._load(part, other)
-            self._ufunc(total, other, out=total)
+            _UFUNC[self.op](total, other, out=total)
         self.finish(total, out)
         if self.in_place:
             np.copyto(out, total)
@@ -213,19 +209,16 @@ class Reduction(_Fields):
 
     def neutral(self, flat: Any) -> None:
         """Fill `flat` (`element.storage`) with what changes no result: a rank that has joined gives it."""
-        flat[...] = self._neutral()
-
-    def _neutral(self) -> Any:
-        element = self.element
-        if self.op is Product:
-            return element.narrow(np.ones(1, element.sum_type))[0]
-        if self.op in (Min, Max) and element.kind in "iu":
+        element, value = self.element, 0.0  # False is 0 in every type
+        if self.op is Product or (element.kind == "b" and self.op is Min):
+            value = 1.0
+        elif self.op in (Min, Max) and element.kind == "f":
+            value = np.inf if self.op is Min else -np.inf
+        elif self.op in (Min, Max) and element.kind in "iu":
             limits = np.iinfo(element.storage)
-            return limits.max if self.op is Min else limits.min
-        if self.op in (Min, Max) and element.kind == "f":
-            infinity = np.full(1, np.inf if self.op is Min else -np.inf, element.sum_type)
-            return element.narrow(infinity)[0]
-        return element.kind == "b" and self.op is Min  # False is 0 in every type
+            flat[...] = limits.max if self.op is Min else limits.min  # which float64 may not hold
+            return
+        flat[...] = element.narrow(np.full(1, value, element.sum_type))[0]
 
     def combine(self, target: Any, source: Any) -> None:
         """Reduce `source` into `target`, in place; both of equal length, in `sum_type`."""

@@ -79,10 +79,7 @@ def _check_rows(function: str, name: str | None, tensor: Buffer) -> None:
 
 
 def alltoall(
-    tensor: Array,
-    splits: Any = None,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
+    tensor: Array, splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
     """Send each rank its part of `tensor`'s rows, and return what all ranks sent here, in the order of the ranks.
 
@@ -97,10 +94,7 @@ def alltoall(
 
 
 def alltoall_async(
-    tensor: Any,
-    splits: Any = None,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
+    tensor: Any, splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
     """Begin an `alltoall`; `synchronize(handle)` gives its result."""
     return _alltoall(tensor, splits, name, process_set, waits=False)

@@ -43,12 +43,7 @@ LEAST_SEGMENT_BYTES = 4096
 """Many ranks make segments shorter, so that two rows fit into AHEAD_BYTES, but not shorter than this."""
 
 
-def allreduce(
-    flat: Any,
-    transport: Transport,
-    reduction: Reduction,
-    segment_bytes: int = SEGMENT_BYTES,
-) -> Steps[None]:
+def allreduce(flat: Any, transport: Transport, reduction: Reduction, segment_bytes: int = SEGMENT_BYTES) -> Steps[None]:
     """Reduce `flat` over all ranks, in place; every rank gets the same bits, whatever `segment_bytes` is.
 
     Shape:   (count,), contiguous, NumPy or CuPy, `reduction.element.storage`; equal counts on all ranks. Not prescaled.

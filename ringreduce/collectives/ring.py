@@ -41,14 +41,7 @@ from typing import Any, NamedTuple
 from ringreduce import buffers
 from ringreduce.errors import InputError
 from ringreduce.ops import Reduction
-from ringreduce.partition import (
-    Step,
-    allgather_steps,
-    bounds_of,
-    chunk_bounds,
-    scatter_reduce_steps,
-    segments,
-)
+from ringreduce.partition import Step, allgather_steps, bounds_of, chunk_bounds, scatter_reduce_steps, segments
 from ringreduce.settings import Settings
 from ringreduce.transport.base import Request, Steps, Transport
 

@@ -77,12 +77,7 @@ def batches(requests: Sequence[Request]) -> list[Batch]:
 
 
 def carry(
-    batch: Batch,
-    slot: fusion.Slot,
-    collective: Collective,
-    phase: str,
-    context: Context,
-    wide: Reduction | None = None,
+    batch: Batch, slot: fusion.Slot, collective: Collective, phase: str, context: Context, wide: Reduction | None = None
 ) -> Steps[None]:
     """Pack a slot, run the collective, unpack; a piece that is alone is worked on in the output's own memory.
 

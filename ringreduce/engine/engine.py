@@ -29,7 +29,7 @@ from ringreduce.engine import operations, refusals
 from ringreduce.engine.cache import numbers
 from ringreduce.engine.context import Context
 from ringreduce.engine.coordinator import Coordinator
-from ringreduce.engine.description import Call, Description, calling_line
+from ringreduce.engine.description import Call, Description, calling_line, ranks_text
 from ringreduce.engine.gpu import Gpu
 from ringreduce.engine.host import Host
 from ringreduce.engine.inbox import LONGEST_REST_S, Inbox, Waits
@@ -507,8 +507,8 @@ class Engine:
         for each in waiting:
             (kind, name, *_), number = each.description, each.process_set
             if name in question.names and (number, kind) != (question.process_set, question.kind):
-                members = ", ".join(map(str, self.sets[number]))
-                text += f"; it submitted {kind} {name!r} ({each.line}) to process set {number} (ranks {members})"
+                text += f"; it submitted {kind} {name!r} ({each.line}) to process set {number}"
+                text += f" ({ranks_text(self.sets[number])})"
                 return f"{text}: all ranks must pass the same operation and the same process set"
         return text
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Mapping
 from types import ModuleType
 
 from ringreduce.kernels import half_numpy
@@ -19,17 +18,13 @@ from ringreduce.kernels.optional import imported, with_numba
 
 def kernels(name: str) -> Kernels:
     """The kernels of "float16" or "bfloat16"."""
-    return _all()[name]
+    found: Kernels = _module().KERNELS[name]
+    return found
 
 
 def kernel_name() -> str:
     """Whose kernels are used: "numba", "torch" or "numpy"."""
     return _module().__name__.rpartition("_")[2]
-
-
-def _all() -> Mapping[str, Kernels]:
-    table: Mapping[str, Kernels] = _module().KERNELS
-    return table
 
 
 def _module() -> ModuleType:
