@@ -33,8 +33,17 @@ __all__ = ["Message", "run_ranks"]
 Result = TypeVar("Result")
 
 
+_FENCE = threading.Lock()
+
+
+def _fence() -> None:
+    """Order the threads' reads and writes, in a Python without a global lock, too."""
+    with _FENCE:
+        pass
+
+
 def _nothing() -> None:
-    """Threads need no memory fence, and their memory is given back by itself."""
+    """The memory is given back by itself."""
 
 
 def run_ranks(
@@ -75,7 +84,7 @@ def run_ranks(
     def run(rank: int) -> None:
         world = World(rank, size, places)
         transport = exchange.transport(rank)
-        window = Window([blocks[each] for each in range(size) if places[each] == places[rank]], _nothing, _nothing)
+        window = Window([blocks[each] for each in range(size) if places[each] == places[rank]], _fence, _nothing)
         host = Host(world, transport, settings, window)
         own = runtime.Runtime(world, transport, settings, host, process_sets=sets)
         why = "its function returned"

@@ -34,7 +34,7 @@ from ringreduce.engine.gpu import Gpu
 from ringreduce.engine.host import Host
 from ringreduce.engine.inbox import LONGEST_REST_S, Inbox, Waits
 from ringreduce.engine.joined import stand_in
-from ringreduce.engine.lane import Lane
+from ringreduce.engine.lane import Idle, Lane
 from ringreduce.engine.letters import (
     Announcement,
     Answer,
@@ -56,13 +56,14 @@ from ringreduce.engine.stalls import StallWatch
 from ringreduce.engine.timeline import Timeline, TimelineFile
 from ringreduce.log import LOGGER, TRACE
 from ringreduce.settings import Settings
-from ringreduce.transport.base import EngineTransport, Letter
+from ringreduce.transport.base import EngineTransport, Letter, Steps
 from ringreduce.transport.window import Arrival
 from ringreduce.world import World
 
 GLOBAL = 0
 """The number of the process set of all ranks."""
 JOIN = "join"
+SET_CHANGES = ("add_process_set", "remove_process_set")
 NAMED_IN_LOG = 8
 """A log line names so many tensors."""
 TIMELINE, STALL_WATCH = "the timeline", "the stall watch"
@@ -110,8 +111,8 @@ class Engine:
         crowded = world.local_size >= host.cores
         self._inbox = Inbox(transport, settings, len(set(world.hosts)) == 1, crowded)
         self._next_set = GLOBAL
-        self._early: dict[int, list[tuple[int, Announcement]]] = {}
-        """Announcements for process sets that this rank is about to hear of."""
+        self._early: dict[int, list[Letter]] = {}
+        """What came for process sets that this rank is about to hear of."""
         self._debugs, self._traces = LOGGER.isEnabledFor(logging.DEBUG), LOGGER.isEnabledFor(TRACE)
         self._leaving = ""
         self._left: set[int] = set()
@@ -206,6 +207,8 @@ class Engine:
 
         def begin() -> None:
             self._leaving, self._inbox.hurried = why, True
+            if isinstance(self._broken, errors.StalledError):  # the others may not know, and would wait for this rank
+                self._tell_broken(self._broken)
             self._announce_leaving()
 
         self._inbox.order(begin)
@@ -345,15 +348,16 @@ class Engine:
 
     def _open(self, letter: Letter) -> None:
         content = decode(letter.content)
-        if isinstance(content, Announcement):
+        if isinstance(content, Announcement | Response):
             lane = self.lanes.get(content.process_set)
-            if lane is not None and lane.coordinator is not None:
+            if content.process_set >= self._next_set:
+                self._early.setdefault(content.process_set, []).append(letter)
+            elif lane is None:
+                return  # of a set that was removed
+            elif isinstance(content, Response):
+                self._apply(lane, content)
+            elif lane.coordinator is not None:
                 self._hear(lane.coordinator, lane, letter.source, content)
-            elif content.process_set >= self._next_set:
-                self._early.setdefault(content.process_set, []).append((letter.source, content))
-        elif isinstance(content, Response):
-            if content.process_set in self.lanes:
-                self._apply(self.lanes[content.process_set], content)
         elif isinstance(content, Goodbye):
             self._goodbye = True
         elif isinstance(content, Broken):
@@ -413,16 +417,15 @@ class Engine:
         with self._inbox.lock:
             for description in descriptions:
                 request = lane.pending.pop(description.key, None) or self._join_in(lane, description)
-                request.among = lane.running
-                lane.running[request.key] = request
+                request.begin(lane.running, self._inbox.lock)
                 requests.append(request)
         for request in requests:
             self._timeline.agreed(request)
-            if request.description.kind == "add_process_set":
-                request.payload = self._add_set(request.description.detail("ranks"))
-            elif request.description.kind == "remove_process_set":
-                self._remove_set(request.description.detail("process_set"))
-        lane.enqueue(operations.run(requests, lane.context, divisor))
+        others = [each for each in requests if each.description.kind not in SET_CHANGES]
+        lane.enqueue(operations.run(others, lane.context, divisor))
+        for request in requests:
+            if request.description.kind in SET_CHANGES:
+                lane.enqueue(self._change_sets(request))
 
     def _join_in(self, lane: Lane, description: Description) -> Request:
         if not lane.joined:
@@ -435,8 +438,8 @@ class Engine:
             self.joins += 1
             lane.joined = False
             lane.submitted = 0  # a rank that joined early has numbered fewer requests than the others
-            request = lane.running["join.join"] = lane.pending.pop("join.join")
-            request.among = lane.running
+            request = lane.pending.pop("join.join")
+            request.begin(lane.running, self._inbox.lock)
         request.payload = last
         lane.enqueue(operations.run([request], lane.context, 1))
 
@@ -449,6 +452,7 @@ class Engine:
 
     def _add_set(self, members: Sequence[int]) -> int:
         """Make a process set; all ranks of the world do in the same order, so its number is the same everywhere."""
+        place = self.host.reserve(members)
         with self._inbox.lock:
             number = self._next_set
             self._next_set += 1
@@ -458,25 +462,38 @@ class Engine:
                 if members[0] == self.world.rank:
                     capacity = self.settings.cache_capacity
                     coordinator = Coordinator(number, members, self.world.size, capacity)
-                routes = self.host.routes(number, members)
                 shared = self.settings, self.memory, self._timeline, self.gpu, self._debugs
-                self.lanes[number] = Lane(number, Context(routes, tuple(members), *shared), coordinator)
-            else:
-                self.host.reserve(members)
-        for rank, announcement in self._early.pop(number, []):
-            lane = self.lanes[number]
-            if lane.coordinator is not None:
-                self._hear(lane.coordinator, lane, rank, announcement)
+                context = Context(self.host.routes(place, members), tuple(members), *shared)
+                self.lanes[number] = Lane(number, context, coordinator)
+        for letter in self._early.pop(number, []):
+            self._open(letter)
+        if self._leaving and number in self.lanes:
+            self._tell(self.lanes[number], Announcement(number, 0, leave=self._leaving))
         return number
 
-    def _remove_set(self, number: int) -> None:
-        with self._inbox.lock:
-            self.sets.pop(number, None)
-            lane = self.lanes.get(number)
-        if lane is not None:
-            self._close(lane, f"process set {number} was removed", -1)
-            if not lane.busy:
-                self.lanes.pop(number)
+    def _change_sets(self, request: Request) -> Steps[None]:
+        """Make or remove a process set in its turn, which is the same on all ranks.
+
+        A set is gone when this rank has ended what it had under way there: only then its tags may be another's.
+        """
+        try:
+            if request.description.kind == "add_process_set":
+                request.payload = self._add_set(request.description.detail("ranks"))
+            else:
+                number = request.description.detail("process_set")
+                lane = self.lanes.get(number)
+                if lane is not None:
+                    self._close(lane, f"process set {number} was removed", -1)
+                    yield Idle(lane)
+                with self._inbox.lock:
+                    self.lanes.pop(number, None)
+                    members = self.sets.pop(number, None)
+                if members is not None:
+                    self.host.give_back(members)
+        except errors.InputError as exc:
+            request.fail(exc)
+        else:
+            request.complete()
 
     def _waits(self) -> Waits:
         """What for, so that this rank must look from time to time."""
@@ -570,11 +587,14 @@ class Engine:
         error.__cause__ = exc
         self._give_up(error)
         with contextlib.suppress(Exception):  # what failed may be MPI itself
-            for rank in self._others():
-                self.transport.post(encode(Broken(str(error))), rank)
-            until_s = time.monotonic() + LAST_WORDS_S
-            while not self.transport.posted() and time.monotonic() < until_s:
-                time.sleep(LONGEST_REST_S)
+            self._tell_broken(error)
+
+    def _tell_broken(self, error: Exception) -> None:
+        for rank in self._others():
+            self.transport.post(encode(Broken(str(error))), rank)
+        until_s = time.monotonic() + LAST_WORDS_S
+        while not self.transport.posted() and time.monotonic() < until_s:
+            time.sleep(LONGEST_REST_S)
 
     def fail_everything(self, message: str) -> None:
         """Give up what is pending and under way; see StallWatch."""
@@ -588,6 +608,8 @@ class Engine:
             self._inbox.drop(lambda _: True)
             for lane in lanes:
                 lane.clear()
+        with contextlib.suppress(Exception):  # what failed may be MPI itself
+            self.transport.cancel_receives()
         for request in lost:
             request.fail(error)
 

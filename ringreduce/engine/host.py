@@ -4,14 +4,27 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from ringreduce.collectives.choose import Constants
 from ringreduce.engine.routes import Routes
+from ringreduce.errors import InputError
 from ringreduce.settings import MOST_REGIONS, Settings
 from ringreduce.transport.base import EngineTransport
-from ringreduce.transport.subset import channels
+from ringreduce.transport.subset import CHANNELS, TAGS, channels
 from ringreduce.transport.window import GPU_PACKED, Flags, Region, Window
 from ringreduce.world import World
+
+
+class Place(NamedTuple):
+    """What a process set has of what all share."""
+
+    tags: int
+    """The number of a range of tags."""
+    region: int | None
+    """The number of a region of shared memory; None: there was none left."""
+    gpu_flags: int | None
+    """That of flags for GPU arrays."""
 
 
 class Host:
@@ -33,17 +46,18 @@ class Host:
         """How many its ranks may run on, all together."""
         self._transport = transport
         self._settings = settings
+        self._tags = _Places(transport.most_tags // (TAGS * CHANNELS))
         self._regions = _Places(0 if window is None else settings.shared_regions)
         self._gpu_flags = _Places(0 if window is None else MOST_REGIONS)
 
-    def routes(self, number: int, members: Sequence[int]) -> Routes:
-        """The routes of process set `number`, of which this rank is one; see `reserve`."""
-        region, gpu_flags = self.reserve(members)
+    def routes(self, place: Place, members: Sequence[int]) -> Routes:
+        """The routes of a process set that has this place, and of which this rank is one."""
+        tags, region, gpu_flags = place
         flags = None
         if gpu_flags is not None and self.window is not None:
             flags = Flags(self.window, gpu_flags, GPU_PACKED, *self._neighbours(members))
         return Routes(
-            channels(self._transport, members, number),
+            channels(self._transport, members, tags),
             [self.world.hosts[rank] for rank in members],
             self.region(region, members),
             self._settings,
@@ -53,13 +67,26 @@ class Host:
             len(members) == self.world.size,
         )
 
-    def reserve(self, members: Sequence[int]) -> tuple[int | None, int | None]:
-        """The numbers of a region for a process set and of flags for its GPU arrays; None: there are none left.
+    def reserve(self, members: Sequence[int]) -> Place:
+        """The place of a process set; all ranks of the world must call it for all sets, in the same order.
 
-        All ranks of the world must call it for all sets, in the same order. Sets without a common rank can have equal
-        ones. What was given is not given again when its set is removed: another rank may still be reading it.
+        Sets without a common rank can have equal ones. Raises: InputError when MPI has no tags left for another set.
         """
-        return self._regions.take(members), self._gpu_flags.take(members)
+        tags = self._tags.take(members)
+        if tags is None:
+            raise InputError(
+                f"add_process_set: {list(members)}: MPI has tags for {self._tags.count} process sets that share a "
+                "rank, and all are in use; remove_process_set() those that are not needed"
+            )
+        return Place(tags, self._regions.take(members), self._gpu_flags.take(members))
+
+    def give_back(self, members: Sequence[int]) -> None:
+        """A set was removed, on all ranks in the same order, and this rank has nothing under way in it.
+
+        Its tags may be used again: messages of two ranks keep their order. Its memory may not: another rank may still
+        be reading that.
+        """
+        self._tags.give_back(members)
 
     def region(self, number: int | None, members: Sequence[int]) -> Region | None:
         """This rank's view of a region."""
@@ -78,13 +105,22 @@ class _Places:
     """Numbered places, each for process sets without a common rank."""
 
     def __init__(self, count: int) -> None:
-        self._users: list[list[frozenset[int]]] = [[] for _ in range(count)]
+        self.count = count
+        self._users: list[set[frozenset[int]]] = []
 
     def take(self, members: Sequence[int]) -> int | None:
         """The first place that none of these ranks has."""
         ours = frozenset(members)
         for number, users in enumerate(self._users):
             if not any(ours & each for each in users):
-                users.append(ours)
+                users.add(ours)
                 return number
-        return None
+        if len(self._users) == self.count:
+            return None
+        self._users.append({ours})
+        return len(self._users) - 1
+
+    def give_back(self, members: Sequence[int]) -> None:
+        """These ranks' place may be taken by others; no two have equal members."""
+        for users in self._users:
+            users.discard(frozenset(members))

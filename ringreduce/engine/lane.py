@@ -41,6 +41,8 @@ class Lane:
         self.moved_s = time.monotonic()
         self.waits_for: Message | None = None
         self._queue: deque[Steps[None]] = deque()
+        self._abandoned: list[Steps[None]] = []
+        """What will never be complete. MPI may still read or write its memory: that must stay."""
 
     @property
     def leader(self) -> int:
@@ -94,5 +96,25 @@ class Lane:
     def clear(self) -> None:
         """Drop everything; what was under way will never be complete."""
         self.pending, self.running, self.waits_for = {}, {}, None
-        self._abandoned = self._queue  # MPI may still write to its memory: keep that alive
-        self._queue = deque()
+        self._abandoned.extend(self._queue)
+        self._queue.clear()
+
+
+class Idle:
+    """See `transport.base.Request`: nothing is under way in a process set."""
+
+    def __init__(self, lane: Lane) -> None:
+        self._lane = lane
+
+    @property
+    def peer(self) -> int:
+        """The rank that it waits for itself."""
+        stuck_on = self._lane.stuck_on()
+        return self._lane.leader if stuck_on is None else stuck_on
+
+    def done(self) -> bool:
+        """See `Request.done`."""
+        return not self._lane.busy
+
+    def wait(self) -> None:
+        """Called when it is done."""

@@ -195,7 +195,5 @@ OPERATIONS: dict[str, Callable[[list[Request], Context], Steps[None]]] = {
     "allgather_object": _allgather,
     "barrier": _nothing,
     "join": _nothing,
-    "add_process_set": _nothing,
-    "remove_process_set": _nothing,
 }
 FUSED = ("allreduce", "broadcast")

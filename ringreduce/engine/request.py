@@ -73,6 +73,7 @@ class Handle:
 
 
 _NOWHERE: dict[str, Any] = {}
+_NO_LOCK = threading.Lock()
 
 
 class Request:
@@ -87,6 +88,7 @@ class Request:
         "inputs",
         "key",
         "line",
+        "lock",
         "missing_pieces",
         "outputs",
         "payload",
@@ -132,6 +134,13 @@ class Request:
         """For GPU memory: keeps it until the GPU is done, which the event tells; see Gpu.retire."""
         self.among: dict[str, Request] = _NOWHERE
         """The requests under way of its process set, which it leaves before its waiter may submit the name again."""
+        self.lock = _NO_LOCK
+        """Guards those."""
+
+    def begin(self, among: dict[str, Request], lock: threading.Lock) -> None:
+        """It is under way from now on; with `lock` held."""
+        self.among, self.lock = among, lock
+        among[self.key] = self
 
     def complete(self) -> None:
         """The outputs hold the results, or those on a GPU will when it has done what the engine has queued."""
@@ -156,6 +165,7 @@ class Request:
 
     def _leave(self) -> Handle | None:
         """Leave the requests under way, and the handle: the two in a circle would be garbage for the collector."""
-        self.among.pop(self.key, None)
+        with self.lock:
+            self.among.pop(self.key, None)
         handle, self.handle = self.handle, None
         return handle

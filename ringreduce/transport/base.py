@@ -86,6 +86,13 @@ class EngineTransport(Transport, Protocol):
     def posted(self) -> bool:
         """True when all letters of this rank are on their way, so that it may end."""
 
+    @property
+    def most_tags(self) -> int:
+        """Tags from 0 to this one less may be used."""
+
+    def cancel_receives(self) -> None:
+        """Take back the receives under way, as far as nothing has begun to arrive: their memory changes no more."""
+
     def rest(self, timeout_s: float) -> None:
         """Return after `timeout_s`, or earlier when `wake` came."""
 

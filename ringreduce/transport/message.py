@@ -25,7 +25,18 @@ LETTER_TAG = 0
 class MessageRequest:
     """A message under way."""
 
-    def __init__(self, handle: Any, peer: int, memory: Any, arrived: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        handle: Any,
+        peer: int,
+        memory: Any,
+        arrived: Callable[[], None] | None = None,
+        receives: set[MessageRequest] | None = None,
+    ) -> None:
+        """receives: those under way, of which it is one until it was waited for."""
+        self._receives = receives
+        if receives is not None:
+            receives.add(self)
         self._handle = handle
         self._memory = memory  # MPI holds a bare pointer: keep what it points to alive
         self._arrived = arrived
@@ -45,6 +56,14 @@ class MessageRequest:
             self._arrived()
             self._arrived = None
         self._memory = None
+        if self._receives is not None:
+            self._receives.discard(self)
+
+    def cancel(self) -> bool:
+        """Receive nothing any more; False when something has begun to arrive."""
+        if not self._handle.Test():
+            self._handle.Cancel()
+        return bool(self._handle.Test())
 
 
 class MessageTransport:
@@ -54,6 +73,7 @@ class MessageTransport:
         self._comm = world.comm
         self._control = world.control
         self._outbox: deque[tuple[Any, bytes]] = deque()
+        self._receives: set[MessageRequest] = set()
         self._woken = threading.Lock()  # held while nobody has woken this rank
         self._woken.acquire()
         self._status: Any = None
@@ -69,7 +89,20 @@ class MessageTransport:
     def receive(self, array: Any, source: int, tag: int) -> MessageRequest:
         """See `Transport.receive`."""
         memory, arrived = buffers.incoming(array, takes_gpu=self.takes_gpu)
-        return MessageRequest(self._comm.Irecv(_known_to_mpi(memory), source, tag), source, memory, arrived)
+        handle = self._comm.Irecv(_known_to_mpi(memory), source, tag)
+        return MessageRequest(handle, source, memory, arrived, self._receives)
+
+    @property
+    def most_tags(self) -> int:
+        """See `EngineTransport.most_tags`."""
+        from mpi4py import MPI
+
+        highest: int = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 0
+        return highest + 1
+
+    def cancel_receives(self) -> None:
+        """See `EngineTransport.cancel_receives`. The others stay in `_receives`: MPI may write to their memory."""
+        self._receives -= {each for each in self._receives if each.cancel()}
 
     def post(self, content: bytes, destination: int) -> None:
         """See `EngineTransport.post`."""

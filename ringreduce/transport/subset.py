@@ -33,5 +33,5 @@ class SubsetTransport:
 
 
 def channels(whole: Transport, members: Sequence[int], number: int) -> list[Transport]:
-    """The transports of process set `number`: one for each operation that may be under way."""
+    """The transports of a process set, with range `number` of tags: one for each operation that may be under way."""
     return [SubsetTransport(whole, members, number * CHANNELS + each) for each in range(CHANNELS)]

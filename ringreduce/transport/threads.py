@@ -76,6 +76,13 @@ class Exchange:
                     request.array, request.completed = request.array.copy(), True
                 mine[request.key].append(request)
 
+    def cancel_receives(self, rank: int) -> None:
+        """Forget the receives of a rank that nobody has sent to."""
+        with self.changed:
+            for receives in self._pending_receives.values():
+                if receives and receives[0].rank == rank:
+                    receives.clear()
+
     def _check_not_being_sent(self, receive: ThreadRequest) -> None:
         for send in itertools.chain.from_iterable(self._pending_sends.values()):
             if send.rank == receive.rank and _overlap(send.array, receive.array):
@@ -178,6 +185,12 @@ class ThreadTransport:
     def posted(self) -> bool:
         """See `EngineTransport.posted`."""
         return True
+
+    most_tags = 1 << 31
+
+    def cancel_receives(self) -> None:
+        """See `EngineTransport.cancel_receives`."""
+        self._exchange.cancel_receives(self.rank)
 
     def rest(self, timeout_s: float) -> None:
         """See `EngineTransport.rest`; whatever comes ends it, too."""

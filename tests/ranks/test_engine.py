@@ -1,0 +1,218 @@
+"""Engines in an order of events that is rare on real ranks: played by hand, or by ranks as threads."""
+
+import threading
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import ringreduce as rr
+from ringreduce import runtime
+from ringreduce.engine.description import Description
+from ringreduce.engine.engine import Engine
+from ringreduce.engine.host import Host
+from ringreduce.engine.lane import Lane
+from ringreduce.engine.letters import Announcement, Goodbye, Response, decode, encode
+from ringreduce.engine.request import Handle, Request
+from ringreduce.errors import InputError
+from ringreduce.settings import Settings
+from ringreduce.testing import run_ranks
+from ringreduce.transport.subset import CHANNELS, TAGS
+from ringreduce.transport.threads import Exchange
+from ringreduce.world import World
+
+DYNAMIC = Settings(dynamic_process_sets=True)
+
+
+def current():
+    return runtime.current("a test").engine
+
+
+def until(true):
+    until_s = time.monotonic() + 10
+    while not true():
+        assert time.monotonic() < until_s
+        time.sleep(0.005)
+
+
+@pytest.mark.timeout(30)
+def test_a_set_that_is_closed_before_this_rank_hears_of_it_hangs_no_exit():
+    """Ranks 0 to 2, of which 1 and 2 get a set. Rank 2 hears of its end, from rank 1, before it hears of it, from 0."""
+    exchange = Exchange(3)
+    world, transport = World(2, 3, (0, 0, 0)), exchange.transport(2)
+    engine = Engine(world, transport, DYNAMIC, Host(world, transport, DYNAMIC))
+    others = [exchange.transport(0), exchange.transport(1)]
+    add = Description("add_process_set", "noname.1", details=(("ranks", (1, 2)),), numbered=True)
+    handle = engine.submit("add_process_set", None, describe=lambda _: add, waits=True)
+    told = []
+    until(lambda: told.extend(others[0].collect()) or told)
+    gone = "rank 1 has left the job: its script ended"
+    others[1].post(encode(Response(1, 1, closed=gone, leaver=1)), 2)
+    time.sleep(0.1)
+    others[0].post(encode(Response(0, 1, new=(add,))), 2)
+    handle.wait()
+    others[0].post(encode(Response(0, 2, closed=gone, leaver=1)), 2)
+    threading.Timer(0.1, lambda: others[0].post(encode(Goodbye()), 2)).start()
+    late = threading.Timer(10, lambda: engine._give_up(rr.CollectiveError("it hangs")))
+    late.start()
+    assert engine.leave("the test ended") is True
+    late.cancel()
+
+
+@pytest.mark.timeout(30)
+def test_a_rank_that_leaves_tells_the_sets_that_it_is_yet_to_hear_of():
+    exchange = Exchange(2)
+    world, transport = World(1, 2, (0, 0)), exchange.transport(1)
+    engine = Engine(world, transport, DYNAMIC, Host(world, transport, DYNAMIC))
+    other = exchange.transport(0)
+    add = Description("add_process_set", "noname.1", details=(("ranks", (0, 1)),), numbered=True)
+    engine.submit("add_process_set", None, describe=lambda _: add)
+    threading.Thread(target=engine.leave, args=("its script ended",), daemon=True).start()
+    told = []
+    until(
+        lambda: (
+            told.extend(decode(each.content) for each in other.collect())
+            or any(getattr(each, "leave", "") for each in told)
+        )
+    )
+    other.post(encode(Response(0, 1, new=(add,))), 1)
+    told.clear()
+    until(lambda: told.extend(decode(each.content) for each in other.collect()) or told)
+    assert told == [Announcement(1, 0, leave="its script ended")]
+
+
+def test_what_mpi_may_still_write_to_is_kept_however_often_all_is_given_up():
+    lane = Lane(0, SimpleNamespace(members=(0, 1), routes=None, completions=None), None)
+    scratch = np.zeros(3)
+
+    def steps():
+        yield from ()
+        scratch.fill(0)
+
+    kept = [steps(), steps()]
+    for each in kept:
+        lane.enqueue(each)
+        lane.clear()
+    lane.clear()
+    held = [value for value in vars(lane).values() if isinstance(value, list) and value]
+    assert held == [kept]
+
+
+@pytest.mark.timeout(60)
+def test_a_late_rank_does_not_write_to_a_tensor_that_was_given_up():
+    settings = Settings(stall_check_s=0.2, stall_abort_s=0.5)
+    given_up, sent = threading.Event(), threading.Event()
+
+    def program():
+        engine = current()
+        if rr.rank() == 1:
+            send = engine.transport.send
+
+            def late(*args):
+                given_up.wait(10)
+                request = send(*args)
+                sent.set()
+                return request
+
+            engine.transport.send = late
+        array = np.full(5, float(rr.rank()))
+        try:
+            rr.broadcast_(array, root_rank=1, name="model")
+        except rr.CollectiveError as exc:
+            assert rr.rank() == 1 or "has not moved for" in str(exc), exc  # noqa: PT017
+            given_up.set()
+        if rr.rank() == 0:
+            assert sent.wait(10)
+            time.sleep(0.1)
+            assert (array == 0).all(), "this is what a checkpoint has now"
+
+    run_ranks(2, program, settings=settings, hosts=[0, 1], buffered=True)
+
+
+def test_tags_of_removed_sets_are_used_again(monkeypatch):
+    messages = []
+
+    def program():
+        for number in range(1, 30):
+            members = ([0, 1], [1, 2], [0, 2])[number % 3]
+            given = rr.add_process_set(members)
+            assert given.process_set_id == number
+            if rr.rank() in members:
+                mine = np.arange(4.0) + rr.rank()
+                assert (rr.allreduce(mine, op=rr.Sum, process_set=given) == 2 * np.arange(4) + sum(members)).all()
+            rr.remove_process_set(given)
+
+    run_ranks(3, program, settings=DYNAMIC, hosts=[0, 1, 2], messages=messages)
+    assert max(each.tag for each in messages) < 3 * TAGS * CHANNELS
+
+
+def test_more_sets_than_mpi_has_tags_for():
+    world = World(0, 4, (0, 1, 2, 3))
+    transport = Exchange(4).transport(0)
+    transport.most_tags = 3 * TAGS * CHANNELS + 5
+    host = Host(world, transport, Settings())
+    places = [host.reserve(members).tags for members in ([0, 1, 2, 3], [0, 1], [2, 3], [1, 2])]
+    assert places == [0, 1, 1, 2]
+    with pytest.raises(
+        InputError, match=r"\[0, 2\]: MPI has tags for 3 process sets that share a rank, .* remove_proc"
+    ):
+        host.reserve([0, 2])
+    host.give_back([1, 2])
+    assert host.reserve([0, 2]).tags == 2
+
+
+@pytest.mark.timeout(60)
+def test_a_set_that_is_removed_while_it_is_busy_goes_when_it_has_ended():
+    go_on = threading.Event()
+
+    def program():
+        given = rr.add_process_set([0, 1])
+        engine = current()
+        number = given.process_set_id
+        if rr.rank() == 0:
+            send = engine.transport.send
+            engine.transport.send = lambda *args: send(*args) if go_on.is_set() else Late(lambda: send(*args))
+        if rr.rank() < 2:
+            handle = rr.broadcast_async(np.full(3, rr.rank() + 5.0), root_rank=0, name="b", process_set=given)
+            until(lambda: engine.lanes[number].running)
+        rr.barrier()
+        threading.Timer(0.3, go_on.set).start()
+        assert rr.remove_process_set(given)
+        if rr.rank() < 2:
+            assert rr.synchronize(handle)[0] == 5
+        rr.barrier()
+        assert list(engine.lanes) == [0]
+
+    class Late:
+        """A send that begins when it may."""
+
+        peer = 1
+
+        def __init__(self, begin):
+            self.begin, self.request = begin, None
+
+        def done(self):
+            if self.request is None and go_on.is_set():
+                self.request = self.begin()
+            return self.request is not None and self.request.done()
+
+        def wait(self):
+            until(self.done)
+
+    run_ranks(3, program, settings=DYNAMIC, hosts=[0, 1, 2])
+
+
+def test_requests_under_way_are_changed_under_the_lock_alone():
+    description, lock, among = Description("barrier", "b"), threading.Lock(), {}
+    request = Request(
+        description, 0, [], [], lambda _: None, None, "train.py:1", Handle(description, lambda _: None), False
+    )
+    with lock:
+        request.begin(among, lock)
+        completing = threading.Thread(target=request.complete, daemon=True)
+        completing.start()
+        completing.join(0.1)
+        assert list(among) == ["barrier.b"], "somebody may be reading it"
+    completing.join()
+    assert not among
