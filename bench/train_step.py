@@ -47,6 +47,7 @@ from contenders import has, missing, start_gloo, stop_gloo
 import ringreduce as rr
 
 SECONDS_PER_RUN = 1.0
+WARM_UP_STEPS = 9  # in the first 8 a DistributedOptimizer reduces nothing while backward runs
 ALONE, OURS, DDP, HOROVOD = "compute alone", "ringreduce", "DDP gloo", "Horovod"
 COLUMNS = (
     Column("batch", "batch", "", 6, "d"),
@@ -173,6 +174,9 @@ def wrong_elements(trainee: Trainee, batch: tuple[Any, Any], expected: Sequence[
 
 def measured(compared: dict[str, Trainee], batch: tuple[Any, Any], options: argparse.Namespace) -> dict[str, Any]:
     """What stands in the rows of one batch."""
+    for trainee in compared.values():
+        for _ in range(WARM_UP_STEPS):
+            trainee.step(*batch)
     actions = {name: lambda trainee=trainee: trainee.step(*batch) for name, trainee in compared.items()}
     times = in_turns(actions, options.runs, seconds_per_run(options, SECONDS_PER_RUN))
     found = {}

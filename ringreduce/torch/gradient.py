@@ -118,10 +118,6 @@ class Reducer:
         """Those of all parameters."""
         return {each.parameter: each.name for each in self._gradients.values()}
 
-    def on_gradient(self, parameter: Any) -> None:
-        """Hear that backward has added to a parameter's gradient."""
-        raise NotImplementedError
-
 
 def _nobody() -> None:
     return None

@@ -4,28 +4,21 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+# by id of the parameter, which an owner keeps alive
 _owners: weakref.WeakValueDictionary[int, GradientHooks] = weakref.WeakValueDictionary()
-"""By id of the parameter, which an owner keeps alive."""
-
-
-class Listener(Protocol):
-    """Who wants to know; only weakly held."""
-
-    def on_gradient(self, parameter: Any) -> None:
-        """Called when backward has added to a parameter's gradient."""
 
 
 class GradientHooks:
-    """Tells a listener of gradients.
+    """Calls `on_gradient(parameter)` of a listener, only weakly held, when backward has added to a gradient.
 
     A model may be wrapped again: its parameters are taken from earlier hooks then, whether their owner is gone or not.
     """
 
-    def __init__(self, listener: Listener) -> None:
+    def __init__(self, listener: Any) -> None:
         self._listener = weakref.ref(listener)
         self._waiting: list[Any] = []
         self._watched: list[Any] = []  # held, so that no other parameter gets the id
@@ -58,7 +51,7 @@ class GradientHooks:
             weakref.finalize(self, handle.remove).atexit = False
 
 
-def _hook(listener: weakref.ReferenceType[Listener]) -> Callable[[torch.Tensor], None]:
+def _hook(listener: weakref.ReferenceType[Any]) -> Callable[[torch.Tensor], None]:
     def hook(parameter: torch.Tensor) -> None:
         alive = listener()
         if alive is not None:

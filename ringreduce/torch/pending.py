@@ -32,12 +32,9 @@ class PendingGradient(torch.Tensor):
     Source: torch's own AsyncCollectiveTensor, which does so for functional collectives.
     """
 
-    value: torch.Tensor
-    """The gradient itself: this rank's, later the reduced one."""
-    is_placeholder: bool
-    """This rank computed none (and autograd has added nothing to it yet)."""
-    owner: weakref.ReferenceType[Any]
-    """What begins its reduction and waits for it; see `make_pending`."""
+    value: torch.Tensor  # the gradient itself: this rank's, later the reduced one
+    is_placeholder: bool  # this rank computed none (and autograd has added nothing to it yet)
+    owner: weakref.ReferenceType[Any]  # what begins its reduction and waits for it; see `make_pending`
 
     @classmethod
     def __torch_function__(
