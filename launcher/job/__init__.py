@@ -1,12 +1,15 @@
 """One job, from a command line that was understood to an exit code.
 
-plan        what will be started, with which variables: pure functions
-run         starts it, and again after a failure; makes and clears away what that needs
-mpirun      the process that starts the agents
-supervise   decides when ranks must end and how, says what happened
-escalation  which signals ranks get, and when
-inquiry     what ranks answer when they are asked what they do
-restarts    the whole job again after a failure
-desk        where `ringrun stacks` finds a running job
-signals     those that ringrun itself gets
+plan            what will be started, with which variables: pure functions
+run             starts it, and again after a failure; makes and clears away what that needs
+mpirun          the process that starts the agents
+ranks           the agents' connections: prints what ranks write, passes on what happens, as events
+events          what those are
+supervise       decides when ranks must end and how, says what happened
+escalation      which signals ranks get, and when
+inquiry         what ranks answer when they are asked what they do
+init_watch      ranks that wait in ringreduce.init() for others
+restarts        the whole job again after a failure
+control_socket  where `ringrun stacks` finds a running job
+signals         those that ringrun itself gets
 """

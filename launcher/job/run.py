@@ -19,7 +19,7 @@ from ..output.files import OutputFiles
 from ..processes import raise_open_files
 from ..ssh import write_config
 from . import restarts
-from .desk import Desk
+from .control_socket import ControlSocket
 from .events import Events
 from .mpirun import MpiLauncher
 from .plan import Job, across, aliases, job_command, job_environment, variables_abroad, variables_at_home
@@ -97,7 +97,7 @@ def _try_job(detected: Detected, job: Job, deadline_s: float | None, output: Out
             verbose=job.verbose,
             master_port=job.master_port,
         )
-        desk = Desk(directory, job.size, job.command, events)
+        control = ControlSocket(directory, job.size, job.command, events)
         environment = job_environment(detected, job, os.environ, settings, listener.address, listener.authkey)
         if job.ssh:
             write_config(directory, job.ssh, aliases(job))
@@ -113,14 +113,14 @@ def _try_job(detected: Detected, job: Job, deadline_s: float | None, output: Out
         except OSError as error:
             raise MachineError(f"{argv[0]} cannot be executed: {error.strerror}") from error
         channel.start()
-        desk.start()
+        control.start()
         signals.start()
         launcher.start(output if job.verbose else None)
         supervisor = Supervisor(job, launcher, channel, output, events, deadline_s, detected.engine.lost_peer_code)
         try:
             return Ending(supervisor.run(), supervisor.failed)
         finally:
-            desk.close()
+            control.close()
             remove_folders(directory)
 
 

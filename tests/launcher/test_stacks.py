@@ -16,8 +16,8 @@ import pytest
 
 from ringrun import stacks
 from ringrun.errors import LauncherError, UsageError
-from ringrun.job import desk as jobs
-from ringrun.job.desk import RunningJob
+from ringrun.job import control_socket as jobs
+from ringrun.job.control_socket import RunningJob
 
 Start = Callable[..., "subprocess.Popen[str]"]
 Script = Callable[[str], str]

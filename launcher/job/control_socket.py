@@ -35,7 +35,7 @@ class RunningJob:
     socket: str
 
 
-class Desk:
+class ControlSocket:
     """ringrun's own side: tells of its job, and takes questions until it is closed."""
 
     def __init__(self, directory: str, size: int, command: Sequence[str], events: Events) -> None:
