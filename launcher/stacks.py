@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .errors import LauncherError, UsageError
-from .job.desk import RunningJob, ask, find_jobs
+from .job.control_socket import RunningJob, ask, find_jobs
 from .report.card import duration
 from .text import columns, counted, shortened
 

@@ -1,7 +1,7 @@
 """The agent: what an MPI's launcher starts as each rank, and what it knows of its rank's host.
 
     agent       starts the user's command, sends its output, obeys ringrun, reports the end
-    witness     what the rank does just now: its Python stack, what ringreduce waits for
+    stack_dumper  what the rank does just now: its Python stack, what ringreduce waits for
     oom         whether the kernel's OOM killer ended it
     leftovers   shared memory that a killed rank leaves behind
 

@@ -51,7 +51,7 @@ from ..machine.topology import read_topology, usable_cpus
 from ..processes import before_exec, bind_to, die_with_parent, end_daemon, limit_open_files, signal_group
 from .leftovers import Leftovers, remove_daemons_files
 from .oom import OomWatch
-from .witness import Witness
+from .stack_dumper import StackDumper
 
 _CHUNK_BYTES = 1 << 16
 _LINGER_S = 0.5
@@ -70,7 +70,7 @@ class Agent:
         self._settings = settings
         # where the rank may leave files; on its own host ringrun removes them, if it can
         self._directory = settings.directory if link.is_local else tempfile.mkdtemp(prefix="ringrun-")
-        self._witness = Witness(self._directory, place.rank, self._send)
+        self._dumper = StackDumper(self._directory, place.rank, self._send)
         self._oom = OomWatch()
         self._leftovers = Leftovers(self._directory, place.rank)
         self._device = ""
@@ -93,7 +93,7 @@ class Agent:
             self._send(NotStarted(f"{error.strerror or error} ({error.filename or command[0]})"))
             self._await_end(None)
         self._send(Started(child.pid, self._device))
-        self._witness.start(lambda: self._leftovers.look(child.pid))
+        self._dumper.start(lambda: self._leftovers.look(child.pid))
         self._leftovers.watch(child.pid)
         threading.Thread(target=self._await_end, args=(child.pid,), daemon=True).start()
         if child.stdin is not None:
@@ -204,7 +204,7 @@ class Agent:
         if code and (told := _read_exit(self._directory, self._place.rank)):
             code, ended_at_s = told  # what the script ended with, before MPI or a signal did
         error = _read_error(self._directory, self._place.rank)
-        oom = self._oom.verdict(code, [pid, *self._witness.pids()])
+        oom = self._oom.verdict(code, [pid, *self._dumper.pids()])
         ran_s = self._ended_at_s - self._started_at_s
         self._send(Ended(code, ended_at_s, tuple(self._sent), error, ran_s, oom))
 
@@ -229,7 +229,7 @@ class Agent:
             signal_group(pid, message.number)
         elif isinstance(message, Ask):
             # in a thread: a signal that comes meanwhile must not wait for the answer
-            threading.Thread(target=self._witness.answer, args=(message.number, pid), daemon=True).start()
+            threading.Thread(target=self._dumper.answer, args=(message.number, pid), daemon=True).start()
             self._leftovers.look(pid)
 
     def _leave(self) -> NoReturn:

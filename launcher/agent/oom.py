@@ -1,6 +1,6 @@
 """Whether the kernel's OOM killer ended a rank: asked on the rank's host, by comparing before and after.
 
-Two witnesses. The kernel's log names the process, where it may be read (root, or dmesg_restrict=0) and processes have
+Two sources. The kernel's log names the process, where it may be read (root, or dmesg_restrict=0) and processes have
 the same numbers as there (no container). A cgroup counts its processes that were killed: `oom_kill` in memory.events
 (cgroup v2) or memory.oom_control (v1). Only the rank's own cgroup is asked: one above counts other jobs' too.
 

@@ -8,7 +8,7 @@ from itertools import count
 from ..connection.wire import State
 
 PATIENCE_S = 2.0
-"""So long all answers may take; an agent takes witness.ANSWER_S."""
+"""How long all answers may take; an agent takes stack_dumper.ANSWER_S."""
 
 Deliver = Callable[["Inquiry"], None]
 

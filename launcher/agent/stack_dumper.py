@@ -53,7 +53,7 @@ class Offer:
     number: int
 
 
-class Witness:
+class StackDumper:
     """One agent's, for the rank whose files are in `directory`; `send` takes its messages to ringrun."""
 
     def __init__(
