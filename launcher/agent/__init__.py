@@ -1,9 +1,9 @@
 """The agent: what an MPI's launcher starts as each rank, and what it knows of its rank's host.
 
-    agent       starts the user's command, sends its output, obeys ringrun, reports the end
+    agent         starts the user's command, sends its output, obeys ringrun, reports the end
     stack_dumper  what the rank does just now: its Python stack, what ringreduce waits for
-    oom         whether the kernel's OOM killer ended it
-    leftovers   shared memory that a killed rank leaves behind
+    oom           whether the kernel's OOM killer ended it
+    shm_cleanup   shared memory that a killed rank leaves behind
 
-Run as `python -m ringrun.agent`. Nothing of ringrun's own side is imported here.
+Run as `python -m ringrun.agent`. Of ringrun's own side only report/traces.py is imported here.
 """

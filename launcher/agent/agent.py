@@ -49,8 +49,8 @@ from ..environment import Place, Settings, error_file, rank_environment
 from ..machine.placement import Share, describe, place
 from ..machine.topology import read_topology, usable_cpus
 from ..processes import before_exec, bind_to, die_with_parent, end_daemon, limit_open_files, signal_group
-from .leftovers import Leftovers, remove_daemons_files
 from .oom import OomWatch
+from .shm_cleanup import ShmCleanup, remove_daemons_files
 from .stack_dumper import StackDumper
 
 _CHUNK_BYTES = 1 << 16
@@ -72,7 +72,7 @@ class Agent:
         self._directory = settings.directory if link.is_local else tempfile.mkdtemp(prefix="ringrun-")
         self._dumper = StackDumper(self._directory, place.rank, self._send)
         self._oom = OomWatch()
-        self._leftovers = Leftovers(self._directory, place.rank)
+        self._shm_cleanup = ShmCleanup(self._directory, place.rank)
         self._device = ""
         self._started_at_s = 0.0
         self._input: SimpleQueue[bytes] = SimpleQueue()
@@ -93,8 +93,8 @@ class Agent:
             self._send(NotStarted(f"{error.strerror or error} ({error.filename or command[0]})"))
             self._await_end(None)
         self._send(Started(child.pid, self._device))
-        self._dumper.start(lambda: self._leftovers.look(child.pid))
-        self._leftovers.watch(child.pid)
+        self._dumper.start(lambda: self._shm_cleanup.look(child.pid))
+        self._shm_cleanup.watch(child.pid)
         threading.Thread(target=self._await_end, args=(child.pid,), daemon=True).start()
         if child.stdin is not None:
             threading.Thread(target=self._feed, args=(child.stdin,), daemon=True).start()
@@ -119,7 +119,7 @@ class Agent:
         self._device = f"GPU {share.gpu.name}" if share.gpu else ""
         placed_gpu = share.gpu.bus_id if share.gpu else ""
         environment = rank_environment(self._place, setup, self._directory, os.environ, threads, only_gpu, placed_gpu)
-        environment |= self._leftovers.variables(ENGINES[self._settings.engine], environment)
+        environment |= self._shm_cleanup.variables(ENGINES[self._settings.engine], environment)
         return subprocess.Popen(
             command,
             env=environment,
@@ -216,21 +216,21 @@ class Agent:
             elif pid is not None:
                 self._obey(message, pid)
         if pid is not None:
-            self._leftovers.look(pid)
+            self._shm_cleanup.look(pid)
             signal_group(pid, signal.SIGKILL)
-        self._leftovers.remove()
+        self._shm_cleanup.remove()
         self._leave()
 
     def _obey(self, message: Message, pid: int) -> None:
         """Do what ringrun asks while the rank, whose first process is `pid`, may still run."""
         if isinstance(message, Signal):
             self._sent.append(message.number)
-            self._leftovers.look(pid)
+            self._shm_cleanup.look(pid)
             signal_group(pid, message.number)
         elif isinstance(message, Ask):
             # in a thread: a signal that comes meanwhile must not wait for the answer
             threading.Thread(target=self._dumper.answer, args=(message.number, pid), daemon=True).start()
-            self._leftovers.look(pid)
+            self._shm_cleanup.look(pid)
 
     def _leave(self) -> NoReturn:
         if not self._link.is_local or self._is_abandoned:

@@ -8,7 +8,7 @@ import sys
 import tempfile
 from dataclasses import replace
 
-from ..agent.leftovers import remove_folders
+from ..agent.shm_cleanup import remove_folders
 from ..connection.link import Listener
 from ..engines.detect import Detected
 from ..environment import Settings

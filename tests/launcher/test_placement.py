@@ -422,7 +422,7 @@ def test_a_rank_on_another_host_is_placed_by_the_variables_that_it_is_sent(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     there = agent.Agent.__new__(agent.Agent)
     there._place, there._settings = Place(1, 2, 1, 2), Settings("openmpi", str(tmp_path))
-    there._directory, there._leftovers = str(tmp_path), SimpleNamespace(variables=lambda *_: {})
+    there._directory, there._shm_cleanup = str(tmp_path), SimpleNamespace(variables=lambda *_: {})
     there._start(
         ["true"], Setup("h0", 1, os.getcwd(), {"CUDA_VISIBLE_DEVICES": "7,6", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, False)
     )

@@ -13,8 +13,8 @@ import hypothesis
 import hypothesis.strategies as st
 import pytest
 
-from ringrun.agent import leftovers
-from ringrun.agent.leftovers import Leftovers, mapped
+from ringrun.agent import shm_cleanup
+from ringrun.agent.shm_cleanup import ShmCleanup, mapped
 from ringrun.engines import MPICH, OpenMPI
 
 SHM = Path("/dev/shm")
@@ -66,15 +66,15 @@ def test_no_shared_memory_is_left(
     done = ringrun("-np", 3, python, script(JOB.format(end=end)))
     wait_until_gone()
     assert done.stdout.count("True") == 3, done.stderr
-    used = {Path(path).name for pid in leftovers._all_processes() for path, _ in mapped(pid)}
-    left = {name for name in new_files() - used if leftovers._NAMES.fullmatch(name)}
+    used = {Path(path).name for pid in shm_cleanup._all_processes() for path, _ in mapped(pid)}
+    left = {name for name in new_files() - used if shm_cleanup._NAMES.fullmatch(name)}
     assert left == set()
     assert not [name for name in new_files() if name.startswith("ringrun-") and not in_use(SHM / name)]
 
 
 def in_use(folder: Path) -> bool:
     """Whether some process still has a file of this folder mapped: another job that runs at the same time."""
-    maps = (Path(f"/proc/{pid}/maps") for pid in leftovers._all_processes())
+    maps = (Path(f"/proc/{pid}/maps") for pid in shm_cleanup._all_processes())
     for path in maps:
         try:
             if f"{folder}/" in path.read_text(errors="replace"):
@@ -105,14 +105,14 @@ def test_a_folder_that_the_user_has_chosen_is_kept(ringrun, script, python, tmp_
 def test_which_engines_have_a_folder() -> None:
     number = os.getpid()
     private = f"/somewhere/ringrun-test{number}"
-    assert Leftovers(private, 0).variables(MPICH(), {}) == {}
-    assert Leftovers(private, 0).variables(OpenMPI(), {"OMPI_MCA_btl_vader_backing_directory": "/x"}) == {}
-    agents = [Leftovers(private, rank) for rank in range(3)]
+    assert ShmCleanup(private, 0).variables(MPICH(), {}) == {}
+    assert ShmCleanup(private, 0).variables(OpenMPI(), {"OMPI_MCA_btl_vader_backing_directory": "/x"}) == {}
+    agents = [ShmCleanup(private, rank) for rank in range(3)]
     folders = [Path(*set(agent.variables(OpenMPI(), {}).values())) for agent in agents]
     assert folders == [SHM / f"ringrun-test{number}.rank{rank}" for rank in range(3)]
     agents[1].remove()
     assert [folder.exists() for folder in folders] == [True, False, True]
-    leftovers.remove_folders(private)
+    shm_cleanup.remove_folders(private)
     assert not any(folder.exists() for folder in folders)
 
 
@@ -193,12 +193,12 @@ def segment():
 
 
 def test_only_files_of_mpi_that_the_rank_had_mapped_and_nobody_maps_are_removed(mapper, segment, monkeypatch) -> None:
-    monkeypatch.setattr(leftovers, "_PAUSES_S", (0.02, 0.08))
+    monkeypatch.setattr(shm_cleanup, "_PAUSES_S", (0.02, 0.08))
     number = os.getpid()
     ours, shared, others = (segment(f"mpich_shm_{number}{letter}_0") for letter in "abc")
     users = segment(f"my_data_{number}")
     ranks = [mapper(path) for path in (ours, shared, users)]
-    watches = [Leftovers("/somewhere/x", number) for number in range(3)]
+    watches = [ShmCleanup("/somewhere/x", number) for number in range(3)]
     for watch, rank in zip(watches, ranks, strict=True):
         watch.look(rank.pid)
     another_rank = mapper(shared)
@@ -217,7 +217,7 @@ def test_only_files_of_mpi_that_the_rank_had_mapped_and_nobody_maps_are_removed(
 def test_a_new_file_of_the_same_name_is_not_removed(mapper, segment) -> None:
     path = segment(f"mpich_shm_{os.getpid()}d_0")
     rank = mapper(path)
-    watch = Leftovers("/somewhere/x", 0)
+    watch = ShmCleanup("/somewhere/x", 0)
     watch.look(rank.pid)
     keep_the_inode = path.open("rb")
     path.unlink()
@@ -232,7 +232,7 @@ def test_a_new_file_of_the_same_name_is_not_removed(mapper, segment) -> None:
 @hypothesis.given(st.lists(st.text()))
 @hypothesis.example(["7f-8f rw-s 0 00:1a 12 /dev/shm/mpich_shm_1_0", "7f-8f rw-s 0 00:1a ² /dev/shm/mpich_shm_1_0"])
 def test_any_lines_of_maps_give_segments(lines: list[str]) -> None:
-    assert all(path.startswith("/dev/shm/") for path, _ in leftovers._segments(lines))
+    assert all(path.startswith("/dev/shm/") for path, _ in shm_cleanup._segments(lines))
 
 
 def test_what_is_mapped_is_read() -> None:
@@ -243,7 +243,7 @@ def test_what_is_mapped_is_read() -> None:
 
 def test_of_the_files_of_daemons_only_those_of_this_job_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The daemon that ends has `own` open; of those that nobody has open, one is from before this job."""
-    monkeypatch.setattr(leftovers, "_DAEMONS_FILES", f"{tmp_path}/hydra_*")
+    monkeypatch.setattr(shm_cleanup, "_DAEMONS_FILES", f"{tmp_path}/hydra_*")
     paths = {name: tmp_path / f"hydra_{name}" for name in ("own", "running", "killed", "before")}
     daemons = []
     for name, path in paths.items():
@@ -256,10 +256,10 @@ def test_of_the_files_of_daemons_only_those_of_this_job_go(tmp_path: Path, monke
     log = tmp_path / "log"
     log.touch()
     try:
-        leftovers.remove_daemons_files(daemons[0].pid, since_s=2000)
+        shm_cleanup.remove_daemons_files(daemons[0].pid, since_s=2000)
         assert set(tmp_path.iterdir()) == {paths["running"], paths["before"], log}
     finally:
         for daemon in daemons:
             daemon.communicate()
-    leftovers.remove_daemons_files(daemons[0].pid, since_s=2000)
+    shm_cleanup.remove_daemons_files(daemons[0].pid, since_s=2000)
     assert set(tmp_path.iterdir()) == {paths["before"], log}

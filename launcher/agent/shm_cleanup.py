@@ -34,7 +34,7 @@ between two."""
 _PAUSES_S = (0.02, 0.04, 0.08, 0.16, 0.2)
 
 
-class Leftovers:
+class ShmCleanup:
     """One agent's, for the processes of its rank. `directory` is where the rank's files are, which nobody else has."""
 
     def __init__(self, directory: str, rank: int) -> None:
