@@ -254,10 +254,10 @@ MUTANTS = [
     ),
     Mutant(
         "launcher: the last signal of all is one that a rank may ignore",
-        "launcher/job/escalation.py",
+        "launcher/job/shutdown.py",
         "Step(signal.SIGKILL, 1.0)",
         "Step(signal.SIGTERM, 1.0)",
-        "tests/launcher/test_escalation.py tests/launcher/test_endings.py",
+        "tests/launcher/test_shutdown.py tests/launcher/test_endings.py",
     ),
     Mutant(
         "launcher: secrets travel to other hosts",

@@ -6,7 +6,7 @@ mpirun          the process that starts the agents
 ranks           the agents' connections: prints what ranks write, passes on what happens, as events
 events          what those are
 supervise       decides when ranks must end and how, says what happened
-escalation      which signals ranks get, and when
+shutdown        which signals ranks get, and when
 inquiry         what ranks answer when they are asked what they do
 init_watch      ranks that wait in ringreduce.init() for others
 restarts        the whole job again after a failure

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 
 from ..output.display import Output
 from ..processes import die_with_parent, signal_group
-from .escalation import Step
 from .events import Events, LauncherEnded
+from .shutdown import Step
 
 _TAIL_LINES = 200
 

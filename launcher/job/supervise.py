@@ -1,7 +1,7 @@
 """Decides when ranks must end and how, and says in the end what happened.
 
 All decisions are made in one thread, from a queue of events: ranks that arrive and end (ranks.py),
-mpirun's end, signals. A rank that ends with 0 changes nothing; the first that fails, or a signal, begins an escalation.
+mpirun's end, signals. A rank that ends with 0 changes nothing; the first that fails, or a signal, begins the shutdown.
 """
 
 import math
@@ -19,7 +19,6 @@ from ..report.card import card
 from ..report.outcome import RankEnd
 from ..report.states import stacks_report, waiting
 from ..text import numbered
-from .escalation import AFTER_FAILURE, AFTER_INTERRUPT, AFTER_TERMINATE, AFTER_TIMEOUT, AT_ONCE, Escalation, Step
 from .events import (
     Arrived,
     Event,
@@ -41,6 +40,7 @@ from .inquiry import Deliver, Inquiries, Inquiry, nobody
 from .mpirun import MpiLauncher
 from .plan import Job
 from .ranks import Channel
+from .shutdown import AFTER_FAILURE, AFTER_INTERRUPT, AFTER_TERMINATE, AFTER_TIMEOUT, AT_ONCE, Shutdown, Step
 
 _LAUNCHER_STEPS = (Step(None, 1.0), Step(signal.SIGTERM, 0.5), Step(signal.SIGKILL, 0.5))
 _TIMEOUT_EXIT_CODE = 124  # that of timeout(1)
@@ -81,7 +81,7 @@ class Supervisor:
         self._start_deadline_s = now_s + job.start_timeout_s  # infinite once all have arrived
         self._hosts: dict[int, str] = {}  # of the ranks that have arrived
         self._ends: dict[int, RankEnd] = {}
-        self._escalation: Escalation | None = None
+        self._shutdown: Shutdown | None = None
         self._conclusion: Conclusion | None = None  # if the job ends for another reason than a rank's failure
         self._was_told = False  # by a signal to end the job
         self._failed = False  # a rank has failed, or was lost
@@ -112,21 +112,21 @@ class Supervisor:
         return set(range(self._job.size)) - self._hosts.keys()
 
     def _is_over(self) -> bool:
-        if self._escalation is None:
+        if self._shutdown is None:
             return len(self._ends) == self._job.size
-        timed_out = self._escalation.exhausted and self._escalation.due(time.monotonic())
+        timed_out = self._shutdown.exhausted and self._shutdown.due(time.monotonic())
         return timed_out or not self._running
 
     def _take_step(self) -> None:
         """Handle one event, or go one step further in ending the job."""
         now_s = time.monotonic()
         self._inquiries.expire(now_s)
-        if self._escalation and self._escalation.due(now_s):
-            if (number := self._escalation.advance(now_s)) is not None:
+        if self._shutdown and self._shutdown.due(now_s):
+            if (number := self._shutdown.advance(now_s)) is not None:
                 self._channel.broadcast(Signal(number))
             return
         next_s = min(self._deadline_s, self._start_deadline_s, self._init.due_s)
-        deadline_s = self._escalation.deadline_s if self._escalation else next_s
+        deadline_s = self._shutdown.deadline_s if self._shutdown else next_s
         wait_s = min(deadline_s, self._inquiries.deadline_s) - now_s
         try:
             self._handle(self._events.get(timeout=min(max(0.0, wait_s), _LONGEST_WAIT_S)))
@@ -138,7 +138,7 @@ class Supervisor:
             self._end(AT_ONCE, self._conclude_too_slow)
         if now_s >= self._deadline_s:
             self._end(AFTER_TIMEOUT, partial(self._conclude_timeout, self._running, self._missing))
-        if now_s >= self._init.due_s and self._escalation is None:
+        if now_s >= self._init.due_s and self._shutdown is None:
             self._report_init()
 
     def _handle(self, event: Event) -> None:
@@ -149,9 +149,9 @@ class Supervisor:
                     why = f"MASTER_PORT={self._job.master_port} is in use on {host}, where rank 0 would listen, or is "
                     cure = "no port; set another, or unset it, and ringrun finds a free one"
                     self._end(AT_ONCE, _raise(MachineError(why + cure)))
-                if self._escalation and self._escalation.latest:
-                    self._channel.send(rank, Signal(self._escalation.latest))
-                elif self._escalation is None and not self._missing:
+                if self._shutdown and self._shutdown.latest:
+                    self._channel.send(rank, Signal(self._shutdown.latest))
+                elif self._shutdown is None and not self._missing:
                     self._start_deadline_s = math.inf
                     self._channel.set_up()
             case Refused(reason) if self._missing:
@@ -225,9 +225,9 @@ class Supervisor:
 
     def _end(self, steps: Sequence[Step], conclusion: Conclusion | None = None) -> bool:
         """Begin to end the job, and return True, unless its ending has begun."""
-        if self._escalation is not None:
+        if self._shutdown is not None:
             return False
-        self._escalation = Escalation(steps, time.monotonic())
+        self._shutdown = Shutdown(steps, time.monotonic())
         self._conclusion = conclusion
         if steps is AFTER_FAILURE:  # as AFTER_TIMEOUT
             self._at_end = self._ask()
@@ -237,7 +237,7 @@ class Supervisor:
         self._was_told = True
         steps = AFTER_INTERRUPT if number == signal.SIGINT else AFTER_TERMINATE
         if not self._end(steps, lambda: 128 + number):
-            self._escalation = Escalation(AT_ONCE, time.monotonic())
+            self._shutdown = Shutdown(AT_ONCE, time.monotonic())
             return
         self._take_step()
         left = len(self._running)
@@ -263,7 +263,7 @@ class Supervisor:
             self._failed = True
             self._output.message([*_advice(cause), *self._card(cause)])
             return outcome.exit_code(cause)
-        return 0 if self._escalation is None else self._conclude_without_cause()
+        return 0 if self._shutdown is None else self._conclude_without_cause()
 
     def _card(self, cause: RankEnd) -> list[str]:
         return card(

@@ -31,7 +31,7 @@ AT_ONCE = (_KILL,)
 """Somebody is impatient."""
 
 
-class Escalation:
+class Shutdown:
     """Where in a sequence of steps the ending of a job is.
 
     Times are seconds on any one clock; the caller asks `due`, then calls `advance` for the signal to send.
