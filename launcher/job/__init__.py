@@ -7,7 +7,7 @@ ranks           the agents' connections: prints what ranks write, passes on what
 events          what those are
 supervise       decides when ranks must end and how, says what happened
 shutdown        which signals ranks get, and when
-inquiry         what ranks answer when they are asked what they do
+questions       what ranks answer when they are asked what they do
 init_watch      ranks that wait in ringreduce.init() for others
 restarts        the whole job again after a failure
 control_socket  where `ringrun stacks` finds a running job

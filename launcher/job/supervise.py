@@ -36,9 +36,9 @@ from .events import (
     StacksWanted,
 )
 from .init_watch import InitWatch
-from .inquiry import Deliver, Inquiries, Inquiry, nobody
 from .mpirun import MpiLauncher
 from .plan import Job
+from .questions import Deliver, Question, Questions, nobody
 from .ranks import Channel
 from .shutdown import AFTER_FAILURE, AFTER_INTERRUPT, AFTER_TERMINATE, AFTER_TIMEOUT, AT_ONCE, Shutdown, Step
 
@@ -87,8 +87,8 @@ class Supervisor:
         self._failed = False  # a rank has failed, or was lost
         self._launcher_said: list[str] = []
         self._init = InitWatch(job.size)
-        self._inquiries = Inquiries()
-        self._at_end: Inquiry | None = None  # what the ranks that still ran did when the job began to end
+        self._questions = Questions()
+        self._at_end: Question | None = None  # what the ranks that still ran did when the job began to end
         self._stacks_again_s = 0.0  # not before then does a stall print all stacks again
 
     def run(self) -> int:
@@ -120,14 +120,14 @@ class Supervisor:
     def _take_step(self) -> None:
         """Handle one event, or go one step further in ending the job."""
         now_s = time.monotonic()
-        self._inquiries.expire(now_s)
+        self._questions.expire(now_s)
         if self._shutdown and self._shutdown.due(now_s):
             if (number := self._shutdown.advance(now_s)) is not None:
                 self._channel.broadcast(Signal(number))
             return
         next_s = min(self._deadline_s, self._start_deadline_s, self._init.due_s)
         deadline_s = self._shutdown.deadline_s if self._shutdown else next_s
-        wait_s = min(deadline_s, self._inquiries.deadline_s) - now_s
+        wait_s = min(deadline_s, self._questions.deadline_s) - now_s
         try:
             self._handle(self._events.get(timeout=min(max(0.0, wait_s), _LONGEST_WAIT_S)))
         except queue.Empty:
@@ -175,7 +175,7 @@ class Supervisor:
             case Signalled(number):
                 self._obey(number)
             case RankState(rank, state):
-                self._inquiries.answer(rank, state)
+                self._questions.answer(rank, state)
             case RankStalled(rank, report):
                 self._tell_stall(rank, report)
             case RankInInit(rank, report_after_s):
@@ -183,22 +183,22 @@ class Supervisor:
             case RankInitialized(rank):
                 self._init.done(rank)
             case StacksWanted(deliver):
-                self._ask(lambda inquiry: deliver(self._stacks(inquiry)))
+                self._ask(lambda question: deliver(self._stacks(question)))
             case OutputClosed():
                 self._end(AFTER_TERMINATE, lambda: 128 + signal.SIGPIPE)
 
-    def _ask(self, deliver: Deliver = nobody) -> Inquiry:
+    def _ask(self, deliver: Deliver = nobody) -> Question:
         """Ask all ranks that run what they do; `deliver` is called when they have answered, or have not in time."""
-        inquiry = self._inquiries.begin(self._running, time.monotonic(), deliver)
-        for rank in inquiry.asked:
-            self._channel.send(rank, Ask(inquiry.number))
-        return inquiry
+        question = self._questions.begin(self._running, time.monotonic(), deliver)
+        for rank in question.asked:
+            self._channel.send(rank, Ask(question.number))
+        return question
 
-    def _stacks(self, inquiry: Inquiry) -> list[str]:
-        return stacks_report(inquiry.asked, inquiry.answers, self._job.size, self._hosts)
+    def _stacks(self, question: Question) -> list[str]:
+        return stacks_report(question.asked, question.answers, self._job.size, self._hosts)
 
     def _show_stacks(self, headline: str) -> None:
-        self._ask(lambda inquiry: self._output.message([headline, *self._stacks(inquiry)]))
+        self._ask(lambda question: self._output.message([headline, *self._stacks(question)]))
 
     def _tell_stall(self, rank: int, report: str) -> None:
         """Print a stall report of ringreduce's, and all ranks' stacks unless they were printed a short while ago."""

@@ -10,15 +10,15 @@ from ..connection.wire import State
 PATIENCE_S = 2.0
 """How long all answers may take; an agent takes stack_dumper.ANSWER_S."""
 
-Deliver = Callable[["Inquiry"], None]
+Deliver = Callable[["Question"], None]
 
 
-def nobody(_: "Inquiry") -> None:
+def nobody(_: "Question") -> None:
     """Deliver to nobody: who asks looks at the answers himself."""
 
 
 @dataclass
-class Inquiry:
+class Question:
     """One question, and the answers that have come so far, by rank; `deliver` is called when it is closed."""
 
     number: int
@@ -28,40 +28,40 @@ class Inquiry:
     answers: dict[int, State] = field(default_factory=dict)
 
 
-class Inquiries:
+class Questions:
     """Those of one job. Times are seconds on any one clock."""
 
     def __init__(self) -> None:
         self._numbers = count(1)
-        self._open: dict[int, Inquiry] = {}
+        self._open: dict[int, Question] = {}
 
-    def begin(self, asked: Collection[int], now_s: float, deliver: Deliver = nobody) -> Inquiry:
+    def begin(self, asked: Collection[int], now_s: float, deliver: Deliver = nobody) -> Question:
         """Return a new question to the ranks `asked`; if these are none it is closed at once."""
-        inquiry = Inquiry(next(self._numbers), frozenset(asked), now_s + PATIENCE_S, deliver)
-        self._open[inquiry.number] = inquiry
+        question = Question(next(self._numbers), frozenset(asked), now_s + PATIENCE_S, deliver)
+        self._open[question.number] = question
         if not asked:
-            self._close(inquiry)
-        return inquiry
+            self._close(question)
+        return question
 
     def answer(self, rank: int, state: State) -> None:
         """Take an answer; one to a question that is closed, or that was not asked of this rank, is too late."""
-        inquiry = self._open.get(state.number)
-        if inquiry and rank in inquiry.asked:
-            inquiry.answers[rank] = state
-            if inquiry.answers.keys() >= inquiry.asked:
-                self._close(inquiry)
+        question = self._open.get(state.number)
+        if question and rank in question.asked:
+            question.answers[rank] = state
+            if question.answers.keys() >= question.asked:
+                self._close(question)
 
     @property
     def deadline_s(self) -> float:
         """When the next one is to be closed."""
-        return min((inquiry.until_s for inquiry in self._open.values()), default=math.inf)
+        return min((question.until_s for question in self._open.values()), default=math.inf)
 
     def expire(self, now_s: float) -> None:
         """Close those whose time is over."""
-        for inquiry in list(self._open.values()):
-            if now_s >= inquiry.until_s:
-                self._close(inquiry)
+        for question in list(self._open.values()):
+            if now_s >= question.until_s:
+                self._close(question)
 
-    def _close(self, inquiry: Inquiry) -> None:
-        del self._open[inquiry.number]
-        inquiry.deliver(inquiry)
+    def _close(self, question: Question) -> None:
+        del self._open[question.number]
+        question.deliver(question)
