@@ -179,12 +179,12 @@ def job_environment(
     return scratch | {name: value for name, value in inherited.items() if name not in secrets} | ours | through_slurm
 
 
-def variables_at_home(job: Job, inherited: Mapping[str, str]) -> dict[str, str]:
+def local_variables(job: Job, inherited: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that agents on this host are sent: the secrets that mpirun does not get."""
     return {name: inherited[name] for name in withheld(inherited, job.asked)} if job.hosts else {}
 
 
-def variables_abroad(job: Job, environment: Mapping[str, str]) -> dict[str, str]:
+def remote_variables(job: Job, environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that agents on other hosts are sent, out of mpirun's `environment`."""
     return forwarded(environment, job.asked, in_batch_system=job.ssh is None) if job.hosts else {}
 

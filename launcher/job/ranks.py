@@ -55,13 +55,13 @@ _INPUT_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
-class Given:
+class RankSetup:
     """What the agents are told when all are there: for the ranks on this host, and for those elsewhere."""
 
     folder: str = ""
-    home: dict[str, str] = field(default_factory=dict)
+    local: dict[str, str] = field(default_factory=dict)
     """Variables besides those that mpirun gives them."""
-    abroad: dict[str, str] = field(default_factory=dict)
+    remote: dict[str, str] = field(default_factory=dict)
     stdin: int | None = None
     """A descriptor, for the rank `stdin_rank`."""
     stdin_rank: int = 0
@@ -72,10 +72,10 @@ class Given:
 class Channel:
     """The connections to the agents of a job of `size` ranks."""
 
-    def __init__(self, listener: Listener, size: int, given: Given, printer: Printer, events: Events) -> None:
+    def __init__(self, listener: Listener, size: int, setup: RankSetup, printer: Printer, events: Events) -> None:
         self._listener = listener
         self._size = size
-        self._given = given
+        self._setup = setup
         self._printer = printer
         self._events = events
         self._links: dict[int, Link] = {}
@@ -101,14 +101,14 @@ class Channel:
 
     def set_up(self) -> None:
         """Let all agents, which are there, start their commands."""
-        given, address = self._given, self._master_address()
+        setup, address = self._setup, self._master_address()
         for rank, link in self._links.items():
-            gives_stdin = rank == given.stdin_rank and given.stdin is not None
-            variables, open_files = (given.home, given.open_files) if link.is_local else (given.abroad, 0)
-            self.send(rank, Setup(address, self._ports[0], given.folder, variables, gives_stdin, open_files))
-            if gives_stdin and link.is_local and given.stdin is not None:
+            gives_stdin = rank == setup.stdin_rank and setup.stdin is not None
+            variables, open_files = (setup.local, setup.open_files) if link.is_local else (setup.remote, 0)
+            self.send(rank, Setup(address, self._ports[0], setup.folder, variables, gives_stdin, open_files))
+            if gives_stdin and link.is_local and setup.stdin is not None:
                 with contextlib.suppress(OSError):
-                    link.send_descriptor(given.stdin)
+                    link.send_descriptor(setup.stdin)
 
     def _master_address(self) -> str:
         """Return where the other ranks reach rank 0's host."""
@@ -149,7 +149,7 @@ class Channel:
         self._events.put(Arrived(hello.rank, hello.host, hello.port))
         if self._ending:
             self.send(hello.rank, End())
-        stdin = self._given.stdin if hello.rank == self._given.stdin_rank else None
+        stdin = self._setup.stdin if hello.rank == self._setup.stdin_rank else None
         _RankReader(hello, link, self._printer, self._events, stdin).run()
 
     def _refusal(self, hello: Message) -> str:

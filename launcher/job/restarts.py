@@ -108,8 +108,8 @@ def on_hosts_that_answer(hosts: Sequence[Host], answering: Callable[[Sequence[st
         placed = place_again(hosts, before, answering([host.name for host in hosts]), job.size)
         if not placed:
             return None
-        abroad = not all(is_here(host) for host, _ in placed)
-        return replace(job, size=sum(count for _, count in placed), hosts=placed if abroad else ())
+        is_remote = not all(is_here(host) for host, _ in placed)
+        return replace(job, size=sum(count for _, count in placed), hosts=placed if is_remote else ())
 
     return again
 

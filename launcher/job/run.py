@@ -22,8 +22,8 @@ from . import restarts
 from .control_socket import ControlSocket
 from .events import Events
 from .mpirun import MpiLauncher
-from .plan import Job, across, aliases, job_command, job_environment, variables_abroad, variables_at_home
-from .ranks import Channel, Given
+from .plan import Job, across, aliases, job_command, job_environment, local_variables, remote_variables
+from .ranks import Channel, RankSetup
 from .restarts import Again, Ending, SignalRelay
 from .signals import SignalReader
 from .supervise import Supervisor
@@ -103,9 +103,9 @@ def _try_job(detected: Detected, job: Job, deadline_s: float | None, output: Out
             write_config(directory, job.ssh, aliases(job))
         if beyond := across(job, environment, directory):
             environment |= detected.engine.across_environment(beyond)
-        home, abroad = variables_at_home(job, os.environ), variables_abroad(job, environment)
-        given = Given(_folder(), home, abroad, _ranks_stdin(job), job.stdin_rank, job.open_files)
-        channel = Channel(listener, job.size, given, output, events)
+        local, remote = local_variables(job, os.environ), remote_variables(job, environment)
+        setup = RankSetup(_folder(), local, remote, _ranks_stdin(job), job.stdin_rank, job.open_files)
+        channel = Channel(listener, job.size, setup, output, events)
         argv = job_command(detected, job, beyond, as_root=os.geteuid() == 0)
         signals.to(events)
         try:

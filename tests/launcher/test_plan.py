@@ -27,10 +27,10 @@ from ringrun.job.plan import (
     interpreter_of,
     job_command,
     job_environment,
+    local_variables,
     printable,
+    remote_variables,
     run_module,
-    variables_abroad,
-    variables_at_home,
 )
 from ringrun.ssh import SshOptions
 
@@ -215,12 +215,12 @@ def test_other_hosts_get_what_may_leave_this_one() -> None:
     environment = job_environment(OPEN_MPI, ABROAD, inherited, SETTINGS, ADDRESS, b"key")
     assert "MY_TOKEN" not in environment, "a batch system would send mpirun's environment along"
     assert environment["PRTE_MCA_prte_local_tmpdir_base"] == SETTINGS.directory
-    assert variables_at_home(ABROAD, inherited) == {"MY_TOKEN": "hush"}
-    assert variables_at_home(ONE_HOST, inherited) == {}
-    sent = variables_abroad(ABROAD, environment)
+    assert local_variables(ABROAD, inherited) == {"MY_TOKEN": "hush"}
+    assert local_variables(ONE_HOST, inherited) == {}
+    sent = remote_variables(ABROAD, environment)
     ours = {"OMPI_MCA_mpi_yield_when_idle": "1", "OMPI_MCA_btl": "^ofi", "OMPI_MCA_osc": "^ucx"}
     assert sent == {"LANG": "C", "WANDB_API_KEY": "sent", "RINGREDUCE_COSTS": "x=1", **ours}
-    assert variables_abroad(ONE_HOST, environment) == {}
+    assert remote_variables(ONE_HOST, environment) == {}
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from ringrun.connection.link import Link, Listener, connect
 from ringrun.connection.wire import Hello, Note, Setup, Started
 from ringrun.errors import MachineError
 from ringrun.job.events import Arrived, Event, RankEnded, Refused
-from ringrun.job.ranks import Channel, Given
+from ringrun.job.ranks import Channel, RankSetup
 from ringrun.output.display import Output
 from ringrun.processes import raise_open_files
 
@@ -28,7 +28,7 @@ def events() -> "queue.SimpleQueue[Event]":
 @pytest.fixture
 def channel(tmp_path: Path, events: "queue.SimpleQueue[Event]") -> Iterator[tuple[Channel, Come]]:
     listener = Listener(str(tmp_path), ["127.0.0.1"], SIZE)
-    made = Channel(listener, SIZE, Given(folder="/work", home={"A": "b"}), Output(SIZE, {}), events)
+    made = Channel(listener, SIZE, RankSetup(folder="/work", local={"A": "b"}), Output(SIZE, {}), events)
     made.start()
     links: list[Link] = []
 
@@ -112,7 +112,7 @@ MANY = """
     from ringrun.connection.link import Listener, connect
     from ringrun.connection.wire import End, Ended, Hello, Started
     from ringrun.job.events import Arrived, RankEnded
-    from ringrun.job.ranks import Channel, Given
+    from ringrun.job.ranks import Channel, RankSetup
     from ringrun.output.display import Output
     from ringrun.processes import raise_open_files
 
@@ -136,7 +136,7 @@ MANY = """
         resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
         assert raise_open_files(SIZE + 64, SIZE + 64) == 64
         before = len(os.listdir("/proc/self/fd"))
-        channel = Channel(listener, SIZE, Given(), Output(SIZE, os.environ), events)
+        channel = Channel(listener, SIZE, RankSetup(), Output(SIZE, os.environ), events)
         channel.start()
         assert {events.get(timeout=60).rank for _ in range(SIZE)} == set(range(SIZE))
         print(len(os.listdir("/proc/self/fd")) - before, "descriptors")
