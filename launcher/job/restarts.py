@@ -50,7 +50,7 @@ def run(job: Job, attempt: Attempt, again: Again, wait: Wait, say: Say) -> int:
     deadline_s = None if job.timeout_s is None else time.monotonic() + job.timeout_s
     current = job
     for count in itertools.count():
-        ending = _attempt(attempt, current, count, deadline_s, say)
+        ending = _try(attempt, current, count, deadline_s, say)
         if not ending.failed or count == job.restarts:
             break
         pause_s = _PAUSES_S[min(count, len(_PAUSES_S) - 1)]
@@ -71,7 +71,7 @@ def run(job: Job, attempt: Attempt, again: Again, wait: Wait, say: Say) -> int:
     return ending.exit_code
 
 
-def _attempt(attempt: Attempt, job: Job, count: int, deadline_s: float | None, say: Say) -> Ending:
+def _try(attempt: Attempt, job: Job, count: int, deadline_s: float | None, say: Say) -> Ending:
     """Run one attempt. After a first one that did start, one that does not is a failure like others: a host is lost."""
     variables = {**job.variables, COUNT_VARIABLE: str(count)}
     try:

@@ -49,7 +49,7 @@ def run_job(detected: Detected, job: Job, again: Again = lambda job: job) -> int
             files = stack.enter_context(contextlib.closing(OutputFiles(job.output_directory, job.size)))
 
         def attempt(job: Job, deadline_s: float | None) -> Ending:
-            return _attempt(detected, job, deadline_s, files, signals)
+            return _run_once(detected, job, deadline_s, files, signals)
 
         return restarts.run(job, attempt, again, signals.wait, _say)
 
@@ -58,7 +58,7 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _attempt(
+def _run_once(
     detected: Detected, job: Job, deadline_s: float | None, files: OutputFiles | None, signals: SignalRelay
 ) -> Ending:
     with contextlib.ExitStack() as stack:
@@ -66,7 +66,7 @@ def _attempt(
         output = Output(job.size, os.environ, display=display, files=files)
         stack.callback(output.finish)
         try:
-            return _try_job(detected, job, deadline_s, output, signals)
+            return _start_and_supervise(detected, job, deadline_s, output, signals)
         except NotStartedError as error:
             if job.hosts:
                 raise
@@ -74,10 +74,12 @@ def _attempt(
             # thread failed to start"); nothing has run yet, so a second try does no harm
             if job.verbose:
                 _say(f"ringrun: trying once more, since {error}")
-        return _try_job(detected, job, deadline_s, output, signals)
+        return _start_and_supervise(detected, job, deadline_s, output, signals)
 
 
-def _try_job(detected: Detected, job: Job, deadline_s: float | None, output: Output, signals: SignalRelay) -> Ending:
+def _start_and_supervise(
+    detected: Detected, job: Job, deadline_s: float | None, output: Output, signals: SignalRelay
+) -> Ending:
     events: Events = queue.SimpleQueue()
     with tempfile.TemporaryDirectory(prefix="ringrun-", dir=_socket_folder(), ignore_cleanup_errors=True) as directory:
         addresses = own_addresses([host.name for host, _ in job.hosts], job.interfaces) if job.hosts else ()
