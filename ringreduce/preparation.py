@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 from ringreduce.collectives import measure
 from ringreduce.collectives.choose import Constants
@@ -60,6 +61,10 @@ def make_window(world: World, settings: Settings) -> tuple[Window | None, str]:
         except Exception as exc:
             why_not = f"MPI gives none: {exc}"
         why_not = _first(world, why_not)
+    if window is not None and not why_not:
+        why_not = _first(world, _zero(window.blocks[world.local_rank]))
+        if why_not:
+            window.close()
     if why_not and world.rank == 0:
         LOGGER.warning(f"no shared memory between the ranks of a host, so messages are used: {why_not}")
     return (None if why_not else window), why_not
@@ -71,8 +76,23 @@ def _first(world: World, why_not: str) -> str:
     return reasons[0] if reasons else ""
 
 
+def _zero(block: Any) -> str:
+    """Touch all of this rank's block, and return why it cannot be had: another job may have taken it meanwhile.
+
+    The kernel writes the zeros: where memory is missing that is an error, and SIGBUS when this process writes them.
+    """
+    filled, memory = 0, memoryview(block)
+    try:
+        with open("/dev/zero", "rb", buffering=0) as zeros:
+            while filled < len(memory):
+                filled += zeros.readinto(memory[filled:]) or 0
+    except OSError:
+        return f"{SHARED_MEMORY} is full: there is room for {filled} of {len(memory)} B"
+    return ""
+
+
 def _too_small(nbytes: int) -> str:
-    """Why MPI must not even try: memory that is not there kills with SIGBUS when it is touched."""
+    """Why MPI must not even try: much of what MPI itself does with memory that is not there ends in SIGBUS."""
     try:
         status = os.statvfs(SHARED_MEMORY)
     except OSError:

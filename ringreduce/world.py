@@ -92,7 +92,7 @@ class World:
         return sorted(ranks)
 
     def allocate_shared(self, nbytes: int) -> tuple[list[Any], Callable[[], None], Callable[[], None]]:
-        """Memory that the ranks of this host share: `nbytes` of each, by local rank, as 1-D uint8 arrays, zeroed.
+        """Memory that the ranks of this host share: `nbytes` of each, by local rank, as 1-D uint8 arrays.
 
         Returns: the blocks, a memory fence, and what gives the memory back; every rank of the host must call that.
         Raises:  MPI.Exception where MPI cannot. Its file is deleted while it is mapped: nothing is left after a crash.
@@ -102,7 +102,6 @@ class World:
         window = MPI.Win.Allocate_shared(nbytes, 1, comm=self.local)
         window.Lock_all(MPI.MODE_NOCHECK)  # an epoch without end: loads and stores, ordered by Sync
         blocks = [np.asarray(window.Shared_query(rank)[0], np.uint8) for rank in range(self.local_size)]
-        blocks[self.local_rank][...] = 0
 
         def close() -> None:
             blocks.clear()

@@ -77,6 +77,24 @@ def test_where_there_is_little_of_it_messages_are_used_and_a_line_says_why(pytho
     )
 
 
+TAKEN_MEANWHILE = """
+import os
+from types import SimpleNamespace
+
+os.statvfs = lambda path: SimpleNamespace(f_bavail=1 << 20, f_frsize=4096)  # what there was a moment ago
+"""
+
+
+@own_shm
+def test_memory_that_another_job_takes_after_the_look_kills_no_rank(mpich_python, program):
+    """Open MPI looks once more itself, so this moment cannot be played with it."""
+    finished = ringrun(mpich_python, 2, program(TAKEN_MEANWHILE + REDUCE), shm="14m")
+    assert finished.returncode == 0, finished.stdout
+    assert finished.stdout.count("right; False 0") == 2, finished.stdout
+    said = r"\[0\] ringreduce: no shared memory between the ranks of a host, so messages are used: rank \d: (.*)"
+    assert re.search(said, finished.stdout), finished.stdout
+
+
 @own_shm
 def test_lower_settings_make_it_fit(python, program):
     settings = {"FUSION_BUFFER_BYTES": "2097152", "SHARED_SLOT_BYTES": "262144", "FUSION_SLOT_BYTES": "524288"}
