@@ -6,8 +6,8 @@ has imported them.
 
 GPU memory is a queue's affair: a caller's array holds its elements when the work that its library has queued on the
 current stream is done. `ready` marks that point for whoever reads the memory on another stream; `follow` lets what the
-caller queues from then on wait for what others have written. `outgoing` and `incoming` are the only ways by which GPU
-memory reaches MPI: they order it after the work that produced it.
+caller queues from then on wait for what others have written. `message_bytes` is the only way by which GPU memory
+reaches MPI: it orders it after the work that produced it.
 """
 
 from __future__ import annotations
@@ -287,42 +287,13 @@ def fill(buffer: Buffer, values: np.ndarray[Any, Any]) -> None:
         buffer.flat[...] = values.reshape(-1)
 
 
-def outgoing(flat: Any, *, takes_gpu: bool = False) -> Any:
-    """The bytes of `flat` for a message to read: host memory as it is; GPU memory copied down, after its producers.
+def message_bytes(flat: Any) -> Any:
+    """The bytes of an array, for a message to read or write: those on a GPU when CuPy's current stream has settled.
 
-    CuPy's current stream in this thread must be the one that knows of them. Blocks until it has done its work.
-    takes_gpu: who sends the message reads GPU memory itself, and gets it when its producers are done.
+    Blocks for that. MPI must take GPU memory where it gets some.
     """
-    if isinstance(flat, np.ndarray):
-        return flat.view(np.uint8)
-    if takes_gpu:
-        return _settled(flat)
-    host = cuda.Pinned(flat.nbytes).array
-    flat.get(out=host.view(flat.dtype))  # waits for the current stream
-    return host
-
-
-def incoming(flat: Any, *, takes_gpu: bool = False) -> tuple[Any, Callable[[], None] | None]:
-    """Bytes for a message to fill, and what must be called after it came: copying up, for GPU memory.
-
-    takes_gpu: who receives the message writes GPU memory itself, and gets it when its users so far are done.
-    """
-    if isinstance(flat, np.ndarray):
-        return flat.view(np.uint8), None
-    if takes_gpu:
-        return _settled(flat), None
-    host = cuda.Pinned(flat.nbytes).array
-
-    def arrived() -> None:
-        flat.set(host.view(flat.dtype))
-        cupy().cuda.get_current_stream().synchronize()  # CuPy may give the pinned memory to somebody else from here on
-
-    return host, arrived
-
-
-def _settled(flat: Any) -> Any:
-    """The bytes of GPU memory, when the current stream's work is done."""
-    cupy().cuda.get_current_stream().synchronize()
+    if not isinstance(flat, np.ndarray):
+        cupy().cuda.get_current_stream().synchronize()
     return flat.view(np.uint8)
 
 

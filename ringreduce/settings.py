@@ -86,6 +86,9 @@ class Settings:
     """What moves through the GPUs' shared memory at a time; four of it on each rank's GPU for each process set that
     reduces GPU arrays."""
 
+    cuda_nccl: bool = True
+    """NCCL reduces GPU arrays where it is installed and every rank has a GPU of its own; 0: another path is taken."""
+
     cuda_ipc: bool = True
     """Ranks of one host map each other's GPU memory, where that is permitted; 0: copies go through the host."""
 

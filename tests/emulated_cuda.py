@@ -188,9 +188,9 @@ def _store(tiles, tile_count, slot, pieces, divisor, reciprocal, postscale, item
     return in_slot + lists, in_pieces
 
 
-def _combine(sources, source_count, target, count, itemsize, target_itemsize):
+def _combine(sources, source_count, target, count, itemsize):
     read = [(address, count * itemsize) for address in _listed(sources, source_count)]
-    return [*read, (sources, 8 * source_count)], [(target, count * target_itemsize)]
+    return [*read, (sources, 8 * source_count)], [(target, count * itemsize)]
 
 
 _ACCESSES = {
@@ -201,6 +201,5 @@ _ACCESSES = {
     "load": lambda *args: _load(*args[:-1], args[-2]),
     "store_wide": _store,
     "store": lambda *args: _store(*args[:-1], args[-2]),
-    "reduce": lambda *args: _combine(*args[:4], args[-2], args[-2]),
-    "partial": lambda *args: _combine(*args[:4], args[-2], args[-1]),
+    "reduce": lambda *args: _combine(*args[:4], args[-2]),
 }

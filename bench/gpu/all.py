@@ -10,7 +10,7 @@ One GPU is enough: the ranks share it. With more, each rank has its own, in turn
     kernels               bench/gpu/kernels.py
     gradients-2           bench/gpu/gradients.py on 2 ranks
     train_step-2          bench/gpu/train_step.py on 2 ranks
-    tests-killed          a rank that is killed while the others have its GPU memory mapped
+    tests-killed          a rank that is killed while the others' GPUs wait for it
     tests-4, gradients-4  the same on 4 ranks
 
 The folder gets results.md (GPU, driver, date; how each step ended; the tables), what each step printed as STEP.txt, and

@@ -1,4 +1,4 @@
-"""The gradients of whole models on GPUs: ours by each way it has, beside MPI on the same memory, and the naive way.
+"""The gradients of whole models on GPUs: ours by its paths, beside MPI on the same memory, and the naive way.
 
     ringrun -np 2 python bench/gpu/gradients.py                                 # one GPU a rank, or all on one
     ringrun -np 4 python bench/gpu/gradients.py --models resnet50 --json gradients.json
@@ -7,8 +7,8 @@ Every rank has all gradients of a model (`bench/models.py`) on its GPU, float32,
 
     ringreduce, CuPy           as chosen; allreduce_async_ with a name for every tensor, then synchronize all
     ringreduce, torch          the same through ringreduce.torch, where torch has CUDA
-    ringreduce, staged         CuPy, with RINGREDUCE_CUDA_IPC=0 RINGREDUCE_CUDA_AWARE_MPI=0: through the host's memory
-    ringreduce, NCCL           CuPy, with RINGREDUCE_ALGORITHM=nccl, where each rank has a GPU of its own
+    ringreduce, ipc            CuPy, with RINGREDUCE_CUDA_NCCL=0, where NCCL is what is chosen
+    ringreduce, host_staged    CuPy, with RINGREDUCE_CUDA_{NCCL,IPC,AWARE_MPI}=0: through the host's memory
     MPI_Allreduce, packed      a sum of one buffer in GPU memory, where MPI says that it takes such; packing and
                                dividing are not counted
     naive                      tensor by tensor: copy down, MPI_Allreduce, divide, copy up
@@ -16,7 +16,7 @@ Every rank has all gradients of a model (`bench/models.py`) on its GPU, float32,
 Each row is a world of its own, with settings of its own: all are formed and left in turns, in the same processes. A
 call is done when the GPU is. Columns: time of all tensors together (median of several runs, of the slowest rank); how
 often faster than the naive way; how often the time of `ringreduce, CuPy`; elements that differ from the average, or the
-sum, computed apart. Below: the way that ringreduce took, as info() tells it. The bar: ringreduce as chosen is 5 times
+sum, computed apart. Below: the path that ringreduce took, as info() tells it. The bar: ringreduce as chosen is 5 times
 faster than the naive way.
 
 Skipped, with the reason and exit code 0, where a rank has no GPU.
@@ -92,7 +92,7 @@ class GpuGradients(Gradients):
         return [tensor.get() for tensor in self.tensors]
 
 
-class Way(NamedTuple):
+class Contender(NamedTuple):
     """One row: who reduces, and the settings of the world in which it does."""
 
     reducer: Callable[[GpuGradients], Reducer]
@@ -156,22 +156,23 @@ def naive(gradients: GpuGradients) -> Reducer:
     return Reducer(done(run), gradients.results)
 
 
-def ways() -> tuple[dict[str, Way], list[str]]:
+def contenders() -> tuple[dict[str, Contender], list[str]]:
     """All that can be measured on all ranks here, and why the others cannot."""
-    staged = {"RINGREDUCE_CUDA_IPC": "0", "RINGREDUCE_CUDA_AWARE_MPI": "0"}
+    no_nccl = {"RINGREDUCE_CUDA_NCCL": "0"}
+    staged = {**no_nccl, "RINGREDUCE_CUDA_IPC": "0", "RINGREDUCE_CUDA_AWARE_MPI": "0"}
     found = {
-        OURS: Way(with_cupy, {}),
-        "ringreduce, torch": Way(with_torch, {}),
-        "ringreduce, staged": Way(with_cupy, staged),
-        "ringreduce, NCCL": Way(with_cupy, {"RINGREDUCE_ALGORITHM": "nccl"}),
-        "MPI_Allreduce, packed": Way(packed, {}),
-        NAIVE: Way(naive, {}),
+        OURS: Contender(with_cupy, {}),
+        "ringreduce, torch": Contender(with_torch, {}),
+        "ringreduce, ipc": Contender(with_cupy, no_nccl),
+        "ringreduce, host_staged": Contender(with_cupy, staged),
+        "MPI_Allreduce, packed": Contender(packed, {}),
+        NAIVE: Contender(naive, {}),
     }
-    reasons = {"ringreduce, torch": torch_why_not(), "ringreduce, NCCL": nccl_why_not()}
+    reasons = {"ringreduce, torch": torch_why_not(), "ringreduce, ipc": nccl_why_not()}
     reasons["MPI_Allreduce, packed"] = mpi_why_not()
     everyones = {name: next(filter(None, neutral().allgather(reason)), "") for name, reason in reasons.items()}
     left_out = [f"{name}: {reason}" for name, reason in everyones.items() if reason]
-    return {name: way for name, way in found.items() if not everyones.get(name)}, left_out
+    return {name: each for name, each in found.items() if not everyones.get(name)}, left_out
 
 
 def torch_why_not() -> str:
@@ -184,11 +185,11 @@ def torch_why_not() -> str:
 
 
 def nccl_why_not() -> str:
-    """Why NCCL has no place here; empty where it has."""
+    """Why NCCL is not what is chosen, so that ipc needs no row of its own; empty where it is."""
     places = neutral().allgather((os.uname().nodename, place()))
     if len(set(places)) < len(places):
-        return "ranks share a GPU, which NCCL refuses"
-    return "" if rr.nccl_built() else "CuPy has no NCCL"
+        return "it is what is chosen, since ranks share a GPU, which NCCL refuses"
+    return "" if rr.nccl_built() else "it is what is chosen, since CuPy has no NCCL"
 
 
 def mpi_why_not() -> str:
@@ -199,15 +200,15 @@ def mpi_why_not() -> str:
     return "" if can else told
 
 
-def in_world(way: Way, work: Callable[[], Any]) -> Any:
+def in_world(contender: Contender, work: Callable[[], Any]) -> Any:
     """Form a world with these settings, work, leave it."""
-    os.environ.update(way.variables)
+    os.environ.update(contender.variables)
     rr.init()
     try:
         return work()
     finally:
         rr.shutdown()
-        for name in way.variables:
+        for name in contender.variables:
             del os.environ[name]
 
 
@@ -217,9 +218,11 @@ def calls_for(reducer: Reducer, seconds: float) -> int:
     return max(1, min(MAX_CALLS, int(seconds / times[-1])))
 
 
-def measured(gradients: GpuGradients, compared: dict[str, Way], runs: int, seconds: float) -> dict[str, dict[str, Any]]:
+def measured(
+    gradients: GpuGradients, compared: dict[str, Contender], runs: int, seconds: float
+) -> dict[str, dict[str, Any]]:
     """The times of all, a world for each and each run, in turns; then the checks."""
-    reducers = {name: way.reducer(gradients) for name, way in compared.items()}
+    reducers = {name: contender.reducer(gradients) for name, contender in compared.items()}
     times: dict[str, list[float]] = {name: [] for name in compared}
     names = list(compared)
 
@@ -280,7 +283,7 @@ def main() -> None:
     torch_why_not()  # init() chooses each rank's GPU in the libraries that are there
     rr.init()
     hosts, places = len(set(rr.info().hosts)), neutral().allgather((os.uname().nodename, place()))
-    compared, left_out = ways()
+    compared, left_out = contenders()
     rr.shutdown()
     header = {**about_gpu(), "gpus": len(set(places)), **about(hosts=hosts)}
     told = "".join(f"; left out: {each}" for each in left_out)

@@ -69,9 +69,9 @@ class Constants:
         return ",".join(f"{field.name}={getattr(self, field.name):.4g}" for field in dataclasses.fields(self))
 
 
-def is_one_shot(nbytes: int, size: int) -> bool:
-    """True when it is quicker that every rank of a host sums all."""
-    return nbytes * (size - 1) <= ONE_SHOT_BYTES
+def is_one_shot(nbytes: int, size: int, longest_bytes: int = ONE_SHOT_BYTES) -> bool:
+    """True when it is quicker that every rank of a host sums all: of the others' together at most `longest_bytes`."""
+    return nbytes * (size - 1) <= longest_bytes
 
 
 def predict_us(algorithm: str, nbytes: int, hosts: Sequence[int], constants: Constants) -> float:

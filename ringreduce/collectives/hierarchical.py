@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from ringreduce.collectives import ring
-from ringreduce.collectives.overlap import overlapped
+from ringreduce.collectives.overlap import InOrder, Order, overlapped
 from ringreduce.collectives.shared import COPY, DONE, PACK, REDUCE, Part, Watch, copy_out, cut, pack
 from ringreduce.ops import Average, Reduction, Sum
 from ringreduce.transport.base import Steps, Transport
@@ -54,24 +54,8 @@ class Hierarchy:
         if place < self.chunks:
             across = [each[place] for each in members]
             self.rings = [SubsetTransport(channels[k], across, 0) for k in range(WIDTH)]
-        self.summed = 0
-        """Turns whose SUMMED this rank has published: in order, though slots overlap."""
-        self.rank = rank
-
-
-class InOrder:
-    """See `Request`: this rank has published all turns before."""
-
-    def __init__(self, hierarchy: Hierarchy, turn: int) -> None:
-        self._hierarchy, self._turn = hierarchy, turn
-        self.peer = hierarchy.rank
-
-    def done(self) -> bool:
-        """See `Request.done`."""
-        return self._hierarchy.summed == self._turn
-
-    def wait(self) -> None:
-        """See `Request.wait`; an earlier slot's steps must move meanwhile, so nobody waits here alone."""
+        self.order = Order(rank)
+        """Of the turns whose SUMMED this rank publishes: in order, though slots overlap."""
 
 
 def allreduce(
@@ -91,7 +75,7 @@ def allreduce(
     """
     first = region.turn
     region.turn += len(slots)
-    hierarchy.summed = first
+    hierarchy.order.passed = first
     yield from overlapped(
         (
             _slot(parts, first + number, number, region, hierarchy, reduction, segment_bytes, watch)
@@ -122,10 +106,10 @@ def _slot(
     if own and hierarchy.rings:
         chunks = [each[own[0].low : own[-1].high] for each in slots]
         yield from _across(chunks, region.rank, hierarchy.rings[number % WIDTH], reduction, segment_bytes)
-    if hierarchy.summed != turn:
-        yield InOrder(hierarchy, turn)
+    if hierarchy.order.passed != turn:
+        yield InOrder(hierarchy.order, turn)
     region.publish(SUMMED, turn)
-    hierarchy.summed = turn + 1
+    hierarchy.order.passed = turn + 1
     yield region.arrival(SUMMED, turn)
     watch(number, COPY)
     copy_out(cuts, slots, parts)

@@ -20,7 +20,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ringreduce.collectives.shared import COPY, DONE, PACK, REDUCE, Watch, pipelined
+from ringreduce.collectives.choose import is_one_shot
+from ringreduce.collectives.shared import Watch, one_shot, pipelined
 from ringreduce.cuda.kernels import Kernels, Table
 from ringreduce.cuda.runtime import Stream
 from ringreduce.ops import Reduction
@@ -54,11 +55,6 @@ def alignment(itemsize: int) -> int:
     return max(1, ALIGNMENT_BYTES // itemsize)
 
 
-def is_one_shot(nbytes: int, size: int) -> bool:
-    """True when it is quicker that every rank sums all."""
-    return nbytes * (size - 1) <= ONE_SHOT_BYTES
-
-
 def allreduce(
     slots: Sequence[GpuSlot],
     peers: PeerSlots,
@@ -76,46 +72,28 @@ def allreduce(
     Cost:    3 launches a slot, and 2 waits for the other hosts' ranks to have queued theirs. With P ranks and n bytes a
              GPU reads and writes 4 n + n / P + n bytes, of which it reads 2 n (P - 1) / P from other GPUs.
     """
-    itemsize = reduction.element.itemsize
-    if len(slots) == 1 and is_one_shot(slots[0].length * itemsize, peers.size):
-        yield from _one_shot(slots[0], peers, reduction, kernels, stream, scratch, watch)
-        return
-    work = [MappedSlot(slot, peers, reduction, kernels, stream) for slot in slots]
-    yield from pipelined(work, peers.flags, watch)
-
-
-def _one_shot(
-    slot: GpuSlot,
-    peers: PeerSlots,
-    reduction: Reduction,
-    kernels: Kernels,
-    stream: Stream,
-    scratch: int,
-    watch: Watch,
-) -> Steps[None]:
-    """All gather all, and each sums all; the slots stay as they are, for others still read them."""
-    flags, turn = peers.flags, peers.flags.turn
-    flags.turn = turn + 1
-    slots = peers.slots(turn)
-    watch(0, PACK)
-    kernels.gather(slot.table, slot.inputs, slots[peers.rank], stream)
-    peers.publish(PACKED, turn, stream)
-    watch(0, REDUCE)
-    if not flags.arrived(PACKED, turn):
-        yield flags.arrival(PACKED, turn)
-    peers.follow(PACKED, turn, stream)
-    watch(0, COPY)
-    kernels.reduce(reduction, slots, scratch, slot.length, stream)
-    kernels.scatter(slot.table, [scratch], slot.length, slot.outputs, stream)
-    watch(0, DONE)
+    work = [MappedSlot(slot, peers, reduction, kernels, stream, scratch) for slot in slots]
+    nbytes = slots[0].length * reduction.element.itemsize
+    if len(slots) == 1 and is_one_shot(nbytes, peers.size, ONE_SHOT_BYTES):
+        yield from one_shot(work[0], peers.flags, watch)
+    else:
+        yield from pipelined(work, peers.flags, watch)
 
 
 class MappedSlot:
-    """See `shared.SlotWork`; every phase is only queued."""
+    """See `shared.SlotWork` and `shared.OneShotWork`; every phase is only queued."""
 
-    def __init__(self, slot: GpuSlot, peers: PeerSlots, reduction: Reduction, kernels: Kernels, stream: Stream) -> None:
+    def __init__(
+        self,
+        slot: GpuSlot,
+        peers: PeerSlots,
+        reduction: Reduction,
+        kernels: Kernels,
+        stream: Stream,
+        scratch: int,
+    ) -> None:
         self.slot, self.peers, self.reduction, self.kernels, self.stream = slot, peers, reduction, kernels, stream
-        self.itemsize = reduction.element.itemsize
+        self.scratch, self.itemsize = scratch, reduction.element.itemsize
         self.chunk = equal_chunk(slot.length, peers.size, alignment(self.itemsize))
 
     def pack(self, turn: int) -> None:
@@ -139,3 +117,10 @@ class MappedSlot:
         """See `shared.SlotWork`."""
         self.peers.follow(SUMMED, turn, self.stream)
         self.kernels.scatter(self.slot.table, self.peers.slots(turn), self.chunk, self.slot.outputs, self.stream)
+
+    def sum_all(self, turn: int) -> None:
+        """See `shared.OneShotWork`."""
+        slot, peers = self.slot, self.peers
+        peers.follow(PACKED, turn, self.stream)
+        self.kernels.reduce(self.reduction, peers.slots(turn), self.scratch, slot.length, self.stream)
+        self.kernels.scatter(slot.table, [self.scratch], slot.length, slot.outputs, self.stream)

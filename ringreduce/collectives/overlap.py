@@ -32,6 +32,29 @@ class AnyOf:
             waiting.until(self.done)
 
 
+class Order:
+    """A point that collectives under way must pass in order; `passed` is the number of the next one that may."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.passed = 0
+
+
+class InOrder:
+    """See `Request`: all before this one have passed."""
+
+    def __init__(self, order: Order, number: int) -> None:
+        self._order, self._number = order, number
+        self.peer = order.rank
+
+    def done(self) -> bool:
+        """See `Request.done`."""
+        return self._order.passed == self._number
+
+    def wait(self) -> None:
+        """See `Request.wait`; an earlier one's steps must move meanwhile, so nobody waits here alone."""
+
+
 class _Running:
     """One collective, and what it waits for."""
 

@@ -113,7 +113,7 @@ def allreduce(
     Source: design.md's prototype; Open MPI's coll/sm and MPICH's release-gather do so for one slot.
     """
     if len(slots) == 1 and is_one_shot(sum([part.source.nbytes for part in slots[0]]), region.size):
-        yield from _one_shot(slots[0], region, reduction, watch)
+        yield from one_shot(_WholeSlot(slots[0], region, reduction), region, watch)
         return
     yield from pipelined([_Slot(parts, region, reduction) for parts in slots], region, watch)
 
@@ -129,6 +129,16 @@ class SlotWork(Protocol):
 
     def copy_out(self, turn: int) -> None:
         """Take the finished chunks out of their owners' slots; all have published SUMMED."""
+
+
+class OneShotWork(Protocol):
+    """What one rank does with a slot of which each rank sums all; the slots stay as they are, for others read them."""
+
+    def pack(self, turn: int) -> None:
+        """Put all elements into this rank's slot, and publish PACKED."""
+
+    def sum_all(self, turn: int) -> None:
+        """Reduce all elements of all ranks' slots; all have published PACKED."""
 
 
 def pipelined(slots: Sequence[SlotWork], turns: Flags, watch: Watch) -> Steps[None]:
@@ -154,34 +164,47 @@ def pipelined(slots: Sequence[SlotWork], turns: Flags, watch: Watch) -> Steps[No
             slots[number].sum(turn)
 
 
-def _one_shot(parts: Sequence[Part], region: Region, reduction: Reduction, watch: Watch) -> Steps[None]:
-    """All pack all, and each sums all; the slots stay as they are, for others still read them."""
-    turn = region.turn
-    region.turn = turn + 1
-    slots = region.slots(turn, reduction.element.storage)
+def one_shot(slot: OneShotWork, turns: Flags, watch: Watch) -> Steps[None]:
+    """Take one short slot through its two phases."""
+    turn = turns.turn
+    turns.turn = turn + 1
     watch(0, PACK)
-    length = pack(parts, slots[region.rank], region.writer)
-    region.publish(PACKED, turn)
+    slot.pack(turn)
     watch(0, REDUCE)
-    if not region.arrived(PACKED, turn):
-        yield region.arrival(PACKED, turn)
+    if not turns.arrived(PACKED, turn):
+        yield turns.arrival(PACKED, turn)
     watch(0, COPY)
-    chunks = [each[:length] for each in slots]
-    if len(parts) == 1:
-        reduction.reduce_parts(chunks, parts[0].target)
-    else:
-        reduced = np.empty(length, reduction.element.storage)
-        reduction.reduce_parts(chunks, reduced)
-        _unpack(reduced, parts)
+    slot.sum_all(turn)
     watch(0, DONE)
 
 
-def _unpack(reduced: Any, parts: Sequence[Part]) -> None:
-    low = 0
-    for _, target in parts:
-        high = low + target.size
-        target[...] = reduced[low:high]
-        low = high
+class _WholeSlot:
+    """See `OneShotWork`."""
+
+    def __init__(self, parts: Sequence[Part], region: Region, reduction: Reduction) -> None:
+        self.parts, self.region, self.reduction = parts, region, reduction
+        self.length = 0
+
+    def pack(self, turn: int) -> None:
+        """See `OneShotWork`."""
+        region = self.region
+        self.length = pack(self.parts, region.slots(turn, self.reduction.element.storage)[region.rank], region.writer)
+        region.publish(PACKED, turn)
+
+    def sum_all(self, turn: int) -> None:
+        """See `OneShotWork`."""
+        dtype = self.reduction.element.storage
+        chunks = [each[: self.length] for each in self.region.slots(turn, dtype)]
+        if len(self.parts) == 1:
+            self.reduction.reduce_parts(chunks, self.parts[0].target)
+            return
+        reduced = np.empty(self.length, dtype)
+        self.reduction.reduce_parts(chunks, reduced)
+        low = 0
+        for _, target in self.parts:
+            high = low + target.size
+            target[...] = reduced[low:high]
+            low = high
 
 
 class _Slot:

@@ -7,10 +7,10 @@
 //
 // gather, scatter   copy bytes as they are
 // load, store       prescale and widen; divide, postscale and round
-// reduce, partial   combine the same elements of several slots, in the order given
+// reduce            combine the same elements of several slots, in the order given; divide, postscale and round
 //
 // No header is included: a machine with a GPU driver need have none. Defined by options: nothing (gather, scatter);
-// ELEMENT and PARTIAL, two types of the table in dtypes.py (load, store); and OP, a reduction (reduce, partial).
+// ELEMENT and PARTIAL, two types of the table in dtypes.py (load, store); and OP, a reduction (reduce).
 // Kernels are named after them, so that a profile tells them apart.
 //
 // Results have the bits of ops.Reduction on the host. So arithmetic of floats is written in PTX: CuPy compiles with
@@ -593,14 +593,19 @@ __device__ void read_packs(Packs& packs, uint64 source, const int64 (&places)[PL
     for (int k = 0; k < PLACES; ++k) packs[k].read(reinterpret_cast<const ELEMENT*>(source) + places[k]);
 }
 
+#define NAMED(kernel, op, element, partial) NAMED_(kernel, op, element, partial)
+#define NAMED_(kernel, op, element, partial) extern "C" __global__ void kernel##_##op##_##element##_##partial
+
 // Every thread reads an element of all sources before it writes it, so the target may be one of them.
-template <class Result, class Last>
-__device__ void combine(const uint64* sources, int64 source_count, uint64 target_address, int64 count, int64 is_aligned,
-                        Start start, Last last) {
+NAMED(reduce, OP, ELEMENT, PARTIAL)
+(const uint64* sources, int64 source_count, uint64 target_address, int64 count, int64 is_aligned, double prescale,
+ int64 divisor, double reciprocal, double postscale) {
+    const Start start(prescale);
+    const Finish finish(divisor, reciprocal, postscale);
     const int WIDTH = 16 / sizeof(ELEMENT);
     const int PLACES = WIDTH * sizeof(PARTIAL) > 64 ? 1 : 2;  // so that partial results take 32 registers at most
     const int64 whole = is_aligned ? count / WIDTH : 0;
-    Result* target = reinterpret_cast<Result*>(target_address);
+    ELEMENT* target = reinterpret_cast<ELEMENT*>(target_address);
     for (int64 low = static_cast<int64>(blockIdx.x) * blockDim.x * PLACES + threadIdx.x; low < whole;
          low += static_cast<int64>(gridDim.x) * blockDim.x * PLACES) {
         int64 places[PLACES];  // past the end the last one is read again, and not written: no branch among the reads
@@ -626,9 +631,9 @@ __device__ void combine(const uint64* sources, int64 source_count, uint64 target
         }
 #pragma unroll
         for (int k = 0; k < PLACES; ++k) {
-            Pack<Result, WIDTH> results;
+            Pack<ELEMENT, WIDTH> results;
 #pragma unroll
-            for (int e = 0; e < WIDTH; ++e) results.elements[e] = last(totals[k][e]);
+            for (int e = 0; e < WIDTH; ++e) results.elements[e] = finish(totals[k][e]);
             if (low + k * static_cast<int64>(blockDim.x) < whole) results.write(target + places[k]);
         }
     }
@@ -637,27 +642,8 @@ __device__ void combine(const uint64* sources, int64 source_count, uint64 target
         PARTIAL total = start(reinterpret_cast<const ELEMENT*>(sources[0])[k]);
         for (int64 number = 1; number < source_count; ++number)
             total = OP::of(total, start(reinterpret_cast<const ELEMENT*>(sources[number])[k]));
-        target[k] = last(total);
+        target[k] = finish(total);
     }
-}
-
-struct Same {
-    __device__ PARTIAL operator()(PARTIAL value) const { return value; }
-};
-
-#define NAMED(kernel, op, element, partial) NAMED_(kernel, op, element, partial)
-#define NAMED_(kernel, op, element, partial) extern "C" __global__ void kernel##_##op##_##element##_##partial
-
-NAMED(reduce, OP, ELEMENT, PARTIAL)
-(const uint64* sources, int64 source_count, uint64 target, int64 count, int64 is_aligned, double prescale,
- int64 divisor, double reciprocal, double postscale) {
-    combine<ELEMENT>(sources, source_count, target, count, is_aligned, Start(prescale),
-                     Finish(divisor, reciprocal, postscale));
-}
-
-NAMED(partial, OP, ELEMENT, PARTIAL)
-(const uint64* sources, int64 source_count, uint64 target, int64 count, int64 is_aligned, double prescale) {
-    combine<PARTIAL>(sources, source_count, target, count, is_aligned, Start(prescale), Same());
 }
 
 #endif

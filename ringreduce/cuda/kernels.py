@@ -201,43 +201,28 @@ class Kernels:
 
         Shape: `count` elements of `reduction.element.storage` at each address; `target` may be one of the sources.
         """
+        listed = self._memory(stream).addresses(tuple(sources))
+        is_aligned = all(address % WORD_BYTES == 0 for address in (target, *sources))
         scales = float(reduction.prescale), *divisors(reduction), float(reduction.postscale)
-        self._combine("reduce", reduction, sources, target, count, scales, stream)
+        arguments = listed.pointer, len(sources), target, count, int(is_aligned), *scales
+        variant = Variant(reduction.element.name, str(reduction.sum_type), _OPS[reduction.op])
+        blocks = -(-count * reduction.element.itemsize // TILE_BYTES)
+        self._launch(variant, "reduce", blocks, arguments, stream)
 
-    def partial(self, reduction: Reduction, sources: Sequence[int], target: int, count: int, stream: Stream) -> None:
-        """The same, but not finished: prescaled and combined elements of `reduction.sum_type`.
-
-        `target` may be one of the sources only when sums are made in the elements' own type.
-        """
-        self._combine("partial", reduction, sources, target, count, (float(reduction.prescale),), stream)
+    def forget(self, streams: Sequence[Stream]) -> None:
+        """Give back the memory of streams, whose tables may not be used any more."""
+        for stream in streams:
+            if stream in self._memories:
+                self._memories.pop(stream).free()
 
     def free(self) -> None:
         """Give the memory back. No table may be used any more; waits for the device's work, as CUDA says."""
-        for memory in self._memories.values():
-            memory.free()
-        self._memories.clear()
+        self.forget(list(self._memories))
 
     def _memory(self, stream: Stream) -> _Memory:
         if stream not in self._memories:
             self._memories[stream] = _Memory(stream)
         return self._memories[stream]
-
-    def _combine(
-        self,
-        kernel: str,
-        reduction: Reduction,
-        sources: Sequence[int],
-        target: int,
-        count: int,
-        scales: tuple[float, ...],
-        stream: Stream,
-    ) -> None:
-        element = reduction.element
-        listed = self._memory(stream).addresses(tuple(sources))
-        is_aligned = all(address % WORD_BYTES == 0 for address in (target, *sources))
-        arguments = listed.pointer, len(sources), target, count, int(is_aligned), *scales
-        variant = Variant(element.name, str(reduction.sum_type), _OPS[reduction.op])
-        self._launch(variant, kernel, -(-count * element.itemsize // TILE_BYTES), arguments, stream)
 
     def _on_tiles(
         self, variant: Variant, kernel: str, table: Table, arguments: tuple[float, ...], stream: Stream

@@ -485,6 +485,7 @@ class Engine:
                 if lane is not None:
                     self._close(lane, f"process set {number} was removed", -1)
                     yield Idle(lane)
+                    yield from lane.routes.gpu.release()
                 with self._inbox.lock:
                     self.lanes.pop(number, None)
                     members = self.sets.pop(number, None)
@@ -612,6 +613,7 @@ class Engine:
             self.transport.cancel_receives()
         for request in lost:
             request.fail(error)
+        self.gpu.abort()
 
     def _others(self) -> list[int]:
         return [rank for rank in range(self.world.size) if rank != self.world.rank]

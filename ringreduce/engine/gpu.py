@@ -23,11 +23,14 @@ from ringreduce.engine.request import Request
 from ringreduce.errors import InputError
 
 
-class GpuRoutes(Protocol):
-    """What a process set has made on this GPU; see gpu_routes.py."""
+class SetMemory(Protocol):
+    """What a process set has made on this GPU: gpu_routes.GpuPaths, which stands above."""
 
     def check(self) -> None:
         """Raise CollectiveError when what was queued can never be done."""
+
+    def abort(self) -> None:
+        """End what waits for other ranks on the GPU."""
 
     def close(self) -> None:
         """Give back what belongs to the other ranks."""
@@ -45,8 +48,8 @@ class Gpu:
         """The GPU's number: that of the first array."""
         self.default_index = 0
         """The number that counts before there is an array: a rank may join without any."""
-        self.routes: list[GpuRoutes] = []
-        """What process sets have made on this GPU, those that are gone too: others may still read their memory."""
+        self.paths: list[SetMemory] = []
+        """Of the process sets that have used this GPU, until they have given their memory back."""
         self._retired: deque[tuple[Event, Any]] = deque()
 
     def check(self, inputs: Sequence[Buffer]) -> None:
@@ -93,18 +96,23 @@ class Gpu:
         fill(flat)
         return GpuBuffer(flat, int(flat.data.ptr), index, element, (count,), element.storage)
 
-    def retire(self, buffers: Sequence[Buffer]) -> Event:
-        """Keep these until what is queued now is done; returns that point."""
-        event = self.stream.record()
-        self._retired.append((event, buffers))
+    def retire(self, kept: Sequence[Any], stream: Stream | None = None) -> Event:
+        """Keep these until what is queued now, on the engine's or another stream, is done; returns that point."""
+        event = (stream or self.stream).record()
+        self._retired.append((event, kept))
         return event
+
+    def forget(self, streams: Sequence[Stream]) -> None:
+        """Give back what kernels keep for streams that are used no more."""
+        if "kernels" in self.__dict__:
+            self.kernels.forget(streams)
 
     def sweep(self) -> None:
         """Let go what is done. Raises CollectiveError when the rest will never be."""
         while self._retired and self._retired[0][0].done():
             self._retired.popleft()
         if self._retired:
-            for each in self.routes:
+            for each in self.paths:
                 each.check()
 
     @property
@@ -112,17 +120,22 @@ class Gpu:
         """True while something is kept: `sweep` must be called again."""
         return bool(self._retired)
 
+    def abort(self) -> None:
+        """End what waits for other ranks, which will not come: nobody must hang for it."""
+        for each in self.paths:
+            each.abort()
+
     def close(self) -> None:
         """Wait for the GPU, and give back what belongs to the other ranks; when all have, `free` the rest."""
         if "stream" in self.__dict__:
             self.stream.synchronize()
         self._retired.clear()
-        for each in self.routes:
+        for each in self.paths:
             each.close()
 
     def free(self) -> None:
         """Give the GPU's memory back."""
-        for each in self.routes:
+        for each in self.paths:
             each.free()
         if "kernels" in self.__dict__:
             self.kernels.free()

@@ -1,22 +1,40 @@
-"""What is done with GPU arrays besides all-reduces: between mapped slots on one host, else through the host."""
+"""GPU arrays in operations on host memory, which all but all-reduces are: copied down before, and up after."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-from ringreduce.buffers import Buffer
-from ringreduce.collectives import swapped, tree
+from ringreduce.buffers import Buffer, GpuBuffer
+from ringreduce.collectives import tree
+from ringreduce.cuda.runtime import Pinned
 from ringreduce.engine.batch import Batch
 from ringreduce.engine.context import Context
-from ringreduce.engine.gpu_reduction import GpuBatch, address
-from ringreduce.ops import Reduction
+from ringreduce.engine.gpu_reduction import GpuBatch
 from ringreduce.transport.base import Steps
+from ringreduce.transport.device import Done
+from ringreduce.transport.subset import CHANNELS
 
 
-def may(tensor: Buffer, context: Context) -> bool:
-    """True for GPU memory whose ranks map each other's slots."""
-    return tensor.on_gpu and context.routes.gpu.way == "mapped"
+def down(tensor: Buffer, context: Context) -> Steps[Any]:
+    """A tensor's elements on the host: its own memory, or when the GPU is done a copy, which the caller may change."""
+    if not isinstance(tensor, GpuBuffer):
+        return tensor.flat
+    pinned, stream = Pinned(tensor.nbytes), context.gpu.stream
+    stream.copy(pinned.pointer, tensor.pointer, tensor.nbytes)
+    yield Done(stream.record(), context.transport.rank)
+    return pinned.elements(tensor.element.storage, 0, tensor.nbytes)
+
+
+def room(result: Buffer) -> Any:
+    """Memory on the host for a result's elements: its own, or some from which `up` copies."""
+    return Pinned(result.nbytes).elements(result.element.storage, 0, result.nbytes) if result.on_gpu else result.flat
+
+
+def up(elements: Any, result: Buffer, context: Context) -> None:
+    """Queue the copy of what `down` or `room` gave into a result on the GPU."""
+    if isinstance(result, GpuBuffer):
+        context.gpu.stream.copy(result.pointer, elements.ctypes.data, result.nbytes)
+        context.gpu.retire([elements])
 
 
 class GpuBroadcast:
@@ -24,47 +42,12 @@ class GpuBroadcast:
 
     def __init__(self, batch: Batch, root: int, context: Context) -> None:
         self._root, self._context = root, context
-        self._mapped = may(batch.inputs[0], context)
-        slot_bytes = context.settings.cuda_slot_bytes if self._mapped else context.settings.fusion_slot_bytes
-        self._work = GpuBatch(batch, slot_bytes, context)
+        context.routes.gpu.start(context.gpu)
+        self._work = GpuBatch(batch, context.settings.fusion_slot_bytes, context)
 
     def run(self) -> Steps[None]:
         """Queue it all."""
-        work, context = self._work, self._context
-        if not self._mapped:
-            yield from work.through_host(self._by_messages)
-            return
-        stream = context.gpu.stream
-        slots = [work.gpu_slot(each, stream) for each in work.slots]
-        yield from swapped.broadcast(slots, self._root, _gpu(context), lambda number: work.settle(number, stream))
+        yield from self._work.through_host(self._by_messages, CHANNELS)
 
     def _by_messages(self, flat: Any, channel: int) -> Steps[None]:
         yield from tree.broadcast(flat, self._context.routes.channels[channel], self._root)
-
-
-def allgather(tensor: Buffer, gathered: Buffer, counts: Sequence[int], context: Context) -> Steps[None]:
-    """Queue what fills `gathered` with every rank's elements; counts: of each rank."""
-    nbytes = [count * tensor.element.itemsize for count in counts]
-    yield from swapped.allgather(address(tensor), address(gathered), nbytes, _gpu(context))
-
-
-def alltoall(
-    tensor: Buffer, result: Buffer, sent: Sequence[int], received: Sequence[int], longest: int, context: Context
-) -> Steps[None]:
-    """Queue what gives each rank its part; sent, received: elements of each part, longest: of any on any rank."""
-    itemsize = tensor.element.itemsize
-    sent_bytes, received_bytes = [n * itemsize for n in sent], [n * itemsize for n in received]
-    addresses = address(tensor), address(result)
-    yield from swapped.alltoall(*addresses, sent_bytes, received_bytes, longest * itemsize, _gpu(context))
-
-
-def reducescatter(
-    tensor: Buffer, part: Buffer, counts: Sequence[int], reduction: Reduction, context: Context
-) -> Steps[None]:
-    """Queue what reduces this rank's part of all ranks' elements; counts: elements of each part."""
-    yield from swapped.reducescatter(address(tensor), address(part), counts, reduction, _gpu(context))
-
-
-def _gpu(context: Context) -> swapped.Gpu:
-    peers, _ = context.routes.gpu.mapping()
-    return swapped.Gpu(peers, context.gpu.kernels, context.gpu.stream)

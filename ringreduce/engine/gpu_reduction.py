@@ -1,20 +1,19 @@
-"""The all-reduce of GPU arrays: a batch's slots, and what is queued for them, by the way that the ranks have found.
+"""The all-reduce of GPU arrays: a batch's slots, and what is queued for them, by the path that the ranks have found.
 
 Nothing here waits for the GPU, but before the host reads what was copied down.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Callable
 from typing import Any
 
 from ringreduce import fusion
 from ringreduce.buffers import Buffer, GpuBuffer
-from ringreduce.collectives import bridged, hierarchical, mapped, shared
-from ringreduce.collectives.hierarchical import WIDTH
+from ringreduce.collectives import hierarchical, mapped, ring, shared
 from ringreduce.collectives.mapped import GpuSlot
-from ringreduce.collectives.overlap import overlapped
-from ringreduce.cuda.kernels import Kernels
+from ringreduce.collectives.overlap import InOrder, Order, overlapped
 from ringreduce.cuda.runtime import Stream
 from ringreduce.dtypes import TABLE, ElementType
 from ringreduce.engine.batch import PHASES, Batch, view
@@ -27,8 +26,8 @@ from ringreduce.transport.base import Steps
 from ringreduce.transport.device import Done, Stage
 from ringreduce.transport.subset import CHANNELS
 
-BRIDGED_SLOT_BYTES = 4 << 20
-"""Of a slot at most, between hosts: the wire is slow, and shorter slots overlap better."""
+GPU_SEGMENT_BYTES = 1 << 20
+"""Of messages of GPU memory: each costs some launches and a wait for the GPU, so they are longer than the host's."""
 WINDOW_SLOT_BYTES = 8 << 20
 """Copied through the host at a time, where the host's ranks share memory."""
 
@@ -59,41 +58,36 @@ class GpuBatch:
         if self.context.timeline.recording:
             self.context.timeline.turn(self.batch.names(self.slots[number]), PHASES.get(phase))
 
-    def watching(self, streams: Sequence[Stream]) -> shared.Watch:
-        """What a collective tells of its slots, each on its stream, goes to the timeline; at the end it is settled."""
-
-        def watch(number: int, phase: int) -> None:
-            if phase == shared.DONE:
-                self.settle(number, streams[number])
-            else:
-                self.watch(number, phase)
-
-        return watch
-
-    def settle(self, number: int, stream: Stream) -> None:
-        """A slot's results are queued on a stream: the engine's waits for them, and its owners may be complete."""
+    def settle(self, number: int) -> None:
+        """A slot's results are queued: its owners may be complete."""
         self.watch(number, shared.DONE)
-        if stream is not self.gpu.stream:
-            self.gpu.stream.wait(stream.record())
         self.batch.settle(self.slots[number], self.context)
 
-    def through_host(self, collective: Callable[[Any, int], Steps[None]]) -> Steps[None]:
+    def through_host(
+        self, collective: Callable[[Any, int], Steps[None]], width: int, in_order: bool = False
+    ) -> Steps[None]:
         """Copy each slot down, let a collective, given its elements and a channel, work on it in place, copy it up.
 
-        Several slots are under way, each with a stream, pinned memory and a channel of its own.
+        `width` slots are under way, each with a stream, pinned memory and a channel of its own; in_order: only copies
+        overlap, and the collectives run one after the other.
         """
-        start = self.gpu.stream.record()
+        stages, start = self.context.routes.gpu.stages, self.gpu.stream.record()
+        order = Order(self.context.transport.rank)
 
-        def steps(number: int, channel: int) -> Steps[None]:
-            stage = self.context.routes.gpu.stages[channel]
+        def steps(number: int) -> Steps[None]:
+            channel = number % width
+            stage = stages[channel]
             stage.stream.wait(start)
             slot = self.down(number, stage)
             yield Done(stage.stream.record(), self.context.transport.rank)
+            if in_order:
+                yield InOrder(order, number)
             self.watch(number, shared.REDUCE)
             yield from collective(self.on_host(slot, stage), channel)
+            order.passed = number + 1
             self.up(number, slot, stage)
 
-        yield from overlapped((steps(number, number % CHANNELS) for number in range(len(self.slots))), CHANNELS)
+        yield from overlapped((steps(number) for number in range(len(self.slots))), width)
 
     def down(self, number: int, stage: Stage) -> GpuSlot:
         """Queue what gathers a slot and copies it to the host."""
@@ -116,7 +110,8 @@ class GpuBatch:
         block = stage.block(nbytes)
         stage.stream.copy(block.pointer, stage.pinned(nbytes).pointer, nbytes)
         self.gpu.kernels.scatter(slot.table, [block.pointer], slot.length, slot.outputs, stage.stream)
-        self.settle(number, stage.stream)
+        self.gpu.stream.wait(stage.stream.record())
+        self.settle(number)
 
 
 def address(buffer: Buffer, low: int = 0) -> int:
@@ -126,166 +121,116 @@ def address(buffer: Buffer, low: int = 0) -> int:
     return buffer.pointer + low * buffer.element.itemsize
 
 
-class _WithKernels(Reduction):
-    """Reduces elements of several ranks with our kernels: CuPy's own flush subnormal numbers to zero."""
-
-    kernels: Kernels
-    stream: Stream
-
-    def __new__(cls, reduction: Reduction, kernels: Kernels, stream: Stream) -> _WithKernels:
-        made = super().__new__(cls, *reduction)
-        made.kernels, made.stream = kernels, stream
-        return made
-
-    def reduce_parts(self, parts: Sequence[Any], out: Any) -> None:
-        """See `Reduction.reduce_parts`; GPU memory."""
-        self.kernels.reduce(self, [each.data.ptr for each in parts], out.data.ptr, out.size, self.stream)
-
-
 class GpuReduction:
     """The all-reduce of one batch; made when it is planned, so that its owners know what they wait for."""
 
-    def __init__(self, batch: Batch, reduction: Reduction, context: Context) -> None:
-        self.reduction, self.context = reduction, context
-        self.gpu, self.routes = context.gpu, context.routes.gpu
+    def __init__(self, batch: Batch, reduction: Reduction, path: str, context: Context) -> None:
+        """path: see GpuPaths.choose."""
+        self.reduction, self.path, self.context = reduction, path, context
+        self.gpu, self.paths = context.gpu, context.routes.gpu
         self.sum_itemsize = reduction.sum_type.itemsize
-        self.way = self._way()
         self.algorithm = ""
-        """For `staged`: that of the host."""
-        if self.way == "staged":
+        """For `host_staged`: that of the host."""
+        if path == "host_staged":
             self.algorithm = context.routes.choice(batch.nbytes, reduction)
         self.work = GpuBatch(batch, self._slot_bytes(), context)
         if context.debugs:
             what = f"allreduce of {len(batch.inputs)} GPU tensors, {batch.nbytes} B of {reduction.element.name}"
-            LOGGER.debug(f"{what}: {self.way} {self.algorithm}".rstrip() + f", in {len(self.work.slots)} slots")
+            LOGGER.debug(f"{what}: {path} {self.algorithm}".rstrip() + f", in {len(self.work.slots)} slots")
 
     def run(self) -> Steps[None]:
         """Queue it all."""
-        ways: dict[str, Callable[[], Steps[None]]] = {
-            "alone": self.alone,
-            "mapped": self.mapped,
-            "bridged": self.bridged,
-            "device": self.device,
-            "staged": self.staged,
-            "nccl": self.nccl,
-        }
-        yield from ways[self.way]()
-
-    def _way(self) -> str:
-        if self.routes.nccl is not None and nccl.supported(self._nccl_element(), self.reduction.op):
-            return "nccl"
-        return self.routes.way
+        paths = {"ipc": self._ipc, "cuda_aware": self._cuda_aware, "host_staged": self._host_staged}
+        yield from paths.get(self.path, self._nccl)()
 
     def _slot_bytes(self) -> int:
-        settings = self.context.settings
-        if self.way == "bridged":
-            return min(settings.cuda_slot_bytes, BRIDGED_SLOT_BYTES)
-        if self.way == "staged" and self.algorithm in ("shared", "hierarchical"):
+        if self.algorithm in ("shared", "hierarchical"):
             return WINDOW_SLOT_BYTES
-        if self.way == "staged":
-            # the fusion buffer's blocks hold the sums; for a ring the finished elements behind them
-            return settings.fusion_slot_bytes * self.reduction.element.itemsize // self.sum_itemsize
-        if self.way == "mapped":
-            return settings.cuda_slot_bytes
-        return settings.cuda_slot_bytes * self.reduction.element.itemsize // self.sum_itemsize
+        settings = self.context.settings
+        nbytes = settings.fusion_slot_bytes if self.algorithm else settings.cuda_slot_bytes
+        if self.path == "ipc":
+            return nbytes
+        # blocks hold the sums; those of the fusion buffer, for a ring, the finished elements behind them
+        return nbytes * self.reduction.element.itemsize // self.sum_itemsize
 
-    # The ways
+    # The paths
 
-    def alone(self) -> Steps[None]:
-        """Scale what is to be scaled."""
-        work, stream, kernels = self.work, self.gpu.stream, self.gpu.kernels
-        block = self._block(work.capacity * self.sum_itemsize)
+    def _nccl(self) -> Steps[None]:
+        """NCCL sums, if there is another rank; the kernels before and after it scale and divide."""
+        work, kernels, reduction, communicator = self.work, self.gpu.kernels, self.reduction, self.paths.nccl
+        stage = self.paths.nccl_stage if self.path else self.paths.blocks[0]
+        if stage is None or (communicator is None) == bool(self.path):
+            raise AssertionError("the path is nccl, but there is no communicator")
+        if self.path:
+            self._leave_the_engines_stream(stage.stream)
+        element = nccl_element(reduction) if self.path else TABLE[reduction.sum_type.name]
+        wide = element != reduction.element
+        block = stage.block(
+            self.context.settings.cuda_slot_bytes
+        ).pointer  # never longer: freeing waits for all kernels
         for number, each in enumerate(work.slots):
-            slot = work.gpu_slot(each, stream)
-            kernels.load(slot.table, slot.inputs, block, self.reduction, stream, wide=True)
-            kernels.store(slot.table, block, slot.outputs, self.reduction, stream, wide=True)
-            work.settle(number, stream)
+            slot = work.gpu_slot(each, stage.stream)
+            work.watch(number, shared.PACK)
+            kernels.load(slot.table, slot.inputs, block, reduction, stage.stream, wide=wide)
+            work.watch(number, shared.REDUCE)
+            if communicator is not None:
+                communicator.allreduce(block, slot.length, element, reduction.op, stage.stream)
+            work.watch(number, shared.COPY)
+            kernels.store(slot.table, block, slot.outputs, reduction, stage.stream, wide=wide)
+            work.settle(number)
         yield from ()
 
-    def mapped(self) -> Steps[None]:
+    def _leave_the_engines_stream(self, stream: Stream) -> None:
+        """Let another stream wait for the inputs, and the owners for it: between them the engine's has no part."""
+        for owner in dict.fromkeys(self.work.batch.owners):
+            for event in owner.ready:
+                stream.wait(event)
+            owner.retire = functools.partial(self.gpu.retire, stream=stream)
+
+    def _ipc(self) -> Steps[None]:
         """See collectives/mapped.py."""
-        work, stream, routes = self.work, self.gpu.stream, self.routes
+        work, stream = self.work, self.gpu.stream
         slots = [work.gpu_slot(each, stream) for each in work.slots]
-        watch = work.watching([stream] * len(slots))
-        peers, scratch = routes.mapping()
+
+        def watch(number: int, phase: int) -> None:
+            if phase == shared.DONE:
+                work.settle(number)
+            else:
+                work.watch(number, phase)
+
+        peers, scratch = self.paths.mapping()
         yield from mapped.allreduce(slots, peers, self.reduction, self.gpu.kernels, stream, scratch, watch)
 
-    def bridged(self) -> Steps[None]:
-        """See collectives/bridged.py."""
-        work, bridge = self.work, self.routes.bridge
-        if bridge is None:
-            raise AssertionError("the way is bridged, but there is no bridge")
-        first = bridge.peers.flags.turn
-        streams = [bridge.stages[(first + number) % WIDTH].stream for number in range(len(work.slots))]
-        slots = [work.gpu_slot(each, stream) for each, stream in zip(work.slots, streams, strict=True)]
-        watch = work.watching(streams)
-        start, segment_bytes = self.gpu.stream.record(), self.context.routes.segment_bytes
-        yield from bridged.allreduce(slots, bridge, self.reduction, self.gpu.kernels, start, segment_bytes, watch)
+    def _cuda_aware(self) -> Steps[None]:
+        """Rings of GPU memory, summed by the GPU; all on the engine's stream, for which outgoing messages wait."""
+        slots = range(len(self.work.slots))
+        yield from overlapped((self._ring(number, number % CHANNELS) for number in slots), CHANNELS)
 
-    def nccl(self) -> Steps[None]:
-        """NCCL sums; the kernels before and after it scale and divide. Slots follow each other in one block."""
-        work, stream, kernels, communicator = self.work, self.gpu.stream, self.gpu.kernels, self.routes.nccl
-        if communicator is None:
-            raise AssertionError("the way is nccl, but there is no communicator")
-        element, wide = self._nccl_element(), self._nccl_is_wide()
-        block = self._block(work.capacity * element.itemsize)
-        for number, each in enumerate(work.slots):
-            slot = work.gpu_slot(each, stream)
-            work.watch(number, shared.PACK)
-            kernels.load(slot.table, slot.inputs, block, self.reduction, stream, wide=wide)
-            work.watch(number, shared.REDUCE)
-            communicator.allreduce(block, slot.length, element, self.reduction.op, stream)
-            work.watch(number, shared.COPY)
-            kernels.store(slot.table, block, slot.outputs, self.reduction, stream, wide=wide)
-            work.settle(number, stream)
-        yield from ()
-
-    def _nccl_is_wide(self) -> bool:
-        """Integers are averaged in int64; 16-bit floats stay what they are, for those who ask for NCCL."""
-        return not self.reduction.in_place and not self.reduction.element.is_half
-
-    def _nccl_element(self) -> ElementType:
-        return TABLE[self.reduction.sum_type.name] if self._nccl_is_wide() else self.reduction.element
-
-    def device(self) -> Steps[None]:
-        """Messages of GPU memory, summed by the GPU; all on the engine's stream, for which outgoing messages wait."""
-        yield from overlapped(self._device_slots(), CHANNELS)
-
-    def _device_slots(self) -> Iterator[Steps[None]]:
-        for number in range(len(self.work.slots)):
-            yield self._device_slot(number, number % CHANNELS)
-
-    def _device_slot(self, number: int, channel: int) -> Steps[None]:
+    def _ring(self, number: int, channel: int) -> Steps[None]:
         work, stream, kernels, reduction = self.work, self.gpu.stream, self.gpu.kernels, self.reduction
         slot = work.gpu_slot(work.slots[number], stream)
-        finished_bytes, sum_bytes = slot.length * work.itemsize, slot.length * self.sum_itemsize
-        block = self.routes.blocks[channel].block(work.capacity * (self.sum_itemsize + work.itemsize))
-        algorithm = "direct" if self.context.settings.deterministic else "ring"
-        summing = _WithKernels(reduction, kernels, stream)
-        collective = MessageCollective(algorithm, work.batch.inputs[0], summing, channel, self.context)
+        sum_bytes, finished_bytes = work.capacity * self.sum_itemsize, work.capacity * work.itemsize
+        nbytes = sum_bytes + finished_bytes + ring.RECEIVES_AHEAD * GPU_SEGMENT_BYTES
+        block = self.paths.blocks[channel].block(nbytes)
+        partial = block.elements(reduction.sum_type, 0, slot.length * self.sum_itemsize)
+        offset = 0 if reduction.in_place else sum_bytes
+        finished = block.elements(reduction.element.storage, offset, offset + slot.length * work.itemsize)
+        scratch = block.elements(reduction.sum_type, sum_bytes + finished_bytes, nbytes)
         work.watch(number, shared.PACK)
-        if algorithm == "direct":
-            kernels.gather(slot.table, slot.inputs, block.pointer, stream)
-            finished, offset = block.elements(reduction.element.storage, 0, finished_bytes), 0
-            work.watch(number, shared.REDUCE)
-            yield from collective.run(finished, None)
-        else:
-            kernels.load(slot.table, slot.inputs, block.pointer, reduction, stream, wide=True)
-            partial = block.elements(reduction.sum_type, 0, sum_bytes)
-            offset = 0 if reduction.in_place else sum_bytes
-            finished = block.elements(reduction.element.storage, offset, offset + finished_bytes)
-            work.watch(number, shared.REDUCE)
-            yield from collective.ring(finished, partial, bridged.GPU_SEGMENT_BYTES)
+        kernels.load(slot.table, slot.inputs, block.pointer, reduction, stream, wide=True)
+        work.watch(number, shared.REDUCE)
+        transport, workspace = self.context.routes.channels[channel], ring.Workspace(partial, scratch)
+        yield from ring.allreduce(finished, transport, reduction, GPU_SEGMENT_BYTES, workspace)
         work.watch(number, shared.COPY)
         kernels.scatter(slot.table, [block.pointer + offset], slot.length, slot.outputs, stream)
-        work.settle(number, stream)
+        work.settle(number)
 
-    def staged(self) -> Steps[None]:
+    def _host_staged(self) -> Steps[None]:
         """Down, what the host does with its own arrays, and up."""
         if self.algorithm in ("shared", "hierarchical"):
-            yield from self._through_window()
+            yield from self.work.through_host(self._in_window, width=2, in_order=True)
         else:
-            yield from self.work.through_host(self._by_messages)
+            yield from self.work.through_host(self._by_messages, CHANNELS)
 
     def _by_messages(self, flat: Any, channel: int) -> Steps[None]:
         like = Buffer(flat, self.reduction.element, flat.shape, "cpu", flat.dtype)
@@ -298,26 +243,7 @@ class GpuReduction:
             partial[...] = self.reduction.widen(flat)
             yield from collective.run(flat, partial)
 
-    def _through_window(self) -> Steps[None]:
-        """The host's shared memory takes slot after slot, while the next is copied down and the last one up."""
-        work, stages = self.work, self.routes.stages
-        start, rank = self.gpu.stream.record(), self.context.transport.rank
-        copied: list[tuple[GpuSlot, Done]] = []
-        for number in range(len(work.slots) + 1):
-            if number < len(work.slots):
-                stage = stages[number % 2]
-                stage.stream.wait(start)
-                slot = work.down(number, stage)
-                copied.append((slot, Done(stage.stream.record(), rank)))
-            if number > 0:
-                slot, done = copied[number - 1]
-                yield done
-                stage = stages[(number - 1) % 2]
-                work.watch(number - 1, shared.REDUCE)
-                yield from self._in_window(work.on_host(slot, stage))
-                work.up(number - 1, slot, stage)
-
-    def _in_window(self, flat: Any) -> Steps[None]:
+    def _in_window(self, flat: Any, _: int) -> Steps[None]:
         routes = self.context.routes
         region = routes.region
         if region is None:
@@ -330,6 +256,12 @@ class GpuReduction:
         elif routes.hierarchy is not None:
             yield from hierarchical.allreduce(parts, region, routes.hierarchy, self.reduction, routes.segment_bytes)
 
-    def _block(self, nbytes: int) -> int:
-        """The address of GPU memory for work on the engine's stream."""
-        return self.routes.blocks[0].block(nbytes).pointer
+
+def nccl_element(reduction: Reduction) -> ElementType:
+    """What NCCL adds: integers are averaged in int64; 16-bit floats stay what they are."""
+    return reduction.element if reduction.in_place or reduction.element.is_half else TABLE[reduction.sum_type.name]
+
+
+def nccl_can(reduction: Reduction) -> bool:
+    """True when NCCL has this reduction."""
+    return nccl.supported(nccl_element(reduction), reduction.op)

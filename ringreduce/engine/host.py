@@ -63,8 +63,7 @@ class Host:
             self._settings,
             self.constants,
             flags,
-            None if self.world.comm is None else self._transport,
-            len(members) == self.world.size,
+            self.world.comm is not None,
         )
 
     def reserve(self, members: Sequence[int]) -> Place:

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from ringreduce.buffers import Buffer
+from ringreduce.buffers import Buffer, ready
 from ringreduce.dtypes import TABLE
 from ringreduce.engine.description import Description, TensorDescription
 from ringreduce.engine.gpu import Gpu
@@ -28,6 +28,7 @@ def stand_in(description: Description, process_set: int, gpu: Gpu) -> Request:
         line="join()",
         handle=None,
         waits=False,
+        ready=ready(buffers),
     )
 
 

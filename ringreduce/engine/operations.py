@@ -12,19 +12,16 @@ from typing import Any
 
 import numpy as np
 
-from ringreduce.buffers import Buffer
 from ringreduce.collectives import adasum, bruck, pairwise, ring, tree
-from ringreduce.engine import gpu_exchange
 from ringreduce.engine.batch import batches, carry, plan
 from ringreduce.engine.context import Context
-from ringreduce.engine.gpu_exchange import GpuBroadcast
+from ringreduce.engine.gpu_exchange import GpuBroadcast, down, room, up
 from ringreduce.engine.reduction import allreduce
 from ringreduce.engine.request import Request
 from ringreduce.errors import InputError
 from ringreduce.ops import Adasum
 from ringreduce.partition import chunk_bounds
 from ringreduce.transport.base import Steps
-from ringreduce.transport.device import Done
 
 
 def run(requests: Sequence[Request], context: Context, divisor: int) -> Steps[None]:
@@ -41,8 +38,6 @@ def run(requests: Sequence[Request], context: Context, divisor: int) -> Steps[No
         batches.setdefault((kind, request.description.details if kind in FUSED else request.key), []).append(request)
     for (kind, _), batch in batches.items():
         try:
-            if any(tensor.on_gpu for request in batch for tensor in request.inputs):
-                yield from context.routes.gpu.prepare(context.gpu)
             yield from OPERATIONS[kind](batch, context)
         except InputError as exc:  # all ranks find the same wrong
             for request in batch:
@@ -57,14 +52,15 @@ def _adasum(requests: Sequence[Request], context: Context) -> Steps[None]:
         raise InputError(f"op=Adasum: {size} ranks; expected a power of two, such as 2, 4 or 8")
     for request in requests:
         for source, target in zip(request.inputs, request.outputs, strict=True):
-            yield from _settled(target, context)
             reduction = context.reduction(request, source.element)
-            if target is not source:
-                target.flat[...] = source.flat
-            partial = reduction.start(target.flat)
+            flat = yield from down(source, context)
+            if not target.on_gpu and target is not source:
+                target.flat[...], flat = flat, target.flat
+            partial = reduction.start(flat)
             with context.timeline.phase([request], "ADASUM"):
                 yield from adasum.allreduce(partial, context.transport)
-            reduction.finish(partial, target.flat)
+            reduction.finish(partial, flat)
+            up(flat, target, context)
         request.complete()
 
 
@@ -99,13 +95,10 @@ def _allgather(requests: Sequence[Request], context: Context) -> Steps[None]:
             counts = [int(n) * math.prod(tensor.shape[1:]) for n in rows[:, number]]
             gathered = context.empty(tensor, (int(rows[:, number].sum()), *tensor.shape[1:]))
             with context.timeline.phase([request], "ALLGATHER"):
-                if gpu_exchange.may(tensor, context):
-                    yield from gpu_exchange.allgather(tensor, gathered, counts, context)
-                else:
-                    yield from _settled(tensor, context)
-                    start = sum(counts[:rank])
-                    gathered.flat[start : start + tensor.count] = tensor.flat
-                    yield from ring.allgather(gathered.flat, transport, counts, rank, context.routes.segment_bytes)
+                flat, start = room(gathered), sum(counts[:rank])
+                flat[start : start + tensor.count] = yield from down(tensor, context)
+                yield from ring.allgather(flat, transport, counts, rank, context.routes.segment_bytes)
+                up(flat, gathered, context)
             outputs.append(gathered)
         request.payload = rows
         request.complete()
@@ -123,12 +116,9 @@ def _alltoall(requests: Sequence[Request], context: Context) -> Steps[None]:
         result = context.empty(tensor, (sum(received), *tensor.shape[1:]))
         sent_counts, received_counts = [n * row for n in splits], [n * row for n in received]
         with context.timeline.phase([request], "ALLTOALL"):
-            if gpu_exchange.may(tensor, context):
-                longest = int(everyones.max()) * row
-                yield from gpu_exchange.alltoall(tensor, result, sent_counts, received_counts, longest, context)
-            else:
-                yield from _settled(tensor, context)
-                yield from pairwise.alltoall(tensor.flat, result.flat, transport, sent_counts, received_counts)
+            flat, came = (yield from down(tensor, context)), room(result)
+            yield from pairwise.alltoall(flat, came, transport, sent_counts, received_counts)
+            up(came, result, context)
         request.outputs, request.payload = [result], received
         request.complete()
 
@@ -146,15 +136,13 @@ def _reducescatter(requests: Sequence[Request], context: Context) -> Steps[None]
             rows = bounds[transport.rank + 1] - bounds[transport.rank]
             part = context.empty(tensor, (rows, *tensor.shape[1:]))
             with context.timeline.phase([request], "REDUCESCATTER"):
-                if gpu_exchange.may(tensor, context):
-                    yield from gpu_exchange.reducescatter(tensor, part, counts, reduction, context)
-                else:
-                    yield from _settled(tensor, context)
-                    work = tensor.flat.copy()
-                    low, high = yield from ring.scatter_reduce(
-                        work, transport, reduction, context.routes.segment_bytes, counts, transport.rank
-                    )
-                    part.flat[...] = work[low:high]
+                flat, mine = (yield from down(tensor, context)), room(part)
+                work = flat if tensor.on_gpu else flat.copy()
+                low, high = yield from ring.scatter_reduce(
+                    work, transport, reduction, context.routes.segment_bytes, counts, transport.rank
+                )
+                mine[...] = work[low:high]
+                up(mine, part, context)
             outputs.append(part)
         request.complete()
 
@@ -169,12 +157,6 @@ def _broadcast_object(requests: Sequence[Request], context: Context) -> Steps[No
             request.payload = np.empty(int(lengths[root, 0]), np.uint8)
         yield from tree.broadcast(request.payload, transport, root)
         request.complete()
-
-
-def _settled(tensor: Buffer, context: Context) -> Steps[None]:
-    """Wait until GPU memory may be read: what follows would wait inside a message, and hold all process sets up."""
-    if tensor.on_gpu:
-        yield Done(context.gpu.stream.record(), context.transport.rank)
 
 
 def _nothing(requests: Iterable[Request], context: Context) -> Steps[None]:

@@ -9,7 +9,7 @@ from ringreduce.collectives import hierarchical, shared
 from ringreduce.collectives.overlap import overlapped
 from ringreduce.engine.batch import PHASES, Batch, batches, carry, plan
 from ringreduce.engine.context import Context
-from ringreduce.engine.gpu_reduction import GpuReduction
+from ringreduce.engine.gpu_reduction import GpuReduction, nccl_can
 from ringreduce.engine.messages import MessageCollective
 from ringreduce.engine.request import Request
 from ringreduce.log import LOGGER
@@ -21,11 +21,13 @@ from ringreduce.transport.subset import CHANNELS
 def allreduce(requests: Sequence[Request], context: Context) -> Steps[None]:
     """Reduce what all these requests hold; they agree in op and scales. Completes each as soon as it is finished."""
     work, on_gpu = [], []
-    found = batches(requests)
-    for batch in found:
-        reduction = context.reduction(requests[0], batch.inputs[0].element)
+    found = [(batch, context.reduction(requests[0], batch.inputs[0].element)) for batch in batches(requests)]
+    can = [nccl_can(reduction) for batch, reduction in found if batch.on_gpu]
+    # one path for all: a request is done on one stream
+    path = (yield from context.routes.gpu.choose(context.gpu, all(can))) if can else ""
+    for batch, reduction in found:
         if batch.on_gpu:
-            on_gpu.append(GpuReduction(batch, reduction, context))
+            on_gpu.append(GpuReduction(batch, reduction, path, context))
             continue
         algorithm = context.routes.choice(batch.nbytes, reduction)
         slots = _slots(batch, reduction, algorithm, context)

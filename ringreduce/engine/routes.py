@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from ringreduce.collectives.choose import ALGORITHMS, Constants, choose
 from ringreduce.collectives.hierarchical import Hierarchy
-from ringreduce.engine.gpu_routes import GpuRoutes
+from ringreduce.engine.gpu_routes import GpuPaths
 from ringreduce.errors import SettingsError
 from ringreduce.ops import Reduction
 from ringreduce.settings import Settings
@@ -43,8 +42,7 @@ class Routes:
     """One process set's, on one of its ranks; all members choose alike.
 
     hosts:  of each member;  region: the set's part of the host's shared memory, None where there is none on some host;
-    gpu_flags: flags for GPU arrays, None as for the region;
-    mpi:    the transport below, where that is MPI's;  whole: all ranks are members.
+    gpu_flags: flags for GPU arrays, None as for the region;  over_mpi: MPI carries the messages.
     """
 
     def __init__(
@@ -55,12 +53,11 @@ class Routes:
         settings: Settings,
         constants: Constants,
         gpu_flags: Flags | None = None,
-        mpi: Any = None,
-        whole: bool = True,
+        over_mpi: bool = False,
     ) -> None:
         self.channels = channels
         self.region = region
-        self.gpu = GpuRoutes(channels, hosts, gpu_flags, settings, mpi, whole)
+        self.gpu = GpuPaths(channels, hosts, gpu_flags, settings, over_mpi)
         self.hierarchy = None
         one_host = len(set(hosts)) == 1
         self.segment_bytes = settings.ring_segment_bytes * (LONGER_INSIDE if one_host else 1)

@@ -74,9 +74,6 @@ class Letter(NamedTuple):
 class EngineTransport(Transport, Protocol):
     """A transport with what an engine needs besides: letters, and rest that the rank's own threads can end."""
 
-    takes_gpu: bool
-    """Messages of GPU memory are read and written there, instead of through the host; False until somebody sets it."""
-
     def post(self, content: bytes, destination: int) -> None:
         """Send a letter; two letters to one rank arrive in order. Returns at once."""
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -30,7 +29,6 @@ class MessageRequest:
         handle: Any,
         peer: int,
         memory: Any,
-        arrived: Callable[[], None] | None = None,
         receives: set[MessageRequest] | None = None,
     ) -> None:
         """receives: those under way, of which it is one until it was waited for."""
@@ -39,7 +37,6 @@ class MessageRequest:
             receives.add(self)
         self._handle = handle
         self._memory = memory  # MPI holds a bare pointer: keep what it points to alive
-        self._arrived = arrived
         self._is_done = False
         self.peer = peer
 
@@ -52,9 +49,6 @@ class MessageRequest:
         """See `Request.wait`."""
         if not self._is_done:
             waiting.until(self.done)
-        if self._arrived is not None:
-            self._arrived()
-            self._arrived = None
         self._memory = None
         if self._receives is not None:
             self._receives.discard(self)
@@ -79,18 +73,17 @@ class MessageTransport:
         self._status: Any = None
         self.rank = world.rank
         self.size = world.size
-        self.takes_gpu = False
 
     def send(self, array: Any, destination: int, tag: int) -> MessageRequest:
         """See `Transport.send`."""
-        memory = buffers.outgoing(array, takes_gpu=self.takes_gpu)
+        memory = buffers.message_bytes(array)
         return MessageRequest(self._comm.Isend(_known_to_mpi(memory), destination, tag), destination, memory)
 
     def receive(self, array: Any, source: int, tag: int) -> MessageRequest:
         """See `Transport.receive`."""
-        memory, arrived = buffers.incoming(array, takes_gpu=self.takes_gpu)
+        memory = buffers.message_bytes(array)
         handle = self._comm.Irecv(_known_to_mpi(memory), source, tag)
-        return MessageRequest(handle, source, memory, arrived, self._receives)
+        return MessageRequest(handle, source, memory, self._receives)
 
     @property
     def most_tags(self) -> int:

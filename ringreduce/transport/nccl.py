@@ -1,6 +1,6 @@
-"""NVIDIA's NCCL, through CuPy: an all-reduce that its own kernels do, for those who ask for it.
+"""NVIDIA's NCCL, through CuPy: an all-reduce that its own kernels do.
 
-    rank 0: unique_id()  ->  sent to all ranks by whoever asks  ->  all ranks: connect()  ->  Nccl.allreduce(), in order
+    rank 0: unique_id()  ->  sent to all ranks  ->  all ranks: connect()  ->  Nccl.allreduce(), in order
 
 NCCL's sums are its own: it adds in the elements' type in an order of its choice, so that float16 and bfloat16 are
 rounded after each addition, and the bits differ from those of the algorithms here. Its Min and Max need not keep a NaN.
@@ -24,7 +24,7 @@ from ringreduce.transport.base import Steps
 
 ID_BYTES = 128
 """Of what `unique_id` gives."""
-INSTEAD = "RINGREDUCE_ALGORITHM=auto does without NCCL"
+INSTEAD = "RINGREDUCE_CUDA_NCCL=0 does without NCCL"
 
 _OPS = {Sum: "SUM", Average: "SUM", Product: "PROD", Min: "MIN", Max: "MAX"}
 _LOGICAL_OPS = {Sum: "MAX", Max: "MAX", Product: "MIN", Min: "MIN"}  # "or" and "and" of bytes that are 0 or 1
@@ -57,20 +57,15 @@ def supported(element: ElementType, op: ReduceOp) -> bool:
     return _form(element, op) is not None
 
 
-def check_devices(pci_bus_ids: Sequence[str], hosts: Sequence[int]) -> None:
-    """Raise CollectiveError, alike on every rank, when ranks share a GPU, which NCCL refuses.
-
-    Both by rank: `Device.pci_bus_id`, and the number of the host.
-    """
+def shared_gpu(pci_bus_ids: Sequence[str], hosts: Sequence[int]) -> str:
+    """Which ranks share a GPU, which NCCL refuses; empty: none. By rank: `Device.pci_bus_id`, the host's number."""
     ranks_by_gpu: dict[tuple[int, str], list[int]] = {}
     for rank, gpu in enumerate(zip(hosts, pci_bus_ids, strict=True)):
         ranks_by_gpu.setdefault(gpu, []).append(rank)
     for (host, bus_id), ranks in ranks_by_gpu.items():
         if len(ranks) > 1:
-            raise CollectiveError(
-                f"NCCL needs a GPU for every rank, but ranks {', '.join(map(str, ranks))} share GPU {bus_id} of host "
-                f"{host}; start no more ranks on a host than it has GPUs; {INSTEAD}"
-            )
+            return f"ranks {', '.join(map(str, ranks))} share GPU {bus_id} of host {host}, but NCCL needs one a rank"
+    return ""
 
 
 def binding() -> Any:
@@ -81,6 +76,15 @@ def binding() -> Any:
         wheel = f"nvidia-nccl-cu{runtime().runtimeGetVersion() // 1000}"
         raise MissingExtraError(f"CuPy finds no NCCL; install it with: pip install {wheel}; {INSTEAD}")
     return module
+
+
+def why_not() -> str:
+    """Why this rank has no NCCL; empty: it has."""
+    try:
+        binding()
+    except (MissingExtraError, ImportError) as exc:
+        return str(exc)
+    return ""
 
 
 def unique_id() -> bytes:
@@ -140,7 +144,7 @@ class Nccl:
             self._communicator.destroy()
 
     def abort(self) -> None:
-        """Give it back, and end what still waits for ranks that are lost."""
+        """Give it back, and end what still waits for other ranks."""
         with self.device:
             self._communicator.abort()
 

@@ -2,7 +2,7 @@
 
 A send is never buffered unless asked: it completes only when its receive is there, and the receiver reads the sender's
 memory at that moment. Code that touches a buffer too early, relies on MPI's eager sends, or disagrees about a length
-fails here. GPU memory goes through the host, as in MPI's messages.
+fails here.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import itertools
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -110,12 +109,7 @@ class ThreadRequest:
 
     def __init__(self, exchange: Exchange, array: Any, rank: int, peer: int, tag: int, receiving: bool) -> None:
         self._exchange = exchange
-        self._arrived: Callable[[], None] | None = None
-        if receiving:
-            array, self._arrived = buffers.incoming(array)
-        else:
-            array = buffers.outgoing(array)
-        self.array = array
+        self.array = buffers.message_bytes(array)
         self.rank = rank
         self.peer = peer
         self.receiving = receiving
@@ -133,9 +127,6 @@ class ThreadRequest:
     def wait(self) -> None:
         """See `Request.wait`."""
         self._exchange.wait(self)
-        if self._arrived is not None:
-            self._arrived()
-            self._arrived = None
 
 
 def _overlap(one: Any, other: Any) -> bool:
@@ -160,7 +151,6 @@ class ThreadTransport:
         self._exchange = exchange
         self.rank = rank
         self.size = exchange.size
-        self.takes_gpu = False
 
     def send(self, array: Any, destination: int, tag: int) -> ThreadRequest:
         """See `Transport.send`."""

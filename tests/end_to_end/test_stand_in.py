@@ -109,11 +109,12 @@ rr.shutdown()
 """
 
 
-@pytest.mark.parametrize(("aware", "between"), [("0", "pinned host memory"), ("1", "MPI messages of GPU memory")])
-def test_two_hosts_with_two_ranks_each(python, tmp_path, aware, between):
-    """Mapped slots inside a host, real MPI between them; a stand-in for the second host, too."""
+@pytest.mark.parametrize(("aware", "path"), [("0", "host_staged"), ("1", "cuda_aware")])
+def test_two_hosts_with_two_ranks_each(python, tmp_path, aware, path):
+    """Real MPI between them; a stand-in for the second host, too."""
     script = tmp_path / "train.py"
     script.write_text(TWO_HOSTS)
     finished = ringrun(python, 4, script, timeout_s=120, **FAKE, RINGREDUCE_CUDA_AWARE_MPI=aware)
     assert finished.returncode == 0, finished.stdout
-    assert finished.stdout.count(f"bridged: CUDA IPC inside a host, {between} between hosts") == 4, finished.stdout
+    expected = rf"{path}: .*RINGREDUCE_CUDA_AWARE_MPI={aware}; no ipc: several hosts; no nccl: ranks 0, 1 share GPU "
+    assert len(re.findall(expected, finished.stdout)) == 4, finished.stdout

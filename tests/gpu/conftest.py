@@ -27,14 +27,14 @@ from tests.gpu.libraries import gpus, libraries
 
 HERE = os.path.dirname(__file__)
 STAGED = {"RINGREDUCE_CUDA_IPC": "0", "RINGREDUCE_CUDA_AWARE_MPI": "0"}
-WAYS = {
-    "mapped": {},
-    "mapped, short slots": {"RINGREDUCE_CUDA_SLOT_BYTES": "4096"},
-    "staged": STAGED,
-    "staged, short slots": {**STAGED, "RINGREDUCE_FUSION_SLOT_BYTES": "4096"},
-    "device": {"RINGREDUCE_CUDA_IPC": "0", "RINGREDUCE_CUDA_AWARE_MPI": "auto"},
+PATHS = {
+    "ipc": {},
+    "ipc, short slots": {"RINGREDUCE_CUDA_SLOT_BYTES": "4096"},
+    "host_staged": STAGED,
+    "host_staged, short slots": {**STAGED, "RINGREDUCE_FUSION_SLOT_BYTES": "4096"},
 }
-"""How GPU arrays are reduced on one host, by the first word that info() has of it, and the settings that ask for it."""
+"""How GPU arrays are reduced on one host to the host's bits, by info()'s first word, and the settings that ask for it;
+the others, which sum in orders of their own, are in test_worlds.py."""
 SETS = {1: [], 2: [[1]], 3: [[2, 0], [1, 2]], 4: [[0, 3], [1, 2, 3], [2]]}
 """By the size of the world: the members of its process sets."""
 
@@ -111,19 +111,13 @@ def world():
     rr.init()
 
 
-@pytest.fixture(scope="module", params=WAYS)
-def way(request):
-    """A world whose GPU arrays go one of the ways, with process sets; its name. Afterwards the usual one again."""
+@pytest.fixture(scope="module", params=PATHS)
+def path(request):
+    """A world whose GPU arrays go one of the paths, with process sets; its name. Afterwards the usual one again."""
     name = request.param
-    if name == "device":
-        from ringreduce.transport.cuda_aware import declared
-
-        says_so, why = declared()
-        if not says_so:
-            pytest.skip(f"MPI takes no GPU memory: {why}")
     rr.shutdown()
     with pytest.MonkeyPatch.context() as environment:
-        for variable, value in WAYS[name].items():
+        for variable, value in PATHS[name].items():
             environment.setenv(variable, value)
         rr.init(process_sets=[rr.ProcessSet(ranks) for ranks in SETS[rr_size()]])
         yield name
@@ -139,7 +133,7 @@ def rr_size():
 
 
 @pytest.fixture
-def sets(way):
+def sets(path):
     """The members of process sets 1, 2, …"""
     return [sorted(ranks) for ranks in SETS[rr.size()]]
 

@@ -38,7 +38,7 @@ def special(dtype, count, rank, seed=0):
 
 
 @pytest.mark.parametrize("dtype", TABLE)
-def test_every_type_and_op(way, library, maker, dtype):
+def test_every_type_and_op(path, library, maker, dtype):
     for op in (op for op in OPS if legal(op, dtype)):
         fuses = dtype in COMPLEX and op is rr.Product
         for count in COUNTS:
@@ -52,7 +52,7 @@ def test_every_type_and_op(way, library, maker, dtype):
 
 
 @pytest.mark.parametrize("dtype", [name for name in TABLE if name not in ("bool", *COMPLEX)])
-def test_scales(way, library, maker, dtype):
+def test_scales(path, library, maker, dtype):
     scales = {"prescale_factor": 0.3, "postscale_factor": 3.0 if dtype in INTEGERS else 1.7}
     for op in (rr.Sum, rr.Average, rr.Max):
         values = data(dtype, 1001, rr.rank())
@@ -61,7 +61,7 @@ def test_scales(way, library, maker, dtype):
 
 
 @pytest.mark.parametrize("dtype", TABLE)
-def test_reducescatter(way, library, maker, dtype):
+def test_reducescatter(path, library, maker, dtype):
     for op in (op for op in (rr.Average, rr.Sum) if legal(op, dtype)):
         for rows in (0, 1, rr.size() - 1, rr.size(), 331):
             values = data(dtype, 3 * rows, rr.rank()).reshape(rows, 3)
@@ -70,7 +70,7 @@ def test_reducescatter(way, library, maker, dtype):
 
 
 @pytest.mark.parametrize("dtype", TABLE)
-def test_what_only_moves(way, library, maker, dtype):
+def test_what_only_moves(path, library, maker, dtype):
     rows = 50 + rr.rank()
     values = data(dtype, 3 * rows, rr.rank()).reshape(rows, 3)
     everyones = rr.allgather(values, name="host")
@@ -90,7 +90,7 @@ def rows_of_last():
 
 
 @pytest.mark.parametrize("dtype", ["bool", "int8", "float16", "bfloat16", "float32", "complex128"])
-def test_arrays_that_begin_anywhere(way, library, maker, dtype):
+def test_arrays_that_begin_anywhere(path, library, maker, dtype):
     for offset in range(1, 17):
         for count in (1, 17, 1001):
             values = data(dtype, count, rr.rank(), offset)
@@ -99,7 +99,7 @@ def test_arrays_that_begin_anywhere(way, library, maker, dtype):
             same_bits(library.get(rr.allreduce_(array, op=rr.Sum, name="on the GPU")), expected)
 
 
-def test_what_lies_beside_an_array_stays(way, library, maker):
+def test_what_lies_beside_an_array_stays(path, library, maker):
     for dtype in ("int8", "float16", "float32"):
         for before, count, after in ((1, 1001, 3), (3, 17, 1), (5, 70_001, 7)):
             values = data(dtype, before + count + after, rr.rank())
@@ -111,7 +111,7 @@ def test_what_lies_beside_an_array_stays(way, library, maker):
             same_bits(library.get(whole), values)
 
 
-def test_groups_of_all_lengths_and_types(way, library):
+def test_groups_of_all_lengths_and_types(path, library):
     dtypes = [dtype for dtype in library.dtypes if dtype != "bool"]
     values = [data(dtypes[k % len(dtypes)], (k * k) % 997, rr.rank(), k) for k in range(200)]
     expected = rr.grouped_allreduce(values, op=rr.Average, name="on the host")
@@ -123,16 +123,16 @@ def test_groups_of_all_lengths_and_types(way, library):
         same_bits(library.get(found), other)
 
 
-def test_an_array_of_many_slots(way, library):
+def test_an_array_of_many_slots(path, library):
     """100 MB, with the default slots of 32 MiB and with short ones."""
-    count = 25_000_003 if "short" not in way else 250_003
+    count = 25_000_003 if "short" not in path else 250_003
     values = data("float32", count, rr.rank())
     same_bits(
         library.get(rr.allreduce(library.put(values), name="on the GPU")), rr.allreduce(values, name="on the host")
     )
 
 
-def test_compression(way, library):
+def test_compression(path, library):
     values = data("float32", 10_001, rr.rank())
     for compression in (
         (rr.Compression.fp16, rr.Compression.bf16) if library.name == "torch" else (rr.Compression.fp16,)
@@ -142,7 +142,7 @@ def test_compression(way, library):
         same_bits(library.get(found), expected)
 
 
-def test_another_librarys_array_by_dlpack(way):
+def test_another_librarys_array_by_dlpack(path):
     """As JAX's are: no CUDA array interface that CuPy would take, and not to be written to."""
 
     class Foreign:
@@ -164,7 +164,7 @@ def test_another_librarys_array_by_dlpack(way):
             rr.allreduce_(Foreign(cupy.put(values)), op=rr.Sum, name="foreign")
 
 
-def test_an_array_that_is_not_contiguous(way, library):
+def test_an_array_that_is_not_contiguous(path, library):
     values = data("float32", 100, rr.rank()).reshape(10, 10)
     array = library.put(values)
     expected = rr.allreduce(values.T, name="on the host")
@@ -174,7 +174,7 @@ def test_an_array_that_is_not_contiguous(way, library):
 
 
 @pytest.mark.mpi(min_size=2)
-def test_an_array_that_is_on_the_host_elsewhere(way, library):
+def test_an_array_that_is_on_the_host_elsewhere(path, library):
     """An error on every rank, which names the ranks; and the job goes on."""
     last = rr.size() - 1
     values = data("float32", 100, rr.rank())

@@ -39,9 +39,13 @@ def test_the_suite_passes_on_so_many_ranks(ranks):
     assert re.search(r"^\[0\] \d{3,} passed", finished.stdout, re.MULTILINE), finished.stdout
 
 
-@pytest.mark.parametrize("variables", [{}, {"RINGREDUCE_CUDA_IPC": "0"}], ids=["mapped", "staged"])
+@pytest.mark.parametrize(
+    "variables",
+    [{}, {"RINGREDUCE_CUDA_NCCL": "0"}, {"RINGREDUCE_CUDA_NCCL": "0", "RINGREDUCE_CUDA_IPC": "0"}],
+    ids=["default", "ipc", "host_staged"],
+)
 def test_a_rank_that_is_killed_ends_the_job(tmp_path, variables):
-    """The others have its GPU memory mapped, and wait in their streams for what it will never record."""
+    """The others have its GPU memory mapped, or NCCL's kernels wait for it, in their streams."""
     script = tmp_path / "train.py"
     script.write_text(KILLED)
     finished = ringrun(PYTHON, 4, script, timeout_s=120, **variables)

@@ -50,7 +50,7 @@ def as_arrays(result):
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
-def test_the_bits_are_the_hosts(way, sets, seed):
+def test_the_bits_are_the_hosts(path, sets, seed):
     plan, drawn = plan_of(seed, sets)
     order = random.Random(1000 * seed + rr.rank())
     streams = {each.name: [each.current(), *(each.stream() for _ in range(STREAMS))] for each in libraries()}

@@ -38,7 +38,7 @@ def compare(library, found, expected):
 
 
 @pytest.mark.parametrize("kind", CALLS)
-def test_an_array_that_becomes_right_only_after_it_was_submitted(way, library, kind):
+def test_an_array_that_becomes_right_only_after_it_was_submitted(path, library, kind):
     for seed in range(3):
         with library.on(library.stream()):
             handle = CALLS[kind](library.put(mine(seed), LATE_MS))
@@ -46,14 +46,14 @@ def test_an_array_that_becomes_right_only_after_it_was_submitted(way, library, k
             compare(library, found, rr.synchronize(CALLS[kind](mine(seed))))
 
 
-def test_an_array_of_the_default_stream(way, library):
+def test_an_array_of_the_default_stream(path, library):
     """Again and again: the first one also makes slots, for which the host waits for that stream."""
     for seed in range(3):
         handle = rr.allreduce_async(library.put(mine(seed), LATE_MS), op=rr.Sum, name="default")
         compare(library, rr.synchronize(handle), rr.allreduce(mine(seed), op=rr.Sum, name="host"))
 
 
-def test_an_array_of_the_default_stream_of_this_thread(way):
+def test_an_array_of_the_default_stream_of_this_thread(path):
     library = libraries()[0]
     with library.module.cuda.Stream.ptds:
         for seed in range(3):
@@ -62,7 +62,7 @@ def test_an_array_of_the_default_stream_of_this_thread(way):
 
 
 @pytest.mark.parametrize("in_place", [False, True])
-def test_a_result_on_another_stream_than_the_arrays(way, library, in_place):
+def test_a_result_on_another_stream_than_the_arrays(path, library, in_place):
     """The one that is current in synchronize() waits; further ones wait for that, as with any other work."""
     begin = rr.allreduce_async_ if in_place else rr.allreduce_async
     expected = rr.allreduce(mine(), op=rr.Sum, name="host")
@@ -78,7 +78,7 @@ def test_a_result_on_another_stream_than_the_arrays(way, library, in_place):
             compare(library, result, expected)
 
 
-def test_the_memory_of_an_array_that_was_let_go_is_not_used_again_too_soon(way, library):
+def test_the_memory_of_an_array_that_was_let_go_is_not_used_again_too_soon(path, library):
     """The pools of CuPy and torch hand it out at once, on the stream where the array was; the results are elsewhere.
 
     The engine's stream lags behind, since it waits for a rank that is late.
@@ -101,7 +101,7 @@ def test_the_memory_of_an_array_that_was_let_go_is_not_used_again_too_soon(way, 
                 compare(library, each, other)
 
 
-def test_the_memory_of_a_result_that_was_let_go_is_not_written_again(way, library):
+def test_the_memory_of_a_result_that_was_let_go_is_not_written_again(path, library):
     """Results that nobody wants, in memory that is somebody else's by the time they would be there."""
     with library.on(library.stream()):
         for _ in range(5):
@@ -118,9 +118,9 @@ def held_up(library):
         yield library.event()
 
 
-def test_the_host_does_not_wait_for_the_gpu(way, library):
+def test_the_host_does_not_wait_for_the_gpu(path, library):
     """synchronize() returns while what the arrays depend on is not done. No clock is read: an event is not done."""
-    if not way.startswith("mapped"):
+    if not path.startswith("ipc"):
         pytest.skip("copies through the host must wait for the GPU, in the engine's thread")
     submitted = library.put(mine())
     library.get(submitted)
@@ -138,7 +138,7 @@ def test_the_host_does_not_wait_for_the_gpu(way, library):
         assert library.is_done(event)
 
 
-def test_the_ranks_are_late_in_turn(way, library):
+def test_the_ranks_are_late_in_turn(path, library):
     """A rank's slot is read by the others: they wait for it, whoever is late."""
     for late in range(rr.size()):
         for seed in range(3):
@@ -148,7 +148,7 @@ def test_the_ranks_are_late_in_turn(way, library):
                 compare(library, found, rr.allreduce(mine(seed), op=rr.Sum, name="host"))
 
 
-def test_many_slots_of_late_ranks(way, library):
+def test_many_slots_of_late_ranks(path, library):
     """So many that every slot is used again and again, while one rank or another lags behind."""
     count = 600_001
     handles = []

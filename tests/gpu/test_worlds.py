@@ -1,4 +1,4 @@
-"""Which GPU and which way a world takes, what info() tells of it, NCCL, ranks that join, worlds that come and go."""
+"""Which GPU and which path a world takes, what info() tells of it, NCCL, ranks that join, worlds that come and go."""
 
 import numpy as np
 import pytest
@@ -20,10 +20,10 @@ def shared_gpus():
     return len(set(places)) < len(places)
 
 
-def test_info_tells_the_way(way):
+def test_info_tells_the_path(path):
     rr.allreduce(cupy().ones(3), name="first")
-    expected = way.partition(",")[0] if rr.size() > 1 else "alone"
-    assert rr.info().gpu_algorithm.startswith(f"{expected}: ")
+    expected = f"{path.partition(',')[0]}: " if rr.size() > 1 else "one rank, "
+    assert rr.info().gpu_algorithm.startswith(expected)
 
 
 def test_ranks_take_the_gpus_in_turn():
@@ -34,7 +34,7 @@ def test_ranks_take_the_gpus_in_turn():
         assert library.module.cuda.current_device() == cupy().cuda.Device().id
 
 
-def test_a_rank_that_has_joined_changes_no_result(way, library):
+def test_a_rank_that_has_joined_changes_no_result(path, library):
     """Rank r takes r + 1 steps; an Average is divided by all. A rank that joined never had a GPU array of that step."""
     for epoch in range(2):
         for step in range(rr.rank() + 1):
@@ -47,15 +47,35 @@ def test_a_rank_that_has_joined_changes_no_result(way, library):
         assert rr.join() == rr.size() - 1, epoch
 
 
-@pytest.mark.mpi(min_size=2)
-def test_nccl(world, library):
-    world(RINGREDUCE_ALGORITHM="nccl", RINGREDUCE_DETERMINISTIC="0")
+def nccl_why_not():
+    """The same on all ranks; empty: there is NCCL, and a GPU for each of them."""
     if shared_gpus():
-        with pytest.raises(rr.RingreduceError, match=r"ranks 0, 1.* share GPU"):
-            rr.allreduce(library.put(data("float32", 100, rr.rank())), name="w")
-        return
-    if not rr.nccl_built():
-        pytest.skip("CuPy has no NCCL here")
+        return "ranks share a GPU"
+    return "" if all(rr.allgather_object(rr.nccl_built())) else "CuPy has no NCCL here"
+
+
+def mpi_why_not():
+    """The same; empty: MPI says that it takes GPU memory."""
+    from ringreduce.transport.cuda_aware import declared
+
+    says_so, why = declared()
+    return "" if says_so else why
+
+
+OTHER_ORDERS = {
+    "nccl": (nccl_why_not, {}),
+    "nccl, asked for": (nccl_why_not, {"RINGREDUCE_ALGORITHM": "nccl"}),
+    "cuda_aware": (mpi_why_not, {"RINGREDUCE_CUDA_NCCL": "0", "RINGREDUCE_CUDA_IPC": "0"}),
+}
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("name", OTHER_ORDERS)
+def test_paths_that_sum_in_orders_of_their_own(world, library, name):
+    why_not, variables = OTHER_ORDERS[name]
+    if reason := why_not():
+        pytest.skip(reason)
+    world(RINGREDUCE_DETERMINISTIC="0", **variables)
     for dtype in ("float32", "float64", "int32", "uint8", "float16"):
         values = [data(dtype, 100_003, rank) for rank in range(rr.size())]
         for op in (rr.Sum, rr.Average, rr.Max):
@@ -70,7 +90,34 @@ def test_nccl(world, library):
             else:
                 tolerance = 0.02 if dtype == "float16" else 1e-5
                 np.testing.assert_allclose(found, exact, rtol=tolerance, atol=tolerance)
-    assert rr.info().gpu_algorithm.startswith("nccl, ")
+    assert rr.info().gpu_algorithm.startswith(f"{name.partition(',')[0]}: ")
+
+
+@pytest.mark.mpi(min_size=2)
+def test_nccl_that_is_asked_for_where_ranks_share_a_gpu(world):
+    if not shared_gpus():
+        pytest.skip("every rank has a GPU of its own")
+    world(RINGREDUCE_ALGORITHM="nccl", RINGREDUCE_DETERMINISTIC="0")
+    with pytest.raises(rr.RingreduceError, match=r"RINGREDUCE_ALGORITHM=nccl: "):
+        rr.allreduce(cupy().ones(100, np.float32), name="w")
+
+
+@pytest.mark.mpi(min_size=3)
+def test_nccl_in_process_sets_that_overlap(world):
+    """Kernels that wait for other ranks' are in flight in several sets at once, in another order on each rank."""
+    if reason := nccl_why_not():
+        pytest.skip(reason)
+    world(RINGREDUCE_DETERMINISTIC="0", RINGREDUCE_DYNAMIC_PROCESS_SETS="1")
+    members = [[each, (each + 1) % rr.size()] for each in range(rr.size())]
+    sets = [(sorted(pair), rr.add_process_set(pair)) for pair in members]
+    mine = [(pair, some) for pair, some in sets if some.included()]
+    for step in range(10):
+        order = np.random.default_rng([step, rr.rank()]).permutation(len(mine))
+        arrays = {k: cupy().full(100_003, rr.rank() + step, np.float32) for k in order}
+        handles = {k: rr.allreduce_async(arrays[k], op=rr.Sum, process_set=mine[k][1], name="w") for k in order}
+        for k in sorted(handles):
+            expected = sum(rank + step for rank in mine[k][0])
+            assert (rr.synchronize(handles[k]).get() == expected).all()
 
 
 def test_worlds_come_and_go_and_leave_no_memory_behind(world):
@@ -89,7 +136,7 @@ def test_worlds_come_and_go_and_leave_no_memory_behind(world):
 
 
 @pytest.mark.parametrize("passes", [1, 2])
-def test_torch_trains_alike_on_gpu_and_host(way, passes):
+def test_torch_trains_alike_on_gpu_and_host(path, passes):
     """The same model on both, the same data: after each step equal bits on all ranks, and equal numbers on both."""
     found = {each.name: each for each in libraries()}
     if "torch" not in found:

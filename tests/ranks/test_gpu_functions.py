@@ -2,6 +2,7 @@
 
 import logging
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -9,19 +10,19 @@ import pytest
 import ringreduce as rr
 from ringreduce import Sum, buffers, runtime
 from ringreduce.collectives import mapped
-from ringreduce.engine.gpu_routes import GpuRoutes
-from ringreduce.errors import InputError, MismatchError, MissingExtraError, UnsupportedArrayError
+from ringreduce.engine.gpu_routes import GpuPaths
+from ringreduce.errors import CollectiveError, InputError, MismatchError, MissingExtraError, UnsupportedArrayError
 from ringreduce.partition import chunk_bounds
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
-from ringreduce.transport import cuda_aware, peers
+from ringreduce.transport import cuda_aware, nccl, peers
 from ringreduce.transport.device import Stage
 from tests import fake_cupy, fake_torch
 from tests.ranks.test_gpu import MODES, SLOT_BYTES, as_other_process, gpu, ranks, small, values
 from tests.reference import data
 
 __all__ = ["gpu"]
-WORLDS = {"one host": [0, 0, 0], "bridged": [0, 0, 1], "hosts": [0, 1, 2]}
+WORLDS = {"one host": [0, 0, 0], "uneven hosts": [0, 0, 1], "hosts": [0, 1, 2]}
 
 
 @pytest.fixture(params=WORLDS)
@@ -178,7 +179,7 @@ def test_process_sets_at_the_same_time(gpu):
                 if each.included()
             ]
             results += [rr.synchronize(each).get() for each in handles]
-        assert {lane.routes.gpu.way for lane in runtime.current("test").engine.lanes.values()} == {"mapped"}
+        assert {lane.routes.gpu.path for lane in runtime.current("test").engine.lanes.values()} == {"ipc"}
         rr.remove_process_set(pair)
         results.append(rr.allreduce(gpu.array(values(600, "float32", rank)), op=Sum).get())
         return results
@@ -266,7 +267,7 @@ def test_the_longest_one_shot_buffer_and_one_that_is_longer(gpu, nbytes):
         np.testing.assert_array_equal(result, total(nbytes // 4, "float32", 2))
 
 
-def test_between_mapped_slots_the_host_moves_nothing(cupy, monkeypatch):
+def test_by_ipc_the_host_moves_nothing(cupy, monkeypatch):
     def pinned(self, nbytes):
         raise AssertionError(f"{nbytes} bytes of host memory to copy through")
 
@@ -274,10 +275,7 @@ def test_between_mapped_slots_the_host_moves_nothing(cupy, monkeypatch):
     messages = []
 
     def program():
-        array = cupy.array(values(30_000, "float32", rr.rank()))
-        results = [rr.allreduce(array, op=Sum), rr.broadcast(array, root_rank=1), rr.allgather(array)]
-        results += [rr.reducescatter(array, op=Sum), rr.alltoall(array)]
-        return results[0].get()
+        return rr.allreduce(cupy.array(values(30_000, "float32", rr.rank())), op=Sum).get()
 
     for result in run_ranks(3, program, settings=small(), messages=messages, timeout_s=60):
         np.testing.assert_array_equal(result, total(30_000, "float32", 3))
@@ -290,30 +288,19 @@ def test_between_mapped_slots_the_host_moves_nothing(cupy, monkeypatch):
 @pytest.fixture
 def mpi_takes_gpu(monkeypatch):
     """Messages between threads are of GPU memory, which the sender's or receiver's host reads and writes at once."""
-
-    def settled(flat, **_):
-        if isinstance(flat, np.ndarray):
-            return flat.view(np.uint8)
-        return buffers._settled(flat)._memory
+    settled = buffers.message_bytes
 
     def answer(*_, **__):
         yield from ()
         return True, "a test"
 
-    class Transport:
-        takes_gpu = False
-
-    monkeypatch.setattr(buffers, "outgoing", settled)
-    monkeypatch.setattr(buffers, "incoming", lambda flat, **_: (settled(flat), None))
+    monkeypatch.setattr(buffers, "message_bytes", lambda flat: getattr(settled(flat), "_memory", flat.view(np.uint8)))
     monkeypatch.setattr(cuda_aware, "local_answer", answer)
-    monkeypatch.setattr(
-        GpuRoutes, "_mpi", property(lambda routes: Transport, lambda routes, given: None), raising=False
-    )
+    monkeypatch.setattr(GpuPaths, "_over_mpi", property(lambda paths: True, lambda paths, given: None), raising=False)
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("places", [[0, 1], [0, 1, 2], [0, 0, 1, 1], [0, 0, 1]])
-def test_messages_of_gpu_memory(gpu, mpi_takes_gpu, places, deterministic):
+@pytest.mark.parametrize("places", [[0, 1], [0, 1, 2], [0, 0, 1, 1]])
+def test_messages_of_gpu_memory(gpu, mpi_takes_gpu, places):
     """Subnormal numbers, too: the smallest float32 times what comes."""
     size, tiny = len(places), np.float32(1e-45)
 
@@ -327,16 +314,23 @@ def test_messages_of_gpu_memory(gpu, mpi_takes_gpu, places, deterministic):
         gathered = rr.allgather(gpu.array(values(300, "float32", rank))).get()
         return results, gathered, rr.info().gpu_algorithm
 
-    for steps, gathered, way in ranks(places, program, deterministic=deterministic):
-        is_bridged = len(set(places)) < size and not deterministic
-        assert way.startswith(
-            "bridged: CUDA IPC inside a host, MPI messages of GPU" if is_bridged else "device: a test"
-        )
+    for steps, gathered, path in ranks(places, program):
+        assert path.startswith("cuda_aware: a test; no ipc: several hosts; no nccl: ")
         for step, results in enumerate(steps):
             for dtype, result in zip(("float32", "float16", "int8", "float64"), results, strict=False):
                 np.testing.assert_array_equal(result, total(2500, dtype, size, step))
             np.testing.assert_array_equal(results[-1], total(900, "float32", size, step) * tiny)
         np.testing.assert_array_equal(gathered, np.concatenate([values(300, "float32", each) for each in range(size)]))
+
+
+def test_a_deterministic_sum_goes_through_the_host_whatever_mpi_takes(cupy, mpi_takes_gpu):
+    def program():
+        result = rr.allreduce(cupy.array(values(2500, "float32", rr.rank())), op=Sum).get()
+        return result, rr.info().gpu_algorithm
+
+    for result, path in ranks([0, 1, 2], program, deterministic=True):
+        np.testing.assert_array_equal(result, total(2500, "float32", 3))
+        assert path.startswith("host_staged: of GPU memory there are rings only; ")
 
 
 # torch
@@ -453,12 +447,13 @@ def test_what_cannot_be_mapped_goes_through_the_host_and_one_line_says_so(monkey
             result = rr.allreduce(cupy.array(values(900, "float32", rr.rank())), op=Sum).get()
             return result, rr.info().gpu_algorithm
 
-        settings = Settings(cuda_slot_bytes=(8 << 20) if obstacle == "memory" else SLOT_BYTES)
+        slot_bytes = (8 << 20) if obstacle == "memory" else SLOT_BYTES
+        settings = Settings(cuda_slot_bytes=slot_bytes, cuda_nccl=False)
         with caplog.at_level(logging.WARNING, "ringreduce"):
             results = run_ranks(2, program, settings=settings, timeout_s=60)
         for result, text in results:
             np.testing.assert_array_equal(result, total(900, "float32", 2))
-            assert text.startswith("staged: ")
+            assert text.startswith("host_staged: ")
         (line,) = [each.getMessage() for each in caplog.records if "GPU arrays" in each.getMessage()]
         assert line.startswith("GPU arrays are copied through host memory instead of by CUDA IPC: rank ")
         assert "CUDARuntimeError" in line
@@ -467,7 +462,8 @@ def test_what_cannot_be_mapped_goes_through_the_host_and_one_line_says_so(monkey
 # NCCL
 
 
-def nccl_ranks(size, program, monkeypatch, device_count):
+def nccl_ranks(size, program, monkeypatch, device_count, **chosen):
+    """Each rank on its GPU, where there are as many."""
     monkeypatch.setattr(peers, "process", as_other_process)
     with fake_cupy.checked("random", device_count=device_count) as cupy:
         for name, module in cupy.modules().items():
@@ -477,7 +473,7 @@ def nccl_ranks(size, program, monkeypatch, device_count):
             cupy.cuda.Device(rr.rank() % device_count).use()
             return program(cupy)
 
-        return run_ranks(size, run, settings=Settings(cuda_slot_bytes=SLOT_BYTES, algorithm="nccl"), timeout_s=60)
+        return run_ranks(size, run, settings=Settings(cuda_slot_bytes=SLOT_BYTES, **chosen), timeout_s=60)
 
 
 @pytest.mark.parametrize(
@@ -493,14 +489,16 @@ def nccl_ranks(size, program, monkeypatch, device_count):
         ("float16", rr.Average),
     ],
 )
-def test_nccl_when_it_is_asked_for(monkeypatch, dtype, op):
-    """What it has not goes the other way."""
+def test_nccl_is_the_default_where_every_rank_has_a_gpu(monkeypatch, dtype, op):
+    """What it has not goes another way."""
 
     def program(cupy):
         host = values(3000, dtype, rr.rank())
         scales = {} if dtype == "bool" else {"postscale_factor": 2.0}
         on_gpu = rr.allreduce(cupy.array(host), op=op, **scales).get()
-        assert rr.info().gpu_algorithm.startswith("nccl, then mapped: ")
+        expected = "nccl: every rank has a GPU of its own, and NCCL is there"
+        other = "; else ipc: the host's ranks map each other's GPU memory (CUDA IPC)" if dtype == "int16" else ""
+        assert rr.info().gpu_algorithm == expected + other
         return on_gpu, rr.allreduce(host, op=op, **scales)
 
     for on_gpu, on_host in nccl_ranks(3, program, monkeypatch, device_count=3):
@@ -517,15 +515,117 @@ def test_nccl_averages_integers_whose_sum_is_too_long_for_them(monkeypatch):
         np.testing.assert_array_equal(result, expected)
 
 
-def test_nccl_on_a_gpu_that_ranks_share_is_an_error_on_all(monkeypatch):
+def gpu_algorithm(cupy):
+    result = rr.allreduce(cupy.array(values(900, "float32", rr.rank())), op=Sum).get()
+    np.testing.assert_array_equal(result, total(900, "float32", rr.size()))
+    return rr.info().gpu_algorithm
+
+
+@pytest.mark.parametrize(
+    ("chosen", "why"),
+    [
+        ({"cuda_nccl": False}, "RINGREDUCE_CUDA_NCCL=0"),
+        ({"deterministic": True}, "RINGREDUCE_DETERMINISTIC=1"),
+        ({"algorithm": "shared"}, "RINGREDUCE_ALGORITHM=shared"),
+    ],
+)
+def test_what_rules_nccl_out(monkeypatch, chosen, why):
+    for text in nccl_ranks(2, gpu_algorithm, monkeypatch, device_count=2, **chosen):
+        assert text == f"ipc: the host's ranks map each other's GPU memory (CUDA IPC); no nccl: {why}"
+
+
+def test_one_rank_without_nccl_rules_it_out_on_all(monkeypatch):
+    monkeypatch.setattr(nccl, "why_not", lambda: "no NCCL" if as_other_process() == 1 else "")
+    monkeypatch.setattr(threading.current_thread(), "name", "rank 0")
+    for text in nccl_ranks(2, gpu_algorithm, monkeypatch, device_count=2):
+        assert text.startswith("ipc: ")
+        assert text.endswith("; no nccl: rank 1: no NCCL")
+
+
+def test_a_rank_that_nccl_does_not_connect_rules_it_out_on_all(monkeypatch, caplog):
+    connect = nccl.connect
+
+    def failing(device, size, uid, rank):
+        made = yield from connect(device, size, uid, rank)
+        if rank == 1:
+            made.abort()
+            raise CollectiveError("NCCL: no route")
+        return made
+
+    monkeypatch.setattr(nccl, "connect", failing)
+    with caplog.at_level(logging.WARNING, "ringreduce"):
+        for text in nccl_ranks(2, gpu_algorithm, monkeypatch, device_count=2):
+            assert text.endswith("; no nccl: rank 1: NCCL: no route")
+    (line,) = [each.getMessage() for each in caplog.records if "NCCL" in each.getMessage()]
+    assert line == "GPU arrays are not reduced by NCCL: rank 1: NCCL: no route"
+
+
+def test_ranks_that_share_a_gpu_go_another_way(monkeypatch):
+    for text in nccl_ranks(3, gpu_algorithm, monkeypatch, device_count=2):
+        assert text.startswith("ipc: ")
+        assert "; no nccl: ranks 0, 2 share GPU" in text
+
+
+def test_nccl_that_is_asked_for_on_a_gpu_that_ranks_share_is_an_error_on_all(monkeypatch):
     def program(cupy):
         for _ in range(2):
             with pytest.raises(InputError, match=r"RINGREDUCE_ALGORITHM=nccl: .*ranks 0, 2 share GPU"):
                 rr.allreduce_(cupy.array(values(10, "float32", rr.rank())), name="x")
         return rr.allreduce(values(10, "float32", rr.rank()), op=Sum)
 
-    for result in nccl_ranks(3, program, monkeypatch, device_count=2):
+    for result in nccl_ranks(3, program, monkeypatch, device_count=2, algorithm="nccl"):
         np.testing.assert_array_equal(result, total(10, "float32", 3))
+
+
+SETS = [[0, 1, 2], [0, 1], [1, 2], [0, 2]]
+
+
+def test_nccl_for_process_sets_that_overlap(monkeypatch):
+    """Each rank submits to them in an order of its own: kernels that wait for other ranks' may not wait in a row."""
+
+    def program(cupy):
+        rank = rr.rank()
+        sets = [rr.global_process_set, *(rr.add_process_set(members) for members in SETS[1:])]
+        mine = [(members, each) for members, each in zip(SETS, sets, strict=True) if rank in members]
+        results = {}
+        for step in range(4):
+            order = np.random.default_rng([step, rank]).permutation(len(mine))
+            handles = {
+                number: rr.allreduce_async(
+                    cupy.array(values(1800, "float32", rank, step)),
+                    op=Sum,
+                    process_set=mine[number][1],
+                    name=f"s{step}",
+                )
+                for number in order
+            }
+            for number, handle in sorted(handles.items()):
+                results[step, tuple(mine[number][0])] = rr.synchronize(handle).get()
+        lanes = runtime.current("test").engine.lanes.values()
+        assert {lane.routes.gpu.text().partition(":")[0] for lane in lanes} == {"nccl"}
+        return results
+
+    for rank, results in enumerate(nccl_ranks(3, program, monkeypatch, 3, dynamic_process_sets=True)):
+        for step in range(4):
+            for members in SETS:
+                if rank in members:
+                    expected = sum(values(1800, "float32", each, step) for each in members)
+                    np.testing.assert_array_equal(results[step, tuple(members)], expected)
+
+
+def test_ranks_that_have_joined_take_part_in_nccl(monkeypatch):
+    def program(cupy):
+        results = [
+            rr.allreduce(cupy.array(values(1500, "float32", rr.rank(), step)), op=Sum, name=f"w{step}").get()
+            for step in range(rr.rank())
+        ]
+        rr.join()
+        return results
+
+    for results in nccl_ranks(3, program, monkeypatch, device_count=3):
+        for step, result in enumerate(results):
+            expected = sum(values(1500, "float32", each, step) for each in range(step + 1, 3))
+            np.testing.assert_array_equal(result, expected)
 
 
 def test_dlpack_of_another_library(gpu):

@@ -234,23 +234,6 @@ def test_reduce_has_the_bits_of_the_host(gpu, op, name, ranks):
         assert_same(name, sources[-1], element.storage, expected)
 
 
-@pytest.mark.parametrize(("op", "name"), REDUCTIONS)
-def test_partial_results_have_the_bits_of_the_host_s(gpu, op, name):
-    skip_where_numpy_does_not_fuse(op, name)
-    element = TABLE[name]
-    for prescale, postscale, count, shift in cases(name):
-        reduction = Reduction(op, element, 4, prescale, postscale)
-        parts = [values_of(name, count, rank, small=True) for rank in range(3)]
-        with np.errstate(over="ignore", invalid="ignore"):
-            expected = reduction.start(parts[0].copy())
-            for part in parts[1:]:
-                reduction.combine(expected, reduction.start(part.copy()))
-        sources = [memory_of(part, shift) for part in parts]
-        target = Memory(expected.nbytes)
-        gpu.kernels.partial(reduction, [each.pointer for each in sources], target.pointer, count, gpu.stream)
-        assert_same(reduction.sum_type.name, target, reduction.sum_type, expected)
-
-
 def test_blocks_take_more_than_one_part_when_there_are_too_few(gpu, monkeypatch):
     monkeypatch.setattr(cuda_kernels, "MOST_BLOCKS", 3)
     reduction = Reduction(Average, TABLE["float16"], 3)
@@ -449,7 +432,6 @@ def test_the_ranges_that_launches_read_and_write(gpu):
     kernels.load(table, pointers, wide.pointer, average, stream, wide=True)
     kernels.store(table, wide.pointer, pointers, average, stream, wide=True)
     kernels.reduce(average, slot_pointers, slot_pointers[1], length, stream)
-    kernels.partial(average, slot_pointers, wide.pointer, length, stream)
     named = {"p0": pieces[0], "p1": pieces[1], "s0": slots[0], "s1": slots[1], "w": wide}
 
     def found(ranges):
@@ -471,7 +453,6 @@ def test_the_ranges_that_launches_read_and_write(gpu):
         (whole, {"w": (0, 8 * length, 2 * 12020)}),
         ({"w": (0, 8 * length, 2 * 12020)}, whole),
         ({"s0": (0, 4 * length, 4 * length), "s1": (0, 4 * length, 4 * length)}, {"s1": (0, 4 * length, 4 * length)}),
-        ({"s0": (0, 4 * length, 4 * length), "s1": (0, 4 * length, 4 * length)}, {"w": (0, 8 * length, 8 * length)}),
     ]
     tables = [nbytes for address, nbytes in accesses(*FakeModule.launched[0])[0] if address == table.pointer]
     assert tables == [16 * table.tile_count], "the table is read too"

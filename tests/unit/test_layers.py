@@ -35,7 +35,6 @@ LAYERS = [
     ["collectives.adasum", "collectives.clock", "collectives.overlap", "collectives.choose"],
     ["collectives.shared", "collectives.measure"],
     ["collectives.hierarchical", "collectives.mapped"],
-    ["collectives.bridged", "collectives.swapped"],
     ["fusion"],
     ["engine.description"],
     ["engine.request", "engine.letters", "engine.cache", "engine.tally"],

@@ -154,7 +154,7 @@ def test_every_type_and_op_that_it_has(name, fake):
     communicators = connected(fake)
     for op in ReduceOp:
         if not nccl.supported(element, op):
-            message = f"NCCL has no {op!r} of {name} elements; RINGREDUCE_ALGORITHM=auto does without NCCL"
+            message = f"NCCL has no {op!r} of {name} elements; RINGREDUCE_CUDA_NCCL=0 does without NCCL"
             with pytest.raises(CollectiveError, match=message):
                 communicators[0].allreduce(0, COUNT, element, op, stream(0))
             continue
@@ -206,7 +206,7 @@ def test_it_is_given_back_on_its_own_device(fake):
     assert fake.ended == [("destroy", 0, 4), ("abort", 1, 5)]
 
 
-WHY = "NCCL_DEBUG=INFO makes it print why; RINGREDUCE_ALGORITHM=auto does without NCCL"
+WHY = "NCCL_DEBUG=INFO makes it print why; RINGREDUCE_CUDA_NCCL=0 does without NCCL"
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,8 @@ def test_its_errors_say_what_to_do(error, told, fake):
 def test_without_nccl_the_wheel_is_named(monkeypatch):
     fake = install(monkeypatch, Fake(1, bytes))
     fake.available = False
-    message = "CuPy finds no NCCL; install it with: pip install nvidia-nccl-cu12; RINGREDUCE_ALGORITHM=auto"
+    message = "CuPy finds no NCCL; install it with: pip install nvidia-nccl-cu12; RINGREDUCE_CUDA_NCCL=0"
+    assert nccl.why_not().startswith(message)
     with pytest.raises(MissingExtraError, match=message):
         nccl.unique_id()
     with pytest.raises(MissingExtraError, match=message):
@@ -249,10 +250,6 @@ def test_without_nccl_the_wheel_is_named(monkeypatch):
 
 def test_ranks_that_share_a_gpu_are_named():
     one, two = "0000:3B:00.0", "0000:5E:00.0"
-    nccl.check_devices([one, two, one, two], [0, 0, 1, 1])  # another host's GPU may have the same place
-    message = (
-        r"NCCL needs a GPU for every rank, but ranks 1, 3 share GPU 0000:5E:00.0 of host 0; start no more ranks on a "
-        r"host than it has GPUs; RINGREDUCE_ALGORITHM=auto does without NCCL"
-    )
-    with pytest.raises(CollectiveError, match=message):
-        nccl.check_devices([one, two, two, two], [0, 0, 1, 0])
+    assert nccl.shared_gpu([one, two, one, two], [0, 0, 1, 1]) == ""  # another host's GPU may have the same place
+    expected = "ranks 1, 3 share GPU 0000:5E:00.0 of host 0, but NCCL needs one a rank"
+    assert nccl.shared_gpu([one, two, two, two], [0, 0, 1, 0]) == expected
