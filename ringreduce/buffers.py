@@ -201,7 +201,7 @@ def as_buffer(array: Any, *, writable: bool = False) -> Buffer:
     if _is_torch(array):
         if writable and not array.is_inference():  # autograd must know that it changes: it may have saved it
             sys.modules["torch"].autograd.graph.increment_version(array)
-        return _torch_buffer(array)
+        return _torch_buffer(array, writable)
     if isinstance(array, bool | int | float | complex | np.generic):
         if writable:
             raise UnsupportedArrayError(f"a {type(array).__name__} cannot be changed in place; pass an array")
@@ -237,23 +237,37 @@ def _kind(array: Any) -> str:
     return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
 
 
+class _NotContiguousError(UnsupportedArrayError):
+    """Memory that is to be written to is not C-contiguous."""
+
+    def __init__(self, shape: Sequence[int], strides: Sequence[int]) -> None:
+        super().__init__(
+            f"an array of shape {tuple(shape)} and strides {tuple(strides)} is not C-contiguous; pass a contiguous copy"
+        )
+
+
 def to_write(arrays: Sequence[Any]) -> tuple[list[Buffer], Callable[[], None]]:
     """Buffers for results that belong into `arrays`, and what to call when they are there.
 
     An array that is not C-contiguous (torch's channels_last, a transposed one) has a copy as its buffer, whose elements
     that call writes back.
     """
-    copies = [contiguous_copy(array) for array in arrays]
-    buffers = [
-        as_buffer(array if copy is None else copy, writable=True) for array, copy in zip(arrays, copies, strict=True)
-    ]
+    try:
+        return [as_buffer(array, writable=True) for array in arrays], _nothing
+    except _NotContiguousError:  # not asked before: a cost of submitting
+        copies = [contiguous_copy(array) for array in arrays]
+    pairs = list(zip(arrays, copies, strict=True))
 
     def written() -> None:
-        for array, copy in zip(arrays, copies, strict=True):
+        for array, copy in pairs:
             if copy is not None:
                 assign(array, copy)
 
-    return buffers, written
+    return [as_buffer(array if copy is None else copy, writable=True) for array, copy in pairs], written
+
+
+def _nothing() -> None:
+    return None
 
 
 def contiguous_copy(array: Any) -> Any:
@@ -314,11 +328,9 @@ def _numpy_buffer(array: np.ndarray[Any, Any], writable: bool) -> Buffer:
     return Buffer(_flat(array, element, writable), element, array.shape, "cpu", dtype)
 
 
-def _flat(array: Any, element: ElementType, writable: bool = False) -> Any:
+def _flat(array: Any, element: ElementType, writable: bool) -> Any:
     if writable and not array.flags.c_contiguous:
-        raise UnsupportedArrayError(
-            f"an array of shape {array.shape} and strides {array.strides} is not C-contiguous; pass a contiguous copy"
-        )
+        raise _NotContiguousError(array.shape, array.strides)
     flat = array.reshape(-1)  # copies what is not C-contiguous
     return flat if flat.dtype is element.storage else flat.view(element.storage)
 
@@ -327,9 +339,7 @@ def _cupy_buffer(array: Any, writable: bool) -> Buffer:
     element = element_type(array.dtype)
     if not array.flags.c_contiguous:
         if writable:
-            raise UnsupportedArrayError(
-                f"a GPU array of shape {array.shape} and strides {array.strides} is not C-contiguous; pass a copy"
-            )
+            raise _NotContiguousError(array.shape, array.strides)
         array = array.copy(order="C")
     return GpuBuffer(array, int(array.data.ptr), array.device.id, element, tuple(array.shape), array.dtype)
 
@@ -344,19 +354,19 @@ def _is_torch(array: Any) -> bool:
     return torch is not None and isinstance(array, torch.Tensor)
 
 
-def _torch_buffer(tensor: Any) -> Buffer:
+def _torch_buffer(tensor: Any, writable: bool) -> Buffer:
     dtype = tensor.dtype
     element = element_type(dtype)
     if tensor.is_cuda:
-        return _torch_gpu_buffer(tensor, element)
+        return _torch_gpu_buffer(tensor, element, writable)
     try:
         array = _as_numpy_knows(tensor, element).numpy()
     except (TypeError, RuntimeError) as exc:
         raise UnsupportedArrayError(_why_not(tensor) or str(exc)) from exc
-    return _TorchBuffer(_flat(array, element), element, array.shape, "cpu", dtype)
+    return _TorchBuffer(_flat(array, element, writable), element, array.shape, "cpu", dtype)
 
 
-def _torch_gpu_buffer(tensor: Any, element: ElementType) -> Buffer:
+def _torch_gpu_buffer(tensor: Any, element: ElementType, writable: bool) -> Buffer:
     why_not = _why_not(tensor)
     if why_not:
         raise UnsupportedArrayError(why_not)
@@ -364,6 +374,8 @@ def _torch_gpu_buffer(tensor: Any, element: ElementType) -> Buffer:
     if tensor.requires_grad:
         tensor = tensor.detach()
     if not tensor.is_contiguous():
+        if writable:
+            raise _NotContiguousError(tensor.shape, tensor.stride())
         tensor = tensor.contiguous()
     pointer, index = tensor.data_ptr(), tensor.device.index
     return _TorchGpuBuffer(tensor, pointer, index, element, tuple(tensor.shape), tensor.dtype)
