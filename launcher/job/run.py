@@ -30,7 +30,7 @@ from .supervise import Supervisor
 
 _LONGEST_SOCKET_FOLDER = 80  # characters; a socket's path has room for about 100
 _PLAIN_FOLDER = re.compile(r"[\w./+@,-]*")
-_OWN_FILES = 64  # ringrun's own, and a few questions of `ringrun stacks`
+_OWN_FILES = 24  # ringrun's own, and a few questions of `ringrun stacks`
 _MPIRUNS_FILES = 6  # a rank: pipes and sockets of the launcher that starts it
 
 

@@ -166,6 +166,26 @@ def test_one_rank_may_end_long_before_the_others(ringrun: Run, script: Callable[
     assert (done.returncode, done.stdout) == (0, "[0] done\n[1] done\n")
 
 
+def test_a_low_limit_of_open_files_is_raised_for_ringrun_and_not_for_the_ranks(tmp_path: Path, python: str) -> None:
+    source = "import resource; print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
+    argv = [
+        "sh",
+        "-c",
+        'ulimit -Sn 30; exec "$@"',
+        "sh",
+        Path(sys.executable).parent / "ringrun",
+        "-np",
+        "6",
+        python,
+        "-c",
+        source,
+    ]
+    done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=50, cwd=tmp_path)
+    assert (done.returncode, sorted(done.stdout.splitlines())) == (0, [f"[{rank}] 30" for rank in range(6)]), (
+        done.stderr
+    )
+
+
 def test_verbose_shows_the_mpi_and_the_command(ringrun: Run) -> None:
     done = ringrun("-np", 1, "--verbose", "true")
     assert done.returncode == 0
