@@ -1,10 +1,10 @@
 """ringrun stacks: what the ranks of a running job are doing.
 
     ringrun stacks          lists your running jobs on this host
-    ringrun stacks JOB      prints the Python stack of each rank of a job; JOB is the pid of its ringrun
+    ringrun stacks JOB      prints the Python stack of each rank of a job; JOB is the process number of its ringrun
 
-Ranks that are at the same place are shown once. The job goes on: nothing is stopped, even where a rank is stuck in C
-code. A rank that does not answer is named, with the state that the kernel reports. SIGUSR1 to ringrun prints the same.
+Ranks that are at the same place are shown once. The job goes on: nothing is stopped, also where a rank is stuck in C
+code. A rank that does not answer is named, with what the kernel says of it. SIGUSR1 to ringrun prints the same there.
 """
 
 import os

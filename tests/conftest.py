@@ -3,7 +3,6 @@
 import logging
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,10 +11,9 @@ import pytest
 
 from ringreduce import log
 from ringreduce.transport import peers
-from tests import fake_cupy, tiers
+from tests import environments, fake_cupy, parts, tiers
 
 ROOT = Path(__file__).parents[1]
-INSTALL_TIMEOUT_S = 600
 WORLD_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 """Where Open MPI and MPICH tell a rank how many there are."""
 FOR_RANKS = {ROOT / "tests" / "mpi", ROOT / "tests" / "gpu"}
@@ -27,13 +25,64 @@ hypothesis.settings.register_profile("quick", deadline=None, derandomize=True, m
 hypothesis.settings.register_profile("extended", deadline=None, print_blob=True, max_examples=500)
 
 
+def pytest_addoption(parser):
+    parts.add_options(parser)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    parts.skip_when_the_time_is_up(item.config)
+
+
+def is_whole(config):
+    """All tests were asked for, none by its name."""
+    return {ROOT / each for each in config.args} <= {ROOT, ROOT / "tests"} and not config.option.keyword
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config):
+    """On two cores, tests that start jobs run beside those that do not; -n 0 runs one after the other."""
+    options = config.option
+    alone = under_a_launcher() or getattr(options, "with_mpi", False) or options.usepdb or options.collectonly
+    worker = hasattr(config, "workerinput")  # which would start two more, and so on
+    if getattr(options, "numprocesses", 0) is None and is_whole(config) and not alone and not worker:
+        options.numprocesses, options.dist = 2, "loadfile"
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    from xdist.scheduler import LoadScopeScheduling
+
+    class OneJobAfterTheOther(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            return "jobs" if nodeid.startswith(tiers.ONE_AFTER_THE_OTHER) else nodeid.partition("::")[0]
+
+    return OneJobAfterTheOther(config, log)
+
+
+def under_a_launcher():
+    """This is a rank of several."""
+    return any(int(os.environ.get(name, 1)) > 1 for name in WORLD_SIZES)
+
+
+def pytest_itemcollected(item):
+    tiers.mark_job(item)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    if is_whole(config) and not config.getoption("--with-mpi", default=False):
+        tiers.check_names(items)
+    parts.choose(config, items)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config):
     explores = config.option.markexpr != "not extended"
     hypothesis.settings.load_profile("extended" if explores else "quick")
     if explores and getattr(config.option, "hypothesis_seed", None) is None:
         config.option.hypothesis_seed = str(tiers.SEED)
-    if any(int(os.environ.get(name, 1)) > 1 for name in WORLD_SIZES):
+    if under_a_launcher():
         config.option.with_mpi = True
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
         # under nohup, or behind a shell's &: what tests start would ignore it, too; what has a handler does not
@@ -42,9 +91,9 @@ def pytest_configure(config):
 
 
 def pytest_report_header(config):
-    if config.option.markexpr != "not extended":
-        return f"seeds of the day: TEST_SEED={tiers.SEED} gives them back"
-    return "quick tier; pytest -m '' runs everything"
+    if config.option.markexpr == "not extended":
+        return "quick tier; pytest -m '' runs everything"
+    return [f"seeds of the day: TEST_SEED={tiers.SEED} gives them back", *parts.header(config)]
 
 
 def pytest_ignore_collect(collection_path, config):
@@ -60,16 +109,9 @@ def pytest_ignore_collect(collection_path, config):
 
 
 @pytest.fixture(scope="session")
-def mpich_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An interpreter with MPICH: $TEST_MPICH_PYTHON, or one that is made here as a user of that extra would make it."""
-    if path := os.environ.get("TEST_MPICH_PYTHON"):
-        return Path(path)
-    folder = tmp_path_factory.mktemp("mpich")
-    install = [folder / "bin" / "pip", "install", "-q", "-c", "constraints.txt", "-e", ".[mpich,test-mpi,examples]"]
-    for command in ([sys.executable, "-m", "venv", folder], install):
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S)
-        assert done.returncode == 0, done.stdout + done.stderr
-    return folder / "bin" / "python"
+def mpich_python() -> Path:
+    """An interpreter with MPICH: $TEST_MPICH_PYTHON, or one that is made as a user of that extra would make it."""
+    return environments.interpreter("TEST_MPICH_PYTHON", ".venv-test-mpich", "-e", ".[mpich,test-mpi,examples]")
 
 
 @pytest.fixture

@@ -41,7 +41,7 @@ COPIED = [
     "README.md",
     "CONTRIBUTING.md",
 ]
-LIKELY_S, REST_S = 240, 1200
+LIKELY_S, REST_S = 400, 1200
 """How long the likely tests, and all others, may take: more is a hang."""
 
 
@@ -136,7 +136,7 @@ MUTANTS = [
     Mutant(
         "optimizer: a gradient is sent before its last backward pass",
         "ringreduce/torch/reducer.py",
-        "if gradient.seen == self.passes:",
+        "if gradient.seen >= self.passes:",
         "if gradient.seen >= 1:",
         "tests/ranks/test_torch_optimizer_patterns.py",
     ),
@@ -173,7 +173,7 @@ MUTANTS = [
         "ringreduce/collectives/tree.py",
         "(rank - root) % size",
         "(root - rank) % size",
-        "tests/ranks/test_algorithms.py tests/ranks/test_collectives.py",
+        "tests/ranks/test_collectives.py -k broadcast",
     ),
     Mutant(
         "GPU: the stream does not wait for the others' sums",
@@ -201,14 +201,14 @@ MUTANTS = [
         "ringreduce/collectives/adasum.py",
         "(2 * a_squared)",
         "a_squared",
-        "tests/ranks/test_algorithms.py tests/ranks/test_collectives.py",
+        "tests/ranks/test_collectives.py -k adasum",
     ),
     Mutant(
         "alltoall: what comes is laid out in the reverse order of the ranks",
         "ringreduce/collectives/pairwise.py",
         "bounds_of(received)",
         "bounds_of(received[::-1])",
-        "tests/ranks/test_algorithms.py tests/ranks/test_collectives.py",
+        "tests/ranks/test_collectives.py -k alltoall",
     ),
     Mutant(
         "hosts: of a rank's chunk only the first piece is reduced",
@@ -225,10 +225,10 @@ MUTANTS = [
         "tests/ranks/test_hierarchical.py",
     ),
     Mutant(
-        "doubling: the partner of a rank behind those that folded in",
+        "doubling: the partner of a rank behind those that folded in is its neighbour",
         "ringreduce/collectives/doubling.py",
-        "2 * other if other < folded",
-        "2 * other if other <= folded",
+        "other + folded",
+        "other + folded - 1",
         "tests/ranks/test_doubling.py",
     ),
     Mutant(
@@ -262,7 +262,7 @@ MUTANTS = [
     Mutant(
         "launcher: secrets travel to other hosts",
         "launcher/forward.py",
-        "if not (is_secret(name) or ",
+        "if not (is_secret(name, value) or ",
         "if not (",
         "tests/launcher/test_forward.py",
     ),
@@ -339,7 +339,7 @@ def verdict(copy: Path, mutant: Mutant, source: Path, rest: bool) -> str:
     before = (source / mutant.file).read_text()
     path.write_text(mutated(before, mutant))
     try:
-        likely = [name for name in mutant.likely.split() if (copy / name).exists()]
+        likely = [word for word in mutant.likely.split() if not word.startswith("tests/") or (copy / word).exists()]
         return noticed(copy, likely, LIKELY_S) or (noticed(copy, [], REST_S) if rest else "")
     finally:
         shutil.copy2(source / mutant.file, path)
@@ -371,7 +371,7 @@ def main() -> int:
     """Return 1 when a mutant has survived."""
     asked = parse()
     chosen = [each for each in MUTANTS if not asked.words or any(word in each.why for word in asked.words)]
-    for mutant in MUTANTS:
+    for mutant in chosen:
         mutated((asked.tree / mutant.file).read_text(), mutant)
     if asked.list:
         print("\n".join(mutant.why for mutant in chosen))

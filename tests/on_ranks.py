@@ -1,4 +1,4 @@
-"""What the conftests of tests on every rank of a job share: `ringrun -np 3 python -m pytest --with-mpi tests/mpi`.
+"""What the conftests of tests on every rank of a job share: `mpirun -np 3 pytest tests/mpi`.
 
 A test that fails on one rank would leave the others waiting for it, so it is reported and the whole job ends. A test
 that hangs is ended by pytest-timeout. Either way ringrun ends the other ranks, which print their stacks when it does.
@@ -8,6 +8,7 @@ import faulthandler
 import os
 import signal
 import sys
+import time
 
 import ringreduce as rr
 from ringreduce.mpi import abort
@@ -28,4 +29,5 @@ def end_the_job_if_failed(report):
         sys.stderr.flush()
         if "RINGREDUCE_ERROR_FILE" in os.environ:
             os._exit(1)  # ringrun ends the others
+        time.sleep(1)  # MPICH's mpirun forgets what it has not printed yet
         abort(1)

@@ -34,3 +34,91 @@ def parted(values: Iterable[Any], quick: Callable[..., bool]) -> list[Any]:
 def seeds(quick: Iterable[int], explored: int) -> list[Any]:
     """Seeds that are always the same, and `explored` more that are the day's."""
     return [*quick, *(pytest.param(1000 * SEED + number, marks=extended) for number in range(explored))]
+
+
+QUICK_JOBS = {
+    "cluster/test_doctor.py": [
+        "test_four_hosts_of_which_one_has_a_slow_link",
+    ],
+    "cluster/test_fixtures.py": [
+        "test_each_host_is_reached_from_each_by_name_and_address",
+        "test_links_and_daemons_stop_and_start_again",
+    ],
+    "cluster/test_slurm.py": [
+        "test_salloc_and_ringrun[openmpi--n4-",
+    ],
+    "cluster/test_ssh_hosts.py": [
+        "test_a_training_example_on_four_hosts[",
+        "test_variables_reach_all_hosts_and_secrets_stay[",
+        "test_a_rank_that_dies_on_another_host[",
+        "test_a_host_whose_link_goes_down[",
+    ],
+    "end_to_end/test_engine.py": [
+        "test_shutdown_with_work_pending_is_an_error_that_says_who_left_first[",
+        "test_what_was_handed_in_and_never_waited_for_hangs_nobody_at_exit[",
+        "test_a_rank_that_does_something_else_is_named_with_its_stack[",
+        "test_a_forked_child_is_no_rank_and_ends_alone[",
+    ],
+    "end_to_end/test_failures.py": [
+        "test_one_rank_ends_and_the_others_wait_for_it[",
+        "test_the_traceback_of_the_first_failure_is_printed_last[",
+        "test_a_process_alone_ends_as_ever[",
+    ],
+    "end_to_end/test_horovod_scripts.py": [
+        "test_mnist[2]",
+        "test_process_sets[3-True]",
+    ],
+    "end_to_end/test_mpi_suite.py": [
+        "test_a_hang_ends_the_run_with_every_ranks_stack[",
+        "test_the_suite_passes_on_so_many_ranks[",
+    ],
+    "end_to_end/test_mpirun.py": [
+        "",
+    ],
+    "end_to_end/test_readme.py": [
+        "test_a_script_runs_before_and_after[",
+        "test_ci_runs_the_command_that_the_readme_gives",
+        "test_settings_and_errors_are_told_as_they_are",
+        "test_every_public_name_is_in_the_readme",
+    ],
+    "end_to_end/test_shared_memory.py": [
+        "test_where_there_is_little_of_it_messages_are_used_and_a_line_says_why[",
+        "test_of_a_job_that_ends_nothing_at_all_is_left[",
+    ],
+    "end_to_end/test_stand_in.py": [
+        "test_a_race_in_a_program_fails_it[",
+    ],
+    "examples/test_train_digits.py": [
+        "test_last_line_tells_an_accuracy_of_at_least_97_percent[3]",
+        "test_loss_curve_is_that_of_one_rank[3]",
+        "test_parameters_are_bit_identical_on_all_ranks[3]",
+        "test_script_itself_notices_when_parameters_differ[",
+    ],
+    "examples/test_train_gpt.py": [
+        "test_loss_curve_is_that_of_one_rank[2]",
+        "test_parameters_are_bit_identical_on_all_ranks[2]",
+        "test_run_resumed_on_more_ranks_continues_the_same_curve",
+    ],
+}
+"""By file: how the names begin of tests in FOLDERS_OF_JOBS that run always. Each starts jobs, and takes seconds."""
+QUICK_NAMES = tuple(f"tests/{file}::{name}" for file, names in QUICK_JOBS.items() for name in names)
+FOLDERS_OF_JOBS = ("tests/cluster/", "tests/end_to_end/", "tests/examples/")
+ONE_AFTER_THE_OTHER = (*FOLDERS_OF_JOBS, "tests/launcher/", "tests/gpu/")
+"""By one worker: jobs share the cores, and their ends are timed."""
+
+
+def mark_job(item: pytest.Item) -> None:
+    """Mark a test that starts jobs, and all but QUICK_JOBS as extended."""
+    in_folder = item.nodeid.startswith(FOLDERS_OF_JOBS)
+    if in_folder and not item.nodeid.startswith(QUICK_NAMES):
+        item.add_marker(extended)
+    if in_folder or {"ringrun", "start"} & set(getattr(item, "fixturenames", ())):
+        item.add_marker("jobs")
+
+
+def check_names(items: Iterable[pytest.Item]) -> None:
+    """Raise UsageError for a name in QUICK_JOBS that no test has any more; `items` are all tests."""
+    names = [item.nodeid for item in items]
+    for known in QUICK_NAMES:
+        if not any(name.startswith(known) for name in names):
+            raise pytest.UsageError(f"tests/tiers.py, QUICK_JOBS: no test's name begins with {known}")

@@ -2,14 +2,14 @@
 
     ringrun doctor -H n1,n2,n3
 
-It asks every host for what a job needs (Python, ringreduce, mpi4py, NumPy, MPI, GPUs, clock, /dev/shm) and prints
-one table. Then one rank on each host reduces a buffer with every other, two at a time, and the bandwidth and latency of
-all links are printed. `*` marks what differs, is missing or slow; what to do about it follows. Hosts with an error are
-not measured.
+It asks every host what a job needs of it (Python, ringreduce, mpi4py, NumPy, MPI, GPUs, clock, /dev/shm) and prints
+one table. Then one rank on each host reduces a buffer with every other, two by two, and it prints bandwidth and latency
+of all links. `*` marks what differs, is missing or slow; below stands what to do about it. Hosts with an error are not
+measured.
 
 Without -H or --hostfile the hosts are those of the Slurm, LSF or PBS job, or of the MPI Operator; else this one alone.
 
-Exit code: 0, even with warnings; 3 with errors; 2 for a wrong command line.
+Exit code: 0, also with warnings; 3 with errors; 2 for a wrong command line.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ def _parse_line(words: list[str], where: str) -> Host:
 
 def _why_not(key: str) -> str:
     if key in _KNOWN:
-        return f"{key}: the slots are given twice; expected them once"
+        return f"{key}: the slots are said twice; expected them once"
     if key in _REFUSED:
         return f"{key}=: {_REFUSED[key]}"
     nearest = get_close_matches(key, [*_KNOWN, *_REFUSED], n=1)

@@ -43,7 +43,7 @@ _RULES = (
     _rule(
         r"remote host identification has changed|host key for .* has changed",
         "its host key is not the one that this host knows it by (Host key verification failed)",
-        "make sure that it is the same host (was it reinstalled?), then: ssh-keygen -R HOST; ssh HOST",
+        "make sure that it is the same host (was it installed anew?), then: ssh-keygen -R HOST; ssh HOST",
     ),
     _rule(
         r"host key verification failed|no .* host key is known for",

@@ -10,9 +10,10 @@ import pytest
 
 from tests.cluster.hosts import Hosts, why_not
 from tests.cluster.slurm import SLURM_NEEDED, start_slurm
+from tests.tiers import extended
 
 
-@pytest.fixture(params=["openmpi", "mpich"])
+@pytest.fixture(params=["openmpi", pytest.param("mpich", marks=extended)])
 def python(request: pytest.FixtureRequest) -> Path:
     """An interpreter whose mpi4py loads this MPI."""
     if request.param == "openmpi":

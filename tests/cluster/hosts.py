@@ -25,6 +25,7 @@ from pathlib import Path
 
 from tests.cluster.keys import make_key, write_home
 from tests.cluster.processes import Inside, child_of, inner_pid, processes_beside
+from tests.patience import patient
 
 ROOT = Path(__file__).parents[2]
 PATH = "/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin"
@@ -171,7 +172,7 @@ class Hosts:
         """Wait until nothing more runs on these hosts (on all if none is named); return the seconds, or fail."""
         begin = time.monotonic()
         while left := {self.names[k]: found for k in only or range(len(self.names)) if (found := self.processes(k))}:
-            assert time.monotonic() < begin + within_s, f"after {within_s} s there is still: {left}"
+            assert time.monotonic() < begin + patient(within_s), f"after {within_s} s there is still: {left}"
             time.sleep(0.05)
         return time.monotonic() - begin
 

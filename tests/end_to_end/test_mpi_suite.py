@@ -1,16 +1,25 @@
 """tests/mpi on 1, 2, 3 and 4 ranks, on both MPIs; and that a failure or a hang there is told, not waited for."""
 
+import itertools
 import re
 
 import pytest
 
-from tests.end_to_end.conftest import ROOT, ringrun, run
+from tests.end_to_end.conftest import ringrun, run
+from tests.tiers import parted
 
 pytestmark = pytest.mark.timeout(900)
-PYTEST = ["-m", "pytest", "--with-mpi", "-p", "no:cacheprovider", "--color=no", "-q", "-rs"]
+PYTEST = ["-m", "pytest", "--with-mpi", "-p", "no:cacheprovider", "--color=no", "-q", "-rs", "-c", "pyproject.toml"]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+EVERYWHERE = itertools.product(["Open MPI", "MPICH"], [1, 2, 3, 4])
+
+
+@pytest.mark.parametrize(
+    ("python", "ranks"),
+    parted(EVERYWHERE, lambda mpi, ranks: (mpi, ranks) in (("Open MPI", 3), ("MPICH", 2))),
+    indirect=["python"],
+)
 def test_the_suite_passes_on_so_many_ranks(python, ranks):
     finished = ringrun(python, ranks, *PYTEST, "tests/mpi", timeout_s=400)
     print(finished.stdout)
@@ -18,45 +27,19 @@ def test_the_suite_passes_on_so_many_ranks(python, ranks):
     assert re.search(r"^\[0\] \d{3} passed", finished.stdout, re.MULTILINE), finished.stdout
 
 
-def test_the_launchers_suite_passes_on_mpich(mpich_python):
+def test_the_launchers_jobs_on_mpich(mpich_python):
     finished = run(
-        [mpich_python, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-rs", "tests/launcher"], timeout_s=600
+        [mpich_python, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-rs", "-m", "jobs", "tests/launcher"],
+        timeout_s=600,
     )
     print(finished.stdout)
     assert finished.returncode == 0, finished.stdout
 
 
-BROKEN = """
-import time
-import pytest
-import ringreduce as rr
-
-pytestmark = pytest.mark.mpi
-
-def test_one_rank_fails():
-    assert rr.rank() != 1, "the one that failed"
-    rr.barrier()
-
-@pytest.mark.timeout(3)
-def test_all_ranks_hang():
-    while True:
-        rr.barrier() if rr.rank() else time.sleep(1)
-"""
-
-
-@pytest.fixture
-def broken():
-    """A test file that fails, beside the real ones since their conftest is what is tested."""
-    path = ROOT / "tests" / "mpi" / "test_broken_on_purpose.py"
-    path.write_text(BROKEN)
-    yield str(path)
-    path.unlink()
-
-
 def test_a_rank_that_fails_ends_the_run_with_its_report(python, broken):
     finished = ringrun(python, 3, *PYTEST, f"{broken}::test_one_rank_fails", timeout_s=60)
     assert finished.returncode == 1, finished.stdout
-    assert "[1] rank 1 of 3: tests/mpi/test_broken_on_purpose.py::test_one_rank_fails failed" in finished.stdout
+    assert re.search(r"^\[1\] rank 1 of 3: .*::test_one_rank_fails failed", finished.stdout, re.MULTILINE)
     assert "AssertionError: the one that failed" in finished.stdout
     assert "rank 1 of 3 failed first" in finished.stdout
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import INSTALL_TIMEOUT_S
 from tests.end_to_end.conftest import ROOT, ringrun, run
+from tests.environments import INSTALL_TIMEOUT_S
 
 README = (ROOT / "README.md").read_text()
 TEST_COMMAND = (
@@ -50,7 +50,8 @@ def test_every_command_runs_in_a_clean_clone(tmp_path):
 
 
 def test_ci_runs_the_command_that_the_readme_gives():
-    assert TEST_COMMAND in (ROOT / ".ci" / "run").read_text().splitlines()
+    lines = (ROOT / ".ci" / "run").read_text().splitlines()
+    assert [line for line in lines if line in TEST_COMMAND.split(" && ")] == TEST_COMMAND.split(" && ")
     assert TEST_COMMAND in (ROOT / "CONTRIBUTING.md").read_text().splitlines()
 
 

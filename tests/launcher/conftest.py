@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import patient
+
 RINGRUN = str(Path(sys.executable).parent / "ringrun")
 GONE_WITHIN_S = 5.0
 
@@ -36,7 +38,7 @@ def ringrun(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
             text=True,
             errors="surrogateescape",
             cwd=options.pop("cwd", tmp_path),
-            timeout=50,
+            timeout=patient(50),
             **options,
         )
 
@@ -115,7 +117,7 @@ def wait_until_gone(processes_of: Callable[[], dict[int, str]]) -> Callable[[], 
     def wait() -> float:
         begin = time.monotonic()
         while left := processes_of():
-            assert time.monotonic() < begin + GONE_WITHIN_S, f"left behind: {left}"
+            assert time.monotonic() < begin + patient(GONE_WITHIN_S), f"left behind: {left}"
             time.sleep(0.02)
         return time.monotonic() - begin
 

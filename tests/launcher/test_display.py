@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import patient
+
 from .test_run import by_rank
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -259,14 +261,15 @@ def test_a_job_that_takes_too_long_is_ended(
         time.sleep(0 if rank == 1 else 60)
     """
     begin_s = time.monotonic()
-    done = ringrun("-np", 4, "--timeout", 3, python, script(source))
+    limit_s = round(patient(3))
+    done = ringrun("-np", 4, "--timeout", limit_s, python, script(source))
     assert done.returncode == 124
-    assert 3.0 <= time.monotonic() - begin_s < 3.0 + 6.0
+    assert limit_s <= time.monotonic() - begin_s < limit_s + patient(6.0)
     assert by_rank(done.stdout) == {rank: ["up"] for rank in range(4)}
     here = f"on {os.uname().nodename}: script.py:7, in <module>: time.sleep(0 if rank == 1 else 60)"
     assert done.stderr.splitlines()[0] == f"ranks 0,2-3 of 4 {here}"
     assert done.stderr.endswith(
-        "\nringrun: the job took longer than --timeout 3 s and was ended: ranks 0,2-3 of 4 still ran\n"
+        f"\nringrun: the job took longer than --timeout {limit_s} s and was ended: ranks 0,2-3 of 4 still ran\n"
     )
     wait_until_gone()
 
@@ -277,7 +280,7 @@ def test_a_rank_may_save_its_state_when_the_time_is_over(ringrun: Run, script: S
         signal.signal(signal.SIGTERM, lambda *_: (print("saved"), sys.exit(5)))
         time.sleep(60)
     """
-    done = ringrun("-np", 2, "--timeout", 3, python, script(source))
+    done = ringrun("-np", 2, "--timeout", patient(3), python, script(source))
     assert done.returncode == 124
     assert by_rank(done.stdout) == {0: ["saved"], 1: ["saved"]}
     assert "Traceback" not in done.stderr

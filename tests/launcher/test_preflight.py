@@ -349,7 +349,9 @@ def test_any_answer_is_facts_or_a_problem(fields: dict[str, object]) -> None:
 def test_a_python_that_breaks_is_a_problem() -> None:
     told = read_answer(Answer("n1", b"", "Fatal Python error: no encodings\n", 1))
     assert isinstance(told, Problem)
-    assert told.what == ("its Python gave no answer: exit code 1, and it wrote: Fatal Python error: no encodings")
+    assert told.what == (
+        "its Python did not tell what is there: exit code 1, and it wrote: Fatal Python error: no encodings"
+    )
 
 
 # all together

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from subprocess import PIPE
@@ -62,26 +63,38 @@ def new_files() -> Callable[[], set[str]]:
 def test_no_shared_memory_is_left(
     end: str, ringrun, script, python, tmp_path: Path, new_files: Callable[[], set[str]], wait_until_gone
 ) -> None:
-    # others may run MPI at the same time: what is left counts only if no process maps it any more
     done = ringrun("-np", 3, python, script(JOB.format(end=end)))
     wait_until_gone()
     assert done.stdout.count("True") == 3, done.stderr
-    used = {Path(path).name for pid in shm_cleanup._all_processes() for path, _ in mapped(pid)}
-    left = {name for name in new_files() - used if shm_cleanup._NAMES.fullmatch(name)}
+    assert_none_left(new_files)
+
+
+def assert_none_left(new_files: Callable[[], set[str]]) -> None:
+    """Of what a job makes, nothing is left that belongs to no process: other jobs may run at the same time.
+
+    Theirs are mapped, or in the environment of their ranks, but for moments at their beginning and their end.
+    """
+    left, deadline_s = unused(new_files()), time.monotonic() + 5
+    while left and time.monotonic() < deadline_s:
+        time.sleep(0.1)
+        left &= unused(new_files())
     assert left == set()
-    assert not [name for name in new_files() if name.startswith("ringrun-") and not in_use(SHM / name)]
 
 
-def in_use(folder: Path) -> bool:
-    """Whether some process still has a file of this folder mapped: another job that runs at the same time."""
-    maps = (Path(f"/proc/{pid}/maps") for pid in shm_cleanup._all_processes())
-    for path in maps:
-        try:
-            if f"{folder}/" in path.read_text(errors="replace"):
-                return True
-        except OSError:
-            continue
-    return False
+def unused(names: set[str]) -> set[str]:
+    """Those of these names in shared memory that ringrun or MPI gave, and that no process knows."""
+    ours = {name for name in names if name.startswith("ringrun-") or shm_cleanup._NAMES.fullmatch(name)}
+    known = b"".join(
+        text_of(process / name) for process in Path("/proc").glob("[0-9]*") for name in ("maps", "environ")
+    )
+    return {name for name in ours if f"{SHM / name}".encode() not in known}
+
+
+def text_of(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
 
 
 def test_ringrun_killed_leaves_none_either(
@@ -93,7 +106,7 @@ def test_ringrun_killed_leaves_none_either(
     job.send_signal(signal.SIGKILL)
     job.wait()
     wait_until_gone()
-    assert not [name for name in new_files() if name.startswith("ringrun-") and not in_use(SHM / name)]
+    assert_none_left(new_files)
 
 
 def test_a_folder_that_the_user_has_chosen_is_kept(ringrun, script, python, tmp_path: Path) -> None:
@@ -137,7 +150,7 @@ def test_a_killed_agent_and_a_command_that_does_not_start_leave_none(
     program.chmod(0o755)
     assert ringrun("-np", 2, program).returncode == 2
     wait_until_gone()
-    assert not [name for name in new_files() if name.startswith("ringrun-") and not in_use(SHM / name)]
+    assert_none_left(new_files)
 
 
 MAPPER = """

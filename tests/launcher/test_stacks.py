@@ -239,6 +239,7 @@ def test_the_list_of_jobs() -> None:
         ([str(os.getpid())], f"process {os.getpid()} is no ringrun with a running job; your jobs are: 4711"),
         (["4194999"], "process 4194999 does not exist"),
     ],
+    ids=["two jobs", "a flag", "a word", "no digit", "this process", "no process"],
 )
 def test_what_cannot_be_asked(arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stacks, "find_jobs", lambda: [JOB])

@@ -1,4 +1,4 @@
-"""For tests that run on every rank of a job: `ringrun -np 3 python -m pytest --with-mpi tests/mpi`. See on_ranks.py."""
+"""For tests that run on every rank of a job: `mpirun -np 3 pytest tests/mpi`. See on_ranks.py."""
 
 import pytest
 

@@ -20,6 +20,7 @@ from ringreduce.transport.device import Stage
 from tests import fake_cupy, fake_torch
 from tests.ranks.test_gpu import MODES, SLOT_BYTES, as_other_process, gpu, ranks, small, values
 from tests.reference import data
+from tests.tiers import parted
 
 __all__ = ["gpu"]
 WORLDS = {"one host": [0, 0, 0], "uneven hosts": [0, 0, 1], "hosts": [0, 1, 2]}
@@ -299,7 +300,7 @@ def mpi_takes_gpu(monkeypatch):
     monkeypatch.setattr(GpuPaths, "_over_mpi", property(lambda paths: True, lambda paths, given: None), raising=False)
 
 
-@pytest.mark.parametrize("places", [[0, 1], [0, 1, 2], [0, 0, 1, 1]])
+@pytest.mark.parametrize("places", parted([[0, 1], [0, 1, 2], [0, 0, 1, 1]], lambda places: len(places) == 3))
 def test_messages_of_gpu_memory(gpu, mpi_takes_gpu, places):
     """Subnormal numbers, too: the smallest float32 times what comes."""
     size, tiny = len(places), np.float32(1e-45)

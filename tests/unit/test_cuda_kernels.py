@@ -17,7 +17,9 @@ from ringreduce.cuda.runtime import Device, Stream
 from ringreduce.dtypes import TABLE
 from ringreduce.errors import InputError
 from ringreduce.ops import Average, Max, Min, Product, Reduction, Sum
+from tests import tiers
 from tests.emulated_cuda import accesses, emulate
+from tests.reference import FEW
 
 OPS = [Sum, Average, Min, Max, Product]
 RANKS = [1, 2, 3, 5]
@@ -34,7 +36,7 @@ def all_reductions():
             Reduction(op, TABLE[name], 2).check()
         except InputError:
             continue
-        yield pytest.param(op, name, id=f"{op!r}-{name}")
+        yield pytest.param(op, name, id=f"{op!r}-{name}", marks=[] if (name, op) in FEW else [tiers.extended])
 
 
 REDUCTIONS = list(all_reductions())
@@ -211,7 +213,7 @@ def cases(name):
         yield prescale, postscale, count, TABLE[name].itemsize if shifted else 0
 
 
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("ranks", tiers.parted(RANKS, lambda ranks: ranks == 3))
 @pytest.mark.parametrize(("op", "name"), REDUCTIONS)
 def test_reduce_has_the_bits_of_the_host(gpu, op, name, ranks):
     skip_where_numpy_does_not_fuse(op, name)

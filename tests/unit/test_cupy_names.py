@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 import pytest
 
-from tests import fake_cupy, tiers
+from tests import environments, fake_cupy, tiers
 
-pytestmark = tiers.extended
+pytestmark = [tiers.extended, pytest.mark.timeout(600)]
 
 PACKAGE = Path(__file__).parents[2] / "ringreduce"
 ROOTS = {"cupy": "cupy", "runtime": "cupy.cuda.runtime"}
@@ -144,10 +144,7 @@ print(json.dumps(answers))
 @pytest.fixture(scope="module")
 def real():
     """What the real CuPy says of each name: None, or [its signature or documentation, its value if a number]."""
-    python = os.environ.get("TEST_CUPY_PYTHON")
-    if not python:
-        assert os.environ.get("CI") != "true", "TEST_CUPY_PYTHON is to name an interpreter with CuPy"
-        pytest.skip("no interpreter with the real CuPy: TEST_CUPY_PYTHON is not set")
+    python = environments.interpreter("TEST_CUPY_PYTHON", ".venv-test-cupy", "cupy-cuda12x")
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     paths = json.dumps(sorted({use.path for use in USES}))
     asked = subprocess.run([python, "-c", ASK], input=paths, env=clean, capture_output=True, text=True, timeout=50)

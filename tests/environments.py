@@ -1,0 +1,39 @@
+"""Virtual environments beside the one that runs the tests, made when the first test needs them, and kept."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+INSTALL_TIMEOUT_S = 600
+
+
+def interpreter(variable: str, folder: str, *requirements: str) -> Path:
+    """The Python that $variable names, or that of ROOT/folder with these requirements, which is made if need be."""
+    if path := os.environ.get(variable):
+        return Path(path)
+    made = ROOT / folder
+    wanted = "\n".join([sys.executable, *requirements, *(ROOT.joinpath(name).read_text() for name in FILES)])
+    stamp = made / "made-of"
+    with (ROOT / f"{folder}.lock").open("w") as lock:  # two suites may run side by side
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not stamp.exists() or stamp.read_text() != wanted:
+            _run([sys.executable, "-m", "venv", "--clear", made])
+            _run([made / "bin" / "pip", "install", "-q", "-c", "constraints.txt", *requirements])
+            stamp.write_text(wanted)
+    return made / "bin" / "python"
+
+
+FILES = ("setup.cfg", "constraints.txt")
+"""What is installed stands there."""
+
+
+def _run(command: list[str | Path]) -> None:
+    done = subprocess.run(
+        command, cwd=ROOT, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
