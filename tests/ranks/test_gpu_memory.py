@@ -15,7 +15,7 @@ from tests import fake_cupy
 from tests.ranks.test_gpu import SLOT_BYTES, WORLDS, as_other_process, gpu, ranks, small, values  # noqa: F401
 from tests.tiers import parted
 
-SOME = parted([WORLDS[name] for name in ("alone", "three", "hosts", "hosts of two")], lambda *hosts: len(hosts) == 3)
+SOME = parted([WORLDS[name] for name in ("alone", "three", "hosts", "hosts of two")], lambda hosts: len(hosts) == 3)
 PATHS = [{}, {"cuda_ipc": False}]
 COUNT, STEPS = 3000, 6
 
