@@ -220,7 +220,7 @@ MUTANTS = [
     Mutant(
         "hosts: a slot may be finished before an earlier one",
         "ringreduce/collectives/hierarchical.py",
-        "        yield InOrder(hierarchy, turn)\n",
+        "        yield InOrder(hierarchy.order, turn)\n",
         "        pass\n",
         "tests/ranks/test_hierarchical.py",
     ),
