@@ -20,10 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from ringreduce.cuda import runtime as cuda
-from ringreduce.cuda.runtime import Event, cupy
 from ringreduce.dtypes import ElementType, element_type
 from ringreduce.errors import UnsupportedArrayError
+from ringreduce.gpu import runtime as cuda
+from ringreduce.gpu.runtime import Event, cupy
 
 DLPACK_CPU, DLPACK_CUDA = 1, 2
 """DLPack's numbers of the kinds of device."""

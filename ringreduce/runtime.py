@@ -21,11 +21,11 @@ from typing import Any
 from ringreduce import failures, log
 from ringreduce._version import __version__
 from ringreduce.collectives import clock
-from ringreduce.cuda import choice
 from ringreduce.engine.description import Call, Description, calling_line, explain
 from ringreduce.engine.engine import GLOBAL, Engine
 from ringreduce.engine.host import Host
 from ringreduce.errors import InputError, MismatchError, NotInitializedError
+from ringreduce.gpu import choice
 from ringreduce.mpi import finalize_mpi, mpi_library
 from ringreduce.preparation import prepare_host
 from ringreduce.settings import PER_RANK, Settings, tuning_notice

@@ -10,7 +10,7 @@ import hypothesis
 import pytest
 
 from ringreduce import log
-from ringreduce.transport import peers
+from ringreduce.gpu import ipc
 from tests import environments, fake_cupy, parts, tiers
 
 ROOT = Path(__file__).parents[1]
@@ -139,7 +139,7 @@ def cupy_of_every_mode(request, monkeypatch):
 def _put_in_place(fake, monkeypatch):
     for name, module in fake.modules().items():
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(peers, "process", lambda: fake.machine.process_number)
+    monkeypatch.setattr(ipc, "process", lambda: fake.machine.process_number)
 
 
 @pytest.fixture

@@ -177,14 +177,14 @@ MUTANTS = [
     ),
     Mutant(
         "GPU: the stream does not wait for the others' sums",
-        "ringreduce/collectives/mapped.py",
+        "ringreduce/gpu/ipc_allreduce.py",
         "self.peers.follow(SUMMED, turn, self.stream)",
         "pass",
         "tests/ranks/test_gpu.py",
     ),
     Mutant(
         "GPU: the engine's stream does not wait for the caller's",
-        "ringreduce/engine/gpu.py",
+        "ringreduce/gpu/stream.py",
         "        for event in request.ready:\n            self.stream.wait(event)\n",
         "",
         "tests/ranks/test_gpu.py",

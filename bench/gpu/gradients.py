@@ -194,7 +194,7 @@ def nccl_why_not() -> str:
 
 def mpi_why_not() -> str:
     """Why MPI cannot be given GPU memory; empty where it says that it can."""
-    from ringreduce.transport.cuda_aware import declared
+    from ringreduce.gpu.cuda_aware import declared
 
     can, told = declared()
     return "" if can else told

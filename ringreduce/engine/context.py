@@ -10,11 +10,11 @@ from ringreduce.buffers import Buffer
 from ringreduce.dtypes import ElementType
 from ringreduce.engine.completions import Completions
 from ringreduce.engine.description import ranks_text
-from ringreduce.engine.gpu import Gpu
 from ringreduce.engine.request import Request
 from ringreduce.engine.routes import Routes
 from ringreduce.engine.timeline import Timeline
 from ringreduce.errors import InputError
+from ringreduce.gpu.stream import Gpu
 from ringreduce.ops import ReduceOp, Reduction
 from ringreduce.settings import Settings
 from ringreduce.transport.base import Transport

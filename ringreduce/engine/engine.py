@@ -24,13 +24,11 @@ from typing import Any
 
 from ringreduce import errors, fusion
 from ringreduce.buffers import Buffer, ready
-from ringreduce.cuda.runtime import Event
 from ringreduce.engine import operations, refusals
 from ringreduce.engine.cache import numbers
 from ringreduce.engine.context import Context
 from ringreduce.engine.coordinator import Coordinator
 from ringreduce.engine.description import Call, Description, calling_line, ranks_text
-from ringreduce.engine.gpu import Gpu
 from ringreduce.engine.host import Host
 from ringreduce.engine.inbox import LONGEST_REST_S, Inbox, Waits
 from ringreduce.engine.joined import stand_in
@@ -54,6 +52,8 @@ from ringreduce.engine.recording import Recording
 from ringreduce.engine.request import Handle, Request
 from ringreduce.engine.stalls import StallWatch
 from ringreduce.engine.timeline import Timeline, TimelineFile
+from ringreduce.gpu.runtime import Event
+from ringreduce.gpu.stream import Gpu
 from ringreduce.log import LOGGER, TRACE
 from ringreduce.settings import Settings
 from ringreduce.transport.base import EngineTransport, Letter, Steps

@@ -9,8 +9,8 @@ import numpy as np
 from ringreduce.buffers import Buffer, ready
 from ringreduce.dtypes import TABLE
 from ringreduce.engine.description import Description, TensorDescription
-from ringreduce.engine.gpu import Gpu
 from ringreduce.engine.request import Request
+from ringreduce.gpu.stream import Gpu
 from ringreduce.ops import ReduceOp, Reduction
 
 

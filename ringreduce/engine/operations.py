@@ -15,10 +15,10 @@ import numpy as np
 from ringreduce.collectives import adasum, bruck, pairwise, ring, tree
 from ringreduce.engine.batch import batches, carry, plan
 from ringreduce.engine.context import Context
-from ringreduce.engine.gpu_exchange import GpuBroadcast, down, room, up
 from ringreduce.engine.reduction import allreduce
 from ringreduce.engine.request import Request
 from ringreduce.errors import InputError
+from ringreduce.gpu.through_host import GpuBroadcast, down, room, up
 from ringreduce.ops import Adasum
 from ringreduce.partition import chunk_bounds
 from ringreduce.transport.base import Steps

@@ -9,9 +9,9 @@ from ringreduce.collectives import hierarchical, shared
 from ringreduce.collectives.overlap import overlapped
 from ringreduce.engine.batch import PHASES, Batch, batches, carry, plan
 from ringreduce.engine.context import Context
-from ringreduce.engine.gpu_reduction import GpuReduction, nccl_can
 from ringreduce.engine.messages import MessageCollective
 from ringreduce.engine.request import Request
+from ringreduce.gpu.allreduce import GpuReduction, nccl_can
 from ringreduce.log import LOGGER
 from ringreduce.ops import Reduction
 from ringreduce.transport.base import Steps

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ringreduce.buffers import Buffer, GpuBuffer
-from ringreduce.cuda.runtime import Event
 from ringreduce.engine.description import Description
+from ringreduce.gpu.runtime import Event
 
 
 def _nothing() -> None:

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from ringreduce.collectives.choose import ALGORITHMS, Constants, choose
 from ringreduce.collectives.hierarchical import Hierarchy
-from ringreduce.engine.gpu_routes import GpuPaths
 from ringreduce.errors import SettingsError
+from ringreduce.gpu.paths import GpuPaths
 from ringreduce.ops import Reduction
 from ringreduce.settings import Settings
 from ringreduce.transport.base import Transport

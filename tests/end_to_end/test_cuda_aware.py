@@ -12,7 +12,7 @@ CUPY = Path(__file__).parents[1] / "cupy_on_host"
 SCRIPT = f"""\
 import sys
 import ringreduce as rr
-from ringreduce.transport.cuda_aware import Trial
+from ringreduce.gpu.cuda_aware import Trial
 
 rr.init()
 sys.path.insert(0, {str(CUPY)!r})

@@ -85,7 +85,7 @@ def modules():
 def checked(mode="lazy", seed=0, **sizes):
     """A fresh machine; at the end all that is queued must have been able to run, and no race may have been found."""
     global machine, refuse_ipc, refuse_peers, emulator
-    from ringreduce.cuda import runtime
+    from ringreduce.gpu import runtime
 
     runtime.device.cache_clear()
     machine, refuse_ipc, refuse_peers, emulator = Machine(mode, seed, **sizes), False, False, None

@@ -56,7 +56,7 @@ def nccl_why_not():
 
 def mpi_why_not():
     """The same; empty: MPI says that it takes GPU memory."""
-    from ringreduce.transport.cuda_aware import declared
+    from ringreduce.gpu.cuda_aware import declared
 
     says_so, why = declared()
     return "" if says_so else why

@@ -9,9 +9,9 @@ import pytest
 
 import ringreduce as rr
 from ringreduce import Sum
+from ringreduce.gpu import ipc
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
-from ringreduce.transport import peers
 from tests import fake_cupy, fake_torch
 from tests.reference import MATRIX, all_but_few_extended
 from tests.tiers import parted
@@ -44,7 +44,7 @@ def as_other_process():
 @pytest.fixture(params=parted(MODES, lambda mode: mode == "lazy"))
 def gpu(request, monkeypatch):
     """The fake CuPy with one GPU, which finds races, in each of its modes."""
-    monkeypatch.setattr(peers, "process", as_other_process)
+    monkeypatch.setattr(ipc, "process", as_other_process)
     with fake_cupy.checked(request.param, seed=17) as cupy:
         for name, module in cupy.modules().items():
             monkeypatch.setitem(sys.modules, name, module)
@@ -108,7 +108,7 @@ def expected_path(world, path):
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("world", WORLDS)
 def test_info_tells_the_path_and_why(cupy, monkeypatch, world, path):
-    monkeypatch.setattr(peers, "process", as_other_process)
+    monkeypatch.setattr(ipc, "process", as_other_process)
 
     def program():
         assert rr.info().gpu_algorithm == ("no GPU array has come yet" if rr.size() > 1 else ALONE)
@@ -126,7 +126,7 @@ def test_info_tells_the_path_and_why(cupy, monkeypatch, world, path):
 @pytest.mark.parametrize("world", ["alone", "three", "hosts of two"])
 def test_every_type_and_op_as_on_the_host(cupy, monkeypatch, world, dtype, op):
     """Bit for bit what the same ranks get for NumPy arrays, scaled too."""
-    monkeypatch.setattr(peers, "process", as_other_process)
+    monkeypatch.setattr(ipc, "process", as_other_process)
     scales = {} if dtype == "bool" else {"prescale_factor": 0.75, "postscale_factor": 3.0}
 
     def program():
@@ -175,7 +175,7 @@ def test_in_place_and_groups(gpu, world):
 
 def test_synchronize_does_not_wait_for_the_gpu(cupy, monkeypatch):
     """Only the caller's stream waits."""
-    monkeypatch.setattr(peers, "process", as_other_process)
+    monkeypatch.setattr(ipc, "process", as_other_process)
     stuck = threading.Event()
 
     def program():

@@ -9,14 +9,13 @@ import pytest
 
 import ringreduce as rr
 from ringreduce import Sum, buffers, runtime
-from ringreduce.collectives import mapped
-from ringreduce.engine.gpu_routes import GpuPaths
 from ringreduce.errors import CollectiveError, InputError, MismatchError, MissingExtraError, UnsupportedArrayError
+from ringreduce.gpu import cuda_aware, ipc, ipc_allreduce, nccl
+from ringreduce.gpu.paths import GpuPaths
+from ringreduce.gpu.stage import Stage
 from ringreduce.partition import chunk_bounds
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
-from ringreduce.transport import cuda_aware, nccl, peers
-from ringreduce.transport.device import Stage
 from tests import fake_cupy, fake_torch
 from tests.ranks.test_gpu import MODES, SLOT_BYTES, as_other_process, gpu, ranks, small, values
 from tests.reference import data
@@ -259,7 +258,7 @@ def test_views_that_are_not_aligned(gpu, hosts):
         np.testing.assert_array_equal(base[1:], expected)
 
 
-@pytest.mark.parametrize("nbytes", [mapped.ONE_SHOT_BYTES, mapped.ONE_SHOT_BYTES + 16])
+@pytest.mark.parametrize("nbytes", [ipc_allreduce.ONE_SHOT_BYTES, ipc_allreduce.ONE_SHOT_BYTES + 16])
 def test_the_longest_one_shot_buffer_and_one_that_is_longer(gpu, nbytes):
     def program():
         return rr.allreduce(gpu.array(values(nbytes // 4, "float32", rr.rank())), op=Sum).get()
@@ -339,7 +338,7 @@ def test_a_deterministic_sum_goes_through_the_host_whatever_mpi_takes(cupy, mpi_
 
 @pytest.mark.parametrize("mode", MODES)
 def test_torch_tensors_on_torchs_current_stream(monkeypatch, mode):
-    monkeypatch.setattr(peers, "process", as_other_process)
+    monkeypatch.setattr(ipc, "process", as_other_process)
     with fake_cupy.checked(mode, seed=3) as cupy:
         for name, module in {**cupy.modules(), "torch": fake_torch}.items():
             monkeypatch.setitem(sys.modules, name, module)
@@ -418,7 +417,7 @@ def test_an_array_on_another_gpu_than_the_first(monkeypatch):
 
 
 def test_ranks_on_gpus_of_their_own(monkeypatch):
-    monkeypatch.setattr(peers, "process", as_other_process)
+    monkeypatch.setattr(ipc, "process", as_other_process)
     with fake_cupy.checked("random", device_count=3) as cupy:
         for name, module in cupy.modules().items():
             monkeypatch.setitem(sys.modules, name, module)
@@ -434,7 +433,7 @@ def test_ranks_on_gpus_of_their_own(monkeypatch):
 
 @pytest.mark.parametrize("obstacle", ["ipc", "peers", "memory"])
 def test_what_cannot_be_mapped_goes_through_the_host_and_one_line_says_so(monkeypatch, caplog, obstacle):
-    monkeypatch.setattr(peers, "process", as_other_process)
+    monkeypatch.setattr(ipc, "process", as_other_process)
     with fake_cupy.checked(device_count=2) as cupy:
         cupy.refuse_ipc = obstacle == "ipc"
         cupy.refuse_peers = obstacle == "peers"
@@ -465,7 +464,7 @@ def test_what_cannot_be_mapped_goes_through_the_host_and_one_line_says_so(monkey
 
 def nccl_ranks(size, program, monkeypatch, device_count, **chosen):
     """Each rank on its GPU, where there are as many."""
-    monkeypatch.setattr(peers, "process", as_other_process)
+    monkeypatch.setattr(ipc, "process", as_other_process)
     with fake_cupy.checked("random", device_count=device_count) as cupy:
         for name, module in cupy.modules().items():
             monkeypatch.setitem(sys.modules, name, module)

@@ -9,8 +9,8 @@ import pytest
 
 import ringreduce as rr
 from ringreduce import runtime
+from ringreduce.gpu import ipc
 from ringreduce.testing import run_ranks
-from ringreduce.transport import peers
 from tests import fake_cupy
 from tests.ranks.test_gpu import SLOT_BYTES, WORLDS, as_other_process, gpu, ranks, small, values  # noqa: F401
 from tests.tiers import parted
@@ -90,7 +90,7 @@ def gpu_memory():
 @pytest.mark.parametrize("busy", [False, True])
 def test_a_process_set_that_is_removed_gives_its_memory_back(monkeypatch, devices, busy):
     """Also one that was removed while its operations were under way: then when they are done."""
-    monkeypatch.setattr(peers, "process", as_other_process)
+    monkeypatch.setattr(ipc, "process", as_other_process)
     with fake_cupy.checked("lazy", device_count=devices) as cupy:
         for name, module in cupy.modules().items():
             monkeypatch.setitem(sys.modules, name, module)

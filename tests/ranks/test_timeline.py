@@ -12,10 +12,10 @@ import ringreduce as rr
 from ringreduce import runtime
 from ringreduce.engine.description import Description
 from ringreduce.engine.engine import Engine
-from ringreduce.engine.gpu import Gpu
 from ringreduce.engine.host import Host
 from ringreduce.engine.joined import stand_in
 from ringreduce.engine.timeline import Event, Timeline, TimelineFile
+from ringreduce.gpu.stream import Gpu
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
 from ringreduce.transport.threads import Exchange

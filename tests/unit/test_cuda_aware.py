@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from ringreduce.transport import cuda_aware
+from ringreduce.gpu import cuda_aware
+from ringreduce.gpu.cuda_aware import Trial, alone, local_answer
 from ringreduce.transport.base import complete
-from ringreduce.transport.cuda_aware import Trial, alone, local_answer
 
 CUPY = Path(__file__).parents[1] / "cupy_on_host"
 
@@ -26,7 +26,7 @@ def in_mpi(program, python=sys.executable):
 def test_pip_s_mpis_say_that_they_have_no_cuda():
     said = in_mpi(
         "from mpi4py import MPI\n"
-        "from ringreduce.transport.cuda_aware import declared\n"
+        "from ringreduce.gpu.cuda_aware import declared\n"
         "name, version = MPI.get_vendor()\n"
         "print(declared() == (False, f\"{name} {'.'.join(map(str, version))} says that it has no CUDA\"))\n"
     )
@@ -204,7 +204,7 @@ def test_a_child_that_hangs_is_killed_with_what_it_has_started(on_host):
 
 def test_a_child_ends_itself_when_its_parent_is_gone(on_host):
     log = on_host("no end")
-    program = "import os; from ringreduce.transport.cuda_aware import Trial; Trial(0, 0, 5.0); os._exit(0)"
+    program = "import os; from ringreduce.gpu.cuda_aware import Trial; Trial(0, 0, 5.0); os._exit(0)"
     path = os.pathsep.join([str(CUPY), *sys.path])
     subprocess.run(
         [sys.executable, "-c", program], env=alone(os.environ) | {"PYTHONPATH": path}, timeout=50, check=True

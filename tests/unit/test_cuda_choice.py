@@ -8,8 +8,8 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from ringreduce.cuda.choice import LOCAL_RANKS, NOT_ASKED, Choice, chosen, select
 from ringreduce.errors import SettingsError
+from ringreduce.gpu.choice import LOCAL_RANKS, NOT_ASKED, Choice, chosen, select
 from ringreduce.settings import Settings
 
 BUS_IDS = ["0000:3B:00.0", "0000:5E:00.0", "0001:3B:00.0"]

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from ringreduce.cuda.kernels import COPIES, SOURCE, Variant
 from ringreduce.dtypes import TABLE
 from ringreduce.errors import InputError
+from ringreduce.gpu.kernels import COPIES, SOURCE, Variant
 from ringreduce.ops import Average, Max, Min, Product, Reduction, Sum
 from tests import tiers
 

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringreduce.cuda import kernels as cuda_kernels
-from ringreduce.cuda.kernels import TILE_BYTES, WORD_BYTES, Kernels, tiles
-from ringreduce.cuda.runtime import Device, Stream
 from ringreduce.dtypes import TABLE
 from ringreduce.errors import InputError
+from ringreduce.gpu import kernels as cuda_kernels
+from ringreduce.gpu.kernels import TILE_BYTES, WORD_BYTES, Kernels, tiles
+from ringreduce.gpu.runtime import Device, Stream
 from ringreduce.ops import Average, Max, Min, Product, Reduction, Sum
 from tests import tiers
 from tests.emulated_cuda import accesses, emulate

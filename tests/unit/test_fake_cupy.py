@@ -7,9 +7,9 @@ import time
 import numpy as np
 import pytest
 
-from ringreduce.cuda.kernels import Kernels
-from ringreduce.cuda.runtime import Block, Pinned, PinnedPool, Stream, cupy, device, view
 from ringreduce.dtypes import TABLE
+from ringreduce.gpu.kernels import Kernels
+from ringreduce.gpu.runtime import Block, Pinned, PinnedPool, Stream, cupy, device, view
 from ringreduce.ops import Reduction, Sum
 from tests import fake_cupy, tiers
 
@@ -600,7 +600,7 @@ def test_foreign_memory_is_ordered_by_its_interface(any_mode):
     assert races(any_mode) == []
 
 
-# a whole program: an all-reduce through the ranks' slots, as ringreduce/transport/peers.py does it
+# a whole program: an all-reduce through the ranks' slots, as ringreduce/gpu/ipc.py does it
 
 
 class Slots:

@@ -19,27 +19,27 @@ LAYERS = [
     ["kernels.half_numba", "kernels.half_torch", "kernels.streaming_numba"],
     ["kernels.half", "kernels.copying"],
     ["settings", "dtypes", "partition", "trees"],
-    ["cuda.runtime"],
-    ["cuda.choice"],
+    ["gpu.runtime"],
+    ["gpu.choice"],
     ["ops", "buffers", "compression"],
-    ["cuda.kernels"],
+    ["gpu.kernels"],
     ["mpi"],
     ["world"],
     ["transport.base", "transport.waiting"],
     ["transport.window"],
     ["transport.message", "transport.threads", "transport.subset", "failures", "supervision"],
-    ["transport.device", "transport.peers"],
-    ["transport.cuda_aware", "transport.nccl"],
+    ["gpu.stage", "gpu.ipc"],
+    ["gpu.cuda_aware", "gpu.nccl"],
     ["collectives.ring", "collectives.tree", "collectives.bruck", "collectives.pairwise"],
     ["collectives.direct", "collectives.doubling"],
     ["collectives.adasum", "collectives.clock", "collectives.overlap", "collectives.choose"],
     ["collectives.shared", "collectives.measure"],
-    ["collectives.hierarchical", "collectives.mapped"],
+    ["collectives.hierarchical", "gpu.ipc_allreduce"],
     ["fusion"],
     ["engine.description"],
     ["engine.request", "engine.letters", "engine.cache", "engine.tally"],
-    ["engine.gpu"],
-    ["engine.gpu_routes"],
+    ["gpu.stream"],
+    ["gpu.paths"],
     ["engine.routes"],
     ["engine.host"],
     ["engine.coordinator", "engine.timeline", "engine.inbox", "engine.joined"],
@@ -47,8 +47,8 @@ LAYERS = [
     ["engine.context"],
     ["engine.batch"],
     ["engine.messages"],
-    ["engine.gpu_reduction"],
-    ["engine.gpu_exchange"],
+    ["gpu.allreduce"],
+    ["gpu.through_host"],
     ["engine.reduction"],
     ["engine.lane", "engine.recording", "engine.operations"],
     ["engine.stalls", "engine.refusals"],
@@ -111,7 +111,7 @@ def test_imports_point_downward(module, path):
 
 def test_only_two_modules_and_two_of_the_transport_know_mpi():
     knowing = {name for name, path in modules() if "mpi4py" in {i.split(".")[0] for i in all_imports(path)}}
-    assert knowing == {"mpi", "world", "transport.message", "transport.cuda_aware"}
+    assert knowing == {"mpi", "world", "transport.message", "gpu.cuda_aware"}
 
 
 # the launcher's modules, and folders whose own modules are named only where they stand at different heights

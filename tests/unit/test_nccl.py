@@ -13,11 +13,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from ringreduce.cuda.runtime import Device
 from ringreduce.dtypes import TABLE
 from ringreduce.errors import CollectiveError, MissingExtraError
+from ringreduce.gpu import nccl
+from ringreduce.gpu.runtime import Device
 from ringreduce.ops import Adasum, Average, Max, Min, Product, ReduceOp, Reduction, Sum
-from ringreduce.transport import nccl
 from ringreduce.transport.base import complete
 
 # the values of CuPy 13.6 and 14.2, which are those of nccl.h

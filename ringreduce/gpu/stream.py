@@ -15,16 +15,16 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from ringreduce.buffers import Buffer, GpuBuffer
-from ringreduce.cuda import runtime as cuda
-from ringreduce.cuda.kernels import Kernels
-from ringreduce.cuda.runtime import Event, Stream
 from ringreduce.dtypes import ElementType
 from ringreduce.engine.request import Request
 from ringreduce.errors import InputError
+from ringreduce.gpu import runtime as cuda
+from ringreduce.gpu.kernels import Kernels
+from ringreduce.gpu.runtime import Event, Stream
 
 
 class SetMemory(Protocol):
-    """What a process set has made on this GPU: gpu_routes.GpuPaths, which stands above."""
+    """What a process set has made on this GPU: paths.GpuPaths, which stands above."""
 
     def check(self) -> None:
         """Raise CollectiveError when what was queued can never be done."""

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from ringreduce import mpi
-from ringreduce.cuda.runtime import cupy
+from ringreduce.gpu.runtime import cupy
 from ringreduce.transport import waiting
 from ringreduce.transport.base import Steps
 
@@ -43,7 +43,7 @@ _CHILD = """
 import signal, sys
 signal.alarm(int(sys.argv[2]))  # ends it also when nobody is left to kill it
 sys.path[:] = sys.argv[3:]
-from ringreduce.transport import cuda_aware
+from ringreduce.gpu import cuda_aware
 cuda_aware.send_to_myself(int(sys.argv[1]))
 """
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ringreduce.cuda.runtime import Block, Event, Pinned, Stream
+from ringreduce.gpu.runtime import Block, Event, Pinned, Stream
 from ringreduce.transport import waiting
 
 

@@ -11,19 +11,19 @@ from typing import Any
 
 from ringreduce import fusion
 from ringreduce.buffers import Buffer, GpuBuffer
-from ringreduce.collectives import hierarchical, mapped, ring, shared
-from ringreduce.collectives.mapped import GpuSlot
+from ringreduce.collectives import hierarchical, ring, shared
 from ringreduce.collectives.overlap import InOrder, Order, overlapped
-from ringreduce.cuda.runtime import Stream
 from ringreduce.dtypes import TABLE, ElementType
 from ringreduce.engine.batch import PHASES, Batch, view
 from ringreduce.engine.context import Context
 from ringreduce.engine.messages import MessageCollective
+from ringreduce.gpu import ipc_allreduce, nccl
+from ringreduce.gpu.ipc_allreduce import GpuSlot
+from ringreduce.gpu.runtime import Stream
+from ringreduce.gpu.stage import Done, Stage
 from ringreduce.log import LOGGER
 from ringreduce.ops import Reduction
-from ringreduce.transport import nccl
 from ringreduce.transport.base import Steps
-from ringreduce.transport.device import Done, Stage
 from ringreduce.transport.subset import CHANNELS
 
 GPU_SEGMENT_BYTES = 1 << 20
@@ -39,7 +39,7 @@ class GpuBatch:
         self.batch, self.context, self.gpu = batch, context, context.gpu
         self.element: ElementType = batch.inputs[0].element
         self.itemsize = self.element.itemsize
-        multiple = mapped.alignment(self.itemsize)
+        multiple = ipc_allreduce.alignment(self.itemsize)
         capacity = max(1, slot_bytes // self.itemsize // multiple) * multiple
         self.slots = fusion.plan(batch.counts, capacity, alignment=multiple)
         self.capacity = capacity
@@ -188,7 +188,7 @@ class GpuReduction:
             owner.retire = functools.partial(self.gpu.retire, stream=stream)
 
     def _ipc(self) -> Steps[None]:
-        """See collectives/mapped.py."""
+        """See gpu/ipc_allreduce.py."""
         work, stream = self.work, self.gpu.stream
         slots = [work.gpu_slot(each, stream) for each in work.slots]
 
@@ -199,7 +199,7 @@ class GpuReduction:
                 work.watch(number, phase)
 
         peers, scratch = self.paths.mapping()
-        yield from mapped.allreduce(slots, peers, self.reduction, self.gpu.kernels, stream, scratch, watch)
+        yield from ipc_allreduce.allreduce(slots, peers, self.reduction, self.gpu.kernels, stream, scratch, watch)
 
     def _cuda_aware(self) -> Steps[None]:
         """Rings of GPU memory, summed by the GPU; all on the engine's stream, for which outgoing messages wait."""

@@ -1,4 +1,4 @@
-"""All-reduce among ranks of one host whose GPUs map each other's slots (transport/peers.py). The host moves no byte.
+"""All-reduce among ranks of one host whose GPUs map each other's slots (gpu/ipc.py). The host moves no byte.
 
 What collectives/shared.py does, with one launch of a kernel for each of the three: gather all tensors of a slot, sum
 this rank's chunk straight out of all ranks' slots, scatter the finished chunks out of their owners' slots.
@@ -22,12 +22,12 @@ from typing import NamedTuple
 
 from ringreduce.collectives.choose import is_one_shot
 from ringreduce.collectives.shared import Watch, one_shot, pipelined
-from ringreduce.cuda.kernels import Kernels, Table
-from ringreduce.cuda.runtime import Stream
+from ringreduce.gpu.ipc import PeerSlots
+from ringreduce.gpu.kernels import Kernels, Table
+from ringreduce.gpu.runtime import Stream
 from ringreduce.ops import Reduction
 from ringreduce.partition import equal_chunk
 from ringreduce.transport.base import Steps
-from ringreduce.transport.peers import PeerSlots
 from ringreduce.transport.window import PACKED, SUMMED
 
 ALIGNMENT_BYTES = 16

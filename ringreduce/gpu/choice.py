@@ -15,8 +15,8 @@ import dataclasses
 import sys
 from collections.abc import Mapping, Sequence
 
-from ringreduce.cuda.runtime import cupy, runtime
 from ringreduce.errors import SettingsError
+from ringreduce.gpu.runtime import cupy, runtime
 from ringreduce.settings import Settings
 
 LOCAL_RANKS = (

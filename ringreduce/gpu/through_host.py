@@ -6,12 +6,12 @@ from typing import Any
 
 from ringreduce.buffers import Buffer, GpuBuffer
 from ringreduce.collectives import tree
-from ringreduce.cuda.runtime import Pinned
 from ringreduce.engine.batch import Batch
 from ringreduce.engine.context import Context
-from ringreduce.engine.gpu_reduction import GpuBatch
+from ringreduce.gpu.allreduce import GpuBatch
+from ringreduce.gpu.runtime import Pinned
+from ringreduce.gpu.stage import Done
 from ringreduce.transport.base import Steps
-from ringreduce.transport.device import Done
 from ringreduce.transport.subset import CHANNELS
 
 

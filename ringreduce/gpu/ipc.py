@@ -24,8 +24,8 @@ from typing import Any
 
 import numpy as np
 
-from ringreduce.cuda import runtime as cuda
-from ringreduce.cuda.runtime import Block, Device, SharedEvent, Stream
+from ringreduce.gpu import runtime as cuda
+from ringreduce.gpu.runtime import Block, Device, SharedEvent, Stream
 from ringreduce.transport.window import PACKED, SLOTS, SUMMED, Flags
 
 _CARD = np.dtype(

@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
-from ringreduce.cuda.runtime import Device, Stream, cupy, runtime
 from ringreduce.dtypes import ElementType
 from ringreduce.errors import CollectiveError, MissingExtraError
+from ringreduce.gpu.runtime import Device, Stream, cupy, runtime
 from ringreduce.ops import Average, Max, Min, Product, ReduceOp, Sum
 from ringreduce.transport import waiting
 from ringreduce.transport.base import Steps

@@ -1,4 +1,4 @@
-// What is done to elements on a GPU, one launch for all tensors of a slot. cuda/kernels.py compiles and launches it.
+// What is done to elements on a GPU, one launch for all tensors of a slot. gpu/kernels.py compiles and launches it.
 //
 //     tensors  |  a  | b |      c      |         pieces, anywhere in memory
 //              gather, load    ↓    ↑   scatter, store

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ringreduce.cuda.runtime import Block, Device, PinnedPool, Stream, cupy
+from ringreduce.gpu.runtime import Block, Device, PinnedPool, Stream, cupy
 from ringreduce.ops import Average, Max, Min, Product, Reduction, Sum
 
 SOURCE = Path(__file__).with_name("kernels.cu")

@@ -1,7 +1,7 @@
 """By which path a process set's GPU arrays are reduced; found out together, when the first ones come.
 
 nccl          every rank has a GPU of its own and NCCL is there: what NCCL can reduce
-ipc           one host: the GPUs read each other's slots (collectives/mapped.py)
+ipc           one host: the GPUs read each other's slots (gpu/ipc_allreduce.py)
 cuda_aware    MPI takes GPU memory: rings of device buffers
 host_staged   through pinned host memory, by the algorithms for host arrays
 
@@ -15,16 +15,16 @@ from collections.abc import Sequence
 import numpy as np
 
 from ringreduce.collectives import bruck
-from ringreduce.collectives.mapped import ONE_SHOT_BYTES
-from ringreduce.cuda.runtime import Block, Stream
-from ringreduce.engine.gpu import Gpu
 from ringreduce.errors import InputError, RingreduceError
+from ringreduce.gpu import cuda_aware, nccl
+from ringreduce.gpu.ipc import CARD_BYTES, OwnSlots, PeerSlots
+from ringreduce.gpu.ipc_allreduce import ONE_SHOT_BYTES
+from ringreduce.gpu.runtime import Block, Stream
+from ringreduce.gpu.stage import Done, Stage
+from ringreduce.gpu.stream import Gpu
 from ringreduce.log import LOGGER
 from ringreduce.settings import Settings
-from ringreduce.transport import cuda_aware, nccl
 from ringreduce.transport.base import Steps, Transport
-from ringreduce.transport.device import Done, Stage
-from ringreduce.transport.peers import CARD_BYTES, OwnSlots, PeerSlots
 from ringreduce.transport.window import Flags
 
 TEXT_BYTES = 480
