@@ -55,6 +55,8 @@ def select(settings: Settings, environ: Mapping[str, str]) -> Choice:
         return NOT_ASKED
     try:
         return _select(settings, environ, [library() for library in imported])
+    except SettingsError:
+        raise
     except RuntimeError as exc:  # of CuPy or torch, such as a GPU that another process has for itself
         return Choice(None, f"CUDA says: {exc}")  # a job that needs it will hear it from CUDA, others go on
 
