@@ -117,7 +117,7 @@ MUTANTS = [
         "ringreduce/engine/inbox.py",
         "self._asleep, self._gathering = True, gathers",
         "self._asleep, self._gathering = False, gathers",
-        "tests/unit/test_inbox.py tests/ranks/test_collectives.py",
+        "tests/unit/test_inbox.py tests/ranks/test_api.py",
     ),
     Mutant(
         "hook: the last parameter is forgotten",

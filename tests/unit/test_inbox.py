@@ -92,3 +92,13 @@ def test_a_rest_ends_in_time_or_when_a_thread_of_the_rank_wakes_it():
     start_s = time.monotonic()
     transport.rest(0.02)
     assert time.monotonic() - start_s >= 0.02, "two wakes end one rest"
+
+
+def test_what_comes_while_the_engine_rests_wakes_it_and_else_it_looks_by_itself(clock):
+    woken = []
+    transport = SimpleNamespace(rest=lambda _: box.order(lambda: None), wake=lambda: woken.append("woken"))
+    box = Inbox(transport, SETTINGS, one_host=True)
+    box.rest(clock.s - 10, Waits.NOTHING)
+    assert woken == ["woken"]
+    box.order(lambda: None)
+    assert woken == ["woken"]
