@@ -158,7 +158,7 @@ def routes_of(hosts, settings=None, *, shared=True, constants=None):
     window = Window(blocks, lambda: None, lambda: None) if shared and len(set(hosts)) < len(hosts) else None
     world = World(0, len(hosts), tuple(hosts))
     host = Host(world, Exchange(len(hosts)).transport(0), knobs, window, constants)
-    return host.routes(0, range(len(hosts)))
+    return host.routes((0, 0, 0), range(len(hosts)))
 
 
 def memory_of(knobs):
