@@ -50,9 +50,9 @@ class Info:
     """Operations that this rank handed in."""
     known_submissions: int
     """Those that cost a bit to agree on, since the ranks remembered them."""
-    letters: int
+    messages: int
     """What this rank sent to agree on them, ..."""
-    letter_bytes: int
+    control_bytes: int
     """... and how long that was together."""
     settings: dict[str, Any]
 
@@ -97,7 +97,7 @@ def info() -> Info:
         fusion_buffer_bytes=engine.memory.total_bytes,
         submissions=engine.submissions,
         known_submissions=engine.known_submissions,
-        letters=engine.letters,
-        letter_bytes=engine.letter_bytes,
+        messages=engine.control_messages,
+        control_bytes=engine.control_bytes,
         settings=dataclasses.asdict(current.settings),
     )

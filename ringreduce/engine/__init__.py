@@ -5,7 +5,7 @@
 description  what a rank wants done with a tensor, and how two ranks' descriptions differ
 request      one submission on this rank, and its handle
 inbox        where the user's threads and the engine's meet; gathering and rest
-letters      what engines write to each other
+control messages      what engines write to each other
 cache        tensors seen before, by number: to announce one costs a bit
 coordinator  per process set, on its first rank: what is ready on all ranks?  A state machine without messages
 lane         a process set on this rank: pending, under way, next

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from ringreduce.engine.cache import Cache, Register, numbers
 from ringreduce.engine.description import Call, Description, explain, ranks_text
-from ringreduce.engine.letters import Announcement, Failure, Response
+from ringreduce.engine.protocol import Announcement, Failure, Response
 from ringreduce.engine.tally import Counts, Lines, Progress
 
 JOINABLE = "allreduce"

@@ -2,9 +2,9 @@
 
 It never blocks inside an operation: collectives are generators, and every process set has a lane in which its
 operations run one after the other, so sets that overlap cannot wait for each other. Between two tests of what it waits
-for it reads letters, announces what was submitted, and decides for the sets that it coordinates.
+for it reads control messages, announces what was submitted, and decides for the sets that it coordinates.
 
-With nothing pending it sleeps until somebody submits, and looks for letters ever more seldom, once a second at last:
+With nothing pending it sleeps until somebody submits, and looks for control messages ever more seldom, once a second at last:
 what other ranks announce meanwhile lies in MPI, since before this rank has something pending too nothing can be ready
 everywhere. A rank that has waited long asks (stalls.py).
 
@@ -33,7 +33,7 @@ from ringreduce.engine.host import Host
 from ringreduce.engine.inbox import LONGEST_REST_S, Inbox, Waits
 from ringreduce.engine.joined import stand_in
 from ringreduce.engine.lane import Idle, Lane
-from ringreduce.engine.letters import (
+from ringreduce.engine.protocol import (
     Announcement,
     Answer,
     Broken,
@@ -56,7 +56,7 @@ from ringreduce.gpu.runtime import Event
 from ringreduce.gpu.stream import Gpu
 from ringreduce.log import LOGGER, TRACE
 from ringreduce.settings import Settings
-from ringreduce.transport.base import EngineTransport, Letter, Steps
+from ringreduce.transport.base import ControlMessage, EngineTransport, Steps
 from ringreduce.transport.window import Arrival
 from ringreduce.world import World
 
@@ -103,15 +103,15 @@ class Engine:
         """Those that were announced by a bit."""
         self.joins = 0
         """How often all ranks have joined; equal on all ranks between the same two operations."""
-        self.letters = 0
-        self.letter_bytes = 0
+        self.control_messages = 0
+        self.control_bytes = 0
         self._clock_offsets_us = clock_offsets_us or [0.0] * world.size
         self._timeline = Timeline()
         self._recording = Recording(transport, self._timeline)
         crowded = world.local_size >= host.cores
         self._inbox = Inbox(transport, settings, len(set(world.hosts)) == 1, crowded)
         self._next_set = GLOBAL
-        self._early: dict[int, list[Letter]] = {}
+        self._early: dict[int, list[ControlMessage]] = {}
         """What came for process sets that this rank is about to hear of."""
         self._debugs, self._traces = LOGGER.isEnabledFor(logging.DEBUG), LOGGER.isEnabledFor(TRACE)
         self._leaving = ""
@@ -202,7 +202,7 @@ class Engine:
         """Tell the others that this rank leaves, and wait until all do; what was not agreed on yet fails.
 
         Returns: False when `interrupted()` came true before, or the engine had failed.
-        Cost: 2 letters for each rank but 0, to and from rank 0.
+        Cost: 2 control messages for each rank but 0, to and from rank 0.
         """
 
         def begin() -> None:
@@ -321,14 +321,14 @@ class Engine:
 
     def _tell(self, lane: Lane, announcement: Announcement) -> None:
         if lane.coordinator is None:
-            self._post(encode(announcement), lane.leader)
+            self._send_control(encode(announcement), lane.leader)
         else:
             self._hear(lane.coordinator, lane, self.world.rank, announcement)
 
-    def _post(self, content: bytes, rank: int) -> None:
-        self.letters += 1
-        self.letter_bytes += len(content)
-        self.transport.post(content, rank)
+    def _send_control(self, content: bytes, rank: int) -> None:
+        self.control_messages += 1
+        self.control_bytes += len(content)
+        self.transport.send_control(content, rank)
 
     def _hear(self, coordinator: Coordinator, lane: Lane, rank: int, announcement: Announcement) -> None:
         if announcement.leave and lane.number == GLOBAL:
@@ -341,31 +341,31 @@ class Engine:
                 self._timeline.ready(coordinator.description(number), rank)
 
     def _read(self) -> bool:
-        letters = self.transport.collect()
-        for letter in letters:
-            self._open(letter)
-        return bool(letters)
+        messages = self.transport.recv_control()
+        for message in messages:
+            self._open(message)
+        return bool(messages)
 
-    def _open(self, letter: Letter) -> None:
-        content = decode(letter.content)
+    def _open(self, message: ControlMessage) -> None:
+        content = decode(message.content)
         if isinstance(content, Announcement | Response):
             lane = self.lanes.get(content.process_set)
             if content.process_set >= self._next_set:
-                self._early.setdefault(content.process_set, []).append(letter)
+                self._early.setdefault(content.process_set, []).append(message)
             elif lane is None:
                 return  # of a set that was removed
             elif isinstance(content, Response):
                 self._apply(lane, content)
             elif lane.coordinator is not None:
-                self._hear(lane.coordinator, lane, letter.source, content)
+                self._hear(lane.coordinator, lane, message.source, content)
         elif isinstance(content, Goodbye):
             self._goodbye = True
         elif isinstance(content, Broken):
-            self._give_up(errors.PeerLostError(content.message, [letter.source]))
+            self._give_up(errors.PeerLostError(content.message, [message.source]))
         elif isinstance(content, Look | Question | Answer):
-            self._aside(STALL_WATCH, lambda: self._stalls.read(letter.source, content))
+            self._aside(STALL_WATCH, lambda: self._stalls.read(message.source, content))
         elif isinstance(content, TimelineStart | TimelineStop | TimelineEvents):
-            self._aside(TIMELINE, lambda: self._recording.read(letter.source, content))
+            self._aside(TIMELINE, lambda: self._recording.read(message.source, content))
 
     def _decide(self) -> bool:
         moved = False
@@ -381,7 +381,7 @@ class Engine:
         content = encode(response)
         for rank in lane.members:
             if rank != self.world.rank:
-                self._post(content, rank)
+                self._send_control(content, rank)
         self._apply(lane, response)
 
     def _apply(self, lane: Lane, response: Response) -> None:
@@ -465,8 +465,8 @@ class Engine:
                 shared = self.settings, self.memory, self._timeline, self.gpu, self._debugs
                 context = Context(self.host.routes(place, members), tuple(members), *shared)
                 self.lanes[number] = Lane(number, context, coordinator)
-        for letter in self._early.pop(number, []):
-            self._open(letter)
+        for message in self._early.pop(number, []):
+            self._open(message)
         if self._leaving and number in self.lanes:
             self._tell(self.lanes[number], Announcement(number, 0, leave=self._leaving))
         return number
@@ -509,9 +509,9 @@ class Engine:
             or self._stalls.attentive
             or self._recording.busy
             or self.gpu.keeps
-            or not self.transport.posted()
+            or not self.transport.flushed()
         ):
-            return Waits.LETTERS
+            return Waits.CONTROL
         return Waits.NOTHING
 
     def doing(self, question: Question) -> str:
@@ -565,10 +565,10 @@ class Engine:
             return False
         if self.world.rank == 0 and not self._goodbye and len(self._left) == self.world.size:
             for rank in self._others():
-                self.transport.post(encode(Goodbye()), rank)
+                self.transport.send_control(encode(Goodbye()), rank)
             self._goodbye = True
         # a set's coordinator may have more to run than rank 0 knows of: it says when that is all
-        return self._goodbye and all(lane.closed for lane in self.lanes.values()) and self.transport.posted()
+        return self._goodbye and all(lane.closed for lane in self.lanes.values()) and self.transport.flushed()
 
     def _close(self, lane: Lane, closed: str, leaver: int) -> None:
         """What is pending in this set can never be run."""
@@ -592,9 +592,9 @@ class Engine:
 
     def _tell_broken(self, error: Exception) -> None:
         for rank in self._others():
-            self.transport.post(encode(Broken(str(error))), rank)
+            self.transport.send_control(encode(Broken(str(error))), rank)
         until_s = time.monotonic() + LAST_WORDS_S
-        while not self.transport.posted() and time.monotonic() < until_s:
+        while not self.transport.flushed() and time.monotonic() < until_s:
             time.sleep(LONGEST_REST_S)
 
     def fail_everything(self, message: str) -> None:

@@ -1,6 +1,6 @@
 """What the user's threads hand to the engine's thread, and when that rests: the only place where the two meet.
 
-Tensors gather here for a while, unless they fill a batch or somebody waits for one: few letters tell of many.
+Tensors gather here for a while, unless they fill a batch or somebody waits for one: few control messages tell of many.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Waits(enum.Enum):
     """What an engine waits for."""
 
     NOTHING = 0
-    LETTERS = 1
-    """Other ranks' letters."""
+    CONTROL = 1
+    """Other ranks' control messages."""
     FLAGS = 2
     """What other ranks do in shared memory."""
     MESSAGES = 3
@@ -35,7 +35,7 @@ YIELD_S = 10e-3
 
 Not while flags are waited for: the lane has looked for them before, and a turn takes the core from who is to set them.
 """
-FIRST_REST_S = {Waits.NOTHING: 1e-3, Waits.LETTERS: 1e-3, Waits.FLAGS: 1e-3, Waits.MESSAGES: 50e-6}
+FIRST_REST_S = {Waits.NOTHING: 1e-3, Waits.CONTROL: 1e-3, Waits.FLAGS: 1e-3, Waits.MESSAGES: 50e-6}
 HURRIED_REST_S = 50e-6
 LONGEST_REST_S = 40e-3
 REST_SHARE, LAZY_REST_SHARE = 0.05, 0.25
@@ -50,7 +50,7 @@ CROWDED_CYCLES = 5
 it afterwards: gather so much longer, and any number of bytes. A training step of 230 ms was 7 to 11 % longer than its
 computing, and 10 to 13 % without this."""
 LONGEST_IDLE_REST_S = 1.0
-"""A rank that waits for nothing looks for letters after 40 ms, and then, as long as nothing comes, ever more seldom:
+"""A rank that waits for nothing looks for control messages after 40 ms, and then, as long as nothing comes, ever more seldom:
 MPI can only be polled, and a look takes some 50 µs. Its own threads wake it at once."""
 
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from ringreduce.engine.letters import TimelineEvents, TimelineStart, TimelineStop, encode
+from ringreduce.engine.protocol import TimelineEvents, TimelineStart, TimelineStop, encode
 from ringreduce.engine.timeline import SENT_AT_ONCE, Event, Timeline, TimelineFile
 from ringreduce.log import LOGGER
 from ringreduce.transport.base import EngineTransport
 
 SEND_S = 20e-3
-"""Events wait so long to be sent together: with rank 0's look at its letters they are in the file within 100 ms."""
+"""Events wait so long to be sent together: with rank 0's look at its control messages they are in the file within 100 ms."""
 
 
 class Recording:
@@ -31,7 +31,7 @@ class Recording:
 
     @property
     def busy(self) -> bool:
-        """True while events may come or go: the engine must look for letters often."""
+        """True while events may come or go: the engine must look for control messages often."""
         return self._timeline.recording or bool(self._timeline.events or self._missing)
 
     def start(self, file: TimelineFile, mark_cycles: bool, done: Callable[[], None]) -> None:
@@ -39,7 +39,7 @@ class Recording:
         self._file = file
         self._timeline.start(mark_cycles)
         for rank in self._others():
-            self._transport.post(encode(TimelineStart(mark_cycles)), rank)
+            self._transport.send_control(encode(TimelineStart(mark_cycles)), rank)
         done()
 
     def stop(self, done: Callable[[], None]) -> None:
@@ -50,18 +50,18 @@ class Recording:
         self._timeline.stop()
         self._done, self._missing = done, set(self._others())
         for rank in self._others():
-            self._transport.post(encode(TimelineStop()), rank)
+            self._transport.send_control(encode(TimelineStop()), rank)
         self._finish()
 
-    def read(self, rank: int, letter: TimelineStart | TimelineStop | TimelineEvents) -> None:
+    def read(self, rank: int, message: TimelineStart | TimelineStop | TimelineEvents) -> None:
         """What another rank's engine wrote."""
-        if isinstance(letter, TimelineStart):
-            self._timeline.start(letter.mark_cycles)
-        elif isinstance(letter, TimelineStop):
+        if isinstance(message, TimelineStart):
+            self._timeline.start(message.mark_cycles)
+        elif isinstance(message, TimelineStop):
             self._ending = True
         else:
-            self._write(rank, letter.events)
-            if letter.last and rank in self._missing:
+            self._write(rank, message.events)
+            if message.last and rank in self._missing:
                 self._missing.remove(rank)
                 self._finish()
 
@@ -83,7 +83,7 @@ class Recording:
         events = self._timeline.take()
         self._sent_s = time.monotonic()
         if self._transport.rank != 0:
-            self._transport.post(encode(TimelineEvents(events, last)), 0)
+            self._transport.send_control(encode(TimelineEvents(events, last)), 0)
         else:
             self._write(0, events)
 
@@ -100,7 +100,7 @@ class Recording:
             self._file = None
             self._timeline.stop()
             for other in self._others():
-                self._transport.post(encode(TimelineStop()), other)
+                self._transport.send_control(encode(TimelineStop()), other)
 
     def _finish(self) -> None:
         if not self._missing:

@@ -2,7 +2,7 @@
 
 A tensor that some ranks have given and others not waits at its coordinator, which asks the missing ranks what they do:
 their last submission, and the Python stack of the thread that called init(). A missing rank has nothing to wait for,
-so it looks for letters once a second only; so does a coordinator that is missing itself, of which a rank that waits for
+so it looks for control messages once a second only; so does a coordinator that is missing itself, of which a rank that waits for
 it asks to look. A rank that does not answer is stopped, or holds the interpreter in C code.
 
 Source: Horovod's stall inspector, which names the ranks.
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ringreduce.engine.coordinator import Waiting
 from ringreduce.engine.description import PACKAGE, Description, ranks_text, tensor_text
 from ringreduce.engine.lane import Lane
-from ringreduce.engine.letters import Answer, Failure, Look, Question, encode
+from ringreduce.engine.protocol import Answer, Failure, Look, Question, encode
 from ringreduce.log import LOGGER
 from ringreduce.supervision import tell_launcher
 
@@ -156,7 +156,7 @@ class StallWatch:
             if rank == own:
                 inquiry.answers[rank] = self._answer(question)
             else:
-                self._engine.transport.post(encode(question), rank)
+                self._engine.transport.send_control(encode(question), rank)
         self._inquiry = inquiry
 
     def _ask_the_leader(self, lane: Lane, now: float, waited_s: float) -> None:
@@ -164,7 +164,7 @@ class StallWatch:
         asked = self._looks.get(lane.number)
         if asked is None:
             self._looks[lane.number] = now
-            self._engine.transport.post(encode(Look(lane.number, waited_s)), lane.leader)
+            self._engine.transport.send_control(encode(Look(lane.number, waited_s)), lane.leader)
         if asked and now - asked > ANSWER_S:
             self._looks[lane.number] = 0.0
             self._silent.add(lane.number)
@@ -176,23 +176,23 @@ class StallWatch:
         if lane.number in self._silent and self._is_over(waited_s):
             self._engine.fail_everything(f"rank {lane.leader}, which coordinates, does not answer")
 
-    def read(self, source: int, letter: Look | Question | Answer) -> None:
+    def read(self, source: int, message: Look | Question | Answer) -> None:
         """What another rank's watch wrote."""
-        if isinstance(letter, Look):
-            lane = self._engine.lanes.get(letter.process_set)
+        if isinstance(message, Look):
+            lane = self._engine.lanes.get(message.process_set)
             if lane is not None and lane.coordinator is not None:
-                lane.coordinator.has_waited(letter.waited_s)
-                self._called.add(letter.process_set)
+                lane.coordinator.has_waited(message.waited_s)
+                self._called.add(message.process_set)
                 self.attentive = True
             self._next_look_s = 0.0
-            self._engine.transport.post(encode(Answer(-letter.process_set, "", "")), source)
-        elif isinstance(letter, Question):
-            self._engine.transport.post(encode(self._answer(letter)), source)
-        elif letter.number <= 0:  # a coordinator looks
-            self._looks[-letter.number] = 0.0
-            self._silent.discard(-letter.number)
-        elif self._inquiry is not None and letter.number == self._inquiry.number:
-            self._inquiry.answers[source] = letter
+            self._engine.transport.send_control(encode(Answer(-message.process_set, "", "")), source)
+        elif isinstance(message, Question):
+            self._engine.transport.send_control(encode(self._answer(message)), source)
+        elif message.number <= 0:  # a coordinator looks
+            self._looks[-message.number] = 0.0
+            self._silent.discard(-message.number)
+        elif self._inquiry is not None and message.number == self._inquiry.number:
+            self._inquiry.answers[source] = message
             self._next_look_s = 0.0
 
     def _answer(self, question: Question) -> Answer:

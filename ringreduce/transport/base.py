@@ -1,4 +1,4 @@
-"""What the collectives and the engine ask of a transport: ordered messages between ranks, letters, and rest.
+"""What the collectives and the engine ask of a transport: ordered messages between ranks, control messages, and rest.
 
 A collective is a generator: it yields each request that it has to wait for, so that whoever drives it may do something
 else meanwhile. `complete` drives one to its end.
@@ -64,7 +64,7 @@ class Transport(Protocol):
         """Start receiving bytes into `array`."""
 
 
-class Letter(NamedTuple):
+class ControlMessage(NamedTuple):
     """A small message of any length between engines."""
 
     source: int
@@ -72,16 +72,16 @@ class Letter(NamedTuple):
 
 
 class EngineTransport(Transport, Protocol):
-    """A transport with what an engine needs besides: letters, and rest that the rank's own threads can end."""
+    """A transport with what an engine needs besides: control messages, and rest that the rank's own threads can end."""
 
-    def post(self, content: bytes, destination: int) -> None:
-        """Send a letter; two letters to one rank arrive in order. Returns at once."""
+    def send_control(self, content: bytes, destination: int) -> None:
+        """Send a control message; two control messages to one rank arrive in order. Returns at once."""
 
-    def collect(self) -> list[Letter]:
-        """The letters that have come since the last call."""
+    def recv_control(self) -> list[ControlMessage]:
+        """The control messages that have come since the last call."""
 
-    def posted(self) -> bool:
-        """True when all letters of this rank are on their way, so that it may end."""
+    def flushed(self) -> bool:
+        """True when all control messages of this rank are on their way, so that it may end."""
 
     @property
     def most_tags(self) -> int:

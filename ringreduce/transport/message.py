@@ -15,10 +15,10 @@ import numpy as np
 
 from ringreduce import buffers
 from ringreduce.transport import waiting
-from ringreduce.transport.base import Letter
+from ringreduce.transport.base import ControlMessage
 from ringreduce.world import World
 
-LETTER_TAG = 0
+CONTROL_TAG = 0
 
 
 class MessageRequest:
@@ -61,7 +61,7 @@ class MessageRequest:
 
 
 class MessageTransport:
-    """See `EngineTransport`. Its messages use `world.comm`, its letters `world.control`."""
+    """See `EngineTransport`. Its messages use `world.comm`, its control messages `world.control`."""
 
     def __init__(self, world: World) -> None:
         self._comm = world.comm
@@ -97,25 +97,25 @@ class MessageTransport:
         """See `EngineTransport.cancel_receives`. The others stay in `_receives`: MPI may write to their memory."""
         self._receives -= {each for each in self._receives if each.cancel()}
 
-    def post(self, content: bytes, destination: int) -> None:
+    def send_control(self, content: bytes, destination: int) -> None:
         """See `EngineTransport.post`."""
-        self._outbox.append((self._control.Isend(content, destination, LETTER_TAG), content))
+        self._outbox.append((self._control.Isend(content, destination, CONTROL_TAG), content))
 
-    def collect(self) -> list[Letter]:
-        """See `EngineTransport.collect`."""
+    def recv_control(self) -> list[ControlMessage]:
+        """See `EngineTransport.recv_control`."""
         from mpi4py import MPI
 
-        self.posted()
-        letters: list[Letter] = []
+        self.flushed()
+        messages: list[ControlMessage] = []
         status = self._status = self._status or MPI.Status()
-        while (message := self._control.Improbe(MPI.ANY_SOURCE, LETTER_TAG, status)) is not None:
+        while (message := self._control.Improbe(MPI.ANY_SOURCE, CONTROL_TAG, status)) is not None:
             content = np.empty(status.Get_count(MPI.BYTE), np.uint8)
             message.Recv(content)
-            letters.append(Letter(status.source, content.tobytes()))
-        return letters
+            messages.append(ControlMessage(status.source, content.tobytes()))
+        return messages
 
-    def posted(self) -> bool:
-        """See `EngineTransport.posted`."""
+    def flushed(self) -> bool:
+        """See `EngineTransport.flushed`."""
         while self._outbox and self._outbox[0][0].Test():  # the oldest is all that need be asked
             self._outbox.popleft()
         return not self._outbox

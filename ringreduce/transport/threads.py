@@ -17,7 +17,7 @@ import numpy as np
 
 from ringreduce import buffers
 from ringreduce.errors import CollectiveError, PeerLostError
-from ringreduce.transport.base import Letter
+from ringreduce.transport.base import ControlMessage
 
 
 class Message(NamedTuple):
@@ -43,7 +43,7 @@ class Exchange:
         self.messages: list[Message] = []
         self.waiting: dict[int, str] = {}
         self.left: dict[int, str] = {}
-        self.letters: dict[int, list[Letter]] = defaultdict(list)
+        self.control_messages: dict[int, list[ControlMessage]] = defaultdict(list)
         self.woken = [threading.Event() for _ in range(size)]
         self._pending_sends: dict[tuple[int, int, int], deque[ThreadRequest]] = defaultdict(deque)
         self._pending_receives: dict[tuple[int, int, int], deque[ThreadRequest]] = defaultdict(deque)
@@ -161,19 +161,19 @@ class ThreadTransport:
         """See `Transport.receive`."""
         return self._post(array, source, tag, receiving=True)
 
-    def post(self, content: bytes, destination: int) -> None:
+    def send_control(self, content: bytes, destination: int) -> None:
         """See `EngineTransport.post`."""
         with self._exchange.changed:
-            self._exchange.letters[destination].append(Letter(self.rank, content))
-        self._exchange.woken[destination].set()  # over MPI it would look for letters a while later
+            self._exchange.control_messages[destination].append(ControlMessage(self.rank, content))
+        self._exchange.woken[destination].set()  # over MPI it would look for control messages a while later
 
-    def collect(self) -> list[Letter]:
-        """See `EngineTransport.collect`."""
+    def recv_control(self) -> list[ControlMessage]:
+        """See `EngineTransport.recv_control`."""
         with self._exchange.changed:
-            return self._exchange.letters.pop(self.rank, [])
+            return self._exchange.control_messages.pop(self.rank, [])
 
-    def posted(self) -> bool:
-        """See `EngineTransport.posted`."""
+    def flushed(self) -> bool:
+        """See `EngineTransport.flushed`."""
         return True
 
     most_tags = 1 << 31

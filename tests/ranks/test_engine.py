@@ -13,7 +13,7 @@ from ringreduce.engine.description import Description
 from ringreduce.engine.engine import Engine
 from ringreduce.engine.host import Host
 from ringreduce.engine.lane import Lane
-from ringreduce.engine.letters import Announcement, Goodbye, Response, decode, encode
+from ringreduce.engine.protocol import Announcement, Goodbye, Response, decode, encode
 from ringreduce.engine.request import Handle, Request
 from ringreduce.errors import InputError
 from ringreduce.settings import Settings
@@ -46,7 +46,7 @@ def test_a_set_that_is_closed_before_this_rank_hears_of_it_hangs_no_exit():
     add = Description("add_process_set", "noname.1", details=(("ranks", (1, 2)),), numbered=True)
     handle = engine.submit("add_process_set", None, describe=lambda _: add, waits=True)
     told = []
-    until(lambda: told.extend(others[0].collect()) or told)
+    until(lambda: told.extend(others[0].recv_control()) or told)
     gone = "rank 1 has left the job: its script ended"
     others[1].post(encode(Response(1, 1, closed=gone, leaver=1)), 2)
     time.sleep(0.1)
@@ -72,13 +72,13 @@ def test_a_rank_that_leaves_tells_the_sets_that_it_is_yet_to_hear_of():
     told = []
     until(
         lambda: (
-            told.extend(decode(each.content) for each in other.collect())
+            told.extend(decode(each.content) for each in other.recv_control())
             or any(getattr(each, "leave", "") for each in told)
         )
     )
     other.post(encode(Response(0, 1, new=(add,))), 1)
     told.clear()
-    until(lambda: told.extend(decode(each.content) for each in other.collect()) or told)
+    until(lambda: told.extend(decode(each.content) for each in other.recv_control()) or told)
     assert told == [Announcement(1, 0, leave="its script ended")]
 
 

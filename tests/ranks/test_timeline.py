@@ -199,7 +199,7 @@ def test_nobody_waits_for_an_engine_that_has_failed(tmp_path, words):
     handle = engine.submit("barrier", "b", describe=lambda name: Description("barrier", name))
     if "fail" in words:
         transport.post = fails
-    transport.collect = fails
+    transport.recv_control = fails
     with pytest.raises(rr.CollectiveError, match=r"rank 0 of 2 failed inside an operation: OSError: .*No space left"):
         handle.wait()
     engine._thread.join()

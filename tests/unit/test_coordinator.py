@@ -7,7 +7,7 @@ import pytest
 from ringreduce.engine.cache import numbers
 from ringreduce.engine.coordinator import Coordinator
 from ringreduce.engine.description import Call, Description, TensorDescription
-from ringreduce.engine.letters import Announcement, Failure
+from ringreduce.engine.protocol import Announcement, Failure
 
 
 def tensor(name, length=3, kind="allreduce", numbered=False):

@@ -1,6 +1,6 @@
 """Any interleaving of what ranks announce, what the coordinator decides and when that arrives: all ranks run the same.
 
-Ranks, their letters and the coordinator are played by one thread, in an order that hypothesis chooses.
+Ranks, their control messages and the coordinator are played by one thread, in an order that hypothesis chooses.
 """
 
 import itertools
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ringreduce.engine.cache import Cache, numbers
 from ringreduce.engine.coordinator import Coordinator
 from ringreduce.engine.description import Call, Description, TensorDescription
-from ringreduce.engine.letters import Announcement
+from ringreduce.engine.protocol import Announcement
 
 MISMATCH = "MismatchError"
 JOIN = Description("join", "join")
@@ -24,7 +24,7 @@ def tensor(name, length, kind="allreduce", numbered=False):
 
 
 class Rank:
-    """What an engine does with letters: announce what was submitted, follow the responses."""
+    """What an engine does with control messages: announce what was submitted, follow the responses."""
 
     def __init__(self, number):
         self.number = number
@@ -95,7 +95,7 @@ class Rank:
 
 
 class Job:
-    """Ranks, the coordinator, and letters under way between them; each pair's letters keep their order."""
+    """Ranks, the coordinator, and control messages under way between them; each pair's control messages keep their order."""
 
     def __init__(self, size, capacity):
         self.ranks = [Rank(number) for number in range(size)]
@@ -131,8 +131,8 @@ class Job:
         response = self.coordinator.decide()
         if response is None:
             return False
-        for letters in self.to_rank:
-            letters.append(response)
+        for messages in self.to_rank:
+            messages.append(response)
         self.highest = max([self.highest, *(number for number, _ in response.learned)])
         assert response.all_joined in (-1, self.last_to_join)
         return True

@@ -66,7 +66,7 @@ class Goodbye(NamedTuple):
 
 
 class Look(NamedTuple):
-    """A rank that has waited long asks the coordinator to look at its letters and to answer."""
+    """A rank that has waited long asks the coordinator to look at its control messages and to answer."""
 
     process_set: int
     waited_s: float
@@ -113,11 +113,11 @@ class TimelineEvents(NamedTuple):
     last: bool
 
 
-def encode(letter: Any) -> bytes:
+def encode(message: Any) -> bytes:
     """As bytes."""
-    return pickle.dumps(letter, pickle.HIGHEST_PROTOCOL)
+    return pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
 
 
 def decode(content: bytes) -> Any:
-    """From bytes; only for letters of this job's own ranks."""
+    """From bytes; only for control messages of this job's own ranks."""
     return pickle.loads(content)  # noqa: S301
