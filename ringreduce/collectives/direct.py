@@ -33,7 +33,7 @@ from ringreduce import buffers
 from ringreduce.ops import Reduction
 from ringreduce.partition import chunk_bounds, segments
 from ringreduce.settings import Settings
-from ringreduce.transport.base import Request, Steps, Transport
+from ringreduce.transport.base import Steps, Transport, Work
 
 RAW_TAG, FINISHED_TAG = 7, 1
 SEGMENT_BYTES = Settings.ring_segment_bytes
@@ -74,9 +74,9 @@ class _Direct:
         self.ahead = min(self.rows, max(2, AHEAD_BYTES // max(1, row * flat.itemsize)))
         self.scratch = buffers.empty_like(flat, self.ahead * row, flat.dtype)
         """Where the raw segments of so many rows come in."""
-        self.raw_receives: list[dict[int, tuple[Request, Any]]] = []
-        self.raw_sends: list[list[tuple[int, Request]]] = []
-        self.finished: list[Request] = []
+        self.raw_receives: list[dict[int, tuple[Work, Any]]] = []
+        self.raw_sends: list[list[tuple[int, Work]]] = []
+        self.finished: list[Work] = []
 
     def run(self) -> Steps[None]:
         """Take all rows; at the end the memory is the caller's again."""

@@ -6,13 +6,13 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 from ringreduce.transport import waiting
-from ringreduce.transport.base import Request, Steps
+from ringreduce.transport.base import Steps, Work
 
 
 class AnyOf:
-    """See `Request`: one of several is done."""
+    """See `Work`: one of several is done."""
 
-    def __init__(self, requests: Sequence[Request]) -> None:
+    def __init__(self, requests: Sequence[Work]) -> None:
         self._requests = requests
 
     @property
@@ -21,11 +21,11 @@ class AnyOf:
         return self._requests[0].peer
 
     def done(self) -> bool:
-        """See `Request.done`."""
+        """See `Work.done`."""
         return any(each.done() for each in self._requests)
 
     def wait(self) -> None:
-        """See `Request.wait`."""
+        """See `Work.wait`."""
         if len(self._requests) == 1:
             self._requests[0].wait()
         else:
@@ -41,18 +41,18 @@ class Order:
 
 
 class InOrder:
-    """See `Request`: all before this one have passed."""
+    """See `Work`: all before this one have passed."""
 
     def __init__(self, order: Order, number: int) -> None:
         self._order, self._number = order, number
         self.peer = order.rank
 
     def done(self) -> bool:
-        """See `Request.done`."""
+        """See `Work.done`."""
         return self._order.passed == self._number
 
     def wait(self) -> None:
-        """See `Request.wait`; an earlier one's steps must move meanwhile, so nobody waits here alone."""
+        """See `Work.wait`; an earlier one's steps must move meanwhile, so nobody waits here alone."""
 
 
 class _Running:
@@ -60,7 +60,7 @@ class _Running:
 
     def __init__(self, steps: Steps[None]) -> None:
         self.steps = steps
-        self.request: Request | None = None
+        self.request: Work | None = None
         self.ended = False
 
     def advance(self) -> bool:

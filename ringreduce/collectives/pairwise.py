@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ringreduce.partition import bounds_of, segments
-from ringreduce.transport.base import Request, Steps, Transport
+from ringreduce.transport.base import Steps, Transport, Work
 
 TAG = 4
 SEGMENT_BYTES = 1 << 20
@@ -38,7 +38,7 @@ def alltoall(
     incoming[ins[rank] : ins[rank + 1]] = outgoing[outs[rank] : outs[rank + 1]]
     for distance in range(1, size):
         to, source = (rank + distance) % size, (rank - distance) % size
-        under_way: list[Request] = [
+        under_way: list[Work] = [
             transport.receive(incoming[low:high], source, TAG)
             for low, high in segments(ins[source], ins[source + 1], length)
         ]

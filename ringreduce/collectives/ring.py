@@ -43,7 +43,7 @@ from ringreduce.errors import InputError
 from ringreduce.ops import Reduction
 from ringreduce.partition import Step, allgather_steps, bounds_of, chunk_bounds, scatter_reduce_steps, segments
 from ringreduce.settings import Settings
-from ringreduce.transport.base import Request, Steps, Transport
+from ringreduce.transport.base import Steps, Transport, Work
 
 TAG = 1
 RECEIVES_AHEAD = 4
@@ -195,9 +195,9 @@ class _Ring:
         self.length = max(1, segment_bytes // partial.itemsize)
         self.arrivals = list(_arrivals(steps, bounds, self.length))
         self.scratch = _scratch(partial, self.arrivals, scratch)
-        self.receives: list[tuple[Request, Any]] = []
+        self.receives: list[tuple[Work, Any]] = []
         self.outgoing: deque[tuple[int, slice, Any]] = deque()
-        self.sends: dict[tuple[int, int], Request] = {}
+        self.sends: dict[tuple[int, int], Work] = {}
 
     def run(self) -> Steps[None]:
         """Take all steps; at the end the memory is the caller's again."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from ringreduce.partition import segments
-from ringreduce.transport.base import Request, Steps, Transport
+from ringreduce.transport.base import Steps, Transport, Work
 
 TAG = 2
 SEGMENT_BYTES = 1 << 20
@@ -24,7 +24,7 @@ def broadcast(flat: Any, transport: Transport, root: int, segment_bytes: int = S
     """
     rank, size = transport.rank, transport.size
     parent, children = family((rank - root) % size, size)
-    sends: list[Request] = []
+    sends: list[Work] = []
     for low, high in segments(0, flat.size, max(1, segment_bytes // flat.itemsize)):
         if parent is not None:
             yield transport.receive(flat[low:high], (parent + root) % size, TAG)

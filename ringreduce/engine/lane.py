@@ -9,8 +9,7 @@ from ringreduce.engine.cache import Cache
 from ringreduce.engine.context import Context
 from ringreduce.engine.coordinator import Coordinator
 from ringreduce.engine.request import Request
-from ringreduce.transport.base import Request as Message
-from ringreduce.transport.base import Steps
+from ringreduce.transport.base import Steps, Work
 from ringreduce.transport.window import Arrival
 
 
@@ -39,7 +38,7 @@ class Lane:
         """Not empty: which rank has left, and why; nothing can be run any more."""
         self.leaver = -1
         self.moved_s = time.monotonic()
-        self.waits_for: Message | None = None
+        self.waits_for: Work | None = None
         self._queue: deque[Steps[None]] = deque()
         self._abandoned: list[Steps[None]] = []
         """What will never be complete. MPI may still read or write its memory: that must stay."""

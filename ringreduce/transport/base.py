@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 Result = TypeVar("Result")
 
 
-class Request(Protocol):
+class Work(Protocol):
     """A message under way, to or from rank `peer`."""
 
     @property
@@ -26,7 +26,7 @@ class Request(Protocol):
         """Return when the message's memory may be used again (sent) or holds the data (received)."""
 
 
-Steps = Generator[Request, None, Result]
+Steps = Generator[Work, None, Result]
 """A collective under way: yields what it waits for, and is resumed when that is done and was waited for."""
 
 
@@ -57,10 +57,10 @@ class Transport(Protocol):
     def size(self) -> int:
         """The number of ranks."""
 
-    def send(self, array: Any, destination: int, tag: int) -> Request:
+    def send(self, array: Any, destination: int, tag: int) -> Work:
         """Start sending the bytes of `array`."""
 
-    def receive(self, array: Any, source: int, tag: int) -> Request:
+    def receive(self, array: Any, source: int, tag: int) -> Work:
         """Start receiving bytes into `array`."""
 
 

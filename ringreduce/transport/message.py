@@ -21,7 +21,7 @@ from ringreduce.world import World
 CONTROL_TAG = 0
 
 
-class MessageRequest:
+class MessageWork:
     """A message under way."""
 
     def __init__(
@@ -29,7 +29,7 @@ class MessageRequest:
         handle: Any,
         peer: int,
         memory: Any,
-        receives: set[MessageRequest] | None = None,
+        receives: set[MessageWork] | None = None,
     ) -> None:
         """receives: those under way, of which it is one until it was waited for."""
         self._receives = receives
@@ -41,12 +41,12 @@ class MessageRequest:
         self.peer = peer
 
     def done(self) -> bool:
-        """See `Request.done`."""
+        """See `Work.done`."""
         self._is_done = self._is_done or self._handle.Test()
         return self._is_done
 
     def wait(self) -> None:
-        """See `Request.wait`."""
+        """See `Work.wait`."""
         if not self._is_done:
             waiting.until(self.done)
         self._memory = None
@@ -67,23 +67,23 @@ class MessageTransport:
         self._comm = world.comm
         self._control = world.control
         self._outbox: deque[tuple[Any, bytes]] = deque()
-        self._receives: set[MessageRequest] = set()
+        self._receives: set[MessageWork] = set()
         self._woken = threading.Lock()  # held while nobody has woken this rank
         self._woken.acquire()
         self._status: Any = None
         self.rank = world.rank
         self.size = world.size
 
-    def send(self, array: Any, destination: int, tag: int) -> MessageRequest:
+    def send(self, array: Any, destination: int, tag: int) -> MessageWork:
         """See `Transport.send`."""
         memory = buffers.message_bytes(array)
-        return MessageRequest(self._comm.Isend(_known_to_mpi(memory), destination, tag), destination, memory)
+        return MessageWork(self._comm.Isend(_known_to_mpi(memory), destination, tag), destination, memory)
 
-    def receive(self, array: Any, source: int, tag: int) -> MessageRequest:
+    def receive(self, array: Any, source: int, tag: int) -> MessageWork:
         """See `Transport.receive`."""
         memory = buffers.message_bytes(array)
         handle = self._comm.Irecv(_known_to_mpi(memory), source, tag)
-        return MessageRequest(handle, source, memory, self._receives)
+        return MessageWork(handle, source, memory, self._receives)
 
     @property
     def most_tags(self) -> int:

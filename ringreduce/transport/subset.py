@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ringreduce.transport.base import Request, Transport
+from ringreduce.transport.base import Transport, Work
 
 TAGS = 8
 """Tags that the collectives use: 0 to 7."""
@@ -23,11 +23,11 @@ class SubsetTransport:
         self.rank = self._members.index(whole.rank)
         self.size = len(self._members)
 
-    def send(self, array: Any, destination: int, tag: int) -> Request:
+    def send(self, array: Any, destination: int, tag: int) -> Work:
         """See `Transport.send`."""
         return self._whole.send(array, self._members[destination], self._first_tag + tag)
 
-    def receive(self, array: Any, source: int, tag: int) -> Request:
+    def receive(self, array: Any, source: int, tag: int) -> Work:
         """See `Transport.receive`."""
         return self._whole.receive(array, self._members[source], self._first_tag + tag)
 

@@ -45,8 +45,8 @@ class Exchange:
         self.left: dict[int, str] = {}
         self.control_messages: dict[int, list[ControlMessage]] = defaultdict(list)
         self.woken = [threading.Event() for _ in range(size)]
-        self._pending_sends: dict[tuple[int, int, int], deque[ThreadRequest]] = defaultdict(deque)
-        self._pending_receives: dict[tuple[int, int, int], deque[ThreadRequest]] = defaultdict(deque)
+        self._pending_sends: dict[tuple[int, int, int], deque[ThreadWork]] = defaultdict(deque)
+        self._pending_receives: dict[tuple[int, int, int], deque[ThreadWork]] = defaultdict(deque)
 
     def transport(self, rank: int) -> ThreadTransport:
         """The transport of one rank; used by one thread at a time."""
@@ -58,7 +58,7 @@ class Exchange:
             self.left[rank] = why
             self.changed.notify_all()
 
-    def post(self, request: ThreadRequest) -> None:
+    def post(self, request: ThreadWork) -> None:
         """Match a send with the oldest receive of its kind, or the other way round, or keep it until one comes."""
         with self.changed:
             mine = self._pending_receives if request.receiving else self._pending_sends
@@ -82,14 +82,14 @@ class Exchange:
                 if receives and receives[0].rank == rank:
                     receives.clear()
 
-    def _check_not_being_sent(self, receive: ThreadRequest) -> None:
+    def _check_not_being_sent(self, receive: ThreadWork) -> None:
         for send in itertools.chain.from_iterable(self._pending_sends.values()):
             if send.rank == receive.rank and _overlap(send.array, receive.array):
                 raise CollectiveError(
                     f"rank {receive.rank} receives into memory that it is still sending to rank {send.peer}"
                 )
 
-    def wait(self, request: ThreadRequest) -> None:
+    def wait(self, request: ThreadWork) -> None:
         """Block until the request is done; raise when its peer has left or the time is over."""
         deadline = time.monotonic() + self.timeout_s
         with self.changed:
@@ -104,7 +104,7 @@ class Exchange:
             raise CollectiveError(request.error)
 
 
-class ThreadRequest:
+class ThreadWork:
     """A message under way."""
 
     def __init__(self, exchange: Exchange, array: Any, rank: int, peer: int, tag: int, receiving: bool) -> None:
@@ -121,11 +121,11 @@ class ThreadRequest:
         return f"rank {self.rank} waits to {'receive from' if self.receiving else 'send to'} rank {self.peer}"
 
     def done(self) -> bool:
-        """See `Request.done`."""
+        """See `Work.done`."""
         return self.completed
 
     def wait(self) -> None:
-        """See `Request.wait`."""
+        """See `Work.wait`."""
         self._exchange.wait(self)
 
 
@@ -133,7 +133,7 @@ def _overlap(one: Any, other: Any) -> bool:
     return isinstance(one, np.ndarray) and isinstance(other, np.ndarray) and np.may_share_memory(one, other)
 
 
-def _deliver(one: ThreadRequest, other: ThreadRequest) -> None:
+def _deliver(one: ThreadWork, other: ThreadWork) -> None:
     receive, send = (one, other) if one.receiving else (other, one)
     if receive.array.nbytes != send.array.nbytes:
         receive.error = send.error = (
@@ -152,12 +152,12 @@ class ThreadTransport:
         self.rank = rank
         self.size = exchange.size
 
-    def send(self, array: Any, destination: int, tag: int) -> ThreadRequest:
+    def send(self, array: Any, destination: int, tag: int) -> ThreadWork:
         """See `Transport.send`."""
         self._exchange.messages.append(Message(self.rank, destination, tag, array.nbytes))
         return self._post(array, destination, tag, receiving=False)
 
-    def receive(self, array: Any, source: int, tag: int) -> ThreadRequest:
+    def receive(self, array: Any, source: int, tag: int) -> ThreadWork:
         """See `Transport.receive`."""
         return self._post(array, source, tag, receiving=True)
 
@@ -192,7 +192,7 @@ class ThreadTransport:
         """See `EngineTransport.wake`."""
         self._exchange.woken[self.rank].set()
 
-    def _post(self, array: Any, peer: int, tag: int, receiving: bool) -> ThreadRequest:
-        request = ThreadRequest(self._exchange, array, self.rank, peer, tag, receiving)
+    def _post(self, array: Any, peer: int, tag: int, receiving: bool) -> ThreadWork:
+        request = ThreadWork(self._exchange, array, self.rank, peer, tag, receiving)
         self._exchange.post(request)
         return request

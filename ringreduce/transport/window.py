@@ -128,7 +128,7 @@ class Region(Flags):
 
 
 class Arrival:
-    """See `transport.base.Request`: all members have published a turn."""
+    """See `transport.base.Work`: all members have published a turn."""
 
     def __init__(self, flags: Flags, flag: int, turn: int) -> None:
         self._flags, self._flag, self._turn = flags, flag, turn
@@ -139,11 +139,11 @@ class Arrival:
         return self._flags.late(self._flag, self._turn)
 
     def done(self) -> bool:
-        """See `Request.done`."""
+        """See `Work.done`."""
         return self._flags.arrived(self._flag, self._turn)
 
     def done_soon(self) -> bool:
-        """See `Request.done`; looks for `YIELD_S`, for the others are usually about to."""
+        """See `Work.done`; looks for `YIELD_S`, for the others are usually about to."""
         arrived, flag, turn = self._flags.arrived, self._flag, self._turn
         for _ in range(SPINS):
             if arrived(flag, turn):
@@ -156,7 +156,7 @@ class Arrival:
         return False
 
     def wait(self) -> None:
-        """See `Request.wait`."""
+        """See `Work.wait`."""
         if not self.done_soon():
             waiting.until(self._arrived_or_lost)
 
