@@ -63,7 +63,7 @@ from ringreduce.api.world import (
     size,
 )
 from ringreduce.compression import Compression
-from ringreduce.engine.request import Handle
+from ringreduce.engine.submission import Handle
 from ringreduce.errors import (
     CollectiveError,
     InputError,

@@ -10,7 +10,7 @@ from ringreduce.api.process_sets import ProcessSet, global_process_set, number_o
 from ringreduce.api.submit import Array, like, whole
 from ringreduce.buffers import Buffer, as_buffer, to_write
 from ringreduce.engine.description import Description, describe
-from ringreduce.engine.request import Handle, Request
+from ringreduce.engine.submission import Handle, Submission
 from ringreduce.errors import InputError
 
 
@@ -63,7 +63,7 @@ def _broadcast_one(
         sources = [as_buffer(tensor)]
         targets = [sources[0].empty(sources[0].shape)]
 
-    def finish(request: Request) -> Any:
+    def finish(submission: Submission) -> Any:
         if not in_place:
             return like(tensor, targets[0])
         written()

@@ -9,7 +9,7 @@ from ringreduce import runtime
 from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
 from ringreduce.engine.description import Description
 from ringreduce.engine.engine import JOIN
-from ringreduce.engine.request import Handle
+from ringreduce.engine.submission import Handle
 from ringreduce.errors import InputError
 
 DYNAMIC = "dynamic"
@@ -78,7 +78,7 @@ def join(device: int = -1, *, live_average: bool = False) -> int:
         JOIN,
         JOIN,
         describe=lambda name: Description(JOIN, name),
-        finish=lambda request: request.payload,
+        finish=lambda submission: submission.payload,
         payload=live_average,
         waits=True,
     )

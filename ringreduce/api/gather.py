@@ -12,7 +12,7 @@ from ringreduce.api.process_sets import ProcessSet, global_process_set, number_o
 from ringreduce.api.submit import Array, like
 from ringreduce.buffers import Buffer, as_buffer, fill
 from ringreduce.engine.description import Description, describe, names_of
-from ringreduce.engine.request import Handle, Request
+from ringreduce.engine.submission import Handle, Submission
 from ringreduce.errors import InputError
 
 
@@ -58,8 +58,8 @@ def _allgather(tensors: Sequence[Any], name: str | None, process_set: ProcessSet
         pairs = zip(inputs, names_of(name, None, len(inputs)), strict=True)
         return Description("allgather", name, tuple(describe(each, own, each.shape[1:]) for each, own in pairs))
 
-    def finish(request: Request) -> Any:
-        return result([like(tensor, output) for tensor, output in zip(tensors, request.outputs, strict=True)])
+    def finish(submission: Submission) -> Any:
+        return result([like(tensor, output) for tensor, output in zip(tensors, submission.outputs, strict=True)])
 
     return current.engine.submit(
         "allgather",
@@ -108,11 +108,11 @@ def _alltoall(tensor: Any, splits: Any, name: str | None, process_set: ProcessSe
     size = len(current.engine.sets.get(number, ()))
     parts = _equal_splits(mine.shape[0], size) if splits is None else _given_splits(splits, mine.shape[0], size)
 
-    def finish(request: Request) -> Any:
-        rows = like(tensor, request.outputs[0])
+    def finish(submission: Submission) -> Any:
+        rows = like(tensor, submission.outputs[0])
         if splits is None:
             return rows
-        received = np.array(request.payload, np.int32)
+        received = np.array(submission.payload, np.int32)
         return rows, _as_given(splits, received)
 
     return current.engine.submit(

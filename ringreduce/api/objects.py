@@ -12,7 +12,7 @@ from ringreduce.api.process_sets import ProcessSet, global_process_set, number_o
 from ringreduce.api.submit import whole
 from ringreduce.buffers import as_buffer
 from ringreduce.engine.description import Description
-from ringreduce.engine.request import Request
+from ringreduce.engine.submission import Submission
 
 
 def broadcast_object(
@@ -28,8 +28,8 @@ def broadcast_object(
     is_root = root == current.world.rank
     pickled = np.frombuffer(cloudpickle.dumps(obj), np.uint8) if is_root else np.empty(0, np.uint8)
 
-    def finish(request: Request) -> Any:
-        return obj if is_root else cloudpickle.loads(request.payload.data)
+    def finish(submission: Submission) -> Any:
+        return obj if is_root else cloudpickle.loads(submission.payload.data)
 
     handle = current.engine.submit(
         "broadcast_object",
@@ -51,9 +51,9 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
     """
     current = runtime.current("allgather_object")
 
-    def finish(request: Request) -> list[Any]:
-        ends = np.cumsum(request.payload[:-1, 0])  # of each rank's bytes, which are rows
-        return [cloudpickle.loads(each.data) for each in np.split(request.outputs[0].flat, ends)]
+    def finish(submission: Submission) -> list[Any]:
+        ends = np.cumsum(submission.payload[:-1, 0])  # of each rank's bytes, which are rows
+        return [cloudpickle.loads(each.data) for each in np.split(submission.outputs[0].flat, ends)]
 
     handle = current.engine.submit(
         "allgather_object",

@@ -8,7 +8,7 @@ from typing import Any
 from ringreduce import runtime
 from ringreduce.engine.description import Description
 from ringreduce.engine.engine import GLOBAL
-from ringreduce.engine.request import Request
+from ringreduce.engine.submission import Submission
 from ringreduce.errors import InputError
 
 
@@ -118,7 +118,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         "add_process_set",
         None,
         describe=lambda name: Description("add_process_set", name, details=(("ranks", members),)),
-        finish=lambda request: request.payload,
+        finish=lambda submission: submission.payload,
         waits=True,
     )
     process_set.process_set_id, process_set.ranks = handle.wait(), list(members)
@@ -149,7 +149,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     return True
 
 
-def _nothing(request: Request) -> None:
+def _nothing(submission: Submission) -> None:
     return None
 
 

@@ -12,7 +12,7 @@ from ringreduce.api.submit import Array, like, which_op
 from ringreduce.buffers import Buffer, as_buffer, to_write
 from ringreduce.compression import Compression, Compressor, compress_all, decompress_all
 from ringreduce.engine.description import Description, TensorDescription, describe, kind_of_device, names_of
-from ringreduce.engine.request import Handle, Request
+from ringreduce.engine.submission import Handle, Submission
 from ringreduce.errors import InputError
 from ringreduce.log import LOGGER
 from ringreduce.ops import Average, ReduceOp, Reduction, Sum
@@ -337,11 +337,11 @@ def submit(
     )
 
 
-def _in_place(tensors: Sequence[Any], one: bool, written: Callable[[], None], request: Request) -> Any:
+def _in_place(tensors: Sequence[Any], one: bool, written: Callable[[], None], submission: Submission) -> Any:
     written()
     return tensors[0] if one else list(tensors)
 
 
-def _in_outputs(tensors: Sequence[Any], one: bool, request: Request) -> Any:
-    results = [like(tensor, output) for tensor, output in zip(tensors, request.outputs, strict=True)]
+def _in_outputs(tensors: Sequence[Any], one: bool, submission: Submission) -> Any:
+    results = [like(tensor, output) for tensor, output in zip(tensors, submission.outputs, strict=True)]
     return results[0] if one else results

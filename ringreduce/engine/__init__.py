@@ -3,7 +3,7 @@
     submit  ->  announce to the coordinator  ->  respond: all ranks have it  ->  fuse, run  ->  complete the handle
 
 description  what a rank wants done with a tensor, and how two ranks' descriptions differ
-request      one submission on this rank, and its handle
+submission      one submission on this rank, and its handle
 inbox        where the user's threads and the engine's meet; gathering and rest
 control messages      what engines write to each other
 cache        tensors seen before, by number: to announce one costs a bit
@@ -12,7 +12,7 @@ lane         a process set on this rank: pending, under way, next
 operations   what is run once all ranks agree: fusion and the collectives
 engine       the thread, one a process, that does all this
 joined       what a rank that has joined gives
-refusals     why a request cannot be taken or completed
+refusals     why a submission cannot be taken or completed
 stalls       who waits for whom, and what the others do instead
 timeline     what happened when, for chrome://tracing and Perfetto; recording: of all ranks
 """

@@ -1,4 +1,4 @@
-"""Tensors that may travel together, the requests that own them, and one slot's way: packed, sent, unpacked."""
+"""Tensors that may travel together, the submissions that own them, and one slot's way: packed, sent, unpacked."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ringreduce import fusion
 from ringreduce.buffers import Buffer
 from ringreduce.collectives import shared
 from ringreduce.engine.context import Context
-from ringreduce.engine.request import Request
+from ringreduce.engine.submission import Submission
 from ringreduce.ops import Reduction
 from ringreduce.transport.base import Steps
 
@@ -26,7 +26,7 @@ class Batch(NamedTuple):
 
     inputs: list[Buffer]
     outputs: list[Buffer]
-    owners: list[Request]
+    owners: list[Submission]
 
     @property
     def counts(self) -> tuple[int, ...]:
@@ -54,25 +54,25 @@ class Batch(NamedTuple):
         for piece in slot.pieces:
             context.completions.settle(self.owners[piece.tensor])
 
-    def names(self, slot: fusion.Slot) -> list[Request]:
-        """The requests of a slot, for the timeline."""
+    def names(self, slot: fusion.Slot) -> list[Submission]:
+        """The submissions of a slot, for the timeline."""
         return [self.owners[piece.tensor] for piece in slot.pieces]
 
 
-def batches(requests: Sequence[Request]) -> list[Batch]:
-    """Sort the tensors by their kind; when all is planned, settle each request once."""
+def batches(submissions: Sequence[Submission]) -> list[Batch]:
+    """Sort the tensors by their kind; when all is planned, settle each submission once."""
     found: dict[tuple[str, str], Batch] = {}
     last, batch = None, Batch([], [], [])
-    for request in requests:
-        request.missing_pieces = 1  # for the planning itself: not complete before its end
-        for source, target in zip(request.inputs, request.outputs, strict=True):
+    for submission in submissions:
+        submission.missing_pieces = 1  # for the planning itself: not complete before its end
+        for source, target in zip(submission.inputs, submission.outputs, strict=True):
             kind = source.element.name, source.device
             if kind != last:
                 last = kind
                 batch = found.setdefault((kind[0], kind[1].partition(":")[0]), Batch([], [], []))
             batch.inputs.append(source)
             batch.outputs.append(target)
-            batch.owners.append(request)
+            batch.owners.append(submission)
     return list(found.values())
 
 

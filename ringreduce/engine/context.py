@@ -10,8 +10,8 @@ from ringreduce.buffers import Buffer
 from ringreduce.dtypes import ElementType
 from ringreduce.engine.completions import Completions
 from ringreduce.engine.description import ranks_text
-from ringreduce.engine.request import Request
 from ringreduce.engine.routes import Routes
+from ringreduce.engine.submission import Submission
 from ringreduce.engine.timeline import Timeline
 from ringreduce.errors import InputError
 from ringreduce.gpu.stream import Gpu
@@ -46,9 +46,9 @@ class Context:
         """A new buffer of the same kind, for the engine to write to."""
         return self.gpu.empty(like, shape) if like.on_gpu else like.empty(shape)
 
-    def reduction(self, request: Request, element: ElementType) -> Reduction:
-        """What a request asks for, of these elements."""
-        details = dict(request.description.details)
+    def reduction(self, submission: Submission, element: ElementType) -> Reduction:
+        """What a submission asks for, of these elements."""
+        details = dict(submission.description.details)
         return Reduction(
             ReduceOp(details["op"]), element, self.divisor, details["prescale_factor"], details["postscale_factor"]
         )

@@ -49,8 +49,8 @@ from ringreduce.engine.protocol import (
     encode,
 )
 from ringreduce.engine.recording import Recording
-from ringreduce.engine.request import Handle, Request
 from ringreduce.engine.stalls import StallWatch
+from ringreduce.engine.submission import Handle, Submission
 from ringreduce.engine.timeline import Timeline, TimelineFile
 from ringreduce.gpu.runtime import Event
 from ringreduce.gpu.stream import Gpu
@@ -139,7 +139,7 @@ class Engine:
         describe: Callable[[str], Description],
         inputs: Sequence[Buffer] = (),
         outputs: Sequence[Buffer] = (),
-        finish: Callable[[Request], Any] = lambda _: None,
+        finish: Callable[[Submission], Any] = lambda _: None,
         payload: Any = None,
         waits: bool = False,
         line: str | None = None,
@@ -147,7 +147,7 @@ class Engine:
         """Hand in an operation; returns at once.
 
         describe: makes the description from the name; without a name, from the number that it gets.
-        finish:   makes the caller's result from the request when it is done, in the thread that waits.
+        finish:   makes the caller's result from the submission when it is done, in the thread that waits.
         waits:    the caller will wait for it before it does anything else.
         line:     of the user's that led here, where the caller knows it.
 
@@ -170,14 +170,16 @@ class Engine:
             else:
                 description = describe(name)
             handle = Handle(description, self._inbox.wait, self._inbox.ask)
-            request = Request(description, process_set, inputs, outputs, finish, payload, line, handle, waits, marks)
-            key = request.key
+            submission = Submission(
+                description, process_set, inputs, outputs, finish, payload, line, handle, waits, marks
+            )
+            key = submission.key
             if self._is_closed or lane.closed or lane.joined or key in lane.pending or key in lane.running:
-                self._check(lane, request)
-            lane.pending[key] = request
+                self._check(lane, submission)
+            lane.pending[key] = submission
             if kind == JOIN:
                 lane.joined = True
-            self._inbox.put(request)
+            self._inbox.put(submission)
             self.submissions += 1
         self._inbox.announce_soon()
         return handle
@@ -186,17 +188,17 @@ class Engine:
     def _is_closed(self) -> bool:
         return self._broken is not None or bool(self._leaving)
 
-    def _check(self, lane: Lane, request: Request) -> None:
-        """Raise why a request cannot be taken."""
+    def _check(self, lane: Lane, submission: Submission) -> None:
+        """Raise why a submission cannot be taken."""
         if self._is_closed:
             why = str(self._broken or f"rank {self.world.rank} is leaving the job: {self._leaving}")
-            raise refusals.no_more(request, why)
+            raise refusals.no_more(submission, why)
         if lane.closed:
-            raise refusals.never_complete(lane, request, self.world, self._leaving)
+            raise refusals.never_complete(lane, submission, self.world, self._leaving)
         if lane.joined:
-            raise refusals.after_join(request)
-        if request.key in lane.pending or request.key in lane.running:
-            raise refusals.name_is_pending(request, self.world.rank)
+            raise refusals.after_join(submission)
+        if submission.key in lane.pending or submission.key in lane.running:
+            raise refusals.name_is_pending(submission, self.world.rank)
 
     def leave(self, why: str, interrupted: Callable[[], bool] = lambda: False) -> bool:
         """Tell the others that this rank leaves, and wait until all do; what was not agreed on yet fails.
@@ -288,32 +290,32 @@ class Engine:
 
     def _announce(self) -> bool:
         """Tell the coordinators what was submitted."""
-        requests = self._inbox.take()
-        if not requests:
+        submissions = self._inbox.take()
+        if not submissions:
             return False
         self._timeline.cycle()
         if self._traces:
-            LOGGER.log(TRACE, f"rank {self.world.rank} announces {_named([each.description for each in requests])}")
-        by_set: dict[int, list[Request]] = {}
-        for request in requests:
-            by_set.setdefault(request.process_set, []).append(request)
+            LOGGER.log(TRACE, f"rank {self.world.rank} announces {_named([each.description for each in submissions])}")
+        by_set: dict[int, list[Submission]] = {}
+        for submission in submissions:
+            by_set.setdefault(submission.process_set, []).append(submission)
         for number, own in by_set.items():
             lane = self.lanes.get(number)
             if lane is not None and not lane.closed:
                 self._tell(lane, self._announcement(lane, own))
         return True
 
-    def _announcement(self, lane: Lane, requests: Sequence[Request]) -> Announcement:
+    def _announcement(self, lane: Lane, submissions: Sequence[Submission]) -> Announcement:
         bits = 0
         calls = []
         join = None
-        for request in requests:
-            if request.description.kind == JOIN:
-                join = request.payload
+        for submission in submissions:
+            if submission.description.kind == JOIN:
+                join = submission.payload
                 continue
-            number = None if request.description.numbered else lane.cache.number(request.description)
+            number = None if submission.description.numbered else lane.cache.number(submission.description)
             if number is None:
-                calls.append(Call(request.description, request.line, request.waits))
+                calls.append(Call(submission.description, submission.line, submission.waits))
             else:
                 bits |= 1 << number
                 self.known_submissions += 1
@@ -413,21 +415,21 @@ class Engine:
             self._close(lane, response.closed, response.leaver)
 
     def _queue(self, lane: Lane, descriptions: Sequence[Description], divisor: int) -> None:
-        requests = []
+        submissions = []
         with self._inbox.lock:
             for description in descriptions:
-                request = lane.pending.pop(description.key, None) or self._join_in(lane, description)
-                request.begin(lane.running, self._inbox.lock)
-                requests.append(request)
-        for request in requests:
-            self._timeline.agreed(request)
-        others = [each for each in requests if each.description.kind not in SET_CHANGES]
+                submission = lane.pending.pop(description.key, None) or self._join_in(lane, description)
+                submission.begin(lane.running, self._inbox.lock)
+                submissions.append(submission)
+        for submission in submissions:
+            self._timeline.agreed(submission)
+        others = [each for each in submissions if each.description.kind not in SET_CHANGES]
         lane.enqueue(operations.run(others, lane.context, divisor))
-        for request in requests:
-            if request.description.kind in SET_CHANGES:
-                lane.enqueue(self._change_sets(request))
+        for submission in submissions:
+            if submission.description.kind in SET_CHANGES:
+                lane.enqueue(self._change_sets(submission))
 
-    def _join_in(self, lane: Lane, description: Description) -> Request:
+    def _join_in(self, lane: Lane, description: Description) -> Submission:
         if not lane.joined:
             raise AssertionError(f"rank {self.world.rank} was told to run {description.key!r}, which it has not given")
         return stand_in(description, lane.number, self.gpu)
@@ -437,18 +439,18 @@ class Engine:
         with self._inbox.lock:
             self.joins += 1
             lane.joined = False
-            lane.submitted = 0  # a rank that joined early has numbered fewer requests than the others
-            request = lane.pending.pop("join.join")
-            request.begin(lane.running, self._inbox.lock)
-        request.payload = last
-        lane.enqueue(operations.run([request], lane.context, 1))
+            lane.submitted = 0  # a rank that joined early has numbered fewer submissions than the others
+            submission = lane.pending.pop("join.join")
+            submission.begin(lane.running, self._inbox.lock)
+        submission.payload = last
+        lane.enqueue(operations.run([submission], lane.context, 1))
 
     def _fail(self, lane: Lane, failure: Failure) -> None:
         with self._inbox.lock:
-            request = lane.pending.pop(failure.key, None)
-            self._inbox.drop(lambda each: each is request)
-        if request is not None:
-            request.fail(getattr(errors, failure.kind)(failure.message))
+            submission = lane.pending.pop(failure.key, None)
+            self._inbox.drop(lambda each: each is submission)
+        if submission is not None:
+            submission.fail(getattr(errors, failure.kind)(failure.message))
 
     def _add_set(self, members: Sequence[int]) -> int:
         """Make a process set; all ranks of the world do in the same order, so its number is the same everywhere."""
@@ -471,16 +473,16 @@ class Engine:
             self._tell(self.lanes[number], Announcement(number, 0, leave=self._leaving))
         return number
 
-    def _change_sets(self, request: Request) -> Steps[None]:
+    def _change_sets(self, submission: Submission) -> Steps[None]:
         """Make or remove a process set in its turn, which is the same on all ranks.
 
         A set is gone when this rank has ended what it had under way there: only then its tags may be another's.
         """
         try:
-            if request.description.kind == "add_process_set":
-                request.payload = self._add_set(request.description.detail("ranks"))
+            if submission.description.kind == "add_process_set":
+                submission.payload = self._add_set(submission.description.detail("ranks"))
             else:
-                number = request.description.detail("process_set")
+                number = submission.description.detail("process_set")
                 lane = self.lanes.get(number)
                 if lane is not None:
                     self._close(lane, f"process set {number} was removed", -1)
@@ -492,9 +494,9 @@ class Engine:
                 if members is not None:
                     self.host.give_back(members)
         except errors.InputError as exc:
-            request.fail(exc)
+            submission.fail(exc)
         else:
-            request.complete()
+            submission.complete()
 
     def _waits(self) -> Waits:
         """What for, so that this rank must look from time to time."""
@@ -518,7 +520,7 @@ class Engine:
         """What this rank did last, and what it waits for, above all what has the name of a stalled tensor."""
         with self._inbox.lock:
             text = self._inbox.last_submission_text()
-            waiting = [request for lane in self.lanes.values() for request in lane.pending.values()]
+            waiting = [submission for lane in self.lanes.values() for submission in lane.pending.values()]
         if waiting:
             names = ", ".join(f"{each.description.kind} {each.description.name!r}" for each in waiting[:3])
             text += f", and waits for {names}" + (f" and {len(waiting) - 3} more" if len(waiting) > 3 else "")
@@ -534,8 +536,8 @@ class Engine:
         """What threads of this rank wait for, as `allreduce 'layer3.w' (train.py:41)`; empty for nothing."""
         with self._inbox.lock:
             lanes = list(self.lanes.values())
-            requests = [each for lane in lanes for each in [*lane.pending.values(), *list(lane.running.values())]]
-            lines = {id(each.handle): each.line for each in requests}
+            submissions = [each for lane in lanes for each in [*lane.pending.values(), *list(lane.running.values())]]
+            lines = {id(each.handle): each.line for each in submissions}
             handles = self._inbox.waited_for()
         texts = [
             f"{each.description.kind} {each.description.name!r} ({lines[id(each)]})"
@@ -577,8 +579,8 @@ class Engine:
                 lane.closed, lane.leaver = closed, leaver
             lost, lane.pending = lane.pending, {}
             self._inbox.drop(lambda each: each.process_set == lane.number)
-        for request in lost.values():
-            request.fail(refusals.never_complete(lane, request, self.world, self._leaving))
+        for submission in lost.values():
+            submission.fail(refusals.never_complete(lane, submission, self.world, self._leaving))
 
     def _break(self, exc: BaseException) -> None:
         """The engine itself failed: nobody can complete what this rank takes part in."""
@@ -611,8 +613,8 @@ class Engine:
                 lane.clear()
         with contextlib.suppress(Exception):  # what failed may be MPI itself
             self.transport.cancel_receives()
-        for request in lost:
-            request.fail(error)
+        for submission in lost:
+            submission.fail(error)
         self.gpu.abort()
 
     def _others(self) -> list[int]:

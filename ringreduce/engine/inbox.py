@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 
 from ringreduce.engine.description import Description
-from ringreduce.engine.request import Handle, Request
+from ringreduce.engine.submission import Handle, Submission
 from ringreduce.settings import Settings
 from ringreduce.transport.base import EngineTransport
 
@@ -63,13 +63,13 @@ class Inbox:
         self.hurried = False
         """Nothing more will come: do not gather."""
         self._last: tuple[Description, str, float] | None = None
-        """Description, line and time of the last request; not the request, whose tensors are the user's to free."""
+        """Description, line and time of the last submission; not the submission, whose tensors are the user's to free."""
         self._transport = transport
         self._batch_bytes = (ONE_HOST_BATCH_SLOTS if one_host else BATCH_SLOTS) * settings.fusion_slot_bytes
         self._cycle_s = settings.cycle_time_ms / 1e3
         self._crowded = one_host and crowded
         self._patient = False
-        self._requests: list[Request] = []
+        self._submissions: list[Submission] = []
         self._until_s = 0.0
         """So long what is there is gathered, at most."""
         self._nbytes = 0
@@ -84,18 +84,20 @@ class Inbox:
 
     # Called by the user's threads
 
-    def put(self, request: Request) -> None:
-        """Hand in a request; with `lock` held. `announce_soon` must follow without it."""
-        if not self._requests:
-            on_gpu = bool(request.inputs) and request.inputs[0].device != "cpu"  # there nobody takes cores from anybody
+    def put(self, submission: Submission) -> None:
+        """Hand in a submission; with `lock` held. `announce_soon` must follow without it."""
+        if not self._submissions:
+            on_gpu = (
+                bool(submission.inputs) and submission.inputs[0].device != "cpu"
+            )  # there nobody takes cores from anybody
             self._patient = self._crowded and not on_gpu
             cycles = CROWDED_CYCLES if self._patient else 1
-            self._until_s, self._nbytes = request.submitted_s + cycles * self._cycle_s, 0
-        self._requests.append(request)
-        for each in request.inputs:
+            self._until_s, self._nbytes = submission.submitted_s + cycles * self._cycle_s, 0
+        self._submissions.append(submission)
+        for each in submission.inputs:
             self._nbytes += each.nbytes
-        self._urgent |= request.waits
-        self._last = request.description, request.line, request.submitted_s
+        self._urgent |= submission.waits
+        self._last = submission.description, submission.line, submission.submitted_s
 
     def announce_soon(self) -> None:
         """Wake the engine, unless it gathers."""
@@ -111,7 +113,7 @@ class Inbox:
     def ask(self) -> None:
         """Somebody wants to know whether a handle is done: do not gather, as if he waited."""
         with self.lock:
-            self._urgent |= bool(self._requests)
+            self._urgent |= bool(self._submissions)
         self._wake()
 
     def wait(self, handle: Handle) -> None:
@@ -156,17 +158,17 @@ class Inbox:
             return False
         return time.monotonic() < self._until_s
 
-    def take(self) -> list[Request]:
+    def take(self) -> list[Submission]:
         """What is to be announced now."""
-        if not self._requests or self.gathers():
+        if not self._submissions or self.gathers():
             return []
         with self.lock:
-            requests, self._requests, self._urgent = self._requests, [], False
-        return requests
+            submissions, self._submissions, self._urgent = self._submissions, [], False
+        return submissions
 
-    def drop(self, is_lost: Callable[[Request], bool]) -> None:
-        """Forget requests that have failed before they were announced; with `lock` held."""
-        self._requests = [each for each in self._requests if not is_lost(each)]
+    def drop(self, is_lost: Callable[[Submission], bool]) -> None:
+        """Forget submissions that have failed before they were announced; with `lock` held."""
+        self._submissions = [each for each in self._submissions if not is_lost(each)]
 
     def last_submission_text(self) -> str:
         """What this rank did last, for a stall report."""
@@ -176,8 +178,8 @@ class Inbox:
         return f"last submitted {kind} {name!r} ({line}) {time.monotonic() - when_s:.0f} s ago"
 
     def announced(self, pending: int) -> bool:
-        """True when some of this rank's `pending` requests are not gathered here any more."""
-        return pending > len(self._requests)
+        """True when some of this rank's `pending` submissions are not gathered here any more."""
+        return pending > len(self._submissions)
 
     def rest(self, moved_s: float, waits: Waits) -> None:
         """Rest until there may be something to do.
@@ -186,8 +188,8 @@ class Inbox:
         """
         now = time.monotonic()
         with self.lock:
-            gathers = bool(self._requests) and self.gathers()
-            if self._orders or (self._requests and not gathers):
+            gathers = bool(self._submissions) and self.gathers()
+            if self._orders or (self._submissions and not gathers):
                 return
             hurries = self.hurries
             self._asleep, self._gathering = True, gathers

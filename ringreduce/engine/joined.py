@@ -9,16 +9,16 @@ import numpy as np
 from ringreduce.buffers import Buffer, ready
 from ringreduce.dtypes import TABLE
 from ringreduce.engine.description import Description, TensorDescription
-from ringreduce.engine.request import Request
+from ringreduce.engine.submission import Submission
 from ringreduce.gpu.stream import Gpu
 from ringreduce.ops import ReduceOp, Reduction
 
 
-def stand_in(description: Description, process_set: int, gpu: Gpu) -> Request:
-    """A request for what the other ranks have given, without a handle; `gpu` is this rank's, should it be needed."""
+def stand_in(description: Description, process_set: int, gpu: Gpu) -> Submission:
+    """A submission for what the other ranks have given, without a handle; `gpu` is this rank's, should it be needed."""
     op = ReduceOp(description.detail("op"))
     buffers = [_neutral(tensor, op, gpu) for tensor in description.tensors]
-    return Request(
+    return Submission(
         description,
         process_set,
         inputs=buffers,

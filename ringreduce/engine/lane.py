@@ -8,7 +8,7 @@ from collections import deque
 from ringreduce.engine.cache import Cache
 from ringreduce.engine.context import Context
 from ringreduce.engine.coordinator import Coordinator
-from ringreduce.engine.request import Request
+from ringreduce.engine.submission import Submission
 from ringreduce.transport.base import Steps, Work
 from ringreduce.transport.window import Arrival
 
@@ -28,10 +28,10 @@ class Lane:
         self.seen = 0
         """The number of the last response."""
         self.submitted = 0
-        """Requests without a name so far: they are numbered."""
-        self.pending: dict[str, Request] = {}
+        """Submissions without a name so far: they are numbered."""
+        self.pending: dict[str, Submission] = {}
         """What this rank has submitted and the ranks have not agreed on yet, by key, the oldest first."""
-        self.running: dict[str, Request] = {}
+        self.running: dict[str, Submission] = {}
         """What they have agreed on, and is not done yet."""
         self.joined = False
         self.closed = ""
@@ -85,8 +85,10 @@ class Lane:
         return moved
 
     def _is_done_soon(self) -> bool:
-        request = self.waits_for
-        return request.done_soon() if isinstance(request, Arrival) else request is not None and request.done()
+        submission = self.waits_for
+        return (
+            submission.done_soon() if isinstance(submission, Arrival) else submission is not None and submission.done()
+        )
 
     def stuck_on(self) -> int | None:
         """The rank of the world whose message the operation under way waits for."""
@@ -100,7 +102,7 @@ class Lane:
 
 
 class Idle:
-    """See `transport.base.Request`: nothing is under way in a process set."""
+    """See `transport.base.Submission`: nothing is under way in a process set."""
 
     def __init__(self, lane: Lane) -> None:
         self._lane = lane
@@ -112,7 +114,7 @@ class Idle:
         return self._lane.leader if stuck_on is None else stuck_on
 
     def done(self) -> bool:
-        """See `Request.done`."""
+        """See `Submission.done`."""
         return not self._lane.busy
 
     def wait(self) -> None:

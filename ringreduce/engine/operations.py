@@ -16,7 +16,7 @@ from ringreduce.collectives import adasum, bruck, pairwise, ring, tree
 from ringreduce.engine.batch import batches, carry, plan
 from ringreduce.engine.context import Context
 from ringreduce.engine.reduction import allreduce
-from ringreduce.engine.request import Request
+from ringreduce.engine.submission import Submission
 from ringreduce.errors import InputError
 from ringreduce.gpu.through_host import GpuBroadcast, down, room, up
 from ringreduce.ops import Adasum
@@ -24,59 +24,61 @@ from ringreduce.partition import chunk_bounds
 from ringreduce.transport.base import Steps
 
 
-def run(requests: Sequence[Request], context: Context, divisor: int) -> Steps[None]:
-    """Run what was agreed on; completes each request as soon as its tensors are finished.  divisor: see Context."""
+def run(submissions: Sequence[Submission], context: Context, divisor: int) -> Steps[None]:
+    """Run what was agreed on; completes each submission as soon as its tensors are finished.  divisor: see Context."""
     context.divisor = divisor
-    batches: dict[Any, list[Request]] = {}
-    for request in requests:
-        if request.ready:
-            context.gpu.begin(request)
-        kind = request.description.kind
-        if kind == "allreduce" and request.description.detail("op") == Adasum.value:
+    batches: dict[Any, list[Submission]] = {}
+    for submission in submissions:
+        if submission.ready:
+            context.gpu.begin(submission)
+        kind = submission.description.kind
+        if kind == "allreduce" and submission.description.detail("op") == Adasum.value:
             kind = "adasum"
         # one batch for all that may travel together: a tensor of another kind does not end it
-        batches.setdefault((kind, request.description.details if kind in FUSED else request.key), []).append(request)
+        batches.setdefault((kind, submission.description.details if kind in FUSED else submission.key), []).append(
+            submission
+        )
     for (kind, _), batch in batches.items():
         try:
             yield from OPERATIONS[kind](batch, context)
         except InputError as exc:  # all ranks find the same wrong
-            for request in batch:
-                request.fail(exc)
+            for submission in batch:
+                submission.fail(exc)
         context.completions.flush()  # what comes next, such as a barrier, may complete its own at once
 
 
-def _adasum(requests: Sequence[Request], context: Context) -> Steps[None]:
+def _adasum(submissions: Sequence[Submission], context: Context) -> Steps[None]:
     """Each tensor on its own: how much two gradients have in common is a matter of the layer."""
     size = len(context.members)
     if size & (size - 1):
         raise InputError(f"op=Adasum: {size} ranks; expected a power of two, such as 2, 4 or 8")
-    for request in requests:
-        for source, target in zip(request.inputs, request.outputs, strict=True):
-            reduction = context.reduction(request, source.element)
+    for submission in submissions:
+        for source, target in zip(submission.inputs, submission.outputs, strict=True):
+            reduction = context.reduction(submission, source.element)
             flat = yield from down(source, context)
             if not target.on_gpu and target is not source:
                 target.flat[...], flat = flat, target.flat
             partial = reduction.start(flat)
-            with context.timeline.phase([request], "ADASUM"):
+            with context.timeline.phase([submission], "ADASUM"):
                 yield from adasum.allreduce(partial, context.transport)
             reduction.finish(partial, flat)
             up(flat, target, context)
-        request.complete()
+        submission.complete()
 
 
-def _broadcast(requests: Sequence[Request], context: Context) -> Steps[None]:
-    root = context.place("broadcast", requests[0].description.detail("root_rank"))
+def _broadcast(submissions: Sequence[Submission], context: Context) -> Steps[None]:
+    root = context.place("broadcast", submissions[0].description.detail("root_rank"))
 
     def collective(flat: Any, _: Any) -> Steps[None]:
         yield from tree.broadcast(flat, context.transport, root)
 
-    found = batches(requests)
+    found = batches(submissions)
     on_gpu = [GpuBroadcast(each, root, context) for each in found if each.on_gpu]
     planned = [(batch, plan(batch, context, batch.inputs[0].element.itemsize)) for batch in found if not batch.on_gpu]
     for batch, slots in planned:
         batch.expect(slots)
-    for request in requests:
-        context.completions.settle(request)
+    for submission in submissions:
+        context.completions.settle(submission)
     for each in on_gpu:
         yield from each.run()
     for batch, slots in planned:
@@ -84,58 +86,58 @@ def _broadcast(requests: Sequence[Request], context: Context) -> Steps[None]:
             yield from carry(batch, slot, collective, "BROADCAST", context)
 
 
-def _allgather(requests: Sequence[Request], context: Context) -> Steps[None]:
+def _allgather(submissions: Sequence[Submission], context: Context) -> Steps[None]:
     """Rows may differ per rank: their numbers travel first, those of all tensors of a group together."""
     transport, rank = context.transport, context.transport.rank
-    for request in requests:
-        mine = np.array([tensor.shape[0] for tensor in request.inputs], np.int64)
+    for submission in submissions:
+        mine = np.array([tensor.shape[0] for tensor in submission.inputs], np.int64)
         rows = yield from bruck.allgather(mine, transport)
-        request.outputs = outputs = []
-        for number, tensor in enumerate(request.inputs):
+        submission.outputs = outputs = []
+        for number, tensor in enumerate(submission.inputs):
             counts = [int(n) * math.prod(tensor.shape[1:]) for n in rows[:, number]]
             gathered = context.empty(tensor, (int(rows[:, number].sum()), *tensor.shape[1:]))
-            with context.timeline.phase([request], "ALLGATHER"):
+            with context.timeline.phase([submission], "ALLGATHER"):
                 flat, start = room(gathered), sum(counts[:rank])
                 flat[start : start + tensor.count] = yield from down(tensor, context)
                 yield from ring.allgather(flat, transport, counts, rank, context.routes.segment_bytes)
                 up(flat, gathered, context)
             outputs.append(gathered)
-        request.payload = rows
-        request.complete()
+        submission.payload = rows
+        submission.complete()
 
 
-def _alltoall(requests: Sequence[Request], context: Context) -> Steps[None]:
+def _alltoall(submissions: Sequence[Submission], context: Context) -> Steps[None]:
     """`payload` is this rank's splits, and becomes (splits, the rows that came from each rank)."""
     transport = context.transport
-    for request in requests:
-        (tensor,) = request.inputs
-        splits = request.payload
+    for submission in submissions:
+        (tensor,) = submission.inputs
+        splits = submission.payload
         everyones = yield from bruck.allgather(np.asarray(splits, np.int64), transport)
         received = [int(n) for n in everyones[:, transport.rank]]
         row = math.prod(tensor.shape[1:])
         result = context.empty(tensor, (sum(received), *tensor.shape[1:]))
         sent_counts, received_counts = [n * row for n in splits], [n * row for n in received]
-        with context.timeline.phase([request], "ALLTOALL"):
+        with context.timeline.phase([submission], "ALLTOALL"):
             flat, came = (yield from down(tensor, context)), room(result)
             yield from pairwise.alltoall(flat, came, transport, sent_counts, received_counts)
             up(came, result, context)
-        request.outputs, request.payload = [result], received
-        request.complete()
+        submission.outputs, submission.payload = [result], received
+        submission.complete()
 
 
-def _reducescatter(requests: Sequence[Request], context: Context) -> Steps[None]:
+def _reducescatter(submissions: Sequence[Submission], context: Context) -> Steps[None]:
     """The ring's first half; rank r gets the r-th part of the rows."""
     transport = context.transport
-    for request in requests:
-        request.outputs = outputs = []
-        for tensor in request.inputs:
-            reduction = context.reduction(request, tensor.element)
+    for submission in submissions:
+        submission.outputs = outputs = []
+        for tensor in submission.inputs:
+            reduction = context.reduction(submission, tensor.element)
             row = math.prod(tensor.shape[1:])
             bounds = chunk_bounds(tensor.shape[0], transport.size)
             counts = [(high - low) * row for low, high in itertools.pairwise(bounds)]
             rows = bounds[transport.rank + 1] - bounds[transport.rank]
             part = context.empty(tensor, (rows, *tensor.shape[1:]))
-            with context.timeline.phase([request], "REDUCESCATTER"):
+            with context.timeline.phase([submission], "REDUCESCATTER"):
                 flat, mine = (yield from down(tensor, context)), room(part)
                 work = flat if tensor.on_gpu else flat.copy()
                 low, high = yield from ring.scatter_reduce(
@@ -144,29 +146,29 @@ def _reducescatter(requests: Sequence[Request], context: Context) -> Steps[None]
                 mine[...] = work[low:high]
                 up(mine, part, context)
             outputs.append(part)
-        request.complete()
+        submission.complete()
 
 
-def _broadcast_object(requests: Sequence[Request], context: Context) -> Steps[None]:
+def _broadcast_object(submissions: Sequence[Submission], context: Context) -> Steps[None]:
     """`payload` is the root's pickled object, and becomes it on every rank."""
     transport = context.transport
-    for request in requests:
-        root = context.place("broadcast_object", request.description.detail("root_rank"))
-        lengths = yield from bruck.allgather(np.array([request.payload.size], np.int64), transport)
+    for submission in submissions:
+        root = context.place("broadcast_object", submission.description.detail("root_rank"))
+        lengths = yield from bruck.allgather(np.array([submission.payload.size], np.int64), transport)
         if transport.rank != root:
-            request.payload = np.empty(int(lengths[root, 0]), np.uint8)
-        yield from tree.broadcast(request.payload, transport, root)
-        request.complete()
+            submission.payload = np.empty(int(lengths[root, 0]), np.uint8)
+        yield from tree.broadcast(submission.payload, transport, root)
+        submission.complete()
 
 
-def _nothing(requests: Iterable[Request], context: Context) -> Steps[None]:
+def _nothing(submissions: Iterable[Submission], context: Context) -> Steps[None]:
     """A barrier and the like: that all ranks agreed is all there is to do."""
-    for request in requests:
-        request.complete()
+    for submission in submissions:
+        submission.complete()
     yield from ()
 
 
-OPERATIONS: dict[str, Callable[[list[Request], Context], Steps[None]]] = {
+OPERATIONS: dict[str, Callable[[list[Submission], Context], Steps[None]]] = {
     "allreduce": allreduce,
     "adasum": _adasum,
     "broadcast": _broadcast,

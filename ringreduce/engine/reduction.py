@@ -10,7 +10,7 @@ from ringreduce.collectives.overlap import overlapped
 from ringreduce.engine.batch import PHASES, Batch, batches, carry, plan
 from ringreduce.engine.context import Context
 from ringreduce.engine.messages import MessageCollective
-from ringreduce.engine.request import Request
+from ringreduce.engine.submission import Submission
 from ringreduce.gpu.allreduce import GpuReduction, nccl_can
 from ringreduce.log import LOGGER
 from ringreduce.ops import Reduction
@@ -18,12 +18,12 @@ from ringreduce.transport.base import Steps
 from ringreduce.transport.subset import CHANNELS
 
 
-def allreduce(requests: Sequence[Request], context: Context) -> Steps[None]:
-    """Reduce what all these requests hold; they agree in op and scales. Completes each as soon as it is finished."""
+def allreduce(submissions: Sequence[Submission], context: Context) -> Steps[None]:
+    """Reduce what all these submissions hold; they agree in op and scales. Completes each as soon as it is finished."""
     work, on_gpu = [], []
-    found = [(batch, context.reduction(requests[0], batch.inputs[0].element)) for batch in batches(requests)]
+    found = [(batch, context.reduction(submissions[0], batch.inputs[0].element)) for batch in batches(submissions)]
     can = [nccl_can(reduction) for batch, reduction in found if batch.on_gpu]
-    # one path for all: a request is done on one stream
+    # one path for all: a submission is done on one stream
     path = (yield from context.routes.gpu.choose(context.gpu, all(can))) if can else ""
     for batch, reduction in found:
         if batch.on_gpu:
@@ -36,8 +36,8 @@ def allreduce(requests: Sequence[Request], context: Context) -> Steps[None]:
             what = f"allreduce of {len(batch.inputs)} tensors, {batch.nbytes} B of {reduction.element.name}"
             LOGGER.debug(f"{what}: {algorithm}, in {len(slots)} slots")
         work.append((batch, reduction, algorithm, slots))
-    for request in requests:
-        context.completions.settle(request)
+    for submission in submissions:
+        context.completions.settle(submission)
     for each in on_gpu:
         yield from each.run()
     for batch, reduction, algorithm, slots in work:

@@ -1,4 +1,4 @@
-"""Why a request cannot be taken or completed, in words."""
+"""Why a submission cannot be taken or completed, in words."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from ringreduce.engine.description import ranks_text
 from ringreduce.engine.lane import Lane
-from ringreduce.engine.request import Request
+from ringreduce.engine.submission import Submission
 from ringreduce.errors import CollectiveError, InputError, PeerLostError
 from ringreduce.world import World
 
@@ -24,32 +24,32 @@ def unknown_set(kind: str, process_set: int, sets: Mapping[int, tuple[int, ...]]
     )
 
 
-def name_is_pending(request: Request, rank: int) -> InputError:
+def name_is_pending(submission: Submission, rank: int) -> InputError:
     """The user has not synchronized the last one."""
-    description = request.description
+    description = submission.description
     return InputError(
         f"{description.kind} {description.name!r}: a tensor of this name is pending already on rank {rank}; "
         "synchronize it first, or give this one another name"
     )
 
 
-def after_join(request: Request) -> InputError:
+def after_join(submission: Submission) -> InputError:
     """A joined rank has nothing to give."""
-    description = request.description
+    description = submission.description
     return InputError(
         f"{description.kind} {description.name!r} after join(): a rank that has joined waits until all have"
     )
 
 
-def no_more(request: Request, why: str) -> CollectiveError:
+def no_more(submission: Submission, why: str) -> CollectiveError:
     """The engine has failed, or is being left."""
-    return CollectiveError(f"{request.description.kind} {request.description.name!r}: {why}")
+    return CollectiveError(f"{submission.description.kind} {submission.description.name!r}: {why}")
 
 
-def never_complete(lane: Lane, request: Request, world: World, leaving: str) -> CollectiveError:
+def never_complete(lane: Lane, submission: Submission, world: World, leaving: str) -> CollectiveError:
     """A rank has left, this one perhaps, or the process set was removed."""
-    description = request.description
-    what = f"rank {world.rank} of {world.size}, {description.kind} {description.name!r} ({request.line})"
+    description = submission.description
+    what = f"rank {world.rank} of {world.size}, {description.kind} {description.name!r} ({submission.line})"
     if lane.leaver == world.rank:
         return CollectiveError(f"{what}: was pending when this rank left the job ({leaving}); synchronize it before")
     if lane.leaver < 0:

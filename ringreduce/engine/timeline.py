@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from ringreduce.engine.description import Description
-from ringreduce.engine.request import Request
+from ringreduce.engine.submission import Submission
 
 SENT_AT_ONCE = 2000
 """Events that a rank gathers at most before it sends them to rank 0."""
@@ -70,15 +70,15 @@ class Timeline:
         """A rank is ready to run this; told by the coordinator, which hears of it."""
         self.events.append(Event(f"{rank}", row_of(description), now_us(), -1))
 
-    def agreed(self, request: Request) -> None:
-        """All ranks are ready: the negotiation is over, and the request queues."""
+    def agreed(self, submission: Submission) -> None:
+        """All ranks are ready: the negotiation is over, and the submission queues."""
         if self.recording:
             now = now_us()
-            since = now - 1e6 * (time.monotonic() - request.submitted_s)
+            since = now - 1e6 * (time.monotonic() - submission.submitted_s)
             self.events.append(
-                Event(f"NEGOTIATE_{request.description.kind.upper()}", tensor_of(request), since, now - since)
+                Event(f"NEGOTIATE_{submission.description.kind.upper()}", tensor_of(submission), since, now - since)
             )
-            self._queued[tensor_of(request)] = now
+            self._queued[tensor_of(submission)] = now
 
     def cycle(self) -> None:
         """The engine tells the other ranks of new tensors."""
@@ -86,19 +86,19 @@ class Timeline:
             self.events.append(Event("CYCLE_START", "engine", now_us(), -1))
 
     @contextlib.contextmanager
-    def phase(self, requests: Sequence[Request], name: str) -> Iterator[None]:
-        """What is done inside is shown for each of the requests."""
+    def phase(self, submissions: Sequence[Submission], name: str) -> Iterator[None]:
+        """What is done inside is shown for each of the submissions."""
         if not self.recording:
             yield
             return
-        self.turn(requests, name)
+        self.turn(submissions, name)
         yield
-        self.turn(requests, None)
+        self.turn(submissions, None)
 
-    def turn(self, requests: Sequence[Request], name: str | None) -> None:
-        """The phase that the requests were in ends here, and another begins; None: none does. While recording only."""
+    def turn(self, submissions: Sequence[Submission], name: str | None) -> None:
+        """The phase that the submissions were in ends here, and another begins; None: none does. While recording only."""
         now = now_us()
-        for tensor in dict.fromkeys(tensor_of(request) for request in requests):
+        for tensor in dict.fromkeys(tensor_of(submission) for submission in submissions):
             queued = self._queued.pop(tensor, None)
             last, since = self._phases.pop(tensor, ("QUEUE", queued))
             if since is not None:
@@ -107,9 +107,9 @@ class Timeline:
                 self._phases[tensor] = name, now
 
 
-def tensor_of(request: Request) -> str:
-    """The row in which a request is shown."""
-    return row_of(request.description)
+def tensor_of(submission: Submission) -> str:
+    """The row in which a submission is shown."""
+    return row_of(submission.description)
 
 
 def row_of(description: Description) -> str:

@@ -7,18 +7,18 @@ from ringreduce.transport import waiting
 
 
 class Done:
-    """See `transport.base.Request`: this rank's GPU has come as far as an event."""
+    """See `transport.base.Submission`: this rank's GPU has come as far as an event."""
 
     def __init__(self, event: Event, rank: int) -> None:
         self._event = event
         self.peer = rank
 
     def done(self) -> bool:
-        """See `Request.done`."""
+        """See `Submission.done`."""
         return self._event.done()
 
     def wait(self) -> None:
-        """See `Request.wait`."""
+        """See `Submission.wait`."""
         waiting.until(self._event.done)
 
 

@@ -3,7 +3,7 @@
     caller's stream   backward · record ready ·  …  ·  wait for done · optimizer step
     engine's stream             wait for ready · gather · sum · scatter · record done
 
-No thread waits for a GPU on the way: a request is complete when all its work is queued, and the caller's stream waits
+No thread waits for a GPU on the way: a submission is complete when all its work is queued, and the caller's stream waits
 for the rest. The arrays are kept until it is done, for their memory would be used again.
 """
 
@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 from ringreduce.buffers import Buffer, GpuBuffer
 from ringreduce.dtypes import ElementType
-from ringreduce.engine.request import Request
+from ringreduce.engine.submission import Submission
 from ringreduce.errors import InputError
 from ringreduce.gpu import runtime as cuda
 from ringreduce.gpu.kernels import Kernels
@@ -76,11 +76,11 @@ class Gpu:
         """The kernels of this GPU."""
         return Kernels(self.stream.device)
 
-    def begin(self, request: Request) -> None:
-        """Let the stream wait for what the caller has queued for a request's arrays."""
-        for event in request.ready:
+    def begin(self, submission: Submission) -> None:
+        """Let the stream wait for what the caller has queued for a submission's arrays."""
+        for event in submission.ready:
             self.stream.wait(event)
-        request.retire = self.retire
+        submission.retire = self.retire
 
     def empty(self, like: Buffer, shape: tuple[int, ...]) -> Buffer:
         """See `Buffer.empty`; the stream may write to it."""

@@ -10,7 +10,7 @@ import ringreduce as rr
 from ringreduce import runtime
 from ringreduce.dtypes import TABLE
 from ringreduce.engine import completions
-from ringreduce.engine.request import Handle
+from ringreduce.engine.submission import Handle
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
 from ringreduce.world import World

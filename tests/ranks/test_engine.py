@@ -14,7 +14,7 @@ from ringreduce.engine.engine import Engine
 from ringreduce.engine.host import Host
 from ringreduce.engine.lane import Lane
 from ringreduce.engine.protocol import Announcement, Goodbye, Response, decode, encode
-from ringreduce.engine.request import Handle, Request
+from ringreduce.engine.submission import Handle, Request
 from ringreduce.errors import InputError
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks

@@ -37,7 +37,7 @@ LAYERS = [
     ["collectives.hierarchical", "gpu.ipc_allreduce"],
     ["fusion"],
     ["engine.description"],
-    ["engine.request", "engine.control_messages", "engine.cache", "engine.tally"],
+    ["engine.submission", "engine.control_messages", "engine.cache", "engine.tally"],
     ["gpu.stream"],
     ["gpu.paths"],
     ["engine.routes"],

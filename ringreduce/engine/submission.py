@@ -76,7 +76,7 @@ _NOWHERE: dict[str, Any] = {}
 _NO_LOCK = threading.Lock()
 
 
-class Request:
+class Submission:
     """What this rank submitted under one name; a group has many tensors."""
 
     __slots__ = (
@@ -105,7 +105,7 @@ class Request:
         process_set: int,
         inputs: Sequence[Buffer],
         outputs: Sequence[Buffer],
-        finish: Callable[[Request], Any],
+        finish: Callable[[Submission], Any],
         payload: Any,
         line: str,
         handle: Handle | None,
@@ -132,12 +132,12 @@ class Request:
         self.missing_pieces = 0
         self.retire: Callable[[Sequence[Buffer]], Event] | None = None
         """For GPU memory: keeps it until the GPU is done, which the event tells; see Gpu.retire."""
-        self.among: dict[str, Request] = _NOWHERE
-        """The requests under way of its process set, which it leaves before its waiter may submit the name again."""
+        self.among: dict[str, Submission] = _NOWHERE
+        """The submissions under way of its process set, which it leaves before its waiter may submit the name again."""
         self.lock = _NO_LOCK
         """Guards those."""
 
-    def begin(self, among: dict[str, Request], lock: threading.Lock) -> None:
+    def begin(self, among: dict[str, Submission], lock: threading.Lock) -> None:
         """It is under way from now on; with `lock` held."""
         self.among, self.lock = among, lock
         among[self.key] = self
@@ -164,7 +164,7 @@ class Request:
             handle.fail(error)
 
     def _leave(self) -> Handle | None:
-        """Leave the requests under way, and the handle: the two in a circle would be garbage for the collector."""
+        """Leave the submissions under way, and the handle: the two in a circle would be garbage for the collector."""
         with self.lock:
             self.among.pop(self.key, None)
         handle, self.handle = self.handle, None
