@@ -50,7 +50,7 @@ def algorithms(dtype: str) -> dict[str, Contender]:
     channels, so nothing else may be under way.
     """
     current = runtime.current("bench")
-    routes = current.engine.lanes[GLOBAL].routes
+    routes = current.engine.states[GLOBAL].routes
     segment_bytes = routes.segment_bytes
     region, hierarchy, channel = routes.region, routes.hierarchy, routes.channels[0]
     reduction = Reduction(rr.Sum, element_type(element_dtype(dtype)), rr.size())

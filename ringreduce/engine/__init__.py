@@ -8,7 +8,7 @@ inbox        where the user's threads and the engine's meet; gathering and rest
 control messages      what engines write to each other
 cache        tensors seen before, by number: to announce one costs a bit
 coordinator  per process set, on its first rank: what is ready on all ranks?  A state machine without messages
-lane         a process set on this rank: pending, under way, next
+process set         a process set on this rank: pending, under way, next
 operations   what is run once all ranks agree: fusion and the collectives
 engine       the thread, one a process, that does all this
 joined       what a rank that has joined gives

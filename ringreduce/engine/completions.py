@@ -11,7 +11,7 @@ INTERVAL_S = 2e-3
 
 
 class Completions:
-    """One lane's. `flush` must be called before the lane waits for another rank, or has nothing to do."""
+    """One process set's. `flush` must be called before the process set waits for another rank, or has nothing to do."""
 
     def __init__(self) -> None:
         self._submissions: list[Submission] = []

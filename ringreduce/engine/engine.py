@@ -1,6 +1,6 @@
 """The thread, one a process, that agrees with the other ranks on what is ready everywhere, runs it, completes handles.
 
-It never blocks inside an operation: collectives are generators, and every process set has a lane in which its
+It never blocks inside an operation: collectives are generators, and every process set has a queue in which its
 operations run one after the other, so sets that overlap cannot wait for each other. Between two tests of what it waits
 for it reads control messages, announces what was submitted, and decides for the sets that it coordinates.
 
@@ -32,7 +32,7 @@ from ringreduce.engine.description import Call, Description, calling_line, ranks
 from ringreduce.engine.host import Host
 from ringreduce.engine.inbox import LONGEST_REST_S, Inbox, Waits
 from ringreduce.engine.joined import stand_in
-from ringreduce.engine.lane import Idle, Lane
+from ringreduce.engine.process_set import Idle, ProcessSetState
 from ringreduce.engine.protocol import (
     Announcement,
     Answer,
@@ -95,7 +95,7 @@ class Engine:
         self.host = host
         self.memory = fusion.Memory(settings.fusion_buffer_bytes // 2, settings.fusion_slot_bytes)
         self.gpu = Gpu(world.rank)
-        self.lanes: dict[int, Lane] = {}
+        self.states: dict[int, ProcessSetState] = {}
         self.sets: dict[int, tuple[int, ...]] = {}
         """The members of all process sets, those without this rank too."""
         self.submissions = 0
@@ -161,12 +161,12 @@ class Engine:
             self.gpu.check(inputs)
             marks = ready(inputs)
         with self._inbox.lock:
-            lane = self.lanes.get(process_set)
-            if lane is None:
+            state = self.states.get(process_set)
+            if state is None:
                 raise refusals.unknown_set(kind, process_set, self.sets, self.world.rank)
             if name is None:
-                lane.submitted += 1
-                description = describe(f"noname.{lane.submitted}")._replace(numbered=True)
+                state.submitted += 1
+                description = describe(f"noname.{state.submitted}")._replace(numbered=True)
             else:
                 description = describe(name)
             handle = Handle(description, self._inbox.wait, self._inbox.ask)
@@ -174,11 +174,11 @@ class Engine:
                 description, process_set, inputs, outputs, finish, payload, line, handle, waits, marks
             )
             key = submission.key
-            if self._is_closed or lane.closed or lane.joined or key in lane.pending or key in lane.running:
-                self._check(lane, submission)
-            lane.pending[key] = submission
+            if self._is_closed or state.closed or state.joined or key in state.pending or key in state.running:
+                self._check(state, submission)
+            state.pending[key] = submission
             if kind == JOIN:
-                lane.joined = True
+                state.joined = True
             self._inbox.put(submission)
             self.submissions += 1
         self._inbox.announce_soon()
@@ -188,16 +188,16 @@ class Engine:
     def _is_closed(self) -> bool:
         return self._broken is not None or bool(self._leaving)
 
-    def _check(self, lane: Lane, submission: Submission) -> None:
+    def _check(self, state: ProcessSetState, submission: Submission) -> None:
         """Raise why a submission cannot be taken."""
         if self._is_closed:
             why = str(self._broken or f"rank {self.world.rank} is leaving the job: {self._leaving}")
             raise refusals.no_more(submission, why)
-        if lane.closed:
-            raise refusals.never_complete(lane, submission, self.world, self._leaving)
-        if lane.joined:
+        if state.closed:
+            raise refusals.never_complete(state, submission, self.world, self._leaving)
+        if state.joined:
             raise refusals.after_join(submission)
-        if submission.key in lane.pending or submission.key in lane.running:
+        if submission.key in state.pending or submission.key in state.running:
             raise refusals.name_is_pending(submission, self.world.rank)
 
     def leave(self, why: str, interrupted: Callable[[], bool] = lambda: False) -> bool:
@@ -278,9 +278,9 @@ class Engine:
         moved |= self._announce()
         moved |= self._read()
         moved |= self._decide()
-        for lane in list(self.lanes.values()):
-            moved |= lane.advance(self._inbox.hurries)
-        if not any(lane.busy for lane in self.lanes.values()):
+        for state in list(self.states.values()):
+            moved |= state.advance(self._inbox.hurries)
+        if not any(state.busy for state in self.states.values()):
             self._aside(TIMELINE, self._recording.settle)
         self._aside(TIMELINE, self._recording.spill)
         self.gpu.sweep()
@@ -300,12 +300,12 @@ class Engine:
         for submission in submissions:
             by_set.setdefault(submission.process_set, []).append(submission)
         for number, own in by_set.items():
-            lane = self.lanes.get(number)
-            if lane is not None and not lane.closed:
-                self._tell(lane, self._announcement(lane, own))
+            state = self.states.get(number)
+            if state is not None and not state.closed:
+                self._tell(state, self._announcement(state, own))
         return True
 
-    def _announcement(self, lane: Lane, submissions: Sequence[Submission]) -> Announcement:
+    def _announcement(self, state: ProcessSetState, submissions: Sequence[Submission]) -> Announcement:
         bits = 0
         calls = []
         join = None
@@ -313,27 +313,27 @@ class Engine:
             if submission.description.kind == JOIN:
                 join = submission.payload
                 continue
-            number = None if submission.description.numbered else lane.cache.number(submission.description)
+            number = None if submission.description.numbered else state.cache.number(submission.description)
             if number is None:
                 calls.append(Call(submission.description, submission.line, submission.waits))
             else:
                 bits |= 1 << number
                 self.known_submissions += 1
-        return Announcement(lane.number, lane.seen, bits, tuple(calls), join)
+        return Announcement(state.number, state.seen, bits, tuple(calls), join)
 
-    def _tell(self, lane: Lane, announcement: Announcement) -> None:
-        if lane.coordinator is None:
-            self._send_control(encode(announcement), lane.leader)
+    def _tell(self, state: ProcessSetState, announcement: Announcement) -> None:
+        if state.coordinator is None:
+            self._send_control(encode(announcement), state.leader)
         else:
-            self._hear(lane.coordinator, lane, self.world.rank, announcement)
+            self._hear(state.coordinator, state, self.world.rank, announcement)
 
     def _send_control(self, content: bytes, rank: int) -> None:
         self.control_messages += 1
         self.control_bytes += len(content)
         self.transport.send_control(content, rank)
 
-    def _hear(self, coordinator: Coordinator, lane: Lane, rank: int, announcement: Announcement) -> None:
-        if announcement.leave and lane.number == GLOBAL:
+    def _hear(self, coordinator: Coordinator, state: ProcessSetState, rank: int, announcement: Announcement) -> None:
+        if announcement.leave and state.number == GLOBAL:
             self._left.add(rank)
         coordinator.announce(rank, announcement)
         if self._timeline.recording:
@@ -351,15 +351,15 @@ class Engine:
     def _open(self, message: ControlMessage) -> None:
         content = decode(message.content)
         if isinstance(content, Announcement | Response):
-            lane = self.lanes.get(content.process_set)
+            state = self.states.get(content.process_set)
             if content.process_set >= self._next_set:
                 self._early.setdefault(content.process_set, []).append(message)
-            elif lane is None:
+            elif state is None:
                 return  # of a set that was removed
             elif isinstance(content, Response):
-                self._apply(lane, content)
-            elif lane.coordinator is not None:
-                self._hear(lane.coordinator, lane, message.source, content)
+                self._apply(state, content)
+            elif state.coordinator is not None:
+                self._hear(state.coordinator, state, message.source, content)
         elif isinstance(content, Goodbye):
             self._goodbye = True
         elif isinstance(content, Broken):
@@ -371,83 +371,83 @@ class Engine:
 
     def _decide(self) -> bool:
         moved = False
-        for lane in list(self.lanes.values()):
-            response = lane.coordinator.decide() if lane.coordinator is not None else None
+        for state in list(self.states.values()):
+            response = state.coordinator.decide() if state.coordinator is not None else None
             if response is not None:
-                self.spread(lane, response)
+                self.spread(state, response)
                 moved = True
         return moved
 
-    def spread(self, lane: Lane, response: Response) -> None:
+    def spread(self, state: ProcessSetState, response: Response) -> None:
         """Send a coordinator's response to all members, this rank too."""
         content = encode(response)
-        for rank in lane.members:
+        for rank in state.members:
             if rank != self.world.rank:
                 self._send_control(content, rank)
-        self._apply(lane, response)
+        self._apply(state, response)
 
-    def _apply(self, lane: Lane, response: Response) -> None:
+    def _apply(self, state: ProcessSetState, response: Response) -> None:
         """Do what the coordinator has decided; nothing more, once all was given up because some rank has failed.
 
         Such a rank's last words may come before the response that it has failed to run.
         """
         if self._broken is not None:
             return
-        lane.seen = response.number
+        state.seen = response.number
         for failure in response.failures:
-            self._fail(lane, failure)
-        divisor = len(lane.members)
+            self._fail(state, failure)
+        divisor = len(state.members)
         if response.live_average:
             divisor = max(1, divisor - len(response.joined))
-        descriptions = [lane.cache[number] for number in numbers(response.bits)] + list(response.new)
+        descriptions = [state.cache[number] for number in numbers(response.bits)] + list(response.new)
         for number in response.forgotten:
-            lane.cache.forget(number)
+            state.cache.forget(number)
         for number, description in response.learned:
-            lane.cache.learn(number, description)
+            state.cache.learn(number, description)
         if descriptions:
             if self._debugs:
-                what = f"rank {self.world.rank}, process set {lane.number}, response {response.number}"
+                what = f"rank {self.world.rank}, process set {state.number}, response {response.number}"
                 LOGGER.debug(f"{what}: {_named(descriptions)}")
-            self._queue(lane, descriptions, divisor)
+            self._queue(state, descriptions, divisor)
         if response.all_joined >= 0:
-            self._queue_join(lane, response.all_joined)
+            self._queue_join(state, response.all_joined)
         if response.closed:
-            self._close(lane, response.closed, response.leaver)
+            self._close(state, response.closed, response.leaver)
 
-    def _queue(self, lane: Lane, descriptions: Sequence[Description], divisor: int) -> None:
+    def _queue(self, state: ProcessSetState, descriptions: Sequence[Description], divisor: int) -> None:
         submissions = []
         with self._inbox.lock:
             for description in descriptions:
-                submission = lane.pending.pop(description.key, None) or self._join_in(lane, description)
-                submission.begin(lane.running, self._inbox.lock)
+                submission = state.pending.pop(description.key, None) or self._join_in(state, description)
+                submission.begin(state.running, self._inbox.lock)
                 submissions.append(submission)
         for submission in submissions:
             self._timeline.agreed(submission)
         others = [each for each in submissions if each.description.kind not in SET_CHANGES]
-        lane.enqueue(operations.run(others, lane.context, divisor))
+        state.enqueue(operations.run(others, state.context, divisor))
         for submission in submissions:
             if submission.description.kind in SET_CHANGES:
-                lane.enqueue(self._change_sets(submission))
+                state.enqueue(self._change_sets(submission))
 
-    def _join_in(self, lane: Lane, description: Description) -> Submission:
-        if not lane.joined:
+    def _join_in(self, state: ProcessSetState, description: Description) -> Submission:
+        if not state.joined:
             raise AssertionError(f"rank {self.world.rank} was told to run {description.key!r}, which it has not given")
-        return stand_in(description, lane.number, self.gpu)
+        return stand_in(description, state.number, self.gpu)
 
-    def _queue_join(self, lane: Lane, last: int) -> None:
+    def _queue_join(self, state: ProcessSetState, last: int) -> None:
         """join() returns in its turn: after what was agreed on before."""
         with self._inbox.lock:
             self.joins += 1
-            lane.joined = False
-            lane.submitted = 0  # a rank that joined early has numbered fewer submissions than the others
-            submission = lane.pending.pop("join.join")
-            submission.begin(lane.running, self._inbox.lock)
+            state.joined = False
+            state.submitted = 0  # a rank that joined early has numbered fewer submissions than the others
+            submission = state.pending.pop("join.join")
+            submission.begin(state.running, self._inbox.lock)
         submission.payload = last
-        lane.enqueue(operations.run([submission], lane.context, 1))
+        state.enqueue(operations.run([submission], state.context, 1))
 
-    def _fail(self, lane: Lane, failure: Failure) -> None:
+    def _fail(self, state: ProcessSetState, failure: Failure) -> None:
         with self._inbox.lock:
-            submission = lane.pending.pop(failure.key, None)
+            submission = state.pending.pop(failure.key, None)
             self._inbox.drop(lambda each: each is submission)
         if submission is not None:
             submission.fail(getattr(errors, failure.kind)(failure.message))
@@ -466,11 +466,11 @@ class Engine:
                     coordinator = Coordinator(number, members, self.world.size, capacity)
                 shared = self.settings, self.memory, self._timeline, self.gpu, self._debugs
                 context = Context(self.host.routes(place, members), tuple(members), *shared)
-                self.lanes[number] = Lane(number, context, coordinator)
+                self.states[number] = ProcessSetState(number, context, coordinator)
         for message in self._early.pop(number, []):
             self._open(message)
-        if self._leaving and number in self.lanes:
-            self._tell(self.lanes[number], Announcement(number, 0, leave=self._leaving))
+        if self._leaving and number in self.states:
+            self._tell(self.states[number], Announcement(number, 0, leave=self._leaving))
         return number
 
     def _change_sets(self, submission: Submission) -> Steps[None]:
@@ -483,13 +483,13 @@ class Engine:
                 submission.payload = self._add_set(submission.description.detail("ranks"))
             else:
                 number = submission.description.detail("process_set")
-                lane = self.lanes.get(number)
-                if lane is not None:
-                    self._close(lane, f"process set {number} was removed", -1)
-                    yield Idle(lane)
-                    yield from lane.routes.gpu.release()
+                state = self.states.get(number)
+                if state is not None:
+                    self._close(state, f"process set {number} was removed", -1)
+                    yield Idle(state)
+                    yield from state.routes.gpu.release()
                 with self._inbox.lock:
-                    self.lanes.pop(number, None)
+                    self.states.pop(number, None)
                     members = self.sets.pop(number, None)
                 if members is not None:
                     self.host.give_back(members)
@@ -500,14 +500,14 @@ class Engine:
 
     def _waits(self) -> Waits:
         """What for, so that this rank must look from time to time."""
-        lanes = list(self.lanes.values())
-        if any(lane.waits_for is not None and not isinstance(lane.waits_for, Arrival) for lane in lanes):
+        states = list(self.states.values())
+        if any(state.waits_for is not None and not isinstance(state.waits_for, Arrival) for state in states):
             return Waits.MESSAGES
-        if any(lane.busy for lane in lanes):
+        if any(state.busy for state in states):
             return Waits.FLAGS
         if (
             bool(self._leaving)
-            or self._inbox.announced(sum(len(lane.pending) for lane in lanes))
+            or self._inbox.announced(sum(len(state.pending) for state in states))
             or self._stalls.attentive
             or self._recording.busy
             or self.gpu.keeps
@@ -520,7 +520,7 @@ class Engine:
         """What this rank did last, and what it waits for, above all what has the name of a stalled tensor."""
         with self._inbox.lock:
             text = self._inbox.last_submission_text()
-            waiting = [submission for lane in self.lanes.values() for submission in lane.pending.values()]
+            waiting = [submission for state in self.states.values() for submission in state.pending.values()]
         if waiting:
             names = ", ".join(f"{each.description.kind} {each.description.name!r}" for each in waiting[:3])
             text += f", and waits for {names}" + (f" and {len(waiting) - 3} more" if len(waiting) > 3 else "")
@@ -535,8 +535,10 @@ class Engine:
     def waiting_for(self) -> str:
         """What threads of this rank wait for, as `allreduce 'layer3.w' (train.py:41)`; empty for nothing."""
         with self._inbox.lock:
-            lanes = list(self.lanes.values())
-            submissions = [each for lane in lanes for each in [*lane.pending.values(), *list(lane.running.values())]]
+            states = list(self.states.values())
+            submissions = [
+                each for state in states for each in [*state.pending.values(), *list(state.running.values())]
+            ]
             lines = {id(each.handle): each.line for each in submissions}
             handles = self._inbox.waited_for()
         texts = [
@@ -557,30 +559,30 @@ class Engine:
         self._announce()
         self._timeline.stop()
         self._aside(TIMELINE, lambda: self._recording.send(last=True))
-        for lane in list(self.lanes.values()):
-            self._tell(lane, Announcement(lane.number, lane.seen, leave=self._leaving))
+        for state in list(self.states.values()):
+            self._tell(state, Announcement(state.number, state.seen, leave=self._leaving))
 
     def _may_end(self) -> bool:
         if self._broken is not None:
             return bool(self._leaving)
-        if not self._leaving or any(lane.busy for lane in self.lanes.values()):
+        if not self._leaving or any(state.busy for state in self.states.values()):
             return False
         if self.world.rank == 0 and not self._goodbye and len(self._left) == self.world.size:
             for rank in self._others():
                 self.transport.send_control(encode(Goodbye()), rank)
             self._goodbye = True
         # a set's coordinator may have more to run than rank 0 knows of: it says when that is all
-        return self._goodbye and all(lane.closed for lane in self.lanes.values()) and self.transport.flushed()
+        return self._goodbye and all(state.closed for state in self.states.values()) and self.transport.flushed()
 
-    def _close(self, lane: Lane, closed: str, leaver: int) -> None:
+    def _close(self, state: ProcessSetState, closed: str, leaver: int) -> None:
         """What is pending in this set can never be run."""
         with self._inbox.lock:
-            if not lane.closed:
-                lane.closed, lane.leaver = closed, leaver
-            lost, lane.pending = lane.pending, {}
-            self._inbox.drop(lambda each: each.process_set == lane.number)
+            if not state.closed:
+                state.closed, state.leaver = closed, leaver
+            lost, state.pending = state.pending, {}
+            self._inbox.drop(lambda each: each.process_set == state.number)
         for submission in lost.values():
-            submission.fail(refusals.never_complete(lane, submission, self.world, self._leaving))
+            submission.fail(refusals.never_complete(state, submission, self.world, self._leaving))
 
     def _break(self, exc: BaseException) -> None:
         """The engine itself failed: nobody can complete what this rank takes part in."""
@@ -606,11 +608,11 @@ class Engine:
     def _give_up(self, error: Exception) -> None:
         with self._inbox.lock:
             self._broken = error
-            lanes = list(self.lanes.values())
-            lost = [each for lane in lanes for each in (*lane.pending.values(), *lane.running.values())]
+            states = list(self.states.values())
+            lost = [each for state in states for each in (*state.pending.values(), *state.running.values())]
             self._inbox.drop(lambda _: True)
-            for lane in lanes:
-                lane.clear()
+            for state in states:
+                state.clear()
         with contextlib.suppress(Exception):  # what failed may be MPI itself
             self.transport.cancel_receives()
         for submission in lost:

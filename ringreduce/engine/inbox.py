@@ -33,7 +33,7 @@ class Waits(enum.Enum):
 YIELD_S = 10e-3
 """While somebody waits for a result, and something moved a moment ago, only the core is given away.
 
-Not while flags are waited for: the lane has looked for them before, and a turn takes the core from who is to set them.
+Not while flags are waited for: the process set has looked for them before, and a turn takes the core from who is to set them.
 """
 FIRST_REST_S = {Waits.NOTHING: 1e-3, Waits.CONTROL: 1e-3, Waits.FLAGS: 1e-3, Waits.MESSAGES: 50e-6}
 HURRIED_REST_S = 50e-6

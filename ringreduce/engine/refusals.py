@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ringreduce.engine.description import ranks_text
-from ringreduce.engine.lane import Lane
+from ringreduce.engine.process_set import ProcessSetState
 from ringreduce.engine.submission import Submission
 from ringreduce.errors import CollectiveError, InputError, PeerLostError
 from ringreduce.world import World
@@ -46,14 +46,14 @@ def no_more(submission: Submission, why: str) -> CollectiveError:
     return CollectiveError(f"{submission.description.kind} {submission.description.name!r}: {why}")
 
 
-def never_complete(lane: Lane, submission: Submission, world: World, leaving: str) -> CollectiveError:
+def never_complete(state: ProcessSetState, submission: Submission, world: World, leaving: str) -> CollectiveError:
     """A rank has left, this one perhaps, or the process set was removed."""
     description = submission.description
     what = f"rank {world.rank} of {world.size}, {description.kind} {description.name!r} ({submission.line})"
-    if lane.leaver == world.rank:
+    if state.leaver == world.rank:
         return CollectiveError(f"{what}: was pending when this rank left the job ({leaving}); synchronize it before")
-    if lane.leaver < 0:
-        return CollectiveError(f"{what}: {lane.closed}")
+    if state.leaver < 0:
+        return CollectiveError(f"{what}: {state.closed}")
     return PeerLostError(
-        f"{what}: {lane.closed}; all ranks must call the same collectives the same number of times", [lane.leaver]
+        f"{what}: {state.closed}; all ranks must call the same collectives the same number of times", [state.leaver]
     )

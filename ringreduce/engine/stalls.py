@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ringreduce.engine.coordinator import Waiting
 from ringreduce.engine.description import PACKAGE, Description, ranks_text, tensor_text
-from ringreduce.engine.lane import Lane
+from ringreduce.engine.process_set import ProcessSetState
 from ringreduce.engine.protocol import Answer, Failure, Look, Question, encode
 from ringreduce.log import LOGGER
 from ringreduce.supervision import tell_launcher
@@ -40,7 +40,7 @@ class Inquiry(NamedTuple):
     """A report in the making: the coordinator has asked, and gathers answers."""
 
     number: int
-    lane: Lane
+    state: ProcessSetState
     headline: str
     asked: tuple[int, ...]
     until_s: float
@@ -80,62 +80,62 @@ class StallWatch:
             if not missing or now > self._inquiry.until_s:
                 self._report(self._inquiry)
                 self._inquiry = None
-        stuck = [self._look_at(lane, now) for lane in list(self._engine.lanes.values())]
+        stuck = [self._look_at(state, now) for state in list(self._engine.states.values())]
         self.attentive = any(stuck) or self._inquiry is not None or bool(self._called)
 
-    def _look_at(self, lane: Lane, now: float) -> bool:
+    def _look_at(self, state: ProcessSetState, now: float) -> bool:
         """Deal with one process set; True when something is stuck in it."""
-        if lane.busy:
-            return self._look_at_operation(lane, now - lane.moved_s)
-        if lane.coordinator is not None:
-            waiting = lane.coordinator.waiting(self._check_s)
-            if lane.coordinator.oldest_s() is None:
-                self._called.discard(lane.number)
-            return bool(waiting) and self._look_at_waiting(lane, waiting, now)
-        oldest = next((each for key, each in lane.pending.items() if key != "join.join"), None)
+        if state.busy:
+            return self._look_at_operation(state, now - state.moved_s)
+        if state.coordinator is not None:
+            waiting = state.coordinator.waiting(self._check_s)
+            if state.coordinator.oldest_s() is None:
+                self._called.discard(state.number)
+            return bool(waiting) and self._look_at_waiting(state, waiting, now)
+        oldest = next((each for key, each in state.pending.items() if key != "join.join"), None)
         if oldest is None or now - oldest.submitted_s < self._check_s:
-            self._looks.pop(lane.number, None)
+            self._looks.pop(state.number, None)
             return False
-        self._ask_the_leader(lane, now, now - oldest.submitted_s)
+        self._ask_the_leader(state, now, now - oldest.submitted_s)
         return True
 
-    def _look_at_operation(self, lane: Lane, stuck_s: float) -> bool:
+    def _look_at_operation(self, state: ProcessSetState, stuck_s: float) -> bool:
         """An operation that all have begun does not move on: some rank is stopped, or its engine cannot run."""
         if stuck_s < self._check_s:
             return False
-        first = next(iter(lane.running.values()), None)
+        first = next(iter(state.running.values()), None)
         what = "an operation" if first is None else f"{first.description.kind} {first.description.name!r}"
         text = (
             f"{what} is under way, and has not moved for {stuck_s:.0f} s; rank {self._engine.transport.rank} waits for "
-            f"rank {lane.stuck_on()}"
+            f"rank {state.stuck_on()}"
         )
-        if self._is_due(lane, stuck_s) and lane.coordinator is not None:
-            self._ask(lane, text, lane.members)
+        if self._is_due(state, stuck_s) and state.coordinator is not None:
+            self._ask(state, text, state.members)
         if self._is_over(stuck_s):
             self._engine.fail_everything(text)
         return True
 
-    def _look_at_waiting(self, lane: Lane, waiting: Sequence[Waiting], now: float) -> bool:
+    def _look_at_waiting(self, state: ProcessSetState, waiting: Sequence[Waiting], now: float) -> bool:
         stuck_s = now - waiting[0].since_s
-        if self._is_due(lane, stuck_s):
+        if self._is_due(state, stuck_s):
             missing = sorted({rank for each in waiting for rank in each.missing})
-            self._ask(lane, headline(waiting, now), missing, [each.description for each in waiting[:NAMED]])
+            self._ask(state, headline(waiting, now), missing, [each.description for each in waiting[:NAMED]])
         over = [each for each in waiting if self._is_over(now - each.since_s)]
-        if over and lane.coordinator is not None:
+        if over and state.coordinator is not None:
             failures = [Failure(each.description.key, "StalledError", headline([each], now)) for each in over]
-            self._engine.spread(lane, lane.coordinator.give_up(failures))
+            self._engine.spread(state, state.coordinator.give_up(failures))
         return True
 
-    def _is_due(self, lane: Lane, stuck_s: float) -> bool:
+    def _is_due(self, state: ProcessSetState, stuck_s: float) -> bool:
         """Report when it has been stuck for the time that is set, twice that, four times that and so on."""
         if self._inquiry is not None or not self._engine.settings.stall_check_s:
             return False
-        last = self._reported.get(lane.number, 0.0)
+        last = self._reported.get(state.number, 0.0)
         if stuck_s < last:  # something else than what was reported
             last = 0.0
         if stuck_s < 2 * last:
             return False
-        self._reported[lane.number] = stuck_s
+        self._reported[state.number] = stuck_s
         return True
 
     def _is_over(self, stuck_s: float) -> bool:
@@ -144,14 +144,16 @@ class StallWatch:
 
     # Asking
 
-    def _ask(self, lane: Lane, text: str, ranks: Sequence[int], stalled: Sequence[Description] = ()) -> None:
+    def _ask(
+        self, state: ProcessSetState, text: str, ranks: Sequence[int], stalled: Sequence[Description] = ()
+    ) -> None:
         """Ask what the ranks do; the report is written when they have answered, or have not in time."""
         self._questions += 1
         kind = stalled[0].kind if stalled else ""
-        question = Question(self._questions, lane.number, kind, tuple(each.name for each in stalled))
+        question = Question(self._questions, state.number, kind, tuple(each.name for each in stalled))
         own = self._engine.transport.rank
         asked = tuple(ranks[:ASKED])
-        inquiry = Inquiry(self._questions, lane, text, asked, time.monotonic() + ANSWER_S, {})
+        inquiry = Inquiry(self._questions, state, text, asked, time.monotonic() + ANSWER_S, {})
         for rank in asked:
             if rank == own:
                 inquiry.answers[rank] = self._answer(question)
@@ -159,29 +161,29 @@ class StallWatch:
                 self._engine.transport.send_control(encode(question), rank)
         self._inquiry = inquiry
 
-    def _ask_the_leader(self, lane: Lane, now: float, waited_s: float) -> None:
+    def _ask_the_leader(self, state: ProcessSetState, now: float, waited_s: float) -> None:
         """The coordinator may sleep, since it waits for nothing itself; if it does not answer either, tell that."""
-        asked = self._looks.get(lane.number)
+        asked = self._looks.get(state.number)
         if asked is None:
-            self._looks[lane.number] = now
-            self._engine.transport.send_control(encode(Look(lane.number, waited_s)), lane.leader)
+            self._looks[state.number] = now
+            self._engine.transport.send_control(encode(Look(state.number, waited_s)), state.leader)
         if asked and now - asked > ANSWER_S:
-            self._looks[lane.number] = 0.0
-            self._silent.add(lane.number)
+            self._looks[state.number] = 0.0
+            self._silent.add(state.number)
             own = self._engine.transport.rank
             self._tell(
-                f"rank {own} has waited for {waited_s:.0f} s; rank {lane.leader}, which coordinates, does not answer: "
+                f"rank {own} has waited for {waited_s:.0f} s; rank {state.leader}, which coordinates, does not answer: "
                 "it is stopped, or in C code that holds the interpreter"
             )
-        if lane.number in self._silent and self._is_over(waited_s):
-            self._engine.fail_everything(f"rank {lane.leader}, which coordinates, does not answer")
+        if state.number in self._silent and self._is_over(waited_s):
+            self._engine.fail_everything(f"rank {state.leader}, which coordinates, does not answer")
 
     def read(self, source: int, message: Look | Question | Answer) -> None:
         """What another rank's watch wrote."""
         if isinstance(message, Look):
-            lane = self._engine.lanes.get(message.process_set)
-            if lane is not None and lane.coordinator is not None:
-                lane.coordinator.has_waited(message.waited_s)
+            state = self._engine.states.get(message.process_set)
+            if state is not None and state.coordinator is not None:
+                state.coordinator.has_waited(message.waited_s)
                 self._called.add(message.process_set)
                 self.attentive = True
             self._next_look_s = 0.0

@@ -12,7 +12,7 @@ from ringreduce import runtime
 from ringreduce.engine.description import Description
 from ringreduce.engine.engine import Engine
 from ringreduce.engine.host import Host
-from ringreduce.engine.lane import Lane
+from ringreduce.engine.process_set import ProcessSetState
 from ringreduce.engine.protocol import Announcement, Goodbye, Response, decode, encode
 from ringreduce.engine.submission import Handle, Request
 from ringreduce.errors import InputError
@@ -83,7 +83,7 @@ def test_a_rank_that_leaves_tells_the_sets_that_it_is_yet_to_hear_of():
 
 
 def test_what_mpi_may_still_write_to_is_kept_however_often_all_is_given_up():
-    lane = Lane(0, SimpleNamespace(members=(0, 1), routes=None, completions=None), None)
+    state = ProcessSetState(0, SimpleNamespace(members=(0, 1), routes=None, completions=None), None)
     scratch = np.zeros(3)
 
     def steps():
@@ -92,10 +92,10 @@ def test_what_mpi_may_still_write_to_is_kept_however_often_all_is_given_up():
 
     kept = [steps(), steps()]
     for each in kept:
-        lane.enqueue(each)
-        lane.clear()
-    lane.clear()
-    held = [value for value in vars(lane).values() if isinstance(value, list) and value]
+        state.enqueue(each)
+        state.clear()
+    state.clear()
+    held = [value for value in vars(state).values() if isinstance(value, list) and value]
     assert held == [kept]
 
 
@@ -175,14 +175,14 @@ def test_a_set_that_is_removed_while_it_is_busy_goes_when_it_has_ended():
             engine.transport.send = lambda *args: send(*args) if go_on.is_set() else Late(lambda: send(*args))
         if rr.rank() < 2:
             handle = rr.broadcast_async(np.full(3, rr.rank() + 5.0), root_rank=0, name="b", process_set=given)
-            until(lambda: engine.lanes[number].running)
+            until(lambda: engine.states[number].running)
         rr.barrier()
         threading.Timer(0.3, go_on.set).start()
         assert rr.remove_process_set(given)
         if rr.rank() < 2:
             assert rr.synchronize(handle)[0] == 5
         rr.barrier()
-        assert list(engine.lanes) == [0]
+        assert list(engine.states) == [0]
 
     class Late:
         """A send that begins when it may."""

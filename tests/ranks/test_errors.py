@@ -407,7 +407,7 @@ def test_what_this_rank_leaves_pending_is_told_too():
         )
         with pytest.raises(rr.CollectiveError, match=message):
             handle.wait()
-        assert not engine.lanes[0].pending
+        assert not engine.states[0].pending
 
     all_submitted = threading.Barrier(2)
     run_ranks(2, program)

@@ -30,7 +30,7 @@ KNOBS = Settings(fusion_buffer_bytes=1 << 20, fusion_slot_bytes=4096, shared_slo
 
 def routes():
     """This rank's, of the set of all ranks."""
-    return runtime.current("test").engine.lanes[0].routes
+    return runtime.current("test").engine.states[0].routes
 
 
 def reduce(array, reduction, capacity=10**9, pieces=1, in_place=True, segment_bytes=1 << 20, watch=None):

@@ -143,7 +143,7 @@ def test_a_rank_that_has_joined_submits_nothing():
         return rr.allreduce(np.float64(1), op=rr.Sum)
 
     def joined():
-        return "join.join" in runtime.current("test").engine.lanes[0].pending
+        return "join.join" in runtime.current("test").engine.states[0].pending
 
     def of_rank_0():
         process_set = rr.ProcessSet([0])

@@ -13,7 +13,7 @@ from ringreduce.transport.base import Steps, Work
 from ringreduce.transport.window import Arrival
 
 
-class Lane:
+class ProcessSetState:
     """One process set's; `pending` and `running` are shared with the threads that submit, under the engine's lock."""
 
     def __init__(self, number: int, context: Context, coordinator: Coordinator | None) -> None:
@@ -104,8 +104,8 @@ class Lane:
 class Idle:
     """See `transport.base.Submission`: nothing is under way in a process set."""
 
-    def __init__(self, lane: Lane) -> None:
-        self._lane = lane
+    def __init__(self, state: ProcessSetState) -> None:
+        self._lane = state
 
     @property
     def peer(self) -> int:
