@@ -21,9 +21,9 @@ from typing import Any
 from ringreduce import failures, log
 from ringreduce._version import __version__
 from ringreduce.collectives import clock
-from ringreduce.engine.description import Call, Description, calling_line, explain
 from ringreduce.engine.engine import GLOBAL, Engine
 from ringreduce.engine.host import Host
+from ringreduce.engine.signature import Signature, SubmissionRecord, calling_line, mismatch_message
 from ringreduce.errors import InputError, MismatchError, NotInitializedError
 from ringreduce.gpu import choice
 from ringreduce.mpi import finalize_mpi, mpi_library
@@ -165,8 +165,8 @@ def agree_on_settings(world: World, settings: Settings, process_sets: Sequence[S
     shared = {**dataclasses.asdict(settings), "version": __version__, "process_sets": list(map(list, process_sets))}
     details = tuple((name, repr(value)) for name, value in shared.items() if name not in PER_RANK)
     if len(set(world.gather(hashlib.blake2b(repr(details).encode(), digest_size=16).digest()))) > 1:
-        call = Call(Description("init", "settings", details=details), calling_line())
-        raise MismatchError(explain(dict(enumerate(world.gather(call))), world.size))
+        record = SubmissionRecord(Signature("init", "settings", details=details), calling_line())
+        raise MismatchError(mismatch_message(dict(enumerate(world.gather(record))), world.size))
 
 
 def shutdown() -> None:

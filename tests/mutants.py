@@ -359,7 +359,7 @@ def table(mutants: list[Mutant], source: Path, rest: bool) -> Iterator[bool]:
 
 def parse() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(signature=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("words", nargs="*", help="only mutants whose reason holds one of these")
     parser.add_argument("--list", action="store_true", help="print their reasons, and check that all still fit")
     parser.add_argument("--tree", type=Path, default=ROOT, help="a checkout; by default this one")

@@ -9,7 +9,7 @@ from ringreduce import runtime, trees
 from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
 from ringreduce.api.submit import Array, like, whole
 from ringreduce.buffers import Buffer, as_buffer, to_write
-from ringreduce.engine.description import Description, describe
+from ringreduce.engine.signature import Signature, sign
 from ringreduce.engine.submission import Handle, Submission
 from ringreduce.errors import InputError
 
@@ -86,15 +86,15 @@ def submit_broadcast(
     current = runtime.current("broadcast")
     details = (("root_rank", whole(root_rank)),)
 
-    def description(name: str) -> Description:
+    def signature(name: str) -> Signature:
         pairs = zip(inputs, [name] if names is None else names, strict=True)
-        return Description("broadcast", name, tuple(describe(each, own) for each, own in pairs), details)
+        return Signature("broadcast", name, tuple(sign(each, own) for each, own in pairs), details)
 
     return current.engine.submit(
         "broadcast",
         name,
         number_of(process_set, "broadcast"),
-        describe=description,
+        sign=signature,
         inputs=inputs,
         outputs=outputs,
         finish=finish,

@@ -7,8 +7,8 @@ from typing import Any
 
 from ringreduce import runtime
 from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
-from ringreduce.engine.description import Description
 from ringreduce.engine.engine import JOIN
+from ringreduce.engine.signature import Signature
 from ringreduce.engine.submission import Handle
 from ringreduce.errors import InputError
 
@@ -77,7 +77,7 @@ def join(device: int = -1, *, live_average: bool = False) -> int:
     handle = current.engine.submit(
         JOIN,
         JOIN,
-        describe=lambda name: Description(JOIN, name),
+        sign=lambda name: Signature(JOIN, name),
         finish=lambda submission: submission.payload,
         payload=live_average,
         waits=True,
@@ -94,9 +94,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     """
     current = runtime.current("barrier")
     number = number_of(process_set, "barrier")
-    handle = current.engine.submit(
-        "barrier", None, number, describe=lambda name: Description("barrier", name), waits=True
-    )
+    handle = current.engine.submit("barrier", None, number, sign=lambda name: Signature("barrier", name), waits=True)
     handle.wait()
 
 

@@ -11,7 +11,7 @@ from ringreduce import runtime
 from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
 from ringreduce.api.submit import Array, like
 from ringreduce.buffers import Buffer, as_buffer, fill
-from ringreduce.engine.description import Description, describe, names_of
+from ringreduce.engine.signature import Signature, names_of, sign
 from ringreduce.engine.submission import Handle, Submission
 from ringreduce.errors import InputError
 
@@ -54,9 +54,9 @@ def _allgather(tensors: Sequence[Any], name: str | None, process_set: ProcessSet
     for each in inputs:
         _check_rows("allgather", name, each)
 
-    def description(name: str) -> Description:
+    def signature(name: str) -> Signature:
         pairs = zip(inputs, names_of(name, None, len(inputs)), strict=True)
-        return Description("allgather", name, tuple(describe(each, own, each.shape[1:]) for each, own in pairs))
+        return Signature("allgather", name, tuple(sign(each, own, each.shape[1:]) for each, own in pairs))
 
     def finish(submission: Submission) -> Any:
         return result([like(tensor, output) for tensor, output in zip(tensors, submission.outputs, strict=True)])
@@ -65,7 +65,7 @@ def _allgather(tensors: Sequence[Any], name: str | None, process_set: ProcessSet
         "allgather",
         name,
         number_of(process_set, "allgather"),
-        describe=description,
+        sign=signature,
         inputs=inputs,
         finish=finish,
         waits=waits,
@@ -119,7 +119,7 @@ def _alltoall(tensor: Any, splits: Any, name: str | None, process_set: ProcessSe
         "alltoall",
         name,
         number,
-        describe=lambda name: Description("alltoall", name, (describe(mine, name, mine.shape[1:]),)),
+        sign=lambda name: Signature("alltoall", name, (sign(mine, name, mine.shape[1:]),)),
         inputs=[mine],
         finish=finish,
         payload=parts,

@@ -11,7 +11,7 @@ from ringreduce import runtime
 from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
 from ringreduce.api.submit import whole
 from ringreduce.buffers import as_buffer
-from ringreduce.engine.description import Description
+from ringreduce.engine.signature import Signature
 from ringreduce.engine.submission import Submission
 
 
@@ -35,7 +35,7 @@ def broadcast_object(
         "broadcast_object",
         name,
         number_of(process_set, "broadcast_object"),
-        describe=lambda name: Description("broadcast_object", name, details=(("root_rank", root),)),
+        sign=lambda name: Signature("broadcast_object", name, details=(("root_rank", root),)),
         finish=finish,
         payload=pickled,
         waits=True,
@@ -59,7 +59,7 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
         "allgather_object",
         name,
         number_of(process_set, "allgather_object"),
-        describe=lambda name: Description("allgather_object", name),
+        sign=lambda name: Signature("allgather_object", name),
         inputs=[as_buffer(np.frombuffer(cloudpickle.dumps(obj), np.uint8))],
         finish=finish,
         waits=True,

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ringreduce import runtime
-from ringreduce.engine.description import Description
 from ringreduce.engine.engine import GLOBAL
+from ringreduce.engine.signature import Signature
 from ringreduce.engine.submission import Submission
 from ringreduce.errors import InputError
 
@@ -117,7 +117,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     handle = current.engine.submit(
         "add_process_set",
         None,
-        describe=lambda name: Description("add_process_set", name, details=(("ranks", members),)),
+        sign=lambda name: Signature("add_process_set", name, details=(("ranks", members),)),
         finish=lambda submission: submission.payload,
         waits=True,
     )
@@ -140,7 +140,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     handle = current.engine.submit(
         "remove_process_set",
         None,
-        describe=lambda name: Description("remove_process_set", name, details=(("process_set", number),)),
+        sign=lambda name: Signature("remove_process_set", name, details=(("process_set", number),)),
         finish=_nothing,
         waits=True,
     )

@@ -11,7 +11,7 @@ from ringreduce.api.process_sets import ProcessSet, global_process_set, number_o
 from ringreduce.api.submit import Array, like, which_op
 from ringreduce.buffers import Buffer, as_buffer, to_write
 from ringreduce.compression import Compression, Compressor, compress_all, decompress_all
-from ringreduce.engine.description import Description, TensorDescription, describe, kind_of_device, names_of
+from ringreduce.engine.signature import Signature, TensorSignature, kind_of_device, names_of, sign
 from ringreduce.engine.submission import Handle, Submission
 from ringreduce.errors import InputError
 from ringreduce.log import LOGGER
@@ -255,14 +255,14 @@ class Arguments:
         if self.function == "reducescatter" and not tensor.shape:
             raise InputError("reducescatter: a 0-d tensor has no rows to scatter; pass one of at least 1 dimension")
 
-    def describe(self, inputs: Sequence[Buffer], names: Sequence[str] | None, name: str) -> Description:
+    def sign(self, inputs: Sequence[Buffer], names: Sequence[str] | None, name: str) -> Signature:
         """For the agreement."""
         if len(inputs) == 1 and names is None:
             only = inputs[0]
-            return _describe_one(self, name, only.element.name, only.shape, only.device)
+            return _sign_one(self, name, only.element.name, only.shape, only.device)
         own = names_of(name, names, len(inputs))
-        described = tuple(describe(each, one) for each, one in zip(inputs, own, strict=True))
-        return Description(self.function, name, described, self.details)
+        described = tuple(sign(each, one) for each, one in zip(inputs, own, strict=True))
+        return Signature(self.function, name, described, self.details)
 
 
 def arguments_of(
@@ -289,10 +289,10 @@ _same_arguments = functools.lru_cache(maxsize=256)(Arguments)
 
 
 @functools.lru_cache(maxsize=32768)
-def _describe_one(arguments: Arguments, name: str, dtype: str, shape: tuple[int, ...], device: str) -> Description:
-    """The description of one tensor: a gradient's is the same in every step."""
-    described = TensorDescription(name, dtype, shape, kind_of_device(device))
-    return Description(arguments.function, name, (described,), arguments.details)
+def _sign_one(arguments: Arguments, name: str, dtype: str, shape: tuple[int, ...], device: str) -> Signature:
+    """The signature of one tensor: a gradient's is the same in every step."""
+    described = TensorSignature(name, dtype, shape, kind_of_device(device))
+    return Signature(arguments.function, name, (described,), arguments.details)
 
 
 def submit(
@@ -328,7 +328,7 @@ def submit(
         arguments.function,
         name,
         arguments.process_set,
-        describe=functools.partial(arguments.describe, inputs, names),
+        sign=functools.partial(arguments.sign, inputs, names),
         inputs=inputs,
         outputs=outputs,
         finish=finish,

@@ -2,7 +2,7 @@
 
     submit  ->  announce to the coordinator  ->  respond: all ranks have it  ->  fuse, run  ->  complete the handle
 
-description  what a rank wants done with a tensor, and how two ranks' descriptions differ
+signature  what a rank wants done with a tensor, and how two ranks' signatures differ
 submission      one submission on this rank, and its handle
 inbox        where the user's threads and the engine's meet; gathering and rest
 control messages      what engines write to each other

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 
-from ringreduce.engine.description import Description
+from ringreduce.engine.signature import Signature
 
 
 def numbers(bits: int) -> Iterator[int]:
@@ -28,35 +28,35 @@ class Cache:
     """A rank's copy."""
 
     def __init__(self) -> None:
-        self._by_number: dict[int, Description] = {}
+        self._by_number: dict[int, Signature] = {}
         self._by_key: dict[str, int] = {}
 
-    def number(self, description: Description) -> int | None:
-        """The number of exactly this description; None when it is not here, or its tensor has another one now."""
-        number = self._by_key.get(description.key)
+    def number(self, signature: Signature) -> int | None:
+        """The number of exactly this signature; None when it is not here, or its tensor has another one now."""
+        number = self._by_key.get(signature.key)
         if number is None:
             return None
         known = self._by_number[number]
-        if known is not description:
-            if known != description:
+        if known is not signature:
+            if known != signature:
                 return None
-            self._by_number[number] = description  # the next comparison is one of identity
+            self._by_number[number] = signature  # the next comparison is one of identity
         return number
 
     def number_of_key(self, key: str) -> int | None:
-        """The number of the tensor with this key, whatever its description."""
+        """The number of the tensor with this key, whatever its signature."""
         return self._by_key.get(key)
 
-    def __getitem__(self, number: int) -> Description:
+    def __getitem__(self, number: int) -> Signature:
         return self._by_number[number]
 
     def __len__(self) -> int:
         return len(self._by_number)
 
-    def learn(self, number: int, description: Description) -> None:
-        """Remember; a tensor's new description replaces its old one."""
-        self._by_number[number] = description
-        self._by_key[description.key] = number
+    def learn(self, number: int, signature: Signature) -> None:
+        """Remember; a tensor's new signature replaces its old one."""
+        self._by_number[number] = signature
+        self._by_key[signature.key] = number
 
     def forget(self, number: int) -> None:
         """Make the number free."""
@@ -72,7 +72,7 @@ class Register:
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self.former: dict[int, Description] = {}
+        self.former: dict[int, Signature] = {}
         self.former_bits = 0
         self._used: OrderedDict[int, None] = OrderedDict()
         """The given numbers, the one that was not used for longest first."""

@@ -9,8 +9,8 @@ from ringreduce import fusion
 from ringreduce.buffers import Buffer
 from ringreduce.dtypes import ElementType
 from ringreduce.engine.completions import Completions
-from ringreduce.engine.description import ranks_text
 from ringreduce.engine.routes import Routes
+from ringreduce.engine.signature import ranks_text
 from ringreduce.engine.submission import Submission
 from ringreduce.engine.timeline import Timeline
 from ringreduce.errors import InputError
@@ -48,7 +48,7 @@ class Context:
 
     def reduction(self, submission: Submission, element: ElementType) -> Reduction:
         """What a submission asks for, of these elements."""
-        details = dict(submission.description.details)
+        details = dict(submission.signature.details)
         return Reduction(
             ReduceOp(details["op"]), element, self.divisor, details["prescale_factor"], details["postscale_factor"]
         )

@@ -1,10 +1,10 @@
 """What is ready on all ranks of a process set? Decided on the set's first rank, as a state machine without messages.
 
-    announce(rank, ...)   a rank has submitted something; kept as bits (seen before) or as calls (new, or contested)
+    announce(rank, ...)   a rank has submitted something; kept as bits (seen before) or as records (new, or contested)
     decide()              the response to all ranks: what all have given is run; what differs fails; nothing else yet
 
-A tensor that one rank announces by its bit and another by a full description (its shape has changed there) is
-contested: its bits become calls, so that both kinds are compared.
+A tensor that one rank announces by its bit and another by a full signature (its shape has changed there) is
+contested: its bits become records, so that both kinds are compared.
 
 How many ranks have given what, and how far all have read, is counted (tally.py) as they tell it: what an announcement
 costs grows with the logarithm of their number. Only what becomes ready or fails costs a look at all of them.
@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from ringreduce.engine.cache import Cache, Register, numbers
-from ringreduce.engine.description import Call, Description, explain, ranks_text
 from ringreduce.engine.protocol import Announcement, Failure, Response
+from ringreduce.engine.signature import Signature, SubmissionRecord, mismatch_message, ranks_text
 from ringreduce.engine.tally import Counts, Lines, Progress
 
 JOINABLE = "allreduce"
@@ -27,26 +27,26 @@ JOINABLE = "allreduce"
 
 
 class Entry(NamedTuple):
-    """A tensor that some ranks have given, by calls."""
+    """A tensor that some ranks have given, by records."""
 
     since_s: float
-    calls: dict[int, Call]
+    records: dict[int, SubmissionRecord]
 
     @property
-    def description(self) -> Description:
+    def signature(self) -> Signature:
         """The first that came."""
-        return next(iter(self.calls.values())).description
+        return next(iter(self.records.values())).signature
 
-    def add(self, rank: int, call: Call) -> None:
-        """Note a rank's call; an equal description is kept once, so that ranks are compared by identity."""
-        first = self.description if self.calls else call.description
-        self.calls[rank] = Call(first, call.line, call.waits) if call.description == first else call
+    def add(self, rank: int, record: SubmissionRecord) -> None:
+        """Note a rank's call; an equal signature is kept once, so that ranks are compared by identity."""
+        first = self.signature if self.records else record.signature
+        self.records[rank] = SubmissionRecord(first, record.line, record.waits) if record.signature == first else record
 
 
 class Waiting(NamedTuple):
     """A tensor that some ranks have given and others not."""
 
-    description: Description
+    signature: Signature
     since_s: float
     given: dict[int, str]
     """By rank: the line that submitted it."""
@@ -105,19 +105,19 @@ class Coordinator:
         if self._given_up:
             lowest = self._progress.lowest
             self._given_up = {key: told for key, told in self._given_up.items() if told > lowest}
-        for call in announcement.calls:
-            if not self._is_given_up(call.description.key, announcement):
-                self._contest(call.description.key)
-                self._enter(rank, call)
+        for record in announcement.records:
+            if not self._is_given_up(record.signature.key, announcement):
+                self._contest(record.signature.key)
+                self._enter(rank, record)
         if self._given_up:
             bits = sum(
                 1 << number
                 for number in numbers(bits)
-                if not self._is_given_up(self.description(number).key, announcement)
+                if not self._is_given_up(self.signature(number).key, announcement)
             )
         odd = bits & (self._contested | self._register.former_bits)
         for number in numbers(odd):
-            self._enter(rank, self._call(rank, number))
+            self._enter(rank, self._record(rank, number))
         if bits & ~odd:
             self._give(rank, bits & ~odd & ~self._bits[rank])
         if announcement.join is not None:
@@ -139,16 +139,16 @@ class Coordinator:
         """The rank will read that this tensor has failed, and fails it then: it had not when it announced it."""
         return announcement.seen < self._given_up.get(key, 0)
 
-    def _enter(self, rank: int, call: Call) -> None:
-        key = call.description.key
+    def _enter(self, rank: int, record: SubmissionRecord) -> None:
+        key = record.signature.key
         if key not in self._entries:
             self._entries[key] = Entry(self._clock(), {})
-            self._keys_by_name[call.description.name].add(key)
-        self._entries[key].add(rank, call)
+            self._keys_by_name[record.signature.name].add(key)
+        self._entries[key].add(rank, record)
         self._touched[key] = None
 
     def _contest(self, key: str) -> None:
-        """From now on the tensor is compared by calls; bits that came already become such."""
+        """From now on the tensor is compared by records; bits that came already become such."""
         number = self._cache.number_of_key(key)
         if number is None or self._contested >> number & 1:
             return
@@ -156,15 +156,15 @@ class Coordinator:
         given = [rank for rank in self._members if self._bits[rank] >> number & 1]
         self._clear(1 << number)
         for rank in given:
-            self._enter(rank, self._call(rank, number))
+            self._enter(rank, self._record(rank, number))
 
-    def description(self, number: int) -> Description:
+    def signature(self, number: int) -> Signature:
         """What a number in the cache means, or meant when it was announced."""
         return self._register.former.get(number) or self._cache[number]
 
-    def _call(self, rank: int, number: int) -> Call:
+    def _record(self, rank: int, number: int) -> SubmissionRecord:
         lines = self._lines[number]
-        return Call(self.description(number), lines.others.get(rank, lines.common))
+        return SubmissionRecord(self.signature(number), lines.others.get(rank, lines.common))
 
     # What all are told
 
@@ -189,7 +189,7 @@ class Coordinator:
             self._process_set,
             number,
             bits,
-            tuple(entry.description for entry in ready),
+            tuple(entry.signature for entry in ready),
             tuple(learned),
             tuple(forgotten),
             tuple(failures),
@@ -220,7 +220,7 @@ class Coordinator:
             entry = self._entries.get(key)
             if entry is None:
                 continue
-            if self._is_complete(entry.calls):
+            if self._is_complete(entry.records):
                 self._drop(key)
                 failure = self._failure(key, entry)
                 if failure is None:
@@ -228,47 +228,47 @@ class Coordinator:
                 else:
                     failures.append(failure)
             elif (rival := self._rival(key, entry)) is not None:
-                message = explain({**entry.calls, **self._entries[rival].calls}, self._world_size)
+                message = mismatch_message({**entry.records, **self._entries[rival].records}, self._world_size)
                 for each in (key, rival):
                     self._drop(each)
                     failures.append(Failure(each, "MismatchError", message))
         return ready, failures
 
-    def _is_complete(self, calls: Mapping[int, Call]) -> bool:
+    def _is_complete(self, records: Mapping[int, SubmissionRecord]) -> bool:
         """All live ranks have given it; those that have joined may have, before."""
         live = len(self._members) - len(self._joined)
-        return len(calls) >= live and len(calls) - sum(rank in calls for rank in self._joined) == live
+        return len(records) >= live and len(records) - sum(rank in records for rank in self._joined) == live
 
     def _live(self) -> list[int]:
         return [rank for rank in self._members if rank not in self._joined]
 
     def _failure(self, key: str, entry: Entry) -> Failure | None:
         """What is wrong with a tensor that all live ranks have given."""
-        calls = entry.calls
-        if len({id(call.description) for call in calls.values()}) > 1:
-            return Failure(key, "MismatchError", explain(calls, self._world_size))
-        description = entry.description
-        if self._joined and description.kind != JOINABLE:
-            return Failure(key, "CollectiveError", _cannot_join(description, self._joined))
+        records = entry.records
+        if len({id(record.signature) for record in records.values()}) > 1:
+            return Failure(key, "MismatchError", mismatch_message(records, self._world_size))
+        signature = entry.signature
+        if self._joined and signature.kind != JOINABLE:
+            return Failure(key, "CollectiveError", _cannot_join(signature, self._joined))
         return None
 
     def _rival(self, key: str, entry: Entry) -> str | None:
         """Another operation under the same name, when every rank waits in one of the two: neither can be complete."""
-        for other in self._keys_by_name[entry.description.name] - {key}:
-            rival = self._entries[other].calls
-            calls = {**entry.calls, **rival}
-            apart = len(calls) == len(entry.calls) + len(rival)
-            if apart and self._is_complete(calls) and all(call.waits for call in calls.values()):
+        for other in self._keys_by_name[entry.signature.name] - {key}:
+            rival = self._entries[other].records
+            records = {**entry.records, **rival}
+            apart = len(records) == len(entry.records) + len(rival)
+            if apart and self._is_complete(records) and all(record.waits for record in records.values()):
                 return other
         return None
 
     def _drop(self, key: str) -> None:
         entry = self._entries.pop(key, None)
         if entry is not None:
-            keys = self._keys_by_name[entry.description.name]
+            keys = self._keys_by_name[entry.signature.name]
             keys.discard(key)
             if not keys:
-                del self._keys_by_name[entry.description.name]
+                del self._keys_by_name[entry.signature.name]
         number = self._cache.number_of_key(key)
         if number is not None:
             self._contested &= ~(1 << number)
@@ -289,19 +289,19 @@ class Coordinator:
             self._pending &= ~bits
             self._bits_since = [(since, mask & ~bits) for since, mask in self._bits_since if mask & ~bits]
 
-    def _remember(self, ready: Iterable[Entry], response: int) -> tuple[list[tuple[int, Description]], list[int]]:
+    def _remember(self, ready: Iterable[Entry], response: int) -> tuple[list[tuple[int, Signature]], list[int]]:
         """Give numbers to what was new, and take some back when there are too many."""
         learned = []
         new = []
         for entry in ready:
-            if entry.description.numbered or self._register.capacity == 0:
+            if entry.signature.numbered or self._register.capacity == 0:
                 continue
-            number = self._cache.number_of_key(entry.description.key)
+            number = self._cache.number_of_key(entry.signature.key)
             if number is None:
                 new.append(entry)
             else:
-                learned.append((number, entry.description))
-                self._lines[number] = Lines.of(entry.calls)
+                learned.append((number, entry.signature))
+                self._lines[number] = Lines.of(entry.records)
         new = new[: self._register.capacity]
         busy = self._pending | self._contested | sum(1 << number for number, _ in learned)
         too_many = len(self._register) + len(new) - self._register.capacity
@@ -310,10 +310,10 @@ class Coordinator:
             self._cache.forget(number)
         for entry in new:
             number = self._register.give()
-            self._lines[number] = Lines.of(entry.calls)
-            learned.append((number, entry.description))
-        for number, description in learned:
-            self._cache.learn(number, description)
+            self._lines[number] = Lines.of(entry.records)
+            learned.append((number, entry.signature))
+        for number, signature in learned:
+            self._cache.learn(number, signature)
         return learned, forgotten
 
     # What waits
@@ -323,10 +323,10 @@ class Coordinator:
         now = self._clock()
         found = [
             Waiting(
-                entry.description,
+                entry.signature,
                 entry.since_s,
-                {rank: call.line for rank, call in entry.calls.items()},
-                [rank for rank in self._live() if rank not in entry.calls],
+                {rank: record.line for rank, record in entry.records.items()},
+                [rank for rank in self._live() if rank not in entry.records],
             )
             for entry in self._entries.values()
             if now - entry.since_s >= longer_than_s
@@ -337,7 +337,7 @@ class Coordinator:
                 for number in numbers(mask):
                     old.setdefault(number, since)
         for number, since in old.items():
-            given = {rank: self._call(rank, number).line for rank, bits in self._bits.items() if bits >> number & 1}
+            given = {rank: self._record(rank, number).line for rank, bits in self._bits.items() if bits >> number & 1}
             missing = [rank for rank in self._live() if rank not in given]
             found.append(Waiting(self._cache[number], since, given, missing))
         return sorted(found, key=lambda each: each.since_s)
@@ -368,8 +368,8 @@ class Coordinator:
         return Response(self._process_set, self._responses, failures=tuple(failures))
 
 
-def _cannot_join(description: Description, joined: Iterable[int]) -> str:
+def _cannot_join(signature: Signature, joined: Iterable[int]) -> str:
     return (
-        f"{description.kind} {description.name!r}: {ranks_text(joined)} called join(), and a joined rank can take "
+        f"{signature.kind} {signature.name!r}: {ranks_text(joined)} called join(), and a joined rank can take "
         "part in allreduce only; call other collectives before any rank joins"
     )

@@ -28,7 +28,6 @@ from ringreduce.engine import operations, refusals
 from ringreduce.engine.cache import numbers
 from ringreduce.engine.context import Context
 from ringreduce.engine.coordinator import Coordinator
-from ringreduce.engine.description import Call, Description, calling_line, ranks_text
 from ringreduce.engine.host import Host
 from ringreduce.engine.inbox import LONGEST_REST_S, Inbox, Waits
 from ringreduce.engine.joined import stand_in
@@ -49,6 +48,7 @@ from ringreduce.engine.protocol import (
     encode,
 )
 from ringreduce.engine.recording import Recording
+from ringreduce.engine.signature import Signature, SubmissionRecord, calling_line, ranks_text
 from ringreduce.engine.stalls import StallWatch
 from ringreduce.engine.submission import Handle, Submission
 from ringreduce.engine.timeline import Timeline, TimelineFile
@@ -136,7 +136,7 @@ class Engine:
         name: str | None,
         process_set: int = GLOBAL,
         *,
-        describe: Callable[[str], Description],
+        sign: Callable[[str], Signature],
         inputs: Sequence[Buffer] = (),
         outputs: Sequence[Buffer] = (),
         finish: Callable[[Submission], Any] = lambda _: None,
@@ -146,7 +146,7 @@ class Engine:
     ) -> Handle:
         """Hand in an operation; returns at once.
 
-        describe: makes the description from the name; without a name, from the number that it gets.
+        sign: makes the signature from the name; without a name, from the number that it gets.
         finish:   makes the caller's result from the submission when it is done, in the thread that waits.
         waits:    the caller will wait for it before it does anything else.
         line:     of the user's that led here, where the caller knows it.
@@ -166,12 +166,12 @@ class Engine:
                 raise refusals.unknown_set(kind, process_set, self.sets, self.world.rank)
             if name is None:
                 state.submitted += 1
-                description = describe(f"noname.{state.submitted}")._replace(numbered=True)
+                signature = sign(f"noname.{state.submitted}")._replace(numbered=True)
             else:
-                description = describe(name)
-            handle = Handle(description, self._inbox.wait, self._inbox.ask)
+                signature = sign(name)
+            handle = Handle(signature, self._inbox.wait, self._inbox.ask)
             submission = Submission(
-                description, process_set, inputs, outputs, finish, payload, line, handle, waits, marks
+                signature, process_set, inputs, outputs, finish, payload, line, handle, waits, marks
             )
             key = submission.key
             if self._is_closed or state.closed or state.joined or key in state.pending or key in state.running:
@@ -232,7 +232,7 @@ class Engine:
             raise errors.CollectiveError(f"start_timeline: {self._broken or 'the engine has ended'}")
 
     def _ordered(self, action: Callable[[Callable[[], None]], None], timeout_s: float = math.inf) -> bool:
-        """Have the engine's thread do something that calls its argument at the end; False when it has not in time."""
+        """Have the engine's thread do something that records its argument at the end; False when it has not in time."""
         done = threading.Event()
         until_s = time.monotonic() + timeout_s
         self._inbox.order(lambda: self._aside(TIMELINE, lambda: action(done.set)))
@@ -295,7 +295,7 @@ class Engine:
             return False
         self._timeline.cycle()
         if self._traces:
-            LOGGER.log(TRACE, f"rank {self.world.rank} announces {_named([each.description for each in submissions])}")
+            LOGGER.log(TRACE, f"rank {self.world.rank} announces {_named([each.signature for each in submissions])}")
         by_set: dict[int, list[Submission]] = {}
         for submission in submissions:
             by_set.setdefault(submission.process_set, []).append(submission)
@@ -307,19 +307,19 @@ class Engine:
 
     def _announcement(self, state: ProcessSetState, submissions: Sequence[Submission]) -> Announcement:
         bits = 0
-        calls = []
+        records = []
         join = None
         for submission in submissions:
-            if submission.description.kind == JOIN:
+            if submission.signature.kind == JOIN:
                 join = submission.payload
                 continue
-            number = None if submission.description.numbered else state.cache.number(submission.description)
+            number = None if submission.signature.numbered else state.cache.number(submission.signature)
             if number is None:
-                calls.append(Call(submission.description, submission.line, submission.waits))
+                records.append(SubmissionRecord(submission.signature, submission.line, submission.waits))
             else:
                 bits |= 1 << number
                 self.known_submissions += 1
-        return Announcement(state.number, state.seen, bits, tuple(calls), join)
+        return Announcement(state.number, state.seen, bits, tuple(records), join)
 
     def _tell(self, state: ProcessSetState, announcement: Announcement) -> None:
         if state.coordinator is None:
@@ -337,10 +337,10 @@ class Engine:
             self._left.add(rank)
         coordinator.announce(rank, announcement)
         if self._timeline.recording:
-            for call in announcement.calls:
-                self._timeline.ready(call.description, rank)
+            for record in announcement.records:
+                self._timeline.ready(record.signature, rank)
             for number in numbers(announcement.bits):
-                self._timeline.ready(coordinator.description(number), rank)
+                self._timeline.ready(coordinator.signature(number), rank)
 
     def _read(self) -> bool:
         messages = self.transport.recv_control()
@@ -399,40 +399,40 @@ class Engine:
         divisor = len(state.members)
         if response.live_average:
             divisor = max(1, divisor - len(response.joined))
-        descriptions = [state.cache[number] for number in numbers(response.bits)] + list(response.new)
+        signatures = [state.cache[number] for number in numbers(response.bits)] + list(response.new)
         for number in response.forgotten:
             state.cache.forget(number)
-        for number, description in response.learned:
-            state.cache.learn(number, description)
-        if descriptions:
+        for number, signature in response.learned:
+            state.cache.learn(number, signature)
+        if signatures:
             if self._debugs:
                 what = f"rank {self.world.rank}, process set {state.number}, response {response.number}"
-                LOGGER.debug(f"{what}: {_named(descriptions)}")
-            self._queue(state, descriptions, divisor)
+                LOGGER.debug(f"{what}: {_named(signatures)}")
+            self._queue(state, signatures, divisor)
         if response.all_joined >= 0:
             self._queue_join(state, response.all_joined)
         if response.closed:
             self._close(state, response.closed, response.leaver)
 
-    def _queue(self, state: ProcessSetState, descriptions: Sequence[Description], divisor: int) -> None:
+    def _queue(self, state: ProcessSetState, signatures: Sequence[Signature], divisor: int) -> None:
         submissions = []
         with self._inbox.lock:
-            for description in descriptions:
-                submission = state.pending.pop(description.key, None) or self._join_in(state, description)
+            for signature in signatures:
+                submission = state.pending.pop(signature.key, None) or self._join_in(state, signature)
                 submission.begin(state.running, self._inbox.lock)
                 submissions.append(submission)
         for submission in submissions:
             self._timeline.agreed(submission)
-        others = [each for each in submissions if each.description.kind not in SET_CHANGES]
+        others = [each for each in submissions if each.signature.kind not in SET_CHANGES]
         state.enqueue(operations.run(others, state.context, divisor))
         for submission in submissions:
-            if submission.description.kind in SET_CHANGES:
+            if submission.signature.kind in SET_CHANGES:
                 state.enqueue(self._change_sets(submission))
 
-    def _join_in(self, state: ProcessSetState, description: Description) -> Submission:
+    def _join_in(self, state: ProcessSetState, signature: Signature) -> Submission:
         if not state.joined:
-            raise AssertionError(f"rank {self.world.rank} was told to run {description.key!r}, which it has not given")
-        return stand_in(description, state.number, self.gpu)
+            raise AssertionError(f"rank {self.world.rank} was told to run {signature.key!r}, which it has not given")
+        return stand_in(signature, state.number, self.gpu)
 
     def _queue_join(self, state: ProcessSetState, last: int) -> None:
         """join() returns in its turn: after what was agreed on before."""
@@ -479,10 +479,10 @@ class Engine:
         A set is gone when this rank has ended what it had under way there: only then its tags may be another's.
         """
         try:
-            if submission.description.kind == "add_process_set":
-                submission.payload = self._add_set(submission.description.detail("ranks"))
+            if submission.signature.kind == "add_process_set":
+                submission.payload = self._add_set(submission.signature.detail("ranks"))
             else:
-                number = submission.description.detail("process_set")
+                number = submission.signature.detail("process_set")
                 state = self.states.get(number)
                 if state is not None:
                     self._close(state, f"process set {number} was removed", -1)
@@ -522,10 +522,10 @@ class Engine:
             text = self._inbox.last_submission_text()
             waiting = [submission for state in self.states.values() for submission in state.pending.values()]
         if waiting:
-            names = ", ".join(f"{each.description.kind} {each.description.name!r}" for each in waiting[:3])
+            names = ", ".join(f"{each.signature.kind} {each.signature.name!r}" for each in waiting[:3])
             text += f", and waits for {names}" + (f" and {len(waiting) - 3} more" if len(waiting) > 3 else "")
         for each in waiting:
-            (kind, name, *_), number = each.description, each.process_set
+            (kind, name, *_), number = each.signature, each.process_set
             if name in question.names and (number, kind) != (question.process_set, question.kind):
                 text += f"; it submitted {kind} {name!r} ({each.line}) to process set {number}"
                 text += f" ({ranks_text(self.sets[number])})"
@@ -542,7 +542,7 @@ class Engine:
             lines = {id(each.handle): each.line for each in submissions}
             handles = self._inbox.waited_for()
         texts = [
-            f"{each.description.kind} {each.description.name!r} ({lines[id(each)]})"
+            f"{each.signature.kind} {each.signature.name!r} ({lines[id(each)]})"
             for each in handles
             if id(each) in lines  # not one that has just been completed
         ]
@@ -623,8 +623,8 @@ class Engine:
         return [rank for rank in range(self.world.size) if rank != self.world.rank]
 
 
-def _named(descriptions: Sequence[Description]) -> str:
+def _named(signatures: Sequence[Signature]) -> str:
     """The operations, for the log; of many the first ones."""
-    names = [f"{each.kind} {each.name!r}" for each in descriptions[:NAMED_IN_LOG]]
-    more = len(descriptions) - NAMED_IN_LOG
+    names = [f"{each.kind} {each.name!r}" for each in signatures[:NAMED_IN_LOG]]
+    more = len(signatures) - NAMED_IN_LOG
     return ", ".join(names) + (f" and {more} more" if more > 0 else "")

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from ringreduce.engine.description import Description
+from ringreduce.engine.signature import Signature
 from ringreduce.engine.submission import Handle, Submission
 from ringreduce.settings import Settings
 from ringreduce.transport.base import EngineTransport
@@ -62,7 +62,7 @@ class Inbox:
         self.lock = threading.Lock()
         self.hurried = False
         """Nothing more will come: do not gather."""
-        self._last: tuple[Description, str, float] | None = None
+        self._last: tuple[Signature, str, float] | None = None
         """Description, line and time of the last submission; not the submission, whose tensors are the user's to free."""
         self._transport = transport
         self._batch_bytes = (ONE_HOST_BATCH_SLOTS if one_host else BATCH_SLOTS) * settings.fusion_slot_bytes
@@ -97,7 +97,7 @@ class Inbox:
         for each in submission.inputs:
             self._nbytes += each.nbytes
         self._urgent |= submission.waits
-        self._last = submission.description, submission.line, submission.submitted_s
+        self._last = submission.signature, submission.line, submission.submitted_s
 
     def announce_soon(self) -> None:
         """Wake the engine, unless it gathers."""

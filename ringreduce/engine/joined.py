@@ -8,18 +8,18 @@ import numpy as np
 
 from ringreduce.buffers import Buffer, ready
 from ringreduce.dtypes import TABLE
-from ringreduce.engine.description import Description, TensorDescription
+from ringreduce.engine.signature import Signature, TensorSignature
 from ringreduce.engine.submission import Submission
 from ringreduce.gpu.stream import Gpu
 from ringreduce.ops import ReduceOp, Reduction
 
 
-def stand_in(description: Description, process_set: int, gpu: Gpu) -> Submission:
+def stand_in(signature: Signature, process_set: int, gpu: Gpu) -> Submission:
     """A submission for what the other ranks have given, without a handle; `gpu` is this rank's, should it be needed."""
-    op = ReduceOp(description.detail("op"))
-    buffers = [_neutral(tensor, op, gpu) for tensor in description.tensors]
+    op = ReduceOp(signature.detail("op"))
+    buffers = [_neutral(tensor, op, gpu) for tensor in signature.tensors]
     return Submission(
-        description,
+        signature,
         process_set,
         inputs=buffers,
         outputs=buffers,
@@ -32,7 +32,7 @@ def stand_in(description: Description, process_set: int, gpu: Gpu) -> Submission
     )
 
 
-def _neutral(tensor: TensorDescription, op: ReduceOp, gpu: Gpu) -> Buffer:
+def _neutral(tensor: TensorSignature, op: ReduceOp, gpu: Gpu) -> Buffer:
     element = TABLE[tensor.dtype]
     count = math.prod(tensor.shape)
     if tensor.device != "cpu":

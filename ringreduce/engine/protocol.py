@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from typing import Any, NamedTuple
 
-from ringreduce.engine.description import Call, Description
+from ringreduce.engine.signature import Signature, SubmissionRecord
 
 
 class Announcement(NamedTuple):
@@ -16,7 +16,7 @@ class Announcement(NamedTuple):
     """The number of the last response that this rank had read."""
     bits: int = 0
     """Tensors seen before: bit k stands for the tensor with number k in the cache."""
-    calls: tuple[Call, ...] = ()
+    records: tuple[SubmissionRecord, ...] = ()
     """All others."""
     join: bool | None = None
     """This rank has joined; True: averages are to be divided by the live ranks only."""
@@ -40,9 +40,9 @@ class Response(NamedTuple):
     number: int
     bits: int = 0
     """Tensors of the cache that all ranks have given; run first, in the order of their numbers."""
-    new: tuple[Description, ...] = ()
+    new: tuple[Signature, ...] = ()
     """Others that all ranks have given; run next, in this order."""
-    learned: tuple[tuple[int, Description], ...] = ()
+    learned: tuple[tuple[int, Signature], ...] = ()
     """What the cache holds from now on, by number."""
     forgotten: tuple[int, ...] = ()
     """Numbers that the cache holds no more; applied before `learned`, after `bits`."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ringreduce.engine.description import ranks_text
 from ringreduce.engine.process_set import ProcessSetState
+from ringreduce.engine.signature import ranks_text
 from ringreduce.engine.submission import Submission
 from ringreduce.errors import CollectiveError, InputError, PeerLostError
 from ringreduce.world import World
@@ -26,30 +26,28 @@ def unknown_set(kind: str, process_set: int, sets: Mapping[int, tuple[int, ...]]
 
 def name_is_pending(submission: Submission, rank: int) -> InputError:
     """The user has not synchronized the last one."""
-    description = submission.description
+    signature = submission.signature
     return InputError(
-        f"{description.kind} {description.name!r}: a tensor of this name is pending already on rank {rank}; "
+        f"{signature.kind} {signature.name!r}: a tensor of this name is pending already on rank {rank}; "
         "synchronize it first, or give this one another name"
     )
 
 
 def after_join(submission: Submission) -> InputError:
     """A joined rank has nothing to give."""
-    description = submission.description
-    return InputError(
-        f"{description.kind} {description.name!r} after join(): a rank that has joined waits until all have"
-    )
+    signature = submission.signature
+    return InputError(f"{signature.kind} {signature.name!r} after join(): a rank that has joined waits until all have")
 
 
 def no_more(submission: Submission, why: str) -> CollectiveError:
     """The engine has failed, or is being left."""
-    return CollectiveError(f"{submission.description.kind} {submission.description.name!r}: {why}")
+    return CollectiveError(f"{submission.signature.kind} {submission.signature.name!r}: {why}")
 
 
 def never_complete(state: ProcessSetState, submission: Submission, world: World, leaving: str) -> CollectiveError:
     """A rank has left, this one perhaps, or the process set was removed."""
-    description = submission.description
-    what = f"rank {world.rank} of {world.size}, {description.kind} {description.name!r} ({submission.line})"
+    signature = submission.signature
+    what = f"rank {world.rank} of {world.size}, {signature.kind} {signature.name!r} ({submission.line})"
     if state.leaver == world.rank:
         return CollectiveError(f"{what}: was pending when this rank left the job ({leaving}); synchronize it before")
     if state.leaver < 0:

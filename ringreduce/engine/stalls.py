@@ -17,9 +17,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from ringreduce.engine.coordinator import Waiting
-from ringreduce.engine.description import PACKAGE, Description, ranks_text, tensor_text
 from ringreduce.engine.process_set import ProcessSetState
 from ringreduce.engine.protocol import Answer, Failure, Look, Question, encode
+from ringreduce.engine.signature import PACKAGE, Signature, ranks_text, tensor_text
 from ringreduce.log import LOGGER
 from ringreduce.supervision import tell_launcher
 
@@ -104,7 +104,7 @@ class StallWatch:
         if stuck_s < self._check_s:
             return False
         first = next(iter(state.running.values()), None)
-        what = "an operation" if first is None else f"{first.description.kind} {first.description.name!r}"
+        what = "an operation" if first is None else f"{first.signature.kind} {first.signature.name!r}"
         text = (
             f"{what} is under way, and has not moved for {stuck_s:.0f} s; rank {self._engine.transport.rank} waits for "
             f"rank {state.stuck_on()}"
@@ -119,10 +119,10 @@ class StallWatch:
         stuck_s = now - waiting[0].since_s
         if self._is_due(state, stuck_s):
             missing = sorted({rank for each in waiting for rank in each.missing})
-            self._ask(state, headline(waiting, now), missing, [each.description for each in waiting[:NAMED]])
+            self._ask(state, headline(waiting, now), missing, [each.signature for each in waiting[:NAMED]])
         over = [each for each in waiting if self._is_over(now - each.since_s)]
         if over and state.coordinator is not None:
-            failures = [Failure(each.description.key, "StalledError", headline([each], now)) for each in over]
+            failures = [Failure(each.signature.key, "StalledError", headline([each], now)) for each in over]
             self._engine.spread(state, state.coordinator.give_up(failures))
         return True
 
@@ -144,9 +144,7 @@ class StallWatch:
 
     # Asking
 
-    def _ask(
-        self, state: ProcessSetState, text: str, ranks: Sequence[int], stalled: Sequence[Description] = ()
-    ) -> None:
+    def _ask(self, state: ProcessSetState, text: str, ranks: Sequence[int], stalled: Sequence[Signature] = ()) -> None:
         """Ask what the ranks do; the report is written when they have answered, or have not in time."""
         self._questions += 1
         kind = stalled[0].kind if stalled else ""
@@ -226,10 +224,10 @@ def stack_of(thread: int) -> str:
 def headline(waiting: Sequence[Waiting], now: float) -> str:
     """What waits, for how long, and who has given it."""
     first = waiting[0]
-    shapes = ", ".join(map(tensor_text, first.description.tensors[:NAMED]))
-    text = f"{first.description.kind} {first.description.name!r}" + (f" ({shapes})" if shapes else "")
+    shapes = ", ".join(map(tensor_text, first.signature.tensors[:NAMED]))
+    text = f"{first.signature.kind} {first.signature.name!r}" + (f" ({shapes})" if shapes else "")
     if len(waiting) > 1:
-        names = ", ".join(repr(each.description.name) for each in waiting[1:NAMED])
+        names = ", ".join(repr(each.signature.name) for each in waiting[1:NAMED])
         more = len(waiting) - NAMED
         text += f", and {names}" + (f" and {more} more" if more > 0 else "")
     by_line: dict[str, list[int]] = {}

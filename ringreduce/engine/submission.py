@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ringreduce.buffers import Buffer, GpuBuffer
-from ringreduce.engine.description import Description
+from ringreduce.engine.signature import Signature
 from ringreduce.gpu.runtime import Event
 
 
@@ -20,12 +20,12 @@ def _nothing() -> None:
 class Handle:
     """An operation under way. `poll(handle)` tells whether it is done, `synchronize(handle)` gives its result."""
 
-    __slots__ = ("__weakref__", "_asking", "_done", "_error", "_gate", "_result", "_waiting", "description")
+    __slots__ = ("__weakref__", "_asking", "_done", "_error", "_gate", "_result", "_waiting", "signature")
 
     def __init__(
-        self, description: Description, waiting: Callable[[Handle], None], asking: Callable[[], None] = _nothing
+        self, signature: Signature, waiting: Callable[[Handle], None], asking: Callable[[], None] = _nothing
     ) -> None:
-        self.description = description
+        self.signature = signature
         self._waiting = waiting
         self._asking = asking
         self._done = False
@@ -69,7 +69,7 @@ class Handle:
         self._gate.release()
 
     def __repr__(self) -> str:
-        return f"<Handle of {self.description.kind} {self.description.name!r}, {'done' if self.done() else 'pending'}>"
+        return f"<Handle of {self.signature.kind} {self.signature.name!r}, {'done' if self.done() else 'pending'}>"
 
 
 _NOWHERE: dict[str, Any] = {}
@@ -82,7 +82,7 @@ class Submission:
     __slots__ = (
         "__weakref__",
         "among",
-        "description",
+        "signature",
         "finish",
         "handle",
         "inputs",
@@ -101,7 +101,7 @@ class Submission:
 
     def __init__(
         self,
-        description: Description,
+        signature: Signature,
         process_set: int,
         inputs: Sequence[Buffer],
         outputs: Sequence[Buffer],
@@ -112,8 +112,8 @@ class Submission:
         waits: bool,
         ready: Sequence[Event] = (),
     ) -> None:
-        self.description = description
-        self.key = description.key
+        self.signature = signature
+        self.key = signature.key
         self.process_set = process_set
         self.inputs = inputs
         self.outputs = outputs

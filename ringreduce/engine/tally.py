@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from ringreduce.engine.description import Call
+from ringreduce.engine.signature import SubmissionRecord
 
 
 class Lines(NamedTuple):
@@ -16,10 +16,10 @@ class Lines(NamedTuple):
     others: dict[int, str]
 
     @classmethod
-    def of(cls, calls: Mapping[int, Call]) -> Lines:
-        """Those of calls."""
-        common = next(iter(calls.values())).line
-        return cls(common, {rank: call.line for rank, call in calls.items() if call.line != common})
+    def of(cls, records: Mapping[int, SubmissionRecord]) -> Lines:
+        """Those of records."""
+        common = next(iter(records.values())).line
+        return cls(common, {rank: record.line for rank, record in records.items() if record.line != common})
 
 
 class Counts:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from ringreduce.engine.description import Description
+from ringreduce.engine.signature import Signature
 from ringreduce.engine.submission import Submission
 
 SENT_AT_ONCE = 2000
@@ -66,9 +66,9 @@ class Timeline:
         events, self.events = self.events, []
         return tuple(events)
 
-    def ready(self, description: Description, rank: int) -> None:
+    def ready(self, signature: Signature, rank: int) -> None:
         """A rank is ready to run this; told by the coordinator, which hears of it."""
-        self.events.append(Event(f"{rank}", row_of(description), now_us(), -1))
+        self.events.append(Event(f"{rank}", row_of(signature), now_us(), -1))
 
     def agreed(self, submission: Submission) -> None:
         """All ranks are ready: the negotiation is over, and the submission queues."""
@@ -76,7 +76,7 @@ class Timeline:
             now = now_us()
             since = now - 1e6 * (time.monotonic() - submission.submitted_s)
             self.events.append(
-                Event(f"NEGOTIATE_{submission.description.kind.upper()}", tensor_of(submission), since, now - since)
+                Event(f"NEGOTIATE_{submission.signature.kind.upper()}", tensor_of(submission), since, now - since)
             )
             self._queued[tensor_of(submission)] = now
 
@@ -109,15 +109,15 @@ class Timeline:
 
 def tensor_of(submission: Submission) -> str:
     """The row in which a submission is shown."""
-    return row_of(submission.description)
+    return row_of(submission.signature)
 
 
-def row_of(description: Description) -> str:
+def row_of(signature: Signature) -> str:
     """Such as allreduce.layer3.w."""
-    if not description.numbered:
-        return f"{description.kind}.{description.name}"
-    name, _, number = description.name.rpartition(".")
-    return f"{description.kind}.{name}.{int(number) % UNNAMED_ROWS}"
+    if not signature.numbered:
+        return f"{signature.kind}.{signature.name}"
+    name, _, number = signature.name.rpartition(".")
+    return f"{signature.kind}.{name}.{int(number) % UNNAMED_ROWS}"
 
 
 class TimelineFile:

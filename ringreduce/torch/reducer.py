@@ -21,7 +21,7 @@ import torch
 
 from ringreduce import runtime
 from ringreduce.api.reduce import allreduce_async
-from ringreduce.engine.description import calling_line
+from ringreduce.engine.signature import calling_line
 from ringreduce.errors import BackwardError, InputError
 from ringreduce.ops import Max
 from ringreduce.torch.gradient import DENSE, UNKNOWN, Gradient, Reducer, Shipment, check_layout, layout_of

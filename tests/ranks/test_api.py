@@ -303,8 +303,8 @@ def test_what_was_submitted_before_a_barrier_is_complete_before_it(monkeypatch):
     complete = Handle.complete
 
     def noted(handle, result):
-        if handle.description.kind in ("allreduce", "barrier"):
-            completed.append(handle.description.kind)
+        if handle.signature.kind in ("allreduce", "barrier"):
+            completed.append(handle.signature.kind)
         complete(handle, result)
 
     monkeypatch.setattr(Handle, "complete", noted)

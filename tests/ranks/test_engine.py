@@ -9,11 +9,11 @@ import pytest
 
 import ringreduce as rr
 from ringreduce import runtime
-from ringreduce.engine.description import Description
 from ringreduce.engine.engine import Engine
 from ringreduce.engine.host import Host
 from ringreduce.engine.process_set import ProcessSetState
 from ringreduce.engine.protocol import Announcement, Goodbye, Response, decode, encode
+from ringreduce.engine.signature import Signature
 from ringreduce.engine.submission import Handle, Request
 from ringreduce.errors import InputError
 from ringreduce.settings import Settings
@@ -43,8 +43,8 @@ def test_a_set_that_is_closed_before_this_rank_hears_of_it_hangs_no_exit():
     world, transport = World(2, 3, (0, 0, 0)), exchange.transport(2)
     engine = Engine(world, transport, DYNAMIC, Host(world, transport, DYNAMIC))
     others = [exchange.transport(0), exchange.transport(1)]
-    add = Description("add_process_set", "noname.1", details=(("ranks", (1, 2)),), numbered=True)
-    handle = engine.submit("add_process_set", None, describe=lambda _: add, waits=True)
+    add = Signature("add_process_set", "noname.1", details=(("ranks", (1, 2)),), numbered=True)
+    handle = engine.submit("add_process_set", None, sign=lambda _: add, waits=True)
     told = []
     until(lambda: told.extend(others[0].recv_control()) or told)
     gone = "rank 1 has left the job: its script ended"
@@ -66,8 +66,8 @@ def test_a_rank_that_leaves_tells_the_sets_that_it_is_yet_to_hear_of():
     world, transport = World(1, 2, (0, 0)), exchange.transport(1)
     engine = Engine(world, transport, DYNAMIC, Host(world, transport, DYNAMIC))
     other = exchange.transport(0)
-    add = Description("add_process_set", "noname.1", details=(("ranks", (0, 1)),), numbered=True)
-    engine.submit("add_process_set", None, describe=lambda _: add)
+    add = Signature("add_process_set", "noname.1", details=(("ranks", (0, 1)),), numbered=True)
+    engine.submit("add_process_set", None, sign=lambda _: add)
     threading.Thread(target=engine.leave, args=("its script ended",), daemon=True).start()
     told = []
     until(
@@ -204,9 +204,9 @@ def test_a_set_that_is_removed_while_it_is_busy_goes_when_it_has_ended():
 
 
 def test_requests_under_way_are_changed_under_the_lock_alone():
-    description, lock, among = Description("barrier", "b"), threading.Lock(), {}
+    signature, lock, among = Signature("barrier", "b"), threading.Lock(), {}
     request = Request(
-        description, 0, [], [], lambda _: None, None, "train.py:1", Handle(description, lambda _: None), False
+        signature, 0, [], [], lambda _: None, None, "train.py:1", Handle(signature, lambda _: None), False
     )
     with lock:
         request.begin(among, lock)

@@ -10,7 +10,7 @@ import pytest
 import ringreduce as rr
 from ringreduce import runtime
 from ringreduce.engine.coordinator import Waiting
-from ringreduce.engine.description import Description
+from ringreduce.engine.signature import Signature
 from ringreduce.engine.stalls import headline
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
@@ -104,7 +104,7 @@ def test_after_the_second_limit_it_fails_and_the_job_goes_on():
 
 def test_texts_of_many_ranks_are_short():
     lines = {rank: f"train.py:{rank % 5}" for rank in range(1, 4095)}
-    first = Waiting(Description("allreduce", "w"), 1.0, lines, [0, 4095])
+    first = Waiting(Signature("allreduce", "w"), 1.0, lines, [0, 4095])
     assert len(headline([first], 3.0)) < 1000, "of scattered ranks the first ones are named"
     first = first._replace(given=dict.fromkeys(lines, "train.py:41"))
     assert headline([first], 3.0) == (

@@ -10,10 +10,10 @@ import pytest
 
 import ringreduce as rr
 from ringreduce import runtime
-from ringreduce.engine.description import Description
 from ringreduce.engine.engine import Engine
 from ringreduce.engine.host import Host
 from ringreduce.engine.joined import stand_in
+from ringreduce.engine.signature import Signature
 from ringreduce.engine.timeline import Event, Timeline, TimelineFile
 from ringreduce.gpu.stream import Gpu
 from ringreduce.settings import Settings
@@ -115,7 +115,7 @@ def test_other_clocks_are_brought_to_rank_0s(tmp_path):
 
 def test_a_phase_that_an_earlier_recording_left_open_is_not_told_by_a_later_one():
     timeline = Timeline()
-    request = stand_in(Description("allreduce", "w", details=(("op", "Sum"),)), 0, Gpu(0))
+    request = stand_in(Signature("allreduce", "w", details=(("op", "Sum"),)), 0, Gpu(0))
     timeline.start(mark_cycles=False)
     timeline.agreed(request)
     timeline.turn([request], "ALLREDUCE")
@@ -196,7 +196,7 @@ def fails(*_):
 @pytest.mark.parametrize("words", ["its last words arrive", "its last words fail, too"])
 def test_nobody_waits_for_an_engine_that_has_failed(tmp_path, words):
     engine, transport = lone_engine()
-    handle = engine.submit("barrier", "b", describe=lambda name: Description("barrier", name))
+    handle = engine.submit("barrier", "b", sign=lambda name: Signature("barrier", name))
     if "fail" in words:
         transport.post = fails
     transport.recv_control = fails

@@ -5,11 +5,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringreduce.engine.cache import Cache, Register, numbers
-from ringreduce.engine.description import Description
+from ringreduce.engine.signature import Signature
 
 
 def named(name, root=0):
-    return Description("broadcast", name, details=(("root_rank", root),))
+    return Signature("broadcast", name, details=(("root_rank", root),))
 
 
 @given(st.sets(st.integers(0, 300)))

@@ -6,13 +6,13 @@ import pytest
 
 from ringreduce.engine.cache import numbers
 from ringreduce.engine.coordinator import Coordinator
-from ringreduce.engine.description import Call, Description, TensorDescription
 from ringreduce.engine.protocol import Announcement, Failure
+from ringreduce.engine.signature import Signature, SubmissionRecord, TensorSignature
 
 
 def tensor(name, length=3, kind="allreduce", numbered=False):
-    described = (TensorDescription(name, "float32", (length,), "cpu"),) if kind != "barrier" else ()
-    return Description(kind, name, described, numbered=numbered)
+    described = (TensorSignature(name, "float32", (length,), "cpu"),) if kind != "barrier" else ()
+    return Signature(kind, name, described, numbered=numbered)
 
 
 class Ranks:
@@ -24,14 +24,14 @@ class Ranks:
         self.size = size
         self.response = 0
 
-    def tell(self, rank, *descriptions, bits=0, seen=None, waits=False, join=None, leave=""):
-        calls = tuple(Call(each, f"line {rank}", waits) for each in descriptions)
+    def tell(self, rank, *signatures, bits=0, seen=None, waits=False, join=None, leave=""):
+        records = tuple(SubmissionRecord(each, f"line {rank}", waits) for each in signatures)
         seen = self.response if seen is None else seen
-        self.coordinator.announce(rank, Announcement(0, seen, bits, calls, join, leave))
+        self.coordinator.announce(rank, Announcement(0, seen, bits, records, join, leave))
 
-    def all_tell(self, *descriptions, **kwargs):
+    def all_tell(self, *signatures, **kwargs):
         for rank in range(self.size):
-            self.tell(rank, *descriptions, **kwargs)
+            self.tell(rank, *signatures, **kwargs)
 
     def decide(self):
         response = self.coordinator.decide()
@@ -40,11 +40,11 @@ class Ranks:
             assert response.number == self.response
         return response
 
-    def learn(self, *descriptions):
+    def learn(self, *signatures):
         """Have the cache hold these; returns their numbers, in order."""
-        self.all_tell(*descriptions)
-        learned = {description: number for number, description in self.decide().learned}
-        return [learned[each] for each in descriptions]
+        self.all_tell(*signatures)
+        learned = {signature: number for number, signature in self.decide().learned}
+        return [learned[each] for each in signatures]
 
 
 def told(ranks):
@@ -117,7 +117,7 @@ def test_a_shape_that_changes_on_all_ranks_is_learned_under_the_same_number():
     response = ranks.decide()
     assert response.new == (tensor("a", 4),)
     assert response.learned == ((a, tensor("a", 4)),)
-    assert ranks.coordinator.description(a) == tensor("a", 4)
+    assert ranks.coordinator.signature(a) == tensor("a", 4)
 
 
 def test_the_longest_unused_is_forgotten():
@@ -301,7 +301,7 @@ def test_only_allreduce_while_somebody_has_joined(known):
     response = ranks.decide()
     assert [(each.key, each.kind) for each in response.failures] == [("allgather.g", "CollectiveError")]
     assert "rank 0 called join(), and a joined rank can take part in allreduce only" in response.failures[0].message
-    ran = [ranks.coordinator.description(number).name for number in numbers(response.bits)]
+    ran = [ranks.coordinator.signature(number).name for number in numbers(response.bits)]
     assert ran + [each.name for each in response.new] == ["a"]
     assert ranks.coordinator.oldest_s() is None
 
@@ -370,10 +370,10 @@ def test_what_waits_is_told_with_ranks_and_lines():
     ranks.now_s = 16.0
     assert ranks.coordinator.oldest_s() == 10.0
     first, second = ranks.coordinator.waiting(2.0)
-    assert (first.description, first.since_s, first.given, first.missing) == (tensor("a"), 10, {1: "line 1"}, [0, 2])
-    assert (second.description.name, second.since_s, second.missing) == ("b", 14, [1])
+    assert (first.signature, first.since_s, first.given, first.missing) == (tensor("a"), 10, {1: "line 1"}, [0, 2])
+    assert (second.signature.name, second.since_s, second.missing) == ("b", 14, [1])
     assert sorted(second.given) == [0, 2]
-    assert [each.description.name for each in ranks.coordinator.waiting(5.0)] == ["a"]
+    assert [each.signature.name for each in ranks.coordinator.waiting(5.0)] == ["a"]
     assert ranks.coordinator.waiting(7.0) == []
 
 
@@ -403,7 +403,7 @@ def test_bits_that_came_together_and_are_not_ready_together_still_wait():
     ranks.tell(0, bits=1 << a | 1 << b)
     ranks.tell(1, bits=1 << a)
     assert told(ranks) == ([a], [], {})
-    assert [(each.description.name, each.since_s) for each in ranks.coordinator.waiting(0.0)] == [("b", 3.0)]
+    assert [(each.signature.name, each.since_s) for each in ranks.coordinator.waiting(0.0)] == [("b", 3.0)]
     ranks.tell(1, bits=1 << b)
     ranks.decide()
     assert ranks.coordinator.waiting(0.0) == []
@@ -415,15 +415,15 @@ def test_what_is_given_up_fails_and_late_announcements_of_it_are_dropped(known):
     ranks.all_tell(tensor("a"), tensor("b"))
     learned = {each.name: number for number, each in ranks.decide().learned}
     given = {"bits": 1 << learned["a"]} if known else {}
-    calls = [] if known else [tensor("a")]
-    ranks.tell(0, *calls, **given)
+    records = [] if known else [tensor("a")]
+    ranks.tell(0, *records, **given)
     response = ranks.coordinator.give_up([Failure("allreduce.a", "StalledError", "it waited too long")])
     ranks.response += 1
     assert response.number == ranks.response
     assert [tuple(each) for each in response.failures] == [("allreduce.a", "StalledError", "it waited too long")]
-    ranks.tell(1, *calls, seen=1, **given)  # it was under way: rank 1 fails it when it reads the response
+    ranks.tell(1, *records, seen=1, **given)  # it was under way: rank 1 fails it when it reads the response
     assert ranks.coordinator.oldest_s() is None
-    ranks.tell(0, *calls, **given)  # rank 0 tries again
+    ranks.tell(0, *records, **given)  # rank 0 tries again
     assert ranks.decide() is None
-    ranks.tell(1, *calls, **given)
+    ranks.tell(1, *records, **given)
     assert told(ranks)[:2] == (([learned["a"]], []) if known else ([], ["a"]))

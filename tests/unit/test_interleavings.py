@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 
 from ringreduce.engine.cache import Cache, numbers
 from ringreduce.engine.coordinator import Coordinator
-from ringreduce.engine.description import Call, Description, TensorDescription
 from ringreduce.engine.protocol import Announcement
+from ringreduce.engine.signature import Signature, SubmissionRecord, TensorSignature
 
 MISMATCH = "MismatchError"
-JOIN = Description("join", "join")
+JOIN = Signature("join", "join")
 
 
 def tensor(name, length, kind="allreduce", numbered=False):
-    return Description(kind, name, (TensorDescription(name, "float32", (length,), "cpu"),), (("op", "Sum"),), numbered)
+    return Signature(kind, name, (TensorSignature(name, "float32", (length,), "cpu"),), (("op", "Sum"),), numbered)
 
 
 class Rank:
@@ -31,7 +31,7 @@ class Rank:
         self.cache = Cache()
         self.seen = 0
         self.queues = {}
-        """By key: the descriptions that are still to be submitted, one after the other."""
+        """By key: the signatures that are still to be submitted, one after the other."""
         self.inbox = []
         self.pending = {}
         self.joins = False
@@ -44,9 +44,9 @@ class Rank:
         """Submit any tensor whose name is not pending; when there are no more, join if that is wanted."""
         free = [key for key, queue in self.queues.items() if queue and key not in self.pending]
         if free:
-            description = self.queues[random.choice(free)].popleft()
-            self.pending[description.key] = description
-            self.inbox.append(description)
+            signature = self.queues[random.choice(free)].popleft()
+            self.pending[signature.key] = signature
+            self.inbox.append(signature)
         elif self.joins and not any(self.queues.values()):
             self.joins, self.joined = False, True
             self.inbox.append(JOIN)
@@ -55,18 +55,18 @@ class Rank:
         """Of all that is in the inbox; None when there is nothing."""
         if not self.inbox:
             return None
-        bits, calls, joins = 0, [], None
-        for description in self.inbox:
-            if description is JOIN:
+        bits, records, joins = 0, [], None
+        for signature in self.inbox:
+            if signature is JOIN:
                 joins = False
                 continue
-            number = None if description.numbered else self.cache.number(description)
+            number = None if signature.numbered else self.cache.number(signature)
             if number is None:
-                calls.append(Call(description, f"line of {self.number}"))
+                records.append(SubmissionRecord(signature, f"line of {self.number}"))
             else:
                 bits |= 1 << number
         self.inbox = []
-        return Announcement(0, self.seen, bits, tuple(calls), joins)
+        return Announcement(0, self.seen, bits, tuple(records), joins)
 
     def apply(self, response):
         """Follow it, as Engine does."""
@@ -74,14 +74,14 @@ class Rank:
         self.seen = response.number
         for failure in response.failures:
             self.end(failure.key, failure.kind)
-        for description in [self.cache[number] for number in numbers(response.bits)] + list(response.new):
-            given = self.pending.get(description.key)
-            assert given == description or (given is None and self.joined), "told to run what was not given"
-            self.end(description.key, description)
+        for signature in [self.cache[number] for number in numbers(response.bits)] + list(response.new):
+            given = self.pending.get(signature.key)
+            assert given == signature or (given is None and self.joined), "told to run what was not given"
+            self.end(signature.key, signature)
         for number in response.forgotten:
             self.cache.forget(number)
-        for number, description in response.learned:
-            self.cache.learn(number, description)
+        for number, signature in response.learned:
+            self.cache.learn(number, signature)
         if response.all_joined >= 0:
             assert self.joined
             assert not self.pending, "what was given before join() is settled when all have joined"
@@ -170,8 +170,8 @@ def scripts(random, size, names, length, ragged):
             given = {
                 rank: tensor(name, 100 if rank == odd else shape) for rank in range(size) if lengths[rank] > occurrence
             }
-            for rank, description in given.items():
-                queues[rank].setdefault(description.key, deque()).append(description)
+            for rank, signature in given.items():
+                queues[rank].setdefault(signature.key, deque()).append(signature)
             alike = len(set(given.values())) == 1
             expected.setdefault(tensor(name, 1).key, []).append(next(iter(given.values())) if alike else MISMATCH)
     return queues, expected
@@ -184,8 +184,8 @@ def numbered(random, size, count):
         kind = random.choice(["allreduce", "allgather"])
         odd = random.randrange(size) if random.random() < 0.1 and size > 1 else None
         for rank in range(size):
-            description = tensor(f"noname.{number}", 3, "barrier" if rank == odd else kind, numbered=True)
-            queues[rank][description.key] = deque([description])
+            signature = tensor(f"noname.{number}", 3, "barrier" if rank == odd else kind, numbered=True)
+            queues[rank][signature.key] = deque([signature])
         agreed = tensor(f"noname.{number}", 3, kind, numbered=True)
         expected[f"noname.{number}"] = [agreed if odd is None else MISMATCH]
     return queues, expected

@@ -36,7 +36,7 @@ LAYERS = [
     ["collectives.shared", "collectives.measure"],
     ["collectives.hierarchical", "gpu.ipc_allreduce"],
     ["fusion"],
-    ["engine.description"],
+    ["engine.signature"],
     ["engine.submission", "engine.control_messages", "engine.cache", "engine.tally"],
     ["gpu.stream"],
     ["gpu.paths"],

@@ -9,34 +9,36 @@ import torch
 
 import ringreduce
 from ringreduce.buffers import as_buffer
-from ringreduce.engine.description import (
-    Call,
-    Description,
-    TensorDescription,
+from ringreduce.engine.signature import (
+    Signature,
+    SubmissionRecord,
+    TensorSignature,
     calling_line,
-    describe,
-    explain,
+    mismatch_message,
     names_of,
     ranks_text,
+    sign,
     tensor_text,
 )
 
 
 def tensor(name="w", dtype="float32", shape=(3,), device="cpu"):
-    return TensorDescription(name, dtype, shape, device)
+    return TensorSignature(name, dtype, shape, device)
 
 
 def reduction(*tensors, op="Sum", prescale=1.0, name="w"):
-    return Description("allreduce", name, tensors or (tensor(),), (("op", op), ("prescale_factor", prescale)))
+    return Signature("allreduce", name, tensors or (tensor(),), (("op", op), ("prescale_factor", prescale)))
 
 
-def explained(*descriptions, size=4):
-    return explain({rank: Call(each, f"train.py:{rank}") for rank, each in enumerate(descriptions)}, size)
+def explained(*signatures, size=4):
+    return mismatch_message(
+        {rank: SubmissionRecord(each, f"train.py:{rank}") for rank, each in enumerate(signatures)}, size
+    )
 
 
 def test_the_key_is_the_operation_and_the_name_or_the_number():
-    assert Description("allgather", "layer.w").key == "allgather.layer.w"
-    assert Description("allgather", "noname.3", numbered=True).key == "noname.3"
+    assert Signature("allgather", "layer.w").key == "allgather.layer.w"
+    assert Signature("allgather", "noname.3", numbered=True).key == "noname.3"
     assert reduction(op="Max").detail("op") == "Max"
 
 
@@ -77,7 +79,7 @@ def test_the_key_is_the_operation_and_the_name_or_the_number():
         ),
         (
             reduction(),
-            Description("barrier", "w"),
+            Signature("barrier", "w"),
             "rank 1 of 4, barrier 'w' (train.py:1): barrier 'w', but rank 0 has allreduce 'w' (train.py:0); all ranks "
             "must pass equal operations",
         ),
@@ -94,14 +96,16 @@ def test_the_first_that_differs_is_told_and_the_others_are_counted():
 
 
 def test_the_lowest_rank_that_gave_it_is_the_measure():
-    calls = {3: Call(reduction(), "a.py:3"), 1: Call(reduction(op="Min"), "a.py:1")}
-    assert explain(calls, 4).startswith("rank 3 of 4, allreduce 'w' (a.py:3): op=Sum, but rank 1 has op=Min (a.py:1)")
+    records = {3: SubmissionRecord(reduction(), "a.py:3"), 1: SubmissionRecord(reduction(op="Min"), "a.py:1")}
+    assert mismatch_message(records, 4).startswith(
+        "rank 3 of 4, allreduce 'w' (a.py:3): op=Sum, but rank 1 has op=Min (a.py:1)"
+    )
 
 
 def test_a_buffer_is_described_by_its_type_shape_and_kind_of_device(cupy):
-    assert describe(as_buffer(np.zeros((2, 3), np.int8)), "w") == tensor(dtype="int8", shape=(2, 3))
-    assert describe(as_buffer(np.zeros((2, 3))), "w", (3,)) == tensor(dtype="float64", shape=(3,))
-    assert describe(as_buffer(cupy.asarray(np.zeros(3, np.float32))), "w").device == "cuda"
+    assert sign(as_buffer(np.zeros((2, 3), np.int8)), "w") == tensor(dtype="int8", shape=(2, 3))
+    assert sign(as_buffer(np.zeros((2, 3))), "w", (3,)) == tensor(dtype="float64", shape=(3,))
+    assert sign(as_buffer(cupy.asarray(np.zeros(3, np.float32))), "w").device == "cuda"
 
 
 def test_words():

@@ -16,7 +16,7 @@ SPANS = 16
 """So many spans of ranks are named in a text."""
 
 
-class TensorDescription(NamedTuple):
+class TensorSignature(NamedTuple):
     """One tensor as all ranks must have it."""
 
     name: str
@@ -27,13 +27,13 @@ class TensorDescription(NamedTuple):
     """The kind only: cuda:0 here and cuda:1 there is how it is meant."""
 
 
-class Description(NamedTuple):
+class Signature(NamedTuple):
     """What one rank wants done; equal on all ranks, or it is not done."""
 
     kind: str
     """Such as allreduce."""
     name: str
-    tensors: tuple[TensorDescription, ...] = ()
+    tensors: tuple[TensorSignature, ...] = ()
     details: tuple[tuple[str, Any], ...] = ()
     """Such as ("op", "Sum"), ("root_rank", 0)."""
     numbered: bool = False
@@ -41,7 +41,7 @@ class Description(NamedTuple):
 
     @property
     def key(self) -> str:
-        """What makes two ranks' descriptions meet, such as allreduce.layer3.w."""
+        """What makes two ranks' signatures meet, such as allreduce.layer3.w."""
         return self.name if self.numbered else f"{self.kind}.{self.name}"
 
     def detail(self, name: str) -> Any:
@@ -49,19 +49,19 @@ class Description(NamedTuple):
         return dict(self.details)[name]
 
 
-class Call(NamedTuple):
-    """One rank's description, and the line that submitted it."""
+class SubmissionRecord(NamedTuple):
+    """One rank's signature, and the line that submitted it."""
 
-    description: Description
+    signature: Signature
     line: str
     waits: bool = False
     """The submitting thread does nothing else until it is done."""
 
 
-def describe(tensor: Buffer, name: str, shape: tuple[int, ...] | None = None) -> TensorDescription:
-    """The description of a buffer, with another shape than its own where not all of it must be equal."""
+def sign(tensor: Buffer, name: str, shape: tuple[int, ...] | None = None) -> TensorSignature:
+    """The signature of a buffer, with another shape than its own where not all of it must be equal."""
     kind = kind_of_device(tensor.device)
-    return TensorDescription(name, tensor.element.name, tensor.shape if shape is None else shape, kind)
+    return TensorSignature(name, tensor.element.name, tensor.shape if shape is None else shape, kind)
 
 
 def kind_of_device(device: str) -> str:
@@ -69,15 +69,15 @@ def kind_of_device(device: str) -> str:
     return device.partition(":")[0]
 
 
-def explain(calls: Mapping[int, Call], size: int) -> str:
+def mismatch_message(records: Mapping[int, SubmissionRecord], size: int) -> str:
     """The message of a MismatchError: the first rank that differs from the lowest, its values and the lowest's.
 
-    calls: by rank of the world, which has `size` ranks.
+    records: by rank of the world, which has `size` ranks.
     """
-    first = min(calls)
-    differing = [rank for rank in sorted(calls) if calls[rank].description != calls[first].description]
-    mine, theirs = calls[differing[0]], calls[first]
-    subject, value, expected, field = _first_difference(mine.description, theirs.description)
+    first = min(records)
+    differing = [rank for rank in sorted(records) if records[rank].signature != records[first].signature]
+    mine, theirs = records[differing[0]], records[first]
+    subject, value, expected, field = _first_difference(mine.signature, theirs.signature)
     text = (
         f"rank {differing[0]} of {size}, {subject} ({mine.line}): {value}, but rank {first} has {expected} "
         f"({theirs.line}); all ranks must pass {field}"
@@ -100,7 +100,7 @@ def ranks_text(ranks: Iterable[int]) -> str:
     return f"rank {text}" if text.isdigit() else f"ranks {text}"
 
 
-def _first_difference(mine: Description, theirs: Description) -> tuple[str, str, str, str]:
+def _first_difference(mine: Signature, theirs: Signature) -> tuple[str, str, str, str]:
     """What it is about, both values, and the field, in words."""
     subject = f"{mine.kind} {mine.name!r}"
     if mine.kind != theirs.kind:
@@ -114,10 +114,10 @@ def _first_difference(mine: Description, theirs: Description) -> tuple[str, str,
     for (key, ours), (_, his) in zip(mine.details, theirs.details, strict=True):
         if ours != his:
             return subject, f"{key}={_value(ours)}", f"{key}={_value(his)}", f"equal values of {key}"
-    raise AssertionError("called with equal descriptions")
+    raise AssertionError("called with equal signatures")
 
 
-def _tensor_difference(mine: TensorDescription, theirs: TensorDescription) -> tuple[str, str, str]:
+def _tensor_difference(mine: TensorSignature, theirs: TensorSignature) -> tuple[str, str, str]:
     if mine.name != theirs.name:
         return f"name {mine.name!r}", f"name {theirs.name!r}", "equal names"
     if mine.dtype != theirs.dtype:
@@ -131,13 +131,13 @@ def _value(value: Any) -> str:
     return value if isinstance(value, str) else repr(value)
 
 
-def tensor_text(tensor: TensorDescription) -> str:
+def tensor_text(tensor: TensorSignature) -> str:
     """Such as float32[1000, 3]."""
     return f"{tensor.dtype}[{', '.join(map(str, tensor.shape))}]"
 
 
 def calling_line() -> str:
-    """The user's nearest line that led here, as file.py:41: outside this package, and torch, which calls hooks."""
+    """The user's nearest line that led here, as file.py:41: outside this package, and torch, which records hooks."""
     frame = sys._getframe(1)
     while frame.f_back is not None and _is_of_library(frame.f_code.co_filename):
         frame = frame.f_back
