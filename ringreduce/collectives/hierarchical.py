@@ -55,7 +55,7 @@ class Hierarchy:
             across = [each[place] for each in members]
             self.rings = [SubsetTransport(channels[k], across, 0) for k in range(WIDTH)]
         self.order = Order(rank)
-        """Of the turns whose SUMMED this rank publishes: in order, though slots overlap."""
+        """Of the sequence numbers whose SUMMED this rank publishes: in order, though slots overlap."""
 
 
 def allreduce(
@@ -73,8 +73,8 @@ def allreduce(
            slot. 16-bit floats travel as float32 until they are finished. Memory: the region's, and for each slot under
            way 4 segments and, for 16-bit floats, a float32 copy of a chunk.
     """
-    first = region.turn
-    region.turn += len(slots)
+    first = region.sequence
+    region.sequence += len(slots)
     hierarchy.order.passed = first
     yield from overlapped(
         (
@@ -87,7 +87,7 @@ def allreduce(
 
 def _slot(
     parts: Sequence[Part],
-    turn: int,
+    sequence: int,
     number: int,
     region: Region,
     hierarchy: Hierarchy,
@@ -95,22 +95,22 @@ def _slot(
     segment_bytes: int,
     watch: Watch,
 ) -> Steps[None]:
-    slots = region.slots(turn, reduction.element.storage)
+    slots = region.slots(sequence, reduction.element.storage)
     cuts = cut(tuple(part.source.size for part in parts), hierarchy.chunks)
     watch(number, PACK)
     pack(parts, slots[region.rank], region.writer)
-    region.publish(PACKED, turn)
+    region.publish(PACKED, sequence)
     watch(number, REDUCE)
-    yield region.arrival(PACKED, turn)
+    yield region.arrival(PACKED, sequence)
     own = [each for each in cuts if each.owner == region.rank]
     if own and hierarchy.rings:
         chunks = [each[own[0].low : own[-1].high] for each in slots]
         yield from _across(chunks, region.rank, hierarchy.rings[number % WIDTH], reduction, segment_bytes)
-    if hierarchy.order.passed != turn:
-        yield InOrder(hierarchy.order, turn)
-    region.publish(SUMMED, turn)
-    hierarchy.order.passed = turn + 1
-    yield region.arrival(SUMMED, turn)
+    if hierarchy.order.passed != sequence:
+        yield InOrder(hierarchy.order, sequence)
+    region.publish(SUMMED, sequence)
+    hierarchy.order.passed = sequence + 1
+    yield region.arrival(SUMMED, sequence)
     watch(number, COPY)
     copy_out(cuts, slots, parts)
     watch(number, DONE)

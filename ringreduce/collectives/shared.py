@@ -11,9 +11,9 @@ with two ranks, `a` and `b` the chunks of rank 0 and rank 1:
 Each rank reads its gradients once and writes them once; all else happens in caches. With P ranks each packs
 n (P - 1) / P elements, sums n / P of every rank's, and copies n (P - 1) / P.
 
-Between the phases a rank waits for the others' flags. To wait less, it works on three slots in turn:
+Between the phases a rank waits for the others' flags. To wait less, it works on three slots in~sequence number:
 
-    turn i:     pack slot i + 1  ·  copy out of slot i - 1  ·  sum slot i
+    sequence number i:     pack slot i + 1  ·  copy out of slot i - 1  ·  sum slot i
 
 So four slots suffice, without a flag for "I have read it": before a rank packs slot i + 1 it has copied out of slot
 i - 2, for which all ranks had summed i - 2, after each had copied out of i - 3, whose memory is packed now.
@@ -119,62 +119,62 @@ def allreduce(
 
 
 class SlotWork(Protocol):
-    """What one rank does with one slot, whose memory that of the turn is."""
+    """What one rank does with one slot, whose memory that of the sequence number is."""
 
-    def pack(self, turn: int) -> None:
+    def pack(self, sequence: int) -> None:
         """Put into this rank's slot what others will sum, and publish PACKED."""
 
-    def sum(self, turn: int) -> None:
+    def sum(self, sequence: int) -> None:
         """Reduce this rank's chunk into its slot, and publish SUMMED; all have published PACKED."""
 
-    def copy_out(self, turn: int) -> None:
+    def copy_out(self, sequence: int) -> None:
         """Take the finished chunks out of their owners' slots; all have published SUMMED."""
 
 
 class OneShotWork(Protocol):
     """What one rank does with a slot of which each rank sums all; the slots stay as they are, for others read them."""
 
-    def pack(self, turn: int) -> None:
+    def pack(self, sequence: int) -> None:
         """Put all elements into this rank's slot, and publish PACKED."""
 
-    def sum_all(self, turn: int) -> None:
+    def sum_all(self, sequence: int) -> None:
         """Reduce all elements of all ranks' slots; all have published PACKED."""
 
 
-def pipelined(slots: Sequence[SlotWork], turns: Flags, watch: Watch) -> Steps[None]:
+def pipelined(slots: Sequence[SlotWork], flags: Flags, watch: Watch) -> Steps[None]:
     """Take all slots through their three phases, in the order that makes four slots of memory enough; see above."""
-    first, count = turns.turn, len(slots)
-    turns.turn += count
+    first, count = flags.sequence, len(slots)
+    flags.sequence += count
     for number in range(-1, count + 1):
         if number + 1 < count:
             watch(number + 1, PACK)
             slots[number + 1].pack(first + number + 1)
             watch(number + 1, REDUCE)
         if number > 0:
-            turn = first + number - 1
-            if not turns.arrived(SUMMED, turn):
-                yield turns.arrival(SUMMED, turn)
+            sequence = first + number - 1
+            if not flags.arrived(SUMMED, sequence):
+                yield flags.arrival(SUMMED, sequence)
             watch(number - 1, COPY)
-            slots[number - 1].copy_out(turn)
+            slots[number - 1].copy_out(sequence)
             watch(number - 1, DONE)
         if 0 <= number < count:
-            turn = first + number
-            if not turns.arrived(PACKED, turn):
-                yield turns.arrival(PACKED, turn)
-            slots[number].sum(turn)
+            sequence = first + number
+            if not flags.arrived(PACKED, sequence):
+                yield flags.arrival(PACKED, sequence)
+            slots[number].sum(sequence)
 
 
-def one_shot(slot: OneShotWork, turns: Flags, watch: Watch) -> Steps[None]:
+def one_shot(slot: OneShotWork, flags: Flags, watch: Watch) -> Steps[None]:
     """Take one short slot through its two phases."""
-    turn = turns.turn
-    turns.turn = turn + 1
+    sequence = flags.sequence
+    flags.sequence = sequence + 1
     watch(0, PACK)
-    slot.pack(turn)
+    slot.pack(sequence)
     watch(0, REDUCE)
-    if not turns.arrived(PACKED, turn):
-        yield turns.arrival(PACKED, turn)
+    if not flags.arrived(PACKED, sequence):
+        yield flags.arrival(PACKED, sequence)
     watch(0, COPY)
-    slot.sum_all(turn)
+    slot.sum_all(sequence)
     watch(0, DONE)
 
 
@@ -185,16 +185,18 @@ class _WholeSlot:
         self.parts, self.region, self.reduction = parts, region, reduction
         self.length = 0
 
-    def pack(self, turn: int) -> None:
+    def pack(self, sequence: int) -> None:
         """See `OneShotWork`."""
         region = self.region
-        self.length = pack(self.parts, region.slots(turn, self.reduction.element.storage)[region.rank], region.writer)
-        region.publish(PACKED, turn)
+        self.length = pack(
+            self.parts, region.slots(sequence, self.reduction.element.storage)[region.rank], region.writer
+        )
+        region.publish(PACKED, sequence)
 
-    def sum_all(self, turn: int) -> None:
+    def sum_all(self, sequence: int) -> None:
         """See `OneShotWork`."""
         dtype = self.reduction.element.storage
-        chunks = [each[: self.length] for each in self.region.slots(turn, dtype)]
+        chunks = [each[: self.length] for each in self.region.slots(sequence, dtype)]
         if len(self.parts) == 1:
             self.reduction.reduce_parts(chunks, self.parts[0].target)
             return
@@ -220,21 +222,21 @@ class _Slot:
         self.in_place = own_bytes >= WHOLE_BYTES * len(self.own) or len(self.own) == 1
         """The own chunk is summed where it lies; else it is packed, and summed at once."""
 
-    def pack(self, turn: int) -> None:
+    def pack(self, sequence: int) -> None:
         """Copy into this rank's slot what others will sum."""
         region = self.region
-        mine = region.slots(turn, self.dtype)[region.rank]
+        mine = region.slots(sequence, self.dtype)[region.rank]
         write = region.writer.write
         skipped = region.rank if self.in_place else -1
         for owner, part, low, high, first, last in self.cuts:
             if owner != skipped:
                 write(self.parts[part].source[first:last], mine[low:high])
-        region.publish(PACKED, turn)
+        region.publish(PACKED, sequence)
 
-    def sum(self, turn: int) -> None:
+    def sum(self, sequence: int) -> None:
         """Reduce this rank's chunk into its slot, and into its own targets."""
         region = self.region
-        slots = region.slots(turn, self.dtype)
+        slots = region.slots(sequence, self.dtype)
         mine = slots[region.rank]
         if self.in_place:
             for _, part, low, high, first, last in self.own:
@@ -247,10 +249,10 @@ class _Slot:
             low, high = self.own[0].low, self.own[-1].high
             self.reduction.reduce_parts([each[low:high] for each in slots], mine[low:high])
             copy_out(self.own, slots, self.parts)
-        region.publish(SUMMED, turn)
+        region.publish(SUMMED, sequence)
 
-    def copy_out(self, turn: int) -> None:
+    def copy_out(self, sequence: int) -> None:
         """Copy the others' finished chunks into this rank's targets."""
         rank = self.region.rank
         others = [each for each in self.cuts if each.owner != rank]
-        copy_out(others, self.region.slots(turn, self.dtype), self.parts)
+        copy_out(others, self.region.slots(sequence, self.dtype), self.parts)

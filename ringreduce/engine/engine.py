@@ -251,7 +251,7 @@ class Engine:
     def _run(self) -> None:
         try:
             while not self._may_end():
-                if self._turn():
+                if self._poll():
                     self._moved_s = time.monotonic()
                 else:
                     self._inbox.rest(self._moved_s, self._waits())
@@ -272,7 +272,7 @@ class Engine:
             told = f"{type(exc).__name__}: {exc}"
             LOGGER.warning(f"{what} of rank {self.world.rank} failed, and ends; the job goes on: {told}")
 
-    def _turn(self) -> bool:
+    def _poll(self) -> bool:
         """Do what can be done now; True when something was."""
         moved = self._inbox.obey()
         moved |= self._announce()

@@ -70,7 +70,7 @@ def _through_window(
 
     def watch(number: int, phase: int) -> None:
         if timeline.recording:
-            timeline.turn(batch.names(slots[number]), PHASES.get(phase))
+            timeline.switch_phase(batch.names(slots[number]), PHASES.get(phase))
         if phase == shared.DONE:
             batch.settle(slots[number], context)
 

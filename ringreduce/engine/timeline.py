@@ -91,11 +91,11 @@ class Timeline:
         if not self.recording:
             yield
             return
-        self.turn(submissions, name)
+        self.switch_phase(submissions, name)
         yield
-        self.turn(submissions, None)
+        self.switch_phase(submissions, None)
 
-    def turn(self, submissions: Sequence[Submission], name: str | None) -> None:
+    def switch_phase(self, submissions: Sequence[Submission], name: str | None) -> None:
         """The phase that the submissions were in ends here, and another begins; None: none does. While recording only."""
         now = now_us()
         for tensor in dict.fromkeys(tensor_of(submission) for submission in submissions):

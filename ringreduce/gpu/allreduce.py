@@ -56,7 +56,7 @@ class GpuBatch:
     def watch(self, number: int, phase: int) -> None:
         """Tell the timeline when a phase of a slot is queued."""
         if self.context.timeline.recording:
-            self.context.timeline.turn(self.batch.names(self.slots[number]), PHASES.get(phase))
+            self.context.timeline.switch_phase(self.batch.names(self.slots[number]), PHASES.get(phase))
 
     def settle(self, number: int) -> None:
         """A slot's results are queued: its owners may be complete."""

@@ -8,8 +8,8 @@ memory (window.py): "recorded". A rank that sees the flag tells its own GPU to w
 GPUs, and the host says only that there is something to wait for: it must see the flag first, for an event that has not
 been recorded yet holds nobody up.
 
-An event is recorded again with the slot's next turn, SLOTS turns later. Nobody waits for the wrong one: by then all
-members have told their GPUs to wait for this one, for they have raised the flags of later turns; collectives/shared.py
+An event is recorded again with the slot's next sequence number, SLOTS sequence numbers later. Nobody waits for the wrong one: by then all
+members have told their GPUs to wait for this one, for they have raised the flags of later sequence numbers; collectives/shared.py
 counts them.
 
 Works for several ranks on one GPU too, and, without IPC, for ranks that are threads of one process.
@@ -105,20 +105,20 @@ class PeerSlots:
         self._opened += events[PACKED] + events[SUMMED]
         self._events.append(events)
 
-    def slots(self, turn: int) -> list[int]:
-        """The address of the slot of a turn on every member's GPU."""
-        return [memory + turn % SLOTS * self.slot_bytes for memory in self._memory]
+    def slots(self, sequence: int) -> list[int]:
+        """The address of the slot of a sequence number on every member's GPU."""
+        return [memory + sequence % SLOTS * self.slot_bytes for memory in self._memory]
 
-    def publish(self, flag: int, turn: int, stream: Stream) -> None:
-        """Tell the others that a stream will have done this rank's part of `turn`."""
-        self.own.events[flag][turn % SLOTS].record(stream)
-        self.flags.publish(flag, turn)
+    def publish(self, flag: int, sequence: int, stream: Stream) -> None:
+        """Tell the others that a stream will have done this rank's part of `sequence`."""
+        self.own.events[flag][sequence % SLOTS].record(stream)
+        self.flags.publish(flag, sequence)
 
-    def follow(self, flag: int, turn: int, stream: Stream) -> None:
-        """Let a stream wait for what the others have published of a turn; `flags` has told that all have."""
+    def follow(self, flag: int, sequence: int, stream: Stream) -> None:
+        """Let a stream wait for what the others have published of a sequence number; `flags` has told that all have."""
         for rank, events in enumerate(self._events):
             if rank != self.rank:
-                cuda.wait_for(events[flag][turn % SLOTS], stream)
+                cuda.wait_for(events[flag][sequence % SLOTS], stream)
 
     def close(self) -> None:
         """Give back what is the others'; then, when all have, each frees its own."""

@@ -96,31 +96,31 @@ class MappedSlot:
         self.scratch, self.itemsize = scratch, reduction.element.itemsize
         self.chunk = equal_chunk(slot.length, peers.size, alignment(self.itemsize))
 
-    def pack(self, turn: int) -> None:
+    def pack(self, sequence: int) -> None:
         """See `shared.SlotWork`."""
         peers = self.peers
-        self.kernels.gather(self.slot.table, self.slot.inputs, peers.slots(turn)[peers.rank], self.stream)
-        peers.publish(PACKED, turn, self.stream)
+        self.kernels.gather(self.slot.table, self.slot.inputs, peers.slots(sequence)[peers.rank], self.stream)
+        peers.publish(PACKED, sequence, self.stream)
 
-    def sum(self, turn: int) -> None:
+    def sum(self, sequence: int) -> None:
         """See `shared.SlotWork`."""
         peers = self.peers
-        peers.follow(PACKED, turn, self.stream)
+        peers.follow(PACKED, sequence, self.stream)
         low = min(self.slot.length, peers.rank * self.chunk)
         count = min(self.slot.length, low + self.chunk) - low
         if count:
-            chunks = [each + low * self.itemsize for each in peers.slots(turn)]
+            chunks = [each + low * self.itemsize for each in peers.slots(sequence)]
             self.kernels.reduce(self.reduction, chunks, chunks[peers.rank], count, self.stream)
-        peers.publish(SUMMED, turn, self.stream)
+        peers.publish(SUMMED, sequence, self.stream)
 
-    def copy_out(self, turn: int) -> None:
+    def copy_out(self, sequence: int) -> None:
         """See `shared.SlotWork`."""
-        self.peers.follow(SUMMED, turn, self.stream)
-        self.kernels.scatter(self.slot.table, self.peers.slots(turn), self.chunk, self.slot.outputs, self.stream)
+        self.peers.follow(SUMMED, sequence, self.stream)
+        self.kernels.scatter(self.slot.table, self.peers.slots(sequence), self.chunk, self.slot.outputs, self.stream)
 
-    def sum_all(self, turn: int) -> None:
+    def sum_all(self, sequence: int) -> None:
         """See `shared.OneShotWork`."""
         slot, peers = self.slot, self.peers
-        peers.follow(PACKED, turn, self.stream)
-        self.kernels.reduce(self.reduction, peers.slots(turn), self.scratch, slot.length, self.stream)
+        peers.follow(PACKED, sequence, self.stream)
+        self.kernels.reduce(self.reduction, peers.slots(sequence), self.scratch, slot.length, self.stream)
         self.kernels.scatter(slot.table, [self.scratch], slot.length, slot.outputs, self.stream)

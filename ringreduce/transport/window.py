@@ -70,8 +70,8 @@ class Flags:
         self.rank = rank
         """This rank's place among the members."""
         self.ranks = tuple(ranks)
-        self.turn = 0
-        """Slots used so far: the next one is slot turn % SLOTS. Equal on all members between two operations."""
+        self.sequence = 0
+        """Slots used so far: the next one is slot sequence number % SLOTS. Equal on all members between two operations."""
         low = (number * FLAGS_PER_REGION + first) * CACHE_LINE_BYTES
         high = low + 2 * CACHE_LINE_BYTES
         # a memoryview's items are read ten times faster than an array's
@@ -79,27 +79,27 @@ class Flags:
         self._flags = [each[:: CACHE_LINE_BYTES // 8] for each in flags]
         self._flags[rank][PACKED] = self._flags[rank][SUMMED] = 0
 
-    def publish(self, flag: int, turn: int) -> None:
-        """Tell the others that this rank has done its part of `turn`, and of all turns before."""
+    def publish(self, flag: int, sequence: int) -> None:
+        """Tell the others that this rank has done its part of `sequence`, and of all sequence numbers before."""
         self.window.fence()
-        self._flags[self.rank][flag] = turn + 1
+        self._flags[self.rank][flag] = sequence + 1
 
-    def arrived(self, flag: int, turn: int) -> bool:
-        """True when every member has published this turn."""
+    def arrived(self, flag: int, sequence: int) -> bool:
+        """True when every member has published this sequence number."""
         for each in self._flags:
-            if each[flag] <= turn:
+            if each[flag] <= sequence:
                 return False
         self.window.fence()
         return True
 
-    def arrival(self, flag: int, turn: int) -> Arrival:
-        """A request that is done when every member has published this turn."""
-        return Arrival(self, flag, turn)
+    def arrival(self, flag: int, sequence: int) -> Arrival:
+        """A request that is done when every member has published this sequence number."""
+        return Arrival(self, flag, sequence)
 
-    def late(self, flag: int, turn: int) -> int:
-        """The rank (of the world) of the first member that has not published this turn; this rank's if all have."""
+    def late(self, flag: int, sequence: int) -> int:
+        """The rank (of the world) of the first member that has not published this sequence number; this rank's if all have."""
         for rank, each in zip(self.ranks, self._flags, strict=True):
-            if each[flag] <= turn:
+            if each[flag] <= sequence:
                 return rank
         return self.ranks[self.rank]
 
@@ -118,40 +118,40 @@ class Region(Flags):
         """For this rank's slots."""
         self._views: dict[Any, list[list[Any]]] = {}
 
-    def slots(self, turn: int, dtype: np.dtype[Any]) -> list[Any]:
-        """The slot of a turn in every member's block: 1-D arrays of `dtype`."""
+    def slots(self, sequence: int, dtype: np.dtype[Any]) -> list[Any]:
+        """The slot of a sequence number in every member's block: 1-D arrays of `dtype`."""
         views = self._views.get(dtype)
         if views is None:
             whole = [each[:, : self.slot_bytes // dtype.itemsize * dtype.itemsize].view(dtype) for each in self._slots]
             views = self._views[dtype] = [[each[slot] for each in whole] for slot in range(SLOTS)]
-        return views[turn % SLOTS]
+        return views[sequence % SLOTS]
 
 
 class Arrival:
-    """See `transport.base.Work`: all members have published a turn."""
+    """See `transport.base.Work`: all members have published a sequence number."""
 
-    def __init__(self, flags: Flags, flag: int, turn: int) -> None:
-        self._flags, self._flag, self._turn = flags, flag, turn
+    def __init__(self, flags: Flags, flag: int, sequence: int) -> None:
+        self._flags, self._flag, self._sequence = flags, flag, sequence
 
     @property
     def peer(self) -> int:
         """The rank of the world that is waited for."""
-        return self._flags.late(self._flag, self._turn)
+        return self._flags.late(self._flag, self._sequence)
 
     def done(self) -> bool:
         """See `Work.done`."""
-        return self._flags.arrived(self._flag, self._turn)
+        return self._flags.arrived(self._flag, self._sequence)
 
     def done_soon(self) -> bool:
         """See `Work.done`; looks for `YIELD_S`, for the others are usually about to."""
-        arrived, flag, turn = self._flags.arrived, self._flag, self._turn
+        arrived, flag, sequence = self._flags.arrived, self._flag, self._sequence
         for _ in range(SPINS):
-            if arrived(flag, turn):
+            if arrived(flag, sequence):
                 return True
         until_s = time.monotonic() + YIELD_S
         while time.monotonic() < until_s:
             os.sched_yield()
-            if arrived(flag, turn):
+            if arrived(flag, sequence):
                 return True
         return False
 
@@ -161,7 +161,7 @@ class Arrival:
             waiting.until(self._arrived_or_lost)
 
     def _arrived_or_lost(self) -> bool:
-        if self._flags.arrived(self._flag, self._turn):
+        if self._flags.arrived(self._flag, self._sequence):
             return True
         self._flags.window.check(self.peer)
         return False

@@ -111,11 +111,11 @@ def test_many_operations_of_ranks_that_are_late_by_turns(seed):
 
 
 def test_after_shutdown_there_is_a_new_window(anew):
-    for turn in range(4):
+    for sequence in range(4):
         anew()
         window = runtime.current("test").engine.host.window
         assert not any(block[4096:].any() for block in window.blocks[rr.local_rank() : rr.local_rank() + 1]), "zeroed"
-        arrays = everyones("float32", LONG, turn)
+        arrays = everyones("float32", LONG, sequence)
         assert_reduced(rr.allreduce(arrays[rr.rank()]), rr.Average, arrays)
         assert len(rr.allgather_object(None)) == rr.size()
 
@@ -159,7 +159,7 @@ def test_tiny_slots_and_flags_that_go_far(anew):
     for step in range(20):
         arrays = everyones("float32", 6000 + step, step)
         assert_reduced(rr.allreduce(arrays[rr.rank()], op=rr.Sum), rr.Sum, arrays)
-    assert runtime.current("test").engine.states[0].routes.region.turn > 20 * 6000 // 64
+    assert runtime.current("test").engine.states[0].routes.region.sequence > 20 * 6000 // 64
 
 
 def test_process_sets_move_data_through_regions_of_their_own(anew):

@@ -107,13 +107,13 @@ def be_slow(seed):
     region, draw = routes().region, random.Random(f"{seed} {runtime.current('test').world.rank}")
     slots, publish = region.slots, region.publish
 
-    def slow_slots(turn, dtype):
+    def slow_slots(sequence, dtype):
         dawdle(draw)
-        return slots(turn, dtype)
+        return slots(sequence, dtype)
 
-    def slow_publish(flag, turn):
+    def slow_publish(flag, sequence):
         dawdle(draw)
-        publish(flag, turn)
+        publish(flag, sequence)
         dawdle(draw)
 
     region.slots, region.publish = slow_slots, slow_publish
@@ -129,7 +129,7 @@ def test_a_rank_that_is_late_never_reads_what_came_later(hosts, seed):
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("hosts", LAYOUTS[:4], ids=str)
 def test_nobody_packs_a_slot_that_another_of_its_host_still_reads(hosts, seed):
-    """Turn t has the memory of turn t - SLOTS, so all must have done with that: told by `watch`, with sleeps there."""
+    """Turn t has the memory of sequence number t - SLOTS, so all must have done with that: told by `watch`, with sleeps there."""
     size = len(hosts)
     ended = [set(range(-SLOTS, 0)) for _ in hosts]
     packed_over, under_way = [], []
@@ -139,7 +139,7 @@ def test_nobody_packs_a_slot_that_another_of_its_host_still_reads(hosts, seed):
         draw = random.Random(f"{seed} {world.rank}")
         neighbours = [rank for rank in range(size) if hosts[rank] == hosts[world.rank]]
         for number, (count, capacity) in enumerate([(100, 8), (5, 9), (64, 8), (1, 1), (1, 1)] * 3):
-            first, open_slots = routes().region.turn, set()
+            first, open_slots = routes().region.sequence, set()
 
             def watch(slot, phase, first=first, open_slots=open_slots):
                 dawdle(draw, 0.3)

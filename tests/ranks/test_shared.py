@@ -31,13 +31,13 @@ class SlowRegion(Region):
 
     seed = 0
 
-    def slots(self, turn, dtype):
+    def slots(self, sequence, dtype):
         self.dawdle()
-        return super().slots(turn, dtype)
+        return super().slots(sequence, dtype)
 
-    def publish(self, flag, turn):
+    def publish(self, flag, sequence):
         self.dawdle()
-        super().publish(flag, turn)
+        super().publish(flag, sequence)
         self.dawdle()
 
     def dawdle(self):
@@ -73,7 +73,9 @@ def on_a_host(size, program, region_type=Region):
         thread.join()
     if failures:
         raise failures[0]
-    assert len({region.turn for region in regions}) == 1, "the next operation begins with the same slot on all ranks"
+    assert len({region.sequence for region in regions}) == 1, (
+        "the next operation begins with the same slot on all ranks"
+    )
     return results
 
 
@@ -175,14 +177,14 @@ def test_a_rank_that_is_late_never_reads_what_came_later(size, seed):
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_nobody_packs_a_slot_that_another_still_reads(size, seed):
-    """Turn t has the memory of turn t - SLOTS, so all must have done with that: told by `watch`, with sleeps there."""
+    """Turn t has the memory of sequence number t - SLOTS, so all must have done with that: told by `watch`, with sleeps there."""
     done = [-1] * size
     packed_over = []
 
     def program(region):
         draw = random.Random(f"{seed} {region.rank}")
         for number, (count, capacity) in enumerate([(100, 8), (5, 9), (64, 8), (1, 1), (1, 1), (1, 1), (1, 1)] * 3):
-            first = region.turn
+            first = region.sequence
 
             def watch(slot, phase, first=first):
                 if draw.random() < 0.3:
@@ -195,12 +197,12 @@ def test_nobody_packs_a_slot_that_another_still_reads(size, seed):
                     time.sleep(0)
 
             reduce(data("float32", count, region.rank, number), region, kind, capacity, watch=watch)
-        return region.turn
+        return region.sequence
 
     kind = Reduction(Sum, TABLE["float32"], size)
-    turns = on_a_host(size, program)
+    flags = on_a_host(size, program)
     assert all(packed_over)
-    assert len(packed_over) == sum(turns)
+    assert len(packed_over) == sum(flags)
 
 
 @pytest.mark.parametrize("capacity", [10**9, 16])
@@ -235,7 +237,7 @@ def test_short_ones_take_one_wait_and_long_ones_two(size):
 
     def program(region):
         waits = []
-        region.arrived = lambda flag, turn: waits.append(flag) or Region.arrived(region, flag, turn)
+        region.arrived = lambda flag, sequence: waits.append(flag) or Region.arrived(region, flag, sequence)
         counts = []
         for count in (limit, limit + 1):
             waits.clear()

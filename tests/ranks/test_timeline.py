@@ -118,12 +118,12 @@ def test_a_phase_that_an_earlier_recording_left_open_is_not_told_by_a_later_one(
     request = stand_in(Signature("allreduce", "w", details=(("op", "Sum"),)), 0, Gpu(0))
     timeline.start(mark_cycles=False)
     timeline.agreed(request)
-    timeline.turn([request], "ALLREDUCE")
+    timeline.switch_phase([request], "ALLREDUCE")
     timeline.stop()
     assert [event.name for event in timeline.take()] == ["NEGOTIATE_ALLREDUCE", "QUEUE"]
     timeline.start(mark_cycles=False)
-    timeline.turn([request], "ALLREDUCE")
-    timeline.turn([request], None)
+    timeline.switch_phase([request], "ALLREDUCE")
+    timeline.switch_phase([request], None)
     assert [event.name for event in timeline.take()] == ["ALLREDUCE"]
 
 

@@ -35,11 +35,11 @@ def views_of(shared, number, members):
 def test_every_slot_of_every_region_is_memory_of_its_own(dtype):
     shared = host_window(3)
     regions = [views_of(shared, number, [0, 1, 2]) for number in range(REGIONS)]
-    for value, (number, turn, rank) in enumerate(itertools.product(range(REGIONS), range(SLOTS), range(3))):
-        regions[number][0].slots(turn, np.dtype(dtype))[rank][...] = value
-    for value, (number, turn, rank) in enumerate(itertools.product(range(REGIONS), range(SLOTS), range(3))):
+    for value, (number, sequence, rank) in enumerate(itertools.product(range(REGIONS), range(SLOTS), range(3))):
+        regions[number][0].slots(sequence, np.dtype(dtype))[rank][...] = value
+    for value, (number, sequence, rank) in enumerate(itertools.product(range(REGIONS), range(SLOTS), range(3))):
         for seen_by in range(3):
-            slot = regions[number][seen_by].slots(turn + 5 * SLOTS, np.dtype(dtype))[rank]
+            slot = regions[number][seen_by].slots(sequence + 5 * SLOTS, np.dtype(dtype))[rank]
             assert (slot.dtype, slot.nbytes) == (dtype, SLOT_BYTES)
             assert (slot == value).all()
     flags = np.concatenate([block[: window.FLAGS_BYTES] for block in shared.blocks])
@@ -85,9 +85,9 @@ def test_every_region_that_settings_allow_has_flags_of_its_own():
         region.publish(PACKED, 2 * number)
         region.publish(SUMMED, 2 * number + 1)
     for number, region in enumerate(regions):
-        for flag, turn in ((PACKED, 2 * number), (SUMMED, 2 * number + 1)):
-            assert region.arrived(flag, turn)
-            assert not region.arrived(flag, turn + 1)
+        for flag, sequence in ((PACKED, 2 * number), (SUMMED, 2 * number + 1)):
+            assert region.arrived(flag, sequence)
+            assert not region.arrived(flag, sequence + 1)
     assert not blocks[0][window.FLAGS_BYTES :].any()
 
 
@@ -116,7 +116,7 @@ def test_whoever_makes_a_region_again_starts_from_zero():
     for each in views_of(shared, 0, [0, 1]):
         each.publish(PACKED, 9)
     one, other = views_of(shared, 0, [0, 1])
-    assert one.turn == 0
+    assert one.sequence == 0
     assert not one.arrived(PACKED, 0)
     one.publish(PACKED, 0)
     other.publish(PACKED, 0)
