@@ -29,7 +29,7 @@ from ringreduce.engine.cache import numbers
 from ringreduce.engine.context import Context
 from ringreduce.engine.coordinator import Coordinator
 from ringreduce.engine.host import Host
-from ringreduce.engine.inbox import LONGEST_REST_S, Inbox, Waits
+from ringreduce.engine.inbox import LONGEST_SLEEP_S, Inbox, WaitsFor
 from ringreduce.engine.joined import stand_in
 from ringreduce.engine.process_set import Idle, ProcessSetState
 from ringreduce.engine.protocol import (
@@ -108,8 +108,8 @@ class Engine:
         self._clock_offsets_us = clock_offsets_us or [0.0] * world.size
         self._timeline = Timeline()
         self._recording = Recording(transport, self._timeline)
-        crowded = world.local_size >= host.cores
-        self._inbox = Inbox(transport, settings, len(set(world.hosts)) == 1, crowded)
+        oversubscribed = world.local_size >= host.cores
+        self._inbox = Inbox(transport, settings, len(set(world.hosts)) == 1, oversubscribed)
         self._next_set = GLOBAL
         self._early: dict[int, list[ControlMessage]] = {}
         """What came for process sets that this rank is about to hear of."""
@@ -208,12 +208,12 @@ class Engine:
         """
 
         def begin() -> None:
-            self._leaving, self._inbox.hurried = why, True
+            self._leaving, self._inbox.draining = why, True
             if isinstance(self._broken, errors.StalledError):  # the others may not know, and would wait for this rank
                 self._tell_broken(self._broken)
             self._announce_leaving()
 
-        self._inbox.order(begin)
+        self._inbox.call_soon(begin)
         while not self._finished.wait(0.05):
             if interrupted():
                 return False
@@ -231,11 +231,11 @@ class Engine:
             file.close()
             raise errors.CollectiveError(f"start_timeline: {self._broken or 'the engine has ended'}")
 
-    def _ordered(self, action: Callable[[Callable[[], None]], None], timeout_s: float = math.inf) -> bool:
+    def _ordered(self, callback: Callable[[Callable[[], None]], None], timeout_s: float = math.inf) -> bool:
         """Have the engine's thread do something that records its argument at the end; False when it has not in time."""
         done = threading.Event()
         until_s = time.monotonic() + timeout_s
-        self._inbox.order(lambda: self._aside(TIMELINE, lambda: action(done.set)))
+        self._inbox.call_soon(lambda: self._aside(TIMELINE, lambda: callback(done.set)))
         while not done.wait(0.05):
             if self._finished.is_set() or TIMELINE in self._ended or time.monotonic() > until_s:
                 return False
@@ -244,7 +244,7 @@ class Engine:
     def stop_timeline(self, timeout_s: float = 5.0) -> None:
         """Record no more; returns when all ranks' events are in the file, or have not come in time. For rank 0."""
         if not self._ordered(self._recording.stop, timeout_s):
-            self._inbox.order(self._recording.close)
+            self._inbox.call_soon(self._recording.close)
 
     # The engine's thread
 
@@ -254,7 +254,7 @@ class Engine:
                 if self._poll():
                     self._moved_s = time.monotonic()
                 else:
-                    self._inbox.rest(self._moved_s, self._waits())
+                    self._inbox.idle_wait(self._moved_s, self._waits())
         except BaseException as exc:  # whatever it was, the user's threads must not wait for this one
             self._break(exc)
         finally:
@@ -274,12 +274,12 @@ class Engine:
 
     def _poll(self) -> bool:
         """Do what can be done now; True when something was."""
-        moved = self._inbox.obey()
+        moved = self._inbox.run_callbacks()
         moved |= self._announce()
         moved |= self._read()
         moved |= self._decide()
         for state in list(self.states.values()):
-            moved |= state.advance(self._inbox.hurries)
+            moved |= state.advance(self._inbox.latency_critical)
         if not any(state.busy for state in self.states.values()):
             self._aside(TIMELINE, self._recording.settle)
         self._aside(TIMELINE, self._recording.spill)
@@ -498,13 +498,13 @@ class Engine:
         else:
             submission.complete()
 
-    def _waits(self) -> Waits:
+    def _waits(self) -> WaitsFor:
         """What for, so that this rank must look from time to time."""
         states = list(self.states.values())
         if any(state.waits_for is not None and not isinstance(state.waits_for, Arrival) for state in states):
-            return Waits.MESSAGES
+            return WaitsFor.MESSAGES
         if any(state.busy for state in states):
-            return Waits.FLAGS
+            return WaitsFor.FLAGS
         if (
             bool(self._leaving)
             or self._inbox.announced(sum(len(state.pending) for state in states))
@@ -513,8 +513,8 @@ class Engine:
             or self.gpu.keeps
             or not self.transport.flushed()
         ):
-            return Waits.CONTROL
-        return Waits.NOTHING
+            return WaitsFor.CONTROL
+        return WaitsFor.NOTHING
 
     def doing(self, question: Question) -> str:
         """What this rank did last, and what it waits for, above all what has the name of a stalled tensor."""
@@ -599,7 +599,7 @@ class Engine:
             self.transport.send_control(encode(Broken(str(error))), rank)
         until_s = time.monotonic() + LAST_WORDS_S
         while not self.transport.flushed() and time.monotonic() < until_s:
-            time.sleep(LONGEST_REST_S)
+            time.sleep(LONGEST_SLEEP_S)
 
     def fail_everything(self, message: str) -> None:
         """Give up what is pending and under way; see StallWatch."""

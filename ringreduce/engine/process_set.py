@@ -59,7 +59,7 @@ class ProcessSetState:
             self.moved_s = time.monotonic()
         self._queue.append(steps)
 
-    def advance(self, hurried: bool) -> bool:
+    def advance(self, draining: bool) -> bool:
         """Move on as far as it goes without waiting; True when anything moved.
 
         hurried: somebody waits for a result: look some microseconds longer before the engine does something else.
@@ -68,7 +68,7 @@ class ProcessSetState:
         try:
             while self._queue:
                 if self.waits_for is not None:
-                    if not (self._is_done_soon() if hurried else self.waits_for.done()):
+                    if not (self._is_done_soon() if draining else self.waits_for.done()):
                         break
                     self.waits_for.wait()
                 moved = True

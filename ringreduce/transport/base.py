@@ -90,7 +90,7 @@ class EngineTransport(Transport, Protocol):
     def cancel_receives(self) -> None:
         """Take back the receives under way, as far as nothing has begun to arrive: their memory changes no more."""
 
-    def rest(self, timeout_s: float) -> None:
+    def sleep(self, timeout_s: float) -> None:
         """Return after `timeout_s`, or earlier when `wake` came."""
 
     def wake(self) -> None:

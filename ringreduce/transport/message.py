@@ -120,7 +120,7 @@ class MessageTransport:
             self._outbox.popleft()
         return not self._outbox
 
-    def rest(self, timeout_s: float) -> None:
+    def sleep(self, timeout_s: float) -> None:
         """See `EngineTransport.rest`."""
         self._woken.acquire(timeout=timeout_s)
 

@@ -182,7 +182,7 @@ class ThreadTransport:
         """See `EngineTransport.cancel_receives`."""
         self._exchange.cancel_receives(self.rank)
 
-    def rest(self, timeout_s: float) -> None:
+    def sleep(self, timeout_s: float) -> None:
         """See `EngineTransport.rest`; whatever comes ends it, too."""
         woken = self._exchange.woken[self.rank]
         woken.wait(timeout_s)

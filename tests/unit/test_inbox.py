@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from ringreduce.engine import inbox
-from ringreduce.engine.inbox import CROWDED_CYCLES, ONE_HOST_BATCH_SLOTS, Inbox, Waits
+from ringreduce.engine.inbox import ONE_HOST_BATCH_SLOTS, OVERSUBSCRIBED_CYCLES, Inbox, WaitsFor
 from ringreduce.settings import Settings
 from ringreduce.transport.message import MessageTransport
 from ringreduce.world import World
@@ -31,74 +31,74 @@ def put(box, nbytes, now_s, device="cpu"):
 def test_a_full_batch_is_told_of_at_once(clock):
     box = Inbox(None, SETTINGS, one_host=True)
     put(box, BATCH_BYTES - 1, clock.s)
-    assert box.gathers()
+    assert box.batches_more()
     put(box, 1, clock.s)
-    assert not box.gathers()
+    assert not box.batches_more()
 
 
-@pytest.mark.parametrize(("crowded", "cycles"), [(False, 1), (True, CROWDED_CYCLES)])
-def test_tensors_are_gathered_for_a_cycle_and_for_longer_where_ranks_take_all_cores(clock, crowded, cycles):
-    box = Inbox(None, SETTINGS, one_host=True, crowded=crowded)
+@pytest.mark.parametrize(("crowded", "cycles"), [(False, 1), (True, OVERSUBSCRIBED_CYCLES)])
+def test_tensors_are_gathered_for_a_cycle_and_for_longer_where_ranks_take_all_cores(clock, oversubscribed, cycles):
+    box = Inbox(None, SETTINGS, one_host=True, oversubscribed=oversubscribed)
     put(box, 1, clock.s)
     clock.s += 0.0099 * cycles
     put(box, 1, clock.s)  # the oldest one counts
-    assert box.gathers()
+    assert box.batches_more()
     clock.s += 0.0002 * cycles
-    assert not box.gathers()
+    assert not box.batches_more()
     assert len(box.take()) == 2
     put(box, 1, clock.s)
-    assert box.gathers()
+    assert box.batches_more()
 
 
 def test_where_ranks_take_all_cores_any_number_of_bytes_is_gathered_until_somebody_waits(clock):
-    box = Inbox(None, SETTINGS, one_host=True, crowded=True)
+    box = Inbox(None, SETTINGS, one_host=True, oversubscribed=True)
     put(box, 10 * BATCH_BYTES, clock.s)
-    assert box.gathers()
+    assert box.batches_more()
     box._asleep = False
     box.ask()
-    assert not box.gathers()
+    assert not box.batches_more()
 
 
 @pytest.mark.parametrize(("one_host", "device"), [(False, "cpu"), (True, "cuda:0")])
 def test_a_wire_and_a_gpu_work_beside_the_cores(clock, one_host, device):
-    box = Inbox(None, SETTINGS, one_host, crowded=True)
+    box = Inbox(None, SETTINGS, one_host, oversubscribed=True)
     put(box, BATCH_BYTES, clock.s, device)
-    assert not box.gathers()
+    assert not box.batches_more()
     assert len(box.take()) == 1
     put(box, 1, clock.s, device)
     clock.s += 0.0101
-    assert not box.gathers()
+    assert not box.batches_more()
 
 
 def test_an_idle_engine_looks_for_letters_ever_more_seldom(clock):
     rests = []
     box = Inbox(SimpleNamespace(rest=rests.append), SETTINGS, one_host=True)
     for idle_s in (0.0, 0.1, 2.0, 3600.0):
-        box.rest(clock.s - idle_s, Waits.NOTHING)
+        box.rest(clock.s - idle_s, WaitsFor.NOTHING)
     assert rests == [0.04, 0.04, 0.5, 1.0]
 
 
 def test_a_rest_ends_in_time_or_when_a_thread_of_the_rank_wakes_it():
     transport = MessageTransport(World(0, 1, (0,)))
     start_s = time.monotonic()
-    transport.rest(0.02)
+    transport.sleep(0.02)
     assert time.monotonic() - start_s >= 0.02
     threading.Timer(0.05, transport.wake).start()
-    transport.rest(60)
+    transport.sleep(60)
     transport.wake()
     transport.wake()
-    transport.rest(60)  # woken before it began
+    transport.sleep(60)  # woken before it began
     assert time.monotonic() - start_s < 60
     start_s = time.monotonic()
-    transport.rest(0.02)
+    transport.sleep(0.02)
     assert time.monotonic() - start_s >= 0.02, "two wakes end one rest"
 
 
 def test_what_comes_while_the_engine_rests_wakes_it_and_else_it_looks_by_itself(clock):
     woken = []
-    transport = SimpleNamespace(rest=lambda _: box.order(lambda: None), wake=lambda: woken.append("woken"))
+    transport = SimpleNamespace(rest=lambda _: box.call_soon(lambda: None), wake=lambda: woken.append("woken"))
     box = Inbox(transport, SETTINGS, one_host=True)
-    box.rest(clock.s - 10, Waits.NOTHING)
+    box.rest(clock.s - 10, WaitsFor.NOTHING)
     assert woken == ["woken"]
-    box.order(lambda: None)
+    box.call_soon(lambda: None)
     assert woken == ["woken"]
