@@ -34,13 +34,13 @@ from ringreduce.engine.joined import stand_in
 from ringreduce.engine.process_set import Idle, ProcessSetState
 from ringreduce.engine.protocol import (
     Announcement,
-    Answer,
     Broken,
     Failure,
-    Goodbye,
-    Look,
-    Question,
     Response,
+    ShutdownAck,
+    StackReply,
+    StackRequest,
+    StallProbe,
     TimelineEvents,
     TimelineStart,
     TimelineStop,
@@ -116,7 +116,7 @@ class Engine:
         self._debugs, self._traces = LOGGER.isEnabledFor(logging.DEBUG), LOGGER.isEnabledFor(TRACE)
         self._leaving = ""
         self._left: set[int] = set()
-        self._goodbye = False
+        self._shutdown_acked = False
         self._broken: Exception | None = None
         self._finished = threading.Event()
         self._ended: set[str] = set()
@@ -360,11 +360,11 @@ class Engine:
                 self._apply(state, content)
             elif state.coordinator is not None:
                 self._hear(state.coordinator, state, message.source, content)
-        elif isinstance(content, Goodbye):
-            self._goodbye = True
+        elif isinstance(content, ShutdownAck):
+            self._shutdown_acked = True
         elif isinstance(content, Broken):
             self._give_up(errors.PeerLostError(content.message, [message.source]))
-        elif isinstance(content, Look | Question | Answer):
+        elif isinstance(content, StallProbe | StackRequest | StackReply):
             self._aside(STALL_WATCH, lambda: self._stalls.read(message.source, content))
         elif isinstance(content, TimelineStart | TimelineStop | TimelineEvents):
             self._aside(TIMELINE, lambda: self._recording.read(message.source, content))
@@ -516,7 +516,7 @@ class Engine:
             return WaitsFor.CONTROL
         return WaitsFor.NOTHING
 
-    def doing(self, question: Question) -> str:
+    def doing(self, question: StackRequest) -> str:
         """What this rank did last, and what it waits for, above all what has the name of a stalled tensor."""
         with self._inbox.lock:
             text = self._inbox.last_submission_text()
@@ -567,12 +567,12 @@ class Engine:
             return bool(self._leaving)
         if not self._leaving or any(state.busy for state in self.states.values()):
             return False
-        if self.world.rank == 0 and not self._goodbye and len(self._left) == self.world.size:
+        if self.world.rank == 0 and not self._shutdown_acked and len(self._left) == self.world.size:
             for rank in self._others():
-                self.transport.send_control(encode(Goodbye()), rank)
-            self._goodbye = True
+                self.transport.send_control(encode(ShutdownAck()), rank)
+            self._shutdown_acked = True
         # a set's coordinator may have more to run than rank 0 knows of: it says when that is all
-        return self._goodbye and all(state.closed for state in self.states.values()) and self.transport.flushed()
+        return self._shutdown_acked and all(state.closed for state in self.states.values()) and self.transport.flushed()
 
     def _close(self, state: ProcessSetState, closed: str, leaver: int) -> None:
         """What is pending in this set can never be run."""

@@ -61,18 +61,18 @@ class Response(NamedTuple):
         return self == Response(self.process_set, self.number)
 
 
-class Goodbye(NamedTuple):
+class ShutdownAck(NamedTuple):
     """Rank 0 tells all: every rank has left, the job may end."""
 
 
-class Look(NamedTuple):
+class StallProbe(NamedTuple):
     """A rank that has waited long asks the coordinator to look at its control messages and to answer."""
 
     process_set: int
     waited_s: float
 
 
-class Question(NamedTuple):
+class StackRequest(NamedTuple):
     """What do you do, instead of what we wait for?"""
 
     number: int
@@ -82,7 +82,7 @@ class Question(NamedTuple):
     """The first of the tensors that wait, and the kind of the very first."""
 
 
-class Answer(NamedTuple):
+class StackReply(NamedTuple):
     """What a rank does: its last submission, what it waits for, and its threads' stacks."""
 
     number: int

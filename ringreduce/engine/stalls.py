@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ringreduce.engine.coordinator import Waiting
 from ringreduce.engine.process_set import ProcessSetState
-from ringreduce.engine.protocol import Answer, Failure, Look, Question, encode
+from ringreduce.engine.protocol import Failure, StackReply, StackRequest, StallProbe, encode
 from ringreduce.engine.signature import PACKAGE, Signature, ranks_text, tensor_text
 from ringreduce.log import LOGGER
 from ringreduce.supervision import tell_launcher
@@ -44,7 +44,7 @@ class Inquiry(NamedTuple):
     headline: str
     asked: tuple[int, ...]
     until_s: float
-    answers: dict[int, Answer]
+    answers: dict[int, StackReply]
 
 
 class StallWatch:
@@ -148,7 +148,7 @@ class StallWatch:
         """Ask what the ranks do; the report is written when they have answered, or have not in time."""
         self._questions += 1
         kind = stalled[0].kind if stalled else ""
-        question = Question(self._questions, state.number, kind, tuple(each.name for each in stalled))
+        question = StackRequest(self._questions, state.number, kind, tuple(each.name for each in stalled))
         own = self._engine.transport.rank
         asked = tuple(ranks[:ASKED])
         inquiry = Inquiry(self._questions, state, text, asked, time.monotonic() + ANSWER_S, {})
@@ -164,7 +164,7 @@ class StallWatch:
         asked = self._looks.get(state.number)
         if asked is None:
             self._looks[state.number] = now
-            self._engine.transport.send_control(encode(Look(state.number, waited_s)), state.leader)
+            self._engine.transport.send_control(encode(StallProbe(state.number, waited_s)), state.leader)
         if asked and now - asked > ANSWER_S:
             self._looks[state.number] = 0.0
             self._silent.add(state.number)
@@ -176,17 +176,17 @@ class StallWatch:
         if state.number in self._silent and self._is_over(waited_s):
             self._engine.fail_everything(f"rank {state.leader}, which coordinates, does not answer")
 
-    def read(self, source: int, message: Look | Question | Answer) -> None:
+    def read(self, source: int, message: StallProbe | StackRequest | StackReply) -> None:
         """What another rank's watch wrote."""
-        if isinstance(message, Look):
+        if isinstance(message, StallProbe):
             state = self._engine.states.get(message.process_set)
             if state is not None and state.coordinator is not None:
                 state.coordinator.has_waited(message.waited_s)
                 self._called.add(message.process_set)
                 self.attentive = True
             self._next_look_s = 0.0
-            self._engine.transport.send_control(encode(Answer(-message.process_set, "", "")), source)
-        elif isinstance(message, Question):
+            self._engine.transport.send_control(encode(StackReply(-message.process_set, "", "")), source)
+        elif isinstance(message, StackRequest):
             self._engine.transport.send_control(encode(self._answer(message)), source)
         elif message.number <= 0:  # a coordinator looks
             self._looks[-message.number] = 0.0
@@ -195,8 +195,8 @@ class StallWatch:
             self._inquiry.answers[source] = message
             self._next_look_s = 0.0
 
-    def _answer(self, question: Question) -> Answer:
-        return Answer(question.number, self._engine.doing(question), stack_of(self._init_thread))
+    def _answer(self, question: StackRequest) -> StackReply:
+        return StackReply(question.number, self._engine.doing(question), stack_of(self._init_thread))
 
     def _report(self, inquiry: Inquiry) -> None:
         told, alone = (
@@ -241,7 +241,7 @@ def headline(waiting: Sequence[Waiting], now: float) -> str:
     )
 
 
-def report(text: str, asked: Sequence[int], answers: Mapping[int, Answer], *, stacks: bool = True) -> str:
+def report(text: str, asked: Sequence[int], answers: Mapping[int, StackReply], *, stacks: bool = True) -> str:
     """The headline, and what each rank answered, with its stack or without."""
     parts = [text]
     for rank in asked:

@@ -12,7 +12,7 @@ from ringreduce import runtime
 from ringreduce.engine.engine import Engine
 from ringreduce.engine.host import Host
 from ringreduce.engine.process_set import ProcessSetState
-from ringreduce.engine.protocol import Announcement, Goodbye, Response, decode, encode
+from ringreduce.engine.protocol import Announcement, Response, ShutdownAck, decode, encode
 from ringreduce.engine.signature import Signature
 from ringreduce.engine.submission import Handle, Request
 from ringreduce.errors import InputError
@@ -53,7 +53,7 @@ def test_a_set_that_is_closed_before_this_rank_hears_of_it_hangs_no_exit():
     others[0].post(encode(Response(0, 1, new=(add,))), 2)
     handle.wait()
     others[0].post(encode(Response(0, 2, closed=gone, leaver=1)), 2)
-    threading.Timer(0.1, lambda: others[0].post(encode(Goodbye()), 2)).start()
+    threading.Timer(0.1, lambda: others[0].post(encode(ShutdownAck()), 2)).start()
     late = threading.Timer(10, lambda: engine._give_up(rr.CollectiveError("it hangs")))
     late.start()
     assert engine.leave("the test ended") is True
