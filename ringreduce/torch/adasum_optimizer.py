@@ -25,7 +25,7 @@ class DeltaReducer(Reducer):
         """Count a backward pass; raises BackwardError for one too many."""
         gradient = self._gradients[id(parameter)]
         if gradient.is_untouched:
-            gradient.hide(gradient.local)
+            gradient.detach_pending(gradient.local)
         if self.paused:
             return
         gradient.count()
@@ -37,7 +37,7 @@ class DeltaReducer(Reducer):
         self._hooks.refresh()
         for gradient in self._gradients.values():
             gradient.seen = 0
-            gradient.hide(gradient.local)
+            gradient.detach_pending(gradient.local)
 
     def starts(self) -> list[tuple[Gradient, torch.Tensor]]:
         """The trained parameters, and a copy of each; none where there is nobody to reduce with."""

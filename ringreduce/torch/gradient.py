@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from ringreduce.errors import MismatchError
+from ringreduce.torch.gradient_transport import Finish, GradientTransport, empty_sparse
 from ringreduce.torch.hooks import GradientHooks
 from ringreduce.torch.pending import PendingGradient, make_pending, plain
-from ringreduce.torch.reduction import Finish, Reduction, empty_sparse
 
 UNKNOWN, DENSE = 0, 1
 """Layouts of a gradient; DENSE + n is sparse, with n indices an element."""
@@ -26,13 +26,13 @@ class Gradient:
         self.group: list[Gradient] = [self]  # those that are reduced together, itself among them
         self.seen = 0  # backward passes since the step's beginning
         self.reduced = False
-        self.shipment: Shipment | None = None
+        self.in_flight: InFlight | None = None
         self.pending: PendingGradient | None = None  # what stands in parameter.grad until it is reduced
         self.is_untouched = False  # `pending` stands for the zeros before the first backward
         self.layout = UNKNOWN  # the one that all ranks agreed on
-        self.question: Any = None  # the handle of that agreement
+        self.layout_handle: Any = None  # the handle of that agreement
         self._reducer = weakref.ref(reducer)
-        self._last: Callable[[], Any] = _nobody  # the object that .grad was after the last backward pass
+        self._last: Callable[[], Any] = _no_gradient  # the object that .grad was after the last backward pass
 
     @property
     def trains(self) -> bool:
@@ -47,10 +47,10 @@ class Gradient:
     def count(self) -> None:
         """Note a backward pass; the first one anew when .grad was set to None since the last."""
         gradient = self.parameter.grad
-        if self.seen and self.shipment is None and self._last() is not gradient:
+        if self.seen and self.in_flight is None and self._last() is not gradient:
             self.seen = 0
         self.seen += 1
-        self._last = _nobody if gradient is None else weakref.ref(gradient)
+        self._last = _no_gradient if gradient is None else weakref.ref(gradient)
 
     def show_zeros(self) -> None:
         """Let .grad be zeros before the first backward, as Horovod's."""
@@ -62,9 +62,9 @@ class Gradient:
         """Put zeros into .grad, or for tables of rows, to which autograd may add sparse ones, what is nothing to it."""
         parameter = self.parameter.detach()
         is_table = parameter.dim() == 2
-        self.show(empty_sparse(parameter, 1) if is_table else torch.zeros_like(parameter), is_table)
+        self.attach(empty_sparse(parameter, 1) if is_table else torch.zeros_like(parameter), is_table)
 
-    def show(self, gradient: torch.Tensor, is_placeholder: bool = False) -> None:
+    def attach(self, gradient: torch.Tensor, is_placeholder: bool = False) -> None:
         """Put a PendingGradient into .grad; the one that is there stays, somebody may hold it."""
         pending, self.is_untouched = self.pending, False
         if pending is not None and self.parameter.grad is pending:
@@ -73,7 +73,7 @@ class Gradient:
         self.pending = self.parameter.grad = pending = make_pending(gradient, self, is_placeholder)
         self._last = weakref.ref(pending)
 
-    def hide(self, gradient: torch.Tensor | None) -> None:
+    def detach_pending(self, gradient: torch.Tensor | None) -> None:
         """Put a gradient into .grad, unless the user has put another there."""
         pending, self.pending, self.is_untouched = self.pending, None, False
         if pending is not None and gradient is not None:
@@ -85,21 +85,21 @@ class Gradient:
         """Somebody looks at it: begin to reduce it, if nobody has."""
         reducer = self._reducer()
         if self.is_untouched:
-            self.hide(torch.zeros_like(self.parameter.detach()))
+            self.detach_pending(torch.zeros_like(self.parameter.detach()))
         elif reducer is not None:
             reducer.begin(self)
 
     def wait(self) -> None:
         """Wait until it is reduced."""
         reducer = self._reducer()
-        if reducer is not None and self.shipment is not None:
-            reducer.wait(self.shipment)
+        if reducer is not None and self.in_flight is not None:
+            reducer.wait(self.in_flight)
 
 
 class Reducer:
     """What reducers of gradients and of steps' changes have in common; hooks call `on_gradient`."""
 
-    def __init__(self, passes: int, reduction: Reduction) -> None:
+    def __init__(self, passes: int, reduction: GradientTransport) -> None:
         self.passes = passes
         self.paused = False  # in no_sync(): gradients only add up
         self.reduction = reduction
@@ -119,11 +119,11 @@ class Reducer:
         return {each.parameter: each.name for each in self._gradients.values()}
 
 
-def _nobody() -> None:
+def _no_gradient() -> None:
     return None
 
 
-class Shipment:
+class InFlight:
     """Gradients that are reduced together."""
 
     def __init__(self, parts: Sequence[tuple[Sequence[Gradient], Finish]]) -> None:
@@ -133,20 +133,20 @@ class Shipment:
         """Wait, and put the reduced gradients into their places."""
         for members, finish in self._parts:
             for member in members:
-                if member.question is not None:
+                if member.layout_handle is not None:
                     check_layout(member)
             for member, reduced in zip(members, finish(), strict=True):
-                member.hide(reduced)
-                member.seen, member.reduced, member.shipment = 0, True, None
+                member.detach_pending(reduced)
+                member.seen, member.reduced, member.in_flight = 0, True, None
 
 
 def check_layout(gradient: Gradient) -> None:
     """Learn what all ranks found; raises MismatchError when this rank's gradient is of another layout."""
-    if gradient.question is None:
+    if gradient.layout_handle is None:
         return
     mine = layout_of(gradient.local)
-    question, gradient.question = gradient.question, None
-    gradient.layout = int(question.wait()[0])
+    layout_handle, gradient.layout_handle = gradient.layout_handle, None
+    gradient.layout = int(layout_handle.wait()[0])
     if mine not in (UNKNOWN, gradient.layout):
         raise MismatchError(
             f"gradient {gradient.name!r}: {'dense' if mine == DENSE else 'sparse'} on this rank, but sparse of another "

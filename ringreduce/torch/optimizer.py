@@ -16,9 +16,9 @@ from ringreduce.compression import Compression, Compressor
 from ringreduce.errors import InputError, MissingExtraError
 from ringreduce.ops import Adasum, Average, ReduceOp, Sum
 from ringreduce.torch.adasum_optimizer import AdasumMixin, DeltaReducer
+from ringreduce.torch.gradient_transport import GradientTransport
 from ringreduce.torch.parameters import group_parameters, name_parameters, number_of_groups
 from ringreduce.torch.reducer import GradientReducer
-from ringreduce.torch.reduction import Reduction
 from ringreduce.torch.wrapped import WrappedMixin, wrap
 
 PRIVATE = (
@@ -93,7 +93,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     _check(optimizer, compression, backward_passes_per_step, op, gradient_predivide_factor, process_set)
     named = name_parameters(optimizer, named_parameters)
     in_groups = group_parameters(named, number_of_groups(num_groups, groups))
-    reduction = Reduction(op, compression, gradient_predivide_factor, sparse_as_dense, process_set)
+    reduction = GradientTransport(op, compression, gradient_predivide_factor, sparse_as_dense, process_set)
     if op is Adasum:
         wrapped = wrap(optimizer, AdasumMixin, DeltaReducer(backward_passes_per_step, reduction))
     else:

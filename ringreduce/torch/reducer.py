@@ -24,9 +24,9 @@ from ringreduce.api.reduce import allreduce_async
 from ringreduce.engine.signature import calling_line
 from ringreduce.errors import BackwardError, InputError
 from ringreduce.ops import Max
-from ringreduce.torch.gradient import DENSE, UNKNOWN, Gradient, Reducer, Shipment, check_layout, layout_of
+from ringreduce.torch.gradient import DENSE, UNKNOWN, Gradient, InFlight, Reducer, check_layout, layout_of
+from ringreduce.torch.gradient_transport import Finish, GradientTransport, Named, empty_sparse
 from ringreduce.torch.hooks import too_often
-from ringreduce.torch.reduction import Finish, Named, Reduction, empty_sparse
 
 CAUTIOUS_STEPS = 8
 _reducers: weakref.WeakSet[GradientReducer] = weakref.WeakSet()
@@ -35,10 +35,10 @@ _reducers: weakref.WeakSet[GradientReducer] = weakref.WeakSet()
 class GradientReducer(Reducer):
     """Reduces the gradients of parameters as hooks report them ready."""
 
-    def __init__(self, passes: int, reduction: Reduction, wait_in_backward: bool) -> None:
+    def __init__(self, passes: int, reduction: GradientTransport, wait_in_backward: bool) -> None:
         super().__init__(passes, reduction)
         self._waits = wait_in_backward
-        self._shipments: dict[Shipment, None] = {}
+        self._in_flight: dict[InFlight, None] = {}
         self._backward = -1
         self._line = ""  # that called backward(): to find it takes long, and all hooks of a pass have the same
         self._known_since: tuple[Any, ...] = ()
@@ -56,15 +56,15 @@ class GradientReducer(Reducer):
     @property
     def pending(self) -> bool:
         """True while a gradient is being reduced that nobody has waited for."""
-        return bool(self._shipments)
+        return bool(self._in_flight)
 
     def on_gradient(self, parameter: Any) -> None:
         """Begin to reduce it after the last pass of the step; raises BackwardError when it is being reduced."""
         gradient = self._gradients[id(parameter)]
         with self._lock:
             if gradient.is_untouched:
-                gradient.hide(gradient.local)
-            if gradient.shipment is not None:
+                gradient.detach_pending(gradient.local)
+            if gradient.in_flight is not None:
                 raise BackwardError(too_often(gradient.name, gradient.seen + 1, self.passes))
             if self.paused:
                 return
@@ -108,11 +108,11 @@ class GradientReducer(Reducer):
             self._beware_of_equal_names()
         for gradient in self._gradients.values():
             gradient.is_untouched = False
-            shown = gradient.pending is not None and gradient.parameter.grad is gradient.pending
-            if gradient.shipment is None and not gradient.reduced and gradient.trains and not shown:
+            attached = gradient.pending is not None and gradient.parameter.grad is gradient.pending
+            if gradient.in_flight is None and not gradient.reduced and gradient.trains and not attached:
                 local = gradient.local
                 if local is not None:
-                    gradient.show(local)
+                    gradient.attach(local)
                 else:
                     gradient.show_placeholder()
 
@@ -128,21 +128,21 @@ class GradientReducer(Reducer):
     def begin(self, gradient: Gradient) -> None:
         """Begin to reduce a gradient, and those of its group, if nobody has."""
         with self._lock:
-            if gradient.shipment is None and not gradient.reduced:
+            if gradient.in_flight is None and not gradient.reduced:
                 self._look_at_the_world()
                 self._begin([gradient.group])
 
-    def wait(self, shipment: Shipment) -> None:
+    def wait(self, in_flight: InFlight) -> None:
         """Wait until it has arrived; when it cannot, give up the whole step, so that no rank waits for this one."""
         try:
-            self._finish(shipment)
+            self._finish(in_flight)
         except Exception:
             self.synchronize(quiet=True)
             raise
 
-    def _finish(self, shipment: Shipment) -> None:
-        self._shipments.pop(shipment, None)
-        shipment.finish()
+    def _finish(self, in_flight: InFlight) -> None:
+        self._in_flight.pop(in_flight, None)
+        in_flight.finish()
 
     def _begin(self, groups: Sequence[list[Gradient]]) -> None:
         """Begin to reduce groups; waits only for layouts that this rank does not know."""
@@ -156,21 +156,21 @@ class GradientReducer(Reducer):
         errors = []
         for group in taken:
             try:
-                self._ship(group)
+                self._send(group)
             except Exception as exc:  # told when all are on their way
                 errors.append(exc)
         _raise_first(errors)
 
     def _ask(self, gradient: Gradient) -> None:
         """Begin to agree on the layout, once: a rank without a gradient cannot know what the others send."""
-        if gradient.question is not None:
+        if gradient.layout_handle is not None:
             return
         # sparse gradients are those of tables of rows, as an embedding's
         if self.reduction.size == 1 or self.reduction.sparse_as_dense or gradient.parameter.dim() != 2:
             gradient.layout = DENSE
             return
         mine = np.array([layout_of(gradient.local)], np.int8)
-        gradient.question = allreduce_async(
+        gradient.layout_handle = allreduce_async(
             mine, name=f"{gradient.name}.layout", op=Max, process_set=self.reduction.process_set
         )
 
@@ -190,14 +190,14 @@ class GradientReducer(Reducer):
     def _must_wait(self, group: Sequence[Gradient]) -> bool:
         return any(each.layout == UNKNOWN and each.local is None for each in group)
 
-    def _ship(self, group: Sequence[Gradient]) -> None:
+    def _send(self, group: Sequence[Gradient]) -> None:
         """Send the dense ones together, sparse ones each on its own."""
         loads = [self._load(each) for each in group]
         dense: list[Gradient] = []
         named: list[Named] = []
         parts: list[tuple[Sequence[Gradient], Finish]] = []
         for gradient, (layout, tensor) in zip(group, loads, strict=True):
-            gradient.show(tensor)
+            gradient.attach(tensor)
             if layout == DENSE:
                 dense.append(gradient)
                 named.append((gradient.name, tensor))
@@ -208,11 +208,11 @@ class GradientReducer(Reducer):
         if dense:
             line = self._line if any(each.seen for each in dense) else None
             parts.append((dense, self._begin_dense(named, line)))
-        shipment = Shipment(parts)
+        in_flight = InFlight(parts)
         for gradient in group:
-            gradient.shipment = shipment
+            gradient.in_flight = in_flight
         if parts:
-            self._shipments[shipment] = None
+            self._in_flight[in_flight] = None
 
     def _begin_dense(self, named: Sequence[Named], line: str | None) -> Finish:
         try:
@@ -248,7 +248,7 @@ class GradientReducer(Reducer):
         Raises what went wrong with the first that failed, after it has waited for all. quiet: not even then.
         """
         errors = [_error_of(self._begin_rest)]
-        while self._shipments:
+        while self._in_flight:
             errors.append(_error_of(self._finish_next))
         self._hooks.refresh()
         if any(errors):
@@ -258,12 +258,12 @@ class GradientReducer(Reducer):
             _raise_first(errors)
 
     def _finish_next(self) -> None:
-        self._finish(next(iter(self._shipments)))
+        self._finish(next(iter(self._in_flight)))
 
     def _begin_rest(self) -> None:
         rest: dict[int, list[Gradient]] = {}
         for gradient in self._gradients.values():
-            if gradient.shipment is None and not gradient.reduced and gradient.trains:
+            if gradient.in_flight is None and not gradient.reduced and gradient.trains:
                 rest[id(gradient.group)] = gradient.group
         self._look_at_the_world()
         self._begin(list(rest.values()))
@@ -275,7 +275,7 @@ class GradientReducer(Reducer):
 
     def clear(self) -> None:
         """Begin a new step without the gradients there are; raises BackwardError while some are being reduced."""
-        if self._shipments:
+        if self._in_flight:
             raise BackwardError(
                 "zero_grad() after backward() and before step() would clear gradients that are being reduced; call it "
                 "before backward() or after step(); or put a backward() whose gradients are not wanted into `with "
@@ -289,9 +289,9 @@ class GradientReducer(Reducer):
         """Begin a new step."""
         self._hooks.refresh()
         for gradient in self._gradients.values():
-            gradient.seen, gradient.reduced, gradient.shipment, gradient.question = 0, False, None, None
+            gradient.seen, gradient.reduced, gradient.in_flight, gradient.layout_handle = 0, False, None, None
             if gradient.pending is not None:
-                gradient.hide(gradient.local)
+                gradient.detach_pending(gradient.local)
 
 
 def _nothing_to_do(gradient: torch.Tensor) -> Finish:

@@ -21,7 +21,7 @@ Finish = Callable[[], list[torch.Tensor]]
 """Waits, and returns the reduced tensors."""
 
 
-class Reduction:
+class GradientTransport:
     """What is done to every gradient."""
 
     def __init__(
