@@ -50,16 +50,16 @@ def algorithms(dtype: str) -> dict[str, Contender]:
     channels, so nothing else may be under way.
     """
     current = runtime.current("bench")
-    routes = current.engine.states[GLOBAL].routes
-    segment_bytes = routes.segment_bytes
-    region, hierarchy, channel = routes.region, routes.hierarchy, routes.channels[0]
+    algorithms = current.engine.states[GLOBAL].algorithms
+    segment_bytes = algorithms.segment_bytes
+    region, hierarchy, channel = algorithms.region, algorithms.hierarchy, algorithms.channels[0]
     reduction = Reduction(rr.Sum, element_type(element_dtype(dtype)), rr.size())
     steps: dict[str, Callable[[np.ndarray[Any, Any]], Steps[None]]] = {
         "ring": lambda array: ring.allreduce(array, channel, reduction, segment_bytes),
         "direct": lambda array: direct.allreduce(array, channel, reduction, segment_bytes),
         "doubling": lambda array: doubling.allreduce(array, channel, reduction),
     }
-    if region is not None and "shared" in routes.usable:
+    if region is not None and "shared" in algorithms.usable:
         steps["shared"] = lambda array: shared.allreduce(slots(array, region.slot_bytes), region, reduction)
     if region is not None and hierarchy is not None:
         steps["hierarchical"] = lambda array: hierarchical.allreduce(

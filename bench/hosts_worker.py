@@ -21,7 +21,7 @@ from common import Action, about, in_turns, is_printing, microseconds, neutral, 
 from contenders import contenders, element_dtype, stop_gloo
 
 import ringreduce as rr
-from ringreduce.collectives.choose import ALGORITHMS, predict_us
+from ringreduce.cost_model import ALGORITHMS, predict_us
 
 RAW, RAW_ALL = "raw TCP", "raw TCP, all hosts"
 SHOWN = ("ring", "hierarchical", "allreduce_", "MPI_Allreduce", "torch gloo")

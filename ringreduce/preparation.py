@@ -6,9 +6,9 @@ import os
 from typing import Any
 
 from ringreduce.collectives import measure
-from ringreduce.collectives.choose import Constants
+from ringreduce.cost_model import Constants
+from ringreduce.engine.algorithms import candidates, check, usable_algorithms
 from ringreduce.engine.host import Host
-from ringreduce.engine.routes import candidates, check, usable_algorithms
 from ringreduce.errors import SettingsError
 from ringreduce.log import LOGGER
 from ringreduce.settings import Settings

@@ -133,7 +133,7 @@ def _summary(runtime: Runtime) -> str:
         f"ringreduce {__version__}: {world.size} ranks on {hosts} host{'' if hosts == 1 else 's'}",
         " with thread level ".join(mpi_library()),
         "no shared memory" if window is None else f"{len(window.blocks[0])} B of shared memory a rank",
-        f"allreduce by {engine.states[GLOBAL].routes.text()}",
+        f"allreduce by {engine.states[GLOBAL].algorithms.text()}",
         f"costs {engine.host.constants}",
     ]
     for name, value in dataclasses.asdict(runtime.settings).items():

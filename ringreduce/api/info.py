@@ -10,7 +10,7 @@ import numpy as np
 
 from ringreduce import mpi, runtime
 from ringreduce._version import __version__
-from ringreduce.collectives.choose import Constants
+from ringreduce.cost_model import Constants
 from ringreduce.engine.engine import GLOBAL
 from ringreduce.kernels import half
 
@@ -87,9 +87,9 @@ def info() -> Info:
         hosts=current.world.hosts,
         generation=current.world.generation,
         gpu=str(current.gpu),
-        algorithm=engine.states[GLOBAL].routes.text(),
-        gpu_algorithm=engine.states[GLOBAL].routes.gpu.text(),
-        usable_algorithms=tuple(engine.states[GLOBAL].routes.usable),
+        algorithm=engine.states[GLOBAL].algorithms.text(),
+        gpu_algorithm=engine.states[GLOBAL].algorithms.gpu.text(),
+        usable_algorithms=tuple(engine.states[GLOBAL].algorithms.usable),
         constants=engine.host.constants,
         half_kernels=half.kernel_name(),
         shared_memory_bytes=0 if window is None else len(window.blocks[0]),

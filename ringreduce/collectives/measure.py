@@ -1,4 +1,4 @@
-"""Measures the constants of the cost model (choose.py), once, at the start; all ranks together, in under 100 ms."""
+"""Measures the constants of the cost model (cost_model.py), once, at the start; all ranks together, in under 100 ms."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ringreduce.collectives.choose import Constants
+from ringreduce.cost_model import Constants
 from ringreduce.transport.base import Steps, Transport
 from ringreduce.world import first_ranks
 

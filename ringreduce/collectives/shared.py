@@ -31,7 +31,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from ringreduce.collectives.choose import is_one_shot
+from ringreduce.cost_model import is_one_shot
 from ringreduce.kernels import copying
 from ringreduce.kernels.copying import Writer
 from ringreduce.ops import Reduction

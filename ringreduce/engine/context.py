@@ -8,8 +8,8 @@ from typing import Any
 from ringreduce import fusion
 from ringreduce.buffers import Buffer
 from ringreduce.dtypes import ElementType
+from ringreduce.engine.algorithms import Algorithms
 from ringreduce.engine.completions import Completions
-from ringreduce.engine.routes import Routes
 from ringreduce.engine.signature import ranks_text
 from ringreduce.engine.submission import Submission
 from ringreduce.engine.timeline import Timeline
@@ -24,7 +24,7 @@ from ringreduce.transport.base import Transport
 class Context:
     """What operations of one process set need."""
 
-    routes: Routes
+    algorithms: Algorithms
     members: tuple[int, ...]
     """Ranks of the world, by rank in the set."""
     settings: Settings
@@ -40,7 +40,7 @@ class Context:
     @property
     def transport(self) -> Transport:
         """For operations of which one is under way at a time."""
-        return self.routes.channels[0]
+        return self.algorithms.channels[0]
 
     def empty(self, like: Buffer, shape: tuple[int, ...]) -> Buffer:
         """A new buffer of the same kind, for the engine to write to."""

@@ -465,7 +465,7 @@ class Engine:
                     capacity = self.settings.cache_capacity
                     coordinator = Coordinator(number, members, self.world.size, capacity)
                 shared = self.settings, self.memory, self._timeline, self.gpu, self._debugs
-                context = Context(self.host.routes(place, members), tuple(members), *shared)
+                context = Context(self.host.algorithms(place, members), tuple(members), *shared)
                 self.states[number] = ProcessSetState(number, context, coordinator)
         for message in self._early.pop(number, []):
             self._open(message)
@@ -487,7 +487,7 @@ class Engine:
                 if state is not None:
                     self._close(state, f"process set {number} was removed", -1)
                     yield Idle(state)
-                    yield from state.routes.gpu.release()
+                    yield from state.algorithms.gpu.release()
                 with self._inbox.lock:
                     self.states.pop(number, None)
                     members = self.sets.pop(number, None)

@@ -6,8 +6,8 @@ import os
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ringreduce.collectives.choose import Constants
-from ringreduce.engine.routes import Routes
+from ringreduce.cost_model import Constants
+from ringreduce.engine.algorithms import Algorithms
 from ringreduce.errors import InputError
 from ringreduce.settings import MOST_REGIONS, Settings
 from ringreduce.transport.base import EngineTransport
@@ -50,13 +50,13 @@ class Host:
         self._regions = _Places(0 if window is None else settings.shared_regions)
         self._gpu_flags = _Places(0 if window is None else MOST_REGIONS)
 
-    def routes(self, place: Place, members: Sequence[int]) -> Routes:
+    def algorithms(self, place: Place, members: Sequence[int]) -> Algorithms:
         """The routes of a process set that has this place, and of which this rank is one."""
         tags, region, gpu_flags = place
         flags = None
         if gpu_flags is not None and self.window is not None:
             flags = Flags(self.window, gpu_flags, GPU_PACKED, *self._neighbours(members))
-        return Routes(
+        return Algorithms(
             channels(self._transport, members, tags),
             [self.world.hosts[rank] for rank in members],
             self.region(region, members),

@@ -17,7 +17,7 @@ class MessageCollective:
 
     def __init__(self, algorithm: str, like: Buffer, reduction: Reduction, channel: int, context: Context) -> None:
         self.algorithm, self.like, self.reduction, self.context = algorithm, like, reduction, context
-        self.transport = context.routes.channels[channel]
+        self.transport = context.algorithms.channels[channel]
 
     def run(self, finished: Any, partial: Any) -> Steps[None]:
         """Reduce `finished` in place, or `partial` into it."""
@@ -26,7 +26,7 @@ class MessageCollective:
             self.reduction.prescaled(partial)
             yield from self.ring(finished, partial)
         elif self.algorithm == "direct":
-            yield from direct.allreduce(finished, self.transport, self.reduction, self.context.routes.segment_bytes)
+            yield from direct.allreduce(finished, self.transport, self.reduction, self.context.algorithms.segment_bytes)
         else:
             yield from doubling.allreduce(finished, self.transport, self.reduction)
 
@@ -34,7 +34,7 @@ class MessageCollective:
         """Reduce `partial`, which is prescaled, around the ring; what comes in has a block of the fusion buffer."""
         with self.context.memory.block(self.like) as block:
             scratch = view(block, self.reduction.sum_type)
-            segment_bytes = segment_bytes or self.context.routes.segment_bytes
+            segment_bytes = segment_bytes or self.context.algorithms.segment_bytes
             segment_bytes = min(segment_bytes, scratch.nbytes // ring.RECEIVES_AHEAD)
             workspace = ring.Workspace(partial, scratch)
             yield from ring.allreduce(finished, self.transport, self.reduction, segment_bytes, workspace)

@@ -99,7 +99,7 @@ def _allgather(submissions: Sequence[Submission], context: Context) -> Steps[Non
             with context.timeline.phase([submission], "ALLGATHER"):
                 flat, start = room(gathered), sum(counts[:rank])
                 flat[start : start + tensor.count] = yield from down(tensor, context)
-                yield from ring.allgather(flat, transport, counts, rank, context.routes.segment_bytes)
+                yield from ring.allgather(flat, transport, counts, rank, context.algorithms.segment_bytes)
                 up(flat, gathered, context)
             outputs.append(gathered)
         submission.payload = rows
@@ -141,7 +141,7 @@ def _reducescatter(submissions: Sequence[Submission], context: Context) -> Steps
                 flat, mine = (yield from down(tensor, context)), room(part)
                 work = flat if tensor.on_gpu else flat.copy()
                 low, high = yield from ring.scatter_reduce(
-                    work, transport, reduction, context.routes.segment_bytes, counts, transport.rank
+                    work, transport, reduction, context.algorithms.segment_bytes, counts, transport.rank
                 )
                 mine[...] = work[low:high]
                 up(mine, part, context)

@@ -21,7 +21,7 @@ class ProcessSetState:
         self.context = context
         self.members = context.members
         """Ranks of the world, by rank in the set."""
-        self.routes = context.routes
+        self.algorithms = context.algorithms
         self.coordinator = coordinator
         """On the first member only."""
         self.cache = Cache()

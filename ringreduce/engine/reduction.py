@@ -24,12 +24,12 @@ def allreduce(submissions: Sequence[Submission], context: Context) -> Steps[None
     found = [(batch, context.reduction(submissions[0], batch.inputs[0].element)) for batch in batches(submissions)]
     can = [nccl_can(reduction) for batch, reduction in found if batch.on_gpu]
     # one path for all: a submission is done on one stream
-    path = (yield from context.routes.gpu.choose(context.gpu, all(can))) if can else ""
+    path = (yield from context.algorithms.gpu.choose(context.gpu, all(can))) if can else ""
     for batch, reduction in found:
         if batch.on_gpu:
             on_gpu.append(GpuReduction(batch, reduction, path, context))
             continue
-        algorithm = context.routes.choice(batch.nbytes, reduction)
+        algorithm = context.algorithms.choose(batch.nbytes, reduction)
         slots = _slots(batch, reduction, algorithm, context)
         batch.expect(slots)
         if context.debugs:
@@ -49,7 +49,7 @@ def allreduce(submissions: Sequence[Submission], context: Context) -> Steps[None
 
 def _slots(batch: Batch, reduction: Reduction, algorithm: str, context: Context) -> Sequence[fusion.Slot]:
     itemsize = reduction.element.itemsize
-    region = context.routes.region
+    region = context.algorithms.region
     if algorithm in ("shared", "hierarchical") and region is not None:
         return fusion.plan(batch.counts, region.slot_bytes // itemsize)
     if algorithm == "ring" and not reduction.in_place:
@@ -74,13 +74,15 @@ def _through_window(
         if phase == shared.DONE:
             batch.settle(slots[number], context)
 
-    routes, segment_bytes = context.routes, context.routes.segment_bytes
-    if routes.region is None:
+    algorithms, segment_bytes = context.algorithms, context.algorithms.segment_bytes
+    if algorithms.region is None:
         raise AssertionError("the algorithm is one of shared memory, but there is none")
     if algorithm == "shared":
-        yield from shared.allreduce(parts, routes.region, reduction, watch)
-    elif routes.hierarchy is not None:
-        yield from hierarchical.allreduce(parts, routes.region, routes.hierarchy, reduction, segment_bytes, watch)
+        yield from shared.allreduce(parts, algorithms.region, reduction, watch)
+    elif algorithms.hierarchy is not None:
+        yield from hierarchical.allreduce(
+            parts, algorithms.region, algorithms.hierarchy, reduction, segment_bytes, watch
+        )
 
 
 def _through_messages(

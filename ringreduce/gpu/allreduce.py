@@ -71,7 +71,7 @@ class GpuBatch:
         `width` slots are under way, each with a stream, pinned memory and a channel of its own; in_order: only copies
         overlap, and the collectives run one after the other.
         """
-        stages, start = self.context.routes.gpu.stages, self.gpu.stream.record()
+        stages, start = self.context.algorithms.gpu.stages, self.gpu.stream.record()
         order = Order(self.context.transport.rank)
 
         def steps(number: int) -> Steps[None]:
@@ -127,12 +127,12 @@ class GpuReduction:
     def __init__(self, batch: Batch, reduction: Reduction, path: str, context: Context) -> None:
         """path: see GpuPaths.choose."""
         self.reduction, self.path, self.context = reduction, path, context
-        self.gpu, self.paths = context.gpu, context.routes.gpu
+        self.gpu, self.paths = context.gpu, context.algorithms.gpu
         self.sum_itemsize = reduction.sum_type.itemsize
         self.algorithm = ""
         """For `host_staged`: that of the host."""
         if path == "host_staged":
-            self.algorithm = context.routes.choice(batch.nbytes, reduction)
+            self.algorithm = context.algorithms.choose(batch.nbytes, reduction)
         self.work = GpuBatch(batch, self._slot_bytes(), context)
         if context.debugs:
             what = f"allreduce of {len(batch.inputs)} GPU tensors, {batch.nbytes} B of {reduction.element.name}"
@@ -219,7 +219,7 @@ class GpuReduction:
         work.watch(number, shared.PACK)
         kernels.load(slot.table, slot.inputs, block.pointer, reduction, stream, wide=True)
         work.watch(number, shared.REDUCE)
-        transport, workspace = self.context.routes.channels[channel], ring.Workspace(partial, scratch)
+        transport, workspace = self.context.algorithms.channels[channel], ring.Workspace(partial, scratch)
         yield from ring.allreduce(finished, transport, reduction, GPU_SEGMENT_BYTES, workspace)
         work.watch(number, shared.COPY)
         kernels.scatter(slot.table, [block.pointer + offset], slot.length, slot.outputs, stream)
@@ -244,8 +244,8 @@ class GpuReduction:
             yield from collective.run(flat, partial)
 
     def _in_window(self, flat: Any, _: int) -> Steps[None]:
-        routes = self.context.routes
-        region = routes.region
+        algorithms = self.context.algorithms
+        region = algorithms.region
         if region is None:
             raise AssertionError("the algorithm is one of shared memory, but there is none")
         step = region.slot_bytes // flat.itemsize
@@ -253,8 +253,10 @@ class GpuReduction:
         parts = [[shared.Part(piece, piece)] for piece in pieces]
         if self.algorithm == "shared":
             yield from shared.allreduce(parts, region, self.reduction)
-        elif routes.hierarchy is not None:
-            yield from hierarchical.allreduce(parts, region, routes.hierarchy, self.reduction, routes.segment_bytes)
+        elif algorithms.hierarchy is not None:
+            yield from hierarchical.allreduce(
+                parts, region, algorithms.hierarchy, self.reduction, algorithms.segment_bytes
+            )
 
 
 def nccl_element(reduction: Reduction) -> ElementType:

@@ -20,8 +20,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ringreduce.collectives.choose import is_one_shot
 from ringreduce.collectives.shared import Watch, one_shot, pipelined
+from ringreduce.cost_model import is_one_shot
 from ringreduce.gpu.ipc import PeerSlots
 from ringreduce.gpu.kernels import Kernels, Table
 from ringreduce.gpu.runtime import Stream

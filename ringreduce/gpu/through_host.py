@@ -42,7 +42,7 @@ class GpuBroadcast:
 
     def __init__(self, batch: Batch, root: int, context: Context) -> None:
         self._root, self._context = root, context
-        context.routes.gpu.start(context.gpu)
+        context.algorithms.gpu.start(context.gpu)
         self._work = GpuBatch(batch, context.settings.fusion_slot_bytes, context)
 
     def run(self) -> Steps[None]:
@@ -50,4 +50,4 @@ class GpuBroadcast:
         yield from self._work.through_host(self._by_messages, CHANNELS)
 
     def _by_messages(self, flat: Any, channel: int) -> Steps[None]:
-        yield from tree.broadcast(flat, self._context.routes.channels[channel], self._root)
+        yield from tree.broadcast(flat, self._context.algorithms.channels[channel], self._root)

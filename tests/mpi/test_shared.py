@@ -10,7 +10,7 @@ import pytest
 
 import ringreduce as rr
 from ringreduce import runtime
-from ringreduce.collectives.choose import Constants
+from ringreduce.cost_model import Constants
 from ringreduce.transport.window import block_bytes
 from tests.reference import MATRIX, all_but_few_extended, assert_reduced, data, readable
 
@@ -159,7 +159,7 @@ def test_tiny_slots_and_flags_that_go_far(anew):
     for step in range(20):
         arrays = everyones("float32", 6000 + step, step)
         assert_reduced(rr.allreduce(arrays[rr.rank()], op=rr.Sum), rr.Sum, arrays)
-    assert runtime.current("test").engine.states[0].routes.region.sequence > 20 * 6000 // 64
+    assert runtime.current("test").engine.states[0].algorithms.region.sequence > 20 * 6000 // 64
 
 
 def test_process_sets_move_data_through_regions_of_their_own(anew):
@@ -170,7 +170,7 @@ def test_process_sets_move_data_through_regions_of_their_own(anew):
     anew(sets, fusion_buffer_bytes=16 * SLOT_BYTES, fusion_slot_bytes=SLOT_BYTES)
     mine = [each for each in (rr.global_process_set, *sets) if each.included()]
     states = runtime.current("test").engine.states
-    told = {each.process_set_id: states[each.process_set_id].routes.text() for each in mine}
+    told = {each.process_set_id: states[each.process_set_id].algorithms.text() for each in mine}
     assert {number: text == "shared" for number, text in told.items()} == {number: number < 2 for number in told}, told
     for step in range(10):
         handles = {}
@@ -192,8 +192,8 @@ def test_sets_that_come_and_go(anew):
     for step in range(4):
         pair = rr.add_process_set([0, rr.size() - 1])
         if pair.included():
-            routes = runtime.current("test").engine.states[pair.process_set_id].routes
-            assert ("shared" in routes.usable) == (step == 0)
+            algorithms = runtime.current("test").engine.states[pair.process_set_id].algorithms
+            assert ("shared" in algorithms.usable) == (step == 0)
             arrays = [data("float64", 9999, rank, step) for rank in (0, rr.size() - 1)]
             result = rr.allreduce(arrays[rr.rank() > 0], op=rr.Sum, process_set=pair)
             assert_reduced(result, rr.Sum, arrays)

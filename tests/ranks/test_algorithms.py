@@ -11,7 +11,7 @@ import pytest
 import ringreduce as rr
 from ringreduce import runtime
 from ringreduce.collectives import direct, doubling, measure
-from ringreduce.collectives.choose import Constants
+from ringreduce.cost_model import Constants
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
 from ringreduce.transport.base import complete
@@ -66,7 +66,7 @@ def test_every_form(kind, dtype, op):
     hosts = FORCED[kind]
 
     def program():
-        assert state().routes.text() == kind.partition(",")[0]
+        assert state().algorithms.text() == kind.partition(",")[0]
         return matrix.allreduce_program(dtype, op, list(range(len(hosts))), rr.global_process_set)
 
     results = run_ranks(len(hosts), program, hosts=hosts, settings=forced(kind))
@@ -104,8 +104,8 @@ def test_process_sets_of_one_host_of_two_and_without_shared_memory(kind, dtype):
             if rr.rank() in ranks:
                 told[number] = matrix.allreduce_program(dtype, rr.Sum, sorted(ranks), known(ranks, number))
         told[0] = matrix.allreduce_program(dtype, rr.Average, [0, 1, 2, 3], rr.global_process_set)
-        regions = {number: state(number).routes.region is not None for number in told}
-        return told, regions, {number: state(number).routes.usable for number in told}
+        regions = {number: state(number).algorithms.region is not None for number in told}
+        return told, regions, {number: state(number).algorithms.usable for number in told}
 
     results = run_ranks(4, program, hosts=hosts, settings=forced(kind), process_sets=list(SETS.values()))
     for number, ranks in {0: [0, 1, 2, 3], **SETS}.items():
@@ -126,7 +126,7 @@ def test_sets_without_a_common_rank_have_the_same_region_and_both_use_it():
             mine = arrays[rr.rank() % 2] * np.float32(step)
             result = rr.allreduce(mine, op=rr.Sum, process_set=known(sets[number], number))
             assert_reduced(result, rr.Sum, [array * np.float32(step) for array in arrays])
-        return state(number).routes.text()
+        return state(number).algorithms.text()
 
     settings = dataclasses.replace(matrix.SMALL, algorithm="shared")
     assert run_ranks(4, program, settings=settings, process_sets=list(sets.values())) == ["shared"] * 4

@@ -83,7 +83,7 @@ def test_a_rank_that_leaves_tells_the_sets_that_it_is_yet_to_hear_of():
 
 
 def test_what_mpi_may_still_write_to_is_kept_however_often_all_is_given_up():
-    state = ProcessSetState(0, SimpleNamespace(members=(0, 1), routes=None, completions=None), None)
+    state = ProcessSetState(0, SimpleNamespace(members=(0, 1), algorithms=None, completions=None), None)
     scratch = np.zeros(3)
 
     def steps():

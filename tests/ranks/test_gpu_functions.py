@@ -179,7 +179,7 @@ def test_process_sets_at_the_same_time(gpu):
                 if each.included()
             ]
             results += [rr.synchronize(each).get() for each in handles]
-        assert {state.routes.gpu.path for state in runtime.current("test").engine.states.values()} == {"ipc"}
+        assert {state.algorithms.gpu.path for state in runtime.current("test").engine.states.values()} == {"ipc"}
         rr.remove_process_set(pair)
         results.append(rr.allreduce(gpu.array(values(600, "float32", rank)), op=Sum).get())
         return results
@@ -602,7 +602,7 @@ def test_nccl_for_process_sets_that_overlap(monkeypatch):
             for number, handle in sorted(handles.items()):
                 results[step, tuple(mine[number][0])] = rr.synchronize(handle).get()
         states = runtime.current("test").engine.states.values()
-        assert {state.routes.gpu.text().partition(":")[0] for state in states} == {"nccl"}
+        assert {state.algorithms.gpu.text().partition(":")[0] for state in states} == {"nccl"}
         return results
 
     for rank, results in enumerate(nccl_ranks(3, program, monkeypatch, 3, dynamic_process_sets=True)):

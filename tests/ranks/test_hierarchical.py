@@ -28,9 +28,9 @@ SLOT_BYTES = 4096
 KNOBS = Settings(fusion_buffer_bytes=1 << 20, fusion_slot_bytes=4096, shared_slot_bytes=SLOT_BYTES)
 
 
-def routes():
+def algorithms():
     """This rank's, of the set of all ranks."""
-    return runtime.current("test").engine.states[0].routes
+    return runtime.current("test").engine.states[0].algorithms
 
 
 def reduce(array, reduction, capacity=10**9, pieces=1, in_place=True, segment_bytes=1 << 20, watch=None):
@@ -39,7 +39,11 @@ def reduce(array, reduction, capacity=10**9, pieces=1, in_place=True, segment_by
     options = [watch] if watch else []
 
     def run(slots):
-        complete(hierarchical.allreduce(slots, routes().region, routes().hierarchy, reduction, segment_bytes, *options))
+        complete(
+            hierarchical.allreduce(
+                slots, algorithms().region, algorithms().hierarchy, reduction, segment_bytes, *options
+            )
+        )
 
     return reduced(array, reduction.element.storage, capacity, pieces, in_place, run)
 
@@ -104,7 +108,7 @@ def dawdle(draw, share=0.08):
 
 def be_slow(seed):
     """Now and then this rank sleeps: before it packs or sums, and before it tells that it has."""
-    region, draw = routes().region, random.Random(f"{seed} {runtime.current('test').world.rank}")
+    region, draw = algorithms().region, random.Random(f"{seed} {runtime.current('test').world.rank}")
     slots, publish = region.slots, region.publish
 
     def slow_slots(sequence, dtype):
@@ -139,7 +143,7 @@ def test_nobody_packs_a_slot_that_another_of_its_host_still_reads(hosts, seed):
         draw = random.Random(f"{seed} {world.rank}")
         neighbours = [rank for rank in range(size) if hosts[rank] == hosts[world.rank]]
         for number, (count, capacity) in enumerate([(100, 8), (5, 9), (64, 8), (1, 1), (1, 1)] * 3):
-            first, open_slots = routes().region.sequence, set()
+            first, open_slots = algorithms().region.sequence, set()
 
             def watch(slot, phase, first=first, open_slots=open_slots):
                 dawdle(draw, 0.3)

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from ringreduce.collectives import shared
-from ringreduce.collectives.choose import ONE_SHOT_BYTES, is_one_shot
 from ringreduce.collectives.shared import COPY, DONE, PACK, REDUCE, cut
+from ringreduce.cost_model import ONE_SHOT_BYTES, is_one_shot
 from ringreduce.dtypes import TABLE
 from ringreduce.ops import Average, Max, Min, Product, Reduction, Sum
 from ringreduce.partition import chunk_bounds

@@ -40,7 +40,7 @@ LAYERS = [
     ["engine.submission", "engine.control_messages", "engine.cache", "engine.tally"],
     ["gpu.stream"],
     ["gpu.paths"],
-    ["engine.routes"],
+    ["engine.algorithms"],
     ["engine.host"],
     ["engine.coordinator", "engine.timeline", "engine.inbox", "engine.joined"],
     ["engine.completions"],

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ringreduce.collectives.choose import ALGORITHMS, Constants, choose
 from ringreduce.collectives.hierarchical import Hierarchy
+from ringreduce.cost_model import ALGORITHMS, Constants, choose
 from ringreduce.errors import SettingsError
 from ringreduce.gpu.paths import GpuPaths
 from ringreduce.ops import Reduction
@@ -38,7 +38,7 @@ def candidates(settings: Settings, usable: list[str]) -> list[str]:
     return ["direct"] if settings.deterministic else usable
 
 
-class Routes:
+class Algorithms:
     """One process set's, on one of its ranks; all members choose alike.
 
     hosts:  of each member;  region: the set's part of the host's shared memory, None where there is none on some host;
@@ -68,7 +68,7 @@ class Routes:
         self._narrow = _table(hosts, chosen_from, constants, 1)
         self._wide = _table(hosts, chosen_from, constants, 2)
 
-    def choice(self, nbytes: int, reduction: Reduction) -> str:
+    def choose(self, nbytes: int, reduction: Reduction) -> str:
         """The algorithm for host arrays of `nbytes` together."""
         table = self._wide if reduction.sum_type.itemsize > reduction.element.itemsize else self._narrow
         return table[min(nbytes.bit_length(), LONGEST)]

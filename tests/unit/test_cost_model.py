@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import ringreduce as rr
-from ringreduce.collectives.choose import ALGORITHMS, ONE_SHOT_BYTES, Constants, choose, is_one_shot, predict_us
+from ringreduce.cost_model import ALGORITHMS, ONE_SHOT_BYTES, Constants, choose, is_one_shot, predict_us
 from ringreduce.dtypes import TABLE
+from ringreduce.engine.algorithms import candidates, check, usable_algorithms
 from ringreduce.engine.host import Host
-from ringreduce.engine.routes import candidates, check, usable_algorithms
 from ringreduce.errors import SettingsError
 from ringreduce.ops import Reduction, Sum
 from ringreduce.settings import Settings
@@ -158,7 +158,7 @@ def routes_of(hosts, settings=None, *, shared=True, constants=None):
     window = Window(blocks, lambda: None, lambda: None) if shared and len(set(hosts)) < len(hosts) else None
     world = World(0, len(hosts), tuple(hosts))
     host = Host(world, Exchange(len(hosts)).transport(0), knobs, window, constants)
-    return host.routes((0, 0, 0), range(len(hosts)))
+    return host.algorithms((0, 0, 0), range(len(hosts)))
 
 
 def memory_of(knobs):
@@ -170,15 +170,15 @@ FLOAT32, FLOAT16 = (Reduction(Sum, TABLE[name], 2) for name in ("float32", "floa
 
 @pytest.mark.parametrize("hosts", LAYOUTS, ids=str)
 def test_the_table_is_the_models_choice(hosts):
-    routes = routes_of(hosts)
-    assert sorted(routes.usable) == sorted(usable(hosts) + ["shared"] * (len(set(hosts)) == 1))
+    algorithms = routes_of(hosts)
+    assert sorted(algorithms.usable) == sorted(usable(hosts) + ["shared"] * (len(set(hosts)) == 1))
     for nbytes in SIZES:
         rounded = (1 << nbytes.bit_length()) * 3 // 4
         for reduction, wider in ((FLOAT32, 1), (FLOAT16, 2)):
-            expected = "shared" if "shared" in routes.usable else None
-            expected = expected or choose(rounded, wider * rounded, hosts, routes.usable, Constants())
-            assert routes.choice(nbytes, reduction) == expected
-    assert routes.choice(1 << 60, FLOAT32) == routes.choice(1 << 47, FLOAT32)
+            expected = "shared" if "shared" in algorithms.usable else None
+            expected = expected or choose(rounded, wider * rounded, hosts, algorithms.usable, Constants())
+            assert algorithms.choose(nbytes, reduction) == expected
+    assert algorithms.choose(1 << 60, FLOAT32) == algorithms.choose(1 << 47, FLOAT32)
 
 
 def test_the_text_tells_where_the_choice_changes():
@@ -186,18 +186,18 @@ def test_the_text_tells_where_the_choice_changes():
     text = routes_of(hosts).text()
     assert re.fullmatch(r"(\w+ below \d+ B, then )+\w+", text), text
     limits = re.findall(r"(\w+) below (\d+) B", text)
-    routes = routes_of(hosts)
+    algorithms = routes_of(hosts)
     for (name, limit), following in zip(limits, [*limits[1:], (text.rpartition(" ")[2], "")], strict=True):
-        assert routes.choice(int(limit) - 1, FLOAT32) == name
-        assert routes.choice(int(limit), FLOAT32) == following[0] != name
+        assert algorithms.choose(int(limit) - 1, FLOAT32) == name
+        assert algorithms.choose(int(limit), FLOAT32) == following[0] != name
     assert routes_of([0, 0]).text() == "shared"
 
 
 @pytest.mark.parametrize("algorithm", ["shared", "ring", "direct", "doubling"])
 def test_one_can_be_forced(algorithm):
-    routes = routes_of([0, 0, 0], Settings(algorithm=algorithm))
-    assert routes.text() == algorithm
-    assert {routes.choice(nbytes, FLOAT16) for nbytes in SIZES} == {algorithm}
+    algorithms = routes_of([0, 0, 0], Settings(algorithm=algorithm))
+    assert algorithms.text() == algorithm
+    assert {algorithms.choose(nbytes, FLOAT16) for nbytes in SIZES} == {algorithm}
 
 
 @pytest.mark.parametrize(("hosts", "expected"), [([0, 0], "shared"), ([0, 0, 1], "direct"), ([0, 1], "direct")])
