@@ -33,7 +33,7 @@ class Piece(NamedTuple):
     high: int
 
 
-class Slot(NamedTuple):
+class Bucket(NamedTuple):
     """Pieces that travel together, and where they lie in the slot; between aligned ones there may be gaps."""
 
     pieces: tuple[Piece, ...]
@@ -44,7 +44,7 @@ class Slot(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)
-def plan(counts: tuple[int, ...], capacity: int, *, alignment: int = 1, whole: bool = False) -> list[Slot]:
+def plan(counts: tuple[int, ...], capacity: int, *, alignment: int = 1, whole: bool = False) -> list[Bucket]:
     """Which pieces of tensors of `counts` elements share a slot of at most `capacity` elements.
 
     alignment: pieces begin at multiples of so many elements, in the slot and in a tensor that is cut; `capacity` is a
@@ -79,7 +79,7 @@ def plan(counts: tuple[int, ...], capacity: int, *, alignment: int = 1, whole: b
         if whole and count >= capacity:
             pieces, room = before
     ends = [list(accumulate((_aligned(piece, alignment) for piece in each), initial=0)) for each in slots]
-    return [Slot(tuple(each), tuple(at[:-1]), at[-1]) for each, at in zip(slots, ends, strict=True)]
+    return [Bucket(tuple(each), tuple(at[:-1]), at[-1]) for each, at in zip(slots, ends, strict=True)]
 
 
 def _aligned(piece: Piece, alignment: int) -> int:
@@ -87,14 +87,14 @@ def _aligned(piece: Piece, alignment: int) -> int:
     return -((piece.low - piece.high) // alignment) * alignment
 
 
-def pack(slot: Slot, inputs: Sequence[Buffer], packed: Any, widen: Callable[[Any], Any] | None = None) -> None:
+def pack(slot: Bucket, inputs: Sequence[Buffer], packed: Any, widen: Callable[[Any], Any] | None = None) -> None:
     """Copy the slot's elements into `packed`; `widen` makes them of its type, when that is another."""
     for (number, low, high), start in zip(slot.pieces, slot.starts, strict=True):
         source = inputs[number].flat[low:high]
         packed[start : start + high - low] = source if widen is None else widen(source)
 
 
-def unpack(slot: Slot, packed: Any, outputs: Sequence[Buffer]) -> None:
+def unpack(slot: Bucket, packed: Any, outputs: Sequence[Buffer]) -> None:
     """Copy a slot's finished elements into the outputs."""
     for (number, low, high), start in zip(slot.pieces, slot.starts, strict=True):
         outputs[number].flat[low:high] = packed[start : start + high - low]

@@ -1,4 +1,4 @@
-"""Tensors that may travel together, the submissions that own them, and one slot's way: packed, sent, unpacked."""
+"""Tensors that may travel together, the submissions that own them, and one bucket's way: packed, sent, unpacked."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from ringreduce.ops import Reduction
 from ringreduce.transport.base import Steps
 
 PHASES = {shared.PACK: "MEMCPY_IN_FUSION_BUFFER", shared.REDUCE: "ALLREDUCE", shared.COPY: "MEMCPY_OUT_FUSION_BUFFER"}
-"""What the timeline calls the phases of a slot."""
+"""What the timeline calls the phases of a bucket."""
 Collective = Callable[[Any, Any], Steps[None]]
-"""Moves a slot's elements, in place: those to be finished, and their sums where these are wider, else None."""
+"""Moves a bucket's elements, in place: those to be finished, and their sums where these are wider, else None."""
 
 
 class Batch(NamedTuple):
@@ -43,20 +43,20 @@ class Batch(NamedTuple):
         """True for all of them or none."""
         return self.inputs[0].on_gpu
 
-    def expect(self, slots: Sequence[fusion.Slot]) -> None:
+    def expect(self, buckets: Sequence[fusion.Bucket]) -> None:
         """The owners are complete when all of these are settled."""
-        for slot in slots:
-            for piece in slot.pieces:
+        for bucket in buckets:
+            for piece in bucket.pieces:
                 self.owners[piece.tensor].missing_pieces += 1
 
-    def settle(self, slot: fusion.Slot, context: Context) -> None:
-        """A slot's results are in place: complete what has nothing else to wait for."""
-        for piece in slot.pieces:
+    def settle(self, bucket: fusion.Bucket, context: Context) -> None:
+        """A bucket's results are in place: complete what has nothing else to wait for."""
+        for piece in bucket.pieces:
             context.completions.settle(self.owners[piece.tensor])
 
-    def names(self, slot: fusion.Slot) -> list[Submission]:
-        """The submissions of a slot, for the timeline."""
-        return [self.owners[piece.tensor] for piece in slot.pieces]
+    def names(self, bucket: fusion.Bucket) -> list[Submission]:
+        """The submissions of a bucket, for the timeline."""
+        return [self.owners[piece.tensor] for piece in bucket.pieces]
 
 
 def batches(submissions: Sequence[Submission]) -> list[Batch]:
@@ -77,15 +77,20 @@ def batches(submissions: Sequence[Submission]) -> list[Batch]:
 
 
 def carry(
-    batch: Batch, slot: fusion.Slot, collective: Collective, phase: str, context: Context, wide: Reduction | None = None
+    batch: Batch,
+    bucket: fusion.Bucket,
+    collective: Collective,
+    phase: str,
+    context: Context,
+    wide: Reduction | None = None,
 ) -> Steps[None]:
-    """Pack a slot, run the collective, unpack; a piece that is alone is worked on in the output's own memory.
+    """Pack a bucket, run the collective, unpack; a piece that is alone is worked on in the output's own memory.
 
     wide: packed in its `sum_type`; the finished elements come behind.
     """
-    timeline, names = context.timeline, batch.names(slot)
-    if len(slot.pieces) == 1 and wide is None:
-        number, low, high = slot.pieces[0]
+    timeline, names = context.timeline, batch.names(bucket)
+    if len(bucket.pieces) == 1 and wide is None:
+        number, low, high = bucket.pieces[0]
         flat = batch.outputs[number].flat[low:high]
         if batch.outputs[number] is not batch.inputs[number]:
             flat[...] = batch.inputs[number].flat[low:high]
@@ -95,19 +100,19 @@ def carry(
         like = batch.inputs[0]
         storage = like.element.storage
         with context.memory.block(like) as block:
-            partial = view(block, storage if wide is None else wide.sum_type)[: slot.length]
+            partial = view(block, storage if wide is None else wide.sum_type)[: bucket.length]
             with timeline.phase(names, "MEMCPY_IN_FUSION_BUFFER"):
-                fusion.pack(slot, batch.inputs, partial, widen=None if wide is None else wide.widen)
-            finished = partial if wide is None else view(block[partial.nbytes :], storage)[: slot.length]
+                fusion.pack(bucket, batch.inputs, partial, widen=None if wide is None else wide.widen)
+            finished = partial if wide is None else view(block[partial.nbytes :], storage)[: bucket.length]
             with timeline.phase(names, phase):
                 yield from collective(finished, None if wide is None else partial)
             with timeline.phase(names, "MEMCPY_OUT_FUSION_BUFFER"):
-                fusion.unpack(slot, finished, batch.outputs)
-    batch.settle(slot, context)
+                fusion.unpack(bucket, finished, batch.outputs)
+    batch.settle(bucket, context)
 
 
-def plan(batch: Batch, context: Context, itemsize: int) -> Sequence[fusion.Slot]:
-    """The slots of a batch whose elements take `itemsize` bytes in the fusion buffer."""
+def plan(batch: Batch, context: Context, itemsize: int) -> Sequence[fusion.Bucket]:
+    """The buckets of a batch whose elements take `itemsize` bytes in the fusion buffer."""
     return fusion.plan(batch.counts, max(1, context.settings.fusion_slot_bytes // itemsize), whole=True)
 
 

@@ -75,15 +75,15 @@ def _broadcast(submissions: Sequence[Submission], context: Context) -> Steps[Non
     found = batches(submissions)
     on_gpu = [GpuBroadcast(each, root, context) for each in found if each.on_gpu]
     planned = [(batch, plan(batch, context, batch.inputs[0].element.itemsize)) for batch in found if not batch.on_gpu]
-    for batch, slots in planned:
-        batch.expect(slots)
+    for batch, buckets in planned:
+        batch.expect(buckets)
     for submission in submissions:
         context.completions.settle(submission)
     for each in on_gpu:
         yield from each.run()
-    for batch, slots in planned:
-        for slot in slots:
-            yield from carry(batch, slot, collective, "BROADCAST", context)
+    for batch, buckets in planned:
+        for bucket in buckets:
+            yield from carry(batch, bucket, collective, "BROADCAST", context)
 
 
 def _allgather(submissions: Sequence[Submission], context: Context) -> Steps[None]:

@@ -1,4 +1,4 @@
-"""The all-reduce of many tensors: by which algorithm each batch goes, and how its slots move."""
+"""The all-reduce of many tensors: by which algorithm each batch goes, and how its buckets move."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ def allreduce(submissions: Sequence[Submission], context: Context) -> Steps[None
             on_gpu.append(GpuReduction(batch, reduction, path, context))
             continue
         algorithm = context.algorithms.choose(batch.nbytes, reduction)
-        slots = _slots(batch, reduction, algorithm, context)
-        batch.expect(slots)
+        buckets = _buckets(batch, reduction, algorithm, context)
+        batch.expect(buckets)
         if context.debugs:
             what = f"allreduce of {len(batch.inputs)} tensors, {batch.nbytes} B of {reduction.element.name}"
-            LOGGER.debug(f"{what}: {algorithm}, in {len(slots)} slots")
-        work.append((batch, reduction, algorithm, slots))
+            LOGGER.debug(f"{what}: {algorithm}, in {len(buckets)} buckets")
+        work.append((batch, reduction, algorithm, buckets))
     for submission in submissions:
         context.completions.settle(submission)
     for each in on_gpu:
         yield from each.run()
-    for batch, reduction, algorithm, slots in work:
+    for batch, reduction, algorithm, buckets in work:
         if algorithm in ("shared", "hierarchical"):
-            yield from _through_window(batch, reduction, algorithm, slots, context)
+            yield from _through_window(batch, reduction, algorithm, buckets, context)
         else:
-            yield from overlapped(_through_messages(batch, reduction, algorithm, slots, context), CHANNELS)
+            yield from overlapped(_through_messages(batch, reduction, algorithm, buckets, context), CHANNELS)
 
 
-def _slots(batch: Batch, reduction: Reduction, algorithm: str, context: Context) -> Sequence[fusion.Slot]:
+def _buckets(batch: Batch, reduction: Reduction, algorithm: str, context: Context) -> Sequence[fusion.Bucket]:
     itemsize = reduction.element.itemsize
     region = context.algorithms.region
     if algorithm in ("shared", "hierarchical") and region is not None:
@@ -58,21 +58,21 @@ def _slots(batch: Batch, reduction: Reduction, algorithm: str, context: Context)
 
 
 def _through_window(
-    batch: Batch, reduction: Reduction, algorithm: str, slots: Sequence[fusion.Slot], context: Context
+    batch: Batch, reduction: Reduction, algorithm: str, buckets: Sequence[fusion.Bucket], context: Context
 ) -> Steps[None]:
     inputs = [each.flat for each in batch.inputs]
     outputs = [each.flat for each in batch.outputs]
     parts = [
-        [shared.Part(inputs[number][low:high], outputs[number][low:high]) for number, low, high in slot.pieces]
-        for slot in slots
+        [shared.Part(inputs[number][low:high], outputs[number][low:high]) for number, low, high in bucket.pieces]
+        for bucket in buckets
     ]
     timeline = context.timeline
 
     def watch(number: int, phase: int) -> None:
         if timeline.recording:
-            timeline.switch_phase(batch.names(slots[number]), PHASES.get(phase))
+            timeline.switch_phase(batch.names(buckets[number]), PHASES.get(phase))
         if phase == shared.DONE:
-            batch.settle(slots[number], context)
+            batch.settle(buckets[number], context)
 
     algorithms, segment_bytes = context.algorithms, context.algorithms.segment_bytes
     if algorithms.region is None:
@@ -86,11 +86,11 @@ def _through_window(
 
 
 def _through_messages(
-    batch: Batch, reduction: Reduction, algorithm: str, slots: Sequence[fusion.Slot], context: Context
+    batch: Batch, reduction: Reduction, algorithm: str, buckets: Sequence[fusion.Bucket], context: Context
 ) -> Iterator[Steps[None]]:
-    """The slots' ways, one after the other; `overlapped` begins the next when a channel is free."""
+    """The buckets' ways, one after the other; `overlapped` begins the next when a channel is free."""
     wide = reduction if algorithm == "ring" and not reduction.in_place else None
-    for number, slot in enumerate(slots):
+    for number, bucket in enumerate(buckets):
         channel = number % CHANNELS
         collective = MessageCollective(algorithm, batch.inputs[0], reduction, channel, context)
-        yield carry(batch, slot, collective.run, "ALLREDUCE", context, wide)
+        yield carry(batch, bucket, collective.run, "ALLREDUCE", context, wide)
