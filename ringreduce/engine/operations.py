@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from ringreduce.collectives import adasum, bruck, pairwise, ring, tree
+from ringreduce.engine.allreduce import allreduce
 from ringreduce.engine.batch import batches, carry, plan
 from ringreduce.engine.context import Context
-from ringreduce.engine.reduction import allreduce
 from ringreduce.engine.submission import Submission
 from ringreduce.errors import InputError
 from ringreduce.gpu.through_host import GpuBroadcast, down, room, up

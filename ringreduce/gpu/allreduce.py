@@ -16,7 +16,7 @@ from ringreduce.collectives.overlap import InOrder, Order, overlapped
 from ringreduce.dtypes import TABLE, ElementType
 from ringreduce.engine.batch import PHASES, Batch, view
 from ringreduce.engine.context import Context
-from ringreduce.engine.messages import MessageCollective
+from ringreduce.engine.point_to_point import PointToPointAllreduce
 from ringreduce.gpu import ipc_allreduce, nccl
 from ringreduce.gpu.ipc_allreduce import GpuSlot
 from ringreduce.gpu.runtime import Stream
@@ -234,7 +234,7 @@ class GpuReduction:
 
     def _by_messages(self, flat: Any, channel: int) -> Steps[None]:
         like = Buffer(flat, self.reduction.element, flat.shape, "cpu", flat.dtype)
-        collective = MessageCollective(self.algorithm, like, self.reduction, channel, self.context)
+        collective = PointToPointAllreduce(self.algorithm, like, self.reduction, channel, self.context)
         if self.algorithm != "ring" or self.reduction.in_place:
             yield from collective.run(flat, None)
             return

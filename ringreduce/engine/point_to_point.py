@@ -12,7 +12,7 @@ from ringreduce.ops import Reduction
 from ringreduce.transport.base import Steps
 
 
-class MessageCollective:
+class PointToPointAllreduce:
     """One of them. like: a buffer where the slots lie, on the host or on a GPU."""
 
     def __init__(self, algorithm: str, like: Buffer, reduction: Reduction, channel: int, context: Context) -> None:

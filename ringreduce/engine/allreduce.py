@@ -9,7 +9,7 @@ from ringreduce.collectives import hierarchical, shared
 from ringreduce.collectives.overlap import overlapped
 from ringreduce.engine.batch import PHASES, Batch, batches, carry, plan
 from ringreduce.engine.context import Context
-from ringreduce.engine.messages import MessageCollective
+from ringreduce.engine.point_to_point import PointToPointAllreduce
 from ringreduce.engine.submission import Submission
 from ringreduce.gpu.allreduce import GpuReduction, nccl_can
 from ringreduce.log import LOGGER
@@ -92,5 +92,5 @@ def _through_messages(
     wide = reduction if algorithm == "ring" and not reduction.in_place else None
     for number, bucket in enumerate(buckets):
         channel = number % CHANNELS
-        collective = MessageCollective(algorithm, batch.inputs[0], reduction, channel, context)
+        collective = PointToPointAllreduce(algorithm, batch.inputs[0], reduction, channel, context)
         yield carry(batch, bucket, collective.run, "ALLREDUCE", context, wide)
