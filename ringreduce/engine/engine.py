@@ -24,13 +24,13 @@ from typing import Any
 
 from ringreduce import errors, fusion
 from ringreduce.buffers import Buffer, ready
-from ringreduce.engine import operations, refusals
+from ringreduce.engine import errors_for, operations
 from ringreduce.engine.cache import numbers
 from ringreduce.engine.context import Context
 from ringreduce.engine.coordinator import Coordinator
 from ringreduce.engine.host import Host
 from ringreduce.engine.inbox import LONGEST_SLEEP_S, Inbox, WaitsFor
-from ringreduce.engine.joined import stand_in
+from ringreduce.engine.neutral import neutral_submission
 from ringreduce.engine.process_set import Idle, ProcessSetState
 from ringreduce.engine.protocol import (
     Announcement,
@@ -163,7 +163,7 @@ class Engine:
         with self._inbox.lock:
             state = self.states.get(process_set)
             if state is None:
-                raise refusals.unknown_set(kind, process_set, self.sets, self.world.rank)
+                raise errors_for.unknown_set(kind, process_set, self.sets, self.world.rank)
             if name is None:
                 state.submitted += 1
                 signature = sign(f"noname.{state.submitted}")._replace(numbered=True)
@@ -192,13 +192,13 @@ class Engine:
         """Raise why a submission cannot be taken."""
         if self._is_closed:
             why = str(self._broken or f"rank {self.world.rank} is leaving the job: {self._leaving}")
-            raise refusals.no_more(submission, why)
+            raise errors_for.no_more(submission, why)
         if state.closed:
-            raise refusals.never_complete(state, submission, self.world, self._leaving)
+            raise errors_for.never_complete(state, submission, self.world, self._leaving)
         if state.joined:
-            raise refusals.after_join(submission)
+            raise errors_for.after_join(submission)
         if submission.key in state.pending or submission.key in state.running:
-            raise refusals.name_is_pending(submission, self.world.rank)
+            raise errors_for.name_is_pending(submission, self.world.rank)
 
     def leave(self, why: str, interrupted: Callable[[], bool] = lambda: False) -> bool:
         """Tell the others that this rank leaves, and wait until all do; what was not agreed on yet fails.
@@ -432,7 +432,7 @@ class Engine:
     def _join_in(self, state: ProcessSetState, signature: Signature) -> Submission:
         if not state.joined:
             raise AssertionError(f"rank {self.world.rank} was told to run {signature.key!r}, which it has not given")
-        return stand_in(signature, state.number, self.gpu)
+        return neutral_submission(signature, state.number, self.gpu)
 
     def _queue_join(self, state: ProcessSetState, last: int) -> None:
         """join() returns in its turn: after what was agreed on before."""
@@ -582,7 +582,7 @@ class Engine:
             lost, state.pending = state.pending, {}
             self._inbox.drop(lambda each: each.process_set == state.number)
         for submission in lost.values():
-            submission.fail(refusals.never_complete(state, submission, self.world, self._leaving))
+            submission.fail(errors_for.never_complete(state, submission, self.world, self._leaving))
 
     def _break(self, exc: BaseException) -> None:
         """The engine itself failed: nobody can complete what this rank takes part in."""

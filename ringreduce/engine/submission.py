@@ -132,15 +132,15 @@ class Submission:
         self.missing_pieces = 0
         self.retire: Callable[[Sequence[Buffer]], Event] | None = None
         """For GPU memory: keeps it until the GPU is done, which the event tells; see Gpu.retire."""
-        self.among: dict[str, Submission] = _NOWHERE
+        self.in_flight: dict[str, Submission] = _NOWHERE
         """The submissions under way of its process set, which it leaves before its waiter may submit the name again."""
         self.lock = _NO_LOCK
         """Guards those."""
 
-    def begin(self, among: dict[str, Submission], lock: threading.Lock) -> None:
+    def begin(self, in_flight: dict[str, Submission], lock: threading.Lock) -> None:
         """It is under way from now on; with `lock` held."""
-        self.among, self.lock = among, lock
-        among[self.key] = self
+        self.in_flight, self.lock = in_flight, lock
+        in_flight[self.key] = self
 
     def complete(self) -> None:
         """The outputs hold the results, or those on a GPU will when it has done what the engine has queued."""
@@ -166,6 +166,6 @@ class Submission:
     def _leave(self) -> Handle | None:
         """Leave the submissions under way, and the handle: the two in a circle would be garbage for the collector."""
         with self.lock:
-            self.among.pop(self.key, None)
+            self.in_flight.pop(self.key, None)
         handle, self.handle = self.handle, None
         return handle

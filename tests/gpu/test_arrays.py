@@ -1,4 +1,4 @@
-"""What arrays may be: every type and op to the bit, of any length, anywhere in memory, of any library; and refusals."""
+"""What arrays may be: every type and op to the bit, of any length, anywhere in memory, of any library; and errors_for."""
 
 import numpy as np
 import pytest

@@ -12,7 +12,7 @@ import ringreduce as rr
 from ringreduce import runtime
 from ringreduce.engine.engine import Engine
 from ringreduce.engine.host import Host
-from ringreduce.engine.joined import stand_in
+from ringreduce.engine.neutral import neutral_submission
 from ringreduce.engine.signature import Signature
 from ringreduce.engine.timeline import Event, Timeline, TimelineFile
 from ringreduce.gpu.stream import Gpu
@@ -115,7 +115,7 @@ def test_other_clocks_are_brought_to_rank_0s(tmp_path):
 
 def test_a_phase_that_an_earlier_recording_left_open_is_not_told_by_a_later_one():
     timeline = Timeline()
-    request = stand_in(Signature("allreduce", "w", details=(("op", "Sum"),)), 0, Gpu(0))
+    request = neutral_submission(Signature("allreduce", "w", details=(("op", "Sum"),)), 0, Gpu(0))
     timeline.start(mark_cycles=False)
     timeline.agreed(request)
     timeline.switch_phase([request], "ALLREDUCE")

@@ -14,7 +14,7 @@ from ringreduce.gpu.stream import Gpu
 from ringreduce.ops import ReduceOp, Reduction
 
 
-def stand_in(signature: Signature, process_set: int, gpu: Gpu) -> Submission:
+def neutral_submission(signature: Signature, process_set: int, gpu: Gpu) -> Submission:
     """A submission for what the other ranks have given, without a handle; `gpu` is this rank's, should it be needed."""
     op = ReduceOp(signature.detail("op"))
     buffers = [_neutral(tensor, op, gpu) for tensor in signature.tensors]
