@@ -80,10 +80,10 @@ def predict_us(algorithm: str, nbytes: int, hosts: Sequence[int], constants: Con
     infinity: the algorithm cannot be used there, or is `shared`.
     """
     size, counted = len(hosts), collections.Counter(hosts)
-    places, most = len(counted), max(counted.values())
+    num_hosts, most = len(counted), max(counted.values())
     if size == 1:
         return 0.0
-    one_host = places == 1
+    one_host = num_hosts == 1
     latency = constants.message_us if one_host else constants.wire_us
     # what one rank gets of a link; on a wire the ranks of a host share it
     rate = 1e3 * (constants.message_gbs if one_host else constants.wire_gbs)
@@ -94,13 +94,13 @@ def predict_us(algorithm: str, nbytes: int, hosts: Sequence[int], constants: Con
         return 2 * (size - 1) * max(latency, constants.message_us) + share / rate + nbytes / copy
     if algorithm == "direct":
         remote = share if one_host else share * most * (size - most) / max(1, size - 1)
-        remote *= CONVERGING if places > 2 else 1
+        remote *= CONVERGING if num_hosts > 2 else 1
         return 2 * latency + 2 * (size - 1) * constants.message_us + remote / rate + nbytes / copy
     if algorithm == "doubling":
         rounds = math.ceil(math.log2(size)) + (0 if size & (size - 1) == 0 else 1)
         return rounds * (latency + nbytes * (1 if one_host else most) / rate + nbytes / copy)
     if algorithm == "hierarchical" and not one_host and most > 1:
-        across = 2 * (places - 1) * latency + 2 * nbytes * (places - 1) / places / rate
+        across = 2 * (num_hosts - 1) * latency + 2 * nbytes * (num_hosts - 1) / num_hosts / rate
         return constants.message_us + PASSES * nbytes / copy + across  # two waits for flags take about a message's time
     return math.inf
 

@@ -39,7 +39,7 @@ def prepare_host(world: World, transport: MessageTransport, settings: Settings) 
         raise
     if world.size > 1 and not settings.costs and len(candidates(settings, usable)) > 1:
         slots = [] if window is None else [block[FLAGS_BYTES:][: settings.shared_slot_bytes] for block in window.blocks]
-        constants = measure.slowest(world.gather(complete(measure.figures(transport, world.hosts, slots))))
+        constants = measure.slowest(world.allgather_object(complete(measure.figures(transport, world.hosts, slots))))
     return Host(world, transport, settings, window, constants, host_cores(world))
 
 
@@ -72,7 +72,7 @@ def make_window(world: World, settings: Settings) -> tuple[Window | None, str]:
 
 def _first(world: World, why_not: str) -> str:
     """The first rank's reason, if any rank has one."""
-    reasons = [f"rank {rank}: {reason}" for rank, reason in enumerate(world.gather(why_not)) if reason]
+    reasons = [f"rank {rank}: {reason}" for rank, reason in enumerate(world.allgather_object(why_not)) if reason]
     return reasons[0] if reasons else ""
 
 

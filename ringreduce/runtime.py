@@ -61,7 +61,7 @@ class Runtime:
         """Give back what `start` made; every rank must call it."""
         self._answerer.close()
         self.engine.gpu.close()
-        self.world.gather(None)  # nobody frees GPU memory that another has mapped
+        self.world.allgather_object(None)  # nobody frees GPU memory that another has mapped
         self.engine.gpu.free()
         if self.engine.host.window is not None:
             self.engine.host.window.close()
@@ -101,7 +101,9 @@ def start(comm: Any, process_sets: Sequence[Any], dynamic: bool) -> list[tuple[i
         own, everyones = static_sets(world, process_sets)
         sets = check_sets(everyones, world.size)
         agree_on_settings(world, settings, sets)
-        offsets_us = clock.offsets_us(world.gather(complete(clock.lead_us(transport, world.hosts))), world.hosts)
+        offsets_us = clock.offsets_us(
+            world.allgather_object(complete(clock.lead_us(transport, world.hosts))), world.hosts
+        )
         host = prepare_host(world, transport, settings)
         _process_runtime = Runtime(world, transport, settings, host, offsets_us, sets, _gpu)
         _tell(_process_runtime)
@@ -152,7 +154,7 @@ def static_sets(world: World, given: Sequence[Any]) -> tuple[list[tuple[int, ...
     is_part = [hasattr(each, "Get_group") for each in given]
     everyones: list[tuple[int, ...]] = []
     for number, members in enumerate(map(tuple, own)):
-        parts = [tuple(part) for part in world.gather(members)] if is_part[number] else [members]
+        parts = [tuple(part) for part in world.allgather_object(members)] if is_part[number] else [members]
         everyones += dict.fromkeys(parts) if is_part[number] else parts
     return [tuple(members) for members in own], everyones
 
@@ -164,9 +166,9 @@ def agree_on_settings(world: World, settings: Settings, process_sets: Sequence[S
     """
     shared = {**dataclasses.asdict(settings), "version": __version__, "process_sets": list(map(list, process_sets))}
     details = tuple((name, repr(value)) for name, value in shared.items() if name not in PER_RANK)
-    if len(set(world.gather(hashlib.blake2b(repr(details).encode(), digest_size=16).digest()))) > 1:
+    if len(set(world.allgather_object(hashlib.blake2b(repr(details).encode(), digest_size=16).digest()))) > 1:
         record = SubmissionRecord(Signature("init", "settings", details=details), calling_line())
-        raise MismatchError(mismatch_message(dict(enumerate(world.gather(record))), world.size))
+        raise MismatchError(mismatch_message(dict(enumerate(world.allgather_object(record))), world.size))
 
 
 def shutdown() -> None:

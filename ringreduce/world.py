@@ -69,7 +69,7 @@ class World:
         """True when every host has equally many ranks."""
         return len(set(Counter(self.hosts).values())) == 1
 
-    def gather(self, value: Any) -> list[Any]:
+    def allgather_object(self, value: Any) -> list[Any]:
         """Every rank's value, by rank, pickled by mpi4py; every rank must call it, before there is an engine."""
         gathered: list[Any] = self.control.allgather(value)
         return gathered

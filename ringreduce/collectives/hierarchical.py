@@ -13,8 +13,8 @@ So each byte crosses a host's wire once each way, as if the host were one rank, 
 beyond the smallest host's number own no chunk; they pack and copy. Slots overlap: one is on the wire while the next is
 summed.
 
-Shared memory needs no flag for "I have read it": `WIDTH` slots are under way, and there are twice as many. A rank packs
-slot k when it has ended slot k - WIDTH, for which all had begun it, after each had ended slot k - 2 WIDTH, whose memory
+Shared memory needs no flag for "I have read it": `SLOTS_IN_FLIGHT` slots are under way, and there are twice as many. A rank packs
+slot k when it has ended slot k - SLOTS_IN_FLIGHT, for which all had begun it, after each had ended slot k - 2 SLOTS_IN_FLIGHT, whose memory
 is packed now.
 
 Source: Horovod's hierarchical allreduce, which copies to one rank of each host; here all take part.
@@ -35,13 +35,13 @@ from ringreduce.transport.base import Steps, Transport
 from ringreduce.transport.subset import SubsetTransport
 from ringreduce.transport.window import PACKED, SLOTS, SUMMED, Region
 
-WIDTH = SLOTS // 2
+SLOTS_IN_FLIGHT = SLOTS // 2
 
 
 class Hierarchy:
     """Who does what, for the ranks of `channels`: hosts[r] is rank r's host; place: this rank's on its host."""
 
-    def __init__(self, channels: Sequence[Transport], hosts: Sequence[int], place: int) -> None:
+    def __init__(self, channels: Sequence[Transport], hosts: Sequence[int], local_index: int) -> None:
         rank = channels[0].rank
         by_host: dict[int, list[int]] = {}
         for r, host in enumerate(hosts):
@@ -51,9 +51,9 @@ class Hierarchy:
         """Chunks of a slot."""
         self.rings: list[Transport] = []
         """This rank's ring, for each slot under way; none for a rank that owns no chunk."""
-        if place < self.chunks:
-            across = [each[place] for each in members]
-            self.rings = [SubsetTransport(channels[k], across, 0) for k in range(WIDTH)]
+        if local_index < self.chunks:
+            across = [each[local_index] for each in members]
+            self.rings = [SubsetTransport(channels[k], across, 0) for k in range(SLOTS_IN_FLIGHT)]
         self.order = Order(rank)
         """Of the sequence numbers whose SUMMED this rank publishes: in order, though slots overlap."""
 
@@ -81,7 +81,7 @@ def allreduce(
             _slot(parts, first + number, number, region, hierarchy, reduction, segment_bytes, watch)
             for number, parts in enumerate(slots)
         ),
-        WIDTH,
+        SLOTS_IN_FLIGHT,
     )
 
 
@@ -105,7 +105,7 @@ def _slot(
     own = [each for each in cuts if each.owner == region.rank]
     if own and hierarchy.rings:
         chunks = [each[own[0].low : own[-1].high] for each in slots]
-        yield from _across(chunks, region.rank, hierarchy.rings[number % WIDTH], reduction, segment_bytes)
+        yield from _across(chunks, region.rank, hierarchy.rings[number % SLOTS_IN_FLIGHT], reduction, segment_bytes)
     if hierarchy.order.passed != sequence:
         yield InOrder(hierarchy.order, sequence)
     region.publish(SUMMED, sequence)

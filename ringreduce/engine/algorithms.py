@@ -98,14 +98,14 @@ def check(settings: Settings, usable: Sequence[str], hosts: Sequence[int], why_n
     if asked == "auto" or len(hosts) == 1:
         return
     if asked not in (*usable, "nccl"):  # that is for GPU arrays; host arrays go as with auto
-        places = len(set(hosts))
+        num_hosts = len(set(hosts))
         needs = {
             "shared": "all ranks on one host, and shared memory",
             "hierarchical": "several hosts, one of them with several ranks, and shared memory",
         }[asked]
         raise SettingsError(
-            f"RINGREDUCE_ALGORITHM={asked}: needs {needs}; there are {len(hosts)} ranks on {places} host"
-            f"{'s' if places > 1 else ''}{f', and {why_not}' if why_not else ''}; usable are {', '.join(usable)}"
+            f"RINGREDUCE_ALGORITHM={asked}: needs {needs}; there are {len(hosts)} ranks on {num_hosts} host"
+            f"{'s' if num_hosts > 1 else ''}{f', and {why_not}' if why_not else ''}; usable are {', '.join(usable)}"
         )
     if settings.deterministic and asked not in ("shared", "direct"):
         raise SettingsError(

@@ -53,7 +53,7 @@ class Context:
             ReduceOp(details["op"]), element, self.divisor, details["prescale_factor"], details["postscale_factor"]
         )
 
-    def place(self, kind: str, root_rank: Any) -> int:
+    def set_rank(self, kind: str, root_rank: Any) -> int:
         """The rank in the set of a rank of the world."""
         if not isinstance(root_rank, int) or root_rank not in self.members:
             what = f"a rank from 0 to {len(self.members) - 1}"

@@ -46,13 +46,13 @@ class Host:
         """How many its ranks may run on, all together."""
         self._transport = transport
         self._settings = settings
-        self._tags = _Places(transport.most_tags // (TAGS * CHANNELS))
-        self._regions = _Places(0 if window is None else settings.shared_regions)
-        self._gpu_flags = _Places(0 if window is None else MOST_REGIONS)
+        self._tags = _RegionAllocator(transport.most_tags // (TAGS * CHANNELS))
+        self._regions = _RegionAllocator(0 if window is None else settings.shared_regions)
+        self._gpu_flags = _RegionAllocator(0 if window is None else MOST_REGIONS)
 
-    def algorithms(self, place: Place, members: Sequence[int]) -> Algorithms:
+    def algorithms(self, local_index: Place, members: Sequence[int]) -> Algorithms:
         """The routes of a process set that has this place, and of which this rank is one."""
-        tags, region, gpu_flags = place
+        tags, region, gpu_flags = local_index
         flags = None
         if gpu_flags is not None and self.window is not None:
             flags = Flags(self.window, gpu_flags, GPU_PACKED, *self._neighbours(members))
@@ -100,7 +100,7 @@ class Host:
         return [self.world.local_ranks[each] for each in ours], ours, ours.index(rank)
 
 
-class _Places:
+class _RegionAllocator:
     """Numbered places, each for process sets without a common rank."""
 
     def __init__(self, count: int) -> None:

@@ -67,7 +67,7 @@ def _adasum(submissions: Sequence[Submission], context: Context) -> Steps[None]:
 
 
 def _broadcast(submissions: Sequence[Submission], context: Context) -> Steps[None]:
-    root = context.place("broadcast", submissions[0].signature.detail("root_rank"))
+    root = context.set_rank("broadcast", submissions[0].signature.detail("root_rank"))
 
     def collective(flat: Any, _: Any) -> Steps[None]:
         yield from tree.broadcast(flat, context.transport, root)
@@ -153,7 +153,7 @@ def _broadcast_object(submissions: Sequence[Submission], context: Context) -> St
     """`payload` is the root's pickled object, and becomes it on every rank."""
     transport = context.transport
     for submission in submissions:
-        root = context.place("broadcast_object", submission.signature.detail("root_rank"))
+        root = context.set_rank("broadcast_object", submission.signature.detail("root_rank"))
         lengths = yield from bruck.allgather(np.array([submission.payload.size], np.int64), transport)
         if transport.rank != root:
             submission.payload = np.empty(int(lengths[root, 0]), np.uint8)

@@ -174,7 +174,7 @@ def test_settings_that_differ_are_told_at_the_start():
     texts, met = [None, None], threading.Barrier(2)
 
     class Two(World):
-        def gather(self, value):
+        def allgather_object(self, value):
             met.wait()
             texts[self.rank] = value
             met.wait()

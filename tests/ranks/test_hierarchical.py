@@ -10,7 +10,7 @@ import pytest
 
 from ringreduce import runtime
 from ringreduce.collectives import hierarchical
-from ringreduce.collectives.hierarchical import WIDTH
+from ringreduce.collectives.hierarchical import SLOTS_IN_FLIGHT
 from ringreduce.collectives.shared import DONE, PACK
 from ringreduce.dtypes import TABLE
 from ringreduce.ops import Average, Reduction, Sum
@@ -161,7 +161,7 @@ def test_nobody_packs_a_slot_that_another_of_its_host_still_reads(hosts, seed):
     kind = Reduction(Sum, TABLE["float32"], size)
     run_ranks(size, program, hosts=hosts, settings=KNOBS, timeout_s=40)
     assert all(packed_over)
-    assert max(under_way) == WIDTH, "one is on the wire while the next is summed"
+    assert max(under_way) == SLOTS_IN_FLIGHT, "one is on the wire while the next is summed"
 
 
 @pytest.mark.parametrize("name", ["float32", "float16", "int64"])
