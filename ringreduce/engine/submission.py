@@ -81,7 +81,7 @@ class Submission:
 
     __slots__ = (
         "__weakref__",
-        "among",
+        "in_flight",
         "signature",
         "finish",
         "handle",

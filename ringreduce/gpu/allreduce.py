@@ -45,7 +45,7 @@ class GpuBatch:
         self.capacity = capacity
         batch.expect(self.slots)
 
-    def gpu_slot(self, slot: fusion.Slot, stream: Stream) -> GpuSlot:
+    def gpu_slot(self, slot: fusion.Bucket, stream: Stream) -> GpuSlot:
         """A slot as kernels on a stream know it."""
         counts = [piece.high - piece.low for piece in slot.pieces]
         table = self.gpu.kernels.table(slot.starts, counts, self.itemsize, stream)

@@ -36,7 +36,7 @@ def test_a_full_batch_is_told_of_at_once(clock):
     assert not box.batches_more()
 
 
-@pytest.mark.parametrize(("crowded", "cycles"), [(False, 1), (True, OVERSUBSCRIBED_CYCLES)])
+@pytest.mark.parametrize(("oversubscribed", "cycles"), [(False, 1), (True, OVERSUBSCRIBED_CYCLES)])
 def test_tensors_are_gathered_for_a_cycle_and_for_longer_where_ranks_take_all_cores(clock, oversubscribed, cycles):
     box = Inbox(None, SETTINGS, one_host=True, oversubscribed=oversubscribed)
     put(box, 1, clock.s)
