@@ -18,18 +18,19 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from ringreduce import failures, log
+from ringreduce import log
 from ringreduce._version import __version__
-from ringreduce.collectives import clock
 from ringreduce.engine.engine import GLOBAL, Engine
 from ringreduce.engine.host import Host
 from ringreduce.engine.signature import Signature, SubmissionRecord, calling_line, mismatch_message
 from ringreduce.errors import InputError, MismatchError, NotInitializedError
 from ringreduce.gpu import choice
+from ringreduce.monitor import excepthook
+from ringreduce.monitor.launcher_link import Answerer, tell_of_init
 from ringreduce.mpi import finalize_mpi, mpi_library
-from ringreduce.preparation import prepare_host
 from ringreduce.settings import PER_RANK, Settings, tuning_notice
-from ringreduce.supervision import Answerer, tell_of_init
+from ringreduce.startup import clock
+from ringreduce.startup.shared_memory import prepare_host
 from ringreduce.transport.base import complete
 from ringreduce.transport.message import MessageTransport
 from ringreduce.transport.threads import ThreadTransport
@@ -95,7 +96,7 @@ def start(comm: Any, process_sets: Sequence[Any], dynamic: bool) -> list[tuple[i
         os.register_at_fork(after_in_child=_after_fork)
     _generations += 1
     _process_id = os.getpid()
-    failures.install(settings.error_file)  # from here on the other ranks may wait for this one
+    excepthook.install(settings.error_file)  # from here on the other ranks may wait for this one
     transport = MessageTransport(world)
     try:
         own, everyones = static_sets(world, process_sets)
@@ -223,7 +224,7 @@ def _leave(why: str, interrupted: Callable[[], bool]) -> bool:
     runtime, _process_runtime = _process_runtime, None
     if not runtime.engine.leave(why, interrupted):
         return False
-    failures.uninstall()
+    excepthook.uninstall()
     runtime.close()
     return True
 
@@ -249,7 +250,7 @@ def _after_fork() -> None:
     if _process_runtime is None:
         return
     _parents_world, _process_runtime = _process_runtime.world, None
-    failures.uninstall()
+    excepthook.uninstall()
 
 
 def check_sets(process_sets: Sequence[Sequence[int]], size: int) -> list[tuple[int, ...]]:

@@ -12,9 +12,9 @@ from ringreduce.engine.algorithms import Algorithms
 from ringreduce.engine.completions import Completions
 from ringreduce.engine.signature import ranks_text
 from ringreduce.engine.submission import Submission
-from ringreduce.engine.timeline import Timeline
 from ringreduce.errors import InputError
 from ringreduce.gpu.stream import Gpu
+from ringreduce.monitor.timeline import Timeline
 from ringreduce.ops import ReduceOp, Reduction
 from ringreduce.settings import Settings
 from ringreduce.transport.base import Transport

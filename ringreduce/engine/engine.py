@@ -47,14 +47,14 @@ from ringreduce.engine.protocol import (
     decode,
     encode,
 )
-from ringreduce.engine.recording import Recording
 from ringreduce.engine.signature import Signature, SubmissionRecord, calling_line, ranks_text
-from ringreduce.engine.stalls import StallWatch
 from ringreduce.engine.submission import Handle, Submission
-from ringreduce.engine.timeline import Timeline, TimelineFile
 from ringreduce.gpu.runtime import Event
 from ringreduce.gpu.stream import Gpu
 from ringreduce.log import LOGGER, TRACE
+from ringreduce.monitor.recording import Recording
+from ringreduce.monitor.stalls import StallWatch
+from ringreduce.monitor.timeline import Timeline, TimelineFile
 from ringreduce.settings import Settings
 from ringreduce.transport.base import ControlMessage, EngineTransport, Steps
 from ringreduce.transport.window import Arrival

@@ -11,7 +11,7 @@ import ringreduce as rr
 from ringreduce import runtime
 from ringreduce.engine.coordinator import Waiting
 from ringreduce.engine.signature import Signature
-from ringreduce.engine.stalls import headline
+from ringreduce.monitor.stalls import headline
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
 

@@ -14,8 +14,8 @@ from ringreduce.engine.engine import Engine
 from ringreduce.engine.host import Host
 from ringreduce.engine.neutral import neutral_submission
 from ringreduce.engine.signature import Signature
-from ringreduce.engine.timeline import Event, Timeline, TimelineFile
 from ringreduce.gpu.stream import Gpu
+from ringreduce.monitor.timeline import Event, Timeline, TimelineFile
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
 from ringreduce.transport.threads import Exchange

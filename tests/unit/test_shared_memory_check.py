@@ -2,7 +2,7 @@
 
 import os
 
-from ringreduce.preparation import host_cores
+from ringreduce.startup.shared_memory import host_cores
 from ringreduce.world import World
 
 

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from ringreduce.errors import PeerLostError
-from ringreduce.failures import write_report
+from ringreduce.monitor.excepthook import write_report
 
 pytestmark = pytest.mark.usefixtures("log_as_after_init")
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from ringreduce.collectives import measure
 from ringreduce.cost_model import Constants
 from ringreduce.engine.algorithms import candidates, check, usable_algorithms
 from ringreduce.engine.host import Host
 from ringreduce.errors import SettingsError
 from ringreduce.log import LOGGER
 from ringreduce.settings import Settings
+from ringreduce.startup import measure
 from ringreduce.transport.base import complete
 from ringreduce.transport.message import MessageTransport
 from ringreduce.transport.window import FLAGS_BYTES, Window, block_bytes

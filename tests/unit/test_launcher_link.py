@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from ringreduce.supervision import PACKAGE, Answerer, tell_launcher
+from ringreduce.monitor.launcher_link import PACKAGE, Answerer, tell_launcher
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from ringreduce.engine.process_set import ProcessSetState
 from ringreduce.engine.protocol import Failure, StackReply, StackRequest, StallProbe, encode
 from ringreduce.engine.signature import PACKAGE, Signature, ranks_text, tensor_text
 from ringreduce.log import LOGGER
-from ringreduce.supervision import tell_launcher
+from ringreduce.monitor.launcher_link import tell_launcher
 
 if TYPE_CHECKING:
     from ringreduce.engine.engine import Engine

@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from ringreduce.engine.protocol import TimelineEvents, TimelineStart, TimelineStop, encode
-from ringreduce.engine.timeline import SENT_AT_ONCE, Event, Timeline, TimelineFile
 from ringreduce.log import LOGGER
+from ringreduce.monitor.timeline import SENT_AT_ONCE, Event, Timeline, TimelineFile
 from ringreduce.transport.base import EngineTransport
 
 SEND_S = 20e-3
