@@ -14,7 +14,7 @@
 | pairwise.alltoall    | P - 1                 | n (P - 1) / P               | Thakur et al. 2005    |
 | adasum.allreduce     | log2 P                | n log2 P                    | Maleki et al. 2021    |
 
-All-reduces are chosen by a cost model (cost_model.py), whose constants measure.py measures. The ring's messages are counted
-per chunk; a chunk longer than a segment is cut into several. All are generators that
+All-reduces are chosen by a cost model (cost_model.py), whose constants measure.py measures. The ring's messages are
+counted per chunk; a chunk longer than a segment is cut into several. All are generators that
 yield what they wait for (transport/base.py), so that an engine can run several at a time.
 """

@@ -13,9 +13,9 @@ So each byte crosses a host's wire once each way, as if the host were one rank, 
 beyond the smallest host's number own no chunk; they pack and copy. Slots overlap: one is on the wire while the next is
 summed.
 
-Shared memory needs no flag for "I have read it": `SLOTS_IN_FLIGHT` slots are under way, and there are twice as many. A rank packs
-slot k when it has ended slot k - SLOTS_IN_FLIGHT, for which all had begun it, after each had ended slot k - 2 SLOTS_IN_FLIGHT, whose memory
-is packed now.
+Shared memory needs no flag for "I have read it": `SLOTS_IN_FLIGHT` slots are under way, and there are twice as many. A
+rank packs slot k when it has ended slot k - SLOTS_IN_FLIGHT, for which all had begun it, after each had ended slot k -
+2 SLOTS_IN_FLIGHT, whose memory is packed now.
 
 Source: Horovod's hierarchical allreduce, which copies to one rank of each host; here all take part.
 """

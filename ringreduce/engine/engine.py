@@ -4,9 +4,9 @@ It never blocks inside an operation: collectives are generators, and every proce
 operations run one after the other, so sets that overlap cannot wait for each other. Between two tests of what it waits
 for it reads control messages, announces what was submitted, and decides for the sets that it coordinates.
 
-With nothing pending it sleeps until somebody submits, and looks for control messages ever more seldom, once a second at last:
-what other ranks announce meanwhile lies in MPI, since before this rank has something pending too nothing can be ready
-everywhere. A rank that has waited long asks (stalls.py).
+With nothing pending it sleeps until somebody submits, and looks for control messages ever more seldom, once a second at
+last: what other ranks announce meanwhile lies in MPI, since before this rank has something pending too nothing can be
+ready everywhere. A rank that has waited long asks (stalls.py).
 
 Side jobs, which are the timeline and the stall watch, never end the main one: one that fails says so once, and stops.
 Whatever happens in the thread, `_finished` is set at its end, so that nobody waits for it in vain.

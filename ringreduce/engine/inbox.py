@@ -33,7 +33,8 @@ class WaitsFor(enum.Enum):
 YIELD_S = 10e-3
 """While somebody waits for a result, and something moved a moment ago, only the core is given away.
 
-Not while flags are waited for: the process set has looked for them before, and a turn takes the core from who is to set them.
+Not while flags are waited for: the process set has looked for them before, and a turn takes the core from who is to set
+them.
 """
 FIRST_SLEEP_S = {WaitsFor.NOTHING: 1e-3, WaitsFor.CONTROL: 1e-3, WaitsFor.FLAGS: 1e-3, WaitsFor.MESSAGES: 50e-6}
 CRITICAL_SLEEP_S = 50e-6
@@ -50,8 +51,8 @@ OVERSUBSCRIBED_CYCLES = 5
 it afterwards: gather so much longer, and any number of bytes. A training step of 230 ms was 7 to 11 % longer than its
 computing, and 10 to 13 % without this."""
 LONGEST_IDLE_REST_S = 1.0
-"""A rank that waits for nothing looks for control messages after 40 ms, and then, as long as nothing comes, ever more seldom:
-MPI can only be polled, and a look takes some 50 µs. Its own threads wake it at once."""
+"""A rank that waits for nothing looks for control messages after 40 ms, and then, as long as nothing comes, ever more
+seldom: MPI can only be polled, and a look takes some 50 µs. Its own threads wake it at once."""
 
 
 class Inbox:
@@ -65,7 +66,8 @@ class Inbox:
         self.draining = False
         """Nothing more will come: do not gather."""
         self._last: tuple[Signature, str, float] | None = None
-        """Description, line and time of the last submission; not the submission, whose tensors are the user's to free."""
+        """Description, line and time of the last submission; not the submission, whose tensors are the user's to
+        free."""
         self._transport = transport
         self._batch_bytes = (ONE_HOST_BATCH_SLOTS if one_host else BATCH_SLOTS) * settings.fusion_slot_bytes
         self._cycle_s = settings.cycle_time_ms / 1e3

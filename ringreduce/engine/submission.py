@@ -81,10 +81,9 @@ class Submission:
 
     __slots__ = (
         "__weakref__",
-        "in_flight",
-        "signature",
         "finish",
         "handle",
+        "in_flight",
         "inputs",
         "key",
         "line",
@@ -95,6 +94,7 @@ class Submission:
         "process_set",
         "ready",
         "retire",
+        "signature",
         "submitted_s",
         "waits",
     )

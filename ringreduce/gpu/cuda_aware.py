@@ -92,7 +92,8 @@ def says(library: Any) -> bool | None:
 
 
 class Trial:
-    """A child, in a process group of its own, that sends arrays on a GPU to itself: a `Submission` with an `outcome`."""
+    """A child, in a process group of its own, that sends arrays on a GPU to itself: a `Work` with an
+    `outcome`."""
 
     def __init__(self, device: int, rank: int, timeout_s: float = TIMEOUT_S) -> None:
         self.peer = rank
@@ -109,11 +110,11 @@ class Trial:
         )
 
     def done(self) -> bool:
-        """See `Submission.done`."""
+        """See `Work.done`."""
         return self._child.poll() is not None or time.monotonic() > self._until_s
 
     def wait(self) -> None:
-        """See `Submission.wait`."""
+        """See `Work.wait`."""
         waiting.until(self.done)
 
     def outcome(self) -> tuple[bool, str]:
@@ -152,8 +153,8 @@ def send_to_myself(device: int) -> None:
             sent, received = memory[:count], memory[count:]
             sent[...] = module.asarray(numbers)
             gpu.synchronize()  # MPI does not wait for CuPy's stream
-            for submission in [world_of_one.Irecv(received, 0, tag), world_of_one.Isend(sent, 0, tag)]:
-                submission.Wait()
+            for request in [world_of_one.Irecv(received, 0, tag), world_of_one.Isend(sent, 0, tag)]:
+                request.Wait()
             arrived &= np.array_equal(received.get(), numbers)
         mpi.finalize_mpi()
     os._exit(ARRIVED if arrived else 1)

@@ -8,9 +8,9 @@ memory (window.py): "recorded". A rank that sees the flag tells its own GPU to w
 GPUs, and the host says only that there is something to wait for: it must see the flag first, for an event that has not
 been recorded yet holds nobody up.
 
-An event is recorded again with the slot's next sequence number, SLOTS sequence numbers later. Nobody waits for the wrong one: by then all
-members have told their GPUs to wait for this one, for they have raised the flags of later sequence numbers; collectives/shared.py
-counts them.
+An event is recorded again with the slot's next sequence number, SLOTS sequence numbers later. Nobody waits for the
+wrong one: by then all members have told their GPUs to wait for this one, for they have raised the flags of later
+sequence numbers; collectives/shared.py counts them.
 
 Works for several ranks on one GPU too, and, without IPC, for ranks that are threads of one process.
 """

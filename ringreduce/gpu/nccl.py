@@ -150,7 +150,7 @@ class Nccl:
 
 
 class _Opening:
-    """A `Submission`: a communicator under way in a thread, which nobody waits for at exit."""
+    """A `Work`: a communicator under way in a thread, which nobody waits for at exit."""
 
     def __init__(self, start: Callable[[], Nccl], rank: int) -> None:
         self.peer = rank
@@ -165,11 +165,11 @@ class _Opening:
             self._future.set_exception(exc)
 
     def done(self) -> bool:
-        """See `Submission.done`."""
+        """See `Work.done`."""
         return self._future.done()
 
     def wait(self) -> None:
-        """See `Submission.wait`."""
+        """See `Work.wait`."""
         waiting.until(self.done)
 
     def result(self) -> Nccl:

@@ -3,8 +3,8 @@
     caller's stream   backward · record ready ·  …  ·  wait for done · optimizer step
     engine's stream             wait for ready · gather · sum · scatter · record done
 
-No thread waits for a GPU on the way: a submission is complete when all its work is queued, and the caller's stream waits
-for the rest. The arrays are kept until it is done, for their memory would be used again.
+No thread waits for a GPU on the way: a submission is complete when all its work is queued, and the caller's stream
+waits for the rest. The arrays are kept until it is done, for their memory would be used again.
 """
 
 from __future__ import annotations

@@ -14,7 +14,8 @@ from ringreduce.monitor.timeline import SENT_AT_ONCE, Event, Timeline, TimelineF
 from ringreduce.transport.base import EngineTransport
 
 SEND_S = 20e-3
-"""Events wait so long to be sent together: with rank 0's look at its control messages they are in the file within 100 ms."""
+"""Events wait so long to be sent together: with rank 0's look at its control messages they are in the file within 100
+ms."""
 
 
 class Recording:

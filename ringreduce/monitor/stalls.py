@@ -2,8 +2,8 @@
 
 A tensor that some ranks have given and others not waits at its coordinator, which asks the missing ranks what they do:
 their last submission, and the Python stack of the thread that called init(). A missing rank has nothing to wait for,
-so it looks for control messages once a second only; so does a coordinator that is missing itself, of which a rank that waits for
-it asks to look. A rank that does not answer is stopped, or holds the interpreter in C code.
+so it looks for control messages once a second only; so does a coordinator that is missing itself, of which a rank that
+waits for it asks to look. A rank that does not answer is stopped, or holds the interpreter in C code.
 
 Source: Horovod's stall inspector, which names the ranks.
 """

@@ -96,7 +96,8 @@ class Timeline:
         self.switch_phase(submissions, None)
 
     def switch_phase(self, submissions: Sequence[Submission], name: str | None) -> None:
-        """The phase that the submissions were in ends here, and another begins; None: none does. While recording only."""
+        """The phase that the submissions were in ends here, and another begins; None: none does. While recording
+        only."""
         now = now_us()
         for tensor in dict.fromkeys(tensor_of(submission) for submission in submissions):
             queued = self._queued.pop(tensor, None)

@@ -71,7 +71,8 @@ class Flags:
         """This rank's place among the members."""
         self.ranks = tuple(ranks)
         self.sequence = 0
-        """Slots used so far: the next one is slot sequence number % SLOTS. Equal on all members between two operations."""
+        """Slots used so far: the next one is slot sequence number % SLOTS. Equal on all members between two
+        operations."""
         low = (number * FLAGS_PER_REGION + first) * CACHE_LINE_BYTES
         high = low + 2 * CACHE_LINE_BYTES
         # a memoryview's items are read ten times faster than an array's
@@ -97,7 +98,8 @@ class Flags:
         return Arrival(self, flag, sequence)
 
     def late(self, flag: int, sequence: int) -> int:
-        """The rank (of the world) of the first member that has not published this sequence number; this rank's if all have."""
+        """The rank (of the world) of the first member that has not published this sequence number; this rank's if all
+        have."""
         for rank, each in zip(self.ranks, self._flags, strict=True):
             if each[flag] <= sequence:
                 return rank

@@ -1,4 +1,5 @@
-"""What arrays may be: every type and op to the bit, of any length, anywhere in memory, of any library; and errors_for."""
+"""What arrays may be: every type and op to the bit, of any length, anywhere in memory, of any library; and
+what is refused."""
 
 import numpy as np
 import pytest

@@ -133,7 +133,8 @@ def test_a_rank_that_is_late_never_reads_what_came_later(hosts, seed):
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("hosts", LAYOUTS[:4], ids=str)
 def test_nobody_packs_a_slot_that_another_of_its_host_still_reads(hosts, seed):
-    """Turn t has the memory of sequence number t - SLOTS, so all must have done with that: told by `watch`, with sleeps there."""
+    """Turn t has the memory of sequence number t - SLOTS, so all must have done with that: told by `watch`, with sleeps
+    there."""
     size = len(hosts)
     ended = [set(range(-SLOTS, 0)) for _ in hosts]
     packed_over, under_way = [], []

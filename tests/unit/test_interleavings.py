@@ -95,7 +95,8 @@ class Rank:
 
 
 class Job:
-    """Ranks, the coordinator, and control messages under way between them; each pair's control messages keep their order."""
+    """Ranks, the coordinator, and control messages under way between them; each pair's control messages keep their
+    order."""
 
     def __init__(self, size, capacity):
         self.ranks = [Rank(number) for number in range(size)]
