@@ -11,7 +11,7 @@ The tensors are empty, so a step is submission, agreement and completion only. E
     MPI_Allreduce  of 161 bits on all ranks, which is the least that any agreement of this kind can cost
 
 time: µs a step, median of several runs, of the slowest rank; submit: the part of it that the calling thread spends on
-submitting; letters and bytes: what rank 1 sends to the coordinator and what rank 0, the coordinator, sends, a step.
+submitting; messages and bytes: what rank 1 sends to the coordinator and what rank 0, the coordinator, sends, a step.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Row(NamedTuple):
     what: str
     time_us: float
     submit_us: float
-    worker_letters: float
+    worker_messages: float
     worker_bytes: float
-    leader_letters: float
+    leader_messages: float
     leader_bytes: float
 
 
@@ -68,11 +68,16 @@ def measured(what: str, step: Callable[[int], float], runs: int) -> Row:
             number += 1
         elapsed = time.perf_counter() - start
         after = rr.info()
-        counted.append(((after.letters - before.letters) / STEPS, (after.letter_bytes - before.letter_bytes) / STEPS))
+        counted.append(
+            (
+                (after.control_messages - before.control_messages) / STEPS,
+                (after.control_bytes - before.control_bytes) / STEPS,
+            )
+        )
         times.append(float(rr.allreduce(elapsed / STEPS, op=rr.Max)))
         submits.append(float(rr.allreduce(submitted / STEPS, op=rr.Max)))
-    letters = [statistics.median(column) for column in zip(*counted, strict=True)]
-    everyones = rr.allgather_object(letters)
+    messages = [statistics.median(column) for column in zip(*counted, strict=True)]
+    everyones = rr.allgather_object(messages)
     worker, leader = everyones[-1], everyones[0]
     return Row(what, statistics.median(times) * 1e6, statistics.median(submits) * 1e6, *worker, *leader)
 
@@ -112,8 +117,8 @@ def main() -> None:
         senders = f"rank {rr.size() - 1} sends", "rank 0 sends"
         print(f"{'what':<14}{'time':>8}{'submit':>8}   {senders[0]:>20}   {senders[1]:>20}")
         for row in rows:
-            worker = f"{row.worker_letters:.1f} of {row.worker_bytes:.0f} B"
-            leader = f"{row.leader_letters:.1f} of {row.leader_bytes:.0f} B"
+            worker = f"{row.worker_messages:.1f} of {row.worker_bytes:.0f} B"
+            leader = f"{row.leader_messages:.1f} of {row.leader_bytes:.0f} B"
             print(f"{row.what:<14}{row.time_us:>8.0f}{row.submit_us:>8.0f}   {worker:>20}   {leader:>20}")
         if options.json:
             with open(options.json, "w", encoding="utf-8") as file:

@@ -94,29 +94,29 @@ MUTANTS = [
     Mutant(
         "shared memory: a rank waits for the wrong flag",
         "ringreduce/collectives/shared.py",
-        "yield turns.arrival(SUMMED, turn)",
-        "yield turns.arrival(0, turn)",
+        "yield flags.arrival(SUMMED, sequence)",
+        "yield flags.arrival(0, sequence)",
         "tests/ranks/test_shared.py tests/unit/test_interleavings.py",
     ),
     Mutant(
         "shared memory: a flag runs one turn ahead",
         "ringreduce/transport/window.py",
-        "self._flags[self.rank][flag] = turn + 1",
-        "self._flags[self.rank][flag] = turn + 2",
+        "self._flags[self.rank][flag] = sequence + 1",
+        "self._flags[self.rank][flag] = sequence + 2",
         "tests/unit/test_window.py tests/ranks/test_shared.py",
     ),
     Mutant(
         "shared memory: one slot too few, so one is filled while others read it",
         "ringreduce/transport/window.py",
-        "return views[turn % SLOTS]",
-        "return views[turn % (SLOTS - 1)]",
+        "return views[sequence % SLOTS]",
+        "return views[sequence % (SLOTS - 1)]",
         "tests/unit/test_window.py tests/ranks/test_shared.py tests/unit/test_interleavings.py",
     ),
     Mutant(
         "wakeup: an engine that sleeps does not say so, and nobody wakes it",
         "ringreduce/engine/inbox.py",
-        "self._asleep, self._gathering = True, gathers",
-        "self._asleep, self._gathering = False, gathers",
+        "self._asleep, self._batching = True, batches_more",
+        "self._asleep, self._batching = False, batches_more",
         "tests/unit/test_inbox.py tests/ranks/test_api.py",
     ),
     Mutant(
@@ -143,8 +143,8 @@ MUTANTS = [
     Mutant(
         "agreement: a response is sent twice",
         "ringreduce/engine/engine.py",
-        "self._post(content, rank)",
-        "self._post(content, rank), self._post(content, rank)",
+        "self._send_control(content, rank)",
+        "self._send_control(content, rank), self._send_control(content, rank)",
         "tests/ranks/test_collectives.py tests/ranks/test_api.py",
     ),
     Mutant(
@@ -157,7 +157,7 @@ MUTANTS = [
     Mutant(
         "cache: forgotten numbers are kept",
         "ringreduce/engine/engine.py",
-        "lane.cache.forget(number)",
+        "state.cache.forget(number)",
         "number",
         "tests/ranks/test_random.py tests/ranks/test_api.py tests/ranks/test_collectives.py",
     ),
@@ -178,20 +178,20 @@ MUTANTS = [
     Mutant(
         "GPU: the stream does not wait for the others' sums",
         "ringreduce/gpu/ipc_allreduce.py",
-        "self.peers.follow(SUMMED, turn, self.stream)",
+        "self.peers.follow(SUMMED, sequence, self.stream)",
         "pass",
         "tests/ranks/test_gpu.py",
     ),
     Mutant(
         "GPU: the engine's stream does not wait for the caller's",
         "ringreduce/gpu/stream.py",
-        "        for event in request.ready:\n            self.stream.wait(event)\n",
+        "        for event in submission.ready:\n            self.stream.wait(event)\n",
         "",
         "tests/ranks/test_gpu.py",
     ),
     Mutant(
         "join: a rank that has joined gives zeros to every operation",
-        "ringreduce/engine/joined.py",
+        "ringreduce/engine/neutral.py",
         "Reduction(op, element, 1).neutral(flat)",
         "flat[...] = 0",
         "tests/ranks/test_join.py",
@@ -220,7 +220,7 @@ MUTANTS = [
     Mutant(
         "hosts: a slot may be finished before an earlier one",
         "ringreduce/collectives/hierarchical.py",
-        "        yield InOrder(hierarchy.order, turn)\n",
+        "        yield InOrder(hierarchy.order, sequence)\n",
         "        pass\n",
         "tests/ranks/test_hierarchical.py",
     ),
@@ -359,7 +359,7 @@ def table(mutants: list[Mutant], source: Path, rest: bool) -> Iterator[bool]:
 
 def parse() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(signature=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("words", nargs="*", help="only mutants whose reason holds one of these")
     parser.add_argument("--list", action="store_true", help="print their reasons, and check that all still fit")
     parser.add_argument("--tree", type=Path, default=ROOT, help="a checkout; by default this one")

@@ -50,7 +50,7 @@ class Info:
     """Operations that this rank handed in."""
     known_submissions: int
     """Those that cost a bit to agree on, since the ranks remembered them."""
-    messages: int
+    control_messages: int
     """What this rank sent to agree on them, ..."""
     control_bytes: int
     """... and how long that was together."""
@@ -97,7 +97,7 @@ def info() -> Info:
         fusion_buffer_bytes=engine.memory.total_bytes,
         submissions=engine.submissions,
         known_submissions=engine.known_submissions,
-        messages=engine.control_messages,
+        control_messages=engine.control_messages,
         control_bytes=engine.control_bytes,
         settings=dataclasses.asdict(current.settings),
     )

@@ -10,9 +10,10 @@ import pytest
 
 import ringreduce as rr
 from ringreduce import runtime
-from ringreduce.collectives import direct, doubling, measure
+from ringreduce.collectives import direct, doubling
 from ringreduce.cost_model import Constants
 from ringreduce.settings import Settings
+from ringreduce.startup import measure
 from ringreduce.testing import run_ranks
 from ringreduce.transport.base import complete
 from tests import matrix

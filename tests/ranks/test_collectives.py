@@ -11,11 +11,12 @@ import pytest
 
 import ringreduce as rr
 from ringreduce import runtime
-from ringreduce.collectives import adasum, bruck, clock, pairwise, ring, tree
+from ringreduce.collectives import adasum, bruck, pairwise, ring, tree
 from ringreduce.dtypes import TABLE
 from ringreduce.errors import CollectiveError, InputError, PeerLostError
 from ringreduce.ops import Average, Reduction, Sum
 from ringreduce.partition import chunk_bounds
+from ringreduce.startup import clock
 from ringreduce.testing import run_ranks
 from ringreduce.transport.base import complete
 from tests.reference import MATRIX, all_but_few_extended, assert_reduced, data, readable

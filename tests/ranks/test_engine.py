@@ -14,7 +14,7 @@ from ringreduce.engine.host import Host
 from ringreduce.engine.process_set import ProcessSetState
 from ringreduce.engine.protocol import Announcement, Response, ShutdownAck, decode, encode
 from ringreduce.engine.signature import Signature
-from ringreduce.engine.submission import Handle, Request
+from ringreduce.engine.submission import Handle, Submission
 from ringreduce.errors import InputError
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
@@ -48,12 +48,12 @@ def test_a_set_that_is_closed_before_this_rank_hears_of_it_hangs_no_exit():
     told = []
     until(lambda: told.extend(others[0].recv_control()) or told)
     gone = "rank 1 has left the job: its script ended"
-    others[1].post(encode(Response(1, 1, closed=gone, leaver=1)), 2)
+    others[1].send_control(encode(Response(1, 1, closed=gone, leaver=1)), 2)
     time.sleep(0.1)
-    others[0].post(encode(Response(0, 1, new=(add,))), 2)
+    others[0].send_control(encode(Response(0, 1, new=(add,))), 2)
     handle.wait()
-    others[0].post(encode(Response(0, 2, closed=gone, leaver=1)), 2)
-    threading.Timer(0.1, lambda: others[0].post(encode(ShutdownAck()), 2)).start()
+    others[0].send_control(encode(Response(0, 2, closed=gone, leaver=1)), 2)
+    threading.Timer(0.1, lambda: others[0].send_control(encode(ShutdownAck()), 2)).start()
     late = threading.Timer(10, lambda: engine._give_up(rr.CollectiveError("it hangs")))
     late.start()
     assert engine.leave("the test ended") is True
@@ -76,7 +76,7 @@ def test_a_rank_that_leaves_tells_the_sets_that_it_is_yet_to_hear_of():
             or any(getattr(each, "leave", "") for each in told)
         )
     )
-    other.post(encode(Response(0, 1, new=(add,))), 1)
+    other.send_control(encode(Response(0, 1, new=(add,))), 1)
     told.clear()
     until(lambda: told.extend(decode(each.content) for each in other.recv_control()) or told)
     assert told == [Announcement(1, 0, leave="its script ended")]
@@ -205,7 +205,7 @@ def test_a_set_that_is_removed_while_it_is_busy_goes_when_it_has_ended():
 
 def test_requests_under_way_are_changed_under_the_lock_alone():
     signature, lock, among = Signature("barrier", "b"), threading.Lock(), {}
-    request = Request(
+    request = Submission(
         signature, 0, [], [], lambda _: None, None, "train.py:1", Handle(signature, lambda _: None), False
     )
     with lock:

@@ -198,7 +198,7 @@ def test_nobody_waits_for_an_engine_that_has_failed(tmp_path, words):
     engine, transport = lone_engine()
     handle = engine.submit("barrier", "b", sign=lambda name: Signature("barrier", name))
     if "fail" in words:
-        transport.post = fails
+        transport.send_control = fails
     transport.recv_control = fails
     with pytest.raises(rr.CollectiveError, match=r"rank 0 of 2 failed inside an operation: OSError: .*No space left"):
         handle.wait()

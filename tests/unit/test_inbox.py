@@ -72,9 +72,9 @@ def test_a_wire_and_a_gpu_work_beside_the_cores(clock, one_host, device):
 
 def test_an_idle_engine_looks_for_letters_ever_more_seldom(clock):
     rests = []
-    box = Inbox(SimpleNamespace(rest=rests.append), SETTINGS, one_host=True)
+    box = Inbox(SimpleNamespace(sleep=rests.append), SETTINGS, one_host=True)
     for idle_s in (0.0, 0.1, 2.0, 3600.0):
-        box.rest(clock.s - idle_s, WaitsFor.NOTHING)
+        box.idle_wait(clock.s - idle_s, WaitsFor.NOTHING)
     assert rests == [0.04, 0.04, 0.5, 1.0]
 
 
@@ -96,9 +96,9 @@ def test_a_rest_ends_in_time_or_when_a_thread_of_the_rank_wakes_it():
 
 def test_what_comes_while_the_engine_rests_wakes_it_and_else_it_looks_by_itself(clock):
     woken = []
-    transport = SimpleNamespace(rest=lambda _: box.call_soon(lambda: None), wake=lambda: woken.append("woken"))
+    transport = SimpleNamespace(sleep=lambda _: box.call_soon(lambda: None), wake=lambda: woken.append("woken"))
     box = Inbox(transport, SETTINGS, one_host=True)
-    box.rest(clock.s - 10, WaitsFor.NOTHING)
+    box.idle_wait(clock.s - 10, WaitsFor.NOTHING)
     assert woken == ["woken"]
     box.call_soon(lambda: None)
     assert woken == ["woken"]
