@@ -54,7 +54,7 @@ def enter():
 def leave():
     """Shut down; what a world had on the GPU is given back then, all of it."""
     rr.shutdown()
-    gc.recv_control()
+    gc.collect()
     with fake_cupy.machine.entered():
         left = [each for each in fake_cupy.machine.memory.in_use() if each.kind == "device"]
     assert left == [], [str(each) for each in left]

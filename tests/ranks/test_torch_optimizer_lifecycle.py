@@ -143,7 +143,7 @@ def test_it_is_freed_with_its_hooks_and_can_be_made_again():
         hooks = model[0].weight._post_accumulate_grad_hooks
         assert len(hooks) == 1
         del optimizer
-        gc.recv_control()
+        gc.collect()
         assert reducer() is None
         assert len(hooks) == 0
         optimizer = wrap(model)
