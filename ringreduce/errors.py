@@ -22,6 +22,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+__all__ = ["CollectiveError", "HorovodInternalError", "InputError", "LauncherMismatchError", "MismatchError"]
+__all__ += ["MissingExtraError", "MpiMissingError", "NotInitializedError", "PeerLostError", "RingreduceError"]
+__all__ += ["SettingsError", "StalledError", "StartupError", "UnsupportedArrayError"]
+
 
 class RingreduceError(Exception):
     """The root of the tree: catches whatever ringreduce raises on purpose."""
@@ -65,6 +69,9 @@ class BackwardError(RingreduceError, AssertionError, RuntimeError):
 
 class CollectiveError(RingreduceError, RuntimeError):
     """A collective operation failed."""
+
+
+HorovodInternalError = CollectiveError
 
 
 class MismatchError(CollectiveError):

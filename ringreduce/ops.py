@@ -19,6 +19,8 @@ from ringreduce.dtypes import ElementType
 from ringreduce.errors import InputError
 from ringreduce.kernels import half
 
+__all__ = ["Adasum", "Average", "Max", "Min", "Product", "ReduceOp", "Sum"]
+
 
 class ReduceOp(enum.Enum):
     """How the elements of all ranks become one."""

@@ -71,7 +71,10 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         options["named_parameters"] = named_parameters
     if options:
         raise InputError(f"DistributedOptimizer: {', '.join(options)} are options for torch optimizers only")
-    for library in ("optax" if _is_optax(optimizer) else "", *(_library(base) for base in type(optimizer).__mro__)):
+    libraries = [base.__module__.partition(".")[0] for base in type(optimizer).__mro__]
+    if isinstance(optimizer, tuple) and hasattr(optimizer, "init") and hasattr(optimizer, "update"):
+        libraries.insert(0, "optax")  # its GradientTransformation is a pair of functions
+    for library in libraries:
         if library in _NOT_THERE_YET:
             raise TypeError(f"DistributedOptimizer: {_NOT_THERE_YET[library]}")
     methods = [name for name in _METHODS if callable(getattr(optimizer, name, None))]
@@ -158,12 +161,3 @@ def _place_of_gradients(function: Callable[..., Any], told: int | str | None) ->
             "Call one of them grads, or say its place or name: DistributedOptimizer(optimizer, gradients=1)"
         )
     return places[likely[0]], likely[0]
-
-
-def _library(kind: type) -> str:
-    return kind.__module__.partition(".")[0]
-
-
-def _is_optax(optimizer: Any) -> bool:
-    """An optax GradientTransformation: a pair of functions."""
-    return isinstance(optimizer, tuple) and hasattr(optimizer, "init") and hasattr(optimizer, "update")

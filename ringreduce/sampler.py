@@ -52,7 +52,8 @@ class DistributedSampler:
         seed: int = 0,
         drop_last: bool = False,
     ) -> None:
-        self.count = _whole("count", _length(count_or_dataset), lowest=0)
+        count = len(count_or_dataset) if hasattr(count_or_dataset, "__len__") else count_or_dataset
+        self.count = _whole("count", count, lowest=0)
         if num_replicas is None:
             num_replicas = runtime.current("DistributedSampler").world.size
         if rank is None:
@@ -95,10 +96,6 @@ class DistributedSampler:
         if self.drop_last:
             return self.count // self.num_replicas
         return math.ceil(self.count / self.num_replicas)
-
-
-def _length(count_or_dataset: Any) -> Any:
-    return len(count_or_dataset) if hasattr(count_or_dataset, "__len__") else count_or_dataset
 
 
 def _whole(name: str, value: Any, lowest: int) -> int:

@@ -13,6 +13,8 @@ from ringreduce.engine.signature import Signature, sign
 from ringreduce.engine.submission import Handle, Submission
 from ringreduce.errors import InputError
 
+__all__ = ["broadcast", "broadcast_", "broadcast_async", "broadcast_async_", "broadcast_parameters"]
+
 
 def broadcast(
     tensor: Array, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
@@ -90,15 +92,9 @@ def submit_broadcast(
         pairs = zip(inputs, [name] if names is None else names, strict=True)
         return Signature("broadcast", name, tuple(sign(each, own) for each, own in pairs), details)
 
+    number = number_of(process_set, "broadcast")
     return current.engine.submit(
-        "broadcast",
-        name,
-        number_of(process_set, "broadcast"),
-        sign=signature,
-        inputs=inputs,
-        outputs=outputs,
-        finish=finish,
-        waits=waits,
+        "broadcast", name, number, sign=signature, inputs=inputs, outputs=outputs, finish=finish, waits=waits
     )
 
 
@@ -125,13 +121,11 @@ def _named_parameters(params: Any) -> list[tuple[str, Any]]:
             f"broadcast_parameters: a {type(params).__name__}; expected a dict of tensors, or a list of (name, tensor) "
             "pairs"
         )
-    if not isinstance(params, dict) and all(_is_pair(each) for each in params):
+    if not isinstance(params, dict) and all(
+        isinstance(each, tuple) and len(each) == 2 and isinstance(each[0], str) for each in params
+    ):
         names = [name for name, _ in params]
         if len(set(names)) < len(names):
             raise InputError(f"broadcast_parameters: names must differ; expected each once, got {', '.join(names)}")
         params = dict(params)
     return trees.named_leaves(params)
-
-
-def _is_pair(value: Any) -> bool:
-    return isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str)

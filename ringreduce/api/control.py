@@ -12,6 +12,8 @@ from ringreduce.engine.signature import Signature
 from ringreduce.engine.submission import Handle
 from ringreduce.errors import InputError
 
+__all__ = ["barrier", "init", "join", "poll", "start_timeline", "stop_timeline", "synchronize"]
+
 DYNAMIC = "dynamic"
 
 

@@ -15,6 +15,9 @@ from ringreduce.engine.signature import Signature, names_of, sign
 from ringreduce.engine.submission import Handle, Submission
 from ringreduce.errors import InputError
 
+__all__ = ["allgather", "allgather_async", "alltoall", "alltoall_async", "grouped_allgather"]
+__all__ += ["grouped_allgather_async"]
+
 
 def allgather(tensor: Array, name: str | None = None, process_set: ProcessSet = global_process_set) -> Array:
     """The tensors of all ranks, one after the other along dim 0, in the order of the ranks.
@@ -61,15 +64,8 @@ def _allgather(tensors: Sequence[Any], name: str | None, process_set: ProcessSet
     def finish(submission: Submission) -> Any:
         return result([like(tensor, output) for tensor, output in zip(tensors, submission.outputs, strict=True)])
 
-    return current.engine.submit(
-        "allgather",
-        name,
-        number_of(process_set, "allgather"),
-        sign=signature,
-        inputs=inputs,
-        finish=finish,
-        waits=waits,
-    )
+    number = number_of(process_set, "allgather")
+    return current.engine.submit("allgather", name, number, sign=signature, inputs=inputs, finish=finish, waits=waits)
 
 
 def _check_rows(function: str, name: str | None, tensor: Buffer) -> None:
@@ -112,18 +108,13 @@ def _alltoall(tensor: Any, splits: Any, name: str | None, process_set: ProcessSe
         rows = like(tensor, submission.outputs[0])
         if splits is None:
             return rows
-        received = np.array(submission.payload, np.int32)
-        return rows, _as_given(splits, received)
+        return rows, _as_given(splits, np.array(submission.payload, np.int32))
+
+    def signature(name: str) -> Signature:
+        return Signature("alltoall", name, (sign(mine, name, mine.shape[1:]),))
 
     return current.engine.submit(
-        "alltoall",
-        name,
-        number,
-        sign=lambda name: Signature("alltoall", name, (sign(mine, name, mine.shape[1:]),)),
-        inputs=[mine],
-        finish=finish,
-        payload=parts,
-        waits=waits,
+        "alltoall", name, number, sign=signature, inputs=[mine], finish=finish, payload=parts, waits=waits
     )
 
 

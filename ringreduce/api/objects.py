@@ -14,6 +14,8 @@ from ringreduce.buffers import as_buffer
 from ringreduce.engine.signature import Signature
 from ringreduce.engine.submission import Submission
 
+__all__ = ["allgather_object", "broadcast_object"]
+
 
 def broadcast_object(
     obj: Any = None, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set

@@ -8,8 +8,10 @@ from typing import Any
 from ringreduce import runtime
 from ringreduce.engine.engine import GLOBAL
 from ringreduce.engine.signature import Signature
-from ringreduce.engine.submission import Submission
 from ringreduce.errors import InputError
+
+__all__ = ["ProcessSet", "add_process_set", "get_process_set_ids_and_ranks", "global_process_set"]
+__all__ += ["remove_process_set"]
 
 
 class ProcessSet:
@@ -141,16 +143,12 @@ def remove_process_set(process_set: ProcessSet) -> bool:
         "remove_process_set",
         None,
         sign=lambda name: Signature("remove_process_set", name, details=(("process_set", number),)),
-        finish=_nothing,
+        finish=lambda submission: None,
         waits=True,
     )
     handle.wait()
     process_set.process_set_id = None
     return True
-
-
-def _nothing(submission: Submission) -> None:
-    return None
 
 
 def _check_dynamic(current: runtime.Runtime, function: str) -> None:

@@ -17,6 +17,10 @@ from ringreduce.errors import InputError
 from ringreduce.log import LOGGER
 from ringreduce.ops import Average, ReduceOp, Reduction, Sum
 
+__all__ = ["allreduce", "allreduce_", "allreduce_async", "allreduce_async_", "grouped_allreduce", "grouped_allreduce_"]
+__all__ += ["grouped_allreduce_async", "grouped_allreduce_async_", "grouped_reducescatter"]
+__all__ += ["grouped_reducescatter_async", "reducescatter", "reducescatter_async"]
+
 
 def allreduce(
     tensor: Array,
@@ -46,9 +50,8 @@ def allreduce(
     >>> allreduce(np.float32(rank()))                                                                  # doctest: +SKIP
     np.float32(1.5)
     """
-    return grouped_allreduce([tensor], average, name, compression, op, prescale_factor, postscale_factor, process_set)[
-        0
-    ]
+    scales = prescale_factor, postscale_factor
+    return grouped_allreduce([tensor], average, name, compression, op, *scales, process_set)[0]
 
 
 def allreduce_async(
@@ -144,8 +147,7 @@ def grouped_allreduce_(
 ) -> list[Array]:
     """Reduce many tensors in place, all or none of them, and return them; otherwise as `grouped_allreduce`."""
     reduction = arguments_of("allreduce", average, op, prescale_factor, postscale_factor, process_set)
-    handle = submit(tensors, name, names, reduction, in_place=True, waits=True)
-    result: list[Array] = handle.wait()
+    result: list[Array] = submit(tensors, name, names, reduction, in_place=True, waits=True).wait()
     return result
 
 
@@ -238,8 +240,7 @@ class Arguments:
         self._op = op
         self._scales = prescale, postscale
         self.details = (("op", op.value), ("prescale_factor", prescale), ("postscale_factor", postscale))
-        self._fitting: set[str] = set()
-        """Element types that can be reduced so."""
+        self._fitting: set[str] = set()  # element types that can be reduced so
 
     def number(self, tensor: Any) -> Any:
         """A Python int that is averaged as a float: nobody has chosen an integer type for it."""
@@ -266,12 +267,7 @@ class Arguments:
 
 
 def arguments_of(
-    function: str,
-    average: bool | None,
-    op: ReduceOp | None,
-    prescale: float,
-    postscale: float,
-    process_set: ProcessSet,
+    function: str, average: bool | None, op: ReduceOp | None, prescale: float, postscale: float, process_set: ProcessSet
 ) -> Arguments:
     """The arguments of a call, checked as far as that is possible without the tensors."""
     op = which_op(function, average, op)
@@ -321,9 +317,8 @@ def submit(
         arguments.check(each)
     if names is not None and len(names) != len(tensors):
         raise InputError(f"{arguments.function}: {len(names)} names for {len(tensors)} tensors; pass one for each")
-    outputs = inputs
-    if not in_place and arguments.function == "allreduce":
-        outputs = [each.empty(each.shape) for each in inputs]
+    has_outputs = not in_place and arguments.function == "allreduce"
+    outputs = [each.empty(each.shape) for each in inputs] if has_outputs else inputs
     return engine.submit(
         arguments.function,
         name,

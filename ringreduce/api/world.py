@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
+import warnings
+
 from ringreduce import mpi, runtime
+
+__all__ = ["ccl_built", "cross_rank", "cross_size", "cuda_built", "ddl_built", "gloo_built", "gloo_enabled"]
+__all__ += ["is_homogeneous", "local_rank", "local_size", "mpi_built", "mpi_enabled", "mpi_threads_supported"]
+__all__ += ["nccl_built", "rank", "rocm_built", "size"]
 
 
 def rank() -> int:
@@ -51,26 +58,17 @@ def mpi_enabled() -> bool:
     return True
 
 
-def mpi_built() -> bool:
-    """True: MPI carries everything."""
-    return True
-
-
 def gloo_enabled() -> bool:
-    """False: ringreduce has no gloo."""
+    """False: ringreduce has no gloo, oneCCL or IBM DDL, and was never tried on AMD's GPUs."""
     return False
 
 
-def gloo_built() -> bool:
-    """False: ringreduce has no gloo."""
-    return False
+mpi_built = mpi_enabled
+gloo_built = ccl_built = ddl_built = rocm_built = gloo_enabled
 
 
 def nccl_built() -> bool:
     """True when RINGREDUCE_ALGORITHM=nccl can be asked for: CuPy is installed, and finds NCCL. It imports CuPy then."""
-    import importlib
-    import warnings
-
     if not cuda_built():
         return False
     with warnings.catch_warnings():
@@ -83,21 +81,4 @@ def nccl_built() -> bool:
 
 def cuda_built() -> bool:
     """True when GPU arrays can be passed: CuPy is installed."""
-    import importlib.util
-
     return importlib.util.find_spec("cupy") is not None
-
-
-def rocm_built() -> bool:
-    """False: AMD's GPUs were never tried."""
-    return False
-
-
-def ccl_built() -> bool:
-    """False: ringreduce has no oneCCL."""
-    return False
-
-
-def ddl_built() -> bool:
-    """False: ringreduce has no IBM DDL."""
-    return False

@@ -42,7 +42,9 @@ def broadcast_optimizer_state(
     sent: list[torch.Tensor] = []
     outline, marks = broadcast_object(_outline(optimizer, sent) if is_root else None, root_rank, NAME, process_set)
     # as bytes, whatever type they are of: no arithmetic is done on them
-    received = [_bytes_of(each) for each in sent] if is_root else [mark.room(optimizer) for mark in marks]
+    received = [each.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8) for each in sent]
+    if not is_root:
+        received = [mark.room(optimizer) for mark in marks]
     buffers = [as_buffer(each) for each in received]
     names = [mark.name for mark in marks]
     submit_broadcast(buffers, buffers, root_rank, NAME, names, process_set, lambda _: None, waits=True).wait()
@@ -141,7 +143,3 @@ def _adopt(optimizer: torch.optim.Optimizer, outline: _Outline, tensors: Sequenc
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)

@@ -25,6 +25,9 @@ from ringreduce.engine.submission import Handle
 from ringreduce.errors import InputError
 from ringreduce.ops import Average, ReduceOp, Sum
 
+__all__ = ["allgather", "allreduce", "alltoall", "alltoall_async", "broadcast", "grouped_allgather"]
+__all__ += ["grouped_allreduce", "grouped_reducescatter", "reducescatter"]
+
 Tensors = Sequence[torch.Tensor]
 Gradient = Callable[[Tensors], Tensors]
 """Makes the gradients of the inputs from those of the results."""
@@ -85,9 +88,8 @@ def allreduce(
     Otherwise as `ringreduce.allreduce`; non-contiguous and sparse tensors: InputError (a ValueError).
     Source: Horovod's allreduce.
     """
-    return grouped_allreduce([tensor], average, name, compression, op, prescale_factor, postscale_factor, process_set)[
-        0
-    ]
+    scales = prescale_factor, postscale_factor
+    return grouped_allreduce([tensor], average, name, compression, op, *scales, process_set)[0]
 
 
 def grouped_allreduce(

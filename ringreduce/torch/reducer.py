@@ -152,7 +152,8 @@ class GradientReducer(Reducer):
                 if gradient.layout == UNKNOWN:
                     self._ask(gradient)
         if len(taken) > 1:
-            taken.sort(key=self._must_wait)  # these last
+            # last those whose layout this rank must wait for
+            taken.sort(key=lambda group: any(each.layout == UNKNOWN and each.local is None for each in group))
         errors = []
         for group in taken:
             try:
@@ -186,9 +187,6 @@ class GradientReducer(Reducer):
     def _forget(self) -> None:
         for gradient in self._gradients.values():
             gradient.layout = UNKNOWN
-
-    def _must_wait(self, group: Sequence[Gradient]) -> bool:
-        return any(each.layout == UNKNOWN and each.local is None for each in group)
 
     def _send(self, group: Sequence[Gradient]) -> None:
         """Send the dense ones together, sparse ones each on its own."""
@@ -249,16 +247,13 @@ class GradientReducer(Reducer):
         """
         errors = [_error_of(self._begin_rest)]
         while self._in_flight:
-            errors.append(_error_of(self._finish_next))
+            errors.append(_error_of(self._finish, next(iter(self._in_flight))))
         self._hooks.refresh()
         if any(errors):
             self.reset()
             self._forget()  # what failed was learned by some ranks only
         if not quiet:
             _raise_first(errors)
-
-    def _finish_next(self) -> None:
-        self._finish(next(iter(self._in_flight)))
 
     def _begin_rest(self) -> None:
         rest: dict[int, list[Gradient]] = {}

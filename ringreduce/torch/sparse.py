@@ -15,10 +15,7 @@ from ringreduce.ops import Average, ReduceOp, Sum
 
 
 def sparse_allreduce_async(
-    tensor: torch.Tensor,
-    name: str | None,
-    op: ReduceOp | None,
-    process_set: ProcessSet = global_process_set,
+    tensor: torch.Tensor, name: str | None, op: ReduceOp | None, process_set: ProcessSet = global_process_set
 ) -> Callable[[], torch.Tensor]:
     """Begin to reduce a sparse tensor: the indices and values of all ranks are gathered.
 
