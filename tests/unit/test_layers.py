@@ -102,6 +102,12 @@ def test_every_module_has_its_place():
     assert {name for name, _ in modules()} == {name for row in LAYERS for name in row}
 
 
+@pytest.mark.parametrize("folder", [PACKAGE, ROOT / "launcher"])
+def test_every_folder_of_modules_is_a_package(folder):
+    """Else an install that is not editable lacks it: setup.py finds packages only."""
+    assert {path.parent for path in folder.rglob("*.py") if not (path.parent / "__init__.py").exists()} == set()
+
+
 @pytest.mark.parametrize(("module", "path"), list(modules()), ids=lambda value: value if isinstance(value, str) else "")
 def test_imports_point_downward(module, path):
     for imported in imports(path):

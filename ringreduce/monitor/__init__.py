@@ -1,0 +1,1 @@
+"""What watches a job: stalls, the timeline, the launcher's questions, uncaught exceptions."""
