@@ -8,7 +8,8 @@ import time
 
 import pytest
 
-from ringreduce.monitor.launcher_link import PACKAGE, Answerer, tell_launcher
+import ringreduce
+from ringreduce.monitor.launcher_link import Answerer, tell_launcher
 
 
 @pytest.fixture
@@ -41,7 +42,7 @@ def test_its_start_is_told(agent, error_file):
 def test_a_rank_answers_what_it_waits_for(agent, error_file):
     doing = ["allreduce 'é' (train.py:41)"]
     answerer = Answerer(error_file, lambda: doing[0])
-    assert ask(agent, error_file) == {"doing": doing[0], "package": PACKAGE}
+    assert ask(agent, error_file) == {"doing": doing[0], "package": os.path.dirname(ringreduce.__file__)}
     doing[0] = ""
     assert ask(agent, error_file)["doing"] == ""
     answerer.close()
