@@ -1,28 +1,38 @@
-"""Random jobs on threads: right results, no deadlock, whatever the order. See tests/storm.py."""
+"""Random jobs on threads and on real ranks: right results, no deadlock, whatever the order. See tests/storm.py."""
 
 import pytest
 
 from ringreduce.settings import Settings
-from ringreduce.testing import run_ranks
 from tests.storm import storm
 from tests.tiers import seeds
+from tests.world import on_every_world
 
 SETS = {1: [], 2: [[1]], 3: [[2, 0], [1, 2]], 4: [[0, 3], [1, 2, 3], [2]]}
 
 
-@pytest.mark.parametrize("seed", seeds(range(6), explored=60))
-def test_a_random_job(seed):
-    size = 2 + seed % 3
+def waited(world, size, seed, cache_capacity, cycle_time_ms, **options):
+    """How many tensors each rank of a random job has waited for."""
     settings = Settings(
         fusion_buffer_bytes=4096,
         shared_slot_bytes=256,
         fusion_slot_bytes=512,
         ring_segment_bytes=200,
-        cache_capacity=[0, 3, 20, 1024][seed % 4],
-        cycle_time_ms=[0.0, 0.5][seed % 2],
+        cache_capacity=cache_capacity,
+        cycle_time_ms=cycle_time_ms,
     )
     sets = [sorted(ranks) for ranks in SETS[size]]
-    waited = run_ranks(
-        size, lambda: storm(seed, sets), settings=settings, process_sets=sets, buffered=seed % 5 == 0, timeout_s=15
-    )
-    assert min(waited) > 100
+    run = world(size).run
+    return run(lambda: storm(seed, sets), settings=settings, process_sets=sets, timeout_s=15, **options)
+
+
+@pytest.mark.parametrize("seed", seeds(range(6), explored=60))
+def test_a_random_job(world, seed):
+    cache_capacity, cycle_time_ms = [0, 3, 20, 1024][seed % 4], [0.0, 0.5][seed % 2]
+    assert min(waited(world, 2 + seed % 3, seed, cache_capacity, cycle_time_ms, buffered=seed % 5 == 0)) > 100
+
+
+@on_every_world
+@pytest.mark.parametrize("cache_capacity", [0, 3, 1024])
+@pytest.mark.parametrize("seed", seeds([1], explored=5))
+def test_a_random_job_whose_ranks_are_threads_or_processes(world, size, seed, cache_capacity):
+    assert min(waited(world, size, seed, cache_capacity, Settings().cycle_time_ms)) > 50

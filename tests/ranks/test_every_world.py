@@ -1,0 +1,86 @@
+"""The public functions on threads and on real ranks: one pass over each, errors that every rank sees, training."""
+
+import numpy as np
+import pytest
+
+import ringreduce as rr
+from tests.reference import FLOATS, INTEGERS, assert_reduced, data
+from tests.world import on_every_world
+
+
+@on_every_world
+def test_grouped_allreduce_of_mixed_tensors(world, size):
+    def program():
+        names = ["bool", *FLOATS, *INTEGERS] * 3
+        arrays = [[data(name, 10 * k, rank, k) for k, name in enumerate(names)] for rank in range(rr.size())]
+        results = rr.grouped_allreduce(arrays[rr.rank()], op=rr.Sum)
+        for k, result in enumerate(results):
+            assert_reduced(result, rr.Sum, [each[k] for each in arrays])
+
+    world(size).run(program)
+
+
+@on_every_world
+def test_tensors_larger_than_a_slot(world, size):
+    def program():
+        arrays = [data("float32", 3_000_001, rank) for rank in range(rr.size())]
+        assert_reduced(rr.allreduce(arrays[rr.rank()]), rr.Average, arrays)
+
+    world(size).run(program)
+
+
+@on_every_world
+def test_allgather_broadcast_and_objects(world, size):
+    def program():
+        mine = np.full((rr.rank() % 3, 2), rr.rank(), np.int32)
+        expected = [[rank] * 2 for rank in range(rr.size()) for _ in range(rank % 3)]
+        assert rr.allgather(mine).tolist() == expected
+        last = rr.size() - 1
+        assert rr.broadcast(np.float64([rr.rank(), 7]), last).tolist() == [last, 7]
+        assert rr.broadcast_object({"from": rr.rank(), "f": lambda: 3}, last)["from"] == last
+        assert rr.allgather_object("ab" * rr.rank()) == ["ab" * rank for rank in range(rr.size())]
+        rr.barrier()
+
+    world(size).run(program)
+
+
+@on_every_world
+def test_broadcast_parameters(world, size):
+    def program():
+        params = {"w": data("float32", 1000, rr.rank()), "b": [data("float16", 3, rr.rank())]}
+        rr.broadcast_parameters(params, root_rank=0)
+        np.testing.assert_array_equal(params["w"], data("float32", 1000, 0))
+        np.testing.assert_array_equal(params["b"][0], data("float16", 3, 0))
+
+    world(size).run(program)
+
+
+@on_every_world
+def test_a_mismatch_is_an_error_on_every_rank_and_the_job_goes_on(world, size):
+    def program():
+        last = rr.size() - 1
+        for _ in range(3):
+            where = rf"rank {last} of {rr.size()}, allreduce 'w' \(test_every_world.py:\d+\)"
+            message = rf"{where}: float32\[3\], but rank 0 has float32\[4\]"
+            with pytest.raises(rr.MismatchError, match=message):
+                rr.allreduce(np.zeros(3 if rr.rank() == last else 4, np.float32), name="w")
+            assert rr.allreduce(np.int64(1), op=rr.Sum) == rr.size()
+
+    world(size).run(program)
+
+
+@on_every_world
+def test_optimizers_agree_bit_for_bit(world, size):
+    def program():
+        w = data("float64", 50, rr.rank())
+        rr.broadcast_(w, 0)
+
+        def descend(grads):
+            w[...] -= 0.1 * grads["w"]
+
+        optimizer = rr.DistributedOptimizer(descend)
+        for step in range(20):
+            optimizer({"w": w - data("float64", 50, rr.rank(), step)})
+        assert len({each.tobytes() for each in rr.allgather_object(w)}) == 1
+
+    world(size).run(program)
