@@ -66,7 +66,8 @@ QUICK_JOBS = {
     ],
     "end_to_end/test_horovod_scripts.py": [
         "test_mnist[2]",
-        "test_process_sets[3-True]",
+        "test_process_sets[2-False]",
+        "test_join[2]",
     ],
     "end_to_end/test_mpi_suite.py": [
         "test_a_hang_ends_the_run_with_every_ranks_stack[",

@@ -13,15 +13,17 @@ from tests.tiers import extended
 ROOT = Path(__file__).parents[2]
 
 
+def outside_of_any_job(**changes):
+    """The environment, without what an MPI job that these tests run in has put there."""
+    return {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMI", "RINGREDUCE"))} | changes
+
+
 def run(command, *, timeout_s=120, cwd=ROOT, **variables):
     """Run a command as a user would, outside of any MPI job; returns the finished process, stderr within stdout."""
-    environment = {
-        name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PMI", "RINGREDUCE"))
-    }
     return subprocess.run(
         command,
         cwd=cwd,
-        env=environment | variables,
+        env=outside_of_any_job(**variables),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -5,60 +5,96 @@ Scripts that scale the learning rate by the number of ranks, as Horovod's exampl
 """
 
 import functools
+import itertools
 import json
 import re
 import shutil
+import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.end_to_end.conftest import ringrun
+from tests.end_to_end.conftest import outside_of_any_job
+from tests.patience import patient
 
 pytestmark = pytest.mark.timeout(180)
 
 SCRIPTS = Path(__file__).resolve().parents[1] / "horovod_scripts"
 BEFORE, AFTER = "import horovod.torch as hvd", "import ringreduce.torch as hvd"
+RUNNER = "one_after_the_other.py"
 EXACT = 1e-9
 SIZES = [2, 3]
 
 
-def with_the_import_changed(script, folder):
-    """Copy a script into `folder`, and what it needs; nothing but the one import line differs."""
+def with_the_import_changed(script):
+    """The script's text; nothing but the one import line differs."""
     original = script.read_text().splitlines(keepends=True)
     changed = [line.replace(BEFORE, AFTER) if line.startswith(BEFORE) else line for line in original]
     differing = [line.strip() for line, new in zip(original, changed, strict=True) if line != new]
     assert differing == [BEFORE], f"{script.name} must import Horovod in one line of its own"
     assert "ringreduce" not in "".join(original)
-    shutil.copy(SCRIPTS / "common.py", folder)
-    copy = folder / script.name
-    copy.write_text("".join(changed))
-    return copy
+    return "".join(changed)
+
+
+class Job:
+    """So many ranks, which run one script after the other: they start, and import torch, once for all."""
+
+    def __init__(self, ranks, folder):
+        self.folder = folder
+        for name in ("common.py", RUNNER):
+            shutil.copy(SCRIPTS / name, folder)
+        command = [Path(sys.executable).with_name("ringrun"), "-np", str(ranks), sys.executable, folder / RUNNER]
+        environment = outside_of_any_job(HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="40")  # a hang is told before it is ended
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        self.process = subprocess.Popen(command, cwd=folder, env=environment, **pipes)
+
+    def run(self, folder, variables, name, *arguments):
+        """Run a script; returns what its rank 0 told as JSON."""
+        script = self.folder / f"{name}.py"
+        script.write_text(with_the_import_changed(SCRIPTS / script.name))
+        self.process.stdin.write(json.dumps([str(folder), variables, str(script), *arguments]) + "\n")
+        self.process.stdin.flush()
+        late = threading.Timer(patient(90), self.process.terminate)
+        late.start()
+        printed = list(itertools.takewhile(lambda line: line != "[0] done\n", self.process.stdout))
+        late.cancel()
+        records = [line[4:] for line in printed if line.startswith("[0] {")]
+        assert (len(records), "Warning" in "".join(printed)) == (1, False), "".join(printed)
+        return json.loads(records[0])
+
+    def end(self):
+        """Let the ranks end; returns what they say at last, and the exit code."""
+        rest, _ = self.process.communicate(timeout=patient(60))
+        return rest, self.process.returncode
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """run(name, ranks, *arguments): what the script's rank 0 told as JSON. Equal runs are run once."""
+    jobs = {}
+    new_folder = functools.cache(lambda *arguments: tmp_path_factory.mktemp(arguments[0]))
 
     @functools.cache
     def run_in(folder, name, ranks, *arguments, **variables):
-        copy = with_the_import_changed(SCRIPTS / f"{name}.py", folder)
-        variables |= {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "40"}  # a hang is told before it is ended
-        done = ringrun(Path(sys.executable), ranks, copy, *arguments, cwd=folder, timeout_s=90, **variables)
-        assert done.returncode == 0, done.stdout
-        assert "Warning" not in done.stdout, done.stdout
-        records = [line[4:] for line in done.stdout.splitlines() if line.startswith("[0] {")]
-        assert len(records) == 1, done.stdout
-        return json.loads(records[0])
-
-    new_folder = functools.cache(lambda *arguments: tmp_path_factory.mktemp(arguments[0]))
+        job = jobs.pop(ranks, None) or Job(ranks, tmp_path_factory.mktemp("job"))
+        try:
+            told = job.run(folder, variables, name, *arguments)
+        except BaseException:
+            job.process.terminate()
+            job.end()
+            raise
+        jobs[ranks] = job
+        return told
 
     def run(name, ranks, *arguments, folder=None, **variables):
         folder = folder or new_folder(name, ranks, *arguments, *variables)
         return run_in(folder, name, ranks, *arguments, **variables)
 
-    return run
+    yield run
+    assert [job.end() for job in jobs.values()] == [("", 0)] * len(jobs)
 
 
 def assert_equal_everywhere(record, ranks):
