@@ -171,7 +171,7 @@ def test_nothing_is_kept_from_step_to_step():
             optimizer.step()
             optimizer.zero_grad()
             assert gradient() is None
-            counts.append(len(optimizer._reducer._shipments))
+            counts.append(len(optimizer._reducer._in_flight))
         assert counts == [0] * 12
         assert type(model[0].weight.grad) is type(None)
 
