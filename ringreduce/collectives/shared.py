@@ -11,7 +11,7 @@ with two ranks, `a` and `b` the chunks of rank 0 and rank 1:
 Each rank reads its gradients once and writes them once; all else happens in caches. With P ranks each packs
 n (P - 1) / P elements, sums n / P of every rank's, and copies n (P - 1) / P.
 
-Between the phases a rank waits for the others' flags. To wait less, it works on three slots in~sequence number:
+Between the phases a rank waits for the others' flags. To wait less, it works on three slots in turn:
 
     sequence number i:     pack slot i + 1  ·  copy out of slot i - 1  ·  sum slot i
 

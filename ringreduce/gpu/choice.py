@@ -3,7 +3,7 @@
     the script's own, if another than number 0 is current
     else the setting cuda_device
     else placed_gpu: the one to which ringrun has placed the rank, if CUDA shows it
-    else by local rank, in~sequence number, as the rank's launcher tells it
+    else by local rank, in turn, as the rank's launcher tells it
 
 Only libraries that the script has imported are asked and told. A job of NumPy arrays on a host with GPUs makes no
 context there, and nobody needs a GPU that nobody has asked for.

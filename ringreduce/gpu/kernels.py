@@ -28,7 +28,7 @@ TILE_BYTES = 8 << 10
 WORD_BYTES = 16
 """The longest that a thread reads at once; chunks of slots, and the pieces in them, start at multiples of it."""
 MOST_BLOCKS = 1 << 16
-"""Of a launch; tiles beyond are taken in~sequence number."""
+"""Of a launch; tiles beyond are taken in turn."""
 KEPT = 256
 """Tables, and lists of addresses, that are kept for each stream: those used last."""
 _SLAB_BYTES = 1 << 20
