@@ -8,6 +8,7 @@ import pytest
 from ringreduce.engine.host import Host
 from ringreduce.settings import MOST_REGIONS, Settings
 from ringreduce.transport import window
+from ringreduce.transport.threads import Exchange
 from ringreduce.transport.window import PACKED, SLOTS, SUMMED, Region, Window, block_bytes
 from ringreduce.world import World
 
@@ -156,7 +157,12 @@ def host_of(rank, hosts, regions=2):
     settings = Settings(fusion_buffer_bytes=8 * 64 * regions, fusion_slot_bytes=64, shared_slot_bytes=64)
     neighbours = hosts.count(hosts[rank])
     blocks = [np.zeros(block_bytes(64, regions), np.uint8) for _ in range(neighbours)]
-    return Host(World(rank, len(hosts), tuple(hosts)), None, settings, Window(blocks, nothing, nothing))
+    return Host(
+        World(rank, len(hosts), tuple(hosts)),
+        Exchange(len(hosts)).transport(rank),
+        settings,
+        Window(blocks, nothing, nothing),
+    )
 
 
 def test_sets_with_a_common_rank_have_different_regions_and_others_share():
@@ -196,6 +202,6 @@ def test_a_sets_region_holds_its_members_on_this_host(rank, members, places, ran
 
 def test_without_a_window_no_set_gets_a_region():
     world = World(0, 2, (0, 0))
-    host = Host(world, None, Settings())
+    host = Host(world, Exchange(world.size).transport(0), Settings())
     assert host.reserve([0, 1]) == (None, None)
     assert host.region(None, [0, 1]) is None
