@@ -1,13 +1,12 @@
-"""One flat view over anyone's array: NumPy, CuPy, torch, and what speaks DLPack or the CUDA array interface.
+"""One flat view over any array: NumPy, CuPy, torch, and objects with DLPack or the CUDA array interface.
 
-A `Buffer` shares the caller's memory, so a collective that writes to `flat` writes to the caller's array. Above this
-file nobody asks which library an array came from; frameworks are never imported here, only recognised when the caller
-has imported them.
+A `Buffer` shares the caller's memory, so a collective that writes to `flat` writes to the caller's array. No layer
+above asks which library an array came from; frameworks are never imported here, only recognised when the caller has
+imported them.
 
-GPU memory is a queue's affair: a caller's array holds its elements when the work that its library has queued on the
-current stream is done. `ready` marks that point for whoever reads the memory on another stream; `follow` lets what the
-caller queues from then on wait for what others have written. `message_bytes` is the only way by which GPU memory
-reaches MPI: it orders it after the work that produced it.
+GPU memory is ordered by streams: an array holds its elements once the work that its library has queued on the current
+stream is done. `ready` records that point, for other streams to wait for; `follow` makes the caller's stream wait for
+an event. Only `message_bytes` passes GPU memory to MPI: it first waits for the work that produced it.
 """
 
 from __future__ import annotations
@@ -25,41 +24,37 @@ from ringreduce.errors import UnsupportedArrayError
 from ringreduce.gpu import runtime as cuda
 from ringreduce.gpu.runtime import Event, cupy
 
-DLPACK_CPU, DLPACK_CUDA = 1, 2
-"""DLPack's numbers of the kinds of device."""
+DLPACK_CPU, DLPACK_CUDA = 1, 2  # DLPack's device types
 
 
 class Buffer:
-    """A flat view of an array's memory, with what is needed to make another array like it. This one is of NumPy.
+    """A flat view of an array's memory, and how to make another array like it; this class is NumPy's.
 
-    One is made for each tensor of each step: with slots and without checks, since that is a cost of submitting.
+    One is made for each tensor of each step, so it has slots and no checks.
     """
 
     __slots__ = ("device", "dtype", "element", "flat", "shape")
     on_gpu = False
 
     def __init__(self, flat: Any, element: ElementType, shape: tuple[int, ...], device: str, dtype: Any) -> None:
-        self.flat = flat
-        """1-D NumPy or CuPy array of `element.storage`, C order, the caller's memory."""
+        self.flat = flat  # 1-D NumPy or CuPy array of `element.storage`: the caller's memory
         self.element = element
         self.shape = shape
-        self.device = device
-        """"cpu", or "cuda:0" and the like."""
-        self.dtype = dtype
-        """The element type as the caller's library has it."""
+        self.device = device  # "cpu", or "cuda:0" and the like
+        self.dtype = dtype  # the caller's library's own element type
 
     @property
     def count(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return int(self.flat.size)
 
     @property
     def nbytes(self) -> int:
-        """Bytes."""
+        """Size in bytes."""
         return int(self.flat.nbytes)
 
     def empty(self, shape: tuple[int, ...]) -> Buffer:
-        """A new buffer of this kind and element type, on the same device, not filled."""
+        """A new, uninitialised buffer of this kind and element type, on the same device."""
         flat = np.empty(math.prod(shape), dtype=self.element.storage)
         return type(self)(flat, self.element, shape, self.device, self.dtype)
 
@@ -79,9 +74,9 @@ class _TorchBuffer(Buffer):
 
 
 class GpuBuffer(Buffer):
-    """GPU memory of CuPy: an address, whose array it is, and the stream on which that is used.
+    """GPU memory of CuPy: an address, the array that owns it, and the stream on which the caller uses it.
 
-    `flat`, a CuPy array, is made only when somebody asks for it: that takes longer than all else of submitting.
+    `flat`, a CuPy array, is made on first use: that costs more than the rest of submitting.
     """
 
     __slots__ = ("_count", "_flat", "index", "owner", "pointer", "stream")
@@ -90,14 +85,10 @@ class GpuBuffer(Buffer):
     def __init__(
         self, owner: Any, pointer: int, index: int, element: ElementType, shape: tuple[int, ...], dtype: Any
     ) -> None:
-        self.owner = owner
-        """The caller's array, or one of ours for him; it keeps the memory."""
-        self.pointer = pointer
-        """The address of the first element."""
-        self.index = index
-        """The GPU's number."""
-        self.stream = self.current_stream(index)
-        """The library's, current in the thread that made this: the caller's."""
+        self.owner = owner  # the array that keeps the memory alive: the caller's, or one of ours
+        self.pointer = pointer  # the address of the first element
+        self.index = index  # the GPU's number
+        self.stream = self.current_stream(index)  # the library's current stream in the calling thread
         self._count = math.prod(shape)
         self._flat: Any = None
         self.element = element
@@ -114,12 +105,12 @@ class GpuBuffer(Buffer):
 
     @property
     def count(self) -> int:
-        """Elements."""
+        """See `Buffer.count`."""
         return self._count
 
     @property
     def nbytes(self) -> int:
-        """Bytes."""
+        """See `Buffer.nbytes`."""
         return self._count * self.element.storage.itemsize
 
     @staticmethod
@@ -133,7 +124,7 @@ class GpuBuffer(Buffer):
         return int(stream.ptr)
 
     def empty(self, shape: tuple[int, ...]) -> Buffer:
-        """See `Buffer.empty`. The memory is the caller's stream's: who writes it elsewhere follows `ready` of it."""
+        """See `Buffer.empty`. The memory belongs to the caller's stream: another stream must wait for its `ready`."""
         with cuda.device(self.index):
             if self.current_stream(self.index) == self.stream:  # a `with` would end the caller's stream.use()
                 array = cupy().empty(shape, dtype=self.dtype)
@@ -152,11 +143,11 @@ class GpuBuffer(Buffer):
         return self.owner
 
     def ready(self) -> Event:
-        """The point that the caller's stream has reached: what it has queued for this memory comes before."""
+        """An event after everything that the caller's stream has queued so far."""
         return cuda.device(self.index).record(self.address(self.stream))
 
     def follow(self, event: Event) -> None:
-        """Let what the calling thread queues from now on, with this library, wait for an event."""
+        """Make what the calling thread queues from now on, with this library, wait for an event."""
         cuda.device(self.index).wait(self.address(self.current_stream(self.index)), event)
 
 
@@ -184,7 +175,7 @@ def _name(index: int) -> str:
 
 
 def ready(inputs: Sequence[Buffer]) -> tuple[Event, ...]:
-    """What a stream must wait for before it uses these buffers; nothing for host memory. Cost: an event per stream."""
+    """The events for which a stream must wait before it uses these buffers, one per stream; none for host memory."""
     streams = {(each.index, each.address(each.stream)): each for each in inputs if isinstance(each, GpuBuffer)}
     return tuple(each.ready() for each in streams.values())
 
@@ -192,14 +183,14 @@ def ready(inputs: Sequence[Buffer]) -> tuple[Event, ...]:
 def as_buffer(array: Any, *, writable: bool = False) -> Buffer:
     """A view of `array`, sharing its memory; a Python or NumPy number becomes a 0-d array.
 
-    An array of another layout than C's is copied, unless it is to be written to: see `to_write`.
-    Raises: UnsupportedArrayError when it is no array, holds elements that cannot travel, or is read-only or not
-            C-contiguous although `writable` is asked for; MissingExtraError for GPU memory without CuPy.
+    An array that is not C-contiguous is copied, unless it is to be written to: see `to_write`.
+    Raises: UnsupportedArrayError when it is not an array, its element type is not supported, or it is to be written to
+            and is read-only or not C-contiguous; MissingExtraError for GPU memory without CuPy.
     """
     if isinstance(array, np.ndarray):
         return _numpy_buffer(array, writable)
     if _is_torch(array):
-        if writable and not array.is_inference():  # autograd must know that it changes: it may have saved it
+        if writable and not array.is_inference():  # autograd may have saved it, and must see the change
             sys.modules["torch"].autograd.graph.increment_version(array)
         return _torch_buffer(array, writable)
     if isinstance(array, bool | int | float | complex | np.generic):
@@ -216,13 +207,13 @@ def as_buffer(array: Any, *, writable: bool = False) -> Buffer:
         return _foreign_gpu_buffer(array, writable)
     if hasattr(array, "__cuda_array_interface__"):
         return _cupy_buffer(cupy().asarray(array), writable)
-    if hasattr(type(array), "__dlpack__"):  # not by __getattr__: a container of an array would be lost
+    if hasattr(type(array), "__dlpack__"):  # not through __getattr__: a container that forwards to its array is not one
         return _dlpack_buffer(array, writable)
-    raise UnsupportedArrayError(f"a {_kind(array)} is no array; {_instead_of(array)}")
+    raise UnsupportedArrayError(f"a {_kind(array)} is not an array; {_instead_of(array)}")
 
 
 def _instead_of(array: Any) -> str:
-    """What to pass instead of what is no array."""
+    """What to pass instead of something that is not an array."""
     if isinstance(array, Mapping):
         return "pass grouped_allreduce a list of its arrays: dict(zip(d, grouped_allreduce(list(d.values()))))"
     if isinstance(array, list | tuple):
@@ -247,14 +238,14 @@ class _NotContiguousError(UnsupportedArrayError):
 
 
 def to_write(arrays: Sequence[Any]) -> tuple[list[Buffer], Callable[[], None]]:
-    """Buffers for results that belong into `arrays`, and what to call when they are there.
+    """Buffers for results that go into `arrays`, and a function to call when they are complete.
 
-    An array that is not C-contiguous (torch's channels_last, a transposed one) has a copy as its buffer, whose elements
-    that call writes back.
+    The buffer of an array that is not C-contiguous (torch's channels_last, a transposed one) is a copy, which that
+    function writes back.
     """
     try:
-        return [as_buffer(array, writable=True) for array in arrays], _nothing
-    except _NotContiguousError:  # not asked before: a cost of submitting
+        return [as_buffer(array, writable=True) for array in arrays], lambda: None
+    except _NotContiguousError:  # rare, so not checked first: that would cost every submission
         copies = [contiguous_copy(array) for array in arrays]
     pairs = list(zip(arrays, copies, strict=True))
 
@@ -266,12 +257,8 @@ def to_write(arrays: Sequence[Any]) -> tuple[list[Buffer], Callable[[], None]]:
     return [as_buffer(array if copy is None else copy, writable=True) for array, copy in pairs], written
 
 
-def _nothing() -> None:
-    return None
-
-
 def contiguous_copy(array: Any) -> Any:
-    """A C-contiguous copy of an array of NumPy, CuPy or torch that is not, and can be written to; else None."""
+    """A C-contiguous copy of a writable NumPy, CuPy or torch array that is not C-contiguous; else None."""
     if _is_torch(array):
         dense = array.layout is sys.modules["torch"].strided
         return array.detach().contiguous() if dense and not array.is_contiguous() else None
@@ -289,11 +276,11 @@ def assign(array: Any, values: Any) -> None:
 
 
 def fill(buffer: Buffer, values: np.ndarray[Any, Any]) -> None:
-    """Write host values of the buffer's count into it, converted to its type; what the caller queues next sees them."""
+    """Write `buffer.count` host values into it, converted to its type; what the caller queues next sees them."""
     values = values.astype(buffer.element.storage)
     if isinstance(buffer, GpuBuffer):
         with cuda.device(buffer.index) as gpu:
-            writer = GpuBuffer.address(GpuBuffer.current_stream(buffer.index))  # CuPy's, torch's may be another
+            writer = GpuBuffer.address(GpuBuffer.current_stream(buffer.index))  # CuPy's; torch's may differ
             gpu.wait(writer, buffer.ready())
             buffer.flat.set(values.reshape(-1))
             buffer.follow(gpu.record(writer))
@@ -302,9 +289,9 @@ def fill(buffer: Buffer, values: np.ndarray[Any, Any]) -> None:
 
 
 def message_bytes(flat: Any) -> Any:
-    """The bytes of an array, for a message to read or write: those on a GPU when CuPy's current stream has settled.
+    """The bytes of an array, for a message to read or write.
 
-    Blocks for that. MPI must take GPU memory where it gets some.
+    For GPU memory it blocks until CuPy's current stream is done, and MPI must be CUDA-aware.
     """
     if not isinstance(flat, np.ndarray):
         cupy().cuda.get_current_stream().synchronize()
@@ -312,8 +299,8 @@ def message_bytes(flat: Any) -> Any:
 
 
 def empty_like(flat: Any, count: int, dtype: np.dtype[Any]) -> Any:
-    """An array of `count` elements where `flat` lies, not filled."""
-    return _array_module(flat).empty(count, dtype=dtype)
+    """An uninitialised array of `count` elements on the device of `flat`."""
+    return (np if isinstance(flat, np.ndarray) else cupy()).empty(count, dtype=dtype)
 
 
 def _numpy_buffer(array: np.ndarray[Any, Any], writable: bool) -> Buffer:
@@ -370,7 +357,7 @@ def _torch_gpu_buffer(tensor: Any, element: ElementType, writable: bool) -> Buff
     why_not = _why_not(tensor)
     if why_not:
         raise UnsupportedArrayError(why_not)
-    cupy()  # our kernels need it
+    cupy()  # raises where it is missing: our kernels need it
     if tensor.requires_grad:
         tensor = tensor.detach()
     if not tensor.is_contiguous():
@@ -382,7 +369,7 @@ def _torch_gpu_buffer(tensor: Any, element: ElementType, writable: bool) -> Buff
 
 
 def _as_numpy_knows(tensor: Any, element: ElementType) -> Any:
-    """The same memory without history; neither NumPy nor the CUDA array interface knows bfloat16."""
+    """The same memory without autograd history, bfloat16 as int16, which NumPy knows."""
     if tensor.requires_grad:
         tensor = tensor.detach()
     return tensor.view(sys.modules["torch"].int16) if element.name == "bfloat16" else tensor
@@ -411,7 +398,7 @@ def _is_on_gpu_by_dlpack(array: Any) -> bool:
 
 
 def _foreign_gpu_buffer(array: Any, writable: bool) -> Buffer:
-    """Of JAX and others: DLPack orders CuPy's current stream after their work. Results are CuPy arrays."""
+    """JAX and others: DLPack orders CuPy's current stream after their work. Results are CuPy arrays."""
     if writable:
         raise UnsupportedArrayError(_cannot_change(array))
     return _cupy_buffer(cupy().from_dlpack(array), writable)
@@ -428,7 +415,7 @@ def _dlpack_buffer(array: Any, writable: bool) -> Buffer:
     except (BufferError, RuntimeError) as exc:
         if not hasattr(array, "__array__"):
             raise UnsupportedArrayError(f"a {_kind(array)} that NumPy cannot view through DLPack: {exc}") from exc
-        view = np.asarray(array)  # JAX's bfloat16, which DLPack has and NumPy has not, by ml_dtypes
+        view = np.asarray(array)  # JAX's bfloat16: DLPack has it, NumPy only through ml_dtypes
         view.flags.writeable = False
     if writable and not view.flags.writeable:
         raise UnsupportedArrayError(_cannot_change(array))
@@ -440,7 +427,3 @@ def _cannot_change(array: Any) -> str:
         f"a {_kind(array)} cannot be changed in place; use the function without the underscore, or broadcast_object "
         "instead of broadcast_parameters"
     )
-
-
-def _array_module(flat: Any) -> Any:
-    return np if isinstance(flat, np.ndarray) else cupy()

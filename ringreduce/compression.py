@@ -1,6 +1,6 @@
 """Gradients in 16 bits on the wire: half the bytes, at the cost of precision before the sum.
 
-The sum itself is made in float32 and rounded once, so ranks add no error to that of the rounding here.
+The sum itself is in float32 and rounded once, so the only other error is this module's rounding.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from ringreduce.errors import InputError
 
 
 class Compressor:
-    """What `compression=` takes: two static methods; write your own to send something else."""
+    """The interface of `compression=`: two static methods; write your own to send something else."""
 
     @staticmethod
     def compress(tensor: Any) -> tuple[Any, Any]:
-        """What is reduced instead of the tensor, and what `decompress` needs."""
+        """The tensor to reduce instead, and the context that `decompress` needs."""
         raise NotImplementedError
 
     @staticmethod
@@ -30,7 +30,7 @@ class Compressor:
 
 
 class NoneCompressor(Compressor):
-    """As it is."""
+    """No compression."""
 
     @staticmethod
     def compress(tensor: Any) -> tuple[Any, Any]:
@@ -44,19 +44,21 @@ class NoneCompressor(Compressor):
 
 
 class FP16Compressor(Compressor):
-    """Floating-point tensors as float16; others as they are."""
+    """Floating-point tensors as float16; others unchanged."""
 
     _name = "float16"
 
     @classmethod
     def compress(cls, tensor: Any) -> tuple[Any, Any]:
-        """In 16 bits, and the type it had."""
+        """The tensor in 16 bits, and its original type."""
         return _cast(tensor, cls._name)
 
     @staticmethod
     def decompress(tensor: Any, ctx: Any) -> Any:
-        """In the type it had."""
-        return _cast_back(tensor, ctx)
+        """The tensor in its original type."""
+        if ctx is None:
+            return tensor
+        return tensor.to(ctx) if _is_torch(tensor) else tensor.astype(ctx)
 
 
 class BF16Compressor(FP16Compressor):
@@ -66,10 +68,7 @@ class BF16Compressor(FP16Compressor):
 
 
 class Compression:
-    """The choices of `compression=`.
-
-    Source: Horovod's Compression; bf16 is ours.
-    """
+    """The choices of `compression=`, as in Horovod; bf16 is an addition."""
 
     none = NoneCompressor
     fp16 = FP16Compressor
@@ -77,7 +76,7 @@ class Compression:
 
 
 def compress_all(compression: type[Compressor], tensors: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """What is reduced instead of the tensors, and what `decompress_all` needs."""
+    """The tensors to reduce instead, and the contexts that `decompress_all` needs."""
     pairs = [compression.compress(tensor) for tensor in tensors]
     return [tensor for tensor, _ in pairs], [context for _, context in pairs]
 
@@ -94,11 +93,9 @@ def _is_torch(tensor: Any) -> bool:
 
 def _cast(tensor: Any, name: str) -> tuple[Any, Any]:
     if _is_torch(tensor):
-        return (
-            (tensor.to(getattr(sys.modules["torch"], name)), tensor.dtype)
-            if tensor.is_floating_point()
-            else (tensor, None)
-        )
+        if not tensor.is_floating_point():
+            return tensor, None
+        return tensor.to(getattr(sys.modules["torch"], name)), tensor.dtype
     array = np.asarray(tensor) if isinstance(tensor, float | np.generic) else tensor
     if getattr(array.dtype, "kind", "") != "f":
         return tensor, None
@@ -112,9 +109,3 @@ def _numpy_type(name: str) -> Any:
         return importlib.import_module("ml_dtypes").bfloat16
     except ImportError as exc:
         raise InputError("Compression.bf16 of NumPy and CuPy arrays needs ml_dtypes: pip install ml_dtypes") from exc
-
-
-def _cast_back(tensor: Any, dtype: Any) -> Any:
-    if dtype is None:
-        return tensor
-    return tensor.to(dtype) if _is_torch(tensor) else tensor.astype(dtype)

@@ -1,13 +1,13 @@
-"""Which all-reduce is the quickest: a cost model with a few constants, measured once at the start (measure.py).
+"""Which all-reduce is the fastest: a cost model with a few constants, measured once at start-up (startup/measure.py).
 
-The model counts what each algorithm does, in waits, messages and bytes, and prices it:
+The model counts each algorithm's waits, messages and bytes, and prices them:
 
     ring           2 (P - 1) messages one after the other; 2 n (P - 1) / P bytes over the slowest link
     direct         2 messages one after the other, P - 1 at a time; the same bytes
     doubling       log2 P messages one after the other, each of all n bytes
     hierarchical   each byte passes three times through the caches; a ring of H hosts, n bytes through each host's wire
 
-`shared` is always taken where it can be. It is a model: no congestion, no other jobs. bench/growth.py shows its
+`shared` is always chosen where it is usable. The model knows no congestion and no other jobs. bench/growth.py shows its
 predictions beside measurements.
 """
 
@@ -21,35 +21,26 @@ from collections.abc import Collection, Sequence
 from ringreduce.errors import SettingsError
 
 ALGORITHMS = ("shared", "hierarchical", "ring", "direct", "doubling", "nccl")
-"""`nccl` is NVIDIA's library, for GPU arrays only; it is never chosen, but can be asked for."""
-PASSES = 3
-"""Times that shared memory touches each byte."""
-MANY = 16
-"""Ranks from which on `direct` is not chosen: the model knows nothing of what happens when so many send to one."""
-CONVERGING = 1.03
-"""Where several hosts send to one at a time its wire carries so much less (4 hosts at 1 Gbit/s: 2 to 4 %)."""
-ONE_SHOT_BYTES = 64 << 10
-"""In shared memory, a short buffer is summed by every rank: up to this many bytes of the others' together."""
+"""`nccl` is NVIDIA's library, for GPU arrays only; the model never chooses it, but the setting can."""
+PASSES = 3  # times that shared memory touches each byte
+MANY = 16  # with more ranks `direct` is not chosen: the model does not cover so many senders to one receiver
+CONVERGING = 1.03  # slowdown of a wire to which several hosts send at a time (4 hosts at 1 Gbit/s: 2 to 4 %)
+ONE_SHOT_BYTES = 64 << 10  # in shared memory every rank sums all of a buffer if the others' parts are at most this long
 
 
 @dataclasses.dataclass(frozen=True)
 class Constants:
     """Prices, equal on all ranks. 1 GB/s is 1000 bytes per µs."""
 
-    copy_gbs: float = 5.0
-    """What a rank copies while all ranks of its host copy."""
-    message_us: float = 10.0
-    """One message between two ranks of a host, and what Python adds."""
-    message_gbs: float = 2.0
-    """What a rank sends another of its host while all do."""
-    wire_us: float = 60.0
-    """One message between hosts."""
-    wire_gbs: float = 1.0
-    """What a host sends another while all hosts do."""
+    copy_gbs: float = 5.0  # copy rate of a rank while all ranks of its host copy
+    message_us: float = 10.0  # one message between two ranks of a host, Python included
+    message_gbs: float = 2.0  # rate between two ranks of a host while all ranks send
+    wire_us: float = 60.0  # one message between hosts
+    wire_gbs: float = 1.0  # rate between two hosts while all hosts send
 
     @classmethod
     def parse(cls, text: str) -> Constants:
-        """Read `wire_us=50,copy_gbs=8`; what is not named keeps its default. Raises SettingsError."""
+        """Parse `wire_us=50,copy_gbs=8`; others keep their defaults. Raises SettingsError."""
         names = [field.name for field in dataclasses.fields(cls)]
         values = {}
         for item in filter(None, (part.strip() for part in text.split(","))):
@@ -70,22 +61,19 @@ class Constants:
 
 
 def is_one_shot(nbytes: int, size: int, longest_bytes: int = ONE_SHOT_BYTES) -> bool:
-    """True when it is quicker that every rank of a host sums all: of the others' together at most `longest_bytes`."""
+    """True when it is faster that every rank of a host sums all: the others' bytes are at most `longest_bytes`."""
     return nbytes * (size - 1) <= longest_bytes
 
 
 def predict_us(algorithm: str, nbytes: int, hosts: Sequence[int], constants: Constants) -> float:
-    """How long an all-reduce of `nbytes` takes over ranks of which rank r is on host hosts[r], in µs.
-
-    infinity: the algorithm cannot be used there, or is `shared`.
-    """
+    """The predicted time of an all-reduce of `nbytes`, rank r on host hosts[r], in µs; inf: not usable, or `shared`."""
     size, counted = len(hosts), collections.Counter(hosts)
     num_hosts, most = len(counted), max(counted.values())
     if size == 1:
         return 0.0
     one_host = num_hosts == 1
     latency = constants.message_us if one_host else constants.wire_us
-    # what one rank gets of a link; on a wire the ranks of a host share it
+    # one rank's share of a link; the ranks of a host share its wire
     rate = 1e3 * (constants.message_gbs if one_host else constants.wire_gbs)
     copy = 1e3 * constants.copy_gbs
     share = 2 * nbytes * (size - 1) / size
@@ -106,10 +94,10 @@ def predict_us(algorithm: str, nbytes: int, hosts: Sequence[int], constants: Con
 
 
 def choose(nbytes: int, wire_nbytes: int, hosts: Sequence[int], usable: Collection[str], constants: Constants) -> str:
-    """The quickest of the usable algorithms.
+    """The fastest of the usable algorithms.
 
-    wire_nbytes: what `ring`, `hierarchical` and `doubling` send for `nbytes`: more for 16-bit floats, whose sums travel
-                 as float32, while `shared` and `direct` keep 16 bits.
+    wire_nbytes: the bytes that `ring`, `hierarchical` and `doubling` send for `nbytes`: more for 16-bit floats, whose
+                 sums travel as float32, while `shared` and `direct` keep 16 bits.
     """
 
     def cost(algorithm: str) -> float:

@@ -1,7 +1,7 @@
-"""The table of element types: how each is named, stored, and in which type its sums are made.
+"""The table of element types: each one's name, storage type, and the type of its sums.
 
-16-bit floats are summed in float32 and rounded once. NumPy knows no bfloat16, so its elements are held as uint16;
-ml_dtypes is not needed, and arrays of its bfloat16 are understood.
+16-bit floats are summed in float32 and rounded once. NumPy has no bfloat16, so its elements are stored as uint16;
+ml_dtypes is not needed, but arrays of its bfloat16 are accepted.
 """
 
 from __future__ import annotations
@@ -19,16 +19,13 @@ class ElementType(NamedTuple):
     """One row of the table."""
 
     name: str
-    storage: np.dtype[Any]
-    """The NumPy type in which the elements lie in memory; uint16 for bfloat16."""
-    kind: str
-    """b: bool, i: signed, u: unsigned, f: float, c: complex."""
-    sum_type: np.dtype[Any]
-    """The type in which sums are made; wider than `storage` for 16-bit floats."""
+    storage: np.dtype[Any]  # NumPy's type of the elements in memory; uint16 for bfloat16
+    kind: str  # b: bool, i: signed, u: unsigned, f: float, c: complex
+    sum_type: np.dtype[Any]  # the type of sums; wider than `storage` for 16-bit floats
 
     @property
     def itemsize(self) -> int:
-        """Bytes an element takes in memory and in a message that holds finished values."""
+        """Bytes of an element in memory, and in a message of finished values."""
         return self.storage.itemsize
 
     @property
@@ -54,7 +51,7 @@ class ElementType(NamedTuple):
             return rounded
         if self.name == "bfloat16":
             return _bfloat16_bits(values)
-        with np.errstate(over="ignore"):  # past the largest float16 lies infinity, as in every framework
+        with np.errstate(over="ignore"):  # rounds past the largest float16 to infinity, as every framework does
             return values.astype(self.storage)
 
 
@@ -69,8 +66,7 @@ def _bfloat16_bits(values: Any) -> Any:
 
 def _table() -> dict[str, ElementType]:
     def row(name: str, kind: str, storage: str = "", sum_type: str = "") -> ElementType:
-        stored = np.dtype(storage or name)
-        return ElementType(name, stored, kind, np.dtype(sum_type) if sum_type else stored)
+        return ElementType(name, np.dtype(storage or name), kind, np.dtype(sum_type or storage or name))
 
     rows = [
         row("bool", "b"),
@@ -91,7 +87,7 @@ TABLE = _table()
 
 @functools.lru_cache(maxsize=256)
 def element_type(dtype: Any) -> ElementType:
-    """The row of a dtype of NumPy, CuPy, ml_dtypes or torch (told by its name); raises UnsupportedArrayError."""
+    """The row of a dtype of NumPy, CuPy, ml_dtypes or torch, by its name; raises UnsupportedArrayError."""
     name = str(dtype).removeprefix("torch.")
     if getattr(dtype, "isnative", True) and name in TABLE:
         return TABLE[name]

@@ -5,9 +5,9 @@
     whole      |w1|b1|   w2   |b2|b3|   |     w3    |     w3    |  w3  |
                 packed, one message        a long tensor streams through in pieces
 
-In shared memory everything is packed, so slots are filled. For messages tensors are kept whole where they fit into a
-slot: what is alone in one need not be packed. A GPU's pieces are aligned: they begin where it can read many bytes at
-once. All depends on the tensors' lengths and order only, so all ranks make the same plan.
+In shared memory everything is packed, so slots are full. For messages, tensors that fit into a slot are kept whole: one
+that is alone in a slot need not be packed. A GPU's pieces are aligned, so that it can read many bytes at once. The plan
+depends only on the tensors' lengths and order, so it is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -27,31 +27,28 @@ from ringreduce.buffers import Buffer
 class Piece(NamedTuple):
     """Some elements of one tensor."""
 
-    tensor: int
-    """Its number."""
+    tensor: int  # the tensor's index
     low: int
     high: int
 
 
 class Bucket(NamedTuple):
-    """Pieces that travel together, and where they lie in the slot; between aligned ones there may be gaps."""
+    """Pieces that travel together, and their positions in the slot; between aligned ones there may be gaps."""
 
     pieces: tuple[Piece, ...]
-    starts: tuple[int, ...]
-    """The element of the slot at which each piece begins."""
-    length: int
-    """Elements of all together, gaps too."""
+    starts: tuple[int, ...]  # the element of the slot at which each piece begins
+    length: int  # elements in the slot, gaps included
 
 
 @functools.lru_cache(maxsize=256)
 def plan(counts: tuple[int, ...], capacity: int, *, alignment: int = 1, whole: bool = False) -> list[Bucket]:
     """Which pieces of tensors of `counts` elements share a slot of at most `capacity` elements.
 
-    alignment: pieces begin at multiples of so many elements, in the slot and in a tensor that is cut; `capacity` is a
+    alignment: pieces begin at multiples of this many elements, in the slot and in a tensor that is cut; `capacity` is a
                multiple, and so is each slot's length.
-    whole:     only tensors of `capacity` elements or more are cut, and each of their pieces is alone.
+    whole:     only tensors of `capacity` elements or more are cut, and each of their pieces has a slot of its own.
 
-    All slots but the last are full, unless tensors are kept whole. Empty tensors are in none.
+    All slots but the last are full, unless tensors are kept whole. Empty tensors are in no slot.
 
     >>> [[tuple(piece) for piece in slot.pieces] for slot in plan((3, 9, 2), capacity=8)]
     [[(0, 0, 3), (1, 0, 5)], [(1, 5, 9), (2, 0, 2)]]
@@ -83,12 +80,12 @@ def plan(counts: tuple[int, ...], capacity: int, *, alignment: int = 1, whole: b
 
 
 def _aligned(piece: Piece, alignment: int) -> int:
-    """The elements of a piece, with the gap behind it."""
+    """The length of a piece with the gap behind it."""
     return -((piece.low - piece.high) // alignment) * alignment
 
 
 def pack(slot: Bucket, inputs: Sequence[Buffer], packed: Any, widen: Callable[[Any], Any] | None = None) -> None:
-    """Copy the slot's elements into `packed`; `widen` makes them of its type, when that is another."""
+    """Copy the slot's elements into `packed`; `widen` converts them to its type, if that differs."""
     for (number, low, high), start in zip(slot.pieces, slot.starts, strict=True):
         source = inputs[number].flat[low:high]
         packed[start : start + high - low] = source if widen is None else widen(source)
@@ -103,20 +100,18 @@ def unpack(slot: Bucket, packed: Any, outputs: Sequence[Buffer]) -> None:
 class Memory:
     """The fusion buffer: blocks of one size in one persistent allocation for the host, and one for each GPU.
 
-    More than it has may be asked for, when operations of several process sets overlap: what is missing is made for that
-    use only, since waiting for a block that another rank holds up could last for ever.
+    When operations of several process sets overlap they may need more blocks than there are: those are allocated for
+    that use only, since waiting for a block could be a deadlock with another rank.
     """
 
     def __init__(self, total_bytes: int, block_bytes: int) -> None:
         self.block_bytes = block_bytes
         self.total_bytes = total_bytes
-        self._own: dict[str, list[Any]] = {}
-        """By device: the blocks of the one allocation, all of them; ..."""
-        self._free: dict[str, list[Any]] = {}
-        """... and those that nobody uses."""
+        self._own: dict[str, list[Any]] = {}  # by device: all blocks of the one allocation
+        self._free: dict[str, list[Any]] = {}  # by device: those not in use
 
     def take(self, like: Buffer) -> Any:
-        """A block of bytes where `like` lies: 1-D uint8 of at least `block_bytes`."""
+        """A block on the device of `like`: 1-D uint8 of at least `block_bytes`."""
         if like.device not in self._own:
             everything = buffers.empty_like(like.flat, self.total_bytes, np.dtype(np.uint8))
             starts = range(0, self.total_bytes - self.block_bytes + 1, self.block_bytes)
@@ -133,6 +128,6 @@ class Memory:
         self.give(taken, like)
 
     def give(self, block: Any, like: Buffer) -> None:
-        """Give a block back; one that was made for the moment is forgotten."""
+        """Return a block; one that was allocated for one use is dropped."""
         if any(block is each for each in self._own[like.device]):
             self._free[like.device].append(block)

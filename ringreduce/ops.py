@@ -43,16 +43,15 @@ Min = ReduceOp.MIN
 Max = ReduceOp.MAX
 Product = ReduceOp.PRODUCT
 
-# the same objects serve NumPy and CuPy arrays: CuPy implements NumPy's ufunc protocol
+# they serve CuPy arrays too: CuPy implements NumPy's ufunc protocol
 _UFUNC = {Average: np.add, Sum: np.add, Min: np.minimum, Max: np.maximum, Product: np.multiply}
 
 
-BLOCK_BYTES = 128 * 1024
-"""Of partial results at a time in `Reduction.reduce_parts`: two blocks stay in a core's second-level cache."""
+BLOCK_BYTES = 128 * 1024  # of partial results at a time: two blocks stay in a core's second-level cache
 
 
 class _Scratch(threading.local):
-    """Two blocks of each type of partial results, for every thread."""
+    """Each thread's two blocks for every type of partial results."""
 
     def __init__(self) -> None:
         self._pairs: dict[np.dtype[Any], tuple[Any, Any]] = {}
@@ -70,8 +69,7 @@ _scratch = _Scratch()
 class _Fields(NamedTuple):
     op: ReduceOp
     element: ElementType
-    size: int
-    """What an Average is divided by."""
+    size: int  # divisor of an Average
     prescale: float = 1.0
     postscale: float = 1.0
 
@@ -87,7 +85,7 @@ class Reduction(_Fields):
     """
 
     def check(self) -> None:
-        """Raise InputError for an op or a scale factor that the element type does not have."""
+        """Raise InputError for an op or a scale factor that the element type does not support."""
         name, kind = self.element.name, self.element.kind
         if self.op is Adasum and kind not in "fc":
             raise InputError(f"{name} elements have no Adasum; pass floating-point ones, or another op")
@@ -105,14 +103,14 @@ class Reduction(_Fields):
 
     @functools.cached_property
     def in_place(self) -> bool:
-        """True when sums are made in the elements' own type, so that the caller's memory can hold them."""
+        """True when sums have the elements' own type, so that the caller's memory can hold them."""
         return self.sum_type == self.element.storage
 
     def reduce_parts(self, parts: Sequence[Any], out: Any) -> None:
         """Reduce the elements of several ranks into `out`: prescale each, combine in this order, divide, round once.
 
-        Shape:  1-D arrays of `element.storage`, equal lengths, not prescaled. `out` may be the memory of any one of
-                them, and must not overlap one otherwise; the other parts are not changed.
+        Shape:  1-D arrays of `element.storage`, equal lengths, not prescaled. `out` may be one of them, but must not
+                overlap one otherwise; the other parts are not changed.
         Result: the bits of each element depend on that element of the parts alone, not on how an array was cut.
         Cost:   each part is read once, `out` written once. Memory: two blocks of BLOCK_BYTES a thread, kept for reuse.
         """
@@ -150,7 +148,7 @@ class Reduction(_Fields):
             half.kernels(self.element.name).sum_parts(parts, out, *self._divisor)
             return
         if len(parts) == 2 and self.in_place and self.prescale == 1.0:
-            _UFUNC[self.op](parts[0], parts[1], out=out)  # no scratch, so no blocks
+            _UFUNC[self.op](parts[0], parts[1], out=out)  # needs no scratch, so no blocks
             if not self._is_plain:
                 self.finish(out, out)
             return
@@ -161,12 +159,11 @@ class Reduction(_Fields):
             reduce_block(parts, out, total[:count], other[:count])
             return
         for low in range(0, count, step):
-            high = min(count, low + step)
-            length = high - low
-            reduce_block([part[low:high] for part in parts], out[low:high], total[:length], other[:length])
+            here, length = slice(low, low + step), min(step, count - low)
+            reduce_block([part[here] for part in parts], out[here], total[:length], other[:length])
 
     def _reduce_in_place(self, parts: Sequence[Any], out: Any, total: Any, _: Any) -> None:
-        """One block; the last step alone writes `out`, since that may be the memory of a part not read before."""
+        """One block; only the last step writes `out`, which may be a part that was not read yet."""
         ufunc = _UFUNC[self.op]
         partial = parts[0]
         for part in parts[1:-1]:
@@ -210,7 +207,7 @@ class Reduction(_Fields):
         scale(partial, self.prescale)
 
     def neutral(self, flat: Any) -> None:
-        """Fill `flat` (`element.storage`) with what changes no result: a rank that has joined gives it."""
+        """Fill `flat` (`element.storage`) with the neutral element, which a rank that has joined contributes."""
         element, value = self.element, 0.0  # False is 0 in every type
         if self.op is Product or (element.kind == "b" and self.op is Min):
             value = 1.0
@@ -224,7 +221,7 @@ class Reduction(_Fields):
 
     def combine(self, target: Any, source: Any) -> None:
         """Reduce `source` into `target`, in place; both of equal length, in `sum_type`."""
-        with np.errstate(over="ignore", invalid="ignore"):  # inf - inf is NaN on every rank: the data's affair
+        with np.errstate(over="ignore", invalid="ignore"):  # such as inf - inf, which is NaN on every rank
             _UFUNC[self.op](target, source, out=target)
 
     def finish(self, partial: Any, out: Any) -> None:
@@ -258,6 +255,6 @@ def divide(flat: Any, divisor: int) -> None:
         floor = flat // flat.dtype.type(divisor)
         flat[...] = floor + ((flat < 0) & (floor * divisor != flat))
     elif flat.dtype.kind == "f" and divisor & (divisor - 1) == 0:
-        flat *= flat.dtype.type(1 / divisor)  # exact for a power of two: the same bits, sooner
+        flat *= flat.dtype.type(1 / divisor)  # exact for a power of two: the same bits, faster
     else:
         flat /= flat.dtype.type(divisor)

@@ -1,8 +1,8 @@
 """n elements over P ranks, and the ring's schedule: pure functions, no memory and no messages.
 
-chunk    what one rank owns of a buffer: `bounds[k]` to `bounds[k + 1]`, one chunk per rank
+chunk    the part of a buffer that one rank owns: `bounds[k]` to `bounds[k + 1]`, one chunk per rank
 segment  a piece of a chunk in flight; many per chunk
-step     what one rank sends and receives at the same time
+step     a chunk that a rank sends, and one that it receives at the same time
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ from typing import NamedTuple
 
 
 class Step(NamedTuple):
-    """One step of one rank: the chunk that goes right, the chunk that comes from the left."""
+    """One step of one rank: the chunk sent to the right, the chunk received from the left."""
 
     send: int
     receive: int
-    reduce: bool
-    """True: what comes is added to the chunk; False: it replaces the chunk."""
+    reduce: bool  # True: the received elements are added to the chunk; False: they replace it
 
 
 def chunk_bounds(count: int, size: int) -> list[int]:
@@ -54,7 +53,7 @@ def bounds_of(counts: Sequence[int]) -> list[int]:
 def scatter_reduce_steps(rank: int, size: int, owned: int) -> list[Step]:
     """The size - 1 steps after which `rank` owns the finished chunk `owned`; in the ring proper that is rank + 1.
 
-    At step i a rank sends chunk owned - 1 - i and adds what comes into chunk owned - 2 - i (mod size).
+    At step i a rank sends chunk owned - 1 - i and adds what it receives to chunk owned - 2 - i (mod size).
     """
     return [Step((owned - 1 - i) % size, (owned - 2 - i) % size, True) for i in range(size - 1)]
 
@@ -62,7 +61,7 @@ def scatter_reduce_steps(rank: int, size: int, owned: int) -> list[Step]:
 def allgather_steps(rank: int, size: int, owned: int) -> list[Step]:
     """The size - 1 steps that spread every rank's chunk `owned` to all; after a scatter-reduce owned = rank + 1.
 
-    At step i rank r sends chunk owned - i, which it got one step before, and receives chunk owned - i - 1 (mod size).
+    At step i rank r sends chunk owned - i, received one step before, and receives chunk owned - i - 1 (mod size).
     """
     return [Step((owned - i) % size, (owned - i - 1) % size, False) for i in range(size - 1)]
 

@@ -24,7 +24,7 @@ from ringreduce.engine.engine import GLOBAL, Engine
 from ringreduce.engine.host import Host
 from ringreduce.engine.signature import Signature, SubmissionRecord, calling_line, mismatch_message
 from ringreduce.errors import InputError, MismatchError, NotInitializedError
-from ringreduce.gpu import choice
+from ringreduce.gpu import device_selection
 from ringreduce.monitor import excepthook
 from ringreduce.monitor.launcher_link import Answerer, tell_of_init
 from ringreduce.mpi import finalize_mpi, mpi_library
@@ -48,7 +48,7 @@ class Runtime:
         host: Host,
         clock_offsets_us: Sequence[float] = (),
         process_sets: Sequence[Sequence[int]] = (),
-        gpu: choice.Choice = choice.NOT_ASKED,
+        gpu: device_selection.Choice = device_selection.NOT_ASKED,
     ) -> None:
         self.world = world
         self.gpu = gpu
@@ -72,7 +72,7 @@ class Runtime:
 _process_runtime: Runtime | None = None
 _process_id = 0
 _generations = 0
-_gpu = choice.NOT_ASKED
+_gpu = device_selection.NOT_ASKED
 _parents_world: World | None = None
 """In a forked child of a rank."""
 _bound_runtime: contextvars.ContextVar[Runtime | None] = contextvars.ContextVar("ringreduce_runtime", default=None)
@@ -89,7 +89,7 @@ def start(comm: Any, process_sets: Sequence[Any], dynamic: bool) -> list[tuple[i
         settings = dataclasses.replace(settings, dynamic_process_sets=True)
     if _generations == 0:  # later the current GPU is what this has chosen, or the script since
         tell_of_init(settings.error_file, settings.stall_check_s)
-        _gpu = choice.select(settings, os.environ)
+        _gpu = device_selection.select(settings, os.environ)
     world = form_world(comm, _generations)
     if _generations == 0:
         atexit.register(_at_exit)

@@ -11,9 +11,9 @@ from ringreduce.errors import InputError
 
 
 def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """The leaves with their names, such as ("layers.0.w", array); None is no leaf.
+    """The leaves with their names, such as ("layers.0.w", array); None is not a leaf.
 
-    A dict's keys are taken in the order of their texts, so that ranks which filled it differently agree.
+    A dict's keys are sorted as strings, so that ranks that filled it in another order agree.
 
     >>> list(leaves({"b": [1, 2], "a": None}))
     [('b.0', 1), ('b.1', 2)]
@@ -64,15 +64,15 @@ def map_leaves(tree: Any, function: Callable[[str, Any], Any], path: str = "") -
 
 
 def _filled(tree: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
-    """A mapping of the same kind that holds `values`, the same keys."""
+    """A mapping of the same type that holds `values`, which have the same keys."""
     if isinstance(tree, dict):
-        filled: Any = copy.copy(tree)  # with all that a subclass has besides: a defaultdict's factory
+        filled: Any = copy.copy(tree)  # keeps a subclass's other attributes, such as a defaultdict's factory
         filled.update(values)
-    else:
-        filled = type(tree)(values)  # type: ignore[call-arg]
-        if [(name, id(leaf)) for name, leaf in leaves(filled)] != [(name, id(leaf)) for name, leaf in leaves(values)]:
-            kind = f"{type(tree).__module__}.{type(tree).__qualname__}"
-            raise InputError(f"a {kind} that is made from a dict does not hold its arrays; pass a dict instead")
+        return filled
+    filled = type(tree)(values)  # type: ignore[call-arg]
+    if [(name, id(leaf)) for name, leaf in leaves(filled)] != [(name, id(leaf)) for name, leaf in leaves(values)]:
+        kind = f"{type(tree).__module__}.{type(tree).__qualname__}"
+        raise InputError(f"a {kind} that is made from a dict does not hold its arrays; pass a dict instead")
     return filled
 
 

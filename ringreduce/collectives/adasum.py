@@ -1,4 +1,4 @@
-"""Adasum: a sum that shrinks what two gradients have in common, so that many ranks do not take too large a step.
+"""Adasum: a sum that shrinks what two gradients have in common, so that many ranks do not make too large a step.
 
     adasum(a, b) = (1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b
 
@@ -19,8 +19,7 @@ from ringreduce.partition import segments
 from ringreduce.transport.base import Steps, Transport
 
 TAG = 5
-BLOCK = 1 << 16
-"""Elements at a time in float64."""
+BLOCK = 1 << 16  # elements converted to float64 at a time
 
 
 def allreduce(flat: Any, transport: Transport, segment_bytes: int = SEGMENT_BYTES) -> Steps[None]:
@@ -43,15 +42,12 @@ def allreduce(flat: Any, transport: Transport, segment_bytes: int = SEGMENT_BYTE
 
 
 def combine(a: Any, b: Any) -> Any:
-    """Adasum of two vectors, (count,) each, computed in float64. Memory: the result, and a few blocks.
-
-    Dot products are of vectors scaled to elements of about 1: no square overflows or vanishes.
-    """
+    """Adasum of two vectors, (count,) each, in float64, scaled to elements of about 1 so that no square overflows."""
     scale_a, scale_b = _scale(a), _scale(b)
     result = buffers.empty_like(a, a.size, a.dtype)
     blocks = segments(0, a.size, BLOCK)
     dot = a_squared = b_squared = 0.0
-    with np.errstate(over="ignore", invalid="ignore"):  # what is infinite, or becomes it, is the data's affair
+    with np.errstate(over="ignore", invalid="ignore"):  # infinities and overflows belong to the data
         for low, high in blocks:
             one, other = _wide(a[low:high]) / scale_a, _wide(b[low:high]) / scale_b
             dot += _dot(one, other)
@@ -67,7 +63,7 @@ def combine(a: Any, b: Any) -> Any:
 
 
 def _scale(vector: Any) -> float:
-    """The power of two just below the largest element; 1 where that is 0, infinite or no number."""
+    """The power of two just below the largest element; 1 where that is 0, infinite or NaN."""
     largest = float(np.absolute(vector).max()) if vector.size else 0.0
     return math.ldexp(0.5, math.frexp(largest)[1]) if 0 < largest < math.inf else 1.0
 

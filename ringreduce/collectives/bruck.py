@@ -1,7 +1,7 @@
 """Small blocks from every rank to every rank in log2 P rounds, rounded up (Bruck's algorithm).
 
-In round k a rank sends all blocks that it has to the rank 2^k before it, and gets as many new ones from the rank 2^k
-after it: 1, 2, 4, … blocks in a row, from its own on.
+In round k a rank sends all blocks that it has to the rank 2^k before it, and receives as many new ones from the rank
+2^k after it: 1, 2, 4, … consecutive blocks, its own first.
 """
 
 from __future__ import annotations

@@ -12,17 +12,17 @@ Cost: as the ring's, 2 n (P - 1) / P elements sent by every rank, and they trave
 floats as 16 bits, where the ring's partial sums are float32. Two steps instead of 2 (P - 1), but each rank talks to all
 others, and a link inside the network may carry several of these conversations.
 
-What a rank reduces are the elements of all ranks as they were given, so that the result of an element depends on
-nothing but these: not on the chunk it fell into, nor on what else travelled with it, nor on who came first.
+A rank reduces the original elements of all ranks, so the result for an element depends on nothing else: not on its
+chunk, nor on what travelled with it, nor on which rank came first.
 
 A chunk travels in segments, and segment j of all chunks makes up row j:
 
           row 0     rank r sends segment 0 of each chunk k to rank k      and gets segment 0 of chunk r from all
           row 1     ...                 1
-          ...                               as soon as a row is there it is reduced, and its result sent to all
+          ...                               as soon as a row has arrived it is reduced, and its result sent to all
 
-Some rows are under way ahead of the one that is reduced, so no wire waits for a processor; and the results follow
-while later rows come, so the second half begins without a pause.
+Some rows are in flight ahead of the one being reduced, so no wire waits for a processor; the results follow while later
+rows arrive, so the second half begins without a pause.
 """
 
 from __future__ import annotations
@@ -37,10 +37,8 @@ from ringreduce.transport.base import Steps, Transport, Work
 
 RAW_TAG, FINISHED_TAG = 7, 1
 SEGMENT_BYTES = Settings.ring_segment_bytes
-AHEAD_BYTES = 2 << 20
-"""What may come before it is reduced, unless two rows are more."""
-LEAST_SEGMENT_BYTES = 4096
-"""Many ranks make segments shorter, so that two rows fit into AHEAD_BYTES, but not shorter than this."""
+AHEAD_BYTES = 2 << 20  # received ahead of the reduction; at least two rows
+LEAST_SEGMENT_BYTES = 4096  # with many ranks segments shrink, so that two rows fit into AHEAD_BYTES, but no further
 
 
 def allreduce(flat: Any, transport: Transport, reduction: Reduction, segment_bytes: int = SEGMENT_BYTES) -> Steps[None]:
@@ -48,8 +46,7 @@ def allreduce(flat: Any, transport: Transport, reduction: Reduction, segment_byt
 
     Shape:   (count,), contiguous, NumPy or CuPy, `reduction.element.storage`; equal counts on all ranks. Not prescaled.
     Cost:    2 (size - 1) messages a rank, cut into segments; about 2 count (size - 1) / size elements sent by each, in
-             their own type. Memory: 2 MiB, or two segments of 4 KiB for each rank if that is more; in no case more
-             than `flat`.
+             their own type. Memory: 2 MiB, or two segments of 4 KiB per rank if that is more; never more than `flat`.
     """
     if transport.size == 1:
         reduction.reduce_parts([flat], flat)
@@ -72,14 +69,13 @@ class _Direct:
         self.length = min(length, bounds[1])
         row = (size - 1) * self.length
         self.ahead = min(self.rows, max(2, AHEAD_BYTES // max(1, row * flat.itemsize)))
-        self.scratch = buffers.empty_like(flat, self.ahead * row, flat.dtype)
-        """Where the raw segments of so many rows come in."""
+        self.scratch = buffers.empty_like(flat, self.ahead * row, flat.dtype)  # receives the raw segments of those rows
         self.raw_receives: list[dict[int, tuple[Work, Any]]] = []
         self.raw_sends: list[list[tuple[int, Work]]] = []
         self.finished: list[Work] = []
 
     def run(self) -> Steps[None]:
-        """Take all rows; at the end the memory is the caller's again."""
+        """Reduce all rows; afterwards the memory is the caller's again."""
         for row in range(self.ahead):
             self.begin(row)
         for row in range(self.rows):
@@ -92,10 +88,10 @@ class _Direct:
     def begin(self, row: int) -> None:
         """Post one row's receives, and send its elements to their owners."""
         transport, receives, sends = self.transport, {}, []
-        for place, peer in enumerate(self.peers):
+        for index, peer in enumerate(self.peers):
             if row < len(self.cuts[transport.rank]):
                 low, high = self.cuts[transport.rank][row]
-                start = (row % self.ahead * len(self.peers) + place) * self.length
+                start = (row % self.ahead * len(self.peers) + index) * self.length
                 into = self.scratch[start : start + high - low]
                 receives[peer] = transport.receive(into, peer, RAW_TAG), into
         for peer in self.peers:
@@ -120,7 +116,7 @@ class _Direct:
         self.finished += [self.transport.send(mine, peer, FINISHED_TAG) for peer in self.peers]
 
     def expect(self, row: int) -> Steps[None]:
-        """Post the receives of one row's results, into the memory that its raw elements have left."""
+        """Post the receives of one row's results, into the memory that its raw elements occupied."""
         for peer, send in self.raw_sends[row]:
             yield send
             low, high = self.cuts[peer][row]

@@ -1,4 +1,4 @@
-"""Recursive doubling: an all-reduce in log2 P steps, for messages so small that latency is all that counts.
+"""Recursive doubling: an all-reduce in log2 P steps, for messages so small that only latency counts.
 
 In step i every rank swaps its partial result with the rank that differs from it in bit i, and both combine the two.
 With P = 4, `a02` being rank 0's and 2's part together:
@@ -11,11 +11,11 @@ With P = 4, `a02` being rank 0's and 2's part together:
                           \\______________________/             step 1: with the rank at distance 2
              A           A           A           A
 
-Every rank holds the result of a row of ranks, twice as long after each step. The lower row's always comes first in the
-expression that both partners compute, so they get the same bits, and so do all ranks at the end.
+Every rank holds the result of a row of ranks, which doubles with each step. Both partners compute the same expression,
+the lower row first, so they get the same bits, and so do all ranks at the end.
 
-Where P is no power of two, some ranks fold in first: with P = 6, ranks 1 and 3 give their elements to ranks 0 and 2,
-which go on with 4 and 5 as the four members 0 to 3, and get the finished result back last:
+Where P is not a power of two, some ranks fold in first: with P = 6, ranks 1 and 3 send their elements to ranks 0 and 2,
+which go on with 4 and 5 as the four members 0 to 3, and send the finished result back last:
 
             0 + 1       2 + 3       4           5
             member 0    member 1    member 2    member 3
@@ -39,13 +39,13 @@ def allreduce(flat: Any, transport: Transport, reduction: Reduction) -> Steps[No
 
     Shape:  (count,), contiguous, NumPy or CuPy, `reduction.element.storage`; equal counts on all ranks.
     Cost:   log2(size) messages a rank of all elements, in `reduction.sum_type`; a rank that folds in sends one, and
-            its partner one more, of finished elements. Memory: as much as the partial results once, twice when they
-            are wider than the elements.
+            its partner one more, of finished elements. Memory: one copy of the partial results, two when they are
+            wider than the elements.
     Source: Thakur, Rabenseifner & Gropp, "Optimization of collective communication operations in MPICH", 2005.
     """
     rank, size = transport.rank, transport.size
     members = 1 << (size.bit_length() - 1)
-    folded = size - members  # so many odd ranks, from rank 1 on
+    folded = size - members  # the number of odd ranks, from rank 1 on, that fold in
     partial = reduction.start(flat)
     if rank < 2 * folded and rank % 2:
         yield transport.send(partial, rank - 1, TAG)
@@ -76,7 +76,7 @@ def _double(partial: Any, theirs: Any, transport: Transport, reduction: Reductio
         send = transport.send(partial, partner, TAG)
         yield receive
         yield send
-        if other < member:  # the lower row first: the memories change their roles
+        if other < member:  # the lower row first: swap the two arrays
             partial, theirs = theirs, partial
         reduction.combine(partial, theirs)
         distance *= 2

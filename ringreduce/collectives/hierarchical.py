@@ -1,20 +1,19 @@
 """All-reduce over hosts with several ranks each: shared memory inside a host, rings across, one for each local rank.
 
-Two hosts with two ranks each; a slot has two chunks, `a` and `b`, as many as the host with the fewest ranks has ranks:
+Two hosts with two ranks each; a slot has as many chunks as the smallest host has ranks, here `a` and `b`:
 
                 host 0: rank 0   rank 1        host 1: rank 2   rank 3
     pack               a0 b0    a1 b1                 a2 b2    a3 b3       into shared memory
-    sum                a01          b01               a23          b23     each rank its chunk, out of the others' slots
+    sum                a01          b01               a23          b23     each rank its chunk, from the others' slots
     ring               a01 <----------- rank 0 and 2 ----> a23             over the wire: only that chunk
                                     b01 <-- rank 1 and 3 ----> b23
-    copy               A  B     A  B                  A  B     A  B        out of the owners' slots
+    copy               A  B     A  B                  A  B     A  B        from the owners' slots
 
 So each byte crosses a host's wire once each way, as if the host were one rank, and all its ranks drive the wire. Ranks
-beyond the smallest host's number own no chunk; they pack and copy. Slots overlap: one is on the wire while the next is
-summed.
+beyond the number of chunks only pack and copy. Slots overlap: one is on the wire while the next is summed.
 
-Shared memory needs no flag for "I have read it": `SLOTS_IN_FLIGHT` slots are under way, and there are twice as many. A
-rank packs slot k when it has ended slot k - SLOTS_IN_FLIGHT, for which all had begun it, after each had ended slot k -
+No flag says "I have read it": `SLOTS_IN_FLIGHT` slots are in flight, and there are twice as many. A rank packs slot k
+once it has finished slot k - SLOTS_IN_FLIGHT; by then every rank had begun that one, and so had finished slot k -
 2 SLOTS_IN_FLIGHT, whose memory is packed now.
 
 Source: Horovod's hierarchical allreduce, which copies to one rank of each host; here all take part.
@@ -39,23 +38,19 @@ SLOTS_IN_FLIGHT = SLOTS // 2
 
 
 class Hierarchy:
-    """Who does what, for the ranks of `channels`: hosts[r] is rank r's host; place: this rank's on its host."""
+    """Who does what, for the ranks of `channels`: hosts[r] is rank r's host; local_index: this rank's, on its."""
 
     def __init__(self, channels: Sequence[Transport], hosts: Sequence[int], local_index: int) -> None:
-        rank = channels[0].rank
         by_host: dict[int, list[int]] = {}
         for r, host in enumerate(hosts):
             by_host.setdefault(host, []).append(r)
         members = list(by_host.values())
-        self.chunks = min(len(each) for each in members)
-        """Chunks of a slot."""
-        self.rings: list[Transport] = []
-        """This rank's ring, for each slot under way; none for a rank that owns no chunk."""
+        self.chunks = min(len(each) for each in members)  # of a slot
+        self.rings: list[Transport] = []  # this rank's ring, one per slot in flight; none for a rank that owns no chunk
         if local_index < self.chunks:
             across = [each[local_index] for each in members]
             self.rings = [SubsetTransport(channels[k], across, 0) for k in range(SLOTS_IN_FLIGHT)]
-        self.order = Order(rank)
-        """Of the sequence numbers whose SUMMED this rank publishes: in order, though slots overlap."""
+        self.order = Order(channels[0].rank)  # this rank publishes SUMMED in order, though slots overlap
 
 
 def allreduce(
@@ -69,9 +64,9 @@ def allreduce(
     """Reduce the parts of all slots over all ranks of all hosts; every rank gets the same bits.
 
     slots: each at most `region.slot_bytes` long, alike on all ranks;  watch: see shared.py.
-    Cost:  over each host's wire 2 n (H - 1) / H elements each way, H being the number of hosts; 2 (H - 1) messages a
-           slot. 16-bit floats travel as float32 until they are finished. Memory: the region's, and for each slot under
-           way 4 segments and, for 16-bit floats, a float32 copy of a chunk.
+    Cost:  over each host's wire 2 n (H - 1) / H elements each way, with H hosts; 2 (H - 1) messages a slot. 16-bit
+           floats travel as float32 until they are finished. Memory: the region's, and for each slot in flight 4
+           segments and, for 16-bit floats, a float32 copy of a chunk.
     """
     first = region.sequence
     region.sequence += len(slots)
@@ -123,17 +118,13 @@ def _across(
     finished = chunks[mine]
     if reduction.in_place:
         partial = finished
-        _local(reduction).reduce_parts(chunks, partial)
+        inside = reduction._replace(op=Sum if reduction.op is Average else reduction.op, postscale=1.0)  # not finished
+        inside.reduce_parts(chunks, partial)
     else:
         partial = _partial(chunks, reduction)
     length = min(max(1, segment_bytes // partial.itemsize), partial.size)
     scratch = np.empty(ring.RECEIVES_AHEAD * length, partial.dtype)
     yield from ring.allreduce(finished, transport, reduction, segment_bytes, ring.Workspace(partial, scratch))
-
-
-def _local(reduction: Reduction) -> Reduction:
-    """What is done inside a host: all but what finishes the sum."""
-    return reduction._replace(op=Sum if reduction.op is Average else reduction.op, postscale=1.0)
 
 
 def _partial(chunks: Sequence[Any], reduction: Reduction) -> Any:

@@ -1,7 +1,8 @@
-"""Several collectives under way at the same time, so that one is on the wire while another is summed."""
+"""Several collectives in flight at the same time, so that one is on the wire while another is summed."""
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterable, Sequence
 
@@ -17,7 +18,7 @@ class AnyOf:
 
     @property
     def peer(self) -> int:
-        """Whom the oldest waits for."""
+        """The rank that the oldest waits for."""
         return self._requests[0].peer
 
     def done(self) -> bool:
@@ -33,7 +34,7 @@ class AnyOf:
 
 
 class Order:
-    """A point that collectives under way must pass in order; `passed` is the number of the next one that may."""
+    """A point that concurrent collectives must pass in order; `passed` is the number of the next one that may."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
@@ -52,7 +53,7 @@ class InOrder:
         return self._order.passed == self._number
 
     def wait(self) -> None:
-        """See `Work.wait`; an earlier one's steps must move meanwhile, so nobody waits here alone."""
+        """See `Work.wait`; does not wait, since the earlier ones must advance meanwhile."""
 
 
 class _Running:
@@ -64,39 +65,33 @@ class _Running:
         self.ended = False
 
     def advance(self) -> bool:
-        """Move on as far as it goes without waiting; True when it moved."""
-        moved = False
+        """Advance as far as possible without waiting; True when it advanced."""
+        advanced = False
         while not self.ended and (self.request is None or self.request.done()):
             if self.request is not None:
                 self.request.wait()
-            moved = True
+            advanced = True
             try:
                 self.request = next(self.steps)
             except StopIteration:
                 self.ended, self.request = True, None
-        return moved
+        return advanced
 
 
 def overlapped(collectives: Iterable[Steps[None]], width: int) -> Steps[None]:
     """Run collectives, `width` at a time.
 
-    They begin in order, and number n begins when number n - width has ended, so n % width tells which memory and which
-    channel it may use. The older moves first.
+    They begin in order, and number n begins when number n - width has ended, so it may use the memory and the channel
+    numbered n % width. The oldest advances first.
     """
     coming = iter(collectives)
     running: deque[_Running] = deque()
-    exhausted = False
     while True:
-        while not exhausted and len(running) < width:
-            steps = next(coming, None)
-            if steps is None:
-                exhausted = True
-            else:
-                running.append(_Running(steps))
+        running.extend(_Running(steps) for steps in itertools.islice(coming, width - len(running)))
         if not running:
             return
-        moved = sum(each.advance() for each in running) > 0
+        advanced = sum(each.advance() for each in running) > 0
         while running and running[0].ended:
             running.popleft()
-        if not moved and running:
+        if not advanced and running:
             yield AnyOf([each.request for each in running if each.request is not None])

@@ -25,9 +25,9 @@ def alltoall(
     received: Sequence[int],
     segment_bytes: int = SEGMENT_BYTES,
 ) -> Steps[None]:
-    """Send each rank its part of `outgoing`; `incoming` gets the parts that come, in the order of the ranks.
+    """Send each rank its part of `outgoing`; receive the ranks' parts into `incoming`, in the order of the ranks.
 
-    Shape:    (count,), contiguous, NumPy or CuPy, one element type; `incoming` overlaps `outgoing` nowhere.
+    Shape:    (count,), contiguous, NumPy or CuPy, one element type; `incoming` and `outgoing` do not overlap.
     sent:     elements for each rank;  received: elements from each rank.
     Cost:     size - 1 messages a rank, cut into segments; all elements but the rank's own part sent by each.
     Source:   Thakur, Rabenseifner & Gropp, "Optimization of collective communication operations in MPICH", 2005.
@@ -38,11 +38,11 @@ def alltoall(
     incoming[ins[rank] : ins[rank + 1]] = outgoing[outs[rank] : outs[rank + 1]]
     for distance in range(1, size):
         to, source = (rank + distance) % size, (rank - distance) % size
-        under_way: list[Work] = [
+        in_flight: list[Work] = [
             transport.receive(incoming[low:high], source, TAG)
             for low, high in segments(ins[source], ins[source + 1], length)
         ]
-        under_way += [
+        in_flight += [
             transport.send(outgoing[low:high], to, TAG) for low, high in segments(outs[to], outs[to + 1], length)
         ]
-        yield from under_way
+        yield from in_flight

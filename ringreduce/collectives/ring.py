@@ -14,22 +14,20 @@ cut into P chunks (partition.py). With P = 3, the columns being the chunks, `a1`
               ·
           A   B   C         A   B   C         A   B   C          step 3: rank r sends chunk r; allgather is done
 
-Cost: 2 (P - 1) steps; every rank sends and receives 2 n (P - 1) / P elements, which is the least that any algorithm can
-do, and every link carries the same at every moment. Latency grows with P: small messages have better algorithms.
+Cost: 2 (P - 1) steps; every rank sends and receives 2 n (P - 1) / P elements, the lower bound for any algorithm, and
+every link carries the same load at every moment. Latency grows with P: small messages have better algorithms.
 
-A chunk travels in segments. As soon as one has come and was summed it is sent on, and receives are posted ahead, so the
-wire and the processor work at the same time, and no step waits for a whole chunk. A rank begins with SENDS_AHEAD
-segments and then sends one for each that comes, so that number is on its way on every link all the time: enough to
-keep the wire busy while a rank is held up, and never more than the right neighbour can put away.
+A chunk travels in segments. A segment is sent on as soon as it has arrived and was summed; receives are posted ahead,
+so the wire and the processor work at the same time, and no step waits for a whole chunk. A rank begins with SENDS_AHEAD
+segments and then sends one for each that arrives, so every link always has that many in flight: enough to keep the wire
+busy while a rank is delayed, and never more than the right neighbour can buffer.
 
-Over TCP, Open MPI sends a message of up to 64 KiB at once; a longer one it announces first, and learns that it is
-welcome only when both ranks are inside MPI. Four hosts of 1 Gbit/s, 4 MiB: 0.97 of a raw TCP stream with segments of
-60 KiB, 0.72 with 512 KiB. Segments of 30 KiB gain nothing, not even where a chunk is only a few of them.
+Over TCP, Open MPI sends a message of up to 64 KiB at once; a longer one needs a handshake (rendezvous), which advances
+only while both ranks are inside MPI. Four hosts of 1 Gbit/s, 4 MiB: 0.97 of a raw TCP stream with segments of
+60 KiB, 0.72 with 512 KiB. Segments of 30 KiB gain nothing, not even where a chunk has only a few of them.
 
-Every element is summed by one rank after the other in ring order and copied when it is finished: all ranks get the same
-bits.
-
-The functions are generators (transport/base.py): `complete(allreduce(...))` runs one to its end.
+Every element is summed by one rank after the other in ring order, and the finished one is copied, so all ranks get the
+same bits. The functions are generators (transport/base.py): `complete(allreduce(...))` runs one to its end.
 """
 
 from __future__ import annotations
@@ -46,40 +44,33 @@ from ringreduce.settings import Settings
 from ringreduce.transport.base import Steps, Transport, Work
 
 TAG = 1
-RECEIVES_AHEAD = 4
-"""Receives posted before they are needed."""
+RECEIVES_AHEAD = 4  # receives posted before they are needed
 SENDS_AHEAD = 32
-"""Segments sent before as many have come from the left.
+"""Segments sent before as many have arrived from the left.
 
-Without a limit the whole first chunk would be sent at once: what is not expected yet MPI puts aside, and from some MiB
-on its receiver stops reading for 0.2 s now and then (Open MPI 5.0, 64 MiB: every tenth time).
+Without a limit the whole first chunk would be sent at once. MPI buffers what has no receive yet; from some MiB on, its
+receiver stops reading for 0.2 s now and then (Open MPI 5.0, 64 MiB: one time in ten).
 """
 SEGMENT_BYTES = Settings.ring_segment_bytes
 
 
 class _Arrival(NamedTuple):
-    """One segment that comes from the left at a step."""
+    """One segment that arrives from the left at a step."""
 
     step: int
     low: int
     high: int
-    reduce: bool
-    """It is reduced into the chunk; else it replaces it."""
-    finished: bool
-    """No rank has anything to add to it any more."""
-    forward: bool
-    """It goes on to the right."""
-    overwrites: tuple[int, int] | None
-    """The send (step, low) from the memory that this arrival replaces: it must be done before."""
+    reduce: bool  # reduced into the chunk; else it replaces it
+    finished: bool  # every rank has added its part
+    forward: bool  # sent on to the right
+    overwrites: tuple[int, int] | None  # the send (step, low) that must be done before this arrival replaces its memory
 
 
 class Workspace(NamedTuple):
-    """Memory that a reduction works in, so that none is allocated per call; where `flat` lies, each 1-D."""
+    """Memory for a reduction, so that none is allocated per call; on the device of `flat`, each 1-D."""
 
-    partial: Any
-    """Of `reduction.sum_type`, holding the started elements; `flat` itself when the reduction is in place."""
-    scratch: Any
-    """Of `reduction.sum_type`, at least RECEIVES_AHEAD segments, or chunks where these are shorter."""
+    partial: Any  # of `reduction.sum_type`, holding the started elements; `flat` itself when the reduction is in place
+    scratch: Any  # of `reduction.sum_type`, at least RECEIVES_AHEAD segments, or chunks where these are shorter
 
 
 def allreduce(
@@ -95,8 +86,7 @@ def allreduce(
     workspace: memory to use; its `partial` is reduced, and `flat` only written. By default it is made here.
     Cost:   2 (size - 1) messages a rank, cut into segments; about 2 count (size - 1) / size elements sent by each.
             16-bit floats travel as float32 until they are finished, and then as 16 bits. Memory: RECEIVES_AHEAD
-            segments beside `flat`, and a float32 copy of it for 16-bit floats; MPI puts aside SENDS_AHEAD segments at
-            most.
+            segments beside `flat`, and a float32 copy of it for 16-bit floats; MPI buffers SENDS_AHEAD segments.
     Source: Patarasuk & Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", 2009.
     """
     rank, size = transport.rank, transport.size
@@ -122,7 +112,7 @@ def scatter_reduce(
 
     Shape:  as `allreduce`; changed in place, and outside the owned chunk left with partial sums.
     counts: the elements of each chunk; by default they differ by one at most.
-    owned:  the chunk that this rank gets, rank + 1 by default; the same distance on all ranks.
+    owned:  the chunk that this rank ends with, rank + 1 by default; the same distance on all ranks.
     Result: (low, high): the finished part of `flat`.
     Cost:   size - 1 messages a rank, cut into segments; about count (size - 1) / size elements sent by each.
     Raises: InputError when `counts` does not fit.
@@ -200,7 +190,7 @@ class _Ring:
         self.sends: dict[tuple[int, int], Work] = {}
 
     def run(self) -> Steps[None]:
-        """Take all steps; at the end the memory is the caller's again."""
+        """Run all steps; afterwards the memory is the caller's again."""
         yield from self.post_receives(0)
         first = self.steps[0]
         for low, high in segments(self.bounds[first.send], self.bounds[first.send + 1], self.length):
@@ -208,8 +198,8 @@ class _Ring:
         for index in range(len(self.arrivals)):
             self.send(index + SENDS_AHEAD)
             yield from self.post_receives(index)
-            yield from self.take(index)
-        self.send(len(self.sends) + len(self.outgoing))  # more than came, where chunks differ in length
+            yield from self.process(index)
+        self.send(len(self.sends) + len(self.outgoing))  # more than arrived, where chunks differ in length
         yield from self.sends.values()
 
     def post_receives(self, current: int) -> Steps[None]:
@@ -225,28 +215,28 @@ class _Ring:
             into = self.scratch[index % RECEIVES_AHEAD][: high - low] if arrival.reduce else self.flat[low:high]
             self.receives.append((self.transport.receive(into, self.left, TAG), into))
 
-    def take(self, index: int) -> Steps[None]:
+    def process(self, index: int) -> Steps[None]:
         """Wait for one arrival, reduce it, and send it on."""
         arrival = self.arrivals[index]
-        request, came = self.receives[index]
+        request, received = self.receives[index]
         yield request
         here = slice(arrival.low, arrival.high)
         if arrival.reduce and self.reduction is not None:
-            self.reduction.combine(self.partial[here], came)
+            self.reduction.combine(self.partial[here], received)
             if arrival.finished:
                 self.reduction.finish(self.partial[here], self.flat[here])
         if arrival.forward:
             self.outgoing.append((arrival.step + 1, here, self.flat if arrival.finished else self.partial))
 
     def send(self, number: int) -> None:
-        """Send segments to the right, in order, until there were `number` of them or no more are ready."""
+        """Send segments to the right, in order, until `number` have been sent or no more are ready."""
         while self.outgoing and len(self.sends) < number:
             step, here, array = self.outgoing.popleft()
             self.sends[step, here.start] = self.transport.send(array[here], self.right, TAG)
 
 
 def _arrivals(steps: list[Step], bounds: list[int], length: int) -> Iterator[_Arrival]:
-    """All segments that come from the left, in order."""
+    """All segments that arrive from the left, in order."""
     sent_at = {step.send: number for number, step in reversed(list(enumerate(steps)))}
     for number, step in enumerate(steps):
         last = number + 1 == len(steps)
@@ -258,7 +248,7 @@ def _arrivals(steps: list[Step], bounds: list[int], length: int) -> Iterator[_Ar
 
 
 def _scratch(partial: Any, arrivals: list[_Arrival], memory: Any) -> list[Any]:
-    """Room for the receives posted ahead whose data is to be reduced: in `memory`, or new."""
+    """Memory for the receives posted ahead whose data is to be reduced: in `memory`, or new."""
     longest = max((arrival.high - arrival.low for arrival in arrivals if arrival.reduce), default=0)
     flat = buffers.empty_like(partial, RECEIVES_AHEAD * longest, partial.dtype) if memory is None else memory
     return [flat[k * longest : (k + 1) * longest] for k in range(RECEIVES_AHEAD)]

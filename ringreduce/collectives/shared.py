@@ -4,21 +4,21 @@ Data goes through small slots, so that it stays in the processor's caches. Each 
 with two ranks, `a` and `b` the chunks of rank 0 and rank 1:
 
     rank 0's gradients  rank 0's slot   rank 1's slot   rank 1's gradients
-         a0 b0              -- b0           a1 --             a1 b1         pack: all but the own chunk
-         A  b0              A  b0           a1 B              a1 B          sum the own chunk out of the others' slots
-         A  B       <----   A  b0           a1 B      ---->   A  B          copy the others' chunks out of their slots
+         a0 b0              -- b0           a1 --             a1 b1         pack: all but the rank's own chunk
+         A  b0              A  b0           a1 B              a1 B          sum the own chunk from the others' slots
+         A  B       <----   A  b0           a1 B      ---->   A  B          copy the others' chunks from their slots
 
-Each rank reads its gradients once and writes them once; all else happens in caches. With P ranks each packs
+Each rank reads its gradients once and writes them once; everything else stays in caches. With P ranks each packs
 n (P - 1) / P elements, sums n / P of every rank's, and copies n (P - 1) / P.
 
-Between the phases a rank waits for the others' flags. To wait less, it works on three slots in turn:
+Between the phases a rank waits for the others' flags. To wait less, it interleaves the work on three slots:
 
     sequence number i:     pack slot i + 1  ·  copy out of slot i - 1  ·  sum slot i
 
 So four slots suffice, without a flag for "I have read it": before a rank packs slot i + 1 it has copied out of slot
-i - 2, for which all ranks had summed i - 2, after each had copied out of i - 3, whose memory is packed now.
+i - 2; so all ranks had summed i - 2, and each before that had copied out of i - 3, whose memory is packed now.
 
-A slot that is short is not worth two waits: all pack all of it, and each sums all of it (`is_one_shot`).
+A short slot is not worth two waits: every rank packs all of it, and sums all of it (`is_one_shot`).
 
 Every element is summed in rank order, whatever the slots: same inputs, same bits.
 """
@@ -39,22 +39,21 @@ from ringreduce.partition import chunk_bounds
 from ringreduce.transport.base import Steps
 from ringreduce.transport.window import PACKED, SUMMED, Flags, Region
 
-PACK, REDUCE, COPY, DONE = range(4)
-"""Phases of a slot, for whoever watches."""
+PACK, REDUCE, COPY, DONE = range(4)  # phases of a slot, as `Watch` reports them
 Watch = Callable[[int, int], None]
 WHOLE_BYTES = 32 << 10
-"""Pieces of a chunk that are so long on average are summed one by one where they lie; shorter ones cost less packed."""
+"""Pieces of a chunk at least this long on average are summed one by one in place; shorter ones cost less packed."""
 
 
 class Part(NamedTuple):
-    """Elements that lie together: where from, and where to; both 1-D, of equal length and of `element.storage`."""
+    """Contiguous elements, where from and where to: both 1-D, of equal length and of `element.storage`."""
 
     source: Any
     target: Any
 
 
 class Cut(NamedTuple):
-    """A piece of one part that lies in one rank's chunk: low:high of the slot, first:last of the part."""
+    """A piece of one part in one rank's chunk: low:high of the slot, first:last of the part."""
 
     owner: int
     part: int
@@ -66,7 +65,7 @@ class Cut(NamedTuple):
 
 @functools.lru_cache(maxsize=4096)
 def cut(lengths: tuple[int, ...], size: int) -> tuple[Cut, ...]:
-    """Cut parts of these lengths, one after the other in a slot, at the bounds of `size` chunks.
+    """Cut parts of these lengths, consecutive in a slot, at the bounds of `size` chunks.
 
     >>> [tuple(each) for each in cut((3, 2), 2)]
     [(0, 0, 0, 3, 0, 3), (1, 1, 3, 5, 0, 2)]
@@ -87,13 +86,13 @@ def cut(lengths: tuple[int, ...], size: int) -> tuple[Cut, ...]:
 
 
 def copy_out(cuts: Sequence[Cut], slots: Sequence[Any], parts: Sequence[Part]) -> None:
-    """Copy finished chunks out of their owners' slots into the targets."""
+    """Copy finished chunks from their owners' slots into the targets."""
     for owner, part, low, high, first, last in cuts:
         copying.read(slots[owner][low:high], parts[part].target[first:last])
 
 
 def pack(parts: Sequence[Part], slot: Any, writer: Writer) -> int:
-    """Copy all parts into a slot; returns the elements of all."""
+    """Copy all parts into a slot; returns the number of elements."""
     low = 0
     for source, _ in parts:
         high = low + source.size
@@ -107,10 +106,10 @@ def allreduce(
 ) -> Steps[None]:
     """Reduce the parts of all slots over all ranks of the host; every rank gets the same bits.
 
-    slots: each at most `region.slot_bytes` long, alike on all ranks;  watch: called with a slot's number and phase when
-           that begins; DONE: its targets hold the results.
-    Cost:  2 waits a slot; see above. Memory: the region's.
-    Source: design.md's prototype; Open MPI's coll/sm and MPICH's release-gather do so for one slot.
+    slots:  each at most `region.slot_bytes` long, alike on all ranks.
+    watch:  called with a slot's number and phase when that begins; DONE: its targets hold the results.
+    Cost:   2 waits a slot; see above. Memory: the region's.
+    Source: Open MPI's coll/sm and MPICH's release-gather, which do this for one slot.
     """
     if len(slots) == 1 and is_one_shot(sum([part.source.nbytes for part in slots[0]]), region.size):
         yield from one_shot(_WholeSlot(slots[0], region, reduction), region, watch)
@@ -119,30 +118,30 @@ def allreduce(
 
 
 class SlotWork(Protocol):
-    """What one rank does with one slot, whose memory that of the sequence number is."""
+    """What one rank does with one slot, in the memory that the sequence number selects."""
 
     def pack(self, sequence: int) -> None:
-        """Put into this rank's slot what others will sum, and publish PACKED."""
+        """Copy into this rank's slot what others will sum, and publish PACKED."""
 
     def sum(self, sequence: int) -> None:
-        """Reduce this rank's chunk into its slot, and publish SUMMED; all have published PACKED."""
+        """Reduce this rank's chunk into its slot, and publish SUMMED; all ranks have published PACKED."""
 
     def copy_out(self, sequence: int) -> None:
-        """Take the finished chunks out of their owners' slots; all have published SUMMED."""
+        """Copy the finished chunks from their owners' slots; all ranks have published SUMMED."""
 
 
 class OneShotWork(Protocol):
-    """What one rank does with a slot of which each rank sums all; the slots stay as they are, for others read them."""
+    """What one rank does with a slot that every rank sums whole; the slots stay unchanged, since others read them."""
 
     def pack(self, sequence: int) -> None:
-        """Put all elements into this rank's slot, and publish PACKED."""
+        """Copy all elements into this rank's slot, and publish PACKED."""
 
     def sum_all(self, sequence: int) -> None:
-        """Reduce all elements of all ranks' slots; all have published PACKED."""
+        """Reduce all elements of all ranks' slots; all ranks have published PACKED."""
 
 
 def pipelined(slots: Sequence[SlotWork], flags: Flags, watch: Watch) -> Steps[None]:
-    """Take all slots through their three phases, in the order that makes four slots of memory enough; see above."""
+    """Run all slots through their three phases, in the order for which four slots of memory suffice; see above."""
     first, count = flags.sequence, len(slots)
     flags.sequence += count
     for number in range(-1, count + 1):
@@ -165,7 +164,7 @@ def pipelined(slots: Sequence[SlotWork], flags: Flags, watch: Watch) -> Steps[No
 
 
 def one_shot(slot: OneShotWork, flags: Flags, watch: Watch) -> Steps[None]:
-    """Take one short slot through its two phases."""
+    """Run one short slot through its two phases."""
     sequence = flags.sequence
     flags.sequence = sequence + 1
     watch(0, PACK)
@@ -186,15 +185,11 @@ class _WholeSlot:
         self.length = 0
 
     def pack(self, sequence: int) -> None:
-        """See `OneShotWork`."""
-        region = self.region
-        self.length = pack(
-            self.parts, region.slots(sequence, self.reduction.element.storage)[region.rank], region.writer
-        )
+        region, dtype = self.region, self.reduction.element.storage
+        self.length = pack(self.parts, region.slots(sequence, dtype)[region.rank], region.writer)
         region.publish(PACKED, sequence)
 
     def sum_all(self, sequence: int) -> None:
-        """See `OneShotWork`."""
         dtype = self.reduction.element.storage
         chunks = [each[: self.length] for each in self.region.slots(sequence, dtype)]
         if len(self.parts) == 1:
@@ -210,20 +205,18 @@ class _WholeSlot:
 
 
 class _Slot:
-    """What one rank does with one slot."""
+    """See `SlotWork`."""
 
     def __init__(self, parts: Sequence[Part], region: Region, reduction: Reduction) -> None:
         self.parts, self.region, self.reduction = parts, region, reduction
         self.dtype = reduction.element.storage
-        lengths = tuple(part.source.size for part in parts)
-        self.cuts = cut(lengths, region.size)
+        self.cuts = cut(tuple(part.source.size for part in parts), region.size)
         self.own = [each for each in self.cuts if each.owner == region.rank]
         own_bytes = sum([each.high - each.low for each in self.own]) * self.dtype.itemsize
+        # the own chunk is summed in place, piece by piece; else it is packed, and summed at once
         self.in_place = own_bytes >= WHOLE_BYTES * len(self.own) or len(self.own) == 1
-        """The own chunk is summed where it lies; else it is packed, and summed at once."""
 
     def pack(self, sequence: int) -> None:
-        """Copy into this rank's slot what others will sum."""
         region = self.region
         mine = region.slots(sequence, self.dtype)[region.rank]
         write = region.writer.write
@@ -234,7 +227,6 @@ class _Slot:
         region.publish(PACKED, sequence)
 
     def sum(self, sequence: int) -> None:
-        """Reduce this rank's chunk into its slot, and into its own targets."""
         region = self.region
         slots = region.slots(sequence, self.dtype)
         mine = slots[region.rank]
@@ -252,7 +244,7 @@ class _Slot:
         region.publish(SUMMED, sequence)
 
     def copy_out(self, sequence: int) -> None:
-        """Copy the others' finished chunks into this rank's targets."""
         rank = self.region.rank
-        others = [each for each in self.cuts if each.owner != rank]
-        copy_out(others, self.region.slots(sequence, self.dtype), self.parts)
+        copy_out(
+            [each for each in self.cuts if each.owner != rank], self.region.slots(sequence, self.dtype), self.parts
+        )

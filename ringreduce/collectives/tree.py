@@ -1,4 +1,4 @@
-"""Broadcast along a binomial tree: a rank that has the data passes it on, to a new rank in every round.
+"""Broadcast along a binomial tree: a rank that has the data sends it to another rank in every round.
 
     round 0   0 -> 4           round 1   0 -> 2, 4 -> 6           round 2   0 -> 1, 2 -> 3, 4 -> 5, 6 -> 7
 
@@ -32,13 +32,13 @@ def broadcast(flat: Any, transport: Transport, root: int, segment_bytes: int = S
     yield from sends
 
 
-def family(place: int, size: int) -> tuple[int | None, list[int]]:
-    """The parent and the children, farthest first, of a place in the tree; place 0 is the root.
+def family(node: int, size: int) -> tuple[int | None, list[int]]:
+    """The parent and the children, farthest first, of a node of the tree; node 0 is the root.
 
     >>> family(4, 8)
     (0, [6, 5])
     """
-    lowest_bit = place & -place or 1 << (size - 1).bit_length()
-    parent = None if place == 0 else place - lowest_bit
-    children = [place + (1 << bit) for bit in reversed(range(lowest_bit.bit_length() - 1))]
+    lowest_bit = node & -node or 1 << (size - 1).bit_length()
+    parent = None if node == 0 else node - lowest_bit
+    children = [node + (1 << bit) for bit in reversed(range(lowest_bit.bit_length() - 1))]
     return parent, [child for child in children if child < size]

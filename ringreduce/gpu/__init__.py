@@ -1,1 +1,1 @@
-"""All that is about GPUs; its files stand at several heights of the layers (tests/unit/test_layers.py)."""
+"""Everything about GPUs; its files belong to several layers (tests/unit/test_layers.py)."""

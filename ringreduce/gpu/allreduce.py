@@ -1,6 +1,6 @@
-"""The all-reduce of GPU arrays: a batch's slots, and what is queued for them, by the path that the ranks have found.
+"""The all-reduce of GPU arrays: a batch's slots, and the work queued for them on the path that the ranks have chosen.
 
-Nothing here waits for the GPU, but before the host reads what was copied down.
+Nothing here waits for the GPU, except before the host reads what was copied down.
 """
 
 from __future__ import annotations
@@ -26,10 +26,8 @@ from ringreduce.ops import Reduction
 from ringreduce.transport.base import Steps
 from ringreduce.transport.subset import CHANNELS
 
-GPU_SEGMENT_BYTES = 1 << 20
-"""Of messages of GPU memory: each costs some launches and a wait for the GPU, so they are longer than the host's."""
-WINDOW_SLOT_BYTES = 8 << 20
-"""Copied through the host at a time, where the host's ranks share memory."""
+GPU_SEGMENT_BYTES = 1 << 20  # longer than the host's, since each costs some launches and a wait for the GPU
+WINDOW_SLOT_BYTES = 8 << 20  # for host_staged, where the host's ranks share memory
 
 
 class GpuBatch:
@@ -40,13 +38,12 @@ class GpuBatch:
         self.element: ElementType = batch.inputs[0].element
         self.itemsize = self.element.itemsize
         multiple = ipc_allreduce.alignment(self.itemsize)
-        capacity = max(1, slot_bytes // self.itemsize // multiple) * multiple
-        self.slots = fusion.plan(batch.counts, capacity, alignment=multiple)
-        self.capacity = capacity
+        self.capacity = max(1, slot_bytes // self.itemsize // multiple) * multiple
+        self.slots = fusion.plan(batch.counts, self.capacity, alignment=multiple)
         batch.expect(self.slots)
 
     def gpu_slot(self, slot: fusion.Bucket, stream: Stream) -> GpuSlot:
-        """A slot as kernels on a stream know it."""
+        """A slot in the form that kernels on a stream need."""
         counts = [piece.high - piece.low for piece in slot.pieces]
         table = self.gpu.kernels.table(slot.starts, counts, self.itemsize, stream)
         inputs = [address(self.batch.inputs[number], low) for number, low, _ in slot.pieces]
@@ -54,22 +51,22 @@ class GpuBatch:
         return GpuSlot(table, inputs, outputs, slot.length)
 
     def watch(self, number: int, phase: int) -> None:
-        """Tell the timeline when a phase of a slot is queued."""
+        """Record in the timeline that a phase of a slot is queued."""
         if self.context.timeline.recording:
             self.context.timeline.switch_phase(self.batch.names(self.slots[number]), PHASES.get(phase))
 
     def settle(self, number: int) -> None:
-        """A slot's results are queued: its owners may be complete."""
+        """Record that a slot's results are queued, so that its owners may complete."""
         self.watch(number, shared.DONE)
         self.batch.settle(self.slots[number], self.context)
 
     def through_host(
         self, collective: Callable[[Any, int], Steps[None]], width: int, in_order: bool = False
     ) -> Steps[None]:
-        """Copy each slot down, let a collective, given its elements and a channel, work on it in place, copy it up.
+        """Copy each slot down, run `collective(elements, channel)` on it in place, copy it up.
 
-        `width` slots are under way, each with a stream, pinned memory and a channel of its own; in_order: only copies
-        overlap, and the collectives run one after the other.
+        `width` slots are in flight, each with its own stream, pinned memory and channel; in_order: only copies overlap,
+        and the collectives run one after the other.
         """
         stages, start = self.context.algorithms.gpu.stages, self.gpu.stream.record()
         order = Order(self.context.transport.rank)
@@ -83,14 +80,15 @@ class GpuBatch:
             if in_order:
                 yield InOrder(order, number)
             self.watch(number, shared.REDUCE)
-            yield from collective(self.on_host(slot, stage), channel)
+            nbytes = slot.length * self.itemsize
+            yield from collective(stage.pinned(nbytes).elements(self.element.storage, 0, nbytes), channel)
             order.passed = number + 1
             self.up(number, slot, stage)
 
         yield from overlapped((steps(number) for number in range(len(self.slots))), width)
 
     def down(self, number: int, stage: Stage) -> GpuSlot:
-        """Queue what gathers a slot and copies it to the host."""
+        """Queue the gathering of a slot, and its copy to the host."""
         self.watch(number, shared.PACK)
         slot = self.gpu_slot(self.slots[number], stage.stream)
         block, pinned = stage.block(self.capacity * self.itemsize), stage.pinned(self.capacity * self.itemsize)
@@ -98,13 +96,8 @@ class GpuBatch:
         stage.stream.copy(pinned.pointer, block.pointer, slot.length * self.itemsize)
         return slot
 
-    def on_host(self, slot: GpuSlot, stage: Stage) -> Any:
-        """The elements that were copied down."""
-        nbytes = slot.length * self.itemsize
-        return stage.pinned(nbytes).elements(self.element.storage, 0, nbytes)
-
     def up(self, number: int, slot: GpuSlot, stage: Stage) -> None:
-        """Queue what copies a slot back and scatters it."""
+        """Queue the copy of a slot back to the GPU, and its scattering."""
         self.watch(number, shared.COPY)
         nbytes = slot.length * self.itemsize
         block = stage.block(nbytes)
@@ -115,24 +108,22 @@ class GpuBatch:
 
 
 def address(buffer: Buffer, low: int = 0) -> int:
-    """That of element `low` of GPU memory."""
+    """The address of element `low` of GPU memory."""
     if not isinstance(buffer, GpuBuffer):
         raise TypeError(f"host memory among GPU arrays: {buffer.device}")
     return buffer.pointer + low * buffer.element.itemsize
 
 
 class GpuReduction:
-    """The all-reduce of one batch; made when it is planned, so that its owners know what they wait for."""
+    """The all-reduce of one batch; made when it is planned, so that its owners know how many slots to wait for."""
 
     def __init__(self, batch: Batch, reduction: Reduction, path: str, context: Context) -> None:
         """path: see GpuPaths.choose."""
         self.reduction, self.path, self.context = reduction, path, context
         self.gpu, self.paths = context.gpu, context.algorithms.gpu
         self.sum_itemsize = reduction.sum_type.itemsize
-        self.algorithm = ""
-        """For `host_staged`: that of the host."""
-        if path == "host_staged":
-            self.algorithm = context.algorithms.choose(batch.nbytes, reduction)
+        # of the host, for `host_staged`
+        self.algorithm = context.algorithms.choose(batch.nbytes, reduction) if path == "host_staged" else ""
         self.work = GpuBatch(batch, self._slot_bytes(), context)
         if context.debugs:
             what = f"allreduce of {len(batch.inputs)} GPU tensors, {batch.nbytes} B of {reduction.element.name}"
@@ -150,13 +141,13 @@ class GpuReduction:
         nbytes = settings.fusion_slot_bytes if self.algorithm else settings.cuda_slot_bytes
         if self.path == "ipc":
             return nbytes
-        # blocks hold the sums; those of the fusion buffer, for a ring, the finished elements behind them
+        # blocks hold the sums, and for a ring the finished elements behind them
         return nbytes * self.reduction.element.itemsize // self.sum_itemsize
 
     # The paths
 
     def _nccl(self) -> Steps[None]:
-        """NCCL sums, if there is another rank; the kernels before and after it scale and divide."""
+        """NCCL sums, unless there is one rank; the kernels before and after it scale and divide."""
         work, kernels, reduction, communicator = self.work, self.gpu.kernels, self.reduction, self.paths.nccl
         stage = self.paths.nccl_stage if self.path else self.paths.blocks[0]
         if stage is None or (communicator is None) == bool(self.path):
@@ -165,9 +156,7 @@ class GpuReduction:
             self._leave_the_engines_stream(stage.stream)
         element = nccl_element(reduction) if self.path else TABLE[reduction.sum_type.name]
         wide = element != reduction.element
-        block = stage.block(
-            self.context.settings.cuda_slot_bytes
-        ).pointer  # never longer: freeing waits for all kernels
+        block = stage.block(self.context.settings.cuda_slot_bytes).pointer  # never grows: freeing waits for all kernels
         for number, each in enumerate(work.slots):
             slot = work.gpu_slot(each, stage.stream)
             work.watch(number, shared.PACK)
@@ -181,7 +170,7 @@ class GpuReduction:
         yield from ()
 
     def _leave_the_engines_stream(self, stream: Stream) -> None:
-        """Let another stream wait for the inputs, and the owners for it: between them the engine's has no part."""
+        """Make another stream wait for the inputs, and the owners for it, without the engine's stream."""
         for owner in dict.fromkeys(self.work.batch.owners):
             for event in owner.ready:
                 stream.wait(event)
@@ -226,7 +215,7 @@ class GpuReduction:
         work.settle(number)
 
     def _host_staged(self) -> Steps[None]:
-        """Down, what the host does with its own arrays, and up."""
+        """Copy down, reduce as the host's own arrays, copy up."""
         if self.algorithm in ("shared", "hierarchical"):
             yield from self.work.through_host(self._in_window, width=2, in_order=True)
         else:
@@ -260,10 +249,10 @@ class GpuReduction:
 
 
 def nccl_element(reduction: Reduction) -> ElementType:
-    """What NCCL adds: integers are averaged in int64; 16-bit floats stay what they are."""
+    """The type in which NCCL sums: int64 to average integers; 16-bit floats as they are."""
     return reduction.element if reduction.in_place or reduction.element.is_half else TABLE[reduction.sum_type.name]
 
 
 def nccl_can(reduction: Reduction) -> bool:
-    """True when NCCL has this reduction."""
+    """True when NCCL supports this reduction."""
     return nccl.supported(nccl_element(reduction), reduction.op)

@@ -1,10 +1,10 @@
-"""May MPI be given the addresses of GPU memory? Asked of MPI first, and then tried, once, in another process.
+"""Does MPI accept addresses of GPU memory? MPI is asked first; then it is tried, once, in another process.
 
     every rank                      the first rank of each host           all ranks
-    declared(): what MPI says  ->   Trial: a child sends to itself   ->   it is done when every rank says yes
+    declared(): what MPI says  ->   Trial: a child sends to itself   ->   used when every rank says yes
 
-An MPI without CUDA reads such an address as host memory: a segmentation fault, after which there is nobody left to
-decide otherwise. So a child finds out. It starts MPI alone, and says nothing about the network between hosts.
+An MPI without CUDA reads such an address as host memory and crashes, so a child process finds out. It starts MPI on its
+own, and does not test the network between hosts.
 """
 
 from __future__ import annotations
@@ -28,20 +28,18 @@ from ringreduce.transport.base import Steps
 
 VARIABLE = "RINGREDUCE_CUDA_AWARE_MPI"
 TIMEOUT_S = 30.0
-COUNTS = 256, 2 << 20
-"""Elements of a message that every MPI sends at once, and of one for which it waits until it is received."""
-ARRIVED = 42
-"""The child's exit code; an MPI that ends it in its own way has another."""
+COUNTS = 256, 2 << 20  # elements of a message that every MPI sends eagerly, and of one that none does
+ARRIVED = 42  # the child's exit code; a crash or MPI's abort has another
 _OF_A_LAUNCHER = (
     "OMPI_", "ORTE_", "PRTE_", "PMIX_", "PMI_", "PMI2_", "PALS_", "HYDRA_", "HYDI_", "MPI_LOCAL", "MPIEXEC_", "SLURM_",
     "SLURMD_", "SRUN_", "FLUX_", "JSM_",
 )  # fmt: skip
-"""How the names of variables begin by which a launcher tells a process that it is one of many."""
+"""Prefixes of the variables by which a launcher makes a process one of many."""
 _OF_A_USER = ("OMPI_MCA_", "PMIX_MCA_", "PRTE_MCA_", "PMIX_PREFIX", "PRTE_PREFIX")
-"""Those among them that say how MPI works and where it is, which the trial is about."""
+"""Those among them that configure or locate MPI, which the trial needs."""
 _CHILD = """
 import signal, sys
-signal.alarm(int(sys.argv[2]))  # ends it also when nobody is left to kill it
+signal.alarm(int(sys.argv[2]))  # ends it even when its parent is gone
 sys.path[:] = sys.argv[3:]
 from ringreduce.gpu import cuda_aware
 cuda_aware.send_to_myself(int(sys.argv[1]))
@@ -49,11 +47,11 @@ cuda_aware.send_to_myself(int(sys.argv[1]))
 
 
 def local_answer(setting: str, device: int, rank: int, *, is_first_of_host: bool) -> Steps[tuple[bool, str]]:
-    """Whether this rank is for giving GPU memory to MPI, and a sentence why. All ranks' answers must be exchanged.
+    """Whether this rank may pass GPU memory to MPI, and a sentence why. All ranks' answers must be exchanged.
 
-    setting:          "0": no; "1": yes, and nobody asks; "auto": when MPI says so, and a child proves it.
-    device:           the number of this rank's GPU.
-    is_first_of_host: this rank tries it for its host; the others only ask.
+    setting:          "0": no; "1": yes, untested; "auto": if MPI says so, and a child confirms it.
+    device:           the index of this rank's GPU.
+    is_first_of_host: this rank tries it for its host; the others only ask MPI.
     Cost: for "auto", where MPI says yes: a child process of some seconds, and its CUDA context on the GPU meanwhile.
     """
     if setting != "auto":
@@ -70,10 +68,10 @@ def local_answer(setting: str, device: int, rank: int, *, is_first_of_host: bool
 
 
 def declared() -> tuple[bool, str]:
-    """Whether MPI, which must be started, says that it takes GPU memory, and a sentence of it. It needs no GPU."""
+    """Whether MPI, which must be started, says that it accepts GPU memory, and a sentence why. Needs no GPU."""
     from mpi4py import MPI
 
-    library = ctypes.CDLL(MPI.__file__)  # a symbol is looked for in what it is linked with, too: in MPI
+    library = ctypes.CDLL(MPI.__file__)  # finds symbols in the libraries that it is linked with, too: in MPI
     name = mpi.mpi_library()[0]
     answer = says(library)
     if answer is None:
@@ -82,7 +80,7 @@ def declared() -> tuple[bool, str]:
 
 
 def says(library: Any) -> bool | None:
-    """What a loaded MPI answers to the question of Open MPI, or of MPICH and its descendants; None: it has neither."""
+    """A loaded MPI's answer to Open MPI's query, or to that of MPICH and its descendants; None: it has neither."""
     if hasattr(library, "MPIX_GPU_query_support"):
         cuda, flag = 0, ctypes.c_int()  # MPIX_GPU_SUPPORT_CUDA of its mpi.h
         return bool(library.MPIX_GPU_query_support(cuda, ctypes.byref(flag)) == 0 and flag.value == 1)
@@ -92,12 +90,10 @@ def says(library: Any) -> bool | None:
 
 
 class Trial:
-    """A child, in a process group of its own, that sends arrays on a GPU to itself: a `Work` with an
-    `outcome`."""
+    """A child, in its own process group, that sends GPU arrays to itself: a `Work` with an `outcome`."""
 
     def __init__(self, device: int, rank: int, timeout_s: float = TIMEOUT_S) -> None:
         self.peer = rank
-        """Nobody else is waited for."""
         self._what = f"a child process that gave MPI an array on GPU {device}"
         self._timeout_s, self._until_s = timeout_s, time.monotonic() + timeout_s
         self._child = subprocess.Popen(
@@ -118,7 +114,7 @@ class Trial:
         waiting.until(self.done)
 
     def outcome(self) -> tuple[bool, str]:
-        """Whether what it sent has arrived, and a sentence of it; for when it is done."""
+        """Whether the arrays have arrived, and a sentence why; call it when done."""
         code = self._child.poll()
         if code is None:
             return False, f"{self._what} did not end within {self._timeout_s:g} s"
@@ -127,7 +123,7 @@ class Trial:
         return False, f"{self._what} ended with exit code {code}"
 
     def stop(self) -> None:
-        """Kill the child, if it is still there, and what it has started."""
+        """Kill the child, and what it has started, if they still run."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._child.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):  # the GPU's driver may hold it for longer
@@ -135,14 +131,14 @@ class Trial:
 
 
 def alone(environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment of an MPI process that is none of a launcher's: rank 0 of 1."""
+    """The environment of an MPI process without a launcher: rank 0 of 1."""
     return {
         name: environ[name] for name in environ if name.startswith(_OF_A_USER) or not name.startswith(_OF_A_LAUNCHER)
     }
 
 
 def send_to_myself(device: int) -> None:
-    """What the child does: a short and a long array on this GPU travel from rank 0 of 1 to itself."""
+    """The child: send a short and a long array on this GPU from rank 0 of 1 to itself."""
     module = cupy()
     with module.cuda.Device(device) as gpu:  # as in init(), before MPI starts
         world_of_one = mpi.start_mpi().COMM_WORLD

@@ -1,18 +1,17 @@
-"""All-reduce among ranks of one host whose GPUs map each other's slots (gpu/ipc.py). The host moves no byte.
+"""All-reduce among ranks of one host whose GPUs map each other's slots (gpu/ipc.py). The host copies nothing.
 
-What collectives/shared.py does, with one launch of a kernel for each of the three: gather all tensors of a slot, sum
-this rank's chunk straight out of all ranks' slots, scatter the finished chunks out of their owners' slots.
+As collectives/shared.py, with one kernel launch per phase: gather all tensors of a slot, sum this rank's chunk directly
+from all ranks' slots, scatter the finished chunks from their owners' slots.
 
     rank 0's GPU    gather 1 | scatter - | sum 0 | gather 2 | scatter 0 | sum 1 | …       one stream
                         PACKED 1 -----.       `--- SUMMED 0 --.
     rank 1's GPU    gather 1 | scatter - | sum 0 | gather 2 | scatter 0 | sum 1 | …
 
-All of a rank's work is in one stream, in the order of `shared.pipelined`, and a stream waits for an event where there a
-rank waits for a flag: so the proof there, that four slots suffice, holds here for the GPUs, while the hosts only queue
-work ahead of them.
+All of a rank's work is in one stream, in the order of `shared.pipelined`, and a stream waits for an event where a rank
+waits for a flag there. So the proof that four slots suffice holds for the GPUs too; the hosts only queue work ahead.
 
-A chunk is a multiple of 16 bytes, and so are the beginnings of tensors in a slot: kernels read and write 16 bytes at a
-time. Sums are made in rank order: same inputs, same bits.
+Chunks, and the starts of tensors in a slot, are multiples of 16 bytes: kernels read and write 16 bytes at a time. Sums
+are made in rank order: same inputs, same bits.
 """
 
 from __future__ import annotations
@@ -30,24 +29,19 @@ from ringreduce.partition import equal_chunk
 from ringreduce.transport.base import Steps
 from ringreduce.transport.window import PACKED, SUMMED
 
-ALIGNMENT_BYTES = 16
-"""What a thread of a kernel reads and writes at a time."""
+ALIGNMENT_BYTES = 16  # what a kernel's thread reads and writes at a time
 ONE_SHOT_BYTES = 1 << 20
-"""A short buffer is summed by every rank: up to this many bytes of the others' together. It saves a wait, some 20 µs of
-the host's time, in which a GPU reads as much from another."""
+"""Every rank sums all of a buffer if the others' parts are at most this long: that saves a wait of some 20 µs, in which
+a GPU reads as much from another."""
 
 
 class GpuSlot(NamedTuple):
     """Pieces of tensors that travel together."""
 
-    table: Table
-    """Where they lie in the slot."""
-    inputs: Sequence[int]
-    """The address of each piece, ..."""
-    outputs: Sequence[int]
-    """... and where its result goes."""
-    length: int
-    """Elements of the slot, with what lies between pieces; a multiple of ALIGNMENT_BYTES."""
+    table: Table  # the pieces' positions in the slot
+    inputs: Sequence[int]  # each piece's address
+    outputs: Sequence[int]  # each result's address
+    length: int  # elements of the slot, gaps included; a multiple of ALIGNMENT_BYTES
 
 
 def alignment(itemsize: int) -> int:
@@ -64,12 +58,12 @@ def allreduce(
     scratch: int,
     watch: Watch = lambda number, phase: None,
 ) -> Steps[None]:
-    """Queue on `stream` what reduces the pieces of all slots over all ranks of the host; all ranks get the same bits.
+    """Queue on `stream` the reduction of all slots over all ranks of the host; all ranks get the same bits.
 
-    slots:   each at most `peers.slot_bytes` long, alike on all ranks; the stream has been told to wait for the inputs.
+    slots:   each at most `peers.slot_bytes` long, alike on all ranks; the stream already waits for the inputs.
     stream:  the same in every call with these `peers`;  scratch: an address of ONE_SHOT_BYTES on this GPU.
-    watch:   called with a slot's number and phase when that is queued; DONE: what is queued behind finds the results.
-    Cost:    3 launches a slot, and 2 waits for the other hosts' ranks to have queued theirs. With P ranks and n bytes a
+    watch:   called with a slot's number and phase when that is queued; DONE: work queued later sees the results.
+    Cost:    3 launches a slot, and 2 waits until the host's other ranks have queued theirs. With P ranks and n bytes a
              GPU reads and writes 4 n + n / P + n bytes, of which it reads 2 n (P - 1) / P from other GPUs.
     """
     work = [MappedSlot(slot, peers, reduction, kernels, stream, scratch) for slot in slots]
@@ -84,13 +78,7 @@ class MappedSlot:
     """See `shared.SlotWork` and `shared.OneShotWork`; every phase is only queued."""
 
     def __init__(
-        self,
-        slot: GpuSlot,
-        peers: PeerSlots,
-        reduction: Reduction,
-        kernels: Kernels,
-        stream: Stream,
-        scratch: int,
+        self, slot: GpuSlot, peers: PeerSlots, reduction: Reduction, kernels: Kernels, stream: Stream, scratch: int
     ) -> None:
         self.slot, self.peers, self.reduction, self.kernels, self.stream = slot, peers, reduction, kernels, stream
         self.scratch, self.itemsize = scratch, reduction.element.itemsize

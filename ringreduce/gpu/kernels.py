@@ -1,10 +1,9 @@
-"""The GPU's kernels (kernels.cu): compiled at first use, and launched. One launch does all tensors of a slot.
+"""The GPU's kernels (kernels.cu): compiled at first use, and launched, once for all tensors of a slot.
 
-    Table      where the pieces of a slot lie in it, cut into tiles; static for a plan, so it is uploaded once
-    addresses  where the pieces are in memory, uploaded when they are new: gradients often keep theirs
+    Table      the pieces' positions in a slot, cut into tiles; fixed for a plan, so it is uploaded once
+    addresses  the pieces' addresses in memory, uploaded when they change, which gradients' seldom do
 
-What is uploaded belongs to one stream: its memory is used again by that stream's later work only, which comes after
-all that has read it.
+An upload belongs to one stream: only later work of that stream reuses its memory, after everything that has read it.
 """
 
 from __future__ import annotations
@@ -21,38 +20,30 @@ from ringreduce.ops import Average, Max, Min, Product, Reduction, Sum
 
 SOURCE = Path(__file__).with_name("kernels.cu")
 OPTIONS = ("--std=c++17",)
-THREADS = 256
-"""Of a block."""
-TILE_BYTES = 8 << 10
-"""What a block takes at a time: two words of 16 bytes a thread."""
-WORD_BYTES = 16
-"""The longest that a thread reads at once; chunks of slots, and the pieces in them, start at multiples of it."""
-MOST_BLOCKS = 1 << 16
-"""Of a launch; tiles beyond are taken in turn."""
-KEPT = 256
-"""Tables, and lists of addresses, that are kept for each stream: those used last."""
+THREADS = 256  # threads of a block
+TILE_BYTES = 8 << 10  # what a block processes at a time: two words of 16 bytes a thread
+WORD_BYTES = 16  # the most that a thread reads at once; chunks, and the pieces in a slot, start at multiples of it
+MOST_BLOCKS = 1 << 16  # of a launch; with more tiles, a block processes several
+KEPT = 256  # tables, and lists of addresses, cached for each stream
 _SLAB_BYTES = 1 << 20
 _OPS = {Sum: "Sum", Average: "Sum", Min: "Min", Max: "Max", Product: "Product"}
 
 
 class Variant(NamedTuple):
-    """What kernels.cu is compiled for: its options say."""
+    """What kernels.cu is compiled for."""
 
-    element: str = ""
-    """A name of the table of element types; empty for copies, which do not know of types."""
-    partial: str = ""
-    """The type of partial results."""
-    op: str = ""
-    """Empty for load and store."""
+    element: str = ""  # a name of the table of element types; empty for copies, which need no type
+    partial: str = ""  # the type of partial results
+    op: str = ""  # empty for load and store
 
     @property
     def options(self) -> tuple[str, ...]:
-        """For the compiler."""
+        """The compiler's options."""
         named = zip(("ELEMENT", "PARTIAL", "OP"), self, strict=True)
         return (*OPTIONS, *(f"-D{name}={value}" for name, value in named if value))
 
     def name(self, kernel: str) -> str:
-        """What `kernel` is called in the compiled code.
+        """The name of `kernel` in the compiled code.
 
         >>> Variant("float16", "float32", "Sum").name("reduce")
         'reduce_Sum_float16_float32'
@@ -78,14 +69,14 @@ def tiles(starts: Sequence[int], counts: Sequence[int], length: int) -> np.ndarr
 
 
 def divisors(reduction: Reduction) -> tuple[int, float]:
-    """What sums are divided by, and the reciprocal that floats are multiplied with where it is exact, else 0."""
+    """The divisor of a sum, and the reciprocal by which floats are multiplied where it is exact, else 0."""
     divisor = reduction.size if reduction.op is Average else 1
     is_exact = reduction.element.kind == "f" and divisor & (divisor - 1) == 0
     return divisor, 1 / divisor if is_exact else 0.0
 
 
 class _Upload:
-    """Values in a GPU's memory; it is given back to the stream's memory when nobody holds it any more."""
+    """Values in GPU memory, which returns to the stream's free list when this is garbage-collected."""
 
     __slots__ = ("_free", "pointer")
 
@@ -98,7 +89,7 @@ class _Upload:
 
 
 class Table:
-    """The pieces of a slot, as kernels read them: made by `Kernels.table`, for the launches of one stream."""
+    """The pieces of a slot in the kernels' format, made by `Kernels.table` for the launches of one stream."""
 
     __slots__ = ("_upload", "itemsize", "pointer", "tile_count")
 
@@ -110,7 +101,7 @@ class Table:
 
 
 class _Memory:
-    """What one stream's kernels read besides elements: tables and addresses, the last used kept."""
+    """The tables and addresses that one stream's kernels read; the last used ones are cached."""
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
@@ -147,7 +138,7 @@ class _Memory:
 class Kernels:
     """The kernels of one GPU; for one thread. Each method queues one launch in `stream`, and waits for nothing.
 
-    slot, target   the address of memory in which pieces lie as in the table, aligned to 16 bytes
+    slot, target   the address of memory laid out as in the table, aligned to 16 bytes
     pointers       the addresses of the pieces, in the table's order; aligned to their elements, better to 16 bytes
     wide           True: the slot has elements of `reduction.sum_type`; False: of `reduction.element.storage`
     """
@@ -158,9 +149,9 @@ class Kernels:
         self._compiled = functools.cache(self._compile)
 
     def table(self, starts: Sequence[int], counts: Sequence[int], itemsize: int, stream: Stream) -> Table:
-        """Where pieces of `counts` elements of `itemsize` bytes lie in a slot, for launches in this stream.
+        """The table of pieces of `counts` elements of `itemsize` bytes in a slot, for launches in this stream.
 
-        starts: elements of the slot; each a multiple of 16 bytes.  Cost: an upload, when it is not known already.
+        starts: elements of the slot, each a multiple of 16 bytes.  Cost: an upload, unless it is cached.
         """
         return self._memory(stream).table(tuple(starts), tuple(counts), itemsize)
 
@@ -170,7 +161,7 @@ class Kernels:
         self._on_tiles(COPIES, "gather", table, (table.itemsize, pieces.pointer, slot), stream)
 
     def scatter(self, table: Table, slots: Sequence[int], chunk: int, pointers: Sequence[int], stream: Stream) -> None:
-        """Copy pieces out of several slots: element e from `slots[e // chunk]`, in which it is element e too.
+        """Copy pieces from several slots: element e from `slots[e // chunk]`, where its index is e too.
 
         chunk: elements, a multiple of 16 bytes.
         """
@@ -190,14 +181,14 @@ class Kernels:
     def store(
         self, table: Table, slot: int, pointers: Sequence[int], reduction: Reduction, stream: Stream, *, wide: bool
     ) -> None:
-        """Copy reduced pieces out of a slot: divided, postscaled, rounded."""
+        """Copy reduced pieces from a slot: divided, postscaled, rounded."""
         pieces = self._memory(stream).addresses(tuple(pointers))
         name = "store_wide" if wide else "store"
         arguments = slot, pieces.pointer, *divisors(reduction), float(reduction.postscale)
         self._on_tiles(_converting(reduction), name, table, arguments, stream)
 
     def reduce(self, reduction: Reduction, sources: Sequence[int], target: int, count: int, stream: Stream) -> None:
-        """As `Reduction.reduce_parts`: the bits of its results on the host, NaNs' payloads apart.
+        """As `Reduction.reduce_parts`, with the same bits as on the host except for NaNs' payloads.
 
         Shape: `count` elements of `reduction.element.storage` at each address; `target` may be one of the sources.
         """
@@ -210,13 +201,13 @@ class Kernels:
         self._launch(variant, "reduce", blocks, arguments, stream)
 
     def forget(self, streams: Sequence[Stream]) -> None:
-        """Give back the memory of streams, whose tables may not be used any more."""
+        """Free the memory of streams, whose tables must not be used any more."""
         for stream in streams:
             if stream in self._memories:
                 self._memories.pop(stream).free()
 
     def free(self) -> None:
-        """Give the memory back. No table may be used any more; waits for the device's work, as CUDA says."""
+        """Free the memory, after which no table may be used; like cudaFree it waits for the device's work."""
         self.forget(list(self._memories))
 
     def _memory(self, stream: Stream) -> _Memory:

@@ -1,7 +1,7 @@
-"""What ringreduce asks of CUDA's runtime, through CuPy: streams, events, memory. Nothing else here asks for it.
+"""CUDA's runtime as ringreduce uses it, through CuPy: streams, events, memory. No other module calls it.
 
-Nobody waits for a GPU, but in `Stream.synchronize`. What one stream has done another may read after it was told to
-`wait` for an `Event` that the first has recorded; what the host may read, after `Event.done()`.
+Only `Stream.synchronize` blocks. A stream may read what another has written after it was made to `wait` for an `Event`
+that the other has recorded; the host, after `Event.done()`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import numpy as np
 
 from ringreduce.errors import MissingExtraError
 
-NOT_READY = 600
-"""cudaErrorNotReady: what an event says whose work is not done."""
+NOT_READY = 600  # cudaErrorNotReady: the event's work is not done
 
 
 def cupy() -> Any:
@@ -36,7 +35,7 @@ def runtime() -> Any:
 
 
 class Event:
-    """A point in a stream's work; given back to its device's pool when nobody holds it any more."""
+    """A point in a stream's work; returns to its device's pool when it is garbage-collected."""
 
     __slots__ = ("_pool", "pointer")
 
@@ -49,7 +48,7 @@ class Event:
         return is_done(self.pointer)
 
     def __del__(self) -> None:
-        self._pool.append(self.pointer)  # who waits for it in a stream has been told the work, not the event
+        self._pool.append(self.pointer)  # a stream that waits for it holds the recorded work, not the event
 
 
 def is_done(event: int) -> bool:
@@ -61,9 +60,9 @@ def is_done(event: int) -> bool:
 
 
 class Stream:
-    """A queue of work on one GPU, of our own: it does not wait for the legacy default stream, nor that for it.
+    """A stream of our own on one GPU, independent of the legacy default stream.
 
-    `with stream:` makes it CuPy's current stream in this thread, so that CuPy's and our kernels go there.
+    `with stream:` makes it CuPy's current stream in this thread, so that CuPy's and our kernels run there.
     """
 
     def __init__(self, device: Device) -> None:
@@ -73,27 +72,27 @@ class Stream:
         self.pointer = int(self._stream.ptr)
 
     def record(self) -> Event:
-        """The point that this stream's work has reached now."""
+        """An event after everything queued in this stream so far."""
         return self.device.record(self.pointer)
 
     def wait(self, event: Event) -> None:
-        """Let what is queued from now on wait for an event; the host does not."""
+        """Make what is queued from now on wait for an event; the host does not wait."""
         runtime().streamWaitEvent(self.pointer, event.pointer)
 
     def copy(self, target: int, source: int, nbytes: int) -> None:
-        """Queue a copy between any two of host and device addresses; host memory must be pinned, and stay."""
+        """Queue a copy between host or device addresses; host memory must be pinned, and stay valid."""
         runtime().memcpyAsync(target, source, nbytes, runtime().memcpyDefault, self.pointer)
 
     def use(self) -> None:
         """Make it CuPy's current stream, and its device the current one, in this thread for good.
 
-        By a `with` without end: CuPy forgets its own `use()` at the end of the next `with`.
+        An endless `with`: CuPy forgets its own `use()` at the end of the next `with`.
         """
         runtime().setDevice(self.device.index)
         self._stream.__enter__()
 
     def synchronize(self) -> None:
-        """Return when all that is queued is done. It blocks the thread."""
+        """Block until everything queued is done."""
         runtime().streamSynchronize(self.pointer)
 
     def __enter__(self) -> Stream:
@@ -124,7 +123,7 @@ class Device:
         return str(runtime().deviceGetPCIBusId(self.index))
 
     def record(self, stream: int) -> Event:
-        """The point that the work of a stream of this device, given by its address, has reached now."""
+        """An event after everything queued so far in a stream (its address) of this device."""
         with self:  # 0 means the default stream of the thread's current device
             try:
                 pointer = self._idle_events.pop()
@@ -135,7 +134,7 @@ class Device:
         return event
 
     def wait(self, stream: int, event: Event) -> None:
-        """Let what is queued from now on in a stream of this device, given by its address, wait for an event."""
+        """Make what is queued from now on in a stream (its address) of this device wait for an event."""
         with self:
             runtime().streamWaitEvent(stream, event.pointer)
 
@@ -154,12 +153,12 @@ class Device:
 
 @functools.cache
 def device(index: int) -> Device:
-    """The GPU of this number, as CUDA counts those that this process sees."""
+    """The GPU with this index among those that this process sees."""
     return Device(index)
 
 
 class Block:
-    """Memory on a GPU, zeroed, aligned to 256 bytes, freed by `free` only; of no pool, so that others can map it."""
+    """Memory on a GPU, zeroed, aligned to 256 bytes, freed only by `free`; from no pool, so that others can map it."""
 
     def __init__(self, owner: Device, nbytes: int) -> None:
         self.device, self.nbytes = owner, nbytes
@@ -174,20 +173,20 @@ class Block:
         return view(self.pointer + low, high - low, dtype, self, self.device.index)
 
     def free(self) -> None:
-        """Give it back; whoever has mapped it must have closed it before. Waits for the device's work, as CUDA says."""
+        """Free it, after all that have mapped it have closed it. Like cudaFree it waits for the device's work."""
         with self.device:
             runtime().free(self.pointer)
 
 
 def view(pointer: int, nbytes: int, dtype: np.dtype[Any], owner: Any, index: int) -> Any:
-    """Memory on GPU number `index` as a 1-D CuPy array, which keeps `owner`, whose memory it is, alive."""
+    """Memory on GPU `index` as a 1-D CuPy array, which keeps `owner` alive."""
     module = cupy()
     memory = module.cuda.UnownedMemory(pointer, nbytes, owner, index)
     return module.ndarray((nbytes // dtype.itemsize,), dtype, memptr=module.cuda.MemoryPointer(memory, 0))
 
 
 class Pinned:
-    """Host memory that the GPU reads and writes by itself: `array`, 1-D uint8, at address `pointer`."""
+    """Pinned host memory, which the GPU can read and write: `array`, 1-D uint8, at address `pointer`."""
 
     def __init__(self, nbytes: int) -> None:
         module = cupy()
@@ -201,7 +200,7 @@ class Pinned:
 
 
 class PinnedPool:
-    """Pinned blocks for short copies up: one is used again when the copy out of it is done. For one thread."""
+    """Pinned blocks for short uploads, reused when their copy is done. For one thread."""
 
     def __init__(self) -> None:
         self._blocks: list[tuple[Pinned, Event]] = []
@@ -216,19 +215,18 @@ class PinnedPool:
     def _take(self, nbytes: int) -> Pinned:
         for number, (pinned, event) in enumerate(self._blocks):
             if not event.done():
-                break  # nor are those after it: looking at all of them would take long when the GPU is far behind
+                break  # nor are those after it; testing all of them would be slow when the GPU is far behind
             if pinned.array.nbytes >= nbytes:
                 del self._blocks[number]
                 return pinned
         return Pinned(max(4096, 1 << (nbytes - 1).bit_length()))
 
 
-HANDLE_BYTES = 64
-"""Of what another process opens memory or an event by."""
+HANDLE_BYTES = 64  # of an IPC handle of memory or of an event
 
 
 class SharedEvent:
-    """An event that other processes can open, recorded again and again; whoever waits has the latest record then."""
+    """An event that other processes can open, recorded repeatedly; a wait is for the latest record at that time."""
 
     def __init__(self, owner: Device) -> None:
         self.device = owner
@@ -237,48 +235,48 @@ class SharedEvent:
             self.pointer = int(runtime().eventCreateWithFlags(flags))
 
     def handle(self) -> bytes:
-        """By which another process opens it."""
+        """The IPC handle by which another process opens it."""
         return bytes(runtime().ipcGetEventHandle(self.pointer))
 
     def record(self, stream: Stream) -> None:
-        """Let it be the point that a stream of its device has reached now."""
+        """Record it after everything queued so far in a stream of its device."""
         with self.device:
             runtime().eventRecord(self.pointer, stream.pointer)
 
     def free(self) -> None:
-        """Give it back."""
+        """Destroy it."""
         runtime().eventDestroy(self.pointer)
 
 
 def export(block: Block) -> bytes:
-    """By which another process of this host maps a block; raises CuPy's CUDARuntimeError where that is forbidden."""
+    """The IPC handle by which another process of this host maps a block; raises CuPy's CUDARuntimeError."""
     with block.device:
         return bytes(runtime().ipcGetMemHandle(block.pointer))
 
 
 def map_memory(handle: bytes, to: Device) -> int:
-    """The address here of another process's block; raises CuPy's CUDARuntimeError where GPU `to` cannot reach it."""
+    """Map another process's block for GPU `to`, and return its address; raises CuPy's CUDARuntimeError."""
     with to:
         return int(runtime().ipcOpenMemHandle(handle, runtime().cudaIpcMemLazyEnablePeerAccess))
 
 
 def unmap_memory(pointer: int, to: Device) -> None:
-    """Give back what `map_memory` gave; before its owner frees it."""
+    """Unmap an address from `map_memory`, before the block's owner frees it."""
     with to:
         runtime().ipcCloseMemHandle(pointer)
 
 
 def open_event(handle: bytes, on: Device) -> int:
-    """Another process's SharedEvent, for streams of GPU `on` to wait for."""
+    """Open another process's SharedEvent, for streams of GPU `on` to wait for."""
     with on:
         return int(runtime().ipcOpenEventHandle(handle))
 
 
 def close_event(pointer: int) -> None:
-    """Give back what `open_event` gave."""
+    """Destroy an event from `open_event`."""
     runtime().eventDestroy(pointer)
 
 
 def wait_for(event: int, stream: Stream) -> None:
-    """Let what is queued from now on in a stream wait for the latest record of an event, given by its address."""
+    """Make what is queued from now on in a stream wait for the latest record of an event (its address)."""
     runtime().streamWaitEvent(stream.pointer, event)

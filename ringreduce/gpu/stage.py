@@ -1,4 +1,4 @@
-"""A GPU as a peer: waiting for it as for a message, while the thread does something else, and memory on both sides."""
+"""Waiting for a GPU as for a message, while the thread does something else; and memory on both sides."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from ringreduce.transport import waiting
 
 
 class Done:
-    """See `transport.base.Submission`: this rank's GPU has come as far as an event."""
+    """See `transport.base.Work`: this rank's GPU has reached an event."""
 
     def __init__(self, event: Event, rank: int) -> None:
         self._event = event
         self.peer = rank
 
     def done(self) -> bool:
-        """See `Submission.done`."""
+        """See `Work.done`."""
         return self._event.done()
 
     def wait(self) -> None:
-        """See `Submission.wait`."""
+        """See `Work.wait`."""
         waiting.until(self._event.done)
 
 
 class Stage:
-    """What one slot under way uses: a stream, and memory on the GPU and on the host for work that is queued there."""
+    """The resources of one slot in flight: a stream, and memory on the GPU and on the host for its work."""
 
     def __init__(self, stream: Stream) -> None:
         self.stream = stream
@@ -40,12 +40,12 @@ class Stage:
     def pinned(self, nbytes: int) -> Pinned:
         """At least `nbytes` on the host; kept for later calls."""
         if self._pinned is None or self._pinned.array.nbytes < nbytes:
-            self.stream.synchronize()  # what is being copied must stay
+            self.stream.synchronize()  # copies may still use the old one
             self._pinned = Pinned(nbytes)
         return self._pinned
 
     def free(self) -> None:
-        """Give the memory back; waits for the stream."""
+        """Free the memory; waits for the stream."""
         self._free_block()
         self._pinned = None
 

@@ -1,10 +1,10 @@
-"""This rank's GPU as the engine uses it: a stream that waits for the callers' streams, and for which they wait.
+"""This rank's GPU in the engine: a stream that waits for the callers' streams, and they for it.
 
     caller's stream   backward · record ready ·  …  ·  wait for done · optimizer step
     engine's stream             wait for ready · gather · sum · scatter · record done
 
-No thread waits for a GPU on the way: a submission is complete when all its work is queued, and the caller's stream
-waits for the rest. The arrays are kept until it is done, for their memory would be used again.
+No thread waits for a GPU meanwhile: a submission is complete when all its work is queued, and the caller's stream waits
+for the rest. The arrays are kept alive until that work is done, since their memory would be reused.
 """
 
 from __future__ import annotations
@@ -24,36 +24,33 @@ from ringreduce.gpu.runtime import Event, Stream
 
 
 class SetMemory(Protocol):
-    """What a process set has made on this GPU: paths.GpuPaths, which stands above."""
+    """A process set's resources on this GPU: paths.GpuPaths, which is in a layer above."""
 
     def check(self) -> None:
-        """Raise CollectiveError when what was queued can never be done."""
+        """Raise CollectiveError when queued work can never complete."""
 
     def abort(self) -> None:
-        """End what waits for other ranks on the GPU."""
+        """Stop the GPU work that waits for other ranks."""
 
     def close(self) -> None:
-        """Give back what belongs to the other ranks."""
+        """Unmap the other ranks' memory."""
 
     def free(self) -> None:
-        """Give back the rest."""
+        """Free our own memory."""
 
 
 class Gpu:
-    """One rank's. It costs nothing until the first GPU array comes; then it is used by the engine's thread."""
+    """One rank's GPU. It costs nothing until the first GPU array; then the engine's thread uses it."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self.index: int | None = None
-        """The GPU's number: that of the first array."""
-        self.default_index = 0
-        """The number that counts before there is an array: a rank may join without any."""
-        self.paths: list[SetMemory] = []
-        """Of the process sets that have used this GPU, until they have given their memory back."""
+        self.index: int | None = None  # the index of the GPU, from the first array
+        self.default_index = 0  # used before the first array: a rank may join without any
+        self.paths: list[SetMemory] = []  # of the process sets that have memory on this GPU
         self._retired: deque[tuple[Event, Any]] = deque()
 
     def check(self, inputs: Sequence[Buffer]) -> None:
-        """Raise InputError for an array on another GPU than this rank's; called by the threads that submit."""
+        """Raise InputError for an array on a GPU other than this rank's; called by the submitting threads."""
         for each in inputs:
             if isinstance(each, GpuBuffer) and each.index != self.index:
                 if self.index is not None:
@@ -66,7 +63,7 @@ class Gpu:
 
     @functools.cached_property
     def stream(self) -> Stream:
-        """The engine's stream; from its first use on CuPy's current one in the engine's thread."""
+        """The engine's stream; its first use makes it CuPy's current one in the engine's thread."""
         stream = Stream(cuda.device(self.default_index if self.index is None else self.index))
         stream.use()
         return stream
@@ -77,7 +74,7 @@ class Gpu:
         return Kernels(self.stream.device)
 
     def begin(self, submission: Submission) -> None:
-        """Let the stream wait for what the caller has queued for a submission's arrays."""
+        """Make the stream wait for what the caller has queued for a submission's arrays."""
         for event in submission.ready:
             self.stream.wait(event)
         submission.retire = self.retire
@@ -91,24 +88,24 @@ class Gpu:
 
     def filled(self, element: ElementType, count: int, fill: Callable[[Any], None]) -> Buffer:
         """New memory of `count` elements, filled on the engine's stream."""
-        index = self.stream.device.index  # from here on the engine's stream is CuPy's
+        index = self.stream.device.index  # makes the engine's stream CuPy's current one
         flat = cuda.cupy().empty(count, element.storage)
         fill(flat)
         return GpuBuffer(flat, int(flat.data.ptr), index, element, (count,), element.storage)
 
     def retire(self, kept: Sequence[Any], stream: Stream | None = None) -> Event:
-        """Keep these until what is queued now, on the engine's or another stream, is done; returns that point."""
+        """Keep these until the work queued so far, on the engine's or another stream, is done; returns its event."""
         event = (stream or self.stream).record()
         self._retired.append((event, kept))
         return event
 
     def forget(self, streams: Sequence[Stream]) -> None:
-        """Give back what kernels keep for streams that are used no more."""
+        """Free what kernels keep for streams that are no longer used."""
         if "kernels" in self.__dict__:
             self.kernels.forget(streams)
 
     def sweep(self) -> None:
-        """Let go what is done. Raises CollectiveError when the rest will never be."""
+        """Release what is done. Raises CollectiveError when the rest can never complete."""
         while self._retired and self._retired[0][0].done():
             self._retired.popleft()
         if self._retired:
@@ -117,16 +114,16 @@ class Gpu:
 
     @property
     def keeps(self) -> bool:
-        """True while something is kept: `sweep` must be called again."""
+        """True while something is kept alive: `sweep` must be called again."""
         return bool(self._retired)
 
     def abort(self) -> None:
-        """End what waits for other ranks, which will not come: nobody must hang for it."""
+        """Stop the work that waits for lost ranks, so that nothing hangs."""
         for each in self.paths:
             each.abort()
 
     def close(self) -> None:
-        """Wait for the GPU, and give back what belongs to the other ranks; when all have, `free` the rest."""
+        """Wait for the GPU, and unmap the other ranks' memory; after all ranks have, `free` the rest."""
         if "stream" in self.__dict__:
             self.stream.synchronize()
         self._retired.clear()
@@ -134,7 +131,7 @@ class Gpu:
             each.close()
 
     def free(self) -> None:
-        """Give the GPU's memory back."""
+        """Free our memory on the GPU."""
         for each in self.paths:
             each.free()
         if "kernels" in self.__dict__:

@@ -1,4 +1,4 @@
-"""GPU arrays in operations on host memory, which all but all-reduces are: copied down before, and up after."""
+"""GPU arrays in operations that need host memory, which all but all-reduces do: copied down before, and up after."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ringreduce.transport.subset import CHANNELS
 
 
 def down(tensor: Buffer, context: Context) -> Steps[Any]:
-    """A tensor's elements on the host: its own memory, or when the GPU is done a copy, which the caller may change."""
+    """A tensor's elements on the host: its own memory, or a copy of GPU memory, which the caller may change."""
     if not isinstance(tensor, GpuBuffer):
         return tensor.flat
     pinned, stream = Pinned(tensor.nbytes), context.gpu.stream
@@ -26,19 +26,19 @@ def down(tensor: Buffer, context: Context) -> Steps[Any]:
 
 
 def room(result: Buffer) -> Any:
-    """Memory on the host for a result's elements: its own, or some from which `up` copies."""
+    """Host memory for a result's elements: its own, or pinned memory from which `up` copies."""
     return Pinned(result.nbytes).elements(result.element.storage, 0, result.nbytes) if result.on_gpu else result.flat
 
 
 def up(elements: Any, result: Buffer, context: Context) -> None:
-    """Queue the copy of what `down` or `room` gave into a result on the GPU."""
+    """Queue the copy of the elements from `down` or `room` into a result on the GPU."""
     if isinstance(result, GpuBuffer):
         context.gpu.stream.copy(result.pointer, elements.ctypes.data, result.nbytes)
         context.gpu.retire([elements])
 
 
 class GpuBroadcast:
-    """The broadcast of one batch; made when it is planned, so that its owners know what they wait for."""
+    """The broadcast of one batch; made when it is planned, so that its owners know how many slots to wait for."""
 
     def __init__(self, batch: Batch, root: int, context: Context) -> None:
         self._root, self._context = root, context

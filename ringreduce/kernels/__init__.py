@@ -1,4 +1,4 @@
-"""What NumPy does not do, or not fast enough: 16-bit floats (half), and memory that other cores have read (copying).
+"""What NumPy lacks, or does too slowly: 16-bit floats (half), and copies to and from other cores' caches (copying).
 
-Modules named after a library are imported when that library is there and one of their kernels is needed.
+Modules named after a library are imported when that library is installed and one of their kernels is needed.
 """

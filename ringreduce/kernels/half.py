@@ -1,4 +1,4 @@
-"""16-bit floats to float32 and back, by the fastest kernels at hand. All give the same bits.
+"""16-bit floats to float32 and back, by the fastest kernels available. All produce the same bits.
 
 numba   where it is installed: imported, and its kernels compiled, at the first reduction of 16-bit floats
 torch   where the user has imported it
@@ -23,7 +23,7 @@ def kernels(name: str) -> Kernels:
 
 
 def kernel_name() -> str:
-    """Whose kernels are used: "numba", "torch" or "numpy"."""
+    """The library whose kernels are used: "numba", "torch" or "numpy"."""
     return _module().__name__.rpartition("_")[2]
 
 

@@ -1,7 +1,7 @@
 """16-bit floats to float32 and back with numba: sums of several arrays in one pass over memory.
 
 Imported by half.py at the first reduction of 16-bit floats, where numba is installed. Each kernel is compiled when it
-is first needed, and kept by numba in its cache on disk. None holds the GIL.
+is first needed, and numba keeps it in its cache on disk. None holds the GIL.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ringreduce.kernels.jit import compiled, extending, ir, numba
 
 
 def is_usable() -> bool:
-    """True where numba compiles for this processor, and that converts float16 itself: LLVM would abort otherwise."""
+    """True where numba compiles for this processor and it converts float16 in hardware: LLVM would abort otherwise."""
     if not jit.compiles_for_this_processor():
         return False
     if platform.machine() in ("aarch64", "arm64"):
@@ -28,7 +28,7 @@ def is_usable() -> bool:
     return bool(importlib.import_module("llvmlite.binding").get_host_cpu_features().get("f16c"))
 
 
-# Compiled code tells the two types apart by how their bits are passed: float16 as int16, bfloat16 as uint16.
+# Compiled code distinguishes the two types by the type of their bits: int16 for float16, uint16 for bfloat16.
 
 
 @extending.intrinsic  # type: ignore[untyped-decorator]
@@ -127,7 +127,7 @@ def _kernels(bits_type: type[np.signedinteger[Any]] | type[np.unsignedinteger[An
     def sum_parts(parts: Sequence[Any], out: Any, divisor: Any, reciprocal: Any) -> None:
         target, ours = bits(out), [bits(part) for part in parts]
         if any(np.may_share_memory(out, part) for part in parts):
-            # LLVM's loop for many elements at a time is left where the memory that is written may be one that is read
+            # LLVM does not vectorise the loop where the output may overlap an input
             for into, *pieces in blocks(target, *ours):
                 _, spare = scratch(len(into))
                 aside = spare.view(bits_type)[: len(into)]
@@ -145,17 +145,12 @@ def _sum(parts: Sequence[Any], out: Any, divisor: Any, reciprocal: Any) -> None:
     elif len(parts) == 1:
         _alone(parts[0], divisor, reciprocal, out)
     else:
-        _sum_blocks(parts, out, divisor, reciprocal)
-
-
-def _sum_blocks(parts: Sequence[Any], out: Any, divisor: Any, reciprocal: Any) -> None:
-    """Three parts and more."""
-    for target, first, second, *others, last in blocks(out, *parts):
-        total, _ = scratch(len(target))
-        _begin(first, second, total)
-        for part in others:
-            _accumulate(total, part)
-        _end(total, last, divisor, reciprocal, target)
+        for target, first, second, *others, last in blocks(out, *parts):
+            total, _ = scratch(len(target))
+            _begin(first, second, total)
+            for part in others:
+                _accumulate(total, part)
+            _end(total, last, divisor, reciprocal, target)
 
 
 KERNELS = {"float16": _kernels(np.int16), "bfloat16": _kernels(np.uint16)}

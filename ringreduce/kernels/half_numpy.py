@@ -1,4 +1,4 @@
-"""16-bit floats to float32 and back with NumPy alone: what is always there; and how all kernels look."""
+"""16-bit floats to float32 and back with NumPy alone, which is always there; and the interface of all kernels."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-BLOCK = 32 << 10
-"""Elements at a time: a few blocks of float32, 128 KiB each, stay in a core's second-level cache."""
-FEW = 4 << 10
-"""Below so many float16 elements NumPy's own conversion is quicker than six operations on their bits."""
+BLOCK = 32 << 10  # elements at a time: a few blocks of float32, 128 KiB each, stay in a core's second-level cache
+FEW = 4 << 10  # with fewer float16 elements NumPy's own conversion is quicker than six operations on their bits
 _FROM_FLOAT16 = np.float32(2.0**112)  # what the exponent is off by when a float16's bits are read as a float32's
 _SIGN_AND_VALUE = np.int32(-0x70002000)  # 0x8FFFE000
 
@@ -22,19 +20,19 @@ class Kernels(NamedTuple):
     Arrays are NumPy's, 1-D and contiguous, of equal lengths. A NaN stays a NaN; its payload may change.
     """
 
-    widen: Callable[[Any, Any], None]
-    """`widen(source, target)`: write 16-bit elements into a float32 array; exact."""
-    narrow: Callable[[Any, Any], None]
-    """`narrow(values, target)`: round float32 elements to 16 bits: to nearest even, past the largest to infinity."""
+    widen: Callable[[Any, Any], None]  # `widen(source, target)`: write 16-bit elements into a float32 array; exact
+    narrow: Callable[
+        [Any, Any], None
+    ]  # `narrow(values, target)`: round float32 elements to nearest even, or to infinity
     sum_parts: Callable[[Sequence[Any], Any, Any, Any], None]
-    """`sum_parts(parts, out, divisor, reciprocal)`: add up 16-bit arrays in float32, in the order given, divide, round.
+    """`sum_parts(parts, out, divisor, reciprocal)`: add 16-bit arrays in float32, in this order, divide, round.
 
-    `out` may be one of the parts.  divisor, reciprocal: float32 scalars; a reciprocal that is not exact is given as 0.
+    `out` may be one of the parts.  divisor, reciprocal: float32 scalars; the reciprocal is 0 unless it is exact.
     """
 
 
 class _Scratch(threading.local):
-    """Blocks for reuse, for every thread: memory fresh from the system would cost more than the arithmetic."""
+    """Each thread's blocks for reuse: new memory from the system would cost more than the arithmetic."""
 
     def __init__(self) -> None:
         self.pair = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32)
@@ -51,7 +49,7 @@ def scratch(count: int) -> tuple[Any, Any]:
 
 
 def blocks(*arrays: Any) -> Any:
-    """Cut arrays of equal lengths at the same places: tuples of blocks of at most BLOCK elements."""
+    """Cut arrays of equal lengths at the same positions: tuples of blocks of at most BLOCK elements."""
     count = len(arrays[0])
     if count <= BLOCK:
         return (arrays,)
@@ -59,7 +57,7 @@ def blocks(*arrays: Any) -> Any:
 
 
 def divide(total: Any, divisor: Any, reciprocal: Any) -> None:
-    """Divide in place; multiplying by an exact reciprocal gives the same bits sooner."""
+    """Divide in place; multiplying by an exact reciprocal has the same bits and is faster."""
     if reciprocal:
         if reciprocal != 1:
             np.multiply(total, reciprocal, out=total)
@@ -68,7 +66,7 @@ def divide(total: Any, divisor: Any, reciprocal: Any) -> None:
 
 
 def writable(array: Any) -> Any:
-    """The same memory without its protection, for those who take no other and will not write."""
+    """The same memory as a writable array, for libraries that accept no other and will not write."""
     if array.flags.writeable:
         return array
     return np.asarray(_Unprotected(array))
@@ -102,7 +100,7 @@ def _widen_float16_block(source: Any, target: Any) -> None:
 
 
 def _narrow_float16(values: Any, target: Any) -> None:
-    with np.errstate(over="ignore"):  # past the largest float16 lies infinity, as in every framework
+    with np.errstate(over="ignore"):  # rounds past the largest float16 to infinity, as every framework does
         np.copyto(target, values, casting="same_kind")
 
 

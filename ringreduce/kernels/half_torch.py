@@ -1,6 +1,6 @@
 """16-bit floats to float32 and back with torch's kernels. Imported by half.py, where the user has imported torch.
 
-Torch spreads operations on 32 Ki elements and more over threads, which compute; so blocks are no longer than that.
+Torch splits operations on 32 Ki elements and more among threads that the training uses; so blocks are no longer.
 """
 
 from __future__ import annotations
@@ -16,15 +16,11 @@ from ringreduce.kernels.half_numpy import BLOCK, Kernels, divide, scratch, writa
 torch: Any = importlib.import_module("torch")
 
 
-def _float16(array: Any) -> Any:
-    return torch.from_numpy(writable(array))
-
-
 def _bfloat16(array: Any) -> Any:
     return torch.from_numpy(writable(array).view(np.int16)).view(torch.bfloat16)
 
 
-def _float32(array: Any) -> Any:
+def _tensor(array: Any) -> Any:
     return torch.from_numpy(writable(array))
 
 
@@ -36,11 +32,11 @@ def _blocks(*tensors: Any) -> Any:
 
 def _kernels(tensor: Callable[[Any], Any]) -> Kernels:
     def widen(source: Any, target: Any) -> None:
-        for few, wide in _blocks(tensor(source), _float32(target)):
+        for few, wide in _blocks(tensor(source), _tensor(target)):
             wide.copy_(few)
 
     def narrow(values: Any, target: Any) -> None:
-        for few, wide in _blocks(tensor(target), _float32(values)):
+        for few, wide in _blocks(tensor(target), _tensor(values)):
             few.copy_(wide)
 
     def sum_parts(parts: Sequence[Any], out: Any, divisor: Any, reciprocal: Any) -> None:
@@ -50,7 +46,7 @@ def _kernels(tensor: Callable[[Any], Any]) -> Kernels:
                 torch.add(first, second, out=target)  # adds in float32 and rounds once
             return
         total, other = scratch(min(len(out), BLOCK))
-        wide = _float32(total), _float32(other)
+        wide = _tensor(total), _tensor(other)
         for target, first, *rest in cut:
             count = len(target)
             if count < len(total):
@@ -66,4 +62,4 @@ def _kernels(tensor: Callable[[Any], Any]) -> Kernels:
     return Kernels(widen, narrow, sum_parts)
 
 
-KERNELS = {"float16": _kernels(_float16), "bfloat16": _kernels(_bfloat16)}
+KERNELS = {"float16": _kernels(_tensor), "bfloat16": _kernels(_bfloat16)}

@@ -1,4 +1,4 @@
-"""numba, for the kernels that NumPy lacks. Only modules of kernels import it, and they are imported when needed."""
+"""numba, for the kernels that NumPy lacks. Only kernel modules import this, and they are imported when needed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ir: Any = importlib.import_module("llvmlite.ir")
 
 
 def compiles_for_this_processor() -> bool:
-    """False where numba is told not to compile, or to compile for another processor."""
+    """False where numba is configured not to compile, or to compile for another processor."""
     config = numba.core.config
     return not (config.DISABLE_JIT or config.CPU_NAME or config.CPU_FEATURES)
 
@@ -22,6 +22,6 @@ def compiled(function: Callable[..., None]) -> Callable[..., None]:
     options = {"nogil": True, "error_model": "numpy"}
     try:
         kernel: Callable[..., None] = numba.njit(function, cache=True, **options)
-    except RuntimeError:  # no directory to keep machine code in
+    except RuntimeError:  # no directory for the cache
         kernel = numba.njit(function, **options)
     return kernel

@@ -1,4 +1,4 @@
-"""Modules of kernels whose library may be absent, or not work here."""
+"""Kernel modules whose library may be absent, or not work here."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ def imported(name: str) -> ModuleType | None:
     """The module of this package, or None where it cannot be imported."""
     try:
         return importlib.import_module(f"ringreduce.kernels.{name}")
-    except Exception:  # a numba that does not fit this NumPy, a torch that was half removed: others can do it
+    except Exception:  # such as a numba that does not fit this NumPy: other kernels can do it
         return None
 
 
 def with_numba(name: str) -> ModuleType | None:
-    """The same of a module that needs numba, and tells by is_usable() whether that serves it."""
+    """As `imported`, for a module that needs numba, and whose is_usable() says whether it works here."""
     if importlib.util.find_spec("numba") is None:
         return None
     module = imported(name)

@@ -1,6 +1,6 @@
-"""A copy by streaming stores with numba: past this core's caches, into lines that another core may hold.
+"""A copy by streaming stores with numba, which bypass this core's caches, into lines that another core may hold.
 
-Imported by copying.py when plain stores were found to be slow.
+Imported by copying.py when plain stores prove slow.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _store(typing: Any, array: Any, index: Any, word: Any) -> Any:
 
 @extending.intrinsic  # type: ignore[untyped-decorator]
 def _fence(typing: Any) -> Any:
-    """Streaming stores are weakly ordered: whoever sees what is written after this sees them."""
+    """Streaming stores are weakly ordered: a core that sees a later write sees them too."""
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
         builder.fence("seq_cst")
@@ -52,7 +52,7 @@ def _copy_words(source: Any, target: Any) -> None:
 
 
 def copy(source: Any, target: Any) -> None:
-    """Copy 1-D contiguous bytes; the first and last few, which fill no word of the target, plainly."""
+    """Copy 1-D contiguous bytes; the first and last few, which fill no whole word of the target, by plain stores."""
     head = min(-target.ctypes.data % WORD, target.size)
     tail = head + (target.size - head) // WORD * WORD
     target[:head], target[tail:] = source[:head], source[tail:]

@@ -1,4 +1,4 @@
-"""Wrapping a torch optimizer in a subclass of its own class, and what all wrapped optimizers share."""
+"""A torch optimizer in a subclass of its own class: how it is made, copied, and what all that are wrapped have."""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
 """How bytes move between ranks.
 
-base      what a transport is: send, receive, control messages, rest
+base      what a transport is: send, receive, control messages, sleep
 message   MPI point-to-point messages, and control messages
-subset    some ranks of a transport as one of their own
+subset    some ranks of a transport as a transport of their own
+waiting   how a thread waits for other ranks
+window    memory and flags that the ranks of one host share
 threads   ranks as threads of one process, for tests
 """

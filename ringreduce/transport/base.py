@@ -1,7 +1,7 @@
-"""What the collectives and the engine ask of a transport: ordered messages between ranks, control messages, and rest.
+"""What the collectives and the engine ask of a transport: ordered messages between ranks, control messages, and sleep.
 
-A collective is a generator: it yields each request that it has to wait for, so that whoever drives it may do something
-else meanwhile. `complete` drives one to its end.
+A collective is a generator: it yields each `Work` that it has to wait for, so that its driver may do something else
+meanwhile. `complete` drives one to its end.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ Result = TypeVar("Result")
 
 
 class Work(Protocol):
-    """A message under way, to or from rank `peer`."""
+    """A message in flight, to or from rank `peer`."""
 
     @property
     def peer(self) -> int:
@@ -27,26 +27,26 @@ class Work(Protocol):
 
 
 Steps = Generator[Work, None, Result]
-"""A collective under way: yields what it waits for, and is resumed when that is done and was waited for."""
+"""A running collective: yields the work it waits for, and is resumed after that work's `wait`."""
 
 
 def complete(steps: Steps[Result]) -> Result:
-    """Drive a collective to its end, waiting for one request after the other; returns its result."""
+    """Drive a collective to its end, waiting for each work in order; returns its result."""
     while True:
         try:
-            request = next(steps)
+            work = next(steps)
         except StopIteration as stop:
             result: Result = stop.value
             return result
-        request.wait()
+        work.wait()
 
 
 class Transport(Protocol):
     """Messages between `size` ranks, this one being `rank`.
 
     Two messages from one rank to another with the same tag arrive in the order in which they were sent. Both sides know
-    a message's length. Neither side's call blocks; `send` may keep reading its memory, and `receive` writing it, until
-    the request was waited for. Arrays are 1-D and contiguous, of NumPy or CuPy; a message holds their bytes.
+    a message's length. Neither call blocks; `send` may keep reading its memory, and `receive` writing it, until `wait`
+    has returned. Arrays are 1-D and contiguous, of NumPy or CuPy; a message holds their bytes.
     """
 
     @property
@@ -72,26 +72,26 @@ class ControlMessage(NamedTuple):
 
 
 class EngineTransport(Transport, Protocol):
-    """A transport with what an engine needs besides: control messages, and rest that the rank's own threads can end."""
+    """A transport for an engine: with control messages, and a sleep that the rank's own threads can end."""
 
     def send_control(self, content: bytes, destination: int) -> None:
         """Send a control message; two control messages to one rank arrive in order. Returns at once."""
 
     def recv_control(self) -> list[ControlMessage]:
-        """The control messages that have come since the last call."""
+        """The control messages that have arrived since the last call."""
 
     def flushed(self) -> bool:
-        """True when all control messages of this rank are on their way, so that it may end."""
+        """True when all control messages of this rank have been sent, so that it may exit."""
 
     @property
     def most_tags(self) -> int:
         """Tags from 0 to this one less may be used."""
 
     def cancel_receives(self) -> None:
-        """Take back the receives under way, as far as nothing has begun to arrive: their memory changes no more."""
+        """Cancel the receives for which nothing has begun to arrive: their memory is not written any more."""
 
     def sleep(self, timeout_s: float) -> None:
-        """Return after `timeout_s`, or earlier when `wake` came."""
+        """Return after `timeout_s`, or earlier when `wake` is called."""
 
     def wake(self) -> None:
-        """End this rank's rest, now or the next one; any thread may call it."""
+        """End this rank's sleep, the current or the next one; any thread may call it."""

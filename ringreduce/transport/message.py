@@ -1,7 +1,7 @@
 """MPI point-to-point messages, and waits that yield the core.
 
-Ranks may outnumber cores, and a peer may be seconds late, so nobody waits inside MPI: a wait tests the request, gives
-the core away between tests, and after a while sleeps.
+Ranks may outnumber cores, and a peer may be seconds late, so no thread waits inside MPI: a wait tests the request,
+yields the core between tests, and after a while sleeps.
 """
 
 from __future__ import annotations
@@ -22,21 +22,15 @@ CONTROL_TAG = 0
 
 
 class MessageWork:
-    """A message under way."""
+    """A message in flight."""
 
-    def __init__(
-        self,
-        handle: Any,
-        peer: int,
-        memory: Any,
-        receives: set[MessageWork] | None = None,
-    ) -> None:
-        """receives: those under way, of which it is one until it was waited for."""
+    def __init__(self, handle: Any, peer: int, memory: Any, receives: set[MessageWork] | None = None) -> None:
+        """receives: those in flight; this one is in the set until `wait` has returned."""
         self._receives = receives
         if receives is not None:
             receives.add(self)
         self._handle = handle
-        self._memory = memory  # MPI holds a bare pointer: keep what it points to alive
+        self._memory = memory  # MPI holds a bare pointer: keep its memory alive
         self._is_done = False
         self.peer = peer
 
@@ -54,7 +48,7 @@ class MessageWork:
             self._receives.discard(self)
 
     def cancel(self) -> bool:
-        """Receive nothing any more; False when something has begun to arrive."""
+        """Cancel the receive; False when something has begun to arrive."""
         if not self._handle.Test():
             self._handle.Cancel()
         return bool(self._handle.Test())
@@ -68,7 +62,7 @@ class MessageTransport:
         self._control = world.control
         self._outbox: deque[tuple[Any, bytes]] = deque()
         self._receives: set[MessageWork] = set()
-        self._woken = threading.Lock()  # held while nobody has woken this rank
+        self._woken = threading.Lock()  # held until `wake` releases it
         self._woken.acquire()
         self._status: Any = None
         self.rank = world.rank
@@ -98,7 +92,7 @@ class MessageTransport:
         self._receives -= {each for each in self._receives if each.cancel()}
 
     def send_control(self, content: bytes, destination: int) -> None:
-        """See `EngineTransport.post`."""
+        """See `EngineTransport.send_control`."""
         self._outbox.append((self._control.Isend(content, destination, CONTROL_TAG), content))
 
     def recv_control(self) -> list[ControlMessage]:
@@ -116,22 +110,22 @@ class MessageTransport:
 
     def flushed(self) -> bool:
         """See `EngineTransport.flushed`."""
-        while self._outbox and self._outbox[0][0].Test():  # the oldest is all that need be asked
+        while self._outbox and self._outbox[0][0].Test():  # in order: testing the oldest is enough
             self._outbox.popleft()
         return not self._outbox
 
     def sleep(self, timeout_s: float) -> None:
-        """See `EngineTransport.rest`."""
+        """See `EngineTransport.sleep`."""
         self._woken.acquire(timeout=timeout_s)
 
     def wake(self) -> None:
         """See `EngineTransport.wake`."""
-        with contextlib.suppress(RuntimeError):  # it was woken already
+        with contextlib.suppress(RuntimeError):  # already awake
             self._woken.release()
 
 
 def _known_to_mpi(memory: Any) -> Any:
-    """GPU memory by its address: mpi4py would ask CuPy, which would order the wrong stream."""
+    """GPU memory by its address: mpi4py would ask CuPy, which would synchronise the wrong stream."""
     if isinstance(memory, np.ndarray):
         return memory
     from mpi4py import MPI

@@ -1,4 +1,4 @@
-"""Some ranks of a transport as a transport of their own, numbered from 0, whose messages meet no others."""
+"""Some ranks of a transport as a transport of their own, numbered from 0, whose messages never mix with others."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ from typing import Any
 
 from ringreduce.transport.base import Transport, Work
 
-TAGS = 8
-"""Tags that the collectives use: 0 to 7."""
-CHANNELS = 2
-"""Operations of one process set that may be under way at the same time, each with tags of its own."""
+TAGS = 8  # tags that the collectives use: 0 to 7
+CHANNELS = 2  # operations of one process set that may run at the same time, each with its own tags
 
 
 class SubsetTransport:
@@ -33,5 +31,5 @@ class SubsetTransport:
 
 
 def channels(whole: Transport, members: Sequence[int], number: int) -> list[Transport]:
-    """The transports of a process set, with range `number` of tags: one for each operation that may be under way."""
+    """The transports of a process set, with range `number` of tags: one for each concurrent operation."""
     return [SubsetTransport(whole, members, number * CHANNELS + each) for each in range(CHANNELS)]

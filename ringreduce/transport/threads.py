@@ -1,6 +1,6 @@
 """Ranks as threads of one process: a transport for tests, stricter than any MPI.
 
-A send is never buffered unless asked: it completes only when its receive is there, and the receiver reads the sender's
+A send is not buffered unless asked: it completes only when its receive is posted, and the receiver reads the sender's
 memory at that moment. Code that touches a buffer too early, relies on MPI's eager sends, or disagrees about a length
 fails here.
 """
@@ -21,7 +21,7 @@ from ringreduce.transport.base import ControlMessage
 
 
 class Message(NamedTuple):
-    """What was sent: for tests that assert the pattern of an algorithm."""
+    """A sent message, for tests that assert an algorithm's message pattern."""
 
     source: int
     destination: int
@@ -30,9 +30,9 @@ class Message(NamedTuple):
 
 
 class Exchange:
-    """What the threads of one world share: mailboxes, and who has left.
+    """Shared by the threads of one world: mailboxes, and the ranks that have left.
 
-    `timeout_s` bounds every wait: a deadlock becomes an error that says who waits for whom.
+    `timeout_s` bounds every wait: a deadlock becomes an error that names the ranks that wait for each other.
     """
 
     def __init__(self, size: int, *, buffered: bool = False, timeout_s: float = 20.0) -> None:
@@ -53,7 +53,7 @@ class Exchange:
         return ThreadTransport(self, rank)
 
     def leave(self, rank: int, why: str) -> None:
-        """Note that a rank has ended; whoever waits for it raises PeerLostError."""
+        """Record that a rank has ended; ranks that wait for it raise PeerLostError."""
         with self.changed:
             self.left[rank] = why
             self.changed.notify_all()
@@ -76,7 +76,7 @@ class Exchange:
                 mine[request.key].append(request)
 
     def cancel_receives(self, rank: int) -> None:
-        """Forget the receives of a rank that nobody has sent to."""
+        """Drop the receives of a rank that have no matching send."""
         with self.changed:
             for receives in self._pending_receives.values():
                 if receives and receives[0].rank == rank:
@@ -90,7 +90,7 @@ class Exchange:
                 )
 
     def wait(self, request: ThreadWork) -> None:
-        """Block until the request is done; raise when its peer has left or the time is over."""
+        """Block until the request is done; raise when its peer has left, or on timeout."""
         deadline = time.monotonic() + self.timeout_s
         with self.changed:
             self.waiting[request.rank] = str(request)
@@ -105,7 +105,7 @@ class Exchange:
 
 
 class ThreadWork:
-    """A message under way."""
+    """A message in flight."""
 
     def __init__(self, exchange: Exchange, array: Any, rank: int, peer: int, tag: int, receiving: bool) -> None:
         self._exchange = exchange
@@ -162,10 +162,10 @@ class ThreadTransport:
         return self._post(array, source, tag, receiving=True)
 
     def send_control(self, content: bytes, destination: int) -> None:
-        """See `EngineTransport.post`."""
+        """See `EngineTransport.send_control`."""
         with self._exchange.changed:
             self._exchange.control_messages[destination].append(ControlMessage(self.rank, content))
-        self._exchange.woken[destination].set()  # over MPI it would look for control messages a while later
+        self._exchange.woken[destination].set()  # over MPI the rank would poll for it a little later
 
     def recv_control(self) -> list[ControlMessage]:
         """See `EngineTransport.recv_control`."""
@@ -183,7 +183,7 @@ class ThreadTransport:
         self._exchange.cancel_receives(self.rank)
 
     def sleep(self, timeout_s: float) -> None:
-        """See `EngineTransport.rest`; whatever comes ends it, too."""
+        """See `EngineTransport.sleep`; an arriving message ends it, too."""
         woken = self._exchange.woken[self.rank]
         woken.wait(timeout_s)
         woken.clear()

@@ -1,4 +1,4 @@
-"""How a thread waits for what other ranks do: it gives the core away for a moment, and then sleeps between looks."""
+"""How a thread waits for other ranks: it yields the core for a moment, then sleeps between tests."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ import os
 import time
 from collections.abc import Callable
 
-YIELD_S = 200e-6
-"""For so long a wait only gives the core away between tests: a small message takes no longer."""
+YIELD_S = 200e-6  # a wait only yields the core between tests for this long: enough for a small message
 SLEEP_S = 50e-6
-"""Then it sleeps between tests. MPI makes progress only inside its functions, and takes a piece of a long message at a
-time: with 2 ms instead, a wire of 1 Gbit/s carried 0.96 of what it can, and 0.99 with this."""
+"""Then it sleeps between tests. MPI makes progress only inside its functions, on one piece of a long message at a time:
+with 2 ms instead, a wire of 1 Gbit/s reached 0.96 of its rate, and 0.99 with this."""
 LONG_SLEEP_S = 2e-3
-PATIENT_AFTER_S = 1.0
-"""A peer that is a second late may be minutes late."""
+PATIENT_AFTER_S = 1.0  # a peer that is a second late may be minutes late
 
 
 def until(done: Callable[[], bool]) -> None:

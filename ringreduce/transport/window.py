@@ -1,12 +1,12 @@
-"""Memory that the ranks of one host share, and flags by which they tell each other how far they are.
+"""Memory that the ranks of one host share, and flags that publish each rank's progress.
 
 Each rank of the host owns a block; all may read and write all blocks. A block is cut into regions, one for each process
-set that moves data here at the same time, and a region into slots:
+set that uses shared memory at the same time, and a region into slots:
 
     block of rank r   | flags | region 0: slot 0, 1, 2, 3 | region 1: slot 0, 1, 2, 3 | ...
 
-Flags only ever grow, and only their owner writes them. A rank writes data first and then its flag, with a memory fence
-between; others read the flag first and then the data, with a fence between.
+Flags only grow, and only their owner writes them. A rank writes data first and then its flag, with a fence between;
+others read the flag first and then the data, with a fence between.
 """
 
 from __future__ import annotations
@@ -25,17 +25,13 @@ from ringreduce.transport import waiting
 
 CACHE_LINE_BYTES = 64
 PACKED, SUMMED = 0, 1
-"""The flags of a region: how many slots its owner has filled, and in how many it has finished its own chunk."""
-GPU_PACKED = 2
-"""The first of two more, the same for slots that lie on GPUs: there the owner has only told its GPU to."""
+"""A region's flags: how many slots its owner has filled, and in how many it has finished its own chunk."""
+GPU_PACKED = 2  # the first of two more for slots on GPUs: there the flags count slots whose work the owner has queued
 FLAGS_PER_REGION = 4
 FLAGS_BYTES = MOST_REGIONS * FLAGS_PER_REGION * CACHE_LINE_BYTES
-SLOTS = SHARED_SLOTS
-"""Of a region."""
-SPINS = 20
-"""Tests of a flag before the core is given away: the other rank is usually microseconds behind."""
-YIELD_S = 200e-6
-"""... and for so long it is given away before the engine looks for something else to do, which takes it 50 µs."""
+SLOTS = SHARED_SLOTS  # slots of a region
+SPINS = 20  # tests of a flag before yielding the core: the other rank is usually microseconds behind
+YIELD_S = 200e-6  # then a wait yields this long before the engine looks for other work, which takes it 50 µs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,12 +39,9 @@ class Window:
     """The blocks of one host's ranks, by local rank, each 1-D uint8 of equal length."""
 
     blocks: Sequence[Any]
-    fence: Callable[[], None]
-    """Orders this thread's reads and writes of the blocks before it against those after it."""
-    close: Callable[[], None]
-    """Gives the memory back; every rank of the host must call it."""
-    check: Callable[[int], None] = lambda rank: None
-    """Called while a rank (of the world) is waited for in vain; may raise."""
+    fence: Callable[[], None]  # orders this thread's reads and writes of the blocks before it against those after it
+    close: Callable[[], None]  # frees the memory; every rank of the host must call it
+    check: Callable[[int], None] = lambda rank: None  # called during a long wait for a rank (of the world); may raise
 
 
 def block_bytes(slot_bytes: int, regions: int) -> int:
@@ -57,9 +50,9 @@ def block_bytes(slot_bytes: int, regions: int) -> int:
 
 
 class Flags:
-    """Two flags of each of a process set's members on this host: PACKED and SUMMED, the first being number `first`.
+    """The flags PACKED and SUMMED of each member of a process set on this host; number `first` of a region is PACKED.
 
-    members: the members' local ranks;  ranks: their ranks in the world, for reports;  rank: this one's place there.
+    members: the members' local ranks;  ranks: their ranks in the world, for reports;  rank: this one's index there.
     """
 
     def __init__(
@@ -68,11 +61,10 @@ class Flags:
         self.window = window
         self.size = len(members)
         self.rank = rank
-        """This rank's place among the members."""
         self.ranks = tuple(ranks)
-        self.sequence = 0
-        """Slots used so far: the next one is slot sequence number % SLOTS. Equal on all members between two
-        operations."""
+        self.sequence = (
+            0  # slots used so far: the next is slot sequence % SLOTS; equal on all members between operations
+        )
         low = (number * FLAGS_PER_REGION + first) * CACHE_LINE_BYTES
         high = low + 2 * CACHE_LINE_BYTES
         # a memoryview's items are read ten times faster than an array's
@@ -81,7 +73,7 @@ class Flags:
         self._flags[rank][PACKED] = self._flags[rank][SUMMED] = 0
 
     def publish(self, flag: int, sequence: int) -> None:
-        """Tell the others that this rank has done its part of `sequence`, and of all sequence numbers before."""
+        """Announce that this rank has done its part of `sequence`, and of all sequence numbers before."""
         self.window.fence()
         self._flags[self.rank][flag] = sequence + 1
 
@@ -94,12 +86,11 @@ class Flags:
         return True
 
     def arrival(self, flag: int, sequence: int) -> Arrival:
-        """A request that is done when every member has published this sequence number."""
+        """A `Work` that is done when every member has published this sequence number."""
         return Arrival(self, flag, sequence)
 
     def late(self, flag: int, sequence: int) -> int:
-        """The rank (of the world) of the first member that has not published this sequence number; this rank's if all
-        have."""
+        """The world rank of the first member that has not published this sequence number; this rank's if all have."""
         for rank, each in zip(self.ranks, self._flags, strict=True):
             if each[flag] <= sequence:
                 return rank
@@ -117,7 +108,6 @@ class Region(Flags):
         first = FLAGS_BYTES + number * SLOTS * slot_bytes
         self._slots = [window.blocks[k][first : first + SLOTS * slot_bytes].reshape(SLOTS, -1) for k in members]
         self.writer = Writer()
-        """For this rank's slots."""
         self._views: dict[Any, list[list[Any]]] = {}
 
     def slots(self, sequence: int, dtype: np.dtype[Any]) -> list[Any]:
@@ -137,7 +127,7 @@ class Arrival:
 
     @property
     def peer(self) -> int:
-        """The rank of the world that is waited for."""
+        """The world rank that is waited for."""
         return self._flags.late(self._flag, self._sequence)
 
     def done(self) -> bool:
@@ -145,7 +135,7 @@ class Arrival:
         return self._flags.arrived(self._flag, self._sequence)
 
     def done_soon(self) -> bool:
-        """See `Work.done`; looks for `YIELD_S`, for the others are usually about to."""
+        """See `Work.done`; polls for up to `YIELD_S`, since the others are usually almost there."""
         arrived, flag, sequence = self._flags.arrived, self._flag, self._sequence
         for _ in range(SPINS):
             if arrived(flag, sequence):

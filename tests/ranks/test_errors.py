@@ -255,7 +255,7 @@ WRONG = {
     "0-d reducescatter": (lambda: rr.reducescatter(zeros()), "reducescatter: a 0-d tensor has no rows to scatter"),
     "rows that cannot be parted": (
         lambda: rr.alltoall_async(zeros(4)),
-        "alltoall: 4 rows cannot be split equally among 3 ranks; pass splits, or a multiple of 3",
+        "alltoall: 4 rows cannot be parted equally among 3 ranks; pass splits, or a multiple of 3",
     ),
     "too few splits": (
         lambda: rr.alltoall(zeros(4), [2, 2]),
@@ -272,7 +272,7 @@ WRONG = {
     ),
     "splits past the end": (
         lambda: rr.alltoall(zeros(4), np.array([2, 2, 1], np.int32)),
-        r"splits=\[2, 2, 1\] sum to 5, but the tensor has only 4 rows",
+        r"splits=\[2, 2, 1\] sum up to 5, but the tensor has 4 rows only",
     ),
     "root": (lambda: rr.broadcast(zeros(3), 3), "broadcast: root_rank=3; expected a rank from 0 to 2"),
     "negative root": (lambda: rr.broadcast_(zeros(3), -1), "broadcast: root_rank=-1; expected a rank from 0 to 2"),
@@ -289,12 +289,15 @@ WRONG = {
     ),
     "no array": (
         lambda: rr.allreduce([1.0, 2.0]),
-        r"a list is no array; pass numpy.array\(...\) of numbers",
+        r"a list is not an array; pass numpy.array\(...\) of numbers",
     ),
-    "a dict": (lambda: rr.allreduce({"loss": 1.0}), "a dict is no array; pass grouped_allreduce a list of its arrays"),
+    "a dict": (
+        lambda: rr.allreduce({"loss": 1.0}),
+        "a dict is not an array; pass grouped_allreduce a list of its arrays",
+    ),
     "a dict for a list": (
         lambda: rr.grouped_allreduce({"loss": zeros(1)}),
-        r"a str is no array; pass list\(d.values\(\)\) of a dict of arrays",
+        r"a str is not an array; pass list\(d.values\(\)\) of a dict of arrays",
     ),
     "masked": (
         lambda: rr.allreduce(np.ma.masked_array([1.0, 2.0], [0, 1])),

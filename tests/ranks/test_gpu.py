@@ -111,7 +111,7 @@ def test_info_tells_the_path_and_why(cupy, monkeypatch, world, path):
     monkeypatch.setattr(ipc, "process", as_other_process)
 
     def program():
-        assert rr.info().gpu_algorithm == ("no GPU array has come yet" if rr.size() > 1 else ALONE)
+        assert rr.info().gpu_algorithm == ("no GPU array so far" if rr.size() > 1 else ALONE)
         rr.allreduce_(cupy.array(values(100, "float32", rr.rank())))
         return rr.info().gpu_algorithm
 

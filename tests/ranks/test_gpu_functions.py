@@ -330,7 +330,7 @@ def test_a_deterministic_sum_goes_through_the_host_whatever_mpi_takes(cupy, mpi_
 
     for result, path in ranks([0, 1, 2], program, deterministic=True):
         np.testing.assert_array_equal(result, total(2500, "float32", 3))
-        assert path.startswith("host_staged: of GPU memory there are rings only; ")
+        assert path.startswith("host_staged: GPU memory has only the ring; ")
 
 
 # torch
@@ -496,7 +496,7 @@ def test_nccl_is_the_default_where_every_rank_has_a_gpu(monkeypatch, dtype, op):
         host = values(3000, dtype, rr.rank())
         scales = {} if dtype == "bool" else {"postscale_factor": 2.0}
         on_gpu = rr.allreduce(cupy.array(host), op=op, **scales).get()
-        expected = "nccl: every rank has a GPU of its own, and NCCL is there"
+        expected = "nccl: every rank has a GPU of its own, and NCCL is installed"
         other = "; else ipc: the host's ranks map each other's GPU memory (CUDA IPC)" if dtype == "int16" else ""
         assert rr.info().gpu_algorithm == expected + other
         return on_gpu, rr.allreduce(host, op=op, **scales)

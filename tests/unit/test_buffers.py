@@ -89,9 +89,12 @@ def test_dlpack_arrays_are_viewed():
 
 
 REFUSED = [
-    ([1, 2], r"a list is no array; pass numpy.array\(...\) of numbers, or many arrays to grouped_allreduce"),
-    ({"loss": 1.0}, r"a dict is no array; pass grouped_allreduce a list of its arrays: dict\(zip\("),
-    (print, "a builtin_function_or_method is no array; expected a NumPy, CuPy or torch array, or an object with __dlp"),
+    ([1, 2], r"a list is not an array; pass numpy.array\(...\) of numbers, or many arrays to grouped_allreduce"),
+    ({"loss": 1.0}, r"a dict is not an array; pass grouped_allreduce a list of its arrays: dict\(zip\("),
+    (
+        print,
+        "a builtin_function_or_method is not an array; expected a NumPy, CuPy or torch array, or an object with __dlp",
+    ),
     (np.ma.masked_array([1.0, 2.0], [False, True]), r"a masked array would lose its mask; pass array.filled\(value\)"),
     (torch.zeros(2, 3).to_sparse(), "layout torch.sparse_coo is not dense"),
     (torch.zeros(2, 3, dtype=torch.bfloat16).to_sparse(), "layout torch.sparse_coo is not dense"),
@@ -116,7 +119,7 @@ def test_a_container_of_an_array_is_no_array():
         def __getattr__(self, name):
             return getattr(np.zeros(2), name)
 
-    with pytest.raises(UnsupportedArrayError, match="Variable is no array"):
+    with pytest.raises(UnsupportedArrayError, match="Variable is not an array"):
         as_buffer(Variable())
 
 

@@ -20,7 +20,7 @@ LAYERS = [
     ["kernels.half", "kernels.copying"],
     ["settings", "dtypes", "partition", "trees"],
     ["gpu.runtime"],
-    ["gpu.choice"],
+    ["gpu.device_selection"],
     ["ops", "buffers", "compression"],
     ["gpu.kernels"],
     ["mpi"],

@@ -1,12 +1,11 @@
-"""Which GPU a rank gets: chosen in init() before MPI starts, since an MPI that knows CUDA takes the current one.
+"""Which GPU a rank uses: chosen in init() before MPI starts, since a CUDA-aware MPI uses the current one.
 
-    the script's own, if another than number 0 is current
+    the script's own, if it has made one other than number 0 current
     else the setting cuda_device
     else placed_gpu: the one to which ringrun has placed the rank, if CUDA shows it
-    else by local rank, in turn, as the rank's launcher tells it
+    else by local rank, round robin, from the launcher's environment variable
 
-Only libraries that the script has imported are asked and told. A job of NumPy arrays on a host with GPUs makes no
-context there, and nobody needs a GPU that nobody has asked for.
+Only libraries that the script has imported are used: a job of NumPy arrays on a host with GPUs creates no CUDA context.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ LOCAL_RANKS = (
     "MV2_COMM_WORLD_LOCAL_RANK",  # MVAPICH2
     "PALS_LOCAL_RANKID",  # Cray's
     "LOCAL_RANK",  # ringrun
-    "SLURM_LOCALID",  # srun; the shell of a Slurm job has it too, so whoever started ranks from there comes first
+    "SLURM_LOCALID",  # srun; a Slurm job's shell has it too, so the launchers that may run from there come first
 )
-"""Who tells a rank its number on its host."""
+"""The launchers' variables for the local rank, in order of precedence."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """Which GPU init() has made the current one, by CUDA's index, or None; and why, in words."""
+    """The CUDA index of the GPU that init() has made current, or None; and the reason, for the log."""
 
     index: int | None
     why: str
@@ -47,7 +46,7 @@ NOT_ASKED = Choice(None, "neither CuPy nor torch was imported before init()")
 def select(settings: Settings, environ: Mapping[str, str]) -> Choice:
     """Make this rank's GPU the calling thread's current one in CuPy and torch, where the script has imported them.
 
-    Cost:   without them microseconds, and without a GPU; else what they need to find GPUs, and a context on one.
+    Cost:   microseconds without these libraries or without a GPU; else their search for GPUs, and a context on one.
     Raises: SettingsError for a cuda_device that is not among the GPUs here.
     """
     imported = [library for library in (_Cupy, _Torch) if library.name in sys.modules]
@@ -57,8 +56,8 @@ def select(settings: Settings, environ: Mapping[str, str]) -> Choice:
         return _select(settings, environ, [library() for library in imported])
     except SettingsError:
         raise
-    except RuntimeError as exc:  # of CuPy or torch, such as a GPU that another process has for itself
-        return Choice(None, f"CUDA says: {exc}")  # a job that needs it will hear it from CUDA, others go on
+    except RuntimeError as exc:  # CuPy's or torch's, such as a GPU that another process uses exclusively
+        return Choice(None, f"CUDA says: {exc}")  # a job that needs a GPU will get the error from CUDA; others go on
 
 
 def _select(settings: Settings, environ: Mapping[str, str], imported: Sequence[_Cupy | _Torch]) -> Choice:
@@ -74,10 +73,10 @@ def _select(settings: Settings, environ: Mapping[str, str], imported: Sequence[_
 
 
 def chosen(settings: Settings, environ: Mapping[str, str], bus_ids: Sequence[str], own: int | None = None) -> Choice:
-    """The GPU of the rank with these variables, which sees those of `bus_ids` (empty texts: unknown), in CUDA's order.
+    """The GPU of the rank with these variables, among `bus_ids` (empty: unknown), in CUDA's order.
 
-    own: the one that the script has made current already; None: it has not, or number 0, where all scripts begin.
-    Raises: SettingsError for a cuda_device that is not there.
+    own: the one that the script has already made current; None: none, or number 0, the default.
+    Raises: SettingsError for a cuda_device that does not exist.
     """
     asked, count = settings.cuda_device, len(bus_ids)
     if asked:
@@ -89,17 +88,17 @@ def chosen(settings: Settings, environ: Mapping[str, str], bus_ids: Sequence[str
     if own is not None:
         return Choice(own, "the script's own choice before init()")
     if (placed := _find(bus_ids, settings.placed_gpu)) is not None:
-        return Choice(placed, f"ringrun has placed this rank at {settings.placed_gpu}")
+        return Choice(placed, f"ringrun has placed this rank on {settings.placed_gpu}")
     hidden = f", since CUDA does not show {settings.placed_gpu}" if settings.placed_gpu else ""
     for variable in LOCAL_RANKS:
         if environ.get(variable, "").isdecimal():
             rank = int(environ[variable])
             return Choice(rank % count, f"{variable}={rank}, of {count} GPU{'' if count == 1 else 's'}{hidden}")
-    return Choice(None, "no launcher tells the local rank: the current one stays")
+    return Choice(None, "no launcher set the local rank: the current GPU stays")
 
 
 def _find(bus_ids: Sequence[str], wanted: str) -> int | None:
-    """The index of a PCI bus id, which CUDA writes in capitals, Linux not, and each with zeros of its own."""
+    """The index of a PCI bus id; CUDA and Linux differ in case and in leading zeros."""
     if not wanted:
         return None
     return next((index for index, each in enumerate(bus_ids) if each and _numbers(each) == _numbers(wanted)), None)
@@ -115,13 +114,11 @@ def _not_there(asked: str, bus_ids: Sequence[str], environ: Mapping[str, str]) -
     within = "" if visible is None else f" with CUDA_VISIBLE_DEVICES={visible}"
     return (
         f"RINGREDUCE_CUDA_DEVICE={asked}: the GPUs that this process sees{within} are {listed}; name one of these, or "
-        "unset it, and each rank of a host gets the next one"
+        "unset it to give each rank of a host the next one"
     )
 
 
 class _Cupy:
-    """What CuPy shows and does."""
-
     name = "cupy"
 
     def __init__(self) -> None:
@@ -139,8 +136,6 @@ class _Cupy:
 
 
 class _Torch:
-    """What torch shows and does."""
-
     name = "torch"
 
     def __init__(self) -> None:
@@ -154,7 +149,7 @@ class _Torch:
         properties = self._cuda.get_device_properties(index)
         try:
             numbers = properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id
-        except AttributeError:  # an older torch does not tell them
+        except AttributeError:  # an older torch lacks them
             return ""
         return "{:04X}:{:02X}:{:02X}.0".format(*numbers)
 

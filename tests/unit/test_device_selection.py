@@ -9,7 +9,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from ringreduce.errors import SettingsError
-from ringreduce.gpu.choice import LOCAL_RANKS, NOT_ASKED, Choice, chosen, select
+from ringreduce.gpu.device_selection import LOCAL_RANKS, NOT_ASKED, Choice, chosen, select
 from ringreduce.settings import Settings
 
 BUS_IDS = ["0000:3B:00.0", "0000:5E:00.0", "0001:3B:00.0"]
@@ -123,14 +123,14 @@ def test_a_script_that_no_launcher_has_started_keeps_its_gpu():
 def test_where_ringrun_has_placed_a_rank_counts_more_than_its_local_rank(bus_id, index):
     environ = {"LOCAL_RANK": str(index + 1)}
     choice = chosen(Settings(placed_gpu=bus_id), environ, BUS_IDS)
-    assert choice == Choice(index, f"ringrun has placed this rank at {bus_id}")
+    assert choice == Choice(index, f"ringrun has placed this rank on {bus_id}")
 
 
 def test_a_rank_whose_gpu_cuda_does_not_show_goes_by_its_local_rank():
     choice = chosen(Settings(placed_gpu="0000:3c:00.0"), {"LOCAL_RANK": "1"}, BUS_IDS)
     assert choice == Choice(1, "LOCAL_RANK=1, of 3 GPUs, since CUDA does not show 0000:3c:00.0")
     masked = chosen(Settings(placed_gpu="0000:5e:00.0"), {"LOCAL_RANK": "1"}, ["0000:5E:00.0"])
-    assert masked == Choice(0, "ringrun has placed this rank at 0000:5e:00.0")
+    assert masked == Choice(0, "ringrun has placed this rank on 0000:5e:00.0")
     part_of_one = chosen(Settings(), {"LOCAL_RANK": "1"}, ["0000:5E:00.0"])
     assert part_of_one == Choice(0, "LOCAL_RANK=1, of 1 GPU")
 
@@ -144,7 +144,7 @@ def test_the_setting_counts_more_than_ringrun(asked, index):
 @pytest.mark.parametrize("asked", ["3", "99", "0000:3c:00.0"])
 def test_a_gpu_that_is_not_there_is_refused(asked):
     there = "0 (0000:3B:00.0), 1 (0000:5E:00.0), 2 (0001:3B:00.0)"
-    what_to_do = "name one of these, or unset it, and each rank of a host gets the next one"
+    what_to_do = "name one of these, or unset it to give each rank of a host the next one"
     settings = Settings(cuda_device=asked)
     assert refusal(settings) == (
         f"RINGREDUCE_CUDA_DEVICE={asked}: the GPUs that this process sees are {there}; {what_to_do}"
@@ -260,7 +260,7 @@ def test_init_chooses_before_mpi_starts_and_info_tells(tmp_path):
     done = run_alone(program, tmp_path, RINGREDUCE_PLACED_GPU="0000:5e:00.0")
     assert done.returncode == 0, done.stderr
     first, *table, last = done.stdout.splitlines()
-    assert first == last == "1 (ringrun has placed this rank at 0000:5e:00.0)"
+    assert first == last == "1 (ringrun has placed this rank on 0000:5e:00.0)"
     assert any(re.fullmatch(rf"gpu +{re.escape(first)}", line) for line in table)
 
 
