@@ -1,20 +1,20 @@
-// What is done to elements on a GPU, one launch for all tensors of a slot. gpu/kernels.py compiles and launches it.
+// The kernels, one launch for all tensors of a slot. gpu/kernels.py compiles and launches them.
 //
 //     tensors  |  a  | b |      c      |         pieces, anywhere in memory
 //              gather, load    ↓    ↑   scatter, store
 //     slot     |  a  |b..|      c      |         each piece starts at a multiple of 16 bytes
-//     tiles    |   |  |  |    |    |   |         what a block of threads takes at a time
+//     tiles    |   |  |  |    |    |   |         what a block of threads processes at a time
 //
 // gather, scatter   copy bytes as they are
 // load, store       prescale and widen; divide, postscale and round
-// reduce            combine the same elements of several slots, in the order given; divide, postscale and round
+// reduce            combine the same elements of several slots, in this order; divide, postscale and round
 //
-// No header is included: a machine with a GPU driver need have none. Defined by options: nothing (gather, scatter);
-// ELEMENT and PARTIAL, two types of the table in dtypes.py (load, store); and OP, a reduction (reduce).
-// Kernels are named after them, so that a profile tells them apart.
+// No header is included: a machine with only a GPU driver has none. Compiler options define nothing (gather, scatter);
+// ELEMENT and PARTIAL, two types of the table in dtypes.py (load, store); and OP, a reduction (reduce). The kernels'
+// names contain them, to be distinct in a profile.
 //
-// Results have the bits of ops.Reduction on the host. So arithmetic of floats is written in PTX: CuPy compiles with
-// -ftz=true, which would flush subnormal numbers to zero in C++ code, and nothing may be contracted to an FMA.
+// Results have the bits of ops.Reduction on the host. So float arithmetic is in PTX: CuPy compiles with -ftz=true,
+// which would flush subnormal numbers to zero in C++ code, and no operations may be contracted to an FMA.
 
 typedef signed char int8;
 typedef unsigned char uint8;
@@ -27,9 +27,7 @@ typedef unsigned long long uint64;
 typedef float float32;
 typedef double float64;
 
-struct alignas(16) Vector {
-    uint32 words[4];
-};
+struct alignas(16) Vector { uint32 words[4]; };
 
 // Some elements of one piece.
 struct alignas(16) Tile {
@@ -39,8 +37,8 @@ struct alignas(16) Tile {
     int32 count;
 };
 
-// Memory of this or of a peer's GPU, an aligned vector at a time. PTX, for the compiler cannot know which kind of memory
-// an address names that was itself read from memory.
+// Memory of this or of a peer's GPU, an aligned vector at a time. PTX, since the compiler cannot know that an address
+// which was itself read from memory is in global memory.
 #ifdef __CUDA_ARCH__
 __device__ Vector read(const Vector* source) {
     Vector value;
@@ -62,16 +60,10 @@ void write(Vector* target, Vector value) { *target = value; }
 
 #ifndef ELEMENT
 
-template <class Word>
-__device__ Word read(const Word* source) {
-    return *source;
-}
-template <class Word>
-__device__ void write(Word* target, Word value) {
-    *target = value;
-}
+template <class Word> __device__ Word read(const Word* source) { return *source; }
+template <class Word> __device__ void write(Word* target, Word value) { *target = value; }
 
-// Words that a thread has on their way at a time.
+// Words that a thread has in flight.
 const int BATCH = 2;
 
 // Copy nbytes from source(offset) to target(offset), both multiples of the word's size in memory.
@@ -110,7 +102,7 @@ __device__ void copy(Source source, Target target, int nbytes, uint64 address) {
         copy_words<uint8>(source, target, nbytes);
 }
 
-// Memory in one place.
+// Contiguous memory.
 struct Flat {
     uint64 address;
     __device__ uint8* operator()(uint32 offset) const { return reinterpret_cast<uint8*>(address + offset); }
@@ -148,12 +140,8 @@ extern "C" __global__ void scatter(const Tile* tiles, int64 tile_count, int64 it
 
 #else
 
-struct float16 {
-    uint16 bits;
-};
-struct bfloat16 {
-    uint16 bits;
-};
+struct float16 { uint16 bits; };
+struct bfloat16 { uint16 bits; };
 struct complex64 {
     typedef float Part;
     float real, imaginary;
@@ -220,15 +208,12 @@ FLOAT(float, __builtin_fmaf)
 FLOAT(double, __builtin_fma)
 __device__ float rounded(float, double value) { return static_cast<float>(value); }
 #endif
-// The first argument tells the type of the result, here and below.
+// The first argument selects the type of the result, here and below.
 __device__ double rounded(double, double value) { return value; }
 
-// ---- 16-bit floats to float32, exactly, and back, to nearest even; past the largest lies infinity
+// ---- 16-bit floats to float32, exactly, and back, to nearest even, past the largest to infinity
 
-union Bits {
-    float value;
-    uint32 bits;
-};
+union Bits { float value; uint32 bits; };
 
 __device__ float widen(float, bfloat16 element) {
     Bits wide;
@@ -288,23 +273,11 @@ float16 narrow(float16, float value) {
 }
 #endif
 
-template <class T>
-__device__ T widen(T, T element) {
-    return element;
-}
-template <class T>
-__device__ T narrow(T, T value) {
-    return value;
-}
-// what integers of up to 32 bits are averaged in
-template <class T>
-__device__ int64 widen(int64, T element) {
-    return element;
-}
-template <class T>
-__device__ T narrow(T, int64 value) {
-    return static_cast<T>(value);
-}
+template <class T> __device__ T widen(T, T element) { return element; }
+template <class T> __device__ T narrow(T, T value) { return value; }
+// integers of up to 32 bits are averaged in int64
+template <class T> __device__ int64 widen(int64, T element) { return element; }
+template <class T> __device__ T narrow(T, int64 value) { return static_cast<T>(value); }
 __device__ int64 widen(int64, int64 element) { return element; }
 __device__ int64 narrow(int64, int64 value) { return value; }
 
@@ -331,17 +304,10 @@ struct FloatScale {
     __device__ explicit FloatScale(double factor) : is_one(factor == 1.0), factor(rounded(T(), factor)) {}
     __device__ T operator()(T value) const { return is_one ? value : multiply(value, factor); }
 };
-template <>
-struct Scale<float> : FloatScale<float> {
-    using FloatScale<float>::FloatScale;
-};
-template <>
-struct Scale<double> : FloatScale<double> {
-    using FloatScale<double>::FloatScale;
-};
+template <> struct Scale<float> : FloatScale<float> { using FloatScale<float>::FloatScale; };
+template <> struct Scale<double> : FloatScale<double> { using FloatScale<double>::FloatScale; };
 
-template <>
-struct Scale<bool> {
+template <> struct Scale<bool> {
     __device__ explicit Scale(double) {}
     __device__ bool operator()(bool value) const { return value; }
 };
@@ -363,14 +329,8 @@ struct ComplexScale {
         return is_one ? value : complex_product(value, Complex{part.factor, Part(0)});
     }
 };
-template <>
-struct Scale<complex64> : ComplexScale<complex64> {
-    using ComplexScale<complex64>::ComplexScale;
-};
-template <>
-struct Scale<complex128> : ComplexScale<complex128> {
-    using ComplexScale<complex128>::ComplexScale;
-};
+template <> struct Scale<complex64> : ComplexScale<complex64> { using ComplexScale<complex64>::ComplexScale; };
+template <> struct Scale<complex128> : ComplexScale<complex128> { using ComplexScale<complex128>::ComplexScale; };
 
 // Integers: exactly, truncated toward zero.
 template <class T>
@@ -380,7 +340,7 @@ struct Divide {
     __device__ T operator()(T value) const { return divisor == 1 ? value : static_cast<T>(value / divisor); }
 };
 
-// By a power of two: times its reciprocal, which is exact; else that is given as 0.
+// By a power of two: times its reciprocal, which is exact; else `reciprocal` is 0.
 template <class T>
 struct FloatDivide {
     const bool is_one, is_exact;
@@ -394,17 +354,10 @@ struct FloatDivide {
         return is_one ? value : is_exact ? multiply(value, reciprocal) : divide(value, divisor);
     }
 };
-template <>
-struct Divide<float> : FloatDivide<float> {
-    using FloatDivide<float>::FloatDivide;
-};
-template <>
-struct Divide<double> : FloatDivide<double> {
-    using FloatDivide<double>::FloatDivide;
-};
+template <> struct Divide<float> : FloatDivide<float> { using FloatDivide<float>::FloatDivide; };
+template <> struct Divide<double> : FloatDivide<double> { using FloatDivide<double>::FloatDivide; };
 
-template <>
-struct Divide<bool> {
+template <> struct Divide<bool> {
     __device__ Divide(int64, double) {}
     __device__ bool operator()(bool value) const { return value; }
 };
@@ -424,14 +377,8 @@ struct ComplexDivide {
                        multiply(subtract(value.imaginary, multiply(value.real, ratio)), factor)};
     }
 };
-template <>
-struct Divide<complex64> : ComplexDivide<complex64> {
-    using ComplexDivide<complex64>::ComplexDivide;
-};
-template <>
-struct Divide<complex128> : ComplexDivide<complex128> {
-    using ComplexDivide<complex128>::ComplexDivide;
-};
+template <> struct Divide<complex64> : ComplexDivide<complex64> { using ComplexDivide<complex64>::ComplexDivide; };
+template <> struct Divide<complex128> : ComplexDivide<complex128> { using ComplexDivide<complex128>::ComplexDivide; };
 
 struct Start {
     const Scale<PARTIAL> prescale;
@@ -586,7 +533,7 @@ struct Max {
     __device__ static double of(double a, double b) { return less(b, a) || unordered(a, a) ? a : b; }
 };
 
-// What a thread takes of one source: 16 bytes from each of as many places.
+// What a thread reads of one source: 16 bytes at each of PLACES positions.
 template <int PLACES, class Packs>
 __device__ void read_packs(Packs& packs, uint64 source, const int64 (&places)[PLACES]) {
 #pragma unroll
@@ -603,7 +550,7 @@ NAMED(reduce, OP, ELEMENT, PARTIAL)
     const Start start(prescale);
     const Finish finish(divisor, reciprocal, postscale);
     const int WIDTH = 16 / sizeof(ELEMENT);
-    const int PLACES = WIDTH * sizeof(PARTIAL) > 64 ? 1 : 2;  // so that partial results take 32 registers at most
+    const int PLACES = WIDTH * sizeof(PARTIAL) > 64 ? 1 : 2;  // partial results use 32 registers at most
     const int64 whole = is_aligned ? count / WIDTH : 0;
     ELEMENT* target = reinterpret_cast<ELEMENT*>(target_address);
     for (int64 low = static_cast<int64>(blockIdx.x) * blockDim.x * PLACES + threadIdx.x; low < whole;
