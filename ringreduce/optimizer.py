@@ -1,6 +1,6 @@
 """The framework-neutral DistributedOptimizer: gradients are averaged over all ranks before the optimizer sees them.
 
-Wrapping is composition. An optimizer of a framework that has an adapter goes to that adapter; anything else that takes
+Wrapping is composition. An optimizer of a framework with an adapter is passed to that adapter; anything else that takes
 gradients is wrapped here. Arrays may be NumPy or CuPy (or whatever `ringreduce.allreduce` takes).
 """
 
@@ -22,7 +22,7 @@ FORMS = """\
   - a callable on gradients"""
 _METHODS = ("step", "update", "apply_gradients")
 _GRADIENT_NAMES = ("grads", "gradients", "grad", "gradient", "updates")
-"""What an argument that holds gradients is called; optax says updates."""
+"""Names of an argument that holds gradients; optax calls it updates."""
 _IN_JAX = """\
 outside of jax.jit reduce the gradients yourself:
     leaves, tree = jax.tree.flatten(grads)
@@ -30,8 +30,8 @@ outside of jax.jit reduce the gradients yourself:
 _NOT_THERE_YET = {
     "optax": f"optax has no adapter yet; {_IN_JAX}",
     "flax": f"flax has no adapter yet; {_IN_JAX}",
-    "keras": "Keras has no adapter yet, and model.fit would train each rank alone; in a loop of your own apply what "
-    "ringreduce.grouped_allreduce(gradients) gives",
+    "keras": "Keras has no adapter yet, and model.fit would train each rank alone; in your own loop apply the "
+    "result of ringreduce.grouped_allreduce(gradients)",
 }
 
 
@@ -46,12 +46,12 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     """Wrap `optimizer` so that it sees the gradients reduced over all ranks.
 
     optimizer: one of
-      - a torch.optim.Optimizer: see `ringreduce.torch.DistributedOptimizer`, which also tells its options;
+      - a torch.optim.Optimizer: see `ringreduce.torch.DistributedOptimizer`, also for its options;
       - an object with step(grads), update(params, grads) or apply_gradients(pairs of (gradient, parameter));
       - a callable on gradients.
     op:        how the gradients of all ranks become one.
-    gradients: which argument holds them, by its place (from 0) or name; needed where there are several and none of them
-               is called grads or gradients.
+    gradients: the argument that holds them, by index (from 0) or name; needed if there are several and none is named
+               grads or gradients.
 
     The gradients are any nesting of dicts, lists, tuples and arrays, equal in form and shapes on all ranks; None stays
     None. The caller's arrays are not changed: the optimizer gets new ones. All other attributes, and further arguments
@@ -59,8 +59,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 
     Cost:   as `grouped_allreduce`, at every call.
     Raises: TypeError for an object of no such form, InputError where it is not clear which argument holds the
-            gradients, and what `grouped_allreduce` raises.
-    Source: Horovod's DistributedOptimizer, for frameworks that it never served (horovod#1380).
+            gradients, and whatever `grouped_allreduce` raises.
+    Source: Horovod's DistributedOptimizer, for frameworks that it never supported (horovod#1380).
     """
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(optimizer, torch.optim.Optimizer):
@@ -79,7 +79,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             raise TypeError(f"DistributedOptimizer: {_NOT_THERE_YET[library]}")
     methods = [name for name in _METHODS if callable(getattr(optimizer, name, None))]
     if not (methods or callable(optimizer)):
-        raise TypeError(f"DistributedOptimizer: a {type(optimizer).__qualname__}; expected one of\n{FORMS}")
+        raise TypeError(f"DistributedOptimizer: got a {type(optimizer).__qualname__}; expected one of\n{FORMS}")
     if not methods:
         _place_of_gradients(optimizer, gradients)
     return ReducingOptimizer(optimizer, op, gradients)
@@ -140,7 +140,7 @@ def reduce_gradients(grads: Any, op: ReduceOp = Average) -> Any:
     return trees.replace_leaves(grads, by_name.__getitem__)
 
 
-def _place_of_gradients(function: Callable[..., Any], told: int | str | None) -> tuple[int, str]:
+def _place_of_gradients(function: Callable[..., Any], chosen: int | str | None) -> tuple[int, str]:
     """The place and the name of the argument that holds the gradients; InputError where that is not clear."""
     try:
         parameters = list(inspect.signature(function).parameters.values())
@@ -148,16 +148,16 @@ def _place_of_gradients(function: Callable[..., Any], told: int | str | None) ->
         parameters = []
     named = [each for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
     places = {each.name: sys.maxsize if each.kind is each.KEYWORD_ONLY else at for at, each in enumerate(named)}
-    if isinstance(told, int):
-        return told, named[told].name if told < len(named) else f"argument {told}"
-    if isinstance(told, str):
-        return places.get(told, sys.maxsize), told
+    if isinstance(chosen, int):
+        return chosen, named[chosen].name if chosen < len(named) else f"argument {chosen}"
+    if isinstance(chosen, str):
+        return places.get(chosen, sys.maxsize), chosen
     required = [each.name for each in named if each.default is each.empty]
     likely = [name for name in places if name in _GRADIENT_NAMES] or required
     if len(likely) != 1:
         what = getattr(function, "__name__", type(function).__name__)
         raise InputError(
             f"DistributedOptimizer: {what}({', '.join(map(str, parameters))}): which argument holds the gradients? "
-            "Call one of them grads, or say its place or name: DistributedOptimizer(optimizer, gradients=1)"
+            "Name one of them grads, or pass its index or name: DistributedOptimizer(optimizer, gradients=1)"
         )
     return places[likely[0]], likely[0]

@@ -1,4 +1,4 @@
-"""DistributedSampler: which items of a dataset are this rank's, for NumPy users and for torch's DataLoader alike."""
+"""DistributedSampler: this rank's items of a dataset, for NumPy users and for torch's DataLoader."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Indices = npt.NDArray[np.int64]
 
 
 class DistributedSampler:
-    """Parts the indices of a dataset among the ranks: all get equally many, in an order that changes every epoch.
+    """Splits the indices of a dataset among the ranks, equally many each, in an order that changes every epoch.
 
         sampler = rr.DistributedSampler(len(images))
         for epoch in range(epochs):
@@ -25,19 +25,19 @@ class DistributedSampler:
             for batch in sampler.batches(32):
                 loss, grads = loss_and_grads(params, images[batch], labels[batch])
 
-    All ranks draw the same order; rank r takes its items r, r + size, r + 2 size, … So batch k of all ranks together
-    is batch k of a single process whose batches are `size` times as long. Nothing is communicated.
+    All ranks draw the same order, and rank r takes items r, r + size, r + 2 size, … of it. So batch k of all ranks
+    together is batch k of a single process whose batches are `size` times as long. Nothing is communicated.
 
-    count_or_dataset: how many items there are, or anything that has a length.
-    num_replicas:     among how many the items are parted; by default size().
-    rank:             which of them this is; by default rank().
+    count_or_dataset: the number of items, or anything that has a length.
+    num_replicas:     number of parts; by default size().
+    rank:             the index of this part; by default rank().
     shuffle:          a new order every epoch; False: the order of the dataset.
-    seed:             of that order; it must be the same on all ranks, and 0 or more.
-    drop_last:        what happens to count % num_replicas items: True leaves them out; False gives every rank one
-                      more, and the first items of the order a second time to the ranks that would have too few.
+    seed:             of the order; 0 or more, the same on all ranks.
+    drop_last:        what happens to the last count % num_replicas items: True leaves them out; False gives every rank
+                      one item more, and repeats the first items of the order to fill up.
 
     Raises: InputError (a ValueError) for a wrong argument; NotInitializedError when size() or rank() is needed.
-    Source: torch.utils.data.DistributedSampler, whose place it can take; the shuffled order is NumPy's own.
+    Source: torch.utils.data.DistributedSampler, which it can replace; the shuffled order is NumPy's own.
 
     >>> [list(DistributedSampler(7, num_replicas=3, rank=rank, shuffle=False)) for rank in range(3)]
     [[0, 3, 6], [1, 4, 0], [2, 5, 1]]
@@ -71,7 +71,7 @@ class DistributedSampler:
         self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch, 0 or more, whose order is given from now on; call it on all ranks before each epoch."""
+        """Choose the epoch, 0 or more, that sets the order; call it on all ranks before each epoch."""
         self.epoch = _whole("epoch", epoch, lowest=0)
 
     def indices(self) -> Indices:
@@ -92,14 +92,14 @@ class DistributedSampler:
         return iter(self.indices().tolist())
 
     def __len__(self) -> int:
-        """How many items each rank gets: count / num_replicas, rounded up, or down with drop_last."""
+        """The number of items of each rank: count / num_replicas, rounded up, or down with drop_last."""
         if self.drop_last:
             return self.count // self.num_replicas
         return math.ceil(self.count / self.num_replicas)
 
 
 def _whole(name: str, value: Any, lowest: int) -> int:
-    """`value` as an int; raises InputError when it is none, or less than `lowest`."""
+    """`value` as an int; raises InputError when it is not one, or less than `lowest`."""
     try:
         number = operator.index(value)
     except TypeError:

@@ -47,6 +47,8 @@ MATRIX = [(name, op) for name, op in itertools.product(TABLE, OPS) if legal(op, 
 ONE_OF_EACH_CLASS = ("bool", "int8", "int64", "float16", "bfloat16", "float32", "complex128")
 FEW = [(name, op) for name, op in MATRIX if name in ONE_OF_EACH_CLASS and op in (Average, Sum, Min)]
 """What shows that an algorithm moves each kind of element right: the arithmetic is tested by unit/test_ops.py."""
+ONE_OF_EACH = [("bool", Min), ("int8", Sum), ("float16", Average), ("bfloat16", Sum), ("float32", Average)]
+"""What shows the same once more: on other ways, or between real processes."""
 readable = {"ids": lambda value: str(getattr(value, "value", value))}
 """For parametrize: ops by their names."""
 
@@ -54,6 +56,11 @@ readable = {"ids": lambda value: str(getattr(value, "value", value))}
 def all_but_few_extended(pairs):
     """For parametrize: of these pairs of a type and an op only FEW run always."""
     return parted(pairs, lambda *pair: pair in FEW)
+
+
+def all_but_one_of_each_extended(pairs):
+    """The same, of which only ONE_OF_EACH run always."""
+    return parted(pairs, lambda *pair: pair in ONE_OF_EACH)
 
 
 def reduced(op, arrays):

@@ -1,14 +1,14 @@
-"""The functions on arrays, one file a family. Each hands an operation to the engine, and gives or awaits a handle.
+"""The functions on arrays, one file a family. Each submits an operation, and returns its handle or waits for it.
 
 process_sets  ProcessSet, and adding and removing them
-world         who is where; what is built in
+world         ranks and hosts; what is built in
 reduce        allreduce, reducescatter
 gather        allgather, alltoall
 broadcast     broadcast, broadcast_parameters
 objects       broadcast_object, allgather_object
 control       init, shutdown, poll, synchronize, join, barrier, the timeline
-info          what this installation and this job look like
+info          this installation and this job
 
-Arrays may be NumPy, CuPy or torch, or anything that speaks DLPack or the CUDA array interface; results are of the same
-kind and on the same device, C-contiguous.
+Arrays may be NumPy, CuPy or torch arrays, or support DLPack or the CUDA array interface. Results are of the same kind,
+on the same device, and C-contiguous.
 """

@@ -24,8 +24,8 @@ def broadcast(
     Shape:  any, equal on all ranks.
     root_rank: a rank of the world, in a process set too.
     name:   as in `allreduce`.
-    Cost:   at most log2(size) messages sent by a rank, each of the whole tensor; one agreement.
-    Raises: InputError for a root_rank that is no rank, on every rank; MismatchError, for differing roots too;
+    Cost:   a rank sends at most log2(size) messages, each of the whole tensor; one agreement.
+    Raises: InputError on every rank for a root_rank that does not exist; MismatchError, for differing roots too;
             PeerLostError.
     Source: Horovod's broadcast.
     """
@@ -36,7 +36,7 @@ def broadcast(
 def broadcast_async(
     tensor: Any, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
-    """Begin a `broadcast`; `synchronize(handle)` gives its result."""
+    """Begin a `broadcast`; `synchronize(handle)` returns its result."""
     return _broadcast_one(tensor, root_rank, name, process_set, in_place=False, waits=False)
 
 
@@ -51,7 +51,7 @@ def broadcast_(
 def broadcast_async_(
     tensor: Any, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
-    """Begin a `broadcast_`; `tensor` must be left alone until `synchronize(handle)` returns it."""
+    """Begin a `broadcast_`; `tensor` must not be used until `synchronize(handle)` returns it."""
     return _broadcast_one(tensor, root_rank, name, process_set, in_place=True, waits=False)
 
 
@@ -84,7 +84,7 @@ def submit_broadcast(
     finish: Any,
     waits: bool,
 ) -> Handle:
-    """Hand in a broadcast of one tensor, or of a group with `names`."""
+    """Submit a broadcast of one tensor, or of a group with `names`."""
     current = runtime.current("broadcast")
     details = (("root_rank", whole(root_rank)),)
 
@@ -99,11 +99,11 @@ def submit_broadcast(
 
 
 def broadcast_parameters(params: Any, root_rank: int = 0, process_set: ProcessSet = global_process_set) -> None:
-    """Overwrite parameters with the root's, so that all ranks start alike.
+    """Overwrite parameters with the root's, so that all ranks start with the same values.
 
     params: a dict (nested too, such as a torch state_dict), (name, tensor) pairs (such as named_parameters()), or a
-            list of tensors; all of them arrays that can be written to, of any memory layout.
-    Cost:   as `broadcast`; small tensors travel together.
+            list of tensors; all of them writable arrays, of any memory layout.
+    Cost:   as `broadcast`; small tensors are fused.
     Raises: InputError (a ValueError) for anything else; MismatchError; PeerLostError.
     Source: Horovod's broadcast_parameters.
     """
@@ -118,8 +118,8 @@ def _named_parameters(params: Any) -> list[tuple[str, Any]]:
         params = list(params)  # model.named_parameters() is a generator
     if not isinstance(params, dict | list | tuple):
         raise InputError(
-            f"broadcast_parameters: a {type(params).__name__}; expected a dict of tensors, or a list of (name, tensor) "
-            "pairs"
+            f"broadcast_parameters: got a {type(params).__name__}; expected a dict of tensors, or a list of "
+            "(name, tensor) pairs"
         )
     if not isinstance(params, dict) and all(
         isinstance(each, tuple) and len(each) == 2 and isinstance(each[0], str) for each in params

@@ -18,20 +18,20 @@ DYNAMIC = "dynamic"
 
 
 def init(comm: Any = None, process_sets: str | Sequence[ProcessSet | Sequence[int]] | None = None) -> None:
-    """Form the world: start MPI if nobody has, learn which ranks and hosts there are, and start the engine.
+    """Start MPI if it is not running, find the ranks and hosts, and start the engine.
 
     comm: None for all ranks that the launcher started, an mpi4py communicator (duplicated), or a list of ranks of
           COMM_WORLD; every member must call it.
-    process_sets: the process sets to use, the same on all ranks (of communicators each rank's own); or "dynamic": they
-          are added later.
+    process_sets: the process sets to use, the same on all ranks (each rank passes its own communicators); or
+          "dynamic" to add them later.
 
-    Import your array library before it: CuPy and torch, where a script has imported them, get this rank's GPU as the
-    current one before MPI starts, unless the script has made another than number 0 current; see `info().gpu`.
+    Import your array library first: init() makes this rank's GPU current in CuPy and torch, if they are imported,
+    before MPI starts, unless the script has already made a GPU other than number 0 current; see `info().gpu`.
 
     Idempotent; after `shutdown()` a new world is formed. From now on an uncaught exception ends the whole job, and
     `shutdown()` is called when the interpreter exits.
-    Raises: StartupError when there is no MPI, or the launcher is another MPI's; SettingsError; MismatchError when ranks
-            have different settings or versions; InputError for a wrong process set.
+    Raises: StartupError when there is no MPI, or the launcher belongs to another MPI; SettingsError; MismatchError when
+            ranks have different settings or versions; InputError for a wrong process set.
     Source: Horovod's init.
     """
     if isinstance(process_sets, str) and process_sets != DYNAMIC:
@@ -56,7 +56,7 @@ def poll(handle: Handle) -> bool:
 
 
 def synchronize(handle: Handle) -> Any:
-    """Wait for an operation that an `_async` function began, and return its result.
+    """Wait for an operation that an `_async` function submitted, and return its result.
 
     Raises: MismatchError, PeerLostError and other CollectiveErrors: what went wrong with it.
     """
@@ -64,13 +64,13 @@ def synchronize(handle: Handle) -> Any:
 
 
 def join(device: int = -1, *, live_average: bool = False) -> int:
-    """Wait until all ranks have called it, and take part in the others' allreduces meanwhile, changing no result.
+    """Wait until all ranks have called it; until then take part in the others' allreduces without changing a result.
 
-    For data that does not come out even: a rank whose data has ended joins, the others go on.
+    For uneven data: a rank that has no more data joins, and the others continue.
 
     device:       ignored; there for Horovod's scripts.
-    live_average: an Average is divided by the ranks that have not joined, if all that have say so; by default by all
-                  ranks, as in Horovod.
+    live_average: divide an Average by the number of ranks that have not joined, if all that have joined ask for it; by
+                  default by all ranks, as in Horovod.
     Returns: the rank that joined last, the same on all ranks.
     Raises:  PeerLostError. Collectives other than allreduce fail on the other ranks while this one has joined.
     Source:  Horovod's join.
@@ -101,10 +101,10 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
-    """Record on all ranks what happens when, for chrome://tracing or https://ui.perfetto.dev.
+    """Record a timeline of all ranks, for chrome://tracing or https://ui.perfetto.dev.
 
-    file_path:   where rank 0 writes; other ranks' calls have no effect, they send theirs to rank 0.
-    mark_cycles: show when the engine told the other ranks of new tensors.
+    file_path:   where rank 0 writes; calls on other ranks have no effect, since they send their events to rank 0.
+    mark_cycles: show when the engine announced new tensors.
     Raises: InputError when the file cannot be written.
     Source: Horovod's start_timeline.
     """
@@ -118,7 +118,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
 
 
 def stop_timeline() -> None:
-    """Record no more; on return the file has the events of all ranks that answered within 5 s. See `start_timeline`."""
+    """Stop recording; on return the file has the events of all ranks that answered within 5 s. See `start_timeline`."""
     current = runtime.current("stop_timeline")
     if current.world.rank == 0:
         current.engine.stop_timeline()

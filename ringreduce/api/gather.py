@@ -20,11 +20,11 @@ __all__ += ["grouped_allgather_async"]
 
 
 def allgather(tensor: Array, name: str | None = None, process_set: ProcessSet = global_process_set) -> Array:
-    """The tensors of all ranks, one after the other along dim 0, in the order of the ranks.
+    """Concatenate the tensors of all ranks along dim 0, in rank order.
 
     Shape:  at least 1-d; dim 0 may differ per rank (and be 0), the others must be equal.
     name:   as in `allreduce`.
-    Cost:   size - 1 messages a rank; all rows but those of one rank sent by each; one agreement, and the row counts.
+    Cost:   size - 1 messages a rank, in which it sends all rows but one rank's; one agreement, and the row counts.
     Raises: InputError (a ValueError) for a 0-d tensor; MismatchError; PeerLostError.
     Source: Horovod's allgather.
     """
@@ -32,7 +32,7 @@ def allgather(tensor: Array, name: str | None = None, process_set: ProcessSet = 
 
 
 def allgather_async(tensor: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> Handle:
-    """Begin an `allgather`; `synchronize(handle)` gives its result."""
+    """Begin an `allgather`; `synchronize(handle)` returns its result."""
     return _allgather([tensor], name, process_set, lambda results: results[0], waits=False)
 
 
@@ -47,7 +47,7 @@ def grouped_allgather(
 def grouped_allgather_async(
     tensors: Sequence[Any], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
-    """Begin a `grouped_allgather`; `synchronize(handle)` gives the list of results."""
+    """Begin a `grouped_allgather`; `synchronize(handle)` returns the list of results."""
     return _allgather(tensors, name, process_set, list, waits=False)
 
 
@@ -77,13 +77,13 @@ def _check_rows(function: str, name: str | None, tensor: Buffer) -> None:
 def alltoall(
     tensor: Array, splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Send each rank its part of `tensor`'s rows, and return what all ranks sent here, in the order of the ranks.
+    """Send each rank its part of `tensor`'s rows, and return what all ranks sent to this one, in rank order.
 
     Shape:  at least 1-d; dim 0 may differ per rank, the others must be equal.
     splits: the rows for each rank: integers, (size,), their sum at most dim 0. None: equal parts.
-    Returns: the rows that came; with splits (rows, received_splits), the latter in the form of `splits`.
+    Returns: the received rows; with splits (rows, received_splits), the latter in the form of `splits`.
     Cost:   size - 1 messages a rank; all rows but the rank's own part sent by each; one agreement, and the splits.
-    Raises: InputError (a ValueError) for a 0-d tensor, wrong splits, or rows that cannot be parted equally.
+    Raises: InputError (a ValueError) for a 0-d tensor, wrong splits, or rows that cannot be split equally.
     Source: Horovod's alltoall.
     """
     return _alltoall(tensor, splits, name, process_set, waits=True).wait()
@@ -92,7 +92,7 @@ def alltoall(
 def alltoall_async(
     tensor: Any, splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
-    """Begin an `alltoall`; `synchronize(handle)` gives its result."""
+    """Begin an `alltoall`; `synchronize(handle)` returns its result."""
     return _alltoall(tensor, splits, name, process_set, waits=False)
 
 
@@ -121,18 +121,18 @@ def _alltoall(tensor: Any, splits: Any, name: str | None, process_set: ProcessSe
 def _equal_splits(rows: int, size: int) -> list[int]:
     if size and rows % size:
         raise InputError(
-            f"alltoall: {rows} rows cannot be parted equally among {size} ranks; pass splits, or a multiple of {size}"
+            f"alltoall: {rows} rows cannot be split equally among {size} ranks; pass splits, or a multiple of {size}"
         )
     return [rows // max(1, size)] * size
 
 
 def _given_splits(splits: Any, rows: int, size: int) -> list[int]:
     given = np.asarray(splits.tolist() if hasattr(splits, "tolist") else splits)
-    told = f"alltoall: splits={given.tolist()}"
+    what = f"alltoall: splits={given.tolist()}"
     if given.ndim != 1 or len(given) != size or given.dtype.kind not in "iu" or (given < 0).any():
-        raise InputError(f"{told}; expected {size} whole numbers of 0 or more, one for each rank")
+        raise InputError(f"{what}; expected {size} whole numbers of 0 or more, one for each rank")
     if given.sum() > rows:
-        raise InputError(f"{told} sum up to {given.sum()}, but the tensor has {rows} rows only")
+        raise InputError(f"{what} sum to {given.sum()}, but the tensor has only {rows} rows")
     return [int(n) for n in given]
 
 

@@ -1,4 +1,4 @@
-"""What this installation and this job look like: for bug reports, and to see which path was chosen."""
+"""This installation and this job: for bug reports, and to see which algorithm was chosen."""
 
 from __future__ import annotations
 
@@ -27,33 +27,33 @@ class Info:
     rank: int
     size: int
     hosts: tuple[int, ...]
-    """The number of each rank's host."""
+    """The number of the host of each rank."""
     generation: int
     gpu: str
-    """Which GPU init() has made the current one, by CUDA's index, and why. Arrays may lie on another."""
+    """The GPU that init() made current, by CUDA's index, and why. Arrays may lie on another."""
     algorithm: str
     """How an allreduce of all ranks moves data, by its size in bytes."""
     gpu_algorithm: str
-    """How an allreduce of all ranks moves GPU arrays, and why; found out when the first one comes."""
+    """How an allreduce of all ranks moves GPU arrays, and why; chosen when the first one is submitted."""
     usable_algorithms: tuple[str, ...]
-    """What RINGREDUCE_ALGORITHM can be."""
+    """The values that RINGREDUCE_ALGORITHM can take here."""
     constants: Constants
-    """Of the cost model: measured at the start, or given by RINGREDUCE_COSTS."""
+    """The cost model's constants: measured at the start, or set by RINGREDUCE_COSTS."""
     half_kernels: str
     """Whose kernels sum 16-bit floats: numba, torch or numpy."""
     shared_memory_bytes: int
-    """Of this rank, for its host's ranks; 0: there is none."""
+    """Shared memory that this rank contributes on its host; 0: there is none."""
     process_sets: dict[int, tuple[int, ...]]
     fusion_buffer_bytes: int
-    """Memory of the fusion buffer, per device."""
+    """Size of the fusion buffer, per device."""
     submissions: int
-    """Operations that this rank handed in."""
+    """Operations that this rank submitted."""
     known_submissions: int
-    """Those that cost a bit to agree on, since the ranks remembered them."""
+    """Submitted operations that the ranks remembered, so that agreeing on one cost a bit."""
     control_messages: int
-    """What this rank sent to agree on them, ..."""
+    """Messages that this rank sent to agree on its operations."""
     control_bytes: int
-    """... and how long that was together."""
+    """The total size of those messages."""
     settings: dict[str, Any]
 
     def __str__(self) -> str:
@@ -65,7 +65,7 @@ class Info:
 
 
 def info() -> Info:
-    """What this rank knows of the job; raises NotInitializedError before init().
+    """What this rank knows about the job; raises NotInitializedError before init().
 
     >>> print(info())                                                                                  # doctest: +SKIP
     version                  0.1.0

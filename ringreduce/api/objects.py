@@ -20,9 +20,9 @@ __all__ = ["allgather_object", "broadcast_object"]
 def broadcast_object(
     obj: Any = None, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """The root's object on every rank; the root gets its own back. Of any length.
+    """The root's object, of any length, on every rank; the root gets its own back.
 
-    Raises: InputError for a root_rank that is no rank; MismatchError; PeerLostError. Only the root's `obj` is used.
+    Raises: InputError for a root_rank that does not exist; MismatchError; PeerLostError. Only the root's `obj` is used.
     Source: Horovod's broadcast_object.
     """
     current = runtime.current("broadcast_object")
@@ -46,7 +46,7 @@ def broadcast_object(
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
-    """Every rank's object, in the order of the ranks. Of any length.
+    """Every rank's object, of any length, in rank order.
 
     Raises: MismatchError; PeerLostError.
     Source: Horovod's allgather_object.

@@ -15,19 +15,19 @@ __all__ += ["remove_process_set"]
 
 
 class ProcessSet:
-    """Some of the ranks, which run collectives among themselves: pass it as `process_set=`.
+    """A subset of the ranks for collectives: pass it as `process_set=`.
 
-    ranks_or_comm: ranks of the world in any order, or an mpi4py communicator of them. Of communicators each rank passes
-        its own, such as its part of a COMM_WORLD.Split(): all parts become process sets, and each rank knows its own.
+    ranks_or_comm: ranks of the world in any order, or an mpi4py communicator of them. Each rank passes its own
+        communicator, such as its part of a COMM_WORLD.Split(); all parts become process sets.
 
-    It can be used once `init(process_sets=[...])` or `add_process_set()` was given it.
+    Pass it to `init(process_sets=[...])` or `add_process_set()` before use.
     Source: Horovod's ProcessSet.
     """
 
     process_set_id: int | None = None
     """Its number, the same on all ranks; None before it was added and after it was removed."""
     ranks: list[int] | None = None
-    """Its members, rising; None for a communicator that init() has not seen yet."""
+    """Its members, in rising order; None for a communicator that init() has not seen yet."""
     comm: Any = None
 
     def __init__(self, ranks_or_comm: Sequence[int] | Any) -> None:
@@ -37,7 +37,7 @@ class ProcessSet:
             self.ranks = sorted(int(rank) for rank in ranks_or_comm)
 
     def size(self) -> int | None:
-        """How many ranks it has; None when it was not added."""
+        """The number of its ranks; None when it was not added."""
         return None if self.process_set_id is None else len(self._members())
 
     def rank(self) -> int | None:
@@ -58,7 +58,7 @@ class ProcessSet:
 
 
 class _GlobalProcessSet(ProcessSet):
-    """All ranks, whichever world there is."""
+    """All ranks of the current world."""
 
     process_set_id = GLOBAL
 
@@ -66,7 +66,7 @@ class _GlobalProcessSet(ProcessSet):
         pass
 
     def size(self) -> int | None:
-        """How many ranks there are; None before init()."""
+        """The number of ranks; None before init()."""
         return runtime.current("size").world.size if runtime.is_initialized() else None
 
     def rank(self) -> int | None:
@@ -85,7 +85,7 @@ global_process_set: ProcessSet = _GlobalProcessSet()
 
 
 def number_of(process_set: ProcessSet, function: str) -> int:
-    """The number by which the engine knows a set; raises InputError when it was not added."""
+    """The engine's number of a set; raises InputError when it was not added."""
     if not isinstance(process_set, ProcessSet):
         raise InputError(f"{function}: process_set={process_set!r}; expected a ProcessSet")
     if process_set.process_set_id is None:
@@ -97,13 +97,13 @@ def number_of(process_set: ProcessSet, function: str) -> int:
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Make a process set known on all ranks; every rank must call it, members or not, in the same order.
+    """Add a process set; every rank must call it, members or not, in the same order.
 
     Returns: the set, which can be used from now on.
     Cost:    one agreement.
-    Raises:  InputError (a ValueError) when there is a set of these ranks already, a rank does not exist, or sets are
-             not dynamic: init(process_sets="dynamic") or RINGREDUCE_DYNAMIC_PROCESS_SETS=1 (Horovod's name of it is
-             understood) allow this; MismatchError when ranks pass different ones.
+    Raises:  InputError (a ValueError) when a set of these ranks exists already, a rank does not exist, or sets are not
+             dynamic: init(process_sets="dynamic") or RINGREDUCE_DYNAMIC_PROCESS_SETS=1 (or Horovod's name for it)
+             allow this; MismatchError when ranks pass different ones.
     Source:  Horovod's add_process_set.
     """
     current = runtime.current("add_process_set")
@@ -128,9 +128,9 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Forget a process set on all ranks; every rank must call it.
+    """Remove a process set; every rank must call it.
 
-    Returns: False when it was not known, or is that of all ranks; True when it was removed.
+    Returns: True when it was removed; False when it was not added, or is the global one.
     Raises:  InputError (a ValueError) when sets are not dynamic; MismatchError when ranks pass different ones.
     Source:  Horovod's remove_process_set.
     """

@@ -34,14 +34,14 @@ def allreduce(
 ) -> Array:
     """Reduce `tensor` over all ranks; returns a new array, the same bits on every rank.
 
-    Shape:  any, equal on all ranks; all types of `ringreduce.dtypes`. What is not C-contiguous is copied first.
-            A number gives a NumPy number, the average of Python ints a float.
+    Shape:  any, equal on all ranks; all types of `ringreduce.dtypes`. Arrays are copied first if not C-contiguous.
+            For a number the result is a NumPy number; the average of Python ints is a float.
     average: Horovod's older form of op: True is Average, False Sum.
-    name:   by it the ranks' tensors meet; without one they are numbered, and the order of calls must be the same.
+    name:   by which tensors are matched; calls without one are numbered, and must be in the same order on all ranks.
     compression: `Compression.fp16` or `.bf16` send floating-point elements in 16 bits.
     op:     Average (the default; bool: an error; integer arrays: truncated toward zero), Sum, Min, Max (complex:
             errors), Product, Adasum (floating-point, a power of two of ranks).
-    Scale:  prescale_factor multiplies what goes in, postscale_factor what comes out.
+    Scale:  prescale_factor multiplies the input, postscale_factor the result.
     Cost:   2 (size - 1) messages a rank, about 2 nbytes (size - 1) / size sent by each, slot by slot; one agreement.
     Raises: InputError (a ValueError) for a wrong argument, or a name that is pending; MismatchError on all ranks when
             they pass different shapes, types, ops, scales or kinds of device; PeerLostError.
@@ -63,7 +63,7 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """Begin an `allreduce`; `synchronize(handle)` gives its result. `tensor` must not change until then."""
+    """Begin an `allreduce`; `synchronize(handle)` returns its result. `tensor` must not change until then."""
     reduction = arguments_of("allreduce", average, op, prescale_factor, postscale_factor, process_set)
     return submit([tensor], name, None, reduction, one=True)
 
@@ -90,7 +90,7 @@ def allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """Begin an `allreduce_`; `tensor` must be left alone until `synchronize(handle)` returns it."""
+    """Begin an `allreduce_`; `tensor` must not be used until `synchronize(handle)` returns it."""
     reduction = arguments_of("allreduce", average, op, prescale_factor, postscale_factor, process_set)
     return submit([tensor], name, None, reduction, in_place=True, one=True)
 
@@ -109,8 +109,8 @@ def grouped_allreduce(
 ) -> list[Array]:
     """Reduce many tensors, all or none of them; returns new arrays. Otherwise as `allreduce`.
 
-    name:  that of the group;  names: those of the tensors, for error messages.
-    Cost:  one agreement for all; small ones travel together.
+    name:  of the group;  names: of the tensors, for error messages.
+    Cost:  one agreement for all; small tensors are fused.
     """
     reduction = arguments_of("allreduce", average, op, prescale_factor, postscale_factor, process_set)
     compressed, contexts = compress_all(compression, tensors)
@@ -129,7 +129,7 @@ def grouped_allreduce_async(
     *,
     names: Sequence[str] | None = None,
 ) -> Handle:
-    """Begin a `grouped_allreduce`; `synchronize(handle)` gives the list of results."""
+    """Begin a `grouped_allreduce`; `synchronize(handle)` returns the list of results."""
     reduction = arguments_of("allreduce", average, op, prescale_factor, postscale_factor, process_set)
     return submit(tensors, name, names, reduction)
 
@@ -162,7 +162,7 @@ def grouped_allreduce_async_(
     *,
     names: Sequence[str] | None = None,
 ) -> Handle:
-    """Begin a `grouped_allreduce_`; `synchronize(handle)` gives the list of tensors."""
+    """Begin a `grouped_allreduce_`; `synchronize(handle)` returns the list of tensors."""
     reduction = arguments_of("allreduce", average, op, prescale_factor, postscale_factor, process_set)
     return submit(tensors, name, names, reduction, in_place=True)
 
@@ -176,7 +176,7 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Array:
-    """Reduce `tensor` over all ranks; each rank gets its part of the rows, as a new array.
+    """Reduce `tensor` over all ranks; returns this rank's part of the rows, as a new array.
 
     Shape:  (rows, ...), equal on all ranks; the result (rows // size, ...), one row more on the first rows % size.
     op:     Average or Sum.
@@ -195,7 +195,7 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Handle:
-    """Begin a `reducescatter`; `synchronize(handle)` gives its result."""
+    """Begin a `reducescatter`; `synchronize(handle)` returns its result."""
     reduction = arguments_of("reducescatter", None, op, prescale_factor, postscale_factor, process_set)
     return submit([tensor], name, None, reduction, one=True)
 
@@ -224,13 +224,13 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Handle:
-    """Begin a `grouped_reducescatter`; `synchronize(handle)` gives the list of results."""
+    """Begin a `grouped_reducescatter`; `synchronize(handle)` returns the list of results."""
     reduction = arguments_of("reducescatter", None, op, prescale_factor, postscale_factor, process_set)
     return submit(tensors, name, None, reduction)
 
 
 class Arguments:
-    """What is to be done to the elements, and where; there is one for all calls with the same."""
+    """The arguments of a reduction; calls with equal arguments share one object."""
 
     def __init__(self, function: str, op: ReduceOp, prescale: float, postscale: float, process_set: int) -> None:
         if function == "reducescatter" and op not in (Average, Sum):
@@ -240,24 +240,24 @@ class Arguments:
         self._op = op
         self._scales = prescale, postscale
         self.details = (("op", op.value), ("prescale_factor", prescale), ("postscale_factor", postscale))
-        self._fitting: set[str] = set()  # element types that can be reduced so
+        self._fitting: set[str] = set()  # element types that passed the check
 
     def number(self, tensor: Any) -> Any:
-        """A Python int that is averaged as a float: nobody has chosen an integer type for it."""
+        """A Python int that is averaged becomes a float: the caller has chosen no integer type for it."""
         return float(tensor) if type(tensor) is int and self._op is Average else tensor
 
     def check(self, tensor: Buffer) -> None:
-        """Raise InputError for a tensor that cannot be reduced so."""
+        """Raise InputError for a tensor that cannot be reduced this way."""
         if tensor.element.name not in self._fitting:
             Reduction(self._op, tensor.element, 1, *self._scales).check()
             self._fitting.add(tensor.element.name)
         if self._op is Average and tensor.element.kind in "iu":
-            _warn_of_cut_averages()
+            _warn_of_truncated_averages()
         if self.function == "reducescatter" and not tensor.shape:
             raise InputError("reducescatter: a 0-d tensor has no rows to scatter; pass one of at least 1 dimension")
 
     def sign(self, inputs: Sequence[Buffer], names: Sequence[str] | None, name: str) -> Signature:
-        """For the agreement."""
+        """The signature by which ranks agree."""
         if len(inputs) == 1 and names is None:
             only = inputs[0]
             return _sign_one(self, name, only.element.name, only.shape, only.device)
@@ -269,15 +269,15 @@ class Arguments:
 def arguments_of(
     function: str, average: bool | None, op: ReduceOp | None, prescale: float, postscale: float, process_set: ProcessSet
 ) -> Arguments:
-    """The arguments of a call, checked as far as that is possible without the tensors."""
+    """The arguments of a call, checked as far as possible without the tensors."""
     op = which_op(function, average, op)
     return _same_arguments(function, op, float(prescale), float(postscale), number_of(process_set, function))
 
 
 @functools.cache
-def _warn_of_cut_averages() -> None:
+def _warn_of_truncated_averages() -> None:
     LOGGER.warning(
-        "averages of integer arrays are cut off to whole numbers, as in Horovod; pass floats, or op=Sum (told once)"
+        "averages of integer arrays are truncated to whole numbers, as in Horovod; pass floats, or op=Sum (shown once)"
     )
 
 
@@ -302,9 +302,9 @@ def submit(
     waits: bool = False,
     line: str | None = None,
 ) -> Handle:
-    """Hand the tensors in; the handle gives the list of reduced arrays, or the only array when `one`.
+    """Submit the tensors; the handle returns the list of reduced arrays, or the only array when `one`.
 
-    line: of the user's that led here, where the caller knows it.
+    line: the line of the user's script, where the caller knows it.
     """
     engine = runtime.current(arguments.function).engine
     if in_place:

@@ -1,4 +1,4 @@
-"""What the families of functions have in common: turning arrays into what the engine takes, and results back."""
+"""What the families of functions share: checking arguments, and turning results into the caller's kind of array."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is where, which a forked child of a rank may ask too, and what is built in."""
+"""Ranks and hosts, which a forked child of a rank may ask for too, and what is built in."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def is_homogeneous() -> bool:
 
 
 def mpi_threads_supported() -> bool:
-    """True when MPI lets any thread call it, so that a script may use mpi4py beside ringreduce; after init() only."""
+    """True when MPI lets any thread call it, so that a script may use mpi4py beside ringreduce; needs init()."""
     runtime.current("mpi_threads_supported")
     return mpi.threads_supported()
 
@@ -68,7 +68,7 @@ gloo_built = ccl_built = ddl_built = rocm_built = gloo_enabled
 
 
 def nccl_built() -> bool:
-    """True when RINGREDUCE_ALGORITHM=nccl can be asked for: CuPy is installed, and finds NCCL. It imports CuPy then."""
+    """True when RINGREDUCE_ALGORITHM=nccl can be used: CuPy is installed and finds NCCL. Imports CuPy to find out."""
     if not cuda_built():
         return False
     with warnings.catch_warnings():

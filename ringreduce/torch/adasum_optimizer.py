@@ -1,4 +1,4 @@
-"""DistributedOptimizer with op=Adasum: every rank makes its own step, and the steps are reduced.
+"""DistributedOptimizer with op=Adasum: every rank steps on its own, and the changes of the parameters are reduced.
 
 Adasum adds what is orthogonal in two vectors and averages what is parallel. It is applied to the change of the
 parameters, not to the gradients, so that what an optimizer such as Adam makes of a gradient is kept.
@@ -47,7 +47,7 @@ class DeltaReducer(Reducer):
 
     @torch.no_grad()
     def reduce(self, starts: Sequence[tuple[Gradient, torch.Tensor]]) -> None:
-        """Go from where each parameter stood by what Adasum makes of all ranks' changes."""
+        """Add the Adasum of all ranks' changes to where each parameter started."""
         under_way = [
             (each.parameter, start, self.reduction.begin_dense([(each.name, each.parameter.detach() - start)]))
             for each, start in starts
@@ -59,7 +59,7 @@ class DeltaReducer(Reducer):
 
 
 class AdasumMixin(WrappedMixin):
-    """What a wrapped optimizer does differently with op=Adasum; stands before the user's class in the inheritance."""
+    """What a wrapped optimizer does differently with op=Adasum; precedes the user's class in the MRO."""
 
     _reducer: DeltaReducer
 

@@ -1,7 +1,7 @@
 """broadcast_optimizer_state: all ranks' optimizers get the root's state, whatever each had before.
 
-The root sends what its state looks like, pickled, with a mark in place of each tensor; then the tensors, as one group.
-Nobody takes a step for it, so the root's own state stays as it is.
+The root sends an outline of its state, pickled, with a mark in place of each tensor; then the tensors, as one group.
+No rank takes a step for this, so the root's own state does not change.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ringreduce.api.world import rank
 from ringreduce.buffers import as_buffer
 from ringreduce.errors import InputError
 
-NAME = "optimizer state"  # of the operations: by it ranks meet that have seen other operations without a name
+NAME = "optimizer state"  # of the operations, so that they match on ranks with different numbers of unnamed operations
 
 
 def broadcast_optimizer_state(
@@ -32,9 +32,9 @@ def broadcast_optimizer_state(
     """Give all ranks' optimizers the root's state and options; afterwards all `state_dict()`s are equal, bit for bit.
 
     optimizer: a torch optimizer, or one that `DistributedOptimizer` wrapped, with the same parameters on each rank. The
-               root may have a state that others lack, and have none where they have one.
+               root may have state that others lack, or lack state that they have.
     model:     ignored; there for Horovod's scripts.
-    Cost:      a broadcast of what the state looks like, and one of all its tensors.
+    Cost:      a broadcast of the outline, and one of all tensors.
     Raises:    InputError (a ValueError) on a rank whose optimizer has other parameters than the root's; PeerLostError.
     Source:    Horovod's broadcast_optimizer_state, which takes a step where there is no state, and refuses LBFGS.
     """
@@ -63,7 +63,7 @@ class _Outline(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Mark:
-    """Stands for a tensor that comes apart."""
+    """Stands for a tensor, which is sent separately."""
 
     number: int
     name: str

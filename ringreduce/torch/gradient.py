@@ -36,16 +36,16 @@ class Gradient:
 
     @property
     def trains(self) -> bool:
-        """A frozen one takes no part."""
+        """False for a frozen parameter, which takes no part."""
         return self.seen > 0 or self.parameter.requires_grad
 
     @property
     def local(self) -> torch.Tensor | None:
-        """What this rank computed."""
+        """The gradient that this rank computed."""
         return plain(self.parameter.grad)
 
     def count(self) -> None:
-        """Note a backward pass; the first one anew when .grad was set to None since the last."""
+        """Count a backward pass, from 1 again when .grad was set to None since the last."""
         gradient = self.parameter.grad
         if self.seen and self.in_flight is None and self._last() is not gradient:
             self.seen = 0
@@ -59,13 +59,13 @@ class Gradient:
             self.is_untouched = True
 
     def show_placeholder(self) -> None:
-        """Put zeros into .grad, or for tables of rows, to which autograd may add sparse ones, what is nothing to it."""
+        """Put zeros into .grad; for a table of rows, to which autograd may add sparse ones, an empty sparse tensor."""
         parameter = self.parameter.detach()
         is_table = parameter.dim() == 2
         self.attach(empty_sparse(parameter, 1) if is_table else torch.zeros_like(parameter), is_table)
 
     def attach(self, gradient: torch.Tensor, is_placeholder: bool = False) -> None:
-        """Put a PendingGradient into .grad; the one that is there stays, somebody may hold it."""
+        """Put a PendingGradient into .grad; one that is there already stays, since the user may hold it."""
         pending, self.is_untouched = self.pending, False
         if pending is not None and self.parameter.grad is pending:
             pending.value = gradient
@@ -82,7 +82,7 @@ class Gradient:
             self.parameter.grad = gradient
 
     def begin(self) -> None:
-        """Somebody looks at it: begin to reduce it, if nobody has."""
+        """It is accessed: begin to reduce it, if that has not begun."""
         reducer = self._reducer()
         if self.is_untouched:
             self.detach_pending(torch.zeros_like(self.parameter.detach()))
@@ -97,7 +97,7 @@ class Gradient:
 
 
 class Reducer:
-    """What reducers of gradients and of steps' changes have in common; hooks call `on_gradient`."""
+    """The base of the reducers of gradients and of parameter changes; hooks call `on_gradient`."""
 
     def __init__(self, passes: int, reduction: GradientTransport) -> None:
         self.passes = passes
@@ -141,7 +141,7 @@ class InFlight:
 
 
 def check_layout(gradient: Gradient) -> None:
-    """Learn what all ranks found; raises MismatchError when this rank's gradient is of another layout."""
+    """Wait for the agreed layout; raises MismatchError when this rank's gradient has another."""
     if gradient.layout_handle is None:
         return
     mine = layout_of(gradient.local)

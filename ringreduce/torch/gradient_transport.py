@@ -1,4 +1,4 @@
-"""How gradients travel: compressed, scaled, dense or sparse. What is reduced when is reducer.py's."""
+"""How gradients are reduced: compressed, scaled, dense or sparse. reducer.py decides when."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class GradientTransport:
     ) -> None:
         self.sparse_as_dense = sparse_as_dense
         self.process_set = process_set
-        self.size = 1  # how many ranks take part; 1: nothing is to be done
+        self.size = 1  # ranks that take part; 1: there is nothing to do
         self._op, self._compression, self._predivide = op, compression, predivide
         self.settle()
 
     def settle(self) -> None:
-        """Go by the world there is: another init() may have made one of another size."""
+        """Adopt the current world: another init() may have changed its size."""
         number_of(self.process_set, "DistributedOptimizer")
         self.size = (self.process_set.size() or 1) if self.process_set.included() else 1
         if self._op is Adasum and self.size & (self.size - 1):
@@ -51,9 +51,9 @@ class GradientTransport:
         self._sparse = op, scales[0] * scales[1]
 
     def begin_dense(self, gradients: Sequence[Named], line: str | None = None) -> Finish:
-        """Begin to reduce dense gradients in place; many are a group, which is reduced all or nothing.
+        """Begin to reduce dense gradients in place; several form a group, reduced all or nothing.
 
-        line: of the user's that led here, where the caller knows it.
+        line: the line of the user's script, where the caller knows it.
         """
         tensors = [gradient.detach() if gradient.requires_grad else gradient for _, gradient in gradients]
         if self.size == 1:

@@ -15,7 +15,7 @@ _owners: weakref.WeakValueDictionary[int, GradientHooks] = weakref.WeakValueDict
 class GradientHooks:
     """Calls `on_gradient(parameter)` of a listener, only weakly held, when backward has added to a gradient.
 
-    A model may be wrapped again: its parameters are taken from earlier hooks then, whether their owner is gone or not.
+    A model may be wrapped again: then its parameters lose their earlier hooks, whether the owner is gone or not.
     """
 
     def __init__(self, listener: Any) -> None:
@@ -25,7 +25,7 @@ class GradientHooks:
         self._handles: dict[int, Any] = {}
 
     def watch(self, parameter: Any) -> None:
-        """Hear of a parameter; one that is frozen now from when it is not any more, see `refresh`."""
+        """Watch a parameter; a frozen one from when it is unfrozen, see `refresh`."""
         older = _owners.get(id(parameter))
         if older is not None:
             older._forget(parameter)
@@ -39,7 +39,7 @@ class GradientHooks:
             self._handles.pop(id(parameter)).remove()
 
     def refresh(self) -> None:
-        """Put hooks on parameters that were frozen, and are not any more: torch refuses them before."""
+        """Put hooks on parameters that are no longer frozen: torch refuses hooks on frozen ones."""
         thawed = [each for each in self._waiting if each.requires_grad]
         if not thawed:
             return
@@ -61,7 +61,7 @@ def _hook(listener: weakref.ReferenceType[Any]) -> Callable[[torch.Tensor], None
 
 
 def too_often(name: str, seen: int, passes: int) -> str:
-    """The message when backward came once more than it may."""
+    """The message for one backward too many."""
     return (
         f"the gradient of {name!r} was computed {seen} times since the last step(), but backward_passes_per_step is "
         f"{passes}; raise it, call step() in between, or put the backward into `with optimizer.no_sync():`"

@@ -1,10 +1,10 @@
-"""The collectives that wait for their result and give it as a new tensor: autograd goes through them.
+"""The synchronous collectives that return new tensors: autograd goes through them.
 
-The other forms, in place and `_async`, are those of `ringreduce.api`, and unknown to autograd.
+The in-place and `_async` forms are those of `ringreduce.api`, and unknown to autograd.
 
-A gradient is computed by a collective too, so all ranks must go backward through the same functions. Its scale is
-Horovod's: that of a loss which is averaged over the ranks where the result is (allgather, broadcast), and for a
-reduction the same reduction again.
+A gradient is computed by a collective too, so all ranks must run backward through the same functions. Its scale is
+Horovod's: for allgather and broadcast that of a loss averaged over the ranks, and for a reduction the same reduction
+again.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Gradient = Callable[[Tensors], Tensors]
 
 
 class _Collective(torch.autograd.Function):
-    """Ties results to the tensors they came from. The collective itself has run before, in the caller's own line."""
+    """Connects results to their inputs for autograd. The collective itself has run before, in the caller's line."""
 
     @staticmethod
     def forward(ctx: Any, gradient: Gradient, results: Tensors, *tensors: torch.Tensor) -> Any:
@@ -83,7 +83,7 @@ def allreduce(
 ) -> torch.Tensor:
     """Reduce `tensor` over all ranks; returns a new tensor, the same bits on every rank.
 
-    Gradient: for Average and Sum the same allreduce, compressed too; there is none for other ops, going backward
+    Gradient: for Average and Sum the same allreduce, compressed too; other ops have none, and running backward
               through them raises InputError.
     Otherwise as `ringreduce.allreduce`; non-contiguous and sparse tensors: InputError (a ValueError).
     Source: Horovod's allreduce.
@@ -125,9 +125,9 @@ def grouped_allreduce(
 def allgather(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
-    """The tensors of all ranks, one after the other along dim 0, in the order of the ranks.
+    """Concatenate the tensors of all ranks along dim 0, in rank order.
 
-    Gradient: the result's, averaged over the ranks; of it this rank's own rows.
+    Gradient: this rank's rows of the result's gradient, averaged over the ranks.
     Otherwise as `ringreduce.allgather`.
     Source: Horovod's allgather.
     """
@@ -157,8 +157,8 @@ def broadcast(
 ) -> torch.Tensor:
     """The root's tensor, as a new one on every rank.
 
-    Gradient: on the root the result's, averaged over the ranks; elsewhere zeros. Every rank's tensor must require it,
-              or none's: a rank that has no reason to go backward leaves the others waiting.
+    Gradient: on the root the result's, averaged over the ranks; elsewhere zeros. Either all ranks' tensors must require
+              it or none: a rank that does not run backward leaves the others waiting.
     Otherwise as `ringreduce.broadcast`.
     Source: Horovod's broadcast.
     """
@@ -177,10 +177,10 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Send each rank its part of `tensor`'s rows, and return what all ranks sent here, in the order of the ranks.
+    """Send each rank its part of `tensor`'s rows, and return what all ranks sent to this one, in rank order.
 
     splits:   the rows for each rank: an int32 tensor or a list, (size,), its sum at most dim 0. None: equal parts.
-    Returns:  the rows that came; with splits (rows, received_splits), the latter an int32 tensor, (size,).
+    Returns:  the received rows; with splits (rows, received_splits), the latter an int32 tensor, (size,).
     Gradient: sent back to where the rows came from; zeros for rows that went nowhere.
     Otherwise as `ringreduce.alltoall`.
     Source:   Horovod's alltoall.
@@ -204,12 +204,12 @@ def alltoall_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """Begin an `alltoall`; `synchronize(handle)` gives (rows, received_splits), without splits too, as in Horovod."""
+    """Begin an `alltoall`; `synchronize(handle)` returns (rows, received_splits) even without splits, as in Horovod."""
     return gather.alltoall_async(tensor, _splits(tensor, splits, process_set), name, process_set)
 
 
 def _splits(tensor: Any, splits: Any, process_set: ProcessSet) -> Any:
-    """The splits as an int32 tensor; None where they are wrong in a way that the collective itself tells."""
+    """The splits as an int32 tensor; None where they are wrong and the collective itself raises the error."""
     if splits is None:
         number_of(process_set, "alltoall")
         shape, size = getattr(tensor, "shape", ()), process_set.size()
@@ -231,9 +231,9 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> torch.Tensor:
-    """Reduce `tensor` over all ranks; each rank gets its part of the rows, as a new tensor.
+    """Reduce `tensor` over all ranks; returns this rank's part of the rows, as a new tensor.
 
-    Gradient: an allgather of the parts', times both factors, and for Sum times the number of ranks.
+    Gradient: an allgather of the parts' gradients, times both factors, and for Sum times the number of ranks.
     Otherwise as `ringreduce.reducescatter`.
     Source: Horovod's reducescatter.
     """

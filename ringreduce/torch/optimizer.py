@@ -49,11 +49,11 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     Returns an object of a subclass of the optimizer's own class, with its parameter groups and state: schedulers,
     state_dict and isinstance work. Make it after the model is on its device, and use it in place of `optimizer`.
 
-    named_parameters: model.named_parameters(); by these names ranks find each other's gradients, so they must be alike
-        on all ranks, and differ from those of another optimizer that is used at the same time. Numbered by default.
+    named_parameters: model.named_parameters(); gradients are matched by these names, so they must be equal on all
+        ranks, and differ from those of another optimizer that is used at the same time. Numbered by default.
     compression: `Compression.fp16` or `.bf16` send gradients in 16 bits; or your own `Compressor`.
-    backward_passes_per_step: gradients of so many backward passes are summed before they are reduced, and not divided:
-        divide the loss for their mean. step() after fewer reduces what there is.
+    backward_passes_per_step: gradients of this many backward passes are summed, not averaged, before they are reduced;
+        for their mean divide the loss. step() after fewer passes reduces what there is.
     op: Average, Sum, or Adasum: every rank steps by its own gradients, and the changes of the parameters are reduced
         (a power of two of ranks; the gradients that you see are the rank's own; groups have no effect).
     gradient_predivide_factor: f: Average divides by f before the sum and by size / f after it.
@@ -62,32 +62,32 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         others are on their own), alike on all ranks.
     sparse_as_dense: reduce sparse gradients (torch.nn.Embedding(sparse=True)) as dense ones; by default all ranks' rows
         are gathered, and .grad is sparse and coalesced.
-    process_set: the ranks that take part; on the others the optimizer is as it was.
+    process_set: the ranks that take part; on the others the optimizer works as before.
     wait_in_backward: backward() returns when all gradients are reduced, so every rank must call it equally often. For
-        extensions in C++ that take .grad themselves: they get this rank's gradient, while it is being reduced.
+        C++ extensions that read .grad: otherwise they see this rank's gradient while it is being reduced.
 
-    Between backward() and step() a gradient is looked at as in a script of one process: `.grad` stands for the reduced
-    gradient, and whoever looks first (clip_grad_norm_, GradScaler, print) waits until every rank has computed this one
-    or looks at it too. backward() itself waits for nothing, so graphs may differ per rank, losses may have a backward
-    each, and other collectives may come before step(). Hence: look on all ranks or on none where graphs differ; and to
-    clip after fewer backward passes than declared, call synchronize() first. A backward() after a look adds to the
-    reduced gradient and is reduced again, which is right for Average.
+    Between backward() and step() scripts read gradients as in one process: `.grad` stands for the reduced gradient, and
+    the first access (clip_grad_norm_, GradScaler, print) waits until every rank has computed it or accesses it too.
+    backward() itself does not wait, so graphs may differ per rank, each loss may have its own backward, and other
+    collectives may come before step(). Where graphs differ, access gradients on all ranks or on none. To clip after
+    fewer backward passes than declared, call synchronize() first. A backward() after an access adds to the reduced
+    gradient, and is reduced again, which is right for Average.
 
-    A parameter without a gradient on this rank gives zeros; one with a gradient on no rank gets zeros, as in Horovod,
-    and .grad is zeros before the first backward() too. A frozen one (requires_grad=False) takes no part, from when it
-    is frozen until it is not; alike on all ranks.
+    A parameter without a gradient on this rank contributes zeros; one with a gradient on no rank gets zeros, as in
+    Horovod, and .grad is zeros before the first backward() too. A frozen one (requires_grad=False) takes no part while
+    it is frozen; freeze it on all ranks alike.
 
-    Gradients that are computed twice before a step(), or cleared without one, as the discriminator's of a GAN, are
-    added up, and cleared, as in one process. The first 8 steps show whether a script does so; if not, gradients are
-    reduced while backward() runs from then on, and what cannot be added to any more raises BackwardError.
+    Gradients that are computed twice before a step(), or cleared without one, as those of a GAN's discriminator, add up
+    or are cleared as in one process. The first 8 steps show whether a script does so. If not, later gradients are
+    reduced while backward() runs; computing one again or clearing it then raises BackwardError.
 
     A copy (copy.deepcopy, pickle, torch.save of the whole object) is the user's own optimizer again, and warns.
 
     Cost:   one allreduce for each gradient or group, fused by the engine; in the first step one more of a byte each, by
             which ranks agree on what is sparse (not with sparse_as_dense).
     Raises: InputError (a ValueError) for wrong arguments; TypeError for what is no optimizer; NotInitializedError.
-            backward() and zero_grad(): BackwardError (an AssertionError and RuntimeError), see above. step(), or the
-            first look: MismatchError when ranks differ; the optimizer can be used on.
+            backward() and zero_grad(): BackwardError (also AssertionError, RuntimeError); see above.
+            step(), or the first access: MismatchError when ranks differ; the optimizer stays usable.
     Source: Horovod's DistributedOptimizer.
     """
     _check(optimizer, compression, backward_passes_per_step, op, gradient_predivide_factor, process_set)
@@ -108,7 +108,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 def _check(
     optimizer: Any, compression: Any, passes: int, op: ReduceOp, predivide: float, process_set: ProcessSet
 ) -> None:
-    """Raise InputError for what is wrong in itself."""
+    """Raise InputError for wrong arguments."""
     if not hasattr(optimizer, "param_groups"):
         raise TypeError(
             f"DistributedOptimizer: expected a torch optimizer, got a {type(optimizer).__qualname__}; such as "
@@ -121,7 +121,7 @@ def _check(
             "2.15 have it: pip install 'torch<=2.15'"
         )
     if isinstance(optimizer, WrappedMixin):
-        raise InputError("DistributedOptimizer: the optimizer is wrapped already; pass the one that it was made from")
+        raise InputError("DistributedOptimizer: the optimizer is wrapped already; pass the original one")
     if passes < 1:
         raise InputError(f"backward_passes_per_step={passes}; expected 1 or more")
     if which_op("DistributedOptimizer", None, op) not in (Average, Sum, Adasum):
@@ -147,7 +147,7 @@ def _has(name: str) -> bool:
 
 
 class ReducingMixin(WrappedMixin):
-    """What an optimizer does whose gradients are reduced; stands before the user's class in the inheritance."""
+    """The methods of an optimizer whose gradients are reduced; precedes the user's class in the MRO."""
 
     _reducer: GradientReducer
     _should_synchronize = True  # Horovod's name, which scripts use

@@ -1,8 +1,8 @@
-"""A gradient that is being reduced: whoever looks at it first waits for it.
+"""A gradient that is being reduced: the first access waits for it.
 
 Between backward() and step() `parameter.grad` is a `PendingGradient`. Gradient clipping, GradScaler.unscale_() or a
-print() sees the reduced gradient without a call of synchronize(), and backward() itself waits for nothing: a rank that
-waited there could wait for one that has other work to do first.
+print() sees the reduced gradient without a call of synchronize(). backward() itself does not wait: it could wait for a
+rank that has other work to do first.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class PendingGradient(torch.Tensor):
         _map_pending((args, kwargs), waited.append)
         owners = [owner for each in waited if (owner := each.owner()) is not None and owner.pending is each]
         for owner in owners:
-            owner.begin()  # all before the first wait: other ranks may wait for any of them
+            owner.begin()  # all before the first wait: other ranks may be waiting for any of them
         for owner in owners:
             owner.wait()
         args, kwargs = _map_pending((args, kwargs or {}), lambda pending: pending.value)

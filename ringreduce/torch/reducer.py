@@ -1,11 +1,11 @@
-"""Which gradient is reduced when: each as soon as backward has finished it, what is left at step().
+"""When each gradient is reduced: as soon as backward has finished it, the rest at step().
 
-    backward: hook ── begin ──> PendingGradient in .grad ── step(), or somebody looks ──> reduced gradient in .grad
+    backward: hook ── begin ──> PendingGradient in .grad ── step(), or first access ──> reduced gradient in .grad
 
-Every rank begins each of its gradients once a step, in any order; the engine finds together what has one name. When it
-begins them concerns this rank alone. So in the first CAUTIOUS_STEPS steps it begins none before step() or a look; in
-later ones only if no gradient was computed twice or cleared until then, as the discriminator's of a GAN is: what has
-not begun can be added to, and thrown away, without the other ranks.
+Every rank submits each of its gradients once a step, in any order; the engine matches them by name. A rank is free to
+choose when. In the first CAUTIOUS_STEPS steps it submits none before step() or the first access. Later it submits them
+during backward, if no gradient was computed twice or cleared so far, as a GAN's discriminator's are: gradients that are
+not submitted can be added to, or discarded, without the other ranks.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class GradientReducer(Reducer):
         self._waits = wait_in_backward
         self._in_flight: dict[InFlight, None] = {}
         self._backward = -1
-        self._line = ""  # that called backward(): to find it takes long, and all hooks of a pass have the same
+        self._line = ""  # that called backward(): finding it is slow, and it is the same for all hooks of a pass
         self._known_since: tuple[Any, ...] = ()
         self._clean_steps: float = 0  # in which every gradient was computed once; -inf: not all were
         self._lock = threading.RLock()  # backward on several GPUs has a thread for each
@@ -100,7 +100,7 @@ class GradientReducer(Reducer):
         torch.autograd.Variable._execution_engine.queue_callback(at_the_end)
 
     def _at_the_end(self) -> None:
-        """Gradients that this rank did not compute may come from others: whoever looks at .grad must find them too."""
+        """Other ranks may have gradients that this rank did not compute: reading .grad must return them too."""
         self._hooks.refresh()
         if self._waits:
             self.synchronize()
@@ -133,7 +133,7 @@ class GradientReducer(Reducer):
                 self._begin([gradient.group])
 
     def wait(self, in_flight: InFlight) -> None:
-        """Wait until it has arrived; when it cannot, give up the whole step, so that no rank waits for this one."""
+        """Wait until it has arrived; on failure give up the whole step, so that no rank waits for this one."""
         try:
             self._finish(in_flight)
         except Exception:
@@ -158,7 +158,7 @@ class GradientReducer(Reducer):
         for group in taken:
             try:
                 self._send(group)
-            except Exception as exc:  # told when all are on their way
+            except Exception as exc:  # raised when all are submitted
                 errors.append(exc)
         _raise_first(errors)
 
@@ -176,7 +176,7 @@ class GradientReducer(Reducer):
         )
 
     def _look_at_the_world(self) -> None:
-        """It may be another one. After a join() all ask again: who joined early has learned less than the others."""
+        """The world may have changed. After a join() all ranks ask again: one that joined early knows less."""
         engine = runtime.current("DistributedOptimizer").engine
         now = (engine.world, engine.joins)
         if now != self._known_since:
@@ -243,7 +243,7 @@ class GradientReducer(Reducer):
     def synchronize(self, quiet: bool = False) -> None:
         """Reduce what backward left out; on return every gradient is reduced.
 
-        Raises what went wrong with the first that failed, after it has waited for all. quiet: not even then.
+        Raises the first error after waiting for all. quiet: raises nothing.
         """
         errors = [_error_of(self._begin_rest)]
         while self._in_flight:
@@ -251,7 +251,7 @@ class GradientReducer(Reducer):
         self._hooks.refresh()
         if any(errors):
             self.reset()
-            self._forget()  # what failed was learned by some ranks only
+            self._forget()  # only some ranks know about what failed
         if not quiet:
             _raise_first(errors)
 
@@ -269,7 +269,7 @@ class GradientReducer(Reducer):
         self.reset()
 
     def clear(self) -> None:
-        """Begin a new step without the gradients there are; raises BackwardError while some are being reduced."""
+        """Begin a new step without the current gradients; raises BackwardError while some are being reduced."""
         if self._in_flight:
             raise BackwardError(
                 "zero_grad() after backward() and before step() would clear gradients that are being reduced; call it "
@@ -297,7 +297,7 @@ def _nothing_to_do(gradient: torch.Tensor) -> Finish:
 def _error_of(act: Callable[..., None], *arguments: Any) -> Exception | None:
     try:
         act(*arguments)
-    except Exception as exc:  # told when all is done
+    except Exception as exc:  # raised when all is done
         return exc
     return None
 

@@ -1,4 +1,4 @@
-"""A torch optimizer in a subclass of its own class: how it is made, copied, and what all that are wrapped have."""
+"""Wrapping a torch optimizer in a subclass of its own class, and what all wrapped optimizers share."""
 
 from __future__ import annotations
 

@@ -12,16 +12,15 @@ pytestmark = pytest.mark.timeout(900)
 PYTEST = ["-m", "pytest", "--with-mpi", "-p", "no:cacheprovider", "--color=no", "-q", "-rs", "-c", "pyproject.toml"]
 
 
-EVERYWHERE = itertools.product(["Open MPI", "MPICH"], [1, 2, 3, 4])
+QUICK = [("Open MPI", 3, "not extended"), ("MPICH", 2, "not extended")]
+EVERYWHERE = [*QUICK, *itertools.product(["Open MPI", "MPICH"], [1, 2, 3, 4], [""])]
 
 
 @pytest.mark.parametrize(
-    ("python", "ranks"),
-    parted(EVERYWHERE, lambda mpi, ranks: (mpi, ranks) in (("Open MPI", 3), ("MPICH", 2))),
-    indirect=["python"],
+    ("python", "ranks", "tier"), parted(EVERYWHERE, lambda *case: case in QUICK), indirect=["python"]
 )
-def test_the_suite_passes_on_so_many_ranks(python, ranks):
-    finished = ringrun(python, ranks, *PYTEST, "tests/mpi", timeout_s=400)
+def test_the_suite_passes_on_so_many_ranks(python, ranks, tier):
+    finished = ringrun(python, ranks, *PYTEST, "-m", tier, "tests/mpi", timeout_s=400)
     print(finished.stdout)
     assert finished.returncode == 0, finished.stdout
     assert re.search(r"^\[0\] \d{3} passed", finished.stdout, re.MULTILINE), finished.stdout

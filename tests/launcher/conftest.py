@@ -13,6 +13,7 @@ import pytest
 from tests.patience import patient
 
 RINGRUN = str(Path(sys.executable).parent / "ringrun")
+WITHOUT_MPI = [sys.executable, str(Path(__file__).parent / "without_mpi.py")]
 GONE_WITHIN_S = 5.0
 
 
@@ -24,7 +25,13 @@ def _environment(changes: dict[str, str | None]) -> dict[str, str]:
 
 
 @pytest.fixture
-def ringrun(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+def ringrun_command() -> list[str]:
+    """How `ringrun` and `start` begin; a module whose ranks use no MPI has a fixture of this name: WITHOUT_MPI."""
+    return [RINGRUN]
+
+
+@pytest.fixture
+def ringrun(tmp_path: Path, ringrun_command: list[str]) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Run ringrun to its end: `ringrun("-np", 2, …, env={…}, input="…")`."""
 
     def run(
@@ -32,7 +39,7 @@ def ringrun(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
     ) -> subprocess.CompletedProcess[str]:
         options.setdefault("stdin", None if "input" in options else subprocess.DEVNULL)
         return subprocess.run(
-            [RINGRUN, *map(str, arguments)],
+            [*ringrun_command, *map(str, arguments)],
             env=_environment(env or {}),
             capture_output=True,
             text=True,
@@ -46,13 +53,13 @@ def ringrun(tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+def start(tmp_path: Path, ringrun_command: list[str]) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """Start ringrun, in its own session, and leave it running; it is killed after the test."""
     started: list[subprocess.Popen[str]] = []
 
     def run(*arguments: object, **options) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [RINGRUN, *map(str, arguments)],
+            [*ringrun_command, *map(str, arguments)],
             env=_environment(options.pop("env", {})),
             stdin=subprocess.DEVNULL,
             stdout=options.pop("stdout", subprocess.PIPE),

@@ -12,6 +12,7 @@ import pytest
 
 from tests.patience import patient
 
+from .conftest import WITHOUT_MPI
 from .test_run import by_rank
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -48,6 +49,11 @@ TOGETHER = """
         print("bad", count, file=sys.stderr)
         time.sleep(0.05)
 """
+
+
+@pytest.fixture
+def ringrun_command() -> list[str]:
+    return WITHOUT_MPI
 
 
 def unfold(text: str) -> dict[int, list[str]]:

@@ -2,14 +2,13 @@
 
 import os
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pexpect
 import pytest
 
-RINGRUN = str(Path(sys.executable).parent / "ringrun")
+from .conftest import WITHOUT_MPI
 
 BAR = r"""
     import os, sys, time
@@ -23,10 +22,13 @@ BAR = r"""
 """
 
 
+def spawn(arguments: list[str], **environment: str) -> pexpect.spawn:
+    command, *first = WITHOUT_MPI
+    return pexpect.spawn(command, [*first, *arguments], env={**os.environ, **environment}, encoding="utf-8", timeout=60)
+
+
 def on_a_terminal(arguments: list[str], environment: dict[str, str]) -> tuple[str, int]:
-    child = pexpect.spawn(
-        RINGRUN, arguments, env={**os.environ, "TERM": "xterm", **environment}, encoding="utf-8", timeout=30
-    )
+    child = spawn(arguments, **{"TERM": "xterm", **environment})
     output = child.read()
     child.close()
     return output, child.exitstatus
@@ -124,7 +126,7 @@ def test_no_colour_when_it_is_not_wanted(bar: list[str], environment: dict[str, 
 
 def test_ctrl_c_on_the_terminal(script: Callable[[str], str], python: str) -> None:
     arguments = ["-np", "2", python, script("import time; print('up'); time.sleep(60)")]
-    child = pexpect.spawn(RINGRUN, arguments, env={**os.environ, "NO_COLOR": "1"}, encoding="utf-8", timeout=30)
+    child = spawn(arguments, NO_COLOR="1")
     for _ in range(2):
         child.expect(r"\[[01]\] up")
     child.sendintr()
@@ -145,7 +147,7 @@ DEBUGGED = """
 
 def test_a_debugger_on_one_rank_has_the_terminal_that_it_is_given(script: Callable[[str], str], python: str) -> None:
     arguments = ["-np", "2", "--stdin", "1", python, script(DEBUGGED)]
-    child = pexpect.spawn(RINGRUN, arguments, env={**os.environ, "TERM": "xterm"}, encoding="utf-8", timeout=60)
+    child = spawn(arguments, TERM="xterm")
     child.expect(r"\[1\]\S* \(Pdb\) ")
     child.sendline("p x * 1000")
     child.expect("42000")

@@ -13,6 +13,7 @@ import pytest
 import ringreduce as rr
 from tests import fake_cupy
 from tests.reference import OPS, assert_reduced, data, legal
+from tests.tiers import parted
 
 pytestmark = pytest.mark.mpi
 SLOT_BYTES = 8192
@@ -25,7 +26,7 @@ SETS = {1: [], 2: [[1]], 3: [[2, 0]], 4: [[0, 3], [1, 2, 3]]}
 COUNTS = [5, 1023, 0, 9000, 33, 1, 2048]
 
 
-@pytest.fixture(scope="module", params=["ipc, random", *PATHS])
+@pytest.fixture(scope="module", params=parted(["ipc, random", *PATHS], lambda path: path != "ipc"))
 def path(request):
     """A world in which GPU arrays go one of the paths, with short slots and process sets; afterwards the usual one."""
     rr.shutdown()
@@ -86,7 +87,10 @@ def test_it_takes_this_path(path):
     assert rr.info().gpu_algorithm.startswith(expected), rr.info().gpu_algorithm
 
 
-@pytest.mark.parametrize("dtype", ["bool", "uint8", "int64", "float16", "float32", "float64", "complex64"])
+@pytest.mark.parametrize(
+    "dtype",
+    parted(["bool", "uint8", "int64", "float16", "float32", "float64", "complex64"], lambda dtype: dtype == "float16"),
+)
 def test_every_type_and_op(path, dtype):
     for op in (op for op in OPS if legal(op, dtype)):
         for count in (1, 17, 5003):
@@ -144,7 +148,7 @@ def test_an_array_that_becomes_right_after_it_was_submitted(path):
             same(rr.synchronize(handle), sum(exact("float32", 5003, rank, seed) for rank in range(rr.size())))
 
 
-@pytest.mark.parametrize("dtype", ["int8", "float16", "complex128"])
+@pytest.mark.parametrize("dtype", parted(["int8", "float16", "complex128"], lambda dtype: dtype == "int8"))
 def test_what_only_moves(path, dtype):
     rows = 1500 + rr.rank()
     everyones = [data(dtype, 3 * (1500 + rank), rank).reshape(-1, 3) for rank in range(rr.size())]
@@ -162,7 +166,7 @@ def test_what_only_moves(path, dtype):
     assert counts.tolist() == counted.tolist()
 
 
-@pytest.mark.parametrize("dtype", ["int32", "float16", "float64"])
+@pytest.mark.parametrize("dtype", parted(["int32", "float16", "float64"], lambda dtype: dtype == "float64"))
 def test_reducescatter(path, dtype):
     for op in (rr.Sum, rr.Average):
         for rows in (0, 1, rr.size(), 2003):

@@ -17,7 +17,8 @@ from ringreduce.startup import measure
 from ringreduce.testing import run_ranks
 from ringreduce.transport.base import complete
 from tests import matrix
-from tests.reference import MATRIX, assert_reduced, data, readable
+from tests.ranks.on_threads import known
+from tests.reference import MATRIX, ONE_OF_EACH, all_but_one_of_each_extended, assert_reduced, data, readable
 from tests.tiers import parted
 
 TWO_HOSTS = [0, 0, 1, 1]
@@ -30,13 +31,6 @@ FORCED = {
     "doubling": [0, 1, 1],
 }
 SOME = ["bool", "int8", "uint64", "int32", "float16", "bfloat16", "float32", "complex128"]
-ONE_OF_EACH = [
-    ("bool", rr.Min),
-    ("int8", rr.Sum),
-    ("float16", rr.Average),
-    ("bfloat16", rr.Sum),
-    ("float32", rr.Average),
-]
 SETS = {1: [2, 0], 2: [0, 1], 3: [1, 3, 2]}
 """Of two hosts, of one host, and one that gets no region, as there are two and it has ranks of both others."""
 
@@ -46,20 +40,13 @@ def forced(kind, **changes):
     return dataclasses.replace(matrix.SMALL, algorithm=kind.partition(",")[0], **changes)
 
 
-def known(ranks, number):
-    """A process set that the world was formed with."""
-    process_set = rr.ProcessSet(ranks)
-    process_set.process_set_id = number
-    return process_set
-
-
 def state(number=0):
     return runtime.current("test").engine.states[number]
 
 
 @pytest.mark.parametrize(
     ("dtype", "op"),
-    parted([each for each in MATRIX if each[0] in SOME and each[1] is not rr.Max], lambda *pair: pair in ONE_OF_EACH),
+    all_but_one_of_each_extended([each for each in MATRIX if each[0] in SOME and each[1] is not rr.Max]),
     **readable,
 )
 @pytest.mark.parametrize("kind", FORCED)

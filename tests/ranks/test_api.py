@@ -322,7 +322,7 @@ def test_averages_of_integers(monkeypatch):
     """Nobody has chosen a type for Python's; arrays keep theirs, which is told once."""
     told = []
     monkeypatch.setattr(rr.api.reduce.LOGGER, "warning", told.append)
-    rr.api.reduce._warn_of_cut_averages.cache_clear()
+    rr.api.reduce._warn_of_truncated_averages.cache_clear()
     rr.api.reduce._same_arguments.cache_clear()
 
     def of_numbers():
@@ -337,5 +337,5 @@ def test_averages_of_integers(monkeypatch):
     assert told == []
     assert run_ranks(2, of_arrays) == [[92, 92, 92]] * 2
     assert set(told) == {
-        "averages of integer arrays are cut off to whole numbers, as in Horovod; pass floats, or op=Sum (told once)"
+        "averages of integer arrays are truncated to whole numbers, as in Horovod; pass floats, or op=Sum (shown once)"
     }

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import ringreduce as rr
-from ringreduce import runtime
 from ringreduce.collectives import adasum, bruck, pairwise, ring, tree
 from ringreduce.dtypes import TABLE
 from ringreduce.errors import CollectiveError, InputError, PeerLostError
@@ -19,6 +18,7 @@ from ringreduce.partition import chunk_bounds
 from ringreduce.startup import clock
 from ringreduce.testing import run_ranks
 from ringreduce.transport.base import complete
+from tests.ranks.on_threads import transport
 from tests.reference import MATRIX, all_but_few_extended, assert_reduced, data, readable
 
 SIZES = range(1, 10)
@@ -26,10 +26,6 @@ SIZES = range(1, 10)
 
 def counts_for(size):
     return sorted({0, 1, size - 1, size, size + 1, 1000, 100003})
-
-
-def transport():
-    return runtime.current("test").transport
 
 
 def reduction(op, name, size):

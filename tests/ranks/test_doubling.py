@@ -5,19 +5,15 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from ringreduce import runtime
 from ringreduce.collectives import doubling
 from ringreduce.dtypes import TABLE
 from ringreduce.ops import Average, Reduction, Sum
 from ringreduce.testing import run_ranks
 from ringreduce.transport.base import complete
+from tests.ranks.on_threads import transport
 from tests.reference import MATRIX, all_but_few_extended, assert_reduced, data, numpy_dtype, readable
 
 SIZES = range(1, 10)
-
-
-def transport():
-    return runtime.current("test").transport
 
 
 def reduced_by_all(arrays, reduction, messages=None, buffered=False):

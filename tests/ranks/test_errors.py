@@ -255,7 +255,7 @@ WRONG = {
     "0-d reducescatter": (lambda: rr.reducescatter(zeros()), "reducescatter: a 0-d tensor has no rows to scatter"),
     "rows that cannot be parted": (
         lambda: rr.alltoall_async(zeros(4)),
-        "alltoall: 4 rows cannot be parted equally among 3 ranks; pass splits, or a multiple of 3",
+        "alltoall: 4 rows cannot be split equally among 3 ranks; pass splits, or a multiple of 3",
     ),
     "too few splits": (
         lambda: rr.alltoall(zeros(4), [2, 2]),
@@ -272,7 +272,7 @@ WRONG = {
     ),
     "splits past the end": (
         lambda: rr.alltoall(zeros(4), np.array([2, 2, 1], np.int32)),
-        r"splits=\[2, 2, 1\] sum up to 5, but the tensor has 4 rows only",
+        r"splits=\[2, 2, 1\] sum to 5, but the tensor has only 4 rows",
     ),
     "root": (lambda: rr.broadcast(zeros(3), 3), "broadcast: root_rank=3; expected a rank from 0 to 2"),
     "negative root": (lambda: rr.broadcast_(zeros(3), -1), "broadcast: root_rank=-1; expected a rank from 0 to 2"),

@@ -11,6 +11,7 @@ import ringreduce as rr
 from ringreduce.dtypes import TABLE
 from ringreduce.testing import run_ranks
 from tests import matrix
+from tests.ranks.on_threads import known
 from tests.reference import COMPLEX, FLOATS, MATRIX, all_but_few_extended, assert_reduced, data, readable
 from tests.tiers import parted
 
@@ -31,13 +32,6 @@ def run_on_all_sets(size, program):
     results = run_ranks(size, on_a_rank, settings=matrix.SMALL, process_sets=[some] if some else [])
     assert all(everyone == results[0][0] for everyone, _ in results)
     assert all(results[rank][1] == results[some[0]][1] for rank in some)
-
-
-def known(ranks, number):
-    """A process set that the world was formed with."""
-    process_set = rr.ProcessSet(ranks)
-    process_set.process_set_id = number
-    return process_set
 
 
 @pytest.mark.parametrize(("dtype", "op"), all_but_few_extended(MATRIX), **readable)

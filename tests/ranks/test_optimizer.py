@@ -184,7 +184,7 @@ def test_what_optax_would_be_given_besides_stays():
 @pytest.mark.parametrize("unclear", [names_differ, lambda *args: None, max, lambda grads, gradients: None])
 def test_a_callable_with_unclear_gradients_is_refused(unclear):
     def program():
-        with pytest.raises(rr.InputError, match=r"which argument holds the gradients\? .* its place or name: .*=1\)"):
+        with pytest.raises(rr.InputError, match=r"which argument holds the gradients\? .* its index or name: .*=1\)"):
             rr.DistributedOptimizer(unclear)
 
     on_every_rank(program)
@@ -258,7 +258,7 @@ def made_by(library):
         (made_by("flax"), r"flax has no adapter yet; outside of jax.jit"),
         (
             made_by("keras"),
-            r"Keras has no adapter yet, .* in a loop of your own apply what ringreduce.grouped_allreduce",
+            r"Keras has no adapter yet, .* in your own loop apply the result of ringreduce.grouped_allreduce",
         ),
     ],
 )

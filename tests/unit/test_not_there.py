@@ -9,9 +9,9 @@ MODULES = ["ringreduce", "ringreduce.torch"]
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("elastic", "is not there yet; `ringrun --restarts N` goes on after a failure"),
-        ("run", "is not there yet; start a script of yours with `ringrun -np N"),
-        ("callbacks", "is not there yet; they are for Keras"),
+        ("elastic", "is not supported yet; `ringrun --restarts N` restarts a job after a failure"),
+        ("run", "is not supported yet; start your script with `ringrun -np N"),
+        ("callbacks", "is not supported yet; they are for Keras"),
         ("no_such_thing", "has no attribute 'no_such_thing'$"),
     ],
 )
