@@ -2,7 +2,7 @@
 
     RingreduceError
     ├── InputError (ValueError, RuntimeError) an argument that this rank alone can see is wrong
-    │   ├── UnsupportedArrayError            an array whose type or layout cannot travel
+    │   ├── UnsupportedArrayError            an array whose type or layout cannot be communicated
     │   └── SettingsError                    a RINGREDUCE_… variable that does not parse
     ├── NotInitializedError (ValueError)     a call before init()
     ├── StartupError (RuntimeError)          init() cannot form a world
@@ -15,7 +15,7 @@
         ├── StalledError                     waited longer than `stall_abort_s` for other ranks
         └── PeerLostError                    a rank that this one waits for has left; `lost_ranks` names it
 
-A message says where, what was expected, what came, and what to do.
+A message names the place, the expected and the actual value, and the remedy.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class RingreduceError(Exception):
 
 
 class InputError(RingreduceError, ValueError, RuntimeError):
-    """An argument is wrong, and this rank alone can tell. Horovod raises one or the other of its bases."""
+    """An argument that is wrong on this rank. Horovod raises either ValueError or RuntimeError."""
 
 
 class UnsupportedArrayError(InputError):
@@ -60,7 +60,7 @@ class LauncherMismatchError(StartupError):
 
 
 class MissingExtraError(RingreduceError, ImportError):
-    """An optional package is needed and absent; the message names the extra that brings it."""
+    """An optional package is missing; the message names the extra that installs it."""
 
 
 class BackwardError(RingreduceError, AssertionError, RuntimeError):
@@ -79,11 +79,11 @@ class MismatchError(CollectiveError):
 
 
 class StalledError(CollectiveError):
-    """Other ranks did not submit a tensor, or did not move on, for longer than the setting `stall_abort_s`."""
+    """Other ranks did not submit a tensor, or made no progress, for longer than the setting `stall_abort_s`."""
 
 
 class PeerLostError(CollectiveError):
-    """A rank that this one waits for has left the job; `lost_ranks` holds its number."""
+    """A rank that this one waits for has left the job; `lost_ranks` contains it."""
 
     def __init__(self, message: str, lost_ranks: Sequence[int] = ()) -> None:
         super().__init__(message)

@@ -1,12 +1,12 @@
-"""What ringreduce says by itself: on stderr, through the logger `ringreduce` of Python's logging.
+"""Log messages, on stderr, through the logger `ringreduce` of Python's logging.
 
-    warning   a stall, shared memory that is too small: what there is to see by default
+    warning   the default: stalls, shared memory that is too small
     info      what init() found and chose, on rank 0
-    debug     where each rank is; each response of a coordinator; by which algorithm tensors go
+    debug     each rank's host; each response of a coordinator; the algorithm of each batch
     trace     what this rank announces
 
-`init()` sets it up, by the settings `log_level` and `log_timestamp`, unless the program has given the logger handlers
-of its own: then those stay, and its level. A level that the program has set stays, too.
+`init()` configures it by the settings `log_level` and `log_timestamp`. Handlers and a level that the program has set on
+the logger stay as they are.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ LEVELS = {
     "error": logging.ERROR,
     "fatal": logging.CRITICAL,
 }
-"""By the names that Horovod's users know."""
+"""Horovod's names."""
 _DETAILS = {number: name for name, number in LEVELS.items() if number < logging.WARNING}
 
 
 class _Handler(logging.Handler):
-    """Writes to whatever sys.stderr is at the moment."""
+    """Writes to the current sys.stderr."""
 
     def __init__(self, sets_level: bool) -> None:
         super().__init__()
         self.sets_level = sets_level
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write it, whole."""
+        """Write the record in one piece."""
         try:
             sys.stderr.write(f"{self.format(record)}\n")
             sys.stderr.flush()
-        except Exception:  # a log must not end what is logged
+        except Exception:  # logging must not end the job
             with contextlib.suppress(Exception):  # stderr may be closed
                 self.handleError(record)
 
 
 class _Formatter(logging.Formatter):
-    """`ringreduce: text`; what is no warning names its level, too."""
+    """`ringreduce: text`; levels below warning are named, as in `ringreduce: debug: text`."""
 
     def __init__(self, timestamps: bool) -> None:
         super().__init__()
@@ -64,20 +64,20 @@ class _Formatter(logging.Formatter):
 
 
 def configure(level: str, timestamps: bool) -> None:
-    """Give the logger a handler and a level, unless the program has done so."""
+    """Set the logger's handler and level, unless the program has done so."""
     ours = next((each for each in LOGGER.handlers if isinstance(each, _Handler)), None)
     if ours is None:
         if LOGGER.handlers:
             return
         ours = _Handler(sets_level=LOGGER.level == logging.NOTSET)
         LOGGER.addHandler(ours)
-        LOGGER.propagate = False  # a handler of the root logger's would say it twice
+        LOGGER.propagate = False  # a handler of the root logger would print it twice
     ours.setFormatter(_Formatter(timestamps))
     if ours.sets_level:
         LOGGER.setLevel(LEVELS[level])
 
 
 def parse_level(text: str) -> str | None:
-    """The level's name in lower case; None where it is none."""
+    """The level's name in lower case; None for an unknown one."""
     name = text.lower()
     return name if name in LEVELS else None

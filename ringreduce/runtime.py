@@ -1,7 +1,4 @@
-"""What `init()` makes and `shutdown()` ends: one Runtime a process, and how to find the current one.
-
-A Runtime is a World, the transport on it, the settings, and the engine. Everything that communicates asks `current()`.
-"""
+"""What `init()` makes and `shutdown()` ends: one Runtime per process; `current()` returns it."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ from ringreduce.engine.signature import Signature, SubmissionRecord, calling_lin
 from ringreduce.errors import InputError, MismatchError, NotInitializedError
 from ringreduce.gpu import device_selection
 from ringreduce.monitor import excepthook
-from ringreduce.monitor.launcher_link import Answerer, tell_of_init
+from ringreduce.monitor.launcher_link import StatusServer, report_init
 from ringreduce.mpi import finalize_mpi, mpi_library
 from ringreduce.settings import PER_RANK, Settings, tuning_notice
 from ringreduce.startup import clock
@@ -38,7 +35,7 @@ from ringreduce.world import World, form_world
 
 
 class Runtime:
-    """A world, the transport on it, the settings, and the engine that it starts."""
+    """A world, its transport, the settings, and the engine, which it starts."""
 
     def __init__(
         self,
@@ -56,13 +53,13 @@ class Runtime:
         self.settings = settings
         self.engine = Engine(world, transport, settings, host, clock_offsets_us, process_sets)
         self.engine.gpu.default_index = gpu.index or 0
-        self._answerer = Answerer(settings.error_file, self.engine.waiting_for)
+        self._status_server = StatusServer(settings.error_file, self.engine.waiting_for)
 
     def close(self) -> None:
-        """Give back what `start` made; every rank must call it."""
-        self._answerer.close()
+        """Free what `start` made; every rank must call it."""
+        self._status_server.close()
         self.engine.gpu.close()
-        self.world.allgather_object(None)  # nobody frees GPU memory that another has mapped
+        self.world.allgather_object(None)  # other ranks may have mapped this GPU memory
         self.engine.gpu.free()
         if self.engine.host.window is not None:
             self.engine.host.window.close()
@@ -79,7 +76,7 @@ _bound_runtime: contextvars.ContextVar[Runtime | None] = contextvars.ContextVar(
 
 
 def start(comm: Any, process_sets: Sequence[Any], dynamic: bool) -> list[tuple[int, ...]] | None:
-    """Form the world, see `ringreduce.init`; returns the given process sets' members, or None if there is a world."""
+    """Form the world, see `ringreduce.init`; returns the members of `process_sets`, or None if there is a world."""
     global _process_runtime, _process_id, _generations, _gpu
     if is_initialized():
         return None
@@ -87,8 +84,8 @@ def start(comm: Any, process_sets: Sequence[Any], dynamic: bool) -> list[tuple[i
     log.configure(settings.log_level, settings.log_timestamp)
     if dynamic:
         settings = dataclasses.replace(settings, dynamic_process_sets=True)
-    if _generations == 0:  # later the current GPU is what this has chosen, or the script since
-        tell_of_init(settings.error_file, settings.stall_check_s)
+    if _generations == 0:  # a later init() keeps the current GPU
+        report_init(settings.error_file, settings.stall_check_s)
         _gpu = device_selection.select(settings, os.environ)
     world = form_world(comm, _generations)
     if _generations == 0:
@@ -102,21 +99,19 @@ def start(comm: Any, process_sets: Sequence[Any], dynamic: bool) -> list[tuple[i
         own, everyones = static_sets(world, process_sets)
         sets = check_sets(everyones, world.size)
         agree_on_settings(world, settings, sets)
-        offsets_us = clock.offsets_us(
-            world.allgather_object(complete(clock.lead_us(transport, world.hosts))), world.hosts
-        )
+        leads_us = world.allgather_object(complete(clock.lead_us(transport, world.hosts)))
+        offsets_us = clock.offsets_us(leads_us, world.hosts)
         host = prepare_host(world, transport, settings)
         _process_runtime = Runtime(world, transport, settings, host, offsets_us, sets, _gpu)
-        _tell(_process_runtime)
-    except Exception as exc:
-        if isinstance(exc, MismatchError):  # raised on all ranks, so all can free what they made together
-            world.free()
+        _log_init(_process_runtime)
+    except MismatchError:
+        world.free()  # raised on all ranks, so all free it
         raise
     return own
 
 
-def _tell(runtime: Runtime) -> None:
-    """Log what init() has found and chosen: on rank 0 what is true for all, on each rank where it is."""
+def _log_init(runtime: Runtime) -> None:
+    """Log what init() has found and chosen: on rank 0 for the whole job, on each rank its host, pid and GPU."""
     world = runtime.world
     if world.rank == 0 and world.generation == 0 and (notice := tuning_notice(os.environ)):
         log.LOGGER.warning(notice)
@@ -145,25 +140,26 @@ def _summary(runtime: Runtime) -> str:
     return "; ".join(parts)
 
 
-def static_sets(world: World, given: Sequence[Any]) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-    """The members of the process sets that this rank gave as ranks or communicators, and of those of all ranks.
+def static_sets(world: World, process_sets: Sequence[Any]) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """The members of this rank's process sets, passed as ranks or communicators, and of those of all ranks.
 
-    Ranks are given alike everywhere. Of communicators each rank gives its own part: all parts are sets, in the order of
-    the ranks that gave them.
+    All ranks pass equal ranks. A communicator may differ by rank, as after Split: each distinct one is a set, in the
+    order of the ranks that pass them.
     """
-    own = [world.ranks_of(each) if hasattr(each, "Get_group") else sorted(each) for each in given]
-    is_part = [hasattr(each, "Get_group") for each in given]
+    own: list[tuple[int, ...]] = []
     everyones: list[tuple[int, ...]] = []
-    for number, members in enumerate(map(tuple, own)):
-        parts = [tuple(part) for part in world.allgather_object(members)] if is_part[number] else [members]
-        everyones += dict.fromkeys(parts) if is_part[number] else parts
-    return [tuple(members) for members in own], everyones
+    for each in process_sets:
+        is_comm = hasattr(each, "Get_group")
+        members = tuple(world.ranks_of(each) if is_comm else sorted(each))
+        own.append(members)
+        everyones += dict.fromkeys(world.allgather_object(members)) if is_comm else [members]
+    return own, everyones
 
 
 def agree_on_settings(world: World, settings: Settings, process_sets: Sequence[Sequence[int]] = ()) -> None:
-    """Raise MismatchError when ranks run different versions or have settings that must be equal but are not.
+    """Raise MismatchError when ranks have different versions or different settings that must be equal.
 
-    Cost: gathers a digest of 16 bytes a rank, and where these differ the settings.
+    Cost: gathers a digest of 16 bytes per rank, and the settings where digests differ.
     """
     shared = {**dataclasses.asdict(settings), "version": __version__, "process_sets": list(map(list, process_sets))}
     details = tuple((name, repr(value)) for name, value in shared.items() if name not in PER_RANK)
@@ -175,7 +171,7 @@ def agree_on_settings(world: World, settings: Settings, process_sets: Sequence[S
 def shutdown() -> None:
     """Leave the world: wait until every rank leaves it too, and free its communicators. Idempotent.
 
-    What is pending on this rank fails, and whoever waits for this rank gets PeerLostError, which tells this line.
+    Pending operations of this rank fail; ranks that wait for this one get PeerLostError, which names the calling line.
     """
     _leave(f"it called shutdown() ({calling_line()})", lambda: False)
 
@@ -189,7 +185,7 @@ def current(function: str) -> Runtime:
     """The runtime of the calling thread's rank; raises NotInitializedError, which names `function`."""
     runtime = _bound_runtime.get() or _process_runtime
     if runtime is None:
-        parent = _parents_world and f"this process was forked from rank {_parents_world.rank}, and is none itself"
+        parent = _parents_world and f"this process was forked from rank {_parents_world.rank}, and is no rank itself"
         raise NotInitializedError(
             f"{function}(): ringreduce has not been initialized; {parent or 'use ringreduce.init()'}"
         )
@@ -197,14 +193,14 @@ def current(function: str) -> Runtime:
 
 
 def current_world(function: str) -> World:
-    """The world of `current`; in a forked child (a data loader's worker) its parent's, for reading only."""
+    """The world of `current`; in a forked child, such as a data loader's worker, the parent's, for reading only."""
     runtime = _bound_runtime.get() or _process_runtime
     return current(function).world if runtime or _parents_world is None else _parents_world
 
 
 @contextlib.contextmanager
 def bound(runtime: Runtime) -> Iterator[None]:
-    """Make `runtime` the calling thread's own: how ringreduce.testing gives every thread a rank."""
+    """Make `runtime` the calling thread's own, so that in ringreduce.testing every thread is a rank."""
     token = _bound_runtime.set(runtime)
     try:
         yield
@@ -245,7 +241,7 @@ def _at_exit() -> None:
 
 
 def _after_fork() -> None:
-    """A forked child (a data loader's worker) has neither the engine's thread nor MPI: it is no rank."""
+    """A forked child, such as a data loader's worker, is no rank: it has neither the engine's thread nor MPI."""
     global _process_runtime, _parents_world
     if _process_runtime is None:
         return
@@ -254,7 +250,7 @@ def _after_fork() -> None:
 
 
 def check_sets(process_sets: Sequence[Sequence[int]], size: int) -> list[tuple[int, ...]]:
-    """The ranks of process sets that are given at the start, each rising; raises InputError for two of equal ranks."""
+    """The sorted ranks of each of init()'s process sets; raises InputError for duplicate sets."""
     sets = [tuple(range(size))]
     for ranks in process_sets:
         members = check_members(ranks, size)
@@ -266,7 +262,7 @@ def check_sets(process_sets: Sequence[Sequence[int]], size: int) -> list[tuple[i
 
 
 def check_members(ranks: Sequence[int], size: int) -> tuple[int, ...]:
-    """The ranks of a process set, rising; raises InputError when one does not exist or is given twice."""
+    """The sorted ranks of a process set; raises InputError for duplicates and for ranks that do not exist."""
     members = tuple(sorted(ranks))
     if not members or len(set(members)) < len(members) or not 0 <= members[0] <= members[-1] < size:
         raise InputError(f"process set {list(ranks)}: expected different ranks from 0 to {size - 1}, at least one")

@@ -1,7 +1,7 @@
-"""Every knob, parsed once by `init()`; what a knob is called, its unit and its default stand here and nowhere else.
+"""All settings: names, units and defaults, parsed once by `init()`.
 
-A field `ring_segment_bytes` is set by the variable `RINGREDUCE_RING_SEGMENT_BYTES`. Some variables of Horovod's are
-understood too; where both are set, ours counts.
+The variable `RINGREDUCE_RING_SEGMENT_BYTES` sets the field `ring_segment_bytes`. Some of Horovod's variables work too;
+where both are set, ringreduce's wins.
 """
 
 from __future__ import annotations
@@ -28,12 +28,14 @@ HOROVOD = {
     "HOROVOD_LOG_TIMESTAMP": "log_timestamp",
 }
 SHARED_SLOTS = 4
-"""Slots of shared memory that a process set uses; collectives/shared.py tells why so many suffice."""
+"""Slots of shared memory per process set; collectives/shared.py explains why 4 suffice."""
 MOST_REGIONS = 32
-"""Process sets for whose flags shared memory has room."""
+"""Process sets that have flags in shared memory."""
 PCI_BUS_ID = r"[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}\.[0-7]"
 """How Linux and CUDA name a device: domain, bus, device and function; CUDA in capitals."""
 TRUE, FALSE = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
+PER_RANK = ("cuda_device", "error_file", "placed_gpu", "timeline", "log_level", "log_timestamp")
+"""The settings that may differ from rank to rank."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,80 +44,55 @@ class Settings:
 
     algorithm: str = "auto"
     """How all-reduces move data: auto, or one of choose.ALGORITHMS."""
-
     costs: str = ""
-    """The cost model's constants, such as wire_us=50,copy_gbs=8; on several hosts measured at the start by default."""
-
+    """Constants of the cost model, such as wire_us=50,copy_gbs=8; measured by init() on several hosts if empty."""
     deterministic: bool = False
-    """Sum every element in rank order: the same bits whatever is fused, however data moves."""
-
+    """Sum every element in rank order: the same bits for any fusion and any algorithm."""
     fusion_buffer_bytes: int = 16 << 20
-    """Memory in which tensors are packed and summed, per rank; half of it shared with the host's other ranks."""
-
+    """Memory per rank in which tensors are packed and summed; half of it is shared with the host's other ranks."""
     shared_slot_bytes: int = 1 << 20
-    """What moves through shared memory at a time; four of it for each process set that does."""
-
+    """Size of one slot of shared memory; each process set that uses shared memory has 4."""
     fusion_slot_bytes: int = 2 << 20
-    """What is packed together for messages at most; longer tensors go through in pieces of this size."""
-
+    """Most bytes packed into one bucket for messages; longer tensors are split into buckets of this size."""
     ring_segment_bytes: int = 60 << 10
-    """A chunk travels between hosts in pieces of at most this size, so that summing one overlaps receiving the next;
-    inside a host in pieces eight times as long. Over TCP, Open MPI sends up to 64 KiB without asking the receiver."""
-
+    """Most bytes of one segment between hosts, so that summing one segment overlaps receiving the next; inside a host
+    segments are 8 times as long. Over TCP, Open MPI sends up to 64 KiB eagerly."""
     cache_capacity: int = 16384
-    """Tensors that the ranks remember per process set, so that agreeing on one costs a bit; 0 remembers none."""
-
+    """Tensors cached per process set, so that announcing one costs a bit; 0: no cache."""
     cycle_time_ms: float = 50.0
-    """So long the engine gathers tensors before it tells the other ranks, unless they fill 4 slots (on one host 16), or
-    somebody waits. Where ranks take all cores of the only host 5 times as long, however many slots they fill."""
-
+    """Longest time tensors are batched before negotiation; shorter when 4 fusion slots are full (16 on one host) or a
+    thread is in synchronize(). Five times as long, at any size, where the ranks use all cores of the only host."""
     stall_check_s: float = 10.0
-    """A tensor that some ranks have given and others not is reported after so long; 0: never."""
-
+    """Report a tensor that some ranks have not submitted after this time, and again after 2, 4, … times; 0: never."""
     stall_abort_s: float = 0.0
-    """And fails after so long; 0: never."""
-
+    """Fail a stalled tensor after this time; 0: never."""
     dynamic_process_sets: bool = False
-    """add_process_set() and remove_process_set() are allowed."""
-
+    """Allow add_process_set() and remove_process_set()."""
     cuda_device: str = ""
-    """The GPU that init() makes the current one: its index, as CUDA counts, or its PCI bus id, such as 0000:3b:00.0; by
-    default that of `placed_gpu`, or by local rank, in turn."""
-
+    """The GPU that init() makes current: a CUDA index, or a PCI bus id such as 0000:3b:00.0; by default `placed_gpu`,
+    else chosen by local rank, round robin."""
     cuda_slot_bytes: int = 32 << 20
-    """What moves through the GPUs' shared memory at a time; four of it on each rank's GPU for each process set that
-    reduces GPU arrays."""
-
+    """Size of one slot of shared GPU memory; each process set that reduces GPU arrays has 4 on each rank's GPU."""
     cuda_nccl: bool = True
-    """NCCL reduces GPU arrays where it is installed and every rank has a GPU of its own; 0: another path is taken."""
-
+    """Reduce GPU arrays by NCCL where it is installed and every rank has a GPU of its own."""
     cuda_ipc: bool = True
-    """Ranks of one host map each other's GPU memory, where that is permitted; 0: copies go through the host."""
-
+    """Map the GPU memory of the host's other ranks where that is permitted; 0: copy through the host."""
     cuda_aware_mpi: str = "auto"
-    """Whether MPI gets GPU memory: auto (MPI is asked, then it is tried once in a child process), 1 (untried) or 0."""
-
+    """Pass GPU memory to MPI: auto (if MPI claims support and a trial in a child process works), 1 (no trial) or 0."""
     timeline: str = ""
-    """Where rank 0 writes the timeline, from init() on; DYNAMIC: start_timeline() tells."""
-
+    """The file that rank 0 writes the timeline to, from init() on; DYNAMIC: wait for start_timeline()."""
     timeline_mark_cycles: bool = False
-    """The timeline shows when the engine told the other ranks of new tensors."""
-
+    """Mark each announcement in the timeline."""
     log_level: str = "warning"
-    """What is told on stderr: trace, debug, info, warning, error or fatal, each with what follows it."""
-
+    """Least severe level logged to stderr: trace, debug, info, warning, error or fatal."""
     log_timestamp: bool = False
-    """With the local time before it."""
-
+    """Begin log lines with the local time."""
     restart_count: int = 0
-    """How often ringrun has started this job again after a failure; set by ringrun, whether with --restarts or not."""
-
+    """How often ringrun has restarted this job after a failure; set by ringrun."""
     error_file: str = ""
     """Where an uncaught exception is written as JSON for the launcher; set by ringrun for each rank."""
-
     placed_gpu: str = ""
-    """The PCI bus id of the GPU that ringrun has placed this rank at; set by ringrun for each rank. Only advice: where
-    CUDA does not show that GPU, the local rank counts."""
+    """PCI bus id of the GPU that ringrun chose for this rank; set by ringrun. Ignored where CUDA does not show it."""
 
     def __post_init__(self) -> None:
         for name, slots in (("fusion_slot_bytes", 2), ("shared_slot_bytes", SHARED_SLOTS)):
@@ -126,10 +103,9 @@ class Settings:
                 )
         if self.log_level not in LEVELS:
             raise SettingsError(f"log_level={self.log_level!r}: {_EXPECTED_LEVEL}")
-        if self.shared_slot_bytes % 64:
-            raise SettingsError(f"shared_slot_bytes={self.shared_slot_bytes}: expected a multiple of 64")
-        if self.cuda_slot_bytes % 256:
-            raise SettingsError(f"cuda_slot_bytes={self.cuda_slot_bytes}: expected a multiple of 256")
+        for name, unit in (("shared_slot_bytes", 64), ("cuda_slot_bytes", 256)):
+            if getattr(self, name) % unit:
+                raise SettingsError(f"{name}={getattr(self, name)}: expected a multiple of {unit}")
         if self.cuda_aware_mpi not in ("auto", "1", "0"):
             raise SettingsError(f"cuda_aware_mpi={self.cuda_aware_mpi!r}: expected auto, 1 or 0")
         if not re.fullmatch(f"|[0-9]+|{PCI_BUS_ID}", self.cuda_device):
@@ -141,7 +117,7 @@ class Settings:
 
     @property
     def shared_regions(self) -> int:
-        """Process sets with a rank in common that can move data through shared memory."""
+        """How many process sets with a rank in common can use shared memory."""
         return min(MOST_REGIONS, self.fusion_buffer_bytes // 2 // (SHARED_SLOTS * self.shared_slot_bytes))
 
     @classmethod
@@ -153,14 +129,14 @@ class Settings:
         if unknown:
             raise SettingsError(_unknown(unknown[0], list(known)))
         values: dict[str, object] = {}
-        for variable, name in {**HOROVOD, **known}.items():  # ours last, so that they count
+        for variable, name in {**HOROVOD, **known}.items():  # ours last: they win
             if variable in environ:
                 values[name] = _parse(variable, environ[variable], fields[name].default)
         return cls(**values)  # type: ignore[arg-type]
 
 
 def tuning_notice(environ: Mapping[str, str]) -> str:
-    """What to tell a user who asks for Horovod's autotune; empty for one who does not."""
+    """The warning for a user who enables Horovod's autotune, else empty."""
     if environ.get("HOROVOD_AUTOTUNE", "").lower() in FALSE:
         return ""
     return (
@@ -169,13 +145,9 @@ def tuning_notice(environ: Mapping[str, str]) -> str:
     )
 
 
-PER_RANK = ("cuda_device", "error_file", "placed_gpu", "timeline", "log_level", "log_timestamp")
-"""The settings that may differ from rank to rank."""
-
-
 _EXPECTED_LEVEL = f"expected one of {', '.join(LEVELS)}"
 _COUNTS = {"CAPACITY": (0, "tensors of 0 or more"), "RESTART_COUNT": (0, "restarts of 0 or more")}
-"""Whole numbers that are no bytes, by how their variables end: the least of them, and what they count."""
+"""Integers that do not count bytes, by the end of the variable's name: the minimum, and what is counted."""
 
 
 def _parse(variable: str, text: str, default: object) -> object:

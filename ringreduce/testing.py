@@ -1,4 +1,4 @@
-"""Ranks as threads of one process: try code that uses ringreduce without MPI and without a launcher.
+"""Ranks as threads of one process: test code that uses ringreduce without MPI and without a launcher.
 
     from ringreduce.testing import run_ranks
 
@@ -7,8 +7,8 @@
             return ringreduce.allreduce(np.float32(ringreduce.rank()))
         assert run_ranks(4, program) == [1.5, 1.5, 1.5, 1.5]
 
-Inside `program` every function of ringreduce works as on a real rank; `init()` does nothing. Threads that the program
-starts itself are in no world.
+Inside `program` every function of ringreduce works as on a real rank; `init()` does nothing. Threads that `program`
+starts have no rank.
 """
 
 from __future__ import annotations
@@ -31,19 +31,13 @@ from ringreduce.world import World
 __all__ = ["Message", "run_ranks"]
 
 Result = TypeVar("Result")
-
-
 _FENCE = threading.Lock()
 
 
 def _fence() -> None:
-    """Order the threads' reads and writes, in a Python without a global lock, too."""
+    """Order the threads' reads and writes, also in a free-threaded Python."""
     with _FENCE:
         pass
-
-
-def _nothing() -> None:
-    """The memory is given back by itself."""
 
 
 def run_ranks(
@@ -59,11 +53,11 @@ def run_ranks(
 ) -> list[Result]:
     """Run `program` on `size` threads, each a rank of one world; returns what each returned, by rank.
 
-    hosts:     the host number of each rank; all on one host by default.
-    buffered:  False: a send completes only when it is received, stricter than MPI promises; True: at once.
-    timeout_s: a wait longer than this is reported as a deadlock.
-    messages:  a list to which every message that is sent is appended.
-    process_sets: the members of process sets 1, 2, …
+    hosts:     host number of each rank; by default all ranks are on one host.
+    buffered:  False: a send completes when it is received, which is stricter than MPI; True: at once.
+    timeout_s: a longer wait is reported as a deadlock.
+    messages:  a list that every message sent is appended to.
+    process_sets: members of process sets 1, 2, …
 
     Raises: the exception of the first rank that failed; the other ranks get PeerLostError.
     """
@@ -77,21 +71,20 @@ def run_ranks(
         settings = dataclasses.replace(settings, stall_abort_s=timeout_s)
     results: list[Any] = [None] * size
     failures: list[tuple[int, BaseException]] = []
-
-    places = tuple(hosts or [0] * size)
+    host_of = tuple(hosts or [0] * size)
     blocks = [np.zeros(block_bytes(settings.shared_slot_bytes, settings.shared_regions), np.uint8) for _ in range(size)]
 
     def run(rank: int) -> None:
-        world = World(rank, size, places)
+        world = World(rank, size, host_of)
         transport = exchange.transport(rank)
-        window = Window([blocks[each] for each in range(size) if places[each] == places[rank]], _fence, _nothing)
+        window = Window([blocks[each] for each in range(size) if host_of[each] == host_of[rank]], _fence, lambda: None)
         host = Host(world, transport, settings, window)
         own = runtime.Runtime(world, transport, settings, host, process_sets=sets)
         why = "its function returned"
         try:
             with runtime.bound(own):
                 results[rank] = program()
-        except BaseException as exc:  # raised again by the calling thread
+        except BaseException as exc:  # the calling thread raises it again
             failures.append((rank, exc))
             why = f"it failed with {type(exc).__name__}: {exc}"
         exchange.leave(rank, f"has left the job: {why}")
@@ -99,7 +92,7 @@ def run_ranks(
         try:
             own.engine.gpu.close()
         finally:
-            left.wait()  # nobody frees GPU memory that another has mapped
+            left.wait()  # other ranks may have mapped this GPU memory
         own.engine.gpu.free()
 
     left = threading.Barrier(size)

@@ -1,7 +1,4 @@
-"""Who is where: ranks, hosts, and the communicators. Nothing else holds a communicator.
-
-A World has a generation: a later one (fewer or more ranks) can take over without restarting the process.
-"""
+"""Ranks, hosts and communicators. No other module holds a communicator."""
 
 from __future__ import annotations
 
@@ -21,32 +18,31 @@ from ringreduce.mpi import check_world_size, start_mpi
 
 @dataclasses.dataclass(frozen=True)
 class World:
-    """`size` ranks on hosts, seen from `rank`.
+    """`size` ranks on hosts, seen from `rank`; `hosts[r]` is the number of rank r's host.
 
-    `hosts[r]` is the number of rank r's host. The local rank counts the ranks of one host; the cross rank counts, over
-    the hosts, the ranks that have the same local rank. In the threaded world of ringreduce.testing there is no MPI,
-    and both communicators are None.
+    In the threaded world of ringreduce.testing there is no MPI, and the communicators are None.
     """
 
     rank: int
     size: int
     hosts: tuple[int, ...]
     comm: Any = None
-    """mpi4py communicator for data; ringreduce's own."""
+    """mpi4py communicator for data."""
     control: Any = None
-    """mpi4py communicator for control messages; ringreduce's own."""
+    """mpi4py communicator for control messages."""
     local: Any = None
     """mpi4py communicator of this host's ranks, by local rank; for shared memory."""
     generation: int = 0
+    """How many worlds this process had before."""
 
     @functools.cached_property
     def local_ranks(self) -> tuple[int, ...]:
-        """Each rank's number among the ranks of its host; made once, in O(size) as all that follows."""
+        """Each rank's index among the ranks of its host."""
         return tuple(local_ranks(self.hosts))
 
     @property
     def local_rank(self) -> int:
-        """This rank among those of its host."""
+        """This rank's index among the ranks of its host."""
         return self.local_ranks[self.rank]
 
     @functools.cached_property
@@ -56,12 +52,12 @@ class World:
 
     @functools.cached_property
     def cross_rank(self) -> int:
-        """This host among the hosts that have this local rank."""
+        """This host's index among the hosts that have this local rank."""
         return self.local_ranks[: self.rank].count(self.local_rank)
 
     @functools.cached_property
     def cross_size(self) -> int:
-        """Hosts that have this local rank."""
+        """How many hosts have this local rank."""
         return self.local_ranks.count(self.local_rank)
 
     @functools.cached_property
@@ -70,17 +66,17 @@ class World:
         return len(set(Counter(self.hosts).values())) == 1
 
     def allgather_object(self, value: Any) -> list[Any]:
-        """Every rank's value, by rank, pickled by mpi4py; every rank must call it, before there is an engine."""
+        """Every rank's value, by rank, pickled by mpi4py; all ranks must call it, while no engine runs."""
         gathered: list[Any] = self.control.allgather(value)
         return gathered
 
     def gather_on_host(self, value: Any) -> list[Any]:
-        """As `gather`, of this host's ranks, by local rank."""
+        """As `allgather_object`, of this host's ranks, by local rank."""
         gathered: list[Any] = self.local.allgather(value)
         return gathered
 
     def ranks_of(self, comm: Any) -> list[int]:
-        """The ranks of this world that are in another communicator, rising; raises InputError when one is not."""
+        """The sorted ranks of this world that are in `comm`; raises InputError when `comm` has others."""
         from mpi4py import MPI
 
         theirs, ours = comm.Get_group(), self.comm.Get_group()
@@ -92,10 +88,10 @@ class World:
         return sorted(ranks)
 
     def allocate_shared(self, nbytes: int) -> tuple[list[Any], Callable[[], None], Callable[[], None]]:
-        """Memory that the ranks of this host share: `nbytes` of each, by local rank, as 1-D uint8 arrays.
+        """Allocate memory that the ranks of this host share, `nbytes` each; a crash leaves no file behind.
 
-        Returns: the blocks, a memory fence, and what gives the memory back; every rank of the host must call that.
-        Raises:  MPI.Exception where MPI cannot. Its file is deleted while it is mapped: nothing is left after a crash.
+        Returns: 1-D uint8 arrays by local rank, a memory fence, and a function that frees it, collective on the host.
+        Raises:  MPI.Exception where MPI cannot.
         """
         from mpi4py import MPI
 
@@ -111,14 +107,14 @@ class World:
         return blocks, window.Sync, close
 
     def free(self) -> None:
-        """Give the communicators back; every rank must call it."""
+        """Free the communicators; every rank must call it."""
         self.comm.Free()
         self.control.Free()
         self.local.Free()
 
 
 def local_ranks(hosts: Sequence[int]) -> list[int]:
-    """Each rank's number among the ranks of its host.
+    """Each rank's index among the ranks of its host.
 
     >>> local_ranks([0, 0, 1, 0, 1])
     [0, 1, 0, 2, 1]
@@ -128,7 +124,7 @@ def local_ranks(hosts: Sequence[int]) -> list[int]:
 
 
 def first_ranks(hosts: Sequence[int]) -> list[int]:
-    """The first rank of each host, rising.
+    """The first rank of each host, sorted.
 
     >>> first_ranks([3, 3, 1, 3, 1])
     [0, 2]
@@ -139,8 +135,8 @@ def first_ranks(hosts: Sequence[int]) -> list[int]:
 def form_world(comm: Any = None, generation: int = 0) -> World:
     """The World of an mpi4py communicator (duplicated), of a list of ranks of COMM_WORLD, or of COMM_WORLD.
 
-    Starts MPI when nobody has. Cost: a few MPI collectives; every member must call it.
-    Raises: MpiMissingError, LauncherMismatchError; InputError for a list that leaves this rank out.
+    Starts MPI if necessary. Cost: a few MPI collectives; every member must call it.
+    Raises: MpiMissingError, LauncherMismatchError; InputError for a list without this rank.
     """
     mpi = start_mpi()
     check_world_size(mpi.COMM_WORLD.size, os.environ)
@@ -159,7 +155,7 @@ def _group_comm(mpi: Any, ranks: Sequence[int]) -> Any:
     if sorted(set(ranks)) != sorted(ranks) or not all(0 <= rank < world.size for rank in ranks):
         raise InputError(f"init(comm={list(ranks)}): expected different ranks from 0 to {world.size - 1}")
     if world.rank not in ranks:
-        raise InputError(f"init(comm={list(ranks)}) was called on rank {world.rank}, which the list leaves out")
+        raise InputError(f"init(comm={list(ranks)}) was called on rank {world.rank}, which is not in the list")
     group = world.Get_group().Incl(list(ranks))
     try:
         return world.Create_group(group)

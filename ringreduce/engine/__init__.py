@@ -1,18 +1,16 @@
-"""What turns tensors that ranks submit, from any thread and in any order, into collectives that all ranks run alike.
+"""The engine: turns submissions, from any thread and in any order, into collectives in the same order on all ranks.
 
-    submit  ->  announce to the coordinator  ->  respond: all ranks have it  ->  fuse, run  ->  complete the handle
+    submit  ->  announce to the coordinator  ->  response: ready on all ranks  ->  fuse, run  ->  complete the handle
 
-signature  what a rank wants done with a tensor, and how two ranks' signatures differ
-submission      one submission on this rank, and its handle
-inbox        where the user's threads and the engine's meet; gathering and rest
-control messages      what engines write to each other
-cache        tensors seen before, by number: to announce one costs a bit
+signature    the signatures that ranks compare, and their differences
+submission   one submission on this rank, and its handle
+inbox        hands submissions to the engine's thread; batching and sleep
+protocol     control messages between engines
+cache        signatures by number, so that announcing one costs a bit
 coordinator  per process set, on its first rank: what is ready on all ranks?  A state machine without messages
-process set         a process set on this rank: pending, under way, next
-operations   what is run once all ranks agree: fusion and the collectives
-engine       the thread, one a process, that does all this
-joined       what a rank that has joined gives
-refusals     why a submission cannot be taken or completed
-stalls       who waits for whom, and what the others do instead
-timeline     what happened when, for chrome://tracing and Perfetto; recording: of all ranks
+process_set  a process set on this rank: what is pending and what runs
+operations   fusion and collectives of what is ready
+engine       the thread, one per process, that does all this
+neutral      the neutral elements of joined ranks
+errors_for   errors for submissions that cannot be accepted or completed
 """

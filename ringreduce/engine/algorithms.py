@@ -1,4 +1,4 @@
-"""By which algorithm a process set's all-reduces go: what can be used there, and what the cost model prefers."""
+"""The choice of a process set's all-reduce algorithms: which are usable, and which the cost model prefers."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ringreduce.transport.base import Transport
 from ringreduce.transport.window import Flags, Region
 
 LONGER_INSIDE = 8
-"""Inside a host a message has no wire to fill, and costs Python more than MPI: there segments are so much longer."""
+"""Factor for segments inside a host, where messages overlap no wire, and cost more in Python than in MPI."""
 LONGEST = 48
-"""The table of choices has a row for each power of two bytes up to this one."""
+"""The table of choices has a row for each power of two bytes, up to 2**48."""
 
 
 def usable_algorithms(hosts: Sequence[int], shares_memory: bool) -> list[str]:
-    """Those by which host arrays can be reduced; shares_memory: the ranks of a host do."""
+    """The algorithms usable for host arrays; shares_memory: the ranks of a host have shared memory."""
     usable = ["ring", "direct", "doubling"]
     if shares_memory and len(set(hosts)) == 1:
         usable.append("shared")
@@ -30,19 +30,21 @@ def usable_algorithms(hosts: Sequence[int], shares_memory: bool) -> list[str]:
 
 
 def candidates(settings: Settings, usable: list[str]) -> list[str]:
-    """What the cost model may choose from: shared memory where that is all, and what the settings ask for."""
+    """The algorithms that the cost model may choose from, under the settings."""
     if settings.algorithm in usable and not settings.deterministic:
         return [settings.algorithm]
     if "shared" in usable and not (settings.deterministic and settings.algorithm == "direct"):
-        return ["shared"]  # messages inside a host are made of shared memory
+        return ["shared"]  # inside a host, messages go through shared memory too
     return ["direct"] if settings.deterministic else usable
 
 
 class Algorithms:
-    """One process set's, on one of its ranks; all members choose alike.
+    """The algorithms of one process set, on one of its ranks; all members choose alike.
 
-    hosts:  of each member;  region: the set's part of the host's shared memory, None where there is none on some host;
-    gpu_flags: flags for GPU arrays, None as for the region;  over_mpi: MPI carries the messages.
+    hosts:     host number of each member.
+    region:    the set's part of the host's shared memory; None on all ranks where a host has none.
+    gpu_flags: flags for GPU arrays; None as for the region.
+    over_mpi:  MPI carries the messages.
     """
 
     def __init__(
@@ -69,7 +71,7 @@ class Algorithms:
         self._wide = _table(hosts, chosen_from, constants, 2)
 
     def choose(self, nbytes: int, reduction: Reduction) -> str:
-        """The algorithm for host arrays of `nbytes` together."""
+        """The algorithm for host arrays of `nbytes` in total."""
         table = self._wide if reduction.sum_type.itemsize > reduction.element.itemsize else self._narrow
         return table[min(nbytes.bit_length(), LONGEST)]
 
@@ -83,7 +85,7 @@ class Algorithms:
 
 
 def _table(hosts: Sequence[int], candidates: Sequence[str], constants: Constants, wider: int) -> list[str]:
-    """By the number of bits that a size in bytes has; `wider`: how much longer sums are than elements."""
+    """The algorithm by the bit length of the size in bytes; `wider`: factor from element size to sum size."""
     if len(candidates) == 1:
         return [candidates[0]] * (LONGEST + 1)
     sizes = [(1 << power) * 3 // 4 for power in range(LONGEST + 1)]
@@ -91,13 +93,13 @@ def _table(hosts: Sequence[int], candidates: Sequence[str], constants: Constants
 
 
 def check(settings: Settings, usable: Sequence[str], hosts: Sequence[int], why_not: str) -> None:
-    """Raise SettingsError for a demand that the set of all ranks cannot meet; why_not: there is no shared memory."""
+    """Raise SettingsError for an algorithm that all ranks together cannot use; why_not: reason for no shared memory."""
     asked = settings.algorithm
     if asked not in ("auto", *ALGORITHMS):
         raise SettingsError(f"RINGREDUCE_ALGORITHM={asked!r}: expected auto or one of {', '.join(ALGORITHMS)}")
     if asked == "auto" or len(hosts) == 1:
         return
-    if asked not in (*usable, "nccl"):  # that is for GPU arrays; host arrays go as with auto
+    if asked not in (*usable, "nccl"):  # with nccl, host arrays are reduced as with auto
         num_hosts = len(set(hosts))
         needs = {
             "shared": "all ranks on one host, and shared memory",
@@ -110,5 +112,5 @@ def check(settings: Settings, usable: Sequence[str], hosts: Sequence[int], why_n
     if settings.deterministic and asked not in ("shared", "direct"):
         raise SettingsError(
             f"RINGREDUCE_ALGORITHM={asked} and RINGREDUCE_DETERMINISTIC=1: its bits depend on how tensors are fused; "
-            "unset one of them, or take shared or direct"
+            "unset one of them, or use shared or direct"
         )

@@ -1,4 +1,4 @@
-"""The all-reduce of many tensors: by which algorithm each batch goes, and how its buckets move."""
+"""The all-reduce of many tensors: chooses each batch's algorithm, and moves its buckets."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from ringreduce.transport.subset import CHANNELS
 
 
 def allreduce(submissions: Sequence[Submission], context: Context) -> Steps[None]:
-    """Reduce what all these submissions hold; they agree in op and scales. Completes each as soon as it is finished."""
+    """Reduce the tensors of submissions with equal op and scales; completes each as soon as it is finished."""
     work, on_gpu = [], []
     found = [(batch, context.reduction(submissions[0], batch.inputs[0].element)) for batch in batches(submissions)]
     can = [nccl_can(reduction) for batch, reduction in found if batch.on_gpu]
-    # one path for all: a submission is done on one stream
+    # one path for all: a submission completes on one stream
     path = (yield from context.algorithms.gpu.choose(context.gpu, all(can))) if can else ""
     for batch, reduction in found:
         if batch.on_gpu:
@@ -53,7 +53,7 @@ def _buckets(batch: Batch, reduction: Reduction, algorithm: str, context: Contex
     if algorithm in ("shared", "hierarchical") and region is not None:
         return fusion.plan(batch.counts, region.slot_bytes // itemsize)
     if algorithm == "ring" and not reduction.in_place:
-        itemsize += reduction.sum_type.itemsize  # the finished elements lie behind the sums
+        itemsize += reduction.sum_type.itemsize  # the finished elements follow the sums
     return plan(batch, context, itemsize)
 
 
@@ -76,7 +76,7 @@ def _through_window(
 
     algorithms, segment_bytes = context.algorithms, context.algorithms.segment_bytes
     if algorithms.region is None:
-        raise AssertionError("the algorithm is one of shared memory, but there is none")
+        raise AssertionError(f"{algorithm} needs shared memory, but there is none")
     if algorithm == "shared":
         yield from shared.allreduce(parts, algorithms.region, reduction, watch)
     elif algorithms.hierarchy is not None:
@@ -88,7 +88,7 @@ def _through_window(
 def _through_messages(
     batch: Batch, reduction: Reduction, algorithm: str, buckets: Sequence[fusion.Bucket], context: Context
 ) -> Iterator[Steps[None]]:
-    """The buckets' ways, one after the other; `overlapped` begins the next when a channel is free."""
+    """The steps of each bucket, in order; `overlapped` begins the next when a channel is free."""
     wide = reduction if algorithm == "ring" and not reduction.in_place else None
     for number, bucket in enumerate(buckets):
         channel = number % CHANNELS

@@ -1,4 +1,4 @@
-"""Tensors that may travel together, the submissions that own them, and one bucket's way: packed, sent, unpacked."""
+"""Batches: tensors that can be fused and the submissions that own them; packs, sends and unpacks one bucket."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from ringreduce.ops import Reduction
 from ringreduce.transport.base import Steps
 
 PHASES = {shared.PACK: "MEMCPY_IN_FUSION_BUFFER", shared.REDUCE: "ALLREDUCE", shared.COPY: "MEMCPY_OUT_FUSION_BUFFER"}
-"""What the timeline calls the phases of a bucket."""
+"""The phases of a bucket in the timeline."""
 Collective = Callable[[Any, Any], Steps[None]]
-"""Moves a bucket's elements, in place: those to be finished, and their sums where these are wider, else None."""
+"""Called with a bucket's elements, changed in place, and its sums where those have a wider type, else None."""
 
 
 class Batch(NamedTuple):
@@ -35,7 +35,7 @@ class Batch(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of all together."""
+        """Bytes of all tensors."""
         return sum(each.nbytes for each in self.inputs)
 
     @property
@@ -44,13 +44,13 @@ class Batch(NamedTuple):
         return self.inputs[0].on_gpu
 
     def expect(self, buckets: Sequence[fusion.Bucket]) -> None:
-        """The owners are complete when all of these are settled."""
+        """Count the pieces that each owner waits for."""
         for bucket in buckets:
             for piece in bucket.pieces:
                 self.owners[piece.tensor].missing_pieces += 1
 
     def settle(self, bucket: fusion.Bucket, context: Context) -> None:
-        """A bucket's results are in place: complete what has nothing else to wait for."""
+        """A bucket's results are in place: complete the owners that have all their pieces."""
         for piece in bucket.pieces:
             context.completions.settle(self.owners[piece.tensor])
 
@@ -60,11 +60,11 @@ class Batch(NamedTuple):
 
 
 def batches(submissions: Sequence[Submission]) -> list[Batch]:
-    """Sort the tensors by their kind; when all is planned, settle each submission once."""
+    """The tensors by element type and kind of device; the caller settles each submission once after planning."""
     found: dict[tuple[str, str], Batch] = {}
     last, batch = None, Batch([], [], [])
     for submission in submissions:
-        submission.missing_pieces = 1  # for the planning itself: not complete before its end
+        submission.missing_pieces = 1  # for the planning itself
         for source, target in zip(submission.inputs, submission.outputs, strict=True):
             kind = source.element.name, source.device
             if kind != last:
@@ -84,9 +84,9 @@ def carry(
     context: Context,
     wide: Reduction | None = None,
 ) -> Steps[None]:
-    """Pack a bucket, run the collective, unpack; a piece that is alone is worked on in the output's own memory.
+    """Pack a bucket, run the collective, unpack; a single piece stays in the output's own memory.
 
-    wide: packed in its `sum_type`; the finished elements come behind.
+    wide: pack in its `sum_type`; the finished elements follow in the block.
     """
     timeline, names = context.timeline, batch.names(bucket)
     if len(bucket.pieces) == 1 and wide is None:
@@ -112,7 +112,7 @@ def carry(
 
 
 def plan(batch: Batch, context: Context, itemsize: int) -> Sequence[fusion.Bucket]:
-    """The buckets of a batch whose elements take `itemsize` bytes in the fusion buffer."""
+    """The buckets of a batch whose elements need `itemsize` bytes each in the fusion buffer."""
     return fusion.plan(batch.counts, max(1, context.settings.fusion_slot_bytes // itemsize), whole=True)
 
 

@@ -1,7 +1,7 @@
-"""Tensors seen before, by number: to announce one costs a bit.
+"""Signatures by number, so that announcing a cached tensor costs a bit.
 
-The coordinator of a process set alone decides what is remembered; the other ranks follow its responses, so all caches
-are equal at equal response numbers.
+Only the coordinator of a process set decides what is cached; the other ranks follow its responses, so all caches are
+equal at equal response numbers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ringreduce.engine.signature import Signature
 
 
 def numbers(bits: int) -> Iterator[int]:
-    """The numbers of the bits that are set, rising.
+    """The numbers of the bits that are set, in ascending order.
 
     >>> list(numbers(0b1101))
     [0, 2, 3]
@@ -25,14 +25,14 @@ def numbers(bits: int) -> Iterator[int]:
 
 
 class Cache:
-    """A rank's copy."""
+    """One rank's copy of the cache of a process set."""
 
     def __init__(self) -> None:
         self._by_number: dict[int, Signature] = {}
         self._by_key: dict[str, int] = {}
 
     def number(self, signature: Signature) -> int | None:
-        """The number of exactly this signature; None when it is not here, or its tensor has another one now."""
+        """The number of exactly this signature; None if it is not cached, or another one of its tensor is."""
         number = self._by_key.get(signature.key)
         if number is None:
             return None
@@ -54,20 +54,20 @@ class Cache:
         return len(self._by_number)
 
     def learn(self, number: int, signature: Signature) -> None:
-        """Remember; a tensor's new signature replaces its old one."""
+        """Cache a signature; it replaces its tensor's old one."""
         self._by_number[number] = signature
         self._by_key[signature.key] = number
 
     def forget(self, number: int) -> None:
-        """Make the number free."""
+        """Remove a number."""
         del self._by_key[self._by_number.pop(number).key]
 
 
-class Register:
-    """The coordinator's side: which numbers are given, and which may be given again.
+class NumberAllocator:
+    """The coordinator's allocation of numbers, with eviction of the least recently used.
 
-    A number that was taken back may still be under way in an announcement of a rank that has not read of it. It is
-    given again only when all ranks have; until then `former` tells what it meant.
+    A rank may still announce an evicted number until it has read of the eviction. The number is free when all ranks
+    have; until then `former` holds its signature.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -75,18 +75,18 @@ class Register:
         self.former: dict[int, Signature] = {}
         self.former_bits = 0
         self._used: OrderedDict[int, None] = OrderedDict()
-        """The given numbers, the one that was not used for longest first."""
+        """The allocated numbers, the least recently used first."""
         self._free: list[int] = []
         self._next = 0
-        self._retired: list[tuple[int, int]] = []
-        """(number of the response that took it back, number), rising."""
+        self._evicted: list[tuple[int, int]] = []
+        """(number of the response, evicted number), in ascending order."""
 
     def use(self, bits: int) -> None:
-        """Note that these numbers were used just now."""
+        """Make these numbers the most recently used."""
         for number in numbers(bits):
             self._used.move_to_end(number)
 
-    def give(self) -> int:
+    def allocate(self) -> int:
         """A number for a new tensor."""
         if self._free:
             number = self._free.pop()
@@ -96,20 +96,20 @@ class Register:
         self._used[number] = None
         return number
 
-    def take_back(self, count: int, busy: int, response: int, cache: Cache) -> list[int]:
-        """Take back up to `count` numbers, the longest unused first, none of `busy`, as `response` will tell."""
-        taken = [number for number in self._used if not busy >> number & 1][:count]
-        for number in taken:
+    def evict(self, count: int, busy: int, response: int, cache: Cache) -> list[int]:
+        """Evict up to `count` numbers, the least recently used first, none of the bits `busy`, in `response`."""
+        evicted = [number for number in self._used if not busy >> number & 1][:count]
+        for number in evicted:
             del self._used[number]
             self.former[number] = cache[number]
             self.former_bits |= 1 << number
-            self._retired.append((response, number))
-        return taken
+            self._evicted.append((response, number))
+        return evicted
 
     def seen_by_all(self, response: int) -> None:
-        """All ranks have read up to this response."""
-        while self._retired and self._retired[0][0] <= response:
-            number = self._retired.pop(0)[1]
+        """Free the numbers evicted by responses up to this one, which all ranks have read."""
+        while self._evicted and self._evicted[0][0] <= response:
+            number = self._evicted.pop(0)[1]
             del self.former[number]
             self.former_bits &= ~(1 << number)
             self._free.append(number)

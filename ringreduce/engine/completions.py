@@ -1,4 +1,4 @@
-"""Submissions whose results are in place, completed some at a time."""
+"""Completes submissions in groups, so that waking their waiters costs less."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ import time
 from ringreduce.engine.submission import Submission
 
 INTERVAL_S = 2e-3
-"""Whoever waits is woken so often at most: woken after every slot, it would take the core from what it waits for."""
+"""Shortest time between wakeups: a waiter woken after every bucket would compete with the engine for the core."""
 
 
 class Completions:
-    """One process set's. `flush` must be called before the process set waits for another rank, or has nothing to do."""
+    """The finished submissions of one process set. Call `flush` before the set waits for another rank, or is idle."""
 
     def __init__(self) -> None:
         self._submissions: list[Submission] = []
         self._flushed_s = 0.0
 
     def settle(self, submission: Submission) -> None:
-        """One piece of a submission is finished, or its planning is; it is completed after the last, perhaps later."""
+        """One piece of a submission, or its planning, is finished; the last one completes it, now or at a flush."""
         submission.missing_pieces -= 1
         if submission.missing_pieces:
             return
@@ -27,7 +27,7 @@ class Completions:
             self.flush()
 
     def flush(self) -> None:
-        """Complete them now."""
+        """Complete all finished submissions now."""
         submissions, self._submissions = self._submissions, []
         for submission in submissions:
             submission.complete()

@@ -32,29 +32,29 @@ class Context:
     timeline: Timeline
     gpu: Gpu
     debugs: bool = False
-    """Each choice of an algorithm is told."""
+    """Log the algorithm of each batch."""
     completions: Completions = dataclasses.field(default_factory=Completions)
     divisor: int = 1
-    """What an Average is divided by: the set's size, or its live ranks; of the operation under way."""
+    """Divisor of an Average in the current operation: the set's size, or the number of its live ranks."""
 
     @property
     def transport(self) -> Transport:
-        """For operations of which one is under way at a time."""
+        """The transport of operations that run one at a time."""
         return self.algorithms.channels[0]
 
     def empty(self, like: Buffer, shape: tuple[int, ...]) -> Buffer:
-        """A new buffer of the same kind, for the engine to write to."""
+        """A new buffer on the device and of the element type of `like`."""
         return self.gpu.empty(like, shape) if like.on_gpu else like.empty(shape)
 
     def reduction(self, submission: Submission, element: ElementType) -> Reduction:
-        """What a submission asks for, of these elements."""
+        """The reduction of a submission, for this element type."""
         details = dict(submission.signature.details)
         return Reduction(
             ReduceOp(details["op"]), element, self.divisor, details["prescale_factor"], details["postscale_factor"]
         )
 
     def set_rank(self, kind: str, root_rank: Any) -> int:
-        """The rank in the set of a rank of the world."""
+        """The rank in the set of a rank of the world; raises InputError for a rank outside the set."""
         if not isinstance(root_rank, int) or root_rank not in self.members:
             what = f"a rank from 0 to {len(self.members) - 1}"
             if self.members != tuple(range(len(self.members))):

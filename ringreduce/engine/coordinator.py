@@ -1,13 +1,13 @@
 """What is ready on all ranks of a process set? Decided on the set's first rank, as a state machine without messages.
 
-    announce(rank, ...)   a rank has submitted something; kept as bits (seen before) or as records (new, or contested)
-    decide()              the response to all ranks: what all have given is run; what differs fails; nothing else yet
+    announce(rank, ...)   a rank has submitted tensors, as bits (cached) or as records (new, or contested)
+    decide()              the response to all ranks: which tensors are ready, and which fail by a mismatch
 
-A tensor that one rank announces by its bit and another by a full signature (its shape has changed there) is
-contested: its bits become records, so that both kinds are compared.
+A tensor is contested when one rank announces its bit and another a record, after its shape has changed there. Then its
+bits become records, so that both are compared.
 
-How many ranks have given what, and how far all have read, is counted (tally.py) as they tell it: what an announcement
-costs grows with the logarithm of their number. Only what becomes ready or fails costs a look at all of them.
+Submissions and read responses are counted incrementally (tally.py): an announcement costs O(log ranks). Only a tensor
+that becomes ready or fails costs O(ranks).
 """
 
 from __future__ import annotations
@@ -17,44 +17,44 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from ringreduce.engine.cache import Cache, Register, numbers
+from ringreduce.engine.cache import Cache, NumberAllocator, numbers
 from ringreduce.engine.protocol import Announcement, Failure, Response
 from ringreduce.engine.signature import Signature, SubmissionRecord, mismatch_message, ranks_text
 from ringreduce.engine.tally import Counts, Lines, Progress
 
 JOINABLE = "allreduce"
-"""The kind of operation in which ranks that have joined can take part."""
+"""The only kind of operation that joined ranks can take part in."""
 
 
 class Entry(NamedTuple):
-    """A tensor that some ranks have given, by records."""
+    """A tensor that some ranks have submitted, by records."""
 
     since_s: float
     records: dict[int, SubmissionRecord]
 
     @property
     def signature(self) -> Signature:
-        """The first that came."""
+        """The first rank's signature."""
         return next(iter(self.records.values())).signature
 
     def add(self, rank: int, record: SubmissionRecord) -> None:
-        """Note a rank's call; an equal signature is kept once, so that ranks are compared by identity."""
+        """Add a rank's record; equal signatures become one object, so that ranks are compared by identity."""
         first = self.signature if self.records else record.signature
         self.records[rank] = SubmissionRecord(first, record.line, record.waits) if record.signature == first else record
 
 
 class Waiting(NamedTuple):
-    """A tensor that some ranks have given and others not."""
+    """A tensor that some ranks have not submitted."""
 
     signature: Signature
     since_s: float
-    given: dict[int, str]
+    submitted: dict[int, str]
     """By rank: the line that submitted it."""
     missing: list[int]
 
 
 class Coordinator:
-    """One process set's; `members` are ranks of the world, which has `world_size` ranks."""
+    """The coordinator of one process set; `members` are ranks of the world, which has `world_size` ranks."""
 
     def __init__(
         self,
@@ -70,56 +70,54 @@ class Coordinator:
         self._clock = clock
         self._responses = 0
         self._progress = Progress(members)
-        """Of the ranks that have not joined: the others announce nothing until all have."""
+        """Without joined ranks: they announce nothing until all have joined."""
         self._cache = Cache()
-        self._register = Register(cache_capacity)
+        self._numbers = NumberAllocator(cache_capacity)
         self._lines: dict[int, Lines] = {}
         """By number in the cache."""
         self._bits = dict.fromkeys(members, 0)
         self._counts = Counts()
-        """Of the bits of ranks that have not joined."""
+        """Counts the bits of ranks that have not joined."""
         self._pending = 0
         """The bits of any rank."""
         self._bits_since: list[tuple[float, int]] = []
-        """When bits were first announced: to tell how long a tensor waits."""
+        """When bits were first announced."""
         self._contested = 0
         self._entries: dict[str, Entry] = {}
         self._keys_by_name: defaultdict[str, set[str]] = defaultdict(set)
         self._touched: dict[str, None] = {}
         self._joined: dict[int, bool] = {}
-        self._given_up: dict[str, int] = {}
-        """Tensors that waited too long, with the number of the response that says so, until all have read it."""
+        self._abandoned: dict[str, int] = {}
+        """Tensors that stalled too long, with the number of the response that fails them, until all have read it."""
         self._leaver: tuple[int, str] | None = None
         self.closed = False
         self._news = False
-        """Something was announced since the last decision."""
+        """True when something was announced since the last decision."""
 
-    # What ranks tell
+    # Announcements
 
     def announce(self, rank: int, announcement: Announcement) -> None:
-        """Note what a rank has submitted."""
+        """Add what a rank has submitted."""
         self._news = True
         self._progress.read(rank, announcement.seen)
-        self._register.seen_by_all(self._progress.lowest)
+        lowest = self._progress.lowest
+        self._numbers.seen_by_all(lowest)
         bits = announcement.bits
-        if self._given_up:
-            lowest = self._progress.lowest
-            self._given_up = {key: told for key, told in self._given_up.items() if told > lowest}
+        if self._abandoned:
+            self._abandoned = {key: response for key, response in self._abandoned.items() if response > lowest}
         for record in announcement.records:
-            if not self._is_given_up(record.signature.key, announcement):
+            if not self._is_abandoned(record.signature.key, announcement):
                 self._contest(record.signature.key)
-                self._enter(rank, record)
-        if self._given_up:
-            bits = sum(
-                1 << number
-                for number in numbers(bits)
-                if not self._is_given_up(self.signature(number).key, announcement)
-            )
-        odd = bits & (self._contested | self._register.former_bits)
-        for number in numbers(odd):
-            self._enter(rank, self._record(rank, number))
-        if bits & ~odd:
-            self._give(rank, bits & ~odd & ~self._bits[rank])
+                self._add_record(rank, record)
+        if self._abandoned:
+            for number in numbers(bits):
+                if self._is_abandoned(self.signature(number).key, announcement):
+                    bits &= ~(1 << number)
+        by_record = bits & (self._contested | self._numbers.former_bits)
+        for number in numbers(by_record):
+            self._add_record(rank, self._record(rank, number))
+        if bits & ~by_record:
+            self._add_bits(rank, bits & ~by_record & ~self._bits[rank])
         if announcement.join is not None:
             self._joined[rank] = announcement.join
             self._progress.leave(rank)
@@ -128,18 +126,18 @@ class Coordinator:
         if announcement.leave and self._leaver is None:
             self._leaver = (rank, announcement.leave)
 
-    def _give(self, rank: int, bits: int) -> None:
+    def _add_bits(self, rank: int, bits: int) -> None:
         self._bits[rank] |= bits
         self._counts.add(bits)
         if bits & ~self._pending:
             self._bits_since.append((self._clock(), bits & ~self._pending))
             self._pending |= bits
 
-    def _is_given_up(self, key: str, announcement: Announcement) -> bool:
-        """The rank will read that this tensor has failed, and fails it then: it had not when it announced it."""
-        return announcement.seen < self._given_up.get(key, 0)
+    def _is_abandoned(self, key: str, announcement: Announcement) -> bool:
+        """True when the rank had not read the tensor's failure when it announced it: it will fail it then."""
+        return announcement.seen < self._abandoned.get(key, 0)
 
-    def _enter(self, rank: int, record: SubmissionRecord) -> None:
+    def _add_record(self, rank: int, record: SubmissionRecord) -> None:
         key = record.signature.key
         if key not in self._entries:
             self._entries[key] = Entry(self._clock(), {})
@@ -148,28 +146,28 @@ class Coordinator:
         self._touched[key] = None
 
     def _contest(self, key: str) -> None:
-        """From now on the tensor is compared by records; bits that came already become such."""
+        """Compare the tensor by records from now on, and turn its bits into records."""
         number = self._cache.number_of_key(key)
         if number is None or self._contested >> number & 1:
             return
         self._contested |= 1 << number
-        given = [rank for rank in self._members if self._bits[rank] >> number & 1]
+        announced = [rank for rank in self._members if self._bits[rank] >> number & 1]
         self._clear(1 << number)
-        for rank in given:
-            self._enter(rank, self._record(rank, number))
+        for rank in announced:
+            self._add_record(rank, self._record(rank, number))
 
     def signature(self, number: int) -> Signature:
-        """What a number in the cache means, or meant when it was announced."""
-        return self._register.former.get(number) or self._cache[number]
+        """The signature that a number in the cache stands for, or stood for when it was announced."""
+        return self._numbers.former.get(number) or self._cache[number]
 
     def _record(self, rank: int, number: int) -> SubmissionRecord:
         lines = self._lines[number]
         return SubmissionRecord(self.signature(number), lines.others.get(rank, lines.common))
 
-    # What all are told
+    # Responses
 
     def decide(self) -> Response | None:
-        """What all ranks do next; None when nothing new is known."""
+        """What all ranks do next; None for nothing new."""
         if self.closed or not self._news:
             return None
         self._news = False
@@ -183,8 +181,8 @@ class Coordinator:
             bits, more = self._without_what_cannot_join(bits)
             failures += more
         self._clear(bits)
-        self._register.use(bits)
-        learned, forgotten = self._remember(ready, number)
+        self._numbers.use(bits)
+        learned, forgotten = self._update_cache(ready, number)
         response = Response(
             self._process_set,
             number,
@@ -201,16 +199,14 @@ class Coordinator:
         )
         if all_joined:
             self._joined = {}
-            self._progress = Progress(
-                self._members, number
-            )  # what they announce next, they do when they have read this
+            self._progress = Progress(self._members, number)  # they read this response before they announce more
         self.closed = self._leaver is not None
         self._responses = number
         return response
 
     def _ready_bits(self) -> int:
         live = len(self._members) - len(self._joined)
-        # what a rank gave before it joined is run by all when all have, with the others' neutral elements
+        # when all ranks have joined, they run what some submitted before, with the others' neutral elements
         return self._counts.equal(live) if live else self._pending
 
     def _ready_entries(self) -> tuple[list[Entry], list[Failure]]:
@@ -235,25 +231,19 @@ class Coordinator:
         return ready, failures
 
     def _is_complete(self, records: Mapping[int, SubmissionRecord]) -> bool:
-        """All live ranks have given it; those that have joined may have, before."""
+        """True when all live ranks have submitted it; joined ranks may have, before."""
         live = len(self._members) - len(self._joined)
         return len(records) >= live and len(records) - sum(rank in records for rank in self._joined) == live
 
-    def _live(self) -> list[int]:
-        return [rank for rank in self._members if rank not in self._joined]
-
     def _failure(self, key: str, entry: Entry) -> Failure | None:
-        """What is wrong with a tensor that all live ranks have given."""
+        """What is wrong with a tensor that all live ranks have submitted."""
         records = entry.records
         if len({id(record.signature) for record in records.values()}) > 1:
             return Failure(key, "MismatchError", mismatch_message(records, self._world_size))
-        signature = entry.signature
-        if self._joined and signature.kind != JOINABLE:
-            return Failure(key, "CollectiveError", _cannot_join(signature, self._joined))
-        return None
+        return self._join_failure(entry.signature) if self._joined and entry.signature.kind != JOINABLE else None
 
     def _rival(self, key: str, entry: Entry) -> str | None:
-        """Another operation under the same name, when every rank waits in one of the two: neither can be complete."""
+        """Another operation of the same name, when every rank waits in one of the two: neither can complete."""
         for other in self._keys_by_name[entry.signature.name] - {key}:
             rival = self._entries[other].records
             records = {**entry.records, **rival}
@@ -275,12 +265,14 @@ class Coordinator:
 
     def _without_what_cannot_join(self, bits: int) -> tuple[int, list[Failure]]:
         wrong = [number for number in numbers(bits) if self._cache[number].kind != JOINABLE]
-        failures = [
-            Failure(self._cache[number].key, "CollectiveError", _cannot_join(self._cache[number], self._joined))
-            for number in wrong
-        ]
-        self._clear(sum(1 << number for number in wrong))
-        return bits & ~sum(1 << number for number in wrong), failures
+        wrong_bits = sum(1 << number for number in wrong)
+        self._clear(wrong_bits)
+        return bits & ~wrong_bits, [self._join_failure(self._cache[number]) for number in wrong]
+
+    def _join_failure(self, signature: Signature) -> Failure:
+        text = f"{signature.kind} {signature.name!r}: {ranks_text(self._joined)} called join(), and a joined rank can "
+        text += "take part in allreduce only; call other collectives before any rank joins"
+        return Failure(signature.key, "CollectiveError", text)
 
     def _clear(self, bits: int) -> None:
         if bits:
@@ -289,45 +281,30 @@ class Coordinator:
             self._pending &= ~bits
             self._bits_since = [(since, mask & ~bits) for since, mask in self._bits_since if mask & ~bits]
 
-    def _remember(self, ready: Iterable[Entry], response: int) -> tuple[list[tuple[int, Signature]], list[int]]:
-        """Give numbers to what was new, and take some back when there are too many."""
-        learned = []
-        new = []
-        for entry in ready:
-            if entry.signature.numbered or self._register.capacity == 0:
-                continue
-            number = self._cache.number_of_key(entry.signature.key)
-            if number is None:
-                new.append(entry)
-            else:
-                learned.append((number, entry.signature))
-                self._lines[number] = Lines.of(entry.records)
-        new = new[: self._register.capacity]
-        busy = self._pending | self._contested | sum(1 << number for number, _ in learned)
-        too_many = len(self._register) + len(new) - self._register.capacity
-        forgotten = self._register.take_back(max(0, too_many), busy, response, self._cache)
+    def _update_cache(self, ready: Iterable[Entry], response: int) -> tuple[list[tuple[int, Signature]], list[int]]:
+        """Cache new signatures, and evict the least recently used beyond the capacity."""
+        capacity = self._numbers.capacity
+        entries = [entry for entry in ready if capacity and not entry.signature.numbered]
+        known = [(self._cache.number_of_key(entry.signature.key), entry) for entry in entries]
+        cached = [(number, entry) for number, entry in known if number is not None]
+        new = [entry for number, entry in known if number is None][:capacity]
+        busy = self._pending | self._contested | sum(1 << number for number, _ in cached)
+        forgotten = self._numbers.evict(max(0, len(self._numbers) + len(new) - capacity), busy, response, self._cache)
         for number in forgotten:
             self._cache.forget(number)
-        for entry in new:
-            number = self._register.give()
+        cached += [(self._numbers.allocate(), entry) for entry in new]
+        for number, entry in cached:
             self._lines[number] = Lines.of(entry.records)
-            learned.append((number, entry.signature))
-        for number, signature in learned:
-            self._cache.learn(number, signature)
-        return learned, forgotten
+            self._cache.learn(number, entry.signature)
+        return [(number, entry.signature) for number, entry in cached], forgotten
 
-    # What waits
+    # Stalls
 
     def waiting(self, longer_than_s: float) -> list[Waiting]:
-        """Tensors that have waited so long for some ranks, the longest first."""
+        """Tensors that have waited this long for some ranks, the longest first."""
         now = self._clock()
         found = [
-            Waiting(
-                entry.signature,
-                entry.since_s,
-                {rank: record.line for rank, record in entry.records.items()},
-                [rank for rank in self._live() if rank not in entry.records],
-            )
+            self._waiting(entry.signature, entry.since_s, {rank: each.line for rank, each in entry.records.items()})
             for entry in self._entries.values()
             if now - entry.since_s >= longer_than_s
         ]
@@ -337,39 +314,34 @@ class Coordinator:
                 for number in numbers(mask):
                     old.setdefault(number, since)
         for number, since in old.items():
-            given = {rank: self._record(rank, number).line for rank, bits in self._bits.items() if bits >> number & 1}
-            missing = [rank for rank in self._live() if rank not in given]
-            found.append(Waiting(self._cache[number], since, given, missing))
+            lines = {rank: self._record(rank, number).line for rank, bits in self._bits.items() if bits >> number & 1}
+            found.append(self._waiting(self._cache[number], since, lines))
         return sorted(found, key=lambda each: each.since_s)
 
+    def _waiting(self, signature: Signature, since_s: float, lines: dict[int, str]) -> Waiting:
+        missing = [rank for rank in self._members if rank not in self._joined and rank not in lines]
+        return Waiting(signature, since_s, lines, missing)
+
     def oldest_s(self) -> float | None:
-        """When the tensor that waits for longest was first announced; None when none waits."""
+        """When the oldest waiting tensor was first announced; None when none waits."""
         times = [entry.since_s for entry in self._entries.values()]
         times += [since for since, _ in self._bits_since[:1]]
         return min(times, default=None)
 
-    def has_waited(self, waited_s: float) -> None:
-        """A rank has waited so long, although this coordinator heard of it just now: it was not listening."""
+    def backdate(self, waited_s: float) -> None:
+        """Let all tensors have waited `waited_s`, as a rank says: this idle coordinator read the announcements late."""
         since_s = self._clock() - waited_s
-        self._entries = {
-            key: entry._replace(since_s=min(entry.since_s, since_s)) for key, entry in self._entries.items()
-        }
+        for key, entry in self._entries.items():
+            self._entries[key] = entry._replace(since_s=min(entry.since_s, since_s))
         self._bits_since = [(min(since, since_s), bits) for since, bits in self._bits_since]
 
-    def give_up(self, failures: Sequence[Failure]) -> Response:
-        """Fail tensors for another reason than those that are found here."""
+    def abandon(self, failures: Sequence[Failure]) -> Response:
+        """Fail stalled tensors; returns the response for all ranks."""
         for failure in failures:
             number = self._cache.number_of_key(failure.key)
             if number is not None:
                 self._clear(1 << number)
             self._drop(failure.key)
         self._responses += 1
-        self._given_up.update({failure.key: self._responses for failure in failures})
+        self._abandoned.update({failure.key: self._responses for failure in failures})
         return Response(self._process_set, self._responses, failures=tuple(failures))
-
-
-def _cannot_join(signature: Signature, joined: Iterable[int]) -> str:
-    return (
-        f"{signature.kind} {signature.name!r}: {ranks_text(joined)} called join(), and a joined rank can take "
-        "part in allreduce only; call other collectives before any rank joins"
-    )

@@ -1,15 +1,14 @@
-"""The thread, one a process, that agrees with the other ranks on what is ready everywhere, runs it, completes handles.
+"""The engine: one thread per process that negotiates with the other ranks, runs collectives and completes handles.
 
-It never blocks inside an operation: collectives are generators, and every process set has a queue in which its
-operations run one after the other, so sets that overlap cannot wait for each other. Between two tests of what it waits
-for it reads control messages, announces what was submitted, and decides for the sets that it coordinates.
+It never blocks inside an operation: collectives are generators, and every process set has a queue of its own, so
+overlapping sets cannot deadlock. Between two polls of a pending operation the engine reads control messages, announces
+submissions, and decides for the process sets that it coordinates.
 
-With nothing pending it sleeps until somebody submits, and looks for control messages ever more seldom, once a second at
-last: what other ranks announce meanwhile lies in MPI, since before this rank has something pending too nothing can be
-ready everywhere. A rank that has waited long asks (stalls.py).
+With nothing pending it sleeps until a submission, and polls control messages ever less often, at least once a second:
+nothing can be ready on all ranks before this rank submits it. A rank that has waited long sends a probe (stalls.py).
 
-Side jobs, which are the timeline and the stall watch, never end the main one: one that fails says so once, and stops.
-Whatever happens in the thread, `_finished` is set at its end, so that nobody waits for it in vain.
+The side jobs, timeline and stall watch, never end the main one: one that fails logs a warning, and stops. However the
+thread ends, it sets `_finished`, so that nobody waits for it for ever.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from typing import Any
 
 from ringreduce import errors, fusion
 from ringreduce.buffers import Buffer, ready
-from ringreduce.engine import errors_for, operations
+from ringreduce.engine import errors_for, operations, protocol
 from ringreduce.engine.cache import numbers
 from ringreduce.engine.context import Context
 from ringreduce.engine.coordinator import Coordinator
@@ -32,21 +31,7 @@ from ringreduce.engine.host import Host
 from ringreduce.engine.inbox import LONGEST_SLEEP_S, Inbox, WaitsFor
 from ringreduce.engine.neutral import neutral_submission
 from ringreduce.engine.process_set import Idle, ProcessSetState
-from ringreduce.engine.protocol import (
-    Announcement,
-    Broken,
-    Failure,
-    Response,
-    ShutdownAck,
-    StackReply,
-    StackRequest,
-    StallProbe,
-    TimelineEvents,
-    TimelineStart,
-    TimelineStop,
-    decode,
-    encode,
-)
+from ringreduce.engine.protocol import Announcement, Failure, Response, StackRequest, decode, encode
 from ringreduce.engine.signature import Signature, SubmissionRecord, calling_line, ranks_text
 from ringreduce.engine.submission import Handle, Submission
 from ringreduce.gpu.runtime import Event
@@ -64,17 +49,15 @@ GLOBAL = 0
 """The number of the process set of all ranks."""
 JOIN = "join"
 SET_CHANGES = ("add_process_set", "remove_process_set")
-NAMED_IN_LOG = 8
-"""A log line names so many tensors."""
 TIMELINE, STALL_WATCH = "the timeline", "the stall watch"
-WAITS_NAMED = 3
-"""So many operations that threads wait for are named."""
-LAST_WORDS_S = 1.0
-"""So long an engine that failed tries to tell the others."""
+NAMED_IN_LOG, NAMED_WAITS = 8, 3
+"""How many operations a log line, and `waiting_for`, name."""
+BROKEN_SEND_S = 1.0
+"""How long an engine that failed tries to notify the others."""
 
 
 class Engine:
-    """One rank's engine. What is public up to `stop_timeline` may be called by any thread."""
+    """One rank's engine. Any thread may call the public methods up to `stop_timeline`."""
 
     def __init__(
         self,
@@ -85,9 +68,9 @@ class Engine:
         clock_offsets_us: Sequence[float] = (),
         process_sets: Sequence[Sequence[int]] = (),
     ) -> None:
-        """clock_offsets_us: by rank, how far its clock is ahead of rank 0's; by default not at all.
+        """clock_offsets_us: by rank, how far its clock is ahead of rank 0's; by default 0.
 
-        process_sets: the members of sets besides that of all ranks, the same on all ranks.
+        process_sets: the members of further process sets, the same on all ranks.
         """
         self.world = world
         self.transport = transport
@@ -97,12 +80,12 @@ class Engine:
         self.gpu = Gpu(world.rank)
         self.states: dict[int, ProcessSetState] = {}
         self.sets: dict[int, tuple[int, ...]] = {}
-        """The members of all process sets, those without this rank too."""
+        """The members of all process sets, including those without this rank."""
         self.submissions = 0
         self.known_submissions = 0
-        """Those that were announced by a bit."""
+        """How many submissions were announced by a bit."""
         self.joins = 0
-        """How often all ranks have joined; equal on all ranks between the same two operations."""
+        """How often all ranks have joined; equal on all ranks between two operations."""
         self.control_messages = 0
         self.control_bytes = 0
         self._clock_offsets_us = clock_offsets_us or [0.0] * world.size
@@ -112,14 +95,14 @@ class Engine:
         self._inbox = Inbox(transport, settings, len(set(world.hosts)) == 1, oversubscribed)
         self._next_set = GLOBAL
         self._early: dict[int, list[ControlMessage]] = {}
-        """What came for process sets that this rank is about to hear of."""
+        """Messages for process sets that this rank has not added yet."""
         self._debugs, self._traces = LOGGER.isEnabledFor(logging.DEBUG), LOGGER.isEnabledFor(TRACE)
         self._leaving = ""
         self._left: set[int] = set()
         self._shutdown_acked = False
         self._broken: Exception | None = None
         self._finished = threading.Event()
-        self._ended: set[str] = set()
+        self._failed_jobs: set[str] = set()
         """The side jobs that have failed."""
         self._moved_s = time.monotonic()
         self._stalls = StallWatch(self, threading.get_ident())
@@ -144,12 +127,12 @@ class Engine:
         waits: bool = False,
         line: str | None = None,
     ) -> Handle:
-        """Hand in an operation; returns at once.
+        """Submit an operation; returns at once.
 
-        sign: makes the signature from the name; without a name, from the number that it gets.
-        finish:   makes the caller's result from the submission when it is done, in the thread that waits.
-        waits:    the caller will wait for it before it does anything else.
-        line:     of the user's that led here, where the caller knows it.
+        sign:   makes the signature from the name; a submission without a name gets a numbered one.
+        finish: makes the caller's result from the finished submission, in the thread that waits.
+        waits:  True: the caller will wait for it before it does anything else.
+        line:   the user's calling line, where the caller knows it.
 
         Raises: InputError when the name is pending already, or this rank is not in the process set; PeerLostError when
                 a rank has left.
@@ -169,7 +152,7 @@ class Engine:
                 signature = sign(f"noname.{state.submitted}")._replace(numbered=True)
             else:
                 signature = sign(name)
-            handle = Handle(signature, self._inbox.wait, self._inbox.ask)
+            handle = Handle(signature, self._inbox.wait, self._inbox.on_poll)
             submission = Submission(
                 signature, process_set, inputs, outputs, finish, payload, line, handle, waits, marks
             )
@@ -189,10 +172,10 @@ class Engine:
         return self._broken is not None or bool(self._leaving)
 
     def _check(self, state: ProcessSetState, submission: Submission) -> None:
-        """Raise why a submission cannot be taken."""
+        """Raise an error for a submission that cannot be accepted."""
         if self._is_closed:
             why = str(self._broken or f"rank {self.world.rank} is leaving the job: {self._leaving}")
-            raise errors_for.no_more(submission, why)
+            raise errors_for.engine_closed(submission, why)
         if state.closed:
             raise errors_for.never_complete(state, submission, self.world, self._leaving)
         if state.joined:
@@ -201,16 +184,16 @@ class Engine:
             raise errors_for.name_is_pending(submission, self.world.rank)
 
     def leave(self, why: str, interrupted: Callable[[], bool] = lambda: False) -> bool:
-        """Tell the others that this rank leaves, and wait until all do; what was not agreed on yet fails.
+        """Announce that this rank leaves, and wait until all ranks do; operations that are not ready fail.
 
-        Returns: False when `interrupted()` came true before, or the engine had failed.
-        Cost: 2 control messages for each rank but 0, to and from rank 0.
+        Returns: False when `interrupted()` became true first, or the engine had failed.
+        Cost:    2 control messages for each rank but 0, to and from rank 0.
         """
 
         def begin() -> None:
             self._leaving, self._inbox.draining = why, True
             if isinstance(self._broken, errors.StalledError):  # the others may not know, and would wait for this rank
-                self._tell_broken(self._broken)
+                self._send_broken(self._broken)
             self._announce_leaving()
 
         self._inbox.call_soon(begin)
@@ -221,29 +204,26 @@ class Engine:
         return self._broken is None
 
     def start_timeline(self, path: str, mark_cycles: bool) -> None:
-        """Record on all ranks from now on; an earlier timeline is stopped.
-
-        For rank 0. Raises: OSError when `path` cannot be written.
-        """
+        """Start recording on all ranks, on rank 0; stops an earlier timeline. Raises OSError for a bad `path`."""
         self.stop_timeline()
         file = TimelineFile(path, self._clock_offsets_us)
-        if not self._ordered(lambda done: self._recording.start(file, mark_cycles, done)):
+        if not self._call_and_wait(lambda done: self._recording.start(file, mark_cycles, done)):
             file.close()
             raise errors.CollectiveError(f"start_timeline: {self._broken or 'the engine has ended'}")
 
-    def _ordered(self, callback: Callable[[Callable[[], None]], None], timeout_s: float = math.inf) -> bool:
-        """Have the engine's thread do something that records its argument at the end; False when it has not in time."""
+    def _call_and_wait(self, callback: Callable[[Callable[[], None]], None], timeout_s: float = math.inf) -> bool:
+        """Run `callback(done)` in the engine's thread, and wait until it calls `done`; False if it does not in time."""
         done = threading.Event()
         until_s = time.monotonic() + timeout_s
-        self._inbox.call_soon(lambda: self._aside(TIMELINE, lambda: callback(done.set)))
+        self._inbox.call_soon(lambda: self._run_side_job(TIMELINE, lambda: callback(done.set)))
         while not done.wait(0.05):
-            if self._finished.is_set() or TIMELINE in self._ended or time.monotonic() > until_s:
+            if self._finished.is_set() or TIMELINE in self._failed_jobs or time.monotonic() > until_s:
                 return False
         return True
 
     def stop_timeline(self, timeout_s: float = 5.0) -> None:
-        """Record no more; returns when all ranks' events are in the file, or have not come in time. For rank 0."""
-        if not self._ordered(self._recording.stop, timeout_s):
+        """Stop recording, on rank 0; returns when all ranks' events are in the file, or after `timeout_s`."""
+        if not self._call_and_wait(self._recording.stop, timeout_s):
             self._inbox.call_soon(self._recording.close)
 
     # The engine's thread
@@ -254,42 +234,42 @@ class Engine:
                 if self._poll():
                     self._moved_s = time.monotonic()
                 else:
-                    self._inbox.idle_wait(self._moved_s, self._waits())
+                    self._inbox.idle_wait(self._moved_s, self._waits_for())
         except BaseException as exc:  # whatever it was, the user's threads must not wait for this one
             self._break(exc)
         finally:
-            self._aside(TIMELINE, self._recording.close)
+            self._run_side_job(TIMELINE, self._recording.close)
             self._finished.set()
 
-    def _aside(self, what: str, work: Callable[[], None]) -> None:
-        """Do a side job's work, which must not end the main one: when it fails, say so, and do it no more."""
-        if what in self._ended:
+    def _run_side_job(self, job: str, work: Callable[[], None]) -> None:
+        """Do a side job's work; if it fails, log a warning, and end this side job."""
+        if job in self._failed_jobs:
             return
         try:
             work()
         except Exception as exc:
-            self._ended.add(what)
-            told = f"{type(exc).__name__}: {exc}"
-            LOGGER.warning(f"{what} of rank {self.world.rank} failed, and ends; the job goes on: {told}")
+            self._failed_jobs.add(job)
+            why = f"{type(exc).__name__}: {exc}"
+            LOGGER.warning(f"{job} of rank {self.world.rank} failed, and ends; the job goes on: {why}")
 
     def _poll(self) -> bool:
-        """Do what can be done now; True when something was."""
+        """Do what can be done without waiting; True when anything moved."""
         moved = self._inbox.run_callbacks()
         moved |= self._announce()
-        moved |= self._read()
+        moved |= self._receive()
         moved |= self._decide()
         for state in list(self.states.values()):
             moved |= state.advance(self._inbox.latency_critical)
         if not any(state.busy for state in self.states.values()):
-            self._aside(TIMELINE, self._recording.settle)
-        self._aside(TIMELINE, self._recording.spill)
+            self._run_side_job(TIMELINE, self._recording.finish_stop)
+        self._run_side_job(TIMELINE, self._recording.flush)
         self.gpu.sweep()
         if not moved:
-            self._aside(STALL_WATCH, self._stalls.look)
+            self._run_side_job(STALL_WATCH, self._stalls.poll)
         return moved
 
     def _announce(self) -> bool:
-        """Tell the coordinators what was submitted."""
+        """Announce new submissions to the coordinators."""
         submissions = self._inbox.take()
         if not submissions:
             return False
@@ -302,7 +282,7 @@ class Engine:
         for number, own in by_set.items():
             state = self.states.get(number)
             if state is not None and not state.closed:
-                self._tell(state, self._announcement(state, own))
+                self._send_announcement(state, self._announcement(state, own))
         return True
 
     def _announcement(self, state: ProcessSetState, submissions: Sequence[Submission]) -> Announcement:
@@ -321,19 +301,19 @@ class Engine:
                 self.known_submissions += 1
         return Announcement(state.number, state.seen, bits, tuple(records), join)
 
-    def _tell(self, state: ProcessSetState, announcement: Announcement) -> None:
+    def _send_announcement(self, state: ProcessSetState, announcement: Announcement) -> None:
         if state.coordinator is None:
             self._send_control(encode(announcement), state.leader)
         else:
-            self._hear(state.coordinator, state, self.world.rank, announcement)
+            self._receive_announcement(state.coordinator, self.world.rank, announcement)
 
     def _send_control(self, content: bytes, rank: int) -> None:
         self.control_messages += 1
         self.control_bytes += len(content)
         self.transport.send_control(content, rank)
 
-    def _hear(self, coordinator: Coordinator, state: ProcessSetState, rank: int, announcement: Announcement) -> None:
-        if announcement.leave and state.number == GLOBAL:
+    def _receive_announcement(self, coordinator: Coordinator, rank: int, announcement: Announcement) -> None:
+        if announcement.leave and announcement.process_set == GLOBAL:
             self._left.add(rank)
         coordinator.announce(rank, announcement)
         if self._timeline.recording:
@@ -342,44 +322,44 @@ class Engine:
             for number in numbers(announcement.bits):
                 self._timeline.ready(coordinator.signature(number), rank)
 
-    def _read(self) -> bool:
+    def _receive(self) -> bool:
         messages = self.transport.recv_control()
         for message in messages:
-            self._open(message)
+            self._dispatch(message)
         return bool(messages)
 
-    def _open(self, message: ControlMessage) -> None:
+    def _dispatch(self, message: ControlMessage) -> None:
         content = decode(message.content)
         if isinstance(content, Announcement | Response):
             state = self.states.get(content.process_set)
             if content.process_set >= self._next_set:
                 self._early.setdefault(content.process_set, []).append(message)
             elif state is None:
-                return  # of a set that was removed
+                return  # the process set was removed
             elif isinstance(content, Response):
                 self._apply(state, content)
             elif state.coordinator is not None:
-                self._hear(state.coordinator, state, message.source, content)
-        elif isinstance(content, ShutdownAck):
+                self._receive_announcement(state.coordinator, message.source, content)
+        elif isinstance(content, protocol.ShutdownAck):
             self._shutdown_acked = True
-        elif isinstance(content, Broken):
-            self._give_up(errors.PeerLostError(content.message, [message.source]))
-        elif isinstance(content, StallProbe | StackRequest | StackReply):
-            self._aside(STALL_WATCH, lambda: self._stalls.read(message.source, content))
-        elif isinstance(content, TimelineStart | TimelineStop | TimelineEvents):
-            self._aside(TIMELINE, lambda: self._recording.read(message.source, content))
+        elif isinstance(content, protocol.Broken):
+            self._fail_all(errors.PeerLostError(content.message, [message.source]))
+        elif isinstance(content, protocol.StallProbe | StackRequest | protocol.StackReply):
+            self._run_side_job(STALL_WATCH, lambda: self._stalls.receive(message.source, content))
+        elif isinstance(content, protocol.TimelineStart | protocol.TimelineStop | protocol.TimelineEvents):
+            self._run_side_job(TIMELINE, lambda: self._recording.receive(message.source, content))
 
     def _decide(self) -> bool:
         moved = False
         for state in list(self.states.values()):
             response = state.coordinator.decide() if state.coordinator is not None else None
             if response is not None:
-                self.spread(state, response)
+                self.send_response(state, response)
                 moved = True
         return moved
 
-    def spread(self, state: ProcessSetState, response: Response) -> None:
-        """Send a coordinator's response to all members, this rank too."""
+    def send_response(self, state: ProcessSetState, response: Response) -> None:
+        """Send a coordinator's response to all members, and apply it on this rank."""
         content = encode(response)
         for rank in state.members:
             if rank != self.world.rank:
@@ -387,11 +367,8 @@ class Engine:
         self._apply(state, response)
 
     def _apply(self, state: ProcessSetState, response: Response) -> None:
-        """Do what the coordinator has decided; nothing more, once all was given up because some rank has failed.
-
-        Such a rank's last words may come before the response that it has failed to run.
-        """
-        if self._broken is not None:
+        """Do what the coordinator has decided."""
+        if self._broken is not None:  # a rank's Broken may arrive before the response that it failed to run
             return
         state.seen = response.number
         for failure in response.failures:
@@ -418,7 +395,13 @@ class Engine:
         submissions = []
         with self._inbox.lock:
             for signature in signatures:
-                submission = state.pending.pop(signature.key, None) or self._join_in(state, signature)
+                submission = state.pending.pop(signature.key, None)
+                if submission is None:
+                    if not state.joined:
+                        raise AssertionError(
+                            f"rank {self.world.rank} did not submit {signature.key!r}, but must run it"
+                        )
+                    submission = neutral_submission(signature, state.number, self.gpu)
                 submission.begin(state.running, self._inbox.lock)
                 submissions.append(submission)
         for submission in submissions:
@@ -429,13 +412,8 @@ class Engine:
             if submission.signature.kind in SET_CHANGES:
                 state.enqueue(self._change_sets(submission))
 
-    def _join_in(self, state: ProcessSetState, signature: Signature) -> Submission:
-        if not state.joined:
-            raise AssertionError(f"rank {self.world.rank} was told to run {signature.key!r}, which it has not given")
-        return neutral_submission(signature, state.number, self.gpu)
-
     def _queue_join(self, state: ProcessSetState, last: int) -> None:
-        """join() returns in its turn: after what was agreed on before."""
+        """Let join() return when the operations queued before are done."""
         with self._inbox.lock:
             self.joins += 1
             state.joined = False
@@ -453,8 +431,8 @@ class Engine:
             submission.fail(getattr(errors, failure.kind)(failure.message))
 
     def _add_set(self, members: Sequence[int]) -> int:
-        """Make a process set; all ranks of the world do in the same order, so its number is the same everywhere."""
-        place = self.host.reserve(members)
+        """Make a process set; all ranks of the world do so in the same order, so its number is equal on all."""
+        resources = self.host.reserve(members)
         with self._inbox.lock:
             number = self._next_set
             self._next_set += 1
@@ -462,21 +440,20 @@ class Engine:
             if self.world.rank in members:
                 coordinator = None
                 if members[0] == self.world.rank:
-                    capacity = self.settings.cache_capacity
-                    coordinator = Coordinator(number, members, self.world.size, capacity)
+                    coordinator = Coordinator(number, members, self.world.size, self.settings.cache_capacity)
                 shared = self.settings, self.memory, self._timeline, self.gpu, self._debugs
-                context = Context(self.host.algorithms(place, members), tuple(members), *shared)
+                context = Context(self.host.algorithms(resources, members), tuple(members), *shared)
                 self.states[number] = ProcessSetState(number, context, coordinator)
         for message in self._early.pop(number, []):
-            self._open(message)
+            self._dispatch(message)
         if self._leaving and number in self.states:
-            self._tell(self.states[number], Announcement(number, 0, leave=self._leaving))
+            self._send_announcement(self.states[number], Announcement(number, 0, leave=self._leaving))
         return number
 
     def _change_sets(self, submission: Submission) -> Steps[None]:
-        """Make or remove a process set in its turn, which is the same on all ranks.
+        """Make or remove a process set; queued, so that all ranks do it in the same order.
 
-        A set is gone when this rank has ended what it had under way there: only then its tags may be another's.
+        A set is removed when its operations on this rank have ended: only then another set may use its tags.
         """
         try:
             if submission.signature.kind == "add_process_set":
@@ -492,14 +469,14 @@ class Engine:
                     self.states.pop(number, None)
                     members = self.sets.pop(number, None)
                 if members is not None:
-                    self.host.give_back(members)
+                    self.host.release(members)
         except errors.InputError as exc:
             submission.fail(exc)
         else:
             submission.complete()
 
-    def _waits(self) -> WaitsFor:
-        """What for, so that this rank must look from time to time."""
+    def _waits_for(self) -> WaitsFor:
+        """What this rank must poll for."""
         states = list(self.states.values())
         if any(state.waits_for is not None and not isinstance(state.waits_for, Arrival) for state in states):
             return WaitsFor.MESSAGES
@@ -516,8 +493,8 @@ class Engine:
             return WaitsFor.CONTROL
         return WaitsFor.NOTHING
 
-    def doing(self, question: StackRequest) -> str:
-        """What this rank did last, and what it waits for, above all what has the name of a stalled tensor."""
+    def doing(self, request: StackRequest) -> str:
+        """This rank's last submission, what it waits for, and whether a stalled name waits in another process set."""
         with self._inbox.lock:
             text = self._inbox.last_submission_text()
             waiting = [submission for state in self.states.values() for submission in state.pending.values()]
@@ -526,7 +503,7 @@ class Engine:
             text += f", and waits for {names}" + (f" and {len(waiting) - 3} more" if len(waiting) > 3 else "")
         for each in waiting:
             (kind, name, *_), number = each.signature, each.process_set
-            if name in question.names and (number, kind) != (question.process_set, question.kind):
+            if name in request.names and (number, kind) != (request.process_set, request.kind):
                 text += f"; it submitted {kind} {name!r} ({each.line}) to process set {number}"
                 text += f" ({ranks_text(self.sets[number])})"
                 return f"{text}: all ranks must pass the same operation and the same process set"
@@ -535,11 +512,7 @@ class Engine:
     def waiting_for(self) -> str:
         """What threads of this rank wait for, as `allreduce 'layer3.w' (train.py:41)`; empty for nothing."""
         with self._inbox.lock:
-            states = list(self.states.values())
-            submissions = [
-                each for state in states for each in [*state.pending.values(), *list(state.running.values())]
-            ]
-            lines = {id(each.handle): each.line for each in submissions}
+            lines = {id(each.handle): each.line for each in self._unfinished()}
             handles = self._inbox.waited_for()
         texts = [
             f"{each.signature.kind} {each.signature.name!r} ({lines[id(each)]})"
@@ -548,19 +521,23 @@ class Engine:
         ]
         if self._leaving and not texts:
             return f"the others to leave too: {self._leaving}"
-        return ", ".join(texts[:WAITS_NAMED]) + (
-            f", and {len(texts) - WAITS_NAMED} more" if texts[WAITS_NAMED:] else ""
-        )
+        more = f", and {len(texts) - NAMED_WAITS} more" if texts[NAMED_WAITS:] else ""
+        return ", ".join(texts[:NAMED_WAITS]) + more
+
+    def _unfinished(self) -> list[Submission]:
+        """All pending and running submissions; with the lock held."""
+        states = list(self.states.values())
+        return [each for state in states for each in (*state.pending.values(), *state.running.values())]
 
     # The end
 
     def _announce_leaving(self) -> None:
-        """In every set: what was announced stays announced, and nothing comes after this."""
+        """Send the last announcement to every process set; earlier announcements stay valid."""
         self._announce()
         self._timeline.stop()
-        self._aside(TIMELINE, lambda: self._recording.send(last=True))
+        self._run_side_job(TIMELINE, lambda: self._recording.send(last=True))
         for state in list(self.states.values()):
-            self._tell(state, Announcement(state.number, state.seen, leave=self._leaving))
+            self._send_announcement(state, Announcement(state.number, state.seen, leave=self._leaving))
 
     def _may_end(self) -> bool:
         if self._broken is not None:
@@ -568,14 +545,13 @@ class Engine:
         if not self._leaving or any(state.busy for state in self.states.values()):
             return False
         if self.world.rank == 0 and not self._shutdown_acked and len(self._left) == self.world.size:
-            for rank in self._others():
-                self.transport.send_control(encode(ShutdownAck()), rank)
+            self._send_others(protocol.ShutdownAck())
             self._shutdown_acked = True
-        # a set's coordinator may have more to run than rank 0 knows of: it says when that is all
+        # rank 0 does not know what the coordinators of other sets still run: their last responses close the sets
         return self._shutdown_acked and all(state.closed for state in self.states.values()) and self.transport.flushed()
 
     def _close(self, state: ProcessSetState, closed: str, leaver: int) -> None:
-        """What is pending in this set can never be run."""
+        """Close a process set: its pending submissions fail."""
         with self._inbox.lock:
             if not state.closed:
                 state.closed, state.leaver = closed, leaver
@@ -585,33 +561,31 @@ class Engine:
             submission.fail(errors_for.never_complete(state, submission, self.world, self._leaving))
 
     def _break(self, exc: BaseException) -> None:
-        """The engine itself failed: nobody can complete what this rank takes part in."""
+        """The engine itself failed: no rank can complete this rank's operations."""
         error = errors.CollectiveError(
             f"rank {self.world.rank} of {self.world.size} failed inside an operation: {type(exc).__name__}: {exc}"
         )
         error.__cause__ = exc
-        self._give_up(error)
+        self._fail_all(error)
         with contextlib.suppress(Exception):  # what failed may be MPI itself
-            self._tell_broken(error)
+            self._send_broken(error)
 
-    def _tell_broken(self, error: Exception) -> None:
-        for rank in self._others():
-            self.transport.send_control(encode(Broken(str(error))), rank)
-        until_s = time.monotonic() + LAST_WORDS_S
+    def _send_broken(self, error: Exception) -> None:
+        self._send_others(protocol.Broken(str(error)))
+        until_s = time.monotonic() + BROKEN_SEND_S
         while not self.transport.flushed() and time.monotonic() < until_s:
             time.sleep(LONGEST_SLEEP_S)
 
     def fail_everything(self, message: str) -> None:
-        """Give up what is pending and under way; see StallWatch."""
-        self._give_up(errors.StalledError(message))
+        """Fail all pending and running submissions with StalledError."""
+        self._fail_all(errors.StalledError(message))
 
-    def _give_up(self, error: Exception) -> None:
+    def _fail_all(self, error: Exception) -> None:
         with self._inbox.lock:
             self._broken = error
-            states = list(self.states.values())
-            lost = [each for state in states for each in (*state.pending.values(), *state.running.values())]
+            lost = self._unfinished()
             self._inbox.drop(lambda _: True)
-            for state in states:
+            for state in self.states.values():
                 state.clear()
         with contextlib.suppress(Exception):  # what failed may be MPI itself
             self.transport.cancel_receives()
@@ -619,12 +593,14 @@ class Engine:
             submission.fail(error)
         self.gpu.abort()
 
-    def _others(self) -> list[int]:
-        return [rank for rank in range(self.world.size) if rank != self.world.rank]
+    def _send_others(self, message: protocol.ShutdownAck | protocol.Broken) -> None:
+        for rank in range(self.world.size):
+            if rank != self.world.rank:
+                self.transport.send_control(encode(message), rank)
 
 
 def _named(signatures: Sequence[Signature]) -> str:
-    """The operations, for the log; of many the first ones."""
+    """The first operations, for the log."""
     names = [f"{each.kind} {each.name!r}" for each in signatures[:NAMED_IN_LOG]]
     more = len(signatures) - NAMED_IN_LOG
     return ", ".join(names) + (f" and {more} more" if more > 0 else "")

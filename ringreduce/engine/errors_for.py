@@ -1,4 +1,4 @@
-"""Why a submission cannot be taken or completed, in words."""
+"""Errors for submissions that cannot be accepted or completed."""
 
 from __future__ import annotations
 
@@ -12,40 +12,40 @@ from ringreduce.world import World
 
 
 def unknown_set(kind: str, process_set: int, sets: Mapping[int, tuple[int, ...]], rank: int) -> InputError:
-    """This rank has no part in the process set."""
+    """This rank is not in the process set, or the set does not exist."""
     if process_set in sets:
         return InputError(
             f"{kind}: rank {rank} is not in process set {process_set}, which has {ranks_text(sets[process_set])}; "
-            "call it on these only (process_set.included() tells)"
+            "call it on these only (check process_set.included())"
         )
     return InputError(
-        f"{kind}: there is no process set {process_set}; expected one that init() or add_process_set() was given, and "
-        "that was not removed"
+        f"{kind}: there is no process set {process_set}; expected one that was passed to init() or add_process_set(), "
+        "and that was not removed"
     )
 
 
 def name_is_pending(submission: Submission, rank: int) -> InputError:
-    """The user has not synchronized the last one."""
+    """The previous submission of this name is not synchronized."""
     signature = submission.signature
     return InputError(
         f"{signature.kind} {signature.name!r}: a tensor of this name is pending already on rank {rank}; "
-        "synchronize it first, or give this one another name"
+        "synchronize it first, or use another name"
     )
 
 
 def after_join(submission: Submission) -> InputError:
-    """A joined rank has nothing to give."""
+    """This rank has joined."""
     signature = submission.signature
     return InputError(f"{signature.kind} {signature.name!r} after join(): a rank that has joined waits until all have")
 
 
-def no_more(submission: Submission, why: str) -> CollectiveError:
-    """The engine has failed, or is being left."""
+def engine_closed(submission: Submission, why: str) -> CollectiveError:
+    """The engine has failed, or this rank is leaving."""
     return CollectiveError(f"{submission.signature.kind} {submission.signature.name!r}: {why}")
 
 
 def never_complete(state: ProcessSetState, submission: Submission, world: World, leaving: str) -> CollectiveError:
-    """A rank has left, this one perhaps, or the process set was removed."""
+    """A rank, perhaps this one, has left, or the process set was removed."""
     signature = submission.signature
     what = f"rank {world.rank} of {world.size}, {signature.kind} {signature.name!r} ({submission.line})"
     if state.leaver == world.rank:

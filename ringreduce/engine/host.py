@@ -1,4 +1,4 @@
-"""What process sets share on a host: the window, cut into regions, and the cost model. Makes the sets' routes."""
+"""What process sets share on a host: tags, regions of the window, flags, and the cost model's constants."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from ringreduce.transport.window import GPU_PACKED, Flags, Region, Window
 from ringreduce.world import World
 
 
-class Place(NamedTuple):
-    """What a process set has of what all share."""
+class Resources(NamedTuple):
+    """The shared resources reserved for a process set, by number; None: none was left."""
 
     tags: int
-    """The number of a range of tags."""
+    """A range of MPI tags."""
     region: int | None
-    """The number of a region of shared memory; None: there was none left."""
+    """A region of shared memory."""
     gpu_flags: int | None
-    """That of flags for GPU arrays."""
+    """Flags for GPU arrays."""
 
 
 class Host:
@@ -43,19 +43,19 @@ class Host:
         self.window = window
         self.constants = constants or Constants.parse(settings.costs)
         self.cores = cores or len(os.sched_getaffinity(0))
-        """How many its ranks may run on, all together."""
+        """How many cores this host's ranks may use together."""
         self._transport = transport
         self._settings = settings
         self._tags = _RegionAllocator(transport.most_tags // (TAGS * CHANNELS))
         self._regions = _RegionAllocator(0 if window is None else settings.shared_regions)
         self._gpu_flags = _RegionAllocator(0 if window is None else MOST_REGIONS)
 
-    def algorithms(self, local_index: Place, members: Sequence[int]) -> Algorithms:
-        """The routes of a process set that has this place, and of which this rank is one."""
-        tags, region, gpu_flags = local_index
+    def algorithms(self, resources: Resources, members: Sequence[int]) -> Algorithms:
+        """The algorithms of a process set with these resources that this rank is in."""
+        tags, region, gpu_flags = resources
         flags = None
         if gpu_flags is not None and self.window is not None:
-            flags = Flags(self.window, gpu_flags, GPU_PACKED, *self._neighbours(members))
+            flags = Flags(self.window, gpu_flags, GPU_PACKED, *self._local_members(members))
         return Algorithms(
             channels(self._transport, members, tags),
             [self.world.hosts[rank] for rank in members],
@@ -66,49 +66,49 @@ class Host:
             self.world.comm is not None,
         )
 
-    def reserve(self, members: Sequence[int]) -> Place:
-        """The place of a process set; all ranks of the world must call it for all sets, in the same order.
+    def reserve(self, members: Sequence[int]) -> Resources:
+        """Reserve resources for a process set; all ranks of the world must call it for all sets, in the same order.
 
-        Sets without a common rank can have equal ones. Raises: InputError when MPI has no tags left for another set.
+        Disjoint sets can share resources. Raises: InputError when MPI has no tags left for another set.
         """
-        tags = self._tags.take(members)
+        tags = self._tags.allocate(members)
         if tags is None:
             raise InputError(
                 f"add_process_set: {list(members)}: MPI has tags for {self._tags.count} process sets that share a "
                 "rank, and all are in use; remove_process_set() those that are not needed"
             )
-        return Place(tags, self._regions.take(members), self._gpu_flags.take(members))
+        return Resources(tags, self._regions.allocate(members), self._gpu_flags.allocate(members))
 
-    def give_back(self, members: Sequence[int]) -> None:
-        """A set was removed, on all ranks in the same order, and this rank has nothing under way in it.
+    def release(self, members: Sequence[int]) -> None:
+        """Release the tags of a removed set, on all ranks in the same order, when this rank runs nothing in it.
 
-        Its tags may be used again: messages of two ranks keep their order. Its memory may not: another rank may still
-        be reading that.
+        Tags can be reused, since messages between two ranks keep their order. Memory cannot: another rank may still
+        read it.
         """
-        self._tags.give_back(members)
+        self._tags.release(members)
 
     def region(self, number: int | None, members: Sequence[int]) -> Region | None:
         """This rank's view of a region."""
         if number is None or self.window is None:
             return None
-        return Region(self.window, number, self._settings.shared_slot_bytes, *self._neighbours(members))
+        return Region(self.window, number, self._settings.shared_slot_bytes, *self._local_members(members))
 
-    def _neighbours(self, members: Sequence[int]) -> tuple[list[int], list[int], int]:
-        """Of the members on this host: local ranks, ranks, and this rank's place among them."""
+    def _local_members(self, members: Sequence[int]) -> tuple[list[int], list[int], int]:
+        """Of the members on this host: local ranks, ranks, and this rank's index among them."""
         hosts, rank = self.world.hosts, self.world.rank
         ours = [each for each in members if hosts[each] == hosts[rank]]
         return [self.world.local_ranks[each] for each in ours], ours, ours.index(rank)
 
 
 class _RegionAllocator:
-    """Numbered places, each for process sets without a common rank."""
+    """Allocates numbers below `count`; disjoint process sets can share one."""
 
     def __init__(self, count: int) -> None:
         self.count = count
         self._users: list[set[frozenset[int]]] = []
 
-    def take(self, members: Sequence[int]) -> int | None:
-        """The first place that none of these ranks has."""
+    def allocate(self, members: Sequence[int]) -> int | None:
+        """The first number that none of these ranks uses; None when all are in use."""
         ours = frozenset(members)
         for number, users in enumerate(self._users):
             if not any(ours & each for each in users):
@@ -119,7 +119,7 @@ class _RegionAllocator:
         self._users.append({ours})
         return len(self._users) - 1
 
-    def give_back(self, members: Sequence[int]) -> None:
-        """These ranks' place may be taken by others; no two have equal members."""
+    def release(self, members: Sequence[int]) -> None:
+        """Free the number of the set with these members; no two sets have equal members."""
         for users in self._users:
             users.discard(frozenset(members))

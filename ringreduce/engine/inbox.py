@@ -1,6 +1,6 @@
-"""What the user's threads hand to the engine's thread, and when that rests: the only place where the two meet.
+"""Hands submissions from the user's threads to the engine's thread, and decides when that sleeps.
 
-Tensors gather here for a while, unless they fill a batch or somebody waits for one: few control messages tell of many.
+Submissions are batched for a while, unless they fill a batch or a thread waits: one announcement then covers many.
 """
 
 from __future__ import annotations
@@ -19,55 +19,52 @@ from ringreduce.transport.base import EngineTransport
 
 
 class WaitsFor(enum.Enum):
-    """What an engine waits for."""
+    """What an engine polls for."""
 
     NOTHING = 0
     CONTROL = 1
-    """Other ranks' control messages."""
+    """Control messages."""
     FLAGS = 2
-    """What other ranks do in shared memory."""
+    """Flags of other ranks in shared memory."""
     MESSAGES = 3
     """Long messages, which MPI moves only while it is called."""
 
 
 YIELD_S = 10e-3
-"""While somebody waits for a result, and something moved a moment ago, only the core is given away.
+"""For this long after progress, an engine whose result a thread waits for only yields the core, and does not sleep.
 
-Not while flags are waited for: the process set has looked for them before, and a turn takes the core from who is to set
-them.
+Not while it waits for flags: those were just polled, and polling again would compete with the rank that sets them.
 """
 FIRST_SLEEP_S = {WaitsFor.NOTHING: 1e-3, WaitsFor.CONTROL: 1e-3, WaitsFor.FLAGS: 1e-3, WaitsFor.MESSAGES: 50e-6}
 CRITICAL_SLEEP_S = 50e-6
 LONGEST_SLEEP_S = 40e-3
 SLEEP_SHARE, LAZY_SLEEP_SHARE = 0.05, 0.25
-"""Rests are this share of the time for which nothing has moved: what they add to a wait is small against it.
-
-When nobody waits the cores are the user's: a look costs as much as summing some ten thousand elements."""
+"""A sleep lasts this share of the time without progress, and so adds little to a wait. Longer (lazy) when no thread
+waits: a poll costs the user's computation as much as summing some ten thousand elements."""
 BATCH_SLOTS, ONE_HOST_BATCH_SLOTS = 4, 16
-"""So many slots full of tensors are told of at once: to agree costs the same for one as for a hundred. Between hosts
-fewer, so that the wire begins to work early."""
+"""A batch is full with this many fusion slots of tensors: negotiation costs the same for one as for a hundred. Smaller
+between hosts, so that sending begins early."""
 OVERSUBSCRIBED_CYCLES = 5
-"""Where the ranks leave no core of their only host free, moving data while the user computes takes longer than moving
-it afterwards: gather so much longer, and any number of bytes. A training step of 230 ms was 7 to 11 % longer than its
-computing, and 10 to 13 % without this."""
-LONGEST_IDLE_REST_S = 1.0
-"""A rank that waits for nothing looks for control messages after 40 ms, and then, as long as nothing comes, ever more
-seldom: MPI can only be polled, and a look takes some 50 µs. Its own threads wake it at once."""
+"""Where the ranks use all cores of the only host, moving data during the user's computation takes longer than after it:
+batch this many cycles, at any size. A training step of 230 ms was 7 to 11 % longer than its computation, and 10 to 13 %
+without this."""
+LONGEST_IDLE_SLEEP_S = 1.0
+"""A rank that waits for nothing polls control messages after 40 ms, then ever less often: a poll of MPI costs some
+50 µs. Its own threads wake it at once."""
 
 
 class Inbox:
-    """One engine's. `lock` also guards what the engine shares with the user's threads besides."""
+    """The inbox of one engine. `lock` also guards the engine's other state that the user's threads share."""
 
     def __init__(
         self, transport: EngineTransport, settings: Settings, one_host: bool, oversubscribed: bool = False
     ) -> None:
-        """one_host: all ranks are on it;  crowded: and all its cores are taken by them."""
+        """one_host: all ranks are on one host.  oversubscribed: they use all its cores."""
         self.lock = threading.Lock()
         self.draining = False
-        """Nothing more will come: do not gather."""
+        """True: no more submissions follow, so do not batch."""
         self._last: tuple[Signature, str, float] | None = None
-        """Description, line and time of the last submission; not the submission, whose tensors are the user's to
-        free."""
+        """Signature, line and time of the last submission, but no reference to its tensors."""
         self._transport = transport
         self._batch_bytes = (ONE_HOST_BATCH_SLOTS if one_host else BATCH_SLOTS) * settings.fusion_slot_bytes
         self._cycle_s = settings.cycle_time_ms / 1e3
@@ -75,25 +72,23 @@ class Inbox:
         self._defers = False
         self._submissions: list[Submission] = []
         self._until_s = 0.0
-        """So long what is there is gathered, at most."""
+        """When the batch ends at the latest."""
         self._nbytes = 0
         self._urgent = False
-        """A thread that submitted one of them waits for it."""
+        """True: a thread waits for a submission of the batch."""
         self._callbacks: deque[Callable[[], None]] = deque()
         self._waiting: list[Handle] = []
-        """Those that threads wait for."""
+        """Handles that threads wait for."""
         self._asleep = False
         self._batching = False
-        """The engine rests to gather more: another submission is no reason to wake it."""
+        """True: the engine sleeps to batch more, so another submission need not wake it."""
 
     # Called by the user's threads
 
     def put(self, submission: Submission) -> None:
-        """Hand in a submission; with `lock` held. `announce_soon` must follow without it."""
+        """Add a submission, with `lock` held; call `announce_soon` after releasing it."""
         if not self._submissions:
-            on_gpu = (
-                bool(submission.inputs) and submission.inputs[0].device != "cpu"
-            )  # there nobody takes cores from anybody
+            on_gpu = bool(submission.inputs) and submission.inputs[0].device != "cpu"  # needs no cores
             self._defers = self._oversubscribed and not on_gpu
             cycles = OVERSUBSCRIBED_CYCLES if self._defers else 1
             self._until_s, self._nbytes = submission.submitted_s + cycles * self._cycle_s, 0
@@ -104,24 +99,24 @@ class Inbox:
         self._last = submission.signature, submission.line, submission.submitted_s
 
     def announce_soon(self) -> None:
-        """Wake the engine, unless it gathers."""
+        """Wake the engine, unless it batches more."""
         if not (self._batching and self.batches_more()):
             self._wake()
 
     def call_soon(self, callback: Callable[[], None]) -> None:
-        """Have the engine's thread do something."""
+        """Run a callback in the engine's thread."""
         with self.lock:
             self._callbacks.append(callback)
         self._wake()
 
-    def ask(self) -> None:
-        """Somebody wants to know whether a handle is done: do not gather, as if he waited."""
+    def on_poll(self) -> None:
+        """A thread polls a handle: stop batching, as if it waited."""
         with self.lock:
             self._urgent |= bool(self._submissions)
         self._wake()
 
     def wait(self, handle: Handle) -> None:
-        """Block until the handle is done; the engine does not gather meanwhile."""
+        """Block until the handle is done; the engine does not batch meanwhile."""
         with self.lock:
             self._waiting.append(handle)
         self._wake()
@@ -132,7 +127,7 @@ class Inbox:
                 self._waiting.remove(handle)
 
     def waited_for(self) -> list[Handle]:
-        """What threads wait for, the longest first; with `lock` held."""
+        """The handles that threads wait for, the longest first; with `lock` held."""
         return list(self._waiting)
 
     def _wake(self) -> None:
@@ -142,7 +137,7 @@ class Inbox:
     # Called by the engine's thread
 
     def run_callbacks(self) -> bool:
-        """Do what was ordered; True when anything was."""
+        """Run the callbacks of `call_soon`; True when there were any."""
         ran = False
         while self._callbacks:
             self._callbacks.popleft()()
@@ -151,11 +146,11 @@ class Inbox:
 
     @property
     def latency_critical(self) -> bool:
-        """True while somebody waits for a result: latency counts. Else the cores are the user's."""
+        """True while a thread waits for a result; otherwise the user's computation needs the cores."""
         return bool(self._waiting) or self._urgent
 
     def batches_more(self) -> bool:
-        """True while more may come, nobody waits for what is there, and it does not fill a batch yet."""
+        """True while the batch is not full, its time is not over, and no thread waits."""
         if self._waiting or self._urgent or self.draining:
             return False
         if self._nbytes >= self._batch_bytes and not self._defers:
@@ -163,7 +158,7 @@ class Inbox:
         return time.monotonic() < self._until_s
 
     def take(self) -> list[Submission]:
-        """What is to be announced now."""
+        """The batch, to be announced now; empty while it is to grow."""
         if not self._submissions or self.batches_more():
             return []
         with self.lock:
@@ -171,25 +166,22 @@ class Inbox:
         return submissions
 
     def drop(self, is_lost: Callable[[Submission], bool]) -> None:
-        """Forget submissions that have failed before they were announced; with `lock` held."""
+        """Drop submissions that failed before they were announced; with `lock` held."""
         self._submissions = [each for each in self._submissions if not is_lost(each)]
 
     def last_submission_text(self) -> str:
-        """What this rank did last, for a stall report."""
+        """This rank's last submission, for a stall report."""
         if self._last is None:
             return "has submitted nothing yet"
         (kind, name, *_), line, when_s = self._last
         return f"last submitted {kind} {name!r} ({line}) {time.monotonic() - when_s:.0f} s ago"
 
     def announced(self, pending: int) -> bool:
-        """True when some of this rank's `pending` submissions are not gathered here any more."""
+        """True when some of this rank's `pending` submissions have been announced."""
         return pending > len(self._submissions)
 
     def idle_wait(self, moved_s: float, waits: WaitsFor) -> None:
-        """Rest until there may be something to do.
-
-        moved_s: when anything moved last;  waits: for what this rank waits.
-        """
+        """Sleep or yield until there may be work.  moved_s: when anything moved last."""
         now = time.monotonic()
         with self.lock:
             batches_more = bool(self._submissions) and self.batches_more()
@@ -199,7 +191,7 @@ class Inbox:
             self._asleep, self._batching = True, batches_more
         if waits is WaitsFor.NOTHING and not batches_more:
             idle_s = LAZY_SLEEP_SHARE * (now - moved_s)
-            self._transport.sleep(min(max(idle_s, LONGEST_SLEEP_S), LONGEST_IDLE_REST_S))
+            self._transport.sleep(min(max(idle_s, LONGEST_SLEEP_S), LONGEST_IDLE_SLEEP_S))
         elif latency_critical and waits is not WaitsFor.FLAGS and now - moved_s < YIELD_S:
             os.sched_yield()
         else:

@@ -1,4 +1,4 @@
-"""What a rank that has joined gives to the others' reductions: elements that change no result."""
+"""The submissions of a joined rank to the others' reductions: neutral elements, which change no result."""
 
 from __future__ import annotations
 
@@ -15,21 +15,11 @@ from ringreduce.ops import ReduceOp, Reduction
 
 
 def neutral_submission(signature: Signature, process_set: int, gpu: Gpu) -> Submission:
-    """A submission for what the other ranks have given, without a handle; `gpu` is this rank's, should it be needed."""
+    """A submission of neutral elements with this signature, without a handle; `gpu` allocates GPU buffers."""
     op = ReduceOp(signature.detail("op"))
     buffers = [_neutral(tensor, op, gpu) for tensor in signature.tensors]
-    return Submission(
-        signature,
-        process_set,
-        inputs=buffers,
-        outputs=buffers,
-        finish=lambda _: None,
-        payload=None,
-        line="join()",
-        handle=None,
-        waits=False,
-        ready=ready(buffers),
-    )
+    events = ready(buffers)
+    return Submission(signature, process_set, buffers, buffers, lambda _: None, None, "join()", None, False, events)
 
 
 def _neutral(tensor: TensorSignature, op: ReduceOp, gpu: Gpu) -> Buffer:

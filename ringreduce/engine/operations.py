@@ -1,6 +1,6 @@
-"""What is run once all ranks of a process set agree: fusion and the collectives. Generators, driven by the engine.
+"""Runs the operations that are ready on all ranks of a process set, as generators driven by the engine.
 
-Everything here runs alike on all ranks: the order and the plan depend on what was agreed on only.
+Order and fusion depend on the response only, so they are equal on all ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ringreduce.transport.base import Steps
 
 
 def run(submissions: Sequence[Submission], context: Context, divisor: int) -> Steps[None]:
-    """Run what was agreed on; completes each submission as soon as its tensors are finished.  divisor: see Context."""
+    """Run ready submissions; completes each as soon as its tensors are finished.  divisor: see Context."""
     context.divisor = divisor
     batches: dict[Any, list[Submission]] = {}
     for submission in submissions:
@@ -34,21 +34,20 @@ def run(submissions: Sequence[Submission], context: Context, divisor: int) -> St
         kind = submission.signature.kind
         if kind == "allreduce" and submission.signature.detail("op") == Adasum.value:
             kind = "adasum"
-        # one batch for all that may travel together: a tensor of another kind does not end it
-        batches.setdefault((kind, submission.signature.details if kind in FUSED else submission.key), []).append(
-            submission
-        )
+        # fuse all that can be fused, also when other operations are submitted in between
+        key = kind, submission.signature.details if kind in FUSED else submission.key
+        batches.setdefault(key, []).append(submission)
     for (kind, _), batch in batches.items():
         try:
             yield from OPERATIONS[kind](batch, context)
-        except InputError as exc:  # all ranks find the same wrong
+        except InputError as exc:  # raised on all ranks
             for submission in batch:
                 submission.fail(exc)
-        context.completions.flush()  # what comes next, such as a barrier, may complete its own at once
+        context.completions.flush()  # the next operation, such as a barrier, may complete at once
 
 
 def _adasum(submissions: Sequence[Submission], context: Context) -> Steps[None]:
-    """Each tensor on its own: how much two gradients have in common is a matter of the layer."""
+    """Each tensor separately, since Adasum compares the gradients of each layer."""
     size = len(context.members)
     if size & (size - 1):
         raise InputError(f"op=Adasum: {size} ranks; expected a power of two, such as 2, 4 or 8")
@@ -87,7 +86,7 @@ def _broadcast(submissions: Sequence[Submission], context: Context) -> Steps[Non
 
 
 def _allgather(submissions: Sequence[Submission], context: Context) -> Steps[None]:
-    """Rows may differ per rank: their numbers travel first, those of all tensors of a group together."""
+    """Gathers the ranks' row counts first, of all tensors of a group together."""
     transport, rank = context.transport, context.transport.rank
     for submission in submissions:
         mine = np.array([tensor.shape[0] for tensor in submission.inputs], np.int64)
@@ -107,7 +106,7 @@ def _allgather(submissions: Sequence[Submission], context: Context) -> Steps[Non
 
 
 def _alltoall(submissions: Sequence[Submission], context: Context) -> Steps[None]:
-    """`payload` is this rank's splits, and becomes (splits, the rows that came from each rank)."""
+    """`payload` is this rank's splits, and becomes the number of rows received from each rank."""
     transport = context.transport
     for submission in submissions:
         (tensor,) = submission.inputs
@@ -118,15 +117,15 @@ def _alltoall(submissions: Sequence[Submission], context: Context) -> Steps[None
         result = context.empty(tensor, (sum(received), *tensor.shape[1:]))
         sent_counts, received_counts = [n * row for n in splits], [n * row for n in received]
         with context.timeline.phase([submission], "ALLTOALL"):
-            flat, came = (yield from down(tensor, context)), room(result)
-            yield from pairwise.alltoall(flat, came, transport, sent_counts, received_counts)
-            up(came, result, context)
+            flat, incoming = (yield from down(tensor, context)), room(result)
+            yield from pairwise.alltoall(flat, incoming, transport, sent_counts, received_counts)
+            up(incoming, result, context)
         submission.outputs, submission.payload = [result], received
         submission.complete()
 
 
 def _reducescatter(submissions: Sequence[Submission], context: Context) -> Steps[None]:
-    """The ring's first half; rank r gets the r-th part of the rows."""
+    """The first half of the ring all-reduce; rank r gets the r-th part of the rows."""
     transport = context.transport
     for submission in submissions:
         submission.outputs = outputs = []
@@ -150,7 +149,7 @@ def _reducescatter(submissions: Sequence[Submission], context: Context) -> Steps
 
 
 def _broadcast_object(submissions: Sequence[Submission], context: Context) -> Steps[None]:
-    """`payload` is the root's pickled object, and becomes it on every rank."""
+    """`payload` becomes the root's pickled object on every rank."""
     transport = context.transport
     for submission in submissions:
         root = context.set_rank("broadcast_object", submission.signature.detail("root_rank"))
@@ -162,7 +161,7 @@ def _broadcast_object(submissions: Sequence[Submission], context: Context) -> St
 
 
 def _nothing(submissions: Iterable[Submission], context: Context) -> Steps[None]:
-    """A barrier and the like: that all ranks agreed is all there is to do."""
+    """A barrier or join: complete when it is ready on all ranks."""
     for submission in submissions:
         submission.complete()
     yield from ()

@@ -1,4 +1,4 @@
-"""The all-reduce algorithms that send messages, by their names, for one slot on one channel."""
+"""The all-reduce algorithms that send messages, by name, for one bucket on one channel."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ringreduce.transport.base import Steps
 
 
 class PointToPointAllreduce:
-    """One of them. like: a buffer where the slots lie, on the host or on a GPU."""
+    """One algorithm on one channel. like: a buffer on the buckets' device."""
 
     def __init__(self, algorithm: str, like: Buffer, reduction: Reduction, channel: int, context: Context) -> None:
         self.algorithm, self.like, self.reduction, self.context = algorithm, like, reduction, context
@@ -31,7 +31,7 @@ class PointToPointAllreduce:
             yield from doubling.allreduce(finished, self.transport, self.reduction)
 
     def ring(self, finished: Any, partial: Any, segment_bytes: int = 0) -> Steps[None]:
-        """Reduce `partial`, which is prescaled, around the ring; what comes in has a block of the fusion buffer."""
+        """Reduce `partial`, which is prescaled, around the ring; a block of the fusion buffer receives segments."""
         with self.context.memory.block(self.like) as block:
             scratch = view(block, self.reduction.sum_type)
             segment_bytes = segment_bytes or self.context.algorithms.segment_bytes

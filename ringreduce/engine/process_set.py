@@ -1,4 +1,4 @@
-"""A process set on one rank: what is pending in it, and the operations under way, one after the other."""
+"""A process set on one rank: its pending submissions, and the queue of its operations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ringreduce.transport.window import Arrival
 
 
 class ProcessSetState:
-    """One process set's; `pending` and `running` are shared with the threads that submit, under the engine's lock."""
+    """The state of one process set; the inbox's lock guards `pending` and `running`, shared with submitting threads."""
 
     def __init__(self, number: int, context: Context, coordinator: Coordinator | None) -> None:
         self.number = number
@@ -28,20 +28,20 @@ class ProcessSetState:
         self.seen = 0
         """The number of the last response."""
         self.submitted = 0
-        """Submissions without a name so far: they are numbered."""
+        """How many unnamed submissions there were: they are numbered."""
         self.pending: dict[str, Submission] = {}
-        """What this rank has submitted and the ranks have not agreed on yet, by key, the oldest first."""
+        """Submissions that are not ready on all ranks, by key, the oldest first."""
         self.running: dict[str, Submission] = {}
-        """What they have agreed on, and is not done yet."""
+        """Submissions that are ready, and not complete."""
         self.joined = False
         self.closed = ""
-        """Not empty: which rank has left, and why; nothing can be run any more."""
+        """Not empty: which rank has left, and why; nothing can run any more."""
         self.leaver = -1
         self.moved_s = time.monotonic()
         self.waits_for: Work | None = None
         self._queue: deque[Steps[None]] = deque()
         self._abandoned: list[Steps[None]] = []
-        """What will never be complete. MPI may still read or write its memory: that must stay."""
+        """Operations that will never complete, kept alive since MPI may still access their memory."""
 
     @property
     def leader(self) -> int:
@@ -54,21 +54,21 @@ class ProcessSetState:
         return bool(self._queue)
 
     def enqueue(self, steps: Steps[None]) -> None:
-        """Run these steps when all earlier ones are done."""
+        """Run these steps after all earlier ones."""
         if not self._queue:
             self.moved_s = time.monotonic()
         self._queue.append(steps)
 
-    def advance(self, draining: bool) -> bool:
-        """Move on as far as it goes without waiting; True when anything moved.
+    def advance(self, latency_critical: bool) -> bool:
+        """Run the queue as far as possible without waiting; True when anything moved.
 
-        hurried: somebody waits for a result: look some microseconds longer before the engine does something else.
+        latency_critical: poll flags some microseconds longer before the engine does something else.
         """
         moved = False
         try:
             while self._queue:
                 if self.waits_for is not None:
-                    if not (self._is_done_soon() if draining else self.waits_for.done()):
+                    if not (self._is_done_soon() if latency_critical else self.waits_for.done()):
                         break
                     self.waits_for.wait()
                 moved = True
@@ -85,37 +85,35 @@ class ProcessSetState:
         return moved
 
     def _is_done_soon(self) -> bool:
-        submission = self.waits_for
-        return (
-            submission.done_soon() if isinstance(submission, Arrival) else submission is not None and submission.done()
-        )
+        work = self.waits_for
+        return work.done_soon() if isinstance(work, Arrival) else work is not None and work.done()
 
     def stuck_on(self) -> int | None:
-        """The rank of the world whose message the operation under way waits for."""
+        """The rank of the world that the current operation waits for."""
         return None if self.waits_for is None else self.waits_for.peer
 
     def clear(self) -> None:
-        """Drop everything; what was under way will never be complete."""
+        """Drop all submissions and operations; the current one will never complete."""
         self.pending, self.running, self.waits_for = {}, {}, None
         self._abandoned.extend(self._queue)
         self._queue.clear()
 
 
 class Idle:
-    """See `transport.base.Submission`: nothing is under way in a process set."""
+    """A `transport.base.Work` that is done when a process set has no operation queued."""
 
     def __init__(self, state: ProcessSetState) -> None:
-        self._lane = state
+        self._state = state
 
     @property
     def peer(self) -> int:
-        """The rank that it waits for itself."""
-        stuck_on = self._lane.stuck_on()
-        return self._lane.leader if stuck_on is None else stuck_on
+        """The rank that the process set waits for."""
+        stuck_on = self._state.stuck_on()
+        return self._state.leader if stuck_on is None else stuck_on
 
     def done(self) -> bool:
-        """See `Submission.done`."""
-        return not self._lane.busy
+        """See `Work.done`."""
+        return not self._state.busy
 
     def wait(self) -> None:
-        """Called when it is done."""
+        """See `Work.wait`."""

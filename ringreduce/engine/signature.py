@@ -1,4 +1,4 @@
-"""What a rank wants done with a tensor, in a form that ranks can compare, and how two of these differ."""
+"""Signatures of submissions, which ranks compare, and the message for a mismatch."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from ringreduce.buffers import Buffer
 
 PACKAGE = str(Path(__file__).parents[1])
 SPANS = 16
-"""So many spans of ranks are named in a text."""
+"""Most spans of ranks named in a text."""
 
 
 class TensorSignature(NamedTuple):
-    """One tensor as all ranks must have it."""
+    """The properties of a tensor that must be equal on all ranks."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    """All of it for a reduction; without dim 0 for an allgather."""
+    """The whole shape for a reduction; without dim 0 for an allgather."""
     device: str
-    """The kind only: cuda:0 here and cuda:1 there is how it is meant."""
+    """The kind of device: cuda:0 on one rank and cuda:1 on another is fine."""
 
 
 class Signature(NamedTuple):
-    """What one rank wants done; equal on all ranks, or it is not done."""
+    """An operation and its arguments, which must be equal on all ranks."""
 
     kind: str
     """Such as allreduce."""
@@ -37,11 +37,11 @@ class Signature(NamedTuple):
     details: tuple[tuple[str, Any], ...] = ()
     """Such as ("op", "Sum"), ("root_rank", 0)."""
     numbered: bool = False
-    """The name is a number that will not come again: not worth remembering."""
+    """True: the name is a number that does not recur, so it is not cached."""
 
     @property
     def key(self) -> str:
-        """What makes two ranks' signatures meet, such as allreduce.layer3.w."""
+        """Equal for signatures that are compared with each other, such as allreduce.layer3.w."""
         return self.name if self.numbered else f"{self.kind}.{self.name}"
 
     def detail(self, name: str) -> Any:
@@ -55,11 +55,11 @@ class SubmissionRecord(NamedTuple):
     signature: Signature
     line: str
     waits: bool = False
-    """The submitting thread does nothing else until it is done."""
+    """The submitting thread waits for it at once."""
 
 
 def sign(tensor: Buffer, name: str, shape: tuple[int, ...] | None = None) -> TensorSignature:
-    """The signature of a buffer, with another shape than its own where not all of it must be equal."""
+    """The signature of a buffer; `shape` replaces its own where only a part must be equal."""
     kind = kind_of_device(tensor.device)
     return TensorSignature(name, tensor.element.name, tensor.shape if shape is None else shape, kind)
 
@@ -70,7 +70,7 @@ def kind_of_device(device: str) -> str:
 
 
 def mismatch_message(records: Mapping[int, SubmissionRecord], size: int) -> str:
-    """The message of a MismatchError: the first rank that differs from the lowest, its values and the lowest's.
+    """The message of a MismatchError: the first rank that differs from the lowest rank, and the values of both.
 
     records: by rank of the world, which has `size` ranks.
     """
@@ -88,7 +88,7 @@ def mismatch_message(records: Mapping[int, SubmissionRecord], size: int) -> str:
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
-    """Such as `rank 3`, `ranks 0,2-511`: short, however many they are."""
+    """Such as `rank 3` or `ranks 0,2-511`, short for any number of ranks."""
     spans: list[list[int]] = []
     for rank in sorted(ranks):
         if spans and rank == spans[-1][-1] + 1:
@@ -101,7 +101,7 @@ def ranks_text(ranks: Iterable[int]) -> str:
 
 
 def _first_difference(mine: Signature, theirs: Signature) -> tuple[str, str, str, str]:
-    """What it is about, both values, and the field, in words."""
+    """The subject, both values, and the requirement, in words."""
     subject = f"{mine.kind} {mine.name!r}"
     if mine.kind != theirs.kind:
         return subject, subject, f"{theirs.kind} {theirs.name!r}", "equal operations"
@@ -113,7 +113,8 @@ def _first_difference(mine: Signature, theirs: Signature) -> tuple[str, str, str
             return part, *_tensor_difference(one, other)
     for (key, ours), (_, his) in zip(mine.details, theirs.details, strict=True):
         if ours != his:
-            return subject, f"{key}={_value(ours)}", f"{key}={_value(his)}", f"equal values of {key}"
+            texts = [f"{key}={each if isinstance(each, str) else repr(each)}" for each in (ours, his)]
+            return subject, texts[0], texts[1], f"equal values of {key}"
     raise AssertionError("called with equal signatures")
 
 
@@ -127,24 +128,20 @@ def _tensor_difference(mine: TensorSignature, theirs: TensorSignature) -> tuple[
     return f"a tensor on {mine.device}", f"one on {theirs.device}", "equal kinds of device"
 
 
-def _value(value: Any) -> str:
-    return value if isinstance(value, str) else repr(value)
-
-
 def tensor_text(tensor: TensorSignature) -> str:
     """Such as float32[1000, 3]."""
     return f"{tensor.dtype}[{', '.join(map(str, tensor.shape))}]"
 
 
 def calling_line() -> str:
-    """The user's nearest line that led here, as file.py:41: outside this package, and torch, which records hooks."""
+    """The innermost line outside this package, and outside torch, which calls hooks; as file.py:41."""
     frame = sys._getframe(1)
     while frame.f_back is not None and _is_of_library(frame.f_code.co_filename):
         frame = frame.f_back
     return _line(frame.f_code.co_filename, frame.f_lineno)
 
 
-# Every submission asks for its line, and there are few files and lines in a program.
+# cached, since every submission needs its line
 
 
 @functools.lru_cache(maxsize=32768)

@@ -1,4 +1,4 @@
-"""One submission on this rank: its tensors, what is to be done, and the handle by which its result is had."""
+"""One submission on this rank: its tensors, its operation, and the handle for its result."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ def _nothing() -> None:
 
 
 class Handle:
-    """An operation under way. `poll(handle)` tells whether it is done, `synchronize(handle)` gives its result."""
+    """An asynchronous operation. `poll(handle)` is True when it is done, `synchronize(handle)` returns its result."""
 
-    __slots__ = ("__weakref__", "_asking", "_done", "_error", "_gate", "_result", "_waiting", "signature")
+    __slots__ = ("__weakref__", "_done", "_error", "_gate", "_on_poll", "_on_wait", "_result", "signature")
 
     def __init__(
-        self, signature: Signature, waiting: Callable[[Handle], None], asking: Callable[[], None] = _nothing
+        self, signature: Signature, on_wait: Callable[[Handle], None], on_poll: Callable[[], None] = _nothing
     ) -> None:
         self.signature = signature
-        self._waiting = waiting
-        self._asking = asking
+        self._on_wait = on_wait
+        self._on_poll = on_poll
         self._done = False
-        self._gate = gate = threading.Lock()  # an Event takes ten times as long to make
+        self._gate = gate = threading.Lock()  # making an Event takes ten times as long
         gate.acquire()
         self._error: Exception | None = None
         self._result: Callable[[], Any] = _nothing
@@ -39,22 +39,21 @@ class Handle:
         return self._done
 
     def poll(self) -> bool:
-        """As `done`; the engine learns that somebody is interested."""
+        """As `done`; makes the engine stop batching."""
         if not self._done:
-            self._asking()
+            self._on_poll()
         return self._done
 
     def wait(self) -> Any:
-        """Return the result when the operation is done; raises what went wrong."""
+        """Wait for the operation, and return its result; raises its error."""
         if not self._done:
-            self._waiting(self)
+            self._on_wait(self)
         if self._error is not None:
-            # each waiter gets an exception of its own: a traceback belongs to one raise
-            raise copy.copy(self._error)
+            raise copy.copy(self._error)  # one per waiter: a traceback belongs to one raise
         return self._result()
 
     def block(self) -> None:
-        """Return when the operation is done, well or not."""
+        """Return when the operation is complete or has failed."""
         with self._gate:
             return
 
@@ -77,27 +76,14 @@ _NO_LOCK = threading.Lock()
 
 
 class Submission:
-    """What this rank submitted under one name; a group has many tensors."""
+    """One submission of this rank; that of a group has many tensors."""
 
+    # fmt: off
     __slots__ = (
-        "__weakref__",
-        "finish",
-        "handle",
-        "in_flight",
-        "inputs",
-        "key",
-        "line",
-        "lock",
-        "missing_pieces",
-        "outputs",
-        "payload",
-        "process_set",
-        "ready",
-        "retire",
-        "signature",
-        "submitted_s",
-        "waits",
+        "__weakref__", "finish", "handle", "in_flight", "inputs", "key", "line", "lock", "missing_pieces", "outputs",
+        "payload", "process_set", "ready", "retire", "signature", "submitted_s", "waits",
     )
+    # fmt: on
 
     def __init__(
         self,
@@ -117,40 +103,40 @@ class Submission:
         self.process_set = process_set
         self.inputs = inputs
         self.outputs = outputs
-        """Where the results go: the inputs themselves for an operation in place."""
+        """The inputs themselves for an operation in place."""
         self.finish = finish
-        """Makes the caller's result; runs in the thread that waits."""
+        """Makes the caller's result; called by the thread that waits."""
         self.payload = payload
-        """What else the operation needs or gives: splits, pickled bytes, a flag."""
+        """Further arguments or results: splits, pickled bytes, a flag."""
         self.line = line
         self.handle = handle
-        """None on a rank that has joined and takes part with neutral elements."""
+        """None for the neutral elements of a joined rank."""
         self.waits = waits
         self.ready = ready
-        """Points of the caller's streams, behind which the inputs on a GPU may be read."""
+        """Events of the caller's streams after which inputs on a GPU may be read."""
         self.submitted_s = time.monotonic()
         self.missing_pieces = 0
         self.retire: Callable[[Sequence[Buffer]], Event] | None = None
-        """For GPU memory: keeps it until the GPU is done, which the event tells; see Gpu.retire."""
+        """Keeps GPU memory alive until the GPU reaches the returned event; see Gpu.retire."""
         self.in_flight: dict[str, Submission] = _NOWHERE
-        """The submissions under way of its process set, which it leaves before its waiter may submit the name again."""
+        """The running submissions of its process set; it is removed before its waiter may submit the name again."""
         self.lock = _NO_LOCK
-        """Guards those."""
+        """Guards `in_flight`."""
 
     def begin(self, in_flight: dict[str, Submission], lock: threading.Lock) -> None:
-        """It is under way from now on; with `lock` held."""
+        """Add it to the running submissions; with `lock` held."""
         self.in_flight, self.lock = in_flight, lock
         in_flight[self.key] = self
 
     def complete(self) -> None:
-        """The outputs hold the results, or those on a GPU will when it has done what the engine has queued."""
+        """Complete the handle: the outputs hold the results, or will when the GPU has done the engine's work."""
         done = self.retire([*self.inputs, *self.outputs]) if self.retire is not None else None
-        handle = self._leave()
+        handle = self._detach()
         if handle is not None:
             handle.complete(lambda: self._result(done))
 
     def _result(self, done: Event | None) -> Any:
-        """The caller's result, in the thread that waits; what it queues on its GPU from now on comes after `done`."""
+        """The caller's result, in the thread that waits; its later work on the GPU comes after `done`."""
         if done is not None:
             followers = {each.current_stream: each for each in self.outputs if isinstance(each, GpuBuffer)}
             for each in followers.values():  # one of each library
@@ -158,13 +144,13 @@ class Submission:
         return self.finish(self)
 
     def fail(self, error: Exception) -> None:
-        """The operation did not happen, or not to its end."""
-        handle = self._leave()
+        """Fail the handle with `error`."""
+        handle = self._detach()
         if handle is not None:
             handle.fail(error)
 
-    def _leave(self) -> Handle | None:
-        """Leave the submissions under way, and the handle: the two in a circle would be garbage for the collector."""
+    def _detach(self) -> Handle | None:
+        """Leave `in_flight`, and drop the handle, since a reference cycle would be left to the garbage collector."""
         with self.lock:
             self.in_flight.pop(self.key, None)
         handle, self.handle = self.handle, None

@@ -1,4 +1,4 @@
-"""What a coordinator counts of many ranks as they tell it, so that it need not walk over all of them each time."""
+"""Incremental counts over many ranks, so that a coordinator need not walk over all of them for each announcement."""
 
 from __future__ import annotations
 
@@ -10,42 +10,42 @@ from ringreduce.engine.signature import SubmissionRecord
 
 
 class Lines(NamedTuple):
-    """Which line each rank submitted a tensor in: mostly the same."""
+    """The line that submitted a tensor on each rank: mostly the same."""
 
     common: str
     others: dict[int, str]
 
     @classmethod
     def of(cls, records: Mapping[int, SubmissionRecord]) -> Lines:
-        """Those of records."""
+        """The lines of these records."""
         common = next(iter(records.values())).line
         return cls(common, {rank: record.line for rank, record in records.items() if record.line != common})
 
 
 class Counts:
-    """How many ranks have given each number: plane k holds bit k of every number's count, so all count at once."""
+    """How many ranks have announced each number: plane k holds bit k of all counts, so one addition updates all."""
 
     def __init__(self) -> None:
         self._planes: list[int] = []
 
     def add(self, bits: int) -> None:
-        """Count one more of each of these numbers."""
+        """Add 1 to the count of each of these numbers."""
         for k, plane in enumerate(self._planes):
             self._planes[k], bits = plane ^ bits, plane & bits
         if bits:
             self._planes.append(bits)
 
     def subtract(self, bits: int) -> None:
-        """Count one less of each."""
+        """Subtract 1 from the count of each."""
         for k, plane in enumerate(self._planes):
             self._planes[k], bits = plane ^ bits, ~plane & bits
 
     def clear(self, bits: int) -> None:
-        """Begin again from 0."""
+        """Set their counts to 0."""
         self._planes = [plane & ~bits for plane in self._planes]
 
     def equal(self, count: int) -> int:
-        """The numbers that were counted so often, at least once."""
+        """The numbers whose count is `count`, which is at least 1."""
         found = -1
         for k, plane in enumerate(self._planes):
             found &= plane if count >> k & 1 else ~plane
@@ -53,7 +53,7 @@ class Counts:
 
 
 class Progress:
-    """The last response that all of some ranks have read."""
+    """The last response that all `ranks` have read: `lowest`."""
 
     def __init__(self, ranks: Iterable[int], response: int = 0) -> None:
         self._of = dict.fromkeys(ranks, response)
@@ -61,7 +61,7 @@ class Progress:
         self.lowest = response
 
     def read(self, rank: int, response: int) -> None:
-        """A rank has read up to this one."""
+        """A rank has read up to this response."""
         if rank in self._of:
             self._ranks_at[self._of[rank]] -= 1
             self._of[rank] = response = max(response, self.lowest)
@@ -69,7 +69,7 @@ class Progress:
             self._rise()
 
     def leave(self, rank: int) -> None:
-        """A rank counts no more."""
+        """Do not count this rank any more."""
         self._ranks_at[self._of.pop(rank)] -= 1
         self._rise()
 

@@ -1,6 +1,6 @@
-"""No rank dies alone: an uncaught exception on one rank ends the job, and is told to the launcher.
+"""An uncaught exception on one rank ends the job, and is reported to the launcher.
 
-Without this, MPI would wait in its finalization for the other ranks, and they for this one.
+Otherwise this rank would wait in MPI_Finalize for the other ranks, and they for it.
 """
 
 from __future__ import annotations
@@ -23,12 +23,11 @@ _previous_hook: Any = None
 
 
 def install(error_file: str) -> None:
-    """Have uncaught exceptions end the job; for a process that is alone they end only that, as ever.
+    """Let uncaught exceptions end the job. No effect in a job of one rank without `error_file`.
 
-    Before init(), and for scripts without ringreduce, launcher/hook/sitecustomize.py does the like under ringrun.
+    Before init(), and for scripts without ringreduce, launcher/hook/sitecustomize.py does this under ringrun.
 
-    error_file: set by ringrun: the report goes there, and this process ends at once; the launcher ends the others.
-                Empty: MPI_Abort ends them.
+    error_file: where the report is written for ringrun, which then ends the other ranks; empty: MPI_Abort ends them.
     """
     global _previous_hook
     uninstall()
@@ -36,7 +35,7 @@ def install(error_file: str) -> None:
 
     def hook(kind: type[BaseException], exc: BaseException, trace: TracebackType | None) -> None:
         interrupted = issubclass(kind, KeyboardInterrupt)
-        if not (interrupted and error_file):  # ringrun says once that it was interrupted
+        if not (interrupted and error_file):  # ringrun reports an interrupt once
             previous(kind, exc, trace)
         if error_file:
             write_report(error_file, kind, exc, trace)
@@ -52,7 +51,7 @@ def install(error_file: str) -> None:
 
 
 def uninstall() -> None:
-    """Put the previous hook back."""
+    """Restore the previous hook."""
     global _previous_hook
     if _previous_hook is not None:
         sys.excepthook = _previous_hook
@@ -60,7 +59,7 @@ def uninstall() -> None:
 
 
 def write_report(path: str, kind: type[BaseException], exc: BaseException, trace: TracebackType | None) -> None:
-    """Write what went wrong as JSON: exception, message, traceback, and the ranks that it blames."""
+    """Write the exception as JSON: its type, message, traceback, and the lost ranks."""
     report = {
         "exception": kind.__name__,
         "message": str(exc),
@@ -77,7 +76,7 @@ def write_report(path: str, kind: type[BaseException], exc: BaseException, trace
 
 
 def flush() -> None:
-    """Let nothing that was printed be lost by the hard exit."""
+    """Flush stdout and stderr, which os._exit() and MPI_Abort do not."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

@@ -1,12 +1,11 @@
-"""What the launcher may ask of this rank while it runs, and what it is told unasked. Nothing here needs MPI.
+"""Messages between this rank and the launcher: status requests, and reports of init() and of stalls. Without MPI.
 
     ringrun's agent                          this process
-    RINGREDUCE_ERROR_FILE.agent  ──doing──→  RINGREDUCE_ERROR_FILE.ask     what the rank waits for
-                                 ←─ JSON ──
-                                 ←─ JSON ──                                it is in init(); MPI has started;
-                                                                           a stall: engine/stalls.py
+    RINGREDUCE_ERROR_FILE.agent  ──doing──→  RINGREDUCE_ERROR_FILE.ask     request: what does the rank wait for?
+                                 ←─ JSON ──                                its answer
+                                 ←─ JSON ──                                init() was called; MPI has started; a stall
 
-Unix datagrams: the thread that answers sleeps in the kernel until it is asked, and costs nothing meanwhile.
+Unix datagrams: the thread that answers sleeps in the kernel until a request arrives.
 """
 
 from __future__ import annotations
@@ -20,24 +19,24 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 PACKAGE = str(Path(__file__).parents[1])
-LONGEST_QUESTION = 64
+LONGEST_REQUEST = 64
 
 
-class Answerer:
-    """Answers the launcher until it is closed."""
+class StatusServer:
+    """Answers the launcher's requests until it is closed."""
 
-    def __init__(self, error_file: str, doing: Callable[[], str]) -> None:
-        """Listen beside `error_file`; without one, or where that is not possible, nobody is answered.
+    def __init__(self, error_file: str, waiting_for: Callable[[], str]) -> None:
+        """Listen beside `error_file`; does nothing without one, or where that is not possible.
 
-        doing: tells what this rank waits for, empty for nothing.
+        waiting_for: returns what this rank waits for, empty for nothing.
         """
-        self._doing = doing
+        self._waiting_for = waiting_for
         self._path = f"{error_file}.ask"
         self._socket: socket.socket | None = None
         if error_file:
             with contextlib.suppress(OSError):
                 self._listen()
-                _tell(error_file, {"started": "ringreduce"})  # the launcher looks what MPI has made, to remove it
+                _send(error_file, {"started": "ringreduce"})  # the launcher notes MPI's files, to remove them
 
     def _listen(self) -> None:
         with contextlib.suppress(FileNotFoundError):
@@ -54,17 +53,17 @@ class Answerer:
     def _serve(self, own: socket.socket) -> None:
         with own:
             while True:
-                question, sender = own.recvfrom(LONGEST_QUESTION)
-                if not question:
+                request, sender = own.recvfrom(LONGEST_REQUEST)
+                if not request:
                     return  # closed
                 if not sender:
                     continue  # no address to answer to
-                answer = json.dumps({"doing": self._doing(), "package": PACKAGE}).encode()
-                with contextlib.suppress(OSError):  # who asked has gone
+                answer = json.dumps({"doing": self._waiting_for(), "package": PACKAGE}).encode()
+                with contextlib.suppress(OSError):  # the sender has gone
                     own.sendto(answer, socket.MSG_DONTWAIT, sender)
 
     def close(self) -> None:
-        """Answer no more."""
+        """Stop answering."""
         if self._socket is not None:
             with contextlib.suppress(OSError):
                 os.unlink(self._path)
@@ -73,22 +72,22 @@ class Answerer:
             self._socket = None
 
 
-def tell_of_init(error_file: str, report_after_s: float) -> None:
-    """Tell the launcher that this rank calls init(), where it waits for all others; 0: never worth a report."""
+def report_init(error_file: str, report_after_s: float) -> None:
+    """Report to the launcher that this rank is in init(), and may wait there for others; 0: no report."""
     if error_file and report_after_s:
-        _tell(error_file, {"init": str(report_after_s), "package": PACKAGE})
+        _send(error_file, {"init": str(report_after_s), "package": PACKAGE})
 
 
-def tell_launcher(error_file: str, report: str) -> bool:
-    """Tell the launcher of a stall, which then shows all ranks' stacks; False when there is none that listens."""
-    return bool(error_file) and _tell(error_file, {"stalled": report})
+def report_stall(error_file: str, report: str) -> bool:
+    """Report a stall to the launcher, which then shows all ranks' stacks; False when no launcher listens."""
+    return bool(error_file) and _send(error_file, {"stalled": report})
 
 
-def _tell(error_file: str, what: Mapping[str, str]) -> bool:
-    """Send the launcher a datagram, and return whether somebody is there to read it."""
+def _send(error_file: str, message: Mapping[str, str]) -> bool:
+    """Send the launcher a datagram; True when it is there to read it."""
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as own:
-            own.sendto(json.dumps(what).encode(), socket.MSG_DONTWAIT, f"{error_file}.agent")
+            own.sendto(json.dumps(message).encode(), socket.MSG_DONTWAIT, f"{error_file}.agent")
     except OSError:
         return False
     return True

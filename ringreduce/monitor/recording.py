@@ -1,4 +1,4 @@
-"""The timeline of a whole job: rank 0 starts and stops it, the other engines send it what they recorded.
+"""The timeline of a whole job: rank 0 starts and stops it, the other engines send it their events.
 
 A file that cannot be written ends the recording, not the job.
 """
@@ -14,12 +14,11 @@ from ringreduce.monitor.timeline import SENT_AT_ONCE, Event, Timeline, TimelineF
 from ringreduce.transport.base import EngineTransport
 
 SEND_S = 20e-3
-"""Events wait so long to be sent together: with rank 0's look at its control messages they are in the file within 100
-ms."""
+"""Interval between sends: with rank 0's polling interval, events are in the file within 100 ms."""
 
 
 class Recording:
-    """One rank's part; used by the engine's thread only."""
+    """One rank's part of the recording; used by the engine's thread only."""
 
     def __init__(self, transport: EngineTransport, timeline: Timeline) -> None:
         self._transport = transport
@@ -32,30 +31,29 @@ class Recording:
 
     @property
     def busy(self) -> bool:
-        """True while events may come or go: the engine must look for control messages often."""
+        """True while events may come or go: the engine must poll control messages often."""
         return self._timeline.recording or bool(self._timeline.events or self._missing)
 
     def start(self, file: TimelineFile, mark_cycles: bool, done: Callable[[], None]) -> None:
-        """On rank 0: begin a new file on all ranks, and call `done`; the one before was stopped."""
+        """On rank 0, after the previous recording was stopped: record on all ranks to `file`, and call `done`."""
         self._file = file
         self._timeline.start(mark_cycles)
-        for rank in self._others():
-            self._transport.send_control(encode(TimelineStart(mark_cycles)), rank)
+        self._send_others(TimelineStart(mark_cycles))
         done()
 
     def stop(self, done: Callable[[], None]) -> None:
-        """On rank 0: ask for the last events, and call `done` when all are in the file."""
+        """On rank 0: request the last events, and call `done` when all are in the file."""
         if self._file is None:
             done()
             return
         self._timeline.stop()
-        self._done, self._missing = done, set(self._others())
-        for rank in self._others():
-            self._transport.send_control(encode(TimelineStop()), rank)
-        self._finish()
+        self._done, self._missing = done, set(range(1, self._transport.size))
+        self._send_others(TimelineStop())
+        if not self._missing:
+            self.close()
 
-    def read(self, rank: int, message: TimelineStart | TimelineStop | TimelineEvents) -> None:
-        """What another rank's engine wrote."""
+    def receive(self, rank: int, message: TimelineStart | TimelineStop | TimelineEvents) -> None:
+        """Handle another rank's message."""
         if isinstance(message, TimelineStart):
             self._timeline.start(message.mark_cycles)
         elif isinstance(message, TimelineStop):
@@ -64,23 +62,24 @@ class Recording:
             self._write(rank, message.events)
             if message.last and rank in self._missing:
                 self._missing.remove(rank)
-                self._finish()
+                if not self._missing:
+                    self.close()
 
-    def settle(self) -> None:
-        """No operation is under way: send the last events, when rank 0 has asked for them."""
+    def finish_stop(self) -> None:
+        """No operation is under way: send the last events if rank 0 has requested them."""
         if self._ending:
             self._ending = False
             self._timeline.stop()
             self.send(last=True)
 
-    def spill(self) -> None:
-        """Send the events, unless some were sent a moment ago."""
+    def flush(self) -> None:
+        """Send the events, at most once per `SEND_S` unless there are many."""
         count = len(self._timeline.events)
         if count >= SENT_AT_ONCE or (count and time.monotonic() - self._sent_s >= SEND_S):
             self.send(last=False)
 
     def send(self, last: bool) -> None:
-        """Give this rank's events to rank 0, or to the file there."""
+        """Send this rank's events to rank 0; rank 0 writes its own to the file."""
         events = self._timeline.take()
         self._sent_s = time.monotonic()
         if self._transport.rank != 0:
@@ -100,15 +99,10 @@ class Recording:
             self._file.close()
             self._file = None
             self._timeline.stop()
-            for other in self._others():
-                self._transport.send_control(encode(TimelineStop()), other)
-
-    def _finish(self) -> None:
-        if not self._missing:
-            self.close()
+            self._send_others(TimelineStop())
 
     def close(self) -> None:
-        """On rank 0: write what there is, and close the file."""
+        """Stop recording; on rank 0 write the remaining events, and close the file."""
         self._missing = set()
         self._timeline.stop()
         if self._transport.rank == 0:
@@ -119,5 +113,7 @@ class Recording:
         done, self._done = self._done, lambda: None
         done()
 
-    def _others(self) -> Sequence[int]:
-        return [rank for rank in range(self._transport.size) if rank != self._transport.rank]
+    def _send_others(self, message: TimelineStart | TimelineStop) -> None:
+        """On rank 0."""
+        for rank in range(1, self._transport.size):
+            self._transport.send_control(encode(message), rank)

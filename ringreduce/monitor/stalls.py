@@ -1,9 +1,8 @@
-"""Who waits for whom, and what the others do instead: watched by each engine, told to ringrun, or else on stderr.
+"""The stall watch: which ranks are missing, and what they do instead; reported to ringrun, or else on stderr.
 
-A tensor that some ranks have given and others not waits at its coordinator, which asks the missing ranks what they do:
-their last submission, and the Python stack of the thread that called init(). A missing rank has nothing to wait for,
-so it looks for control messages once a second only; so does a coordinator that is missing itself, of which a rank that
-waits for it asks to look. A rank that does not answer is stopped, or holds the interpreter in C code.
+When a tensor stalls, its coordinator requests the missing ranks' last submissions and the Python stacks of the threads
+that called init(). An idle rank polls control messages only once a second, also as coordinator: then a rank that waits
+for it sends a probe. A rank that does not reply is stopped, or holds the interpreter in C code.
 
 Source: Horovod's stall inspector, which names the ranks.
 """
@@ -16,202 +15,201 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from ringreduce.engine.coordinator import Waiting
+from ringreduce.engine.coordinator import Coordinator, Waiting
 from ringreduce.engine.process_set import ProcessSetState
 from ringreduce.engine.protocol import Failure, StackReply, StackRequest, StallProbe, encode
 from ringreduce.engine.signature import PACKAGE, Signature, ranks_text, tensor_text
 from ringreduce.log import LOGGER
-from ringreduce.monitor.launcher_link import tell_launcher
+from ringreduce.monitor.launcher_link import report_stall
 
 if TYPE_CHECKING:
     from ringreduce.engine.engine import Engine
 
-ANSWER_S = 3.0
-"""So long a rank has to answer: three times as long as it may rest."""
+REPLY_S = 3.0
+"""How long to wait for a reply: three times the longest sleep of an idle engine."""
 NAMED = 3
-"""So many tensors are named; of others only the number is told."""
-ASKED = 8
-"""So many of the missing ranks are asked what they do."""
-GLANCES = 20
-"""Looks per `stall_check_s`."""
+"""How many tensors and lines a report names; of others it states the number."""
+QUERIED = 8
+"""How many of the missing ranks are queried."""
+POLLS = 20
+"""Checks per `stall_check_s`."""
+SILENT = "it is stopped, or in C code that holds the interpreter"
 
 
 class Inquiry(NamedTuple):
-    """A report in the making: the coordinator has asked, and gathers answers."""
+    """A report that waits for replies."""
 
     number: int
-    state: ProcessSetState
     headline: str
-    asked: tuple[int, ...]
+    queried: tuple[int, ...]
     until_s: float
-    answers: dict[int, StackReply]
+    replies: dict[int, StackReply]
 
 
 class StallWatch:
     """One engine's; used by its thread only."""
 
     def __init__(self, engine: Engine, init_thread: int) -> None:
-        """init_thread: the identifier of the thread whose stack tells what this rank does."""
+        """init_thread: the identifier of the thread whose stack is reported."""
         self._engine = engine
         self._init_thread = init_thread
         settings = engine.settings
         self._check_s = min(filter(None, (settings.stall_check_s, settings.stall_abort_s)), default=0.0)
-        self._next_look_s = 0.0
+        self._next_poll_s = 0.0
         self._reported: dict[int, float] = {}
-        """By process set: how long something had been stuck when it was reported last."""
+        """By process set: for how long it was stalled at its last report."""
         self._inquiry: Inquiry | None = None
-        self._questions = 0
-        self._looks: dict[int, float] = {}
-        """By process set: when its coordinator was asked to look, and has not answered yet."""
+        self._requests = 0
+        self._probed_s: dict[int, float] = {}
+        """By process set: when its coordinator was probed; 0 after its reply."""
         self._silent: set[int] = set()
-        self._called: set[int] = set()
-        """The process sets of which another rank said that it has waited long."""
+        """Process sets whose coordinator did not reply."""
+        self._probes: set[int] = set()
+        """Process sets for which another rank has sent a probe."""
         self.attentive = False
-        """True while something is stuck: the engine must not sleep without end."""
+        """True while something is stalled: the engine must poll."""
 
-    def look(self) -> None:
-        """Find what is stuck, ask, report, give up. Called when nothing moves."""
+    def poll(self) -> None:
+        """Find what is stalled; query ranks, report, or fail it. Called when nothing moves."""
         now = time.monotonic()
-        if not self._check_s or now < self._next_look_s:
+        if not self._check_s or now < self._next_poll_s:
             return
-        self._next_look_s = now + self._check_s / GLANCES
-        if self._inquiry is not None:
-            missing = [rank for rank in self._inquiry.asked if rank not in self._inquiry.answers]
-            if not missing or now > self._inquiry.until_s:
-                self._report(self._inquiry)
-                self._inquiry = None
-        stuck = [self._look_at(state, now) for state in list(self._engine.states.values())]
-        self.attentive = any(stuck) or self._inquiry is not None or bool(self._called)
+        self._next_poll_s = now + self._check_s / POLLS
+        if self._inquiry is not None and (
+            len(self._inquiry.replies) == len(self._inquiry.queried) or now > self._inquiry.until_s
+        ):
+            self._report(self._inquiry)
+            self._inquiry = None
+        stalled = [self._check_set(state, now) for state in list(self._engine.states.values())]
+        self.attentive = any(stalled) or self._inquiry is not None or bool(self._probes)
 
-    def _look_at(self, state: ProcessSetState, now: float) -> bool:
-        """Deal with one process set; True when something is stuck in it."""
+    def _check_set(self, state: ProcessSetState, now: float) -> bool:
+        """Check one process set; True when something is stalled in it."""
         if state.busy:
-            return self._look_at_operation(state, now - state.moved_s)
+            return self._check_operation(state, now - state.moved_s)
         if state.coordinator is not None:
             waiting = state.coordinator.waiting(self._check_s)
             if state.coordinator.oldest_s() is None:
-                self._called.discard(state.number)
-            return bool(waiting) and self._look_at_waiting(state, waiting, now)
+                self._probes.discard(state.number)
+            if waiting:
+                self._check_waiting(state, state.coordinator, waiting, now)
+            return bool(waiting)
         oldest = next((each for key, each in state.pending.items() if key != "join.join"), None)
         if oldest is None or now - oldest.submitted_s < self._check_s:
-            self._looks.pop(state.number, None)
+            self._probed_s.pop(state.number, None)
             return False
-        self._ask_the_leader(state, now, now - oldest.submitted_s)
+        self._probe_coordinator(state, now, now - oldest.submitted_s)
         return True
 
-    def _look_at_operation(self, state: ProcessSetState, stuck_s: float) -> bool:
-        """An operation that all have begun does not move on: some rank is stopped, or its engine cannot run."""
-        if stuck_s < self._check_s:
+    def _check_operation(self, state: ProcessSetState, stalled_s: float) -> bool:
+        """Check an operation under way: when it does not move, some rank is stopped, or its engine cannot run."""
+        if stalled_s < self._check_s:
             return False
         first = next(iter(state.running.values()), None)
         what = "an operation" if first is None else f"{first.signature.kind} {first.signature.name!r}"
         text = (
-            f"{what} is under way, and has not moved for {stuck_s:.0f} s; rank {self._engine.transport.rank} waits for "
-            f"rank {state.stuck_on()}"
+            f"{what} is under way, and has not moved for {stalled_s:.0f} s; rank {self._engine.transport.rank} waits "
+            f"for rank {state.stuck_on()}"
         )
-        if self._is_due(state, stuck_s) and state.coordinator is not None:
-            self._ask(state, text, state.members)
-        if self._is_over(stuck_s):
+        if self._is_due(state, stalled_s) and state.coordinator is not None:
+            self._query(state, text, state.members)
+        if self._is_over(stalled_s):
             self._engine.fail_everything(text)
         return True
 
-    def _look_at_waiting(self, state: ProcessSetState, waiting: Sequence[Waiting], now: float) -> bool:
-        stuck_s = now - waiting[0].since_s
-        if self._is_due(state, stuck_s):
+    def _check_waiting(
+        self, state: ProcessSetState, coordinator: Coordinator, waiting: Sequence[Waiting], now: float
+    ) -> None:
+        """Report tensors that some ranks have not submitted, or fail them."""
+        if self._is_due(state, now - waiting[0].since_s):
             missing = sorted({rank for each in waiting for rank in each.missing})
-            self._ask(state, headline(waiting, now), missing, [each.signature for each in waiting[:NAMED]])
+            self._query(state, headline(waiting, now), missing, [each.signature for each in waiting[:NAMED]])
         over = [each for each in waiting if self._is_over(now - each.since_s)]
-        if over and state.coordinator is not None:
+        if over:
             failures = [Failure(each.signature.key, "StalledError", headline([each], now)) for each in over]
-            self._engine.spread(state, state.coordinator.give_up(failures))
-        return True
+            self._engine.send_response(state, coordinator.abandon(failures))
 
-    def _is_due(self, state: ProcessSetState, stuck_s: float) -> bool:
-        """Report when it has been stuck for the time that is set, twice that, four times that and so on."""
+    def _is_due(self, state: ProcessSetState, stalled_s: float) -> bool:
+        """Report after `stall_check_s`, twice that, four times that and so on."""
         if self._inquiry is not None or not self._engine.settings.stall_check_s:
             return False
         last = self._reported.get(state.number, 0.0)
-        if stuck_s < last:  # something else than what was reported
-            last = 0.0
-        if stuck_s < 2 * last:
+        if last <= stalled_s < 2 * last:  # below `last` it is another stall
             return False
-        self._reported[state.number] = stuck_s
+        self._reported[state.number] = stalled_s
         return True
 
-    def _is_over(self, stuck_s: float) -> bool:
-        limit_s = self._engine.settings.stall_abort_s
-        return bool(limit_s) and stuck_s >= limit_s
+    def _is_over(self, stalled_s: float) -> bool:
+        return 0 < self._engine.settings.stall_abort_s <= stalled_s
 
-    # Asking
+    # Messages
 
-    def _ask(self, state: ProcessSetState, text: str, ranks: Sequence[int], stalled: Sequence[Signature] = ()) -> None:
-        """Ask what the ranks do; the report is written when they have answered, or have not in time."""
-        self._questions += 1
+    def _query(
+        self, state: ProcessSetState, text: str, ranks: Sequence[int], stalled: Sequence[Signature] = ()
+    ) -> None:
+        """Query what the ranks do; the report follows when all have replied, or after `REPLY_S`."""
+        self._requests += 1
         kind = stalled[0].kind if stalled else ""
-        question = StackRequest(self._questions, state.number, kind, tuple(each.name for each in stalled))
-        own = self._engine.transport.rank
-        asked = tuple(ranks[:ASKED])
-        inquiry = Inquiry(self._questions, state, text, asked, time.monotonic() + ANSWER_S, {})
-        for rank in asked:
-            if rank == own:
-                inquiry.answers[rank] = self._answer(question)
+        request = StackRequest(self._requests, state.number, kind, tuple(each.name for each in stalled))
+        queried = tuple(ranks[:QUERIED])
+        self._inquiry = Inquiry(self._requests, text, queried, time.monotonic() + REPLY_S, {})
+        for rank in queried:
+            if rank == self._engine.transport.rank:
+                self._inquiry.replies[rank] = self._reply(request)
             else:
-                self._engine.transport.send_control(encode(question), rank)
-        self._inquiry = inquiry
+                self._engine.transport.send_control(encode(request), rank)
 
-    def _ask_the_leader(self, state: ProcessSetState, now: float, waited_s: float) -> None:
-        """The coordinator may sleep, since it waits for nothing itself; if it does not answer either, tell that."""
-        asked = self._looks.get(state.number)
-        if asked is None:
-            self._looks[state.number] = now
+    def _probe_coordinator(self, state: ProcessSetState, now: float, waited_s: float) -> None:
+        """Wake the coordinator's stall watch, since that may be idle; report a coordinator that does not reply."""
+        probed_s = self._probed_s.get(state.number)
+        if probed_s is None:
+            self._probed_s[state.number] = now
             self._engine.transport.send_control(encode(StallProbe(state.number, waited_s)), state.leader)
-        if asked and now - asked > ANSWER_S:
-            self._looks[state.number] = 0.0
+        text = f"rank {state.leader}, which coordinates, does not answer"
+        if probed_s and now - probed_s > REPLY_S:
+            self._probed_s[state.number] = 0.0
             self._silent.add(state.number)
             own = self._engine.transport.rank
-            self._tell(
-                f"rank {own} has waited for {waited_s:.0f} s; rank {state.leader}, which coordinates, does not answer: "
-                "it is stopped, or in C code that holds the interpreter"
-            )
+            self._warn(f"rank {own} has waited for {waited_s:.0f} s; {text}: {SILENT}")
         if state.number in self._silent and self._is_over(waited_s):
-            self._engine.fail_everything(f"rank {state.leader}, which coordinates, does not answer")
+            self._engine.fail_everything(text)
 
-    def read(self, source: int, message: StallProbe | StackRequest | StackReply) -> None:
-        """What another rank's watch wrote."""
+    def receive(self, source: int, message: StallProbe | StackRequest | StackReply) -> None:
+        """Handle a message of another rank's stall watch."""
         if isinstance(message, StallProbe):
             state = self._engine.states.get(message.process_set)
             if state is not None and state.coordinator is not None:
-                state.coordinator.has_waited(message.waited_s)
-                self._called.add(message.process_set)
+                state.coordinator.backdate(message.waited_s)
+                self._probes.add(message.process_set)
                 self.attentive = True
-            self._next_look_s = 0.0
+            self._next_poll_s = 0.0
             self._engine.transport.send_control(encode(StackReply(-message.process_set, "", "")), source)
         elif isinstance(message, StackRequest):
-            self._engine.transport.send_control(encode(self._answer(message)), source)
-        elif message.number <= 0:  # a coordinator looks
-            self._looks[-message.number] = 0.0
+            self._engine.transport.send_control(encode(self._reply(message)), source)
+        elif message.number <= 0:  # the reply to a probe
+            self._probed_s[-message.number] = 0.0
             self._silent.discard(-message.number)
         elif self._inquiry is not None and message.number == self._inquiry.number:
-            self._inquiry.answers[source] = message
-            self._next_look_s = 0.0
+            self._inquiry.replies[source] = message
+            self._next_poll_s = 0.0
 
-    def _answer(self, question: StackRequest) -> StackReply:
-        return StackReply(question.number, self._engine.doing(question), stack_of(self._init_thread))
+    def _reply(self, request: StackRequest) -> StackReply:
+        return StackReply(request.number, self._engine.doing(request), stack_of(self._init_thread))
 
     def _report(self, inquiry: Inquiry) -> None:
-        told, alone = (
-            report(inquiry.headline, inquiry.asked, inquiry.answers, stacks=stacks) for stacks in (False, True)
+        short, full = (
+            report(inquiry.headline, inquiry.queried, inquiry.replies, stacks=stacks) for stacks in (False, True)
         )
-        self._tell(told, alone)
+        self._warn(short, full)
 
-    def _tell(self, text: str, alone: str = "") -> None:
-        """Tell ringrun, which shows the stacks of all ranks; without it log the text, or what is said `alone`."""
-        if not tell_launcher(self._engine.settings.error_file, text):
-            LOGGER.warning(f"stalled: {alone or text}")
+    def _warn(self, text: str, full: str = "") -> None:
+        """Report `text` to ringrun, which adds the stacks of all ranks; without ringrun log the full text."""
+        if not report_stall(self._engine.settings.error_file, text):
+            LOGGER.warning(f"stalled: {full or text}")
 
 
 def stack_of(thread: int) -> str:
-    """Where a thread of this process is, down to the line that called this package."""
+    """The Python stack of a thread, down to the line that called this package."""
     frame = sys._current_frames().get(thread)
     if frame is None:
         return "its main thread has ended\n"
@@ -222,7 +220,7 @@ def stack_of(thread: int) -> str:
 
 
 def headline(waiting: Sequence[Waiting], now: float) -> str:
-    """What waits, for how long, and who has given it."""
+    """Which tensors wait, for how long, and which ranks have submitted the first."""
     first = waiting[0]
     shapes = ", ".join(map(tensor_text, first.signature.tensors[:NAMED]))
     text = f"{first.signature.kind} {first.signature.name!r}" + (f" ({shapes})" if shapes else "")
@@ -231,23 +229,23 @@ def headline(waiting: Sequence[Waiting], now: float) -> str:
         more = len(waiting) - NAMED
         text += f", and {names}" + (f" and {more} more" if more > 0 else "")
     by_line: dict[str, list[int]] = {}
-    for rank, line in sorted(first.given.items()):
+    for rank, line in sorted(first.submitted.items()):
         by_line.setdefault(line, []).append(rank)
-    given = [f"{ranks_text(ranks)} ({line})" for line, ranks in list(by_line.items())[:NAMED]]
+    submitted = [f"{ranks_text(ranks)} ({line})" for line, ranks in list(by_line.items())[:NAMED]]
     others = f" and in {len(by_line) - NAMED} more lines" if len(by_line) > NAMED else ""
     return (
-        f"{text}: waiting for {now - first.since_s:.0f} s; given by {', '.join(given)}{others}; "
-        f"not by {ranks_text(first.missing)}. All ranks must submit it"
+        f"{text}: waiting for {now - first.since_s:.0f} s; submitted by {', '.join(submitted)}{others}; "
+        f"missing: {ranks_text(first.missing)}. All ranks must submit it"
     )
 
 
-def report(text: str, asked: Sequence[int], answers: Mapping[int, StackReply], *, stacks: bool = True) -> str:
-    """The headline, and what each rank answered, with its stack or without."""
+def report(text: str, queried: Sequence[int], replies: Mapping[int, StackReply], *, stacks: bool = True) -> str:
+    """The headline, and each rank's reply, with or without its stack."""
     parts = [text]
-    for rank in asked:
-        answer = answers.get(rank)
-        if answer is None:
-            parts.append(f"rank {rank} does not answer: it is stopped, or in C code that holds the interpreter")
+    for rank in queried:
+        reply = replies.get(rank)
+        if reply is None:
+            parts.append(f"rank {rank} does not answer: {SILENT}")
         else:
-            parts.append(f"rank {rank} {answer.doing}" + (f"; it is here:\n{answer.stack.rstrip()}" if stacks else ""))
+            parts.append(f"rank {rank} {reply.doing}" + (f"; it is here:\n{reply.stack.rstrip()}" if stacks else ""))
     return "\n".join(parts)

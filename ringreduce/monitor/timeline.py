@@ -1,7 +1,7 @@
-"""What happened when, on every rank: recorded by each engine, written by rank 0 as Chrome trace events.
+"""The timeline: events recorded by every engine, written by rank 0 as Chrome trace events.
 
-The file is a JSON array that is complete after every write, so it can be opened in chrome://tracing or Perfetto while
-the job runs, and whatever becomes of the job. A rank is a process there, a tensor a thread:
+The file is a complete JSON array after every write, so chrome://tracing or Perfetto can open it while the job runs, and
+after a crash. A rank is shown as a process, a tensor as a thread:
 
     rank 1    allreduce.w    | NEGOTIATE_ALLREDUCE | QUEUE | MEMCPY_IN_FUSION_BUFFER | ALLREDUCE | MEMCPY_OUT_… |
 
@@ -21,13 +21,13 @@ from ringreduce.engine.signature import Signature
 from ringreduce.engine.submission import Submission
 
 SENT_AT_ONCE = 2000
-"""Events that a rank gathers at most before it sends them to rank 0."""
+"""Most events that a rank collects before it sends them to rank 0."""
 UNNAMED_ROWS = 16
-"""Tensors without a name share so many rows for each kind of operation: each of them would have its own."""
+"""Rows that the unnamed tensors of one kind of operation share; otherwise each would add a row."""
 
 
 class Event(NamedTuple):
-    """Something that took a while (or, with a negative duration, an instant), in microseconds of the rank's clock."""
+    """A span of time, or an instant where the duration is negative, in microseconds of the rank's clock."""
 
     name: str
     tensor: str
@@ -36,7 +36,7 @@ class Event(NamedTuple):
 
 
 def now_us() -> float:
-    """This host's steady clock: the same for all its ranks."""
+    """This host's monotonic clock, equal for all its ranks."""
     return time.monotonic_ns() / 1e3
 
 
@@ -49,16 +49,16 @@ class Timeline:
         self.events: list[Event] = []
         self._queued: dict[str, float] = {}
         self._phases: dict[str, tuple[str, float]] = {}
-        """By tensor: the phase that it is in, and since when."""
+        """By tensor: its current phase, and when that began."""
 
     def start(self, mark_cycles: bool) -> None:
-        """Record from now on."""
+        """Start recording."""
         self.recording, self.mark_cycles = True, mark_cycles
-        self._queued.clear()  # what an earlier recording left in the middle of a phase did not last until now
+        self._queued.clear()  # phases that an earlier recording did not see end
         self._phases.clear()
 
     def stop(self) -> None:
-        """Record no more; `take` gives what there is."""
+        """Stop recording; `take` still returns the events so far."""
         self.recording = False
 
     def take(self) -> tuple[Event, ...]:
@@ -67,27 +67,25 @@ class Timeline:
         return tuple(events)
 
     def ready(self, signature: Signature, rank: int) -> None:
-        """A rank is ready to run this; told by the coordinator, which hears of it."""
+        """A rank has announced this; recorded on the coordinator."""
         self.events.append(Event(f"{rank}", row_of(signature), now_us(), -1))
 
     def agreed(self, submission: Submission) -> None:
-        """All ranks are ready: the negotiation is over, and the submission queues."""
+        """All ranks are ready: the negotiation is over, and the submission is queued."""
         if self.recording:
-            now = now_us()
+            now, row = now_us(), row_of(submission.signature)
             since = now - 1e6 * (time.monotonic() - submission.submitted_s)
-            self.events.append(
-                Event(f"NEGOTIATE_{submission.signature.kind.upper()}", tensor_of(submission), since, now - since)
-            )
-            self._queued[tensor_of(submission)] = now
+            self.events.append(Event(f"NEGOTIATE_{submission.signature.kind.upper()}", row, since, now - since))
+            self._queued[row] = now
 
     def cycle(self) -> None:
-        """The engine tells the other ranks of new tensors."""
+        """The engine announces new tensors."""
         if self.recording and self.mark_cycles:
             self.events.append(Event("CYCLE_START", "engine", now_us(), -1))
 
     @contextlib.contextmanager
     def phase(self, submissions: Sequence[Submission], name: str) -> Iterator[None]:
-        """What is done inside is shown for each of the submissions."""
+        """Record the body as a phase of each submission."""
         if not self.recording:
             yield
             return
@@ -96,10 +94,9 @@ class Timeline:
         self.switch_phase(submissions, None)
 
     def switch_phase(self, submissions: Sequence[Submission], name: str | None) -> None:
-        """The phase that the submissions were in ends here, and another begins; None: none does. While recording
-        only."""
+        """End the submissions' current phase, and begin the phase `name`, if any. Only while recording."""
         now = now_us()
-        for tensor in dict.fromkeys(tensor_of(submission) for submission in submissions):
+        for tensor in dict.fromkeys(row_of(submission.signature) for submission in submissions):
             queued = self._queued.pop(tensor, None)
             last, since = self._phases.pop(tensor, ("QUEUE", queued))
             if since is not None:
@@ -108,13 +105,8 @@ class Timeline:
                 self._phases[tensor] = name, now
 
 
-def tensor_of(submission: Submission) -> str:
-    """The row in which a submission is shown."""
-    return row_of(submission.signature)
-
-
 def row_of(signature: Signature) -> str:
-    """Such as allreduce.layer3.w."""
+    """The row that shows it, such as allreduce.layer3.w."""
     if not signature.numbered:
         return f"{signature.kind}.{signature.name}"
     name, _, number = signature.name.rpartition(".")
@@ -125,7 +117,7 @@ class TimelineFile:
     """The file on rank 0."""
 
     def __init__(self, path: str, offsets_us: Sequence[float]) -> None:
-        """offsets_us: by rank, how far its clock is ahead of rank 0's. Raises OSError when it cannot be written."""
+        """Raises OSError when `path` cannot be written. offsets_us: by rank, how far its clock is ahead of rank 0's."""
         self.path = path
         self._offsets_us = offsets_us
         self._threads: dict[tuple[int, str], int] = {}
@@ -138,7 +130,7 @@ class TimelineFile:
         self._write([_name("process_name", rank, f"rank {rank}") for rank in range(len(offsets_us))])
 
     def add(self, rank: int, events: Sequence[Event]) -> None:
-        """Write a rank's events, its clock brought to rank 0's."""
+        """Write a rank's events, in rank 0's clock."""
         records: list[dict[str, object]] = []
         for event in events:
             key = (rank, event.tensor)
@@ -151,7 +143,7 @@ class TimelineFile:
         self._write(records)
 
     def _write(self, records: Sequence[dict[str, object]]) -> None:
-        """Put records before the closing bracket, which stands at the end again afterwards, on a full disk too."""
+        """Insert records before the closing bracket; the array stays complete even on a full disk."""
         if not records:
             return
         text = (",\n" if self._end > 2 else "") + ",\n".join(json.dumps(record) for record in records)
@@ -164,14 +156,14 @@ class TimelineFile:
         self._end += len(text)
 
     def _put(self, text: bytes) -> None:
-        """All of it from the end on: a disk that becomes full takes a part, and then refuses."""
+        """Write all of `text` at the end: a disk that becomes full accepts a part first."""
         written = 0
         while written < len(text):
             self._file.seek(self._end + written)
             written += self._file.write(text[written:])
 
     def close(self) -> None:
-        """Nothing more is written."""
+        """Close the file."""
         self._file.close()
 
 

@@ -1,4 +1,4 @@
-"""Measures the constants of the cost model (cost_model.py), once, at the start; all ranks together, in under 100 ms."""
+"""Measures the constants of the cost model (cost_model.py) in init(), on all ranks together, in under 100 ms."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ TAG = 2
 SMALL_TIMES = 4
 LARGE_BYTES = 128 << 10
 ROUNDS = 5
-"""The best of so many counts: what else the machine did is not the network's."""
+"""The fastest round counts, without other load on the machine."""
 
 
 def figures(transport: Transport, hosts: Sequence[int], slots: Sequence[Any] = ()) -> Steps[list[float]]:
-    """Measure between neighbours: in a host, and from host to host, all pairs at the same time.
+    """Measure between neighbours, inside a host and from host to host, all pairs at the same time.
 
-    slots:  memory of equal length, by local rank, that this host's ranks share and do not use yet.
-    Cost:   some 50 messages of 8 bytes or 128 KiB, and 5 copies of half a slot; a wire of 100 Mbit/s takes 60 ms.
-    Result: this rank's, for `slowest`; 0 is what it did not measure.
+    slots:  unused shared memory of equal length, by local rank.
+    Cost:   some 50 messages of 8 bytes or 128 KiB, and 5 copies of half a slot; 60 ms on a wire of 100 Mbit/s.
+    Result: this rank's figures, for `slowest`; 0 for those that it did not measure.
     """
     rank = transport.rank
     mine = [r for r, host in enumerate(hosts) if host == hosts[rank]]
@@ -40,27 +40,27 @@ def figures(transport: Transport, hosts: Sequence[int], slots: Sequence[Any] = (
 
 
 def slowest(everyones: Sequence[Sequence[float]]) -> Constants:
-    """The constants by the figures of all ranks, so that they are the same on all."""
+    """The constants from the figures of all ranks, equal on all."""
     names = ("copy_gbs", "message_us", "message_gbs", "wire_us", "wire_gbs")
     found = zip(names, map(max, zip(*everyones, strict=True)), strict=True)
     return Constants(**{name: value if name.endswith("_us") else 1e-3 / value for name, value in found if value > 0})
 
 
-def _copy_us_per_byte(slots: Sequence[Any], place: int) -> float:
-    """Each from another's slot into its own, as it is done later."""
-    half: int = slots[place].size // 2
+def _copy_us_per_byte(slots: Sequence[Any], local_index: int) -> float:
+    """Copy from the next rank's slot into this rank's own, as the collectives do."""
+    half: int = slots[local_index].size // 2
     best = float("inf")
     for _ in range(ROUNDS):
         started = time.perf_counter()
-        slots[place][:half] = slots[(place + 1) % len(slots)][half : 2 * half]
+        slots[local_index][:half] = slots[(local_index + 1) % len(slots)][half : 2 * half]
         best = min(best, time.perf_counter() - started)
     return 1e6 * best / half
 
 
 def _shift(transport: Transport, ring: Sequence[int]) -> Steps[list[float]]:
     """µs of a small message, and µs per byte of a large one, while every rank of `ring` sends to the next."""
-    place = list(ring).index(transport.rank)
-    right, left = ring[(place + 1) % len(ring)], ring[place - 1]
+    index = list(ring).index(transport.rank)
+    right, left = ring[(index + 1) % len(ring)], ring[index - 1]
     outgoing, incoming = np.zeros(LARGE_BYTES, np.uint8), np.empty(LARGE_BYTES, np.uint8)
     found = []
     for nbytes, times, rounds in ((8, SMALL_TIMES, ROUNDS), (LARGE_BYTES, 1, 2)):

@@ -1,4 +1,4 @@
-"""Before the engine starts: the host's shared memory, and what the cost model needs to know. All ranks together."""
+"""What init() does before the engine starts: the host's shared memory, and measuring for the cost model."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from ringreduce.transport.message import MessageTransport
 from ringreduce.transport.window import FLAGS_BYTES, Window, block_bytes
 from ringreduce.world import World
 
-SHARED_MEMORY = "/dev/shm"  # noqa: S108 - MPI's choice, asked how much is free
+SHARED_MEMORY = "/dev/shm"  # noqa: S108 - where MPI allocates it
 MARGIN_BYTES = 4 << 20
-"""What others may take between the question how much is free and our taking it."""
+"""What other processes may allocate between our check of the free memory and our allocation."""
 
 
 def prepare_host(world: World, transport: MessageTransport, settings: Settings) -> Host:
-    """Make the window, and measure the constants where there is a choice; every rank must call it.
+    """Make the window, and measure the constants where several algorithms are possible; every rank must call it.
 
-    Cost:   on several hosts up to 100 ms. Where shared memory cannot be had rank 0 says so, and messages are used.
+    Without shared memory, rank 0 logs a warning, and messages are used. Cost: on several hosts up to 100 ms.
     Raises: SettingsError for an algorithm that cannot be used.
     """
     constants = Constants.parse(settings.costs)
@@ -44,12 +44,12 @@ def prepare_host(world: World, transport: MessageTransport, settings: Settings) 
 
 
 def host_cores(world: World) -> int:
-    """How many cores the ranks of this host may use: a launcher may have bound each to some of them."""
+    """How many cores this host's ranks may use together; a launcher may have bound each rank to some."""
     return len(set().union(*world.gather_on_host(os.sched_getaffinity(0))))
 
 
 def make_window(world: World, settings: Settings) -> tuple[Window | None, str]:
-    """The host's shared memory, or None and why there is none; the same on all ranks."""
+    """The host's shared memory, or None and the reason; the same on all ranks."""
     if len(set(world.hosts)) == world.size:
         return None, "no two ranks are on one host"
     nbytes = block_bytes(settings.shared_slot_bytes, settings.shared_regions)
@@ -59,7 +59,7 @@ def make_window(world: World, settings: Settings) -> tuple[Window | None, str]:
         try:
             window = Window(*world.allocate_shared(nbytes))
         except Exception as exc:
-            why_not = f"MPI gives none: {exc}"
+            why_not = f"MPI cannot allocate it: {exc}"
         why_not = _first(world, why_not)
     if window is not None and not why_not:
         why_not = _first(world, _zero(window.blocks[world.local_rank]))
@@ -77,9 +77,9 @@ def _first(world: World, why_not: str) -> str:
 
 
 def _zero(block: Any) -> str:
-    """Touch all of this rank's block, and return why it cannot be had: another job may have taken it meanwhile.
+    """Touch all of this rank's block; returns an error text when memory is missing, empty otherwise.
 
-    The kernel writes the zeros: where memory is missing that is an error, and SIGBUS when this process writes them.
+    The kernel writes the zeros, so missing memory is an OSError; a write by this process would raise SIGBUS.
     """
     filled, memory = 0, memoryview(block)
     try:
@@ -92,7 +92,7 @@ def _zero(block: Any) -> str:
 
 
 def _too_small(nbytes: int) -> str:
-    """Why MPI must not even try: much of what MPI itself does with memory that is not there ends in SIGBUS."""
+    """An error text when too little is free, empty otherwise: MPI itself would often end in SIGBUS."""
     try:
         status = os.statvfs(SHARED_MEMORY)
     except OSError:
@@ -101,6 +101,6 @@ def _too_small(nbytes: int) -> str:
     if free >= nbytes + MARGIN_BYTES:
         return ""
     return (
-        f"{SHARED_MEMORY} has {free >> 20} MiB free, and {(nbytes + MARGIN_BYTES) >> 20} MiB are needed; enlarge it "
+        f"{SHARED_MEMORY} has {free >> 20} MiB free, but {(nbytes + MARGIN_BYTES) >> 20} MiB are needed; enlarge it "
         "(docker run --shm-size=…), or lower RINGREDUCE_FUSION_BUFFER_BYTES and RINGREDUCE_SHARED_SLOT_BYTES"
     )

@@ -171,7 +171,7 @@ def test_a_rank_that_does_something_else_is_named_with_its_stack(finished, pytho
     given = rf"ranks {'1-2' if rank == 0 else '0-1'} \(train.py:15\)"
     assert re.search(
         r"ringrun: the job is stalled, says rank 0: allreduce 'layer3.w' \(float32\[3, 4\]\): waiting for [12] s; "
-        rf"given by {given}; not by rank {rank}\. All ranks must submit it\n"
+        rf"submitted by {given}; missing: rank {rank}\. All ranks must submit it\n"
         rf"rank {rank} has submitted nothing yet\n",
         done.stdout,
     ), done.stdout
@@ -205,7 +205,7 @@ def test_after_the_second_limit_the_job_ends(finished, python):
         HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="2",
     )
     assert done.returncode == 1
-    assert re.search(r"StalledError: allreduce 'layer3.w' .*: waiting for 2 s; .*not by rank 0\.", done.stdout)
+    assert re.search(r"StalledError: allreduce 'layer3.w' .*: waiting for 2 s; .*missing: rank 0\.", done.stdout)
 
 
 def test_a_stop_in_the_middle_of_an_operation_is_told(finished):

@@ -105,7 +105,7 @@ def test_a_rank_on_another_host_is_rung_and_tells_its_stack(hosts, tmp_path, lat
     finished = hosts.run(script, RINGREDUCE_STALL_CHECK_S="0.5", HOROVOD_TIMELINE=str(timeline))
     assert finished.returncode == 0, finished.stdout
     assert re.search(
-        rf"stalled: allreduce 'late' .*; not by rank {late}\. All ranks must submit it\n"
+        rf"stalled: allreduce 'late' .*; missing: rank {late}\. All ranks must submit it\n"
         rf"rank {late} last submitted allreduce 'w' \(train.py:12\) \d s ago; it is here:\n"
         r"(.*\n)+.*line 7, in load_data",
         finished.stdout,

@@ -71,7 +71,7 @@ def test_where_there_is_little_of_it_messages_are_used_and_a_line_says_why(pytho
     assert len(said) == 1, finished.stdout
     assert re.fullmatch(
         r"\[0\] ringreduce: no shared memory between the ranks of a host, so messages are used: rank 0: "
-        rf"/dev/shm has \d+ MiB free, and {2 * 8 + 4} MiB are needed; enlarge it \(docker run --shm-size=…\), or lower "
+        rf"/dev/shm has \d+ MiB free, but {2 * 8 + 4} MiB are needed; enlarge it \(docker run --shm-size=…\), or lower "
         "RINGREDUCE_FUSION_BUFFER_BYTES and RINGREDUCE_SHARED_SLOT_BYTES",
         said[0],
     )
@@ -111,7 +111,7 @@ def test_whoever_asks_for_it_is_told_why_there_is_none(python, program):
     assert finished.returncode == 1, finished.stdout
     assert re.search(
         r"SettingsError: RINGREDUCE_ALGORITHM=shared: needs all ranks on one host, and shared memory; there are 2 "
-        r"ranks on 1 host, and rank 0: /dev/shm has \d+ MiB free, and 20 MiB are needed.*; usable are ring, direct, d",
+        r"ranks on 1 host, and rank 0: /dev/shm has \d+ MiB free, but 20 MiB are needed.*; usable are ring, direct, d",
         finished.stdout,
     ), finished.stdout
 

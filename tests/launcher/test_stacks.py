@@ -193,7 +193,7 @@ def test_a_stall_is_told_once_with_all_stacks_and_no_quiet_rank_hides_it(ringrun
     reports = [line for line in lines if line.startswith("ringrun: the job is stalled, says rank 0: ")]
     assert len(reports) >= 2, done.stderr  # after 0.7 s, after twice that and so on
     assert "allreduce 'late' (float64[3]): waiting for" in reports[0]
-    assert "not by rank 1. All ranks must submit it" in reports[0]
+    assert "missing: rank 1. All ranks must submit it" in reports[0]
     assert lines.count(f"ranks 0,2 of 3 on {HOST}: allreduce 'late' (script.py:9)") == 1
     assert lines.count(f"rank 1 of 3 on {HOST}: script.py:8, in <module>: time.sleep(3)") == 1
     assert done.stderr.count(f'  File "{path}", line 9, in <module>') == 1, "the stacks are printed once"

@@ -54,7 +54,7 @@ def test_a_set_that_is_closed_before_this_rank_hears_of_it_hangs_no_exit():
     handle.wait()
     others[0].send_control(encode(Response(0, 2, closed=gone, leaver=1)), 2)
     threading.Timer(0.1, lambda: others[0].send_control(encode(ShutdownAck()), 2)).start()
-    late = threading.Timer(10, lambda: engine._give_up(rr.CollectiveError("it hangs")))
+    late = threading.Timer(10, lambda: engine._fail_all(rr.CollectiveError("it hangs")))
     late.start()
     assert engine.leave("the test ended") is True
     late.cancel()

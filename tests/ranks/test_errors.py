@@ -192,7 +192,7 @@ def test_a_name_that_is_pending_is_refused_at_once():
     def program():
         message = (
             f"allreduce 'w': a tensor of this name is pending already on rank {rr.rank()}; synchronize it first, or "
-            "give this one another name"
+            "use another name"
         )
         if rr.rank() == 0:  # rank 1 has not given it yet
             handle = rr.allreduce_async(zeros(4), name="w")
@@ -443,8 +443,8 @@ def test_a_tensor_that_one_rank_does_not_give_is_given_up_and_the_job_goes_on(ca
             late.wait(10)
         else:
             message = (
-                rf"^allreduce 'w' \(float32\[3\]\): waiting for \d+ s; given by ranks 0,2 {LINE}; "
-                "not by rank 1. All ranks must submit it$"
+                rf"^allreduce 'w' \(float32\[3\]\): waiting for \d+ s; submitted by ranks 0,2 {LINE}; "
+                "missing: rank 1. All ranks must submit it$"
             )
             with pytest.raises(rr.StalledError, match=message) as caught:
                 rr.allreduce(zeros(3), name="w")

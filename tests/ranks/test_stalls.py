@@ -38,8 +38,8 @@ def test_the_report_names_tensor_ranks_lines_and_what_the_missing_rank_does(caps
     told = capsys.readouterr().err
     given = rf"ranks {'1-2' if late == 0 else '0-1'} \(test_stalls.py:\d+\)"
     assert re.search(
-        rf"ringreduce: stalled: allreduce 'late' \(float64\[2, 5\]\): waiting for \d s; given by {given}; "
-        rf"not by rank {late}\. All ranks must submit it\n"
+        rf"ringreduce: stalled: allreduce 'late' \(float64\[2, 5\]\): waiting for \d s; submitted by {given}; "
+        rf"missing: rank {late}\. All ranks must submit it\n"
         rf"rank {late} last submitted allreduce 'first' \(test_stalls.py:\d+\) \d s ago; it is here:\n",
         told,
     ), told
@@ -92,7 +92,7 @@ def test_no_report_when_it_is_turned_off_or_comes_in_time(capsys):
 def test_after_the_second_limit_it_fails_and_the_job_goes_on():
     def program():
         if rr.rank() == 0:
-            with pytest.raises(rr.StalledError, match=r"allreduce 'alone' .*given by rank 0 .*; not by rank 1\."):
+            with pytest.raises(rr.StalledError, match=r"allreduce 'alone' .*submitted by rank 0 .*; missing: rank 1\."):
                 rr.allreduce(np.ones(3), name="alone")
             busy(0.6)
         else:
@@ -106,9 +106,9 @@ def test_texts_of_many_ranks_are_short():
     lines = {rank: f"train.py:{rank % 5}" for rank in range(1, 4095)}
     first = Waiting(Signature("allreduce", "w"), 1.0, lines, [0, 4095])
     assert len(headline([first], 3.0)) < 1000, "of scattered ranks the first ones are named"
-    first = first._replace(given=dict.fromkeys(lines, "train.py:41"))
+    first = first._replace(submitted=dict.fromkeys(lines, "train.py:41"))
     assert headline([first], 3.0) == (
-        "allreduce 'w': waiting for 2 s; given by ranks 1-4094 (train.py:41); not by ranks 0,4095. "
+        "allreduce 'w': waiting for 2 s; submitted by ranks 1-4094 (train.py:41); missing: ranks 0,4095. "
         "All ranks must submit it"
     )
 
@@ -121,7 +121,7 @@ def test_of_many_missing_ranks_some_are_asked(capsys):
 
     assert run_ranks(12, program, settings=SOON) == [12] * 12
     told = capsys.readouterr().err.split("stalled: ")[1]
-    assert re.search(r"given by ranks 0-1 \(test_stalls.py:\d+\); not by ranks 2-11\. All", told), told
+    assert re.search(r"submitted by ranks 0-1 \(test_stalls.py:\d+\); missing: ranks 2-11\. All", told), told
     assert len(re.findall(r"^rank \d+ has submitted nothing yet; it is here:", told, re.MULTILINE)) == 8
 
 

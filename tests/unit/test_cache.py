@@ -1,10 +1,10 @@
-"""A rank's cache, and the coordinator's register of numbers."""
+"""A rank's cache, and the coordinator's number allocator."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringreduce.engine.cache import Cache, Register, numbers
+from ringreduce.engine.cache import Cache, NumberAllocator, numbers
 from ringreduce.engine.signature import Signature
 
 
@@ -51,33 +51,33 @@ def test_what_is_forgotten_is_unknown_and_its_number_free():
 
 
 def filled(count, capacity=8):
-    register, cache = Register(capacity), Cache()
+    allocator, cache = NumberAllocator(capacity), Cache()
     for number in range(count):
-        assert register.give() == number
+        assert allocator.allocate() == number
         cache.learn(number, named(f"t{number}"))
-    return register, cache
+    return allocator, cache
 
 
 def test_the_longest_unused_are_taken_back_first_but_none_that_is_busy():
-    register, cache = filled(5)
-    register.use(0b00011)
-    assert register.take_back(2, busy=0b00100, response=7, cache=cache) == [3, 4]
-    assert len(register) == 3
-    assert register.take_back(9, busy=0b00100, response=7, cache=cache) == [0, 1]
-    assert register.take_back(0, busy=0, response=7, cache=cache) == []
+    allocator, cache = filled(5)
+    allocator.use(0b00011)
+    assert allocator.evict(2, busy=0b00100, response=7, cache=cache) == [3, 4]
+    assert len(allocator) == 3
+    assert allocator.evict(9, busy=0b00100, response=7, cache=cache) == [0, 1]
+    assert allocator.evict(0, busy=0, response=7, cache=cache) == []
 
 
 def test_a_number_is_given_again_when_all_have_read_that_it_was_taken_back():
-    register, cache = filled(3)
-    assert register.take_back(1, busy=0, response=7, cache=cache) == [0]
-    assert register.take_back(1, busy=0, response=9, cache=cache) == [1]
-    register.seen_by_all(6)
-    assert register.former == {0: named("t0"), 1: named("t1")}
-    assert register.give() == 3
-    register.seen_by_all(8)
-    assert register.former == {1: named("t1")}
-    assert register.give() == 0
-    assert register.give() == 4
-    register.seen_by_all(9)
-    assert register.former == {}
-    assert register.give() == 1
+    allocator, cache = filled(3)
+    assert allocator.evict(1, busy=0, response=7, cache=cache) == [0]
+    assert allocator.evict(1, busy=0, response=9, cache=cache) == [1]
+    allocator.seen_by_all(6)
+    assert allocator.former == {0: named("t0"), 1: named("t1")}
+    assert allocator.allocate() == 3
+    allocator.seen_by_all(8)
+    assert allocator.former == {1: named("t1")}
+    assert allocator.allocate() == 0
+    assert allocator.allocate() == 4
+    allocator.seen_by_all(9)
+    assert allocator.former == {}
+    assert allocator.allocate() == 1

@@ -370,9 +370,9 @@ def test_what_waits_is_told_with_ranks_and_lines():
     ranks.now_s = 16.0
     assert ranks.coordinator.oldest_s() == 10.0
     first, second = ranks.coordinator.waiting(2.0)
-    assert (first.signature, first.since_s, first.given, first.missing) == (tensor("a"), 10, {1: "line 1"}, [0, 2])
+    assert (first.signature, first.since_s, first.submitted, first.missing) == (tensor("a"), 10, {1: "line 1"}, [0, 2])
     assert (second.signature.name, second.since_s, second.missing) == ("b", 14, [1])
-    assert sorted(second.given) == [0, 2]
+    assert sorted(second.submitted) == [0, 2]
     assert [each.signature.name for each in ranks.coordinator.waiting(5.0)] == ["a"]
     assert ranks.coordinator.waiting(7.0) == []
 
@@ -390,9 +390,9 @@ def test_a_rank_that_has_waited_longer_than_was_known():
     (a,) = ranks.learn(tensor("a"))
     ranks.now_s = 20.0
     ranks.tell(1, tensor("b"), bits=1 << a)
-    ranks.coordinator.has_waited(15.0)
+    ranks.coordinator.backdate(15.0)
     assert ranks.coordinator.oldest_s() == 5.0
-    ranks.coordinator.has_waited(1.0)
+    ranks.coordinator.backdate(1.0)
     assert [each.since_s for each in ranks.coordinator.waiting(0.0)] == [5.0, 5.0]
 
 
@@ -417,7 +417,7 @@ def test_what_is_given_up_fails_and_late_announcements_of_it_are_dropped(known):
     given = {"bits": 1 << learned["a"]} if known else {}
     records = [] if known else [tensor("a")]
     ranks.tell(0, *records, **given)
-    response = ranks.coordinator.give_up([Failure("allreduce.a", "StalledError", "it waited too long")])
+    response = ranks.coordinator.abandon([Failure("allreduce.a", "StalledError", "it waited too long")])
     ranks.response += 1
     assert response.number == ranks.response
     assert [tuple(each) for each in response.failures] == [("allreduce.a", "StalledError", "it waited too long")]

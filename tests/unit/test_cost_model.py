@@ -269,7 +269,7 @@ def test_deterministic_allows_what_sums_in_the_order_of_the_ranks(algorithm, all
         assert message.startswith(
             f"RINGREDUCE_ALGORITHM={algorithm} and RINGREDUCE_DETERMINISTIC=1: its bits depend on"
         )
-        assert message.endswith("unset one of them, or take shared or direct")
+        assert message.endswith("unset one of them, or use shared or direct")
 
 
 def test_what_is_usable_is_accepted():

@@ -55,7 +55,7 @@ def test_where_ranks_take_all_cores_any_number_of_bytes_is_gathered_until_somebo
     put(box, 10 * BATCH_BYTES, clock.s)
     assert box.batches_more()
     box._asleep = False
-    box.ask()
+    box.on_poll()
     assert not box.batches_more()
 
 

@@ -9,7 +9,7 @@ import time
 import pytest
 
 import ringreduce
-from ringreduce.monitor.launcher_link import Answerer, tell_launcher
+from ringreduce.monitor.launcher_link import StatusServer, report_stall
 
 
 @pytest.fixture
@@ -34,67 +34,67 @@ def ask(agent, error_file):
 
 
 def test_its_start_is_told(agent, error_file):
-    answerer = Answerer(error_file, lambda: "x")
+    server = StatusServer(error_file, lambda: "x")
     assert json.loads(agent.recv(10000)) == {"started": "ringreduce"}
-    answerer.close()
+    server.close()
 
 
 def test_a_rank_answers_what_it_waits_for(agent, error_file):
     doing = ["allreduce 'é' (train.py:41)"]
-    answerer = Answerer(error_file, lambda: doing[0])
+    server = StatusServer(error_file, lambda: doing[0])
     assert ask(agent, error_file) == {"doing": doing[0], "package": os.path.dirname(ringreduce.__file__)}
     doing[0] = ""
     assert ask(agent, error_file)["doing"] == ""
-    answerer.close()
+    server.close()
 
 
 def test_it_goes_on_when_who_asked_has_gone(agent, error_file, tmp_path):
-    answerer = Answerer(error_file, lambda: "x")
+    server = StatusServer(error_file, lambda: "x")
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
         other.sendto(b"doing", f"{error_file}.ask")  # no address to answer to
         other.bind(str(tmp_path / "gone"))
         other.sendto(b"doing", f"{error_file}.ask")
     assert ask(agent, error_file)["doing"] == "x"
-    answerer.close()
+    server.close()
 
 
 def test_after_the_end_nothing_is_left_and_a_new_world_can_begin(agent, error_file):
     before = threading.active_count()
     for _ in range(2):
-        answerer = Answerer(error_file, lambda: "x")
-        answerer.close()
+        server = StatusServer(error_file, lambda: "x")
+        server.close()
         assert not os.path.exists(f"{error_file}.ask")
     deadline = time.monotonic() + 5
     while threading.active_count() > before:
         assert time.monotonic() < deadline, "the thread has not ended"
         time.sleep(0.01)
     open(f"{error_file}.ask", "w").close()  # of a world that was not shut down
-    answerer = Answerer(error_file, lambda: "y")
+    server = StatusServer(error_file, lambda: "y")
     assert ask(agent, error_file)["doing"] == "y"
-    answerer.close()
+    server.close()
 
 
 def test_without_a_launcher_or_where_it_cannot_listen_there_is_no_thread(tmp_path):
     before = threading.active_count()
     for path in ("", str(tmp_path / "missing" / "rank0.json"), str(tmp_path / ("long" * 50))):
-        answerer = Answerer(path, lambda: "x")
+        server = StatusServer(path, lambda: "x")
         assert threading.active_count() == before
-        answerer.close()
+        server.close()
 
 
 def test_it_costs_nothing_while_nobody_asks(error_file):
-    answerer = Answerer(error_file, lambda: "x")
+    server = StatusServer(error_file, lambda: "x")
     begin = time.process_time()
     time.sleep(1.0)
     assert time.process_time() - begin < 0.05
-    answerer.close()
+    server.close()
 
 
 def test_a_stall_is_told(agent, error_file):
-    assert tell_launcher(error_file, "allreduce 'w': waiting")
+    assert report_stall(error_file, "allreduce 'w': waiting")
     assert json.loads(agent.recv(10000)) == {"stalled": "allreduce 'w': waiting"}
 
 
 def test_whoever_is_not_told_learns_it(error_file):
-    assert not tell_launcher("", "x")
-    assert not tell_launcher(error_file, "x")
+    assert not report_stall("", "x")
+    assert not report_stall(error_file, "x")

@@ -106,7 +106,9 @@ def test_debug_tells_responses_and_algorithms_trace_announcements_too(fresh_log,
     assert run_ranks(2, reduce_two, settings=settings) == [[3.0, 3.0]] * 2
     told = capsys.readouterr().err
     assert re.search(r"^ringreduce: debug: rank [01], process set 0, response \d+: allreduce 'a'", told, re.MULTILINE)
-    assert re.search(r"^ringreduce: debug: allreduce of [12] tensors, \d+ B of float64: ring, in 1 slots$", told, re.M)
+    assert re.search(
+        r"^ringreduce: debug: allreduce of [12] tensors, \d+ B of float64: ring, in 1 buckets$", told, re.M
+    )
     assert "trace" not in told
     run_ranks(2, reduce_two, settings=Settings(log_level="trace"))
     assert re.search(r"^ringreduce: trace: rank 1 announces allreduce 'a'", capsys.readouterr().err, re.MULTILINE)

