@@ -158,7 +158,7 @@ def test_more_sets_than_mpi_has_tags_for():
         InputError, match=r"\[0, 2\]: MPI has tags for 3 process sets that share a rank, .* remove_proc"
     ):
         host.reserve([0, 2])
-    host.give_back([1, 2])
+    host.release([1, 2])
     assert host.reserve([0, 2]).tags == 2
 
 

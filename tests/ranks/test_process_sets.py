@@ -131,7 +131,7 @@ def test_a_set_that_was_not_added_or_was_removed_is_told():
         rr.remove_process_set(own)
         with pytest.raises(ValueError, match="was not added, or was removed; pass it to init"):
             total(own)
-        with pytest.raises(ValueError, match="there is no process set 1; expected one that init"):
+        with pytest.raises(ValueError, match="there is no process set 1; expected one that was passed to init"):
             total(copy)
         return rr.allreduce(np.float64(1), op=rr.Sum)
 

@@ -122,7 +122,7 @@ def test_the_calling_line_is_that_of_each_call():
         calling_line(),
         calling_line(),
     ]
-    assert lines == [f"test_description.py:{here + 2}", f"test_description.py:{here + 3}"]
+    assert lines == [f"test_signature.py:{here + 2}", f"test_signature.py:{here + 3}"]
 
 
 @pytest.mark.parametrize("library", [ringreduce.__file__, torch.__file__])
@@ -130,7 +130,7 @@ def test_the_calling_line_is_outside_the_libraries(library):
     inside = os.path.join(os.path.dirname(library), "some", "module.py")
     called = {"calling_line": calling_line}
     exec(compile("def call():\n    return calling_line()", inside, "exec"), called)
-    assert called["call"]() == f"test_description.py:{sys._getframe().f_lineno}"
+    assert called["call"]() == f"test_signature.py:{sys._getframe().f_lineno}"
 
 
 @pytest.mark.parametrize(
