@@ -70,8 +70,7 @@ _process_runtime: Runtime | None = None
 _process_id = 0
 _generations = 0
 _gpu = device_selection.NOT_ASKED
-_parents_world: World | None = None
-"""In a forked child of a rank."""
+_parents_world: World | None = None  # in a forked child of a rank
 _bound_runtime: contextvars.ContextVar[Runtime | None] = contextvars.ContextVar("ringreduce_runtime", default=None)
 
 

@@ -27,70 +27,48 @@ HOROVOD = {
     "HOROVOD_LOG_LEVEL": "log_level",
     "HOROVOD_LOG_TIMESTAMP": "log_timestamp",
 }
-SHARED_SLOTS = 4
-"""Slots of shared memory per process set; collectives/shared.py explains why 4 suffice."""
-MOST_REGIONS = 32
-"""Process sets that have flags in shared memory."""
-PCI_BUS_ID = r"[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}\.[0-7]"
-"""How Linux and CUDA name a device: domain, bus, device and function; CUDA in capitals."""
+SHARED_SLOTS = 4  # slots of shared memory per process set; collectives/shared.py explains why 4 suffice
+MOST_REGIONS = 32  # process sets that have flags in shared memory
+PCI_BUS_ID = r"[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}\.[0-7]"  # of a device: domain, bus, device, function
 TRUE, FALSE = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
-PER_RANK = ("cuda_device", "error_file", "placed_gpu", "timeline", "log_level", "log_timestamp")
-"""The settings that may differ from rank to rank."""
+PER_RANK = ("cuda_device", "error_file", "placed_gpu", "timeline", "log_level", "log_timestamp")  # may differ by rank
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
     """The settings of one process; equal on all ranks but for `PER_RANK`."""
 
-    algorithm: str = "auto"
-    """How all-reduces move data: auto, or one of choose.ALGORITHMS."""
-    costs: str = ""
-    """Constants of the cost model, such as wire_us=50,copy_gbs=8; measured by init() on several hosts if empty."""
-    deterministic: bool = False
-    """Sum every element in rank order: the same bits for any fusion and any algorithm."""
-    fusion_buffer_bytes: int = 16 << 20
-    """Memory per rank in which tensors are packed and summed; half of it is shared with the host's other ranks."""
-    shared_slot_bytes: int = 1 << 20
-    """Size of one slot of shared memory; each process set that uses shared memory has 4."""
-    fusion_slot_bytes: int = 2 << 20
-    """Most bytes packed into one bucket for messages; longer tensors are split into buckets of this size."""
+    algorithm: str = "auto"  # how all-reduces move data: auto, or one of cost_model.ALGORITHMS
+    costs: str = ""  # the cost model's, such as wire_us=50,copy_gbs=8; empty: measured by init() on several hosts
+    deterministic: bool = False  # sum every element in rank order: the same bits for any fusion and any algorithm
+    fusion_buffer_bytes: int = 16 << 20  # in which a rank packs and sums tensors; half of it is shared with its host
+    shared_slot_bytes: int = 1 << 20  # of one slot of shared memory; a process set that uses shared memory has 4
+    fusion_slot_bytes: int = 2 << 20  # most bytes of a bucket for messages; longer tensors are split into such
     ring_segment_bytes: int = 60 << 10
     """Most bytes of one segment between hosts, so that summing one segment overlaps receiving the next; inside a host
     segments are 8 times as long. Over TCP, Open MPI sends up to 64 KiB eagerly."""
-    cache_capacity: int = 16384
-    """Tensors cached per process set, so that announcing one costs a bit; 0: no cache."""
+    cache_capacity: int = 16384  # tensors cached per process set, so that announcing one costs a bit; 0: no cache
     cycle_time_ms: float = 50.0
     """Longest time tensors are batched before negotiation; shorter when 4 fusion slots are full (16 on one host) or a
     thread is in synchronize(). Five times as long, at any size, where the ranks use all cores of the only host."""
     stall_check_s: float = 10.0
     """Report a tensor that some ranks have not submitted after this time, and again after 2, 4, … times; 0: never."""
-    stall_abort_s: float = 0.0
-    """Fail a stalled tensor after this time; 0: never."""
-    dynamic_process_sets: bool = False
-    """Allow add_process_set() and remove_process_set()."""
+    stall_abort_s: float = 0.0  # fail a stalled tensor after this time; 0: never
+    dynamic_process_sets: bool = False  # allow add_process_set() and remove_process_set()
     cuda_device: str = ""
     """The GPU that init() makes current: a CUDA index, or a PCI bus id such as 0000:3b:00.0; by default `placed_gpu`,
     else chosen by local rank, round robin."""
-    cuda_slot_bytes: int = 32 << 20
-    """Size of one slot of shared GPU memory; each process set that reduces GPU arrays has 4 on each rank's GPU."""
-    cuda_nccl: bool = True
-    """Reduce GPU arrays by NCCL where it is installed and every rank has a GPU of its own."""
-    cuda_ipc: bool = True
-    """Map the GPU memory of the host's other ranks where that is permitted; 0: copy through the host."""
+    cuda_slot_bytes: int = 32 << 20  # of a slot of shared GPU memory; a process set has 4 on each rank's GPU
+    cuda_nccl: bool = True  # reduce GPU arrays by NCCL where it is installed and every rank has a GPU of its own
+    cuda_ipc: bool = True  # map the GPU memory of the host's other ranks where permitted; 0: copy through the host
     cuda_aware_mpi: str = "auto"
     """Pass GPU memory to MPI: auto (if MPI claims support and a trial in a child process works), 1 (no trial) or 0."""
-    timeline: str = ""
-    """The file that rank 0 writes the timeline to, from init() on; DYNAMIC: wait for start_timeline()."""
-    timeline_mark_cycles: bool = False
-    """Mark each announcement in the timeline."""
-    log_level: str = "warning"
-    """Least severe level logged to stderr: trace, debug, info, warning, error or fatal."""
-    log_timestamp: bool = False
-    """Begin log lines with the local time."""
-    restart_count: int = 0
-    """How often ringrun has restarted this job after a failure; set by ringrun."""
-    error_file: str = ""
-    """Where an uncaught exception is written as JSON for the launcher; set by ringrun for each rank."""
+    timeline: str = ""  # the file that rank 0 writes, from init() on; DYNAMIC: wait for start_timeline()
+    timeline_mark_cycles: bool = False  # mark each announcement in the timeline
+    log_level: str = "warning"  # least severe level logged to stderr: trace, debug, info, warning, error or fatal
+    log_timestamp: bool = False  # begin log lines with the local time
+    restart_count: int = 0  # how often ringrun has restarted this job after a failure; set by ringrun
+    error_file: str = ""  # where an uncaught exception is written as JSON; set by ringrun for each rank
     placed_gpu: str = ""
     """PCI bus id of the GPU that ringrun chose for this rank; set by ringrun. Ignored where CUDA does not show it."""
 

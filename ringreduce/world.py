@@ -26,14 +26,10 @@ class World:
     rank: int
     size: int
     hosts: tuple[int, ...]
-    comm: Any = None
-    """mpi4py communicator for data."""
-    control: Any = None
-    """mpi4py communicator for control messages."""
-    local: Any = None
-    """mpi4py communicator of this host's ranks, by local rank; for shared memory."""
-    generation: int = 0
-    """How many worlds this process had before."""
+    comm: Any = None  # mpi4py communicator for data
+    control: Any = None  # mpi4py communicator for control messages
+    local: Any = None  # mpi4py communicator of this host's ranks, by local rank; for shared memory
+    generation: int = 0  # how many worlds this process had before
 
     @functools.cached_property
     def local_ranks(self) -> tuple[int, ...]:

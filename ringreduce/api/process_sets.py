@@ -80,8 +80,7 @@ class _GlobalProcessSet(ProcessSet):
         return "global_process_set"
 
 
-global_process_set: ProcessSet = _GlobalProcessSet()
-"""All ranks; number 0."""
+global_process_set: ProcessSet = _GlobalProcessSet()  # all ranks; number 0
 
 
 def number_of(process_set: ProcessSet, function: str) -> int:

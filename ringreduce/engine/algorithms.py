@@ -15,8 +15,7 @@ from ringreduce.transport.window import Flags, Region
 
 LONGER_INSIDE = 8
 """Factor for segments inside a host, where messages overlap no wire, and cost more in Python than in MPI."""
-LONGEST = 48
-"""The table of choices has a row for each power of two bytes, up to 2**48."""
+LONGEST = 48  # the table of choices has a row for each power of two bytes, up to 2**48
 
 
 def usable_algorithms(hosts: Sequence[int], shares_memory: bool) -> list[str]:

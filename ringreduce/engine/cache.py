@@ -74,12 +74,10 @@ class NumberAllocator:
         self.capacity = capacity
         self.former: dict[int, Signature] = {}
         self.former_bits = 0
-        self._used: OrderedDict[int, None] = OrderedDict()
-        """The allocated numbers, the least recently used first."""
+        self._used: OrderedDict[int, None] = OrderedDict()  # the allocated numbers, the least recently used first
         self._free: list[int] = []
         self._next = 0
-        self._evicted: list[tuple[int, int]] = []
-        """(number of the response, evicted number), in ascending order."""
+        self._evicted: list[tuple[int, int]] = []  # (number of the response, evicted number), in ascending order
 
     def use(self, bits: int) -> None:
         """Make these numbers the most recently used."""

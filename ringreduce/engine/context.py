@@ -1,15 +1,15 @@
-"""What operations of one process set need."""
+"""What operations of one process set need; their completions, in groups, so that waking waiters costs less."""
 
 from __future__ import annotations
 
 import dataclasses
+import time
 from typing import Any
 
 from ringreduce import fusion
 from ringreduce.buffers import Buffer
 from ringreduce.dtypes import ElementType
 from ringreduce.engine.algorithms import Algorithms
-from ringreduce.engine.completions import Completions
 from ringreduce.engine.signature import ranks_text
 from ringreduce.engine.submission import Submission
 from ringreduce.errors import InputError
@@ -19,23 +19,47 @@ from ringreduce.ops import ReduceOp, Reduction
 from ringreduce.settings import Settings
 from ringreduce.transport.base import Transport
 
+COMPLETION_INTERVAL_S = 2e-3
+"""Shortest time between wakeups: a waiter woken after every bucket would compete with the engine for the core."""
+
+
+class Completions:
+    """The finished submissions of one process set. Call `flush` before the set waits for another rank, or is idle."""
+
+    def __init__(self) -> None:
+        self._submissions: list[Submission] = []
+        self._flushed_s = 0.0
+
+    def settle(self, submission: Submission) -> None:
+        """One piece of a submission, or its planning, is finished; the last one completes it, now or at a flush."""
+        submission.missing_pieces -= 1
+        if submission.missing_pieces:
+            return
+        self._submissions.append(submission)
+        if time.monotonic() - self._flushed_s > COMPLETION_INTERVAL_S:
+            self.flush()
+
+    def flush(self) -> None:
+        """Complete all finished submissions now."""
+        submissions, self._submissions = self._submissions, []
+        for submission in submissions:
+            submission.complete()
+        self._flushed_s = time.monotonic()
+
 
 @dataclasses.dataclass
 class Context:
     """What operations of one process set need."""
 
     algorithms: Algorithms
-    members: tuple[int, ...]
-    """Ranks of the world, by rank in the set."""
+    members: tuple[int, ...]  # ranks of the world, by rank in the set
     settings: Settings
     memory: fusion.Memory
     timeline: Timeline
     gpu: Gpu
-    debugs: bool = False
-    """Log the algorithm of each batch."""
+    debugs: bool = False  # log the algorithm of each batch
     completions: Completions = dataclasses.field(default_factory=Completions)
-    divisor: int = 1
-    """Divisor of an Average in the current operation: the set's size, or the number of its live ranks."""
+    divisor: int = 1  # of an Average in the current operation: the set's size, or the number of its live ranks
 
     @property
     def transport(self) -> Transport:

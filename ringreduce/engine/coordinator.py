@@ -22,8 +22,7 @@ from ringreduce.engine.protocol import Announcement, Failure, Response
 from ringreduce.engine.signature import Signature, SubmissionRecord, mismatch_message, ranks_text
 from ringreduce.engine.tally import Counts, Lines, Progress
 
-JOINABLE = "allreduce"
-"""The only kind of operation that joined ranks can take part in."""
+JOINABLE = "allreduce"  # the only kind of operation that joined ranks can take part in
 
 
 class Entry(NamedTuple):
@@ -48,8 +47,7 @@ class Waiting(NamedTuple):
 
     signature: Signature
     since_s: float
-    submitted: dict[int, str]
-    """By rank: the line that submitted it."""
+    submitted: dict[int, str]  # by rank: the line that submitted it
     missing: list[int]
 
 
@@ -69,19 +67,14 @@ class Coordinator:
         self._world_size = world_size
         self._clock = clock
         self._responses = 0
-        self._progress = Progress(members)
-        """Without joined ranks: they announce nothing until all have joined."""
+        self._progress = Progress(members)  # without joined ranks: they announce nothing until all have joined
         self._cache = Cache()
         self._numbers = NumberAllocator(cache_capacity)
-        self._lines: dict[int, Lines] = {}
-        """By number in the cache."""
+        self._lines: dict[int, Lines] = {}  # by number in the cache
         self._bits = dict.fromkeys(members, 0)
-        self._counts = Counts()
-        """Counts the bits of ranks that have not joined."""
-        self._pending = 0
-        """The bits of any rank."""
-        self._bits_since: list[tuple[float, int]] = []
-        """When bits were first announced."""
+        self._counts = Counts()  # counts the bits of ranks that have not joined
+        self._pending = 0  # the bits of any rank
+        self._bits_since: list[tuple[float, int]] = []  # when bits were first announced
         self._contested = 0
         self._entries: dict[str, Entry] = {}
         self._keys_by_name: defaultdict[str, set[str]] = defaultdict(set)
@@ -91,8 +84,7 @@ class Coordinator:
         """Tensors that stalled too long, with the number of the response that fails them, until all have read it."""
         self._leaver: tuple[int, str] | None = None
         self.closed = False
-        self._news = False
-        """True when something was announced since the last decision."""
+        self._news = False  # true when something was announced since the last decision
 
     # Announcements
 

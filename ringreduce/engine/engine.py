@@ -45,15 +45,13 @@ from ringreduce.transport.base import ControlMessage, EngineTransport, Steps
 from ringreduce.transport.window import Arrival
 from ringreduce.world import World
 
-GLOBAL = 0
-"""The number of the process set of all ranks."""
+GLOBAL = 0  # the number of the process set of all ranks
 JOIN = "join"
 SET_CHANGES = ("add_process_set", "remove_process_set")
 TIMELINE, STALL_WATCH = "the timeline", "the stall watch"
 NAMED_IN_LOG, NAMED_WAITS = 8, 3
 """How many operations a log line, and `waiting_for`, name."""
-BROKEN_SEND_S = 1.0
-"""How long an engine that failed tries to notify the others."""
+BROKEN_SEND_S = 1.0  # how long an engine that failed tries to notify the others
 
 
 class Engine:
@@ -82,10 +80,8 @@ class Engine:
         self.sets: dict[int, tuple[int, ...]] = {}
         """The members of all process sets, including those without this rank."""
         self.submissions = 0
-        self.known_submissions = 0
-        """How many submissions were announced by a bit."""
-        self.joins = 0
-        """How often all ranks have joined; equal on all ranks between two operations."""
+        self.known_submissions = 0  # how many submissions were announced by a bit
+        self.joins = 0  # how often all ranks have joined; equal on all ranks between two operations
         self.control_messages = 0
         self.control_bytes = 0
         self._clock_offsets_us = clock_offsets_us or [0.0] * world.size
@@ -102,8 +98,7 @@ class Engine:
         self._shutdown_acked = False
         self._broken: Exception | None = None
         self._finished = threading.Event()
-        self._failed_jobs: set[str] = set()
-        """The side jobs that have failed."""
+        self._failed_jobs: set[str] = set()  # the side jobs that have failed
         self._moved_s = time.monotonic()
         self._stalls = StallWatch(self, threading.get_ident())
         for members in (range(world.size), *process_sets):

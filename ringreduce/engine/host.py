@@ -19,12 +19,9 @@ from ringreduce.world import World
 class Resources(NamedTuple):
     """The shared resources reserved for a process set, by number; None: none was left."""
 
-    tags: int
-    """A range of MPI tags."""
-    region: int | None
-    """A region of shared memory."""
-    gpu_flags: int | None
-    """Flags for GPU arrays."""
+    tags: int  # a range of MPI tags
+    region: int | None  # a region of shared memory
+    gpu_flags: int | None  # flags for GPU arrays
 
 
 class Host:
@@ -42,8 +39,7 @@ class Host:
         self.world = world
         self.window = window
         self.constants = constants or Constants.parse(settings.costs)
-        self.cores = cores or len(os.sched_getaffinity(0))
-        """How many cores this host's ranks may use together."""
+        self.cores = cores or len(os.sched_getaffinity(0))  # how many cores this host's ranks may use together
         self._transport = transport
         self._settings = settings
         self._tags = _RegionAllocator(transport.most_tags // (TAGS * CHANNELS))

@@ -22,12 +22,9 @@ class WaitsFor(enum.Enum):
     """What an engine polls for."""
 
     NOTHING = 0
-    CONTROL = 1
-    """Control messages."""
-    FLAGS = 2
-    """Flags of other ranks in shared memory."""
-    MESSAGES = 3
-    """Long messages, which MPI moves only while it is called."""
+    CONTROL = 1  # control messages
+    FLAGS = 2  # flags of other ranks in shared memory
+    MESSAGES = 3  # long messages, which MPI moves only while it is called
 
 
 YIELD_S = 10e-3
@@ -61,8 +58,7 @@ class Inbox:
     ) -> None:
         """one_host: all ranks are on one host.  oversubscribed: they use all its cores."""
         self.lock = threading.Lock()
-        self.draining = False
-        """True: no more submissions follow, so do not batch."""
+        self.draining = False  # true: no more submissions follow, so do not batch
         self._last: tuple[Signature, str, float] | None = None
         """Signature, line and time of the last submission, but no reference to its tensors."""
         self._transport = transport
@@ -71,17 +67,13 @@ class Inbox:
         self._oversubscribed = one_host and oversubscribed
         self._defers = False
         self._submissions: list[Submission] = []
-        self._until_s = 0.0
-        """When the batch ends at the latest."""
+        self._until_s = 0.0  # when the batch ends at the latest
         self._nbytes = 0
-        self._urgent = False
-        """True: a thread waits for a submission of the batch."""
+        self._urgent = False  # true: a thread waits for a submission of the batch
         self._callbacks: deque[Callable[[], None]] = deque()
-        self._waiting: list[Handle] = []
-        """Handles that threads wait for."""
+        self._waiting: list[Handle] = []  # handles that threads wait for
         self._asleep = False
-        self._batching = False
-        """True: the engine sleeps to batch more, so another submission need not wake it."""
+        self._batching = False  # true: the engine sleeps to batch more, so another submission need not wake it
 
     # Called by the user's threads
 

@@ -19,23 +19,17 @@ class ProcessSetState:
     def __init__(self, number: int, context: Context, coordinator: Coordinator | None) -> None:
         self.number = number
         self.context = context
-        self.members = context.members
-        """Ranks of the world, by rank in the set."""
+        self.members = context.members  # ranks of the world, by rank in the set
         self.algorithms = context.algorithms
-        self.coordinator = coordinator
-        """On the first member only."""
+        self.coordinator = coordinator  # on the first member only
         self.cache = Cache()
-        self.seen = 0
-        """The number of the last response."""
-        self.submitted = 0
-        """How many unnamed submissions there were: they are numbered."""
+        self.seen = 0  # the number of the last response
+        self.submitted = 0  # how many unnamed submissions there were: they are numbered
         self.pending: dict[str, Submission] = {}
         """Submissions that are not ready on all ranks, by key, the oldest first."""
-        self.running: dict[str, Submission] = {}
-        """Submissions that are ready, and not complete."""
+        self.running: dict[str, Submission] = {}  # submissions that are ready, and not complete
         self.joined = False
-        self.closed = ""
-        """Not empty: which rank has left, and why; nothing can run any more."""
+        self.closed = ""  # not empty: which rank has left, and why; nothing can run any more
         self.leaver = -1
         self.moved_s = time.monotonic()
         self.waits_for: Work | None = None

@@ -12,24 +12,18 @@ class Announcement(NamedTuple):
     """What a rank has submitted since its last announcement; to the coordinator of a process set."""
 
     process_set: int
-    seen: int
-    """The number of the last response that this rank had read."""
-    bits: int = 0
-    """Cached tensors: bit k stands for number k in the cache."""
-    records: tuple[SubmissionRecord, ...] = ()
-    """All others."""
-    join: bool | None = None
-    """Not None: this rank has joined; True: averages divide by the live ranks only."""
-    leave: str = ""
-    """Not empty: why this rank leaves; it announces nothing after this."""
+    seen: int  # the number of the last response that this rank had read
+    bits: int = 0  # cached tensors: bit k stands for number k in the cache
+    records: tuple[SubmissionRecord, ...] = ()  # all others
+    join: bool | None = None  # not None: this rank has joined; True: averages divide by the live ranks only
+    leave: str = ""  # not empty: why this rank leaves; it announces nothing after this
 
 
 class Failure(NamedTuple):
     """A submission that fails on all ranks."""
 
     key: str
-    kind: str
-    """The name of the exception's class."""
+    kind: str  # the name of the exception's class
     message: str
 
 
@@ -38,23 +32,15 @@ class Response(NamedTuple):
 
     process_set: int
     number: int
-    bits: int = 0
-    """Cached tensors that are ready; run first, in the order of their numbers."""
-    new: tuple[Signature, ...] = ()
-    """Other tensors that are ready; run next, in this order."""
-    learned: tuple[tuple[int, Signature], ...] = ()
-    """New contents of the cache, by number."""
-    forgotten: tuple[int, ...] = ()
-    """Numbers evicted from the cache; applied after `bits`, before `learned`."""
+    bits: int = 0  # cached tensors that are ready; run first, in the order of their numbers
+    new: tuple[Signature, ...] = ()  # other tensors that are ready; run next, in this order
+    learned: tuple[tuple[int, Signature], ...] = ()  # new contents of the cache, by number
+    forgotten: tuple[int, ...] = ()  # numbers evicted from the cache; applied after `bits`, before `learned`
     failures: tuple[Failure, ...] = ()
-    joined: tuple[int, ...] = ()
-    """The ranks that have joined, and take part in reductions with neutral elements."""
-    live_average: bool = False
-    """True: averages divide by the ranks that have not joined."""
-    all_joined: int = -1
-    """The rank that joined last, when all have."""
-    closed: str = ""
-    """Not empty: which rank has left the job, and why; this process set runs nothing any more."""
+    joined: tuple[int, ...] = ()  # the ranks that have joined, and take part in reductions with neutral elements
+    live_average: bool = False  # true: averages divide by the ranks that have not joined
+    all_joined: int = -1  # the rank that joined last, when all have
+    closed: str = ""  # not empty: which rank has left the job, and why; this process set runs nothing any more
     leaver: int = -1
 
 
@@ -74,10 +60,8 @@ class StackRequest(NamedTuple):
 
     number: int
     process_set: int = 0
-    kind: str = ""
-    """The kind of operation of the first stalled tensor."""
-    names: tuple[str, ...] = ()
-    """The first stalled tensors."""
+    kind: str = ""  # the kind of operation of the first stalled tensor
+    names: tuple[str, ...] = ()  # the first stalled tensors
 
 
 class StackReply(NamedTuple):

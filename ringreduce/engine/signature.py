@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 from ringreduce.buffers import Buffer
 
 PACKAGE = str(Path(__file__).parents[1])
-SPANS = 16
-"""Most spans of ranks named in a text."""
+SPANS = 16  # most spans of ranks named in a text
 
 
 class TensorSignature(NamedTuple):
@@ -21,23 +20,18 @@ class TensorSignature(NamedTuple):
 
     name: str
     dtype: str
-    shape: tuple[int, ...]
-    """The whole shape for a reduction; without dim 0 for an allgather."""
-    device: str
-    """The kind of device: cuda:0 on one rank and cuda:1 on another is fine."""
+    shape: tuple[int, ...]  # the whole shape for a reduction; without dim 0 for an allgather
+    device: str  # the kind of device: cuda:0 on one rank and cuda:1 on another is fine
 
 
 class Signature(NamedTuple):
     """An operation and its arguments, which must be equal on all ranks."""
 
-    kind: str
-    """Such as allreduce."""
+    kind: str  # such as allreduce
     name: str
     tensors: tuple[TensorSignature, ...] = ()
-    details: tuple[tuple[str, Any], ...] = ()
-    """Such as ("op", "Sum"), ("root_rank", 0)."""
-    numbered: bool = False
-    """True: the name is a number that does not recur, so it is not cached."""
+    details: tuple[tuple[str, Any], ...] = ()  # such as ("op", "Sum"), ("root_rank", 0)
+    numbered: bool = False  # true: the name is a number that does not recur, so it is not cached
 
     @property
     def key(self) -> str:
@@ -54,8 +48,7 @@ class SubmissionRecord(NamedTuple):
 
     signature: Signature
     line: str
-    waits: bool = False
-    """The submitting thread waits for it at once."""
+    waits: bool = False  # the submitting thread waits for it at once
 
 
 def sign(tensor: Buffer, name: str, shape: tuple[int, ...] | None = None) -> TensorSignature:

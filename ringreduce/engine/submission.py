@@ -102,26 +102,20 @@ class Submission:
         self.key = signature.key
         self.process_set = process_set
         self.inputs = inputs
-        self.outputs = outputs
-        """The inputs themselves for an operation in place."""
-        self.finish = finish
-        """Makes the caller's result; called by the thread that waits."""
-        self.payload = payload
-        """Further arguments or results: splits, pickled bytes, a flag."""
+        self.outputs = outputs  # the inputs themselves for an operation in place
+        self.finish = finish  # makes the caller's result; called by the thread that waits
+        self.payload = payload  # further arguments or results: splits, pickled bytes, a flag
         self.line = line
-        self.handle = handle
-        """None for the neutral elements of a joined rank."""
+        self.handle = handle  # none for the neutral elements of a joined rank
         self.waits = waits
-        self.ready = ready
-        """Events of the caller's streams after which inputs on a GPU may be read."""
+        self.ready = ready  # events of the caller's streams after which inputs on a GPU may be read
         self.submitted_s = time.monotonic()
         self.missing_pieces = 0
         self.retire: Callable[[Sequence[Buffer]], Event] | None = None
         """Keeps GPU memory alive until the GPU reaches the returned event; see Gpu.retire."""
         self.in_flight: dict[str, Submission] = _NOWHERE
         """The running submissions of its process set; it is removed before its waiter may submit the name again."""
-        self.lock = _NO_LOCK
-        """Guards `in_flight`."""
+        self.lock = _NO_LOCK  # guards `in_flight`
 
     def begin(self, in_flight: dict[str, Submission], lock: threading.Lock) -> None:
         """Add it to the running submissions; with `lock` held."""

@@ -13,8 +13,7 @@ from ringreduce.log import LOGGER
 from ringreduce.monitor.timeline import SENT_AT_ONCE, Event, Timeline, TimelineFile
 from ringreduce.transport.base import EngineTransport
 
-SEND_S = 20e-3
-"""Interval between sends: with rank 0's polling interval, events are in the file within 100 ms."""
+SEND_S = 20e-3  # interval between sends: with rank 0's polling interval, events are in the file within 100 ms
 
 
 class Recording:

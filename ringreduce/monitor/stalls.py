@@ -25,14 +25,10 @@ from ringreduce.monitor.launcher_link import report_stall
 if TYPE_CHECKING:
     from ringreduce.engine.engine import Engine
 
-REPLY_S = 3.0
-"""How long to wait for a reply: three times the longest sleep of an idle engine."""
-NAMED = 3
-"""How many tensors and lines a report names; of others it states the number."""
-QUERIED = 8
-"""How many of the missing ranks are queried."""
-POLLS = 20
-"""Checks per `stall_check_s`."""
+REPLY_S = 3.0  # how long to wait for a reply: three times the longest sleep of an idle engine
+NAMED = 3  # how many tensors and lines a report names; of others it states the number
+QUERIED = 8  # how many of the missing ranks are queried
+POLLS = 20  # checks per `stall_check_s`
 SILENT = "it is stopped, or in C code that holds the interpreter"
 
 
@@ -56,18 +52,13 @@ class StallWatch:
         settings = engine.settings
         self._check_s = min(filter(None, (settings.stall_check_s, settings.stall_abort_s)), default=0.0)
         self._next_poll_s = 0.0
-        self._reported: dict[int, float] = {}
-        """By process set: for how long it was stalled at its last report."""
+        self._reported: dict[int, float] = {}  # by process set: for how long it was stalled at its last report
         self._inquiry: Inquiry | None = None
         self._requests = 0
-        self._probed_s: dict[int, float] = {}
-        """By process set: when its coordinator was probed; 0 after its reply."""
-        self._silent: set[int] = set()
-        """Process sets whose coordinator did not reply."""
-        self._probes: set[int] = set()
-        """Process sets for which another rank has sent a probe."""
-        self.attentive = False
-        """True while something is stalled: the engine must poll."""
+        self._probed_s: dict[int, float] = {}  # by process set: when its coordinator was probed; 0 after its reply
+        self._silent: set[int] = set()  # process sets whose coordinator did not reply
+        self._probes: set[int] = set()  # process sets for which another rank has sent a probe
+        self.attentive = False  # true while something is stalled: the engine must poll
 
     def poll(self) -> None:
         """Find what is stalled; query ranks, report, or fail it. Called when nothing moves."""

@@ -20,10 +20,8 @@ from typing import NamedTuple
 from ringreduce.engine.signature import Signature
 from ringreduce.engine.submission import Submission
 
-SENT_AT_ONCE = 2000
-"""Most events that a rank collects before it sends them to rank 0."""
-UNNAMED_ROWS = 16
-"""Rows that the unnamed tensors of one kind of operation share; otherwise each would add a row."""
+SENT_AT_ONCE = 2000  # most events that a rank collects before it sends them to rank 0
+UNNAMED_ROWS = 16  # rows that the unnamed tensors of one kind of operation share; otherwise each would add a row
 
 
 class Event(NamedTuple):
@@ -48,8 +46,7 @@ class Timeline:
         self.mark_cycles = False
         self.events: list[Event] = []
         self._queued: dict[str, float] = {}
-        self._phases: dict[str, tuple[str, float]] = {}
-        """By tensor: its current phase, and when that began."""
+        self._phases: dict[str, tuple[str, float]] = {}  # by tensor: its current phase, and when that began
 
     def start(self, mark_cycles: bool) -> None:
         """Start recording."""

@@ -15,8 +15,7 @@ from ringreduce.world import first_ranks
 TAG = 2
 SMALL_TIMES = 4
 LARGE_BYTES = 128 << 10
-ROUNDS = 5
-"""The fastest round counts, without other load on the machine."""
+ROUNDS = 5  # the fastest round counts, without other load on the machine
 
 
 def figures(transport: Transport, hosts: Sequence[int], slots: Sequence[Any] = ()) -> Steps[list[float]]:

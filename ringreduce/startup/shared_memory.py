@@ -18,8 +18,7 @@ from ringreduce.transport.window import FLAGS_BYTES, Window, block_bytes
 from ringreduce.world import World
 
 SHARED_MEMORY = "/dev/shm"  # noqa: S108 - where MPI allocates it
-MARGIN_BYTES = 4 << 20
-"""What other processes may allocate between our check of the free memory and our allocation."""
+MARGIN_BYTES = 4 << 20  # what other processes may allocate between our check of the free memory and our allocation
 
 
 def prepare_host(world: World, transport: MessageTransport, settings: Settings) -> Host:

@@ -17,8 +17,7 @@ from ringreduce.ops import Adasum, ReduceOp, Sum
 from ringreduce.torch.sparse import sparse_allreduce_async
 
 Named = tuple[str, torch.Tensor]
-Finish = Callable[[], list[torch.Tensor]]
-"""Waits, and returns the reduced tensors."""
+Finish = Callable[[], list[torch.Tensor]]  # waits, and returns the reduced tensors
 
 
 class GradientTransport:

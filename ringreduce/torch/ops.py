@@ -29,8 +29,7 @@ __all__ = ["allgather", "allreduce", "alltoall", "alltoall_async", "broadcast", 
 __all__ += ["grouped_allreduce", "grouped_reducescatter", "reducescatter"]
 
 Tensors = Sequence[torch.Tensor]
-Gradient = Callable[[Tensors], Tensors]
-"""Makes the gradients of the inputs from those of the results."""
+Gradient = Callable[[Tensors], Tensors]  # makes the gradients of the inputs from those of the results
 
 
 class _Collective(torch.autograd.Function):

@@ -49,13 +49,8 @@ class Transport(Protocol):
     has returned. Arrays are 1-D and contiguous, of NumPy or CuPy; a message holds their bytes.
     """
 
-    @property
-    def rank(self) -> int:
-        """This rank."""
-
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
+    rank: int  # this rank
+    size: int  # the number of ranks
 
     def send(self, array: Any, destination: int, tag: int) -> Work:
         """Start sending the bytes of `array`."""

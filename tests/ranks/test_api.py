@@ -9,7 +9,7 @@ import torch
 import ringreduce as rr
 from ringreduce import runtime
 from ringreduce.dtypes import TABLE
-from ringreduce.engine import completions
+from ringreduce.engine import context
 from ringreduce.engine.submission import Handle
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
@@ -298,7 +298,7 @@ def test_a_wrong_argument_is_told_and_the_job_goes_on(call, message):
 
 
 def test_what_was_submitted_before_a_barrier_is_complete_before_it(monkeypatch):
-    monkeypatch.setattr(completions, "INTERVAL_S", 1e9)
+    monkeypatch.setattr(context, "COMPLETION_INTERVAL_S", 1e9)
     completed = []
     complete = Handle.complete
 

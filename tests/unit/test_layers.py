@@ -43,7 +43,6 @@ LAYERS = [
     ["engine.algorithms"],
     ["engine.host"],
     ["engine.coordinator", "monitor.timeline", "engine.inbox", "engine.neutral"],
-    ["engine.completions"],
     ["engine.context"],
     ["engine.batch"],
     ["engine.point_to_point"],
