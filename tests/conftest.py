@@ -48,6 +48,7 @@ def pytest_cmdline_main(config):
     worker = hasattr(config, "workerinput")  # which would start two more, and so on
     if getattr(options, "numprocesses", 0) is None and is_whole(config) and not alone and not worker:
         options.numprocesses, options.dist = 2, "loadfile"
+        options.loadscopereorder = False  # else the jobs, which are few and long, would come last
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -56,7 +57,8 @@ def pytest_xdist_make_scheduler(config, log):
 
     class OneJobAfterTheOther(LoadScopeScheduling):
         def _split_scope(self, nodeid):
-            return "jobs" if nodeid.startswith(tiers.ONE_AFTER_THE_OTHER) else nodeid.partition("::")[0]
+            found = (name for name, folders in tiers.GROUPS.items() if nodeid.startswith(folders))
+            return next(found, nodeid.partition("::")[0])
 
     return OneJobAfterTheOther(config, log)
 

@@ -104,8 +104,9 @@ QUICK_JOBS = {
 """By file: how the names begin of tests in FOLDERS_OF_JOBS that run always. Each starts jobs, and takes seconds."""
 QUICK_NAMES = tuple(f"tests/{file}::{name}" for file, names in QUICK_JOBS.items() for name in names)
 FOLDERS_OF_JOBS = ("tests/cluster/", "tests/end_to_end/", "tests/examples/")
-ONE_AFTER_THE_OTHER = (*FOLDERS_OF_JOBS, "tests/launcher/", "tests/gpu/")
-"""By one worker: jobs share the cores, and their ends are timed."""
+GROUPS = {"jobs": (*FOLDERS_OF_JOBS, "tests/gpu/"), "launcher": ("tests/launcher/",)}
+"""Each by one worker, one test after the other: jobs share the cores, and their ends are timed. The jobs begin first:
+they wait more than they compute."""
 
 
 def mark_job(item: pytest.Item) -> None:

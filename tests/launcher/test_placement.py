@@ -384,7 +384,7 @@ FASTEST_FIRST = """
     [
         (
             None,
-            ["1 (ringrun has placed this rank on 0000:01:00.0)", "0 (ringrun has placed this rank at 0000:02:00.0)"],
+            ["1 (ringrun has placed this rank on 0000:01:00.0)", "0 (ringrun has placed this rank on 0000:02:00.0)"],
         ),
         ("1", ["1 (RINGREDUCE_CUDA_DEVICE=1)"] * 2),
     ],

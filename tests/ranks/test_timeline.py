@@ -32,7 +32,8 @@ def steps(count):
 
 
 def events_of(path):
-    records = json.loads(path.read_text())
+    with open(path, "rb", buffering=0) as file:
+        records = json.loads(file.read(1 << 24))  # at once: between two reads the file may grow
     names = {(r["pid"], r["tid"]): r["args"]["name"] for r in records if r["name"] == "thread_name"}
     assert any(r["name"] == "start_time_since_epoch_in_micros" for r in records)
     found = [r for r in records if r["ph"] != "M"]
