@@ -70,7 +70,7 @@ def test_a_wire_and_a_gpu_work_beside_the_cores(clock, one_host, device):
     assert not box.batches_more()
 
 
-def test_an_idle_engine_looks_for_letters_ever_more_seldom(clock):
+def test_an_idle_engine_looks_for_control_messages_ever_more_seldom(clock):
     rests = []
     box = Inbox(SimpleNamespace(sleep=rests.append), SETTINGS, one_host=True)
     for idle_s in (0.0, 0.1, 2.0, 3600.0):
