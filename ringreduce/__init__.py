@@ -23,8 +23,8 @@ from ringreduce.api.process_sets import *
 from ringreduce.api.reduce import *
 from ringreduce.api.world import *
 from ringreduce.compression import Compression as Compression
-from ringreduce.engine.submission import Handle as Handle
 from ringreduce.errors import *
+from ringreduce.execution.submission import Handle as Handle
 from ringreduce.not_there import no_attribute as _no_attribute
 from ringreduce.ops import *
 from ringreduce.optimizer import DistributedOptimizer as DistributedOptimizer

@@ -18,9 +18,9 @@ from typing import Any
 from ringreduce import log
 from ringreduce._version import __version__
 from ringreduce.engine.engine import GLOBAL, Engine
-from ringreduce.engine.host import Host
-from ringreduce.engine.signature import Signature, SubmissionRecord, calling_line, mismatch_message
 from ringreduce.errors import InputError, MismatchError, NotInitializedError
+from ringreduce.execution.host import Host
+from ringreduce.execution.signature import Signature, SubmissionRecord, calling_line, mismatch_message
 from ringreduce.gpu import device_selection
 from ringreduce.monitor import excepthook
 from ringreduce.monitor.launcher_link import StatusServer, report_init

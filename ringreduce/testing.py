@@ -21,8 +21,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ringreduce import log, runtime
-from ringreduce.engine.host import Host
 from ringreduce.errors import InputError, PeerLostError
+from ringreduce.execution.host import Host
 from ringreduce.settings import Settings
 from ringreduce.transport.threads import Exchange, Message
 from ringreduce.transport.window import Window, block_bytes

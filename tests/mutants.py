@@ -149,7 +149,7 @@ MUTANTS = [
     ),
     Mutant(
         "agreement: run what all ranks but one have submitted",
-        "ringreduce/engine/coordinator.py",
+        "ringreduce/negotiation/coordinator.py",
         "self._counts.equal(live) if live",
         "self._counts.equal(max(1, live - 1)) if live",
         "tests/unit/test_coordinator.py",
@@ -191,7 +191,7 @@ MUTANTS = [
     ),
     Mutant(
         "join: a rank that has joined gives zeros to every operation",
-        "ringreduce/engine/neutral.py",
+        "ringreduce/negotiation/neutral.py",
         "Reduction(op, element, 1).neutral(flat)",
         "flat[...] = 0",
         "tests/ranks/test_join.py",

@@ -9,9 +9,9 @@ from ringreduce import runtime, trees
 from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
 from ringreduce.api.submit import Array, like, whole
 from ringreduce.buffers import Buffer, as_buffer, to_write
-from ringreduce.engine.signature import Signature, sign
-from ringreduce.engine.submission import Handle, Submission
 from ringreduce.errors import InputError
+from ringreduce.execution.signature import Signature, sign
+from ringreduce.execution.submission import Handle, Submission
 
 __all__ = ["broadcast", "broadcast_", "broadcast_async", "broadcast_async_", "broadcast_parameters"]
 

@@ -8,9 +8,9 @@ from typing import Any
 from ringreduce import runtime
 from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
 from ringreduce.engine.engine import JOIN
-from ringreduce.engine.signature import Signature
-from ringreduce.engine.submission import Handle
 from ringreduce.errors import InputError
+from ringreduce.execution.signature import Signature
+from ringreduce.execution.submission import Handle
 
 __all__ = ["barrier", "init", "join", "poll", "start_timeline", "stop_timeline", "synchronize"]
 

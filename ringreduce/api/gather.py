@@ -11,9 +11,9 @@ from ringreduce import runtime
 from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
 from ringreduce.api.submit import Array, like
 from ringreduce.buffers import Buffer, as_buffer, fill
-from ringreduce.engine.signature import Signature, names_of, sign
-from ringreduce.engine.submission import Handle, Submission
 from ringreduce.errors import InputError
+from ringreduce.execution.signature import Signature, names_of, sign
+from ringreduce.execution.submission import Handle, Submission
 
 __all__ = ["allgather", "allgather_async", "alltoall", "alltoall_async", "grouped_allgather"]
 __all__ += ["grouped_allgather_async"]

@@ -11,8 +11,8 @@ from ringreduce import runtime
 from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
 from ringreduce.api.submit import whole
 from ringreduce.buffers import as_buffer
-from ringreduce.engine.signature import Signature
-from ringreduce.engine.submission import Submission
+from ringreduce.execution.signature import Signature
+from ringreduce.execution.submission import Submission
 
 __all__ = ["allgather_object", "broadcast_object"]
 

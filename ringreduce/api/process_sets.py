@@ -7,8 +7,8 @@ from typing import Any
 
 from ringreduce import runtime
 from ringreduce.engine.engine import GLOBAL
-from ringreduce.engine.signature import Signature
 from ringreduce.errors import InputError
+from ringreduce.execution.signature import Signature
 
 __all__ = ["ProcessSet", "add_process_set", "get_process_set_ids_and_ranks", "global_process_set"]
 __all__ += ["remove_process_set"]

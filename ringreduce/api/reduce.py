@@ -11,9 +11,9 @@ from ringreduce.api.process_sets import ProcessSet, global_process_set, number_o
 from ringreduce.api.submit import Array, like, which_op
 from ringreduce.buffers import Buffer, as_buffer, to_write
 from ringreduce.compression import Compression, Compressor, compress_all, decompress_all
-from ringreduce.engine.signature import Signature, TensorSignature, kind_of_device, names_of, sign
-from ringreduce.engine.submission import Handle, Submission
 from ringreduce.errors import InputError
+from ringreduce.execution.signature import Signature, TensorSignature, kind_of_device, names_of, sign
+from ringreduce.execution.submission import Handle, Submission
 from ringreduce.log import LOGGER
 from ringreduce.ops import Average, ReduceOp, Reduction, Sum
 

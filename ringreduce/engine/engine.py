@@ -23,23 +23,25 @@ from typing import Any
 
 from ringreduce import errors, fusion
 from ringreduce.buffers import Buffer, ready
-from ringreduce.engine import errors_for, operations, protocol
-from ringreduce.engine.cache import numbers
-from ringreduce.engine.context import Context
-from ringreduce.engine.coordinator import Coordinator
-from ringreduce.engine.host import Host
+from ringreduce.engine import errors_for
 from ringreduce.engine.inbox import LONGEST_SLEEP_S, Inbox, WaitsFor
-from ringreduce.engine.neutral import neutral_submission
 from ringreduce.engine.process_set import Idle, ProcessSetState
-from ringreduce.engine.protocol import Announcement, Failure, Response, StackRequest, decode, encode
-from ringreduce.engine.signature import Signature, SubmissionRecord, calling_line, ranks_text
-from ringreduce.engine.submission import Handle, Submission
+from ringreduce.execution import operations
+from ringreduce.execution.context import Context
+from ringreduce.execution.host import Host
+from ringreduce.execution.signature import Signature, SubmissionRecord, calling_line, ranks_text
+from ringreduce.execution.submission import Handle, Submission
 from ringreduce.gpu.runtime import Event
 from ringreduce.gpu.stream import Gpu
 from ringreduce.log import LOGGER, TRACE
 from ringreduce.monitor.recording import Recording
 from ringreduce.monitor.stalls import StallWatch
 from ringreduce.monitor.timeline import Timeline, TimelineFile
+from ringreduce.negotiation import protocol
+from ringreduce.negotiation.cache import numbers
+from ringreduce.negotiation.coordinator import Coordinator
+from ringreduce.negotiation.neutral import neutral_submission
+from ringreduce.negotiation.protocol import Announcement, Failure, Response, StackRequest, decode, encode
 from ringreduce.settings import Settings
 from ringreduce.transport.base import ControlMessage, EngineTransport, Steps
 from ringreduce.transport.window import Arrival

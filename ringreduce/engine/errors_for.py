@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ringreduce.engine.process_set import ProcessSetState
-from ringreduce.engine.signature import ranks_text
-from ringreduce.engine.submission import Submission
 from ringreduce.errors import CollectiveError, InputError, PeerLostError
+from ringreduce.execution.signature import ranks_text
+from ringreduce.execution.submission import Submission
 from ringreduce.world import World
 
 

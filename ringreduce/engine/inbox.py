@@ -12,8 +12,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from ringreduce.engine.signature import Signature
-from ringreduce.engine.submission import Handle, Submission
+from ringreduce.execution.signature import Signature
+from ringreduce.execution.submission import Handle, Submission
 from ringreduce.settings import Settings
 from ringreduce.transport.base import EngineTransport
 

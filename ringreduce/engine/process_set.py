@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections import deque
 
-from ringreduce.engine.cache import Cache
-from ringreduce.engine.context import Context
-from ringreduce.engine.coordinator import Coordinator
-from ringreduce.engine.submission import Submission
+from ringreduce.execution.context import Context
+from ringreduce.execution.submission import Submission
+from ringreduce.negotiation.cache import Cache
+from ringreduce.negotiation.coordinator import Coordinator
 from ringreduce.transport.base import Steps, Work
 from ringreduce.transport.window import Arrival
 

@@ -14,9 +14,9 @@ from ringreduce.buffers import Buffer, GpuBuffer
 from ringreduce.collectives import hierarchical, ring, shared
 from ringreduce.collectives.overlap import InOrder, Order, overlapped
 from ringreduce.dtypes import TABLE, ElementType
-from ringreduce.engine.batch import PHASES, Batch, view
-from ringreduce.engine.context import Context
-from ringreduce.engine.point_to_point import PointToPointAllreduce
+from ringreduce.execution.batch import PHASES, Batch, view
+from ringreduce.execution.context import Context
+from ringreduce.execution.point_to_point import PointToPointAllreduce
 from ringreduce.gpu import ipc_allreduce, nccl
 from ringreduce.gpu.ipc_allreduce import GpuSlot
 from ringreduce.gpu.runtime import Stream

@@ -16,8 +16,8 @@ from typing import Any, Protocol
 
 from ringreduce.buffers import Buffer, GpuBuffer
 from ringreduce.dtypes import ElementType
-from ringreduce.engine.submission import Submission
 from ringreduce.errors import InputError
+from ringreduce.execution.submission import Submission
 from ringreduce.gpu import runtime as cuda
 from ringreduce.gpu.kernels import Kernels
 from ringreduce.gpu.runtime import Event, Stream

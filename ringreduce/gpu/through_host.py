@@ -6,8 +6,8 @@ from typing import Any
 
 from ringreduce.buffers import Buffer, GpuBuffer
 from ringreduce.collectives import tree
-from ringreduce.engine.batch import Batch
-from ringreduce.engine.context import Context
+from ringreduce.execution.batch import Batch
+from ringreduce.execution.context import Context
 from ringreduce.gpu.allreduce import GpuBatch
 from ringreduce.gpu.runtime import Pinned
 from ringreduce.gpu.stage import Done

@@ -8,9 +8,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from ringreduce.engine.protocol import TimelineEvents, TimelineStart, TimelineStop, encode
 from ringreduce.log import LOGGER
 from ringreduce.monitor.timeline import SENT_AT_ONCE, Event, Timeline, TimelineFile
+from ringreduce.negotiation.protocol import TimelineEvents, TimelineStart, TimelineStop, encode
 from ringreduce.transport.base import EngineTransport
 
 SEND_S = 20e-3  # interval between sends: with rank 0's polling interval, events are in the file within 100 ms

@@ -15,15 +15,15 @@ import traceback
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from ringreduce.engine.coordinator import Coordinator, Waiting
-from ringreduce.engine.process_set import ProcessSetState
-from ringreduce.engine.protocol import Failure, StackReply, StackRequest, StallProbe, encode
-from ringreduce.engine.signature import PACKAGE, Signature, ranks_text, tensor_text
+from ringreduce.execution.signature import PACKAGE, Signature, ranks_text, tensor_text
 from ringreduce.log import LOGGER
 from ringreduce.monitor.launcher_link import report_stall
+from ringreduce.negotiation.coordinator import Coordinator, Waiting
+from ringreduce.negotiation.protocol import Failure, StackReply, StackRequest, StallProbe, encode
 
 if TYPE_CHECKING:
     from ringreduce.engine.engine import Engine
+    from ringreduce.engine.process_set import ProcessSetState
 
 REPLY_S = 3.0  # how long to wait for a reply: three times the longest sleep of an idle engine
 NAMED = 3  # how many tensors and lines a report names; of others it states the number

@@ -17,8 +17,8 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from ringreduce.engine.signature import Signature
-from ringreduce.engine.submission import Submission
+from ringreduce.execution.signature import Signature
+from ringreduce.execution.submission import Submission
 
 SENT_AT_ONCE = 2000  # most events that a rank collects before it sends them to rank 0
 UNNAMED_ROWS = 16  # rows that the unnamed tensors of one kind of operation share; otherwise each would add a row

@@ -6,9 +6,9 @@ import os
 from typing import Any
 
 from ringreduce.cost_model import Constants
-from ringreduce.engine.algorithms import candidates, check, usable_algorithms
-from ringreduce.engine.host import Host
 from ringreduce.errors import SettingsError
+from ringreduce.execution.algorithms import candidates, check, usable_algorithms
+from ringreduce.execution.host import Host
 from ringreduce.log import LOGGER
 from ringreduce.settings import Settings
 from ringreduce.startup import measure

@@ -11,8 +11,8 @@ import torch
 from ringreduce.api.process_sets import ProcessSet, number_of
 from ringreduce.api.reduce import arguments_of, submit
 from ringreduce.compression import Compressor
-from ringreduce.engine.submission import Handle
 from ringreduce.errors import InputError
+from ringreduce.execution.submission import Handle
 from ringreduce.ops import Adasum, ReduceOp, Sum
 from ringreduce.torch.sparse import sparse_allreduce_async
 

@@ -21,8 +21,8 @@ from ringreduce.api.process_sets import ProcessSet, global_process_set, number_o
 from ringreduce.api.submit import which_op
 from ringreduce.api.world import rank
 from ringreduce.compression import Compression, Compressor
-from ringreduce.engine.submission import Handle
 from ringreduce.errors import InputError
+from ringreduce.execution.submission import Handle
 from ringreduce.ops import Average, ReduceOp, Sum
 
 __all__ = ["allgather", "allreduce", "alltoall", "alltoall_async", "broadcast", "grouped_allgather"]

@@ -21,8 +21,8 @@ import torch
 
 from ringreduce import runtime
 from ringreduce.api.reduce import allreduce_async
-from ringreduce.engine.signature import calling_line
 from ringreduce.errors import BackwardError, InputError
+from ringreduce.execution.signature import calling_line
 from ringreduce.ops import Max
 from ringreduce.torch.gradient import DENSE, UNKNOWN, Gradient, InFlight, Reducer, check_layout, layout_of
 from ringreduce.torch.gradient_transport import Finish, GradientTransport, Named, empty_sparse

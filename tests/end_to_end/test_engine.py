@@ -128,7 +128,7 @@ def test_beside_the_users_own_mpi_and_threads(finished, python):
 
 def test_an_engine_that_fails_is_told_on_all_ranks(finished, python):
     done = finished(
-        "from ringreduce.engine import operations\n"
+        "from ringreduce.execution import operations\n"
         "if rr.rank() == 1:\n"
         "    def broken(requests, context):\n"
         "        raise MemoryError('no room')\n"

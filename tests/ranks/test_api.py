@@ -9,8 +9,8 @@ import torch
 import ringreduce as rr
 from ringreduce import runtime
 from ringreduce.dtypes import TABLE
-from ringreduce.engine import context
-from ringreduce.engine.submission import Handle
+from ringreduce.execution import context
+from ringreduce.execution.submission import Handle
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
 from ringreduce.world import World

@@ -10,12 +10,12 @@ import pytest
 import ringreduce as rr
 from ringreduce import runtime
 from ringreduce.engine.engine import Engine
-from ringreduce.engine.host import Host
 from ringreduce.engine.process_set import ProcessSetState
-from ringreduce.engine.protocol import Announcement, Response, ShutdownAck, decode, encode
-from ringreduce.engine.signature import Signature
-from ringreduce.engine.submission import Handle, Submission
 from ringreduce.errors import InputError
+from ringreduce.execution.host import Host
+from ringreduce.execution.signature import Signature
+from ringreduce.execution.submission import Handle, Submission
+from ringreduce.negotiation.protocol import Announcement, Response, ShutdownAck, decode, encode
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
 from ringreduce.transport.subset import CHANNELS, TAGS

@@ -9,9 +9,9 @@ import pytest
 
 import ringreduce as rr
 from ringreduce import runtime
-from ringreduce.engine.coordinator import Waiting
-from ringreduce.engine.signature import Signature
+from ringreduce.execution.signature import Signature
 from ringreduce.monitor.stalls import headline
+from ringreduce.negotiation.coordinator import Waiting
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
 

@@ -11,11 +11,11 @@ import pytest
 import ringreduce as rr
 from ringreduce import runtime
 from ringreduce.engine.engine import Engine
-from ringreduce.engine.host import Host
-from ringreduce.engine.neutral import neutral_submission
-from ringreduce.engine.signature import Signature
+from ringreduce.execution.host import Host
+from ringreduce.execution.signature import Signature
 from ringreduce.gpu.stream import Gpu
 from ringreduce.monitor.timeline import Event, Timeline, TimelineFile
+from ringreduce.negotiation.neutral import neutral_submission
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
 from ringreduce.transport.threads import Exchange

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringreduce.engine.cache import Cache, NumberAllocator, numbers
-from ringreduce.engine.signature import Signature
+from ringreduce.execution.signature import Signature
+from ringreduce.negotiation.cache import Cache, NumberAllocator, numbers
 
 
 def named(name, root=0):

@@ -4,10 +4,10 @@ import sys
 
 import pytest
 
-from ringreduce.engine.cache import numbers
-from ringreduce.engine.coordinator import Coordinator
-from ringreduce.engine.protocol import Announcement, Failure
-from ringreduce.engine.signature import Signature, SubmissionRecord, TensorSignature
+from ringreduce.execution.signature import Signature, SubmissionRecord, TensorSignature
+from ringreduce.negotiation.cache import numbers
+from ringreduce.negotiation.coordinator import Coordinator
+from ringreduce.negotiation.protocol import Announcement, Failure
 
 
 def tensor(name, length=3, kind="allreduce", numbered=False):

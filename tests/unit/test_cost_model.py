@@ -10,9 +10,9 @@ import pytest
 import ringreduce as rr
 from ringreduce.cost_model import ALGORITHMS, ONE_SHOT_BYTES, Constants, choose, is_one_shot, predict_us
 from ringreduce.dtypes import TABLE
-from ringreduce.engine.algorithms import candidates, check, usable_algorithms
-from ringreduce.engine.host import Host
 from ringreduce.errors import SettingsError
+from ringreduce.execution.algorithms import candidates, check, usable_algorithms
+from ringreduce.execution.host import Host
 from ringreduce.ops import Reduction, Sum
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks

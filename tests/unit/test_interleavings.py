@@ -10,10 +10,10 @@ from collections import deque
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ringreduce.engine.cache import Cache, numbers
-from ringreduce.engine.coordinator import Coordinator
-from ringreduce.engine.protocol import Announcement
-from ringreduce.engine.signature import Signature, SubmissionRecord, TensorSignature
+from ringreduce.execution.signature import Signature, SubmissionRecord, TensorSignature
+from ringreduce.negotiation.cache import Cache, numbers
+from ringreduce.negotiation.coordinator import Coordinator
+from ringreduce.negotiation.protocol import Announcement
 
 MISMATCH = "MismatchError"
 JOIN = Signature("join", "join")

@@ -9,7 +9,7 @@ import torch
 
 import ringreduce
 from ringreduce.buffers import as_buffer
-from ringreduce.engine.signature import (
+from ringreduce.execution.signature import (
     Signature,
     SubmissionRecord,
     TensorSignature,

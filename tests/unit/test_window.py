@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from ringreduce.engine.host import Host
+from ringreduce.execution.host import Host
 from ringreduce.settings import MOST_REGIONS, Settings
 from ringreduce.transport import window
 from ringreduce.transport.threads import Exchange

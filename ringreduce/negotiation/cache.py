@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator
 
-from ringreduce.engine.signature import Signature
+from ringreduce.execution.signature import Signature
 
 
 def numbers(bits: int) -> Iterator[int]:

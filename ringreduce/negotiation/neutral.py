@@ -8,8 +8,8 @@ import numpy as np
 
 from ringreduce.buffers import Buffer, ready
 from ringreduce.dtypes import TABLE
-from ringreduce.engine.signature import Signature, TensorSignature
-from ringreduce.engine.submission import Submission
+from ringreduce.execution.signature import Signature, TensorSignature
+from ringreduce.execution.submission import Submission
 from ringreduce.gpu.stream import Gpu
 from ringreduce.ops import ReduceOp, Reduction
 

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 
 from ringreduce.collectives import adasum, bruck, pairwise, ring, tree
-from ringreduce.engine.allreduce import allreduce
-from ringreduce.engine.batch import batches, carry, plan
-from ringreduce.engine.context import Context
-from ringreduce.engine.submission import Submission
 from ringreduce.errors import InputError
+from ringreduce.execution.allreduce import allreduce
+from ringreduce.execution.batch import batches, carry, plan
+from ringreduce.execution.context import Context
+from ringreduce.execution.submission import Submission
 from ringreduce.gpu.through_host import GpuBroadcast, down, room, up
 from ringreduce.ops import Adasum
 from ringreduce.partition import chunk_bounds

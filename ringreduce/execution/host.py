@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ringreduce.cost_model import Constants
-from ringreduce.engine.algorithms import Algorithms
 from ringreduce.errors import InputError
+from ringreduce.execution.algorithms import Algorithms
 from ringreduce.settings import MOST_REGIONS, Settings
 from ringreduce.transport.base import EngineTransport
 from ringreduce.transport.subset import CHANNELS, TAGS, channels

@@ -6,8 +6,8 @@ from typing import Any
 
 from ringreduce.buffers import Buffer
 from ringreduce.collectives import direct, doubling, ring
-from ringreduce.engine.batch import view
-from ringreduce.engine.context import Context
+from ringreduce.execution.batch import view
+from ringreduce.execution.context import Context
 from ringreduce.ops import Reduction
 from ringreduce.transport.base import Steps
 

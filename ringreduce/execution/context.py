@@ -9,10 +9,10 @@ from typing import Any
 from ringreduce import fusion
 from ringreduce.buffers import Buffer
 from ringreduce.dtypes import ElementType
-from ringreduce.engine.algorithms import Algorithms
-from ringreduce.engine.signature import ranks_text
-from ringreduce.engine.submission import Submission
 from ringreduce.errors import InputError
+from ringreduce.execution.algorithms import Algorithms
+from ringreduce.execution.signature import ranks_text
+from ringreduce.execution.submission import Submission
 from ringreduce.gpu.stream import Gpu
 from ringreduce.monitor.timeline import Timeline
 from ringreduce.ops import ReduceOp, Reduction

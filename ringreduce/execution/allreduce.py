@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from ringreduce import fusion
 from ringreduce.collectives import hierarchical, shared
 from ringreduce.collectives.overlap import overlapped
-from ringreduce.engine.batch import PHASES, Batch, batches, carry, plan
-from ringreduce.engine.context import Context
-from ringreduce.engine.point_to_point import PointToPointAllreduce
-from ringreduce.engine.submission import Submission
+from ringreduce.execution.batch import PHASES, Batch, batches, carry, plan
+from ringreduce.execution.context import Context
+from ringreduce.execution.point_to_point import PointToPointAllreduce
+from ringreduce.execution.submission import Submission
 from ringreduce.gpu.allreduce import GpuReduction, nccl_can
 from ringreduce.log import LOGGER
 from ringreduce.ops import Reduction

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from typing import Any, NamedTuple
 
-from ringreduce.engine.signature import Signature, SubmissionRecord
+from ringreduce.execution.signature import Signature, SubmissionRecord
 
 
 class Announcement(NamedTuple):

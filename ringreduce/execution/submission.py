@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ringreduce.buffers import Buffer, GpuBuffer
-from ringreduce.engine.signature import Signature
+from ringreduce.execution.signature import Signature
 from ringreduce.gpu.runtime import Event
 
 

@@ -10,8 +10,8 @@ import numpy as np
 from ringreduce import fusion
 from ringreduce.buffers import Buffer
 from ringreduce.collectives import shared
-from ringreduce.engine.context import Context
-from ringreduce.engine.submission import Submission
+from ringreduce.execution.context import Context
+from ringreduce.execution.submission import Submission
 from ringreduce.ops import Reduction
 from ringreduce.transport.base import Steps
 

@@ -17,10 +17,10 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from ringreduce.engine.cache import Cache, NumberAllocator, numbers
-from ringreduce.engine.protocol import Announcement, Failure, Response
-from ringreduce.engine.signature import Signature, SubmissionRecord, mismatch_message, ranks_text
-from ringreduce.engine.tally import Counts, Lines, Progress
+from ringreduce.execution.signature import Signature, SubmissionRecord, mismatch_message, ranks_text
+from ringreduce.negotiation.cache import Cache, NumberAllocator, numbers
+from ringreduce.negotiation.protocol import Announcement, Failure, Response
+from ringreduce.negotiation.tally import Counts, Lines, Progress
 
 JOINABLE = "allreduce"  # the only kind of operation that joined ranks can take part in
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from ringreduce.engine.signature import SubmissionRecord
+from ringreduce.execution.signature import SubmissionRecord
 
 
 class Lines(NamedTuple):

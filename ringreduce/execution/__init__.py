@@ -1,0 +1,11 @@
+"""Runs operations of one process set in an order that is the same on all its ranks; knows nothing of how it came about.
+
+signature       the signatures that ranks compare, and their differences
+submission      one operation on this rank, and its handle
+operations      all operations, as generators
+batch           tensors that can be fused, and the submissions that own them
+allreduce       the all-reduce of many tensors; point_to_point has the algorithms that send messages
+algorithms      which all-reduce algorithms are usable, and which the cost model prefers
+context         what operations need; their completions, in groups
+host            what process sets share on a host: tags, regions of the window
+"""
