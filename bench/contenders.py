@@ -20,8 +20,8 @@ from common import neutral
 
 import ringreduce as rr
 from ringreduce import runtime
+from ringreduce.arrays.dtypes import element_type
 from ringreduce.collectives import direct, doubling, hierarchical, ring, shared
-from ringreduce.dtypes import element_type
 from ringreduce.engine.engine import GLOBAL
 from ringreduce.ops import Reduction
 from ringreduce.transport.base import Steps, complete

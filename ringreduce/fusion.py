@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ringreduce import buffers
-from ringreduce.buffers import Buffer
+from ringreduce.arrays import buffer
+from ringreduce.arrays.buffer import Buffer
 
 
 class Piece(NamedTuple):
@@ -113,12 +113,12 @@ class Memory:
     def take(self, like: Buffer) -> Any:
         """A block on the device of `like`: 1-D uint8 of at least `block_bytes`."""
         if like.device not in self._own:
-            everything = buffers.empty_like(like.flat, self.total_bytes, np.dtype(np.uint8))
+            everything = buffer.empty_like(like.flat, self.total_bytes, np.dtype(np.uint8))
             starts = range(0, self.total_bytes - self.block_bytes + 1, self.block_bytes)
             self._own[like.device] = [everything[start : start + self.block_bytes] for start in starts]
             self._free[like.device] = list(self._own[like.device])
         free = self._free[like.device]
-        return free.pop() if free else buffers.empty_like(like.flat, self.block_bytes, np.dtype(np.uint8))
+        return free.pop() if free else buffer.empty_like(like.flat, self.block_bytes, np.dtype(np.uint8))
 
     @contextlib.contextmanager
     def block(self, like: Buffer) -> Iterator[Any]:

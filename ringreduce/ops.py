@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ringreduce.dtypes import ElementType
+from ringreduce.arrays.dtypes import ElementType
 from ringreduce.errors import InputError
 from ringreduce.kernels import half
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ringreduce.dtypes import TABLE
+from ringreduce.arrays.dtypes import TABLE
 
 COMPILER = "g++"
 # no contraction to FMA, wrapping integers and memory of any type: as the GPU's compiler has it

@@ -12,7 +12,7 @@ import math
 import numpy as np
 
 import ringreduce as rr
-from ringreduce.dtypes import TABLE
+from ringreduce.arrays.dtypes import TABLE
 from ringreduce.ops import Reduction
 from ringreduce.settings import Settings
 from tests.reference import FLOATS, INTEGERS, MATRIX, assert_reduced, data, reduced

@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 
-from ringreduce.dtypes import TABLE
+from ringreduce.arrays.dtypes import TABLE
 from ringreduce.ops import Average, Max, Min, Product, Sum
 from tests.tiers import parted
 

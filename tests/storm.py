@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 import ringreduce as rr
-from ringreduce.dtypes import TABLE
+from ringreduce.arrays.dtypes import TABLE
 from tests.reference import assert_reduced, data, legal
 
 OPS = [rr.Sum, rr.Average, rr.Min, rr.Max, rr.Product]

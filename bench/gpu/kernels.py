@@ -37,7 +37,7 @@ from common import Column, Report, machine, microseconds, parse, parser
 from gpus import about_gpu, finish, hold, why_not
 
 import ringreduce as rr
-from ringreduce.dtypes import element_type
+from ringreduce.arrays.dtypes import element_type
 from ringreduce.ops import Reduction
 
 SIZES = [1 << 20, 4 << 20, 16 << 20, 64 << 20, 256 << 20, 1 << 30]

@@ -80,8 +80,8 @@ def _reduce_s(transport: Any, count_bytes: int) -> float:
     """Return how long an allreduce takes; each of the two sends `count_bytes` in it, and its sum is checked."""
     import numpy as np
 
+    from ringreduce.arrays.dtypes import element_type
     from ringreduce.collectives import ring
-    from ringreduce.dtypes import element_type
     from ringreduce.ops import Reduction, Sum
     from ringreduce.transport.base import complete
 

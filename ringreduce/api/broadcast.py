@@ -8,7 +8,8 @@ from typing import Any
 from ringreduce import runtime, trees
 from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
 from ringreduce.api.submit import Array, like, whole
-from ringreduce.buffers import Buffer, as_buffer, to_write
+from ringreduce.arrays.buffer import Buffer
+from ringreduce.arrays.view import as_buffer, to_write
 from ringreduce.errors import InputError
 from ringreduce.execution.signature import Signature, sign
 from ringreduce.execution.submission import Handle, Submission

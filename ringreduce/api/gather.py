@@ -10,7 +10,9 @@ import numpy as np
 from ringreduce import runtime
 from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
 from ringreduce.api.submit import Array, like
-from ringreduce.buffers import Buffer, as_buffer, fill
+from ringreduce.arrays.buffer import Buffer
+from ringreduce.arrays.gpu_buffer import fill
+from ringreduce.arrays.view import as_buffer
 from ringreduce.errors import InputError
 from ringreduce.execution.signature import Signature, names_of, sign
 from ringreduce.execution.submission import Handle, Submission

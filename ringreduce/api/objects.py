@@ -10,7 +10,7 @@ import numpy as np
 from ringreduce import runtime
 from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
 from ringreduce.api.submit import whole
-from ringreduce.buffers import as_buffer
+from ringreduce.arrays.view import as_buffer
 from ringreduce.execution.signature import Signature
 from ringreduce.execution.submission import Submission
 

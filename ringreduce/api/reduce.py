@@ -9,7 +9,8 @@ from typing import Any
 from ringreduce import runtime
 from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
 from ringreduce.api.submit import Array, like, which_op
-from ringreduce.buffers import Buffer, as_buffer, to_write
+from ringreduce.arrays.buffer import Buffer
+from ringreduce.arrays.view import as_buffer, to_write
 from ringreduce.compression import Compression, Compressor, compress_all, decompress_all
 from ringreduce.errors import InputError
 from ringreduce.execution.signature import Signature, TensorSignature, kind_of_device, names_of, sign
@@ -34,7 +35,7 @@ def allreduce(
 ) -> Array:
     """Reduce `tensor` over all ranks; returns a new array, the same bits on every rank.
 
-    Shape:  any, equal on all ranks; all types of `ringreduce.dtypes`. Arrays are copied first if not C-contiguous.
+    Shape:  any, equal on all ranks; types: `ringreduce.arrays.dtypes`. Arrays are copied first if not C-contiguous.
             For a number the result is a NumPy number; the average of Python ints is a float.
     average: Horovod's older form of op: True is Average, False Sum.
     name:   by which tensors are matched; calls without one are numbered, and must be in the same order on all ranks.

@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from ringreduce.buffers import Buffer
+from ringreduce.arrays.buffer import Buffer
 from ringreduce.errors import InputError
 from ringreduce.ops import Average, ReduceOp, Sum
 

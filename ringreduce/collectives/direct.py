@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ringreduce import buffers
+from ringreduce.arrays import buffer
 from ringreduce.ops import Reduction
 from ringreduce.partition import chunk_bounds, segments
 from ringreduce.settings import Settings
@@ -69,7 +69,7 @@ class _Direct:
         self.length = min(length, bounds[1])
         row = (size - 1) * self.length
         self.ahead = min(self.rows, max(2, AHEAD_BYTES // max(1, row * flat.itemsize)))
-        self.scratch = buffers.empty_like(flat, self.ahead * row, flat.dtype)  # receives the raw segments of those rows
+        self.scratch = buffer.empty_like(flat, self.ahead * row, flat.dtype)  # receives the raw segments of those rows
         self.raw_receives: list[dict[int, tuple[Work, Any]]] = []
         self.raw_sends: list[list[tuple[int, Work]]] = []
         self.finished: list[Work] = []

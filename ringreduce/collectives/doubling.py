@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ringreduce import buffers
+from ringreduce.arrays import buffer
 from ringreduce.ops import Reduction
 from ringreduce.transport.base import Steps, Transport
 
@@ -52,7 +52,7 @@ def allreduce(flat: Any, transport: Transport, reduction: Reduction) -> Steps[No
         yield transport.receive(flat, rank - 1, TAG)
         return
     if size > 1:
-        theirs = buffers.empty_like(partial, partial.size, partial.dtype)
+        theirs = buffer.empty_like(partial, partial.size, partial.dtype)
         if rank < 2 * folded:
             yield transport.receive(theirs, rank + 1, TAG)
             reduction.combine(partial, theirs)

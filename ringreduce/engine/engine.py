@@ -22,7 +22,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ringreduce import errors, fusion
-from ringreduce.buffers import Buffer, ready
+from ringreduce.arrays.buffer import Buffer
+from ringreduce.arrays.gpu_buffer import ready
 from ringreduce.engine import errors_for
 from ringreduce.engine.inbox import LONGEST_SLEEP_S, Inbox, WaitsFor
 from ringreduce.engine.process_set import Idle, ProcessSetState

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ringreduce import fusion
-from ringreduce.buffers import Buffer
+from ringreduce.arrays.buffer import Buffer
 from ringreduce.collectives import shared
 from ringreduce.execution.context import Context
 from ringreduce.execution.submission import Submission

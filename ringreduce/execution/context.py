@@ -7,8 +7,8 @@ import time
 from typing import Any
 
 from ringreduce import fusion
-from ringreduce.buffers import Buffer
-from ringreduce.dtypes import ElementType
+from ringreduce.arrays.buffer import Buffer
+from ringreduce.arrays.dtypes import ElementType
 from ringreduce.errors import InputError
 from ringreduce.execution.algorithms import Algorithms
 from ringreduce.execution.signature import ranks_text

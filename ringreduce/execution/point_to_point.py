@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ringreduce.buffers import Buffer
+from ringreduce.arrays.buffer import Buffer
 from ringreduce.collectives import direct, doubling, ring
 from ringreduce.execution.batch import view
 from ringreduce.execution.context import Context

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ringreduce.buffers import Buffer
+from ringreduce.arrays.buffer import Buffer
 
 PACKAGE = str(Path(__file__).parents[1])
 SPANS = 16  # most spans of ranks named in a text

@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ringreduce.buffers import Buffer, GpuBuffer
+from ringreduce.arrays.buffer import Buffer
+from ringreduce.arrays.gpu_buffer import GpuBuffer
 from ringreduce.execution.signature import Signature
 from ringreduce.gpu.runtime import Event
 

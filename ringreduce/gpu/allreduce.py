@@ -10,10 +10,11 @@ from collections.abc import Callable
 from typing import Any
 
 from ringreduce import fusion
-from ringreduce.buffers import Buffer, GpuBuffer
+from ringreduce.arrays.buffer import Buffer
+from ringreduce.arrays.dtypes import TABLE, ElementType
+from ringreduce.arrays.gpu_buffer import GpuBuffer
 from ringreduce.collectives import hierarchical, ring, shared
 from ringreduce.collectives.overlap import InOrder, Order, overlapped
-from ringreduce.dtypes import TABLE, ElementType
 from ringreduce.execution.batch import PHASES, Batch, view
 from ringreduce.execution.context import Context
 from ringreduce.execution.point_to_point import PointToPointAllreduce

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
-from ringreduce.dtypes import ElementType
+from ringreduce.arrays.dtypes import ElementType
 from ringreduce.errors import CollectiveError, MissingExtraError
 from ringreduce.gpu.runtime import Device, Stream, cupy, runtime
 from ringreduce.ops import Average, Max, Min, Product, ReduceOp, Sum

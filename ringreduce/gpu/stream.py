@@ -14,8 +14,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from ringreduce.buffers import Buffer, GpuBuffer
-from ringreduce.dtypes import ElementType
+from ringreduce.arrays.buffer import Buffer
+from ringreduce.arrays.dtypes import ElementType
+from ringreduce.arrays.gpu_buffer import GpuBuffer
 from ringreduce.errors import InputError
 from ringreduce.execution.submission import Submission
 from ringreduce.gpu import runtime as cuda

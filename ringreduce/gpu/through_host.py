@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ringreduce.buffers import Buffer, GpuBuffer
+from ringreduce.arrays.buffer import Buffer
+from ringreduce.arrays.gpu_buffer import GpuBuffer
 from ringreduce.collectives import tree
 from ringreduce.execution.batch import Batch
 from ringreduce.execution.context import Context

@@ -6,8 +6,9 @@ import math
 
 import numpy as np
 
-from ringreduce.buffers import Buffer, ready
-from ringreduce.dtypes import TABLE
+from ringreduce.arrays.buffer import Buffer
+from ringreduce.arrays.dtypes import TABLE
+from ringreduce.arrays.gpu_buffer import ready
 from ringreduce.execution.signature import Signature, TensorSignature
 from ringreduce.execution.submission import Submission
 from ringreduce.gpu.stream import Gpu

@@ -17,7 +17,7 @@ from ringreduce.api.broadcast import submit_broadcast
 from ringreduce.api.objects import broadcast_object
 from ringreduce.api.process_sets import ProcessSet, global_process_set
 from ringreduce.api.world import rank
-from ringreduce.buffers import as_buffer
+from ringreduce.arrays.view import as_buffer
 from ringreduce.errors import InputError
 
 NAME = "optimizer state"  # of the operations, so that they match on ranks with different numbers of unnamed operations

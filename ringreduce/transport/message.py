@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ringreduce import buffers
+from ringreduce.arrays import buffer
 from ringreduce.transport import waiting
 from ringreduce.transport.base import ControlMessage
 from ringreduce.world import World
@@ -70,12 +70,12 @@ class MessageTransport:
 
     def send(self, array: Any, destination: int, tag: int) -> MessageWork:
         """See `Transport.send`."""
-        memory = buffers.message_bytes(array)
+        memory = buffer.message_bytes(array)
         return MessageWork(self._comm.Isend(_known_to_mpi(memory), destination, tag), destination, memory)
 
     def receive(self, array: Any, source: int, tag: int) -> MessageWork:
         """See `Transport.receive`."""
-        memory = buffers.message_bytes(array)
+        memory = buffer.message_bytes(array)
         handle = self._comm.Irecv(_known_to_mpi(memory), source, tag)
         return MessageWork(handle, source, memory, self._receives)
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ringreduce import buffers
+from ringreduce.arrays import buffer
 from ringreduce.errors import CollectiveError, PeerLostError
 from ringreduce.transport.base import ControlMessage
 
@@ -109,7 +109,7 @@ class ThreadWork:
 
     def __init__(self, exchange: Exchange, array: Any, rank: int, peer: int, tag: int, receiving: bool) -> None:
         self._exchange = exchange
-        self.array = buffers.message_bytes(array)
+        self.array = buffer.message_bytes(array)
         self.rank = rank
         self.peer = peer
         self.receiving = receiving

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ringreduce.dtypes import TABLE
+from ringreduce.arrays.dtypes import TABLE
 from tests.reference import numpy_dtype
 
 GPUS = Path(__file__).parents[2] / "bench" / "gpu" / "gpus.py"

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import ringreduce as rr
-from ringreduce.dtypes import TABLE
+from ringreduce.arrays.dtypes import TABLE
 from tests.gpu.libraries import libraries, same_bits
 from tests.reference import COMPLEX, FLOATS, INTEGERS, OPS, data, legal
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
+from ringreduce.arrays.dtypes import TABLE
 from ringreduce.collectives import bruck, ring, tree
-from ringreduce.dtypes import TABLE
 from ringreduce.ops import Average, Reduction, Sum
 from ringreduce.partition import chunk_bounds
 from ringreduce.transport.base import complete

@@ -4,7 +4,7 @@ import pytest
 
 import ringreduce as rr
 from ringreduce import runtime
-from ringreduce.dtypes import TABLE
+from ringreduce.arrays.dtypes import TABLE
 from tests import matrix
 from tests.reference import MATRIX, all_but_one_of_each_extended, readable
 from tests.tiers import parted

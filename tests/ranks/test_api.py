@@ -8,7 +8,7 @@ import torch
 
 import ringreduce as rr
 from ringreduce import runtime
-from ringreduce.dtypes import TABLE
+from ringreduce.arrays.dtypes import TABLE
 from ringreduce.execution import context
 from ringreduce.execution.submission import Handle
 from ringreduce.settings import Settings

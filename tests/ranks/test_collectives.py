@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import ringreduce as rr
+from ringreduce.arrays.dtypes import TABLE
 from ringreduce.collectives import adasum, bruck, pairwise, ring, tree
-from ringreduce.dtypes import TABLE
 from ringreduce.errors import CollectiveError, InputError, PeerLostError
 from ringreduce.ops import Average, Reduction, Sum
 from ringreduce.partition import chunk_bounds

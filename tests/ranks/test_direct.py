@@ -6,8 +6,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from ringreduce.arrays.dtypes import TABLE
 from ringreduce.collectives import direct
-from ringreduce.dtypes import TABLE
 from ringreduce.ops import Average, Reduction, Sum
 from ringreduce.partition import chunk_bounds
 from ringreduce.testing import run_ranks

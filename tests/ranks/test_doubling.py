@@ -5,8 +5,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from ringreduce.arrays.dtypes import TABLE
 from ringreduce.collectives import doubling
-from ringreduce.dtypes import TABLE
 from ringreduce.ops import Average, Reduction, Sum
 from ringreduce.testing import run_ranks
 from ringreduce.transport.base import complete

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import ringreduce as rr
-from ringreduce import Sum, buffers, runtime
+from ringreduce import Sum, runtime
+from ringreduce.arrays import buffer
 from ringreduce.errors import CollectiveError, InputError, MismatchError, MissingExtraError, UnsupportedArrayError
 from ringreduce.gpu import cuda_aware, ipc, ipc_allreduce, nccl
 from ringreduce.gpu.paths import GpuPaths
@@ -288,13 +289,13 @@ def test_by_ipc_the_host_moves_nothing(cupy, monkeypatch):
 @pytest.fixture
 def mpi_takes_gpu(monkeypatch):
     """Messages between threads are of GPU memory, which the sender's or receiver's host reads and writes at once."""
-    settled = buffers.message_bytes
+    settled = buffer.message_bytes
 
     def answer(*_, **__):
         yield from ()
         return True, "a test"
 
-    monkeypatch.setattr(buffers, "message_bytes", lambda flat: getattr(settled(flat), "_memory", flat.view(np.uint8)))
+    monkeypatch.setattr(buffer, "message_bytes", lambda flat: getattr(settled(flat), "_memory", flat.view(np.uint8)))
     monkeypatch.setattr(cuda_aware, "local_answer", answer)
     monkeypatch.setattr(GpuPaths, "_over_mpi", property(lambda paths: True, lambda paths, given: None), raising=False)
 

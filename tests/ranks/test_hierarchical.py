@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from ringreduce import runtime
+from ringreduce.arrays.dtypes import TABLE
 from ringreduce.collectives import hierarchical
 from ringreduce.collectives.hierarchical import SLOTS_IN_FLIGHT
 from ringreduce.collectives.shared import DONE, PACK
-from ringreduce.dtypes import TABLE
 from ringreduce.ops import Average, Reduction, Sum
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks

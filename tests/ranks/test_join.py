@@ -9,7 +9,7 @@ import pytest
 
 import ringreduce as rr
 from ringreduce import runtime
-from ringreduce.dtypes import TABLE
+from ringreduce.arrays.dtypes import TABLE
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
 from tests.reference import MATRIX, all_but_few_extended, assert_reduced, data, readable

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import ringreduce as rr
-from ringreduce.dtypes import TABLE
+from ringreduce.arrays.dtypes import TABLE
 from ringreduce.testing import run_ranks
 from tests import matrix
 from tests.ranks.on_threads import known

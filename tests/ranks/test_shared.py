@@ -8,10 +8,10 @@ import time
 import numpy as np
 import pytest
 
+from ringreduce.arrays.dtypes import TABLE
 from ringreduce.collectives import shared
 from ringreduce.collectives.shared import COPY, DONE, PACK, REDUCE, cut
 from ringreduce.cost_model import ONE_SHOT_BYTES, is_one_shot
-from ringreduce.dtypes import TABLE
 from ringreduce.ops import Average, Max, Min, Product, Reduction, Sum
 from ringreduce.partition import chunk_bounds
 from ringreduce.transport.base import complete

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import ringreduce.torch as hvd
-from ringreduce.dtypes import TABLE
+from ringreduce.arrays.dtypes import TABLE
 from ringreduce.errors import MismatchError
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks

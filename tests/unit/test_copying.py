@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from ringreduce.dtypes import TABLE
+from ringreduce.arrays.dtypes import TABLE
 from ringreduce.kernels import copying, streaming_numba
 from ringreduce.kernels.copying import GAIN, MEASURED_BYTES, PROBE_EVERY, SLOW_S, Writer
 

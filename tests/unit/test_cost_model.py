@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import ringreduce as rr
+from ringreduce.arrays.dtypes import TABLE
 from ringreduce.cost_model import ALGORITHMS, ONE_SHOT_BYTES, Constants, choose, is_one_shot, predict_us
-from ringreduce.dtypes import TABLE
 from ringreduce.errors import SettingsError
 from ringreduce.execution.algorithms import candidates, check, usable_algorithms
 from ringreduce.execution.host import Host

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ringreduce.dtypes import TABLE
+from ringreduce.arrays.dtypes import TABLE
 from ringreduce.errors import InputError
 from ringreduce.gpu.kernels import COPIES, SOURCE, Variant
 from ringreduce.ops import Average, Max, Min, Product, Reduction, Sum

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringreduce.dtypes import TABLE
+from ringreduce.arrays.dtypes import TABLE
 from ringreduce.errors import InputError
 from ringreduce.gpu import kernels as cuda_kernels
 from ringreduce.gpu.kernels import TILE_BYTES, WORD_BYTES, Kernels, tiles

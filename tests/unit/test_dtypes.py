@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringreduce.dtypes import TABLE, element_type
+from ringreduce.arrays.dtypes import TABLE, element_type
 from ringreduce.errors import UnsupportedArrayError
 
 

@@ -7,7 +7,7 @@ import time
 import numpy as np
 import pytest
 
-from ringreduce.dtypes import TABLE
+from ringreduce.arrays.dtypes import TABLE
 from ringreduce.gpu.kernels import Kernels
 from ringreduce.gpu.runtime import Block, Pinned, PinnedPool, Stream, cupy, device, view
 from ringreduce.ops import Reduction, Sum

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringreduce import fusion
-from ringreduce.buffers import as_buffer
+from ringreduce.arrays.view import as_buffer
 from ringreduce.fusion import Piece
 
 CAPACITY = 16

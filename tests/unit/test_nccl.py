@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from ringreduce.dtypes import TABLE
+from ringreduce.arrays.dtypes import TABLE
 from ringreduce.errors import CollectiveError, MissingExtraError
 from ringreduce.gpu import nccl
 from ringreduce.gpu.runtime import Device

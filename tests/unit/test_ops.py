@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringreduce import ops
-from ringreduce.dtypes import TABLE
+from ringreduce.arrays.dtypes import TABLE
 from ringreduce.errors import InputError
 from ringreduce.ops import Average, Max, Min, Product, Reduction, Sum, divide, scale
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import ringreduce
-from ringreduce.buffers import as_buffer
+from ringreduce.arrays.view import as_buffer
 from ringreduce.execution.signature import (
     Signature,
     SubmissionRecord,

@@ -2,8 +2,9 @@ import numpy as np
 import pytest
 import torch
 
-from ringreduce.buffers import as_buffer, message_bytes, to_write
-from ringreduce.dtypes import TABLE
+from ringreduce.arrays.buffer import message_bytes
+from ringreduce.arrays.dtypes import TABLE
+from ringreduce.arrays.view import as_buffer, to_write
 from ringreduce.errors import MissingExtraError, UnsupportedArrayError
 from tests.reference import data
 

@@ -1,0 +1,138 @@
+"""GPU memory of CuPy; streams order what is done with it.
+
+An array holds its elements once the work that its library has queued on the current stream is done. `ready` records
+that point, for other streams to wait for; `follow` makes the caller's stream wait for an event.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ringreduce.arrays.buffer import Buffer, NotContiguousError
+from ringreduce.arrays.dtypes import ElementType, element_type
+from ringreduce.gpu import runtime as cuda
+from ringreduce.gpu.runtime import Event, cupy
+
+
+class GpuBuffer(Buffer):
+    """GPU memory of CuPy: an address, the array that owns it, and the stream on which the caller uses it.
+
+    `flat`, a CuPy array, is made on first use: that costs more than the rest of submitting.
+    """
+
+    __slots__ = ("_count", "_flat", "index", "owner", "pointer", "stream")
+    on_gpu = True
+
+    def __init__(
+        self, owner: Any, pointer: int, index: int, element: ElementType, shape: tuple[int, ...], dtype: Any
+    ) -> None:
+        self.owner = owner  # the array that keeps the memory alive: the caller's, or one of ours
+        self.pointer = pointer  # the address of the first element
+        self.index = index  # the GPU's number
+        self.stream = self.current_stream(index)  # the library's current stream in the calling thread
+        self._count = math.prod(shape)
+        self._flat: Any = None
+        self.element = element
+        self.shape = shape
+        self.device = _name(index)
+        self.dtype = dtype
+
+    @property
+    def flat(self) -> Any:
+        """1-D CuPy array of `element.storage`, the caller's memory."""
+        if self._flat is None:
+            self._flat = cuda.view(self.pointer, self.nbytes, self.element.storage, self.owner, self.index)
+        return self._flat
+
+    @property
+    def count(self) -> int:
+        """See `Buffer.count`."""
+        return self._count
+
+    @property
+    def nbytes(self) -> int:
+        """See `Buffer.nbytes`."""
+        return self._count * self.element.storage.itemsize
+
+    @staticmethod
+    def current_stream(index: int) -> Any:
+        """The stream of GPU number `index` on which the calling thread uses arrays of this library."""
+        return cupy().cuda.get_current_stream(index)
+
+    @staticmethod
+    def address(stream: Any) -> int:
+        """A stream's address."""
+        return int(stream.ptr)
+
+    def empty(self, shape: tuple[int, ...]) -> Buffer:
+        """See `Buffer.empty`. The memory belongs to the caller's stream: another stream must wait for its `ready`."""
+        with cuda.device(self.index):
+            if self.current_stream(self.index) == self.stream:  # a `with` would end the caller's stream.use()
+                array = cupy().empty(shape, dtype=self.dtype)
+            else:
+                with self.stream:
+                    array = cupy().empty(shape, dtype=self.dtype)
+        return self._like(array, int(array.data.ptr), shape)
+
+    def _like(self, array: Any, pointer: int, shape: tuple[int, ...]) -> Buffer:
+        made = type(self)(array, pointer, self.index, self.element, shape, self.dtype)
+        made.stream = self.stream
+        return made
+
+    def array(self) -> Any:
+        """See `Buffer.array`."""
+        return self.owner
+
+    def ready(self) -> Event:
+        """An event after everything that the caller's stream has queued so far."""
+        return cuda.device(self.index).record(self.address(self.stream))
+
+    def follow(self, event: Event) -> None:
+        """Make what the calling thread queues from now on, with this library, wait for an event."""
+        cuda.device(self.index).wait(self.address(self.current_stream(self.index)), event)
+
+
+@functools.cache
+def _name(index: int) -> str:
+    return f"cuda:{index}"
+
+
+def ready(inputs: Sequence[Buffer]) -> tuple[Event, ...]:
+    """The events for which a stream must wait before it uses these buffers, one per stream; none for host memory."""
+    streams = {(each.index, each.address(each.stream)): each for each in inputs if isinstance(each, GpuBuffer)}
+    return tuple(each.ready() for each in streams.values())
+
+
+def fill(buffer: Buffer, values: np.ndarray[Any, Any]) -> None:
+    """Write `buffer.count` host values into it, converted to its type; what the caller queues next sees them."""
+    values = values.astype(buffer.element.storage)
+    if isinstance(buffer, GpuBuffer):
+        with cuda.device(buffer.index) as gpu:
+            writer = GpuBuffer.address(GpuBuffer.current_stream(buffer.index))  # CuPy's; torch's may differ
+            gpu.wait(writer, buffer.ready())
+            buffer.flat.set(values.reshape(-1))
+            buffer.follow(gpu.record(writer))
+    else:
+        buffer.flat[...] = values.reshape(-1)
+
+
+def cupy_buffer(array: Any, writable: bool) -> Buffer:
+    """The buffer of a CuPy array; see `view.as_buffer`."""
+    element = element_type(array.dtype)
+    if not array.flags.c_contiguous:
+        if writable:
+            raise NotContiguousError(array.shape, array.strides)
+        array = array.copy(order="C")
+    return GpuBuffer(array, int(array.data.ptr), array.device.id, element, tuple(array.shape), array.dtype)
+
+
+def is_cupy(array: Any) -> bool:
+    """True for a CuPy array."""
+    module = sys.modules.get("cupy")
+    return module is not None and isinstance(array, module.ndarray)
