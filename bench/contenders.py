@@ -22,7 +22,7 @@ import ringreduce as rr
 from ringreduce import runtime
 from ringreduce.arrays.dtypes import element_type
 from ringreduce.collectives import direct, doubling, hierarchical, ring, shared
-from ringreduce.engine.engine import GLOBAL
+from ringreduce.negotiation.negotiation import GLOBAL
 from ringreduce.ops import Reduction
 from ringreduce.transport.base import Steps, complete
 

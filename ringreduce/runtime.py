@@ -17,7 +17,7 @@ from typing import Any
 
 from ringreduce import log
 from ringreduce._version import __version__
-from ringreduce.engine.engine import GLOBAL, Engine
+from ringreduce.engine.engine import Engine
 from ringreduce.errors import InputError, MismatchError, NotInitializedError
 from ringreduce.execution.host import Host
 from ringreduce.execution.signature import Signature, SubmissionRecord, calling_line, mismatch_message
@@ -25,6 +25,7 @@ from ringreduce.gpu import device_selection
 from ringreduce.monitor import excepthook
 from ringreduce.monitor.launcher_link import StatusServer, report_init
 from ringreduce.mpi import finalize_mpi, mpi_library
+from ringreduce.negotiation.negotiation import GLOBAL
 from ringreduce.settings import PER_RANK, Settings, tuning_notice
 from ringreduce.startup import clock
 from ringreduce.startup.shared_memory import prepare_host
@@ -53,7 +54,7 @@ class Runtime:
         self.settings = settings
         self.engine = Engine(world, transport, settings, host, clock_offsets_us, process_sets)
         self.engine.gpu.default_index = gpu.index or 0
-        self._status_server = StatusServer(settings.error_file, self.engine.waiting_for)
+        self._status_server = StatusServer(settings.error_file, self.engine.activity.waiting_for)
 
     def close(self) -> None:
         """Free what `start` made; every rank must call it."""

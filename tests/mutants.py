@@ -142,9 +142,9 @@ MUTANTS = [
     ),
     Mutant(
         "agreement: a response is sent twice",
-        "ringreduce/engine/engine.py",
-        "self._send_control(content, rank)",
-        "self._send_control(content, rank), self._send_control(content, rank)",
+        "ringreduce/negotiation/negotiation.py",
+        "self._mailbox.send_others(response, state.members)",
+        "self._mailbox.send_others(response, state.members), self._mailbox.send_others(response, state.members)",
         "tests/ranks/test_collectives.py tests/ranks/test_api.py",
     ),
     Mutant(
@@ -156,7 +156,7 @@ MUTANTS = [
     ),
     Mutant(
         "cache: forgotten numbers are kept",
-        "ringreduce/engine/engine.py",
+        "ringreduce/negotiation/negotiation.py",
         "state.cache.forget(number)",
         "number",
         "tests/ranks/test_random.py tests/ranks/test_api.py tests/ranks/test_collectives.py",

@@ -7,10 +7,10 @@ from typing import Any
 
 from ringreduce import runtime
 from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
-from ringreduce.engine.engine import JOIN
 from ringreduce.errors import InputError
 from ringreduce.execution.signature import Signature
 from ringreduce.execution.submission import Handle
+from ringreduce.negotiation.negotiation import JOIN
 
 __all__ = ["barrier", "init", "join", "poll", "start_timeline", "stop_timeline", "synchronize"]
 
@@ -112,7 +112,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     if current.world.rank != 0:
         return
     try:
-        current.engine.start_timeline(file_path, mark_cycles)
+        current.engine.timeline.start(file_path, mark_cycles)
     except OSError as exc:
         raise InputError(f"start_timeline: {file_path} cannot be written: {exc.strerror}") from exc
 
@@ -121,4 +121,4 @@ def stop_timeline() -> None:
     """Stop recording; on return the file has the events of all ranks that answered within 5 s. See `start_timeline`."""
     current = runtime.current("stop_timeline")
     if current.world.rank == 0:
-        current.engine.stop_timeline()
+        current.engine.timeline.stop()

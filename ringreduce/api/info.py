@@ -11,8 +11,8 @@ import numpy as np
 from ringreduce import mpi, runtime
 from ringreduce._version import __version__
 from ringreduce.cost_model import Constants
-from ringreduce.engine.engine import GLOBAL
 from ringreduce.kernels import half
+from ringreduce.negotiation.negotiation import GLOBAL
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +74,7 @@ def info() -> Info:
     """
     current = runtime.current("info")
     engine = current.engine
-    window = engine.host.window
+    window, algorithms = engine.host.window, engine.states[GLOBAL].algorithms
     library, threads = ("threads of one process", "") if current.world.comm is None else mpi.mpi_library()
     return Info(
         version=__version__,
@@ -87,17 +87,17 @@ def info() -> Info:
         hosts=current.world.hosts,
         generation=current.world.generation,
         gpu=str(current.gpu),
-        algorithm=engine.states[GLOBAL].algorithms.text(),
-        gpu_algorithm=engine.states[GLOBAL].algorithms.gpu.text(),
-        usable_algorithms=tuple(engine.states[GLOBAL].algorithms.usable),
+        algorithm=algorithms.text(),
+        gpu_algorithm=algorithms.gpu.text(),
+        usable_algorithms=tuple(algorithms.usable),
         constants=engine.host.constants,
         half_kernels=half.kernel_name(),
         shared_memory_bytes=0 if window is None else len(window.blocks[0]),
         process_sets=dict(engine.sets),
         fusion_buffer_bytes=engine.memory.total_bytes,
-        submissions=engine.submissions,
-        known_submissions=engine.known_submissions,
-        control_messages=engine.control_messages,
-        control_bytes=engine.control_bytes,
+        submissions=engine.submitting.count,
+        known_submissions=engine.negotiation.known_submissions,
+        control_messages=engine.mailbox.messages,
+        control_bytes=engine.mailbox.nbytes,
         settings=dataclasses.asdict(current.settings),
     )

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from ringreduce import runtime
-from ringreduce.engine.engine import GLOBAL
 from ringreduce.errors import InputError
 from ringreduce.execution.signature import Signature
+from ringreduce.negotiation.negotiation import GLOBAL
 
 __all__ = ["ProcessSet", "add_process_set", "get_process_set_ids_and_ranks", "global_process_set"]
 __all__ += ["remove_process_set"]

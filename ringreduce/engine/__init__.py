@@ -2,10 +2,13 @@
 
     submit  ->  announce to the coordinator  ->  response: ready on all ranks  ->  fuse, run  ->  complete the handle
 
-inbox        hands submissions to the engine's thread; batching and sleep
-process_set  a process set on this rank: what is pending and what runs
-engine       the thread, one per process, that does all this
-errors_for   errors for submissions that cannot be accepted or completed
+engine            the thread, one per process: polls its services
+submitting        how the user's threads submit operations
+inbox             hands submissions to the engine's thread; batching and sleep
+process_sets      adds and removes process sets, and runs their operations
+leaving           how an engine ends
+activity          what this rank does and waits for, in words
+timeline_control  starting and stopping the timeline
 
 Which operations are ready is decided in negotiation/; they are run in execution/.
 """

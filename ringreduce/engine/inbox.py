@@ -5,7 +5,6 @@ Submissions are batched for a while, unless they fill a batch or a thread waits:
 
 from __future__ import annotations
 
-import enum
 import os
 import threading
 import time
@@ -16,16 +15,7 @@ from ringreduce.execution.signature import Signature
 from ringreduce.execution.submission import Handle, Submission
 from ringreduce.settings import Settings
 from ringreduce.transport.base import EngineTransport
-
-
-class WaitsFor(enum.Enum):
-    """What an engine polls for."""
-
-    NOTHING = 0
-    CONTROL = 1  # control messages
-    FLAGS = 2  # flags of other ranks in shared memory
-    MESSAGES = 3  # long messages, which MPI moves only while it is called
-
+from ringreduce.transport.waiting import WaitsFor
 
 YIELD_S = 10e-3
 """For this long after progress, an engine whose result a thread waits for only yields the core, and does not sleep.
@@ -70,7 +60,7 @@ class Inbox:
         self._until_s = 0.0  # when the batch ends at the latest
         self._nbytes = 0
         self._urgent = False  # true: a thread waits for a submission of the batch
-        self._callbacks: deque[Callable[[], None]] = deque()
+        self._callbacks: deque[Callable[[], object]] = deque()
         self._waiting: list[Handle] = []  # handles that threads wait for
         self._asleep = False
         self._batching = False  # true: the engine sleeps to batch more, so another submission need not wake it
@@ -95,7 +85,7 @@ class Inbox:
         if not (self._batching and self.batches_more()):
             self._wake()
 
-    def call_soon(self, callback: Callable[[], None]) -> None:
+    def call_soon(self, callback: Callable[[], object]) -> None:
         """Run a callback in the engine's thread."""
         with self.lock:
             self._callbacks.append(callback)
@@ -128,13 +118,17 @@ class Inbox:
 
     # Called by the engine's thread
 
-    def run_callbacks(self) -> bool:
+    def poll(self) -> bool:
         """Run the callbacks of `call_soon`; True when there were any."""
         ran = False
         while self._callbacks:
             self._callbacks.popleft()()
             ran = True
         return ran
+
+    def waits_for(self) -> WaitsFor:
+        """Nothing: this rank's own threads end its sleep."""
+        return WaitsFor.NOTHING
 
     @property
     def latency_critical(self) -> bool:
@@ -150,16 +144,12 @@ class Inbox:
         return time.monotonic() < self._until_s
 
     def take(self) -> list[Submission]:
-        """The batch, to be announced now; empty while it is to grow."""
+        """The batch, to be announced now, without what has failed; empty while it is to grow."""
         if not self._submissions or self.batches_more():
             return []
         with self.lock:
             submissions, self._submissions, self._urgent = self._submissions, [], False
-        return submissions
-
-    def drop(self, is_lost: Callable[[Submission], bool]) -> None:
-        """Drop submissions that failed before they were announced; with `lock` held."""
-        self._submissions = [each for each in self._submissions if not is_lost(each)]
+        return [each for each in submissions if each.handle is not None]
 
     def last_submission_text(self) -> str:
         """This rank's last submission, for a stall report."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ringreduce import fusion
@@ -14,10 +16,11 @@ from ringreduce.execution.algorithms import Algorithms
 from ringreduce.execution.signature import ranks_text
 from ringreduce.execution.submission import Submission
 from ringreduce.gpu.stream import Gpu
+from ringreduce.log import LOGGER
 from ringreduce.monitor.timeline import Timeline
 from ringreduce.ops import ReduceOp, Reduction
 from ringreduce.settings import Settings
-from ringreduce.transport.base import Transport
+from ringreduce.transport.base import Steps, Transport
 
 COMPLETION_INTERVAL_S = 2e-3
 """Shortest time between wakeups: a waiter woken after every bucket would compete with the engine for the core."""
@@ -47,6 +50,10 @@ class Completions:
         self._flushed_s = time.monotonic()
 
 
+Operation = Callable[[list[Submission], "Context"], Steps[None]]
+"""Runs submissions that are fused, or one."""
+
+
 @dataclasses.dataclass
 class Context:
     """What operations of one process set need."""
@@ -57,7 +64,9 @@ class Context:
     memory: fusion.Memory
     timeline: Timeline
     gpu: Gpu
-    debugs: bool = False  # log the algorithm of each batch
+    operations: Mapping[str, Operation] = dataclasses.field(default_factory=dict)
+    """By kind: those that are not execution's own, but must run in the same order."""
+    debugs: bool = dataclasses.field(default_factory=lambda: LOGGER.isEnabledFor(logging.DEBUG))
     completions: Completions = dataclasses.field(default_factory=Completions)
     divisor: int = 1  # of an Average in the current operation: the set's size, or the number of its live ranks
 

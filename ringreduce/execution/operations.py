@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ from ringreduce.collectives import adasum, bruck, pairwise, ring, tree
 from ringreduce.errors import InputError
 from ringreduce.execution.allreduce import allreduce
 from ringreduce.execution.batch import batches, carry, plan
-from ringreduce.execution.context import Context
+from ringreduce.execution.context import Context, Operation
 from ringreduce.execution.submission import Submission
 from ringreduce.gpu.through_host import GpuBroadcast, down, room, up
 from ringreduce.ops import Adasum
@@ -39,7 +39,7 @@ def run(submissions: Sequence[Submission], context: Context, divisor: int) -> St
         batches.setdefault(key, []).append(submission)
     for (kind, _), batch in batches.items():
         try:
-            yield from OPERATIONS[kind](batch, context)
+            yield from (OPERATIONS.get(kind) or context.operations[kind])(batch, context)
         except InputError as exc:  # raised on all ranks
             for submission in batch:
                 submission.fail(exc)
@@ -167,7 +167,7 @@ def _nothing(submissions: Iterable[Submission], context: Context) -> Steps[None]
     yield from ()
 
 
-OPERATIONS: dict[str, Callable[[list[Submission], Context], Steps[None]]] = {
+OPERATIONS: dict[str, Operation] = {
     "allreduce": allreduce,
     "adasum": _adasum,
     "broadcast": _broadcast,

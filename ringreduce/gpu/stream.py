@@ -22,6 +22,7 @@ from ringreduce.execution.submission import Submission
 from ringreduce.gpu import runtime as cuda
 from ringreduce.gpu.kernels import Kernels
 from ringreduce.gpu.runtime import Event, Stream
+from ringreduce.transport.waiting import WaitsFor
 
 
 class SetMemory(Protocol):
@@ -105,18 +106,18 @@ class Gpu:
         if "kernels" in self.__dict__:
             self.kernels.forget(streams)
 
-    def sweep(self) -> None:
-        """Release what is done. Raises CollectiveError when the rest can never complete."""
+    def poll(self) -> bool:
+        """Release what is done; returns False. Raises CollectiveError when the rest can never complete."""
         while self._retired and self._retired[0][0].done():
             self._retired.popleft()
         if self._retired:
             for each in self.paths:
                 each.check()
+        return False
 
-    @property
-    def keeps(self) -> bool:
-        """True while something is kept alive: `sweep` must be called again."""
-        return bool(self._retired)
+    def waits_for(self) -> WaitsFor:
+        """Control messages, while something is kept alive: so `poll` is called again."""
+        return WaitsFor.CONTROL if self._retired else WaitsFor.NOTHING
 
     def abort(self) -> None:
         """Stop the work that waits for lost ranks, so that nothing hangs."""

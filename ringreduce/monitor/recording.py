@@ -9,9 +9,11 @@ import time
 from collections.abc import Callable, Sequence
 
 from ringreduce.log import LOGGER
+from ringreduce.monitor.side_job import SideJob
 from ringreduce.monitor.timeline import SENT_AT_ONCE, Event, Timeline, TimelineFile
-from ringreduce.negotiation.protocol import TimelineEvents, TimelineStart, TimelineStop, encode
-from ringreduce.transport.base import EngineTransport
+from ringreduce.negotiation.mailbox import Mailbox
+from ringreduce.negotiation.protocol import TimelineEvents, TimelineStart, TimelineStop
+from ringreduce.transport.waiting import WaitsFor
 
 SEND_S = 20e-3  # interval between sends: with rank 0's polling interval, events are in the file within 100 ms
 
@@ -19,25 +21,46 @@ SEND_S = 20e-3  # interval between sends: with rank 0's polling interval, events
 class Recording:
     """One rank's part of the recording; used by the engine's thread only."""
 
-    def __init__(self, transport: EngineTransport, timeline: Timeline) -> None:
-        self._transport = transport
+    def __init__(self, mailbox: Mailbox, timeline: Timeline, is_busy: Callable[[], bool]) -> None:
+        """is_busy: True while an operation is under way."""
+        self._mailbox = mailbox
         self._timeline = timeline
+        self._is_busy = is_busy
+        self.job = SideJob("the timeline", mailbox.rank)
+        messages = (TimelineStart, TimelineStop, TimelineEvents)
+        mailbox.handlers |= dict.fromkeys(messages, lambda *args: self.job(lambda: self._receive(*args)))
         self._file: TimelineFile | None = None
         self._missing: set[int] = set()
         self._done: Callable[[], None] = lambda: None
         self._ending = False
         self._sent_s = 0.0
 
-    @property
-    def busy(self) -> bool:
-        """True while events may come or go: the engine must poll control messages often."""
-        return self._timeline.recording or bool(self._timeline.events or self._missing)
+    def waits_for(self) -> WaitsFor:
+        """Control messages, while events may come or go."""
+        busy = self._timeline.recording or self._timeline.events or self._missing
+        return WaitsFor.CONTROL if busy else WaitsFor.NOTHING
+
+    def poll(self) -> bool:
+        """Send events; the last ones when rank 0 has requested them, and no operation is under way."""
+        if self._ending and not self._is_busy():
+            self._ending = False
+            self.finish()
+        return self.job(self._flush)
+
+    def finish(self) -> None:
+        """Stop recording on this rank, and send the last events."""
+        self._timeline.stop()
+        self.job(lambda: self._send(last=True))
+
+    def close(self) -> None:
+        """Stop recording; on rank 0 write the remaining events, and close the file."""
+        self.job(self._close)
 
     def start(self, file: TimelineFile, mark_cycles: bool, done: Callable[[], None]) -> None:
         """On rank 0, after the previous recording was stopped: record on all ranks to `file`, and call `done`."""
         self._file = file
         self._timeline.start(mark_cycles)
-        self._send_others(TimelineStart(mark_cycles))
+        self._mailbox.send_others(TimelineStart(mark_cycles))
         done()
 
     def stop(self, done: Callable[[], None]) -> None:
@@ -46,12 +69,12 @@ class Recording:
             done()
             return
         self._timeline.stop()
-        self._done, self._missing = done, set(range(1, self._transport.size))
-        self._send_others(TimelineStop())
+        self._done, self._missing = done, set(range(1, self._mailbox.size))
+        self._mailbox.send_others(TimelineStop())
         if not self._missing:
-            self.close()
+            self._close()
 
-    def receive(self, rank: int, message: TimelineStart | TimelineStop | TimelineEvents) -> None:
+    def _receive(self, rank: int, message: TimelineStart | TimelineStop | TimelineEvents) -> None:
         """Handle another rank's message."""
         if isinstance(message, TimelineStart):
             self._timeline.start(message.mark_cycles)
@@ -62,27 +85,20 @@ class Recording:
             if message.last and rank in self._missing:
                 self._missing.remove(rank)
                 if not self._missing:
-                    self.close()
+                    self._close()
 
-    def finish_stop(self) -> None:
-        """No operation is under way: send the last events if rank 0 has requested them."""
-        if self._ending:
-            self._ending = False
-            self._timeline.stop()
-            self.send(last=True)
-
-    def flush(self) -> None:
+    def _flush(self) -> None:
         """Send the events, at most once per `SEND_S` unless there are many."""
         count = len(self._timeline.events)
         if count >= SENT_AT_ONCE or (count and time.monotonic() - self._sent_s >= SEND_S):
-            self.send(last=False)
+            self._send(last=False)
 
-    def send(self, last: bool) -> None:
+    def _send(self, last: bool) -> None:
         """Send this rank's events to rank 0; rank 0 writes its own to the file."""
         events = self._timeline.take()
         self._sent_s = time.monotonic()
-        if self._transport.rank != 0:
-            self._transport.send_control(encode(TimelineEvents(events, last)), 0)
+        if self._mailbox.rank != 0:
+            self._mailbox.send(TimelineEvents(events, last), 0)
         else:
             self._write(0, events)
 
@@ -98,21 +114,15 @@ class Recording:
             self._file.close()
             self._file = None
             self._timeline.stop()
-            self._send_others(TimelineStop())
+            self._mailbox.send_others(TimelineStop())
 
-    def close(self) -> None:
-        """Stop recording; on rank 0 write the remaining events, and close the file."""
+    def _close(self) -> None:
         self._missing = set()
         self._timeline.stop()
-        if self._transport.rank == 0:
+        if self._mailbox.rank == 0:
             self._write(0, self._timeline.take())
         if self._file is not None:
             self._file.close()
             self._file = None
         done, self._done = self._done, lambda: None
         done()
-
-    def _send_others(self, message: TimelineStart | TimelineStop) -> None:
-        """On rank 0."""
-        for rank in range(1, self._transport.size):
-            self._transport.send_control(encode(message), rank)

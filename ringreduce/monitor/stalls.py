@@ -10,20 +10,23 @@ Source: Horovod's stall inspector, which names the ranks.
 from __future__ import annotations
 
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 from ringreduce.execution.signature import PACKAGE, Signature, ranks_text, tensor_text
 from ringreduce.log import LOGGER
 from ringreduce.monitor.launcher_link import report_stall
+from ringreduce.monitor.side_job import SideJob
 from ringreduce.negotiation.coordinator import Coordinator, Waiting
-from ringreduce.negotiation.protocol import Failure, StackReply, StackRequest, StallProbe, encode
-
-if TYPE_CHECKING:
-    from ringreduce.engine.engine import Engine
-    from ringreduce.engine.process_set import ProcessSetState
+from ringreduce.negotiation.mailbox import Mailbox
+from ringreduce.negotiation.negotiation import Negotiation
+from ringreduce.negotiation.process_set import ProcessSetState
+from ringreduce.negotiation.protocol import Failure, StackReply, StackRequest, StallProbe
+from ringreduce.settings import Settings
+from ringreduce.transport.waiting import WaitsFor
 
 REPLY_S = 3.0  # how long to wait for a reply: three times the longest sleep of an idle engine
 NAMED = 3  # how many tensors and lines a report names; of others it states the number
@@ -45,11 +48,21 @@ class Inquiry(NamedTuple):
 class StallWatch:
     """One engine's; used by its thread only."""
 
-    def __init__(self, engine: Engine, init_thread: int) -> None:
-        """init_thread: the identifier of the thread whose stack is reported."""
-        self._engine = engine
-        self._init_thread = init_thread
-        settings = engine.settings
+    def __init__(
+        self,
+        settings: Settings,
+        mailbox: Mailbox,
+        negotiation: Negotiation,
+        doing: Callable[[StackRequest], str],
+        fail_everything: Callable[[str], None],
+    ) -> None:
+        """doing: replies for this rank, which has its stack reported of the thread that calls this."""
+        self._settings, self._mailbox, self._negotiation = settings, mailbox, negotiation
+        self._doing, self._fail_everything = doing, fail_everything
+        self._init_thread = threading.get_ident()
+        self._job = SideJob("the stall watch", mailbox.rank)
+        messages = (StallProbe, StackRequest, StackReply)
+        mailbox.handlers |= dict.fromkeys(messages, lambda *args: self._job(lambda: self._receive(*args)))
         self._check_s = min(filter(None, (settings.stall_check_s, settings.stall_abort_s)), default=0.0)
         self._next_poll_s = 0.0
         self._reported: dict[int, float] = {}  # by process set: for how long it was stalled at its last report
@@ -58,26 +71,31 @@ class StallWatch:
         self._probed_s: dict[int, float] = {}  # by process set: when its coordinator was probed; 0 after its reply
         self._silent: set[int] = set()  # process sets whose coordinator did not reply
         self._probes: set[int] = set()  # process sets for which another rank has sent a probe
-        self.attentive = False  # true while something is stalled: the engine must poll
+        self._attentive = False  # true while something is stalled
 
-    def poll(self) -> None:
-        """Find what is stalled; query ranks, report, or fail it. Called when nothing moves."""
+    def waits_for(self) -> WaitsFor:
+        """Control messages, while something is stalled."""
+        return WaitsFor.CONTROL if self._attentive else WaitsFor.NOTHING
+
+    def poll(self) -> bool:
+        """Find what is stalled; query ranks, report, or fail it. Returns False."""
         now = time.monotonic()
-        if not self._check_s or now < self._next_poll_s:
-            return
+        return bool(self._check_s) and now >= self._next_poll_s and self._job(lambda: self._check(now))
+
+    def _check(self, now: float) -> None:
         self._next_poll_s = now + self._check_s / POLLS
         if self._inquiry is not None and (
             len(self._inquiry.replies) == len(self._inquiry.queried) or now > self._inquiry.until_s
         ):
             self._report(self._inquiry)
             self._inquiry = None
-        stalled = [self._check_set(state, now) for state in list(self._engine.states.values())]
-        self.attentive = any(stalled) or self._inquiry is not None or bool(self._probes)
+        stalled = [self._check_set(state, now) for state in list(self._negotiation.states.values())]
+        self._attentive = any(stalled) or self._inquiry is not None or bool(self._probes)
 
     def _check_set(self, state: ProcessSetState, now: float) -> bool:
         """Check one process set; True when something is stalled in it."""
-        if state.busy:
-            return self._check_operation(state, now - state.moved_s)
+        if state.executor.busy:
+            return self._check_operation(state, now - state.executor.moved_s)
         if state.coordinator is not None:
             waiting = state.coordinator.waiting(self._check_s)
             if state.coordinator.oldest_s() is None:
@@ -99,13 +117,13 @@ class StallWatch:
         first = next(iter(state.running.values()), None)
         what = "an operation" if first is None else f"{first.signature.kind} {first.signature.name!r}"
         text = (
-            f"{what} is under way, and has not moved for {stalled_s:.0f} s; rank {self._engine.transport.rank} waits "
-            f"for rank {state.stuck_on()}"
+            f"{what} is under way, and has not moved for {stalled_s:.0f} s; rank {self._mailbox.rank} waits "
+            f"for rank {state.executor.stuck_on()}"
         )
         if self._is_due(state, stalled_s) and state.coordinator is not None:
             self._query(state, text, state.members)
         if self._is_over(stalled_s):
-            self._engine.fail_everything(text)
+            self._fail_everything(text)
         return True
 
     def _check_waiting(
@@ -118,11 +136,11 @@ class StallWatch:
         over = [each for each in waiting if self._is_over(now - each.since_s)]
         if over:
             failures = [Failure(each.signature.key, "StalledError", headline([each], now)) for each in over]
-            self._engine.send_response(state, coordinator.abandon(failures))
+            self._negotiation.send_response(state, coordinator.abandon(failures))
 
     def _is_due(self, state: ProcessSetState, stalled_s: float) -> bool:
         """Report after `stall_check_s`, twice that, four times that and so on."""
-        if self._inquiry is not None or not self._engine.settings.stall_check_s:
+        if self._inquiry is not None or not self._settings.stall_check_s:
             return False
         last = self._reported.get(state.number, 0.0)
         if last <= stalled_s < 2 * last:  # below `last` it is another stall
@@ -131,7 +149,7 @@ class StallWatch:
         return True
 
     def _is_over(self, stalled_s: float) -> bool:
-        return 0 < self._engine.settings.stall_abort_s <= stalled_s
+        return 0 < self._settings.stall_abort_s <= stalled_s
 
     # Messages
 
@@ -145,38 +163,37 @@ class StallWatch:
         queried = tuple(ranks[:QUERIED])
         self._inquiry = Inquiry(self._requests, text, queried, time.monotonic() + REPLY_S, {})
         for rank in queried:
-            if rank == self._engine.transport.rank:
+            if rank == self._mailbox.rank:
                 self._inquiry.replies[rank] = self._reply(request)
             else:
-                self._engine.transport.send_control(encode(request), rank)
+                self._mailbox.send(request, rank)
 
     def _probe_coordinator(self, state: ProcessSetState, now: float, waited_s: float) -> None:
         """Wake the coordinator's stall watch, since that may be idle; report a coordinator that does not reply."""
         probed_s = self._probed_s.get(state.number)
         if probed_s is None:
             self._probed_s[state.number] = now
-            self._engine.transport.send_control(encode(StallProbe(state.number, waited_s)), state.leader)
+            self._mailbox.send(StallProbe(state.number, waited_s), state.leader)
         text = f"rank {state.leader}, which coordinates, does not answer"
         if probed_s and now - probed_s > REPLY_S:
             self._probed_s[state.number] = 0.0
             self._silent.add(state.number)
-            own = self._engine.transport.rank
-            self._warn(f"rank {own} has waited for {waited_s:.0f} s; {text}: {SILENT}")
+            self._warn(f"rank {self._mailbox.rank} has waited for {waited_s:.0f} s; {text}: {SILENT}")
         if state.number in self._silent and self._is_over(waited_s):
-            self._engine.fail_everything(text)
+            self._fail_everything(text)
 
-    def receive(self, source: int, message: StallProbe | StackRequest | StackReply) -> None:
+    def _receive(self, source: int, message: StallProbe | StackRequest | StackReply) -> None:
         """Handle a message of another rank's stall watch."""
         if isinstance(message, StallProbe):
-            state = self._engine.states.get(message.process_set)
+            state = self._negotiation.states.get(message.process_set)
             if state is not None and state.coordinator is not None:
                 state.coordinator.backdate(message.waited_s)
                 self._probes.add(message.process_set)
-                self.attentive = True
+                self._attentive = True
             self._next_poll_s = 0.0
-            self._engine.transport.send_control(encode(StackReply(-message.process_set, "", "")), source)
+            self._mailbox.send(StackReply(-message.process_set, "", ""), source)
         elif isinstance(message, StackRequest):
-            self._engine.transport.send_control(encode(self._reply(message)), source)
+            self._mailbox.send(self._reply(message), source)
         elif message.number <= 0:  # the reply to a probe
             self._probed_s[-message.number] = 0.0
             self._silent.discard(-message.number)
@@ -185,7 +202,7 @@ class StallWatch:
             self._next_poll_s = 0.0
 
     def _reply(self, request: StackRequest) -> StackReply:
-        return StackReply(request.number, self._engine.doing(request), stack_of(self._init_thread))
+        return StackReply(request.number, self._doing(request), stack_of(self._init_thread))
 
     def _report(self, inquiry: Inquiry) -> None:
         short, full = (
@@ -195,7 +212,7 @@ class StallWatch:
 
     def _warn(self, text: str, full: str = "") -> None:
         """Report `text` to ringrun, which adds the stacks of all ranks; without ringrun log the full text."""
-        if not report_stall(self._engine.settings.error_file, text):
+        if not report_stall(self._settings.error_file, text):
             LOGGER.warning(f"stalled: {full or text}")
 
 

@@ -1,8 +1,11 @@
 """Which named operations are ready on all ranks of a process set, in one order for all.
 
-protocol     control messages between engines
-cache        signatures by number, so that announcing one costs a bit
+negotiation  announces this rank's submissions, and runs what is ready
 coordinator  per process set, on its first rank: what is ready on all ranks?  A state machine without messages
+process_set  a process set on this rank: what is pending, and what runs
+cache        signatures by number, so that announcing one costs a bit
 tally        counts over many ranks, kept incrementally
+protocol     control messages between engines; mailbox sends them, and calls the handlers of those that arrive
+errors_for   errors for submissions that cannot be accepted or completed
 neutral      the neutral elements of joined ranks
 """

@@ -178,7 +178,7 @@ class GradientReducer(Reducer):
     def _look_at_the_world(self) -> None:
         """The world may have changed. After a join() all ranks ask again: one that joined early knows less."""
         engine = runtime.current("DistributedOptimizer").engine
-        now = (engine.world, engine.joins)
+        now = (engine.world, engine.negotiation.joins)
         if now != self._known_since:
             self._known_since = now
             self.reduction.settle()

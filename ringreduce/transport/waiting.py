@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import enum
 import os
 import time
 from collections.abc import Callable
+
+
+class WaitsFor(enum.IntEnum):
+    """What an engine must poll for."""
+
+    NOTHING = 0
+    CONTROL = 1  # control messages
+    FLAGS = 2  # flags of other ranks in shared memory
+    MESSAGES = 3  # long messages, which MPI moves only while it is called
+
 
 YIELD_S = 200e-6  # a wait only yields the core between tests for this long: enough for a small message
 SLEEP_S = 50e-6

@@ -10,8 +10,8 @@ import pytest
 import ringreduce as rr
 from ringreduce import runtime
 from ringreduce.engine.engine import Engine
-from ringreduce.engine.process_set import ProcessSetState
 from ringreduce.errors import InputError
+from ringreduce.execution.executor import Executor
 from ringreduce.execution.host import Host
 from ringreduce.execution.signature import Signature
 from ringreduce.execution.submission import Handle, Submission
@@ -83,7 +83,7 @@ def test_a_rank_that_leaves_tells_the_sets_that_it_is_yet_to_hear_of():
 
 
 def test_what_mpi_may_still_write_to_is_kept_however_often_all_is_given_up():
-    state = ProcessSetState(0, SimpleNamespace(members=(0, 1), algorithms=None, completions=None), None)
+    executor = Executor(SimpleNamespace())
     scratch = np.zeros(3)
 
     def steps():
@@ -92,10 +92,10 @@ def test_what_mpi_may_still_write_to_is_kept_however_often_all_is_given_up():
 
     kept = [steps(), steps()]
     for each in kept:
-        state.enqueue(each)
-        state.clear()
-    state.clear()
-    held = [value for value in vars(state).values() if isinstance(value, list) and value]
+        executor.enqueue(each)
+        executor.abandon()
+    executor.abandon()
+    held = [value for value in vars(executor).values() if isinstance(value, list) and value]
     assert held == [kept]
 
 

@@ -108,7 +108,9 @@ def test_a_process_set_that_is_removed_gives_its_memory_back(monkeypatch, device
                 engine, ended = runtime.current("test").engine, UntilSet()
                 if busy and some.included():
                     steps = iter([ended])
-                    engine._inbox.call_soon(functools.partial(engine.states[some.process_set_id].enqueue, steps))
+                    engine._inbox.call_soon(
+                        functools.partial(engine.states[some.process_set_id].executor.enqueue, steps)
+                    )
                 threading.Timer(0.2, ended.set).start()
                 rr.remove_process_set(some)
                 assert ended.is_set() or not busy or not some.included()

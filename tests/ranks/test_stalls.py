@@ -65,14 +65,14 @@ def test_many_tensors_are_one_report_and_what_waits_elsewhere_is_told(capsys):
 def test_what_a_rank_waits_for_is_told_with_its_line():
     def program():
         engine, told = runtime.current("a test").engine, []
-        assert engine.waiting_for() == ""
+        assert engine.activity.waiting_for() == ""
         if rr.rank() == 1:
             time.sleep(0.6)
         else:
-            threading.Timer(0.3, lambda: told.append(engine.waiting_for())).start()
+            threading.Timer(0.3, lambda: told.append(engine.activity.waiting_for())).start()
             handle = rr.allreduce_async(np.ones(3), name="first")
             assert rr.allreduce(np.ones(2), name="second", op=rr.Sum)[0] == 2
-            assert engine.waiting_for() == ""
+            assert engine.activity.waiting_for() == ""
             return [*told, rr.synchronize(handle)[0]]
         handle = rr.allreduce_async(np.ones(3), name="first")
         rr.allreduce(np.ones(2), name="second", op=rr.Sum)

@@ -205,8 +205,8 @@ def test_nobody_waits_for_an_engine_that_has_failed(tmp_path, words):
         handle.wait()
     engine._thread.join()
     with pytest.raises(rr.CollectiveError, match="start_timeline: rank 0 of 2 failed inside an operation: OSError"):
-        engine.start_timeline(str(tmp_path / "t.json"), mark_cycles=False)
-    engine.stop_timeline()
+        engine.timeline.start(str(tmp_path / "t.json"), mark_cycles=False)
+    engine.timeline.stop()
     assert engine.leave("the test ended") is False
 
 
@@ -214,7 +214,7 @@ def test_nobody_waits_for_an_engine_that_has_failed(tmp_path, words):
 def test_a_side_job_that_fails_is_told_of_once_and_ends(capsys):
     def program():
         engine = runtime.current("a test").engine
-        engine._stalls.poll = engine._recording.finish_stop = fails
+        engine._stalls._check = engine._recording._flush = fails
         return [rr.allreduce(np.ones(2), name="w", op=rr.Sum)[0] for _ in range(3)]
 
     assert run_ranks(2, program) == [[2.0] * 3] * 2

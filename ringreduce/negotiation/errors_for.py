@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ringreduce.engine.process_set import ProcessSetState
 from ringreduce.errors import CollectiveError, InputError, PeerLostError
 from ringreduce.execution.signature import ranks_text
 from ringreduce.execution.submission import Submission
+from ringreduce.negotiation.process_set import ProcessSetState
 from ringreduce.world import World
 
 

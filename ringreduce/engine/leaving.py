@@ -1,0 +1,33 @@
+"""How an engine ends: a rank announces that it leaves, and ends when all have left and their operations are done."""
+
+from __future__ import annotations
+
+from ringreduce.engine.process_sets import ProcessSets
+from ringreduce.negotiation.mailbox import Mailbox
+from ringreduce.negotiation.negotiation import Negotiation
+from ringreduce.negotiation.protocol import ShutdownAck
+
+
+class Leaving:
+    """Used by the engine's thread only."""
+
+    def __init__(self, mailbox: Mailbox, negotiation: Negotiation, process_sets: ProcessSets) -> None:
+        self._mailbox, self._negotiation, self._process_sets = mailbox, negotiation, process_sets
+        self._acked = False
+        mailbox.handlers[ShutdownAck] = self._receive
+
+    def _receive(self, source: int, message: ShutdownAck) -> None:
+        self._acked = True
+
+    def may_end(self) -> bool:
+        """True when no rank needs this one any more."""
+        negotiation, mailbox = self._negotiation, self._mailbox
+        if negotiation.error is not None:
+            return bool(negotiation.leaving)
+        if not negotiation.leaving or self._process_sets.is_busy():
+            return False
+        if mailbox.rank == 0 and not self._acked and len(negotiation.left) == mailbox.size:
+            mailbox.send_others(ShutdownAck())
+            self._acked = True
+        # rank 0 does not know what the coordinators of other sets still run: their last responses close the sets
+        return self._acked and all(state.closed for state in negotiation.states.values()) and mailbox.flushed()

@@ -1,0 +1,100 @@
+"""The process sets of one engine: adds and removes them, and runs their operations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from ringreduce.engine.inbox import Inbox
+from ringreduce.execution.context import Context
+from ringreduce.execution.executor import Executor, Idle
+from ringreduce.execution.host import Host
+from ringreduce.execution.submission import Submission
+from ringreduce.negotiation.coordinator import Coordinator
+from ringreduce.negotiation.negotiation import Negotiation
+from ringreduce.negotiation.process_set import ProcessSetState
+from ringreduce.settings import Settings
+from ringreduce.transport.base import Steps
+from ringreduce.transport.waiting import WaitsFor
+from ringreduce.world import World
+
+
+class ProcessSets:
+    """Used by the engine's thread, but for `members`."""
+
+    def __init__(
+        self,
+        world: World,
+        host: Host,
+        settings: Settings,
+        inbox: Inbox,
+        negotiation: Negotiation,
+        make_context: Callable[..., Context],
+    ) -> None:
+        """make_context: as Context(algorithms, members, operations=...)."""
+        self.members: dict[int, tuple[int, ...]] = {}  # of all sets, by number, including those without this rank
+        self._world, self._host, self._settings = world, host, settings
+        self._inbox, self._negotiation, self._make_context = inbox, negotiation, make_context
+        self._states = negotiation.states
+        self._next = 0
+
+    def add(self, members: Sequence[int]) -> int:
+        """Make a process set; all ranks of the world do so in the same order, so its number is equal on all."""
+        resources = self._host.reserve(members)
+        rank, number, state = self._world.rank, self._next, None
+        if rank in members:
+            coordinator = None
+            if members[0] == rank:
+                coordinator = Coordinator(number, members, self._world.size, self._settings.cache_capacity)
+            operations = {"add_process_set": self._add_all, "remove_process_set": self._remove_all}
+            context = self._make_context(
+                self._host.algorithms(resources, members), tuple(members), operations=operations
+            )
+            state = ProcessSetState(number, Executor(context), coordinator)
+        with self._inbox.lock:
+            self._next += 1
+            self.members[number] = tuple(members)
+            if state is not None:
+                self._states[number] = state
+        self._negotiation.added(number)
+        return number
+
+    # Operations: queued, so that all ranks run them in the same order
+
+    def _add_all(self, submissions: Sequence[Submission], context: Context) -> Steps[None]:
+        for submission in submissions:
+            submission.payload = self.add(submission.signature.detail("ranks"))
+            submission.complete()
+        yield from ()
+
+    def _remove_all(self, submissions: Sequence[Submission], context: Context) -> Steps[None]:
+        """Remove sets when their operations on this rank have ended: only then other sets may use their tags."""
+        for submission in submissions:
+            number = submission.signature.detail("process_set")
+            state = self._states.get(number)
+            if state is not None:
+                self._negotiation.close(state, f"process set {number} was removed", -1)
+                yield Idle(state.executor)
+                yield from state.algorithms.gpu.release()
+            with self._inbox.lock:
+                self._states.pop(number, None)
+                members = self.members.pop(number, None)
+            if members is not None:
+                self._host.release(members)
+            submission.complete()
+
+    # The service
+
+    def is_busy(self) -> bool:
+        """True while an operation is under way or queued."""
+        return any(state.executor.busy for state in self._states.values())
+
+    def poll(self) -> bool:
+        """Advance all operations as far as possible without waiting; True when anything moved."""
+        moved = False
+        for state in list(self._states.values()):
+            moved |= state.executor.advance(self._inbox.latency_critical)
+        return moved
+
+    def waits_for(self) -> WaitsFor:
+        """What operations under way must be polled for."""
+        return max((state.executor.waits_for() for state in self._states.values()), default=WaitsFor.NOTHING)

@@ -1,0 +1,52 @@
+"""Starting and stopping the timeline, from the user's threads; on rank 0."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from ringreduce import errors
+from ringreduce.engine.inbox import Inbox
+from ringreduce.monitor.recording import Recording
+from ringreduce.monitor.timeline import TimelineFile
+from ringreduce.negotiation.negotiation import Negotiation
+
+
+class TimelineControl:
+    """ended: set when the engine's thread has ended;  clock_offsets_us: by rank, as for TimelineFile."""
+
+    def __init__(
+        self,
+        inbox: Inbox,
+        recording: Recording,
+        negotiation: Negotiation,
+        ended: threading.Event,
+        clock_offsets_us: Sequence[float],
+    ) -> None:
+        self._inbox, self._recording, self._negotiation = inbox, recording, negotiation
+        self._ended, self._clock_offsets_us = ended, clock_offsets_us
+
+    def start(self, path: str, mark_cycles: bool) -> None:
+        """Start recording on all ranks; stops an earlier timeline. Raises OSError for a bad `path`."""
+        self.stop()
+        file = TimelineFile(path, self._clock_offsets_us)
+        if not self._call_and_wait(lambda done: self._recording.start(file, mark_cycles, done)):
+            file.close()
+            raise errors.CollectiveError(f"start_timeline: {self._negotiation.error or 'the engine has ended'}")
+
+    def stop(self, timeout_s: float = 5.0) -> None:
+        """Stop recording; returns when all ranks' events are in the file, or after `timeout_s`."""
+        if not self._call_and_wait(self._recording.stop, timeout_s):
+            self._inbox.call_soon(self._recording.close)
+
+    def _call_and_wait(self, callback: Callable[[Callable[[], None]], None], timeout_s: float = math.inf) -> bool:
+        """Run `callback(done)` in the engine's thread, and wait until it calls `done`; False if it does not in time."""
+        done, job = threading.Event(), self._recording.job
+        until_s = time.monotonic() + timeout_s
+        self._inbox.call_soon(lambda: job(lambda: callback(done.set)))
+        while not done.wait(0.05):
+            if self._ended.is_set() or job.failed or time.monotonic() > until_s:
+                return False
+        return True

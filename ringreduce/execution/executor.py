@@ -1,0 +1,106 @@
+"""The executor of one process set: runs operations in the order given, which must be the same on all its ranks."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Sequence
+
+from ringreduce.execution import operations
+from ringreduce.execution.context import Context
+from ringreduce.execution.submission import Submission
+from ringreduce.transport.base import Steps, Work
+from ringreduce.transport.waiting import WaitsFor
+from ringreduce.transport.window import Arrival
+
+
+class Executor:
+    """The queue of one process set's operations; used by the engine's thread only."""
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self.moved_s = time.monotonic()
+        self.work: Work | None = None  # what the current operation waits for
+        self._queue: deque[Steps[None]] = deque()
+        self._abandoned: list[Steps[None]] = []
+        """Operations that will never complete, kept alive since MPI may still access their memory."""
+
+    @property
+    def busy(self) -> bool:
+        """True while an operation is under way or queued."""
+        return bool(self._queue)
+
+    def run(self, submissions: Sequence[Submission], divisor: int) -> None:
+        """Run operations after all earlier ones.  divisor: of an Average."""
+        self.enqueue(operations.run(submissions, self.context, divisor))
+
+    def enqueue(self, steps: Steps[None]) -> None:
+        """Run these steps after all earlier ones."""
+        if not self._queue:
+            self.moved_s = time.monotonic()
+        self._queue.append(steps)
+
+    def advance(self, latency_critical: bool) -> bool:
+        """Run the queue as far as possible without waiting; True when anything moved.
+
+        latency_critical: poll flags some microseconds longer before the engine does something else.
+        """
+        moved = False
+        try:
+            while self._queue:
+                if self.work is not None:
+                    if not (self._is_done_soon() if latency_critical else self.work.done()):
+                        break
+                    self.work.wait()
+                moved = True
+                try:
+                    self.work = next(self._queue[0])
+                except StopIteration:
+                    self.work = None
+                    self._queue.popleft()
+        finally:
+            if moved:
+                self.context.completions.flush()
+        if moved:
+            self.moved_s = time.monotonic()
+        return moved
+
+    def _is_done_soon(self) -> bool:
+        work = self.work
+        return work.done_soon() if isinstance(work, Arrival) else work is not None and work.done()
+
+    def waits_for(self) -> WaitsFor:
+        """What the current operation must be polled for."""
+        if self.work is not None and not isinstance(self.work, Arrival):
+            return WaitsFor.MESSAGES
+        return WaitsFor.FLAGS if self._queue else WaitsFor.NOTHING
+
+    def stuck_on(self) -> int | None:
+        """The rank that the current operation waits for."""
+        return None if self.work is None else self.work.peer
+
+    def abandon(self) -> None:
+        """Drop all operations; the current one will never complete."""
+        self.work = None
+        self._abandoned.extend(self._queue)
+        self._queue.clear()
+
+
+class Idle:
+    """A `transport.base.Work` that is done when an executor has no operation queued."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+
+    @property
+    def peer(self) -> int:
+        """The rank that the executor waits for."""
+        stuck_on = self._executor.stuck_on()
+        return self._executor.context.members[0] if stuck_on is None else stuck_on
+
+    def done(self) -> bool:
+        """See `Work.done`."""
+        return not self._executor.busy
+
+    def wait(self) -> None:
+        """See `Work.wait`."""
