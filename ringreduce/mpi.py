@@ -25,7 +25,6 @@ def start_mpi() -> Any:
         ) from exc
     check_launcher(MPI.get_vendor()[0], os.environ)
     if not MPI.Is_initialized():
-        os.environ.setdefault("OMPI_MCA_osc", "^ucx")  # ucx prints an error line for each shared-memory window
         if not may_read_processes():  # MPICH does not check, and fails at the first long message
             os.environ.setdefault("MPIR_CVAR_CH4_CMA_ENABLE", "0")
         MPI.Init_thread(MPI.THREAD_MULTIPLE)

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import contextvars
 import dataclasses
+import gc
 import hashlib
 import logging
 import os
@@ -62,8 +63,6 @@ class Runtime:
         self.engine.gpu.close()
         self.world.allgather_object(None)  # other ranks may have mapped this GPU memory
         self.engine.gpu.free()
-        if self.engine.host.window is not None:
-            self.engine.host.window.close()
         self.world.free()
 
 
@@ -84,6 +83,8 @@ def start(comm: Any, process_sets: Sequence[Any], dynamic: bool) -> list[tuple[i
     log.configure(settings.log_level, settings.log_timestamp)
     if dynamic:
         settings = dataclasses.replace(settings, dynamic_process_sets=True)
+    if _generations:
+        gc.collect()  # frees the shared memory of the engine before, whose objects refer to each other
     if _generations == 0:  # a later init() keeps the current GPU
         report_init(settings.error_file, settings.stall_check_s)
         _gpu = device_selection.select(settings, os.environ)

@@ -31,13 +31,6 @@ from ringreduce.world import World
 __all__ = ["Message", "run_ranks"]
 
 Result = TypeVar("Result")
-_FENCE = threading.Lock()
-
-
-def _fence() -> None:
-    """Order the threads' reads and writes, also in a free-threaded Python."""
-    with _FENCE:
-        pass
 
 
 def run_ranks(
@@ -77,7 +70,7 @@ def run_ranks(
     def run(rank: int) -> None:
         world = World(rank, size, host_of)
         transport = exchange.transport(rank)
-        window = Window([blocks[each] for each in range(size) if host_of[each] == host_of[rank]], _fence, lambda: None)
+        window = Window([blocks[each] for each in range(size) if host_of[each] == host_of[rank]])
         host = Host(world, transport, settings, window)
         own = runtime.Runtime(world, transport, settings, host, process_sets=sets)
         why = "its function returned"

@@ -7,10 +7,8 @@ import functools
 import itertools
 import os
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
-
-import numpy as np
 
 from ringreduce.errors import InputError
 from ringreduce.mpi import check_world_size, start_mpi
@@ -28,7 +26,7 @@ class World:
     hosts: tuple[int, ...]
     comm: Any = None  # mpi4py communicator for data
     control: Any = None  # mpi4py communicator for control messages
-    local: Any = None  # mpi4py communicator of this host's ranks, by local rank; for shared memory
+    local: Any = None  # mpi4py communicator of this host's ranks, by local rank
     generation: int = 0  # how many worlds this process had before
 
     @functools.cached_property
@@ -82,25 +80,6 @@ class World:
         if MPI.UNDEFINED in ranks:
             raise InputError("ProcessSet: the communicator has ranks that are not in the world of init()")
         return sorted(ranks)
-
-    def allocate_shared(self, nbytes: int) -> tuple[list[Any], Callable[[], None], Callable[[], None]]:
-        """Allocate memory that the ranks of this host share, `nbytes` each; a crash leaves no file behind.
-
-        Returns: 1-D uint8 arrays by local rank, a memory fence, and a function that frees it, collective on the host.
-        Raises:  MPI.Exception where MPI cannot.
-        """
-        from mpi4py import MPI
-
-        window = MPI.Win.Allocate_shared(nbytes, 1, comm=self.local)
-        window.Lock_all(MPI.MODE_NOCHECK)  # an epoch without end: loads and stores, ordered by Sync
-        blocks = [np.asarray(window.Shared_query(rank)[0], np.uint8) for rank in range(self.local_size)]
-
-        def close() -> None:
-            blocks.clear()
-            window.Unlock_all()
-            window.Free()
-
-        return blocks, window.Sync, close
 
     def free(self) -> None:
         """Free the communicators; every rank must call it."""

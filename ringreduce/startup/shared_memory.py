@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import mmap
 import os
+import tempfile
+from collections.abc import Generator
 from typing import Any
 
+import numpy as np
+
 from ringreduce.cost_model import Constants
-from ringreduce.errors import SettingsError
 from ringreduce.execution.algorithms import candidates, check, usable_algorithms
 from ringreduce.execution.host import Host
 from ringreduce.log import LOGGER
@@ -17,8 +21,8 @@ from ringreduce.transport.message import MessageTransport
 from ringreduce.transport.window import FLAGS_BYTES, Window, block_bytes
 from ringreduce.world import World
 
-SHARED_MEMORY = "/dev/shm"  # noqa: S108 - where MPI allocates it
-MARGIN_BYTES = 4 << 20  # what other processes may allocate between our check of the free memory and our allocation
+SHARED_MEMORY = "/dev/shm"  # noqa: S108 - files there are memory
+MARGIN_BYTES = 2 << 20  # of each rank, for MPI, whose own segments grow
 
 
 def prepare_host(world: World, transport: MessageTransport, settings: Settings) -> Host:
@@ -30,12 +34,7 @@ def prepare_host(world: World, transport: MessageTransport, settings: Settings) 
     constants = Constants.parse(settings.costs)
     window, why_not = make_window(world, settings)
     usable = usable_algorithms(world.hosts, window is not None)
-    try:
-        check(settings, usable, world.hosts, why_not)
-    except SettingsError:
-        if window is not None:  # raised on all ranks
-            window.close()
-        raise
+    check(settings, usable, world.hosts, why_not)
     if world.size > 1 and not settings.costs and len(candidates(settings, usable)) > 1:
         slots = [] if window is None else [block[FLAGS_BYTES:][: settings.shared_slot_bytes] for block in window.blocks]
         constants = measure.slowest(world.allgather_object(complete(measure.figures(transport, world.hosts, slots))))
@@ -51,55 +50,57 @@ def make_window(world: World, settings: Settings) -> tuple[Window | None, str]:
     """The host's shared memory, or None and the reason; the same on all ranks."""
     if len(set(world.hosts)) == world.size:
         return None, "no two ranks are on one host"
-    nbytes = block_bytes(settings.shared_slot_bytes, settings.shared_regions)
-    why_not = _first(world, _too_small(nbytes * world.local_size))
-    window = None
-    if not why_not:
+    steps = _allocate(world, block_bytes(settings.shared_slot_bytes, settings.shared_regions))
+    while True:
+        error = ""
         try:
-            window = Window(*world.allocate_shared(nbytes))
-        except Exception as exc:
-            why_not = f"MPI cannot allocate it: {exc}"
-        why_not = _first(world, why_not)
-    if window is not None and not why_not:
-        why_not = _first(world, _zero(window.blocks[world.local_rank]))
-        if why_not:
-            window.close()
-    if why_not and world.rank == 0:
-        LOGGER.warning(f"no shared memory between the ranks of a host, so messages are used: {why_not}")
-    return (None if why_not else window), why_not
+            next(steps)
+        except StopIteration as done:
+            return Window(done.value), ""
+        except OSError as exc:
+            error = str(exc)
+        errors = [f"rank {rank}: {each}" for rank, each in enumerate(world.allgather_object(error)) if each]
+        if errors:
+            steps.close()
+            if world.rank == 0:
+                LOGGER.warning(f"no shared memory between the ranks of a host, so messages are used: {errors[0]}")
+            return None, errors[0]
 
 
-def _first(world: World, why_not: str) -> str:
-    """The first rank's reason, if any rank has one."""
-    reasons = [f"rank {rank}: {reason}" for rank, reason in enumerate(world.allgather_object(why_not)) if reason]
-    return reasons[0] if reasons else ""
+def _allocate(world: World, nbytes: int) -> Generator[None, None, list[Any]]:
+    """Allocate a block and map those of all ranks of this host; after each step all ranks must agree to go on.
 
-
-def _zero(block: Any) -> str:
-    """Touch all of this rank's block; returns an error text when memory is missing, empty otherwise.
-
-    The kernel writes the zeros, so missing memory is an OSError; a write by this process would raise SIGBUS.
+    A block is a file that has a name until the others have mapped it, and memory only afterwards: whatever kills a rank
+    leaves an empty file at most. Each rank reserves its own block, on its NUMA node; when the memory is missing, that
+    is an OSError here, where a write would raise SIGBUS.
     """
-    filled, memory = 0, memoryview(block)
-    try:
-        with open("/dev/zero", "rb", buffering=0) as zeros:
-            while filled < len(memory):
-                filled += zeros.readinto(memory[filled:]) or 0
-    except OSError:
-        return f"{SHARED_MEMORY} is full: there is room for {filled} of {len(memory)} B"
-    return ""
+    descriptor, path = tempfile.mkstemp(prefix="ringreduce_", dir=SHARED_MEMORY)
+    with open(descriptor, "rb+") as own:
+        try:
+            own.truncate(nbytes)
+            yield
+            blocks = [_map(each, nbytes) for each in world.gather_on_host(path)]
+            yield
+        finally:
+            os.unlink(path)
+        try:
+            os.posix_fallocate(descriptor, 0, nbytes + MARGIN_BYTES)
+        except OSError as exc:
+            status = os.statvfs(SHARED_MEMORY)
+            raise OSError(
+                f"{SHARED_MEMORY}, {status.f_blocks * status.f_frsize >> 20} MiB, has no room for {world.local_size} × "
+                f"{nbytes + MARGIN_BYTES >> 20} MiB ({exc.strerror}); enlarge it (docker run --shm-size=…), or lower "
+                "RINGREDUCE_FUSION_BUFFER_BYTES and RINGREDUCE_SHARED_SLOT_BYTES"
+            ) from exc
+        yield
+        own.truncate(nbytes)
+    return blocks
 
 
-def _too_small(nbytes: int) -> str:
-    """An error text when too little is free, empty otherwise: MPI itself would often end in SIGBUS."""
+def _map(path: str, nbytes: int) -> Any:
+    """A rank's block, which is freed when no rank has an array of it any more."""
     try:
-        status = os.statvfs(SHARED_MEMORY)
-    except OSError:
-        return ""
-    free = status.f_bavail * status.f_frsize
-    if free >= nbytes + MARGIN_BYTES:
-        return ""
-    return (
-        f"{SHARED_MEMORY} has {free >> 20} MiB free, but {(nbytes + MARGIN_BYTES) >> 20} MiB are needed; enlarge it "
-        "(docker run --shm-size=…), or lower RINGREDUCE_FUSION_BUFFER_BYTES and RINGREDUCE_SHARED_SLOT_BYTES"
-    )
+        with open(path, "rb+") as file:
+            return np.frombuffer(mmap.mmap(file.fileno(), nbytes), np.uint8)
+    except FileNotFoundError as exc:
+        raise OSError(f"{path} of a rank on this host is not here: containers must share {SHARED_MEMORY}") from exc

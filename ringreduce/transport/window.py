@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import platform
+import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -34,13 +36,29 @@ SPINS = 20  # tests of a flag before yielding the core: the other rank is usuall
 YIELD_S = 200e-6  # then a wait yields this long before the engine looks for other work, which takes it 50 µs
 
 
+_LOCK = threading.Lock()
+_IS_X86 = platform.machine() in ("x86_64", "AMD64")
+
+
+def memory_fence() -> None:
+    """Order this thread's reads and writes of shared memory before it against those after it, for other processes too.
+
+    Nothing moves down past a lock's release or up past an acquire, and a release and a later acquire keep their order.
+    On x86 one lock suffices: each of its instructions is a fence.
+    """
+    _LOCK.acquire()
+    _LOCK.release()
+    if not _IS_X86:
+        _LOCK.acquire()
+        _LOCK.release()
+
+
 @dataclasses.dataclass(frozen=True)
 class Window:
     """The blocks of one host's ranks, by local rank, each 1-D uint8 of equal length."""
 
     blocks: Sequence[Any]
-    fence: Callable[[], None]  # orders this thread's reads and writes of the blocks before it against those after it
-    close: Callable[[], None]  # frees the memory; every rank of the host must call it
+    fence: Callable[[], None] = memory_fence
     check: Callable[[int], None] = lambda rank: None  # called during a long wait for a rank (of the world); may raise
 
 

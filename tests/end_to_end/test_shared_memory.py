@@ -71,28 +71,57 @@ def test_where_there_is_little_of_it_messages_are_used_and_a_line_says_why(pytho
     assert len(said) == 1, finished.stdout
     assert re.fullmatch(
         r"\[0\] ringreduce: no shared memory between the ranks of a host, so messages are used: rank 0: "
-        rf"/dev/shm has \d+ MiB free, but {2 * 8 + 4} MiB are needed; enlarge it \(docker run --shm-size=…\), or lower "
-        "RINGREDUCE_FUSION_BUFFER_BYTES and RINGREDUCE_SHARED_SLOT_BYTES",
+        rf"/dev/shm, {mebibytes} MiB, has no room for 2 × 10 MiB \(No space left on device\); enlarge it "
+        r"\(docker run --shm-size=…\), or lower RINGREDUCE_FUSION_BUFFER_BYTES and RINGREDUCE_SHARED_SLOT_BYTES",
         said[0],
     )
 
 
 TAKEN_MEANWHILE = """
 import os
-from types import SimpleNamespace
 
-os.statvfs = lambda path: SimpleNamespace(f_bavail=1 << 20, f_frsize=4096)  # what there was a moment ago
+def reserve(*arguments, reserve=os.posix_fallocate):
+    if os.environ["RANK"] == "1":
+        with open("/dev/shm/another_jobs", "wb") as file:
+            file.write(bytes(10 << 20))
+    reserve(*arguments)
+
+os.posix_fallocate = reserve
 """
 
 
 @own_shm
-def test_memory_that_another_job_takes_after_the_look_kills_no_rank(mpich_python, program):
-    """Open MPI looks once more itself, so this moment cannot be played with it."""
-    finished = ringrun(mpich_python, 2, program(TAKEN_MEANWHILE + REDUCE), shm="14m")
+def test_memory_that_another_job_takes_meanwhile_ends_no_rank_and_hangs_none(python, program):
+    text = TAKEN_MEANWHILE + REDUCE
+    finished = ringrun(python, 2, program(text), shm="27m")
     assert finished.returncode == 0, finished.stdout
     assert finished.stdout.count("right; False 0") == 2, finished.stdout
-    said = r"\[0\] ringreduce: no shared memory between the ranks of a host, so messages are used: rank \d: (.*)"
+    assert re.search(r"so messages are used: rank \d: /dev/shm, 27 MiB, has no room for 2 × 10 MiB", finished.stdout)
+    left = re.findall(r"^left: (\d+) blocks (.*)$", finished.stdout, re.MULTILINE)
+    assert [name for _, name in left] == ["/dev/shm/another_jobs"]
+
+
+IN_A_CONTAINER = """
+import os, sys
+
+if os.environ["RANK"] == "1" and "INSIDE" not in os.environ:
+    os.environ["INSIDE"] = "yes"
+    mount = 'mount -t tmpfs tmpfs /dev/shm && exec "$@"'
+    os.execvp("unshare", ["unshare", "-m", "bash", "-c", mount, "bash", sys.executable, *sys.argv])
+"""
+
+
+@own_shm
+def test_ranks_of_one_host_that_do_not_share_it_use_messages(program):
+    """As in two containers. MPICH itself waits for ever there, in MPI_Init."""
+    finished = ringrun(Path(sys.executable), 2, program(IN_A_CONTAINER + REDUCE))
+    assert finished.returncode == 0, finished.stdout
+    assert finished.stdout.count("right; False 0") == 2, finished.stdout
+    said = (
+        r"messages are used: rank 0: /dev/shm/ringreduce_\w+ of a rank on this host is not here: containers must share"
+    )
     assert re.search(said, finished.stdout), finished.stdout
+    assert not [name for name in os.listdir("/dev/shm") if name.startswith("ringreduce_")]
 
 
 @own_shm
@@ -111,7 +140,7 @@ def test_whoever_asks_for_it_is_told_why_there_is_none(python, program):
     assert finished.returncode == 1, finished.stdout
     assert re.search(
         r"SettingsError: RINGREDUCE_ALGORITHM=shared: needs all ranks on one host, and shared memory; there are 2 "
-        r"ranks on 1 host, and rank 0: /dev/shm has \d+ MiB free, but 20 MiB are needed.*; usable are ring, direct, d",
+        r"ranks on 1 host, and rank \d: /dev/shm, 8 MiB, has no room for 2 × 10 MiB.*; usable are ring, direct, d",
         finished.stdout,
     ), finished.stdout
 

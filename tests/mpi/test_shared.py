@@ -4,6 +4,7 @@ import itertools
 import os
 import random
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -111,10 +112,16 @@ def test_many_operations_of_ranks_that_are_late_by_turns(seed):
             assert_reduced(result, op, given)
 
 
-def test_after_shutdown_there_is_a_new_window(anew):
+def mapped_blocks():
+    """How many blocks this process has mapped."""
+    return sum("/dev/shm/ringreduce_" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def test_after_shutdown_there_is_a_new_window_and_the_old_one_is_gone(anew):
     for sequence in range(4):
         anew()
         window = runtime.current("test").engine.host.window
+        assert mapped_blocks() == rr.size()
         assert not any(block[4096:].any() for block in window.blocks[rr.local_rank() : rr.local_rank() + 1]), "zeroed"
         arrays = everyones("float32", LONG, sequence)
         assert_reduced(rr.allreduce(arrays[rr.rank()]), rr.Average, arrays)
@@ -202,5 +209,6 @@ def test_sets_that_come_and_go(anew):
 
 
 def test_nothing_of_it_stands_in_a_folder():
-    """MPI's file is deleted while it is mapped, or belongs to MPI: no name of ours is in /dev/shm."""
+    """A block's file has no name any more when all have mapped it."""
+    assert mapped_blocks() == rr.size()
     assert not [name for name in os.listdir("/dev/shm") if "ringreduce" in name]

@@ -57,7 +57,7 @@ def on_a_host(size, program, region_type=Region):
             raise TimeoutError(f"waited for rank {rank} in vain")
 
     blocks = [np.zeros(block_bytes(SLOT_BYTES, 2), np.uint8) for _ in range(size)]
-    window = Window(blocks, lambda: None, lambda: None, check)
+    window = Window(blocks, check=check)
     regions = [region_type(window, 1, SLOT_BYTES, range(size), range(size), rank) for rank in range(size)]
 
     def run(rank):

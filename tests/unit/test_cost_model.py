@@ -155,7 +155,7 @@ def routes_of(hosts, settings=None, *, shared=True, constants=None):
     """The routes of the set of all ranks, on rank 0."""
     knobs = settings or Settings()
     blocks = [memory_of(knobs) for host in hosts if host == hosts[0]]
-    window = Window(blocks, lambda: None, lambda: None) if shared and len(set(hosts)) < len(hosts) else None
+    window = Window(blocks) if shared and len(set(hosts)) < len(hosts) else None
     world = World(0, len(hosts), tuple(hosts))
     host = Host(world, Exchange(len(hosts)).transport(0), knobs, window, constants)
     return host.algorithms((0, 0, 0), range(len(hosts)))

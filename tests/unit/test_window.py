@@ -23,7 +23,7 @@ def nothing():
 def host_window(size, fence=nothing, **options):
     """The blocks of so many ranks, as one of them sees them, zeroed."""
     blocks = [np.zeros(block_bytes(SLOT_BYTES, REGIONS), np.uint8) for _ in range(size)]
-    return Window(blocks, fence, nothing, **options)
+    return Window(blocks, fence, **options)
 
 
 def views_of(shared, number, members):
@@ -81,7 +81,7 @@ def test_every_region_that_settings_allow_has_flags_of_its_own():
     least = Settings(fusion_buffer_bytes=1 << 20, fusion_slot_bytes=64, shared_slot_bytes=64)
     assert least.shared_regions == MOST_REGIONS
     blocks = [np.zeros(block_bytes(64, MOST_REGIONS), np.uint8)]
-    regions = [Region(Window(blocks, nothing, nothing), k, 64, [0], [0], 0) for k in range(MOST_REGIONS)]
+    regions = [Region(Window(blocks), k, 64, [0], [0], 0) for k in range(MOST_REGIONS)]
     for number, region in enumerate(regions):
         region.publish(PACKED, 2 * number)
         region.publish(SUMMED, 2 * number + 1)
@@ -161,7 +161,7 @@ def host_of(rank, hosts, regions=2):
         World(rank, len(hosts), tuple(hosts)),
         Exchange(len(hosts)).transport(rank),
         settings,
-        Window(blocks, nothing, nothing),
+        Window(blocks),
     )
 
 
