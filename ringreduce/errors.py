@@ -79,7 +79,10 @@ class MismatchError(CollectiveError):
 
 
 class StalledError(CollectiveError):
-    """Other ranks did not submit a tensor, or made no progress, for longer than the setting `stall_abort_s`."""
+    """Other ranks did not submit a tensor, or made no progress, for longer than the setting `stall_abort_s`.
+
+    If the operation had begun, its array may still change: a message that has begun to arrive cannot be cancelled.
+    """
 
 
 class PeerLostError(CollectiveError):

@@ -1,4 +1,6 @@
-"""Names that Horovod has and ringreduce does not have yet: the AttributeError says what to use instead."""
+"""What Horovod has and ringreduce does not have yet: the errors say what to use instead."""
+
+from typing import Any
 
 _RESTARTS = "`ringrun --restarts N` restarts a job after a failure"
 _RINGRUN = "start your script with `ringrun -np N python train.py`"
@@ -12,9 +14,29 @@ _NOT_THERE = {
     "keras": "in your own training loop apply the result of ringreduce.grouped_allreduce(gradients)",
     "tensorflow": "pass arrays that support DLPack to ringreduce's functions",
 }
+_IN_JAX = """\
+outside of jax.jit reduce the gradients yourself:
+    leaves, tree = jax.tree.flatten(grads)
+    grads = jax.tree.unflatten(tree, ringreduce.grouped_allreduce(leaves))"""
+_NO_ADAPTER = {
+    "optax": f"optax has no adapter yet; {_IN_JAX}",
+    "flax": f"flax has no adapter yet; {_IN_JAX}",
+    "keras": "Keras has no adapter yet, and model.fit would train each rank alone; in your own loop apply the "
+    "result of ringreduce.grouped_allreduce(gradients)",
+}
 
 
 def no_attribute(module: str, name: str) -> AttributeError:
     """The error for an attribute that a module lacks."""
     instead = f": it is not supported yet; {_NOT_THERE[name]}" if name in _NOT_THERE else ""
     return AttributeError(f"module {module!r} has no attribute {name!r}{instead}", name=name)
+
+
+def check_adapter(optimizer: Any) -> None:
+    """Raise TypeError for an optimizer of a framework that has no adapter yet."""
+    libraries = [base.__module__.partition(".")[0] for base in type(optimizer).__mro__]
+    if isinstance(optimizer, tuple) and hasattr(optimizer, "init") and hasattr(optimizer, "update"):
+        libraries.insert(0, "optax")  # its GradientTransformation is a pair of functions
+    for library in libraries:
+        if library in _NO_ADAPTER:
+            raise TypeError(f"DistributedOptimizer: {_NO_ADAPTER[library]}")

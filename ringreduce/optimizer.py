@@ -14,6 +14,7 @@ from typing import Any
 from ringreduce import runtime, trees
 from ringreduce.api.reduce import grouped_allreduce
 from ringreduce.errors import InputError
+from ringreduce.not_there import check_adapter
 from ringreduce.ops import Average, ReduceOp
 
 FORMS = """\
@@ -23,16 +24,6 @@ FORMS = """\
 _METHODS = ("step", "update", "apply_gradients")
 _GRADIENT_NAMES = ("grads", "gradients", "grad", "gradient", "updates")
 """Names of an argument that holds gradients; optax calls it updates."""
-_IN_JAX = """\
-outside of jax.jit reduce the gradients yourself:
-    leaves, tree = jax.tree.flatten(grads)
-    grads = jax.tree.unflatten(tree, ringreduce.grouped_allreduce(leaves))"""
-_NOT_THERE_YET = {
-    "optax": f"optax has no adapter yet; {_IN_JAX}",
-    "flax": f"flax has no adapter yet; {_IN_JAX}",
-    "keras": "Keras has no adapter yet, and model.fit would train each rank alone; in your own loop apply the "
-    "result of ringreduce.grouped_allreduce(gradients)",
-}
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
@@ -71,12 +62,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         options["named_parameters"] = named_parameters
     if options:
         raise InputError(f"DistributedOptimizer: {', '.join(options)} are options for torch optimizers only")
-    libraries = [base.__module__.partition(".")[0] for base in type(optimizer).__mro__]
-    if isinstance(optimizer, tuple) and hasattr(optimizer, "init") and hasattr(optimizer, "update"):
-        libraries.insert(0, "optax")  # its GradientTransformation is a pair of functions
-    for library in libraries:
-        if library in _NOT_THERE_YET:
-            raise TypeError(f"DistributedOptimizer: {_NOT_THERE_YET[library]}")
+    check_adapter(optimizer)
     methods = [name for name in _METHODS if callable(getattr(optimizer, name, None))]
     if not (methods or callable(optimizer)):
         raise TypeError(f"DistributedOptimizer: got a {type(optimizer).__qualname__}; expected one of\n{FORMS}")

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import contextvars
 import dataclasses
+import functools
 import gc
 import hashlib
 import logging
@@ -91,7 +92,7 @@ def start(comm: Any, process_sets: Sequence[Any], dynamic: bool) -> list[tuple[i
     world = form_world(comm, _generations)
     if _generations == 0:
         atexit.register(_at_exit)
-        os.register_at_fork(after_in_child=_after_fork)
+        os.register_at_fork(before=_before_fork, after_in_child=_after_fork)
     _generations += 1
     _process_id = os.getpid()
     excepthook.install(settings.error_file)  # from here on the other ranks may wait for this one
@@ -239,6 +240,16 @@ def _at_exit() -> None:
         signal.signal(signal.SIGTERM, lambda *_: terminated.set())
     if _leave("its script ended", terminated.is_set):
         finalize_mpi()
+
+
+@functools.cache  # warns once
+def _before_fork() -> None:
+    """Warn when a rank of several forks; `subprocess` does not come here."""
+    if _process_runtime is not None and _process_runtime.world.size > 1:
+        log.LOGGER.warning(
+            "this rank forks a process, and MPI's memory may not survive that, neither here nor in the child; start "
+            "processes by spawn or forkserver, as in DataLoader(…, multiprocessing_context='forkserver')"
+        )
 
 
 def _after_fork() -> None:

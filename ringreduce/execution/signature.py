@@ -77,6 +77,8 @@ def mismatch_message(records: Mapping[int, SubmissionRecord], size: int) -> str:
     )
     if len(differing) > 1:
         text += f" ({ranks_text(differing)} differ from rank {first})"
+    if mine.signature.numbered:
+        text += "; unnamed tensors are numbered in order, so one more call on a rank shifts all later ones: pass name="
     return text
 
 

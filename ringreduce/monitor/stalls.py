@@ -123,7 +123,7 @@ class StallWatch:
         if self._is_due(state, stalled_s) and state.coordinator is not None:
             self._query(state, text, state.members)
         if self._is_over(stalled_s):
-            self._fail_everything(text)
+            self._fail_everything(f"{text}; what has begun to arrive may still change its array")
         return True
 
     def _check_waiting(

@@ -14,6 +14,7 @@ from ringreduce.api.process_sets import ProcessSet, global_process_set
 from ringreduce.api.submit import which_op
 from ringreduce.compression import Compression, Compressor
 from ringreduce.errors import InputError, MissingExtraError
+from ringreduce.not_there import check_adapter
 from ringreduce.ops import Adasum, Average, ReduceOp, Sum
 from ringreduce.torch.adasum_optimizer import AdasumMixin, DeltaReducer
 from ringreduce.torch.gradient_transport import GradientTransport
@@ -109,6 +110,7 @@ def _check(
     optimizer: Any, compression: Any, passes: int, op: ReduceOp, predivide: float, process_set: ProcessSet
 ) -> None:
     """Raise InputError for wrong arguments."""
+    check_adapter(optimizer)
     if not hasattr(optimizer, "param_groups"):
         raise TypeError(
             f"DistributedOptimizer: expected a torch optimizer, got a {type(optimizer).__qualname__}; such as "

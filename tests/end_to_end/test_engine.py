@@ -100,11 +100,14 @@ def test_a_forked_child_is_no_rank_and_ends_alone(finished, child):
 def test_data_loaders_of_torch_that_fork(finished):
     done = finished(
         "import torch\n"
+        "import subprocess; subprocess.run(['true']); print('no fork')\n"
         "loader = torch.utils.data.DataLoader(torch.arange(20.0) * (1 + rr.rank()), batch_size=5, num_workers=2)\n"
         "print('sum', sum(float(rr.allreduce(batch.sum(), op=rr.Sum)) for batch in loader))\n",
         ranks=2,
     )
     assert (done.returncode, done.stdout.count("sum 570.0")) == (0, 2), done.stdout
+    assert done.stdout.count("ringreduce: this rank forks a process, and MPI's memory may not survive") == 2, "once"
+    assert done.stdout.count("as in DataLoader(…, multiprocessing_context='forkserver')") == 2, done.stdout
 
 
 def test_beside_the_users_own_mpi_and_threads(finished, python):

@@ -1,5 +1,6 @@
 """Engines in an order of events that is rare on real ranks: played by hand, or by ranks as threads."""
 
+import re
 import threading
 import time
 from types import SimpleNamespace
@@ -120,7 +121,8 @@ def test_a_late_rank_does_not_write_to_a_tensor_that_was_given_up():
         try:
             rr.broadcast_(array, root_rank=1, name="model")
         except rr.CollectiveError as exc:
-            assert rr.rank() == 1 or "has not moved for" in str(exc), exc  # noqa: PT017
+            said = r"has not moved for .*; what has begun to arrive may still change its array$"
+            assert rr.rank() == 1 or re.search(said, str(exc)), exc  # noqa: PT017
             given_up.set()
         if rr.rank() == 0:
             assert sent.wait(10)

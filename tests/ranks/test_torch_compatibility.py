@@ -195,6 +195,16 @@ def test_a_model_in_place_of_the_optimizer():
     run_ranks(1, program)
 
 
+def test_an_optimizer_of_keras_is_told_what_works():
+    adam = type("Adam", (type("Base", (), {"__module__": "keras.src.optimizers"}),), {})()
+
+    def program():
+        with pytest.raises(TypeError, match=r"Keras has no adapter yet, .* in your own loop apply the result of ring"):
+            hvd.DistributedOptimizer(adam)
+
+    run_ranks(1, program)
+
+
 def through_torch_save(optimizer):
     file = io.BytesIO()
     torch.save(optimizer, file)
