@@ -6,31 +6,23 @@ import itertools
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-from ringreduce.transport import waiting
 from ringreduce.transport.base import Steps, Work
 
 
-class AnyOf:
+class AnyOf(Work):
     """See `Work`: one of several is done."""
 
     def __init__(self, requests: Sequence[Work]) -> None:
         self._requests = requests
 
     @property
-    def peer(self) -> int:
+    def peer(self) -> int:  # type: ignore[override]
         """The rank that the oldest waits for."""
         return self._requests[0].peer
 
     def done(self) -> bool:
         """See `Work.done`."""
         return any(each.done() for each in self._requests)
-
-    def wait(self) -> None:
-        """See `Work.wait`."""
-        if len(self._requests) == 1:
-            self._requests[0].wait()
-        else:
-            waiting.until(self.done)
 
 
 class Order:
@@ -41,7 +33,7 @@ class Order:
         self.passed = 0
 
 
-class InOrder:
+class InOrder(Work):
     """See `Work`: all before this one have passed."""
 
     def __init__(self, order: Order, number: int) -> None:
@@ -51,9 +43,6 @@ class InOrder:
     def done(self) -> bool:
         """See `Work.done`."""
         return self._order.passed == self._number
-
-    def wait(self) -> None:
-        """See `Work.wait`; does not wait, since the earlier ones must advance meanwhile."""
 
 
 class _Running:
@@ -68,8 +57,6 @@ class _Running:
         """Advance as far as possible without waiting; True when it advanced."""
         advanced = False
         while not self.ended and (self.request is None or self.request.done()):
-            if self.request is not None:
-                self.request.wait()
             advanced = True
             try:
                 self.request = next(self.steps)

@@ -36,8 +36,7 @@ def allreduce(submissions: Sequence[Submission], context: Context) -> Steps[None
             what = f"allreduce of {len(batch.inputs)} tensors, {batch.nbytes} B of {reduction.element.name}"
             LOGGER.debug(f"{what}: {algorithm}, in {len(buckets)} buckets")
         work.append((batch, reduction, algorithm, buckets))
-    for submission in submissions:
-        context.completions.settle(submission)
+    context.completions.settle(submissions)
     for each in on_gpu:
         yield from each.run()
     for batch, reduction, algorithm, buckets in work:
@@ -70,9 +69,9 @@ def _through_window(
 
     def watch(number: int, phase: int) -> None:
         if timeline.recording:
-            timeline.switch_phase(batch.names(buckets[number]), PHASES.get(phase))
+            timeline.switch_phase(batch.owners_of(buckets[number]), PHASES.get(phase))
         if phase == shared.DONE:
-            batch.settle(buckets[number], context)
+            context.completions.settle(batch.owners_of(buckets[number]))
 
     algorithms, segment_bytes = context.algorithms, context.algorithms.segment_bytes
     if algorithms.region is None:

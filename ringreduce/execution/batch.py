@@ -49,13 +49,8 @@ class Batch(NamedTuple):
             for piece in bucket.pieces:
                 self.owners[piece.tensor].missing_pieces += 1
 
-    def settle(self, bucket: fusion.Bucket, context: Context) -> None:
-        """A bucket's results are in place: complete the owners that have all their pieces."""
-        for piece in bucket.pieces:
-            context.completions.settle(self.owners[piece.tensor])
-
-    def names(self, bucket: fusion.Bucket) -> list[Submission]:
-        """The submissions of a bucket, for the timeline."""
+    def owners_of(self, bucket: fusion.Bucket) -> list[Submission]:
+        """The submission of each piece of a bucket."""
         return [self.owners[piece.tensor] for piece in bucket.pieces]
 
 
@@ -88,27 +83,27 @@ def carry(
 
     wide: pack in its `sum_type`; the finished elements follow in the block.
     """
-    timeline, names = context.timeline, batch.names(bucket)
+    timeline, owners = context.timeline, batch.owners_of(bucket)
     if len(bucket.pieces) == 1 and wide is None:
         number, low, high = bucket.pieces[0]
         flat = batch.outputs[number].flat[low:high]
         if batch.outputs[number] is not batch.inputs[number]:
             flat[...] = batch.inputs[number].flat[low:high]
-        with timeline.phase(names, phase):
+        with timeline.phase(owners, phase):
             yield from collective(flat, None)
     else:
         like = batch.inputs[0]
         storage = like.element.storage
         with context.memory.block(like) as block:
             partial = view(block, storage if wide is None else wide.sum_type)[: bucket.length]
-            with timeline.phase(names, "MEMCPY_IN_FUSION_BUFFER"):
+            with timeline.phase(owners, "MEMCPY_IN_FUSION_BUFFER"):
                 fusion.pack(bucket, batch.inputs, partial, widen=None if wide is None else wide.widen)
             finished = partial if wide is None else view(block[partial.nbytes :], storage)[: bucket.length]
-            with timeline.phase(names, phase):
+            with timeline.phase(owners, phase):
                 yield from collective(finished, None if wide is None else partial)
-            with timeline.phase(names, "MEMCPY_OUT_FUSION_BUFFER"):
+            with timeline.phase(owners, "MEMCPY_OUT_FUSION_BUFFER"):
                 fusion.unpack(bucket, finished, batch.outputs)
-    batch.settle(bucket, context)
+    context.completions.settle(owners)
 
 
 def plan(batch: Batch, context: Context, itemsize: int) -> Sequence[fusion.Bucket]:

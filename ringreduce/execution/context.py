@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ringreduce import fusion
@@ -33,12 +33,12 @@ class Completions:
         self._submissions: list[Submission] = []
         self._flushed_s = 0.0
 
-    def settle(self, submission: Submission) -> None:
-        """One piece of a submission, or its planning, is finished; the last one completes it, now or at a flush."""
-        submission.missing_pieces -= 1
-        if submission.missing_pieces:
-            return
-        self._submissions.append(submission)
+    def settle(self, submissions: Iterable[Submission]) -> None:
+        """A piece of each, or its planning, is finished; the last piece completes it, now or at a flush."""
+        for submission in submissions:
+            submission.missing_pieces -= 1
+            if not submission.missing_pieces:
+                self._submissions.append(submission)
         if time.monotonic() - self._flushed_s > COMPLETION_INTERVAL_S:
             self.flush()
 

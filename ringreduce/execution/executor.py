@@ -11,7 +11,6 @@ from ringreduce.execution.context import Context
 from ringreduce.execution.submission import Submission
 from ringreduce.transport.base import Steps, Work
 from ringreduce.transport.waiting import WaitsFor
-from ringreduce.transport.window import Arrival
 
 
 class Executor:
@@ -48,10 +47,9 @@ class Executor:
         moved = False
         try:
             while self._queue:
-                if self.work is not None:
-                    if not (self._is_done_soon() if latency_critical else self.work.done()):
-                        break
-                    self.work.wait()
+                work = self.work
+                if work is not None and not (work.done_soon() if latency_critical else work.done()):
+                    break
                 moved = True
                 try:
                     self.work = next(self._queue[0])
@@ -65,14 +63,10 @@ class Executor:
             self.moved_s = time.monotonic()
         return moved
 
-    def _is_done_soon(self) -> bool:
-        work = self.work
-        return work.done_soon() if isinstance(work, Arrival) else work is not None and work.done()
-
     def waits_for(self) -> WaitsFor:
         """What the current operation must be polled for."""
-        if self.work is not None and not isinstance(self.work, Arrival):
-            return WaitsFor.MESSAGES
+        if self.work is not None:
+            return self.work.waits_for
         return WaitsFor.FLAGS if self._queue else WaitsFor.NOTHING
 
     def stuck_on(self) -> int | None:
@@ -86,14 +80,14 @@ class Executor:
         self._queue.clear()
 
 
-class Idle:
-    """A `transport.base.Work` that is done when an executor has no operation queued."""
+class Idle(Work):
+    """Done when an executor has no operation queued."""
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
 
     @property
-    def peer(self) -> int:
+    def peer(self) -> int:  # type: ignore[override]
         """The rank that the executor waits for."""
         stuck_on = self._executor.stuck_on()
         return self._executor.context.members[0] if stuck_on is None else stuck_on
@@ -101,6 +95,3 @@ class Idle:
     def done(self) -> bool:
         """See `Work.done`."""
         return not self._executor.busy
-
-    def wait(self) -> None:
-        """See `Work.wait`."""

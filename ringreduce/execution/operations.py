@@ -76,8 +76,7 @@ def _broadcast(submissions: Sequence[Submission], context: Context) -> Steps[Non
     planned = [(batch, plan(batch, context, batch.inputs[0].element.itemsize)) for batch in found if not batch.on_gpu]
     for batch, buckets in planned:
         batch.expect(buckets)
-    for submission in submissions:
-        context.completions.settle(submission)
+    context.completions.settle(submissions)
     for each in on_gpu:
         yield from each.run()
     for batch, buckets in planned:

@@ -58,14 +58,9 @@ class Handle:
         with self._gate:
             return
 
-    def complete(self, result: Callable[[], Any]) -> None:
-        """Let `wait` return `result()`; called by the engine, once."""
-        self._result, self._done = result, True
-        self._gate.release()
-
-    def fail(self, error: Exception) -> None:
-        """Let `wait` raise `error`; called by the engine, once."""
-        self._error, self._done = error, True
+    def end(self, result: Callable[[], Any], error: Exception | None = None) -> None:
+        """Let `wait` return `result()` or raise `error`; called by the engine, once."""
+        self._result, self._error, self._done = result, error, True
         self._gate.release()
 
     def __repr__(self) -> str:
@@ -126,9 +121,7 @@ class Submission:
     def complete(self) -> None:
         """Complete the handle: the outputs hold the results, or will when the GPU has done the engine's work."""
         done = self.retire([*self.inputs, *self.outputs]) if self.retire is not None else None
-        handle = self._detach()
-        if handle is not None:
-            handle.complete(lambda: self._result(done))
+        self._end(lambda: self._result(done))
 
     def _result(self, done: Event | None) -> Any:
         """The caller's result, in the thread that waits; its later work on the GPU comes after `done`."""
@@ -140,13 +133,12 @@ class Submission:
 
     def fail(self, error: Exception) -> None:
         """Fail the handle with `error`."""
-        handle = self._detach()
-        if handle is not None:
-            handle.fail(error)
+        self._end(_nothing, error)
 
-    def _detach(self) -> Handle | None:
+    def _end(self, result: Callable[[], Any], error: Exception | None = None) -> None:
         """Leave `in_flight`, and drop the handle, since a reference cycle would be left to the garbage collector."""
         with self.lock:
             self.in_flight.pop(self.key, None)
         handle, self.handle = self.handle, None
-        return handle
+        if handle is not None:
+            handle.end(result, error)

@@ -54,12 +54,12 @@ class GpuBatch:
     def watch(self, number: int, phase: int) -> None:
         """Record in the timeline that a phase of a slot is queued."""
         if self.context.timeline.recording:
-            self.context.timeline.switch_phase(self.batch.names(self.slots[number]), PHASES.get(phase))
+            self.context.timeline.switch_phase(self.batch.owners_of(self.slots[number]), PHASES.get(phase))
 
     def settle(self, number: int) -> None:
         """Record that a slot's results are queued, so that its owners may complete."""
         self.watch(number, shared.DONE)
-        self.batch.settle(self.slots[number], self.context)
+        self.context.completions.settle(self.batch.owners_of(self.slots[number]))
 
     def through_host(
         self, collective: Callable[[Any, int], Steps[None]], width: int, in_order: bool = False

@@ -23,8 +23,7 @@ import numpy as np
 
 from ringreduce import mpi
 from ringreduce.gpu.runtime import cupy
-from ringreduce.transport import waiting
-from ringreduce.transport.base import Steps
+from ringreduce.transport.base import Steps, Work
 
 VARIABLE = "RINGREDUCE_CUDA_AWARE_MPI"
 TIMEOUT_S = 30.0
@@ -89,8 +88,8 @@ def says(library: Any) -> bool | None:
     return None
 
 
-class Trial:
-    """A child, in its own process group, that sends GPU arrays to itself: a `Work` with an `outcome`."""
+class Trial(Work):
+    """A child, in its own process group, that sends GPU arrays to itself: done when it has ended."""
 
     def __init__(self, device: int, rank: int, timeout_s: float = TIMEOUT_S) -> None:
         self.peer = rank
@@ -108,10 +107,6 @@ class Trial:
     def done(self) -> bool:
         """See `Work.done`."""
         return self._child.poll() is not None or time.monotonic() > self._until_s
-
-    def wait(self) -> None:
-        """See `Work.wait`."""
-        waiting.until(self.done)
 
     def outcome(self) -> tuple[bool, str]:
         """Whether the arrays have arrived, and a sentence why; call it when done."""

@@ -19,8 +19,7 @@ from ringreduce.arrays.dtypes import ElementType
 from ringreduce.errors import CollectiveError, MissingExtraError
 from ringreduce.gpu.runtime import Device, Stream, cupy, runtime
 from ringreduce.ops import Average, Max, Min, Product, ReduceOp, Sum
-from ringreduce.transport import waiting
-from ringreduce.transport.base import Steps
+from ringreduce.transport.base import Steps, Work
 
 INSTEAD = "RINGREDUCE_CUDA_NCCL=0 does without NCCL"
 
@@ -146,8 +145,8 @@ class Nccl:
             self._communicator.abort()
 
 
-class _Opening:
-    """A `Work`: a communicator being opened in a daemon thread."""
+class _Opening(Work):
+    """A communicator being opened in a daemon thread."""
 
     def __init__(self, start: Callable[[], Nccl], rank: int) -> None:
         self.peer = rank
@@ -163,10 +162,6 @@ class _Opening:
     def done(self) -> bool:
         """See `Work.done`."""
         return self.future.done()
-
-    def wait(self) -> None:
-        """See `Work.wait`."""
-        waiting.until(self.done)
 
 
 @contextlib.contextmanager

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from ringreduce.gpu.runtime import Block, Event, Pinned, Stream
-from ringreduce.transport import waiting
+from ringreduce.transport.base import Work
 
 
-class Done:
+class Done(Work):
     """See `transport.base.Work`: this rank's GPU has reached an event."""
 
     def __init__(self, event: Event, rank: int) -> None:
@@ -16,10 +16,6 @@ class Done:
     def done(self) -> bool:
         """See `Work.done`."""
         return self._event.done()
-
-    def wait(self) -> None:
-        """See `Work.wait`."""
-        waiting.until(self._event.done)
 
 
 class Stage:

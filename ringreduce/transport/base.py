@@ -9,25 +9,32 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import Any, NamedTuple, Protocol, TypeVar
 
+from ringreduce.transport import waiting
+
 Result = TypeVar("Result")
 
 
-class Work(Protocol):
-    """A message in flight, to or from rank `peer`."""
+class Work:
+    """What a collective waits for: mostly a message in flight, to or from rank `peer`."""
 
-    @property
-    def peer(self) -> int:
-        """The other rank."""
+    peer: int
+    waits_for = waiting.WaitsFor.MESSAGES  # what must be polled for meanwhile
 
     def done(self) -> bool:
-        """True when `wait` would return at once."""
+        """True when the message's memory may be used again (sent) or holds the data (received)."""
+        raise NotImplementedError
+
+    def done_soon(self) -> bool:
+        """As `done`; may poll for some microseconds."""
+        return self.done()
 
     def wait(self) -> None:
-        """Return when the message's memory may be used again (sent) or holds the data (received)."""
+        """Return when it is done."""
+        waiting.until(self.done)
 
 
 Steps = Generator[Work, None, Result]
-"""A running collective: yields the work it waits for, and is resumed after that work's `wait`."""
+"""A running collective: yields the work it waits for, and is resumed when that is done."""
 
 
 def complete(steps: Steps[Result]) -> Result:
@@ -45,8 +52,8 @@ class Transport(Protocol):
     """Messages between `size` ranks, this one being `rank`.
 
     Two messages from one rank to another with the same tag arrive in the order in which they were sent. Both sides know
-    a message's length. Neither call blocks; `send` may keep reading its memory, and `receive` writing it, until `wait`
-    has returned. Arrays are 1-D and contiguous, of NumPy or CuPy; a message holds their bytes.
+    a message's length. Neither call blocks; `send` may keep reading its memory, and `receive` writing it, until it
+    is done. Arrays are 1-D and contiguous, of NumPy or CuPy; a message holds their bytes.
     """
 
     rank: int  # this rank

@@ -14,18 +14,17 @@ from typing import Any
 import numpy as np
 
 from ringreduce.arrays import buffer
-from ringreduce.transport import waiting
-from ringreduce.transport.base import ControlMessage
+from ringreduce.transport.base import ControlMessage, Work
 from ringreduce.world import World
 
 CONTROL_TAG = 0
 
 
-class MessageWork:
+class MessageWork(Work):
     """A message in flight."""
 
     def __init__(self, handle: Any, peer: int, memory: Any, receives: set[MessageWork] | None = None) -> None:
-        """receives: those in flight; this one is in the set until `wait` has returned."""
+        """receives: those in flight; this one is in the set until it is done."""
         self._receives = receives
         if receives is not None:
             receives.add(self)
@@ -36,16 +35,11 @@ class MessageWork:
 
     def done(self) -> bool:
         """See `Work.done`."""
-        self._is_done = self._is_done or self._handle.Test()
+        if not self._is_done and self._handle.Test():
+            self._is_done, self._memory = True, None
+            if self._receives is not None:
+                self._receives.discard(self)
         return self._is_done
-
-    def wait(self) -> None:
-        """See `Work.wait`."""
-        if not self._is_done:
-            waiting.until(self.done)
-        self._memory = None
-        if self._receives is not None:
-            self._receives.discard(self)
 
     def cancel(self) -> bool:
         """Cancel the receive; False when something has begun to arrive."""

@@ -17,7 +17,7 @@ import numpy as np
 
 from ringreduce.arrays import buffer
 from ringreduce.errors import CollectiveError, PeerLostError
-from ringreduce.transport.base import ControlMessage
+from ringreduce.transport.base import ControlMessage, Work
 
 
 class Message(NamedTuple):
@@ -100,11 +100,10 @@ class Exchange:
                 if not self.changed.wait(deadline - time.monotonic()):
                     raise CollectiveError(f"deadlock: {'; '.join(self.waiting[rank] for rank in sorted(self.waiting))}")
             del self.waiting[request.rank]
-        if request.error:
-            raise CollectiveError(request.error)
+        request.done()
 
 
-class ThreadWork:
+class ThreadWork(Work):
     """A message in flight."""
 
     def __init__(self, exchange: Exchange, array: Any, rank: int, peer: int, tag: int, receiving: bool) -> None:
@@ -122,6 +121,8 @@ class ThreadWork:
 
     def done(self) -> bool:
         """See `Work.done`."""
+        if self.error:
+            raise CollectiveError(self.error)
         return self.completed
 
     def wait(self) -> None:

@@ -24,6 +24,7 @@ import numpy as np
 from ringreduce.kernels.copying import Writer
 from ringreduce.settings import MOST_REGIONS, SHARED_SLOTS
 from ringreduce.transport import waiting
+from ringreduce.transport.base import Work
 
 CACHE_LINE_BYTES = 64
 PACKED, SUMMED = 0, 1
@@ -137,14 +138,16 @@ class Region(Flags):
         return views[sequence % SLOTS]
 
 
-class Arrival:
+class Arrival(Work):
     """See `transport.base.Work`: all members have published a sequence number."""
+
+    waits_for = waiting.WaitsFor.FLAGS
 
     def __init__(self, flags: Flags, flag: int, sequence: int) -> None:
         self._flags, self._flag, self._sequence = flags, flag, sequence
 
     @property
-    def peer(self) -> int:
+    def peer(self) -> int:  # type: ignore[override]
         """The world rank that is waited for."""
         return self._flags.late(self._flag, self._sequence)
 

@@ -300,14 +300,14 @@ def test_a_wrong_argument_is_told_and_the_job_goes_on(call, message):
 def test_what_was_submitted_before_a_barrier_is_complete_before_it(monkeypatch):
     monkeypatch.setattr(context, "COMPLETION_INTERVAL_S", 1e9)
     completed = []
-    complete = Handle.complete
+    end = Handle.end
 
-    def noted(handle, result):
+    def noted(handle, *args):
         if handle.signature.kind in ("allreduce", "barrier"):
             completed.append(handle.signature.kind)
-        complete(handle, result)
+        end(handle, *args)
 
-    monkeypatch.setattr(Handle, "complete", noted)
+    monkeypatch.setattr(Handle, "end", noted)
 
     def program():
         handles = [rr.allreduce_async(np.ones(5, np.float32) * n, name=f"t{n}") for n in range(3)]

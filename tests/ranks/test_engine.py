@@ -19,6 +19,7 @@ from ringreduce.execution.submission import Handle, Submission
 from ringreduce.negotiation.protocol import Announcement, Response, ShutdownAck, decode, encode
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
+from ringreduce.transport.base import Work
 from ringreduce.transport.subset import CHANNELS, TAGS
 from ringreduce.transport.threads import Exchange
 from ringreduce.world import World
@@ -186,7 +187,7 @@ def test_a_set_that_is_removed_while_it_is_busy_goes_when_it_has_ended():
         rr.barrier()
         assert list(engine.states) == [0]
 
-    class Late:
+    class Late(Work):
         """A send that begins when it may."""
 
         peer = 1
