@@ -89,7 +89,12 @@ def add_host_flags(add: Add) -> None:
     add("-i", "--ssh-identity-file", metavar="FILE", help="the private key for other hosts")
     add("--network-interfaces", metavar="LIST", help="use these between hosts, as in eth0,ib0")
     add("--start-timeout", metavar="SECONDS", help="how long hosts and ranks may take (30, and 0.2 for each host)")
-    add("--lost-after", metavar="SECONDS", default=f"{LOST_AFTER_S:g}", help="a host silent for so long is lost (30)")
+    add(
+        "--lost-after",
+        metavar="SECONDS",
+        default=f"{LOST_AFTER_S:g}",
+        help="a host that is silent for longer is lost (30)",
+    )
 
 
 def split_words(text: str | None, flag: str) -> list[str]:

@@ -56,7 +56,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Settings:
-    """What ringrun tells an agent, besides where to connect."""
+    """What ringrun sends to an agent at its start, in addition to the address."""
 
     engine: str
     directory: str

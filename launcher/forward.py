@@ -60,7 +60,7 @@ def parse_env(items: Sequence[str], environ: Mapping[str, str], flag: str = "--e
 def forwarded(environ: Mapping[str, str], asked: Mapping[str, str], *, in_batch_system: bool) -> dict[str, str]:
     """Return the variables for ranks on other hosts: those of `environ` that may leave, and all that are `asked` for.
 
-    in_batch_system:  the other hosts have been told by it which of their GPUs are this job's.
+    in_batch_system:  it has told the other hosts which of their GPUs are this job's.
     """
     stays = (*_OF_THIS_HOST, *_OF_THIS_PROCESS, *(_BY_BATCH_SYSTEM if in_batch_system else ()))
     kept = {name: value for name, value in environ.items() if not (is_secret(name, value) or _matches(name, stays))}

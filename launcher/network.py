@@ -10,7 +10,7 @@ from pathlib import Path
 from .errors import MachineError, UsageError
 
 LOST_AFTER_S = 30.0
-"""A host that has been silent for so long is lost, unless --lost-after says another time."""
+"""A host that is silent for longer is lost; --lost-after sets another time."""
 
 _LONGEST_KEEPALIVE_S = 32767
 _PROBES = 6

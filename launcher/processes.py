@@ -1,4 +1,4 @@
-"""Processes: ended when they should be, with their parent or when told; their limits; what /proc tells of them."""
+"""Processes: ending them, also with their parent; their limits; what /proc says about them."""
 
 import contextlib
 import ctypes

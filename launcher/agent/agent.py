@@ -101,7 +101,7 @@ class Agent:
         self._forward(child)
 
     def _await_setup(self) -> Setup:
-        """Return what ringrun says once all agents are there; end here if it gives up before."""
+        """Return what ringrun says once all agents are there; end here if it gives up first."""
         while not isinstance(message := self._receive(), Setup):
             if isinstance(message, Signal):
                 self._sent.append(message.number)
@@ -137,7 +137,7 @@ class Agent:
         )
 
     def _share(self, environ: Mapping[str, str]) -> Share:
-        """Return what a rank with these variables gets of its host; the first rank there tells what all get."""
+        """Return what a rank with these variables gets of its host; the first rank there reports what all get."""
         shares = place(read_topology(environ), self._place.local_size)
         if self._place.local_rank == 0:
             for text in _notes(shares, self._place, self._settings):
@@ -201,8 +201,8 @@ class Agent:
         assert result is not None
         code = result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
         ended_at_s = self._ended_at_s
-        if code and (told := _read_exit(self._directory, self._place.rank)):
-            code, ended_at_s = told  # what the script ended with, before MPI or a signal did
+        if code and (ended := _read_exit(self._directory, self._place.rank)):
+            code, ended_at_s = ended  # what the script ended with, before MPI or a signal did
         error = _read_error(self._directory, self._place.rank)
         oom = self._oom.verdict(code, [pid, *self._dumper.pids()])
         ran_s = self._ended_at_s - self._started_at_s
@@ -228,7 +228,7 @@ class Agent:
             self._shm_cleanup.look(pid)
             signal_group(pid, message.number)
         elif isinstance(message, Ask):
-            # in a thread: a signal that comes meanwhile must not wait for the answer
+            # in a thread: a signal must not wait for the answer
             threading.Thread(target=self._dumper.answer, args=(message.number, pid), daemon=True).start()
             self._shm_cleanup.look(pid)
 

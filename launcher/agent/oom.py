@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 _KILLED = re.compile(r"[Oo]ut of memory: Killed process (\d+) ")
 _COUNT = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 _LONGEST_RECORD = 8192
-_KILLED_CODES = (-signal.SIGKILL, 128 + signal.SIGKILL)  # the second as a shell tells it of what it ran
+_KILLED_CODES = (-signal.SIGKILL, 128 + signal.SIGKILL)  # the second is what a shell returns for it
 
 
 @dataclass(frozen=True)

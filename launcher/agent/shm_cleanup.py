@@ -22,11 +22,11 @@ from ..processes import in_session
 
 SHARED_MEMORY = "/dev/shm"  # noqa: S108 - where Linux has it; folders there have random names
 _NAMES = re.compile(r"(mpich_shm_|sm_segment\.|vader_segment\.|osc_sm|osc_rdma)[\w.-]*")
-_DAEMONS_FILES = "/tmp/hydra_hwloc_xmlfile_*"  # noqa: S108 - of whatever is there only our own is removed
+_DAEMONS_FILES = "/tmp/hydra_hwloc_xmlfile_*"  # noqa: S108 - only our own are removed
 _LOOKS_S = (0.2, 0.1, 0.1, 0.1, 0.2, 0.3, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 """After the start, one after the other: all ranks of a host may be killed at once, too late to look, or die young.
 
-ringreduce besides says when it has started MPI, and the agent looks then.
+The agent also looks when ringreduce says that it has started MPI.
 """
 _REST = 50
 """A look takes longer on a host with many processes, and every rank's agent takes one: at least so often its time lies
@@ -43,7 +43,7 @@ class ShmCleanup:
         self._mapped: set[tuple[str, int]] = set()
 
     def variables(self, engine: Engine, environ: Mapping[str, str]) -> dict[str, str]:
-        """Return what tells MPI in the rank to use a folder of its own; nothing if the user has chosen one."""
+        """Return the variables that make MPI in the rank use a folder of its own; none if the user has chosen one."""
         if not engine.shared_memory("") or any(name.endswith("_backing_directory") for name in environ):
             return {}
         folder = os.path.join(SHARED_MEMORY, self._name)

@@ -1,11 +1,11 @@
-"""What an agent can tell of its rank while it runs: what it waits for, and its main thread's Python stack.
+"""What an agent can report about its running rank: what it waits for, and its main thread's Python stack.
 
     ringrun ── Ask → agent ── datagram → ringreduce in the rank: what it waits for
                            └─ signal   → faulthandler in each Python of the rank (hook/sitecustomize.py): its stack
     ringrun ← State ─┘
 
 A signal goes to processes only that have left a file here, hold it open, and catch that signal: to no other program.
-Only the thread that gets it is shown: faulthandler would show all, but a thread that runs meanwhile, as ringreduce's
+Only the thread that gets it is shown: faulthandler would show all, but a thread that runs just then, as ringreduce's
 does, changes its frames under the reader, who then crashes. That happened once in a hundred times.
 """
 
@@ -26,7 +26,7 @@ from ..processes import signal_main_thread, signals_caught, state_of
 from ..report import traces
 
 ANSWER_S = 0.3
-"""So long a rank has to answer: the other ranks of a job that fails are asked half a second before they are ended."""
+"""How long a rank has to answer: the other ranks of a job that fails are asked half a second before they are ended."""
 _LOOK_S = 0.01
 _QUIET_LOOKS = 3  # a dump has no end mark: it is whole when it has not grown for so many looks
 _LONGEST_DATAGRAM = 1 << 18

@@ -103,7 +103,7 @@ def _entries(root: Any, name: str) -> Iterator[Entry]:
 
 
 def _items(mapping: Any, name: str) -> Iterator[tuple[str, str, Any]]:
-    """Yield each key, its place and its value."""
+    """Yield each key, its line and its value."""
     for key, value in mapping.value:
         if key.id != "scalar" or not key.value.isprintable():
             raise UsageError(f"{_place(name, key)}: a key must be a name, as in: cycle_time_ms: 5")

@@ -204,7 +204,7 @@ class Listener:
     def start(self, serve: Callable[[Link], None], complain: Callable[[str], None] = lambda _: None) -> None:
         """Call `serve` with each connection that knows the key, in a thread of its own.
 
-        complain: told once why connections cannot be taken just now; they are tried again.
+        complain: called once with the reason why connections cannot be accepted now; they are tried again.
         """
         for each in self._sockets:
             threading.Thread(target=self._accept, args=(each, serve, complain), daemon=True).start()
@@ -258,8 +258,8 @@ def connect(address: Address, authkey: bytes) -> Link:
                 failures[host] = error
         may_come = any(isinstance(error, (TimeoutError, ConnectionResetError)) for error in failures.values())
         if not may_come or time.monotonic() > until_s:
-            told = [f"{host} port {address.port}: {error}" for host, error in failures.items()]
-            raise OSError("; ".join(told) or f"no address of {address.host} is known")
+            texts = [f"{host} port {address.port}: {error}" for host, error in failures.items()]
+            raise OSError("; ".join(texts) or f"no address of {address.host} is known")
         time.sleep(_PAUSE_S)
 
 

@@ -39,7 +39,7 @@ class Hello:
 
 @dataclass(frozen=True)
 class Setup:
-    """Start the command: in `folder`, with `variables` besides the agent's own.
+    """Start the command: in `folder`, with `variables` in addition to the agent's own.
 
     `master` is where rank 0 may listen, address and port; `gives_stdin`: this rank reads ringrun's standard input;
     `open_files`: how many files it may have open by default, 0 for as many as its agent.
@@ -157,7 +157,7 @@ class Initialized:
 
 @dataclass(frozen=True)
 class Ask:
-    """Tell what the rank does."""
+    """Report what the rank does."""
 
     number: int
 

@@ -1,4 +1,4 @@
-"""The links between hosts: what the worker has told of them, which are slow, and what to do about it. Pure."""
+"""The links between hosts: what the worker has measured, which are slow, and what to do about it. Pure."""
 
 from __future__ import annotations
 
@@ -96,9 +96,9 @@ def read_links(lines: Iterable[str], hosts: Sequence[str]) -> Links:
     found: dict[tuple[int, int], Link] = {}
     for line in lines:
         try:
-            told = json.loads(_PREFIX.sub("", line, count=1))
-            one, other = (int(number) for number in told["link"])
-            link = Link(one, other, float(told.get("gbit_s", "nan")), float(told.get("latency_us", "nan")))
+            measured = json.loads(_PREFIX.sub("", line, count=1))
+            one, other = (int(number) for number in measured["link"])
+            link = Link(one, other, float(measured.get("gbit_s", "nan")), float(measured.get("latency_us", "nan")))
         except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
             continue
         if 0 <= one < other < len(hosts):
@@ -115,14 +115,14 @@ def findings(links: Links) -> list[str]:
         ([link for link in links.measured if links.is_late(link)], _late, _LATE_CURE),
         ([link for link in links.links if not link.is_measured], _unfinished, _UNFINISHED_CURE),
     ):
-        told: set[Link] = set()
+        reported: set[Link] = set()
         for host, of_host in sorted(_by_host(bad).items()):
             if len(hosts) > 2 and len(of_host) == len(hosts) - 1:  # of two hosts both would share it
-                own = [link for link in of_host if link not in told]
-                told.update(own)
+                own = [link for link in of_host if link not in reported]
+                reported.update(own)
                 lines += [f"{hosts[host]}: all its links are {what(links, own)}; {cure['host']}"] if own else []
         for link in bad:
-            if link not in told:
+            if link not in reported:
                 lines.append(f"{hosts[link.one]} – {hosts[link.other]}: {what(links, [link])}; {cure['link']}")
     return lines
 
@@ -134,8 +134,8 @@ _SLOW_CURE = {
     "--network-interfaces",
 }
 _LATE_CURE = {
-    "host": "see its load (uptime), the power saving of its network card and of its processor, and its way there: ping",
-    "link": "see the way between the two (ping, traceroute), and whether one of them is busy",
+    "host": "see its load (uptime), the power saving of its network card and processor, and its route there: ping",
+    "link": "see the route between the two (ping, traceroute), and whether one of them is busy",
 }
 _UNFINISHED_CURE = {
     "host": "see that no firewall stops TCP between it and the others on any port; "

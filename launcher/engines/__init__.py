@@ -1,6 +1,6 @@
 """What ringrun can start ranks with, one a file: the launchers of MPI implementations, and Slurm's.
 
-MPIS is the list of the implementations; which one a job needs is found out in detect.py. ENGINES has srun besides.
+MPIS is the list of the implementations; detect.py finds out which one a job needs. ENGINES also has srun.
 """
 
 from .base import Across, Engine, Launcher, Library

@@ -46,7 +46,7 @@ class Across:
     """The network interfaces to use; none: the launcher and the MPI choose."""
 
     lost_after_s: float = LOST_AFTER_S
-    """A host that has been silent for so long is lost."""
+    """A host that is silent for longer is lost."""
 
 
 class Engine(ABC):

@@ -114,7 +114,7 @@ def engine_of(library: Library) -> Engine:
 
 
 def find_launcher(engine: Engine, library: Library) -> Launcher:
-    """Return a launcher of `engine`, beside the interpreter or on PATH, that says it is one.
+    """Return a launcher of `engine`, next to the interpreter or on PATH, that identifies itself as one.
 
     The first whose major version is the library's; if there is none the first at all.
     """
@@ -129,10 +129,10 @@ def find_launcher(engine: Engine, library: Library) -> Launcher:
             return found[-1]
     if found:
         return found[0]
-    told = f" ({', '.join(others)} is another MPI's)" if others else ""
+    others_text = f" ({', '.join(others)} is another MPI's)" if others else ""
     raise MachineError(
         f"mpi4py of {library.python} loads {engine.title}, but its launcher {engine.launcher_names[0]} is neither in "
-        f"{library.prefix}/bin nor on PATH{told}; install it with: pip install 'ringreduce[{engine.name}]'"
+        f"{library.prefix}/bin nor on PATH{others_text}; install it with: pip install 'ringreduce[{engine.name}]'"
     )
 
 

@@ -30,7 +30,7 @@ class MPICH(Engine):
         return [launcher.path, *(_hosts(across) if across else ()), "-n", str(size), *program]
 
     def across_environment(self, across: Across) -> dict[str, str]:
-        """Return what ssh is told, and what MPICH's own network layers call the interface."""
+        """Return the options for ssh, and the interface for MPICH's own network layers."""
         words = {"HYDRA_LAUNCHER_EXTRA_ARGS": " ".join(across.ssh[1:])} if across.ssh else {}
         first = dict.fromkeys(("FI_TCP_IFACE", "FI_SOCKETS_IFACE"), across.interfaces[0]) if across.interfaces else {}
         ucx = {"UCX_NET_DEVICES": ",".join(across.interfaces)} if across.interfaces else {}

@@ -8,7 +8,7 @@ from ..environment import Place
 from ..network import keepalive
 from .base import Across, Engine, Launcher, Version
 
-_PRRTE_VERSION: Version = (5,)  # prterun tells PRRTE's or PMIx's version; it came with Open MPI 5
+_PRRTE_VERSION: Version = (5,)  # prterun prints PRRTE's or PMIx's version; it came with Open MPI 5
 
 
 class OpenMPI(Engine):
@@ -48,7 +48,7 @@ class OpenMPI(Engine):
         return {"OMPI_MCA_btl_tcp_if_include": ",".join(across.interfaces)} if across.interfaces else {}
 
     def environment(self, launcher_path: str) -> dict[str, str]:
-        """Return MCA settings and, for a bare prterun, what mpirun tells it: where it is, and to act as Open MPI."""
+        """Return MCA settings and, for a bare prterun, what mpirun would set: where it is, and to act as Open MPI."""
         variables = {
             "OMPI_MCA_mpi_yield_when_idle": "1",
             "OMPI_MCA_osc": "^ucx",  # it prints an error line when a shared-memory window is made
@@ -62,12 +62,12 @@ class OpenMPI(Engine):
 
     def scratch(self, launcher: Launcher, directory: str) -> dict[str, str]:
         """Return where its session directory goes: in /tmp one would stay behind when mpirun is killed."""
-        # 4's ranks refuse a base for this host besides the one for all that mpirun tells them
+        # 4's ranks refuse a base for this host next to mpirun's for all hosts
         name = "PRTE_MCA_prte_local_tmpdir_base" if launcher.version >= (5,) else "OMPI_MCA_orte_tmpdir_base"
         return {name: directory}
 
     def shared_memory(self, directory: str) -> dict[str, str]:
-        """Return where a rank's segments and windows go; the other ranks are told by it. Open MPI 4 knows the last."""
+        """Return where a rank's segments and windows go; it tells the other ranks. Open MPI 4 knows only the last."""
         return {f"OMPI_MCA_{component}_backing_directory": directory for component in ("btl_sm", "osc_sm", "osc_rdma")}
 
     def place(self, environ: Mapping[str, str]) -> Place:

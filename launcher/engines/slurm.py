@@ -9,14 +9,14 @@ from .base import Across, Engine, Launcher, Version
 
 
 class Srun(Engine):
-    """srun with one of its PMI plugins. It is no MPI: no library is loaded by it."""
+    """srun with one of its PMI plugins. It is not an MPI, and loads no library."""
 
     name = "srun"
     title = "Slurm's srun"
     launcher_names = ("srun",)
 
     def __init__(self, pmi: str = "pmi2") -> None:
-        """pmi: what --mpi is given, pmi2 or pmix."""
+        """pmi: the value of --mpi, pmi2 or pmix."""
         self._pmi = pmi
 
     def loaded_by(self, library_text: str) -> bool:
@@ -33,7 +33,7 @@ class Srun(Engine):
     ) -> list[str]:
         """Return srun's argv: ringrun itself binds the ranks, and ends the others when one fails.
 
-        Raises UsageError for unequal numbers of ranks: with those srun does not tell the MPI which ranks share a host.
+        Raises UsageError for unequal numbers of ranks: then srun does not let the MPI know which ranks share a host.
         """
         flags = [
             f"--mpi={self._pmi}",
@@ -46,9 +46,9 @@ class Srun(Engine):
         if across:
             names, counts = zip(*((host.name, count) for host, count in across.ranks), strict=True)
             if len(set(counts)) > 1:
-                told = ", ".join(f"{name}:{count}" for name, count in zip(names, counts, strict=True))
+                counts_text = ", ".join(f"{name}:{count}" for name, count in zip(names, counts, strict=True))
                 raise UsageError(
-                    f"--launcher srun: srun starts as many ranks on one host as on another, not {told}; "
+                    f"--launcher srun: srun starts as many ranks on one host as on another, not {counts_text}; "
                     "leave --launcher out, or give all hosts as many slots"
                 )
             flags += [f"--nodelist={','.join(names)}", f"--nodes={len(names)}", f"--ntasks-per-node={counts[0]}"]

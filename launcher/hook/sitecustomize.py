@@ -6,7 +6,7 @@ interpreter leaves after the last atexit function, and does not reach MPI_Finali
 another code than 0. Scripts that end in any other way are not touched.
 
 faulthandler writes the stacks when a crash ends the process, to stderr, and when the rank's agent asks by a signal, to
-a file beside the rank's error file, even while the main thread is stuck in C code. Only this process is asked, not
+a file next to the rank's error file, even while the main thread is stuck in C code. Only this process is asked, not
 those that it starts: they do not find this folder, and one that is forked has no file of its own.
 """
 
@@ -100,7 +100,7 @@ def _leave() -> None:
 def _offer_stacks() -> None:
     """Have faulthandler write a thread's stack: at a crash to stderr, at a signal to a file of this process's own.
 
-    The file's first line tells the agent which signal that is. To show all threads is not safe while they run.
+    The first line of the file names that signal for the agent. To show all threads is not safe while they run.
     """
     if not faulthandler.is_enabled():
         faulthandler.enable(all_threads=False)

@@ -72,7 +72,7 @@ def _pbs_allocation(environ: Mapping[str, str], read: Reader) -> Allocation | No
 
 
 def _hostfile_allocation(environ: Mapping[str, str], read: Reader) -> Allocation | None:
-    """The default hostfile of an MPI; Kubernetes' MPI Operator tells the launcher its workers so."""
+    """The default hostfile of an MPI; Kubernetes' MPI Operator lists the workers there."""
     for variable in _HOSTFILE_VARIABLES:
         path = environ.get(variable)
         if path and path != "none":  # Open MPI's word for: there is none

@@ -5,7 +5,7 @@
     h1                          any; a name that stands on several lines has a slot on each, as in PBS_NODEFILE
     # a comment, also behind a host
 
-What these launchers read there besides hosts and slots (a user, a port, a binding) would change what is started, so
+Other things that these launchers read there (a user, a port, a binding) would change what is started, so
 it is refused with the place where it belongs, and never passed over.
 """
 

@@ -74,7 +74,7 @@ def _folded(key: tuple[str, ...], members: Sequence[str]) -> str:
 
 
 def _number_spans(numbers: Sequence[str]) -> list[str]:
-    """Return spans of numbers; those with zeros in front are told by themselves for each width: `001-012`."""
+    """Return spans of numbers; those with leading zeros separately for each width: `001-012`."""
     if not any(number.startswith("0") and len(number) > 1 for number in numbers):
         return [format_spans(map(int, numbers))]
     by_width: dict[int, list[int]] = {}

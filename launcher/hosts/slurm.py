@@ -58,7 +58,7 @@ _SOURCES = {
     "SLURM_JOB_CPUS_PER_NODE": _cpus_per_node,
     "SLURM_CPUS_ON_NODE": _cpus_on_node,
 }
-"""What tells the slots, the most exact first."""
+"""The variables that hold the slots, the most exact first."""
 
 
 def _cpus_per_task(environ: Mapping[str, str]) -> int:

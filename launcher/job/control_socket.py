@@ -1,4 +1,4 @@
-"""The running jobs of this host: each ringrun has a file that tells of its job, and a socket that it can be asked on.
+"""The running jobs of this host: each ringrun has a file that describes its job, and a socket that takes questions.
 
 Both are in its private directory, which no other user can enter. One line is sent, REQUEST; text comes back, to its
 end. See stacks.py for who asks.
@@ -36,7 +36,7 @@ class RunningJob:
 
 
 class ControlSocket:
-    """ringrun's own side: tells of its job, and takes questions until it is closed."""
+    """ringrun's own side: describes its job, and answers questions until it is closed."""
 
     def __init__(self, directory: str, size: int, command: Sequence[str], events: Events) -> None:
         self._events = events
@@ -119,7 +119,7 @@ def _answers(job: RunningJob) -> bool:
 
 
 def ask(job: RunningJob) -> str:
-    """Return what the job says; OSError when it cannot be asked, empty when it ended meanwhile."""
+    """Return what the job says; OSError when it cannot be asked, empty when it has just ended."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(ANSWER_S)
         connection.connect(job.socket)

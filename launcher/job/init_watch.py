@@ -1,6 +1,6 @@
 """Which ranks wait in ringreduce.init() for others that have not called it. Pure; times are on any one clock.
 
-init() returns on no rank before all have called it, and MPI waits for ever: nothing else would say a word.
+init() returns on no rank before all have called it, and MPI waits for ever without a word.
 """
 
 import math

@@ -64,7 +64,7 @@ def _why_not_found(name: str) -> str:
 
 
 def interpreter_of(command: Sequence[str]) -> str:
-    """Return the Python that tells which MPI the command needs: its own if it is one, else ringrun's."""
+    """Return the Python that knows which MPI the command needs: its own if it is one, else ringrun's."""
     return command[0] if _PYTHON.fullmatch(Path(command[0]).name) else sys.executable
 
 
@@ -84,7 +84,7 @@ class Job:
     mpi_args: Sequence[str] = ()
     """More arguments for mpirun."""
     variables: Mapping[str, str] = field(default_factory=dict)
-    """For all ranks, besides those that ringrun has itself."""
+    """For all ranks, in addition to ringrun's own."""
     shown: frozenset[int] | None = None
     """The ranks whose lines are printed; None: all."""
     fold: bool = False
@@ -99,7 +99,7 @@ class Job:
     start_timeout_s: float = 30.0
     """How long all ranks may take to start."""
     lost_after_s: float = LOST_AFTER_S
-    """A host that has been silent for so long is lost."""
+    """A host that is silent for longer is lost."""
     open_files: int = 0
     """How many files the ranks on this host may have open; 0: as many as ringrun."""
     stdin_rank: int = 0
@@ -127,7 +127,7 @@ class Job:
 
 
 def aliases(job: Job) -> dict[str, str]:
-    """Return names for other hosts' IPv6 addresses, which no MPI's launcher takes; ssh is told what they stand for."""
+    """Return names for other hosts' IPv6 addresses, which no MPI's launcher accepts; ssh maps them back."""
     addresses = [host.name for host, _ in job.hosts if ":" in host.name and not is_here(host)]
     return {f"ringrun-host-{number}": address for number, address in enumerate(addresses)}
 

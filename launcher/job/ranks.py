@@ -1,7 +1,7 @@
-"""ringrun's end of the agents' connections: takes them, prints what ranks write, passes on what happens.
+"""ringrun's end of the agents' connections: accepts them, prints what ranks write, passes on what happens.
 
-One thread a rank reads its connection and prints, so that a slow reader of ringrun's output slows the ranks down
-and fills no memory. All else goes, as events, to the one thread that decides (supervise.py).
+One thread for each rank reads its connection and prints, so that a slow reader of ringrun's output slows the ranks down
+and fills no memory. Everything else goes, as events, to the one thread that decides (supervise.py).
 """
 
 import contextlib
@@ -56,11 +56,11 @@ _INPUT_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class RankSetup:
-    """What the agents are told when all are there: for the ranks on this host, and for those elsewhere."""
+    """What the agents receive when all have connected: for the ranks on this host, and for those on others."""
 
     folder: str = ""
     local: dict[str, str] = field(default_factory=dict)
-    """Variables besides those that mpirun gives them."""
+    """Variables in addition to those that mpirun sets."""
     remote: dict[str, str] = field(default_factory=dict)
     stdin: int | None = None
     """A descriptor, for the rank `stdin_rank`."""
@@ -118,7 +118,7 @@ class Channel:
         return beyond.own_address if beyond else _LOOPBACK
 
     def end_agents(self) -> None:
-        """Tell every agent to end, those that connect later included."""
+        """Make every agent end, also those that connect later."""
         self._ending = True
         self.broadcast(End())
 

@@ -96,7 +96,7 @@ def place_again(
 
 
 def on_hosts_that_answer(hosts: Sequence[Host], answering: Callable[[Sequence[str]], Collection[str]]) -> Again:
-    """Return what places a job anew: on those of its `hosts` (all that were named) that `answering` returns.
+    """Return a function that assigns the ranks again, to those of `hosts` (all that were named) that answer.
 
     answering: is given the hosts' names, this host's included, each time that a restart is due.
     """

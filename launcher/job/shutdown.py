@@ -25,7 +25,7 @@ AFTER_TIMEOUT = AFTER_FAILURE
 """The job takes too long: as after a failure; the ranks are asked first what they do."""
 
 AFTER_TERMINATE = (Step(signal.SIGTERM, 3.0), _KILL)
-"""ringrun was told to end, or nobody reads its output."""
+"""ringrun got a signal, or nobody reads its output."""
 
 AT_ONCE = (_KILL,)
 """Somebody is impatient."""

@@ -18,7 +18,7 @@ _IMPATIENT_SIGNALS = 3
 
 
 class SignalReader:
-    """Passes signals on from the moment it is made, but for those that ringrun's parent has told it to ignore."""
+    """Passes signals on from the moment it is made, except those that ringrun's parent ignores."""
 
     def __init__(self, deliver: Callable[[int], None]) -> None:
         """deliver: called with a signal's number, in a thread of its own."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from ..text import counted, numbered
 from .topology import Core, Gpu, Topology
 
-_FOLD = 3  # so many ranks alike are told as one
+_FOLD = 3  # from so many on, equal ranks are named together
 
 
 @dataclass(frozen=True)
@@ -84,12 +84,12 @@ def share_out(cores: Sequence[Core], ranks: int) -> list[tuple[Core, ...]]:
 
 
 def describe(shares: Sequence[Share], host: str, *, bound: bool, noun: str = "rank") -> str:
-    """Return one line: which GPU and, if `bound` to them, which cores each rank has; ranks alike are told as one."""
-    told = []
+    """Return one line: which GPU and, if `bound` to them, which cores each rank has; equal ranks are named together."""
+    texts = []
     for run in _runs(shares):
         parts = [run] if len(run) >= _FOLD else [range(rank, rank + 1) for rank in run]
-        told += [_tell(shares[part.start : part.stop], part, noun, bound) for part in parts]
-    return f"ringrun: {counted(len(shares), noun)} on {host}: {'; '.join(told)}"
+        texts += [_text(shares[part.start : part.stop], part, noun, bound) for part in parts]
+    return f"ringrun: {counted(len(shares), noun)} on {host}: {'; '.join(texts)}"
 
 
 def _runs(shares: Sequence[Share]) -> list[range]:
@@ -112,7 +112,7 @@ def _alike(one: Share, other: Share) -> bool:
     return one.gpu == other.gpu
 
 
-def _tell(shares: Sequence[Share], ranks: range, noun: str, bound: bool) -> str:
+def _text(shares: Sequence[Share], ranks: range, noun: str, bound: bool) -> str:
     words = [numbered(noun, ranks)]
     names = {share.gpu.name for share in shares if share.gpu}
     if len(names) == 1:
@@ -127,7 +127,7 @@ def _tell(shares: Sequence[Share], ranks: range, noun: str, bound: bool) -> str:
 
 
 def _division(shares: Sequence[Share]) -> str:
-    """Return how ranks that are told as one share the cores that are named."""
+    """Return how ranks that are named together share the cores that are named."""
     different = len({core for share in shares for core in share.cores})
     each = len(shares[0].cores)
     return f"({each} each)" if different == each * len(shares) else "(in turn)"

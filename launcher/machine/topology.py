@@ -1,4 +1,4 @@
-"""What this host has for ranks: the usable cores, their NUMA nodes, and the NVIDIA GPUs, as Linux tells them.
+"""What this host has for ranks: the usable cores, their NUMA nodes, and the NVIDIA GPUs, as Linux reports them.
 
 All is read from files below a root, so that a test can make a machine out of files; no NVIDIA tool or library is
 asked. A file that is missing or makes no sense counts as "unknown" and never ends a job. What is done with it

@@ -24,7 +24,7 @@ FOLD_WAIT_S = 0.25
 MAX_HELD_BYTES = 8 << 20
 """Of more lines than these, the oldest are shown at once: a flood does not fill memory."""
 
-_OVERHEAD_BYTES = 200  # about what Python needs for a line besides its bytes
+_OVERHEAD_BYTES = 200  # about what Python needs for a line in addition to its bytes
 
 Key: TypeAlias = tuple[str, bytes]
 """The stream and the line: what must be equal to be shown once."""

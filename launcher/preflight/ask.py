@@ -51,7 +51,7 @@ class Version:
 
 @dataclass(frozen=True)
 class Facts:
-    """What a host has told."""
+    """The answer of a host."""
 
     hostname: str
     python: str
@@ -80,7 +80,7 @@ class Facts:
 def ask(
     names: Sequence[str], remote: Remote, question: Question, environ: Mapping[str, str]
 ) -> dict[str, Facts | Problem]:
-    """Return what each of the hosts `names` tells, or why it tells nothing."""
+    """Return the answer of each of the hosts `names`, or why there is none."""
     request = {
         "agent_python": question.agent_python,
         "directory": question.directory,

@@ -25,10 +25,10 @@ _BACKLOG = 1024
 
 @dataclass(frozen=True)
 class Preflight:
-    """What the hosts of a job have told, this one (`here`) always among them."""
+    """The answers of a job's hosts, this one (`here`) always among them."""
 
     here: str
-    told: Mapping[str, Facts | Problem]
+    answers: Mapping[str, Facts | Problem]
     findings: Sequence[Finding]
 
     @property
@@ -43,18 +43,18 @@ class Preflight:
 
     @property
     def answering(self) -> list[str]:
-        """The hosts that have told something."""
-        return [name for name, facts in self.told.items() if isinstance(facts, Facts)]
+        """The hosts that have answered."""
+        return [name for name, facts in self.answers.items() if isinstance(facts, Facts)]
 
     def only(self, names: Collection[str]) -> Preflight:
-        """Return it as if besides this host only those of `names` had been asked."""
+        """Return it as if only this host and those of `names` had been asked."""
         kept = {*names, self.here}
-        told = {name: facts for name, facts in self.told.items() if name in kept}
-        return Preflight(self.here, told, [finding for finding in self.findings if finding.host in kept])
+        answers = {name: facts for name, facts in self.answers.items() if name in kept}
+        return Preflight(self.here, answers, [finding for finding in self.findings if finding.host in kept])
 
     def table(self) -> str:
         """Return the table, see table.py."""
-        return table(self.told, self.here, self.findings)
+        return table(self.answers, self.here, self.findings)
 
     def warning_lines(self) -> list[str]:
         """Return a line for each warning, with its cure."""
@@ -65,24 +65,24 @@ class Preflight:
         return lines(self.errors)
 
     def to_json(self) -> dict[str, object]:
-        """Return what each host has told, as plain JSON."""
+        """Return the answer of each host, as plain JSON."""
         return {
             name: {"problem": facts.what} if isinstance(facts, Problem) else dataclasses.asdict(facts)
-            for name, facts in self.told.items()
+            for name, facts in self.answers.items()
         }
 
     def automatic_size(self, host: Host) -> int:
         """Return how many ranks `host` gets if nobody says: one per GPU, else per core. MachineError if unknown."""
-        facts = self.told[host.name]
+        facts = self.answers[host.name]
         if isinstance(facts, Problem):
             raise MachineError(f"{host.name}: {facts.what}; {facts.cure}")
         return facts.ranks
 
     def require_no_errors(self) -> None:
-        """Raise MachineError that tells all errors, a line each."""
-        if told := self.error_lines():
-            more = "" if len(told) == 1 else f"{len(told)} things are wrong with the hosts; no rank was started:\n  "
-            raise MachineError(more + "\n  ".join(told))
+        """Raise MachineError that names all errors, a line each."""
+        if found := self.error_lines():
+            more = "" if len(found) == 1 else f"{len(found)} things are wrong with the hosts; no rank was started:\n  "
+            raise MachineError(more + "\n  ".join(found))
 
 
 def check(
@@ -109,8 +109,8 @@ def check(
     programs = [program for program in (command, sys.executable) if program is not None and program != python]
     question = Question(python, directory or os.getcwd(), programs, addresses, sys.executable, timeout_s)
     asked = names if here in names else [here, *names]
-    told = ask(asked, remote, question, os.environ if environ is None else environ)
-    return Preflight(here, told, find(told, here, question))
+    answers = ask(asked, remote, question, os.environ if environ is None else environ)
+    return Preflight(here, answers, find(answers, here, question))
 
 
 def check_job(

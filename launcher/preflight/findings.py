@@ -12,7 +12,7 @@ from typing import Literal
 
 from ..hosts import fold_names
 from ..remote import Problem
-from .ask import Facts, Question, Version
+from .ask import Facts, Question
 
 MAX_SKEW_S = 1.0
 MIN_SHM_BYTES = 64 << 20
@@ -45,12 +45,12 @@ def short_mpi(text: str) -> str:
     return " ".join(part for part in match.groups() if part) if match else text.strip()
 
 
-def find(told: Mapping[str, Facts | Problem], here: str, question: Question) -> list[Finding]:
-    """Return what is wrong on the hosts that have `told` something, in their order; `here` is one of them."""
-    own = told[here]
+def find(answers: Mapping[str, Facts | Problem], here: str, question: Question) -> list[Finding]:
+    """Return what is wrong on the hosts, by their `answers`, in that order; `here` is one of them."""
+    own = answers[here]
     extra = "mpich" if isinstance(own, Facts) and own.mpi.text.startswith("MPICH") else "openmpi"
     found: list[Finding] = []
-    for host, facts in told.items():
+    for host, facts in answers.items():
         if isinstance(facts, Problem):
             found.append(Finding(host, "error", facts.what, facts.cure, "host"))
             continue
@@ -107,9 +107,9 @@ def _other_versions(facts: Facts, own: Facts, here: str) -> Iterator[_Row]:
     same_minor = _minor(facts.python) == _minor(own.python)
     for severity, column, theirs, ours in (
         ("warning" if same_minor else "error", "Python", facts.python, own.python),
-        ("error", "ringreduce", _text(facts.ringreduce), _text(own.ringreduce)),
-        ("warning", "mpi4py", _text(facts.mpi4py), _text(own.mpi4py)),
-        ("warning", "NumPy", _text(facts.numpy), _text(own.numpy)),
+        ("error", "ringreduce", facts.ringreduce.text, own.ringreduce.text),
+        ("warning", "mpi4py", facts.mpi4py.text, own.mpi4py.text),
+        ("warning", "NumPy", facts.numpy.text, own.numpy.text),
         ("error", "MPI", short_mpi(facts.mpi.text), short_mpi(own.mpi.text)),
     ):
         if theirs and ours and theirs != ours:
@@ -138,13 +138,9 @@ def _other_cupy(facts: Facts, own: Facts, here: str) -> Iterator[_Row]:
 
 def _clock(facts: Facts, here: str) -> Iterator[_Row]:
     if abs(facts.clock_skew_s) > MAX_SKEW_S:
-        way = "ahead of" if facts.clock_skew_s > 0 else "behind"
-        what = f"its clock is {abs(facts.clock_skew_s):.1f} s {way} that of {here}: times in logs will not agree"
+        direction = "ahead of" if facts.clock_skew_s > 0 else "behind"
+        what = f"its clock is {abs(facts.clock_skew_s):.1f} s {direction} that of {here}: times in logs will not agree"
         yield "warning", "clock", what, "keep the clocks with NTP: chronyc tracking, timedatectl"
-
-
-def _text(part: Version) -> str:
-    return part.text
 
 
 def _minor(version: str) -> tuple[str, ...]:
@@ -152,19 +148,19 @@ def _minor(version: str) -> tuple[str, ...]:
 
 
 def lines(findings: Iterable[Finding]) -> list[str]:
-    """Return one line for each finding, hosts with the same one told together: where, what, and what to do."""
+    """Return one line for each finding, one for all hosts that have the same: where, what, and what to do."""
     hosts: dict[tuple[str, str], list[str]] = {}
     for finding in findings:
-        # a cure names the host where it is a command; told for several it names the first
+        # a cure that is a command names its host; for several hosts it names the first
         same = next((key for key in hosts if key[0] == finding.what and _alike(key[1], hosts[key], finding)), None)
         hosts.setdefault(same or (finding.what, finding.cure), []).append(finding.host)
-    return [f"{_told(names)}: {what}; {cure}" for (what, cure), names in hosts.items()]
+    return [f"{_hosts_text(names)}: {what}; {cure}" for (what, cure), names in hosts.items()]
 
 
 def _alike(cure: str, names: Sequence[str], finding: Finding) -> bool:
     return cure.replace(names[0], "") == finding.cure.replace(finding.host, "")
 
 
-def _told(names: Sequence[str]) -> str:
+def _hosts_text(names: Sequence[str]) -> str:
     folded = fold_names(names)
     return folded if len(names) == 1 else f"{len(names)} hosts, {folded}"

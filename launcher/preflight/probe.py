@@ -1,6 +1,6 @@
 """What a host answers about itself. Sent to it as text (ask.py) and run there by the interpreter of the job.
 
-It needs the standard library of any Python 3.7, and nothing of ringrun: what is missing there is what it is to tell.
+It needs the standard library of any Python 3.7, and nothing of ringrun: it reports what is missing there.
 It prints one line of JSON on stdout, last of all. MPI is loaded, not initialised.
 """
 
@@ -22,7 +22,7 @@ import sys
 import time
 
 MARK = "ringrun-probe"
-"""The key of the answer that tells it from other lines on stdout."""
+"""The key of the answer, which distinguishes it from other lines on stdout."""
 
 _AGENT_TIMEOUT_S = 30
 
@@ -30,7 +30,7 @@ _AGENT_TIMEOUT_S = 30
 def main() -> None:
     """Answer the request in the last argument."""
     request = json.loads(sys.argv[-1])
-    signal.alarm(int(request["timeout_s"]) + 1)  # whoever asked has given up by then
+    signal.alarm(int(request["timeout_s"]) + 1)  # by then nobody waits for the answer any more
     answer = describe(request)
     answer[MARK] = 1
     answer["clock_s"] = time.time()
@@ -81,9 +81,9 @@ def _ringreduce() -> dict[str, str]:
 
 
 def _digest(folder: str) -> str:
-    """Return what tells other files from these: of two checkouts of one version, say.
+    """Return a digest of the files, which differs between two checkouts of one version.
 
-    Beside an installed package stands pip's list of its files and their hashes: one file to read, not two hundred.
+    Next to an installed package is pip's list of its files and their hashes: one file to read instead of two hundred.
     """
     parent, package = os.path.split(folder)
     for record in glob.glob(os.path.join(glob.escape(parent), "ringreduce-*.dist-info", "RECORD")):

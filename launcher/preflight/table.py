@@ -1,4 +1,4 @@
-"""One readable table of what hosts have told: a row a host, equal ones together, a `*` behind what is wrong there.
+"""A readable table of the hosts' answers: a row for each host, equal ones together, a `*` behind what is wrong.
 
     host         Python  ringreduce  mpi4py  NumPy  MPI              ranks    clock   /dev/shm
     n1 (here)    3.11.2  0.1.0       4.1.2   2.4.1  Open MPI 5.0.11  8 GPUs   0.0 s   34 GB
@@ -29,12 +29,12 @@ _SHORTEST_HOST = 12
 _ALWAYS_ALIKE = ("clock", SHM)  # measured, never quite equal: of a group the worst is shown
 
 
-def table(told: Mapping[str, Facts | Problem], here: str, findings: Sequence[Finding]) -> str:
-    """Return the table of what the hosts have `told`; `findings` are marked in it."""
+def table(answers: Mapping[str, Facts | Problem], here: str, findings: Sequence[Finding]) -> str:
+    """Return the table of the hosts' `answers`; `findings` are marked in it."""
     marks: dict[str, set[str]] = {}
     for finding in findings:
         marks.setdefault(finding.host, set()).add(finding.column)
-    rows, silent = _rows(told, here, marks)
+    rows, silent = _rows(answers, here, marks)
     widths = [max(len(column), *(len(cells[at]) for _, cells in rows), 0) for at, column in enumerate(COLUMNS)]
     widths = _narrowed(widths, WIDTH - _SHORTEST_HOST - 2 * len(widths))
     room = min(_LONGEST_HOST, WIDTH - sum(widths) - 2 * len(widths))
@@ -71,12 +71,12 @@ def _cut(cell: str, width: int) -> str:
 
 
 def _rows(
-    told: Mapping[str, Facts | Problem], here: str, marks: Mapping[str, Collection[str]]
+    answers: Mapping[str, Facts | Problem], here: str, marks: Mapping[str, Collection[str]]
 ) -> tuple[list[tuple[str, list[str]]], list[tuple[str, str]]]:
     """Return the rows of those that have answered, and those of the others with why."""
     groups: dict[tuple[object, ...], list[str]] = {}
     silent: dict[str, list[str]] = {}
-    for host, facts in told.items():
+    for host, facts in answers.items():
         if isinstance(facts, Problem):
             silent.setdefault(facts.what, []).append(host)
             continue
@@ -85,7 +85,7 @@ def _rows(
         groups.setdefault((host == here, own, *cells), []).append(host)
     rows = []
     for (is_here, own_marks, *_), hosts in groups.items():
-        all_facts = [facts for host in hosts if isinstance(facts := told[host], Facts)]
+        all_facts = [facts for host in hosts if isinstance(facts := answers[host], Facts)]
         assert isinstance(own_marks, frozenset)
         mark = " *" if "host" in own_marks else ""
         label = f"{fold_names(hosts)}{' (here)' if is_here else ''}{mark}"

@@ -1,6 +1,6 @@
 """Runs many child processes at once, from one thread, and keeps what each writes until its end or a time limit.
 
-No threads: a fork beside them is not safe, and Ctrl-C must end the children (`finally`).
+No threads: a fork next to them is not safe, and Ctrl-C must end the children (`finally`).
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _started(
 
 
 class _Child:
-    """A process under way, and its three pipes."""
+    """A running process, and its three pipes."""
 
     def __init__(self, task: Task, outcome: Outcome, selector: selectors.BaseSelector, deadline_s: float) -> None:
         self._outcome = outcome

@@ -151,7 +151,7 @@ def took_too_long(timeout_s: float, text: str) -> Problem:
 
 
 def _line_around(text: str, position: int) -> str:
-    """Return the line of `text` at `position`, without the host, so that many hosts' are told as one."""
+    """Return the line of `text` at `position`, without the host, so that those of many hosts are reported once."""
     begin = text.rfind("\n", 0, position) + 1
     return _HOST_NAME.sub("hostname: ", _OF_HOST.sub("", text[begin:].split("\n", 1)[0], count=1))
 
@@ -162,7 +162,7 @@ def _last_line(text: str) -> str:
 
 
 def _short(text: str) -> str:
-    """Return `text` for a message: one line, nothing that a terminal would obey."""
+    """Return `text` for a message: one line, nothing that a terminal would interpret."""
     clean = "".join(character if character.isprintable() else "?" for character in text.strip().removeprefix("ssh: "))
     return shortened(clean, _MAX_SHOWN)
 

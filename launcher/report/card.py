@@ -51,7 +51,7 @@ def card(
 
 
 def _rows(label: str, texts: Sequence[str]) -> list[str]:
-    """Return `texts`, wrapped, beside the label of the first."""
+    """Return `texts`, wrapped, next to the label of the first."""
     lines: list[str] = []
     for text in texts:
         if text:

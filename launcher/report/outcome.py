@@ -80,7 +80,7 @@ def root_cause(ends: Iterable[RankEnd], lost_peer_code: int | None = None) -> Ra
     """Return the end that all the others follow from; None if no rank has failed.
 
     It is the first failure in time. One that blames another rank is a consequence if that rank has failed too,
-    even if it did so later: a rank may hold its own failure back until it is told to end.
+    even if it did so later: a rank may hold its own failure back until it has to end.
 
     lost_peer_code: with this exit code the MPI itself ends a rank that has lost another (engines: `lost_peer_code`).
                     That may be heard of before the loss is. Such an end is a consequence of any other failure but those
@@ -122,7 +122,7 @@ def exit_code(end: RankEnd) -> int:
 def in_words(end: RankEnd) -> str:
     """Return how it ended, in words: `exit code 3`, `killed by signal 11 (SIGSEGV, segmentation fault), exit code 139`.
 
-    An exit code above 128 is how a shell tells the signal that ended what it ran; other programs mean something else.
+    A shell returns an exit code above 128 for the signal that ended what it ran; other programs mean something else.
     """
     if end.code is None:
         return end.lost

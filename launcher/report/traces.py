@@ -1,6 +1,6 @@
 """Python stacks as faulthandler writes them: read, cut to what a user looks for, and turned the way Python prints them.
 
-faulthandler writes from inside a signal handler, so it tells file, line and function only, innermost first. Here that
+faulthandler writes from inside a signal handler, so it prints file, line and function only, innermost first. Here that
 becomes text which is equal where the stacks of ranks are.
 """
 
@@ -31,7 +31,7 @@ class Frame:
 
 
 def parse(text: str) -> list[Frame]:
-    """Return the stack that faulthandler's `text` tells of, the innermost frame last; of several, the last stack."""
+    """Return the stack in faulthandler's `text`, the innermost frame last; of several, the last stack."""
     frames: list[Frame] = []
     for line in text.splitlines():
         if _HEAD.match(line):
