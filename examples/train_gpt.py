@@ -171,9 +171,7 @@ def main(argv=None):
     torch.manual_seed(args.seed + rr.rank())  # ranks draw different parameters: the broadcast makes them alike
     checkpoint_path = args.out / "checkpoint.pt"
 
-    device = torch.device(
-        "cuda" if torch.cuda.is_available() else "cpu"
-    )  # init() has made this rank's GPU the current one
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # init() has selected this rank's GPU
     text = read_text()
     model = GPT(args.width, args.depth, args.heads, args.context).to(device)
     rr.broadcast_parameters(model.state_dict(), root_rank=0)
