@@ -29,7 +29,7 @@ def start_mpi() -> Any:
             os.environ.setdefault("MPIR_CVAR_CH4_CMA_ENABLE", "0")
         MPI.Init_thread(MPI.THREAD_MULTIPLE)
         _MPI_STARTED_HERE.append(True)
-    if not threads_supported():
+    if mpi_library()[1] != "multiple":
         raise StartupError(
             f"MPI was started with thread level {mpi_library()[1]!r}, but ringreduce's engine calls MPI beside your "
             'threads; expected "multiple"; call ringreduce.init() before mpi4py starts MPI, or leave '
@@ -75,13 +75,6 @@ def may_read_processes() -> bool:
     one, no_flags = ctypes.c_ulong(1), ctypes.c_ulong(0)
     read = ctypes.CDLL(None).process_vm_readv(os.getpid(), local, one, remote, one, no_flags)
     return bool(read == 1 and target.value == b"x")
-
-
-def threads_supported() -> bool:
-    """True when any thread may call MPI."""
-    from mpi4py import MPI
-
-    return bool(MPI.Query_thread() == MPI.THREAD_MULTIPLE)
 
 
 def mpi_library() -> tuple[str, str]:

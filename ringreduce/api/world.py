@@ -50,7 +50,7 @@ def is_homogeneous() -> bool:
 def mpi_threads_supported() -> bool:
     """True when MPI lets any thread call it, so that a script may use mpi4py beside ringreduce; needs init()."""
     runtime.current("mpi_threads_supported")
-    return mpi.threads_supported()
+    return mpi.mpi_library()[1] == "multiple"
 
 
 def mpi_enabled() -> bool:

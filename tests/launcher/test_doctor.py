@@ -99,7 +99,7 @@ def test_equal_links_are_well() -> None:
 def test_one_slow_link_and_one_late_one() -> None:
     slow, late = findings(all_links(names(4), n0_n1=(4.9, 20.0), n2_n3=(10.0, 900.0)))
     assert slow.startswith("n0 – n1: slow: 4.9 Gbit/s (typical here: 10); see what lies between the two: switch ports")
-    assert late.startswith("n2 – n3: late: 900 µs (typical here: 20); see the way between the two (ping, traceroute)")
+    assert late.startswith("n2 – n3: late: 900 µs (typical here: 20); see the route between the two (ping, traceroute)")
 
 
 @pytest.mark.parametrize("count", [3, 4, 8])
