@@ -67,8 +67,7 @@ def allreduce(
              GPU reads and writes 4 n + n / P + n bytes, of which it reads 2 n (P - 1) / P from other GPUs.
     """
     work = [MappedSlot(slot, peers, reduction, kernels, stream, scratch) for slot in slots]
-    nbytes = slots[0].length * reduction.element.itemsize
-    if len(slots) == 1 and is_one_shot(nbytes, peers.size, ONE_SHOT_BYTES):
+    if len(slots) == 1 and is_one_shot(slots[0].length * reduction.element.itemsize, peers.size, ONE_SHOT_BYTES):
         yield from one_shot(work[0], peers.flags, watch)
     else:
         yield from pipelined(work, peers.flags, watch)

@@ -99,6 +99,15 @@ def test_sums(gpu, world, path):
                 np.testing.assert_array_equal(result, expected)
 
 
+def test_an_empty_array_alone(gpu):
+    def program():
+        assert rr.allreduce_(gpu.array(values(0, "float32", 0)), name="empty").shape == (0,)
+        return gpu.asnumpy(rr.allreduce(gpu.array(values(3, "float32", rr.rank())), op=rr.Sum))
+
+    expected = values(3, "float32", 0) + values(3, "float32", 1)
+    np.testing.assert_array_equal(ranks([0, 0], program), [expected] * 2)
+
+
 def expected_path(world, path):
     if world == "alone":
         return ALONE
