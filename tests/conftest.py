@@ -111,6 +111,12 @@ def pytest_ignore_collect(collection_path, config):
     return True if with_mpi and beside and collection_path not in FOR_RANKS else None
 
 
+@pytest.fixture(params=["openmpi", pytest.param("mpich", marks=tiers.extended)])
+def python(request: pytest.FixtureRequest) -> Path:
+    """An interpreter whose mpi4py loads this MPI."""
+    return request.getfixturevalue("mpich_python") if request.param == "mpich" else Path(sys.executable)
+
+
 @pytest.fixture(scope="session")
 def mpich_python() -> Path:
     """An interpreter with MPICH: $TEST_MPICH_PYTHON, or one that is made as a user of that extra would make it."""

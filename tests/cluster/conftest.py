@@ -2,46 +2,74 @@
 
 from __future__ import annotations
 
-import sys
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.cluster.hosts import Hosts, why_not
-from tests.cluster.slurm import SLURM_NEEDED, start_slurm
-from tests.tiers import extended
+from tests.cluster.slurm import SLURM_NEEDED, start_slurm, wait_until_idle
 
 
-@pytest.fixture(params=["openmpi", pytest.param("mpich", marks=extended)])
-def python(request: pytest.FixtureRequest) -> Path:
-    """An interpreter whose mpi4py loads this MPI."""
-    if request.param == "openmpi":
-        return Path(sys.executable)
-    return request.getfixturevalue("mpich_python")
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """What hosts see of /tmp beside this project: the tests' folders, and an environment that stands elsewhere."""
+    python = os.environ.get("TEST_MPICH_PYTHON")
+    return [tmp_path_factory.getbasetemp(), *([Path(python).parents[1]] if python else [])]
 
 
-@pytest.fixture
-def shared(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """What hosts see of /tmp beside this project: the folders of the tests, and the test's environments."""
-    pythons = [request.getfixturevalue(name) for name in ("python", "mpich_python") if name in request.fixturenames]
-    return [tmp_path_factory.getbasetemp(), *(each.parents[1] for each in pythons)]
-
-
-@pytest.fixture
-def hosts(tmp_path: Path, shared: list[Path]) -> Iterator[Hosts]:
-    """Four hosts, h0 to h3."""
+def four_hosts(folder: Path, shared: list[Path]) -> Iterator[Hosts]:
     if reason := why_not():
         pytest.skip(reason)
-    with Hosts(4, tmp_path / "hosts", shared) as made:
+    with Hosts(4, folder, shared) as made:
         yield made
+
+
+def two_nodes(folder: Path, shared: list[Path]) -> Iterator[Hosts]:
+    if reason := why_not(SLURM_NEEDED):
+        pytest.skip(reason)
+    with Hosts(2, folder, shared) as made:
+        start_slurm(made)
+        for k in range(2):
+            made.stop_sshd(k)
+        yield made
+
+
+@pytest.fixture(scope="session")
+def hosts_of_all(tmp_path_factory: pytest.TempPathFactory, shared: list[Path]) -> Iterator[Hosts]:
+    yield from four_hosts(tmp_path_factory.mktemp("hosts"), shared)
+
+
+@pytest.fixture(scope="session")
+def slurm_of_all(tmp_path_factory: pytest.TempPathFactory, shared: list[Path]) -> Iterator[Hosts]:
+    yield from two_nodes(tmp_path_factory.mktemp("slurm"), shared)
 
 
 @pytest.fixture
-def slurm(tmp_path: Path, shared: list[Path]) -> Iterator[Hosts]:
-    """Two hosts, h0 and h1, with two CPUs each, as nodes of a Slurm."""
-    if reason := why_not(SLURM_NEEDED):
-        pytest.skip(reason)
-    with Hosts(2, tmp_path / "hosts", shared) as made:
-        start_slurm(made)
-        yield made
+def hosts(hosts_of_all: Hosts, tmp_path: Path) -> Iterator[Hosts]:
+    """Four hosts, h0 to h3, the same for all tests: one that changes something about them has `own_hosts`."""
+    hosts_of_all.folder = tmp_path
+    yield hosts_of_all
+    hosts_of_all.tidy_up()
+
+
+@pytest.fixture
+def slurm(slurm_of_all: Hosts, tmp_path: Path) -> Iterator[Hosts]:
+    """Two hosts, h0 and h1, with two CPUs each, as nodes of a Slurm, where nobody can log in over ssh."""
+    slurm_of_all.folder = tmp_path
+    wait_until_idle(slurm_of_all)
+    yield slurm_of_all
+    slurm_of_all.tidy_up()
+
+
+@pytest.fixture
+def own_hosts(tmp_path: Path, shared: list[Path]) -> Iterator[Hosts]:
+    """Four hosts for one test, which may cut their links, stop their sshd, mount something there."""
+    yield from four_hosts(tmp_path / "hosts", shared)
+
+
+@pytest.fixture
+def own_slurm(tmp_path: Path, shared: list[Path]) -> Iterator[Hosts]:
+    """Two nodes for one test."""
+    yield from two_nodes(tmp_path / "hosts", shared)

@@ -14,6 +14,7 @@ first process ends when the pipe to it is closed, and the kernel then ends the o
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -80,7 +81,8 @@ class Hosts:
     def __init__(self, count: int, folder: Path, shared: Iterable[Path] = ()) -> None:
         self.names = [f"h{k}" for k in range(count)]
         self.addresses = [f"10.77.0.{k + 1}" for k in range(count)]
-        self.folder = folder
+        self.files = folder
+        self.folder = folder  # where programs start; tests that share hosts have one each
         self.home = folder / "home"
         self._shared = [folder, ROOT, Path(sys.prefix), Path(sys.base_prefix), *shared]
         self._shared += [Path(each) for each in os.environ.get("PYTHONPATH", "").split(":") if each]
@@ -105,10 +107,20 @@ class Hosts:
     def __exit__(self, *_: object) -> None:
         for holder in self._holders:
             holder.stdin.close()
-        for process in (*self._holders, *self._started):
-            process.wait()
-            for stream in filter(None, (process.stdout, process.stderr, process.stdin)):
-                stream.close()
+        _collect(self._holders)
+        _collect(self._started)
+
+    def tidy_up(self) -> None:
+        """End whatever a test has left running, and remove its files, for the next test."""
+        for k in range(len(self.names)):
+            while left := self.processes(k):
+                for pid in left:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+                time.sleep(0.01)
+            for path in self.left_behind(k):
+                self.check(k, ["rm", "-r", path])
+        _collect(self._started)
 
     def environment(self, **changes: str) -> dict[str, str]:
         """What a login on a host gives, and where Python finds the code that is tested."""
@@ -141,6 +153,15 @@ class Hosts:
             text = "".join(each.decode(errors="replace") for each in (late.stdout, late.stderr) if each)
             raise AssertionError(f"{argv} has not ended after {timeout} s:\n{text}") from None
         return subprocess.CompletedProcess(list(argv), process.returncode, out, err)
+
+    def ringrun(self, python: Path, *arguments: object, **options) -> subprocess.CompletedProcess[str]:
+        """Run `ringrun ARGUMENTS` on host 0, with the ringrun beside `python`."""
+        return self.run(0, [python.parent / "ringrun", *arguments], **options)
+
+    def start_ringrun(self, python: Path, *arguments: object) -> Inside:
+        """The same, left running."""
+        command = [python.parent / "ringrun", *arguments]
+        return self.start(0, command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
     def check(self, k: int, argv: Sequence[object]) -> str:
         """Run a program on host k that must succeed; return its stdout."""
@@ -176,6 +197,11 @@ class Hosts:
             time.sleep(0.05)
         return time.monotonic() - begin
 
+    def assert_nothing_is_left(self, within_s: float = 5) -> None:
+        """No process, and no file in /dev/shm and /tmp."""
+        self.wait_until_gone(within_s=within_s)
+        assert [self.left_behind(k) for k in range(len(self.names))] == [[] for _ in self.names]
+
     def link_down(self, k: int) -> None:
         """Pull host k's cable out of the switch: nobody is told, packets just vanish."""
         self._at_switch("link", "set", self.names[k], "down")
@@ -193,7 +219,7 @@ class Hosts:
             _do(["nsenter", "-t", str(pid), "--net", "tc", "qdisc", "replace", "dev", device, *rate])
 
     def start_sshd(self, k: int) -> None:
-        config = self.folder / self.names[k] / "sshd_config"
+        config = self.files / self.names[k] / "sshd_config"
         log = config.with_name("sshd.log")
         self.check(k, ["/usr/sbin/sshd", "-f", config, "-E", log])
         deadline = time.monotonic() + 10
@@ -210,7 +236,7 @@ class Hosts:
     def new_host_key(self, k: int) -> None:
         """Give host k another host key, as if it were set up anew or somebody else stood in its place."""
         self.stop_sshd(k)
-        key = self.folder / self.names[k] / "host_key"
+        key = self.files / self.names[k] / "host_key"
         key.unlink()
         make_key(key)
         self.start_sshd(k)
@@ -224,14 +250,14 @@ class Hosts:
         return next((pid for pid, _ in processes_beside(self._inits[k]) if inner_pid(pid) == inner), 0)
 
     def _write_files(self) -> None:
-        etc = self.folder / "etc"
-        for each in (etc, self.folder / "cgroup", *(self.folder / name / "tmp" for name in self.names)):
+        etc = self.files / "etc"
+        for each in (etc, self.files / "cgroup", *(self.files / name / "tmp" for name in self.names)):
             each.mkdir(parents=True)
         write_home(self.home, etc / "passwd")
         (etc / "resolv.conf").write_text("# nobody can be asked\n")
         table, known = "127.0.0.1 localhost\n::1 localhost\n", ""
         for name, address in zip(self.names, self.addresses, strict=True):
-            key = self.folder / name / "host_key"
+            key = self.files / name / "host_key"
             make_key(key)
             key.with_name("sshd_config").write_text(SSHD_CONFIG.format(key=key))
             known += f"{name},{address} {key.with_suffix('.pub').read_text()}"
@@ -246,7 +272,7 @@ class Hosts:
 
     def _make_host(self, k: int) -> None:
         unshare = [*NAMESPACES, "--fork", "--mount-proc", "--kill-child"]
-        holder = self._hold(unshare, HOST, str(self.folder), self.names[k], *self._shared_in_tmp())
+        holder = self._hold(unshare, HOST, str(self.files), self.names[k], *self._shared_in_tmp())
         self._inits.append(child_of(holder))
         peer = ["type", "veth", "peer", "name", "eth0", "netns", str(self._inits[k])]
         self._at_switch("link", "add", self.names[k], *peer)
@@ -266,6 +292,15 @@ class Hosts:
 
     def _at_switch(self, *words: str) -> None:
         _do(["nsenter", "-t", str(self._switch), "--net", "ip", *words])
+
+
+def _collect(processes: list[subprocess.Popen[str]]) -> None:
+    """Wait for these to end."""
+    while processes:
+        process = processes.pop()
+        process.wait()
+        for stream in filter(None, (process.stdout, process.stderr, process.stdin)):
+            stream.close()
 
 
 def _do(command: Sequence[str]) -> None:

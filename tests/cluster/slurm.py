@@ -35,7 +35,7 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE
 
 def start_slurm(hosts: Hosts, cpus: int = 2) -> None:
     """Start it on all these hosts, each with so many CPUs, whatever it has, and wait until they are idle."""
-    folder = hosts.folder / "slurm"
+    folder = hosts.files / "slurm"
     (folder / "etc").mkdir(parents=True)
     (folder / "state").mkdir()
     config = CONFIG.format(folder=folder, nodes=",".join(hosts.names), cpus=cpus)
@@ -52,17 +52,18 @@ def start_slurm(hosts: Hosts, cpus: int = 2) -> None:
     hosts.check(0, ["slurmctld"])
     for k in numbers:
         hosts.check(k, ["slurmd", "-N", hosts.names[k]])
-    _wait_until_idle(hosts)
+    wait_until_idle(hosts)
     hosts.count_as_daemons()
 
 
-def _wait_until_idle(hosts: Hosts) -> None:
+def wait_until_idle(hosts: Hosts) -> None:
+    """Wait until no job has anything of the nodes any more."""
     deadline = time.monotonic() + READY_WITHIN_S
     while True:
         answer = hosts.run(0, ["sinfo", "-h", "-N", "-o", "%N %T"])
         if answer.stdout.split() == [word for name in hosts.names for word in (name, "idle")]:
             return
         if time.monotonic() > deadline:
-            logs = "".join(f"{log}:\n{log.read_text()}" for log in (hosts.folder / "slurm").glob("*.log"))
+            logs = "".join(f"{log}:\n{log.read_text()}" for log in (hosts.files / "slurm").glob("*.log"))
             raise RuntimeError(f"Slurm is not ready after {READY_WITHIN_S} s: {answer}\n{logs}")
         time.sleep(0.1)

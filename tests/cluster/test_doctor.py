@@ -12,14 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.hosts import Hosts, why_not
+from tests.cluster.hosts import Hosts
 
 pytestmark = pytest.mark.timeout(180)
 NAMES = "h0,h1,h2,h3"
 
 
 def doctor(hosts: Hosts, python: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
-    return hosts.run(0, [python.parent / "ringrun", "doctor", *arguments], timeout=120)
+    return hosts.ringrun(python, "doctor", *arguments, timeout=120)
 
 
 def matrix(text: str, unit: str) -> dict[str, list[str]]:
@@ -37,14 +37,9 @@ def in_table(text: str) -> list[str]:
     return [row.split()[0] for row in rows]
 
 
-def assert_nothing_is_left(hosts: Hosts) -> None:
-    hosts.wait_until_gone()
-    assert [hosts.left_behind(k) for k in range(len(hosts.names))] == [[] for _ in hosts.names]
-
-
-def test_four_hosts_of_which_one_has_a_slow_link(python: Path, hosts: Hosts, tmp_path: Path):
-    hosts.shape(2, 50)
-    done = doctor(hosts, python, "-H", NAMES, "--json", tmp_path / "found.json")
+def test_four_hosts_of_which_one_has_a_slow_link(python: Path, own_hosts: Hosts, tmp_path: Path):
+    own_hosts.shape(2, 50)
+    done = doctor(own_hosts, python, "-H", NAMES, "--json", tmp_path / "found.json")
     assert done.returncode == 0, done.stdout + done.stderr
     rows = done.stdout.splitlines()
     assert rows[1].startswith("h0 (here) ")
@@ -58,13 +53,13 @@ def test_four_hosts_of_which_one_has_a_slow_link(python: Path, hosts: Hosts, tmp
     assert len(found["links"]) == 6
     assert all(link["is_slow"] for link in found["links"] if "h2" in link["hosts"])
     assert all(0 < link["latency_us"] < 1e6 for link in found["links"])
-    assert_nothing_is_left(hosts)
+    own_hosts.assert_nothing_is_left()
 
 
-def test_each_host_that_cannot_be_reached_is_told_with_its_cure_and_the_others_are_measured(python: Path, hosts: Hosts):
-    hosts.stop_sshd(1)
-    hosts.new_host_key(2)
-    done = doctor(hosts, python, "-H", f"{NAMES},h9", "--start-timeout", "15")
+def test_hosts_that_cannot_be_reached_are_told_with_their_cures_and_the_others_measured(python: Path, own_hosts: Hosts):
+    own_hosts.stop_sshd(1)
+    own_hosts.new_host_key(2)
+    done = doctor(own_hosts, python, "-H", f"{NAMES},h9", "--start-timeout", "15")
     assert done.returncode == 3, done.stdout + done.stderr
     assert "\n  h1: it refuses the connection (port 22: Connection refused): no ssh server listens" in done.stdout
     assert "start sshd there, or name its port with -p PORT\n" in done.stdout
@@ -73,47 +68,43 @@ def test_each_host_that_cannot_be_reached_is_told_with_its_cure_and_the_others_a
     assert "\n  h9: its name is not known here (Could not resolve hostname: " in done.stdout
     assert list(matrix(done.stdout, "Gbit/s")) == ["h0", "h3"]
     assert "\n3 errors, " in done.stdout
-    assert_nothing_is_left(hosts)
+    own_hosts.assert_nothing_is_left()
 
 
-def test_a_host_whose_link_is_down_is_given_up(hosts: Hosts):
-    hosts.link_down(3)
-    done = doctor(hosts, Path(sys.executable), "-H", "h0,h3", "--start-timeout", "3")
+def test_a_host_whose_link_is_down_is_given_up(own_hosts: Hosts):
+    own_hosts.link_down(3)
+    done = doctor(own_hosts, Path(sys.executable), "-H", "h0,h3", "--start-timeout", "3")
     assert done.returncode == 3
     assert re.search(r"\n  h3: it did not answer in time \(.*\); see that h3 is up .*--start-timeout S\n", done.stdout)
-    assert_nothing_is_left(hosts)
+    own_hosts.assert_nothing_is_left()
 
 
-def test_a_firewall_between_a_host_and_this_one(python: Path, hosts: Hosts):
+def test_a_firewall_between_a_host_and_this_one(python: Path, own_hosts: Hosts):
     """ssh's answers come from port 22; whatever else h1 would send to h0 is stopped."""
-    rule = ["to", hosts.addresses[0], "ipproto", "tcp", "sport", "1024-65534", "prohibit"]
-    hosts.check(1, ["ip", "rule", "add", *rule])
-    done = doctor(hosts, python, "-H", NAMES, "--start-timeout", "15")
+    rule = ["to", own_hosts.addresses[0], "ipproto", "tcp", "sport", "1024-65534", "prohibit"]
+    own_hosts.check(1, ["ip", "rule", "add", *rule])
+    done = doctor(own_hosts, python, "-H", NAMES, "--start-timeout", "15")
     assert done.returncode == 3, done.stdout + done.stderr
     told = r"\n  h1: no connection from there to this host \(10\.77\.0\.1 port [0-9]+: .*\); let no firewall stop TCP"
     assert re.search(told, done.stdout), done.stdout
     assert list(matrix(done.stdout, "Gbit/s")) == ["h0", "h2", "h3"]
-    assert_nothing_is_left(hosts)
+    own_hosts.assert_nothing_is_left()
 
 
-def test_hosts_with_another_installation(mpich_python: Path, shared: list[Path], tmp_path: Path):
+def test_hosts_with_another_installation(own_hosts: Hosts, mpich_python: Path):
     """h1 has another MPI, h2 no Python where this host has it, h3 little shared memory."""
-    if reason := why_not():
-        pytest.skip(reason)
-    shared.append(mpich_python.parents[1])
     python = Path(sys.executable)
-    with Hosts(4, tmp_path / "hosts", shared) as hosts:
-        hosts.check(1, ["mount", "--bind", mpich_python.parents[1] / "lib", python.parents[1] / "lib"])
-        hosts.check(2, ["mount", "-t", "tmpfs", "tmpfs", python.parent])
-        hosts.check(3, ["mount", "-o", "remount,size=32m", "/dev/shm"])
-        done = doctor(hosts, python, "-H", NAMES)
-        assert done.returncode == 3, done.stdout + done.stderr
-        assert re.search(r"\nh1 .* MPICH [0-9.]+\*  ", done.stdout)
-        assert re.search(r"\n  h1: MPICH [0-9.]+ there, Open MPI [0-9.]+ on h0; install the same there", done.stdout)
-        assert re.search(rf"\n  h2: {python.parent}/python[0-9.]* is not there \(", done.stdout)
-        assert re.search(r"\n  h3: /dev/shm has 34 MB free, expected at least 67; remove old files there", done.stdout)
-        assert list(matrix(done.stdout, "Gbit/s")) == ["h0", "h3"]
-        assert_nothing_is_left(hosts)
+    own_hosts.check(1, ["mount", "--bind", mpich_python.parents[1] / "lib", python.parents[1] / "lib"])
+    own_hosts.check(2, ["mount", "-t", "tmpfs", "tmpfs", python.parent])
+    own_hosts.check(3, ["mount", "-o", "remount,size=32m", "/dev/shm"])
+    done = doctor(own_hosts, python, "-H", NAMES)
+    assert done.returncode == 3, done.stdout + done.stderr
+    assert re.search(r"\nh1 .* MPICH [0-9.]+\*  ", done.stdout)
+    assert re.search(r"\n  h1: MPICH [0-9.]+ there, Open MPI [0-9.]+ on h0; install the same there", done.stdout)
+    assert re.search(rf"\n  h2: {python.parent}/python[0-9.]* is not there \(", done.stdout)
+    assert re.search(r"\n  h3: /dev/shm has 34 MB free, expected at least 67; remove old files there", done.stdout)
+    assert list(matrix(done.stdout, "Gbit/s")) == ["h0", "h3"]
+    own_hosts.assert_nothing_is_left()
 
 
 ANOTHER = """#!/bin/sh
@@ -122,39 +113,39 @@ PYTHONPATH="$PYTHONPATH:{packages}" {python} "$@" | sed 's/"python": "[0-9.]*"/"
 """
 
 
-def test_another_python_version_on_a_host(hosts: Hosts, tmp_path: Path):
+def test_another_python_version_on_a_host(own_hosts: Hosts, tmp_path: Path):
     python = Path(sys.executable)
-    hosts.check(2, ["mount", "-t", "tmpfs", "tmpfs", python.parent])
+    own_hosts.check(2, ["mount", "-t", "tmpfs", "tmpfs", python.parent])
     for name in ("python", "python3", f"python3.{sys.version_info.minor}"):
-        fake = hosts.path(2, str(python.parent)) / name
+        fake = own_hosts.path(2, str(python.parent)) / name
         fake.write_text(ANOTHER.format(packages=sysconfig.get_path("purelib"), python=os.path.realpath(python)))
         fake.chmod(0o755)
-    begun = hosts.folder / "begun"
-    done = hosts.run(0, [python.parent / "ringrun", "-H", "h0:1,h1:1,h2:1", python, "-c", f"open('{begun}', 'w')"])
+    begun = own_hosts.folder / "begun"
+    done = own_hosts.ringrun(python, "-H", "h0:1,h1:1,h2:1", python, "-c", f"open('{begun}', 'w')")
     assert done.returncode == 3, done.stderr
     here = "{}.{}.{}".format(*sys.version_info)
     assert re.search(r"^h2 +3\.9\.1\* ", done.stderr, re.MULTILINE), done.stderr
     assert f"h2: Python 3.9.1 there, Python {here} on h0; install the same there" in done.stderr
     assert not begun.exists()
-    assert_nothing_is_left(hosts)
+    own_hosts.assert_nothing_is_left()
 
 
-def test_a_job_is_refused_before_any_rank_starts_unless_the_host_gets_none(python: Path, hosts: Hosts):
-    hosts.stop_sshd(3)
-    ringrun, begun = python.parent / "ringrun", hosts.folder / "begun"
-    done = hosts.run(0, [ringrun, "-H", "h0:1,h1:1,h3:1", "touch", begun])
+def test_a_job_is_refused_before_any_rank_starts_unless_the_host_gets_none(python: Path, own_hosts: Hosts):
+    own_hosts.stop_sshd(3)
+    begun = own_hosts.folder / "begun"
+    done = own_hosts.ringrun(python, "-H", "h0:1,h1:1,h3:1", "touch", begun)
     assert done.returncode == 3
     assert not begun.exists()
     assert "\nh3 *  it refuses the connection (port 22: Connection refused)" in done.stderr
     assert done.stderr.endswith("start sshd there, or name its port with -p PORT\n")
     assert "ringrun: error: h3: it refuses the connection (port 22: Connection refused): no ssh" in done.stderr
-    done = hosts.run(0, [ringrun, "-np", 2, "-H", "h0:1,h1:1,h3:1", "touch", begun])
+    done = own_hosts.ringrun(python, "-np", 2, "-H", "h0:1,h1:1,h3:1", "touch", begun)
     assert (done.returncode, in_table(done.stderr)) == (0, ["h0", "h1"])
     assert begun.exists()
-    done = hosts.run(0, [ringrun, "-H", "h1,h2", "hostname"])  # as many as each of them has cores
+    done = own_hosts.ringrun(python, "-H", "h1,h2", "hostname")  # as many as each of them has cores
     assert (done.returncode, in_table(done.stderr)) == (0, ["h0", "h[1-2]"])
     assert {line.split()[1] for line in done.stdout.splitlines()} == {"h1", "h2"}
-    assert_nothing_is_left(hosts)
+    own_hosts.assert_nothing_is_left()
 
 
 def test_a_slurm_job(python: Path, slurm: Hosts):
@@ -166,10 +157,10 @@ def test_a_slurm_job(python: Path, slurm: Hosts):
     slurm.wait_until_gone()
 
 
-def test_a_slurm_job_with_a_node_that_is_gone(python: Path, slurm: Hosts):
-    slurm.link_down(1)
+def test_a_slurm_job_with_a_node_that_is_gone(python: Path, own_slurm: Hosts):
+    own_slurm.link_down(1)
     arguments = [python.parent / "ringrun", "doctor", "--start-timeout", "8"]
-    done = slurm.run(0, ["salloc", "-N2", "-n4", *arguments], timeout=120)
+    done = own_slurm.run(0, ["salloc", "-N2", "-n4", *arguments], timeout=120)
     assert done.returncode == 3, done.stdout + done.stderr
     assert re.search(r"\n  h1: (Slurm did not run a program there|no answer within 8 s)", done.stdout), done.stdout
-    slurm.wait_until_gone(0)
+    own_slurm.wait_until_gone(0)

@@ -21,19 +21,19 @@ def test_each_host_is_reached_from_each_by_name_and_address(hosts: Hosts):
             assert hosts.run((k + 1) % 4, [*SSH, target, "hostname"]).stdout == f"{name}\n"
 
 
-def test_host_keys_are_checked(hosts: Hosts):
-    hosts.new_host_key(2)
-    refused = hosts.run(0, [*SSH, "h2", "hostname"])
+def test_host_keys_are_checked(own_hosts: Hosts):
+    own_hosts.new_host_key(2)
+    refused = own_hosts.run(0, [*SSH, "h2", "hostname"])
     assert refused.returncode == 255
     assert "REMOTE HOST IDENTIFICATION HAS CHANGED" in refused.stderr
-    (hosts.home / ".ssh" / "known_hosts").unlink()
-    refused = hosts.run(0, [*SSH, "h1", "hostname"])
+    (own_hosts.home / ".ssh" / "known_hosts").unlink()
+    refused = own_hosts.run(0, [*SSH, "h1", "hostname"])
     assert "Host key verification failed" in refused.stderr
 
 
-def test_a_key_that_nobody_knows_is_refused(hosts: Hosts):
-    (hosts.home / ".ssh" / "authorized_keys").write_text("")
-    assert "Permission denied (publickey" in hosts.run(0, [*SSH, "h1", "hostname"]).stderr
+def test_a_key_that_nobody_knows_is_refused(own_hosts: Hosts):
+    (own_hosts.home / ".ssh" / "authorized_keys").write_text("")
+    assert "Permission denied (publickey" in own_hosts.run(0, [*SSH, "h1", "hostname"]).stderr
 
 
 def all_of(hosts: Hosts, k: int) -> str:
@@ -62,29 +62,29 @@ def test_orphans_are_collected(hosts: Hosts):
     assert "sleep" not in all_of(hosts, 3), "not even as a zombie"
 
 
-def test_links_and_daemons_stop_and_start_again(hosts: Hosts):
-    hosts.link_down(1)
-    assert "Connection timed out" in hosts.run(0, [*SSH, "h1", "hostname"]).stderr
-    hosts.link_up(1)
-    hosts.stop_sshd(2)
-    assert "Connection refused" in hosts.run(0, [*SSH, "h2", "hostname"]).stderr
-    hosts.start_sshd(2)
+def test_links_and_daemons_stop_and_start_again(own_hosts: Hosts):
+    own_hosts.link_down(1)
+    assert "Connection timed out" in own_hosts.run(0, [*SSH, "h1", "hostname"]).stderr
+    own_hosts.link_up(1)
+    own_hosts.stop_sshd(2)
+    assert "Connection refused" in own_hosts.run(0, [*SSH, "h2", "hostname"]).stderr
+    own_hosts.start_sshd(2)
     for name in ("h1", "h2"):
-        done = hosts.run(0, [*SSH, name, "hostname"])
+        done = own_hosts.run(0, [*SSH, name, "hostname"])
         assert done.stdout == f"{name}\n", done.stderr
 
 
 SEND = "import sys; sys.stdout.buffer.write(bytes(1_250_000))"
 
 
-def test_a_link_has_the_rate_that_it_is_given(hosts: Hosts):
+def test_a_link_has_the_rate_that_it_is_given(own_hosts: Hosts):
     def seconds() -> float:
         begin = time.monotonic()
-        hosts.check(0, ["bash", "-c", f"{sys.executable} -c '{SEND}' | ssh h1 wc -c"])
+        own_hosts.check(0, ["bash", "-c", f"{sys.executable} -c '{SEND}' | ssh h1 wc -c"])
         return time.monotonic() - begin
 
     fast = seconds()
-    hosts.shape(0, 10)
+    own_hosts.shape(0, 10)
     assert seconds() > fast + 0.6, "10 Mbit take a second"
 
 

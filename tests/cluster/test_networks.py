@@ -27,39 +27,38 @@ def ringrun(hosts: Hosts, python: Path, tmp_path: Path, *flags: object) -> subpr
     """An allreduce on the first three hosts; when it has ended, nothing is left of it."""
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(ALLREDUCE))
-    done = hosts.run(0, [python.parent / "ringrun", *flags, "-H", "h0:1,h1:1,h2:1", python, script])
-    hosts.wait_until_gone()
-    assert [hosts.left_behind(k) for k in range(4)] == [[], [], [], []]
+    done = hosts.ringrun(python, *flags, "-H", "h0:1,h1:1,h2:1", python, script)
+    hosts.assert_nothing_is_left()
     return done
 
 
-def test_sshd_listens_on_another_port(hosts: Hosts, python: Path, tmp_path: Path):
+def test_sshd_listens_on_another_port(own_hosts: Hosts, python: Path, tmp_path: Path):
     for k in (1, 2):
-        hosts.stop_sshd(k)
-        with (hosts.folder / hosts.names[k] / "sshd_config").open("a") as config:
+        own_hosts.stop_sshd(k)
+        with (own_hosts.files / own_hosts.names[k] / "sshd_config").open("a") as config:
             config.write("Port 2222\n")
-        hosts.start_sshd(k)
-    refused = ringrun(hosts, python, tmp_path)
+        own_hosts.start_sshd(k)
+    refused = ringrun(own_hosts, python, tmp_path)
     assert refused.returncode == 3
     assert "port 22: Connection refused" in refused.stderr
-    done = ringrun(hosts, python, tmp_path, "-p", 2222)
+    done = ringrun(own_hosts, python, tmp_path, "-p", 2222)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == EXPECTED
 
 
-def test_only_one_of_two_networks_leads_to_the_others(hosts: Hosts, python: Path, tmp_path: Path):
-    """Each host has a second interface with an address of its own in a network that has no other hosts."""
+def test_only_one_of_two_networks_leads_to_the_others(own_hosts: Hosts, python: Path, tmp_path: Path):
+    """Each host has a second interface with an address of its own in a network that has no other own_hosts."""
     for k in range(4):
-        hosts.check(k, ["ip", "link", "add", "eth1", "type", "veth", "peer", "name", "nobody"])
-        hosts.check(k, ["ip", "addr", "add", f"10.78.0.{k + 1}/24", "dev", "eth1"])
+        own_hosts.check(k, ["ip", "link", "add", "eth1", "type", "veth", "peer", "name", "nobody"])
+        own_hosts.check(k, ["ip", "addr", "add", f"10.78.0.{k + 1}/24", "dev", "eth1"])
         for device in ("eth1", "nobody"):
-            hosts.check(k, ["ip", "link", "set", device, "up"])
-    done = ringrun(hosts, python, tmp_path, "--network-interfaces", "eth0")
+            own_hosts.check(k, ["ip", "link", "set", device, "up"])
+    done = ringrun(own_hosts, python, tmp_path, "--network-interfaces", "eth0")
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == EXPECTED
-    cut_off = ringrun(hosts, python, tmp_path, "--network-interfaces", "eth1")
+    cut_off = ringrun(own_hosts, python, tmp_path, "--network-interfaces", "eth1")
     assert cut_off.returncode == 3
     assert "2 hosts, h[1-2]: no connection from there to this host (10.78.0.1 port " in cut_off.stderr, cut_off.stderr
-    unknown = ringrun(hosts, python, tmp_path, "--network-interfaces", "eth7")
+    unknown = ringrun(own_hosts, python, tmp_path, "--network-interfaces", "eth7")
     assert unknown.returncode == 2
     assert "eth7" in unknown.stderr

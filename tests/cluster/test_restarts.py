@@ -37,7 +37,7 @@ def test_a_job_on_two_hosts_goes_on_from_its_checkpoint(hosts: Hosts, python: Pa
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(DIES_ONCE))
     command = ["-H", "h0:1,h1:1", "--restarts", "1", "--output-filename", tmp_path / "kept", python, script]
-    done = hosts.run(0, [python.parent / "ringrun", *command])
+    done = hosts.ringrun(python, *command)
     hosts.wait_until_gone()
     assert done.returncode == 0, done.stderr
     total = float(3 * sum(range(4)))

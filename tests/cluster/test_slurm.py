@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import re
 import subprocess
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.cluster.hosts import ROOT, Hosts
+from tests.patience import wait_until
 
 pytestmark = pytest.mark.timeout(180)
-
-Script = Callable[[str], Path]
 
 WHERE = """
 import os, socket
@@ -26,14 +23,6 @@ print(rr.rank(), socket.gethostname(), rr.local_rank(), rr.local_size(), rr.size
 """
 TWO_AND_TWO = ["0 h0 0 2 4", "1 h0 1 2 4", "2 h1 0 2 4", "3 h1 1 2 4"]
 TWO_AND_ONE = ["0 h0 0 2 3", "1 h0 1 2 3", "2 h1 0 1 3"]
-
-
-@pytest.fixture
-def nodes(slurm: Hosts) -> Hosts:
-    """The nodes, where nobody can log in over ssh."""
-    for k in range(len(slurm.names)):
-        slurm.stop_sshd(k)
-    return slurm
 
 
 @pytest.fixture
@@ -54,11 +43,6 @@ def told(places: list[str], colour: object = None) -> list[str]:
     return [f"{place} {999.0 * sum(range(len(places) + 1))} {colour}" for place in places]
 
 
-def assert_nothing_is_left(nodes: Hosts) -> None:
-    nodes.wait_until_gone()
-    assert [nodes.left_behind(k) for k in range(2)] == [[], []]
-
-
 @pytest.mark.parametrize(
     ("tasks", "flags", "places"),
     [
@@ -68,35 +52,35 @@ def assert_nothing_is_left(nodes: Hosts) -> None:
         ("-n4", ["--launcher", "mpirun"], TWO_AND_TWO),
     ],
 )
-def test_salloc_and_ringrun(nodes: Hosts, python: Path, where: Path, tasks: str, flags: list[str], places: list[str]):
+def test_salloc_and_ringrun(slurm: Hosts, python: Path, where: Path, tasks: str, flags: list[str], places: list[str]):
     command = ["salloc", "-N2", tasks, python.parent / "ringrun", *flags, python, where]
-    done = nodes.run(0, command, env={"COLOUR": "red wine"})
+    done = slurm.run(0, command, env={"COLOUR": "red wine"})
     assert placed(done) == told(places, "red wine")
-    assert_nothing_is_left(nodes)
+    slurm.assert_nothing_is_left()
 
 
-def test_srun_starts_mpichs_ranks_for_ringrun(nodes: Hosts, python: Path, where: Path, request: pytest.FixtureRequest):
+def test_srun_starts_mpichs_ranks_for_ringrun(slurm: Hosts, python: Path, where: Path, request: pytest.FixtureRequest):
     command = ["salloc", "-N2", "-n4", python.parent / "ringrun", "--launcher", "srun", python, where]
-    done = nodes.run(0, command, env={"COLOUR": "red wine"})
+    done = slurm.run(0, command, env={"COLOUR": "red wine"})
     if "mpich" in request.node.callspec.id:
         assert placed(done) == told(TWO_AND_TWO, "red wine")
     else:  # Open MPI 5 speaks PMIx only, and this Slurm's plugin for that does not load
         assert done.returncode == 3, done.stderr
         assert "srun" in done.stderr
         assert "Traceback" not in done.stderr
-    assert_nothing_is_left(nodes)
+    slurm.assert_nothing_is_left()
 
 
-def test_sbatch_and_ringrun_train_an_example(nodes: Hosts, python: Path):
-    job, output = nodes.folder / "job.sh", nodes.folder / "output.txt"
+def test_sbatch_and_ringrun_train_an_example(slurm: Hosts, python: Path):
+    job, output = slurm.folder / "job.sh", slurm.folder / "output.txt"
     train = f"{python.parent}/ringrun {python} {ROOT}/examples/train_digits.py"
     job.write_text(f"#!/bin/bash\n#SBATCH --nodes=2 --ntasks-per-node=2 --output={output}\n{train}\n")
-    number = nodes.check(0, ["sbatch", "--parsable", job]).strip()  # its --wait looks after 2, 10 and 42 seconds only
-    wait_for(lambda: not nodes.check(0, ["squeue", "--noheader"]))
-    assert "ExitCode=0:0" in nodes.check(0, ["scontrol", "show", "job", number]), output.read_text()
+    number = slurm.check(0, ["sbatch", "--parsable", job]).strip()  # its --wait looks after 2, 10 and 42 seconds only
+    wait_until(lambda: not slurm.check(0, ["squeue", "--noheader"]))
+    assert "ExitCode=0:0" in slurm.check(0, ["scontrol", "show", "job", number]), output.read_text()
     assert "[0] parameters are identical on all 4 ranks" in output.read_text()
     assert float(re.search(r"test accuracy: ([\d.]+)", output.read_text()).group(1)) > 0.97
-    assert_nothing_is_left(nodes)
+    slurm.assert_nothing_is_left()
 
 
 DIES = """
@@ -112,47 +96,40 @@ for step in range(2000):
 """
 
 
-def test_a_rank_that_dies_on_the_other_node(nodes: Hosts, python: Path, tmp_path: Path):
+def test_a_rank_that_dies_on_the_other_node(slurm: Hosts, python: Path, tmp_path: Path):
     script = tmp_path / "train.py"
     script.write_text(DIES)
-    done = nodes.run(0, ["salloc", "-N2", "-n4", python.parent / "ringrun", python, script])
-    assert_nothing_is_left(nodes)
+    done = slurm.run(0, ["salloc", "-N2", "-n4", python.parent / "ringrun", python, script])
+    slurm.assert_nothing_is_left()
     assert done.returncode == 137, done.stderr
     card = done.stderr[done.stderr.index("-- ringrun: rank 2 of 4 failed first --") :]
     assert re.search(r"^how +killed by signal 9 \(SIGKILL\), exit code 137$", card, re.MULTILINE)
     assert re.search(r"^where +host h1, pid \d+, ran for ", card, re.MULTILINE)
-    assert nodes.run(0, ["squeue", "--noheader"]).stdout == ""
+    assert slurm.run(0, ["squeue", "--noheader"]).stdout == ""
 
 
-def test_scancel_ends_the_job_on_both_nodes(nodes: Hosts, python: Path, tmp_path: Path):
+def test_scancel_ends_the_job_on_both_nodes(slurm: Hosts, python: Path, tmp_path: Path):
     script = tmp_path / "train.py"
     script.write_text(DIES.replace("rr.rank() == 2", "open('training', 'w')").replace("os.kill", "print"))
-    job = nodes.folder / "job.sh"
+    job = slurm.folder / "job.sh"
     job.write_text(f"#!/bin/bash\n#SBATCH -N2 -n4 --output=/dev/null\n{python.parent}/ringrun {python} {script}\n")
-    number = re.search(r"\d+", nodes.check(0, ["sbatch", job])).group()
-    wait_for(lambda: (nodes.folder / "training").exists())
-    nodes.check(0, ["scancel", number])
-    nodes.wait_until_gone(within_s=15)
-    left = [path for k in range(2) for path in nodes.left_behind(k)]
+    number = re.search(r"\d+", slurm.check(0, ["sbatch", job])).group()
+    wait_until(lambda: (slurm.folder / "training").exists())
+    slurm.check(0, ["scancel", number])
+    slurm.wait_until_gone(within_s=15)
+    left = [path for k in range(2) for path in slurm.left_behind(k)]
     assert [path for path in left if "hydra_hwloc" not in path] == [], (
         "agents clean up after ranks; Hydra has been killed"
     )
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def test_srun_alone_starts_mpichs_ranks(nodes: Hosts, mpich_python: Path, where: Path):
-    done = nodes.run(0, ["srun", "-N2", "-n4", "--mpi=pmi2", mpich_python, where])
+def test_srun_alone_starts_mpichs_ranks(slurm: Hosts, mpich_python: Path, where: Path):
+    done = slurm.run(0, ["srun", "-N2", "-n4", "--mpi=pmi2", mpich_python, where])
     assert placed(done, prefix=False) == told(TWO_AND_TWO)
-    nodes.wait_until_gone()
+    slurm.wait_until_gone()
 
 
-def test_srun_without_pmi_is_told(nodes: Hosts, mpich_python: Path, where: Path):
-    done = nodes.run(0, ["srun", "-N2", "-n4", mpich_python, where])
+def test_srun_without_pmi_is_told(slurm: Hosts, mpich_python: Path, where: Path):
+    done = slurm.run(0, ["srun", "-N2", "-n4", mpich_python, where])
     assert done.returncode == 1
     assert "srun started 4 ranks, but MPI counts 1" in done.stderr

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.hosts import ROOT, Hosts
-from tests.patience import patient
+from tests.patience import patient, wait_until
 
 pytestmark = pytest.mark.timeout(180)
 ALL = ("-np", "4", "-H", "h0:1,h1:1,h2:1,h3:1")
@@ -32,28 +32,12 @@ def script(tmp_path: Path) -> Script:
     return write
 
 
-def ringrun(hosts: Hosts, python: Path, *arguments: object, **options) -> subprocess.CompletedProcess[str]:
-    """`ringrun ARGUMENTS` on host 0, with the ringrun beside `python`."""
-    return hosts.run(0, [python.parent / "ringrun", *arguments], **options)
-
-
-def start(hosts: Hosts, python: Path, *arguments: object) -> subprocess.Popen[str]:
-    """The same, left running."""
-    command = [python.parent / "ringrun", *arguments]
-    return hosts.start(0, command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-
-
-def assert_nothing_is_left(hosts: Hosts, within_s: float = 5) -> None:
-    hosts.wait_until_gone(within_s=within_s)
-    assert [hosts.left_behind(k) for k in range(len(hosts.names))] == [[] for _ in hosts.names]
-
-
 def test_a_training_example_on_four_hosts(hosts: Hosts, python: Path):
-    done = ringrun(hosts, python, *ALL, python, ROOT / "examples" / "train_digits.py", timeout=120)
+    done = hosts.ringrun(python, *ALL, python, ROOT / "examples" / "train_digits.py", timeout=120)
     assert done.returncode == 0, done.stderr
     assert "[0] parameters are identical on all 4 ranks" in done.stdout
     assert float(re.search(r"test accuracy: ([\d.]+)", done.stdout).group(1)) > 0.97
-    assert_nothing_is_left(hosts)
+    hosts.assert_nothing_is_left()
 
 
 WHERE = """
@@ -82,10 +66,10 @@ WHERE = """
     ],
 )
 def test_uneven_slots(hosts: Hosts, python: Path, script: Script, where: tuple[str, ...], lines: list[str]):
-    done = ringrun(hosts, python, *where, python, script(WHERE))
+    done = hosts.ringrun(python, *where, python, script(WHERE))
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [f"{line} {999.0 * 10}" for line in lines]
-    assert_nothing_is_left(hosts)
+    hosts.assert_nothing_is_left()
 
 
 def test_hosts_that_are_not_this_one(hosts: Hosts, python: Path, script: Script):
@@ -93,7 +77,7 @@ def test_hosts_that_are_not_this_one(hosts: Hosts, python: Path, script: Script)
     source = "import os, socket, sys\nprint(socket.gethostname(), os.environ['RANK'], repr(sys.stdin.read()))"
     (hosts.folder / "input").write_text("a line")
     with (hosts.folder / "input").open() as stdin:
-        done = ringrun(hosts, python, "-H", "h1:1,h3:1", python, script(source), stdin=stdin)
+        done = hosts.ringrun(python, "-H", "h1:1,h3:1", python, script(source), stdin=stdin)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["[0] h1 0 'a line'", "[1] h3 1 ''"]
 
@@ -107,7 +91,7 @@ def test_variables_reach_all_hosts_and_secrets_stay(hosts: Hosts, python: Path, 
     """
     secrets = {"COLOUR": "red wine", "WANDB_API_KEY": "hunter2", "HF_TOKEN": "swordfish"}
     job = ("-H", "h1:1,h2:1", "--env", "HF_TOKEN", python, script(source))
-    done = ringrun(hosts, python, *job, env=secrets)
+    done = hosts.ringrun(python, *job, env=secrets)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["[0] red wine None swordfish", "[1] red wine None swordfish"]
 
@@ -138,8 +122,8 @@ STEPS = """
 def test_a_rank_that_dies_on_another_host(
     hosts: Hosts, python: Path, script: Script, failure: str, code: int, words: list[str]
 ):
-    done = ringrun(hosts, python, *ALL, python, script(STEPS.format(failure=failure)))
-    assert_nothing_is_left(hosts)
+    done = hosts.ringrun(python, *ALL, python, script(STEPS.format(failure=failure)))
+    hosts.assert_nothing_is_left()
     assert done.returncode == code, done.stderr
     report = done.stderr[done.stderr.index("rank 2 ") :]
     for each in ("h2", *words):
@@ -148,33 +132,26 @@ def test_a_rank_that_dies_on_another_host(
 
 def test_a_rank_that_dies_as_soon_as_mpi_is_up_leaves_no_shared_memory(hosts: Hosts, python: Path, script: Script):
     source = "import ringreduce as rr\nrr.init()\nif rr.rank() == 1:\n    raise ValueError('boom')\n"
-    done = ringrun(hosts, python, *ALL, python, script(source))
+    done = hosts.ringrun(python, *ALL, python, script(source))
     assert done.returncode == 1, done.stderr
-    assert_nothing_is_left(hosts)
+    hosts.assert_nothing_is_left()
 
 
-def test_the_own_address_needs_no_ssh(hosts: Hosts, python: Path, script: Script):
+def test_the_own_address_needs_no_ssh(own_hosts: Hosts, python: Path, script: Script):
     """An IPv6 address has another name for the MPI's launcher, which cannot tell that it is this host's."""
     for k in (0, 1):
-        hosts.check(k, ["ip", "-6", "addr", "add", f"fd00::{k + 1}/64", "dev", "eth0", "nodad"])
-    known = hosts.home / ".ssh" / "known_hosts"
+        own_hosts.check(k, ["ip", "-6", "addr", "add", f"fd00::{k + 1}/64", "dev", "eth0", "nodad"])
+    known = own_hosts.home / ".ssh" / "known_hosts"
     key = next(line.partition(" ")[2] for line in known.read_text().splitlines() if line.startswith("h1,"))
     known.write_text(f"{known.read_text()}fd00::2 {key}\n")  # but not fd00::1
-    done = ringrun(hosts, python, "-H", "[fd00::1]:1,[fd00::2]:1", python, script(WHERE))
+    done = own_hosts.ringrun(python, "-H", "[fd00::1]:1,[fd00::2]:1", python, script(WHERE))
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [f"[0] h0 0 1 0 2 2 {999.0 * 3}", f"[1] h1 0 1 1 2 2 {999.0 * 3}"]
 
 
-def training(hosts: Hosts) -> bool:
-    return (hosts.folder / "training").exists()
-
-
 def wait_for_training(hosts: Hosts, job: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 60
-    while not training(hosts):
-        assert job.poll() is None, job.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: job.poll() is not None or (hosts.folder / "training").exists())
+    assert job.poll() is None, job.communicate()
 
 
 def test_a_folder_for_temporary_files_whose_name_has_a_space(hosts: Hosts, python: Path, script: Script):
@@ -185,7 +162,7 @@ def test_a_folder_for_temporary_files_whose_name_has_a_space(hosts: Hosts, pytho
     done = hosts.run(0, command)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [f"[{rank}] here" for rank in range(4)]
-    assert_nothing_is_left(hosts)
+    hosts.assert_nothing_is_left()
 
 
 UNTIL_TOLD = """
@@ -199,46 +176,48 @@ UNTIL_TOLD = """
 """
 
 
-def test_a_network_that_is_gone_for_less_than_lost_after_ends_nothing(hosts: Hosts, python: Path, script: Script):
-    job = start(hosts, python, *ALL, python, script(UNTIL_TOLD))
-    wait_for_training(hosts, job)
-    hosts.link_down(2)
+def test_a_network_that_is_gone_for_less_than_lost_after_ends_nothing(own_hosts: Hosts, python: Path, script: Script):
+    job = own_hosts.start_ringrun(python, *ALL, python, script(UNTIL_TOLD))
+    wait_for_training(own_hosts, job)
+    own_hosts.link_down(2)
     time.sleep(12)
-    hosts.link_up(2)
-    (hosts.folder / "end").touch()
+    own_hosts.link_up(2)
+    (own_hosts.folder / "end").touch()
     out, err = job.communicate(timeout=90)
     assert job.returncode == 0, err
     assert sorted(out.splitlines()) == [f"[{rank}] through" for rank in range(4)]
-    assert_nothing_is_left(hosts)
+    own_hosts.assert_nothing_is_left()
 
 
-def test_a_host_whose_link_goes_down(hosts: Hosts, python: Path, script: Script):
-    job = start(hosts, python, "--lost-after", "8", *ALL, python, script(STEPS.format(failure="pass")))
-    wait_for_training(hosts, job)
-    hosts.link_down(2)
+def test_a_host_whose_link_goes_down(own_hosts: Hosts, python: Path, script: Script):
+    job = own_hosts.start_ringrun(python, "--lost-after", "8", *ALL, python, script(STEPS.format(failure="pass")))
+    wait_for_training(own_hosts, job)
+    own_hosts.link_down(2)
     begin = time.monotonic()
     _, err = job.communicate(timeout=60)
     assert time.monotonic() - begin < CUT_OFF_WITHIN_S
     assert job.returncode not in (0, 2), err
     assert "h2" in err.strip().splitlines()[-1] or re.search(r"rank 2\b.*h2", err, re.DOTALL), err
-    hosts.wait_until_gone(0, 1, 3)
+    own_hosts.wait_until_gone(0, 1, 3)
     deadline = begin + CUT_OFF_WITHIN_S
-    while left := [line for line in hosts.processes(2).values() if not line.startswith("sshd:")]:  # it waits for TCP
+    while left := [
+        line for line in own_hosts.processes(2).values() if not line.startswith("sshd:")
+    ]:  # it waits for TCP
         assert time.monotonic() < deadline, left
         time.sleep(0.1)
-    assert [hosts.left_behind(k) for k in range(4)] == [[], [], [], []]
+    assert [own_hosts.left_behind(k) for k in range(4)] == [[], [], [], []]
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
 def test_ringrun_ends_and_so_does_every_host(
     hosts: Hosts, python: Path, script: Script, number: signal.Signals, code: int
 ):
-    job = start(hosts, python, *ALL, python, script(STEPS.format(failure="pass")))
+    job = hosts.start_ringrun(python, *ALL, python, script(STEPS.format(failure="pass")))
     wait_for_training(hosts, job)
     job.send_signal(number)
     _, err = job.communicate(timeout=60)
     assert job.returncode == code, err
-    assert_nothing_is_left(hosts, within_s=10)
+    hosts.assert_nothing_is_left(within_s=10)
 
 
 NEVER = "open('started', 'w').close()"
@@ -249,24 +228,24 @@ def assert_not_started(
 ) -> None:
     """A job on all hosts ends with exit code 3 and says these words, before any rank has begun."""
     begin = time.monotonic()
-    done = ringrun(hosts, changes.pop("python", python), *changes.pop("where", ALL), python, script(NEVER))
+    done = hosts.ringrun(changes.pop("python", python), *changes.pop("where", ALL), python, script(NEVER))
     assert time.monotonic() - begin < patient(within_s)
     assert done.returncode == 3, done.stderr
     for word in words:
         assert word in done.stderr
     assert "Traceback" not in done.stderr
     assert not (hosts.folder / "started").exists()
-    assert_nothing_is_left(hosts)
+    hosts.assert_nothing_is_left()
 
 
-def test_a_host_without_sshd(hosts: Hosts, python: Path, script: Script):
-    hosts.stop_sshd(3)
-    assert_not_started(hosts, python, script, "h3", "Connection refused")
+def test_a_host_without_sshd(own_hosts: Hosts, python: Path, script: Script):
+    own_hosts.stop_sshd(3)
+    assert_not_started(own_hosts, python, script, "h3", "Connection refused")
 
 
-def test_a_host_that_cannot_be_reached(hosts: Hosts, python: Path, script: Script):
-    hosts.link_down(3)
-    assert_not_started(hosts, python, script, "h3", where=("--start-timeout", "5", *ALL))
+def test_a_host_that_cannot_be_reached(own_hosts: Hosts, python: Path, script: Script):
+    own_hosts.link_down(3)
+    assert_not_started(own_hosts, python, script, "h3", where=("--start-timeout", "5", *ALL))
 
 
 def test_a_host_that_nobody_knows(hosts: Hosts, python: Path, script: Script):
@@ -274,21 +253,21 @@ def test_a_host_that_nobody_knows(hosts: Hosts, python: Path, script: Script):
     assert_not_started(hosts, python, script, "nosuchhost", "Could not resolve hostname", where=where)
 
 
-def test_a_wrong_key_and_the_right_one(hosts: Hosts, python: Path, script: Script):
-    key = hosts.home / ".ssh" / "id_ed25519"
-    elsewhere = key.rename(hosts.home / "another name")
-    assert_not_started(hosts, python, script, "Permission denied")
-    done = ringrun(hosts, python, "-i", elsewhere, *ALL, python, script("print(1)"))
+def test_a_wrong_key_and_the_right_one(own_hosts: Hosts, python: Path, script: Script):
+    key = own_hosts.home / ".ssh" / "id_ed25519"
+    elsewhere = key.rename(own_hosts.home / "another name")
+    assert_not_started(own_hosts, python, script, "Permission denied")
+    done = own_hosts.ringrun(python, "-i", elsewhere, *ALL, python, script("print(1)"))
     assert done.returncode == 0, done.stderr
 
 
-def test_another_host_key_than_is_known(hosts: Hosts, python: Path, script: Script):
-    hosts.new_host_key(1)
-    assert_not_started(hosts, python, script, "h1", "Host key verification failed")
+def test_another_host_key_than_is_known(own_hosts: Hosts, python: Path, script: Script):
+    own_hosts.new_host_key(1)
+    assert_not_started(own_hosts, python, script, "h1", "Host key verification failed")
 
 
-def test_python_is_missing_on_a_host(hosts: Hosts, python: Path, script: Script):
+def test_python_is_missing_on_a_host(own_hosts: Hosts, python: Path, script: Script):
     """Another directory stands where this host should have its environment, as if it had not been installed there."""
-    (hosts.folder / "empty").mkdir()
-    hosts.check(2, ["mount", "--bind", hosts.folder / "empty", python.parents[1]])
-    assert_not_started(hosts, python, script, "h2")
+    (own_hosts.folder / "empty").mkdir()
+    own_hosts.check(2, ["mount", "--bind", own_hosts.folder / "empty", python.parents[1]])
+    assert_not_started(own_hosts, python, script, "h2")

@@ -6,13 +6,13 @@ import re
 import subprocess
 import textwrap
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from ringrun.arguments import parse_ranks
 from tests.cluster.hosts import Hosts
+from tests.patience import wait_until
 
 pytestmark = pytest.mark.timeout(180)
 ALL = ("-np", "4", "-H", "h0:1,h1:1,h2:1,h3:1")
@@ -41,16 +41,11 @@ def write(folder: Path, failure: str) -> Path:
     return path
 
 
-def assert_nothing_is_left(hosts: Hosts) -> None:
-    hosts.wait_until_gone(within_s=10)
-    assert [hosts.left_behind(k) for k in range(4)] == [[], [], [], []]
-
-
 def test_the_card_of_a_rank_on_another_host(hosts: Hosts, python: Path, tmp_path: Path):
     """The others are asked on their hosts, unless they have failed too: Open MPI ends them when a connection closes."""
     path = write(tmp_path, "time.sleep(1); raise ValueError('boom')")
-    done = hosts.run(0, [python.parent / "ringrun", *ALL, python, path], timeout=120)
-    assert_nothing_is_left(hosts)
+    done = hosts.ringrun(python, *ALL, python, path, timeout=120)
+    hosts.assert_nothing_is_left()
     assert done.returncode == 1, done.stderr
     card = done.stderr[done.stderr.index("-- ringrun: rank 2 of 4 failed first --") :].splitlines()
     assert card[1] == "how         exit code 1"
@@ -67,7 +62,7 @@ def test_a_job_that_hangs_is_asked_on_all_its_hosts(hosts: Hosts, python: Path, 
     command = [ringrun, "--stall-check-s", "3", *ALL, python, write(tmp_path, "time.sleep(120)")]
     with log.open("w") as stderr:
         job = hosts.start(0, command, stdout=subprocess.DEVNULL, stderr=stderr)
-    wait_for(lambda: (hosts.folder / "training").exists(), job)
+    wait_until(lambda: (hosts.folder / "training").exists())
     time.sleep(0.5)  # the others have come to their allreduce
     listed = hosts.check(0, [ringrun, "stacks"]).splitlines()
     assert len(listed) == 2, listed
@@ -78,17 +73,9 @@ def test_a_job_that_hangs_is_asked_on_all_its_hosts(hosts: Hosts, python: Path, 
         assert told.startswith(f"job {number}: "), told
         assert STACKS[0] in told
         assert STACKS[1] in told
-    wait_for(lambda: all(stack in log.read_text() for stack in STACKS), job)
+    wait_until(lambda: all(stack in log.read_text() for stack in STACKS))
     assert "ringrun: the job is stalled, says rank 0: allreduce 'layer3.w'" in log.read_text()
     assert job.poll() is None, "the job goes on"
     job.terminate()
     assert job.wait(60) == 143
-    assert_nothing_is_left(hosts)
-
-
-def wait_for(condition: Callable[[], bool], job: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert job.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    hosts.assert_nothing_is_left()

@@ -1,46 +1,21 @@
-"""Interpreters with one MPI each: the one that runs the tests (Open MPI), and one with MPICH."""
+"""Jobs whose ranks print to one stream, and a test file that fails."""
 
-import os
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-from tests.patience import patient
-from tests.tiers import extended
-
-ROOT = Path(__file__).parents[2]
+from tests import jobs
 
 
-def outside_of_any_job(**changes):
-    """The environment, without what an MPI job that these tests run in has put there."""
-    return {k: v for k, v in os.environ.items() if not k.startswith(("OMPI_", "PMI", "RINGREDUCE"))} | changes
-
-
-def run(command, *, timeout_s=120, cwd=ROOT, **variables):
-    """Run a command as a user would, outside of any MPI job; returns the finished process, stderr within stdout."""
-    return subprocess.run(
-        command,
-        cwd=cwd,
-        env=outside_of_any_job(**variables),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=patient(timeout_s),
-    )
+def run(command, *, timeout_s=120, cwd=jobs.ROOT, **variables):
+    """Run a command with these variables; returns the finished process, stderr within stdout."""
+    environment = jobs.environment(**variables)
+    return jobs.run(command, timeout_s=timeout_s, cwd=cwd, env=environment, stderr=subprocess.STDOUT)
 
 
 def ringrun(python, ranks, *command, **options):
     """`ringrun -np RANKS python COMMAND …` with the ringrun that stands beside `python`."""
-    return run([python.parent / "ringrun", "-np", str(ranks), python, *command], **options)
-
-
-@pytest.fixture(params=["Open MPI", pytest.param("MPICH", marks=extended)])
-def python(request):
-    """An interpreter whose mpi4py loads this MPI."""
-    return request.getfixturevalue("mpich_python") if request.param == "MPICH" else Path(sys.executable)
+    return run([jobs.ringrun(python), "-np", ranks, python, *command], **options)
 
 
 BROKEN = """

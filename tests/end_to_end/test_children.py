@@ -53,7 +53,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize(
     ("launcher", "python"),
-    [("mpirun", "Open MPI"), pytest.param("ringrun", "MPICH", marks=tiers.extended)],
+    [("mpirun", "openmpi"), pytest.param("ringrun", "mpich", marks=tiers.extended)],
     indirect=["python"],
 )
 def test_no_child_of_a_rank_joins_in_its_place(tmp_path, python, launcher):

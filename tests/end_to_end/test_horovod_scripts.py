@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.end_to_end.conftest import outside_of_any_job
+from tests.jobs import environment
 from tests.patience import patient
 
 pytestmark = pytest.mark.timeout(180)
@@ -47,9 +47,9 @@ class Job:
         for name in ("common.py", RUNNER):
             shutil.copy(SCRIPTS / name, folder)
         command = [Path(sys.executable).with_name("ringrun"), "-np", str(ranks), sys.executable, folder / RUNNER]
-        environment = outside_of_any_job(HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="40")  # a hang is told before it is ended
+        variables = environment(HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="40")  # a hang is told before it is ended
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        self.process = subprocess.Popen(command, cwd=folder, env=environment, **pipes)
+        self.process = subprocess.Popen(command, cwd=folder, env=variables, **pipes)
 
     def run(self, folder, variables, name, *arguments):
         """Run a script; returns what its rank 0 told as JSON."""

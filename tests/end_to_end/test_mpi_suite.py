@@ -12,8 +12,8 @@ pytestmark = pytest.mark.timeout(900)
 PYTEST = ["-m", "pytest", "--with-mpi", "-p", "no:cacheprovider", "--color=no", "-q", "-rs", "-c", "pyproject.toml"]
 
 
-QUICK = [("Open MPI", 3, "not extended"), ("MPICH", 2, "not extended")]
-EVERYWHERE = [*QUICK, *itertools.product(["Open MPI", "MPICH"], [1, 2, 3, 4], [""])]
+QUICK = [("openmpi", 3, "not extended"), ("mpich", 2, "not extended")]
+EVERYWHERE = [*QUICK, *itertools.product(["openmpi", "mpich"], [1, 2, 3, 4], [""])]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.conftest import ROOT, run
+from tests.end_to_end.conftest import run
+from tests.jobs import ROOT
 from tests.tiers import parted
 
 pytestmark = pytest.mark.timeout(600)
@@ -25,7 +26,7 @@ def mpirun(python, ranks, *arguments, **variables):
 
 @pytest.mark.parametrize(
     ("python", "ranks"),
-    parted(itertools.product(["Open MPI", "MPICH"], [2, 4]), lambda mpi, ranks: ranks == 2),
+    parted(itertools.product(["openmpi", "mpich"], [2, 4]), lambda mpi, ranks: ranks == 2),
     indirect=["python"],
 )
 def test_the_suite_for_ranks(python, ranks):

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.conftest import ROOT, ringrun, run
+from tests.end_to_end.conftest import ringrun, run
 from tests.environments import INSTALL_TIMEOUT_S
+from tests.jobs import ROOT
 
 README = (ROOT / "README.md").read_text()
 TEST_COMMAND = (

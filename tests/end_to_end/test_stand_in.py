@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.conftest import ROOT, ringrun, run
+from tests.end_to_end.conftest import ringrun, run
+from tests.jobs import ROOT
 
 pytestmark = pytest.mark.timeout(600)
 PYTHON = Path(sys.executable)

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import jobs
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 Ringrun = Callable[..., subprocess.CompletedProcess[str]]
@@ -19,13 +21,12 @@ def ringrun(tmp_path_factory: pytest.TempPathFactory) -> Ringrun:
     flags: of ringrun itself.
     """
     directory = tmp_path_factory.mktemp("cwd")
+    python = Path(sys.executable)
 
     def run(
         size: int, *arguments: str | Path, returncode: int = 0, flags: Sequence[str] = ()
     ) -> subprocess.CompletedProcess[str]:
-        program = Path(sys.executable).with_name("ringrun")
-        argv = [str(each) for each in (program, "-np", size, *flags, sys.executable, *arguments)]
-        ended = subprocess.run(argv, cwd=directory, capture_output=True, text=True, timeout=150, check=False)
+        ended = jobs.run([jobs.ringrun(python), "-np", size, *flags, python, *arguments], cwd=directory)
         assert ended.returncode == returncode, f"{ended.stdout}\n{ended.stderr}"
         return ended
 

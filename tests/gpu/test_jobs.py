@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.conftest import ROOT, ringrun, run
+from tests.end_to_end.conftest import ringrun, run
+from tests.jobs import ROOT
 
 PYTHON = Path(sys.executable)
 PYTEST = ["-m", "pytest", "--with-mpi", "-p", "no:cacheprovider", "--color=no", "-q", "-rs"]

@@ -10,24 +10,23 @@ from pathlib import Path
 
 import pytest
 
+from tests import jobs
 from tests.patience import patient
 
-RINGRUN = str(Path(sys.executable).parent / "ringrun")
 WITHOUT_MPI = [sys.executable, str(Path(__file__).parent / "without_mpi.py")]
 GONE_WITHIN_S = 5.0
 
 
-def _environment(changes: dict[str, str | None]) -> dict[str, str]:
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "MASTER_"))}
-    environment["CUDA_VISIBLE_DEVICES"] = ""  # on a host with GPUs ringrun tells their ranks, on its stderr
-    environment |= {name: value for name, value in changes.items() if value is not None}
-    return {name: value for name, value in environment.items() if changes.get(name, "") is not None}
+def _environment(changes: dict[str, str | None] | None) -> dict[str, str]:
+    # on a host with GPUs ringrun tells their ranks, on its stderr
+    return jobs.environment(**{"CUDA_VISIBLE_DEVICES": ""} | (changes or {}))
 
 
 @pytest.fixture
-def ringrun_command() -> list[str]:
-    """How `ringrun` and `start` begin; a module whose ranks use no MPI has a fixture of this name: WITHOUT_MPI."""
-    return [RINGRUN]
+def ringrun_command(request: pytest.FixtureRequest) -> list[str]:
+    """How `ringrun` and `start` begin."""
+    without_mpi = request.node.get_closest_marker("without_mpi")
+    return WITHOUT_MPI if without_mpi else [jobs.ringrun(Path(sys.executable))]
 
 
 @pytest.fixture
@@ -37,17 +36,8 @@ def ringrun(tmp_path: Path, ringrun_command: list[str]) -> Callable[..., subproc
     def run(
         *arguments: object, env: dict[str, str | None] | None = None, **options
     ) -> subprocess.CompletedProcess[str]:
-        options.setdefault("stdin", None if "input" in options else subprocess.DEVNULL)
-        return subprocess.run(
-            [*ringrun_command, *map(str, arguments)],
-            env=_environment(env or {}),
-            capture_output=True,
-            text=True,
-            errors="surrogateescape",
-            cwd=options.pop("cwd", tmp_path),
-            timeout=patient(50),
-            **options,
-        )
+        command = [*ringrun_command, *arguments]
+        return jobs.run(command, timeout_s=50, env=_environment(env), **{"cwd": tmp_path} | options)
 
     return run
 
@@ -60,7 +50,7 @@ def start(tmp_path: Path, ringrun_command: list[str]) -> Iterator[Callable[..., 
     def run(*arguments: object, **options) -> subprocess.Popen[str]:
         process = subprocess.Popen(
             [*ringrun_command, *map(str, arguments)],
-            env=_environment(options.pop("env", {})),
+            env=_environment(options.pop("env", None)),
             stdin=subprocess.DEVNULL,
             stdout=options.pop("stdout", subprocess.PIPE),
             stderr=subprocess.PIPE,

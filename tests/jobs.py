@@ -1,0 +1,33 @@
+"""Programs started as a user would start them, outside of any job that these tests may themselves be part of."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+from tests.patience import patient
+
+ROOT = Path(__file__).parents[1]
+OF_JOBS = ("OMPI_", "PMI", "RINGREDUCE", "HOROVOD", "OMP_", "MASTER_")
+"""How variables begin that a job, or who starts one, may have set here."""
+
+
+def environment(**changes: str | None) -> dict[str, str]:
+    """This process's variables without those of jobs, and with these; None takes one away."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(OF_JOBS)}
+    return {name: value for name, value in (kept | changes).items() if value is not None}
+
+
+def run(command: list[object], *, timeout_s: float = 120, **options) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end, with no stdin if not told otherwise; what it printed need not be UTF-8."""
+    if "input" not in options:
+        options.setdefault("stdin", subprocess.DEVNULL)
+    defaults = {"cwd": ROOT, "env": environment(), "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    defaults |= {"text": True, "errors": "surrogateescape", "timeout": patient(timeout_s)}
+    return subprocess.run([str(each) for each in command], **defaults | options)
+
+
+def ringrun(python: Path) -> str:
+    """The ringrun that stands beside this Python."""
+    return str(python.with_name("ringrun"))
