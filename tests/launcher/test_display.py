@@ -12,8 +12,9 @@ import pytest
 
 from tests.patience import patient
 
-from .conftest import WITHOUT_MPI
 from .test_run import by_rank
+
+pytestmark = pytest.mark.without_mpi
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 Script = Callable[[str], str]
@@ -49,11 +50,6 @@ TOGETHER = """
         print("bad", count, file=sys.stderr)
         time.sleep(0.05)
 """
-
-
-@pytest.fixture
-def ringrun_command() -> list[str]:
-    return WITHOUT_MPI
 
 
 def unfold(text: str) -> dict[int, list[str]]:

@@ -128,6 +128,7 @@ def test_ctrl_c_while_nobody_reads_the_output(
     wait_until_gone()
 
 
+@pytest.mark.without_mpi
 def test_memory_is_bounded_while_the_reader_is_slow(
     start: Start, script: Script, python: str, tmp_path: Path, wait_for
 ) -> None:
@@ -177,6 +178,7 @@ WAYS_OUT = {
 }
 
 
+@pytest.mark.without_mpi
 @pytest.mark.parametrize("way", WAYS_OUT)
 def test_the_exit_code_is_the_script_s_whatever_happens_on_its_way_out(
     ringrun: Run, script: Script, python: str, way: str

@@ -84,6 +84,7 @@ def test_atexit_functions_run_after_an_uncaught_exception(ringrun: Run, script: 
     assert done.stdout == "[1] cleaned up\n"
 
 
+@pytest.mark.without_mpi
 def test_the_first_failure_in_time_is_the_cause(ringrun: Run, script: Script, python: str) -> None:
     source = """
         import os, sys, time
@@ -125,6 +126,7 @@ ERROR_FILES = """
 """
 
 
+@pytest.mark.without_mpi
 def test_a_rank_that_blames_another_is_not_the_cause(ringrun: Run, script: Script, python: str) -> None:
     done = ringrun("-np", 2, python, script(ERROR_FILES.format(code=6)))
     assert done.returncode == 6
@@ -135,6 +137,7 @@ def test_a_rank_that_blames_another_is_not_the_cause(ringrun: Run, script: Scrip
     assert traceback == "the traceback of 1"
 
 
+@pytest.mark.without_mpi
 def test_unless_the_blamed_rank_ended_well(ringrun: Run, script: Script, python: str) -> None:
     done = ringrun("-np", 2, python, script(ERROR_FILES.format(code=0)))
     assert done.returncode == 1
@@ -191,6 +194,7 @@ def test_processes_that_a_rank_leaves_behind_are_killed(
     assert wait_until_gone() < patient(GONE_WITHIN_S)
 
 
+@pytest.mark.without_mpi
 def test_a_command_that_cannot_be_executed(ringrun: Run, tmp_path: Path) -> None:
     program = tmp_path / "program"
     program.write_text("#!/nowhere/interpreter\n")

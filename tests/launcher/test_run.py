@@ -84,6 +84,7 @@ def test_a_shared_memory_window_prints_no_noise(ringrun: Run, script: Callable[[
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
+@pytest.mark.without_mpi
 def test_long_lines_of_many_ranks_stay_whole(ringrun: Run, script: Callable[[str], str], python: str) -> None:
     source = """
         import os, sys
@@ -102,23 +103,27 @@ def test_long_lines_of_many_ranks_stay_whole(ringrun: Run, script: Callable[[str
             assert lines == [f"{count:04} {str(rank) * (count % 397)} end" for count in range(first, 2000, 2)]
 
 
+@pytest.mark.without_mpi
 def test_bytes_survive_and_the_last_line_gets_its_newline(ringrun: Run, python: str) -> None:
     source = r"import os; os.write(1, b'\xff\xfe caf\xc3\xa9 \x00|\n\nno newline')"
     done = ringrun("-np", 1, python, "-c", source)
     assert done.stdout.encode(errors="surrogateescape") == b"[0] \xff\xfe caf\xc3\xa9 \x00|\n[0]\n[0] no newline\n"
 
 
+@pytest.mark.without_mpi
 def test_off_a_terminal_a_progress_bar_leaves_its_last_frame(ringrun: Run, python: str) -> None:
     source = r"import os; [os.write(2, b'\r%3d%%' % (10 * i)) for i in range(11)]; os.write(2, b'\n')"
     done = ringrun("-np", 2, python, "-c", source)
     assert sorted(done.stderr.splitlines()) == ["[0] 100%", "[1] 100%"]
 
 
+@pytest.mark.without_mpi
 def test_no_colour_off_a_terminal(ringrun: Run) -> None:
     done = ringrun("-np", 2, "echo", "plain", env={"TERM": "xterm-256color"})
     assert sorted(done.stdout.splitlines()) == ["[0] plain", "[1] plain"]
 
 
+@pytest.mark.without_mpi
 def test_rank_0_reads_stdin_and_the_others_nothing(ringrun: Run, python: str) -> None:
     text = "".join(f"line {count}\n" for count in range(100_000))
     source = "import sys, zlib; print(zlib.crc32(sys.stdin.buffer.read()))"
@@ -135,12 +140,14 @@ def test_stdin_that_no_rank_reads_is_left_for_the_next_program(tmp_path: Path) -
     assert done.stdout == "for the shell\n"
 
 
+@pytest.mark.without_mpi
 def test_arguments_arrive_as_they_were_given(ringrun: Run, python: str) -> None:
     arguments = ["a b", "$HOME", "'", '"', "*", "", "-np", "--verbose", "é"]
     done = ringrun("-np", 1, python, "-c", "import sys, json; print(json.dumps(sys.argv[1:]))", *arguments)
     assert json.loads(by_rank(done.stdout)[0][0]) == arguments
 
 
+@pytest.mark.without_mpi
 def test_a_relative_command_and_the_current_folder(ringrun: Run, tmp_path: Path) -> None:
     program = tmp_path / "program"
     program.write_text("#!/bin/sh\npwd\n")
@@ -156,6 +163,7 @@ def test_files_of_the_current_folder_do_not_break_the_agents(ringrun: Run, tmp_p
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.without_mpi
 def test_one_rank_may_end_long_before_the_others(ringrun: Run, script: Callable[[str], str], python: str) -> None:
     source = """
         import os, time
@@ -193,6 +201,7 @@ def test_verbose_shows_the_mpi_and_the_command(ringrun: Run) -> None:
     assert "MPI" in done.stderr
 
 
+@pytest.mark.without_mpi
 def test_the_private_folder_is_removed(ringrun: Run, tmp_path: Path) -> None:
     folder = tmp_path / "tmp"
     folder.mkdir()
@@ -206,6 +215,7 @@ def test_a_sitecustomize_of_the_user_s_still_runs(ringrun: Run, tmp_path: Path, 
     assert by_rank(done.stdout) == {0: ["yes"]}
 
 
+@pytest.mark.without_mpi
 def test_a_master_port_that_is_in_use_is_told_before_any_rank_starts(ringrun: Run) -> None:
     with socket.socket() as taken:
         taken.bind(("", 0))
@@ -220,6 +230,7 @@ def test_a_master_port_that_is_in_use_is_told_before_any_rank_starts(ringrun: Ru
     assert (done.returncode, sorted(done.stdout.splitlines())) == (0, [f"[0] {port}", f"[1] {port}"])
 
 
+@pytest.mark.without_mpi
 @pytest.mark.parametrize("port", ["none", "65536", "-1", "9" * 5000])
 def test_a_master_port_that_is_none_is_told_too(ringrun: Run, port: str) -> None:
     done = ringrun("-np", 2, "echo", "started", env={"MASTER_PORT": port})
