@@ -1,5 +1,7 @@
 """What all tests share."""
 
+import contextlib
+import ctypes
 import logging
 import os
 import signal
@@ -17,6 +19,8 @@ from tests.world import pools, world  # noqa: F401 - fixtures
 ROOT = Path(__file__).parents[1]
 WORLD_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 """Where Open MPI and MPICH tell a rank how many there are."""
+MALLOC = {-8: 2, -3: 1 << 20}
+"""glibc's M_ARENA_MAX, and M_MMAP_THRESHOLD in bytes: a larger block is the system's again once it is freed."""
 FOR_RANKS = {ROOT / "tests" / "mpi", ROOT / "tests" / "gpu"}
 
 MORE_RANDOM_MODES = [pytest.param(("random", 1000 * tiers.SEED + k), marks=tiers.extended) for k in range(3)]
@@ -42,12 +46,12 @@ def is_whole(config):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config):
-    """On two cores, tests that start jobs run beside those that do not; -n 0 runs one after the other."""
+    """Two workers start jobs, which often wait, and one computes; -n 0 runs one test after the other."""
     options = config.option
     alone = under_a_launcher() or getattr(options, "with_mpi", False) or options.usepdb or options.collectonly
-    worker = hasattr(config, "workerinput")  # which would start two more, and so on
+    worker = hasattr(config, "workerinput")  # which would start more, and so on
     if getattr(options, "numprocesses", 0) is None and is_whole(config) and not alone and not worker:
-        options.numprocesses, options.dist = 2, "loadfile"
+        options.numprocesses, options.dist = 3, "loadfile"
         options.loadscopereorder = False  # else the jobs, which are few and long, would come last
 
 
@@ -87,6 +91,12 @@ def pytest_configure(config):
         config.option.hypothesis_seed = str(tiers.SEED)
     if under_a_launcher():
         config.option.with_mpi = True
+    # tests start a thousand Pythons: what these import is compiled once
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
+    with contextlib.suppress(AttributeError):  # what thousands of threads have freed would stay in an arena of each
+        for parameter, value in MALLOC.items():
+            ctypes.CDLL(None).mallopt(parameter, value)
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGQUIT):
         # under nohup, or behind a shell's &: what tests start would ignore it, too; what has a handler does not
         if signal.getsignal(number) is signal.SIG_IGN:

@@ -301,7 +301,7 @@ def mutated(text: str, mutant: Mutant) -> str:
 
 def environment(copy: Path) -> dict[str, str]:
     """What makes tests, and the jobs that they start, import the copy."""
-    return os.environ | {"PYTHONPATH": str(copy.parent / "imports"), "PYTHONDONTWRITEBYTECODE": "1"}
+    return os.environ | {"PYTHONPATH": str(copy.parent / "imports")}
 
 
 def noticed(copy: Path, paths: list[str], limit_s: float) -> str:

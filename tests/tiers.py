@@ -45,7 +45,7 @@ QUICK_JOBS = {
         "test_links_and_daemons_stop_and_start_again",
     ],
     "cluster/test_slurm.py": [
-        "test_salloc_and_ringrun[openmpi--n4-",
+        "test_salloc_and_ringrun[openmpi--n4-flags0-",
     ],
     "cluster/test_ssh_hosts.py": [
         "test_a_training_example_on_four_hosts[",
