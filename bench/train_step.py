@@ -7,23 +7,28 @@ The transformer of examples/train_gpt.py with 10.9 M parameters (width 384, 6 bl
 one thread a rank. A step is forward, backward, SGD with momentum. Each rank has its own sequences; a batch is what one
 rank takes. Rows:
 
-    compute alone    all ranks take the step at the same time, and nothing is communicated
-    ringreduce       optimizer = ringreduce.torch.DistributedOptimizer(...)
-    DDP gloo         DistributedDataParallel(model, gradient_as_bucket_view=True)
-    Horovod          as ours; measured after all others, since its thread polls
+    compute alone       all ranks take the step at the same time, and nothing is communicated
+    compute, barrier    the same, and between backward and the update all ranks wait for the slowest
+    one copy            the same, and all ranks copy their gradients once at the same time: what nobody can do without
+    ringreduce          optimizer = ringreduce.torch.DistributedOptimizer(...)
+    grouped by hand     ringreduce.grouped_allreduce_async_ of all gradients after backward
+    DDP gloo            DistributedDataParallel(model, gradient_as_bucket_view=True)
+    Horovod             as ours; measured after all others, since its thread polls
 
-Columns: time of a step (median of several runs, the rows in turns, of the slowest rank); how much longer it is than
-computing alone (the median of the runs' own ratios, so that a slow moment of the machine meets both); elements of the
-gradients that are not the ranks' average, computed apart in float64.
+Columns: time of a step (median of several runs, the rows in turns, of the slowest rank); what it adds to computing and
+waiting for each other; how much longer it is than computing alone (both medians of the runs' own values, so that a slow
+moment of the machine meets both); elements of the gradients that are not the ranks' average, computed apart in float64.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import functools
+import operator
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,6 +44,7 @@ from common import (
     neutral,
     parse,
     parser,
+    rest,
     seconds_per_run,
     total,
 )
@@ -48,12 +54,15 @@ import ringreduce as rr
 
 SECONDS_PER_RUN = 1.0
 WARM_UP_STEPS = 9  # in the first 8 a DistributedOptimizer reduces nothing while backward runs
-ALONE, OURS, DDP, HOROVOD = "compute alone", "ringreduce", "DDP gloo", "Horovod"
+ALONE, BARRIER, COPY = "compute alone", "compute, barrier", "one copy"
+OURS, BY_HAND, DDP, HOROVOD = "ringreduce", "grouped by hand", "DDP gloo", "Horovod"
+LOCAL = (ALONE, BARRIER, COPY)  # rows without communication
 COLUMNS = (
     Column("batch", "batch", "", 6, "d"),
     Column("who", "  who", width=18, left=True),
     Column("parameters", "parameters", "M", 11, ".2f"),
     Column("time_ms", "time", "ms", 9, ".2f"),
+    Column("added_ms", "added", "ms", 9, ".2f"),
     Column("overhead_percent", "overhead", "%", 9, ".1f"),
     Column("wrong", "#wrong", "", 8, "d"),
 )
@@ -64,6 +73,8 @@ class Trainee(NamedTuple):
 
     model: Any
     optimizer: Any
+    between: Callable[[Any], object] = lambda model: None
+    """Called with the model between backward and the update."""
 
     def backward(self, inputs: Any, targets: Any) -> None:
         """Gradients, from none."""
@@ -71,6 +82,7 @@ class Trainee(NamedTuple):
 
         self.optimizer.zero_grad()
         functional.cross_entropy(self.model(inputs).flatten(0, 1), targets.flatten()).backward()
+        self.between(self.model)
 
     def step(self, inputs: Any, targets: Any) -> None:
         """All of a step."""
@@ -111,15 +123,43 @@ def trainees(model: Any) -> dict[str, Trainee]:
 
     import ringreduce.torch as rrt
 
-    alone, ours, ddp = (copy.deepcopy(model) for _ in range(3))
+    alone, barrier, copied, ours, by_hand, ddp = (copy.deepcopy(model) for _ in range(6))
     start_gloo()
     parallel = torch.nn.parallel.DistributedDataParallel(ddp, gradient_as_bucket_view=True)
     distributed = rrt.DistributedOptimizer(optimizer_of(ours), named_parameters=ours.named_parameters())
     return {
         ALONE: Trainee(alone, optimizer_of(alone)),
+        BARRIER: Trainee(barrier, optimizer_of(barrier), lambda _: rest()),
+        COPY: Trainee(copied, optimizer_of(copied), copy_gradients),
         OURS: Trainee(ours, distributed),
+        BY_HAND: Trainee(by_hand, optimizer_of(by_hand), reduce_by_hand),
         DDP: Trainee(parallel, optimizer_of(ddp)),
     }
+
+
+def gradients_in(model: Any) -> list[Any]:
+    """Those of all parameters."""
+    return [parameter.grad for parameter in model.parameters()]
+
+
+def copy_gradients(model: Any) -> None:
+    """Once, by all ranks at the same time, into memory of their own."""
+    gradients = gradients_in(model)
+    targets = memory_for(model)
+    rest()
+    for gradient, target in zip(gradients, targets, strict=True):
+        target.copy_(gradient)
+
+
+@functools.cache
+def memory_for(model: Any) -> list[Any]:
+    """As much as the model's gradients need."""
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def reduce_by_hand(model: Any) -> None:
+    """What a user writes who has no DistributedOptimizer."""
+    rr.synchronize(rr.grouped_allreduce_async_(gradients_in(model), name="gradients"))
 
 
 def horovod_trainee(model: Any) -> dict[str, Trainee]:
@@ -181,9 +221,12 @@ def measured(compared: dict[str, Trainee], batch: tuple[Any, Any], options: argp
     times = in_turns(actions, options.runs, seconds_per_run(options, SECONDS_PER_RUN))
     found = {}
     for name, each in times.items():
-        ratios = [mine / alone for mine, alone in zip(each, times[ALONE], strict=True)]
-        overhead = None if name == ALONE else 100 * (statistics.median(ratios) - 1)
-        found[name] = {**microseconds(each), "overhead_percent": overhead}
+        row = microseconds(each)
+        if name != ALONE:
+            row["overhead_percent"] = 100 * (statistics.median(map(operator.truediv, each, times[ALONE])) - 1)
+        if name not in (ALONE, BARRIER) and BARRIER in times:
+            row["added_ms"] = 1e3 * statistics.median(map(operator.sub, each, times[BARRIER]))
+        found[name] = row
     return found
 
 
@@ -195,7 +238,7 @@ def compare(report: Report, who: Any, options: argparse.Namespace) -> None:
         batch = batch_of(number, model.context)
         expected = averages(copy.deepcopy(model), batch)
         compared = who(model)
-        wrong = {name: wrong_elements(trainee, batch, expected) for name, trainee in compared.items() if name != ALONE}
+        wrong = {name: wrong_elements(trainee, batch, expected) for name, trainee in compared.items() if name not in LOCAL}
         for name, row in measured(compared, batch, options).items():
             if who is trainees or name != ALONE:
                 row |= {"batch": number, "who": f"  {name}", "parameters": count / 1e6, "wrong": wrong.get(name)}
