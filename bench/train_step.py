@@ -238,7 +238,9 @@ def compare(report: Report, who: Any, options: argparse.Namespace) -> None:
         batch = batch_of(number, model.context)
         expected = averages(copy.deepcopy(model), batch)
         compared = who(model)
-        wrong = {name: wrong_elements(trainee, batch, expected) for name, trainee in compared.items() if name not in LOCAL}
+        wrong = {
+            name: wrong_elements(trainee, batch, expected) for name, trainee in compared.items() if name not in LOCAL
+        }
         for name, row in measured(compared, batch, options).items():
             if who is trainees or name != ALONE:
                 row |= {"batch": number, "who": f"  {name}", "parameters": count / 1e6, "wrong": wrong.get(name)}

@@ -21,9 +21,8 @@ from ringreduce.torch.wrapped import WrappedMixin
 class DeltaReducer(Reducer):
     """Counts backward passes, and reduces what a step changed."""
 
-    def on_gradient(self, parameter: Any) -> None:
+    def on_gradient(self, gradient: Gradient) -> None:
         """Count a backward pass; raises BackwardError for one too many."""
-        gradient = self._gradients[id(parameter)]
         if gradient.is_untouched:
             gradient.detach_pending(gradient.local)
         if self.paused:
@@ -49,7 +48,7 @@ class DeltaReducer(Reducer):
     def reduce(self, starts: Sequence[tuple[Gradient, torch.Tensor]]) -> None:
         """Add the Adasum of all ranks' changes to where each parameter started."""
         under_way = [
-            (each.parameter, start, self.reduction.begin_dense([(each.name, each.parameter.detach() - start)]))
+            (each.parameter, start, self.reduction.begin_dense(each.name, [each.parameter.detach() - start]))
             for each, start in starts
         ]
         for parameter, start, finish in under_way:

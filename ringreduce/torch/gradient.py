@@ -23,7 +23,9 @@ class Gradient:
     def __init__(self, name: str, parameter: torch.nn.Parameter, reducer: Any) -> None:
         self.name = name
         self.parameter = parameter
-        self.group: list[Gradient] = [self]  # those that are reduced together, itself among them
+        self.bucket = Bucket([self])
+        self.is_loose = True  # a bucket may be found for it
+        self.position = -1  # in the order in which backward computes gradients
         self.seen = 0  # backward passes since the step's beginning
         self.reduced = False
         self.in_flight: InFlight | None = None
@@ -32,12 +34,18 @@ class Gradient:
         self.layout = UNKNOWN  # the one that all ranks agreed on
         self.layout_handle: Any = None  # the handle of that agreement
         self._reducer = weakref.ref(reducer)
+        self._self = weakref.ref(self)
         self._last: Callable[[], Any] = _no_gradient  # the object that .grad was after the last backward pass
 
     @property
     def trains(self) -> bool:
         """False for a frozen parameter, which takes no part."""
         return self.seen > 0 or self.parameter.requires_grad
+
+    @property
+    def kind(self) -> tuple[torch.dtype, torch.device]:
+        """Equal for gradients that may share a bucket."""
+        return self.parameter.dtype, self.parameter.device
 
     @property
     def local(self) -> torch.Tensor | None:
@@ -70,7 +78,7 @@ class Gradient:
         if pending is not None and self.parameter.grad is pending:
             pending.value = gradient
             return
-        self.pending = self.parameter.grad = pending = make_pending(gradient, self, is_placeholder)
+        self.pending = self.parameter.grad = pending = make_pending(gradient, self._self, is_placeholder)
         self._last = weakref.ref(pending)
 
     def detach_pending(self, gradient: torch.Tensor | None) -> None:
@@ -93,7 +101,35 @@ class Gradient:
         """Wait until it is reduced."""
         reducer = self._reducer()
         if reducer is not None and self.in_flight is not None:
-            reducer.wait(self.in_flight)
+            reducer.wait(self)
+
+
+class Bucket:
+    """Gradients that are reduced together, all or nothing."""
+
+    def __init__(self, members: list[Gradient], splits: bool = False) -> None:
+        self.members = members
+        self.splits = splits  # False: one gradient, or a group of the user's, which stays together
+        self.missing = 0  # backward passes of this step that were not seen yet, as far as the hooks count
+
+    @property
+    def name(self) -> str:
+        """The same on all ranks, whatever is frozen."""
+        first, more = self.members[0].name, len(self.members) - 1
+        return f"{first} and {more} more" if more else first
+
+    @property
+    def trained(self) -> list[Gradient]:
+        """Its members but for the frozen ones."""
+        return [each for each in self.members if each.trains]
+
+    def lacks(self, passes: int) -> bool:
+        """True until so many backward passes have computed all of it."""
+        return any(each.seen < passes and each.trains for each in self.members)
+
+    def is_fresh(self) -> bool:
+        """True when none of it is reduced or in flight."""
+        return not any(each.reduced or each.in_flight is not None for each in self.members)
 
 
 class Reducer:
@@ -110,7 +146,7 @@ class Reducer:
         """Reduce what belongs to these parameters too."""
         for name, parameter in named:
             gradient = self._gradients[id(parameter)] = Gradient(name, parameter, self)
-            self._hooks.watch(parameter)
+            self._hooks.watch(gradient)
             gradient.show_zeros()
 
     @property
@@ -124,9 +160,10 @@ def _no_gradient() -> None:
 
 
 class InFlight:
-    """Gradients that are reduced together."""
+    """A bucket on its way: its dense gradients, and each sparse one."""
 
-    def __init__(self, parts: Sequence[tuple[Sequence[Gradient], Finish]]) -> None:
+    def __init__(self, bucket: Bucket, parts: Sequence[tuple[Sequence[Gradient], Finish]]) -> None:
+        self.bucket = bucket
         self._parts = parts
 
     def finish(self) -> None:

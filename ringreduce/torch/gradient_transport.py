@@ -6,17 +6,17 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from ringreduce.api.process_sets import ProcessSet, number_of
-from ringreduce.api.reduce import arguments_of, submit
+from ringreduce.api.reduce import allreduce_, arguments_of, submit
 from ringreduce.compression import Compressor
 from ringreduce.errors import InputError
 from ringreduce.execution.submission import Handle
-from ringreduce.ops import Adasum, ReduceOp, Sum
+from ringreduce.ops import Adasum, Max, ReduceOp, Sum
 from ringreduce.torch.sparse import sparse_allreduce_async
 
-Named = tuple[str, torch.Tensor]
 Finish = Callable[[], list[torch.Tensor]]  # waits, and returns the reduced tensors
 
 
@@ -49,26 +49,31 @@ class GradientTransport:
         self._arguments = arguments_of("allreduce", None, op, *scales, self.process_set)
         self._sparse = op, scales[0] * scales[1]
 
-    def begin_dense(self, gradients: Sequence[Named], line: str | None = None) -> Finish:
-        """Begin to reduce dense gradients in place; several form a group, reduced all or nothing.
+    def begin_dense(
+        self, name: str, gradients: Sequence[torch.Tensor], names: Sequence[str] | None = None, line: str | None = None
+    ) -> Finish:
+        """Begin to reduce dense gradients in place; those of a group, which have `names`, all or nothing.
 
         line: the line of the user's script, where the caller knows it.
         """
-        tensors = [gradient.detach() if gradient.requires_grad else gradient for _, gradient in gradients]
+        tensors = [gradient.detach() if gradient.requires_grad else gradient for gradient in gradients]
         if self.size == 1:
             return lambda: tensors
         compressed = [self._compression.compress(each.contiguous()) for each in tensors]
-        first = gradients[0][0]
-        many = len(gradients) > 1
-        handle = submit(
-            [sent for sent, _ in compressed],
-            f"{first} and {len(gradients) - 1} more" if many else first,
-            [name for name, _ in gradients] if many else None,
-            self._arguments,
-            in_place=True,
-            line=line,
-        )
+        sent = [tensor for tensor, _ in compressed]
+        handle = submit(sent, name, names, self._arguments, in_place=True, line=line)
         return functools.partial(self._arrive, tensors, compressed, handle)
+
+    def refuse(self, name: str) -> None:
+        """Let the group of this name fail on all ranks with MismatchError; nobody waits for this submission itself."""
+        if self.size > 1:
+            submit([np.empty(0, np.float32)], name, ["nothing"], self._arguments, in_place=True)
+
+    def agree(self, name: str, numbers: Sequence[int]) -> list[int]:
+        """Each number's largest value on any rank."""
+        mine = np.array(numbers, np.int32)
+        found: list[int] = allreduce_(mine, name=name, op=Max, process_set=self.process_set).tolist()
+        return found
 
     def _arrive(self, tensors: list[torch.Tensor], compressed: list[Any], handle: Handle) -> list[torch.Tensor]:
         """Wait, and put the result into the tensors' own memory."""

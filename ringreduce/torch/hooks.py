@@ -13,7 +13,7 @@ _owners: weakref.WeakValueDictionary[int, GradientHooks] = weakref.WeakValueDict
 
 
 class GradientHooks:
-    """Calls `on_gradient(parameter)` of a listener, only weakly held, when backward has added to a gradient.
+    """Calls `on_gradient(gradient)` of a listener, only weakly held, when backward has added to a gradient.
 
     A model may be wrapped again: then its parameters lose their earlier hooks, whether the owner is gone or not.
     """
@@ -24,38 +24,39 @@ class GradientHooks:
         self._watched: list[Any] = []  # held, so that no other parameter gets the id
         self._handles: dict[int, Any] = {}
 
-    def watch(self, parameter: Any) -> None:
-        """Watch a parameter; a frozen one from when it is unfrozen, see `refresh`."""
-        older = _owners.get(id(parameter))
+    def watch(self, gradient: Any) -> None:
+        """Watch a gradient's parameter; a frozen one from when it is unfrozen, see `refresh`."""
+        key = id(gradient.parameter)
+        older = _owners.get(key)
         if older is not None:
-            older._forget(parameter)
-        _owners[id(parameter)] = self
-        self._waiting.append(parameter)
+            older._forget(key)
+        _owners[key] = self
+        self._waiting.append(gradient)
         self.refresh()
 
-    def _forget(self, parameter: Any) -> None:
-        self._waiting = [each for each in self._waiting if each is not parameter]
-        if id(parameter) in self._handles:
-            self._handles.pop(id(parameter)).remove()
+    def _forget(self, key: int) -> None:
+        self._waiting = [each for each in self._waiting if id(each.parameter) != key]
+        if key in self._handles:
+            self._handles.pop(key).remove()
 
     def refresh(self) -> None:
         """Put hooks on parameters that are no longer frozen: torch refuses hooks on frozen ones."""
-        thawed = [each for each in self._waiting if each.requires_grad]
+        thawed = [each for each in self._waiting if each.parameter.requires_grad]
         if not thawed:
             return
-        self._waiting = [each for each in self._waiting if not each.requires_grad]
-        for parameter in thawed:
-            handle = parameter.register_post_accumulate_grad_hook(_hook(self._listener))
-            self._watched.append(parameter)
-            self._handles[id(parameter)] = handle
+        self._waiting = [each for each in self._waiting if not each.parameter.requires_grad]
+        for gradient in thawed:
+            handle = gradient.parameter.register_post_accumulate_grad_hook(_hook(self._listener, gradient))
+            self._watched.append(gradient)
+            self._handles[id(gradient.parameter)] = handle
             weakref.finalize(self, handle.remove).atexit = False
 
 
-def _hook(listener: weakref.ReferenceType[Any]) -> Callable[[torch.Tensor], None]:
-    def hook(parameter: torch.Tensor) -> None:
+def _hook(listener: weakref.ReferenceType[Any], gradient: Any) -> Callable[[torch.Tensor], None]:
+    def hook(_: torch.Tensor) -> None:
         alive = listener()
         if alive is not None:
-            alive.on_gradient(parameter)
+            alive.on_gradient(gradient)
 
     return hook
 

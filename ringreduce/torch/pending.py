@@ -33,7 +33,7 @@ class PendingGradient(torch.Tensor):
     """
 
     value: torch.Tensor  # the gradient itself: this rank's, later the reduced one
-    is_placeholder: bool  # this rank computed none (and autograd has added nothing to it yet)
+    is_placeholder = False  # True: this rank computed none (and autograd has added nothing to it yet)
     owner: weakref.ReferenceType[Any]  # what begins its reduction and waits for it; see `make_pending`
 
     @classmethod
@@ -55,16 +55,18 @@ class PendingGradient(torch.Tensor):
         return func(*args, **kwargs)
 
 
-def make_pending(gradient: torch.Tensor, owner: Any, is_placeholder: bool = False) -> PendingGradient:
+def make_pending(
+    gradient: torch.Tensor, owner: weakref.ReferenceType[Any], is_placeholder: bool = False
+) -> PendingGradient:
     """A PendingGradient for `gradient` (dense or sparse), in the same memory.
 
     owner: has begin() and wait(), and `pending` while this stands for it; wait() sets `value` to the reduced gradient.
-           Only weakly held.
     """
     pending: PendingGradient = torch.Tensor._make_subclass(PendingGradient, gradient)
     pending.value = gradient
-    pending.is_placeholder = is_placeholder
-    pending.owner = weakref.ref(owner)
+    pending.owner = owner
+    if is_placeholder:
+        pending.is_placeholder = True
     return pending
 
 

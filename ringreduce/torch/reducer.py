@@ -1,11 +1,16 @@
-"""When each gradient is reduced: as soon as backward has finished it, the rest at step().
+"""When each gradient is reduced, and with which others: buckets of some MiB, in the order in which backward has them.
 
     backward: hook ── begin ──> PendingGradient in .grad ── step(), or first access ──> reduced gradient in .grad
 
 Every rank submits each of its gradients once a step, in any order; the engine matches them by name. A rank is free to
 choose when. In the first CAUTIOUS_STEPS steps it submits none before step() or the first access. Later it submits them
 during backward, if no gradient was computed twice or cleared so far, as a GAN's discriminator's are: gradients that are
-not submitted can be added to, or discarded, without the other ranks.
+not submitted can be added to, or discarded, without the other ranks. Where the ranks use all cores of the only host,
+moving data would take them from backward, and takes longer than after it: then they are submitted at its end.
+
+The first step reduces each gradient, or group of the user's, by its own name. Then ranks agree on the order, once, and
+fill buckets, each one submission. A rank that must reduce only some of a bucket, because another backward may follow,
+refuses the bucket: it fails on all ranks, and its gradients go by their own names from then on.
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ from __future__ import annotations
 import math
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -21,14 +27,27 @@ import torch
 
 from ringreduce import runtime
 from ringreduce.api.reduce import allreduce_async
-from ringreduce.errors import BackwardError, InputError
+from ringreduce.errors import BackwardError, InputError, MismatchError
 from ringreduce.execution.signature import calling_line
 from ringreduce.ops import Max
-from ringreduce.torch.gradient import DENSE, UNKNOWN, Gradient, InFlight, Reducer, check_layout, layout_of
-from ringreduce.torch.gradient_transport import Finish, GradientTransport, Named, empty_sparse
+from ringreduce.torch.gradient import (
+    DENSE,
+    UNKNOWN,
+    Bucket,
+    Gradient,
+    InFlight,
+    Reducer,
+    check_layout,
+    layout_of,
+)
+from ringreduce.torch.gradient_transport import Finish, GradientTransport, empty_sparse
 from ringreduce.torch.hooks import too_often
 
 CAUTIOUS_STEPS = 8
+FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 8 << 20
+"""A bucket is closed when it has this many bytes; the first one early, so that moving begins early."""
+LAST = 2**31 - 1  # the position of a gradient that some rank does not compute
+_backward_number = torch._C._current_graph_task_id
 _reducers: weakref.WeakSet[GradientReducer] = weakref.WeakSet()
 
 
@@ -41,6 +60,9 @@ class GradientReducer(Reducer):
         self._in_flight: dict[InFlight, None] = {}
         self._backward = -1
         self._line = ""  # that called backward(): finding it is slow, and it is the same for all hooks of a pass
+        self._computed: deque[Gradient] = deque()  # reported by hooks, and not counted yet
+        self._positions = 0
+        self._eager = False  # submit buckets as they fill
         self._known_since: tuple[Any, ...] = ()
         self._clean_steps: float = 0  # in which every gradient was computed once; -inf: not all were
         self._lock = threading.RLock()  # backward on several GPUs has a thread for each
@@ -50,46 +72,52 @@ class GradientReducer(Reducer):
     def join(self, parameters: Sequence[Any]) -> None:
         """Reduce these parameters together."""
         group = [self._gradients[id(parameter)] for parameter in parameters]
-        for each in group:
-            each.group = group
+        self._put(Bucket(group))
+
+    def _put(self, bucket: Bucket, is_loose: bool = False) -> None:
+        for member in bucket.members:
+            member.bucket, member.is_loose = bucket, is_loose
+
+    @property
+    def _buckets(self) -> list[Bucket]:
+        """All, in the order in which they are filled."""
+        return list(dict.fromkeys([each.bucket for each in sorted(self._gradients.values(), key=_position)]))
 
     @property
     def pending(self) -> bool:
         """True while a gradient is being reduced that nobody has waited for."""
         return bool(self._in_flight)
 
-    def on_gradient(self, parameter: Any) -> None:
-        """Begin to reduce it after the last pass of the step; raises BackwardError when it is being reduced."""
-        gradient = self._gradients[id(parameter)]
-        with self._lock:
-            if gradient.is_untouched:
-                gradient.detach_pending(gradient.local)
-            if gradient.in_flight is not None:
-                raise BackwardError(too_often(gradient.name, gradient.seen + 1, self.passes))
-            if self.paused:
-                return
-            seen = gradient.seen
-            gradient.count()
-            if seen >= self.passes:  # added to, or cleared
-                self._clean_steps = -math.inf
-            for member in gradient.group:
-                member.reduced = False
-            if gradient.seen >= self.passes:
-                self._watch_the_end()
-                if self._clean_steps >= CAUTIOUS_STEPS and self._is_complete(gradient.group):
-                    self._begin([gradient.group])
-
-    def _is_complete(self, group: Sequence[Gradient]) -> bool:
-        return len(group) == 1 or all(each.seen >= self.passes for each in group if each.trains)
+    def on_gradient(self, gradient: Gradient) -> None:
+        """Note that backward has added to it; raises BackwardError when it is being reduced."""
+        if gradient.in_flight is not None:
+            raise BackwardError(too_often(gradient.name, gradient.seen + 1, self.passes))
+        if gradient.is_untouched:
+            gradient.detach_pending(gradient.local)
+        if self.paused:
+            return
+        if self._backward != _backward_number():
+            self._watch_the_end()
+        self._computed.append(gradient)
+        if self._eager:
+            bucket = gradient.bucket
+            bucket.missing -= 1  # only a hint: threads of several GPUs may miscount
+            if bucket.missing <= 0:
+                with self._lock:
+                    self._count()
+                    self._begin_complete([bucket])
 
     def _watch_the_end(self) -> None:
-        """Have autograd call `_at_the_end` when this backward is done."""
-        backward = torch._C._current_graph_task_id()
-        if backward == self._backward:
-            return
-        self._backward = backward
+        """A backward begins: have autograd call `_at_the_end` when it is done."""
+        self._count()
+        self._backward = _backward_number()
         self._line = calling_line()
         self._look_at_the_world()
+        on_gpu = any(each.parameter.is_cuda for each in self._gradients.values())  # cores have nothing to do
+        self._eager = self._clean_steps >= CAUTIOUS_STEPS and (self._overlaps or on_gpu)
+        if self._eager:
+            for bucket in self._buckets:
+                bucket.missing = sum(max(0, self.passes - each.seen) for each in bucket.trained)
         reducer = weakref.ref(self)
 
         def at_the_end() -> None:
@@ -99,17 +127,41 @@ class GradientReducer(Reducer):
 
         torch.autograd.Variable._execution_engine.queue_callback(at_the_end)
 
+    def _count(self) -> None:
+        """Count what the hooks have noted."""
+        with self._lock:
+            while self._computed:
+                gradient = self._computed.popleft()
+                if gradient.seen >= self.passes:  # added to, or cleared
+                    self._clean_steps = -math.inf
+                gradient.count()
+                if gradient.is_loose:
+                    gradient.position = self._positions
+                    self._positions += 1
+                gradient.reduced = False
+                if not gradient.bucket.splits:
+                    for member in gradient.bucket.members:
+                        member.reduced = False
+
     def _at_the_end(self) -> None:
         """Other ranks may have gradients that this rank did not compute: reading .grad must return them too."""
+        self._count()
+        gradients = self._gradients.values()
+        if not any(each.seen >= self.passes for each in gradients):
+            return
         self._hooks.refresh()
         if self._waits:
             self.synchronize()
-        elif 0 <= self._clean_steps < CAUTIOUS_STEPS:
+        elif self._clean_steps >= CAUTIOUS_STEPS:
+            self._begin_complete(self._buckets)
+        elif self._clean_steps >= 0:
             self._beware_of_equal_names()
-        for gradient in self._gradients.values():
+        for gradient in gradients:
             gradient.is_untouched = False
+            if gradient.in_flight is not None or gradient.reduced:
+                continue
             attached = gradient.pending is not None and gradient.parameter.grad is gradient.pending
-            if gradient.in_flight is None and not gradient.reduced and gradient.trains and not attached:
+            if not attached and gradient.trains:
                 local = gradient.local
                 if local is not None:
                     gradient.attach(local)
@@ -126,38 +178,72 @@ class GradientReducer(Reducer):
                 self._clean_steps = other._clean_steps = -math.inf
 
     def begin(self, gradient: Gradient) -> None:
-        """Begin to reduce a gradient, and those of its group, if nobody has."""
+        """Begin to reduce a gradient, and those of its bucket, if nobody has."""
         with self._lock:
+            self._count()
             if gradient.in_flight is None and not gradient.reduced:
                 self._look_at_the_world()
-                self._begin([gradient.group])
+                if gradient.bucket.splits and gradient.bucket.lacks(1):
+                    self._split(gradient.bucket)
+                self._begin([gradient.bucket])
 
-    def wait(self, in_flight: InFlight) -> None:
+    def _begin_complete(self, buckets: Iterable[Bucket]) -> None:
+        """Begin to reduce those that backward has computed."""
+        self._begin([each for each in buckets if each.trained and not each.lacks(self.passes) and each.is_fresh()])
+
+    def _split(self, bucket: Bucket, refuses: bool = True) -> None:
+        """Let its gradients be reduced by their own names, also in later steps.
+
+        refuses: the other ranks do not know; those that have sent the bucket will.
+        """
+        if refuses:
+            self.reduction.refuse(bucket.name)
+        for member in bucket.members:
+            self._put(Bucket([member]))
+
+    def wait(self, gradient: Gradient) -> None:
         """Wait until it has arrived; on failure give up the whole step, so that no rank waits for this one."""
         try:
-            self._finish(in_flight)
+            while gradient.in_flight is not None:  # twice when its bucket is split
+                self._finish(gradient.in_flight)
         except Exception:
             self.synchronize(quiet=True)
             raise
 
     def _finish(self, in_flight: InFlight) -> None:
         self._in_flight.pop(in_flight, None)
-        in_flight.finish()
+        try:
+            in_flight.finish()
+        except MismatchError:
+            bucket = in_flight.bucket
+            if not bucket.splits:
+                raise
+            for member in bucket.members:
+                member.in_flight = None
+            if bucket.members[0].bucket is bucket:
+                self._split(bucket, refuses=False)
+            self._begin([each.bucket for each in bucket.trained])
 
-    def _begin(self, groups: Sequence[list[Gradient]]) -> None:
-        """Begin to reduce groups; waits only for layouts that this rank does not know."""
-        taken = [[each for each in group if each.trains] for group in groups]
-        for group in taken:
-            for gradient in group:
+    def _begin(self, buckets: Sequence[Bucket]) -> None:
+        """Begin to reduce buckets; waits only for layouts that this rank does not know."""
+        taken: list[Bucket] = []
+        for bucket in buckets:
+            if bucket.splits and not bucket.is_fresh():  # some of it was computed again
+                self._split(bucket)
+                taken += [each.bucket for each in bucket.trained if each.bucket.is_fresh()]
+            else:
+                taken.append(bucket)
+        for bucket in taken:
+            for gradient in bucket.trained:
                 if gradient.layout == UNKNOWN:
                     self._ask(gradient)
         if len(taken) > 1:
             # last those whose layout this rank must wait for
-            taken.sort(key=lambda group: any(each.layout == UNKNOWN and each.local is None for each in group))
+            taken.sort(key=lambda each: any(one.layout == UNKNOWN and one.local is None for one in each.trained))
         errors = []
-        for group in taken:
+        for bucket in taken:
             try:
-                self._send(group)
+                self._send(bucket)
             except Exception as exc:  # raised when all are submitted
                 errors.append(exc)
         _raise_first(errors)
@@ -181,40 +267,57 @@ class GradientReducer(Reducer):
         now = (engine.world, engine.negotiation.joins)
         if now != self._known_since:
             self._known_since = now
+            self._overlaps = overlaps(engine)
             self.reduction.settle()
             self._forget()
 
     def _forget(self) -> None:
         for gradient in self._gradients.values():
             gradient.layout = UNKNOWN
+            if gradient.bucket.splits or len(gradient.bucket.members) == 1:
+                self._put(Bucket([gradient]), is_loose=True)
 
-    def _send(self, group: Sequence[Gradient]) -> None:
+    def _fill_buckets(self) -> None:
+        """Put the gradients that have no bucket yet into some; the same on all ranks."""
+        loose = [each for each in self._gradients.values() if each.is_loose and each.layout == DENSE and each.trains]
+        if not loose or self.reduction.size == 1:
+            return
+        loose.sort(key=_name)
+        positions = [each.position if each.position >= 0 else LAST for each in loose]
+        for gradient, position in zip(loose, self.reduction.agree(f"{loose[0].name}.position", positions), strict=True):
+            gradient.position = position
+        loose.sort(key=_position)
+        for members in fill([(each.parameter.nbytes, each.kind) for each in loose]):
+            self._put(Bucket([loose[number] for number in members], splits=len(members) > 1))
+
+    def _send(self, bucket: Bucket) -> None:
         """Send the dense ones together, sparse ones each on its own."""
-        loads = [self._load(each) for each in group]
+        members = bucket.trained
         dense: list[Gradient] = []
-        named: list[Named] = []
+        tensors: list[torch.Tensor] = []
         parts: list[tuple[Sequence[Gradient], Finish]] = []
-        for gradient, (layout, tensor) in zip(group, loads, strict=True):
+        for gradient, (layout, tensor) in zip(members, [self._load(each) for each in members], strict=True):
             gradient.attach(tensor)
             if layout == DENSE:
                 dense.append(gradient)
-                named.append((gradient.name, tensor))
+                tensors.append(tensor)
             elif layout == UNKNOWN:
                 parts.append(([gradient], _nothing_to_do(tensor)))
             else:
                 parts.append(([gradient], self.reduction.begin_sparse(gradient.name, tensor)))
         if dense:
-            line = self._line if any(each.seen for each in dense) else None
-            parts.append((dense, self._begin_dense(named, line)))
-        in_flight = InFlight(parts)
-        for gradient in group:
+            parts.append((dense, self._begin_dense(bucket, dense, tensors)))
+        in_flight = InFlight(bucket, parts)
+        for gradient in members:
             gradient.in_flight = in_flight
         if parts:
             self._in_flight[in_flight] = None
 
-    def _begin_dense(self, named: Sequence[Named], line: str | None) -> Finish:
+    def _begin_dense(self, bucket: Bucket, dense: Sequence[Gradient], tensors: Sequence[torch.Tensor]) -> Finish:
+        line = self._line if any(each.seen for each in dense) else None
+        names = [each.name for each in dense] if len(bucket.members) > 1 else None
         try:
-            return self.reduction.begin_dense(named, line)
+            return self.reduction.begin_dense(bucket.name, tensors, names, line)
         except InputError as exc:
             if "pending already" not in str(exc):
                 raise
@@ -256,16 +359,16 @@ class GradientReducer(Reducer):
             _raise_first(errors)
 
     def _begin_rest(self) -> None:
-        rest: dict[int, list[Gradient]] = {}
-        for gradient in self._gradients.values():
-            if gradient.in_flight is None and not gradient.reduced and gradient.trains:
-                rest[id(gradient.group)] = gradient.group
+        self._count()
         self._look_at_the_world()
-        self._begin(list(rest.values()))
+        rest = [each for each in self._gradients.values() if each.in_flight is None and not each.reduced]
+        rest.sort(key=_position)
+        self._begin(list(dict.fromkeys([each.bucket for each in rest if each.trains])))
 
     def stepped(self) -> None:
         """Begin a new step after a step."""
         self._clean_steps += 1
+        self._fill_buckets()
         self.reset()
 
     def clear(self) -> None:
@@ -276,6 +379,7 @@ class GradientReducer(Reducer):
                 "before backward() or after step(); or put a backward() whose gradients are not wanted into `with "
                 "optimizer.no_sync():`; or, to give up this step, call synchronize() first, on all ranks"
             )
+        self._count()
         if any(each.seen >= self.passes for each in self._gradients.values()):
             self._clean_steps = -math.inf
         self.reset()
@@ -283,10 +387,43 @@ class GradientReducer(Reducer):
     def reset(self) -> None:
         """Begin a new step."""
         self._hooks.refresh()
+        self._computed.clear()
         for gradient in self._gradients.values():
             gradient.seen, gradient.reduced, gradient.in_flight, gradient.layout_handle = 0, False, None, None
             if gradient.pending is not None:
                 gradient.detach_pending(gradient.local)
+
+
+def overlaps(engine: Any) -> bool:
+    """True where data move faster while backward computes than after it: a core or a wire is free for them."""
+    world = engine.world
+    return len(set(world.hosts)) > 1 or world.local_size < engine.host.cores
+
+
+def fill(gradients: Sequence[tuple[int, object]]) -> list[list[int]]:
+    """Which of these (bytes, kind) share a bucket, each of one kind, in the order of their last ones.
+
+    >>> fill([(1 << 19, "float32"), (1 << 19, "float32"), (8, "float16"), (8 << 20, "float32"), (8, "float32")])
+    [[0, 1], [3], [2], [4]]
+    """
+    buckets: list[list[int]] = []
+    open_ones: dict[object, tuple[list[int], int]] = {}
+    for number, (nbytes, kind) in enumerate(gradients):
+        members, filled = open_ones.pop(kind, ([], 0))
+        members.append(number)
+        if filled + nbytes >= (BUCKET_BYTES if buckets else FIRST_BUCKET_BYTES):
+            buckets.append(members)
+        else:
+            open_ones[kind] = members, filled + nbytes
+    return buckets + [members for members, _ in open_ones.values()]
+
+
+def _position(gradient: Gradient) -> int:
+    return gradient.position
+
+
+def _name(gradient: Gradient) -> str:
+    return gradient.name
 
 
 def _nothing_to_do(gradient: torch.Tensor) -> Finish:
