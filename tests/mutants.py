@@ -122,8 +122,8 @@ MUTANTS = [
     Mutant(
         "hook: the last parameter is forgotten",
         "ringreduce/torch/hooks.py",
-        "for parameter in thawed:",
-        "for parameter in thawed[:-1]:",
+        "for gradient in thawed:",
+        "for gradient in thawed[:-1]:",
         "tests/ranks/test_torch_optimizer_patterns.py tests/ranks/test_torch_optimizer_lifecycle.py",
     ),
     Mutant(
@@ -136,9 +136,30 @@ MUTANTS = [
     Mutant(
         "optimizer: a gradient is sent before its last backward pass",
         "ringreduce/torch/reducer.py",
-        "if gradient.seen >= self.passes:",
-        "if gradient.seen >= 1:",
+        "not each.lacks(self.passes)",
+        "not each.lacks(1)",
         "tests/ranks/test_torch_optimizer_patterns.py",
+    ),
+    Mutant(
+        "bucket: the last one, which is not full, is forgotten",
+        "ringreduce/torch/buckets.py",
+        "return buckets + [members for members, _ in open_ones.values()]",
+        "return buckets",
+        "tests/ranks/test_torch_optimizer_buckets.py",
+    ),
+    Mutant(
+        "bucket: one that backward has submitted is submitted again by step()",
+        "ringreduce/torch/reducer.py",
+        "for each in self._buckets if not each.begun and each.trained",
+        "for each in self._buckets if each.trained",
+        "tests/ranks/test_torch_optimizer_buckets.py",
+    ),
+    Mutant(
+        "bucket: a rank that splits one does not say so",
+        "ringreduce/torch/reducer.py",
+        "        if refuses:\n",
+        "        if not refuses:\n",
+        "tests/ranks/test_torch_optimizer_buckets.py",
     ),
     Mutant(
         "agreement: a response is sent twice",

@@ -1,15 +1,16 @@
-"""One gradient on its way through a step, and gradients that travel together. See reducer.py."""
+"""One gradient on its way through a step. See reducer.py."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from ringreduce.errors import MismatchError
-from ringreduce.torch.gradient_transport import Finish, GradientTransport, empty_sparse
+from ringreduce.torch.buckets import Bucket
+from ringreduce.torch.gradient_transport import GradientTransport, empty_sparse
 from ringreduce.torch.hooks import GradientHooks
 from ringreduce.torch.pending import PendingGradient, make_pending, plain
 
@@ -26,9 +27,7 @@ class Gradient:
         self.bucket = Bucket([self])
         self.is_loose = True  # a bucket may be found for it
         self.position = -1  # in the order in which backward computes gradients
-        self.seen = 0  # backward passes since the step's beginning
-        self.reduced = False
-        self.in_flight: InFlight | None = None
+        self.seen = 0  # backward passes since the step's beginning, or since it was reduced
         self.pending: PendingGradient | None = None  # what stands in parameter.grad until it is reduced
         self.is_untouched = False  # `pending` stands for the zeros before the first backward
         self.layout = UNKNOWN  # the one that all ranks agreed on
@@ -43,11 +42,6 @@ class Gradient:
         return self.seen > 0 or self.parameter.requires_grad
 
     @property
-    def kind(self) -> tuple[torch.dtype, torch.device]:
-        """Equal for gradients that may share a bucket."""
-        return self.parameter.dtype, self.parameter.device
-
-    @property
     def local(self) -> torch.Tensor | None:
         """The gradient that this rank computed."""
         return plain(self.parameter.grad)
@@ -55,7 +49,7 @@ class Gradient:
     def count(self) -> None:
         """Count a backward pass, from 1 again when .grad was set to None since the last."""
         gradient = self.parameter.grad
-        if self.seen and self.in_flight is None and self._last() is not gradient:
+        if self.seen and self._last() is not gradient:
             self.seen = 0
         self.seen += 1
         self._last = _no_gradient if gradient is None else weakref.ref(gradient)
@@ -89,6 +83,49 @@ class Gradient:
         if pending is not None and self.parameter.grad is pending:
             self.parameter.grad = gradient
 
+    def leave_bucket(self) -> None:
+        """Be reduced by its own name, also in later steps."""
+        begun = self.bucket.begun
+        self.bucket, self.is_loose = Bucket([self]), False
+        self.bucket.begun = begun
+
+    def ask_layout(self, transport: GradientTransport) -> None:
+        """Begin to agree on the layout, once: a rank without a gradient cannot know what the others send."""
+        if self.layout_handle is not None:
+            return
+        # sparse gradients are those of tables of rows, as an embedding's
+        if transport.size == 1 or transport.sparse_as_dense or self.parameter.dim() != 2:
+            self.layout = DENSE
+        else:
+            self.layout_handle = transport.begin_maximum(f"{self.name}.layout", [layout_of(self.local)])
+
+    def load(self, transport: GradientTransport) -> tuple[int, torch.Tensor]:
+        """This rank's gradient and its layout; where it has none, zeros in the layout that the others have."""
+        local = self.local
+        if local is not None:
+            if local.is_sparse and transport.sparse_as_dense:
+                local = local.to_dense()
+            return layout_of(local), local
+        if self.layout == UNKNOWN:
+            self.check_layout()
+        parameter = self.parameter.detach()
+        if self.layout > DENSE:
+            return self.layout, empty_sparse(parameter, self.layout - DENSE)
+        return self.layout, torch.zeros_like(parameter, memory_format=torch.contiguous_format)
+
+    def check_layout(self) -> None:
+        """Wait for the agreed layout, if ranks agree on it; raises MismatchError when this rank's is another."""
+        if self.layout_handle is None:
+            return
+        mine = layout_of(self.local)
+        layout_handle, self.layout_handle = self.layout_handle, None
+        self.layout = int(layout_handle.wait()[0])
+        if mine not in (UNKNOWN, self.layout):
+            raise MismatchError(
+                f"gradient {self.name!r}: {'dense' if mine == DENSE else 'sparse'} on this rank, but sparse of another "
+                "form on others; it must be alike on all ranks, or pass sparse_as_dense=True"
+            )
+
     def begin(self) -> None:
         """It is accessed: begin to reduce it, if that has not begun."""
         reducer = self._reducer()
@@ -100,36 +137,8 @@ class Gradient:
     def wait(self) -> None:
         """Wait until it is reduced."""
         reducer = self._reducer()
-        if reducer is not None and self.in_flight is not None:
+        if reducer is not None and self.bucket.parts:
             reducer.wait(self)
-
-
-class Bucket:
-    """Gradients that are reduced together, all or nothing."""
-
-    def __init__(self, members: list[Gradient], splits: bool = False) -> None:
-        self.members = members
-        self.splits = splits  # False: one gradient, or a group of the user's, which stays together
-        self.missing = 0  # backward passes of this step that were not seen yet, as far as the hooks count
-
-    @property
-    def name(self) -> str:
-        """The same on all ranks, whatever is frozen."""
-        first, more = self.members[0].name, len(self.members) - 1
-        return f"{first} and {more} more" if more else first
-
-    @property
-    def trained(self) -> list[Gradient]:
-        """Its members but for the frozen ones."""
-        return [each for each in self.members if each.trains]
-
-    def lacks(self, passes: int) -> bool:
-        """True until so many backward passes have computed all of it."""
-        return any(each.seen < passes and each.trains for each in self.members)
-
-    def is_fresh(self) -> bool:
-        """True when none of it is reduced or in flight."""
-        return not any(each.reduced or each.in_flight is not None for each in self.members)
 
 
 class Reducer:
@@ -157,38 +166,6 @@ class Reducer:
 
 def _no_gradient() -> None:
     return None
-
-
-class InFlight:
-    """A bucket on its way: its dense gradients, and each sparse one."""
-
-    def __init__(self, bucket: Bucket, parts: Sequence[tuple[Sequence[Gradient], Finish]]) -> None:
-        self.bucket = bucket
-        self._parts = parts
-
-    def finish(self) -> None:
-        """Wait, and put the reduced gradients into their places."""
-        for members, finish in self._parts:
-            for member in members:
-                if member.layout_handle is not None:
-                    check_layout(member)
-            for member, reduced in zip(members, finish(), strict=True):
-                member.detach_pending(reduced)
-                member.seen, member.reduced, member.in_flight = 0, True, None
-
-
-def check_layout(gradient: Gradient) -> None:
-    """Wait for the agreed layout; raises MismatchError when this rank's gradient has another."""
-    if gradient.layout_handle is None:
-        return
-    mine = layout_of(gradient.local)
-    layout_handle, gradient.layout_handle = gradient.layout_handle, None
-    gradient.layout = int(layout_handle.wait()[0])
-    if mine not in (UNKNOWN, gradient.layout):
-        raise MismatchError(
-            f"gradient {gradient.name!r}: {'dense' if mine == DENSE else 'sparse'} on this rank, but sparse of another "
-            "form on others; it must be alike on all ranks, or pass sparse_as_dense=True"
-        )
 
 
 def layout_of(gradient: torch.Tensor | None) -> int:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ringreduce.api.process_sets import ProcessSet, number_of
-from ringreduce.api.reduce import allreduce_, arguments_of, submit
+from ringreduce.api.reduce import allreduce_async, arguments_of, submit
 from ringreduce.compression import Compressor
 from ringreduce.errors import InputError
 from ringreduce.execution.submission import Handle
@@ -69,11 +69,9 @@ class GradientTransport:
         if self.size > 1:
             submit([np.empty(0, np.float32)], name, ["nothing"], self._arguments, in_place=True)
 
-    def agree(self, name: str, numbers: Sequence[int]) -> list[int]:
-        """Each number's largest value on any rank."""
-        mine = np.array(numbers, np.int32)
-        found: list[int] = allreduce_(mine, name=name, op=Max, process_set=self.process_set).tolist()
-        return found
+    def begin_maximum(self, name: str, numbers: Sequence[int]) -> Handle:
+        """Begin to find each number's largest value on any rank."""
+        return allreduce_async(np.array(numbers, np.int32), name=name, op=Max, process_set=self.process_set)
 
     def _arrive(self, tensors: list[torch.Tensor], compressed: list[Any], handle: Handle) -> list[torch.Tensor]:
         """Wait, and put the result into the tensors' own memory."""

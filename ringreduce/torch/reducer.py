@@ -16,36 +16,25 @@ refuses the bucket: it fails on all ranks, and its gradients go by their own nam
 from __future__ import annotations
 
 import math
+import operator
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from ringreduce import runtime
-from ringreduce.api.reduce import allreduce_async
 from ringreduce.errors import BackwardError, InputError, MismatchError
 from ringreduce.execution.signature import calling_line
-from ringreduce.ops import Max
-from ringreduce.torch.gradient import (
-    DENSE,
-    UNKNOWN,
-    Bucket,
-    Gradient,
-    InFlight,
-    Reducer,
-    check_layout,
-    layout_of,
-)
-from ringreduce.torch.gradient_transport import Finish, GradientTransport, empty_sparse
+from ringreduce.torch.buckets import Bucket, fill
+from ringreduce.torch.gradient import DENSE, UNKNOWN, Gradient, Reducer
+from ringreduce.torch.gradient_transport import Finish, GradientTransport
 from ringreduce.torch.hooks import too_often
 
 CAUTIOUS_STEPS = 8
-FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 8 << 20
-"""A bucket is closed when it has this many bytes; the first one early, so that moving begins early."""
+POSITION = operator.attrgetter("position")
 LAST = 2**31 - 1  # the position of a gradient that some rank does not compute
 _backward_number = torch._C._current_graph_task_id
 _reducers: weakref.WeakSet[GradientReducer] = weakref.WeakSet()
@@ -57,7 +46,7 @@ class GradientReducer(Reducer):
     def __init__(self, passes: int, reduction: GradientTransport, wait_in_backward: bool) -> None:
         super().__init__(passes, reduction)
         self._waits = wait_in_backward
-        self._in_flight: dict[InFlight, None] = {}
+        self._in_flight: dict[Bucket, None] = {}
         self._backward = -1
         self._line = ""  # that called backward(): finding it is slow, and it is the same for all hooks of a pass
         self._computed: deque[Gradient] = deque()  # reported by hooks, and not counted yet
@@ -71,17 +60,18 @@ class GradientReducer(Reducer):
 
     def join(self, parameters: Sequence[Any]) -> None:
         """Reduce these parameters together."""
-        group = [self._gradients[id(parameter)] for parameter in parameters]
-        self._put(Bucket(group))
+        self._put([self._gradients[id(parameter)] for parameter in parameters])
 
-    def _put(self, bucket: Bucket, is_loose: bool = False) -> None:
-        for member in bucket.members:
-            member.bucket, member.is_loose = bucket, is_loose
+    def _put(self, members: list[Gradient], splits: bool = False) -> None:
+        """Put gradients into one bucket."""
+        bucket = Bucket(members, splits)
+        for member in members:
+            member.bucket, member.is_loose = bucket, False
 
     @property
     def _buckets(self) -> list[Bucket]:
         """All, in the order in which they are filled."""
-        return list(dict.fromkeys([each.bucket for each in sorted(self._gradients.values(), key=_position)]))
+        return list(dict.fromkeys([each.bucket for each in sorted(self._gradients.values(), key=POSITION)]))
 
     @property
     def pending(self) -> bool:
@@ -90,7 +80,7 @@ class GradientReducer(Reducer):
 
     def on_gradient(self, gradient: Gradient) -> None:
         """Note that backward has added to it; raises BackwardError when it is being reduced."""
-        if gradient.in_flight is not None:
+        if gradient.bucket.parts:
             raise BackwardError(too_often(gradient.name, gradient.seen + 1, self.passes))
         if gradient.is_untouched:
             gradient.detach_pending(gradient.local)
@@ -138,10 +128,10 @@ class GradientReducer(Reducer):
                 if gradient.is_loose:
                     gradient.position = self._positions
                     self._positions += 1
-                gradient.reduced = False
-                if not gradient.bucket.splits:
-                    for member in gradient.bucket.members:
-                        member.reduced = False
+                bucket = gradient.bucket
+                if bucket.begun and bucket.splits:  # the others of it are reduced already
+                    self._split(bucket)
+                gradient.bucket.begun = False
 
     def _at_the_end(self) -> None:
         """Other ranks may have gradients that this rank did not compute: reading .grad must return them too."""
@@ -158,7 +148,7 @@ class GradientReducer(Reducer):
             self._beware_of_equal_names()
         for gradient in gradients:
             gradient.is_untouched = False
-            if gradient.in_flight is not None or gradient.reduced:
+            if gradient.bucket.begun:
                 continue
             attached = gradient.pending is not None and gradient.parameter.grad is gradient.pending
             if not attached and gradient.trains:
@@ -181,7 +171,7 @@ class GradientReducer(Reducer):
         """Begin to reduce a gradient, and those of its bucket, if nobody has."""
         with self._lock:
             self._count()
-            if gradient.in_flight is None and not gradient.reduced:
+            if not gradient.bucket.begun:
                 self._look_at_the_world()
                 if gradient.bucket.splits and gradient.bucket.lacks(1):
                     self._split(gradient.bucket)
@@ -189,7 +179,7 @@ class GradientReducer(Reducer):
 
     def _begin_complete(self, buckets: Iterable[Bucket]) -> None:
         """Begin to reduce those that backward has computed."""
-        self._begin([each for each in buckets if each.trained and not each.lacks(self.passes) and each.is_fresh()])
+        self._begin([each for each in buckets if not each.begun and each.trained and not each.lacks(self.passes)])
 
     def _split(self, bucket: Bucket, refuses: bool = True) -> None:
         """Let its gradients be reduced by their own names, also in later steps.
@@ -199,44 +189,34 @@ class GradientReducer(Reducer):
         if refuses:
             self.reduction.refuse(bucket.name)
         for member in bucket.members:
-            self._put(Bucket([member]))
+            member.leave_bucket()
 
     def wait(self, gradient: Gradient) -> None:
         """Wait until it has arrived; on failure give up the whole step, so that no rank waits for this one."""
         try:
-            while gradient.in_flight is not None:  # twice when its bucket is split
-                self._finish(gradient.in_flight)
+            while gradient.bucket.parts:  # twice when the bucket is split
+                self._finish(gradient.bucket)
         except Exception:
             self.synchronize(quiet=True)
             raise
 
-    def _finish(self, in_flight: InFlight) -> None:
-        self._in_flight.pop(in_flight, None)
+    def _finish(self, bucket: Bucket) -> None:
+        self._in_flight.pop(bucket, None)
         try:
-            in_flight.finish()
+            bucket.finish()
         except MismatchError:
-            bucket = in_flight.bucket
             if not bucket.splits:
                 raise
-            for member in bucket.members:
-                member.in_flight = None
-            if bucket.members[0].bucket is bucket:
-                self._split(bucket, refuses=False)
+            bucket.begun = False
+            self._split(bucket, refuses=False)  # if tensors differ, the next error names one
             self._begin([each.bucket for each in bucket.trained])
 
-    def _begin(self, buckets: Sequence[Bucket]) -> None:
+    def _begin(self, taken: list[Bucket]) -> None:
         """Begin to reduce buckets; waits only for layouts that this rank does not know."""
-        taken: list[Bucket] = []
-        for bucket in buckets:
-            if bucket.splits and not bucket.is_fresh():  # some of it was computed again
-                self._split(bucket)
-                taken += [each.bucket for each in bucket.trained if each.bucket.is_fresh()]
-            else:
-                taken.append(bucket)
         for bucket in taken:
             for gradient in bucket.trained:
                 if gradient.layout == UNKNOWN:
-                    self._ask(gradient)
+                    gradient.ask_layout(self.reduction)
         if len(taken) > 1:
             # last those whose layout this rank must wait for
             taken.sort(key=lambda each: any(one.layout == UNKNOWN and one.local is None for one in each.trained))
@@ -248,25 +228,14 @@ class GradientReducer(Reducer):
                 errors.append(exc)
         _raise_first(errors)
 
-    def _ask(self, gradient: Gradient) -> None:
-        """Begin to agree on the layout, once: a rank without a gradient cannot know what the others send."""
-        if gradient.layout_handle is not None:
-            return
-        # sparse gradients are those of tables of rows, as an embedding's
-        if self.reduction.size == 1 or self.reduction.sparse_as_dense or gradient.parameter.dim() != 2:
-            gradient.layout = DENSE
-            return
-        mine = np.array([layout_of(gradient.local)], np.int8)
-        gradient.layout_handle = allreduce_async(
-            mine, name=f"{gradient.name}.layout", op=Max, process_set=self.reduction.process_set
-        )
-
     def _look_at_the_world(self) -> None:
         """The world may have changed. After a join() all ranks ask again: one that joined early knows less."""
         engine = runtime.current("DistributedOptimizer").engine
         now = (engine.world, engine.negotiation.joins)
         if now != self._known_since:
             self._known_since = now
+            for bucket in list(self._in_flight):  # begun before
+                self._finish(bucket)
             self._overlaps = overlaps(engine)
             self.reduction.settle()
             self._forget()
@@ -275,28 +244,32 @@ class GradientReducer(Reducer):
         for gradient in self._gradients.values():
             gradient.layout = UNKNOWN
             if gradient.bucket.splits or len(gradient.bucket.members) == 1:
-                self._put(Bucket([gradient]), is_loose=True)
+                gradient.leave_bucket()
+                gradient.is_loose = True
 
     def _fill_buckets(self) -> None:
         """Put the gradients that have no bucket yet into some; the same on all ranks."""
         loose = [each for each in self._gradients.values() if each.is_loose and each.layout == DENSE and each.trains]
         if not loose or self.reduction.size == 1:
             return
-        loose.sort(key=_name)
+        loose.sort(key=operator.attrgetter("name"))
         positions = [each.position if each.position >= 0 else LAST for each in loose]
-        for gradient, position in zip(loose, self.reduction.agree(f"{loose[0].name}.position", positions), strict=True):
-            gradient.position = position
-        loose.sort(key=_position)
-        for members in fill([(each.parameter.nbytes, each.kind) for each in loose]):
-            self._put(Bucket([loose[number] for number in members], splits=len(members) > 1))
+        agreed = self.reduction.begin_maximum(f"{loose[0].name}.position", positions).wait()
+        for gradient, position in zip(loose, agreed, strict=True):
+            gradient.position = int(position)
+        loose.sort(key=POSITION)
+        parameters = [each.parameter for each in loose]
+        for members in fill([(each.nbytes, (each.dtype, each.device)) for each in parameters]):
+            self._put([loose[number] for number in members], splits=len(members) > 1)
 
     def _send(self, bucket: Bucket) -> None:
         """Send the dense ones together, sparse ones each on its own."""
         members = bucket.trained
+        bucket.begun = True
         dense: list[Gradient] = []
         tensors: list[torch.Tensor] = []
         parts: list[tuple[Sequence[Gradient], Finish]] = []
-        for gradient, (layout, tensor) in zip(members, [self._load(each) for each in members], strict=True):
+        for gradient, (layout, tensor) in zip(members, [each.load(self.reduction) for each in members], strict=True):
             gradient.attach(tensor)
             if layout == DENSE:
                 dense.append(gradient)
@@ -307,11 +280,8 @@ class GradientReducer(Reducer):
                 parts.append(([gradient], self.reduction.begin_sparse(gradient.name, tensor)))
         if dense:
             parts.append((dense, self._begin_dense(bucket, dense, tensors)))
-        in_flight = InFlight(bucket, parts)
-        for gradient in members:
-            gradient.in_flight = in_flight
-        if parts:
-            self._in_flight[in_flight] = None
+        bucket.parts = parts
+        self._in_flight[bucket] = None
 
     def _begin_dense(self, bucket: Bucket, dense: Sequence[Gradient], tensors: Sequence[torch.Tensor]) -> Finish:
         line = self._line if any(each.seen for each in dense) else None
@@ -325,23 +295,6 @@ class GradientReducer(Reducer):
                 f"{exc}. Has another DistributedOptimizer a parameter of this name? Then prefix the names of one: "
                 "named_parameters=[('d.' + name, p) for name, p in model.named_parameters()]"
             ) from exc
-
-    def _load(self, gradient: Gradient) -> tuple[int, torch.Tensor]:
-        """This rank's gradient and its layout; where it has none, zeros in the layout that the others have."""
-        local = gradient.local
-        if local is None:
-            return self._nothing(gradient)
-        if local.is_sparse and self.reduction.sparse_as_dense:
-            return DENSE, local.to_dense()
-        return layout_of(local), local
-
-    def _nothing(self, gradient: Gradient) -> tuple[int, torch.Tensor]:
-        if gradient.layout == UNKNOWN:
-            check_layout(gradient)
-        layout, parameter = gradient.layout, gradient.parameter.detach()
-        if layout > DENSE:
-            return layout, empty_sparse(parameter, layout - DENSE)
-        return layout, torch.zeros_like(parameter, memory_format=torch.contiguous_format)
 
     def synchronize(self, quiet: bool = False) -> None:
         """Reduce what backward left out; on return every gradient is reduced.
@@ -361,9 +314,7 @@ class GradientReducer(Reducer):
     def _begin_rest(self) -> None:
         self._count()
         self._look_at_the_world()
-        rest = [each for each in self._gradients.values() if each.in_flight is None and not each.reduced]
-        rest.sort(key=_position)
-        self._begin(list(dict.fromkeys([each.bucket for each in rest if each.trains])))
+        self._begin([each for each in self._buckets if not each.begun and each.trained])
 
     def stepped(self) -> None:
         """Begin a new step after a step."""
@@ -389,7 +340,8 @@ class GradientReducer(Reducer):
         self._hooks.refresh()
         self._computed.clear()
         for gradient in self._gradients.values():
-            gradient.seen, gradient.reduced, gradient.in_flight, gradient.layout_handle = 0, False, None, None
+            gradient.seen, gradient.layout_handle = 0, None
+            gradient.bucket.begun, gradient.bucket.parts = False, []
             if gradient.pending is not None:
                 gradient.detach_pending(gradient.local)
 
@@ -398,32 +350,6 @@ def overlaps(engine: Any) -> bool:
     """True where data move faster while backward computes than after it: a core or a wire is free for them."""
     world = engine.world
     return len(set(world.hosts)) > 1 or world.local_size < engine.host.cores
-
-
-def fill(gradients: Sequence[tuple[int, object]]) -> list[list[int]]:
-    """Which of these (bytes, kind) share a bucket, each of one kind, in the order of their last ones.
-
-    >>> fill([(1 << 19, "float32"), (1 << 19, "float32"), (8, "float16"), (8 << 20, "float32"), (8, "float32")])
-    [[0, 1], [3], [2], [4]]
-    """
-    buckets: list[list[int]] = []
-    open_ones: dict[object, tuple[list[int], int]] = {}
-    for number, (nbytes, kind) in enumerate(gradients):
-        members, filled = open_ones.pop(kind, ([], 0))
-        members.append(number)
-        if filled + nbytes >= (BUCKET_BYTES if buckets else FIRST_BUCKET_BYTES):
-            buckets.append(members)
-        else:
-            open_ones[kind] = members, filled + nbytes
-    return buckets + [members for members, _ in open_ones.values()]
-
-
-def _position(gradient: Gradient) -> int:
-    return gradient.position
-
-
-def _name(gradient: Gradient) -> str:
-    return gradient.name
 
 
 def _nothing_to_do(gradient: torch.Tensor) -> Finish:

@@ -70,7 +70,7 @@ LAYERS = [
     ["api.reduce", "api.gather", "api.broadcast", "api.objects", "api.control"],
     ["optimizer", "testing", "sampler"],
     ["torch.ops", "torch.sparse", "torch.functions", "torch.sync_batch_norm"],
-    ["torch.hooks", "torch.pending", "torch.parameters", "torch.gradient_transport"],
+    ["torch.hooks", "torch.pending", "torch.buckets", "torch.parameters", "torch.gradient_transport"],
     ["torch.gradient", "torch.wrapped"],
     ["torch.reducer", "torch.adasum_optimizer"],
     ["torch.optimizer"],
