@@ -93,6 +93,7 @@ def emulate(code: str, options: tuple[str, ...]) -> Module:
     if shutil.which(COMPILER) is None:
         reason = f"there is no {COMPILER}, which compiles the GPU's kernels for the host"
         pytest.fail(reason) if os.environ.get("CI") == "true" else pytest.skip(reason)
+    options = tuple(option for option in options if option != "--fmad=false")  # nvcc's name of -ffp-contract=off
     key = hashlib.sha256("\0".join([SHIM, RUN, WRAPPER, code, *FLAGS, *options]).encode()).hexdigest()[:24]
     folder = Path(tempfile.gettempdir(), f"ringreduce-emulated-cuda-{os.getuid()}")
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -183,7 +184,7 @@ def _load(tiles, tile_count, pieces, slot, prescale, itemsize, slot_itemsize):
     return in_pieces + lists, in_slot
 
 
-def _store(tiles, tile_count, slot, pieces, divisor, reciprocal, postscale, itemsize, slot_itemsize):
+def _store(tiles, tile_count, slot, pieces, divisor, postscale, itemsize, slot_itemsize):
     in_pieces, in_slot, lists = _moved(tiles, tile_count, pieces, slot, itemsize, slot_itemsize)
     return in_slot + lists, in_pieces
 

@@ -19,7 +19,7 @@ from ringreduce.gpu.runtime import Block, Device, PinnedPool, Stream, cupy
 from ringreduce.ops import Average, Max, Min, Product, Reduction, Sum
 
 SOURCE = Path(__file__).with_name("kernels.cu")
-OPTIONS = ("--std=c++17",)
+OPTIONS = ("--std=c++17", "--fmad=false")
 THREADS = 256  # threads of a block
 TILE_BYTES = 8 << 10  # what a block processes at a time: two words of 16 bytes a thread
 WORD_BYTES = 16  # the most that a thread reads at once; chunks, and the pieces in a slot, start at multiples of it
@@ -68,11 +68,9 @@ def tiles(starts: Sequence[int], counts: Sequence[int], length: int) -> np.ndarr
     return np.column_stack([piece, first, start, np.minimum(of[piece] - first, length)]).astype(np.int32)
 
 
-def divisors(reduction: Reduction) -> tuple[int, float]:
-    """The divisor of a sum, and the reciprocal by which floats are multiplied where it is exact, else 0."""
-    divisor = reduction.size if reduction.op is Average else 1
-    is_exact = reduction.element.kind == "f" and divisor & (divisor - 1) == 0
-    return divisor, 1 / divisor if is_exact else 0.0
+def divisor(reduction: Reduction) -> int:
+    """What the sum is divided by."""
+    return reduction.size if reduction.op is Average else 1
 
 
 class _Upload:
@@ -184,17 +182,17 @@ class Kernels:
         """Copy reduced pieces from a slot: divided, postscaled, rounded."""
         pieces = self._memory(stream).addresses(tuple(pointers))
         name = "store_wide" if wide else "store"
-        arguments = slot, pieces.pointer, *divisors(reduction), float(reduction.postscale)
+        arguments = slot, pieces.pointer, divisor(reduction), float(reduction.postscale)
         self._on_tiles(_converting(reduction), name, table, arguments, stream)
 
     def reduce(self, reduction: Reduction, sources: Sequence[int], target: int, count: int, stream: Stream) -> None:
-        """As `Reduction.reduce_parts`, with the same bits as on the host except for NaNs' payloads.
+        """As `Reduction.reduce_parts`; the bits may differ from the host's for subnormal numbers and complex products.
 
         Shape: `count` elements of `reduction.element.storage` at each address; `target` may be one of the sources.
         """
         listed = self._memory(stream).addresses(tuple(sources))
         is_aligned = all(address % WORD_BYTES == 0 for address in (target, *sources))
-        scales = float(reduction.prescale), *divisors(reduction), float(reduction.postscale)
+        scales = float(reduction.prescale), divisor(reduction), float(reduction.postscale)
         arguments = listed.pointer, len(sources), target, count, int(is_aligned), *scales
         variant = Variant(reduction.element.name, str(reduction.sum_type), _OPS[reduction.op])
         blocks = -(-count * reduction.element.itemsize // TILE_BYTES)

@@ -3,6 +3,7 @@
 import ctypes
 import importlib.util
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ pytestmark = tiers.extended
 LIBRARIES = {12: "cuda_nvrtc/lib/libnvrtc.so.12", 13: "cu13/lib/libnvrtc.so.13"}
 """Under the folder of the packages nvidia-cuda-nvrtc-cu12 and nvidia-cuda-nvrtc."""
 ADDED_BY_CUPY = "-ftz=true"
-"""Comes last, so that no option of ours takes it back: float32's subnormal numbers would be zero."""
+"""Comes last, so that no option of ours takes it back: float32's subnormal numbers are zero."""
 OLDEST, NEWEST = 75, 120
 """Architectures: the oldest that CUDA 13 knows, and the newest that CUDA 12 knows."""
 
@@ -81,14 +82,13 @@ def section(ptx, variant, kernel):
 
 
 @pytest.mark.parametrize("name", TABLE)
-def test_every_variant_compiles_and_keeps_the_bits(compiler, name):
+def test_every_variant_compiles_and_rounds_each_operation(compiler, name):
     for variant in variants_of(name):
         kernels = ["reduce"] if variant.op else ["load", "load_wide", "store", "store_wide"]
         ptx = compiled(compiler, variant, f"compute_{OLDEST}")
         assert all(section(ptx, variant, kernel) for kernel in kernels)
-        assert ".ftz" not in ptx, "subnormal numbers are numbers"
         assert ".approx" not in ptx
-        assert TABLE[name].kind == "c" or "fma." not in ptx, "each operation is rounded"
+        assert "fma." not in ptx, "each operation is rounded"
         assert ".local" not in ptx, "nothing that registers should hold is in memory"
 
 
@@ -108,5 +108,5 @@ def test_sixteen_bytes_are_read_and_written_at_once(compiler):
     summing = Variant("float32", "float32", "Sum")
     for variant, kernel in ((COPIES, "gather"), (COPIES, "scatter"), (summing, "reduce")):
         code = section(compiled(compiler, variant, "compute_75"), variant, kernel)
-        assert "ld.global.v4.u32" in code
-        assert "st.global.v4.u32" in code
+        assert re.search(r"ld(.global)?.v4.[bfu]32", code)
+        assert re.search(r"st(.global)?.v4.[bfu]32", code)
