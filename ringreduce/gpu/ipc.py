@@ -23,17 +23,17 @@ from typing import Any
 
 import numpy as np
 
-from ringreduce.gpu import runtime as cuda
-from ringreduce.gpu.runtime import Block, Device, SharedEvent, Stream
+from ringreduce.gpu.runtime import Block, Device, Stream, runtime
 from ringreduce.transport.window import PACKED, SLOTS, SUMMED, Flags
 
+IPC_HANDLE_BYTES = 64  # of memory or of an event
 _HANDLE = np.dtype(
     [
         ("process", np.int64),
         ("memory", np.uint64),
         ("events", np.uint64, (2, SLOTS)),
-        ("memory_handle", np.uint8, cuda.HANDLE_BYTES),
-        ("event_handles", np.uint8, (2, SLOTS, cuda.HANDLE_BYTES)),
+        ("memory_handle", np.uint8, IPC_HANDLE_BYTES),
+        ("event_handles", np.uint8, (2, SLOTS, IPC_HANDLE_BYTES)),
     ]
 )
 HANDLE_BYTES = _HANDLE.itemsize
@@ -52,25 +52,29 @@ class OwnSlots:
         """slot_bytes: a multiple of 256. Raises CuPy's CUDARuntimeError where there is no memory."""
         self.device, self.slot_bytes = device, slot_bytes
         self.block = Block(device, SLOTS * slot_bytes)
-        self.events = [[SharedEvent(device) for _ in range(SLOTS)] for _ in (PACKED, SUMMED)]
+        with device:
+            flags = runtime().eventInterprocess | runtime().eventDisableTiming
+            self.events = [[int(runtime().eventCreateWithFlags(flags)) for _ in range(SLOTS)] for _ in (PACKED, SUMMED)]
 
-    def handle(self, exported: bool) -> Any:
-        """What the other members need to map the slots: HANDLE_BYTES of uint8. exported: for other processes."""
+    def handle(self) -> Any:
+        """What the other members need to map the slots: HANDLE_BYTES of uint8."""
         handle = np.zeros((), _HANDLE)
         handle["process"], handle["memory"] = process(), self.block.pointer
-        handle["events"] = [[event.pointer for event in each] for each in self.events]
-        if exported:
-            handle["memory_handle"] = np.frombuffer(cuda.export(self.block), np.uint8)
-            for kind, events in enumerate(self.events):
-                for slot, event in enumerate(events):
-                    handle["event_handles"][kind, slot] = np.frombuffer(event.handle(), np.uint8)
+        handle["events"] = self.events
+        with self.device:
+            handle["memory_handle"] = _bytes(runtime().ipcGetMemHandle(self.block.pointer))
+            handle["event_handles"] = [[_bytes(runtime().ipcGetEventHandle(e)) for e in kind] for kind in self.events]
         return handle.reshape(1).view(np.uint8)
 
     def free(self) -> None:
         """Free everything, after all members have closed their mappings."""
         self.block.free()
         for event in (*self.events[PACKED], *self.events[SUMMED]):
-            event.free()
+            runtime().eventDestroy(event)
+
+
+def _bytes(handle: bytes) -> Any:
+    return np.frombuffer(handle, np.uint8)
 
 
 class PeerSlots:
@@ -93,14 +97,17 @@ class PeerSlots:
             raise
 
     def _open(self, handle: Any) -> None:
-        device = self.own.device
         if handle["process"] == process():
             self._memory.append(int(handle["memory"]))
             self._events.append(handle["events"].tolist())
             return
-        self._mapped.append(cuda.map_memory(handle["memory_handle"].tobytes(), device))
+        with self.own.device:
+            lazily = runtime().cudaIpcMemLazyEnablePeerAccess
+            self._mapped.append(int(runtime().ipcOpenMemHandle(handle["memory_handle"].tobytes(), lazily)))
+            events = [
+                [int(runtime().ipcOpenEventHandle(each.tobytes())) for each in kind] for kind in handle["event_handles"]
+            ]
         self._memory.append(self._mapped[-1])
-        events = [[cuda.open_event(each.tobytes(), device) for each in kind] for kind in handle["event_handles"]]
         self._opened += events[PACKED] + events[SUMMED]
         self._events.append(events)
 
@@ -110,19 +117,21 @@ class PeerSlots:
 
     def publish(self, flag: int, sequence: int, stream: Stream) -> None:
         """Record on a stream that this rank's part of `sequence` is done, and publish the record."""
-        self.own.events[flag][sequence % SLOTS].record(stream)
+        with self.own.device:
+            runtime().eventRecord(self.own.events[flag][sequence % SLOTS], stream.pointer)
         self.flags.publish(flag, sequence)
 
     def follow(self, flag: int, sequence: int, stream: Stream) -> None:
         """Make a stream wait for the others' part of `sequence`; `flags` has shown that all have published it."""
         for rank, events in enumerate(self._events):
             if rank != self.rank:
-                cuda.wait_for(events[flag][sequence % SLOTS], stream)
+                runtime().streamWaitEvent(stream.pointer, events[flag][sequence % SLOTS])
 
     def close(self) -> None:
         """Unmap the others' memory; after all members have, each frees its own."""
-        for memory in self._mapped:
-            cuda.unmap_memory(memory, self.own.device)
+        with self.own.device:
+            for memory in self._mapped:
+                runtime().ipcCloseMemHandle(memory)
         for event in self._opened:
-            cuda.close_event(event)
+            runtime().eventDestroy(event)
         self._mapped, self._opened = [], []

@@ -1,9 +1,7 @@
 """The GPU's kernels (kernels.cu): compiled at first use, and launched, once for all tensors of a slot.
 
-    Table      the pieces' positions in a slot, cut into tiles; fixed for a plan, so it is uploaded once
-    addresses  the pieces' addresses in memory, uploaded when they change, which gradients' seldom do
-
-An upload belongs to one stream: only later work of that stream reuses its memory, after everything that has read it.
+Table      the pieces' positions in a slot, cut into tiles; fixed for a plan, so it is uploaded once
+addresses  the pieces' addresses in memory, uploaded when they change, which gradients' seldom do
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ringreduce.gpu.runtime import Block, Device, PinnedPool, Stream, cupy
+from ringreduce.gpu.runtime import Device, Stream, cupy
 from ringreduce.ops import Average, Max, Min, Product, Reduction, Sum
 
 SOURCE = Path(__file__).with_name("kernels.cu")
@@ -24,8 +22,7 @@ THREADS = 256  # threads of a block
 TILE_BYTES = 8 << 10  # what a block processes at a time: two words of 16 bytes a thread
 WORD_BYTES = 16  # the most that a thread reads at once; chunks, and the pieces in a slot, start at multiples of it
 MOST_BLOCKS = 1 << 16  # of a launch; with more tiles, a block processes several
-KEPT = 256  # tables, and lists of addresses, cached for each stream
-_SLAB_BYTES = 1 << 20
+KEPT = 512  # tables, and lists of addresses, that are cached
 _OPS = {Sum: "Sum", Average: "Sum", Min: "Min", Max: "Max", Product: "Product"}
 
 
@@ -73,64 +70,19 @@ def divisor(reduction: Reduction) -> int:
     return reduction.size if reduction.op is Average else 1
 
 
-class _Upload:
-    """Values in GPU memory, which returns to the stream's free list when this is garbage-collected."""
-
-    __slots__ = ("_free", "pointer")
-
-    def __init__(self, pointer: int, free: list[int]) -> None:
-        self.pointer = pointer
-        self._free = free
-
-    def __del__(self) -> None:
-        self._free.append(self.pointer)
-
-
-class Table:
+class Table(NamedTuple):
     """The pieces of a slot in the kernels' format, made by `Kernels.table` for the launches of one stream."""
 
-    __slots__ = ("_upload", "itemsize", "pointer", "tile_count")
-
-    def __init__(self, upload: _Upload, tile_count: int, itemsize: int) -> None:
-        self._upload = upload
-        self.pointer = upload.pointer
-        self.tile_count = tile_count
-        self.itemsize = itemsize
+    tiles: Any  # CuPy array
+    itemsize: int
 
 
-class _Memory:
-    """The tables and addresses that one stream's kernels read; the last used ones are cached."""
+def _uploaded_table(starts: tuple[int, ...], counts: tuple[int, ...], itemsize: int, stream: Stream) -> Table:
+    return Table(stream.upload(tiles(starts, counts, TILE_BYTES // itemsize)), itemsize)
 
-    def __init__(self, stream: Stream) -> None:
-        self._stream = stream
-        self._pinned = PinnedPool()
-        self._free: dict[int, list[int]] = {}
-        self._blocks: list[Block] = []
-        self.table = functools.lru_cache(KEPT)(self._table)
-        self.addresses = functools.lru_cache(KEPT)(self._addresses)
 
-    def _table(self, starts: tuple[int, ...], counts: tuple[int, ...], itemsize: int) -> Table:
-        cut = tiles(starts, counts, TILE_BYTES // itemsize)
-        return Table(self._upload(cut.reshape(-1)), len(cut), itemsize)
-
-    def _addresses(self, pointers: tuple[int, ...]) -> _Upload:
-        return self._upload(np.array(pointers, np.uint64))
-
-    def _upload(self, values: np.ndarray[Any, Any]) -> _Upload:
-        nbytes = max(256, 1 << (values.nbytes - 1).bit_length())
-        free = self._free.setdefault(nbytes, [])
-        if not free:
-            block = Block(self._stream.device, max(nbytes, _SLAB_BYTES))
-            self._blocks.append(block)
-            free += range(block.pointer, block.pointer + block.nbytes, nbytes)
-        upload = _Upload(free.pop(), free)
-        if values.nbytes:
-            self._pinned.upload(values, upload.pointer, self._stream)
-        return upload
-
-    def free(self) -> None:
-        for block in self._blocks:
-            block.free()
+def _uploaded_addresses(pointers: tuple[int, ...], stream: Stream) -> Any:
+    return stream.upload(np.array(pointers, np.uint64))
 
 
 class Kernels:
@@ -143,7 +95,8 @@ class Kernels:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._memories: dict[Stream, _Memory] = {}
+        self._tables = functools.lru_cache(KEPT)(_uploaded_table)
+        self._addresses = functools.lru_cache(KEPT)(_uploaded_addresses)
         self._compiled = functools.cache(self._compile)
 
     def table(self, starts: Sequence[int], counts: Sequence[int], itemsize: int, stream: Stream) -> Table:
@@ -151,38 +104,37 @@ class Kernels:
 
         starts: elements of the slot, each a multiple of 16 bytes.  Cost: an upload, unless it is cached.
         """
-        return self._memory(stream).table(tuple(starts), tuple(counts), itemsize)
+        return self._tables(tuple(starts), tuple(counts), itemsize, stream)
 
     def gather(self, table: Table, pointers: Sequence[int], slot: int, stream: Stream) -> None:
         """Copy pieces into a slot."""
-        pieces = self._memory(stream).addresses(tuple(pointers))
-        self._on_tiles(COPIES, "gather", table, (table.itemsize, pieces.pointer, slot), stream)
+        pieces = self._addresses(tuple(pointers), stream)
+        self._on_tiles(COPIES, "gather", table, (table.itemsize, pieces.data.ptr, slot), stream)
 
     def scatter(self, table: Table, slots: Sequence[int], chunk: int, pointers: Sequence[int], stream: Stream) -> None:
         """Copy pieces from several slots: element e from `slots[e // chunk]`, where its index is e too.
 
         chunk: elements, a multiple of 16 bytes.
         """
-        memory = self._memory(stream)
-        owners, pieces = memory.addresses(tuple(slots)), memory.addresses(tuple(pointers))
-        arguments = table.itemsize, owners.pointer, chunk * table.itemsize, pieces.pointer
+        owners, pieces = self._addresses(tuple(slots), stream), self._addresses(tuple(pointers), stream)
+        arguments = table.itemsize, owners.data.ptr, chunk * table.itemsize, pieces.data.ptr
         self._on_tiles(COPIES, "scatter", table, arguments, stream)
 
     def load(
         self, table: Table, pointers: Sequence[int], slot: int, reduction: Reduction, stream: Stream, *, wide: bool
     ) -> None:
         """Copy prescaled pieces into a slot."""
-        pieces = self._memory(stream).addresses(tuple(pointers))
+        pieces = self._addresses(tuple(pointers), stream)
         name = "load_wide" if wide else "load"
-        self._on_tiles(_converting(reduction), name, table, (pieces.pointer, slot, float(reduction.prescale)), stream)
+        self._on_tiles(_converting(reduction), name, table, (pieces.data.ptr, slot, float(reduction.prescale)), stream)
 
     def store(
         self, table: Table, slot: int, pointers: Sequence[int], reduction: Reduction, stream: Stream, *, wide: bool
     ) -> None:
         """Copy reduced pieces from a slot: divided, postscaled, rounded."""
-        pieces = self._memory(stream).addresses(tuple(pointers))
+        pieces = self._addresses(tuple(pointers), stream)
         name = "store_wide" if wide else "store"
-        arguments = slot, pieces.pointer, divisor(reduction), float(reduction.postscale)
+        arguments = slot, pieces.data.ptr, divisor(reduction), float(reduction.postscale)
         self._on_tiles(_converting(reduction), name, table, arguments, stream)
 
     def reduce(self, reduction: Reduction, sources: Sequence[int], target: int, count: int, stream: Stream) -> None:
@@ -190,33 +142,19 @@ class Kernels:
 
         Shape: `count` elements of `reduction.element.storage` at each address; `target` may be one of the sources.
         """
-        listed = self._memory(stream).addresses(tuple(sources))
+        listed = self._addresses(tuple(sources), stream)
         is_aligned = all(address % WORD_BYTES == 0 for address in (target, *sources))
         scales = float(reduction.prescale), divisor(reduction), float(reduction.postscale)
-        arguments = listed.pointer, len(sources), target, count, int(is_aligned), *scales
+        arguments = listed.data.ptr, len(sources), target, count, int(is_aligned), *scales
         variant = Variant(reduction.element.name, str(reduction.sum_type), _OPS[reduction.op])
         blocks = -(-count * reduction.element.itemsize // TILE_BYTES)
         self._launch(variant, "reduce", blocks, arguments, stream)
 
-    def forget(self, streams: Sequence[Stream]) -> None:
-        """Free the memory of streams, whose tables must not be used any more."""
-        for stream in streams:
-            if stream in self._memories:
-                self._memories.pop(stream).free()
-
-    def free(self) -> None:
-        """Free the memory, after which no table may be used; like cudaFree it waits for the device's work."""
-        self.forget(list(self._memories))
-
-    def _memory(self, stream: Stream) -> _Memory:
-        if stream not in self._memories:
-            self._memories[stream] = _Memory(stream)
-        return self._memories[stream]
-
     def _on_tiles(
         self, variant: Variant, kernel: str, table: Table, arguments: tuple[float, ...], stream: Stream
     ) -> None:
-        self._launch(variant, kernel, table.tile_count, (table.pointer, table.tile_count, *arguments), stream)
+        count = len(table.tiles)
+        self._launch(variant, kernel, count, (table.tiles.data.ptr, count, *arguments), stream)
 
     def _launch(self, variant: Variant, kernel: str, blocks: int, arguments: tuple[float, ...], stream: Stream) -> None:
         if blocks:

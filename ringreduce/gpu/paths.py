@@ -160,7 +160,7 @@ class GpuPaths:
         handle, why_not = np.zeros(HANDLE_BYTES, np.uint8), ""
         try:
             self._own = own = OwnSlots(gpu.stream.device, settings.cuda_slot_bytes)
-            handle = own.handle(exported=True)
+            handle = own.handle()
             self._scratch = Block(gpu.stream.device, ONE_SHOT_BYTES)
         except Exception as exc:  # CuPy's: no memory, or no IPC here
             why_not = f"CUDA allocates no memory that others can map ({_sentence(exc)})"
@@ -235,11 +235,8 @@ class GpuPaths:
 
     def free(self) -> None:
         """Free the memory; the set reduces no more GPU arrays."""
-        own = [*self.stages, *([self.nccl_stage] if self.nccl_stage else [])]
-        for stage in (*own, *self.blocks):
+        for stage in (*self.stages, *self.blocks, *([self.nccl_stage] if self.nccl_stage else [])):
             stage.free()
-        if self._gpu is not None:
-            self._gpu.forget([stage.stream for stage in own])
         self._free_slots()
 
     def _unmap(self) -> None:

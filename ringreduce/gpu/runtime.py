@@ -1,4 +1,4 @@
-"""CUDA's runtime as ringreduce uses it, through CuPy: streams, events, memory. No other module calls it.
+"""CUDA's runtime as ringreduce uses it, through CuPy: streams, events, memory. What ranks share is in ipc.py.
 
 Only `Stream.synchronize` blocks. A stream may read what another has written after it was made to `wait` for an `Event`
 that the other has recorded; the host, after `Event.done()`.
@@ -45,18 +45,13 @@ class Event:
 
     def done(self) -> bool:
         """True when the work before it is done; raises CuPy's CUDARuntimeError when it has failed."""
-        return is_done(self.pointer)
+        status = runtime().eventQuery(self.pointer)
+        if status not in (0, NOT_READY):
+            raise runtime().CUDARuntimeError(status)
+        return bool(status == 0)
 
     def __del__(self) -> None:
         self._pool.append(self.pointer)  # a stream that waits for it holds the recorded work, not the event
-
-
-def is_done(event: int) -> bool:
-    """True when the work before an event is done; raises CuPy's CUDARuntimeError when it has failed."""
-    status = runtime().eventQuery(event)
-    if status not in (0, NOT_READY):
-        raise runtime().CUDARuntimeError(status)
-    return bool(status == 0)
 
 
 class Stream:
@@ -82,6 +77,11 @@ class Stream:
     def copy(self, target: int, source: int, nbytes: int) -> None:
         """Queue a copy between host or device addresses; host memory must be pinned, and stay valid."""
         runtime().memcpyAsync(target, source, nbytes, runtime().memcpyDefault, self.pointer)
+
+    def upload(self, values: np.ndarray[Any, Any]) -> Any:
+        """A CuPy array of these values; only later work of this stream gets its memory out of CuPy's pool again."""
+        with self.device, self:
+            return cupy().asarray(values)
 
     def use(self) -> None:
         """Make it CuPy's current stream, and its device the current one, in this thread for good.
@@ -197,86 +197,3 @@ class Pinned:
     def elements(self, dtype: np.dtype[Any], low: int, high: int) -> Any:
         """Bytes low:high as a 1-D array of `dtype`."""
         return self.array[low:high].view(dtype)
-
-
-class PinnedPool:
-    """Pinned blocks for short uploads, reused when their copy is done. For one thread."""
-
-    def __init__(self) -> None:
-        self._blocks: list[tuple[Pinned, Event]] = []
-
-    def upload(self, values: np.ndarray[Any, Any], target: int, stream: Stream) -> None:
-        """Queue a copy of `values` to a device address."""
-        pinned = self._take(values.nbytes)
-        pinned.array[: values.nbytes] = values.view(np.uint8)
-        stream.copy(target, pinned.pointer, values.nbytes)
-        self._blocks.append((pinned, stream.record()))
-
-    def _take(self, nbytes: int) -> Pinned:
-        for number, (pinned, event) in enumerate(self._blocks):
-            if not event.done():
-                break  # nor are those after it; testing all of them would be slow when the GPU is far behind
-            if pinned.array.nbytes >= nbytes:
-                del self._blocks[number]
-                return pinned
-        return Pinned(max(4096, 1 << (nbytes - 1).bit_length()))
-
-
-HANDLE_BYTES = 64  # of an IPC handle of memory or of an event
-
-
-class SharedEvent:
-    """An event that other processes can open, recorded repeatedly; a wait is for the latest record at that time."""
-
-    def __init__(self, owner: Device) -> None:
-        self.device = owner
-        with owner:
-            flags = runtime().eventInterprocess | runtime().eventDisableTiming
-            self.pointer = int(runtime().eventCreateWithFlags(flags))
-
-    def handle(self) -> bytes:
-        """The IPC handle by which another process opens it."""
-        return bytes(runtime().ipcGetEventHandle(self.pointer))
-
-    def record(self, stream: Stream) -> None:
-        """Record it after everything queued so far in a stream of its device."""
-        with self.device:
-            runtime().eventRecord(self.pointer, stream.pointer)
-
-    def free(self) -> None:
-        """Destroy it."""
-        runtime().eventDestroy(self.pointer)
-
-
-def export(block: Block) -> bytes:
-    """The IPC handle by which another process of this host maps a block; raises CuPy's CUDARuntimeError."""
-    with block.device:
-        return bytes(runtime().ipcGetMemHandle(block.pointer))
-
-
-def map_memory(handle: bytes, to: Device) -> int:
-    """Map another process's block for GPU `to`, and return its address; raises CuPy's CUDARuntimeError."""
-    with to:
-        return int(runtime().ipcOpenMemHandle(handle, runtime().cudaIpcMemLazyEnablePeerAccess))
-
-
-def unmap_memory(pointer: int, to: Device) -> None:
-    """Unmap an address from `map_memory`, before the block's owner frees it."""
-    with to:
-        runtime().ipcCloseMemHandle(pointer)
-
-
-def open_event(handle: bytes, on: Device) -> int:
-    """Open another process's SharedEvent, for streams of GPU `on` to wait for."""
-    with on:
-        return int(runtime().ipcOpenEventHandle(handle))
-
-
-def close_event(pointer: int) -> None:
-    """Destroy an event from `open_event`."""
-    runtime().eventDestroy(pointer)
-
-
-def wait_for(event: int, stream: Stream) -> None:
-    """Make what is queued from now on in a stream wait for the latest record of an event (its address)."""
-    runtime().streamWaitEvent(stream.pointer, event)

@@ -101,11 +101,6 @@ class Gpu:
         self._retired.append((event, kept))
         return event
 
-    def forget(self, streams: Sequence[Stream]) -> None:
-        """Free what kernels keep for streams that are no longer used."""
-        if "kernels" in self.__dict__:
-            self.kernels.forget(streams)
-
     def poll(self) -> bool:
         """Release what is done; returns False. Raises CollectiveError when the rest can never complete."""
         while self._retired and self._retired[0][0].done():
@@ -136,5 +131,3 @@ class Gpu:
         """Free our memory on the GPU."""
         for each in self.paths:
             each.free()
-        if "kernels" in self.__dict__:
-            self.kernels.free()
