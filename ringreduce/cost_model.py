@@ -60,9 +60,9 @@ class Constants:
         return ",".join(f"{field.name}={getattr(self, field.name):.4g}" for field in dataclasses.fields(self))
 
 
-def is_one_shot(nbytes: int, size: int, longest_bytes: int = ONE_SHOT_BYTES) -> bool:
-    """True when it is faster that every rank of a host sums all: the others' bytes are at most `longest_bytes`."""
-    return nbytes * (size - 1) <= longest_bytes
+def is_one_shot(nbytes: int, size: int) -> bool:
+    """True when it is faster that every rank of a host sums all: the others' bytes are at most `ONE_SHOT_BYTES`."""
+    return nbytes * (size - 1) <= ONE_SHOT_BYTES
 
 
 def predict_us(algorithm: str, nbytes: int, hosts: Sequence[int], constants: Constants) -> float:

@@ -188,8 +188,9 @@ class GpuReduction:
             else:
                 work.watch(number, phase)
 
-        peers, scratch = self.paths.mapping()
-        yield from ipc_allreduce.allreduce(slots, peers, self.reduction, self.gpu.kernels, stream, scratch, watch)
+        if self.paths.peers is None:
+            raise AssertionError("the path is ipc, but no slots are mapped")
+        yield from ipc_allreduce.allreduce(slots, self.paths.peers, self.reduction, self.gpu.kernels, stream, watch)
 
     def _cuda_aware(self) -> Steps[None]:
         """Rings of GPU memory, summed by the GPU; all on the engine's stream, for which outgoing messages wait."""

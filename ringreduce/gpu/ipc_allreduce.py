@@ -19,8 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ringreduce.collectives.shared import Watch, one_shot, pipelined
-from ringreduce.cost_model import is_one_shot
+from ringreduce.collectives.shared import Watch, pipelined
 from ringreduce.gpu.ipc import PeerSlots
 from ringreduce.gpu.kernels import Kernels, Table
 from ringreduce.gpu.runtime import Stream
@@ -30,9 +29,6 @@ from ringreduce.transport.base import Steps
 from ringreduce.transport.window import PACKED, SUMMED
 
 ALIGNMENT_BYTES = 16  # what a kernel's thread reads and writes at a time
-ONE_SHOT_BYTES = 1 << 20
-"""Every rank sums all of a buffer if the others' parts are at most this long: that saves a wait of some 20 µs, in which
-a GPU reads as much from another."""
 
 
 class GpuSlot(NamedTuple):
@@ -55,32 +51,26 @@ def allreduce(
     reduction: Reduction,
     kernels: Kernels,
     stream: Stream,
-    scratch: int,
     watch: Watch = lambda number, phase: None,
 ) -> Steps[None]:
     """Queue on `stream` the reduction of all slots over all ranks of the host; all ranks get the same bits.
 
     slots:   each at most `peers.slot_bytes` long, alike on all ranks; the stream already waits for the inputs.
-    stream:  the same in every call with these `peers`;  scratch: an address of ONE_SHOT_BYTES on this GPU.
+    stream:  the same in every call with these `peers`.
     watch:   called with a slot's number and phase when that is queued; DONE: work queued later sees the results.
     Cost:    3 launches a slot, and 2 waits until the host's other ranks have queued theirs. With P ranks and n bytes a
              GPU reads and writes 4 n + n / P + n bytes, of which it reads 2 n (P - 1) / P from other GPUs.
     """
-    work = [MappedSlot(slot, peers, reduction, kernels, stream, scratch) for slot in slots]
-    if len(slots) == 1 and is_one_shot(slots[0].length * reduction.element.itemsize, peers.size, ONE_SHOT_BYTES):
-        yield from one_shot(work[0], peers.flags, watch)
-    else:
-        yield from pipelined(work, peers.flags, watch)
+    work = [MappedSlot(slot, peers, reduction, kernels, stream) for slot in slots]
+    yield from pipelined(work, peers.flags, watch)
 
 
 class MappedSlot:
-    """See `shared.SlotWork` and `shared.OneShotWork`; every phase is only queued."""
+    """See `shared.SlotWork`; every phase is only queued."""
 
-    def __init__(
-        self, slot: GpuSlot, peers: PeerSlots, reduction: Reduction, kernels: Kernels, stream: Stream, scratch: int
-    ) -> None:
+    def __init__(self, slot: GpuSlot, peers: PeerSlots, reduction: Reduction, kernels: Kernels, stream: Stream) -> None:
         self.slot, self.peers, self.reduction, self.kernels, self.stream = slot, peers, reduction, kernels, stream
-        self.scratch, self.itemsize = scratch, reduction.element.itemsize
+        self.itemsize = reduction.element.itemsize
         self.chunk = equal_chunk(slot.length, peers.size, alignment(self.itemsize))
 
     def pack(self, sequence: int) -> None:
@@ -104,10 +94,3 @@ class MappedSlot:
         """See `shared.SlotWork`."""
         self.peers.follow(SUMMED, sequence, self.stream)
         self.kernels.scatter(self.slot.table, self.peers.slots(sequence), self.chunk, self.slot.outputs, self.stream)
-
-    def sum_all(self, sequence: int) -> None:
-        """See `shared.OneShotWork`."""
-        slot, peers = self.slot, self.peers
-        peers.follow(PACKED, sequence, self.stream)
-        self.kernels.reduce(self.reduction, peers.slots(sequence), self.scratch, slot.length, self.stream)
-        self.kernels.scatter(slot.table, [self.scratch], slot.length, slot.outputs, self.stream)

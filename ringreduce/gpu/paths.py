@@ -19,8 +19,7 @@ from ringreduce.collectives import bruck
 from ringreduce.errors import InputError, RingreduceError
 from ringreduce.gpu import cuda_aware, nccl
 from ringreduce.gpu.ipc import HANDLE_BYTES, OwnSlots, PeerSlots
-from ringreduce.gpu.ipc_allreduce import ONE_SHOT_BYTES
-from ringreduce.gpu.runtime import Block, Stream
+from ringreduce.gpu.runtime import Stream
 from ringreduce.gpu.stage import Done, Stage
 from ringreduce.gpu.stream import Gpu
 from ringreduce.log import LOGGER
@@ -57,7 +56,6 @@ class GpuPaths:
         self.stages: list[Stage] = []  # of host_staged: one per channel, each with its own stream
         self.blocks: list[Stage] = []  # of the other paths: one per channel, on the engine's stream
         self._own: OwnSlots | None = None
-        self._scratch: Block | None = None
 
     def text(self) -> str:
         """The path and the reason for it, such as `ipc: …`."""
@@ -69,12 +67,6 @@ class GpuPaths:
             return f"{self.path}: {self._why}; no nccl: {self.why_not_nccl}"
         other = f"; else {self.path}: {self._why}" if self.path else ""
         return f"nccl: every rank has a GPU of its own, and NCCL is installed{other}"
-
-    def mapping(self) -> tuple[PeerSlots, int]:
-        """For `ipc`: the slots, and the address of ONE_SHOT_BYTES of scratch memory on this GPU."""
-        if self.peers is None or self._scratch is None:
-            raise AssertionError("the path is ipc, but no slots are mapped")
-        return self.peers, self._scratch.pointer
 
     def start(self, gpu: Gpu) -> None:
         """Allocate what all paths need, once."""
@@ -161,7 +153,6 @@ class GpuPaths:
         try:
             self._own = own = OwnSlots(gpu.stream.device, settings.cuda_slot_bytes)
             handle = own.handle()
-            self._scratch = Block(gpu.stream.device, ONE_SHOT_BYTES)
         except Exception as exc:  # CuPy's: no memory, or no IPC here
             why_not = f"CUDA allocates no memory that others can map ({_sentence(exc)})"
         why_not = _first((yield from self._exchange(why_not)))
@@ -247,9 +238,7 @@ class GpuPaths:
     def _free_slots(self) -> None:
         if self._own is not None:
             self._own.free()
-        if self._scratch is not None:
-            self._scratch.free()
-        self._own = self._scratch = None
+        self._own = None
 
 
 def _first(reasons: Sequence[str]) -> str:

@@ -112,12 +112,6 @@ class Device:
         self._idle_events: list[int] = []
 
     @functools.cached_property
-    def name(self) -> str:
-        """Such as NVIDIA H200."""
-        name = runtime().getDeviceProperties(self.index)["name"]
-        return name.decode() if isinstance(name, bytes) else str(name)
-
-    @functools.cached_property
     def pci_bus_id(self) -> str:
         """Such as 0000:3B:00.0: which GPU of the host it is, whatever its index here."""
         return str(runtime().deviceGetPCIBusId(self.index))

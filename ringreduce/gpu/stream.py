@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from ringreduce.arrays.buffer import Buffer
 from ringreduce.arrays.dtypes import ElementType
@@ -25,22 +25,6 @@ from ringreduce.gpu.runtime import Event, Stream
 from ringreduce.transport.waiting import WaitsFor
 
 
-class SetMemory(Protocol):
-    """A process set's resources on this GPU: paths.GpuPaths, which is in a layer above."""
-
-    def check(self) -> None:
-        """Raise CollectiveError when queued work can never complete."""
-
-    def abort(self) -> None:
-        """Stop the GPU work that waits for other ranks."""
-
-    def close(self) -> None:
-        """Unmap the other ranks' memory."""
-
-    def free(self) -> None:
-        """Free our own memory."""
-
-
 class Gpu:
     """One rank's GPU. It costs nothing until the first GPU array; then the engine's thread uses it."""
 
@@ -48,7 +32,7 @@ class Gpu:
         self.rank = rank
         self.index: int | None = None  # the index of the GPU, from the first array
         self.default_index = 0  # used before the first array: a rank may join without any
-        self.paths: list[SetMemory] = []  # of the process sets that have memory on this GPU
+        self.paths: list[Any] = []  # GpuPaths, from a layer above, of the process sets that have memory on this GPU
         self._retired: deque[tuple[Event, Any]] = deque()
 
     def check(self, inputs: Sequence[Buffer]) -> None:

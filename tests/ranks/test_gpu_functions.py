@@ -11,7 +11,7 @@ import ringreduce as rr
 from ringreduce import Sum, runtime
 from ringreduce.arrays import buffer
 from ringreduce.errors import CollectiveError, InputError, MismatchError, MissingExtraError, UnsupportedArrayError
-from ringreduce.gpu import cuda_aware, ipc, ipc_allreduce, nccl
+from ringreduce.gpu import cuda_aware, ipc, nccl
 from ringreduce.gpu.paths import GpuPaths
 from ringreduce.gpu.stage import Stage
 from ringreduce.partition import chunk_bounds
@@ -257,15 +257,6 @@ def test_views_that_are_not_aligned(gpu, hosts):
         assert base[0] == values(1, "int8", rank)[0]
         expected = sum(values(4001, "int8", each)[1:] for each in range(3))
         np.testing.assert_array_equal(base[1:], expected)
-
-
-@pytest.mark.parametrize("nbytes", [ipc_allreduce.ONE_SHOT_BYTES, ipc_allreduce.ONE_SHOT_BYTES + 16])
-def test_the_longest_one_shot_buffer_and_one_that_is_longer(gpu, nbytes):
-    def program():
-        return rr.allreduce(gpu.array(values(nbytes // 4, "float32", rr.rank())), op=Sum).get()
-
-    for result in run_ranks(2, program, settings=Settings(cuda_slot_bytes=2 << 20), timeout_s=60):
-        np.testing.assert_array_equal(result, total(nbytes // 4, "float32", 2))
 
 
 def test_by_ipc_the_host_moves_nothing(cupy, monkeypatch):
