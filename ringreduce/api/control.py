@@ -7,8 +7,8 @@ from typing import Any
 
 from ringreduce import runtime
 from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
+from ringreduce.api.submit import agree
 from ringreduce.errors import InputError
-from ringreduce.execution.signature import Signature
 from ringreduce.execution.submission import Handle
 from ringreduce.negotiation.negotiation import JOIN
 
@@ -75,16 +75,7 @@ def join(device: int = -1, *, live_average: bool = False) -> int:
     Raises:  PeerLostError. Collectives other than allreduce fail on the other ranks while this one has joined.
     Source:  Horovod's join.
     """
-    current = runtime.current(JOIN)
-    handle = current.engine.submit(
-        JOIN,
-        JOIN,
-        sign=lambda name: Signature(JOIN, name),
-        finish=lambda submission: submission.payload,
-        payload=live_average,
-        waits=True,
-    )
-    last: int = handle.wait()
+    last: int = agree(JOIN, JOIN, payload=live_average)
     return last
 
 
@@ -94,10 +85,7 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     Cost:   one agreement.
     Raises: PeerLostError.
     """
-    current = runtime.current("barrier")
-    number = number_of(process_set, "barrier")
-    handle = current.engine.submit("barrier", None, number, sign=lambda name: Signature("barrier", name), waits=True)
-    handle.wait()
+    agree("barrier", None, number_of(process_set, "barrier"))
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:

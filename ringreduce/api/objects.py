@@ -9,9 +9,8 @@ import numpy as np
 
 from ringreduce import runtime
 from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
-from ringreduce.api.submit import whole
+from ringreduce.api.submit import agree, whole
 from ringreduce.arrays.view import as_buffer
-from ringreduce.execution.signature import Signature
 from ringreduce.execution.submission import Submission
 
 __all__ = ["allgather_object", "broadcast_object"]
@@ -25,24 +24,15 @@ def broadcast_object(
     Raises: InputError for a root_rank that does not exist; MismatchError; PeerLostError. Only the root's `obj` is used.
     Source: Horovod's broadcast_object.
     """
-    current = runtime.current("broadcast_object")
     root = whole(root_rank)
-    is_root = root == current.world.rank
+    is_root = root == runtime.current("broadcast_object").world.rank
     pickled = np.frombuffer(cloudpickle.dumps(obj), np.uint8) if is_root else np.empty(0, np.uint8)
 
     def finish(submission: Submission) -> Any:
         return obj if is_root else cloudpickle.loads(submission.payload.data)
 
-    handle = current.engine.submit(
-        "broadcast_object",
-        name,
-        number_of(process_set, "broadcast_object"),
-        sign=lambda name: Signature("broadcast_object", name, details=(("root_rank", root),)),
-        finish=finish,
-        payload=pickled,
-        waits=True,
-    )
-    return handle.wait()
+    number = number_of(process_set, "broadcast_object")
+    return agree("broadcast_object", name, number, (("root_rank", root),), payload=pickled, finish=finish)
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
@@ -51,20 +41,12 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
     Raises: MismatchError; PeerLostError.
     Source: Horovod's allgather_object.
     """
-    current = runtime.current("allgather_object")
 
     def finish(submission: Submission) -> list[Any]:
         ends = np.cumsum(submission.payload[:-1, 0])  # of each rank's bytes, which are rows
         return [cloudpickle.loads(each.data) for each in np.split(submission.outputs[0].flat, ends)]
 
-    handle = current.engine.submit(
-        "allgather_object",
-        name,
-        number_of(process_set, "allgather_object"),
-        sign=lambda name: Signature("allgather_object", name),
-        inputs=[as_buffer(np.frombuffer(cloudpickle.dumps(obj), np.uint8))],
-        finish=finish,
-        waits=True,
-    )
-    result: list[Any] = handle.wait()
+    pickled = as_buffer(np.frombuffer(cloudpickle.dumps(obj), np.uint8))
+    number = number_of(process_set, "allgather_object")
+    result: list[Any] = agree("allgather_object", name, number, inputs=[pickled], finish=finish)
     return result

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ringreduce import runtime
+from ringreduce.api.submit import agree
 from ringreduce.errors import InputError
-from ringreduce.execution.signature import Signature
 from ringreduce.negotiation.negotiation import GLOBAL
 
 __all__ = ["ProcessSet", "add_process_set", "get_process_set_ids_and_ranks", "global_process_set"]
@@ -115,14 +115,8 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     for number, others in current.engine.sets.items():
         if others == members:
             raise InputError(f"add_process_set: process set {number} has the ranks {list(members)} already; use that")
-    handle = current.engine.submit(
-        "add_process_set",
-        None,
-        sign=lambda name: Signature("add_process_set", name, details=(("ranks", members),)),
-        finish=lambda submission: submission.payload,
-        waits=True,
-    )
-    process_set.process_set_id, process_set.ranks = handle.wait(), list(members)
+    number = agree("add_process_set", details=(("ranks", members),))
+    process_set.process_set_id, process_set.ranks = number, list(members)
     return process_set
 
 
@@ -138,14 +132,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     if number is None or number == GLOBAL:
         return False
     _check_dynamic(current, "remove_process_set")
-    handle = current.engine.submit(
-        "remove_process_set",
-        None,
-        sign=lambda name: Signature("remove_process_set", name, details=(("process_set", number),)),
-        finish=lambda submission: None,
-        waits=True,
-    )
-    handle.wait()
+    agree("remove_process_set", details=(("process_set", number),))
     process_set.process_set_id = None
     return True
 

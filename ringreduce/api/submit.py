@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 
+from ringreduce import runtime
 from ringreduce.arrays.buffer import Buffer
 from ringreduce.errors import InputError
+from ringreduce.execution.signature import Signature
+from ringreduce.execution.submission import Submission
+from ringreduce.negotiation.negotiation import GLOBAL
 from ringreduce.ops import Average, ReduceOp, Sum
 
 Array = TypeVar("Array")
@@ -30,6 +35,30 @@ def which_op(function: str, average: bool | None, op: ReduceOp | None) -> Reduce
     if not isinstance(op, ReduceOp):
         raise InputError(f"{function}: op={op!r}; expected Average, Sum, Adasum, Min, Max or Product of ringreduce")
     return op
+
+
+def agree(
+    kind: str,
+    name: str | None = None,
+    process_set: int = GLOBAL,
+    details: tuple[tuple[str, Any], ...] = (),
+    *,
+    inputs: Sequence[Buffer] = (),
+    payload: Any = None,
+    finish: Callable[[Submission], Any] = lambda submission: submission.payload,
+) -> Any:
+    """Submit an operation that all ranks of a set call with equal `details`, wait for it, and return its result."""
+    handle = runtime.current(kind).engine.submit(
+        kind,
+        name,
+        process_set,
+        sign=lambda name: Signature(kind, name, details=details),
+        inputs=inputs,
+        payload=payload,
+        finish=finish,
+        waits=True,
+    )
+    return handle.wait()
 
 
 def whole(value: Any) -> Any:
