@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from ringreduce.arrays.torch_tensor import is_torch
 from ringreduce.errors import InputError
 
 
@@ -58,7 +58,7 @@ class FP16Compressor(Compressor):
         """The tensor in its original type."""
         if ctx is None:
             return tensor
-        return tensor.to(ctx) if _is_torch(tensor) else tensor.astype(ctx)
+        return tensor.to(ctx) if is_torch(tensor) else tensor.astype(ctx)
 
 
 class BF16Compressor(FP16Compressor):
@@ -75,24 +75,8 @@ class Compression:
     bf16 = BF16Compressor
 
 
-def compress_all(compression: type[Compressor], tensors: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """The tensors to reduce instead, and the contexts that `decompress_all` needs."""
-    pairs = [compression.compress(tensor) for tensor in tensors]
-    return [tensor for tensor, _ in pairs], [context for _, context in pairs]
-
-
-def decompress_all(compression: type[Compressor], tensors: Sequence[Any], contexts: Sequence[Any]) -> list[Any]:
-    """The reduced tensors in their original types."""
-    return [compression.decompress(tensor, context) for tensor, context in zip(tensors, contexts, strict=True)]
-
-
-def _is_torch(tensor: Any) -> bool:
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(tensor, torch.Tensor)
-
-
 def _cast(tensor: Any, name: str) -> tuple[Any, Any]:
-    if _is_torch(tensor):
+    if is_torch(tensor):
         if not tensor.is_floating_point():
             return tensor, None
         return tensor.to(getattr(sys.modules["torch"], name)), tensor.dtype

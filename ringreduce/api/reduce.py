@@ -11,7 +11,7 @@ from ringreduce.api.process_sets import ProcessSet, global_process_set, number_o
 from ringreduce.api.submit import Array, like, which_op
 from ringreduce.arrays.buffer import Buffer
 from ringreduce.arrays.view import as_buffer, to_write
-from ringreduce.compression import Compression, Compressor, compress_all, decompress_all
+from ringreduce.compression import Compression, Compressor
 from ringreduce.errors import InputError
 from ringreduce.execution.signature import Signature, TensorSignature, kind_of_device, names_of, sign
 from ringreduce.execution.submission import Handle, Submission
@@ -114,9 +114,7 @@ def grouped_allreduce(
     Cost:  one agreement for all; small tensors are fused.
     """
     reduction = arguments_of("allreduce", average, op, prescale_factor, postscale_factor, process_set)
-    compressed, contexts = compress_all(compression, tensors)
-    reduced = submit(compressed, name, names, reduction, waits=True).wait()
-    return decompress_all(compression, reduced, contexts)
+    return _compressed(compression, tensors, name, names, reduction)
 
 
 def grouped_allreduce_async(
@@ -212,9 +210,7 @@ def grouped_reducescatter(
 ) -> list[Array]:
     """Reduce and scatter many tensors, all or none of them; otherwise as `reducescatter`."""
     reduction = arguments_of("reducescatter", None, op, prescale_factor, postscale_factor, process_set)
-    compressed, contexts = compress_all(compression, tensors)
-    reduced = submit(compressed, name, None, reduction, waits=True).wait()
-    return decompress_all(compression, reduced, contexts)
+    return _compressed(compression, tensors, name, None, reduction)
 
 
 def grouped_reducescatter_async(
@@ -228,6 +224,18 @@ def grouped_reducescatter_async(
     """Begin a `grouped_reducescatter`; `synchronize(handle)` returns the list of results."""
     reduction = arguments_of("reducescatter", None, op, prescale_factor, postscale_factor, process_set)
     return submit(tensors, name, None, reduction)
+
+
+def _compressed(
+    compression: type[Compressor],
+    tensors: Sequence[Array],
+    name: str | None,
+    names: Sequence[str] | None,
+    arguments: Arguments,
+) -> list[Array]:
+    pairs = [compression.compress(tensor) for tensor in tensors]
+    reduced = submit([tensor for tensor, _ in pairs], name, names, arguments, waits=True).wait()
+    return [compression.decompress(each, context) for each, (_, context) in zip(reduced, pairs, strict=True)]
 
 
 class Arguments:

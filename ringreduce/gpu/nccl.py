@@ -11,46 +11,32 @@ from __future__ import annotations
 import contextlib
 import importlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import Any
 
 from ringreduce.arrays.dtypes import ElementType
 from ringreduce.errors import CollectiveError, MissingExtraError
 from ringreduce.gpu.runtime import Device, Stream, cupy, runtime
+from ringreduce.gpu.stage import Done
 from ringreduce.ops import Average, Max, Min, Product, ReduceOp, Sum
-from ringreduce.transport.base import Steps, Work
+from ringreduce.transport.base import Steps
 
 INSTEAD = "RINGREDUCE_CUDA_NCCL=0 does without NCCL"
 
-_OPS = {Sum: "SUM", Average: "SUM", Product: "PROD", Min: "MIN", Max: "MAX"}
-_LOGICAL_OPS = {Sum: "MAX", Max: "MAX", Product: "MIN", Min: "MIN"}  # "or" and "and" of bytes that are 0 or 1
 _NUMBERS = ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "bfloat16", "float32", "float64")
-_COMPLEX_PARTS = {"complex64": "float32", "complex128": "float64"}
-
-
-class _Form(NamedTuple):
-    """Elements and an op in NCCL's terms: the ends of its constants' names, and its words per element."""
-
-    dtype: str
-    op: str
-    words: int = 1
-
-
-def _form(element: ElementType, op: ReduceOp) -> _Form | None:
-    """None where NCCL lacks the type or the op."""
-    if element.kind == "b" and op in _LOGICAL_OPS:
-        return _Form("UINT8", _LOGICAL_OPS[op])
-    if element.kind == "c" and op in (Sum, Average):
-        return _Form(_COMPLEX_PARTS[element.name].upper(), "SUM", words=2)
-    if element.name in _NUMBERS and op in _OPS:
-        return _Form(element.name.upper(), _OPS[op])
-    return None
+_TYPES = {name: (name.upper(), 1) for name in _NUMBERS}  # NCCL's name, and how many of these an element is
+_TYPES |= {"bool": ("UINT8", 1), "complex64": ("FLOAT32", 2), "complex128": ("FLOAT64", 2)}
+_OPS = {Sum: "SUM", Average: "SUM", Product: "PROD", Min: "MIN", Max: "MAX"}
+_OPS_BY_KIND = {
+    "b": {Sum: "MAX", Max: "MAX", Product: "MIN", Min: "MIN"},  # "or" and "and" of bytes that are 0 or 1
+    "c": {Sum: "SUM", Average: "SUM"},
+}
 
 
 def supported(element: ElementType, op: ReduceOp) -> bool:
     """True when NCCL supports this: no 16-bit integers, no Adasum, only sums of complex elements."""
-    return _form(element, op) is not None
+    return element.name in _TYPES and op in _OPS_BY_KIND.get(element.kind, _OPS)
 
 
 def shared_gpu(pci_bus_ids: Sequence[str], hosts: Sequence[int]) -> str:
@@ -92,9 +78,17 @@ def unique_id() -> bytes:
 
 def connect(device: Device, size: int, uid: bytes, rank: int) -> Steps[Nccl]:
     """`Nccl(...)` in its own thread, since it returns only when all ranks have called it, and a rank may be lost."""
-    opening = _Opening(lambda: Nccl(device, size, uid, rank), rank)
-    yield opening
-    return opening.future.result()
+    future: Future[Nccl] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(Nccl(device, size, uid, rank))
+        except BaseException as exc:
+            future.set_exception(exc)
+
+    threading.Thread(target=run, name="ringreduce NCCL", daemon=True).start()
+    yield Done(future, rank)
+    return future.result()
 
 
 class Nccl:
@@ -120,14 +114,13 @@ class Nccl:
         Average is the sum. All ranks must call it in the same order with the same arguments.
         Raises: CollectiveError; see `supported`.
         """
-        form = _form(element, op)
-        if form is None:
+        if not supported(element, op):
             raise CollectiveError(f"NCCL has no {op!r} of {element.name} elements; {INSTEAD}")
-        dtype = getattr(self._binding, f"NCCL_{form.dtype}")
-        nccl_op = getattr(self._binding, f"NCCL_{form.op}")
+        name, words = _TYPES[element.name]
+        dtype = getattr(self._binding, f"NCCL_{name}")
+        nccl_op = getattr(self._binding, f"NCCL_{_OPS_BY_KIND.get(element.kind, _OPS)[op]}")
         with _errors(self._binding, "the all-reduce was not started"), self.device:
-            words = count * form.words
-            self._communicator.allReduce(pointer, pointer, words, dtype, nccl_op, stream.pointer)
+            self._communicator.allReduce(pointer, pointer, count * words, dtype, nccl_op, stream.pointer)
 
     def check(self) -> None:
         """Raise CollectiveError when a queued operation has failed, for instance because a host was lost."""
@@ -143,25 +136,6 @@ class Nccl:
         """Destroy it, and stop the kernels that still wait for other ranks."""
         with self.device:
             self._communicator.abort()
-
-
-class _Opening(Work):
-    """A communicator being opened in a daemon thread."""
-
-    def __init__(self, start: Callable[[], Nccl], rank: int) -> None:
-        self.peer = rank
-        self.future: Future[Nccl] = Future()
-        threading.Thread(target=self._run, args=[start], name="ringreduce NCCL", daemon=True).start()
-
-    def _run(self, start: Callable[[], Nccl]) -> None:
-        try:
-            self.future.set_result(start())
-        except BaseException as exc:
-            self.future.set_exception(exc)
-
-    def done(self) -> bool:
-        """See `Work.done`."""
-        return self.future.done()
 
 
 @contextlib.contextmanager

@@ -35,13 +35,15 @@ def runtime() -> Any:
 
 
 class Event:
-    """A point in a stream's work; returns to its device's pool when it is garbage-collected."""
+    """A point in a stream's work. A stream that waits for it holds the recorded work, not the event."""
 
-    __slots__ = ("_pool", "pointer")
+    __slots__ = ("_event", "pointer")
 
-    def __init__(self, pointer: int, pool: list[int]) -> None:
-        self.pointer = pointer
-        self._pool = pool
+    def __init__(self, stream: int) -> None:
+        """After everything queued so far in a stream (its address) of the current device."""
+        self._event = cupy().cuda.Event(disable_timing=True)
+        self.pointer = int(self._event.ptr)
+        runtime().eventRecord(self.pointer, stream)
 
     def done(self) -> bool:
         """True when the work before it is done; raises CuPy's CUDARuntimeError when it has failed."""
@@ -49,9 +51,6 @@ class Event:
         if status not in (0, NOT_READY):
             raise runtime().CUDARuntimeError(status)
         return bool(status == 0)
-
-    def __del__(self) -> None:
-        self._pool.append(self.pointer)  # a stream that waits for it holds the recorded work, not the event
 
 
 class Stream:
@@ -109,7 +108,6 @@ class Device:
     def __init__(self, index: int) -> None:
         self.index = index
         self._current = threading.local()
-        self._idle_events: list[int] = []
 
     @functools.cached_property
     def pci_bus_id(self) -> str:
@@ -119,13 +117,7 @@ class Device:
     def record(self, stream: int) -> Event:
         """An event after everything queued so far in a stream (its address) of this device."""
         with self:  # 0 means the default stream of the thread's current device
-            try:
-                pointer = self._idle_events.pop()
-            except IndexError:
-                pointer = runtime().eventCreateWithFlags(runtime().eventDisableTiming)
-            event = Event(pointer, self._idle_events)
-            runtime().eventRecord(pointer, stream)
-        return event
+            return Event(stream)
 
     def wait(self, stream: int, event: Event) -> None:
         """Make what is queued from now on in a stream (its address) of this device wait for an event."""

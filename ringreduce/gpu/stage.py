@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+from typing import Any
+
 from ringreduce.gpu.runtime import Block, Event, Pinned, Stream
 from ringreduce.transport.base import Work
 
 
 class Done(Work):
-    """See `transport.base.Work`: this rank's GPU has reached an event."""
+    """See `transport.base.Work`: this rank's GPU has reached an event, or a thread its result."""
 
-    def __init__(self, event: Event, rank: int) -> None:
+    def __init__(self, event: Event | Future[Any], rank: int) -> None:
         self._event = event
         self.peer = rank
 
