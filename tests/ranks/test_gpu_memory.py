@@ -11,6 +11,7 @@ import ringreduce as rr
 from ringreduce import runtime
 from ringreduce.gpu import ipc
 from ringreduce.testing import run_ranks
+from ringreduce.transport.base import Work
 from tests import fake_cupy
 from tests.ranks.test_gpu import SLOT_BYTES, WORLDS, as_other_process, gpu, ranks, small, values  # noqa: F401
 from tests.tiers import parted
@@ -73,7 +74,7 @@ def test_results_are_forgotten_while_they_are_read(gpu, hosts, path):  # noqa: F
             np.testing.assert_array_equal(result, 2 * summed(len(hosts), step))
 
 
-class UntilSet(threading.Event):
+class UntilSet(threading.Event, Work):
     """A request of an operation that takes long."""
 
     peer = 0
