@@ -31,7 +31,6 @@ from ringreduce.negotiation.negotiation import GLOBAL
 from ringreduce.settings import PER_RANK, Settings, tuning_notice
 from ringreduce.startup import clock
 from ringreduce.startup.shared_memory import prepare_host
-from ringreduce.transport.base import complete
 from ringreduce.transport.message import MessageTransport
 from ringreduce.transport.threads import ThreadTransport
 from ringreduce.world import World, form_world
@@ -101,10 +100,8 @@ def start(comm: Any, process_sets: Sequence[Any], dynamic: bool) -> list[tuple[i
         own, everyones = static_sets(world, process_sets)
         sets = check_sets(everyones, world.size)
         agree_on_settings(world, settings, sets)
-        leads_us = world.allgather_object(complete(clock.lead_us(transport, world.hosts)))
-        offsets_us = clock.offsets_us(leads_us, world.hosts)
         host = prepare_host(world, transport, settings)
-        _process_runtime = Runtime(world, transport, settings, host, offsets_us, sets, _gpu)
+        _process_runtime = Runtime(world, transport, settings, host, clock.offsets_us(world), sets, _gpu)
         _log_init(_process_runtime)
     except MismatchError:
         world.free()  # raised on all ranks, so all free it

@@ -1,8 +1,6 @@
 """The algorithms on threads, with a transport that buffers nothing: results, and the pattern of their messages."""
 
 import itertools
-import threading
-import time
 from collections import Counter
 
 import ml_dtypes
@@ -15,7 +13,6 @@ from ringreduce.collectives import adasum, bruck, pairwise, ring, tree
 from ringreduce.errors import CollectiveError, InputError, PeerLostError
 from ringreduce.ops import Average, Reduction, Sum
 from ringreduce.partition import chunk_bounds
-from ringreduce.startup import clock
 from ringreduce.testing import run_ranks
 from ringreduce.transport.base import complete
 from tests.ranks.on_threads import transport
@@ -451,46 +448,3 @@ def test_adasum_takes_a_logarithm_of_rounds(size):
     run_ranks(size, lambda: complete(adasum.allreduce(np.ones(10), transport())), messages=messages)
     assert len(messages) == size * (size - 1).bit_length()
     assert all(message.nbytes == 80 for message in messages)
-
-
-@pytest.mark.parametrize(
-    "hosts", [[0], [0, 0, 0], [0, 1], [0, 0, 1, 1], [0, 1, 0, 2, 1], [3, 1, 3], [4, 3, 2, 1, 0, 5, 6, 7]]
-)
-def test_clock_offsets_are_told_of_every_host(hosts, monkeypatch):
-    """Each host's clock is ahead by some seconds; each rank's thread reads its own host's clock."""
-    ahead_us = {0: 0.0, 1: 5e6, 2: -3e6, 3: 7e6, 4: 1e6, 5: 2e6, 6: -9e6, 7: 4e6}
-    real = time.monotonic_ns
-
-    def program():
-        on_host.us = ahead_us[hosts[transport().rank]]
-        return complete(clock.lead_us(transport(), hosts))
-
-    on_host = threading.local()
-    monkeypatch.setattr(clock, "_now_us", lambda: real() / 1e3 + on_host.us)
-    messages = []
-    results = run_ranks(len(hosts), program, messages=messages)
-    for host, offset in zip(hosts, clock.offsets_us(results, hosts), strict=True):
-        exact = ahead_us[host] - ahead_us[hosts[0]]
-        assert abs(offset - exact) < 0.2e6
-        assert host != hosts[0] or offset == 0
-    pings = [message for message in messages if message.tag == clock.TAG]
-    assert len(pings) == 2 * clock.ROUNDS * (len(set(hosts)) - 1)
-    assert {message.source for message in pings} <= {0, *(hosts.index(host) for host in hosts)}
-
-
-def test_the_fastest_round_of_the_clocks_counts(monkeypatch):
-    """An answer that was long under way tells little: that of the other rounds is believed."""
-
-    def now_us():
-        now = time.monotonic_ns() / 1e3
-        if transport().rank == 0:
-            answers.append(now)
-            time.sleep(0.05 if len(answers) in (1, 2, 5, 8) else 0.0)
-        return now
-
-    answers = []
-    monkeypatch.setattr(clock, "_now_us", now_us)
-    leads_us = run_ranks(2, lambda: complete(clock.lead_us(transport(), [0, 1])))
-    for offset in clock.offsets_us(leads_us, [0, 1]):
-        assert abs(offset) < 20e3, "half of the slow rounds' 50 ms would be more"
-    assert len(answers) == clock.ROUNDS
