@@ -28,6 +28,7 @@ import functools
 import operator
 import statistics
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -162,6 +163,29 @@ def reduce_by_hand(model: Any) -> None:
     rr.synchronize(rr.grouped_allreduce_async_(gradients_in(model), name="gradients"))
 
 
+def hook_us(count: int) -> float:
+    """What a hook of ours adds to backward, of `count` parameters of one element."""
+    import torch
+
+    import ringreduce.torch as rrt
+
+    parameters = [torch.nn.Parameter(torch.ones(1)) for _ in range(count)]
+
+    def seconds() -> float:
+        loss = torch.cat(parameters).sum()
+        start = time.perf_counter()
+        loss.backward()
+        took = time.perf_counter() - start
+        for parameter in parameters:
+            parameter.grad = None
+        return took
+
+    without = min(seconds() for _ in range(10))
+    distributed = rrt.DistributedOptimizer(torch.optim.SGD(parameters))
+    distributed._reducer._at_the_end = distributed._reducer._computed.clear  # which is no part of a hook
+    return (min(seconds() for _ in range(10)) - without) / count * 1e6
+
+
 def horovod_trainee(model: Any) -> dict[str, Trainee]:
     """Horovod, started, beside computing alone once more."""
     import horovod.torch as hvd
@@ -284,6 +308,8 @@ def main() -> None:
     note = f"median of {options.runs} runs, the rows in turns, of the slowest rank{missing()}"
     report = Report("train_step", about(hosts=len(set(rr.info().hosts))), COLUMNS, is_printing(), note)
     compare(report, trainees, options)
+    hook = hook_us(2000)  # on all ranks
+    report.say(f"# a hook takes {hook:.1f} us")
     if has("horovod"):
         compare(report, horovod_trainee, options)
     stop_gloo()

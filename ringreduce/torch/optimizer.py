@@ -1,4 +1,4 @@
-"""DistributedOptimizer for PyTorch: gradients are reduced while backward still runs."""
+"""DistributedOptimizer for PyTorch: gradients are reduced in buckets, during backward where that is faster."""
 
 from __future__ import annotations
 
@@ -80,12 +80,13 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 
     Gradients that are computed twice before a step(), or cleared without one, as those of a GAN's discriminator, add up
     or are cleared as in one process. The first 8 steps show whether a script does so. If not, later gradients are
-    reduced while backward() runs; computing one again or clearing it then raises BackwardError.
+    reduced while backward() runs, or from its end on where the ranks use all cores of the only host; computing one
+    again or clearing it then raises BackwardError.
 
     A copy (copy.deepcopy, pickle, torch.save of the whole object) is the user's own optimizer again, and warns.
 
-    Cost:   one allreduce for each gradient or group, fused by the engine; in the first step one more of a byte each, by
-            which ranks agree on what is sparse (not with sparse_as_dense).
+    Cost:   one allreduce for each bucket of some MiB, or group; in the first step one for each gradient, and one of 4
+            bytes, by which ranks agree on what is sparse (not with sparse_as_dense).
     Raises: InputError (a ValueError) for wrong arguments; TypeError for what is no optimizer; NotInitializedError.
             backward() and zero_grad(): BackwardError (also AssertionError, RuntimeError); see above.
             step(), or the first access: MismatchError when ranks differ; the optimizer stays usable.

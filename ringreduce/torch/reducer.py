@@ -303,7 +303,8 @@ class GradientReducer(Reducer):
         """
         errors = [_error_of(self._begin_rest)]
         while self._in_flight:
-            errors.append(_error_of(self._finish, next(iter(self._in_flight))))
+            # the last one first: a thread that wakes for each takes the core from the engine
+            errors.append(_error_of(self._finish, next(reversed(self._in_flight))))
         self._hooks.refresh()
         if any(errors):
             self.reset()
