@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Step(NamedTuple):
@@ -73,3 +73,12 @@ def segments(low: int, high: int, length: int) -> list[tuple[int, int]]:
     [(3, 7), (7, 10)]
     """
     return [(start, min(start + length, high)) for start in range(low, high, length)]
+
+
+def by_chunk(arrays: Sequence[Any], bounds: Sequence[Sequence[int]], size: int) -> list[list[Any]]:
+    """The chunks of several arrays, by owner, of which there are `size`; array k is cut at bounds[k].
+
+    >>> by_chunk(["abc", "de"], [[0, 2, 3], [0, 1, 2]], 2)
+    [['ab', 'd'], ['c', 'e']]
+    """
+    return [[array[at[r] : at[r + 1]] for array, at in zip(arrays, bounds, strict=True)] for r in range(size)]

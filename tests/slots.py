@@ -1,11 +1,70 @@
-"""What tests of all-reduces through shared memory have in common."""
+"""What tests of collectives through shared memory have in common."""
 
 import itertools
 import random
+import threading
+import time
 
 import numpy as np
 
 from ringreduce.collectives.shared import Part
+from ringreduce.transport.window import Region, Window, block_bytes
+
+SLOT_BYTES = 64 << 10
+LIMIT_S = 40
+
+
+class SlowRegion(Region):
+    """Now and then its rank sleeps: before it packs, sums or copies, and before it tells that it has."""
+
+    seed = 0
+
+    def slots(self, sequence, dtype):
+        self.dawdle()
+        return super().slots(sequence, dtype)
+
+    def publish(self, flag, sequence):
+        self.dawdle()
+        super().publish(flag, sequence)
+        self.dawdle()
+
+    def dawdle(self):
+        if not hasattr(self, "generator"):
+            self.generator = random.Random(f"{self.seed} {self.rank}")
+        if self.generator.random() < 0.08:
+            time.sleep(self.generator.choice([0.0005, 0.002, 0.006]))
+
+
+def on_a_host(size, program, region_type=Region):
+    """Run program(region) on threads, each a rank of one host; returns what each returned, by rank."""
+    failures, results = [], [None] * size
+    until_s = time.monotonic() + LIMIT_S
+
+    def check(rank):
+        if failures or time.monotonic() > until_s:
+            raise TimeoutError(f"waited for rank {rank} in vain")
+
+    blocks = [np.zeros(block_bytes(SLOT_BYTES, 2), np.uint8) for _ in range(size)]
+    window = Window(blocks, check=check)
+    regions = [region_type(window, 1, SLOT_BYTES, range(size), range(size), rank) for rank in range(size)]
+
+    def run(rank):
+        try:
+            results[rank] = program(regions[rank])
+        except BaseException as exc:
+            failures.append(exc)
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+    assert len({region.sequence for region in regions}) == 1, (
+        "the next operation begins with the same slot on all ranks"
+    )
+    return results
 
 
 def slots_of(source, target, capacity, pieces):

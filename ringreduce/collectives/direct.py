@@ -27,11 +27,13 @@ rows arrive, so the second half begins without a pause.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 from ringreduce.arrays import buffer
 from ringreduce.ops import Reduction
-from ringreduce.partition import chunk_bounds, segments
+from ringreduce.partition import bounds_of, chunk_bounds, segments
 from ringreduce.settings import Settings
 from ringreduce.transport.base import Steps, Transport, Work
 
@@ -51,22 +53,40 @@ def allreduce(flat: Any, transport: Transport, reduction: Reduction, segment_byt
     if transport.size == 1:
         reduction.reduce_parts([flat], flat)
         return
-    yield from _Direct(flat, transport, reduction, segment_bytes).run()
+    bounds = chunk_bounds(flat.size, transport.size)
+    yield from _Direct(flat, transport, reduction, segment_bytes, bounds, spreads=True).run()
+
+
+def scatter_reduce(
+    flat: Any, transport: Transport, reduction: Reduction, segment_bytes: int, counts: Sequence[int]
+) -> Steps[None]:
+    """As `allreduce`, but only rank r gets chunk r, of counts[r] elements; the rest of `flat` stays as it was.
+
+    Cost: size - 1 messages a rank, cut into segments; its elements outside its own chunk are sent.
+    """
+    yield from _Direct(flat, transport, reduction, segment_bytes, bounds_of(counts), spreads=False).run()
 
 
 class _Direct:
-    """The rows of one all-reduce."""
+    """The rows of one all-reduce, or of its first half: then nothing `spreads`."""
 
-    def __init__(self, flat: Any, transport: Transport, reduction: Reduction, segment_bytes: int) -> None:
-        self.flat, self.transport, self.reduction = flat, transport, reduction
+    def __init__(
+        self,
+        flat: Any,
+        transport: Transport,
+        reduction: Reduction,
+        segment_bytes: int,
+        bounds: Sequence[int],
+        spreads: bool,
+    ) -> None:
+        self.flat, self.transport, self.reduction, self.spreads = flat, transport, reduction, spreads
         rank, size = transport.rank, transport.size
         self.peers = [(rank + distance) % size for distance in range(1, size)]
-        row_bytes = max(AHEAD_BYTES // 2 // (size - 1), LEAST_SEGMENT_BYTES)
+        row_bytes = max(AHEAD_BYTES // 2 // max(1, size - 1), LEAST_SEGMENT_BYTES)
         length = max(1, min(segment_bytes, row_bytes) // flat.itemsize)
-        bounds = chunk_bounds(flat.size, size)
         self.cuts = [segments(bounds[k], bounds[k + 1], length) for k in range(size)]
-        self.rows = len(self.cuts[0])  # the first chunk is one of the longest
-        self.length = min(length, bounds[1])
+        self.rows = max(map(len, self.cuts))
+        self.length = min(length, max(high - low for low, high in itertools.pairwise(bounds)))
         row = (size - 1) * self.length
         self.ahead = min(self.rows, max(2, AHEAD_BYTES // max(1, row * flat.itemsize)))
         self.scratch = buffer.empty_like(flat, self.ahead * row, flat.dtype)  # receives the raw segments of those rows
@@ -113,11 +133,13 @@ class _Direct:
         mine = self.flat[low:high]
         parts = [mine if k == rank else receives[k][1] for k in range(self.transport.size)]
         self.reduction.reduce_parts(parts, mine)
-        self.finished += [self.transport.send(mine, peer, FINISHED_TAG) for peer in self.peers]
+        if self.spreads:
+            self.finished += [self.transport.send(mine, peer, FINISHED_TAG) for peer in self.peers]
 
     def expect(self, row: int) -> Steps[None]:
         """Post the receives of one row's results, into the memory that its raw elements occupied."""
         for peer, send in self.raw_sends[row]:
             yield send
-            low, high = self.cuts[peer][row]
-            self.finished.append(self.transport.receive(self.flat[low:high], peer, FINISHED_TAG))
+            if self.spreads:
+                low, high = self.cuts[peer][row]
+                self.finished.append(self.transport.receive(self.flat[low:high], peer, FINISHED_TAG))

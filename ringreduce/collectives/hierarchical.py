@@ -107,7 +107,7 @@ def _slot(
     hierarchy.order.passed = sequence + 1
     yield region.arrival(SUMMED, sequence)
     watch(number, COPY)
-    copy_out(cuts, slots, parts)
+    copy_out(cuts, slots, parts, region.reader)
     watch(number, DONE)
 
 

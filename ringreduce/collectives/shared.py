@@ -32,8 +32,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from ringreduce.cost_model import is_one_shot
-from ringreduce.kernels import copying
-from ringreduce.kernels.copying import Writer
+from ringreduce.kernels.copying import Reader, Writer
 from ringreduce.ops import Reduction
 from ringreduce.partition import chunk_bounds
 from ringreduce.transport.base import Steps
@@ -85,10 +84,11 @@ def cut(lengths: tuple[int, ...], size: int) -> tuple[Cut, ...]:
     return tuple(cuts)
 
 
-def copy_out(cuts: Sequence[Cut], slots: Sequence[Any], parts: Sequence[Part]) -> None:
+def copy_out(cuts: Sequence[Cut], slots: Sequence[Any], parts: Sequence[Part], reader: Reader) -> None:
     """Copy finished chunks from their owners' slots into the targets."""
+    read = reader.read
     for owner, part, low, high, first, last in cuts:
-        copying.read(slots[owner][low:high], parts[part].target[first:last])
+        read(slots[owner][low:high], parts[part].target[first:last])
 
 
 def pack(parts: Sequence[Part], slot: Any, writer: Writer) -> int:
@@ -112,7 +112,7 @@ def allreduce(
     Source: Open MPI's coll/sm and MPICH's release-gather, which do this for one slot.
     """
     if len(slots) == 1 and is_one_shot(sum([part.source.nbytes for part in slots[0]]), region.size):
-        yield from one_shot(_WholeSlot(slots[0], region, reduction), region, watch)
+        yield from with_one_wait([_WholeSlot(slots[0], region, reduction)], region, watch)
         return
     yield from pipelined([_Slot(parts, region, reduction) for parts in slots], region, watch)
 
@@ -130,14 +130,14 @@ class SlotWork(Protocol):
         """Copy the finished chunks from their owners' slots; all ranks have published SUMMED."""
 
 
-class OneShotWork(Protocol):
-    """What one rank does with a slot that every rank sums whole; the slots stay unchanged, since others read them."""
+class HalfWork(Protocol):
+    """What one rank does with one slot that is read once; all slots stay unchanged while others read them."""
 
     def pack(self, sequence: int) -> None:
-        """Copy all elements into this rank's slot, and publish PACKED."""
+        """Copy into this rank's slot what others will read, if anything, and publish PACKED."""
 
-    def sum_all(self, sequence: int) -> None:
-        """Reduce all elements of all ranks' slots; all ranks have published PACKED."""
+    def read(self, sequence: int) -> None:
+        """Sum or copy what the others have packed; all ranks have published PACKED."""
 
 
 def pipelined(slots: Sequence[SlotWork], flags: Flags, watch: Watch) -> Steps[None]:
@@ -163,22 +163,29 @@ def pipelined(slots: Sequence[SlotWork], flags: Flags, watch: Watch) -> Steps[No
             slots[number].sum(sequence)
 
 
-def one_shot(slot: OneShotWork, flags: Flags, watch: Watch) -> Steps[None]:
-    """Run one short slot through its two phases."""
-    sequence = flags.sequence
-    flags.sequence = sequence + 1
-    watch(0, PACK)
-    slot.pack(sequence)
-    watch(0, REDUCE)
-    if not flags.arrived(PACKED, sequence):
-        yield flags.arrival(PACKED, sequence)
-    watch(0, COPY)
-    slot.sum_all(sequence)
-    watch(0, DONE)
+def with_one_wait(slots: Sequence[HalfWork], flags: Flags, watch: Watch) -> Steps[None]:
+    """Run all slots through their two phases: pack slot i + 1, wait for all to have packed slot i, read that.
+
+    Four slots of memory suffice here too: before a rank packs slot i + 2, it has seen that all have packed slot i; each
+    had then read slot i - 2, whose memory is packed now. So a rank that has nothing to pack publishes PACKED, too.
+    """
+    first, count = flags.sequence, len(slots)
+    flags.sequence += count
+    for number in range(-1, count):
+        if number + 1 < count:
+            watch(number + 1, PACK)
+            slots[number + 1].pack(first + number + 1)
+            watch(number + 1, REDUCE)
+        if number >= 0:
+            if not flags.arrived(PACKED, first + number):
+                yield flags.arrival(PACKED, first + number)
+            watch(number, COPY)
+            slots[number].read(first + number)
+            watch(number, DONE)
 
 
 class _WholeSlot:
-    """See `OneShotWork`."""
+    """See `HalfWork`: every rank sums all of it."""
 
     def __init__(self, parts: Sequence[Part], region: Region, reduction: Reduction) -> None:
         self.parts, self.region, self.reduction = parts, region, reduction
@@ -189,7 +196,7 @@ class _WholeSlot:
         self.length = pack(self.parts, region.slots(sequence, dtype)[region.rank], region.writer)
         region.publish(PACKED, sequence)
 
-    def sum_all(self, sequence: int) -> None:
+    def read(self, sequence: int) -> None:
         dtype = self.reduction.element.storage
         chunks = [each[: self.length] for each in self.region.slots(sequence, dtype)]
         if len(self.parts) == 1:
@@ -240,11 +247,10 @@ class _Slot:
         elif self.own:
             low, high = self.own[0].low, self.own[-1].high
             self.reduction.reduce_parts([each[low:high] for each in slots], mine[low:high])
-            copy_out(self.own, slots, self.parts)
+            copy_out(self.own, slots, self.parts, region.reader)
         region.publish(SUMMED, sequence)
 
     def copy_out(self, sequence: int) -> None:
-        rank = self.region.rank
-        copy_out(
-            [each for each in self.cuts if each.owner != rank], self.region.slots(sequence, self.dtype), self.parts
-        )
+        region = self.region
+        others = [each for each in self.cuts if each.owner != region.rank]
+        copy_out(others, region.slots(sequence, self.dtype), self.parts, region.reader)

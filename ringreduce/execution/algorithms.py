@@ -66,6 +66,9 @@ class Algorithms:
         if region is not None and "hierarchical" in self.usable:
             self.hierarchy = Hierarchy(channels, hosts, region.rank)
         chosen_from = candidates(settings, self.usable)
+        through_window = chosen_from == ["shared"] and region is not None and region.holds_a_piece_of_each
+        self.shared_region = region if through_window else None
+        """The region, where all data goes through it: all-reduces, reduce-scatters, allgathers and broadcasts."""
         self._narrow = _table(hosts, chosen_from, constants, 1)
         self._wide = _table(hosts, chosen_from, constants, 2)
 

@@ -12,16 +12,18 @@ from typing import Any
 
 import numpy as np
 
-from ringreduce.collectives import adasum, bruck, pairwise, ring, tree
+from ringreduce.collectives import adasum, bruck, direct, pairwise, ring, shared_halves, tree
 from ringreduce.errors import InputError
 from ringreduce.execution.allreduce import allreduce
-from ringreduce.execution.batch import batches, carry, plan
+from ringreduce.execution.batch import Batch, batches, carry, plan
 from ringreduce.execution.context import Context, Operation
 from ringreduce.execution.submission import Submission
+from ringreduce.fusion import Bucket
 from ringreduce.gpu.through_host import GpuBroadcast, down, room, up
-from ringreduce.ops import Adasum
-from ringreduce.partition import chunk_bounds
+from ringreduce.ops import Adasum, Reduction
+from ringreduce.partition import bounds_of, by_chunk, chunk_bounds
 from ringreduce.transport.base import Steps
+from ringreduce.transport.window import Region
 
 
 def run(submissions: Sequence[Submission], context: Context, divisor: int) -> Steps[None]:
@@ -73,7 +75,12 @@ def _broadcast(submissions: Sequence[Submission], context: Context) -> Steps[Non
 
     found = batches(submissions)
     on_gpu = [GpuBroadcast(each, root, context) for each in found if each.on_gpu]
-    planned = [(batch, plan(batch, context, batch.inputs[0].element.itemsize)) for batch in found if not batch.on_gpu]
+    region = context.algorithms.shared_region
+    planned = [
+        (batch, batch.whole() if region is not None else plan(batch, context, batch.inputs[0].element.itemsize))
+        for batch in found
+        if not batch.on_gpu
+    ]
     for batch, buckets in planned:
         batch.expect(buckets)
     context.completions.settle(submissions)
@@ -81,27 +88,64 @@ def _broadcast(submissions: Sequence[Submission], context: Context) -> Steps[Non
         yield from each.run()
     for batch, buckets in planned:
         for bucket in buckets:
-            yield from carry(batch, bucket, collective, "BROADCAST", context)
+            if region is not None:
+                yield from _broadcast_in_window(batch, bucket, root, region, context)
+            else:
+                yield from carry(batch, bucket, collective, "BROADCAST", context)
+
+
+def _broadcast_in_window(batch: Batch, bucket: Bucket, root: int, region: Region, context: Context) -> Steps[None]:
+    if region.rank == root:
+        for source, target in zip(batch.inputs, batch.outputs, strict=True):
+            if target is not source:
+                target.flat[...] = source.flat
+    owners = batch.owners_of(bucket)
+    with context.timeline.phase(owners, "BROADCAST"):
+        yield from shared_halves.broadcast([each.flat for each in batch.outputs], root, region)
+    context.completions.settle(owners)
+
+
+def _everyones(values: Any, context: Context) -> Steps[Any]:
+    """Every rank's integers, by rank; as many on each."""
+    if context.algorithms.shared_region is None:
+        return (yield from bruck.allgather(values, context.transport))
+    found = np.empty((context.transport.size, values.size), np.int64)
+    yield from shared_halves.allgather([values], [[each] for each in found], context.algorithms.shared_region)
+    return found
 
 
 def _allgather(submissions: Sequence[Submission], context: Context) -> Steps[None]:
     """Gathers the ranks' row counts first, of all tensors of a group together."""
-    transport, rank = context.transport, context.transport.rank
     for submission in submissions:
         mine = np.array([tensor.shape[0] for tensor in submission.inputs], np.int64)
-        rows = yield from bruck.allgather(mine, transport)
+        rows = yield from _everyones(mine, context)
+        sources, targets, bounds = [], [], []
         submission.outputs = outputs = []
         for number, tensor in enumerate(submission.inputs):
-            counts = [int(n) * math.prod(tensor.shape[1:]) for n in rows[:, number]]
-            gathered = context.empty(tensor, (int(rows[:, number].sum()), *tensor.shape[1:]))
-            with context.timeline.phase([submission], "ALLGATHER"):
-                flat, start = room(gathered), sum(counts[:rank])
-                flat[start : start + tensor.count] = yield from down(tensor, context)
-                yield from ring.allgather(flat, transport, counts, rank, context.algorithms.segment_bytes)
-                up(flat, gathered, context)
-            outputs.append(gathered)
+            outputs.append(context.empty(tensor, (int(rows[:, number].sum()), *tensor.shape[1:])))
+            sources.append((yield from down(tensor, context)))
+            targets.append(room(outputs[-1]))
+            bounds.append(bounds_of([int(n) * math.prod(tensor.shape[1:]) for n in rows[:, number]]))
+        with context.timeline.phase([submission], "ALLGATHER"):
+            yield from _gathered(sources, targets, bounds, context)
+        for target, output in zip(targets, outputs, strict=True):
+            up(target, output, context)
         submission.payload = rows
         submission.complete()
+
+
+def _gathered(sources: list[Any], targets: list[Any], bounds: list[list[int]], context: Context) -> Steps[None]:
+    """Gather each source; bounds[k][r]: where rank r's begins in targets[k]."""
+    transport, rank = context.transport, context.transport.rank
+    if context.algorithms.shared_region is not None:
+        yield from shared_halves.allgather(
+            sources, by_chunk(targets, bounds, transport.size), context.algorithms.shared_region
+        )
+        return
+    for source, target, at in zip(sources, targets, bounds, strict=True):
+        target[at[rank] : at[rank + 1]] = source
+        counts = [high - low for low, high in itertools.pairwise(at)]
+        yield from ring.allgather(target, transport, counts, rank, context.algorithms.segment_bytes)
 
 
 def _alltoall(submissions: Sequence[Submission], context: Context) -> Steps[None]:
@@ -110,7 +154,7 @@ def _alltoall(submissions: Sequence[Submission], context: Context) -> Steps[None
     for submission in submissions:
         (tensor,) = submission.inputs
         splits = submission.payload
-        everyones = yield from bruck.allgather(np.asarray(splits, np.int64), transport)
+        everyones = yield from _everyones(np.asarray(splits, np.int64), context)
         received = [int(n) for n in everyones[:, transport.rank]]
         row = math.prod(tensor.shape[1:])
         result = context.empty(tensor, (sum(received), *tensor.shape[1:]))
@@ -124,27 +168,46 @@ def _alltoall(submissions: Sequence[Submission], context: Context) -> Steps[None
 
 
 def _reducescatter(submissions: Sequence[Submission], context: Context) -> Steps[None]:
-    """The first half of the ring all-reduce; rank r gets the r-th part of the rows."""
-    transport = context.transport
+    """The first half of an all-reduce; rank r gets the r-th part of the rows."""
+    rank, size = context.transport.rank, context.transport.size
     for submission in submissions:
+        sources, targets, bounds = [], [], []
         submission.outputs = outputs = []
         for tensor in submission.inputs:
-            reduction = context.reduction(submission, tensor.element)
-            row = math.prod(tensor.shape[1:])
-            bounds = chunk_bounds(tensor.shape[0], transport.size)
-            counts = [(high - low) * row for low, high in itertools.pairwise(bounds)]
-            rows = bounds[transport.rank + 1] - bounds[transport.rank]
-            part = context.empty(tensor, (rows, *tensor.shape[1:]))
-            with context.timeline.phase([submission], "REDUCESCATTER"):
-                flat, mine = (yield from down(tensor, context)), room(part)
-                work = flat if tensor.on_gpu else flat.copy()
-                low, high = yield from ring.scatter_reduce(
-                    work, transport, reduction, context.algorithms.segment_bytes, counts, transport.rank
-                )
-                mine[...] = work[low:high]
-                up(mine, part, context)
-            outputs.append(part)
+            rows, row = chunk_bounds(tensor.shape[0], size), math.prod(tensor.shape[1:])
+            outputs.append(context.empty(tensor, (rows[rank + 1] - rows[rank], *tensor.shape[1:])))
+            sources.append((yield from down(tensor, context)))
+            targets.append(room(outputs[-1]))
+            bounds.append([each * row for each in rows])
+        reductions = [context.reduction(submission, each.element) for each in submission.inputs]
+        with context.timeline.phase([submission], "REDUCESCATTER"):
+            yield from _scattered(sources, targets, bounds, reductions, context)
+        for target, output in zip(targets, outputs, strict=True):
+            up(target, output, context)
         submission.complete()
+
+
+def _scattered(
+    sources: list[Any], targets: list[Any], bounds: list[list[int]], reductions: list[Reduction], context: Context
+) -> Steps[None]:
+    """Reduce each source, and leave this rank's chunk in its target; bounds[k][r]: where rank r's begins."""
+    transport, rank = context.transport, context.transport.rank
+    if context.algorithms.shared_region is not None:
+        for reduction in dict.fromkeys(reductions):
+            mine = [k for k, each in enumerate(reductions) if each == reduction]
+            parts = by_chunk([sources[k] for k in mine], [bounds[k] for k in mine], transport.size)
+            yield from shared_halves.reduce_scatter(
+                parts, [targets[k] for k in mine], context.algorithms.shared_region, reduction
+            )
+        return
+    for source, target, at, reduction in zip(sources, targets, bounds, reductions, strict=True):
+        counts = [high - low for low, high in itertools.pairwise(at)]
+        work, segment_bytes = source.copy(), context.algorithms.segment_bytes
+        if context.settings.deterministic:
+            yield from direct.scatter_reduce(work, transport, reduction, segment_bytes, counts)
+        else:
+            yield from ring.scatter_reduce(work, transport, reduction, segment_bytes, counts, rank)
+        target[...] = work[at[rank] : at[rank + 1]]
 
 
 def _broadcast_object(submissions: Sequence[Submission], context: Context) -> Steps[None]:
@@ -152,10 +215,13 @@ def _broadcast_object(submissions: Sequence[Submission], context: Context) -> St
     transport = context.transport
     for submission in submissions:
         root = context.set_rank("broadcast_object", submission.signature.detail("root_rank"))
-        lengths = yield from bruck.allgather(np.array([submission.payload.size], np.int64), transport)
+        lengths = yield from _everyones(np.array([submission.payload.size], np.int64), context)
         if transport.rank != root:
             submission.payload = np.empty(int(lengths[root, 0]), np.uint8)
-        yield from tree.broadcast(submission.payload, transport, root)
+        if context.algorithms.shared_region is not None:
+            yield from shared_halves.broadcast([submission.payload], root, context.algorithms.shared_region)
+        else:
+            yield from tree.broadcast(submission.payload, transport, root)
         submission.complete()
 
 

@@ -13,32 +13,84 @@ import numpy as np
 
 from ringreduce.kernels.optional import with_numba
 
-VECTOR_BYTES = 4096  # from this size on a copy from another core's cache is worth a ufunc's 1 µs
 ZERO = np.uint8(0)
-MEASURED_BYTES = 64 << 10  # only writes at least this long are measured
+VECTOR_BYTES = 4096  # from this size on a copy from another core's cache is worth a ufunc's 1 µs
+MEASURED_BYTES = 64 << 10  # only copies at least this long are measured
 SAMPLES = 5
 SLOW_S = 1 / 6e9  # seconds per byte above which plain stores are slow, and numba's import is worth the second it takes
 GAIN = 1.5
 """Speedup that streaming stores must have: the others then read from main memory, not from a cache."""
+READ_GAIN = 1.05  # speedup that the other kind of reading must have
 PROBE_EVERY = 64
-"""Writes between trials of the other kind: ranks move from core to core, and virtual cores from chip to chip."""
+"""Copies between trials of the other kind: ranks move from core to core, and virtual cores from chip to chip."""
 
 Copy = Callable[[Any, Any], None]
 
 
-def read(source: Any, target: Any) -> None:
-    """Copy what another core has just written; 1-D and contiguous, of one type.
+class Faster:
+    """Two kinds of copies, the usual and the other; uses that which was faster in the last trials."""
+
+    def __init__(self, usual: Copy, gain: float) -> None:
+        self.uses_other = False
+        self._usual, self._gain = usual, gain
+        # per byte, the last few copies, of the usual (False) and of the other kind (True)
+        self._seconds: dict[bool, deque[float]] = {each: deque(maxlen=SAMPLES) for each in (False, True)}
+        self._copies = 0
+
+    def _other(self) -> Copy | None:
+        """The other kind; None where it is not worth a trial."""
+        raise NotImplementedError
+
+    def copy(self, source: Any, target: Any) -> None:
+        """Copy 1-D contiguous elements of one type."""
+        if target.nbytes < MEASURED_BYTES:
+            target[...] = source
+            return
+        self._copies += 1
+        probes = self._copies % PROBE_EVERY == 0
+        other = self._other() if self.uses_other != probes else None
+        begin_s = time.perf_counter()
+        (other or self._usual)(source, target)
+        seconds = self._seconds[other is not None]
+        seconds.append((time.perf_counter() - begin_s) / target.nbytes)
+        if probes and self._seconds[True]:
+            self.uses_other = self._median(False) > self._gain * self._median(True)
+
+    def _median(self, other: bool) -> float:
+        return statistics.median(self._seconds[other])
+
+
+class Reader(Faster):
+    """Reads what another core has just written: by a vector loop, or by memcpy, whichever is faster now.
 
     NumPy's assignment is memcpy, for which glibc uses `rep movsb` on many processors; from another core's cache that
-    reads half as fast as a loop of vector instructions, such as any ufunc (AMD EPYC: 7 and 15 GB/s).
+    reads half as fast as a loop of vector instructions, such as any ufunc, on one (AMD EPYC: 7 and 15 GB/s), and a
+    tenth faster on another, since it need not read the target's lines first (Intel Xeon).
     """
-    if source.nbytes < VECTOR_BYTES:
-        target[...] = source
-    else:
-        np.bitwise_or(source.view(np.uint8), ZERO, out=target.view(np.uint8))
+
+    def __init__(self) -> None:
+        super().__init__(_by_vectors, READ_GAIN)
+
+    def read(self, source: Any, target: Any) -> None:
+        """Copy 1-D contiguous elements of one type that another core may have written."""
+        if VECTOR_BYTES <= target.nbytes < MEASURED_BYTES and not self.uses_other:
+            _by_vectors(source, target)
+        else:
+            self.copy(source, target)
+
+    def _other(self) -> Copy | None:
+        return _by_memcpy
 
 
-class Writer:
+def _by_vectors(source: Any, target: Any) -> None:
+    np.bitwise_or(source.view(np.uint8), ZERO, out=target.view(np.uint8))
+
+
+def _by_memcpy(source: Any, target: Any) -> None:
+    target[...] = source
+
+
+class Writer(Faster):
     """Writes into memory that other cores have read: by plain or by streaming stores, whichever is faster now.
 
     Before a line that another core has read can be written, that core must give it up. Within one cache that is fast;
@@ -47,32 +99,22 @@ class Writer:
     """
 
     def __init__(self) -> None:
-        self.streams = False
-        # per byte, the last few writes, with plain (False) and with streaming stores (True)
-        self._seconds: dict[bool, deque[float]] = {each: deque(maxlen=SAMPLES) for each in (False, True)}
-        self._writes = 0
+        super().__init__(_by_memcpy, GAIN)
 
-    def write(self, source: Any, target: Any) -> None:
-        """Copy 1-D contiguous elements of one type into memory that other cores may have read."""
-        if target.nbytes < MEASURED_BYTES:
-            target[...] = source
-            return
-        self._writes += 1
-        probes = self._writes % PROBE_EVERY == 0
-        streams = self.streams != (probes and self._may_stream())
-        begin_s = time.perf_counter()
-        if streams:
-            _streaming_copy()(source.view(np.uint8), target.view(np.uint8))
-        else:
-            target[...] = source
-        samples = self._seconds[streams]
-        samples.append((time.perf_counter() - begin_s) / target.nbytes)
-        if probes and self._seconds[True]:
-            self.streams = statistics.median(self._seconds[False]) > GAIN * statistics.median(self._seconds[True])
+    write = Faster.copy
 
-    def _may_stream(self) -> bool:
-        """True when the other kind may be worth a trial."""
-        return self.streams or (statistics.median(self._seconds[False]) > SLOW_S and _streaming_copy() is not None)
+    @property
+    def streams(self) -> bool:
+        """True while streaming stores are faster."""
+        return self.uses_other
+
+    def _other(self) -> Copy | None:
+        is_worth = self.uses_other or self._median(False) > SLOW_S
+        return _streaming_copy_of_bytes if is_worth and _streaming_copy() is not None else None
+
+
+def _streaming_copy_of_bytes(source: Any, target: Any) -> None:
+    _streaming_copy()(source.view(np.uint8), target.view(np.uint8))
 
 
 @functools.lru_cache(maxsize=1)

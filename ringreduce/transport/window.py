@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from ringreduce.kernels.copying import Writer
+from ringreduce.kernels.copying import Reader, Writer
 from ringreduce.settings import MOST_REGIONS, SHARED_SLOTS
 from ringreduce.transport import waiting
 from ringreduce.transport.base import Work
@@ -33,6 +33,7 @@ GPU_PACKED = 2  # the first of two more for slots on GPUs: there the flags count
 FLAGS_PER_REGION = 4
 FLAGS_BYTES = MOST_REGIONS * FLAGS_PER_REGION * CACHE_LINE_BYTES
 SLOTS = SHARED_SLOTS  # slots of a region
+LARGEST_ITEMSIZE = 16  # of an element
 SPINS = 20  # tests of a flag before yielding the core: the other rank is usually microseconds behind
 YIELD_S = 200e-6  # then a wait yields this long before the engine looks for other work, which takes it 50 µs
 
@@ -126,8 +127,13 @@ class Region(Flags):
         self.slot_bytes = slot_bytes
         first = FLAGS_BYTES + number * SLOTS * slot_bytes
         self._slots = [window.blocks[k][first : first + SLOTS * slot_bytes].reshape(SLOTS, -1) for k in members]
-        self.writer = Writer()
+        self.writer, self.reader = Writer(), Reader()
         self._views: dict[Any, list[list[Any]]] = {}
+
+    @property
+    def holds_a_piece_of_each(self) -> bool:
+        """True when a slot has room for an element of each member, of any type."""
+        return self.slot_bytes >= self.size * LARGEST_ITEMSIZE
 
     def slots(self, sequence: int, dtype: np.dtype[Any]) -> list[Any]:
         """The slot of a sequence number in every member's block: 1-D arrays of `dtype`."""

@@ -12,6 +12,7 @@ import pytest
 import ringreduce as rr
 from ringreduce import runtime
 from ringreduce.cost_model import Constants
+from ringreduce.partition import chunk_bounds
 from ringreduce.transport.window import block_bytes
 from tests.reference import MATRIX, all_but_one_of_each_extended, assert_reduced, data, readable
 from tests.tiers import parted
@@ -110,6 +111,29 @@ def test_many_operations_of_ranks_that_are_late_by_turns(seed):
         results = rr.grouped_allreduce(arrays[rr.rank()], op=op)
         for result, *given in zip(results, *arrays, strict=True):
             assert_reduced(result, op, given)
+
+
+@pytest.mark.parametrize("seed", parted(range(2), lambda seed: seed == 0))
+def test_its_halves_and_broadcast_between_all_reduces_of_ranks_that_are_late_by_turns(seed):
+    """Uneven counts, no rows, one slot and many; no messages carry data."""
+    plan, mood = random.Random(seed), random.Random(f"{seed} {rr.rank()}")
+    for step in range(40):
+        name = plan.choice(["float32", "float64", "int16", "bool", "complex64"])
+        rows = [plan.choice([0, 1, 3, 20_000]) for _ in range(rr.size())]
+        total, root = sum(rows), plan.randrange(rr.size())
+        arrays = [data(name, total, rank, step) for rank in range(rr.size())]
+        if mood.random() < 0.2:
+            time.sleep(mood.choice([0.0002, 0.003, 0.02]))
+        mine = data(name, rows[rr.rank()], rr.rank(), step)
+        gathered, short = rr.grouped_allgather([mine, np.array([rr.rank()])])
+        assert gathered.tobytes() == b"".join(data(name, n, r, step).tobytes() for r, n in enumerate(rows))
+        assert short.tolist() == list(range(rr.size()))
+        part = rr.reducescatter(arrays[rr.rank()], op=rr.Sum)
+        whole = rr.allreduce(arrays[rr.rank()], op=rr.Sum)
+        low, high = chunk_bounds(total, rr.size())[rr.rank() : rr.rank() + 2]
+        assert part.tobytes() == whole[low:high].tobytes(), "the bits of an all-reduce"
+        assert rr.broadcast(arrays[rr.rank()], root).tobytes() == arrays[root].tobytes()
+        assert rr.broadcast_object({"step": step, "rank": rr.rank()}, root) == {"step": step, "rank": root}
 
 
 def mapped_blocks():

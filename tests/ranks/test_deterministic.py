@@ -184,3 +184,5 @@ def test_reducescatter_and_adasum_have_the_same_bits_on_every_way(dtype):
 
         outcomes.append(run_ranks(3, program, hosts=hosts, settings=settings_of(changes), process_sets=[[0, 2]]))
     assert all(each == outcomes[0] for each in outcomes)
+    for k, given in enumerate(zip(*arrays, strict=True)):
+        assert b"".join(each[k] for each in outcomes[0]) == folded(rr.Sum, list(given)).tobytes(), "in rank order"

@@ -2,7 +2,6 @@
 
 import itertools
 import random
-import threading
 import time
 
 import numpy as np
@@ -15,68 +14,13 @@ from ringreduce.cost_model import ONE_SHOT_BYTES, is_one_shot
 from ringreduce.ops import Average, Max, Min, Product, Reduction, Sum
 from ringreduce.partition import chunk_bounds
 from ringreduce.transport.base import complete
-from ringreduce.transport.window import SLOTS, Region, Window, block_bytes
+from ringreduce.transport.window import SLOTS, Region
 from tests.reference import MATRIX, all_but_few_extended, assert_reduced, data, numpy_dtype, readable
-from tests.slots import reduced, slots_of
+from tests.slots import SLOT_BYTES, SlowRegion, on_a_host, reduced, slots_of
 
 pytestmark = pytest.mark.usefixtures("threads_that_take_turns_quickly")
 
 SIZES = range(1, 10)
-SLOT_BYTES = 64 << 10
-LIMIT_S = 40
-
-
-class SlowRegion(Region):
-    """Now and then its rank sleeps: before it packs, sums or copies, and before it tells that it has."""
-
-    seed = 0
-
-    def slots(self, sequence, dtype):
-        self.dawdle()
-        return super().slots(sequence, dtype)
-
-    def publish(self, flag, sequence):
-        self.dawdle()
-        super().publish(flag, sequence)
-        self.dawdle()
-
-    def dawdle(self):
-        if not hasattr(self, "generator"):
-            self.generator = random.Random(f"{self.seed} {self.rank}")
-        if self.generator.random() < 0.08:
-            time.sleep(self.generator.choice([0.0005, 0.002, 0.006]))
-
-
-def on_a_host(size, program, region_type=Region):
-    """Run program(region) on threads, each a rank of one host; returns what each returned, by rank."""
-    failures, results = [], [None] * size
-    until_s = time.monotonic() + LIMIT_S
-
-    def check(rank):
-        if failures or time.monotonic() > until_s:
-            raise TimeoutError(f"waited for rank {rank} in vain")
-
-    blocks = [np.zeros(block_bytes(SLOT_BYTES, 2), np.uint8) for _ in range(size)]
-    window = Window(blocks, check=check)
-    regions = [region_type(window, 1, SLOT_BYTES, range(size), range(size), rank) for rank in range(size)]
-
-    def run(rank):
-        try:
-            results[rank] = program(regions[rank])
-        except BaseException as exc:
-            failures.append(exc)
-
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]
-    assert len({region.sequence for region in regions}) == 1, (
-        "the next operation begins with the same slot on all ranks"
-    )
-    return results
 
 
 def reduce(array, region, reduction, capacity=10**9, pieces=1, in_place=True, watch=None):

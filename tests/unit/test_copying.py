@@ -9,7 +9,7 @@ import pytest
 
 from ringreduce.arrays.dtypes import TABLE
 from ringreduce.kernels import copying, streaming_numba
-from ringreduce.kernels.copying import GAIN, MEASURED_BYTES, PROBE_EVERY, SLOW_S, Writer
+from ringreduce.kernels.copying import GAIN, MEASURED_BYTES, PROBE_EVERY, SLOW_S, Reader, Writer
 
 COUNTS = [0, 1, 7, 8, 9, 1023, 4096, 65536, 65537, 100003]
 
@@ -19,14 +19,17 @@ def bytes_of(count, seed):
 
 
 @pytest.mark.parametrize("name", TABLE)
-@pytest.mark.parametrize("count", [1, 100, 5001])
+@pytest.mark.parametrize("count", [1, 100, 5001, MEASURED_BYTES])
 def test_reading_copies_all_bits_of_all_types(name, count):
     dtype = TABLE[name].storage
     source = bytes_of(count * dtype.itemsize, count).view(dtype)
     around = np.zeros(count + 2, dtype)
-    copying.read(source, around[1:-1])
-    assert around[1:-1].tobytes() == source.tobytes()
-    assert not around[[0, -1]].view(np.uint8).any()
+    reader = Reader()
+    for reader.uses_other in (False, True):
+        around[...] = 0
+        reader.read(source, around[1:-1])
+        assert around[1:-1].tobytes() == source.tobytes()
+        assert not around[[0, -1]].view(np.uint8).any()
 
 
 @pytest.mark.parametrize("count", COUNTS)
@@ -87,6 +90,37 @@ def test_streaming_stores_are_taken_where_plain_ones_are_slow(monkeypatch, plain
     write(writer, PROBE_EVERY)
     assert writer.streams is streams
     assert (clock.streamed > 0) is (plain > 1.0)
+
+
+def test_a_reader_takes_the_kind_that_was_faster_in_the_last_trials(monkeypatch):
+    reader, kinds = Reader(), []
+    vectors_s, memcpy_s = 2.0, 1.0
+    clock = [0.0]
+
+    def copying_by(kind, cost):
+        def copy(source, target):
+            target[...] = source
+            kinds.append(kind)
+            clock[0] += cost()
+
+        return copy
+
+    monkeypatch.setattr(copying.time, "perf_counter", lambda: clock[0])
+    reader._usual = copying_by("vectors", lambda: vectors_s)
+    monkeypatch.setattr(copying, "_by_memcpy", copying_by("memcpy", lambda: memcpy_s))
+
+    def read():
+        kinds.clear()
+        for _ in range(6 * PROBE_EVERY):
+            reader.read(source, target)
+        return {kind: kinds.count(kind) for kind in ("vectors", "memcpy")}
+
+    source, target = bytes_of(MEASURED_BYTES, 1), np.zeros(MEASURED_BYTES, np.uint8)
+    counts = read()
+    assert counts["memcpy"] > 2 * PROBE_EVERY
+    vectors_s = 0.5
+    assert read()["vectors"] > 2 * PROBE_EVERY
+    assert target.tobytes() == source.tobytes()
 
 
 def test_a_writer_goes_back_to_plain_stores_when_these_have_become_fast(monkeypatch):
