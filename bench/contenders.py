@@ -22,6 +22,7 @@ import ringreduce as rr
 from ringreduce import runtime
 from ringreduce.arrays.dtypes import element_type
 from ringreduce.collectives import direct, doubling, hierarchical, ring, shared
+from ringreduce.execution.algorithms import Algorithms
 from ringreduce.negotiation.negotiation import GLOBAL
 from ringreduce.ops import Reduction
 from ringreduce.transport.base import Steps, complete
@@ -49,8 +50,7 @@ def algorithms(dtype: str) -> dict[str, Contender]:
     An algorithm that the product gains is added here, and nowhere else in bench/. They use the engine's own memory and
     channels, so nothing else may be under way.
     """
-    current = runtime.current("bench")
-    algorithms = current.engine.states[GLOBAL].algorithms
+    algorithms = global_algorithms()
     segment_bytes = algorithms.segment_bytes
     region, hierarchy, channel = algorithms.region, algorithms.hierarchy, algorithms.channels[0]
     reduction = Reduction(rr.Sum, element_type(element_dtype(dtype)), rr.size())
@@ -67,6 +67,11 @@ def algorithms(dtype: str) -> dict[str, Contender]:
         )
     storage = reduction.element.storage  # bfloat16 is held as 16 bits
     return {name: lambda array, start=start: complete(start(array.view(storage))) for name, start in steps.items()}
+
+
+def global_algorithms() -> Algorithms:
+    """Those of the set of all ranks, with the engine's own memory and channels."""
+    return runtime.current("bench").engine.states[GLOBAL].algorithms
 
 
 def slots(array: np.ndarray[Any, Any], slot_bytes: int) -> list[list[shared.Part]]:

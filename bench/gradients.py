@@ -10,6 +10,7 @@ Every rank has all gradients of a model (`bench/models.py`), float32, and all ge
     DDP gloo               a backward that computes nothing but hands over the gradients, gradient_as_bucket_view=True,
                            less the time of the same backward without DDP
     MPI_Allreduce, packed  a sum of one buffer; packing it, dividing it and unpacking it are not counted
+    fused window, simplest a sum in place by bench/fused_window.py: the algorithm alone, two MPI barriers a slot
     Horovod                as ours, measured after all others, since its thread polls
     floor: one copy        every rank copies all gradients once, all at the same time
 

@@ -14,12 +14,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from common import neutral, parse, parser
 from contenders import has, start_gloo
+from fused_window import fused_window
 from models import MODELS, Shape
 
 import ringreduce as rr
 
 NUMPY, TORCH, GROUPED = "ringreduce, NumPy", "ringreduce, torch", "ringreduce, grouped"
 DDP, ALONE, HOROVOD = "DDP gloo", "its backward alone", "Horovod"
+WINDOW = "fused window, simplest"
 PACKED, ONE_BY_ONE, FLOOR = "MPI_Allreduce, packed", "MPI_Allreduce, each", "floor: one copy"
 PIECE = 1 << 20
 
@@ -107,6 +109,8 @@ def reducers(gradients: Gradients) -> dict[str, Reducer]:
         found[TORCH] = ours(gradients, rrt, [torch.from_numpy(array) for array in gradients.arrays])
         found |= data_parallel(gradients)
     found[PACKED] = packed(gradients)
+    flat = [each.reshape(-1) for each in gradients.arrays]
+    found[WINDOW] = Reducer(fused_window(flat), lambda: gradients.arrays, averages=False)
     found[FLOOR] = Reducer(gradients.pack, lambda: gradients.views)
     return found
 

@@ -88,11 +88,21 @@ def test_gradients_and_horovod(tmp_path, horovod):
     assert len(rows) == len(kept["rows"])
     who = [row["who"] for row in kept["rows"]]
     assert who[-1] == "Horovod", "whose thread polls: it comes after all others"
-    assert {"ringreduce, NumPy", "ringreduce, torch", "DDP gloo", "MPI_Allreduce, packed", "floor: one copy"} < {*who}
+    assert {"ringreduce, NumPy", "ringreduce, torch", "DDP gloo", "fused window, simplest", "floor: one copy"} < {*who}
     times = {row["who"]: row["time_us"] for row in kept["rows"]}
     for row in kept["rows"]:
         assert row["of_floor"] == pytest.approx(row["time_us"] / times["floor: one copy"])
         assert (row["wrong"] is None) == (row["who"] == "floor: one copy")
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_halves(tmp_path, ranks):
+    finished = ringrun(PYTHON, ranks, BENCH / "halves.py", "--quick", *files(tmp_path))
+    kept = outcome(finished, tmp_path)
+    assert len(table(finished, "operation", "who", "size", "time", "faster", "#wrong")) == len(kept["rows"])
+    who = ("in shared memory", "ringreduce", "MPI", "floor: one copy")
+    operations = ("reducescatter", "allgather", "broadcast")
+    assert [(row["operation"], row["who"]) for row in kept["rows"]] == [(o, w) for o in operations for w in who]
 
 
 def test_a_training_step(tmp_path, horovod):
