@@ -246,8 +246,8 @@ def measured(compared: dict[str, Trainee], batch: tuple[Any, Any], options: argp
     found = {}
     for name, each in times.items():
         row = microseconds(each)
-        if name != ALONE:
-            row["overhead_percent"] = 100 * (statistics.median(map(operator.truediv, each, times[ALONE])) - 1)
+        ratio = statistics.median(map(operator.truediv, each, times[ALONE]))
+        row["overhead_percent"] = None if name == ALONE else 100 * (ratio - 1)
         if name not in (ALONE, BARRIER) and BARRIER in times:
             row["added_ms"] = 1e3 * statistics.median(map(operator.sub, each, times[BARRIER]))
         found[name] = row

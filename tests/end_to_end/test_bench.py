@@ -108,9 +108,11 @@ def test_the_halves(tmp_path, ranks):
 def test_a_training_step(tmp_path, horovod):
     finished = ringrun(PYTHON, 2, BENCH / "train_step.py", "--quick", *files(tmp_path), **horovod)
     kept = outcome(finished, tmp_path)
-    assert len(table(finished, "batch", "who", "parameters", "time", "overhead", "#wrong")) == 4
+    assert len(table(finished, "batch", "who", "parameters", "time", "added", "overhead", "#wrong")) == 7
+    assert "# a hook takes " in finished.stdout
     overheads = {row["who"].strip(): row["overhead_percent"] for row in kept["rows"]}
-    assert list(overheads) == ["compute alone", "ringreduce", "DDP gloo", "Horovod"]
+    local = ["compute alone", "compute, barrier", "one copy"]
+    assert list(overheads) == [*local, "ringreduce", "grouped by hand", "DDP gloo", "Horovod"]
     assert overheads.pop("compute alone") is None
     assert None not in overheads.values()
 
