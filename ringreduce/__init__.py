@@ -19,6 +19,7 @@ from ringreduce.api.gather import *
 from ringreduce.api.info import Info as Info
 from ringreduce.api.info import info as info
 from ringreduce.api.objects import *
+from ringreduce.api.ordered import *
 from ringreduce.api.process_sets import *
 from ringreduce.api.reduce import *
 from ringreduce.api.world import *

@@ -6,6 +6,7 @@ reduce        allreduce, reducescatter
 gather        allgather, alltoall
 broadcast     broadcast, broadcast_parameters
 objects       broadcast_object, allgather_object
+ordered       the same in program order, without negotiation; reduce, gather, scatter, send, recv
 control       init, shutdown, poll, synchronize, join, barrier, the timeline
 info          this installation and this job
 

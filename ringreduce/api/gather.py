@@ -103,7 +103,7 @@ def _alltoall(tensor: Any, splits: Any, name: str | None, process_set: ProcessSe
     mine = as_buffer(tensor)
     _check_rows("alltoall", name, mine)
     number = number_of(process_set, "alltoall")
-    size = len(current.engine.sets.get(number, ()))
+    size = process_set.size() or 0
     parts = _equal_splits(mine.shape[0], size) if splits is None else _given_splits(splits, mine.shape[0], size)
 
     def finish(submission: Submission) -> Any:

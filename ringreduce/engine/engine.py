@@ -22,6 +22,7 @@ from typing import Protocol
 
 from ringreduce import errors, fusion
 from ringreduce.engine.activity import Activity
+from ringreduce.engine.channels import Channels
 from ringreduce.engine.inbox import LONGEST_SLEEP_S, Inbox
 from ringreduce.engine.leaving import Leaving
 from ringreduce.engine.process_sets import ProcessSets
@@ -82,9 +83,10 @@ class Engine:
         make_context = functools.partial(
             Context, settings=settings, memory=self.memory, timeline=timeline, gpu=self.gpu
         )
-        self._process_sets = ProcessSets(world, host, settings, inbox, negotiation, make_context)
+        self._channels = channels = Channels(settings, negotiation)
+        self._process_sets = ProcessSets(world, host, settings, inbox, negotiation, channels, make_context)
         self.states, self.sets = negotiation.states, self._process_sets.members
-        self.submitting = Submitting(world, inbox, negotiation, self.sets, self.gpu)
+        self.submitting = Submitting(world, inbox, negotiation, channels, self.sets, self.gpu)
         self.submit = self.submitting.submit
         self.activity = Activity(inbox, negotiation, self.sets)
         self._leaving = Leaving(mailbox, negotiation, self._process_sets)
@@ -98,6 +100,7 @@ class Engine:
             inbox,
             negotiation,
             self._process_sets,
+            channels,
             self._recording,
             self.gpu,
             self._stalls,
@@ -142,6 +145,7 @@ class Engine:
         except BaseException as exc:  # whatever it was, the user's threads must not wait for this one
             self._break(exc)
         finally:
+            self._channels.end()
             self._recording.close()
             self._ended.set()
 

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from ringreduce import fusion
+from ringreduce.engine.channels import Channels
 from ringreduce.engine.inbox import Inbox
+from ringreduce.errors import InputError
+from ringreduce.execution.allreduce import allreduce
+from ringreduce.execution.channel import Channel
 from ringreduce.execution.context import Context
 from ringreduce.execution.executor import Executor, Idle
 from ringreduce.execution.host import Host
+from ringreduce.execution.operations import alltoall
 from ringreduce.execution.submission import Submission
+from ringreduce.monitor.timeline import Timeline
 from ringreduce.negotiation.coordinator import Coordinator
 from ringreduce.negotiation.negotiation import Negotiation
 from ringreduce.negotiation.process_set import ProcessSetState
@@ -28,13 +35,14 @@ class ProcessSets:
         settings: Settings,
         inbox: Inbox,
         negotiation: Negotiation,
+        channels: Channels,
         make_context: Callable[..., Context],
     ) -> None:
         """make_context: as Context(algorithms, members, operations=...)."""
         self.members: dict[int, tuple[int, ...]] = {}  # of all sets, by number, including those without this rank
         self._world, self._host, self._settings = world, host, settings
         self._inbox, self._negotiation, self._make_context = inbox, negotiation, make_context
-        self._states = negotiation.states
+        self._states, self._channels = negotiation.states, channels
         self._next = 0
 
     def add(self, members: Sequence[int]) -> int:
@@ -45,7 +53,11 @@ class ProcessSets:
             coordinator = None
             if members[0] == rank:
                 coordinator = Coordinator(number, members, self._world.size, self._settings.cache_capacity)
-            operations = {"add_process_set": self._add_all, "remove_process_set": self._remove_all}
+            operations = {
+                "add_process_set": self._add_all,
+                "remove_process_set": self._remove_all,
+                "ordered": self._open_all,
+            }
             context = self._make_context(
                 self._host.algorithms(resources, members), tuple(members), operations=operations
             )
@@ -81,6 +93,28 @@ class ProcessSets:
             if members is not None:
                 self._host.release(members)
             submission.complete()
+
+    def _open_all(self, submissions: Sequence[Submission], context: Context) -> Steps[None]:
+        """Open channels; all ranks of the world do so in the same order."""
+        for submission in submissions:
+            number = submission.signature.detail("process_set")
+            members, channel = self.members.get(number), None
+            if members is None:
+                raise InputError(f"ordered: there is no process set {number}; it was removed")
+            resources = self._host.reserve(members)
+            if self._world.rank in members:
+                own = self._make_context(
+                    self._host.algorithms(resources, members),
+                    members,
+                    operations={"reduce": allreduce, "gather": alltoall, "scatter": alltoall},
+                    memory=fusion.Memory(context.memory.total_bytes, context.memory.block_bytes),
+                    timeline=Timeline(),
+                )
+                signatures = self._host.signatures(resources, members)
+                channel = Channel(own, self._world, signatures, lambda: self._inbox.call_soon(lambda: None))
+            submission.payload = self._channels.add(channel, number, members)
+            submission.complete()
+        yield from ()
 
     # The service
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from ringreduce.arrays.buffer import Buffer
 from ringreduce.arrays.gpu_buffer import ready
+from ringreduce.engine.channels import Channels
 from ringreduce.engine.inbox import Inbox
 from ringreduce.execution.signature import Signature, calling_line
 from ringreduce.execution.submission import Handle, Submission
@@ -22,10 +23,17 @@ class Submitting:
     """Checks submissions and puts them into the inbox.  sets: the members of all process sets."""
 
     def __init__(
-        self, world: World, inbox: Inbox, negotiation: Negotiation, sets: Mapping[int, tuple[int, ...]], gpu: Gpu
+        self,
+        world: World,
+        inbox: Inbox,
+        negotiation: Negotiation,
+        channels: Channels,
+        sets: Mapping[int, tuple[int, ...]],
+        gpu: Gpu,
     ) -> None:
         self.count = 0  # of all submissions
-        self._world, self._inbox, self._negotiation, self._sets, self._gpu = world, inbox, negotiation, sets, gpu
+        self._world, self._inbox, self._negotiation, self._channels = world, inbox, negotiation, channels
+        self._sets, self._gpu = sets, gpu
 
     def submit(
         self,
@@ -51,6 +59,13 @@ class Submitting:
         Raises: InputError when the name is pending already, or this rank is not in the process set; PeerLostError when
                 a rank has left.
         """
+        if process_set < GLOBAL:
+            channel = self._channels.of.get(process_set)
+            if channel is None:
+                raise errors_for.unknown_set(kind, process_set, self._channels.members, self._world.rank)
+            return channel.submit(
+                kind, sign=sign, inputs=inputs, outputs=outputs, finish=finish, payload=payload, waits=waits, line=line
+            )
         if line is None:
             line = calling_line()
         marks: Sequence[Event] = ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -81,10 +82,7 @@ class Context:
 
     def reduction(self, submission: Submission, element: ElementType) -> Reduction:
         """The reduction of a submission, for this element type."""
-        details = dict(submission.signature.details)
-        return Reduction(
-            ReduceOp(details["op"]), element, self.divisor, details["prescale_factor"], details["postscale_factor"]
-        )
+        return _reduction(submission.signature.details, element, self.divisor)
 
     def set_rank(self, kind: str, root_rank: Any) -> int:
         """The rank in the set of a rank of the world; raises InputError for a rank outside the set."""
@@ -94,3 +92,10 @@ class Context:
                 what = f"one of the process set's {ranks_text(self.members)}"
             raise InputError(f"{kind}: root_rank={root_rank!r}; expected {what}")
         return self.members.index(root_rank)
+
+
+@functools.lru_cache(maxsize=256)
+def _reduction(details: tuple[tuple[str, Any], ...], element: ElementType, divisor: int) -> Reduction:
+    """One object for equal reductions: it keeps what it has found out about itself."""
+    values = dict(details)
+    return Reduction(ReduceOp(values["op"]), element, divisor, values["prescale_factor"], values["postscale_factor"])

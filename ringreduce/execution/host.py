@@ -12,7 +12,7 @@ from ringreduce.execution.algorithms import Algorithms
 from ringreduce.settings import MOST_REGIONS, Settings
 from ringreduce.transport.base import EngineTransport
 from ringreduce.transport.subset import CHANNELS, TAGS, channels
-from ringreduce.transport.window import GPU_PACKED, Flags, Region, Window
+from ringreduce.transport.window import GPU_PACKED, Flags, Region, Signatures, Window
 from ringreduce.world import World
 
 
@@ -61,6 +61,13 @@ class Host:
             flags,
             self.world.comm is not None,
         )
+
+    def signatures(self, resources: Resources, members: Sequence[int]) -> Signatures | None:
+        """Where the members of a channel with these resources compare hashes; None where they are on several hosts."""
+        one_host = len({self.world.hosts[rank] for rank in members}) == 1
+        if resources.gpu_flags is None or self.window is None or not one_host:
+            return None
+        return Signatures(self.window, resources.gpu_flags, *self._local_members(members))
 
     def reserve(self, members: Sequence[int]) -> Resources:
         """Reserve resources for a process set; all ranks of the world must call it for all sets, in the same order.

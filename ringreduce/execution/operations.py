@@ -148,7 +148,7 @@ def _gathered(sources: list[Any], targets: list[Any], bounds: list[list[int]], c
         yield from ring.allgather(target, transport, counts, rank, context.algorithms.segment_bytes)
 
 
-def _alltoall(submissions: Sequence[Submission], context: Context) -> Steps[None]:
+def alltoall(submissions: Sequence[Submission], context: Context) -> Steps[None]:
     """`payload` is this rank's splits, and becomes the number of rows received from each rank."""
     transport = context.transport
     for submission in submissions:
@@ -237,7 +237,7 @@ OPERATIONS: dict[str, Operation] = {
     "adasum": _adasum,
     "broadcast": _broadcast,
     "allgather": _allgather,
-    "alltoall": _alltoall,
+    "alltoall": alltoall,
     "reducescatter": _reducescatter,
     "broadcast_object": _broadcast_object,
     "allgather_object": _allgather,

@@ -24,7 +24,7 @@ class Handle:
     __slots__ = ("__weakref__", "_done", "_error", "_gate", "_on_poll", "_on_wait", "_result", "signature")
 
     def __init__(
-        self, signature: Signature, on_wait: Callable[[Handle], None], on_poll: Callable[[], None] = _nothing
+        self, signature: Signature, on_wait: Callable[[Handle], None], on_poll: Callable[[], object] = _nothing
     ) -> None:
         self.signature = signature
         self._on_wait = on_wait

@@ -30,7 +30,8 @@ CACHE_LINE_BYTES = 64
 PACKED, SUMMED = 0, 1
 """A region's flags: how many slots its owner has filled, and in how many it has finished its own chunk."""
 GPU_PACKED = 2  # the first of two more for slots on GPUs: there the flags count slots whose work the owner has queued
-FLAGS_PER_REGION = 4
+SIGNED = 4  # the first of two more for `Signatures`
+FLAGS_PER_REGION = 6
 FLAGS_BYTES = MOST_REGIONS * FLAGS_PER_REGION * CACHE_LINE_BYTES
 SLOTS = SHARED_SLOTS  # slots of a region
 LARGEST_ITEMSIZE = 16  # of an element
@@ -115,6 +116,31 @@ class Flags:
             if each[flag] <= sequence:
                 return rank
         return self.ranks[self.rank]
+
+
+class Signatures(Flags):
+    """Where the members compare hashes of what each does next, in a channel (execution/channel.py).
+
+    A flag counts a member's operations, and the two words behind it hold the hashes of the last two: a member that
+    signs number n + 2 has seen all sign number n + 1, so all have read number n.
+    """
+
+    def __init__(self, window: Window, number: int, members: Sequence[int], ranks: Sequence[int], rank: int) -> None:
+        super().__init__(window, number, SIGNED, members, ranks, rank)
+        low = (number * FLAGS_PER_REGION + SIGNED) * CACHE_LINE_BYTES + 8
+        self._hashes = [memoryview(window.blocks[k][low : low + 16].view(np.int64)) for k in members]
+
+    def sign(self, value: int) -> int:
+        """Publish the hash of this rank's next operation; returns that one's number."""
+        number = self.sequence
+        self.sequence = number + 1
+        self._hashes[self.rank][number % 2] = value
+        self.publish(PACKED, number)
+        return number
+
+    def read(self, number: int) -> list[int]:
+        """The hashes of all members, which have `arrived` at this number."""
+        return [each[number % 2] for each in self._hashes]
 
 
 class Region(Flags):

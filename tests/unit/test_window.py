@@ -9,7 +9,7 @@ from ringreduce.execution.host import Host
 from ringreduce.settings import MOST_REGIONS, Settings
 from ringreduce.transport import window
 from ringreduce.transport.threads import Exchange
-from ringreduce.transport.window import PACKED, SLOTS, SUMMED, Region, Window, block_bytes
+from ringreduce.transport.window import PACKED, SLOTS, SUMMED, Region, Signatures, Window, block_bytes
 from ringreduce.world import World
 
 SLOT_BYTES = 192
@@ -205,3 +205,15 @@ def test_without_a_window_no_set_gets_a_region():
     host = Host(world, Exchange(world.size).transport(0), Settings())
     assert host.reserve([0, 1])[1:] == (None, None)
     assert host.region(None, [0, 1]) is None
+
+
+def test_a_rank_that_signs_its_next_operation_leaves_the_hash_of_this_one_readable():
+    blocks = [np.zeros(block_bytes(64, 2), np.uint8) for _ in range(2)]
+    first, second = (Signatures(Window(blocks), 1, [0, 1], [0, 1], rank) for rank in range(2))
+    second.sign(100)
+    for number in range(5):
+        assert second.arrived(PACKED, number) is False
+        assert first.sign(number) == number
+        assert first.arrived(PACKED, number)
+        second.sign(101 + number)  # it may go on at once, before the other reads
+        assert first.read(number) == [number, 100 + number]

@@ -1,0 +1,186 @@
+"""Collectives in program order, without negotiation, and messages from one rank to another."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from ringreduce import runtime
+from ringreduce.api import broadcast as broadcasts
+from ringreduce.api import control, objects
+from ringreduce.api import gather as gathers
+from ringreduce.api import reduce as reductions
+from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
+from ringreduce.api.submit import agree, like
+from ringreduce.arrays.view import as_buffer, to_write
+from ringreduce.errors import InputError
+from ringreduce.execution.signature import Signature, TensorSignature, sign
+from ringreduce.execution.submission import Handle, Submission
+from ringreduce.ops import Average, ReduceOp
+
+__all__ = ["Ordered", "ordered"]
+
+
+def _of(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, of this channel."""
+
+    @functools.wraps(function)
+    def method(self: Ordered, *args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs, process_set=self)
+
+    return method
+
+
+class Ordered(ProcessSet):
+    """A process set whose operations run in the order of the program, the same on all its ranks; see `ordered`.
+
+    Its methods are ringreduce's functions of the same name; other functions take it as `process_set=`.
+    """
+
+    allreduce, allreduce_ = _of(reductions.allreduce), _of(reductions.allreduce_)
+    allreduce_async, allreduce_async_ = _of(reductions.allreduce_async), _of(reductions.allreduce_async_)
+    reducescatter, reducescatter_async = _of(reductions.reducescatter), _of(reductions.reducescatter_async)
+    allgather, allgather_async = _of(gathers.allgather), _of(gathers.allgather_async)
+    alltoall, alltoall_async = _of(gathers.alltoall), _of(gathers.alltoall_async)
+    broadcast, broadcast_ = _of(broadcasts.broadcast), _of(broadcasts.broadcast_)
+    broadcast_async, broadcast_async_ = _of(broadcasts.broadcast_async), _of(broadcasts.broadcast_async_)
+    broadcast_object, allgather_object = _of(objects.broadcast_object), _of(objects.allgather_object)
+    barrier = _of(control.barrier)
+
+    def barrier_async(self) -> Handle:
+        """Begin a `barrier`."""
+        sign_barrier = functools.partial(Signature, "barrier")
+        return runtime.current("barrier").engine.submit("barrier", None, number_of(self, "barrier"), sign=sign_barrier)
+
+    def reduce(self, tensor: Any, root_rank: int, op: ReduceOp = Average) -> Any:
+        """The reduced tensor on the root, None on other ranks. Cost: as allreduce."""
+        return self.reduce_async(tensor, root_rank, op).wait()
+
+    def reduce_async(self, tensor: Any, root_rank: int, op: ReduceOp = Average) -> Handle:
+        """Begin a `reduce`."""
+        source, arguments = as_buffer(tensor), reductions.arguments_of("allreduce", None, op, 1.0, 1.0, self)
+        arguments.check(source)
+        outputs = [source.empty(source.shape)]
+        return self._to_root("reduce", tensor, root_rank, source.shape, arguments.details, outputs=outputs)
+
+    def gather(self, tensor: Any, root_rank: int) -> Any:
+        """The rows of all ranks on the root, in rank order; None on other ranks. dim 0 may differ per rank."""
+        return self.gather_async(tensor, root_rank).wait()
+
+    def gather_async(self, tensor: Any, root_rank: int) -> Handle:
+        """Begin a `gather`."""
+        rows = self._rows("gather", tensor)
+        splits = [rows if rank == root_rank else 0 for rank in self._members()]
+        return self._to_root("gather", tensor, root_rank, payload=splits)
+
+    def scatter(self, tensor: Any, root_rank: int) -> Any:
+        """This rank's part of the root's rows, as many for each rank.
+
+        tensor: of the root; on other ranks any number of rows of the same shape and type, which are not read.
+        """
+        return self.scatter_async(tensor, root_rank).wait()
+
+    def scatter_async(self, tensor: Any, root_rank: int) -> Handle:
+        """Begin a `scatter`."""
+        rows, size = self._rows("scatter", tensor), len(self._members())
+        is_root = runtime.current_world("scatter").rank == root_rank
+        if is_root and rows % size:
+            raise InputError(f"scatter: {rows} rows cannot be split equally among {size} ranks")
+        splits = [rows // size if is_root else 0] * size
+        return self._to_root("scatter", tensor, root_rank, payload=splits, on_all=True)
+
+    def send(self, tensor: Any, destination: int, tag: int = 0) -> None:
+        """Send an array to a rank; returns when `tensor` may be changed. See `recv`."""
+        self.send_async(tensor, destination, tag).wait()
+
+    def send_async(self, tensor: Any, destination: int, tag: int = 0) -> Handle:
+        """Begin a `send`; `tensor` must not change until the handle is done."""
+        source = as_buffer(tensor)
+        return self._submit("send", lambda name: (sign(source, name),), destination, (tag,), inputs=[source])
+
+    def recv(self, tensor: Any, source: int, tag: int = 0) -> Any:
+        """Overwrite `tensor` with an array of its shape and type that rank `source` sends with this tag; return it.
+
+        Messages of one rank with one tag arrive in the order in which they were sent. They wait for no collective.
+        Raises: MismatchError, on this rank, when another shape or type was sent.
+        """
+        return self.recv_async(tensor, source, tag).wait()
+
+    def recv_async(self, tensor: Any, source: int, tag: int = 0) -> Handle:
+        """Begin a `recv`; `tensor` must not be used until the handle is done."""
+        (target,), written = to_write([tensor])
+
+        def finish(_: Submission) -> Any:
+            written()
+            return tensor
+
+        signs = lambda name: (sign(target, name),)  # noqa: E731
+        return self._submit("recv", signs, source, (tag,), outputs=[target], finish=finish)
+
+    def _rows(self, kind: str, tensor: Any) -> int:
+        shape = as_buffer(tensor).shape
+        if not shape:
+            raise InputError(f"{kind}: a 0-d tensor has no rows; pass one of at least 1 dimension")
+        return shape[0]
+
+    def _to_root(
+        self,
+        kind: str,
+        tensor: Any,
+        root_rank: int,
+        shape: tuple[int, ...] | None = None,
+        details: tuple[tuple[str, Any], ...] = (),
+        on_all: bool = False,
+        **options: Any,
+    ) -> Handle:
+        """Submit an operation with a root, which has the result; on_all: every rank has one."""
+        source = as_buffer(tensor)
+        has_result = on_all or runtime.current_world(kind).rank == root_rank
+
+        def finish(submission: Submission) -> Any:
+            return like(tensor, submission.outputs[0]) if has_result else None
+
+        signs = lambda name: (sign(source, name, source.shape[1:] if shape is None else shape),)  # noqa: E731
+        details = (*details, ("root_rank", root_rank))
+        return self._submit(kind, signs, root_rank, details=details, inputs=[source], finish=finish, **options)
+
+    def _submit(
+        self,
+        kind: str,
+        signs: Callable[[str], tuple[TensorSignature, ...]],
+        rank: int,
+        tag: tuple[int, ...] = (),
+        details: tuple[tuple[str, Any], ...] = (),
+        payload: Any = None,
+        **options: Any,
+    ) -> Handle:
+        """Submit an operation; rank: the root or the peer, a rank of the world."""
+        if rank not in self._members():
+            raise InputError(f"{kind}: rank {rank!r} is not in {self!r}; expected one of {self._members()}")
+        engine, number = runtime.current(kind).engine, number_of(self, kind)
+        payload = (rank, *tag) if tag else payload
+        signature = lambda name: Signature(kind, name, signs(name), details)  # noqa: E731
+        return engine.submit(kind, None, number, sign=signature, payload=payload, **options)
+
+    def __repr__(self) -> str:
+        return f"ordered(ranks={self.ranks})"
+
+
+def ordered(process_set: ProcessSet = global_process_set) -> Ordered:
+    """A channel for operations in program order: every rank of the process set calls the same ones in the same order.
+
+    Nothing is negotiated, so a small synchronous call takes a fraction of the time; `torch.distributed` has the same
+    contract. Named operations and other channels go on beside it, in any order. Every rank must call `ordered`, members
+    or not, as it must `add_process_set`. Arrays are in host memory; the timeline does not show these operations.
+
+    Cost:   one agreement to make it; then, an operation, one exchange of a hash between the ranks.
+    Raises: InputError when MPI has no tags left. Its operations raise MismatchError on all ranks when these differ in
+            operation, type, shape, op or root; then the channel can be used further. PeerLostError closes it.
+
+    >>> channel = ordered()                                                                            # doctest: +SKIP
+    >>> channel.allreduce_(gradient, op=Sum)                                                           # doctest: +SKIP
+    """
+    made = Ordered(process_set._members())
+    made.process_set_id = agree("ordered", details=(("process_set", number_of(process_set, "ordered")),))
+    return made

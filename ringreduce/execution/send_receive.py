@@ -1,0 +1,95 @@
+"""Messages from one rank to another, by tag; those of one sender with one tag arrive in the order in which they were
+sent.
+
+A header with the tag, the size and the type goes before the data. A receiver that meets another tag than those it
+waits for keeps that message, so messages of several tags may be received in any order.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ringreduce.errors import MismatchError
+from ringreduce.execution.signature import tensor_text
+from ringreduce.execution.submission import Submission
+from ringreduce.transport.base import Steps, Transport
+
+HEADER_TAG, DATA_TAG = 0, 6  # which no collective uses
+TEXT_BYTES = 240
+
+
+class Kept(NamedTuple):
+    """A message that arrived before its receive."""
+
+    tag: int
+    what: str
+    data: Any
+
+
+def _what(submission: Submission) -> str:
+    return tensor_text(submission.signature.tensors[0])
+
+
+def send(submission: Submission, transport: Transport, destination: int) -> Steps[None]:
+    """Send one array. `payload` is the rank and the tag."""
+    (tensor,) = submission.inputs
+    header = np.zeros(16 + TEXT_BYTES, np.uint8)
+    header[:16].view(np.int64)[:] = submission.payload[1], tensor.nbytes
+    text = f"{_what(submission)} {submission.line}".encode()[:TEXT_BYTES]
+    header[16 : 16 + len(text)] = np.frombuffer(text, np.uint8)
+    works = [transport.send(header, destination, HEADER_TAG), transport.send(tensor.flat, destination, DATA_TAG)]
+    yield from works
+    submission.complete()
+
+
+class Receiver:
+    """All receives of one rank (`own`, of the world) from another (`source`)."""
+
+    def __init__(self, transport: Transport, source: int, own: int) -> None:
+        self._transport, self._source, self._own = transport, source, own
+        self._waiting: list[Submission] = []
+        self._kept: list[Kept] = []
+
+    def receive(self, submission: Submission) -> Steps[None]:
+        """Take messages until the one for this submission has come."""
+        self._waiting.append(submission)  # when this runs first: receives run in the order in which they were called
+        return self._receive(submission)
+
+    def _receive(self, submission: Submission) -> Steps[None]:
+        for number, kept in enumerate(self._kept):
+            if submission in self._waiting and kept.tag == submission.payload[1]:
+                del self._kept[number]
+                self._deliver(submission, kept)
+                return
+        while submission in self._waiting:
+            header = np.empty(16 + TEXT_BYTES, np.uint8)
+            yield self._transport.receive(header, self._source, HEADER_TAG)
+            tag, nbytes = header[:16].view(np.int64).tolist()
+            what = bytes(header[16:]).rstrip(b"\0").decode(errors="replace")
+            taker = next((each for each in self._waiting if each.payload[1] == tag), None)
+            fits = taker is not None and what.rpartition(" ")[0] == _what(taker)
+            data = taker.outputs[0].flat if taker is not None and fits else np.empty(nbytes, np.uint8)
+            yield self._transport.receive(data, self._source, DATA_TAG)
+            if taker is None:
+                self._kept.append(Kept(tag, what, data))
+            else:
+                self._deliver(taker, Kept(tag, what, data))
+
+    def _deliver(self, submission: Submission, message: Kept) -> None:
+        self._waiting.remove(submission)
+        what, _, line = message.what.rpartition(" ")
+        (target,) = submission.outputs
+        if what != _what(submission):
+            source, tag = submission.payload
+            submission.fail(
+                MismatchError(
+                    f"rank {self._own}, recv with tag {tag} ({submission.line}): {_what(submission)}, but rank "
+                    f"{source} has sent {what} ({line}); both must pass equal shapes and dtypes"
+                )
+            )
+            return
+        if message.data is not target.flat:
+            target.flat.view(np.uint8)[:] = message.data
+        submission.complete()
