@@ -28,13 +28,18 @@ from ringreduce.ops import Reduction
 from ringreduce.transport.base import Steps, complete
 
 Contender = Callable[[np.ndarray[Any, Any]], object]
-PUBLIC, MPI_NAME, GLOO, HOROVOD = "allreduce_", "MPI_Allreduce", "torch gloo", "Horovod"
+PUBLIC, ORDERED, MPI_NAME, GLOO, HOROVOD = "allreduce_", "ordered()", "MPI_Allreduce", "torch gloo", "Horovod"
 DTYPES = ("float32", "float64", "int32", "int64", "float16", "bfloat16")
 
 
 def contenders(dtype: str) -> dict[str, Contender]:
     """Everybody who can be measured side by side in one process."""
-    found = {**algorithms(dtype), PUBLIC: lambda array: rr.allreduce_(array, op=rr.Sum)}
+    channel = rr.ordered()
+    found = {
+        **algorithms(dtype),
+        PUBLIC: lambda array: rr.allreduce_(array, op=rr.Sum),
+        ORDERED: lambda array: channel.allreduce_(array, op=rr.Sum),
+    }
     from mpi4py import MPI
 
     if dtype != "bfloat16":  # which MPI has not

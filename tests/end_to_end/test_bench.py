@@ -73,7 +73,7 @@ def test_one_buffer(tmp_path):
     assert sizes[0] == 8
     assert sizes[-1] == 1 << 20
     everybody = {(row["algorithm"], row["size"]) for row in kept["rows"]}
-    names = ("ring", "direct", "doubling", "shared", "allreduce_", "MPI_Allreduce", "torch gloo")
+    names = ("ring", "direct", "doubling", "shared", "allreduce_", "ordered()", "MPI_Allreduce", "torch gloo")
     assert {(name, size) for name in names for size in sizes} <= everybody
     for row in kept["rows"]:
         assert row["busbw_gbs"] == pytest.approx(row["size"] / row["time_us"] / 1e3)  # 2 ranks: 2 (P - 1) / P = 1
