@@ -22,10 +22,10 @@ import numpy as np
 
 from ringreduce import log, runtime
 from ringreduce.errors import InputError, PeerLostError
-from ringreduce.execution.host import Host
+from ringreduce.execution.host import Host, window_bytes
 from ringreduce.settings import Settings
 from ringreduce.transport.threads import Exchange, Message
-from ringreduce.transport.window import Window, block_bytes
+from ringreduce.transport.window import Window
 from ringreduce.world import World
 
 __all__ = ["Message", "run_ranks"]
@@ -65,7 +65,7 @@ def run_ranks(
     results: list[Any] = [None] * size
     failures: list[tuple[int, BaseException]] = []
     host_of = tuple(hosts or [0] * size)
-    blocks = [np.zeros(block_bytes(settings.shared_slot_bytes, settings.shared_regions), np.uint8) for _ in range(size)]
+    blocks = [np.zeros(window_bytes(settings), np.uint8) for _ in range(size)]
 
     def run(rank: int) -> None:
         world = World(rank, size, host_of)

@@ -49,7 +49,7 @@ class Info:
     submissions: int
     """Operations that this rank submitted."""
     known_submissions: int
-    """Submitted operations that the ranks remembered, so that agreeing on one cost a bit."""
+    """Submitted operations that the ranks remembered, so that a counter in shared memory sufficed to agree."""
     control_messages: int
     """Messages that this rank sent to agree on its operations."""
     control_bytes: int

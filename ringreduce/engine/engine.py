@@ -79,12 +79,12 @@ class Engine:
             transport, settings, len(set(world.hosts)) == 1, oversubscribed=world.local_size >= host.cores
         )
         timeline = Timeline()
-        self.negotiation = negotiation = Negotiation(world, mailbox, inbox, timeline, self.gpu)
+        self.negotiation = negotiation = Negotiation(world, host, settings, mailbox, inbox, timeline, self.gpu)
         make_context = functools.partial(
             Context, settings=settings, memory=self.memory, timeline=timeline, gpu=self.gpu
         )
         self._channels = channels = Channels(settings, negotiation)
-        self._process_sets = ProcessSets(world, host, settings, inbox, negotiation, channels, make_context)
+        self._process_sets = ProcessSets(world, host, inbox, negotiation, channels, make_context)
         self.states, self.sets = negotiation.states, self._process_sets.members
         self.submitting = Submitting(world, inbox, negotiation, channels, self.sets, self.gpu)
         self.submit = self.submitting.submit

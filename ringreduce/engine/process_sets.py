@@ -16,10 +16,9 @@ from ringreduce.execution.host import Host
 from ringreduce.execution.operations import alltoall
 from ringreduce.execution.submission import Submission
 from ringreduce.monitor.timeline import Timeline
-from ringreduce.negotiation.coordinator import Coordinator
 from ringreduce.negotiation.negotiation import Negotiation
+from ringreduce.negotiation.negotiator import Group
 from ringreduce.negotiation.process_set import ProcessSetState
-from ringreduce.settings import Settings
 from ringreduce.transport.base import Steps
 from ringreduce.transport.waiting import WaitsFor
 from ringreduce.world import World
@@ -32,7 +31,6 @@ class ProcessSets:
         self,
         world: World,
         host: Host,
-        settings: Settings,
         inbox: Inbox,
         negotiation: Negotiation,
         channels: Channels,
@@ -40,7 +38,7 @@ class ProcessSets:
     ) -> None:
         """make_context: as Context(algorithms, members, operations=...)."""
         self.members: dict[int, tuple[int, ...]] = {}  # of all sets, by number, including those without this rank
-        self._world, self._host, self._settings = world, host, settings
+        self._world, self._host = world, host
         self._inbox, self._negotiation, self._make_context = inbox, negotiation, make_context
         self._states, self._channels = negotiation.states, channels
         self._next = 0
@@ -50,9 +48,6 @@ class ProcessSets:
         resources = self._host.reserve(members)
         rank, number, state = self._world.rank, self._next, None
         if rank in members:
-            coordinator = None
-            if members[0] == rank:
-                coordinator = Coordinator(number, members, self._world.size, self._settings.cache_capacity)
             operations = {
                 "add_process_set": self._add_all,
                 "remove_process_set": self._remove_all,
@@ -61,7 +56,10 @@ class ProcessSets:
             context = self._make_context(
                 self._host.algorithms(resources, members), tuple(members), operations=operations
             )
-            state = ProcessSetState(number, Executor(context), coordinator)
+            blocks = self._host.group_blocks(resources.region, members)
+            hosts = members if blocks is None else [self._world.hosts[each] for each in members]
+            negotiator = self._negotiation.negotiator(number, members, Group(members, hosts, rank), blocks)
+            state = ProcessSetState(number, Executor(context), negotiator)
         with self._inbox.lock:
             self._next += 1
             self.members[number] = tuple(members)

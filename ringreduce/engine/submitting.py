@@ -78,7 +78,7 @@ class Submitting:
                 raise errors_for.unknown_set(kind, process_set, self._sets, self._world.rank)
             if name is None:
                 state.submitted += 1
-                signature = sign(f"noname.{state.submitted}")._replace(numbered=True)
+                signature = sign("noname")._replace(name=f"noname.{state.submitted}", numbered=True)
             else:
                 signature = sign(name)
             handle = Handle(signature, self._inbox.wait, self._inbox.on_poll)

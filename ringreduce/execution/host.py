@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ringreduce.cost_model import Constants
 from ringreduce.errors import InputError
 from ringreduce.execution.algorithms import Algorithms
 from ringreduce.settings import MOST_REGIONS, Settings
 from ringreduce.transport.base import EngineTransport
+from ringreduce.transport.counters import group_bytes
 from ringreduce.transport.subset import CHANNELS, TAGS, channels
-from ringreduce.transport.window import GPU_PACKED, Flags, Region, Signatures, Window
+from ringreduce.transport.window import GPU_PACKED, Flags, Region, Signatures, Window, block_bytes
 from ringreduce.world import World
 
 
@@ -22,6 +23,11 @@ class Resources(NamedTuple):
     tags: int  # a range of MPI tags
     region: int | None  # a region of shared memory
     gpu_flags: int | None  # flags for GPU arrays
+
+
+def window_bytes(settings: Settings) -> int:
+    """Shared memory that each rank of a host contributes."""
+    return block_bytes(settings.shared_slot_bytes, settings.shared_regions, group_bytes(settings.cache_capacity))
 
 
 class Host:
@@ -95,6 +101,14 @@ class Host:
         if number is None or self.window is None:
             return None
         return Region(self.window, number, self._settings.shared_slot_bytes, *self._local_members(members))
+
+    def group_blocks(self, number: int | None, members: Sequence[int]) -> list[Any] | None:
+        """The memory in which a process set with this region negotiates, by member on this host."""
+        if number is None or self.window is None:
+            return None
+        nbytes = group_bytes(self._settings.cache_capacity)
+        low = block_bytes(self._settings.shared_slot_bytes, self._settings.shared_regions) + number * nbytes
+        return [self.window.blocks[each][low : low + nbytes] for each in self._local_members(members)[0]]
 
     def _local_members(self, members: Sequence[int]) -> tuple[list[int], list[int], int]:
         """Of the members on this host: local ranks, ranks, and this rank's index among them."""

@@ -31,7 +31,12 @@ class Signature(NamedTuple):
     name: str
     tensors: tuple[TensorSignature, ...] = ()
     details: tuple[tuple[str, Any], ...] = ()  # such as ("op", "Sum"), ("root_rank", 0)
-    numbered: bool = False  # true: the name is a number that does not recur, so it is not cached
+    numbered: bool = False  # true: its name, but not its tensors' names, ends with a number that does not recur
+
+    @property
+    def unnumbered(self) -> Signature:
+        """Itself without its number, if it has one: what unnamed submissions have in common."""
+        return self._replace(name=self.name.rpartition(".")[0]) if self.numbered else self
 
     @property
     def key(self) -> str:
@@ -49,6 +54,7 @@ class SubmissionRecord(NamedTuple):
     signature: Signature
     line: str
     waits: bool = False  # the submitting thread waits for it at once
+    waited_s: float = 0.0  # since it was submitted
 
 
 def sign(tensor: Buffer, name: str, shape: tuple[int, ...] | None = None) -> TensorSignature:
@@ -104,7 +110,7 @@ def _first_difference(mine: Signature, theirs: Signature) -> tuple[str, str, str
         return subject, f"{len(mine.tensors)} tensors", f"{len(theirs.tensors)}", "equally many"
     for one, other in zip(mine.tensors, theirs.tensors, strict=True):
         if one != other:
-            part = subject if one.name == mine.name else f"{mine.kind} {one.name!r}"
+            part = subject if one.name == mine.unnumbered.name else f"{mine.kind} {one.name!r}"
             return part, *_tensor_difference(one, other)
     for (key, ours), (_, his) in zip(mine.details, theirs.details, strict=True):
         if ours != his:

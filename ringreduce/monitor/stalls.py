@@ -98,7 +98,7 @@ class StallWatch:
             return self._check_operation(state, now - state.executor.moved_s)
         if state.coordinator is not None:
             waiting = state.coordinator.waiting(self._check_s)
-            if state.coordinator.oldest_s() is None:
+            if not state.negotiator.anything_waits():
                 self._probes.discard(state.number)
             if waiting:
                 self._check_waiting(state, state.coordinator, waiting, now)
@@ -136,7 +136,7 @@ class StallWatch:
         over = [each for each in waiting if self._is_over(now - each.since_s)]
         if over:
             failures = [Failure(each.signature.key, "StalledError", headline([each], now)) for each in over]
-            self._negotiation.send_response(state, coordinator.abandon(failures))
+            state.negotiator.respond(coordinator.abandon(failures))
 
     def _is_due(self, state: ProcessSetState, stalled_s: float) -> bool:
         """Report after `stall_check_s`, twice that, four times that and so on."""
@@ -173,8 +173,8 @@ class StallWatch:
         probed_s = self._probed_s.get(state.number)
         if probed_s is None:
             self._probed_s[state.number] = now
-            self._mailbox.send(StallProbe(state.number, waited_s), state.leader)
-        text = f"rank {state.leader}, which coordinates, does not answer"
+            self._mailbox.send(StallProbe(state.number, waited_s), state.negotiator.coordinator_rank)
+        text = f"rank {state.negotiator.coordinator_rank}, which coordinates, does not answer"
         if probed_s and now - probed_s > REPLY_S:
             self._probed_s[state.number] = 0.0
             self._silent.add(state.number)
@@ -187,7 +187,7 @@ class StallWatch:
         if isinstance(message, StallProbe):
             state = self._negotiation.states.get(message.process_set)
             if state is not None and state.coordinator is not None:
-                state.coordinator.backdate(message.waited_s)
+                state.negotiator.backdate(message.waited_s)
                 self._probes.add(message.process_set)
                 self._attentive = True
             self._next_poll_s = 0.0

@@ -1,116 +1,97 @@
-"""Signatures by number, so that announcing a cached tensor costs a bit.
+"""Signatures by id, so that submitting a cached tensor costs a counter.
 
 Only the coordinator of a process set decides what is cached; the other ranks follow its responses, so all caches are
-equal at equal response numbers.
+equal at equal response numbers. Unnamed submissions that differ by their number only share an id.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator
 
+import numpy as np
+
 from ringreduce.execution.signature import Signature
-
-
-def numbers(bits: int) -> Iterator[int]:
-    """The numbers of the bits that are set, in ascending order.
-
-    >>> list(numbers(0b1101))
-    [0, 2, 3]
-    """
-    while bits:
-        lowest = bits & -bits
-        yield lowest.bit_length() - 1
-        bits ^= lowest
 
 
 class Cache:
     """One rank's copy of the cache of a process set."""
 
     def __init__(self) -> None:
-        self._by_number: dict[int, Signature] = {}
-        self._by_key: dict[str, int] = {}
+        self._by_id: dict[int, Signature] = {}
+        self._by_key: dict[str | Signature, int] = {}
 
-    def number(self, signature: Signature) -> int | None:
-        """The number of exactly this signature; None if it is not cached, or another one of its tensor is."""
-        number = self._by_key.get(signature.key)
-        if number is None:
+    def id(self, signature: Signature) -> int | None:
+        """The id of exactly this signature; None if it is not cached, or another one of its tensor is."""
+        found = self._by_key.get(_key(signature))
+        if found is None:
             return None
-        known = self._by_number[number]
+        known = self._by_id[found]
         if known is not signature:
             if known != signature:
                 return None
-            self._by_number[number] = signature  # the next comparison is one of identity
-        return number
+            self._by_id[found] = signature  # the next comparison is one of identity
+        return found
 
-    def number_of_key(self, key: str) -> int | None:
-        """The number of the tensor with this key, whatever its signature."""
-        return self._by_key.get(key)
+    def id_of_key(self, signature: Signature) -> int | None:
+        """The id of the tensor with this signature's key, whatever else its signature says."""
+        return self._by_key.get(_key(signature))
 
     def __getitem__(self, number: int) -> Signature:
-        return self._by_number[number]
+        return self._by_id[number]
 
     def __len__(self) -> int:
-        return len(self._by_number)
+        return len(self._by_id)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._by_id)
 
     def learn(self, number: int, signature: Signature) -> None:
-        """Cache a signature; it replaces its tensor's old one."""
-        self._by_number[number] = signature
-        self._by_key[signature.key] = number
+        """Cache a signature."""
+        self._by_id[number] = signature
+        self._by_key[_key(signature)] = number
 
     def forget(self, number: int) -> None:
-        """Remove a number."""
-        del self._by_key[self._by_number.pop(number).key]
+        """Forget an id."""
+        del self._by_key[_key(self._by_id.pop(number))]
 
 
-class NumberAllocator:
-    """The coordinator's allocation of numbers, with eviction of the least recently used.
+def _key(signature: Signature) -> str | Signature:
+    """Unnamed tensors have no key in common, but their signature."""
+    return signature if signature.numbered else signature.key
 
-    A rank may still announce an evicted number until it has read of the eviction. The number is free when all ranks
-    have; until then `former` holds its signature.
-    """
+
+class Ids:
+    """Which ids the coordinator may give to new signatures; a forgotten one when all ranks have read so."""
 
     def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self.former: dict[int, Signature] = {}
-        self.former_bits = 0
-        self._used: OrderedDict[int, None] = OrderedDict()  # the allocated numbers, the least recently used first
-        self._free: list[int] = []
-        self._next = 0
-        self._evicted: list[tuple[int, int]] = []  # (number of the response, evicted number), in ascending order
+        self._free = list(range(capacity - 1, -1, -1))
+        self._retired: list[tuple[int, int]] = []  # (number of the response that forgot it, id), ascending
+        self._used = np.zeros(capacity, np.int64)  # when each was used last
+        self._clock = 0
 
-    def use(self, bits: int) -> None:
-        """Make these numbers the most recently used."""
-        for number in numbers(bits):
-            self._used.move_to_end(number)
+    def use(self, ids: list[int]) -> None:
+        """These are the most recently used ones."""
+        self._clock += 1
+        self._used[ids] = self._clock
 
-    def allocate(self) -> int:
-        """A number for a new tensor."""
-        if self._free:
-            number = self._free.pop()
-        else:
-            number = self._next
-            self._next += 1
-        self._used[number] = None
+    def allocate(self) -> int | None:
+        """An id for a new signature; None when none is free."""
+        if not self._free:
+            return None
+        number = self._free.pop()
+        self.use([number])
         return number
 
-    def evict(self, count: int, busy: int, response: int, cache: Cache) -> list[int]:
-        """Evict up to `count` numbers, the least recently used first, none of the bits `busy`, in `response`."""
-        evicted = [number for number in self._used if not busy >> number & 1][:count]
-        for number in evicted:
-            del self._used[number]
-            self.former[number] = cache[number]
-            self.former_bits |= 1 << number
-            self._evicted.append((response, number))
-        return evicted
+    def least_used(self, cache: Cache, count: int) -> list[int]:
+        """The ids to forget so that `count` become free, the least recently used first."""
+        missing = count - len(self._free) - len(self._retired)
+        return sorted(cache, key=self._used.__getitem__)[:missing] if missing > 0 else []
 
-    def seen_by_all(self, response: int) -> None:
-        """Free the numbers evicted by responses up to this one, which all ranks have read."""
-        while self._evicted and self._evicted[0][0] <= response:
-            number = self._evicted.pop(0)[1]
-            del self.former[number]
-            self.former_bits &= ~(1 << number)
-            self._free.append(number)
+    def retire(self, ids: list[int], response: int) -> None:
+        """A response forgets these."""
+        self._retired += [(response, number) for number in ids]
 
-    def __len__(self) -> int:
-        return len(self._used)
+    def read(self, response: int) -> None:
+        """All ranks have read this response."""
+        while self._retired and self._retired[0][0] <= response:
+            self._free.append(self._retired.pop(0)[1])

@@ -1,27 +1,31 @@
-"""Negotiation: announces this rank's submissions, decides for the sets that it coordinates, and runs what is ready.
+"""Negotiation: announces this rank's submissions, does a leader's and coordinator's work, and runs what is ready.
 
-Ranks announce to the first rank of a process set, its coordinator, which responds to all of them. Its responses are
-numbered; what is ready runs in their order, which is the same on all ranks.
+The first rank of a process set is its coordinator. What is ready runs in the order of a schedule, which is the same on
+all ranks; see negotiator.py.
 """
 
 from __future__ import annotations
 
 import logging
+import math
+import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ringreduce import errors
-from ringreduce.execution.signature import Signature, SubmissionRecord
+from ringreduce.execution.host import Host
+from ringreduce.execution.signature import Signature
 from ringreduce.execution.submission import Submission
 from ringreduce.gpu.stream import Gpu
 from ringreduce.log import LOGGER, TRACE
 from ringreduce.monitor.timeline import Timeline
 from ringreduce.negotiation import errors_for
-from ringreduce.negotiation.cache import numbers
 from ringreduce.negotiation.mailbox import Mailbox
+from ringreduce.negotiation.negotiator import Group, Message, Negotiator
 from ringreduce.negotiation.neutral import neutral_submission
 from ringreduce.negotiation.process_set import ProcessSetState
-from ringreduce.negotiation.protocol import Announcement, Failure, Response
+from ringreduce.negotiation.protocol import Announcement, Failure, Overdue, Ready, Response, Scheduled
+from ringreduce.settings import Settings
 from ringreduce.transport.waiting import WaitsFor
 from ringreduce.world import World
 
@@ -30,15 +34,28 @@ if TYPE_CHECKING:
 
 GLOBAL = 0  # the number of the process set of all ranks
 JOIN = "join"
+CHECK_S = 0.05  # how often a leader that has nothing else to do looks for what waits
+OVERDUE_SHARE = 0.8
+"""A cached tensor that has waited for this share of the time after which it is reported is negotiated by records, which
+name the ranks and lines that the report needs."""
 NAMED_IN_LOG = 8  # how many operations a log line names
 
 
 class Negotiation:
     """One engine's; used by its thread only."""
 
-    def __init__(self, world: World, mailbox: Mailbox, inbox: Inbox, timeline: Timeline, gpu: Gpu) -> None:
+    def __init__(
+        self,
+        world: World,
+        host: Host,
+        settings: Settings,
+        mailbox: Mailbox,
+        inbox: Inbox,
+        timeline: Timeline,
+        gpu: Gpu,
+    ) -> None:
         self.states: dict[int, ProcessSetState] = {}  # of this rank's process sets, by number
-        self.known_submissions = 0  # how many submissions were announced by a bit
+        self.known_submissions = 0  # how many submissions were counted by their id
         self.joins = 0  # how often all ranks have joined; equal on all ranks between two operations
         self.leaving = ""  # not empty: why this rank leaves
         self.left: set[int] = set()  # on rank 0: the ranks that have left
@@ -46,20 +63,27 @@ class Negotiation:
         self._world, self._mailbox, self._inbox, self._timeline, self._gpu = world, mailbox, inbox, timeline, gpu
         self._lock = inbox.lock
         self._newest = -1  # the newest process set
-        self._early: dict[int, list[tuple[int, Announcement | Response]]] = {}
+        self._cache_capacity = settings.cache_capacity
+        self._fence = host.window.fence if host.window is not None else lambda: None
+        limit_s = min(filter(None, (settings.stall_check_s, settings.stall_abort_s)), default=math.inf)
+        self._overdue_s, self._next_check_s = OVERDUE_SHARE * limit_s, 0.0
+        self._again: list[Submission] = []  # counted by ids that were forgotten since
+        self._early: dict[int, list[tuple[int, Message]]] = {}
         """Messages for process sets that this rank has not added yet."""
         self._debugs, self._traces = LOGGER.isEnabledFor(logging.DEBUG), LOGGER.isEnabledFor(TRACE)
-        mailbox.handlers |= {Announcement: self._receive, Response: self._receive}
+        mailbox.handlers |= dict.fromkeys((Announcement, Response, Ready, Scheduled, Overdue), self._receive)
 
     def poll(self) -> bool:
         """Do what can be done without waiting; True when anything moved."""
         moved = self.announce()
         moved |= self._mailbox.receive()
         for state in list(self.states.values()):
-            response = state.coordinator.decide() if state.coordinator is not None else None
-            if response is not None:
-                self.send_response(state, response)
-                moved = True
+            moved |= state.negotiator.poll()
+            moved |= self._follow(state)
+        if not moved and (now := time.monotonic()) >= self._next_check_s:
+            self._next_check_s = now + CHECK_S
+            for state in self.states.values():
+                state.negotiator.check(now, self._overdue_s)
         return moved
 
     def waits_for(self) -> WaitsFor:
@@ -74,17 +98,35 @@ class Negotiation:
         for source, message in self._early.pop(number, []):
             self._receive(source, message)
         if self.leaving and number in self.states:
-            self._send_announcement(self.states[number], Announcement(number, 0, leave=self.leaving))
+            self._leave(self.states[number])
 
     def unfinished(self) -> list[Submission]:
         """All pending and running submissions; with the lock held."""
         return [each for state in self.states.values() for each in (*state.pending.values(), *state.running.values())]
 
+    def negotiator(self, number: int, members: Sequence[int], group: Group, blocks: Sequence[Any] | None) -> Negotiator:
+        """The negotiator of a new process set of this rank.  blocks: see there."""
+        return Negotiator(
+            number,
+            members,
+            self._world.rank,
+            self._world.size,
+            group,
+            blocks,
+            self._cache_capacity,
+            fence=self._fence,
+            send=self._mailbox.send,
+            resubmit=self._again.extend,
+        )
+
     # Announcements
 
     def announce(self) -> bool:
-        """Announce new submissions to the coordinators; True when there were any."""
+        """Announce new submissions; True when there were any."""
         submissions = self._inbox.take()
+        if self._again:
+            submissions = [each for each in self._again if each.handle is not None] + submissions
+            self._again.clear()
         if not submissions:
             return False
         self._timeline.cycle()
@@ -97,99 +139,83 @@ class Negotiation:
         for number, own in by_set.items():
             state = self.states.get(number)
             if state is not None and not state.closed:
-                self._send_announcement(state, self._announcement(state, own))
+                self._announce(state, own)
         return True
+
+    def _announce(self, state: ProcessSetState, submissions: Sequence[Submission]) -> None:
+        joins = [each.payload for each in submissions if each.signature.kind == JOIN]
+        others = [each for each in submissions if each.signature.kind != JOIN] if joins else submissions
+        if self._timeline.recording:
+            for each in others:
+                self._timeline.ready(each.signature, self._world.rank)
+        self.known_submissions += state.negotiator.announce(others, joins[0] if joins else None)
 
     def announce_leaving(self) -> None:
         """Send the last announcement to every process set; earlier announcements stay valid."""
         for state in list(self.states.values()):
-            self._send_announcement(state, Announcement(state.number, state.seen, leave=self.leaving))
+            self._leave(state)
 
-    def _announcement(self, state: ProcessSetState, submissions: Sequence[Submission]) -> Announcement:
-        bits = 0
-        records = []
-        join = None
-        for submission in submissions:
-            if submission.signature.kind == JOIN:
-                join = submission.payload
-                continue
-            number = None if submission.signature.numbered else state.cache.number(submission.signature)
-            if number is None:
-                records.append(SubmissionRecord(submission.signature, submission.line, submission.waits))
-            else:
-                bits |= 1 << number
-                self.known_submissions += 1
-        return Announcement(state.number, state.seen, bits, tuple(records), join)
+    def _leave(self, state: ProcessSetState) -> None:
+        state.negotiator.announce([], leave=self.leaving)
+        if state.number == GLOBAL and state.coordinator is not None:
+            self.left.add(self._world.rank)
 
-    def _send_announcement(self, state: ProcessSetState, announcement: Announcement) -> None:
-        if state.coordinator is None:
-            self._mailbox.send(announcement, state.leader)
-        else:
-            self._receive(self._world.rank, announcement)
-
-    def _receive(self, source: int, message: Announcement | Response) -> None:
+    def _receive(self, source: int, message: Message) -> None:
         state = self.states.get(message.process_set)
         if message.process_set > self._newest:
             self._early.setdefault(message.process_set, []).append((source, message))
-        elif state is None:
-            return  # the process set was removed
-        elif isinstance(message, Response):
-            self._apply(state, message)
-        elif state.coordinator is not None:
-            if message.leave and message.process_set == GLOBAL:
+        elif state is not None:  # else the process set was removed
+            if isinstance(message, Announcement) and message.leave and message.process_set == GLOBAL:
                 self.left.add(source)
-            state.coordinator.announce(source, message)
-            if self._timeline.recording:
-                known = [state.coordinator.signature(number) for number in numbers(message.bits)]
-                for signature in (*(record.signature for record in message.records), *known):
-                    self._timeline.ready(signature, source)
+            state.negotiator.receive(source, message)
 
-    # Responses
+    # What all ranks do next
 
-    def send_response(self, state: ProcessSetState, response: Response) -> None:
-        """Send a coordinator's response to all members, and apply it on this rank."""
-        self._mailbox.send_others(response, state.members)
-        self._apply(state, response)
+    def _follow(self, state: ProcessSetState) -> bool:
+        """Do what the schedule says; True when it says anything."""
+        moved = False
+        while self.error is None and (entry := state.negotiator.next()) is not None:
+            moved = True
+            if isinstance(entry, Response):
+                self._apply(state, entry)
+            else:
+                with self._lock:
+                    for each in entry:
+                        del state.pending[each.key]
+                        each.begin(state.running, self._lock)
+                self._run(state, entry, len(state.members))
+        return moved
 
     def _apply(self, state: ProcessSetState, response: Response) -> None:
         """Do what the coordinator has decided."""
-        if self.error is not None:  # a rank's Broken may arrive before the response that it failed to run
-            return
-        state.seen = response.number
         for failure in response.failures:
             self._fail(state, failure)
         divisor = len(state.members)
         if response.live_average:
             divisor = max(1, divisor - len(response.joined))
-        signatures = [state.cache[number] for number in numbers(response.bits)] + list(response.new)
-        for number in response.forgotten:
-            state.cache.forget(number)
-        for number, signature in response.learned:
-            state.cache.learn(number, signature)
-        if signatures:
-            if self._debugs:
-                what = f"rank {self._world.rank}, process set {state.number}, response {response.number}"
-                LOGGER.debug(f"{what}: {_named(signatures)}")
-            self._run(state, signatures, divisor)
+        if response.new:
+            self._run(state, [self._ready(state, each) for each in response.new], divisor)
         if response.all_joined >= 0:
             self._end_join(state, response.all_joined)
         if response.closed:
             self.close(state, response.closed, response.leaver)
 
-    def _run(self, state: ProcessSetState, signatures: Sequence[Signature], divisor: int) -> None:
-        submissions = []
+    def _ready(self, state: ProcessSetState, signature: Signature) -> Submission:
+        """This rank's submission, or the neutral elements of a joined rank."""
         with self._lock:
-            for signature in signatures:
-                submission = state.pending.pop(signature.key, None)
-                if submission is None:
-                    if not state.joined:
-                        raise AssertionError(
-                            f"rank {self._world.rank} did not submit {signature.key!r}, but must run it"
-                        )
-                    submission = neutral_submission(signature, state.number, self._gpu)
-                submission.begin(state.running, self._lock)
-                submissions.append(submission)
-        for submission in submissions:
+            submission = state.pending.pop(signature.key, None)
+            if submission is None:
+                if not state.joined:
+                    raise AssertionError(f"rank {self._world.rank} did not submit {signature.key!r}, but must run it")
+                submission = neutral_submission(signature, state.number, self._gpu)
+            submission.begin(state.running, self._lock)
+        return submission
+
+    def _run(self, state: ProcessSetState, submissions: Sequence[Submission], divisor: int) -> None:
+        if self._debugs:
+            what = f"rank {self._world.rank}, process set {state.number}, response {state.negotiator.applied}"
+            LOGGER.debug(f"{what}: {_named([each.signature for each in submissions])}")
+        for submission in submissions if self._timeline.recording else ():
             self._timeline.agreed(submission)
         state.executor.run(submissions, divisor)
 

@@ -13,8 +13,7 @@ class Announcement(NamedTuple):
 
     process_set: int
     seen: int  # the number of the last response that this rank had read
-    bits: int = 0  # cached tensors: bit k stands for number k in the cache
-    records: tuple[SubmissionRecord, ...] = ()  # all others
+    records: tuple[SubmissionRecord, ...] = ()  # of what is not cached
     join: bool | None = None  # not None: this rank has joined; True: averages divide by the live ranks only
     leave: str = ""  # not empty: why this rank leaves; it announces nothing after this
 
@@ -32,16 +31,38 @@ class Response(NamedTuple):
 
     process_set: int
     number: int
-    bits: int = 0  # cached tensors that are ready; run first, in the order of their numbers
-    new: tuple[Signature, ...] = ()  # other tensors that are ready; run next, in this order
-    learned: tuple[tuple[int, Signature], ...] = ()  # new contents of the cache, by number
-    forgotten: tuple[int, ...] = ()  # numbers evicted from the cache; applied after `bits`, before `learned`
+    forgotten: tuple[int, ...] = ()  # cache ids; applied first
+    new: tuple[Signature, ...] = ()  # tensors that are ready; run in this order
+    learned: tuple[tuple[int, Signature], ...] = ()  # new contents of the cache, by id
     failures: tuple[Failure, ...] = ()
     joined: tuple[int, ...] = ()  # the ranks that have joined, and take part in reductions with neutral elements
     live_average: bool = False  # true: averages divide by the ranks that have not joined
     all_joined: int = -1  # the rank that joined last, when all have
     closed: str = ""  # not empty: which rank has left the job, and why; this process set runs nothing any more
     leaver: int = -1
+
+
+class Ready(NamedTuple):
+    """To the leader above: news of a subtree of groups."""
+
+    process_set: int
+    ids: list[int]  # submitted by all its ranks; that of an unnamed tensor may be there several times
+    withdrawn: list[int]  # earlier ones that will not be scheduled
+    applied: int  # the last response that all its ranks have applied
+
+
+class Scheduled(NamedTuple):
+    """To the leaders below: the next entries of the schedule, the ids of a batch or, without ids, a response."""
+
+    process_set: int
+    entries: list[list[int]]
+
+
+class Overdue(NamedTuple):
+    """To the coordinator: ids that some ranks of a group submitted long ago; forgetting them shows which ranks."""
+
+    process_set: int
+    ids: list[int]
 
 
 class ShutdownAck(NamedTuple):

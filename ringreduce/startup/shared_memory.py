@@ -12,13 +12,13 @@ import numpy as np
 
 from ringreduce.cost_model import Constants
 from ringreduce.execution.algorithms import candidates, check, usable_algorithms
-from ringreduce.execution.host import Host
+from ringreduce.execution.host import Host, window_bytes
 from ringreduce.log import LOGGER
 from ringreduce.settings import Settings
 from ringreduce.startup import measure
 from ringreduce.transport.base import complete
 from ringreduce.transport.message import MessageTransport
-from ringreduce.transport.window import FLAGS_BYTES, Window, block_bytes
+from ringreduce.transport.window import FLAGS_BYTES, Window
 from ringreduce.world import World
 
 SHARED_MEMORY = "/dev/shm"  # noqa: S108 - files there are memory
@@ -50,7 +50,7 @@ def make_window(world: World, settings: Settings) -> tuple[Window | None, str]:
     """The host's shared memory, or None and the reason; the same on all ranks."""
     if len(set(world.hosts)) == world.size:
         return None, "no two ranks are on one host"
-    steps = _allocate(world, block_bytes(settings.shared_slot_bytes, settings.shared_regions))
+    steps = _allocate(world, window_bytes(settings))
     while True:
         error = ""
         try:

@@ -3,7 +3,7 @@
 Each rank of the host owns a block; all may read and write all blocks. A block is cut into regions, one for each process
 set that uses shared memory at the same time, and a region into slots:
 
-    block of rank r   | flags | region 0: slot 0, 1, 2, 3 | region 1: slot 0, 1, 2, 3 | ...
+    block of rank r   | flags | region 0: slot 0, 1, 2, 3 | region 1: slot 0, 1, 2, 3 | ... | counters 0 | 1 | ...
 
 Flags only grow, and only their owner writes them. A rank writes data first and then its flag, with a fence between;
 others read the flag first and then the data, with a fence between.
@@ -65,9 +65,9 @@ class Window:
     check: Callable[[int], None] = lambda rank: None  # called during a long wait for a rank (of the world); may raise
 
 
-def block_bytes(slot_bytes: int, regions: int) -> int:
-    """The length of a block."""
-    return FLAGS_BYTES + regions * SLOTS * slot_bytes
+def block_bytes(slot_bytes: int, regions: int, group_bytes: int = 0) -> int:
+    """The length of a block.  group_bytes: of the part in which a process set negotiates, after all regions."""
+    return FLAGS_BYTES + regions * (SLOTS * slot_bytes + group_bytes)
 
 
 class Flags:

@@ -13,6 +13,7 @@ import ringreduce as rr
 from ringreduce import runtime
 from ringreduce.cost_model import Constants
 from ringreduce.partition import chunk_bounds
+from ringreduce.transport.counters import group_bytes
 from ringreduce.transport.window import block_bytes
 from tests.reference import MATRIX, all_but_one_of_each_extended, assert_reduced, data, readable
 from tests.tiers import parted
@@ -65,7 +66,7 @@ def assert_equal_everywhere(result):
 def test_what_was_found_is_told():
     info = rr.info()
     assert info.usable_algorithms == ("ring", "direct", "doubling", "shared")
-    assert info.shared_memory_bytes == block_bytes(SLOT_BYTES, 16)
+    assert info.shared_memory_bytes == block_bytes(SLOT_BYTES, 16, group_bytes(rr.info().settings["cache_capacity"]))
     assert info.constants == Constants(), "nothing is measured where memory is always shared"
     assert len(set(rr.allgather_object((info.algorithm, str(info.constants))))) == 1, "alike on all ranks"
 

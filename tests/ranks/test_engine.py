@@ -16,7 +16,7 @@ from ringreduce.execution.executor import Executor
 from ringreduce.execution.host import Host
 from ringreduce.execution.signature import Signature
 from ringreduce.execution.submission import Handle, Submission
-from ringreduce.negotiation.protocol import Announcement, Response, ShutdownAck, decode, encode
+from ringreduce.negotiation.protocol import Announcement, Response, Scheduled, ShutdownAck, decode, encode
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
 from ringreduce.transport.base import Work
@@ -38,6 +38,12 @@ def until(true):
         time.sleep(0.005)
 
 
+def respond(coordinator, response, rank):
+    """Send a response, and its place in the schedule."""
+    coordinator.send_control(encode(response), rank)
+    coordinator.send_control(encode(Scheduled(response.process_set, [[]])), rank)
+
+
 @pytest.mark.timeout(30)
 def test_a_set_that_is_closed_before_this_rank_hears_of_it_hangs_no_exit():
     """Ranks 0 to 2, of which 1 and 2 get a set. Rank 2 hears of its end, from rank 1, before it hears of it, from 0."""
@@ -50,11 +56,11 @@ def test_a_set_that_is_closed_before_this_rank_hears_of_it_hangs_no_exit():
     told = []
     until(lambda: told.extend(others[0].recv_control()) or told)
     gone = "rank 1 has left the job: its script ended"
-    others[1].send_control(encode(Response(1, 1, closed=gone, leaver=1)), 2)
+    respond(others[1], Response(1, 1, closed=gone, leaver=1), 2)
     time.sleep(0.1)
-    others[0].send_control(encode(Response(0, 1, new=(add,))), 2)
+    respond(others[0], Response(0, 1, new=(add,)), 2)
     handle.wait()
-    others[0].send_control(encode(Response(0, 2, closed=gone, leaver=1)), 2)
+    respond(others[0], Response(0, 2, closed=gone, leaver=1), 2)
     threading.Timer(0.1, lambda: others[0].send_control(encode(ShutdownAck()), 2)).start()
     late = threading.Timer(10, lambda: engine._fail_all(rr.CollectiveError("it hangs")))
     late.start()
@@ -78,7 +84,7 @@ def test_a_rank_that_leaves_tells_the_sets_that_it_is_yet_to_hear_of():
             or any(getattr(each, "leave", "") for each in told)
         )
     )
-    other.send_control(encode(Response(0, 1, new=(add,))), 1)
+    respond(other, Response(0, 1, new=(add,)), 1)
     told.clear()
     until(lambda: told.extend(decode(each.content) for each in other.recv_control()) or told)
     assert told == [Announcement(1, 0, leave="its script ended")]

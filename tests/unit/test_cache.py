@@ -1,48 +1,43 @@
 """A rank's cache, and the coordinator's number allocator."""
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from ringreduce.execution.signature import Signature
-from ringreduce.negotiation.cache import Cache, NumberAllocator, numbers
+from ringreduce.negotiation.cache import Cache, Ids
 
 
 def named(name, root=0):
     return Signature("broadcast", name, details=(("root_rank", root),))
 
 
-@given(st.sets(st.integers(0, 300)))
-def test_numbers_of_bits(chosen):
-    assert list(numbers(sum(1 << number for number in chosen))) == sorted(chosen)
-
-
 def test_exactly_what_was_learned_has_a_number():
     cache = Cache()
     cache.learn(4, named("a"))
-    assert cache.number(named("a")) == 4
-    assert cache.number(named("a", root=1)) is None
-    assert cache.number_of_key("broadcast.a") == 4
-    assert cache.number(named("b")) is None
-    assert cache.number_of_key("broadcast.b") is None
+    assert cache.id(named("a")) == 4
+    assert cache.id(named("a", root=1)) is None
+    assert cache.id_of_key(named("a", root=9)) == 4
+    assert cache.id(named("b")) is None
+    assert cache.id_of_key(named("b")) is None
     assert cache[4] == named("a")
     assert len(cache) == 1
 
 
-def test_a_new_description_replaces_the_old_one():
+def test_unnamed_signatures_are_found_by_all_but_their_number():
+    def unnamed(number, root):
+        return named(f"noname.{number}", root)._replace(numbered=True).unnumbered
+
     cache = Cache()
-    cache.learn(4, named("a"))
-    cache.learn(4, named("a", root=1))
-    assert cache.number(named("a")) is None
-    assert cache.number(named("a", root=1)) == 4
-    assert len(cache) == 1
+    cache.learn(0, unnamed(1, root=0))
+    cache.learn(1, unnamed(1, root=1))
+    assert [cache.id(unnamed(7, root)) for root in (0, 1, 2)] == [0, 1, None]
+    assert cache.id(named("noname")) is None, "a user's own name"
 
 
 def test_what_is_forgotten_is_unknown_and_its_number_free():
     cache = Cache()
     cache.learn(4, named("a"))
     cache.forget(4)
-    assert cache.number(named("a")) is None
+    assert cache.id(named("a")) is None
     assert len(cache) == 0
     with pytest.raises(KeyError):
         cache[4]
@@ -51,33 +46,32 @@ def test_what_is_forgotten_is_unknown_and_its_number_free():
 
 
 def filled(count, capacity=8):
-    allocator, cache = NumberAllocator(capacity), Cache()
+    ids, cache = Ids(capacity), Cache()
     for number in range(count):
-        assert allocator.allocate() == number
+        assert ids.allocate() == number
         cache.learn(number, named(f"t{number}"))
-    return allocator, cache
+    return ids, cache
 
 
-def test_the_longest_unused_are_taken_back_first_but_none_that_is_busy():
-    allocator, cache = filled(5)
-    allocator.use(0b00011)
-    assert allocator.evict(2, busy=0b00100, response=7, cache=cache) == [3, 4]
-    assert len(allocator) == 3
-    assert allocator.evict(9, busy=0b00100, response=7, cache=cache) == [0, 1]
-    assert allocator.evict(0, busy=0, response=7, cache=cache) == []
+def test_the_least_recently_used_are_forgotten_to_make_room():
+    ids, cache = filled(5, capacity=6)
+    ids.use([0, 1])
+    assert ids.least_used(cache, 1) == []
+    assert ids.least_used(cache, 3) == [2, 3]
+    assert ids.least_used(cache, 99) == [2, 3, 4, 0, 1]
+    ids.retire([2], 7)
+    cache.forget(2)
+    assert ids.least_used(cache, 3) == [3], "that of which not all have read makes room, too"
 
 
-def test_a_number_is_given_again_when_all_have_read_that_it_was_taken_back():
-    allocator, cache = filled(3)
-    assert allocator.evict(1, busy=0, response=7, cache=cache) == [0]
-    assert allocator.evict(1, busy=0, response=9, cache=cache) == [1]
-    allocator.seen_by_all(6)
-    assert allocator.former == {0: named("t0"), 1: named("t1")}
-    assert allocator.allocate() == 3
-    allocator.seen_by_all(8)
-    assert allocator.former == {1: named("t1")}
-    assert allocator.allocate() == 0
-    assert allocator.allocate() == 4
-    allocator.seen_by_all(9)
-    assert allocator.former == {}
-    assert allocator.allocate() == 1
+def test_an_id_is_given_again_when_all_have_read_that_it_was_forgotten():
+    ids, _ = filled(3, capacity=3)
+    assert ids.allocate() is None
+    ids.retire([0], 7)
+    ids.retire([1], 9)
+    ids.read(6)
+    assert ids.allocate() is None
+    ids.read(8)
+    assert [ids.allocate(), ids.allocate()] == [0, None]
+    ids.read(9)
+    assert [ids.allocate(), ids.allocate()] == [1, None]

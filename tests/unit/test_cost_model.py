@@ -12,7 +12,7 @@ from ringreduce.arrays.dtypes import TABLE
 from ringreduce.cost_model import ALGORITHMS, ONE_SHOT_BYTES, Constants, choose, is_one_shot, predict_us
 from ringreduce.errors import SettingsError
 from ringreduce.execution.algorithms import candidates, check, usable_algorithms
-from ringreduce.execution.host import Host
+from ringreduce.execution.host import Host, window_bytes
 from ringreduce.ops import Reduction, Sum
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
@@ -292,4 +292,4 @@ def test_info_tells_the_choice_and_its_reasons():
         assert info.algorithm.endswith(", then hierarchical")
         assert re.search(r"^constants +copy_gbs=5,.*wire_us=77,wire_gbs=1$", str(info), re.MULTILINE)
         assert re.search(rf"^algorithm +{re.escape(info.algorithm)}$", str(info), re.MULTILINE)
-        assert info.shared_memory_bytes == block_bytes(1 << 20, 2)
+        assert info.shared_memory_bytes == window_bytes(Settings())

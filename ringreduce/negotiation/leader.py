@@ -1,0 +1,146 @@
+"""What the leader of a group does: it finds what all ranks below it have submitted, and writes its group's schedule.
+
+A group is the ranks of a process set that share memory: those on one host, or a single rank. Its leader is its first
+rank. The groups' leaders form a tree, FAN_OUT below each; the root's is the coordinator's rank.
+
+    up    what is ready in a whole subtree, when it becomes ready        one message a batch of tensors
+    down  the schedule, decided by the root alone, so its order is one   one message a batch to each leader below
+
+A leader sees a group below it as one more member, whose counters it keeps itself. On one host there is no message. A
+tensor costs its group a counter and each message 4 bytes; with H hosts a batch takes 2 log(H) hops, whoever is late.
+
+The coordinator's responses are messages to all ranks; an entry of the schedule fixes the place of each. A response may
+forget an id. What was submitted by it and is not scheduled before the response is withdrawn, by ranks and by leaders,
+when they read the response, and submitted anew as a record. When all have read it, all counters are equal again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+
+from ringreduce.negotiation.protocol import Ready, Scheduled
+from ringreduce.transport.counters import APPLIED, TOTAL, GroupBlock, Schedule
+
+FAN_OUT = 4
+
+
+def parent_of(group: int) -> int:
+    """The group above one, which is not the root 0."""
+    return (group - 1) // FAN_OUT
+
+
+def children_of(group: int, groups: int) -> range:
+    """The groups directly below one."""
+    return range(FAN_OUT * group + 1, min(groups, FAN_OUT * group + FAN_OUT + 1))
+
+
+class Leader:
+    """One group's leader; messages are the caller's affair."""
+
+    def __init__(
+        self,
+        process_set: int,
+        blocks: Sequence[GroupBlock],
+        capacity: int,
+        fence: Callable[[], None],
+        children: Iterable[int] = (),
+        is_root: bool = True,
+    ) -> None:
+        """blocks: of the group's members;  children: any names of the groups below, as `receive` is called with."""
+        self._process_set = process_set
+        self._words = [each.words for each in blocks]
+        self._below = {child: np.zeros(capacity, np.uint32) for child in children}
+        self._rows = [*(each.counters for each in blocks), *self._below.values()]
+        self._passed = np.zeros(capacity, np.uint32)  # how often each id was ready here: what the root has scheduled
+        self._scheduled = self._passed if is_root else np.zeros(capacity, np.uint32)
+        self._known = np.zeros(capacity, bool)
+        self._high = 0  # ids from here on were never used
+        self._fence = fence
+        self._is_root = is_root
+        self._schedule = Schedule(blocks, fence)
+        self._totals = [0] * len(blocks)
+        self._news = False  # from below
+        self._withdrawn: list[int] = []
+        self._applied_below = dict.fromkeys(self._below, 0)
+        self._reported = self._awaited = 0  # responses: the last one reported as applied; the last that forgot any id
+        self._since: dict[tuple[int, int], float] = {}
+
+    def receive(self, child: int, message: Ready) -> None:
+        """News of a group below."""
+        if message.ids:
+            np.add.at(self._below[child], message.ids, 1)
+        if message.withdrawn:
+            np.subtract.at(self._below[child], message.withdrawn, 1)
+        self._applied_below[child] = message.applied
+        self._news = True
+
+    def poll(self) -> list[int]:
+        """The ids that have become ready in this subtree, ascending: for `schedule` at the root, else for `report`."""
+        self._schedule.flush()
+        totals = [words[TOTAL] for words in self._words]
+        if totals == self._totals and not self._news:
+            return []
+        self._fence()
+        self._totals, self._news = totals, False
+        high = self._high
+        times = self._rows[0][:high] - self._passed[:high]  # unsigned: right beyond 2**32, too
+        for row in self._rows[1:]:
+            times = np.minimum(times, row[:high] - self._passed[:high])
+        times *= self._known[:high]
+        ready = times.nonzero()[0]
+        if not ready.size:
+            return []
+        self._passed[:high] += times
+        return np.repeat(ready, times[ready]).tolist()  # type: ignore[no-any-return]
+
+    def report(self, ids: list[int]) -> Ready | None:
+        """The message for the leader above; None when there is no news."""
+        if not (ids or self._withdrawn or self._reported < self._awaited <= self.applied()):
+            return None
+        self._reported = self.applied()
+        withdrawn, self._withdrawn = self._withdrawn, []
+        return Ready(self._process_set, ids, withdrawn, self._reported)
+
+    def schedule(self, entries: list[list[int]]) -> Scheduled | None:
+        """Write entries that the root has decided; returns the message for the leaders below, None without any."""
+        for entry in entries:
+            self._schedule.append(entry)
+            if entry and not self._is_root:
+                np.add.at(self._scheduled, entry, 1)
+        return Scheduled(self._process_set, entries) if self._below else None
+
+    def change(self, response: int, forgotten: Sequence[int], learned: Sequence[int]) -> None:
+        """Follow a response: the root when it decides it, other leaders when they apply it."""
+        if forgotten:
+            forgotten = list(forgotten)  # NumPy takes a tuple for an index of several dimensions
+            lost = self._passed[forgotten] - self._scheduled[forgotten]
+            self._withdrawn += np.repeat(forgotten, lost).tolist()
+            self._passed[forgotten] = self._scheduled[forgotten]
+            self._known[forgotten] = False
+            self._awaited = response
+        if learned:
+            self._known[list(learned)] = True
+            self._high = max(self._high, max(learned) + 1)
+            self._news = True  # a faster rank may have submitted one already
+
+    def applied(self) -> int:
+        """The last response that all ranks of this subtree have applied; what they withdrew is in their counters."""
+        applied = min([words[APPLIED] for words in self._words] + list(self._applied_below.values()))
+        self._fence()
+        return int(applied)
+
+    def waiting(self, now_s: float) -> dict[int, float]:
+        """The ids that some ranks here have submitted and that are not scheduled: since which of these calls."""
+        high = self._high
+        differs = np.zeros(high, bool)
+        for row in self._rows:
+            differs |= row[:high] != self._scheduled[:high]
+        ids = (differs & self._known[:high]).nonzero()[0].tolist()
+        self._since = {key: self._since.get(key, now_s) for key in ((each, int(self._scheduled[each])) for each in ids)}
+        return {each: since for (each, _), since in self._since.items()}
+
+    def backdate(self, since_s: float) -> None:
+        """A rank says that something has waited since then."""
+        self._since = {key: min(since, since_s) for key, since in self._since.items()}

@@ -1,0 +1,250 @@
+"""One rank's part in the negotiation of one process set: it counts or announces, may lead or coordinate, and follows.
+
+announce(submissions)   cached ones are counted in shared memory; of the others, the coordinator gets records
+receive(rank, message)  another rank's control message
+poll()                  a leader's work, and the coordinator's
+next()                  what all ranks do next, in one order: run a batch, or apply a response
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from ringreduce.execution.signature import SubmissionRecord
+from ringreduce.execution.submission import Submission
+from ringreduce.negotiation.cache import Cache
+from ringreduce.negotiation.coordinator import Coordinator
+from ringreduce.negotiation.leader import Leader, children_of, parent_of
+from ringreduce.negotiation.protocol import Announcement, Overdue, Ready, Response, Scheduled
+from ringreduce.transport.counters import Counters, GroupBlock, group_bytes
+
+UNNAMED_WAIT_S = 0.05
+"""An unnamed tensor that waits longer for some ranks is negotiated by records: perhaps theirs has another signature."""
+
+
+Message = Announcement | Response | Ready | Scheduled | Overdue
+
+
+class Group:
+    """The ranks of a process set that share memory."""
+
+    def __init__(self, members: Sequence[int], hosts: Sequence[int], rank: int) -> None:
+        """hosts: by member, equal for those that share memory;  rank: a member."""
+        by_host: dict[int, list[int]] = {}
+        for member, host in zip(members, hosts, strict=True):
+            by_host.setdefault(host, []).append(member)
+        groups = list(by_host.values())
+        number = next(number for number, ranks in enumerate(groups) if rank in ranks)
+        self.ranks = groups[number]  # the first one leads
+        self.above = groups[parent_of(number)][0] if number else None  # the leader above
+        self.below = [groups[child][0] for child in children_of(number, len(groups))]
+
+
+class Negotiator:
+    """See above; used by one thread at a time."""
+
+    def __init__(
+        self,
+        process_set: int,
+        members: Sequence[int],
+        rank: int,
+        world_size: int,
+        group: Group,
+        blocks: Sequence[Any] | None,
+        capacity: int,
+        *,
+        fence: Callable[[], None],
+        send: Callable[[Any, int], None],
+        resubmit: Callable[[Sequence[Submission]], None],
+    ) -> None:
+        """blocks: the group's memory, by rank, each `group_bytes(capacity)` long; None for a group of one.
+
+        send:     sends a control message to another rank.
+        resubmit: called with submissions that are to be announced again, unless they have failed.
+        """
+        self.process_set = process_set
+        self.coordinator_rank = members[0]
+        self._members = members
+        self.cache = Cache()
+        self.applied = 0  # the number of the last response
+        self.coordinator = Coordinator(process_set, members, world_size, capacity) if rank == members[0] else None
+        self._group = group
+        self._send = send
+        self._resubmit = resubmit
+        views = [GroupBlock(each, capacity) for each in blocks or [np.zeros(group_bytes(capacity), np.uint8)]]
+        self._counters = Counters(views, group.ranks.index(rank), fence)
+        self._leader: Leader | None = None
+        if rank == group.ranks[0]:
+            self._leader = Leader(process_set, views, capacity, fence, group.below, group.above is None)
+        self._counted: dict[int, deque[Submission]] = {}
+        self._unnamed: dict[str, int | None] = {}
+        """The unnamed submissions that are not ready, in their order: the id by which each was counted, if it was."""
+        self._responses: dict[int, Response] = {}
+        self._awaits_response = False
+
+    def announce(self, submissions: Sequence[Submission], join: bool | None = None, leave: str = "") -> int:
+        """Count the submissions that are cached, and send the coordinator records of the others; returns the count."""
+        now, ids, records = time.monotonic(), [], []
+        for each in submissions:
+            signature = each.signature
+            number = self.cache.id(signature.unnumbered)
+            if signature.numbered:
+                number = self._unnamed_id(signature.key, number)
+            if number is None:
+                records.append(SubmissionRecord(signature, each.line, each.waits, now - each.submitted_s))
+            else:
+                ids.append(number)
+                self._counted.setdefault(number, deque()).append(each)
+        if ids:
+            self._counters.submit(ids)
+        if records or join is not None or leave:
+            announcement = Announcement(self.process_set, self.applied, tuple(records), join, leave)
+            if self.coordinator is None:
+                self._send(announcement, self.coordinator_rank)
+            else:
+                self._lead()  # what was counted before a rank joined or left is scheduled before
+                self.coordinator.announce(self.coordinator_rank, announcement)
+        return len(ids)
+
+    def _unnamed_id(self, key: str, number: int | None) -> int | None:
+        """The id to count an unnamed submission by: only if all of this rank that are not ready are of this id.
+
+        So unnamed submissions with different signatures are matched by their numbers, in the program's order.
+        """
+        if key in self._unnamed or (self._unnamed and number != next(reversed(self._unnamed.values()))):
+            number = None
+        self._unnamed[key] = number
+        return number
+
+    def receive(self, rank: int, message: Message) -> None:
+        """Handle another rank's control message."""
+        if isinstance(message, Response):
+            self._responses[message.number] = message
+        elif isinstance(message, Scheduled):
+            self._schedule(message.entries)
+        elif isinstance(message, Ready) and self._leader is not None:
+            self._leader.receive(rank, message)
+        elif isinstance(message, Announcement) and self.coordinator is not None:
+            self._lead()
+            self.coordinator.announce(rank, message)
+        elif isinstance(message, Overdue) and self.coordinator is not None:
+            self.coordinator.forget(message.ids)
+
+    # Leaders
+
+    def poll(self) -> bool:
+        """Schedule or report what is ready, and decide; True for news."""
+        if self._leader is None:
+            return False
+        moved = self._lead()
+        coordinator = self.coordinator
+        if coordinator is not None and coordinator.has_news:
+            coordinator.read(self._leader.applied())
+            response = coordinator.decide()
+            if response is not None:
+                self.respond(response)
+                moved = True
+        return moved
+
+    def _lead(self) -> bool:
+        if self._leader is None:
+            return False
+        ids = self._leader.poll()
+        if self._group.above is not None:
+            report = self._leader.report(ids)
+            if report is not None:
+                self._send(report, self._group.above)
+        elif ids and self.coordinator is not None and not self.coordinator.closed:
+            self.coordinator.used(ids)
+            self._schedule([ids])
+        return bool(ids)
+
+    def respond(self, response: Response) -> None:
+        """Send a response of this rank's coordinator to all members; it takes effect at its place in the schedule."""
+        if self._leader is None:
+            raise AssertionError("the coordinator's rank leads a group")
+        for rank in self._members:
+            if rank != self.coordinator_rank:
+                self._send(response, rank)
+        self._responses[response.number] = response
+        self._leader.change(response.number, response.forgotten, [number for number, _ in response.learned])
+        self._schedule([[]])
+
+    def _schedule(self, entries: list[list[int]]) -> None:
+        if self._leader is None:
+            raise AssertionError("a schedule was sent to a rank that does not lead a group")
+        message = self._leader.schedule(entries)
+        for rank in self._group.below:
+            self._send(message, rank)
+
+    def check(self, now_s: float, overdue_s: float) -> bool:
+        """Forget ids that some ranks have not submitted for so long; True when any wait at all. Called now and then."""
+        if self._leader is None:
+            return False
+        waiting = self._leader.waiting(now_s)
+        overdue = [
+            number for number, since_s in waiting.items() if now_s - since_s >= self._longest_s(number, overdue_s)
+        ]
+        if overdue and self.coordinator is not None:
+            self.coordinator.forget(overdue)
+        elif overdue:
+            self._send(Overdue(self.process_set, overdue), self.coordinator_rank)
+        return bool(waiting)
+
+    def anything_waits(self) -> bool:
+        """True while tensors wait for some ranks, as far as the coordinator knows."""
+        is_counted = self._leader is not None and bool(self._leader.waiting(time.monotonic()))
+        return is_counted or (self.coordinator is not None and self.coordinator.oldest_s() is not None)
+
+    def backdate(self, waited_s: float) -> None:
+        """Let all that waits have waited this long, as a rank says: this coordinator was idle, and did not look."""
+        if self._leader is not None and self.coordinator is not None:
+            now = time.monotonic()
+            self._leader.waiting(now)
+            self._leader.backdate(now - waited_s)
+            self.coordinator.backdate(waited_s)
+
+    def _longest_s(self, number: int, overdue_s: float) -> float:
+        is_unnamed = number in self.cache and self.cache[number].numbered
+        return min(overdue_s, UNNAMED_WAIT_S) if is_unnamed else overdue_s
+
+    # The schedule
+
+    def next(self) -> list[Submission] | Response | None:
+        """What all ranks do next: run these submissions together, or apply a response; None when there is nothing."""
+        if not self._awaits_response:
+            ids = self._counters.read()
+            if ids:
+                batch = [self._counted[number].popleft() for number in ids]
+                for each in batch if self._unnamed else ():
+                    self._unnamed.pop(each.signature.key, None)
+                return batch
+            self._awaits_response = ids is not None
+        response = self._responses.pop(self.applied + 1, None) if self._awaits_response else None
+        if response is not None:
+            self._awaits_response = False
+            self._follow(response)
+        return response
+
+    def _follow(self, response: Response) -> None:
+        again: list[Submission] = []
+        for number in response.forgotten:
+            lost = self._counted.pop(number, ())
+            self._counters.withdraw(number, len(lost))
+            self.cache.forget(number)
+            again += lost
+        for key in [*(each.key for each in response.new), *(each.key for each in response.failures)]:
+            self._unnamed.pop(key, None)
+        for number, signature in response.learned:
+            self.cache.learn(number, signature)
+        if self._leader is not None and self.coordinator is None:
+            self._leader.change(response.number, response.forgotten, [number for number, _ in response.learned])
+        self.applied = response.number
+        self._counters.applied(response.number)
+        if again:
+            self._resubmit(again)

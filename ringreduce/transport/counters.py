@@ -1,0 +1,124 @@
+"""What the ranks of one host have submitted, and what runs next, in memory that they share: no messages inside a host.
+
+Each member of a group, the ranks of a process set on one host, owns a block; only it writes there, and all read:
+
+    words     TOTAL submissions, SCHEDULE words READ, the last response APPLIED; of the leader: the schedule's END
+    schedule  the leader's, a ring of words: | 3 | id | id | id | 0 | 1 | id |   a batch of 3, a response, a batch of 1
+    counters  one a cache id: how often this member has submitted that tensor, modulo 2**32
+
+A member first counts, then raises its TOTAL, with a fence between; the leader (leader.py) first looks at the totals,
+then at the counters. It writes an entry, then END; members read END first. It overwrites what all have READ only.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+TOTAL, READ, APPLIED, END = 0, 1, 2, 8  # END is on a cache line of its own
+WORDS = 16
+RING = 4096  # words of the schedule
+MOST_IDS = RING // 2 - 1  # of one entry
+WRAP = (1 << 32) - 1
+
+
+def group_bytes(capacity: int) -> int:
+    """The length of a member's block, for `capacity` cache ids: a multiple of 64."""
+    return -(-(8 * WORDS + 4 * RING + 4 * capacity) // 64) * 64
+
+
+class GroupBlock:
+    """A member's block, as any member sees it."""
+
+    def __init__(self, block: Any, capacity: int) -> None:
+        """block: 1-D uint8, zero at first."""
+        schedule, counters = 8 * WORDS, 8 * WORDS + 4 * RING
+        # a memoryview's items are read ten times faster than an array's
+        self.words = memoryview(block[:schedule].view(np.int64))
+        self.schedule = memoryview(block[schedule:counters].view(np.int32))
+        self.counters = block[counters : counters + 4 * capacity].view(np.uint32)
+
+
+class Counters:
+    """A member's own part: it counts what it submits, and follows the schedule."""
+
+    def __init__(self, blocks: Sequence[GroupBlock], member: int, fence: Callable[[], None]) -> None:
+        """blocks: of all members, the leader's first;  member: this one's index."""
+        self._words = blocks[member].words
+        self._counters = memoryview(blocks[member].counters)
+        self._schedule = blocks[0].schedule
+        self._end = blocks[0].words[END:]
+        self._fence = fence
+        self._position = 0
+
+    def submit(self, ids: Iterable[int]) -> None:
+        """Count these submissions."""
+        counters, total = self._counters, 0
+        for each in ids:
+            counters[each] = (counters[each] + 1) & WRAP
+            total += 1
+        self._fence()
+        self._words[TOTAL] += total
+
+    def withdraw(self, number: int, times: int) -> None:
+        """Take back submissions of a forgotten id: then all members' counters of it are equal."""
+        self._counters[number] = (self._counters[number] - times) & WRAP
+
+    def applied(self, response: int) -> None:
+        """This member has applied a response, and withdrawn what that has forgotten."""
+        self._fence()
+        self._words[APPLIED] = response
+
+    def has_entry(self) -> bool:
+        """True when `read` would return an entry."""
+        return self._end[0] != self._position
+
+    def read(self) -> list[int] | None:
+        """The next entry of the schedule: the ids of a batch, none for a response; None when there is no entry."""
+        if self._end[0] == self._position:
+            return None
+        self._fence()
+        schedule, first = self._schedule, self._position + 1
+        self._position = first + schedule[self._position % RING]
+        entry = [schedule[k % RING] for k in range(first, self._position)]
+        self._fence()
+        self._words[READ] = self._position
+        return entry
+
+
+class Schedule:
+    """The leader's ring of entries; those for which there is no room wait until the slowest member has read on."""
+
+    def __init__(self, blocks: Sequence[GroupBlock], fence: Callable[[], None]) -> None:
+        self._words = [each.words for each in blocks]
+        self._ring = blocks[0].schedule
+        self._fence = fence
+        self._end = 0
+        self._waiting: deque[Sequence[int]] = deque()
+
+    def append(self, entry: Sequence[int]) -> None:
+        """Append a batch, or a response (no ids), and write what there is room for."""
+        for low in range(0, max(len(entry), 1), MOST_IDS):
+            self._waiting.append(entry[low : low + MOST_IDS])
+        self.flush()
+
+    def flush(self) -> None:
+        """Write waiting entries."""
+        if not self._waiting:
+            return
+        before = self._end
+        while self._waiting:
+            entry = self._waiting[0]
+            if self._end + 1 + len(entry) - min(words[READ] for words in self._words) > RING:
+                break
+            self._fence()
+            for word in (len(entry), *entry):
+                self._ring[self._end % RING] = word
+                self._end += 1
+            self._waiting.popleft()
+        if self._end != before:
+            self._fence()
+            self._words[0][END] = self._end

@@ -1,0 +1,245 @@
+"""A group's counters and schedule, and the tree of leaders: what is ready, in which order, at what cost."""
+
+import itertools
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ringreduce.negotiation.leader import FAN_OUT, Leader, children_of, parent_of
+from ringreduce.transport.counters import MOST_IDS, RING, TOTAL, Counters, GroupBlock, Schedule, group_bytes
+
+CAPACITY = 8
+
+
+def nothing():
+    pass
+
+
+def group(size, capacity=CAPACITY, fence=nothing, start=0):
+    """A lone group's members and leader, which knows all ids; counters begin at `start`."""
+    blocks = [GroupBlock(np.zeros(group_bytes(capacity), np.uint8), capacity) for _ in range(size)]
+    leader = Leader(0, blocks, capacity, fence)
+    for each in blocks:
+        each.counters[...] = start
+    leader._passed[...] = start
+    leader.change(1, (), range(capacity))
+    return [Counters(blocks, member, fence) for member in range(size)], leader
+
+
+def test_an_id_is_ready_when_all_members_have_submitted_it():
+    (first, second, third), leader = group(3)
+    assert leader.poll() == []
+    first.submit([3, 1])
+    second.submit([1, 2, 3])
+    assert leader.poll() == []
+    third.submit([1])
+    assert leader.poll() == [1]
+    third.submit([0, 3])
+    assert leader.poll() == [3]
+    assert leader.poll() == []
+
+
+def test_one_that_was_submitted_several_times_is_ready_as_often_as_by_the_slowest():
+    (first, second), leader = group(2)
+    first.submit([5, 5, 5])
+    second.submit([5, 5])
+    assert leader.poll() == [5, 5]
+    second.submit([5])
+    assert leader.poll() == [5]
+
+
+@pytest.mark.parametrize("start", [(1 << 32) - 2, (1 << 31) - 1])
+def test_counters_may_wrap_around(start):
+    members, leader = group(2, start=start)
+    for _ in range(4):
+        members[0].submit([2])
+        assert leader.poll() == []
+        members[1].submit([2])
+        assert leader.poll() == [2]
+    members[0].submit([2])
+    members[0].withdraw(2, 1)
+    members[1].submit([2])
+    assert leader.poll() == []
+
+
+def test_a_submission_that_comes_while_the_leader_looks_is_found_the_next_time():
+    """Whatever a member does at a fence of the leader: a total that was read with old counters must not hide it."""
+    late = []
+
+    def fence():
+        if late:
+            members[1].submit(late.pop())
+
+    members, leader = group(2, fence=nothing)
+    leader._fence = fence
+    members[0].submit([4, 6])
+    members[1].submit([6])
+    late.append([4])
+    assert sorted(leader.poll() + leader.poll()) == [4, 6]
+
+
+def test_a_member_counts_before_it_raises_its_total():
+    seen = []
+    blocks = [GroupBlock(np.zeros(group_bytes(CAPACITY), np.uint8), CAPACITY)]
+    member = Counters(blocks, 0, lambda: seen.append((blocks[0].counters[3], blocks[0].words[TOTAL])))
+    member.submit([3])
+    assert seen[0] == (1, 0)
+    assert blocks[0].words[TOTAL] == 1
+
+
+def test_what_is_not_cached_is_never_ready():
+    (only,), leader = group(1)
+    leader.change(2, (3,), ())
+    only.submit([3])
+    assert leader.poll() == []
+    only.withdraw(3, 1)
+    leader.change(3, (), (3,))
+    assert leader.poll() == []
+    only.submit([3])
+    assert leader.poll() == [3]
+
+
+def entries(member):
+    return list(iter(member.read, None))
+
+
+@given(st.lists(st.lists(st.integers(0, 9), max_size=700), max_size=60), st.randoms(use_true_random=False))
+def test_every_member_reads_all_entries_in_order_whoever_lags(batches, random):
+    blocks = [GroupBlock(np.zeros(group_bytes(10), np.uint8), 10) for _ in range(3)]
+    schedule, members = Schedule(blocks, nothing), [Counters(blocks, k, nothing) for k in range(3)]
+    read = [[] for _ in members]
+    for batch in batches:
+        schedule.append(batch)
+        for member, found in random.sample(list(zip(members, read, strict=True)), random.randint(0, 3)):
+            found += itertools.islice(iter(member.read, None), random.randint(0, 5))
+    for _ in range(len(batches) + 1):
+        for member, found in zip(members, read, strict=True):
+            found += entries(member)
+        schedule.flush()
+    assert read == [batches] * 3
+
+
+def test_a_batch_that_is_longer_than_the_schedule_is_cut():
+    blocks = [GroupBlock(np.zeros(group_bytes(1), np.uint8), 1) for _ in range(2)]
+    schedule, members = Schedule(blocks, nothing), [Counters(blocks, k, nothing) for k in range(2)]
+    batch = [number % 7 for number in range(3 * RING)]
+    schedule.append(batch)
+    read = [[], []]
+    for _ in range(9):
+        for member, found in zip(members, read, strict=True):
+            found += entries(member)
+        schedule.flush()
+    assert [list(itertools.chain(*each)) for each in read] == [batch] * 2
+    assert max(map(len, read[0])) == MOST_IDS
+
+
+@pytest.mark.parametrize("groups", [1, 2, 5, 6, 21, 64, 513])
+def test_the_tree_has_every_group_once(groups):
+    below = [child for number in range(groups) for child in children_of(number, groups)]
+    assert below == list(range(1, groups))
+    assert all(number in children_of(parent_of(number), groups) for number in range(1, groups))
+
+
+def test_what_waits_and_since_when():
+    (first, second), leader = group(2)
+    first.submit([1, 2])
+    assert leader.waiting(10.0) == {1: 10.0, 2: 10.0}
+    second.submit([1])
+    assert leader.poll() == [1]
+    first.submit([1])
+    assert leader.waiting(12.0) == {1: 12.0, 2: 10.0}, "the next submission of 1 is another one"
+    leader.backdate(11.0)
+    assert leader.waiting(13.0) == {1: 11.0, 2: 10.0}
+
+
+# Scale: hosts of 8 ranks, without a network
+
+
+class Hosts:
+    """Groups and what they send each other: all messages are delivered at once."""
+
+    def __init__(self, count, local=8, capacity=256):
+        self.messages = [0] * count
+        self.members, self.leaders = [], []
+        for number in range(count):
+            blocks = [GroupBlock(np.zeros(group_bytes(capacity), np.uint8), capacity) for _ in range(local)]
+            below = children_of(number, count)
+            self.members.append([Counters(blocks, member, nothing) for member in range(local)])
+            self.leaders.append(Leader(0, blocks, capacity, nothing, below, number == 0))
+            self.leaders[-1].change(1, (), range(161))
+        self.busiest = 0
+
+    def up(self, number):
+        """A leader looks; its news goes up, and what the root finds ready goes down."""
+        leader = self.leaders[number]
+        ids = leader.poll()
+        if number == 0:
+            if ids:
+                self.down(0, [ids])
+        elif (report := leader.report(ids)) is not None:
+            self.messages[number] += 1
+            self.leaders[parent_of(number)].receive(number, report)
+            self.up(parent_of(number))
+
+    def down(self, number, batches):
+        self.leaders[number].schedule(batches)
+        for child in children_of(number, len(self.leaders)):
+            self.messages[number] += 1
+            self.down(child, batches)
+
+    def step(self, batches=13):
+        """161 tensors in so many batches, each submitted by all ranks, the last hosts first."""
+        for batch in np.array_split(np.arange(161), batches):
+            for number in reversed(range(len(self.leaders))):
+                for member in self.members[number]:
+                    member.submit(batch.tolist())
+                self.up(number)
+            read = {tuple(itertools.chain(*entries(member))) for group in self.members for member in group}
+            assert read == {tuple(batch.tolist())}
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 64])
+def test_a_batch_costs_a_host_one_message_up_and_one_to_each_below(count):
+    hosts = Hosts(count)
+    hosts.step()
+    assert sum(hosts.messages) == 13 * 2 * (count - 1)
+    assert max(hosts.messages) <= 13 * (FAN_OUT + 1)
+
+
+def opcodes_of(work):
+    """How many of Python's instructions this takes: a measure that no loaded machine changes."""
+    count = 0
+
+    def trace(frame, event, _):
+        nonlocal count
+        frame.f_trace_opcodes = True
+        count += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return count
+
+
+def test_the_roots_work_does_not_grow_with_the_number_of_hosts():
+    work = []
+    for count in (8, 64):
+        hosts = Hosts(count)
+        for number in reversed(range(1, count)):
+            for member in hosts.members[number]:
+                member.submit(range(161))
+            ids = hosts.leaders[number].poll()
+            if ids:
+                hosts.leaders[parent_of(number)].receive(number, hosts.leaders[number].report(ids))
+        for member in hosts.members[0]:
+            member.submit(range(161))
+        root = hosts.leaders[0]
+        work.append(opcodes_of(lambda root=root: root.schedule([root.poll()])))
+    assert work[0] == work[1]
