@@ -63,6 +63,8 @@ class Inbox:
         self._callbacks: deque[Callable[[], object]] = deque()
         self._waiting: list[Handle] = []  # handles that threads wait for
         self._asleep = False
+        self.drive: Callable[[Handle], None] = lambda _: None
+        """Polls in the calling thread, for a moment or until the handle is done."""
         self._batching = False  # true: the engine sleeps to batch more, so another submission need not wake it
 
     # Called by the user's threads
@@ -80,30 +82,33 @@ class Inbox:
         self._urgent |= submission.waits
         self._last = submission.signature, submission.line, submission.submitted_s
 
-    def announce_soon(self) -> None:
-        """Wake the engine, unless it batches more."""
-        if not (self._batching and self.batches_more()):
-            self._wake()
+    def announce_soon(self, waits: bool) -> None:
+        """Wake the engine, unless it batches more, or the thread is about to wait, which wakes it if need be."""
+        if not waits and not (self._batching and self.batches_more()):
+            self.wake()
 
     def call_soon(self, callback: Callable[[], object]) -> None:
         """Run a callback in the engine's thread."""
         with self.lock:
             self._callbacks.append(callback)
-        self._wake()
+        self.wake()
 
     def on_poll(self) -> None:
         """A thread polls a handle: stop batching, as if it waited."""
         with self.lock:
             self._urgent |= bool(self._submissions)
-        self._wake()
+        self.wake()
 
     def wait(self, handle: Handle) -> None:
-        """Block until the handle is done; the engine does not batch meanwhile."""
+        """Block until the handle is done; the engine does not batch meanwhile. While it sleeps, this thread polls."""
         with self.lock:
             self._waiting.append(handle)
-        self._wake()
         try:
-            handle.block()
+            if self._asleep:
+                self.drive(handle)
+            if not handle.done():
+                self.wake()
+                handle.block()
         finally:
             with self.lock:
                 self._waiting.remove(handle)
@@ -112,7 +117,8 @@ class Inbox:
         """The handles that threads wait for, the longest first; with `lock` held."""
         return list(self._waiting)
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """End the sleep of the engine's thread."""
         if self._asleep:
             self._transport.wake()
 
@@ -150,6 +156,10 @@ class Inbox:
         with self.lock:
             submissions, self._submissions, self._urgent = self._submissions, [], False
         return [each for each in submissions if each.handle is not None]
+
+    def holds_any(self) -> bool:
+        """True while submissions or callbacks wait for a poll."""
+        return bool(self._submissions or self._callbacks)
 
     def last_submission_text(self) -> str:
         """This rank's last submission, for a stall report."""

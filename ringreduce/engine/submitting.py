@@ -91,7 +91,7 @@ class Submitting:
                 state.joined = True
             self._inbox.put(submission)
             self.count += 1
-        self._inbox.announce_soon()
+        self._inbox.announce_soon(waits)
         return handle
 
     def _check(self, state: ProcessSetState, submission: Submission) -> None:

@@ -35,6 +35,11 @@ class Gpu:
         self.paths: list[Any] = []  # GpuPaths, from a layer above, of the process sets that have memory on this GPU
         self._retired: deque[tuple[Event, Any]] = deque()
 
+    @property
+    def is_used(self) -> bool:
+        """True from the first GPU array on."""
+        return self.index is not None or "stream" in vars(self)
+
     def check(self, inputs: Sequence[Buffer]) -> None:
         """Raise InputError for an array on a GPU other than this rank's; called by the submitting threads."""
         for each in inputs:
