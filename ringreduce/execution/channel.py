@@ -37,6 +37,7 @@ from ringreduce.transport.window import Region, Signatures
 from ringreduce.world import World
 
 NAME = "ordered"  # of all operations, in messages
+TURN_S = 1e-3  # how often a thread that waits while another one runs operations looks at its own
 YIELD_S = 10e-3  # for this long after progress a waiting thread only yields the core
 LONGEST_SLEEP_S, SLEEP_SHARE = 10e-3, 0.05  # then it sleeps this share of the time that it has waited
 
@@ -73,7 +74,7 @@ class Channel:
         line: str | None = None,
     ) -> Handle:
         """See `Submitting.submit`; the order of the calls is the order of the operations."""
-        if any(each.on_gpu for each in inputs):
+        if any(each.on_gpu for each in (*inputs, *outputs)):
             raise InputError(
                 f"{kind}: ordered() takes arrays in host memory; pass array.cpu() or .get(), or call ringreduce.{kind}"
             )
@@ -169,18 +170,21 @@ class Channel:
     # Progress
 
     def _drive(self, handle: Handle) -> None:
-        """Run operations in the calling thread until this one is complete."""
-        moved_s = 0.0
-        with self._driving:
-            while not handle.done() and self.error is None:
-                if self._advance():
-                    moved_s = 0.0
-                elif not moved_s:
-                    moved_s = time.monotonic()
-                elif (waited_s := time.monotonic() - moved_s) < YIELD_S:
-                    os.sched_yield()
-                else:
-                    time.sleep(min(SLEEP_SHARE * waited_s, LONGEST_SLEEP_S))
+        """Run operations in the calling thread until this one is complete, or wait while another thread runs them."""
+        moved_s = time.monotonic()
+        while not handle.done() and self.error is None:
+            if not self._driving.acquire(timeout=TURN_S):
+                continue
+            try:
+                while not handle.done() and self.error is None:
+                    if self._advance():
+                        moved_s = time.monotonic()
+                    elif (waited_s := time.monotonic() - moved_s) < YIELD_S:
+                        os.sched_yield()
+                    else:
+                        time.sleep(min(SLEEP_SHARE * waited_s, LONGEST_SLEEP_S))
+            finally:
+                self._driving.release()
         handle.block()
 
     def poll(self) -> bool:

@@ -164,6 +164,27 @@ def test_messages_of_many_tags_arrive_by_tag_and_in_order(hosts):
     assert run_ranks(3, program, hosts=hosts) == [[3.0, 0.0, 1.0, 2.0]] * 3
 
 
+def test_a_thread_that_waits_long_holds_up_no_other():
+    """Rank 0's thread waits for what rank 1 sends only after it has heard from rank 0's main thread."""
+
+    def program():
+        channel = rr.ordered()
+        if rr.rank() == 0:
+            handle = channel.recv_async(np.zeros(2), 1, tag=1)
+            waiting = threading.Thread(target=handle.wait, daemon=True)
+            waiting.start()
+            time.sleep(0.1)
+            channel.barrier()
+            channel.send(np.ones(2), 1, tag=9)
+            waiting.join(20)
+            return handle.done()
+        channel.barrier()
+        channel.send(channel.recv(np.zeros(2), 0, tag=9), 0, tag=1)
+        return True
+
+    assert run_ranks(2, program) == [True, True]
+
+
 def test_a_message_of_another_shape_is_an_error_and_the_next_one_arrives():
     def program():
         channel = rr.ordered()
