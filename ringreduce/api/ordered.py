@@ -17,7 +17,7 @@ from ringreduce.arrays.view import as_buffer, to_write
 from ringreduce.errors import InputError
 from ringreduce.execution.signature import Signature, TensorSignature, sign
 from ringreduce.execution.submission import Handle, Submission
-from ringreduce.ops import Average, ReduceOp
+from ringreduce.ops import Adasum, Average, ReduceOp
 
 __all__ = ["Ordered", "ordered"]
 
@@ -61,6 +61,8 @@ class Ordered(ProcessSet):
         """Begin a `reduce`."""
         source, arguments = as_buffer(tensor), reductions.arguments_of("allreduce", None, op, 1.0, 1.0, self)
         arguments.check(source)
+        if op is Adasum:
+            raise InputError("reduce: op=Adasum; expected Average, Sum, Min, Max or Product, or call allreduce")
         outputs = [source.empty(source.shape)]
         return self._to_root("reduce", tensor, root_rank, source.shape, arguments.details, outputs=outputs)
 

@@ -9,6 +9,7 @@ from ringreduce.arrays.buffer import Buffer
 from ringreduce.arrays.gpu_buffer import ready
 from ringreduce.engine.channels import Channels
 from ringreduce.engine.inbox import Inbox
+from ringreduce.execution.channel import ORDERED
 from ringreduce.execution.signature import Signature, calling_line
 from ringreduce.execution.submission import Handle, Submission
 from ringreduce.gpu.runtime import Event
@@ -59,15 +60,15 @@ class Submitting:
         Raises: InputError when the name is pending already, or this rank is not in the process set; PeerLostError when
                 a rank has left.
         """
+        if line is None:
+            line = calling_line()
         if process_set < GLOBAL:
             channel = self._channels.of.get(process_set)
             if channel is None:
                 raise errors_for.unknown_set(kind, process_set, self._channels.members, self._world.rank)
             return channel.submit(
-                kind, sign=sign, inputs=inputs, outputs=outputs, finish=finish, payload=payload, waits=waits, line=line
+                Submission(sign(ORDERED), process_set, inputs, outputs, finish, payload, line, None, waits)
             )
-        if line is None:
-            line = calling_line()
         marks: Sequence[Event] = ()
         if any(each.on_gpu for each in inputs):
             self._gpu.check(inputs)

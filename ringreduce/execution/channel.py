@@ -16,12 +16,10 @@ import os
 import pickle
 import threading
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 
-from ringreduce.arrays.buffer import Buffer
 from ringreduce.collectives import bruck, ring
 from ringreduce.cost_model import is_one_shot
 from ringreduce.errors import CollectiveError, InputError, MismatchError
@@ -29,14 +27,14 @@ from ringreduce.execution import operations
 from ringreduce.execution.context import Context
 from ringreduce.execution.executor import Executor
 from ringreduce.execution.send_receive import Receiver, send
-from ringreduce.execution.signature import Signature, SubmissionRecord, calling_line, mismatch_message
+from ringreduce.execution.signature import Signature, SubmissionRecord, mismatch_message
 from ringreduce.execution.submission import Handle, Submission
 from ringreduce.transport.base import Steps
 from ringreduce.transport.waiting import WaitsFor
 from ringreduce.transport.window import Region, Signatures
 from ringreduce.world import World
 
-NAME = "ordered"  # of all operations, in messages
+ORDERED = "ordered"  # the name of all operations, in messages
 TURN_S = 1e-3  # how often a thread that waits while another one runs operations looks at its own
 YIELD_S = 10e-3  # for this long after progress a waiting thread only yields the core
 LONGEST_SLEEP_S, SLEEP_SHARE = 10e-3, 0.05  # then it sleeps this share of the time that it has waited
@@ -61,27 +59,14 @@ class Channel:
         self._running: dict[str, Submission] = {}
         self._count = 0
 
-    def submit(
-        self,
-        kind: str,
-        *,
-        sign: Callable[[str], Signature],
-        inputs: Sequence[Buffer] = (),
-        outputs: Sequence[Buffer] = (),
-        finish: Callable[[Submission], Any] = lambda _: None,
-        payload: Any = None,
-        waits: bool = False,
-        line: str | None = None,
-    ) -> Handle:
-        """See `Submitting.submit`; the order of the calls is the order of the operations."""
-        if any(each.on_gpu for each in (*inputs, *outputs)):
+    def submit(self, submission: Submission) -> Handle:
+        """Run an operation after those submitted before; the order of the calls is the same on all ranks."""
+        kind = submission.signature.kind
+        if any(each.on_gpu for each in (*submission.inputs, *submission.outputs)):
             raise InputError(
                 f"{kind}: ordered() takes arrays in host memory; pass array.cpu() or .get(), or call ringreduce.{kind}"
             )
-        signature = sign(NAME)
-        handle = Handle(signature, self._drive, self.poll)
-        line = calling_line() if line is None else line
-        submission = Submission(signature, 0, inputs, outputs, finish, payload, line, handle, waits)
+        handle = submission.handle = Handle(submission.signature, self._drive, self.poll)
         with self._lock:
             if self.error is not None:
                 raise copy.copy(self.error)
@@ -89,7 +74,7 @@ class Channel:
             submission.key = str(self._count)
             submission.begin(self._running, self._lock)
             self._enqueue(submission)
-        if not waits:
+        if not submission.waits:
             self._wake()
         return handle
 

@@ -251,6 +251,8 @@ def test_a_channel_of_some_ranks():
             with pytest.raises(rr.InputError, match="allreduce: rank 1 is not in process set -1, which has ranks 0,2"):
                 channel.allreduce(np.ones(3))
             return None
+        with pytest.raises(rr.InputError, match="reduce: op=Adasum; expected Average, Sum"):
+            channel.reduce(np.ones(3), 0, op=rr.Adasum)
         with pytest.raises(rr.InputError, match=r"send: rank 1 is not in ordered\(ranks=\[0, 2\]\)"):
             channel.send(np.ones(3), 1)
         return channel.allreduce(np.full(3, rr.rank() + 1.0), op=rr.Sum)[0], channel.broadcast(rr.rank(), 2)
