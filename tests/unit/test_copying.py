@@ -123,6 +123,17 @@ def test_a_reader_takes_the_kind_that_was_faster_in_the_last_trials(monkeypatch)
     assert target.tobytes() == source.tobytes()
 
 
+def test_copies_that_were_interrupted_do_not_count(monkeypatch):
+    """Three of four plain ones: as where ranks outnumber cores."""
+    clock = Clock(monkeypatch, 0.5 * SLOW_S, 0.2 * SLOW_S)
+    writer = Writer()
+    for number in range(3 * PROBE_EVERY):
+        clock.plain_s = (0.5 if number % 4 == 0 else 50) * SLOW_S
+        write(writer, 1)
+    assert not writer.streams
+    assert clock.streamed == 0
+
+
 def test_a_writer_goes_back_to_plain_stores_when_these_have_become_fast(monkeypatch):
     clock = Clock(monkeypatch, 4 * SLOW_S, SLOW_S)
     writer = Writer()
