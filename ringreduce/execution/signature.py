@@ -54,7 +54,7 @@ class SubmissionRecord(NamedTuple):
     signature: Signature
     line: str
     waits: bool = False  # the submitting thread waits for it at once
-    waited_s: float = 0.0  # since it was submitted
+    waited_s: int = 0  # whole seconds since it was submitted
 
 
 def sign(tensor: Buffer, name: str, shape: tuple[int, ...] | None = None) -> TensorSignature:

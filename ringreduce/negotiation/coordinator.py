@@ -10,6 +10,7 @@ have not submitted it for long. So all that needs the ranks' lines and signature
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,21 +23,20 @@ from ringreduce.negotiation.protocol import Announcement, Failure, Response
 JOINABLE = "allreduce"  # the only kind of operation that joined ranks can take part in
 
 
-class Entry(NamedTuple):
+@dataclasses.dataclass(slots=True)
+class Entry:
     """A tensor that some ranks have submitted, by records."""
 
+    signature: Signature  # the first rank's
     since_s: float
-    records: dict[int, SubmissionRecord]
+    records: dict[int, SubmissionRecord] = dataclasses.field(default_factory=dict)
+    differs: bool = False  # true: another rank's signature is another one
 
-    @property
-    def signature(self) -> Signature:
-        """The first rank's signature."""
-        return next(iter(self.records.values())).signature
-
-    def add(self, rank: int, record: SubmissionRecord) -> None:
-        """Add a rank's record; equal signatures become one object, so that ranks are compared by identity."""
-        first = self.signature if self.records else record.signature
-        self.records[rank] = SubmissionRecord(first, record.line, record.waits) if record.signature == first else record
+    def add(self, rank: int, record: SubmissionRecord, since_s: float) -> None:
+        """Add a rank's record."""
+        self.records[rank] = record
+        self.differs |= record.signature is not self.signature and record.signature != self.signature
+        self.since_s = min(self.since_s, since_s)
 
 
 class Waiting(NamedTuple):
@@ -95,18 +95,16 @@ class Coordinator:
 
     def _add_record(self, rank: int, record: SubmissionRecord) -> None:
         signature = record.signature
-        known = self._cache.id_of_key(signature.unnumbered)
-        if known is not None:  # other ranks may have submitted it by its id
-            self.forget([known])
-        since_s = self._clock() - record.waited_s
-        entry = self._entries.get(signature.key)
+        key, since_s = signature.key, self._clock() - record.waited_s
+        entry = self._entries.get(key)
         if entry is None:
-            entry = self._entries[signature.key] = Entry(since_s, {})
-            self._keys_by_name[signature.name].add(signature.key)
-        elif since_s < entry.since_s:
-            entry = self._entries[signature.key] = entry._replace(since_s=since_s)
-        entry.add(rank, record)
-        self._touched[signature.key] = None
+            known = self._cache.id_of_key(signature.unnumbered)
+            if known is not None:  # other ranks may have submitted it by its id
+                self.forget([known])
+            entry = self._entries[key] = Entry(signature, since_s)
+            self._keys_by_name[signature.name].add(key)
+        entry.add(rank, record, since_s)
+        self._touched[key] = None
 
     def forget(self, ids: Iterable[int]) -> None:
         """Let the next response forget these ids: ranks that have submitted one will announce a record instead."""
@@ -186,14 +184,14 @@ class Coordinator:
 
     def _failure(self, key: str, entry: Entry) -> Failure | None:
         """What is wrong with a tensor that all live ranks have submitted."""
-        records = entry.records
-        if len({id(record.signature) for record in records.values()}) > 1:
-            return Failure(key, "MismatchError", mismatch_message(records, self._world_size))
+        if entry.differs:
+            return Failure(key, "MismatchError", mismatch_message(entry.records, self._world_size))
         return self._join_failure(entry.signature) if self._joined and entry.signature.kind != JOINABLE else None
 
     def _rival(self, key: str, entry: Entry) -> str | None:
         """Another operation of the same name, when every rank waits in one of the two: neither can complete."""
-        for other in self._keys_by_name[entry.signature.name] - {key}:
+        keys = self._keys_by_name[entry.signature.name]
+        for other in keys - {key} if len(keys) > 1 else ():
             rival = self._entries[other].records
             records = {**entry.records, **rival}
             apart = len(records) == len(entry.records) + len(rival)
@@ -255,8 +253,8 @@ class Coordinator:
     def backdate(self, waited_s: float) -> None:
         """Let all tensors have waited `waited_s`, as a rank says: this idle coordinator read the announcements late."""
         since_s = self._clock() - waited_s
-        for key, entry in self._entries.items():
-            self._entries[key] = entry._replace(since_s=min(entry.since_s, since_s))
+        for entry in self._entries.values():
+            entry.since_s = min(entry.since_s, since_s)
 
     def abandon(self, failures: Sequence[Failure]) -> Response:
         """Fail stalled tensors; returns the response for all ranks."""

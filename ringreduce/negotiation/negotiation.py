@@ -115,7 +115,7 @@ class Negotiation:
             blocks,
             self._cache_capacity,
             fence=self._fence,
-            send=self._mailbox.send,
+            send=self._mailbox.send_others,
             resubmit=self._again.extend,
         )
 

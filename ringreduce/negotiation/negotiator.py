@@ -59,12 +59,12 @@ class Negotiator:
         capacity: int,
         *,
         fence: Callable[[], None],
-        send: Callable[[Any, int], None],
+        send: Callable[[Any, Sequence[int]], None],
         resubmit: Callable[[Sequence[Submission]], None],
     ) -> None:
         """blocks: the group's memory, by rank, each `group_bytes(capacity)` long; None for a group of one.
 
-        send:     sends a control message to another rank.
+        send:     sends a control message to ranks, but not to this one.
         resubmit: called with submissions that are to be announced again, unless they have failed.
         """
         self.process_set = process_set
@@ -96,7 +96,7 @@ class Negotiator:
             if signature.numbered:
                 number = self._unnamed_id(signature.key, number)
             if number is None:
-                records.append(SubmissionRecord(signature, each.line, each.waits, now - each.submitted_s))
+                records.append(SubmissionRecord(signature, each.line, each.waits, int(now - each.submitted_s)))
             else:
                 ids.append(number)
                 self._counted.setdefault(number, deque()).append(each)
@@ -105,7 +105,7 @@ class Negotiator:
         if records or join is not None or leave:
             announcement = Announcement(self.process_set, self.applied, tuple(records), join, leave)
             if self.coordinator is None:
-                self._send(announcement, self.coordinator_rank)
+                self._send(announcement, self._members[:1])
             else:
                 self._lead()  # what was counted before a rank joined or left is scheduled before
                 self.coordinator.announce(self.coordinator_rank, announcement)
@@ -158,7 +158,7 @@ class Negotiator:
         if self._group.above is not None:
             report = self._leader.report(ids)
             if report is not None:
-                self._send(report, self._group.above)
+                self._send(report, [self._group.above])
         elif ids and self.coordinator is not None and not self.coordinator.closed:
             self.coordinator.used(ids)
             self._schedule([ids])
@@ -168,9 +168,7 @@ class Negotiator:
         """Send a response of this rank's coordinator to all members; it takes effect at its place in the schedule."""
         if self._leader is None:
             raise AssertionError("the coordinator's rank leads a group")
-        for rank in self._members:
-            if rank != self.coordinator_rank:
-                self._send(response, rank)
+        self._send(response, self._members)
         self._responses[response.number] = response
         self._leader.change(response.number, response.forgotten, [number for number, _ in response.learned])
         self._schedule([[]])
@@ -179,8 +177,8 @@ class Negotiator:
         if self._leader is None:
             raise AssertionError("a schedule was sent to a rank that does not lead a group")
         message = self._leader.schedule(entries)
-        for rank in self._group.below:
-            self._send(message, rank)
+        if message is not None:
+            self._send(message, self._group.below)
 
     def check(self, now_s: float, overdue_s: float) -> bool:
         """Forget ids that some ranks have not submitted for so long; True when any wait at all. Called now and then."""
@@ -193,7 +191,7 @@ class Negotiator:
         if overdue and self.coordinator is not None:
             self.coordinator.forget(overdue)
         elif overdue:
-            self._send(Overdue(self.process_set, overdue), self.coordinator_rank)
+            self._send(Overdue(self.process_set, overdue), self._members[:1])
         return bool(waiting)
 
     def anything_waits(self) -> bool:

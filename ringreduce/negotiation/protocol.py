@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 from typing import Any, NamedTuple
 
@@ -121,6 +122,7 @@ def encode(message: Any) -> bytes:
     return pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
 
 
+@functools.lru_cache(maxsize=16)
 def decode(content: bytes) -> Any:
-    """Unpickle a control message; only for those of this job's own ranks."""
+    """Unpickle a control message; only for those of this job's own ranks. Equal ones of many ranks are one object."""
     return pickle.loads(content)  # noqa: S301

@@ -120,7 +120,6 @@ class Job:
         self.messages = defaultdict(deque)
         self.caches = {}
         self.last_to_join = -1
-        self.sent = 0
         self.running = []
         members = range(len(hosts))
         blocks = [np.zeros(group_bytes(capacity), np.uint8) for _ in hosts]
@@ -135,15 +134,15 @@ class Job:
                 [blocks[each] for each in group.ranks],
                 capacity,
                 fence=self.fence,
-                send=lambda message, to, source=rank.number: self.send(source, message, to),
+                send=lambda message, ranks, source=rank.number: self.send(source, message, ranks),
                 resubmit=rank.resubmit,
             )
         self.coordinator = self.ranks[0].negotiator.coordinator
 
-    def send(self, source, message, to):
-        assert source != to
-        self.sent += 1
-        self.messages[source, to].append(pickle.dumps(message))
+    def send(self, source, message, ranks):
+        for rank in ranks:
+            if rank != source:
+                self.messages[source, rank].append(pickle.dumps(message))
 
     def fence(self):
         if len(self.running) == 1 and self.random.random() < self.interrupts:
