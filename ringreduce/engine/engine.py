@@ -4,11 +4,9 @@ It never blocks inside an operation: collectives are generators, and every proce
 overlapping sets cannot deadlock. A service says what must be polled for when nothing moves.
 
 With nothing pending the thread sleeps until a submission, and polls control messages ever less often, at least once a
-second: nothing can be ready on all ranks before this rank submits it. A rank that has waited long sends a probe
-(stalls.py).
+second: nothing is ready before this rank submits it. A rank that has waited long sends a probe (stalls.py).
 
-The side jobs, timeline and stall watch, never end the main one: one that fails logs a warning, and stops. However the
-thread ends, it sets `_ended`, so that nobody waits for it for ever.
+However the thread ends, it sets `_ended`, so that nobody waits for it for ever.
 """
 
 from __future__ import annotations
@@ -71,46 +69,34 @@ class Engine:
         process_sets: Sequence[Sequence[int]] = (),
     ) -> None:
         """clock_offsets_us: by rank, how far its clock is ahead of rank 0's; by default 0.
-
         process_sets: the members of further process sets, the same on all ranks.
         """
         self.world, self.transport, self.settings, self.host = world, transport, settings, host
         self.memory = fusion.Memory(settings.fusion_buffer_bytes // 2, settings.fusion_slot_bytes)
         self.gpu = Gpu(world.rank)
         self.mailbox = mailbox = Mailbox(transport)
-        self._inbox = inbox = Inbox(
-            transport, settings, len(set(world.hosts)) == 1, oversubscribed=world.local_size >= host.cores
-        )
+        oversubscribed = world.local_size >= host.cores
+        self._inbox = inbox = Inbox(transport, settings, len(set(world.hosts)) == 1, oversubscribed)
         timeline = Timeline()
         self.negotiation = negotiation = Negotiation(world, host, settings, mailbox, inbox, timeline, self.gpu)
-        make_context = functools.partial(
-            Context, settings=settings, memory=self.memory, timeline=timeline, gpu=self.gpu
-        )
+        make = functools.partial(Context, settings=settings, memory=self.memory, timeline=timeline, gpu=self.gpu)
         self._channels = channels = Channels(settings, negotiation)
-        self._process_sets = ProcessSets(world, host, inbox, negotiation, channels, make_context)
+        self._process_sets = ProcessSets(world, host, inbox, negotiation, channels, make)
         self.states, self.sets = negotiation.states, self._process_sets.members
         self.submitting = Submitting(world, inbox, negotiation, channels, self.sets, self.gpu)
         self.submit = self.submitting.submit
         self.activity = Activity(inbox, negotiation, self.sets)
         self._leaving = Leaving(mailbox, negotiation, self._process_sets)
         self._recording = Recording(mailbox, timeline, self._process_sets.is_busy)
-        self._stalls = StallWatch(settings, mailbox, negotiation, self.activity.doing, self.fail_everything)
+        self._stalls = StallWatch(settings, mailbox, negotiation, self.activity.doing, self._fail_all)
         self._ended = threading.Event()
         self._polling = threading.Lock()  # held by the thread that polls
-        self._moved_s = time.monotonic()
-        inbox.drive = self._drive
-        offsets_us = clock_offsets_us or [0.0] * world.size
-        self.timeline = TimelineControl(inbox, self._recording, negotiation, self._ended, offsets_us)
-        mailbox.handlers[Broken] = self._receive_broken
-        self._services: list[Service] = [
-            inbox,
-            negotiation,
-            self._process_sets,
-            channels,
-            self._recording,
-            self.gpu,
-            self._stalls,
-        ]
+        self._moved_s, inbox.drive = time.monotonic(), self._drive
+        offsets = clock_offsets_us or [0.0] * world.size
+        self.timeline = TimelineControl(inbox, self._recording, negotiation, self._ended, offsets)
+        mailbox.handlers[Broken] = lambda source, broken: self._fail_all(errors.PeerLostError(broken.message, [source]))
+        self._services: list[Service] = [inbox, negotiation, self._process_sets, channels]
+        self._services += [self._recording, self.gpu, self._stalls]
         for members in (range(world.size), *process_sets):
             self._process_sets.add(members)
         self._thread = threading.Thread(target=self._run, name=f"ringreduce engine {world.rank}", daemon=True)
@@ -157,9 +143,7 @@ class Engine:
             self._ended.set()
 
     def _poll(self) -> bool:
-        moved = False
-        for service in self._services:
-            moved |= service.poll()
+        moved = any([service.poll() for service in self._services])  # noqa: C419, a list: all are polled
         if moved:
             self._moved_s = time.monotonic()
         return moved
@@ -207,13 +191,6 @@ class Engine:
         until_s = time.monotonic() + BROKEN_SEND_S
         while not self.mailbox.flushed() and time.monotonic() < until_s:
             time.sleep(LONGEST_SLEEP_S)
-
-    def _receive_broken(self, source: int, message: Broken) -> None:
-        self._fail_all(errors.PeerLostError(message.message, [source]))
-
-    def fail_everything(self, message: str) -> None:
-        """Fail all pending and running submissions with StalledError."""
-        self._fail_all(errors.StalledError(message))
 
     def _fail_all(self, error: Exception) -> None:
         with contextlib.suppress(Exception):  # what failed may be MPI itself

@@ -6,6 +6,7 @@ Submissions are batched for a while, unless they fill a batch or a thread waits:
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 from collections import deque
@@ -38,6 +39,7 @@ without this."""
 LONGEST_IDLE_SLEEP_S = 1.0
 """A rank that waits for nothing polls control messages after 40 ms, then ever less often: a poll of MPI costs some
 50 µs. Its own threads wake it at once."""
+SCRIPTS_SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2
 
 
 class Inbox:
@@ -104,7 +106,7 @@ class Inbox:
         with self.lock:
             self._waiting.append(handle)
         try:
-            if self._asleep:
+            if self._asleep and not has_signal_handlers():
                 self.drive(handle)
             if not handle.done():
                 self.wake()
@@ -196,3 +198,16 @@ class Inbox:
                 sleep_s = left_s if waits is WaitsFor.NOTHING else min(sleep_s, left_s)
             self._transport.sleep(sleep_s)
         self._asleep = self._batching = False
+
+
+def has_signal_handlers() -> bool:
+    """True in the main thread of a script that handles a signal by a function of its own.
+
+    That could run in the middle of a poll in this thread, and raise, or call a collective.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return False
+    return any(
+        callable(handler := signal.getsignal(number)) and handler is not signal.default_int_handler
+        for number in SCRIPTS_SIGNALS
+    )

@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from ringreduce.errors import StalledError
 from ringreduce.execution.signature import PACKAGE, Signature, ranks_text, tensor_text
 from ringreduce.log import LOGGER
 from ringreduce.monitor.launcher_link import report_stall
@@ -54,11 +55,11 @@ class StallWatch:
         mailbox: Mailbox,
         negotiation: Negotiation,
         doing: Callable[[StackRequest], str],
-        fail_everything: Callable[[str], None],
+        fail_all: Callable[[Exception], None],
     ) -> None:
         """doing: replies for this rank, which has its stack reported of the thread that calls this."""
         self._settings, self._mailbox, self._negotiation = settings, mailbox, negotiation
-        self._doing, self._fail_everything = doing, fail_everything
+        self._doing, self._fail_all = doing, fail_all
         self._init_thread = threading.get_ident()
         self._job = SideJob("the stall watch", mailbox.rank)
         messages = (StallProbe, StackRequest, StackReply)
@@ -123,7 +124,7 @@ class StallWatch:
         if self._is_due(state, stalled_s) and state.coordinator is not None:
             self._query(state, text, state.members)
         if self._is_over(stalled_s):
-            self._fail_everything(f"{text}; what has begun to arrive may still change its array")
+            self._fail_all(StalledError(f"{text}; what has begun to arrive may still change its array"))
         return True
 
     def _check_waiting(
@@ -180,7 +181,7 @@ class StallWatch:
             self._silent.add(state.number)
             self._warn(f"rank {self._mailbox.rank} has waited for {waited_s:.0f} s; {text}: {SILENT}")
         if state.number in self._silent and self._is_over(waited_s):
-            self._fail_everything(text)
+            self._fail_all(StalledError(text))
 
     def _receive(self, source: int, message: StallProbe | StackRequest | StackReply) -> None:
         """Handle a message of another rank's stall watch."""

@@ -1,5 +1,6 @@
 """Shared memory that MPI leaves when ranks are killed: none of it stays, and nobody else's is touched."""
 
+import itertools
 import mmap
 import os
 import signal
@@ -17,6 +18,7 @@ import pytest
 from ringrun.agent import shm_cleanup
 from ringrun.agent.shm_cleanup import ShmCleanup, mapped
 from ringrun.engines import MPICH, OpenMPI
+from tests.patience import wait_until
 
 SHM = Path("/dev/shm")
 
@@ -29,7 +31,8 @@ JOB = """
     windows = [MPI.Win.Allocate_shared(1 << 16, 1, comm=local), MPI.Win.Allocate(1 << 16, 1, comm=world)]
     data, result = np.arange(100000.0) + world.rank, np.empty(100000)
     world.Allreduce(data, result)
-    print(sum("/dev/shm/" in line for line in open("/proc/self/maps")) > 0)
+    names = {{line.split("/dev/shm/")[1].split()[0] for line in open("/proc/self/maps") if "/dev/shm/" in line}}
+    print("mapped", *names, flush=True)
     world.Barrier()
     {end}
     world.Barrier()
@@ -65,12 +68,14 @@ def test_no_shared_memory_is_left(
 ) -> None:
     done = ringrun("-np", 3, python, script(JOB.format(end=end)))
     wait_until_gone()
-    assert done.stdout.count("True") == 3, done.stderr
+    mapped_by_ranks = [line.split("mapped ")[1].split() for line in done.stdout.splitlines() if "mapped " in line]
+    assert [bool(names) for names in mapped_by_ranks] == [True] * 3, done.stdout + done.stderr
+    wait_until(lambda: not any((SHM / name).exists() for names in mapped_by_ranks for name in names), 5)
     assert_none_left(new_files)
 
 
 def assert_none_left(new_files: Callable[[], set[str]]) -> None:
-    """Of what a job makes, nothing is left that belongs to no process: other jobs may run at the same time.
+    """Of ringrun's folders none is left that belongs to no process: other jobs may run at the same time.
 
     Theirs are mapped, or in the environment of their ranks, but for moments at their beginning and their end.
     """
@@ -82,8 +87,8 @@ def assert_none_left(new_files: Callable[[], set[str]]) -> None:
 
 
 def unused(names: set[str]) -> set[str]:
-    """Those of these names in shared memory that ringrun or MPI gave, and that no process knows."""
-    ours = {name for name in names if name.startswith("ringrun-") or shm_cleanup._NAMES.fullmatch(name)}
+    """Those of these names in shared memory that ringrun gave, and that no process knows."""
+    ours = {name for name in names if name.startswith("ringrun-")}
     known = b"".join(
         text_of(process / name) for process in Path("/proc").glob("[0-9]*") for name in ("maps", "environ")
     )
@@ -102,10 +107,13 @@ def test_ringrun_killed_leaves_none_either(
 ) -> None:
     job = start("-np", 2, python, script(JOB.format(end="print('up'); time.sleep(60)")))
     assert job.stdout is not None
-    assert any("up" in line for line in job.stdout)
+    lines = list(itertools.takewhile(lambda line: "up" not in line, job.stdout))
+    names = [name for line in lines if "mapped " in line for name in line.split("mapped ")[1].split()]
+    assert names
     job.send_signal(signal.SIGKILL)
     job.wait()
     wait_until_gone()
+    wait_until(lambda: not any((SHM / name).exists() for name in names), 5)
     assert_none_left(new_files)
 
 
