@@ -22,12 +22,15 @@ class Leaving:
     def may_end(self) -> bool:
         """True when no rank needs this one any more."""
         negotiation, mailbox = self._negotiation, self._mailbox
+        states = negotiation.states.values()
         if negotiation.error is not None:
             return bool(negotiation.leaving)
         if not negotiation.leaving or self._process_sets.is_busy():
             return False
-        if mailbox.rank == 0 and not self._acked and len(negotiation.left) == mailbox.size:
+        if any(state.coordinator is not None and len(state.left) < len(state.members) for state in states):
+            return False  # a message that nobody receives could reach the next engine of this process
+        if mailbox.rank == 0 and not self._acked:
             mailbox.send_others(ShutdownAck())
             self._acked = True
         # rank 0 does not know what the coordinators of other sets still run: their last responses close the sets
-        return self._acked and all(state.closed for state in negotiation.states.values()) and mailbox.flushed()
+        return self._acked and all(state.closed for state in states) and mailbox.flushed()

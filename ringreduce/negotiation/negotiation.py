@@ -58,7 +58,6 @@ class Negotiation:
         self.known_submissions = 0  # how many submissions were counted by their id
         self.joins = 0  # how often all ranks have joined; equal on all ranks between two operations
         self.leaving = ""  # not empty: why this rank leaves
-        self.left: set[int] = set()  # on rank 0: the ranks that have left
         self.error: Exception | None = None  # why the engine has failed; it runs nothing any more
         self._world, self._mailbox, self._inbox, self._timeline, self._gpu = world, mailbox, inbox, timeline, gpu
         self._lock = inbox.lock
@@ -157,16 +156,15 @@ class Negotiation:
 
     def _leave(self, state: ProcessSetState) -> None:
         state.negotiator.announce([], leave=self.leaving)
-        if state.number == GLOBAL and state.coordinator is not None:
-            self.left.add(self._world.rank)
+        state.left.add(self._world.rank)
 
     def _receive(self, source: int, message: Message) -> None:
         state = self.states.get(message.process_set)
         if message.process_set > self._newest:
             self._early.setdefault(message.process_set, []).append((source, message))
         elif state is not None:  # else the process set was removed
-            if isinstance(message, Announcement) and message.leave and message.process_set == GLOBAL:
-                self.left.add(source)
+            if isinstance(message, Announcement) and message.leave:
+                state.left.add(source)
             state.negotiator.receive(source, message)
 
     # What all ranks do next

@@ -24,6 +24,7 @@ class ProcessSetState:
         self.joined = False
         self.closed = ""  # not empty: which rank has left, and why; nothing can run any more
         self.leaver = -1
+        self.left: set[int] = set()  # on the coordinator: the members that have left
 
     @property
     def coordinator(self) -> Coordinator | None:
