@@ -79,7 +79,9 @@ def allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> Array:
     """Reduce `tensor` over all ranks in place, and return it; otherwise as `allreduce`."""
-    return grouped_allreduce_([tensor], average, name, op, prescale_factor, postscale_factor, process_set)[0]
+    reduction = arguments_of("allreduce", average, op, prescale_factor, postscale_factor, process_set)
+    result: Array = submit([tensor], name, None, reduction, in_place=True, one=True, waits=True).wait()
+    return result
 
 
 def allreduce_async_(

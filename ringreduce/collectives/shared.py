@@ -117,6 +117,18 @@ def allreduce(
     yield from pipelined([_Slot(parts, region, reduction) for parts in slots], region, watch)
 
 
+def one_shot(source: Any, target: Any, region: Region, reduction: Reduction) -> Steps[None]:
+    """As `allreduce` of one array for which `is_one_shot` is true."""
+    sequence = region.sequence
+    region.sequence = sequence + 1
+    slots = [each[: source.size] for each in region.slots(sequence, reduction.element.storage)]
+    slots[region.rank][...] = source
+    region.publish(PACKED, sequence)
+    if not region.arrived(PACKED, sequence):
+        yield region.arrival(PACKED, sequence)
+    reduction.reduce_parts(slots, target)
+
+
 class SlotWork(Protocol):
     """What one rank does with one slot, in the memory that the sequence number selects."""
 

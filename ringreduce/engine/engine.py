@@ -43,6 +43,8 @@ from ringreduce.transport.waiting import WaitsFor
 from ringreduce.world import World
 
 DRIVE_S = 5e-3  # how long a thread that waits polls for itself: a handover costs nothing beside what takes longer
+TAKE_OVER_S = 1e-3  # how long it waits for the engine's thread to stop polling; that may be moving much data
+FULL_POLLS = 4  # a thread that waits polls for messages at every fourth turn in which nothing moves
 BROKEN_SEND_S = 1.0  # how long an engine that failed tries to notify the others
 
 
@@ -76,7 +78,8 @@ class Engine:
         self.gpu = Gpu(world.rank)
         self.mailbox = mailbox = Mailbox(transport)
         oversubscribed = world.local_size >= host.cores
-        self._inbox = inbox = Inbox(transport, settings, len(set(world.hosts)) == 1, oversubscribed)
+        one_host = len(set(world.hosts)) == 1
+        self._inbox = inbox = Inbox(transport, settings, one_host, oversubscribed)
         timeline = Timeline()
         self.negotiation = negotiation = Negotiation(world, host, settings, mailbox, inbox, timeline, self.gpu)
         make = functools.partial(Context, settings=settings, memory=self.memory, timeline=timeline, gpu=self.gpu)
@@ -92,10 +95,11 @@ class Engine:
         self._ended = threading.Event()
         self._polling = threading.Lock()  # held by the thread that polls
         self._moved_s, inbox.drive = time.monotonic(), self._drive
+        self._full_polls = FULL_POLLS if one_host else 1
         offsets = clock_offsets_us or [0.0] * world.size
         self.timeline = TimelineControl(inbox, self._recording, negotiation, self._ended, offsets)
         mailbox.handlers[Broken] = lambda source, broken: self._fail_all(errors.PeerLostError(broken.message, [source]))
-        self._services: list[Service] = [inbox, negotiation, self._process_sets, channels]
+        self._services: list[Service] = [inbox, mailbox, negotiation, self._process_sets, channels]
         self._services += [self._recording, self.gpu, self._stalls]
         for members in (range(world.size), *process_sets):
             self._process_sets.add(members)
@@ -133,8 +137,8 @@ class Engine:
                     if self._leaving.may_end():
                         break
                     waits = None if self._poll() else self._waits_for()
-                if waits is not None:
-                    self._inbox.idle_wait(self._moved_s, waits)
+                if waits is not None or self._inbox.driving.locked():
+                    self._inbox.idle_wait(self._moved_s, waits or WaitsFor.NOTHING)
         except BaseException as exc:  # whatever it was, the user's threads must not wait for this one
             self._break(exc)
         finally:
@@ -149,30 +153,40 @@ class Engine:
         return moved
 
     def _waits_for(self) -> WaitsFor:
-        return max(service.waits_for() for service in self._services)
+        return max([service.waits_for() for service in self._services])
 
-    def _drive(self, handle: Handle) -> None:
-        """Poll in the caller's thread for up to DRIVE_S while the engine's sleeps: saves a short call two switches.
+    def _drive(self, handle: Handle) -> bool:
+        """Poll in the caller's thread for up to DRIVE_S; the engine's sleeps meanwhile, so they need not switch.
 
+        Returns: True when the handle is done, and nothing is left for the engine's thread.
         Not with a GPU, which other ranks may have while this one joins: each thread has its own current stream.
         """
-        if self.gpu.is_used or handle.signature.kind == JOIN or not self._polling.acquire(blocking=False):
-            return
+        if self.gpu.is_used or handle.signature.kind == JOIN or not self._inbox.driving.acquire(blocking=False):
+            return False
         try:
-            until_s = time.monotonic() + DRIVE_S
-            while not handle.done() and time.monotonic() < until_s:
-                if not self._poll():
-                    os.sched_yield()
-            is_idle = self._waits_for() is WaitsFor.NOTHING and not self._inbox.holds_any()
+            if not self._polling.acquire(timeout=TAKE_OVER_S):
+                return False
+            try:
+                self._poll_until(handle)
+                return handle.done() and self._waits_for() is WaitsFor.NOTHING and not self._inbox.holds_any()
+            finally:
+                self._polling.release()
         except BaseException as exc:  # also KeyboardInterrupt: what it has interrupted cannot go on
             self._break(exc)
             if not isinstance(exc, Exception):
                 raise
-            return
+            return False
         finally:
-            self._polling.release()
-        if not is_idle:
-            self._inbox.wake()
+            self._inbox.driving.release()
+
+    def _poll_until(self, handle: Handle) -> None:
+        run, negotiate, still = self._process_sets.poll, self.negotiation.poll, 0
+        until_s = time.monotonic() + DRIVE_S
+        while not handle.done() and (now := time.monotonic()) < until_s:
+            if run() or negotiate():
+                self._moved_s = now
+            elif (still := still + 1) % self._full_polls == 0 and not self._poll():
+                os.sched_yield()
 
     # Failures
 

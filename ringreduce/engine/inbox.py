@@ -9,6 +9,7 @@ import os
 import signal
 import threading
 import time
+from _signal import getsignal  # type: ignore[import-not-found] # signal's own takes ten times as long
 from collections import deque
 from collections.abc import Callable
 
@@ -65,8 +66,9 @@ class Inbox:
         self._callbacks: deque[Callable[[], object]] = deque()
         self._waiting: list[Handle] = []  # handles that threads wait for
         self._asleep = False
-        self.drive: Callable[[Handle], None] = lambda _: None
-        """Polls in the calling thread, for a moment or until the handle is done."""
+        self.driving = threading.Lock()  # held while a thread that waits polls, or is about to
+        self.drive: Callable[[Handle], bool] = lambda _: False
+        """Polls in the calling thread until the handle is done, or for a moment; True when nothing is left to do."""
         self._batching = False  # true: the engine sleeps to batch more, so another submission need not wake it
 
     # Called by the user's threads
@@ -102,15 +104,13 @@ class Inbox:
         self.wake()
 
     def wait(self, handle: Handle) -> None:
-        """Block until the handle is done; the engine does not batch meanwhile. While it sleeps, this thread polls."""
+        """Block until the handle is done; the engine does not batch meanwhile. One of the threads that wait polls."""
         with self.lock:
             self._waiting.append(handle)
         try:
-            if self._asleep and not has_signal_handlers():
-                self.drive(handle)
-            if not handle.done():
+            if has_signal_handlers() or not self.drive(handle):
                 self.wake()
-                handle.block()
+            handle.block()
         finally:
             with self.lock:
                 self._waiting.remove(handle)
@@ -177,13 +177,17 @@ class Inbox:
     def idle_wait(self, moved_s: float, waits: WaitsFor) -> None:
         """Sleep or yield until there may be work.  moved_s: when anything moved last."""
         now = time.monotonic()
+        self._asleep = True  # first: who ends the reason for a sleep then looks here
+        is_driven = self.driving.locked()
         with self.lock:
-            batches_more = bool(self._submissions) and self.batches_more()
-            if self._callbacks or (self._submissions and not batches_more):
+            batches_more = self._batching = bool(self._submissions) and self.batches_more()
+            if not is_driven and (self._callbacks or (self._submissions and not batches_more)):
+                self._asleep = False
                 return
             latency_critical = self.latency_critical
-            self._asleep, self._batching = True, batches_more
-        if waits is WaitsFor.NOTHING and not batches_more:
+        if is_driven:
+            self._transport.sleep(LONGEST_SLEEP_S)
+        elif waits is WaitsFor.NOTHING and not batches_more:
             idle_s = LAZY_SLEEP_SHARE * (now - moved_s)
             self._transport.sleep(min(max(idle_s, LONGEST_SLEEP_S), LONGEST_IDLE_SLEEP_S))
         elif latency_critical and waits is not WaitsFor.FLAGS and now - moved_s < YIELD_S:
@@ -205,9 +209,10 @@ def has_signal_handlers() -> bool:
 
     That could run in the middle of a poll in this thread, and raise, or call a collective.
     """
-    if threading.current_thread() is not threading.main_thread():
+    if threading.get_ident() != threading.main_thread().ident:
         return False
-    return any(
-        callable(handler := signal.getsignal(number)) and handler is not signal.default_int_handler
-        for number in SCRIPTS_SIGNALS
-    )
+    for number in SCRIPTS_SIGNALS:
+        handler = getsignal(number)
+        if callable(handler) and handler is not signal.default_int_handler:
+            return True
+    return False

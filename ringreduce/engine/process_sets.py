@@ -129,4 +129,4 @@ class ProcessSets:
 
     def waits_for(self) -> WaitsFor:
         """What operations under way must be polled for."""
-        return max((state.executor.waits_for() for state in self._states.values()), default=WaitsFor.NOTHING)
+        return max([state.executor.waits_for() for state in self._states.values()], default=WaitsFor.NOTHING)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from ringreduce import fusion
 from ringreduce.collectives import hierarchical, shared
 from ringreduce.collectives.overlap import overlapped
+from ringreduce.cost_model import is_one_shot
 from ringreduce.execution.batch import PHASES, Batch, batches, carry, plan
 from ringreduce.execution.context import Context
 from ringreduce.execution.point_to_point import PointToPointAllreduce
@@ -20,6 +21,12 @@ from ringreduce.transport.subset import CHANNELS
 
 def allreduce(submissions: Sequence[Submission], context: Context) -> Steps[None]:
     """Reduce the tensors of submissions with equal op and scales; completes each as soon as it is finished."""
+    region = context.algorithms.shared_region
+    if region is not None and _is_short(submissions, context):
+        (source,), (target,) = submissions[0].inputs, submissions[0].outputs
+        yield from shared.one_shot(source.flat, target.flat, region, context.reduction(submissions[0], source.element))
+        submissions[0].complete()
+        return
     work, on_gpu = [], []
     found = [(batch, context.reduction(submissions[0], batch.inputs[0].element)) for batch in batches(submissions)]
     can = [nccl_can(reduction) for batch, reduction in found if batch.on_gpu]
@@ -44,6 +51,14 @@ def allreduce(submissions: Sequence[Submission], context: Context) -> Steps[None
             yield from _through_window(batch, reduction, algorithm, buckets, context)
         else:
             yield from overlapped(_through_messages(batch, reduction, algorithm, buckets, context), CHANNELS)
+
+
+def _is_short(submissions: Sequence[Submission], context: Context) -> bool:
+    """True for one short array, whose sum needs no plan."""
+    if len(submissions) > 1 or len(submissions[0].inputs) > 1 or context.timeline.recording:
+        return False
+    (source,) = submissions[0].inputs
+    return not source.on_gpu and source.nbytes > 0 and is_one_shot(source.nbytes, len(context.members))
 
 
 def _buckets(batch: Batch, reduction: Reduction, algorithm: str, context: Context) -> Sequence[fusion.Bucket]:

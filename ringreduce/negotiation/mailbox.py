@@ -7,6 +7,7 @@ from typing import Any
 
 from ringreduce.negotiation.protocol import decode, encode
 from ringreduce.transport.base import EngineTransport
+from ringreduce.transport.waiting import WaitsFor
 
 Handler = Callable[[int, Any], object]
 
@@ -38,13 +39,17 @@ class Mailbox:
         self.nbytes += len(content)
         self._transport.send_control(content, rank)
 
-    def receive(self) -> bool:
+    def poll(self) -> bool:
         """Handle what has arrived; True when there was anything."""
         messages = self._transport.recv_control()
         for source, content in messages:
             message = decode(content)
             self.handlers[type(message)](source, message)
         return bool(messages)
+
+    def waits_for(self) -> WaitsFor:
+        """Control messages, while any is to be sent."""
+        return WaitsFor.NOTHING if self._transport.flushed() else WaitsFor.CONTROL
 
     def flushed(self) -> bool:
         """True when all messages of this rank have been sent, so that it may exit."""

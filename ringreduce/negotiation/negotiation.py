@@ -75,7 +75,6 @@ class Negotiation:
     def poll(self) -> bool:
         """Do what can be done without waiting; True when anything moved."""
         moved = self.announce()
-        moved |= self._mailbox.receive()
         for state in list(self.states.values()):
             moved |= state.negotiator.poll()
             moved |= self._follow(state)
@@ -86,9 +85,9 @@ class Negotiation:
         return moved
 
     def waits_for(self) -> WaitsFor:
-        """Control messages, while anything is announced, or to be sent."""
-        pending = sum(len(state.pending) for state in self.states.values())
-        waits = self.leaving or self._inbox.announced(pending) or not self._mailbox.flushed()
+        """Control messages, while anything is announced."""
+        pending = sum([len(state.pending) for state in self.states.values()])
+        waits = self.leaving or self._inbox.announced(pending)
         return WaitsFor.CONTROL if waits else WaitsFor.NOTHING
 
     def added(self, number: int) -> None:

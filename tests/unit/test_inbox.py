@@ -107,7 +107,7 @@ def test_what_comes_while_the_engine_rests_wakes_it_and_else_it_looks_by_itself(
 
 def test_a_script_with_a_signal_handler_of_its_own_is_noticed_in_its_main_thread(monkeypatch):
     assert not inbox.has_signal_handlers()
-    monkeypatch.setattr(signal, "getsignal", {signal.SIGUSR1: print}.get)
+    monkeypatch.setattr(inbox, "getsignal", {signal.SIGUSR1: print}.get)
     assert inbox.has_signal_handlers()
     found = []
     thread = threading.Thread(target=lambda: found.append(inbox.has_signal_handlers()))
