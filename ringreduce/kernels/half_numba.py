@@ -6,7 +6,6 @@ is first needed, and numba keeps it in its cache on disk. None holds the GIL.
 
 from __future__ import annotations
 
-import functools
 import importlib
 import platform
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ringreduce.kernels import jit
-from ringreduce.kernels.half_numpy import Kernels, blocks, scratch, writable
+from ringreduce.kernels.half_numpy import Kernels, blocks, scratch, sum_by, writable
 from ringreduce.kernels.jit import compiled, extending, ir, numba
 
 
@@ -67,11 +66,6 @@ def _to_bfloat16(builder: Any, value: Any) -> Any:
     return builder.trunc(builder.lshr(builder.select(is_nan, word(0x7FC00000), rounded), word(16)), ir.IntType(16))
 
 
-@functools.partial(numba.njit, inline="always")
-def _quotient(value: Any, divisor: Any, reciprocal: Any) -> Any:
-    return value * reciprocal if reciprocal != 0 else value / divisor
-
-
 @compiled
 def _widen(source: Any, target: Any) -> None:
     for i in range(len(target)):
@@ -85,33 +79,16 @@ def _narrow(values: Any, target: Any) -> None:
 
 
 @compiled
-def _accumulate(total: Any, source: Any) -> None:
+def _add(source: Any, total: Any) -> None:
     for i in range(len(total)):
         total[i] += _float32(source[i])
 
 
 @compiled
-def _begin(first: Any, second: Any, total: Any) -> None:
-    for i in range(len(total)):
-        total[i] = _float32(first[i]) + _float32(second[i])
-
-
-@compiled
-def _end(total: Any, last: Any, divisor: Any, reciprocal: Any, out: Any) -> None:
+def _add_and_round(first: Any, second: Any, divisor: Any, reciprocal: Any, out: Any) -> None:
     for i in range(len(out)):
-        out[i] = _rounded(_quotient(total[i] + _float32(last[i]), divisor, reciprocal), out[i])
-
-
-@compiled
-def _alone(part: Any, divisor: Any, reciprocal: Any, out: Any) -> None:
-    for i in range(len(out)):
-        out[i] = _rounded(_quotient(_float32(part[i]), divisor, reciprocal), out[i])
-
-
-@compiled
-def _pair(first: Any, second: Any, divisor: Any, reciprocal: Any, out: Any) -> None:
-    for i in range(len(out)):
-        out[i] = _rounded(_quotient(_float32(first[i]) + _float32(second[i]), divisor, reciprocal), out[i])
+        total = _float32(first[i]) + _float32(second[i])
+        out[i] = _rounded(total * reciprocal if reciprocal != 0 else total / divisor, out[i])
 
 
 def _kernels(bits_type: type[np.signedinteger[Any]] | type[np.unsignedinteger[Any]]) -> Kernels:
@@ -124,33 +101,25 @@ def _kernels(bits_type: type[np.signedinteger[Any]] | type[np.unsignedinteger[An
     def narrow(values: Any, target: Any) -> None:
         _narrow(writable(values), bits(target))
 
+    def add(source: Any, total: Any) -> None:
+        _add(bits(source), total)
+
+    sum_widened = sum_by(widen, narrow, add)
+
     def sum_parts(parts: Sequence[Any], out: Any, divisor: Any, reciprocal: Any) -> None:
-        target, ours = bits(out), [bits(part) for part in parts]
-        if any(np.may_share_memory(out, part) for part in parts):
+        if len(parts) != 2:
+            sum_widened(parts, out, divisor, reciprocal)
+            return
+        overlaps = any(np.may_share_memory(out, part) for part in parts)
+        aside = scratch.other.view(bits_type)
+        for target, first, second in blocks(bits(out), *map(bits, parts)):
             # LLVM does not vectorise the loop where the output may overlap an input
-            for into, *pieces in blocks(target, *ours):
-                _, spare = scratch(len(into))
-                aside = spare.view(bits_type)[: len(into)]
-                _sum(pieces, aside, divisor, reciprocal)
-                into[...] = aside
-        else:
-            _sum(ours, target, divisor, reciprocal)
+            into = aside[: len(target)] if overlaps else target
+            _add_and_round(first, second, divisor, reciprocal, into)
+            if overlaps:
+                target[...] = into
 
     return Kernels(widen, narrow, sum_parts)
-
-
-def _sum(parts: Sequence[Any], out: Any, divisor: Any, reciprocal: Any) -> None:
-    if len(parts) == 2:
-        _pair(*parts, divisor, reciprocal, out)
-    elif len(parts) == 1:
-        _alone(parts[0], divisor, reciprocal, out)
-    else:
-        for target, first, second, *others, last in blocks(out, *parts):
-            total, _ = scratch(len(target))
-            _begin(first, second, total)
-            for part in others:
-                _accumulate(total, part)
-            _end(total, last, divisor, reciprocal, target)
 
 
 KERNELS = {"float16": _kernels(np.int16), "bfloat16": _kernels(np.uint16)}

@@ -14,17 +14,19 @@ _FROM_FLOAT16 = np.float32(2.0**112)  # what the exponent is off by when a float
 _SIGN_AND_VALUE = np.int32(-0x70002000)  # 0x8FFFE000
 
 
+Convert = Callable[[Any, Any], None]  # of a source, into a target
+SumParts = Callable[[Sequence[Any], Any, Any, Any], None]
+
+
 class Kernels(NamedTuple):
     """What is done to the elements of one 16-bit type: float16, or bfloat16 held as uint16.
 
     Arrays are NumPy's, 1-D and contiguous, of equal lengths. A NaN stays a NaN; its payload may change.
     """
 
-    widen: Callable[[Any, Any], None]  # `widen(source, target)`: write 16-bit elements into a float32 array; exact
-    narrow: Callable[
-        [Any, Any], None
-    ]  # `narrow(values, target)`: round float32 elements to nearest even, or to infinity
-    sum_parts: Callable[[Sequence[Any], Any, Any, Any], None]
+    widen: Convert  # `widen(source, target)`: write 16-bit elements into a float32 array; exact
+    narrow: Convert  # `narrow(values, target)`: round float32 elements to nearest even, or to infinity
+    sum_parts: SumParts
     """`sum_parts(parts, out, divisor, reciprocal)`: add 16-bit arrays in float32, in this order, divide, round.
 
     `out` may be one of the parts.  divisor, reciprocal: float32 scalars; the reciprocal is 0 unless it is exact.
@@ -35,17 +37,11 @@ class _Scratch(threading.local):
     """Each thread's blocks for reuse: new memory from the system would cost more than the arithmetic."""
 
     def __init__(self) -> None:
-        self.pair = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32)
+        self.total, self.other = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32)
         self.bits = np.empty(BLOCK, np.uint32)
 
 
-_scratch = _Scratch()
-
-
-def scratch(count: int) -> tuple[Any, Any]:
-    """Two float32 arrays of `count` elements, at most BLOCK; valid until this thread's next call."""
-    total, other = _scratch.pair
-    return total[:count], other[:count]
+scratch = _Scratch()
 
 
 def blocks(*arrays: Any) -> Any:
@@ -54,15 +50,6 @@ def blocks(*arrays: Any) -> Any:
     if count <= BLOCK:
         return (arrays,)
     return (tuple(each[low : low + BLOCK] for each in arrays) for low in range(0, count, BLOCK))
-
-
-def divide(total: Any, divisor: Any, reciprocal: Any) -> None:
-    """Divide in place; multiplying by an exact reciprocal has the same bits and is faster."""
-    if reciprocal:
-        if reciprocal != 1:
-            np.multiply(total, reciprocal, out=total)
-    else:
-        np.divide(total, divisor, out=total)
 
 
 def writable(array: Any) -> Any:
@@ -118,7 +105,7 @@ def _narrow_bfloat16(values: Any, target: Any) -> None:
 def _narrow_bfloat16_block(values: Any, target: Any) -> None:
     """The upper halves, rounded to nearest even (the carry may rightly run into infinity)."""
     bits = values.view(np.uint32)
-    rounded = np.right_shift(bits, np.uint32(16), out=_scratch.bits[: len(bits)])
+    rounded = np.right_shift(bits, np.uint32(16), out=scratch.bits[: len(bits)])
     np.bitwise_and(rounded, np.uint32(1), out=rounded)
     np.add(rounded, np.uint32(0x7FFF), out=rounded)
     np.add(rounded, bits, out=rounded)
@@ -128,18 +115,31 @@ def _narrow_bfloat16_block(values: Any, target: Any) -> None:
         target[np.isnan(values)] = 0x7FC0  # rounding could carry a NaN's payload into infinity
 
 
-def _kernels(widen: Callable[[Any, Any], None], narrow: Callable[[Any, Any], None]) -> Kernels:
+def sum_by(widen: Convert, narrow: Convert, add: Convert | None = None) -> SumParts:
+    """`Kernels.sum_parts` by these conversions; `add(part, total)` adds 16-bit elements to float32 ones."""
+
+    def widen_and_add(part: Any, total: Any) -> None:
+        other = scratch.other[: len(total)]
+        widen(part, other)
+        np.add(total, other, out=total)
+
     def sum_parts(parts: Sequence[Any], out: Any, divisor: Any, reciprocal: Any) -> None:
         for target, first, *rest in blocks(out, *parts):
-            total, other = scratch(len(target))
+            total = scratch.total[: len(target)]
             widen(first, total)
             for part in rest:
-                widen(part, other)
-                np.add(total, other, out=total)
-            divide(total, divisor, reciprocal)
+                (add or widen_and_add)(part, total)
+            if not reciprocal:
+                np.divide(total, divisor, out=total)
+            elif reciprocal != 1:
+                np.multiply(total, reciprocal, out=total)  # the same bits, and faster
             narrow(total, target)
 
-    return Kernels(widen, narrow, sum_parts)
+    return sum_parts
+
+
+def _kernels(widen: Convert, narrow: Convert) -> Kernels:
+    return Kernels(widen, narrow, sum_by(widen, narrow))
 
 
 KERNELS = {

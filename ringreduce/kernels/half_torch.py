@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ringreduce.kernels.half_numpy import BLOCK, Kernels, divide, scratch, writable
+from ringreduce.kernels.half_numpy import BLOCK, Kernels, sum_by, writable
 
 torch: Any = importlib.import_module("torch")
 
@@ -39,25 +39,14 @@ def _kernels(tensor: Callable[[Any], Any]) -> Kernels:
         for few, wide in _blocks(tensor(target), _tensor(values)):
             few.copy_(wide)
 
+    sum_widened = sum_by(widen, narrow)
+
     def sum_parts(parts: Sequence[Any], out: Any, divisor: Any, reciprocal: Any) -> None:
-        cut = _blocks(tensor(out), *map(tensor, parts))
         if len(parts) == 2 and reciprocal == 1:
-            for target, first, second in cut:
+            for target, first, second in _blocks(tensor(out), *map(tensor, parts)):
                 torch.add(first, second, out=target)  # adds in float32 and rounds once
-            return
-        total, other = scratch(min(len(out), BLOCK))
-        wide = _tensor(total), _tensor(other)
-        for target, first, *rest in cut:
-            count = len(target)
-            if count < len(total):
-                total, other = total[:count], other[:count]
-                wide = wide[0][:count], wide[1][:count]
-            wide[0].copy_(first)
-            for part in rest:
-                wide[1].copy_(part)
-                np.add(total, other, out=total)
-            divide(total, divisor, reciprocal)
-            target.copy_(wide[0])
+        else:
+            sum_widened(parts, out, divisor, reciprocal)
 
     return Kernels(widen, narrow, sum_parts)
 
