@@ -31,11 +31,12 @@ _DETAILS = {number: name for name, number in LEVELS.items() if number < logging.
 
 
 class _Handler(logging.Handler):
-    """Writes to the current sys.stderr."""
+    """Writes `ringreduce: text` to the current sys.stderr; levels below warning as `ringreduce: debug: text`."""
 
     def __init__(self, sets_level: bool) -> None:
         super().__init__()
         self.sets_level = sets_level
+        self.timestamps = False
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write the record in one piece."""
@@ -46,15 +47,8 @@ class _Handler(logging.Handler):
             with contextlib.suppress(Exception):  # stderr may be closed
                 self.handleError(record)
 
-
-class _Formatter(logging.Formatter):
-    """`ringreduce: text`; levels below warning are named, as in `ringreduce: debug: text`."""
-
-    def __init__(self, timestamps: bool) -> None:
-        super().__init__()
-        self.timestamps = timestamps
-
     def format(self, record: logging.LogRecord) -> str:
+        """The line for a record."""
         detail = _DETAILS.get(record.levelno)
         text = f"ringreduce: {f'{detail}: ' if detail else ''}{record.getMessage()}"
         if not self.timestamps:
@@ -72,12 +66,6 @@ def configure(level: str, timestamps: bool) -> None:
         ours = _Handler(sets_level=LOGGER.level == logging.NOTSET)
         LOGGER.addHandler(ours)
         LOGGER.propagate = False  # a handler of the root logger would print it twice
-    ours.setFormatter(_Formatter(timestamps))
+    ours.timestamps = timestamps
     if ours.sets_level:
         LOGGER.setLevel(LEVELS[level])
-
-
-def parse_level(text: str) -> str | None:
-    """The level's name in lower case; None for an unknown one."""
-    name = text.lower()
-    return name if name in LEVELS else None

@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 
 from ringreduce.errors import SettingsError
-from ringreduce.log import LEVELS, parse_level
+from ringreduce.log import LEVELS
 
 PREFIX = "RINGREDUCE_"
 HOROVOD = {
@@ -131,9 +131,9 @@ _COUNTS = {"CAPACITY": (0, "tensors of 0 or more"), "RESTART_COUNT": (0, "restar
 def _parse(variable: str, text: str, default: object) -> object:
     """`text` in the type of `default`."""
     if variable.endswith("_LOG_LEVEL"):
-        if (level := parse_level(text)) is None:
+        if text.lower() not in LEVELS:
             raise SettingsError(f"{variable}={text!r}: {_EXPECTED_LEVEL}")
-        return level
+        return text.lower()
     if isinstance(default, str):
         return text
     if isinstance(default, bool):

@@ -59,20 +59,19 @@ def broadcast_async_(
 def _broadcast_one(
     tensor: Any, root_rank: int, name: str | None, process_set: ProcessSet, in_place: bool, waits: bool
 ) -> Handle:
-    if in_place:
-        sources, written = to_write([tensor])
-        targets = sources
-    else:
-        sources = [as_buffer(tensor)]
-        targets = [sources[0].empty(sources[0].shape)]
-
     def finish(submission: Submission) -> Any:
         if not in_place:
-            return like(tensor, targets[0])
+            return like(tensor, target)
         written()
         return tensor
 
-    return submit_broadcast(sources, targets, root_rank, name, None, process_set, finish, waits)
+    if in_place:
+        (source,), written = to_write([tensor])
+        target = source
+    else:
+        source = as_buffer(tensor)
+        target = source.empty(source.shape)
+    return submit_broadcast([source], [target], root_rank, name, None, process_set, finish, waits)
 
 
 def submit_broadcast(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ringreduce import runtime
@@ -320,16 +320,23 @@ def submit(
     engine = runtime.current(arguments.function).engine
     if in_place:
         inputs, written = to_write(tensors)
-        finish: Any = functools.partial(_in_place, tensors, one, written)
     else:
-        inputs = [as_buffer(arguments.number(tensor)) for tensor in tensors]
-        finish = functools.partial(_in_outputs, tensors, one)
+        inputs, written = [as_buffer(arguments.number(tensor)) for tensor in tensors], None
     for each in inputs:
         arguments.check(each)
     if names is not None and len(names) != len(tensors):
         raise InputError(f"{arguments.function}: {len(names)} names for {len(tensors)} tensors; pass one for each")
     has_outputs = not in_place and arguments.function == "allreduce"
     outputs = [each.empty(each.shape) for each in inputs] if has_outputs else inputs
+
+    def finish(submission: Submission) -> Any:
+        if written is None:
+            results = [like(tensor, output) for tensor, output in zip(tensors, submission.outputs, strict=True)]
+        else:
+            written()
+            results = list(tensors)
+        return results[0] if one else results
+
     return engine.submit(
         arguments.function,
         name,
@@ -341,13 +348,3 @@ def submit(
         waits=waits,
         line=line,
     )
-
-
-def _in_place(tensors: Sequence[Any], one: bool, written: Callable[[], None], submission: Submission) -> Any:
-    written()
-    return tensors[0] if one else list(tensors)
-
-
-def _in_outputs(tensors: Sequence[Any], one: bool, submission: Submission) -> Any:
-    results = [like(tensor, output) for tensor, output in zip(tensors, submission.outputs, strict=True)]
-    return results[0] if one else results

@@ -19,10 +19,12 @@ from ringreduce.execution.batch import Batch, batches, carry, plan
 from ringreduce.execution.context import Context, Operation
 from ringreduce.execution.submission import Submission
 from ringreduce.fusion import Bucket
-from ringreduce.gpu.through_host import GpuBroadcast, down, room, up
+from ringreduce.gpu.allreduce import GpuBatch
+from ringreduce.gpu.through_host import down, room, up
 from ringreduce.ops import Adasum, Reduction
 from ringreduce.partition import bounds_of, by_chunk, chunk_bounds
 from ringreduce.transport.base import Steps
+from ringreduce.transport.subset import CHANNELS
 from ringreduce.transport.window import Region
 
 
@@ -70,11 +72,11 @@ def _adasum(submissions: Sequence[Submission], context: Context) -> Steps[None]:
 def _broadcast(submissions: Sequence[Submission], context: Context) -> Steps[None]:
     root = context.set_rank("broadcast", submissions[0].signature.detail("root_rank"))
 
-    def collective(flat: Any, _: Any) -> Steps[None]:
-        yield from tree.broadcast(flat, context.transport, root)
+    def by_messages(flat: Any, channel: int = 0) -> Steps[None]:
+        yield from tree.broadcast(flat, context.algorithms.channels[channel], root)
 
     found = batches(submissions)
-    on_gpu = [GpuBroadcast(each, root, context) for each in found if each.on_gpu]
+    on_gpu = [GpuBatch(each, context.settings.fusion_slot_bytes, context) for each in found if each.on_gpu]
     region = context.algorithms.shared_region
     planned = [
         (batch, batch.whole() if region is not None else plan(batch, context, batch.inputs[0].element.itemsize))
@@ -85,13 +87,13 @@ def _broadcast(submissions: Sequence[Submission], context: Context) -> Steps[Non
         batch.expect(buckets)
     context.completions.settle(submissions)
     for each in on_gpu:
-        yield from each.run()
+        yield from each.through_host(by_messages, CHANNELS)
     for batch, buckets in planned:
         for bucket in buckets:
             if region is not None:
                 yield from _broadcast_in_window(batch, bucket, root, region, context)
             else:
-                yield from carry(batch, bucket, collective, "BROADCAST", context)
+                yield from carry(batch, bucket, lambda flat, _: by_messages(flat), "BROADCAST", context)
 
 
 def _broadcast_in_window(batch: Batch, bucket: Bucket, root: int, region: Region, context: Context) -> Steps[None]:

@@ -24,6 +24,7 @@ from ringreduce.gpu.runtime import Stream
 from ringreduce.gpu.stage import Done, Stage
 from ringreduce.log import LOGGER
 from ringreduce.ops import Reduction
+from ringreduce.settings import Settings
 from ringreduce.transport.base import Steps
 from ringreduce.transport.subset import CHANNELS
 
@@ -52,14 +53,12 @@ class GpuBatch:
         return GpuSlot(table, inputs, outputs, slot.length)
 
     def watch(self, number: int, phase: int) -> None:
-        """Record in the timeline that a phase of a slot is queued."""
+        """A phase of a slot is queued: record it in the timeline; after the last one its owners may complete."""
+        owners = self.batch.owners_of(self.slots[number])
         if self.context.timeline.recording:
-            self.context.timeline.switch_phase(self.batch.owners_of(self.slots[number]), PHASES.get(phase))
-
-    def settle(self, number: int) -> None:
-        """Record that a slot's results are queued, so that its owners may complete."""
-        self.watch(number, shared.DONE)
-        self.context.completions.settle(self.batch.owners_of(self.slots[number]))
+            self.context.timeline.switch_phase(owners, PHASES.get(phase))
+        if phase == shared.DONE:
+            self.context.completions.settle(owners)
 
     def through_host(
         self, collective: Callable[[Any, int], Steps[None]], width: int, in_order: bool = False
@@ -69,6 +68,7 @@ class GpuBatch:
         `width` slots are in flight, each with its own stream, pinned memory and channel; in_order: only copies overlap,
         and the collectives run one after the other.
         """
+        self.context.algorithms.gpu.start(self.gpu)
         stages, start = self.context.algorithms.gpu.stages, self.gpu.stream.record()
         order = Order(self.context.transport.rank)
 
@@ -105,7 +105,7 @@ class GpuBatch:
         stage.stream.copy(block.pointer, stage.pinned(nbytes).pointer, nbytes)
         self.gpu.kernels.scatter(slot.table, [block.pointer], slot.length, slot.outputs, stage.stream)
         self.gpu.stream.wait(stage.stream.record())
-        self.settle(number)
+        self.watch(number, shared.DONE)
 
 
 def address(buffer: Buffer, low: int = 0) -> int:
@@ -115,41 +115,38 @@ def address(buffer: Buffer, low: int = 0) -> int:
     return buffer.pointer + low * buffer.element.itemsize
 
 
-class GpuReduction:
+class GpuReduction(GpuBatch):
     """The all-reduce of one batch; made when it is planned, so that its owners know how many slots to wait for."""
 
     def __init__(self, batch: Batch, reduction: Reduction, path: str, context: Context) -> None:
         """path: see GpuPaths.choose."""
-        self.reduction, self.path, self.context = reduction, path, context
-        self.gpu, self.paths = context.gpu, context.algorithms.gpu
-        self.sum_itemsize = reduction.sum_type.itemsize
+        self.reduction, self.path, self.paths = reduction, path, context.algorithms.gpu
         # of the host, for `host_staged`
         self.algorithm = context.algorithms.choose(batch.nbytes, reduction) if path == "host_staged" else ""
-        self.work = GpuBatch(batch, self._slot_bytes(), context)
+        super().__init__(batch, self._slot_bytes(context.settings), context)
         if context.debugs:
             what = f"allreduce of {len(batch.inputs)} GPU tensors, {batch.nbytes} B of {reduction.element.name}"
-            LOGGER.debug(f"{what}: {path} {self.algorithm}".rstrip() + f", in {len(self.work.slots)} slots")
+            LOGGER.debug(f"{what}: {path} {self.algorithm}".rstrip() + f", in {len(self.slots)} slots")
 
     def run(self) -> Steps[None]:
         """Queue it all."""
         paths = {"ipc": self._ipc, "cuda_aware": self._cuda_aware, "host_staged": self._host_staged}
         yield from paths.get(self.path, self._nccl)()
 
-    def _slot_bytes(self) -> int:
+    def _slot_bytes(self, settings: Settings) -> int:
         if self.algorithm in ("shared", "hierarchical"):
             return WINDOW_SLOT_BYTES
-        settings = self.context.settings
         nbytes = settings.fusion_slot_bytes if self.algorithm else settings.cuda_slot_bytes
         if self.path == "ipc":
             return nbytes
         # blocks hold the sums, and for a ring the finished elements behind them
-        return nbytes * self.reduction.element.itemsize // self.sum_itemsize
+        return nbytes * self.reduction.element.itemsize // self.reduction.sum_type.itemsize
 
     # The paths
 
     def _nccl(self) -> Steps[None]:
         """NCCL sums, unless there is one rank; the kernels before and after it scale and divide."""
-        work, kernels, reduction, communicator = self.work, self.gpu.kernels, self.reduction, self.paths.nccl
+        kernels, reduction, communicator = self.gpu.kernels, self.reduction, self.paths.nccl
         stage = self.paths.nccl_stage if self.path else self.paths.blocks[0]
         if stage is None or (communicator is None) == bool(self.path):
             raise AssertionError("the path is nccl, but there is no communicator")
@@ -158,70 +155,65 @@ class GpuReduction:
         element = nccl_element(reduction) if self.path else TABLE[reduction.sum_type.name]
         wide = element != reduction.element
         block = stage.block(self.context.settings.cuda_slot_bytes).pointer  # never grows: freeing waits for all kernels
-        for number, each in enumerate(work.slots):
-            slot = work.gpu_slot(each, stage.stream)
-            work.watch(number, shared.PACK)
+        for number, each in enumerate(self.slots):
+            slot = self.gpu_slot(each, stage.stream)
+            self.watch(number, shared.PACK)
             kernels.load(slot.table, slot.inputs, block, reduction, stage.stream, wide=wide)
-            work.watch(number, shared.REDUCE)
+            self.watch(number, shared.REDUCE)
             if communicator is not None:
                 communicator.allreduce(block, slot.length, element, reduction.op, stage.stream)
-            work.watch(number, shared.COPY)
+            self.watch(number, shared.COPY)
             kernels.store(slot.table, block, slot.outputs, reduction, stage.stream, wide=wide)
-            work.settle(number)
+            self.watch(number, shared.DONE)
         yield from ()
 
     def _leave_the_engines_stream(self, stream: Stream) -> None:
         """Make another stream wait for the inputs, and the owners for it, without the engine's stream."""
-        for owner in dict.fromkeys(self.work.batch.owners):
+        for owner in dict.fromkeys(self.batch.owners):
             for event in owner.ready:
                 stream.wait(event)
             owner.retire = functools.partial(self.gpu.retire, stream=stream)
 
     def _ipc(self) -> Steps[None]:
         """See gpu/ipc_allreduce.py."""
-        work, stream = self.work, self.gpu.stream
-        slots = [work.gpu_slot(each, stream) for each in work.slots]
-
-        def watch(number: int, phase: int) -> None:
-            if phase == shared.DONE:
-                work.settle(number)
-            else:
-                work.watch(number, phase)
-
+        stream = self.gpu.stream
+        slots = [self.gpu_slot(each, stream) for each in self.slots]
         if self.paths.peers is None:
             raise AssertionError("the path is ipc, but no slots are mapped")
-        yield from ipc_allreduce.allreduce(slots, self.paths.peers, self.reduction, self.gpu.kernels, stream, watch)
+        yield from ipc_allreduce.allreduce(
+            slots, self.paths.peers, self.reduction, self.gpu.kernels, stream, self.watch
+        )
 
     def _cuda_aware(self) -> Steps[None]:
         """Rings of GPU memory, summed by the GPU; all on the engine's stream, for which outgoing messages wait."""
-        slots = range(len(self.work.slots))
+        slots = range(len(self.slots))
         yield from overlapped((self._ring(number, number % CHANNELS) for number in slots), CHANNELS)
 
     def _ring(self, number: int, channel: int) -> Steps[None]:
-        work, stream, kernels, reduction = self.work, self.gpu.stream, self.gpu.kernels, self.reduction
-        slot = work.gpu_slot(work.slots[number], stream)
-        sum_bytes, finished_bytes = work.capacity * self.sum_itemsize, work.capacity * work.itemsize
+        stream, kernels, reduction = self.gpu.stream, self.gpu.kernels, self.reduction
+        slot = self.gpu_slot(self.slots[number], stream)
+        sum_bytes, finished_bytes = self.capacity * reduction.sum_type.itemsize, self.capacity * self.itemsize
         nbytes = sum_bytes + finished_bytes + ring.RECEIVES_AHEAD * GPU_SEGMENT_BYTES
         block = self.paths.blocks[channel].block(nbytes)
-        partial = block.elements(reduction.sum_type, 0, slot.length * self.sum_itemsize)
+        partial = block.elements(reduction.sum_type, 0, slot.length * reduction.sum_type.itemsize)
         offset = 0 if reduction.in_place else sum_bytes
-        finished = block.elements(reduction.element.storage, offset, offset + slot.length * work.itemsize)
+        finished = block.elements(reduction.element.storage, offset, offset + slot.length * self.itemsize)
         scratch = block.elements(reduction.sum_type, sum_bytes + finished_bytes, nbytes)
-        work.watch(number, shared.PACK)
+        self.watch(number, shared.PACK)
         kernels.load(slot.table, slot.inputs, block.pointer, reduction, stream, wide=True)
-        work.watch(number, shared.REDUCE)
+        self.watch(number, shared.REDUCE)
         transport, workspace = self.context.algorithms.channels[channel], ring.Workspace(partial, scratch)
         yield from ring.allreduce(finished, transport, reduction, GPU_SEGMENT_BYTES, workspace)
-        work.watch(number, shared.COPY)
+        self.watch(number, shared.COPY)
         kernels.scatter(slot.table, [block.pointer + offset], slot.length, slot.outputs, stream)
-        work.settle(number)
+        self.watch(number, shared.DONE)
 
     def _host_staged(self) -> Steps[None]:
         """Copy down, reduce as the host's own arrays, copy up."""
         if self.algorithm in ("shared", "hierarchical"):
-            yield from self.work.through_host(self._in_window, width=2, in_order=True)
+            yield from self.through_host(self._in_window, width=2, in_order=True)
         else:
-            yield from self.work.through_host(self._by_messages, CHANNELS)
+            yield from self.through_host(self._by_messages, CHANNELS)
 
     def _by_messages(self, flat: Any, channel: int) -> Steps[None]:
         like = Buffer(flat, self.reduction.element, flat.shape, "cpu", flat.dtype)

@@ -6,14 +6,10 @@ from typing import Any
 
 from ringreduce.arrays.buffer import Buffer
 from ringreduce.arrays.gpu_buffer import GpuBuffer
-from ringreduce.collectives import tree
-from ringreduce.execution.batch import Batch
 from ringreduce.execution.context import Context
-from ringreduce.gpu.allreduce import GpuBatch
 from ringreduce.gpu.runtime import Pinned
 from ringreduce.gpu.stage import Done
 from ringreduce.transport.base import Steps
-from ringreduce.transport.subset import CHANNELS
 
 
 def down(tensor: Buffer, context: Context) -> Steps[Any]:
@@ -36,19 +32,3 @@ def up(elements: Any, result: Buffer, context: Context) -> None:
     if isinstance(result, GpuBuffer):
         context.gpu.stream.copy(result.pointer, elements.ctypes.data, result.nbytes)
         context.gpu.retire([elements])
-
-
-class GpuBroadcast:
-    """The broadcast of one batch; made when it is planned, so that its owners know how many slots to wait for."""
-
-    def __init__(self, batch: Batch, root: int, context: Context) -> None:
-        self._root, self._context = root, context
-        context.algorithms.gpu.start(context.gpu)
-        self._work = GpuBatch(batch, context.settings.fusion_slot_bytes, context)
-
-    def run(self) -> Steps[None]:
-        """Queue it all."""
-        yield from self._work.through_host(self._by_messages, CHANNELS)
-
-    def _by_messages(self, flat: Any, channel: int) -> Steps[None]:
-        yield from tree.broadcast(flat, self._context.algorithms.channels[channel], self._root)
