@@ -123,7 +123,7 @@ def reduce_gradients(grads: Any, op: ReduceOp = Average) -> Any:
     named = trees.named_leaves(grads)
     reduced = grouped_allreduce([leaf for _, leaf in named], names=[name for name, _ in named], op=op)
     by_name = dict(zip((name for name, _ in named), reduced, strict=True))
-    return trees.replace_leaves(grads, by_name.__getitem__)
+    return trees.map_leaves(grads, lambda name, _: by_name[name])
 
 
 def _place_of_gradients(function: Callable[..., Any], chosen: int | str | None) -> tuple[int, str]:

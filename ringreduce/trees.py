@@ -40,19 +40,14 @@ def named_leaves(tree: Any) -> list[tuple[str, Any]]:
     return named
 
 
-def replace_leaves(tree: Any, new_leaf: Callable[[str], Any]) -> Any:
-    """A tree of the same form, its leaves replaced by `new_leaf(name)`; None stays None.
+def map_leaves(tree: Any, function: Callable[[str, Any], Any], path: str = "") -> Any:
+    """A tree of the same form, its leaves replaced by `function(name, leaf)`; None stays None.
 
     Raises: InputError for a mapping that does not hold the dict that it is made from.
 
-    >>> replace_leaves({"a": [1, None]}, lambda name: name)
-    {'a': ['a.0', None]}
+    >>> map_leaves({"a": [1, None]}, lambda name, leaf: f"{name}={leaf}")
+    {'a': ['a.0=1', None]}
     """
-    return map_leaves(tree, lambda name, _: new_leaf(name))
-
-
-def map_leaves(tree: Any, function: Callable[[str, Any], Any], path: str = "") -> Any:
-    """As `replace_leaves`, by `function(name, leaf)`."""
     if tree is None:
         return None
     if isinstance(tree, Mapping):

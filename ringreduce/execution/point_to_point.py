@@ -24,17 +24,16 @@ class PointToPointAllreduce:
         if self.algorithm == "ring":
             partial = finished if partial is None else partial
             self.reduction.prescaled(partial)
-            yield from self.ring(finished, partial)
+            yield from self._ring(finished, partial)
         elif self.algorithm == "direct":
             yield from direct.allreduce(finished, self.transport, self.reduction, self.context.algorithms.segment_bytes)
         else:
             yield from doubling.allreduce(finished, self.transport, self.reduction)
 
-    def ring(self, finished: Any, partial: Any, segment_bytes: int = 0) -> Steps[None]:
+    def _ring(self, finished: Any, partial: Any) -> Steps[None]:
         """Reduce `partial`, which is prescaled, around the ring; a block of the fusion buffer receives segments."""
         with self.context.memory.block(self.like) as block:
             scratch = view(block, self.reduction.sum_type)
-            segment_bytes = segment_bytes or self.context.algorithms.segment_bytes
-            segment_bytes = min(segment_bytes, scratch.nbytes // ring.RECEIVES_AHEAD)
+            segment_bytes = min(self.context.algorithms.segment_bytes, scratch.nbytes // ring.RECEIVES_AHEAD)
             workspace = ring.Workspace(partial, scratch)
             yield from ring.allreduce(finished, self.transport, self.reduction, segment_bytes, workspace)

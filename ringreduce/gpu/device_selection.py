@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from ringreduce.errors import SettingsError
 from ringreduce.gpu.runtime import cupy, runtime
@@ -43,13 +44,21 @@ class Choice:
 NOT_ASKED = Choice(None, "neither CuPy nor torch was imported before init()")
 
 
+class _Library(NamedTuple):
+    """CUDA, as CuPy or torch uses it."""
+
+    bus_ids: list[str]  # of the GPUs
+    current: Callable[[], int]
+    use: Callable[[int], object]
+
+
 def select(settings: Settings, environ: Mapping[str, str]) -> Choice:
     """Make this rank's GPU the calling thread's current one in CuPy and torch, where the script has imported them.
 
     Cost:   microseconds without these libraries or without a GPU; else their search for GPUs, and a context on one.
     Raises: SettingsError for a cuda_device that is not among the GPUs here.
     """
-    imported = [library for library in (_Cupy, _Torch) if library.name in sys.modules]
+    imported = [library for name, library in _LIBRARIES.items() if name in sys.modules]
     if not imported:
         return NOT_ASKED
     try:
@@ -60,7 +69,7 @@ def select(settings: Settings, environ: Mapping[str, str]) -> Choice:
         return Choice(None, f"CUDA says: {exc}")  # a job that needs a GPU will get the error from CUDA; others go on
 
 
-def _select(settings: Settings, environ: Mapping[str, str], imported: Sequence[_Cupy | _Torch]) -> Choice:
+def _select(settings: Settings, environ: Mapping[str, str], imported: Sequence[_Library]) -> Choice:
     libraries = [library for library in imported if library.bus_ids]
     if not libraries:
         return Choice(None, "no GPU here")
@@ -118,43 +127,28 @@ def _not_there(asked: str, bus_ids: Sequence[str], environ: Mapping[str, str]) -
     )
 
 
-class _Cupy:
-    name = "cupy"
-
-    def __init__(self) -> None:
-        try:
-            count = runtime().getDeviceCount()
-        except runtime().CUDARuntimeError:  # no driver, or no GPU
-            count = 0
-        self.bus_ids = [str(runtime().deviceGetPCIBusId(index)) for index in range(count)]
-
-    def current(self) -> int:
-        return int(runtime().getDevice())
-
-    def use(self, index: int) -> None:
-        cupy().cuda.Device(index).use()
+def _of_cupy() -> _Library:
+    try:
+        count = runtime().getDeviceCount()
+    except runtime().CUDARuntimeError:  # no driver, or no GPU
+        count = 0
+    bus_ids = [str(runtime().deviceGetPCIBusId(index)) for index in range(count)]
+    return _Library(bus_ids, runtime().getDevice, lambda index: cupy().cuda.Device(index).use())
 
 
-class _Torch:
-    name = "torch"
+def _of_torch() -> _Library:
+    cuda = sys.modules["torch"].cuda
+    count = cuda.device_count() if cuda.is_available() else 0
+    properties = map(cuda.get_device_properties, range(count))
+    return _Library(list(map(_bus_id, properties)), cuda.current_device, cuda.set_device)
 
-    def __init__(self) -> None:
-        self._cuda = sys.modules["torch"].cuda
-        self.bus_ids = [self._bus_id(index) for index in range(self._count())]
 
-    def _count(self) -> int:
-        return self._cuda.device_count() if self._cuda.is_available() else 0
+def _bus_id(properties: Any) -> str:
+    try:
+        numbers = properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id
+    except AttributeError:  # an older torch lacks them
+        return ""
+    return "{:04X}:{:02X}:{:02X}.0".format(*numbers)
 
-    def _bus_id(self, index: int) -> str:
-        properties = self._cuda.get_device_properties(index)
-        try:
-            numbers = properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id
-        except AttributeError:  # an older torch lacks them
-            return ""
-        return "{:04X}:{:02X}:{:02X}.0".format(*numbers)
 
-    def current(self) -> int:
-        return int(self._cuda.current_device())
-
-    def use(self, index: int) -> None:
-        self._cuda.set_device(index)
+_LIBRARIES = {"cupy": _of_cupy, "torch": _of_torch}

@@ -32,7 +32,7 @@ class Stage:
     def block(self, nbytes: int) -> Block:
         """At least `nbytes` on the GPU; kept for later calls."""
         if self._block is None or self._block.nbytes < nbytes:
-            self._free_block()
+            self.free()
             self._block = Block(self.stream.device, nbytes)
         return self._block
 
@@ -44,11 +44,7 @@ class Stage:
         return self._pinned
 
     def free(self) -> None:
-        """Free the memory; waits for the stream."""
-        self._free_block()
-        self._pinned = None
-
-    def _free_block(self) -> None:
+        """Free the memory on the GPU; waits for the stream."""
         self.stream.synchronize()
         if self._block is not None:
             self._block.free()

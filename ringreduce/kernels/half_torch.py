@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ringreduce.kernels.half_numpy import BLOCK, Kernels, sum_by, writable
+from ringreduce.kernels.half_numpy import Kernels, blocks, sum_by, writable
 
 torch: Any = importlib.import_module("torch")
 
@@ -24,26 +24,21 @@ def _tensor(array: Any) -> Any:
     return torch.from_numpy(writable(array))
 
 
-def _blocks(*tensors: Any) -> Any:
-    if len(tensors[0]) <= BLOCK:
-        return (tensors,)
-    return zip(*(each.split(BLOCK) for each in tensors), strict=True)
-
-
 def _kernels(tensor: Callable[[Any], Any]) -> Kernels:
     def widen(source: Any, target: Any) -> None:
-        for few, wide in _blocks(tensor(source), _tensor(target)):
-            wide.copy_(few)
+        for few, wide in blocks(source, target):
+            _tensor(wide).copy_(tensor(few))
 
     def narrow(values: Any, target: Any) -> None:
-        for few, wide in _blocks(tensor(target), _tensor(values)):
-            few.copy_(wide)
+        for wide, few in blocks(values, target):
+            tensor(few).copy_(_tensor(wide))
 
     sum_widened = sum_by(widen, narrow)
 
     def sum_parts(parts: Sequence[Any], out: Any, divisor: Any, reciprocal: Any) -> None:
         if len(parts) == 2 and reciprocal == 1:
-            for target, first, second in _blocks(tensor(out), *map(tensor, parts)):
+            for few in blocks(*parts, out):
+                first, second, target = map(tensor, few)
                 torch.add(first, second, out=target)  # adds in float32 and rounds once
         else:
             sum_widened(parts, out, divisor, reciprocal)

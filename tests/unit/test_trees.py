@@ -3,7 +3,7 @@ from typing import NamedTuple
 import pytest
 
 from ringreduce.errors import InputError
-from ringreduce.trees import leaves, named_leaves, replace_leaves
+from ringreduce.trees import leaves, map_leaves, named_leaves
 
 
 class Layer(NamedTuple):
@@ -33,7 +33,7 @@ def test_two_leaves_of_one_name_are_refused(tree):
 def test_replacing_keeps_the_form_and_the_types():
     tree = {"b": [1, (2, None)], "a": Layer(3, 4)}
     values = dict(leaves(tree))
-    replaced = replace_leaves(tree, lambda name: -values[name])
+    replaced = map_leaves(tree, lambda name, leaf: -leaf if leaf == values[name] else name)
     assert replaced == {"b": [-1, (-2, None)], "a": Layer(-3, -4)}
     assert isinstance(replaced["a"], Layer)
     assert list(replaced) == ["b", "a"]
