@@ -28,7 +28,7 @@ import numpy as np
 
 from ringreduce.collectives import ring
 from ringreduce.collectives.overlap import InOrder, Order, overlapped
-from ringreduce.collectives.shared import COPY, DONE, PACK, REDUCE, Part, Watch, copy_out, cut, pack
+from ringreduce.collectives.shared import COPY, DONE, PACK, REDUCE, Part, Slot, Watch, pieces_of
 from ringreduce.ops import Average, Reduction, Sum
 from ringreduce.transport.base import Steps, Transport
 from ringreduce.transport.subset import SubsetTransport
@@ -90,16 +90,15 @@ def _slot(
     segment_bytes: int,
     watch: Watch,
 ) -> Steps[None]:
-    slots = region.slots(sequence, reduction.element.storage)
-    cuts = cut(tuple(part.source.size for part in parts), hierarchy.chunks)
+    pieces = pieces_of(parts, hierarchy.chunks)
+    slot = Slot(region, reduction.element.storage, packed=pieces, copied=pieces)
     watch(number, PACK)
-    pack(parts, slots[region.rank], region.writer)
-    region.publish(PACKED, sequence)
+    slot.pack(sequence)
     watch(number, REDUCE)
     yield region.arrival(PACKED, sequence)
-    own = [each for each in cuts if each.owner == region.rank]
+    own = [each for each in pieces if each.owner == region.rank]
     if own and hierarchy.rings:
-        chunks = [each[own[0].low : own[-1].high] for each in slots]
+        chunks = [each[own[0].low : own[-1].high] for each in region.slots(sequence, slot.dtype)]
         yield from _across(chunks, region.rank, hierarchy.rings[number % SLOTS_IN_FLIGHT], reduction, segment_bytes)
     if hierarchy.order.passed != sequence:
         yield InOrder(hierarchy.order, sequence)
@@ -107,7 +106,7 @@ def _slot(
     hierarchy.order.passed = sequence + 1
     yield region.arrival(SUMMED, sequence)
     watch(number, COPY)
-    copy_out(cuts, slots, parts, region.reader)
+    slot.copy_out(sequence)
     watch(number, DONE)
 
 

@@ -32,7 +32,6 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from ringreduce.cost_model import is_one_shot
-from ringreduce.kernels.copying import Reader, Writer
 from ringreduce.ops import Reduction
 from ringreduce.partition import chunk_bounds
 from ringreduce.transport.base import Steps
@@ -84,23 +83,6 @@ def cut(lengths: tuple[int, ...], size: int) -> tuple[Cut, ...]:
     return tuple(cuts)
 
 
-def copy_out(cuts: Sequence[Cut], slots: Sequence[Any], parts: Sequence[Part], reader: Reader) -> None:
-    """Copy finished chunks from their owners' slots into the targets."""
-    read = reader.read
-    for owner, part, low, high, first, last in cuts:
-        read(slots[owner][low:high], parts[part].target[first:last])
-
-
-def pack(parts: Sequence[Part], slot: Any, writer: Writer) -> int:
-    """Copy all parts into a slot; returns the number of elements."""
-    low = 0
-    for source, _ in parts:
-        high = low + source.size
-        writer.write(source, slot[low:high])
-        low = high
-    return low
-
-
 def allreduce(
     slots: Sequence[Sequence[Part]], region: Region, reduction: Reduction, watch: Watch = lambda number, phase: None
 ) -> Steps[None]:
@@ -112,9 +94,9 @@ def allreduce(
     Source: Open MPI's coll/sm and MPICH's release-gather, which do this for one slot.
     """
     if len(slots) == 1 and is_one_shot(sum([part.source.nbytes for part in slots[0]]), region.size):
-        yield from with_one_wait([_WholeSlot(slots[0], region, reduction)], region, watch)
-        return
-    yield from pipelined([_Slot(parts, region, reduction) for parts in slots], region, watch)
+        yield from with_one_wait([_OneShot(slots[0], region, reduction)], region, watch)
+    else:
+        yield from pipelined([_in_chunks(parts, region, reduction) for parts in slots], region, watch)
 
 
 def one_shot(source: Any, target: Any, region: Region, reduction: Reduction) -> Steps[None]:
@@ -133,23 +115,13 @@ class SlotWork(Protocol):
     """What one rank does with one slot, in the memory that the sequence number selects."""
 
     def pack(self, sequence: int) -> None:
-        """Copy into this rank's slot what others will sum, and publish PACKED."""
-
-    def sum(self, sequence: int) -> None:
-        """Reduce this rank's chunk into its slot, and publish SUMMED; all ranks have published PACKED."""
-
-    def copy_out(self, sequence: int) -> None:
-        """Copy the finished chunks from their owners' slots; all ranks have published SUMMED."""
-
-
-class HalfWork(Protocol):
-    """What one rank does with one slot that is read once; all slots stay unchanged while others read them."""
-
-    def pack(self, sequence: int) -> None:
         """Copy into this rank's slot what others will read, if anything, and publish PACKED."""
 
-    def read(self, sequence: int) -> None:
-        """Sum or copy what the others have packed; all ranks have published PACKED."""
+    def sum(self, sequence: int) -> None:
+        """Reduce this rank's chunk, and publish SUMMED; all ranks have published PACKED."""
+
+    def copy_out(self, sequence: int) -> None:
+        """Copy from their owners' slots what they have finished."""
 
 
 def pipelined(slots: Sequence[SlotWork], flags: Flags, watch: Watch) -> Steps[None]:
@@ -175,8 +147,8 @@ def pipelined(slots: Sequence[SlotWork], flags: Flags, watch: Watch) -> Steps[No
             slots[number].sum(sequence)
 
 
-def with_one_wait(slots: Sequence[HalfWork], flags: Flags, watch: Watch) -> Steps[None]:
-    """Run all slots through their two phases: pack slot i + 1, wait for all to have packed slot i, read that.
+def with_one_wait(slots: Sequence[SlotWork], flags: Flags, watch: Watch) -> Steps[None]:
+    """Run slots whose ranks copy nothing out that another rank sums: pack slot i + 1, wait for all to have packed i.
 
     Four slots of memory suffice here too: before a rank packs slot i + 2, it has seen that all have packed slot i; each
     had then read slot i - 2, whose memory is packed now. So a rank that has nothing to pack publishes PACKED, too.
@@ -191,78 +163,102 @@ def with_one_wait(slots: Sequence[HalfWork], flags: Flags, watch: Watch) -> Step
         if number >= 0:
             if not flags.arrived(PACKED, first + number):
                 yield flags.arrival(PACKED, first + number)
+            slots[number].sum(first + number)
             watch(number, COPY)
-            slots[number].read(first + number)
+            slots[number].copy_out(first + number)
             watch(number, DONE)
 
 
-class _WholeSlot:
-    """See `HalfWork`: every rank sums all of it."""
+class Piece(NamedTuple):
+    """Elements low:high of a slot, in its owner's chunk; in the caller's memory from `source` to `target`, if given."""
 
-    def __init__(self, parts: Sequence[Part], region: Region, reduction: Reduction) -> None:
-        self.parts, self.region, self.reduction = parts, region, reduction
-        self.length = 0
-
-    def pack(self, sequence: int) -> None:
-        region, dtype = self.region, self.reduction.element.storage
-        self.length = pack(self.parts, region.slots(sequence, dtype)[region.rank], region.writer)
-        region.publish(PACKED, sequence)
-
-    def read(self, sequence: int) -> None:
-        dtype = self.reduction.element.storage
-        chunks = [each[: self.length] for each in self.region.slots(sequence, dtype)]
-        if len(self.parts) == 1:
-            self.reduction.reduce_parts(chunks, self.parts[0].target)
-            return
-        reduced = np.empty(self.length, dtype)
-        self.reduction.reduce_parts(chunks, reduced)
-        low = 0
-        for _, target in self.parts:
-            high = low + target.size
-            target[...] = reduced[low:high]
-            low = high
+    owner: int
+    low: int
+    high: int
+    source: Any = None
+    target: Any = None
 
 
-class _Slot:
-    """See `SlotWork`."""
+class Slot:
+    """See `SlotWork`: from the sources of `packed` and `summed` to the targets of `summed` and `copied`."""
 
-    def __init__(self, parts: Sequence[Part], region: Region, reduction: Reduction) -> None:
-        self.parts, self.region, self.reduction = parts, region, reduction
-        self.dtype = reduction.element.storage
-        self.cuts = cut(tuple(part.source.size for part in parts), region.size)
-        self.own = [each for each in self.cuts if each.owner == region.rank]
-        own_bytes = sum([each.high - each.low for each in self.own]) * self.dtype.itemsize
-        # the own chunk is summed in place, piece by piece; else it is packed, and summed at once
-        self.in_place = own_bytes >= WHOLE_BYTES * len(self.own) or len(self.own) == 1
+    def __init__(
+        self,
+        region: Region,
+        dtype: np.dtype[Any],
+        packed: Sequence[Piece] = (),
+        summed: Sequence[Piece] = (),
+        copied: Sequence[Piece] = (),
+        reduction: Reduction | None = None,
+        spreads: bool = True,
+    ) -> None:
+        """spreads: others copy out what this rank sums."""
+        self.region, self.dtype, self.reduction, self.spreads = region, dtype, reduction, spreads
+        self.packed, self.summed, self.copied = packed, summed, copied
 
     def pack(self, sequence: int) -> None:
+        """See `SlotWork`."""
         region = self.region
-        mine = region.slots(sequence, self.dtype)[region.rank]
-        write = region.writer.write
-        skipped = region.rank if self.in_place else -1
-        for owner, part, low, high, first, last in self.cuts:
-            if owner != skipped:
-                write(self.parts[part].source[first:last], mine[low:high])
+        mine, write = region.slots(sequence, self.dtype)[region.rank], region.writer.write
+        for _, low, high, source, _ in self.packed:
+            write(source, mine[low:high])
         region.publish(PACKED, sequence)
 
     def sum(self, sequence: int) -> None:
-        region = self.region
+        """See `SlotWork`; without a source its packed elements are summed, without a target into the slot itself."""
+        if self.reduction is None:
+            return
+        region, rank = self.region, self.region.rank
         slots = region.slots(sequence, self.dtype)
-        mine = slots[region.rank]
-        if self.in_place:
-            for _, part, low, high, first, last in self.own:
-                chunks = [each[low:high] for each in slots]
-                target = self.parts[part].target[first:last]
-                chunks[region.rank] = self.parts[part].source[first:last]
-                self.reduction.reduce_parts(chunks, target)
-                region.writer.write(target, mine[low:high])
-        elif self.own:
-            low, high = self.own[0].low, self.own[-1].high
-            self.reduction.reduce_parts([each[low:high] for each in slots], mine[low:high])
-            copy_out(self.own, slots, self.parts, region.reader)
+        for _, low, high, source, target in self.summed:
+            chunks = [each[low:high] for each in slots]
+            mine = chunks[rank]
+            if source is not None:
+                chunks[rank] = source
+            self.reduction.reduce_parts(chunks, mine if target is None else target)
+            if target is not None and self.spreads:
+                region.writer.write(target, mine)
         region.publish(SUMMED, sequence)
 
     def copy_out(self, sequence: int) -> None:
-        region = self.region
-        others = [each for each in self.cuts if each.owner != region.rank]
-        copy_out(others, region.slots(sequence, self.dtype), self.parts, region.reader)
+        """See `SlotWork`."""
+        slots, read = self.region.slots(sequence, self.dtype), self.region.reader.read
+        for owner, low, high, _, target in self.copied:
+            read(slots[owner][low:high], target)
+
+
+def pieces_of(parts: Sequence[Part], size: int) -> list[Piece]:
+    """The pieces of a slot with `size` chunks."""
+    return [
+        Piece(owner, low, high, parts[part].source[first:last], parts[part].target[first:last])
+        for owner, part, low, high, first, last in cut(tuple([part.source.size for part in parts]), size)
+    ]
+
+
+def _in_chunks(parts: Sequence[Part], region: Region, reduction: Reduction) -> Slot:
+    pieces, dtype = pieces_of(parts, region.size), reduction.element.storage
+    own = [each for each in pieces if each.owner == region.rank]
+    length = sum([each.high - each.low for each in own])
+    if length * dtype.itemsize >= WHOLE_BYTES * len(own) or len(own) == 1:
+        others = [each for each in pieces if each.owner != region.rank]
+        return Slot(region, dtype, others, own, others, reduction)
+    whole = Piece(region.rank, own[0].low, own[-1].high)
+    return Slot(region, dtype, pieces, [whole], pieces, reduction)
+
+
+class _OneShot(Slot):
+    """Every rank sums all of it."""
+
+    def __init__(self, parts: Sequence[Part], region: Region, reduction: Reduction) -> None:
+        self.pieces = pieces_of(parts, 1)
+        super().__init__(region, reduction.element.storage, self.pieces, reduction=reduction)
+
+    def sum(self, sequence: int) -> None:
+        """See `SlotWork`."""
+        if not self.pieces or self.reduction is None:
+            return
+        chunks = [each[: self.pieces[-1].high] for each in self.region.slots(sequence, self.dtype)]
+        reduced = self.pieces[0].target if len(self.pieces) == 1 else np.empty(self.pieces[-1].high, self.dtype)
+        self.reduction.reduce_parts(chunks, reduced)
+        for _, low, high, _, target in self.pieces if len(self.pieces) > 1 else ():
+            target[...] = reduced[low:high]

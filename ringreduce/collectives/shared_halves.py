@@ -20,14 +20,13 @@ from typing import Any
 
 import numpy as np
 
-from ringreduce.collectives.shared import Watch, with_one_wait
+from ringreduce.collectives.shared import Piece, Slot, Watch, with_one_wait
 from ringreduce.fusion import plan
 from ringreduce.ops import Reduction
 from ringreduce.transport.base import Steps
-from ringreduce.transport.window import PACKED, Region
+from ringreduce.transport.window import Region
 
 Arrays = Sequence[Any]  # 1-D, contiguous, in host memory
-_Pieces = list[tuple[int, Any]]  # where in a slot each begins, and its elements
 
 
 def reduce_scatter(
@@ -45,12 +44,14 @@ def reduce_scatter(
     """
     dtype = reduction.element.storage
     capacity = region.slot_bytes // dtype.itemsize // region.size
-    by_owner = [_by_slot(each, capacity) for each in chunks]
-    results = _by_slot(targets, capacity)
-    slots = [
-        _ScatteredSlot([_at(each, number) for each in by_owner], _at(results, number), capacity, region, reduction)
-        for number in range(max(map(len, by_owner)))
-    ]
+    packed = [_by_slot(r, each, capacity, r * capacity) for r, each in enumerate(chunks)]
+    results = _by_slot(region.rank, targets, capacity, region.rank * capacity)
+    own, packed[region.rank] = packed[region.rank], []
+    slots = []
+    for number in range(max(len(own), *map(len, packed))):
+        both = zip(_at([own], number), _at([results], number), strict=True)
+        summed = [Piece(*chunk[:4], result.target) for chunk, result in both]
+        slots.append(Slot(region, dtype, _at(packed, number), summed, (), reduction, spreads=False))
     yield from with_one_wait(slots, region, watch)
 
 
@@ -63,11 +64,11 @@ def allgather(
     watch:  as in `shared.allreduce`.
     Cost:   one wait a slot; a rank packs its own elements, and copies all others once.
     """
-    own = _by_slot(_bytes(sources), region.slot_bytes)
-    by_owner = [_by_slot(_bytes(each), region.slot_bytes) for each in targets]
+    own = [_by_slot(region.rank, _bytes(sources), region.slot_bytes)]
+    by_owner = [_by_slot(r, _bytes(each), region.slot_bytes) for r, each in enumerate(targets)]
     slots = [
-        _GatheredSlot(_at(own, number), [_at(each, number) for each in by_owner], region)
-        for number in range(max(len(own), *map(len, by_owner)))
+        Slot(region, np.dtype(np.uint8), _at(own, number), copied=_at(by_owner, number))
+        for number in range(max(map(len, own + by_owner)))
     ]
     yield from with_one_wait(slots, region, watch)
 
@@ -85,70 +86,17 @@ def _bytes(arrays: Arrays) -> Arrays:
     return [each.view(np.uint8) for each in arrays]
 
 
-def _by_slot(arrays: Arrays, capacity: int) -> list[_Pieces]:
-    """Arrays, one after the other, in pieces of which `capacity` elements fill a slot."""
-    buckets = plan(tuple(each.size for each in arrays), capacity)
+def _by_slot(owner: int, arrays: Arrays, capacity: int, first: int = 0) -> list[list[Piece]]:
+    """Arrays, one after the other, in pieces of which `capacity` elements, from `first` on, fill a slot."""
     return [
-        [(start, arrays[k][low:high]) for (k, low, high), start in zip(bucket.pieces, bucket.starts, strict=True)]
-        for bucket in buckets
+        [
+            Piece(owner, first + start, first + start + high - low, arrays[k][low:high], arrays[k][low:high])
+            for (k, low, high), start in zip(bucket.pieces, bucket.starts, strict=True)
+        ]
+        for bucket in plan(tuple(each.size for each in arrays), capacity)
     ]
 
 
-def _at(slots: list[_Pieces], number: int) -> _Pieces:
+def _at(slots_of_owners: Sequence[list[list[Piece]]], number: int) -> list[Piece]:
     """What is in a slot; owners may have too little to be in all."""
-    return slots[number] if number < len(slots) else []
-
-
-class _ScatteredSlot:
-    """See `shared.HalfWork`: `chunks` by owner, each `capacity` elements of the slot."""
-
-    def __init__(
-        self, chunks: list[_Pieces], targets: _Pieces, capacity: int, region: Region, reduction: Reduction
-    ) -> None:
-        self.chunks, self.targets, self.capacity = chunks, targets, capacity
-        self.region, self.reduction = region, reduction
-
-    def _slots(self, sequence: int) -> list[Any]:
-        return self.region.slots(sequence, self.reduction.element.storage)
-
-    def pack(self, sequence: int) -> None:
-        region = self.region
-        mine = self._slots(sequence)[region.rank]
-        for owner, pieces in enumerate(self.chunks):
-            if owner != region.rank:
-                for start, source in pieces:
-                    low = owner * self.capacity + start
-                    region.writer.write(source, mine[low : low + source.size])
-        region.publish(PACKED, sequence)
-
-    def read(self, sequence: int) -> None:
-        rank, slots = self.region.rank, self._slots(sequence)
-        for (start, source), (_, target) in zip(self.chunks[rank], self.targets, strict=True):
-            low = rank * self.capacity + start
-            parts = [each[low : low + source.size] for each in slots]
-            parts[rank] = source
-            self.reduction.reduce_parts(parts, target)
-
-
-class _GatheredSlot:
-    """See `shared.HalfWork`: bytes; `targets` by owner."""
-
-    def __init__(self, sources: _Pieces, targets: list[_Pieces], region: Region) -> None:
-        self.sources, self.targets, self.region = sources, targets, region
-
-    def pack(self, sequence: int) -> None:
-        region = self.region
-        mine = region.slots(sequence, np.dtype(np.uint8))[region.rank]
-        for start, source in self.sources:
-            region.writer.write(source, mine[start : start + source.size])
-        region.publish(PACKED, sequence)
-        for (_, source), (_, target) in zip(self.sources, self.targets[region.rank], strict=False):
-            target[...] = source
-
-    def read(self, sequence: int) -> None:
-        region = self.region
-        slots = region.slots(sequence, np.dtype(np.uint8))
-        for owner, pieces in enumerate(self.targets):
-            if owner != region.rank:
-                for start, target in pieces:
-                    region.reader.read(slots[owner][start : start + target.size], target)
+    return [each for slots in slots_of_owners if number < len(slots) for each in slots[number]]
