@@ -107,27 +107,17 @@ class Memory:
     def __init__(self, total_bytes: int, block_bytes: int) -> None:
         self.block_bytes = block_bytes
         self.total_bytes = total_bytes
-        self._own: dict[str, list[Any]] = {}  # by device: all blocks of the one allocation
-        self._free: dict[str, list[Any]] = {}  # by device: those not in use
-
-    def take(self, like: Buffer) -> Any:
-        """A block on the device of `like`: 1-D uint8 of at least `block_bytes`."""
-        if like.device not in self._own:
-            everything = buffer.empty_like(like.flat, self.total_bytes, np.dtype(np.uint8))
-            starts = range(0, self.total_bytes - self.block_bytes + 1, self.block_bytes)
-            self._own[like.device] = [everything[start : start + self.block_bytes] for start in starts]
-            self._free[like.device] = list(self._own[like.device])
-        free = self._free[like.device]
-        return free.pop() if free else buffer.empty_like(like.flat, self.block_bytes, np.dtype(np.uint8))
+        self._free: dict[str, list[Any]] = {}  # by device
 
     @contextlib.contextmanager
     def block(self, like: Buffer) -> Iterator[Any]:
-        """A block for as long as the context lasts; see `take`."""
-        taken = self.take(like)
-        yield taken
-        self.give(taken, like)
-
-    def give(self, block: Any, like: Buffer) -> None:
-        """Return a block; one that was allocated for one use is dropped."""
-        if any(block is each for each in self._own[like.device]):
-            self._free[like.device].append(block)
+        """A block on the device of `like` for as long as the context lasts: 1-D uint8 of at least `block_bytes`."""
+        if like.device not in self._free:
+            everything = buffer.empty_like(like.flat, self.total_bytes, np.dtype(np.uint8))
+            starts = range(0, self.total_bytes - self.block_bytes + 1, self.block_bytes)
+            self._free[like.device] = [everything[start : start + self.block_bytes] for start in starts]
+        free = self._free[like.device]
+        taken = free.pop() if free else None
+        yield buffer.empty_like(like.flat, self.block_bytes, np.dtype(np.uint8)) if taken is None else taken
+        if taken is not None:
+            free.append(taken)

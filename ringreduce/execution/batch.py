@@ -43,10 +43,6 @@ class Batch(NamedTuple):
         """True for all of them or none."""
         return self.inputs[0].on_gpu
 
-    def whole(self) -> Sequence[fusion.Bucket]:
-        """One bucket for all elements; none where there are none."""
-        return fusion.plan(self.counts, max(1, sum(self.counts)))
-
     def expect(self, buckets: Sequence[fusion.Bucket]) -> None:
         """Count the pieces that each owner waits for."""
         for bucket in buckets:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,10 +18,9 @@ from ringreduce.execution.allreduce import allreduce
 from ringreduce.execution.batch import Batch, batches, carry, plan
 from ringreduce.execution.context import Context, Operation
 from ringreduce.execution.submission import Submission
-from ringreduce.fusion import Bucket
 from ringreduce.gpu.allreduce import GpuBatch
 from ringreduce.gpu.through_host import down, room, up
-from ringreduce.ops import Adasum, Reduction
+from ringreduce.ops import Adasum
 from ringreduce.partition import bounds_of, by_chunk, chunk_bounds
 from ringreduce.transport.base import Steps
 from ringreduce.transport.subset import CHANNELS
@@ -77,34 +76,29 @@ def _broadcast(submissions: Sequence[Submission], context: Context) -> Steps[Non
 
     found = batches(submissions)
     on_gpu = [GpuBatch(each, context.settings.fusion_slot_bytes, context) for each in found if each.on_gpu]
+    on_host = [each for each in found if not each.on_gpu]
     region = context.algorithms.shared_region
-    planned = [
-        (batch, batch.whole() if region is not None else plan(batch, context, batch.inputs[0].element.itemsize))
-        for batch in found
-        if not batch.on_gpu
-    ]
+    planned = [(each, plan(each, context, each.inputs[0].element.itemsize)) for each in on_host if region is None]
     for batch, buckets in planned:
         batch.expect(buckets)
-    context.completions.settle(submissions)
     for each in on_gpu:
         yield from each.through_host(by_messages, CHANNELS)
+    if region is not None:
+        for batch in on_host:
+            yield from _broadcast_in_window(batch, root, region, context)
+    context.completions.settle(submissions)
     for batch, buckets in planned:
         for bucket in buckets:
-            if region is not None:
-                yield from _broadcast_in_window(batch, bucket, root, region, context)
-            else:
-                yield from carry(batch, bucket, lambda flat, _: by_messages(flat), "BROADCAST", context)
+            yield from carry(batch, bucket, lambda flat, _: by_messages(flat), "BROADCAST", context)
 
 
-def _broadcast_in_window(batch: Batch, bucket: Bucket, root: int, region: Region, context: Context) -> Steps[None]:
+def _broadcast_in_window(batch: Batch, root: int, region: Region, context: Context) -> Steps[None]:
     if region.rank == root:
         for source, target in zip(batch.inputs, batch.outputs, strict=True):
             if target is not source:
                 target.flat[...] = source.flat
-    owners = batch.owners_of(bucket)
-    with context.timeline.phase(owners, "BROADCAST"):
+    with context.timeline.phase(batch.owners, "BROADCAST"):
         yield from shared_halves.broadcast([each.flat for each in batch.outputs], root, region)
-    context.completions.settle(owners)
 
 
 def _everyones(values: Any, context: Context) -> Steps[Any]:
@@ -120,24 +114,42 @@ def _allgather(submissions: Sequence[Submission], context: Context) -> Steps[Non
     """Gathers the ranks' row counts first, of all tensors of a group together."""
     for submission in submissions:
         mine = np.array([tensor.shape[0] for tensor in submission.inputs], np.int64)
-        rows = yield from _everyones(mine, context)
-        sources, targets, bounds = [], [], []
-        submission.outputs = outputs = []
-        for number, tensor in enumerate(submission.inputs):
-            outputs.append(context.empty(tensor, (int(rows[:, number].sum()), *tensor.shape[1:])))
-            sources.append((yield from down(tensor, context)))
-            targets.append(room(outputs[-1]))
-            bounds.append(bounds_of([int(n) * math.prod(tensor.shape[1:]) for n in rows[:, number]]))
-        with context.timeline.phase([submission], "ALLGATHER"):
-            yield from _gathered(sources, targets, bounds, context)
-        for target, output in zip(targets, outputs, strict=True):
-            up(target, output, context)
-        submission.payload = rows
-        submission.complete()
+        submission.payload = everyones = yield from _everyones(mine, context)
+        rows = everyones.T.tolist()
+        yield from _moved(submission, [sum(each) for each in rows], rows, "ALLGATHER", _gathered, context)
 
 
-def _gathered(sources: list[Any], targets: list[Any], bounds: list[list[int]], context: Context) -> Steps[None]:
-    """Gather each source; bounds[k][r]: where rank r's begins in targets[k]."""
+Move = Callable[[Submission, list[Any], list[Any], list[list[int]], Context], Steps[None]]
+"""From sources to targets; bounds[k][r]: where rank r's elements begin in the longer of the two, of tensor k."""
+
+
+def _moved(
+    submission: Submission,
+    results: Sequence[int],
+    rows: Sequence[Sequence[int]],
+    phase: str,
+    move: Move,
+    context: Context,
+) -> Steps[None]:
+    """Make the outputs, of results[k] rows, and complete.  rows[k]: of each rank, of tensor k."""
+    sources, bounds = [], []
+    submission.outputs = outputs = []
+    for tensor, own, everyones in zip(submission.inputs, results, rows, strict=True):
+        outputs.append(context.empty(tensor, (own, *tensor.shape[1:])))
+        sources.append((yield from down(tensor, context)))
+        bounds.append(bounds_of([n * math.prod(tensor.shape[1:]) for n in everyones]))
+    targets = [room(each) for each in outputs]
+    with context.timeline.phase([submission], phase):
+        yield from move(submission, sources, targets, bounds, context)
+    for target, output in zip(targets, outputs, strict=True):
+        up(target, output, context)
+    submission.complete()
+
+
+def _gathered(
+    _: Submission, sources: list[Any], targets: list[Any], bounds: list[list[int]], context: Context
+) -> Steps[None]:
+    """See `Move`."""
     transport, rank = context.transport, context.transport.rank
     if context.algorithms.shared_region is not None:
         yield from shared_halves.allgather(
@@ -173,26 +185,16 @@ def _reducescatter(submissions: Sequence[Submission], context: Context) -> Steps
     """The first half of an all-reduce; rank r gets the r-th part of the rows."""
     rank, size = context.transport.rank, context.transport.size
     for submission in submissions:
-        sources, targets, bounds = [], [], []
-        submission.outputs = outputs = []
-        for tensor in submission.inputs:
-            rows, row = chunk_bounds(tensor.shape[0], size), math.prod(tensor.shape[1:])
-            outputs.append(context.empty(tensor, (rows[rank + 1] - rows[rank], *tensor.shape[1:])))
-            sources.append((yield from down(tensor, context)))
-            targets.append(room(outputs[-1]))
-            bounds.append([each * row for each in rows])
-        reductions = [context.reduction(submission, each.element) for each in submission.inputs]
-        with context.timeline.phase([submission], "REDUCESCATTER"):
-            yield from _scattered(sources, targets, bounds, reductions, context)
-        for target, output in zip(targets, outputs, strict=True):
-            up(target, output, context)
-        submission.complete()
+        bounds = [chunk_bounds(tensor.shape[0], size) for tensor in submission.inputs]
+        rows = [[high - low for low, high in itertools.pairwise(each)] for each in bounds]
+        yield from _moved(submission, [each[rank] for each in rows], rows, "REDUCESCATTER", _scattered, context)
 
 
 def _scattered(
-    sources: list[Any], targets: list[Any], bounds: list[list[int]], reductions: list[Reduction], context: Context
+    submission: Submission, sources: list[Any], targets: list[Any], bounds: list[list[int]], context: Context
 ) -> Steps[None]:
-    """Reduce each source, and leave this rank's chunk in its target; bounds[k][r]: where rank r's begins."""
+    """See `Move`."""
+    reductions = [context.reduction(submission, each.element) for each in submission.inputs]
     transport, rank = context.transport, context.transport.rank
     if context.algorithms.shared_region is not None:
         for reduction in dict.fromkeys(reductions):
