@@ -94,9 +94,22 @@ def allreduce(
     Source: Open MPI's coll/sm and MPICH's release-gather, which do this for one slot.
     """
     if len(slots) == 1 and is_one_shot(sum([part.source.nbytes for part in slots[0]]), region.size):
-        yield from with_one_wait([_OneShot(slots[0], region, reduction)], region, watch)
+        yield from _packed_one_shot(slots[0], region, reduction, watch)
     else:
         yield from pipelined([_in_chunks(parts, region, reduction) for parts in slots], region, watch)
+
+
+def _packed_one_shot(parts: Sequence[Part], region: Region, reduction: Reduction, watch: Watch) -> Steps[None]:
+    watch(0, PACK)
+    packed = np.concatenate([source for source, _ in parts])
+    watch(0, REDUCE)
+    yield from one_shot(packed, packed, region, reduction)
+    watch(0, COPY)
+    low = 0
+    for _, target in parts:
+        target[...] = packed[low : low + target.size]
+        low += target.size
+    watch(0, DONE)
 
 
 def one_shot(source: Any, target: Any, region: Region, reduction: Reduction) -> Steps[None]:
@@ -216,7 +229,7 @@ class Slot:
             if source is not None:
                 chunks[rank] = source
             self.reduction.reduce_parts(chunks, mine if target is None else target)
-            if target is not None and self.spreads:
+            if self.spreads and target is not None:
                 region.writer.write(target, mine)
         region.publish(SUMMED, sequence)
 
@@ -244,21 +257,3 @@ def _in_chunks(parts: Sequence[Part], region: Region, reduction: Reduction) -> S
         return Slot(region, dtype, others, own, others, reduction)
     whole = Piece(region.rank, own[0].low, own[-1].high)
     return Slot(region, dtype, pieces, [whole], pieces, reduction)
-
-
-class _OneShot(Slot):
-    """Every rank sums all of it."""
-
-    def __init__(self, parts: Sequence[Part], region: Region, reduction: Reduction) -> None:
-        self.pieces = pieces_of(parts, 1)
-        super().__init__(region, reduction.element.storage, self.pieces, reduction=reduction)
-
-    def sum(self, sequence: int) -> None:
-        """See `SlotWork`."""
-        if not self.pieces or self.reduction is None:
-            return
-        chunks = [each[: self.pieces[-1].high] for each in self.region.slots(sequence, self.dtype)]
-        reduced = self.pieces[0].target if len(self.pieces) == 1 else np.empty(self.pieces[-1].high, self.dtype)
-        self.reduction.reduce_parts(chunks, reduced)
-        for _, low, high, _, target in self.pieces if len(self.pieces) > 1 else ():
-            target[...] = reduced[low:high]
