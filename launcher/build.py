@@ -48,7 +48,7 @@ def controllers(python: str) -> list[str]:
     except MachineError as error:
         return [*_lines([(engine.title, False) for engine in MPIS]), f"    {error}"]
     for engine in MPIS:
-        if not engine.loaded_by(library.text):
+        if not library.text.startswith(engine.library_begins):
             rows.append((engine.title, False))
             continue
         try:

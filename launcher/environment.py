@@ -11,34 +11,10 @@ from .machine.topology import BY_ADDRESS, ORDER_VARIABLE, VISIBLE_VARIABLE
 PRIVATE_PREFIX = "RINGRUN_"
 """Variables of this prefix are between ringrun and its agents; a rank does not see them."""
 
-ENGINE_VARIABLE = "RINGRUN_ENGINE"
-"""Which MPI launches the job: the name of one of engines.ENGINES."""
+SETTINGS_VARIABLE = "RINGRUN_SETTINGS"
+"""The Settings of this job."""
 
-DIRECTORY_VARIABLE = "RINGRUN_DIRECTORY"
-"""ringrun's private directory, on its own host."""
-
-BIND_VARIABLE = "RINGRUN_BIND"
-"""`1` if each rank is bound to its share of the cores."""
-
-MASK_VARIABLE = "RINGRUN_MASK_GPUS"
-"""`1` if each rank sees its own GPU only."""
-
-VERBOSE_VARIABLE = "RINGRUN_VERBOSE"
-"""`1` if ringrun shows more than a user needs."""
-
-MASTER_PORT_VARIABLE = "RINGRUN_MASTER_PORT"
-"""The MASTER_PORT that the user has set, or nothing."""
-
-AGENT_VARIABLES = (
-    ADDRESS_VARIABLE,
-    AUTHKEY_VARIABLE,
-    ENGINE_VARIABLE,
-    DIRECTORY_VARIABLE,
-    BIND_VARIABLE,
-    MASK_VARIABLE,
-    VERBOSE_VARIABLE,
-    MASTER_PORT_VARIABLE,
-)
+AGENT_VARIABLES = (ADDRESS_VARIABLE, AUTHKEY_VARIABLE, SETTINGS_VARIABLE)
 """What an agent must have before it reaches ringrun."""
 
 HOOK_DIRECTORY = str(Path(__file__).parent / "hook")
@@ -59,36 +35,29 @@ class Settings:
     """What ringrun sends to an agent at its start, in addition to the address."""
 
     engine: str
+    """Which MPI launches the job: the name of one of engines.ENGINES."""
     directory: str
     """Where the ranks of ringrun's own host leave their error files; agents elsewhere make one of their own."""
     bind: bool = True
+    """Each rank is bound to its share of the cores."""
     mask_gpus: bool = False
+    """Each rank sees its own GPU only."""
     verbose: bool = False
+    """ringrun shows more than a user needs."""
     master_port: str = ""
     """The MASTER_PORT that the user has set; empty: rank 0's agent finds a free one."""
 
     def to_environment(self) -> dict[str, str]:
-        """Return the variables that carry these settings."""
-        return {
-            ENGINE_VARIABLE: self.engine,
-            DIRECTORY_VARIABLE: self.directory,
-            BIND_VARIABLE: str(int(self.bind)),
-            MASK_VARIABLE: str(int(self.mask_gpus)),
-            VERBOSE_VARIABLE: str(int(self.verbose)),
-            MASTER_PORT_VARIABLE: self.master_port,
-        }
+        """Return the variable that carries these settings."""
+        flags = (str(int(each)) for each in (self.bind, self.mask_gpus, self.verbose))
+        return {SETTINGS_VARIABLE: ";".join([self.engine, *flags, self.directory, self.master_port])}
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> "Settings":
-        """Read back what `to_environment` wrote; KeyError where there is nothing."""
-        return cls(
-            environ[ENGINE_VARIABLE],
-            environ[DIRECTORY_VARIABLE],
-            bind=environ[BIND_VARIABLE] == "1",
-            mask_gpus=environ[MASK_VARIABLE] == "1",
-            verbose=environ[VERBOSE_VARIABLE] == "1",
-            master_port=environ[MASTER_PORT_VARIABLE],
-        )
+        """Read back what `to_environment` wrote; KeyError where there is nothing, ValueError for anything else."""
+        engine, *flags, directory, master_port = environ[SETTINGS_VARIABLE].split(";", 5)
+        bind, mask_gpus, verbose = (flag == "1" for flag in flags)
+        return cls(engine, directory, bind, mask_gpus, verbose, master_port)
 
 
 def error_file(directory: str, rank: int) -> Path:

@@ -24,26 +24,8 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import IO, NoReturn
 
+from ..connection import wire
 from ..connection.link import Address, HostSilentError, Link, connect
-from ..connection.wire import (
-    ADDRESS_VARIABLE,
-    AUTHKEY_VARIABLE,
-    Ask,
-    End,
-    Ended,
-    Hello,
-    Input,
-    InputWanted,
-    Message,
-    Note,
-    NotStarted,
-    Output,
-    RankError,
-    Setup,
-    Signal,
-    Started,
-    rank_error,
-)
 from ..engines import DAEMONS, ENGINES
 from ..environment import Place, Settings, error_file, rank_environment
 from ..machine.placement import Share, describe, place
@@ -84,15 +66,15 @@ class Agent:
     def run(self, command: Sequence[str]) -> NoReturn:
         """Run `command` to its end and stay until ringrun says so."""
         wanted = self._settings.master_port if self._place.rank == 0 else ""
-        self._send(Hello(self._place.rank, self._place.size, socket.gethostname(), _free_port(wanted)))
+        self._send(wire.Hello(self._place.rank, self._place.size, socket.gethostname(), _free_port(wanted)))
         setup = self._await_setup()
         self._started_at_s = time.time()
         try:
             child = self._start(command, setup)
         except OSError as error:
-            self._send(NotStarted(f"{error.strerror or error} ({error.filename or command[0]})"))
+            self._send(wire.NotStarted(f"{error.strerror or error} ({error.filename or command[0]})"))
             self._await_end(None)
-        self._send(Started(child.pid, self._device))
+        self._send(wire.Started(child.pid, self._device))
         self._dumper.start(lambda: self._shm_cleanup.look(child.pid))
         self._shm_cleanup.watch(child.pid)
         threading.Thread(target=self._await_end, args=(child.pid,), daemon=True).start()
@@ -100,17 +82,17 @@ class Agent:
             threading.Thread(target=self._feed, args=(child.stdin,), daemon=True).start()
         self._forward(child)
 
-    def _await_setup(self) -> Setup:
+    def _await_setup(self) -> wire.Setup:
         """Return what ringrun says once all agents are there; end here if it gives up first."""
-        while not isinstance(message := self._receive(), Setup):
-            if isinstance(message, Signal):
+        while not isinstance(message := self._receive(), wire.Setup):
+            if isinstance(message, wire.Signal):
                 self._sent.append(message.number)
-                self._send(Ended(-message.number, time.time(), tuple(self._sent)))
-            elif isinstance(message, End):
+                self._send(wire.Ended(-message.number, time.time(), tuple(self._sent)))
+            elif isinstance(message, wire.End):
                 self._leave()
         return message
 
-    def _start(self, command: Sequence[str], setup: Setup) -> "subprocess.Popen[bytes]":
+    def _start(self, command: Sequence[str], setup: wire.Setup) -> "subprocess.Popen[bytes]":
         os.chdir(setup.folder)
         share = self._share({**os.environ, **setup.variables})
         binds, masks = self._settings.bind, self._settings.mask_gpus
@@ -141,10 +123,10 @@ class Agent:
         shares = place(read_topology(environ), self._place.local_size)
         if self._place.local_rank == 0:
             for text in _notes(shares, self._place, self._settings):
-                self._send(Note(text))
+                self._send(wire.Note(text))
         return shares[self._place.local_rank]
 
-    def _stdin(self, setup: Setup) -> int:
+    def _stdin(self, setup: wire.Setup) -> int:
         """Return what the command reads: one rank ringrun's stdin, or from another host a pipe with it."""
         if not setup.gives_stdin:
             return subprocess.DEVNULL
@@ -154,7 +136,7 @@ class Agent:
         """Write what ringrun reads to the command, asking for a piece at a time."""
         with contextlib.suppress(OSError), stdin:  # the command may have closed it, or ended
             while True:
-                self._send(InputWanted())
+                self._send(wire.InputWanted())
                 if not (data := self._input.get()):
                     return
                 stdin.write(data)
@@ -180,7 +162,7 @@ class Agent:
     def _pump(self, descriptor: int, stream: str) -> bool:
         data = os.read(descriptor, _CHUNK_BYTES)
         if data:
-            self._send(Output("stdout" if stream == "stdout" else "stderr", data))
+            self._send(wire.Output("stdout" if stream == "stdout" else "stderr", data))
         return bool(data)
 
     def _watch(self, pid: int) -> int:
@@ -206,12 +188,12 @@ class Agent:
         error = _read_error(self._directory, self._place.rank)
         oom = self._oom.verdict(code, [pid, *self._dumper.pids()])
         ran_s = self._ended_at_s - self._started_at_s
-        self._send(Ended(code, ended_at_s, tuple(self._sent), error, ran_s, oom))
+        self._send(wire.Ended(code, ended_at_s, tuple(self._sent), error, ran_s, oom))
 
     def _await_end(self, pid: int | None) -> NoReturn:
         """Do what ringrun says until it says End, or is gone; then leave nothing behind."""
-        while not isinstance(message := self._receive(), End):
-            if isinstance(message, Input):
+        while not isinstance(message := self._receive(), wire.End):
+            if isinstance(message, wire.Input):
                 self._input.put(message.data)
             elif pid is not None:
                 self._obey(message, pid)
@@ -221,13 +203,13 @@ class Agent:
         self._shm_cleanup.remove()
         self._leave()
 
-    def _obey(self, message: Message, pid: int) -> None:
+    def _obey(self, message: wire.Message, pid: int) -> None:
         """Do what ringrun asks while the rank, whose first process is `pid`, may still run."""
-        if isinstance(message, Signal):
+        if isinstance(message, wire.Signal):
             self._sent.append(message.number)
             self._shm_cleanup.look(pid)
             signal_group(pid, message.number)
-        elif isinstance(message, Ask):
+        elif isinstance(message, wire.Ask):
             # in a thread: a signal must not wait for the answer
             threading.Thread(target=self._dumper.answer, args=(message.number, pid), daemon=True).start()
             self._shm_cleanup.look(pid)
@@ -240,16 +222,16 @@ class Agent:
             end_daemon(self._daemon, DAEMONS)
         os._exit(0)
 
-    def _receive(self) -> Message:
+    def _receive(self) -> wire.Message:
         """Return what ringrun says; End when it is gone."""
         try:
             return self._link.receive()
         except (EOFError, OSError) as error:
             self._is_abandoned = True
             self._is_cut_off = isinstance(error, HostSilentError)
-            return End()
+            return wire.End()
 
-    def _send(self, message: Message) -> None:
+    def _send(self, message: wire.Message) -> None:
         with contextlib.suppress(OSError):  # ringrun is gone; _await_end sees it too, and exits
             self._link.send(message)
 
@@ -274,9 +256,9 @@ def _read_exit(directory: str, rank: int) -> tuple[int, float] | None:
         return None
 
 
-def _read_error(directory: str, rank: int) -> RankError | None:
+def _read_error(directory: str, rank: int) -> wire.RankError | None:
     try:
-        return rank_error(json.loads(error_file(directory, rank).read_text(errors="replace")))
+        return wire.rank_error(json.loads(error_file(directory, rank).read_text(errors="replace")))
     except (OSError, ValueError, AttributeError, TypeError):
         return None
 
@@ -316,8 +298,8 @@ def _leave_streams() -> None:
 def main() -> NoReturn:
     """Run as `python -m ringrun.agent COMMAND …`, started by ringrun through mpirun."""
     try:
-        address = Address.parse(os.environ[ADDRESS_VARIABLE])
-        authkey = bytes.fromhex(os.environ[AUTHKEY_VARIABLE])
+        address = Address.parse(os.environ[wire.ADDRESS_VARIABLE])
+        authkey = bytes.fromhex(os.environ[wire.AUTHKEY_VARIABLE])
         settings = Settings.from_environment(os.environ)
         place = ENGINES[settings.engine].place(os.environ)
     except (KeyError, ValueError) as error:

@@ -13,9 +13,9 @@ InputWanted for each Input.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Literal, TypeAlias
+from typing import Literal
 
 ADDRESS_VARIABLE = "RINGRUN_ADDRESS"
 """Where ringrun listens: the text of a link.Address."""
@@ -25,7 +25,12 @@ AUTHKEY_VARIABLE = "RINGRUN_AUTHKEY"
 
 
 @dataclass(frozen=True)
-class Hello:
+class Message:
+    """What one side says to the other."""
+
+
+@dataclass(frozen=True)
+class Hello(Message):
     """An agent is there and waits for Setup.
 
     `port` is a free TCP port of its host: rank 0's the MASTER_PORT that the user has set, and 0 if that is in use.
@@ -38,7 +43,7 @@ class Hello:
 
 
 @dataclass(frozen=True)
-class Setup:
+class Setup(Message):
     """Start the command: in `folder`, with `variables` in addition to the agent's own.
 
     `master` is where rank 0 may listen, address and port; `gives_stdin`: this rank reads ringrun's standard input;
@@ -54,14 +59,14 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class Note:
+class Note(Message):
     """A line of the agent's own, to be shown on ringrun's stderr."""
 
     text: str
 
 
 @dataclass(frozen=True)
-class Started:
+class Started(Message):
     """The rank's command runs as process `pid`, the leader of a process group of that number; `device` is its GPU."""
 
     pid: int
@@ -69,14 +74,14 @@ class Started:
 
 
 @dataclass(frozen=True)
-class NotStarted:
+class NotStarted(Message):
     """The rank's command could not be executed."""
 
     reason: str
 
 
 @dataclass(frozen=True)
-class Output:
+class Output(Message):
     """Bytes that the rank wrote, cut anywhere."""
 
     stream: Literal["stdout", "stderr"]
@@ -84,12 +89,12 @@ class Output:
 
 
 @dataclass(frozen=True)
-class InputWanted:
+class InputWanted(Message):
     """The rank can take more of its stdin."""
 
 
 @dataclass(frozen=True)
-class Input:
+class Input(Message):
     """A piece of the rank's stdin; empty at its end."""
 
     data: bytes
@@ -106,7 +111,7 @@ class RankError:
 
 
 @dataclass(frozen=True)
-class Ended:
+class Ended(Message):
     """The rank's command has ended, and all it wrote has been sent.
 
     `code` is its exit code, or minus the signal that ended it; `sent` are the signals that ringrun had sent it
@@ -123,7 +128,7 @@ class Ended:
 
 
 @dataclass(frozen=True)
-class State:
+class State(Message):
     """The answer to Ask `number`.
 
     `doing` is what the rank waits for, or the user's line that it is at; `stacks` its Python stacks, in text that is
@@ -137,71 +142,48 @@ class State:
 
 
 @dataclass(frozen=True)
-class Stalled:
+class Stalled(Message):
     """ringreduce in the rank reports that the job, or a part of it, has not moved for long."""
 
     report: str
 
 
 @dataclass(frozen=True)
-class InInit:
+class InInit(Message):
     """The rank waits in ringreduce.init(); worth a report after `report_after_s`."""
 
     report_after_s: float
 
 
 @dataclass(frozen=True)
-class Initialized:
+class Initialized(Message):
     """ringreduce.init() has returned in the rank."""
 
 
 @dataclass(frozen=True)
-class Ask:
+class Ask(Message):
     """Report what the rank does."""
 
     number: int
 
 
 @dataclass(frozen=True)
-class Signal:
+class Signal(Message):
     """Send signal `number` to the rank's process group."""
 
     number: int
 
 
 @dataclass(frozen=True)
-class End:
+class End(Message):
     """Kill what is left of the rank's process group and exit."""
 
-
-Message: TypeAlias = (
-    Hello
-    | Setup
-    | Note
-    | Started
-    | NotStarted
-    | Output
-    | InputWanted
-    | Input
-    | Ended
-    | State
-    | Stalled
-    | InInit
-    | Initialized
-    | Ask
-    | Signal
-    | End
-)
 
 _STREAM_TAGS: dict[str, bytes] = {"stdout": b"o", "stderr": b"e"}
 _INPUT_TAG = b"i"
 _JSON_TAG = b"j"
-_JSON_KINDS = {
-    kind.__name__: kind
-    for kind in (
-        *(Hello, Setup, Note, Started, NotStarted, InputWanted, Ended, State, Stalled, InInit, Initialized),
-        *(Ask, Signal, End),
-    )
+_JSON_KINDS: dict[str, Callable[..., Message]] = {
+    kind.__name__: kind for kind in Message.__subclasses__() if kind not in (Output, Input)
 }
 
 
@@ -238,7 +220,7 @@ def _from_json(payload: bytes) -> Message:
     if kind is Ended:
         given["sent"] = tuple(given["sent"])
         given["error"] = rank_error(given["error"])
-    message: Message = kind(**given)
+    message = kind(**given)
     for field in fields(message):
         if field.type in (int, str, bool) and type(given.get(field.name, field.default)) is not field.type:
             raise TypeError(field.name)

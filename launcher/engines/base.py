@@ -61,21 +61,27 @@ class Engine(ABC):
     launcher_names: tuple[str, ...]
     """The names its launcher goes by, the likeliest first."""
 
+    library_begins: str
+    """How a library of it begins to describe itself."""
+
+    version_pattern: str
+    """Of what `launcher --version` prints, with the version's numbers as groups, of which the last may be missing."""
+
+    place_variables: tuple[str, str, str, str]
+    """By which a process knows its rank, the size, its rank on its host, and how many are there."""
+
     lost_peer_code: int | None = None
     """The exit code with which it ends a rank by itself when that has lost the connection to another, if it does."""
-
-    @abstractmethod
-    def loaded_by(self, library_text: str) -> bool:
-        """Return whether a library that describes itself so is this implementation."""
 
     def library_version(self, library_text: str) -> Version:
         """Return the version in the text of a library of this implementation; () if there is none."""
         match = re.search(r"(\d+)\.(\d+)", library_text)
         return tuple(int(number) for number in match.groups()) if match else ()
 
-    @abstractmethod
     def launcher_version(self, version_text: str) -> Version | None:
         """Return the version in what `launcher --version` printed; None if another implementation printed it."""
+        match = re.search(self.version_pattern, version_text)
+        return tuple(int(number) for number in match.groups() if number) if match else None
 
     @abstractmethod
     def command(
@@ -83,9 +89,9 @@ class Engine(ABC):
     ) -> list[str]:
         """Return the argv that starts `size` ranks of `program`, on this host or `across` several."""
 
-    @abstractmethod
     def environment(self, launcher_path: str) -> dict[str, str]:
-        """Return variables for the launcher and the ranks; those the user has set are left alone."""
+        """Return variables for the launcher and the ranks, none by default; those the user has set are left alone."""
+        return {}
 
     def across_environment(self, across: Across) -> dict[str, str]:
         """Return more variables for the launcher, and through it for the ranks, of a job on several hosts."""
@@ -99,6 +105,11 @@ class Engine(ABC):
         """Return variables that put a rank's files in shared memory into `directory`, its own; none by default."""
         return {}
 
-    @abstractmethod
     def place(self, environ: Mapping[str, str]) -> Place:
         """Return which rank the process with these variables is; KeyError if this engine has not started it."""
+        return Place(*(int(environ[name]) for name in self.place_variables))
+
+
+def slots(across: Across) -> str:
+    """Return the hosts and how many ranks each gets, as every launcher but srun takes them."""
+    return ",".join(f"{host.name}:{count}" for host, count in across.ranks)

@@ -105,7 +105,7 @@ def probe_library(python: str) -> Library:
 def engine_of(library: Library) -> Engine:
     """Return the engine for `library`."""
     for engine in MPIS:
-        if engine.loaded_by(library.text):
+        if library.text.startswith(engine.library_begins):
             return engine
     known = " and ".join(engine.title for engine in MPIS)
     raise MachineError(

@@ -1,12 +1,10 @@
 """Open MPI: 5, whose launcher is PRRTE's prterun, and 4."""
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from ..environment import Place
 from ..network import keepalive
-from .base import Across, Engine, Launcher, Version
+from .base import Across, Engine, Launcher, Version, slots
 
 _PRRTE_VERSION: Version = (5,)  # prterun prints PRRTE's or PMIx's version; it came with Open MPI 5
 
@@ -20,15 +18,18 @@ class OpenMPI(Engine):
     launcher_names = ("mpirun", "mpiexec", "prterun", "mpirun.openmpi", "mpiexec.openmpi", "orterun")
     lost_peer_code = 14  # MPI_ERR_UNKNOWN: "An error occurred in Socket closed", and MPI_ERRORS_ARE_FATAL
 
-    def loaded_by(self, library_text: str) -> bool:
-        """Return whether the text is Open MPI's."""
-        return library_text.startswith("Open MPI")
+    library_begins = "Open MPI"
+    version_pattern = r"\((?:Open MPI|OpenRTE)\) (\d+)\.(\d+)\.(\d+)"
+    place_variables = (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    )
 
     def launcher_version(self, version_text: str) -> Version | None:
         """Return the version in `mpirun (Open MPI) 5.0.11`; of prterun, the Open MPI it belongs to."""
-        if match := re.search(r"\((?:Open MPI|OpenRTE)\) (\d+)\.(\d+)\.(\d+)", version_text):
-            return tuple(int(number) for number in match.groups())
-        return _PRRTE_VERSION if version_text.startswith("prterun (") else None
+        return _PRRTE_VERSION if version_text.startswith("prterun (") else super().launcher_version(version_text)
 
     def command(
         self, launcher: Launcher, size: int, program: Sequence[str], *, as_root: bool, across: Across | None = None
@@ -36,9 +37,8 @@ class OpenMPI(Engine):
         """Return mpirun's argv; unasked, it refuses root and more ranks than cores, and binds up to two ranks."""
         by = "slot" if across else ""
         is_five = launcher.version >= (5,)
-        mapping = (
-            ["--map-by", f"{by}:OVERSUBSCRIBE"] if is_five else ["--oversubscribe", *(["--map-by", by] if by else [])]
-        )
+        by_4 = ["--oversubscribe", *(["--map-by", by] if by else [])]
+        mapping = ["--map-by", f"{by}:OVERSUBSCRIBE"] if is_five else by_4
         root = ["--allow-run-as-root"] if as_root else []
         hosts = _hosts(across, is_five) if across else []
         return [launcher.path, *root, *mapping, "--bind-to", "none", *hosts, "-np", str(size), *program]
@@ -70,15 +70,6 @@ class OpenMPI(Engine):
         """Return where a rank's segments and windows go; it tells the other ranks. Open MPI 4 knows only the last."""
         return {f"OMPI_MCA_{component}_backing_directory": directory for component in ("btl_sm", "osc_sm", "osc_rdma")}
 
-    def place(self, environ: Mapping[str, str]) -> Place:
-        """Read OMPI_COMM_WORLD_RANK and its kin."""
-        return Place(
-            rank=int(environ["OMPI_COMM_WORLD_RANK"]),
-            size=int(environ["OMPI_COMM_WORLD_SIZE"]),
-            local_rank=int(environ["OMPI_COMM_WORLD_LOCAL_RANK"]),
-            local_size=int(environ["OMPI_COMM_WORLD_LOCAL_SIZE"]),
-        )
-
 
 def _hosts(across: Across, is_five: bool) -> list[str]:
     """Return the flags that say which hosts, how they are reached, and which variables go there.
@@ -89,9 +80,7 @@ def _hosts(across: Across, is_five: bool) -> list[str]:
     kind, ssh, interfaces = (
         ("--prtemca", "ssh", "prte_if_include") if is_five else ("--mca", "rsh", "oob_tcp_if_include")
     )
-    parameters = {
-        f"plm_{ssh}_no_tree_spawn": "1",
-    }
+    parameters = {f"plm_{ssh}_no_tree_spawn": "1"}
     names = ("oob_tcp_keepalive_time", "oob_tcp_keepalive_intvl", "oob_tcp_keepalive_probes")
     parameters |= {name: str(value) for name, value in zip(names, keepalive(across.lost_after_s), strict=True)}
     if across.ssh:
@@ -100,4 +89,4 @@ def _hosts(across: Across, is_five: bool) -> list[str]:
         parameters[interfaces] = ",".join(across.interfaces)
     flags = [word for name, value in parameters.items() for word in (kind, name, value)]
     flags += [word for name in across.variables for word in ("-x", name)]
-    return [*flags, "-H", ",".join(f"{host.name}:{count}" for host, count in across.ranks)]
+    return [*flags, "-H", slots(across)]

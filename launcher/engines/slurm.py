@@ -1,11 +1,10 @@
 """Slurm's srun, which starts the ranks of an MPI itself, through the PMI that both know."""
 
-import re
 from collections.abc import Mapping, Sequence
 
 from ..environment import Place
 from ..errors import UsageError
-from .base import Across, Engine, Launcher, Version
+from .base import Across, Engine, Launcher
 
 
 class Srun(Engine):
@@ -14,19 +13,12 @@ class Srun(Engine):
     name = "srun"
     title = "Slurm's srun"
     launcher_names = ("srun",)
+    version_pattern = r"^slurm(?:-wlm)? (\d+)\.(\d+)(?:\.(\d+))?"  # distributions write slurm-wlm
+    place_variables = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE")
 
     def __init__(self, pmi: str = "pmi2") -> None:
         """pmi: the value of --mpi, pmi2 or pmix."""
         self._pmi = pmi
-
-    def loaded_by(self, library_text: str) -> bool:
-        """Return False: it goes with another engine's library."""
-        return False
-
-    def launcher_version(self, version_text: str) -> Version | None:
-        """Return the version in `slurm 22.05.8`; distributions write slurm-wlm."""
-        match = re.match(r"slurm(?:-wlm)? (\d+)\.(\d+)(?:\.(\d+))?", version_text)
-        return tuple(int(number) for number in match.groups() if number) if match else None
 
     def command(
         self, launcher: Launcher, size: int, program: Sequence[str], *, as_root: bool, across: Across | None = None
@@ -64,13 +56,10 @@ class Srun(Engine):
         return {"MPIR_CVAR_CH4_NETMOD": "ofi"}
 
     def place(self, environ: Mapping[str, str]) -> Place:
-        """Read SLURM_PROCID and its kin."""
-        return Place(
-            rank=int(environ["SLURM_PROCID"]),
-            size=int(environ["SLURM_NTASKS"]),
-            local_rank=int(environ["SLURM_LOCALID"]),
-            local_size=_tasks_of_node(environ["SLURM_STEP_TASKS_PER_NODE"], int(environ["SLURM_NODEID"])),
-        )
+        """Return which rank it is; Slurm tells how many are on each node."""
+        *_, tasks = self.place_variables
+        here = _tasks_of_node(environ[tasks], int(environ["SLURM_NODEID"]))
+        return super().place({**environ, tasks: str(here)})
 
 
 def _tasks_of_node(text: str, node: int) -> int:

@@ -5,12 +5,16 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import TypeAlias
 
-from ..connection.wire import State
+from ..connection.wire import InInit, Initialized, Stalled, State
 from ..report.outcome import RankEnd
 
 
+class Event:
+    """One of the following."""
+
+
 @dataclass(frozen=True)
-class Arrived:
+class Arrived(Event):
     """The agent of `rank` is connected, and has found a free port (0: the one that was asked for is taken)."""
 
     rank: int
@@ -19,21 +23,21 @@ class Arrived:
 
 
 @dataclass(frozen=True)
-class Refused:
+class Refused(Event):
     """An agent is connected that this job does not await."""
 
     reason: str
 
 
 @dataclass(frozen=True)
-class RankEnded:
+class RankEnded(Event):
     """A rank has ended, or its agent was lost."""
 
     end: RankEnd
 
 
 @dataclass(frozen=True)
-class RankNotStarted:
+class RankNotStarted(Event):
     """The command could not be executed as `rank`."""
 
     rank: int
@@ -42,72 +46,35 @@ class RankNotStarted:
 
 
 @dataclass(frozen=True)
-class LauncherEnded:
+class LauncherEnded(Event):
     """mpirun has ended."""
 
 
 @dataclass(frozen=True)
-class Signalled:
+class Signalled(Event):
     """ringrun got signal `number`."""
 
     number: int
 
 
 @dataclass(frozen=True)
-class OutputClosed:
+class OutputClosed(Event):
     """Nobody reads ringrun's stdout any more."""
 
 
 @dataclass(frozen=True)
-class RankState:
-    """A rank's answer to a question."""
+class Reported(Event):
+    """A rank answers a question, reports a stall, waits in init(), or has left it: as its agent says it."""
 
     rank: int
-    state: State
+    message: State | Stalled | InInit | Initialized
 
 
 @dataclass(frozen=True)
-class RankStalled:
-    """ringreduce in a rank reports a stall."""
-
-    rank: int
-    report: str
-
-
-@dataclass(frozen=True)
-class RankInInit:
-    """A rank waits in ringreduce.init(); worth a report after `report_after_s`."""
-
-    rank: int
-    report_after_s: float
-
-
-@dataclass(frozen=True)
-class RankInitialized:
-    """ringreduce.init() has returned in a rank."""
-
-    rank: int
-
-
-@dataclass(frozen=True)
-class StacksWanted:
+class StacksWanted(Event):
     """Somebody wants all ranks' stacks; `deliver` takes the lines, in the thread that decides, and must not block."""
 
     deliver: Callable[[list[str]], None]
 
 
-Event: TypeAlias = (
-    Arrived
-    | Refused
-    | RankEnded
-    | RankNotStarted
-    | LauncherEnded
-    | Signalled
-    | OutputClosed
-    | RankState
-    | RankStalled
-    | RankInInit
-    | RankInitialized
-    | StacksWanted
-)
 Events: TypeAlias = "SimpleQueue[Event]"

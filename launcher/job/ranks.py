@@ -12,40 +12,12 @@ from collections import deque
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 
+from ..connection import wire
 from ..connection.link import HostSilentError, Link, Listener
-from ..connection.wire import (
-    End,
-    Ended,
-    Hello,
-    InInit,
-    Initialized,
-    Input,
-    InputWanted,
-    Message,
-    Note,
-    NotStarted,
-    Output,
-    Setup,
-    Stalled,
-    Started,
-    State,
-)
-from ..output.display import Output as Printer
-from ..output.display import StreamName
+from ..output.display import Output, StreamName
 from ..output.lines import LineSplitter
 from ..report.outcome import RankEnd
-from .events import (
-    Arrived,
-    Events,
-    OutputClosed,
-    RankEnded,
-    RankInInit,
-    RankInitialized,
-    RankNotStarted,
-    RankStalled,
-    RankState,
-    Refused,
-)
+from .events import Arrived, Events, OutputClosed, RankEnded, RankNotStarted, Refused, Reported
 
 _TAIL_LINES = 200
 _TAIL_LINE_CHARACTERS = 2000
@@ -72,7 +44,7 @@ class RankSetup:
 class Channel:
     """The connections to the agents of a job of `size` ranks."""
 
-    def __init__(self, listener: Listener, size: int, setup: RankSetup, printer: Printer, events: Events) -> None:
+    def __init__(self, listener: Listener, size: int, setup: RankSetup, printer: Output, events: Events) -> None:
         self._listener = listener
         self._size = size
         self._setup = setup
@@ -89,12 +61,12 @@ class Channel:
         needs = f"each of the {self._size} ranks takes one of ringrun's open files, see `ulimit -n`"
         self._listener.start(self._serve, lambda why: self._printer.message([f"ringrun: {why}; {needs}"]))
 
-    def send(self, rank: int, message: Message) -> None:
+    def send(self, rank: int, message: wire.Message) -> None:
         """Send `message` to the agent of `rank`, if it is still there."""
         with contextlib.suppress(OSError, KeyError):
             self._links[rank].send(message)
 
-    def broadcast(self, message: Message) -> None:
+    def broadcast(self, message: wire.Message) -> None:
         """Send `message` to every agent that is there."""
         for rank in list(self._links):
             self.send(rank, message)
@@ -105,7 +77,7 @@ class Channel:
         for rank, link in self._links.items():
             gives_stdin = rank == setup.stdin_rank and setup.stdin is not None
             variables, open_files = (setup.local, setup.open_files) if link.is_local else (setup.remote, 0)
-            self.send(rank, Setup(address, self._ports[0], setup.folder, variables, gives_stdin, open_files))
+            self.send(rank, wire.Setup(address, self._ports[0], setup.folder, variables, gives_stdin, open_files))
             if gives_stdin and link.is_local and setup.stdin is not None:
                 with contextlib.suppress(OSError):
                     link.send_descriptor(setup.stdin)
@@ -120,7 +92,7 @@ class Channel:
     def end_agents(self) -> None:
         """Make every agent end, also those that connect later."""
         self._ending = True
-        self.broadcast(End())
+        self.broadcast(wire.End())
 
     def close(self) -> None:
         """Stop listening, and print what has come so far; agents that are still there see the end."""
@@ -135,26 +107,26 @@ class Channel:
             hello = link.receive()
             with self._arrival:
                 refusal = self._refusal(hello)
-                if isinstance(hello, Hello) and not refusal:
+                if isinstance(hello, wire.Hello) and not refusal:
                     self._links[hello.rank] = link
                     self._ports[hello.rank] = hello.port
                     self._readers.append(threading.current_thread())
         except (EOFError, OSError, ValueError):
             link.close()
             return
-        if not isinstance(hello, Hello) or refusal:
+        if not isinstance(hello, wire.Hello) or refusal:
             link.close()
             self._events.put(Refused(refusal))
             return
         self._events.put(Arrived(hello.rank, hello.host, hello.port))
         if self._ending:
-            self.send(hello.rank, End())
+            self.send(hello.rank, wire.End())
         stdin = self._setup.stdin if hello.rank == self._setup.stdin_rank else None
         _RankReader(hello, link, self._printer, self._events, stdin).run()
 
-    def _refusal(self, hello: Message) -> str:
+    def _refusal(self, hello: wire.Message) -> str:
         """Return why an agent that begins with `hello` is none that this job awaits; nothing if it is one."""
-        if not isinstance(hello, Hello):
+        if not isinstance(hello, wire.Hello):
             return f"an agent begins with {type(hello).__name__}"
         if hello.size != self._size or not 0 <= hello.rank < self._size:
             return (
@@ -167,7 +139,7 @@ class Channel:
 class _RankReader:
     """Reads one agent's connection to its end."""
 
-    def __init__(self, hello: Hello, link: Link, printer: Printer, events: Events, stdin: int | None) -> None:
+    def __init__(self, hello: wire.Hello, link: Link, printer: Output, events: Events, stdin: int | None) -> None:
         self._hello = hello
         self._link = link
         self._stdin = _Stdin(stdin, link)
@@ -197,29 +169,23 @@ class _RankReader:
         if not self._done:
             self._end(None, 0.0, lost)
 
-    def _handle(self, message: Message) -> None:
+    def _handle(self, message: wire.Message) -> None:
         match message:
-            case Output(stream, data):
+            case wire.Output(stream, data):
                 self._printer.keep(self._hello.rank, stream, data)
                 self._print(stream, self._splitters[stream].feed(data))
-            case Note(text):
+            case wire.Note(text):
                 self._printer.message([text])
-            case Started(pid, device):
+            case wire.Started(pid, device):
                 self._pid, self._device = pid, device
-            case State():
-                self._events.put(RankState(self._hello.rank, message))
-            case Stalled(report):
-                self._events.put(RankStalled(self._hello.rank, report))
-            case InInit(report_after_s):
-                self._events.put(RankInInit(self._hello.rank, report_after_s))
-            case Initialized():
-                self._events.put(RankInitialized(self._hello.rank))
-            case NotStarted(reason):
+            case wire.State() | wire.Stalled() | wire.InInit() | wire.Initialized():
+                self._events.put(Reported(self._hello.rank, message))
+            case wire.NotStarted(reason):
                 self._done = True
                 self._events.put(RankNotStarted(self._hello.rank, self._hello.host, reason))
-            case InputWanted():
+            case wire.InputWanted():
                 self._stdin.feed()
-            case Ended():
+            case wire.Ended():
                 self._flush()
                 self._end(message, message.at_s)
             case _:
@@ -239,7 +205,7 @@ class _RankReader:
             if splitter.pending:
                 self._print(stream, splitter.flush())
 
-    def _end(self, ended: Ended | None, at_s: float, lost: str = RankEnd.lost) -> None:
+    def _end(self, ended: wire.Ended | None, at_s: float, lost: str = RankEnd.lost) -> None:
         self._done = True
         self._printer.rank_ended(self._hello.rank)
         end = RankEnd(
@@ -281,7 +247,7 @@ class _Stdin:
             self._wanted.get()
             data = self._read()
             with contextlib.suppress(OSError):  # its agent has gone
-                self._link.send(Input(data))
+                self._link.send(wire.Input(data))
 
     def _read(self) -> bytes:
         try:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from ..connection.wire import Ask, Signal
+from ..connection.wire import Ask, InInit, Initialized, Signal, Stalled, State
 from ..errors import LauncherError, MachineError, NotStartedError, UsageError
 from ..output.display import Output
 from ..report import outcome
@@ -26,12 +26,9 @@ from .events import (
     LauncherEnded,
     OutputClosed,
     RankEnded,
-    RankInInit,
-    RankInitialized,
     RankNotStarted,
-    RankStalled,
-    RankState,
     Refused,
+    Reported,
     Signalled,
     StacksWanted,
 )
@@ -174,13 +171,13 @@ class Supervisor:
                 self._show_stacks("ringrun: what the ranks do:")
             case Signalled(number):
                 self._obey(number)
-            case RankState(rank, state):
+            case Reported(rank, State() as state):
                 self._questions.answer(rank, state)
-            case RankStalled(rank, report):
+            case Reported(rank, Stalled(report)):
                 self._tell_stall(rank, report)
-            case RankInInit(rank, report_after_s):
+            case Reported(rank, InInit(report_after_s)):
                 self._init.wait(rank, report_after_s, time.monotonic())
-            case RankInitialized(rank):
+            case Reported(rank, Initialized()):
                 self._init.done(rank)
             case StacksWanted(deliver):
                 self._ask(lambda question: deliver(self._stacks(question)))

@@ -5,8 +5,8 @@ import queue
 
 import pytest
 
-from ringrun.connection.wire import Ask, State
-from ringrun.job.events import Arrived, RankEnded, RankInInit, RankInitialized, RankState
+from ringrun.connection.wire import Ask, InInit, Initialized, State
+from ringrun.job.events import Arrived, RankEnded, Reported
 from ringrun.job.init_watch import InitWatch
 from ringrun.job.plan import Job
 from ringrun.job.supervise import Supervisor
@@ -55,7 +55,7 @@ class Answering(Fake):
 
     def send(self, rank: int, message: object) -> None:
         if isinstance(message, Ask):
-            self.events.put(RankState(rank, State(message.number, f"train.py:{rank}", "", "")))
+            self.events.put(Reported(rank, State(message.number, f"train.py:{rank}", "", "")))
 
 
 def end(rank: int, code: int = 0, sent: tuple[int, ...] = ()) -> RankEnded:
@@ -68,7 +68,7 @@ def test_a_rank_that_has_ended_without_init_ends_the_job(command: list[str]) -> 
     fake = Answering(events)
     for rank in range(3):
         events.put(Arrived(rank, "here", 2345))
-    for event in (RankInInit(0, 0.05), RankInInit(2, 0.05), end(1)):
+    for event in (Reported(0, InInit(0.05)), Reported(2, InInit(0.05)), end(1)):
         events.put(event)
 
     fake.broadcast = lambda message: [events.put(end(rank, -message.number, (message.number,))) for rank in (0, 2)]
@@ -92,13 +92,17 @@ def test_a_rank_that_is_late_is_named_with_its_line_and_the_job_goes_on() -> Non
 
     def message(lines: list[str]) -> None:
         said(lines)
-        for event in (RankInInit(1, 0.05), *map(RankInitialized, range(2)), *map(end, range(2))):
+        for event in (
+            Reported(1, InInit(0.05)),
+            *(Reported(rank, Initialized()) for rank in range(2)),
+            *map(end, range(2)),
+        ):
             events.put(event)
 
     fake.message = message
     for rank in range(2):
         events.put(Arrived(rank, "here", 2345))
-    events.put(RankInInit(0, 0.05))
+    events.put(Reported(0, InInit(0.05)))
     assert Supervisor(Job(2, ["x"]), fake, fake, fake, events).run() == 0
     assert fake.said == [
         "ringrun: rank 0 waited 0.05 s in init() for rank 1 of 2, which did not call it:",
