@@ -143,10 +143,7 @@ def main() -> None:
             for row in measure(found, nbytes, options):
                 report.add(row)
     stop_gloo()
-    report.write(options.json)
-    if options.plot and is_printing():
-        plot(report, options.plot)
-    report.finish()
+    report.finish(options, plot)
 
 
 if __name__ == "__main__":

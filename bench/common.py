@@ -16,6 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -197,16 +198,14 @@ class Report:
         self.rows.append(row)
         self.say("".join(self._cell(row.get(column.key), column) for column in self.columns))
 
-    def write(self, path: str | None) -> None:
-        """The header, the columns and all rows as JSON."""
-        if path and self.prints:
+    def finish(self, options: argparse.Namespace, plot: Callable[[Report, str], None] | None = None) -> None:
+        """Write and draw what the command line asks for; end with an error when an element was wrong."""
+        if options.json and self.prints:
             columns = [column._asdict() for column in self.columns]
             kept = {"bench": self.bench, "header": self.header, "columns": columns, "rows": self.rows}
-            with open(path, "w", encoding="utf-8") as file:
-                json.dump(kept, file, indent=1)
-
-    def finish(self) -> None:
-        """End with an error when an element was wrong."""
+            Path(options.json).write_text(json.dumps(kept, indent=1), encoding="utf-8")
+        if plot and options.plot and self.prints:
+            plot(self, options.plot)
         wrong = sum(row["wrong"] for row in self.rows if row["wrong"])
         if wrong:
             sys.exit(f"bench/{self.bench}.py: {wrong} wrong elements")

@@ -122,10 +122,7 @@ def main() -> None:
         gc.collect()  # what DDP made holds the gradients of the model before
     report.header["fusion_buffer_bytes"] = rr.info().fusion_buffer_bytes
     stop_gloo()
-    report.write(options.json)
-    if options.plot and is_printing():
-        plot(report, options.plot)
-    report.finish()
+    report.finish(options, plot)
 
 
 if __name__ == "__main__":

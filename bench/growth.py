@@ -232,10 +232,7 @@ def main() -> None:
     report.say(f"# predictions by {constants}")
     for row in predictions(constants, options.quick):
         report.add(shown(row))
-    report.write(options.json)
-    if options.plot:
-        plot(report, options.plot)
-    report.finish()
+    report.finish(options, plot)
 
 
 if __name__ == "__main__":

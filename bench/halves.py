@@ -149,10 +149,7 @@ def main() -> None:
         for name, row in found.items():
             row |= {"operation": operation, "who": name, "size": options.bytes, "wrong": wrong(name, case)}
             report.add({**row, "than_mpi": found[PEER]["time_us"] / row["time_us"]})
-    report.write(options.json)
-    if options.plot and is_printing():
-        plot(report, options.plot)
-    report.finish()
+    report.finish(options, plot)
 
 
 if __name__ == "__main__":

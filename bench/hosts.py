@@ -144,10 +144,7 @@ def main() -> None:
                 place = {"hosts": hosts, "per_host": per_host, "mbit": mbit, "constants": found["constants"]}
                 for row in found["rows"]:
                     report.add({**place, "rank_hosts": found["hosts"], **row, "who": f"  {row['who']}"})
-    report.write(options.json)
-    if options.plot:
-        plot(report, options.plot)
-    report.finish()
+    report.finish(options, plot)
 
 
 if __name__ == "__main__":

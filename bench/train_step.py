@@ -313,10 +313,7 @@ def main() -> None:
     if has("horovod"):
         compare(report, horovod_trainee, options)
     stop_gloo()
-    report.write(options.json)
-    if options.plot and is_printing():
-        plot(report, options.plot)
-    report.finish()
+    report.finish(options, plot)
 
 
 if __name__ == "__main__":

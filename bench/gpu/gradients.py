@@ -302,8 +302,7 @@ def main() -> None:
     ]
     for each in report.header["notes"][: 1 + len(paths)]:
         report.say(f"# {each}")
-    report.write(options.json)
-    report.finish()
+    report.finish(options)
 
 
 if __name__ == "__main__":

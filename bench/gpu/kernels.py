@@ -243,8 +243,7 @@ def main() -> None:
             cupy.get_default_memory_pool().free_all_blocks()
     report.header["notes"] = [verdict(report.rows)]
     report.say(f"# {verdict(report.rows)}")
-    report.write(options.json)
-    report.finish()
+    report.finish(options)
 
 
 if __name__ == "__main__":

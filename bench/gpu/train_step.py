@@ -179,8 +179,7 @@ def main() -> None:
     for name in options.models:
         compare(report, name, backend, options)
     stop_gloo()
-    report.write(options.json)
-    report.finish()
+    report.finish(options)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The benches run as a user starts them, in their quick form: what they print, keep and draw; never how fast it was."""
 
+import argparse
 import importlib.util
 import json
 import os
@@ -235,10 +236,11 @@ def test_a_wrong_element_fails_the_bench():
     report = common.Report("name", {}, [common.Column("wrong", "#wrong")], False, "")
     report.add({"wrong": None})
     report.add({"wrong": 0})
-    report.finish()
+    options = argparse.Namespace(json=None, plot=None)
+    report.finish(options)
     report.add({"wrong": 3})
     with pytest.raises(SystemExit, match=r"bench/name\.py: 3 wrong elements"):
-        report.finish()
+        report.finish(options)
 
 
 NO_CUPY = "raise ImportError('there is none here')\n"
@@ -281,7 +283,7 @@ import sys
 sys.path.insert(0, {str(BENCH / "gpu")!r})
 from pathlib import Path
 import all as everything
-from common import Column, Report
+from common import Column, Report, parse, parser
 
 folder = Path(sys.argv[1])
 everything.STEPS = [
@@ -300,11 +302,11 @@ everything.main()
 ONE_BENCH = f"""
 import sys
 sys.path.insert(0, {str(BENCH)!r})
-from common import Column, Report
+from common import Column, Report, parse, parser
 columns = [Column("who", "  who", left=True), Column("time_us", "time", "us", form=".1f"), Column("wrong", "#wrong")]
 report = Report("one", {{"notes": ["bar: reached", "left out: b"]}}, columns, True, "note")
 report.add({{"who": "  a", "time_us": 1.26, "wrong": None}})
-report.write(sys.argv[sys.argv.index("--json") + 1])
+report.finish(parse(parser("", runs=1)))
 """
 
 
