@@ -173,7 +173,7 @@ MUTANTS = [
         "ringreduce/torch/reducer.py",
         "not each.lacks(self.passes)",
         "not each.lacks(1)",
-        "tests/ranks/test_torch_optimizer_patterns.py",
+        "tests/ranks/test_torch_optimizer_buckets.py",
     ),
     Mutant(
         "bucket: the last one, which is not full, is forgotten",

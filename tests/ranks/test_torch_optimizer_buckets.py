@@ -287,6 +287,22 @@ def test_accumulated(passes):
     equal_to_alone(2, body, alone, backward_passes_per_step=2)
 
 
+def test_what_lacks_a_backward_is_not_sent_when_another_gradient_is_complete():
+    def losses(model, x):
+        """The second computes half of the model for the second and last time, the third the other half."""
+        return loss_of(model, x), loss_of(model[2:], x[:, :1].repeat(1, 7)), loss_of(model[:2], x)
+
+    def body(model, optimizer, step):
+        for loss in losses(model, share(step)):
+            loss.backward()
+
+    def alone(model, optimizer, step):
+        for x in shares_of(2, step):
+            (sum(losses(model, x)) / 2).backward()
+
+    equal_to_alone(2, body, alone, backward_passes_per_step=2)
+
+
 def test_two_optimizers_of_one_backward():
     def program():
         models = make_model(), make_model(WIDTHS[::-1])

@@ -1,12 +1,11 @@
 """The coordinator as a state machine: what it decides, told this and that. See also test_interleavings.py."""
 
-import sys
-
 import pytest
 
 from ringreduce.execution.signature import Signature, SubmissionRecord, TensorSignature
 from ringreduce.negotiation.coordinator import Coordinator
 from ringreduce.negotiation.protocol import Announcement, Failure
+from tests.opcodes import opcodes_of
 
 
 def tensor(name, length=3, kind="allreduce", numbered=False):
@@ -149,25 +148,6 @@ def test_more_new_tensors_than_there_is_room_for():
 
 
 # Scale
-
-
-def opcodes_of(work):
-    """How many of Python's instructions this takes: a measure that no loaded machine changes."""
-    count = 0
-
-    def trace(frame, event, _):
-        nonlocal count
-        frame.f_trace_opcodes = True
-        count += event == "opcode"
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        work()
-    finally:
-        sys.settrace(before)
-    return count
 
 
 def work_of_a_step(size):

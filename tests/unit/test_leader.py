@@ -1,7 +1,6 @@
 """A group's counters and schedule, and the tree of leaders: what is ready, in which order, at what cost."""
 
 import itertools
-import sys
 
 import numpy as np
 import pytest
@@ -10,6 +9,7 @@ from hypothesis import strategies as st
 
 from ringreduce.negotiation.leader import FAN_OUT, Leader, children_of, parent_of
 from ringreduce.transport.counters import MOST_IDS, RING, TOTAL, Counters, GroupBlock, Schedule, group_bytes
+from tests.opcodes import opcodes_of
 
 CAPACITY = 8
 
@@ -207,25 +207,6 @@ def test_a_batch_costs_a_host_one_message_up_and_one_to_each_below(count):
     hosts.step()
     assert sum(hosts.messages) == 13 * 2 * (count - 1)
     assert max(hosts.messages) <= 13 * (FAN_OUT + 1)
-
-
-def opcodes_of(work):
-    """How many of Python's instructions this takes: a measure that no loaded machine changes."""
-    count = 0
-
-    def trace(frame, event, _):
-        nonlocal count
-        frame.f_trace_opcodes = True
-        count += event == "opcode"
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        work()
-    finally:
-        sys.settrace(before)
-    return count
 
 
 def test_the_roots_work_does_not_grow_with_the_number_of_hosts():
