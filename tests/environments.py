@@ -1,4 +1,8 @@
-"""Virtual environments beside the one that runs the tests, made when the first test needs them, and kept."""
+"""Virtual environments beside the one that runs the tests, made when the first test needs them, and kept.
+
+Each sees the packages of the one that runs the tests, and installs only what is not there: another MPI, which mpi4py
+finds by the environment's own folder, in seconds instead of a minute.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import fcntl
 import os
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -22,8 +27,11 @@ def interpreter(variable: str, folder: str, *requirements: str) -> Path:
     with (ROOT / f"{folder}.lock").open("w") as lock:  # two suites may run side by side
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not stamp.exists() or stamp.read_text() != wanted:
-            _run([sys.executable, "-m", "venv", "--clear", made])
-            _run([made / "bin" / "pip", "install", "-q", "-c", "constraints.txt", *requirements])
+            _run([sys.executable, "-m", "venv", "--clear", "--without-pip", made])
+            own = sysconfig.get_path("purelib", vars={"base": str(made)})
+            Path(own, "tests.pth").write_text(sysconfig.get_path("purelib") + "\n")
+            pip = [sys.executable, "-m", "pip", "--python", made / "bin" / "python"]
+            _run([*pip, "install", "-q", "-c", "constraints.txt", *requirements])
             stamp.write_text(wanted)
     return made / "bin" / "python"
 

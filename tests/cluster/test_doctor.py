@@ -94,7 +94,10 @@ def test_a_firewall_between_a_host_and_this_one(python: Path, own_hosts: Hosts):
 def test_hosts_with_another_installation(own_hosts: Hosts, mpich_python: Path):
     """h1 has another MPI, h2 no Python where this host has it, h3 little shared memory."""
     python = Path(sys.executable)
-    own_hosts.check(1, ["mount", "--bind", mpich_python.parents[1] / "lib", python.parents[1] / "lib"])
+    theirs, ours = mpich_python.parents[1] / "lib", python.parents[1] / "lib"
+    packages = f"python3.{sys.version_info.minor}"
+    own_hosts.check(1, ["mount", "--bind", ours / packages, theirs / packages])  # but for the MPI it has the same
+    own_hosts.check(1, ["mount", "--rbind", theirs, ours])
     own_hosts.check(2, ["mount", "-t", "tmpfs", "tmpfs", python.parent])
     own_hosts.check(3, ["mount", "-o", "remount,size=32m", "/dev/shm"])
     done = doctor(own_hosts, python, "-H", NAMES)

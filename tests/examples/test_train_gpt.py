@@ -92,7 +92,7 @@ def test_plot_is_a_png_of_readable_size(straight):
 
 
 def test_run_resumed_on_more_ranks_continues_the_same_curve(train, straight, tmp_path):
-    *_, whole = straight(2)
+    *_, whole = straight(1)
     _, first = train(1, tmp_path, STEPS // 2)
     _, resumed = train(2, tmp_path, STEPS, "--resume")
     assert len(first["losses"]) == STEPS // 2

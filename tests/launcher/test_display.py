@@ -251,41 +251,32 @@ def test_a_disk_that_is_full_does_not_end_the_job(ringrun: Run, tmp_path: Path, 
     assert (tmp_path / "rank.0" / "stdout").read_text() == "0\n1\n2\n3\n4\n"
 
 
-def test_a_job_that_takes_too_long_is_ended(
+def test_a_job_that_takes_too_long_is_ended_and_a_rank_may_save_its_state(
     ringrun: Run, wait_until_gone: Callable[[], float], script: Script, python: str
 ) -> None:
     source = """
-        import os, signal, time
+        import os, signal, sys, time
         rank = int(os.environ["RANK"])
+        if rank == 2:
+            signal.signal(signal.SIGTERM, lambda *_: (print("saved"), sys.exit(5)))
         if rank == 3:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         print("up")
         time.sleep(0 if rank == 1 else 60)
     """
     begin_s = time.monotonic()
-    limit_s = round(patient(3))
+    limit_s = round(patient(2))
     done = ringrun("-np", 4, "--timeout", limit_s, python, script(source))
     assert done.returncode == 124
     assert limit_s <= time.monotonic() - begin_s < limit_s + patient(6.0)
-    assert by_rank(done.stdout) == {rank: ["up"] for rank in range(4)}
-    here = f"on {os.uname().nodename}: script.py:7, in <module>: time.sleep(0 if rank == 1 else 60)"
+    assert by_rank(done.stdout) == {0: ["up"], 1: ["up"], 2: ["up", "saved"], 3: ["up"]}
+    here = f"on {os.uname().nodename}: script.py:9, in <module>: time.sleep(0 if rank == 1 else 60)"
     assert done.stderr.splitlines()[0] == f"ranks 0,2-3 of 4 {here}"
     assert done.stderr.endswith(
         f"\nringrun: the job took longer than --timeout {limit_s} s and was ended: ranks 0,2-3 of 4 still ran\n"
     )
-    wait_until_gone()
-
-
-def test_a_rank_may_save_its_state_when_the_time_is_over(ringrun: Run, script: Script, python: str) -> None:
-    source = """
-        import signal, sys, time
-        signal.signal(signal.SIGTERM, lambda *_: (print("saved"), sys.exit(5)))
-        time.sleep(60)
-    """
-    done = ringrun("-np", 2, "--timeout", patient(3), python, script(source))
-    assert done.returncode == 124
-    assert by_rank(done.stdout) == {0: ["saved"], 1: ["saved"]}
     assert "Traceback" not in done.stderr
+    wait_until_gone()
 
 
 @pytest.mark.parametrize("timeout", ["30", "1e300"])
