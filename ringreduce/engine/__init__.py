@@ -6,7 +6,6 @@ engine            the thread, one per process: polls its services
 submitting        how the user's threads submit operations
 inbox             hands submissions to the engine's thread; batching and sleep
 process_sets      adds and removes process sets, and runs their operations
-channels          operations in program order that nobody waits for
 leaving           how an engine ends
 activity          what this rank does and waits for, in words
 timeline_control  starting and stopping the timeline

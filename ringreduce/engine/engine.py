@@ -21,7 +21,6 @@ from typing import Protocol
 
 from ringreduce import errors, fusion
 from ringreduce.engine.activity import Activity
-from ringreduce.engine.channels import Channels
 from ringreduce.engine.inbox import LONGEST_SLEEP_S, Inbox
 from ringreduce.engine.leaving import Leaving
 from ringreduce.engine.process_sets import ProcessSets
@@ -83,10 +82,9 @@ class Engine:
         timeline = Timeline()
         self.negotiation = negotiation = Negotiation(world, host, settings, mailbox, inbox, timeline, self.gpu)
         make = functools.partial(Context, settings=settings, memory=self.memory, timeline=timeline, gpu=self.gpu)
-        self._channels = channels = Channels(settings, negotiation)
-        self._process_sets = ProcessSets(world, host, inbox, negotiation, channels, make)
+        self._process_sets = ProcessSets(world, host, inbox, negotiation, make)
         self.states, self.sets = negotiation.states, self._process_sets.members
-        self.submitting = Submitting(world, inbox, negotiation, channels, self.sets, self.gpu)
+        self.submitting = Submitting(world, inbox, negotiation, self.sets, self._process_sets.channels, self.gpu)
         self.submit = self.submitting.submit
         self.activity = Activity(inbox, negotiation, self.sets)
         self._leaving = Leaving(mailbox, negotiation, self._process_sets)
@@ -99,7 +97,7 @@ class Engine:
         offsets = clock_offsets_us or [0.0] * world.size
         self.timeline = TimelineControl(inbox, self._recording, negotiation, self._ended, offsets)
         mailbox.handlers[Broken] = lambda source, broken: self._fail_all(errors.PeerLostError(broken.message, [source]))
-        self._services: list[Service] = [inbox, mailbox, negotiation, self._process_sets, channels]
+        self._services: list[Service] = [inbox, mailbox, negotiation, self._process_sets]
         self._services += [self._recording, self.gpu, self._stalls]
         for members in (range(world.size), *process_sets):
             self._process_sets.add(members)
@@ -142,7 +140,6 @@ class Engine:
         except BaseException as exc:  # whatever it was, the user's threads must not wait for this one
             self._break(exc)
         finally:
-            self._channels.end()
             self._recording.close()
             self._ended.set()
 

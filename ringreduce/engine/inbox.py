@@ -93,8 +93,7 @@ class Inbox:
 
     def call_soon(self, callback: Callable[[], object]) -> None:
         """Run a callback in the engine's thread."""
-        with self.lock:
-            self._callbacks.append(callback)
+        self._callbacks.append(callback)
         self.wake()
 
     def on_poll(self) -> None:
@@ -109,7 +108,7 @@ class Inbox:
             self._waiting.append(handle)
         try:
             if has_signal_handlers() or not self.drive(handle):
-                self.wake()
+                self.call_soon(lambda: None)  # a mere wake could come just before the engine's thread sleeps
             handle.block()
         finally:
             with self.lock:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 from ringreduce import fusion
-from ringreduce.engine.channels import Channels
+from ringreduce.collectives import bruck
 from ringreduce.engine.inbox import Inbox
 from ringreduce.errors import InputError
 from ringreduce.execution.allreduce import allreduce
 from ringreduce.execution.channel import Channel
 from ringreduce.execution.context import Context
 from ringreduce.execution.executor import Executor, Idle
-from ringreduce.execution.host import Host
+from ringreduce.execution.host import Host, Resources
 from ringreduce.execution.operations import alltoall
 from ringreduce.execution.submission import Submission
 from ringreduce.monitor.timeline import Timeline
@@ -33,19 +35,21 @@ class ProcessSets:
         host: Host,
         inbox: Inbox,
         negotiation: Negotiation,
-        channels: Channels,
         make_context: Callable[..., Context],
     ) -> None:
         """make_context: as Context(algorithms, members, operations=...)."""
         self.members: dict[int, tuple[int, ...]] = {}  # of all sets, by number, including those without this rank
         self._world, self._host = world, host
         self._inbox, self._negotiation, self._make_context = inbox, negotiation, make_context
-        self._states, self._channels = negotiation.states, channels
-        self._next = 0
+        self.channels: dict[int, tuple[int, ...]] = {}  # as `members`; their numbers are negative
+        self._states, self._channels = negotiation.states, negotiation.channels
+        self._resources: dict[int, Resources] = {}
+        self._bases: dict[int, int] = {}  # the process set of each channel
+        self._next, self._next_channel = 0, -1
 
     def add(self, members: Sequence[int]) -> int:
         """Make a process set; all ranks of the world do so in the same order, so its number is equal on all."""
-        resources = self._host.reserve(members)
+        resources = self._resources[self._next] = self._host.reserve(members)
         rank, number, state = self._world.rank, self._next, None
         if rank in members:
             operations = {
@@ -77,29 +81,57 @@ class ProcessSets:
         yield from ()
 
     def _remove_all(self, submissions: Sequence[Submission], context: Context) -> Steps[None]:
-        """Remove sets when their operations on this rank have ended: only then other sets may use their tags."""
+        """Remove sets when their operations on this rank have ended, and their memory when those on all ranks have."""
         for submission in submissions:
             number = submission.signature.detail("process_set")
-            state = self._states.get(number)
-            if state is not None:
-                self._negotiation.close(state, f"process set {number} was removed", -1)
-                yield Idle(state.executor)
-                yield from state.algorithms.gpu.release()
-            with self._inbox.lock:
-                self._states.pop(number, None)
-                members = self.members.pop(number, None)
-            if members is not None:
-                self._host.release(members)
+            if number in self.members:
+                numbers = [number, *(each for each, base in self._bases.items() if base == number)]
+                lost = yield from self._end(numbers, f"process set {number} was removed")
+                everyones = yield from bruck.allgather(np.array([lost], np.int64), context.transport)
+                for each in numbers:  # no rank looks at this one's flags and counters any more
+                    self._host.clear(self._resources[each], self._world.rank in self._members_of(each))
+                yield from bruck.allgather(np.array([0], np.int64), context.transport)
+                self._give_back(numbers, not everyones.any())
             submission.complete()
+
+    def _end(self, numbers: Sequence[int], why: str) -> Steps[bool]:
+        """End a set's operations and drop those of its channels; True when there were any, to which MPI may write."""
+        channels = [self._channels[each] for each in numbers if each in self._channels]
+        lost = any(each.busy for each in channels)
+        for channel in channels:
+            self._negotiation.close(channel, why, -1)
+        state = self._states.get(numbers[0])
+        if state is not None:
+            self._negotiation.close(state, why, -1)
+            yield Idle(state.executor)
+            yield from state.algorithms.gpu.release()
+        with self._inbox.lock:
+            for number in numbers:
+                self._states.pop(number, None)
+                self._channels.pop(number, None)
+        return lost
+
+    def _members_of(self, number: int) -> tuple[int, ...]:
+        return self.members[number] if number in self.members else self.channels[number]
+
+    def _give_back(self, numbers: Sequence[int], whole: bool) -> None:
+        """Forget a set and its channels; whole: other sets may use the tags and memory."""
+        for number in numbers:
+            members, resources = self._members_of(number), self._resources.pop(number)
+            if whole:
+                self._host.release(resources, members)
+            with self._inbox.lock:
+                for each in (self.members, self.channels, self._bases):
+                    each.pop(number, None)
 
     def _open_all(self, submissions: Sequence[Submission], context: Context) -> Steps[None]:
         """Open channels; all ranks of the world do so in the same order."""
         for submission in submissions:
-            number = submission.signature.detail("process_set")
-            members, channel = self.members.get(number), None
+            base = submission.signature.detail("process_set")
+            members, number = self.members.get(base), self._next_channel
             if members is None:
-                raise InputError(f"ordered: there is no process set {number}; it was removed")
-            resources = self._host.reserve(members)
+                raise InputError(f"ordered: there is no process set {base}; it was removed")
+            resources = self._resources[number] = self._host.reserve(members)
             if self._world.rank in members:
                 own = self._make_context(
                     self._host.algorithms(resources, members),
@@ -109,8 +141,9 @@ class ProcessSets:
                     timeline=Timeline(),
                 )
                 signatures = self._host.signatures(resources, members)
-                channel = Channel(own, self._world, signatures, lambda: self._inbox.call_soon(lambda: None))
-            submission.payload = self._channels.add(channel, number, members)
+                self._channels[number] = Channel(number, base, own, self._world, signatures)
+            self._next_channel, self.channels[number], self._bases[number] = number - 1, members, base
+            submission.payload = number
             submission.complete()
         yield from ()
 
@@ -118,15 +151,16 @@ class ProcessSets:
 
     def is_busy(self) -> bool:
         """True while an operation is under way or queued."""
-        return any(state.executor.busy for state in self._states.values())
+        return any(each.busy for each in self._negotiation.all())
 
     def poll(self) -> bool:
         """Advance all operations as far as possible without waiting; True when anything moved."""
-        moved = False
-        for state in list(self._states.values()):
-            moved |= state.executor.advance(self._inbox.latency_critical)
+        moved, latency_critical = False, self._inbox.latency_critical
+        for running in self._negotiation.all():
+            for each in running.executors:
+                moved |= each.advance(latency_critical)
         return moved
 
     def waits_for(self) -> WaitsFor:
         """What operations under way must be polled for."""
-        return max([state.executor.waits_for() for state in self._states.values()], default=WaitsFor.NOTHING)
+        return max([executor.waits_for() for each in self._negotiation.all() for executor in each.executors])

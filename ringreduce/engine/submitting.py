@@ -7,9 +7,8 @@ from typing import Any
 
 from ringreduce.arrays.buffer import Buffer
 from ringreduce.arrays.gpu_buffer import ready
-from ringreduce.engine.channels import Channels
 from ringreduce.engine.inbox import Inbox
-from ringreduce.execution.channel import ORDERED
+from ringreduce.execution.channel import ORDERED, Channel
 from ringreduce.execution.signature import Signature, calling_line
 from ringreduce.execution.submission import Handle, Submission
 from ringreduce.gpu.runtime import Event
@@ -21,20 +20,20 @@ from ringreduce.world import World
 
 
 class Submitting:
-    """Checks submissions and puts them into the inbox.  sets: the members of all process sets."""
+    """Checks submissions and puts them into the inbox.  sets, channels: the members of all, by number."""
 
     def __init__(
         self,
         world: World,
         inbox: Inbox,
         negotiation: Negotiation,
-        channels: Channels,
         sets: Mapping[int, tuple[int, ...]],
+        channels: Mapping[int, tuple[int, ...]],
         gpu: Gpu,
     ) -> None:
         self.count = 0  # of all submissions
-        self._world, self._inbox, self._negotiation, self._channels = world, inbox, negotiation, channels
-        self._sets, self._gpu = sets, gpu
+        self._world, self._inbox, self._negotiation = world, inbox, negotiation
+        self._sets, self._channels, self._gpu = sets, channels, gpu
 
     def submit(
         self,
@@ -62,40 +61,41 @@ class Submitting:
         """
         if line is None:
             line = calling_line()
-        if process_set < GLOBAL:
-            channel = self._channels.of.get(process_set)
-            if channel is None:
-                raise errors_for.unknown_set(kind, process_set, self._channels.members, self._world.rank)
-            return channel.submit(
-                Submission(sign(ORDERED), process_set, inputs, outputs, finish, payload, line, None, waits)
-            )
         marks: Sequence[Event] = ()
-        if any(each.on_gpu for each in inputs):
+        if process_set >= GLOBAL and any(each.on_gpu for each in inputs):
             self._gpu.check(inputs)
             marks = ready(inputs)
-        with self._inbox.lock:
-            state = self._negotiation.states.get(process_set)
+        inbox, negotiation = self._inbox, self._negotiation
+        with inbox.lock:
+            state = negotiation.states.get(process_set) or negotiation.channels.get(process_set)
             if state is None:
-                raise errors_for.unknown_set(kind, process_set, self._sets, self._world.rank)
-            if name is None:
+                raise errors_for.unknown_set(kind, process_set, {**self._sets, **self._channels}, self._world.rank)
+            if isinstance(state, Channel):
+                signature = sign(ORDERED)
+            elif name is None:
                 state.submitted += 1
                 signature = sign("noname")._replace(name=f"noname.{state.submitted}", numbered=True)
             else:
                 signature = sign(name)
-            handle = Handle(signature, self._inbox.wait, self._inbox.on_poll)
+            handle = Handle(signature, inbox.wait, inbox.on_poll)
             submission = Submission(
                 signature, process_set, inputs, outputs, finish, payload, line, handle, waits, marks
             )
             self._check(state, submission)
-            state.pending[submission.key] = submission
-            if kind == JOIN:
-                state.joined = True
-            self._inbox.put(submission)
+            if isinstance(state, Channel):
+                state.enqueue(submission, inbox.lock)
+                if not waits:
+                    inbox.call_soon(lambda: None)
+            else:
+                state.pending[submission.key] = submission
+                if kind == JOIN:
+                    state.joined = True
+                inbox.put(submission)
             self.count += 1
-        self._inbox.announce_soon(waits)
+        inbox.announce_soon(waits)
         return handle
 
-    def _check(self, state: ProcessSetState, submission: Submission) -> None:
+    def _check(self, state: ProcessSetState | Channel, submission: Submission) -> None:
         """Raise an error for a submission that cannot be accepted."""
         error, leaving = self._negotiation.error, self._negotiation.leaving
         if error is not None or leaving:
@@ -103,6 +103,8 @@ class Submitting:
             raise errors_for.engine_closed(submission, why)
         if state.closed:
             raise errors_for.never_complete(state, submission, self._world, leaving)
+        if isinstance(state, Channel):
+            return
         if state.joined:
             raise errors_for.after_join(submission)
         if submission.key in state.pending or submission.key in state.running:

@@ -17,12 +17,13 @@ from ringreduce.log import LOGGER
 from ringreduce.ops import Reduction
 from ringreduce.transport.base import Steps
 from ringreduce.transport.subset import CHANNELS
+from ringreduce.transport.window import Region
 
 
 def allreduce(submissions: Sequence[Submission], context: Context) -> Steps[None]:
     """Reduce the tensors of submissions with equal op and scales; completes each as soon as it is finished."""
     region = context.algorithms.shared_region
-    if region is not None and _is_short(submissions, context):
+    if region is not None and _is_short(submissions, region, context):
         (source,), (target,) = submissions[0].inputs, submissions[0].outputs
         yield from shared.one_shot(source.flat, target.flat, region, context.reduction(submissions[0], source.element))
         submissions[0].complete()
@@ -53,12 +54,13 @@ def allreduce(submissions: Sequence[Submission], context: Context) -> Steps[None
             yield from overlapped(_through_messages(batch, reduction, algorithm, buckets, context), CHANNELS)
 
 
-def _is_short(submissions: Sequence[Submission], context: Context) -> bool:
+def _is_short(submissions: Sequence[Submission], region: Region, context: Context) -> bool:
     """True for one short array, whose sum needs no plan."""
     if len(submissions) > 1 or len(submissions[0].inputs) > 1 or context.timeline.recording:
         return False
     (source,) = submissions[0].inputs
-    return not source.on_gpu and source.nbytes > 0 and is_one_shot(source.nbytes, len(context.members))
+    nbytes = source.nbytes
+    return not source.on_gpu and 0 < nbytes <= region.slot_bytes and is_one_shot(nbytes, region.size)
 
 
 def _buckets(batch: Batch, reduction: Reduction, algorithm: str, context: Context) -> Sequence[fusion.Bucket]:

@@ -80,6 +80,35 @@ class Executor:
         self._queue.clear()
 
 
+class Running:
+    """What runs on one process set or channel, on this rank; the inbox's lock guards `running`."""
+
+    def __init__(self, number: int, executor: Executor) -> None:
+        self.number = number
+        self.executor = executor
+        self.executors = [executor]
+        self.members = executor.context.members  # ranks of the world, by rank in the set
+        self.running: dict[str, Submission] = {}  # submissions that are ready, and not complete
+        self.closed = ""  # not empty: which rank has left, and why; nothing can run any more
+        self.leaver = -1
+
+    @property
+    def busy(self) -> bool:
+        """True while an operation is under way or queued."""
+        return any(each.busy for each in self.executors)
+
+    def stuck(self) -> Executor:
+        """The executor that has not moved for the longest time, of those that are busy."""
+        return min([each for each in self.executors if each.busy], key=lambda each: each.moved_s)
+
+    def abandon(self) -> list[Submission]:
+        """Drop all operations, with the lock held; returns what was not complete."""
+        lost, self.running = list(self.running.values()), {}
+        for each in self.executors:
+            each.abandon()
+        return lost
+
+
 class Idle(Work):
     """Done when an executor has no operation queued."""
 

@@ -13,7 +13,17 @@ from ringreduce.settings import MOST_REGIONS, Settings
 from ringreduce.transport.base import EngineTransport
 from ringreduce.transport.counters import group_bytes
 from ringreduce.transport.subset import CHANNELS, TAGS, channels
-from ringreduce.transport.window import GPU_PACKED, Flags, Region, Signatures, Window, block_bytes
+from ringreduce.transport.window import (
+    FLAGS_PER_REGION,
+    GPU_PACKED,
+    PACKED,
+    Flags,
+    Region,
+    Signatures,
+    Window,
+    block_bytes,
+    flags_at,
+)
 from ringreduce.world import World
 
 
@@ -88,13 +98,22 @@ class Host:
             )
         return Resources(tags, self._regions.allocate(members), self._gpu_flags.allocate(members))
 
-    def release(self, members: Sequence[int]) -> None:
-        """Release the tags of a removed set, on all ranks in the same order, when this rank runs nothing in it.
+    def clear(self, resources: Resources, is_member: bool) -> None:
+        """Make this rank's part of the shared memory of a removed set as new; nobody may look at it meanwhile."""
+        if self.window is None or not is_member:
+            return
+        own = self.window.blocks[self.world.local_rank]
+        if resources.region is not None:
+            own[flags_at(resources.region, PACKED, GPU_PACKED)] = 0
+            own[self._counters_at(resources.region)] = 0
+        if resources.gpu_flags is not None:
+            own[flags_at(resources.gpu_flags, GPU_PACKED, FLAGS_PER_REGION)] = 0
 
-        Tags can be reused, since messages between two ranks keep their order. Memory cannot: another rank may still
-        read it.
-        """
-        self._tags.release(members)
+    def release(self, resources: Resources, members: Sequence[int]) -> None:
+        """Release the resources of a removed set, on all ranks in the same order, when no rank uses them any more."""
+        for allocator, number in zip((self._tags, self._regions, self._gpu_flags), resources, strict=True):
+            if number is not None:
+                allocator.release(number, members)
 
     def region(self, number: int | None, members: Sequence[int]) -> Region | None:
         """This rank's view of a region."""
@@ -106,9 +125,12 @@ class Host:
         """The memory in which a process set with this region negotiates, by member on this host."""
         if number is None or self.window is None:
             return None
+        return [self.window.blocks[each][self._counters_at(number)] for each in self._local_members(members)[0]]
+
+    def _counters_at(self, number: int) -> slice:
         nbytes = group_bytes(self._settings.cache_capacity)
         low = block_bytes(self._settings.shared_slot_bytes, self._settings.shared_regions) + number * nbytes
-        return [self.window.blocks[each][low : low + nbytes] for each in self._local_members(members)[0]]
+        return slice(low, low + nbytes)
 
     def _local_members(self, members: Sequence[int]) -> tuple[list[int], list[int], int]:
         """Of the members on this host: local ranks, ranks, and this rank's index among them."""
@@ -136,7 +158,6 @@ class _RegionAllocator:
         self._users.append({ours})
         return len(self._users) - 1
 
-    def release(self, members: Sequence[int]) -> None:
-        """Free the number of the set with these members; no two sets have equal members."""
-        for users in self._users:
-            users.discard(frozenset(members))
+    def release(self, number: int, members: Sequence[int]) -> None:
+        """Free a number of the set with these members."""
+        self._users[number].discard(frozenset(members))

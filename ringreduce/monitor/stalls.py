@@ -17,6 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from ringreduce.errors import StalledError
+from ringreduce.execution.channel import Channel
+from ringreduce.execution.executor import Running
 from ringreduce.execution.signature import PACKAGE, Signature, ranks_text, tensor_text
 from ringreduce.log import LOGGER
 from ringreduce.monitor.launcher_link import report_stall
@@ -90,13 +92,16 @@ class StallWatch:
         ):
             self._report(self._inquiry)
             self._inquiry = None
-        stalled = [self._check_set(state, now) for state in list(self._negotiation.states.values())]
+        stalled = [
+            self._check_operation(each, now - each.stuck().moved_s)
+            if each.busy
+            else isinstance(each, ProcessSetState) and self._check_set(each, now)
+            for each in self._negotiation.all()
+        ]
         self._attentive = any(stalled) or self._inquiry is not None or bool(self._probes)
 
     def _check_set(self, state: ProcessSetState, now: float) -> bool:
-        """Check one process set; True when something is stalled in it."""
-        if state.executor.busy:
-            return self._check_operation(state, now - state.executor.moved_s)
+        """Check what waits in one process set; True when something is stalled in it."""
         if state.coordinator is not None:
             waiting = state.coordinator.waiting(self._check_s)
             if not state.negotiator.anything_waits():
@@ -111,17 +116,18 @@ class StallWatch:
         self._probe_coordinator(state, now, now - oldest.submitted_s)
         return True
 
-    def _check_operation(self, state: ProcessSetState, stalled_s: float) -> bool:
+    def _check_operation(self, state: Running, stalled_s: float) -> bool:
         """Check an operation under way: when it does not move, some rank is stopped, or its engine cannot run."""
         if stalled_s < self._check_s:
             return False
         first = next(iter(state.running.values()), None)
-        what = "an operation" if first is None else f"{first.signature.kind} {first.signature.name!r}"
+        what = "an operation" if first is None else f"{first.signature.kind} {first.signature.name!r} ({first.line})"
         text = (
             f"{what} is under way, and has not moved for {stalled_s:.0f} s; rank {self._mailbox.rank} waits "
-            f"for rank {state.executor.stuck_on()}"
+            f"for rank {state.stuck().stuck_on()}"
         )
-        if self._is_due(state, stalled_s) and state.coordinator is not None:
+        asks = isinstance(state, Channel) or (isinstance(state, ProcessSetState) and state.coordinator is not None)
+        if self._is_due(state, stalled_s) and asks:
             self._query(state, text, state.members)
         if self._is_over(stalled_s):
             self._fail_all(StalledError(f"{text}; what has begun to arrive may still change its array"))
@@ -139,7 +145,7 @@ class StallWatch:
             failures = [Failure(each.signature.key, "StalledError", headline([each], now)) for each in over]
             state.negotiator.respond(coordinator.abandon(failures))
 
-    def _is_due(self, state: ProcessSetState, stalled_s: float) -> bool:
+    def _is_due(self, state: Running, stalled_s: float) -> bool:
         """Report after `stall_check_s`, twice that, four times that and so on."""
         if self._inquiry is not None or not self._settings.stall_check_s:
             return False
@@ -154,9 +160,7 @@ class StallWatch:
 
     # Messages
 
-    def _query(
-        self, state: ProcessSetState, text: str, ranks: Sequence[int], stalled: Sequence[Signature] = ()
-    ) -> None:
+    def _query(self, state: Running, text: str, ranks: Sequence[int], stalled: Sequence[Signature] = ()) -> None:
         """Query what the ranks do; the report follows when all have replied, or after `REPLY_S`."""
         self._requests += 1
         kind = stalled[0].kind if stalled else ""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ringreduce.errors import CollectiveError, InputError, PeerLostError
+from ringreduce.execution.executor import Running
 from ringreduce.execution.signature import ranks_text
 from ringreduce.execution.submission import Submission
-from ringreduce.negotiation.process_set import ProcessSetState
 from ringreduce.world import World
 
 
@@ -44,7 +44,7 @@ def engine_closed(submission: Submission, why: str) -> CollectiveError:
     return CollectiveError(f"{submission.signature.kind} {submission.signature.name!r}: {why}")
 
 
-def never_complete(state: ProcessSetState, submission: Submission, world: World, leaving: str) -> CollectiveError:
+def never_complete(state: Running, submission: Submission, world: World, leaving: str) -> CollectiveError:
     """A rank, perhaps this one, has left, or the process set was removed."""
     signature = submission.signature
     what = f"rank {world.rank} of {world.size}, {signature.kind} {signature.name!r} ({submission.line})"

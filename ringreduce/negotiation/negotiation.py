@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ringreduce import errors
+from ringreduce.execution.channel import Channel
+from ringreduce.execution.executor import Running
 from ringreduce.execution.host import Host
 from ringreduce.execution.signature import Signature
 from ringreduce.execution.submission import Submission
@@ -38,6 +40,7 @@ CHECK_S = 0.05  # how often a leader that has nothing else to do looks for what 
 OVERDUE_SHARE = 0.8
 """A cached tensor that has waited for this share of the time after which it is reported is negotiated by records, which
 name the ranks and lines that the report needs."""
+LAST_MESSAGES_S = 1.0  # how long a channel's operations may take that a rank had done before it left
 NAMED_IN_LOG = 8  # how many operations a log line names
 
 
@@ -55,6 +58,7 @@ class Negotiation:
         gpu: Gpu,
     ) -> None:
         self.states: dict[int, ProcessSetState] = {}  # of this rank's process sets, by number
+        self.channels: dict[int, Channel] = {}  # of those process sets, by number
         self.known_submissions = 0  # how many submissions were counted by their id
         self.joins = 0  # how often all ranks have joined; equal on all ranks between two operations
         self.leaving = ""  # not empty: why this rank leaves
@@ -82,6 +86,10 @@ class Negotiation:
             self._next_check_s = now + CHECK_S
             for state in self.states.values():
                 state.negotiator.check(now, self._overdue_s)
+            for channel in list(self.channels.values()):
+                state = self.states[channel.process_set]
+                if state.closed and channel.busy and now - channel.stuck().moved_s > LAST_MESSAGES_S:
+                    self.close(channel, state.closed, state.leaver)
         return moved
 
     def waits_for(self) -> WaitsFor:
@@ -100,7 +108,12 @@ class Negotiation:
 
     def unfinished(self) -> list[Submission]:
         """All pending and running submissions; with the lock held."""
-        return [each for state in self.states.values() for each in (*state.pending.values(), *state.running.values())]
+        found = [each for state in self.states.values() for each in state.pending.values()]
+        return found + [each for running in self.all() for each in running.running.values()]
+
+    def all(self) -> list[Running]:
+        """All process sets and channels of this rank."""
+        return [*self.states.values(), *self.channels.values()]
 
     def negotiator(self, number: int, members: Sequence[int], group: Group, blocks: Sequence[Any] | None) -> Negotiator:
         """The negotiator of a new process set of this rank.  blocks: see there."""
@@ -233,23 +246,28 @@ class Negotiation:
         if submission is not None:
             submission.fail(getattr(errors, failure.kind)(failure.message))
 
-    def close(self, state: ProcessSetState, closed: str, leaver: int) -> None:
-        """Close a process set: its pending submissions fail."""
+    def close(self, each: Running, closed: str, leaver: int) -> None:
+        """Close a process set, whose pending submissions fail, or a channel, where running ones fail too."""
         with self._lock:
-            if not state.closed:
-                state.closed, state.leaver = closed, leaver
-            lost, state.pending = state.pending, {}
-        for submission in lost.values():
-            submission.fail(errors_for.never_complete(state, submission, self._world, self.leaving))
+            if not each.closed:
+                each.closed, each.leaver = closed, leaver
+            if isinstance(each, ProcessSetState):
+                pending, each.pending = each.pending, {}
+                lost = list(pending.values())
+            else:
+                lost = each.abandon()
+        for submission in lost:
+            submission.fail(errors_for.never_complete(each, submission, self._world, self.leaving))
 
     def stop(self, error: Exception) -> None:
         """The engine has failed: fail all pending and running submissions, and run nothing any more."""
         with self._lock:
             self.error = error
-            lost = self.unfinished()
+            lost = [each for state in self.states.values() for each in state.pending.values()]
             for state in self.states.values():
-                state.pending, state.running = {}, {}
-                state.executor.abandon()
+                state.pending = {}
+            for each in self.all():
+                lost += each.abandon()
         for submission in lost:
             submission.fail(error)
 

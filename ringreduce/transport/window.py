@@ -70,6 +70,12 @@ def block_bytes(slot_bytes: int, regions: int, group_bytes: int = 0) -> int:
     return FLAGS_BYTES + regions * (SLOTS * slot_bytes + group_bytes)
 
 
+def flags_at(number: int, first: int, end: int) -> slice:
+    """Where a block has the flags `first` to `end` - 1 of region `number`."""
+    low = number * FLAGS_PER_REGION * CACHE_LINE_BYTES
+    return slice(low + first * CACHE_LINE_BYTES, low + end * CACHE_LINE_BYTES)
+
+
 class Flags:
     """The flags PACKED and SUMMED of each member of a process set on this host; number `first` of a region is PACKED.
 
@@ -86,10 +92,8 @@ class Flags:
         self.sequence = (
             0  # slots used so far: the next is slot sequence % SLOTS; equal on all members between operations
         )
-        low = (number * FLAGS_PER_REGION + first) * CACHE_LINE_BYTES
-        high = low + 2 * CACHE_LINE_BYTES
         # a memoryview's items are read ten times faster than an array's
-        flags = [memoryview(window.blocks[k][low:high].view(np.int64)) for k in members]
+        flags = [memoryview(window.blocks[k][flags_at(number, first, first + 2)].view(np.int64)) for k in members]
         self._flags = [each[:: CACHE_LINE_BYTES // 8] for each in flags]
         self._flags[rank][PACKED] = self._flags[rank][SUMMED] = 0
 

@@ -156,18 +156,45 @@ def test_tags_of_removed_sets_are_used_again(monkeypatch):
     assert max(each.tag for each in messages) < 3 * TAGS * CHANNELS
 
 
+@pytest.mark.parametrize("hosts", [None, [0, 0, 1]], ids=["one host", "two hosts"])
+def test_memory_of_removed_sets_and_their_channels_is_used_again(hosts):
+    def program():
+        found = []
+        for number in range(8):
+            members = ([0, 1], [1, 2])[number % 2]
+            given = rr.add_process_set(members)
+            channel = rr.ordered(given)
+            if rr.rank() in members:
+                sums = [sum(members) + 2.0 + 2 * number] * 4
+                mine = np.full(4, 1.0 + rr.rank() + number)
+                for _ in range(3):
+                    assert rr.allreduce(mine, op=rr.Sum, name="a", process_set=given).tolist() == sums
+                    assert channel.allreduce(mine, op=rr.Sum).tolist() == sums
+                own = current().negotiation
+                on = own.states[given.process_set_id], own.channels[channel.process_set_id]
+                found += [each.executor.context.algorithms.region is not None for each in on]
+            rr.remove_process_set(given)
+            assert not current().negotiation.channels
+        return found
+
+    sizes = {"fusion_buffer_bytes": 2 << 20, "fusion_slot_bytes": 256 << 10, "shared_slot_bytes": 64 << 10}
+    settings = Settings(dynamic_process_sets=True, **sizes)
+    assert settings.shared_regions == 4
+    assert all(all(each) for each in run_ranks(3, program, settings=settings, hosts=hosts))
+
+
 def test_more_sets_than_mpi_has_tags_for():
     world = World(0, 4, (0, 1, 2, 3))
     transport = Exchange(4).transport(0)
     transport.most_tags = 3 * TAGS * CHANNELS + 5
     host = Host(world, transport, Settings())
-    places = [host.reserve(members).tags for members in ([0, 1, 2, 3], [0, 1], [2, 3], [1, 2])]
-    assert places == [0, 1, 1, 2]
+    reserved = [host.reserve(members) for members in ([0, 1, 2, 3], [0, 1], [2, 3], [1, 2])]
+    assert [each.tags for each in reserved] == [0, 1, 1, 2]
     with pytest.raises(
         InputError, match=r"\[0, 2\]: MPI has tags for 3 process sets that share a rank, .* remove_proc"
     ):
         host.reserve([0, 2])
-    host.release([1, 2])
+    host.release(reserved[-1], [1, 2])
     assert host.reserve([0, 2]).tags == 2
 
 

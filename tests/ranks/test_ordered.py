@@ -9,6 +9,7 @@ import pytest
 
 import ringreduce as rr
 from ringreduce import runtime
+from ringreduce.arrays.buffer import Buffer
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
 from tests.world import on_every_world
@@ -224,12 +225,43 @@ def test_a_rank_that_does_not_come_is_reported_and_given_up(capsys):
             assert late.wait(20)
             return
         handle = channel.allreduce_async(np.ones(3))
-        with pytest.raises(rr.StalledError, match=r"ordered allreduce \(test_ordered.py:\d+\) .* for rank 1"):
+        with pytest.raises(rr.StalledError, match=r"allreduce 'ordered' \(test_ordered.py:\d+\) .* for rank 1"):
             handle.wait()
         late.set()
 
     run_ranks(2, program, settings=settings)
-    assert "stalled: ordered allreduce (test_ordered.py:" in capsys.readouterr().err
+    assert "stalled: allreduce 'ordered' (test_ordered.py:" in capsys.readouterr().err
+
+
+def test_what_a_rank_waits_for_is_named():
+    come = threading.Event()
+
+    def program():
+        channel, engine = rr.ordered(), runtime.current("a test").engine
+        if rr.rank() == 0:
+            assert come.wait(20)
+            return channel.allreduce(np.ones(2)).tolist()
+        handle, waiting = channel.allreduce_async(np.ones(2)), []
+        thread = threading.Thread(target=handle.wait, daemon=True)
+        thread.start()
+        while not waiting:
+            waiting = re.findall(r"^allreduce 'ordered' \(test_ordered.py:\d+\)$", engine.activity.waiting_for())
+        come.set()
+        thread.join(20)
+        return handle.wait().tolist()
+
+    assert run_ranks(2, program) == [[1.0, 1.0]] * 2
+
+
+def test_gpu_arrays_are_refused(monkeypatch):
+    monkeypatch.setattr(Buffer, "on_gpu", True)
+
+    def program():
+        channel = rr.ordered()
+        with pytest.raises(rr.InputError, match=r"^allgather: ordered\(\) takes arrays in host memory; pass array.cpu"):
+            channel.allgather(np.ones(2))
+
+    run_ranks(2, program)
 
 
 def test_what_nobody_waits_for_moves_too():

@@ -62,7 +62,7 @@ LAYERS = [
     ["negotiation.negotiation"],
     ["monitor.side_job"],
     ["monitor.recording", "monitor.stalls"],
-    ["engine.inbox", "engine.channels"],
+    ["engine.inbox"],
     ["engine.process_sets", "engine.submitting", "engine.timeline_control", "engine.activity"],
     ["engine.leaving"],
     ["engine.engine"],
