@@ -15,12 +15,14 @@ refuses the bucket: it fails on all ranks, and its gradients go by their own nam
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
 import operator
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -177,7 +179,7 @@ class GradientReducer(Reducer):
                     self._split(gradient.bucket)
                 self._begin([gradient.bucket])
 
-    def _begin_complete(self, buckets: Iterable[Bucket]) -> None:
+    def _begin_complete(self, buckets: Sequence[Bucket]) -> None:
         """Begin to reduce those that backward has computed."""
         self._begin([each for each in buckets if not each.begun and each.trained and not each.lacks(self.passes)])
 
@@ -213,20 +215,17 @@ class GradientReducer(Reducer):
 
     def _begin(self, taken: list[Bucket]) -> None:
         """Begin to reduce buckets; waits only for layouts that this rank does not know."""
-        for bucket in taken:
-            for gradient in bucket.trained:
-                if gradient.layout == UNKNOWN:
-                    gradient.ask_layout(self.reduction)
-        if len(taken) > 1:
-            # last those whose layout this rank must wait for
-            taken.sort(key=lambda each: any(one.layout == UNKNOWN and one.local is None for one in each.trained))
-        errors = []
-        for bucket in taken:
-            try:
+        unknown = [each for bucket in taken for each in bucket.trained if each.layout == UNKNOWN]
+        for gradient in unknown:
+            gradient.ask_layout(self.reduction)
+        # last those whose layout this rank must wait for
+        waiting = {each.bucket for each in unknown if each.layout == UNKNOWN and each.local is None}
+        errors: list[Exception] = []
+        for bucket in sorted(taken, key=waiting.__contains__):
+            with _noting(errors):
                 self._send(bucket)
-            except Exception as exc:  # raised when all are submitted
-                errors.append(exc)
-        _raise_first(errors)
+        if errors:
+            raise errors[0]
 
     def _look_at_the_world(self) -> None:
         """The world may have changed. After a join() all ranks ask again: one that joined early knows less."""
@@ -274,8 +273,8 @@ class GradientReducer(Reducer):
             if layout == DENSE:
                 dense.append(gradient)
                 tensors.append(tensor)
-            elif layout == UNKNOWN:
-                parts.append(([gradient], _nothing_to_do(tensor)))
+            elif layout == UNKNOWN:  # no rank has one
+                parts.append(([gradient], functools.partial(list, [tensor])))
             else:
                 parts.append(([gradient], self.reduction.begin_sparse(gradient.name, tensor)))
         if dense:
@@ -301,21 +300,21 @@ class GradientReducer(Reducer):
 
         Raises the first error after waiting for all. quiet: raises nothing.
         """
-        errors = [_error_of(self._begin_rest)]
+        errors: list[Exception] = []
+        with _noting(errors):
+            self._count()
+            self._look_at_the_world()
+            self._begin([each for each in self._buckets if not each.begun and each.trained])
         while self._in_flight:
-            # the last one first: a thread that wakes for each takes the core from the engine
-            errors.append(_error_of(self._finish, next(reversed(self._in_flight))))
+            with _noting(errors):
+                # the last one first: a thread that wakes for each takes the core from the engine
+                self._finish(next(reversed(self._in_flight)))
         self._hooks.refresh()
-        if any(errors):
+        if errors:
             self.reset()
             self._forget()  # only some ranks know about what failed
-        if not quiet:
-            _raise_first(errors)
-
-    def _begin_rest(self) -> None:
-        self._count()
-        self._look_at_the_world()
-        self._begin([each for each in self._buckets if not each.begun and each.trained])
+            if not quiet:
+                raise errors[0]
 
     def stepped(self) -> None:
         """Begin a new step after a step."""
@@ -353,20 +352,10 @@ def overlaps(engine: Any) -> bool:
     return len(set(world.hosts)) > 1 or world.local_size < engine.host.cores
 
 
-def _nothing_to_do(gradient: torch.Tensor) -> Finish:
-    """No rank has a gradient: there is nothing to send."""
-    return lambda: [gradient]
-
-
-def _error_of(act: Callable[..., None], *arguments: Any) -> Exception | None:
+@contextlib.contextmanager
+def _noting(errors: list[Exception]) -> Iterator[None]:
+    """Errors that are raised when all is done."""
     try:
-        act(*arguments)
-    except Exception as exc:  # raised when all is done
-        return exc
-    return None
-
-
-def _raise_first(errors: Iterable[Exception | None]) -> None:
-    for error in errors:
-        if error is not None:
-            raise error
+        yield
+    except Exception as exc:
+        errors.append(exc)
