@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ringreduce.errors import InputError
+from ringreduce.torch.gradient_transport import DENSE, UNKNOWN, Finish, GradientTransport
 
 if TYPE_CHECKING:
     from ringreduce.torch.gradient import Gradient
-    from ringreduce.torch.gradient_transport import Finish
 
 FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 8 << 20
 """A bucket is closed when it has this many bytes; the first one early, so that moving begins early."""
@@ -39,6 +44,39 @@ class Bucket:
     def lacks(self, passes: int) -> bool:
         """True until so many backward passes have computed all of it."""
         return any(each.seen < passes and each.trains for each in self.members)
+
+    def begin(self, transport: GradientTransport, line: str) -> None:
+        """Send the dense ones together, sparse ones each on its own.  line: that called backward()."""
+        self.begun, members = True, self.trained
+        dense: list[tuple[Gradient, torch.Tensor]] = []
+        parts: list[tuple[Sequence[Gradient], Finish]] = []
+        for gradient, (layout, tensor) in zip(members, [each.load(transport) for each in members], strict=True):
+            gradient.attach(tensor)
+            if layout == DENSE:
+                dense.append((gradient, tensor))
+            elif layout == UNKNOWN:  # no rank has one
+                parts.append(([gradient], functools.partial(list, [tensor])))
+            else:
+                parts.append(([gradient], transport.begin_sparse(gradient.name, tensor)))
+        if dense:
+            gradients, tensors = zip(*dense, strict=True)
+            names = [each.name for each in gradients] if len(self.members) > 1 else None
+            computed = any(each.seen for each in gradients)
+            parts.append((gradients, self._begin_dense(transport, tensors, names, line if computed else None)))
+        self.parts = parts
+
+    def _begin_dense(
+        self, transport: GradientTransport, tensors: Sequence[torch.Tensor], names: Any, line: str | None
+    ) -> Finish:
+        try:
+            return transport.begin_dense(self.name, tensors, names, line)
+        except InputError as exc:
+            if "pending already" not in str(exc):
+                raise
+            raise InputError(
+                f"{exc}. Has another DistributedOptimizer a parameter of this name? Then prefix the names of one: "
+                "named_parameters=[('d.' + name, p) for name, p in model.named_parameters()]"
+            ) from exc
 
     def finish(self) -> None:
         """Wait, and put the reduced gradients into their places."""

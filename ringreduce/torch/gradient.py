@@ -10,12 +10,9 @@ import torch
 
 from ringreduce.errors import MismatchError
 from ringreduce.torch.buckets import Bucket
-from ringreduce.torch.gradient_transport import GradientTransport, empty_sparse
+from ringreduce.torch.gradient_transport import DENSE, UNKNOWN, GradientTransport, empty_sparse, layout_of
 from ringreduce.torch.hooks import GradientHooks
 from ringreduce.torch.pending import PendingGradient, make_pending, plain
-
-UNKNOWN, DENSE = 0, 1
-"""Layouts of a gradient; DENSE + n is sparse, with n indices an element."""
 
 
 class Gradient:
@@ -166,10 +163,3 @@ class Reducer:
 
 def _no_gradient() -> None:
     return None
-
-
-def layout_of(gradient: torch.Tensor | None) -> int:
-    """DENSE, DENSE + the indices of an element, or UNKNOWN without a gradient."""
-    if gradient is None:
-        return UNKNOWN
-    return DENSE + (gradient.sparse_dim() if gradient.is_sparse else 0)

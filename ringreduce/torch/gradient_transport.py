@@ -17,6 +17,8 @@ from ringreduce.execution.submission import Handle
 from ringreduce.ops import Adasum, Max, ReduceOp, Sum
 from ringreduce.torch.sparse import sparse_allreduce_async
 
+UNKNOWN, DENSE = 0, 1
+"""Layouts of a gradient; DENSE + n is sparse, with n indices an element."""
 Finish = Callable[[], list[torch.Tensor]]  # waits, and returns the reduced tensors
 
 
@@ -99,3 +101,10 @@ def empty_sparse(parameter: torch.Tensor, sparse_dim: int) -> torch.Tensor:
     indices = torch.empty((sparse_dim, 0), dtype=torch.int64, device=parameter.device)
     values = torch.empty((0, *parameter.shape[sparse_dim:]), dtype=parameter.dtype, device=parameter.device)
     return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False)
+
+
+def layout_of(gradient: torch.Tensor | None) -> int:
+    """DENSE, DENSE + the indices of an element, or UNKNOWN without a gradient."""
+    if gradient is None:
+        return UNKNOWN
+    return DENSE + (gradient.sparse_dim() if gradient.is_sparse else 0)

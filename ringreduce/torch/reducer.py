@@ -16,7 +16,6 @@ refuses the bucket: it fails on all ranks, and its gradients go by their own nam
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import operator
 import threading
@@ -28,11 +27,11 @@ from typing import Any
 import torch
 
 from ringreduce import runtime
-from ringreduce.errors import BackwardError, InputError, MismatchError
+from ringreduce.errors import BackwardError, MismatchError
 from ringreduce.execution.signature import calling_line
 from ringreduce.torch.buckets import Bucket, fill
-from ringreduce.torch.gradient import DENSE, UNKNOWN, Gradient, Reducer
-from ringreduce.torch.gradient_transport import Finish, GradientTransport
+from ringreduce.torch.gradient import Gradient, Reducer
+from ringreduce.torch.gradient_transport import DENSE, UNKNOWN, GradientTransport
 from ringreduce.torch.hooks import too_often
 
 CAUTIOUS_STEPS = 8
@@ -223,7 +222,8 @@ class GradientReducer(Reducer):
         errors: list[Exception] = []
         for bucket in sorted(taken, key=waiting.__contains__):
             with _noting(errors):
-                self._send(bucket)
+                bucket.begin(self.reduction, self._line)
+                self._in_flight[bucket] = None
         if errors:
             raise errors[0]
 
@@ -260,40 +260,6 @@ class GradientReducer(Reducer):
         parameters = [each.parameter for each in loose]
         for members in fill([(each.nbytes, (each.dtype, each.device)) for each in parameters]):
             self._put([loose[number] for number in members], splits=len(members) > 1)
-
-    def _send(self, bucket: Bucket) -> None:
-        """Send the dense ones together, sparse ones each on its own."""
-        members = bucket.trained
-        bucket.begun = True
-        dense: list[Gradient] = []
-        tensors: list[torch.Tensor] = []
-        parts: list[tuple[Sequence[Gradient], Finish]] = []
-        for gradient, (layout, tensor) in zip(members, [each.load(self.reduction) for each in members], strict=True):
-            gradient.attach(tensor)
-            if layout == DENSE:
-                dense.append(gradient)
-                tensors.append(tensor)
-            elif layout == UNKNOWN:  # no rank has one
-                parts.append(([gradient], functools.partial(list, [tensor])))
-            else:
-                parts.append(([gradient], self.reduction.begin_sparse(gradient.name, tensor)))
-        if dense:
-            parts.append((dense, self._begin_dense(bucket, dense, tensors)))
-        bucket.parts = parts
-        self._in_flight[bucket] = None
-
-    def _begin_dense(self, bucket: Bucket, dense: Sequence[Gradient], tensors: Sequence[torch.Tensor]) -> Finish:
-        line = self._line if any(each.seen for each in dense) else None
-        names = [each.name for each in dense] if len(bucket.members) > 1 else None
-        try:
-            return self.reduction.begin_dense(bucket.name, tensors, names, line)
-        except InputError as exc:
-            if "pending already" not in str(exc):
-                raise
-            raise InputError(
-                f"{exc}. Has another DistributedOptimizer a parameter of this name? Then prefix the names of one: "
-                "named_parameters=[('d.' + name, p) for name, p in model.named_parameters()]"
-            ) from exc
 
     def synchronize(self, quiet: bool = False) -> None:
         """Reduce what backward left out; on return every gradient is reduced.
