@@ -34,17 +34,15 @@ class ElementType(NamedTuple):
         return self.storage != self.sum_type
 
     def widen(self, flat: Any) -> Any:
-        """A copy of `flat` (NumPy or CuPy, `storage` elements) in `sum_type`."""
-        if self.is_half and isinstance(flat, np.ndarray):
-            wide = np.empty(flat.shape, np.float32)
-            half.kernels(self.name).widen(flat, wide)
-            return wide
-        if self.name == "bfloat16":
-            return (flat.astype(np.uint32) << np.uint32(16)).view(np.float32)
-        return flat.astype(self.sum_type)
+        """A copy of `flat` (NumPy, `storage` elements) in `sum_type`."""
+        if not self.is_half:
+            return flat.astype(self.sum_type)
+        wide = np.empty(flat.shape, np.float32)
+        half.kernels(self.name).widen(flat, wide)
+        return wide
 
     def narrow(self, values: Any) -> Any:
-        """Round `values` (`sum_type` elements) to `storage`, to nearest, ties to even; NaN stays NaN."""
+        """Round `values` (NumPy or CuPy, `sum_type` elements) to `storage`, to nearest, ties to even; NaN stays NaN."""
         if self.is_half and isinstance(values, np.ndarray):
             rounded = np.empty(values.shape, self.storage)
             half.kernels(self.name).narrow(values, rounded)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ringreduce.kernels.optional import with_numba
+from ringreduce.kernels.optional import imported
 
 ZERO = np.uint8(0)
 VECTOR_BYTES = 4096  # from this size on a copy from another core's cache is worth a ufunc's 1 µs
@@ -120,7 +120,7 @@ def _streaming_copy_of_bytes(source: Any, target: Any) -> None:
 @functools.lru_cache(maxsize=1)
 def _streaming_copy() -> Any:
     """The kernel, compiled; None where numba is not installed, or does not work."""
-    kernels = with_numba("streaming_numba")
+    kernels = imported("streaming_numba")
     if kernels is None:
         return None
     try:

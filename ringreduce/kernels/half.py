@@ -7,13 +7,12 @@ NumPy   otherwise
 
 from __future__ import annotations
 
-import functools
 import sys
 from types import ModuleType
 
 from ringreduce.kernels import half_numpy
 from ringreduce.kernels.half_numpy import Kernels
-from ringreduce.kernels.optional import imported, with_numba
+from ringreduce.kernels.optional import imported
 
 
 def kernels(name: str) -> Kernels:
@@ -28,14 +27,4 @@ def kernel_name() -> str:
 
 
 def _module() -> ModuleType:
-    return _numba() or (_torch() if "torch" in sys.modules else None) or half_numpy
-
-
-@functools.lru_cache(maxsize=1)
-def _numba() -> ModuleType | None:
-    return with_numba("half_numba")
-
-
-@functools.lru_cache(maxsize=1)
-def _torch() -> ModuleType | None:
-    return imported("half_torch")
+    return imported("half_numba") or (imported("half_torch") if "torch" in sys.modules else None) or half_numpy

@@ -13,19 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from ringreduce.kernels import jit
 from ringreduce.kernels.half_numpy import Kernels, blocks, scratch, sum_by, writable
 from ringreduce.kernels.jit import compiled, extending, ir, numba
 
-
-def is_usable() -> bool:
-    """True where numba compiles for this processor and it converts float16 in hardware: LLVM would abort otherwise."""
-    if not jit.compiles_for_this_processor():
-        return False
-    if platform.machine() in ("aarch64", "arm64"):
-        return True
-    return bool(importlib.import_module("llvmlite.binding").get_host_cpu_features().get("f16c"))
-
+_features = importlib.import_module("llvmlite.binding").get_host_cpu_features()
+if platform.machine() not in ("aarch64", "arm64") and not _features.get("f16c"):
+    raise ImportError("LLVM would abort: this processor does not convert float16")
 
 # Compiled code distinguishes the two types by the type of their bits: int16 for float16, uint16 for bfloat16.
 

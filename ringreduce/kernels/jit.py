@@ -11,10 +11,8 @@ extending: Any = importlib.import_module("numba.extending")
 ir: Any = importlib.import_module("llvmlite.ir")
 
 
-def compiles_for_this_processor() -> bool:
-    """False where numba is configured not to compile, or to compile for another processor."""
-    config = numba.core.config
-    return not (config.DISABLE_JIT or config.CPU_NAME or config.CPU_FEATURES)
+if numba.core.config.DISABLE_JIT or numba.core.config.CPU_NAME or numba.core.config.CPU_FEATURES:
+    raise ImportError("numba is configured not to compile, or to compile for another processor")
 
 
 def compiled(function: Callable[..., None]) -> Callable[..., None]:

@@ -9,15 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from ringreduce.kernels import jit
 from ringreduce.kernels.jit import compiled, extending, ir, numba
 
 WORD = 8
-
-
-def is_usable() -> bool:
-    """True where numba compiles for this processor."""
-    return jit.compiles_for_this_processor()
 
 
 @extending.intrinsic  # type: ignore[untyped-decorator]
