@@ -9,10 +9,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 BLOCK = 32 << 10  # elements at a time: a few blocks of float32, 128 KiB each, stay in a core's second-level cache
-FEW = 4 << 10  # with fewer float16 elements NumPy's own conversion is quicker than six operations on their bits
-_FROM_FLOAT16 = np.float32(2.0**112)  # what the exponent is off by when a float16's bits are read as a float32's
-_SIGN_AND_VALUE = np.int32(-0x70002000)  # 0x8FFFE000
-
 
 Convert = Callable[[Any, Any], None]  # of a source, into a target
 SumParts = Callable[[Sequence[Any], Any, Any, Any], None]
@@ -67,25 +63,6 @@ class _Unprotected:
         self._owner = array
 
 
-def _widen_float16(source: Any, target: Any) -> None:
-    if len(source) < FEW:
-        np.copyto(target, source)
-        return
-    for few, wide in blocks(source, target):
-        _widen_float16_block(few, wide)
-
-
-def _widen_float16_block(source: Any, target: Any) -> None:
-    """Sign, exponent and fraction are moved to where float32 has them; a product then corrects the exponent."""
-    bits = target.view(np.int32)
-    np.copyto(bits, source.view(np.int16))  # repeats the sign in the upper half
-    np.left_shift(bits, np.int32(13), out=bits)
-    np.bitwise_and(bits, _SIGN_AND_VALUE, out=bits)
-    np.multiply(target, _FROM_FLOAT16, out=target)
-    if np.maximum.reduce(target) >= 65536 or np.minimum.reduce(target) <= -65536:  # the exponent of infinity and NaN
-        bits[np.abs(target) >= 65536] |= np.int32(0x7F800000)
-
-
 def _narrow_float16(values: Any, target: Any) -> None:
     with np.errstate(over="ignore"):  # rounds past the largest float16 to infinity, as every framework does
         np.copyto(target, values, casting="same_kind")
@@ -98,21 +75,17 @@ def _widen_bfloat16(source: Any, target: Any) -> None:
 
 
 def _narrow_bfloat16(values: Any, target: Any) -> None:
-    for few, rounded in blocks(values, target):
-        _narrow_bfloat16_block(few, rounded)
-
-
-def _narrow_bfloat16_block(values: Any, target: Any) -> None:
     """The upper halves, rounded to nearest even (the carry may rightly run into infinity)."""
-    bits = values.view(np.uint32)
-    rounded = np.right_shift(bits, np.uint32(16), out=scratch.bits[: len(bits)])
-    np.bitwise_and(rounded, np.uint32(1), out=rounded)
-    np.add(rounded, np.uint32(0x7FFF), out=rounded)
-    np.add(rounded, bits, out=rounded)
-    np.right_shift(rounded, np.uint32(16), out=rounded)
-    np.copyto(target, rounded, casting="unsafe")
-    if len(values) and np.isnan(np.maximum.reduce(values)):
-        target[np.isnan(values)] = 0x7FC0  # rounding could carry a NaN's payload into infinity
+    for wide, few in blocks(values, target):
+        bits = wide.view(np.uint32)
+        rounded = np.right_shift(bits, np.uint32(16), out=scratch.bits[: len(bits)])
+        np.bitwise_and(rounded, np.uint32(1), out=rounded)
+        np.add(rounded, np.uint32(0x7FFF), out=rounded)
+        np.add(rounded, bits, out=rounded)
+        np.right_shift(rounded, np.uint32(16), out=rounded)
+        np.copyto(few, rounded, casting="unsafe")
+        if len(wide) and np.isnan(np.maximum.reduce(wide)):
+            few[np.isnan(wide)] = 0x7FC0  # rounding could carry a NaN's payload into infinity
 
 
 def sum_by(widen: Convert, narrow: Convert, add: Convert | None = None) -> SumParts:
@@ -143,6 +116,6 @@ def _kernels(widen: Convert, narrow: Convert) -> Kernels:
 
 
 KERNELS = {
-    "float16": _kernels(_widen_float16, _narrow_float16),
+    "float16": _kernels(lambda source, target: np.copyto(target, source), _narrow_float16),
     "bfloat16": _kernels(_widen_bfloat16, _narrow_bfloat16),
 }

@@ -15,7 +15,7 @@ NAMES = ("float16", "bfloat16")
 VALUE = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 STORAGE = {"float16": np.float16, "bfloat16": np.uint16}
 EVERY = np.arange(2**16, dtype=np.uint16)
-COUNTS = [0, 1, 1000, half_numpy.FEW, half_numpy.BLOCK, 2 * half_numpy.BLOCK + 7]
+COUNTS = [0, 1, 1000, 4096, half_numpy.BLOCK, 2 * half_numpy.BLOCK + 7]
 
 
 @pytest.fixture(params=["numpy", "torch", "numba"])
