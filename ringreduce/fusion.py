@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ringreduce.arrays import buffer
 from ringreduce.arrays.buffer import Buffer
 
 
@@ -98,26 +97,22 @@ def unpack(slot: Bucket, packed: Any, outputs: Sequence[Buffer]) -> None:
 
 
 class Memory:
-    """The fusion buffer: blocks of one size in one persistent allocation for the host, and one for each GPU.
+    """The fusion buffer: blocks of one size in one persistent allocation.
 
     When operations of several process sets overlap they may need more blocks than there are: those are allocated for
     that use only, since waiting for a block could be a deadlock with another rank.
     """
 
     def __init__(self, total_bytes: int, block_bytes: int) -> None:
-        self.block_bytes = block_bytes
-        self.total_bytes = total_bytes
-        self._free: dict[str, list[Any]] = {}  # by device
+        self.total_bytes, self.block_bytes = total_bytes, block_bytes
+        everything = np.empty(total_bytes, np.uint8)
+        starts = range(0, total_bytes - block_bytes + 1, block_bytes)
+        self._free = [everything[start : start + block_bytes] for start in starts]
 
     @contextlib.contextmanager
-    def block(self, like: Buffer) -> Iterator[Any]:
-        """A block on the device of `like` for as long as the context lasts: 1-D uint8 of at least `block_bytes`."""
-        if like.device not in self._free:
-            everything = buffer.empty_like(like.flat, self.total_bytes, np.dtype(np.uint8))
-            starts = range(0, self.total_bytes - self.block_bytes + 1, self.block_bytes)
-            self._free[like.device] = [everything[start : start + self.block_bytes] for start in starts]
-        free = self._free[like.device]
-        taken = free.pop() if free else None
-        yield buffer.empty_like(like.flat, self.block_bytes, np.dtype(np.uint8)) if taken is None else taken
+    def block(self) -> Iterator[Any]:
+        """A block for as long as the context lasts: 1-D uint8 of at least `block_bytes`."""
+        taken = self._free.pop() if self._free else None
+        yield np.empty(self.block_bytes, np.uint8) if taken is None else taken
         if taken is not None:
-            free.append(taken)
+            self._free.append(taken)

@@ -45,7 +45,7 @@ class Info:
     """Shared memory that this rank contributes on its host; 0: there is none."""
     process_sets: dict[int, tuple[int, ...]]
     fusion_buffer_bytes: int
-    """Size of the fusion buffer, per device."""
+    """Size of the fusion buffer."""
     submissions: int
     """Operations that this rank submitted."""
     known_submissions: int

@@ -87,8 +87,3 @@ def message_bytes(flat: Any) -> Any:
     if not isinstance(flat, np.ndarray):
         cupy().cuda.get_current_stream().synchronize()
     return flat.view(np.uint8)
-
-
-def empty_like(flat: Any, count: int, dtype: np.dtype[Any]) -> Any:
-    """An uninitialised array of `count` elements on the device of `flat`."""
-    return (np if isinstance(flat, np.ndarray) else cupy()).empty(count, dtype=dtype)

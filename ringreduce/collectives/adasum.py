@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from ringreduce.arrays import buffer
 from ringreduce.collectives.tree import SEGMENT_BYTES
 from ringreduce.partition import segments
 from ringreduce.transport.base import Steps, Transport
@@ -29,7 +28,7 @@ def allreduce(flat: Any, transport: Transport, segment_bytes: int = SEGMENT_BYTE
     Cost:   log2(size) messages a rank, each of all elements, cut into segments. Memory: as much as `flat` again.
     Source: Maleki et al., "Scaling distributed training with adaptive summation", 2021.
     """
-    theirs = buffer.empty_like(flat, flat.size, flat.dtype)
+    theirs = np.empty_like(flat)
     pieces = segments(0, flat.size, max(1, segment_bytes // flat.itemsize))
     distance = 1
     while distance < transport.size:
@@ -44,7 +43,7 @@ def allreduce(flat: Any, transport: Transport, segment_bytes: int = SEGMENT_BYTE
 def combine(a: Any, b: Any) -> Any:
     """Adasum of two vectors, (count,) each, in float64, scaled to elements of about 1 so that no square overflows."""
     scale_a, scale_b = _scale(a), _scale(b)
-    result = buffer.empty_like(a, a.size, a.dtype)
+    result = np.empty_like(a)
     blocks = segments(0, a.size, BLOCK)
     dot = a_squared = b_squared = 0.0
     with np.errstate(over="ignore", invalid="ignore"):  # infinities and overflows belong to the data

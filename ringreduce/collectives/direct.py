@@ -31,7 +31,8 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from ringreduce.arrays import buffer
+import numpy as np
+
 from ringreduce.ops import Reduction
 from ringreduce.partition import bounds_of, chunk_bounds, segments
 from ringreduce.settings import Settings
@@ -89,7 +90,7 @@ class _Direct:
         self.length = min(length, max(high - low for low, high in itertools.pairwise(bounds)))
         row = (size - 1) * self.length
         self.ahead = min(self.rows, max(2, AHEAD_BYTES // max(1, row * flat.itemsize)))
-        self.scratch = buffer.empty_like(flat, self.ahead * row, flat.dtype)  # receives the raw segments of those rows
+        self.scratch = np.empty(self.ahead * row, flat.dtype)  # receives the raw segments of those rows
         self.raw_receives: list[dict[int, tuple[Work, Any]]] = []
         self.raw_sends: list[list[tuple[int, Work]]] = []
         self.finished: list[Work] = []

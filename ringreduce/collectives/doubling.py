@@ -27,7 +27,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ringreduce.arrays import buffer
+import numpy as np
+
 from ringreduce.ops import Reduction
 from ringreduce.transport.base import Steps, Transport
 
@@ -52,7 +53,7 @@ def allreduce(flat: Any, transport: Transport, reduction: Reduction) -> Steps[No
         yield transport.receive(flat, rank - 1, TAG)
         return
     if size > 1:
-        theirs = buffer.empty_like(partial, partial.size, partial.dtype)
+        theirs = np.empty_like(partial)
         if rank < 2 * folded:
             yield transport.receive(theirs, rank + 1, TAG)
             reduction.combine(partial, theirs)

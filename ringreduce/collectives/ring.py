@@ -36,7 +36,8 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from ringreduce.arrays import buffer
+import numpy as np
+
 from ringreduce.errors import InputError
 from ringreduce.ops import Reduction
 from ringreduce.partition import Step, allgather_steps, bounds_of, chunk_bounds, scatter_reduce_steps, segments
@@ -250,5 +251,5 @@ def _arrivals(steps: list[Step], bounds: list[int], length: int) -> Iterator[_Ar
 def _scratch(partial: Any, arrivals: list[_Arrival], memory: Any) -> list[Any]:
     """Memory for the receives posted ahead whose data is to be reduced: in `memory`, or new."""
     longest = max((arrival.high - arrival.low for arrival in arrivals if arrival.reduce), default=0)
-    flat = buffer.empty_like(partial, RECEIVES_AHEAD * longest, partial.dtype) if memory is None else memory
+    flat = np.empty(RECEIVES_AHEAD * longest, partial.dtype) if memory is None else memory
     return [flat[k * longest : (k + 1) * longest] for k in range(RECEIVES_AHEAD)]

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 
 from ringreduce import fusion
 from ringreduce.collectives import hierarchical, shared
 from ringreduce.collectives.overlap import overlapped
 from ringreduce.cost_model import is_one_shot
+from ringreduce.execution import point_to_point
 from ringreduce.execution.batch import PHASES, Batch, batches, carry, plan
 from ringreduce.execution.context import Context
-from ringreduce.execution.point_to_point import PointToPointAllreduce
 from ringreduce.execution.submission import Submission
 from ringreduce.gpu.allreduce import GpuReduction, nccl_can
 from ringreduce.log import LOGGER
@@ -108,5 +109,5 @@ def _through_messages(
     wide = reduction if algorithm == "ring" and not reduction.in_place else None
     for number, bucket in enumerate(buckets):
         channel = number % CHANNELS
-        collective = PointToPointAllreduce(algorithm, batch.inputs[0], reduction, channel, context)
-        yield carry(batch, bucket, collective.run, "ALLREDUCE", context, wide)
+        collective = functools.partial(point_to_point.allreduce, algorithm, reduction, channel, context)
+        yield carry(batch, bucket, collective, "ALLREDUCE", context, wide)

@@ -15,9 +15,9 @@ from ringreduce.arrays.dtypes import TABLE, ElementType
 from ringreduce.arrays.gpu_buffer import GpuBuffer
 from ringreduce.collectives import hierarchical, ring, shared
 from ringreduce.collectives.overlap import InOrder, Order, overlapped
+from ringreduce.execution import point_to_point
 from ringreduce.execution.batch import PHASES, Batch, view
 from ringreduce.execution.context import Context
-from ringreduce.execution.point_to_point import PointToPointAllreduce
 from ringreduce.gpu import ipc_allreduce, nccl
 from ringreduce.gpu.ipc_allreduce import GpuSlot
 from ringreduce.gpu.runtime import Stream
@@ -216,15 +216,16 @@ class GpuReduction(GpuBatch):
             yield from self.through_host(self._by_messages, CHANNELS)
 
     def _by_messages(self, flat: Any, channel: int) -> Steps[None]:
-        like = Buffer(flat, self.reduction.element, flat.shape, "cpu", flat.dtype)
-        collective = PointToPointAllreduce(self.algorithm, like, self.reduction, channel, self.context)
+        collective = functools.partial(
+            point_to_point.allreduce, self.algorithm, self.reduction, channel, self.context, flat
+        )
         if self.algorithm != "ring" or self.reduction.in_place:
-            yield from collective.run(flat, None)
+            yield from collective(None)
             return
-        with self.context.memory.block(like) as block:
+        with self.context.memory.block() as block:
             partial = view(block, self.reduction.sum_type)[: flat.size]
             partial[...] = self.reduction.widen(flat)
-            yield from collective.run(flat, partial)
+            yield from collective(partial)
 
     def _in_window(self, flat: Any, _: int) -> Steps[None]:
         algorithms = self.context.algorithms
