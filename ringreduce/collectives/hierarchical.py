@@ -120,18 +120,10 @@ def _across(
         inside = reduction._replace(op=Sum if reduction.op is Average else reduction.op, postscale=1.0)  # not finished
         inside.reduce_parts(chunks, partial)
     else:
-        partial = _partial(chunks, reduction)
+        started = map(reduction.start, chunks)  # copies in `sum_type`
+        partial = next(started)
+        for other in started:
+            reduction.combine(partial, other)
     length = min(max(1, segment_bytes // partial.itemsize), partial.size)
     scratch = np.empty(ring.RECEIVES_AHEAD * length, partial.dtype)
     yield from ring.allreduce(finished, transport, reduction, segment_bytes, ring.Workspace(partial, scratch))
-
-
-def _partial(chunks: Sequence[Any], reduction: Reduction) -> Any:
-    """The host's sum in `sum_type`."""
-    partial = reduction.widen(chunks[0])
-    reduction.prescaled(partial)
-    for chunk in chunks[1:]:
-        other = reduction.widen(chunk)
-        reduction.prescaled(other)
-        reduction.combine(partial, other)
-    return partial

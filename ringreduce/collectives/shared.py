@@ -50,22 +50,13 @@ class Part(NamedTuple):
     target: Any
 
 
-class Cut(NamedTuple):
-    """A piece of one part in one rank's chunk: low:high of the slot, first:last of the part."""
-
-    owner: int
-    part: int
-    low: int
-    high: int
-    first: int
-    last: int
-
-
 @functools.lru_cache(maxsize=4096)
-def cut(lengths: tuple[int, ...], size: int) -> tuple[Cut, ...]:
+def cut(lengths: tuple[int, ...], size: int) -> list[tuple[int, int, int, int, int, int]]:
     """Cut parts of these lengths, consecutive in a slot, at the bounds of `size` chunks.
 
-    >>> [tuple(each) for each in cut((3, 2), 2)]
+    Returns: (owner, part, low, high, first, last): low:high of the slot is first:last of the part, in an owner's chunk.
+
+    >>> cut((3, 2), 2)
     [(0, 0, 0, 3, 0, 3), (1, 1, 3, 5, 0, 2)]
     """
     bounds = chunk_bounds(sum(lengths), size)
@@ -77,10 +68,10 @@ def cut(lengths: tuple[int, ...], size: int) -> tuple[Cut, ...]:
             while bounds[owner + 1] <= low:
                 owner += 1
             high = min(end, bounds[owner + 1])
-            cuts.append(Cut(owner, part, low, high, low - start, high - start))
+            cuts.append((owner, part, low, high, low - start, high - start))
             low = high
         start = end
-    return tuple(cuts)
+    return cuts
 
 
 def allreduce(
