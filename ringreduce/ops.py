@@ -32,6 +32,8 @@ class ReduceOp(enum.Enum):
     MAX = "Max"
     PRODUCT = "Product"
 
+    __hash__ = object.__hash__  # an enum's own is slow, and each call looks its op up
+
     def __repr__(self) -> str:
         return self.value
 

@@ -26,7 +26,7 @@ Not while it waits for flags: those were just polled, and polling again would co
 """
 FIRST_SLEEP_S = {WaitsFor.NOTHING: 1e-3, WaitsFor.CONTROL: 1e-3, WaitsFor.FLAGS: 1e-3, WaitsFor.MESSAGES: 50e-6}
 CRITICAL_SLEEP_S = 50e-6
-LONGEST_SLEEP_S = 40e-3
+LONGEST_SLEEP_S = 40e-3  # also of an idle engine, which its own threads wake; its polls cost 0.5 % of a core
 SLEEP_SHARE, LAZY_SLEEP_SHARE = 0.05, 0.25
 """A sleep lasts this share of the time without progress, and so adds little to a wait. Longer (lazy) when no thread
 waits: a poll costs the user's computation as much as summing some ten thousand elements."""
@@ -37,9 +37,6 @@ OVERSUBSCRIBED_CYCLES = 5
 """Where the ranks use all cores of the only host, moving data during the user's computation takes longer than after it:
 batch this many cycles, at any size. A training step of 230 ms was 7 to 11 % longer than its computation, and 10 to 13 %
 without this."""
-LONGEST_IDLE_SLEEP_S = 1.0
-"""A rank that waits for nothing polls control messages after 40 ms, then ever less often: a poll of MPI costs some
-50 µs. Its own threads wake it at once."""
 SCRIPTS_SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGALRM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2
 
 
@@ -184,11 +181,8 @@ class Inbox:
                 self._asleep = False
                 return
             latency_critical = self.latency_critical
-        if is_driven:
+        if is_driven or (waits is WaitsFor.NOTHING and not batches_more):
             self._transport.sleep(LONGEST_SLEEP_S)
-        elif waits is WaitsFor.NOTHING and not batches_more:
-            idle_s = LAZY_SLEEP_SHARE * (now - moved_s)
-            self._transport.sleep(min(max(idle_s, LONGEST_SLEEP_S), LONGEST_IDLE_SLEEP_S))
         elif latency_critical and waits is not WaitsFor.FLAGS and now - moved_s < YIELD_S:
             os.sched_yield()
         else:

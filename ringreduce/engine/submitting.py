@@ -83,7 +83,7 @@ class Submitting:
             )
             self._check(state, submission)
             if isinstance(state, Channel):
-                state.enqueue(submission, inbox.lock)
+                state.enqueue(submission)
                 if not waits:
                     inbox.call_soon(lambda: None)
             else:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import pickle
-import threading
 
 import numpy as np
 
@@ -46,8 +45,8 @@ class Channel(Running):
         self._receivers: dict[int, tuple[Executor, Receiver]] = {}
         self._count = 0
 
-    def enqueue(self, submission: Submission, lock: threading.Lock) -> None:
-        """Run an operation after those submitted before, in the same order on all ranks; with `lock` held."""
+    def enqueue(self, submission: Submission) -> None:
+        """Run an operation after those submitted before, in the same order on all ranks."""
         kind, transport = submission.signature.kind, self._context.algorithms.channels[1]
         if any(each.on_gpu for each in (*submission.inputs, *submission.outputs)):
             raise InputError(
@@ -55,7 +54,7 @@ class Channel(Running):
             )
         self._count += 1
         submission.key = str(self._count)
-        submission.begin(self.running, lock)
+        submission.begin(self.running)
         if kind == "send":
             peer = self._context.members.index(submission.payload[0])
             executor = self._senders.setdefault(peer, Executor(self._context))

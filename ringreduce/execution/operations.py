@@ -34,11 +34,11 @@ def run(submissions: Sequence[Submission], context: Context, divisor: int) -> St
     for submission in submissions:
         if submission.ready:
             context.gpu.begin(submission)
-        kind = submission.signature.kind
-        if kind == "allreduce" and submission.signature.detail("op") == Adasum.value:
+        kind, details = submission.signature.kind, submission.signature.details
+        if kind == "allreduce" and ADASUM in details:
             kind = "adasum"
         # fuse all that can be fused, also when other operations are submitted in between
-        key = kind, submission.signature.details if kind in FUSED else submission.key
+        key = kind, details if kind in FUSED else submission.key
         batches.setdefault(key, []).append(submission)
     for (kind, _), batch in batches.items():
         try:
@@ -248,4 +248,5 @@ OPERATIONS: dict[str, Operation] = {
     "barrier": _nothing,
     "join": _nothing,
 }
+ADASUM = ("op", Adasum.value)
 FUSED = ("allreduce", "broadcast")

@@ -68,7 +68,6 @@ class Handle:
 
 
 _NOWHERE: dict[str, Any] = {}
-_NO_LOCK = threading.Lock()
 
 
 class Submission:
@@ -76,7 +75,7 @@ class Submission:
 
     # fmt: off
     __slots__ = (
-        "__weakref__", "finish", "handle", "in_flight", "inputs", "key", "line", "lock", "missing_pieces", "outputs",
+        "__weakref__", "done", "finish", "handle", "in_flight", "inputs", "key", "line", "missing_pieces", "outputs",
         "payload", "process_set", "ready", "retire", "signature", "submitted_s", "waits",
     )
     # fmt: on
@@ -109,26 +108,27 @@ class Submission:
         self.missing_pieces = 0
         self.retire: Callable[[Sequence[Buffer]], Event] | None = None
         """Keeps GPU memory alive until the GPU reaches the returned event; see Gpu.retire."""
+        self.done: Event | None = None  # after which outputs on a GPU hold the results
         self.in_flight: dict[str, Submission] = _NOWHERE
         """The running submissions of its process set; it is removed before its waiter may submit the name again."""
-        self.lock = _NO_LOCK  # guards `in_flight`
 
-    def begin(self, in_flight: dict[str, Submission], lock: threading.Lock) -> None:
-        """Add it to the running submissions; with `lock` held."""
-        self.in_flight, self.lock = in_flight, lock
+    def begin(self, in_flight: dict[str, Submission]) -> None:
+        """Add it to the running submissions. Other threads read these at once, as list(in_flight.values())."""
+        self.in_flight = in_flight
         in_flight[self.key] = self
 
     def complete(self) -> None:
         """Complete the handle: the outputs hold the results, or will when the GPU has done the engine's work."""
-        done = self.retire([*self.inputs, *self.outputs]) if self.retire is not None else None
-        self._end(lambda: self._result(done))
+        if self.retire is not None:
+            self.done = self.retire([*self.inputs, *self.outputs])
+        self._end(self._result)
 
-    def _result(self, done: Event | None) -> Any:
+    def _result(self) -> Any:
         """The caller's result, in the thread that waits; its later work on the GPU comes after `done`."""
-        if done is not None:
+        if self.done is not None:
             followers = {each.current_stream: each for each in self.outputs if isinstance(each, GpuBuffer)}
             for each in followers.values():  # one of each library
-                each.follow(done)
+                each.follow(self.done)
         return self.finish(self)
 
     def fail(self, error: Exception) -> None:
@@ -137,8 +137,7 @@ class Submission:
 
     def _end(self, result: Callable[[], Any], error: Exception | None = None) -> None:
         """Leave `in_flight`, and drop the handle, since a reference cycle would be left to the garbage collector."""
-        with self.lock:
-            self.in_flight.pop(self.key, None)
+        self.in_flight.pop(self.key, None)
         handle, self.handle = self.handle, None
         if handle is not None:
             handle.end(result, error)

@@ -1,8 +1,8 @@
 """The stall watch: which ranks are missing, and what they do instead; reported to ringrun, or else on stderr.
 
 When a tensor stalls, its coordinator requests the missing ranks' last submissions and the Python stacks of the threads
-that called init(). An idle rank polls control messages only once a second, also as coordinator: then a rank that waits
-for it sends a probe. A rank that does not reply is stopped, or holds the interpreter in C code.
+that called init(). A rank that has waited long sends its coordinator a probe. A rank that does not reply is stopped, or
+holds the interpreter in C code.
 
 Source: Horovod's stall inspector, which names the ranks.
 """
@@ -31,7 +31,7 @@ from ringreduce.negotiation.protocol import Failure, StackReply, StackRequest, S
 from ringreduce.settings import Settings
 from ringreduce.transport.waiting import WaitsFor
 
-REPLY_S = 3.0  # how long to wait for a reply: three times the longest sleep of an idle engine
+REPLY_S = 3.0  # how long to wait for a reply
 NAMED = 3  # how many tensors and lines a report names; of others it states the number
 QUERIED = 8  # how many of the missing ranks are queried
 POLLS = 20  # checks per `stall_check_s`
@@ -73,7 +73,6 @@ class StallWatch:
         self._requests = 0
         self._probed_s: dict[int, float] = {}  # by process set: when its coordinator was probed; 0 after its reply
         self._silent: set[int] = set()  # process sets whose coordinator did not reply
-        self._probes: set[int] = set()  # process sets for which another rank has sent a probe
         self._attentive = False  # true while something is stalled
 
     def waits_for(self) -> WaitsFor:
@@ -98,14 +97,12 @@ class StallWatch:
             else isinstance(each, ProcessSetState) and self._check_set(each, now)
             for each in self._negotiation.all()
         ]
-        self._attentive = any(stalled) or self._inquiry is not None or bool(self._probes)
+        self._attentive = any(stalled) or self._inquiry is not None
 
     def _check_set(self, state: ProcessSetState, now: float) -> bool:
         """Check what waits in one process set; True when something is stalled in it."""
         if state.coordinator is not None:
             waiting = state.coordinator.waiting(self._check_s)
-            if not state.negotiator.anything_waits():
-                self._probes.discard(state.number)
             if waiting:
                 self._check_waiting(state, state.coordinator, waiting, now)
             return bool(waiting)
@@ -174,11 +171,11 @@ class StallWatch:
                 self._mailbox.send(request, rank)
 
     def _probe_coordinator(self, state: ProcessSetState, now: float, waited_s: float) -> None:
-        """Wake the coordinator's stall watch, since that may be idle; report a coordinator that does not reply."""
+        """Report a coordinator that does not reply."""
         probed_s = self._probed_s.get(state.number)
         if probed_s is None:
             self._probed_s[state.number] = now
-            self._mailbox.send(StallProbe(state.number, waited_s), state.negotiator.coordinator_rank)
+            self._mailbox.send(StallProbe(state.number), state.negotiator.coordinator_rank)
         text = f"rank {state.negotiator.coordinator_rank}, which coordinates, does not answer"
         if probed_s and now - probed_s > REPLY_S:
             self._probed_s[state.number] = 0.0
@@ -190,12 +187,6 @@ class StallWatch:
     def _receive(self, source: int, message: StallProbe | StackRequest | StackReply) -> None:
         """Handle a message of another rank's stall watch."""
         if isinstance(message, StallProbe):
-            state = self._negotiation.states.get(message.process_set)
-            if state is not None and state.coordinator is not None:
-                state.negotiator.backdate(message.waited_s)
-                self._probes.add(message.process_set)
-                self._attentive = True
-            self._next_poll_s = 0.0
             self._mailbox.send(StackReply(-message.process_set, "", ""), source)
         elif isinstance(message, StackRequest):
             self._mailbox.send(self._reply(message), source)

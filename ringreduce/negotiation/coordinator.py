@@ -246,16 +246,6 @@ class Coordinator:
         missing = [rank for rank in self._members if rank not in self._joined and rank not in lines]
         return Waiting(entry.signature, entry.since_s, lines, missing)
 
-    def oldest_s(self) -> float | None:
-        """Since when the oldest tensor waits; None when none does."""
-        return min((entry.since_s for entry in self._entries.values()), default=None)
-
-    def backdate(self, waited_s: float) -> None:
-        """Let all tensors have waited `waited_s`, as a rank says: this idle coordinator read the announcements late."""
-        since_s = self._clock() - waited_s
-        for entry in self._entries.values():
-            entry.since_s = min(entry.since_s, since_s)
-
     def abandon(self, failures: Sequence[Failure]) -> Response:
         """Fail stalled tensors; returns the response for all ranks."""
         for failure in failures:

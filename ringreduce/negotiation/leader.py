@@ -140,7 +140,3 @@ class Leader:
         ids = (differs & self._known[:high]).nonzero()[0].tolist()
         self._since = {key: self._since.get(key, now_s) for key in ((each, int(self._scheduled[each])) for each in ids)}
         return {each: since for (each, _), since in self._since.items()}
-
-    def backdate(self, since_s: float) -> None:
-        """A rank says that something has waited since then."""
-        self._since = {key: min(since, since_s) for key, since in self._since.items()}

@@ -109,7 +109,7 @@ class Negotiation:
     def unfinished(self) -> list[Submission]:
         """All pending and running submissions; with the lock held."""
         found = [each for state in self.states.values() for each in state.pending.values()]
-        return found + [each for running in self.all() for each in running.running.values()]
+        return found + [each for on in self.all() for each in list(on.running.values())]
 
     def all(self) -> list[Running]:
         """All process sets and channels of this rank."""
@@ -192,7 +192,7 @@ class Negotiation:
                 with self._lock:
                     for each in entry:
                         del state.pending[each.key]
-                        each.begin(state.running, self._lock)
+                        each.begin(state.running)
                 self._run(state, entry, len(state.members))
         return moved
 
@@ -218,7 +218,7 @@ class Negotiation:
                 if not state.joined:
                     raise AssertionError(f"rank {self._world.rank} did not submit {signature.key!r}, but must run it")
                 submission = neutral_submission(signature, state.number, self._gpu)
-            submission.begin(state.running, self._lock)
+            submission.begin(state.running)
         return submission
 
     def _run(self, state: ProcessSetState, submissions: Sequence[Submission], divisor: int) -> None:
@@ -236,7 +236,7 @@ class Negotiation:
             state.joined = False
             state.submitted = 0  # a rank that joined early has numbered fewer submissions than the others
             submission = state.pending.pop("join.join")
-            submission.begin(state.running, self._lock)
+            submission.begin(state.running)
         submission.payload = last
         state.executor.run([submission], 1)
 

@@ -9,7 +9,7 @@ next()                  what all ranks do next, in one order: run a batch, or ap
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -81,7 +81,7 @@ class Negotiator:
         self._leader: Leader | None = None
         if rank == group.ranks[0]:
             self._leader = Leader(process_set, views, capacity, fence, group.below, group.above is None)
-        self._counted: dict[int, deque[Submission]] = {}
+        self._counted: defaultdict[int, deque[Submission]] = defaultdict(deque)
         self._unnamed: dict[str, int | None] = {}
         """The unnamed submissions that are not ready, in their order: the id by which each was counted, if it was."""
         self._responses: dict[int, Response] = {}
@@ -92,14 +92,15 @@ class Negotiator:
         now, ids, records = time.monotonic(), [], []
         for each in submissions:
             signature = each.signature
-            number = self.cache.id(signature.unnumbered)
             if signature.numbered:
-                number = self._unnamed_id(signature.key, number)
+                number = self._unnamed_id(signature.key, self.cache.id(signature.unnumbered))
+            else:
+                number = self.cache.id(signature)
             if number is None:
                 records.append(SubmissionRecord(signature, each.line, each.waits, int(now - each.submitted_s)))
             else:
                 ids.append(number)
-                self._counted.setdefault(number, deque()).append(each)
+                self._counted[number].append(each)
         if ids:
             self._counters.submit(ids)
         if records or join is not None or leave:
@@ -180,10 +181,10 @@ class Negotiator:
         if message is not None:
             self._send(message, self._group.below)
 
-    def check(self, now_s: float, overdue_s: float) -> bool:
-        """Forget ids that some ranks have not submitted for so long; True when any wait at all. Called now and then."""
+    def check(self, now_s: float, overdue_s: float) -> None:
+        """Forget ids that some ranks have not submitted for so long. Called now and then."""
         if self._leader is None:
-            return False
+            return
         waiting = self._leader.waiting(now_s)
         overdue = [
             number for number, since_s in waiting.items() if now_s - since_s >= self._longest_s(number, overdue_s)
@@ -192,20 +193,6 @@ class Negotiator:
             self.coordinator.forget(overdue)
         elif overdue:
             self._send(Overdue(self.process_set, overdue), self._members[:1])
-        return bool(waiting)
-
-    def anything_waits(self) -> bool:
-        """True while tensors wait for some ranks, as far as the coordinator knows."""
-        is_counted = self._leader is not None and bool(self._leader.waiting(time.monotonic()))
-        return is_counted or (self.coordinator is not None and self.coordinator.oldest_s() is not None)
-
-    def backdate(self, waited_s: float) -> None:
-        """Let all that waits have waited this long, as a rank says: this coordinator was idle, and did not look."""
-        if self._leader is not None and self.coordinator is not None:
-            now = time.monotonic()
-            self._leader.waiting(now)
-            self._leader.backdate(now - waited_s)
-            self.coordinator.backdate(waited_s)
 
     def _longest_s(self, number: int, overdue_s: float) -> float:
         is_unnamed = number in self.cache and self.cache[number].numbered

@@ -74,7 +74,6 @@ class StallProbe(NamedTuple):
     """From a rank that has waited long to the coordinator, which must reply."""
 
     process_set: int
-    waited_s: float
 
 
 class StackRequest(NamedTuple):

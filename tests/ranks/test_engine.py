@@ -15,7 +15,6 @@ from ringreduce.errors import InputError
 from ringreduce.execution.executor import Executor
 from ringreduce.execution.host import Host
 from ringreduce.execution.signature import Signature
-from ringreduce.execution.submission import Handle, Submission
 from ringreduce.negotiation.protocol import Announcement, Response, Scheduled, ShutdownAck, decode, encode
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
@@ -237,18 +236,3 @@ def test_a_set_that_is_removed_while_it_is_busy_goes_when_it_has_ended():
             until(self.done)
 
     run_ranks(3, program, settings=DYNAMIC, hosts=[0, 1, 2])
-
-
-def test_requests_under_way_are_changed_under_the_lock_alone():
-    signature, lock, among = Signature("barrier", "b"), threading.Lock(), {}
-    request = Submission(
-        signature, 0, [], [], lambda _: None, None, "train.py:1", Handle(signature, lambda _: None), False
-    )
-    with lock:
-        request.begin(among, lock)
-        completing = threading.Thread(target=request.complete, daemon=True)
-        completing.start()
-        completing.join(0.1)
-        assert list(among) == ["barrier.b"], "somebody may be reading it"
-    completing.join()
-    assert not among

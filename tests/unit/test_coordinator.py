@@ -104,7 +104,7 @@ def test_another_shape_of_a_cached_tensor_lets_all_announce_records():
     (failure,) = ranks.decide().failures
     assert (failure.key, failure.kind) == ("allreduce.a", "MismatchError")
     assert "rank 1 of 2, allreduce 'a' (line 1): float32[4], but rank 0 has float32[3] (line 0)" in failure.message
-    assert ranks.coordinator.oldest_s() is None
+    assert not ranks.coordinator.waiting(-1e9)
 
 
 def test_the_longest_unused_is_forgotten():
@@ -232,7 +232,7 @@ def test_only_allreduce_while_somebody_has_joined():
     assert [(each.key, each.kind) for each in response.failures] == [("allgather.g", "CollectiveError")]
     assert "rank 0 called join(), and a joined rank can take part in allreduce only" in response.failures[0].message
     assert [each.name for each in response.new] == ["a"]
-    assert ranks.coordinator.oldest_s() is None
+    assert not ranks.coordinator.waiting(-1e9)
 
 
 # Rivals
@@ -289,14 +289,14 @@ def test_what_is_ready_is_run_although_somebody_leaves():
 
 def test_what_waits_is_told_with_ranks_and_lines():
     ranks = Ranks(3)
-    assert ranks.coordinator.oldest_s() is None
+    assert not ranks.coordinator.waiting(-1e9)
     ranks.now_s = 10.0
     ranks.tell(1, tensor("a"))
     ranks.now_s = 14.0
     ranks.tell(0, tensor("b"))
     ranks.tell(2, tensor("b"))
     ranks.now_s = 16.0
-    assert ranks.coordinator.oldest_s() == 10.0
+    assert ranks.coordinator.waiting(-1e9)[0].since_s == 10.0
     first, second = ranks.coordinator.waiting(2.0)
     assert (first.signature, first.since_s, first.submitted, first.missing) == (tensor("a"), 10, {1: "line 1"}, [0, 2])
     assert (second.signature.name, second.since_s, second.missing) == ("b", 14, [1])
@@ -310,7 +310,7 @@ def test_a_record_of_what_was_submitted_long_ago_has_waited_so_long():
     ranks.now_s = 10.0
     for rank, waited_s in ((1, 4.0), (0, 6.0)):
         ranks.coordinator.announce(rank, Announcement(0, 0, (SubmissionRecord(tensor("a"), "", False, waited_s),)))
-    assert ranks.coordinator.oldest_s() == 4.0
+    assert ranks.coordinator.waiting(-1e9)[0].since_s == 4.0
 
 
 def test_what_waits_for_ranks_that_joined_does_not_miss_them():
@@ -319,16 +319,6 @@ def test_what_waits_for_ranks_that_joined_does_not_miss_them():
     ranks.tell(1, join=False)
     (waiting,) = ranks.coordinator.waiting(0.0)
     assert waiting.missing == [2]
-
-
-def test_a_rank_that_has_waited_longer_than_was_known():
-    ranks = Ranks(2)
-    ranks.now_s = 20.0
-    ranks.tell(1, tensor("a"), tensor("b"))
-    ranks.coordinator.backdate(15.0)
-    assert ranks.coordinator.oldest_s() == 5.0
-    ranks.coordinator.backdate(1.0)
-    assert [each.since_s for each in ranks.coordinator.waiting(0.0)] == [5.0, 5.0]
 
 
 @pytest.mark.parametrize("known", [False, True])
@@ -343,7 +333,7 @@ def test_what_is_given_up_fails_and_late_announcements_of_it_are_dropped(known):
     assert response.forgotten == ((0,) if known else ()), "before it fails: rank 1 may have submitted it by its id"
     assert [tuple(each) for each in response.failures] == [("allreduce.a", "StalledError", "it waited too long")]
     ranks.tell(1, tensor("a"), seen=response.number - 1)  # it was under way: rank 1 fails it when it reads the response
-    assert ranks.coordinator.oldest_s() is None
+    assert not ranks.coordinator.waiting(-1e9)
     ranks.tell(0, tensor("a"))  # rank 0 tries again
     assert ranks.decide() is None
     ranks.tell(1, tensor("a"))
