@@ -276,8 +276,8 @@ MUTANTS = [
     Mutant(
         "hosts: a slot may be finished before an earlier one",
         "ringreduce/collectives/hierarchical.py",
-        "        yield InOrder(hierarchy.order, sequence)\n",
-        "        pass\n",
+        "            yield InOrder(order, sequence)\n",
+        "            pass\n",
         "tests/ranks/test_hierarchical.py",
     ),
     Mutant(

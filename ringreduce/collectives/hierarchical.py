@@ -21,6 +21,7 @@ Source: Horovod's hierarchical allreduce, which copies to one rank of each host;
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -68,46 +69,31 @@ def allreduce(
            floats travel as float32 until they are finished. Memory: the region's, and for each slot in flight 4
            segments and, for 16-bit floats, a float32 copy of a chunk.
     """
-    first = region.sequence
+    first, order = region.sequence, hierarchy.order
     region.sequence += len(slots)
-    hierarchy.order.passed = first
-    yield from overlapped(
-        (
-            _slot(parts, first + number, number, region, hierarchy, reduction, segment_bytes, watch)
-            for number, parts in enumerate(slots)
-        ),
-        SLOTS_IN_FLIGHT,
-    )
+    order.passed = first
 
+    def one(number: int, parts: Sequence[Part]) -> Steps[None]:
+        sequence, pieces = first + number, pieces_of(parts, hierarchy.chunks)
+        slot = Slot(region, reduction.element.storage, packed=pieces, copied=pieces)
+        watch(number, PACK)
+        slot.pack(sequence)
+        watch(number, REDUCE)
+        yield region.arrival(PACKED, sequence)
+        own = [each for each in pieces if each.owner == region.rank]
+        if own and hierarchy.rings:
+            chunks = [each[own[0].low : own[-1].high] for each in region.slots(sequence, slot.dtype)]
+            yield from _across(chunks, region.rank, hierarchy.rings[number % SLOTS_IN_FLIGHT], reduction, segment_bytes)
+        if order.passed != sequence:
+            yield InOrder(order, sequence)
+        region.publish(SUMMED, sequence)
+        order.passed = sequence + 1
+        yield region.arrival(SUMMED, sequence)
+        watch(number, COPY)
+        slot.copy_out(sequence)
+        watch(number, DONE)
 
-def _slot(
-    parts: Sequence[Part],
-    sequence: int,
-    number: int,
-    region: Region,
-    hierarchy: Hierarchy,
-    reduction: Reduction,
-    segment_bytes: int,
-    watch: Watch,
-) -> Steps[None]:
-    pieces = pieces_of(parts, hierarchy.chunks)
-    slot = Slot(region, reduction.element.storage, packed=pieces, copied=pieces)
-    watch(number, PACK)
-    slot.pack(sequence)
-    watch(number, REDUCE)
-    yield region.arrival(PACKED, sequence)
-    own = [each for each in pieces if each.owner == region.rank]
-    if own and hierarchy.rings:
-        chunks = [each[own[0].low : own[-1].high] for each in region.slots(sequence, slot.dtype)]
-        yield from _across(chunks, region.rank, hierarchy.rings[number % SLOTS_IN_FLIGHT], reduction, segment_bytes)
-    if hierarchy.order.passed != sequence:
-        yield InOrder(hierarchy.order, sequence)
-    region.publish(SUMMED, sequence)
-    hierarchy.order.passed = sequence + 1
-    yield region.arrival(SUMMED, sequence)
-    watch(number, COPY)
-    slot.copy_out(sequence)
-    watch(number, DONE)
+    yield from overlapped(itertools.starmap(one, enumerate(slots)), SLOTS_IN_FLIGHT)
 
 
 def _across(

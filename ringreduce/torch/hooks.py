@@ -21,7 +21,6 @@ class GradientHooks:
     def __init__(self, listener: Any) -> None:
         self._listener = weakref.ref(listener)
         self._waiting: list[Any] = []
-        self._watched: list[Any] = []  # held, so that no other parameter gets the id
         self._handles: dict[int, Any] = {}
 
     def watch(self, gradient: Any) -> None:
@@ -47,7 +46,6 @@ class GradientHooks:
         self._waiting = [each for each in self._waiting if not each.parameter.requires_grad]
         for gradient in thawed:
             handle = gradient.parameter.register_post_accumulate_grad_hook(_hook(self._listener, gradient))
-            self._watched.append(gradient)
             self._handles[id(gradient.parameter)] = handle
             weakref.finalize(self, handle.remove).atexit = False
 
