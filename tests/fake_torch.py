@@ -58,6 +58,9 @@ class Tensor:
     def stride(self):
         return tuple(step // self.array.itemsize for step in self.array.strides)
 
+    def new_tensor(self, values):
+        return tensor(values.astype(self.array.dtype))
+
     def tolist(self):
         return self.cpu().tolist()
 

@@ -11,11 +11,13 @@ from ringreduce import runtime
 from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
 from ringreduce.api.submit import Array, like
 from ringreduce.arrays.buffer import Buffer
-from ringreduce.arrays.gpu_buffer import fill
+from ringreduce.arrays.gpu_buffer import GpuBuffer
+from ringreduce.arrays.torch_tensor import is_torch
 from ringreduce.arrays.view import as_buffer
 from ringreduce.errors import InputError
 from ringreduce.execution.signature import Signature, names_of, sign
 from ringreduce.execution.submission import Handle, Submission
+from ringreduce.gpu import runtime as cuda
 
 __all__ = ["allgather", "allgather_async", "alltoall", "alltoall_async", "grouped_allgather"]
 __all__ += ["grouped_allgather_async"]
@@ -142,7 +144,11 @@ def _as_given(splits: Any, received: np.ndarray[Any, Any]) -> Any:
     """The received splits as the caller's kind of array, a NumPy array for a plain list."""
     if isinstance(splits, list | tuple):
         return received
-    template = as_buffer(splits)
-    result = template.empty(received.shape)
-    fill(result, received)
-    return result.array()
+    if is_torch(splits):
+        return splits.new_tensor(received)
+    given = as_buffer(splits)
+    received = received.astype(given.element.storage)
+    if isinstance(given, GpuBuffer):
+        with cuda.device(given.index):
+            return cuda.cupy().asarray(received)
+    return received

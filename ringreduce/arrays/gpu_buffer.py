@@ -12,8 +12,6 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
 from ringreduce.arrays.buffer import Buffer, NotContiguousError
 from ringreduce.arrays.dtypes import ElementType, element_type
 from ringreduce.gpu import runtime as cuda
@@ -107,19 +105,6 @@ def ready(inputs: Sequence[Buffer]) -> tuple[Event, ...]:
     """The events for which a stream must wait before it uses these buffers, one per stream; none for host memory."""
     streams = {(each.index, each.address(each.stream)): each for each in inputs if isinstance(each, GpuBuffer)}
     return tuple(each.ready() for each in streams.values())
-
-
-def fill(buffer: Buffer, values: np.ndarray[Any, Any]) -> None:
-    """Write `buffer.count` host values into it, converted to its type; what the caller queues next sees them."""
-    values = values.astype(buffer.element.storage)
-    if isinstance(buffer, GpuBuffer):
-        with cuda.device(buffer.index) as gpu:
-            writer = GpuBuffer.address(GpuBuffer.current_stream(buffer.index))  # CuPy's; torch's may differ
-            gpu.wait(writer, buffer.ready())
-            buffer.flat.set(values.reshape(-1))
-            buffer.follow(gpu.record(writer))
-    else:
-        buffer.flat[...] = values.reshape(-1)
 
 
 def cupy_buffer(array: Any, writable: bool) -> Buffer:

@@ -103,11 +103,6 @@ class Writer(Faster):
 
     write = Faster.copy
 
-    @property
-    def streams(self) -> bool:
-        """True while streaming stores are faster."""
-        return self.uses_other
-
     def _other(self) -> Copy | None:
         is_worth = self.uses_other or self._best(False) > SLOW_S
         return _streaming_copy_of_bytes if is_worth and _streaming_copy() is not None else None

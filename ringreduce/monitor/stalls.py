@@ -89,7 +89,8 @@ class StallWatch:
         if self._inquiry is not None and (
             len(self._inquiry.replies) == len(self._inquiry.queried) or now > self._inquiry.until_s
         ):
-            self._report(self._inquiry)
+            headline, queried, replies = self._inquiry.headline, self._inquiry.queried, self._inquiry.replies
+            self._warn(report(headline, queried, replies, stacks=False), report(headline, queried, replies))
             self._inquiry = None
         stalled = [
             self._check_operation(each, now - each.stuck().moved_s)
@@ -199,12 +200,6 @@ class StallWatch:
 
     def _reply(self, request: StackRequest) -> StackReply:
         return StackReply(request.number, self._doing(request), stack_of(self._init_thread))
-
-    def _report(self, inquiry: Inquiry) -> None:
-        short, full = (
-            report(inquiry.headline, inquiry.queried, inquiry.replies, stacks=stacks) for stacks in (False, True)
-        )
-        self._warn(short, full)
 
     def _warn(self, text: str, full: str = "") -> None:
         """Report `text` to ringrun, which adds the stacks of all ranks; without ringrun log the full text."""

@@ -88,7 +88,7 @@ def test_streaming_stores_are_taken_where_plain_ones_are_slow(monkeypatch, plain
     write(writer, PROBE_EVERY - 1)
     assert clock.streamed == 0
     write(writer, PROBE_EVERY)
-    assert writer.streams is streams
+    assert writer.uses_other is streams
     assert (clock.streamed > 0) is (plain > 1.0)
 
 
@@ -130,7 +130,7 @@ def test_copies_that_were_interrupted_do_not_count(monkeypatch):
     for number in range(3 * PROBE_EVERY):
         clock.plain_s = (0.5 if number % 4 == 0 else 50) * SLOW_S
         write(writer, 1)
-    assert not writer.streams
+    assert not writer.uses_other
     assert clock.streamed == 0
 
 
@@ -138,17 +138,17 @@ def test_a_writer_goes_back_to_plain_stores_when_these_have_become_fast(monkeypa
     clock = Clock(monkeypatch, 4 * SLOW_S, SLOW_S)
     writer = Writer()
     write(writer, PROBE_EVERY)
-    assert writer.streams
+    assert writer.uses_other
     clock.plain_s = 0.1 * SLOW_S
     write(writer, 3 * PROBE_EVERY)
-    assert not writer.streams
+    assert not writer.uses_other
 
 
 def test_short_writes_are_plain(monkeypatch):
     Clock(monkeypatch, 4 * SLOW_S, SLOW_S)
     writer = Writer()
     write(writer, PROBE_EVERY)
-    assert writer.streams
+    assert writer.uses_other
     monkeypatch.setattr(copying, "_streaming_copy", None)
     short = bytes_of(random.Random(1).randrange(1, MEASURED_BYTES), 1)
     target = np.zeros_like(short)
