@@ -35,6 +35,8 @@ class Info:
     """How an allreduce of all ranks moves data, by its size in bytes."""
     gpu_algorithm: str
     """How an allreduce of all ranks moves GPU arrays, and why; chosen when the first one is submitted."""
+    overlap: bool
+    """Gradients on the host are reduced while backward still runs: a core or a wire is free; else after it."""
     usable_algorithms: tuple[str, ...]
     """The values that RINGREDUCE_ALGORITHM can take here."""
     constants: Constants
@@ -89,6 +91,7 @@ def info() -> Info:
         gpu=str(current.gpu),
         algorithm=algorithms.text(),
         gpu_algorithm=algorithms.gpu.text(),
+        overlap=engine.host.overlaps,
         usable_algorithms=tuple(algorithms.usable),
         constants=engine.host.constants,
         half_kernels=half.kernel_name(),

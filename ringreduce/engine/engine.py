@@ -76,9 +76,8 @@ class Engine:
         self.memory = fusion.Memory(settings.fusion_buffer_bytes // 2, settings.fusion_slot_bytes)
         self.gpu = Gpu(world.rank)
         self.mailbox = mailbox = Mailbox(transport)
-        oversubscribed = world.local_size >= host.cores
         one_host = len(set(world.hosts)) == 1
-        self._inbox = inbox = Inbox(transport, settings, one_host, oversubscribed)
+        self._inbox = inbox = Inbox(transport, settings, one_host, not host.overlaps)
         timeline = Timeline()
         self.negotiation = negotiation = Negotiation(world, host, settings, mailbox, inbox, timeline, self.gpu)
         make = functools.partial(Context, settings=settings, memory=self.memory, timeline=timeline, gpu=self.gpu)

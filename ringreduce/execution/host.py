@@ -62,6 +62,11 @@ class Host:
         self._regions = _RegionAllocator(0 if window is None else settings.shared_regions)
         self._gpu_flags = _RegionAllocator(0 if window is None else MOST_REGIONS)
 
+    @property
+    def overlaps(self) -> bool:
+        """True where data moves faster while backward computes than after it: a core or a wire is free for it."""
+        return len(set(self.world.hosts)) > 1 or self.world.local_size < self.cores
+
     def algorithms(self, resources: Resources, members: Sequence[int]) -> Algorithms:
         """The algorithms of a process set with these resources that this rank is in."""
         tags, region, gpu_flags = resources

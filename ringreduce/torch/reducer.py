@@ -235,7 +235,7 @@ class GradientReducer(Reducer):
             self._known_since = now
             for bucket in list(self._in_flight):  # begun before
                 self._finish(bucket)
-            self._overlaps = overlaps(engine)
+            self._overlaps = engine.host.overlaps
             self.reduction.settle()
             self._forget()
 
@@ -310,12 +310,6 @@ class GradientReducer(Reducer):
             gradient.bucket.begun, gradient.bucket.parts = False, []
             if gradient.pending is not None:
                 gradient.detach_pending(gradient.local)
-
-
-def overlaps(engine: Any) -> bool:
-    """True where data move faster while backward computes than after it: a core or a wire is free for them."""
-    world = engine.world
-    return len(set(world.hosts)) > 1 or world.local_size < engine.host.cores
 
 
 @contextlib.contextmanager

@@ -8,6 +8,7 @@ import torch
 
 import ringreduce
 import ringreduce.torch as hvd
+from ringreduce.execution.host import Host
 from ringreduce.testing import run_ranks
 from ringreduce.torch import buckets, gradient_transport, reducer
 from tests.training import parameters, same_on_all, share
@@ -19,7 +20,7 @@ STEPS = 5
 @pytest.fixture(params=[True, False], ids=["as they fill", "at the end"], autouse=True)
 def overlap(request, monkeypatch):
     """Whether backward submits full buckets; they are small here."""
-    monkeypatch.setattr(reducer, "overlaps", lambda engine: request.param)
+    monkeypatch.setattr(Host, "overlaps", request.param)
     monkeypatch.setattr(buckets, "FIRST_BUCKET_BYTES", 100)
     monkeypatch.setattr(buckets, "BUCKET_BYTES", 1000)
 
