@@ -8,6 +8,8 @@ The tensors are empty, so a step is submission, agreement and completion only. E
     new            names that the ranks have never seen: full descriptions travel
     known          the same names again: a bit each
     one group      all in one grouped_allreduce
+    8 bytes        one synchronous allreduce_ of one number, by name
+    ordered        the same through `ordered()`: nothing is agreed on
     MPI_Allreduce  of 161 bits on all ranks, which is the least that any agreement of this kind can cost
 
 time: µs a step, median of several runs, of the slowest rank; submit: the part of it that the calling thread spends on
@@ -17,6 +19,7 @@ submitting; messages and bytes: what rank 1 sends to the coordinator and what ra
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import random
 import statistics
@@ -101,6 +104,12 @@ def main() -> None:
         rr.grouped_allreduce_(tensors, name="group")
         return 0.0
 
+    eight, channel = np.zeros(1), rr.ordered()
+
+    def small(reduce: Callable[[Any], object]) -> float:
+        reduce(eight)
+        return 0.0
+
     def plain(_: int) -> float:
         comm.Allreduce(bits, all_bits, op=MPI.BAND)
         return 0.0
@@ -109,6 +118,8 @@ def main() -> None:
         measured("new", lambda step: one_by_one(f"new.{step}", order, tensors), options.runs),
         measured("known", lambda _: one_by_one("known", order, tensors), options.runs),
         measured("one group", group, options.runs),
+        measured("8 bytes", lambda _: small(functools.partial(rr.allreduce_, op=rr.Sum, name="small")), options.runs),
+        measured("ordered", lambda _: small(functools.partial(channel.allreduce_, op=rr.Sum)), options.runs),
         measured("MPI_Allreduce", plain, options.runs),
     ]
     if rr.rank() == 0:

@@ -34,7 +34,7 @@ from ringreduce.monitor.recording import Recording
 from ringreduce.monitor.stalls import StallWatch
 from ringreduce.monitor.timeline import Timeline
 from ringreduce.negotiation.mailbox import Mailbox
-from ringreduce.negotiation.negotiation import JOIN, Negotiation
+from ringreduce.negotiation.negotiation import GLOBAL, JOIN, Negotiation
 from ringreduce.negotiation.protocol import Broken
 from ringreduce.settings import Settings
 from ringreduce.transport.base import EngineTransport
@@ -79,13 +79,13 @@ class Engine:
         one_host = len(set(world.hosts)) == 1
         self._inbox = inbox = Inbox(transport, settings, one_host, not host.overlaps)
         timeline = Timeline()
-        self.negotiation = negotiation = Negotiation(world, host, settings, mailbox, inbox, timeline, self.gpu)
+        self.negotiation = negotiation = Negotiation(world, settings, mailbox, inbox, timeline, self.gpu)
         make = functools.partial(Context, settings=settings, memory=self.memory, timeline=timeline, gpu=self.gpu)
-        self._process_sets = ProcessSets(world, host, inbox, negotiation, make)
-        self.states, self.sets = negotiation.states, self._process_sets.members
-        self.submitting = Submitting(world, inbox, negotiation, self.sets, self._process_sets.channels, self.gpu)
+        self._process_sets = ProcessSets(world, host, inbox, mailbox, negotiation, make)
+        self.states, sets = negotiation.states, self._process_sets.members
+        self.submitting = Submitting(world, inbox, negotiation, sets, self.gpu)
         self.submit = self.submitting.submit
-        self.activity = Activity(inbox, negotiation, self.sets)
+        self.activity = Activity(inbox, negotiation, sets)
         self._leaving = Leaving(mailbox, negotiation, self._process_sets)
         self._recording = Recording(mailbox, timeline, self._process_sets.is_busy)
         self._stalls = StallWatch(settings, mailbox, negotiation, self.activity.doing, self._fail_all)
@@ -102,6 +102,12 @@ class Engine:
             self._process_sets.add(members)
         self._thread = threading.Thread(target=self._run, name=f"ringreduce engine {world.rank}", daemon=True)
         self._thread.start()
+
+    @property
+    def sets(self) -> dict[int, tuple[int, ...]]:
+        """The members of all process sets, by number."""
+        with self._inbox.lock:
+            return {number: each for number, each in self._process_sets.members.items() if number >= GLOBAL}
 
     def leave(self, why: str, interrupted: Callable[[], bool] = lambda: False) -> bool:
         """Announce that this rank leaves, and wait until all ranks do; operations that are not ready fail.

@@ -18,8 +18,9 @@ from ringreduce.execution.host import Host, Resources
 from ringreduce.execution.operations import alltoall
 from ringreduce.execution.submission import Submission
 from ringreduce.monitor.timeline import Timeline
+from ringreduce.negotiation.mailbox import Mailbox
 from ringreduce.negotiation.negotiation import Negotiation
-from ringreduce.negotiation.negotiator import Group
+from ringreduce.negotiation.negotiator import Group, Negotiator
 from ringreduce.negotiation.process_set import ProcessSetState
 from ringreduce.transport.base import Steps
 from ringreduce.transport.waiting import WaitsFor
@@ -34,14 +35,15 @@ class ProcessSets:
         world: World,
         host: Host,
         inbox: Inbox,
+        mailbox: Mailbox,
         negotiation: Negotiation,
         make_context: Callable[..., Context],
     ) -> None:
         """make_context: as Context(algorithms, members, operations=...)."""
         self.members: dict[int, tuple[int, ...]] = {}  # of all sets, by number, including those without this rank
         self._world, self._host = world, host
-        self._inbox, self._negotiation, self._make_context = inbox, negotiation, make_context
-        self.channels: dict[int, tuple[int, ...]] = {}  # as `members`; their numbers are negative
+        self._inbox, self._mailbox, self._negotiation, self._make_context = inbox, mailbox, negotiation, make_context
+        """Those of channels, too, whose numbers are negative."""
         self._states, self._channels = negotiation.states, negotiation.channels
         self._resources: dict[int, Resources] = {}
         self._bases: dict[int, int] = {}  # the process set of each channel
@@ -62,7 +64,18 @@ class ProcessSets:
             )
             blocks = self._host.group_blocks(resources.region, members)
             hosts = members if blocks is None else [self._world.hosts[each] for each in members]
-            negotiator = self._negotiation.negotiator(number, members, Group(members, hosts, rank), blocks)
+            negotiator = Negotiator(
+                number,
+                members,
+                rank,
+                self._world.size,
+                Group(members, hosts, rank),
+                blocks,
+                context.settings.cache_capacity,
+                fence=self._host.window.fence if self._host.window is not None else lambda: None,
+                send=self._mailbox.send_others,
+                resubmit=self._negotiation.again.extend,
+            )
             state = ProcessSetState(number, Executor(context), negotiator)
         with self._inbox.lock:
             self._next += 1
@@ -89,7 +102,7 @@ class ProcessSets:
                 lost = yield from self._end(numbers, f"process set {number} was removed")
                 everyones = yield from bruck.allgather(np.array([lost], np.int64), context.transport)
                 for each in numbers:  # no rank looks at this one's flags and counters any more
-                    self._host.clear(self._resources[each], self._world.rank in self._members_of(each))
+                    self._host.clear(self._resources[each], self._world.rank in self.members[each])
                 yield from bruck.allgather(np.array([0], np.int64), context.transport)
                 self._give_back(numbers, not everyones.any())
             submission.complete()
@@ -111,18 +124,15 @@ class ProcessSets:
                 self._channels.pop(number, None)
         return lost
 
-    def _members_of(self, number: int) -> tuple[int, ...]:
-        return self.members[number] if number in self.members else self.channels[number]
-
     def _give_back(self, numbers: Sequence[int], whole: bool) -> None:
         """Forget a set and its channels; whole: other sets may use the tags and memory."""
         for number in numbers:
-            members, resources = self._members_of(number), self._resources.pop(number)
+            members, resources = self.members[number], self._resources.pop(number)
             if whole:
                 self._host.release(resources, members)
             with self._inbox.lock:
-                for each in (self.members, self.channels, self._bases):
-                    each.pop(number, None)
+                self.members.pop(number)
+                self._bases.pop(number, None)
 
     def _open_all(self, submissions: Sequence[Submission], context: Context) -> Steps[None]:
         """Open channels; all ranks of the world do so in the same order."""
@@ -142,7 +152,8 @@ class ProcessSets:
                 )
                 signatures = self._host.signatures(resources, members)
                 self._channels[number] = Channel(number, base, own, self._world, signatures)
-            self._next_channel, self.channels[number], self._bases[number] = number - 1, members, base
+            with self._inbox.lock:
+                self._next_channel, self.members[number], self._bases[number] = number - 1, members, base
             submission.payload = number
             submission.complete()
         yield from ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,9 +19,11 @@ from ringreduce.negotiation.negotiation import GLOBAL, JOIN, Negotiation
 from ringreduce.negotiation.process_set import ProcessSetState
 from ringreduce.world import World
 
+ON_GPU = operator.attrgetter("on_gpu")
+
 
 class Submitting:
-    """Checks submissions and puts them into the inbox.  sets, channels: the members of all, by number."""
+    """Checks submissions and puts them into the inbox.  sets: the members of all process sets and channels."""
 
     def __init__(
         self,
@@ -28,12 +31,11 @@ class Submitting:
         inbox: Inbox,
         negotiation: Negotiation,
         sets: Mapping[int, tuple[int, ...]],
-        channels: Mapping[int, tuple[int, ...]],
         gpu: Gpu,
     ) -> None:
         self.count = 0  # of all submissions
         self._world, self._inbox, self._negotiation = world, inbox, negotiation
-        self._sets, self._channels, self._gpu = sets, channels, gpu
+        self._sets, self._gpu = sets, gpu
 
     def submit(
         self,
@@ -62,14 +64,14 @@ class Submitting:
         if line is None:
             line = calling_line()
         marks: Sequence[Event] = ()
-        if process_set >= GLOBAL and any(each.on_gpu for each in inputs):
+        if process_set >= GLOBAL and any(map(ON_GPU, inputs)):
             self._gpu.check(inputs)
             marks = ready(inputs)
         inbox, negotiation = self._inbox, self._negotiation
         with inbox.lock:
             state = negotiation.states.get(process_set) or negotiation.channels.get(process_set)
             if state is None:
-                raise errors_for.unknown_set(kind, process_set, {**self._sets, **self._channels}, self._world.rank)
+                raise errors_for.unknown_set(kind, process_set, self._sets, self._world.rank)
             if isinstance(state, Channel):
                 signature = sign(ORDERED)
             elif name is None:

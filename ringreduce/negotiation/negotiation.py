@@ -10,12 +10,11 @@ import logging
 import math
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ringreduce import errors
 from ringreduce.execution.channel import Channel
 from ringreduce.execution.executor import Running
-from ringreduce.execution.host import Host
 from ringreduce.execution.signature import Signature
 from ringreduce.execution.submission import Submission
 from ringreduce.gpu.stream import Gpu
@@ -23,7 +22,7 @@ from ringreduce.log import LOGGER, TRACE
 from ringreduce.monitor.timeline import Timeline
 from ringreduce.negotiation import errors_for
 from ringreduce.negotiation.mailbox import Mailbox
-from ringreduce.negotiation.negotiator import Group, Message, Negotiator
+from ringreduce.negotiation.negotiator import Message
 from ringreduce.negotiation.neutral import neutral_submission
 from ringreduce.negotiation.process_set import ProcessSetState
 from ringreduce.negotiation.protocol import Announcement, Failure, Overdue, Ready, Response, Scheduled
@@ -50,7 +49,6 @@ class Negotiation:
     def __init__(
         self,
         world: World,
-        host: Host,
         settings: Settings,
         mailbox: Mailbox,
         inbox: Inbox,
@@ -66,11 +64,9 @@ class Negotiation:
         self._world, self._mailbox, self._inbox, self._timeline, self._gpu = world, mailbox, inbox, timeline, gpu
         self._lock = inbox.lock
         self._newest = -1  # the newest process set
-        self._cache_capacity = settings.cache_capacity
-        self._fence = host.window.fence if host.window is not None else lambda: None
         limit_s = min(filter(None, (settings.stall_check_s, settings.stall_abort_s)), default=math.inf)
         self._overdue_s, self._next_check_s = OVERDUE_SHARE * limit_s, 0.0
-        self._again: list[Submission] = []  # counted by ids that were forgotten since
+        self.again: list[Submission] = []  # counted by ids that were forgotten since
         self._early: dict[int, list[tuple[int, Message]]] = {}
         """Messages for process sets that this rank has not added yet."""
         self._debugs, self._traces = LOGGER.isEnabledFor(logging.DEBUG), LOGGER.isEnabledFor(TRACE)
@@ -115,29 +111,14 @@ class Negotiation:
         """All process sets and channels of this rank."""
         return [*self.states.values(), *self.channels.values()]
 
-    def negotiator(self, number: int, members: Sequence[int], group: Group, blocks: Sequence[Any] | None) -> Negotiator:
-        """The negotiator of a new process set of this rank.  blocks: see there."""
-        return Negotiator(
-            number,
-            members,
-            self._world.rank,
-            self._world.size,
-            group,
-            blocks,
-            self._cache_capacity,
-            fence=self._fence,
-            send=self._mailbox.send_others,
-            resubmit=self._again.extend,
-        )
-
     # Announcements
 
     def announce(self) -> bool:
         """Announce new submissions; True when there were any."""
         submissions = self._inbox.take()
-        if self._again:
-            submissions = [each for each in self._again if each.handle is not None] + submissions
-            self._again.clear()
+        if self.again:
+            submissions = [each for each in self.again if each.handle is not None] + submissions
+            self.again.clear()
         if not submissions:
             return False
         self._timeline.cycle()
