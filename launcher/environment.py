@@ -2,8 +2,8 @@
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from .connection.wire import ADDRESS_VARIABLE, AUTHKEY_VARIABLE, Setup
 from .machine.topology import BY_ADDRESS, ORDER_VARIABLE, VISIBLE_VARIABLE
@@ -20,8 +20,7 @@ AGENT_VARIABLES = (ADDRESS_VARIABLE, AUTHKEY_VARIABLE, SETTINGS_VARIABLE)
 HOOK_DIRECTORY = str(Path(__file__).parent / "hook")
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """Which rank this is, of how many, in the job and on its host."""
 
     rank: int
@@ -30,8 +29,7 @@ class Place:
     local_size: int
 
 
-@dataclass(frozen=True)
-class Settings:
+class Settings(NamedTuple):
     """What ringrun sends to an agent at its start, in addition to the address."""
 
     engine: str

@@ -12,8 +12,8 @@ import os
 import re
 import signal
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 _KILLED = re.compile(r"[Oo]ut of memory: Killed process (\d+) ")
 _COUNT = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
@@ -21,8 +21,7 @@ _LONGEST_RECORD = 8192
 _KILLED_CODES = (-signal.SIGKILL, 128 + signal.SIGKILL)  # the second is what a shell returns for it
 
 
-@dataclass(frozen=True)
-class Counter:
+class Counter(NamedTuple):
     """A file that counts OOM kills, and the cgroup's name."""
 
     file: Path

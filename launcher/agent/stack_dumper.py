@@ -17,8 +17,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from ..connection.wire import InInit, Initialized, Stalled, State
 from ..environment import error_file
@@ -44,8 +44,7 @@ _STATES = {
 _DEAF_STATES = "TtDZX"
 
 
-@dataclass(frozen=True)
-class Offer:
+class Offer(NamedTuple):
     """A Python process that writes its stacks to the end of the file at `path` when it gets signal `number`."""
 
     pid: int

@@ -18,12 +18,13 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from ..network import LOST_AFTER_S, keepalive
 from .wire import Message, decode, encode
 
+CONNECT_S = 15.0
 _LOOK_S = 2.0
 _CONNECT_TIMEOUT_S = 4.0
 _PAUSE_S = 0.2
@@ -41,8 +42,7 @@ class HostSilentError(OSError):
     """The host at the other end does not answer any more."""
 
 
-@dataclass(frozen=True)
-class Address:
+class Address(NamedTuple):
     """Where ringrun listens: at a socket's `path` on its own `host`, and at a TCP port of `addresses`, if any.
 
     connect_s:     how long an agent goes on trying to connect
@@ -53,7 +53,7 @@ class Address:
     path: str
     port: int = 0
     addresses: tuple[str, ...] = ()
-    connect_s: float = 15.0
+    connect_s: float = CONNECT_S
     lost_after_s: float = LOST_AFTER_S
 
     def __str__(self) -> str:
@@ -183,7 +183,7 @@ class Listener:
         backlog: int,
         *,
         only_these: bool = False,
-        connect_s: float = Address.connect_s,
+        connect_s: float = CONNECT_S,
         lost_after_s: float = LOST_AFTER_S,
     ) -> None:
         """only_these: listen at these addresses, at no other of this host."""

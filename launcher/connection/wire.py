@@ -14,8 +14,7 @@ InputWanted for each Input.
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import Literal
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 ADDRESS_VARIABLE = "RINGRUN_ADDRESS"
 """Where ringrun listens: the text of a link.Address."""
@@ -24,13 +23,7 @@ AUTHKEY_VARIABLE = "RINGRUN_AUTHKEY"
 """The key both sides must know, in hexadecimal digits."""
 
 
-@dataclass(frozen=True)
-class Message:
-    """What one side says to the other."""
-
-
-@dataclass(frozen=True)
-class Hello(Message):
+class Hello(NamedTuple):
     """An agent is there and waits for Setup.
 
     `port` is a free TCP port of its host: rank 0's the MASTER_PORT that the user has set, and 0 if that is in use.
@@ -42,8 +35,7 @@ class Hello(Message):
     port: int
 
 
-@dataclass(frozen=True)
-class Setup(Message):
+class Setup(NamedTuple):
     """Start the command: in `folder`, with `variables` in addition to the agent's own.
 
     `master` is where rank 0 may listen, address and port; `gives_stdin`: this rank reads ringrun's standard input;
@@ -58,50 +50,43 @@ class Setup(Message):
     open_files: int = 0
 
 
-@dataclass(frozen=True)
-class Note(Message):
+class Note(NamedTuple):
     """A line of the agent's own, to be shown on ringrun's stderr."""
 
     text: str
 
 
-@dataclass(frozen=True)
-class Started(Message):
+class Started(NamedTuple):
     """The rank's command runs as process `pid`, the leader of a process group of that number; `device` is its GPU."""
 
     pid: int
     device: str = ""
 
 
-@dataclass(frozen=True)
-class NotStarted(Message):
+class NotStarted(NamedTuple):
     """The rank's command could not be executed."""
 
     reason: str
 
 
-@dataclass(frozen=True)
-class Output(Message):
+class Output(NamedTuple):
     """Bytes that the rank wrote, cut anywhere."""
 
     stream: Literal["stdout", "stderr"]
     data: bytes
 
 
-@dataclass(frozen=True)
-class InputWanted(Message):
+class InputWanted(NamedTuple):
     """The rank can take more of its stdin."""
 
 
-@dataclass(frozen=True)
-class Input(Message):
+class Input(NamedTuple):
     """A piece of the rank's stdin; empty at its end."""
 
     data: bytes
 
 
-@dataclass(frozen=True)
-class RankError:
+class RankError(NamedTuple):
     """The uncaught exception that a rank wrote to its error file; `lost_ranks` are those it blames."""
 
     exception: str
@@ -110,8 +95,7 @@ class RankError:
     lost_ranks: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True)
-class Ended(Message):
+class Ended(NamedTuple):
     """The rank's command has ended, and all it wrote has been sent.
 
     `code` is its exit code, or minus the signal that ended it; `sent` are the signals that ringrun had sent it
@@ -127,8 +111,7 @@ class Ended(Message):
     oom: str = ""
 
 
-@dataclass(frozen=True)
-class State(Message):
+class State(NamedTuple):
     """The answer to Ask `number`.
 
     `doing` is what the rank waits for, or the user's line that it is at; `stacks` its Python stacks, in text that is
@@ -141,49 +124,52 @@ class State(Message):
     silent: str
 
 
-@dataclass(frozen=True)
-class Stalled(Message):
+class Stalled(NamedTuple):
     """ringreduce in the rank reports that the job, or a part of it, has not moved for long."""
 
     report: str
 
 
-@dataclass(frozen=True)
-class InInit(Message):
+class InInit(NamedTuple):
     """The rank waits in ringreduce.init(); worth a report after `report_after_s`."""
 
     report_after_s: float
 
 
-@dataclass(frozen=True)
-class Initialized(Message):
+class Initialized(NamedTuple):
     """ringreduce.init() has returned in the rank."""
 
 
-@dataclass(frozen=True)
-class Ask(Message):
+class Ask(NamedTuple):
     """Report what the rank does."""
 
     number: int
 
 
-@dataclass(frozen=True)
-class Signal(Message):
+class Signal(NamedTuple):
     """Send signal `number` to the rank's process group."""
 
     number: int
 
 
-@dataclass(frozen=True)
-class End(Message):
+class End(NamedTuple):
     """Kill what is left of the rank's process group and exit."""
 
+
+Report: TypeAlias = State | Stalled | InInit | Initialized
+"""What the agent passes on of its rank, at any time."""
+
+Message: TypeAlias = (
+    Report
+    | (Hello | Note | Started | NotStarted | Output | InputWanted | Ended)  # of an agent
+    | (Setup | Input | Ask | Signal | End)  # of ringrun
+)
 
 _STREAM_TAGS: dict[str, bytes] = {"stdout": b"o", "stderr": b"e"}
 _INPUT_TAG = b"i"
 _JSON_TAG = b"j"
 _JSON_KINDS: dict[str, Callable[..., Message]] = {
-    kind.__name__: kind for kind in Message.__subclasses__() if kind not in (Output, Input)
+    kind.__name__: kind for kind in get_args(Message) if kind not in (Output, Input)
 }
 
 
@@ -193,7 +179,10 @@ def encode(message: Message) -> bytes:
         return _STREAM_TAGS[message.stream] + message.data
     if isinstance(message, Input):
         return _INPUT_TAG + message.data
-    return _JSON_TAG + json.dumps({"kind": type(message).__name__, **asdict(message)}).encode()
+    fields = {"kind": type(message).__name__, **message._asdict()}
+    if isinstance(message, Ended) and message.error:
+        fields["error"] = message.error._asdict()
+    return _JSON_TAG + json.dumps(fields).encode()
 
 
 def decode(frame: bytes) -> Message:
@@ -221,9 +210,9 @@ def _from_json(payload: bytes) -> Message:
         given["sent"] = tuple(given["sent"])
         given["error"] = rank_error(given["error"])
     message = kind(**given)
-    for field in fields(message):
-        if field.type in (int, str, bool) and type(given.get(field.name, field.default)) is not field.type:
-            raise TypeError(field.name)
+    for (name, kind_of_field), value in zip(type(message).__annotations__.items(), message, strict=True):
+        if kind_of_field in (int, str, bool) and type(value) is not kind_of_field:
+            raise TypeError(name)
     return message
 
 

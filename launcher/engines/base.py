@@ -3,17 +3,18 @@
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..environment import Place
-from ..hosts import Host
 from ..network import LOST_AFTER_S
+
+if TYPE_CHECKING:  # an agent does not need what it imports
+    from ..hosts import Host
 
 Version = tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Library:
+class Library(NamedTuple):
     """The MPI library that mpi4py loads in the interpreter `python`."""
 
     text: str  # the first line of MPI_Get_library_version
@@ -21,19 +22,17 @@ class Library:
     prefix: str
 
 
-@dataclass(frozen=True)
-class Launcher:
+class Launcher(NamedTuple):
     """A program that starts ranks: `mpirun` or one of its other names."""
 
     path: str
     version: Version
 
 
-@dataclass(frozen=True)
-class Across:
+class Across(NamedTuple):
     """What a launcher needs to know to start ranks on several hosts."""
 
-    ranks: Sequence[tuple[Host, int]]
+    ranks: Sequence[tuple["Host", int]]
     """The hosts, by names without a colon, in the order of their ranks, and how many ranks each gets."""
 
     ssh: Sequence[str]

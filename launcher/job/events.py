@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import TypeAlias
 
-from ..connection.wire import InInit, Initialized, Stalled, State
+from ..connection.wire import Report
 from ..report.outcome import RankEnd
 
 
@@ -67,7 +67,7 @@ class Reported(Event):
     """A rank answers a question, reports a stall, waits in init(), or has left it: as its agent says it."""
 
     rank: int
-    message: State | Stalled | InInit | Initialized
+    message: Report
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ The unit is the physical core: its hardware threads stay together. Each agent co
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..text import counted, numbered
 from .topology import Core, Gpu, Topology
@@ -19,8 +19,7 @@ from .topology import Core, Gpu, Topology
 _FOLD = 3  # from so many on, equal ranks are named together
 
 
-@dataclass(frozen=True)
-class Share:
+class Share(NamedTuple):
     """What one rank gets: its cores, at least one, and its GPU, if the host has any."""
 
     cores: tuple[Core, ...]

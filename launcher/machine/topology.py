@@ -9,8 +9,8 @@ import contextlib
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 VISIBLE_VARIABLE = "CUDA_VISIBLE_DEVICES"
 ORDER_VARIABLE, BY_ADDRESS = "CUDA_DEVICE_ORDER", "PCI_BUS_ID"
@@ -22,16 +22,14 @@ _PCI_ADDRESS = re.compile(r"([0-9a-f]+):([0-9a-f]{2}):([0-9a-f]{2})\.([0-7])")
 _INDEX = re.compile(r"\s*\+?(\d{1,9})")
 
 
-@dataclass(frozen=True)
-class Core:
+class Core(NamedTuple):
     """A physical core: its hardware threads (Linux calls them CPUs) that this process may use, and its NUMA node."""
 
     cpus: tuple[int, ...]
     node: int | None = None
 
 
-@dataclass(frozen=True)
-class Gpu:
+class Gpu(NamedTuple):
     """A GPU that CUDA shows: what CUDA_VISIBLE_DEVICES calls it, and the usable CPUs near it (none if unknown)."""
 
     name: str
@@ -40,16 +38,14 @@ class Gpu:
     """Its PCI address, which is right however CUDA counts; empty if unknown."""
 
 
-@dataclass(frozen=True)
-class Topology:
+class Topology(NamedTuple):
     """The usable cores, by node and number (never none), and the visible GPUs, in CUDA's order."""
 
     cores: tuple[Core, ...]
     gpus: tuple[Gpu, ...] = ()
 
 
-@dataclass(frozen=True)
-class _Device:
+class _Device(NamedTuple):
     """An NVIDIA GPU, visible or not."""
 
     uuid: str  # empty if unknown

@@ -8,7 +8,7 @@ import linecache
 import os
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 _HEAD = re.compile(r"(?:Stack|Current thread .*) \(most recent call first\):\s*$")
 _FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)$')
@@ -17,8 +17,7 @@ _LIBRARY = re.compile(r"/(site|dist)-packages/|/lib\d*/python3\.\d+t?/|^<frozen 
 Source = Callable[[str, int], str]
 
 
-@dataclass(frozen=True)
-class Frame:
+class Frame(NamedTuple):
     """Where one function of a stack is; `line` is 0 where Python does not know it."""
 
     file: str

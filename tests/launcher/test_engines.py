@@ -4,7 +4,6 @@ import os
 import stat
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -126,13 +125,13 @@ def test_open_mpi_across_hosts() -> None:
 
 @pytest.mark.parametrize(("lost_after_s", "probes"), [(8.0, ["2", "1", "6"]), (60.0, ["15", "7", "6"])])
 def test_open_mpi_s_daemons_notice_a_lost_host_when_ringrun_does(lost_after_s: float, probes: list[str]) -> None:
-    beyond = replace(ACROSS, lost_after_s=lost_after_s)
+    beyond = ACROSS._replace(lost_after_s=lost_after_s)
     argv = OpenMPI().command(Launcher("/v/bin/mpirun", (5, 0, 11)), 5, ["agent"], as_root=False, across=beyond)
     assert [argv[argv.index(f"oob_tcp_keepalive_{name}") + 1] for name in ("time", "intvl", "probes")] == probes
 
 
 def test_open_mpi_4_has_other_names_for_it() -> None:
-    beyond = replace(ACROSS, interfaces=("eth0",))
+    beyond = ACROSS._replace(interfaces=("eth0",))
     argv = OpenMPI().command(Launcher("/v/bin/mpirun", (4, 1, 4)), 5, ["agent"], as_root=True, across=beyond)
     assert argv[1:6] == ["--allow-run-as-root", "--oversubscribe", "--map-by", "slot", "--bind-to"]
     settings = {argv[at + 1]: argv[at + 2] for at, word in enumerate(argv) if word == "--mca"}
@@ -143,7 +142,7 @@ def test_open_mpi_4_has_other_names_for_it() -> None:
 
 def test_mpich_across_hosts() -> None:
     launcher = Launcher("/v/bin/mpiexec.hydra", (5, 0, 2))
-    argv = MPICH().command(launcher, 5, ["agent"], as_root=True, across=replace(ACROSS, interfaces=("ib0", "eth0")))
+    argv = MPICH().command(launcher, 5, ["agent"], as_root=True, across=ACROSS._replace(interfaces=("ib0", "eth0")))
     assert argv == [
         *["/v/bin/mpiexec.hydra", "-launcher", "ssh", "-launcher-exec", "ssh", "-iface", "ib0"],
         *["-genvlist", "RINGRUN_ADDRESS,PYTHONPATH", "-hosts", "h1:3,h2:2", "-n", "5", "agent"],
@@ -152,7 +151,7 @@ def test_mpich_across_hosts() -> None:
 
 
 def test_in_a_slurm_job_no_ssh_is_named() -> None:
-    beyond = replace(ACROSS, ssh=())
+    beyond = ACROSS._replace(ssh=())
     argv = OpenMPI().command(Launcher("/v/bin/mpirun", (5, 0, 11)), 5, ["agent"], as_root=False, across=beyond)
     assert not [word for word in argv if "plm" in word and "tree" not in word]
     argv = MPICH().command(Launcher("/v/bin/mpiexec", (5, 0, 2)), 5, ["agent"], as_root=False, across=beyond)
@@ -162,7 +161,7 @@ def test_in_a_slurm_job_no_ssh_is_named() -> None:
 
 def test_srun_starts_as_many_on_every_host() -> None:
     launcher = Launcher("/usr/bin/srun", (22, 5, 8))
-    even = replace(ACROSS, ssh=(), ranks=((Host("h1"), 2), (Host("h2"), 2)))
+    even = ACROSS._replace(ssh=(), ranks=((Host("h1"), 2), (Host("h2"), 2)))
     argv = Srun("pmix").command(launcher, 4, ["agent"], as_root=False, across=even)
     assert {"--mpi=pmix", "--nodelist=h1,h2", "--nodes=2", "--ntasks-per-node=2", "--ntasks=4"} <= set(argv)
     with pytest.raises(UsageError, match="as many ranks on one host as on another, not h1:3, h2:2; leave"):

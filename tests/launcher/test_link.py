@@ -8,7 +8,6 @@ import resource
 import socket
 import threading
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -32,7 +31,7 @@ def listener(tmp_path: Path):
 
 def elsewhere(address: Address) -> Address:
     """As an agent on another host sees it."""
-    return replace(address, host="another-host")
+    return address._replace(host="another-host")
 
 
 @pytest.mark.parametrize("is_local", [True, False])

@@ -132,7 +132,7 @@ def test_what_is_printed_can_be_pasted_into_a_shell() -> None:
 
 
 def test_settings_survive_the_environment() -> None:
-    for settings in (SETTINGS, replace(SETTINGS, bind=False, verbose=True), replace(SETTINGS, mask_gpus=True)):
+    for settings in (SETTINGS, SETTINGS._replace(bind=False, verbose=True), SETTINGS._replace(mask_gpus=True)):
         assert Settings.from_environment(settings.to_environment()) == settings
     with pytest.raises(KeyError):
         Settings.from_environment({})
@@ -182,7 +182,7 @@ def test_a_rank_learns_which_gpu_it_was_placed_at_whatever_a_job_around_it_says(
 
 
 def test_what_ringrun_sends_counts_more_than_what_an_agent_has() -> None:
-    setup = replace(SETUP, variables={"LANG": "C.UTF-8", "PYTHONPATH": "/theirs", "RINGRUN_X": "private"})
+    setup = SETUP._replace(variables={"LANG": "C.UTF-8", "PYTHONPATH": "/theirs", "RINGRUN_X": "private"})
     environment = rank_environment(PLACE, setup, "/tmp/private", {"LANG": "C", "HOME": "/root"}, threads=2)
     assert (environment["LANG"], environment["HOME"]) == ("C.UTF-8", "/root")
     assert environment["PYTHONPATH"] == f"{HOOK_DIRECTORY}{os.pathsep}/theirs"

@@ -59,7 +59,8 @@ ERROR = RankError("ValueError", "boom é", "Traceback …", (1, 3))
     ],
 )
 def test_messages_survive(message: Message) -> None:
-    assert decode(encode(message)) == message
+    decoded = decode(encode(message))
+    assert (type(decoded), decoded) == (type(message), message)
 
 
 def test_an_unknown_frame_is_refused() -> None:
