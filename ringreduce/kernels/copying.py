@@ -105,15 +105,11 @@ class Writer(Faster):
 
     def _other(self) -> Copy | None:
         is_worth = self.uses_other or self._best(False) > SLOW_S
-        return _streaming_copy_of_bytes if is_worth and _streaming_copy() is not None else None
-
-
-def _streaming_copy_of_bytes(source: Any, target: Any) -> None:
-    _streaming_copy()(source.view(np.uint8), target.view(np.uint8))
+        return _streaming_copy() if is_worth else None
 
 
 @functools.lru_cache(maxsize=1)
-def _streaming_copy() -> Any:
+def _streaming_copy() -> Copy | None:
     """The kernel, compiled; None where numba is not installed, or does not work."""
     kernels = imported("streaming_numba")
     if kernels is None:
@@ -124,4 +120,5 @@ def _streaming_copy() -> Any:
             kernels.copy(memory[shift : shift + 8], memory[16:24])
     except Exception:  # a numba that does not fit this NumPy
         return None
-    return kernels.copy
+    copy: Copy = kernels.copy
+    return copy

@@ -46,7 +46,8 @@ def _copy_words(source: Any, target: Any) -> None:
 
 
 def copy(source: Any, target: Any) -> None:
-    """Copy 1-D contiguous bytes; the first and last few, which fill no whole word of the target, by plain stores."""
+    """Copy 1-D contiguous elements; first and last bytes that fill no whole word of the target by plain stores."""
+    source, target = source.view(np.uint8), target.view(np.uint8)
     head = min(-target.ctypes.data % WORD, target.size)
     tail = head + (target.size - head) // WORD * WORD
     target[:head], target[tail:] = source[:head], source[tail:]
