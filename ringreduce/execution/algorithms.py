@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ringreduce.collectives.hierarchical import Hierarchy
+from ringreduce.collectives import hierarchical, shared
 from ringreduce.cost_model import ALGORITHMS, Constants, choose
 from ringreduce.errors import SettingsError
 from ringreduce.gpu.paths import GpuPaths
 from ringreduce.ops import Reduction
 from ringreduce.settings import Settings
-from ringreduce.transport.base import Transport
+from ringreduce.transport.base import Steps, Transport
 from ringreduce.transport.window import Flags, Region
 
 LONGER_INSIDE = 8
@@ -64,7 +64,7 @@ class Algorithms:
         self.segment_bytes = settings.ring_segment_bytes * (LONGER_INSIDE if one_host else 1)
         self.usable = usable_algorithms(hosts, region is not None)
         if region is not None and "hierarchical" in self.usable:
-            self.hierarchy = Hierarchy(channels, hosts, region.rank)
+            self.hierarchy = hierarchical.Hierarchy(channels, hosts, region.rank)
         chosen_from = candidates(settings, self.usable)
         through_window = chosen_from == ["shared"] and region is not None and region.holds_a_piece_of_each
         self.shared_region = region if through_window else None
@@ -76,6 +76,17 @@ class Algorithms:
         """The algorithm for host arrays of `nbytes` in total."""
         table = self._wide if reduction.sum_type.itemsize > reduction.element.itemsize else self._narrow
         return table[min(nbytes.bit_length(), LONGEST)]
+
+    def through_window(
+        self, slots: Sequence[Sequence[shared.Part]], reduction: Reduction, watch: shared.Watch = lambda *_: None
+    ) -> Steps[None]:
+        """The all-reduce through the region: `shared`, or `hierarchical` among several hosts."""
+        if self.region is None:
+            raise AssertionError("the algorithm needs shared memory, but there is none")
+        if self.hierarchy is None:
+            yield from shared.allreduce(slots, self.region, reduction, watch)
+        else:
+            yield from hierarchical.allreduce(slots, self.region, self.hierarchy, reduction, self.segment_bytes, watch)
 
     def text(self) -> str:
         """Such as `doubling below 32768 B, then ring`."""

@@ -6,11 +6,11 @@ import functools
 from collections.abc import Iterator, Sequence
 
 from ringreduce import fusion
-from ringreduce.collectives import hierarchical, shared
+from ringreduce.collectives import shared
 from ringreduce.collectives.overlap import overlapped
 from ringreduce.cost_model import is_one_shot
 from ringreduce.execution import point_to_point
-from ringreduce.execution.batch import PHASES, Batch, batches, carry, plan
+from ringreduce.execution.batch import Batch, batches, carry, plan, watcher
 from ringreduce.execution.context import Context
 from ringreduce.execution.submission import Submission
 from ringreduce.gpu.allreduce import GpuReduction, nccl_can
@@ -50,7 +50,7 @@ def allreduce(submissions: Sequence[Submission], context: Context) -> Steps[None
         yield from each.run()
     for batch, reduction, algorithm, buckets in work:
         if algorithm in ("shared", "hierarchical"):
-            yield from _through_window(batch, reduction, algorithm, buckets, context)
+            yield from _through_window(batch, reduction, buckets, context)
         else:
             yield from overlapped(_through_messages(batch, reduction, algorithm, buckets, context), CHANNELS)
 
@@ -75,7 +75,7 @@ def _buckets(batch: Batch, reduction: Reduction, algorithm: str, context: Contex
 
 
 def _through_window(
-    batch: Batch, reduction: Reduction, algorithm: str, buckets: Sequence[fusion.Bucket], context: Context
+    batch: Batch, reduction: Reduction, buckets: Sequence[fusion.Bucket], context: Context
 ) -> Steps[None]:
     inputs = [each.flat for each in batch.inputs]
     outputs = [each.flat for each in batch.outputs]
@@ -83,23 +83,7 @@ def _through_window(
         [shared.Part(inputs[number][low:high], outputs[number][low:high]) for number, low, high in bucket.pieces]
         for bucket in buckets
     ]
-    timeline = context.timeline
-
-    def watch(number: int, phase: int) -> None:
-        if timeline.recording:
-            timeline.switch_phase(batch.owners_of(buckets[number]), PHASES.get(phase))
-        if phase == shared.DONE:
-            context.completions.settle(batch.owners_of(buckets[number]))
-
-    algorithms, segment_bytes = context.algorithms, context.algorithms.segment_bytes
-    if algorithms.region is None:
-        raise AssertionError(f"{algorithm} needs shared memory, but there is none")
-    if algorithm == "shared":
-        yield from shared.allreduce(parts, algorithms.region, reduction, watch)
-    elif algorithms.hierarchy is not None:
-        yield from hierarchical.allreduce(
-            parts, algorithms.region, algorithms.hierarchy, reduction, segment_bytes, watch
-        )
+    yield from context.algorithms.through_window(parts, reduction, watcher(batch, buckets, context))
 
 
 def _through_messages(

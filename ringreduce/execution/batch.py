@@ -71,6 +71,19 @@ def batches(submissions: Sequence[Submission]) -> list[Batch]:
     return list(found.values())
 
 
+def watcher(batch: Batch, buckets: Sequence[fusion.Bucket], context: Context) -> shared.Watch:
+    """Records the phases of each bucket in the timeline; after the last one its owners may complete."""
+
+    def watch(number: int, phase: int) -> None:
+        owners = batch.owners_of(buckets[number])
+        if context.timeline.recording:
+            context.timeline.switch_phase(owners, PHASES.get(phase))
+        if phase == shared.DONE:
+            context.completions.settle(owners)
+
+    return watch
+
+
 def carry(
     batch: Batch,
     bucket: fusion.Bucket,

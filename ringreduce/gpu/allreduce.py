@@ -13,10 +13,10 @@ from ringreduce import fusion
 from ringreduce.arrays.buffer import Buffer
 from ringreduce.arrays.dtypes import TABLE, ElementType
 from ringreduce.arrays.gpu_buffer import GpuBuffer
-from ringreduce.collectives import hierarchical, ring, shared
+from ringreduce.collectives import ring, shared
 from ringreduce.collectives.overlap import InOrder, Order, overlapped
 from ringreduce.execution import point_to_point
-from ringreduce.execution.batch import PHASES, Batch, view
+from ringreduce.execution.batch import Batch, view, watcher
 from ringreduce.execution.context import Context
 from ringreduce.gpu import ipc_allreduce, nccl
 from ringreduce.gpu.ipc_allreduce import GpuSlot
@@ -43,6 +43,7 @@ class GpuBatch:
         self.capacity = max(1, slot_bytes // self.itemsize // multiple) * multiple
         self.slots = fusion.plan(batch.counts, self.capacity, alignment=multiple)
         batch.expect(self.slots)
+        self.watch = watcher(batch, self.slots, context)  # a phase is queued
 
     def gpu_slot(self, slot: fusion.Bucket, stream: Stream) -> GpuSlot:
         """A slot in the form that kernels on a stream need."""
@@ -51,14 +52,6 @@ class GpuBatch:
         inputs = [address(self.batch.inputs[number], low) for number, low, _ in slot.pieces]
         outputs = [address(self.batch.outputs[number], low) for number, low, _ in slot.pieces]
         return GpuSlot(table, inputs, outputs, slot.length)
-
-    def watch(self, number: int, phase: int) -> None:
-        """A phase of a slot is queued: record it in the timeline; after the last one its owners may complete."""
-        owners = self.batch.owners_of(self.slots[number])
-        if self.context.timeline.recording:
-            self.context.timeline.switch_phase(owners, PHASES.get(phase))
-        if phase == shared.DONE:
-            self.context.completions.settle(owners)
 
     def through_host(
         self, collective: Callable[[Any, int], Steps[None]], width: int, in_order: bool = False
@@ -228,19 +221,10 @@ class GpuReduction(GpuBatch):
             yield from collective(partial)
 
     def _in_window(self, flat: Any, _: int) -> Steps[None]:
-        algorithms = self.context.algorithms
-        region = algorithms.region
-        if region is None:
-            raise AssertionError("the algorithm is one of shared memory, but there is none")
-        step = region.slot_bytes // flat.itemsize
+        step = self.context.settings.shared_slot_bytes // flat.itemsize
         pieces = [flat[low : low + step] for low in range(0, flat.size, step)]
         parts = [[shared.Part(piece, piece)] for piece in pieces]
-        if self.algorithm == "shared":
-            yield from shared.allreduce(parts, region, self.reduction)
-        elif algorithms.hierarchy is not None:
-            yield from hierarchical.allreduce(
-                parts, region, algorithms.hierarchy, self.reduction, algorithms.segment_bytes
-            )
+        yield from self.context.algorithms.through_window(parts, self.reduction)
 
 
 def nccl_element(reduction: Reduction) -> ElementType:
