@@ -57,7 +57,7 @@ def allreduce(submissions: Sequence[Submission], context: Context) -> Steps[None
 
 def _is_short(submissions: Sequence[Submission], region: Region, context: Context) -> bool:
     """True for one short array, whose sum needs no plan."""
-    if len(submissions) > 1 or len(submissions[0].inputs) > 1 or context.timeline.recording:
+    if len(submissions) > 1 or len(submissions[0].inputs) != 1 or context.timeline.recording:
         return False
     (source,) = submissions[0].inputs
     nbytes = source.nbytes

@@ -236,3 +236,8 @@ def test_a_set_that_is_removed_while_it_is_busy_goes_when_it_has_ended():
             until(self.done)
 
     run_ranks(3, program, settings=DYNAMIC, hosts=[0, 1, 2])
+
+
+def test_a_group_without_arrays_is_reduced_as_any_other():
+    for results in run_ranks(2, lambda: [rr.grouped_allreduce([], name=f"empty.{k}") for k in range(2)]):
+        assert results == [[], []]
