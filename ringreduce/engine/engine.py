@@ -1,10 +1,10 @@
 """The engine: one thread per process that polls its services: negotiation, the process sets' operations, and others.
 
 It never blocks inside an operation: collectives are generators, and every process set has a queue of its own, so
-overlapping sets cannot deadlock. A service says what must be polled for when nothing moves.
+overlapping sets cannot deadlock. A service says what must be polled for when nothing moves. A caller's thread that
+waits polls for a moment itself (polling.py).
 
-With nothing pending the thread sleeps until a submission, and polls control messages ever less often, at least once a
-second: nothing is ready before this rank submits it. A rank that has waited long sends a probe (stalls.py).
+With nothing pending the thread sleeps until a submission, and looks for messages every 40 ms.
 
 However the thread ends, it sets `_ended`, so that nobody waits for it for ever.
 """
@@ -13,16 +13,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from ringreduce import errors, fusion
 from ringreduce.engine.activity import Activity
 from ringreduce.engine.inbox import LONGEST_SLEEP_S, Inbox
 from ringreduce.engine.leaving import Leaving
+from ringreduce.engine.polling import Polling
 from ringreduce.engine.process_sets import ProcessSets
 from ringreduce.engine.submitting import Submitting
 from ringreduce.engine.timeline_control import TimelineControl
@@ -41,20 +40,7 @@ from ringreduce.transport.base import EngineTransport
 from ringreduce.transport.waiting import WaitsFor
 from ringreduce.world import World
 
-DRIVE_S = 5e-3  # how long a thread that waits polls for itself: a handover costs nothing beside what takes longer
-TAKE_OVER_S = 1e-3  # how long it waits for the engine's thread to stop polling; that may be moving much data
-FULL_POLLS = 4  # a thread that waits polls for messages at every fourth turn in which nothing moves
 BROKEN_SEND_S = 1.0  # how long an engine that failed tries to notify the others
-
-
-class Service(Protocol):
-    """What the engine's thread polls."""
-
-    def poll(self) -> bool:
-        """Do what can be done without waiting; True when anything moved."""
-
-    def waits_for(self) -> WaitsFor:
-        """What must be polled for, when nothing moves."""
 
 
 class Engine:
@@ -90,14 +76,12 @@ class Engine:
         self._recording = Recording(mailbox, timeline, self._process_sets.is_busy)
         self._stalls = StallWatch(settings, mailbox, negotiation, self.activity.doing, self._fail_all)
         self._ended = threading.Event()
-        self._polling = threading.Lock()  # held by the thread that polls
-        self._moved_s, inbox.drive = time.monotonic(), self._drive
-        self._full_polls = FULL_POLLS if one_host else 1
         offsets = clock_offsets_us or [0.0] * world.size
         self.timeline = TimelineControl(inbox, self._recording, negotiation, self._ended, offsets)
         mailbox.handlers[Broken] = lambda source, broken: self._fail_all(errors.PeerLostError(broken.message, [source]))
-        self._services: list[Service] = [inbox, mailbox, negotiation, self._process_sets]
-        self._services += [self._recording, self.gpu, self._stalls]
+        others = inbox, mailbox, self._recording, self.gpu, self._stalls
+        self._polling = Polling([negotiation, self._process_sets], others, inbox, one_host, self._break)
+        inbox.drive = self._drive
         for members in (range(world.size), *process_sets):
             self._process_sets.add(members)
         self._thread = threading.Thread(target=self._run, name=f"ringreduce engine {world.rank}", daemon=True)
@@ -136,59 +120,24 @@ class Engine:
     def _run(self) -> None:
         try:
             while True:
-                with self._polling:
+                with self._polling.lock:
                     if self._leaving.may_end():
                         break
-                    waits = None if self._poll() else self._waits_for()
+                    waits = None if self._polling.poll() else self._polling.waits_for()
                 if waits is not None or self._inbox.driving.locked():
-                    self._inbox.idle_wait(self._moved_s, waits or WaitsFor.NOTHING)
+                    self._inbox.idle_wait(self._polling.moved_s, waits or WaitsFor.NOTHING)
         except BaseException as exc:  # whatever it was, the user's threads must not wait for this one
             self._break(exc)
         finally:
             self._recording.close()
             self._ended.set()
 
-    def _poll(self) -> bool:
-        moved = any([service.poll() for service in self._services])  # noqa: C419, a list: all are polled
-        if moved:
-            self._moved_s = time.monotonic()
-        return moved
-
-    def _waits_for(self) -> WaitsFor:
-        return max([service.waits_for() for service in self._services])
-
     def _drive(self, handle: Handle) -> bool:
-        """Poll in the caller's thread for up to DRIVE_S; the engine's sleeps meanwhile, so they need not switch.
+        """See `Polling.drive`.
 
-        Returns: True when the handle is done, and nothing is left for the engine's thread.
         Not with a GPU, which other ranks may have while this one joins: each thread has its own current stream.
         """
-        if self.gpu.is_used or handle.signature.kind == JOIN or not self._inbox.driving.acquire(blocking=False):
-            return False
-        try:
-            if not self._polling.acquire(timeout=TAKE_OVER_S):
-                return False
-            try:
-                self._poll_until(handle)
-                return handle.done() and self._waits_for() is WaitsFor.NOTHING and not self._inbox.holds_any()
-            finally:
-                self._polling.release()
-        except BaseException as exc:  # also KeyboardInterrupt: what it has interrupted cannot go on
-            self._break(exc)
-            if not isinstance(exc, Exception):
-                raise
-            return False
-        finally:
-            self._inbox.driving.release()
-
-    def _poll_until(self, handle: Handle) -> None:
-        run, negotiate, still = self._process_sets.poll, self.negotiation.poll, 0
-        until_s = time.monotonic() + DRIVE_S
-        while not handle.done() and (now := time.monotonic()) < until_s:
-            if run() or negotiate():
-                self._moved_s = now
-            elif (still := still + 1) % self._full_polls == 0 and not self._poll():
-                os.sched_yield()
+        return not (self.gpu.is_used or handle.signature.kind == JOIN) and self._polling.drive(handle)
 
     # Failures
 

@@ -39,6 +39,9 @@ class Cache:
     def __getitem__(self, number: int) -> Signature:
         return self._by_id[number]
 
+    def __contains__(self, number: int) -> bool:
+        return number in self._by_id
+
     def __len__(self) -> int:
         return len(self._by_id)
 

@@ -224,8 +224,8 @@ def test_a_stop_in_the_middle_of_an_operation_is_told(finished):
     )
     assert done.returncode == 0, done.stdout
     assert re.search(
-        r"says rank 0: allreduce 'big\{0\}' is under way, and has not moved for \d s; rank 0 waits for rank [12]\n"
-        r"(.*\n)*rank 1 does not answer: it is stopped",
+        r"says rank 0: allreduce 'big\{0\}' \(\S+:\d+\) is under way, and has not moved for \d s; "
+        r"rank 0 waits for rank [12]\n(.*\n)*rank 1 does not answer: it is stopped",
         done.stdout,
     ), done.stdout
 

@@ -64,7 +64,7 @@ LAYERS = [
     ["monitor.recording", "monitor.stalls"],
     ["engine.inbox"],
     ["engine.process_sets", "engine.submitting", "engine.timeline_control", "engine.activity"],
-    ["engine.leaving"],
+    ["engine.leaving", "engine.polling"],
     ["engine.engine"],
     ["startup.shared_memory"],
     ["runtime"],

@@ -1,0 +1,92 @@
+"""Polls the services of an engine: in its own thread, or for a moment in a caller's that waits for a result."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from ringreduce.engine.inbox import Inbox
+from ringreduce.execution.submission import Handle
+from ringreduce.transport.waiting import WaitsFor
+
+DRIVE_S = 5e-3  # how long a thread that waits polls for itself: a handover costs nothing beside what takes longer
+TAKE_OVER_S = 1e-3  # how long it waits for the engine's thread to stop polling; that may be moving much data
+FULL_POLLS = 4  # on one host it polls for messages at every fourth turn in which nothing moves
+
+
+class Service(Protocol):
+    """What is polled."""
+
+    def poll(self) -> bool:
+        """Do what can be done without waiting; True when anything moved."""
+
+    def waits_for(self) -> WaitsFor:
+        """What must be polled for, when nothing moves."""
+
+
+class Polling:
+    """Only the thread that holds `lock` polls."""
+
+    def __init__(
+        self,
+        first: Sequence[Service],
+        others: Sequence[Service],
+        inbox: Inbox,
+        one_host: bool,
+        on_error: Callable[[BaseException], object],
+    ) -> None:
+        """first: the services that complete results; others: those that a thread that waits polls less often."""
+        self.lock = threading.Lock()
+        self.moved_s = time.monotonic()  # when anything moved last
+        self._first, self._services = first, [*others, *first]
+        self._inbox, self._on_error = inbox, on_error
+        self._full_polls = FULL_POLLS if one_host else 1
+
+    def poll(self) -> bool:
+        """Poll all services; True when anything moved."""
+        return self._poll(self._services)
+
+    def _poll(self, services: Sequence[Service]) -> bool:
+        moved = any([each.poll() for each in services])  # noqa: C419, a list: all are polled
+        if moved:
+            self.moved_s = time.monotonic()
+        return moved
+
+    def waits_for(self) -> WaitsFor:
+        """What must be polled for, when nothing moves."""
+        return max([each.waits_for() for each in self._services])
+
+    def drive(self, handle: Handle) -> bool:
+        """Poll in the caller's thread for up to DRIVE_S; the engine's sleeps meanwhile, so they need not switch.
+
+        Returns: True when the handle is done, and nothing is left for the engine's thread.
+        """
+        if not self._inbox.driving.acquire(blocking=False):
+            return False
+        try:
+            if not self.lock.acquire(timeout=TAKE_OVER_S):
+                return False
+            try:
+                self._poll_until(handle)
+                return handle.done() and self.waits_for() is WaitsFor.NOTHING and not self._inbox.holds_any()
+            finally:
+                self.lock.release()
+        except BaseException as exc:  # also KeyboardInterrupt: what it has interrupted cannot go on
+            self._on_error(exc)
+            if not isinstance(exc, Exception):
+                raise
+            return False
+        finally:
+            self._inbox.driving.release()
+
+    def _poll_until(self, handle: Handle) -> None:
+        still, until_s = 0, time.monotonic() + DRIVE_S
+        while not handle.done() and time.monotonic() < until_s:
+            if self._poll(self._first):
+                continue
+            still += 1
+            if still % self._full_polls == 0 and not self.poll():
+                os.sched_yield()
