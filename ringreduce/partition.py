@@ -66,6 +66,19 @@ def allgather_steps(rank: int, size: int, owned: int) -> list[Step]:
     return [Step((owned - i) % size, (owned - i - 1) % size, False) for i in range(size - 1)]
 
 
+def halvings(size: int) -> list[tuple[int, int]]:
+    """The steps of collectives/halving: how many chunks a rank holds, and how many it keeps.
+
+    >>> halvings(5)
+    [(5, 3), (3, 2), (2, 1)]
+    """
+    held, steps = size, []
+    while held > 1:
+        steps.append((held, -(-held // 2)))
+        held = steps[-1][1]
+    return steps
+
+
 def segments(low: int, high: int, length: int) -> list[tuple[int, int]]:
     """Cut low:high into pieces of at most `length` elements.
 

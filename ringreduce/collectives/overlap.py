@@ -13,16 +13,16 @@ class AnyOf(Work):
     """See `Work`: one of several is done."""
 
     def __init__(self, requests: Sequence[Work]) -> None:
-        self._requests = requests
+        self.requests = requests
 
     @property
     def peer(self) -> int:  # type: ignore[override]
         """The rank that the oldest waits for."""
-        return self._requests[0].peer
+        return self.requests[0].peer
 
     def done(self) -> bool:
         """See `Work.done`."""
-        return any(each.done() for each in self._requests)
+        return any(each.done() for each in self.requests)
 
 
 class Order:

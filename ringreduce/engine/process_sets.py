@@ -40,10 +40,10 @@ class ProcessSets:
         make_context: Callable[..., Context],
     ) -> None:
         """make_context: as Context(algorithms, members, operations=...)."""
-        self.members: dict[int, tuple[int, ...]] = {}  # of all sets, by number, including those without this rank
+        self.members: dict[int, tuple[int, ...]] = {}
+        """Of all sets, by number, including those without this rank, and of channels, whose numbers are negative."""
         self._world, self._host = world, host
         self._inbox, self._mailbox, self._negotiation, self._make_context = inbox, mailbox, negotiation, make_context
-        """Those of channels, too, whose numbers are negative."""
         self._states, self._channels = negotiation.states, negotiation.channels
         self._resources: dict[int, Resources] = {}
         self._bases: dict[int, int] = {}  # the process set of each channel

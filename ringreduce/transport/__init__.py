@@ -1,9 +1,10 @@
 """How bytes move between ranks.
 
-base      what a transport is: send, receive, control messages, sleep
-message   MPI point-to-point messages, and control messages
-subset    some ranks of a transport as a transport of their own
-waiting   how a thread waits for other ranks
-window    memory and flags that the ranks of one host share
-threads   ranks as threads of one process, for tests
+base       what a transport is: send, receive, control messages, sleep
+message    MPI point-to-point messages, and control messages
+subset     some ranks of a transport as a transport of their own
+waiting    how a thread waits for other ranks
+window     memory and flags that the ranks of one host share
+threads    ranks as threads of one process, for tests
+simulated  ranks in virtual time, on one thread
 """
