@@ -48,12 +48,12 @@ class Settings(NamedTuple):
     def to_environment(self) -> dict[str, str]:
         """Return the variable that carries these settings."""
         flags = (str(int(each)) for each in (self.bind, self.mask_gpus, self.verbose))
-        return {SETTINGS_VARIABLE: ";".join([self.engine, *flags, self.directory, self.master_port])}
+        return {SETTINGS_VARIABLE: ";".join([self.engine, *flags, self.master_port, self.directory])}
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str]) -> "Settings":
         """Read back what `to_environment` wrote; KeyError where there is nothing, ValueError for anything else."""
-        engine, *flags, directory, master_port = environ[SETTINGS_VARIABLE].split(";", 5)
+        engine, *flags, master_port, directory = environ[SETTINGS_VARIABLE].split(";", 5)
         bind, mask_gpus, verbose = (flag == "1" for flag in flags)
         return cls(engine, directory, bind, mask_gpus, verbose, master_port)
 

@@ -362,19 +362,8 @@ def environment(copy: Path) -> dict[str, str]:
 
 def noticed(copy: Path, paths: list[str], limit_s: float) -> str:
     """The test that fails, or what else has shown that something is wrong; empty when all is well."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-x",
-        "-q",
-        "-rfE",
-        "--color=no",
-        "-p",
-        "no:cacheprovider",
-        "--timeout=90",
-        *paths,
-    ]
+    flags = "-x -q -rfE --color=no -p no:cacheprovider --timeout=90"
+    command = [sys.executable, "-m", "pytest", *flags.split(), *paths]
     log = copy.parent / "log"
     with log.open("w") as output:
         # a session of its own: what hangs is ended with all that it has started

@@ -24,7 +24,7 @@ BLOCK = 1 << 16  # elements converted to float64 at a time
 def allreduce(flat: Any, transport: Transport, segment_bytes: int = SEGMENT_BYTES) -> Steps[None]:
     """Combine one tensor of all ranks, in place; every rank gets the same bits.
 
-    Shape:  (count,), contiguous, NumPy or CuPy, float32, float64 or complex; equal counts, size a power of two.
+    Shape:  (count,), contiguous, NumPy, float32, float64 or complex; equal counts, size a power of two.
     Cost:   log2(size) messages a rank, each of all elements, cut into segments. Memory: as much as `flat` again.
     Source: Maleki et al., "Scaling distributed training with adaptive summation", 2021.
     """

@@ -47,7 +47,7 @@ LEAST_SEGMENT_BYTES = 4096  # with many ranks segments shrink, so that two rows 
 def allreduce(flat: Any, transport: Transport, reduction: Reduction, segment_bytes: int = SEGMENT_BYTES) -> Steps[None]:
     """Reduce `flat` over all ranks, in place; every rank gets the same bits, whatever `segment_bytes` is.
 
-    Shape:   (count,), contiguous, NumPy or CuPy, `reduction.element.storage`; equal counts on all ranks. Not prescaled.
+    Shape:   (count,), contiguous, NumPy, `reduction.element.storage`; equal counts on all ranks. Not prescaled.
     Cost:    2 (size - 1) messages a rank, cut into segments; about 2 count (size - 1) / size elements sent by each, in
              their own type. Memory: 2 MiB, or two segments of 4 KiB per rank if that is more; never more than `flat`.
     """

@@ -38,7 +38,7 @@ TAG = 7
 def allreduce(flat: Any, transport: Transport, reduction: Reduction) -> Steps[None]:
     """Reduce `flat` over all ranks, in place; every rank gets the same bits.
 
-    Shape:  (count,), contiguous, NumPy or CuPy, `reduction.element.storage`; equal counts on all ranks.
+    Shape:  (count,), contiguous, NumPy, `reduction.element.storage`; equal counts on all ranks.
     Cost:   log2(size) messages a rank of all elements, in `reduction.sum_type`; a rank that folds in sends one, and
             its partner one more, of finished elements. Memory: one copy of the partial results, two when they are
             wider than the elements.

@@ -47,7 +47,7 @@ def allreduce(
 ) -> Steps[None]:
     """Reduce `flat` over all ranks, in place; every rank gets the same bits.
 
-    Shape:  (count,), contiguous, NumPy or CuPy, `reduction.element.storage`; equal counts on all ranks.
+    Shape:  (count,), contiguous, NumPy, `reduction.element.storage`; equal counts on all ranks.
     workspace: as in `ring.allreduce`, its `scratch` at least count / 2 + size elements. By default it is made here.
     Cost:   2 log2(size) messages a rank, rounded up, cut into segments; about 2 count (size - 1) / size elements sent
             by each. 16-bit floats travel as float32 until they are finished, and then as 16 bits. Memory: half of

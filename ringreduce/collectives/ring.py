@@ -83,7 +83,7 @@ def allreduce(
 ) -> Steps[None]:
     """Reduce `flat` over all ranks, in place; every rank gets the same bits.
 
-    Shape:  (count,), contiguous, NumPy or CuPy, `reduction.element.storage`; equal counts on all ranks.
+    Shape:  (count,), contiguous, `reduction.element.storage`, equal counts everywhere; NumPy, or CuPy with a workspace.
     workspace: memory to use; its `partial` is reduced, and `flat` only written. By default it is made here.
     Cost:   2 (size - 1) messages a rank, cut into segments; about 2 count (size - 1) / size elements sent by each.
             16-bit floats travel as float32 until they are finished, and then as 16 bits. Memory: RECEIVES_AHEAD

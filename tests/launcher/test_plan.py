@@ -132,7 +132,8 @@ def test_what_is_printed_can_be_pasted_into_a_shell() -> None:
 
 
 def test_settings_survive_the_environment() -> None:
-    for settings in (SETTINGS, SETTINGS._replace(bind=False, verbose=True), SETTINGS._replace(mask_gpus=True)):
+    odd = SETTINGS._replace(directory="/tmp/a;b c", master_port="29500")
+    for settings in (SETTINGS, SETTINGS._replace(bind=False, verbose=True), SETTINGS._replace(mask_gpus=True), odd):
         assert Settings.from_environment(settings.to_environment()) == settings
     with pytest.raises(KeyError):
         Settings.from_environment({})

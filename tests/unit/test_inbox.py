@@ -90,6 +90,17 @@ def test_while_a_thread_of_the_rank_polls_the_engine_rests_whatever_waits(clock)
     assert rests == [0.04], "the callback is not kept waiting"
 
 
+def test_a_thread_that_waits_polls_also_while_the_engine_is_awake(monkeypatch):
+    monkeypatch.setattr(inbox, "has_signal_handlers", lambda: False)
+    box, driven = Inbox(None, SETTINGS, one_host=True), []
+    box.drive = lambda handle: not driven.append(handle)
+    handle = SimpleNamespace(block=lambda: None)
+    assert not box._asleep
+    box.wait(handle)
+    assert driven == [handle]
+    assert not box.holds_any(), "the engine has nothing to do"
+
+
 def test_a_rest_ends_in_time_or_when_a_thread_of_the_rank_wakes_it():
     transport = MessageTransport(World(0, 1, (0,)))
     start_s = time.monotonic()
