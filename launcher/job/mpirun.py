@@ -13,6 +13,7 @@ from .events import Events, LauncherEnded
 from .shutdown import Step
 
 _TAIL_LINES = 200
+_LAST_WORDS_S = 1.0  # for what it wrote last; a process that it left behind may hold its pipe open
 
 
 class MpiLauncher:
@@ -49,12 +50,11 @@ class MpiLauncher:
     def end(self, steps: Sequence[Step]) -> None:
         """Return when mpirun has ended, which `steps` see to."""
         for step in steps:
-            if step.number is not None:
+            if step.number is not None and self.code is None:
                 signal_group(self._process.pid, step.number)
             self._threads[1].join(step.wait_s)
             if not self._threads[1].is_alive():
                 break
-        self._threads[0].join(0.2)
 
     def _read(self, show: Output | None) -> None:
         assert self._process.stdout is not None
@@ -68,4 +68,5 @@ class MpiLauncher:
     def _wait(self) -> None:
         code = self._process.wait()
         self.code = code if code >= 0 else 128 - code
+        self._threads[0].join(_LAST_WORDS_S)  # what it wrote says why it ended
         self._events.put(LauncherEnded())

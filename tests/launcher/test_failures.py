@@ -87,12 +87,16 @@ def test_atexit_functions_run_after_an_uncaught_exception(ringrun: Run, script: 
 @pytest.mark.without_mpi
 def test_the_first_failure_in_time_is_the_cause(ringrun: Run, script: Script, python: str) -> None:
     source = """
-        import os, sys, time
+        import os, select, sys, time
         rank = int(os.environ["RANK"])
-        open(f"up{rank}", "w").close()
+        with open(f"{rank}.tmp", "w") as file:
+            file.write(str(os.getpid()))
+        os.rename(f"{rank}.tmp", f"up{rank}")
         while not all(os.path.exists(f"up{other}") for other in range(3)):
             time.sleep(0.02)
-        time.sleep((3 - rank) / 10 if rank < 2 else 30)
+        if rank == 0:
+            select.select([os.pidfd_open(int(open("up1").read()))], [], [])  # until rank 1 has ended
+        time.sleep(0 if rank < 2 else 30)
         print("words of", rank, file=sys.stderr, end="")
         sys.exit(10 + rank)
     """
@@ -102,7 +106,7 @@ def test_the_first_failure_in_time_is_the_cause(ringrun: Run, script: Script, py
     assert report[1] == "how         exit code 11"
     assert report[3] == f"failed too  rank 0 on host {os.uname().nodename}: exit code 10"
     assert report[4].startswith("the others  rank")  # 0 too, if it had the time to answer
-    assert "2: script.py:7, in <module>: time.sleep(" in report[4]
+    assert "2: script.py:11, in <module>: time.sleep(" in report[4]
     assert report[-3:] == ["the last it wrote to stderr:", "words of 1", "-" * 80]
 
 
@@ -226,7 +230,8 @@ def broken_mpirun(tmp_path: Path) -> Callable[[str], dict[str, str]]:
 
 
 def test_an_mpirun_that_fails_is_quoted(ringrun: Run, broken_mpirun) -> None:
-    done = ringrun("-np", 2, sys.executable, "-c", "", env=broken_mpirun("echo no slots left >&2; exit 42"))
+    words = "(sleep 0.3; echo no slots left >&2) & exit 42"  # read after it has ended, as on a busy machine
+    done = ringrun("-np", 2, sys.executable, "-c", "", env=broken_mpirun(words))
     assert done.returncode == 3
     assert done.stderr.startswith("ringrun: error: mpirun ended with exit code 42 when 0 of 2 ranks had started")
     assert done.stderr.endswith("wrote:\nno slots left\n")
