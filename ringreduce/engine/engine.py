@@ -68,6 +68,7 @@ class Engine:
         self.negotiation = negotiation = Negotiation(world, settings, mailbox, inbox, timeline, self.gpu)
         make = functools.partial(Context, settings=settings, memory=self.memory, timeline=timeline, gpu=self.gpu)
         self._process_sets = ProcessSets(world, host, inbox, mailbox, negotiation, make)
+        self.open_channel, self.shut_channel = self._process_sets.open, self._process_sets.shut
         self.states, sets = negotiation.states, self._process_sets.members
         self.submitting = Submitting(world, inbox, negotiation, sets, self.gpu)
         self.submit = self.submitting.submit

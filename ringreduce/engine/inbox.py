@@ -99,14 +99,14 @@ class Inbox:
             self._urgent |= bool(self._submissions)
         self.wake()
 
-    def wait(self, handle: Handle) -> None:
+    def wait(self, handle: Handle, timeout_s: float = -1) -> None:
         """Block until the handle is done; the engine does not batch meanwhile. One of the threads that wait polls."""
         with self.lock:
             self._waiting.append(handle)
         try:
             if has_signal_handlers() or not self.drive(handle):
                 self.call_soon(lambda: None)  # a mere wake could come just before the engine's thread sleeps
-            handle.block()
+            handle.block(timeout_s)
         finally:
             with self.lock:
                 self._waiting.remove(handle)

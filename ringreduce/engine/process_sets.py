@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -10,21 +11,27 @@ from ringreduce import fusion
 from ringreduce.collectives import bruck
 from ringreduce.engine.inbox import Inbox
 from ringreduce.errors import InputError
+from ringreduce.execution.algorithms import Algorithms
 from ringreduce.execution.allreduce import allreduce
 from ringreduce.execution.channel import Channel
-from ringreduce.execution.context import Context
+from ringreduce.execution.context import Context, Operation
 from ringreduce.execution.executor import Executor, Idle
 from ringreduce.execution.host import Host, Resources
+from ringreduce.execution.opening import before_opening
 from ringreduce.execution.operations import alltoall
-from ringreduce.execution.submission import Submission
+from ringreduce.execution.signature import Signature, calling_line
+from ringreduce.execution.submission import Handle, Submission
 from ringreduce.monitor.timeline import Timeline
 from ringreduce.negotiation.mailbox import Mailbox
-from ringreduce.negotiation.negotiation import Negotiation
+from ringreduce.negotiation.negotiation import GLOBAL, Negotiation
 from ringreduce.negotiation.negotiator import Group, Negotiator
 from ringreduce.negotiation.process_set import ProcessSetState
 from ringreduce.transport.base import Steps
 from ringreduce.transport.waiting import WaitsFor
 from ringreduce.world import World
+
+IN_ORDER: Mapping[str, Operation] = {"reduce": allreduce, "gather": alltoall, "scatter": alltoall}
+FIRST_OWN = -(1 << 32)  # the number of the first channel that its members open alone
 
 
 class ProcessSets:
@@ -48,6 +55,8 @@ class ProcessSets:
         self._resources: dict[int, Resources] = {}
         self._bases: dict[int, int] = {}  # the process set of each channel
         self._next, self._next_channel = 0, -1
+        self._own_numbers = itertools.count(FIRST_OWN, -1)
+        self._abandoned: list[Channel] = []  # closed with operations under way, to whose memory MPI may still write
 
     def add(self, members: Sequence[int]) -> int:
         """Make a process set; all ranks of the world do so in the same order, so its number is equal on all."""
@@ -143,13 +152,7 @@ class ProcessSets:
                 raise InputError(f"ordered: there is no process set {base}; it was removed")
             resources = self._resources[number] = self._host.reserve(members)
             if self._world.rank in members:
-                own = self._make_context(
-                    self._host.algorithms(resources, members),
-                    members,
-                    operations={"reduce": allreduce, "gather": alltoall, "scatter": alltoall},
-                    memory=fusion.Memory(context.memory.total_bytes, context.memory.block_bytes),
-                    timeline=Timeline(),
-                )
+                own = self._channel_context(self._host.algorithms(resources, members), members, IN_ORDER)
                 signatures = self._host.signatures(resources, members)
                 self._channels[number] = Channel(number, base, own, self._world, signatures)
             with self._inbox.lock:
@@ -157,6 +160,52 @@ class ProcessSets:
             submission.payload = number
             submission.complete()
         yield from ()
+
+    def _channel_context(
+        self, algorithms: Algorithms, members: Sequence[int], operations: Mapping[str, Operation]
+    ) -> Context:
+        """Of a channel, with memory of its own, and no timeline."""
+        settings = self._host.settings
+        memory = fusion.Memory(settings.fusion_buffer_bytes // 2, settings.fusion_slot_bytes)
+        return self._make_context(algorithms, tuple(members), operations=operations, memory=memory, timeline=Timeline())
+
+    # Channels that their members open alone; called by any thread
+
+    def open(self, members: Sequence[int], name: str, operations: Mapping[str, Operation]) -> tuple[int, Handle]:
+        """Begin to open a channel; no rank but the members takes part, and each opens one after the other.
+
+        members: ranks of the world, by rank in the channel;  name: in messages;  operations: see Context.
+        Returns: its number, which other ranks do not know, and the handle to wait for.
+        """
+        number, inbox = next(self._own_numbers), self._inbox
+        signature = Signature("open", name, details=(("ranks", tuple(members)),))
+        handle = Handle(signature, inbox.wait, inbox.on_poll)
+        submission = Submission(signature, number, (), (), lambda _: None, None, calling_line(), handle, waits=True)
+
+        def begin() -> None:
+            context = self._channel_context(before_opening(self._host, members), members, operations)
+            channel = Channel(number, GLOBAL, context, self._world, name=name)
+            with inbox.lock:
+                self.members[number], self._channels[number] = context.members, channel
+            channel.open(submission, self._host)
+            if self._negotiation.error is not None:
+                self._negotiation.close(channel, str(self._negotiation.error), -1)
+
+        inbox.call_soon(begin)
+        return number, handle
+
+    def shut(self, number: int) -> None:
+        """Close such a channel, on this rank; what is not complete fails."""
+
+        def end() -> None:
+            with self._inbox.lock:
+                channel = self._channels.pop(number)
+                del self.members[number]
+            if channel.busy:
+                self._abandoned.append(channel)
+            self._negotiation.close(channel, "its process group was destroyed", -1)
+
+        self._inbox.call_soon(end)
 
     # The service
 

@@ -9,7 +9,7 @@ from typing import Any
 from ringreduce.arrays.buffer import Buffer
 from ringreduce.arrays.gpu_buffer import ready
 from ringreduce.engine.inbox import Inbox
-from ringreduce.execution.channel import ORDERED, Channel
+from ringreduce.execution.channel import Channel
 from ringreduce.execution.signature import Signature, calling_line
 from ringreduce.execution.submission import Handle, Submission
 from ringreduce.gpu.runtime import Event
@@ -50,6 +50,7 @@ class Submitting:
         payload: Any = None,
         waits: bool = False,
         line: str | None = None,
+        then: Callable[[Exception | None], object] | None = None,
     ) -> Handle:
         """Submit an operation; returns at once.
 
@@ -57,6 +58,7 @@ class Submitting:
         finish: makes the caller's result from the finished submission, in the thread that waits.
         waits:  True: the caller will wait for it before it does anything else.
         line:   the user's calling line, where the caller knows it.
+        then:   see Handle.
 
         Raises: InputError when the name is pending already, or this rank is not in the process set; PeerLostError when
                 a rank has left.
@@ -73,13 +75,13 @@ class Submitting:
             if state is None:
                 raise errors_for.unknown_set(kind, process_set, self._sets, self._world.rank)
             if isinstance(state, Channel):
-                signature = sign(ORDERED)
+                signature = sign(state.name)
             elif name is None:
                 state.submitted += 1
                 signature = sign("noname")._replace(name=f"noname.{state.submitted}", numbered=True)
             else:
                 signature = sign(name)
-            handle = Handle(signature, inbox.wait, inbox.on_poll)
+            handle = Handle(signature, inbox.wait, inbox.on_poll, then)
             submission = Submission(
                 signature, process_set, inputs, outputs, finish, payload, line, handle, waits, marks
             )

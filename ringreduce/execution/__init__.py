@@ -4,6 +4,7 @@ signature       the signatures that ranks compare, and their differences
 submission      one operation on this rank, and its handle
 executor        the queue of a process set's operations
 channel         operations in program order; send_receive has messages between two ranks
+opening         channels that their members make alone
 operations      all operations, as generators
 batch           tensors that can be fused, and the submissions that own them
 allreduce       the all-reduce of many tensors; point_to_point has the algorithms that send messages

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import pickle
 
 import numpy as np
 
-from ringreduce.collectives import bruck, ring
-from ringreduce.errors import InputError, MismatchError
+from ringreduce.collectives import bruck
+from ringreduce.errors import InputError, MismatchError, RingreduceError
 from ringreduce.execution import operations
 from ringreduce.execution.context import Context
 from ringreduce.execution.executor import Executor, Running
+from ringreduce.execution.host import Host
+from ringreduce.execution.opening import everyones, opened
 from ringreduce.execution.send_receive import Receiver, send
 from ringreduce.execution.signature import Signature, SubmissionRecord, mismatch_message
 from ringreduce.execution.submission import Submission
@@ -26,7 +27,7 @@ from ringreduce.transport.base import Steps
 from ringreduce.transport.window import Signatures
 from ringreduce.world import World
 
-ORDERED = "ordered"  # the name of all operations, in messages
+ORDERED = "ordered"  # the name of all operations of a channel of `ordered()`, in messages
 
 
 class Channel(Running):
@@ -36,14 +37,35 @@ class Channel(Running):
     """
 
     def __init__(
-        self, number: int, process_set: int, context: Context, world: World, signatures: Signatures | None
+        self,
+        number: int,
+        process_set: int,
+        context: Context,
+        world: World,
+        signatures: Signatures | None = None,
+        name: str = ORDERED,
     ) -> None:
         super().__init__(number, Executor(context))
-        self.process_set = process_set
+        self.process_set, self.name = process_set, name
         self._context, self._world, self._signatures = context, world, signatures
         self._senders: dict[int, Executor] = {}  # by peer
         self._receivers: dict[int, tuple[Executor, Receiver]] = {}
         self._count = 0
+
+    def open(self, submission: Submission, host: Host) -> None:
+        """Make it by its members alone (opening.py); it must be complete before anything else is enqueued."""
+        submission.begin(self.running)
+        self.executor.enqueue(self._open(submission, host))
+
+    def _open(self, submission: Submission, host: Host) -> Steps[None]:
+        context = self._context
+        try:
+            steps = opened(host, context.members, self.name, context.transport)
+            context.algorithms, self._signatures = yield from steps
+        except RingreduceError as exc:  # raised on all ranks
+            submission.fail(exc)
+        else:
+            submission.complete()
 
     def enqueue(self, submission: Submission) -> None:
         """Run an operation after those submitted before, in the same order on all ranks."""
@@ -90,15 +112,10 @@ class Channel(Running):
         return all(each == mine for each in signatures.read(number))
 
     def _mismatch(self, submission: Submission) -> Steps[None]:
-        transport, members = self._context.transport, self._context.members
-        mine = np.frombuffer(pickle.dumps(SubmissionRecord(submission.signature, submission.line)), np.uint8)
-        lengths = (yield from bruck.allgather(np.array([mine.size], np.int64), transport))[:, 0].tolist()
-        everyones, start = np.empty(sum(lengths), np.uint8), sum(lengths[: transport.rank])
-        everyones[start : start + mine.size] = mine
-        yield from ring.allgather(everyones, transport, lengths, transport.rank)
-        pickled = np.split(everyones, np.cumsum(lengths)[:-1])
-        records = {rank: pickle.loads(each.data) for rank, each in zip(members, pickled, strict=True)}  # noqa: S301
-        submission.fail(MismatchError(mismatch_message(records, self._world.size)))
+        record = SubmissionRecord(submission.signature, submission.line)
+        records = yield from everyones(record, self._context.transport)
+        by_rank = dict(zip(self._context.members, records, strict=True))
+        submission.fail(MismatchError(mismatch_message(by_rank, self._world.size)))
 
 
 @functools.lru_cache(maxsize=4096)

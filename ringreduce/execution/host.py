@@ -56,9 +56,13 @@ class Host:
         self.window = window
         self.constants = constants or Constants.parse(settings.costs)
         self.cores = cores or len(os.sched_getaffinity(0))  # how many cores this host's ranks may use together
+        self.settings = settings
         self._transport = transport
-        self._settings = settings
-        self._tags = _RegionAllocator(transport.most_tags // (TAGS * CHANNELS))
+        self.most_tags = transport.most_tags // (TAGS * CHANNELS)  # ranges of tags
+        self.first_own_tags = self.most_tags // 2
+        """From here on for channels that their members open alone; by this range they agree on others (opening.py)."""
+        self.next_own_tags = self.first_own_tags + 1
+        self._tags = _RegionAllocator(self.first_own_tags)
         self._regions = _RegionAllocator(0 if window is None else settings.shared_regions)
         self._gpu_flags = _RegionAllocator(0 if window is None else MOST_REGIONS)
 
@@ -73,13 +77,19 @@ class Host:
         flags = None
         if gpu_flags is not None and self.window is not None:
             flags = Flags(self.window, gpu_flags, GPU_PACKED, *self._local_members(members))
+        return self.own_algorithms(tags, members, self.region(region, members), flags)
+
+    def own_algorithms(
+        self, tags: int, members: Sequence[int], region: Region | None = None, gpu_flags: Flags | None = None
+    ) -> Algorithms:
+        """The algorithms of members that have these tags, and this shared memory."""
         return Algorithms(
             channels(self._transport, members, tags),
             [self.world.hosts[rank] for rank in members],
-            self.region(region, members),
-            self._settings,
+            region,
+            self.settings,
             self.constants,
-            flags,
+            gpu_flags,
             self.world.comm is not None,
         )
 
@@ -124,7 +134,7 @@ class Host:
         """This rank's view of a region."""
         if number is None or self.window is None:
             return None
-        return Region(self.window, number, self._settings.shared_slot_bytes, *self._local_members(members))
+        return Region(self.window, number, self.settings.shared_slot_bytes, *self._local_members(members))
 
     def group_blocks(self, number: int | None, members: Sequence[int]) -> list[Any] | None:
         """The memory in which a process set with this region negotiates, by member on this host."""
@@ -133,8 +143,8 @@ class Host:
         return [self.window.blocks[each][self._counters_at(number)] for each in self._local_members(members)[0]]
 
     def _counters_at(self, number: int) -> slice:
-        nbytes = group_bytes(self._settings.cache_capacity)
-        low = block_bytes(self._settings.shared_slot_bytes, self._settings.shared_regions) + number * nbytes
+        nbytes = group_bytes(self.settings.cache_capacity)
+        low = block_bytes(self.settings.shared_slot_bytes, self.settings.shared_regions) + number * nbytes
         return slice(low, low + nbytes)
 
     def _local_members(self, members: Sequence[int]) -> tuple[list[int], list[int], int]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from ringreduce.arrays.buffer import Buffer
 from ringreduce.arrays.gpu_buffer import GpuBuffer
+from ringreduce.errors import StalledError
 from ringreduce.execution.signature import Signature
 from ringreduce.gpu.runtime import Event
 
@@ -21,12 +22,18 @@ def _nothing() -> None:
 class Handle:
     """An asynchronous operation. `poll(handle)` is True when it is done, `synchronize(handle)` returns its result."""
 
-    __slots__ = ("__weakref__", "_done", "_error", "_gate", "_on_poll", "_on_wait", "_result", "signature")
+    __slots__ = ("__weakref__", "_done", "_error", "_gate", "_on_poll", "_on_wait", "_result", "_then", "signature")
 
     def __init__(
-        self, signature: Signature, on_wait: Callable[[Handle], None], on_poll: Callable[[], object] = _nothing
+        self,
+        signature: Signature,
+        on_wait: Callable[[Handle, float], None],
+        on_poll: Callable[[], object] = _nothing,
+        then: Callable[[Exception | None], object] | None = None,
     ) -> None:
+        """then: called by the engine's thread just before the operation is done; must neither wait nor raise."""
         self.signature = signature
+        self._then = then
         self._on_wait = on_wait
         self._on_poll = on_poll
         self._done = False
@@ -45,22 +52,30 @@ class Handle:
             self._on_poll()
         return self._done
 
-    def wait(self) -> Any:
-        """Wait for the operation, and return its result; raises its error."""
+    def wait(self, timeout_s: float = -1) -> Any:
+        """Wait for the operation, and return its result; raises its error, or StalledError after a timeout >= 0."""
         if not self._done:
-            self._on_wait(self)
+            self._on_wait(self, timeout_s)
+            if not self._done:
+                kind, name, *_ = self.signature
+                raise StalledError(
+                    f"{kind} {name!r}: Timed out after {timeout_s:g} s; other ranks may not have called it"
+                )
         if self._error is not None:
             raise copy.copy(self._error)  # one per waiter: a traceback belongs to one raise
         return self._result()
 
-    def block(self) -> None:
-        """Return when the operation is complete or has failed."""
-        with self._gate:
-            return
+    def block(self, timeout_s: float = -1) -> None:
+        """Return when the operation is complete or has failed, or after a timeout >= 0."""
+        if self._gate.acquire(timeout=timeout_s):
+            self._gate.release()
 
     def end(self, result: Callable[[], Any], error: Exception | None = None) -> None:
         """Let `wait` return `result()` or raise `error`; called by the engine, once."""
-        self._result, self._error, self._done = result, error, True
+        self._result, self._error = result, error
+        if self._then is not None:
+            self._then(error)
+        self._done = True
         self._gate.release()
 
     def __repr__(self) -> str:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import mmap
 import os
-import tempfile
-from collections.abc import Generator
+from collections.abc import Sequence
 from typing import Any
-
-import numpy as np
 
 from ringreduce.cost_model import Constants
 from ringreduce.execution.algorithms import candidates, check, usable_algorithms
@@ -16,13 +12,11 @@ from ringreduce.execution.host import Host, window_bytes
 from ringreduce.log import LOGGER
 from ringreduce.settings import Settings
 from ringreduce.startup import measure
-from ringreduce.transport.base import complete
+from ringreduce.transport.base import Steps, complete
+from ringreduce.transport.blocks import shared_blocks
 from ringreduce.transport.message import MessageTransport
 from ringreduce.transport.window import FLAGS_BYTES, Window
 from ringreduce.world import World
-
-SHARED_MEMORY = "/dev/shm"  # noqa: S108 - files there are memory
-MARGIN_BYTES = 2 << 20  # of each rank, for MPI, whose own segments grow
 
 
 def prepare_host(world: World, transport: MessageTransport, settings: Settings) -> Host:
@@ -50,57 +44,12 @@ def make_window(world: World, settings: Settings) -> tuple[Window | None, str]:
     """The host's shared memory, or None and the reason; the same on all ranks."""
     if len(set(world.hosts)) == world.size:
         return None, "no two ranks are on one host"
-    steps = _allocate(world, window_bytes(settings))
-    while True:
-        error = ""
-        try:
-            next(steps)
-        except StopIteration as done:
-            return Window(done.value), ""
-        except OSError as exc:
-            error = str(exc)
-        errors = [f"rank {rank}: {each}" for rank, each in enumerate(world.allgather_object(error)) if each]
-        if errors:
-            steps.close()
-            if world.rank == 0:
-                LOGGER.warning(f"no shared memory between the ranks of a host, so messages are used: {errors[0]}")
-            return None, errors[0]
 
+    def exchange(value: Any) -> Steps[Sequence[Any]]:
+        yield from ()
+        return world.allgather_object(value)
 
-def _allocate(world: World, nbytes: int) -> Generator[None, None, list[Any]]:
-    """Allocate a block and map those of all ranks of this host; after each step all ranks must agree to go on.
-
-    A block is a file that has a name until the others have mapped it, and memory only afterwards: whatever kills a rank
-    leaves an empty file at most. Each rank reserves its own block, on its NUMA node; when the memory is missing, that
-    is an OSError here, where a write would raise SIGBUS.
-    """
-    descriptor, path = tempfile.mkstemp(prefix="ringreduce_", dir=SHARED_MEMORY)
-    with open(descriptor, "rb+") as own:
-        try:
-            own.truncate(nbytes)
-            yield
-            blocks = [_map(each, nbytes) for each in world.gather_on_host(path)]
-            yield
-        finally:
-            os.unlink(path)
-        try:
-            os.posix_fallocate(descriptor, 0, nbytes + MARGIN_BYTES)
-        except OSError as exc:
-            status = os.statvfs(SHARED_MEMORY)
-            raise OSError(
-                f"{SHARED_MEMORY}, {status.f_blocks * status.f_frsize >> 20} MiB, has no room for {world.local_size} × "
-                f"{nbytes + MARGIN_BYTES >> 20} MiB ({exc.strerror}); enlarge it (docker run --shm-size=…), or lower "
-                "RINGREDUCE_FUSION_BUFFER_BYTES and RINGREDUCE_SHARED_SLOT_BYTES"
-            ) from exc
-        yield
-        own.truncate(nbytes)
-    return blocks
-
-
-def _map(path: str, nbytes: int) -> Any:
-    """A rank's block, which is freed when no rank has an array of it any more."""
-    try:
-        with open(path, "rb+") as file:
-            return np.frombuffer(mmap.mmap(file.fileno(), nbytes), np.uint8)
-    except FileNotFoundError as exc:
-        raise OSError(f"{path} of a rank on this host is not here: containers must share {SHARED_MEMORY}") from exc
+    blocks, why_not = complete(shared_blocks(window_bytes(settings), world.hosts, world.rank, exchange))
+    if why_not and world.rank == 0:
+        LOGGER.warning(f"no shared memory between the ranks of a host, so messages are used: {why_not}")
+    return None if why_not else Window(blocks), why_not

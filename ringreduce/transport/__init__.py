@@ -5,6 +5,7 @@ message    MPI point-to-point messages, and control messages
 subset     some ranks of a transport as a transport of their own
 waiting    how a thread waits for other ranks
 window     memory and flags that the ranks of one host share
+blocks     makes that memory: a block of each rank
 threads    ranks as threads of one process, for tests
 simulated  ranks in virtual time, on one thread
 """

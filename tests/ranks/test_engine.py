@@ -185,7 +185,7 @@ def test_memory_of_removed_sets_and_their_channels_is_used_again(hosts):
 def test_more_sets_than_mpi_has_tags_for():
     world = World(0, 4, (0, 1, 2, 3))
     transport = Exchange(4).transport(0)
-    transport.most_tags = 3 * TAGS * CHANNELS + 5
+    transport.most_tags = 6 * TAGS * CHANNELS + 5  # half of them are for channels that their members open alone
     host = Host(world, transport, Settings())
     reserved = [host.reserve(members) for members in ([0, 1, 2, 3], [0, 1], [2, 3], [1, 2])]
     assert [each.tags for each in reserved] == [0, 1, 1, 2]

@@ -30,7 +30,7 @@ LAYERS = [
     ["world"],
     ["transport.waiting", "transport.counters"],
     ["transport.base"],
-    ["transport.window"],
+    ["transport.window", "transport.blocks"],
     [
         "transport.message",
         "transport.threads",
@@ -58,7 +58,7 @@ LAYERS = [
     ["gpu.through_host"],
     ["execution.allreduce"],
     ["execution.operations"],
-    ["execution.executor"],
+    ["execution.executor", "execution.opening"],
     ["execution.send_receive"],
     ["execution.channel"],
     ["negotiation.protocol", "negotiation.cache"],

@@ -1,0 +1,138 @@
+"""Channels that their members open alone: what torch.distributed's groups are made of."""
+
+import os
+import threading
+
+import numpy as np
+import pytest
+
+import ringreduce as rr
+from ringreduce import runtime
+from ringreduce.arrays.view import as_buffer
+from ringreduce.engine.process_sets import IN_ORDER
+from ringreduce.execution.signature import Signature, sign
+from ringreduce.testing import run_ranks
+from tests.world import on_every_world
+
+pytestmark = pytest.mark.timeout(60)
+SUM = (("op", "Sum"), ("prescale_factor", 1.0), ("postscale_factor", 1.0))
+
+
+def open_channel(members, name="group"):
+    number, opened = runtime.current("a test").engine.open_channel(members, name, IN_ORDER)
+    opened.wait()
+    return number
+
+
+def begin_sum(number, values, then=None):
+    buffer = as_buffer(values, writable=True)
+    return runtime.current("a test").engine.submit(
+        "allreduce",
+        None,
+        number,
+        sign=lambda name: Signature("allreduce", name, (sign(buffer, name),), SUM),
+        inputs=[buffer],
+        outputs=[buffer],
+        then=then,
+    )
+
+
+def total(number, count=3):
+    values = np.arange(count) + 10.0 ** rr.rank()
+    begin_sum(number, values).wait()
+    return values.tolist()
+
+
+def several_groups():
+    """Disjoint ones, overlapping ones and several of the same ranks, by their members alone."""
+    groups = [[0, 1], [2], [1, 2], [0, 1, 2], [0, 1, 2], [2, 0]]
+    mine = [(members, open_channel(members)) for members in groups if rr.rank() in members and max(members) < rr.size()]
+    found = {}
+    for number in range(3):
+        for members, channel in reversed(mine):
+            found[f"{members} {number}"] = total(channel, 3 + 100_000 * (number == 2))[:3]
+    channels = runtime.current("a test").engine.negotiation.channels
+    uses_memory = [channels[each].executor.context.algorithms.region is not None for _, each in mine]
+    for _, channel in mine:
+        runtime.current("a test").engine.shut_channel(channel)
+    again = open_channel(range(rr.size()))
+    return found, uses_memory, total(again), len(runtime.current("a test").engine.negotiation.channels)
+
+
+def check_groups(results, one_host):
+    everyones = sum(10.0**rank for rank in range(len(results)))
+    for found, uses_memory, again, channels in results:
+        for key, values in found.items():
+            members = [int(each) for each in key[1:].partition("]")[0].split(",")]
+            expected = np.arange(3.0) * len(members) + sum(10.0**each for each in members)
+            assert values == expected.tolist(), key
+        assert again == (np.arange(3.0) * len(results) + everyones).tolist()
+        assert channels == 1
+        assert not one_host or any(uses_memory)
+
+
+@on_every_world
+def test_members_alone_make_groups_of_any_ranks(world, size):
+    check_groups(world(size).run(several_groups), one_host=True)
+
+
+@pytest.mark.parametrize("hosts", [[0, 1, 2], [0, 0, 1]], ids=["three hosts", "two hosts"])
+def test_on_several_hosts(hosts):
+    check_groups(run_ranks(3, several_groups, hosts=hosts), one_host=False)
+
+
+def test_nothing_is_left_in_shared_memory():
+    before = set(os.listdir("/dev/shm"))
+    run_ranks(3, several_groups)
+    assert not {each for each in set(os.listdir("/dev/shm")) - before if each.startswith("ringreduce_")}
+
+
+def test_different_groups_are_an_error_on_all_members():
+    def program():
+        with pytest.raises(
+            rr.MismatchError, match=r"opens 'g\d' of ranks \[0, 1, 2\], but rank \d 'g\d' of ranks"
+        ) as at:
+            open_channel([0, 1, 2], f"g{rr.rank()}")
+        return str(at.value), total(open_channel([0, 1, 2], "again"))
+
+    for message, values in run_ranks(3, program):
+        assert "all members must make the same groups in the same order" in message
+        assert values == [111.0, 114.0, 117.0]
+
+
+def test_a_group_that_is_shut_fails_what_is_pending_and_accepts_nothing():
+    go_on = threading.Barrier(2)
+
+    def program():
+        number = open_channel([0, 1])
+        if rr.rank() == 0:
+            handle = begin_sum(number, np.ones(100_000))
+            runtime.current("a test").engine.shut_channel(number)
+            with pytest.raises(rr.CollectiveError, match=r"allreduce 'group' \(.*\): its process group was destroyed"):
+                handle.wait()
+            with pytest.raises(rr.InputError, match=r"allreduce: there is no process set -\d+"):
+                begin_sum(number, np.ones(1))
+        go_on.wait()
+
+    run_ranks(2, program)
+
+
+def test_a_wait_with_a_timeout_ends_and_who_waits_is_told_of_the_end():
+    told = []
+
+    def program():
+        number = open_channel([0, 1])
+        values = np.full(3, 1.0 + rr.rank())
+        if rr.rank() == 0:
+            handle = begin_sum(number, values, lambda error: told.append((error, values.tolist())))
+            with pytest.raises(rr.StalledError, match=r"allreduce 'group': Timed out after 0.01 s"):
+                handle.wait(0.01)
+            assert not told
+            rr.barrier()
+        else:
+            rr.barrier()
+            handle = begin_sum(number, values)
+        handle.wait()
+
+    run_ranks(2, program)
+    assert told == [(None, [3.0] * 3)]
