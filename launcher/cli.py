@@ -116,7 +116,6 @@ def _parser() -> Parser:
     add("--mpi-args", metavar='"…"', help='more arguments for mpirun: --mpi-args="-v"')
     add = parser.group("While it runs", _WHILE)
     add("--ranks", metavar="LIST", help="print these ranks' lines only, as in 0,3-5")
-    add("--quiet-ranks", action="store_true", help=SUPPRESS)
     add("--fold", action="store_true", help="print equal lines of several ranks once: [0-3,7] text")
     add("--prefix-output-with-timestamp", dest="timestamps", action="store_true", help=SUPPRESS)  # Horovod's
     add("--timestamps", action="store_true", help="print the local time before each line")
@@ -149,8 +148,6 @@ def _checked(resolved: config.Config) -> Request:
         """Return how a message about a flag begins: with its line, if it stands in the file."""
         return f"{resolved.place(name)}-{'' if name == 'np' else '-'}{name.replace('_', '-')}"
 
-    if options.quiet_ranks:
-        raise UsageError("--quiet-ranks: write --ranks 0, which prints rank 0's lines only")
     if options.launcher not in ("mpirun", "srun"):
         raise UsageError(f"{flag('launcher')}: expected mpirun or srun, got {options.launcher!r}")
     if options.hosts and options.hostfile and bool(resolved.place("hosts")) != bool(resolved.place("hostfile")):

@@ -41,22 +41,23 @@ class Bucket(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def plan(counts: tuple[int, ...], capacity: int, *, alignment: int = 1, whole: bool = False) -> list[Bucket]:
-    """Which pieces of tensors of `counts` elements share a slot of at most `capacity` elements.
+    """Which pieces of tensors of `counts` elements travel together, in a slot of `capacity` elements.
 
     alignment: pieces begin at multiples of this many elements, in the slot and in a tensor that is cut; `capacity` is a
-               multiple, and so is each slot's length.
-    whole:     only tensors of `capacity` elements or more are cut, and each of their pieces has a slot of its own.
+               multiple, and so is each bucket's length.
+    whole:     only tensors of `capacity` elements or more are cut, and each of their pieces is a bucket of its own.
 
-    All slots but the last are full, unless tensors are kept whole. Empty tensors are in no slot.
+    All buckets but the last fill their slot, unless tensors are kept whole. Empty tensors are in none.
 
-    >>> [[tuple(piece) for piece in slot.pieces] for slot in plan((3, 9, 2), capacity=8)]
+    >>> [[tuple(piece) for piece in bucket.pieces] for bucket in plan((3, 9, 2), capacity=8)]
     [[(0, 0, 3), (1, 0, 5)], [(1, 5, 9), (2, 0, 2)]]
-    >>> [[piece.tensor for piece in slot.pieces] for slot in plan((3, 9, 4, 2), capacity=8, whole=True)]
+    >>> [[piece.tensor for piece in bucket.pieces] for bucket in plan((3, 9, 4, 2), capacity=8, whole=True)]
     [[0, 2], [1], [1], [3]]
-    >>> [(slot.starts, slot.length, *map(tuple, slot.pieces)) for slot in plan((3, 9, 2), capacity=8, alignment=4)]
+    >>> aligned = plan((3, 9, 2), capacity=8, alignment=4)
+    >>> [(bucket.starts, bucket.length, *map(tuple, bucket.pieces)) for bucket in aligned]
     [((0, 4), 8, (0, 0, 3), (1, 0, 4)), ((0,), 8, (1, 4, 9)), ((0,), 4, (2, 0, 2))]
     """
-    slots: list[list[Piece]] = []
+    buckets: list[list[Piece]] = []
     pieces: list[Piece] = []
     room = 0
     for number, count in enumerate(counts):
@@ -67,15 +68,15 @@ def plan(counts: tuple[int, ...], capacity: int, *, alignment: int = 1, whole: b
         while low < count:
             if room == 0:
                 pieces, room = [], capacity
-                slots.append(pieces)
+                buckets.append(pieces)
             high = min(count, low + room)
             pieces.append(Piece(number, low, high))
             room -= _aligned(pieces[-1], alignment)
             low = high
         if whole and count >= capacity:
             pieces, room = before
-    ends = [list(accumulate((_aligned(piece, alignment) for piece in each), initial=0)) for each in slots]
-    return [Bucket(tuple(each), tuple(at[:-1]), at[-1]) for each, at in zip(slots, ends, strict=True)]
+    ends = [list(accumulate((_aligned(piece, alignment) for piece in each), initial=0)) for each in buckets]
+    return [Bucket(tuple(each), tuple(at[:-1]), at[-1]) for each, at in zip(buckets, ends, strict=True)]
 
 
 def _aligned(piece: Piece, alignment: int) -> int:
@@ -83,16 +84,16 @@ def _aligned(piece: Piece, alignment: int) -> int:
     return -((piece.low - piece.high) // alignment) * alignment
 
 
-def pack(slot: Bucket, inputs: Sequence[Buffer], packed: Any, widen: Callable[[Any], Any] | None = None) -> None:
-    """Copy the slot's elements into `packed`; `widen` converts them to its type, if that differs."""
-    for (number, low, high), start in zip(slot.pieces, slot.starts, strict=True):
+def pack(bucket: Bucket, inputs: Sequence[Buffer], packed: Any, widen: Callable[[Any], Any] | None = None) -> None:
+    """Copy the bucket's elements into `packed`; `widen` converts them to its type, if that differs."""
+    for (number, low, high), start in zip(bucket.pieces, bucket.starts, strict=True):
         source = inputs[number].flat[low:high]
         packed[start : start + high - low] = source if widen is None else widen(source)
 
 
-def unpack(slot: Bucket, packed: Any, outputs: Sequence[Buffer]) -> None:
-    """Copy a slot's finished elements into the outputs."""
-    for (number, low, high), start in zip(slot.pieces, slot.starts, strict=True):
+def unpack(bucket: Bucket, packed: Any, outputs: Sequence[Buffer]) -> None:
+    """Copy a bucket's finished elements into the outputs."""
+    for (number, low, high), start in zip(bucket.pieces, bucket.starts, strict=True):
         outputs[number].flat[low:high] = packed[start : start + high - low]
 
 

@@ -24,7 +24,7 @@ from .file import Entry, read
 SET_BY_RINGRUN = ("error_file", "placed_gpu", "restart_count")
 """Settings that are no flags: ringrun sets them itself, for each rank."""
 
-_NOT_IN_FILE = ("help", "version", "config_file", "show_config", "check_build", "dry_run", "quiet_ranks")
+_NOT_IN_FILE = ("help", "version", "config_file", "show_config", "check_build", "dry_run")
 """What ringrun itself is to do now; no setting of a job."""
 
 _MB, _MOST_MB = "a whole number of MB (2^20 bytes)", 1 << 20

@@ -44,17 +44,17 @@ def _measure(pair: Pair, whole: Any) -> None:
     from ringreduce.transport.subset import SubsetTransport
 
     transport = SubsetTransport(whole, pair, 0)
-    _tell(transport.rank, pair)
+    _report(transport.rank, pair)
     latency_us = _latency_us(transport)
     count_bytes = FIRST_BYTES
     _reduce_s(transport, count_bytes)  # the first one connects
     rate = FIRST_BYTES / _reduce_s(transport, count_bytes)
     count_bytes = int(_agreed(transport, max(FIRST_BYTES, min(MOST_BYTES, rate * ATTEMPT_S))))
     took_s = statistics.median(_reduce_s(transport, count_bytes) for _ in range(ATTEMPTS))
-    _tell(transport.rank, pair, latency_us=latency_us, gbit_s=8e-9 * count_bytes / took_s)
+    _report(transport.rank, pair, latency_us=latency_us, gbit_s=8e-9 * count_bytes / took_s)
 
 
-def _tell(rank: int, pair: Pair, **figures: float) -> None:
+def _report(rank: int, pair: Pair, **figures: float) -> None:
     if rank == 0:
         print(json.dumps({"link": pair, **figures}), flush=True)
 

@@ -31,7 +31,7 @@ _exits: list[SystemExit] = []  # the last that sys.exit() has raised
 
 
 def _excepthook(kind: type[BaseException], value: BaseException, traceback: TracebackType | None) -> None:
-    """Note that the script has failed. After init() that of ringreduce/failures.py comes first, and calls this one."""
+    """Note that the script has failed. From init() on, ringreduce/monitor/excepthook.py calls this one."""
     _uncaught.append(kind)
     sys.__excepthook__(kind, value, traceback)
 
@@ -41,8 +41,8 @@ def _exit(status: Any = None, /) -> NoReturn:
     error = SystemExit(status)
     if _thread.get_ident() == _main_thread:  # in another it ends only that
         _exits[:] = [error]
-        atexit.unregister(_tell_exit_code)
-        atexit.register(_tell_exit_code)  # registered last, so it runs first
+        atexit.unregister(_leave_exit_code)
+        atexit.register(_leave_exit_code)  # registered last, so it runs first
     raise error
 
 
@@ -74,7 +74,7 @@ def _is_uncaught(error: SystemExit) -> bool:
     return True
 
 
-def _tell_exit_code() -> None:
+def _leave_exit_code() -> None:
     """Leave the code for the agent: on the way out MPI may end this process with another, when the others leave."""
     error_file = os.environ.get("RINGREDUCE_ERROR_FILE")
     if error_file and (code := _exit_code()):

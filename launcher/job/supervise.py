@@ -18,7 +18,7 @@ from ..report import outcome
 from ..report.card import card
 from ..report.outcome import RankEnd
 from ..report.states import stacks_report, waiting
-from ..text import numbered
+from ..text import counted, numbered
 from .events import (
     Arrived,
     Event,
@@ -80,7 +80,7 @@ class Supervisor:
         self._ends: dict[int, RankEnd] = {}
         self._shutdown: Shutdown | None = None
         self._conclusion: Conclusion | None = None  # if the job ends for another reason than a rank's failure
-        self._was_told = False  # by a signal to end the job
+        self._was_signalled = False  # by a signal to end the job
         self._failed = False  # a rank has failed, or was lost
         self._launcher_said: list[str] = []
         self._init = InitWatch(job.size)
@@ -98,7 +98,7 @@ class Supervisor:
     @property
     def failed(self) -> bool:
         """Whether a rank has failed or was lost, and no signal wants the job ended: a restart may help."""
-        return self._failed and not self._was_told
+        return self._failed and not self._was_signalled
 
     @property
     def _running(self) -> set[int]:
@@ -170,11 +170,11 @@ class Supervisor:
             case Signalled(signal.SIGUSR1):
                 self._show_stacks("ringrun: what the ranks do:")
             case Signalled(number):
-                self._obey(number)
+                self._on_signal(number)
             case Reported(rank, State() as state):
                 self._questions.answer(rank, state)
             case Reported(rank, Stalled(report)):
-                self._tell_stall(rank, report)
+                self._report_stall(rank, report)
             case Reported(rank, InInit(report_after_s)):
                 self._init.wait(rank, report_after_s, time.monotonic())
             case Reported(rank, Initialized()):
@@ -197,7 +197,7 @@ class Supervisor:
     def _show_stacks(self, headline: str) -> None:
         self._ask(lambda question: self._output.message([headline, *self._stacks(question)]))
 
-    def _tell_stall(self, rank: int, report: str) -> None:
+    def _report_stall(self, rank: int, report: str) -> None:
         """Print a stall report of ringreduce's, and all ranks' stacks unless they were printed a short while ago."""
         now_s = time.monotonic()
         headline = f"ringrun: the job is stalled, says rank {rank}: {report}"
@@ -230,16 +230,15 @@ class Supervisor:
             self._at_end = self._ask()
         return True
 
-    def _obey(self, number: int) -> None:
-        self._was_told = True
+    def _on_signal(self, number: int) -> None:
+        self._was_signalled = True
         steps = AFTER_INTERRUPT if number == signal.SIGINT else AFTER_TERMINATE
         if not self._end(steps, lambda: 128 + number):
             self._shutdown = Shutdown(AT_ONCE, time.monotonic())
             return
         self._take_step()
-        left = len(self._running)
         what = "interrupted" if number == signal.SIGINT else f"got {signal.Signals(number).name}"
-        self._output.message([f"ringrun: {what}; ending {left} rank{'' if left == 1 else 's'}"])
+        self._output.message([f"ringrun: {what}; ending {counted(len(self._running), 'rank')}"])
 
     def _end_launcher(self) -> None:
         """Let the agents go, and see mpirun's end."""

@@ -14,7 +14,7 @@ from ringreduce.transport.waiting import WaitsFor
 
 DRIVE_S = 5e-3  # how long a thread that waits polls for itself: a handover costs nothing beside what takes longer
 TAKE_OVER_S = 1e-3  # how long it waits for the engine's thread to stop polling; that may be moving much data
-FULL_POLLS = 4  # on one host it polls for messages at every fourth turn in which nothing moves
+FULL_POLLS = 4  # on one host it polls for messages at every fourth poll in which nothing moves
 
 
 class Service(Protocol):

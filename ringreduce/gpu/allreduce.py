@@ -41,17 +41,17 @@ class GpuBatch:
         self.itemsize = self.element.itemsize
         multiple = ipc_allreduce.alignment(self.itemsize)
         self.capacity = max(1, slot_bytes // self.itemsize // multiple) * multiple
-        self.slots = fusion.plan(batch.counts, self.capacity, alignment=multiple)
-        batch.expect(self.slots)
-        self.watch = watcher(batch, self.slots, context)  # a phase is queued
+        self.buckets = fusion.plan(batch.counts, self.capacity, alignment=multiple)
+        batch.expect(self.buckets)
+        self.watch = watcher(batch, self.buckets, context)  # a phase is queued
 
-    def gpu_slot(self, slot: fusion.Bucket, stream: Stream) -> GpuSlot:
-        """A slot in the form that kernels on a stream need."""
-        counts = [piece.high - piece.low for piece in slot.pieces]
-        table = self.gpu.kernels.table(slot.starts, counts, self.itemsize, stream)
-        inputs = [address(self.batch.inputs[number], low) for number, low, _ in slot.pieces]
-        outputs = [address(self.batch.outputs[number], low) for number, low, _ in slot.pieces]
-        return GpuSlot(table, inputs, outputs, slot.length)
+    def gpu_slot(self, bucket: fusion.Bucket, stream: Stream) -> GpuSlot:
+        """A bucket in the form that kernels on a stream need."""
+        counts = [piece.high - piece.low for piece in bucket.pieces]
+        table = self.gpu.kernels.table(bucket.starts, counts, self.itemsize, stream)
+        inputs = [address(self.batch.inputs[number], low) for number, low, _ in bucket.pieces]
+        outputs = [address(self.batch.outputs[number], low) for number, low, _ in bucket.pieces]
+        return GpuSlot(table, inputs, outputs, bucket.length)
 
     def through_host(
         self, collective: Callable[[Any, int], Steps[None]], width: int, in_order: bool = False
@@ -79,12 +79,12 @@ class GpuBatch:
             order.passed = number + 1
             self.up(number, slot, stage)
 
-        yield from overlapped((steps(number) for number in range(len(self.slots))), width)
+        yield from overlapped((steps(number) for number in range(len(self.buckets))), width)
 
     def down(self, number: int, stage: Stage) -> GpuSlot:
         """Queue the gathering of a slot, and its copy to the host."""
         self.watch(number, shared.PACK)
-        slot = self.gpu_slot(self.slots[number], stage.stream)
+        slot = self.gpu_slot(self.buckets[number], stage.stream)
         block, pinned = stage.block(self.capacity * self.itemsize), stage.pinned(self.capacity * self.itemsize)
         self.gpu.kernels.gather(slot.table, slot.inputs, block.pointer, stage.stream)
         stage.stream.copy(pinned.pointer, block.pointer, slot.length * self.itemsize)
@@ -119,7 +119,7 @@ class GpuReduction(GpuBatch):
         super().__init__(batch, self._slot_bytes(context.settings), context)
         if context.debugs:
             what = f"allreduce of {len(batch.inputs)} GPU tensors, {batch.nbytes} B of {reduction.element.name}"
-            LOGGER.debug(f"{what}: {path} {self.algorithm}".rstrip() + f", in {len(self.slots)} slots")
+            LOGGER.debug(f"{what}: {path} {self.algorithm}".rstrip() + f", in {len(self.buckets)} slots")
 
     def run(self) -> Steps[None]:
         """Queue it all."""
@@ -148,7 +148,7 @@ class GpuReduction(GpuBatch):
         element = nccl_element(reduction) if self.path else TABLE[reduction.sum_type.name]
         wide = element != reduction.element
         block = stage.block(self.context.settings.cuda_slot_bytes).pointer  # never grows: freeing waits for all kernels
-        for number, each in enumerate(self.slots):
+        for number, each in enumerate(self.buckets):
             slot = self.gpu_slot(each, stage.stream)
             self.watch(number, shared.PACK)
             kernels.load(slot.table, slot.inputs, block, reduction, stage.stream, wide=wide)
@@ -170,7 +170,7 @@ class GpuReduction(GpuBatch):
     def _ipc(self) -> Steps[None]:
         """See gpu/ipc_allreduce.py."""
         stream = self.gpu.stream
-        slots = [self.gpu_slot(each, stream) for each in self.slots]
+        slots = [self.gpu_slot(each, stream) for each in self.buckets]
         if self.paths.peers is None:
             raise AssertionError("the path is ipc, but no slots are mapped")
         yield from ipc_allreduce.allreduce(
@@ -179,12 +179,12 @@ class GpuReduction(GpuBatch):
 
     def _cuda_aware(self) -> Steps[None]:
         """Rings of GPU memory, summed by the GPU; all on the engine's stream, for which outgoing messages wait."""
-        slots = range(len(self.slots))
+        slots = range(len(self.buckets))
         yield from overlapped((self._ring(number, number % CHANNELS) for number in slots), CHANNELS)
 
     def _ring(self, number: int, channel: int) -> Steps[None]:
         stream, kernels, reduction = self.gpu.stream, self.gpu.kernels, self.reduction
-        slot = self.gpu_slot(self.slots[number], stream)
+        slot = self.gpu_slot(self.buckets[number], stream)
         sum_bytes, finished_bytes = self.capacity * reduction.sum_type.itemsize, self.capacity * self.itemsize
         nbytes = sum_bytes + finished_bytes + ring.RECEIVES_AHEAD * GPU_SEGMENT_BYTES
         block = self.paths.blocks[channel].block(nbytes)

@@ -63,7 +63,6 @@ WRONG = [
         ["-np", "4", "--ranks", "0-4", "true"],
         "--ranks: there is no rank 4; with -np 4 there are ranks 0 to 3",
     ),
-    (["--quiet-ranks", "true"], "--quiet-ranks: write --ranks 0, which prints rank 0's lines only"),
     (["--hlep"], "there is no flag --hlep; did you mean --help?"),
     (["--Help"], "there is no flag --Help; did you mean --help?"),
     (["--verbos", "-np", "2", "true"], "there is no flag --verbos; did you mean --verbose?"),

@@ -12,14 +12,14 @@ CAPACITY = 16
 counts_lists = st.lists(st.integers(0, 60), max_size=30)
 
 
-def tensors_of(slots):
-    return [[piece.tensor for piece in slot.pieces] for slot in slots]
+def tensors_of(buckets):
+    return [[piece.tensor for piece in bucket.pieces] for bucket in buckets]
 
 
 def test_small_tensors_share_a_slot_and_long_ones_stream_through():
-    slots = fusion.plan((3, 4, 16, 5, 40, 0), CAPACITY, whole=True)
-    assert tensors_of(slots) == [[0, 1, 3], [2], [4], [4], [4]]
-    assert [slot.pieces for slot in slots[2:]] == [(Piece(4, 0, 16),), (Piece(4, 16, 32),), (Piece(4, 32, 40),)]
+    buckets = fusion.plan((3, 4, 16, 5, 40, 0), CAPACITY, whole=True)
+    assert tensors_of(buckets) == [[0, 1, 3], [2], [4], [4], [4]]
+    assert [bucket.pieces for bucket in buckets[2:]] == [(Piece(4, 0, 16),), (Piece(4, 16, 32),), (Piece(4, 32, 40),)]
 
 
 def test_a_full_slot_is_closed():
@@ -28,22 +28,22 @@ def test_a_full_slot_is_closed():
 
 @given(counts_lists)
 def test_every_element_travels_once_in_slots_that_are_full_at_most(counts):
-    slots = fusion.plan(tuple(counts), CAPACITY, whole=True)
-    travelling = sorted((piece.tensor, n) for slot in slots for piece in slot.pieces for n in range(*piece[1:]))
+    buckets = fusion.plan(tuple(counts), CAPACITY, whole=True)
+    travelling = sorted((piece.tensor, n) for bucket in buckets for piece in bucket.pieces for n in range(*piece[1:]))
     assert travelling == [(number, n) for number, count in enumerate(counts) for n in range(count)]
-    for slot in slots:
-        assert slot.length == sum(piece.high - piece.low for piece in slot.pieces) <= CAPACITY
-        assert len(slot.pieces) == 1 or all(piece.high - piece.low == counts[piece.tensor] for piece in slot.pieces)
+    for bucket in buckets:
+        assert bucket.length == sum(piece.high - piece.low for piece in bucket.pieces) <= CAPACITY
+        assert len(bucket.pieces) == 1 or all(piece.high - piece.low == counts[piece.tensor] for piece in bucket.pieces)
 
 
 @given(counts_lists)
 def test_what_is_packed_is_unpacked_into_its_place(counts):
     inputs = [as_buffer(np.arange(n, dtype=np.float32) + 100 * k) for k, n in enumerate(counts)]
     outputs = [each.empty(each.shape) for each in inputs]
-    for slot in fusion.plan(tuple(counts), CAPACITY, whole=True):
-        packed = np.empty(slot.length, np.float64)
-        fusion.pack(slot, inputs, packed, widen=lambda flat: flat.astype(np.float64))
-        fusion.unpack(slot, packed * 2, outputs)
+    for bucket in fusion.plan(tuple(counts), CAPACITY, whole=True):
+        packed = np.empty(bucket.length, np.float64)
+        fusion.pack(bucket, inputs, packed, widen=lambda flat: flat.astype(np.float64))
+        fusion.unpack(bucket, packed * 2, outputs)
     for number, output in enumerate(outputs):
         np.testing.assert_array_equal(output.flat, 2 * (np.arange(counts[number]) + 100 * number))
 
@@ -63,18 +63,20 @@ def test_blocks_are_used_again_and_lie_in_one_allocation():
 
 @given(counts_lists, st.sampled_from([1, 2, 4, 8]))
 def test_aligned_pieces_cover_every_element_once_and_begin_where_many_bytes_are_read_at_once(counts, alignment):
-    slots = fusion.plan(tuple(counts), CAPACITY, alignment=alignment)
-    travelling = [(piece.tensor, n) for slot in slots for piece in slot.pieces for n in range(piece.low, piece.high)]
+    buckets = fusion.plan(tuple(counts), CAPACITY, alignment=alignment)
+    travelling = [
+        (piece.tensor, n) for bucket in buckets for piece in bucket.pieces for n in range(piece.low, piece.high)
+    ]
     assert travelling == [(number, n) for number, count in enumerate(counts) for n in range(count)], "in order, once"
-    for slot in slots:
-        assert slot.length <= CAPACITY
-        assert slot.length % alignment == 0
-        assert all(start % alignment == 0 for start in slot.starts)
-        assert all(piece.low % alignment == 0 < piece.high - piece.low for piece in slot.pieces)
-        ends = [start + piece.high - piece.low for start, piece in zip(slot.starts, slot.pieces, strict=True)]
-        gaps = [start - end for start, end in zip([*slot.starts, slot.length], [0, *ends], strict=True)]
+    for bucket in buckets:
+        assert bucket.length <= CAPACITY
+        assert bucket.length % alignment == 0
+        assert all(start % alignment == 0 for start in bucket.starts)
+        assert all(piece.low % alignment == 0 < piece.high - piece.low for piece in bucket.pieces)
+        ends = [start + piece.high - piece.low for start, piece in zip(bucket.starts, bucket.pieces, strict=True)]
+        gaps = [start - end for start, end in zip([*bucket.starts, bucket.length], [0, *ends], strict=True)]
         assert all(0 <= gap < alignment for gap in gaps), "pieces do not overlap, and no more than needed is left out"
-    assert all(slot.length == CAPACITY for slot in slots[:-1]), "all but the last are full"
+    assert all(bucket.length == CAPACITY for bucket in buckets[:-1]), "all but the last are full"
 
 
 def test_a_tensor_is_cut_at_a_multiple_of_the_alignment():

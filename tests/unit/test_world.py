@@ -1,10 +1,12 @@
+import os
 import subprocess
 import sys
 
 import pytest
 
-from ringreduce.errors import LauncherMismatchError, NotInitializedError
-from ringreduce.mpi import check_launcher, check_world_size
+from ringreduce import mpi
+from ringreduce.errors import LauncherMismatchError, NotInitializedError, StartupError
+from ringreduce.mpi import check_launcher, check_process, check_world_size
 from ringreduce.world import World, local_ranks
 
 
@@ -92,6 +94,20 @@ def test_a_start_that_mpi_knows_nothing_of_is_told(variable, launcher):
     message = rf"{variable}=4 says that .*{launcher} started 4 ranks, but MPI counts 1: .* start with ringrun -np 4"
     with pytest.raises(LauncherMismatchError, match=message):
         check_world_size(1, {variable: "4"})
+
+
+def test_a_child_process_of_a_rank_is_refused():
+    """What spawn, forkserver, fork and subprocess start, with the rank's variables; see end_to_end/test_children.py."""
+    started = {"PMIX_NAMESPACE": "job 1", "PMIX_RANK": "3", "RINGREDUCE_ERROR_FILE": "/tmp/rank3.json"}
+    own, childs = (started | {mpi._RANK_VARIABLE: f"{pid} 3 {mpi._start_of(started)}"} for pid in (os.getpid(), 1))
+    check_process(started)
+    check_process(own)  # another init() of the rank itself
+    with pytest.raises(
+        StartupError, match=r"this process was started by rank 3 and is not a rank itself; put init\(\)"
+    ):
+        check_process(childs)
+    for name in started:
+        check_process(childs | {name: "another"})  # of a job that the rank has started
 
 
 NEED_A_WORLD = ["rank", "size", "local_rank", "local_size", "cross_rank", "cross_size", "is_homogeneous", "barrier"]
