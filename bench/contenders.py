@@ -21,7 +21,7 @@ from common import neutral
 import ringreduce as rr
 from ringreduce import runtime
 from ringreduce.arrays.dtypes import element_type
-from ringreduce.collectives import direct, doubling, hierarchical, ring, shared
+from ringreduce.collectives import direct, doubling, halving, hierarchical, ring, shared
 from ringreduce.execution.algorithms import Algorithms
 from ringreduce.negotiation.negotiation import GLOBAL
 from ringreduce.ops import Reduction
@@ -61,6 +61,7 @@ def algorithms(dtype: str) -> dict[str, Contender]:
     reduction = Reduction(rr.Sum, element_type(element_dtype(dtype)), rr.size())
     steps: dict[str, Callable[[np.ndarray[Any, Any]], Steps[None]]] = {
         "ring": lambda array: ring.allreduce(array, channel, reduction, segment_bytes),
+        "halving": lambda array: halving.allreduce(array, channel, reduction, segment_bytes),
         "direct": lambda array: direct.allreduce(array, channel, reduction, segment_bytes),
         "doubling": lambda array: doubling.allreduce(array, channel, reduction),
     }
@@ -68,7 +69,7 @@ def algorithms(dtype: str) -> dict[str, Contender]:
         steps["shared"] = lambda array: shared.allreduce(slots(array, region.slot_bytes), region, reduction)
     if region is not None and hierarchy is not None:
         steps["hierarchical"] = lambda array: hierarchical.allreduce(
-            slots(array, region.slot_bytes), region, hierarchy, reduction, segment_bytes
+            slots(array, algorithms.unit_bytes), region, hierarchy, reduction, segment_bytes
         )
     storage = reduction.element.storage  # bfloat16 is held as 16 bits
     return {name: lambda array, start=start: complete(start(array.view(storage))) for name, start in steps.items()}
@@ -79,9 +80,9 @@ def global_algorithms() -> Algorithms:
     return runtime.current("bench").engine.states[GLOBAL].algorithms
 
 
-def slots(array: np.ndarray[Any, Any], slot_bytes: int) -> list[list[shared.Part]]:
-    """The array in pieces that fit a slot of shared memory; each is reduced in place."""
-    length = slot_bytes // array.itemsize
+def slots(array: np.ndarray[Any, Any], nbytes: int) -> list[list[shared.Part]]:
+    """The array in pieces of so many bytes; each is reduced in place."""
+    length = nbytes // array.itemsize
     pieces = (array[low : low + length] for low in range(0, array.size, length))
     return [[shared.Part(piece, piece)] for piece in pieces]
 

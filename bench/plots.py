@@ -12,6 +12,7 @@ OURS = {
     "ringreduce, torch": "#ff7f0e",
     "ringreduce, grouped": "#e377c2",
     "ring": "#ff7f0e",
+    "halving": "#b8860b",
     "direct": "#e377c2",
     "doubling": "#8c564b",
     "shared": "#bcbd22",

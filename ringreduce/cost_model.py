@@ -1,28 +1,46 @@
 """Which all-reduce is the fastest: a cost model with a few constants, measured once at start-up (startup/measure.py).
 
-The model counts each algorithm's waits, messages and bytes, and prices them:
+An all-reduce moves units, some at a time. The model counts each algorithm's waits, messages and bytes for a unit alone,
+and what of it nothing else can overlap: the wire's time, and the processor's. With k units of which w are under way
 
-    ring           2 (P - 1) messages one after the other; 2 n (P - 1) / P bytes over the slowest link
+    time = alone + (k - 1) max(alone / w, busy),   busy = max(wire, processor), or their hypotenuse
+
+    ring           2 (P - 1) messages one after the other; 2 u (P - 1) / P bytes of a unit over the slowest link
+    halving        2 log2 P messages one after the other; the same bytes
     direct         2 messages one after the other, P - 1 at a time; the same bytes
-    doubling       log2 P messages one after the other, each of all n bytes
-    hierarchical   each byte passes three times through the caches; a ring of H hosts, n bytes through each host's wire
+    doubling       log2 P messages one after the other, each of all u bytes
+    hierarchical   each byte passes INWARD + OUTWARD times through the caches; ring or halving of H hosts, u bytes
+                   through each host's wire
 
+Longer units have fewer waits and messages, and take longer to fill the wire: the model chooses their length, too.
 `shared` is always chosen where it is usable. The model knows no congestion and no other jobs. bench/growth.py shows its
-predictions beside measurements.
+predictions beside measurements, bench/scale.py beside simulations of many hosts.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import math
 from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 from ringreduce.errors import SettingsError
 
-ALGORITHMS = ("shared", "hierarchical", "ring", "direct", "doubling", "nccl")
+ALGORITHMS = ("shared", "hierarchical", "ring", "halving", "direct", "doubling", "nccl")
 """`nccl` is NVIDIA's library, for GPU arrays only; the model never chooses it, but the setting can."""
-PASSES = 3  # times that shared memory touches each byte
+INWARD, OUTWARD = 1.5, 1.0  # how often shared memory touches each byte before it is on the wire, and after
+SUMMING = 1.5  # bytes that a sum reads and writes, beside those of a copy
+UNITS = tuple(1 << power for power in range(20, 26))  # lengths of `hierarchical` to choose from, in bytes
+BUCKETS = UNITS[1:4]  # and of the others, which fill the fusion buffer
+LEAST_GAIN = 0.97  # of a longer unit, which needs memory, and of halving across, which ran on few networks
+UNITS_AHEAD = 8  # of `hierarchical`, under way at a time
+BUCKETS_IN_FLIGHT = 2  # of the others
+SEGMENT_BYTES = 60 << 10  # of a message between hosts
+SEGMENT_MESSAGES = 4  # on a fast wire: a segment takes this many times as long as the processor needs to send it
+STEPWISE_ALGORITHMS = ("hierarchical", "halving")  # wire and processor wait for each other now and then
+STEPWISE = 1.1  # slowdown of a wire by `halving`, which does not begin a step before the last one has ended
 MANY = 16  # with more ranks `direct` is not chosen: the model does not cover so many senders to one receiver
 CONVERGING = 1.03  # slowdown of a wire to which several hosts send at a time (4 hosts at 1 Gbit/s: 2 to 4 %)
 ONE_SHOT_BYTES = 64 << 10  # in shared memory every rank sums all of a buffer if the others' parts are at most this long
@@ -65,44 +83,128 @@ def is_one_shot(nbytes: int, size: int) -> bool:
     return nbytes * (size - 1) <= ONE_SHOT_BYTES
 
 
-def predict_us(algorithm: str, nbytes: int, hosts: Sequence[int], constants: Constants) -> float:
-    """The predicted time of an all-reduce of `nbytes`, rank r on host hosts[r], in µs; inf: not usable, or `shared`."""
-    size, counted = len(hosts), collections.Counter(hosts)
-    num_hosts, most = len(counted), max(counted.values())
-    if size == 1:
-        return 0.0
+class Plan(NamedTuple):
+    """How long an all-reduce takes, and how."""
+
+    us: float = math.inf
+    unit_bytes: int = 0  # what travels together
+    halves: bool = False  # of `hierarchical`: what goes across is halved
+
+
+def segment_bytes(constants: Constants) -> int:
+    """Bytes of a message between hosts: on a fast wire more, so that the processor keeps up."""
+    return max(SEGMENT_BYTES, int(SEGMENT_MESSAGES * constants.message_us * constants.wire_gbs * 1e3))
+
+
+class _Link(NamedTuple):
+    """What the `size` ranks that take part have of a link: µs of a message, bytes per µs."""
+
+    size: int
+    latency: float
+    rate: float
+    segment: int
+
+
+class _Load(NamedTuple):
+    """Of one unit, in µs: alone; of the wire; of the processor."""
+
+    alone: float
+    wire: float
+    processor: float
+
+
+def _ring(unit: float, link: _Link, constants: Constants) -> _Load:
+    steps, chunk, copy = 2 * (link.size - 1), unit / link.size, 1e3 * constants.copy_gbs
+    segment = min(chunk, link.segment)
+    wait = max(link.latency, constants.message_us) + segment / link.rate
+    wire = steps * chunk / link.rate
+    messages = steps * max(1.0, chunk / link.segment)
+    alone = max(wire + link.latency, steps * wait) + unit / copy
+    return _Load(alone, wire, messages * constants.message_us + SUMMING * unit / copy)
+
+
+def _halving(unit: float, link: _Link, constants: Constants) -> _Load:
+    steps, copy = 2 * math.ceil(math.log2(link.size)), 1e3 * constants.copy_gbs
+    wire = 2 * unit * (link.size - 1) / link.size / link.rate
+    alone = steps * max(link.latency, constants.message_us) + wire + unit / copy
+    processor = (steps + 2 * unit / link.segment) * constants.message_us + SUMMING * unit / copy
+    return _Load(alone, STEPWISE * wire, processor)
+
+
+@functools.lru_cache(maxsize=64)
+def _layout(hosts: tuple[int, ...]) -> tuple[int, int, int]:
+    """How many ranks, hosts, and ranks of the largest host."""
+    counted = collections.Counter(hosts)
+    return len(hosts), len(counted), max(counted.values())
+
+
+def _load(algorithm: str, unit: float, hosts: tuple[int, ...], constants: Constants, halves: bool) -> _Load | None:
+    """The load of one unit; None: not usable, or `shared`."""
+    size, num_hosts, most = _layout(hosts)
     one_host = num_hosts == 1
     latency = constants.message_us if one_host else constants.wire_us
     # one rank's share of a link; the ranks of a host share its wire
     rate = 1e3 * (constants.message_gbs if one_host else constants.wire_gbs)
     copy = 1e3 * constants.copy_gbs
-    share = 2 * nbytes * (size - 1) / size
-    if algorithm == "ring":
-        # in a ring over hosts, only one rank of a host sends to another host
-        return 2 * (size - 1) * max(latency, constants.message_us) + share / rate + nbytes / copy
+    link = _Link(size, latency, rate, segment_bytes(constants))
+    if algorithm == "ring":  # over hosts, only one rank of a host sends to another host
+        return _ring(unit, link, constants)
+    if algorithm == "halving":
+        return _halving(unit, link._replace(rate=rate / (1 if one_host else most)), constants)
     if algorithm == "direct":
+        share = 2 * unit * (size - 1) / size
         remote = share if one_host else share * most * (size - most) / max(1, size - 1)
-        remote *= CONVERGING if num_hosts > 2 else 1
-        return 2 * latency + 2 * (size - 1) * constants.message_us + remote / rate + nbytes / copy
+        wire = remote * (CONVERGING if num_hosts > 2 else 1) / rate
+        messages = 2 * (size - 1) * constants.message_us
+        return _Load(2 * latency + messages + wire + unit / copy, wire, messages + unit / copy)
     if algorithm == "doubling":
         rounds = math.ceil(math.log2(size)) + (0 if size & (size - 1) == 0 else 1)
-        return rounds * (latency + nbytes * (1 if one_host else most) / rate + nbytes / copy)
+        wire = rounds * unit * (1 if one_host else most) / rate
+        return _Load(rounds * (latency + unit / copy) + wire, wire, rounds * unit / copy)
     if algorithm == "hierarchical" and not one_host and most > 1:
-        across = 2 * (num_hosts - 1) * latency + 2 * nbytes * (num_hosts - 1) / num_hosts / rate
-        return constants.message_us + PASSES * nbytes / copy + across  # two waits for flags take about a message's time
-    return math.inf
+        polling = min(unit, UNITS[0]) / copy  # what has arrived is looked at between two slots
+        link = link._replace(size=num_hosts, rate=rate / most, latency=latency + polling)
+        alone, wire, processor = (_halving if halves else _ring)(unit / most, link, constants)
+        inside = (INWARD + OUTWARD) * unit / copy
+        wire /= STEPWISE if halves else 1  # enough units are under way
+        return _Load(constants.message_us + inside + alone, wire, inside + processor)  # two waits: about a message
+    return None
+
+
+def plan(algorithm: str, nbytes: float, hosts: Sequence[int], constants: Constants, units: Sequence[int] = ()) -> Plan:
+    """The fastest plan for an all-reduce of `nbytes`, rank r on host hosts[r]; inf: not usable, or `shared`."""
+    units = units or (UNITS if algorithm == "hierarchical" else BUCKETS)
+    if len(hosts) == 1:
+        return Plan(0.0, units[0])
+    best = Plan()
+    at_a_time = UNITS_AHEAD if algorithm == "hierarchical" else BUCKETS_IN_FLIGHT
+    for halves in (False, True) if algorithm == "hierarchical" else (False,):
+        for unit in units:
+            load = _load(algorithm, min(unit, nbytes), tuple(hosts), constants, halves)
+            if load is None:
+                return best
+            more = max(0.0, nbytes / unit - 1)
+            busy = math.hypot(*load[1:]) if algorithm in STEPWISE_ALGORITHMS else max(load[1:])
+            us = load.alone + more * max(load.alone / at_a_time, busy)
+            if us < best.us * (LEAST_GAIN if unit > best.unit_bytes or halves > best.halves else 1):
+                best = Plan(us, unit, halves)
+    return best
+
+
+def predict_us(algorithm: str, nbytes: float, hosts: Sequence[int], constants: Constants) -> float:
+    """The predicted time of an all-reduce of `nbytes`, rank r on host hosts[r], in µs; inf: not usable, or `shared`."""
+    return plan(algorithm, nbytes, hosts, constants).us
 
 
 def choose(nbytes: int, wire_nbytes: int, hosts: Sequence[int], usable: Collection[str], constants: Constants) -> str:
     """The fastest of the usable algorithms.
 
-    wire_nbytes: the bytes that `ring`, `hierarchical` and `doubling` send for `nbytes`: more for 16-bit floats, whose
-                 sums travel as float32, while `shared` and `direct` keep 16 bits.
+    wire_nbytes: the bytes that all but `shared` and `direct` send for `nbytes`: more for 16-bit floats, whose sums
+                 travel as float32, while those two keep 16 bits.
     """
 
     def cost(algorithm: str) -> float:
-        wide = algorithm in ("ring", "hierarchical", "doubling")
-        return predict_us(algorithm, wire_nbytes if wide else nbytes, hosts, constants)
+        return predict_us(algorithm, nbytes if algorithm in ("shared", "direct") else wire_nbytes, hosts, constants)
 
     candidates = [each for each in ALGORITHMS if each in usable and not (each == "direct" and len(hosts) > MANY)]
     return min(candidates or usable, key=cost)

@@ -21,6 +21,7 @@ from ringreduce import log
 from ringreduce._version import __version__
 from ringreduce.engine.engine import Engine
 from ringreduce.errors import InputError, MismatchError, NotInitializedError
+from ringreduce.execution.algorithms import fitted, usable_algorithms
 from ringreduce.execution.host import Host
 from ringreduce.execution.signature import Signature, SubmissionRecord, calling_line, mismatch_message
 from ringreduce.gpu import device_selection
@@ -101,6 +102,8 @@ def start(comm: Any, process_sets: Sequence[Any], dynamic: bool) -> list[tuple[i
         sets = check_sets(everyones, world.size)
         agree_on_settings(world, settings, sets)
         host = prepare_host(world, transport, settings)
+        usable = usable_algorithms(world.hosts, host.window is not None)
+        settings = fitted(settings, world.hosts, usable, host.constants)
         _process_runtime = Runtime(world, transport, settings, host, clock.offsets_us(world), sets, _gpu)
         _log_init(_process_runtime)
     except MismatchError:

@@ -3,7 +3,7 @@
 | function             | messages a rank sends | elements a rank sends, of n | source                |
 |----------------------|-----------------------|-----------------------------|-----------------------|
 | shared.allreduce     | 0                     | 0                           | see shared.py         |
-| hierarchical         | 2 (H - 1), H hosts    | 2 n (H - 1) / H a host      | hierarchical.py       |
+| hierarchical         | a ring's or halving's | 2 n (H - 1) / H a host      | hierarchical.py       |
 | direct.allreduce     | 2 (P - 1)             | 2 n (P - 1) / P             | Thakur et al. 2005    |
 | doubling.allreduce   | log2 P, rounded up    | n log2 P                    | Thakur et al. 2005    |
 | halving.allreduce    | 2 log2 P, rounded up  | 2 n (P - 1) / P             | Träff 2024            |
@@ -15,7 +15,7 @@
 | pairwise.alltoall    | P - 1                 | n (P - 1) / P               | Thakur et al. 2005    |
 | adasum.allreduce     | log2 P                | n log2 P                    | Maleki et al. 2021    |
 
-A cost model (cost_model.py) chooses the all-reduce; halving is not among its choices yet. The ring's messages are
+A cost model (cost_model.py) chooses the all-reduce. The ring's messages are
 counted per chunk; a chunk longer than a segment is cut into several. All are generators that yield what they wait for
 (transport/base.py), so that an engine can run several at a time.
 """

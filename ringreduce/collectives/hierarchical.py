@@ -1,20 +1,20 @@
-"""All-reduce over hosts with several ranks each: shared memory inside a host, rings across, one for each local rank.
+"""All-reduce over hosts with several ranks each: shared memory inside a host, the wire for each local rank's chunk.
 
-Two hosts with two ranks each; a slot has as many chunks as the smallest host has ranks, here `a` and `b`:
+Two hosts with two ranks each; a unit has as many chunks as the smallest host has ranks, here `a` and `b`:
 
-                host 0: rank 0   rank 1        host 1: rank 2   rank 3
-    pack               a0 b0    a1 b1                 a2 b2    a3 b3       into shared memory
-    sum                a01          b01               a23          b23     each rank its chunk, from the others' slots
-    ring               a01 <----------- rank 0 and 2 ----> a23             over the wire: only that chunk
-                                    b01 <-- rank 1 and 3 ----> b23
-    copy               A  B     A  B                  A  B     A  B        from the owners' slots
+                    host 0: rank 0   rank 1        host 1: rank 2   rank 3
+    reduce-scatter         a01          b01               a23          b23     through slots of shared memory
+    across                 a01 <-------------- rank 0 and 2 ---------> a23     over the wire: only that chunk
+                                        b01 <-- rank 1 and 3 --------> b23
+    allgather              A  B     A  B                  A  B     A  B        through slots of shared memory
 
 So each byte crosses a host's wire once each way, as if the host were one rank, and all its ranks drive the wire. Ranks
-beyond the number of chunks only pack and copy. Slots overlap: one is on the wire while the next is summed.
+beyond the number of chunks only pack and copy. What goes across is a ring's or halving's affair.
 
-No flag says "I have read it": `SLOTS_IN_FLIGHT` slots are in flight, and there are twice as many. A rank packs slot k
-once it has finished slot k - SLOTS_IN_FLIGHT; by then every rank had begun that one, and so had finished slot k -
-2 SLOTS_IN_FLIGHT, whose memory is packed now.
+A slot is as small as a cache; a unit, which may fill many slots, is as long as latency and rate of the wire demand.
+Some units are on the wire at a time, while another one is packed or copied, in an order that is the same for all ranks:
+
+    reduce-scatter 0, 1, 2, 3 · allgather 0 · reduce-scatter 4 · allgather 1 · reduce-scatter 5 · ...
 
 Source: Horovod's hierarchical allreduce, which copies to one rank of each host; here all take part.
 """
@@ -22,94 +22,150 @@ Source: Horovod's hierarchical allreduce, which copies to one rank of each host;
 from __future__ import annotations
 
 import itertools
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from ringreduce.collectives import ring
-from ringreduce.collectives.overlap import InOrder, Order, overlapped
-from ringreduce.collectives.shared import COPY, DONE, PACK, REDUCE, Part, Slot, Watch, pieces_of
+from ringreduce.collectives import halving, ring
+from ringreduce.collectives.overlap import Running, until_ended
+from ringreduce.collectives.shared import COPY, DONE, PACK, REDUCE, Part, Watch, pieces_of
+from ringreduce.collectives.shared_halves import allgather, reduce_scatter
+from ringreduce.cost_model import UNITS_AHEAD
 from ringreduce.ops import Average, Reduction, Sum
 from ringreduce.transport.base import Steps, Transport
 from ringreduce.transport.subset import SubsetTransport
-from ringreduce.transport.window import PACKED, SLOTS, SUMMED, Region
-
-SLOTS_IN_FLIGHT = SLOTS // 2
+from ringreduce.transport.window import Region
 
 
 class Hierarchy:
-    """Who does what, for the ranks of `channels`: hosts[r] is rank r's host; local_index: this rank's, on its."""
+    """Who does what, for the ranks of `channels`: hosts[r] is rank r's host; local_index: this rank's, on its.
 
-    def __init__(self, channels: Sequence[Transport], hosts: Sequence[int], local_index: int) -> None:
+    halves: what goes across is halved, and does not go around a ring.
+    """
+
+    def __init__(
+        self, channels: Sequence[Transport], hosts: Sequence[int], local_index: int, halves: bool = False
+    ) -> None:
         by_host: dict[int, list[int]] = {}
         for r, host in enumerate(hosts):
             by_host.setdefault(host, []).append(r)
         members = list(by_host.values())
-        self.chunks = min(len(each) for each in members)  # of a slot
-        self.rings: list[Transport] = []  # this rank's ring, one per slot in flight; none for a rank that owns no chunk
+        self.across = halving.allreduce if halves else ring.allreduce
+        self.chunks = min(len(each) for each in members)  # of a unit
+        self.transports: list[Transport] = []  # one for each unit in flight; none for a rank that owns no chunk
         if local_index < self.chunks:
             across = [each[local_index] for each in members]
-            self.rings = [SubsetTransport(channels[k], across, 0) for k in range(SLOTS_IN_FLIGHT)]
-        self.order = Order(channels[0].rank)  # this rank publishes SUMMED in order, though slots overlap
+            self.transports = [SubsetTransport(each, across, 0) for each in channels[:UNITS_AHEAD]]
+        self._memory: dict[tuple[int, str], Any] = {}
+
+    def memory(self, unit: int, use: str, count: int, dtype: np.dtype[Any]) -> Any:
+        """`count` elements, kept for the next unit that is in flight in this one's place."""
+        place = unit % UNITS_AHEAD, use
+        if place not in self._memory or self._memory[place].nbytes < count * dtype.itemsize:
+            self._memory[place] = np.empty(count * dtype.itemsize, np.uint8)
+        return self._memory[place][: count * dtype.itemsize].view(dtype)
 
 
 def allreduce(
-    slots: Sequence[Sequence[Part]],
+    units: Sequence[Sequence[Part]],
     region: Region,
     hierarchy: Hierarchy,
     reduction: Reduction,
     segment_bytes: int = ring.SEGMENT_BYTES,
     watch: Watch = lambda number, phase: None,
 ) -> Steps[None]:
-    """Reduce the parts of all slots over all ranks of all hosts; every rank gets the same bits.
+    """Reduce the parts of all units over all ranks of all hosts; every rank gets the same bits.
 
-    slots: each at most `region.slot_bytes` long, alike on all ranks;  watch: see shared.py.
-    Cost:  over each host's wire 2 n (H - 1) / H elements each way, with H hosts; 2 (H - 1) messages a slot. 16-bit
-           floats travel as float32 until they are finished. Memory: the region's, and for each slot in flight 4
-           segments and, for 16-bit floats, a float32 copy of a chunk.
+    units: of any length, alike on all ranks;  watch: see shared.py.
+    Cost:  over each host's wire 2 n (H - 1) / H elements each way, with H hosts; 2 (H - 1) messages a unit, or with
+           halving 2 log2 H. 16-bit floats travel as float32 until they are finished. Memory: the region's, and for each
+           unit in flight its chunk, and half of it with halving.
     """
-    first, order = region.sequence, hierarchy.order
-    region.sequence += len(slots)
-    order.passed = first
+    under_way: deque[_Unit] = deque()
 
-    def one(number: int, parts: Sequence[Part]) -> Steps[None]:
-        sequence, pieces = first + number, pieces_of(parts, hierarchy.chunks)
-        slot = Slot(region, reduction.element.storage, packed=pieces, copied=pieces)
-        watch(number, PACK)
-        slot.pack(sequence)
-        watch(number, REDUCE)
-        yield region.arrival(PACKED, sequence)
-        own = [each for each in pieces if each.owner == region.rank]
-        if own and hierarchy.rings:
-            chunks = [each[own[0].low : own[-1].high] for each in region.slots(sequence, slot.dtype)]
-            yield from _across(chunks, region.rank, hierarchy.rings[number % SLOTS_IN_FLIGHT], reduction, segment_bytes)
-        if order.passed != sequence:
-            yield InOrder(order, sequence)
-        region.publish(SUMMED, sequence)
-        order.passed = sequence + 1
-        yield region.arrival(SUMMED, sequence)
-        watch(number, COPY)
-        slot.copy_out(sequence)
-        watch(number, DONE)
+    def wires() -> list[Running]:
+        return [each.crossing for each in under_way]
 
-    yield from overlapped(itertools.starmap(one, enumerate(slots)), SLOTS_IN_FLIGHT)
+    def poll(number: int, phase: int) -> None:
+        for each in wires():
+            each.advance()
+
+    for number in range(len(units) + UNITS_AHEAD):
+        if number >= UNITS_AHEAD and under_way:
+            yield from until_ended(under_way[0].crossing, wires())
+            unit = under_way.popleft()
+            watch(unit.number, COPY)
+            gather = allgather(unit.finished_pieces, unit.targets, region, poll)
+            yield from until_ended(Running(gather), wires())
+            watch(unit.number, DONE)
+        if number < len(units):
+            watch(number, PACK)
+            unit = _Unit(number, units[number], region.rank, region.size, hierarchy, reduction)
+            inside = _Inside(reduction)
+            scatter = reduce_scatter(unit.sources, unit.partial_pieces, region, inside, poll)  # type: ignore[arg-type]
+            yield from until_ended(Running(scatter), wires())
+            watch(number, REDUCE)
+            unit.crossing = Running(unit.cross(hierarchy, segment_bytes))
+            under_way.append(unit)
+            poll(number, REDUCE)
 
 
-def _across(
-    chunks: Sequence[Any], mine: int, transport: Transport, reduction: Reduction, segment_bytes: int
-) -> Steps[None]:
-    """Sum the chunk of the host's ranks, reduce it over the hosts, and leave it in this rank's slot."""
-    finished = chunks[mine]
-    if reduction.in_place:
-        partial = finished
-        inside = reduction._replace(op=Sum if reduction.op is Average else reduction.op, postscale=1.0)  # not finished
-        inside.reduce_parts(chunks, partial)
-    else:
-        started = map(reduction.start, chunks)  # copies in `sum_type`
-        partial = next(started)
-        for other in started:
-            reduction.combine(partial, other)
-    length = min(max(1, segment_bytes // partial.itemsize), partial.size)
-    scratch = np.empty(ring.RECEIVES_AHEAD * length, partial.dtype)
-    yield from ring.allreduce(finished, transport, reduction, segment_bytes, ring.Workspace(partial, scratch))
+class _Unit:
+    """What travels at a time, and this rank's chunk of it: its host's sums, then the finished elements."""
+
+    def __init__(
+        self, number: int, parts: Sequence[Part], rank: int, size: int, hierarchy: Hierarchy, reduction: Reduction
+    ) -> None:
+        self.number, self.reduction = number, reduction
+        self.crossing: Running
+        pieces = pieces_of(parts, hierarchy.chunks)
+        self.sources = [[each.source for each in pieces if each.owner == owner] for owner in range(size)]
+        self.targets = [[each.target for each in pieces if each.owner == owner] for owner in range(size)]
+        lengths = [each.size for each in self.sources[rank]]
+        if reduction.in_place and len(lengths) == 1:  # what crosses the wire is where it belongs
+            self.partial = self.finished = self.targets[rank].pop()
+        else:
+            self.partial = self.finished = hierarchy.memory(number, "partial", sum(lengths), reduction.sum_type)
+            if not reduction.in_place:
+                storage = reduction.element.storage
+                self.finished = hierarchy.memory(number, "finished", sum(lengths), storage)
+        self.partial_pieces, self.finished_pieces = (_cut(each, lengths) for each in (self.partial, self.finished))
+
+    def cross(self, hierarchy: Hierarchy, segment_bytes: int) -> Steps[None]:
+        """Reduce the chunk over the hosts."""
+        if not self.partial.size or not hierarchy.transports:
+            return
+        transport = hierarchy.transports[self.number % UNITS_AHEAD]
+        segment = min(max(1, segment_bytes // self.partial.itemsize), self.partial.size)
+        most = max(ring.RECEIVES_AHEAD * segment, self.partial.size // 2 + transport.size)
+        workspace = ring.Workspace(
+            self.partial, hierarchy.memory(self.number, "scratch", most, self.reduction.sum_type)
+        )
+        yield from hierarchy.across(self.finished, transport, self.reduction, segment_bytes, workspace)
+
+
+def _cut(chunk: Any, lengths: Sequence[int]) -> list[Any]:
+    """Pieces of these lengths, one after the other."""
+    return [chunk[end - length : end] for length, end in zip(lengths, itertools.accumulate(lengths), strict=True)]
+
+
+class _Inside:
+    """A `Reduction` of a host's ranks, into `sum_type`: not divided, scaled or rounded."""
+
+    def __init__(self, reduction: Reduction) -> None:
+        self.element, self._whole = reduction.element, reduction
+        self._sum = reduction._replace(op=Sum if reduction.op is Average else reduction.op, postscale=1.0)
+
+    def reduce_parts(self, parts: Sequence[Any], out: Any) -> None:
+        """See `Reduction.reduce_parts`."""
+        if self._whole.in_place:
+            self._sum.reduce_parts(parts, out)
+            return
+        for number, part in enumerate(parts):
+            other = self._whole.start(part)
+            if number:
+                self._whole.combine(out, other)
+            else:
+                out[...] = other

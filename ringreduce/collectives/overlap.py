@@ -45,7 +45,7 @@ class InOrder(Work):
         return self._order.passed == self._number
 
 
-class _Running:
+class Running:
     """One collective, and what it waits for."""
 
     def __init__(self, steps: Steps[None]) -> None:
@@ -72,9 +72,9 @@ def overlapped(collectives: Iterable[Steps[None]], width: int) -> Steps[None]:
     numbered n % width. The oldest advances first.
     """
     coming = iter(collectives)
-    running: deque[_Running] = deque()
+    running: deque[Running] = deque()
     while True:
-        running.extend(_Running(steps) for steps in itertools.islice(coming, width - len(running)))
+        running.extend(Running(steps) for steps in itertools.islice(coming, width - len(running)))
         if not running:
             return
         advanced = sum(each.advance() for each in running) > 0
@@ -82,3 +82,13 @@ def overlapped(collectives: Iterable[Steps[None]], width: int) -> Steps[None]:
             running.popleft()
         if not advanced and running:
             yield AnyOf([each.request for each in running if each.request is not None])
+
+
+def until_ended(one: Running, others: Sequence[Running]) -> Steps[None]:
+    """Run one collective to its end, and others as far as they come meanwhile."""
+    while True:
+        moved = [each.advance() for each in (one, *others)]
+        if one.ended:
+            return
+        if not any(moved):
+            yield AnyOf([each.request for each in (one, *others) if each.request is not None])

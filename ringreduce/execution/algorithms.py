@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 from ringreduce.collectives import hierarchical, shared
-from ringreduce.cost_model import ALGORITHMS, Constants, choose
+from ringreduce.cost_model import ALGORITHMS, BUCKETS, SEGMENT_BYTES, UNITS, Constants, choose, plan, segment_bytes
 from ringreduce.errors import SettingsError
 from ringreduce.gpu.paths import GpuPaths
 from ringreduce.ops import Reduction
@@ -15,12 +16,13 @@ from ringreduce.transport.window import Flags, Region
 
 LONGER_INSIDE = 8
 """Factor for segments inside a host, where messages overlap no wire, and cost more in Python than in MPI."""
+LARGE_BYTES = 100_000_000  # units are as long as is best for so many bytes: a model's gradients
 LONGEST = 48  # the table of choices has a row for each power of two bytes, up to 2**48
 
 
 def usable_algorithms(hosts: Sequence[int], shares_memory: bool) -> list[str]:
     """The algorithms usable for host arrays; shares_memory: the ranks of a host have shared memory."""
-    usable = ["ring", "direct", "doubling"]
+    usable = ["ring", "halving", "direct", "doubling"]
     if shares_memory and len(set(hosts)) == 1:
         usable.append("shared")
     elif shares_memory and len(set(hosts)) < len(hosts):
@@ -62,9 +64,14 @@ class Algorithms:
         self.hierarchy = None
         one_host = len(set(hosts)) == 1
         self.segment_bytes = settings.ring_segment_bytes * (LONGER_INSIDE if one_host else 1)
+        if not one_host and settings.ring_segment_bytes == SEGMENT_BYTES:  # the default
+            self.segment_bytes = segment_bytes(constants)
+        units = sorted({settings.shared_slot_bytes, *(each for each in UNITS if each > settings.shared_slot_bytes)})
+        across = plan("hierarchical", LARGE_BYTES, hosts, constants, units)
+        self.unit_bytes = across.unit_bytes  # of `hierarchical`
         self.usable = usable_algorithms(hosts, region is not None)
         if region is not None and "hierarchical" in self.usable:
-            self.hierarchy = hierarchical.Hierarchy(channels, hosts, region.rank)
+            self.hierarchy = hierarchical.Hierarchy(channels, hosts, region.rank, across.halves)
         chosen_from = candidates(settings, self.usable)
         through_window = chosen_from == ["shared"] and region is not None and region.holds_a_piece_of_each
         self.shared_region = region if through_window else None
@@ -103,6 +110,17 @@ def _table(hosts: Sequence[int], candidates: Sequence[str], constants: Constants
         return [candidates[0]] * (LONGEST + 1)
     sizes = [(1 << power) * 3 // 4 for power in range(LONGEST + 1)]
     return [choose(nbytes, wider * nbytes, hosts, candidates, constants) for nbytes in sizes]
+
+
+def fitted(settings: Settings, hosts: Sequence[int], usable: list[str], constants: Constants) -> Settings:
+    """Settings whose buckets, and so batches, are as long as is best for many bytes; the user's own stay."""
+    if len(set(hosts)) == 1 or settings.fusion_slot_bytes != Settings.fusion_slot_bytes:
+        return settings
+    algorithm = choose(LARGE_BYTES, LARGE_BYTES, hosts, candidates(settings, usable), constants)
+    unit_bytes = plan(algorithm, LARGE_BYTES, hosts, constants).unit_bytes
+    bucket = max(settings.fusion_slot_bytes, min(unit_bytes, BUCKETS[-1]))
+    buffer = max(settings.fusion_buffer_bytes, 8 * bucket)
+    return dataclasses.replace(settings, fusion_slot_bytes=bucket, fusion_buffer_bytes=buffer)
 
 
 def check(settings: Settings, usable: Sequence[str], hosts: Sequence[int], why_not: str) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from ringreduce import fusion
 from ringreduce.collectives import shared
 from ringreduce.collectives.overlap import overlapped
-from ringreduce.cost_model import is_one_shot
+from ringreduce.cost_model import BUCKETS_IN_FLIGHT, is_one_shot
 from ringreduce.execution import point_to_point
 from ringreduce.execution.batch import Batch, batches, carry, plan, watcher
 from ringreduce.execution.context import Context
@@ -17,7 +17,6 @@ from ringreduce.gpu.allreduce import GpuReduction, nccl_can
 from ringreduce.log import LOGGER
 from ringreduce.ops import Reduction
 from ringreduce.transport.base import Steps
-from ringreduce.transport.subset import CHANNELS
 from ringreduce.transport.window import Region
 
 
@@ -52,7 +51,7 @@ def allreduce(submissions: Sequence[Submission], context: Context) -> Steps[None
         if algorithm in ("shared", "hierarchical"):
             yield from _through_window(batch, reduction, buckets, context)
         else:
-            yield from overlapped(_through_messages(batch, reduction, algorithm, buckets, context), CHANNELS)
+            yield from overlapped(_through_messages(batch, reduction, algorithm, buckets, context), BUCKETS_IN_FLIGHT)
 
 
 def _is_short(submissions: Sequence[Submission], region: Region, context: Context) -> bool:
@@ -67,9 +66,11 @@ def _is_short(submissions: Sequence[Submission], region: Region, context: Contex
 def _buckets(batch: Batch, reduction: Reduction, algorithm: str, context: Context) -> Sequence[fusion.Bucket]:
     itemsize = reduction.element.itemsize
     region = context.algorithms.region
-    if algorithm in ("shared", "hierarchical") and region is not None:
+    if algorithm == "hierarchical":
+        return fusion.plan(batch.counts, context.algorithms.unit_bytes // itemsize)
+    if algorithm == "shared" and region is not None:
         return fusion.plan(batch.counts, region.slot_bytes // itemsize)
-    if algorithm == "ring" and not reduction.in_place:
+    if algorithm in ("ring", "halving") and not reduction.in_place:
         itemsize += reduction.sum_type.itemsize  # the finished elements follow the sums
     return plan(batch, context, itemsize)
 
@@ -90,8 +91,8 @@ def _through_messages(
     batch: Batch, reduction: Reduction, algorithm: str, buckets: Sequence[fusion.Bucket], context: Context
 ) -> Iterator[Steps[None]]:
     """The steps of each bucket, in order; `overlapped` begins the next when a channel is free."""
-    wide = reduction if algorithm == "ring" and not reduction.in_place else None
+    wide = reduction if algorithm in ("ring", "halving") and not reduction.in_place else None
     for number, bucket in enumerate(buckets):
-        channel = number % CHANNELS
+        channel = number % BUCKETS_IN_FLIGHT
         collective = functools.partial(point_to_point.allreduce, algorithm, reduction, channel, context)
         yield carry(batch, bucket, collective, "ALLREDUCE", context, wide)

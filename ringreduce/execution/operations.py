@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ringreduce.collectives import adasum, bruck, direct, pairwise, ring, shared_halves, tree
+from ringreduce.cost_model import BUCKETS_IN_FLIGHT
 from ringreduce.errors import InputError
 from ringreduce.execution.allreduce import allreduce
 from ringreduce.execution.batch import Batch, batches, carry, plan
@@ -23,7 +24,6 @@ from ringreduce.gpu.through_host import down, room, up
 from ringreduce.ops import Adasum
 from ringreduce.partition import bounds_of, by_chunk, chunk_bounds
 from ringreduce.transport.base import Steps
-from ringreduce.transport.subset import CHANNELS
 from ringreduce.transport.window import Region
 
 
@@ -82,7 +82,7 @@ def _broadcast(submissions: Sequence[Submission], context: Context) -> Steps[Non
     for batch, buckets in planned:
         batch.expect(buckets)
     for each in on_gpu:
-        yield from each.through_host(by_messages, CHANNELS)
+        yield from each.through_host(by_messages, BUCKETS_IN_FLIGHT)
     if region is not None:
         for batch in on_host:
             yield from _broadcast_in_window(batch, root, region, context)

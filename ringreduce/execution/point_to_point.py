@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ringreduce.collectives import direct, doubling, ring
+from ringreduce.collectives import direct, doubling, halving, ring
 from ringreduce.execution.batch import view
 from ringreduce.execution.context import Context
 from ringreduce.ops import Reduction
@@ -27,4 +27,5 @@ def allreduce(
             scratch = view(block, reduction.sum_type)
             segment_bytes = min(segment_bytes, scratch.nbytes // ring.RECEIVES_AHEAD)
             workspace = ring.Workspace(partial, scratch)
-            yield from ring.allreduce(finished, transport, reduction, segment_bytes, workspace)
+            reduce = halving.allreduce if algorithm == "halving" else ring.allreduce
+            yield from reduce(finished, transport, reduction, segment_bytes, workspace)

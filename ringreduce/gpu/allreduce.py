@@ -15,6 +15,7 @@ from ringreduce.arrays.dtypes import TABLE, ElementType
 from ringreduce.arrays.gpu_buffer import GpuBuffer
 from ringreduce.collectives import ring, shared
 from ringreduce.collectives.overlap import InOrder, Order, overlapped
+from ringreduce.cost_model import BUCKETS_IN_FLIGHT
 from ringreduce.execution import point_to_point
 from ringreduce.execution.batch import Batch, view, watcher
 from ringreduce.execution.context import Context
@@ -26,7 +27,6 @@ from ringreduce.log import LOGGER
 from ringreduce.ops import Reduction
 from ringreduce.settings import Settings
 from ringreduce.transport.base import Steps
-from ringreduce.transport.subset import CHANNELS
 
 GPU_SEGMENT_BYTES = 1 << 20  # longer than the host's, since each costs some launches and a wait for the GPU
 WINDOW_SLOT_BYTES = 8 << 20  # for host_staged, where the host's ranks share memory
@@ -180,7 +180,7 @@ class GpuReduction(GpuBatch):
     def _cuda_aware(self) -> Steps[None]:
         """Rings of GPU memory, summed by the GPU; all on the engine's stream, for which outgoing messages wait."""
         slots = range(len(self.buckets))
-        yield from overlapped((self._ring(number, number % CHANNELS) for number in slots), CHANNELS)
+        yield from overlapped((self._ring(number, number % BUCKETS_IN_FLIGHT) for number in slots), BUCKETS_IN_FLIGHT)
 
     def _ring(self, number: int, channel: int) -> Steps[None]:
         stream, kernels, reduction = self.gpu.stream, self.gpu.kernels, self.reduction
@@ -206,13 +206,13 @@ class GpuReduction(GpuBatch):
         if self.algorithm in ("shared", "hierarchical"):
             yield from self.through_host(self._in_window, width=2, in_order=True)
         else:
-            yield from self.through_host(self._by_messages, CHANNELS)
+            yield from self.through_host(self._by_messages, BUCKETS_IN_FLIGHT)
 
     def _by_messages(self, flat: Any, channel: int) -> Steps[None]:
         collective = functools.partial(
             point_to_point.allreduce, self.algorithm, self.reduction, channel, self.context, flat
         )
-        if self.algorithm != "ring" or self.reduction.in_place:
+        if self.algorithm not in ("ring", "halving") or self.reduction.in_place:
             yield from collective(None)
             return
         with self.context.memory.block() as block:

@@ -143,7 +143,7 @@ class GpuPaths:
         settings, flags = self._settings, self._flags
         if not settings.cuda_ipc:
             return "RINGREDUCE_CUDA_IPC=0"
-        if settings.algorithm in ("ring", "direct", "doubling"):
+        if settings.algorithm in ("ring", "halving", "direct", "doubling"):
             return f"RINGREDUCE_ALGORITHM={settings.algorithm}"
         if len(set(self._hosts)) > 1:
             return "several hosts"

@@ -11,17 +11,18 @@ queue of events resumes it when that is done. Equal costs and seeds give equal t
     a message     message_us of its sender's time, and as much of its receiver's; then
                   sender's wire  ->  latency_us  ->  link, if it is slower  ->  receiver's wire
     a wire        each way on its own, shared equally by the flows of its host; a flow is two ranks' messages, in order
-    a kernel      reads and writes bytes at twice copy_gbs, as a copy does: reductions, and copies to shared memory
+    a kernel      reads and writes bytes at twice copy_gbs, as a copy does: sums, and copies to shared memory
 
 Inside a host memory is shared as in reality: `region` is the real one, but its flags are seen when they are set.
 
-Not modelled: losses, switches, a host's limits beside its wire, MPI's handshakes and copies. A send is done when it has
-left the host.
+Not modelled: losses, switches, a host's limits beside its wire, MPI's handshakes and copies, scaling and conversion. A
+send is done when it has left the host.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import heapq
 import itertools
 import random
@@ -222,31 +223,11 @@ class Cluster:
                 if cluster.carries:
                     super().reduce_parts(parts, out)
 
-            def widen(self, flat: Any) -> Any:
-                cluster.charge(flat.size * (flat.itemsize + self.sum_type.itemsize) / 2)
-                return super().widen(flat) if cluster.carries else np.empty(flat.size, self.sum_type)
-
-            def prescaled(self, partial: Any) -> None:
-                cluster.charge(partial.nbytes if self.prescale != 1.0 else 0)
-                if cluster.carries:
-                    super().prescaled(partial)
-
-            def finish(self, partial: Any, out: Any) -> None:
-                cluster.charge(0 if self._is_plain else (partial.nbytes + out.nbytes) / 2)
-                if cluster.carries:
-                    super().finish(partial, out)
-
         return Charged(*fields)
 
     def charge(self, nbytes: float) -> None:
         """Let the rank that runs copy so many bytes."""
         self.clocks_us[self.current] += nbytes / (1e3 * self.costs.copy_gbs)
-
-    def pause(self, rank: int, microseconds: float) -> Work:
-        """A `Work` that is done after this time: computation that leaves the rank free to do other things."""
-        leaf = Leaf(self, rank, rank)
-        leaf.at_us = self.clocks_us[rank] + microseconds
-        return leaf
 
     # Events
 
@@ -416,23 +397,11 @@ class SimulatedTransport:
     """See `EngineTransport`; without sleep, since a simulated rank's generator waits for `Cluster.mail`."""
 
     def __init__(self, cluster: Cluster, rank: int) -> None:
-        self._cluster, self.rank, self.size = cluster, rank, cluster.size
-
-    def send(self, array: Any, destination: int, tag: int) -> Work:
-        """See `Transport.send`."""
-        return self._cluster.send(self.rank, array, destination, tag)
-
-    def receive(self, array: Any, source: int, tag: int) -> Work:
-        """See `Transport.receive`."""
-        return self._cluster.receive(self.rank, array, source, tag)
-
-    def send_control(self, content: bytes, destination: int) -> None:
-        """See `EngineTransport.send_control`."""
-        self._cluster.send_control(self.rank, content, destination)
-
-    def recv_control(self) -> list[ControlMessage]:
-        """See `EngineTransport.recv_control`."""
-        return self._cluster.recv_control(self.rank)
+        self.rank, self.size = rank, cluster.size
+        self.send = functools.partial(cluster.send, rank)
+        self.receive = functools.partial(cluster.receive, rank)
+        self.send_control = functools.partial(cluster.send_control, rank)
+        self.recv_control = functools.partial(cluster.recv_control, rank)
 
 
 class SimulatedRegion(Region):

@@ -8,7 +8,7 @@ from typing import Any
 from ringreduce.transport.base import Transport, Work
 
 TAGS = 8  # tags that the collectives use: 0 to 7
-CHANNELS = 2  # operations of one process set that may run at the same time, each with its own tags
+CHANNELS = 8  # operations of one process set that may run at the same time, each with its own tags
 
 
 class SubsetTransport:

@@ -65,7 +65,7 @@ def assert_equal_everywhere(result):
 
 def test_what_was_found_is_told():
     info = rr.info()
-    assert info.usable_algorithms == ("ring", "direct", "doubling", "shared")
+    assert info.usable_algorithms == ("ring", "halving", "direct", "doubling", "shared")
     assert info.shared_memory_bytes == block_bytes(SLOT_BYTES, 16, group_bytes(rr.info().settings["cache_capacity"]))
     assert info.constants == Constants(), "nothing is measured where memory is always shared"
     assert len(set(rr.allgather_object((info.algorithm, str(info.constants))))) == 1, "alike on all ranks"

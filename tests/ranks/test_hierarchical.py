@@ -10,14 +10,13 @@ import pytest
 
 from ringreduce import runtime
 from ringreduce.arrays.dtypes import TABLE
-from ringreduce.collectives import hierarchical
-from ringreduce.collectives.hierarchical import SLOTS_IN_FLIGHT
+from ringreduce.collectives import halving, hierarchical, ring
 from ringreduce.collectives.shared import DONE, PACK
+from ringreduce.cost_model import UNITS_AHEAD
 from ringreduce.ops import Average, Reduction, Sum
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
 from ringreduce.transport.base import complete
-from ringreduce.transport.window import SLOTS
 from tests.reference import MATRIX, all_but_few_extended, assert_reduced, data, numpy_dtype, readable
 from tests.slots import reduced
 from tests.tiers import parted
@@ -34,10 +33,11 @@ def algorithms():
     return runtime.current("test").engine.states[0].algorithms
 
 
-def reduce(array, reduction, capacity=10**9, pieces=1, in_place=True, segment_bytes=1 << 20, watch=None):
+def reduce(array, reduction, capacity=10**9, pieces=1, in_place=True, segment_bytes=1 << 20, watch=None, halves=None):
     """This rank's result; both memories are its own again at once, and it writes nonsense there."""
-    capacity = min(capacity, SLOT_BYTES // array.itemsize)
     options = [watch] if watch else []
+    across = halving.allreduce if halves else ring.allreduce
+    algorithms().hierarchy.across = across
 
     def run(slots):
         complete(
@@ -75,7 +75,7 @@ def test_every_count(hosts):
     for count in sorted({0, 1, size - 1, size, size + 1, 1000, 100003}):
         for capacity, pieces, in_place in itertools.product([97, 10**9], [1, 5], [True, False]):
             if count <= 1000 or capacity > 1000:
-                options = {"capacity": capacity, "pieces": pieces, "in_place": in_place}
+                options = {"capacity": capacity, "pieces": pieces, "in_place": in_place, "halves": len(plan) % 2}
                 plan.append(("float64" if count <= 1000 else "float32", Sum, count, options))
     run_plan(hosts, plan, buffered=len(hosts) % 2 == 0)
 
@@ -84,8 +84,13 @@ def test_every_count(hosts):
 def test_every_type_and_op(name, op):
     for hosts in LAYOUTS[1:3]:
         plan = [
-            (name, op, count, {"capacity": 24, "pieces": pieces, "in_place": in_place, "segment_bytes": 40})
-            for count, pieces, in_place in itertools.product([5, 103], [1, 4], [True, False])
+            (
+                name,
+                op,
+                count,
+                {"capacity": 24, "pieces": pieces, "in_place": in_place, "segment_bytes": 40, "halves": halves},
+            )
+            for count, pieces, in_place, halves in itertools.product([5, 103], [1, 4], [True, False], [True, False])
         ]
         run_plan(hosts, plan)
 
@@ -97,7 +102,12 @@ def random_plan(seed, length):
         name, op = draw.choice(MATRIX)
         count = draw.choice([0, 1, 5, 40, 300, 3000])
         capacity = draw.choice([10**9, max(1, count // draw.randint(1, 9))])
-        options = {"capacity": capacity, "pieces": draw.choice([1, 2, 9]), "in_place": draw.random() < 0.5}
+        options = {
+            "capacity": capacity,
+            "pieces": draw.choice([1, 2, 9]),
+            "in_place": draw.random() < 0.5,
+            "halves": draw.random() < 0.5,
+        }
         plan.append((name, op, count, options))
     return plan
 
@@ -131,39 +141,31 @@ def test_a_rank_that_is_late_never_reads_what_came_later(hosts, seed):
     run_plan(hosts, random_plan(seed, 30), lambda: be_slow(seed))
 
 
-@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("hosts", LAYOUTS[:4], ids=str)
-def test_nobody_packs_a_slot_that_another_of_its_host_still_reads(hosts, seed):
-    """Turn t has the memory of sequence number t - SLOTS, so all must have done with that: told by `watch`, with sleeps
-    there."""
-    size = len(hosts)
-    ended = [set(range(-SLOTS, 0)) for _ in hosts]
-    packed_over, under_way = [], []
+def test_some_units_are_under_way_and_end_in_order(hosts):
+    """Unit n has the memory of unit n - UNITS_AHEAD, which must have ended; told by `watch`, with sleeps there."""
+    size, under_way = len(hosts), []
 
     def program():
         world = runtime.current("test").world
-        draw = random.Random(f"{seed} {world.rank}")
-        neighbours = [rank for rank in range(size) if hosts[rank] == hosts[world.rank]]
-        for number, (count, capacity) in enumerate([(100, 8), (5, 9), (64, 8), (1, 1), (1, 1)] * 3):
-            first, open_slots = algorithms().region.sequence, set()
+        draw = random.Random(world.rank)
+        for number, (count, capacity) in enumerate([(100, 8), (5, 9), (64, 8), (1, 1), (1, 1)]):
+            begun, ended = [], []
 
-            def watch(slot, phase, first=first, open_slots=open_slots):
+            def watch(unit, phase, begun=begun, ended=ended):
                 dawdle(draw, 0.3)
                 if phase == PACK:
-                    packed_over.append(all(first + slot - SLOTS in ended[rank] for rank in neighbours))
-                    open_slots.add(slot)
-                    under_way.append(len(open_slots))
+                    begun.append(unit)
+                    under_way.append(len(begun) - len(ended))
                 if phase == DONE:
-                    ended[world.rank].add(first + slot)
-                    open_slots.remove(slot)
-                    dawdle(draw)
+                    ended.append(unit)
 
             reduce(data("float32", count, world.rank, number), kind, capacity, watch=watch)
+            assert begun == ended == list(range(-(-count // capacity)))
 
     kind = Reduction(Sum, TABLE["float32"], size)
     run_ranks(size, program, hosts=hosts, settings=KNOBS, timeout_s=40)
-    assert all(packed_over)
-    assert max(under_way) == SLOTS_IN_FLIGHT, "one is on the wire while the next is summed"
+    assert max(under_way) == UNITS_AHEAD, "one is on the wire while the next is summed"
 
 
 @pytest.mark.parametrize("name", ["float32", "float16", "int64"])

@@ -109,16 +109,16 @@ def test_a_length_on_which_ranks_disagree_is_an_error():
         cluster.run(program)
 
 
-def by_hosts(cluster, arrays, reduction, capacity, slot_bytes=4096):
-    """`hierarchical` in slots of `capacity` elements."""
+def by_halving(cluster, arrays, reduction, capacity, halves=True, slot_bytes=4096):
+    """`hierarchical` in units of `capacity` elements."""
     local = [cluster.hosts[:rank].count(host) for rank, host in enumerate(cluster.hosts)]
 
     def program(rank):
         parts = [arrays[rank][low : low + capacity] for low in range(0, arrays[rank].size, capacity)]
         own = channels(cluster.transport(rank), range(cluster.size), 0)
-        hierarchy = hierarchical.Hierarchy(own, cluster.hosts, local[rank])
-        slots = [[Part(each, each)] for each in parts]
-        return hierarchical.allreduce(slots, cluster.region(rank, slot_bytes), hierarchy, reduction)
+        hierarchy = hierarchical.Hierarchy(own, cluster.hosts, local[rank], halves)
+        units = [[Part(each, each)] for each in parts]
+        return hierarchical.allreduce(units, cluster.region(rank, slot_bytes), hierarchy, reduction)
 
     cluster.run(program)
 
@@ -128,15 +128,15 @@ def by_hosts(cluster, arrays, reduction, capacity, slot_bytes=4096):
 @pytest.mark.parametrize("hosts", [[0, 0, 1, 1], [0, 1, 1, 2, 2, 2], [0, 1, 0, 1]], ids=str)
 def test_the_collectives_compute_what_they_compute_elsewhere(hosts, dtype, jitter_us):
     size = len(hosts)
-    for way in (ring, halving, direct, doubling, hierarchical):
+    for way in (ring, halving, direct, doubling, "rings across", "halves across"):
         arrays = [data(dtype, 5003, rank) for rank in range(size)]
         expected, times = [each.copy() for each in arrays], set()
         for seed in (1, 1, 2):
             cluster = Cluster(hosts, Costs(jitter_us=jitter_us), seed=seed)
             reduction = cluster.reduction(Average, TABLE[dtype], size)
             results = [each.copy() for each in expected]
-            if way is hierarchical:
-                by_hosts(cluster, results, reduction, 700)
+            if isinstance(way, str):
+                by_halving(cluster, results, reduction, 700, way == "halves across")
             else:
                 cluster.run(
                     lambda rank, c=cluster, r=reduction, a=results, w=way: w.allreduce(a[rank], c.transport(rank), r)
@@ -190,10 +190,12 @@ def test_64_hosts_of_8_ranks_send_what_one_rank_a_host_would(mirrors):
     local = [rank % (8 // mirrors) for rank in range(len(hosts))]
 
     def program(rank):
-        hierarchy = hierarchical.Hierarchy(channels(cluster.transport(rank), range(len(hosts)), 0), hosts, local[rank])
+        hierarchy = hierarchical.Hierarchy(
+            channels(cluster.transport(rank), range(len(hosts)), 0), hosts, local[rank], True
+        )
         hierarchy.chunks = 8
         part = Part(arrays[rank], arrays[rank])
-        return hierarchical.allreduce([[part]], cluster.region(rank, 4 * count), hierarchy, reduction)
+        return hierarchical.allreduce([[part]], cluster.region(rank, 4096), hierarchy, reduction)
 
     cluster.run(program)
     for host in (0, 63):

@@ -45,9 +45,9 @@ def test_more_bytes_never_take_less_time(hosts, constants):
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [
-        (ONE_HOST, ["ring", "direct", "doubling"]),
-        (PAIRS, ["hierarchical", "ring", "direct", "doubling"]),
-        (SINGLES, ["ring", "direct", "doubling"]),
+        (ONE_HOST, ["ring", "halving", "direct", "doubling"]),
+        (PAIRS, ["hierarchical", "ring", "halving", "direct", "doubling"]),
+        (SINGLES, ["ring", "halving", "direct", "doubling"]),
     ],
     ids=["one host", "several ranks a host", "one rank a host"],
 )
@@ -246,7 +246,9 @@ def test_a_forced_algorithm_that_cannot_be_used_is_refused(algorithm, hosts, nee
 
 def test_the_refusal_says_why_there_is_no_shared_memory():
     message = told([0, 0], Settings(algorithm="shared"), "rank 1: /dev/shm has 1 MiB free", shared=False)
-    assert "there are 2 ranks on 1 host, and rank 1: /dev/shm has 1 MiB free; usable are ring, direct" in message
+    assert (
+        "there are 2 ranks on 1 host, and rank 1: /dev/shm has 1 MiB free; usable are ring, halving, direct" in message
+    )
 
 
 @pytest.mark.parametrize("hosts", [[0], [0, 0], [0, 1]], ids=str)
@@ -287,7 +289,7 @@ def test_nccl_may_be_asked_for_and_host_arrays_go_as_without(hosts):
 
 def test_info_tells_the_choice_and_its_reasons():
     for info in run_ranks(4, rr.info, hosts=[0, 0, 1, 1], settings=Settings(costs="wire_us=77")):
-        assert info.usable_algorithms == ("ring", "direct", "doubling", "hierarchical")
+        assert info.usable_algorithms == ("ring", "halving", "direct", "doubling", "hierarchical")
         assert info.constants == Constants(wire_us=77)
         assert info.algorithm.endswith(", then hierarchical")
         assert re.search(r"^constants +copy_gbs=5,.*wire_us=77,wire_gbs=1$", str(info), re.MULTILINE)
