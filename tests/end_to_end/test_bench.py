@@ -134,6 +134,17 @@ def test_growth(tmp_path):
     assert {row["who"].strip() for row in parts["predicted"]} == {"ring", "hierarchical"}
 
 
+def test_scale(tmp_path):
+    finished = run([PYTHON, BENCH / "scale.py", "--quick", *files(tmp_path)])
+    assert finished.returncode == 0, finished.stdout
+    kept = json.loads((tmp_path / "rows.json").read_text())
+    rows = {row["who"].split()[0]: row for row in kept["rows"]}
+    assert {"hierarchical", "halving", "doubling", "negotiation"} < set(rows)
+    assert sum(row["taken"] == "<--" for row in rows.values()) == 1
+    assert 0 < rows["hierarchical"]["share"] < 1
+    assert rows["negotiation"]["messages"] > 0
+
+
 def test_hosts(tmp_path):
     reason = bench_module("network").why_not()
     finished = run([PYTHON, BENCH / "hosts.py", "--quick", *files(tmp_path)])
