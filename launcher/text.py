@@ -22,6 +22,15 @@ def counted(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
+def listed(names: Sequence[str], most: int = 8) -> str:
+    """Return the names; of many the first, and how many there are beside.
+
+    >>> listed(["n1", "n2", "n3", "n4"], 2)
+    'n1, n2, and 2 more'
+    """
+    return ", ".join([*names[:most], *([f"and {len(names) - most} more"] if len(names) > most else [])])
+
+
 def columns(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return a line for each row, its columns aligned, two spaces between them."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -17,7 +17,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,7 +25,8 @@ from ..network import LOST_AFTER_S, keepalive
 from .wire import Message, decode, encode
 
 CONNECT_S = 15.0
-_LOOK_S = 2.0
+LOOK_S = 2.0
+"""How often silence is looked for."""
 _CONNECT_TIMEOUT_S = 4.0
 _PAUSE_S = 0.2
 _HANDSHAKE_TIMEOUT_S = 20.0
@@ -33,6 +34,7 @@ _MOST_HANDSHAKES = 256
 _NONCE_BYTES = _PROOF_BYTES = 32
 _LENGTH = struct.Struct("!I")
 _LONGEST_FRAME = 1 << 30
+_CHUNK_BYTES = 1 << 16
 _TCP_INFO_BYTES = 60
 _LAST_ACKNOWLEDGEMENT_AT = 56  # tcp_info.tcpi_last_ack_recv, in ms
 _BIND_ATTEMPTS = 20
@@ -40,6 +42,12 @@ _BIND_ATTEMPTS = 20
 
 class HostSilentError(OSError):
     """The host at the other end does not answer any more."""
+
+
+class Gone(NamedTuple):
+    """Nothing more can come over a connection; `error`: see `Link.receive`."""
+
+    error: Exception
 
 
 class Address(NamedTuple):
@@ -69,7 +77,7 @@ class Address(NamedTuple):
 
 
 class Link:
-    """One connection. `send` may be called from several threads, `receive` from one."""
+    """One connection. `send` may be called from several threads, `receive` from one, or `arrived` and no `receive`."""
 
     def __init__(self, sock: socket.socket, authkey: bytes, lost_after_s: float, *, is_server: bool) -> None:
         """Raises OSError if the other end does not know the key, or EOFError if it is gone; then `sock` is closed."""
@@ -79,6 +87,7 @@ class Link:
         self._send_lock = threading.Lock()
         self._arrival = select.poll()
         self._arrival.register(sock, select.POLLIN)
+        self._unread = bytearray()  # of a message that has not come completely
         try:
             if not self.is_local:
                 _keep_alive(sock, lost_after_s)
@@ -101,12 +110,42 @@ class Link:
                 is no message: nothing that follows can be understood.
         """
         try:
-            (length,) = _LENGTH.unpack(self._read(_LENGTH.size))
-            if length > _LONGEST_FRAME:
-                raise ValueError(f"a message of {length} bytes")
-            return decode(self._read(length))
+            return decode(self._read(_length(self._read(_LENGTH.size))))
         except TimeoutError as error:  # the kernel's own probes found it first
             raise HostSilentError from error
+
+    def arrived(self) -> Iterator[Message | Gone]:
+        """Yield the messages that have come, without waiting for more; last of all Gone, if nothing can follow."""
+        try:
+            piece = self._socket.recv(_CHUNK_BYTES, socket.MSG_DONTWAIT)
+            if not piece:
+                raise EOFError
+            self._unread += piece
+            while len(self._unread) >= _LENGTH.size:
+                end = _LENGTH.size + _length(self._unread)
+                if len(self._unread) < end:
+                    return
+                frame = bytes(self._unread[_LENGTH.size : end])
+                del self._unread[:end]
+                yield decode(frame)
+        except BlockingIOError:
+            return
+        except TimeoutError:
+            yield Gone(HostSilentError())
+        except (EOFError, OSError, ValueError) as error:
+            yield Gone(error)
+
+    def is_silent(self) -> bool:
+        """Return whether the host at the other end has not acknowledged anything for too long."""
+        if self.is_local:
+            return False
+        info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+        (silent_ms,) = struct.unpack_from("I", info, _LAST_ACKNOWLEDGEMENT_AT)
+        return bool(silent_ms > self.lost_after_s * 1000)
+
+    def fileno(self) -> int:
+        """Return the socket's descriptor; -1 once it is closed."""
+        return self._socket.fileno()
 
     def send_descriptor(self, descriptor: int) -> None:
         """Give the other end a descriptor of this process; local links only."""
@@ -142,10 +181,8 @@ class Link:
         return bytes(data)
 
     def _await_arrival(self) -> None:
-        while not self._arrival.poll(_LOOK_S * 1000):
-            info = self._socket.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
-            (silent_ms,) = struct.unpack_from("I", info, _LAST_ACKNOWLEDGEMENT_AT)
-            if silent_ms > self.lost_after_s * 1000:
+        while not self._arrival.poll(LOOK_S * 1000):
+            if self.is_silent():
                 raise HostSilentError
 
     def _shake_hands(self, authkey: bytes, is_server: bool) -> None:
@@ -202,7 +239,7 @@ class Listener:
         self.address = Address(socket.gethostname(), path, port, tuple(addresses), connect_s, lost_after_s)
 
     def start(self, serve: Callable[[Link], None], complain: Callable[[str], None] = lambda _: None) -> None:
-        """Call `serve` with each connection that knows the key, in a thread of its own.
+        """Call `serve`, which must not take long, with each connection that knows the key, in a thread of its own.
 
         complain: called once with the reason why connections cannot be accepted now; they are tried again.
         """
@@ -266,6 +303,14 @@ def connect(address: Address, authkey: bytes) -> Link:
 def _connect(host: str, address: Address, authkey: bytes) -> Link:
     sock = socket.create_connection((host, address.port), timeout=_CONNECT_TIMEOUT_S)
     return Link(sock, authkey, address.lost_after_s, is_server=False)
+
+
+def _length(data: bytes | bytearray) -> int:
+    """Return the length of the message that follows; ValueError for one that nobody sends."""
+    (length,) = _LENGTH.unpack_from(data)
+    if length > _LONGEST_FRAME:
+        raise ValueError(f"a message of {length} bytes")
+    return int(length)
 
 
 def _bound(addresses: Sequence[str]) -> list[socket.socket]:

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from ..errors import UsageError
 from ..machine.placement import automatic_size
 from ..machine.topology import read_topology
+from ..text import listed
 from .allocation import find_allocation
 from .host import Host, is_here, parse_host_list
 from .hostfile import read_hostfile, read_text
 from .nodelist import expand_nodelist
-
-_MAX_SHOWN = 8
 
 
 @dataclass(frozen=True)
@@ -108,12 +107,9 @@ def _unsaid(hosts: Sequence[Host], size: int, slots: int) -> list[int]:
     unsaid = [index for index, host in enumerate(hosts) if host.slots is None]
     if unsaid:
         return unsaid
-    names = [str(host) for host in hosts[:_MAX_SHOWN]]
-    if len(hosts) > _MAX_SHOWN:
-        names.append(f"and {len(hosts) - _MAX_SHOWN} more")
     enough = Host(hosts[0].name, (hosts[0].slots or 0) + size - slots)
     raise UsageError(
-        f"-np {size}: the hosts have {slots} slots ({', '.join(names)}); "
+        f"-np {size}: the hosts have {slots} slots ({listed([str(host) for host in hosts])}); "
         f"start at most {slots} ranks, or give a host more slots, as in {enough}"
     )
 

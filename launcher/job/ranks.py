@@ -1,7 +1,7 @@
 """ringrun's end of the agents' connections: accepts them, prints what ranks write, passes on what happens.
 
-One thread for each rank reads its connection and prints, so that a slow reader of ringrun's output slows the ranks down
-and fills no memory. Everything else goes, as events, to the one thread that decides (supervise.py).
+One thread reads all connections, and one prints (read_loop.py), so that a slow reader of ringrun's output slows the
+ranks down and fills no memory. Everything else goes, as events, to the one thread that decides (supervise.py).
 """
 
 import contextlib
@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 
 from ..connection import wire
-from ..connection.link import HostSilentError, Link, Listener
+from ..connection.link import Gone, HostSilentError, Link, Listener
+from ..connection.read_loop import ReadLoop
 from ..output.display import Output, StreamName
 from ..output.lines import LineSplitter
 from ..report.outcome import RankEnd
@@ -21,7 +22,7 @@ from .events import Arrived, Events, OutputClosed, RankEnded, RankNotStarted, Re
 
 _TAIL_LINES = 200
 _TAIL_LINE_CHARACTERS = 2000
-_JOIN_TIMEOUT_S = 1.0
+_PATIENCE_S = 1.0
 _LOOPBACK = "127.0.0.1"
 _INPUT_BYTES = 1 << 16
 
@@ -52,12 +53,13 @@ class Channel:
         self._events = events
         self._links: dict[int, Link] = {}
         self._ports: dict[int, int] = {}
-        self._readers: list[threading.Thread] = []
+        self._reading = ReadLoop()
         self._arrival = threading.Lock()
         self._ending = False
 
     def start(self) -> None:
         """Begin to take connections. Called after mpirun was started, since threads and fork do not mix."""
+        self._reading.start()
         needs = f"each of the {self._size} ranks takes one of ringrun's open files, see `ulimit -n`"
         self._listener.start(self._serve, lambda why: self._printer.message([f"ringrun: {why}; {needs}"]))
 
@@ -97,10 +99,7 @@ class Channel:
     def close(self) -> None:
         """Stop listening, and print what has come so far; agents that are still there see the end."""
         self._listener.close()
-        for reader in self._readers:
-            reader.join(_JOIN_TIMEOUT_S / len(self._readers))
-        for link in self._links.values():
-            link.close()
+        self._reading.close(_PATIENCE_S)
 
     def _serve(self, link: Link) -> None:
         try:
@@ -110,7 +109,6 @@ class Channel:
                 if isinstance(hello, wire.Hello) and not refusal:
                     self._links[hello.rank] = link
                     self._ports[hello.rank] = hello.port
-                    self._readers.append(threading.current_thread())
         except (EOFError, OSError, ValueError):
             link.close()
             return
@@ -122,7 +120,7 @@ class Channel:
         if self._ending:
             self.send(hello.rank, wire.End())
         stdin = self._setup.stdin if hello.rank == self._setup.stdin_rank else None
-        _RankReader(hello, link, self._printer, self._events, stdin).run()
+        self._reading.add(_RankReader(hello, link, self._printer, self._events, stdin))
 
     def _refusal(self, hello: wire.Message) -> str:
         """Return why an agent that begins with `hello` is none that this job awaits; nothing if it is one."""
@@ -137,11 +135,11 @@ class Channel:
 
 
 class _RankReader:
-    """Reads one agent's connection to its end."""
+    """Handles one agent's messages: prints output and puts events until the agent is gone."""
 
     def __init__(self, hello: wire.Hello, link: Link, printer: Output, events: Events, stdin: int | None) -> None:
+        self.link = link
         self._hello = hello
-        self._link = link
         self._stdin = _Stdin(stdin, link)
         self._shows_prompts = stdin is not None and os.isatty(stdin)
         self._printer = printer
@@ -152,22 +150,30 @@ class _RankReader:
         self._device = ""
         self._done = False
 
-    def run(self) -> None:
-        """Print output and put events until the agent is gone."""
-        lost = RankEnd.lost
+    def may_wait(self, message: wire.Message | Gone) -> bool:
+        """Return whether this message is printed, or what has come before it."""
+        if isinstance(message, wire.Ended | Gone):
+            return any(splitter.pending for splitter in self._splitters.values())
+        return isinstance(message, wire.Output | wire.Note)
+
+    def handle(self, message: wire.Message | Gone) -> bool:
+        """See `Reader.handle`."""
         try:
-            while True:
-                self._handle(self._link.receive())
-        except HostSilentError:
-            lost = f"its host has not answered for {self._link.lost_after_s:g} s (--lost-after)"
-        except ValueError as error:
-            lost = f"its connection is broken: {error}"
-        except (EOFError, OSError):
-            pass
-        self._link.close()
+            if not isinstance(message, Gone):
+                self._handle(message)
+                return True
+            error = message.error
+        except ValueError as unexpected:
+            error = unexpected
         self._flush()
         if not self._done:
-            self._end(None, 0.0, lost)
+            self._end(None, 0.0, self._how_lost(error))
+        return False
+
+    def _how_lost(self, error: Exception) -> str:
+        if isinstance(error, HostSilentError):
+            return f"its host has not answered for {self.link.lost_after_s:g} s (--lost-after)"
+        return f"its connection is broken: {error}" if isinstance(error, ValueError) else RankEnd.lost
 
     def _handle(self, message: wire.Message) -> None:
         match message:
@@ -213,7 +219,7 @@ class _RankReader:
             host=self._hello.host,
             pid=self._pid,
             code=ended.code if ended else None,
-            at_s=at_s if self._link.is_local or not ended else time.time(),  # the clocks of other hosts are not ours
+            at_s=at_s if self.link.is_local or not ended else time.time(),  # the clocks of other hosts are not ours
             sent=ended.sent if ended else (),
             error=ended.error if ended else None,
             tail=tuple(self._tail),

@@ -18,7 +18,7 @@ from ..report import outcome
 from ..report.card import card
 from ..report.outcome import RankEnd
 from ..report.states import stacks_report, waiting
-from ..text import counted, numbered
+from ..text import counted, listed, numbered
 from .events import (
     Arrived,
     Event,
@@ -42,6 +42,7 @@ from .shutdown import AFTER_FAILURE, AFTER_INTERRUPT, AFTER_TERMINATE, AFTER_TIM
 _LAUNCHER_STEPS = (Step(None, 1.0), Step(signal.SIGTERM, 0.5), Step(signal.SIGKILL, 0.5))
 _TIMEOUT_EXIT_CODE = 124  # that of timeout(1)
 _STACKS_INTERVAL_S = 60.0
+_PROGRESS_S = 3.0  # a start that takes longer is told about, then after twice the time, and so on
 _LONGEST_WAIT_S = 3600.0  # of one wait: a queue does not take just any number
 
 Conclusion = Callable[[], int]
@@ -75,8 +76,12 @@ class Supervisor:
         self._deadline_s = now_s + (math.inf if job.timeout_s is None else job.timeout_s)
         if deadline_s is not None:
             self._deadline_s = deadline_s
+        self._began_s = now_s
         self._start_deadline_s = now_s + job.start_timeout_s  # infinite once all have arrived
+        self._progress_s = now_s + _PROGRESS_S if job.hosts else math.inf
         self._hosts: dict[int, str] = {}  # of the ranks that have arrived
+        self._missing = set(range(job.size))  # those that have not
+        self._running: set[int] = set()
         self._ends: dict[int, RankEnd] = {}
         self._shutdown: Shutdown | None = None
         self._conclusion: Conclusion | None = None  # if the job ends for another reason than a rank's failure
@@ -100,14 +105,6 @@ class Supervisor:
         """Whether a rank has failed or was lost, and no signal wants the job ended: a restart may help."""
         return self._failed and not self._was_signalled
 
-    @property
-    def _running(self) -> set[int]:
-        return self._hosts.keys() - self._ends.keys()
-
-    @property
-    def _missing(self) -> set[int]:
-        return set(range(self._job.size)) - self._hosts.keys()
-
     def _is_over(self) -> bool:
         if self._shutdown is None:
             return len(self._ends) == self._job.size
@@ -122,7 +119,7 @@ class Supervisor:
             if (number := self._shutdown.advance(now_s)) is not None:
                 self._channel.broadcast(Signal(number))
             return
-        next_s = min(self._deadline_s, self._start_deadline_s, self._init.due_s)
+        next_s = min(self._deadline_s, self._start_deadline_s, self._progress_s, self._init.due_s)
         deadline_s = self._shutdown.deadline_s if self._shutdown else next_s
         wait_s = min(deadline_s, self._questions.deadline_s) - now_s
         try:
@@ -134,14 +131,24 @@ class Supervisor:
         if now_s >= self._start_deadline_s:
             self._end(AT_ONCE, self._conclude_too_slow)
         if now_s >= self._deadline_s:
-            self._end(AFTER_TIMEOUT, partial(self._conclude_timeout, self._running, self._missing))
+            self._end(AFTER_TIMEOUT, partial(self._conclude_timeout, set(self._running), set(self._missing)))
+        if now_s >= self._progress_s:
+            self._tell_progress(now_s)
         if now_s >= self._init.due_s and self._shutdown is None:
             self._report_init()
+
+    def _tell_progress(self, now_s: float) -> None:
+        self._progress_s = now_s + (now_s - self._began_s)
+        if self._shutdown is None:
+            waits = f"waiting for {listed(self._missing_hosts())}"
+            self._output.message([f"ringrun: {len(self._hosts)} of {self._job.size} ranks have started, {waits}"])
 
     def _handle(self, event: Event) -> None:
         match event:
             case Arrived(rank, host, port):
                 self._hosts[rank] = host
+                self._missing.discard(rank)
+                self._running.add(rank)
                 if not port:
                     why = f"MASTER_PORT={self._job.master_port} is in use on {host}, where rank 0 would listen, or is "
                     cure = "no port; set another, or unset it, and ringrun finds a free one"
@@ -149,7 +156,7 @@ class Supervisor:
                 if self._shutdown and self._shutdown.latest:
                     self._channel.send(rank, Signal(self._shutdown.latest))
                 elif self._shutdown is None and not self._missing:
-                    self._start_deadline_s = math.inf
+                    self._start_deadline_s = self._progress_s = math.inf
                     self._channel.set_up()
             case Refused(reason) if self._missing:
                 self._end(AT_ONCE, _raise(MachineError(reason)))
@@ -157,11 +164,13 @@ class Supervisor:
                 self._output.message([f"ringrun: refused a connection: {reason}"])
             case RankEnded(end):
                 self._ends[end.rank] = end
+                self._running.discard(end.rank)
                 self._init.ended(end.rank, time.monotonic())
                 if end.failed:
                     self._end(AFTER_FAILURE)
             case RankNotStarted(rank, host, reason):
                 self._ends[rank] = RankEnd(rank, host, 0, 0, 0.0)
+                self._running.discard(rank)
                 self._end(AFTER_FAILURE)
                 text = f"the command cannot be executed: {reason}, says rank {rank} on host {host}"
                 self._conclusion = self._conclusion or _raise(UsageError(text))
@@ -305,13 +314,15 @@ class Supervisor:
         self._output.message([what, "\n".join(self._launcher.tail)])
         return code if code and code > 0 else 1
 
+    def _missing_hosts(self) -> list[str]:
+        return list(dict.fromkeys(map(self._job.host_of, sorted(self._missing))))
+
     def _not_started(self, what: str) -> str:
         """Return which ranks had not come to life, and on which hosts; none had begun the command."""
-        hosts = ", ".join(dict.fromkeys(map(self._job.host_of, sorted(self._missing))))
         said = "\n".join(self._launcher_said) or "(nothing)"
         return (
             f"{what} when {len(self._hosts)} of {self._job.size} ranks had started; missing: "
-            f"{numbered('rank', self._missing)} on {hosts}; "
+            f"{numbered('rank', self._missing)} on {listed(self._missing_hosts())}; "
             f"{self._launcher.name} wrote:\n{said}"
         )
 

@@ -81,7 +81,7 @@ def test_all_that_was_tried_is_told() -> None:
 
 
 def test_a_silent_host_is_told_from_one_that_has_closed(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link_module, "_LOOK_S", 0.1)
+    monkeypatch.setattr(link_module, "LOOK_S", 0.1)
     served: queue.SimpleQueue[Link] = queue.SimpleQueue()
     listener.start(served.put)
     ours = connect(elsewhere(listener.address), listener.authkey)

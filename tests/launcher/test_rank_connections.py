@@ -1,15 +1,19 @@
 """The connections of a job's ranks at ringrun's end, without processes: who is let in, how many, what is no message."""
 
+import os
 import queue
+import select
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from ringrun.connection.link import Link, Listener, connect
-from ringrun.connection.wire import Hello, Note, Setup, Started
+from ringrun.connection.wire import Ended, Hello, Note, Setup, Started
+from ringrun.connection.wire import Output as Says
 from ringrun.errors import MachineError
 from ringrun.job.events import Arrived, Event, RankEnded, Refused
 from ringrun.job.ranks import Channel, RankSetup
@@ -107,6 +111,46 @@ def test_only_ranks_that_the_job_awaits_are_let_in_and_each_once(
     assert first.receive() == Setup("127.0.0.1", 2345, "/work", {"A": "b"}, gives_stdin=False), "the first one stays"
 
 
+def test_who_fails_is_heard_while_nobody_reads_what_another_rank_prints(
+    tmp_path: Path, events: "queue.SimpleQueue[Event]"
+) -> None:
+    read, write = os.pipe()
+    listener = Listener(str(tmp_path), [], 2)
+    channel = Channel(listener, 2, RankSetup(), Output(2, {}, stdout=write), events)
+    channel.start()
+    talker, failing = (connect(listener.address, listener.authkey) for _ in range(2))
+    lines = [b"%06d" % number + b"x" * 65000 for number in range(100)]
+    talker.send(hello(0, 2))
+
+    def talk() -> None:
+        for line in lines:
+            talker.send(Says("stdout", line + b"\n"))
+        talker.send(Ended(0, 1.0))
+
+    talking = threading.Thread(target=talk)
+    talking.start()
+    while not select.select([read], [], [], 10)[0]:
+        pass  # it is printed; and now nobody reads on
+    failing.send(hello(1, 2))
+    failing.send(Started(4711))
+    failing.send(Ended(3, 1.0))
+    heard = [events.get(timeout=10) for _ in range(3)]
+    assert isinstance(heard[-1], RankEnded)
+    assert (heard[-1].end.rank, heard[-1].end.code) == (1, 3)
+    talking.join(0.3)
+    assert talking.is_alive(), "who talks is slowed down, and fills no memory"
+    with os.fdopen(read, "rb") as printed:
+        assert [printed.readline() for _ in lines] == [b"[0] " + line + b"\n" for line in lines]
+    ended = events.get(timeout=10)
+    assert isinstance(ended, RankEnded)
+    assert (ended.end.rank, ended.end.code) == (0, 0), "it has ended when all is printed"
+    talking.join()
+    for link in (talker, failing):
+        link.close()
+    channel.close()
+    os.close(write)
+
+
 MANY = """
     import os, queue, resource, sys, tempfile, threading
     from ringrun.connection.link import Listener, connect
@@ -139,16 +183,17 @@ MANY = """
         channel = Channel(listener, SIZE, RankSetup(), Output(SIZE, os.environ), events)
         channel.start()
         assert {events.get(timeout=60).rank for _ in range(SIZE)} == set(range(SIZE))
-        print(len(os.listdir("/proc/self/fd")) - before, "descriptors")
+        descriptors = len(os.listdir("/proc/self/fd")) - before
         channel.set_up()
         assert {events.get(timeout=60).end.pid for _ in range(SIZE)} == set(range(1, SIZE + 1))
+        print(descriptors, "descriptors,", threading.active_count(), "threads")
         channel.end_agents()
         assert os.waitpid(agents, 0)[1] == 0
         channel.close()
 """
 
 
-def test_512_ranks_take_one_descriptor_each_and_a_low_limit_is_raised(tmp_path: Path) -> None:
+def test_512_ranks_take_one_descriptor_each_few_threads_and_a_low_limit_is_raised(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", "\n".join(line[4:] for line in MANY.splitlines())],
         capture_output=True,
@@ -156,7 +201,7 @@ def test_512_ranks_take_one_descriptor_each_and_a_low_limit_is_raised(tmp_path: 
         timeout=120,
         env={"TMPDIR": str(tmp_path), "PATH": ""},
     )
-    assert (done.stdout, done.returncode) == ("512 descriptors\n", 0), done.stderr
+    assert (done.stdout, done.returncode) == ("515 descriptors, 5 threads\n", 0), done.stderr
 
 
 def test_a_limit_that_is_too_low_for_the_job_is_told_with_the_cure() -> None:

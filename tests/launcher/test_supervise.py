@@ -2,6 +2,7 @@
 
 import queue
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -87,6 +88,42 @@ def test_ranks_that_do_not_come_are_named_with_their_hosts() -> None:
     )
     assert fake.signals == [9]
     assert not fake.is_set_up, "no rank has begun its command"
+
+
+def test_a_start_that_takes_long_is_told_with_the_hosts_that_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervise, "_PROGRESS_S", 0.05)
+    fake = Fake()
+    events: supervise.Events = queue.SimpleQueue()
+    for rank in range(12):
+        if rank not in (2, 3, 5):
+            events.put(Arrived(rank, "here", 2345))
+    told: list[int] = []
+    fake.message = lambda lines: (told.append(len(fake.said)), fake.said.extend(lines))
+
+    def arrive() -> None:
+        while len(told) < 2:
+            time.sleep(0.01)
+        for rank in (2, 3, 5):
+            events.put(Arrived(rank, "late", 2345))
+        for rank in range(12):
+            events.put(RankEnded(RankEnd(rank, "h", 1, 0, 0.0)))
+
+    timer = threading.Thread(target=arrive)
+    timer.start()
+    job = Job(12, ["x"], hosts=[(Host(f"node{number}"), 2) for number in range(6)])
+    assert Supervisor(job, fake, fake, fake, events).run() == 0
+    assert set(fake.said) == {"ringrun: 9 of 12 ranks have started, waiting for node1, node2"}
+    assert fake.is_set_up
+    timer.join()
+
+
+@pytest.mark.parametrize("hosts", [(), [(Host("h1"), 1)]])
+def test_only_where_there_are_hosts_to_name(hosts: list[tuple[Host, int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervise, "_PROGRESS_S", 0.05)
+    fake = Fake()
+    with pytest.raises(MachineError):
+        Supervisor(Job(1, ["x"], hosts=hosts, start_timeout_s=0.2), fake, fake, fake, queue.SimpleQueue()).run()
+    assert bool(fake.said) == bool(hosts)
 
 
 @pytest.mark.parametrize(("lost_peer_code", "code", "cause"), [(14, 137, 1), (None, 14, 0)])
