@@ -8,7 +8,6 @@ import signal
 import sys
 from pathlib import Path
 
-import hypothesis
 import pytest
 
 from ringreduce import log
@@ -24,10 +23,6 @@ MALLOC = {-8: 2, -3: 1 << 20}
 FOR_RANKS = {ROOT / "tests" / "mpi", ROOT / "tests" / "gpu"}
 
 MORE_RANDOM_MODES = [pytest.param(("random", 1000 * tiers.SEED + k), marks=tiers.extended) for k in range(3)]
-
-# a first call may compile kernels, and the machine may be busy: how long a call takes is no matter for tests
-hypothesis.settings.register_profile("quick", deadline=None, derandomize=True, max_examples=50)
-hypothesis.settings.register_profile("extended", deadline=None, print_blob=True, max_examples=500)
 
 
 def pytest_addoption(parser):
@@ -46,7 +41,7 @@ def is_whole(config):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config):
-    """Two workers start jobs, which often wait, and one computes; -n 0 runs one test after the other."""
+    """Three workers, since jobs often wait; -n 0 runs one test after the other."""
     options = config.option
     alone = under_a_launcher() or getattr(options, "with_mpi", False) or options.usepdb or options.collectonly
     worker = hasattr(config, "workerinput")  # which would start more, and so on
@@ -61,8 +56,7 @@ def pytest_xdist_make_scheduler(config, log):
 
     class OneJobAfterTheOther(LoadScopeScheduling):
         def _split_scope(self, nodeid):
-            found = (name for name, folders in tiers.GROUPS.items() if nodeid.startswith(folders))
-            return next(found, nodeid.partition("::")[0])
+            return tiers.group(nodeid)
 
     return OneJobAfterTheOther(config, log)
 
@@ -85,12 +79,10 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config):
-    explores = config.option.markexpr != "not extended"
-    hypothesis.settings.load_profile("extended" if explores else "quick")
-    if explores and getattr(config.option, "hypothesis_seed", None) is None:
-        config.option.hypothesis_seed = str(tiers.SEED)
     if under_a_launcher():
         config.option.with_mpi = True
+    if not config.getoption("--with-mpi", default=False):
+        set_up_hypothesis(config)
     # tests start a thousand Pythons: what these import is compiled once
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False
@@ -101,6 +93,21 @@ def pytest_configure(config):
         # under nohup, or behind a shell's &: what tests start would ignore it, too; what has a handler does not
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, lambda *_: None)
+
+
+def set_up_hypothesis(config):
+    """Not on ranks, whose tests do not use it: it takes longer to import than NumPy."""
+    from hypothesis import settings
+
+    # a first call may compile kernels, and the machine may be busy: how long a call takes is no matter for tests
+    if config.option.markexpr == "not extended":
+        settings.register_profile("quick", deadline=None, derandomize=True, max_examples=50)
+        settings.load_profile("quick")
+        return
+    settings.register_profile("extended", deadline=None, print_blob=True, max_examples=500)
+    settings.load_profile("extended")
+    if getattr(config.option, "hypothesis_seed", None) is None:
+        config.option.hypothesis_seed = str(tiers.SEED)
 
 
 def pytest_report_header(config):
@@ -129,8 +136,8 @@ def python(request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture(scope="session")
 def mpich_python() -> Path:
-    """An interpreter with MPICH: $TEST_MPICH_PYTHON, or one that is made as a user of that extra would make it."""
-    return environments.interpreter("TEST_MPICH_PYTHON", ".venv-test-mpich", "-e", ".[mpich,test-mpi,examples]")
+    """An interpreter with MPICH: $TEST_MPICH_PYTHON, or one that is made for the tests."""
+    return environments.interpreter("TEST_MPICH_PYTHON", ".venv-test-mpich", "mpich")
 
 
 @pytest.fixture

@@ -1,7 +1,7 @@
 """Virtual environments beside the one that runs the tests, made when the first test needs them, and kept.
 
-Each sees the packages of the one that runs the tests, and installs only what is not there: another MPI, which mpi4py
-finds by the environment's own folder, in seconds instead of a minute.
+Each sees the packages of the one that runs the tests, and this project, and has a ringrun of its own. Only what is not
+there is installed: another MPI, which mpi4py finds by the environment's own folder, in seconds instead of a minute.
 """
 
 from __future__ import annotations
@@ -29,8 +29,12 @@ def interpreter(variable: str, folder: str, *requirements: str) -> Path:
         if not stamp.exists() or stamp.read_text() != wanted:
             _run([sys.executable, "-m", "venv", "--clear", "--without-pip", made])
             own = sysconfig.get_path("purelib", vars={"base": str(made)})
-            Path(own, "tests.pth").write_text(sysconfig.get_path("purelib") + "\n")
-            pip = [sys.executable, "-m", "pip", "--python", made / "bin" / "python"]
+            Path(own, "tests.pth").write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n")
+            python = made / "bin" / "python"
+            ringrun = python.with_name("ringrun")
+            ringrun.write_text(f"#!{python}\nimport sys\nfrom ringrun.cli import main\nsys.exit(main())\n")
+            ringrun.chmod(0o755)
+            pip = [sys.executable, "-m", "pip", "--python", python]
             _run([*pip, "install", "-q", "--no-compile", "-c", "constraints.txt", *requirements])
             stamp.write_text(wanted)
     return made / "bin" / "python"

@@ -49,6 +49,8 @@ FEW = [(name, op) for name, op in MATRIX if name in ONE_OF_EACH_CLASS and op in 
 """What shows that an algorithm moves each kind of element right: the arithmetic is tested by unit/test_ops.py."""
 ONE_OF_EACH = [("bool", Min), ("int8", Sum), ("float16", Average), ("bfloat16", Sum), ("float32", Average)]
 """What shows the same once more: on other ways, or between real processes."""
+FEW_TYPES = parted(TABLE, lambda dtype: dtype in ONE_OF_EACH_CLASS)
+"""For parametrize: what shows that elements of every size are moved right; the other types are extended."""
 readable = {"ids": lambda value: str(getattr(value, "value", value))}
 """For parametrize: ops by their names."""
 

@@ -80,7 +80,7 @@ QUICK_JOBS = {
     ],
     "end_to_end/test_readme.py": [
         "test_a_script_runs_before_and_after[0",
-        "test_a_script_runs_before_and_after[1",
+        "test_a_script_of_torch_runs_where_torch_is_imported_already[",
         "test_ci_runs_the_command_that_the_readme_gives",
         "test_settings_and_errors_are_told_as_they_are",
         "test_every_public_name_is_in_the_readme",
@@ -96,7 +96,7 @@ QUICK_JOBS = {
         "test_last_line_tells_an_accuracy_of_at_least_97_percent[3]",
         "test_loss_curve_is_that_of_one_rank[3]",
         "test_parameters_are_bit_identical_on_all_ranks[3]",
-        "test_script_itself_notices_when_parameters_differ[broadcast",
+        "test_script_itself_notices_when_parameters_differ[",
     ],
     "examples/test_train_gpt.py": [
         "test_run_resumed_on_more_ranks_continues_the_same_curve",
@@ -105,9 +105,26 @@ QUICK_JOBS = {
 """By file: how the names begin of tests in FOLDERS_OF_JOBS that run always. Each starts jobs, and takes seconds."""
 QUICK_NAMES = tuple(f"tests/{file}::{name}" for file, names in QUICK_JOBS.items() for name in names)
 FOLDERS_OF_JOBS = ("tests/cluster/", "tests/end_to_end/", "tests/examples/")
-GROUPS = {"jobs": (*FOLDERS_OF_JOBS, "tests/gpu/"), "launcher": ("tests/launcher/",)}
-"""Each by one worker, one test after the other: jobs share the cores, and their ends are timed. The jobs begin first:
-they wait more than they compute."""
+GROUPS = {
+    "pool": (
+        "tests/end_to_end/test_readme.py",
+        "tests/examples/",
+        "tests/ranks/test_every_world",
+        "tests/ranks/test_ordered.py",
+        "tests/ranks/test_pool.py",
+        "tests/ranks/test_random.py",
+    ),
+    "jobs": (*FOLDERS_OF_JOBS, "tests/gpu/"),
+    "launcher, a to h": tuple(f"tests/launcher/test_{letter}" for letter in "abcdefgh"),
+    "launcher, i to z": ("tests/launcher/",),
+}
+"""Each by one worker, one test after the other: a pool of real ranks is made once, jobs share the cores, and their ends
+are timed. These begin first: they wait more than they compute."""
+
+
+def group(nodeid: str) -> str:
+    """The name of a test's group; all others are grouped by their files."""
+    return next((name for name, begins in GROUPS.items() if nodeid.startswith(begins)), nodeid.partition("::")[0])
 
 
 def mark_job(item: pytest.Item) -> None:

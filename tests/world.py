@@ -28,6 +28,8 @@ on_every_world = pytest.mark.parametrize(("world", "size"), [*_SIZES, *_MPICH], 
 on_every_world_with_torch = pytest.mark.parametrize(("world", "size"), _SIZES, indirect=["world"])
 """The environment with MPICH has no torch."""
 
+on_a_pool = pytest.mark.parametrize("world", ["mpi"], ids=["a pool"], indirect=True)  # an id "mpi" is pytest-mpi's
+
 
 @dataclasses.dataclass(frozen=True)
 class Threads:

@@ -12,6 +12,7 @@ import pytest
 from tests.end_to_end.conftest import ringrun, run
 from tests.environments import INSTALL_TIMEOUT_S
 from tests.jobs import ROOT
+from tests.world import on_a_pool
 
 README = (ROOT / "README.md").read_text()
 TEST_COMMAND = (
@@ -79,6 +80,19 @@ def test_a_script_runs_before_and_after(tmp_path, number):
         one, two = (float(re.search(r"accuracy ([\d.]+)", each.stdout).group(1)) for each in (alone, together))
         assert one > 0.9
         assert two == pytest.approx(one, abs=0.01)
+
+
+@on_a_pool
+@pytest.mark.parametrize("number", range(1, len(blocks("diff"))))
+def test_a_script_of_torch_runs_where_torch_is_imported_already(world, number):
+    """On ranks of a job that is there: three new Pythons take ten seconds to import it."""
+    before, after = sides(blocks("diff")[number])
+
+    def program():
+        for script in (before, after):
+            exec(script, {"__name__": "__main__"})
+
+    world(2).run(program)
 
 
 @pytest.mark.timeout(120)

@@ -6,10 +6,14 @@ import json
 import math
 import signal
 import struct
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+
+import ringreduce as rr
+from tests.world import on_a_pool
 
 MISSING = [name for name in ("torch", "matplotlib", "tqdm") if importlib.util.find_spec(name) is None]
 
@@ -24,13 +28,17 @@ TINY = ["--dtype=float64", "--batch=12", "--width=16", "--depth=2", "--heads=2",
 KILLED_WHILE_SAVING = Path(__file__).parent / "programs" / "killed_while_saving.py"
 
 
+def record_in(out):
+    return json.loads((out / "losses.json").read_text())
+
+
 @pytest.fixture(scope="module")
 def train(ringrun, examples):
     """train(size, out, steps, *more): run until that step; returns what was printed, and what was recorded."""
 
     def run(size, out, steps, *more):
         ended = ringrun(size, examples / "train_gpt.py", *TINY, "--out", out, "--steps", steps, *more)
-        return ended, json.loads((out / "losses.json").read_text())
+        return ended, record_in(out)
 
     return run
 
@@ -91,12 +99,36 @@ def test_plot_is_a_png_of_readable_size(straight):
     assert 5_000 < len(content) < 500_000  # an empty picture of this size takes 2 kB
 
 
-def test_run_resumed_on_more_ranks_continues_the_same_curve(train, straight, tmp_path):
-    *_, whole = straight(1)
-    _, first = train(1, tmp_path, STEPS // 2)
-    _, resumed = train(2, tmp_path, STEPS, "--resume")
-    assert len(first["losses"]) == STEPS // 2
+@on_a_pool
+def test_run_resumed_on_more_ranks_continues_the_same_curve(world, examples, tmp_path):
+    """Rank 0 trains alone, and then both, in a job that is there: Pythons that import torch take seconds each."""
+
+    def program():
+        sys.path.insert(0, str(examples))
+        import train_gpt
+
+        def train(out, steps, *more):
+            train_gpt.main([*TINY, "--out", str(tmp_path / out), "--steps", str(steps), *more])
+            torch.set_default_dtype(torch.float32)
+
+        import torch
+
+        rank = rr.rank()
+        rr.shutdown()
+        if rank == 0:
+            rr.init([0])
+            train("whole", STEPS)
+            train("part", STEPS // 2)
+            first = record_in(tmp_path / "part")
+            rr.shutdown()
+            assert len(first["losses"]) == STEPS // 2
+        rr.init()
+        train("part", STEPS, "--resume")
+
+    world(2).run(program, timeout_s=60)
+    whole, resumed = (record_in(tmp_path / out) for out in ("whole", "part"))
     np.testing.assert_allclose(resumed["losses"], whole["losses"], rtol=1e-9)
+    assert len(resumed["digests"]) == 2
     assert len(set(resumed["digests"])) == 1
 
 
@@ -114,7 +146,7 @@ def test_after_a_failure_ringrun_starts_it_again_and_it_goes_on(ringrun, example
     ended = ringrun(2, KILLED_WHILE_SAVING, examples, *arguments, flags=["--restarts", "1"])
     assert "ringrun: restart 1 of 1 in 1 s\n" in ended.stderr
     *_, whole = straight(2)
-    resumed = json.loads((tmp_path / "losses.json").read_text())
+    resumed = record_in(tmp_path)
     np.testing.assert_allclose(resumed["losses"], whole["losses"], rtol=1e-9)
 
 

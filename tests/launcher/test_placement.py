@@ -253,6 +253,7 @@ def test_the_ranks_run_where_they_are_placed(
     assert seen(done.stdout) == expected
 
 
+@pytest.mark.without_mpi
 def test_the_number_of_threads_stays_as_the_user_set_it(
     ringrun: Run, script: Callable[[str], str], python: str
 ) -> None:
@@ -281,6 +282,7 @@ def test_ringruns_own_affinity_is_what_ranks_share(ringrun: Run, script: Callabl
     assert seen(done.stdout) == {0: ([one], "1"), 1: ([one], "1")}
 
 
+@pytest.mark.without_mpi
 @pytest.mark.parametrize("arguments", [["-np", "auto"], []])
 def test_without_a_number_there_is_one_rank_per_core(arguments: list[str], ringrun: Run) -> None:
     done = ringrun(*arguments, "echo", "here")
@@ -288,12 +290,14 @@ def test_without_a_number_there_is_one_rank_per_core(arguments: list[str], ringr
     assert len(done.stdout.splitlines()) == automatic_size(read_topology({"CUDA_VISIBLE_DEVICES": ""}))
 
 
+@pytest.mark.without_mpi
 def test_verbose_tells_who_has_what(ringrun: Run) -> None:
     done = ringrun("-np", 2, "--verbose", "true")
     shares = place(read_topology({"CUDA_VISIBLE_DEVICES": ""}), 2)
     assert describe(shares, os.uname().nodename, bound=True) in done.stderr.splitlines()
 
 
+@pytest.mark.without_mpi
 def test_masking_where_there_is_no_gpu_is_told_and_changes_nothing(ringrun: Run, python: str) -> None:
     source = "import os; print([os.environ.get('CUDA_VISIBLE_DEVICES'), os.environ.get('CUDA_DEVICE_ORDER')])"
     done = ringrun("-np", 1, "--mask-gpus", python, "-c", source)
@@ -333,6 +337,7 @@ def gpu_shares(gpu_machine: dict[str, str | None], tmp_path: Path) -> list[Share
     return place(read_topology({}, tmp_path / "machine"), 2)
 
 
+@pytest.mark.without_mpi
 def test_threads_are_counted_by_physical_cores(
     ringrun: Run, script: Callable[[str], str], python: str, gpu_machine: dict[str, str], tmp_path: Path
 ) -> None:
@@ -343,6 +348,7 @@ def test_threads_are_counted_by_physical_cores(
     assert seen(done.stdout) == {0: (usable, str(len(usable)))}
 
 
+@pytest.mark.without_mpi
 def test_on_a_gpu_host_each_gpu_gets_a_rank_that_sees_all_gpus(
     ringrun: Run, script: Callable[[str], str], python: str, gpu_machine: dict[str, str], gpu_shares: list[Share]
 ) -> None:
@@ -354,6 +360,7 @@ def test_on_a_gpu_host_each_gpu_gets_a_rank_that_sees_all_gpus(
     assert done.stderr == describe(gpu_shares, os.uname().nodename, bound=True) + "\n"
 
 
+@pytest.mark.without_mpi
 def test_a_masked_rank_sees_its_own_gpu(
     ringrun: Run, script: Callable[[str], str], python: str, gpu_machine: dict[str, str], gpu_shares: list[Share]
 ) -> None:
@@ -404,6 +411,7 @@ def test_a_rank_gets_the_gpu_that_it_is_placed_at_however_cuda_counts(
     assert sorted(done.stdout.splitlines()) == [f"[{rank}] {each}" for rank, each in enumerate(told)], done.stderr
 
 
+@pytest.mark.without_mpi
 def test_gpus_that_the_user_has_hidden_stay_hidden(
     ringrun: Run, script: Callable[[str], str], python: str, gpu_machine: dict[str, str]
 ) -> None:

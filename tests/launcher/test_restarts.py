@@ -318,6 +318,7 @@ def test_a_script_with_a_checkpoint_goes_on(ringrun: Run, script: Script, python
     assert "ringrun: restart 1 of 2 in 1 s\n" in done.stderr
 
 
+@pytest.mark.without_mpi
 def test_it_gives_up_after_the_last_restart(
     ringrun: Run, script: Script, python: str, tmp_path: Path, wait_until_gone
 ) -> None:
@@ -350,6 +351,7 @@ def test_a_wrong_command_is_not_tried_again(ringrun: Run, tmp_path: Path) -> Non
     assert "restart" not in done.stderr
 
 
+@pytest.mark.without_mpi
 def test_a_job_that_takes_too_long_is_not_tried_again(ringrun: Run, script: Script, python: str) -> None:
     source = """
         import os, sys, time
@@ -377,6 +379,7 @@ def test_ctrl_c_during_a_pause_ends_at_once(start, script: Script, python: str, 
     wait_until_gone()
 
 
+@pytest.mark.without_mpi
 def test_ranks_know_of_no_restart_without_the_flag(ringrun: Run) -> None:
     program = f"import os; print(os.environ['{COUNT_VARIABLE}'])"
     done = ringrun("-np", 2, "--fold", sys.executable, "-c", program, env={COUNT_VARIABLE: "5"})

@@ -26,9 +26,7 @@ SETS = {1: [], 2: [[1]], 3: [[2, 0]], 4: [[0, 3], [1, 2, 3]]}
 COUNTS = [5, 1023, 0, 9000, 33, 1, 2048]
 
 
-@pytest.fixture(
-    scope="module", params=parted(["ipc, random", *PATHS], lambda path: path in ("ipc, random", "cuda_aware"))
-)
+@pytest.fixture(scope="module", params=parted(["ipc, random", *PATHS], lambda path: path == "ipc, random"))
 def path(request):
     """A world in which GPU arrays go one of the paths, with short slots and process sets; afterwards the usual one."""
     rr.shutdown()

@@ -134,7 +134,7 @@ def be_slow(seed):
     region.slots, region.publish = slow_slots, slow_publish
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", parted(range(3), lambda seed: seed < 1))
 @pytest.mark.parametrize("hosts", LAYOUTS[:4], ids=str)
 def test_a_rank_that_is_late_never_reads_what_came_later(hosts, seed):
     """Every operation has data of its own, so memory that was overwritten too early gives another result."""
@@ -168,7 +168,7 @@ def test_some_units_are_under_way_and_end_in_order(hosts):
     assert max(under_way) == UNITS_AHEAD, "one is on the wire while the next is summed"
 
 
-@pytest.mark.parametrize("name", ["float32", "float16", "int64"])
+@pytest.mark.parametrize("name", parted(["float32", "float16", "int64"], lambda name: name == "float16"))
 @pytest.mark.parametrize("count", [1, 12, 1000, 5000])
 @pytest.mark.parametrize("hosts", LAYOUTS, ids=str)
 def test_a_wire_carries_what_one_rank_a_host_would_send(hosts, count, name):

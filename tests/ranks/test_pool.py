@@ -10,8 +10,9 @@ import pytest
 import ringreduce as rr
 from ringreduce.settings import Settings
 from tests.pool import PoolEndedError, RankError
+from tests.world import on_a_pool
 
-pytestmark = pytest.mark.parametrize("world", ["mpi"], ids=["a pool"], indirect=True)  # an id "mpi" is pytest-mpi's
+pytestmark = on_a_pool
 
 
 def runs(pid):
@@ -101,8 +102,8 @@ def test_a_hang_ends_the_pool_and_tells_what_failed_before_and_the_ranks_stacks(
 
     before = world(2)
     pids = before.run(os.getpid)
-    message = r"(?s)took longer than 1\.0 s\n.*on rank 0:\n.*LookupError: the reason.*rank 1 of 2.*in stuck_in_here"
+    message = r"(?s)took longer than 0\.2 s\n.*on rank 0:\n.*LookupError: the reason.*rank 1 of 2.*in stuck_in_here"
     with pytest.raises(PoolEndedError, match=message):
-        before.run(stuck_in_here, timeout_s=1.0)
+        before.run(stuck_in_here, timeout_s=0.2)
     assert not any(map(runs, pids))
     assert world(2).run(rr.rank) == [0, 1]

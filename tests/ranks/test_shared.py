@@ -111,7 +111,7 @@ def random_plan(seed, length):
     return plan
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", parted(range(4), lambda seed: seed < 2))
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_a_rank_that_is_late_never_reads_what_came_later(size, seed):
     """Every operation has data of its own, so memory that was overwritten too early gives another result."""
@@ -119,7 +119,7 @@ def test_a_rank_that_is_late_never_reads_what_came_later(size, seed):
     run_plan(size, random_plan(seed, 40), slow)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", parted(range(3), lambda seed: seed < 1))
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_nobody_packs_a_slot_that_another_still_reads(size, seed):
     """Turn t has the memory of sequence number t - SLOTS, so all must have done with that: told by `watch`, with sleeps

@@ -181,7 +181,7 @@ def assert_right(results, kind, counts, root, seed):
         assert len({each[0].tobytes() for each in results}) == 1
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", parted(range(4), lambda seed: seed < 1))
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_late_ranks_in_operations_of_all_kinds_that_follow_each_other(size, seed):
     """Every operation has data of its own, so memory that was overwritten too early gives another result."""
@@ -196,7 +196,7 @@ def test_late_ranks_in_operations_of_all_kinds_that_follow_each_other(size, seed
         assert_right([result[k] for result in results], *each, 7 * k)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", parted(range(3), lambda seed: seed < 1))
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_nobody_packs_a_slot_that_another_still_reads(size, seed):
     """Sequence number s has the memory of s - SLOTS, with which all must be done; `watch` tells, and sleeps."""
