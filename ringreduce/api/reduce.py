@@ -251,7 +251,7 @@ class Arguments:
         self._op = op
         self._scales = prescale, postscale
         self.details = (("op", op.value), ("prescale_factor", prescale), ("postscale_factor", postscale))
-        self._fitting: set[str] = set()  # element types that passed the check
+        self.fitting: set[str] = set()  # element types that need no check any more
 
     def number(self, tensor: Any) -> Any:
         """A Python int that is averaged becomes a float: the caller has chosen no integer type for it."""
@@ -259,12 +259,12 @@ class Arguments:
 
     def check(self, tensor: Buffer) -> None:
         """Raise InputError for a tensor that cannot be reduced this way."""
-        if tensor.element.name not in self._fitting:
-            Reduction(self._op, tensor.element, 1, *self._scales).check()
-            self._fitting.add(tensor.element.name)
+        Reduction(self._op, tensor.element, 1, *self._scales).check()
         if self._op is Average and tensor.element.kind in "iu":
             _warn_of_truncated_averages()
-        if self.function == "reducescatter" and not tensor.shape:
+        if self.function != "reducescatter":
+            self.fitting.add(tensor.element.name)
+        elif not tensor.shape:
             raise InputError("reducescatter: a 0-d tensor has no rows to scatter; pass one of at least 1 dimension")
 
     def sign(self, inputs: Sequence[Buffer], names: Sequence[str] | None, name: str) -> Signature:
@@ -323,19 +323,12 @@ def submit(
     else:
         inputs, written = [as_buffer(arguments.number(tensor)) for tensor in tensors], None
     for each in inputs:
-        arguments.check(each)
+        if each.element.name not in arguments.fitting:
+            arguments.check(each)
     if names is not None and len(names) != len(tensors):
         raise InputError(f"{arguments.function}: {len(names)} names for {len(tensors)} tensors; pass one for each")
     has_outputs = not in_place and arguments.function == "allreduce"
     outputs = [each.empty(each.shape) for each in inputs] if has_outputs else inputs
-
-    def finish(submission: Submission) -> Any:
-        if written is None:
-            results = [like(tensor, output) for tensor, output in zip(tensors, submission.outputs, strict=True)]
-        else:
-            written()
-            results = list(tensors)
-        return results[0] if one else results
 
     return engine.submit(
         arguments.function,
@@ -344,7 +337,21 @@ def submit(
         sign=functools.partial(arguments.sign, inputs, names),
         inputs=inputs,
         outputs=outputs,
-        finish=finish,
+        finish=_finish_one if one else _finish,
+        payload=(tensors, written),
         waits=waits,
         line=line,
     )
+
+
+def _finish(submission: Submission) -> list[Any]:
+    """The caller's results.  payload: the tensors that were passed, and what `to_write` returned for those in place."""
+    tensors, written = submission.payload
+    if written is None:
+        return [like(tensor, output) for tensor, output in zip(tensors, submission.outputs, strict=True)]
+    written()
+    return list(tensors)
+
+
+def _finish_one(submission: Submission) -> Any:
+    return _finish(submission)[0]

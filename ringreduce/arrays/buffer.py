@@ -32,12 +32,12 @@ class Buffer:
     @property
     def count(self) -> int:
         """Number of elements."""
-        return int(self.flat.size)
+        return self.flat.size  # type: ignore[no-any-return]
 
     @property
     def nbytes(self) -> int:
         """Size in bytes."""
-        return int(self.flat.nbytes)
+        return self.flat.nbytes  # type: ignore[no-any-return]
 
     def empty(self, shape: tuple[int, ...]) -> Buffer:
         """A new, uninitialised buffer of this kind and element type, on the same device."""
@@ -60,13 +60,13 @@ class NotContiguousError(UnsupportedArrayError):
 
 def numpy_buffer(array: np.ndarray[Any, Any], writable: bool) -> Buffer:
     """The buffer of a NumPy array; see `view.as_buffer`."""
-    dtype, flags = array.dtype, array.flags
+    dtype = array.dtype
     element = element_type(dtype)
     if type(array) is not np.ndarray and isinstance(array, np.ma.MaskedArray):
         raise UnsupportedArrayError(
             "a masked array would lose its mask; pass array.filled(value), or array.compressed()"
         )
-    if writable and not flags.writeable:
+    if writable and not array.flags.writeable:
         raise UnsupportedArrayError("a read-only array cannot be changed in place; pass a copy")
     return Buffer(flat_view(array, element, writable), element, array.shape, "cpu", dtype)
 
@@ -75,7 +75,7 @@ def flat_view(array: Any, element: ElementType, writable: bool) -> Any:
     """A 1-D view; a copy of what is not C-contiguous, unless it is to be written to."""
     if writable and not array.flags.c_contiguous:
         raise NotContiguousError(array.shape, array.strides)
-    flat = array.reshape(-1)  # copies what is not C-contiguous
+    flat = array if array.ndim == 1 and writable else array.reshape(-1)  # copies what is not C-contiguous
     return flat if flat.dtype is element.storage else flat.view(element.storage)
 
 

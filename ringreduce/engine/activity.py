@@ -37,7 +37,7 @@ class Activity:
     def waiting_for(self) -> str:
         """What threads of this rank wait for, as `allreduce 'layer3.w' (train.py:41)`; empty for nothing."""
         with self._inbox.lock:
-            lines = {id(each.handle): each.line for each in self._negotiation.unfinished()}
+            lines = {id(each): each.line for each in self._negotiation.unfinished()}
             handles = self._inbox.waited_for()
         texts = [
             f"{each.signature.kind} {each.signature.name!r} ({lines[id(each)]})"

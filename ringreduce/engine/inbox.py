@@ -54,6 +54,7 @@ class Inbox:
         self._transport = transport
         self._batch_bytes = (ONE_HOST_BATCH_SLOTS if one_host else BATCH_SLOTS) * settings.fusion_slot_bytes
         self._cycle_s = settings.cycle_time_ms / 1e3
+        self._long_cycles = self._cycle_s >= LONGEST_SLEEP_S
         self._oversubscribed = one_host and oversubscribed
         self._defers = False
         self._submissions: list[Submission] = []
@@ -80,12 +81,16 @@ class Inbox:
         self._submissions.append(submission)
         for each in submission.inputs:
             self._nbytes += each.nbytes
-        self._urgent |= submission.waits
+        if submission.waits:
+            self._urgent = True
         self._last = submission.signature, submission.line, submission.submitted_s
 
     def announce_soon(self, waits: bool) -> None:
-        """Wake the engine, unless it batches more, or the thread is about to wait, which wakes it if need be."""
-        if not waits and not (self._batching and self.batches_more()):
+        """Wake the engine, unless it batches more, or the thread is about to wait, which wakes it if need be.
+
+        An engine that sleeps looks for a new batch in time by itself, where cycles are not shorter than its sleep.
+        """
+        if not waits and not ((self._batching or self._long_cycles) and self.batches_more()):
             self.wake()
 
     def call_soon(self, callback: Callable[[], object]) -> None:
@@ -118,6 +123,7 @@ class Inbox:
     def wake(self) -> None:
         """End the sleep of the engine's thread."""
         if self._asleep:
+            self._asleep = False  # once is enough
             self._transport.wake()
 
     # Called by the engine's thread
@@ -153,7 +159,7 @@ class Inbox:
             return []
         with self.lock:
             submissions, self._submissions, self._urgent = self._submissions, [], False
-        return [each for each in submissions if each.handle is not None]
+        return [each for each in submissions if not each.ended]
 
     def holds_any(self) -> bool:
         """True while submissions or callbacks wait for a poll."""

@@ -71,7 +71,7 @@ class Polling:
                 return False
             try:
                 self._poll_until(handle)
-                return handle.done() and self.waits_for() is WaitsFor.NOTHING and not self._inbox.holds_any()
+                return handle.ended and self.waits_for() is WaitsFor.NOTHING and not self._inbox.holds_any()
             finally:
                 self.lock.release()
         except BaseException as exc:  # also KeyboardInterrupt: what it has interrupted cannot go on
@@ -84,7 +84,7 @@ class Polling:
 
     def _poll_until(self, handle: Handle) -> None:
         still, until_s = 0, time.monotonic() + DRIVE_S
-        while not handle.done() and time.monotonic() < until_s:
+        while not handle.ended and time.monotonic() < until_s:
             if self._poll(self._first):
                 continue
             still += 1

@@ -179,8 +179,8 @@ class ProcessSets:
         """
         number, inbox = next(self._own_numbers), self._inbox
         signature = Signature("open", name, details=(("ranks", tuple(members)),))
-        handle = Handle(signature, inbox.wait, inbox.on_poll)
-        submission = Submission(signature, number, (), (), lambda _: None, None, calling_line(), handle, waits=True)
+        line, callbacks = calling_line(), (inbox.wait, inbox.on_poll)
+        submission = Submission(signature, number, (), (), lambda _: None, None, line, True, (), *callbacks)
 
         def begin() -> None:
             context = self._channel_context(before_opening(self._host, members), members, operations)
@@ -192,7 +192,7 @@ class ProcessSets:
                 self._negotiation.close(channel, str(self._negotiation.error), -1)
 
         inbox.call_soon(begin)
-        return number, handle
+        return number, submission
 
     def shut(self, number: int) -> None:
         """Close such a channel, on this rank; what is not complete fails."""

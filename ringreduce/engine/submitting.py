@@ -9,6 +9,7 @@ from typing import Any
 from ringreduce.arrays.buffer import Buffer
 from ringreduce.arrays.gpu_buffer import ready
 from ringreduce.engine.inbox import Inbox
+from ringreduce.errors import CollectiveError
 from ringreduce.execution.channel import Channel
 from ringreduce.execution.signature import Signature, calling_line
 from ringreduce.execution.submission import Handle, Submission
@@ -36,6 +37,7 @@ class Submitting:
         self.count = 0  # of all submissions
         self._world, self._inbox, self._negotiation = world, inbox, negotiation
         self._sets, self._gpu = sets, gpu
+        self._callbacks = inbox.wait, inbox.on_poll
 
     def submit(
         self,
@@ -58,13 +60,13 @@ class Submitting:
         finish: makes the caller's result from the finished submission, in the thread that waits.
         waits:  True: the caller will wait for it before it does anything else.
         line:   the user's calling line, where the caller knows it.
-        then:   see Handle.
+        then:   see Submission.
 
         Raises: InputError when the name is pending already, or this rank is not in the process set; PeerLostError when
                 a rank has left.
         """
         if line is None:
-            line = calling_line()
+            line = calling_line(3)
         marks: Sequence[Event] = ()
         if process_set >= GLOBAL and any(map(ON_GPU, inputs)):
             self._gpu.check(inputs)
@@ -81,35 +83,33 @@ class Submitting:
                 signature = sign("noname")._replace(name=f"noname.{state.submitted}", numbered=True)
             else:
                 signature = sign(name)
-            handle = Handle(signature, inbox.wait, inbox.on_poll, then)
             submission = Submission(
-                signature, process_set, inputs, outputs, finish, payload, line, handle, waits, marks
+                signature, process_set, inputs, outputs, finish, payload, line, waits, marks, *self._callbacks, then
             )
-            self._check(state, submission)
+            if negotiation.error is not None or negotiation.leaving or state.closed:
+                raise self._closed(state, submission)
             if isinstance(state, Channel):
                 state.enqueue(submission)
                 if not waits:
                     inbox.call_soon(lambda: None)
             else:
-                state.pending[submission.key] = submission
+                key = submission.key
+                if state.joined:
+                    raise errors_for.after_join(submission)
+                if key in state.pending or key in state.running:
+                    raise errors_for.name_is_pending(submission, self._world.rank)
+                state.pending[key] = submission
                 if kind == JOIN:
                     state.joined = True
                 inbox.put(submission)
             self.count += 1
         inbox.announce_soon(waits)
-        return handle
+        return submission
 
-    def _check(self, state: ProcessSetState | Channel, submission: Submission) -> None:
-        """Raise an error for a submission that cannot be accepted."""
+    def _closed(self, state: ProcessSetState | Channel, submission: Submission) -> CollectiveError:
+        """The error for what is submitted when this rank or another one is leaving, or the engine has failed."""
         error, leaving = self._negotiation.error, self._negotiation.leaving
         if error is not None or leaving:
             why = str(error or f"rank {self._world.rank} is leaving the job: {leaving}")
-            raise errors_for.engine_closed(submission, why)
-        if state.closed:
-            raise errors_for.never_complete(state, submission, self._world, leaving)
-        if isinstance(state, Channel):
-            return
-        if state.joined:
-            raise errors_for.after_join(submission)
-        if submission.key in state.pending or submission.key in state.running:
-            raise errors_for.name_is_pending(submission, self._world.rank)
+            return errors_for.engine_closed(submission, why)
+        return errors_for.never_complete(state, submission, self._world, leaving)

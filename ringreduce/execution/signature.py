@@ -134,9 +134,12 @@ def tensor_text(tensor: TensorSignature) -> str:
     return f"{tensor.dtype}[{', '.join(map(str, tensor.shape))}]"
 
 
-def calling_line() -> str:
-    """The innermost line outside this package, and outside torch, which calls hooks; as file.py:41."""
-    frame = sys._getframe(1)
+def calling_line(skipped: int = 1) -> str:
+    """The innermost line outside this package, and outside torch, which calls hooks; as file.py:41.
+
+    skipped: how many functions, this one among them, are of this package for certain.
+    """
+    frame = sys._getframe(skipped)
     while frame.f_back is not None and _is_of_library(frame.f_code.co_filename):
         frame = frame.f_back
     return _line(frame.f_code.co_filename, frame.f_lineno)

@@ -1,4 +1,4 @@
-"""One submission on this rank: its tensors, its operation, and the handle for its result."""
+"""One submission of this rank: its tensors, its operation, and, for the caller, its handle."""
 
 from __future__ import annotations
 
@@ -14,49 +14,38 @@ from ringreduce.errors import StalledError
 from ringreduce.execution.signature import Signature
 from ringreduce.gpu.runtime import Event
 
+_MAKING_GATES = threading.Lock()
 
-def _nothing() -> None:
+
+def _nothing(*_: Any) -> None:
     return None
 
 
 class Handle:
     """An asynchronous operation. `poll(handle)` is True when it is done, `synchronize(handle)` returns its result."""
 
-    __slots__ = ("__weakref__", "_done", "_error", "_gate", "_on_poll", "_on_wait", "_result", "_then", "signature")
-
-    def __init__(
-        self,
-        signature: Signature,
-        on_wait: Callable[[Handle, float], None],
-        on_poll: Callable[[], object] = _nothing,
-        then: Callable[[Exception | None], object] | None = None,
-    ) -> None:
-        """then: called by the engine's thread just before the operation is done; must neither wait nor raise."""
-        self.signature = signature
-        self._then = then
-        self._on_wait = on_wait
-        self._on_poll = on_poll
-        self._done = False
-        self._gate = gate = threading.Lock()  # making an Event takes ten times as long
-        gate.acquire()
-        self._error: Exception | None = None
-        self._result: Callable[[], Any] = _nothing
+    signature: Signature
+    ended = False
+    _error: Exception | None = None
+    _gate: threading.Lock | None = None  # held until the end, if a thread waits: most handles are done before
+    _on_wait: Callable[[Handle, float], None] = staticmethod(_nothing)
+    _on_poll: Callable[[], object] = staticmethod(_nothing)
 
     def done(self) -> bool:
         """True when `wait` would return or raise at once."""
-        return self._done
+        return self.ended
 
     def poll(self) -> bool:
         """As `done`; makes the engine stop batching."""
-        if not self._done:
+        if not self.ended:
             self._on_poll()
-        return self._done
+        return self.ended
 
     def wait(self, timeout_s: float = -1) -> Any:
         """Wait for the operation, and return its result; raises its error, or StalledError after a timeout >= 0."""
-        if not self._done:
+        if not self.ended:
             self._on_wait(self, timeout_s)
-            if not self._done:
+            if not self.ended:
                 kind, name, *_ = self.signature
                 raise StalledError(
                     f"{kind} {name!r}: Timed out after {timeout_s:g} s; other ranks may not have called it"
@@ -65,35 +54,32 @@ class Handle:
             raise copy.copy(self._error)  # one per waiter: a traceback belongs to one raise
         return self._result()
 
+    def _result(self) -> Any:
+        """The caller's result, in the thread that waits."""
+        raise NotImplementedError
+
     def block(self, timeout_s: float = -1) -> None:
         """Return when the operation is complete or has failed, or after a timeout >= 0."""
-        if self._gate.acquire(timeout=timeout_s):
+        with _MAKING_GATES:
+            if self._gate is None:
+                self._gate = threading.Lock()
+                self._gate.acquire()
+        if not self.ended and self._gate.acquire(timeout=timeout_s):  # `_end` looks at them in the other order
             self._gate.release()
 
-    def end(self, result: Callable[[], Any], error: Exception | None = None) -> None:
-        """Let `wait` return `result()` or raise `error`; called by the engine, once."""
-        self._result, self._error = result, error
-        if self._then is not None:
-            self._then(error)
-        self._done = True
-        self._gate.release()
-
     def __repr__(self) -> str:
-        return f"<Handle of {self.signature.kind} {self.signature.name!r}, {'done' if self.done() else 'pending'}>"
+        return f"<Handle of {self.signature.kind} {self.signature.name!r}, {'done' if self.ended else 'pending'}>"
 
 
-_NOWHERE: dict[str, Any] = {}
+class Submission(Handle):
+    """What the engine knows of it; that of a group has many tensors. One is made for each tensor of each step."""
 
-
-class Submission:
-    """One submission of this rank; that of a group has many tensors."""
-
-    # fmt: off
-    __slots__ = (
-        "__weakref__", "done", "finish", "handle", "in_flight", "inputs", "key", "line", "missing_pieces", "outputs",
-        "payload", "process_set", "ready", "retire", "signature", "submitted_s", "waits",
-    )
-    # fmt: on
+    missing_pieces = 0
+    retire: Callable[[Sequence[Buffer]], Event] | None = None
+    """Keeps GPU memory alive until the GPU reaches the returned event; see Gpu.retire."""
+    outputs_ready: Event | None = None  # after which outputs on a GPU hold the results
+    in_flight: dict[str, Submission] = {}  # noqa: RUF012 - `begin` replaces it
+    """The running submissions of its process set; it is removed before its waiter may submit the name again."""
 
     def __init__(
         self,
@@ -104,9 +90,11 @@ class Submission:
         finish: Callable[[Submission], Any],
         payload: Any,
         line: str,
-        handle: Handle | None,
         waits: bool,
         ready: Sequence[Event] = (),
+        on_wait: Callable[[Handle, float], None] = _nothing,
+        on_poll: Callable[[], object] = _nothing,
+        then: Callable[[Exception | None], object] | None = None,
     ) -> None:
         self.signature = signature
         self.key = signature.key
@@ -116,16 +104,12 @@ class Submission:
         self.finish = finish  # makes the caller's result; called by the thread that waits
         self.payload = payload  # further arguments or results: splits, pickled bytes, a flag
         self.line = line
-        self.handle = handle  # none for the neutral elements of a joined rank
         self.waits = waits
         self.ready = ready  # events of the caller's streams after which inputs on a GPU may be read
+        self.then = then
+        """Called by the engine's thread just before the operation is done; must neither wait nor raise."""
         self.submitted_s = time.monotonic()
-        self.missing_pieces = 0
-        self.retire: Callable[[Sequence[Buffer]], Event] | None = None
-        """Keeps GPU memory alive until the GPU reaches the returned event; see Gpu.retire."""
-        self.done: Event | None = None  # after which outputs on a GPU hold the results
-        self.in_flight: dict[str, Submission] = _NOWHERE
-        """The running submissions of its process set; it is removed before its waiter may submit the name again."""
+        self._on_wait, self._on_poll = on_wait, on_poll
 
     def begin(self, in_flight: dict[str, Submission]) -> None:
         """Add it to the running submissions. Other threads read these at once, as list(in_flight.values())."""
@@ -133,26 +117,31 @@ class Submission:
         in_flight[self.key] = self
 
     def complete(self) -> None:
-        """Complete the handle: the outputs hold the results, or will when the GPU has done the engine's work."""
+        """End it: the outputs hold the results, or will when the GPU has done the engine's work."""
         if self.retire is not None:
-            self.done = self.retire([*self.inputs, *self.outputs])
-        self._end(self._result)
+            self.outputs_ready = self.retire([*self.inputs, *self.outputs])
+        self._end()
 
     def _result(self) -> Any:
-        """The caller's result, in the thread that waits; its later work on the GPU comes after `done`."""
-        if self.done is not None:
+        """As in Handle; the caller's later work on the GPU comes after `outputs_ready`."""
+        if self.outputs_ready is not None:
             followers = {each.current_stream: each for each in self.outputs if isinstance(each, GpuBuffer)}
             for each in followers.values():  # one of each library
-                each.follow(self.done)
+                each.follow(self.outputs_ready)
         return self.finish(self)
 
     def fail(self, error: Exception) -> None:
-        """Fail the handle with `error`."""
-        self._end(_nothing, error)
+        """End it with `error`."""
+        self._end(error)
 
-    def _end(self, result: Callable[[], Any], error: Exception | None = None) -> None:
-        """Leave `in_flight`, and drop the handle, since a reference cycle would be left to the garbage collector."""
+    def _end(self, error: Exception | None = None) -> None:
+        """Let `wait` return or raise. What has failed may end again, which changes nothing."""
+        if self.ended:
+            return
         self.in_flight.pop(self.key, None)
-        handle, self.handle = self.handle, None
-        if handle is not None:
-            handle.end(result, error)
+        self._error = error
+        if self.then is not None:
+            self.then(error)
+        self.ended = True
+        if self._gate is not None:
+            self._gate.release()

@@ -117,7 +117,7 @@ class Negotiation:
         """Announce new submissions; True when there were any."""
         submissions = self._inbox.take()
         if self.again:
-            submissions = [each for each in self.again if each.handle is not None] + submissions
+            submissions = [each for each in self.again if not each.ended] + submissions
             self.again.clear()
         if not submissions:
             return False

@@ -20,7 +20,7 @@ def neutral_submission(signature: Signature, process_set: int, gpu: Gpu) -> Subm
     op = ReduceOp(signature.detail("op"))
     buffers = [_neutral(tensor, op, gpu) for tensor in signature.tensors]
     events = ready(buffers)
-    return Submission(signature, process_set, buffers, buffers, lambda _: None, None, "join()", None, False, events)
+    return Submission(signature, process_set, buffers, buffers, lambda _: None, None, "join()", False, events)
 
 
 def _neutral(tensor: TensorSignature, op: ReduceOp, gpu: Gpu) -> Buffer:

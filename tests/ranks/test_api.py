@@ -10,7 +10,7 @@ import ringreduce as rr
 from ringreduce import runtime
 from ringreduce.arrays.dtypes import TABLE
 from ringreduce.execution import context
-from ringreduce.execution.submission import Handle
+from ringreduce.execution.submission import Submission
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
 from ringreduce.world import World
@@ -301,14 +301,14 @@ def test_a_wrong_argument_is_told_and_the_job_goes_on(call, message):
 def test_what_was_submitted_before_a_barrier_is_complete_before_it(monkeypatch):
     monkeypatch.setattr(context, "COMPLETION_INTERVAL_S", 1e9)
     completed = []
-    end = Handle.end
+    complete = Submission.complete
 
-    def noted(handle, *args):
-        if handle.signature.kind in ("allreduce", "barrier"):
-            completed.append(handle.signature.kind)
-        end(handle, *args)
+    def noted(submission):
+        if submission.signature.kind in ("allreduce", "barrier"):
+            completed.append(submission.signature.kind)
+        complete(submission)
 
-    monkeypatch.setattr(Handle, "end", noted)
+    monkeypatch.setattr(Submission, "complete", noted)
 
     def program():
         handles = [rr.allreduce_async(np.ones(5, np.float32) * n, name=f"t{n}") for n in range(3)]

@@ -26,7 +26,7 @@ def clock(monkeypatch):
 
 def put(box, nbytes, now_s, device="cpu"):
     tensor = SimpleNamespace(nbytes=nbytes, device=device)
-    box.put(SimpleNamespace(inputs=[tensor], waits=False, handle=0, submitted_s=now_s, signature="d", line="l"))
+    box.put(SimpleNamespace(inputs=[tensor], waits=False, ended=False, submitted_s=now_s, signature="d", line="l"))
 
 
 def test_a_full_batch_is_told_of_at_once(clock):
