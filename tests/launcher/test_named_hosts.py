@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from ringrun import cli
+from ringrun.doctor import command as doctor
 from ringrun.hosts import Host, is_here, place_ranks
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -68,6 +69,27 @@ def test_a_slurm_job_starts_its_own_nodes_and_ssh_the_others(monkeypatch: pytest
         assert cli.parse([*arguments, "true"]).found.in_slurm is in_slurm
 
 
+@pytest.mark.parametrize("hosts", [2, 64, 512])
+@pytest.mark.parametrize(("asked", "seconds"), [([], None), (["--start-timeout", "7"], 7.0)])
+def test_more_hosts_may_take_longer_to_start_unless_it_is_said(
+    hosts: int, asked: list[str], seconds: float | None
+) -> None:
+    seconds = seconds or 30 + 0.2 * hosts
+    named = ["-H", ",".join(f"n{number}:8" for number in range(hosts))]
+    request = cli.parse([*named, *asked, "true"])
+    assert (request.job.start_timeout_s, request.ssh.connect_timeout_s) == (seconds, seconds / 2)
+    links = doctor.parse([*named, *asked])
+    assert (links.ssh.connect_timeout_s, links.flags[:2]) == (seconds, ["--start-timeout", f"{seconds:g}"])
+
+
+@pytest.mark.parametrize(("asked", "seconds"), [([], 30.0), (["--lost-after", "90"], 90.0)])
+def test_how_long_a_host_may_be_silent_is_one_setting(asked: list[str], seconds: float) -> None:
+    named = ["-H", "n1:1,n2:1"]
+    request, links = cli.parse([*named, *asked, "true"]), doctor.parse([*named, *asked])
+    assert {request.job.lost_after_s, request.ssh.lost_after_s, links.ssh.lost_after_s} == {seconds}
+    assert links.flags[2:4] == ["--lost-after", f"{seconds:g}"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -80,6 +102,7 @@ def test_a_slurm_job_starts_its_own_nodes_and_ssh_the_others(monkeypatch: pytest
         (["-i", "no-such-key"], "--ssh-identity-file no-such-key: no such file"),
         (["--network-interfaces", "lo,eth77"], "there is no interface 'eth77' here; there are lo"),
         (["--start-timeout", "0"], "--start-timeout: expected a number of seconds above 0, got '0'"),
+        (["--lost-after", "never"], "--lost-after: expected a number of seconds above 0, got 'never'"),
         (["--env", "RINGRUN_AUTHKEY"], "--env RINGRUN_AUTHKEY: variables that begin with RINGRUN_ are ringrun's own"),
         (["--env", "A B"], "--env 'A B': expected NAME or NAME=VALUE"),
         (["--env", "NOT_SET_ANYWHERE"], "--env NOT_SET_ANYWHERE: there is no such variable here"),
