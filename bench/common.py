@@ -91,7 +91,7 @@ def package_version(name: str) -> str:
 
 
 def processor() -> str:
-    """The processor's name, as Linux tells it."""
+    """The processor's name, as Linux has it."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
             return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
@@ -218,7 +218,7 @@ class Report:
 
 
 def cell_text(value: Any, column: Column) -> str:
-    """What a table cell says; a dash where there is nothing to tell."""
+    """What a table cell says; a dash where there is nothing to say."""
     if value is None:
         return "-"
     return value if isinstance(value, str) else format(value, column.form)

@@ -14,7 +14,7 @@ One GPU is enough: the ranks share it. With more, each rank has its own, in turn
     tests-4, gradients-4  the same on 4 ranks
 
 The folder gets results.md (GPU, driver, date; how each step ended; the tables), what each step printed as STEP.txt, and
-the benches' rows as STEP.json. A step that fails or hangs is told, and the next one is begun. Exit code: 1 when a step
+the benches' rows as STEP.json. A step that fails or hangs is reported, and the next begins. Exit code: 1 when a step
 failed or there was no time for it; 0 also without a GPU, with a line that says what is missing.
 """
 

@@ -80,8 +80,8 @@ def about_gpu() -> dict[str, Any]:
     import cupy
 
     properties = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)
-    told = DRIVER.read_text() if DRIVER.exists() else ""
-    found = re.search(r"Kernel Module.*?(\d+\.\d[\d.]*)", told)
+    text = DRIVER.read_text() if DRIVER.exists() else ""
+    found = re.search(r"Kernel Module.*?(\d+\.\d[\d.]*)", text)
     return {
         "gpu": properties["name"].decode(),
         "driver": found[1] if found else "unknown",

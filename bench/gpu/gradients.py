@@ -16,7 +16,7 @@ Every rank has all gradients of a model (`bench/models.py`) on its GPU, float32,
 Each row is a world of its own, with settings of its own: all are formed and left in turns, in the same processes. A
 call is done when the GPU is. Columns: time of all tensors together (median of several runs, of the slowest rank); how
 often faster than the naive way; how often the time of `ringreduce, CuPy`; elements that differ from the average, or the
-sum, computed apart. Below: the path that ringreduce took, as info() tells it. The bar: ringreduce as chosen is 5 times
+sum, computed apart. Below: the path that ringreduce took, as info() says. The bar: ringreduce as chosen is 5 times
 faster than the naive way.
 
 Skipped, with the reason and exit code 0, where a rank has no GPU.
@@ -196,8 +196,8 @@ def mpi_why_not() -> str:
     """Why MPI cannot be given GPU memory; empty where it says that it can."""
     from ringreduce.gpu.cuda_aware import declared
 
-    can, told = declared()
-    return "" if can else told
+    can, reason = declared()
+    return "" if can else reason
 
 
 def in_world(contender: Contender, work: Callable[[], Any]) -> Any:
@@ -266,10 +266,10 @@ def rows(model: str, gradients: GpuGradients, found: dict[str, dict[str, Any]]) 
 def verdict(found: Sequence[dict[str, Any]]) -> str:
     """Whether the bar was reached."""
     reached = {row["model"]: row["of_naive"] for row in found if row["who"] == OURS}
-    told = ", ".join(
+    judged = ", ".join(
         f"{model} {times:.1f} ({'reached' if times >= BAR_TIMES else 'missed'})" for model, times in reached.items()
     )
-    return f"bar: {OURS} is {BAR_TIMES} times faster than the naive way: {told}"
+    return f"bar: {OURS} is {BAR_TIMES} times faster than the naive way: {judged}"
 
 
 def main() -> None:
@@ -286,8 +286,8 @@ def main() -> None:
     compared, left_out = contenders()
     rr.shutdown()
     header = {**about_gpu(), "gpus": len(set(places)), **about(hosts=hosts)}
-    told = "".join(f"; left out: {each}" for each in left_out)
-    note = f"median of {options.runs} runs, the rows in turns, of the slowest rank; 1 MB = 1e6 bytes{told}"
+    skipped = "".join(f"; left out: {each}" for each in left_out)
+    note = f"median of {options.runs} runs, the rows in turns, of the slowest rank; 1 MB = 1e6 bytes{skipped}"
     report = Report("gpu/gradients", header, COLUMNS, is_printing(), note)
     for model in options.models:
         gradients = GpuGradients(MODELS[model]())

@@ -214,8 +214,8 @@ def verdict(found: Sequence[dict[str, Any]]) -> str:
     bar = f"bar: {BAR_PERCENT} % of the copy from {BAR_FROM >> 20} MiB on"
     if not judged:
         return f"{bar}: nothing of that size was measured"
-    told = ", ".join(f"{r['who'].strip()} {r['type']} {r['size']} B {r['of_copy_percent']:.1f} %" for r in missed)
-    return f"{bar}: missed by {told}" if missed else f"{bar}: reached by all {len(judged)}"
+    which = ", ".join(f"{r['who'].strip()} {r['type']} {r['size']} B {r['of_copy_percent']:.1f} %" for r in missed)
+    return f"{bar}: missed by {which}" if missed else f"{bar}: reached by all {len(judged)}"
 
 
 def main() -> None:

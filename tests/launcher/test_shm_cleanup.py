@@ -41,13 +41,13 @@ KILL = "os.kill(os.getpid(), signal.SIGKILL)"
 
 
 def files() -> set[str]:
-    """What is in shared memory, but for what other programs of this machine have there at the moment."""
+    """The names in shared memory, of all programs of this machine."""
     return {path.name for path in SHM.iterdir()}
 
 
 @pytest.fixture
 def new_files() -> Callable[[], set[str]]:
-    """What this test has left in shared memory, by the process that made it: nothing else runs MPI as our child."""
+    """The names that have come since the test began, of other programs, too: see `unused`."""
     before = files()
     return lambda: files() - before
 
