@@ -99,7 +99,7 @@ rr.allreduce(np.ones(10), name="late")
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("late", [0, 2])
-def test_a_rank_on_another_host_is_rung_and_tells_its_stack(hosts, tmp_path, late):
+def test_a_rank_on_another_host_is_woken_and_shows_its_stack(hosts, tmp_path, late):
     script, timeline = tmp_path / "train.py", tmp_path / "timeline.json"
     script.write_text(SCRIPT.format(late=late))
     finished = hosts.run(script, RINGREDUCE_STALL_CHECK_S="0.5", HOROVOD_TIMELINE=str(timeline))

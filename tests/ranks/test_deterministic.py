@@ -86,7 +86,7 @@ def test_the_bits_are_those_of_a_sum_in_the_order_of_the_ranks(way, dtype, op):
 
 
 @pytest.mark.parametrize("dtype", parted(["float64", "complex64"], lambda dtype: dtype == "complex64"))
-def test_other_types_have_the_same_bits_on_every_way(dtype):
+def test_other_types_have_the_same_bits_by_every_algorithm(dtype):
     outcomes = [outcome(way, dtype, rr.Average) for way in WAYS]
     first = outcomes[0][0][0]
     assert_reduced(first[-1], rr.Average, [arrays[-1] for arrays in everyones(dtype)])
@@ -105,7 +105,7 @@ def test_factors_are_multiplied_in_their_turn(way, dtype):
                 assert result.tobytes() == bits.tobytes()
 
 
-def test_without_it_the_bits_depend_on_the_way():
+def test_without_it_the_bits_depend_on_the_algorithm():
     """Else this file would test nothing."""
     arrays = everyones("float32")
 
@@ -165,7 +165,7 @@ def test_gpu_arrays_have_the_same_bits(cupy, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_reducescatter_and_adasum_have_the_same_bits_on_every_way(dtype):
+def test_reducescatter_and_adasum_have_the_same_bits_by_every_algorithm(dtype):
     arrays = everyones(dtype)
     outcomes = []
     for way in WAYS:

@@ -86,7 +86,7 @@ def test_reducescatter_has_the_hosts_bits(gpu, size, dtype):
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_rows_in_many_turns_and_none(gpu, size):
+def test_rows_in_many_slots_and_none(gpu, size):
     """More than a slot holds, other numbers for each pair of ranks, and nothing for some."""
     sent = [[(3 * source + 5 * target) % 4 * 211 for target in range(size)] for source in range(size)]
 
@@ -552,7 +552,7 @@ def test_a_rank_that_nccl_does_not_connect_rules_it_out_on_all(monkeypatch, capl
     assert line == "GPU arrays are not reduced by NCCL: rank 1: NCCL: no route"
 
 
-def test_ranks_that_share_a_gpu_go_another_way(monkeypatch):
+def test_ranks_that_share_a_gpu_take_another_path(monkeypatch):
     for text in nccl_ranks(3, gpu_algorithm, monkeypatch, device_count=2):
         assert text.startswith("ipc: ")
         assert "; no nccl: ranks 0, 2 share GPU" in text

@@ -122,7 +122,7 @@ def test_a_rank_that_is_late_never_reads_what_came_later(size, seed):
 @pytest.mark.parametrize("seed", parted(range(3), lambda seed: seed < 1))
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_nobody_packs_a_slot_that_another_still_reads(size, seed):
-    """Turn t has the memory of sequence number t - SLOTS, so all must have done with that: told by `watch`, with sleeps
+    """Slot t has the memory of slot t - SLOTS, so all must have done with that: told by `watch`, with sleeps
     there."""
     done = [-1] * size
     packed_over = []

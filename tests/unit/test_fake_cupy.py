@@ -590,7 +590,7 @@ def test_foreign_memory_is_ordered_by_its_interface(any_mode):
 class Slots:
     """Three ranks sum their chunks out of all ranks' slots. `forgets`: what they do not wait for."""
 
-    SIZE, TURNS, CHUNK = 3, 12, 64
+    SIZE, SEQUENCES, CHUNK = 3, 12, 64
 
     def __init__(self, fake, number_of_slots, forgets):
         self.runtime, self.number_of_slots, self.forgets = fake.cuda.runtime, number_of_slots, forgets
@@ -598,19 +598,19 @@ class Slots:
         self.flags = [[0, 0] for _ in range(self.SIZE)]
         self.results = [[] for _ in range(self.SIZE)]
 
-    def elements(self, rank, turn):
-        return np.arange(self.SIZE * self.CHUNK, dtype=np.float32) * (rank + 1) + turn
+    def elements(self, rank, sequence):
+        return np.arange(self.SIZE * self.CHUNK, dtype=np.float32) * (rank + 1) + sequence
 
-    def publish(self, rank, flag, turn, stream, events):
-        self.runtime.eventRecord(events[rank][flag][turn % self.number_of_slots], stream.pointer)
-        self.flags[rank][flag] = turn + 1
+    def publish(self, rank, flag, sequence, stream, events):
+        self.runtime.eventRecord(events[rank][flag][sequence % self.number_of_slots], stream.pointer)
+        self.flags[rank][flag] = sequence + 1
 
-    def wait(self, flag, turn, stream, events):
-        while any(each[flag] <= turn for each in self.flags):
+    def wait(self, flag, sequence, stream, events):
+        while any(each[flag] <= sequence for each in self.flags):
             time.sleep(0)
         if self.forgets != flag:
             for each in events:
-                self.runtime.streamWaitEvent(stream.pointer, each[flag][turn % self.number_of_slots])
+                self.runtime.streamWaitEvent(stream.pointer, each[flag][sequence % self.number_of_slots])
 
     def connect(self, rank, nbytes):
         runtime = self.runtime
@@ -634,19 +634,19 @@ class Slots:
         stream = Stream(device(0))
         length, float32 = self.SIZE * self.CHUNK, np.dtype(np.float32)
         addresses, events = self.connect(rank, 4 * length)
-        for turn in range(self.TURNS):
-            at = turn % self.number_of_slots * 4 * length
+        for sequence in range(self.SEQUENCES):
+            at = sequence % self.number_of_slots * 4 * length
             slots = [view(each + at, 4 * length, float32, None, 0) for each in addresses]
             low, high = rank * self.CHUNK, (rank + 1) * self.CHUNK
             with stream:
-                tensor = cupy().asarray(self.elements(rank, turn))
+                tensor = cupy().asarray(self.elements(rank, sequence))
                 slots[rank][...] = tensor
-                self.publish(rank, 0, turn, stream, events)
-                self.wait(0, turn, stream, events)
+                self.publish(rank, 0, sequence, stream, events)
+                self.wait(0, sequence, stream, events)
                 total = slots[0][low:high] + slots[1][low:high]
                 slots[rank][low:high] = np.add(total, slots[2][low:high])
-                self.publish(rank, 1, turn, stream, events)
-                self.wait(1, turn, stream, events)
+                self.publish(rank, 1, sequence, stream, events)
+                self.wait(1, sequence, stream, events)
                 for owner, slot in enumerate(slots):
                     part = slice(owner * self.CHUNK, (owner + 1) * self.CHUNK)
                     tensor[part] = slot[part]
@@ -662,7 +662,7 @@ class Slots:
                 self.program()
             except BaseException as exc:
                 failures.append(exc)
-                self.flags = [[self.TURNS, self.TURNS]] * self.SIZE
+                self.flags = [[self.SEQUENCES, self.SEQUENCES]] * self.SIZE
 
         threads = [threading.Thread(target=guarded, name=f"rank {rank}") for rank in range(self.SIZE)]
         for each in threads:
@@ -676,8 +676,8 @@ def test_a_right_program_passes(cupy_of_every_mode):
     slots = Slots(cupy_of_every_mode, 2, forgets=None)
     slots.run()
     for results in slots.results:
-        for turn, result in enumerate(results):
-            np.testing.assert_array_equal(result, sum(slots.elements(rank, turn) for rank in range(3)))
+        for sequence, result in enumerate(results):
+            np.testing.assert_array_equal(result, sum(slots.elements(rank, sequence) for rank in range(3)))
 
 
 @pytest.mark.parametrize(("slots", "forgets"), [(2, 0), (2, 1), (1, None)])

@@ -29,7 +29,7 @@ def put(box, nbytes, now_s, device="cpu"):
     box.put(SimpleNamespace(inputs=[tensor], waits=False, ended=False, submitted_s=now_s, signature="d", line="l"))
 
 
-def test_a_full_batch_is_told_of_at_once(clock):
+def test_a_full_batch_is_announced_at_once(clock):
     box = Inbox(None, SETTINGS, one_host=True)
     put(box, BATCH_BYTES - 1, clock.s)
     assert box.batches_more()
@@ -38,7 +38,7 @@ def test_a_full_batch_is_told_of_at_once(clock):
 
 
 @pytest.mark.parametrize(("oversubscribed", "cycles"), [(False, 1), (True, OVERSUBSCRIBED_CYCLES)])
-def test_tensors_are_gathered_for_a_cycle_and_for_longer_where_ranks_take_all_cores(clock, oversubscribed, cycles):
+def test_tensors_are_batched_for_a_cycle_and_for_longer_where_ranks_take_all_cores(clock, oversubscribed, cycles):
     box = Inbox(None, SETTINGS, one_host=True, oversubscribed=oversubscribed)
     put(box, 1, clock.s)
     clock.s += 0.0099 * cycles
@@ -51,7 +51,7 @@ def test_tensors_are_gathered_for_a_cycle_and_for_longer_where_ranks_take_all_co
     assert box.batches_more()
 
 
-def test_where_ranks_take_all_cores_any_number_of_bytes_is_gathered_until_somebody_waits(clock):
+def test_where_ranks_take_all_cores_any_number_of_bytes_is_batched_until_somebody_waits(clock):
     box = Inbox(None, SETTINGS, one_host=True, oversubscribed=True)
     put(box, 10 * BATCH_BYTES, clock.s)
     assert box.batches_more()
@@ -79,7 +79,7 @@ def test_an_idle_engine_looks_for_control_messages_now_and_then(clock):
     assert rests == [0.04, 0.04]
 
 
-def test_while_a_thread_of_the_rank_polls_the_engine_rests_whatever_waits(clock):
+def test_while_a_thread_of_the_rank_polls_the_engine_sleeps_whatever_waits(clock):
     rests = []
     box = Inbox(SimpleNamespace(sleep=rests.append), SETTINGS, one_host=True)
     with box.driving:
@@ -101,7 +101,7 @@ def test_a_thread_that_waits_polls_also_while_the_engine_is_awake(monkeypatch):
     assert not box.holds_any(), "the engine has nothing to do"
 
 
-def test_a_rest_ends_in_time_or_when_a_thread_of_the_rank_wakes_it():
+def test_a_sleep_ends_in_time_or_when_a_thread_of_the_rank_wakes_it():
     transport = MessageTransport(World(0, 1, (0,)))
     start_s = time.monotonic()
     transport.sleep(0.02)
@@ -117,7 +117,7 @@ def test_a_rest_ends_in_time_or_when_a_thread_of_the_rank_wakes_it():
     assert time.monotonic() - start_s >= 0.02, "two wakes end one rest"
 
 
-def test_what_comes_while_the_engine_rests_wakes_it_and_else_it_looks_by_itself(clock):
+def test_what_comes_while_the_engine_sleeps_wakes_it_and_else_it_looks_by_itself(clock):
     woken = []
     transport = SimpleNamespace(sleep=lambda _: box.call_soon(lambda: None), wake=lambda: woken.append("woken"))
     box = Inbox(transport, SETTINGS, one_host=True)

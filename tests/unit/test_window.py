@@ -47,7 +47,7 @@ def test_every_slot_of_every_region_is_memory_of_its_own(dtype):
     assert not flags.any(), "data is nowhere among the flags"
 
 
-def test_a_turn_has_arrived_when_every_member_has_published_it():
+def test_a_sequence_number_has_arrived_when_every_member_has_published_it():
     first, second, third = views_of(host_window(3), 1, [0, 1, 2])
     assert not first.arrived(PACKED, 0)
     first.publish(PACKED, 0)
