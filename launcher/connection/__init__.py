@@ -1,5 +1,6 @@
 """Between ringrun and its agents.
 
 wire        the messages
-link        the sockets: unix on this host, TCP from others
+link        a connection: unix on this host, TCP from others
+listener    ringrun's end of all of them
 """

@@ -17,8 +17,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from ..network import LOST_AFTER_S, keepalive
@@ -29,15 +28,13 @@ LOOK_S = 2.0
 """How often silence is looked for."""
 _CONNECT_TIMEOUT_S = 4.0
 _PAUSE_S = 0.2
-_HANDSHAKE_TIMEOUT_S = 20.0
-_MOST_HANDSHAKES = 256
-_NONCE_BYTES = _PROOF_BYTES = 32
+HANDSHAKE_TIMEOUT_S = 20.0
+NONCE_BYTES = PROOF_BYTES = 32
 _LENGTH = struct.Struct("!I")
 _LONGEST_FRAME = 1 << 30
 _CHUNK_BYTES = 1 << 16
 _TCP_INFO_BYTES = 60
 _LAST_ACKNOWLEDGEMENT_AT = 56  # tcp_info.tcpi_last_ack_recv, in ms
-_BIND_ATTEMPTS = 20
 
 
 class HostSilentError(OSError):
@@ -79,8 +76,8 @@ class Address(NamedTuple):
 class Link:
     """One connection. `send` may be called from several threads, `receive` from one, or `arrived` and no `receive`."""
 
-    def __init__(self, sock: socket.socket, authkey: bytes, lost_after_s: float, *, is_server: bool) -> None:
-        """Raises OSError if the other end does not know the key, or EOFError if it is gone; then `sock` is closed."""
+    def __init__(self, sock: socket.socket, lost_after_s: float) -> None:
+        """sock: connected, and each end has shown that it knows the key. OSError where it is gone already."""
         self.is_local = sock.family == socket.AF_UNIX
         self.lost_after_s = lost_after_s
         self._socket = sock
@@ -88,14 +85,9 @@ class Link:
         self._arrival = select.poll()
         self._arrival.register(sock, select.POLLIN)
         self._unread = bytearray()  # of a message that has not come completely
-        try:
-            if not self.is_local:
-                _keep_alive(sock, lost_after_s)
-                self.own_address, self.peer_address = _plain(sock.getsockname()[0]), _plain(sock.getpeername()[0])
-            self._shake_hands(authkey, is_server)
-        except BaseException:
-            self.close()
-            raise
+        if not self.is_local:
+            _keep_alive(sock, lost_after_s)
+            self.own_address, self.peer_address = _plain(sock.getsockname()[0]), _plain(sock.getpeername()[0])
 
     def send(self, message: Message) -> None:
         """Send `message`; OSError when the other end is gone."""
@@ -166,13 +158,10 @@ class Link:
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
-    def _read(self, count: int, until_s: float | None = None) -> bytes:
-        """Return the next `count` bytes; TimeoutError if they have not come by `until_s`."""
+    def _read(self, count: int) -> bytes:
         data = bytearray()
         while len(data) < count:
-            if until_s is not None:
-                self._socket.settimeout(max(0.001, until_s - time.monotonic()))
-            elif not self.is_local:
+            if not self.is_local:
                 self._await_arrival()
             piece = self._socket.recv(count - len(data))
             if not piece:
@@ -185,95 +174,39 @@ class Link:
             if self.is_silent():
                 raise HostSilentError
 
-    def _shake_hands(self, authkey: bytes, is_server: bool) -> None:
-        """Prove that this end knows the key, and have the other prove it; the agent begins."""
-        until_s = time.monotonic() + _HANDSHAKE_TIMEOUT_S
-        nonce = secrets.token_bytes(_NONCE_BYTES)
-        self._socket.sendall(nonce)
-        theirs = self._read(_NONCE_BYTES, until_s)
-        nonces = nonce + theirs if is_server else theirs + nonce
 
-        def prove(role: bytes) -> None:
-            self._socket.sendall(hmac.digest(authkey, role + nonces, "sha256"))
-
-        def check(role: bytes) -> None:
-            try:
-                proof = self._read(_PROOF_BYTES, until_s)
-            except EOFError:
-                proof = b""
-            if not hmac.compare_digest(proof, hmac.digest(authkey, role + nonces, "sha256")):
-                raise PermissionError("what listens there has not shown that it knows this job's key")
-
-        steps = ((check, b"agent"), (prove, b"ringrun")) if is_server else ((prove, b"agent"), (check, b"ringrun"))
-        for step, role in steps:
-            step(role)
-        self._socket.settimeout(None)
+def proof(authkey: bytes, role: bytes, nonces: bytes) -> bytes:
+    """Return what shows that `role` (`agent` or `ringrun`) knows the key; nonces: those of both, ringrun's first."""
+    return hmac.digest(authkey, role + nonces, "sha256")
 
 
-class Listener:
-    """Takes connections at a unix socket in `directory` and, if `addresses` are given, at one TCP port."""
+def introduce(sock: socket.socket, authkey: bytes, lost_after_s: float) -> Link:
+    """Prove to ringrun that this end knows the key, and have it prove the same; the agent begins.
 
-    def __init__(
-        self,
-        directory: str,
-        addresses: Sequence[str],
-        backlog: int,
-        *,
-        only_these: bool = False,
-        connect_s: float = CONNECT_S,
-        lost_after_s: float = LOST_AFTER_S,
-    ) -> None:
-        """only_these: listen at these addresses, at no other of this host."""
-        path = str(Path(directory) / "socket")
-        self.authkey = secrets.token_bytes(32)
-        unix = socket.socket(socket.AF_UNIX)
-        unix.bind(path)
-        beyond = [] if not addresses else _bound(addresses) if only_these else [_any_address()]
-        self._sockets = [unix, *beyond]
-        self._handshakes = threading.BoundedSemaphore(_MOST_HANDSHAKES)
-        self._is_closed = threading.Event()
-        self._has_complained = False
-        for each in self._sockets:
-            each.listen(backlog)
-        port = beyond[0].getsockname()[1] if beyond else 0
-        self.address = Address(socket.gethostname(), path, port, tuple(addresses), connect_s, lost_after_s)
+    Raises: OSError if ringrun does not know it, or is gone; then `sock` is closed.
+    """
+    try:
+        sock.settimeout(HANDSHAKE_TIMEOUT_S)
+        nonce = secrets.token_bytes(NONCE_BYTES)
+        sock.sendall(nonce)
+        nonces = _exactly(sock, NONCE_BYTES) + nonce
+        sock.sendall(proof(authkey, b"agent", nonces))
+        if not hmac.compare_digest(_exactly(sock, PROOF_BYTES), proof(authkey, b"ringrun", nonces)):
+            raise PermissionError("what listens there has not shown that it knows this job's key")
+        sock.settimeout(None)
+        return Link(sock, lost_after_s)
+    except BaseException:
+        sock.close()
+        raise
 
-    def start(self, serve: Callable[[Link], None], complain: Callable[[str], None] = lambda _: None) -> None:
-        """Call `serve`, which must not take long, with each connection that knows the key, in a thread of its own.
 
-        complain: called once with the reason why connections cannot be accepted now; they are tried again.
-        """
-        for each in self._sockets:
-            threading.Thread(target=self._accept, args=(each, serve, complain), daemon=True).start()
-
-    def close(self) -> None:
-        """Take no more connections."""
-        self._is_closed.set()
-        for each in self._sockets:
-            with contextlib.suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)  # close() alone does not wake the thread in accept()
-            each.close()
-
-    def _accept(self, listening: socket.socket, serve: Callable[[Link], None], complain: Callable[[str], None]) -> None:
-        while not self._is_closed.is_set():
-            self._handshakes.acquire()  # the others wait in the kernel's queue
-            try:
-                sock, _ = listening.accept()
-                threading.Thread(target=self._greet, args=(sock, serve), daemon=True).start()
-            except (OSError, RuntimeError) as error:  # no descriptor is free, or no thread can be started
-                self._handshakes.release()
-                if not self._is_closed.wait(_PAUSE_S) and not self._has_complained:
-                    self._has_complained = True
-                    complain(f"a rank's connection cannot be taken: {error}; trying again")
-
-    def _greet(self, sock: socket.socket, serve: Callable[[Link], None]) -> None:
-        try:
-            link = Link(sock, self.authkey, self.address.lost_after_s, is_server=True)
-        except (EOFError, OSError):
-            return  # not one of our agents, or one that died
-        finally:
-            self._handshakes.release()
-        serve(link)
+def _exactly(sock: socket.socket, count: int) -> bytes:
+    """Return the next `count` bytes; fewer at the end."""
+    data = piece = sock.recv(count)
+    while piece and len(data) < count:
+        piece = sock.recv(count - len(data))
+        data += piece
+    return data
 
 
 def connect(address: Address, authkey: bytes) -> Link:
@@ -284,7 +217,7 @@ def connect(address: Address, authkey: bytes) -> Link:
     if address.host == socket.gethostname() and os.path.exists(address.path):
         sock = socket.socket(socket.AF_UNIX)
         sock.connect(address.path)
-        return Link(sock, authkey, address.lost_after_s, is_server=False)
+        return introduce(sock, authkey, address.lost_after_s)
     until_s = time.monotonic() + address.connect_s
     while True:
         failures: dict[str, Exception] = {}
@@ -302,7 +235,7 @@ def connect(address: Address, authkey: bytes) -> Link:
 
 def _connect(host: str, address: Address, authkey: bytes) -> Link:
     sock = socket.create_connection((host, address.port), timeout=_CONNECT_TIMEOUT_S)
-    return Link(sock, authkey, address.lost_after_s, is_server=False)
+    return introduce(sock, authkey, address.lost_after_s)
 
 
 def _length(data: bytes | bytearray) -> int:
@@ -311,37 +244,6 @@ def _length(data: bytes | bytearray) -> int:
     if length > _LONGEST_FRAME:
         raise ValueError(f"a message of {length} bytes")
     return int(length)
-
-
-def _bound(addresses: Sequence[str]) -> list[socket.socket]:
-    """Return TCP sockets at one free port of each of `addresses`."""
-    for attempts_left in reversed(range(_BIND_ATTEMPTS)):
-        made: list[socket.socket] = []
-        try:
-            for address in addresses:
-                made.append(socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET))
-                made[-1].bind((address, made[0].getsockname()[1] if len(made) > 1 else 0))
-        except OSError:  # the port is taken at another of them
-            for sock in made:
-                sock.close()
-            if not attempts_left:
-                raise
-        else:
-            return made
-    raise AssertionError
-
-
-def _any_address() -> socket.socket:
-    """Return a TCP socket at a free port of all addresses, IPv6's too where there is IPv6."""
-    if socket.has_ipv6:
-        with contextlib.suppress(OSError):
-            sock = socket.socket(socket.AF_INET6)
-            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-            sock.bind(("::", 0))
-            return sock
-    sock = socket.socket(socket.AF_INET)
-    sock.bind(("0.0.0.0", 0))  # noqa: S104 - agents come from other hosts, and must know the key
-    return sock
 
 
 def _keep_alive(sock: socket.socket, lost_after_s: float) -> None:

@@ -1,7 +1,7 @@
 """ringrun's end of the agents' connections: accepts them, prints what ranks write, passes on what happens.
 
-One thread reads all connections, and one prints (read_loop.py), so that a slow reader of ringrun's output slows the
-ranks down and fills no memory. Everything else goes, as events, to the one thread that decides (supervise.py).
+One thread reads all connections and another one prints (connection/listener.py): a slow reader of ringrun's output
+slows the ranks down, and fills no memory. All else goes, as events, to the one thread that decides (supervise.py).
 """
 
 import contextlib
@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from queue import SimpleQueue
 
 from ..connection import wire
-from ..connection.link import Gone, HostSilentError, Link, Listener
-from ..connection.read_loop import ReadLoop
+from ..connection.link import Gone, HostSilentError, Link
+from ..connection.listener import Listener
 from ..output.display import Output, StreamName
 from ..output.lines import LineSplitter
 from ..report.outcome import RankEnd
@@ -53,15 +53,14 @@ class Channel:
         self._events = events
         self._links: dict[int, Link] = {}
         self._ports: dict[int, int] = {}
-        self._reading = ReadLoop()
-        self._arrival = threading.Lock()
         self._ending = False
 
     def start(self) -> None:
         """Begin to take connections. Called after mpirun was started, since threads and fork do not mix."""
-        self._reading.start()
         needs = f"each of the {self._size} ranks takes one of ringrun's open files, see `ulimit -n`"
-        self._listener.start(self._serve, lambda why: self._printer.message([f"ringrun: {why}; {needs}"]))
+        self._listener.start(
+            lambda link: _Agent(link, self), lambda why: self._printer.message([f"ringrun: {why}; {needs}"])
+        )
 
     def send(self, rank: int, message: wire.Message) -> None:
         """Send `message` to the agent of `rank`, if it is still there."""
@@ -98,29 +97,22 @@ class Channel:
 
     def close(self) -> None:
         """Stop listening, and print what has come so far; agents that are still there see the end."""
-        self._listener.close()
-        self._reading.close(_PATIENCE_S)
+        self._listener.close(_PATIENCE_S)
 
-    def _serve(self, link: Link) -> None:
-        try:
-            hello = link.receive()
-            with self._arrival:
-                refusal = self._refusal(hello)
-                if isinstance(hello, wire.Hello) and not refusal:
-                    self._links[hello.rank] = link
-                    self._ports[hello.rank] = hello.port
-        except (EOFError, OSError, ValueError):
-            link.close()
-            return
+    def admit(self, hello: wire.Message | Gone, link: Link) -> "_RankReader | None":
+        """Return what handles the messages of an agent that begins with `hello`; None if it is not let in."""
+        if isinstance(hello, Gone):
+            return None
+        refusal = self._refusal(hello)
         if not isinstance(hello, wire.Hello) or refusal:
-            link.close()
             self._events.put(Refused(refusal))
-            return
+            return None
+        self._links[hello.rank], self._ports[hello.rank] = link, hello.port
         self._events.put(Arrived(hello.rank, hello.host, hello.port))
         if self._ending:
             self.send(hello.rank, wire.End())
         stdin = self._setup.stdin if hello.rank == self._setup.stdin_rank else None
-        self._reading.add(_RankReader(hello, link, self._printer, self._events, stdin))
+        return _RankReader(hello, link, self._printer, self._events, stdin)
 
     def _refusal(self, hello: wire.Message) -> str:
         """Return why an agent that begins with `hello` is none that this job awaits; nothing if it is one."""
@@ -134,11 +126,29 @@ class Channel:
         return f"rank {hello.rank} was started twice, again on host {hello.host}" if hello.rank in self._links else ""
 
 
+class _Agent:
+    """An agent's connection; see `Reader`."""
+
+    def __init__(self, link: Link, channel: Channel) -> None:
+        self.link = link
+        self._channel = channel
+        self._rank: _RankReader | None = None  # once it has said which it is
+
+    def may_wait(self, message: wire.Message | Gone) -> bool:
+        return self._rank is not None and self._rank.may_wait(message)
+
+    def handle(self, message: wire.Message | Gone) -> bool:
+        if self._rank is not None:
+            return self._rank.handle(message)
+        self._rank = self._channel.admit(message, self.link)
+        return self._rank is not None
+
+
 class _RankReader:
     """Handles one agent's messages: prints output and puts events until the agent is gone."""
 
     def __init__(self, hello: wire.Hello, link: Link, printer: Output, events: Events, stdin: int | None) -> None:
-        self.link = link
+        self._link = link
         self._hello = hello
         self._stdin = _Stdin(stdin, link)
         self._shows_prompts = stdin is not None and os.isatty(stdin)
@@ -172,7 +182,7 @@ class _RankReader:
 
     def _how_lost(self, error: Exception) -> str:
         if isinstance(error, HostSilentError):
-            return f"its host has not answered for {self.link.lost_after_s:g} s (--lost-after)"
+            return f"its host has not answered for {self._link.lost_after_s:g} s (--lost-after)"
         return f"its connection is broken: {error}" if isinstance(error, ValueError) else RankEnd.lost
 
     def _handle(self, message: wire.Message) -> None:
@@ -219,7 +229,7 @@ class _RankReader:
             host=self._hello.host,
             pid=self._pid,
             code=ended.code if ended else None,
-            at_s=at_s if self.link.is_local or not ended else time.time(),  # the clocks of other hosts are not ours
+            at_s=at_s if self._link.is_local or not ended else time.time(),  # the clocks of other hosts are not ours
             sent=ended.sent if ended else (),
             error=ended.error if ended else None,
             tail=tuple(self._tail),

@@ -9,7 +9,7 @@ import tempfile
 from dataclasses import replace
 
 from ..agent.shm_cleanup import remove_folders
-from ..connection.link import Listener
+from ..connection.listener import Listener
 from ..engines.detect import Detected
 from ..environment import Settings
 from ..errors import MachineError, NotStartedError

@@ -64,6 +64,28 @@ def files(folder):
     return ["--json", folder / "rows.json", "--plot", folder / "plot.png"]
 
 
+def launch(folder, *arguments):
+    """The rows of bench/launch.py, which must not grow with the ranks in threads, and by one descriptor for each."""
+    finished = run([PYTHON, BENCH / "launch.py", "--runs", 1, "--json", folder / "rows.json", *arguments])
+    assert finished.returncode == 0, finished.stdout
+    rows = json.loads((folder / "rows.json").read_text())["rows"]
+    assert all(row["wrong"] == 0 and row["time_ms"] > 0 for row in rows)
+    counted = [row for row in rows if "threads" in row]
+    assert all(row["threads"] == 3 and row["ranks"] < row["descriptors"] < row["ranks"] + 32 for row in counted)
+    return [(row["ranks"], row["who"].strip()) for row in rows]
+
+
+def test_starting_jobs(tmp_path):
+    who = ["processes", "forked agents", "connections"]
+    assert launch(tmp_path, "--quick", "--who", *who) == [(4, name) for name in who]
+
+
+@pytest.mark.extended
+def test_starting_jobs_of_512_and_4096_ranks(tmp_path):
+    assert launch(tmp_path, "--ranks", 512, "--who", "forked agents") == [(512, "forked agents")]
+    assert len(launch(tmp_path, "--ranks", 512, 4096, "--who", "connections")) == 2
+
+
 def test_one_buffer(tmp_path):
     finished = ringrun(PYTHON, 2, BENCH / "allreduce.py", "--quick", *files(tmp_path))
     kept = outcome(finished, tmp_path)

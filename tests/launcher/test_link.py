@@ -16,10 +16,44 @@ from hypothesis import strategies as st
 
 from ringrun import network
 from ringrun.connection import link as link_module
-from ringrun.connection.link import Address, HostSilentError, Link, Listener, connect
-from ringrun.connection.wire import Note, Signal
+from ringrun.connection import listener as listener_module
+from ringrun.connection.link import Address, Gone, HostSilentError, Link, connect, introduce
+from ringrun.connection.listener import Listener
+from ringrun.connection.wire import Message, Note, Signal
 from ringrun.errors import MachineError
 from ringrun.network import own_addresses, parse_interfaces
+
+
+class Served:
+    """ringrun's end of a connection: what comes is kept until `receive`."""
+
+    def __init__(self, link: Link) -> None:
+        self.link, self.send, self.close = link, link.send, link.close
+        self._came: queue.SimpleQueue[Message | Gone] = queue.SimpleQueue()
+
+    def may_wait(self, message: Message | Gone) -> bool:
+        return False
+
+    def handle(self, message: Message | Gone) -> bool:
+        self._came.put(message)
+        return not isinstance(message, Gone)
+
+    def receive(self) -> Message:
+        message = self._came.get(timeout=10)
+        if isinstance(message, Gone):
+            raise message.error
+        return message
+
+
+def keeping(served: "queue.SimpleQueue[Served]"):
+    """What Listener.start needs to put each connection there."""
+
+    def serve(link: Link) -> Served:
+        made = Served(link)
+        served.put(made)
+        return made
+
+    return serve
 
 
 @pytest.fixture
@@ -36,17 +70,17 @@ def elsewhere(address: Address) -> Address:
 
 @pytest.mark.parametrize("is_local", [True, False])
 def test_messages_go_both_ways(listener: Listener, is_local: bool) -> None:
-    served: queue.SimpleQueue[Link] = queue.SimpleQueue()
-    listener.start(served.put)
+    served: queue.SimpleQueue[Served] = queue.SimpleQueue()
+    listener.start(keeping(served))
     ours = connect(listener.address if is_local else elsewhere(listener.address), listener.authkey)
     theirs = served.get(timeout=10)
-    assert ours.is_local == theirs.is_local == is_local
+    assert ours.is_local == theirs.link.is_local == is_local
     threading.Thread(target=ours.send, args=[Note("é" * 100_000)]).start()  # longer than what a socket holds
     theirs.send(Signal(15))
     assert theirs.receive() == Note("é" * 100_000)
     assert ours.receive() == Signal(15)
     if not is_local:
-        assert ours.peer_address == ours.own_address == theirs.own_address == "127.0.0.1"
+        assert ours.peer_address == ours.own_address == theirs.link.own_address == "127.0.0.1"
     ours.close()
     with pytest.raises((EOFError, OSError)):
         theirs.receive()
@@ -54,8 +88,8 @@ def test_messages_go_both_ways(listener: Listener, is_local: bool) -> None:
 
 
 def test_a_stranger_gets_nowhere_and_holds_nobody_up(listener: Listener) -> None:
-    served: queue.SimpleQueue[Link] = queue.SimpleQueue()
-    listener.start(served.put)
+    served: queue.SimpleQueue[Served] = queue.SimpleQueue()
+    listener.start(keeping(served))
     silent = socket.create_connection(("127.0.0.1", listener.address.port))
     with pytest.raises(
         OSError, match=r"127\.0\.0\.1 port \d+: what listens there has not shown that it knows this job's key"
@@ -63,7 +97,7 @@ def test_a_stranger_gets_nowhere_and_holds_nobody_up(listener: Listener) -> None
         connect(elsewhere(listener.address), b"another key")
     friend = connect(elsewhere(listener.address), listener.authkey)
     theirs = served.get(timeout=10)
-    assert theirs.peer_address == "127.0.0.1"
+    assert theirs.link.peer_address == "127.0.0.1"
     assert served.empty()
     theirs.close()
     friend.close()
@@ -81,9 +115,10 @@ def test_all_that_was_tried_is_told() -> None:
 
 
 def test_a_silent_host_is_told_from_one_that_has_closed(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(link_module, "LOOK_S", 0.1)
-    served: queue.SimpleQueue[Link] = queue.SimpleQueue()
-    listener.start(served.put)
+    for module in (link_module, listener_module):
+        monkeypatch.setattr(module, "LOOK_S", 0.1)
+    served: queue.SimpleQueue[Served] = queue.SimpleQueue()
+    listener.start(keeping(served))
     ours = connect(elsewhere(listener.address), listener.authkey)
     theirs = served.get(timeout=10)
     threading.Timer(1.0, theirs.send, [Note("late")]).start()
@@ -91,21 +126,24 @@ def test_a_silent_host_is_told_from_one_that_has_closed(listener: Listener, monk
     ours.lost_after_s = -1.0
     with pytest.raises(HostSilentError):
         ours.receive()
+    theirs.link.lost_after_s = -1.0
+    with pytest.raises(HostSilentError):
+        theirs.receive()
     ours.close()
     theirs.close()
 
 
 def test_both_ends_have_the_kernel_probe_for_a_lost_host_in_the_time_that_was_asked_for(tmp_path: Path) -> None:
     listener = Listener(str(tmp_path), ["127.0.0.1"], 4, lost_after_s=60.0)
-    served: queue.SimpleQueue[Link] = queue.SimpleQueue()
-    listener.start(served.put)
+    served: queue.SimpleQueue[Served] = queue.SimpleQueue()
+    listener.start(keeping(served))
     assert Address.parse(str(listener.address)).lost_after_s == 60.0, "the agents are told"
     ours = connect(elsewhere(listener.address), listener.authkey)
-    for link in (ours, served.get(timeout=10)):
+    for link in (served.get(timeout=10).link, ours):
         options = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
         assert tuple(link._socket.getsockopt(socket.IPPROTO_TCP, option) for option in options) == (15, 7, 6)
         assert link._socket.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
-        link.close()
+    ours.close()
     listener.close()
 
 
@@ -131,8 +169,8 @@ def test_a_host_whose_policy_forbids_md5_gets_in_too(
     monkeypatch.setattr(hmac, "new", checked_new)
     monkeypatch.setattr(hmac, "digest", checked_digest)
     monkeypatch.setattr("hashlib.md5", lambda *_, **__: refuse("md5"))
-    served: queue.SimpleQueue[Link] = queue.SimpleQueue()
-    listener.start(served.put)
+    served: queue.SimpleQueue[Served] = queue.SimpleQueue()
+    listener.start(keeping(served))
     ours = connect(listener.address if is_local else elsewhere(listener.address), listener.authkey)
     ours.send(Note("in"))
     theirs = served.get(timeout=10)
@@ -142,13 +180,13 @@ def test_a_host_whose_policy_forbids_md5_gets_in_too(
 
 
 def test_a_descriptor_follows_a_message_and_another_message_that(listener: Listener) -> None:
-    served: queue.SimpleQueue[Link] = queue.SimpleQueue()
-    listener.start(served.put)
+    served: queue.SimpleQueue[Served] = queue.SimpleQueue()
+    listener.start(keeping(served))
     ours = connect(listener.address, listener.authkey)
     theirs = served.get(timeout=10)
     read, write = os.pipe()
     theirs.send(Note("before"))
-    theirs.send_descriptor(read)
+    theirs.link.send_descriptor(read)
     theirs.send(Note("after"))
     os.close(read)
     assert ours.receive() == Note("before")
@@ -167,8 +205,8 @@ def test_a_descriptor_follows_a_message_and_another_message_that(listener: Liste
     ("sent", "what"), [(b"\xff\xff\xff\xff", "a message of 4294967295 bytes"), (b"\0\0\0\1z", "unknown tag b'z'")]
 )
 def test_what_is_no_message_is_told_from_the_end(listener: Listener, sent: bytes, what: str) -> None:
-    served: queue.SimpleQueue[Link] = queue.SimpleQueue()
-    listener.start(served.put)
+    served: queue.SimpleQueue[Served] = queue.SimpleQueue()
+    listener.start(keeping(served))
     ours = connect(listener.address, listener.authkey)
     ours._socket.sendall(sent)
     theirs = served.get(timeout=10)
@@ -180,8 +218,8 @@ def test_what_is_no_message_is_told_from_the_end(listener: Listener, sent: bytes
 
 def test_only_the_chosen_addresses_are_listened_at(tmp_path: Path) -> None:
     listener = Listener(str(tmp_path), ["127.0.0.2", "127.0.0.3"], 4, only_these=True)
-    served: queue.SimpleQueue[Link] = queue.SimpleQueue()
-    listener.start(served.put)
+    served: queue.SimpleQueue[Served] = queue.SimpleQueue()
+    listener.start(keeping(served))
     port = listener.address.port
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", port), timeout=10)
@@ -195,23 +233,24 @@ def test_only_the_chosen_addresses_are_listened_at(tmp_path: Path) -> None:
 def test_strangers_that_say_nothing_are_few_at_a_time_and_not_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(link_module, "_HANDSHAKE_TIMEOUT_S", 0.5)
-    monkeypatch.setattr(link_module, "_MOST_HANDSHAKES", 3)
+    monkeypatch.setattr(listener_module, "HANDSHAKE_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(listener_module, "_MOST_GREETINGS", 3)
     listener = Listener(str(tmp_path), ["127.0.0.1"], 8)
-    served: queue.SimpleQueue[Link] = queue.SimpleQueue()
+    served: queue.SimpleQueue[Served] = queue.SimpleQueue()
     before = threading.active_count()
-    listener.start(served.put)
+    listener.start(keeping(served))
     strangers = [socket.create_connection(("127.0.0.1", listener.address.port)) for _ in range(5)]
     most = 0
     friends: list[Link] = []
     friend = threading.Thread(target=lambda: friends.append(connect(elsewhere(listener.address), listener.authkey)))
     friend.start()
     while friend.is_alive():
-        most = max(most, threading.active_count() - before)
+        most = max(most, len(listener._greetings))
         time.sleep(0.01)
     friends.append(served.get(timeout=10))
-    assert friends[-1].peer_address == "127.0.0.1"
-    assert most <= 2 + 3 + 1, "two accept, three greet, and the friend"
+    assert friends[-1].link.peer_address == "127.0.0.1"
+    assert most == 3
+    assert threading.active_count() <= before + 2, "however many there are"
     for each in (*strangers, *friends):
         each.close()
     listener.close()
@@ -219,7 +258,7 @@ def test_strangers_that_say_nothing_are_few_at_a_time_and_not_for_ever(
 
 def test_a_connection_for_which_no_descriptor_is_free_is_taken_later(listener: Listener) -> None:
     said: queue.SimpleQueue[str] = queue.SimpleQueue()
-    served: queue.SimpleQueue[Link] = queue.SimpleQueue()
+    served: queue.SimpleQueue[Served] = queue.SimpleQueue()
     ours = socket.socket(socket.AF_UNIX)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     fillers: list[int] = []
@@ -228,14 +267,14 @@ def test_a_connection_for_which_no_descriptor_is_free_is_taken_later(listener: L
         with contextlib.suppress(OSError):
             while True:
                 fillers.append(os.open(os.devnull, os.O_RDONLY))
-        listener.start(served.put, said.put)
+        listener.start(keeping(served), said.put)
         ours.connect(listener.address.path)
         assert "Too many open files" in said.get(timeout=10)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         for filler in fillers:
             os.close(filler)
-    link = Link(ours, listener.authkey, 30.0, is_server=False)
+    link = introduce(ours, listener.authkey, 30.0)
     served.get(timeout=10).close()
     link.close()
     assert said.empty(), "it is said once"
@@ -254,8 +293,8 @@ def test_an_agent_tries_again_while_nothing_answers(listener: Listener, monkeypa
         return create(*arguments, **options)
 
     monkeypatch.setattr(socket, "create_connection", overwhelmed)
-    served: queue.SimpleQueue[Link] = queue.SimpleQueue()
-    listener.start(served.put)
+    served: queue.SimpleQueue[Served] = queue.SimpleQueue()
+    listener.start(keeping(served))
     link = connect(elsewhere(listener.address), listener.authkey)
     assert attempts == 3
     served.get(timeout=10).close()

@@ -1,0 +1,266 @@
+"""ringrun's end of all connections: takes them and reads them, in one thread, however many there are.
+
+    a connection  ->  _Greeting: does the other end know the key?  ->  a Reader, which handles its messages
+
+What may wait for somebody, because nobody reads ringrun's output, is handled in a second thread, and so is all that
+has come from that rank behind it. Nothing more is read of the rank meanwhile, which slows it down and fills no memory;
+what the others say is heard at once, that one has failed above all.
+"""
+
+import contextlib
+import hmac
+import itertools
+import os
+import secrets
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Protocol
+
+from ..network import LOST_AFTER_S
+from .link import (
+    CONNECT_S,
+    HANDSHAKE_TIMEOUT_S,
+    LOOK_S,
+    NONCE_BYTES,
+    PROOF_BYTES,
+    Address,
+    Gone,
+    HostSilentError,
+    Link,
+    proof,
+)
+from .wire import Message
+
+_ONCE = select.EPOLLIN | select.EPOLLONESHOT  # a connection's messages are in one thread at a time
+_MOST_GREETINGS = 256  # more wait in the kernel's queue
+_PAUSE_S = 0.2
+_BIND_ATTEMPTS = 20
+Arrived = Iterator[Message | Gone]
+
+
+class Reader(Protocol):
+    """What handles the messages of one connection, in their order; the last one is Gone."""
+
+    link: Link
+
+    def may_wait(self, message: Message | Gone) -> bool:
+        """Return whether `handle` may take long."""
+
+    def handle(self, message: Message | Gone) -> bool:
+        """Handle a message; return whether another one may come. If not, the connection is closed."""
+
+
+class Listener:
+    """Takes connections at a unix socket in `directory` and, if `addresses` are given, at one TCP port."""
+
+    def __init__(
+        self,
+        directory: str,
+        addresses: Sequence[str],
+        backlog: int,
+        *,
+        only_these: bool = False,
+        connect_s: float = CONNECT_S,
+        lost_after_s: float = LOST_AFTER_S,
+    ) -> None:
+        """only_these: listen at these addresses, at no other of this host."""
+        path = str(Path(directory) / "socket")
+        self.authkey = secrets.token_bytes(32)
+        unix = socket.socket(socket.AF_UNIX)
+        unix.bind(path)
+        beyond = [] if not addresses else _bound(addresses) if only_these else [_any_address()]
+        self._sockets = {each.fileno(): each for each in (unix, *beyond)}
+        for each in self._sockets.values():
+            each.listen(backlog)
+            each.setblocking(False)
+        port = beyond[0].getsockname()[1] if beyond else 0
+        self.address = Address(socket.gethostname(), path, port, tuple(addresses), connect_s, lost_after_s)
+        self._greetings: dict[int, _Greeting] = {}  # by descriptor
+        self._readers: dict[int, Reader] = {}
+        self._held: set[int] = set()  # the readers that the second thread has
+        self._may_wait: SimpleQueue[tuple[Reader, Arrived] | None] = SimpleQueue()
+        self._removed = threading.Condition()
+        self._poll = select.epoll()
+        self._end, self._other_end = os.pipe()
+        for descriptor in (self._end, *self._sockets):
+            self._poll.register(descriptor, select.EPOLLIN)
+        self._pause_until_s = 0.0  # no connection is accepted before
+        self._complaint = ""
+
+    def start(self, serve: Callable[[Link], Reader], complain: Callable[[str], None] = lambda _: None) -> None:
+        """Take connections; `serve` returns what handles one that knows the key.
+
+        complain: called once with the reason why connections cannot be accepted now; they are tried again.
+        """
+        self._serve, self._complain = serve, complain
+        for work in (self._run, self._handle_what_may_wait):
+            threading.Thread(target=work, daemon=True).start()
+
+    def close(self, patience_s: float = 0.0) -> None:
+        """Take no more connections, and end those that there are, when they have ended or after `patience_s`."""
+        for each in self._sockets.values():
+            each.close()
+        with self._removed:
+            self._removed.wait_for(lambda: not self._readers, patience_s)
+        os.close(self._other_end)
+        self._may_wait.put(None)
+        for reader in list(self._readers.values()):
+            reader.link.close()
+
+    def _run(self) -> None:
+        look_at_s, accepts = 0.0, True
+        while True:
+            for descriptor, _ in self._poll.poll(LOOK_S if accepts else _PAUSE_S):
+                if descriptor == self._end:
+                    return self._stop()
+                self._attend_to(descriptor)
+            now_s = time.monotonic()
+            if now_s >= look_at_s:
+                look_at_s = now_s + min(LOOK_S, HANDSHAKE_TIMEOUT_S)
+                self._look_for_silence(now_s)
+            if accepts != (now_s >= self._pause_until_s and len(self._greetings) < _MOST_GREETINGS):
+                accepts = not accepts
+                for descriptor in self._sockets:
+                    with contextlib.suppress(OSError):  # closed meanwhile
+                        self._poll.modify(descriptor, select.EPOLLIN if accepts else 0)
+
+    def _stop(self) -> None:
+        self._poll.close()
+        os.close(self._end)
+        for greeting in self._greetings.values():
+            greeting.socket.close()
+
+    def _attend_to(self, descriptor: int) -> None:
+        if descriptor in self._sockets:
+            self._accept(self._sockets[descriptor])
+        elif descriptor in self._greetings:
+            self._greet(descriptor)
+        else:
+            reader = self._readers[descriptor]
+            self._handle(reader, reader.link.arrived())
+
+    def _accept(self, listening: socket.socket) -> None:
+        try:
+            sock, _ = listening.accept()
+        except BlockingIOError:
+            return  # it has gone again
+        except OSError as error:  # no descriptor is free
+            self._pause_until_s = time.monotonic() + _PAUSE_S
+            if listening.fileno() >= 0 and not self._complaint:
+                self._complaint = f"a rank's connection cannot be taken: {error}; trying again"
+                self._complain(self._complaint)
+            return
+        with contextlib.suppress(OSError):
+            self._greetings[sock.fileno()] = _Greeting(sock, self.authkey)
+            self._poll.register(sock, select.EPOLLIN)
+
+    def _greet(self, descriptor: int) -> None:
+        greeting = self._greetings[descriptor]
+        try:
+            if greeting.proceed():
+                self._readers[descriptor] = self._serve(Link(greeting.socket, self.address.lost_after_s))
+                del self._greetings[descriptor]
+                self._poll.modify(descriptor, _ONCE)
+        except OSError:  # not one of our agents, or one that died
+            self._greetings.pop(descriptor).socket.close()
+
+    def _look_for_silence(self, now_s: float) -> None:
+        for descriptor, greeting in list(self._greetings.items()):
+            if now_s > greeting.until_s:
+                self._greetings.pop(descriptor).socket.close()
+        for descriptor, reader in list(self._readers.items()):
+            with contextlib.suppress(OSError):  # closed meanwhile
+                if descriptor not in self._held and reader.link.is_silent():
+                    self._handle(reader, iter([Gone(HostSilentError())]))
+
+    def _handle(self, reader: Reader, messages: Arrived) -> None:
+        for message in messages:
+            if reader.may_wait(message):
+                self._held.add(reader.link.fileno())
+                self._may_wait.put((reader, itertools.chain([message], messages)))
+                return
+            if not reader.handle(message):
+                self._remove(reader)
+                return
+        self._read_on(reader)
+
+    def _handle_what_may_wait(self) -> None:
+        while waiting := self._may_wait.get():
+            reader, messages = waiting
+            if all(map(reader.handle, messages)):
+                self._held.discard(reader.link.fileno())
+                self._read_on(reader)
+            else:
+                self._remove(reader)
+
+    def _read_on(self, reader: Reader) -> None:
+        with contextlib.suppress(OSError, ValueError):  # closed meanwhile
+            self._poll.modify(reader.link.fileno(), _ONCE)
+
+    def _remove(self, reader: Reader) -> None:
+        descriptor = reader.link.fileno()
+        self._held.discard(descriptor)
+        with self._removed:
+            self._readers.pop(descriptor, None)
+            reader.link.close()  # not before: the next connection may get the descriptor
+            self._removed.notify()
+
+
+class _Greeting:
+    """A connection whose other end has not shown yet that it knows the key; OSError where it cannot."""
+
+    def __init__(self, sock: socket.socket, authkey: bytes) -> None:
+        self.socket = sock
+        self.until_s = time.monotonic() + HANDSHAKE_TIMEOUT_S
+        self._authkey = authkey
+        self._nonce = secrets.token_bytes(NONCE_BYTES)
+        self._received = b""
+        sock.sendall(self._nonce)
+
+    def proceed(self) -> bool:
+        """Read what has come; return whether the other end has shown it. This end shows it then, too."""
+        piece = self.socket.recv(NONCE_BYTES + PROOF_BYTES - len(self._received), socket.MSG_DONTWAIT)
+        self._received += piece
+        if len(self._received) < NONCE_BYTES + PROOF_BYTES and piece:
+            return False
+        nonces = self._nonce + self._received[:NONCE_BYTES]
+        if not hmac.compare_digest(self._received[NONCE_BYTES:], proof(self._authkey, b"agent", nonces)):
+            raise PermissionError
+        self.socket.sendall(proof(self._authkey, b"ringrun", nonces))
+        return True
+
+
+def _bound(addresses: Sequence[str]) -> list[socket.socket]:
+    """Return TCP sockets at one free port of each of `addresses`."""
+    for attempts_left in reversed(range(_BIND_ATTEMPTS)):
+        made: list[socket.socket] = []
+        try:
+            for address in addresses:
+                made.append(socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET))
+                made[-1].bind((address, made[0].getsockname()[1] if len(made) > 1 else 0))
+        except OSError:  # the port is taken at another of them
+            for sock in made:
+                sock.close()
+            if not attempts_left:
+                raise
+        else:
+            return made
+    raise AssertionError
+
+
+def _any_address() -> socket.socket:
+    """Return a TCP socket at a free port of all addresses, IPv6's too where there is IPv6."""
+    if socket.has_ipv6:
+        with contextlib.suppress(OSError):
+            sock = socket.socket(socket.AF_INET6)
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+            sock.bind(("::", 0))
+            return sock
+    sock = socket.socket(socket.AF_INET)
+    sock.bind(("0.0.0.0", 0))  # noqa: S104 - agents come from other hosts, and must know the key
+    return sock
