@@ -31,6 +31,11 @@ class ReduceOp(enum.Enum):
     MIN = "Min"
     MAX = "Max"
     PRODUCT = "Product"
+    BITWISE_AND, BITWISE_OR, BITWISE_XOR = (
+        "BitwiseAnd",
+        "BitwiseOr",
+        "BitwiseXor",
+    )  # torch.distributed's, in host memory
 
     __hash__ = object.__hash__  # an enum's own is slow, and each call looks its op up
 
@@ -44,9 +49,14 @@ Adasum = ReduceOp.ADASUM
 Min = ReduceOp.MIN
 Max = ReduceOp.MAX
 Product = ReduceOp.PRODUCT
+_BITWISE = {
+    ReduceOp.BITWISE_AND: np.bitwise_and,
+    ReduceOp.BITWISE_OR: np.bitwise_or,
+    ReduceOp.BITWISE_XOR: np.bitwise_xor,
+}
 
 # they serve CuPy arrays too: CuPy implements NumPy's ufunc protocol
-_UFUNC = {Average: np.add, Sum: np.add, Min: np.minimum, Max: np.maximum, Product: np.multiply}
+_UFUNC = {Average: np.add, Sum: np.add, Min: np.minimum, Max: np.maximum, Product: np.multiply, **_BITWISE}
 
 
 BLOCK_BYTES = 128 * 1024  # of partial results at a time: two blocks stay in a core's second-level cache
@@ -93,6 +103,8 @@ class Reduction(_Fields):
             raise InputError(f"{name} elements have no Adasum; pass floating-point ones, or another op")
         if kind == "b" and (self.op is Average or self.prescale != 1.0 or self.postscale != 1.0):
             raise InputError("bool elements cannot be averaged or scaled; use op=Sum or Max (or), Min or Product (and)")
+        if self.op in _BITWISE and kind not in "biu":
+            raise InputError(f"{name} elements have no bits to combine: op={self.op!r} is for integers and bool")
         if kind == "c" and self.op in (Min, Max):
             raise InputError(f"{name} elements have no order: op={self.op!r} is not defined for them")
 

@@ -7,6 +7,7 @@ In every round each rank sends one message and receives one, so no rank is flood
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,17 +33,25 @@ def alltoall(
     Cost:     size - 1 messages a rank, cut into segments; all elements but the rank's own part sent by each.
     Source:   Thakur, Rabenseifner & Gropp, "Optimization of collective communication operations in MPICH", 2005.
     """
+    outs, ins = itertools.pairwise(bounds_of(sent)), itertools.pairwise(bounds_of(received))
+    parts = [outgoing[low:high] for low, high in outs], [incoming[low:high] for low, high in ins]
+    yield from exchange(*parts, transport, segment_bytes)
+
+
+def exchange(
+    outgoing: Sequence[Any], incoming: Sequence[Any], transport: Transport, segment_bytes: int = SEGMENT_BYTES
+) -> Steps[None]:
+    """As `alltoall`, of separate arrays: outgoing[r] goes to rank r, incoming[r] comes from there."""
     rank, size = transport.rank, transport.size
-    outs, ins = bounds_of(sent), bounds_of(received)
-    length = max(1, segment_bytes // outgoing.itemsize)
-    incoming[ins[rank] : ins[rank + 1]] = outgoing[outs[rank] : outs[rank + 1]]
+    length = max(1, segment_bytes // outgoing[rank].itemsize)
+    incoming[rank][...] = outgoing[rank]
     for distance in range(1, size):
         to, source = (rank + distance) % size, (rank - distance) % size
         in_flight: list[Work] = [
-            transport.receive(incoming[low:high], source, TAG)
-            for low, high in segments(ins[source], ins[source + 1], length)
+            transport.receive(incoming[source][low:high], source, TAG)
+            for low, high in segments(0, incoming[source].size, length)
         ]
         in_flight += [
-            transport.send(outgoing[low:high], to, TAG) for low, high in segments(outs[to], outs[to + 1], length)
+            transport.send(outgoing[to][low:high], to, TAG) for low, high in segments(0, outgoing[to].size, length)
         ]
         yield from in_flight

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -53,6 +54,7 @@ class Submitting:
         waits: bool = False,
         line: str | None = None,
         then: Callable[[Exception | None], object] | None = None,
+        timeout_s: float = math.inf,
     ) -> Handle:
         """Submit an operation; returns at once.
 
@@ -61,6 +63,7 @@ class Submitting:
         waits:  True: the caller will wait for it before it does anything else.
         line:   the user's calling line, where the caller knows it.
         then:   see Submission.
+        timeout_s: of an operation in a channel, which is closed when that takes longer.
 
         Raises: InputError when the name is pending already, or this rank is not in the process set; PeerLostError when
                 a rank has left.
@@ -89,6 +92,7 @@ class Submitting:
             if negotiation.error is not None or negotiation.leaving or state.closed:
                 raise self._closed(state, submission)
             if isinstance(state, Channel):
+                submission.deadline_s = submission.submitted_s + timeout_s
                 state.enqueue(submission)
                 if not waits:
                     inbox.call_soon(lambda: None)

@@ -5,7 +5,7 @@ submission      one operation on this rank, and its handle
 executor        the queue of a process set's operations
 channel         operations in program order; send_receive has messages between two ranks
 opening         channels that their members make alone
-operations      all operations, as generators
+operations      all operations, as generators; into_outputs has those whose results go into given arrays
 batch           tensors that can be fused, and the submissions that own them
 allreduce       the all-reduce of many tensors; point_to_point has the algorithms that send messages
 algorithms      which all-reduce algorithms are usable, and which the cost model prefers

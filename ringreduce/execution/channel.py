@@ -23,7 +23,7 @@ from ringreduce.execution.opening import everyones, opened
 from ringreduce.execution.send_receive import Receiver, send
 from ringreduce.execution.signature import Signature, SubmissionRecord, mismatch_message
 from ringreduce.execution.submission import Submission
-from ringreduce.transport.base import Steps
+from ringreduce.transport.base import Steps, Transport
 from ringreduce.transport.window import Signatures
 from ringreduce.world import World
 
@@ -49,7 +49,7 @@ class Channel(Running):
         self.process_set, self.name = process_set, name
         self._context, self._world, self._signatures = context, world, signatures
         self._senders: dict[int, Executor] = {}  # by peer
-        self._receivers: dict[int, tuple[Executor, Receiver]] = {}
+        self._receivers: dict[int, tuple[Executor, Receiver]] = {}  # by rank of the world
         self._count = 0
 
     def open(self, submission: Submission, host: Host) -> None:
@@ -81,17 +81,33 @@ class Channel(Running):
             peer = self._context.members.index(submission.payload[0])
             executor = self._senders.setdefault(peer, Executor(self._context))
             executor.enqueue(send(submission, transport, peer))
+            self._keep(executor)
         elif kind == "recv":
-            peer = self._context.members.index(submission.payload[0])
-            if peer not in self._receivers:
-                self._receivers[peer] = Executor(self._context), Receiver(transport, peer, self._world.rank)
-            executor, receiver = self._receivers[peer]
-            executor.enqueue(receiver.receive(submission))
+            rank = submission.payload[0]
+            for each in self.members if rank is None else [rank]:
+                if each != self._world.rank:
+                    self._receive(submission, each, transport)
         else:
-            executor = self.executor
-            executor.enqueue(self._checked(submission))
+            self.executor.enqueue(self._checked(submission))
+
+    def _receive(self, submission: Submission, rank: int, transport: Transport) -> None:
+        if rank not in self._receivers:
+            peer = self.members.index(rank)
+            self._receivers[rank] = Executor(self._context), Receiver(transport, peer, rank, self._world.rank)
+        executor, receiver = self._receivers[rank]
+        executor.enqueue(receiver.receive(submission))
+        self._keep(executor)
+
+    def _keep(self, executor: Executor) -> None:
         if executor not in self.executors:
             self.executors.append(executor)
+
+    def overdue(self, now: float) -> str:
+        """Which operation has taken longer than it may, and for which rank it waits; empty for none."""
+        late = next((each for each in list(self.running.values()) if now > each.deadline_s), None)
+        if late is None:
+            return ""
+        return f"Timed out after {now - late.submitted_s:.1f} s, waiting for rank {self.stuck().stuck_on()}"
 
     def _checked(self, submission: Submission) -> Steps[None]:
         """Run an operation, if all ranks have called the same."""

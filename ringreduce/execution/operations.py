@@ -101,7 +101,7 @@ def _broadcast_in_window(batch: Batch, root: int, region: Region, context: Conte
         yield from shared_halves.broadcast([each.flat for each in batch.outputs], root, region)
 
 
-def _everyones(values: Any, context: Context) -> Steps[Any]:
+def integers_of_all(values: Any, context: Context) -> Steps[Any]:
     """Every rank's integers, by rank; as many on each."""
     if context.algorithms.shared_region is None:
         return (yield from bruck.allgather(values, context.transport))
@@ -114,7 +114,7 @@ def _allgather(submissions: Sequence[Submission], context: Context) -> Steps[Non
     """Gathers the ranks' row counts first, of all tensors of a group together."""
     for submission in submissions:
         mine = np.array([tensor.shape[0] for tensor in submission.inputs], np.int64)
-        submission.payload = everyones = yield from _everyones(mine, context)
+        submission.payload = everyones = yield from integers_of_all(mine, context)
         rows = everyones.T.tolist()
         yield from _moved(submission, [sum(each) for each in rows], rows, "ALLGATHER", _gathered, context)
 
@@ -168,7 +168,7 @@ def alltoall(submissions: Sequence[Submission], context: Context) -> Steps[None]
     for submission in submissions:
         (tensor,) = submission.inputs
         splits = submission.payload
-        everyones = yield from _everyones(np.asarray(splits, np.int64), context)
+        everyones = yield from integers_of_all(np.asarray(splits, np.int64), context)
         received = [int(n) for n in everyones[:, transport.rank]]
         row = math.prod(tensor.shape[1:])
         result = context.empty(tensor, (sum(received), *tensor.shape[1:]))
@@ -219,7 +219,7 @@ def _broadcast_object(submissions: Sequence[Submission], context: Context) -> St
     transport = context.transport
     for submission in submissions:
         root = context.set_rank("broadcast_object", submission.signature.detail("root_rank"))
-        lengths = yield from _everyones(np.array([submission.payload.size], np.int64), context)
+        lengths = yield from integers_of_all(np.array([submission.payload.size], np.int64), context)
         if transport.rank != root:
             submission.payload = np.empty(int(lengths[root, 0]), np.uint8)
         if context.algorithms.shared_region is not None:

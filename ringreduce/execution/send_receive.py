@@ -7,6 +7,7 @@ waits for keeps that message, so messages of several tags may be received in any
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +15,7 @@ import numpy as np
 from ringreduce.errors import MismatchError
 from ringreduce.execution.signature import tensor_text
 from ringreduce.execution.submission import Submission
-from ringreduce.transport.base import Steps, Transport
+from ringreduce.transport.base import Steps, Transport, Work
 
 HEADER_TAG, DATA_TAG = 0, 6  # which no collective uses
 TEXT_BYTES = 240
@@ -44,41 +45,73 @@ def send(submission: Submission, transport: Transport, destination: int) -> Step
     submission.complete()
 
 
-class Receiver:
-    """All receives of one rank (`own`, of the world) from another (`source`)."""
+class Header(Work):
+    """A header that comes, or that nobody waits for any more: another rank's message was first."""
 
-    def __init__(self, transport: Transport, source: int, own: int) -> None:
-        self._transport, self._source, self._own = transport, source, own
+    def __init__(self, work: Work, is_wanted: Callable[[], bool]) -> None:
+        self.work, self.peer, self._is_wanted = work, work.peer, is_wanted
+
+    def done(self) -> bool:
+        """See `Work.done`."""
+        return self.work.done() or not self._is_wanted()
+
+
+class Receiver:
+    """All receives of one rank (`own`, of the world) from another, `source` in the set and `rank` in the world.
+
+    A receive from any rank waits at the receivers of all; the first that has its message takes it.
+    """
+
+    def __init__(self, transport: Transport, source: int, rank: int, own: int) -> None:
+        self._transport, self._source, self._rank, self._own = transport, source, rank, own
         self._waiting: list[Submission] = []
         self._kept: list[Kept] = []
+        self._header: Any = None
+        self._coming: Work | None = None  # its receive, which outlives a receive from any rank that another rank ended
 
     def receive(self, submission: Submission) -> Steps[None]:
         """Take messages until the one for this submission has come."""
         self._waiting.append(submission)  # when this runs first: receives run in the order in which they were called
         return self._receive(submission)
 
+    def _waits(self, submission: Submission) -> bool:
+        self._waiting = [each for each in self._waiting if each.payload[0] in (None, self._rank)]
+        return submission in self._waiting
+
     def _receive(self, submission: Submission) -> Steps[None]:
         for number, kept in enumerate(self._kept):
-            if submission in self._waiting and kept.tag == submission.payload[1]:
+            if self._waits(submission) and kept.tag == submission.payload[1]:
                 del self._kept[number]
                 self._deliver(submission, kept)
                 return
-        while submission in self._waiting:
-            header = np.empty(16 + TEXT_BYTES, np.uint8)
-            yield self._transport.receive(header, self._source, HEADER_TAG)
-            tag, nbytes = header[:16].view(np.int64).tolist()
-            what = bytes(header[16:]).rstrip(b"\0").decode(errors="replace")
-            taker = next((each for each in self._waiting if each.payload[1] == tag), None)
-            fits = taker is not None and what.rpartition(" ")[0] == _what(taker)
-            data = taker.outputs[0].flat if taker is not None and fits else np.empty(nbytes, np.uint8)
-            yield self._transport.receive(data, self._source, DATA_TAG)
-            if taker is None:
-                self._kept.append(Kept(tag, what, data))
-            else:
-                self._deliver(taker, Kept(tag, what, data))
+        while self._waits(submission):
+            if self._coming is None:
+                self._header = np.empty(16 + TEXT_BYTES, np.uint8)
+                self._coming = self._transport.receive(self._header, self._source, HEADER_TAG)
+            yield Header(self._coming, lambda: self._waits(submission))
+            if not self._coming.done():
+                return
+            self._coming = None
+            yield from self._take(self._header)
+
+    def _take(self, header: Any) -> Steps[None]:
+        """Receive the data that follow, for whoever waits for them first."""
+        tag, nbytes = header[:16].view(np.int64).tolist()
+        what = bytes(header[16:]).rstrip(b"\0").decode(errors="replace")
+        taker = next((each for each in self._waiting if each.payload[1] == tag), None)
+        if taker is not None:
+            taker.payload = self._rank, tag
+        fits = taker is not None and what.rpartition(" ")[0] == _what(taker)
+        data = taker.outputs[0].flat if taker is not None and fits else np.empty(nbytes, np.uint8)
+        yield self._transport.receive(data, self._source, DATA_TAG)
+        if taker is None:
+            self._kept.append(Kept(tag, what, data))
+        else:
+            self._deliver(taker, Kept(tag, what, data))
 
     def _deliver(self, submission: Submission, message: Kept) -> None:
         self._waiting.remove(submission)
+        submission.payload = self._rank, message.tag
         what, _, line = message.what.rpartition(" ")
         (target,) = submission.outputs
         if what != _what(submission):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -75,6 +76,7 @@ class Submission(Handle):
     """What the engine knows of it; that of a group has many tensors. One is made for each tensor of each step."""
 
     missing_pieces = 0
+    deadline_s = math.inf  # when it must be over; for operations of channels only
     retire: Callable[[Sequence[Buffer]], Event] | None = None
     """Keeps GPU memory alive until the GPU reaches the returned event; see Gpu.retire."""
     outputs_ready: Event | None = None  # after which outputs on a GPU hold the results
@@ -140,8 +142,9 @@ class Submission(Handle):
             return
         self.in_flight.pop(self.key, None)
         self._error = error
-        if self.then is not None:
-            self.then(error)
+        then, self.then = self.then, None  # which may refer to this handle
+        if then is not None:
+            then(error)
         self.ended = True
         if self._gate is not None:
             self._gate.release()

@@ -83,6 +83,8 @@ class Negotiation:
             for state in self.states.values():
                 state.negotiator.check(now, self._overdue_s)
             for channel in list(self.channels.values()):
+                if overdue := channel.overdue(now):
+                    self.close(channel, overdue, -1)
                 state = self.states[channel.process_set]
                 if state.closed and channel.busy and now - channel.stuck().moved_s > LAST_MESSAGES_S:
                     self.close(channel, state.closed, state.leaver)

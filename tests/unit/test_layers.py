@@ -59,6 +59,7 @@ LAYERS = [
     ["gpu.through_host"],
     ["execution.allreduce"],
     ["execution.operations"],
+    ["execution.into_outputs"],
     ["execution.executor", "execution.opening"],
     ["execution.send_receive"],
     ["execution.channel"],
@@ -87,6 +88,8 @@ LAYERS = [
     ["torch.gradient", "torch.wrapped"],
     ["torch.reducer", "torch.adasum_optimizer"],
     ["torch.optimizer"],
+    ["torch.distributed.tensors", "torch.distributed.work", "torch.distributed.launch"],
+    ["torch.distributed.group"],
 ]
 # the one import that points up, inside a function: an optimizer is sent to its framework's adapter
 UPWARD = {("optimizer", "torch")}

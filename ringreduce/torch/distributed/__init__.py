@@ -1,0 +1,20 @@
+"""The torch.distributed backend "ring": a script of DistributedDataParallel changes one word.
+
+    import ringreduce.torch.distributed  # registers it
+
+    torch.distributed.init_process_group("ring")
+
+group      the ProcessGroup: torch's operations, as ringreduce's
+work       an operation that was begun: waiting for it, and its future
+tensors    torch's tensors, reductions and timeouts, as ringreduce has them
+launch     which rank this is, by the launcher's variables
+
+A group is a channel for operations in the order of the program (execution/channel.py), which its members open alone.
+"""
+
+from ringreduce.torch.distributed.group import RingProcessGroup as RingProcessGroup
+from ringreduce.torch.distributed.group import register
+
+__all__ = ["RingProcessGroup"]
+
+register()

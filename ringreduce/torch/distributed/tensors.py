@@ -1,0 +1,104 @@
+"""torch's tensors, reductions and timeouts, as ringreduce has them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ringreduce.arrays.buffer import Buffer
+from ringreduce.arrays.torch_tensor import torch_buffer
+from ringreduce.errors import InputError, UnsupportedArrayError
+from ringreduce.ops import Average, Max, Min, Product, ReduceOp, Reduction, Sum
+
+OPS = {
+    dist.ReduceOp.SUM: Sum,
+    dist.ReduceOp.AVG: Average,
+    dist.ReduceOp.PRODUCT: Product,
+    dist.ReduceOp.MIN: Min,
+    dist.ReduceOp.MAX: Max,
+    dist.ReduceOp.BAND: ReduceOp.BITWISE_AND,
+    dist.ReduceOp.BOR: ReduceOp.BITWISE_OR,
+    dist.ReduceOp.BXOR: ReduceOp.BITWISE_XOR,
+    dist.ReduceOp.PREMUL_SUM: Sum,
+}
+Details = tuple[tuple[str, Any], ...]
+
+
+class Staged:
+    """The tensors of one operation as buffers; of those that are not contiguous a copy, which is written back."""
+
+    def __init__(self) -> None:
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def read(self, tensor: torch.Tensor) -> Buffer:
+        """The buffer of a tensor that is only read."""
+        return torch_buffer(_plain(tensor), writable=False)
+
+    def write(self, tensor: torch.Tensor) -> Buffer:
+        """The buffer of a tensor that is written to, and perhaps read.
+
+        As other backends do, it tells autograd of no change.
+        """
+        plain = _plain(tensor)
+        if plain is not tensor:
+            self._copies.append((tensor, plain))
+        return torch_buffer(plain, writable=True)
+
+    def write_back(self) -> None:
+        """Copy what was not contiguous."""
+        with torch.no_grad():
+            for tensor, plain in self._copies:
+                tensor.copy_(plain)
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, or a contiguous copy without pending conjugation."""
+    if tensor.device.type != "cpu":
+        raise UnsupportedArrayError(
+            f'the backend "ring" takes tensors on the CPU, and got one on {tensor.device}; pass tensor.cpu(), or use '
+            "ringreduce.torch.DistributedOptimizer, which takes tensors on GPUs"
+        )
+    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        return tensor
+    if tensor.layout is not torch.strided:
+        raise UnsupportedArrayError(f"a tensor of layout {tensor.layout}; expected a dense one: pass tensor.to_dense()")
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def slices(buffer: Buffer, counts: Sequence[int]) -> list[Buffer]:
+    """A buffer cut into parts of so many elements each."""
+    parts, low = [], 0
+    for count in counts:
+        flat = buffer.flat[low : low + count]
+        parts.append(Buffer(flat, buffer.element, (count,), buffer.device, buffer.dtype))
+        low += count
+    return parts
+
+
+def equal_slices(kind: str, buffer: Buffer, size: int) -> list[Buffer]:
+    """A buffer cut into one part for each of `size` ranks."""
+    if buffer.count % size:
+        raise InputError(f"{kind}: {buffer.count} elements cannot be split equally among {size} ranks")
+    return slices(buffer, [buffer.count // size] * size)
+
+
+def reduction(op: Any, tensors: Sequence[Buffer], size: int) -> Details:
+    """The details of a signature (execution/signature.py); raises InputError where elements do not have this op."""
+    kind = getattr(op, "op", op)
+    if kind not in OPS:
+        raise InputError(f"reduce op {kind}: expected one of {', '.join(str(each) for each in OPS)}")
+    factor = float(op.__getstate__()[1]) if kind == dist.ReduceOp.PREMUL_SUM else 1.0
+    for element in {each.element for each in tensors}:
+        Reduction(OPS[kind], element, size, factor).check()
+    return (("op", OPS[kind].value), ("prescale_factor", factor), ("postscale_factor", 1.0))
+
+
+def seconds(timeout: timedelta | None, default_s: float) -> float:
+    """A timeout in seconds; none, or one that is not positive, is the default."""
+    given_s = timeout.total_seconds() if timeout is not None else 0.0
+    return given_s if given_s > 0 else default_s or math.inf

@@ -1,0 +1,280 @@
+"""The torch.distributed backend "ring", on real ranks: each operation, its errors, groups, futures, and DDP."""
+
+import datetime
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import ringreduce as rr
+from tests.tiers import extended
+
+pytestmark = pytest.mark.timeout(120)
+sizes = pytest.mark.parametrize(
+    ("world", "size"), [("mpi", 2), pytest.param("mpi", 3, marks=extended)], indirect=["world"]
+)
+
+
+def on_ring(program):
+    """The program between init_process_group and destroy_process_group; it takes the rank and the size."""
+
+    def between():
+        import ringreduce.torch.distributed  # noqa: F401
+
+        dist.init_process_group("ring")
+        try:
+            return program(dist.get_rank(), dist.get_world_size())
+        finally:
+            dist.destroy_process_group()
+
+    return between
+
+
+def mine(rank, count=6, dtype=torch.float32):
+    return (torch.arange(count) * (rank + 1) + 10 * rank).to(dtype)
+
+
+def equal(found, expected):
+    assert found.dtype == expected.dtype
+    assert torch.equal(found, expected), f"{found} is not {expected}"
+
+
+def reductions(rank, size):
+    everyones = [mine(each) for each in range(size)]
+    integers = [mine(each, dtype=torch.int32) for each in range(size)]
+    ops = {
+        dist.ReduceOp.SUM: sum(everyones),
+        dist.ReduceOp.AVG: sum(everyones) / size,
+        dist.ReduceOp.PRODUCT: torch.stack(everyones).prod(0),
+        dist.ReduceOp.MIN: torch.stack(everyones).amin(0),
+        dist.ReduceOp.MAX: torch.stack(everyones).amax(0),
+    }
+    bits = {dist.ReduceOp.BAND: "bitwise_and", dist.ReduceOp.BOR: "bitwise_or", dist.ReduceOp.BXOR: "bitwise_xor"}
+    for op, expected in ops.items():
+        found = mine(rank)
+        dist.all_reduce(found, op)
+        assert torch.allclose(found, expected), op
+    for op, name in bits.items():
+        expected = integers[0]
+        for each in integers[1:]:
+            expected = getattr(torch, name)(expected, each)
+        found = mine(rank, dtype=torch.int32)
+        dist.all_reduce(found, op)
+        equal(found, expected)
+    found = mine(rank)
+    dist.all_reduce(found, dist._make_nccl_premul_sum(0.5))
+    equal(found, sum(everyones) * 0.5)
+    with pytest.raises(ValueError, match="float32 elements have no bits to combine: op=BitwiseAnd is for integers"):
+        dist.all_reduce(mine(rank), dist.ReduceOp.BAND)
+
+
+def layouts(rank, size):
+    total = sum(range(1, size + 1))
+    for dtype in (torch.float16, torch.bfloat16, torch.float64, torch.uint8, torch.int64, torch.complex64):
+        found = mine(rank, dtype=dtype)
+        dist.all_reduce(found)
+        equal(found, sum(mine(each, dtype=dtype) for each in range(size)))
+    transposed = torch.arange(6.0).reshape(2, 3).t() * (rank + 1)
+    dist.all_reduce(transposed)
+    equal(transposed, torch.arange(6.0).reshape(2, 3).t() * total)
+    every_other = torch.arange(8.0) * (rank + 1)
+    dist.all_reduce(every_other[::2])
+    equal(every_other[::2], torch.arange(8.0)[::2] * total)
+    equal(every_other[1::2], torch.arange(8.0)[1::2] * (rank + 1))
+    scalar, nothing = torch.tensor(rank + 1.0), torch.empty(0)
+    dist.all_reduce(scalar)
+    dist.all_reduce(nothing)
+    equal(scalar, torch.tensor(float(total)))
+    long = torch.full((3_000_001,), rank + 1.0)
+    dist.all_reduce(long)
+    assert (long == total).all()
+    parameter = torch.nn.Parameter(torch.ones(2) * (rank + 1))
+    dist.broadcast(parameter, 1)
+    assert parameter.tolist() == [2, 2]
+
+
+def sparse(rank, size):
+    indices = torch.arange(rank + 1)
+    found = torch.sparse_coo_tensor(
+        indices[None], (indices + 1.0)[:, None].expand(-1, 2), (size + 1, 2), check_invariants=True
+    )
+    expected = sum(
+        torch.cat([torch.arange(each + 1) + 1.0, torch.zeros(size - each)])[:, None].expand(-1, 2)
+        for each in range(size)
+    )
+    dist.all_reduce(found)
+    equal(found.to_dense(), expected)
+
+
+def gathers(rank, size):
+    everyones = [mine(each) for each in range(size)]
+    outputs = [torch.empty(6) for _ in range(size)]
+    dist.all_gather(outputs, mine(rank))
+    for found, expected in zip(outputs, everyones, strict=True):
+        equal(found, expected)
+    whole = torch.empty(6 * size)
+    whole[6 * rank : 6 * rank + 6] = mine(rank)
+    dist.all_gather_single(whole, whole[6 * rank : 6 * rank + 6])
+    equal(whole, torch.cat(everyones))
+    scattered = torch.empty(6)
+    dist.reduce_scatter_single(scattered, torch.cat([mine(rank) * (each + 1) for each in range(size)]))
+    equal(scattered, sum(everyones) * (rank + 1))
+    uneven = torch.empty(rank + 1)
+    dist.reduce_scatter(uneven, [torch.full((each + 1,), float(rank + each)) for each in range(size)])
+    equal(uneven, torch.full((rank + 1,), sum(range(size)) + float(size * rank)))
+    for root in range(size):
+        at_root = [torch.empty(6) for _ in range(size)] if rank == root else None
+        dist.gather(mine(rank), at_root, root)
+        for found, expected in zip(at_root or (), everyones, strict=False):
+            equal(found, expected)
+        part = torch.empty(6)
+        dist.scatter(part, [mine(each) * (root + 1) for each in range(size)] if rank == root else None, root)
+        equal(part, mine(rank) * (root + 1))
+        reduced = mine(rank)
+        dist.reduce(reduced, root)
+        equal(reduced, sum(everyones) if rank == root else mine(rank))
+    objects = [None] * size
+    dist.all_gather_object(objects, {"rank": rank, "text": "x" * 1000 * rank})
+    assert [each["rank"] for each in objects] == list(range(size))
+
+
+def exchanges(rank, size):
+    found = torch.empty(size)
+    dist.all_to_all_single(found, torch.arange(size) + 10.0 * rank)
+    equal(found, torch.arange(size) * 10.0 + rank)
+    rows = torch.full((sum(range(1, size + 1)), 2), float(rank))
+    found = torch.empty(size * (rank + 1), 2)
+    dist.all_to_all_single(found, rows, [rank + 1] * size, list(range(1, size + 1)))
+    equal(found, torch.cat([torch.full((rank + 1, 2), float(each)) for each in range(size)]))
+    outputs = [torch.empty(rank + 1) for _ in range(size)]
+    dist.all_to_all(outputs, [torch.full((each + 1,), 10.0 * rank + each) for each in range(size)])
+    for source, found in enumerate(outputs):
+        equal(found, torch.full((rank + 1,), 10.0 * source + rank))
+    with pytest.raises(
+        rr.MismatchError, match=r"all_to_all 'group .*rank \d sends \d elements to rank \d, which expec"
+    ):
+        dist.all_to_all_single(
+            torch.empty(2 * size), torch.empty(size + rank), [2] * size, [1 + (rank > 0)] + [1] * (size - 1)
+        )
+
+
+def messages(rank, size):
+    right, left = (rank + 1) % size, (rank - 1) % size
+    sends = [dist.isend(torch.full((1_000_000,), rank + 10.0 * tag), right, tag=tag) for tag in (1, 2)]
+    second, first = torch.empty(1_000_000), torch.empty(1_000_000)
+    dist.recv(second, left, tag=2)
+    dist.recv(first, left, tag=1)
+    assert (first[0], second[-1]) == (left + 10, left + 20)
+    for each in sends:
+        each.wait()
+    if rank == 0:
+        found = {}
+        for _ in range(2 * (size - 1)):
+            one = torch.empty(3)
+            source = dist.recv(one)
+            found.setdefault(source, []).append(one.tolist())
+        assert found == {each: [[float(each)] * 3, [each + 0.5] * 3] for each in range(1, size)}
+    else:
+        dist.send(torch.full((3,), float(rank)), 0)
+        dist.send(torch.full((3,), rank + 0.5), 0)
+    tensor = torch.empty(2)
+    if rank == 0:
+        dist.recv(tensor, 1)  # its source waited before for any rank
+        assert tensor.tolist() == [7, 7]
+    elif rank == 1:
+        dist.send(torch.full((2,), 7.0), 0)
+    works = dist.batch_isend_irecv([dist.P2POp(dist.isend, mine(rank), right), dist.P2POp(dist.irecv, first[:6], left)])
+    for each in works:
+        each.wait()
+    equal(first[:6], mine(left))
+
+
+def differences(rank, size):
+    at = rf"rank {size - 1} of {size}, allreduce 'group \d+' \(test_torch_distributed.py:\d+\): "
+    with pytest.raises(
+        rr.MismatchError, match=at + rf"float32\[{size + 2}\], but rank 0 has float32\[3\] \(.*equal shapes"
+    ):
+        dist.all_reduce(torch.ones(3 if rank < size - 1 else size + 2))
+    work = dist.all_reduce(torch.ones(3), dist.ReduceOp.MAX if rank else dist.ReduceOp.SUM, async_op=True)
+    with pytest.raises(rr.MismatchError, match=r"op=Max, but rank 0 has op=Sum"):
+        work.wait()
+    assert (work.is_completed(), work.is_success()) == (True, False)
+    assert "op=Max" in str(work.exception())
+    with pytest.raises(rr.MismatchError, match="op=Max"):
+        work.get_future().wait()
+    with pytest.raises(rr.InputError, match="all_gather: float32 of 3 elements beside float32 of 2"):
+        dist.all_gather([torch.ones(3) for _ in range(size)], torch.ones(2))
+    with pytest.raises(rr.InputError, match="5 elements cannot be split equally among"):
+        dist.group.WORLD.alltoall_base(torch.empty(5 * size), torch.empty(5 * size + 1)[: 5 + (size == 5)], [], [])
+    after = torch.ones(2)
+    dist.all_reduce(after)
+    assert after.tolist() == [size, size]
+
+
+def groups(rank, size):
+    pairs = [dist.new_group([each, (each + 1) % size]) for each in range(size)]
+    same, alone = dist.new_group(), dist.new_group([rank], use_local_synchronization=True)
+    works = []
+    for each in reversed(range(size)):
+        if rank in (each, (each + 1) % size):
+            value = torch.full((2,), rank + 1.0)
+            works.append((each, value, dist.all_reduce(value, group=pairs[each], async_op=True)))
+    for each, value, work in works:
+        work.wait()
+        assert value.tolist() == [each + 1.0 + (each + 1) % size + 1] * 2
+    for group, expected in ((same, size), (alone, 1)):
+        value = torch.ones(1)
+        dist.all_reduce(value, group=group)
+        assert value == expected
+    root = torch.full((2,), float(rank))
+    last = dist.get_group_rank(same, size - 1)
+    dist.broadcast(root, size - 1, group=same)
+    assert root.tolist() == [last] * 2
+    dist.destroy_process_group(same)
+    with pytest.raises(Exception, match=r"is not initialized"):
+        dist.all_reduce(torch.ones(1), group=same)
+
+
+def futures(rank, size):
+    """A callback may wait for the next operation."""
+    value, other = torch.ones(3), torch.ones(2)
+
+    def then(future):
+        (found,) = future.value()
+        assert found is value
+        dist.all_reduce(other)
+        return found + other.sum()
+
+    work = dist.all_reduce(value, async_op=True)
+    equal(work.get_future().then(then).wait(), torch.full((3,), size + 2.0 * size))
+    assert (work.is_completed(), work.is_success(), work.exception()) == (True, True, None)
+
+
+def timeouts(rank, size):
+    group = dist.new_group(timeout=datetime.timedelta(seconds=0.5))
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 0:
+        work = dist.all_reduce(torch.ones(1), async_op=True)
+        with pytest.raises(rr.StalledError, match=r"allreduce 'group .*: Timed out after 0\.05 s"):
+            work.wait(datetime.timedelta(seconds=0.05))
+        store.set("tried", "yes")
+    else:
+        store.wait(["tried"])
+        dist.all_reduce(torch.ones(1))
+    dist.barrier()
+    if rank == 0:
+        with pytest.raises(rr.CollectiveError, match=r"barrier 'group .*Timed out after \d\.\d s, waiting for rank 1"):
+            dist.barrier(group)
+        with pytest.raises(rr.CollectiveError, match="Timed out"):
+            dist.barrier(group)
+    dist.barrier()
+
+
+@sizes
+@pytest.mark.parametrize(
+    "program",
+    [reductions, layouts, sparse, gathers, exchanges, messages, differences, groups, futures, timeouts],
+    ids=lambda program: program.__name__,
+)
+def test_operations(world, size, program):
+    world(size).run(on_ring(program))
