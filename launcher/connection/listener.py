@@ -162,12 +162,15 @@ class Listener:
     def _greet(self, descriptor: int) -> None:
         greeting = self._greetings[descriptor]
         try:
-            if greeting.proceed():
-                self._readers[descriptor] = self._serve(Link(greeting.socket, self.address.lost_after_s))
-                del self._greetings[descriptor]
-                self._poll.modify(descriptor, _ONCE)
+            if not greeting.proceed():
+                return
+            link = Link(greeting.socket, self.address.lost_after_s)
         except OSError:  # not one of our agents, or one that died
             self._greetings.pop(descriptor).socket.close()
+            return
+        del self._greetings[descriptor]
+        self._readers[descriptor] = self._serve(link)
+        self._read_on(self._readers[descriptor])
 
     def _look_for_silence(self, now_s: float) -> None:
         for descriptor, greeting in list(self._greetings.items()):
