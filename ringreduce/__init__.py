@@ -29,6 +29,7 @@ from ringreduce.execution.submission import Handle as Handle
 from ringreduce.not_there import no_attribute as _no_attribute
 from ringreduce.ops import *
 from ringreduce.optimizer import DistributedOptimizer as DistributedOptimizer
+from ringreduce.run import run as run
 from ringreduce.runtime import is_initialized as is_initialized
 from ringreduce.runtime import shutdown as shutdown
 from ringreduce.sampler import DistributedSampler as DistributedSampler

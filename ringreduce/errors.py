@@ -8,6 +8,7 @@
     ├── StartupError (RuntimeError)          init() cannot form a world
     │   ├── MpiMissingError (ImportError)    no MPI library
     │   └── LauncherMismatchError            started by another MPI's launcher: every rank would be 0 of 1
+    ├── JobFailedError (RuntimeError)         run(): a rank of the job failed; the text is ringrun's report
     ├── MissingExtraError (ImportError)      an optional package is needed; the message names the extra
     ├── BackwardError (AssertionError, RuntimeError)  backward() or zero_grad() while a gradient is being reduced
     └── CollectiveError (RuntimeError)       a collective failed; Horovod's name is HorovodInternalError
@@ -22,8 +23,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["CollectiveError", "HorovodInternalError", "InputError", "LauncherMismatchError", "MismatchError"]
-__all__ += ["MissingExtraError", "MpiMissingError", "NotInitializedError", "PeerLostError", "RingreduceError"]
+__all__ = ["CollectiveError", "HorovodInternalError", "InputError", "JobFailedError", "LauncherMismatchError"]
+__all__ += [
+    "MismatchError",
+    "MissingExtraError",
+    "MpiMissingError",
+    "NotInitializedError",
+    "PeerLostError",
+    "RingreduceError",
+]
 __all__ += ["SettingsError", "StalledError", "StartupError", "UnsupportedArrayError"]
 
 
@@ -57,6 +65,10 @@ class MpiMissingError(StartupError, ImportError):
 
 class LauncherMismatchError(StartupError):
     """The launcher belongs to another MPI than the one mpi4py loads."""
+
+
+class JobFailedError(RingreduceError, RuntimeError):
+    """A rank of a job that `run()` started has failed, or the job was ended; the text is ringrun's report."""
 
 
 class MissingExtraError(RingreduceError, ImportError):

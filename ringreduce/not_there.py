@@ -6,7 +6,6 @@ _RESTARTS = "`ringrun --restarts N` restarts a job after a failure"
 _RINGRUN = "start your script with `ringrun -np N python train.py`"
 _NOT_THERE = {
     "elastic": _RESTARTS,
-    "run": _RINGRUN,
     "run_elastic": _RESTARTS,
     "spark": _RINGRUN,
     "ray": _RINGRUN,

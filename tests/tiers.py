@@ -85,6 +85,12 @@ QUICK_JOBS = {
         "test_settings_and_errors_are_told_as_they_are",
         "test_every_public_name_is_in_the_readme",
     ],
+    "end_to_end/test_run_function.py": [
+        "test_results_come_by_rank_and_lines_as_ringrun_prints_them",
+        "test_a_rank_that_fails_is_told_by_ringruns_report",
+        "test_what_no_job_can_be_made_of_is_refused[",
+        "test_a_script_that_is_interrupted_or_killed_leaves_no_rank[2]",
+    ],
     "end_to_end/test_shared_memory.py": [
         "test_where_there_is_little_of_it_messages_are_used_and_a_line_says_why[",
         "test_of_a_job_that_ends_nothing_at_all_is_left[",

@@ -18,6 +18,7 @@ sum in one order, of the ranks or the ring. Without a GPU on every rank all test
 """
 
 import os
+from collections import Counter
 
 import pytest
 
@@ -65,12 +66,12 @@ def pytest_collection_modifyitems(config, items):
     ours = [item for item in items if str(item.path).startswith(HERE)]
     if not ours:
         return
-    reason = why_not(config)
+    if reason := why_not(config):
+        skip_all(items, ours, reason)
+        return
     for item in ours:
         on_each_rank = item.get_closest_marker("mpi") is not None
-        if reason:
-            skip(item, f"no GPU test: {reason}")
-        elif on_each_rank and not config.getoption("--with-mpi"):
+        if on_each_rank and not config.getoption("--with-mpi"):
             skip(item, "runs on ranks, which tests/gpu/test_jobs.py starts")
         elif not on_each_rank and config.getoption("--with-mpi"):
             item.add_marker(
@@ -79,6 +80,16 @@ def pytest_collection_modifyitems(config, items):
         if config.getoption("timeout") is None:  # else a marker would win over the command line
             item.add_marker(pytest.mark.timeout(300 if on_each_rank else 900))
         item.add_marker(pytest.mark.filterwarnings("default"))  # those of libraries on a machine unseen are no errors
+
+
+def skip_all(items, ours, reason):
+    """The first test of each file says so for all of them."""
+    counts = Counter(item.path for item in ours)
+    for item in ours:
+        if count := counts.pop(item.path, 0):
+            skip(item, f"no GPU test, none of {count}: {reason}")
+        else:
+            items.remove(item)
 
 
 def skip(item, reason):

@@ -10,7 +10,7 @@ MODULES = ["ringreduce", "ringreduce.torch"]
     ("name", "says"),
     [
         ("elastic", "is not supported yet; `ringrun --restarts N` restarts a job after a failure"),
-        ("run", "is not supported yet; start your script with `ringrun -np N"),
+        ("spark", "is not supported yet; start your script with `ringrun -np N"),
         ("callbacks", "is not supported yet; they are for Keras"),
         ("no_such_thing", "has no attribute 'no_such_thing'$"),
     ],

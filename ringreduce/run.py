@@ -1,0 +1,284 @@
+"""run(): a function on ranks of a job of its own, from a script, IPython or a notebook.
+
+    import ringreduce as rr
+
+    def train(lr):
+        rr.init()
+        …
+        return loss
+
+    losses = rr.run(train, args=(0.1,), np=4)     # by rank
+
+This process starts ringrun and prints what it prints. Each rank connects to this process, gets the function, and sends
+back its result; they travel by cloudpickle, over the sockets that ringrun and its agents use. This process joins no
+world itself, and may call run() again.
+"""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import os
+import pickle
+import selectors
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import cloudpickle
+
+from ringreduce.errors import InputError, JobFailedError, StartupError
+
+if TYPE_CHECKING:
+    from ringrun.connection.link import Link
+
+__all__ = ["run"]
+
+KEY_VARIABLE = "_RINGREDUCE_RUN_KEY"
+"""With which a rank proves that it belongs to this job; no rank's own program sees it."""
+PIECE_BYTES = 64 << 20
+CHUNK_BYTES = 1 << 16
+LONGEST_FOLDER = 80  # a socket's path has room for about 100
+RANK_PROGRAM = "from ringreduce.run import serve; serve()"
+FAILED, REFUSES = "-- ringrun: rank ", "ringrun: error: "
+"""How the lines begin with which ringrun says why a job has failed: from there on they are the exception's text."""
+HOROVODS_NAMES = {"num_proc": "np", "use_gloo": "gloo", "use_mpi": "mpi"}
+WITHOUT_MEANING = ("gloo", "mpi", "disable-cache", "verbose")
+"""Switches whose False is no flag."""
+OF_ELASTIC_JOBS = ("min_num_proc", "max_num_proc", "min_np", "max_np", "slots", "reset_limit", "cooldown_range")
+
+
+def run(
+    func: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    np: int | None = None,
+    *,
+    env: Mapping[str, str] | None = None,
+    executable: str | None = None,
+    **flags: object,
+) -> list[Any]:
+    """Call `func(*args, **kwargs)` on each of `np` ranks of a new job; returns the results, by rank.
+
+    np:         how many ranks; by default as many as ringrun starts: one per GPU, physical core, or slot of `hosts`.
+    env:        variables for the ranks, besides this process's own.
+    executable: the ranks' Python, by default this one.
+    flags:      ringrun's, as in hosts="h1:4,h2:4", hostfile=…, timeout=60, restarts=1, ranks="0", log_level="debug",
+                verbose=True; Horovod's use_gloo, use_mpi and disable_cache have no meaning here.
+
+    What `func` refers to by name is imported on the ranks, from the folders where this process finds it; what stands in
+    a script or a notebook itself travels with it. Ctrl-C, and a notebook's stop button, end all ranks.
+
+    Raises: JobFailedError when a rank fails: its text is ringrun's report; InputError, StartupError when no rank can
+            start; KeyboardInterrupt once all ranks have ended.
+    Source: horovod.run.
+    """
+    from ringrun.connection.link import Listener
+    from ringrun.errors import LauncherError
+    from ringrun.job.plan import run_module
+
+    ringrun = [sys.executable, *run_module("ringrun"), *_arguments(np, flags)]
+    ringrun += [f"--env={name}={value}" for name, value in (env or {}).items()]
+    results = _Results(cloudpickle.dumps((func, tuple(args), dict(kwargs or {}))))
+    parent = "/tmp" if len(tempfile.gettempdir()) > LONGEST_FOLDER else None  # noqa: S108 - mkdtemp is safe there
+    with tempfile.TemporaryDirectory(prefix="ringreduce-", dir=parent, ignore_cleanup_errors=True) as folder:
+        try:
+            listener = Listener(folder, _addresses(flags), 1024)
+        except LauncherError as error:
+            raise InputError(f"run(): {error}") from error
+        with contextlib.closing(listener):
+            listener.start(results.serve)
+            rank = [executable or sys.executable, "-c", RANK_PROGRAM, str(listener.address)]
+            key = {KEY_VARIABLE: listener.authkey.hex()}
+            code, report = _finish([*ringrun, "--env", KEY_VARIABLE, *rank], {**os.environ, **key})
+    if code == 0:
+        return results.by_rank()
+    kinds = {2: InputError, 3: StartupError} if report.startswith(REFUSES) else {}
+    why = report.removeprefix(REFUSES) or f"ringrun ended with exit code {code}"
+    raise kinds.get(code, JobFailedError)(f"run():\n{why}" if why.startswith(FAILED) else f"run(): {why}")
+
+
+def _arguments(np: object, flags: Mapping[str, object]) -> Iterator[str]:
+    """Yield ringrun's command line for these flags."""
+    for name, value in {"np": np, **flags}.items():
+        if value is None:
+            continue
+        if name in OF_ELASTIC_JOBS:
+            raise InputError(
+                f"run(): {name}={value} is for elastic jobs, which are not there yet; with restarts=N a job starts "
+                "again after a failure"
+            )
+        flag = HOROVODS_NAMES.get(name, name).replace("_", "-")
+        if value is False:
+            yield from () if flag in WITHOUT_MEANING else [f"--no-{flag}"]
+        elif value is True:
+            yield f"--{flag}"
+        else:
+            yield from ("-np", str(value)) if flag == "np" else (f"--{flag}", str(value))
+
+
+def _addresses(flags: Mapping[str, Any]) -> Sequence[str]:
+    """Return this host's addresses for ranks on other hosts, if there are any."""
+    from ringrun.hosts import is_here, named_hosts
+    from ringrun.network import own_addresses, parse_interfaces
+
+    found = named_hosts(flags.get("hosts"), flags.get("hostfile"))
+    others = [host.name for host in found.hosts if not is_here(host)] if found else []
+    return own_addresses(others, parse_interfaces(flags.get("network_interfaces"))) if others else ()
+
+
+# In the process that calls run()
+
+
+class _Results:
+    """What the ranks have returned; a job that was started again begins anew."""
+
+    def __init__(self, function: bytes) -> None:
+        self._function = pickle.dumps((sys.path, function))
+        self._pickled: dict[int, bytes] = {}
+        self._size = 0
+
+    def serve(self, link: Link) -> None:
+        """Give a rank the function, and take its result. Runs in a thread of its own for each."""
+        from ringrun.connection.wire import Hello, Input
+
+        with contextlib.closing(link), contextlib.suppress(EOFError, OSError):  # it is gone: ringrun says how
+            hello = link.receive()
+            assert isinstance(hello, Hello)
+            _send(link, Input, self._function)
+            self._pickled[hello.rank] = _receive(link)
+            self._size = hello.size
+            _send(link, Input, b"")
+
+    def by_rank(self) -> list[Any]:
+        """Return the results."""
+        from ringrun.text import numbered
+
+        if missing := set(range(self._size or 1)) - self._pickled.keys():
+            raise JobFailedError(
+                f"run(): {numbered('rank', missing)} ended with exit code 0 before the function returned; it must not "
+                "call sys.exit() or os._exit()"
+            )
+        return [pickle.loads(self._pickled[rank]) for rank in range(self._size)]  # noqa: S301 - from our own ranks
+
+
+def _finish(command: Sequence[str], environment: Mapping[str, str]) -> tuple[int, str]:
+    """Run ringrun to its end, printing what it prints; return its exit code, and why it failed.
+
+    All in this thread: in a notebook that decides which cell shows it.
+    """
+    from ringrun.processes import die_with_parent
+
+    out, errors = _Printer("stdout"), _Report("stderr")
+    is_interrupted = False
+    process = subprocess.Popen(
+        command,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,  # a terminal's Ctrl-C reaches this process alone
+        preexec_fn=die_with_parent(signal.SIGTERM),
+    )
+    try:
+        with process, selectors.DefaultSelector() as selector:
+            for pipe, printer in ((process.stdout, out), (process.stderr, errors)):
+                assert pipe is not None
+                selector.register(pipe, selectors.EVENT_READ, printer)
+            while selector.get_map():
+                try:
+                    for key, _ in selector.select():
+                        data = os.read(key.fd, CHUNK_BYTES)
+                        key.data.print(data)
+                        if not data:
+                            selector.unregister(key.fd)
+                except KeyboardInterrupt:
+                    is_interrupted = True
+                    process.send_signal(signal.SIGINT)
+    except BaseException:
+        process.terminate()
+        process.wait()
+        raise
+    if is_interrupted:
+        raise KeyboardInterrupt
+    return process.returncode, errors.text
+
+
+class _Printer:
+    """Prints bytes to this process's stdout or stderr, which a notebook has replaced."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def print(self, data: bytes) -> None:
+        """Print a piece; empty at the end."""
+        self._show(self._decoder.decode(data, final=not data))
+
+    def _show(self, text: str) -> None:
+        stream = getattr(sys, self._name)
+        stream.write(text)
+        stream.flush()
+
+
+class _Report(_Printer):
+    """Keeps for the exception why the job has failed, and prints everything before it."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self._line = self._last = self._kept = ""
+
+    @property
+    def text(self) -> str:
+        """Why the job has failed: ringrun's report, or the last that it said itself."""
+        return (self._kept or self._last).rstrip("\n")
+
+    def _show(self, text: str) -> None:
+        *lines, self._line = (self._line + text).split("\n")
+        for line in lines:
+            if self._kept or line.startswith((FAILED, REFUSES)):
+                self._kept += f"{line}\n"
+            else:
+                self._last = line if line.startswith("ringrun: ") else self._last
+                super()._show(f"{line}\n")
+
+
+# On the ranks
+
+
+def serve() -> None:
+    """What a rank runs: get the function, call it, send what it returns."""
+    from ringrun.connection.link import Address, connect
+    from ringrun.connection.wire import Hello, Output
+
+    key = bytes.fromhex(os.environ.pop(KEY_VARIABLE))
+    link = connect(Address.parse(sys.argv.pop()), key)
+    link.send(Hello(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), "", 0))
+    folders, function = pickle.loads(_receive(link))  # noqa: S301 - from who started this job
+    sys.path[:] = [*folders, *(each for each in sys.path if each not in folders)]
+    func, args, kwargs = pickle.loads(function)  # noqa: S301
+    result = func(*args, **kwargs)
+    try:
+        pickled = cloudpickle.dumps(result)
+    except Exception as exc:
+        raise InputError(f"run(): what the function returned, {type(result)}, cannot be pickled: {exc}") from exc
+    _send(link, lambda piece: Output("stdout", piece), pickled)
+    _receive(link)  # it has arrived
+
+
+def _send(link: Link, message: Callable[[bytes], Any], data: bytes) -> None:
+    """Send bytes in pieces, then an empty one."""
+    for start in range(0, len(data), PIECE_BYTES):
+        link.send(message(data[start : start + PIECE_BYTES]))
+    link.send(message(b""))
+
+
+def _receive(link: Link) -> bytes:
+    """Receive what `_send` has sent."""
+    pieces = []
+    while piece := link.receive().data:  # of an Input or Output
+        pieces.append(piece)
+    return b"".join(pieces)

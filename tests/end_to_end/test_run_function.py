@@ -1,0 +1,259 @@
+"""ringreduce.run(): a function on ranks, from a script, IPython and a notebook. Over hosts: cluster/."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pexpect
+import pytest
+
+import ringreduce as rr
+from tests import environments, jobs
+from tests.patience import patient, wait_until
+
+pytestmark = pytest.mark.timeout(300)
+
+# nothing of a test travels by name, as what stands in a script or a notebook does not
+
+
+def train(step, fails=None):
+    """What a script's own function might be."""
+
+    def function(lr, name="none"):
+        rr.init()
+        print("learning at", lr, name)
+        if rr.rank() == fails:
+            raise ValueError(f"bad data on rank {fails}")
+        return rr.rank(), float(rr.allreduce(float(rr.rank()), op=rr.Sum)), lambda: step * lr
+
+    return function
+
+
+def test_results_come_by_rank_and_lines_as_ringrun_prints_them(capsys):
+    results = rr.run(train(3), (0.5,), {"name": "fast"}, np=2, env={"MINE": "x y"}, ranks="1")
+    assert [(rank, total, closure()) for rank, total, closure in results] == [(0, 1.0, 1.5), (1, 1.0, 1.5)]
+    assert capsys.readouterr() == ("[1] learning at 0.5 fast\n", "")
+
+
+def test_a_rank_that_fails_is_told_by_ringruns_report(capsys):
+    with pytest.raises(rr.JobFailedError) as raised:
+        rr.run(train(3, fails=1), args=[0.5], np=2)
+    lines = str(raised.value).splitlines()
+    assert lines[0] == "run():"
+    assert lines[1].startswith("-- ringrun: rank 1 of 2 failed first ---")
+    assert lines[-2] == "ValueError: bad data on rank 1"
+    assert "[0] learning at 0.5 none\n" in capsys.readouterr().out
+
+
+def test_variables_and_what_is_not_returned():
+    def function():
+        import os
+        import sys
+
+        if os.environ["RANK"] == "1":
+            sys.exit(0)
+        return {name: value for name, value in os.environ.items() if name in ("MINE", "_RINGREDUCE_RUN_KEY")}, sys.argv
+
+    assert rr.run(lambda: function(), np=1, env={"MINE": "x y"}) == [({"MINE": "x y"}, ["-c"])]
+    message = "rank 1 ended with exit code 0 before the function returned; it must not call sys.exit()"
+    with pytest.raises(rr.JobFailedError, match=re.escape(message)):
+        rr.run(function, np=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        (
+            {"min_np": 1},
+            rr.InputError,
+            r"run\(\): min_np=1 is for elastic jobs, which are not there yet; with restarts=N",
+        ),
+        ({"colour": 1}, rr.InputError, r"run\(\): there is no flag --colour; see ringrun --help$"),
+        ({"np": 0}, rr.InputError, r"run\(\): -np: expected auto or a whole number from 1"),
+        ({"hosts": "h1:x"}, rr.InputError, r"run\(\): .*h1:x.*: expected"),
+        ({"executable": "/bin/no-python"}, rr.InputError, r"run\(\): command not found: '/bin/no-python'"),
+    ],
+)
+def test_what_no_job_can_be_made_of_is_refused(options, kind, message):
+    with pytest.raises(kind, match=message):
+        rr.run(print, **{"np": 1} | options)
+
+
+def test_a_job_that_takes_too_long():
+    with pytest.raises(
+        rr.JobFailedError, match=r"run\(\): ringrun: the job took longer than --timeout 3 s and was ended"
+    ):
+        rr.run(lambda: __import__("time").sleep(60), np=1, timeout=3)
+
+
+def test_what_cannot_be_pickled_and_results_of_many_pieces(monkeypatch):
+    with pytest.raises(
+        rr.JobFailedError, match=r"InputError: run\(\): what the function returned, .*cannot be pickled"
+    ):
+        rr.run(lambda: __import__("threading").Lock(), np=1)
+    monkeypatch.setattr(sys.modules["ringreduce.run"], "PIECE_BYTES", 1000)
+    many = bytes(range(256)) * 1000
+    assert rr.run(lambda data: data[::-1], (many,), np=2) == [many[::-1]] * 2
+
+
+def test_a_job_that_starts_again_returns_what_its_last_attempt_returned(tmp_path, capsys):
+    def function():
+        import os
+        import sys
+
+        if os.environ["RINGREDUCE_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1":
+            sys.exit(7)
+        return os.environ["RINGREDUCE_RESTART_COUNT"]
+
+    # the report of the first attempt is printed: the job has not failed
+    assert rr.run(function, np=2, restarts=1) == ["1", "1"]
+
+
+SCRIPT = """
+    import os, pathlib, time
+    import helper
+    import ringreduce as rr
+
+    def function(folder):
+        (pathlib.Path(folder) / f"{helper.NAME}{os.environ['RANK']}").write_text(str(os.getpid()))
+        time.sleep(100)
+
+    rr.run(function, (os.getcwd(),), np=2)
+"""
+
+
+def pids_in(folder, is_alive):
+    """The ranks' processes, once they all run."""
+    paths = [folder / f"up{rank}" for rank in range(2)]
+    wait_until(lambda: not is_alive() or all(path.exists() and path.read_text() for path in paths))
+    return [int(path.read_text()) for path in paths]
+
+
+def assert_gone(pids):
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), within_s=10)
+
+
+@pytest.fixture
+def script(tmp_path):
+    """A script, and a module beside it that its function imports by name; they are run from another folder."""
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "helper.py").write_text("NAME = 'up'\n")
+    path = tmp_path / "code" / "script.py"
+    path.write_text(textwrap.dedent(SCRIPT))
+    return path
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_script_that_is_interrupted_or_killed_leaves_no_rank(script, tmp_path, number):
+    process = subprocess.Popen(
+        [sys.executable, script], cwd=tmp_path, env=jobs.environment(), stderr=subprocess.PIPE, text=True
+    )
+    pids = pids_in(tmp_path, lambda: process.poll() is None)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=patient(30))
+    assert process.returncode == -number
+    assert_gone(pids)
+    if number == signal.SIGINT:
+        assert "ringrun: interrupted; ending 2 ranks\n" in errors
+        assert errors.endswith("KeyboardInterrupt\n")
+
+
+# In IPython and in notebooks
+
+
+@pytest.fixture(scope="module")
+def interactive_python():
+    """An interpreter with IPython and what runs notebooks."""
+    return environments.interpreter("TEST_NOTEBOOK_PYTHON", ".venv-test-notebook", "ipython", "ipykernel", "nbclient")
+
+
+WITH_MPI = f"executable={sys.executable!r}"  # the environment with IPython has none
+CELLS = [
+    "import os, pathlib, time\nimport ringreduce as rr",
+    "def function(x):\n    print('x is', x)\n    return x + int(os.environ['RANK'])",
+    f"rr.run(function, (40,), np=2, {WITH_MPI})",
+    "def fail(x): assert x != 40, 'forty'",
+    f"rr.run(fail, (40,), np=1, {WITH_MPI})",
+    "def wait():\n    pathlib.Path('up' + os.environ['RANK']).write_text(str(os.getpid()))\n    time.sleep(99)",
+    f"print('kernel', os.getpid(), flush=True)\nrr.run(wait, np=2, {WITH_MPI})",
+    f"rr.run(function, (50,), np=1, {WITH_MPI})",
+]
+
+
+def test_ipython(interactive_python, tmp_path):
+    child = pexpect.spawn(
+        str(interactive_python),
+        ["-m", "IPython", "--simple-prompt", "--no-banner", "--colors=NoColor", "--no-confirm-exit"],
+        cwd=str(tmp_path),
+        env=jobs.environment(TERM="dumb", IPYTHONDIR=str(tmp_path)),
+        encoding="utf-8",
+        timeout=patient(60),
+    )
+    told = []
+    for number, cell in enumerate(CELLS, 1):
+        child.expect_exact(f"In [{number}]: ")
+        told.append(child.before)
+        child.sendline(f"exec({cell!r}, globals())" if "\n" in cell else cell)
+        if "rr.run(wait" in cell:
+            pids = pids_in(tmp_path, child.isalive)
+            child.sendintr()
+    child.expect_exact(f"In [{len(CELLS) + 1}]: ")
+    told.append(child.before)
+    child.sendline("exit()")
+    child.expect(pexpect.EOF)
+    assert "[0] x is 40" in told[3]
+    assert "Out[3]: [40, 41]" in told[3]
+    assert "JobFailedError: run():\r\n-- ringrun: rank 0 of 1 failed first" in told[5]
+    assert "AssertionError: forty" in told[5]
+    assert "KeyboardInterrupt" in told[7]
+    assert "Out[8]: [50]" in told[8]
+    assert_gone(pids)
+
+
+NOTEBOOK = """
+import json, os, re, signal, sys, threading, time
+import nbclient, nbformat
+
+cells = [nbformat.v4.new_code_cell(cell) for cell in json.load(sys.stdin)]
+client = nbclient.NotebookClient(nbformat.v4.new_notebook(cells=cells), timeout=100, allow_errors=True)
+
+def stop():  # as the stop button does
+    while not (os.path.exists("up0") and os.path.exists("up1")):
+        time.sleep(0.05)
+    time.sleep(0.2)
+    text = "".join(output["text"] for output in cells[6]["outputs"])
+    os.kill(int(re.search("kernel ([0-9]+)", text)[1]), signal.SIGINT)
+
+threading.Thread(target=stop, daemon=True).start()
+with client.setup_kernel():
+    for number, cell in enumerate(cells):
+        client.execute_cell(cell, number)
+print(json.dumps([cell["outputs"] for cell in cells]))
+"""
+
+
+def test_a_notebook(interactive_python, tmp_path):
+    done = subprocess.run(
+        [interactive_python, "-c", NOTEBOOK],
+        input=json.dumps(CELLS),
+        cwd=tmp_path,
+        env=jobs.environment(JUPYTER_PLATFORM_DIRS="1", IPYTHONDIR=str(tmp_path)),
+        capture_output=True,
+        text=True,
+        timeout=patient(150),
+    )
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    text = {number: "".join(each.get("text", "") for each in outputs) for number, outputs in enumerate(told)}
+    assert sorted(text[2].splitlines()) == ["[0] x is 40", "[1] x is 40"], "in the cell that has called run()"
+    assert told[2][-1]["data"]["text/plain"] == "[40, 41]"
+    assert told[4][-1]["ename"] == "JobFailedError"
+    assert "rank 0 of 1 failed first" in told[4][-1]["evalue"]
+    assert told[6][-1]["ename"] == "KeyboardInterrupt"
+    assert "ringrun: interrupted; ending 2 ranks" in text[6]
+    assert told[7][-1]["data"]["text/plain"] == "[50]"
+    assert_gone([int((tmp_path / f"up{rank}").read_text()) for rank in range(2)])
