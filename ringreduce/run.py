@@ -33,7 +33,8 @@ import cloudpickle
 from ringreduce.errors import InputError, JobFailedError, StartupError
 
 if TYPE_CHECKING:
-    from ringrun.connection.link import Link
+    from ringrun.connection.link import Gone, Link
+    from ringrun.connection.wire import Message
 
 __all__ = ["run"]
 
@@ -76,7 +77,7 @@ def run(
             start; KeyboardInterrupt once all ranks have ended.
     Source: horovod.run.
     """
-    from ringrun.connection.link import Listener
+    from ringrun.connection.listener import Listener
     from ringrun.errors import LauncherError
     from ringrun.job.plan import run_module
 
@@ -90,7 +91,7 @@ def run(
         except LauncherError as error:
             raise InputError(f"run(): {error}") from error
         with contextlib.closing(listener):
-            listener.start(results.serve)
+            listener.start(lambda link: _Rank(link, results))
             rank = [executable or sys.executable, "-c", RANK_PROGRAM, str(listener.address)]
             key = {KEY_VARIABLE: listener.authkey.hex()}
             code, report = _finish([*ringrun, "--env", KEY_VARIABLE, *rank], {**os.environ, **key})
@@ -137,32 +138,52 @@ class _Results:
     """What the ranks have returned; a job that was started again begins anew."""
 
     def __init__(self, function: bytes) -> None:
-        self._function = pickle.dumps((sys.path, function))
-        self._pickled: dict[int, bytes] = {}
-        self._size = 0
-
-    def serve(self, link: Link) -> None:
-        """Give a rank the function, and take its result. Runs in a thread of its own for each."""
-        from ringrun.connection.wire import Hello, Input
-
-        with contextlib.closing(link), contextlib.suppress(EOFError, OSError):  # it is gone: ringrun says how
-            hello = link.receive()
-            assert isinstance(hello, Hello)
-            _send(link, Input, self._function)
-            self._pickled[hello.rank] = _receive(link)
-            self._size = hello.size
-            _send(link, Input, b"")
+        self.function = pickle.dumps((sys.path, function))
+        self.pickled: dict[int, bytes] = {}
+        self.size = 0
 
     def by_rank(self) -> list[Any]:
         """Return the results."""
         from ringrun.text import numbered
 
-        if missing := set(range(self._size or 1)) - self._pickled.keys():
+        if missing := set(range(self.size or 1)) - self.pickled.keys():
             raise JobFailedError(
                 f"run(): {numbered('rank', missing)} ended with exit code 0 before the function returned; it must not "
                 "call sys.exit() or os._exit()"
             )
-        return [pickle.loads(self._pickled[rank]) for rank in range(self._size)]  # noqa: S301 - from our own ranks
+        return [pickle.loads(self.pickled[rank]) for rank in range(self.size)]  # noqa: S301 - from our own ranks
+
+
+class _Rank:
+    """A rank's connection: it gets the function, and sends its result. See `ringrun.connection.listener.Reader`."""
+
+    def __init__(self, link: Link, results: _Results) -> None:
+        self.link = link
+        self._results = results
+        self._rank = -1
+        self._pieces: list[bytes] = []
+
+    def may_wait(self, message: Message | Gone) -> bool:
+        """All may: the rank may be slow to take the function."""
+        return True
+
+    def handle(self, message: Message | Gone) -> bool:
+        """Handle a message; when it is Gone, ringrun says how."""
+        from ringrun.connection.wire import Hello, Input, Output
+
+        with contextlib.suppress(OSError):
+            match message:
+                case Hello(rank, size):
+                    self._rank, self._results.size = rank, size
+                    _send(self.link, Input, self._results.function)
+                    return True
+                case Output(_, piece) if piece:
+                    self._pieces.append(piece)
+                    return True
+                case Output():
+                    self._results.pickled[self._rank] = b"".join(self._pieces)
+                    _send(self.link, Input, b"")
+        return False
 
 
 def _finish(command: Sequence[str], environment: Mapping[str, str]) -> tuple[int, str]:

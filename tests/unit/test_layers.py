@@ -156,7 +156,7 @@ LAUNCHER_LAYERS = [
     ["hosts", "ssh", "connection.wire", "config"],
     ["environment"],
     ["engines", "report", "output", "connection.link"],
-    ["connection.read_loop"],
+    ["connection.listener"],
     ["remote"],
     ["agent", "preflight"],
     ["job"],
