@@ -47,8 +47,8 @@ RANK_PROGRAM = "from ringreduce.run import serve; serve()"
 FAILED, REFUSES = "-- ringrun: rank ", "ringrun: error: "
 """How the lines begin with which ringrun says why a job has failed: from there on they are the exception's text."""
 HOROVODS_NAMES = {"num_proc": "np", "use_gloo": "gloo", "use_mpi": "mpi"}
-WITHOUT_MEANING = ("gloo", "mpi", "disable-cache", "verbose")
-"""Switches whose False is no flag."""
+SWITCHES = ("gloo", "mpi", "disable-cache", "verbose")
+"""Horovod's: a number, as in verbose=2, says yes, and no is no flag."""
 OF_ELASTIC_JOBS = ("min_num_proc", "max_num_proc", "min_np", "max_np", "slots", "reset_limit", "cooldown_range")
 
 
@@ -113,10 +113,10 @@ def _arguments(np: object, flags: Mapping[str, object]) -> Iterator[str]:
                 "again after a failure"
             )
         flag = HOROVODS_NAMES.get(name, name).replace("_", "-")
-        if value is False:
-            yield from () if flag in WITHOUT_MEANING else [f"--no-{flag}"]
-        elif value is True:
-            yield f"--{flag}"
+        if flag in SWITCHES:
+            yield from [f"--{flag}"] if value else []
+        elif isinstance(value, bool):
+            yield f"--{flag}" if value else f"--no-{flag}"
         else:
             yield from ("-np", str(value)) if flag == "np" else (f"--{flag}", str(value))
 

@@ -88,6 +88,7 @@ QUICK_JOBS = {
     "end_to_end/test_run_function.py": [
         "test_results_come_by_rank_and_lines_as_ringrun_prints_them",
         "test_a_rank_that_fails_is_told_by_ringruns_report",
+        "test_flags_are_ringruns_and_horovods",
         "test_what_no_job_can_be_made_of_is_refused[",
         "test_a_script_that_is_interrupted_or_killed_leaves_no_rank[2]",
     ],

@@ -64,6 +64,15 @@ def test_variables_and_what_is_not_returned():
         rr.run(function, np=2)
 
 
+def test_flags_are_ringruns_and_horovods():
+    arguments = sys.modules["ringreduce.run"]._arguments
+    flags = {"hosts": "h1:2", "timeout": 1.5, "fold": True, "cuda_ipc": False, "ranks": None, "restarts": 0}
+    ours = ["-np", "4", "--hosts", "h1:2", "--timeout", "1.5", "--fold", "--no-cuda-ipc", "--restarts", "0"]
+    assert list(arguments(4, flags)) == ours
+    horovods = {"num_proc": 2, "use_gloo": True, "use_mpi": False, "disable_cache": 1, "verbose": 2, "min_np": None}
+    assert list(arguments(None, horovods)) == ["-np", "2", "--gloo", "--disable-cache", "--verbose"]
+
+
 @pytest.mark.parametrize(
     ("options", "kind", "message"),
     [
