@@ -85,8 +85,7 @@ class Polling:
     def _poll_until(self, handle: Handle) -> None:
         still, until_s = 0, time.monotonic() + DRIVE_S
         while not handle.ended and time.monotonic() < until_s:
-            if self._poll(self._first):
-                continue
             still += 1
-            if still % self._full_polls == 0 and not self.poll():
+            is_full = still % self._full_polls == 0
+            if not self._poll(self._services if is_full else self._first) and is_full:
                 os.sched_yield()

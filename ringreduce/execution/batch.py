@@ -11,6 +11,7 @@ from ringreduce import fusion
 from ringreduce.arrays.buffer import Buffer
 from ringreduce.collectives import shared
 from ringreduce.execution.context import Context
+from ringreduce.execution.signature import kind_of_device
 from ringreduce.execution.submission import Submission
 from ringreduce.ops import Reduction
 from ringreduce.transport.base import Steps
@@ -31,12 +32,12 @@ class Batch(NamedTuple):
     @property
     def counts(self) -> tuple[int, ...]:
         """Elements of each tensor."""
-        return tuple(each.count for each in self.inputs)
+        return tuple([each.count for each in self.inputs])
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(each.nbytes for each in self.inputs)
+        return sum([each.nbytes for each in self.inputs])
 
     @property
     def on_gpu(self) -> bool:
@@ -61,13 +62,14 @@ def batches(submissions: Sequence[Submission]) -> list[Batch]:
     for submission in submissions:
         submission.missing_pieces = 1  # for the planning itself
         for source, target in zip(submission.inputs, submission.outputs, strict=True):
-            kind = source.element.name, source.device
+            kind = source.element, source.device
             if kind != last:
                 last = kind
-                batch = found.setdefault((kind[0], kind[1].partition(":")[0]), Batch([], [], []))
-            batch.inputs.append(source)
-            batch.outputs.append(target)
-            batch.owners.append(submission)
+                batch = found.setdefault((kind[0].name, kind_of_device(kind[1])), Batch([], [], []))
+            inputs, outputs, owners = batch
+            inputs.append(source)
+            outputs.append(target)
+            owners.append(submission)
     return list(found.values())
 
 

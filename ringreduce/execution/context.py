@@ -37,8 +37,8 @@ class Completions:
     def settle(self, submissions: Iterable[Submission]) -> None:
         """A piece of each, or its planning, is finished; the last piece completes it, now or at a flush."""
         for submission in submissions:
-            submission.missing_pieces -= 1
-            if not submission.missing_pieces:
+            missing = submission.missing_pieces = submission.missing_pieces - 1
+            if not missing:
                 self._submissions.append(submission)
         if time.monotonic() - self._flushed_s > COMPLETION_INTERVAL_S:
             self.flush()

@@ -31,15 +31,19 @@ def run(submissions: Sequence[Submission], context: Context, divisor: int) -> St
     """Run ready submissions; completes each as soon as its tensors are finished.  divisor: see Context."""
     context.divisor = divisor
     batches: dict[Any, list[Submission]] = {}
+    last: tuple[str, Any] | None = None
+    batch: list[Submission] = []
     for submission in submissions:
         if submission.ready:
             context.gpu.begin(submission)
-        kind, details = submission.signature.kind, submission.signature.details
-        if kind == "allreduce" and ADASUM in details:
-            kind = "adasum"
-        # fuse all that can be fused, also when other operations are submitted in between
-        key = kind, details if kind in FUSED else submission.key
-        batches.setdefault(key, []).append(submission)
+        kind, _, _, details, _ = submission.signature
+        if (kind, details) != last:
+            if kind == "allreduce" and ADASUM in details:
+                kind = "adasum"
+            # fuse all that can be fused, also when other operations are submitted in between
+            last = (kind, details) if kind in FUSED else None
+            batch = batches.setdefault(last or (kind, submission.key), [])
+        batch.append(submission)
     for (kind, _), batch in batches.items():
         try:
             yield from (OPERATIONS.get(kind) or context.operations[kind])(batch, context)

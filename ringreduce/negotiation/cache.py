@@ -19,18 +19,11 @@ class Cache:
     def __init__(self) -> None:
         self._by_id: dict[int, Signature] = {}
         self._by_key: dict[str | Signature, int] = {}
+        self._by_signature: dict[Signature, int] = {}
 
     def id(self, signature: Signature) -> int | None:
         """The id of exactly this signature; None if it is not cached, or another one of its tensor is."""
-        found = self._by_key.get(_key(signature))
-        if found is None:
-            return None
-        known = self._by_id[found]
-        if known is not signature:
-            if known != signature:
-                return None
-            self._by_id[found] = signature  # the next comparison is one of identity
-        return found
+        return self._by_signature.get(signature)
 
     def id_of_key(self, signature: Signature) -> int | None:
         """The id of the tensor with this signature's key, whatever else its signature says."""
@@ -51,11 +44,12 @@ class Cache:
     def learn(self, number: int, signature: Signature) -> None:
         """Cache a signature."""
         self._by_id[number] = signature
-        self._by_key[_key(signature)] = number
+        self._by_key[_key(signature)] = self._by_signature[signature] = number
 
     def forget(self, number: int) -> None:
         """Forget an id."""
-        del self._by_key[_key(self._by_id.pop(number))]
+        signature = self._by_id.pop(number)
+        del self._by_key[_key(signature)], self._by_signature[signature]
 
 
 def _key(signature: Signature) -> str | Signature:

@@ -137,8 +137,10 @@ class Negotiation:
         return True
 
     def _announce(self, state: ProcessSetState, submissions: Sequence[Submission]) -> None:
-        joins = [each.payload for each in submissions if each.signature.kind == JOIN]
-        others = [each for each in submissions if each.signature.kind != JOIN] if joins else submissions
+        joins, others = [], submissions
+        if state.joined:
+            joins = [each.payload for each in submissions if each.signature.kind == JOIN]
+            others = [each for each in submissions if each.signature.kind != JOIN]
         if self._timeline.recording:
             for each in others:
                 self._timeline.ready(each.signature, self._world.rank)
@@ -172,10 +174,11 @@ class Negotiation:
             if isinstance(entry, Response):
                 self._apply(state, entry)
             else:
+                pending, running = state.pending, state.running
                 with self._lock:
                     for each in entry:
-                        del state.pending[each.key]
-                        each.begin(state.running)
+                        each.in_flight = running
+                        running[each.key] = pending.pop(each.key)
                 self._run(state, entry, len(state.members))
         return moved
 

@@ -12,6 +12,7 @@ then at the counters. It writes an entry, then END; members read END first. It o
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -81,9 +82,11 @@ class Counters:
         if self._end[0] == self._position:
             return None
         self._fence()
-        schedule, first = self._schedule, self._position + 1
-        self._position = first + schedule[self._position % RING]
-        entry = [schedule[k % RING] for k in range(first, self._position)]
+        schedule, low = self._schedule, (self._position + 1) % RING
+        length = schedule[self._position % RING]
+        entry: list[int] = schedule[low : low + length].tolist()
+        entry += schedule[: length - len(entry)].tolist()  # from the ring's beginning
+        self._position += 1 + length
         self._fence()
         self._words[READ] = self._position
         return entry
@@ -115,9 +118,11 @@ class Schedule:
             if self._end + 1 + len(entry) - min(words[READ] for words in self._words) > RING:
                 break
             self._fence()
-            for word in (len(entry), *entry):
-                self._ring[self._end % RING] = word
-                self._end += 1
+            words, low = array("i", (len(entry), *entry)), self._end % RING
+            until_wrap = words[: RING - low]
+            self._ring[low : low + len(until_wrap)] = until_wrap
+            self._ring[: len(words) - len(until_wrap)] = words[len(until_wrap) :]
+            self._end += len(words)
             self._waiting.popleft()
         if self._end != before:
             self._fence()
