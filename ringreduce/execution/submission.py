@@ -63,8 +63,9 @@ class Handle:
         """Return when the operation is complete or has failed, or after a timeout >= 0."""
         with _MAKING_GATES:
             if self._gate is None:
-                self._gate = threading.Lock()
-                self._gate.acquire()
+                gate = threading.Lock()
+                gate.acquire()  # first: from the next line on the engine may release it
+                self._gate = gate
         if not self.ended and self._gate.acquire(timeout=timeout_s):  # `_end` looks at them in the other order
             self._gate.release()
 

@@ -257,8 +257,8 @@ def test_horovods_file_is_understood(file: Callable[[str], str]) -> None:
         ),
         (
             ["--algorithm", "rong"],
-            "--algorithm: RINGREDUCE_ALGORITHM='rong': expected auto or one of shared, hierarchical, ring, direct, "
-            "doubling, nccl",
+            "--algorithm: RINGREDUCE_ALGORITHM='rong': expected auto or one of shared, hierarchical, ring, halving, "
+            "direct, doubling, nccl",
         ),
         (
             ["--cuda-device", "x"],

@@ -48,6 +48,24 @@ def test_what_ends_while_a_thread_is_about_to_wait_is_not_missed(monkeypatch):
     assert not hung
 
 
+def test_what_ends_while_a_thread_makes_its_gate_finds_none_or_a_closed_one(monkeypatch):
+    handle = submission()
+
+    class Gate:
+        def __init__(self):
+            self.lock = threading.Lock()
+
+        def acquire(self, timeout=-1):
+            handle.complete()  # just before the first
+            return self.lock.acquire(timeout=timeout)
+
+        def release(self):
+            self.lock.release()
+
+    monkeypatch.setattr("ringreduce.execution.submission.threading", SimpleNamespace(Lock=Gate))
+    assert handle.wait() == 7
+
+
 def test_a_wait_with_a_timeout_names_the_operation():
     handle = submission()
     with pytest.raises(StalledError, match=r"allreduce 'w': Timed out after 0.01 s; other ranks may not have called"):
