@@ -117,6 +117,7 @@ GROUPS = {
         "tests/end_to_end/test_readme.py",
         "tests/examples/",
         "tests/ranks/test_every_world",
+        "tests/ranks/test_opening.py",
         "tests/ranks/test_ordered.py",
         "tests/ranks/test_pool.py",
         "tests/ranks/test_random.py",
