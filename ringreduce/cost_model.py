@@ -3,7 +3,7 @@
 An all-reduce moves units, some at a time. The model counts each algorithm's waits, messages and bytes for a unit alone,
 and what of it nothing else can overlap: the wire's time, and the processor's. With k units of which w are under way
 
-    time = alone + (k - 1) max(alone / w, busy),   busy = max(wire, processor), or their hypotenuse
+    time = alone + (k - 1) max(alone / w, busy),   busy = max(wire, processor), or a little more
 
     ring           2 (P - 1) messages one after the other; 2 u (P - 1) / P bytes of a unit over the slowest link
     halving        2 log2 P messages one after the other; the same bytes
@@ -35,6 +35,7 @@ SUMMING = 1.5  # bytes that a sum reads and writes, beside those of a copy
 UNITS = tuple(1 << power for power in range(20, 26))  # lengths of `hierarchical` to choose from, in bytes
 BUCKETS = UNITS[1:4]  # and of the others, which fill the fusion buffer
 LEAST_GAIN = 0.97  # of a longer unit, which needs memory, and of halving across, which ran on few networks
+LARGE_BYTES = 100_000_000  # units are as long as is best for so many bytes: a model's gradients
 UNITS_AHEAD = 8  # of `hierarchical`, under way at a time
 BUCKETS_IN_FLIGHT = 2  # of the others
 SEGMENT_BYTES = 60 << 10  # of a message between hosts
@@ -84,25 +85,10 @@ def is_one_shot(nbytes: int, size: int) -> bool:
 
 
 class Plan(NamedTuple):
-    """How long an all-reduce takes, and how."""
+    """What travels together, in bytes; of `hierarchical`: what goes across is halved, and does not go around a ring."""
 
-    us: float = math.inf
-    unit_bytes: int = 0  # what travels together
-    halves: bool = False  # of `hierarchical`: what goes across is halved
-
-
-def segment_bytes(constants: Constants) -> int:
-    """Bytes of a message between hosts: on a fast wire more, so that the processor keeps up."""
-    return max(SEGMENT_BYTES, int(SEGMENT_MESSAGES * constants.message_us * constants.wire_gbs * 1e3))
-
-
-class _Link(NamedTuple):
-    """What the `size` ranks that take part have of a link: µs of a message, bytes per µs."""
-
-    size: int
-    latency: float
-    rate: float
-    segment: int
+    unit_bytes: int
+    halves: bool = False
 
 
 class _Load(NamedTuple):
@@ -113,22 +99,23 @@ class _Load(NamedTuple):
     processor: float
 
 
-def _ring(unit: float, link: _Link, constants: Constants) -> _Load:
-    steps, chunk, copy = 2 * (link.size - 1), unit / link.size, 1e3 * constants.copy_gbs
-    segment = min(chunk, link.segment)
-    wait = max(link.latency, constants.message_us) + segment / link.rate
-    wire = steps * chunk / link.rate
-    messages = steps * max(1.0, chunk / link.segment)
-    alone = max(wire + link.latency, steps * wait) + unit / copy
-    return _Load(alone, wire, messages * constants.message_us + SUMMING * unit / copy)
+def segment_bytes(constants: Constants) -> int:
+    """Bytes of a message between hosts: on a fast wire more, so that the processor keeps up."""
+    return max(SEGMENT_BYTES, int(SEGMENT_MESSAGES * constants.message_us * constants.wire_gbs * 1e3))
 
 
-def _halving(unit: float, link: _Link, constants: Constants) -> _Load:
-    steps, copy = 2 * math.ceil(math.log2(link.size)), 1e3 * constants.copy_gbs
-    wire = 2 * unit * (link.size - 1) / link.size / link.rate
-    alone = steps * max(link.latency, constants.message_us) + wire + unit / copy
-    processor = (steps + 2 * unit / link.segment) * constants.message_us + SUMMING * unit / copy
-    return _Load(alone, STEPWISE * wire, processor)
+def _ring(unit: float, size: int, latency: float, rate: float, constants: Constants) -> _Load:
+    steps, chunk, copy, segment = 2 * (size - 1), unit / size, 1e3 * constants.copy_gbs, segment_bytes(constants)
+    wire = steps * chunk / rate
+    alone = max(wire + latency, steps * (latency + min(chunk, segment) / rate)) + unit / copy
+    return _Load(alone, wire, steps * max(1.0, chunk / segment) * constants.message_us + SUMMING * unit / copy)
+
+
+def _halving(unit: float, size: int, latency: float, rate: float, constants: Constants) -> _Load:
+    steps, copy = 2 * math.ceil(math.log2(size)), 1e3 * constants.copy_gbs
+    wire = 2 * unit * (size - 1) / size / rate
+    processor = (steps + 2 * unit / segment_bytes(constants)) * constants.message_us + SUMMING * unit / copy
+    return _Load(steps * latency + wire + unit / copy, STEPWISE * wire, processor)
 
 
 @functools.lru_cache(maxsize=64)
@@ -138,62 +125,71 @@ def _layout(hosts: tuple[int, ...]) -> tuple[int, int, int]:
     return len(hosts), len(counted), max(counted.values())
 
 
-def _load(algorithm: str, unit: float, hosts: tuple[int, ...], constants: Constants, halves: bool) -> _Load | None:
-    """The load of one unit; None: not usable, or `shared`."""
+def _load(algorithm: str, nbytes: float, hosts: tuple[int, ...], constants: Constants, plan: Plan) -> _Load | None:
+    """The load of one unit of `nbytes`; None: not usable, or `shared`."""
+    unit = min(plan.unit_bytes, nbytes)
     size, num_hosts, most = _layout(hosts)
     one_host = num_hosts == 1
-    latency = constants.message_us if one_host else constants.wire_us
-    # one rank's share of a link; the ranks of a host share its wire
+    latency = constants.message_us if one_host else max(constants.wire_us, constants.message_us)
     rate = 1e3 * (constants.message_gbs if one_host else constants.wire_gbs)
+    share = rate / (1 if one_host else most)  # the ranks of a host share its wire
     copy = 1e3 * constants.copy_gbs
-    link = _Link(size, latency, rate, segment_bytes(constants))
     if algorithm == "ring":  # over hosts, only one rank of a host sends to another host
-        return _ring(unit, link, constants)
+        return _ring(unit, size, latency, rate, constants)
     if algorithm == "halving":
-        return _halving(unit, link._replace(rate=rate / (1 if one_host else most)), constants)
+        return _halving(unit, size, latency, share, constants)
     if algorithm == "direct":
-        share = 2 * unit * (size - 1) / size
-        remote = share if one_host else share * most * (size - most) / max(1, size - 1)
+        remote = 2 * unit * (size - 1) / size * (1 if one_host else most * (size - most) / max(1, size - 1))
         wire = remote * (CONVERGING if num_hosts > 2 else 1) / rate
         messages = 2 * (size - 1) * constants.message_us
-        return _Load(2 * latency + messages + wire + unit / copy, wire, messages + unit / copy)
+        return _Load(2 * latency + max(messages, wire) + unit / copy, wire, messages + unit / copy)
     if algorithm == "doubling":
         rounds = math.ceil(math.log2(size)) + (0 if size & (size - 1) == 0 else 1)
-        wire = rounds * unit * (1 if one_host else most) / rate
+        wire = rounds * unit / share
         return _Load(rounds * (latency + unit / copy) + wire, wire, rounds * unit / copy)
     if algorithm == "hierarchical" and not one_host and most > 1:
-        polling = min(unit, UNITS[0]) / copy  # what has arrived is looked at between two slots
-        link = link._replace(size=num_hosts, rate=rate / most, latency=latency + polling)
-        alone, wire, processor = (_halving if halves else _ring)(unit / most, link, constants)
+        polled = latency + min(nbytes - unit, UNITS[0]) / copy  # what has arrived is looked at between others' slots
+        across = _halving if plan.halves else _ring
+        alone, wire, processor = across(unit / most, num_hosts, polled, share, constants)
         inside = (INWARD + OUTWARD) * unit / copy
-        wire /= STEPWISE if halves else 1  # enough units are under way
+        wire /= STEPWISE if plan.halves else 1  # enough units are under way
         return _Load(constants.message_us + inside + alone, wire, inside + processor)  # two waits: about a message
     return None
 
 
-def plan(algorithm: str, nbytes: float, hosts: Sequence[int], constants: Constants, units: Sequence[int] = ()) -> Plan:
-    """The fastest plan for an all-reduce of `nbytes`, rank r on host hosts[r]; inf: not usable, or `shared`."""
-    units = units or (UNITS if algorithm == "hierarchical" else BUCKETS)
-    if len(hosts) == 1:
-        return Plan(0.0, units[0])
-    best = Plan()
+def _time_us(algorithm: str, nbytes: float, hosts: tuple[int, ...], constants: Constants, plan: Plan) -> float:
+    load = _load(algorithm, nbytes, hosts, constants, plan)
+    if load is None:
+        return math.inf
     at_a_time = UNITS_AHEAD if algorithm == "hierarchical" else BUCKETS_IN_FLIGHT
-    for halves in (False, True) if algorithm == "hierarchical" else (False,):
-        for unit in units:
-            load = _load(algorithm, min(unit, nbytes), tuple(hosts), constants, halves)
-            if load is None:
-                return best
-            more = max(0.0, nbytes / unit - 1)
-            busy = math.hypot(*load[1:]) if algorithm in STEPWISE_ALGORITHMS else max(load[1:])
-            us = load.alone + more * max(load.alone / at_a_time, busy)
-            if us < best.us * (LEAST_GAIN if unit > best.unit_bytes or halves > best.halves else 1):
-                best = Plan(us, unit, halves)
+    busy = max(load[1:])
+    if algorithm in STEPWISE_ALGORITHMS:
+        busy = (load.wire**3 + load.processor**3) ** (1 / 3)
+    return load.alone + max(0.0, nbytes / plan.unit_bytes - 1) * max(load.alone / at_a_time, busy)
+
+
+@functools.lru_cache(maxsize=64)
+def plan(algorithm: str, hosts: tuple[int, ...], constants: Constants) -> Plan:
+    """The plan that is best for `LARGE_BYTES`, and taken for all sizes; rank r is on host hosts[r]."""
+    plans = [Plan(unit) for unit in BUCKETS]
+    if algorithm == "hierarchical":
+        plans = [Plan(unit, halves) for halves in (False, True) for unit in UNITS]
+    best, best_us = plans[0], math.inf
+    for each in plans:
+        us = _time_us(algorithm, LARGE_BYTES, hosts, constants, each)
+        if us < LEAST_GAIN * best_us:
+            best, best_us = each, us
     return best
 
 
-def predict_us(algorithm: str, nbytes: float, hosts: Sequence[int], constants: Constants) -> float:
+def predict_us(
+    algorithm: str, nbytes: float, hosts: Sequence[int], constants: Constants, made: Plan | None = None
+) -> float:
     """The predicted time of an all-reduce of `nbytes`, rank r on host hosts[r], in µs; inf: not usable, or `shared`."""
-    return plan(algorithm, nbytes, hosts, constants).us
+    layout = tuple(hosts)
+    if len(layout) == 1:
+        return 0.0
+    return _time_us(algorithm, nbytes, layout, constants, made or plan(algorithm, layout, constants))
 
 
 def choose(nbytes: int, wire_nbytes: int, hosts: Sequence[int], usable: Collection[str], constants: Constants) -> str:

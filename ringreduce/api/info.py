@@ -89,7 +89,7 @@ def info() -> Info:
         hosts=current.world.hosts,
         generation=current.world.generation,
         gpu=str(current.gpu),
-        algorithm=algorithms.text(),
+        algorithm=algorithms.text() + algorithms.across,
         gpu_algorithm=algorithms.gpu.text(),
         overlap=engine.host.overlaps,
         usable_algorithms=tuple(algorithms.usable),

@@ -6,7 +6,16 @@ import dataclasses
 from collections.abc import Sequence
 
 from ringreduce.collectives import hierarchical, shared
-from ringreduce.cost_model import ALGORITHMS, BUCKETS, SEGMENT_BYTES, UNITS, Constants, choose, plan, segment_bytes
+from ringreduce.cost_model import (
+    ALGORITHMS,
+    BUCKETS,
+    LARGE_BYTES,
+    SEGMENT_BYTES,
+    Constants,
+    choose,
+    plan,
+    segment_bytes,
+)
 from ringreduce.errors import SettingsError
 from ringreduce.gpu.paths import GpuPaths
 from ringreduce.ops import Reduction
@@ -16,7 +25,6 @@ from ringreduce.transport.window import Flags, Region
 
 LONGER_INSIDE = 8
 """Factor for segments inside a host, where messages overlap no wire, and cost more in Python than in MPI."""
-LARGE_BYTES = 100_000_000  # units are as long as is best for so many bytes: a model's gradients
 LONGEST = 48  # the table of choices has a row for each power of two bytes, up to 2**48
 
 
@@ -61,17 +69,16 @@ class Algorithms:
         self.channels = channels
         self.region = region
         self.gpu = GpuPaths(channels, hosts, gpu_flags, settings, over_mpi)
-        self.hierarchy = None
+        self.hierarchy, self.across = None, ""
         one_host = len(set(hosts)) == 1
         self.segment_bytes = settings.ring_segment_bytes * (LONGER_INSIDE if one_host else 1)
         if not one_host and settings.ring_segment_bytes == SEGMENT_BYTES:  # the default
             self.segment_bytes = segment_bytes(constants)
-        units = sorted({settings.shared_slot_bytes, *(each for each in UNITS if each > settings.shared_slot_bytes)})
-        across = plan("hierarchical", LARGE_BYTES, hosts, constants, units)
-        self.unit_bytes = across.unit_bytes  # of `hierarchical`
+        self.unit_bytes, halves = plan("hierarchical", tuple(hosts), constants)
         self.usable = usable_algorithms(hosts, region is not None)
         if region is not None and "hierarchical" in self.usable:
-            self.hierarchy = hierarchical.Hierarchy(channels, hosts, region.rank, across.halves)
+            self.hierarchy = hierarchical.Hierarchy(channels, hosts, region.rank, halves)
+            self.across = f" (between hosts: {'halving' if halves else 'ring'}, {self.unit_bytes >> 20} MiB at a time)"
         chosen_from = candidates(settings, self.usable)
         through_window = chosen_from == ["shared"] and region is not None and region.holds_a_piece_of_each
         self.shared_region = region if through_window else None
@@ -117,7 +124,7 @@ def fitted(settings: Settings, hosts: Sequence[int], usable: list[str], constant
     if len(set(hosts)) == 1 or settings.fusion_slot_bytes != Settings.fusion_slot_bytes:
         return settings
     algorithm = choose(LARGE_BYTES, LARGE_BYTES, hosts, candidates(settings, usable), constants)
-    unit_bytes = plan(algorithm, LARGE_BYTES, hosts, constants).unit_bytes
+    unit_bytes = plan(algorithm, tuple(hosts), constants).unit_bytes
     bucket = max(settings.fusion_slot_bytes, min(unit_bytes, BUCKETS[-1]))
     buffer = max(settings.fusion_buffer_bytes, 8 * bucket)
     return dataclasses.replace(settings, fusion_slot_bytes=bucket, fusion_buffer_bytes=buffer)

@@ -9,9 +9,9 @@ import pytest
 
 import ringreduce as rr
 from ringreduce.arrays.dtypes import TABLE
-from ringreduce.cost_model import ALGORITHMS, ONE_SHOT_BYTES, Constants, choose, is_one_shot, predict_us
+from ringreduce.cost_model import ALGORITHMS, ONE_SHOT_BYTES, Constants, choose, is_one_shot, plan, predict_us
 from ringreduce.errors import SettingsError
-from ringreduce.execution.algorithms import candidates, check, usable_algorithms
+from ringreduce.execution.algorithms import candidates, check, fitted, usable_algorithms
 from ringreduce.execution.host import Host, window_bytes
 from ringreduce.ops import Reduction, Sum
 from ringreduce.settings import Settings
@@ -291,7 +291,40 @@ def test_info_tells_the_choice_and_its_reasons():
     for info in run_ranks(4, rr.info, hosts=[0, 0, 1, 1], settings=Settings(costs="wire_us=77")):
         assert info.usable_algorithms == ("ring", "halving", "direct", "doubling", "hierarchical")
         assert info.constants == Constants(wire_us=77)
-        assert info.algorithm.endswith(", then hierarchical")
+        assert info.algorithm.endswith(", then hierarchical (between hosts: ring, 1 MiB at a time)")
         assert re.search(r"^constants +copy_gbs=5,.*wire_us=77,wire_gbs=1$", str(info), re.MULTILINE)
         assert re.search(rf"^algorithm +{re.escape(info.algorithm)}$", str(info), re.MULTILINE)
         assert info.shared_memory_bytes == window_bytes(Settings())
+
+
+def layout(hosts, per_host):
+    """The host of each rank."""
+    return tuple(host for host in range(hosts) for _ in range(per_host))
+
+
+FAST = Constants(copy_gbs=25, message_us=11, message_gbs=10, wire_us=30, wire_gbs=12.5)
+"""100 Gbit/s, 20 µs: see bench/scale.py."""
+
+
+@pytest.mark.parametrize(("hosts", "halves"), [(2, False), (4, False), (64, True), (512, True)])
+def test_many_hosts_halve_and_few_go_around_a_ring(hosts, halves):
+    made = plan("hierarchical", layout(hosts, 8), Constants(wire_gbs=0.125) if hosts < 8 else FAST)
+    assert made.halves is halves
+
+
+def test_what_travels_together_is_longer_on_a_faster_wire_and_among_more_hosts():
+    lengths = [plan("hierarchical", layout(hosts, 8), constants).unit_bytes for hosts, constants in
+               [(8, Constants(wire_gbs=0.125)), (8, FAST), (512, FAST)]]  # fmt: skip
+    assert lengths[0] == 1 << 20
+    assert lengths == sorted(set(lengths))
+
+
+@pytest.mark.parametrize("constants", COSTS, ids=["default", "slow wire", "slow memory"])
+def test_on_one_host_nothing_is_fitted_and_on_several_the_users_own_lengths_stay(constants):
+    usable = ["ring", "halving", "direct", "doubling"]
+    assert fitted(Settings(), [0, 0], [*usable, "shared"], constants) == Settings()
+    own = Settings(fusion_slot_bytes=1 << 20)
+    assert fitted(own, range(64), usable, constants) is own
+    longer = fitted(Settings(), tuple(range(512)), usable, FAST)
+    assert longer.fusion_slot_bytes == 8 << 20
+    assert longer.fusion_buffer_bytes == 64 << 20
