@@ -16,7 +16,9 @@ function), MPI_Allreduce, torch gloo, and as the ceiling, in turns with the othe
 
 Columns: time of one all-reduce (median of several runs, of the slowest rank); `share`: the raw stream's time over it;
 `sent`: bytes that left the host that sent most, headers and acknowledgements included, counted at its interface;
-`of least`: these over 2 (H - 1) / H of the buffer; `#wrong`: elements that differ from the expected sum.
+`of least`: these over 2 (H - 1) / H of the buffer; `#wrong`: elements that differ from the expected sum; `model`,
+`simulated`: what the cost model, and our algorithms in virtual time, say of a network with the constants that init()
+has measured.
 """
 
 from __future__ import annotations
@@ -34,6 +36,10 @@ import plots
 from common import Column, Report, machine, parse, parser, seconds_per_run
 from contenders import DTYPES, missing
 from network import Network, why_not
+from scale import simulated_us
+
+from ringreduce.cost_model import ALGORITHMS, Constants, Plan, predict_us
+from ringreduce.cost_model import plan as plan_of
 
 SIZES = (64 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
 LONGEST_S = 0.75
@@ -47,6 +53,8 @@ COLUMNS = (
     Column("who", "  who", width=21, left=True),
     Column("time_us", "time", "us", 11, ".0f"),
     Column("share", "share", "of raw", 9, ".3f"),
+    Column("model_us", "model", "us", 9, ".0f"),
+    Column("simulated_us", "simulated", "us", 10, ".0f"),
     Column("wire_bytes", "sent", "B", 11, ".0f"),
     Column("of_least", "of least", "times", 10, ".3f"),
     Column("wrong", "#wrong", "", 8, "d"),
@@ -98,6 +106,17 @@ def measure(network: Network, per_host: int, mbit: int, options: argparse.Namesp
     return found
 
 
+def expected(who: str, nbytes: int, hosts: Sequence[int], constants: Constants) -> dict[str, float]:
+    """The time of one of our algorithms by the cost model, and simulated, with what init() has measured."""
+    if who not in ALGORITHMS:
+        return {}
+    made = plan_of(who, tuple(hosts), constants) if who == "hierarchical" else Plan(nbytes)
+    return {
+        "model_us": predict_us(who, nbytes, hosts, constants, made),
+        "simulated_us": simulated_us(who, nbytes, hosts, constants, made),
+    }
+
+
 def plot(report: Report, path: str) -> None:
     """The share of the raw stream over size: a row of panels for each placement of ranks, a column for each rate."""
     places = list(dict.fromkeys((row["hosts"], row["per_host"]) for row in report.rows))
@@ -143,6 +162,7 @@ def main() -> None:
                 report.header |= {name: found["header"][name] for name in ("mpi", "mpi4py", "torch")}
                 place = {"hosts": hosts, "per_host": per_host, "mbit": mbit, "constants": found["constants"]}
                 for row in found["rows"]:
+                    row |= expected(row["who"], row["size"], found["hosts"], Constants.parse(found["constants"]))
                     report.add({**place, "rank_hosts": found["hosts"], **row, "who": f"  {row['who']}"})
     report.finish(options, plot)
 

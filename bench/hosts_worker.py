@@ -21,10 +21,9 @@ from common import Action, about, in_turns, is_printing, microseconds, neutral, 
 from contenders import contenders, element_dtype, stop_gloo
 
 import ringreduce as rr
-from ringreduce.cost_model import ALGORITHMS, predict_us
 
 RAW, RAW_ALL = "raw TCP", "raw TCP, all hosts"
-SHOWN = ("ring", "hierarchical", "allreduce_", "MPI_Allreduce", "torch gloo")
+SHOWN = ("ring", "halving", "hierarchical", "allreduce_", "MPI_Allreduce", "torch gloo")
 SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
 PIECE = 1 << 20
 
@@ -120,8 +119,6 @@ def rows(
         row |= {"wire_bytes": counter.most(actions[name]), "of_least": counter.most(actions[name]) / least}
         row["wrong"] = wrong_elements(compared[name], array, expected) if name in compared else None
         row["raw_mbit"] = 8 * least / stream_us
-        if name in ALGORITHMS:
-            row["predicted_us"] = predict_us(name, nbytes, rr.info().hosts, rr.info().constants)
         found.append(row)
     return found
 

@@ -10,8 +10,11 @@ which do the same at the same time, one is simulated; `--full` simulates them al
 An algorithm that would send more than `--most` messages is left out: `model` says what the cost model predicts for it.
 
 Columns: time of one all-reduce; `share`: of the time that its host's wire needs at least for 2 (H - 1) / H of the
-buffer; `model`: the cost model's time; `taken`: what the model takes. For negotiation: a step of ResNet-50, 161 known
-tensors in 13 batches, alone: `sent` control messages of the busiest rank a step, its work, and the slowest rank's time.
+buffer; `copies`: what a rank's copies and sums take at least, of the wire's time; `model`: the cost model's time;
+`taken`: what the model takes. A buffer of too many messages is simulated in equal parts, one after the other.
+
+`negotiation` is a step of ResNet-50, 161 known tensors in 13 batches, alone: `sent` control messages of the busiest
+rank a step, its work, and the slowest rank's time. `ResNet-50 step`: the same while data moves, and what control adds.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import argparse
 import itertools
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -27,36 +31,52 @@ from typing import Any
 import numpy as np
 import plots
 from common import Column, Report, machine, parse, parser
+from models import resnet50
 
 from ringreduce.arrays.dtypes import TABLE
 from ringreduce.collectives import direct, doubling, halving, hierarchical, ring
-from ringreduce.collectives.overlap import overlapped
+from ringreduce.collectives.overlap import AnyOf, Running, overlapped
 from ringreduce.collectives.shared import Part
-from ringreduce.cost_model import BUCKETS_IN_FLIGHT, MANY, Constants, Plan, choose, plan, segment_bytes
+from ringreduce.cost_model import (
+    BUCKETS_IN_FLIGHT,
+    LARGE_BYTES,
+    MANY,
+    Constants,
+    Plan,
+    choose,
+    plan,
+    predict_us,
+    segment_bytes,
+)
 from ringreduce.execution.signature import Signature, TensorSignature
 from ringreduce.negotiation.negotiator import Group, Negotiator
 from ringreduce.negotiation.protocol import decode, encode
 from ringreduce.ops import Sum
-from ringreduce.transport.base import Steps
+from ringreduce.transport.base import Steps, Transport
 from ringreduce.transport.counters import group_bytes
 from ringreduce.transport.simulated import Cluster, Costs
 from ringreduce.transport.subset import channels
+from ringreduce.transport.window import Region
 
 SIZES = (4096, 65536, 1_000_000, 100_000_000)
 SLOT_BYTES = 1 << 20
-TENSORS, BATCHES, CAPACITY = 161, 13, 256
+BATCHES, CAPACITY = 13, 256
+LARGEST_BYTES = 1 << 30
+COPIES = 2.6  # of a buffer, in which a rank of `hierarchical` reads and writes: packing, sums, copying out
 COLUMNS = (
     Column("hosts", "hosts", "", 6, "d"),
     Column("per_host", "ranks", "a host", 8, "d"),
     Column("gbits", "wire", "Gbit/s", 8, "g"),
     Column("size", "size", "B", 12, "d"),
-    Column("who", "  who", width=16, left=True),
+    Column("who", "  who", width=23, left=True),
     Column("time_us", "time", "us", 11, ".0f"),
     Column("share", "share", "of wire", 9, ".3f"),
+    Column("copies", "copies", "of wire", 8, ".2f"),
     Column("model_us", "model", "us", 11, ".0f"),
     Column("unit", "unit", "MiB", 6, ".1f"),
     Column("taken", "taken", width=7),
     Column("messages", "sent", "a rank", 8, ".0f"),
+    Column("adds", "control", "adds", 8, ".3f"),
     Column("work_us", "work", "us", 9, ".0f"),
     Column("spent_s", "spent", "s", 7, ".1f"),
 )
@@ -75,6 +95,7 @@ def arguments() -> argparse.Namespace:
     made.add_argument("--seed", type=int, default=0)
     made.add_argument("--sizes", nargs="+", type=int, default=None, metavar="N", help="bytes (4 KiB to 100 MB)")
     made.add_argument("--most", type=int, default=400_000, help="messages that a simulation may take (400000)")
+    made.add_argument("--taken", action="store_true", help="simulate only what the model takes")
     made.add_argument("--full", action="store_true", help="simulate all ranks of a host")
     options = parse(made)
     options.hosts = [int(each) for each in options.hosts or ([4] if options.quick else [8, 64, 512])]
@@ -87,104 +108,135 @@ def numbers(text: str) -> list[float]:
     return [float(each) for each in text.split(",")]
 
 
+def costs_of(constants: Constants, **more: Any) -> Costs:
+    """What the cost model's constants mean for simulated ranks: a message is sent, and received, and has a latency."""
+    message_us = max(0.0, constants.message_us - Costs.local_us) / 2
+    latency_us = max(0.0, constants.wire_us - 2 * message_us)
+    local_gbs, copy_gbs = constants.message_gbs, constants.copy_gbs
+    return Costs(
+        latency_us, 8 * constants.wire_gbs, message_us=message_us, local_gbs=local_gbs, copy_gbs=copy_gbs, **more
+    )
+
+
+class Reducing:
+    """What each simulated rank runs, as execution/allreduce does; layout: the host of each rank, simulated or not."""
+
+    def __init__(
+        self, algorithm: str, layout: Sequence[int], constants: Constants, made: Plan, cluster: Cluster
+    ) -> None:
+        self.algorithm, self.made, self.cluster = algorithm, made, cluster
+        self.chunks = min(layout.count(host) for host in set(layout))
+        self.reduction = cluster.reduction(Sum, TABLE["float32"], len(layout))
+        self.segment_bytes = segment_bytes(constants)
+        self.flat = np.zeros(LARGEST_BYTES // 4, np.float32)  # of all ranks: nothing is written
+        self.own: dict[int, tuple[hierarchical.Hierarchy, Region]] = {}
+
+    def steps(self, rank: int, nbytes: int) -> Steps[None]:
+        """One all-reduce, on one rank."""
+        length = self.made.unit_bytes // 4
+        units = [self.flat[low : min(low + length, nbytes // 4)] for low in range(0, nbytes // 4, length)]
+        own = channels(self.cluster.transport(rank), range(self.cluster.size), 0)
+        if self.algorithm != "hierarchical":
+            collectives = (self._one(unit, own[number % BUCKETS_IN_FLIGHT]) for number, unit in enumerate(units))
+            return overlapped(collectives, BUCKETS_IN_FLIGHT)
+        hosts = list(self.cluster.hosts)
+        if rank not in self.own:
+            local = hosts[:rank].count(hosts[rank])
+            hierarchy = hierarchical.Hierarchy(own, hosts, local, self.made.halves)
+            hierarchy.chunks = self.chunks
+            self.own[rank] = hierarchy, self.cluster.region(rank, SLOT_BYTES)
+        hierarchy, region = self.own[rank]
+        parts = [[Part(unit, unit)] for unit in units]
+        return hierarchical.allreduce(parts, region, hierarchy, self.reduction, self.segment_bytes)
+
+    def _one(self, unit: Any, channel: Transport) -> Steps[None]:
+        if self.algorithm == "doubling":
+            return doubling.allreduce(unit, channel, self.reduction)
+        collective = {"ring": ring, "halving": halving, "direct": direct}[self.algorithm]
+        return collective.allreduce(unit, channel, self.reduction, self.segment_bytes)
+
+
+def simulated_us(algorithm: str, nbytes: int, layout: Sequence[int], constants: Constants, made: Plan) -> float:
+    """One all-reduce on a network that has these constants, all ranks simulated."""
+    cluster = Cluster(layout, costs_of(constants), carries=False)
+    reducing = Reducing(algorithm, layout, constants, made, cluster)
+    cluster.run(lambda rank: reducing.steps(rank, nbytes))
+    return cluster.seconds * 1e6
+
+
 class Job:
     """Simulated hosts at one rate, and what the cost model knows of them."""
 
     def __init__(self, hosts: int, gbits: float, options: argparse.Namespace) -> None:
         self.hosts, self.local, self.options = hosts, options.per_host, options
-        self.costs = Costs(options.latency_us, gbits, message_us=options.message_us, copy_gbs=options.copy_gbs)
-        self.costs = Costs(**{**vars(self.costs), "jitter_us": options.jitter_us})
         self.mirrors = 1 if options.full else self.local
         self.layout = [host for host in range(hosts) for _ in range(self.local)]
-        message_us = 2 * options.message_us + self.costs.local_us
+        message_us = 2 * options.message_us + Costs.local_us
         wire_us = 2 * options.message_us + options.latency_us
-        self.constants = Constants(options.copy_gbs, message_us, self.costs.local_gbs, wire_us, gbits / 8)
+        self.constants = Constants(options.copy_gbs, message_us, Costs.local_gbs, wire_us, gbits / 8)
+        self.costs = costs_of(self.constants, jitter_us=options.jitter_us)
 
-    def cluster(self, carries: bool = False) -> Cluster:
+    def cluster(self, mirrors: int, carries: bool = False) -> Cluster:
         """A new one, at time 0."""
-        ranks = [host for host in range(self.hosts) for _ in range(self.local // self.mirrors)]
-        return Cluster(ranks, self.costs, seed=self.options.seed, carries=carries, mirrors=self.mirrors)
+        ranks = [host for host in range(self.hosts) for _ in range(self.local // mirrors)]
+        return Cluster(ranks, self.costs, seed=self.options.seed, carries=carries, mirrors=mirrors)
 
     def algorithms(self) -> list[str]:
         """Those that can be used here."""
         few = ["direct"] if len(self.layout) <= MANY else []
         return [*(["hierarchical"] if self.local > 1 else []), "ring", "halving", *few, "doubling"]
 
-    def messages(self, algorithm: str, nbytes: int, plan: Plan) -> float:
+    def messages(self, algorithm: str, nbytes: int) -> float:
         """How many messages a simulation takes, about."""
-        ranks = self.hosts * (self.local // self.mirrors if algorithm == "hierarchical" else self.local)
-        units, segment = max(1.0, nbytes / plan.unit_bytes), segment_bytes(self.constants)
-        chunk = min(nbytes, plan.unit_bytes) / (self.local if algorithm == "hierarchical" else 1)
-        size = self.hosts if algorithm == "hierarchical" else self.hosts * self.local
-        if algorithm == "halving" or plan.halves:
+        hierarchic = algorithm == "hierarchical"
+        made, segment = plan(algorithm, tuple(self.layout), self.constants), segment_bytes(self.constants)
+        ranks = self.hosts * (self.local // self.mirrors if hierarchic else self.local)
+        size = self.hosts if hierarchic else len(self.layout)
+        units, chunk = max(1.0, nbytes / made.unit_bytes), min(nbytes, made.unit_bytes)
+        chunk /= self.local if hierarchic else 1
+        if algorithm == "halving" or made.halves:
             return ranks * units * (3 * math.log2(size) + 2 * chunk / segment)
         if algorithm == "doubling":
             return ranks * units * math.log2(size)
         return ranks * units * 2 * size * max(1, math.ceil(chunk / size / segment))
 
-    def program(self, algorithm: str, nbytes: int, plan: Plan, cluster: Cluster) -> Callable[[int], Steps[None]]:
-        """What each rank runs: as execution/allreduce does."""
-        reduction = cluster.reduction(Sum, TABLE["float32"], len(self.layout))
-        flat, segment = np.zeros(nbytes // 4, np.float32), segment_bytes(self.constants)
-        length = plan.unit_bytes // 4
-        units = [flat[low : low + length] for low in range(0, flat.size, length)]
-        ranks = list(cluster.hosts)
-
-        def across(rank: int) -> Steps[None]:
-            hierarchy = hierarchical.Hierarchy(
-                channels(cluster.transport(rank), range(len(ranks)), 0), ranks, rank % (self.local // self.mirrors)
-            )
-            hierarchy.across = halving.allreduce if plan.halves else ring.allreduce
-            hierarchy.chunks = self.local
-            parts = [[Part(unit, unit)] for unit in units]
-            return hierarchical.allreduce(parts, cluster.region(rank, SLOT_BYTES), hierarchy, reduction, segment)
-
-        def by_messages(rank: int) -> Steps[None]:
-            own = channels(cluster.transport(rank), range(len(ranks)), 0)
-
-            def one(unit: Any, number: int) -> Steps[None]:
-                channel = own[number % BUCKETS_IN_FLIGHT]
-                if algorithm == "doubling":
-                    return doubling.allreduce(unit, channel, reduction)
-                return {"ring": ring, "halving": halving, "direct": direct}[algorithm].allreduce(
-                    unit, channel, reduction, segment
-                )
-
-            return overlapped((one(unit, number) for number, unit in enumerate(units)), BUCKETS_IN_FLIGHT)
-
-        return across if algorithm == "hierarchical" else by_messages
-
     def rows(self, nbytes: int) -> list[dict[str, Any]]:
         """All algorithms for one size."""
-        taken = choose(nbytes, nbytes, self.layout, self.algorithms(), self.constants)
+        layout, constants, most = self.layout, self.constants, self.options.most
+        taken = choose(nbytes, nbytes, layout, self.algorithms(), constants)
         bound_us = 2 * nbytes * (self.hosts - 1) / self.hosts / (125 * self.costs.gbits)
         found = []
         for algorithm in self.algorithms():
-            made = plan(algorithm, nbytes, self.layout, self.constants)
-            who = f"  {algorithm}" + (" halving" if made.halves else "")
+            made = plan(algorithm, tuple(layout), constants)
             row: dict[str, Any] = {"hosts": self.hosts, "per_host": self.local, "gbits": self.costs.gbits}
-            row |= {"size": nbytes, "who": who[:16], "model_us": made.us, "unit": made.unit_bytes / (1 << 20)}
-            row |= {"taken": "<--" if algorithm == taken else "", "time_us": None, "share": None, "wrong": None}
-            if self.messages(algorithm, nbytes, made) <= self.options.most:
+            row |= {"size": nbytes, "who": f"  {algorithm}{' halving' if made.halves else ''}", "wrong": None}
+            row |= {"model_us": predict_us(algorithm, nbytes, layout, constants), "unit": made.unit_bytes / (1 << 20)}
+            row |= {"taken": "<--" if algorithm == taken else "", "time_us": None, "share": None}
+            if algorithm == "hierarchical":
+                row["copies"] = COPIES * nbytes / (1e3 * constants.copy_gbs) / bound_us
+            times = 1  # a longer buffer is some shorter ones, each of whom begins anew: no less than it takes
+            while self.messages(algorithm, nbytes // times) > most and nbytes // times >= 16 * made.unit_bytes:
+                times *= 2
+            left_out = self.options.taken and algorithm != taken
+            if not left_out and self.messages(algorithm, nbytes // times) <= most:
                 started = time.perf_counter()
-                cluster = self.cluster()
-                if algorithm != "hierarchical" and self.mirrors > 1:  # all ranks talk to each other
-                    cluster = Cluster(self.layout, self.costs, seed=self.options.seed, carries=False)
-                cluster.run(self.program(algorithm, nbytes, made, cluster))
-                time_us = cluster.seconds * 1e6
+                cluster = self.cluster(self.mirrors if algorithm == "hierarchical" else 1)
+                reducing, each = Reducing(algorithm, layout, constants, made, cluster), nbytes // times
+                cluster.run(lambda rank, one=reducing, each=each: one.steps(rank, each))
+                time_us = times * cluster.seconds * 1e6
                 row |= {"time_us": time_us, "share": bound_us / time_us, "spent_s": time.perf_counter() - started}
-                row["messages"] = sum(cluster.sent.values()) / cluster.size
+                row |= {"messages": times * sum(cluster.sent.values()) / cluster.size, "times": times}
             found.append(row)
         return found
 
     def negotiation(self) -> dict[str, Any]:
         """A step of known tensors, negotiated alone, by all ranks, after a first one."""
         started = time.perf_counter()
-        cluster = Cluster(self.layout, self.costs, seed=self.options.seed)
-        negotiating = Negotiating(cluster)
-        for _ in range(2):
-            before_us, sent, handled = cluster.seconds * 1e6, list(cluster.controls), list(cluster.handled)
-            cluster.run(negotiating.step)
+        cluster = self.cluster(1, carries=True)
+        training = Training(cluster)
+        cluster.run(training.step)
+        before_us, sent, handled = cluster.seconds * 1e6, list(cluster.controls), list(cluster.handled)
+        cluster.run(training.step)
         most = max(after - before for after, before in zip(cluster.controls, sent, strict=True))
         work = [
             (after - before + other - one) * self.costs.message_us
@@ -194,30 +246,49 @@ class Job:
         row |= {"time_us": cluster.seconds * 1e6 - before_us, "messages": most, "work_us": max(work), "wrong": None}
         return {**row, "size": 0, "taken": "", "spent_s": time.perf_counter() - started}
 
+    def training_step(self) -> dict[str, Any]:
+        """A step of known tensors, negotiated while earlier ones travel, and the same without negotiation."""
+        started, layout = time.perf_counter(), self.layout
+        algorithm = choose(LARGE_BYTES, LARGE_BYTES, layout, self.algorithms(), self.constants)
+        made = plan(algorithm, tuple(layout), self.constants)
+        times_us = []
+        for negotiated in (False, True):
+            cluster = self.cluster(self.mirrors if algorithm == "hierarchical" else 1)
+            training = Training(cluster)
+            if negotiated:
+                cluster.run(training.step)  # the first time, tensors are new
+            before_us, sent = cluster.seconds * 1e6, list(cluster.controls)
+            training.reducing = Reducing(algorithm, layout, self.constants, made, cluster)
+            cluster.run(training.step if negotiated else training.data)
+            times_us.append(cluster.seconds * 1e6 - before_us)
+        most = max(after - before for after, before in zip(cluster.controls, sent, strict=True))
+        row = {"hosts": self.hosts, "per_host": self.local, "gbits": self.costs.gbits, "who": "  ResNet-50 step"}
+        row |= {"time_us": times_us[1], "adds": times_us[1] / times_us[0] - 1, "messages": most, "wrong": None}
+        nbytes = 4 * sum(training.counts)
+        return {**row, "size": nbytes, "taken": "", "spent_s": time.perf_counter() - started}
 
-class Negotiating:
-    """The real negotiators of all ranks, over simulated control messages."""
+
+class Training:
+    """The real negotiators of all ranks, over simulated control messages; `reducing` moves what is ready, if there."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster, size = cluster, cluster.size
-        self.ready = [0] * size
+        self.reducing: Reducing | None = None
         blocks = [np.zeros(group_bytes(CAPACITY), np.uint8) for _ in range(size)]
-        groups: dict[int, Group] = {}
+        self.groups: dict[int, Group] = {}
         self.negotiators = []
         for rank, host in enumerate(cluster.hosts):
-            group = groups[host] = groups.get(host) or Group(range(size), cluster.hosts, rank)
+            group = self.groups[host] = self.groups.get(host) or Group(range(size), cluster.hosts, rank)
             own = [blocks[each] for each in group.ranks]
             options = {"fence": lambda: None, "send": self._sender(rank), "resubmit": lambda _: None}
             self.negotiators.append(
                 Negotiator(0, range(size), rank, size, group, own, CAPACITY, **options)  # type: ignore[arg-type]
             )
-        self.hosts = groups
-        self.tensors = [
-            Signature(
-                "allreduce", f"layer{k}.weight", (TensorSignature(f"layer{k}.weight", "float32", (64, k), "cpu"),)
-            )
-            for k in range(TENSORS)
-        ]
+        shapes = resnet50()[::-1]
+        tensors = [TensorSignature(f"layer{k}.weight", "float32", shape, "cpu") for k, shape in enumerate(shapes)]
+        self.signatures = [Signature("allreduce", each.name, (each,)) for each in tensors]
+        self.counts = [math.prod(shape) for shape in shapes]
+        self.batches = np.array_split(np.arange(len(shapes)), BATCHES)
 
     def _sender(self, source: int) -> Callable[[Any, Sequence[int]], None]:
         def send(message: Any, ranks: Sequence[int]) -> None:
@@ -228,32 +299,47 @@ class Negotiating:
 
         return send
 
+    def data(self, rank: int) -> Steps[None]:
+        """Reduce all batches, one after the other."""
+        for batch in self.batches:
+            yield from self._reduce(rank, batch)
+
+    def _reduce(self, rank: int, batch: Any) -> Steps[None]:
+        if self.reducing is not None:
+            yield from self.reducing.steps(rank, 4 * sum(self.counts[k] for k in batch))
+
     def step(self, rank: int) -> Steps[None]:
-        """Submit all tensors, batch by batch; each when the one before is ready, as an engine's thread does."""
+        """Submit all tensors, a batch when the one before is ready, as an engine does; reduce what is ready."""
         negotiator, cluster = self.negotiators[rank], self.cluster
-        neighbours = [each for each in self.hosts[cluster.hosts[rank]].ranks if each != rank]
-        for batch in np.array_split(np.arange(TENSORS), BATCHES):
-            negotiator.announce(
-                [
-                    SimpleNamespace(signature=self.tensors[k], line="", waits=False, submitted_s=time.monotonic())  # type: ignore[misc]
-                    for k in batch
-                ]
-            )
-            missing, moved = len(batch), True
-            while missing:
-                for source, content in cluster.recv_control(rank):
-                    negotiator.receive(source, decode(content))
-                    moved = True
-                moved |= negotiator.poll()
-                while (entry := negotiator.next()) is not None:
-                    missing -= len(getattr(entry, "new", entry))
-                    moved = True
-                if moved:
-                    for each in neighbours:
-                        cluster.wake(each)
-                moved = False
-                if missing:
-                    yield cluster.mail(rank)
+        neighbours = [each for each in self.groups[cluster.hosts[rank]].ranks if each != rank]
+        coming, queue, missing = list(self.batches), deque[Running](), 0
+        while coming or missing or queue:
+            moved = False
+            if coming and not missing:
+                missing, moved = len(coming[0]), True
+                negotiator.announce([self._submission(k) for k in coming[0]])
+            for source, content in cluster.recv_control(rank):
+                negotiator.receive(source, decode(content))
+                moved = True
+            moved |= negotiator.poll()
+            while (entry := negotiator.next()) is not None:
+                missing -= len(getattr(entry, "new", entry))
+                moved = True
+                if not missing:
+                    queue.append(Running(self._reduce(rank, coming.pop(0))))
+            if moved:
+                for each in neighbours:
+                    cluster.wake(each)
+            if queue:
+                moved |= queue[0].advance()
+            if queue and queue[0].ended:
+                queue.popleft()
+            elif not moved:
+                waits = [queue[0].request] if queue and queue[0].request is not None else []
+                yield AnyOf([cluster.mail(rank), *waits])
+
+    def _submission(self, k: int) -> Any:
+        return SimpleNamespace(signature=self.signatures[k], line="", waits=False, submitted_s=time.monotonic())
 
 
 def draw(report: Report, path: str) -> None:
@@ -292,6 +378,7 @@ def main() -> None:
             for row in job.rows(nbytes):
                 report.add(row)
         report.add(job.negotiation())
+        report.add(job.training_step())
     report.finish(options, draw)
 
 

@@ -165,6 +165,7 @@ def test_scale(tmp_path):
     assert sum(row["taken"] == "<--" for row in rows.values()) == 1
     assert 0 < rows["hierarchical"]["share"] < 1
     assert rows["negotiation"]["messages"] > 0
+    assert 0 < rows["ResNet-50"]["adds"] < 0.05
 
 
 def test_hosts(tmp_path):
@@ -175,11 +176,14 @@ def test_hosts(tmp_path):
         assert finished.stdout == f"bench/hosts.py: skipped: {reason}\n"
         return
     kept = outcome(finished, tmp_path)
-    headings = "hosts ranks rate size who time share sent of least #wrong"
+    headings = "hosts ranks rate size who time share model simulated sent of least #wrong"
     assert len(table(finished, *headings.split())) == len(kept["rows"])
     rows = {row["who"].strip(): row for row in kept["rows"]}
     assert {"ring", "hierarchical", "allreduce_", "MPI_Allreduce", "torch gloo", "raw TCP"} < set(rows)
     assert rows["raw TCP"]["share"] == 1
+    assert all(
+        rows[name][by] > 0 for name in ("ring", "halving", "hierarchical") for by in ("model_us", "simulated_us")
+    )
     host = rows["hierarchical"]["rank_hosts"]
     assert host[0] == host[1] != host[2] == host[3]
     for row in rows.values():
