@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from ringreduce import runtime
 from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
 from ringreduce.api.submit import Array, like, which_op
 from ringreduce.arrays.buffer import Buffer
+from ringreduce.arrays.dtypes import ElementType, element_type
 from ringreduce.arrays.view import as_buffer, to_write
 from ringreduce.compression import Compression, Compressor
 from ringreduce.errors import InputError
@@ -79,8 +82,8 @@ def allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> Array:
     """Reduce `tensor` over all ranks in place, and return it; otherwise as `allreduce`."""
-    reduction = arguments_of("allreduce", average, op, prescale_factor, postscale_factor, process_set)
-    result: Array = submit([tensor], name, None, reduction, in_place=True, one=True, waits=True).wait()
+    scales = prescale_factor, postscale_factor
+    result: Array = _in_place(tensor, average, name, op, *scales, process_set, waits=True).wait()
     return result
 
 
@@ -94,8 +97,75 @@ def allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Begin an `allreduce_`; `tensor` must not be used until `synchronize(handle)` returns it."""
-    reduction = arguments_of("allreduce", average, op, prescale_factor, postscale_factor, process_set)
-    return submit([tensor], name, None, reduction, in_place=True, one=True)
+    return _in_place(tensor, average, name, op, prescale_factor, postscale_factor, process_set, waits=False)
+
+
+class _Known(NamedTuple):
+    """A named call that has passed all checks: an equal one needs none."""
+
+    process_set: ProcessSet
+    number: Any  # the process set's, which it loses when it is removed
+    arguments: tuple[Any, ...]  # but the array
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    element: ElementType
+    sign: Callable[[str], Signature]  # always this call's signature
+
+
+_known: dict[str | None, _Known] = {}
+MOST_KNOWN = 32768
+
+
+def _in_place(
+    tensor: Any,
+    average: bool | None,
+    name: str | None,
+    op: ReduceOp | None,
+    prescale: float,
+    postscale: float,
+    process_set: ProcessSet,
+    waits: bool,
+) -> Handle:
+    """Submit one tensor, which gets the result; a gradient in NumPy's memory comes again with each step."""
+    known = _known.get(name)
+    if (
+        known is not None
+        and type(tensor) is np.ndarray
+        and tensor.dtype is known.dtype
+        and tensor.shape == known.shape
+        and tensor.flags.carray
+        and process_set is known.process_set
+        and process_set.process_set_id == known.number
+        and known.arguments == (average, op, prescale, postscale)
+    ):
+        _, number, _, dtype, shape, element, sign = known
+        inputs = [Buffer(tensor.reshape(-1), element, shape, "cpu", dtype)]
+        engine = runtime.current("allreduce").engine
+        return engine.submit(
+            "allreduce",
+            name,
+            number,
+            sign=sign,
+            inputs=inputs,
+            outputs=inputs,
+            finish=_payload,
+            payload=tensor,
+            waits=waits,
+        )
+    arguments = arguments_of("allreduce", average, op, prescale, postscale, process_set)
+    handle = submit([tensor], name, None, arguments, in_place=True, one=True, waits=waits)
+    if name is not None and type(tensor) is np.ndarray and tensor.flags.carray:
+        element, signature = element_type(tensor.dtype), handle.signature
+        if element.storage is tensor.dtype:
+            if len(_known) >= MOST_KNOWN:
+                _known.clear()
+            passed, array = (average, op, float(prescale), float(postscale)), (tensor.dtype, tensor.shape, element)
+            _known[name] = _Known(process_set, process_set.process_set_id, passed, *array, lambda _: signature)
+    return handle
+
+
+def _payload(submission: Submission) -> Any:
+    return submission.payload
 
 
 def grouped_allreduce(

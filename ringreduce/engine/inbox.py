@@ -79,8 +79,9 @@ class Inbox:
             cycles = OVERSUBSCRIBED_CYCLES if self._defers else 1
             self._until_s, self._nbytes = submission.submitted_s + cycles * self._cycle_s, 0
         self._submissions.append(submission)
-        for each in submission.inputs:
-            self._nbytes += each.nbytes
+        if not self._defers:
+            for each in submission.inputs:
+                self._nbytes += each.nbytes
         if submission.waits:
             self._urgent = True
         self._last = submission.signature, submission.line, submission.submitted_s

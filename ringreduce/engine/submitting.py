@@ -38,7 +38,7 @@ class Submitting:
         self.count = 0  # of all submissions
         self._world, self._inbox, self._negotiation = world, inbox, negotiation
         self._sets, self._gpu = sets, gpu
-        self._callbacks = inbox.wait, inbox.on_poll
+        self._wait, self._poll = inbox.wait, inbox.on_poll
 
     def submit(
         self,
@@ -87,7 +87,18 @@ class Submitting:
             else:
                 signature = sign(name)
             submission = Submission(
-                signature, process_set, inputs, outputs, finish, payload, line, waits, marks, *self._callbacks, then
+                signature,
+                process_set,
+                inputs,
+                outputs,
+                finish,
+                payload,
+                line,
+                waits,
+                marks,
+                self._wait,
+                self._poll,
+                then,
             )
             if negotiation.error is not None or negotiation.leaving or state.closed:
                 raise self._closed(state, submission)
