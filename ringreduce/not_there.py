@@ -13,13 +13,9 @@ _NOT_THERE = {
     "keras": "in your own training loop apply the result of ringreduce.grouped_allreduce(gradients)",
     "tensorflow": "pass arrays that support DLPack to ringreduce's functions",
 }
-_IN_JAX = """\
-outside of jax.jit reduce the gradients yourself:
-    leaves, tree = jax.tree.flatten(grads)
-    grads = jax.tree.unflatten(tree, ringreduce.grouped_allreduce(leaves))"""
 _NO_ADAPTER = {
-    "optax": f"optax has no adapter yet; {_IN_JAX}",
-    "flax": f"flax has no adapter yet; {_IN_JAX}",
+    "flax": "flax's optimizers are made from optax's: wrap those, such as nnx.Optimizer(model, "
+    "ringreduce.jax.DistributedOptimizer(optax.adam(1e-3)), wrt=nnx.Param)",
     "keras": "Keras has no adapter yet, and model.fit would train each rank alone; in your own loop apply the "
     "result of ringreduce.grouped_allreduce(gradients)",
 }
@@ -34,8 +30,6 @@ def no_attribute(module: str, name: str) -> AttributeError:
 def check_adapter(optimizer: Any) -> None:
     """Raise TypeError for an optimizer of a framework that has no adapter yet."""
     libraries = [base.__module__.partition(".")[0] for base in type(optimizer).__mro__]
-    if isinstance(optimizer, tuple) and hasattr(optimizer, "init") and hasattr(optimizer, "update"):
-        libraries.insert(0, "optax")  # its GradientTransformation is a pair of functions
     for library in libraries:
         if library in _NO_ADAPTER:
             raise TypeError(f"DistributedOptimizer: {_NO_ADAPTER[library]}")

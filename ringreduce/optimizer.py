@@ -19,6 +19,7 @@ from ringreduce.ops import Average, ReduceOp
 
 FORMS = """\
   - a torch.optim.Optimizer
+  - a gradient transformation of optax
   - an object with step(grads), update(params, grads) or apply_gradients(pairs of (gradient, parameter))
   - a callable on gradients"""
 _METHODS = ("step", "update", "apply_gradients")
@@ -38,6 +39,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 
     optimizer: one of
       - a torch.optim.Optimizer: see `ringreduce.torch.DistributedOptimizer`, also for its options;
+      - a gradient transformation of optax: see `ringreduce.jax.DistributedOptimizer`, likewise;
       - an object with step(grads), update(params, grads) or apply_gradients(pairs of (gradient, parameter));
       - a callable on gradients.
     op:        how the gradients of all ranks become one.
@@ -60,8 +62,12 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         return TorchOptimizer(optimizer, named_parameters, op=op, **options)
     if named_parameters is not None:
         options["named_parameters"] = named_parameters
+    if isinstance(optimizer, tuple) and hasattr(optimizer, "init") and hasattr(optimizer, "update"):
+        from ringreduce.jax import DistributedOptimizer as OptaxOptimizer  # it wraps pairs of functions
+
+        return OptaxOptimizer(optimizer, op=op, **options)
     if options:
-        raise InputError(f"DistributedOptimizer: {', '.join(options)} are options for torch optimizers only")
+        raise InputError(f"DistributedOptimizer: {', '.join(options)} are options for torch and optax optimizers only")
     check_adapter(optimizer)
     methods = [name for name in _METHODS if callable(getattr(optimizer, name, None))]
     if not (methods or callable(optimizer)):

@@ -119,11 +119,13 @@ def pytest_report_header(config):
 def pytest_ignore_collect(collection_path, config):
     """tests/mpi is for ranks under a launcher, and ranks run nothing else but tests/gpu.
 
-    tests/end_to_end starts it there, with 1, 2, 3 and 4 of them.
+    tests/end_to_end starts it there, with 1, 2, 3 and 4 of them; and so tests/jax, in an environment with JAX.
     """
     with_mpi = config.getoption("--with-mpi", default=False)
     if collection_path == ROOT / "tests" / "mpi":
         return None if with_mpi else True
+    if collection_path == ROOT / "tests" / "jax":
+        return None if with_mpi and collection_path in {ROOT / each for each in config.args} else True
     beside = collection_path.parent == ROOT / "tests" and collection_path.is_dir()
     return True if with_mpi and beside and collection_path not in FOR_RANKS else None
 

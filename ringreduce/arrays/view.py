@@ -37,7 +37,7 @@ def as_buffer(array: Any, *, writable: bool = False) -> Buffer:
         return cupy_buffer(array, writable)
     if is_traced(array):
         raise UnsupportedArrayError(
-            "a traced value of JAX has no elements yet; call this outside of jax.jit, or from jax.pure_callback"
+            "a traced value of JAX has no elements yet; call this outside of jax.jit, or use ringreduce.jax"
         )
     if is_on_gpu(array):
         return foreign_gpu_buffer(array, writable)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from ringreduce.arrays.buffer import Buffer
 
 PACKAGE = str(Path(__file__).parents[1])
+CALLERS = ("torch", "jax")  # torch calls hooks; jax.tree.map and jax.jit call functions
 SPANS = 16  # most spans of ranks named in a text
 
 
@@ -135,7 +136,7 @@ def tensor_text(tensor: TensorSignature) -> str:
 
 
 def calling_line(skipped: int = 1) -> str:
-    """The innermost line outside this package, and outside torch, which calls hooks; as file.py:41.
+    """The innermost line outside this package, and outside libraries that call it; as file.py:41.
 
     skipped: how many functions, this one among them, are of this package for certain.
     """
@@ -150,8 +151,8 @@ def calling_line(skipped: int = 1) -> str:
 
 @functools.lru_cache(maxsize=32768)
 def _is_of_library(path: str) -> bool:
-    torch_file = getattr(sys.modules.get("torch"), "__file__", None)
-    return path.startswith((PACKAGE, os.path.dirname(torch_file)) if torch_file else PACKAGE)
+    files = [getattr(sys.modules.get(name), "__file__", None) for name in CALLERS]
+    return path.startswith((PACKAGE, *(os.path.dirname(each) for each in files if each)))
 
 
 @functools.lru_cache(maxsize=32768)

@@ -82,6 +82,10 @@ LAYERS = [
     ["api.reduce", "api.gather", "api.broadcast", "api.objects", "api.control"],
     ["api.ordered"],
     ["optimizer", "testing", "sampler", "run"],
+    ["jax.collectives"],
+    ["jax.primitive"],
+    ["jax.ops"],
+    ["jax.optimizer"],
     ["torch.ops", "torch.sparse", "torch.functions", "torch.sync_batch_norm"],
     ["torch.hooks", "torch.pending", "torch.parameters", "torch.gradient_transport"],
     ["torch.buckets"],
@@ -91,8 +95,8 @@ LAYERS = [
     ["torch.distributed.tensors", "torch.distributed.work", "torch.distributed.launch"],
     ["torch.distributed.group"],
 ]
-# the one import that points up, inside a function: an optimizer is sent to its framework's adapter
-UPWARD = {("optimizer", "torch")}
+# the imports that point up, inside a function: an optimizer is sent to its framework's adapter
+UPWARD = {("optimizer", "torch"), ("optimizer", "jax")}
 
 
 def height(module):

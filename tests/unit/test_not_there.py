@@ -1,6 +1,10 @@
 import importlib
+import subprocess
+import sys
 
 import pytest
+
+import ringreduce as rr
 
 MODULES = ["ringreduce", "ringreduce.torch"]
 
@@ -20,3 +24,15 @@ def test_what_is_not_there_yet_says_so(module, name, says):
     assert not hasattr(package, name)
     with pytest.raises(AttributeError, match=f"module '{module}' has no attribute '{name}'.*{says}|{says}"):
         getattr(package, name)
+
+
+def test_without_jax_its_adapter_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "jax", None)
+    with pytest.raises(rr.MissingExtraError, match=r"needs JAX; install it with: pip install 'ringreduce\[jax\]'"):
+        importlib.import_module("ringreduce.jax")
+    assert "ringreduce.jax" not in sys.modules
+
+
+def test_importing_ringreduce_imports_no_framework():
+    program = "import sys, ringreduce; print({'jax', 'optax', 'torch', 'cupy'} & set(sys.modules))"
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "set()\n"

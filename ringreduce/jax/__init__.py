@@ -1,0 +1,56 @@
+"""ringreduce for JAX: collectives on arrays and trees of them, eagerly and inside `jax.jit`; optimizers of optax.
+
+    import ringreduce.jax as hvd
+
+collectives   each collective as the host runs it, on NumPy arrays
+primitive     the JAX primitive that calls the host: jit, grad and vmap go through it
+ops           the public functions, on trees
+optimizer     DistributedOptimizer, value_and_grad, broadcast_parameters
+"""
+# ruff: noqa: F403
+
+from types import ModuleType as _ModuleType
+
+from ringreduce.errors import MissingExtraError as _MissingExtraError
+
+try:
+    import jax as _jax  # noqa: F401
+except ImportError as exc:
+    raise _MissingExtraError("ringreduce.jax needs JAX; install it with: pip install 'ringreduce[jax]'") from exc
+
+from ringreduce.api.control import init as init
+from ringreduce.api.control import join as join
+from ringreduce.api.control import start_timeline as start_timeline
+from ringreduce.api.control import stop_timeline as stop_timeline
+from ringreduce.api.info import info as info
+from ringreduce.api.objects import *
+from ringreduce.api.ordered import ordered as ordered
+from ringreduce.api.process_sets import *
+from ringreduce.api.world import *
+from ringreduce.compression import Compression as Compression
+from ringreduce.errors import HorovodInternalError as HorovodInternalError
+from ringreduce.jax.ops import *
+from ringreduce.jax.optimizer import *
+from ringreduce.not_there import no_attribute as _no_attribute
+from ringreduce.ops import *
+from ringreduce.runtime import is_initialized as is_initialized
+from ringreduce.runtime import shutdown as shutdown
+
+_values = list(globals().items())
+__all__ = [name for name, it in _values if name[0] != "_" and not isinstance(it, _ModuleType)]
+
+
+def __getattr__(name: str) -> object:
+    if name.endswith("_") and name[:-1] in __all__:
+        raise AttributeError(
+            f"module {__name__!r} has no {name}: JAX's arrays cannot be changed in place; use {name[:-1]}, whose "
+            "result is a new array",
+            name=name,
+        )
+    if name.removesuffix("_").endswith("_async"):
+        raise AttributeError(
+            f"module {__name__!r} has no {name}: JAX dispatches a jitted function, and the collectives in it, "
+            f"asynchronously itself; ringreduce.{name.removesuffix('_')} takes JAX's arrays and returns NumPy's",
+            name=name,
+        )
+    raise _no_attribute(__name__, name)

@@ -1,0 +1,193 @@
+"""The collectives on JAX's arrays and trees of them, by Horovod's names and arguments.
+
+They work eagerly, inside jax.jit, and under jax.grad and jax.vmap. A tree is reduced whole, as a group: one agreement,
+few messages. Results are JAX arrays where the arguments are.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ringreduce import runtime
+from ringreduce.api import gather
+from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
+from ringreduce.api.submit import which_op, whole
+from ringreduce.arrays.dtypes import element_type
+from ringreduce.compression import Compression, Compressor
+from ringreduce.errors import InputError, UnsupportedArrayError
+from ringreduce.execution.signature import calling_line
+from ringreduce.jax.collectives import Allgather, Allreduce, Alltoall, Barrier, Broadcast, Collective, Reducescatter
+from ringreduce.jax.primitive import bind
+from ringreduce.ops import Average, ReduceOp
+
+__all__ = ["allgather", "allreduce", "alltoall", "barrier", "broadcast", "grouped_allgather", "grouped_allreduce"]
+__all__ += ["grouped_reducescatter", "reducescatter"]
+
+
+def allreduce(
+    tensor: Any,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Reduce an array, or a tree of arrays, over all ranks; the same bits on every rank.
+
+    tensor:   arrays and numbers in any tree that JAX knows; equal in form, shapes and types on all ranks.
+    Gradient: for Average and Sum the same allreduce, compressed too; for other ops InputError.
+    vmap:     the same allreduce of the whole batch.
+    Cost:     as `ringreduce.grouped_allreduce`; inside jit XLA copies the results.
+    Raises:   as `ringreduce.allreduce`. Inside jit what ranks find out together is a JaxRuntimeError with that text.
+    Source:   Horovod's allreduce.
+    """
+    op = which_op("allreduce", average, op)
+    kind = functools.partial(Allreduce, op=op, scales=(float(prescale_factor), float(postscale_factor)))
+    return _on_leaves("allreduce", kind, tensor, name, process_set, compression, averages=op is Average)
+
+
+def allgather(tensor: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
+    """Concatenate the arrays of all ranks along dim 0, in rank order; of a tree each array.
+
+    Shape:    as `ringreduce.allgather`; inside jit, and under grad, all ranks pass equally many rows.
+    Gradient: this rank's rows of the result's gradient, averaged over the ranks.
+    Source:   Horovod's allgather.
+    """
+    return _on_leaves("allgather", Allgather, tensor, name, process_set)
+
+
+def broadcast(
+    tensor: Any, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Any:
+    """The root's array, or tree of arrays, on every rank; otherwise as `ringreduce.broadcast`.
+
+    Gradient: on the root the result's, averaged over the ranks; elsewhere zeros.
+    Source:   Horovod's broadcast.
+    """
+    kind = functools.partial(Broadcast, root_rank=whole(root_rank))
+    return _on_leaves("broadcast", kind, tensor, name, process_set)
+
+
+def alltoall(
+    tensor: Any, splits: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Any:
+    """Send each rank its part of the rows, and return what all ranks sent to this one, in rank order.
+
+    splits:   the rows for each rank, (size,), and the result is (rows, received_splits): for one array, and outside of
+              jit and grad, since no rank knows there how many rows it will get. None: equal parts.
+    Gradient: sent back to where the rows came from.
+    Source:   Horovod's alltoall.
+    """
+    if splits is None:
+        size = process_set.size() or 1
+        for array in jax.tree.leaves(tensor):
+            if jnp.ndim(array) and len(array) % size:
+                raise InputError(
+                    f"alltoall: {len(array)} rows cannot be split equally among {size} ranks; pass splits, or a "
+                    f"multiple of {size}"
+                )
+        return _on_leaves("alltoall", Alltoall, tensor, name, process_set)
+    if isinstance(tensor, jax.core.Tracer) or isinstance(splits, jax.core.Tracer):
+        raise InputError(
+            "alltoall: splits inside jax.jit, grad or vmap, where the number of received rows must be known before; "
+            "expected None: pad to equal parts, or call it outside"
+        )
+    rows, received = gather.alltoall(np.asarray(tensor), np.asarray(splits), name, process_set)
+    return jax.device_put(rows), jax.device_put(received)
+
+
+def reducescatter(
+    tensor: Any,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: ReduceOp = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Any:
+    """Reduce over all ranks; returns this rank's part of the rows, of a tree those of each array.
+
+    Gradient: an allgather of the parts' gradients, times both factors, and for Sum times the number of ranks.
+    Otherwise as `ringreduce.reducescatter`.
+    Source: Horovod's reducescatter.
+    """
+    kind = functools.partial(Reducescatter, op=op, scales=(float(prescale_factor), float(postscale_factor)))
+    return _on_leaves("reducescatter", kind, tensor, name, process_set, compression, averages=op is Average)
+
+
+grouped_allreduce = allreduce
+grouped_allgather = allgather
+grouped_reducescatter = reducescatter
+
+
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Return when every rank has called it; inside jit it has its place in the order of the collectives."""
+    runtime.current("barrier")
+    number_of(process_set, "barrier")
+    bind(Barrier(calling_line(), process_set=process_set), [])
+
+
+def _on_leaves(
+    function: str,
+    kind: Callable[..., Collective],
+    tree: Any,
+    name: str | None,
+    process_set: ProcessSet,
+    compression: type[Compressor] = Compression.none,
+    averages: bool = False,
+) -> Any:
+    """The tree with what a collective of this kind makes of its arrays."""
+    runtime.current(function)
+    number_of(process_set, function)
+    paths, form = jax.tree_util.tree_flatten_with_path(tree)
+    names = tuple(jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in paths)
+    if not names:
+        return tree
+    pairs = []
+    for own, (_, leaf) in zip(names, paths, strict=True):
+        array = _array(function, own, float(leaf) if averages and type(leaf) is int else leaf)
+        pairs.append(compression.compress(array))
+    arrays = [array for array, _ in pairs]
+    place = _place(function, calling_line(), tuple((each.shape, each.dtype) for each in arrays))
+    collective = kind(place, name, None if names == ("",) else names, process_set)
+    for own, array in zip(names, arrays, strict=True):
+        if collective.by_rows and not array.ndim:
+            raise InputError(f"{function}{_quoted(own)}: a 0-d array has no rows; pass one of at least 1 dimension")
+    results = bind(collective, arrays)
+    contexts = [context for _, context in pairs]
+    return jax.tree.unflatten(form, map(compression.decompress, results, contexts))
+
+
+def _array(function: str, name: str, leaf: Any) -> Any:
+    """The leaf as JAX's array, or what stands for one."""
+    try:
+        array = jnp.asarray(leaf)
+        element_type(array.dtype)
+    except (TypeError, UnsupportedArrayError) as exc:
+        cure = "pass only the arrays of a tree, such as equinox.filter(tree, equinox.is_array)"
+        if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            cure = "pass jax.random.key_data(key)"
+        raise UnsupportedArrayError(f"{function}{_quoted(name)}: {exc}; {cure}") from exc
+    return array
+
+
+def _quoted(name: str) -> str:
+    return f" {name!r}" if name else ""
+
+
+_SEEN: dict[tuple[str, str], dict[Any, int]] = {}
+
+
+def _place(function: str, line: str, shapes: Any) -> str:
+    """The line, with a number where it is called with several shapes, as by jax.tree.map; equal again when retraced."""
+    seen = _SEEN.setdefault((function, line), {})
+    number = seen.setdefault(shapes, len(seen))
+    return f"{line}.{number}" if number else line

@@ -1,0 +1,167 @@
+"""DistributedOptimizer for optax, value_and_grad, and parameters that are alike on all ranks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ringreduce.api.objects import broadcast_object
+from ringreduce.api.process_sets import ProcessSet, global_process_set
+from ringreduce.api.submit import which_op
+from ringreduce.compression import Compression, Compressor
+from ringreduce.errors import InputError
+from ringreduce.jax.ops import allreduce, broadcast
+from ringreduce.ops import Adasum, Average, ReduceOp, Sum
+
+__all__ = ["DistributedOptimizer", "broadcast_parameters", "value_and_grad"]
+
+
+class Accumulated(NamedTuple):
+    """The state of an optimizer that steps every few backward passes."""
+
+    optimizer: Any  # the wrapped optimizer's state
+    gradients: Any  # their sum since the last step
+    passes: Any  # how many
+
+
+def DistributedOptimizer(  # noqa: N802 - Horovod's name
+    optimizer: Any,
+    compression: type[Compressor] = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: ReduceOp = Average,
+    gradient_predivide_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+    *,
+    name: str | None = None,
+) -> Any:
+    """Wrap a gradient transformation of optax so that it sees the gradients reduced over all ranks.
+
+    Returns an optax.GradientTransformationExtraArgs: chain it, jit its update, or give it to flax's optimizers.
+
+    compression: `Compression.fp16` or `.bf16` send gradients in 16 bits.
+    backward_passes_per_step: gradients of this many updates are summed, not averaged, before they are reduced; for
+        their mean divide the loss. Until then updates are zeros. Its state is the optimizer's and such a sum.
+    op: Average, Sum, or Adasum: every rank computes updates from its own gradients, and the updates are reduced.
+    gradient_predivide_factor: f: Average divides by f before the sum and by size / f after it.
+    process_set: the ranks that take part; on the others the optimizer works as before.
+    name: of the operation, for error messages and the timeline; by default the line that calls update.
+
+    Cost:   one `allreduce` of all gradients, as a group, a step.
+    Raises: InputError (a ValueError) for wrong arguments; TypeError for what is no gradient transformation.
+    Source: Horovod's DistributedOptimizer; optax.MultiSteps.
+    """
+    import optax
+
+    if not (callable(getattr(optimizer, "init", None)) and callable(getattr(optimizer, "update", None))):
+        raise TypeError(
+            f"DistributedOptimizer: expected a gradient transformation of optax, got a {type(optimizer).__qualname__}; "
+            "such as DistributedOptimizer(optax.adam(1e-3))"
+        )
+    if backward_passes_per_step < 1:
+        raise InputError(f"backward_passes_per_step={backward_passes_per_step}; expected 1 or more")
+    reduce = _reduction(compression, op, gradient_predivide_factor, process_set, name)
+    inner = optax.with_extra_args_support(optimizer)
+
+    def step(gradients: Any, state: Any, params: Any, extra: dict[str, Any]) -> tuple[Any, Any]:
+        if op is not Adasum:
+            return inner.update(reduce(gradients), state, params, **extra)  # type: ignore[no-any-return]
+        updates, state = inner.update(gradients, state, params, **extra)
+        return reduce(updates), state
+
+    def update(gradients: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        if backward_passes_per_step == 1:
+            return step(gradients, state, params, extra)
+        total = jax.tree.map(jnp.add, state.gradients, gradients)
+        zeros = jax.tree.map(jnp.zeros_like, total)
+
+        def last() -> tuple[Any, Any]:
+            updates, of_optimizer = step(total, state.optimizer, params, extra)
+            return updates, Accumulated(of_optimizer, zeros, jnp.zeros_like(state.passes))
+
+        def another() -> tuple[Any, Any]:
+            return zeros, Accumulated(state.optimizer, total, state.passes + 1)
+
+        is_last = state.passes + 1 == backward_passes_per_step
+        if isinstance(is_last, jax.core.Tracer):
+            return jax.lax.cond(is_last, last, another)  # type: ignore[no-any-return]
+        return last() if is_last else another()
+
+    def init(params: Any) -> Any:
+        if backward_passes_per_step == 1:
+            return inner.init(params)
+        return Accumulated(inner.init(params), jax.tree.map(jnp.zeros_like, params), jnp.zeros((), jnp.int32))
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def value_and_grad(
+    fun: Callable[..., Any],
+    argnums: int | tuple[int, ...] = 0,
+    has_aux: bool = False,
+    *,
+    compression: type[Compressor] = Compression.none,
+    op: ReduceOp = Average,
+    gradient_predivide_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+    name: str | None = None,
+    **options: Any,
+) -> Callable[..., Any]:
+    """As jax.value_and_grad, the gradients reduced over all ranks; the value is this rank's own.
+
+    In place of a `DistributedOptimizer`, not beside one. options: further ones of jax.value_and_grad.
+    Source: Horovod's DistributedGradientTape.
+    """
+    reduce = _reduction(compression, op, gradient_predivide_factor, process_set, name)
+    of_rank = jax.value_and_grad(fun, argnums, has_aux, **options)
+
+    @functools.wraps(fun)
+    def reduced(*args: Any, **kwargs: Any) -> Any:
+        value, gradients = of_rank(*args, **kwargs)
+        return value, reduce(gradients)
+
+    return reduced
+
+
+def _reduction(
+    compression: type[Compressor], op: ReduceOp, predivide: float, process_set: ProcessSet, name: str | None
+) -> Callable[[Any], Any]:
+    """What reduces a tree of gradients; raises InputError for wrong arguments."""
+    if which_op("DistributedOptimizer", None, op) not in (Average, Sum, Adasum):
+        raise InputError(f"DistributedOptimizer: op={op!r}; expected Average, Sum or Adasum")
+    if not predivide > 0:
+        raise InputError(f"gradient_predivide_factor={predivide}; expected a number above 0")
+    if predivide != 1.0 and op is not Average:
+        raise InputError(f"gradient_predivide_factor={predivide} with op={op!r}; it works with op=Average only")
+
+    def reduce(gradients: Any) -> Any:
+        if not process_set.included():
+            return gradients
+        return allreduce(gradients, None, name, compression, op, 1 / predivide, predivide, process_set)
+
+    return reduce
+
+
+def broadcast_parameters(params: Any, root_rank: int = 0, process_set: ProcessSet = global_process_set) -> Any:
+    """The root's parameters, or any tree of arrays such as an optimizer's state, on every rank: returns a new tree.
+
+    JAX's arrays cannot be overwritten, so use the result: params = broadcast_parameters(params). Python's numbers are
+    the root's, too; other leaves, such as the functions in a module of equinox, stay as they are.
+
+    Cost:   as `broadcast`, of all arrays as a group.
+    Source: Horovod's broadcast_parameters.
+    """
+    arrays = jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.Array | np.ndarray) else None, params)
+    numbers = jax.tree.map(lambda leaf: leaf if isinstance(leaf, bool | int | float | complex) else None, params)
+    received = broadcast(arrays, root_rank, None, process_set)
+    if jax.tree.leaves(numbers):
+        numbers = broadcast_object(numbers, root_rank, None, process_set)
+
+    def chosen(leaf: Any, array: Any, number: Any) -> Any:
+        return next((each for each in (array, number) if each is not None), leaf)
+
+    return jax.tree.map(chosen, params, received, numbers, is_leaf=lambda leaf: leaf is None)

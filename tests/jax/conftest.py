@@ -1,0 +1,25 @@
+"""ringreduce.jax on every rank of a job: end_to_end/test_jax.py starts it, where JAX is. See on_ranks.py."""
+
+import jax
+import pytest
+
+import ringreduce.jax as hvd
+from tests import on_ranks
+
+jax.config.update("jax_platforms", "cpu")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config):
+    hvd.init(process_sets="dynamic")
+    on_ranks.start(config)
+
+
+def pytest_runtest_logreport(report):
+    on_ranks.end_the_job_if_failed(report)
+
+
+@pytest.fixture(params=["eagerly", "in jit"])
+def run(request):
+    """run(function) is the function itself, or the jitted one."""
+    return jax.jit if request.param == "in jit" else lambda function: function

@@ -1,0 +1,321 @@
+"""The collectives on JAX's arrays: eagerly and inside jit, their gradients and batches."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import ringreduce as rr
+import ringreduce.jax as hvd
+from ringreduce.jax import collectives
+
+RANK, SIZE = hvd.rank(), hvd.size()
+RANKS = np.arange(SIZE)
+CALL = re.compile("test_ops.py:[0-9]+")
+
+
+def own(*shape, rank=RANK):
+    """Other values on every rank and at every place."""
+    return jnp.arange(np.prod(shape), dtype=jnp.float32).reshape(shape) + 100 * rank
+
+
+def close(result, expected):
+    assert isinstance(result, jax.Array)
+    np.testing.assert_allclose(np.asarray(result, np.float64), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("op", "expected"),
+    [
+        (hvd.Average, lambda parts: parts.mean(0)),
+        (hvd.Sum, lambda parts: parts.sum(0)),
+        (hvd.Min, lambda parts: parts.min(0)),
+        (hvd.Max, lambda parts: parts.max(0)),
+        (hvd.Product, lambda parts: parts.prod(0)),
+    ],
+)
+def test_allreduce(run, op, expected):
+    parts = np.stack([own(2, 3, rank=rank) for rank in RANKS]).astype(np.float64)
+    close(run(lambda x: hvd.allreduce(x, op=op))(own(2, 3)), expected(parts))
+
+
+def test_scales_and_horovods_average(run):
+    total = sum(own(3, rank=rank) for rank in RANKS)
+    close(run(lambda x: hvd.allreduce(x, op=hvd.Sum, prescale_factor=0.5, postscale_factor=4.0))(own(3)), 2 * total)
+    close(run(lambda x: hvd.allreduce(x, average=False))(own(3)), total)
+
+
+@pytest.mark.parametrize("name", ["bool", "int8", "uint16", "int32", "float16", "bfloat16", "float32", "complex64"])
+def test_types_stay(run, name):
+    values = jnp.asarray([RANK == 0, True, False]).astype(name)
+    result = run(lambda x: hvd.allreduce(x, op=hvd.Sum))(values)
+    assert result.dtype == values.dtype
+    expected = [True, True, False] if name == "bool" else [1, SIZE, 0]
+    np.testing.assert_array_equal(np.asarray(result).astype(complex), np.asarray(expected, complex))
+
+
+def test_64_bits_become_what_jax_makes_of_them():
+    assert hvd.allreduce(np.float64(RANK)).dtype == jnp.float32
+    with jax.enable_x64(True):
+        assert hvd.allreduce(jnp.float64(RANK)).dtype == jnp.float64
+        close(jax.jit(hvd.allreduce)(jnp.float64(RANK)), RANKS.mean())
+
+
+def test_numbers_and_trees(run):
+    tree = {"loss": 0.5 + RANK, "count": RANK, "layers": [own(2), (own(3), None)], "none": None}
+    result = run(hvd.allreduce)(tree) if run is not jax.jit else jax.jit(hvd.allreduce)(jax.tree.map(jnp.float32, tree))
+    assert jax.tree.structure(result) == jax.tree.structure(tree)
+    close(result["loss"], 0.5 + RANKS.mean())
+    close(result["count"], RANKS.mean())
+    close(result["layers"][1][0], own(3, rank=RANKS.mean()))
+    assert hvd.allreduce({}) == {}
+
+
+@pytest.mark.parametrize("compression", [hvd.Compression.fp16, hvd.Compression.bf16])
+def test_compression(run, compression):
+    result = run(lambda x: hvd.allreduce(x, compression=compression))(jnp.float32([1 + RANK, 1 / 3]))
+    kind = np.float16 if compression is hvd.Compression.fp16 else ml_dtypes.bfloat16
+    close(result, np.float64([(1 + RANKS).mean(), 1 / 3]).astype(kind).astype(np.float32))
+    assert result.dtype == jnp.float32
+
+
+def test_broadcast(run):
+    root = SIZE - 1
+    result = run(lambda tree: hvd.broadcast(tree, root))({"a": own(2, 2), "b": jnp.int32(RANK)})
+    close(result["a"], own(2, 2, rank=root))
+    assert result["b"] == root
+
+
+def test_allgather(run):
+    close(run(hvd.allgather)(own(2, 3)), np.concatenate([own(2, 3, rank=rank) for rank in RANKS]))
+
+
+def test_allgather_of_as_many_rows_as_a_rank_likes_outside_jit():
+    parts = [own(rank, 2, rank=rank) for rank in RANKS]
+    close(hvd.allgather(own(RANK, 2)), np.concatenate(parts))
+
+
+def test_reducescatter(run):
+    rows = 2 * SIZE + 1
+    result = run(lambda x: hvd.reducescatter(x, op=hvd.Sum))(own(rows, 2))
+    total = sum(own(rows, 2, rank=rank) for rank in RANKS)
+    close(result, np.array_split(total, SIZE)[RANK])
+
+
+def test_alltoall(run):
+    parts = [own(2 * SIZE, 3, rank=rank)[2 * RANK : 2 * RANK + 2] for rank in RANKS]
+    close(run(hvd.alltoall)(own(2 * SIZE, 3)), np.concatenate(parts))
+
+
+def test_alltoall_with_splits():
+    rows, received = hvd.alltoall(own(SIZE * (RANK + 1), 2), [RANK + 1] * SIZE)
+    assert received.tolist() == [rank + 1 for rank in RANKS]
+    expected = [own(SIZE * (rank + 1), 2, rank=rank)[RANK * (rank + 1) :][: rank + 1] for rank in RANKS]
+    close(rows, np.concatenate(expected))
+    with pytest.raises(rr.InputError, match=r"alltoall: splits inside jax.jit, grad or vmap, where the number"):
+        jax.jit(lambda x: hvd.alltoall(x, [1] * SIZE))(own(SIZE))
+
+
+def test_barrier(run):
+    def program(x):
+        hvd.barrier()
+        return hvd.allreduce(x)
+
+    close(run(program)(own(1)), own(1, rank=RANKS.mean()))
+
+
+def test_program_order(run):
+    channel = hvd.ordered()
+    close(run(lambda x: hvd.allreduce(x, process_set=channel))(own(2)), own(2, rank=RANKS.mean()))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_process_set(run, size):
+    if size >= SIZE:
+        return  # it would be that of all ranks
+    members = list(range(SIZE - size, SIZE))
+    some = hvd.add_process_set(members)
+    if some.included():
+        close(run(lambda x: hvd.allreduce(x, process_set=some))(own(2)), own(2, rank=np.mean(members)))
+        gathered = run(lambda x: hvd.allgather(x, process_set=some))(own(2))
+        close(gathered, np.concatenate([own(2, rank=rank) for rank in members]))
+        parts = np.array_split(own(5, rank=np.mean(members)), size)
+        close(run(lambda x: hvd.reducescatter(x, process_set=some))(own(5)), parts[some.rank()])
+    assert hvd.remove_process_set(some)
+
+
+def test_gradient_of_allreduce(run):
+    weights = jnp.float32([1.0, 2.0, 3.0]) * (1 + RANK)
+    average = run(jax.grad(lambda x: (weights * hvd.allreduce(x)).sum()))(own(3))
+    close(average, np.float32([1, 2, 3]) * (1 + RANKS).mean())
+    total = run(jax.grad(lambda x: (weights * hvd.allreduce(x, op=hvd.Sum)).sum()))(own(3))
+    close(total, np.float32([1, 2, 3]) * (1 + RANKS).sum())
+
+
+def test_gradient_of_a_tree_with_whole_numbers(run):
+    def loss(x):
+        reduced = hvd.allreduce({"x": x, "count": jnp.int32([1, 2])}, op=hvd.Sum)
+        return (reduced["x"] * reduced["count"]).sum()
+
+    close(run(jax.grad(loss))(own(2)), [SIZE * SIZE, 2 * SIZE * SIZE])
+
+
+def test_an_op_without_a_gradient_says_so(run):
+    with pytest.raises(rr.InputError, match=r"allreduce \(test_ops.py:\d+\): op=Max has no gradient; expected Average"):
+        run(jax.grad(lambda x: hvd.allreduce(x, op=hvd.Max).sum()))(own(2))
+    stopped = run(jax.grad(lambda x: (x * hvd.allreduce(jax.lax.stop_gradient(x), op=hvd.Max)).sum()))(own(2))
+    close(stopped, own(2, rank=SIZE - 1))
+
+
+def test_gradients_of_the_others(run):
+    """Of a loss averaged over the ranks, as Horovod's."""
+    weights = own(2 * SIZE, rank=RANK)
+    mean = own(2 * SIZE, rank=RANKS.mean())
+    gathered = run(jax.grad(lambda x: (weights * hvd.allgather(x)).sum()))(own(2))
+    close(gathered, mean[2 * RANK : 2 * RANK + 2])
+    root = SIZE - 1
+    copied = run(jax.grad(lambda x: (weights * hvd.broadcast(x, root)).sum()))(own(2 * SIZE))
+    close(copied, mean if root == RANK else np.zeros(2 * SIZE))
+    sent = run(jax.grad(lambda x: (weights * hvd.alltoall(x)).sum()))(own(2 * SIZE))
+    close(sent, np.concatenate([own(2 * SIZE, rank=rank)[2 * RANK : 2 * RANK + 2] for rank in RANKS]))
+    rows = 2 * SIZE + 1
+    parts = [np.float32([10 * rank + 1, 10 * rank + 2, 10 * rank + 3]) for rank in RANKS]
+    mine = len(np.array_split(np.zeros(rows), SIZE)[RANK])
+    scattered = run(jax.grad(lambda x: (parts[RANK][:mine] * hvd.reducescatter(x, op=hvd.Sum)).sum()))(own(rows))
+    lengths = [len(each) for each in np.array_split(np.zeros(rows), SIZE)]
+    close(scattered, SIZE * np.concatenate([part[:length] for part, length in zip(parts, lengths, strict=True)]))
+
+
+def test_second_derivative(run):
+    cube = jax.grad(lambda x: (hvd.allreduce(x, op=hvd.Sum) ** 3).sum())
+    total = SIZE * SIZE * 1.0
+    close(run(jax.grad(lambda x: cube(x).sum()))(jnp.full(2, float(SIZE))), np.full(2, 6 * total * SIZE * SIZE))
+
+
+def test_vmap(run):
+    batch = own(4, 2, 3)
+    close(run(jax.vmap(hvd.allreduce))(batch), own(4, 2, 3, rank=RANKS.mean()))
+    close(run(jax.vmap(hvd.allreduce, in_axes=1, out_axes=1))(batch), own(4, 2, 3, rank=RANKS.mean()))
+    everyones = np.stack([own(4, 2, 3, rank=rank) for rank in RANKS], 1)
+    close(run(jax.vmap(hvd.allgather))(batch), everyones.reshape(4, 2 * SIZE, 3))
+    squares = run(jax.vmap(jax.grad(lambda x: (hvd.allreduce(x) ** 2).sum())))(batch)
+    close(squares, 2 * own(4, 2, 3, rank=RANKS.mean()))
+
+
+def test_control_flow():
+    def program(x):
+        total, _ = jax.lax.scan(lambda carry, _: (hvd.allreduce(carry) + RANK, None), x, None, length=3)
+        total = jax.lax.while_loop(lambda each: each[0] < 1000, lambda each: hvd.allreduce(each, op=hvd.Sum) + 1, total)
+        return jax.lax.cond(total[0] > 0, hvd.allreduce, lambda each: each, total)
+
+    expected = np.float64([RANKS.mean() + 0.0])
+    value = RANKS * 1.0
+    for _ in range(3):
+        value = value.mean() + RANKS
+    while value[0] < 1000:
+        value = np.full(SIZE, value.sum() + 1)
+    expected = [value.mean()]
+    close(jax.jit(program)(jnp.float32([RANK])), expected)
+
+
+def test_many_in_one_program_run_in_its_order():
+    """Rank by rank another of them has the most to compute before; two jitted functions are in flight at once."""
+
+    @jax.jit
+    def program(x):
+        results = []
+        for number in range(20):
+            work = x
+            for _ in range(20 if number % SIZE == RANK else 1):
+                work = jnp.sin(work @ work)
+            results.append(hvd.allreduce(jnp.full(5 + number, float(number)) + 0 * work[0, 0], op=hvd.Sum))
+        return results
+
+    first, second = program(jnp.eye(50)), program(jnp.ones((50, 50)))
+    between = hvd.allreduce(float(RANK))
+    for results in (second, first):
+        for number, result in enumerate(results):
+            close(result, np.full(5 + number, float(number * SIZE)))
+    close(between, RANKS.mean())
+
+
+@pytest.mark.parametrize("count", [1, 100_003, 3_000_000])
+def test_large_arrays_beside_a_computation(count):
+    """XLA has as many threads as the machine has cores, and one of them waits here."""
+    program = jax.jit(lambda x: hvd.allreduce(jnp.sqrt(x * x), op=hvd.Sum))
+    other = jax.jit(lambda x: (x @ x).sum())
+    waiting = [(program(jnp.full(count, 1.0 + RANK)), other(jnp.ones((300, 300)))) for _ in range(4)]
+    for reduced, computed in waiting:
+        close(reduced[:: max(1, count // 7)], (1.0 + RANKS).sum())
+        assert computed == 300**3
+
+
+def test_eagerly_memory_is_not_copied(monkeypatch):
+    pointers = []
+    run = collectives.Allreduce.run
+
+    def recorded(self, arrays, name):
+        results = run(self, arrays, name)
+        pointers.extend([arrays[0].ctypes.data, results[0].ctypes.data])
+        return results
+
+    monkeypatch.setattr(collectives.Allreduce, "run", recorded)
+    x = own(1000)
+    result = hvd.allreduce(x)
+    assert pointers == [x.unsafe_buffer_pointer(), result.unsafe_buffer_pointer()]
+
+
+def test_results_are_where_the_arguments_are():
+    x = jax.device_put(own(3), jax.devices()[0])
+    assert hvd.allreduce(x).devices() == x.devices()
+    assert hvd.allreduce(x).sharding == x.sharding
+
+
+def test_a_mismatch_is_told_and_the_job_goes_on():
+    if SIZE == 1:
+        pytest.skip("takes two ranks")
+    with pytest.raises(rr.MismatchError, match=r"rank 1 of \d, allreduce 'w' .*float32\[3\], but rank 0 has float32"):
+        hvd.allreduce({"w": own(2 + (RANK > 0))})
+    with pytest.raises(Exception, match=r"(?s)MismatchError: rank 1 of \d, allreduce 'w' .*: float32\[3\], but rank 0"):
+        jax.block_until_ready(jax.jit(hvd.allreduce)({"w": own(2 + (RANK > 0))}))
+    close(jax.jit(hvd.allreduce)(own(2)), own(2, rank=RANKS.mean()))
+
+
+def test_rows_that_differ_inside_jit_are_told():
+    """On each rank whose number is not their mean, which is none here."""
+    if SIZE == 1:
+        pytest.skip("takes two ranks")
+    with pytest.raises(Exception, match=r"(?s)allgather \(.*the result has shape .* all ranks must pass equally many"):
+        jax.block_until_ready(jax.jit(hvd.allgather)(own(2 + (RANK == 0))))
+    close(jax.jit(hvd.allreduce)(own(2)), own(2, rank=RANKS.mean()))
+
+
+def test_what_cannot_be_reduced_is_told():
+    with pytest.raises(rr.InputError, match=r"allreduce 'f': .*pass only the arrays of a tree, such as equinox.filter"):
+        hvd.allreduce({"f": jax.nn.relu})
+    with pytest.raises(rr.InputError, match=r"broadcast: elements of type key.*pass jax.random.key_data\(key\)"):
+        hvd.broadcast(jax.random.key(0), 0)
+    with pytest.raises(rr.InputError, match="allgather 'a': a 0-d array has no rows"):
+        hvd.allgather({"a": 1.0})
+    with pytest.raises(rr.InputError, match="was not added"):
+        jax.jit(lambda x: hvd.allreduce(x, process_set=hvd.ProcessSet([0])))(own(1))
+    with pytest.raises(AttributeError, match="no allreduce_: JAX's arrays cannot be changed in place; use allreduce"):
+        hvd.allreduce_(own(1))
+    with pytest.raises(AttributeError, match=r"no allreduce_async: JAX dispatches .* ringreduce.allreduce_async takes"):
+        hvd.allreduce_async(own(1))
+
+
+def test_calls_of_one_line_have_a_name_for_each_shape():
+    """As of jax.tree.map; retraced, they have the same."""
+    tree = [own(2), own(3), own(2)]
+    names = []
+    for _ in range(2):
+        jaxpr = jax.make_jaxpr(lambda tree: jax.tree.map(hvd.allreduce, tree))(tree)
+        names.append([each.params["collective"].place for each in jaxpr.eqns])
+    first, second, third = names[0]
+    assert CALL.fullmatch(first)
+    assert (second, third) == (f"{first}.1", first)
+    assert names[0] == names[1]

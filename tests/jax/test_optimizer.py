@@ -1,0 +1,223 @@
+"""DistributedOptimizer for optax, value_and_grad, broadcast_parameters: against one process with the global batch."""
+
+import collections
+import functools
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import ringreduce as rr
+import ringreduce.jax as hvd
+
+RANK, SIZE = hvd.rank(), hvd.size()
+BATCH = 12  # for 1, 2, 3 and 4 ranks
+STEPS = 50
+
+
+def first_params(seed=0):
+    keys = jax.random.split(jax.random.key(seed), 2)
+    return {"w": [jax.random.normal(key, shape) for key, shape in zip(keys, [(5, 7), (7, 2)], strict=True)]}
+
+
+def loss_of(params, x):
+    hidden = jnp.tanh(x @ params["w"][0])
+    return ((hidden @ params["w"][1] - x.sum(1, keepdims=True)) ** 2).mean()
+
+
+def batch(step):
+    return jax.random.normal(jax.random.key(1000 + step), (BATCH, 5))
+
+
+def share(step):
+    return batch(step)[RANK::SIZE]
+
+
+def train(optimizer, data, params, loss_and_gradients=None, steps=STEPS):
+    """The parameters after so many steps, each of one jitted function."""
+    loss_and_gradients = loss_and_gradients or jax.value_and_grad(loss_of)
+
+    @jax.jit
+    def step(params, state, x):
+        _, gradients = loss_and_gradients(params, x)
+        updates, state = optimizer.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
+
+    state = optimizer.init(params)
+    for number in range(steps):
+        params, state = step(params, state, data(number))
+    return params
+
+
+@functools.cache
+def alone():
+    return train(optax.adam(0.01), batch, first_params())
+
+
+def check(params, expected, tolerance=1e-5):
+    for mine, other in zip(jax.tree.leaves(params), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(mine, other, rtol=tolerance, atol=tolerance)
+    digests = hvd.allgather_object([np.asarray(each).tobytes() for each in jax.tree.leaves(params)])
+    assert all(each == digests[0] for each in digests), "bit-identical"
+
+
+def test_trains_as_one_process_with_the_global_batch():
+    params = hvd.broadcast_parameters(first_params(seed=RANK))
+    check(train(hvd.DistributedOptimizer(optax.adam(0.01)), share, params), alone())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"op": hvd.Sum},
+        {"gradient_predivide_factor": 4.0},
+        {"name": "gradients"},
+        {"process_set": hvd.global_process_set},
+    ],
+)
+def test_options_that_train_alike(options):
+    """Adam does not see a factor that all gradients have, but for its epsilon."""
+    optimizer = hvd.DistributedOptimizer(optax.adam(0.01), **options)
+    check(train(optimizer, share, first_params()), alone(), 1e-4 if "op" in options else 1e-5)
+
+
+def test_ringreduces_own_knows_optax():
+    check(train(rr.DistributedOptimizer(optax.adam(0.01)), share, first_params()), alone())
+    assert isinstance(rr.DistributedOptimizer(optax.sgd(1.0)), optax.GradientTransformation)
+
+
+def test_value_and_grad():
+    check(train(optax.adam(0.01), share, first_params(), hvd.value_and_grad(loss_of)), alone())
+    loss, _ = hvd.value_and_grad(loss_of)(first_params(), share(0))
+    assert loss == loss_of(first_params(), share(0)), "this rank's own"
+    (_, aux), both = hvd.value_and_grad(lambda a, b: ((a * b).sum(), RANK), (0, 1), has_aux=True)(
+        jnp.float32([RANK]), jnp.float32([2.0])
+    )
+    mean = (SIZE - 1) / 2
+    assert (aux, both[0][0], both[1][0]) == (RANK, 2, mean)
+
+
+@pytest.mark.parametrize("compression", [hvd.Compression.fp16, hvd.Compression.bf16])
+def test_compression(compression):
+    compressed = train(hvd.DistributedOptimizer(optax.sgd(0.01), compression), share, first_params())
+    check(compressed, train(optax.sgd(0.01), batch, first_params()), 0.02)
+
+
+@pytest.mark.parametrize("jit", [True, False])
+def test_accumulation(jit):
+    optimizer = hvd.DistributedOptimizer(optax.adam(0.01), backward_passes_per_step=3)
+    update = jax.jit(optimizer.update) if jit else optimizer.update
+    params, passes = first_params(), 0
+    expected = train(
+        optax.adam(0.01), lambda step: jnp.concatenate([batch(3 * step + k) for k in range(3)]), params, steps=2
+    )
+    state = optimizer.init(params)
+    for number in range(6):
+        updates, state = update(jax.grad(loss_of)(params, share(number)), state, params)
+        passes = (passes + 1) % 3
+        assert state.passes == passes
+        assert all((each == 0).all() for each in jax.tree.leaves(updates)) == (passes > 0)
+        params = optax.apply_updates(params, updates)
+    check(params, expected, 1e-4)
+
+
+def test_adasum_reduces_the_updates():
+    if SIZE == 3:
+        pytest.skip("takes a power of two")
+    params = {"w": jnp.zeros(4)}
+    optimizer = hvd.DistributedOptimizer(optax.sgd(0.5), op=hvd.Adasum)
+    gradient = {"w": jnp.eye(4)[RANK] * (RANK + 1)}
+    updates, _ = jax.jit(optimizer.update)(gradient, optimizer.init(params), params)
+    np.testing.assert_allclose(updates["w"], [-0.5 * (rank + 1) if rank < SIZE else 0 for rank in range(4)], rtol=1e-6)
+
+
+def test_in_a_chain_with_arguments_of_its_own():
+    scheduled = optax.inject_hyperparams(optax.sgd)(learning_rate=optax.linear_schedule(0.1, 0.0, 10))
+    chained = optax.chain(hvd.DistributedOptimizer(optax.clip_by_global_norm(1.0)), scheduled)
+    expected = optax.chain(optax.clip_by_global_norm(1.0), scheduled)
+    check(train(chained, share, first_params(), steps=5), train(expected, batch, first_params(), steps=5))
+
+
+def test_a_module_of_equinox():
+    def make(seed):
+        return eqx.nn.MLP(5, 1, 8, 2, key=jax.random.key(seed))
+
+    def loss(model, x):
+        return ((jax.vmap(model)(x) - x.sum(1, keepdims=True)) ** 2).mean()
+
+    def trained(optimizer, data, model):
+        @eqx.filter_jit
+        def step(model, state, x):
+            gradients = eqx.filter_grad(loss)(model, x)
+            updates, state = optimizer.update(gradients, state, eqx.filter(model, eqx.is_array))
+            return eqx.apply_updates(model, updates), state
+
+        state = optimizer.init(eqx.filter(model, eqx.is_array))
+        for number in range(STEPS):
+            model, state = step(model, state, data(number))
+        return eqx.filter(model, eqx.is_array)
+
+    model = hvd.broadcast_parameters(make(RANK))
+    assert model.activation is jax.nn.relu
+    check(trained(hvd.DistributedOptimizer(optax.adam(0.01)), share, model), trained(optax.adam(0.01), batch, make(0)))
+
+
+Params = collections.namedtuple("Params", "w b")
+
+
+class Module:
+    """As flax registers its own: a node with keys."""
+
+    def __init__(self, **variables):
+        self.variables = variables
+
+
+jax.tree_util.register_pytree_with_keys(
+    Module,
+    lambda module: (
+        [(jax.tree_util.DictKey(key), module.variables[key]) for key in sorted(module.variables)],
+        sorted(module.variables),
+    ),
+    lambda keys, leaves: Module(**dict(zip(keys, leaves, strict=True))),
+)
+
+
+def test_nodes_of_any_kind():
+    tree = Module(dense=Params(jnp.full(3, float(RANK)), None), step=RANK, name="mlp", rate=0.5 + RANK)
+    root = SIZE - 1
+    received = hvd.broadcast_parameters(tree, root_rank=root).variables
+    assert (received["name"], received["step"], received["rate"]) == ("mlp", root, 0.5 + root)
+    assert type(received["step"]) is int
+    assert isinstance(received["dense"], Params)
+    assert received["dense"].w.tolist() == [root] * 3
+    if SIZE > 1:
+        with pytest.raises(rr.MismatchError, match=r"rank 1 of \d, allreduce 'dense.w' .*: float32\[4\], but rank 0"):
+            hvd.allreduce(Module(dense=Params(jnp.ones(3 + (RANK > 0)), None)))
+
+
+def test_a_rank_that_is_not_in_the_process_set_steps_alone():
+    if SIZE < 2:
+        return
+    some = hvd.add_process_set([SIZE - 1])
+    optimizer = hvd.DistributedOptimizer(optax.sgd(1.0), process_set=some)
+    updates, _ = jax.jit(optimizer.update)(jnp.float32([RANK]), optimizer.init(jnp.zeros(1)))
+    assert updates == -RANK
+    hvd.remove_process_set(some)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "says"),
+    [
+        ((optax.adam,), TypeError, "expected a gradient transformation of optax, got a function; such as Distributed"),
+        ((optax.sgd(1.0), hvd.Compression.none, 0), rr.InputError, "backward_passes_per_step=0; expected 1 or more"),
+        ((optax.sgd(1.0), hvd.Compression.none, 1, hvd.Max), rr.InputError, "op=Max; expected Average, Sum or Adasum"),
+        ((optax.sgd(1.0), hvd.Compression.none, 1, hvd.Sum, 2.0), rr.InputError, r"factor=2.0 with op=Sum; it works"),
+        ((optax.sgd(1.0), hvd.Compression.none, 1, hvd.Average, 0), rr.InputError, "factor=0; expected a number above"),
+    ],
+)
+def test_wrong_arguments_are_told(arguments, error, says):
+    with pytest.raises(error, match=says):
+        hvd.DistributedOptimizer(*arguments)
