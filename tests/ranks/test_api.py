@@ -9,7 +9,7 @@ import torch
 import ringreduce as rr
 from ringreduce import runtime
 from ringreduce.arrays.dtypes import TABLE
-from ringreduce.errors import InputError
+from ringreduce.errors import InputError, MismatchError
 from ringreduce.execution import context
 from ringreduce.execution.submission import Submission
 from ringreduce.settings import Settings
@@ -385,6 +385,8 @@ def test_a_name_that_comes_again_with_another_array_or_other_arguments_is_not_ta
                     assert (array == before / (rank + 1) * factor).all(), arguments
         array = ramp.copy()
         rr.allreduce_(array, name="w")
+        with pytest.raises(MismatchError, match=r"allreduce 'w' .*float32\[5\], but rank 0 has float32\[6\]"):
+            rr.allreduce_(ramp[: 6 - (rank == 1)].copy(), name="w")
         for change, message in (
             (lambda: array.setflags(write=False), "a read-only array cannot be changed in place"),
             (lambda: setattr(own, "process_set_id", None), "was not added, or was removed"),
