@@ -348,7 +348,7 @@ def draw(report: Report, path: str) -> None:
     places = list(dict.fromkeys((row["hosts"], row["per_host"], row["gbits"]) for row in rows))
     names = list(dict.fromkeys(row["who"].split()[0] for row in rows))
     colour = plots.colours(names)
-    figure, axes = plots.canvas(1, len(places), (1.5 + 3.4 * len(places), 4.2), sharey=True)
+    figure, axes = plots.canvas(1, len(places), (1.5 + 3.4 * len(places), 4.2), sharey=True, sharex=True)
     for panel, place in zip(axes[0], places, strict=True):
         here = [row for row in rows if (row["hosts"], row["per_host"], row["gbits"]) == place]
         for name in names:
