@@ -130,6 +130,15 @@ def start_gloo() -> None:
     )
 
 
+def ring_group() -> Any:
+    """All ranks once more, over the torch.distributed backend "ring"."""
+    import torch
+
+    import ringreduce.torch.distributed  # noqa: F401
+
+    return torch.distributed.new_group(backend="ring")
+
+
 def stop_gloo() -> None:
     """End what `start_gloo` started, if it did."""
     if start_gloo.cache_info().currsize:

@@ -9,6 +9,7 @@ Every rank has all gradients of a model (`bench/models.py`), float32, and all ge
     ringreduce, torch      the same through ringreduce.torch, on torch tensors
     DDP gloo               a backward that computes nothing but hands over the gradients, gradient_as_bucket_view=True,
                            less the time of the same backward without DDP
+    DDP ring               the same over the torch.distributed backend "ring"
     MPI_Allreduce, packed  a sum of one buffer; packing it, dividing it and unpacking it are not counted
     fused window, simplest a sum in place by bench/fused_window.py: the algorithm alone, two MPI barriers a slot
     Horovod                as ours, measured after all others, since its thread polls
@@ -29,7 +30,7 @@ import plots
 from common import Column, Report, about, in_turns, is_printing, microseconds, seconds_per_run, total
 from contenders import has, missing, stop_gloo
 from models import MODELS
-from reducers import ALONE, DDP, FLOOR, NUMPY, Gradients, Reducer, arguments, horovod, reducers
+from reducers import ALONE, DDP, DDP_RING, FLOOR, NUMPY, Gradients, Reducer, arguments, horovod, reducers
 
 import ringreduce as rr
 
@@ -55,8 +56,9 @@ def measured(
     found = {name: microseconds(each) for name, each in times.items()}
     if ALONE in found:
         alone = found.pop(ALONE)["time_us"]
-        found[DDP] |= {"with_backward_us": found[DDP]["time_us"], "backward_alone_us": alone}
-        found[DDP]["time_us"] -= alone
+        for name in (DDP, DDP_RING):
+            found[name] |= {"with_backward_us": found[name]["time_us"], "backward_alone_us": alone}
+            found[name]["time_us"] -= alone
     for name, row in found.items():
         row["wrong"] = None if name == FLOOR else total(gradients.wrong(compared[name]))
     return found

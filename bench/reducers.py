@@ -7,20 +7,21 @@ All work on the same gradients, in backward's order, each tensor in memory of it
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from common import neutral, parse, parser
-from contenders import has, start_gloo
+from contenders import has, ring_group, start_gloo
 from fused_window import fused_window
 from models import MODELS, Shape
 
 import ringreduce as rr
 
 NUMPY, TORCH, GROUPED = "ringreduce, NumPy", "ringreduce, torch", "ringreduce, grouped"
-DDP, ALONE, HOROVOD = "DDP gloo", "its backward alone", "Horovod"
+DDP, DDP_RING, ALONE, HOROVOD = "DDP gloo", "DDP ring", "its backward alone", "Horovod"
 WINDOW = "fused window, simplest"
 PACKED, ONE_BY_ONE, FLOOR = "MPI_Allreduce, packed", "MPI_Allreduce, each", "floor: one copy"
 PIECE = 1 << 20
@@ -153,7 +154,7 @@ def one_by_one(gradients: Gradients) -> Reducer:
 
 
 def data_parallel(gradients: Gradients) -> dict[str, Reducer]:
-    """DDP over gloo, and what to subtract from its time: the same backward without DDP.
+    """DDP over gloo and over ring, and what to subtract from their times: the same backward without DDP.
 
     The model's backward computes nothing: parameter by parameter, from the last to the first, it hands over gradients
     that are there already. torch takes them over without a copy, so a step is submission, buckets and communication.
@@ -161,8 +162,10 @@ def data_parallel(gradients: Gradients) -> dict[str, Reducer]:
     import torch
 
     start_gloo()
-    model = delivering(gradients)
-    parallel = torch.nn.parallel.DistributedDataParallel(delivering(gradients), gradient_as_bucket_view=True)
+    groups = {DDP: torch.distributed.group.WORLD, DDP_RING: ring_group()}
+    wrap = functools.partial(torch.nn.parallel.DistributedDataParallel, gradient_as_bucket_view=True)
+    models = {name: wrap(delivering(gradients), process_group=group) for name, group in groups.items()}
+    models[ALONE] = delivering(gradients)
 
     def step(module: Any) -> Callable[[], None]:
         def run() -> None:
@@ -175,8 +178,9 @@ def data_parallel(gradients: Gradients) -> dict[str, Reducer]:
         return lambda: [parameter.grad.numpy() for parameter in reversed(list(module.parameters()))]
 
     # DDP makes its buckets anew after the first backward, in the order in which gradients came
-    step(parallel)()
-    return {DDP: Reducer(step(parallel), results(parallel)), ALONE: Reducer(step(model), results(model))}
+    for model in models.values():
+        step(model)()
+    return {name: Reducer(step(model), results(model)) for name, model in models.items()}
 
 
 def delivering(gradients: Gradients) -> Any:

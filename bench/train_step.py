@@ -13,6 +13,7 @@ rank takes. Rows:
     ringreduce          optimizer = ringreduce.torch.DistributedOptimizer(...)
     grouped by hand     ringreduce.grouped_allreduce_async_ of all gradients after backward
     DDP gloo            DistributedDataParallel(model, gradient_as_bucket_view=True)
+    DDP ring            the same over the torch.distributed backend "ring"
     Horovod             as ours; measured after all others, since its thread polls
 
 Columns: time of a step (median of several runs, the rows in turns, of the slowest rank); what it adds to computing and
@@ -49,14 +50,14 @@ from common import (
     seconds_per_run,
     total,
 )
-from contenders import has, missing, start_gloo, stop_gloo
+from contenders import has, missing, ring_group, start_gloo, stop_gloo
 
 import ringreduce as rr
 
 SECONDS_PER_RUN = 1.0
 WARM_UP_STEPS = 9  # in the first 8 a DistributedOptimizer reduces nothing while backward runs
 ALONE, BARRIER, COPY = "compute alone", "compute, barrier", "one copy"
-OURS, BY_HAND, DDP, HOROVOD = "ringreduce", "grouped by hand", "DDP gloo", "Horovod"
+OURS, BY_HAND, DDP, DDP_RING, HOROVOD = "ringreduce", "grouped by hand", "DDP gloo", "DDP ring", "Horovod"
 LOCAL = (ALONE, BARRIER, COPY)  # rows without communication
 COLUMNS = (
     Column("batch", "batch", "", 6, "d"),
@@ -124,9 +125,9 @@ def trainees(model: Any) -> dict[str, Trainee]:
 
     import ringreduce.torch as rrt
 
-    alone, barrier, copied, ours, by_hand, ddp = (copy.deepcopy(model) for _ in range(6))
+    alone, barrier, copied, ours, by_hand, ddp, ddp_ring = (copy.deepcopy(model) for _ in range(7))
     start_gloo()
-    parallel = torch.nn.parallel.DistributedDataParallel(ddp, gradient_as_bucket_view=True)
+    wrap = functools.partial(torch.nn.parallel.DistributedDataParallel, gradient_as_bucket_view=True)
     distributed = rrt.DistributedOptimizer(optimizer_of(ours), named_parameters=ours.named_parameters())
     return {
         ALONE: Trainee(alone, optimizer_of(alone)),
@@ -134,7 +135,8 @@ def trainees(model: Any) -> dict[str, Trainee]:
         COPY: Trainee(copied, optimizer_of(copied), copy_gradients),
         OURS: Trainee(ours, distributed),
         BY_HAND: Trainee(by_hand, optimizer_of(by_hand), reduce_by_hand),
-        DDP: Trainee(parallel, optimizer_of(ddp)),
+        DDP: Trainee(wrap(ddp), optimizer_of(ddp)),
+        DDP_RING: Trainee(wrap(ddp_ring, process_group=ring_group()), optimizer_of(ddp_ring)),
     }
 
 

@@ -99,6 +99,9 @@ QUICK_JOBS = {
     "end_to_end/test_stand_in.py": [
         "test_a_race_in_a_program_fails_it[",
     ],
+    "end_to_end/test_torch_distributed.py": [
+        "test_mpirun_tells_torch_the_ranks",
+    ],
     "examples/test_train_digits.py": [
         "test_last_line_tells_an_accuracy_of_at_least_97_percent[3]",
         "test_loss_curve_is_that_of_one_rank[3]",

@@ -74,9 +74,13 @@ class Receiver:
         self._waiting.append(submission)  # when this runs first: receives run in the order in which they were called
         return self._receive(submission)
 
-    def _waits(self, submission: Submission) -> bool:
+    def _all_waiting(self) -> list[Submission]:
+        """Without those that another rank's message came for."""
         self._waiting = [each for each in self._waiting if each.payload[0] in (None, self._rank)]
-        return submission in self._waiting
+        return self._waiting
+
+    def _waits(self, submission: Submission) -> bool:
+        return submission in self._all_waiting()
 
     def _receive(self, submission: Submission) -> Steps[None]:
         for number, kept in enumerate(self._kept):
@@ -98,7 +102,7 @@ class Receiver:
         """Receive the data that follow, for whoever waits for them first."""
         tag, nbytes = header[:16].view(np.int64).tolist()
         what = bytes(header[16:]).rstrip(b"\0").decode(errors="replace")
-        taker = next((each for each in self._waiting if each.payload[1] == tag), None)
+        taker = next((each for each in self._all_waiting() if each.payload[1] == tag), None)
         if taker is not None:
             taker.payload = self._rank, tag
         fits = taker is not None and what.rpartition(" ")[0] == _what(taker)

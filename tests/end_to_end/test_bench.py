@@ -111,7 +111,7 @@ def test_gradients_and_horovod(tmp_path, horovod):
     assert len(rows) == len(kept["rows"])
     who = [row["who"] for row in kept["rows"]]
     assert who[-1] == "Horovod", "whose thread polls: it comes after all others"
-    assert {"ringreduce, NumPy", "ringreduce, torch", "DDP gloo", "fused window, simplest", "floor: one copy"} < {*who}
+    assert {"ringreduce, NumPy", "ringreduce, torch", "DDP gloo", "DDP ring", "fused window, simplest"} < {*who}
     times = {row["who"]: row["time_us"] for row in kept["rows"]}
     for row in kept["rows"]:
         assert row["of_floor"] == pytest.approx(row["time_us"] / times["floor: one copy"])
@@ -131,11 +131,11 @@ def test_the_halves(tmp_path, ranks):
 def test_a_training_step(tmp_path, horovod):
     finished = ringrun(PYTHON, 2, BENCH / "train_step.py", "--quick", *files(tmp_path), **horovod)
     kept = outcome(finished, tmp_path)
-    assert len(table(finished, "batch", "who", "parameters", "time", "added", "overhead", "#wrong")) == 7
+    assert len(table(finished, "batch", "who", "parameters", "time", "added", "overhead", "#wrong")) == 8
     assert "# a hook takes " in finished.stdout
     overheads = {row["who"].strip(): row["overhead_percent"] for row in kept["rows"]}
     local = ["compute alone", "compute, barrier", "one copy"]
-    assert list(overheads) == [*local, "ringreduce", "grouped by hand", "DDP gloo", "Horovod"]
+    assert list(overheads) == [*local, "ringreduce", "grouped by hand", "DDP gloo", "DDP ring", "Horovod"]
     assert overheads.pop("compute alone") is None
     assert None not in overheads.values()
 

@@ -1,6 +1,7 @@
 """The torch.distributed backend "ring", on real ranks: each operation, its errors, groups, futures, and DDP."""
 
 import datetime
+import os
 
 import pytest
 import torch
@@ -15,15 +16,16 @@ sizes = pytest.mark.parametrize(
 )
 
 
-def on_ring(program):
+def on_ring(program, folder):
     """The program between init_process_group and destroy_process_group; it takes the rank and the size."""
 
     def between():
         import ringreduce.torch.distributed  # noqa: F401
 
-        dist.init_process_group("ring")
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        dist.init_process_group("ring", f"file://{folder}/store", rank=rank, world_size=size)
         try:
-            return program(dist.get_rank(), dist.get_world_size())
+            return program(rank, size)
         finally:
             dist.destroy_process_group()
 
@@ -276,5 +278,5 @@ def timeouts(rank, size):
     [reductions, layouts, sparse, gathers, exchanges, messages, differences, groups, futures, timeouts],
     ids=lambda program: program.__name__,
 )
-def test_operations(world, size, program):
-    world(size).run(on_ring(program))
+def test_operations(world, size, program, tmp_path):
+    world(size).run(on_ring(program, tmp_path))

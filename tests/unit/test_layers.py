@@ -93,7 +93,9 @@ LAYERS = [
     ["torch.reducer", "torch.adasum_optimizer"],
     ["torch.optimizer"],
     ["torch.distributed.tensors", "torch.distributed.work", "torch.distributed.launch"],
+    ["torch.distributed.call"],
     ["torch.distributed.group"],
+    ["torch.distributed.hook"],
 ]
 # the imports that point up, inside a function: an optimizer is sent to its framework's adapter
 UPWARD = {("optimizer", "torch"), ("optimizer", "jax")}

@@ -5,8 +5,10 @@
     torch.distributed.init_process_group("ring")
 
 group      the ProcessGroup: torch's operations, as ringreduce's
+call       one call of a group: its tensors as buffers, its operation
 work       an operation that was begun: waiting for it, and its future
 tensors    torch's tensors, reductions and timeouts, as ringreduce has them
+hook       DDP's buckets by ringreduce, for jobs that keep another backend
 launch     which rank this is, by the launcher's variables
 
 A group is a channel for operations in the order of the program (execution/channel.py), which its members open alone.
@@ -14,7 +16,8 @@ A group is a channel for operations in the order of the program (execution/chann
 
 from ringreduce.torch.distributed.group import RingProcessGroup as RingProcessGroup
 from ringreduce.torch.distributed.group import register
+from ringreduce.torch.distributed.hook import ddp_hook as ddp_hook
 
-__all__ = ["RingProcessGroup"]
+__all__ = ["RingProcessGroup", "ddp_hook"]
 
 register()

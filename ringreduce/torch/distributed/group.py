@@ -14,11 +14,11 @@ import torch.distributed as dist
 import ringreduce as rr
 from ringreduce import runtime
 from ringreduce.arrays.buffer import Buffer
-from ringreduce.errors import CollectiveError, InputError
+from ringreduce.errors import InputError
 from ringreduce.execution.into_outputs import INTO_OUTPUTS
-from ringreduce.execution.signature import Signature, sign
 from ringreduce.torch.distributed import launch
-from ringreduce.torch.distributed.tensors import Details, Staged, equal_slices, reduction, seconds, slices
+from ringreduce.torch.distributed.call import Call
+from ringreduce.torch.distributed.tensors import Details, check_equal, equal_slices, reduction, seconds, slices, split
 from ringreduce.torch.distributed.work import Work
 
 Tensors = Sequence[torch.Tensor]
@@ -55,12 +55,12 @@ class RingProcessGroup(dist.ProcessGroup):
     def __init__(self, rank: int, members: Sequence[int], group_id: str, timeout_s: float) -> None:
         """members: ranks of the world, by rank in the group."""
         super().__init__(rank, len(members))  # type: ignore[call-arg]
-        self._rank, self._members, self._timeout_s = rank, list(members), timeout_s
+        self._rank, self._members, self._ranks = rank, list(members), range(len(members))
         self._name = self._description = group_id
-        self._operations = 0
-        self._engine = runtime.current("init_process_group").engine
-        self._channel: int | None
-        self._channel, opened = self._engine.open_channel(members, f"group {group_id}", INTO_OUTPUTS)
+        self.timeout_s = timeout_s
+        self.engine = runtime.current("init_process_group").engine
+        self.channel: int | None
+        self.channel, opened = self.engine.open_channel(members, f"group {group_id}", INTO_OUTPUTS)
         opened.wait(timeout_s)
 
     # Collectives
@@ -70,78 +70,68 @@ class RingProcessGroup(dist.ProcessGroup):
         opts = opts or dist.AllreduceOptions()
         if tensors[0].is_sparse:
             return self._sparse(tensors[0], opts)
-        staged = Staged()
-        arrays = [staged.write(each) for each in tensors]
-        details = reduction(opts.reduceOp, arrays, self.size())
-        return self._begin(
-            "allreduce", arrays, opts, staged, list(tensors), inputs=arrays, outputs=arrays, details=details
-        )
-
-    allreduce_coalesced = allreduce
+        call = Call(self, "allreduce", opts, list(tensors))
+        arrays = call.write(tensors)
+        return call.begin(arrays, arrays, reduction(opts.reduceOp, arrays, self.size()))
 
     def broadcast(self, tensors: Tensors, opts: Any = None) -> Work:
         """Copy the root's tensors into the others'."""
-        opts, staged = opts or dist.BroadcastOptions(), Staged()
-        arrays = [staged.write(each) for each in tensors]
-        details = (("root_rank", self._members[opts.rootRank]),)
-        return self._begin(
-            "broadcast", arrays, opts, staged, list(tensors), inputs=arrays, outputs=arrays, details=details
-        )
+        opts = opts or dist.BroadcastOptions()
+        call = Call(self, "broadcast", opts, list(tensors))
+        arrays = call.write(tensors)
+        return call.begin(arrays, arrays, self._root(opts))
 
     def reduce(self, tensors: Tensors, opts: Any) -> Work:
         """Reduce each tensor in place, on the root only."""
-        staged, is_root = Staged(), self._rank == opts.rootRank
-        arrays = [staged.write(each) if is_root else staged.read(each) for each in tensors]
+        call = Call(self, "reduce", opts, list(tensors))
+        is_root = self._rank == opts.rootRank
+        arrays = call.write(tensors) if is_root else call.read(tensors)
         outputs = arrays if is_root else [each.empty(each.shape) for each in arrays]
-        details = (*reduction(opts.reduceOp, arrays, self.size()), ("root_rank", self._members[opts.rootRank]))
-        return self._begin(
-            "reduce", arrays, opts, staged, list(tensors), inputs=arrays, outputs=outputs, details=details
-        )
+        return call.begin(arrays, outputs, reduction(opts.reduceOp, arrays, self.size()) + self._root(opts))
 
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Work:
         """Copy inputs[k] of rank r into outputs[k][r] of all."""
-        return self._all_gather([each[r] for r in range(self.size()) for each in outputs], inputs, opts, outputs)
+        call = Call(self, "all_gather", opts, outputs)
+        return self._gathered(call, inputs, call.write([each[r] for r in self._ranks for each in outputs]))
 
     def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Work:
         """Copy inputs[k] of rank r into outputs[r][k] of all."""
-        return self._all_gather(list(itertools.chain.from_iterable(outputs)), inputs, opts, outputs)
+        call = Call(self, "all_gather", opts, outputs)
+        return self._gathered(call, inputs, call.write(list(itertools.chain.from_iterable(outputs))))
 
-    def _allgather_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Work:
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
+        """Copy inputs[k] of all ranks into outputs[k], one after the other."""
+        call = Call(self, "all_gather", opts, list(outputs))
+        parts = [equal_slices("all_gather", each, self.size()) for each in call.write(outputs)]
+        return self._gathered(call, inputs, [each[r] for r in self._ranks for each in parts])
+
+    def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Work:
         """Copy the inputs of all ranks into the output, one after the other."""
-        return self.allgather_into_tensor_coalesced([output], [tensor], opts)
-
-    def allgather_into_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
-        """As `_allgather_base`, of many tensors."""
-        staged = Staged()
-        arrays = [staged.read(each) for each in inputs]
-        parts = [equal_slices("all_gather", staged.write(each), self.size()) for each in outputs]
-        into = [each[r] for r in range(self.size()) for each in parts]
-        return self._gathered(arrays, into, opts, staged, list(outputs))
+        return self.all_gather_single_coalesced([output], [tensor], opts)
 
     def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> Work:
         """Reduce inputs[k][r] of all ranks into outputs[k] of rank r; they may differ in size by r."""
-        staged = Staged()
-        parts = [staged.read(each[r]) for r in range(self.size()) for each in inputs]
-        return self._reduce_scattered(parts, outputs, opts, staged)
+        opts = opts or dist.ReduceScatterOptions()
+        call = Call(self, "reduce_scatter", opts, list(outputs))
+        return self._scattered(call, call.read([each[r] for r in self._ranks for each in inputs]), outputs, opts)
 
-    def _reduce_scatter_base(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Work:
-        """Reduce the r-th part of all ranks' inputs into the output of rank r."""
-        return self.reduce_scatter_tensor_coalesced([output], [tensor], opts)
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
+        """Reduce the r-th parts of all ranks' inputs[k] into outputs[k] of rank r."""
+        opts = opts or dist.ReduceScatterOptions()
+        call = Call(self, "reduce_scatter", opts, list(outputs))
+        parts = [equal_slices("reduce_scatter", each, self.size()) for each in call.read(inputs)]
+        return self._scattered(call, [each[r] for r in self._ranks for each in parts], outputs, opts)
 
-    def reduce_scatter_tensor_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
-        """As `_reduce_scatter_base`, of many tensors."""
-        staged = Staged()
-        parts = [equal_slices("reduce_scatter", staged.read(each), self.size()) for each in inputs]
-        by_rank = [each[r] for r in range(self.size()) for each in parts]
-        return self._reduce_scattered(by_rank, outputs, opts, staged)
+    def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Work:
+        """Reduce the r-th parts of all ranks' inputs into the output of rank r."""
+        return self.reduce_scatter_single_coalesced([output], [tensor], opts)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
         """inputs[r] goes to rank r, from which outputs[r] comes."""
-        staged = Staged()
-        outgoing, incoming = [staged.read(each) for each in inputs], [staged.write(each) for each in outputs]
-        return self._exchanged("all_to_all", outgoing, incoming, opts, staged, list(outputs), checks=True)
+        call = Call(self, "all_to_all", opts, list(outputs))
+        return self._exchanged(call, call.read(inputs), call.write(outputs))
 
-    def alltoall_base(
+    def all_to_all_single(
         self,
         output: torch.Tensor,
         tensor: torch.Tensor,
@@ -150,57 +140,107 @@ class RingProcessGroup(dist.ProcessGroup):
         opts: Any = None,
     ) -> Work:
         """As `alltoall`, of so many rows each; without splits of equal parts."""
-        staged = Staged()
-        outgoing = _split(staged.read(tensor), input_splits, self.size())
-        incoming = _split(staged.write(output), output_splits, self.size())
-        return self._exchanged("all_to_all", outgoing, incoming, opts, staged, [output], checks=True)
-
-    all_gather_single, all_gather_single_coalesced = _allgather_base, allgather_into_tensor_coalesced
-    reduce_scatter_single, reduce_scatter_single_coalesced = _reduce_scatter_base, reduce_scatter_tensor_coalesced
-    all_to_all_single = alltoall_base
+        call = Call(self, "all_to_all", opts, [output])
+        (outgoing,), (incoming,) = call.read([tensor]), call.write([output])
+        parts = split(outgoing, input_splits, self.size()), split(incoming, output_splits, self.size())
+        return self._exchanged(call, *parts)
 
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> Work:
         """Copy the input of rank r into outputs[0][r] of the root."""
-        staged = Staged()
-        mine = staged.read(inputs[0])
-        outgoing = [mine if rank == opts.rootRank else mine.empty((0,)) for rank in range(self.size())]
-        is_root = self._rank == opts.rootRank
-        incoming = [staged.write(each) for each in outputs[0]] if is_root else slices(mine, [0] * self.size())
-        self._check_equal("gather", mine, incoming if is_root else ())
-        details = (("root_rank", self._members[opts.rootRank]),)
-        return self._exchanged("gather", outgoing, incoming, opts, staged, list(outputs), [mine], details)
+        call = Call(self, "gather", opts, list(outputs))
+        (mine,) = call.read(inputs)
+        at_root = call.write(outputs[0]) if self._rank == opts.rootRank else []
+        check_equal("gather", mine, at_root)
+        to_root, nothing = self._only(mine, opts.rootRank), [mine.empty((0,))] * self.size()
+        return call.begin(to_root, at_root or nothing, self._root(opts), [mine])
 
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> Work:
         """Copy inputs[0][r] of the root into the output of rank r."""
-        staged = Staged()
-        mine = staged.write(outputs[0])
-        incoming = [mine if rank == opts.rootRank else mine.empty((0,)) for rank in range(self.size())]
-        is_root = self._rank == opts.rootRank
-        outgoing = [staged.read(each) for each in inputs[0]] if is_root else slices(mine, [0] * self.size())
-        self._check_equal("scatter", mine, outgoing if is_root else ())
-        details = (("root_rank", self._members[opts.rootRank]),)
-        return self._exchanged("scatter", outgoing, incoming, opts, staged, list(outputs), [mine], details)
+        call = Call(self, "scatter", opts, list(outputs))
+        (mine,) = call.write(outputs)
+        at_root = call.read(inputs[0]) if self._rank == opts.rootRank else []
+        check_equal("scatter", mine, at_root)
+        from_root, nothing = self._only(mine, opts.rootRank), [mine.empty((0,))] * self.size()
+        return call.begin(at_root or nothing, from_root, self._root(opts), [mine])
 
     def barrier(self, opts: Any = None) -> Work:
         """Done when all ranks have begun it."""
-        return self._begin("barrier", (), opts, Staged(), [])
+        return Call(self, "barrier", opts, []).begin()
+
+    # the names of the first, before PyTorch 2.13
+    allreduce_coalesced, alltoall_base = allreduce, all_to_all_single
+    _allgather_base, allgather_into_tensor_coalesced = all_gather_single, all_gather_single_coalesced
+    _reduce_scatter_base, reduce_scatter_tensor_coalesced = reduce_scatter_single, reduce_scatter_single_coalesced
 
     # Messages
 
     def send(self, tensors: Tensors, destination: int, tag: int) -> Work:
         """Send one tensor."""
-        staged = Staged()
-        array = staged.read(tensors[0])
-        payload = (self._members[destination], tag)
-        return self._begin("send", _flat([array]), None, staged, list(tensors), inputs=[array], payload=payload)
+        call = Call(self, "send", None, list(tensors))
+        return call.begin(call.read(tensors), counted=True, payload=(self._members[destination], tag))
 
     def recv(self, tensors: Tensors, source: int, tag: int) -> Work:
         """Receive a tensor of as many elements of the same type as one sent with this tag."""
-        return self._receive(tensors, source, tag)
+        return self._receive(tensors, self._members[source], tag)
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> Work:
         """As `recv`, from whichever rank sends first."""
         return self._receive(tensors, None, tag)
+
+    # What they share
+
+    def _root(self, opts: Any) -> Details:
+        return (("root_rank", self._members[opts.rootRank]),)
+
+    def _only(self, array: Buffer, root: int) -> list[Buffer]:
+        """The array for the root, and nothing for other ranks."""
+        return [array if rank == root else array.empty((0,)) for rank in self._ranks]
+
+    def _gathered(self, call: Call, inputs: Tensors, outputs: list[Buffer]) -> Work:
+        arrays = call.read(inputs)
+        for number, each in enumerate(arrays):
+            check_equal("all_gather", each, outputs[number :: len(arrays)])
+        return call.begin(arrays, outputs)
+
+    def _scattered(self, call: Call, parts: list[Buffer], outputs: Tensors, opts: Any) -> Work:
+        arrays = call.write(outputs)
+        for number, each in enumerate(arrays):
+            check_equal("reduce_scatter", parts[self._rank * len(arrays) + number], [each])
+        return call.begin(parts, arrays, reduction(opts.reduceOp, parts, self.size()), counted=True)
+
+    def _exchanged(self, call: Call, outgoing: list[Buffer], incoming: list[Buffer]) -> Work:
+        if len(outgoing) != self.size() or len(incoming) != self.size():
+            raise InputError(
+                f"all_to_all: {len(outgoing)} inputs, {len(incoming)} outputs; expected {self.size()} each"
+            )
+        return call.begin(outgoing, incoming, signed=slices(outgoing[0], [0]), payload=True)
+
+    def _receive(self, tensors: Tensors, source: int | None, tag: int) -> Work:
+        call = Call(self, "recv", None, list(tensors))
+        arrays = call.write(tensors)
+        came_from = lambda submission: self._members.index(submission.payload[0])  # noqa: E731
+        return call.begin((), arrays, signed=arrays, counted=True, payload=(source, tag), finish=came_from)
+
+    def _sparse(self, tensor: torch.Tensor, opts: Any) -> Work:
+        """The sum of COO tensors: everyone's elements, of as many as the fullest rank has; waits for them."""
+        if getattr(opts.reduceOp, "op", opts.reduceOp) != dist.ReduceOp.SUM:
+            raise InputError(f"allreduce of a sparse tensor: op {opts.reduceOp}; expected SUM")
+        mine = tensor.coalesce()
+        most = torch.tensor([mine._nnz()])
+        options = dist.AllreduceOptions()
+        options.reduceOp, options.timeout = dist.ReduceOp.MAX, opts.timeout
+        self.allreduce([most], options).wait()
+        room = int(most) - mine._nnz()
+        values = torch.cat([mine.values(), mine.values().new_zeros(room, *mine.values().shape[1:])])
+        indices = torch.cat([mine.indices(), mine.indices().new_zeros(mine.sparse_dim(), room)], 1)
+        everyones = [torch.empty((self.size(), *each.shape), dtype=each.dtype) for each in (indices, values)]
+        work = self.all_gather_single_coalesced(everyones, [indices, values], opts)
+        work.wait()
+        places, elements = everyones[0].transpose(0, 1).flatten(1), everyones[1].flatten(0, 1)
+        found = torch.sparse_coo_tensor(places, elements, tensor.shape, check_invariants=False)
+        with torch.no_grad():
+            tensor.copy_(found.coalesce())
+        return work.of([tensor])
 
     # The group
 
@@ -224,9 +264,9 @@ class RingProcessGroup(dist.ProcessGroup):
 
     def shutdown(self) -> None:
         """End the group on this rank: what is not complete fails."""
-        if runtime.is_initialized() and self._channel is not None:
-            self._engine.shut_channel(self._channel)
-        self._channel = None
+        if runtime.is_initialized() and self.channel is not None:
+            self.engine.shut_channel(self.channel)
+        self.channel = None
 
     abort = shutdown
 
@@ -246,129 +286,7 @@ class RingProcessGroup(dist.ProcessGroup):
     _set_group_name, _set_group_desc = setGroupName, setGroupDesc
 
     def _set_sequence_number_for_group(self) -> None:
-        """Nothing: operations are counted from 0."""
+        """Nothing: ranks that call different operations are told so by these."""
 
     def _get_sequence_number_for_group(self) -> int:
-        return self._operations
-
-    # How operations are begun
-
-    def _sparse(self, tensor: torch.Tensor, opts: Any) -> Work:
-        """The sum of COO tensors: everyone's elements, of as many as the fullest rank has; waits for them."""
-        if getattr(opts.reduceOp, "op", opts.reduceOp) != dist.ReduceOp.SUM:
-            raise InputError(f"allreduce of a sparse tensor: op {opts.reduceOp}; expected SUM")
-        mine = tensor.coalesce()
-        most = torch.tensor([mine._nnz()])
-        options = dist.AllreduceOptions()
-        options.reduceOp, options.timeout = dist.ReduceOp.MAX, opts.timeout
-        self.allreduce([most], options).wait()
-        room = int(most) - mine._nnz()
-        values = torch.cat([mine.values(), mine.values().new_zeros(room, *mine.values().shape[1:])])
-        indices = torch.cat([mine.indices(), mine.indices().new_zeros(mine.sparse_dim(), room)], 1)
-        everyones = [torch.empty((self.size(), *each.shape), dtype=each.dtype) for each in (indices, values)]
-        work = self.allgather_into_tensor_coalesced(everyones, [indices, values], opts)
-        work.wait()
-        places, elements = everyones[0].transpose(0, 1).flatten(1), everyones[1].flatten(0, 1)
-        found = torch.sparse_coo_tensor(places, elements, tensor.shape, check_invariants=False)
-        with torch.no_grad():
-            tensor.copy_(found.coalesce())
-        return work.of([tensor])
-
-    def _all_gather(self, outputs: Tensors, inputs: Tensors, opts: Any, result: Any) -> Work:
-        staged = Staged()
-        arrays, into = [staged.read(each) for each in inputs], [staged.write(each) for each in outputs]
-        return self._gathered(arrays, into, opts, staged, result)
-
-    def _gathered(self, arrays: list[Buffer], into: list[Buffer], opts: Any, staged: Staged, result: Any) -> Work:
-        for rank in range(self.size()):
-            for mine, output in zip(arrays, into[rank * len(arrays) :], strict=False):
-                self._check_equal("all_gather", mine, [output])
-        return self._begin("all_gather", arrays, opts, staged, result, inputs=arrays, outputs=into)
-
-    def _reduce_scattered(self, parts: list[Buffer], outputs: Tensors, opts: Any, staged: Staged) -> Work:
-        opts, arrays = opts or dist.ReduceScatterOptions(), [staged.write(each) for each in outputs]
-        for mine, output in zip(parts[self._rank * len(arrays) :], arrays, strict=False):
-            self._check_equal("reduce_scatter", mine, [output])
-        details = reduction(opts.reduceOp, parts, self.size())
-        return self._begin(
-            "reduce_scatter", _flat(parts), opts, staged, list(outputs), inputs=parts, outputs=arrays, details=details
-        )
-
-    def _exchanged(
-        self,
-        kind: str,
-        outgoing: list[Buffer],
-        incoming: list[Buffer],
-        opts: Any,
-        staged: Staged,
-        result: Any,
-        signed: Sequence[Buffer] | None = None,
-        details: Details = (),
-        checks: bool = False,
-    ) -> Work:
-        if len(outgoing) != self.size() or len(incoming) != self.size():
-            raise InputError(f"{kind}: {len(outgoing)} inputs and {len(incoming)} outputs; expected {self.size()} each")
-        signed = slices(outgoing[0], [0]) if signed is None else signed
-        return self._begin(
-            kind, signed, opts, staged, result, inputs=outgoing, outputs=incoming, details=details, payload=checks
-        )
-
-    def _check_equal(self, kind: str, mine: Buffer, others: Sequence[Buffer]) -> None:
-        for each in others:
-            if (each.element, each.count) != (mine.element, mine.count):
-                raise InputError(
-                    f"{kind}: {each.element.name} of {each.count} elements beside {mine.element.name} of {mine.count}; "
-                    "expected equal types and sizes"
-                )
-
-    def _receive(self, tensors: Tensors, source: int | None, tag: int) -> Work:
-        staged = Staged()
-        array = staged.write(tensors[0])
-        payload = (None if source is None else self._members[source], tag)
-        arguments: Any = {"outputs": [array], "payload": payload}
-        arguments["finish"] = lambda submission: self._members.index(submission.payload[0])
-        return self._begin("recv", _flat([array]), None, staged, list(tensors), **arguments)
-
-    def _begin(
-        self,
-        kind: str,
-        signed: Sequence[Buffer],
-        opts: Any,
-        staged: Staged,
-        result: Any,
-        details: Details = (),
-        **arguments: Any,
-    ) -> Work:
-        """Submit an operation.  signed: the arrays whose types and shapes are the same on all ranks."""
-        if self._channel is None:
-            raise CollectiveError(f"{kind}: this process group was destroyed")
-        work = Work(result)
-
-        def then(error: Exception | None) -> None:
-            if error is None:
-                staged.write_back()
-            work.end(error)
-
-        def signature(name: str) -> Signature:
-            return Signature(kind, name, tuple([sign(each, name) for each in signed]), details)
-
-        timeout_s = seconds(getattr(opts, "timeout", None), self._timeout_s)
-        self._operations += 1
-        work.handle = self._engine.submit(
-            kind, None, self._channel, sign=signature, then=then, timeout_s=timeout_s, **arguments
-        )
-        return work
-
-
-def _flat(arrays: Sequence[Buffer]) -> list[Buffer]:
-    """The arrays as 1-D ones, where only their numbers of elements must be equal."""
-    return [slices(each, [each.count])[0] for each in arrays]
-
-
-def _split(array: Buffer, rows: Sequence[int], size: int) -> list[Buffer]:
-    if not rows:
-        return equal_slices("all_to_all", array, size)
-    if sum(rows) != array.shape[0]:
-        raise InputError(f"all_to_all: splits {list(rows)} of {array.shape[0]} rows; expected them to add up to that")
-    length = array.count // max(array.shape[0], 1)
-    return slices(array, [each * length for each in rows])
+        return 0

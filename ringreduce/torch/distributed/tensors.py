@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 
 from ringreduce.arrays.buffer import Buffer
-from ringreduce.arrays.torch_tensor import torch_buffer
 from ringreduce.errors import InputError, UnsupportedArrayError
 from ringreduce.ops import Average, Max, Min, Product, ReduceOp, Reduction, Sum
 
@@ -29,34 +28,7 @@ OPS = {
 Details = tuple[tuple[str, Any], ...]
 
 
-class Staged:
-    """The tensors of one operation as buffers; of those that are not contiguous a copy, which is written back."""
-
-    def __init__(self) -> None:
-        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def read(self, tensor: torch.Tensor) -> Buffer:
-        """The buffer of a tensor that is only read."""
-        return torch_buffer(_plain(tensor), writable=False)
-
-    def write(self, tensor: torch.Tensor) -> Buffer:
-        """The buffer of a tensor that is written to, and perhaps read.
-
-        As other backends do, it tells autograd of no change.
-        """
-        plain = _plain(tensor)
-        if plain is not tensor:
-            self._copies.append((tensor, plain))
-        return torch_buffer(plain, writable=True)
-
-    def write_back(self) -> None:
-        """Copy what was not contiguous."""
-        with torch.no_grad():
-            for tensor, plain in self._copies:
-                tensor.copy_(plain)
-
-
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
+def plain(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself, or a contiguous copy without pending conjugation."""
     if tensor.device.type != "cpu":
         raise UnsupportedArrayError(
@@ -68,6 +40,11 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.layout is not torch.strided:
         raise UnsupportedArrayError(f"a tensor of layout {tensor.layout}; expected a dense one: pass tensor.to_dense()")
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def flat(buffer: Buffer) -> Buffer:
+    """The same elements in one dimension."""
+    return slices(buffer, [buffer.count])[0]
 
 
 def slices(buffer: Buffer, counts: Sequence[int]) -> list[Buffer]:
@@ -102,3 +79,25 @@ def seconds(timeout: timedelta | None, default_s: float) -> float:
     """A timeout in seconds; none, or one that is not positive, is the default."""
     given_s = timeout.total_seconds() if timeout is not None else 0.0
     return given_s if given_s > 0 else default_s or math.inf
+
+
+def check_equal(kind: str, mine: Buffer, others: Sequence[Buffer]) -> None:
+    """Raise InputError where others differ in type or number of elements."""
+    for each in others:
+        if (each.element, each.count) != (mine.element, mine.count):
+            raise InputError(
+                f"{kind}: {each.element.name} of {each.count} elements beside {mine.element.name} of {mine.count}; "
+                "expected equal types and sizes"
+            )
+
+
+def split(array: Buffer, rows: Sequence[int], size: int) -> list[Buffer]:
+    """The parts of an all-to-all, of so many rows each, or equal ones."""
+    if not rows:
+        return equal_slices("all_to_all", array, size)
+    if len(rows) != size or sum(rows) != array.shape[0]:
+        raise InputError(
+            f"all_to_all: splits {list(rows)} of {array.shape[0]} rows; expected {size} that add up to that"
+        )
+    length = array.count // max(array.shape[0], 1)
+    return slices(array, [each * length for each in rows])

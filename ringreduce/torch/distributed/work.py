@@ -73,6 +73,8 @@ class Work(dist.Work):
             if self._future is None:
                 self._future = torch.futures.Future()
             future = self._future
+        if not self.over and BACKWARD.runs():
+            BACKWARD.add(self)
         self.tell()
         return future
 
@@ -99,6 +101,37 @@ class Work(dist.Work):
         return self._source
 
     _source_rank = source_rank
+
+
+class _Backward:
+    """Works whose futures were asked for in a backward pass, as DDP's hooks do.
+
+    When backward is over, DDP waits for futures, which polls nothing: just before, wait for the operations themselves.
+    """
+
+    def __init__(self) -> None:
+        self._asked: dict[int, list[Work]] = {}  # by pass
+        self._ending = -1
+
+    def runs(self) -> bool:
+        """True in a thread that runs backward, which is not over."""
+        return torch._C._current_graph_task_id() not in (-1, self._ending)
+
+    def add(self, work: Work) -> None:
+        number = torch._C._current_graph_task_id()
+        if number not in self._asked:
+            self._asked[number] = []
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end(number))
+        self._asked[number].append(work)
+
+    def _end(self, number: int) -> None:
+        self._ending = number
+        for work in self._asked.pop(number):
+            work.wait()
+            work.tell()
+
+
+BACKWARD = _Backward()
 
 
 class _Helpers:

@@ -1,0 +1,31 @@
+"""A communication hook for DistributedDataParallel, for jobs that keep gloo or NCCL as their backend."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+import ringreduce as rr
+from ringreduce import runtime
+from ringreduce.torch.distributed.group import RingProcessGroup
+
+
+def ddp_hook(_: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+    """`model.register_comm_hook(None, ringreduce.torch.ddp_hook)`: average DDP's buckets by ringreduce.
+
+    Calls ringreduce.init() if nobody has. Gradients are in host memory.
+    Raises: MismatchError, PeerLostError, at the end of backward.
+    """
+    if not rr.is_initialized():
+        rr.init()
+    buffer = bucket.buffer().div_(rr.size())
+    reduced = _group(runtime.current("ddp_hook").engine).allreduce([buffer]).get_future()
+    return reduced.then(lambda future: future.value()[0])
+
+
+@functools.lru_cache(maxsize=1)
+def _group(_: Any) -> RingProcessGroup:
+    """All ranks, once an engine."""
+    return RingProcessGroup(rr.rank(), range(rr.size()), "of ddp_hook", 0)

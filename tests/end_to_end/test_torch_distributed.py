@@ -1,0 +1,73 @@
+"""The backend "ring" as users start it, and PyTorch's own tests of a backend."""
+
+import collections
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.conftest import ringrun, run
+from tests.end_to_end.test_mpirun import ALLOWED, MORE_RANKS_THAN_CORES
+from tests.jobs import ROOT
+
+PYTHON = Path(sys.executable)
+FEWEST = 122  # over gloo 123 pass, and 4 fail
+
+PROGRAM = """
+import torch, torch.distributed as dist
+import ringreduce.torch.distributed
+
+dist.init_process_group("ring")
+value = torch.ones(1) + dist.get_rank()
+dist.all_reduce(value)
+print(f"rank {dist.get_rank()} of {dist.get_world_size()}: {value.item():.0f}")
+"""
+
+
+@pytest.fixture
+def program(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(PROGRAM)
+    return path
+
+
+def said(finished):
+    assert finished.returncode == 0, finished.stdout
+    return sorted(line for line in finished.stdout.splitlines() if "rank " in line)
+
+
+def test_mpirun_tells_torch_the_ranks(program):
+    mpirun = [PYTHON.with_name("mpirun"), "-np", 2, PYTHON, program]
+    finished = run(mpirun, PATH=f"{PYTHON.parent}:/usr/bin:/bin", **ALLOWED, **MORE_RANKS_THAN_CORES)
+    assert said(finished) == ["rank 0 of 2: 3", "rank 1 of 2: 3"]
+
+
+def test_torchrun_has_no_mpi_which_the_error_says(program):
+    torchrun = [PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, program]
+    finished = run(torchrun)
+    assert finished.returncode != 0
+    assert "WORLD_SIZE=2 says that ringrun or torchrun started 2 ranks, but MPI counts 1" in finished.stdout
+    assert "start with ringrun -np 2" in finished.stdout
+
+
+@pytest.mark.timeout(120)
+def test_a_rank_that_fails_is_named_with_what_the_others_wait_for(tmp_path):
+    program = tmp_path / "train.py"
+    program.write_text(PROGRAM.replace("value = ", "if dist.get_rank() == 1: raise KeyError('shard')\nvalue = "))
+    finished = ringrun(PYTHON, 2, program)
+    assert finished.returncode == 1, finished.stdout
+    assert "rank 1 of 2 failed first" in finished.stdout
+    assert "KeyError: 'shard'" in finished.stdout
+    assert "allreduce 'group 0' (train.py:8)" in finished.stdout
+
+
+@pytest.mark.timeout(900)
+def test_pytorch_s_own_tests_of_a_backend(tmp_path):
+    command = ["-m", "tests.torch_suite", tmp_path, "ring", ""]
+    finished = ringrun(PYTHON, 4, *command, timeout_s=800, cwd=ROOT, OMP_NUM_THREADS="1")
+    assert finished.returncode == 0, finished.stdout[-20_000:]
+    outcomes = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]
+    counts = [collections.Counter(each.values()) for each in outcomes]
+    assert all(each["passed"] >= FEWEST for each in counts), counts
+    assert set().union(*counts) == {"passed", "skipped"}

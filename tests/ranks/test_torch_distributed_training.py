@@ -1,0 +1,209 @@
+"""Training over the backend "ring": each program runs over gloo, too, where nothing but the backend's name differs."""
+
+import copy
+import os
+import tempfile
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.tiers import extended
+
+pytestmark = pytest.mark.timeout(180)
+STEPS = 6
+
+
+class Model(nn.Module):
+    """The tutorial's ToyModel, with a layer that not every input uses, and a norm that has buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.rare = nn.Linear(10, 12), nn.Linear(12, 5), nn.Linear(12, 5)
+        self.norm = nn.BatchNorm1d(12)
+
+    def forward(self, x, rare=True):
+        hidden = torch.relu(self.norm(self.first(x)))
+        return self.second(hidden) + (self.rare(hidden) if rare else 0)
+
+
+def new_model():
+    torch.manual_seed(0)
+    return Model()
+
+
+def batches(rank):
+    generator = torch.Generator().manual_seed(100 + rank)
+    for _ in range(STEPS):
+        yield torch.randn(8, 10, generator=generator), torch.randn(8, 5, generator=generator)
+
+
+def train(model, optimizer, rank, **options):
+    for x, target in batches(rank):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x, **options), target).backward()
+        optimizer.step()
+    return model
+
+
+def ddp(rank, size, hook=None, **options):
+    model = DistributedDataParallel(new_model(), **options)
+    if hook is not None:
+        model.register_comm_hook(*hook)
+    return train(model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), rank)
+
+
+def many_buckets(rank, size):
+    return ddp(rank, size, bucket_cap_mb=0.0001)
+
+
+def bucket_views(rank, size):
+    return ddp(rank, size, gradient_as_bucket_view=True)
+
+
+def static_graph(rank, size):
+    return ddp(rank, size, static_graph=True)
+
+
+def unused_parameters(rank, size):
+    model = DistributedDataParallel(new_model(), find_unused_parameters=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for number, (x, target) in enumerate(batches(rank)):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(x, rare=number % 2 == rank % 2), target).backward()
+        optimizer.step()
+    return model
+
+
+def no_sync(rank, size):
+    model = DistributedDataParallel(new_model())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for number, (x, target) in enumerate(batches(rank)):
+        if number % 2 == 0:
+            with model.no_sync():
+                nn.functional.mse_loss(model(x), target).backward()
+        else:
+            nn.functional.mse_loss(model(x), target).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return model
+
+
+def zero(rank, size):
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = DistributedDataParallel(new_model())
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.01)
+    train(model, optimizer, rank)
+    optimizer.consolidate_state_dict(0)
+    return model
+
+
+def hooks(rank, size):
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+    ddp(rank, size, (None, default_hooks.fp16_compress_hook))
+    ddp(rank, size, (dist.group.WORLD, default_hooks.allreduce_hook))
+    torch.manual_seed(0)
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2)
+    return ddp(rank, size, (state, powerSGD_hook.powerSGD_hook))
+
+
+def uneven_inputs(rank, size):
+    model = DistributedDataParallel(new_model())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    with model.join():
+        for x, target in list(batches(rank))[: STEPS - rank]:
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(x), target).backward()
+            optimizer.step()
+    return model
+
+
+def fsdp(rank, size):
+    from torch.distributed.fsdp import fully_shard
+
+    model = new_model()
+    model.norm = nn.Identity()
+    for each in (model.first, model.second, model):
+        fully_shard(each, mesh=dist.init_device_mesh("cpu", (size,)))
+    train(model, torch.optim.Adam(model.parameters(), lr=0.01), rank)
+    return [each.full_tensor() for each in model.parameters()]
+
+
+def tensor_parallel(rank, size):
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    model = nn.Sequential(nn.Linear(10, 12), nn.ReLU(), nn.Linear(12, 5))
+    torch.manual_seed(0)
+    for each in model.parameters():
+        nn.init.normal_(each)
+    mesh = dist.init_device_mesh("cpu", (size,))
+    model = parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    train(model, torch.optim.SGD(model.parameters(), lr=0.01), 0)
+    return [each.full_tensor() if hasattr(each, "full_tensor") else each for each in model.parameters()]
+
+
+def tensors_of_several_ranks(rank, size):
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = dist.init_device_mesh("cpu", (size,))
+    torch.manual_seed(0)
+    a, b = (distribute_tensor(torch.randn(size * 3, size * 3), mesh, [Shard(k)]) for k in (0, 1))
+    product = a @ b.redistribute(mesh, [Shard(0)])
+    return [product.redistribute(mesh, [Replicate()]).to_local(), b.redistribute(mesh, [Shard(0)]).full_tensor()]
+
+
+def checkpoint(rank, size):
+    import torch.distributed.checkpoint as dcp
+
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder, 0)
+    model = ddp(rank, size)
+    dcp.save({"model": model.module.state_dict()}, checkpoint_id=folder[0])
+    loaded = {"model": new_model().state_dict()}
+    dcp.load(loaded, checkpoint_id=folder[0])
+    return list(loaded["model"].values())
+
+
+QUICK = [ddp, unused_parameters, hooks, fsdp]
+PROGRAMS = [*QUICK, many_buckets, bucket_views, static_graph, no_sync, zero, uneven_inputs, tensor_parallel]
+PROGRAMS += [tensors_of_several_ranks, checkpoint]
+
+
+def over_both(program, folder):
+    """What the program makes over each backend, as arrays.  folder: an empty one, which all ranks see."""
+
+    def run():
+        import ringreduce.torch.distributed  # noqa: F401
+
+        warnings.simplefilter("ignore")
+        torch.set_num_threads(1)
+        found = {}
+        for backend in ("gloo", "ring"):
+            rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+            dist.init_process_group(backend, f"file://{folder}/{backend}", rank=rank, world_size=size)
+            made = program(dist.get_rank(), dist.get_world_size())
+            tensors = list(made.parameters()) if isinstance(made, nn.Module) else made
+            found[backend] = [copy.deepcopy(each.detach()).numpy() for each in tensors]
+            dist.barrier()
+            dist.destroy_process_group()
+        return found
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "program", [pytest.param(each, id=each.__name__, marks=[] if each in QUICK else extended) for each in PROGRAMS]
+)
+@pytest.mark.parametrize(("world", "size"), [("mpi", 2), pytest.param("mpi", 3, marks=extended)], indirect=["world"])
+def test_as_over_gloo(world, size, program, tmp_path):
+    results = world(size).run(over_both(program, tmp_path))
+    for found in results:
+        for ring, gloo, first in zip(found["ring"], found["gloo"], results[0]["ring"], strict=True):
+            np.testing.assert_allclose(ring, gloo, rtol=1e-5, atol=1e-6)
+            np.testing.assert_array_equal(ring, first)

@@ -1,0 +1,22 @@
+"""When the ranks tell torch who they are."""
+
+import pytest
+
+from ringreduce.torch.distributed.launch import ASKED, needs_variables
+
+SET = dict.fromkeys(ASKED, "1")
+
+
+@pytest.mark.parametrize(
+    ("environ", "needs"),
+    [
+        ({}, False),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, True),
+        ({"PMI_SIZE": "2"}, True),
+        ({"SLURM_STEP_NUM_TASKS": "2", "RANK": "1"}, True),
+        ({"OMPI_COMM_WORLD_SIZE": "2", **SET}, False),
+        ({"OMPI_COMM_WORLD_SIZE": "2", **SET, "MASTER_PORT": ""}, True),
+    ],
+)
+def test_an_mpi_launcher_has_not_set_them(environ, needs):
+    assert needs_variables(environ) is needs
