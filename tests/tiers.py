@@ -124,6 +124,7 @@ GROUPS = {
         "tests/ranks/test_ordered.py",
         "tests/ranks/test_pool.py",
         "tests/ranks/test_random.py",
+        "tests/ranks/test_torch_distributed",
     ),
     "jobs": (*FOLDERS_OF_JOBS, "tests/gpu/"),
     "launcher, a to h": tuple(f"tests/launcher/test_{letter}" for letter in "abcdefgh"),

@@ -170,8 +170,19 @@ def checkpoint(rank, size):
     return list(loaded["model"].values())
 
 
-QUICK = [ddp, unused_parameters, hooks, fsdp]
-PROGRAMS = [*QUICK, many_buckets, bucket_views, static_graph, no_sync, zero, uneven_inputs, tensor_parallel]
+QUICK = [ddp, hooks]
+PROGRAMS = [
+    *QUICK,
+    unused_parameters,
+    fsdp,
+    many_buckets,
+    bucket_views,
+    static_graph,
+    no_sync,
+    zero,
+    uneven_inputs,
+    tensor_parallel,
+]
 PROGRAMS += [tensors_of_several_ranks, checkpoint]
 
 
