@@ -88,12 +88,23 @@ class Network:
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: types.TracebackType | None) -> None:
         self._remove()
 
-    def shape(self, mbit: int) -> None:
-        """Give each host's outgoing link this rate; a burst of a millisecond passes unshaped."""
+    def shape(self, mbit: int, names: Sequence[str] = ()) -> None:
+        """Give the outgoing links of all hosts, or of some, this rate; a burst of a millisecond passes unshaped."""
         burst = max(SHORTEST_BURST, int(mbit * 1e6 / 8 * BURST_S))
-        for name in self.names:
+        for name in names or self.names:
             rate = ["rate", f"{mbit}mbit", "burst", f"{burst}b", "latency", "50ms"]
             _run(["ip", "netns", "exec", name, "tc", "qdisc", "replace", "dev", "eth0", "root", "tbf", *rate])
+
+    def shape_between(self, one: int, other: int, mbit: int, slow: int) -> None:
+        """Give two hosts another rate to each other than to all the others."""
+        for source, to in ((one, other), (other, one)):
+            tc = ["ip", "netns", "exec", self.names[source], "tc"]
+            _run([*tc, "qdisc", "replace", "dev", "eth0", "root", "handle", "1:", "htb", "default", "10"])
+            for number, rate in ((10, mbit), (20, slow)):
+                htb = ["htb", "rate", f"{rate}mbit", "burst", "64k", "quantum", "15000"]
+                _run([*tc, "class", "add", "dev", "eth0", "parent", "1:", "classid", f"1:{number}", *htb])
+            match = ["u32", "match", "ip", "dst", f"{self.addresses[to]}/32", "flowid", "1:20"]
+            _run([*tc, "filter", "add", "dev", "eth0", "parent", "1:", "protocol", "ip", "prio", "1", *match])
 
     def mpirun(self, program: Sequence[str], per_host: int, variables: Mapping[str, str]) -> list[str]:
         """The command that starts `program` on each host, `per_host` times, with these environment variables."""

@@ -41,6 +41,8 @@ class Info:
     """The values that RINGREDUCE_ALGORITHM can take here."""
     constants: Constants
     """The cost model's constants: measured at the start, or set by RINGREDUCE_COSTS."""
+    links: str
+    """Which hosts have a slow link, and in which order a ring passes the hosts, where that is not their ranks'."""
     half_kernels: str
     """Whose kernels sum 16-bit floats: numba, torch or numpy."""
     shared_memory_bytes: int
@@ -94,6 +96,7 @@ def info() -> Info:
         overlap=engine.host.overlaps,
         usable_algorithms=tuple(algorithms.usable),
         constants=engine.host.constants,
+        links=str(engine.host.links),
         half_kernels=half.kernel_name(),
         shared_memory_bytes=0 if window is None else len(window.blocks[0]),
         process_sets=dict(engine.sets),

@@ -43,14 +43,20 @@ class Hierarchy:
     """Who does what, for the ranks of `channels`: hosts[r] is rank r's host; local_index: this rank's, on its.
 
     halves: what goes across is halved, and does not go around a ring.
+    order:  the ranks as they stand around a ring; each host's sorted.
     """
 
     def __init__(
-        self, channels: Sequence[Transport], hosts: Sequence[int], local_index: int, halves: bool = False
+        self,
+        channels: Sequence[Transport],
+        hosts: Sequence[int],
+        local_index: int,
+        halves: bool = False,
+        order: Sequence[int] = (),
     ) -> None:
         by_host: dict[int, list[int]] = {}
-        for r, host in enumerate(hosts):
-            by_host.setdefault(host, []).append(r)
+        for r in order or range(len(hosts)):
+            by_host.setdefault(hosts[r], []).append(r)
         members = list(by_host.values())
         self.across = halving.allreduce if halves else ring.allreduce
         self.chunks = min(len(each) for each in members)  # of a unit

@@ -21,6 +21,7 @@ from ringreduce.gpu.paths import GpuPaths
 from ringreduce.ops import Reduction
 from ringreduce.settings import Settings
 from ringreduce.transport.base import Steps, Transport
+from ringreduce.transport.subset import SubsetTransport
 from ringreduce.transport.window import Flags, Region
 
 LONGER_INSIDE = 8
@@ -51,6 +52,7 @@ class Algorithms:
     """The algorithms of one process set, on one of its ranks; all members choose alike.
 
     hosts:     host number of each member.
+    order:     the members' indices, as they stand around a ring.
     region:    the set's part of the host's shared memory; None on all ranks where a host has none.
     gpu_flags: flags for GPU arrays; None as for the region.
     over_mpi:  MPI carries the messages.
@@ -60,6 +62,7 @@ class Algorithms:
         self,
         channels: Sequence[Transport],
         hosts: Sequence[int],
+        order: Sequence[int],
         region: Region | None,
         settings: Settings,
         constants: Constants,
@@ -67,6 +70,10 @@ class Algorithms:
         over_mpi: bool = False,
     ) -> None:
         self.channels = channels
+        self.ring_channels = channels
+        """For all-reduces alone, since who owns which chunk differs."""
+        if list(order) != sorted(order):
+            self.ring_channels = [SubsetTransport(each, order, 0) for each in channels]
         self.region = region
         self.gpu = GpuPaths(channels, hosts, gpu_flags, settings, over_mpi)
         self.hierarchy, self.across = None, ""
@@ -77,7 +84,7 @@ class Algorithms:
         self.unit_bytes, halves = plan("hierarchical", tuple(hosts), constants)
         self.usable = usable_algorithms(hosts, region is not None)
         if region is not None and "hierarchical" in self.usable:
-            self.hierarchy = hierarchical.Hierarchy(channels, hosts, region.rank, halves)
+            self.hierarchy = hierarchical.Hierarchy(channels, hosts, region.rank, halves, order)
             self.across = f" (between hosts: {'halving' if halves else 'ring'}, {self.unit_bytes >> 20} MiB at a time)"
         chosen_from = candidates(settings, self.usable)
         through_window = chosen_from == ["shared"] and region is not None and region.holds_a_piece_of_each

@@ -10,6 +10,7 @@ from ringreduce.cost_model import Constants
 from ringreduce.errors import InputError
 from ringreduce.execution.algorithms import Algorithms
 from ringreduce.settings import MOST_REGIONS, Settings
+from ringreduce.startup.links import Links
 from ringreduce.transport.base import EngineTransport
 from ringreduce.transport.counters import group_bytes
 from ringreduce.transport.subset import CHANNELS, TAGS, channels
@@ -51,8 +52,10 @@ class Host:
         window: Window | None = None,
         constants: Constants | None = None,
         cores: int | None = None,
+        links: Links | None = None,
     ) -> None:
         self.world = world
+        self.links = links or Links()
         self.window = window
         self.constants = constants or Constants.parse(settings.costs)
         self.cores = cores or len(os.sched_getaffinity(0))  # how many cores this host's ranks may use together
@@ -83,9 +86,12 @@ class Host:
         self, tags: int, members: Sequence[int], region: Region | None = None, gpu_flags: Flags | None = None
     ) -> Algorithms:
         """The algorithms of members that have these tags, and this shared memory."""
+        hosts = [self.world.hosts[rank] for rank in members]
+        places = {host: place for place, host in enumerate(self.links.order)}
         return Algorithms(
             channels(self._transport, members, tags),
-            [self.world.hosts[rank] for rank in members],
+            hosts,
+            sorted(range(len(members)), key=lambda member: places.get(hosts[member], 0)),
             region,
             self.settings,
             self.constants,

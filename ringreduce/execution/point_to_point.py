@@ -15,7 +15,8 @@ def allreduce(
     algorithm: str, reduction: Reduction, channel: int, context: Context, finished: Any, partial: Any
 ) -> Steps[None]:
     """Reduce `finished` in place, or `partial` into it."""
-    transport, segment_bytes = context.algorithms.channels[channel], context.algorithms.segment_bytes
+    algorithms = context.algorithms
+    transport, segment_bytes = algorithms.channels[channel], algorithms.segment_bytes
     if algorithm == "direct":
         yield from direct.allreduce(finished, transport, reduction, segment_bytes)
     elif algorithm == "doubling":
@@ -28,4 +29,4 @@ def allreduce(
             segment_bytes = min(segment_bytes, scratch.nbytes // ring.RECEIVES_AHEAD)
             workspace = ring.Workspace(partial, scratch)
             reduce = halving.allreduce if algorithm == "halving" else ring.allreduce
-            yield from reduce(finished, transport, reduction, segment_bytes, workspace)
+            yield from reduce(finished, algorithms.ring_channels[channel], reduction, segment_bytes, workspace)

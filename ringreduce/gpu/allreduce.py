@@ -195,7 +195,7 @@ class GpuReduction(GpuBatch):
         self.watch(number, shared.PACK)
         kernels.load(slot.table, slot.inputs, block.pointer, reduction, stream, wide=True)
         self.watch(number, shared.REDUCE)
-        transport, workspace = self.context.algorithms.channels[channel], ring.Workspace(partial, scratch)
+        transport, workspace = self.context.algorithms.ring_channels[channel], ring.Workspace(partial, scratch)
         yield from ring.allreduce(finished, transport, reduction, GPU_SEGMENT_BYTES, workspace)
         self.watch(number, shared.COPY)
         kernels.scatter(slot.table, [block.pointer + offset], slot.length, slot.outputs, stream)

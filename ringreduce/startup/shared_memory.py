@@ -11,7 +11,7 @@ from ringreduce.execution.algorithms import candidates, check, usable_algorithms
 from ringreduce.execution.host import Host, window_bytes
 from ringreduce.log import LOGGER
 from ringreduce.settings import Settings
-from ringreduce.startup import measure
+from ringreduce.startup import links, measure
 from ringreduce.transport.base import Steps, complete
 from ringreduce.transport.blocks import shared_blocks
 from ringreduce.transport.message import MessageTransport
@@ -20,19 +20,23 @@ from ringreduce.world import World
 
 
 def prepare_host(world: World, transport: MessageTransport, settings: Settings) -> Host:
-    """Make the window, and measure the constants where several algorithms are possible; every rank must call it.
+    """Make the window, and measure constants and links where several algorithms are possible; every rank must call it.
 
-    Without shared memory, rank 0 logs a warning, and messages are used. Cost: on several hosts up to 100 ms.
+    Without shared memory, and for a slow link, rank 0 logs a warning. Cost: on several hosts up to 200 ms.
     Raises: SettingsError for an algorithm that cannot be used.
     """
     constants = Constants.parse(settings.costs)
     window, why_not = make_window(world, settings)
     usable = usable_algorithms(world.hosts, window is not None)
     check(settings, usable, world.hosts, why_not)
+    found = links.Links()
     if world.size > 1 and not settings.costs and len(candidates(settings, usable)) > 1:
         slots = [] if window is None else [block[FLAGS_BYTES:][: settings.shared_slot_bytes] for block in window.blocks]
         constants = measure.slowest(world.allgather_object(complete(measure.figures(transport, world.hosts, slots))))
-    return Host(world, transport, settings, window, constants, host_cores(world))
+        found = links.measured(world, transport)
+    for warning in found.warnings() if world.rank == 0 else ():
+        LOGGER.warning(warning)
+    return Host(world, transport, settings, window, constants, host_cores(world), found)
 
 
 def host_cores(world: World) -> int:

@@ -44,7 +44,7 @@ LAYERS = [
     ["collectives.ring", "collectives.tree", "collectives.bruck", "collectives.pairwise"],
     ["collectives.direct", "collectives.doubling", "collectives.halving"],
     ["collectives.adasum", "startup.clock", "collectives.overlap", "cost_model"],
-    ["collectives.shared", "startup.measure"],
+    ["collectives.shared", "startup.measure", "startup.links"],
     ["collectives.shared_halves", "gpu.ipc_allreduce"],
     ["collectives.hierarchical"],
     ["execution.signature"],
