@@ -191,6 +191,20 @@ def test_hosts(tmp_path):
     assert rows["raw TCP"]["of_least"] < 1.2
 
 
+@pytest.mark.extended
+@pytest.mark.skipif(bool(bench_module("network").why_not()), reason=bench_module("network").why_not())
+def test_slow_links(tmp_path):
+    finished = run([PYTHON, BENCH / "slow_links.py", "--quick", "--runs", 1, "--json", tmp_path / "rows.json"])
+    assert finished.returncode == 0, finished.stdout
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert all(row["wrong"] == 0 for row in rows)
+    found = {row["place"]: re.sub("-[0-9a-f]{6}", "", row["links"]) for row in rows if row["order"] == "found"}
+    assert found["host 2"].startswith("host ring2's link carries 0.01")
+    order = found["hosts 0 and 1"].removeprefix("order of hosts: ").split(", ")
+    assert sorted(order) == [f"ring{k}" for k in range(4)]
+    assert abs(order.index("ring0") - order.index("ring1")) == 2, "they are not neighbours around the ring"
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="as root only: a user learns that root is missing")
 def test_hosts_without_its_commands_is_skipped_and_says_why(tmp_path):
     finished = run([PYTHON, BENCH / "hosts.py"], PATH=str(tmp_path))
