@@ -5,11 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests import environments
 from tests.end_to_end.conftest import ringrun
 from tests.end_to_end.test_mpi_suite import PYTEST
+from tests.jobs import ROOT
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -28,3 +30,20 @@ def test_the_suite_passes_on_so_many_ranks(with_jax, ranks):
     print(finished.stdout)
     assert finished.returncode == 0, finished.stdout
     assert re.search(r"^\[0\] \d{2,} passed", finished.stdout, re.MULTILINE), finished.stdout
+
+
+def test_the_example_trains_the_same_model_on_any_number_of_ranks(with_jax, tmp_path):
+    trained, accuracies = [], []
+    for ranks in (1, 2, 3, 4):
+        for steps in (50, 300):
+            record = tmp_path / f"{ranks}-{steps}.npz"
+            arguments = [ROOT / "examples" / "train_digits_jax.py", "--steps", steps, "--record", record]
+            finished = ringrun(Path(sys.executable), ranks, *arguments, **with_jax)
+            assert finished.returncode == 0, finished.stdout
+            if steps == 50:
+                trained.append(list(np.load(record).values()))
+        accuracies.append(float(re.search(r"test accuracy: (\d\.\d{3})", finished.stdout)[1]))
+    assert min(accuracies) >= 0.95
+    for params in trained[1:]:
+        for mine, alone in zip(params, trained[0], strict=True):
+            np.testing.assert_allclose(mine, alone, atol=1e-5)
