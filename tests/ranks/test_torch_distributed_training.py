@@ -57,6 +57,12 @@ def ddp(rank, size, hook=None, **options):
     return train(model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), rank)
 
 
+def hook_of_ringreduce(rank, size):
+    import ringreduce.torch
+
+    return ddp(rank, size, (None, ringreduce.torch.ddp_hook) if dist.get_backend() == "gloo" else None)
+
+
 def many_buckets(rank, size):
     return ddp(rank, size, bucket_cap_mb=0.0001)
 
@@ -170,7 +176,7 @@ def checkpoint(rank, size):
     return list(loaded["model"].values())
 
 
-QUICK = [ddp, hooks]
+QUICK = [ddp, hooks, hook_of_ringreduce]
 PROGRAMS = [
     *QUICK,
     unused_parameters,

@@ -1,18 +1,19 @@
 """A communication hook for DistributedDataParallel, for jobs that keep gloo or NCCL as their backend."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import ringreduce as rr
 from ringreduce import runtime
 from ringreduce.torch.distributed.group import RingProcessGroup
 
+TIMEOUT_S = 1800.0  # torch's own default
 
-def ddp_hook(_: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+
+def ddp_hook(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
     """`model.register_comm_hook(None, ringreduce.torch.ddp_hook)`: average DDP's buckets by ringreduce.
 
     Calls ringreduce.init() if nobody has. Gradients are in host memory.
@@ -28,4 +29,4 @@ def ddp_hook(_: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
 @functools.lru_cache(maxsize=1)
 def _group(_: Any) -> RingProcessGroup:
     """All ranks, once an engine."""
-    return RingProcessGroup(rr.rank(), range(rr.size()), "of ddp_hook", 0)
+    return RingProcessGroup(rr.rank(), range(rr.size()), "of ddp_hook", TIMEOUT_S)
