@@ -11,7 +11,7 @@ import selectors
 import signal
 import subprocess
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO
 
@@ -61,7 +61,8 @@ def run_all(tasks: Sequence[Task], timeout_s: float, at_once: int = AT_ONCE) -> 
         running: list[_Child] = []
         stack.callback(_kill, running)
         while True:
-            running += _started(waiting, at_once - len(running), selector, timeout_s)
+            with _uninterrupted():
+                running += _started(waiting, at_once - len(running), selector, timeout_s)
             if not running:
                 return outcomes
             for key, _ in selector.select(_LOOK_EVERY_S):
@@ -69,6 +70,16 @@ def run_all(tasks: Sequence[Task], timeout_s: float, at_once: int = AT_ONCE) -> 
             for child in [child for child in running if child.is_over(time.monotonic())]:
                 child.close()
                 running.remove(child)
+
+
+@contextlib.contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Let Ctrl-C wait: it could come when a child runs already, and nobody knows yet that it must be ended."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _started(
@@ -87,6 +98,15 @@ def _started(
         yield child
 
 
+def _before_exec(arm: Callable[[], None] | None) -> Callable[[], None]:
+    def prepare() -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        if arm:
+            arm()
+
+    return prepare
+
+
 class _Child:
     """A running process, and its three pipes."""
 
@@ -102,7 +122,7 @@ class _Child:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C reaches ringrun alone, and no child asks at the terminal
-            preexec_fn=die_with_parent(signal.SIGTERM),
+            preexec_fn=_before_exec(die_with_parent(signal.SIGTERM)),
         )
         self._open: set[IO[bytes]] = set()
         for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
