@@ -68,6 +68,7 @@ def sshd(folder: Path, *lines: str) -> Iterator[Server]:
                 "StrictModes no",
                 "PidFile none",
                 "MaxStartups 100",
+                f"SetEnv HOME={folder}",  # this user's own start-up files of the shell may write
                 "",
             ]
         )
