@@ -102,6 +102,31 @@ def test_one_that_takes_too_long_is_ended_with_its_children(wait_for: Callable[[
     wait_for(lambda: not group_exists(group))
 
 
+def test_ctrl_c_while_a_program_starts_ends_it_too(wait_for: Callable[[Callable[[], bool]], None]) -> None:
+    program = """
+import os, signal, subprocess
+from ringrun.remote.parallel import Task, run_all
+
+class Interrupted(subprocess.Popen):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        print(self.pid, flush=True)
+        os.kill(os.getpid(), signal.SIGINT)  # the program runs, and nobody knows it yet
+
+subprocess.Popen = Interrupted
+run_all([Task(["sh", "-c", "sleep 77 & wait"])], 60)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=30)
+    assert b"KeyboardInterrupt" in done.stderr
+    group = int(done.stdout)
+    wait_for(lambda: not group_exists(group))
+
+
+def test_programs_do_not_inherit_that_ctrl_c_waits() -> None:
+    (outcome,) = run_all([Task(["grep", "SigBlk", "/proc/self/status"])], 60)
+    assert int(outcome.stdout.split()[1], 16) & 1 << signal.SIGINT - 1 == 0
+
+
 def test_ctrl_c_ends_all_of_them(wait_for: Callable[[Callable[[], bool]], None], tmp_path: Path) -> None:
     program = f"""
 from ringrun.remote.parallel import Task, run_all
