@@ -68,6 +68,9 @@ class Settings:
     log_level: str = "warning"  # least severe level logged to stderr: trace, debug, info, warning, error or fatal
     log_timestamp: bool = False  # begin log lines with the local time
     restart_count: int = 0  # how often ringrun has restarted this job after a failure; set by ringrun
+    elastic: bool = False  # ranks go on without those that fail; set by ringrun --elastic, as are the next two
+    min_np: int = 1  # the fewest ranks with which an elastic job goes on
+    spares: int = 0  # how many of the ranks, the last ones, train only in place of others that failed
     error_file: str = ""  # where an uncaught exception is written as JSON; set by ringrun for each rank
     placed_gpu: str = ""
     """PCI bus id of the GPU that ringrun chose for this rank; set by ringrun. Ignored where CUDA does not show it."""
@@ -124,7 +127,12 @@ def tuning_notice(environ: Mapping[str, str]) -> str:
 
 
 _EXPECTED_LEVEL = f"expected one of {', '.join(LEVELS)}"
-_COUNTS = {"CAPACITY": (0, "tensors of 0 or more"), "RESTART_COUNT": (0, "restarts of 0 or more")}
+_COUNTS = {
+    "CAPACITY": (0, "tensors of 0 or more"),
+    "RESTART_COUNT": (0, "restarts of 0 or more"),
+    "MIN_NP": (1, "ranks of 1 or more"),
+    "SPARES": (0, "ranks of 0 or more"),
+}
 """Integers that do not count bytes, by the end of the variable's name: the minimum, and what is counted."""
 
 
