@@ -12,16 +12,17 @@ from collections.abc import Callable
 from typing import Any
 
 from ringreduce import runtime, trees
-from ringreduce.api.reduce import grouped_allreduce
 from ringreduce.errors import InputError
 from ringreduce.not_there import check_adapter
 from ringreduce.ops import Average, ReduceOp
+from ringreduce.optim.exchange import Exchange
 
 FORMS = """\
   - a torch.optim.Optimizer
   - a gradient transformation of optax
   - an object with step(grads), update(params, grads) or apply_gradients(pairs of (gradient, parameter))
   - a callable on gradients"""
+OPTIONS = {"compression", "gradient_predivide_factor", "process_set"}
 _METHODS = ("step", "update", "apply_gradients")
 _GRADIENT_NAMES = ("grads", "gradients", "grad", "gradient", "updates")
 """Names of an argument that holds gradients; optax calls it updates."""
@@ -45,6 +46,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     op:        how the gradients of all ranks become one.
     gradients: the argument that holds them, by index (from 0) or name; needed if there are several and none is named
                grads or gradients.
+    options:   compression, gradient_predivide_factor and process_set, as `ringreduce.torch.DistributedOptimizer`; and
+               for torch and optax all of theirs.
 
     The gradients are any nesting of dicts, lists, tuples and arrays, equal in form and shapes on all ranks; None stays
     None. The caller's arrays are not changed: the optimizer gets new ones. All other attributes, and further arguments
@@ -66,23 +69,24 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         from ringreduce.jax import DistributedOptimizer as OptaxOptimizer  # it wraps pairs of functions
 
         return OptaxOptimizer(optimizer, op=op, **options)
-    if options:
-        raise InputError(f"DistributedOptimizer: {', '.join(options)} are options for torch and optax optimizers only")
     check_adapter(optimizer)
+    unknown = ", ".join(options.keys() - OPTIONS)
+    if unknown:
+        raise InputError(f"DistributedOptimizer: {unknown} are options for torch and optax optimizers only")
     methods = [name for name in _METHODS if callable(getattr(optimizer, name, None))]
     if not (methods or callable(optimizer)):
         raise TypeError(f"DistributedOptimizer: got a {type(optimizer).__qualname__}; expected one of\n{FORMS}")
     if not methods:
         _place_of_gradients(optimizer, gradients)
-    return ReducingOptimizer(optimizer, op, gradients)
+    return ReducingOptimizer(optimizer, Exchange(op, any_op=True, **options), gradients)
 
 
 class ReducingOptimizer:
     """Reduces gradients, then calls the wrapped optimizer with them; made by `DistributedOptimizer`."""
 
-    def __init__(self, optimizer: Any, op: ReduceOp, gradients: int | str | None = None) -> None:
+    def __init__(self, optimizer: Any, exchange: Exchange, gradients: int | str | None = None) -> None:
         self._optimizer = optimizer
-        self._op = op
+        self._exchange = exchange
         self._gradients = gradients
         runtime.current("DistributedOptimizer")
 
@@ -94,7 +98,7 @@ class ReducingOptimizer:
         return lambda *args, **kwargs: reducing(attribute, *args, **kwargs)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in ("_optimizer", "_op", "_gradients"):
+        if name in ("_optimizer", "_exchange", "_gradients"):
             object.__setattr__(self, name, value)
         else:
             setattr(self._optimizer, name, value)  # optimizer.lr = 0.1 reaches the wrapped one
@@ -106,9 +110,9 @@ class ReducingOptimizer:
     def _call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         place, name = _place_of_gradients(function, self._gradients)
         if name in kwargs:
-            kwargs[name] = reduce_gradients(kwargs[name], self._op)
+            kwargs[name] = self._reduce(kwargs[name])
         elif place < len(args):
-            args = (*args[:place], reduce_gradients(args[place], self._op), *args[place + 1 :])
+            args = (*args[:place], self._reduce(args[place]), *args[place + 1 :])
         else:
             raise TypeError(f"DistributedOptimizer: no gradients were passed; expected them as {name}")
         return function(*args, **kwargs)
@@ -117,19 +121,19 @@ class ReducingOptimizer:
         if not args:
             raise TypeError("DistributedOptimizer: apply_gradients expects the (gradient, parameter) pairs first")
         pairs = list(args[0])
-        grads = reduce_gradients([grad for grad, _ in pairs], self._op)
+        grads = self._reduce([grad for grad, _ in pairs])
         return function([(grad, param) for grad, (_, param) in zip(grads, pairs, strict=True)], *args[1:], **kwargs)
 
+    def _reduce(self, grads: Any) -> Any:
+        """A tree of the form of `grads` with every array reduced over all ranks, in few messages."""
+        named = trees.named_leaves(grads)
+        names = [name for name, _ in named]
+        reduced = self._exchange.reduce([leaf for _, leaf in named], names=names)
+        by_name = dict(zip(names, reduced, strict=True))
+        return trees.map_leaves(grads, lambda name, _: by_name[name])
+
     def __repr__(self) -> str:
-        return f"DistributedOptimizer({self._optimizer!r}, op={self._op!r})"
-
-
-def reduce_gradients(grads: Any, op: ReduceOp = Average) -> Any:
-    """A tree of the form of `grads` with every array reduced over all ranks, in few messages."""
-    named = trees.named_leaves(grads)
-    reduced = grouped_allreduce([leaf for _, leaf in named], names=[name for name, _ in named], op=op)
-    by_name = dict(zip((name for name, _ in named), reduced, strict=True))
-    return trees.map_leaves(grads, lambda name, _: by_name[name])
+        return f"DistributedOptimizer({self._optimizer!r}, op={self._exchange.op!r})"
 
 
 def _place_of_gradients(function: Callable[..., Any], chosen: int | str | None) -> tuple[int, str]:

@@ -12,11 +12,10 @@ import numpy as np
 
 from ringreduce.api.objects import broadcast_object
 from ringreduce.api.process_sets import ProcessSet, global_process_set
-from ringreduce.api.submit import which_op
 from ringreduce.compression import Compression, Compressor
-from ringreduce.errors import InputError
 from ringreduce.jax.ops import allreduce, broadcast
-from ringreduce.ops import Adasum, Average, ReduceOp, Sum
+from ringreduce.ops import Adasum, Average, ReduceOp
+from ringreduce.optim.exchange import Exchange, check_passes
 
 __all__ = ["DistributedOptimizer", "broadcast_parameters", "value_and_grad"]
 
@@ -62,9 +61,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             f"DistributedOptimizer: expected a gradient transformation of optax, got a {type(optimizer).__qualname__}; "
             "such as DistributedOptimizer(optax.adam(1e-3))"
         )
-    if backward_passes_per_step < 1:
-        raise InputError(f"backward_passes_per_step={backward_passes_per_step}; expected 1 or more")
-    reduce = _reduction(compression, op, gradient_predivide_factor, process_set, name)
+    check_passes(backward_passes_per_step)
+    reduce = _reduction(Exchange(op, compression, gradient_predivide_factor, process_set), name)
     inner = optax.with_extra_args_support(optimizer)
 
     def step(gradients: Any, state: Any, params: Any, extra: dict[str, Any]) -> tuple[Any, Any]:
@@ -116,7 +114,7 @@ def value_and_grad(
     In place of a `DistributedOptimizer`, not beside one. options: further ones of jax.value_and_grad.
     Source: Horovod's DistributedGradientTape.
     """
-    reduce = _reduction(compression, op, gradient_predivide_factor, process_set, name)
+    reduce = _reduction(Exchange(op, compression, gradient_predivide_factor, process_set), name)
     of_rank = jax.value_and_grad(fun, argnums, has_aux, **options)
 
     @functools.wraps(fun)
@@ -127,21 +125,12 @@ def value_and_grad(
     return reduced
 
 
-def _reduction(
-    compression: type[Compressor], op: ReduceOp, predivide: float, process_set: ProcessSet, name: str | None
-) -> Callable[[Any], Any]:
-    """What reduces a tree of gradients; raises InputError for wrong arguments."""
-    if which_op("DistributedOptimizer", None, op) not in (Average, Sum, Adasum):
-        raise InputError(f"DistributedOptimizer: op={op!r}; expected Average, Sum or Adasum")
-    if not predivide > 0:
-        raise InputError(f"gradient_predivide_factor={predivide}; expected a number above 0")
-    if predivide != 1.0 and op is not Average:
-        raise InputError(f"gradient_predivide_factor={predivide} with op={op!r}; it works with op=Average only")
+def _reduction(exchange: Exchange, name: str | None) -> Callable[[Any], Any]:
+    """What reduces a tree of gradients."""
 
     def reduce(gradients: Any) -> Any:
-        if not process_set.included():
-            return gradients
-        return allreduce(gradients, None, name, compression, op, 1 / predivide, predivide, process_set)
+        included = exchange.process_set.included()
+        return allreduce(gradients, name=name, **exchange.arguments) if included else gradients
 
     return reduce
 

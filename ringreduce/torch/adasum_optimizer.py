@@ -40,15 +40,15 @@ class DeltaReducer(Reducer):
 
     def starts(self) -> list[tuple[Gradient, torch.Tensor]]:
         """The trained parameters, and a copy of each; none where there is nobody to reduce with."""
-        self.reduction.settle()
+        self.exchange.check_world()
         trained = [each for each in self._gradients.values() if each.parameter.requires_grad]
-        return [(each, each.parameter.detach().clone()) for each in trained] if self.reduction.size > 1 else []
+        return [(each, each.parameter.detach().clone()) for each in trained] if self.exchange.size > 1 else []
 
     @torch.no_grad()
     def reduce(self, starts: Sequence[tuple[Gradient, torch.Tensor]]) -> None:
         """Add the Adasum of all ranks' changes to where each parameter started."""
         under_way = [
-            (each.parameter, start, self.reduction.begin_dense(each.name, [each.parameter.detach() - start]))
+            (each.parameter, start, self.exchange.begin(each.name, [each.parameter.detach() - start], in_place=True))
             for each, start in starts
         ]
         for parameter, start, finish in under_way:
@@ -80,6 +80,6 @@ class AdasumMixin(WrappedMixin):
 
     def skip_synchronize(self) -> contextlib.AbstractContextManager[None]:
         """Raises AssertionError where there are others to reduce with: a step is always reduced."""
-        if self._reducer.reduction.size == 1:
+        if self._reducer.exchange.size == 1:
             return contextlib.nullcontext()
         raise AssertionError("skip_synchronize() with op=Adasum: gradients stay the rank's own; call step() without it")

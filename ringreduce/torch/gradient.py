@@ -1,4 +1,4 @@
-"""One gradient on its way through a step. See reducer.py."""
+"""A parameter's gradient: what is in `.grad` on its way through a step. See optim/reducer.py."""
 
 from __future__ import annotations
 
@@ -8,27 +8,24 @@ from typing import Any
 
 import torch
 
-from ringreduce.errors import MismatchError
-from ringreduce.torch.buckets import Bucket
-from ringreduce.torch.gradient_transport import DENSE, UNKNOWN, GradientTransport, empty_sparse, layout_of
+from ringreduce.optim import buckets, reducer
+from ringreduce.optim.buckets import DENSE, UNKNOWN
+from ringreduce.optim.exchange import Exchange, Finish
 from ringreduce.torch.hooks import GradientHooks
 from ringreduce.torch.pending import PendingGradient, make_pending, plain
+from ringreduce.torch.sparse import empty_sparse, layout_of, sparse_allreduce_async
 
 
-class Gradient:
-    """One parameter's gradient on its way through a step."""
+class Gradient(buckets.Gradient):
+    """One parameter's gradient, in `parameter.grad`."""
 
-    def __init__(self, name: str, parameter: torch.nn.Parameter, reducer: Any) -> None:
-        self.name = name
+    def __init__(self, name: str, parameter: torch.nn.Parameter, reducer: Reducer) -> None:
+        super().__init__(name)
         self.parameter = parameter
-        self.bucket = Bucket([self])
-        self.is_loose = True  # a bucket may be found for it
-        self.position = -1  # in the order in which backward computes gradients
-        self.seen = 0  # backward passes since the step's beginning, or since it was reduced
+        self._sparse_as_dense = reducer.sparse_as_dense
+        self.may_be_sparse = parameter.dim() == 2 and not self._sparse_as_dense  # a table of rows, as an embedding
         self.pending: PendingGradient | None = None  # what stands in parameter.grad until it is reduced
         self.is_untouched = False  # `pending` stands for the zeros before the first backward
-        self.layout = UNKNOWN  # the one that all ranks agreed on
-        self.layout_handle: Any = None  # the handle of that agreement
         self._reducer = weakref.ref(reducer)
         self._self = weakref.ref(self)
         self._last: Callable[[], Any] = _no_gradient  # the object that .grad was after the last backward pass
@@ -39,9 +36,20 @@ class Gradient:
         return self.seen > 0 or self.parameter.requires_grad
 
     @property
+    def size_and_kind(self) -> tuple[int, object]:
+        """Those of the parameter."""
+        return self.parameter.nbytes, (self.parameter.dtype, self.parameter.device)
+
+    @property
     def local(self) -> torch.Tensor | None:
         """The gradient that this rank computed."""
         return plain(self.parameter.grad)
+
+    @property
+    def local_layout(self) -> int:
+        """That of `local`."""
+        local = self.local
+        return UNKNOWN if local is None else layout_of(local)
 
     def count(self) -> None:
         """Count a backward pass, from 1 again when .grad was set to None since the last."""
@@ -63,13 +71,13 @@ class Gradient:
         is_table = parameter.dim() == 2
         self.attach(empty_sparse(parameter, 1) if is_table else torch.zeros_like(parameter), is_table)
 
-    def attach(self, gradient: torch.Tensor, is_placeholder: bool = False) -> None:
+    def attach(self, array: torch.Tensor, is_placeholder: bool = False) -> None:
         """Put a PendingGradient into .grad; one that is there already stays, since the user may hold it."""
         pending, self.is_untouched = self.pending, False
         if pending is not None and self.parameter.grad is pending:
-            pending.value = gradient
+            pending.value = array
             return
-        self.pending = self.parameter.grad = pending = make_pending(gradient, self._self, is_placeholder)
+        self.pending = self.parameter.grad = pending = make_pending(array, self._self, is_placeholder)
         self._last = weakref.ref(pending)
 
     def detach_pending(self, gradient: torch.Tensor | None) -> None:
@@ -80,29 +88,13 @@ class Gradient:
         if pending is not None and self.parameter.grad is pending:
             self.parameter.grad = gradient
 
-    def leave_bucket(self) -> None:
-        """Be reduced by its own name, also in later steps."""
-        begun = self.bucket.begun
-        self.bucket, self.is_loose = Bucket([self]), False
-        self.bucket.begun = begun
-
-    def ask_layout(self, transport: GradientTransport) -> None:
-        """Begin to agree on the layout, once: a rank without a gradient cannot know what the others send."""
-        if self.layout_handle is not None:
-            return
-        # sparse gradients are those of tables of rows, as an embedding's
-        if transport.size == 1 or transport.sparse_as_dense or self.parameter.dim() != 2:
-            self.layout = DENSE
-        else:
-            self.layout_handle = transport.begin_maximum(f"{self.name}.layout", [layout_of(self.local)])
-
-    def load(self, transport: GradientTransport) -> tuple[int, torch.Tensor]:
-        """This rank's gradient and its layout; where it has none, zeros in the layout that the others have."""
+    def load(self) -> tuple[int, torch.Tensor]:
+        """Its layout, and what this rank sends; zeros in the layout of the others where it computed none."""
         local = self.local
         if local is not None:
-            if local.is_sparse and transport.sparse_as_dense:
+            if local.is_sparse and self._sparse_as_dense:
                 local = local.to_dense()
-            return layout_of(local), local
+            return layout_of(local), local.detach() if local.requires_grad else local
         if self.layout == UNKNOWN:
             self.check_layout()
         parameter = self.parameter.detach()
@@ -110,18 +102,26 @@ class Gradient:
             return self.layout, empty_sparse(parameter, self.layout - DENSE)
         return self.layout, torch.zeros_like(parameter, memory_format=torch.contiguous_format)
 
-    def check_layout(self) -> None:
-        """Wait for the agreed layout, if ranks agree on it; raises MismatchError when this rank's is another."""
-        if self.layout_handle is None:
-            return
-        mine = layout_of(self.local)
-        layout_handle, self.layout_handle = self.layout_handle, None
-        self.layout = int(layout_handle.wait()[0])
-        if mine not in (UNKNOWN, self.layout):
-            raise MismatchError(
-                f"gradient {self.name!r}: {'dense' if mine == DENSE else 'sparse'} on this rank, but sparse of another "
-                "form on others; it must be alike on all ranks, or pass sparse_as_dense=True"
-            )
+    def begin_sparse(self, exchange: Exchange, array: torch.Tensor) -> Finish:
+        """Begin to reduce a sparse gradient: every rank gets the rows of all, coalesced."""
+        gradient = array.detach().coalesce()
+        if exchange.size == 1:
+            return lambda: [gradient]
+        wait = sparse_allreduce_async(gradient, self.name, exchange.op, exchange.process_set)
+        return lambda: [wait().coalesce()]
+
+    def arrive(self, reduced: torch.Tensor) -> None:
+        """Put the reduced gradient into .grad, a dense one in the memory that this rank's had."""
+        own = self.pending.value if self.pending is not None else reduced
+        if own is not reduced and not reduced.is_sparse:  # it was compressed
+            reduced = own.copy_(reduced)
+        self.detach_pending(reduced)
+
+    def give_up(self) -> None:
+        """Forget that it was to be reduced, and leave this rank's in .grad."""
+        super().give_up()
+        if self.pending is not None:
+            self.detach_pending(self.local)
 
     def begin(self) -> None:
         """It is accessed: begin to reduce it, if that has not begun."""
@@ -138,14 +138,12 @@ class Gradient:
             reducer.wait(self)
 
 
-class Reducer:
+class Reducer(reducer.Reducer):
     """The base of the reducers of gradients and of parameter changes; hooks call `on_gradient`."""
 
-    def __init__(self, passes: int, reduction: GradientTransport) -> None:
-        self.passes = passes
-        self.paused = False  # in no_sync(): gradients only add up
-        self.reduction = reduction
-        self._gradients: dict[int, Gradient] = {}  # by id of the parameter: the hash of a tensor takes long
+    def __init__(self, passes: int, exchange: Exchange, sparse_as_dense: bool = False) -> None:
+        super().__init__(passes, exchange)
+        self.sparse_as_dense = sparse_as_dense
         self._hooks = GradientHooks(self)
 
     def add(self, named: Iterable[tuple[str, Any]]) -> None:
@@ -159,6 +157,11 @@ class Reducer:
     def names(self) -> dict[Any, str]:
         """Those of all parameters."""
         return {each.parameter: each.name for each in self._gradients.values()}
+
+    def reset(self) -> None:
+        """Begin a new step, also for parameters that are no longer frozen."""
+        self._hooks.refresh()
+        super().reset()
 
 
 def _no_gradient() -> None:

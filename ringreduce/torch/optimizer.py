@@ -11,14 +11,13 @@ from typing import Any
 import torch
 
 from ringreduce.api.process_sets import ProcessSet, global_process_set
-from ringreduce.api.submit import which_op
 from ringreduce.compression import Compression, Compressor
 from ringreduce.errors import InputError, MissingExtraError
 from ringreduce.not_there import check_adapter
-from ringreduce.ops import Adasum, Average, ReduceOp, Sum
+from ringreduce.ops import Adasum, Average, ReduceOp
+from ringreduce.optim.exchange import Exchange, check_passes
+from ringreduce.optim.parameters import Named, group_parameters, name_parameters
 from ringreduce.torch.adasum_optimizer import AdasumMixin, DeltaReducer
-from ringreduce.torch.gradient_transport import GradientTransport
-from ringreduce.torch.parameters import group_parameters, name_parameters, number_of_groups
 from ringreduce.torch.reducer import GradientReducer
 from ringreduce.torch.wrapped import WrappedMixin, wrap
 
@@ -92,14 +91,17 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             step(), or the first access: MismatchError when ranks differ; the optimizer stays usable.
     Source: Horovod's DistributedOptimizer.
     """
-    _check(optimizer, compression, backward_passes_per_step, op, gradient_predivide_factor, process_set)
-    named = name_parameters(optimizer, named_parameters)
-    in_groups = group_parameters(named, number_of_groups(num_groups, groups))
-    reduction = GradientTransport(op, compression, gradient_predivide_factor, sparse_as_dense, process_set)
+    _check(optimizer)
+    exchange = Exchange(op, compression, gradient_predivide_factor, process_set)
+    check_passes(backward_passes_per_step)
+    named = _named(optimizer, named_parameters)
+    in_groups = group_parameters(named, _number_of_groups(num_groups, groups))
     if op is Adasum:
-        wrapped = wrap(optimizer, AdasumMixin, DeltaReducer(backward_passes_per_step, reduction))
+        if process_set is not global_process_set:
+            raise InputError("DistributedOptimizer: op=Adasum works with all ranks only; leave process_set out")
+        wrapped = wrap(optimizer, AdasumMixin, DeltaReducer(backward_passes_per_step, exchange))
     else:
-        reducer = GradientReducer(backward_passes_per_step, reduction, wait_in_backward)
+        reducer = GradientReducer(backward_passes_per_step, exchange, sparse_as_dense, wait_in_backward)
         wrapped = wrap(optimizer, ReducingMixin, reducer)
     wrapped._reducer.add(named)
     for group in in_groups if op is not Adasum else ():
@@ -107,10 +109,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     return wrapped
 
 
-def _check(
-    optimizer: Any, compression: Any, passes: int, op: ReduceOp, predivide: float, process_set: ProcessSet
-) -> None:
-    """Raise InputError for wrong arguments."""
+def _check(optimizer: Any) -> None:
+    """Raise TypeError or InputError for what is no torch optimizer, or is wrapped already."""
     check_adapter(optimizer)
     if not hasattr(optimizer, "param_groups"):
         raise TypeError(
@@ -125,21 +125,24 @@ def _check(
         )
     if isinstance(optimizer, WrappedMixin):
         raise InputError("DistributedOptimizer: the optimizer is wrapped already; pass the original one")
-    if passes < 1:
-        raise InputError(f"backward_passes_per_step={passes}; expected 1 or more")
-    if which_op("DistributedOptimizer", None, op) not in (Average, Sum, Adasum):
-        raise InputError(f"DistributedOptimizer: op={op!r}; expected Average, Sum or Adasum")
-    if predivide != 1.0 and op is not Average:
-        raise InputError(f"gradient_predivide_factor={predivide} with op={op!r}; it works with op=Average only")
-    if not predivide > 0:
-        raise InputError(f"gradient_predivide_factor={predivide}; expected a number above 0")
-    if not all(callable(getattr(compression, name, None)) for name in ("compress", "decompress")):
-        raise InputError(
-            f"compression={compression!r}; expected Compression.none, .fp16, .bf16, or a class with the static methods "
-            "compress(tensor) -> (tensor, ctx) and decompress(tensor, ctx)"
-        )
-    if op is Adasum and process_set is not global_process_set:
-        raise InputError("DistributedOptimizer: op=Adasum works with all ranks only; leave process_set out")
+
+
+def _named(optimizer: torch.optim.Optimizer, named_parameters: Any) -> Named:
+    """The optimizer's parameters with their names: the given ones, those of its groups, or numbers."""
+    owned = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    names = [name for group in optimizer.param_groups for name in group.get("param_names", [])]
+    if named_parameters is None and names:
+        return list(zip(names, owned, strict=True))
+    return name_parameters(owned, named_parameters)
+
+
+def _number_of_groups(num_groups: int, groups: Any) -> Any:
+    """`groups`, by its older name too."""
+    if not isinstance(num_groups, int) or num_groups < 0:
+        raise InputError(f"num_groups={num_groups!r}; expected 0 or more")
+    if num_groups:
+        warnings.warn("num_groups is deprecated; pass groups", DeprecationWarning, stacklevel=4)
+    return groups if groups is not None else num_groups
 
 
 def _has(name: str) -> bool:

@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import torch
 
-from ringreduce.api.control import synchronize
-from ringreduce.api.gather import grouped_allgather_async
 from ringreduce.api.process_sets import ProcessSet, global_process_set
 from ringreduce.api.submit import which_op
 from ringreduce.errors import InputError
-from ringreduce.ops import Average, ReduceOp, Sum
+from ringreduce.ops import Average, ReduceOp
+from ringreduce.optim.buckets import DENSE
+from ringreduce.optim.exchange import begin_rows
 
 
 def sparse_allreduce_async(
@@ -28,22 +28,30 @@ def sparse_allreduce_async(
     Source:  Horovod's sparse_allreduce_async.
     """
     reduction = which_op("sparse_allreduce_async", None, op)
-    if reduction not in (Average, Sum):
-        raise InputError(f"sparse_allreduce_async: op={reduction!r}; expected Average or Sum")
     if tensor.layout is not torch.sparse_coo:
         raise InputError(f"sparse_allreduce_async: a tensor of layout {tensor.layout}; pass tensor.to_sparse()")
     if reduction is Average and not (tensor.is_floating_point() or tensor.is_complex()):
         raise InputError(f"sparse_allreduce_async: {tensor.dtype} values cannot be averaged; pass op=Sum")
     shape = tensor.shape
-    indices, values = tensor.detach()._indices(), tensor.detach()._values()
     # the rows of what is gathered are its entries
-    handle = grouped_allgather_async([indices.t().contiguous(), values.contiguous()], name, process_set)
+    rows = tensor.detach()._indices().t().contiguous(), tensor.detach()._values().contiguous()
+    finish = begin_rows("sparse_allreduce_async", name, *rows, reduction, process_set)
 
     def wait() -> torch.Tensor:
-        indices, values = synchronize(handle)
-        if reduction is Average:
-            values = values / (process_set.size() or 1)
+        indices, values = finish()
         # checked: a rank whose tensor is larger would have indices that lead out of this one
         return torch.sparse_coo_tensor(indices.t(), values, shape, check_invariants=True)
 
     return wait
+
+
+def empty_sparse(parameter: torch.Tensor, sparse_dim: int) -> torch.Tensor:
+    """The sparse gradient of a rank that computed none."""
+    indices = torch.empty((sparse_dim, 0), dtype=torch.int64, device=parameter.device)
+    values = torch.empty((0, *parameter.shape[sparse_dim:]), dtype=parameter.dtype, device=parameter.device)
+    return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False)
+
+
+def layout_of(gradient: torch.Tensor) -> int:
+    """DENSE, or DENSE + the indices of an element."""
+    return DENSE + (gradient.sparse_dim() if gradient.is_sparse else 0)

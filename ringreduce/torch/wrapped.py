@@ -15,7 +15,8 @@ import torch
 from ringreduce import runtime
 from ringreduce.api.world import size
 from ringreduce.errors import InputError
-from ringreduce.torch.parameters import name_newest_group
+from ringreduce.optim.exchange import check_passes
+from ringreduce.optim.parameters import Named
 
 
 class WrappedMixin:
@@ -38,9 +39,7 @@ class WrappedMixin:
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Change how many backward passes are summed before they are reduced."""
-        if passes < 1:
-            raise InputError(f"backward_passes_per_step={passes}; expected 1 or more")
-        self._reducer.passes = passes
+        self._reducer.passes = check_passes(passes)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -65,7 +64,7 @@ class WrappedMixin:
         They get the names that the group gives, as torch's named optimizers do, or are numbered.
         """
         super().add_param_group(param_group)  # type: ignore[misc]
-        self._reducer.add(name_newest_group(self.param_groups, set(self._reducer.names.values())))
+        self._reducer.add(_name_newest_group(self.param_groups, set(self._reducer.names.values())))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickled or copied, it is the user's optimizer again: hooks and handles belong to one process."""
@@ -85,6 +84,18 @@ def wrap(optimizer: torch.optim.Optimizer, mixin: Any, reducer: Any) -> Any:
         wrapped.__dict__["step"] = _watched_step(wrapped)
     wrapped._reducer = reducer
     return wrapped
+
+
+def _name_newest_group(param_groups: list[dict[str, Any]], taken: set[str]) -> Named:
+    """The parameters of the last group with their names; raises InputError when another parameter has the name."""
+    number = len(param_groups) - 1
+    group = param_groups[number]
+    parameters = group["params"]
+    names = group.get("param_names") or [f"group.{number}.parameter.{index}" for index in range(len(parameters))]
+    doubled = sorted(taken.intersection(names))
+    if doubled:
+        raise InputError(f"add_param_group: names must differ; other parameters have these: {', '.join(doubled)}")
+    return list(zip(names, parameters, strict=True))
 
 
 @functools.cache

@@ -9,8 +9,9 @@ import torch
 import ringreduce
 import ringreduce.torch as hvd
 from ringreduce.execution.host import Host
+from ringreduce.optim import buckets, exchange
 from ringreduce.testing import run_ranks
-from ringreduce.torch import buckets, gradient_transport, reducer
+from ringreduce.torch import reducer
 from tests.training import parameters, same_on_all, share
 
 WIDTHS = (5, 16, 7, 9, 3)
@@ -52,13 +53,13 @@ def bucket_names(optimizer):
 @pytest.fixture(autouse=True)
 def submitted(monkeypatch):
     """By rank, what the optimizer has submitted; cleared at will."""
-    submit, found = gradient_transport.submit, collections.defaultdict(list)
+    submit, found = exchange.submit, collections.defaultdict(list)
 
     def note(tensors, name, *args, **kwargs):
         found[hvd.rank()].append(name)
         return submit(tensors, name, *args, **kwargs)
 
-    monkeypatch.setattr(gradient_transport, "submit", note)
+    monkeypatch.setattr(exchange, "submit", note)
     return found
 
 

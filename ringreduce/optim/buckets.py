@@ -1,0 +1,185 @@
+"""Gradients, and the buckets in which they are reduced together. See reducer.py."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+from ringreduce.errors import InputError, MismatchError
+from ringreduce.optim.exchange import Exchange, Finish
+
+UNKNOWN, DENSE = 0, 1
+"""Layouts of a gradient; DENSE + n is sparse, with n indices an element."""
+FIRST_BUCKET_BYTES, BUCKET_BYTES = 1 << 20, 8 << 20
+"""A bucket is closed when it has this many bytes; the first one early, so that moving begins early."""
+
+
+class Gradient:
+    """One parameter's gradient on its way through a step; an adapter's class says where it is kept."""
+
+    may_be_sparse = False
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.bucket = Bucket([self])
+        self.is_loose = True  # a bucket may be found for it
+        self.position = -1  # in the order in which gradients are computed
+        self.seen = 0  # backward passes since the step's beginning, or since it was reduced
+        self.layout = UNKNOWN  # the one that all ranks agreed on
+        self.layout_handle: Any = None  # the handle of that agreement
+
+    @property
+    def trains(self) -> bool:
+        """False for that of a frozen parameter, which takes no part."""
+        raise NotImplementedError
+
+    @property
+    def size_and_kind(self) -> tuple[int, object]:
+        """Its bytes, and what it has in common with those that may share its bucket, such as type and device."""
+        raise NotImplementedError
+
+    @property
+    def local_layout(self) -> int:
+        """Of what this rank computed; UNKNOWN where it computed none."""
+        raise NotImplementedError
+
+    def count(self) -> None:
+        """Count a backward pass."""
+        self.seen += 1
+
+    def load(self) -> tuple[int, Any]:
+        """Its layout, and what this rank sends; zeros in the layout of the others where it computed none."""
+        raise NotImplementedError
+
+    def attach(self, array: Any) -> None:
+        """Let what this rank sends stand for the gradient until that has arrived."""
+
+    def begin_sparse(self, exchange: Exchange, array: Any) -> Finish:
+        """Begin to reduce a sparse one."""
+        raise NotImplementedError
+
+    def arrive(self, reduced: Any) -> None:
+        """Put the reduced gradient into its place."""
+        raise NotImplementedError
+
+    def give_up(self) -> None:
+        """Forget that it was to be reduced."""
+        self.seen, self.layout_handle = 0, None
+        self.bucket.begun, self.bucket.parts = False, []
+
+    def leave_bucket(self) -> None:
+        """Be reduced by its own name, also in later steps."""
+        begun = self.bucket.begun
+        self.bucket, self.is_loose = Bucket([self]), False
+        self.bucket.begun = begun
+
+    def ask_layout(self, exchange: Exchange) -> None:
+        """Begin to agree on the layout, once: a rank without a gradient cannot know what the others send."""
+        if self.layout_handle is not None:
+            return
+        if exchange.size == 1 or not self.may_be_sparse:
+            self.layout = DENSE
+        else:
+            self.layout_handle = exchange.begin_maximum(f"{self.name}.layout", [self.local_layout])
+
+    def check_layout(self) -> None:
+        """Wait for the agreed layout, if ranks agree on it; raises MismatchError when this rank's is another."""
+        if self.layout_handle is None:
+            return
+        mine = self.local_layout
+        layout_handle, self.layout_handle = self.layout_handle, None
+        self.layout = int(layout_handle.wait()[0])
+        if mine not in (UNKNOWN, self.layout):
+            raise MismatchError(
+                f"gradient {self.name!r}: {'dense' if mine == DENSE else 'sparse'} on this rank, but sparse of another "
+                "form on others; it must be alike on all ranks, or pass sparse_as_dense=True"
+            )
+
+
+class Bucket:
+    """Gradients that are reduced together, all or nothing."""
+
+    def __init__(self, members: Sequence[Gradient], splits: bool = False) -> None:
+        self.members = members
+        self.splits = splits  # False: one gradient, or a group of the user's, which stays together
+        self.begun = False  # in this step
+        self.parts: list[tuple[Sequence[Gradient], Finish]] = []  # in flight: the dense ones, and each sparse one
+        self.missing = 0  # backward passes that have not been reported yet
+
+    @property
+    def name(self) -> str:
+        """The same on all ranks, whatever is frozen."""
+        first, more = self.members[0].name, len(self.members) - 1
+        return f"{first} and {more} more" if more else first
+
+    @property
+    def trained(self) -> list[Gradient]:
+        """Its members but for the frozen ones."""
+        return [each for each in self.members if each.trains]
+
+    def lacks(self, passes: int) -> bool:
+        """True until so many backward passes have computed all of it."""
+        return any(each.seen < passes and each.trains for each in self.members)
+
+    def begin(self, exchange: Exchange, line: str) -> None:
+        """Send the dense ones together, sparse ones each on its own.  line: that called backward()."""
+        self.begun, members = True, self.trained
+        loaded = [each.load() for each in members]
+        dense: list[tuple[Gradient, Any]] = []
+        parts: list[tuple[Sequence[Gradient], Finish]] = []
+        for gradient, (layout, array) in zip(members, loaded, strict=True):
+            gradient.attach(array)
+            if layout == DENSE:
+                dense.append((gradient, array))
+            elif layout == UNKNOWN:  # no rank has one
+                parts.append(([gradient], functools.partial(list, [array])))
+            else:
+                parts.append(([gradient], gradient.begin_sparse(exchange, array)))
+        if dense:
+            gradients, arrays = zip(*dense, strict=True)
+            parts.append((gradients, self._begin_dense(exchange, gradients, arrays, line)))
+        self.parts = parts
+
+    def _begin_dense(
+        self, exchange: Exchange, gradients: Sequence[Gradient], arrays: Sequence[Any], line: str
+    ) -> Finish:
+        names = [each.name for each in gradients] if len(self.members) > 1 else None
+        of_backward = line if any(each.seen for each in gradients) else None
+        try:
+            return exchange.begin(self.name, arrays, names, in_place=True, line=of_backward)
+        except InputError as exc:
+            if "pending already" not in str(exc):
+                raise
+            raise InputError(
+                f"{exc}. Has another DistributedOptimizer a parameter of this name? Then prefix the names of one: "
+                "named_parameters=[('d.' + name, p) for name, p in model.named_parameters()]"
+            ) from exc
+
+    def finish(self) -> None:
+        """Wait, and put the reduced gradients into their places."""
+        parts, self.parts = self.parts, []
+        for members, finish in parts:
+            for member in members:
+                member.check_layout()
+            for member, reduced in zip(members, finish(), strict=True):
+                member.arrive(reduced)
+                member.seen = 0
+
+
+def fill(gradients: Sequence[tuple[int, object]]) -> list[list[int]]:
+    """Which of these (bytes, kind) share a bucket, each of one kind, in the order of their last ones.
+
+    >>> fill([(1 << 19, "float32"), (1 << 19, "float32"), (8, "float16"), (8 << 20, "float32"), (8, "float32")])
+    [[0, 1], [3], [2], [4]]
+    """
+    buckets: list[list[int]] = []
+    open_ones: dict[object, tuple[list[int], int]] = {}
+    for number, (nbytes, kind) in enumerate(gradients):
+        members, filled = open_ones.pop(kind, ([], 0))
+        members.append(number)
+        if filled + nbytes >= (BUCKET_BYTES if buckets else FIRST_BUCKET_BYTES):
+            buckets.append(members)
+        else:
+            open_ones[kind] = members, filled + nbytes
+    return buckets + [members for members, _ in open_ones.values()]

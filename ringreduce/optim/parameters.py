@@ -1,0 +1,61 @@
+"""The names and the groups of an optimizer's parameters."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from ringreduce.errors import InputError
+
+Named = list[tuple[str, Any]]
+
+
+def name_parameters(owned: Sequence[Any], named_parameters: Iterable[tuple[str, Any]] | None) -> Named:
+    """The optimizer's parameters with their names, numbered by default; raises InputError for a missing or equal one.
+
+    Parameters are told apart by identity.
+    """
+    if named_parameters is None:
+        return [(f"parameter.{number}", parameter) for number, parameter in enumerate(owned)]
+    named = list(named_parameters)
+    if not all(isinstance(each, tuple) and len(each) == 2 for each in named):
+        raise InputError("named_parameters: expected (name, parameter) pairs, such as model.named_parameters()")
+    counts = collections.Counter(name for name, _ in named)
+    duplicates = sorted(name for name, count in counts.items() if count > 1)
+    if duplicates:
+        raise InputError(f"named_parameters: names must differ; given more than once: {', '.join(duplicates)}")
+    named_ids = {id(parameter) for _, parameter in named}
+    unnamed = sum(id(parameter) not in named_ids for parameter in owned)
+    if unnamed:
+        raise InputError(f"named_parameters: {unnamed} of the optimizer's {len(owned)} parameters have no name in it")
+    owned_ids = {id(parameter) for parameter in owned}
+    return [(name, parameter) for name, parameter in named if id(parameter) in owned_ids]
+
+
+def group_parameters(named: Named, groups: int | Sequence[Sequence[Any]] | None) -> list[list[Any]]:
+    """The parameters of each group: of so many equal ones, or of the given ones; none for 0 and None.
+
+    Raises: InputError when a parameter is none of the optimizer's, or in two groups.
+    """
+    if groups is None:
+        return []
+    if isinstance(groups, int) and groups >= 0:
+        parameters = [parameter for _, parameter in named]
+        count = min(groups, len(parameters))
+        ends = [number * len(parameters) // count for number in range(count + 1)] if count else []
+        return [parameters[start:end] for start, end in itertools.pairwise(ends)]
+    if not isinstance(groups, list | tuple) or not all(isinstance(group, list | tuple) for group in groups):
+        raise InputError(f"groups={groups!r}; expected a number of 0 or more, or lists of parameters")
+    owned = {id(parameter) for _, parameter in named}
+    seen: set[int] = set()
+    for parameter in (each for group in groups for each in group):
+        if not hasattr(parameter, "shape"):
+            raise InputError(f"groups: a {type(parameter).__qualname__}; expected lists of parameters")
+        if id(parameter) not in owned:
+            raise InputError(f"groups: a tensor of shape {tuple(parameter.shape)} is no parameter of the optimizer")
+        if id(parameter) in seen:
+            raise InputError(f"groups: a parameter of shape {tuple(parameter.shape)} is in two places; expected one")
+        seen.add(id(parameter))
+    return [list(group) for group in groups]

@@ -1,0 +1,216 @@
+"""When each gradient is reduced, and with which others: buckets of some MiB, in the order in which gradients come.
+
+Every rank submits each of its gradients once a step, in any order; the engine matches them by name. A rank is free to
+choose when: an adapter says so, by `_begin_complete` as they come, or by `begin` and `synchronize` at the end.
+
+The first step reduces each gradient, or group of the user's, by its own name. Then ranks agree on the order, once, and
+fill buckets, each one submission. A rank that must reduce only some of a bucket, because more passes may follow,
+refuses the bucket: it fails on all ranks, and its gradients go by their own names from then on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import operator
+import threading
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from ringreduce import runtime
+from ringreduce.errors import MismatchError
+from ringreduce.optim.buckets import DENSE, UNKNOWN, Bucket, Gradient, fill
+from ringreduce.optim.exchange import Exchange
+
+POSITION = operator.attrgetter("position")
+LAST = 2**31 - 1  # the position of a gradient that some rank does not compute
+
+
+class Reducer:
+    """Reduces the gradients of an optimizer as they come.
+
+    passes: how many backward passes of a gradient are summed before it is reduced.
+    """
+
+    def __init__(self, passes: int, exchange: Exchange) -> None:
+        self.passes = passes
+        self.exchange = exchange
+        self.paused = False  # gradients only add up
+        self._gradients: dict[int, Any] = {}  # by id of the parameter, whose hash may take long
+        self._in_flight: dict[Bucket, None] = {}
+        self._line = ""  # of the user's script, which began the backward pass
+        self._computed: deque[Gradient] = deque()  # reported, and not counted yet
+        self._positions = 0
+        self._known_since: tuple[Any, ...] = ()
+        self._clean_steps: float = 0  # in which every gradient was computed once; -inf: not all were
+        self._lock = threading.RLock()  # several threads may report gradients
+        self._look_at_the_world()
+
+    def join(self, parameters: Sequence[Any]) -> None:
+        """Reduce the gradients of these parameters together."""
+        self._put([self._gradients[id(parameter)] for parameter in parameters])
+
+    def _put(self, members: list[Gradient], splits: bool = False) -> None:
+        """Put gradients into one bucket."""
+        bucket = Bucket(members, splits)
+        for member in members:
+            member.bucket, member.is_loose = bucket, False
+
+    @property
+    def _buckets(self) -> list[Bucket]:
+        """All, in the order in which they are filled."""
+        return list(dict.fromkeys([each.bucket for each in sorted(self._gradients.values(), key=POSITION)]))
+
+    @property
+    def pending(self) -> bool:
+        """True while a gradient is being reduced that nobody has waited for."""
+        return bool(self._in_flight)
+
+    def _count(self) -> None:
+        """Count the gradients that were reported."""
+        with self._lock:
+            while self._computed:
+                gradient = self._computed.popleft()
+                if gradient.seen >= self.passes:  # added to, or cleared
+                    self._clean_steps = -math.inf
+                gradient.count()
+                if gradient.is_loose:
+                    gradient.position = self._positions
+                    self._positions += 1
+                bucket = gradient.bucket
+                if bucket.begun and bucket.splits:  # the others of it are reduced already
+                    self._split(bucket)
+                gradient.bucket.begun = False
+
+    def begin(self, gradient: Gradient) -> None:
+        """Begin to reduce a gradient, and those of its bucket, if nobody has."""
+        with self._lock:
+            self._count()
+            if not gradient.bucket.begun:
+                self._look_at_the_world()
+                if gradient.bucket.splits and gradient.bucket.lacks(1):
+                    self._split(gradient.bucket)
+                self._begin([gradient.bucket])
+
+    def _begin_complete(self, buckets: Sequence[Bucket]) -> None:
+        """Begin to reduce those that are computed."""
+        self._begin([each for each in buckets if not each.begun and each.trained and not each.lacks(self.passes)])
+
+    def _split(self, bucket: Bucket, refuses: bool = True) -> None:
+        """Let its gradients be reduced by their own names, also in later steps.
+
+        refuses: the other ranks do not know; those that have sent the bucket will.
+        """
+        if refuses:
+            self.exchange.refuse(bucket.name)
+        for member in bucket.members:
+            member.leave_bucket()
+
+    def wait(self, gradient: Gradient) -> None:
+        """Wait until it has arrived; on failure give up the whole step, so that no rank waits for this one."""
+        try:
+            while gradient.bucket.parts:  # twice when the bucket is split
+                self._finish(gradient.bucket)
+        except Exception:
+            self.synchronize(quiet=True)
+            raise
+
+    def _finish(self, bucket: Bucket) -> None:
+        self._in_flight.pop(bucket, None)
+        try:
+            bucket.finish()
+        except MismatchError:
+            if not bucket.splits:
+                raise
+            bucket.begun = False
+            self._split(bucket, refuses=False)  # if tensors differ, the next error names one
+            self._begin([each.bucket for each in bucket.trained])
+
+    def _begin(self, taken: list[Bucket]) -> None:
+        """Begin to reduce buckets; waits only for layouts that this rank does not know."""
+        unknown = [each for bucket in taken for each in bucket.trained if each.layout == UNKNOWN]
+        for gradient in unknown:
+            gradient.ask_layout(self.exchange)
+        # last those whose layout this rank must wait for
+        waiting = {each.bucket for each in unknown if each.layout == UNKNOWN == each.local_layout}
+        errors: list[Exception] = []
+        for bucket in sorted(taken, key=waiting.__contains__):
+            with _noting(errors):
+                bucket.begin(self.exchange, self._line)
+                self._in_flight[bucket] = None
+        if errors:
+            raise errors[0]
+
+    def _look_at_the_world(self) -> None:
+        """The world may have changed. After a join() all ranks ask again: one that joined early knows less."""
+        engine = runtime.current("DistributedOptimizer").engine
+        now = (engine.world, engine.negotiation.joins)
+        if now != self._known_since:
+            self._known_since = now
+            for bucket in list(self._in_flight):  # begun before
+                self._finish(bucket)
+            self.exchange.check_world()
+            self._forget()
+
+    def _forget(self) -> None:
+        for gradient in self._gradients.values():
+            gradient.layout = UNKNOWN
+            if gradient.bucket.splits or len(gradient.bucket.members) == 1:
+                gradient.leave_bucket()
+                gradient.is_loose = True
+
+    def _fill_buckets(self) -> None:
+        """Put the gradients that have no bucket yet into some; the same on all ranks."""
+        loose = [each for each in self._gradients.values() if each.is_loose and each.layout == DENSE and each.trains]
+        if not loose or self.exchange.size == 1:
+            return
+        loose.sort(key=operator.attrgetter("name"))
+        positions = [each.position if each.position >= 0 else LAST for each in loose]
+        agreed = self.exchange.begin_maximum(f"{loose[0].name}.position", positions).wait()
+        for gradient, position in zip(loose, agreed, strict=True):
+            gradient.position = int(position)
+        loose.sort(key=POSITION)
+        for members in fill([each.size_and_kind for each in loose]):
+            self._put([loose[number] for number in members], splits=len(members) > 1)
+
+    def synchronize(self, quiet: bool = False) -> None:
+        """Reduce what is left; on return every gradient is reduced.
+
+        Raises the first error after waiting for all. quiet: raises nothing.
+        """
+        errors: list[Exception] = []
+        with _noting(errors):
+            self._count()
+            self._look_at_the_world()
+            self._begin([each for each in self._buckets if not each.begun and each.trained])
+        while self._in_flight:
+            with _noting(errors):
+                # the last one first: a thread that wakes for each takes the core from the engine
+                self._finish(next(reversed(self._in_flight)))
+        if errors:
+            self.reset()
+            self._forget()  # only some ranks know about what failed
+            if not quiet:
+                raise errors[0]
+
+    def stepped(self) -> None:
+        """Begin a new step after a step."""
+        self._clean_steps += 1
+        self._fill_buckets()
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin a new step."""
+        self._computed.clear()
+        for gradient in self._gradients.values():
+            gradient.give_up()
+
+
+@contextlib.contextmanager
+def _noting(errors: list[Exception]) -> Iterator[None]:
+    """Errors that are raised when all is done."""
+    try:
+        yield
+    except Exception as exc:
+        errors.append(exc)

@@ -1,0 +1,113 @@
+"""optim/: what the distributed optimizers of all frameworks share."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ringreduce
+from ringreduce import Adasum, Average, Compression, InputError, Max, Sum
+from ringreduce.optim.exchange import Exchange, check_passes
+from ringreduce.optim.parameters import group_parameters, name_parameters
+
+PARAMETERS = [np.full((number + 1, 2), number) for number in range(5)]
+NAMED = [(f"layer{number}.w", parameter) for number, parameter in enumerate(PARAMETERS)]
+
+
+def test_no_framework_is_named():
+    frameworks = re.compile("torch|jax|optax|flax|keras|tensorflow|cupy|mxnet", re.IGNORECASE)
+    for path in (Path(ringreduce.__file__).parent / "optim").glob("*.py"):
+        assert not frameworks.findall(path.read_text()), path
+
+
+def same(pairs, expected):
+    """The same names, and the very same parameters."""
+    return [(name, id(each)) for name, each in pairs] == [(name, id(each)) for name, each in expected]
+
+
+def test_parameters_are_named_or_numbered():
+    assert same(
+        name_parameters(PARAMETERS[1:3], None), [("parameter.0", PARAMETERS[1]), ("parameter.1", PARAMETERS[2])]
+    )
+    assert same(name_parameters(PARAMETERS[3:0:-1], iter(NAMED)), NAMED[1:4])
+
+
+@pytest.mark.parametrize(
+    ("named", "message"),
+    [
+        (PARAMETERS, r"expected \(name, parameter\) pairs"),
+        ([("b", PARAMETERS[0]), ("a", PARAMETERS[1]), ("b", PARAMETERS[2])], "names must differ; given .* once: b$"),
+        (NAMED[2:], "2 of the optimizer's 5 parameters have no name"),
+    ],
+)
+def test_wrong_names_are_refused(named, message):
+    with pytest.raises(InputError, match=message):
+        name_parameters(PARAMETERS, named)
+
+
+@pytest.mark.parametrize(
+    ("groups", "sizes"),
+    [
+        (None, []),
+        (0, []),
+        (1, [5]),
+        (2, [2, 3]),
+        (3, [1, 2, 2]),
+        (9, [1] * 5),
+        ([PARAMETERS[3:], PARAMETERS[:1]], [2, 1]),
+    ],
+)
+def test_groups_are_a_number_or_lists(groups, sizes):
+    grouped = group_parameters(NAMED, groups)
+    assert [len(each) for each in grouped] == sizes
+    if isinstance(groups, int) and groups:
+        assert [id(each) for group in grouped for each in group] == [id(each) for each in PARAMETERS]
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        (-1, "groups=-1; expected a number of 0 or more, or lists"),
+        ([PARAMETERS[0]], "expected a number of 0 or more, or lists of parameters"),
+        ([["w"]], "groups: a str; expected lists of parameters"),
+        ([[np.zeros(3)]], r"a tensor of shape \(3,\) is no parameter of the optimizer"),
+        ([PARAMETERS[:2], PARAMETERS[1:]], r"a parameter of shape \(2, 2\) is in two places"),
+    ],
+)
+def test_wrong_groups_are_refused(groups, message):
+    with pytest.raises(InputError, match=message):
+        group_parameters(NAMED, groups)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"op": Max}, "op=Max; expected Average, Sum or Adasum"),
+        ({"op": "mean"}, "op='mean'; expected Average"),
+        ({"op": Sum, "gradient_predivide_factor": 2.0}, "factor=2.0 with op=Sum; it works with op=Average only"),
+        ({"gradient_predivide_factor": 0.0}, "factor=0.0; expected a number above 0"),
+        ({"compression": "fp16"}, "compression='fp16'; expected Compression.none, .fp16, .bf16, or a class"),
+    ],
+)
+def test_wrong_options_are_refused(options, message):
+    with pytest.raises(InputError, match=message):
+        Exchange(**options)
+
+
+def test_options_are_arguments_of_an_allreduce():
+    exchange = Exchange(Average, Compression.fp16, 4.0)
+    assert exchange.arguments == {
+        "op": Average,
+        "compression": Compression.fp16,
+        "prescale_factor": 0.25,
+        "postscale_factor": 4.0,
+        "process_set": ringreduce.global_process_set,
+    }
+    assert Exchange(Adasum).arguments["prescale_factor"] == Exchange(Max, any_op=True).scales[1] == 1.0
+
+
+def test_at_least_one_pass():
+    assert check_passes(3) == 3
+    with pytest.raises(InputError, match="backward_passes_per_step=0; expected 1 or more"):
+        check_passes(0)
