@@ -174,7 +174,7 @@ def ordered(process_set: ProcessSet = global_process_set) -> Ordered:
 
     Nothing is negotiated, so a small synchronous call takes a fraction of the time; `torch.distributed` has the same
     contract. Named operations and other channels go on beside it, in any order. Every rank must call `ordered`, members
-    or not, as it must `add_process_set`. Arrays are in host memory; the timeline does not show these operations.
+    or not, as it must `add_process_set`.
 
     Cost:   one agreement to make it; then, an operation, one exchange of a hash between the ranks.
     Raises: InputError when MPI has no tags left. Its operations raise MismatchError on all ranks when these differ in

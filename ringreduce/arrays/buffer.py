@@ -44,6 +44,10 @@ class Buffer:
         flat = np.empty(math.prod(shape), dtype=self.element.storage)
         return type(self)(flat, self.element, shape, self.device, self.dtype)
 
+    def part(self, low: int, count: int) -> Buffer:
+        """Elements low to low + count, in the same memory, in one dimension."""
+        return type(self)(self.flat[low : low + count], self.element, (count,), self.device, self.dtype)
+
     def array(self) -> Any:
         """The buffer as an array of the caller's kind, in the same memory."""
         return self.flat.view(self.dtype).reshape(self.shape)

@@ -78,6 +78,10 @@ class GpuBuffer(Buffer):
                     array = cupy().empty(shape, dtype=self.dtype)
         return self._like(array, int(array.data.ptr), shape)
 
+    def part(self, low: int, count: int) -> Buffer:
+        """See `Buffer.part`."""
+        return self._like(self.owner, self.pointer + low * self.element.storage.itemsize, (count,))
+
     def _like(self, array: Any, pointer: int, shape: tuple[int, ...]) -> Buffer:
         made = type(self)(array, pointer, self.index, self.element, shape, self.dtype)
         made.stream = self.stream

@@ -48,12 +48,30 @@ def is_torch(array: Any) -> bool:
     return torch is not None and isinstance(array, torch.Tensor)
 
 
-def torch_buffer(tensor: Any, writable: bool) -> Buffer:
-    """The buffer of a tensor; see `view.as_buffer`."""
+class _Memory:
+    """A contiguous tensor's bytes, for NumPy, which keeps this and so the tensor."""
+
+    __slots__ = ("__array_interface__", "tensor")
+
+    def __init__(self, tensor: Any) -> None:
+        self.tensor = tensor
+        at = {"data": (tensor.data_ptr(), False), "shape": (tensor.nbytes,)}
+        self.__array_interface__ = {**at, "typestr": "|u1", "version": 3}
+
+
+def torch_buffer(tensor: Any, writable: bool, resizable: bool = False) -> Buffer:
+    """The buffer of a tensor; see `view.as_buffer`.
+
+    resizable: of a contiguous tensor whose memory is resized later, as FSDP does, which tensor.numpy() would forbid.
+    """
     dtype = tensor.dtype
     element = element_type(dtype)
     if tensor.is_cuda:
         return _torch_gpu_buffer(tensor, element, writable)
+    if resizable and tensor.device.type == "cpu":
+        return _TorchBuffer(
+            np.asarray(_Memory(tensor)).view(element.storage), element, tuple(tensor.shape), "cpu", dtype
+        )
     try:
         array = _as_numpy_knows(tensor, element).numpy()
     except (TypeError, RuntimeError) as exc:

@@ -21,7 +21,6 @@ from ringreduce.execution.opening import before_opening
 from ringreduce.execution.operations import alltoall
 from ringreduce.execution.signature import Signature, calling_line
 from ringreduce.execution.submission import Handle, Submission
-from ringreduce.monitor.timeline import Timeline
 from ringreduce.negotiation.mailbox import Mailbox
 from ringreduce.negotiation.negotiation import GLOBAL, Negotiation
 from ringreduce.negotiation.negotiator import Group, Negotiator
@@ -164,10 +163,10 @@ class ProcessSets:
     def _channel_context(
         self, algorithms: Algorithms, members: Sequence[int], operations: Mapping[str, Operation]
     ) -> Context:
-        """Of a channel, with memory of its own, and no timeline."""
+        """Of a channel, with memory of its own."""
         settings = self._host.settings
         memory = fusion.Memory(settings.fusion_buffer_bytes // 2, settings.fusion_slot_bytes)
-        return self._make_context(algorithms, tuple(members), operations=operations, memory=memory, timeline=Timeline())
+        return self._make_context(algorithms, tuple(members), operations=operations, memory=memory)
 
     # Channels that their members open alone; called by any thread
 

@@ -71,9 +71,10 @@ class Submitting:
         if line is None:
             line = calling_line(3)
         marks: Sequence[Event] = ()
-        if process_set >= GLOBAL and any(map(ON_GPU, inputs)):
-            self._gpu.check(inputs)
-            marks = ready(inputs)
+        arrays = inputs if process_set >= GLOBAL else (*inputs, *outputs)  # a channel may write to the caller's
+        if any(map(ON_GPU, arrays)):
+            self._gpu.check(arrays)
+            marks = ready(arrays)
         inbox, negotiation = self._inbox, self._negotiation
         with inbox.lock:
             state = negotiation.states.get(process_set) or negotiation.channels.get(process_set)

@@ -14,7 +14,7 @@ import hashlib
 import numpy as np
 
 from ringreduce.collectives import bruck
-from ringreduce.errors import InputError, MismatchError, RingreduceError
+from ringreduce.errors import MismatchError, RingreduceError
 from ringreduce.execution import operations
 from ringreduce.execution.context import Context
 from ringreduce.execution.executor import Executor, Running
@@ -70,17 +70,13 @@ class Channel(Running):
     def enqueue(self, submission: Submission) -> None:
         """Run an operation after those submitted before, in the same order on all ranks."""
         kind, transport = submission.signature.kind, self._context.algorithms.channels[1]
-        if any(each.on_gpu for each in (*submission.inputs, *submission.outputs)):
-            raise InputError(
-                f"{kind}: ordered() takes arrays in host memory; pass array.cpu() or .get(), or call ringreduce.{kind}"
-            )
         self._count += 1
         submission.key = str(self._count)
         submission.begin(self.running)
         if kind == "send":
             peer = self._context.members.index(submission.payload[0])
             executor = self._senders.setdefault(peer, Executor(self._context))
-            executor.enqueue(send(submission, transport, peer))
+            executor.enqueue(send(submission, self._context, transport, peer))
             self._keep(executor)
         elif kind == "recv":
             rank = submission.payload[0]
@@ -93,7 +89,8 @@ class Channel(Running):
     def _receive(self, submission: Submission, rank: int, transport: Transport) -> None:
         if rank not in self._receivers:
             peer = self.members.index(rank)
-            self._receivers[rank] = Executor(self._context), Receiver(transport, peer, rank, self._world.rank)
+            receiver = Receiver(self._context, transport, peer, rank, self._world.rank)
+            self._receivers[rank] = Executor(self._context), receiver
         executor, receiver = self._receivers[rank]
         executor.enqueue(receiver.receive(submission))
         self._keep(executor)
@@ -112,6 +109,7 @@ class Channel(Running):
     def _checked(self, submission: Submission) -> Steps[None]:
         """Run an operation, if all ranks have called the same."""
         if (yield from self._is_same(submission)):
+            self._context.timeline.agreed(submission)
             yield from operations.run([submission], self._context, len(self._context.members))
         else:
             yield from self._mismatch(submission)

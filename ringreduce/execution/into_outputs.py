@@ -1,10 +1,11 @@
-"""Operations whose results go into arrays that the caller gives, as torch.distributed's do; in host memory.
+"""Operations whose results go into arrays that the caller gives, as torch.distributed's do.
 
 Where a submission has arrays for each rank, those of rank r are r * k to (r + 1) * k - 1, of k together.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,7 @@ from ringreduce.execution.allreduce import allreduce
 from ringreduce.execution.context import Context, Operation
 from ringreduce.execution.operations import integers_of_all
 from ringreduce.execution.submission import Submission
+from ringreduce.gpu.through_host import down, room, up
 from ringreduce.ops import Reduction
 from ringreduce.transport.base import Steps
 
@@ -24,8 +26,8 @@ def all_gather(submissions: Sequence[Submission], context: Context) -> Steps[Non
     """Copy the k inputs of every rank into the outputs of all."""
     rank, size, region = context.transport.rank, context.transport.size, context.algorithms.shared_region
     for submission in submissions:
-        sources = [each.flat for each in submission.inputs]
-        targets = _by_rank([each.flat for each in submission.outputs], size)
+        sources, results = yield from _on_host(submission, context)
+        targets = _by_rank(results, size)
         for source, target in zip(sources, targets[rank], strict=True):
             if source.ctypes.data != target.ctypes.data:
                 target[...] = source
@@ -43,15 +45,15 @@ def all_gather(submissions: Sequence[Submission], context: Context) -> Steps[Non
             for whole, into in zip(everyones, targets, strict=True):
                 for part, target in _parts(whole, into):
                     target[...] = part
-        submission.complete()
+        _complete(submission, results, context)
 
 
 def reduce_scatter(submissions: Sequence[Submission], context: Context) -> Steps[None]:
     """Reduce the inputs for each rank, of all ranks, into the k outputs of that one; parts may differ by rank."""
     size, region = context.transport.size, context.algorithms.shared_region
     for submission in submissions:
-        parts = _by_rank([each.flat for each in submission.inputs], size)
-        targets = [each.flat for each in submission.outputs]
+        sources, targets = yield from _on_host(submission, context)
+        parts = _by_rank(sources, size)
         reductions = [context.reduction(submission, each.element) for each in submission.outputs]
         for reduction in dict.fromkeys(reductions):
             mine = [k for k, each in enumerate(reductions) if each == reduction]
@@ -60,7 +62,7 @@ def reduce_scatter(submissions: Sequence[Submission], context: Context) -> Steps
                 yield from shared_halves.reduce_scatter(chunks, results, region, reduction)
             else:
                 yield from _by_messages(chunks, results, reduction, context)
-        submission.complete()
+        _complete(submission, targets, context)
 
 
 def _by_messages(chunks: list[list[Any]], results: list[Any], reduction: Reduction, context: Context) -> Steps[None]:
@@ -80,7 +82,7 @@ def exchange(submissions: Sequence[Submission], context: Context) -> Steps[None]
     """Input r goes to rank r, whose own one comes into output r.  payload: True where sizes may not fit each other."""
     rank, size, transport = context.transport.rank, context.transport.size, context.transport
     for submission in submissions:
-        outgoing, incoming = ([each.flat for each in arrays] for arrays in (submission.inputs, submission.outputs))
+        outgoing, incoming = yield from _on_host(submission, context)
         if submission.payload:
             counts = np.array([each.size for each in (*outgoing, *incoming)], np.int64)
             everyones = yield from integers_of_all(counts, context)
@@ -96,7 +98,21 @@ def exchange(submissions: Sequence[Submission], context: Context) -> Steps[None]
                 )
                 continue
         yield from pairwise.exchange(outgoing, incoming, transport)
-        submission.complete()
+        _complete(submission, incoming, context)
+
+
+def _on_host(submission: Submission, context: Context) -> Steps[tuple[list[Any], list[Any]]]:
+    """The elements of its inputs, and room for those of its outputs."""
+    sources = []
+    for each in submission.inputs:
+        sources.append((yield from down(each, context)))
+    return sources, [room(each) for each in submission.outputs]
+
+
+def _complete(submission: Submission, results: Sequence[Any], context: Context) -> None:
+    for elements, output in zip(results, submission.outputs, strict=True):
+        up(elements, output, context)
+    submission.complete()
 
 
 def _by_rank(arrays: Sequence[Any], size: int) -> list[list[Any]]:
@@ -112,11 +128,20 @@ def _parts(whole: Any, arrays: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
         low += each.nbytes
 
 
+def _recorded(operation: Operation) -> Operation:
+    """The operation, in the timeline as one phase with the name of its kind."""
+
+    @functools.wraps(operation)
+    def run(submissions: Sequence[Submission], context: Context) -> Steps[None]:
+        with context.timeline.phase(submissions, submissions[0].signature.kind.upper()):
+            yield from operation(list(submissions), context)
+
+    return run
+
+
 INTO_OUTPUTS: Mapping[str, Operation] = {
     "reduce": allreduce,
-    "all_gather": all_gather,
-    "reduce_scatter": reduce_scatter,
-    "all_to_all": exchange,
-    "gather": exchange,
-    "scatter": exchange,
+    "all_gather": _recorded(all_gather),
+    "reduce_scatter": _recorded(reduce_scatter),
+    **dict.fromkeys(("all_to_all", "gather", "scatter"), _recorded(exchange)),
 }

@@ -19,7 +19,7 @@ from ringreduce.execution.algorithms import Algorithms
 from ringreduce.execution.host import Host
 from ringreduce.transport.base import Steps, Transport
 from ringreduce.transport.blocks import shared_blocks
-from ringreduce.transport.window import Region, Signatures, Window, block_bytes
+from ringreduce.transport.window import GPU_PACKED, Flags, Region, Signatures, Window, block_bytes
 
 
 def everyones(value: Any, transport: Transport) -> Steps[list[Any]]:
@@ -70,5 +70,7 @@ def opened(host: Host, members: Sequence[int], name: str, transport: Transport) 
     ranks = [each for each in members if host.world.hosts[each] == hosts[transport.rank]]
     place = range(len(ranks)), ranks, ranks.index(host.world.rank)
     region = Region(Window(blocks), 0, settings.shared_slot_bytes, *place)
-    signatures = Signatures(region.window, 0, *place) if len(ranks) == len(members) else None
-    return host.own_algorithms(tags, members, region), signatures
+    if len(ranks) < len(members):
+        return host.own_algorithms(tags, members, region), None
+    flags, signatures = Flags(region.window, 0, GPU_PACKED, *place), Signatures(region.window, 0, *place)
+    return host.own_algorithms(tags, members, region, flags), signatures

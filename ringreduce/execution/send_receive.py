@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ringreduce.errors import MismatchError
+from ringreduce.execution.context import Context
 from ringreduce.execution.signature import tensor_text
 from ringreduce.execution.submission import Submission
+from ringreduce.gpu.through_host import down, room, up
 from ringreduce.transport.base import Steps, Transport, Work
 
 HEADER_TAG, DATA_TAG = 0, 6  # which no collective uses
@@ -33,15 +35,19 @@ def _what(submission: Submission) -> str:
     return tensor_text(submission.signature.tensors[0])
 
 
-def send(submission: Submission, transport: Transport, destination: int) -> Steps[None]:
+def send(submission: Submission, context: Context, transport: Transport, destination: int) -> Steps[None]:
     """Send one array. `payload` is the rank and the tag."""
+    if submission.ready:
+        context.gpu.begin(submission)
     (tensor,) = submission.inputs
+    elements = yield from down(tensor, context)
     header = np.zeros(16 + TEXT_BYTES, np.uint8)
     header[:16].view(np.int64)[:] = submission.payload[1], tensor.nbytes
     text = f"{_what(submission)} {submission.line}".encode()[:TEXT_BYTES]
     header[16 : 16 + len(text)] = np.frombuffer(text, np.uint8)
-    works = [transport.send(header, destination, HEADER_TAG), transport.send(tensor.flat, destination, DATA_TAG)]
+    works = [transport.send(header, destination, HEADER_TAG), transport.send(elements, destination, DATA_TAG)]
     yield from works
+    context.timeline.span(submission, "SEND")
     submission.complete()
 
 
@@ -62,8 +68,8 @@ class Receiver:
     A receive from any rank waits at the receivers of all; the first that has its message takes it.
     """
 
-    def __init__(self, transport: Transport, source: int, rank: int, own: int) -> None:
-        self._transport, self._source, self._rank, self._own = transport, source, rank, own
+    def __init__(self, context: Context, transport: Transport, source: int, rank: int, own: int) -> None:
+        self._context, self._transport, self._source, self._rank, self._own = context, transport, source, rank, own
         self._waiting: list[Submission] = []
         self._kept: list[Kept] = []
         self._header: Any = None
@@ -106,14 +112,15 @@ class Receiver:
         if taker is not None:
             taker.payload = self._rank, tag
         fits = taker is not None and what.rpartition(" ")[0] == _what(taker)
-        data = taker.outputs[0].flat if taker is not None and fits else np.empty(nbytes, np.uint8)
+        data = room(taker.outputs[0]) if taker is not None and fits else np.empty(nbytes, np.uint8)
         yield self._transport.receive(data, self._source, DATA_TAG)
         if taker is None:
             self._kept.append(Kept(tag, what, data))
         else:
-            self._deliver(taker, Kept(tag, what, data))
+            self._deliver(taker, Kept(tag, what, data), data)
 
-    def _deliver(self, submission: Submission, message: Kept) -> None:
+    def _deliver(self, submission: Submission, message: Kept, elements: Any = None) -> None:
+        """End a receive.  elements: the data, where they came into `room` for its target."""
         self._waiting.remove(submission)
         submission.payload = self._rank, message.tag
         what, _, line = message.what.rpartition(" ")
@@ -127,6 +134,11 @@ class Receiver:
                 )
             )
             return
-        if message.data is not target.flat:
-            target.flat.view(np.uint8)[:] = message.data
+        if elements is None:  # the message was kept
+            elements = room(target)
+            elements.view(np.uint8)[:] = message.data
+        if submission.ready:
+            self._context.gpu.begin(submission)
+        up(elements, target, self._context)
+        self._context.timeline.span(submission, "RECV")
         submission.complete()

@@ -70,10 +70,15 @@ class Timeline:
     def agreed(self, submission: Submission) -> None:
         """All ranks are ready: the negotiation is over, and the submission is queued."""
         if self.recording:
-            now, row = now_us(), row_of(submission.signature)
+            self.span(submission, f"NEGOTIATE_{submission.signature.kind.upper()}")
+            self._queued[row_of(submission.signature)] = now_us()
+
+    def span(self, submission: Submission, name: str) -> None:
+        """Record the time from when it was submitted until now."""
+        if self.recording:
+            now = now_us()
             since = now - 1e6 * (time.monotonic() - submission.submitted_s)
-            self.events.append(Event(f"NEGOTIATE_{submission.signature.kind.upper()}", row, since, now - since))
-            self._queued[row] = now
+            self.events.append(Event(name, row_of(submission.signature), since, now - since))
 
     def cycle(self) -> None:
         """The engine announces new tensors."""

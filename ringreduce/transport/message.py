@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from ringreduce.transport.base import ControlMessage, Work
 from ringreduce.world import World
 
 CONTROL_TAG = 0
+MOST_BYTES = 1 << 30  # of one message; from 2 GiB on Open MPI fails
 
 
 class MessageWork(Work):
@@ -48,6 +50,17 @@ class MessageWork(Work):
         return bool(self._handle.Test())
 
 
+class LongMessage(Work):
+    """An array in flight as several messages."""
+
+    def __init__(self, messages: Sequence[Work]) -> None:
+        self._messages, self.peer = messages, messages[0].peer
+
+    def done(self) -> bool:
+        """See `Work.done`."""
+        return all([each.done() for each in self._messages])  # noqa: C419, a list: all make progress
+
+
 class MessageTransport:
     """See `EngineTransport`. Its messages use `world.comm`, its control messages `world.control`."""
 
@@ -62,14 +75,18 @@ class MessageTransport:
         self.rank = world.rank
         self.size = world.size
 
-    def send(self, array: Any, destination: int, tag: int) -> MessageWork:
+    def send(self, array: Any, destination: int, tag: int) -> Work:
         """See `Transport.send`."""
         memory = buffer.message_bytes(array)
+        if memory.nbytes > MOST_BYTES:
+            return LongMessage([self.send(each, destination, tag) for each in _cut(memory)])
         return MessageWork(self._comm.Isend(_known_to_mpi(memory), destination, tag), destination, memory)
 
-    def receive(self, array: Any, source: int, tag: int) -> MessageWork:
+    def receive(self, array: Any, source: int, tag: int) -> Work:
         """See `Transport.receive`."""
         memory = buffer.message_bytes(array)
+        if memory.nbytes > MOST_BYTES:
+            return LongMessage([self.receive(each, source, tag) for each in _cut(memory)])
         handle = self._comm.Irecv(_known_to_mpi(memory), source, tag)
         return MessageWork(handle, source, memory, self._receives)
 
@@ -116,6 +133,10 @@ class MessageTransport:
         """See `EngineTransport.wake`."""
         with contextlib.suppress(RuntimeError):  # already awake
             self._woken.release()
+
+
+def _cut(memory: Any) -> list[Any]:
+    return [memory[low : low + MOST_BYTES] for low in range(0, memory.nbytes, MOST_BYTES)]
 
 
 def _known_to_mpi(memory: Any) -> Any:

@@ -9,7 +9,6 @@ import pytest
 
 import ringreduce as rr
 from ringreduce import runtime
-from ringreduce.arrays.buffer import Buffer
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
 from tests.world import on_every_world
@@ -251,17 +250,6 @@ def test_what_a_rank_waits_for_is_named():
         return handle.wait().tolist()
 
     assert run_ranks(2, program) == [[1.0, 1.0]] * 2
-
-
-def test_gpu_arrays_are_refused(monkeypatch):
-    monkeypatch.setattr(Buffer, "on_gpu", True)
-
-    def program():
-        channel = rr.ordered()
-        with pytest.raises(rr.InputError, match=r"^allgather: ordered\(\) takes arrays in host memory; pass array.cpu"):
-            channel.allgather(np.ones(2))
-
-    run_ranks(2, program)
 
 
 def test_what_nobody_waits_for_moves_too():

@@ -1,7 +1,10 @@
 """The torch.distributed backend "ring", on real ranks: each operation, its errors, groups, futures, and DDP."""
 
 import datetime
+import json
 import os
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +12,7 @@ import torch.distributed as dist
 
 import ringreduce as rr
 from tests.tiers import extended
+from tests.world import on_a_pool
 
 pytestmark = pytest.mark.timeout(120)
 sizes = pytest.mark.parametrize(
@@ -16,14 +20,14 @@ sizes = pytest.mark.parametrize(
 )
 
 
-def on_ring(program, folder):
+def on_ring(program, folder, backend="ring"):
     """The program between init_process_group and destroy_process_group; it takes the rank and the size."""
 
     def between():
         import ringreduce.torch.distributed  # noqa: F401
 
         rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        dist.init_process_group("ring", f"file://{folder}/store", rank=rank, world_size=size)
+        dist.init_process_group(backend, f"file://{folder}/store", rank=rank, world_size=size)
         try:
             return program(rank, size)
         finally:
@@ -90,6 +94,11 @@ def layouts(rank, size):
     long = torch.full((3_000_001,), rank + 1.0)
     dist.all_reduce(long)
     assert (long == total).all()
+    flags = torch.tensor([rank == 0, True, False])
+    for op, expected in ((dist.ReduceOp.BOR, [True, True, False]), (dist.ReduceOp.BAND, [False, True, False])):
+        found = flags.clone()
+        dist.all_reduce(found, op)
+        equal(found, torch.tensor(expected))
     parameter = torch.nn.Parameter(torch.ones(2) * (rank + 1))
     dist.broadcast(parameter, 1)
     assert parameter.tolist() == [2, 2]
@@ -121,6 +130,10 @@ def gathers(rank, size):
     scattered = torch.empty(6)
     dist.reduce_scatter_single(scattered, torch.cat([mine(rank) * (each + 1) for each in range(size)]))
     equal(scattered, sum(everyones) * (rank + 1))
+    for count in (0, 3):
+        columns = torch.zeros(3, size).t()[:, :count]  # not contiguous, or nothing
+        dist.all_gather(list(columns), torch.full((count,), 1j * rank).imag)
+        equal(columns, torch.arange(size, dtype=torch.float32)[:, None].expand(-1, count))
     uneven = torch.empty(rank + 1)
     dist.reduce_scatter(uneven, [torch.full((each + 1,), float(rank + each)) for each in range(size)])
     equal(uneven, torch.full((rank + 1,), sum(range(size)) + float(size * rank)))
@@ -272,10 +285,82 @@ def timeouts(rank, size):
     dist.barrier()
 
 
+def summed(rank, size):
+    value = mine(rank)
+    dist.all_reduce(value)
+    equal(value, sum(mine(each) for each in range(size)))
+    try:
+        dist.group.WORLD.check_gpu()
+    except rr.InputError as exc:
+        return str(exc)
+
+
+@pytest.mark.parametrize(
+    ("backends", "error"),
+    [
+        ("cpu:ring,cuda:ring", None),
+        ("cpu:gloo,cuda:ring", None),
+        ("cpu:ring,cuda:nccl", 'a tensor on a GPU in a group with the backends "cpu:ring,cuda:nccl": torch gives all'),
+    ],
+)
+@on_a_pool
+def test_device_maps(world, backends, error, tmp_path):
+    for found in world(2).run(on_ring(summed, tmp_path, backends)):
+        assert found is error or found.startswith(error)
+
+
+def more_than_2_gib(rank, size):
+    """More bytes than an int32 counts: whole, in halves, and as a message."""
+    count = (1 << 31) + 7
+    whole = torch.full((count,), rank + 1, dtype=torch.uint8)
+    whole[-1] = 10 * rank
+    dist.all_reduce(whole)
+    assert (whole[0], whole[count // 2], whole[-1]) == (3, 3, 10)
+    if rank == 0:
+        dist.send(whole, 1)
+    else:
+        whole.zero_()
+        dist.recv(whole, 0)
+        assert (whole[0], whole[count // 2], whole[-1]) == (3, 3, 10)
+    half = whole[: (count + 1) // 2] + rank
+    dist.all_gather_single(whole := torch.empty(2 * half.numel(), dtype=torch.uint8), half)
+    assert (whole[0], whole[-2], whole[half.numel() - 1]) == (3, 4, 3)
+
+
+@extended
+@on_a_pool
+def test_more_than_2_gib(world, tmp_path):
+    world(2).run(on_ring(more_than_2_gib, tmp_path))
+
+
+def timeline(rank, size):
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder, 0)
+    path = Path(folder[0], "timeline.json")
+    rr.start_timeline(path)
+    dist.all_reduce(mine(rank))
+    dist.all_gather([torch.empty(6) for _ in range(size)], mine(rank))
+    dist.send(mine(0), 1) if rank == 0 else dist.recv(mine(1), 0) if rank == 1 else None
+    dist.barrier()
+    rr.stop_timeline()
+    dist.barrier()
+    records = json.loads(path.read_text())
+    rows = {(each["pid"], each["tid"]): each["args"]["name"] for each in records if each["name"] == "thread_name"}
+    found = {(each["name"], rows[each["pid"], each["tid"]]) for each in records if each["ph"] == "X"}
+    group = dist.group.WORLD.group_name
+    for kind in ("allreduce", "all_gather"):
+        assert {
+            (kind.upper(), f"{kind}.group {group}"),
+            (f"NEGOTIATE_{kind.upper()}", f"{kind}.group {group}"),
+        } <= found
+    assert {("SEND", f"send.group {group}"), ("RECV", f"recv.group {group}")} <= found
+    assert ("NEGOTIATE_BARRIER", f"barrier.group {group}") in found
+
+
 @sizes
 @pytest.mark.parametrize(
     "program",
-    [reductions, layouts, sparse, gathers, exchanges, messages, differences, groups, futures, timeouts],
+    [reductions, layouts, sparse, gathers, exchanges, messages, differences, groups, futures, timeouts, timeline],
     ids=lambda program: program.__name__,
 )
 def test_operations(world, size, program, tmp_path):

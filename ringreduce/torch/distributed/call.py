@@ -22,9 +22,12 @@ class Caller(Protocol):
     channel: int | None  # None when it was destroyed
     timeout_s: float
 
+    def check_gpu(self) -> None:
+        """Raise InputError where its tensors on GPUs are another backend's."""
+
 
 class Call:
-    """Tensors that are not contiguous are copied, and those that are written to copied back."""
+    """Tensors that are not contiguous are copied, and those that are written to copied back; on a GPU refused."""
 
     def __init__(self, group: Caller, kind: str, opts: Any, result: Any) -> None:
         """opts: torch's, with a timeout, or None;  result: the value of the work's future."""
@@ -35,13 +38,19 @@ class Call:
 
     def read(self, tensors: Sequence[torch.Tensor]) -> list[Buffer]:
         """Buffers of tensors that are only read."""
-        return [torch_buffer(plain(each), writable=False) for each in tensors]
+        return [self._buffer(plain(each), writable=False) for each in tensors]
 
     def write(self, tensors: Sequence[torch.Tensor]) -> list[Buffer]:
         """Buffers of tensors that are written to, and perhaps read. As with other backends, autograd sees no change."""
-        contiguous = [plain(each) for each in tensors]
+        contiguous = [each if each.is_cuda else plain(each) for each in tensors]
         self._copies += [(old, new) for old, new in zip(tensors, contiguous, strict=True) if new is not old]
-        return [torch_buffer(each, writable=True) for each in contiguous]
+        return [self._buffer(each, writable=True) for each in contiguous]
+
+    def _buffer(self, tensor: torch.Tensor, writable: bool) -> Buffer:
+        if tensor.is_cuda:
+            self._group.check_gpu()
+            self._work.devices = [tensor.device]
+        return torch_buffer(tensor, writable, resizable=True)
 
     def begin(
         self,

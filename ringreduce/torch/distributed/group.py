@@ -27,7 +27,7 @@ Tensors = Sequence[torch.Tensor]
 def register() -> None:
     """Make the backend known to torch; see torch.distributed.Backend.register_backend."""
     launch.teach_env()
-    dist.Backend.register_backend("ring", create, extended_api=True, devices=["cpu"])
+    dist.Backend.register_backend("ring", create, extended_api=True, devices=["cpu", "cuda"])
 
 
 def create(options: Any, _: Any) -> RingProcessGroup:
@@ -233,7 +233,7 @@ class RingProcessGroup(dist.ProcessGroup):
         room = int(most) - mine._nnz()
         values = torch.cat([mine.values(), mine.values().new_zeros(room, *mine.values().shape[1:])])
         indices = torch.cat([mine.indices(), mine.indices().new_zeros(mine.sparse_dim(), room)], 1)
-        everyones = [torch.empty((self.size(), *each.shape), dtype=each.dtype) for each in (indices, values)]
+        everyones = [each.new_empty((self.size(), *each.shape)) for each in (indices, values)]
         work = self.all_gather_single_coalesced(everyones, [indices, values], opts)
         work.wait()
         places, elements = everyones[0].transpose(0, 1).flatten(1), everyones[1].flatten(0, 1)
@@ -243,6 +243,15 @@ class RingProcessGroup(dist.ProcessGroup):
         return work.of([tensor])
 
     # The group
+
+    def check_gpu(self) -> None:
+        """Raise InputError where init_process_group's device map has another backend for tensors on GPUs."""
+        backends = dist.distributed_c10d._world.pg_backend_config.get(self, "")  # ddp_hook's group has none
+        if "cuda:" in backends and "cuda:ring" not in backends:
+            raise InputError(
+                f'a tensor on a GPU in a group with the backends "{backends}": torch gives all tensors of a group to '
+                '"ring", if it is one of them; make a group of its own for tensors on GPUs, new_group(backend=…)'
+            )
 
     def size(self) -> int:
         return len(self._members)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from datetime import timedelta
@@ -30,11 +31,6 @@ Details = tuple[tuple[str, Any], ...]
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor itself, or a contiguous copy without pending conjugation."""
-    if tensor.device.type != "cpu":
-        raise UnsupportedArrayError(
-            f'the backend "ring" takes tensors on the CPU, and got one on {tensor.device}; pass tensor.cpu(), or use '
-            "ringreduce.torch.DistributedOptimizer, which takes tensors on GPUs"
-        )
     if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
         return tensor
     if tensor.layout is not torch.strided:
@@ -44,17 +40,13 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
 def flat(buffer: Buffer) -> Buffer:
     """The same elements in one dimension."""
-    return slices(buffer, [buffer.count])[0]
+    return buffer.part(0, buffer.count)
 
 
 def slices(buffer: Buffer, counts: Sequence[int]) -> list[Buffer]:
     """A buffer cut into parts of so many elements each."""
-    parts, low = [], 0
-    for count in counts:
-        flat = buffer.flat[low : low + count]
-        parts.append(Buffer(flat, buffer.element, (count,), buffer.device, buffer.dtype))
-        low += count
-    return parts
+    lows = itertools.accumulate(counts, initial=0)
+    return [buffer.part(low, count) for low, count in zip(lows, counts, strict=False)]
 
 
 def equal_slices(kind: str, buffer: Buffer, size: int) -> list[Buffer]:

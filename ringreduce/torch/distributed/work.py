@@ -32,6 +32,7 @@ class Work(dist.Work):
         self._future: torch.futures.Future[Any] | None = None
         self._source = -1
         self._is_told = False
+        self.devices: list[torch.device | str | int] = []  # the GPU, if it has tensors there
 
     def of(self, outputs: Any) -> Work:
         """Itself, with other outputs."""
@@ -53,6 +54,8 @@ class Work(dist.Work):
                 return
             self._is_told = True
         if self._error is None:
+            if self.devices:  # the future is done when this thread's current stream is
+                self.handle.wait()
             self._future.set_result(self._outputs)
         else:
             self._future.set_exception(self._error)
@@ -71,7 +74,7 @@ class Work(dist.Work):
         """A future of the outputs."""
         with self._lock:
             if self._future is None:
-                self._future = torch.futures.Future()
+                self._future = torch.futures.Future(devices=self.devices)
             future = self._future
         if not self.over and BACKWARD.runs():
             BACKWARD.add(self)
