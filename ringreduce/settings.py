@@ -71,6 +71,7 @@ class Settings:
     elastic: bool = False  # ranks go on without those that fail; set by ringrun --elastic, as are the next two
     min_np: int = 1  # the fewest ranks with which an elastic job goes on
     spares: int = 0  # how many of the ranks, the last ones, train only in place of others that failed
+    servers: int = 0  # how many of the last ranks are parameter servers; see `ringreduce.ps`
     error_file: str = ""  # where an uncaught exception is written as JSON; set by ringrun for each rank
     placed_gpu: str = ""
     """PCI bus id of the GPU that ringrun chose for this rank; set by ringrun. Ignored where CUDA does not show it."""
@@ -132,6 +133,7 @@ _COUNTS = {
     "RESTART_COUNT": (0, "restarts of 0 or more"),
     "MIN_NP": (1, "ranks of 1 or more"),
     "SPARES": (0, "ranks of 0 or more"),
+    "SERVERS": (0, "ranks of 0 or more"),
 }
 """Integers that do not count bytes, by the end of the variable's name: the minimum, and what is counted."""
 

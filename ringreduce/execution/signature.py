@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -143,6 +144,8 @@ def calling_line(skipped: int = 1) -> str:
     frame = sys._getframe(skipped)
     while frame.f_back is not None and _is_of_library(frame.f_code.co_filename):
         frame = frame.f_back
+    if frame.f_code.co_filename == threading.__file__:  # in a thread of this package
+        return f"thread:{threading.current_thread().name}"
     return _line(frame.f_code.co_filename, frame.f_lineno)
 
 

@@ -26,6 +26,7 @@ needs_yaml = pytest.mark.skipif(importlib.util.find_spec("yaml") is None, reason
 
 FIELDS = [field for field in dataclasses.fields(Settings) if field.name not in config.SET_BY_RINGRUN]
 OTHER = {
+    "servers": "1",
     "algorithm": "ring",
     "costs": "wire_us=5",
     "fusion_buffer_bytes": str(64 << 20),

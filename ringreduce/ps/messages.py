@@ -1,0 +1,58 @@
+"""Requests and replies between a worker and a server: a header, an outline, and the bytes of all arrays."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ringreduce.api.ordered import Ordered
+from ringreduce.compression import Compressor
+from ringreduce.execution.submission import Handle
+
+BEGIN, PUSH, PULL, DONE, REPLY = range(5)
+"""Kinds; BEGIN brings the values to start from."""
+_TAG = 1
+
+
+class Message(NamedTuple):
+    """What one rank tells another."""
+
+    kind: int
+    arrays: dict[str, Any]
+    nbytes: int  # on the wire
+
+
+def send(
+    channel: Ordered, rank: int, kind: int, arrays: Mapping[str, Any], compression: type[Compressor]
+) -> tuple[list[Handle], int]:
+    """Begin to send; returns what to wait for, and the bytes sent. The arrays may change at once: they are copied."""
+    outline, parts = [], []
+    for name, array in arrays.items():
+        compressed, context = compression.compress(array)
+        flat = np.ascontiguousarray(compressed).reshape(-1).view(np.uint8)
+        outline.append((name, compressed.shape, compressed.dtype, context))
+        parts.append(flat)
+    described = np.frombuffer(pickle.dumps(outline) if outline else b"", np.uint8)
+    sent: list[Any] = [np.array([kind, described.size, sum(each.size for each in parts)], np.int64)]
+    if outline:
+        sent += [described, np.concatenate(parts)]
+    return [channel.send_async(each, rank, _TAG) for each in sent], sum(each.nbytes for each in sent)
+
+
+def receive(channel: Ordered, rank: int, compression: type[Compressor]) -> Message:
+    """Wait for the next message of this rank."""
+    header = channel.recv(np.empty(3, np.int64), rank, _TAG)
+    kind, described, size = header.tolist()
+    arrays: dict[str, Any] = {}
+    if described:
+        outline = pickle.loads(channel.recv(np.empty(described, np.uint8), rank, _TAG).data)  # noqa: S301 - a rank's
+        data, at = channel.recv(np.empty(size, np.uint8), rank, _TAG), 0
+        for name, shape, dtype, context in outline:
+            nbytes = math.prod(shape) * dtype.itemsize
+            arrays[name] = compression.decompress(data[at : at + nbytes].view(dtype).reshape(shape), context)
+            at += nbytes
+    return Message(kind, arrays, header.nbytes + described + size)

@@ -1,0 +1,85 @@
+"""Who is a server and who a worker, and what they agree on before they begin."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+from ringreduce import runtime
+from ringreduce.api.objects import allgather_object
+from ringreduce.api.ordered import Ordered, ordered
+from ringreduce.compression import Compressor
+from ringreduce.errors import InputError
+from ringreduce.ps.layout import Key, Piece, shard
+
+Mode: TypeAlias = Literal["sync", "async", "ssp"]
+_LONGEST = 200  # characters of what differs
+
+
+class Job(NamedTuple):
+    """What all ranks know of a parameter server."""
+
+    workers: list[int]  # ranks
+    servers: list[int]
+    keys: list[Key]
+    layout: list[list[Piece]]  # by server
+    channel: Ordered
+
+
+def servers_of(servers: int | None) -> list[int]:
+    """The ranks that are servers: the last ones; by default as many as `ringrun --servers` says."""
+    running = runtime.current("ps")
+    size, count = running.world.size, servers or running.settings.servers
+    if not 0 < count < size:
+        raise InputError(
+            f"ps: {count} servers of {size} ranks; expected 1 to {size - 1}, and the others are workers: pass "
+            "servers=1, or start with ringrun --servers 1"
+        )
+    return list(range(size - count, size))
+
+
+def is_server(servers: int | None = None) -> bool:
+    """True on the ranks that are servers: the last `servers`; by default as many as `ringrun --servers` says.
+
+    Raises: InputError when that would leave no server, or no worker.
+    """
+    return runtime.current("ps.is_server").world.rank in servers_of(servers)
+
+
+def agree(
+    servers: int | None,
+    compression: type[Compressor],
+    keys: Sequence[Key] | None = None,
+    mode: Mode | None = None,
+    staleness: int = 0,
+) -> Job:
+    """Begin together: all ranks call it. A worker passes `keys`, a server the last two.
+
+    Raises: InputError, on all ranks, when ranks pass different numbers of servers or compressions, workers different
+            parameters, or servers different modes.
+    """
+    ranks = servers_of(servers)
+    rank = runtime.current("ps").world.rank
+    if (rank in ranks) is (mode is None):
+        role, expected = ("server", "Server") if rank in ranks else ("worker", "Worker")
+        raise InputError(f"ps: rank {rank} is a {role}; expected ps.{expected}(...); ps.is_server() tells which it is")
+    mine = len(ranks), compression.__name__, keys, mode, staleness
+    everyones = dict(enumerate(allgather_object(mine, name="parameter server")))
+    workers = [each for each in everyones if each not in ranks]
+    _check_equal("number of servers and compression", {each: of[:2] for each, of in everyones.items()})
+    _check_equal("parameters", {each: everyones[each][2] for each in workers})
+    _check_equal("mode and staleness", {each: everyones[each][3:] for each in ranks})
+    agreed = everyones[workers[0]][2]
+    return Job(workers, ranks, agreed, shard(agreed, len(ranks)), ordered())
+
+
+def _check_equal(what: str, values: Mapping[int, Any]) -> None:
+    first, expected = next(iter(values.items()))
+    for rank, value in values.items():
+        if value != expected:
+            raise InputError(f"ps: {what}: rank {first} has {_shown(expected)}, but rank {rank} {_shown(value)}")
+
+
+def _shown(values: Sequence[Any]) -> str:
+    text = ", ".join(map(str, values))
+    return text if len(text) < _LONGEST else f"{text[:_LONGEST]}…"

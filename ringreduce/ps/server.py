@@ -1,0 +1,129 @@
+"""A server: it holds a part of the parameters, and steps them by the gradients that workers push."""
+
+from __future__ import annotations
+
+import contextvars
+import math
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple, get_args
+
+from ringreduce.compression import Compression, Compressor
+from ringreduce.errors import InputError
+from ringreduce.ps import messages
+from ringreduce.ps.arrays import to_numpy
+from ringreduce.ps.consistency import Consistency, Gradients, Sync
+from ringreduce.ps.roles import Mode, agree
+
+Rule = Callable[[dict[str, Any], Gradients], None]
+
+
+class Served(NamedTuple):
+    """What a server has done when all its workers have gone."""
+
+    parameters: dict[str, Any]  # its part, by name
+    pushes: int
+    nbytes_received: int  # on the wire
+    nbytes_sent: int
+    most_stale: int  # most pushes that a worker was ahead of another when it pulled; never more than `staleness`
+
+
+class Server:
+    """One of the servers; made on each rank where `is_server()`, while the others make a `Worker`.
+
+    rule:        the optimizer: rule(parameters, gradients) changes the arrays of `parameters` in place. Both are dicts
+                 of NumPy arrays by name, of this server's part: whole arrays, and rows of large ones. Called by one
+                 thread at a time. `ringreduce.torch.ps_rule` makes one of a torch optimizer.
+    mode:        "sync": the mean of all workers' gradients, in step, as a ring does; "async": each as it comes;
+                 "ssp": as async, but no worker is more than `staleness` pushes ahead of another when it pulls.
+    servers:     how many of the last ranks are servers; by default as `ringrun --servers` says. Equal on all ranks.
+    compression: of what is sent, the workers' too: `Compression.fp16`, `.bf16`, or your own `Compressor`.
+    place:       makes arrays of the NumPy arrays that come, for a rule of another library: cupy.asarray.
+
+    Raises: InputError (a ValueError) for wrong arguments, and where ranks do not agree.
+    Source: Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014.
+    """
+
+    def __init__(
+        self,
+        rule: Rule,
+        mode: Mode = "sync",
+        staleness: int | None = None,
+        servers: int | None = None,
+        compression: type[Compressor] = Compression.none,
+        place: Callable[[Any], Any] | None = None,
+    ) -> None:
+        if mode not in get_args(Mode):
+            raise InputError(f"ps.Server: mode={mode!r}; expected sync, async or ssp")
+        if (mode == "ssp") is (staleness is None) or (staleness or 0) < 0:
+            raise InputError(f"ps.Server: mode={mode!r}, staleness={staleness}; expected 0 or more, and only for ssp")
+        self._rule, self._compression, self._place = rule, compression, place
+        self._job = agree(servers, compression, mode=mode, staleness=staleness or 0)
+        begun = messages.receive(self._job.channel, self._job.workers[0], compression)
+        self._parameters = {name: self._placed(array.copy()) for name, array in begun.arrays.items()}
+        self._consistency: Consistency
+        if mode == "sync":
+            self._consistency = Sync(self._job.workers, self._apply)
+        else:
+            bound = math.inf if staleness is None else staleness
+            self._consistency = Consistency(self._job.workers, bound, self._apply)
+        self._pushes = self._received = self._sent = 0
+        self._ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+
+    def serve(self) -> Served:
+        """Serve until all workers have closed; returns what was done.
+
+        Raises: what the rule raises; PeerLostError when a rank is lost.
+        """
+        for worker in self._job.workers:
+            context = contextvars.copy_context()  # it holds the rank, in ringreduce.testing
+            threading.Thread(
+                target=context.run, args=(self._run, worker), name=f"ps-worker-{worker}", daemon=True
+            ).start()
+        for _ in self._job.workers:
+            if (error := self._ended.get()) is not None:
+                raise error
+        self._job.channel.barrier()
+        return Served(self._parameters, self._pushes, self._received, self._sent, self._consistency.most_stale)
+
+    def _run(self, worker: int) -> None:
+        try:
+            while self._answer(worker):
+                pass
+        except BaseException as exc:  # raised by serve()
+            self._consistency.fail(exc)
+            self._ended.put(exc)
+        else:
+            self._ended.put(None)
+
+    def _answer(self, worker: int) -> bool:
+        """Do what a worker asks for next; False when it has gone."""
+        message = messages.receive(self._job.channel, worker, self._compression)
+        consistency = self._consistency
+        with consistency.changed:
+            self._received += message.nbytes
+        match message.kind:
+            case messages.PUSH:
+                consistency.push(worker, {name: self._placed(each) for name, each in message.arrays.items()})
+            case messages.PULL:
+                self._send(worker)
+            case messages.DONE:
+                consistency.leave(worker)
+        return message.kind != messages.DONE
+
+    def _placed(self, array: Any) -> Any:
+        return array if self._place is None else self._place(array)
+
+    def _send(self, worker: int) -> None:
+        with self._consistency.changed:
+            self._consistency.wait_to_pull(worker)
+            arrays = {name: to_numpy(each) for name, each in self._parameters.items()}
+            handles, nbytes = messages.send(self._job.channel, worker, messages.REPLY, arrays, self._compression)
+            self._sent += nbytes
+        for handle in handles:
+            handle.wait()
+
+    def _apply(self, gradients: Gradients) -> None:
+        self._rule(self._parameters, gradients)
+        self._pushes += 1

@@ -1,0 +1,220 @@
+"""The parameter server: in step it equals the ring, else it learns; what is wrong is said on all ranks."""
+
+import time
+
+import numpy as np
+import pytest
+from sklearn.datasets import load_digits
+
+import ringreduce as rr
+from ringreduce.testing import run_ranks
+
+pytestmark = pytest.mark.timeout(60)
+IMAGES, LABELS = load_digits(return_X_y=True)
+IMAGES = IMAGES / 16.0
+RATE = 0.5
+
+
+def sgd(parameters, gradients):
+    for name, gradient in gradients.items():
+        parameters[name] -= RATE * gradient
+
+
+def first():
+    return {"out": {"w": np.zeros((64, 10)), "b": np.zeros(10)}}
+
+
+def gradients(parameters, batch):
+    """Of softmax regression."""
+    scores = IMAGES[batch] @ parameters["out"]["w"] + parameters["out"]["b"]
+    scores = np.exp(scores - scores.max(1, keepdims=True))
+    wrong = scores / scores.sum(1, keepdims=True) - np.eye(10)[LABELS[batch]]
+    return {"out": {"w": IMAGES[batch].T @ wrong / len(batch), "b": wrong.mean(0)}}
+
+
+def accuracy(parameters):
+    return (np.argmax(IMAGES @ parameters["out"]["w"] + parameters["out"]["b"], 1) == LABELS).mean()
+
+
+def batches(index, count, steps):
+    sampler = rr.DistributedSampler(len(IMAGES), num_replicas=count, rank=index, drop_last=True)
+    for step in range(steps):
+        if step % (len(IMAGES) // count // 32) == 0:
+            drawn = iter(sampler.batches(32))
+        yield next(drawn)
+
+
+def training(steps, servers, serve, wire=rr.Compression.none, slow=()):
+    """What each rank runs; a slow worker sleeps between steps."""
+
+    def program():
+        if rr.ps.is_server(servers):
+            return serve().serve()
+        with rr.ps.Worker(first(), servers=servers, compression=wire) as worker:
+            for batch in batches(worker.index, worker.count, steps):
+                worker.push(gradients(worker.pull(), batch))
+                if worker.index in slow:
+                    time.sleep(0.002)
+            return worker.pull()
+
+    return program
+
+
+def by_ring(steps):
+    def program():
+        parameters = first()
+        for batch in batches(rr.rank(), rr.size(), steps):
+            reduced = gradients(parameters, batch)["out"]
+            sgd(parameters["out"], {name: rr.allreduce(reduced[name], name=name) for name in ("w", "b")})
+        return parameters
+
+    return program
+
+
+@pytest.mark.parametrize("hosts", [None, [0, 1, 2, 0, 1]], ids=["one host", "three hosts"])
+@pytest.mark.parametrize("servers", [1, 2])
+def test_in_step_it_equals_the_ring(servers, hosts):
+    size = 3 + servers
+    found = run_ranks(
+        size, training(20, servers, lambda: rr.ps.Server(sgd, servers=servers)), hosts=hosts and hosts[:size]
+    )
+    expected = run_ranks(3, by_ring(20))[0]
+    for worker in range(3):
+        for name in ("w", "b"):
+            np.testing.assert_allclose(found[worker]["out"][name], expected["out"][name], rtol=0, atol=1e-12)
+    assert [served.pushes for served in found[3:]] == [20] * servers
+
+
+@pytest.mark.parametrize(
+    ("mode", "staleness", "wire"),
+    [("async", None, "none"), ("ssp", 2, "none"), ("ssp", 0, "fp16"), ("async", None, "bf16")],
+)
+def test_out_of_step_it_learns_and_nobody_is_too_far_ahead(mode, staleness, wire):
+    compression = getattr(rr.Compression, wire)
+
+    def serve():
+        return rr.ps.Server(sgd, mode, staleness, servers=2, compression=compression)
+
+    found = run_ranks(5, training(60, 2, serve, compression, slow=[1]))
+    for worker in range(3):
+        assert accuracy(found[worker]) > 0.9
+    for served in found[3:]:
+        assert served.pushes == 3 * 60
+        if staleness is not None:
+            assert served.most_stale <= staleness
+    elements = sum(array.size for array in first()["out"].values())
+    nbytes = 8 if wire == "none" else 2
+    most = 60 * 3 * (elements * nbytes + 500) + elements * 8
+    assert sum(served.nbytes_received for served in found[3:]) < most
+
+
+def test_torch_s_optimizers_and_tensors():
+    torch = pytest.importorskip("torch")
+    from ringreduce.torch import ps_rule
+
+    def program():
+        if rr.ps.is_server(1):
+            return rr.ps.Server(ps_rule(lambda tensors: torch.optim.Adam(tensors, lr=0.1)), servers=1).serve()
+        with rr.ps.Worker([torch.arange(6.0).reshape(2, 3), np.float32(4)], servers=1) as worker:
+            for step in range(4):
+                weight, _ = worker.pull()
+                worker.push([weight * (1 + worker.index), np.float32(step)])
+            return worker.pull()
+
+    weight, bias = torch.arange(6.0).reshape(2, 3), torch.tensor(4.0)
+    alone = torch.optim.Adam([weight, bias], lr=0.1)
+    for step in range(4):
+        weight.grad, bias.grad = weight * 1.5, torch.tensor(float(step))
+        alone.step()
+    for found in run_ranks(3, program)[:2]:
+        torch.testing.assert_close(found[0], weight, rtol=0, atol=1e-6)
+        np.testing.assert_allclose(found[1], bias, atol=1e-6)
+
+
+def test_a_rule_that_raises_is_raised_by_serve_and_the_workers_do_not_wait():
+    def rule(parameters, gradients):
+        raise ZeroDivisionError("in the rule")
+
+    with pytest.raises(ZeroDivisionError, match="in the rule"):
+        run_ranks(3, training(5, 1, lambda: rr.ps.Server(rule, servers=1)))
+
+
+def test_a_worker_that_fails_is_named():
+    def program():
+        if rr.ps.is_server(1):
+            with pytest.raises(rr.PeerLostError, match=r"recv 'ordered' \(thread:ps-worker-1\): rank 1 has left"):
+                rr.ps.Server(sgd, "async", servers=1).serve()
+            return "told"
+        worker = rr.ps.Worker(first(), servers=1)
+        worker.push(worker.pull())
+        if worker.index == 0:
+            with pytest.raises(rr.PeerLostError, match="rank 1 has left"):
+                worker.close()
+        return ""
+
+    assert run_ranks(3, program)[2] == "told"
+
+
+@pytest.mark.parametrize(
+    ("program", "message"),
+    [
+        (lambda: rr.ps.is_server(), r"0 servers of 3 ranks; expected 1 to 2, .* ringrun --servers 1"),
+        (lambda: rr.ps.is_server(3), r"3 servers of 3 ranks"),
+        (lambda: rr.ps.Worker({}, servers=1), "no parameters; expected arrays"),
+        (lambda: rr.ps.Server(sgd, "fast"), "mode='fast'; expected sync, async or ssp"),
+        (lambda: rr.ps.Server(sgd, "ssp"), "mode='ssp', staleness=None; expected 0 or more, and only for ssp"),
+        (lambda: rr.ps.Server(sgd, "async", 3), "mode='async', staleness=3; expected 0 or more, and only for ssp"),
+    ],
+)
+def test_a_wrong_argument_is_said(program, message):
+    with pytest.raises(rr.InputError, match=message):
+        run_ranks(3, program)
+
+
+@pytest.mark.parametrize(
+    ("differs", "message"),
+    [
+        ("parameters", r"parameters: rank 0 has Key\(name='w', shape=\(1,\).*, but rank 1 Key\(name='w', shape=\(2,\)"),
+        (
+            "compression",
+            "number of servers and compression: rank 0 has 1, NoneCompressor, but rank 1 1, FP16Compressor",
+        ),
+        ("role", r"rank 1 is a worker; expected ps\.Worker"),
+    ],
+)
+def test_ranks_that_do_not_agree_are_told(differs, message):
+    def program():
+        rank = rr.rank()
+        if rank == 2 or (differs == "role" and rank == 1):
+            return rr.ps.Server(sgd, servers=1)
+        shape = 1 + rank * (differs == "parameters")
+        fp16 = differs == "compression" and rank == 1
+        wire = rr.Compression.fp16 if fp16 else rr.Compression.none
+        return rr.ps.Worker({"w": np.zeros(shape)}, servers=1, compression=wire)
+
+    with pytest.raises(rr.InputError, match=message):
+        run_ranks(3, program)
+
+
+@pytest.mark.parametrize(
+    ("pushed", "message"),
+    [
+        ({"out": {"w": np.zeros((64, 10))}}, r"gradient 'out\.b': got nothing, expected shape \(10,\)"),
+        (
+            {"out": {"w": np.zeros((10, 64)), "b": np.zeros(10)}},
+            r"'out\.w': got shape \(10, 64\), expected shape \(64,",
+        ),
+        ({"out": {**first()["out"], "c": np.zeros(1)}}, r"gradient 'out\.c' is of no parameter"),
+    ],
+)
+def test_gradients_of_another_form_are_refused_and_training_goes_on(pushed, message):
+    def program():
+        if rr.ps.is_server(1):
+            return rr.ps.Server(sgd, servers=1).serve().pushes
+        with rr.ps.Worker(first(), servers=1) as worker:
+            with pytest.raises(rr.InputError, match=message):
+                worker.push(pushed)
+            worker.push(first())
+        return None
+
+    assert run_ranks(3, program)[2] == 1

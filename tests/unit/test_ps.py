@@ -1,0 +1,122 @@
+"""The parameter server without ranks: which server holds what, and who waits for whom."""
+
+import random
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from ringreduce.ps.consistency import Consistency, Sync
+from ringreduce.ps.layout import Key, joined, shard
+
+F4 = np.dtype(np.float32)
+
+
+def keys_of(arrays):
+    return [Key(name, array.shape, array.dtype) for name, array in arrays.items()]
+
+
+@pytest.mark.parametrize("servers", [1, 2, 3, 5])
+def test_servers_hold_about_equally_many_bytes(servers):
+    draw = random.Random(servers)
+    keys = [Key(f"k{at}", (draw.randint(1, 40), 64), F4) for at in range(40)] + [Key("large", (1000, 64), F4)]
+    arrays = {key.name: np.zeros(key.shape, key.dtype) for key in keys}
+    held = [sum(piece.of(arrays[piece.key]).nbytes for piece in pieces) for pieces in shard(keys, servers)]
+    assert sum(held) == sum(key.nbytes for key in keys)
+    assert max(held) - min(held) <= 40 * 64 * 4  # the largest that is not cut
+
+
+@pytest.mark.parametrize("servers", [1, 2, 3, 7])
+def test_pieces_make_the_arrays_again(servers):
+    arrays = {"w": np.arange(50.0).reshape(10, 5), "scalar": np.float64(3.5), "b": np.arange(7), "none": np.empty(0)}
+    arrays = {name: np.asarray(array) for name, array in arrays.items()}
+    layout = shard(keys_of(arrays), servers)
+    pieces = {piece.name: piece.of(arrays[piece.key]) for held in layout for piece in held}
+    for name, array in joined(pieces, layout, keys_of(arrays)).items():
+        np.testing.assert_array_equal(array, arrays[name])
+        assert array.dtype == arrays[name].dtype
+
+
+def at_once(workers, function):
+    """Run function(worker) in a thread for each; returns what these raised."""
+    raised = []
+
+    def run(worker):
+        try:
+            function(worker)
+        except BaseException as exc:
+            raised.append(exc)
+
+    threads = [threading.Thread(target=run, args=(worker,), daemon=True) for worker in workers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert not any(thread.is_alive() for thread in threads), "a worker waits for ever"
+    return raised
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+def test_no_worker_pulls_further_ahead_than_the_bound(staleness):
+    consistency = Consistency([3, 5, 6, 8], staleness, lambda gradients: None)
+    seen = []
+
+    def work(worker):
+        draw = random.Random(10 * staleness + worker)
+        for _ in range(25):
+            with consistency.changed:
+                consistency.wait_to_pull(worker)
+                seen.append(consistency.pushes[worker] - min(consistency.pushes.values()))
+            time.sleep(draw.random() ** 8 / 10)  # mostly short, at times long
+            consistency.push(worker, {})
+        consistency.leave(worker)
+
+    assert at_once([3, 5, 6, 8], work) == []
+    assert max(seen) == consistency.most_stale <= staleness
+    assert consistency.pushes == {}
+
+
+def test_the_bound_is_used_and_a_worker_at_it_waits():
+    consistency = Consistency([0, 1], 2, lambda gradients: None)
+    for _ in range(2):
+        consistency.push(0, {})
+    with consistency.changed:
+        consistency.wait_to_pull(0)
+    consistency.push(0, {})
+    with consistency.changed:
+        consistency.fail(TimeoutError("nobody pushed"))
+        with pytest.raises(TimeoutError):
+            consistency.wait_to_pull(0)
+    assert consistency.most_stale == 2
+
+
+def test_in_step_all_gradients_are_averaged_once_and_a_worker_that_leaves_is_not_waited_for():
+    applied = []
+    consistency = Sync([2, 4, 7], lambda gradients: applied.append(gradients["w"]))
+
+    def work(worker):
+        for step in range(worker):  # worker 2 leaves first
+            time.sleep(random.Random(100 * worker + step).random() / 50)
+            consistency.push(worker, {"w": np.array(worker + 10.0 * step)})
+        consistency.leave(worker)
+
+    assert at_once([2, 4, 7], work) == []
+    expected = [np.mean([worker for worker in (2, 4, 7) if step < worker]) + 10 * step for step in range(7)]
+    np.testing.assert_allclose(applied, expected)
+
+
+def test_an_error_in_one_thread_ends_the_waits_of_the_others():
+    def rule(gradients):
+        raise ZeroDivisionError("of the rule")
+
+    consistency = Sync([0, 1], rule)
+
+    def work(worker):
+        try:
+            consistency.push(worker, {"w": np.ones(1)})
+        except BaseException as exc:
+            consistency.fail(exc)
+            raise
+
+    assert [type(each) for each in at_once([0, 1], work)] == [ZeroDivisionError] * 2
