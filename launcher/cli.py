@@ -33,6 +33,7 @@ from argparse import SUPPRESS
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
+from . import elastic
 from .arguments import (
     Parser,
     add_host_flags,
@@ -91,7 +92,7 @@ class Request:
     job: Job
     """What was asked for, before the command, hosts and the number of ranks are found."""
     np: int | None
-    """How many ranks; None: found out from the hosts."""
+    """How many ranks, spares included; None: found out from the hosts."""
     found: Found | None
     """The hosts that were named; None: this one."""
     ssh: SshOptions
@@ -124,6 +125,7 @@ def _parser() -> Parser:
     add("--timeout", metavar="SECONDS", help="end the job when it takes longer, restarts included")
     add = parser.group("When it fails", _FAILS)
     add("--restarts", metavar="N", default="0", help="after a failure run the job again, up to N times")
+    elastic.add_flags(add)
     add = parser.group("Settings", _SETTINGS)
     config.add_own_flags(add)
     add("--env", metavar="NAME[=VALUE]", action="append", help="set a variable for the ranks on all hosts")
@@ -160,6 +162,7 @@ def _checked(resolved: config.Config) -> Request:
     )
     lost_after_s = parse_seconds(options.lost_after, flag("lost_after"))
     asked = parse_env(options.env or (), os.environ)
+    elasticity = elastic.parse(options, flag, {**os.environ, **resolved.variables, **asked})
     job = Job(
         0,
         options.command,
@@ -176,11 +179,14 @@ def _checked(resolved: config.Config) -> Request:
         lost_after_s=lost_after_s,
         gives_terminal=options.stdin is not None,
         restarts=parse_times(options.restarts, flag("restarts")),
+        elastic=elasticity,
         interfaces=parse_interfaces(options.network_interfaces, flag("network_interfaces")),
         asked=asked,
         master_port={**os.environ, **asked}.get("MASTER_PORT", ""),
     )
     np = parse_rank_count(options.np, flag("np"))
+    if np and elasticity:
+        np += elasticity.spares
     # half of it, so that ssh can say what it waits for
     ssh = parse_ssh(options.ssh_port, options.ssh_identity_file, start_timeout_s / 2, lost_after_s)
     return Request(resolved, job, np, found, ssh, options.launcher, options.ranks, options.stdin, options.dry_run)
@@ -260,6 +266,8 @@ def _run_job(request: Request) -> int:
     detected = detect(interpreter_of(command))
     preflight = _preflight(request, command)
     size, hosts = place_ranks(request.found, request.np, preflight.automatic_size if preflight else None)
+    if request.job.elastic:
+        elastic.check_size(request.job.elastic, size)
     if preflight:
         _report(preflight.only([host.name for host, _ in hosts]))
     in_slurm = request.found is not None and request.found.in_slurm

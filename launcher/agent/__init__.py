@@ -1,6 +1,7 @@
 """The agent: what an MPI's launcher starts as each rank, and what it knows of its rank's host.
 
     agent         starts the user's command, sends its output, obeys ringrun, reports the end
+    rank_socket   datagrams to and from ringreduce in the rank
     stack_dumper  what the rank does just now: its Python stack, what ringreduce waits for
     oom           whether the kernel's OOM killer ended it
     shm_cleanup   shared memory that a killed rank leaves behind

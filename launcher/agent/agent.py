@@ -32,6 +32,7 @@ from ..machine.placement import Share, describe, place
 from ..machine.topology import read_topology, usable_cpus
 from ..processes import before_exec, bind_to, die_with_parent, end_daemon, limit_open_files, signal_group
 from .oom import OomWatch
+from .rank_socket import RankSocket
 from .shm_cleanup import ShmCleanup, remove_daemons_files
 from .stack_dumper import StackDumper
 
@@ -52,7 +53,8 @@ class Agent:
         self._settings = settings
         # where the rank may leave files; on its own host ringrun removes them, if it can
         self._directory = settings.directory if link.is_local else tempfile.mkdtemp(prefix="ringrun-")
-        self._dumper = StackDumper(self._directory, place.rank, self._send)
+        self._rank_socket = RankSocket(error_file(self._directory, place.rank), self._send)
+        self._dumper = StackDumper(self._directory, place.rank, self._rank_socket, self._send)
         self._oom = OomWatch()
         self._shm_cleanup = ShmCleanup(self._directory, place.rank)
         self._device = ""
@@ -75,7 +77,7 @@ class Agent:
             self._send(wire.NotStarted(f"{error.strerror or error} ({error.filename or command[0]})"))
             self._await_end(None)
         self._send(wire.Started(child.pid, self._device))
-        self._dumper.start(lambda: self._shm_cleanup.look(child.pid))
+        self._rank_socket.start(lambda: self._shm_cleanup.look(child.pid))
         self._shm_cleanup.watch(child.pid)
         threading.Thread(target=self._await_end, args=(child.pid,), daemon=True).start()
         if child.stdin is not None:
@@ -171,17 +173,17 @@ class Agent:
 
         def watch() -> None:
             # not reaped, so that the number stays its own for as long as signals may be sent to its group
-            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+            result = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
             self._ended_at_s = time.time()
+            self._rank_socket.read()  # what it said came before its end
+            self._send(wire.Died(_code(result), self._ended_at_s))  # others of an elastic job wait for this alone
             os.close(end)
 
         threading.Thread(target=watch, daemon=True).start()
         return ended
 
     def _report(self, pid: int) -> None:
-        result = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-        assert result is not None
-        code = result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
+        code = _code(os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT))
         ended_at_s = self._ended_at_s
         if code and (ended := _read_exit(self._directory, self._place.rank)):
             code, ended_at_s = ended  # what the script ended with, before MPI or a signal did
@@ -209,6 +211,8 @@ class Agent:
             self._sent.append(message.number)
             self._shm_cleanup.look(pid)
             signal_group(pid, message.number)
+        elif isinstance(message, wire.Membership):
+            self._rank_socket.set_membership(message)
         elif isinstance(message, wire.Ask):
             # in a thread: a signal must not wait for the answer
             threading.Thread(target=self._dumper.answer, args=(message.number, pid), daemon=True).start()
@@ -245,6 +249,12 @@ def _notes(shares: Sequence[Share], where: Place, settings: Settings) -> Iterato
     if (settings.bind or masks) and (settings.verbose or has_gpus):
         noun = "rank" if where.size == where.local_size else "local rank"
         yield describe(shares, host, bound=settings.bind, noun=noun)
+
+
+def _code(result: "os.waitid_result | None") -> int:
+    """Return the exit code of a process that has ended, or minus the signal that ended it."""
+    assert result is not None
+    return result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
 
 
 def _read_exit(directory: str, rank: int) -> tuple[int, float] | None:

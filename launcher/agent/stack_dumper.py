@@ -10,26 +10,24 @@ does, changes its frames under the reader, who then crashes. That happened once 
 """
 
 import contextlib
-import json
 import os
 import re
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from ..connection.wire import InInit, Initialized, Stalled, State
+from ..connection.wire import State
 from ..environment import error_file
 from ..processes import signal_main_thread, signals_caught, state_of
 from ..report import traces
+from .rank_socket import RankSocket
 
 ANSWER_S = 0.3
 """How long a rank has to answer: the other ranks of a job that fails are asked half a second before they are ended."""
 _LOOK_S = 0.01
 _QUIET_LOOKS = 3  # a dump has no end mark: it is whole when it has not grown for so many looks
-_LONGEST_DATAGRAM = 1 << 18
 _HEADER = re.compile(r"(\d+)\n")
 
 _STATES = {
@@ -55,28 +53,11 @@ class Offer(NamedTuple):
 class StackDumper:
     """One agent's, for the rank whose files are in `directory`; `send` takes its messages to ringrun."""
 
-    def __init__(
-        self, directory: str, rank: int, send: Callable[[State | Stalled | InInit | Initialized], None]
-    ) -> None:
+    def __init__(self, directory: str, rank: int, rank_socket: RankSocket, send: Callable[[State], None]) -> None:
         self._files = error_file(directory, rank)
+        self._socket = rank_socket
         self._send = send
         self._lock = threading.Lock()  # one question at a time: answers are read from the ends of files
-        self._heard = threading.Condition()
-        self._answer: dict[str, str] | None = None
-        self._package = ""  # where ringreduce is, whose frames are no user's
-        self._socket: socket.socket | None = None
-        with contextlib.suppress(OSError):  # a path too long for a socket: ringreduce will not be asked
-            own = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-            own.bind(f"{self._files}.agent")
-            self._socket = own
-
-    def start(self, on_init: Callable[[], None]) -> None:
-        """Begin to listen to what ringreduce says, which it may do unasked: when it has been stalled for long.
-
-        on_init: called, in a thread, when ringreduce has started MPI.
-        """
-        if self._socket:
-            threading.Thread(target=self._listen, args=(self._socket, on_init), daemon=True).start()
 
     def pids(self) -> list[int]:
         """Return the numbers of the rank's Python processes, those that have ended too."""
@@ -87,11 +68,10 @@ class StackDumper:
         """Send the State that question `number` asks for, of the rank whose first process is `pid`."""
         with self._lock:
             until_s = time.monotonic() + ANSWER_S
-            self._answer = None
-            asked = self._ask()
+            asked = self._socket.ask()
             dumps = _collect(list(_offers(self._files)), until_s)
-            said = self._await_answer(until_s) if asked else {}
-        doing, package = said.get("doing", ""), said.get("package", self._package)
+            said = self._socket.answer(until_s) if asked else {}
+        doing, package = str(said.get("doing", "")), str(said.get("package", self._socket.package))
         stacks = []
         for text in dumps:
             frames = traces.parse(text)
@@ -99,37 +79,6 @@ class StackDumper:
             stacks += ["a Python process of it:"] * (len(dumps) > 1)
             stacks += traces.describe(frames, package, waits=bool(said.get("doing")))
         self._send(State(number, doing, "\n".join(stacks), "" if dumps else self._why_silent(pid)))
-
-    def _ask(self) -> bool:
-        if self._socket is None:
-            return False
-        try:
-            self._socket.sendto(b"doing", socket.MSG_DONTWAIT, f"{self._files}.ask")
-        except OSError:  # no ringreduce there, or it has just ended
-            return False
-        return True
-
-    def _await_answer(self, until_s: float) -> dict[str, str]:
-        with self._heard:
-            self._heard.wait_for(lambda: self._answer is not None, max(0.0, until_s - time.monotonic()))
-            return self._answer or {}
-
-    def _listen(self, own: socket.socket, on_init: Callable[[], None]) -> None:
-        while True:
-            said = _decode(own.recv(_LONGEST_DATAGRAM))
-            if report := said.get("stalled"):
-                self._send(Stalled(report))
-            elif (report_after_s := said.get("init")) is not None:
-                self._package = said.get("package", "")
-                with contextlib.suppress(ValueError):
-                    self._send(InInit(float(report_after_s)))
-            elif "started" in said:
-                self._send(Initialized())
-                on_init()
-            else:
-                with self._heard:
-                    self._answer = said
-                    self._heard.notify()
 
     def _why_silent(self, pid: int) -> str:
         offers = list(_offers(self._files))
@@ -140,13 +89,6 @@ class StackDumper:
         if offers or state in _DEAF_STATES:
             return _STATES.get(state, "its state is unknown")
         return f"it runs no Python that ringrun can ask; {_STATES.get(state, 'its state is unknown')}"
-
-
-def _decode(datagram: bytes) -> dict[str, str]:
-    """Return what ringreduce said; what does not parse says nothing."""
-    with contextlib.suppress(ValueError, AttributeError):
-        return {str(name): str(value) for name, value in json.loads(datagram).items()}
-    return {}
 
 
 def _offers(files: Path) -> Iterator[Offer]:

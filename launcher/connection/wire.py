@@ -3,10 +3,10 @@
 A frame is one tag byte and a payload: `o` and `e` carry raw bytes of a rank's stdout and stderr, `i` of its stdin, and
 `j` carries JSON. Nothing is ever unpickled.
 
-    agent   → ringrun   Hello, Note …, Started, Output …, then Ended; or NotStarted instead of Started and the rest;
-                        a State for each Ask, Stalled, InInit and Initialized at any time between
-    ringrun → agent     Setup once all agents are there, Signal …, Ask …, then End; the end of the connection means
-                        the same
+    agent   → ringrun   Hello, Note …, Started, Output …, Died, then Ended; or NotStarted instead of Started and the
+                        rest; a State for each Ask, and what else is a Report, at any time between
+    ringrun → agent     Setup once all agents are there, Signal …, Ask …, Membership …, then End; the end of the
+                        connection means the same
 
 The stdin that one rank gets: where it is on ringrun's host, the descriptor follows Setup; elsewhere the agent sends
 InputWanted for each Input.
@@ -111,6 +111,16 @@ class Ended(NamedTuple):
     oom: str = ""
 
 
+class Died(NamedTuple):
+    """The rank's command has just ended: what Ended will say of `code` and `at_s`, before what it wrote is sent.
+
+    A code that the script gave to sys.exit() may be known by Ended only.
+    """
+
+    code: int
+    at_s: float
+
+
 class State(NamedTuple):
     """The answer to Ask `number`.
 
@@ -140,6 +150,37 @@ class Initialized(NamedTuple):
     """ringreduce.init() has returned in the rank."""
 
 
+class Suspects(NamedTuple):
+    """Of an elastic job: `ranks` have kept this one waiting for too long; `why` is its report."""
+
+    ranks: tuple[int, ...]
+    why: str
+
+
+class Reformed(NamedTuple):
+    """Of an elastic job: the world of Membership `number` works in this rank."""
+
+    number: int
+
+
+class Left(NamedTuple):
+    """Of an elastic job: the rank has left its world in order, and is about to end."""
+
+    why: str
+
+
+class Membership(NamedTuple):
+    """Of an elastic job: the world is to have these `ranks`, numbered as in the first world.
+
+    `number` is higher than that of any list before; the first world is number 0. `dead` says how the ranks that are
+    gone for good have ended: in words, by rank.
+    """
+
+    number: int
+    ranks: tuple[int, ...]
+    dead: dict[str, str]
+
+
 class Ask(NamedTuple):
     """Report what the rank does."""
 
@@ -156,13 +197,13 @@ class End(NamedTuple):
     """Kill what is left of the rank's process group and exit."""
 
 
-Report: TypeAlias = State | Stalled | InInit | Initialized
+Report: TypeAlias = State | Stalled | InInit | Initialized | Suspects | Reformed | Left
 """What the agent passes on of its rank, at any time."""
 
 Message: TypeAlias = (
     Report
-    | (Hello | Note | Started | NotStarted | Output | InputWanted | Ended)  # of an agent
-    | (Setup | Input | Ask | Signal | End)  # of ringrun
+    | (Hello | Note | Started | NotStarted | Output | InputWanted | Died | Ended)  # of an agent
+    | (Setup | Input | Ask | Signal | Membership | End)  # of ringrun
 )
 
 _STREAM_TAGS: dict[str, bytes] = {"stdout": b"o", "stderr": b"e"}
@@ -207,10 +248,11 @@ def _from_json(payload: bytes) -> Message:
     given = json.loads(payload)
     kind = _JSON_KINDS[given.pop("kind")]
     if kind is Ended:
-        given["sent"] = tuple(given["sent"])
         given["error"] = rank_error(given["error"])
+    fields = kind.__annotations__
+    given |= {name: tuple(map(int, given[name])) for name in given if fields.get(name) == tuple[int, ...]}
     message = kind(**given)
-    for (name, kind_of_field), value in zip(type(message).__annotations__.items(), message, strict=True):
+    for (name, kind_of_field), value in zip(fields.items(), message, strict=True):
         if kind_of_field in (int, str, bool) and type(value) is not kind_of_field:
             raise TypeError(name)
     return message

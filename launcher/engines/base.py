@@ -96,6 +96,13 @@ class Engine(ABC):
         """Return more variables for the launcher, and through it for the ranks, of a job on several hosts."""
         return {}
 
+    def elastic_environment(self, launcher: Launcher, *, is_across: bool) -> dict[str, str]:
+        """Return variables for the ranks of an elastic job, which outlive others; none by default.
+
+        Raises: MachineError where they cannot.
+        """
+        return {}
+
     def scratch(self, launcher: Launcher, directory: str) -> dict[str, str]:
         """Return variables that put the launcher's own files on this host into `directory`; none by default."""
         return {}

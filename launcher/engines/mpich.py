@@ -24,6 +24,10 @@ class MPICH(Engine):
         """Return mpiexec's argv."""
         return [launcher.path, *(_hosts(across) if across else ()), "-n", str(size), *program]
 
+    def elastic_environment(self, launcher: Launcher, *, is_across: bool) -> dict[str, str]:
+        """Return that no rank reads the memory of another, which may be gone."""
+        return {"MPIR_CVAR_CH4_CMA_ENABLE": "0"}
+
     def across_environment(self, across: Across) -> dict[str, str]:
         """Return the options for ssh, and the interface for MPICH's own network layers."""
         words = {"HYDRA_LAUNCHER_EXTRA_ARGS": " ".join(across.ssh[1:])} if across.ssh else {}

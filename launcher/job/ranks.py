@@ -18,7 +18,7 @@ from ..connection.listener import Listener
 from ..output.display import Output, StreamName
 from ..output.lines import LineSplitter
 from ..report.outcome import RankEnd
-from .events import Arrived, Events, OutputClosed, RankEnded, RankNotStarted, Refused, Reported
+from .events import Arrived, Events, OutputClosed, RankDied, RankEnded, RankNotStarted, Refused, Reported
 
 _TAIL_LINES = 200
 _TAIL_LINE_CHARACTERS = 2000
@@ -194,8 +194,8 @@ class _RankReader:
                 self._printer.message([text])
             case wire.Started(pid, device):
                 self._pid, self._device = pid, device
-            case wire.State() | wire.Stalled() | wire.InInit() | wire.Initialized():
-                self._events.put(Reported(self._hello.rank, message))
+            case wire.Died(code):
+                self._events.put(RankDied(self._hello.rank, code))
             case wire.NotStarted(reason):
                 self._done = True
                 self._events.put(RankNotStarted(self._hello.rank, self._hello.host, reason))
@@ -204,6 +204,8 @@ class _RankReader:
             case wire.Ended():
                 self._flush()
                 self._end(message, message.at_s)
+            case _ if isinstance(message, wire.Report):
+                self._events.put(Reported(self._hello.rank, message))
             case _:
                 raise ValueError(f"an agent does not send {type(message).__name__}")
 

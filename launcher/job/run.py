@@ -22,7 +22,16 @@ from . import restarts
 from .control_socket import ControlSocket
 from .events import Events
 from .mpirun import MpiLauncher
-from .plan import Job, across, aliases, job_command, job_environment, local_variables, remote_variables
+from .plan import (
+    Job,
+    across,
+    aliases,
+    elastic_variables,
+    job_command,
+    job_environment,
+    local_variables,
+    remote_variables,
+)
 from .ranks import Channel, RankSetup
 from .restarts import Again, Ending, SignalRelay
 from .signals import SignalReader
@@ -106,7 +115,10 @@ def _start_and_supervise(
         if beyond := across(job, environment, directory):
             environment |= detected.engine.across_environment(beyond)
         local, remote = local_variables(job, os.environ), remote_variables(job, environment)
-        setup = RankSetup(_folder(), local, remote, _ranks_stdin(job), job.stdin_rank, job.open_files)
+        elastic = elastic_variables(detected, job, os.environ)
+        setup = RankSetup(
+            _folder(), local | elastic, remote | elastic, _ranks_stdin(job), job.stdin_rank, job.open_files
+        )
         channel = Channel(listener, job.size, setup, output, events)
         argv = job_command(detected, job, beyond, as_root=os.geteuid() == 0)
         signals.to(events)

@@ -2,6 +2,7 @@
 
 All decisions are made in one thread, from a queue of events: ranks that arrive and end (ranks.py),
 mpirun's end, signals. A rank that ends with 0 changes nothing; the first that fails, or a signal, begins the shutdown.
+In an elastic job losses.py lets the others go on, as long as that is possible.
 """
 
 import math
@@ -33,6 +34,7 @@ from .events import (
     StacksWanted,
 )
 from .init_watch import InitWatch
+from .losses import Losses
 from .mpirun import MpiLauncher
 from .plan import Job
 from .questions import Deliver, Question, Questions, nobody
@@ -89,6 +91,7 @@ class Supervisor:
         self._failed = False  # a rank has failed, or was lost
         self._launcher_said: list[str] = []
         self._init = InitWatch(job.size)
+        self._losses = Losses(job.size, job.elastic, channel, output) if job.elastic else None
         self._questions = Questions()
         self._at_end: Question | None = None  # what the ranks that still ran did when the job began to end
         self._stacks_again_s = 0.0  # not before then does a stall print all stacks again
@@ -107,7 +110,7 @@ class Supervisor:
 
     def _is_over(self) -> bool:
         if self._shutdown is None:
-            return len(self._ends) == self._job.size
+            return len(self._ends) + len(self._losses.idle if self._losses else ()) == self._job.size
         timed_out = self._shutdown.exhausted and self._shutdown.due(time.monotonic())
         return timed_out or not self._running
 
@@ -120,6 +123,7 @@ class Supervisor:
                 self._channel.broadcast(Signal(number))
             return
         next_s = min(self._deadline_s, self._start_deadline_s, self._progress_s, self._init.due_s)
+        next_s = min(next_s, self._losses.due_s if self._losses else math.inf)
         deadline_s = self._shutdown.deadline_s if self._shutdown else next_s
         wait_s = min(deadline_s, self._questions.deadline_s) - now_s
         try:
@@ -136,6 +140,8 @@ class Supervisor:
             self._tell_progress(now_s)
         if now_s >= self._init.due_s and self._shutdown is None:
             self._report_init()
+        if self._losses and self._shutdown is None:
+            self._go_on_or_end(self._losses.too_late(now_s))
 
     def _tell_progress(self, now_s: float) -> None:
         self._progress_s = now_s + (now_s - self._began_s)
@@ -144,6 +150,8 @@ class Supervisor:
             self._output.message([f"ringrun: {len(self._hosts)} of {self._job.size} ranks have started, {waits}"])
 
     def _handle(self, event: Event) -> None:
+        if self._losses and self._shutdown is None:
+            self._go_on_or_end(self._losses.handle(event))
         match event:
             case Arrived(rank, host, port):
                 self._hosts[rank] = host
@@ -163,10 +171,10 @@ class Supervisor:
             case Refused(reason):
                 self._output.message([f"ringrun: refused a connection: {reason}"])
             case RankEnded(end):
-                self._ends[end.rank] = end
+                self._ends[end.rank] = self._losses.explained(end) if self._losses else end
                 self._running.discard(end.rank)
                 self._init.ended(end.rank, time.monotonic())
-                if end.failed:
+                if self._losses is None and end.failed:
                     self._end(AFTER_FAILURE)
             case RankNotStarted(rank, host, reason):
                 self._ends[rank] = RankEnd(rank, host, 0, 0, 0.0)
@@ -174,6 +182,9 @@ class Supervisor:
                 self._end(AFTER_FAILURE)
                 text = f"the command cannot be executed: {reason}, says rank {rank} on host {host}"
                 self._conclusion = self._conclusion or _raise(UsageError(text))
+            case LauncherEnded() if self._losses and not self._missing:
+                # a host may be lost, with the MPI's daemon there; the agents outlive mpirun
+                self._output.message([f"ringrun: {self._launcher.name} has ended; the ranks go on without it"])
             case LauncherEnded():
                 self._end(AFTER_FAILURE)
             case Signalled(signal.SIGUSR1):
@@ -192,6 +203,11 @@ class Supervisor:
                 self._ask(lambda question: deliver(self._stacks(question)))
             case OutputClosed():
                 self._end(AFTER_TERMINATE, lambda: 128 + signal.SIGPIPE)
+
+    def _go_on_or_end(self, why: str) -> None:
+        """End an elastic job if there is a reason why it cannot go on."""
+        if why and self._end(AFTER_FAILURE):
+            self._output.message([f"ringrun: the job cannot go on: {why}"])
 
     def _ask(self, deliver: Deliver = nobody) -> Question:
         """Ask all ranks that run what they do; `deliver` is called when they have answered, or have not in time."""
@@ -262,7 +278,7 @@ class Supervisor:
         """Print what there is to say, last of all, and return the exit code."""
         if self._conclusion:
             return self._conclusion()
-        ends = self._ends.values()
+        ends = self._decisive_ends()
         aborter = outcome.aborter(ends, self._launcher.code)
         if cause := aborter or outcome.root_cause(ends, self._lost_peer_code):
             self._failed = True
@@ -270,10 +286,15 @@ class Supervisor:
             return outcome.exit_code(cause)
         return 0 if self._shutdown is None else self._conclude_without_cause()
 
+    def _decisive_ends(self) -> list[RankEnd]:
+        """Return the ends of all ranks but those without which the job has gone on."""
+        overcome = self._losses.overcome if self._losses else ()
+        return [end for rank, end in self._ends.items() if rank not in overcome]
+
     def _card(self, cause: RankEnd) -> list[str]:
         return card(
             cause,
-            self._ends.values(),
+            self._decisive_ends(),
             self._job.size,
             launcher_tail=self._launcher_said,
             asked=self._at_end.asked if self._at_end else (),

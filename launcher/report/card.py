@@ -31,13 +31,15 @@ def card(
     launcher_tail: Sequence[str] = (),
     asked: Collection[int] = (),
     states: Mapping[int, State] | None = None,
+    going_on: str = "",
     colour: bool = False,
 ) -> list[str]:
     """Return the card's lines.
 
     asked, states: the ranks that still ran when the first one failed, and what they answered.
+    going_on:      how an elastic job goes on without this rank.
     """
-    title = f"ringrun: rank {cause.rank} of {size} failed first"
+    title = f"ringrun: rank {cause.rank} of {size} failed{'' if going_on else ' first'}"
     facts = [*_rows("how", [in_words(cause), cause.oom]), *_rows("where", [_process(cause)])]
     # a rank that failed at the same moment has nothing more to say, unless it had been quick enough to say it
     silent = {end.rank for end in ends if end.failed} - {rank for rank, said in (states or {}).items() if said.doing}
@@ -45,6 +47,7 @@ def card(
     facts += _rows("failed too", failures_of_others(cause, ends))
     facts += _rows("the others", waiting(others, states or {}))
     head, foot = f"-- {title} ".ljust(WIDTH, "-"), "-" * WIDTH
+    facts += _rows("going on", [going_on])
     if colour:
         head, foot = f"{_RED_BOLD}{head}{_RESET}", f"{_FAINT}{foot}{_RESET}"
     return [head, *facts, *evidence(cause, launcher_tail), foot]

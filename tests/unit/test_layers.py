@@ -164,7 +164,7 @@ LAUNCHER_LAYERS = [
     ["errors", "text", "hook"],
     ["network"],
     ["arguments", "processes", "machine", "forward"],
-    ["hosts", "ssh", "connection.wire", "config"],
+    ["hosts", "ssh", "connection.wire", "config", "elastic"],
     ["environment"],
     ["engines", "report", "output", "connection.link"],
     ["connection.listener"],

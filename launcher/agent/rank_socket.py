@@ -1,0 +1,126 @@
+"""The agent's end of the datagrams between it and ringreduce in its rank (ringreduce/monitor/launcher_link.py).
+
+asked    the rank answers what it waits for
+unasked  it calls init(), has started MPI, is stalled; in an elastic job it suspects ranks, has re-formed its world
+         without those that are lost, or has left it
+told     in an elastic job: which ranks the world is to have
+"""
+
+import contextlib
+import json
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ..connection.wire import InInit, Initialized, Left, Membership, Reformed, Report, Stalled, Suspects
+
+_LONGEST_DATAGRAM = 1 << 18
+
+
+class RankSocket:
+    """One agent's, for the rank whose error file is `files`; `send` takes its messages to ringrun."""
+
+    def __init__(self, files: Path, send: Callable[[Report], None]) -> None:
+        self._files = files
+        self._send = send
+        self._reading = threading.Lock()
+        self._heard = threading.Condition()
+        self._answer: dict[str, Any] | None = None
+        self._membership = b""  # the last one, for a rank that is late to listen
+        self.package = ""
+        """Where ringreduce is, whose frames are no user's."""
+        self._socket: socket.socket | None = None
+        with contextlib.suppress(OSError):  # a path too long for a socket: ringreduce will not be asked
+            own = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+            own.bind(f"{files}.agent")
+            self._socket = own
+
+    def start(self, on_init: Callable[[], None]) -> None:
+        """Begin to listen; `on_init` is called, in a thread, when ringreduce has started MPI."""
+        if self._socket:
+            threading.Thread(target=self._listen, args=(self._socket, on_init), daemon=True).start()
+
+    def ask(self) -> bool:
+        """Ask what the rank waits for; False where no ringreduce is there, or has just ended."""
+        self._answer = None
+        return self._tell(b"doing")
+
+    def answer(self, until_s: float) -> dict[str, Any]:
+        """Wait for the answer; empty if none comes in time."""
+        with self._heard:
+            self._heard.wait_for(lambda: self._answer is not None, max(0.0, until_s - time.monotonic()))
+            return self._answer or {}
+
+    def set_membership(self, membership: Membership) -> None:
+        """Let the rank know which ranks its world is to have, now or as soon as it listens."""
+        self._membership = json.dumps({"membership": membership._asdict()}).encode()
+        self._tell(self._membership)
+
+    def _tell(self, datagram: bytes) -> bool:
+        """Send the rank a datagram; False where no ringreduce listens."""
+        if self._socket is None:
+            return False
+        try:
+            self._socket.sendto(datagram, socket.MSG_DONTWAIT, f"{self._files}.ask")
+        except OSError:
+            return False
+        return True
+
+    def _listen(self, own: socket.socket, on_init: Callable[[], None]) -> None:
+        while True:
+            select.select([own], [], [])
+            if self.read():
+                on_init()
+
+    def read(self) -> bool:
+        """Pass on what the rank has said so far; return whether it has said that MPI is started."""
+        is_started = False
+        with self._reading, contextlib.suppress(BlockingIOError):
+            while self._socket:
+                said = _decode(self._socket.recv(_LONGEST_DATAGRAM, socket.MSG_DONTWAIT))
+                self._handle(said)
+                is_started |= "started" in said
+        return is_started
+
+    def _handle(self, said: dict[str, Any]) -> None:
+        report = _report(said)
+        if report is None:
+            with self._heard:
+                self._answer = said
+                self._heard.notify()
+            return
+        self._send(report)
+        if isinstance(report, InInit):
+            self.package = str(said.get("package", ""))
+        elif isinstance(report, Initialized) and self._membership:
+            self._tell(self._membership)
+
+
+def _decode(datagram: bytes) -> dict[str, Any]:
+    """Return what ringreduce said; what does not parse says nothing."""
+    with contextlib.suppress(ValueError):
+        said = json.loads(datagram)
+        return said if isinstance(said, dict) else {}
+    return {}
+
+
+def _report(said: dict[str, Any]) -> Report | None:
+    """Return what ringrun is to hear of what the rank said; None for an answer, and for what nobody says."""
+    with contextlib.suppress(ValueError, TypeError):
+        if "stalled" in said:
+            return Stalled(str(said["stalled"]))
+        if "init" in said:
+            return InInit(float(said["init"]))
+        if "started" in said:
+            return Initialized()
+        if "suspects" in said:
+            return Suspects(tuple(map(int, said["suspects"])), str(said.get("why", "")))
+        if "reformed" in said:
+            return Reformed(int(said["reformed"]))
+        if "left" in said:
+            return Left(str(said["left"]))
+    return None

@@ -1,0 +1,90 @@
+"""Elastic jobs, whose ranks go on without those that fail: their flags, and the variables of their ranks."""
+
+import argparse
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from .arguments import Add, parse_times, whole
+from .errors import UsageError
+
+RECOVERY_LIMIT_S = 20.0
+"""How long re-forming may take, beside the time after which a rank that keeps others waiting is killed."""
+
+STALL_ABORT_S = 30.0
+"""After this time a rank that keeps others waiting counts as lost, unless the user says another."""
+
+_STALL_ABORT, _HOROVODS = "RINGREDUCE_STALL_ABORT_S", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
+_MOST = 999_999
+_DEPENDENT = ("min_np", "spares", "max_failures")
+
+
+@dataclass(frozen=True)
+class Elastic:
+    """What was asked for."""
+
+    min_np: int = 1
+    """With fewer ranks the job does not go on."""
+    spares: int = 0
+    """How many ranks, the last ones, wait to take the place of others."""
+    max_failures: int | None = None
+    """With more lost ranks the job does not go on."""
+    recovery_s: float = RECOVERY_LIMIT_S + STALL_ABORT_S
+    """How long ranks may take to go on after a loss."""
+
+
+def add_flags(add: Add) -> None:
+    """Add the flags of elastic jobs."""
+    add("--elastic", action="store_true", help="let ranks go on without those that fail")
+    add("--min-np", metavar="N", help="with fewer ranks the job ends (1)")
+    add("--spares", metavar="N", help="start N more ranks, which take the place of those that fail (0)")
+    add("--max-failures", metavar="N", help="with more failed ranks the job ends (no limit)")
+
+
+def parse(options: argparse.Namespace, flag: Callable[[str], str], environ: Mapping[str, str]) -> Elastic | None:
+    """Return what the flags say; None for a job that is not elastic. Raises UsageError.
+
+    flag:    how a message about one of them begins
+    environ: what the ranks get, the user's settings included
+    """
+    if not options.elastic:
+        if given := next((name for name in _DEPENDENT if getattr(options, name) is not None), None):
+            raise UsageError(f"{flag(given)} is for an elastic job; add --elastic")
+        return None
+    if options.launcher == "srun":
+        raise UsageError(f"{flag('elastic')}: srun ends the job when a rank is lost; leave --launcher srun out")
+    spares = 0 if options.spares is None else parse_times(options.spares, flag("spares"))
+    return Elastic(
+        1 if options.min_np is None else whole(options.min_np, flag("min_np"), 1, _MOST),
+        spares,
+        None if options.max_failures is None else parse_times(options.max_failures, flag("max_failures")),
+        RECOVERY_LIMIT_S + (_stall_abort_s(environ) or STALL_ABORT_S),
+    )
+
+
+def _stall_abort_s(environ: Mapping[str, str]) -> float | None:
+    """Return after how many seconds the user wants stalled ranks to count as lost; what is no number init() refuses."""
+    try:
+        return float(environ[next(name for name in (_STALL_ABORT, _HOROVODS) if name in environ)])
+    except (StopIteration, ValueError):
+        return None
+
+
+def check_size(elastic: Elastic, size: int) -> None:
+    """Raise UsageError if so many ranks, spares included, are too few."""
+    if (np := size - elastic.spares) < elastic.min_np:
+        spares = f", beside {elastic.spares} spares" if elastic.spares else ""
+        raise UsageError(f"--min-np {elastic.min_np}: the job would begin with {np} ranks{spares}")
+
+
+def rank_variables(elastic: Elastic, of_engine: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables for the ranks, and not for mpirun; those that the user has set in `environ` are left alone.
+
+    of_engine: the MPI's own.
+    """
+    wanted = dict(of_engine)
+    if _HOROVODS not in environ:
+        wanted[_STALL_ABORT] = f"{STALL_ABORT_S:g}"
+    ours = {"ELASTIC": 1, "MIN_NP": elastic.min_np, "SPARES": elastic.spares}
+    return {name: value for name, value in wanted.items() if name not in environ} | {
+        f"RINGREDUCE_{name}": str(value) for name, value in ours.items()
+    }

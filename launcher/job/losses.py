@@ -1,0 +1,120 @@
+"""Ranks that are lost in an elastic job: what the others are sent of it, and what the user reads.
+
+membership.py decides; here events go in, and messages to the agents and lines for the user come out.
+"""
+
+import signal
+import time
+from collections.abc import Collection
+from dataclasses import replace
+
+from ..connection.wire import Initialized, Left, Membership, Reformed, Signal, Suspects
+from ..elastic import Elastic
+from ..output.display import Output
+from ..report.card import card
+from ..report.outcome import RankEnd
+from ..text import numbered
+from .events import Event, RankDied, RankEnded, Reported
+from .membership import CannotGoOn, Kill, Members
+from .ranks import Channel
+
+
+class Losses:
+    """Those of one job of `size` ranks, spares included."""
+
+    def __init__(self, size: int, elastic: Elastic, channel: Channel, output: Output) -> None:
+        self._size = size
+        self._channel = channel
+        self._output = output
+        self._members = Members(size, elastic)
+        self._reports: dict[int, str] = {}  # of the ranks that ringrun has killed: why
+        self._lost_at_s: float | None = None
+
+    @property
+    def due_s(self) -> float:
+        """When to call `too_late`."""
+        return self._members.due_s
+
+    @property
+    def idle(self) -> Collection[int]:
+        """The spares that still wait for a place: the job ends without them."""
+        return self._members.spares
+
+    @property
+    def overcome(self) -> Collection[int]:
+        """The ranks without which the job has gone on; how they have ended does not count any more."""
+        return self._members.overcome
+
+    def explained(self, end: RankEnd) -> RankEnd:
+        """Return `end` with what is known of why; a rank that was killed because it kept others waiting has failed."""
+        if (report := self._reports.get(end.rank)) is None:
+            return end
+        return replace(end, sent=(), oom=f"ringrun killed it, since it kept others waiting: {report}")
+
+    def handle(self, event: Event) -> str:
+        """Take an event; return why the job cannot go on, nothing where it can."""
+        decision = self._decide(event, time.monotonic())
+        if isinstance(decision, CannotGoOn):
+            return decision.why
+        if isinstance(decision, Membership):
+            self._channel.broadcast(decision)
+        elif isinstance(decision, Kill):
+            for rank in decision.ranks:
+                self._channel.send(rank, Signal(signal.SIGKILL))
+        if isinstance(event, RankEnded) and (end := self.explained(event.end)).failed:
+            self._output.message(self._card(end))
+        return ""
+
+    def too_late(self, now_s: float) -> str:
+        """Return why the job cannot go on if ranks have not gone on in time after a loss, else nothing."""
+        late = self._members.expired(now_s)
+        return late.why if late else ""
+
+    def _decide(self, event: Event, now_s: float) -> Membership | CannotGoOn | Kill | None:
+        members = self._members
+        match event:
+            case RankDied(rank, code) if code:
+                return self._lost(rank, _how(code), now_s)
+            case RankEnded(end) if end.code == 0:
+                return members.ended(end.rank, now_s)
+            case RankEnded(end):  # if it is news: its agent is gone
+                how = _how(end.code) if end.code is not None else f"was lost: {end.lost}"
+                return self._lost(end.rank, how, now_s) or (members.blamed(end.rank) if end.blames else None)
+            case Reported(_, Initialized()):
+                members.initialized()
+            case Reported(rank, Suspects(ranks, why)):
+                decision = members.suspected(rank, ranks)
+                if isinstance(decision, Kill):
+                    self._reports |= dict.fromkeys(decision.ranks, why)
+                return decision
+            case Reported(rank, Left()):
+                members.left(rank)
+            case Reported(rank, Reformed(number)) if members.reformed(rank, number):
+                self._report_recovery(now_s)
+        return None
+
+    def _lost(self, rank: int, how: str, now_s: float) -> Membership | CannotGoOn | None:
+        if rank in self._reports:
+            how = "was killed, since it kept others waiting"
+        decision = self._members.lost(rank, how, now_s)
+        if isinstance(decision, Membership) and self._lost_at_s is None:
+            self._lost_at_s = now_s
+        return decision
+
+    def _report_recovery(self, now_s: float) -> None:
+        if self._lost_at_s is not None:
+            took_ms = (now_s - self._lost_at_s) * 1000
+            self._output.message([f"ringrun: {numbered('rank', self._members.ranks)} went on after {took_ms:.0f} ms"])
+        self._lost_at_s = None
+
+    def _card(self, end: RankEnd) -> list[str]:
+        ranks = numbered("rank", self._members.ranks)
+        return card(end, (), self._size, going_on=f"with {ranks}", colour=self._output.colours)
+
+
+def _how(code: int) -> str:
+    """Return how a rank has ended, after its name."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    name = signal.Signals(-code).name if -code in signal.valid_signals() else f"signal {-code}"
+    return f"was killed by {name}"

@@ -1,0 +1,161 @@
+"""Which ranks make up the world of an elastic job, decided from what is heard of them. Pure; times on any one clock.
+
+    world 0, ranks 0 … np-1 ── a rank is lost ── list 1, without it ── all in it say that their world works ── …
+
+Ranks keep the numbers that they had in the first world. A list is a decision for all: each has a higher number than
+the one before, so a rank that hears of several obeys the last one. A loss is overcome when a list without that rank
+works on all that are in it; until then the job may still fail because of it.
+"""
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from ..connection import wire
+from ..elastic import Elastic
+from ..text import counted, numbered
+
+
+@dataclass(frozen=True)
+class Kill:
+    """These ranks, which keep others waiting, are to be killed."""
+
+    ranks: frozenset[int]
+
+
+@dataclass(frozen=True)
+class CannotGoOn:
+    """The job must end as one that is not elastic does."""
+
+    why: str
+
+
+class Members:
+    """The members of one job's world; `spares` are the living ranks that wait for a place in it."""
+
+    def __init__(self, size: int, elastic: Elastic) -> None:
+        """size: how many ranks were started, spares included."""
+        self._np = size - elastic.spares
+        self._elastic = elastic
+        self.number = 0
+        self.ranks = tuple(range(self._np))
+        self.spares = list(range(self._np, size))
+        self.due_s = math.inf
+        """When re-forming takes too long: ask `expired` then."""
+        self._is_formed = False  # MPI works, so that ranks can go on without others
+        self._dead: dict[int, str] = {}  # those that are gone, and how they have ended
+        self._unsettled: set[int] = set()  # of them, those whose loss is not overcome yet
+        self._awaited: set[int] = set()  # members that are yet to say that the last list works
+        self._suspects: set[int] = set()
+        self._left: set[int] = set()  # those that have left the world in order
+        self._ended: set[int] = set()  # those that have ended with 0
+        self._losses = 0
+
+    @property
+    def overcome(self) -> set[int]:
+        """The ranks without which the job has gone on."""
+        return self._dead.keys() - self._unsettled
+
+    def initialized(self) -> None:
+        """init() has returned on a rank: all have come so far that they share a world."""
+        self._is_formed = True
+
+    def lost(self, rank: int, how: str, now_s: float) -> wire.Membership | CannotGoOn | None:
+        """`rank` has died, or its agent is gone; `how` says it in words after the rank's name."""
+        if rank in self._dead:
+            return None
+        self._dead[rank] = how
+        if rank in self.spares:
+            self.spares.remove(rank)
+            return None
+        self._unsettled.add(rank)
+        self._losses += 1
+        most = self._elastic.max_failures
+        if not self._is_formed:
+            return CannotGoOn(f"rank {rank} was lost before init() returned")
+        if most is not None and self._losses > most:
+            return CannotGoOn(f"--max-failures {most}: {counted(self._losses, 'rank')} failed")
+        return self._next(now_s)
+
+    def ended(self, rank: int, now_s: float) -> wire.Membership | None:
+        """`rank` has ended with exit code 0: others go on without it where enough are left."""
+        self._ended.add(rank)
+        if rank in self.spares:
+            self.spares.remove(rank)
+        if rank not in self.ranks or rank in self._left or rank in self._dead:
+            return None
+        if not self._is_formed or not (left := self._present()) or len(left) < self._elastic.min_np:
+            self._settle(rank)
+            return None
+        self._dead[rank] = "ended with exit code 0"
+        decision = self._next(now_s)
+        return decision if isinstance(decision, wire.Membership) else None
+
+    def left(self, rank: int) -> bool:
+        """`rank` has left its world in order, and will end; returns whether nobody is awaited any more."""
+        self._left.add(rank)
+        return self._settle(rank)
+
+    def reformed(self, rank: int, number: int) -> bool:
+        """The world of list `number` works in `rank`; returns whether it works in all now, having been awaited."""
+        return number == self.number and self._settle(rank)
+
+    def suspected(self, by: int, ranks: Collection[int]) -> Kill | CannotGoOn | None:
+        """`by` reports that `ranks` keep it waiting for too long. What suspects report does not count."""
+        if by in self._suspects or by not in self._present():
+            return None
+        if gone := set(ranks) & self._ended - self._dead.keys():
+            return CannotGoOn(f"rank {by} waits for {numbered('rank', gone)}, which ended with exit code 0")
+        found = frozenset(set(ranks) & set(self._present()) - self._suspects - {by})
+        self._suspects |= found
+        return Kill(found) if found else None
+
+    def blamed(self, rank: int) -> CannotGoOn | None:
+        """`rank`, which is dead, ended by an error in which it says that it has lost others."""
+        others = self._unsettled - {rank}
+        if rank not in self._unsettled or not others:
+            return None
+        return CannotGoOn(
+            f"rank {rank} did not catch the loss of {numbered('rank', others)}; a script goes on after one only inside "
+            "a function that ringreduce's elastic.run wraps"
+        )
+
+    def expired(self, now_s: float) -> CannotGoOn | None:
+        """Return why the job cannot go on if re-forming has taken too long."""
+        if now_s < self.due_s:
+            return None
+        return CannotGoOn(
+            f"{numbered('rank', self._awaited)} did not go on within {self._elastic.recovery_s:g} s after the loss of "
+            f"{numbered('rank', self._unsettled)}"
+        )
+
+    def _present(self) -> list[int]:
+        gone = self._dead.keys() | self._left | self._ended
+        return [rank for rank in self.ranks if rank not in gone]
+
+    def _next(self, now_s: float) -> wire.Membership | CannotGoOn | None:
+        """Return the next list, with spares for those that are gone."""
+        present = self._present()
+        if not self._left:  # the job is not about to end
+            while self.spares and len(present) < self._np:
+                present.append(self.spares.pop(0))
+        if not present and self._left:
+            self._unsettled.clear()
+            return None
+        if (enough := len(present) + len(self._left)) < self._elastic.min_np or not present:
+            return CannotGoOn(f"{counted(enough, 'rank')} left, and --min-np is {self._elastic.min_np}")
+        self.number += 1
+        self.ranks = tuple(sorted(present))
+        self._awaited = set(present)
+        self.due_s = now_s + self._elastic.recovery_s
+        return wire.Membership(self.number, self.ranks, {str(rank): how for rank, how in sorted(self._dead.items())})
+
+    def _settle(self, rank: int) -> bool:
+        """`rank` is awaited no more; return whether it was the last one."""
+        was_awaited = rank in self._awaited
+        self._awaited.discard(rank)
+        if self._awaited or not was_awaited:
+            return False
+        self._unsettled.clear()
+        self.due_s = math.inf
+        return True

@@ -1,0 +1,169 @@
+"""ringrun --elastic: which jobs go on, and what is printed of a loss. The ranks use no MPI; see elastic_rank.py."""
+
+import json
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ringrun import cli
+from ringrun.elastic import Elastic, rank_variables
+from ringrun.engines import ENGINES, Launcher
+from ringrun.errors import LauncherError, UsageError
+from tests.patience import patient
+
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+RANK = str(Path(__file__).with_name("elastic_rank.py"))
+FAILED = "-- ringrun: rank {} of {} failed --"
+
+
+def lists(done: "subprocess.CompletedProcess[str]") -> dict[int, list[dict[str, object]]]:
+    """The lists that each rank has printed."""
+    found: dict[int, list[dict[str, object]]] = {}
+    for line in done.stdout.splitlines():
+        rank, _, text = line[1:].partition("] ")
+        found.setdefault(int(rank), []).append(json.loads(text))
+    return found
+
+
+@pytest.mark.without_mpi
+def test_survivors_hear_of_each_loss_and_the_job_ends_well(ringrun: Run, python: str, wait_until_gone) -> None:
+    flags = ["--elastic", "--min-np", 2, "-np", 4, "--spares", 1]
+    done = ringrun(*flags, python, RANK, 3, "1@0=kill", "0@1=raise", "4@2=sysexit-3")
+    assert done.returncode == 0, done.stderr
+    dead = {"1": "was killed by SIGKILL", "0": "ended with exit code 1", "4": "ended with exit code 3"}
+    first = {"number": 1, "ranks": [0, 2, 3, 4], "dead": {"1": dead["1"]}}
+    second = {"number": 2, "ranks": [2, 3, 4], "dead": {"0": dead["0"], "1": dead["1"]}}
+    third = {"number": 3, "ranks": [2, 3], "dead": dead}
+    assert lists(done) == {0: [first], 2: [first, second, third], 3: [first, second, third], 4: [first, second]}
+    cards = [done.stderr.index(FAILED.format(rank, 5)) for rank in (1, 0, 4)]
+    assert cards == sorted(cards)
+    of_rank_0 = done.stderr[cards[1] : cards[2]]
+    assert "how         exit code 1\n" in of_rank_0
+    assert "going on    with ranks 2-4\n" in of_rank_0
+    assert "ValueError: of rank 0\n" in of_rank_0
+    assert "[0] the last words of 0\n" in done.stderr
+    assert re.findall("ringrun: ranks (.+) went on after [0-9]+ ms\n", done.stderr) == ["0,2-4", "2-4", "2-3"]
+    assert wait_until_gone() < patient(5.0)
+
+
+@pytest.mark.without_mpi
+@pytest.mark.extended
+@pytest.mark.parametrize(
+    ("action", "how"),
+    [
+        ("kill-SEGV", "was killed by SIGSEGV"),
+        ("kill-ABRT", "was killed by SIGABRT"),
+        ("exit-7", "ended with exit code 7"),
+        ("exit-0", "ended with exit code 0"),
+        ("agent", "was lost: its agent is gone, without a word"),
+    ],
+)
+def test_every_kind_of_death_is_heard_of(action: str, how: str, ringrun: Run, python: str, wait_until_gone) -> None:
+    done = ringrun("--elastic", "-np", 3, python, RANK, 1, f"0@0={action}")
+    assert done.returncode == 0, done.stderr
+    assert lists(done) == {rank: [{"number": 1, "ranks": [1, 2], "dead": {"0": how}}] for rank in (1, 2)}
+    wait_until_gone()
+
+
+@pytest.mark.without_mpi
+def test_a_rank_that_keeps_others_waiting_is_killed(ringrun: Run, python: str) -> None:
+    done = ringrun("--elastic", "-np", 3, python, RANK, 1, "1@0=kill-STOP", "0@0=suspect-1")
+    assert done.returncode == 0, done.stderr
+    dead = {"1": "was killed, since it kept others waiting"}
+    assert lists(done) == {rank: [{"number": 1, "ranks": [0, 2], "dead": dead}] for rank in (0, 2)}
+    text = " ".join(done.stderr[done.stderr.index(FAILED.format(1, 3)) :].split())
+    assert "ringrun killed it, since it kept others waiting: waiting for rank 1 where " in text
+
+
+@pytest.mark.without_mpi
+def test_the_job_fails_by_the_rank_without_which_it_cannot_go_on(ringrun: Run, python: str, wait_until_gone) -> None:
+    done = ringrun("--elastic", "--min-np", 2, "-np", 3, python, RANK, 9, "0@0=exit-5", "2@1=exit-6")
+    assert done.returncode == 6
+    assert "ringrun: the job cannot go on: 1 rank left, and --min-np is 2\n" in done.stderr
+    last = done.stderr[done.stderr.rindex("-- ringrun: ") :]
+    assert last.startswith("-- ringrun: rank 2 of 3 failed first --")
+    assert "rank 0" not in last, "the job had gone on without it"
+    wait_until_gone()
+
+
+@pytest.mark.without_mpi
+def test_a_script_that_catches_nothing_is_started_again_at_once(ringrun: Run, python: str) -> None:
+    flags = ["--elastic", "-np", 4, "--restarts", 1]
+    done = ringrun(*flags, python, RANK, 1, "2@0=exit-5", "0@1=lost-2")
+    assert done.returncode == 5, "the second attempt fails as the first"
+    assert done.stderr.count("ringrun: restart 1 of 1 in 1 s\n") == 1
+    assert done.stderr.count("the job cannot go on: rank 0 did not catch the loss of rank 2; ") == 2
+    assert done.stderr.count("-- ringrun: rank 2 of 4 failed first --") == 2
+
+
+@pytest.mark.without_mpi
+@pytest.mark.parametrize("flags", [["--elastic"], []])
+def test_without_a_world_a_failure_ends_the_job_as_ever(flags: list[str], ringrun: Run, python: str) -> None:
+    done = ringrun(*flags, "-np", 2, python, "-c", "import os, sys; sys.exit(3 * int(os.environ['RANK']))")
+    assert done.returncode == 3
+    assert "-- ringrun: rank 1 of 2 failed first --" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--elastic", "--min-np", "0"], "--min-np: expected a whole number from 1 to 999999, got '0'"),
+        (["--elastic", "--spares", "x"], "--spares: expected a whole number from 0 to 999999, got 'x'"),
+        (["--elastic", "--max-failures", "-1"], "--max-failures: expected a whole number from 0 to 999999, got '-1'"),
+        (["--spares", "1"], "--spares is for an elastic job; add --elastic"),
+        (["--min-np", "2"], "--min-np is for an elastic job; add --elastic"),
+        (["--max-failures", "2"], "--max-failures is for an elastic job; add --elastic"),
+        (
+            ["--elastic", "--launcher", "srun"],
+            "--elastic: srun ends the job when a rank is lost; leave --launcher srun out",
+        ),
+        (["--elastic", "--min-np", "3"], "--min-np 3: the job would begin with 2 ranks"),
+        (
+            ["--elastic", "--min-np", "3", "--spares", "2"],
+            "--min-np 3: the job would begin with 2 ranks, beside 2 spares",
+        ),
+    ],
+)
+def test_what_makes_no_sense_is_refused(arguments: list[str], message: str) -> None:
+    with pytest.raises(UsageError) as error:
+        cli.run(["-np", "2", *arguments, "python", "-c", ""])
+    assert str(error.value) == message
+
+
+def test_the_ranks_variables_are_the_mpis_and_the_users_count_more() -> None:
+    environ = {"OMPI_MCA_smsc": "xpmem"}
+    of_engine = ENGINES["openmpi"].elastic_environment(Launcher("mpirun", (5, 0)), is_across=True)
+    assert rank_variables(Elastic(2, 1), of_engine, environ) == {
+        "OMPI_MCA_mpi_ft_enable": "1",
+        "RINGREDUCE_STALL_ABORT_S": "30",
+        "RINGREDUCE_ELASTIC": "1",
+        "RINGREDUCE_MIN_NP": "2",
+        "RINGREDUCE_SPARES": "1",
+    }
+    theirs = rank_variables(Elastic(), {}, {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "90"})
+    assert "RINGREDUCE_STALL_ABORT_S" not in theirs
+
+
+@pytest.mark.parametrize(
+    ("environ", "recovery_s"),
+    [({}, 50.0), ({"RINGREDUCE_STALL_ABORT_S": "3"}, 23.0), ({"RINGREDUCE_STALL_ABORT_S": "0"}, 50.0)],
+)
+def test_a_recovery_may_take_longer_than_ranks_are_let_wait(
+    environ: dict[str, str], recovery_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RINGREDUCE_STALL_ABORT_S", raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    elastic = cli.parse(["--elastic", "-np", "2", "true"]).job.elastic
+    assert elastic
+    assert elastic.recovery_s == recovery_s
+
+
+def test_open_mpi_4_cannot_outlive_a_host() -> None:
+    engine, old = ENGINES["openmpi"], Launcher("mpirun", (4, 1, 6))
+    assert engine.elastic_environment(old, is_across=False)
+    with pytest.raises(LauncherError, match="Open MPI 4 ends every rank that loses another on another host; install 5"):
+        engine.elastic_environment(old, is_across=True)
