@@ -2,7 +2,7 @@
 
 import argparse
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .arguments import Add, parse_times, whole
 from .errors import UsageError
@@ -67,6 +67,11 @@ def _stall_abort_s(environ: Mapping[str, str]) -> float | None:
         return float(environ[next(name for name in (_STALL_ABORT, _HOROVODS) if name in environ)])
     except (StopIteration, ValueError):
         return None
+
+
+def with_size(elastic: Elastic, np: int, size: int) -> Elastic:
+    """Return what holds for `size` ranks where `np`, and the spares, were asked for: there may be fewer spares."""
+    return replace(elastic, spares=max(0, min(elastic.spares, size - np)))
 
 
 def check_size(elastic: Elastic, size: int) -> None:

@@ -78,21 +78,24 @@ class Members:
         return self._next(now_s)
 
     def ended(self, rank: int, now_s: float) -> wire.Membership | None:
-        """`rank` has ended with exit code 0: others go on without it where enough are left."""
+        """`rank` has ended with exit code 0: those that have not left go on without it, where they are enough."""
         self._ended.add(rank)
         if rank in self.spares:
             self.spares.remove(rank)
-        if rank not in self.ranks or rank in self._left or rank in self._dead:
+        if rank not in self.ranks or rank in self._dead:
             return None
-        if not self._is_formed or not (left := self._present()) or len(left) < self._elastic.min_np:
-            self._settle(rank)
+        self._settle(rank)
+        if not self._is_formed or len(self._present()) < self._elastic.min_np:
             return None
         self._dead[rank] = "ended with exit code 0"
         decision = self._next(now_s)
         return decision if isinstance(decision, wire.Membership) else None
 
     def left(self, rank: int) -> bool:
-        """`rank` has left its world in order, and will end; returns whether nobody is awaited any more."""
+        """`rank` leaves its world in order, and will end; returns whether nobody is awaited any more.
+
+        Leaving waits for others to leave; who ends before they do has left them alone.
+        """
         self._left.add(rank)
         return self._settle(rank)
 
@@ -147,7 +150,8 @@ class Members:
         self.number += 1
         self.ranks = tuple(sorted(present))
         self._awaited = set(present)
-        self.due_s = now_s + self._elastic.recovery_s
+        # where nobody is lost a member may have work to do alone, and need no world
+        self.due_s = now_s + self._elastic.recovery_s if self._unsettled else math.inf
         return wire.Membership(self.number, self.ranks, {str(rank): how for rank, how in sorted(self._dead.items())})
 
     def _settle(self, rank: int) -> bool:

@@ -12,8 +12,10 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from ..elastic import with_size
 from ..errors import MachineError
 from ..hosts import Host, assign, is_here
+from ..text import counted
 from .events import Events, Signalled
 from .plan import Job
 from .signals import ENDING, SignalReader
@@ -65,6 +67,13 @@ def run(job: Job, attempt: Attempt, again: Again, wait: Wait, say: Say) -> int:
         if found is None:
             say("ringrun: no restart, since no host answers")
             break
+        if found.elastic and job.elastic:
+            elastic = with_size(found.elastic, job.size - job.elastic.spares, found.size)
+            found = replace(found, elastic=elastic)
+            if found.size < elastic.min_np:
+                have = f"hosts that answer have {counted(found.size, 'slot')}"
+                say(f"ringrun: no restart, since {have}, and --min-np is {elastic.min_np}")
+                break
         if found.size < job.size:
             say(f"ringrun: hosts that answer have {found.size} slots; going on with {found.size} of {job.size} ranks")
         current = found

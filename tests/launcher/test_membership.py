@@ -102,12 +102,20 @@ def test_spares_have_no_work_once_a_rank_has_left() -> None:
 
 
 def test_ranks_that_leave_in_order_are_missed_by_nobody() -> None:
-    job = members(3, min_np=2)
-    for rank in (0, 1):
+    job = members(3)
+    for rank in range(3):
         job.left(rank)
+    for rank in (0, 1):
         assert job.ended(rank, 0.0) is None
     assert job.lost(2, "a", 0.0) is None, "nobody is left to tell it, and the work is done"
     assert job.overcome == {2}
+
+
+def test_a_rank_that_leaves_and_ends_before_others_leave_is_missed() -> None:
+    job = members(3)
+    job.left(0)
+    assert job.ended(0, 0.0) == Membership(1, (1, 2), {"0": "ended with exit code 0"})
+    assert job.due_s == math.inf, "they may have work that takes long, and need no world"
 
 
 def test_leaving_ends_the_wait_for_a_rank() -> None:

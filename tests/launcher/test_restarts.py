@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringrun import cli
+from ringrun.elastic import Elastic
 from ringrun.errors import MachineError, NotStartedError, UsageError
 from ringrun.hosts import Host
 from ringrun.job import restarts, supervise
@@ -60,8 +61,8 @@ class Attempts:
         self.pauses.append(seconds)
         return self.signal
 
-    def run(self, number: int, timeout_s: float | None = None) -> int:
-        job = Job(8, ["true"], variables={"A": "b"}, restarts=number, timeout_s=timeout_s)
+    def run(self, number: int, timeout_s: float | None = None, elastic: Elastic | None = None) -> int:
+        job = Job(8, ["true"], variables={"A": "b"}, restarts=number, timeout_s=timeout_s, elastic=elastic)
         return restarts.run(job, self.attempt, self.again, self.wait, self.said.append)
 
 
@@ -114,6 +115,17 @@ def test_it_goes_on_with_fewer_ranks_and_with_all_when_the_host_is_back() -> Non
     assert [job.size for job in run.jobs] == [8, 6, 8]
     assert "ringrun: hosts that answer have 6 slots; going on with 6 of 8 ranks" in run.said
     assert sum("slots" in line for line in run.said) == 1
+
+
+def test_where_hosts_are_lost_an_elastic_job_has_fewer_spares_first() -> None:
+    run = Attempts(FAILED, FAILED, FAILED, FAILED, sizes=[7, 5, 2])
+    assert run.run(3, elastic=Elastic(min_np=3, spares=2)) == 7
+    assert [(job.size, job.elastic) for job in run.jobs] == [
+        (8, Elastic(3, 2)),
+        (7, Elastic(3, 1)),
+        (5, Elastic(3, 0)),
+    ]
+    assert run.said[-1] == "ringrun: no restart, since hosts that answer have 2 slots, and --min-np is 3"
 
 
 def test_no_host_is_left() -> None:
