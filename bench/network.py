@@ -88,12 +88,18 @@ class Network:
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: types.TracebackType | None) -> None:
         self._remove()
 
-    def shape(self, mbit: int, names: Sequence[str] = ()) -> None:
-        """Give the outgoing links of all hosts, or of some, this rate; a burst of a millisecond passes unshaped."""
+    def shape(self, mbit: int, names: Sequence[str] = (), inbound: bool = False) -> None:
+        """Give the outgoing links of all hosts, or of some, this rate; a burst of a millisecond passes unshaped.
+
+        inbound: the incoming ones, too.
+        """
         burst = max(SHORTEST_BURST, int(mbit * 1e6 / 8 * BURST_S))
-        for name in names or self.names:
-            rate = ["rate", f"{mbit}mbit", "burst", f"{burst}b", "latency", "50ms"]
-            _run(["ip", "netns", "exec", name, "tc", "qdisc", "replace", "dev", "eth0", "root", "tbf", *rate])
+        tbf = ["root", "tbf", "rate", f"{mbit}mbit", "burst", f"{burst}b", "latency", "50ms"]
+        for name, link in zip(self.names, self.links, strict=True):
+            if not names or name in names:
+                _run(["ip", "netns", "exec", name, "tc", "qdisc", "replace", "dev", "eth0", *tbf])
+                if inbound:
+                    _run(["tc", "qdisc", "replace", "dev", link, *tbf])
 
     def shape_between(self, one: int, other: int, mbit: int, slow: int) -> None:
         """Give two hosts another rate to each other than to all the others."""

@@ -206,6 +206,20 @@ def test_slow_links(tmp_path):
     assert abs(order.index("ring0") - order.index("ring1")) == 2, "they are not neighbours around the ring"
 
 
+@pytest.mark.extended
+@pytest.mark.skipif(bool(bench_module("network").why_not()), reason=bench_module("network").why_not())
+def test_parameter_server(tmp_path):
+    plot, rows = tmp_path / "plot.png", tmp_path / "rows.json"
+    finished = run([PYTHON, BENCH / "parameter_server.py", "--quick", "--workers", 3, "--json", rows, "--plot", plot])
+    assert finished.returncode == 0, finished.stdout
+    found = {row["who"].strip(): row for row in json.loads(rows.read_text())["rows"]}
+    assert set(found) == {"ring", "1 server"}
+    assert all(row["wrong"] == 0 for row in found.values())
+    for row in found.values():
+        assert row["busiest"] == pytest.approx(row["by_hand"], rel=0.4), "headers of frames, and of requests"
+    assert plot.stat().st_size > 10_000
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="as root only: a user learns that root is missing")
 def test_hosts_without_its_commands_is_skipped_and_says_why(tmp_path):
     finished = run([PYTHON, BENCH / "hosts.py"], PATH=str(tmp_path))
