@@ -14,6 +14,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -26,15 +27,18 @@ from ringreduce.execution.host import Host
 from ringreduce.execution.signature import Signature, SubmissionRecord, calling_line, mismatch_message
 from ringreduce.gpu import device_selection
 from ringreduce.monitor import excepthook
-from ringreduce.monitor.launcher_link import StatusServer, report_init
+from ringreduce.monitor.launcher_link import StatusServer, report_init, report_leaving
 from ringreduce.mpi import finalize_mpi, mpi_library
 from ringreduce.negotiation.negotiation import GLOBAL
 from ringreduce.settings import PER_RANK, Settings, tuning_notice
-from ringreduce.startup import clock
+from ringreduce.startup import clock, worlds
 from ringreduce.startup.shared_memory import prepare_host
+from ringreduce.startup.worlds import Elastic
 from ringreduce.transport.message import MessageTransport
 from ringreduce.transport.threads import ThreadTransport
 from ringreduce.world import World, form_world
+
+LEAVE_S = 2.0  # how long a rank of an elastic job that has ended waits for the others to end
 
 
 class Runtime:
@@ -47,20 +51,41 @@ class Runtime:
         settings: Settings,
         host: Host,
         clock_offsets_us: Sequence[float] = (),
-        process_sets: Sequence[Sequence[int]] = (),
+        process_sets: Sequence[Sequence[int] | str] = (),
         gpu: device_selection.Choice = device_selection.NOT_ASKED,
+        elastic: Elastic | None = None,
     ) -> None:
-        self.world = world
+        """elastic: None: the job is not."""
         self.gpu = gpu
-        self.transport = transport
         self.settings = settings
-        self.engine = Engine(world, transport, settings, host, clock_offsets_us, process_sets)
-        self.engine.gpu.default_index = gpu.index or 0
-        self._status_server = StatusServer(settings.error_file, self.engine.activity.waiting_for)
+        self.elastic = elastic
+        self.enter(world, transport, host, clock_offsets_us, process_sets)
+        if elastic is None:
+            self._status_server = StatusServer(settings.error_file, self.engine.activity.waiting_for)
+        else:
+            self._status_server = elastic.server
+            elastic.server.waiting_for = lambda: self.engine.activity.waiting_for()
+
+    def enter(
+        self,
+        world: World,
+        transport: MessageTransport | ThreadTransport,
+        host: Host,
+        clock_offsets_us: Sequence[float],
+        process_sets: Sequence[Sequence[int] | str],
+    ) -> None:
+        """Begin a world; of an elastic job, after the one before was given up."""
+        self.world, self.transport = world, transport
+        self.engine = Engine(world, transport, self.settings, host, clock_offsets_us, process_sets)
+        self.engine.gpu.default_index = self.gpu.index or 0
+        if self.elastic is not None:
+            self.elastic.watch(world, self.engine.give_up)
 
     def close(self) -> None:
         """Free what `start` made; every rank must call it."""
         self._status_server.close()
+        if self.elastic is not None and not self.elastic.is_whole(self.world):
+            return  # lost ranks cannot take part
         self.engine.gpu.close()
         self.world.allgather_object(None)  # other ranks may have mapped this GPU memory
         self.engine.gpu.free()
@@ -81,6 +106,8 @@ def start(comm: Any, process_sets: Sequence[Any], dynamic: bool) -> list[tuple[i
     if is_initialized():
         return None
     settings = Settings.from_environment(os.environ)
+    if settings.elastic:
+        worlds.check(settings, comm, _generations)
     log.configure(settings.log_level, settings.log_timestamp)
     if dynamic:
         settings = dataclasses.replace(settings, dynamic_process_sets=True)
@@ -90,6 +117,8 @@ def start(comm: Any, process_sets: Sequence[Any], dynamic: bool) -> list[tuple[i
         report_init(settings.error_file, settings.stall_check_s)
         _gpu = device_selection.select(settings, os.environ)
     world = form_world(comm, _generations)
+    if settings.elastic:
+        world = dataclasses.replace(world, origins=tuple(range(world.size)))
     if _generations == 0:
         atexit.register(_at_exit)
         os.register_at_fork(before=_before_fork, after_in_child=_after_fork)
@@ -99,12 +128,16 @@ def start(comm: Any, process_sets: Sequence[Any], dynamic: bool) -> list[tuple[i
     transport = MessageTransport(world)
     try:
         own, everyones = static_sets(world, process_sets)
-        sets = check_sets(everyones, world.size)
+        sets = check_sets(everyones, world.size - settings.spares)
         agree_on_settings(world, settings, sets)
         host = prepare_host(world, transport, settings)
         usable = usable_algorithms(world.hosts, host.window is not None)
         settings = fitted(settings, world.hosts, usable, host.constants)
-        _process_runtime = Runtime(world, transport, settings, host, clock.offsets_us(world), sets, _gpu)
+        first, elastic = worlds.Entered(world, transport, host, clock.offsets_us(world), sets), None
+        if settings.elastic:
+            elastic, first = worlds.begin(first)
+        world, transport, host, offsets, numbered = first
+        _process_runtime = Runtime(world, transport, settings, host, offsets, numbered, _gpu, elastic)
         _log_init(_process_runtime)
     except MismatchError:
         world.free()  # raised on all ranks, so all free it
@@ -235,11 +268,28 @@ def _at_exit() -> None:
     """
     if os.getpid() != _process_id:  # a forked child: the rank is its parent
         return
+    runtime, why = _process_runtime, "its script ended"
+    if runtime is not None and runtime.elastic is not None:
+        _leave_elastic(runtime, why)
+        return
     terminated = threading.Event()
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, lambda *_: terminated.set())
-    if _leave("its script ended", terminated.is_set):
+    if _leave(why, terminated.is_set):
         finalize_mpi()
+
+
+def _leave_elastic(runtime: Runtime, why: str) -> None:
+    """Leave the world of an elastic job, but wait for nobody who may be lost, here or in MPI_Finalize.
+
+    A script that failed leaves no world: the others go on when its process has ended. MPI_Finalize is left out by
+    launcher/hook/sitecustomize.py, after the last atexit function.
+    """
+    error_file = runtime.settings.error_file
+    if not os.path.exists(f"{error_file}.exit"):  # which that hook writes for sys.exit() with another code than 0
+        report_leaving(error_file, why)
+        until_s = time.monotonic() + LEAVE_S
+        runtime.engine.leave(why, lambda: time.monotonic() > until_s)
 
 
 @functools.cache  # warns once

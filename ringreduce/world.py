@@ -28,6 +28,8 @@ class World:
     control: Any = None  # mpi4py communicator for control messages
     local: Any = None  # mpi4py communicator of this host's ranks, by local rank
     generation: int = 0  # how many worlds this process had before
+    origins: tuple[int, ...] = ()  # in an elastic job: by rank, its rank among all that the launcher started
+    number: int = 0  # in an elastic job: of the launcher's list that names these ranks; 0: the world of the start
 
     @functools.cached_property
     def local_ranks(self) -> tuple[int, ...]:
@@ -77,9 +79,9 @@ class World:
         ranks = MPI.Group.Translate_ranks(theirs, list(range(theirs.size)), ours)
         theirs.Free()
         ours.Free()
-        if MPI.UNDEFINED in ranks:
+        if not set(ranks) <= set(self.origins or range(self.size)):
             raise InputError("ProcessSet: the communicator has ranks that are not in the world of init()")
-        return sorted(ranks)
+        return sorted(self.origins.index(each) if self.origins else each for each in ranks)
 
     def free(self) -> None:
         """Free the communicators; every rank must call it."""

@@ -53,10 +53,10 @@ class Engine:
         settings: Settings,
         host: Host,
         clock_offsets_us: Sequence[float] = (),
-        process_sets: Sequence[Sequence[int]] = (),
+        process_sets: Sequence[Sequence[int] | str] = (),
     ) -> None:
         """clock_offsets_us: by rank, how far its clock is ahead of rank 0's; by default 0.
-        process_sets: the members of further process sets, the same on all ranks.
+        process_sets: the members of further process sets, the same on all ranks; or why a set has ended.
         """
         self.world, self.transport, self.settings, self.host = world, transport, settings, host
         self.memory = fusion.Memory(settings.fusion_buffer_bytes // 2, settings.fusion_slot_bytes)
@@ -70,7 +70,7 @@ class Engine:
         self._process_sets = ProcessSets(world, host, inbox, mailbox, negotiation, make)
         self.open_channel, self.shut_channel = self._process_sets.open, self._process_sets.shut
         self.states, sets = negotiation.states, self._process_sets.members
-        self.submitting = Submitting(world, inbox, negotiation, sets, self.gpu)
+        self.submitting = Submitting(world, inbox, negotiation, sets, self.gpu, self._process_sets.gone)
         self.submit = self.submitting.submit
         self.activity = Activity(inbox, negotiation, sets)
         self._leaving = Leaving(mailbox, negotiation, self._process_sets)
@@ -84,7 +84,10 @@ class Engine:
         self._polling = Polling([negotiation, self._process_sets], others, inbox, one_host, self._break)
         inbox.drive = self._drive
         for members in (range(world.size), *process_sets):
-            self._process_sets.add(members)
+            if isinstance(members, str):
+                self._process_sets.skip(members)
+            else:
+                self._process_sets.add(members)
         self._thread = threading.Thread(target=self._run, name=f"ringreduce engine {world.rank}", daemon=True)
         self._thread.start()
 
@@ -93,6 +96,13 @@ class Engine:
         """The members of all process sets, by number."""
         with self._inbox.lock:
             return {number: each for number, each in self._process_sets.members.items() if number >= GLOBAL}
+
+    def numbered_sets(self) -> list[tuple[int, ...] | str]:
+        """The members of all process sets but the first, in the order of their numbers; or why a set has ended."""
+        with self._inbox.lock:
+            sets = self._process_sets
+            gone = [sets.gone.get(each, "it was removed") for each in range(sets.count)]
+            return [sets.members.get(each, gone[each]) for each in range(1, sets.count)]
 
     def leave(self, why: str, interrupted: Callable[[], bool] = lambda: False) -> bool:
         """Announce that this rank leaves, and wait until all ranks do; operations that are not ready fail.
@@ -106,6 +116,19 @@ class Engine:
                 return False
         self._thread.join()
         return self.negotiation.error is None
+
+    def give_up(self, error: Exception) -> None:
+        """Fail everything, and end without the other ranks; any thread may call it, and then `join`."""
+
+        def end() -> None:
+            self._fail_all(error)
+            self._leaving.given_up = True
+
+        self._inbox.call_soon(end)
+
+    def join(self) -> None:
+        """Wait for the end of the engine's thread, after `give_up`."""
+        self._thread.join()
 
     def _begin_leaving(self, why: str) -> None:
         self._inbox.draining = True
@@ -149,6 +172,8 @@ class Engine:
         )
         error.__cause__ = exc
         self._fail_all(error)
+        if self.settings.elastic:
+            return  # the launcher says who is lost: what MPI says of a dead rank comes earlier, and names none
         with contextlib.suppress(Exception):  # what failed may be MPI itself
             self._send_broken(error)
 

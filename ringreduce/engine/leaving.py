@@ -14,6 +14,7 @@ class Leaving:
     def __init__(self, mailbox: Mailbox, negotiation: Negotiation, process_sets: ProcessSets) -> None:
         self._mailbox, self._negotiation, self._process_sets = mailbox, negotiation, process_sets
         self._acked = False
+        self.given_up = False  # true: the world is given up, and nobody is waited for
         mailbox.handlers[ShutdownAck] = self._receive
 
     def _receive(self, source: int, message: ShutdownAck) -> None:
@@ -24,7 +25,7 @@ class Leaving:
         negotiation, mailbox = self._negotiation, self._mailbox
         states = negotiation.states.values()
         if negotiation.error is not None:
-            return bool(negotiation.leaving)
+            return self.given_up or bool(negotiation.leaving)
         if not negotiation.leaving or self._process_sets.is_busy():
             return False
         if any(state.coordinator is not None and len(state.left) < len(state.members) for state in states):

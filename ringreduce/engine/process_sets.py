@@ -51,11 +51,23 @@ class ProcessSets:
         self._world, self._host = world, host
         self._inbox, self._mailbox, self._negotiation, self._make_context = inbox, mailbox, negotiation, make_context
         self._states, self._channels = negotiation.states, negotiation.channels
+        self.gone: dict[int, str] = {}  # sets that ended with a rank that was lost: why
         self._resources: dict[int, Resources] = {}
         self._bases: dict[int, int] = {}  # the process set of each channel
         self._next, self._next_channel = 0, -1
         self._own_numbers = itertools.count(FIRST_OWN, -1)
         self._abandoned: list[Channel] = []  # closed with operations under way, to whose memory MPI may still write
+
+    @property
+    def count(self) -> int:
+        """How many sets there were, with those that were removed."""
+        return self._next
+
+    def skip(self, why: str) -> None:
+        """Leave out the number of a set that has ended."""
+        with self._inbox.lock:
+            self.gone[self._next] = why
+            self._next += 1
 
     def add(self, members: Sequence[int]) -> int:
         """Make a process set; all ranks of the world do so in the same order, so its number is equal on all."""

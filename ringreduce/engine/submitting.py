@@ -25,7 +25,10 @@ ON_GPU = operator.attrgetter("on_gpu")
 
 
 class Submitting:
-    """Checks submissions and puts them into the inbox.  sets: the members of all process sets and channels."""
+    """Checks submissions and puts them into the inbox.
+
+    sets: the members of all process sets and channels;  gone: of process sets that ended with a lost rank, why.
+    """
 
     def __init__(
         self,
@@ -34,10 +37,11 @@ class Submitting:
         negotiation: Negotiation,
         sets: Mapping[int, tuple[int, ...]],
         gpu: Gpu,
+        gone: Mapping[int, str],
     ) -> None:
         self.count = 0  # of all submissions
         self._world, self._inbox, self._negotiation = world, inbox, negotiation
-        self._sets, self._gpu = sets, gpu
+        self._sets, self._gpu, self._gone = sets, gpu, gone
         self._wait, self._poll = inbox.wait, inbox.on_poll
 
     def submit(
@@ -79,7 +83,7 @@ class Submitting:
         with inbox.lock:
             state = negotiation.states.get(process_set) or negotiation.channels.get(process_set)
             if state is None:
-                raise errors_for.unknown_set(kind, process_set, self._sets, self._world.rank)
+                raise errors_for.unknown_set(kind, process_set, self._sets, self._world.rank, self._gone)
             if isinstance(state, Channel):
                 signature = sign(state.name)
             elif name is None:
@@ -127,5 +131,5 @@ class Submitting:
         error, leaving = self._negotiation.error, self._negotiation.leaving
         if error is not None or leaving:
             why = str(error or f"rank {self._world.rank} is leaving the job: {leaving}")
-            return errors_for.engine_closed(submission, why)
+            return errors_for.engine_closed(submission, why, error)
         return errors_for.never_complete(state, submission, self._world, leaving)

@@ -15,6 +15,7 @@ from ringreduce.transport.base import EngineTransport
 from ringreduce.transport.counters import group_bytes
 from ringreduce.transport.subset import CHANNELS, TAGS, channels
 from ringreduce.transport.window import (
+    FLAGS_BYTES,
     FLAGS_PER_REGION,
     GPU_PACKED,
     PACKED,
@@ -39,6 +40,13 @@ class Resources(NamedTuple):
 def window_bytes(settings: Settings) -> int:
     """Shared memory that each rank of a host contributes."""
     return block_bytes(settings.shared_slot_bytes, settings.shared_regions, group_bytes(settings.cache_capacity))
+
+
+def clear_block(window: Window, settings: Settings, local_rank: int) -> None:
+    """Make a rank's flags and counters as new, after a world that was given up; nobody may count on them."""
+    block = window.blocks[local_rank]
+    block[:FLAGS_BYTES] = 0
+    block[block_bytes(settings.shared_slot_bytes, settings.shared_regions) :] = 0
 
 
 class Host:

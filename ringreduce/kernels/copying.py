@@ -108,6 +108,11 @@ class Writer(Faster):
         return _streaming_copy() if is_worth else None
 
 
+def warm_up() -> None:
+    """Import and compile now what would be at its first use, which takes seconds: a second is long for a recovery."""
+    _streaming_copy()
+
+
 @functools.lru_cache(maxsize=1)
 def _streaming_copy() -> Copy | None:
     """The kernel, compiled; None where numba is not installed, or does not work."""

@@ -4,6 +4,7 @@
     RINGREDUCE_ERROR_FILE.agent  ──doing──→  RINGREDUCE_ERROR_FILE.ask     request: what does the rank wait for?
                                  ←─ JSON ──                                its answer
                                  ←─ JSON ──                                init() was called; MPI has started; a stall
+                                 ── JSON ─→                                in an elastic job: which ranks go on
 
 Unix datagrams: the thread that answers sleeps in the kernel until a request arrives.
 """
@@ -15,22 +16,26 @@ import json
 import os
 import socket
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from ringreduce.membership import Members
+
 PACKAGE = str(Path(__file__).parents[1])
-LONGEST_REQUEST = 64
+LONGEST_REQUEST = 64 << 10
 
 
 class StatusServer:
     """Answers the launcher's requests until it is closed."""
 
-    def __init__(self, error_file: str, waiting_for: Callable[[], str]) -> None:
+    def __init__(self, error_file: str, waiting_for: Callable[[], str], members: Members | None = None) -> None:
         """Listen beside `error_file`; does nothing without one, or where that is not possible.
 
         waiting_for: returns what this rank waits for, empty for nothing.
+        members: of an elastic job: hears of the launcher's lists.
         """
-        self._waiting_for = waiting_for
+        self.waiting_for = waiting_for
+        self._members = members
         self._path = f"{error_file}.ask"
         self._socket: socket.socket | None = None
         if error_file:
@@ -56,9 +61,12 @@ class StatusServer:
                 request, sender = own.recvfrom(LONGEST_REQUEST)
                 if not request:
                     return  # closed
+                if self._members is not None and request.startswith(b"{"):
+                    self._members.hear(json.loads(request)["membership"])
+                    continue
                 if not sender:
                     continue  # no address to answer to
-                answer = json.dumps({"doing": self._waiting_for(), "package": PACKAGE}).encode()
+                answer = json.dumps({"doing": self.waiting_for(), "package": PACKAGE}).encode()
                 with contextlib.suppress(OSError):  # the sender has gone
                     own.sendto(answer, socket.MSG_DONTWAIT, sender)
 
@@ -83,7 +91,22 @@ def report_stall(error_file: str, report: str) -> bool:
     return bool(error_file) and _send(error_file, {"stalled": report})
 
 
-def _send(error_file: str, message: Mapping[str, str]) -> bool:
+def report_suspects(error_file: str, ranks: Sequence[int], why: str) -> bool:
+    """Report to the launcher ranks (of the job's start) that hold the others up, so that it ends them; as above."""
+    return bool(error_file) and _send(error_file, {"suspects": list(ranks), "why": why})
+
+
+def report_reformed(error_file: str, number: int) -> None:
+    """Report to the launcher that the world of this list works."""
+    _send(error_file, {"reformed": str(number)})
+
+
+def report_leaving(error_file: str, why: str) -> None:
+    """Report to the launcher that this rank leaves in order: its end is no loss."""
+    _send(error_file, {"left": why})
+
+
+def _send(error_file: str, message: Mapping[str, object]) -> bool:
     """Send the launcher a datagram; True when it is there to read it."""
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as own:

@@ -11,13 +11,17 @@ from ringreduce.execution.submission import Submission
 from ringreduce.world import World
 
 
-def unknown_set(kind: str, process_set: int, sets: Mapping[int, tuple[int, ...]], rank: int) -> InputError:
-    """This rank is not in the process set, or the set does not exist."""
+def unknown_set(
+    kind: str, process_set: int, sets: Mapping[int, tuple[int, ...]], rank: int, gone: Mapping[int, str]
+) -> InputError:
+    """This rank is not in the process set, or the set does not exist; gone: why sets of lost ranks do not."""
     if process_set in sets:
         return InputError(
             f"{kind}: rank {rank} is not in process set {process_set}, which has {ranks_text(sets[process_set])}; "
             "call it on these only (check process_set.included())"
         )
+    if process_set in gone:
+        return InputError(f"{kind}: there is no process set {process_set} any more: {gone[process_set]}")
     return InputError(
         f"{kind}: there is no process set {process_set}; expected one that was passed to init() or add_process_set(), "
         "and that was not removed"
@@ -39,9 +43,10 @@ def after_join(submission: Submission) -> InputError:
     return InputError(f"{signature.kind} {signature.name!r} after join(): a rank that has joined waits until all have")
 
 
-def engine_closed(submission: Submission, why: str) -> CollectiveError:
+def engine_closed(submission: Submission, why: str, error: Exception | None) -> CollectiveError:
     """The engine has failed, or this rank is leaving."""
-    return CollectiveError(f"{submission.signature.kind} {submission.signature.name!r}: {why}")
+    text = f"{submission.signature.kind} {submission.signature.name!r}: {why}"
+    return PeerLostError(text, error.lost_ranks) if isinstance(error, PeerLostError) else CollectiveError(text)
 
 
 def never_complete(state: Running, submission: Submission, world: World, leaving: str) -> CollectiveError:

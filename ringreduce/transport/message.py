@@ -9,17 +9,19 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import numpy as np
 
 from ringreduce.arrays import buffer
+from ringreduce.errors import CollectiveError
 from ringreduce.transport.base import ControlMessage, Work
 from ringreduce.world import World
 
-CONTROL_TAG = 0
 MOST_BYTES = 1 << 30  # of one message; from 2 GiB on Open MPI fails
+TAGS_PER_WORLD = 1 << 14
+"""Of an elastic job: no message meets one of an earlier world. A number is the world's own: `World.number`."""
 
 
 class MessageWork(Work):
@@ -67,6 +69,11 @@ class MessageTransport:
     def __init__(self, world: World) -> None:
         self._comm = world.comm
         self._control = world.control
+        self._is_elastic = bool(world.origins)
+        self._members = world.origins or range(world.size)  # by rank here: the rank in the communicators
+        self._first_tag, self._control_tag = world.number * TAGS_PER_WORLD, world.number
+        if self._is_elastic and self._first_tag + TAGS_PER_WORLD > self._mpis_tags():
+            raise CollectiveError(f"MPI has tags for {world.number} worlds, and all were used; start the job again")
         self._outbox: deque[tuple[Any, bytes]] = deque()
         self._receives: set[MessageWork] = set()
         self._woken = threading.Lock()  # held until `wake` releases it
@@ -80,19 +87,23 @@ class MessageTransport:
         memory = buffer.message_bytes(array)
         if memory.nbytes > MOST_BYTES:
             return LongMessage([self.send(each, destination, tag) for each in _cut(memory)])
-        return MessageWork(self._comm.Isend(_known_to_mpi(memory), destination, tag), destination, memory)
+        to, tag = self._members[destination], self._first_tag + tag
+        return MessageWork(self._comm.Isend(_known_to_mpi(memory), to, tag), destination, memory)
 
     def receive(self, array: Any, source: int, tag: int) -> Work:
         """See `Transport.receive`."""
         memory = buffer.message_bytes(array)
         if memory.nbytes > MOST_BYTES:
             return LongMessage([self.receive(each, source, tag) for each in _cut(memory)])
-        handle = self._comm.Irecv(_known_to_mpi(memory), source, tag)
+        handle = self._comm.Irecv(_known_to_mpi(memory), self._members[source], self._first_tag + tag)
         return MessageWork(handle, source, memory, self._receives)
 
     @property
     def most_tags(self) -> int:
         """See `EngineTransport.most_tags`."""
+        return TAGS_PER_WORLD if self._is_elastic else self._mpis_tags()
+
+    def _mpis_tags(self) -> int:
         from mpi4py import MPI
 
         highest: int = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 0
@@ -102,9 +113,16 @@ class MessageTransport:
         """See `EngineTransport.cancel_receives`. The others stay in `_receives`: MPI may write to their memory."""
         self._receives -= {each for each in self._receives if each.cancel()}
 
+    def receives_from(self, ranks: Container[int]) -> bool:
+        """True while something that has begun to arrive from these ranks, and could not be cancelled, still does."""
+        for each in list(self._receives):
+            each.done()
+        return any(each.peer in ranks for each in self._receives)
+
     def send_control(self, content: bytes, destination: int) -> None:
         """See `EngineTransport.send_control`."""
-        self._outbox.append((self._control.Isend(content, destination, CONTROL_TAG), content))
+        request = self._control.Isend(content, self._members[destination], self._control_tag)
+        self._outbox.append((request, content))
 
     def recv_control(self) -> list[ControlMessage]:
         """See `EngineTransport.recv_control`."""
@@ -113,11 +131,27 @@ class MessageTransport:
         self.flushed()
         messages: list[ControlMessage] = []
         status = self._status = self._status or MPI.Status()
-        while (message := self._control.Improbe(MPI.ANY_SOURCE, CONTROL_TAG, status)) is not None:
-            content = np.empty(status.Get_count(MPI.BYTE), np.uint8)
-            message.Recv(content)
-            messages.append(ControlMessage(status.source, content.tobytes()))
+        try:
+            self._take(MPI, status, messages)
+        except MPI.Exception:
+            if not self._is_elastic:
+                raise
+            self.acknowledge_failures()  # MPI says once that a rank is dead; what that means the launcher says
+            self._take(MPI, status, messages)
         return messages
+
+    def _take(self, mpi: Any, status: Any, messages: list[ControlMessage]) -> None:
+        """Append the control messages that have arrived."""
+        while (message := self._control.Improbe(mpi.ANY_SOURCE, self._control_tag, status)) is not None:
+            content = np.empty(status.Get_count(mpi.BYTE), np.uint8)
+            message.Recv(content)
+            messages.append(ControlMessage(self._members.index(status.source), content.tobytes()))
+
+    def acknowledge_failures(self) -> None:
+        """Let messages from any rank be received, though some ranks are dead."""
+        for comm in (self._comm, self._control):
+            with contextlib.suppress(Exception):  # an MPI that cannot do so does not say that ranks are dead, either
+                comm.Ack_failed()
 
     def flushed(self) -> bool:
         """See `EngineTransport.flushed`."""

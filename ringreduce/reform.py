@@ -1,0 +1,82 @@
+"""An elastic job goes on without the ranks that it has lost, or with others: for elastic.run."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import cast
+
+from ringreduce import runtime
+from ringreduce.errors import CollectiveError
+from ringreduce.log import LOGGER
+from ringreduce.monitor.launcher_link import report_reformed
+from ringreduce.startup.survivors import RECOVERY_S
+from ringreduce.startup.worlds import Elastic, Reformed
+from ringreduce.transport.message import MessageTransport
+
+__all__ = ["Reformed", "is_elastic", "joined_late", "latest", "membership_changed", "reform"]
+
+
+def is_elastic() -> bool:
+    """True when ringrun --elastic has started this job; raises NotInitializedError before init()."""
+    return runtime.current("is_elastic").elastic is not None
+
+
+def membership_changed() -> bool:
+    """True when ranks are lost or have joined, so that the next collective raises PeerLostError."""
+    current = runtime.current("membership_changed")
+    return current.elastic is not None and current.elastic.members.newer_than(current.world.number)
+
+
+def joined_late() -> bool:
+    """True on a rank that was a spare, and has taken the place of a lost one: its state is that of the others."""
+    elastic = runtime.current("joined_late").elastic
+    return elastic is not None and elastic.joined_late
+
+
+def latest() -> Reformed | None:
+    """How this rank's world began; None: with the job."""
+    elastic = runtime.current("latest").elastic
+    return None if elastic is None else elastic.latest
+
+
+def reform(commits: int) -> Reformed:
+    """Give up the world, after a CollectiveError other than MismatchError, and form that of the launcher's newest list.
+
+    commits: how often this rank has committed its state.
+    Cost:    waits for the list, up to RECOVERY_S, and for the ranks that it names; two small allgathers.
+    Raises:  the error that ended the world, where the job is not elastic, or no list comes; CollectiveError when the
+             ranks of the list do not come, or the world used GPUs.
+    """
+    current, begun_s = runtime.current("reform"), time.monotonic()
+    engine, last, elastic = current.engine, current.world, current.elastic
+    error = engine.negotiation.error or CollectiveError(f"no rank of {last.size} is lost, as far as this one knows")
+    if elastic is None or not elastic.members.wait(lambda each: each.number > last.number, RECOVERY_S):
+        raise error
+    if engine.gpu.is_used:
+        raise CollectiveError(
+            "an elastic job cannot go on where arrays on GPUs were reduced: lost ranks share their memory, and NCCL's "
+            "communicators; let `ringrun --elastic --restarts N` start it again"
+        ) from error
+    engine.give_up(error)
+    engine.join()
+    stopped_s = time.monotonic()
+    entered = elastic.enter(last, cast(MessageTransport, current.transport), commits, engine.numbered_sets())
+    elastic.kept.append(engine)
+    met_s = time.monotonic()
+    current.enter(*entered)
+    report_reformed(current.settings.error_file, entered.world.number)
+    reformed = cast(Reformed, elastic.latest)
+    _log(reformed, elastic, [elastic.members.newest.heard_s, begun_s, stopped_s, met_s, time.monotonic()])
+    return reformed
+
+
+def _log(reformed: Reformed, elastic: Elastic, times_s: list[float]) -> None:
+    """Where the time went."""
+    if LOGGER.isEnabledFor(logging.DEBUG):
+        names = "handles failed", "engine stopped", "all have met", "new engine"
+        parts = [
+            f"{name} {1e3 * (end - begin):.1f} ms"
+            for name, begin, end in zip(names, times_s, times_s[1:], strict=False)
+        ]
+        LOGGER.debug(f"rank {elastic.origin.world.rank}: world {reformed.number}, after the list: {', '.join(parts)}")

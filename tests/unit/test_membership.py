@@ -1,0 +1,71 @@
+"""The launcher's lists of ranks, as a rank hears them."""
+
+import json
+import socket
+import sys
+import threading
+import time
+
+from ringreduce.membership import EXPELLED_EXIT_CODE, Members
+from ringreduce.monitor.launcher_link import StatusServer, report_leaving, report_reformed, report_suspects
+from tests.jobs import run
+
+
+def said(number, ranks, dead=()):
+    return {"number": number, "ranks": ranks, "dead": {str(rank): how for rank, how in dead}}
+
+
+def test_the_newest_list_counts():
+    members, news = Members(1), []
+    members.on_news = news.append
+    assert not members.newer_than(0)
+    members.hear(said(2, [0, 1, 3], [(2, "was killed by SIGKILL")]))
+    members.hear(said(1, [0, 1, 2, 3]))
+    members.hear(said(2, [0, 1, 3]))
+    assert [(each.number, each.ranks, each.dead) for each in news] == [(2, (0, 1, 3), {2: "was killed by SIGKILL"})]
+    assert members.newest == news[0]
+    assert members.newer_than(1)
+    assert not members.newer_than(2)
+
+
+def test_who_waits_for_a_list_is_woken():
+    members = Members(3)
+    assert not members.wait(lambda each: 3 in each.ranks, 0.01)
+    timer = threading.Timer(0.05, lambda: members.hear(said(1, [0, 3])))
+    timer.start()
+    assert members.wait(lambda each: 3 in each.ranks, 10)
+    timer.join()
+
+
+def test_a_rank_that_a_list_calls_dead_ends():
+    program = (
+        "from ringreduce.membership import Members\n"
+        "Members(1).hear({'number': 1, 'ranks': [0], 'dead': {'1': 'has stalled'}})\n"
+        "print('goes on')\n"
+    )
+    ended = run([sys.executable, "-c", program])
+    assert (ended.returncode, ended.stdout) == (EXPELLED_EXIT_CODE, "")
+    assert ended.stderr == "rank 1 was given up (has stalled); it ends\n"
+
+
+def test_lists_come_by_datagram_and_answers_go_on(tmp_path):
+    error_file = str(tmp_path / "rank0.json")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as agent:
+        agent.settimeout(5)
+        agent.bind(f"{error_file}.agent")
+        members = Members(0)
+        server = StatusServer(error_file, lambda: "x", members)
+        assert json.loads(agent.recv(10000)) == {"started": "ringreduce"}
+        many = [(rank, "was killed by SIGKILL") for rank in range(1, 1000)]
+        agent.sendto(json.dumps({"membership": said(7, [0], many)}).encode(), f"{error_file}.ask")
+        assert members.wait(lambda each: each.number == 7, 5)
+        assert len(members.newest.dead) == 999
+        assert time.monotonic() - 5 < members.newest.heard_s <= time.monotonic()
+        agent.sendto(b"doing", f"{error_file}.ask")
+        assert json.loads(agent.recv(10000))["doing"] == "x"
+        report_suspects(error_file, [2, 3], "they wait")
+        report_reformed(error_file, 7)
+        report_leaving(error_file, "its script ended")
+        expected = [{"suspects": [2, 3], "why": "they wait"}, {"reformed": "7"}, {"left": "its script ended"}]
+        assert [json.loads(agent.recv(10000)) for _ in expected] == expected
+        server.close()
