@@ -106,7 +106,7 @@ def _alltoall(tensor: Any, splits: Any, name: str | None, process_set: ProcessSe
     _check_rows("alltoall", name, mine)
     number = number_of(process_set, "alltoall")
     size = process_set.size() or 0
-    parts = _equal_splits(mine.shape[0], size) if splits is None else _given_splits(splits, mine.shape[0], size)
+    parts = equal_splits(mine.shape[0], size) if splits is None else _given_splits(splits, mine.shape[0], size)
 
     def finish(submission: Submission) -> Any:
         rows = like(tensor, submission.outputs[0])
@@ -122,7 +122,8 @@ def _alltoall(tensor: Any, splits: Any, name: str | None, process_set: ProcessSe
     )
 
 
-def _equal_splits(rows: int, size: int) -> list[int]:
+def equal_splits(rows: int, size: int) -> list[int]:
+    """How many rows each of so many ranks gets; raises InputError where they do not come out even."""
     if size and rows % size:
         raise InputError(
             f"alltoall: {rows} rows cannot be split equally among {size} ranks; pass splits, or a multiple of {size}"

@@ -1,7 +1,4 @@
-"""Each collective as the host runs it: NumPy arrays in, new NumPy arrays out; no JAX here.
-
-They are static arguments of the primitive, so they are hashable, and equal where a compiled function can be reused.
-"""
+"""Each collective as the host runs it: NumPy arrays in, new NumPy arrays out; no JAX here."""
 
 from __future__ import annotations
 
@@ -33,209 +30,126 @@ ALIGNMENT = 64
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """A collective with its arguments.
+    """A collective with its arguments: a static argument of the primitive, equal where compiled code can be reused.
 
-    place: the line of the user's script. Inside jit it is the name of what has none: calls there run in a thread of
-           XLA's, where numbers could be drawn in another order than on another rank.
-    names: of the arrays, for error messages.
+    kind:   the name of its function; "average on root" is the gradient of a broadcast.
+    place:  the line of the user's script. Inside jit it is the name of what has none: calls there run in a thread of
+            XLA's, where numbers could be drawn in another order than on another rank.
+    names:  of the arrays, for error messages.
+    scales: of an allreduce and a reducescatter, before and after the sum; of an allgather both multiply its results.
+    rows:   of an allgather's results; by default all ranks have as many.
     """
 
+    kind: str
     place: str
     name: str | None = None
     names: tuple[str, ...] | None = None
     process_set: ProcessSet = global_process_set
+    op: ReduceOp = Average
+    scales: tuple[float, float] = (1.0, 1.0)
+    root_rank: int = 0
+    rows: tuple[int, ...] | None = None
 
     @property
     def by_rows(self) -> bool:
         """True where dim 0 has a meaning."""
-        return False
+        return self.kind in ("allgather", "alltoall", "reducescatter")
 
     def shapes(self, shapes: Sequence[Shape]) -> Sequence[Shape]:
-        """The shapes of the results."""
-        return shapes
+        """The shapes of this rank's results."""
+        size, own = self.process_set.size() or 1, self.process_set.rank() or 0
+        if self.kind == "allgather":
+            rows = self.rows or [each[0] * size for each in shapes]
+        elif self.kind == "reducescatter":  # the first ranks have one more where they do not come out even
+            rows = [each[0] // size + (own < each[0] % size) for each in shapes]
+        else:
+            return shapes
+        return [(count, *each[1:]) for count, each in zip(rows, shapes, strict=True)]
 
     def run(self, arrays: Arrays, name: str | None) -> Arrays:
         """Communicate, and wait for it; returns new arrays."""
-        raise NotImplementedError
+        match self.kind:
+            case "allreduce":
+                return _allreduce(self, arrays, name)
+            case "broadcast":
+                return _broadcast(self, arrays, name)
+            case "average on root":
+                averages = _allreduce(self, arrays, name)  # on all ranks, though only one asks for it
+                return averages if rank() == self.root_rank else [np.zeros_like(each) for each in averages]
+            case "allgather":
+                gathered, factor = gather.grouped_allgather(arrays, name, self.process_set), math.prod(self.scales)
+                return gathered if factor == 1.0 else [each * each.dtype.type(factor) for each in gathered]
+            case "reducescatter":
+                return grouped_reducescatter(arrays, name, Compression.none, self.op, self.process_set, *self.scales)
+            case "alltoall":
+                names = self.names or [str(number) for number in range(len(arrays))]
+                own = [None if name is None else f"{name}.{each}" for each in names]
+                pairs = zip(arrays, own, strict=True)
+                handles = [gather.alltoall_async(array, None, each, self.process_set) for array, each in pairs]
+                return [handle.wait() for handle in handles]
+            case _:
+                barrier(self.process_set)
+                return []
 
     def transposed(self, shapes: Sequence[Shape]) -> Collective:
-        """What makes the gradients of inputs of these shapes from those of the results."""
-        raise NotImplementedError
+        """What makes the gradients of inputs of these shapes from those of the results; Horovod's factors.
 
-    def only(self, numbers: Sequence[int]) -> Collective:
-        """The same for some of the arrays."""
-        names = None if self.names is None else tuple(self.names[number] for number in numbers)
-        return dataclasses.replace(self, names=names)
-
-    def _of_gradient(self) -> dict[str, Any]:
-        """The arguments that a gradient's collective has in common with this one."""
+        That of an alltoall goes back where the rows came from. Raises InputError for an op that has none.
+        """
         name = None if self.name is None else f"{self.name}.gradient"
-        place = f"{self.place}.gradient"
-        return {"place": place, "name": name, "names": self.names, "process_set": self.process_set}
-
-
-@dataclasses.dataclass(frozen=True)
-class Allreduce(Collective):
-    """Its gradient is the same allreduce, as Horovod's."""
-
-    op: ReduceOp = Average
-    scales: tuple[float, float] = (1.0, 1.0)
-
-    def run(self, arrays: Arrays, name: str | None) -> Arrays:
-        """Straight from the memory of `arrays` into new memory."""
-        arguments = arguments_of("allreduce", None, self.op, *self.scales, self.process_set)
-        inputs = [as_buffer(each) for each in arrays]
-        for each in inputs:
-            arguments.check(each)
-        results = [_like(each) for each in arrays]
-        runtime.current("allreduce").engine.submit(
-            "allreduce",
-            name,
-            arguments.process_set,
-            sign=functools.partial(arguments.sign, inputs, self.names),
-            inputs=inputs,
-            outputs=[as_buffer(each, writable=True) for each in results],
-            waits=True,
-            line=self.place,
-        ).wait()
-        return results
-
-    def transposed(self, shapes: Sequence[Shape]) -> Collective:
-        """Itself."""
-        if self.op not in (Average, Sum):
+        own = dataclasses.replace(self, place=f"{self.place}.gradient", name=name, rows=None)
+        if self.kind == "allreduce" and self.op not in (Average, Sum):
             raise InputError(
                 f"allreduce ({self.place}): op={self.op!r} has no gradient; expected Average or Sum, or "
                 "jax.lax.stop_gradient(array)"
             )
-        return Allreduce(**self._of_gradient(), op=self.op, scales=self.scales)
-
-
-@dataclasses.dataclass(frozen=True)
-class Broadcast(Collective):
-    """Its gradient is the results', averaged, on the root; zeros elsewhere."""
-
-    root_rank: int = 0
-
-    def run(self, arrays: Arrays, name: str | None) -> Arrays:
-        """Into new memory."""
-        results = [_like(each) for each in arrays]
-        inputs, outputs = [as_buffer(each) for each in arrays], [as_buffer(each, writable=True) for each in results]
-        names = self.names or [f"{self.place}.{number}" for number in range(len(arrays))]
-        submit_broadcast(
-            inputs, outputs, self.root_rank, name, names, self.process_set, lambda _: None, waits=True
-        ).wait()
-        return results
-
-    def transposed(self, shapes: Sequence[Shape]) -> Collective:
-        """See the class."""
-        return AverageOnRoot(**self._of_gradient(), root_rank=self.root_rank)
-
-
-@dataclasses.dataclass(frozen=True)
-class AverageOnRoot(Allreduce):
-    """The gradient of a broadcast."""
-
-    root_rank: int = 0
-
-    def run(self, arrays: Arrays, name: str | None) -> Arrays:
-        """An allreduce, and zeros where nobody asks for its result."""
-        averages = super().run(arrays, name)
-        return averages if rank() == self.root_rank else [np.zeros_like(each) for each in averages]
-
-    def transposed(self, shapes: Sequence[Shape]) -> Collective:
-        """See the class."""
-        return Broadcast(**self._of_gradient(), root_rank=self.root_rank)
-
-
-@dataclasses.dataclass(frozen=True)
-class _OfRows(Collective):
-    @property
-    def by_rows(self) -> bool:
-        return True
-
-    def _size(self) -> int:
-        return self.process_set.size() or 1
-
-
-@dataclasses.dataclass(frozen=True)
-class Allgather(_OfRows):
-    """Its gradient is this rank's rows of the results', averaged.
-
-    rows:   of the results; by default all ranks have as many.
-    factor: multiplies the results.
-    """
-
-    rows: tuple[int, ...] | None = None
-    factor: float = 1.0
-
-    def shapes(self, shapes: Sequence[Shape]) -> Sequence[Shape]:
-        """All ranks' rows."""
-        rows = self.rows or [each[0] * self._size() for each in shapes]
-        return [(count, *each[1:]) for count, each in zip(rows, shapes, strict=True)]
+        if self.kind == "broadcast":
+            return dataclasses.replace(own, kind="average on root")
+        if self.kind == "average on root":
+            return dataclasses.replace(own, kind="broadcast")
+        if self.kind == "allgather":  # this rank's rows, averaged
+            return dataclasses.replace(own, kind="reducescatter", op=Average)
+        if self.kind == "reducescatter":
+            size = (self.process_set.size() or 1) if self.op is Sum else 1
+            rows, (before, after) = tuple(each[0] for each in shapes), self.scales
+            return dataclasses.replace(own, kind="allgather", rows=rows, scales=(before, after * size))
+        return own
 
     def only(self, numbers: Sequence[int]) -> Collective:
         """The same for some of the arrays."""
-        rows = None if self.rows is None else tuple(self.rows[number] for number in numbers)
-        return dataclasses.replace(super().only(numbers), rows=rows)  # type: ignore[call-arg]
 
-    def run(self, arrays: Arrays, name: str | None) -> Arrays:
-        """Gather, and scale."""
-        gathered = gather.grouped_allgather(arrays, name, self.process_set)
-        return gathered if self.factor == 1.0 else [each * each.dtype.type(self.factor) for each in gathered]
+        def some(each: Any) -> Any:
+            return None if each is None else tuple(each[number] for number in numbers)
 
-    def transposed(self, shapes: Sequence[Shape]) -> Collective:
-        """See the class."""
-        return Reducescatter(**self._of_gradient(), scales=(self.factor, 1.0))
+        return dataclasses.replace(self, names=some(self.names), rows=some(self.rows))
 
 
-@dataclasses.dataclass(frozen=True)
-class Reducescatter(_OfRows):
-    """Its gradient is an allgather of the results', times both scales, and for Sum times the number of ranks."""
-
-    op: ReduceOp = Average
-    scales: tuple[float, float] = (1.0, 1.0)
-
-    def shapes(self, shapes: Sequence[Shape]) -> Sequence[Shape]:
-        """This rank's rows; the first ranks have one more where they do not come out even."""
-        size, own = self._size(), self.process_set.rank() or 0
-        return [(each[0] // size + (own < each[0] % size), *each[1:]) for each in shapes]
-
-    def run(self, arrays: Arrays, name: str | None) -> Arrays:
-        """Reduce and scatter."""
-        return grouped_reducescatter(arrays, name, Compression.none, self.op, self.process_set, *self.scales)
-
-    def transposed(self, shapes: Sequence[Shape]) -> Collective:
-        """See the class."""
-        factor = self.scales[0] * self.scales[1] * (self._size() if self.op is Sum else 1)
-        return Allgather(**self._of_gradient(), rows=tuple(each[0] for each in shapes), factor=factor)
+def _allreduce(it: Collective, arrays: Arrays, name: str | None) -> Arrays:
+    """Straight from the memory of `arrays` into new memory."""
+    arguments = arguments_of("allreduce", None, it.op, *it.scales, it.process_set)
+    inputs = [as_buffer(each) for each in arrays]
+    for each in inputs:
+        arguments.check(each)
+    results = [_like(each) for each in arrays]
+    runtime.current("allreduce").engine.submit(
+        "allreduce",
+        name,
+        arguments.process_set,
+        sign=functools.partial(arguments.sign, inputs, it.names),
+        inputs=inputs,
+        outputs=[as_buffer(each, writable=True) for each in results],
+        waits=True,
+        line=it.place,
+    ).wait()
+    return results
 
 
-@dataclasses.dataclass(frozen=True)
-class Alltoall(_OfRows):
-    """Equal parts; its gradient goes back where the rows came from."""
-
-    def run(self, arrays: Arrays, name: str | None) -> Arrays:
-        """All at once."""
-        names = self.names or [str(number) for number in range(len(arrays))]
-        handles = [
-            gather.alltoall_async(array, None, None if name is None else f"{name}.{own}", self.process_set)
-            for array, own in zip(arrays, names, strict=True)
-        ]
-        return [handle.wait() for handle in handles]
-
-    def transposed(self, shapes: Sequence[Shape]) -> Collective:
-        """Itself."""
-        return Alltoall(**self._of_gradient())
-
-
-@dataclasses.dataclass(frozen=True)
-class Barrier(Collective):
-    """No arrays."""
-
-    def run(self, arrays: Arrays, name: str | None) -> Arrays:
-        """Wait for all ranks."""
-        barrier(self.process_set)
-        return []
+def _broadcast(it: Collective, arrays: Arrays, name: str | None) -> Arrays:
+    results = [_like(each) for each in arrays]
+    inputs, outputs = [as_buffer(each) for each in arrays], [as_buffer(each, writable=True) for each in results]
+    names = it.names or [f"{it.place}.{number}" for number in range(len(arrays))]
+    submit_broadcast(inputs, outputs, it.root_rank, name, names, it.process_set, lambda _: None, waits=True).wait()
+    return results
 
 
 def _like(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

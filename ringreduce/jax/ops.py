@@ -6,8 +6,6 @@ few messages. Results are JAX arrays where the arguments are.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,7 +20,7 @@ from ringreduce.arrays.dtypes import element_type
 from ringreduce.compression import Compression, Compressor
 from ringreduce.errors import InputError, UnsupportedArrayError
 from ringreduce.execution.signature import calling_line
-from ringreduce.jax.collectives import Allgather, Allreduce, Alltoall, Barrier, Broadcast, Collective, Reducescatter
+from ringreduce.jax.collectives import Collective
 from ringreduce.jax.primitive import bind
 from ringreduce.ops import Average, ReduceOp
 
@@ -50,8 +48,8 @@ def allreduce(
     Source:   Horovod's allreduce.
     """
     op = which_op("allreduce", average, op)
-    kind = functools.partial(Allreduce, op=op, scales=(float(prescale_factor), float(postscale_factor)))
-    return _on_leaves("allreduce", kind, tensor, name, process_set, compression, averages=op is Average)
+    scales = float(prescale_factor), float(postscale_factor)
+    return _on_leaves("allreduce", tensor, name, process_set, compression, op=op, scales=scales)
 
 
 def allgather(tensor: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
@@ -61,7 +59,7 @@ def allgather(tensor: Any, name: str | None = None, process_set: ProcessSet = gl
     Gradient: this rank's rows of the result's gradient, averaged over the ranks.
     Source:   Horovod's allgather.
     """
-    return _on_leaves("allgather", Allgather, tensor, name, process_set)
+    return _on_leaves("allgather", tensor, name, process_set)
 
 
 def broadcast(
@@ -72,8 +70,7 @@ def broadcast(
     Gradient: on the root the result's, averaged over the ranks; elsewhere zeros.
     Source:   Horovod's broadcast.
     """
-    kind = functools.partial(Broadcast, root_rank=whole(root_rank))
-    return _on_leaves("broadcast", kind, tensor, name, process_set)
+    return _on_leaves("broadcast", tensor, name, process_set, root_rank=whole(root_rank))
 
 
 def alltoall(
@@ -87,14 +84,10 @@ def alltoall(
     Source:   Horovod's alltoall.
     """
     if splits is None:
-        size = process_set.size() or 1
         for array in jax.tree.leaves(tensor):
-            if jnp.ndim(array) and len(array) % size:
-                raise InputError(
-                    f"alltoall: {len(array)} rows cannot be split equally among {size} ranks; pass splits, or a "
-                    f"multiple of {size}"
-                )
-        return _on_leaves("alltoall", Alltoall, tensor, name, process_set)
+            if jnp.ndim(array):
+                gather.equal_splits(len(array), process_set.size() or 1)
+        return _on_leaves("alltoall", tensor, name, process_set)
     if isinstance(tensor, jax.core.Tracer) or isinstance(splits, jax.core.Tracer):
         raise InputError(
             "alltoall: splits inside jax.jit, grad or vmap, where the number of received rows must be known before; "
@@ -119,8 +112,8 @@ def reducescatter(
     Otherwise as `ringreduce.reducescatter`.
     Source: Horovod's reducescatter.
     """
-    kind = functools.partial(Reducescatter, op=op, scales=(float(prescale_factor), float(postscale_factor)))
-    return _on_leaves("reducescatter", kind, tensor, name, process_set, compression, averages=op is Average)
+    scales = float(prescale_factor), float(postscale_factor)
+    return _on_leaves("reducescatter", tensor, name, process_set, compression, op=op, scales=scales)
 
 
 grouped_allreduce = allreduce
@@ -132,38 +125,37 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Return when every rank has called it; inside jit it has its place in the order of the collectives."""
     runtime.current("barrier")
     number_of(process_set, "barrier")
-    bind(Barrier(calling_line(), process_set=process_set), [])
+    bind(Collective("barrier", calling_line(), process_set=process_set), [])
 
 
 def _on_leaves(
     function: str,
-    kind: Callable[..., Collective],
     tree: Any,
     name: str | None,
     process_set: ProcessSet,
     compression: type[Compressor] = Compression.none,
-    averages: bool = False,
+    **arguments: Any,
 ) -> Any:
-    """The tree with what a collective of this kind makes of its arrays."""
+    """The tree with what a collective makes of its arrays."""
     runtime.current(function)
     number_of(process_set, function)
     paths, form = jax.tree_util.tree_flatten_with_path(tree)
     names = tuple(jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in paths)
     if not names:
         return tree
+    averages = arguments.get("op") is Average
     pairs = []
     for own, (_, leaf) in zip(names, paths, strict=True):
         array = _array(function, own, float(leaf) if averages and type(leaf) is int else leaf)
         pairs.append(compression.compress(array))
     arrays = [array for array, _ in pairs]
     place = _place(function, calling_line(), tuple((each.shape, each.dtype) for each in arrays))
-    collective = kind(place, name, None if names == ("",) else names, process_set)
+    collective = Collective(function, place, name, None if names == ("",) else names, process_set, **arguments)
     for own, array in zip(names, arrays, strict=True):
         if collective.by_rows and not array.ndim:
             raise InputError(f"{function}{_quoted(own)}: a 0-d array has no rows; pass one of at least 1 dimension")
-    results = bind(collective, arrays)
-    contexts = [context for _, context in pairs]
-    return jax.tree.unflatten(form, map(compression.decompress, results, contexts))
+    results = zip(bind(collective, arrays), pairs, strict=True)
+    return jax.tree.unflatten(form, [compression.decompress(result, context) for result, (_, context) in results])
 
 
 def _array(function: str, name: str, leaf: Any) -> Any:

@@ -57,7 +57,7 @@ def _lower(ctx: Any, *operands: Any, collective: Collective) -> Any:
         for result, shape in zip(results, shapes, strict=True):
             if result.shape != shape:
                 raise InputError(
-                    f"{type(collective).__name__.lower()} ({collective.place}): the result has shape {result.shape}, "
+                    f"{collective.kind} ({collective.place}): the result has shape {result.shape}, "
                     f"but {shape} was compiled; inside jax.jit all ranks must pass equally many rows, and what was "
                     "compiled before another init() must be compiled again: jax.clear_caches()"
                 )

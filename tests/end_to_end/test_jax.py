@@ -18,8 +18,8 @@ pytestmark = pytest.mark.timeout(900)
 
 @pytest.fixture(scope="session")
 def with_jax():
-    """PYTHONPATH with JAX, optax and equinox, for the Python that runs the tests, whose MPI they use."""
-    python = environments.interpreter("TEST_JAX_PYTHON", ".venv-test-jax", "jax", "optax", "equinox")
+    """PYTHONPATH with JAX, optax, equinox and flax, for the Python that runs the tests, whose MPI they use."""
+    python = environments.interpreter("TEST_JAX_PYTHON", ".venv-test-jax", "jax", "optax", "equinox", "flax")
     command = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
     return {"PYTHONPATH": subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()}
 

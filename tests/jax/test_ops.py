@@ -255,14 +255,14 @@ def test_large_arrays_beside_a_computation(count):
 
 def test_eagerly_memory_is_not_copied(monkeypatch):
     pointers = []
-    run = collectives.Allreduce.run
+    run = collectives.Collective.run
 
     def recorded(self, arrays, name):
         results = run(self, arrays, name)
         pointers.extend([arrays[0].ctypes.data, results[0].ctypes.data])
         return results
 
-    monkeypatch.setattr(collectives.Allreduce, "run", recorded)
+    monkeypatch.setattr(collectives.Collective, "run", recorded)
     x = own(1000)
     result = hvd.allreduce(x)
     assert pointers == [x.unsafe_buffer_pointer(), result.unsafe_buffer_pointer()]

@@ -4,11 +4,14 @@ import collections
 import functools
 
 import equinox as eqx
+import flax.linen as linen
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
 
 import ringreduce as rr
 import ringreduce.jax as hvd
@@ -163,6 +166,85 @@ def test_a_module_of_equinox():
     model = hvd.broadcast_parameters(make(RANK))
     assert model.activation is jax.nn.relu
     check(trained(hvd.DistributedOptimizer(optax.adam(0.01)), share, model), trained(optax.adam(0.01), batch, make(0)))
+
+
+class Dense(linen.Module):
+    """Two layers of flax's older kind, whose parameters are dicts."""
+
+    @linen.compact
+    def __call__(self, x):
+        return linen.Dense(1)(jnp.tanh(linen.Dense(8)(x)))
+
+
+def test_a_module_of_flax_linen():
+    model = Dense()
+
+    def loss(params, x):
+        return ((model.apply(params, x) - x.sum(1, keepdims=True)) ** 2).mean()
+
+    def trained(optimizer, data, params):
+        @jax.jit
+        def step(state, x):
+            return state.apply_gradients(grads=jax.grad(loss)(state.params, x))
+
+        state = TrainState.create(apply_fn=model.apply, params=params, tx=optimizer)
+        for number in range(STEPS):
+            state = step(state, data(number))
+        return state.params
+
+    params = hvd.broadcast_parameters(model.init(jax.random.key(RANK), batch(0)))
+    alone = trained(optax.adam(0.01), batch, model.init(jax.random.key(0), batch(0)))
+    check(trained(hvd.DistributedOptimizer(optax.adam(0.01)), share, params), alone)
+
+
+class Net(nnx.Module):
+    """Two layers of flax's newer kind, which hold their parameters."""
+
+    def __init__(self, seed):
+        rngs = nnx.Rngs(seed)
+        self.first, self.last = nnx.Linear(5, 8, rngs=rngs), nnx.Linear(8, 1, rngs=rngs)
+
+    def __call__(self, x):
+        return self.last(jnp.tanh(self.first(x)))
+
+
+def test_a_module_of_flax_nnx():
+    def loss(model, x):
+        return ((model(x) - x.sum(1, keepdims=True)) ** 2).mean()
+
+    def trained(transformation, data, model):
+        @nnx.jit
+        def step(model, optimizer, x):
+            optimizer.update(model, nnx.grad(loss)(model, x))
+
+        optimizer = nnx.Optimizer(model, transformation, wrt=nnx.Param)
+        for number in range(STEPS):
+            step(model, optimizer, data(number))
+        return nnx.state(model)
+
+    model = Net(RANK)
+    nnx.update(model, hvd.broadcast_parameters(nnx.state(model)))
+    check(trained(hvd.DistributedOptimizer(optax.adam(0.01)), share, model), trained(optax.adam(0.01), batch, Net(0)))
+
+
+def test_parameters_may_be_donated():
+    """The step may use their memory, and the optimizer's, for its results."""
+    optimizer = hvd.DistributedOptimizer(optax.adam(0.01))
+
+    def step(params, state, x):
+        updates, state = optimizer.update(jax.grad(loss_of)(params, x), state, params)
+        return optax.apply_updates(params, updates), state
+
+    results = []
+    for donated in ((), (0, 1)):
+        params = first_params()
+        state, compiled = optimizer.init(params), jax.jit(step, donate_argnums=donated)
+        for number in range(5):
+            before = params
+            params, state = compiled(params, state, share(number))
+        assert before["w"][0].is_deleted() == bool(donated)
+        results.append(params)
+    check(results[1], results[0], 0)
 
 
 Params = collections.namedtuple("Params", "w b")
