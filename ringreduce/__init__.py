@@ -12,6 +12,7 @@ Importing this package starts nothing: `init()` starts MPI. The public API is th
 
 from types import ModuleType as _ModuleType
 
+from ringreduce import elastic as elastic
 from ringreduce import ps as ps
 from ringreduce._version import __version__ as __version__
 from ringreduce.api.broadcast import *

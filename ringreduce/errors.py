@@ -16,6 +16,8 @@
         ├── StalledError                     waited longer than `stall_abort_s` for other ranks
         └── PeerLostError                    a rank that this one waits for has left; `lost_ranks` names it
 
+HostsUpdatedInterrupt (RuntimeError) stands beside it: it is no failure.
+
 A message names the place, the expected and the actual value, and the remedy.
 """
 
@@ -23,8 +25,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["CollectiveError", "HorovodInternalError", "InputError", "JobFailedError", "LauncherMismatchError"]
+__all__ = ["CollectiveError", "HorovodInternalError", "HostsUpdatedInterrupt", "InputError", "JobFailedError"]
 __all__ += [
+    "LauncherMismatchError",
     "MismatchError",
     "MissingExtraError",
     "MpiMissingError",
@@ -103,3 +106,15 @@ class PeerLostError(CollectiveError):
     def __init__(self, message: str, lost_ranks: Sequence[int] = ()) -> None:
         super().__init__(message)
         self.lost_ranks = tuple(lost_ranks)
+
+
+class HostsUpdatedInterrupt(RuntimeError):  # noqa: N818 - Horovod's name
+    """The ranks of an elastic job have changed, between two steps; `elastic.run` begins again with those there are.
+
+    skip_sync: all ranks have the same state, so none needs another's. In an elastic job `elastic.run` finds out itself.
+    Source: Horovod's.
+    """
+
+    def __init__(self, skip_sync: bool = False) -> None:
+        super().__init__("the ranks of this job have changed; elastic.run catches this, and begins again with them")
+        self.skip_sync = skip_sync

@@ -2,11 +2,9 @@
 
 from typing import Any
 
-_RESTARTS = "`ringrun --restarts N` restarts a job after a failure"
 _RINGRUN = "start your script with `ringrun -np N python train.py`"
 _NOT_THERE = {
-    "elastic": _RESTARTS,
-    "run_elastic": _RESTARTS,
+    "run_elastic": "start an elastic script with `ringrun --elastic -np N python train.py`",
     "spark": _RINGRUN,
     "ray": _RINGRUN,
     "callbacks": "they are for Keras, which has no adapter yet; call ringreduce's functions in your own training loop",

@@ -54,6 +54,15 @@ class DistributedSampler:
     ) -> None:
         count = len(count_or_dataset) if hasattr(count_or_dataset, "__len__") else count_or_dataset
         self.count = _whole("count", count, lowest=0)
+        self._divide(num_replicas, rank)
+        self.shuffle = bool(shuffle)
+        self.seed = _whole("seed", seed, lowest=0)
+        self.drop_last = bool(drop_last)
+        self.epoch = 0
+        self._first = 0  # items of the epoch's order before this one are left out
+
+    def _divide(self, num_replicas: int | None = None, rank: int | None = None) -> None:
+        """Set the number of parts, and which is this rank's."""
         if num_replicas is None:
             num_replicas = runtime.current("DistributedSampler").world.size
         if rank is None:
@@ -65,10 +74,6 @@ class DistributedSampler:
                 f"DistributedSampler: rank={self.rank} of num_replicas={self.num_replicas}; expected 0 to "
                 f"{self.num_replicas - 1}"
             )
-        self.shuffle = bool(shuffle)
-        self.seed = _whole("seed", seed, lowest=0)
-        self.drop_last = bool(drop_last)
-        self.epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch, 0 or more, that sets the order; call it on all ranks before each epoch."""
@@ -77,10 +82,14 @@ class DistributedSampler:
     def indices(self) -> Indices:
         """This rank's indices for this epoch, in order; (len(self),), int64."""
         total = len(self) * self.num_replicas
-        order = np.arange(self.count)
-        if self.shuffle:
-            order = np.random.default_rng([self.seed, self.epoch]).permutation(self.count)
-        return np.resize(order, total)[self.rank :: self.num_replicas]  # resize cuts off, or begins again
+        left = self._order()[self._first :]
+        return np.resize(left, total)[self.rank :: self.num_replicas]  # resize cuts off, or begins again
+
+    def _order(self) -> Indices:
+        """All items in the order of this epoch."""
+        if not self.shuffle:
+            return np.arange(self.count)
+        return np.random.default_rng([self.seed, self.epoch]).permutation(self.count)
 
     def batches(self, batch_size: int) -> Iterator[Indices]:
         """This rank's indices, `batch_size` at a time; the last may be fewer. Equally many batches on all ranks."""
@@ -93,9 +102,8 @@ class DistributedSampler:
 
     def __len__(self) -> int:
         """The number of items of each rank: count / num_replicas, rounded up, or down with drop_last."""
-        if self.drop_last:
-            return self.count // self.num_replicas
-        return math.ceil(self.count / self.num_replicas)
+        left = self.count - self._first
+        return left // self.num_replicas if self.drop_last else math.ceil(left / self.num_replicas)
 
 
 def _whole(name: str, value: Any, lowest: int) -> int:

@@ -29,6 +29,7 @@ from ringreduce.api.process_sets import *
 from ringreduce.api.world import *
 from ringreduce.compression import Compression as Compression
 from ringreduce.errors import HorovodInternalError as HorovodInternalError
+from ringreduce.jax import elastic as elastic
 from ringreduce.jax.ops import *
 from ringreduce.jax.optimizer import *
 from ringreduce.not_there import no_attribute as _no_attribute

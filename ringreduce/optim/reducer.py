@@ -200,6 +200,12 @@ class Reducer:
         self._fill_buckets()
         self.reset()
 
+    def abandon(self) -> None:
+        """Begin a new step in a world that is lost: what was being reduced has failed, or will, on all ranks."""
+        self._in_flight.clear()
+        self.reset()
+        self._forget()  # only some ranks know about what failed
+
     def reset(self) -> None:
         """Begin a new step."""
         self._computed.clear()

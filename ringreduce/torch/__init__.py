@@ -32,6 +32,7 @@ from ringreduce.ops import *
 from ringreduce.run import run as run
 from ringreduce.runtime import is_initialized as is_initialized
 from ringreduce.runtime import shutdown as shutdown
+from ringreduce.torch import elastic as elastic
 from ringreduce.torch.functions import broadcast_optimizer_state as broadcast_optimizer_state
 from ringreduce.torch.ops import *  # type: ignore[assignment]  # in place of those without autograd
 from ringreduce.torch.optimizer import DistributedOptimizer as DistributedOptimizer

@@ -38,6 +38,8 @@ class DeltaReducer(Reducer):
             gradient.seen = 0
             gradient.detach_pending(gradient.local)
 
+    abandon = clear
+
     def starts(self) -> list[tuple[Gradient, torch.Tensor]]:
         """The trained parameters, and a copy of each; none where there is nobody to reduce with."""
         self.exchange.check_world()

@@ -7,7 +7,7 @@ No rank takes a step for this, so the root's own state does not change.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -48,12 +48,18 @@ def broadcast_optimizer_state(
     buffers = [as_buffer(each) for each in received]
     names = [mark.name for mark in marks]
     submit_broadcast(buffers, buffers, root_rank, NAME, names, process_set, lambda _: None, waits=True).wait()
-    if not is_root:
-        _adopt(optimizer, outline, [mark.restored(each) for mark, each in zip(marks, received, strict=True)])
+    if is_root:
+        return
+    tensors = [mark.restored(each) for mark, each in zip(marks, received, strict=True)]
+
+    def filled(_: Any, value: Any) -> Any:
+        return trees.map_leaves(value, lambda _, leaf: tensors[leaf.number] if isinstance(leaf, _Mark) else leaf)
+
+    adopt(optimizer, outline, filled)
 
 
-class _Outline(NamedTuple):
-    """An optimizer's options and state with marks for tensors, and numbers for parameters."""
+class Parts(NamedTuple):
+    """An optimizer's options and state, with numbers for parameters."""
 
     sizes: list[int]  # how many parameters each group has
     options: list[dict[str, Any]]  # of each group, all but its parameters
@@ -87,8 +93,8 @@ class _Mark:
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=tensor.device).copy_(tensor)
 
 
-def _outline(optimizer: torch.optim.Optimizer, sent: list[torch.Tensor]) -> tuple[_Outline, list[_Mark]]:
-    """What this optimizer's state looks like; its tensors are appended to `sent`."""
+def _outline(optimizer: torch.optim.Optimizer, sent: list[torch.Tensor]) -> tuple[Parts, list[_Mark]]:
+    """What this optimizer's state looks like, with marks for tensors; these are appended to `sent`."""
     marks: list[_Mark] = []
 
     def mark(leaf: Any, name: str, owner: int) -> Any:
@@ -102,43 +108,51 @@ def _outline(optimizer: torch.optim.Optimizer, sent: list[torch.Tensor]) -> tupl
     def marked(value: Any, name: str, owner: int) -> Any:
         return trees.map_leaves(value, lambda path, leaf: mark(leaf, path, owner), name)
 
-    sizes: list[int] = []
-    options = []
-    for index, group in enumerate(optimizer.param_groups):
-        own = {key: value for key, value in group.items() if key != "params"}
-        options.append(marked(own, f"group {index}", sum(sizes)))
-        sizes.append(len(group["params"]))
+    parts = taken_apart(optimizer)
+    firsts = [sum(parts.sizes[:index]) for index in range(len(parts.sizes))]
+    return Parts(
+        parts.sizes,
+        [marked(own, f"group {index}", firsts[index]) for index, own in enumerate(parts.options)],
+        {number: marked(value, f"parameter {number}", number) for number, value in parts.of_parameters.items()},
+        {key: marked(value, f"state {key}", 0) for key, value in parts.others.items()},
+    ), marks
+
+
+def taken_apart(optimizer: torch.optim.Optimizer) -> Parts:
+    """Its options and state; nothing is copied."""
     numbers = {id(parameter): number for number, parameter in enumerate(_parameters(optimizer))}
     of_parameters, others = {}, {}
     for key, value in optimizer.state.items():
         number = numbers.get(id(key))
         if number is None:
-            others[key] = marked(value, f"state {key}", 0)
+            others[key] = value
         else:
-            of_parameters[number] = marked(value, f"parameter {number}", number)
-    return _Outline(sizes, options, of_parameters, others), marks
+            of_parameters[number] = value
+    groups = optimizer.param_groups
+    options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+    return Parts([len(group["params"]) for group in groups], options, of_parameters, others)
 
 
-def _adopt(optimizer: torch.optim.Optimizer, outline: _Outline, tensors: Sequence[torch.Tensor]) -> None:
-    """Make the root's state this optimizer's. Changes the dicts that it has: schedulers and wrappers share them."""
+def adopt(optimizer: torch.optim.Optimizer, parts: Parts, put: Callable[[Any, Any], Any]) -> None:
+    """Give an optimizer these options and state. Changes the dicts that it has: schedulers and wrappers share them.
+
+    put: what becomes of the optimizer's own value (None where it has none) and that in `parts`.
+    """
     sizes = [len(group["params"]) for group in optimizer.param_groups]
-    if sizes != outline.sizes:
+    if sizes != parts.sizes:
         raise InputError(
-            f"broadcast_optimizer_state: this rank's optimizer has groups of {sizes} parameters, the root's of "
-            f"{outline.sizes}; all ranks must have the same parameters"
+            f"this rank's optimizer has groups of {sizes} parameters, the root's of {parts.sizes}; all ranks must have "
+            "the same parameters"
         )
-
-    def filled(value: Any) -> Any:
-        return trees.map_leaves(value, lambda _, leaf: tensors[leaf.number] if isinstance(leaf, _Mark) else leaf)
-
-    for group, options in zip(optimizer.param_groups, outline.options, strict=True):
+    for group, options in zip(optimizer.param_groups, parts.options, strict=True):
         for key in set(group) - set(options) - {"params"}:
             del group[key]
-        group.update(filled(options))
-    parameters = _parameters(optimizer)
-    optimizer.state.clear()
-    optimizer.state.update({parameters[number]: filled(value) for number, value in outline.of_parameters.items()})
-    optimizer.state.update(filled(outline.others))
+        group.update({key: put(group.get(key), value) for key, value in options.items()})
+    parameters, state = _parameters(optimizer), optimizer.state
+    keyed = {**{parameters[number]: value for number, value in parts.of_parameters.items()}, **parts.others}
+    values = {key: put(state.get(key), value) for key, value in keyed.items()}
+    state.clear()
+    state.update(values)
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -4,6 +4,9 @@ import sys
 
 import pytest
 
+import ringreduce as rr
+from ringreduce import reform
+
 
 @pytest.fixture(autouse=True)
 def no_cautious_steps(request, monkeypatch):
@@ -14,3 +17,21 @@ def no_cautious_steps(request, monkeypatch):
     reducer = sys.modules.get("ringreduce.torch.reducer")
     if reducer is not None and not getattr(request.module, "CAUTIOUS", False):
         monkeypatch.setattr(reducer, "CAUTIOUS_STEPS", 0)
+
+
+@pytest.fixture
+def elastic(monkeypatch):
+    """Lets jobs be elastic. Its list has, for each reform, how many commits this rank had; by rank 0."""
+    seen, worlds = [], {}
+
+    def again(commits):
+        everyones = rr.allgather_object(commits)
+        if rr.rank() == 0:
+            seen.append(everyones)
+        worlds[rr.rank()] = reform.Reformed(1, everyones.index(max(everyones)), len(set(everyones)) == 1, ())
+        return worlds[rr.rank()]
+
+    monkeypatch.setattr(reform, "is_elastic", lambda: True)
+    monkeypatch.setattr(reform, "reform", again)
+    monkeypatch.setattr(reform, "latest", lambda: worlds.get(rr.rank()))
+    return seen

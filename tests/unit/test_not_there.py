@@ -13,7 +13,7 @@ MODULES = ["ringreduce", "ringreduce.torch"]
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("elastic", "is not supported yet; `ringrun --restarts N` restarts a job after a failure"),
+        ("run_elastic", "is not supported yet; start an elastic script with `ringrun --elastic -np N"),
         ("spark", "is not supported yet; start your script with `ringrun -np N"),
         ("callbacks", "is not supported yet; they are for Keras"),
         ("no_such_thing", "has no attribute 'no_such_thing'$"),

@@ -1,0 +1,30 @@
+"""Training that goes on, in the same processes, when ranks die: under `ringrun --elastic`.
+
+    state = rr.elastic.ObjectState(params=params, step=0)
+
+    @rr.elastic.run
+    def train(state):
+        while state.step < steps:
+            ...
+            state.step += 1
+            state.commit()
+
+    train(state)
+
+libraries     the arrays of each library, as bytes in a commit's memory and back
+commit        one copy of a state
+state         State, ObjectState: what is committed, restored and shared
+sampler       ElasticSampler: which items of a dataset are left
+loop          run: what happens when ranks die
+
+Frameworks' states: ringreduce.torch.elastic, ringreduce.jax.elastic.
+"""
+
+from ringreduce.elastic.loop import run as run
+from ringreduce.elastic.sampler import ElasticSampler as ElasticSampler
+from ringreduce.elastic.state import ObjectState as ObjectState
+from ringreduce.elastic.state import State as State
+from ringreduce.errors import HorovodInternalError as HorovodInternalError
+from ringreduce.errors import HostsUpdatedInterrupt as HostsUpdatedInterrupt
+
+__all__ = ["ElasticSampler", "HorovodInternalError", "HostsUpdatedInterrupt", "ObjectState", "State", "run"]

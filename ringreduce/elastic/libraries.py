@@ -1,0 +1,113 @@
+"""How a commit keeps the arrays of each library: as bytes in host memory. No library is imported here."""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+
+class Library:
+    """NumPy's arrays; the base of the others."""
+
+    def fits(self, array: Any) -> bool:
+        """True when its elements can be kept as bytes; others are pickled."""
+        return not array.dtype.hasobject
+
+    def room(self, memory: Any, dtype: Any, shape: tuple[int, ...]) -> Any:
+        """A view of bytes in `memory` that `keep` can copy an array into."""
+        return memory.view(dtype).reshape(shape)
+
+    def array(self, room: Any) -> Any:
+        """The array that is kept there; of a library that cannot share host memory, a copy."""
+        return room
+
+    def keep(self, rooms: Sequence[Any], arrays: Sequence[Any]) -> None:
+        """Copy arrays into a commit's memory."""
+        for room, array in zip(rooms, arrays, strict=True):
+            np.copyto(room, array)
+
+    def put(self, live: Any, saved: Any) -> Any:
+        """What a restored variable holds: the `live` array with the elements of `saved` if it can, else a new one."""
+        if not (_alike(live, saved) and live.flags.writeable):
+            return saved.copy()
+        live[...] = saved
+        return live
+
+
+class _Torch(Library):
+    def fits(self, array: Any) -> bool:
+        strided = sys.modules["torch"].strided
+        return array.layout is strided and not array.is_quantized and array.device.type != "meta"
+
+    def room(self, memory: Any, dtype: Any, shape: tuple[int, ...]) -> Any:
+        return sys.modules["torch"].from_numpy(memory).view(dtype).view(shape)
+
+    def keep(self, rooms: Sequence[Any], arrays: Sequence[Any]) -> None:
+        sys.modules["torch"]._foreach_copy_(rooms, [each.detach() for each in arrays])
+
+    def put(self, live: Any, saved: Any) -> Any:
+        if not _alike(live, saved):
+            return saved.clone()
+        live.detach().copy_(saved)
+        return live
+
+
+class _CuPy(Library):
+    def array(self, room: Any) -> Any:
+        return sys.modules["cupy"].asarray(room)
+
+    def keep(self, rooms: Sequence[Any], arrays: Sequence[Any]) -> None:
+        super().keep(rooms, [each.get() for each in arrays])
+
+    def put(self, live: Any, saved: Any) -> Any:
+        if not _alike(live, saved):
+            return saved
+        live[...] = saved
+        return live
+
+
+class _Jax(Library):
+    """Its arrays cannot be changed, so a restored variable holds a new one."""
+
+    def fits(self, array: Any) -> bool:
+        return bool(array.is_fully_addressable) and isinstance(array.dtype, np.dtype)
+
+    def array(self, room: Any) -> Any:
+        return sys.modules["jax"].numpy.array(room)
+
+    def put(self, live: Any, saved: Any) -> Any:
+        return saved
+
+
+LIBRARIES = {"numpy": Library(), "torch": _Torch(), "cupy": _CuPy(), "jax": _Jax()}
+
+
+def _library_of(kind: type) -> str:
+    if kind is np.ndarray:
+        return "numpy"
+    for name, array in (("torch", "Tensor"), ("cupy", "ndarray"), ("jax", "Array")):
+        base = getattr(sys.modules.get(name), array, None)
+        if base is not None and issubclass(kind, base):
+            return name
+    return ""
+
+
+library_of: Callable[[type], str] = functools.cache(_library_of)
+"""The key in LIBRARIES of a type of arrays; empty for other types."""
+
+
+def nbytes_of(array: Any) -> int:
+    """Bytes of its elements, one after the other."""
+    nbytes: int = math.prod(array.shape) * array.dtype.itemsize
+    return nbytes
+
+
+def _alike(live: Any, saved: Any) -> bool:
+    """True when the elements of `saved` can be written into `live`."""
+    same = library_of(type(live)) == library_of(type(saved)) != ""
+    return same and live.shape == saved.shape and live.dtype == saved.dtype

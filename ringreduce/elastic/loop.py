@@ -1,0 +1,66 @@
+"""`run`: the training function begins again, in the same process, when ranks have died or come."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ringreduce import reform
+from ringreduce.elastic.state import State
+from ringreduce.errors import CollectiveError, HostsUpdatedInterrupt, MismatchError
+from ringreduce.log import LOGGER
+
+
+def run(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate a training function whose first argument is a `State`, so that it survives the death of ranks.
+
+        @elastic.run
+        def train(state): …
+
+    Before `func` is called, `state.sync()` gives all ranks the same state. Under `ringrun --elastic`, when a rank dies
+    `func` fails on the others with a CollectiveError; each then goes back to its last commit, the ranks that are left
+    form a world (`rank()` and `size()` change), the state's reset callbacks are called, the state is synchronized from
+    the rank with the most commits unless all have as many, and `func` is called again. So `func` must begin where its
+    state says. HostsUpdatedInterrupt, from `state.commit()`, does the same without going back.
+
+    Whatever else `func` raises is raised: a MismatchError too, since ranks that differ would differ again, and in a job
+    that is not elastic every CollectiveError.
+
+    Cost:   without failures one `sync`.
+    Source: Horovod's elastic.run, which takes rank 0's state, and always synchronizes.
+    """
+
+    @functools.wraps(func)
+    def training(state: State, *args: Any, **kwargs: Any) -> Any:
+        is_changed, needs_sync = False, True
+        while True:
+            try:
+                if is_changed:
+                    state.on_reset()
+                if needs_sync:
+                    state.sync()
+                return func(state, *args, **kwargs)
+            except MismatchError:
+                raise
+            except CollectiveError:
+                if not reform.is_elastic():
+                    raise
+                start_s = time.perf_counter()
+                state.restore()
+                LOGGER.debug(f"elastic: the state is restored after {(time.perf_counter() - start_s) * 1e3:.1f} ms")
+                needs_sync = not _reform(state)
+            except HostsUpdatedInterrupt as interrupt:
+                needs_sync = not interrupt.skip_sync
+                if reform.membership_changed():
+                    state.save()  # it is whole: the interrupt comes between two steps
+                    needs_sync = not _reform(state)
+            is_changed = True
+
+    return training
+
+
+def _reform(state: State) -> bool:
+    """Form a world of the ranks that are left; True when all have the same state."""
+    return reform.reform(state.commits).is_equal and state.commits > 0

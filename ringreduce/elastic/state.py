@@ -1,0 +1,182 @@
+"""State and ObjectState: what a training function commits, gets back after a failure, and shares with other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from ringreduce import reform
+from ringreduce.api.broadcast import broadcast_
+from ringreduce.api.objects import broadcast_object
+from ringreduce.api.world import rank
+from ringreduce.elastic.commit import Commit, put_back
+from ringreduce.elastic.sampler import ElasticSampler
+from ringreduce.errors import HostsUpdatedInterrupt
+
+NAME = "elastic state"  # of the operations, so that they match on ranks with different numbers of unnamed operations
+
+
+class State:
+    """What `run` passes to the training function; a subclass says what save, restore and sync do.
+
+    bcast_object, get_rank: kept for subclasses that were written for Horovod; by default ringreduce's.
+    Source: Horovod's State.
+    """
+
+    def __init__(
+        self, bcast_object: Callable[..., Any] | None = None, get_rank: Callable[[], int] | None = None
+    ) -> None:
+        self._bcast_object = bcast_object or broadcast_object
+        self._rank = get_rank or rank
+        self._reset_callbacks: list[Callable[[], Any]] = []
+        self._hosts_updated = False
+
+    @property
+    def commits(self) -> int:
+        """How many commits there have been; 0: that is not known, so the state is always synchronized."""
+        return 0
+
+    def register_reset_callbacks(self, callbacks: Iterable[Callable[[], Any]]) -> None:
+        """Have these called, in order, when the ranks have changed, before the training function begins again.
+
+        For what depends on `size()`, such as a learning rate.
+        """
+        self._reset_callbacks.extend(callbacks)
+
+    def on_reset(self) -> None:
+        """The ranks have changed: `reset`, then the callbacks."""
+        self._hosts_updated = False
+        self.reset()
+        for callback in self._reset_callbacks:
+            callback()
+
+    def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
+        """Hosts have come or gone: the next `check_host_updates` raises HostsUpdatedInterrupt."""
+        self._hosts_updated = True
+
+    def commit(self) -> None:
+        """Save the state, to which a failure leads back; call it on all ranks after the same step.
+
+        Raises: HostsUpdatedInterrupt, see `check_host_updates`.
+        """
+        self.save()
+        self.check_host_updates()
+
+    def check_host_updates(self) -> None:
+        """Raise HostsUpdatedInterrupt when the ranks have changed, or hosts; `run` then begins anew with them.
+
+        Nothing is communicated; a rank that has not heard of it yet will in its next operation.
+        """
+        if self._hosts_updated or reform.membership_changed():
+            raise HostsUpdatedInterrupt
+
+    def save(self) -> None:
+        """Copy the state to memory of this rank's own."""
+        raise NotImplementedError
+
+    def restore(self) -> None:
+        """Go back to what was saved last."""
+        raise NotImplementedError
+
+    def sync(self) -> None:
+        """Give all ranks the state of one, and save it."""
+        raise NotImplementedError
+
+    def reset(self) -> None:
+        """The ranks have changed; before the callbacks."""
+
+
+class ObjectState(State):
+    """A state of attributes: numbers, any object that can be pickled, arrays, and dicts, lists and tuples of them.
+
+        state = ObjectState(params=params, velocity=velocity, epoch=0)
+        state.epoch += 1
+
+    Arrays of NumPy, CuPy and torch, dicts and lists are restored in place, so that whoever refers to them sees it;
+    other attributes are replaced: read them from the state. An object with state_dict() and load_state_dict(), such as
+    an ElasticSampler, is restored by these.
+
+    Memory: two copies of all of it, in host memory. A commit that is interrupted leaves the one before it whole.
+    Source: Horovod's ObjectState, whose attributes are references.
+    """
+
+    def __init__(
+        self,
+        bcast_object: Callable[..., Any] | None = None,
+        get_rank: Callable[[], int] | None = None,
+        **attributes: Any,
+    ) -> None:
+        super().__init__(bcast_object, get_rank)
+        self._names = tuple(attributes)
+        for name, value in attributes.items():
+            setattr(self, name, value)
+        self._committed, self._spare = Commit(), Commit()
+        self._committed.take(self._tree(), number=0)
+
+    @property
+    def commits(self) -> int:
+        """How many commits there have been, on this rank or on those that it took its state from."""
+        return self._committed.number
+
+    def save(self) -> None:
+        """Copy all attributes.  Cost: one copy of all arrays, into memory that is there from the second time on."""
+        self._commit()
+
+    def restore(self) -> None:
+        """Give all attributes their committed values."""
+        for name, saved in self._committed.tree().items():
+            setattr(self, name, self._put_back(getattr(self, name, None), saved))
+
+    def sync(self) -> None:
+        """Give all ranks the attributes of rank 0, or of the one with the most commits at the last loss; commit them.
+
+        Cost:   a broadcast of the arrays and one of the rest.
+        Raises: PeerLostError; then this rank's attributes and its last commit are as before.
+        """
+        latest = reform.latest()
+        root = 0 if latest is None else latest.root
+        is_root = rank() == root
+        if is_root:
+            self._commit()
+        mine = self._committed
+        description = (mine.number, mine.memory.nbytes, mine.pickled) if is_root else None
+        number, nbytes, pickled = broadcast_object(description, root, f"{NAME}, its objects")
+        if not is_root:
+            self._spare.reserve(nbytes)
+        broadcast_(mine.memory if is_root else self._spare.memory, root, f"{NAME}, its arrays")
+        if not is_root:
+            self._spare.number, self._spare.pickled = number, pickled
+            self._use_spare()
+            self.restore()
+
+    def reset(self) -> None:
+        """Divide what is left of datasets among the ranks that there are."""
+        for name in self._names:
+            value = getattr(self, name)
+            if isinstance(value, ElasticSampler):
+                value.reset()
+
+    def _commit(self, refers: bool = False) -> None:
+        self._spare.take(self._tree(), self.commits + 1, refers)
+        self._use_spare()
+
+    def _use_spare(self) -> None:
+        self._committed, self._spare = self._spare, self._committed
+
+    def _tree(self) -> dict[str, Any]:
+        return {name: self._taken(getattr(self, name)) for name in self._names}
+
+    def _taken(self, value: Any) -> Any:
+        """What is saved of an attribute."""
+        return value.state_dict() if _has_state_dict(value) else value
+
+    def _put_back(self, value: Any, saved: Any) -> Any:
+        """The attribute, restored. `saved` lies in a commit's memory, so it is copied."""
+        if not _has_state_dict(value):
+            return put_back(value, saved)
+        value.load_state_dict(put_back(None, saved))
+        return value
+
+
+def _has_state_dict(value: Any) -> bool:
+    return hasattr(type(value), "state_dict") and hasattr(type(value), "load_state_dict")

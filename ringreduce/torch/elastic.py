@@ -1,0 +1,62 @@
+"""hvd.elastic for PyTorch: models, optimizers and samplers that survive the death of ranks; as in horovod.torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ringreduce.elastic.commit import put_back
+from ringreduce.elastic.loop import run as run
+from ringreduce.elastic.sampler import ElasticSampler as NeutralSampler
+from ringreduce.elastic.state import ObjectState as ObjectState
+from ringreduce.elastic.state import State as State
+from ringreduce.errors import HorovodInternalError as HorovodInternalError
+from ringreduce.errors import HostsUpdatedInterrupt as HostsUpdatedInterrupt
+from ringreduce.torch.functions import adopt, taken_apart
+from ringreduce.torch.wrapped import WrappedMixin
+
+__all__ = ["ElasticSampler", "HorovodInternalError", "HostsUpdatedInterrupt", "ObjectState", "State", "TorchState"]
+__all__ += ["run"]
+
+
+class ElasticSampler(NeutralSampler, torch.utils.data.Sampler[int]):
+    """This rank's part of what is left of an epoch; see `ringreduce.elastic.ElasticSampler`."""
+
+
+class TorchState(ObjectState):
+    """A state of a model, its optimizer, and any other attributes; see `ringreduce.elastic.ObjectState`.
+
+        state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, epoch=0, batch=0)
+
+    Any attribute may be a module, an optimizer (a DistributedOptimizer too), or an object with state_dict() and
+    load_state_dict(), such as a learning rate scheduler, a GradScaler or an `ElasticSampler`. `restore` also clears the
+    gradients of optimizers, and gives up what was being reduced.
+
+    Source: Horovod's TorchState.
+    """
+
+    def __init__(self, model: Any = None, optimizer: Any = None, **attributes: Any) -> None:
+        super().__init__(None, None, model=model, optimizer=optimizer, **attributes)
+
+    def restore(self) -> None:
+        """Give all attributes their committed values; gradients, of which some may be reduced, are cleared."""
+        for name in self._names:
+            value = getattr(self, name)
+            if isinstance(value, torch.optim.Optimizer):
+                if isinstance(value, WrappedMixin):
+                    value._reducer.abandon()
+                value.zero_grad()
+        super().restore()
+
+    def _taken(self, value: Any) -> Any:
+        return taken_apart(value) if isinstance(value, torch.optim.Optimizer) else super()._taken(value)
+
+    def _put_back(self, value: Any, saved: Any) -> Any:
+        if isinstance(value, torch.optim.Optimizer):
+            adopt(value, saved, put_back)
+            return value
+        if isinstance(value, torch.nn.Module):
+            value.load_state_dict(saved)  # which copies
+            return value
+        return super()._put_back(value, saved)

@@ -1,0 +1,304 @@
+"""elastic.run and states on threads that are ranks; nobody dies here: `reform` is a stand-in that keeps all ranks."""
+
+import numpy as np
+import pytest
+
+import ringreduce as rr
+from ringreduce import reform
+from ringreduce.elastic import ElasticSampler, HostsUpdatedInterrupt, ObjectState, State, run
+from ringreduce.errors import CollectiveError, MismatchError, PeerLostError
+from ringreduce.testing import run_ranks
+
+
+class Counting(ObjectState):
+    """Counts its synchronizations."""
+
+    syncs = 0
+
+    def sync(self):
+        self.syncs += 1
+        super().sync()
+
+
+def new_state(kind=Counting):
+    """Other values on each rank."""
+    return kind(params={"w": np.arange(3.0) + rr.rank()}, step=10 * rr.rank(), done=[])
+
+
+def test_before_the_first_call_all_ranks_get_the_state_of_rank_0():
+    def program():
+        state = new_state()
+        return run(lambda state, more: (state.params["w"].tolist(), state.step, state.commits, more))(state, more=5)
+
+    assert run_ranks(3, program) == [([0, 1, 2], 0, 1, 5)] * 3
+
+
+def test_the_function_begins_again_at_the_last_commit(elastic):
+    calls = []
+
+    def program():
+        state, failures = new_state(), {2: PeerLostError("rank 9 died", [9]), 5: CollectiveError("something")}
+        array = state.params["w"]
+        resets = []
+        state.register_reset_callbacks([lambda: resets.append(state.step), lambda: resets.append("second")])
+
+        @run
+        def train(state):
+            if rr.rank() == 0:
+                calls.append(state.step)
+            while state.step < 6:
+                state.params["w"] += rr.allreduce(np.ones(3), op=rr.Sum, name="gradient")
+                state.done.append(state.step)
+                state.step += 1
+                if state.step in failures:
+                    raise failures.pop(state.step)
+                state.commit()
+            return state.params["w"]
+
+        assert train(state) is array, "restored in place"
+        return array.tolist(), state.done, state.syncs, resets
+
+    assert run_ranks(3, program) == [([18, 19, 20], [0, 1, 2, 3, 4, 5], 1, [1, "second", 4, "second"])] * 3
+    assert calls == [0, 1, 4]
+    assert elastic == [[2] * 3, [5] * 3]
+
+
+@pytest.mark.parametrize("ahead", range(3))
+def test_the_rank_with_the_most_commits_gives_its_state_to_all(elastic, ahead):
+    """One had finished a step that the others had not when they heard of the failure."""
+
+    def program():
+        state, failures = new_state(), [PeerLostError("rank 9 died", [9])]
+
+        @run
+        def train(state):
+            while state.step < 4:
+                state.step += 1
+                state.params["w"] += state.step
+                if failures and state.step == 2:
+                    if rr.rank() == ahead:
+                        state.commit()
+                    raise failures.pop()
+                state.commit()
+            return state.params["w"].tolist()
+
+        return train(state), state.syncs, state.commits
+
+    assert run_ranks(3, program) == [([10, 11, 12], 2, 1 + 2 + 1 + 2)] * 3
+    assert elastic == [[3 if rank == ahead else 2 for rank in range(3)]]
+
+
+def test_an_error_in_the_first_sync_begins_with_rank_0_again(elastic):
+    """Then all have as many commits, none, but not the same state."""
+    failing = [True] * 2
+
+    class Failing(Counting):
+        def sync(self):
+            if failing:
+                failing.pop()
+                raise PeerLostError("rank 9 died", [9])
+            super().sync()
+
+    assert run_ranks(2, lambda: run(lambda state: state.step)(new_state(Failing))) == [0, 0]
+    assert elastic == [[0, 0]]
+
+
+def test_a_failure_while_recovering_is_recovered_from(elastic):
+    def program():
+        state, failures = new_state(), [PeerLostError("one", [9]), PeerLostError("another", [8])]
+
+        def during_reset():
+            if len(failures) == 1:
+                raise failures.pop()
+
+        state.register_reset_callbacks([during_reset])
+
+        @run
+        def train(state):
+            if len(failures) == 2:
+                raise failures.pop()
+            return state.step
+
+        return train(state)
+
+    assert run_ranks(2, program) == [0, 0]
+    assert len(elastic) == 2
+
+
+def test_a_job_that_is_not_elastic_fails_as_ever():
+    def program():
+        state = new_state()
+
+        @run
+        def train(state):
+            state.step = 7
+            raise PeerLostError("rank 9 died", [9])
+
+        with pytest.raises(PeerLostError, match="rank 9 died"):
+            train(state)
+        return state.step, state.syncs
+
+    assert run_ranks(2, program) == [(7, 1)] * 2
+
+
+def test_a_mismatch_goes_on_since_it_would_come_again(elastic):
+    def program():
+        @run
+        def train(state):
+            rr.allreduce(np.zeros(2 + rr.rank()), name="w")
+
+        with pytest.raises(MismatchError, match="'w'"):
+            train(new_state())
+
+    run_ranks(2, program)
+    assert elastic == []
+
+
+def test_an_error_that_reforming_raises_ends_the_function(elastic, monkeypatch):
+    def fails(commits):
+        raise CollectiveError("the ranks did not meet")
+
+    monkeypatch.setattr(reform, "reform", fails)
+
+    def program():
+        @run
+        def train(state):
+            raise PeerLostError("rank 9 died", [9])
+
+        with pytest.raises(CollectiveError, match="did not meet"):
+            train(new_state())
+
+    run_ranks(2, program)
+
+
+def test_a_change_of_ranks_between_steps_goes_on_from_there(elastic, monkeypatch):
+    """Some hear of it at a commit, others would in their next operation: these go back."""
+    changed = [False, False]
+
+    def program():
+        state, again = new_state(), []
+        monkeypatch.setattr(reform, "membership_changed", lambda: changed[rr.rank()])
+
+        @run
+        def train(state):
+            changed[rr.rank()] = False
+            while state.step < 3:
+                state.step += 1
+                state.params["w"] += 1
+                if not again and state.step == 2:
+                    again.append(state.step)
+                    changed[rr.rank()] = rr.rank() == 1
+                    state.check_host_updates()
+                    raise PeerLostError("rank 9 died", [9])
+                state.commit()
+            return state.params["w"].tolist()
+
+        return train(state), state.syncs
+
+    assert run_ranks(2, program) == [([3, 4, 5], 2)] * 2
+    assert elastic == [[2, 3]]
+
+
+@pytest.mark.parametrize("skip_sync", [False, True])
+def test_hosts_that_change_are_told_at_the_next_commit(skip_sync):
+    """Horovod's interface: what the script itself says, or raises."""
+
+    def program():
+        state, resets = new_state(), []
+        state.register_reset_callbacks([lambda: resets.append(state.step)])
+
+        @run
+        def train(state):
+            state.step += 1
+            if len(resets) == 0:
+                if skip_sync:
+                    raise HostsUpdatedInterrupt(skip_sync=True)
+                state.on_hosts_updated(timestamp=1, update_res=1)
+            state.commit()
+            return state.step
+
+        return train(state), resets, state.syncs
+
+    assert run_ranks(2, program) == [(2, [1], 1 if skip_sync else 2)] * 2
+
+
+def test_a_state_of_the_users_own_is_always_synchronized(elastic):
+    class Own(State):
+        syncs = saved = value = 0
+
+        def save(self):
+            self.saved = self.value
+
+        def restore(self):
+            self.value = self.saved
+
+        def sync(self):
+            self.syncs += 1
+            self.value = rr.broadcast_object(self.value, 0)
+            self.save()
+
+    def program():
+        state, failures = Own(rr.broadcast_object, rr.rank), [PeerLostError("rank 9 died", [9])]
+        state.value = 5 + rr.rank()
+
+        @run
+        def train(state):
+            state.value += 1
+            if failures:
+                raise failures.pop()
+            return state.value, state.syncs
+
+        return train(state)
+
+    assert run_ranks(2, program) == [(6, 2)] * 2
+
+
+def test_a_commit_that_is_interrupted_leaves_the_one_before_whole():
+    class Refusing:
+        def __reduce__(self):
+            raise KeyboardInterrupt
+
+    state = ObjectState(a=np.arange(3), b=1)
+    state.a += 1
+    state.save()
+    state.a += 1
+    state.b = Refusing()
+    with pytest.raises(KeyboardInterrupt):
+        state.save()
+    state.restore()
+    assert (state.a.tolist(), state.b, state.commits) == ([1, 2, 3], 1, 1)
+
+
+def test_a_state_can_be_restored_before_it_is_synchronized():
+    state = ObjectState(rr.broadcast_object, rr.rank, a=np.arange(3), b=[1])
+    state.a += 1
+    state.b.append(2)
+    state.restore()
+    assert (state.a.tolist(), state.b) == ([0, 1, 2], [1])
+
+
+def test_a_sampler_goes_back_with_the_state_and_is_divided_anew(elastic):
+    def program():
+        sampler = ElasticSampler(16, shuffle=False)
+        state = ObjectState(sampler=sampler)
+        state.sync()
+        for batch in range(2):
+            sampler.record_batch(batch, 2)
+            if batch == 0:
+                state.save()
+        state.restore()
+        assert state.sampler is sampler
+        sampler.num_replicas, sampler.rank = 3, 2  # as if there had been more
+        state.on_reset()
+        return sampler.processed_num, list(sampler)
+
+    assert run_ranks(2, program) == [(4, [4, 6, 8, 10, 12, 14]), (4, [5, 7, 9, 11, 13, 15])]
+
+
+def test_ranks_whose_states_differ_in_form_get_the_roots():
+    def program():
+        state = ObjectState(tree={"a": np.arange(2 + rr.rank())} if rr.rank() else {"b": [np.ones(3), 4]}, none=None)
+        state.sync()
+        return {key: [value[0].tolist(), value[1]] for key, value in state.tree.items()}, state.none
+
+    assert run_ranks(3, program) == [({"b": [[1, 1, 1], 4]}, None)] * 3

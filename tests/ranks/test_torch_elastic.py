@@ -1,0 +1,225 @@
+"""hvd.elastic for torch on threads that are ranks: what Horovod's own tests check, and what they do not."""
+
+import copy
+import sys
+
+import pytest
+import torch
+
+import ringreduce.torch as hvd
+from ringreduce.errors import InputError, PeerLostError
+from ringreduce.testing import run_ranks
+
+
+def model_of(value):
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    for parameter in model.parameters():
+        parameter.data.fill_(value)
+    return model
+
+
+def weights(model):
+    return [each.clone() for each in model.state_dict().values()]
+
+
+def assert_equal(one, other):
+    for left, right in zip(one, other, strict=True):
+        assert torch.equal(left, right)
+
+
+def train(model, optimizer, steps, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(4, 2, generator=generator)).square().mean().backward()
+        optimizer.step()
+
+
+def test_the_names_are_horovods_and_need_no_import_of_their_own():
+    assert hvd.elastic is sys.modules["ringreduce.torch.elastic"]
+    for name in ("ElasticSampler", "ObjectState", "State", "TorchState", "run"):
+        assert name in hvd.elastic.__all__
+        assert callable(getattr(hvd.elastic, name))
+    assert issubclass(hvd.elastic.ElasticSampler, torch.utils.data.Sampler)
+
+
+def test_a_state_is_synchronized_restored_and_committed():
+    """As Horovod's test of TorchState, on two ranks."""
+
+    def program():
+        model = model_of(1.0 + hvd.rank())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.001 * (1 + hvd.rank()))
+        state = hvd.elastic.TorchState(model, optimizer=optimizer, batch=20 + hvd.rank(), epoch=10 + hvd.rank())
+        state.sync()
+        first = weights(model_of(1.0))
+        assert_equal(weights(state.model), first)
+        assert (state.batch, state.epoch, optimizer.param_groups[0]["lr"]) == (20, 10, 0.001)
+
+        model.load_state_dict(model_of(3.0).state_dict())
+        state.batch, state.epoch = 21, 11
+        state.restore()
+        assert_equal(weights(state.model), first)
+        assert (state.batch, state.epoch) == (20, 10)
+
+        model.load_state_dict(model_of(3.0).state_dict())
+        state.batch, state.epoch = 21, 11
+        state.commit()
+        state.restore()
+        assert_equal(weights(state.model), weights(model_of(3.0)))
+        return state.batch, state.epoch
+
+    assert run_ranks(2, program) == [(21, 11)] * 2
+
+
+OPTIMIZERS = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+    "Adam": lambda p: torch.optim.Adam(p, lr=0.1),
+    "tensor lr": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.1), foreach=False),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, centered=True),
+}
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "DistributedOptimizer"])
+@pytest.mark.parametrize("committed_after", [0, 2])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_training_goes_on_from_a_commit_as_it_went_on_the_first_time(name, committed_after, wrapped):
+    """To the last bit; before an optimizer has any state, too; twice, since a step changes what it has in place."""
+
+    def program():
+        model = model_of(1.0)
+        optimizer = OPTIMIZERS[name](model.parameters())
+        if wrapped:
+            optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        state = hvd.elastic.TorchState(model, optimizer, scheduler=scheduler, batch=0)
+        train(model, optimizer, committed_after)
+        state.commit()
+        results = []
+        for _ in range(3):
+            train(model, optimizer, 3, seed=hvd.rank())
+            scheduler.step()
+            results.append((weights(model), copy.deepcopy(optimizer.state_dict()), scheduler.state_dict()))
+            state.restore()
+        for after, of_optimizer, of_scheduler in results[1:]:
+            assert_equal(after, results[0][0])
+            assert str(of_optimizer) == str(results[0][1])
+            assert of_scheduler == results[0][2]
+        assert scheduler.optimizer is optimizer
+
+    run_ranks(2, program)
+
+
+def test_what_was_being_reduced_is_given_up(elastic):
+    """One rank leaves off in the middle of a step, the other in its end; the gradients of that step are gone."""
+
+    def program():
+        model = model_of(1.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+        state = hvd.elastic.TorchState(model, optimizer, step=0)
+        failures = [PeerLostError("rank 9 died", [9])]
+
+        @hvd.elastic.run
+        def training(state):
+            while state.step < 4:
+                generator = torch.Generator().manual_seed(state.step)
+                model(torch.randn(4, 2, generator=generator)).square().mean().backward()
+                if failures and state.step == 2:
+                    raise failures.pop()
+                optimizer.step()
+                optimizer.zero_grad()
+                state.step += 1
+                state.commit()
+            return weights(model)
+
+        return training(state)
+
+    def alone():
+        model = model_of(1.0)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for step in range(4):
+            optimizer.zero_grad()
+            model(torch.randn(4, 2, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+            optimizer.step()
+        return weights(model)
+
+    expected = alone()
+    for result in run_ranks(2, program):
+        for one, other in zip(result, expected, strict=True):
+            torch.testing.assert_close(one, other)
+    assert elastic == [[3, 3]]
+
+
+def test_an_optimizer_with_state_gives_it_to_one_without():
+    """As to a rank that comes late."""
+
+    def program():
+        model = model_of(1.0 + hvd.rank())
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+        state = hvd.elastic.TorchState(model=model, optimizer=optimizer, extra=torch.ones(2) * hvd.rank())
+        if hvd.rank() == 0:
+            train(model, optimizer, 2)
+        state.sync()
+        train(model, optimizer, 1)
+        return weights(model), state.extra.tolist()
+
+    (first, extra), (second, other) = run_ranks(2, program)
+    assert_equal(first, second)
+    assert extra == other == [0, 0]
+
+
+def test_an_optimizer_of_other_parameters_is_refused():
+    def program():
+        model = model_of(1.0)
+        parameters = list(model.parameters())[: 4 - hvd.rank()]
+        state = hvd.elastic.TorchState(optimizer=torch.optim.SGD(parameters, lr=0.1))
+        if hvd.rank() == 0:
+            state.sync()
+            return
+        with pytest.raises(InputError, match=r"has groups of \[3\] parameters, the root's of \[4\]; all ranks must"):
+            state.sync()
+
+    run_ranks(2, program)
+
+
+def test_a_sampler_is_part_of_the_state():
+    """As Horovod's test of ElasticSampler."""
+
+    def program():
+        batch_size, per_rank = 2, 8
+        dataset = torch.utils.data.TensorDataset(torch.arange(per_rank * hvd.size()))
+        sampler = hvd.elastic.ElasticSampler(dataset, shuffle=False)
+        loader = torch.utils.data.DataLoader(dataset, batch_size=batch_size, sampler=sampler)
+        state = hvd.elastic.TorchState(sampler=sampler)
+        state.sync()
+        assert (state.sampler.epoch, sampler.processed_num) == (0, 0)
+        for epoch in range(2):
+            sampler.set_epoch(epoch)
+            for batch, (items,) in enumerate(loader):
+                assert sampler.get_indices(batch, batch_size) == items.tolist()
+                sampler.record_batch(batch, batch_size)
+                assert sampler.processed_num == batch_size * (batch + 1) * hvd.size()
+            assert batch + 1 == per_rank / batch_size
+        assert len(list(loader)) == 4, "what was recorded comes again, since the epoch was not set"
+        sampler.set_epoch(2)
+        sampler.record_batch(0, batch_size)
+        sampler.record_batch(1, batch_size)
+        state.commit()
+        sampler.record_batch(2, batch_size)
+        sampler.record_batch(3, batch_size)
+        state.restore()
+        assert sampler.processed_num == 2 * batch_size * hvd.size()
+        return [int(item) for (items,) in loader for item in items]
+
+    assert run_ranks(1, program) == [[4, 5, 6, 7]]
+    assert run_ranks(2, program) == [[8, 10, 12, 14], [9, 11, 13, 15]]
+
+
+def test_state_without_a_job_is_like_any_other():
+    """A script run alone, before init(): nothing is communicated."""
+    model = model_of(2.0)
+    state = hvd.elastic.TorchState(model=model, epoch=1)
+    model[0].weight.data.zero_()
+    state.restore()
+    assert torch.equal(model[0].weight, torch.full((2, 2), 2.0))

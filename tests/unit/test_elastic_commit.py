@@ -1,0 +1,206 @@
+"""A commit copies everything, uses its memory again, and is put back in place; a sampler divides what is left."""
+
+import collections
+import itertools
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from ringreduce.elastic import ElasticSampler
+from ringreduce.elastic.commit import Commit, put_back
+from ringreduce.errors import InputError
+from ringreduce.sampler import DistributedSampler
+from ringreduce.testing import run_ranks
+
+Pair = collections.namedtuple("Pair", "left right")
+
+ARRAYS = [
+    np.arange(6.0).reshape(2, 3),
+    np.arange(6.0).reshape(2, 3).T,
+    np.array(5, np.int64),
+    np.empty((0, 3), np.float32),
+    np.array([True, False]),
+    np.arange(4).astype(ml_dtypes.bfloat16),
+    np.arange(3, dtype=np.complex64),
+    torch.arange(6.0).reshape(2, 3),
+    torch.arange(6.0).reshape(2, 3).t(),
+    torch.tensor(7),
+    torch.arange(3, dtype=torch.bfloat16),
+    torch.empty(0),
+    torch.ones(2, requires_grad=True),
+    torch.arange(16.0).reshape(1, 4, 2, 2).contiguous(memory_format=torch.channels_last),
+]
+
+
+def numbers(array):
+    return np.asarray(array.detach().float() if isinstance(array, torch.Tensor) else array).tolist()
+
+
+def spoil(array):
+    """Overwrite all elements."""
+    if isinstance(array, torch.Tensor):
+        array.data.fill_(99)
+    else:
+        array[...] = 1 if array.dtype == bool else 99
+
+
+def taken(tree, number=1):
+    commit = Commit()
+    commit.take(tree, number)
+    return commit
+
+
+@pytest.mark.parametrize(
+    "array", ARRAYS, ids=lambda array: f"{type(array).__name__} {array.dtype} {tuple(array.shape)}"
+)
+def test_an_array_comes_back_in_place(array):
+    array = array.detach().clone() if isinstance(array, torch.Tensor) else array.copy(order="K")
+    before = numbers(array)
+    commit = taken(array)
+    spoil(array)
+    assert put_back(array, commit.tree()) is array
+    assert numbers(array) == before
+
+
+@pytest.mark.parametrize(
+    "array", ARRAYS, ids=lambda array: f"{type(array).__name__} {array.dtype} {tuple(array.shape)}"
+)
+def test_where_there_was_none_it_is_a_copy_that_later_commits_leave_alone(array):
+    commit = taken(array)
+    restored = put_back(None, commit.tree())
+    assert type(restored) is type(array.detach() if isinstance(array, torch.Tensor) else array)
+    assert (restored.dtype, restored.shape) == (array.dtype, array.shape)
+    commit.memory[:] = 0xFF
+    assert numbers(restored) == numbers(array)
+
+
+def test_dicts_and_lists_stay_the_same_objects_and_others_are_replaced():
+    inner, items = {"w": np.arange(3)}, [1, [2, np.ones(2)]]
+    tree = {"inner": inner, "items": items, "pair": Pair(1, np.zeros(2)), "set": {1, 2}, "none": None}
+    commit = taken(tree)
+    inner["new"] = inner["w"].sum()
+    inner["w"] += 5
+    items.append(3)
+    items[1][1][:] = 7
+    tree["set"].add(3)
+    tree["pair"].right[0] = 4
+    assert put_back(tree, commit.tree()) is tree
+    assert tree["inner"] is inner
+    assert {key: value.tolist() for key, value in inner.items()} == {"w": [0, 1, 2]}
+    assert tree["items"] is items
+    assert (len(items), items[1][1].tolist()) == (2, [1, 1])
+    assert type(tree["pair"]) is Pair
+    assert tree["pair"].right.tolist() == [0, 0]
+    assert tree["set"] == {1, 2}
+
+
+@pytest.mark.parametrize(
+    "value", [collections.Counter("aab"), collections.defaultdict(list, a=[1]), collections.OrderedDict(b=1, a=2)]
+)
+def test_kinds_of_dicts(value):
+    restored = put_back(None, taken(value).tree())
+    assert type(restored) is type(value)
+    assert list(restored.items()) == list(value.items())
+
+
+class Holder:
+    """An object of the user's own with an array."""
+
+    def __init__(self):
+        self.array = np.arange(3)
+
+
+def test_an_array_inside_any_object_is_no_view_of_the_commit():
+    commit = taken({"holder": Holder()})
+    restored = put_back({"holder": None}, commit.tree())["holder"]
+    restored.array += 10
+    commit.memory[:] = 0
+    assert restored.array.tolist() == [10, 11, 12]
+
+
+@pytest.mark.parametrize("live", [np.arange(4), np.arange(3.0), torch.arange(3), [0, 1, 2], None])
+def test_an_array_of_another_shape_type_or_library_is_replaced(live):
+    restored = put_back(live, taken(np.arange(3)).tree())
+    assert (type(restored), restored.tolist()) == (np.ndarray, [0, 1, 2])
+    assert restored is not live
+
+
+def test_a_read_only_array_is_replaced():
+    live = np.arange(3)
+    commit = taken(live)
+    live.flags.writeable = False
+    assert put_back(live, commit.tree()) is not live
+
+
+def test_memory_is_used_again_until_sizes_change():
+    params = {"w": np.arange(1000.0), "b": torch.zeros(7)}
+    commit = taken(params)
+    first = commit.memory
+    params["w"] += 1
+    commit.take(params, number=2)
+    assert commit.memory is first
+    assert commit.tree()["w"][0] == 1
+    params["w"] = np.arange(10.0)
+    commit.take(params, number=3)
+    assert commit.memory.nbytes == 128 + 64, "each array begins at a multiple of 64 bytes"
+    assert commit.tree()["w"].tolist() == list(range(10))
+
+
+def sampler(size, count, **options):
+    return run_ranks(size, lambda: ElasticSampler(count, **options))
+
+
+def step(samplers, batch, length):
+    """The items of one batch of all ranks, recorded."""
+    items = [each.get_indices(batch, length) for each in samplers]
+    for each in samplers:
+        each.record_batch(batch, length)
+    return items
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("count", [0, 1, 7, 24, 101])
+@pytest.mark.parametrize(("before", "after"), [*itertools.product(range(1, 5), repeat=2)])
+def test_what_is_left_is_divided_among_the_ranks_that_are_left(before, after, count, shuffle):
+    ranks = sampler(before, count, shuffle=shuffle, seed=3)
+    whole = [list(each) for each in sampler(before, count, shuffle=shuffle, seed=3)]
+    assert whole == [list(DistributedSampler(count, before, rank, shuffle, seed=3)) for rank in range(before)]
+    done = [index for batch in range(2) for items in step(ranks, batch, 3) for index in items]
+    assert ranks[0].processed_indices == set(done)
+
+    def resumed():
+        one = ElasticSampler(count, shuffle=shuffle, seed=3)
+        one.load_state_dict(ranks[0].state_dict())
+        return one
+
+    others = run_ranks(after, resumed)
+    shares = [list(each) for each in others]
+    assert len({len(share) for share in shares}) == 1
+    assert [len(each) for each in others] == [len(share) for share in shares]
+    left = set(range(count)) - set(done)
+    assert set(itertools.chain(*shares)) == left == set(others[0].remaining_indices)
+
+
+def test_an_epoch_is_a_new_order_and_begins_at_its_first_item():
+    def program():
+        one = ElasticSampler(50)
+        first = list(one)
+        one.record_batch(0, 30)
+        assert list(one) == first, "only a reset leaves out what is recorded"
+        one.set_epoch(1)
+        assert (one.processed_num, len(one), one.processed_indices) == (0, 50, set())
+        assert sorted(one) == sorted(first)
+        assert list(one) != first
+
+    run_ranks(1, program)
+
+
+def test_indices_are_recorded_in_order_only():
+    ranks = sampler(2, 10, shuffle=False)
+    ranks[1].record_indices([3, 1])
+    assert ranks[1].processed_num == 4
+    assert ranks[1].processed_indices == {0, 1, 2, 3}
+    with pytest.raises(InputError, match=r"record_indices\(\[0, 2\]\); expected this rank's next 2 items, \[5, 7\]"):
+        ranks[1].record_indices([0, 2])
