@@ -47,6 +47,9 @@ class Losses:
 
     def explained(self, end: RankEnd) -> RankEnd:
         """Return `end` with what is known of why; a rank that was killed because it kept others waiting has failed."""
+        if end.error and self._members.number:
+            # the ranks that it blames are numbered as in its own world; those that ended first are the cause
+            end = replace(end, error=end.error._replace(lost_ranks=()))
         if (report := self._reports.get(end.rank)) is None:
             return end
         return replace(end, sent=(), oom=f"ringrun killed it, since it kept others waiting: {report}")
@@ -58,6 +61,9 @@ class Losses:
             return decision.why
         if isinstance(decision, Membership):
             self._channel.broadcast(decision)
+            if isinstance(event, RankEnded) and event.end.code == 0:
+                gone = f"rank {event.end.rank} ended with exit code 0 before others did"
+                self._output.message([f"ringrun: {gone}; going on {self._with_whom()}"])
         elif isinstance(decision, Kill):
             for rank in decision.ranks:
                 self._channel.send(rank, Signal(signal.SIGKILL))
@@ -108,8 +114,10 @@ class Losses:
         self._lost_at_s = None
 
     def _card(self, end: RankEnd) -> list[str]:
-        ranks = numbered("rank", self._members.ranks)
-        return card(end, (), self._size, going_on=f"with {ranks}", colour=self._output.colours)
+        return card(end, (), self._size, going_on=self._with_whom(), colour=self._output.colours)
+
+    def _with_whom(self) -> str:
+        return f"with {numbered('rank', self._members.ranks)}"
 
 
 def _how(code: int) -> str:

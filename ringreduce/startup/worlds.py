@@ -10,7 +10,7 @@ from ringreduce.execution.host import Host
 from ringreduce.execution.signature import ranks_text
 from ringreduce.kernels import copying, half
 from ringreduce.membership import Members, Membership
-from ringreduce.monitor.launcher_link import StatusServer
+from ringreduce.monitor.launcher_link import StatusServer, report_reformed
 from ringreduce.settings import Settings
 from ringreduce.startup.survivors import Origin, regroup
 from ringreduce.transport.message import MessageTransport
@@ -103,7 +103,9 @@ def begin(start: Entered) -> tuple[Elastic, Entered]:
     if whole.rank >= trainers:
         members.wait(lambda each: whole.rank in each.ranks)
         elastic.joined_late = True
-        return elastic, elastic.enter(whole, start.transport, NO_COMMITS, None)
+        entered = elastic.enter(whole, start.transport, NO_COMMITS, None)
+        report_reformed(host.settings.error_file, entered.world.number)
+        return elastic, entered
     if trainers < whole.size:
         world = origin.world_of(Membership(0, whole.origins[:trainers], {}))
         transport = MessageTransport(world)

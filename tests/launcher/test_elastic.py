@@ -57,7 +57,6 @@ def test_survivors_hear_of_each_loss_and_the_job_ends_well(ringrun: Run, python:
         ("kill-SEGV", "was killed by SIGSEGV"),
         ("kill-ABRT", "was killed by SIGABRT"),
         ("exit-7", "ended with exit code 7"),
-        ("exit-0", "ended with exit code 0"),
         ("agent", "was lost: its agent is gone, without a word"),
     ],
 )
@@ -66,6 +65,19 @@ def test_every_kind_of_death_is_heard_of(action: str, how: str, ringrun: Run, py
     assert done.returncode == 0, done.stderr
     assert lists(done) == {rank: [{"number": 1, "ranks": [1, 2], "dead": {"0": how}}] for rank in (1, 2)}
     wait_until_gone()
+
+
+@pytest.mark.without_mpi
+@pytest.mark.extended
+def test_a_rank_that_ends_with_0_before_the_others_is_missed_but_did_not_fail(ringrun: Run, python: str) -> None:
+    done = ringrun("--elastic", "-np", 3, python, RANK, 1, "1@0=exit-0")
+    assert done.returncode == 0, done.stderr
+    dead = {"1": "ended with exit code 0"}
+    assert lists(done) == {rank: [{"number": 1, "ranks": [0, 2], "dead": dead}] for rank in (0, 2)}
+    assert done.stderr.splitlines()[0] == (
+        "ringrun: rank 1 ended with exit code 0 before others did; going on with ranks 0,2"
+    )
+    assert "-- ringrun" not in done.stderr
 
 
 @pytest.mark.without_mpi
