@@ -224,6 +224,10 @@ class ProcessSets:
         """True while an operation is under way or queued."""
         return any(each.busy for each in self._negotiation.all())
 
+    def negotiated_are_busy(self) -> bool:
+        """As `is_busy`, without channels, whose operations wait for ranks that have yet to call them."""
+        return any(each.busy for each in self._states.values())
+
     def poll(self) -> bool:
         """Advance all operations as far as possible without waiting; True when anything moved."""
         moved, latency_critical = False, self._inbox.latency_critical

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import ringreduce as rr
+from ringreduce.torch.distributed import RingProcessGroup
 from tests.tiers import extended
 from tests.world import on_a_pool
 
@@ -134,6 +135,20 @@ def gathers(rank, size):
         columns = torch.zeros(3, size).t()[:, :count]  # not contiguous, or nothing
         dist.all_gather(list(columns), torch.full((count,), 1j * rank).imag)
         equal(columns, torch.arange(size, dtype=torch.float32)[:, None].expand(-1, count))
+    group, pair = dist.group.WORLD, [mine(rank), torch.full((2,), rank + 0.5)]
+    wholes = [torch.empty(6 * size), torch.empty(2 * size)]
+    group.all_gather_single_coalesced(wholes, pair).wait()
+    equal(wholes[0], torch.cat(everyones))
+    equal(wholes[1], torch.arange(size).repeat_interleave(2) + 0.5)
+    parts = [[torch.empty(6), torch.empty(2)] for _ in range(size)]
+    group.allgather_coalesced(parts, pair).wait()
+    equal(torch.cat([first for first, _ in parts]), wholes[0])
+    equal(torch.cat([second for _, second in parts]), wholes[1])
+    group.reduce_scatter_single_coalesced(pair, [each * (rank + 1) for each in wholes]).wait()
+    equal(pair[0], everyones[rank] * sum(range(1, size + 1)))
+    equal(pair[1], torch.full((2,), (rank + 0.5) * sum(range(1, size + 1))))
+    group.allreduce_coalesced(pair).wait()
+    equal(pair[1], torch.full((2,), sum(each + 0.5 for each in range(size)) * sum(range(1, size + 1))))
     uneven = torch.empty(rank + 1)
     dist.reduce_scatter(uneven, [torch.full((each + 1,), float(rank + each)) for each in range(size)])
     equal(uneven, torch.full((rank + 1,), sum(range(size)) + float(size * rank)))
@@ -175,11 +190,11 @@ def exchanges(rank, size):
 
 def messages(rank, size):
     right, left = (rank + 1) % size, (rank - 1) % size
-    sends = [dist.isend(torch.full((1_000_000,), rank + 10.0 * tag), right, tag=tag) for tag in (1, 2)]
-    second, first = torch.empty(1_000_000), torch.empty(1_000_000)
-    dist.recv(second, left, tag=2)
-    dist.recv(first, left, tag=1)
-    assert (first[0], second[-1]) == (left + 10, left + 20)
+    sends = [dist.isend(torch.full((1_000_000,), rank + 10.0 * tag), right, tag=tag) for tag in (1, 2, 3)]
+    first = torch.empty(1_000_000)
+    for tag in (3, 2, 1):
+        dist.recv(first, left, tag=tag)
+        assert (first[0], first[-1]) == (left + 10 * tag, left + 10 * tag)
     for each in sends:
         each.wait()
     if rank == 0:
@@ -245,23 +260,41 @@ def groups(rank, size):
     last = dist.get_group_rank(same, size - 1)
     dist.broadcast(root, size - 1, group=same)
     assert root.tolist() == [last] * 2
+    backwards = RingProcessGroup(size - 1 - rank, range(size)[::-1], "backwards", 20)
+    root.fill_(rank)
+    backwards.broadcast([root]).wait()
+    assert root.tolist() == [size - 1] * 2
+    if size - 1 - rank == 0:
+        backwards.send([root], 1, 0).wait()
+    elif size - 1 - rank == 1:
+        work = backwards.recv([torch.empty(2)], 0, 0)
+        assert (work.source_rank(), work.result()[0].tolist()) == (0, [size - 1] * 2)
+    backwards.shutdown()
     dist.destroy_process_group(same)
     with pytest.raises(Exception, match=r"is not initialized"):
         dist.all_reduce(torch.ones(1), group=same)
 
 
 def futures(rank, size):
-    """A callback may wait for the next operation."""
-    value, other = torch.ones(3), torch.ones(2)
+    """They come when the result is there, and a callback may wait for the next operation."""
+    value, other, seen = torch.ones(3), torch.ones(2), []
+    store = dist.distributed_c10d._get_default_store()
 
     def then(future):
         (found,) = future.value()
         assert found is value
+        seen.append(value.tolist())
         dist.all_reduce(other)
         return found + other.sum()
 
+    if rank > 0:
+        store.wait(["asked"])
     work = dist.all_reduce(value, async_op=True)
-    equal(work.get_future().then(then).wait(), torch.full((3,), size + 2.0 * size))
+    future = work.get_future().then(then)
+    if rank == 0:
+        store.set("asked", "yes")
+    equal(future.wait(), torch.full((3,), size + 2.0 * size))
+    assert seen == [[size] * 3]
     assert (work.is_completed(), work.is_success(), work.exception()) == (True, True, None)
 
 
