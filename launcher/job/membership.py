@@ -104,12 +104,12 @@ class Members:
         return number == self.number and self._settle(rank)
 
     def suspected(self, by: int, ranks: Collection[int]) -> Kill | CannotGoOn | None:
-        """`by` reports that `ranks` keep it waiting for too long. What suspects report does not count."""
+        """`by` reports that `ranks`, perhaps itself, keep others waiting. What suspects report does not count."""
         if by in self._suspects or by not in self._present():
             return None
         if gone := set(ranks) & self._ended - self._dead.keys():
             return CannotGoOn(f"rank {by} waits for {numbered('rank', gone)}, which ended with exit code 0")
-        found = frozenset(set(ranks) & set(self._present()) - self._suspects - {by})
+        found = frozenset(set(ranks) & set(self._present()) - self._suspects)
         self._suspects |= found
         return Kill(found) if found else None
 

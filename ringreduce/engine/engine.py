@@ -29,6 +29,7 @@ from ringreduce.execution.context import Context
 from ringreduce.execution.host import Host
 from ringreduce.execution.submission import Handle
 from ringreduce.gpu.stream import Gpu
+from ringreduce.monitor.launcher_link import report_suspects
 from ringreduce.monitor.recording import Recording
 from ringreduce.monitor.stalls import StallWatch
 from ringreduce.monitor.timeline import Timeline
@@ -75,7 +76,7 @@ class Engine:
         self.activity = Activity(inbox, negotiation, sets)
         self._leaving = Leaving(mailbox, negotiation, self._process_sets)
         self._recording = Recording(mailbox, timeline, self._process_sets.negotiated_are_busy)
-        self._stalls = StallWatch(settings, mailbox, negotiation, self.activity.doing, self._fail_all)
+        self._stalls = StallWatch(settings, mailbox, negotiation, self.activity.doing, self._stalled)
         self._ended = threading.Event()
         offsets = clock_offsets_us or [0.0] * world.size
         self.timeline = TimelineControl(inbox, self._recording, negotiation, self._ended, offsets)
@@ -182,6 +183,13 @@ class Engine:
         until_s = time.monotonic() + BROKEN_SEND_S
         while not self.mailbox.flushed() and time.monotonic() < until_s:
             time.sleep(LONGEST_SLEEP_S)
+
+    def _stalled(self, error: errors.StalledError, ranks: Sequence[int]) -> None:
+        """These ranks, perhaps this one, keep others waiting too long: in an elastic job the launcher ends them."""
+        if self.settings.elastic:
+            report_suspects(self.settings.error_file, [self.world.origins[each] for each in ranks], str(error))
+        else:
+            self._fail_all(error)
 
     def _fail_all(self, error: Exception) -> None:
         with contextlib.suppress(Exception):  # what failed may be MPI itself

@@ -46,6 +46,7 @@ class Inquiry(NamedTuple):
     queried: tuple[int, ...]
     until_s: float
     replies: dict[int, StackReply]
+    over: Running | None  # whose operation has stalled for too long: the replies tell for whom it waits
 
 
 class StallWatch:
@@ -57,11 +58,15 @@ class StallWatch:
         mailbox: Mailbox,
         negotiation: Negotiation,
         doing: Callable[[StackRequest], str],
-        fail_all: Callable[[Exception], None],
+        give_up: Callable[[StalledError, Sequence[int]], None],
     ) -> None:
-        """doing: replies for this rank, which has its stack reported of the thread that calls this."""
+        """doing: replies for this rank, which has its stack reported of the thread that calls this.
+
+        give_up: called after `stall_abort_s` with the ranks that this one waits for; in an elastic job again and again,
+            since there only those end.
+        """
         self._settings, self._mailbox, self._negotiation = settings, mailbox, negotiation
-        self._doing, self._fail_all = doing, fail_all
+        self._doing, self._give_up = doing, give_up
         self._init_thread = threading.get_ident()
         self._job = SideJob("the stall watch", mailbox.rank)
         messages = (StallProbe, StackRequest, StackReply)
@@ -89,9 +94,8 @@ class StallWatch:
         if self._inquiry is not None and (
             len(self._inquiry.replies) == len(self._inquiry.queried) or now > self._inquiry.until_s
         ):
-            headline, queried, replies = self._inquiry.headline, self._inquiry.queried, self._inquiry.replies
-            self._warn(report(headline, queried, replies, stacks=False), report(headline, queried, replies))
-            self._inquiry = None
+            inquiry, self._inquiry = self._inquiry, None
+            self._end(inquiry)
         stalled = [
             self._check_operation(each, now - each.stuck().moved_s)
             if each.busy
@@ -99,6 +103,16 @@ class StallWatch:
             for each in self._negotiation.all()
         ]
         self._attentive = any(stalled) or self._inquiry is not None
+
+    def _end(self, inquiry: Inquiry) -> None:
+        """Report; or give up those that do not reply: others may wait for a rank that waits for these."""
+        _, headline, queried, _, replies, over = inquiry
+        if over is None:
+            self._warn(report(headline, queried, replies, stacks=False), report(headline, queried, replies))
+        elif over.busy and self._is_over(time.monotonic() - over.stuck().moved_s):
+            stuck_on = over.stuck().stuck_on()
+            mute = [each for each in queried if each not in replies] or [stuck_on or 0]
+            self._give_up(StalledError(report(headline, queried, replies, stacks=False)), mute)
 
     def _check_set(self, state: ProcessSetState, now: float) -> bool:
         """Check what waits in one process set; True when something is stalled in it."""
@@ -128,7 +142,10 @@ class StallWatch:
         if self._is_due(state, stalled_s) and asks:
             self._query(state, text, state.members)
         if self._is_over(stalled_s):
-            self._fail_all(StalledError(f"{text}; what has begun to arrive may still change its array"))
+            if not self._settings.elastic:
+                self._give_up(StalledError(f"{text}; what has begun to arrive may still change its array"), [])
+            elif self._inquiry is None:
+                self._query(state, text, state.members, is_over=True)
         return True
 
     def _check_waiting(
@@ -139,7 +156,9 @@ class StallWatch:
             missing = sorted({rank for each in waiting for rank in each.missing})
             self._query(state, headline(waiting, now), missing, [each.signature for each in waiting[:NAMED]])
         over = [each for each in waiting if self._is_over(now - each.since_s)]
-        if over:
+        if over and self._settings.elastic:
+            self._give_up(StalledError(headline(over, now)), sorted({rank for each in over for rank in each.missing}))
+        elif over:
             failures = [Failure(each.signature.key, "StalledError", headline([each], now)) for each in over]
             state.negotiator.respond(coordinator.abandon(failures))
 
@@ -158,13 +177,21 @@ class StallWatch:
 
     # Messages
 
-    def _query(self, state: Running, text: str, ranks: Sequence[int], stalled: Sequence[Signature] = ()) -> None:
+    def _query(
+        self,
+        state: Running,
+        text: str,
+        ranks: Sequence[int],
+        stalled: Sequence[Signature] = (),
+        is_over: bool = False,
+    ) -> None:
         """Query what the ranks do; the report follows when all have replied, or after `REPLY_S`."""
         self._requests += 1
         kind = stalled[0].kind if stalled else ""
         request = StackRequest(self._requests, state.number, kind, tuple(each.name for each in stalled))
-        queried = tuple(ranks[:QUERIED])
-        self._inquiry = Inquiry(self._requests, text, queried, time.monotonic() + REPLY_S, {})
+        queried = tuple(ranks if is_over else ranks[:QUERIED])
+        until_s, over = time.monotonic() + REPLY_S, state if is_over else None
+        self._inquiry = Inquiry(self._requests, text, queried, until_s, {}, over)
         for rank in queried:
             if rank == self._mailbox.rank:
                 self._inquiry.replies[rank] = self._reply(request)
@@ -183,7 +210,7 @@ class StallWatch:
             self._silent.add(state.number)
             self._warn(f"rank {self._mailbox.rank} has waited for {waited_s:.0f} s; {text}: {SILENT}")
         if state.number in self._silent and self._is_over(waited_s):
-            self._fail_all(StalledError(text))
+            self._give_up(StalledError(text), [state.negotiator.coordinator_rank])
 
     def _receive(self, source: int, message: StallProbe | StackRequest | StackReply) -> None:
         """Handle a message of another rank's stall watch."""

@@ -144,10 +144,11 @@ def test_all_may_just_end() -> None:
 def test_suspects_are_killed_once_and_what_they_say_does_not_count() -> None:
     job = members()
     job.lost(3, "a", 0.0)
-    assert job.suspected(0, [2, 3, 0]) == Kill(frozenset({2}))
+    assert job.suspected(0, [2, 3]) == Kill(frozenset({2}))
     assert job.suspected(1, [2]) is None
     assert job.suspected(2, [0, 1]) is None
     assert job.suspected(3, [1]) is None, "it is dead"
+    assert job.suspected(0, [0]) == Kill(frozenset({0})), "a coordinator says that its own script waits"
     assert job.lost(2, "b", 0.0) == Membership(2, (0, 1), {"2": "b", "3": "a"})
 
 
