@@ -14,6 +14,7 @@ from types import ModuleType as _ModuleType
 
 from ringreduce import elastic as elastic
 from ringreduce import ps as ps
+from ringreduce import sweeps as sweeps
 from ringreduce._version import __version__ as __version__
 from ringreduce.api.broadcast import *
 from ringreduce.api.control import *
@@ -35,6 +36,7 @@ from ringreduce.run import run as run
 from ringreduce.runtime import is_initialized as is_initialized
 from ringreduce.runtime import shutdown as shutdown
 from ringreduce.sampler import DistributedSampler as DistributedSampler
+from ringreduce.sweeps import sweep as sweep
 
 _values = list(globals().items())
 __all__ = ["__version__", *(name for name, it in _values if name[0] != "_" and not isinstance(it, _ModuleType))]

@@ -63,7 +63,7 @@ def synchronize(handle: Handle) -> Any:
     return handle.wait()
 
 
-def join(device: int = -1, *, live_average: bool = False) -> int:
+def join(device: int = -1, *, live_average: bool = False, process_set: ProcessSet = global_process_set) -> int:
     """Wait until all ranks have called it; until then take part in the others' allreduces without changing a result.
 
     For uneven data: a rank that has no more data joins, and the others continue.
@@ -71,11 +71,12 @@ def join(device: int = -1, *, live_average: bool = False) -> int:
     device:       ignored; there for Horovod's scripts.
     live_average: divide an Average by the number of ranks that have not joined, if all that have joined ask for it; by
                   default by all ranks, as in Horovod.
+    process_set: the ranks that wait for each other; others know nothing of it.
     Returns: the rank that joined last, the same on all ranks.
     Raises:  PeerLostError. Collectives other than allreduce fail on the other ranks while this one has joined.
     Source:  Horovod's join.
     """
-    last: int = agree(JOIN, JOIN, payload=live_average)
+    last: int = agree(JOIN, JOIN, number_of(process_set, "join"), payload=live_average)
     return last
 
 

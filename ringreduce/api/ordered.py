@@ -6,6 +6,9 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+import cloudpickle
+import numpy as np
+
 from ringreduce import runtime
 from ringreduce.api import broadcast as broadcasts
 from ringreduce.api import control, objects
@@ -120,6 +123,17 @@ class Ordered(ProcessSet):
         signs = lambda name: (sign(target, name),)  # noqa: E731
         return self._submit("recv", signs, source, (tag,), outputs=[target], finish=finish)
 
+    def send_object(self, obj: Any, destination: int, tag: int = 0) -> None:
+        """Send any Python object, pickled. See `recv_object`."""
+        pickled = np.frombuffer(cloudpickle.dumps(obj), np.uint8)
+        for handle in [self.send_async(each, destination, tag) for each in (np.int64(pickled.size), pickled)]:
+            handle.wait()
+
+    def recv_object(self, source: int, tag: int = 0) -> Any:
+        """What rank `source` has sent with this tag."""
+        size = self.recv(np.empty((), np.int64), source, tag)
+        return cloudpickle.loads(self.recv(np.empty(int(size), np.uint8), source, tag).data)
+
     def _rows(self, kind: str, tensor: Any) -> int:
         shape = as_buffer(tensor).shape
         if not shape:
@@ -169,12 +183,14 @@ class Ordered(ProcessSet):
         return f"ordered(ranks={self.ranks})"
 
 
-def ordered(process_set: ProcessSet = global_process_set) -> Ordered:
+def ordered(process_set: ProcessSet = global_process_set, *, patient: bool = False) -> Ordered:
     """A channel for operations in program order: every rank of the process set calls the same ones in the same order.
 
     Nothing is negotiated, so a small synchronous call takes a fraction of the time; `torch.distributed` has the same
     contract. Named operations and other channels go on beside it, in any order. Every rank must call `ordered`, members
     or not, as it must `add_process_set`.
+
+    patient: an operation that waits for long is not reported as stalled, nor failed.
 
     Cost:   one agreement to make it; then, an operation, one exchange of a hash between the ranks.
     Raises: InputError when MPI has no tags left. Its operations raise MismatchError on all ranks when these differ in
@@ -184,5 +200,6 @@ def ordered(process_set: ProcessSet = global_process_set) -> Ordered:
     >>> channel.allreduce_(gradient, op=Sum)                                                           # doctest: +SKIP
     """
     made = Ordered(process_set._members())
-    made.process_set_id = agree("ordered", details=(("process_set", number_of(process_set, "ordered")),))
+    details = ("process_set", number_of(process_set, "ordered")), ("patient", patient)
+    made.process_set_id = agree("ordered", details=details)
     return made

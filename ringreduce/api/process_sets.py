@@ -115,6 +115,20 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     for number, others in current.engine.sets.items():
         if others == members:
             raise InputError(f"add_process_set: process set {number} has the ranks {list(members)} already; use that")
+    return _added(process_set, members)
+
+
+def set_of(ranks: Sequence[int]) -> ProcessSet:
+    """The process set of these ranks, which is added where there is none; every rank must call it. For this package."""
+    process_set, members = ProcessSet(ranks), tuple(ranks)
+    for number, others in runtime.current("process sets").engine.sets.items():
+        if others == members:
+            process_set.process_set_id, process_set.ranks = number, list(members)
+            return process_set
+    return _added(process_set, members)
+
+
+def _added(process_set: ProcessSet, members: tuple[int, ...]) -> ProcessSet:
     number = agree("add_process_set", details=(("ranks", members),))
     process_set.process_set_id, process_set.ranks = number, list(members)
     return process_set

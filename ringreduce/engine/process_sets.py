@@ -166,6 +166,7 @@ class ProcessSets:
                 own = self._channel_context(self._host.algorithms(resources, members), members, IN_ORDER)
                 signatures = self._host.signatures(resources, members)
                 self._channels[number] = Channel(number, base, own, self._world, signatures)
+                self._channels[number].patient = submission.signature.detail("patient")
             with self._inbox.lock:
                 self._next_channel, self.members[number], self._bases[number] = number - 1, members, base
             submission.payload = number

@@ -47,6 +47,7 @@ class Channel(Running):
     ) -> None:
         super().__init__(number, Executor(context))
         self.process_set, self.name = process_set, name
+        self.patient = False  # the stall watch leaves it alone
         self._context, self._world, self._signatures = context, world, signatures
         self._senders: dict[int, Executor] = {}  # by peer
         self._receivers: dict[int, tuple[Executor, Receiver]] = {}  # by rank of the world

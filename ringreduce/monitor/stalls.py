@@ -130,7 +130,7 @@ class StallWatch:
 
     def _check_operation(self, state: Running, stalled_s: float) -> bool:
         """Check an operation under way: when it does not move, some rank is stopped, or its engine cannot run."""
-        if stalled_s < self._check_s:
+        if stalled_s < self._check_s or (isinstance(state, Channel) and state.patient):
             return False
         first = next(iter(state.running.values()), None)
         what = "an operation" if first is None else f"{first.signature.kind} {first.signature.name!r} ({first.line})"

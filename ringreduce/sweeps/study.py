@@ -1,0 +1,142 @@
+"""Optuna's study, on rank 0: one at a time, the teams ask for trials, for values, and tell what came out."""
+
+from __future__ import annotations
+
+import operator
+import sys
+import threading
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+
+from ringreduce.errors import InputError, MissingExtraError
+
+State: TypeAlias = Literal["complete", "pruned", "failed"]
+Direction: TypeAlias = Literal["minimize", "maximize"]
+REPEATS = "repeats"  # the attribute of a trial with the values of one that ended with its job: that one's number
+
+
+class Finished(NamedTuple):
+    """A trial that has ended."""
+
+    number: int  # from 0
+    state: State
+    value: float | None  # None unless complete
+    params: dict[str, Any]
+    error: str  # of one that has failed: the rank and its traceback
+
+
+class Study:
+    """The study of one sweep; used by several threads."""
+
+    def __init__(
+        self, trials: int, storage: str | None, name: str, direction: Direction, options: dict[str, Any]
+    ) -> None:
+        """options: further arguments of optuna.create_study, such as sampler and pruner."""
+        try:
+            import optuna
+        except ImportError as exc:
+            raise MissingExtraError("sweep needs Optuna; install it with: pip install 'ringreduce[sweep]'") from exc
+        if direction not in get_args(Direction):
+            raise InputError(f"sweep: direction={direction!r}; expected minimize or maximize")
+        optuna.logging.set_verbosity(optuna.logging.WARNING)  # there is a line of our own
+        self._states = optuna.trial.TrialState
+        self._study = optuna.create_study(
+            storage=_storage(storage), study_name=name, direction=direction, load_if_exists=True, **options
+        )
+        self._lock = threading.RLock()
+        self._trials = trials
+        self._running: dict[int, Any] = {}  # by number
+        self._sign = -1 if direction == "maximize" else 1
+        self._repeat_interrupted()
+        self._begun = len(self.finished())  # and those that run
+
+    def _repeat_interrupted(self) -> None:
+        """Trials that ran when an earlier job ended are tried again, with the same values."""
+        repeated = self._repeated()
+        for trial in self._study.get_trials(deepcopy=False, states=(self._states.RUNNING,)):
+            if trial.number not in repeated:
+                self._study.enqueue_trial(trial.params, user_attrs={REPEATS: trial.number})
+            self._study.tell(trial.number, state=self._states.FAIL)
+
+    def _repeated(self) -> set[Any]:
+        """The numbers of those, and None."""
+        return {each.user_attrs.get(REPEATS) for each in self._study.get_trials(deepcopy=False)}
+
+    def ask(self) -> int | None:
+        """The number of a new trial; None when all have begun."""
+        with self._lock:
+            if self._begun >= self._trials:
+                return None
+            self._begun += 1
+            trial = self._study.ask()
+            self._running[trial.number] = trial
+            return trial.number
+
+    def call(self, number: int, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of a running trial."""
+        with self._lock:
+            return getattr(self._running[number], method)(*args, **kwargs)
+
+    def tell(self, number: int, state: State, value: float | None, error: str) -> None:
+        """A trial has ended; prints how far the sweep is."""
+        states = {"complete": self._states.COMPLETE, "pruned": self._states.PRUNED, "failed": self._states.FAIL}
+        with self._lock:
+            trial = self._running.pop(number)
+            if error:
+                trial.set_user_attr("error", error)
+            self._study.tell(trial, value, states[state])
+            print(self.progress(), file=sys.stderr, flush=True)
+
+    def finished(self) -> list[Finished]:
+        """The trials that have ended, in the order in which they began."""
+        with self._lock:
+            ended = self._study.get_trials(
+                deepcopy=False, states=(self._states.COMPLETE, self._states.PRUNED, self._states.FAIL)
+            )
+        repeated = self._repeated()
+        names: dict[Any, State] = {self._states.COMPLETE: "complete", self._states.PRUNED: "pruned"}
+        return [
+            Finished(
+                each.number,
+                names.get(each.state, "failed"),
+                each.value if each.state is self._states.COMPLETE else None,
+                dict(each.params),
+                each.user_attrs.get("error", ""),
+            )
+            for each in ended
+            if each.number not in repeated
+        ]
+
+    def best(self) -> Finished | None:
+        """The complete trial with the best value."""
+        valued = [(each.value * self._sign, each) for each in self.finished() if each.value is not None]
+        return min(valued, key=operator.itemgetter(0), default=(0.0, None))[1]
+
+    def progress(self) -> str:
+        """One line: how many trials have ended, and the best of them."""
+        ended = self.finished()
+        parts = [f"sweep: {len(ended)} of {self._trials} trials"]
+        for state in ("failed", "pruned"):
+            if count := sum(each.state == state for each in ended):
+                parts.append(f"{count} {state}")
+        if self._running:
+            parts.append(f"{len(self._running)} running")
+        if (best := self.best()) is not None:
+            params = ", ".join(f"{name}={_short(value)}" for name, value in best.params.items())
+            parts.append(f"best {_short(best.value)}: trial {best.number} ({params})")
+        return ", ".join(parts)
+
+
+def _storage(storage: str | None) -> Any:
+    """What Optuna takes: a URL; a journal where the file's name ends so, else SQLite."""
+    if storage is None or "://" in storage:
+        return storage
+    if not storage.endswith(".journal"):
+        return f"sqlite:///{storage}"
+    from optuna.storages import JournalStorage
+    from optuna.storages.journal import JournalFileBackend
+
+    return JournalStorage(JournalFileBackend(storage))
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,118 @@
+"""`sweep`: teams of ranks try hyperparameters until enough trials have ended."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from ringreduce import runtime
+from ringreduce.api.control import join
+from ringreduce.api.objects import allgather_object, broadcast_object
+from ringreduce.api.ordered import ordered
+from ringreduce.api.process_sets import set_of
+from ringreduce.errors import CollectiveError, InputError, PeerLostError
+from ringreduce.log import LOGGER
+from ringreduce.sweeps.study import Direction, Finished, State, Study
+from ringreduce.sweeps.teams import HEAD, Team, answer, tried
+from ringreduce.sweeps.trial import Pruned, Trial
+
+
+class Sweep(NamedTuple):
+    """What a sweep has found; the same on all ranks."""
+
+    best: Finished | None  # None: no trial was completed
+    trials: list[Finished]
+
+
+def sweep(
+    objective: Callable[[Trial], float],
+    trials: int,
+    ranks: int = 1,
+    *,
+    direction: Direction = "minimize",
+    storage: str | None = None,
+    name: str = "sweep",
+    **options: Any,
+) -> Sweep:
+    """Train many times with different hyperparameters, on teams of `ranks` ranks side by side; all ranks call it.
+
+    objective: trains once, data-parallel on `trial.process_set`, and returns the value to optimize, alike on all ranks
+               of the team. It raises `ringreduce.sweeps.Pruned` (or optuna.TrialPruned) to give up a bad trial. Where
+               it raises anything else, on any of its ranks, the trial has failed, and the team goes on with the next.
+    trials:    how many, with those that have failed or were pruned, and with those that `storage` has already.
+    ranks:     of a team; the number of ranks must be a multiple.
+    direction: "minimize" or "maximize".
+    storage:   a file that keeps the study, so that the same call goes on where a job was ended, and repeats the trials
+               that ran then: SQLite, or a journal if its name ends in .journal, which network file systems want; or a
+               URL of Optuna's. Only rank 0 opens it.
+    name:      of the study in `storage`.
+    options:   further ones of optuna.create_study: sampler, pruner.
+
+    Rank 0 prints a line to stderr after each trial.
+
+    Cost:   a few messages for each call of the trial's methods.
+    Raises: InputError (a ValueError) for wrong arguments; MissingExtraError without Optuna; what Optuna raises;
+            PeerLostError when a rank is lost: start the job again with the same storage.
+    """
+    world = runtime.current("sweep").world
+    if not 0 < ranks <= world.size or world.size % ranks:
+        raise InputError(
+            f"sweep: teams of ranks={ranks} ranks cannot be made of {world.size}; expected a divisor of {world.size}"
+        )
+    study, error = tried(Study, trials, storage, name, direction, options) if world.rank == HEAD else (None, None)
+    if (failure := broadcast_object(error, HEAD, "sweep")) is not None:
+        raise failure
+    teams = [set_of(range(first, first + ranks)) for first in range(0, world.size, ranks)]
+    channel = ordered(patient=True)
+    if study is not None:
+        for first in range(ranks, world.size, ranks):
+            answer(channel, study, first)
+    team = Team(teams[world.rank // ranks], channel, study)
+    while (number := team.ask()) is not None:
+        team.tell(number, *_outcome(objective, Trial(number, team)))
+    channel.barrier()
+    found: Sweep = broadcast_object(study and Sweep(study.best(), study.finished()), HEAD, "sweep")
+    return found
+
+
+class _Outcome(NamedTuple):
+    """What a trial has come to on one rank."""
+
+    rank: int
+    state: State
+    value: float | None = None
+    error: str = ""
+    is_consequence: bool = False  # of what happened on another rank
+
+
+def _outcome(objective: Callable[[Trial], float], trial: Trial) -> tuple[State, float | None, str]:
+    """Train once; what came out, the same on all ranks of the team."""
+    own = _tried(objective, trial)
+    join(process_set=trial.process_set)  # the other ranks may be in an allreduce that this one will not call
+    everyones: list[_Outcome] = allgather_object(own, "sweep.outcome", trial.process_set)
+    failed = [each for each in everyones if each.state == "failed"]
+    if not failed:
+        return everyones[0][1:4]
+    first = min(failed, key=lambda each: each.is_consequence)
+    if own.rank == everyones[0].rank:
+        LOGGER.warning(f"sweep: trial {trial.number} failed on rank {first.rank}, with {trial.params}:\n{first.error}")
+    return "failed", None, f"rank {first.rank}: {first.error}"
+
+
+def _tried(objective: Callable[[Trial], float], trial: Trial) -> _Outcome:
+    rank = runtime.current("sweep").world.rank
+    try:
+        return _Outcome(rank, "complete", float(objective(trial)))
+    except PeerLostError:
+        raise
+    except Exception as exc:
+        if isinstance(exc, Pruned) or _is_optunas(exc):
+            return _Outcome(rank, "pruned")
+        return _Outcome(rank, "failed", None, traceback.format_exc(), isinstance(exc, CollectiveError))
+
+
+def _is_optunas(exc: Exception) -> bool:
+    optuna = sys.modules.get("optuna")
+    return optuna is not None and isinstance(exc, optuna.TrialPruned)

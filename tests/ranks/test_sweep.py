@@ -1,0 +1,142 @@
+"""Sweeps: teams, values alike on all ranks of a team, trials that fail or are pruned, what is wrong."""
+
+import numpy as np
+import pytest
+
+import ringreduce as rr
+from ringreduce.testing import run_ranks
+
+optuna = pytest.importorskip("optuna")
+pytestmark = pytest.mark.timeout(60)
+
+
+def seeded(objective, trials, ranks, **options):
+    """What each rank runs; Optuna's draws are the same each time."""
+
+    def program():
+        sampler = optuna.samplers.RandomSampler(seed=3)
+        return rr.sweep(objective, trials, ranks, sampler=sampler, **options)
+
+    return program
+
+
+@pytest.mark.parametrize(("size", "ranks"), [(4, 2), (3, 1), (4, 4), (1, 1)])
+def test_every_rank_of_a_team_gets_the_same_and_all_get_the_best(size, ranks):
+    seen = []
+
+    def objective(trial):
+        rate = trial.suggest_float("rate", 0.1, 10, log=True)
+        kind = trial.suggest_categorical("kind", ["a", "b"])
+        width = trial.suggest_int("width", 4, 64)
+        team = trial.process_set
+        seen.append((trial.number, tuple(team.ranks or range(team.size())), rr.rank(), rate, kind, width))
+        total = rr.allreduce(np.float64(rate * (1 + team.rank())), name="value", op=rr.Sum, process_set=team)
+        assert trial.params == {"rate": rate, "kind": kind, "width": width}
+        return total / sum(range(1, ranks + 1))
+
+    results = run_ranks(size, seeded(objective, 8, ranks))
+    assert all(result == results[0] for result in results)
+    trials = results[0].trials
+    assert [each.number for each in trials] == list(range(8))
+    for each in trials:
+        assert each.value == pytest.approx(each.params["rate"], rel=1e-12)
+        mine = [row for row in seen if row[0] == each.number]
+        assert sorted(row[2] for row in mine) == sorted(mine[0][1])
+        assert {row[3:] for row in mine} == {tuple(each.params.values())}
+    assert results[0].best == min(trials, key=lambda each: each.value)
+    assert len({row[1] for row in seen}) == size // ranks or size > 1
+
+
+@pytest.mark.parametrize("raises_on", [(0, 1), (1,), (0,)], ids=["all", "the second", "the first"])
+def test_a_trial_that_raises_has_failed_and_its_team_goes_on(raises_on, caplog):
+    def objective(trial):
+        x = trial.suggest_float("x", 0, 1)
+        team = trial.process_set
+        if trial.number in (2, 5) and team.rank() in raises_on:
+            raise ZeroDivisionError(f"in trial {trial.number}")
+        for step in range(3):
+            sent = np.full(5, x)
+            rr.allreduce_(sent, name="gradient", process_set=team)
+            trial.report(sent[0], step)
+        return sent[0]
+
+    for result in run_ranks(4, seeded(objective, 8, 2, direction="maximize")):
+        assert [each.state for each in result.trials] == [
+            "failed" if number in (2, 5) else "complete" for number in range(8)
+        ]
+        for number in (2, 5):
+            failed = result.trials[number]
+            assert f"ZeroDivisionError: in trial {number}" in failed.error, "not what followed on the other rank"
+            assert failed.error.startswith(("rank 0:", "rank 2:") if 0 in raises_on else ("rank 1:", "rank 3:"))
+            assert failed.value is None
+
+
+def test_a_trial_that_is_pruned_has_no_value_and_the_pruner_sees_what_was_reported():
+    class Bad(optuna.pruners.BasePruner):
+        def prune(self, study, trial):
+            return trial.last_step == 1 and trial.intermediate_values[1] < 0.5
+
+    def objective(trial):
+        x = trial.suggest_float("x", 0, 1)
+        for step in range(4):
+            trial.report(x, step)
+            if trial.should_prune():
+                raise rr.sweeps.Pruned if trial.number % 2 else optuna.TrialPruned
+            assert step < 2 or x >= 0.5
+        return x
+
+    result = run_ranks(2, seeded(objective, 10, 2, direction="maximize", pruner=Bad()))[0]
+    assert {each.state for each in result.trials} == {"complete", "pruned"}
+    for each in result.trials:
+        assert (each.state, each.value) == (
+            ("pruned", None) if each.params["x"] < 0.5 else ("complete", each.params["x"])
+        )
+
+
+def test_what_optuna_refuses_is_raised_on_all_ranks_of_the_team_and_fails_the_trial():
+    def objective(trial):
+        with pytest.raises(ValueError, match="low"):
+            trial.suggest_float("x", 1, 0)
+        return trial.suggest_float("x", 0, 1)
+
+    assert [each.state for each in run_ranks(2, seeded(objective, 2, 2))[1].trials] == ["complete"] * 2
+
+
+@pytest.mark.parametrize("ending", [pytest.param("db", marks=pytest.mark.extended), "journal"])
+def test_a_study_goes_on_in_its_file(tmp_path, ending, capfd):
+    storage = str(tmp_path / f"study.{ending}")
+    first = run_ranks(2, seeded(lambda trial: trial.suggest_float("x", 0, 1), 3, 1, storage=storage))[1]
+    second = run_ranks(2, seeded(lambda trial: 10 + trial.suggest_float("x", 0, 1), 5, 2, storage=storage))[0]
+    assert second.trials[:3] == first.trials
+    assert [each.value >= 10 for each in second.trials] == [False] * 3 + [True] * 2
+    assert run_ranks(1, seeded(lambda trial: 1 / 0, 5, 1, storage=storage))[0] == second, "nothing is left to do"
+    assert "sweep: 5 of 5 trials, best 0." in capfd.readouterr().err
+
+
+def test_trials_that_ran_when_their_job_ended_are_repeated_once_with_the_same_values(tmp_path):
+    storage = f"sqlite:///{tmp_path / 'study.db'}"
+    study = optuna.create_study(storage=storage, study_name="sweep")
+    running = [study.ask() for _ in range(2)]
+    values = {trial.suggest_float("x", 0, 1) for trial in running}
+    for _ in range(2):
+        result = run_ranks(2, seeded(lambda trial: trial.suggest_float("x", 0, 1), 4, 1, storage=storage))[0]
+        assert len(result.trials) == 4
+        assert values <= {each.value for each in result.trials}
+        assert [each.state for each in result.trials] == ["complete"] * 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"ranks": 2}, "teams of ranks=2 ranks cannot be made of 3; expected a divisor of 3"),
+        ({"ranks": 0}, "teams of ranks=0"),
+        ({"direction": "up"}, "direction='up'; expected minimize or maximize"),
+    ],
+)
+def test_a_wrong_argument_is_said_on_all_ranks(arguments, message):
+    def program():
+        with pytest.raises(rr.InputError, match=message):
+            rr.sweep(lambda trial: 0, 1, **arguments)
+        return True
+
+    assert run_ranks(3, program) == [True] * 3
