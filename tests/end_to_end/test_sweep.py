@@ -56,9 +56,9 @@ def descendants(pid):
 
 @pytest.mark.parametrize("ending", ["db", "journal"])
 def test_after_sigkill_of_everything_all_trials_are_done_and_none_twice(tmp_path, ending):
-    program, log = tmp_path / "program.py", tmp_path / "done"
+    program, log, storage = tmp_path / "program.py", tmp_path / "done", tmp_path / f"study.{ending}"
     program.write_text(PROGRAM)
-    command = [jobs.ringrun(Path(sys.executable)), "-np", "4", sys.executable, program, tmp_path / f"study.{ending}", log]
+    command = [jobs.ringrun(Path(sys.executable)), "-np", "4", sys.executable, program, storage, log]
     first = subprocess.Popen(list(map(str, command)), cwd=ROOT, env=jobs.environment(), stdout=subprocess.DEVNULL)
     while not log.exists() or len(log.read_text().splitlines()) < 6:
         assert first.poll() is None, "it ended before it could be killed"
