@@ -11,7 +11,6 @@ from ringreduce.api.submit import Array, like, whole
 from ringreduce.arrays.buffer import Buffer
 from ringreduce.arrays.view import as_buffer, to_write
 from ringreduce.errors import InputError
-from ringreduce.execution.signature import Signature, sign
 from ringreduce.execution.submission import Handle, Submission
 
 __all__ = ["broadcast", "broadcast_", "broadcast_async", "broadcast_async_", "broadcast_parameters"]
@@ -85,16 +84,16 @@ def submit_broadcast(
     waits: bool,
 ) -> Handle:
     """Submit a broadcast of one tensor, or of a group with `names`."""
-    current = runtime.current("broadcast")
-    details = (("root_rank", whole(root_rank)),)
-
-    def signature(name: str) -> Signature:
-        pairs = zip(inputs, [name] if names is None else names, strict=True)
-        return Signature("broadcast", name, tuple(sign(each, own) for each, own in pairs), details)
-
-    number = number_of(process_set, "broadcast")
-    return current.engine.submit(
-        "broadcast", name, number, sign=signature, inputs=inputs, outputs=outputs, finish=finish, waits=waits
+    return runtime.current("broadcast").engine.submit(
+        "broadcast",
+        name,
+        number_of(process_set, "broadcast"),
+        details=(("root_rank", whole(root_rank)),),
+        names=None if names is None else tuple(names),
+        inputs=inputs,
+        outputs=outputs,
+        finish=finish,
+        waits=waits,
     )
 
 

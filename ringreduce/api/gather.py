@@ -15,7 +15,6 @@ from ringreduce.arrays.gpu_buffer import GpuBuffer
 from ringreduce.arrays.torch_tensor import is_torch
 from ringreduce.arrays.view import as_buffer
 from ringreduce.errors import InputError
-from ringreduce.execution.signature import Signature, names_of, sign
 from ringreduce.execution.submission import Handle, Submission
 from ringreduce.gpu import runtime as cuda
 
@@ -61,15 +60,11 @@ def _allgather(tensors: Sequence[Any], name: str | None, process_set: ProcessSet
     for each in inputs:
         _check_rows("allgather", name, each)
 
-    def signature(name: str) -> Signature:
-        pairs = zip(inputs, names_of(name, None, len(inputs)), strict=True)
-        return Signature("allgather", name, tuple(sign(each, own, each.shape[1:]) for each, own in pairs))
-
     def finish(submission: Submission) -> Any:
         return result([like(tensor, output) for tensor, output in zip(tensors, submission.outputs, strict=True)])
 
     number = number_of(process_set, "allgather")
-    return current.engine.submit("allgather", name, number, sign=signature, inputs=inputs, finish=finish, waits=waits)
+    return current.engine.submit("allgather", name, number, by_rows=True, inputs=inputs, finish=finish, waits=waits)
 
 
 def _check_rows(function: str, name: str | None, tensor: Buffer) -> None:
@@ -114,11 +109,8 @@ def _alltoall(tensor: Any, splits: Any, name: str | None, process_set: ProcessSe
             return rows
         return rows, _as_given(splits, np.array(submission.payload, np.int32))
 
-    def signature(name: str) -> Signature:
-        return Signature("alltoall", name, (sign(mine, name, mine.shape[1:]),))
-
     return current.engine.submit(
-        "alltoall", name, number, sign=signature, inputs=[mine], finish=finish, payload=parts, waits=waits
+        "alltoall", name, number, by_rows=True, inputs=[mine], finish=finish, payload=parts, waits=waits
     )
 
 

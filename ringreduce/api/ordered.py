@@ -15,10 +15,9 @@ from ringreduce.api import control, objects
 from ringreduce.api import gather as gathers
 from ringreduce.api import reduce as reductions
 from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
-from ringreduce.api.submit import agree, like
+from ringreduce.api.submit import agree, like, whole
 from ringreduce.arrays.view import as_buffer, to_write
 from ringreduce.errors import InputError
-from ringreduce.execution.signature import Signature, TensorSignature, sign
 from ringreduce.execution.submission import Handle, Submission
 from ringreduce.ops import Adasum, Average, ReduceOp
 
@@ -53,8 +52,7 @@ class Ordered(ProcessSet):
 
     def barrier_async(self) -> Handle:
         """Begin a `barrier`."""
-        sign_barrier = functools.partial(Signature, "barrier")
-        return runtime.current("barrier").engine.submit("barrier", None, number_of(self, "barrier"), sign=sign_barrier)
+        return runtime.current("barrier").engine.submit("barrier", None, number_of(self, "barrier"))
 
     def reduce(self, tensor: Any, root_rank: int, op: ReduceOp = Average) -> Any:
         """The reduced tensor on the root, None on other ranks. Cost: as allreduce."""
@@ -62,12 +60,11 @@ class Ordered(ProcessSet):
 
     def reduce_async(self, tensor: Any, root_rank: int, op: ReduceOp = Average) -> Handle:
         """Begin a `reduce`."""
-        source, arguments = as_buffer(tensor), reductions.arguments_of("allreduce", None, op, 1.0, 1.0, self)
-        arguments.check(source)
+        source, arguments = as_buffer(tensor), reductions.arguments_of("allreduce", None, op, 1.0, 1.0)
         if op is Adasum:
             raise InputError("reduce: op=Adasum; expected Average, Sum, Min, Max or Product, or call allreduce")
-        outputs = [source.empty(source.shape)]
-        return self._to_root("reduce", tensor, root_rank, source.shape, arguments.details, outputs=outputs)
+        options: dict[str, Any] = {"check": arguments.check, "outputs": [source.empty(source.shape)]}
+        return self._to_root("reduce", tensor, root_rank, arguments.details, by_rows=False, **options)
 
     def gather(self, tensor: Any, root_rank: int) -> Any:
         """The rows of all ranks on the root, in rank order; None on other ranks. dim 0 may differ per rank."""
@@ -102,7 +99,7 @@ class Ordered(ProcessSet):
     def send_async(self, tensor: Any, destination: int, tag: int = 0) -> Handle:
         """Begin a `send`; `tensor` must not change until the handle is done."""
         source = as_buffer(tensor)
-        return self._submit("send", lambda name: (sign(source, name),), destination, (tag,), inputs=[source])
+        return self._submit("send", destination, (tag,), inputs=[source])
 
     def recv(self, tensor: Any, source: int, tag: int = 0) -> Any:
         """Overwrite `tensor` with an array of its shape and type that rank `source` sends with this tag; return it.
@@ -120,8 +117,7 @@ class Ordered(ProcessSet):
             written()
             return tensor
 
-        signs = lambda name: (sign(target, name),)  # noqa: E731
-        return self._submit("recv", signs, source, (tag,), outputs=[target], finish=finish)
+        return self._submit("recv", source, (tag,), signed=[target], outputs=[target], finish=finish)
 
     def send_object(self, obj: Any, destination: int, tag: int = 0) -> None:
         """Send any Python object, pickled. See `recv_object`."""
@@ -145,9 +141,9 @@ class Ordered(ProcessSet):
         kind: str,
         tensor: Any,
         root_rank: int,
-        shape: tuple[int, ...] | None = None,
         details: tuple[tuple[str, Any], ...] = (),
         on_all: bool = False,
+        by_rows: bool = True,
         **options: Any,
     ) -> Handle:
         """Submit an operation with a root, which has the result; on_all: every rank has one."""
@@ -157,27 +153,16 @@ class Ordered(ProcessSet):
         def finish(submission: Submission) -> Any:
             return like(tensor, submission.outputs[0]) if has_result else None
 
-        signs = lambda name: (sign(source, name, source.shape[1:] if shape is None else shape),)  # noqa: E731
-        details = (*details, ("root_rank", root_rank))
-        return self._submit(kind, signs, root_rank, details=details, inputs=[source], finish=finish, **options)
+        options |= {"details": (*details, ("root_rank", whole(root_rank))), "by_rows": by_rows}
+        return self._submit(kind, root_rank, inputs=[source], finish=finish, **options)
 
-    def _submit(
-        self,
-        kind: str,
-        signs: Callable[[str], tuple[TensorSignature, ...]],
-        rank: int,
-        tag: tuple[int, ...] = (),
-        details: tuple[tuple[str, Any], ...] = (),
-        payload: Any = None,
-        **options: Any,
-    ) -> Handle:
+    def _submit(self, kind: str, rank: int, tag: tuple[int, ...] = (), payload: Any = None, **options: Any) -> Handle:
         """Submit an operation; rank: the root or the peer, a rank of the world."""
         if rank not in self._members():
             raise InputError(f"{kind}: rank {rank!r} is not in {self!r}; expected one of {self._members()}")
         engine, number = runtime.current(kind).engine, number_of(self, kind)
         payload = (rank, *tag) if tag else payload
-        signature = lambda name: Signature(kind, name, signs(name), details)  # noqa: E731
-        return engine.submit(kind, None, number, sign=signature, payload=payload, **options)
+        return engine.submit(kind, None, number, payload=payload, **options)
 
     def __repr__(self) -> str:
         return f"ordered(ranks={self.ranks})"

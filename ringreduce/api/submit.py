@@ -10,7 +10,6 @@ import numpy as np
 from ringreduce import runtime
 from ringreduce.arrays.buffer import Buffer
 from ringreduce.errors import InputError
-from ringreduce.execution.signature import Signature
 from ringreduce.execution.submission import Submission
 from ringreduce.negotiation.negotiation import GLOBAL
 from ringreduce.ops import Average, ReduceOp, Sum
@@ -52,7 +51,8 @@ def agree(
         kind,
         name,
         process_set,
-        sign=lambda name: Signature(kind, name, details=details),
+        details=details,
+        signed=(),
         inputs=inputs,
         payload=payload,
         finish=finish,
@@ -62,5 +62,7 @@ def agree(
 
 
 def whole(value: Any) -> Any:
-    """A NumPy integer as Python's, so that ranks which pass one or the other agree."""
-    return int(value) if isinstance(value, np.integer) else value
+    """A rank as Python's int, so that all agree, whatever kind of integer they pass; else text, for the error."""
+    if isinstance(value, int | np.integer):
+        return int(value)
+    return value if isinstance(value, str) else repr(value)

@@ -70,9 +70,11 @@ def numpy_buffer(array: np.ndarray[Any, Any], writable: bool) -> Buffer:
         raise UnsupportedArrayError(
             "a masked array would lose its mask; pass array.filled(value), or array.compressed()"
         )
-    if writable and not array.flags.writeable:
+    flags = array.flags
+    if writable and not flags.writeable:
         raise UnsupportedArrayError("a read-only array cannot be changed in place; pass a copy")
-    return Buffer(flat_view(array, element, writable), element, array.shape, "cpu", dtype)
+    is_flat = writable and array.ndim == 1 and flags.c_contiguous and dtype is element.storage
+    return Buffer(array if is_flat else flat_view(array, element, writable), element, array.shape, "cpu", dtype)
 
 
 def flat_view(array: Any, element: ElementType, writable: bool) -> Any:

@@ -12,7 +12,7 @@ from ringreduce.arrays.gpu_buffer import ready
 from ringreduce.engine.inbox import Inbox
 from ringreduce.errors import CollectiveError
 from ringreduce.execution.channel import Channel
-from ringreduce.execution.signature import Signature, calling_line
+from ringreduce.execution.signature import KnownSignatures, calling_line
 from ringreduce.execution.submission import Handle, Submission
 from ringreduce.gpu.runtime import Event
 from ringreduce.gpu.stream import Gpu
@@ -22,6 +22,11 @@ from ringreduce.negotiation.process_set import ProcessSetState
 from ringreduce.world import World
 
 ON_GPU = operator.attrgetter("on_gpu")
+UNNAMED = "noname"
+
+
+def _is_fine(_: Buffer) -> None:
+    return None
 
 
 class Submitting:
@@ -43,6 +48,7 @@ class Submitting:
         self._world, self._inbox, self._negotiation = world, inbox, negotiation
         self._sets, self._gpu, self._gone = sets, gpu, gone
         self._wait, self._poll = inbox.wait, inbox.on_poll
+        self._known = KnownSignatures()
 
     def submit(
         self,
@@ -50,7 +56,11 @@ class Submitting:
         name: str | None,
         process_set: int = GLOBAL,
         *,
-        sign: Callable[[str], Signature],
+        details: tuple[tuple[str, Any], ...] = (),
+        names: tuple[str, ...] | None = None,
+        signed: Sequence[Buffer] | None = None,
+        by_rows: bool = False,
+        check: Callable[[Buffer], object] = _is_fine,
         inputs: Sequence[Buffer] = (),
         outputs: Sequence[Buffer] = (),
         finish: Callable[[Submission], Any] = lambda _: None,
@@ -62,11 +72,15 @@ class Submitting:
     ) -> Handle:
         """Submit an operation; returns at once.
 
-        sign:   makes the signature from the name; a submission without a name gets a numbered one.
-        finish: makes the caller's result from the finished submission, in the thread that waits.
-        waits:  True: the caller will wait for it before it does anything else.
-        line:   the user's calling line, where the caller knows it.
-        then:   see Submission.
+        name:    None: a submission gets a numbered one.
+        details: arguments that must be equal on all ranks; names: of a group's tensors, for messages.
+        signed:  tensors whose types and shapes must be equal on all ranks, by default the inputs; by_rows: but for
+                 their dim 0.
+        check:   raises InputError for a tensor that does not fit the kind and the details.
+        finish:  makes the caller's result from the finished submission, in the thread that waits.
+        waits:   True: the caller will wait for it before it does anything else.
+        line:    the user's calling line, where the caller knows it.
+        then:    see Submission.
         timeout_s: of an operation in a channel, which is closed when that takes longer.
 
         Raises: InputError when the name is pending already, or this rank is not in the process set; PeerLostError when
@@ -74,57 +88,56 @@ class Submitting:
         """
         if line is None:
             line = calling_line(3)
-        marks: Sequence[Event] = ()
         arrays = inputs if process_set >= GLOBAL else (*inputs, *outputs)  # a channel may write to the caller's
-        if any(map(ON_GPU, arrays)):
-            self._gpu.check(arrays)
-            marks = ready(arrays)
-        inbox, negotiation = self._inbox, self._negotiation
-        with inbox.lock:
-            state = negotiation.states.get(process_set) or negotiation.channels.get(process_set)
-            if state is None:
-                raise errors_for.unknown_set(kind, process_set, self._sets, self._world.rank, self._gone)
-            if isinstance(state, Channel):
-                signature = sign(state.name)
-            elif name is None:
+        marks = self._marks(arrays) if any(map(ON_GPU, arrays)) else ()
+        callbacks = self._wait, self._poll, then
+        with self._inbox.lock:
+            state = self._state(kind, process_set)
+            known_as = state.name if isinstance(state, Channel) else UNNAMED if name is None else name
+            tensors = inputs if signed is None else signed
+            signature, key = self._known.find(kind, known_as, tensors, details, names, by_rows, check)
+            if name is None and isinstance(state, ProcessSetState):
                 state.submitted += 1
-                signature = sign("noname")._replace(name=f"noname.{state.submitted}", numbered=True)
-            else:
-                signature = sign(name)
-            submission = Submission(
-                signature,
-                process_set,
-                inputs,
-                outputs,
-                finish,
-                payload,
-                line,
-                waits,
-                marks,
-                self._wait,
-                self._poll,
-                then,
+                key = f"{UNNAMED}.{state.submitted}"
+                signature = signature._replace(name=key, numbered=True)
+            made = Submission(
+                signature, process_set, inputs, outputs, finish, payload, line, waits, marks, *callbacks, key
             )
-            if negotiation.error is not None or negotiation.leaving or state.closed:
-                raise self._closed(state, submission)
+            if self._negotiation.error is not None or self._negotiation.leaving or state.closed:
+                raise self._closed(state, made)
             if isinstance(state, Channel):
-                submission.deadline_s = submission.submitted_s + timeout_s
-                state.enqueue(submission)
+                made.deadline_s = made.submitted_s + timeout_s
+                state.enqueue(made)
                 if not waits:
-                    inbox.call_soon(lambda: None)
+                    self._inbox.call_soon(lambda: None)
             else:
-                key = submission.key
-                if state.joined:
-                    raise errors_for.after_join(submission)
-                if key in state.pending or key in state.running:
-                    raise errors_for.name_is_pending(submission, self._world.rank)
-                state.pending[key] = submission
-                if kind == JOIN:
-                    state.joined = True
-                inbox.put(submission)
+                self._put(state, made)
             self.count += 1
-        inbox.announce_soon(waits)
-        return submission
+        self._inbox.announce_soon(waits)
+        return made
+
+    def _marks(self, arrays: Sequence[Buffer]) -> Sequence[Event]:
+        """See Submission.ready."""
+        self._gpu.check(arrays)
+        return ready(arrays)
+
+    def _state(self, kind: str, process_set: int) -> ProcessSetState | Channel:
+        state = self._negotiation.states.get(process_set) or self._negotiation.channels.get(process_set)
+        if state is None:
+            raise errors_for.unknown_set(kind, process_set, self._sets, self._world.rank, self._gone)
+        return state
+
+    def _put(self, state: ProcessSetState, submission: Submission) -> None:
+        """Hand a submission to the negotiation."""
+        key = submission.key
+        if state.joined:
+            raise errors_for.after_join(submission)
+        if key in state.pending or key in state.running:
+            raise errors_for.name_is_pending(submission, self._world.rank)
+        state.pending[key] = submission
+        if submission.signature.kind == JOIN:
+            state.joined = True
+        self._inbox.put(submission)
 
     def _closed(self, state: ProcessSetState | Channel, submission: Submission) -> CollectiveError:
         """The error for what is submitted when this rank or another one is leaving, or the engine has failed."""

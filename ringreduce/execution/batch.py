@@ -58,17 +58,18 @@ class Batch(NamedTuple):
 def batches(submissions: Sequence[Submission]) -> list[Batch]:
     """The tensors by element type and kind of device; the caller settles each submission once after planning."""
     found: dict[tuple[str, str], Batch] = {}
-    last, batch = None, Batch([], [], [])
+    element, device = None, ""
+    inputs, outputs, owners = Batch([], [], [])
     for submission in submissions:
         submission.missing_pieces = 1  # for the planning itself
-        for source, target in zip(submission.inputs, submission.outputs, strict=True):
-            kind = source.element, source.device
-            if kind != last:
-                last = kind
-                batch = found.setdefault((kind[0].name, kind_of_device(kind[1])), Batch([], [], []))
-            inputs, outputs, owners = batch
+        targets = iter(submission.outputs)
+        for source in submission.inputs:
+            if source.element is not element or source.device != device:
+                element, device = source.element, source.device
+                key = element.name, kind_of_device(device)
+                inputs, outputs, owners = found.setdefault(key, Batch([], [], []))
             inputs.append(source)
-            outputs.append(target)
+            outputs.append(next(targets))
             owners.append(submission)
     return list(found.values())
 

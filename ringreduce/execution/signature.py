@@ -6,7 +6,7 @@ import functools
 import os
 import sys
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +15,7 @@ from ringreduce.arrays.buffer import Buffer
 PACKAGE = str(Path(__file__).parents[1])
 CALLERS = ("torch", "jax")  # torch calls hooks; jax.tree.map and jax.jit call functions
 SPANS = 16  # most spans of ranks named in a text
+MOST_KNOWN = 32768  # signatures that are kept
 
 
 class TensorSignature(NamedTuple):
@@ -168,3 +169,38 @@ def names_of(name: str, names: Sequence[str] | None, count: int) -> Sequence[str
     if names is not None:
         return names
     return [name] if count == 1 else [f"{name}.{number}" for number in range(count)]
+
+
+class KnownSignatures:
+    """One engine's: what equals an operation that was submitted before needs no checks, and has its signature.
+
+    Types, shapes and devices are compared each time, and no array is kept: a known one is never out of date.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Any, ...], tuple[Signature, str]] = {}
+
+    def find(
+        self,
+        kind: str,
+        name: str,
+        tensors: Sequence[Buffer],
+        details: tuple[tuple[str, Any], ...],
+        names: tuple[str, ...] | None,
+        by_rows: bool,
+        check: Callable[[Buffer], object],
+    ) -> tuple[Signature, str]:
+        """The signature of an operation on these tensors, and its key; parameters as in Submitting.submit."""
+        signed = tuple([(each.element, each.shape[1:] if by_rows else each.shape, each.device) for each in tensors])
+        key = kind, name, names, details, by_rows, signed
+        found = self._known.get(key)
+        if found is None:
+            for each in tensors:
+                check(each)
+            own = zip(tensors, names_of(name, names, len(tensors)), signed, strict=True)
+            described = tuple([sign(each, one, shape) for each, one, (_, shape, _) in own])
+            if len(self._known) >= MOST_KNOWN:
+                self._known.clear()
+            signature = Signature(kind, name, described, details)
+            found = self._known[key] = signature, signature.key
+        return found

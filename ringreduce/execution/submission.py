@@ -98,9 +98,10 @@ class Submission(Handle):
         on_wait: Callable[[Handle, float], None] = _nothing,
         on_poll: Callable[[], object] = _nothing,
         then: Callable[[Exception | None], object] | None = None,
+        key: str = "",
     ) -> None:
         self.signature = signature
-        self.key = signature.key
+        self.key = key or signature.key
         self.process_set = process_set
         self.inputs = inputs
         self.outputs = outputs  # the inputs themselves for an operation in place

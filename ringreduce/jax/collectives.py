@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -14,7 +13,7 @@ from ringreduce import runtime
 from ringreduce.api import gather
 from ringreduce.api.broadcast import submit_broadcast
 from ringreduce.api.control import barrier
-from ringreduce.api.process_sets import ProcessSet, global_process_set
+from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
 from ringreduce.api.reduce import arguments_of, grouped_reducescatter
 from ringreduce.api.world import rank
 from ringreduce.arrays.view import as_buffer
@@ -126,16 +125,16 @@ class Collective:
 
 def _allreduce(it: Collective, arrays: Arrays, name: str | None) -> Arrays:
     """Straight from the memory of `arrays` into new memory."""
-    arguments = arguments_of("allreduce", None, it.op, *it.scales, it.process_set)
+    arguments = arguments_of("allreduce", None, it.op, *it.scales)
     inputs = [as_buffer(each) for each in arrays]
-    for each in inputs:
-        arguments.check(each)
     results = [_like(each) for each in arrays]
     runtime.current("allreduce").engine.submit(
         "allreduce",
         name,
-        arguments.process_set,
-        sign=functools.partial(arguments.sign, inputs, it.names),
+        number_of(it.process_set, "allreduce"),
+        details=arguments.details,
+        names=it.names,
+        check=arguments.check,
         inputs=inputs,
         outputs=[as_buffer(each, writable=True) for each in results],
         waits=True,

@@ -101,7 +101,8 @@ class Exchange:
         if self.size == 1:
             return lambda: list(arrays)
         pairs = [self.compression.compress(each) for each in arrays]
-        handle = submit([array for array, _ in pairs], name, names, self._arguments(), in_place=in_place, line=line)
+        options: dict[str, Any] = {"in_place": in_place, "line": line}
+        handle = submit([array for array, _ in pairs], name, names, self._arguments(), self.process_set, **options)
         return functools.partial(self._finish, handle, [context for _, context in pairs])
 
     def _finish(self, handle: Handle, contexts: list[Any]) -> list[Any]:
@@ -109,12 +110,12 @@ class Exchange:
         return [self.compression.decompress(each, context) for each, context in reduced]
 
     def _arguments(self) -> Any:
-        return arguments_of("allreduce", None, self.op, *self.scales, self.process_set)
+        return arguments_of("allreduce", None, self.op, *self.scales)
 
     def refuse(self, name: str) -> None:
         """Let the group of this name fail on all ranks with MismatchError; nobody waits for this submission itself."""
         if self.size > 1:
-            submit([np.empty(0, np.float32)], name, ["nothing"], self._arguments(), in_place=True)
+            submit([np.empty(0, np.float32)], name, ["nothing"], self._arguments(), self.process_set, in_place=True)
 
     def begin_maximum(self, name: str, numbers: Sequence[int]) -> Handle:
         """Begin to find each number's largest value on any rank."""

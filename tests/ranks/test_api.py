@@ -325,7 +325,6 @@ def test_averages_of_integers(monkeypatch):
     told = []
     monkeypatch.setattr(rr.api.reduce.LOGGER, "warning", told.append)
     rr.api.reduce._warn_of_truncated_averages.cache_clear()
-    rr.api.reduce._same_arguments.cache_clear()
 
     def of_numbers():
         several = rr.synchronize(rr.grouped_allreduce_async([90 + 5 * rr.rank(), 1.0]))

@@ -51,7 +51,7 @@ def test_a_set_that_is_closed_before_this_rank_hears_of_it_hangs_no_exit():
     engine = Engine(world, transport, DYNAMIC, Host(world, transport, DYNAMIC))
     others = [exchange.transport(0), exchange.transport(1)]
     add = Signature("add_process_set", "noname.1", details=(("ranks", (1, 2)),), numbered=True)
-    handle = engine.submit("add_process_set", None, sign=lambda _: add, waits=True)
+    handle = engine.submit("add_process_set", None, details=add.details, waits=True)
     told = []
     until(lambda: told.extend(others[0].recv_control()) or told)
     gone = "rank 1 has left the job: its script ended"
@@ -74,7 +74,7 @@ def test_a_rank_that_leaves_tells_the_sets_that_it_is_yet_to_hear_of():
     engine = Engine(world, transport, DYNAMIC, Host(world, transport, DYNAMIC))
     other = exchange.transport(0)
     add = Signature("add_process_set", "noname.1", details=(("ranks", (0, 1)),), numbered=True)
-    engine.submit("add_process_set", None, sign=lambda _: add)
+    engine.submit("add_process_set", None, details=add.details)
     threading.Thread(target=engine.leave, args=("its script ended",), daemon=True).start()
     told = []
     until(

@@ -7,7 +7,6 @@ import ringreduce as rr
 from ringreduce import runtime
 from ringreduce.arrays.view import as_buffer
 from ringreduce.execution.into_outputs import INTO_OUTPUTS
-from ringreduce.execution.signature import Signature, sign
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
 
@@ -24,12 +23,12 @@ def open_channel():
 
 def begin(channel, kind, inputs=(), outputs=(), details=(), signed=(), **options):
     sources, targets = ([as_buffer(each, writable=True) for each in arrays] for arrays in (inputs, outputs))
-    signs = tuple(sign(as_buffer(each), "x") for each in signed)
     return runtime.current("a test").engine.submit(
         kind,
         None,
         channel,
-        sign=lambda name: Signature(kind, name, signs, details),
+        details=details,
+        signed=[as_buffer(each) for each in signed],
         inputs=sources,
         outputs=targets,
         **options,

@@ -10,7 +10,6 @@ import ringreduce as rr
 from ringreduce import runtime
 from ringreduce.arrays.view import as_buffer
 from ringreduce.engine.process_sets import IN_ORDER
-from ringreduce.execution.signature import Signature, sign
 from ringreduce.testing import run_ranks
 from tests.world import on_every_world
 
@@ -30,7 +29,7 @@ def begin_sum(number, values, then=None):
         "allreduce",
         None,
         number,
-        sign=lambda name: Signature("allreduce", name, (sign(buffer, name),), SUM),
+        details=SUM,
         inputs=[buffer],
         outputs=[buffer],
         then=then,

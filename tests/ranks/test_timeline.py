@@ -197,7 +197,7 @@ def fails(*_):
 @pytest.mark.parametrize("words", ["its last words arrive", "its last words fail, too"])
 def test_nobody_waits_for_an_engine_that_has_failed(tmp_path, words):
     engine, transport = lone_engine()
-    handle = engine.submit("barrier", "b", sign=lambda name: Signature("barrier", name))
+    handle = engine.submit("barrier", "b")
     if "fail" in words:
         transport.send_control = fails
     transport.recv_control = fails

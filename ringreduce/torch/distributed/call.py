@@ -10,7 +10,6 @@ import torch
 from ringreduce.arrays.buffer import Buffer
 from ringreduce.arrays.torch_tensor import torch_buffer
 from ringreduce.errors import CollectiveError
-from ringreduce.execution.signature import Signature, sign
 from ringreduce.torch.distributed.tensors import Details, flat, plain, seconds
 from ringreduce.torch.distributed.work import BACKWARD, Work
 
@@ -74,7 +73,8 @@ class Call:
             kind,
             None,
             self._group.channel,
-            sign=lambda name: Signature(kind, name, tuple([sign(each, name) for each in arrays]), details),
+            details=details,
+            signed=arrays,
             inputs=inputs,
             outputs=outputs,
             waits=BACKWARD.runs() and not engine.host.overlaps,

@@ -1,0 +1,172 @@
+"""What was submitted before needs no checks; what differs from it, in whatever way, is not taken for it."""
+
+import numpy as np
+import pytest
+import torch
+
+import ringreduce as rr
+import ringreduce.torch as hvd
+from ringreduce import runtime
+from ringreduce.errors import InputError, MismatchError
+from ringreduce.testing import run_ranks
+
+STEPS = range(3)  # the second and third are known
+
+
+def submit_each(name, array, torch_array, root, op):
+    """Every kind of call under one name; returns what each got, as lists of numbers."""
+    grouped = [array, torch_array]
+    found = [
+        rr.allreduce(array, name=f"{name}.out", op=op),
+        rr.allreduce_(array.copy(), name=f"{name}.in", op=op),
+        hvd.allreduce(torch_array, name=f"{name}.torch", op=op),
+        hvd.allreduce_(torch_array.clone(), name=f"{name}.torch_in", op=op),
+        *rr.grouped_allreduce(grouped, name=f"{name}.group", op=op),
+        *rr.grouped_allreduce_([array.copy(), torch_array.clone()], name=f"{name}.group_in", op=op),
+        rr.broadcast(array, root, name=f"{name}.broadcast"),
+        rr.broadcast_(torch_array.clone(), root, name=f"{name}.broadcast_in"),
+        rr.allgather(array, name=f"{name}.allgather"),
+        rr.reducescatter(array, name=f"{name}.reducescatter", op=rr.Sum),
+    ]
+    return [(each.shape, str(each.dtype), each.flatten().tolist()) for each in found]
+
+
+def expected(array, torch_type, root, op):
+    """As `submit_each`, of two ranks whose arrays are `array` and three times it."""
+    total = array * (4 if op is rr.Sum else 2)
+    mine, rooted = rr.rank() * array.shape[0] // 2, array * (1, 3)[root]
+    numpy_type, half = str(array.dtype), array.shape[0] // 2
+    whole = (array.shape, numpy_type, total.ravel().tolist())
+    of_torch = (array.shape, torch_type, total.ravel().tolist())
+    rows = (2 * array.shape[0], *array.shape[1:])
+    part = (array * 4)[mine : mine + half]
+    return [
+        *([whole] * 2),
+        *([of_torch] * 2),
+        *([whole, of_torch] * 2),
+        (array.shape, numpy_type, rooted.ravel().tolist()),
+        (array.shape, torch_type, rooted.ravel().tolist()),
+        (rows, numpy_type, [*array.ravel().tolist(), *(array * 3).ravel().tolist()]),
+        (part.shape, numpy_type, part.ravel().tolist()),
+    ]
+
+
+def every_kind_of_call():
+    ramp = np.arange(12, dtype=np.float32)
+    variants = [
+        (ramp, torch.float32, 0, rr.Sum),
+        (ramp, torch.float32, 0, rr.Average),  # another op
+        (ramp, torch.float32, 1, rr.Average),  # another root
+        (ramp.reshape(6, 2), torch.float32, 1, rr.Average),  # other shapes
+        (ramp.reshape(2, 6), torch.float32, 1, rr.Average),
+        (ramp[:8], torch.float32, 1, rr.Average),
+        (ramp.astype(np.float64), torch.float64, 1, rr.Average),  # other types
+        (ramp.astype(np.float16), torch.bfloat16, 1, rr.Average),
+        (np.asfortranarray(ramp.reshape(6, 2)), torch.float32, 1, rr.Average),  # other layouts
+        (np.repeat(ramp, 2)[::2], torch.float32, 1, rr.Average),
+        (ramp, torch.float32, 0, rr.Sum),
+    ]
+    for array, torch_type, root, op in variants:
+        mine = array * (1 + 2 * rr.rank())
+        tensor = torch.from_numpy(mine.astype(np.float32)).to(torch_type)
+        for _ in STEPS:
+            assert submit_each("w", mine, tensor, root, op) == expected(array, str(torch_type), root, op)
+
+
+def test_every_kind_of_call_that_comes_again_in_another_way_gets_its_own_result():
+    run_ranks(2, every_kind_of_call)
+
+
+def frozen():
+    array = np.ones(3, np.float32)
+    array.setflags(write=False)
+    return array
+
+
+WRONG_AFTER_KNOWN = {
+    "read-only": (
+        lambda: rr.allreduce_(np.ones(3, np.float32), name="w"),
+        lambda: rr.allreduce_(frozen(), name="w"),
+        "read-only",
+    ),
+    "a 0-d tensor": (
+        lambda: rr.reducescatter(np.ones(2), name="w"),
+        lambda: rr.reducescatter(np.float64(1), name="w"),
+        "0-d tensor",
+    ),
+    "a 0-d tensor for rows": (
+        lambda: rr.allgather(np.ones(2), name="w"),
+        lambda: rr.allgather(np.float64(1), name="w"),
+        "0-d tensor",
+    ),
+    "no op of bool": (
+        lambda: rr.allreduce(np.ones(2, np.uint8), name="w", op=rr.Sum),
+        lambda: rr.allreduce(np.ones(2, bool), name="w", op=rr.Average),
+        "bool elements cannot be averaged",
+    ),
+    "sparse": (
+        lambda: hvd.allreduce_(torch.ones(3), name="w"),
+        lambda: rr.allreduce_(torch.ones(3).to_sparse(), name="w"),
+        "not dense",
+    ),
+    "a conjugated view": (
+        lambda: rr.allreduce(torch.ones(3, dtype=torch.complex64), name="w"),
+        lambda: rr.allreduce(torch.ones(3, dtype=torch.complex64).conj(), name="w"),
+        "conjugated",
+    ),
+    "no rank": (
+        lambda: rr.broadcast(np.ones(3), 1, name="w"),
+        lambda: rr.broadcast(np.ones(3), 1.0, name="w"),
+        "root_rank='1.0'; expected a rank",
+    ),
+    "a process set that is no more": (
+        lambda: rr.allgather(np.ones(3), name="w"),
+        lambda: rr.allgather(np.ones(3), name="w", process_set=rr.ProcessSet([0, 1])),
+        "was not added, or was removed",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_AFTER_KNOWN)
+def test_what_is_wrong_is_refused_though_its_name_is_known(case):
+    first, second, message = WRONG_AFTER_KNOWN[case]
+
+    def program():
+        for _ in STEPS:
+            first()
+        for _ in STEPS:
+            with pytest.raises(InputError, match=message):
+                second()
+        first()
+
+    run_ranks(2, program)
+
+
+def test_ranks_that_differ_under_a_known_name_get_a_mismatch():
+    def program():
+        calls = (
+            lambda array: rr.allreduce(array, name="out"),
+            lambda array: rr.grouped_allreduce([array, array], name="group"),
+            lambda array: rr.broadcast(array, 0, name="broadcast"),
+            lambda array: rr.allgather(array, name="gather"),
+        )
+        for call in calls:
+            for _ in STEPS:
+                call(np.ones((4, 2)))
+            with pytest.raises(MismatchError, match=r"rank 1 of 2.*float64\[.*3\], but rank 0 has float64\[.*2\]"):
+                call(np.ones((4, 2 + rr.rank())))
+            with pytest.raises(MismatchError, match=r"rank 1 of 2.*float32\[.*2\], but rank 0 has float64\[.*2\]"):
+                call(np.ones((4, 2), (np.float64, np.float32)[rr.rank()]))
+
+    run_ranks(2, program)
+
+
+def test_what_is_known_is_one_engines_and_holds_no_array():
+    def program():
+        array = np.ones(3)
+        rr.allreduce_(array, name="w")
+        known = runtime.current("a test").engine.submitting._known._known
+        kinds = sorted(each[:2] for each in known if each[1] == "w")
+        return kinds, any(isinstance(part, np.ndarray) for each in known for part in each)
+
+    assert run_ranks(2, program) == run_ranks(2, program) == [([("allreduce", "w")], False)] * 2
