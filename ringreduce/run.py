@@ -20,6 +20,7 @@ import codecs
 import contextlib
 import os
 import pickle
+import re
 import selectors
 import signal
 import subprocess
@@ -44,12 +45,13 @@ PIECE_BYTES = 64 << 20
 CHUNK_BYTES = 1 << 16
 LONGEST_FOLDER = 80  # a socket's path has room for about 100
 RANK_PROGRAM = "from ringreduce.run import serve; serve()"
-FAILED, REFUSES = "-- ringrun: rank ", "ringrun: error: "
+REFUSES = "ringrun: error: "
+FAILED = re.compile(r"-- ringrun: rank \d+ of \d+ failed first ")
 """How the lines begin with which ringrun says why a job has failed: from there on they are the exception's text."""
-HOROVODS_NAMES = {"num_proc": "np", "use_gloo": "gloo", "use_mpi": "mpi"}
+HOROVODS_NAMES = {"num_proc": "np", "min_num_proc": "min_np", "use_gloo": "gloo", "use_mpi": "mpi"}
 SWITCHES = ("gloo", "mpi", "disable-cache", "verbose")
 """Horovod's: a number, as in verbose=2, says yes, and no is no flag."""
-OF_ELASTIC_JOBS = ("min_num_proc", "max_num_proc", "min_np", "max_np", "slots", "reset_limit", "cooldown_range")
+OF_GROWING_JOBS = ("max_num_proc", "max_np", "slots", "reset_limit", "cooldown_range")
 
 
 def run(
@@ -68,7 +70,8 @@ def run(
     env:        variables for the ranks, besides this process's own.
     executable: the ranks' Python, by default this one.
     flags:      ringrun's, as in hosts="h1:4,h2:4", hostfile=…, timeout=60, restarts=1, ranks="0", log_level="debug",
-                verbose=True; Horovod's use_gloo, use_mpi and disable_cache have no meaning here.
+                verbose=True; Horovod's use_gloo, use_mpi and disable_cache have no meaning here. With elastic=True, or
+                Horovod's min_num_proc, the results are those of the ranks that are left in the end.
 
     What `func` refers to by name is imported on the ranks, from the folders where this process finds it; what stands in
     a script or a notebook itself travels with it. Ctrl-C, and a notebook's stop button, end all ranks.
@@ -96,10 +99,10 @@ def run(
             key = {KEY_VARIABLE: listener.authkey.hex()}
             code, report = _finish([*ringrun, "--env", KEY_VARIABLE, *rank], {**os.environ, **key})
     if code == 0:
-        return results.by_rank()
+        return results.by_rank(some_are_lost=bool(flags.get("elastic") or flags.get("min_num_proc")))
     kinds = {2: InputError, 3: StartupError} if report.startswith(REFUSES) else {}
     why = report.removeprefix(REFUSES) or f"ringrun ended with exit code {code}"
-    raise kinds.get(code, JobFailedError)(f"run():\n{why}" if why.startswith(FAILED) else f"run(): {why}")
+    raise kinds.get(code, JobFailedError)(f"run():\n{why}" if FAILED.match(why) else f"run(): {why}")
 
 
 def _arguments(np: object, flags: Mapping[str, object]) -> Iterator[str]:
@@ -107,11 +110,13 @@ def _arguments(np: object, flags: Mapping[str, object]) -> Iterator[str]:
     for name, value in {"np": np, **flags}.items():
         if value is None:
             continue
-        if name in OF_ELASTIC_JOBS:
+        if name in OF_GROWING_JOBS:
             raise InputError(
-                f"run(): {name}={value} is for elastic jobs, which are not there yet; with restarts=N a job starts "
-                "again after a failure"
+                f"run(): {name}={value} is for jobs that grow, and here none does; elastic=True, np=4, spares=1 starts "
+                "five ranks, of which one waits to take the place of another"
             )
+        if name == "min_num_proc" and not flags.get("elastic"):
+            yield "--elastic"
         flag = HOROVODS_NAMES.get(name, name).replace("_", "-")
         if flag in SWITCHES:
             yield from [f"--{flag}"] if value else []
@@ -142,16 +147,17 @@ class _Results:
         self.pickled: dict[int, bytes] = {}
         self.size = 0
 
-    def by_rank(self) -> list[Any]:
-        """Return the results."""
+    def by_rank(self, *, some_are_lost: bool) -> list[Any]:
+        """Return the results; of an elastic job, where some ranks may be lost, of those that are left."""
         from ringrun.text import numbered
 
-        if missing := set(range(self.size or 1)) - self.pickled.keys():
+        missing = set(range(self.size or 1)) - self.pickled.keys()
+        if missing and not (some_are_lost and self.pickled):
             raise JobFailedError(
                 f"run(): {numbered('rank', missing)} ended with exit code 0 before the function returned; it must not "
                 "call sys.exit() or os._exit()"
             )
-        return [pickle.loads(self.pickled[rank]) for rank in range(self.size)]  # noqa: S301 - from our own ranks
+        return [pickle.loads(self.pickled[rank]) for rank in sorted(self.pickled)]  # noqa: S301 - from our own ranks
 
 
 class _Rank:
@@ -260,7 +266,7 @@ class _Report(_Printer):
     def _show(self, text: str) -> None:
         *lines, self._line = (self._line + text).split("\n")
         for line in lines:
-            if self._kept or line.startswith((FAILED, REFUSES)):
+            if self._kept or line.startswith(REFUSES) or FAILED.match(line):
                 self._kept += f"{line}\n"
             else:
                 self._last = line if line.startswith("ringrun: ") else self._last

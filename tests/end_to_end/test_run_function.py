@@ -64,12 +64,35 @@ def test_variables_and_what_is_not_returned():
         rr.run(function, np=2)
 
 
+def test_an_elastic_job_returns_what_is_left_and_prints_who_is_lost(capsys):
+    def function():
+        import os
+        import signal
+
+        rr.init()
+        started_as = rr.rank()
+
+        @rr.elastic.run
+        def train(state):
+            if started_as == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return started_as, float(rr.allreduce(float(started_as), op=rr.Sum, name="x")), rr.size()
+
+        return train(rr.elastic.ObjectState(step=0))
+
+    assert rr.run(function, num_proc=3, min_num_proc=2) == [(0, 2.0, 2), (2, 2.0, 2)]
+    printed = capsys.readouterr().err
+    assert "-- ringrun: rank 1 of 3 failed ---" in printed
+    assert "\nringrun: ranks 0,2 went on after " in printed
+
+
 def test_flags_are_ringruns_and_horovods():
     arguments = sys.modules["ringreduce.run"]._arguments
     flags = {"hosts": "h1:2", "timeout": 1.5, "fold": True, "cuda_ipc": False, "ranks": None, "restarts": 0}
     ours = ["-np", "4", "--hosts", "h1:2", "--timeout", "1.5", "--fold", "--no-cuda-ipc", "--restarts", "0"]
     assert list(arguments(4, flags)) == ours
     horovods = {"num_proc": 2, "use_gloo": True, "use_mpi": False, "disable_cache": 1, "verbose": 2, "min_np": None}
+    assert list(arguments(3, {"min_num_proc": 2})) == ["-np", "3", "--elastic", "--min-np", "2"]
     assert list(arguments(None, horovods)) == ["-np", "2", "--gloo", "--disable-cache", "--verbose"]
 
 
@@ -77,9 +100,9 @@ def test_flags_are_ringruns_and_horovods():
     ("options", "kind", "message"),
     [
         (
-            {"min_np": 1},
+            {"max_np": 4},
             rr.InputError,
-            r"run\(\): min_np=1 is for elastic jobs, which are not there yet; with restarts=N",
+            r"run\(\): max_np=4 is for jobs that grow, and here none does; elastic=True, np=4",
         ),
         ({"colour": 1}, rr.InputError, r"run\(\): there is no flag --colour; see ringrun --help$"),
         ({"np": 0}, rr.InputError, r"run\(\): -np: expected auto or a whole number from 1"),

@@ -1,0 +1,109 @@
+"""Elastic jobs over several hosts, on both MPIs: a rank, a host, a link is lost, and the others go on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.hosts import Hosts
+from tests.cluster.processes import Inside
+
+pytestmark = [pytest.mark.timeout(180), pytest.mark.extended]
+
+TRAINS = """
+    import os, sys, time
+    from pathlib import Path
+    import numpy as np
+    import ringreduce as rr
+    from ringreduce import reform
+    from ringreduce.errors import CollectiveError
+
+    rr.init()
+    steps, last, total = 0, 1000, np.zeros(1 << 14)
+    while steps < last:
+        try:
+            done = rr.allreduce(np.full(total.shape, steps + 1.0), name="step")
+        except CollectiveError:
+            if not reform.reform(steps).is_equal:
+                root = reform.latest().root
+                steps = rr.broadcast_object(steps, root_rank=root)
+                rr.broadcast_(total, root, name="state")
+            last = steps + 5
+            continue
+        steps, total = steps + 1, total + done
+        if rr.rank() == 0 and steps == 3:
+            Path("trains").touch()
+        time.sleep(0.05)
+    print("ended with", rr.size(), total[0] == steps * (steps + 1) / 2)
+    sys.stdout.flush()
+"""
+FLAGS = ["--elastic", "-H", "h0:1,h1:1,h2:1,h3:1", "--lost-after", "4", "--stall-abort-s", "20"]
+
+
+@pytest.fixture
+def train(own_hosts: Hosts, python: Path, tmp_path: Path) -> Callable[[], Inside]:
+    """Start a job of four ranks, one on each host; return when it trains."""
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(TRAINS))
+
+    def start() -> Inside:
+        process = own_hosts.start_ringrun(python, *FLAGS, python, script)
+        until_s = time.monotonic() + 60
+        while not (own_hosts.folder / "trains").exists():
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < until_s
+            time.sleep(0.05)
+        return process
+
+    return start
+
+
+def end_of(process: Inside) -> tuple[list[str], str]:
+    out, err = process.communicate(timeout=90)
+    assert process.returncode == 0, err
+    return sorted(out.splitlines()), err
+
+
+def survivors(*ranks: int) -> list[str]:
+    return [f"[{rank}] ended with {len(ranks)} True" for rank in ranks]
+
+
+def kill(hosts: Hosts, k: int, *, only_rank: bool) -> None:
+    for pid, line in hosts.processes(k).items():
+        if ("train.py" in line and "ringrun" not in line) or not only_rank:
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_a_rank_on_another_host(own_hosts: Hosts, train: Callable[[], Inside]) -> None:
+    job = train()
+    kill(own_hosts, 2, only_rank=True)
+    lines, err = end_of(job)
+    assert lines == survivors(0, 1, 3)
+    assert "-- ringrun: rank 2 of 4 failed --" in err
+    own_hosts.assert_nothing_is_left()
+
+
+def test_a_host(own_hosts: Hosts, train: Callable[[], Inside]) -> None:
+    job = train()
+    kill(own_hosts, 1, only_rank=False)
+    lines, err = end_of(job)
+    assert lines == survivors(0, 2, 3), err
+    assert "-- ringrun: rank 1 of 4 failed --" in err
+
+
+def test_a_link(own_hosts: Hosts, train: Callable[[], Inside]) -> None:
+    job = train()
+    own_hosts.link_down(3)
+    lines, err = end_of(job)
+    assert lines == survivors(0, 1, 2), err
+    assert "its host has not answered for 4 s (--lost-after)" in err
+    until_s = time.monotonic() + 30
+    while left := [line for line in own_hosts.processes(3).values() if not line.startswith("sshd:")]:
+        assert time.monotonic() < until_s, left  # its sshd waits for TCP
+        time.sleep(0.1)
