@@ -57,21 +57,22 @@ def _exit_code() -> int:
 def _is_uncaught(error: SystemExit) -> bool:
     """Return whether `error` ends the interpreter, or was caught, and the script went on.
 
-    Its traceback begins where it was handled last: not at all up to Python 3.11, or in the outermost frame, which has
-    not gone on since, or has raised it again. In a Python whose bytecode is not known, the outermost frame counts as
-    one that has not gone on.
+    Its traceback begins where it was handled last: not at all up to Python 3.11, or in a frame that has not gone on
+    since, or has raised it again; one that is not the outermost may have raised another since. In a Python whose
+    bytecode is not known, only the outermost frame counts as one that has not gone on.
     """
     trace = error.__traceback__
     if trace is None:
         return True
     frame = trace.tb_frame
-    if frame.f_back is not None:
-        return False
-    if frame.f_lasti == trace.tb_lasti or sys.version_info[:2] > _LAST_KNOWN_PYTHON:
+    is_outermost = frame.f_back is None
+    if sys.version_info[:2] > _LAST_KNOWN_PYTHON:
+        return is_outermost
+    if frame.f_lasti == trace.tb_lasti:
         return True
     with contextlib.suppress(IndexError):
-        return opcode.opname[frame.f_code.co_code[frame.f_lasti]] in _RAISING
-    return True
+        return opcode.opname[frame.f_code.co_code[frame.f_lasti]] in (_RAISING if is_outermost else _RAISING[:1])
+    return is_outermost
 
 
 def _leave_exit_code() -> None:

@@ -173,6 +173,8 @@ WAYS_OUT = {
     "try: leave(7)\nexcept SystemExit: pass": 14,
     "try: leave(7)\nexcept SystemExit: leave(0)": 14,
     "def caught():\n    try: leave(7)\n    except SystemExit: pass\ncaught()": 14,
+    "def handled():\n    try: leave(7)\n    except ValueError: pass\nhandled()": 7,
+    "def handled():\n    for _ in range(2):\n        try: leave(7)\n        except SystemExit: pass\nhandled()": 14,
     "thread = threading.Thread(target=leave, args=[7])\nthread.start()\nthread.join()": 14,
     "_thread.start_new_thread(leave, (7,))\ntime.sleep(0.3)": 14,
 }
