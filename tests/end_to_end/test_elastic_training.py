@@ -1,0 +1,124 @@
+"""torch under `ringrun --elastic`: ranks really die, and the parameters are those that one process gets with the ranks
+that took part in each step; and the example."""
+
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import jobs
+
+STEPS = 12
+PROGRAM = """
+import os, signal, sys
+import torch
+import ringreduce.torch as hvd
+from tests.end_to_end.test_elastic_training import STEPS, batch_of, new_model
+
+ORIGIN = int(os.environ["OMPI_COMM_WORLD_RANK"])
+deaths = {int(rank): (int(step), how) for rank, step, how in (each.split(":") for each in sys.argv[2:])}
+
+def die(how):
+    if how == "raise": raise ValueError("broken on purpose")
+    if how == "exit": sys.exit(3)
+    if how == "_exit": os._exit(7)
+    os.kill(os.getpid(), getattr(signal, how))
+
+hvd.init()
+torch.set_num_threads(1)
+model, optimizer = new_model(seed=hvd.rank() + 5)
+optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+
+@hvd.elastic.run
+def train(state):
+    while len(state.history) < STEPS:
+        step = len(state.history)
+        members = hvd.allgather_object(ORIGIN)
+        loss = model(batch_of(step, ORIGIN)).square().mean()
+        if deaths.get(ORIGIN) == (step, "SIGKILL"): die("SIGKILL")
+        loss.backward()
+        if deaths.get(ORIGIN, (-1,))[0] == step: die(deaths[ORIGIN][1])
+        optimizer.step()
+        optimizer.zero_grad()
+        state.history.append(members)
+        state.pids.append(os.getpid())
+        state.commit()
+
+state = hvd.elastic.TorchState(model, optimizer, history=[], pids=[])
+train(state)
+if hvd.rank() == 0:
+    torch.save([state.history, hvd.size(), [each.detach().clone() for each in model.parameters()]], sys.argv[1])
+"""
+
+
+def new_model(seed):
+    """Of float64, with Adam."""
+    torch.manual_seed(seed)
+    layers = [torch.nn.Linear(6, 8, dtype=torch.float64), torch.nn.Tanh(), torch.nn.Linear(8, 2, dtype=torch.float64)]
+    model = torch.nn.Sequential(*layers)
+    return model, torch.optim.Adam(model.parameters(), lr=0.01)
+
+
+def batch_of(step, rank):
+    """What a rank of the job's start trains on in a step."""
+    return torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+def replayed(history):
+    """The parameters after these steps in one process, with the ranks that took part in each."""
+    model, optimizer = new_model(seed=5)
+    for step, ranks in enumerate(history):
+        optimizer.zero_grad()
+        for rank in ranks:
+            (model(batch_of(step, rank)).square().mean() / len(ranks)).backward()
+        optimizer.step()
+    return list(model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("flags", "deaths", "sizes"),
+    [
+        (["-np", 3], ["2:4:SIGKILL"], {3: 4, 2: 8}),
+        (["-np", 3], ["0:5:_exit"], {3: 5, 2: 7}),
+        (["-np", 4], ["1:3:raise", "2:7:exit"], {4: 3, 3: 4, 2: 5}),
+        (["-np", 4], ["3:6:SIGSEGV", "0:6:SIGKILL"], {4: 6, 2: 6}),
+        (["-np", 3, "--spares", 1], ["1:5:SIGKILL"], {3: 12}),
+        (["-np", 3, "--spares", 1], ["0:5:_exit"], {3: 12}),
+    ],
+    ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else "",
+)
+def test_what_is_trained_is_what_the_ranks_that_took_part_train_in_one_process(tmp_path, flags, deaths, sizes):
+    program, result = tmp_path / "program.py", tmp_path / "result"
+    program.write_text(PROGRAM)
+    command = [jobs.ringrun(Path(sys.executable)), "--elastic", "--min-np", 2, *flags, sys.executable, program, result]
+    environment = jobs.environment(PYTHONPATH=str(jobs.ROOT), OMP_NUM_THREADS="1")
+    ended = jobs.run([*command, *deaths], env=environment, stderr=subprocess.STDOUT)
+    assert ended.returncode == 0, ended.stdout
+    for death in deaths:
+        assert re.search(rf"rank {death[0]} of \d failed", ended.stdout), ended.stdout
+    history, size, parameters = torch.load(result)
+    assert {count: [len(ranks) for ranks in history].count(count) for count in sizes} == sizes, history
+    assert size == list(sizes)[-1]
+    for one, other in zip(parameters, replayed(history), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-12)
+
+
+def test_the_example_goes_on_without_a_rank_that_is_killed():
+    example = [sys.executable, jobs.ROOT / "examples" / "elastic_digits.py", "--step-s", "0.02"]
+    command = [jobs.ringrun(Path(sys.executable)), "--elastic", "-np", 3, "--min-np", 2, *example]
+    seen = []
+    with subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, text=True, env=jobs.environment()) as job:
+        for line in job.stdout:
+            seen.append(line)
+            found = re.search(r"3 ranks, processes \[(\d+), .*, (\d+)\]", line)
+            if len(seen) == 1:
+                first, last = found.groups()
+                time.sleep(0.1)
+                subprocess.run(["kill", "-9", first], check=True)
+    assert job.returncode == 0, seen
+    assert re.search(rf"epoch 25 of 25: 2 ranks, processes \[\d+, {last}\]", "".join(seen))
+    assert float(re.search(r"test accuracy: (\S+)", seen[-1])[1]) > 0.95
