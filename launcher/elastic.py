@@ -14,6 +14,8 @@ STALL_ABORT_S = 30.0
 """After this time a rank that keeps others waiting counts as lost, unless the user says another."""
 
 _STALL_ABORT, _HOROVODS = "RINGREDUCE_STALL_ABORT_S", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS"
+_NO_FINALIZE = "MPI4PY_RC_FINALIZE"
+"""Whether mpi4py, where it started MPI before ringreduce did, ends it at exit; that would wait for lost ranks."""
 _MOST = 999_999
 _DEPENDENT = ("min_np", "spares", "max_failures")
 
@@ -86,7 +88,7 @@ def rank_variables(elastic: Elastic, of_engine: Mapping[str, str], environ: Mapp
 
     of_engine: the MPI's own.
     """
-    wanted = dict(of_engine)
+    wanted = {**of_engine, _NO_FINALIZE: "0"}
     if _HOROVODS not in environ:
         wanted[_STALL_ABORT] = f"{STALL_ABORT_S:g}"
     ours = {"ELASTIC": 1, "MIN_NP": elastic.min_np, "SPARES": elastic.spares}

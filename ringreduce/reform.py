@@ -14,7 +14,7 @@ from ringreduce.startup.survivors import RECOVERY_S
 from ringreduce.startup.worlds import Elastic, Reformed
 from ringreduce.transport.message import MessageTransport
 
-__all__ = ["Reformed", "is_elastic", "joined_late", "latest", "membership_changed", "reform"]
+__all__ = ["Reformed", "give_up", "is_elastic", "joined_late", "latest", "membership_changed", "reform"]
 
 
 def is_elastic() -> bool:
@@ -38,6 +38,13 @@ def latest() -> Reformed | None:
     """How this rank's world began; None: with the job."""
     elastic = runtime.current("latest").elastic
     return None if elastic is None else elastic.latest
+
+
+def give_up() -> None:
+    """This rank has failed: at its exit it does not wait for the others, who go on when its process has ended."""
+    elastic = runtime.current("give_up").elastic
+    if elastic is not None:
+        elastic.has_failed = True
 
 
 def reform(commits: int) -> Reformed:

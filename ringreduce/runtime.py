@@ -270,7 +270,7 @@ def _at_exit() -> None:
         return
     runtime, why = _process_runtime, "its script ended"
     if runtime is not None and runtime.elastic is not None:
-        _leave_elastic(runtime, why)
+        _leave_elastic(runtime, runtime.elastic, why)
         return
     terminated = threading.Event()
     if threading.current_thread() is threading.main_thread():
@@ -279,14 +279,14 @@ def _at_exit() -> None:
         finalize_mpi()
 
 
-def _leave_elastic(runtime: Runtime, why: str) -> None:
+def _leave_elastic(runtime: Runtime, elastic: Elastic, why: str) -> None:
     """Leave the world of an elastic job, but wait for nobody who may be lost, here or in MPI_Finalize.
 
-    A script that failed leaves no world: the others go on when its process has ended. MPI_Finalize is left out by
-    launcher/hook/sitecustomize.py, after the last atexit function.
+    A script that failed leaves no world: the others go on when its process has ended.
     """
     error_file = runtime.settings.error_file
-    if not os.path.exists(f"{error_file}.exit"):  # which that hook writes for sys.exit() with another code than 0
+    # launcher/hook/sitecustomize.py writes that file for sys.exit() with another code than 0
+    if not elastic.has_failed and not os.path.exists(f"{error_file}.exit"):
         report_leaving(error_file, why)
         until_s = time.monotonic() + LEAVE_S
         runtime.engine.leave(why, lambda: time.monotonic() > until_s)

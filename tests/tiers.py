@@ -53,6 +53,10 @@ QUICK_JOBS = {
         "test_a_rank_that_dies_on_another_host[openmpi-os.kill",
         "test_a_host_whose_link_goes_down[",
     ],
+    "elastic/test_deaths.py": [
+        "test_the_others_go_on[openmpi-rank 0]",
+        "test_without_ringrun_it_is_said_that_nobody_sees_deaths",
+    ],
     "end_to_end/test_engine.py": [
         "test_shutdown_with_work_pending_is_an_error_that_says_who_left_first[",
         "test_what_was_handed_in_and_never_waited_for_hangs_nobody_at_exit[",
@@ -114,7 +118,7 @@ QUICK_JOBS = {
 }
 """By file: how the names begin of tests in FOLDERS_OF_JOBS that run always. Each starts jobs, and takes seconds."""
 QUICK_NAMES = tuple(f"tests/{file}::{name}" for file, names in QUICK_JOBS.items() for name in names)
-FOLDERS_OF_JOBS = ("tests/cluster/", "tests/end_to_end/", "tests/examples/")
+FOLDERS_OF_JOBS = ("tests/cluster/", "tests/elastic/", "tests/end_to_end/", "tests/examples/")
 GROUPS = {
     "pool": (
         "tests/end_to_end/test_readme.py",

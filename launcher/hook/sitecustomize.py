@@ -84,11 +84,10 @@ def _leave_exit_code() -> None:
 
 
 def _leave() -> None:
-    """Exit as Python would, short of MPI_Finalize, if MPI is up, and there was a failure or the job is elastic."""
+    """Exit as Python would, short of MPI_Finalize, if there was a failure and MPI is up."""
     mpi: Any = sys.modules.get("mpi4py.MPI")
     code = 1 if _uncaught else _exit_code()
-    ends_alone = code or os.environ.get("RINGREDUCE_ELASTIC") == "1"  # other ranks may be lost, or go on without
-    if not ends_alone or mpi is None or not mpi.Is_initialized() or mpi.Is_finalized():
+    if not code or mpi is None or not mpi.Is_initialized() or mpi.Is_finalized():
         return
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):

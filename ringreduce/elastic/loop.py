@@ -56,6 +56,10 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
                 if reform.membership_changed():
                     state.save()  # it is whole: the interrupt comes between two steps
                     needs_sync = not _reform(state)
+            except BaseException as exc:
+                if not (isinstance(exc, SystemExit) and exc.code in (None, 0)):
+                    reform.give_up()  # the others go on as soon as this process has ended
+                raise
             is_changed = True
 
     return training

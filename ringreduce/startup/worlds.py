@@ -49,6 +49,7 @@ class Elastic:
         self.origin, self.members, self.server = origin, members, server
         self.latest: Reformed | None = None  # how the world began; None: with the job
         self.joined_late = False
+        self.has_failed = False  # this rank: it ends without leaving its world
         self.kept: list[Any] = []  # engines that were given up: MPI may still use their memory
 
     def enter(self, last: World, before: MessageTransport, commits: int, sets: ProcessSets | None) -> Entered:

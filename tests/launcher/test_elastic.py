@@ -150,6 +150,7 @@ def test_the_ranks_variables_are_the_mpis_and_the_users_count_more() -> None:
     of_engine = ENGINES["openmpi"].elastic_environment(Launcher("mpirun", (5, 0)), is_across=True)
     assert rank_variables(Elastic(2, 1), of_engine, environ) == {
         "OMPI_MCA_mpi_ft_enable": "1",
+        "MPI4PY_RC_FINALIZE": "0",
         "RINGREDUCE_STALL_ABORT_S": "30",
         "RINGREDUCE_ELASTIC": "1",
         "RINGREDUCE_MIN_NP": "2",

@@ -1,0 +1,110 @@
+"""Ranks die in jobs of `ringrun --elastic`, and the others go on in the same processes, with the right result."""
+
+import json
+import os
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests import jobs
+from tests.elastic.training import replay
+
+pytestmark = pytest.mark.timeout(300)
+
+STEPS = 30
+DEATHS = {
+    "SIGKILL": (4, ["2 step 10 SIGKILL"]),
+    "rank 0": (3, ["0 step 10 _exit7"]),
+    "SIGSEGV": (3, ["1 step 10 SIGSEGV"]),
+    "abort": (3, ["1 submitted 10 abort"]),
+    "an exception": (3, ["1 step 10 raise"]),
+    "sys.exit": (3, ["1 step 10 exit3"]),
+    "in negotiation": (3, ["1 submitted 10 SIGKILL"]),
+    "rank 0 in negotiation": (3, ["0 submitted 0 SIGKILL"]),
+    "before the first step": (3, ["1 sync 0 SIGKILL"]),
+    "soon after init": (4, ["1 start 0.001 SIGKILL"]),
+    "two at once": (4, ["1 step 10 SIGKILL", "2 step 10 _exit5"]),
+    "one after the other": (4, ["1 step 10 SIGKILL", "3 step 12 SIGKILL"]),
+    "while the others re-form": (4, ["1 step 10 SIGKILL", "3 meeting 0 SIGKILL"]),
+    "rank 0 while the others re-form": (4, ["1 step 10 SIGKILL", "0 meeting 0 _exit4"]),
+    "all but one": (4, ["0 step 10 SIGKILL", "1 meeting 0 SIGKILL", "2 step 15 raise"]),
+    "while leaving": (3, ["1 leaving 0 SIGKILL"]),
+}
+STALLS = {
+    "SIGSTOP": (3, ["1 step 10 SIGSTOP"]),
+    "SIGSTOP of rank 0": (3, ["0 step 10 SIGSTOP"]),
+    "endless sleep": (3, ["1 step 10 sleep"]),
+    "endless sleep of rank 0": (3, ["0 step 10 sleep"]),
+    "SIGSTOP in an operation": (3, ["2 submitted 10 SIGSTOP"]),
+}
+
+
+def died(deaths):
+    return {int(each.split()[0]) for each in deaths}
+
+
+def job(python, folder, size, deaths, *flags, steps=STEPS, **variables):
+    """Run one; returns what it printed, and what each surviving rank left."""
+    before = set(os.listdir("/dev/shm"))
+    command = [jobs.ringrun(python), "--elastic", *flags, "-np", size, python, "-m", "tests.elastic.training"]
+    done = jobs.run([*command, steps, folder, *deaths], timeout_s=90, env=jobs.environment(**variables))
+    found = {int(each.stem): json.loads(each.read_text()) for each in folder.glob("*.json")}
+    assert done.returncode == 0, done.stderr
+    left = {each for each in set(os.listdir("/dev/shm")) - before if each.startswith("ringreduce_")}
+    assert left == set()
+    return done.stderr, found
+
+
+def check(found, survivors, folder, steps=STEPS):
+    """All survivors have the parameters that one process computes, and are the processes of the start."""
+    assert set(found) >= survivors
+    for rank, result in found.items():
+        assert len(result["history"]) == steps
+        np.testing.assert_allclose(result["parameters"], replay(result["history"]), rtol=1e-9, atol=1e-9)
+        assert result["parameters"] == found[min(found)]["parameters"], "the same bits on all"
+        assert result["pid"] == int(Path(folder, f"{rank}.pid").read_text())
+
+
+@pytest.mark.parametrize("kind", DEATHS)
+def test_the_others_go_on(python, tmp_path, kind):
+    size, deaths = DEATHS[kind]
+    stderr, found = job(python, tmp_path, size, deaths)
+    survivors = set(range(size)) - died(deaths)
+    check(found, survivors, tmp_path)
+    for rank in died(deaths):
+        assert f"-- ringrun: rank {rank} of {size} failed --" in stderr
+    if kind != "while leaving":
+        assert found[min(survivors)]["size"] == len(survivors)
+        assert set(found[min(survivors)]["history"][-1]) == survivors
+
+
+@pytest.mark.parametrize("kind", STALLS)
+def test_ranks_that_hang_are_given_up(python, tmp_path, kind):
+    size, deaths = STALLS[kind]
+    limits = {"RINGREDUCE_STALL_ABORT_S": "4", "RINGREDUCE_STALL_CHECK_S": "1"}
+    stderr, found = job(python, tmp_path, size, deaths, **limits)
+    check(found, set(range(size)) - died(deaths), tmp_path)
+    assert re.search(rf"rank {min(died(deaths))} of {size} failed -[^$]*ringrun killed it", stderr)
+
+
+def test_spares_take_the_places(python, tmp_path):
+    _, found = job(python, tmp_path, 4, ["0 step 5 SIGKILL", "3 step 20 _exit3"], "--spares", 2)
+    check(found, {1, 2, 4, 5}, tmp_path)
+    assert [len(each) for each in found[1]["history"]] == [4] * STEPS
+
+
+def test_below_the_fewest_ranks_the_job_fails_as_ever(python, tmp_path):
+    command = [jobs.ringrun(python), "--elastic", "--min-np", 2, "-np", 2, python, "-m", "tests.elastic.training"]
+    done = jobs.run([*command, STEPS, tmp_path, "1 step 10 _exit7"])
+    assert done.returncode == 7
+    assert "the job cannot go on: 1 rank left, and --min-np is 2" in done.stderr
+
+
+def test_without_ringrun_it_is_said_that_nobody_sees_deaths():
+    program = [sys.executable, "-c", "import ringreduce; ringreduce.init()"]
+    done = jobs.run(program, env=jobs.environment(RINGREDUCE_ELASTIC="1"))
+    assert done.returncode == 1
+    assert "only its agents see how a rank ends, which mpirun and srun do not tell; start with `ringrun" in done.stderr
