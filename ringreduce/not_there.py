@@ -1,27 +1,36 @@
-"""What Horovod has and ringreduce does not have yet: the errors say what to use instead."""
+"""Horovod's names that ringreduce does not have, or has elsewhere: the errors say what to use instead."""
 
 from typing import Any
 
-_RINGRUN = "start your script with `ringrun -np N python train.py`"
-_NOT_THERE = {
-    "run_elastic": "start an elastic script with `ringrun --elastic -np N python train.py`",
+MXNET = (
+    "MXNet was archived in 2023, and its last release, 1.9.1 of 2022, needs a NumPy older than 1.24; its arrays work "
+    "as NumPy arrays: ringreduce.allreduce(array.asnumpy())"
+)
+_RINGRUN = "it is not supported yet; start your script with `ringrun -np N python train.py`"
+_OF_TF1 = "it is of TensorFlow 1; use broadcast_variables(variables, root_rank)"
+_INSTEAD = {
+    "elastic": "use ringreduce.elastic; its ObjectState keeps model.get_weights()",
+    "run_elastic": "it is not supported yet; start an elastic script with `ringrun --elastic -np N python train.py`",
     "spark": _RINGRUN,
     "ray": _RINGRUN,
-    "callbacks": "they are for Keras, which has no adapter yet; call ringreduce's functions in your own training loop",
-    "keras": "in your own training loop apply the result of ringreduce.grouped_allreduce(gradients)",
-    "tensorflow": "pass arrays that support DLPack to ringreduce's functions",
+    "callbacks": "they are for Keras, in ringreduce.keras.callbacks",
+    "keras": "use import ringreduce.keras",
+    "tensorflow": "use import ringreduce.tensorflow",
+    "mxnet": MXNET,
+    "broadcast_global_variables": _OF_TF1,
+    "BroadcastGlobalVariablesHook": _OF_TF1,
 }
 _NO_ADAPTER = {
     "flax": "flax's optimizers are made from optax's: wrap those, such as nnx.Optimizer(model, "
     "ringreduce.jax.DistributedOptimizer(optax.adam(1e-3)), wrt=nnx.Param)",
-    "keras": "Keras has no adapter yet, and model.fit would train each rank alone; in your own loop apply the "
-    "result of ringreduce.grouped_allreduce(gradients)",
+    "keras": "this is no optimizer of Keras 3; pip install --upgrade keras",
+    "tf_keras": "this is an optimizer of Keras 2; use those of Keras 3, keras.optimizers, with ringreduce.keras",
 }
 
 
 def no_attribute(module: str, name: str) -> AttributeError:
     """The error for an attribute that a module lacks."""
-    instead = f": it is not supported yet; {_NOT_THERE[name]}" if name in _NOT_THERE else ""
+    instead = f": {_INSTEAD[name]}" if name in _INSTEAD else ""
     return AttributeError(f"module {module!r} has no attribute {name!r}{instead}", name=name)
 
 

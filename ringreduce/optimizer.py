@@ -20,6 +20,7 @@ from ringreduce.optim.exchange import Exchange
 FORMS = """\
   - a torch.optim.Optimizer
   - a gradient transformation of optax
+  - an optimizer of Keras 3
   - an object with step(grads), update(params, grads) or apply_gradients(pairs of (gradient, parameter))
   - a callable on gradients"""
 OPTIONS = {"compression", "gradient_predivide_factor", "process_set"}
@@ -41,6 +42,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     optimizer: one of
       - a torch.optim.Optimizer: see `ringreduce.torch.DistributedOptimizer`, also for its options;
       - a gradient transformation of optax: see `ringreduce.jax.DistributedOptimizer`, likewise;
+      - an optimizer of Keras 3: see `ringreduce.keras.DistributedOptimizer`, likewise;
       - an object with step(grads), update(params, grads) or apply_gradients(pairs of (gradient, parameter));
       - a callable on gradients.
     op:        how the gradients of all ranks become one.
@@ -69,10 +71,15 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         from ringreduce.jax import DistributedOptimizer as OptaxOptimizer  # it wraps pairs of functions
 
         return OptaxOptimizer(optimizer, op=op, **options)
+    keras = sys.modules.get("keras")
+    if keras is not None and isinstance(optimizer, getattr(keras.optimizers, "Optimizer", ())):
+        from ringreduce.keras import DistributedOptimizer as KerasOptimizer
+
+        return KerasOptimizer(optimizer, op=op, **options)
     check_adapter(optimizer)
     unknown = ", ".join(options.keys() - OPTIONS)
     if unknown:
-        raise InputError(f"DistributedOptimizer: {unknown} are options for torch and optax optimizers only")
+        raise InputError(f"DistributedOptimizer: {unknown} are options for torch, optax and Keras optimizers only")
     methods = [name for name in _METHODS if callable(getattr(optimizer, name, None))]
     if not (methods or callable(optimizer)):
         raise TypeError(f"DistributedOptimizer: got a {type(optimizer).__qualname__}; expected one of\n{FORMS}")

@@ -20,6 +20,7 @@ WORLD_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 """Where Open MPI and MPICH tell a rank how many there are."""
 MALLOC = {-8: 2, -3: 1 << 20}
 """glibc's M_ARENA_MAX, and M_MMAP_THRESHOLD in bytes: a larger block is the system's again once it is freed."""
+OF_FRAMEWORKS = {ROOT / "tests" / name for name in ("jax", "keras", "tensorflow")}
 FOR_RANKS = {ROOT / "tests" / "mpi", ROOT / "tests" / "gpu"}
 
 MORE_RANDOM_MODES = [pytest.param(("random", 1000 * tiers.SEED + k), marks=tiers.extended) for k in range(3)]
@@ -119,12 +120,12 @@ def pytest_report_header(config):
 def pytest_ignore_collect(collection_path, config):
     """tests/mpi is for ranks under a launcher, and ranks run nothing else but tests/gpu.
 
-    tests/end_to_end starts it there, with 1, 2, 3 and 4 of them; and so tests/jax, in an environment with JAX.
+    tests/end_to_end starts it there, with 1, 2, 3 and 4 of them; and so the folders of frameworks, where these are.
     """
     with_mpi = config.getoption("--with-mpi", default=False)
     if collection_path == ROOT / "tests" / "mpi":
         return None if with_mpi else True
-    if collection_path == ROOT / "tests" / "jax":
+    if collection_path in OF_FRAMEWORKS:
         return None if with_mpi and collection_path in {ROOT / each for each in config.args} else True
     beside = collection_path.parent == ROOT / "tests" and collection_path.is_dir()
     return True if with_mpi and beside and collection_path not in FOR_RANKS else None

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ringreduce.arrays.buffer import Buffer
 
 PACKAGE = str(Path(__file__).parents[1])
-CALLERS = ("torch", "jax")  # torch calls hooks; jax.tree.map and jax.jit call functions
+CALLERS = ("torch", "jax", "tensorflow", "keras")  # torch calls hooks; jax.tree.map and jax.jit call functions
 SPANS = 16  # most spans of ranks named in a text
 MOST_KNOWN = 32768  # signatures that are kept
 
@@ -143,11 +144,26 @@ def calling_line(skipped: int = 1) -> str:
     skipped: how many functions, this one among them, are of this package for certain.
     """
     frame = sys._getframe(skipped)
-    while frame.f_back is not None and _is_of_library(frame.f_code.co_filename):
+    while _is_of_library(frame.f_code.co_filename):
+        if frame.f_back is None:
+            return getattr(_thread, "line", None) or _line(frame.f_code.co_filename, frame.f_lineno)
         frame = frame.f_back
     if frame.f_code.co_filename == threading.__file__:  # in a thread of this package
         return f"thread:{threading.current_thread().name}"
     return _line(frame.f_code.co_filename, frame.f_lineno)
+
+
+_thread = threading.local()
+
+
+@contextlib.contextmanager
+def called_from(line: str) -> Iterator[None]:
+    """In it `line` is the calling line in a thread of a library, which no function of the user's has called."""
+    _thread.line = line
+    try:
+        yield
+    finally:
+        del _thread.line
 
 
 # cached, since every submission needs its line

@@ -249,9 +249,10 @@ def made_by(library):
     ("optimizer", "says"),
     [
         (made_by("flax"), r"flax's optimizers are made from optax's: wrap those, such as nnx.Optimizer\(model, "),
+        (made_by("keras"), r"no optimizer of Keras 3; pip install --upgrade keras"),
         (
-            made_by("keras"),
-            r"Keras has no adapter yet, .* in your own loop apply the result of ringreduce.grouped_allreduce",
+            made_by("tf_keras"),
+            r"an optimizer of Keras 2; use those of Keras 3, keras.optimizers, with ringreduce.keras",
         ),
     ],
 )
@@ -267,7 +268,7 @@ def test_frameworks_without_an_adapter_are_told_what_works(optimizer, says):
 def test_what_fits_none_gets_the_list_of_forms(wrong):
     def program():
         with pytest.raises(
-            TypeError, match=r"expected one of\n.*torch.optim.Optimizer\n.*of optax\n.*step\(grads\), update\(params"
+            TypeError, match=r"one of\n.*torch.optim.Optimizer\n.*of optax\n.*of Keras 3\n.*step\(grads\), update\("
         ):
             rr.DistributedOptimizer(wrong)
 
@@ -280,7 +281,7 @@ def test_calls_without_gradients_are_told():
             rr.DistributedOptimizer(Stepping()).step()
         with pytest.raises(TypeError, match=r"apply_gradients expects the \(gradient, parameter\) pairs first"):
             rr.DistributedOptimizer(Applying()).apply_gradients()
-        with pytest.raises(rr.InputError, match="backward_passes_per_step are options for torch and optax"):
+        with pytest.raises(rr.InputError, match="backward_passes_per_step are options for torch, optax and Keras"):
             rr.DistributedOptimizer(Stepping(), backward_passes_per_step=2)
 
     on_every_rank(program)

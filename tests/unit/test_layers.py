@@ -14,6 +14,7 @@ PACKAGE = ROOT / "ringreduce"
 # from the bottom to the top; modules of one row may import each other's row only where `within` says so
 LAYERS = [
     ["_version", "errors", "log", "not_there"],
+    ["mxnet"],
     ["kernels.half_numpy"],
     ["kernels.jit", "kernels.optional"],
     ["kernels.half_numba", "kernels.half_torch", "kernels.streaming_numba"],
@@ -103,6 +104,12 @@ LAYERS = [
     ["jax.ops"],
     ["jax.optimizer"],
     ["jax.elastic"],
+    ["tensorflow.host"],
+    ["tensorflow.ops"],
+    ["tensorflow.training"],
+    ["keras.ops"],
+    ["keras.optimizer", "keras.callbacks"],
+    ["tensorflow.keras"],
     ["torch.ops", "torch.sparse", "torch.functions", "torch.sync_batch_norm", "torch.ps"],
     ["torch.hooks", "torch.pending"],
     ["torch.gradient", "torch.wrapped"],
@@ -115,7 +122,10 @@ LAYERS = [
     ["torch.distributed.hook"],
 ]
 # the imports that point up, inside a function: an optimizer is sent to its framework's adapter
-UPWARD = {("optimizer", "torch"), ("optimizer", "jax")}
+UPWARD = {("optimizer", name) for name in ("torch", "jax", "keras")} | {
+    ("tensorflow.training", "keras"),
+    ("tensorflow.keras", "keras"),  # only a name of it
+}
 
 
 def height(module):

@@ -1,6 +1,7 @@
 import importlib
 import subprocess
 import sys
+import types
 
 import pytest
 
@@ -15,7 +16,8 @@ MODULES = ["ringreduce", "ringreduce.torch"]
     [
         ("run_elastic", "is not supported yet; start an elastic script with `ringrun --elastic -np N"),
         ("spark", "is not supported yet; start your script with `ringrun -np N"),
-        ("callbacks", "is not supported yet; they are for Keras"),
+        ("callbacks", "they are for Keras, in ringreduce.keras.callbacks"),
+        ("mxnet", "MXNet was archived in 2023"),
         ("no_such_thing", "has no attribute 'no_such_thing'$"),
     ],
 )
@@ -26,13 +28,29 @@ def test_what_is_not_there_yet_says_so(module, name, says):
         getattr(package, name)
 
 
-def test_without_jax_its_adapter_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "jax", None)
-    with pytest.raises(rr.MissingExtraError, match=r"needs JAX; install it with: pip install 'ringreduce\[jax\]'"):
-        importlib.import_module("ringreduce.jax")
-    assert "ringreduce.jax" not in sys.modules
+@pytest.mark.parametrize(("module", "library"), [("jax", "JAX"), ("keras", "Keras 3"), ("tensorflow", "TensorFlow 2")])
+def test_without_its_framework_an_adapter_says_what_to_install(monkeypatch, module, library):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(rr.MissingExtraError, match=rf"needs {library}; .*: pip install 'ringreduce\[{module}\]'"):
+        importlib.import_module(f"ringreduce.{module}")
+    assert f"ringreduce.{module}" not in sys.modules
+
+
+def test_an_old_keras_is_refused(monkeypatch):
+    monkeypatch.setitem(sys.modules, "keras", types.SimpleNamespace(__version__="2.15.0"))
+    with pytest.raises(
+        rr.MissingExtraError, match=r"needs Keras 3, but Keras 2\.15\.0 is installed; pip install --upg"
+    ):
+        importlib.import_module("ringreduce.keras")
+
+
+def test_mxnet_is_no_more():
+    with pytest.raises(ImportError, match=r"ringreduce\.mxnet: MXNet was archived in 2023"):
+        importlib.import_module("ringreduce.mxnet")
 
 
 def test_importing_ringreduce_imports_no_framework():
-    program = "import sys, ringreduce; print({'jax', 'optax', 'torch', 'cupy'} & set(sys.modules))"
+    program = (
+        "import sys, ringreduce; print({'jax', 'optax', 'torch', 'cupy', 'keras', 'tensorflow'} & set(sys.modules))"
+    )
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "set()\n"

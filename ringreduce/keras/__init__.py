@@ -1,0 +1,49 @@
+"""ringreduce for Keras 3: what `horovod.keras` has, by the same names, with Keras' torch, jax and tensorflow backends.
+
+    import ringreduce.keras as hvd
+
+ops        allreduce, allgather, … on the tensors of Keras' backend; broadcast_variables
+optimizer  DistributedOptimizer, load_model
+callbacks  for model.fit
+"""
+# ruff: noqa: F403
+
+from types import ModuleType as _ModuleType
+
+from ringreduce.errors import MissingExtraError as _MissingExtraError
+
+try:
+    import keras as _keras
+except ImportError as exc:
+    raise _MissingExtraError(
+        "ringreduce.keras needs Keras 3; install it with: pip install 'ringreduce[keras]'"
+    ) from exc
+if _keras.__version__.startswith(("1.", "2.")):
+    raise _MissingExtraError(
+        f"ringreduce.keras needs Keras 3, but Keras {_keras.__version__} is installed; pip install --upgrade keras"
+    )
+
+from ringreduce.api.control import init as init
+from ringreduce.api.control import join as join
+from ringreduce.api.control import start_timeline as start_timeline
+from ringreduce.api.control import stop_timeline as stop_timeline
+from ringreduce.api.info import info as info
+from ringreduce.api.objects import *
+from ringreduce.api.process_sets import *
+from ringreduce.api.world import *
+from ringreduce.compression import Compression as Compression
+from ringreduce.errors import HorovodInternalError as HorovodInternalError
+from ringreduce.keras import callbacks as callbacks
+from ringreduce.keras.ops import *
+from ringreduce.keras.optimizer import *
+from ringreduce.not_there import no_attribute as _no_attribute
+from ringreduce.ops import *
+from ringreduce.runtime import is_initialized as is_initialized
+from ringreduce.runtime import shutdown as shutdown
+
+_values = list(globals().items())
+__all__ = [name for name, it in _values if name[0] != "_" and not isinstance(it, _ModuleType)]
+
+
+def __getattr__(name: str) -> object:
+    raise _no_attribute(__name__, name)

@@ -1,0 +1,194 @@
+"""Horovod's callbacks for `model.fit`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import keras
+import numpy as np
+
+from ringreduce.api.objects import allgather_object
+from ringreduce.api.reduce import grouped_allreduce
+from ringreduce.api.world import size
+from ringreduce.errors import InputError
+from ringreduce.keras.ops import broadcast_variables
+
+
+class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignore[misc]
+    """Give all ranks the root's weights, and its optimizer's variables, before the first step.
+
+    Where a rank's variables do not exist yet, it is done after the first step, as in Horovod. Random seeds stay each
+    rank's own: dropout should differ.
+
+    root_rank:       the rank whose variables all get.
+    device:          Horovod's, without effect.
+    local_variables: variables that stay each rank's own.
+    Source: Horovod's callback of this name.
+    """
+
+    def __init__(self, root_rank: int, device: str = "", local_variables: Iterable[Any] | None = None) -> None:
+        super().__init__()
+        self._root_rank = root_rank
+        self._local = [local_variables] if hasattr(local_variables, "assign") else list(local_variables or ())
+        self._done = False
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Broadcast, if all ranks have all variables."""
+        self._done = False
+        model = self.model
+        if all(allgather_object(model.built and getattr(model.optimizer, "built", True))):
+            self._broadcast()
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Broadcast, if that was not done."""
+        if not self._done:
+            self._broadcast()
+
+    def _broadcast(self) -> None:
+        model = self.model
+        variables = [*model.weights, *getattr(model.optimizer, "variables", ())]
+        kept = {id(each) for each in self._local}
+        broadcast_variables([each for each in variables if id(each) not in kept], self._root_rank)
+        self._done = True
+
+
+class MetricAverageCallback(keras.callbacks.Callback):  # type: ignore[misc]
+    """Average an epoch's metrics, also those of validation, over all ranks.
+
+    Put it before callbacks that use metrics, such as ReduceLROnPlateau, EarlyStopping, ModelCheckpoint or TensorBoard:
+    all ranks then see the same, and decide alike.
+
+    device: Horovod's, without effect.
+    Source: Horovod's callback of this name.
+    """
+
+    def __init__(self, device: str = "") -> None:
+        super().__init__()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Write the averages to `logs`, which later callbacks, and the history, get."""
+        names = sorted(name for name, value in (logs or {}).items() if np.ndim(value) == 0)
+        if logs is None or not names:
+            return
+        values = [np.float64(logs[name]) for name in names]
+        averages = grouped_allreduce(values, name="MetricAverageCallback", names=names)
+        logs.update(zip(names, map(float, averages), strict=True))
+
+
+class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[misc]
+    """Set the learning rate to initial_lr * multiplier(epoch), from `start_epoch` to before `end_epoch`.
+
+    initial_lr: the learning rate at the start of the training.
+    multiplier: a number, or a function of the epoch.
+    staircase: True: the rate changes with each epoch, a whole number. False: with each batch, and the epoch is
+        epoch + batch / steps_per_epoch.
+    momentum_correction: when the rate changes, the velocities of SGD and RMSprop with momentum change in proportion, as
+        in Goyal et al., "Accurate, Large Minibatch SGD", 2017.
+    steps_per_epoch: by default what `model.fit` knows.
+    Raises: InputError where that is not known and needed.
+    Source: Horovod's callback of this name, which changes the momentum for one step instead: compiled steps, those of
+        JAX and TensorFlow, would not see that.
+    """
+
+    def __init__(
+        self,
+        initial_lr: float,
+        multiplier: float | Callable[[Any], float],
+        start_epoch: int = 0,
+        end_epoch: int | None = None,
+        staircase: bool = True,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+    ) -> None:
+        super().__init__()
+        if initial_lr is None:
+            raise InputError(f"{type(self).__name__}: initial_lr=None; expected the learning rate at the start")
+        self._initial_lr = initial_lr
+        self._multiplier: Callable[[Any], Any] = multiplier if callable(multiplier) else lambda _: multiplier
+        self._staircase = staircase or not callable(multiplier)
+        self._epochs = start_epoch, float("inf") if end_epoch is None else end_epoch
+        self._corrects_momentum = momentum_correction
+        self._steps_per_epoch = steps_per_epoch
+        self._epoch = 0
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Find out how many steps an epoch has."""
+        if self._staircase or self._steps_per_epoch:
+            return
+        self._steps_per_epoch = (self.params or {}).get("steps")
+        if not self._steps_per_epoch:
+            raise InputError(f"{type(self).__name__}: it is unknown how many steps an epoch has; pass steps_per_epoch")
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Remember the epoch."""
+        self._epoch = epoch
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Set the learning rate, if this is the time."""
+        start, end = self._epochs
+        if not start <= self._epoch < end:
+            return
+        if not self._staircase:
+            self._set_rate(self._epoch + batch / self._steps_per_epoch)  # type: ignore[operator]
+        elif batch == 0:
+            self._set_rate(self._epoch)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Report the learning rate as `lr`."""
+        if logs is not None:
+            logs["lr"] = self._rate()
+
+    def _rate(self) -> float:
+        return float(keras.ops.convert_to_numpy(self.model.optimizer.learning_rate))
+
+    def _set_rate(self, epoch: float) -> None:
+        before, rate = self._rate(), float(self._initial_lr * self._multiplier(epoch))
+        if rate == before:
+            return
+        optimizer = self.model.optimizer
+        optimizer.learning_rate = rate
+        if self._corrects_momentum and before:
+            for velocity in _velocities(optimizer):
+                velocity.assign(velocity * (rate / before))
+
+
+def _velocities(optimizer: Any) -> list[Any]:
+    """The variables that hold sums of updates, to which the learning rate of their time was applied."""
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+    if isinstance(optimizer, keras.optimizers.SGD) and optimizer.momentum:
+        return list(optimizer.momentums)
+    if isinstance(optimizer, keras.optimizers.RMSprop) and optimizer.momentum:
+        return list(optimizer._momentums)
+    return []
+
+
+class LearningRateWarmupCallback(LearningRateScheduleCallback):
+    """Raise the learning rate evenly from initial_lr / size to initial_lr, batch by batch, in the first epochs.
+
+    initial_lr: the learning rate for all ranks together, such as 0.1 * size().
+    verbose:    1: say when it is reached.
+    The others: as of `LearningRateScheduleCallback`.
+    Source: Horovod's callback of this name; Goyal et al., "Accurate, Large Minibatch SGD", 2017.
+    """
+
+    def __init__(
+        self,
+        initial_lr: float,
+        warmup_epochs: int = 5,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+        verbose: int = 0,
+    ) -> None:
+        def multiplier(epoch: float) -> float:
+            epoch += 1 / self._steps_per_epoch  # type: ignore[operator]  # so that an epoch ends at a round number
+            return (epoch * (size() - 1) / warmup_epochs + 1) / size()
+
+        super().__init__(initial_lr, multiplier, 0, warmup_epochs, False, momentum_correction, steps_per_epoch)
+        self._verbose = verbose
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Report the learning rate; and the end of the warm-up."""
+        super().on_epoch_end(epoch, logs)
+        if self._verbose and epoch == self._epochs[1] - 1:
+            print(f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {self._rate():g}.")

@@ -1,0 +1,89 @@
+"""The collectives on the tensors of Keras' backend: each is passed to that framework's adapter."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from ringreduce.api.broadcast import broadcast_parameters
+from ringreduce.api.control import barrier
+from ringreduce.api.process_sets import ProcessSet, global_process_set
+from ringreduce.compression import Compression, Compressor
+from ringreduce.errors import InputError
+from ringreduce.ops import Average, ReduceOp
+
+__all__ = ["allgather", "allreduce", "barrier", "broadcast", "broadcast_variables", "reducescatter"]
+
+
+def adapter() -> Any:
+    """The adapter of Keras' backend, such as ringreduce.jax."""
+    backend = keras.backend.backend()
+    if backend not in ("torch", "jax", "tensorflow"):
+        raise InputError(f"Keras' backend {backend!r} does not train; expected KERAS_BACKEND=torch, jax or tensorflow")
+    return importlib.import_module(f"ringreduce.{backend}")
+
+
+def grouped_allreduce(tensors: Sequence[Any], names: Sequence[str], name: str, **options: Any) -> list[Any]:
+    """The tensors, reduced over all ranks as a group called `name`."""
+    framework = adapter()
+    if keras.backend.backend() == "jax":
+        reduced = framework.allreduce(dict(zip(names, tensors, strict=True)), name=name, **options)
+        return [reduced[each] for each in names]
+    return framework.grouped_allreduce(tensors, name=name, names=names, **options)  # type: ignore[no-any-return]
+
+
+def allreduce(
+    value: Any,
+    name: str | None = None,
+    average: bool | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    op: ReduceOp | None = None,
+    compression: type[Compressor] = Compression.none,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Reduce a tensor of Keras' backend, or a Keras variable, over all ranks; returns a tensor.
+
+    Otherwise as the `allreduce` of ringreduce.torch, .jax or .tensorflow.  Source: Horovod's for Keras.
+    """
+    scales = prescale_factor, postscale_factor
+    return adapter().allreduce(_tensor(value), average, name, compression, op, *scales, process_set)
+
+
+def allgather(value: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
+    """Concatenate the tensors of all ranks along dim 0; otherwise as the adapter's."""
+    return adapter().allgather(_tensor(value), name, process_set)
+
+
+def broadcast(value: Any, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
+    """The root's tensor on every rank; otherwise as the adapter's."""
+    return adapter().broadcast(_tensor(value), root_rank, name, process_set)
+
+
+def reducescatter(
+    value: Any, name: str | None = None, op: ReduceOp = Average, process_set: ProcessSet = global_process_set
+) -> Any:
+    """Reduce a tensor over all ranks; returns this rank's part of the rows. Otherwise as the adapter's."""
+    return adapter().reducescatter(_tensor(value), name, op=op, process_set=process_set)
+
+
+def broadcast_variables(variables: Iterable[Any], root_rank: int, process_set: ProcessSet = global_process_set) -> None:
+    """Give all ranks' Keras variables the root's values, through the host's memory.
+
+    variables: such as model.weights + model.optimizer.variables, the same on each rank.
+    Cost:      as `ringreduce.broadcast_parameters`.
+    """
+    variables = list(variables)
+    values = [np.array(keras.ops.convert_to_numpy(each)) for each in variables]
+    names = [f"{number}.{each.name}" for number, each in enumerate(variables)]
+    broadcast_parameters(dict(zip(names, values, strict=True)), root_rank, process_set)
+    for variable, value in zip(variables, values, strict=True):
+        variable.assign(value)
+
+
+def _tensor(value: Any) -> Any:
+    return value if keras.utils.is_keras_tensor(value) else keras.ops.convert_to_tensor(value)

@@ -1,0 +1,183 @@
+"""DistributedOptimizer for Keras' optimizers.
+
+The optimizer stays the object that it is, of its own class and with its own configuration: what it saves, Keras loads
+without this package. Gradients are reduced where Keras calls the optimizer's `_clip_gradients`: after they were
+accumulated and unscaled, before they are clipped and applied, in every way to train.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+
+from ringreduce.api.process_sets import ProcessSet, global_process_set
+from ringreduce.compression import Compression, Compressor
+from ringreduce.errors import InputError
+from ringreduce.keras.ops import adapter, grouped_allreduce
+from ringreduce.ops import Average, Min, ReduceOp
+from ringreduce.optim.exchange import Exchange, check_passes
+
+__all__ = ["DistributedOptimizer", "load_model"]
+
+_numbers = itertools.count()
+
+
+def DistributedOptimizer(  # noqa: N802 - Horovod's name
+    optimizer: Any,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: type[Compressor] = Compression.none,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: ReduceOp = Average,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: Any = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Make a Keras optimizer reduce the gradients over all ranks before it uses them; returns the optimizer.
+
+    optimizer: a keras.optimizers.Optimizer; of a LossScaleOptimizer the inner one reduces. With mixed_float16,
+        `model.compile` may wrap the result in one.
+    name: of the operation, for error messages and the timeline.
+    compression: `Compression.fp16` or `.bf16` send gradients in 16 bits.
+    sparse_as_dense: with TensorFlow, gradients that are IndexedSlices are made dense; else their rows are gathered.
+    gradient_predivide_factor: f: Average divides by f before the sum and by size / f after it.
+    op: Average, Sum or Adasum, of the gradients.
+    backward_passes_per_step: gradients of so many passes are summed before they are reduced, or averaged with
+        average_aggregated_gradients: it sets the optimizer's own gradient_accumulation_steps, which averages, and whose
+        accumulated gradients are reduced once a step, too.
+    process_set: the ranks that take part; on the others the optimizer works as before.
+    device_dense, device_sparse, num_groups, groups: Horovod's, without effect: all gradients of a step are one group,
+        and are reduced where they are.
+
+    Cost:   one `grouped_allreduce` of all gradients a step.
+    Raises: InputError (a ValueError) for wrong arguments, one that is wrapped already, and at the first step where
+            TensorFlow compiles it by XLA; TypeError for what is no optimizer of Keras 3.
+    Source: Horovod's DistributedOptimizer for Keras.
+    """
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        kind = type(optimizer)
+        raise TypeError(
+            f"DistributedOptimizer: expected an optimizer of Keras 3, got a {kind.__module__}.{kind.__qualname__}; "
+            "such as DistributedOptimizer(keras.optimizers.Adam(1e-3))"
+        )
+    adapter()
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    if isinstance(vars(inner).get("_clip_gradients"), _Reduction):
+        raise InputError("DistributedOptimizer: this optimizer is wrapped already; wrap it once")
+    exchange = Exchange(op, compression, gradient_predivide_factor, process_set)
+    exchange.check_world()
+    after = exchange.scales[1] * _accumulate(inner, backward_passes_per_step, average_aggregated_gradients)
+    own = name or f"DistributedOptimizer.{next(_numbers)}"
+    options = exchange.arguments | {"postscale_factor": after}
+    # not by setattr: Keras and TensorFlow would keep track of it
+    vars(inner)["_clip_gradients"] = _Reduction(inner, own, sparse_as_dense, options)
+    _agree_on_finite_gradients()
+    return optimizer
+
+
+def _accumulate(optimizer: Any, passes: int, average: bool) -> int:
+    """Let Keras accumulate gradients; returns what makes a sum of its mean."""
+    if check_passes(passes) == 1:
+        return 1
+    if optimizer.built or optimizer.gradient_accumulation_steps:
+        raise InputError(
+            f"backward_passes_per_step={passes}: this optimizer has been built, or accumulates gradients, already; "
+            f"instead make it with gradient_accumulation_steps={passes}"
+        )
+    optimizer.gradient_accumulation_steps = passes
+    return 1 if average else passes
+
+
+class _Reduction:
+    """Stands for the `_clip_gradients` of one optimizer."""
+
+    def __init__(self, optimizer: Any, name: str, sparse_as_dense: bool, options: dict[str, Any]) -> None:
+        self._optimizer, self._name, self._options = optimizer, name, options
+        self._sparse_as_dense = sparse_as_dense
+        self._allreduce: Callable[..., list[Any]] = grouped_allreduce
+        if keras.backend.backend() == "torch":
+            import torch
+
+            # jit_compile=True compiles the rest
+            self._allreduce = torch.compiler.disable(grouped_allreduce)  # type: ignore[no-untyped-call]
+
+    def __call__(self, gradients: Sequence[Any]) -> Any:
+        """The gradients, reduced and clipped."""
+        optimizer = self._optimizer
+        if self._options["process_set"].included():
+            steps = optimizer.gradient_accumulation_steps
+            if steps and keras.backend.backend() == "jax":  # there Keras computes every pass as if it were a step
+                is_step = (optimizer._iterations + 1) % steps == 0
+                own = list(gradients)
+                gradients = keras.ops.cond(is_step, lambda: self._reduced(own), lambda: own)
+            else:
+                gradients = self._reduced(gradients)
+        return type(optimizer)._clip_gradients(optimizer, gradients)
+
+    def everywhere(self, finite: Any) -> Any:
+        """True where it is true on all ranks."""
+        process_set = self._options["process_set"]
+        if not process_set.included():
+            return finite
+        flag = keras.ops.cast(finite, "int32")
+        (least,) = self._allreduce([flag], ["finite"], f"{self._name}.finite", op=Min, process_set=process_set)
+        return keras.ops.cast(least, "bool")
+
+    def _reduced(self, gradients: Sequence[Any]) -> list[Any]:
+        if self._sparse_as_dense:
+            gradients = [keras.ops.convert_to_tensor(each) for each in gradients]
+        variables = self._optimizer._trainable_variables
+        known = [each.name for each in variables] if len(variables) == len(gradients) else [""] * len(gradients)
+        names = [f"{number}.{each}" for number, each in enumerate(known)]
+        return self._allreduce(gradients, names, self._name, **self._options)
+
+
+def _agree_on_finite_gradients() -> None:
+    """Let ranks find together whether a LossScaleOptimizer skips a step: one that did alone would not reduce.
+
+    It looks at this rank's gradients before its inner optimizer, which reduces, sees them. `model.compile` makes such
+    optimizers itself, so it is the class that changes; what wraps no optimizer of ours works as before.
+    """
+    kind = keras.optimizers.LossScaleOptimizer
+    of_rank = kind.check_finite
+    if hasattr(of_rank, "agrees"):
+        return
+
+    def check_finite(self: Any, grads: Any) -> Any:
+        finite = of_rank(self, grads)
+        reduction = vars(self.inner_optimizer).get("_clip_gradients")
+        if not isinstance(reduction, _Reduction):
+            return finite
+        return reduction.everywhere(finite)
+
+    check_finite.agrees = True  # type: ignore[attr-defined]
+    kind.check_finite = check_finite
+
+
+def load_model(
+    filepath: Any,
+    custom_optimizers: Sequence[type] | None = None,
+    custom_objects: dict[str, Any] | None = None,
+    compression: type[Compressor] = Compression.none,
+    **options: Any,
+) -> Any:
+    """Load a saved model with its optimizer and that one's state, and wrap the optimizer.
+
+    filepath: what keras.models.load_model takes; every rank reads it.
+    custom_optimizers: classes of optimizers that Keras does not know; custom_objects: other objects, by name.
+    compression: as of `DistributedOptimizer`.  options: further ones of keras.models.load_model.
+
+    Source: Horovod's load_model.
+    """
+    known = {**(custom_objects or {}), **{each.__name__: each for each in custom_optimizers or ()}}
+    model = keras.models.load_model(filepath, custom_objects=known, **options)
+    if getattr(model, "optimizer", None) is not None:
+        DistributedOptimizer(model.optimizer, compression=compression)
+    return model

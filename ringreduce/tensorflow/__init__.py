@@ -1,0 +1,45 @@
+"""ringreduce for TensorFlow 2: what `horovod.tensorflow` has, by the same names; eagerly and inside tf.function.
+
+    import ringreduce.tensorflow as hvd
+
+host       runs a function of NumPy arrays on tensors: at once, or as an operation of the graph
+ops        the collectives, with their gradients; sparse gradients (IndexedSlices)
+training   DistributedGradientTape, DistributedOptimizer, broadcast_variables
+keras      `horovod.tensorflow.keras`, which is ringreduce.keras
+"""
+# ruff: noqa: F403
+
+from types import ModuleType as _ModuleType
+
+from ringreduce.errors import MissingExtraError as _MissingExtraError
+
+try:
+    import tensorflow as _tensorflow  # noqa: F401
+except ImportError as exc:
+    raise _MissingExtraError(
+        "ringreduce.tensorflow needs TensorFlow 2; install it with: pip install 'ringreduce[tensorflow]'"
+    ) from exc
+
+from ringreduce.api.control import init as init
+from ringreduce.api.control import join as join
+from ringreduce.api.control import start_timeline as start_timeline
+from ringreduce.api.control import stop_timeline as stop_timeline
+from ringreduce.api.info import info as info
+from ringreduce.api.objects import *
+from ringreduce.api.process_sets import *
+from ringreduce.api.world import *
+from ringreduce.compression import Compression as Compression
+from ringreduce.errors import HorovodInternalError as HorovodInternalError
+from ringreduce.not_there import no_attribute as _no_attribute
+from ringreduce.ops import *
+from ringreduce.runtime import is_initialized as is_initialized
+from ringreduce.runtime import shutdown as shutdown
+from ringreduce.tensorflow.ops import *
+from ringreduce.tensorflow.training import *
+
+_values = list(globals().items())
+__all__ = [name for name, it in _values if name[0] != "_" and not isinstance(it, _ModuleType)]
+
+
+def __getattr__(name: str) -> object:
+    raise _no_attribute(__name__, name)

@@ -1,0 +1,94 @@
+"""DistributedGradientTape, DistributedOptimizer, and variables that are alike on all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from ringreduce.api.broadcast import submit_broadcast
+from ringreduce.api.process_sets import ProcessSet, global_process_set
+from ringreduce.arrays.view import as_buffer
+from ringreduce.compression import Compression, Compressor
+from ringreduce.ops import Average, ReduceOp
+from ringreduce.optim.exchange import Exchange
+from ringreduce.tensorflow.host import on_host, unconverted
+from ringreduce.tensorflow.ops import grouped_allreduce
+
+__all__ = ["DistributedGradientTape", "DistributedOptimizer", "broadcast_variables"]
+
+
+def DistributedGradientTape(  # noqa: N802 - Horovod's name
+    gradtape: Any,
+    compression: type[Compressor] = Compression.none,
+    sparse_as_dense: bool = False,
+    op: ReduceOp = Average,
+    gradient_predivide_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+    *,
+    name: str | None = None,
+) -> Any:
+    """Make a tf.GradientTape reduce over all ranks what its `gradient()` returns; returns the tape.
+
+    compression: `Compression.fp16` or `.bf16` send gradients in 16 bits.
+    sparse_as_dense: gradients that are IndexedSlices are made dense; otherwise all ranks' rows are gathered.
+    op: Average, Sum or Adasum.
+    gradient_predivide_factor: f: Average divides by f before the sum and by size / f after it.
+    process_set: the ranks that take part; the others get their own gradients.
+    name: of the operation, for error messages and the timeline.
+
+    Cost:   one `grouped_allreduce` of all gradients a call.
+    Source: Horovod's DistributedGradientTape.
+    """
+    exchange = Exchange(op, compression, gradient_predivide_factor, process_set)
+    of_rank = gradtape.gradient
+
+    @unconverted
+    def gradient(target: Any, sources: Any, *args: Any, **options: Any) -> Any:
+        gradients = of_rank(target, sources, *args, **options)
+        if not process_set.included():
+            return gradients
+        flat = tf.nest.flatten(gradients)
+        there = [number for number, each in enumerate(flat) if each is not None]
+        tensors = [tf.convert_to_tensor(flat[number]) if sparse_as_dense else flat[number] for number in there]
+        names = [str(number) for number in there]
+        reduced = grouped_allreduce(tensors, name=name, names=names, **exchange.arguments)
+        for number, each in zip(there, reduced, strict=True):
+            flat[number] = each
+        return tf.nest.pack_sequence_as(gradients, flat)
+
+    gradtape.gradient = gradient
+    return gradtape
+
+
+def DistributedOptimizer(optimizer: Any, *args: Any, **options: Any) -> Any:  # noqa: N802 - Horovod's name
+    """As `ringreduce.keras.DistributedOptimizer`: TensorFlow 2's optimizers are those of Keras."""
+    from ringreduce.keras import DistributedOptimizer as KerasOptimizer
+
+    return KerasOptimizer(optimizer, *args, **options)
+
+
+@unconverted
+def broadcast_variables(variables: Iterable[Any], root_rank: int, process_set: ProcessSet = global_process_set) -> None:
+    """Give all ranks' variables the root's values, eagerly or inside tf.function.
+
+    variables: tf.Variables or Keras variables, the same on each rank.
+    Cost:      as `broadcast`, of all as a group.
+    Source:    Horovod's broadcast_variables.
+    """
+    variables = [getattr(each, "value", each) if not isinstance(each, tf.Variable) else each for each in variables]
+
+    def receive(arrays: list[Any]) -> list[Any]:
+        outputs = [np.empty_like(each) for each in arrays]
+        names = [f"{number}" for number in range(len(arrays))]
+        buffers = [as_buffer(each) for each in arrays], [as_buffer(each, writable=True) for each in outputs]
+        submit_broadcast(*buffers, root_rank, None, names, process_set, lambda _: None, waits=True).wait()
+        return outputs
+
+    inputs = [tf.convert_to_tensor(each) for each in variables]
+    specs = [tf.TensorSpec(each.shape, each.dtype) for each in inputs]
+    received = on_host("broadcast_variables", receive, inputs, specs) if inputs else []
+    for variable, value in zip(variables, received, strict=True):
+        variable.assign(value)

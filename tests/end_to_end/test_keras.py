@@ -1,0 +1,41 @@
+"""ringreduce.keras and ringreduce.tensorflow in an environment with Keras, TensorFlow and JAX."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import environments
+from tests.end_to_end.conftest import ringrun
+from tests.end_to_end.test_mpi_suite import PYTEST
+
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.fixture(scope="session")
+def with_keras():
+    """PYTHONPATH with the frameworks, for the Python that runs the tests, whose MPI they use."""
+    packages = ["keras", "tensorflow-cpu", "jax", "optax"]
+    python = environments.interpreter("TEST_KERAS_PYTHON", ".venv-test-keras", *packages)
+    command = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+    path = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    return {"PYTHONPATH": path, "TF_CPP_MIN_LOG_LEVEL": "2"}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_the_suite_of_tensorflow(with_keras, ranks):
+    suite_passes(ranks, "tests/tensorflow", with_keras)
+
+
+@pytest.mark.parametrize(("backend", "ranks"), [("torch", 2), ("torch", 3), ("jax", 2), ("tensorflow", 2)])
+def test_the_suite_of_keras(with_keras, backend, ranks):
+    suite_passes(ranks, "tests/keras", with_keras | {"KERAS_BACKEND": backend})
+
+
+def suite_passes(ranks, folder, variables):
+    finished = ringrun(Path(sys.executable), ranks, *PYTEST, "-W", "default", folder, timeout_s=600, **variables)
+    print(finished.stdout)
+    assert finished.returncode == 0, finished.stdout
+    assert re.search(r"^\[0\] \d{2,} passed", finished.stdout, re.MULTILINE), finished.stdout

@@ -1,0 +1,155 @@
+"""The callbacks: what each promises; and the functions on tensors of the backend."""
+
+import keras
+import numpy as np
+import pytest
+
+import ringreduce.keras as hvd
+from tests.keras.training import BATCHES, RANK, SIZE, data, equal_on_all_ranks, fit, model, numbers, share
+
+callbacks = hvd.callbacks
+RANKS = np.arange(SIZE)
+
+
+class Recorded(keras.callbacks.Callback):
+    """What each batch, and each epoch's end, sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.rates, self.logs, self.before = [], [], None
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if self.before is None:
+            self.before = numbers([*self.model.weights, *self.model.optimizer.variables])
+        self.rates.append(float(keras.ops.convert_to_numpy(self.model.optimizer.learning_rate)))
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.logs.append(dict(logs))
+
+
+def test_variables_are_broadcast_before_the_first_step():
+    recorded = Recorded()
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01 * (RANK + 1)))
+    trained = model(seed=RANK)
+    optimizer.build(trained.trainable_variables)
+    optimizer.variables[2].assign(optimizer.variables[2] + RANK)  # such as a state that one rank has loaded
+    fit(trained, optimizer, True, 1, [callbacks.BroadcastGlobalVariablesCallback(SIZE - 1), recorded])
+    equal_on_all_ranks(recorded.before)
+    close = np.testing.assert_allclose
+    close(recorded.rates, 0.01 * SIZE, rtol=1e-6)
+    for mine, theirs in zip(recorded.before, numbers(model(seed=SIZE - 1).weights), strict=False):
+        close(mine, theirs)
+    equal_on_all_ranks(numbers([*trained.weights, *optimizer.variables]))
+
+
+def test_local_variables_stay():
+    trained = model(seed=RANK)
+    own = trained.weights[0]
+    before = numbers([own])
+    callback = callbacks.BroadcastGlobalVariablesCallback(0, local_variables=[own])
+    recorded = Recorded()
+    fit(trained, hvd.DistributedOptimizer(keras.optimizers.SGD(0.0)), True, 1, [callback, recorded])
+    np.testing.assert_array_equal(recorded.before[0], before[0])
+    equal_on_all_ranks(recorded.before[1:])
+
+
+def test_variables_that_one_rank_does_not_have_yet_are_broadcast_after_the_first_step():
+    trained = model(seed=RANK)
+    callback = callbacks.BroadcastGlobalVariablesCallback(0)
+    callback.set_model(trained)
+    trained.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD(0.1)), loss="mse")
+    if RANK == 0:
+        trained.optimizer.build(trained.trainable_variables)
+    callback.on_train_begin()
+    if SIZE > 1:
+        assert np.array_equal(trained.get_weights()[0], model(seed=RANK).get_weights()[0]), "not yet"
+    x, y = data()
+    trained.train_on_batch(share(x), share(y))
+    callback.on_train_batch_end(0)
+    equal_on_all_ranks(numbers([*trained.weights, *trained.optimizer.variables]))
+
+
+def test_metrics_are_averages():
+    own, averaged = Recorded(), Recorded()
+    trained = model(seed=RANK)
+    x, y = data()
+    trained.compile(optimizer="sgd", loss="mse", metrics=["mae"])
+    arguments = {"epochs": 2, "verbose": 0, "validation_data": (x[: 9 + RANK], y[: 9 + RANK])}
+    history = trained.fit(share(x), share(y), callbacks=[own, callbacks.MetricAverageCallback(), averaged], **arguments)
+    for epoch, logs in enumerate(own.logs):
+        everyones = hvd.allgather_object(logs)
+        assert set(logs) == {"loss", "mae", "val_loss", "val_mae"} == set(averaged.logs[epoch])
+        for name in logs:
+            mean = np.mean([each[name] for each in everyones])
+            np.testing.assert_allclose(averaged.logs[epoch][name], mean, rtol=1e-6)
+            assert history.history[name][epoch] == averaged.logs[epoch][name]
+
+
+def test_the_learning_rate_warms_up(capsys):
+    recorded = Recorded()
+    warmup = callbacks.LearningRateWarmupCallback(0.1 * SIZE, warmup_epochs=2, verbose=1)
+    fit(model(), hvd.DistributedOptimizer(keras.optimizers.SGD(0.1 * SIZE)), True, 3, [warmup, recorded])
+    epochs = np.arange(1, 2 * BATCHES + 1) / BATCHES
+    expected = [*0.1 * (epochs * (SIZE - 1) / 2 + 1), *[0.1 * SIZE] * BATCHES]
+    np.testing.assert_allclose(recorded.rates, expected, rtol=1e-5)
+    np.testing.assert_allclose([each["lr"] for each in recorded.logs], expected[BATCHES - 1 :: BATCHES], rtol=1e-5)
+    assert f"Epoch 2: finished gradual learning rate warmup to {0.1 * SIZE:g}." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"multiplier": 0.5, "start_epoch": 1, "end_epoch": 3}, [1, 0.5, 0.5, 0.5]),
+        ({"multiplier": lambda epoch: 0.1**epoch, "start_epoch": 2}, [1, 1, 0.01, 0.001]),
+        ({"multiplier": lambda epoch: 1 / (1 + epoch), "staircase": False}, 1 / (1 + np.arange(16).reshape(4, 4) / 4)),
+    ],
+)
+def test_the_learning_rate_follows_a_schedule(arguments, expected):
+    recorded = Recorded()
+    schedule = callbacks.LearningRateScheduleCallback(0.2, **arguments)
+    fit(model(), hvd.DistributedOptimizer(keras.optimizers.SGD(0.2)), True, 4, [schedule, recorded])
+    by_batch = np.broadcast_to(np.reshape(expected, (4, -1)), (4, BATCHES))  # one for an epoch, or one for each batch
+    np.testing.assert_allclose(recorded.rates, 0.2 * by_batch.reshape(-1), rtol=1e-5)
+
+
+@pytest.mark.parametrize("corrects", [True, False])
+@pytest.mark.parametrize("optimizer", [keras.optimizers.SGD, keras.optimizers.RMSprop])
+def test_momentum_is_corrected(optimizer, corrects):
+    """Against the same optimizer, step by step, its velocity scaled by hand as the rate changes."""
+    rates = 0.1 / (1 + np.arange(3 * BATCHES) / BATCHES)
+    schedule = callbacks.LearningRateScheduleCallback(
+        0.1, lambda epoch: 1 / (1 + epoch), staircase=False, momentum_correction=corrects
+    )
+    trained = fit(model(), hvd.DistributedOptimizer(optimizer(0.1, momentum=0.9)), True, 3, [schedule])
+    expected = model()
+    plain = optimizer(0.1, momentum=0.9)
+    expected.compile(optimizer=plain, loss="mse", run_eagerly=True)
+    x, y = data()
+    before = 0.1
+    for number, rate in enumerate(rates):
+        rows = slice(number % BATCHES * len(x) // BATCHES, (number % BATCHES + 1) * len(x) // BATCHES)
+        plain.learning_rate = rate
+        for velocity in (getattr(plain, "momentums", None) or getattr(plain, "_momentums", ())) if corrects else ():
+            velocity.assign(velocity * (rate / before))
+        before = rate
+        expected.train_on_batch(x[rows], y[rows])
+    for mine, theirs in zip(trained, numbers(expected.weights), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-3, atol=1e-4)
+
+
+def test_functions_on_tensors_of_the_backend():
+    tensor = keras.ops.convert_to_tensor(np.float32([RANK, 2 * RANK]))
+
+    def check(result, expected):
+        assert type(result) is type(tensor)
+        np.testing.assert_allclose(keras.ops.convert_to_numpy(result), expected, rtol=1e-6)
+
+    check(hvd.allreduce(tensor), [RANKS.mean(), 2 * RANKS.mean()])
+    check(hvd.allreduce(keras.Variable(tensor), op=hvd.Sum, name="sum"), [RANKS.sum(), 2 * RANKS.sum()])
+    check(hvd.allreduce([1.0, RANK], average=False), [SIZE, RANKS.sum()])
+    check(hvd.allgather(tensor), np.outer(RANKS, [1, 2]).reshape(-1))
+    check(hvd.broadcast(tensor, SIZE - 1), [SIZE - 1, 2 * SIZE - 2])
+    check(hvd.reducescatter(keras.ops.ones(SIZE), op=hvd.Sum), [SIZE])
+    variables = [keras.Variable([1.0 + RANK]), keras.Variable(RANK, dtype="int32", trainable=False)]
+    hvd.broadcast_variables(variables, SIZE - 1)
+    np.testing.assert_array_equal(np.concatenate([np.ravel(each) for each in numbers(variables)]), [SIZE, SIZE - 1])

@@ -1,0 +1,286 @@
+"""DistributedOptimizer: several ranks train as one process does with the batches of all."""
+
+import json
+import os
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import pytest
+from sklearn.datasets import load_digits
+
+import ringreduce as rr
+import ringreduce.keras as hvd
+from tests.keras.training import BACKEND, RANK, SIZE, close, data, equal_on_all_ranks, fit, model, numbers, share
+
+optimizers = keras.optimizers
+
+
+def sgd(**options):
+    return optimizers.SGD(0.1, momentum=0.9, **options)
+
+
+CASES = {
+    "sgd": (sgd, {}, sgd, {}),
+    "adamw": (lambda: optimizers.AdamW(0.01), {}, lambda: optimizers.AdamW(0.01), {}),
+    "clipped": (lambda: sgd(clipnorm=0.1), {}, lambda: sgd(clipnorm=0.1), {}),
+    "all clipped": (lambda: sgd(global_clipnorm=0.1), {}, lambda: sgd(global_clipnorm=0.1), {}),
+    "averaged weights": (lambda: sgd(use_ema=True, ema_overwrite_frequency=3), {}) * 2,
+    "accumulated": (lambda: sgd(gradient_accumulation_steps=2, clipnorm=0.1), {}) * 2,
+    "predivided": (sgd, {"gradient_predivide_factor": 2.0}, sgd, {}),
+    "a sum": (sgd, {"op": hvd.Sum}, lambda: optimizers.SGD(0.1 * SIZE, momentum=0.9), {}),
+    "a mean of passes": (
+        sgd,
+        {"backward_passes_per_step": 2, "average_aggregated_gradients": True},
+        lambda: sgd(gradient_accumulation_steps=2),
+        {},
+    ),
+    "a sum of passes": (
+        sgd,
+        {"backward_passes_per_step": 2},
+        lambda: optimizers.SGD(0.2, momentum=0.9, gradient_accumulation_steps=2),
+        {},
+    ),
+    "scaled": (lambda: optimizers.LossScaleOptimizer(sgd()), {}, sgd, {}),
+    "a fixed scale": (lambda: sgd(loss_scale_factor=1024.0), {}, sgd, {}),
+    "eager": (sgd, {}, sgd, {"run_eagerly": True}),
+}
+if BACKEND != "torch":  # which takes no others
+    CASES["steps at once"] = (sgd, {}, sgd, {"steps_per_execution": 3})
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_train_as_one_process(case):
+    make, options, alone, compiled = CASES[case]
+    wrapped = hvd.DistributedOptimizer(make(), **options)
+    trained = fit(model(), wrapped, together=True, **compiled)
+    equal_on_all_ranks(trained)
+    close(trained, fit(model(), alone(), together=False))
+
+
+def test_compression():
+    trained = fit(model(), hvd.DistributedOptimizer(sgd(), compression=hvd.Compression.fp16), together=True)
+    equal_on_all_ranks(trained)
+    exact = fit(model(), sgd(), together=False)
+    for mine, expected in zip(trained, exact, strict=True):
+        np.testing.assert_allclose(mine, expected, atol=0.02)
+
+
+def test_digits():
+    """Ranks draw other weights and see other images; the callback makes the weights alike."""
+    images, labels = load_digits(return_X_y=True)
+    images = np.float32(images / 16)
+    order = np.random.default_rng(0).permutation(len(images))
+    images, labels = images[order], labels[order]
+
+    def accuracy(rank, size, optimizer, callbacks):
+        keras.utils.set_random_seed(rank)
+        layers = [keras.layers.Dense(128, activation="relu"), keras.layers.Dense(10)]
+        trained = keras.Sequential([keras.Input((64,)), *layers])
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        trained.compile(optimizer=optimizer, loss=loss, metrics=["accuracy"])
+        mine = slice(rank, 1440, size)
+        batch = 60 // size
+        trained.fit(images[mine], labels[mine], batch_size=batch, epochs=8, verbose=0, callbacks=callbacks)
+        return trained, trained.evaluate(images[1440:], labels[1440:], verbose=0, return_dict=True)["accuracy"]
+
+    optimizer = hvd.DistributedOptimizer(optimizers.Adam(0.005))
+    callbacks = [hvd.callbacks.BroadcastGlobalVariablesCallback(0), hvd.callbacks.MetricAverageCallback()]
+    together, reached = accuracy(RANK, SIZE, optimizer, callbacks)
+    equal_on_all_ranks(numbers([*together.weights, *optimizer.variables]))
+    _, alone = accuracy(0, 1, optimizers.Adam(0.005), [])
+    assert reached >= alone - 0.02
+    assert alone >= 0.93
+
+
+def test_mixed_precision():
+    """There `compile` wraps the optimizer in a LossScaleOptimizer."""
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        trained = model()
+        weights = fit(trained, hvd.DistributedOptimizer(sgd()), together=True)
+    finally:
+        keras.config.set_dtype_policy("float32")
+    assert type(trained.optimizer) is optimizers.LossScaleOptimizer
+    equal_on_all_ranks(weights)
+    for mine, expected in zip(weights, fit(model(), sgd(), together=False), strict=True):
+        np.testing.assert_allclose(mine, expected, atol=0.05)
+
+
+@pytest.mark.parametrize("outside", [True, False])
+def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(outside):
+    """Else the other ranks would wait for its gradients."""
+    inner = sgd()
+    if outside:
+        optimizer = optimizers.LossScaleOptimizer(hvd.DistributedOptimizer(inner), initial_scale=8.0)
+    else:
+        optimizer = hvd.DistributedOptimizer(optimizers.LossScaleOptimizer(inner, initial_scale=8.0))
+    trained = model()
+    trained.compile(optimizer=optimizer, loss="mse")
+    before = trained.get_weights()
+    x, y = data()
+    x, y = share(x)[:4], share(y)[:4]
+    trained.train_on_batch(np.where(RANK == SIZE - 1, np.inf, x), y)
+    close(trained.get_weights(), before)
+    assert float(keras.ops.convert_to_numpy(optimizer.dynamic_scale)) == 4.0
+    trained.train_on_batch(x, y)
+    equal_on_all_ranks(trained.get_weights())
+    assert not np.array_equal(trained.get_weights()[0], before[0])
+
+
+def test_it_stays_what_it_is():
+    plain, wrapped = sgd(name="mine"), sgd(name="mine")
+    assert hvd.DistributedOptimizer(wrapped) is wrapped
+    assert type(wrapped) is type(plain)
+    assert keras.saving.serialize_keras_object(wrapped) == keras.saving.serialize_keras_object(plain)
+    assert rr.DistributedOptimizer(sgd(), compression=hvd.Compression.fp16)._clip_gradients is not None
+
+
+WITHOUT_US = """
+import json, sys
+sys.modules["ringreduce"] = None
+import keras
+model = keras.models.load_model(sys.argv[1])
+state = [keras.ops.convert_to_numpy(each).tolist() for each in model.optimizer.variables]
+print(json.dumps({"class": type(model.optimizer).__name__, "state": state}))
+"""
+
+
+def test_a_saved_model_loads_without_us_and_goes_on_with_us(tmp_path_factory):
+    path = hvd.broadcast_object(str(tmp_path_factory.mktemp("saved") / "model.keras"), 0)
+    whole = model()
+    fit(whole, hvd.DistributedOptimizer(optimizers.Adam(0.01)), together=True, epochs=2)
+    if RANK == 0:
+        whole.save(path)
+        variables = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "PMI"))}
+        command = [sys.executable, "-c", WITHOUT_US, path]
+        run = subprocess.run(command, capture_output=True, text=True, env=variables)
+        assert run.returncode == 0, run.stderr
+        loaded = json.loads(run.stdout.splitlines()[-1])
+        assert loaded["class"] == "Adam"
+        for mine, theirs in zip(numbers(whole.optimizer.variables), loaded["state"], strict=True):
+            np.testing.assert_allclose(mine, theirs, rtol=1e-6)
+    hvd.barrier()
+    resumed = hvd.load_model(path, custom_objects={"unused": int})
+    weights = fit_on(resumed, epochs=2)
+    close(weights, fit(model(), optimizers.Adam(0.01), together=False, epochs=4))
+    equal_on_all_ranks(weights)
+
+
+def fit_on(trained, epochs):
+    """Train on with the optimizer that the model has."""
+    x, y = data()
+    trained.fit(share(x), share(y), batch_size=len(share(x)) // 4, epochs=epochs, shuffle=False, verbose=0)
+    return numbers(trained.weights)
+
+
+@keras.saving.register_keras_serializable(package="tests")
+class Registered(optimizers.SGD):
+    pass
+
+
+class Own(optimizers.SGD):
+    pass
+
+
+@pytest.mark.parametrize(("kind", "options"), [(Registered, {}), (Own, {"custom_optimizers": [Own]})])
+def test_optimizers_of_ones_own(tmp_path, kind, options):
+    trained = model()
+    weights = fit(trained, hvd.DistributedOptimizer(kind(0.1)), together=True, epochs=1)
+    close(weights, fit(model(), kind(0.1), together=False, epochs=1))
+    trained.save(tmp_path / "model.keras")
+    loaded = hvd.load_model(tmp_path / "model.keras", **options)
+    assert type(loaded.optimizer).__name__ == kind.__name__
+    with pytest.raises(ValueError, match="this optimizer is wrapped already"):
+        hvd.DistributedOptimizer(loaded.optimizer)
+
+
+def test_a_loop_of_ones_own():
+    trained, optimizer = model(), hvd.DistributedOptimizer(sgd())
+    optimizer.build(trained.trainable_variables)
+    x, y = data()
+    for batch in np.array_split(np.arange(len(share(x))), 4) * 3:
+        LOOPS[BACKEND](trained, optimizer, share(x)[batch], share(y)[batch])
+    close(numbers(trained.weights), fit(model(), sgd(), together=False))
+
+
+def step_of_torch(trained, optimizer, x, y):
+    import torch
+
+    trained.zero_grad()
+    ((trained(x) - torch.tensor(y)) ** 2).mean().backward()
+    with torch.no_grad():
+        optimizer.apply([each.value.grad for each in trained.trainable_weights], trained.trainable_weights)
+
+
+def step_of_tensorflow(trained, optimizer, x, y):
+    import tensorflow as tf
+
+    if not hasattr(trained, "step_of_test"):
+
+        @tf.function
+        def step(x, y):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((trained(x) - y) ** 2)
+            gradients = tape.gradient(loss, trained.trainable_variables)
+            optimizer.apply_gradients(zip(gradients, trained.trainable_variables, strict=True))
+
+        trained.step_of_test = step
+    trained.step_of_test(tf.constant(x), tf.constant(y))
+
+
+def step_of_jax(trained, optimizer, x, y):
+    import jax
+
+    def loss(weights):
+        return ((trained.stateless_call(weights, [], x)[0] - y) ** 2).mean()
+
+    @jax.jit
+    def step(weights, state):
+        return optimizer.stateless_apply(state, jax.grad(loss)(weights), weights)
+
+    weights, state = step([v.value for v in trained.trainable_variables], [v.value for v in optimizer.variables])
+    for variable, value in zip([*trained.trainable_variables, *optimizer.variables], [*weights, *state], strict=True):
+        variable.assign(value)
+
+
+LOOPS = {"torch": step_of_torch, "tensorflow": step_of_tensorflow, "jax": step_of_jax}
+
+
+def test_xla_and_torch_compile():
+    if BACKEND == "tensorflow":
+        with pytest.raises(Exception, match=r"XLA cannot call it .* pass jit_compile=False to model.compile"):
+            fit(model(), hvd.DistributedOptimizer(sgd()), together=True, epochs=1, jit_compile=True)
+        return
+    trained = fit(model(), hvd.DistributedOptimizer(sgd()), together=True, epochs=1, jit_compile=True)
+    close(trained, fit(model(), sgd(), together=False, epochs=1))
+
+
+def test_ranks_outside_the_process_set_train_alone():
+    last = hvd.add_process_set([SIZE - 1])
+    weights = fit(model(), hvd.DistributedOptimizer(sgd(), process_set=last), together=True, epochs=1)
+    x, y = data()
+    alone = model()
+    alone.compile(optimizer=sgd(), loss="mse")
+    alone.fit(share(x), share(y), batch_size=len(share(x)) // 4, epochs=1, shuffle=False, verbose=0)
+    close(weights, numbers(alone.weights))
+    hvd.remove_process_set(last)
+
+
+@pytest.mark.skipif(BACKEND != "tensorflow", reason="only TensorFlow has IndexedSlices")
+@pytest.mark.parametrize("sparse_as_dense", [False, True])
+def test_embeddings(sparse_as_dense):
+    def trained(optimizer, rank, size):
+        keras.utils.set_random_seed(0)
+        words = np.random.default_rng(3).integers(0, 20, (24, 3))[rank::size]
+        table = keras.Sequential([keras.Input((3,)), keras.layers.Embedding(20, 4), keras.layers.Flatten()])
+        table.add(keras.layers.Dense(1))
+        table.compile(optimizer=optimizer, loss="mse")
+        table.fit(words, np.float32(words[:, :1]), batch_size=24 // size, epochs=3, shuffle=False, verbose=0)
+        return numbers(table.weights)
+
+    wrapped = hvd.DistributedOptimizer(optimizers.SGD(0.1), sparse_as_dense=sparse_as_dense)
+    together = trained(wrapped, RANK, SIZE)
+    equal_on_all_ranks(together)
+    close(together, trained(optimizers.SGD(0.1), 0, 1))

@@ -1,0 +1,171 @@
+"""The collectives on TensorFlow's tensors: eagerly and inside tf.function, their gradients, their order."""
+
+import re
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import ringreduce as rr
+import ringreduce.tensorflow as hvd
+
+RANK, SIZE = hvd.rank(), hvd.size()
+RANKS = np.arange(SIZE)
+MEAN = (RANKS + 1).mean()
+
+
+def own(*shape, rank=RANK):
+    """Other values on every rank and at every place."""
+    return tf.constant(np.arange(np.prod(shape), dtype=np.float32).reshape(shape) + 100 * rank)
+
+
+def close(result, expected):
+    assert isinstance(result, tf.Tensor)
+    np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("op", "expected"),
+    [
+        (hvd.Average, lambda parts: parts.mean(0)),
+        (hvd.Sum, lambda parts: parts.sum(0)),
+        (hvd.Min, lambda parts: parts.min(0)),
+        (hvd.Max, lambda parts: parts.max(0)),
+        (hvd.Product, lambda parts: parts.prod(0)),
+    ],
+)
+def test_allreduce(run, op, expected):
+    parts = np.stack([own(2, 3, rank=rank) for rank in RANKS]).astype(np.float64)
+    close(run(lambda x: hvd.allreduce(x, op=op))(own(2, 3)), expected(parts))
+
+
+def test_scales_averages_and_compression(run):
+    total = sum(own(3, rank=rank) for rank in RANKS)
+    close(run(lambda x: hvd.allreduce(x, op=hvd.Sum, prescale_factor=0.5, postscale_factor=4.0))(own(3)), 2 * total)
+    close(run(lambda x: hvd.allreduce(x, average=False))(own(3)), total)
+    third = run(lambda x: hvd.allreduce(x, compression=hvd.Compression.fp16))(tf.constant([1 / 3]))
+    assert third.dtype == tf.float32
+    assert third[0] == np.float16(1 / 3)
+
+
+@pytest.mark.parametrize("dtype", [tf.bool, tf.int8, tf.uint16, tf.int64, tf.float16, tf.bfloat16, tf.float64])
+def test_types_stay(run, dtype):
+    result = run(lambda x: hvd.allreduce(x, op=hvd.Sum))(tf.cast([RANK == 0, True, False], dtype))
+    assert result.dtype == dtype
+    expected = [True, True, False] if dtype == tf.bool else [1, SIZE, 0]
+    np.testing.assert_array_equal(tf.cast(result, tf.float32), expected)
+
+
+def test_groups_of_several_types(run):
+    a, b = run(lambda x, y: hvd.grouped_allreduce([x, y], op=hvd.Sum))(own(3), tf.constant([RANK]))
+    close(a, sum(own(3, rank=rank) for rank in RANKS))
+    assert b[0] == RANKS.sum()
+
+
+def test_rows(run):
+    close(run(hvd.allgather)(own(RANK + 1, 2)), np.concatenate([own(rank + 1, 2, rank=rank) for rank in RANKS]))
+    rows, received = run(lambda x: hvd.alltoall(x, tf.ones(SIZE, tf.int32)))(own(SIZE + 1))
+    close(rows, RANK + 100.0 * RANKS)
+    np.testing.assert_array_equal(received, np.ones(SIZE))
+    close(run(lambda x: hvd.alltoall(x))(own(SIZE)), RANK + 100.0 * RANKS)
+    scattered = run(lambda x: hvd.reducescatter(x, op=hvd.Sum))(own(SIZE, 2))
+    close(scattered, sum(own(SIZE, 2, rank=rank) for rank in RANKS)[RANK : RANK + 1])
+    close(run(lambda x: hvd.broadcast(x, SIZE - 1))(own(2)), own(2, rank=SIZE - 1))
+
+
+def gradient(function):
+    """Of the sum of the results, times another factor on every rank."""
+
+    def of(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            total = tf.reduce_sum(function(x) * (RANK + 1.0))
+        return tape.gradient(total, x)
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("function", "rows", "expected"),
+    [
+        (hvd.allreduce, 3, [MEAN] * 3),
+        (lambda x: hvd.allreduce(x, op=hvd.Sum), 3, [MEAN * SIZE] * 3),
+        (lambda x: hvd.grouped_allreduce([x, tf.constant([1])])[0], 2, [MEAN] * 2),
+        (hvd.allgather, RANK + 1, [MEAN] * (RANK + 1)),
+        (lambda x: hvd.broadcast(x, SIZE - 1), 2, [MEAN * (RANK == SIZE - 1)] * 2),
+        (hvd.alltoall, SIZE, RANKS + 1),
+        (lambda x: hvd.alltoall(x, [1] * SIZE)[0], SIZE + 1, [*RANKS + 1, 0]),
+        (hvd.reducescatter, SIZE, RANKS + 1),
+        (lambda x: hvd.reducescatter(x, op=hvd.Sum), SIZE, SIZE * (RANKS + 1)),
+    ],
+)
+def test_gradients(run, function, rows, expected):
+    close(run(gradient(function))(own(rows)), expected)
+
+
+def test_gradient_of_gradient(run):
+    twice = run(gradient(gradient(lambda x: hvd.allreduce(x) ** 2 / 2)))
+    close(twice(own(2)), [MEAN**2] * 2)
+
+
+def test_an_op_without_gradient(run):
+    with pytest.raises(Exception, match=r"op=Max has no gradient; expected Average or Sum, or tf.stop_gradient"):
+        run(gradient(lambda x: hvd.allreduce(x, op=hvd.Max)))(own(2))
+
+
+def slices():
+    """This rank's row, and one that all have."""
+    return tf.IndexedSlices(own(2, 2), tf.constant([RANK, 9]), tf.constant([10, 2]))
+
+
+@pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
+def test_sparse(run, op):
+    result = run(lambda: hvd.allreduce(slices(), op=op))()
+    assert isinstance(result, tf.IndexedSlices)
+    assert len(result.indices) == 2 * SIZE
+    dense = run(lambda: hvd.allreduce(tf.convert_to_tensor(slices()), op=op))()
+    close(tf.convert_to_tensor(result), dense)
+    with pytest.raises(Exception, match=r"op=Max of IndexedSlices; expected Average or Sum, or tf.convert_to_tensor"):
+        run(lambda: hvd.allreduce(slices(), op=hvd.Max))()
+
+
+def test_in_loops_and_branches_all_has_its_order():
+    """Unordered, ranks would do different operations at once: each has other shapes."""
+
+    @tf.function
+    def program(x):
+        a, b = hvd.allreduce(x), hvd.allreduce(x[:1])
+        for i in tf.range(5):
+            gathered = hvd.allgather(tf.cast([i], tf.float32))
+            if i % 2 == 0:
+                b += hvd.broadcast(x[:1], 0) + tf.reduce_sum(gathered)
+            hvd.barrier()
+        return a, b, hvd.allreduce(x[:2], op=hvd.Max)
+
+    for _ in range(10):
+        a, b, most = program(own(3))
+        mean = own(3) - 100 * RANK + 100 * RANKS.mean()
+        close(a, mean)
+        close(b, mean[:1] + 6 * SIZE)
+        close(most, own(2, rank=SIZE - 1))
+
+
+def test_xla_is_refused():
+    with pytest.raises(Exception, match=r"XLA cannot call it .* pass jit_compile=False to model.compile"):
+        tf.function(lambda x: hvd.allreduce(x), jit_compile=True)(own(2))
+
+
+@pytest.mark.skipif(SIZE == 1, reason="ranks must differ")
+def test_a_mismatch_says_where(run):
+    with pytest.raises((rr.MismatchError, tf.errors.OpError)) as error:
+        run(lambda x: hvd.allreduce(x))(own(2 + (RANK > 0)))
+    assert re.search(r"rank 1 of \d, allreduce .*: float32\[3\], but rank 0 has float32\[2\]", str(error.value))
+    assert "test_ops.py" in str(error.value) or "autograph" in str(error.value)
+    hvd.barrier()
+
+
+def test_a_process_set(run):
+    others = hvd.add_process_set([SIZE - 1])
+    if RANK == SIZE - 1:
+        close(run(lambda x: hvd.allreduce(x, process_set=others))(own(2)), own(2))
+    hvd.remove_process_set(others)

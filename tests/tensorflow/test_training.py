@@ -1,0 +1,101 @@
+"""DistributedGradientTape, broadcast_variables, and Horovod's example for TensorFlow 2."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import ringreduce.tensorflow as hvd
+import ringreduce.tensorflow.keras
+
+RANK, SIZE = hvd.rank(), hvd.size()
+TABLE, FACTORS, UNUSED = tf.Variable(tf.ones([5, 2])), tf.Variable([1.0, 2.0]), tf.Variable(1.0)
+
+
+def loss():
+    return tf.reduce_sum(tf.nn.embedding_lookup(TABLE, [RANK % 3, 4]) * FACTORS) * (RANK + 1)
+
+
+def expected():
+    """The gradient of the table, averaged over the ranks, in NumPy."""
+    total = np.zeros((5, 2))
+    for rank in range(SIZE):
+        total[[rank % 3, 4]] += (rank + 1) * np.array([1.0, 2.0])
+    return total / SIZE
+
+
+@pytest.mark.parametrize("sparse_as_dense", [False, True])
+def test_a_tape(run, sparse_as_dense):
+    def step():
+        with hvd.DistributedGradientTape(tf.GradientTape(), sparse_as_dense=sparse_as_dense) as tape:
+            value = loss()
+        return tape.gradient(value, {"table": TABLE, "factors": FACTORS, "unused": UNUSED})
+
+    gradients = run(step)()
+    assert isinstance(gradients["table"], tf.Tensor if sparse_as_dense else tf.IndexedSlices)
+    np.testing.assert_allclose(tf.convert_to_tensor(gradients["table"]), expected(), rtol=1e-6)
+    np.testing.assert_allclose(gradients["factors"], [(SIZE + 1.0)] * 2, rtol=1e-6)
+    assert gradients["unused"] is None
+
+
+def test_options_of_a_tape():
+    def gradients(**options):
+        with tf.GradientTape() as tape:
+            value = loss()
+        tape = hvd.DistributedGradientTape(tape, **options)
+        assert isinstance(tape, tf.GradientTape)
+        return tape.gradient(value, FACTORS).numpy()
+
+    mean = np.full(2, SIZE + 1.0)
+    np.testing.assert_allclose(gradients(gradient_predivide_factor=SIZE, compression=hvd.Compression.fp16), mean)
+    np.testing.assert_allclose(gradients(op=hvd.Sum), SIZE * mean)
+    with pytest.raises(ValueError, match="gradient_predivide_factor=0; expected a number above 0"):
+        gradients(gradient_predivide_factor=0)
+    with pytest.raises(ValueError, match=r"gradient_predivide_factor=2.0 with op=Sum; it works with op=Average only"):
+        gradients(gradient_predivide_factor=2.0, op=hvd.Sum)
+
+
+def test_variables(run):
+    variables = [tf.Variable([1.0, 2.0 + RANK]), tf.Variable(RANK), keras.Variable([RANK + 0.5])]
+    run(lambda: hvd.broadcast_variables(variables, SIZE - 1))()
+    np.testing.assert_allclose(variables[0], [1, 1 + SIZE])
+    assert variables[1].numpy() == SIZE - 1
+    assert variables[2].numpy() == SIZE - 0.5
+    hvd.broadcast_variables([], 0)
+
+
+def test_horovods_example_for_tensorflow_2():
+    """Its training step: one function, in which the first batch also broadcasts."""
+    keras.utils.set_random_seed(RANK)
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8, activation="relu"), keras.layers.Dense(1)])
+    optimizer = keras.optimizers.Adam(0.01 * SIZE)
+    optimizer.build(model.trainable_variables)
+
+    @tf.function
+    def training_step(x, y, first_batch):
+        with tf.GradientTape() as tape:
+            value = tf.reduce_mean((model(x, training=True) - y) ** 2)
+        tape = hvd.DistributedGradientTape(tape)
+        gradients = tape.gradient(value, model.trainable_variables)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        if first_batch:
+            hvd.broadcast_variables(model.variables, root_rank=0)
+            hvd.broadcast_variables(optimizer.variables, root_rank=0)
+        return value
+
+    x = np.random.default_rng(RANK).normal(size=(32, 4)).astype(np.float32)
+    y = x.sum(1, keepdims=True)
+    losses = [float(training_step(x, y, number == 0)) for number in range(200)]
+    assert losses[-1] < losses[0] / 10
+    for weights in hvd.allgather_object(model.get_weights()):
+        for mine, theirs in zip(model.get_weights(), weights, strict=True):
+            np.testing.assert_array_equal(mine, theirs)
+
+
+def test_optimizers_are_those_of_keras():
+    wrapped = hvd.DistributedOptimizer(keras.optimizers.SGD(0.1))
+    assert type(wrapped) is keras.optimizers.SGD
+    assert ringreduce.tensorflow.keras.DistributedOptimizer is ringreduce.keras.DistributedOptimizer
+    assert ringreduce.tensorflow.keras.callbacks is ringreduce.keras.callbacks
+    with pytest.raises(TypeError, match=r"expected an optimizer of Keras 3, got a .*GradientDescentOptimizer"):
+        hvd.DistributedOptimizer(tf.compat.v1.train.GradientDescentOptimizer(0.1))
