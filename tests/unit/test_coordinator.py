@@ -186,6 +186,23 @@ def test_ranks_that_joined_are_not_waited_for():
     assert response.all_joined == -1
 
 
+def test_a_record_that_comes_after_its_tensor_ran_for_a_joined_rank_is_dropped():
+    """Both ranks submit a known tensor, then join; rank 1 announces its record after the tensor ran."""
+    ranks = Ranks()
+    ranks.learn(tensor("a"))
+    ranks.tell(0, join=False)
+    assert ranks.decide().forgotten
+    ranks.tell(0, tensor("a"))
+    ranks.tell(1, join=False, seen=1)
+    response = ranks.decide()
+    assert (response.new, response.all_joined) == ((tensor("a"),), 1)
+    ranks.tell(1, tensor("a"), seen=2)
+    ranks.tell(0, tensor("a"))
+    assert told(ranks) is None
+    ranks.tell(1, tensor("a"))
+    assert told(ranks) == (["a"], {})
+
+
 def test_joining_completes_what_the_others_wait_for():
     ranks = Ranks(2)
     ranks.tell(0, tensor("b"))
