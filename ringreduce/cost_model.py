@@ -44,6 +44,7 @@ STEPWISE_ALGORITHMS = ("hierarchical", "halving")  # wire and processor wait for
 STEPWISE = 1.1  # slowdown of a wire by `halving`, which does not begin a step before the last one has ended
 MANY = 16  # with more ranks `direct` is not chosen: the model does not cover so many senders to one receiver
 CONVERGING = 1.03  # slowdown of a wire to which several hosts send at a time (4 hosts at 1 Gbit/s: 2 to 4 %)
+SHORT_BYTES = 8 << 10  # at most, of an all-reduce between hosts whose elements travel with its negotiation
 ONE_SHOT_BYTES = 64 << 10  # in shared memory every rank sums all of a buffer if the others' parts are at most this long
 
 
@@ -56,6 +57,11 @@ class Constants:
     message_gbs: float = 2.0  # rate between two ranks of a host while all ranks send
     wire_us: float = 60.0  # one message between hosts
     wire_gbs: float = 1.0  # rate between two hosts while all hosts send
+
+    @property
+    def short_bytes(self) -> int:
+        """Elements of so many bytes pass a wire in about the time of a message: see negotiation/short.py."""
+        return min(SHORT_BYTES, int(1e3 * self.wire_us * self.wire_gbs))
 
     @classmethod
     def parse(cls, text: str) -> Constants:

@@ -141,6 +141,13 @@ MUTANTS = [
         "tests/unit/test_interleavings.py",
     ),
     Mutant(
+        "short: a sum of an earlier submission is used again",
+        "ringreduce/negotiation/short.py",
+        "below, self._below = list(self._below.values()), dict.fromkeys(self._below)",
+        "below = list(self._below.values())",
+        "tests/unit/test_short.py",
+    ),
+    Mutant(
         "leader: news from below is lost",
         "ringreduce/negotiation/leader.py",
         "self._applied_below[child] = message.applied\n        self._news = True",

@@ -21,7 +21,7 @@ from ringreduce import errors, fusion
 from ringreduce.engine.activity import Activity
 from ringreduce.engine.inbox import LONGEST_SLEEP_S, Inbox
 from ringreduce.engine.leaving import Leaving
-from ringreduce.engine.polling import Polling
+from ringreduce.engine.polling import Polling, Service
 from ringreduce.engine.process_sets import ProcessSets
 from ringreduce.engine.submitting import Submitting
 from ringreduce.engine.timeline_control import TimelineControl
@@ -81,8 +81,14 @@ class Engine:
         offsets = clock_offsets_us or [0.0] * world.size
         self.timeline = TimelineControl(inbox, self._recording, negotiation, self._ended, offsets)
         mailbox.handlers[Broken] = lambda source, broken: self._fail_all(errors.PeerLostError(broken.message, [source]))
-        others = inbox, mailbox, self._recording, self.gpu, self._stalls
-        self._polling = Polling([negotiation, self._process_sets], others, inbox, one_host, self._break)
+        shares_memory = len(set(world.hosts)) < world.size
+        first: list[Service] = [
+            *([] if one_host else [mailbox]),
+            *([negotiation] if shares_memory else []),
+            self._process_sets,
+        ]
+        services = inbox, negotiation, self._process_sets, mailbox, self._recording, self.gpu, self._stalls
+        self._polling = Polling(services, first, not one_host, inbox, self._break)
         inbox.drive = self._drive
         for members in (range(world.size), *process_sets):
             if isinstance(members, str):

@@ -14,7 +14,7 @@ from ringreduce.transport.waiting import WaitsFor
 
 DRIVE_S = 5e-3  # how long a thread that waits polls for itself: a handover costs nothing beside what takes longer
 TAKE_OVER_S = 1e-3  # how long it waits for the engine's thread to stop polling; that may be moving much data
-FULL_POLLS = 4  # on one host it polls for messages at every fourth poll in which nothing moves
+FULL_POLLS = 4  # every fourth poll in which nothing moves is one of all services
 
 
 class Service(Protocol):
@@ -32,18 +32,22 @@ class Polling:
 
     def __init__(
         self,
+        services: Sequence[Service],
         first: Sequence[Service],
-        others: Sequence[Service],
+        yields: bool,
         inbox: Inbox,
-        one_host: bool,
         on_error: Callable[[BaseException], object],
     ) -> None:
-        """first: the services that complete results; others: those that a thread that waits polls less often."""
+        """services: all, in the order in which they are polled.
+
+        first:  those through which news comes: a thread that waits polls the others less often. Its polls take time
+                from ranks on the same core that would end its wait.
+        yields: whether it yields the core after each poll, and not after those of all services only.
+        """
         self.lock = threading.Lock()
         self.moved_s = time.monotonic()  # when anything moved last
-        self._first, self._services = first, [*others, *first]
+        self._services, self._first, self._yields = services, first, yields
         self._inbox, self._on_error = inbox, on_error
-        self._full_polls = FULL_POLLS if one_host else 1
 
     def poll(self) -> bool:
         """Poll all services; True when anything moved."""
@@ -83,9 +87,11 @@ class Polling:
             self._inbox.driving.release()
 
     def _poll_until(self, handle: Handle) -> None:
-        still, until_s = 0, time.monotonic() + DRIVE_S
+        number, until_s = 0, time.monotonic() + DRIVE_S
+        moved = self._yields  # true at first: the submission is to be announced
         while not handle.ended and time.monotonic() < until_s:
-            still += 1
-            is_full = still % self._full_polls == 0
-            if not self._poll(self._services if is_full else self._first) and is_full:
+            number += 1
+            is_full = (moved and self._yields) or number % FULL_POLLS == 0
+            moved = self._poll(self._services if is_full else self._first)
+            if not moved and (is_full or self._yields):
                 os.sched_yield()

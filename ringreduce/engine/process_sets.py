@@ -14,17 +14,19 @@ from ringreduce.errors import InputError
 from ringreduce.execution.algorithms import Algorithms
 from ringreduce.execution.allreduce import allreduce
 from ringreduce.execution.channel import Channel
-from ringreduce.execution.context import Context, Operation
+from ringreduce.execution.context import Context, Operation, reduction_of
 from ringreduce.execution.executor import Executor, Idle
 from ringreduce.execution.host import Host, Resources
 from ringreduce.execution.opening import before_opening
-from ringreduce.execution.operations import alltoall
+from ringreduce.execution.operations import ADASUM, alltoall
 from ringreduce.execution.signature import Signature, calling_line
 from ringreduce.execution.submission import Handle, Submission
 from ringreduce.negotiation.mailbox import Mailbox
 from ringreduce.negotiation.negotiation import GLOBAL, Negotiation
 from ringreduce.negotiation.negotiator import Group, Negotiator
 from ringreduce.negotiation.process_set import ProcessSetState
+from ringreduce.negotiation.short import Short
+from ringreduce.ops import Reduction
 from ringreduce.transport.base import Steps
 from ringreduce.transport.waiting import WaitsFor
 from ringreduce.world import World
@@ -84,17 +86,19 @@ class ProcessSets:
             )
             blocks = self._host.group_blocks(resources.region, members)
             hosts = members if blocks is None else [self._world.hosts[each] for each in members]
+            group = Group(members, hosts, rank)
             negotiator = Negotiator(
                 number,
                 members,
                 rank,
                 self._world.size,
-                Group(members, hosts, rank),
+                group,
                 blocks,
                 context.settings.cache_capacity,
                 fence=self._host.window.fence if self._host.window is not None else lambda: None,
                 send=self._mailbox.send_others,
                 resubmit=self._negotiation.again.extend,
+                short=self._short(group, context),
             )
             state = ProcessSetState(number, Executor(context), negotiator)
         with self._inbox.lock:
@@ -104,6 +108,21 @@ class ProcessSets:
                 self._states[number] = state
         self._negotiation.added(number)
         return number
+
+    def _short(self, group: Group, context: Context) -> Short | None:
+        """None where a host has several ranks, or the user says how elements are to be reduced."""
+        settings = context.settings
+        if len(group.ranks) > 1 or not (group.below or group.above is not None):
+            return None
+        if settings.deterministic or settings.algorithm != "auto":
+            return None
+
+        def reduction(submission: Submission) -> Reduction | None:
+            signature = submission.signature
+            is_short = signature.kind == "allreduce" and ADASUM not in signature.details
+            return reduction_of(submission, submission.inputs[0].element, len(context.members)) if is_short else None
+
+        return Short(reduction, self._host.constants.short_bytes, group.below)
 
     # Operations: queued, so that all ranks run them in the same order
 

@@ -82,7 +82,7 @@ class Context:
 
     def reduction(self, submission: Submission, element: ElementType) -> Reduction:
         """The reduction of a submission, for this element type."""
-        return _reduction(submission.signature.details, element, self.divisor)
+        return reduction_of(submission, element, self.divisor)
 
     def set_rank(self, kind: str, root_rank: Any) -> int:
         """The rank in the set of a rank of the world; raises InputError for a rank outside the set."""
@@ -92,6 +92,11 @@ class Context:
                 what = f"one of the process set's {ranks_text(self.members)}"
             raise InputError(f"{kind}: root_rank={root_rank!r}; expected {what}")
         return self.members.index(root_rank)
+
+
+def reduction_of(submission: Submission, element: ElementType, divisor: int) -> Reduction:
+    """The reduction of a submission, for this element type."""
+    return _reduction(submission.signature.details, element, divisor)
 
 
 @functools.lru_cache(maxsize=256)

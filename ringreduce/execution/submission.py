@@ -77,6 +77,7 @@ class Submission(Handle):
     """What the engine knows of it; that of a group has many tensors. One is made for each tensor of each step."""
 
     missing_pieces = 0
+    partial = b""  # the sum of all ranks' elements, where it came with the schedule
     deadline_s = math.inf  # when it must be over; for operations of channels only
     retire: Callable[[Sequence[Buffer]], Event] | None = None
     """Keeps GPU memory alive until the GPU reaches the returned event; see Gpu.retire."""

@@ -4,7 +4,7 @@ negotiation  announces this rank's submissions, and runs what is ready
 coordinator  per process set, on its first rank: what is ready on all ranks?  A state machine without messages
 process_set  a process set on this rank: what is pending, and what runs
 cache        signatures by number, so that announcing one costs a bit
-tally        counts over many ranks, kept incrementally
+short        the elements of short all-reduces, which travel with the news that they are ready
 protocol     control messages between engines; mailbox sends them, and calls the handlers of those that arrive
 errors_for   errors for submissions that cannot be accepted or completed
 neutral      the neutral elements of joined ranks

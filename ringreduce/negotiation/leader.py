@@ -95,21 +95,21 @@ class Leader:
         self._passed[:high] += times
         return np.repeat(ready, times[ready]).tolist()  # type: ignore[no-any-return]
 
-    def report(self, ids: list[int]) -> Ready | None:
+    def report(self, ids: list[int], partial: bytes = b"") -> Ready | None:
         """The message for the leader above; None when there is no news."""
         if not (ids or self._withdrawn or self._reported < self._awaited <= self.applied()):
             return None
         self._reported = self.applied()
         withdrawn, self._withdrawn = self._withdrawn, []
-        return Ready(self._process_set, ids, withdrawn, self._reported)
+        return Ready(self._process_set, ids, withdrawn, self._reported, partial)
 
-    def schedule(self, entries: list[list[int]]) -> Scheduled | None:
+    def schedule(self, entries: list[list[int]], partial: bytes = b"") -> Scheduled | None:
         """Write entries that the root has decided; returns the message for the leaders below, None without any."""
         for entry in entries:
             self._schedule.append(entry)
             if entry and not self._is_root:
                 np.add.at(self._scheduled, entry, 1)
-        return Scheduled(self._process_set, entries) if self._below else None
+        return Scheduled(self._process_set, entries, partial) if self._below else None
 
     def change(self, response: int, forgotten: Sequence[int], learned: Sequence[int]) -> None:
         """Follow a response: the root when it decides it, other leaders when they apply it."""

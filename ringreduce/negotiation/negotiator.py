@@ -21,6 +21,7 @@ from ringreduce.negotiation.cache import Cache
 from ringreduce.negotiation.coordinator import Coordinator
 from ringreduce.negotiation.leader import Leader, children_of, parent_of
 from ringreduce.negotiation.protocol import Announcement, Overdue, Ready, Response, Scheduled
+from ringreduce.negotiation.short import Short
 from ringreduce.transport.counters import Counters, GroupBlock, group_bytes
 
 UNNAMED_WAIT_S = 0.05
@@ -61,11 +62,13 @@ class Negotiator:
         fence: Callable[[], None],
         send: Callable[[Any, Sequence[int]], None],
         resubmit: Callable[[Sequence[Submission]], None],
+        short: Short | None = None,
     ) -> None:
         """blocks: the group's memory, by rank, each `group_bytes(capacity)` long; None for a group of one.
 
         send:     sends a control message to ranks, but not to this one.
         resubmit: called with submissions that are to be announced again, unless they have failed.
+        short:    of a leader that is its group's only rank.
         """
         self.process_set = process_set
         self.coordinator_rank = members[0]
@@ -86,6 +89,8 @@ class Negotiator:
         """The unnamed submissions that are not ready, in their order: the id by which each was counted, if it was."""
         self._responses: dict[int, Response] = {}
         self._awaits_response = False
+        self._short = short
+        self._partials: dict[int, bytes] = {}  # that came with the schedule, by id
 
     def announce(self, submissions: Sequence[Submission], join: bool | None = None, leave: str = "") -> int:
         """Count the submissions that are cached, and send the coordinator records of the others; returns the count."""
@@ -127,9 +132,11 @@ class Negotiator:
         if isinstance(message, Response):
             self._responses[message.number] = message
         elif isinstance(message, Scheduled):
-            self._schedule(message.entries)
+            self._schedule(message.entries, message.partial)
         elif isinstance(message, Ready) and self._leader is not None:
             self._leader.receive(rank, message)
+            if self._short is not None:
+                self._short.receive(rank, message)
         elif isinstance(message, Announcement) and self.coordinator is not None:
             self._lead()
             self.coordinator.announce(rank, message)
@@ -156,13 +163,14 @@ class Negotiator:
         if self._leader is None:
             return False
         ids = self._leader.poll()
+        partial = self._short.partial(ids, self._counted[ids[0]]) if ids and self._short is not None else b""
         if self._group.above is not None:
-            report = self._leader.report(ids)
+            report = self._leader.report(ids, partial)
             if report is not None:
                 self._send(report, [self._group.above])
         elif ids and self.coordinator is not None and not self.coordinator.closed:
             self.coordinator.used(ids)
-            self._schedule([ids])
+            self._schedule([ids], partial)
         return bool(ids)
 
     def respond(self, response: Response) -> None:
@@ -174,10 +182,12 @@ class Negotiator:
         self._leader.change(response.number, response.forgotten, [number for number, _ in response.learned])
         self._schedule([[]])
 
-    def _schedule(self, entries: list[list[int]]) -> None:
+    def _schedule(self, entries: list[list[int]], partial: bytes = b"") -> None:
         if self._leader is None:
             raise AssertionError("a schedule was sent to a rank that does not lead a group")
-        message = self._leader.schedule(entries)
+        if partial:
+            self._partials[entries[0][0]] = partial
+        message = self._leader.schedule(entries, partial)
         if message is not None:
             self._send(message, self._group.below)
 
@@ -206,6 +216,7 @@ class Negotiator:
             ids = self._counters.read()
             if ids:
                 batch = [self._counted[number].popleft() for number in ids]
+                batch[0].partial = self._partials.pop(ids[0], b"") if self._partials else b""
                 for each in batch if self._unnamed else ():
                     self._unnamed.pop(each.signature.key, None)
                 return batch

@@ -50,6 +50,7 @@ class Ready(NamedTuple):
     ids: list[int]  # submitted by all its ranks; that of an unnamed tensor may be there several times
     withdrawn: list[int]  # earlier ones that will not be scheduled
     applied: int  # the last response that all its ranks have applied
+    partial: bytes = b""  # the sum of its ranks' elements of the only id, where that is short; see short.py
 
 
 class Scheduled(NamedTuple):
@@ -57,6 +58,7 @@ class Scheduled(NamedTuple):
 
     process_set: int
     entries: list[list[int]]
+    partial: bytes = b""  # the sum of all ranks' elements of the only id
 
 
 class Overdue(NamedTuple):

@@ -15,6 +15,7 @@ from ringreduce.world import first_ranks
 TAG = 2
 SMALL_TIMES = 4
 LARGE_BYTES = 128 << 10
+POSTS = 3  # a send, its receive and what looks for their ends cost as many times what the send alone costs
 ROUNDS = 5  # the fastest round counts, without other load on the machine
 
 
@@ -30,11 +31,12 @@ def figures(transport: Transport, hosts: Sequence[int], slots: Sequence[Any] = (
     leaders = first_ranks(hosts)
     found = [0.0] * 5
     if len(mine) > 1:
-        found[1:3] = yield from _shift(transport, mine)
+        found[1:3], _ = yield from _shift(transport, mine)
         if slots:
             found[0] = _copy_us_per_byte(slots, mine.index(rank))
     if len(leaders) > 1 and rank in leaders:
-        found[3:5] = yield from _shift(transport, leaders)
+        found[3:5], posting_us = yield from _shift(transport, leaders)
+        found[1] = found[1] or POSTS * posting_us
     return found
 
 
@@ -56,22 +58,27 @@ def _copy_us_per_byte(slots: Sequence[Any], local_index: int) -> float:
     return 1e6 * best / half
 
 
-def _shift(transport: Transport, ring: Sequence[int]) -> Steps[list[float]]:
-    """µs of a small message, and µs per byte of a large one, while every rank of `ring` sends to the next."""
+def _shift(transport: Transport, ring: Sequence[int]) -> Steps[tuple[list[float], float]]:
+    """µs of a small message, and µs per byte of a large one, while every rank of `ring` sends to the next.
+
+    Returns these, and the µs of the processor alone to begin a send.
+    """
     index = list(ring).index(transport.rank)
     right, left = ring[(index + 1) % len(ring)], ring[index - 1]
     outgoing, incoming = np.zeros(LARGE_BYTES, np.uint8), np.empty(LARGE_BYTES, np.uint8)
-    found = []
+    found, posting_us = [], float("inf")
     for nbytes, times, rounds in ((8, SMALL_TIMES, ROUNDS), (LARGE_BYTES, 1, 3)):
         best = float("inf")
         for number in range(rounds):
             started = time.perf_counter()
             for _ in range(times):
                 received = transport.receive(incoming[:nbytes], left, TAG)
+                posted = time.perf_counter()
                 sent = transport.send(outgoing[:nbytes], right, TAG)
+                posting_us = min(posting_us, 1e6 * (time.perf_counter() - posted))
                 yield received
                 yield sent
             if number:  # the first round uses up what a shaped link lets through at once
                 best = min(best, 1e6 * (time.perf_counter() - started) / times)
         found.append(best)
-    return [found[0], max(found[1] - found[0], 1e-3) / LARGE_BYTES]
+    return [found[0], max(found[1] - found[0], 1e-3) / LARGE_BYTES], posting_us

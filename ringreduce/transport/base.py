@@ -80,7 +80,7 @@ class EngineTransport(Transport, Protocol):
         """Send a control message; two control messages to one rank arrive in order. Returns at once."""
 
     def recv_control(self) -> list[ControlMessage]:
-        """The control messages that have arrived since the last call."""
+        """Control messages that have arrived, at least one of them; none when none has."""
 
     def flushed(self) -> bool:
         """True when all control messages of this rank have been sent, so that it may exit."""

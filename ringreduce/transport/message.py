@@ -141,8 +141,8 @@ class MessageTransport:
         return messages
 
     def _take(self, mpi: Any, status: Any, messages: list[ControlMessage]) -> None:
-        """Append the control messages that have arrived."""
-        while (message := self._control.Improbe(mpi.ANY_SOURCE, self._control_tag, status)) is not None:
+        """Append a control message, if one has arrived: MPI may yield the core where none has, so handle it first."""
+        if (message := self._control.Improbe(mpi.ANY_SOURCE, self._control_tag, status)) is not None:
             content = np.empty(status.Get_count(mpi.BYTE), np.uint8)
             message.Recv(content)
             messages.append(ControlMessage(self._members.index(status.source), content.tobytes()))

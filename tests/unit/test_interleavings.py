@@ -7,15 +7,19 @@ import itertools
 import pickle
 import random as randomness
 import time
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 
 import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ringreduce.arrays.buffer import Buffer
+from ringreduce.arrays.dtypes import TABLE
 from ringreduce.execution.signature import Signature, TensorSignature
 from ringreduce.negotiation.negotiator import Group, Negotiator
 from ringreduce.negotiation.protocol import Announcement, Response
+from ringreduce.negotiation.short import Short
+from ringreduce.ops import Reduction, Sum
 from ringreduce.transport.counters import group_bytes
 
 ACTIONS = ["submit", "announce", "receive", "poll", "next", "check"]
@@ -28,14 +32,20 @@ def tensor(name, length, kind="allreduce", numbered=False):
     return Signature(kind, name, (described,), (("op", "Sum"),), numbered)
 
 
+def reduction(submission):
+    return Reduction(Sum, TABLE["int64"], 1) if submission.signature.kind == "allreduce" else None
+
+
 class Submitted:
     """What the negotiator asks of a submission."""
 
-    def __init__(self, signature, line):
+    def __init__(self, signature, line, value, waits):
         self.signature = signature
         self.line = line
-        self.waits = False
+        self.waits = waits
         self.submitted_s = time.monotonic()
+        self.inputs = [Buffer(np.array([value], np.int64), TABLE["int64"], (1,), "cpu", np.int64)]
+        self.partial = b""
 
 
 class Rank:
@@ -60,7 +70,10 @@ class Rank:
         free = [key for key, queue in self.queues.items() if queue and key not in self.pending]
         if free:
             signature = self.queues[random.choice(free)].popleft()
-            self.pending[signature.key] = Submitted(signature, f"line of {self.number}")
+            # a power of two for each rank, so that a sum says whose elements it is made of, and of which submission
+            value = (1 << self.number) + 1000 * self.job.times(self.number, signature.key)
+            waits = value // 1000 % 4 > 0
+            self.pending[signature.key] = Submitted(signature, f"line of {self.number}", value, waits)
             self.inbox.append(self.pending[signature.key])
         elif self.joins and not any(self.queues.values()):
             self.joins, self.joined = False, True
@@ -87,7 +100,15 @@ class Rank:
             for each in entry:
                 assert self.pending[each.signature.key] is each, "what is run was submitted and has not failed"
                 self.end(each.signature.key, each.signature)
+                self.check_sum(each)
         return entry is not None
+
+    def check_sum(self, submission):
+        """A sum that came with the schedule is that of all ranks' elements of this very submission."""
+        sums = np.frombuffer(submission.partial, np.int64).tolist()
+        size, (element,) = len(self.job.ranks), submission.inputs[0].flat.tolist()
+        assert sums in ([], [(1 << size) - 1 + size * (element - (1 << self.number))])
+        assert self.job.sums.setdefault(len(self.log), sums) == sums, "on all ranks or on none"
 
     def apply(self, response):
         for failure in response.failures:
@@ -120,6 +141,9 @@ class Job:
         self.messages = defaultdict(deque)
         self.caches = {}
         self.last_to_join = -1
+        self.submitted = Counter()
+        self.sums = {}
+        """By how much had happened before: the sum that came with the schedule, if one did."""
         self.running = []
         members = range(len(hosts))
         blocks = [np.zeros(group_bytes(capacity), np.uint8) for _ in hosts]
@@ -136,8 +160,14 @@ class Job:
                 fence=self.fence,
                 send=lambda message, ranks, source=rank.number: self.send(source, message, ranks),
                 resubmit=rank.resubmit,
+                short=Short(reduction, 8, group.below) if len(group.ranks) == 1 else None,
             )
         self.coordinator = self.ranks[0].negotiator.coordinator
+
+    def times(self, rank, key):
+        """How often a rank has submitted this before."""
+        self.submitted[rank, key] += 1
+        return self.submitted[rank, key]
 
     def send(self, source, message, ranks):
         for rank in ranks:
@@ -195,6 +225,8 @@ class Job:
 
     def run(self, steps):
         """Some random steps, then all that is left."""
+        self.submitted.clear()
+        self.sums.clear()
         slow = self.random.choice([None, *self.ranks])
         for _ in range(steps):
             rank = self.random.choice(self.ranks)
