@@ -30,7 +30,7 @@ import importlib
 import os
 import sys
 from argparse import SUPPRESS
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 from . import elastic
@@ -95,6 +95,8 @@ class Request:
     """How many ranks, spares included; None: found out from the hosts."""
     found: Found | None
     """The hosts that were named; None: this one."""
+    find_hosts: Callable[[], Found | None]
+    """Returns those that are named now: a file may have changed."""
     ssh: SshOptions
     launcher: str
     ranks: str | None
@@ -111,6 +113,7 @@ def _parser() -> Parser:
     add("-np", metavar="N", default="auto", help="how many ranks to start; auto: as without it")
     add_host_flags(add)
     by = "in a Slurm job: mpirun, which starts ranks through Slurm, or srun"
+    add("--host-discovery-script", metavar="FILE", help="a program that prints hosts, now and at each restart: h1:4")
     add("--launcher", metavar="NAME", default="mpirun", help=by)
     add("--no-bind", action="store_true", help="let each rank run on all cores")
     add("--mask-gpus", action="store_true", help="let each rank see its own GPU only, as number 0")
@@ -156,7 +159,13 @@ def _checked(resolved: config.Config) -> Request:
         setattr(options, "hosts" if resolved.place("hosts") else "hostfile", None)  # the command line's counts
     if not options.command:
         raise UsageError(f"no command to run, {_EXAMPLE}")
-    found = named_hosts(options.hosts, options.hostfile, resolved.place("hosts") or resolved.place("hostfile"))
+    script = split_words(options.host_discovery_script, flag("host_discovery_script"))
+
+    def find_hosts() -> Found | None:
+        place = resolved.place("hosts") or resolved.place("hostfile") or resolved.place("host_discovery_script")
+        return named_hosts(options.hosts, options.hostfile, place, script)
+
+    found = find_hosts()
     start_timeout_s = parse_start_timeout(
         options.start_timeout, flag("start_timeout"), len(found.hosts) if found else 0
     )
@@ -189,7 +198,9 @@ def _checked(resolved: config.Config) -> Request:
         np += elasticity.spares
     # half of it, so that ssh can say what it waits for
     ssh = parse_ssh(options.ssh_port, options.ssh_identity_file, start_timeout_s / 2, lost_after_s)
-    return Request(resolved, job, np, found, ssh, options.launcher, options.ranks, options.stdin, options.dry_run)
+    return Request(
+        resolved, job, np, found, find_hosts, ssh, options.launcher, options.ranks, options.stdin, options.dry_run
+    )
 
 
 def _preflight(request: Request, command: Sequence[str]) -> Preflight | None:
@@ -213,14 +224,17 @@ def _ask(request: Request, command: Sequence[str], hosts: Sequence[Host], found:
 
 def _again(request: Request, command: Sequence[str]) -> Again:
     """Return what finds the hosts for a restart."""
-    found = request.found
+
+    def named() -> Sequence[Host]:
+        found = request.find_hosts()
+        return found.hosts if found else ()
 
     def answering(names: Sequence[str]) -> Collection[str]:
-        assert found is not None
-        asked = _ask(request, command, [Host(name) for name in names], found)
+        assert request.found is not None
+        asked = _ask(request, command, [Host(name) for name in names], request.found)
         return set(asked.answering) - {finding.host for finding in asked.errors}
 
-    return on_hosts_that_answer(found.hosts if found else (), answering)
+    return on_hosts_that_answer(named, answering, takes_all=request.np is None)
 
 
 def _report(preflight: Preflight) -> None:

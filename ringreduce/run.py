@@ -22,6 +22,7 @@ import os
 import pickle
 import re
 import selectors
+import shlex
 import signal
 import subprocess
 import sys
@@ -131,7 +132,8 @@ def _addresses(flags: Mapping[str, Any]) -> Sequence[str]:
     from ringrun.hosts import is_here, named_hosts
     from ringrun.network import own_addresses, parse_interfaces
 
-    found = named_hosts(flags.get("hosts"), flags.get("hostfile"))
+    script = shlex.split(flags.get("host_discovery_script") or "")
+    found = named_hosts(flags.get("hosts"), flags.get("hostfile"), script=script)
     others = [host.name for host in found.hosts if not is_here(host)] if found else []
     return own_addresses(others, parse_interfaces(flags.get("network_interfaces"))) if others else ()
 

@@ -9,6 +9,7 @@ from ..machine.placement import automatic_size
 from ..machine.topology import read_topology
 from ..text import listed
 from .allocation import find_allocation
+from .discovery import discover
 from .host import Host, is_here, parse_host_list
 from .hostfile import read_hostfile, read_text
 from .nodelist import expand_nodelist
@@ -25,22 +26,27 @@ class Found:
     """They belong to a Slurm job that ringrun runs in, and Slurm starts processes there."""
 
 
-def named_hosts(listed: str | None, file: str | None, place: str = "") -> Found | None:
+def named_hosts(listed: str | None, file: str | None, place: str = "", script: Sequence[str] = ()) -> Found | None:
     """Return the hosts of -H, of --hostfile, or of the allocation that this process belongs to, if there are any.
 
     place:  where they were given, to begin a message about them, if that is not the command line
+    script: the argv of --host-discovery-script, which prints them
     """
     _refuse_being_many(os.environ)
     if listed is not None and file is not None:
         raise UsageError(f"{place}-H and --hostfile exclude each other; give one of them")
+    if script and (listed is not None or file is not None):
+        raise UsageError(f"{place}--host-discovery-script excludes -H and --hostfile; give one of them")
     try:
         if listed is not None:
             hosts, why = parse_host_list(listed), f"-H {listed}"
         elif file is not None:
             hosts, why = read_hostfile(file), f"--hostfile {file}"
+        elif script:
+            hosts, why = discover(script), f"--host-discovery-script {' '.join(script)}"
     except UsageError as error:
         raise UsageError(f"{place}{error}") from None
-    if listed is None and file is None:
+    if listed is None and file is None and not script:
         allocation = find_allocation(os.environ, read_text)
         return Found(allocation.hosts, allocation.why, allocation.kind == "slurm") if allocation else None
     nodelist = os.environ.get("SLURM_JOB_NODELIST")

@@ -8,12 +8,13 @@ Only the failure of a rank, or its loss, makes an attempt follow: not a command 
 
 import itertools
 import queue
+import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..elastic import with_size
-from ..errors import MachineError
+from ..errors import LauncherError, MachineError
 from ..hosts import Host, assign, is_here
 from ..text import counted
 from .events import Events, Signalled
@@ -63,7 +64,11 @@ def run(job: Job, attempt: Attempt, again: Again, wait: Wait, say: Say) -> int:
         if (number := wait(pause_s)) is not None:
             say("ringrun: interrupted before the restart")
             return 128 + number
-        found = again(job)  # all that was asked for: a host may be back
+        try:
+            found = again(job)  # all that was asked for: a host may be back
+        except LauncherError as error:
+            say(f"ringrun: no restart: {error}")
+            break
         if found is None:
             say("ringrun: no restart, since no host answers")
             break
@@ -74,6 +79,8 @@ def run(job: Job, attempt: Attempt, again: Again, wait: Wait, say: Say) -> int:
                 have = f"hosts that answer have {counted(found.size, 'slot')}"
                 say(f"ringrun: no restart, since {have}, and --min-np is {elastic.min_np}")
                 break
+        if found.size > job.size:
+            say(f"ringrun: hosts that answer have {found.size} slots; going on with {found.size} ranks")
         if found.size < job.size:
             say(f"ringrun: hosts that answer have {found.size} slots; going on with {found.size} of {job.size} ranks")
         current = found
@@ -104,17 +111,25 @@ def place_again(
     return assign(left, min(size, slots), lambda host: host.slots or 1) if left else []
 
 
-def on_hosts_that_answer(hosts: Sequence[Host], answering: Callable[[Sequence[str]], Collection[str]]) -> Again:
-    """Return a function that assigns the ranks again, to those of `hosts` (all that were named) that answer.
+def on_hosts_that_answer(
+    named: Callable[[], Sequence[Host]],
+    answering: Callable[[Sequence[str]], Collection[str]],
+    *,
+    takes_all: bool = False,
+) -> Again:
+    """Return a function that assigns the ranks again, to those of the hosts that are `named` now that answer.
 
     answering: is given the hosts' names, this host's included, each time that a restart is due.
+    takes_all: there are as many ranks as slots; else as many as before.
     """
 
     def again(job: Job) -> Job | None:
-        if not job.hosts:
+        hosts = named()
+        if not job.hosts and all(map(is_here, hosts)):
             return job  # all ranks are on this host
         before = {host.name: count for host, count in job.hosts}
-        placed = place_again(hosts, before, answering([host.name for host in hosts]), job.size)
+        size = sys.maxsize if takes_all else job.size
+        placed = place_again(hosts, before, answering([host.name for host in hosts]), size)
         if not placed:
             return None
         is_remote = not all(is_here(host) for host, _ in placed)

@@ -9,6 +9,7 @@ import pytest
 
 from ringrun import cli
 from ringrun.doctor import command as doctor
+from ringrun.errors import UsageError
 from ringrun.hosts import Host, is_here, place_ranks
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -126,3 +127,45 @@ def test_ringrun_is_not_started_once_for_every_rank(ringrun: Run) -> None:
     assert done.returncode == 2
     assert "srun has started ringrun 4 times (SLURM_STEP_NUM_TASKS=4)" in done.stderr
     assert ringrun("-np", 1, "true", env={"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"}).returncode == 0
+
+
+# a program that prints the hosts
+
+
+def test_a_program_says_which_hosts_there_are(tmp_path: Path) -> None:
+    script = tmp_path / "discover"
+    script.write_text("#!/bin/sh\necho h1:$1\necho '# gone: h9'\necho h2:2\n")
+    script.chmod(0o755)
+    request = cli.parse(["--host-discovery-script", f"{script} 3", "true"])
+    assert request.found
+    assert request.found.hosts == [Host("h1", 3), Host("h2", 2)]
+    script.write_text("#!/bin/sh\necho h1:$1\n")
+    found = request.find_hosts()
+    assert found
+    assert found.hosts == [Host("h1", 3)], "it is asked again at each restart"
+
+
+@pytest.mark.parametrize(
+    ("source", "why"),
+    [
+        ("exit 3", "it ended with exit code 3; it wrote: (nothing)"),
+        ("echo no network >&2; exit 1", "it ended with exit code 1; it wrote: no network"),
+        ("echo", "it printed no host; expected a line for each, as in 'h1:4'"),
+        ("echo h1:x", "its output:1: 'h1:x': slots: expected a whole number from 1 to 999999, got 'x'"),
+    ],
+)
+def test_a_program_that_finds_no_hosts_is_quoted(source: str, why: str, tmp_path: Path) -> None:
+    script = tmp_path / "discover"
+    script.write_text(f"#!/bin/sh\n{source}\n")
+    script.chmod(0o755)
+    with pytest.raises(UsageError) as error:
+        cli.parse(["--host-discovery-script", str(script), "true"])
+    assert str(error.value) == f"--host-discovery-script {script}: {why}"
+
+
+def test_one_source_of_hosts_is_enough(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--host-discovery-script excludes -H and --hostfile; give one of them"):
+        cli.parse(["--host-discovery-script", "x", "-H", "h1", "true"])
+    missing = tmp_path / "missing"
+    with pytest.raises(UsageError, match=f"--host-discovery-script {missing}: cannot be executed: No such file"):
+        cli.parse(["--host-discovery-script", str(missing), "true"])

@@ -128,6 +128,23 @@ def test_where_hosts_are_lost_an_elastic_job_has_fewer_spares_first() -> None:
     assert run.said[-1] == "ringrun: no restart, since hosts that answer have 2 slots, and --min-np is 3"
 
 
+def test_more_slots_than_before_are_said() -> None:
+    run = Attempts(FAILED, OK, sizes=[12])
+    assert run.run(1) == 0
+    assert run.said[-1] == "ringrun: hosts that answer have 12 slots; going on with 12 ranks"
+
+
+def test_where_hosts_cannot_be_found_out_any_more_it_is_over() -> None:
+    run = Attempts(FAILED)
+
+    def again(job: Job) -> Job | None:
+        raise UsageError("hostfile hosts: no such file")
+
+    run.again = again
+    assert run.run(1) == 7
+    assert run.said[-1] == "ringrun: no restart: hostfile hosts: no such file"
+
+
 def test_no_host_is_left() -> None:
     run = Attempts(FAILED, sizes=[None])
     assert run.run(3) == 7
@@ -198,7 +215,7 @@ def test_a_job_is_placed_anew_on_the_hosts_that_answer() -> None:
     here = Host("localhost", 2)
     hosts = [here, Host("h2.example", 2), Host("h3.example", 1)]
     job = Job(4, ["true"], hosts=((here, 2), (hosts[1], 2)))
-    again = restarts.on_hosts_that_answer(hosts, answering)
+    again = restarts.on_hosts_that_answer(lambda: hosts, answering)
     answers = [["localhost", "h2.example", "h3.example"], ["h3.example", "localhost"], ["localhost"], []]
     assert again(job) == replace(job, hosts=[(here, 2), (hosts[1], 2)])
     assert again(job) == replace(job, size=3, hosts=[(here, 2), (hosts[2], 1)])
@@ -206,7 +223,19 @@ def test_a_job_is_placed_anew_on_the_hosts_that_answer() -> None:
     assert again(job) is None
     assert asked == [["localhost", "h2.example", "h3.example"]] * 4
     alone = Job(2, ["true"])
-    assert again(alone) is alone
+    assert restarts.on_hosts_that_answer(lambda: [here], answering)(alone) is alone
+    assert restarts.on_hosts_that_answer(list, answering)(alone) is alone
+
+
+@pytest.mark.parametrize(("takes_all", "counts"), [(True, [2, 3]), (False, [2, 1])])
+def test_hosts_that_are_new_get_ranks(takes_all: bool, counts: list[int]) -> None:
+    here, new = Host("localhost", 2), Host("h2.example", 3)
+    hosts = [here]
+    again = restarts.on_hosts_that_answer(lambda: hosts, lambda names: names, takes_all=takes_all)
+    job = Job(2 if takes_all else 3, ["true"])
+    assert again(job) is job
+    hosts.append(new)
+    assert again(job) == replace(job, size=sum(counts), hosts=list(zip(hosts, counts, strict=True)))
 
 
 # signals
