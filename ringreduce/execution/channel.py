@@ -13,7 +13,7 @@ import hashlib
 
 import numpy as np
 
-from ringreduce.collectives import bruck
+from ringreduce.collectives import bruck, shared_in_place
 from ringreduce.errors import MismatchError, RingreduceError
 from ringreduce.execution import operations
 from ringreduce.execution.context import Context
@@ -21,6 +21,7 @@ from ringreduce.execution.executor import Executor, Running
 from ringreduce.execution.host import Host
 from ringreduce.execution.opening import everyones, opened
 from ringreduce.execution.send_receive import Receiver, send
+from ringreduce.execution.shared_arrays import WISHED, SharedArrays
 from ringreduce.execution.signature import Signature, SubmissionRecord, mismatch_message
 from ringreduce.execution.submission import Submission
 from ringreduce.transport.base import Steps, Transport
@@ -52,6 +53,7 @@ class Channel(Running):
         self._senders: dict[int, Executor] = {}  # by peer
         self._receivers: dict[int, tuple[Executor, Receiver]] = {}  # by rank of the world
         self._count = 0
+        self._shared = SharedArrays()
 
     def open(self, submission: Submission, host: Host) -> None:
         """Make it by its members alone (opening.py); it must be complete before anything else is enqueued."""
@@ -109,22 +111,34 @@ class Channel(Running):
 
     def _checked(self, submission: Submission) -> Steps[None]:
         """Run an operation, if all ranks have called the same."""
-        if (yield from self._is_same(submission)):
-            self._context.timeline.agreed(submission)
+        words = yield from self._compare(submission)
+        if words is None:
+            yield from self._mismatch(submission)
+            return
+        self._context.timeline.agreed(submission)
+        if set(words) == {WISHED}:
+            exchange = functools.partial(everyones, transport=self._context.transport)
+            words = [(yield from self._shared.share(submission, exchange))]
+        arrays, region = self._shared.common(words, submission), self._context.algorithms.shared_region
+        if arrays is None or region is None:
             yield from operations.run([submission], self._context, len(self._context.members))
         else:
-            yield from self._mismatch(submission)
+            self._context.divisor = len(arrays)
+            reduction = self._context.reduction(submission, submission.outputs[0].element)
+            with self._context.timeline.phase([submission], "ALLREDUCE"):
+                yield from shared_in_place.allreduce(arrays, region, reduction)
+            submission.complete()
 
-    def _is_same(self, submission: Submission) -> Steps[bool]:
-        """True when all ranks have called the same; on all ranks alike."""
+    def _compare(self, submission: Submission) -> Steps[list[int] | None]:
+        """None when ranks have called different operations; else their words (shared_arrays.py). On all ranks alike."""
         mine, signatures = _hash(submission.signature), self._signatures
         if signatures is None:
             gathered = yield from bruck.allgather(np.array([mine], np.int64), self._context.transport)
-            return bool((gathered == mine).all())
-        number = signatures.sign(mine)
+            return [0] if (gathered == mine).all() else None
+        number = signatures.sign(mine, getattr(submission.payload, "number", 0))
         if not signatures.arrived(0, number):
             yield signatures.arrival(0, number)
-        return all(each == mine for each in signatures.read(number))
+        return signatures.beside(number) if all(each == mine for each in signatures.read(number)) else None
 
     def _mismatch(self, submission: Submission) -> Steps[None]:
         record = SubmissionRecord(submission.signature, submission.line)

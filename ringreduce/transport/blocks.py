@@ -57,7 +57,7 @@ def _allocate(nbytes: int, local_size: int) -> Generator[str, list[str] | None, 
         try:
             own.truncate(nbytes)
             paths = yield path
-            blocks = [_map(each, nbytes) for each in paths or ()]
+            blocks = [mapped(each, nbytes) for each in paths or ()]
             yield ""
         finally:
             os.unlink(path)
@@ -75,7 +75,7 @@ def _allocate(nbytes: int, local_size: int) -> Generator[str, list[str] | None, 
     return blocks
 
 
-def _map(path: str, nbytes: int) -> Any:
+def mapped(path: str, nbytes: int) -> Any:
     """A rank's block, which is freed when no rank has an array of it any more."""
     try:
         with open(path, "rb+") as file:

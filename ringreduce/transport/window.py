@@ -125,26 +125,31 @@ class Flags:
 class Signatures(Flags):
     """Where the members compare hashes of what each does next, in a channel (execution/channel.py).
 
-    A flag counts a member's operations, and the two words behind it hold the hashes of the last two: a member that
-    signs number n + 2 has seen all sign number n + 1, so all have read number n.
+    A flag counts a member's operations, and the words behind it hold the hashes of the last two, and a number beside
+    each: a member that signs number n + 2 has seen all sign number n + 1, so all have read number n.
     """
 
     def __init__(self, window: Window, number: int, members: Sequence[int], ranks: Sequence[int], rank: int) -> None:
         super().__init__(window, number, SIGNED, members, ranks, rank)
         low = (number * FLAGS_PER_REGION + SIGNED) * CACHE_LINE_BYTES + 8
-        self._hashes = [memoryview(window.blocks[k][low : low + 16].view(np.int64)) for k in members]
+        self._words = [memoryview(window.blocks[k][low : low + 32].view(np.int64)) for k in members]
 
-    def sign(self, value: int) -> int:
-        """Publish the hash of this rank's next operation; returns that one's number."""
+    def sign(self, value: int, beside: int = 0) -> int:
+        """Publish the hash of this rank's next operation, and another number; returns the operation's."""
         number = self.sequence
         self.sequence = number + 1
-        self._hashes[self.rank][number % 2] = value
+        words = self._words[self.rank]
+        words[number % 2], words[2 + number % 2] = value, beside
         self.publish(PACKED, number)
         return number
 
     def read(self, number: int) -> list[int]:
         """The hashes of all members, which have `arrived` at this number."""
-        return [each[number % 2] for each in self._hashes]
+        return [each[number % 2] for each in self._words]
+
+    def beside(self, number: int) -> list[int]:
+        """What the members have published beside their hashes."""
+        return [each[2 + number % 2] for each in self._words]
 
 
 class Region(Flags):

@@ -72,6 +72,25 @@ def bucket_views(rank, size):
     return ddp(rank, size, gradient_as_bucket_view=True)
 
 
+def large_buckets(rank, size):
+    """Which the backend "ring" moves into memory that all ranks have mapped, and reduces in place; but one."""
+    torch.manual_seed(0)
+    layers = [nn.Linear(600, 600) for _ in range(4)]
+    model = DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=1, gradient_as_bucket_view=True)
+    optimizer, kept = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), []
+    generator = torch.Generator().manual_seed(100 + rank)
+    for step in range(STEPS + 4):
+        model(torch.randn(8, 600, generator=generator)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        if step == 1:
+            kept = [layers[0].weight.grad.numpy()]  # which must stay that gradient's memory
+    moved = {each.weight.grad.untyped_storage().is_shared() for each in layers}
+    assert moved == ({True, False} if dist.get_backend() == "ring" else {False})
+    assert kept[0].ctypes.data == layers[0].weight.grad.data_ptr()
+    return model
+
+
 def static_graph(rank, size):
     return ddp(rank, size, static_graph=True)
 
@@ -191,7 +210,7 @@ def checkpoint(rank, size):
     return list(loaded["model"].values())
 
 
-QUICK = [ddp, hooks, hook_of_ringreduce]
+QUICK = [ddp, hooks, hook_of_ringreduce, large_buckets]
 PROGRAMS = [
     *QUICK,
     unused_parameters,

@@ -17,9 +17,10 @@ from ringreduce.arrays.buffer import Buffer
 from ringreduce.errors import InputError
 from ringreduce.execution.into_outputs import INTO_OUTPUTS
 from ringreduce.torch.distributed import launch
+from ringreduce.torch.distributed.buckets import Buckets
 from ringreduce.torch.distributed.call import Call
 from ringreduce.torch.distributed.tensors import Details, check_equal, equal_slices, reduction, seconds, slices, split
-from ringreduce.torch.distributed.work import Work
+from ringreduce.torch.distributed.work import BACKWARD, Work
 
 Tensors = Sequence[torch.Tensor]
 
@@ -59,6 +60,7 @@ class RingProcessGroup(dist.ProcessGroup):
         self._name = self._description = group_id
         self.timeout_s = timeout_s
         self.engine = runtime.current("init_process_group").engine
+        self._buckets = Buckets(rr.local_size())
         self.channel: int | None
         self.channel, opened = self.engine.open_channel(members, f"group {group_id}", INTO_OUTPUTS)
         opened.wait(timeout_s)
@@ -72,7 +74,8 @@ class RingProcessGroup(dist.ProcessGroup):
             return self._sparse(tensors[0], opts)
         call = Call(self, "allreduce", opts, list(tensors))
         arrays = call.write(tensors)
-        return call.begin(arrays, arrays, reduction(opts.reduceOp, arrays, self.size()))
+        bucket = self._buckets.of(tensors[0]) if len(tensors) == 1 and BACKWARD.runs() else None
+        return call.begin(arrays, arrays, reduction(opts.reduceOp, arrays, self.size()), payload=bucket)
 
     def broadcast(self, tensors: Tensors, opts: Any = None) -> Work:
         """Copy the root's tensors into the others'."""

@@ -1,0 +1,82 @@
+"""Arrays that a channel's members reduce again and again: all ranks of one host map them, and reduce them in place.
+
+Members decide together, without a message: each publishes a word beside the hash of its operation (`Signatures`).
+
+    0        this rank's array is none of these
+    WISHED   it could be: where all members wish it, they move their arrays into memory that can be shared, and map it
+    number   of the arrays that all members then have mapped; where all publish the same number, nothing is packed
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Generator
+from typing import Any, Protocol
+
+from ringreduce.arrays.buffer import Buffer
+from ringreduce.execution.submission import Submission
+from ringreduce.transport.base import Steps
+from ringreduce.transport.blocks import mapped
+
+WISHED = 1
+REFUSED = -1  # as 0, for ever
+Exchange = Callable[[Any], Steps[list[Any]]]
+
+
+class Memory(Protocol):
+    """What the caller knows of the memory of one array: the payload of an all-reduce."""
+
+    number: int  # see above
+
+    def move(self) -> tuple[int, Buffer]:
+        """Move the array into shared memory, and hold it; returns that file's descriptor, and the array now.
+
+        Raises: OSError where there is no room.
+        """
+
+
+class SharedArrays:
+    """Those of one channel, on one rank."""
+
+    def __init__(self) -> None:
+        self._others: dict[int, list[Any]] = {}  # by number: every member's bytes, by rank in the channel
+        self._count = WISHED
+
+    def common(self, words: list[int], submission: Submission) -> list[Any] | None:
+        """Every member's array, by rank; None where these are not what all have mapped."""
+        if words[0] <= WISHED or len(set(words)) > 1:
+            return None
+        (own,) = submission.outputs
+        return [each[: own.nbytes].view(own.element.storage) for each in self._others[words[0]]]
+
+    def share(self, submission: Submission, exchange: Exchange) -> Generator[Any, Any, int]:
+        """Move this array and map the others'; all members call it. Returns its number, or REFUSED, on all alike."""
+        memory: Memory = submission.payload
+        at, why = ("", 0, 0), ""
+        try:
+            descriptor, array = memory.move()
+            submission.inputs = submission.outputs = [array]
+            found = os.fstat(descriptor)
+            at = f"/proc/{os.getpid()}/fd/{descriptor}", found.st_dev, found.st_ino
+        except OSError as exc:
+            why = str(exc)
+        others = yield from exchange((at, why))
+        try:
+            arrays = [] if any(why for _, why in others) else [_map(at, submission) for at, _ in others]
+        except OSError:
+            arrays = []
+        everyones = yield from exchange(bool(arrays))
+        memory.number = REFUSED
+        if all(everyones):
+            self._count += 1
+            memory.number, self._others[self._count] = self._count, arrays
+        return memory.number
+
+
+def _map(at: tuple[str, int, int], submission: Submission) -> Any:
+    """A member's memory; raises OSError where its process has another number here, as in another container."""
+    path, device, inode = at
+    found = os.stat(path)
+    if (found.st_dev, found.st_ino) != (device, inode):
+        raise OSError(f"{path} is another process's file")
+    return mapped(path, submission.outputs[0].nbytes)
