@@ -6,16 +6,25 @@ import collections
 import copy
 import io
 import pickle
-from typing import Any
+from typing import Any, NamedTuple
 
 import cloudpickle
 import numpy as np
 
-from ringreduce.elastic.libraries import LIBRARIES, library_of, nbytes_of
+from ringreduce.elastic.libraries import LIBRARIES, library_of
 
 ALIGNMENT = 64
-REFERENCE = ""  # stands for the library of an array that is referred to
 _IMMUTABLE = (type(None), bool, int, float, complex, str, bytes)
+
+
+class Place(NamedTuple):
+    """Where an array has its bytes, and how to read them."""
+
+    library: str  # empty: it is a reference, number `start`
+    start: int
+    dtype: Any
+    shape: tuple[int, ...]
+    nbytes: int
 
 
 class Commit:
@@ -26,75 +35,79 @@ class Commit:
 
     def __init__(self) -> None:
         self.number = 0
-        self.pickled = b""
+        self.pickled = b""  # all but the arrays, for which it has their numbers in `places`
+        self.places: list[Place] = []
         self.memory = np.empty(0, np.uint8)
         self.references: list[Any] = []  # arrays that cannot change, and so are not copied
-        self._rooms: dict[Any, Any] = {}
+        self._rooms: list[Any] = []
 
     def take(self, tree: Any, number: int, refers: bool = False) -> None:
         """Copy `tree`.  Cost: copies its arrays once, and pickles what else there is.
 
         refers: keep JAX's arrays without copying them; such a commit cannot be sent.
         """
-        file = io.BytesIO()
-        pickler = _Pickler(file, refers)
+        pickler = _Pickler(refers)
         pickler.dump(tree)
-        self.reserve(pickler.nbytes)
-        for name, found in pickler.arrays.items():
-            rooms = [self._room(name, *where) for where, _ in found]
-            LIBRARIES[name].keep(rooms, [array for _, array in found])
-        self.number, self.pickled, self.references = number, file.getvalue(), pickler.references
+        self.lay_out(pickler.places)
+        for name, numbers in pickler.of_library.items():
+            LIBRARIES[name].keep([self._rooms[each] for each in numbers], [pickler.arrays[each] for each in numbers])
+        self.number, self.pickled, self.references = number, pickler.file.getvalue(), pickler.references
 
-    def reserve(self, nbytes: int) -> None:
-        """Have memory for so many bytes."""
-        if self.memory.nbytes != nbytes:
-            self._rooms.clear()
-            self.memory = np.empty(nbytes, np.uint8)
+    def lay_out(self, places: list[Place]) -> None:
+        """Have memory for arrays at these places."""
+        if places == self.places:
+            return
+        ends = [each.start + each.nbytes for each in places if each.library]
+        if self.memory.nbytes != max(ends, default=0):
+            self.memory = np.empty(max(ends, default=0), np.uint8)
+        self.places, self._rooms = places, [self._room(each) for each in places]
+
+    def _room(self, place: Place) -> Any:
+        if not place.library:
+            return None
+        memory = self.memory[place.start : place.start + place.nbytes]
+        return LIBRARIES[place.library].room(memory, place.dtype, place.shape)
 
     def tree(self) -> Any:
         """The tree; its arrays may lie in this commit's memory: see `put_back`."""
         unpickler = pickle.Unpickler(io.BytesIO(self.pickled))  # noqa: S301 - pickled by a rank of this job
-        unpickler.persistent_load = self._load  # type: ignore[method-assign]
+        unpickler.persistent_load = self._array  # type: ignore[method-assign]
         return unpickler.load()
 
-    def _load(self, identity: Any) -> Any:
-        name, *where = identity
-        if name == REFERENCE:
-            return self.references[where[0]]
-        return LIBRARIES[name].array(self._room(name, *where))
-
-    def _room(self, name: str, start: int, dtype: Any, shape: tuple[int, ...], nbytes: int) -> Any:
-        key = name, start, dtype, shape
-        room = self._rooms.get(key)
-        if room is None:
-            room = self._rooms[key] = LIBRARIES[name].room(self.memory[start : start + nbytes], dtype, tuple(shape))
-        return room
+    def _array(self, number: int) -> Any:
+        place = self.places[number]
+        return LIBRARIES[place.library].array(self._rooms[number]) if place.library else self.references[place.start]
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Leaves arrays out, and notes where each has its bytes."""
+    """Leaves arrays out, and decides where each has its bytes."""
 
-    def __init__(self, file: io.BytesIO, refers: bool) -> None:
-        super().__init__(file)
-        self.nbytes = 0
+    def __init__(self, refers: bool) -> None:
+        self.file = io.BytesIO()
+        super().__init__(self.file)
+        self.places: list[Place] = []
+        self.arrays: list[Any] = []
+        self.of_library: dict[str, list[int]] = collections.defaultdict(list)  # numbers of arrays
         self.references: list[Any] = []
+        self._nbytes = 0
         self._refers = refers
-        self.arrays: dict[str, list[tuple[Any, Any]]] = collections.defaultdict(list)
 
-    def persistent_id(self, obj: Any) -> Any:
+    def persistent_id(self, obj: Any) -> int | None:
         name = library_of(type(obj))
         if not name:
             return None
         if self._refers and name == "jax":
+            place = Place("", len(self.references), None, (), 0)
             self.references.append(obj)
-            return REFERENCE, len(self.references) - 1
-        if not LIBRARIES[name].fits(obj) or 0 in obj.shape:
+        elif LIBRARIES[name].fits(obj) and obj.nbytes:
+            place = Place(name, self._nbytes, obj.dtype, tuple(obj.shape), obj.nbytes)
+            self._nbytes += -(-obj.nbytes // ALIGNMENT) * ALIGNMENT
+            self.of_library[name].append(len(self.places))
+        else:
             return None
-        nbytes = nbytes_of(obj)
-        where = self.nbytes, obj.dtype, tuple(obj.shape), nbytes
-        self.nbytes += -(-nbytes // ALIGNMENT) * ALIGNMENT
-        self.arrays[name].append((where, obj))
-        return name, *where
+        self.places.append(place)
+        self.arrays.append(obj)
+        return len(self.places) - 1
 
 
 def put_back(live: Any, saved: Any) -> Any:

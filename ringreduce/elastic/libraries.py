@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -48,7 +47,9 @@ class _Torch(Library):
         return sys.modules["torch"].from_numpy(memory).view(dtype).view(shape)
 
     def keep(self, rooms: Sequence[Any], arrays: Sequence[Any]) -> None:
-        sys.modules["torch"]._foreach_copy_(rooms, [each.detach() for each in arrays])
+        torch = sys.modules["torch"]
+        with torch.no_grad():
+            torch._foreach_copy_(rooms, arrays)
 
     def put(self, live: Any, saved: Any) -> Any:
         if not _alike(live, saved):
@@ -99,12 +100,6 @@ def _library_of(kind: type) -> str:
 
 library_of: Callable[[type], str] = functools.cache(_library_of)
 """The key in LIBRARIES of a type of arrays; empty for other types."""
-
-
-def nbytes_of(array: Any) -> int:
-    """Bytes of its elements, one after the other."""
-    nbytes: int = math.prod(array.shape) * array.dtype.itemsize
-    return nbytes
 
 
 def _alike(live: Any, saved: Any) -> bool:

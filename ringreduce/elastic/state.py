@@ -139,10 +139,10 @@ class ObjectState(State):
         if is_root:
             self._commit()
         mine = self._committed
-        description = (mine.number, mine.memory.nbytes, mine.pickled) if is_root else None
-        number, nbytes, pickled = broadcast_object(description, root, f"{NAME}, its objects")
+        objects = (mine.number, mine.places, mine.pickled) if is_root else None
+        number, places, pickled = broadcast_object(objects, root, f"{NAME}, its objects")
         if not is_root:
-            self._spare.reserve(nbytes)
+            self._spare.lay_out(places)
         broadcast_(mine.memory if is_root else self._spare.memory, root, f"{NAME}, its arrays")
         if not is_root:
             self._spare.number, self._spare.pickled = number, pickled

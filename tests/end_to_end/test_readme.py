@@ -117,7 +117,7 @@ def test_a_recipe_runs(tmp_path, number):
         assert done.stdout == "[(0, 0.25), (1, 0.25)]\n"
     if "metrics" in script:
         assert "'loss': np.float64(1.0), 'correct': np.float64(17.5)} 35" in done.stdout
-    if "DataLoader" in script:
+    if "spawn" in script:
         assert done.stdout.count("tensor([66.])") == 2, done.stdout
 
 

