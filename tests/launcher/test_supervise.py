@@ -3,14 +3,15 @@
 import queue
 import threading
 import time
-from types import SimpleNamespace
 
 import pytest
 
+from ringrun.connection.wire import Initialized, Left, Membership, Reformed, Signal
+from ringrun.elastic import Elastic
 from ringrun.errors import MachineError
 from ringrun.hosts import Host
 from ringrun.job import supervise
-from ringrun.job.events import Arrived, RankEnded
+from ringrun.job.events import Arrived, LauncherEnded, RankDied, RankEnded, Reported
 from ringrun.job.plan import Job
 from ringrun.job.supervise import Supervisor
 from ringrun.report.outcome import RankEnd
@@ -26,6 +27,7 @@ class Fake:
         self.code = 0
         self.colours = False
         self.signals: list[int] = []
+        self.lists: list[Membership] = []
         self.is_set_up = False
 
     def message(self, lines: list[str]) -> None:
@@ -34,8 +36,11 @@ class Fake:
     def send(self, rank: int, message: object) -> None:
         pass
 
-    def broadcast(self, message: SimpleNamespace) -> None:
-        self.signals.append(message.number)
+    def broadcast(self, message: Signal | Membership) -> None:
+        if isinstance(message, Membership):
+            self.lists.append(message)
+        else:
+            self.signals.append(message.number)
 
     def end_agents(self) -> None:
         pass
@@ -137,3 +142,36 @@ def test_the_engine_says_which_exit_code_is_a_consequence(lost_peer_code: int | 
     supervisor = Supervisor(Job(2, ["x"]), fake, fake, fake, events, lost_peer_code=lost_peer_code)
     assert supervisor.run() == code
     assert fake.said[0].startswith(f"-- ringrun: rank {cause} of 2 failed first --")
+
+
+@pytest.mark.parametrize(("elastic", "code"), [(Elastic(), 0), (None, 1)])
+def test_ranks_of_an_elastic_job_outlive_mpirun(elastic: Elastic | None, code: int) -> None:
+    fake = Fake()
+    fake.code = 1
+    events: supervise.Events = queue.SimpleQueue()
+    for rank in (0, 1):
+        events.put(Arrived(rank, f"h{rank}", 2345))
+    events.put(LauncherEnded())
+    for rank in (0, 1):
+        events.put(RankEnded(RankEnd(rank, f"h{rank}", 1, 0, 0.0)))
+    assert Supervisor(Job(2, ["x"], elastic=elastic), fake, fake, fake, events).run() == code
+    assert fake.said[0].startswith("ringrun: mpirun has ended; the ranks go on" if elastic else "ringrun: mpirun ended")
+
+
+def test_the_job_ends_with_its_last_world_and_without_spares() -> None:
+    fake = Fake()
+    events: supervise.Events = queue.SimpleQueue()
+    for rank in range(5):
+        events.put(Arrived(rank, "h", 2345))
+    events.put(Reported(0, Initialized()))
+    events.put(RankDied(1, -9))
+    for rank in (0, 2, 3):
+        events.put(Reported(rank, Reformed(1)))
+    events.put(RankEnded(RankEnd(1, "h", 1, -9, 0.0)))
+    for rank in (0, 2, 3):
+        events.put(Reported(rank, Left("its script ended")))
+    for rank in (0, 2, 3):
+        events.put(RankEnded(RankEnd(rank, "h", 1, 0, 0.0)))
+    assert Supervisor(Job(5, ["x"], elastic=Elastic(spares=2)), fake, fake, fake, events).run() == 0
+    assert fake.lists == [Membership(1, (0, 2, 3), {"1": "was killed by SIGKILL"})]
+    assert fake.signals == [], "rank 4 has waited for a place, and is ended with the agents"

@@ -1,0 +1,75 @@
+"""Datagrams between an agent and ringreduce in its rank: what is passed on to ringrun, and what the rank is told."""
+
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ringreduce.monitor import launcher_link
+from ringrun.agent.rank_socket import RankSocket
+from ringrun.connection.wire import InInit, Initialized, Left, Membership, Reformed, Report, Stalled, Suspects
+
+LIST = Membership(3, (0, 1, 3), {"2": "was killed by SIGKILL"})
+
+
+@pytest.fixture
+def heard() -> list[Report]:
+    return []
+
+
+@pytest.fixture
+def agents(tmp_path: Path, heard: list[Report]) -> Iterator[RankSocket]:
+    made = RankSocket(tmp_path / "rank1.json", heard.append)
+    yield made
+    assert made._socket
+    made._socket.close()
+
+
+@pytest.fixture
+def ranks(tmp_path: Path):
+    """The rank's socket."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as own:
+        own.bind(str(tmp_path / "rank1.json.ask"))
+        own.settimeout(10)
+        yield own
+
+
+def test_all_that_a_rank_has_said_is_passed_on_in_order(tmp_path: Path, agents: RankSocket, heard: list[Report]):
+    files = str(tmp_path / "rank1.json")
+    launcher_link.report_init(files, 10.0)
+    assert not agents.read()
+    launcher_link._send(files, {"started": "ringreduce"})
+    launcher_link.report_stall(files, "'w' waits")
+    launcher_link.report_suspects(files, [2, 5], "'w' waits for ranks 2,5")
+    launcher_link.report_reformed(files, 3)
+    launcher_link.report_leaving(files, "its script ended")
+    assert heard == [InInit(10.0)], "nobody has read it yet"
+    assert agents.read(), "MPI is started"
+    of_rank = [Stalled("'w' waits"), Suspects((2, 5), "'w' waits for ranks 2,5"), Reformed(3), Left("its script ended")]
+    assert heard == [InInit(10.0), Initialized(), *of_rank]
+    assert agents.package == launcher_link.PACKAGE
+
+
+@pytest.mark.parametrize("datagram", [b"", b"[1]", b"\xff", b'{"reformed": "x"}', b'{"suspects": 7}', b'{"init": []}'])
+def test_what_is_no_message_says_nothing(datagram: bytes, tmp_path: Path, agents: RankSocket, heard: list[Report]):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as own:
+        own.sendto(datagram, str(tmp_path / "rank1.json.agent"))
+    agents.read()
+    assert heard == []
+
+
+def test_a_rank_that_is_late_gets_the_last_list(tmp_path: Path, agents: RankSocket, ranks: socket.socket):
+    agents.set_membership(LIST._replace(number=2))
+    agents.set_membership(LIST)
+    sent = {"membership": {"number": 3, "ranks": [0, 1, 3], "dead": {"2": "was killed by SIGKILL"}}}
+    assert [json.loads(ranks.recv(1 << 16))["membership"]["number"] for _ in range(2)] == [2, 3]
+    launcher_link._send(str(tmp_path / "rank1.json"), {"started": "ringreduce"})
+    agents.read()
+    assert json.loads(ranks.recv(1 << 16)) == sent
+
+
+def test_a_rank_that_does_not_listen_is_no_error(agents: RankSocket):
+    agents.set_membership(LIST)
+    assert not agents.ask()
