@@ -10,6 +10,7 @@ from typing import Protocol
 
 from ringreduce.engine.inbox import Inbox
 from ringreduce.execution.submission import Handle
+from ringreduce.negotiation.negotiation import GLOBAL
 from ringreduce.transport.waiting import WaitsFor
 
 DRIVE_S = 5e-3  # how long a thread that waits polls for itself: a handover costs nothing beside what takes longer
@@ -41,7 +42,7 @@ class Polling:
         """services: all, in the order in which they are polled.
 
         first:  those through which news comes: a thread that waits polls the others less often. Its polls take time
-                from ranks on the same core that would end its wait.
+                from ranks on the same core that would end its wait. Operations in order need only the last one.
         yields: whether it yields the core after each poll, and not after those of all services only.
         """
         self.lock = threading.Lock()
@@ -63,6 +64,9 @@ class Polling:
         """What must be polled for, when nothing moves."""
         return max([each.waits_for() for each in self._services])
 
+    def _is_idle(self) -> bool:
+        return all(each.waits_for() is WaitsFor.NOTHING for each in self._services)
+
     def drive(self, handle: Handle) -> bool:
         """Poll in the caller's thread for up to DRIVE_S; the engine's sleeps meanwhile, so they need not switch.
 
@@ -75,7 +79,7 @@ class Polling:
                 return False
             try:
                 self._poll_until(handle)
-                return handle.ended and self.waits_for() is WaitsFor.NOTHING and not self._inbox.holds_any()
+                return handle.ended and not self._inbox.holds_any() and self._is_idle()
             finally:
                 self.lock.release()
         except BaseException as exc:  # also KeyboardInterrupt: what it has interrupted cannot go on
@@ -87,11 +91,12 @@ class Polling:
             self._inbox.driving.release()
 
     def _poll_until(self, handle: Handle) -> None:
+        first = self._first if handle.process_set >= GLOBAL else self._first[-1:]
         number, until_s = 0, time.monotonic() + DRIVE_S
         moved = self._yields  # true at first: the submission is to be announced
         while not handle.ended and time.monotonic() < until_s:
             number += 1
             is_full = (moved and self._yields) or number % FULL_POLLS == 0
-            moved = self._poll(self._services if is_full else self._first)
+            moved = self._poll(self._services if is_full else first)
             if not moved and (is_full or self._yields):
                 os.sched_yield()

@@ -28,7 +28,8 @@ def allreduce(submissions: Sequence[Submission], context: Context) -> Steps[None
         _finish(submissions[0], context)
         return
     region = context.algorithms.shared_region
-    if region is not None and _is_short(submissions, region, context):
+    alone = len(submissions) == 1 and not context.timeline.recording
+    if alone and region is not None and is_short(submissions[0], region):
         (source,), (target,) = submissions[0].inputs, submissions[0].outputs
         yield from shared.one_shot(source.flat, target.flat, region, context.reduction(submissions[0], source.element))
         submissions[0].complete()
@@ -70,13 +71,12 @@ def _finish(submission: Submission, context: Context) -> None:
     submission.complete()
 
 
-def _is_short(submissions: Sequence[Submission], region: Region, context: Context) -> bool:
-    """True for one short array, whose sum needs no plan."""
-    if len(submissions) > 1 or len(submissions[0].inputs) != 1 or context.timeline.recording:
+def is_short(submission: Submission, region: Region) -> bool:
+    """True for one short array, whose sum needs no plan; on all ranks alike."""
+    if len(submission.inputs) != 1 or submission.inputs[0].on_gpu:
         return False
-    (source,) = submissions[0].inputs
-    nbytes = source.nbytes
-    return not source.on_gpu and 0 < nbytes <= region.slot_bytes and is_one_shot(nbytes, region.size)
+    nbytes = submission.inputs[0].nbytes
+    return 0 < nbytes <= region.slot_bytes and is_one_shot(nbytes, region.size)
 
 
 def _buckets(batch: Batch, reduction: Reduction, algorithm: str, context: Context) -> Sequence[fusion.Bucket]:

@@ -10,12 +10,16 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from ringreduce.collectives import bruck, shared_in_place
+from ringreduce.collectives.shared import packed
 from ringreduce.errors import MismatchError, RingreduceError
 from ringreduce.execution import operations
+from ringreduce.execution.allreduce import is_short
 from ringreduce.execution.context import Context
 from ringreduce.execution.executor import Executor, Running
 from ringreduce.execution.host import Host
@@ -111,11 +115,15 @@ class Channel(Running):
 
     def _checked(self, submission: Submission) -> Steps[None]:
         """Run an operation, if all ranks have called the same."""
+        slots = self._packed(submission)  # first: the flag that publishes the hash publishes them, too
         words = yield from self._compare(submission)
         if words is None:
             yield from self._mismatch(submission)
             return
         self._context.timeline.agreed(submission)
+        if slots and not any(words):
+            self._sum(submission, slots)
+            return
         if set(words) == {WISHED}:
             exchange = functools.partial(everyones, transport=self._context.transport)
             words = [(yield from self._shared.share(submission, exchange))]
@@ -128,6 +136,23 @@ class Channel(Running):
             with self._context.timeline.phase([submission], "ALLREDUCE"):
                 yield from shared_in_place.allreduce(arrays, region, reduction)
             submission.complete()
+
+    def _packed(self, submission: Submission) -> list[Any]:
+        """The slots of all ranks for a short sum, with this rank's elements; none for other operations."""
+        region, (kind, _, _, details, _) = self._context.algorithms.shared_region, submission.signature
+        if region is None or self._signatures is None or kind != "allreduce" or operations.ADASUM in details:
+            return []
+        return packed(submission.inputs[0].flat, region) if is_short(submission, region) else []
+
+    def _sum(self, submission: Submission, slots: Sequence[Any]) -> None:
+        """Sum what all ranks have packed."""
+        context, (source,), (target,) = self._context, submission.inputs, submission.outputs
+        if context.algorithms.shared_region is not None:
+            context.algorithms.shared_region.sequence += 1
+        context.divisor = len(context.members)
+        with context.timeline.phase([submission], "ALLREDUCE"):
+            context.reduction(submission, source.element).reduce_parts(slots, target.flat)
+        submission.complete()
 
     def _compare(self, submission: Submission) -> Steps[list[int] | None]:
         """None when ranks have called different operations; else their words (shared_arrays.py). On all ranks alike."""

@@ -26,6 +26,7 @@ class Handle:
     """An asynchronous operation. `poll(handle)` is True when it is done, `synchronize(handle)` returns its result."""
 
     signature: Signature
+    process_set = 0
     ended = False
     _error: Exception | None = None
     _gate: threading.Lock | None = None  # held until the end, if a thread waits: most handles are done before

@@ -264,6 +264,31 @@ def test_what_nobody_waits_for_moves_too():
     assert run_ranks(2, program) == [2.0] * 2
 
 
+def test_short_sums_between_long_ones_and_other_operations_on_ranks_that_are_late_in_turns():
+    """A short sum is packed before the hashes are compared: memory that others still read must not change."""
+
+    def program():
+        channel, rank, size = rr.ordered(), rr.rank(), rr.size()
+        lengths = np.random.default_rng(0).choice([1, 3, 200, 5_000, 400_000], 120, p=[0.4, 0.2, 0.2, 0.15, 0.05])
+        for number, length in enumerate(lengths.tolist()):
+            if number % size == rank:
+                time.sleep(2e-4)
+            mine = np.arange(length) + 1000.0 * rank + number
+            found = channel.allreduce_(mine.copy(), op=rr.Sum)
+            np.testing.assert_array_equal(found, size * (np.arange(length) + number) + 500.0 * size * (size - 1))
+            if number % 7 == 0:
+                root = number % size
+                assert (channel.broadcast(mine, root) == np.arange(length) + 1000.0 * root + number).all()
+            if number % 11 == 0:
+                with pytest.raises(rr.MismatchError):
+                    channel.allreduce_(mine if rank else np.arange(2.0))
+            if number % 13 == 0:
+                average = channel.allreduce(mine[:1])
+                assert average == pytest.approx(number + 500.0 * (size - 1))
+
+    run_ranks(3, program)
+
+
 def test_a_channel_of_some_ranks():
     def program():
         channel = rr.ordered(rr.add_process_set([0, 2]))
