@@ -51,7 +51,13 @@ class FP16Compressor(Compressor):
     @classmethod
     def compress(cls, tensor: Any) -> tuple[Any, Any]:
         """The tensor in 16 bits, and its original type."""
-        return _cast(tensor, cls._name)
+        if is_torch(tensor):
+            in_16_bits = getattr(sys.modules["torch"], cls._name)
+            return (tensor.to(in_16_bits), tensor.dtype) if tensor.is_floating_point() else (tensor, None)
+        array = np.asarray(tensor) if isinstance(tensor, int | float | complex | np.generic) else tensor
+        if getattr(array.dtype, "kind", "") != "f":
+            return tensor, None
+        return array.astype(_numpy_type(cls._name)), array.dtype
 
     @staticmethod
     def decompress(tensor: Any, ctx: Any) -> Any:
@@ -73,17 +79,6 @@ class Compression:
     none = NoneCompressor
     fp16 = FP16Compressor
     bf16 = BF16Compressor
-
-
-def _cast(tensor: Any, name: str) -> tuple[Any, Any]:
-    if is_torch(tensor):
-        if not tensor.is_floating_point():
-            return tensor, None
-        return tensor.to(getattr(sys.modules["torch"], name)), tensor.dtype
-    array = np.asarray(tensor) if isinstance(tensor, float | np.generic) else tensor
-    if getattr(array.dtype, "kind", "") != "f":
-        return tensor, None
-    return array.astype(_numpy_type(name)), array.dtype
 
 
 def _numpy_type(name: str) -> Any:

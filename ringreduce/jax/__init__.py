@@ -42,16 +42,14 @@ __all__ = [name for name, it in _values if name[0] != "_" and not isinstance(it,
 
 
 def __getattr__(name: str) -> object:
-    if name.endswith("_") and name[:-1] in __all__:
-        raise AttributeError(
-            f"module {__name__!r} has no {name}: JAX's arrays cannot be changed in place; use {name[:-1]}, whose "
-            "result is a new array",
-            name=name,
+    plain = name.removesuffix("_")
+    if plain.endswith("_async"):
+        why = (
+            "JAX dispatches a jitted function, and the collectives in it, asynchronously itself; "
+            f"ringreduce.{plain} takes JAX's arrays and returns NumPy's"
         )
-    if name.removesuffix("_").endswith("_async"):
-        raise AttributeError(
-            f"module {__name__!r} has no {name}: JAX dispatches a jitted function, and the collectives in it, "
-            f"asynchronously itself; ringreduce.{name.removesuffix('_')} takes JAX's arrays and returns NumPy's",
-            name=name,
-        )
-    raise _no_attribute(__name__, name)
+    elif plain != name and plain in __all__:
+        why = f"JAX's arrays cannot be changed in place; use {plain}, whose result is a new array"
+    else:
+        raise _no_attribute(__name__, name)
+    raise AttributeError(f"module {__name__!r} has no {name}: {why}", name=name)

@@ -77,18 +77,16 @@ def _jvp(values: Values, tangents: Values, *, collective: Collective) -> tuple[V
     moved: list[Any] = [np.zeros(jnp.shape(each), jax.dtypes.float0) for each in results]
     floating = [number for number, each in enumerate(values) if jnp.issubdtype(each.dtype, jnp.inexact)]
     own = collective.only(floating)
-    for number, tangent in zip(floating, bind(own, [_full(tangents[each]) for each in floating]), strict=True):
+    for number, tangent in zip(
+        floating, bind(own, [ad.instantiate_zeros(tangents[each]) for each in floating]), strict=True
+    ):
         moved[number] = tangent
     return results, moved
 
 
 def _transpose(gradients: Values, *values: Any, collective: Collective) -> Values:
     backwards = collective.transposed([each.aval.shape for each in values])
-    return bind(backwards, [_full(each) for each in gradients])
-
-
-def _full(tangent: Any) -> Any:
-    return ad.instantiate_zeros(tangent)
+    return bind(backwards, list(map(ad.instantiate_zeros, gradients)))
 
 
 def _batch(values: Values, dims: Sequence[Any], *, collective: Collective) -> tuple[Values, Sequence[Any]]:

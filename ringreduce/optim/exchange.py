@@ -58,17 +58,18 @@ class Exchange:
             )
         self.op, self.compression, self.process_set = op, compression, process_set
         self.scales = 1 / predivide, float(predivide)
+        scales = {"prescale_factor": self.scales[0], "postscale_factor": self.scales[1]}
+        self.arguments: dict[str, Any] = {
+            "compression": compression,
+            "op": op,
+            "process_set": process_set,
+            **scales,
+        }  # of an allreduce
 
     @property
     def size(self) -> int:
         """The ranks that take part; 1: there is nothing to do, as on a rank that is not in the process set."""
         return (self.process_set.size() or 1) if self.process_set.included() else 1
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """Those of the allreduce of a gradient, by their names."""
-        names = "compression", "op", "prescale_factor", "postscale_factor", "process_set"
-        return dict(zip(names, (self.compression, self.op, *self.scales, self.process_set), strict=True))
 
     def check_world(self) -> None:
         """Raise InputError where the current world cannot do this; another init() may have changed its size."""

@@ -59,9 +59,12 @@ def test_types_stay(run, name):
 
 def test_64_bits_become_what_jax_makes_of_them():
     assert hvd.allreduce(np.float64(RANK)).dtype == jnp.float32
-    with jax.enable_x64(True):
+    jax.config.update("jax_enable_x64", True)
+    try:
         assert hvd.allreduce(jnp.float64(RANK)).dtype == jnp.float64
         close(jax.jit(hvd.allreduce)(jnp.float64(RANK)), RANKS.mean())
+    finally:
+        jax.config.update("jax_enable_x64", False)
 
 
 def test_numbers_and_trees(run):

@@ -107,6 +107,23 @@ def test_options_are_arguments_of_an_allreduce():
     assert Exchange(Adasum).arguments["prescale_factor"] == Exchange(Max, any_op=True).scales[1] == 1.0
 
 
+@pytest.mark.parametrize("value", [0.1, np.float64(0.1), np.full(3, 0.1, np.float32)])
+def test_floats_are_compressed_and_come_back(value):
+    for compression, kind in ((Compression.fp16, "float16"), (Compression.bf16, "bfloat16")):
+        sent, context = compression.compress(value)
+        assert sent.dtype.name == kind
+        back = compression.decompress(sent, context)
+        assert back.dtype == np.asarray(value).dtype
+        assert 0 < np.abs(back - 0.1).max() < 1e-3
+
+
+@pytest.mark.parametrize("value", [3, True, 1j, np.int16(3), np.arange(3), np.full(3, 1j)])
+def test_what_is_no_float_is_not_compressed(value):
+    sent, context = Compression.fp16.compress(value)
+    assert sent is value
+    assert Compression.fp16.decompress(sent, context) is value
+
+
 def test_at_least_one_pass():
     assert check_passes(3) == 3
     with pytest.raises(InputError, match="backward_passes_per_step=0; expected 1 or more"):
