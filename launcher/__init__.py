@@ -12,5 +12,6 @@ The manual is `ringrun -h` (the docstring of cli.py). From the user's shell down
               └ rank  hook/                              the user's command; the hook reports a Python exception
     ringrun ↔ agent   connection/                        a socket: mpirun's own streams mix lines and name no rank
     other commands    doctor/ · stacks · kubernetes/ (manifest) · build (--check-build)
+    in torch          torch_backend                      its entry point: names the backend "ring"
     everywhere        text · errors
 """

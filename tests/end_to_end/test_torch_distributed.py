@@ -2,6 +2,7 @@
 
 import collections
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -43,6 +44,14 @@ def test_mpirun_tells_torch_the_ranks(program):
     assert said(finished) == ["rank 0 of 2: 3", "rank 1 of 2: 3"]
 
 
+def test_ringrun_needs_no_import(program):
+    program.write_text(PROGRAM.replace("import ringreduce.torch.distributed\n", ""))
+    assert [line.partition("] ")[2] for line in said(ringrun(PYTHON, 2, program))] == [
+        "rank 0 of 2: 3",
+        "rank 1 of 2: 3",
+    ]
+
+
 def test_torchrun_has_no_mpi_which_the_error_says(program):
     torchrun = [PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, program]
     finished = run(torchrun)
@@ -60,6 +69,18 @@ def test_a_rank_that_fails_is_named_with_what_the_others_wait_for(tmp_path):
     assert "rank 1 of 2 failed first" in finished.stdout
     assert "KeyError: 'shard'" in finished.stdout
     assert "allreduce 'group 0' (train.py:8)" in finished.stdout
+
+
+@pytest.mark.timeout(120)
+def test_a_rank_that_does_not_call_is_named_with_what_it_did_last(tmp_path):
+    program = tmp_path / "train.py"
+    late = "dist.barrier()\nimport time\nif dist.get_rank() == 1: time.sleep(20)\nvalue = "
+    program.write_text(PROGRAM.replace("value = ", late))
+    finished = ringrun(PYTHON, 2, program, RINGREDUCE_STALL_CHECK_S="1", RINGREDUCE_STALL_ABORT_S="4")
+    assert finished.returncode == 1, finished.stdout
+    assert re.search(r"allreduce 'group 0' \(train.py:10\) is under way, and has not moved for \d s", finished.stdout)
+    assert "rank 0 waits for rank 1" in finished.stdout
+    assert "time.sleep(20)" in finished.stdout, "its stack"
 
 
 @pytest.mark.timeout(900)

@@ -189,7 +189,7 @@ def test_only_two_modules_and_two_of_the_transport_know_mpi():
 # the launcher's modules, and folders whose own modules are named only where they stand at different heights
 LAUNCHER = ROOT / "launcher"
 LAUNCHER_LAYERS = [
-    ["errors", "text", "hook"],
+    ["errors", "text", "hook", "torch_backend"],
     ["network"],
     ["arguments", "processes", "machine", "forward"],
     ["hosts", "ssh", "connection.wire", "config", "elastic"],

@@ -21,8 +21,9 @@ def ddp_hook(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tens
     """
     if not rr.is_initialized():
         rr.init()
-    buffer = bucket.buffer().div_(rr.size())
-    reduced = _group(runtime.current("ddp_hook").engine).allreduce([buffer]).get_future()
+    options = dist.AllreduceOptions()
+    options.reduceOp = dist.ReduceOp.AVG  # type: ignore[assignment]
+    reduced = _group(runtime.current("ddp_hook").engine).allreduce([bucket.buffer()], options).get_future()
     return reduced.then(lambda future: future.value()[0])
 
 
