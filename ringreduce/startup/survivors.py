@@ -20,7 +20,7 @@ from ringreduce.transport.message import MessageTransport
 from ringreduce.transport.window import Window
 from ringreduce.world import World
 
-RECOVERY_S = 20.0  # how long a rank waits for a list, and then for the other ranks that it names
+RECOVERY_S = 20.0  # how long a rank waits for a list, and then, at least, for the other ranks that it names
 EAGER_S, SLEEP_S = 20e-3, 200e-6  # a wait first yields the core only
 _for_ever: list[Any] = []
 """What has memory that MPI may still read, or write for a rank that is dead."""
@@ -98,14 +98,16 @@ def regroup(origin: Origin, members: Members, last: World, before: MessageTransp
 def _meet(
     origin: Origin, members: Members, membership: Membership, last: World, before: MessageTransport, value: Any
 ) -> Regrouped:
-    world, until_s = origin.world_of(membership), membership.heard_s + RECOVERY_S
+    world = origin.world_of(membership)
+    limit_s = max(RECOVERY_S, origin.host.settings.stall_abort_s)  # a rank may compute so long before it hears
+    until_s = membership.heard_s + limit_s
 
     def check() -> None:
         if members.newer_than(membership.number):
             raise _NewerError
         if time.monotonic() > until_s:
             raise CollectiveError(
-                f"the ranks {list(membership.ranks)} of list {membership.number} did not meet within {RECOVERY_S:g} s"
+                f"the ranks {list(membership.ranks)} of list {membership.number} did not meet within {limit_s:g} s"
             )
 
     living = [rank for rank, each in enumerate(last.origins) if each in membership.ranks]
