@@ -176,10 +176,20 @@ class Job:
         self.constants = Constants(options.copy_gbs, message_us, Costs.local_gbs, wire_us, gbits / 8)
         self.costs = costs_of(self.constants, jitter_us=options.jitter_us)
 
-    def cluster(self, mirrors: int, carries: bool = False) -> Cluster:
+    def cluster(self, mirrors: int, carries: bool = False, alike: bool = False) -> Cluster:
         """A new one, at time 0."""
         ranks = [host for host in range(self.hosts) for _ in range(self.local // mirrors)]
-        return Cluster(ranks, self.costs, seed=self.options.seed, carries=carries, mirrors=mirrors)
+        return Cluster(ranks, self.costs, seed=self.options.seed, carries=carries, mirrors=mirrors, alike=alike)
+
+    def is_alike(self, algorithm: str) -> bool:
+        """True when one rank stands for all: counted from itself, each does the same at the same time.
+
+        Not so in `halving`, where some chunks go beyond the last one, and are two messages.
+        """
+        halves = algorithm == "halving" or plan(algorithm, tuple(self.layout), self.constants).halves
+        one_each = self.local == (self.mirrors if algorithm == "hierarchical" else 1)
+        circular = not halves and (algorithm != "doubling" or not self.hosts & (self.hosts - 1))
+        return one_each and circular and not (self.options.full or self.options.jitter_us)
 
     def algorithms(self) -> list[str]:
         """Those that can be used here."""
@@ -191,6 +201,7 @@ class Job:
         hierarchic = algorithm == "hierarchical"
         made, segment = plan(algorithm, tuple(self.layout), self.constants), segment_bytes(self.constants)
         ranks = self.hosts * (self.local // self.mirrors if hierarchic else self.local)
+        ranks = 1 if self.is_alike(algorithm) else ranks
         size = self.hosts if hierarchic else len(self.layout)
         units, chunk = max(1.0, nbytes / made.unit_bytes), min(nbytes, made.unit_bytes)
         chunk /= self.local if hierarchic else 1
@@ -220,12 +231,15 @@ class Job:
             left_out = self.options.taken and algorithm != taken
             if not left_out and self.messages(algorithm, nbytes // times) <= most:
                 started = time.perf_counter()
-                cluster = self.cluster(self.mirrors if algorithm == "hierarchical" else 1)
+                cluster = self.cluster(
+                    self.mirrors if algorithm == "hierarchical" else 1, alike=self.is_alike(algorithm)
+                )
                 reducing, each = Reducing(algorithm, layout, constants, made, cluster), nbytes // times
                 cluster.run(lambda rank, one=reducing, each=each: one.steps(rank, each))
                 time_us = times * cluster.seconds * 1e6
                 row |= {"time_us": time_us, "share": bound_us / time_us, "spent_s": time.perf_counter() - started}
-                row |= {"messages": times * sum(cluster.sent.values()) / cluster.size, "times": times}
+                ranks = 1 if cluster.alike else cluster.size
+                row |= {"messages": times * sum(cluster.sent.values()) / ranks, "times": times}
             found.append(row)
         return found
 

@@ -43,6 +43,21 @@ def test_a_message_takes_its_latency_and_its_bytes():
     assert send_to_next(Cluster([0, 1], slower), 5000) == pytest.approx(31), "the processor sends, and receives"
 
 
+@pytest.mark.parametrize("size", [4, 6, 8])
+@pytest.mark.parametrize("algorithm", [ring, direct, doubling], ids=lambda each: each.__name__.rpartition(".")[2])
+def test_one_rank_that_stands_for_all_takes_their_time(algorithm, size):
+    if algorithm is doubling and size & (size - 1):
+        return  # some fold in, and so are not like the others
+
+    def took(alike):
+        cluster = Cluster(range(size), Costs(latency_us=20.0, gbits=8.0), carries=False, alike=alike)
+        reduction, flat = cluster.reduction(Sum, TABLE["float32"], size), np.zeros(30_000 * size, np.float32)
+        cluster.run(lambda rank: algorithm.allreduce(flat, cluster.transport(rank), reduction))
+        return cluster.seconds, cluster.sent[0, 1]
+
+    assert took(True) == pytest.approx(took(False))
+
+
 def test_ranks_of_a_host_share_its_wire_each_way():
     assert send_to_next(Cluster([0, 0, 1, 1], EXACT), 5000, hop=2) == pytest.approx(30)
     assert send_to_next(Cluster([0, 1], EXACT, mirrors=2), 5000) == pytest.approx(30), "one stands for two"
