@@ -259,3 +259,13 @@ def all_imports(path):
             yield node.module or ""
         elif isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
+
+
+def test_the_way_of_one_gradient_names_functions_that_exist():
+    way = (ROOT / "README.md").read_text().partition("The way of one gradient")[2].split("```")[1]
+    named = re.findall(r"([\w/]+\.py) ((?:\w+, )*[\w.]+)", way)
+    assert len(named) > 15
+    for file, functions in named:
+        source = (PACKAGE / file).read_text()
+        for part in re.findall(r"\w+", functions):
+            assert re.search(rf"^ *(def|class) {part}\b", source, re.MULTILINE), f"{file} has no {part}"
