@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -42,27 +43,34 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
                 if needs_sync:
                     state.sync()
                 return func(state, *args, **kwargs)
-            except MismatchError:
-                raise
-            except CollectiveError:
-                if not reform.is_elastic():
-                    raise
-                start_s = time.perf_counter()
-                state.restore()
-                LOGGER.debug(f"elastic: the state is restored after {(time.perf_counter() - start_s) * 1e3:.1f} ms")
-                needs_sync = not _reform(state)
             except HostsUpdatedInterrupt as interrupt:
                 needs_sync = not interrupt.skip_sync
                 if reform.membership_changed():
                     state.save()  # it is whole: the interrupt comes between two steps
                     needs_sync = not _reform(state)
-            except BaseException as exc:
-                if not (isinstance(exc, SystemExit) and exc.code in (None, 0)):
-                    reform.give_up()  # the others go on as soon as this process has ended
-                raise
+            except BaseException as error:
+                if not (_is_loss(error) and reform.is_elastic()):
+                    if not (isinstance(error, SystemExit) and error.code in (None, 0)):
+                        reform.give_up()  # the others go on as soon as this process has ended
+                    raise
+                start_s = time.perf_counter()
+                state.restore()
+                LOGGER.debug(f"elastic: the state is restored after {(time.perf_counter() - start_s) * 1e3:.1f} ms")
+                needs_sync = not _reform(state)
             is_changed = True
 
     return training
+
+
+def _is_loss(error: BaseException) -> bool:
+    """True for an error that other ranks have caused, and that would not come again without them.
+
+    Of what a collective raises inside a jitted function, JAX and TensorFlow leave only the text.
+    """
+    if isinstance(error, CollectiveError):
+        return not isinstance(error, MismatchError)
+    is_wrapped = type(error).__module__.partition(".")[0] in ("jax", "jaxlib", "tensorflow")
+    return is_wrapped and re.search(r"\b(PeerLost|Stalled|Collective)Error: ", str(error)) is not None
 
 
 def _reform(state: State) -> bool:

@@ -154,6 +154,36 @@ def test_a_mismatch_goes_on_since_it_would_come_again(elastic):
     assert elastic == []
 
 
+@pytest.mark.parametrize(
+    ("module", "text", "goes_on"),
+    [
+        ("jax.errors", "INTERNAL: CpuCallback error:\n  File ...\nringreduce.errors.PeerLostError: rank 9 died", True),
+        ("tensorflow.python", "StalledError: allreduce 'w': waited 30 s", True),
+        ("jax.errors", "MismatchError: allreduce 'w': float32[2], but rank 0 has float32[3]", False),
+        ("jax.errors", "INTERNAL: ValueError: broken", False),
+        ("builtins", "PeerLostError: rank 9 died", False),
+    ],
+)
+def test_a_loss_inside_a_jitted_function_is_one_though_only_its_text_is_left(elastic, module, text, goes_on):
+    wrapping = type("JaxRuntimeError", (RuntimeError,), {"__module__": module})
+
+    def program():
+        failures = [wrapping(text)]
+
+        @run
+        def train(state):
+            if failures:
+                raise failures.pop()
+            return "went on"
+
+        try:
+            return train(new_state())
+        except wrapping:
+            return "failed"
+
+    assert run_ranks(2, program) == ["went on" if goes_on else "failed"] * 2
+
+
 def test_an_error_that_reforming_raises_ends_the_function(elastic, monkeypatch):
     def fails(commits):
         raise CollectiveError("the ranks did not meet")
