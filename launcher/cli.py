@@ -18,7 +18,7 @@ Environment of a rank
   RINGREDUCE_RESTART_COUNT        how often --restarts has started the job again, 0 at first
 
 Exit code
-  0    every rank ended with 0
+  0    every rank ended with 0; in an elastic job, every rank that was left
   n    that of the rank that failed first; 128 + n if signal n ended it
   2    the command line is wrong, or the command cannot be run
   3    this machine, or another host, lacks something: mpi4py, the MPI library, or its mpirun
@@ -70,7 +70,7 @@ The first rank that does not exit with 0 ends the job: the others get SIGTERM af
 and SIGKILL two seconds later. A report comes last: rank, host, signal or exit code, traceback,
 what the others waited for. When a job hangs, ringrun prints what its ranks do: by itself, on
 `ringrun stacks`, or on SIGUSR1. Ctrl-C sends SIGINT and allows three seconds; a second one kills
-at once. No process is left behind."""
+at once. No process is left behind. With --elastic a rank that fails ends no other."""
 
 _SETTINGS = """\
 Each setting of ringreduce is a flag, --log-level debug, a line of a file, `log_level: debug`,
