@@ -106,6 +106,10 @@ QUICK_JOBS = {
     "end_to_end/test_torch_distributed.py": [
         "test_mpirun_tells_torch_the_ranks",
     ],
+    "examples/test_numpy_examples.py": [
+        "test_gradients_of_lenet_are_those_of_finite_differences",
+        "test_hello_says_who_each_rank_is",
+    ],
     "examples/test_train_digits.py": [
         "test_last_line_tells_an_accuracy_of_at_least_97_percent[3]",
         "test_loss_curve_is_that_of_one_rank[3]",

@@ -53,6 +53,10 @@ class Consistency:
             self.error = self.error or error
             self.changed.notify_all()
 
+    def begin_again(self, workers: Sequence[int]) -> None:
+        """Go on with these workers after an error; no thread calls it meanwhile."""
+        self.error, self.pushes = None, {worker: self.pushes.get(worker, 0) for worker in workers}
+
     def check(self) -> None:
         """Raise the error of `fail`."""
         if self.error is not None:
@@ -82,6 +86,11 @@ class Sync(Consistency):
         with self.changed:
             super().leave(worker)
             self._step()
+
+    def begin_again(self, workers: Sequence[int]) -> None:
+        """Go on with these workers, who push again what was not applied."""
+        super().begin_again(workers)
+        self._pushed.clear()
 
     def _step(self) -> None:
         if not self.pushes or len(self._pushed) < len(self.pushes):

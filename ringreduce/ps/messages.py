@@ -26,10 +26,12 @@ class Message(NamedTuple):
     nbytes: int  # on the wire
 
 
-def send(
-    channel: Ordered, rank: int, kind: int, arrays: Mapping[str, Any], compression: type[Compressor]
-) -> tuple[list[Handle], int]:
-    """Begin to send; returns what to wait for, and the bytes sent. The arrays may change at once: they are copied."""
+Packed = list[Any]
+"""The parts of a message, NumPy arrays."""
+
+
+def pack(kind: int, arrays: Mapping[str, Any], compression: type[Compressor]) -> Packed:
+    """A message with copies of the arrays."""
     outline, parts = [], []
     for name, array in arrays.items():
         compressed, context = compression.compress(array)
@@ -37,10 +39,13 @@ def send(
         outline.append((name, compressed.shape, compressed.dtype, context))
         parts.append(flat)
     described = np.frombuffer(pickle.dumps(outline) if outline else b"", np.uint8)
-    sent: list[Any] = [np.array([kind, described.size, sum(each.size for each in parts)], np.int64)]
-    if outline:
-        sent += [described, np.concatenate(parts)]
-    return [channel.send_async(each, rank, _TAG) for each in sent], sum(each.nbytes for each in sent)
+    header = np.array([kind, described.size, sum(each.size for each in parts)], np.int64)
+    return [header, described, np.concatenate(parts)] if outline else [header]
+
+
+def send(channel: Ordered, rank: int, packed: Packed) -> list[Handle]:
+    """Begin to send; returns what to wait for."""
+    return [channel.send_async(each, rank, _TAG) for each in packed]
 
 
 def receive(channel: Ordered, rank: int, compression: type[Compressor]) -> Message:

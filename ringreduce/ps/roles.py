@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
-from ringreduce import runtime
+from ringreduce import reform, runtime
 from ringreduce.api.objects import allgather_object
 from ringreduce.api.ordered import Ordered, ordered
 from ringreduce.compression import Compressor
-from ringreduce.errors import InputError
+from ringreduce.errors import CollectiveError, InputError, MismatchError, PeerLostError
 from ringreduce.ps.layout import Key, Piece, shard
 
 Mode: TypeAlias = Literal["sync", "async", "ssp"]
+Result = TypeVar("Result")
 _LONGEST = 200  # characters of what differs
 
 
 class Job(NamedTuple):
     """What all ranks know of a parameter server."""
 
-    workers: list[int]  # ranks
+    workers: list[int]  # those that are left, by the ranks with which the job began
     servers: list[int]
+    ranks: dict[int, int]  # today's, which an elastic job changes, by those
     keys: list[Key]
     layout: list[list[Piece]]  # by server
     channel: Ordered
@@ -58,8 +60,10 @@ def agree(
     Raises: InputError, on all ranks, when ranks pass different numbers of servers or compressions, workers different
             parameters, or servers different modes.
     """
-    ranks = servers_of(servers)
-    rank = runtime.current("ps").world.rank
+    ranks, current = servers_of(servers), runtime.current("ps")
+    rank = current.world.rank
+    if current.settings.spares:
+        raise InputError("ps: --spares; a parameter server goes on without a worker that is lost, but takes no others")
     if (rank in ranks) is (mode is None):
         role, expected = ("server", "Server") if rank in ranks else ("worker", "Worker")
         raise InputError(f"ps: rank {rank} is a {role}; expected ps.{expected}(...); ps.is_server() tells which it is")
@@ -70,7 +74,42 @@ def agree(
     _check_equal("parameters", {each: everyones[each][2] for each in workers})
     _check_equal("mode and staleness", {each: everyones[each][3:] for each in ranks})
     agreed = everyones[workers[0]][2]
-    return Job(workers, ranks, agreed, shard(agreed, len(ranks)), ordered())
+    return Job(workers, ranks, {each: each for each in everyones}, agreed, shard(agreed, len(ranks)), ordered())
+
+
+def through(action: Callable[[], Result], again: Callable[[], object]) -> Result:
+    """Do it; in an elastic job, when a rank was lost meanwhile, call `again` and begin anew."""
+    while True:
+        try:
+            return action()
+        except MismatchError:
+            raise
+        except CollectiveError:
+            if not reform.is_elastic():
+                raise
+        again()
+
+
+def meet_again(job: Job, own: Any) -> tuple[Job, dict[int, Any]]:
+    """The job of the ranks that are left, and what each of them says, by the rank with which it began.
+
+    Raises: PeerLostError when a server is lost, or all workers; what `reform` raises.
+    """
+    while True:
+        reform.reform(0)
+        origins = runtime.current("ps").world.origins
+        try:
+            said = dict(zip(origins, allgather_object(own, name="parameter server"), strict=True))
+            channel = ordered()
+        except CollectiveError:
+            continue  # another one
+        lost = [each for each in job.servers if each not in said]
+        workers = [each for each in job.workers if each in said]
+        if lost or not workers:
+            what = f"server {lost[0]} is lost, and its part of the parameters" if lost else "no worker is left"
+            raise PeerLostError(f"ps: {what}", lost)
+        ranks = {origin: rank for rank, origin in enumerate(origins)}
+        return job._replace(workers=workers, ranks=ranks, channel=channel), said
 
 
 def _check_equal(what: str, values: Mapping[int, Any]) -> None:

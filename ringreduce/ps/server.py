@@ -10,11 +10,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, get_args
 
 from ringreduce.compression import Compression, Compressor
-from ringreduce.errors import InputError
+from ringreduce.errors import CollectiveError, InputError
 from ringreduce.ps import messages
 from ringreduce.ps.arrays import to_numpy
 from ringreduce.ps.consistency import Consistency, Gradients, Sync
-from ringreduce.ps.roles import Mode, agree
+from ringreduce.ps.roles import Mode, agree, meet_again, through
 
 Rule = Callable[[dict[str, Any], Gradients], None]
 
@@ -68,24 +68,37 @@ class Server:
         else:
             bound = math.inf if staleness is None else staleness
             self._consistency = Consistency(self._job.workers, bound, self._apply)
-        self._pushes = self._received = self._sent = 0
+        self._applied = self._received = self._sent = 0
         self._ended: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
 
     def serve(self) -> Served:
         """Serve until all workers have closed; returns what was done.
 
-        Raises: what the rule raises; PeerLostError when a rank is lost.
+        In an elastic job a worker that is lost is waited for no more.
+        Raises: what the rule raises; PeerLostError when a rank is lost, of an elastic job a server.
         """
+        through(self._serve, self._meet_again)
+        return Served(self._parameters, self._applied, self._received, self._sent, self._consistency.most_stale)
+
+    def _serve(self) -> None:
         for worker in self._job.workers:
             context = contextvars.copy_context()  # it holds the rank, in ringreduce.testing
-            threading.Thread(
-                target=context.run, args=(self._run, worker), name=f"ps-worker-{worker}", daemon=True
-            ).start()
-        for _ in self._job.workers:
-            if (error := self._ended.get()) is not None:
+            thread = threading.Thread(target=context.run, args=(self._run, worker), daemon=True)
+            thread.name = f"ps-worker-{worker}"
+            thread.start()
+        errors = []
+        for _ in self._job.workers:  # a lost rank ends them all
+            error = self._ended.get()
+            if error is not None and not isinstance(error, CollectiveError):
                 raise error
+            errors.append(error)
+        for error in filter(None, errors):
+            raise error
         self._job.channel.barrier()
-        return Served(self._parameters, self._pushes, self._received, self._sent, self._consistency.most_stale)
+
+    def _meet_again(self) -> None:
+        self._job, _ = meet_again(self._job, self._consistency.pushes)
+        self._consistency.begin_again(self._job.workers)
 
     def _run(self, worker: int) -> None:
         try:
@@ -99,7 +112,7 @@ class Server:
 
     def _answer(self, worker: int) -> bool:
         """Do what a worker asks for next; False when it has gone."""
-        message = messages.receive(self._job.channel, worker, self._compression)
+        message = messages.receive(self._job.channel, self._job.ranks[worker], self._compression)
         consistency = self._consistency
         with consistency.changed:
             self._received += message.nbytes
@@ -119,11 +132,11 @@ class Server:
         with self._consistency.changed:
             self._consistency.wait_to_pull(worker)
             arrays = {name: to_numpy(each) for name, each in self._parameters.items()}
-            handles, nbytes = messages.send(self._job.channel, worker, messages.REPLY, arrays, self._compression)
-            self._sent += nbytes
-        for handle in handles:
+            packed = messages.pack(messages.REPLY, arrays, self._compression)
+            self._sent += sum(each.nbytes for each in packed)
+        for handle in messages.send(self._job.channel, self._job.ranks[worker], packed):
             handle.wait()
 
     def _apply(self, gradients: Gradients) -> None:
         self._rule(self._parameters, gradients)
-        self._pushes += 1
+        self._applied += 1

@@ -5,14 +5,14 @@ from __future__ import annotations
 import types
 from typing import Any
 
-from ringreduce import runtime, trees
+from ringreduce import reform, runtime, trees
 from ringreduce.compression import Compression, Compressor
 from ringreduce.errors import InputError
 from ringreduce.execution.submission import Handle
 from ringreduce.ps import messages
 from ringreduce.ps.arrays import as_kind, to_numpy
 from ringreduce.ps.layout import Key, joined
-from ringreduce.ps.roles import agree
+from ringreduce.ps.roles import agree, meet_again, through
 
 
 class Worker:
@@ -22,7 +22,7 @@ class Worker:
                  first worker's values are those to start from.
     servers:     as `Server`'s.
     compression: as the servers'.
-    index:       this worker's number, from 0; `count`: how many there are.
+    index:       this worker's number, from 0; `count`: how many there are; both change when an elastic job loses one.
 
     Raises: InputError (a ValueError) for wrong arguments, and where ranks do not agree.
     """
@@ -38,10 +38,14 @@ class Worker:
         self._job = agree(servers, compression, self._keys)
         self.index = self._job.workers.index(runtime.current("ps.Worker").world.rank)
         self.count = len(self._job.workers)
+        self._outbox: list[tuple[int, messages.Packed]] = []  # by server
         self._sending: list[Handle] = []
+        self._pushes = 0
+        self._unanswered: list[list[messages.Packed]] = []  # pushes since the last pull, in an elastic job
         self._closed = False
         if self.index == 0:
-            self._send(messages.BEGIN, named)
+            self._post(messages.BEGIN, named)
+            self._flush()
 
     def pull(self) -> Any:
         """The parameters, in new arrays of the kinds that were passed first; waits as the servers' mode says.
@@ -49,10 +53,7 @@ class Worker:
         Each server's part is as it was at one moment; between servers moments differ, but in mode sync.
         Cost: all parameters, from each server its part. Raises: PeerLostError when a rank is lost.
         """
-        self._send(messages.PULL)
-        pieces: dict[str, Any] = {}
-        for server in self._job.servers:
-            pieces |= messages.receive(self._job.channel, server, self._compression).arrays
+        pieces = through(self._pull, self._meet_again)
         arrays = joined(pieces, self._job.layout, self._keys)
         return trees.map_leaves(self._tree, lambda name, leaf: as_kind(leaf, arrays[name]))
 
@@ -69,15 +70,17 @@ class Worker:
         if len(arrays) > len(self._keys):
             extra = next(name for name in arrays if name not in {key.name for key in self._keys})
             raise InputError(f"push: gradient {extra!r} is of no parameter")
-        self._send(messages.PUSH, arrays)
+        packed = self._post(messages.PUSH, arrays)
+        self._pushes += 1
+        if reform.is_elastic():
+            self._unanswered.append(packed)
+        through(self._flush, self._meet_again)
 
     def close(self) -> None:
         """Tell the servers that this worker has finished, and wait for the others; `with` does so. Idempotent."""
         if not self._closed:
             self._closed = True
-            self._send(messages.DONE)
-            self._wait()
-            self._job.channel.barrier()  # a rank that leaves would end it for all
+            through(self._close, self._meet_again)
 
     def __enter__(self) -> Worker:
         return self
@@ -86,13 +89,48 @@ class Worker:
         if kind is None:  # else the servers learn of this rank's end as of any other's
             self.close()
 
-    def _send(self, kind: int, arrays: dict[str, Any] | None = None) -> None:
-        """Send each server its part, when the last message has gone."""
+    def _pull(self) -> dict[str, Any]:
+        self._post(messages.PULL)
+        self._flush()
+        pieces: dict[str, Any] = {}
+        for server in self._job.servers:
+            pieces |= messages.receive(self._job.channel, self._job.ranks[server], self._compression).arrays
+        self._unanswered.clear()  # they are applied: a server does one thing after the other
+        return pieces
+
+    def _close(self) -> None:
+        self._post(messages.DONE)
+        self._flush()
         self._wait()
-        for server, pieces in zip(self._job.servers, self._job.layout, strict=True):
-            parts = {piece.name: piece.of(arrays[piece.key]) for piece in pieces} if arrays is not None else {}
-            self._sending += messages.send(self._job.channel, server, kind, parts, self._compression)[0]
+        self._job.channel.barrier()  # a rank that leaves would end it for all
+
+    def _post(self, kind: int, arrays: dict[str, Any] | None = None) -> list[messages.Packed]:
+        """Put a message for each server into the outbox, with its part of the arrays."""
+        packed = [
+            messages.pack(kind, {each.name: each.of(arrays[each.key]) for each in pieces if arrays}, self._compression)
+            for pieces in self._job.layout
+        ]
+        self._outbox += zip(self._job.servers, packed, strict=True)
+        return packed
+
+    def _flush(self) -> None:
+        """Begin to send what is in the outbox, when what was sent before has gone."""
+        self._wait()
+        for server, packed in self._outbox:
+            self._sending += messages.send(self._job.channel, self._job.ranks[server], packed)
+        self._outbox.clear()
 
     def _wait(self) -> None:
         while self._sending:
             self._sending.pop().wait()
+
+    def _meet_again(self) -> None:
+        """A rank was lost: push again, to each server, what that has not applied."""
+        me = self._job.workers[self.index]
+        self._job, said = meet_again(self._job, None)
+        self.index, self.count = self._job.workers.index(me), len(self._job.workers)
+        self._sending.clear()
+        self._outbox.clear()
+        for place, server in enumerate(self._job.servers):
+            missing = self._pushes - said[server][me]
+            self._outbox += [(server, packed[place]) for packed in self._unanswered[-missing:] if missing]
