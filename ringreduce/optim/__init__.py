@@ -6,8 +6,8 @@
                  └─ Bucket      which are reduced together
                       └─ Gradient   one of them: its passes since the last step, its layout
 
-An adapter whose framework hands over all gradients at once makes an `Exchange`, and passes them to `reduce`, or each
-group to `begin`, and sparse ones to `begin_rows`. One that compiles puts `exchange.arguments` into its own functions.
+An adapter whose framework hands over all gradients at once makes an `Exchange`, and passes them to `reduce`, or puts
+`exchange.arguments` into its own functions.
 
 An adapter whose framework computes gradients one by one derives from `Gradient` (where a gradient is kept, and what
 stands for one that this rank did not compute) and from `Reducer` (what reports that one is ready). The `Reducer` calls

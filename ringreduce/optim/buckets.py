@@ -147,7 +147,7 @@ class Bucket:
         names = [each.name for each in gradients] if len(self.members) > 1 else None
         of_backward = line if any(each.seen for each in gradients) else None
         try:
-            return exchange.begin(self.name, arrays, names, in_place=True, line=of_backward)
+            return exchange.begin(self.name, arrays, names, of_backward)
         except InputError as exc:
             if "pending already" not in str(exc):
                 raise

@@ -1,14 +1,12 @@
-"""How gradients are reduced: compressed, scaled, dense or sparse; and the options that say so, checked once."""
+"""How gradients are reduced: compressed, scaled, submitted; and the options that say so, checked once."""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from ringreduce.api.gather import grouped_allgather_async
 from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
 from ringreduce.api.reduce import allreduce_async, arguments_of, grouped_allreduce, submit
 from ringreduce.api.submit import which_op
@@ -87,57 +85,32 @@ class Exchange:
         return grouped_allreduce(arrays, name=name, names=names, **self.arguments)
 
     def begin(
-        self,
-        name: str,
-        arrays: Sequence[Any],
-        names: Sequence[str] | None = None,
-        *,
-        in_place: bool = False,
-        line: str | None = None,
+        self, name: str, arrays: Sequence[Any], names: Sequence[str] | None = None, line: str | None = None
     ) -> Finish:
-        """Begin to reduce arrays; those of a group, which have `names`, all or nothing.
+        """Begin to reduce arrays, in their own memory where they are not compressed.
 
-        in_place: what is not compressed is reduced in its own memory. line: the user's, where the caller knows it.
+        names: of the members of a group, which is reduced all or nothing. line: the user's, where the caller knows it.
         """
         if self.size == 1:
             return lambda: list(arrays)
         pairs = [self.compression.compress(each) for each in arrays]
-        options: dict[str, Any] = {"in_place": in_place, "line": line}
-        handle = submit([array for array, _ in pairs], name, names, self._arguments(), self.process_set, **options)
-        return functools.partial(self._finish, handle, [context for _, context in pairs])
+        handle = self._submit([array for array, _ in pairs], name, names, line)
 
-    def _finish(self, handle: Handle, contexts: list[Any]) -> list[Any]:
-        reduced = zip(handle.wait(), contexts, strict=True)
-        return [self.compression.decompress(each, context) for each, context in reduced]
+        def finish() -> list[Any]:
+            reduced = zip(handle.wait(), pairs, strict=True)
+            return [self.compression.decompress(each, context) for each, (_, context) in reduced]
 
-    def _arguments(self) -> Any:
-        return arguments_of("allreduce", None, self.op, *self.scales)
+        return finish
+
+    def _submit(self, arrays: list[Any], name: str, names: Sequence[str] | None, line: str | None = None) -> Handle:
+        arguments = arguments_of("allreduce", None, self.op, *self.scales)
+        return submit(arrays, name, names, arguments, self.process_set, in_place=True, line=line)
 
     def refuse(self, name: str) -> None:
         """Let the group of this name fail on all ranks with MismatchError; nobody waits for this submission itself."""
         if self.size > 1:
-            submit([np.empty(0, np.float32)], name, ["nothing"], self._arguments(), self.process_set, in_place=True)
+            self._submit([np.empty(0, np.float32)], name, ["nothing"])
 
     def begin_maximum(self, name: str, numbers: Sequence[int]) -> Handle:
         """Begin to find each number's largest value on any rank."""
         return allreduce_async(np.array(numbers, np.int32), name=name, op=Max, process_set=self.process_set)
-
-
-def begin_rows(
-    function: str, name: str | None, indices: Any, values: Any, op: ReduceOp, process_set: ProcessSet
-) -> Callable[[], tuple[Any, Any]]:
-    """Begin to reduce a sparse array: the rows of all ranks are gathered. Returns what waits for indices and values.
-
-    indices, values: as many rows on this rank; a row that several ranks have is in the result several times.
-    Cost:   two allgathers, as one group; not compressed.
-    Raises: InputError (a ValueError) for another op than Average and Sum, and as `allgather`.
-    """
-    if op not in (Average, Sum):
-        raise InputError(f"{function}: op={op!r}; expected Average or Sum")
-    handle = grouped_allgather_async([indices, values], name, process_set)
-
-    def finish() -> tuple[Any, Any]:
-        indices, values = handle.wait()
-        return indices, values / (process_set.size() or 1) if op is Average else values
-
-    return finish

@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import torch
 
+from ringreduce.api.gather import grouped_allgather_async
 from ringreduce.api.process_sets import ProcessSet, global_process_set
 from ringreduce.api.submit import which_op
 from ringreduce.errors import InputError
-from ringreduce.ops import Average, ReduceOp
+from ringreduce.ops import Average, ReduceOp, Sum
 from ringreduce.optim.buckets import DENSE
-from ringreduce.optim.exchange import begin_rows
 
 
 def sparse_allreduce_async(
@@ -28,6 +28,8 @@ def sparse_allreduce_async(
     Source:  Horovod's sparse_allreduce_async.
     """
     reduction = which_op("sparse_allreduce_async", None, op)
+    if reduction not in (Average, Sum):
+        raise InputError(f"sparse_allreduce_async: op={reduction!r}; expected Average or Sum")
     if tensor.layout is not torch.sparse_coo:
         raise InputError(f"sparse_allreduce_async: a tensor of layout {tensor.layout}; pass tensor.to_sparse()")
     if reduction is Average and not (tensor.is_floating_point() or tensor.is_complex()):
@@ -35,10 +37,12 @@ def sparse_allreduce_async(
     shape = tensor.shape
     # the rows of what is gathered are its entries
     rows = tensor.detach()._indices().t().contiguous(), tensor.detach()._values().contiguous()
-    finish = begin_rows("sparse_allreduce_async", name, *rows, reduction, process_set)
+    handle = grouped_allgather_async(rows, name, process_set)
 
     def wait() -> torch.Tensor:
-        indices, values = finish()
+        indices, values = handle.wait()
+        if reduction is Average:
+            values = values / (process_set.size() or 1)
         # checked: a rank whose tensor is larger would have indices that lead out of this one
         return torch.sparse_coo_tensor(indices.t(), values, shape, check_invariants=True)
 
