@@ -5,7 +5,8 @@
 
 Every simulated rank runs the real generators of ringreduce/collectives and the real negotiation; what is computed is
 time: see ringreduce/transport/simulated.py for what takes how long, and what is not modelled. Of the ranks of a host,
-which do the same at the same time, one is simulated; `--full` simulates them all.
+which do the same at the same time, one is simulated, and one of all ranks where each does the same counted from itself;
+`--full` simulates them all.
 
 An algorithm that would send more than `--most` messages is left out: `model` says what the cost model predicts for it.
 
