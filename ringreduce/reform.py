@@ -73,17 +73,16 @@ def reform(commits: int) -> Reformed:
     met_s = time.monotonic()
     current.enter(*entered)
     report_reformed(current.settings.error_file, entered.world.number)
-    reformed = cast(Reformed, elastic.latest)
-    _log(reformed, elastic, [elastic.members.newest.heard_s, begun_s, stopped_s, met_s, time.monotonic()])
-    return reformed
+    heard_s = elastic.members.newest.heard_s
+    elastic.times_s = {"heard": heard_s, "failed": begun_s, "stopped": stopped_s, "met": met_s}
+    elastic.times_s["new engine"] = time.monotonic()
+    _log(elastic)
+    return cast(Reformed, elastic.latest)
 
 
-def _log(reformed: Reformed, elastic: Elastic, times_s: list[float]) -> None:
+def _log(elastic: Elastic) -> None:
     """Where the time went."""
     if LOGGER.isEnabledFor(logging.DEBUG):
-        names = "handles failed", "engine stopped", "all have met", "new engine"
-        parts = [
-            f"{name} {1e3 * (end - begin):.1f} ms"
-            for name, begin, end in zip(names, times_s, times_s[1:], strict=False)
-        ]
-        LOGGER.debug(f"rank {elastic.origin.world.rank}: world {reformed.number}, after the list: {', '.join(parts)}")
+        since = [f"{name} {1e3 * (at - elastic.times_s['heard']):.1f}" for name, at in elastic.times_s.items()]
+        who = f"rank {elastic.origin.world.rank} of the start, list {elastic.members.newest.number}"
+        LOGGER.debug(f"{who}: ms since it was heard: {', '.join(since)}")

@@ -50,6 +50,9 @@ class Elastic:
         self.latest: Reformed | None = None  # how the world began; None: with the job
         self.joined_late = False
         self.has_failed = False  # this rank: it ends without leaving its world
+        self.times_s: dict[
+            str, float
+        ] = {}  # of the last re-forming, by what had just ended; this host's monotonic clock
         self.kept: list[Any] = []  # engines that were given up: MPI may still use their memory
 
     def enter(self, last: World, before: MessageTransport, commits: int, sets: ProcessSets | None) -> Entered:
