@@ -51,6 +51,8 @@ class ProcessSet:
         return runtime.current_world("included").rank in self._members()
 
     def _members(self) -> list[int]:
+        if self.process_set_id is not None and runtime.is_initialized():  # in an elastic job they are numbered anew
+            return list(runtime.current("process sets").engine.sets.get(self.process_set_id, ()))
         return self.ranks or []
 
     def __repr__(self) -> str:
