@@ -18,8 +18,8 @@ from ringreduce.keras.ops import broadcast_variables
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignore[misc]
     """Give all ranks the root's weights, and its optimizer's variables, before the first step.
 
-    Where a rank's variables do not exist yet, it is done after the first step, as in Horovod. Random seeds stay each
-    rank's own: dropout should differ.
+    Where a rank's model is not built yet, it is done after the first step, as in Horovod. Random seeds stay each rank's
+    own: dropout should differ.
 
     root_rank:       the rank whose variables all get.
     device:          Horovod's, without effect.
@@ -34,10 +34,12 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):  # type: ignor
         self._done = False
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Broadcast, if all ranks have all variables."""
+        """Broadcast, if all ranks have all weights."""
         self._done = False
         model = self.model
-        if all(allgather_object(model.built and getattr(model.optimizer, "built", True))):
+        if all(allgather_object(model.built)):
+            if model.optimizer is not None and not model.optimizer.built:
+                model.optimizer.build(model.trainable_variables)
             self._broadcast()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
@@ -156,6 +158,8 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):  # type: ignore[mi
 def _velocities(optimizer: Any) -> list[Any]:
     """The variables that hold sums of updates, to which the learning rate of their time was applied."""
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+    if not optimizer.built:
+        return []
     if isinstance(optimizer, keras.optimizers.SGD) and optimizer.momentum:
         return list(optimizer.momentums)
     if isinstance(optimizer, keras.optimizers.RMSprop) and optimizer.momentum:

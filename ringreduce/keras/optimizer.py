@@ -8,7 +8,7 @@ accumulated and unscaled, before they are clipped and applied, in every way to t
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -95,18 +95,22 @@ def _accumulate(optimizer: Any, passes: int, average: bool) -> int:
     return 1 if average else passes
 
 
+def _allreduce(*args: Any, **options: Any) -> list[Any]:
+    """`grouped_allreduce`, which torch.compile leaves alone: model.compile(jit_compile=True) compiles the rest."""
+    if keras.backend.backend() == "torch":
+        import torch
+
+        if torch.compiler.is_compiling():  # disable imports the compiler, which takes seconds
+            return torch.compiler.disable(grouped_allreduce)(*args, **options)  # type: ignore[no-any-return,no-untyped-call]
+    return grouped_allreduce(*args, **options)
+
+
 class _Reduction:
     """Stands for the `_clip_gradients` of one optimizer."""
 
     def __init__(self, optimizer: Any, name: str, sparse_as_dense: bool, options: dict[str, Any]) -> None:
         self._optimizer, self._name, self._options = optimizer, name, options
         self._sparse_as_dense = sparse_as_dense
-        self._allreduce: Callable[..., list[Any]] = grouped_allreduce
-        if keras.backend.backend() == "torch":
-            import torch
-
-            # jit_compile=True compiles the rest
-            self._allreduce = torch.compiler.disable(grouped_allreduce)  # type: ignore[no-untyped-call]
 
     def __call__(self, gradients: Sequence[Any]) -> Any:
         """The gradients, reduced and clipped."""
@@ -127,7 +131,7 @@ class _Reduction:
         if not process_set.included():
             return finite
         flag = keras.ops.cast(finite, "int32")
-        (least,) = self._allreduce([flag], ["finite"], f"{self._name}.finite", op=Min, process_set=process_set)
+        (least,) = _allreduce([flag], ["finite"], f"{self._name}.finite", op=Min, process_set=process_set)
         return keras.ops.cast(least, "bool")
 
     def _reduced(self, gradients: Sequence[Any]) -> list[Any]:
@@ -136,7 +140,7 @@ class _Reduction:
         variables = self._optimizer._trainable_variables
         known = [each.name for each in variables] if len(variables) == len(gradients) else [""] * len(gradients)
         names = [f"{number}.{each}" for number, each in enumerate(known)]
-        return self._allreduce(gradients, names, self._name, **self._options)
+        return _allreduce(gradients, names, self._name, **self._options)
 
 
 def _agree_on_finite_gradients() -> None:

@@ -10,6 +10,8 @@ import pytest
 from tests import environments
 from tests.end_to_end.conftest import ringrun
 from tests.end_to_end.test_mpi_suite import PYTEST
+from tests.end_to_end.test_readme import blocks
+from tests.jobs import ROOT
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -32,6 +34,24 @@ def test_the_suite_of_tensorflow(with_keras, ranks):
 @pytest.mark.parametrize(("backend", "ranks"), [("torch", 2), ("torch", 3), ("jax", 2), ("tensorflow", 2)])
 def test_the_suite_of_keras(with_keras, backend, ranks):
     suite_passes(ranks, "tests/keras", with_keras | {"KERAS_BACKEND": backend})
+
+
+@pytest.mark.parametrize("backend", ["torch", "jax", "tensorflow"])
+def test_the_example(with_keras, backend, tmp_path):
+    path = tmp_path / "digits.keras"
+    arguments = [ROOT / "examples" / "keras_digits.py", "--save", path]
+    finished = ringrun(Path(sys.executable), 2, *arguments, **with_keras, KERAS_BACKEND=backend)
+    assert finished.returncode == 0, finished.stdout
+    assert float(re.search(r"^\[0\] test accuracy: (\d\.\d{3})$", finished.stdout, re.MULTILINE)[1]) >= 0.95
+    assert path.exists()
+
+
+@pytest.mark.parametrize("name", ["import ringreduce.keras", "import ringreduce.tensorflow"])
+def test_a_script_of_the_readme(with_keras, name, tmp_path):
+    (script,) = [each for each in blocks("python") if name in each]
+    (tmp_path / "recipe.py").write_text(script)
+    finished = ringrun(Path(sys.executable), 2, tmp_path / "recipe.py", **with_keras)
+    assert finished.returncode == 0, finished.stdout
 
 
 def suite_passes(ranks, folder, variables):

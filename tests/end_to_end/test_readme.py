@@ -103,9 +103,10 @@ def test_a_script_of_torch_runs_where_torch_is_imported_already(world, number):
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("number", range(len(blocks("python"))))
 def test_a_recipe_runs(tmp_path, number):
-    """JAX's only where JAX is: it is no dependency of the tests."""
+    """Those of JAX, Keras and TensorFlow only where these are: they are no dependencies of the tests."""
     script = blocks("python")[number]
-    if "import jax" in script and not importlib.util.find_spec("jax"):
+    optional = re.findall(r"^import (jax|keras|tensorflow)\b", script, re.MULTILINE)
+    if not all(importlib.util.find_spec(each) for each in optional):
         ast.parse(script)
         return
     (tmp_path / "recipe.py").write_text(script)

@@ -95,17 +95,17 @@ def test_digits():
 
 
 def test_mixed_precision():
-    """There `compile` wraps the optimizer in a LossScaleOptimizer."""
+    """There `compile` wraps the optimizer in a LossScaleOptimizer, which skips steps until its scale is low enough."""
     keras.config.set_dtype_policy("mixed_float16")
     try:
         trained = model()
-        weights = fit(trained, hvd.DistributedOptimizer(sgd()), together=True)
+        weights = fit(trained, hvd.DistributedOptimizer(optimizers.Adam(0.03)), together=True, epochs=10)
     finally:
         keras.config.set_dtype_policy("float32")
     assert type(trained.optimizer) is optimizers.LossScaleOptimizer
     equal_on_all_ranks(weights)
-    for mine, expected in zip(weights, fit(model(), sgd(), together=False), strict=True):
-        np.testing.assert_allclose(mine, expected, atol=0.05)
+    losses = trained.history.history["loss"]
+    assert losses[-1] < losses[0] / 4
 
 
 @pytest.mark.parametrize("outside", [True, False])
