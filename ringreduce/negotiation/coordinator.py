@@ -71,9 +71,9 @@ class Coordinator:
         self._keys_by_name: defaultdict[str, set[str]] = defaultdict(set)
         self._touched: dict[str, None] = {}
         self._joined: dict[int, bool] = {}
-        self._settled: dict[str, int] = {}
-        """Tensors that end without records of some ranks, which may still come, with the number of the response that
-        ends them, until all have read it: those that stalled too long, and those that ran when ranks had joined."""
+        self._abandoned: dict[str, int] = {}
+        """Tensors that stalled too long, with the number of the response that fails them. For good: a record from
+        before may come when its rank has read that, since only messages on one way keep their order."""
         self._leaver: tuple[int, str] | None = None
         self.closed = False
         self.has_news = False  # true when something was announced since the last decision
@@ -84,8 +84,8 @@ class Coordinator:
         """Add what a rank has submitted."""
         self.has_news = True
         for record in announcement.records:
-            # a rank that had not read the tensor's end when it announced it will end it then
-            if announcement.seen >= self._settled.get(record.signature.key, 0):
+            # a rank that had not read the tensor's failure when it announced it will fail it then
+            if announcement.seen >= self._abandoned.get(record.signature.key, 0):
                 self._add_record(rank, record)
         if announcement.join is not None:
             self._joined[rank] = announcement.join
@@ -122,8 +122,6 @@ class Coordinator:
     def read(self, response: int) -> None:
         """All ranks have applied this response."""
         self._ids.read(response)
-        if self._settled:
-            self._settled = {key: failed for key, failed in self._settled.items() if failed > response}
 
     # Responses
 
@@ -151,8 +149,6 @@ class Coordinator:
             f"rank {self._leaver[0]} has left the job: {self._leaver[1]}" if self._leaver else "",
             self._leaver[0] if self._leaver else -1,
         )
-        if self._joined:
-            self._settled.update({entry.signature.key: number for entry in ready})
         if all_joined:
             self._joined = {}
         self.closed = self._leaver is not None
@@ -254,6 +250,6 @@ class Coordinator:
         for failure in failures:
             self._drop(failure.key)
         self._responses += 1
-        self._settled.update({failure.key: self._responses for failure in failures})
+        self._abandoned.update({failure.key: self._responses for failure in failures})
         forgotten = self._take_forgotten(self._responses)
         return Response(self._process_set, self._responses, forgotten, failures=tuple(failures))

@@ -66,7 +66,7 @@ class Negotiation:
         self._newest = -1  # the newest process set
         limit_s = min(filter(None, (settings.stall_check_s, settings.stall_abort_s)), default=math.inf)
         self._overdue_s, self._next_check_s = OVERDUE_SHARE * limit_s, 0.0
-        self.again: list[Submission] = []  # counted by ids that were forgotten since
+        self.again: list[Submission] = []  # counted by ids that were forgotten since; a join that waited for those
         self._early: dict[int, list[tuple[int, Message]]] = {}
         """Messages for process sets that this rank has not added yet."""
         self._debugs, self._traces = LOGGER.isEnabledFor(logging.DEBUG), LOGGER.isEnabledFor(TRACE)
@@ -139,7 +139,7 @@ class Negotiation:
     def _announce(self, state: ProcessSetState, submissions: Sequence[Submission]) -> None:
         joins, others = [], submissions
         if state.joined:
-            joins = [each.payload for each in submissions if each.signature.kind == JOIN]
+            joins = [each for each in submissions if each.signature.kind == JOIN]
             others = [each for each in submissions if each.signature.kind != JOIN]
         if self._timeline.recording:
             for each in others:

@@ -85,6 +85,7 @@ class Negotiator:
         if rank == group.ranks[0]:
             self._leader = Leader(process_set, views, capacity, fence, group.below, group.above is None)
         self._counted: defaultdict[int, deque[Submission]] = defaultdict(deque)
+        self._joins: Submission | None = None  # announced when nothing is counted that is not ready
         self._unnamed: dict[str, int | None] = {}
         """The unnamed submissions that are not ready, in their order: the id by which each was counted, if it was."""
         self._responses: dict[int, Response] = {}
@@ -92,8 +93,12 @@ class Negotiator:
         self._short = short
         self._partials: dict[int, bytes] = {}  # that came with the schedule, by id
 
-    def announce(self, submissions: Sequence[Submission], join: bool | None = None, leave: str = "") -> int:
-        """Count the submissions that are cached, and send the coordinator records of the others; returns the count."""
+    def announce(self, submissions: Sequence[Submission], join: Submission | None = None, leave: str = "") -> int:
+        """Count the submissions that are cached, and send the coordinator records of the others; returns the count.
+
+        join: this rank joins, with averages as its payload says, as soon as the coordinator has records of all that
+            waits here: nobody waits for a joined rank's, so later ones would miss their tensors, or the join's end.
+        """
         now, ids, records = time.monotonic(), [], []
         for each in submissions:
             signature = each.signature
@@ -108,14 +113,22 @@ class Negotiator:
                 self._counted[number].append(each)
         if ids:
             self._counters.submit(ids)
+        if join is not None and (counted := self._counted_ids()):
+            self._joins, join = join, None
+            self._forget(counted)
         if records or join is not None or leave:
-            announcement = Announcement(self.process_set, self.applied, tuple(records), join, leave)
+            joined = None if join is None else join.payload
+            announcement = Announcement(self.process_set, self.applied, tuple(records), joined, leave)
             if self.coordinator is None:
                 self._send(announcement, self._members[:1])
             else:
                 self._lead()  # what was counted before a rank joined or left is scheduled before
                 self.coordinator.announce(self.coordinator_rank, announcement)
         return len(ids)
+
+    def _counted_ids(self) -> list[int]:
+        """Of this rank's submissions that are not ready."""
+        return [number for number, submissions in self._counted.items() if submissions]
 
     def _unnamed_id(self, key: str, number: int | None) -> int | None:
         """The id to count an unnamed submission by: only if all of this rank that are not ready are of this id.
@@ -199,10 +212,14 @@ class Negotiator:
         overdue = [
             number for number, since_s in waiting.items() if now_s - since_s >= self._longest_s(number, overdue_s)
         ]
-        if overdue and self.coordinator is not None:
-            self.coordinator.forget(overdue)
-        elif overdue:
-            self._send(Overdue(self.process_set, overdue), self._members[:1])
+        if overdue:
+            self._forget(overdue)
+
+    def _forget(self, ids: list[int]) -> None:
+        if self.coordinator is not None:
+            self.coordinator.forget(ids)
+        else:
+            self._send(Overdue(self.process_set, ids), self._members[:1])
 
     def _longest_s(self, number: int, overdue_s: float) -> float:
         is_unnamed = number in self.cache and self.cache[number].numbered
@@ -219,6 +236,8 @@ class Negotiator:
                 batch[0].partial = self._partials.pop(ids[0], b"") if self._partials else b""
                 for each in batch if self._unnamed else ():
                     self._unnamed.pop(each.signature.key, None)
+                if self._joins is not None:
+                    self._again([])
                 return batch
             self._awaits_response = ids is not None
         response = self._responses.pop(self.applied + 1, None) if self._awaits_response else None
@@ -242,5 +261,12 @@ class Negotiator:
             self._leader.change(response.number, response.forgotten, [number for number, _ in response.learned])
         self.applied = response.number
         self._counters.applied(response.number)
-        if again:
-            self._resubmit(again)
+        self._again(again)
+
+    def _again(self, submissions: list[Submission]) -> None:
+        """Have these announced again, and with the last of what was counted the join that waits for it."""
+        if self._joins is not None and not self._counted_ids():
+            submissions.append(self._joins)
+            self._joins = None
+        if submissions:
+            self._resubmit(submissions)

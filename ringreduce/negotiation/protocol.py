@@ -15,7 +15,9 @@ class Announcement(NamedTuple):
     process_set: int
     seen: int  # the number of the last response that this rank had read
     records: tuple[SubmissionRecord, ...] = ()  # of what is not cached
-    join: bool | None = None  # not None: this rank has joined; True: averages divide by the live ranks only
+    join: bool | None = None
+    """Not None: this rank has joined, and counts nothing by id that is not ready; True: averages divide by the live
+    ranks only."""
     leave: str = ""  # not empty: why this rank leaves; it announces nothing after this
 
 
@@ -62,7 +64,10 @@ class Scheduled(NamedTuple):
 
 
 class Overdue(NamedTuple):
-    """To the coordinator: ids that some ranks of a group submitted long ago; forgetting them shows which ranks."""
+    """To the coordinator: ids to forget, so that those who submitted them announce records.
+
+    Some ranks of a group did long ago, and records show which; or a rank did that is to join.
+    """
 
     process_set: int
     ids: list[int]
