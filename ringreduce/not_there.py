@@ -23,7 +23,8 @@ _INSTEAD = {
 _NO_ADAPTER = {
     "flax": "flax's optimizers are made from optax's: wrap those, such as nnx.Optimizer(model, "
     "ringreduce.jax.DistributedOptimizer(optax.adam(1e-3)), wrt=nnx.Param)",
-    "keras": "this is no optimizer of Keras 3; pip install --upgrade keras",
+    "keras": "for an optimizer of Keras 3 use ringreduce.keras.DistributedOptimizer; if this is an older one, "
+    "pip install --upgrade keras",
     "tf_keras": "this is an optimizer of Keras 2; use those of Keras 3, keras.optimizers, with ringreduce.keras",
 }
 

@@ -164,6 +164,9 @@ class Ordered(ProcessSet):
         payload = (rank, *tag) if tag else payload
         return engine.submit(kind, None, number, payload=payload, **options)
 
+    def _members(self) -> list[int]:
+        return self.ranks or []  # a channel ends with its world, so these stay right
+
     def __repr__(self) -> str:
         return f"ordered(ranks={self.ranks})"
 

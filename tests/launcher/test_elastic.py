@@ -3,6 +3,7 @@
 import json
 import re
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -148,7 +149,7 @@ def test_without_a_world_a_failure_ends_the_job_as_ever(ringrun: Run, python: st
 )
 def test_what_makes_no_sense_is_refused(arguments: list[str], message: str) -> None:
     with pytest.raises(UsageError) as error:
-        cli.run(["-np", "2", *arguments, "python", "-c", ""])
+        cli.run(["-np", "2", *arguments, sys.executable, "-c", ""])
     assert str(error.value) == message
 
 
