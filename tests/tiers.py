@@ -108,7 +108,6 @@ QUICK_JOBS = {
     ],
     "examples/test_numpy_examples.py": [
         "test_gradients_of_lenet_are_those_of_finite_differences",
-        "test_hello_says_who_each_rank_is",
     ],
     "examples/test_train_digits.py": [
         "test_last_line_tells_an_accuracy_of_at_least_97_percent[3]",

@@ -113,6 +113,7 @@ def test_a_study_goes_on_in_its_file(tmp_path, ending, capfd):
     assert "sweep: 5 of 5 trials, best 0." in capfd.readouterr().err
 
 
+@pytest.mark.extended
 def test_trials_that_ran_when_their_job_ended_are_repeated_once_with_the_same_values(tmp_path):
     storage = f"sqlite:///{tmp_path / 'study.db'}"
     study = optuna.create_study(storage=storage, study_name="sweep")

@@ -184,7 +184,7 @@ def exchanges(rank, size):
         rr.MismatchError, match=r"all_to_all 'group .*rank \d sends \d elements to rank \d, which expec"
     ):
         dist.all_to_all_single(
-            torch.empty(2 * size), torch.empty(size + rank), [2] * size, [1 + (rank > 0)] + [1] * (size - 1)
+            torch.empty(2 * size), torch.empty(size + (rank > 0)), [2] * size, [1 + (rank > 0)] + [1] * (size - 1)
         )
 
 
@@ -207,6 +207,7 @@ def messages(rank, size):
     else:
         dist.send(torch.full((3,), float(rank)), 0)
         dist.send(torch.full((3,), rank + 0.5), 0)
+    dist.barrier()  # a message of another shape is for none of those
     tensor = torch.empty(2)
     if rank == 0:
         dist.recv(tensor, 1)  # its source waited before for any rank
