@@ -2,7 +2,9 @@
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 
 def patient(seconds: float) -> float:
@@ -16,3 +18,16 @@ def wait_until(condition: Callable[[], object], within_s: float = 30) -> None:
     while not condition():
         assert time.monotonic() - begin < patient(within_s), f"waited {within_s:g} s in vain"
         time.sleep(0.02)
+
+
+@contextmanager
+def nothing_left_in_shared_memory() -> Iterator[None]:
+    """A block has a name for a moment only: that of another test is gone soon, one that was left stays."""
+    before = named_blocks()
+    yield
+    left = named_blocks() - before
+    wait_until(lambda: not left & named_blocks(), within_s=5)
+
+
+def named_blocks() -> set[Path]:
+    return set(Path("/dev/shm").glob("ringreduce_*"))

@@ -1,7 +1,6 @@
 """Shared memory between real ranks: that it is used, by all types and ops, after shutdown again, by process sets."""
 
 import itertools
-import os
 import random
 import time
 from pathlib import Path
@@ -15,6 +14,7 @@ from ringreduce.cost_model import Constants
 from ringreduce.partition import chunk_bounds
 from ringreduce.transport.counters import group_bytes
 from ringreduce.transport.window import block_bytes
+from tests.patience import named_blocks, wait_until
 from tests.reference import MATRIX, all_but_one_of_each_extended, assert_reduced, data, readable
 from tests.tiers import parted
 
@@ -236,4 +236,5 @@ def test_sets_that_come_and_go(anew):
 def test_nothing_of_it_stands_in_a_folder():
     """A block's file has no name any more when all have mapped it."""
     assert mapped_blocks() == rr.size()
-    assert not [name for name in os.listdir("/dev/shm") if "ringreduce" in name]
+    found = named_blocks()
+    wait_until(lambda: not found & named_blocks(), within_s=5)

@@ -1,6 +1,5 @@
 """Channels that their members open alone: what torch.distributed's groups are made of."""
 
-import os
 import threading
 
 import numpy as np
@@ -11,6 +10,7 @@ from ringreduce import runtime
 from ringreduce.arrays.view import as_buffer
 from ringreduce.engine.process_sets import IN_ORDER
 from ringreduce.testing import run_ranks
+from tests.patience import nothing_left_in_shared_memory
 from tests.world import on_every_world
 
 pytestmark = pytest.mark.timeout(60)
@@ -81,9 +81,8 @@ def test_on_several_hosts(hosts):
 
 
 def test_nothing_is_left_in_shared_memory():
-    before = set(os.listdir("/dev/shm"))
-    run_ranks(3, several_groups)
-    assert not {each for each in set(os.listdir("/dev/shm")) - before if each.startswith("ringreduce_")}
+    with nothing_left_in_shared_memory():
+        run_ranks(3, several_groups)
 
 
 def test_different_groups_are_an_error_on_all_members():

@@ -159,3 +159,17 @@ def test_another_operation_of_that_name_is_told(capsys):
     told = capsys.readouterr().err
     submitted = r"rank (0 last .*; it submitted allreduce|1 last .*; it submitted broadcast) 'w' \(test_stalls.py:\d+\)"
     assert re.search(rf"{submitted} to process set 0 \(ranks 0-1\): all ranks must pass the same operation", told), told
+
+
+@pytest.mark.parametrize("patient", [False, True])
+def test_a_patient_channel_waits_without_a_report(capsys, patient):
+    def program():
+        channel = rr.ordered(patient=patient)
+        if rr.rank() == 1:
+            busy(1.0)
+            channel.send_object("at last", 0)
+            return None
+        return channel.recv_object(1)
+
+    assert run_ranks(2, program, settings=SOON)[0] == "at last"
+    assert ("recv 'ordered'" in capsys.readouterr().err) is not patient
