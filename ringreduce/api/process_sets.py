@@ -114,20 +114,24 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
         process_set.ranks = current.world.ranks_of(process_set.comm)
     members = runtime.check_members(process_set.ranks or [], current.world.size)
     _check_dynamic(current, "add_process_set")
-    for number, others in current.engine.sets.items():
-        if others == members:
-            raise InputError(f"add_process_set: process set {number} has the ranks {list(members)} already; use that")
+    if (number := _number(members)) is not None:
+        raise InputError(f"add_process_set: process set {number} has the ranks {list(members)} already; use that")
     return _added(process_set, members)
 
 
 def set_of(ranks: Sequence[int]) -> ProcessSet:
     """The process set of these ranks, which is added where there is none; every rank must call it. For this package."""
     process_set, members = ProcessSet(ranks), tuple(ranks)
-    for number, others in runtime.current("process sets").engine.sets.items():
-        if others == members:
-            process_set.process_set_id, process_set.ranks = number, list(members)
-            return process_set
-    return _added(process_set, members)
+    if (number := _number(members)) is None:
+        return _added(process_set, members)
+    process_set.process_set_id = number
+    return process_set
+
+
+def _number(members: tuple[int, ...]) -> int | None:
+    """Of the set that has these members."""
+    sets = runtime.current("process sets").engine.sets
+    return next((number for number, others in sets.items() if others == members), None)
 
 
 def _added(process_set: ProcessSet, members: tuple[int, ...]) -> ProcessSet:

@@ -62,14 +62,13 @@ def batches(submissions: Sequence[Submission]) -> list[Batch]:
     inputs, outputs, owners = Batch([], [], [])
     for submission in submissions:
         submission.missing_pieces = 1  # for the planning itself
-        targets = iter(submission.outputs)
-        for source in submission.inputs:
+        for source, target in zip(submission.inputs, submission.outputs, strict=True):
             if source.element is not element or source.device != device:
                 element, device = source.element, source.device
                 key = element.name, kind_of_device(device)
                 inputs, outputs, owners = found.setdefault(key, Batch([], [], []))
             inputs.append(source)
-            outputs.append(next(targets))
+            outputs.append(target)
             owners.append(submission)
     return list(found.values())
 

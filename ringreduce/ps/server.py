@@ -86,14 +86,14 @@ class Server:
             thread = threading.Thread(target=context.run, args=(self._run, worker), daemon=True)
             thread.name = f"ps-worker-{worker}"
             thread.start()
-        errors = []
-        for _ in self._job.workers:  # a lost rank ends them all
+        lost: BaseException | None = None
+        for _ in self._job.workers:  # a lost rank ends the threads of all
             error = self._ended.get()
             if error is not None and not isinstance(error, CollectiveError):
                 raise error
-            errors.append(error)
-        for error in filter(None, errors):
-            raise error
+            lost = lost or error
+        if lost is not None:
+            raise lost
         self._job.channel.barrier()
 
     def _meet_again(self) -> None:
