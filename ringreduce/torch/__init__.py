@@ -29,7 +29,7 @@ from ringreduce.compression import Compression as Compression
 from ringreduce.errors import HorovodInternalError as HorovodInternalError
 from ringreduce.not_there import no_attribute as _no_attribute
 from ringreduce.ops import *
-from ringreduce.run import run as run
+from ringreduce.run_function import run as run
 from ringreduce.runtime import is_initialized as is_initialized
 from ringreduce.runtime import shutdown as shutdown
 from ringreduce.torch import elastic as elastic

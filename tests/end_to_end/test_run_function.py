@@ -87,7 +87,7 @@ def test_an_elastic_job_returns_what_is_left_and_prints_who_is_lost(capsys):
 
 
 def test_flags_are_ringruns_and_horovods():
-    arguments = sys.modules["ringreduce.run"]._arguments
+    arguments = sys.modules["ringreduce.run_function"]._arguments
     flags = {"hosts": "h1:2", "timeout": 1.5, "fold": True, "cuda_ipc": False, "ranks": None, "restarts": 0}
     ours = ["-np", "4", "--hosts", "h1:2", "--timeout", "1.5", "--fold", "--no-cuda-ipc", "--restarts", "0"]
     assert list(arguments(4, flags)) == ours
@@ -127,7 +127,7 @@ def test_what_cannot_be_pickled_and_results_of_many_pieces(monkeypatch):
         rr.JobFailedError, match=r"InputError: run\(\): what the function returned, .*cannot be pickled"
     ):
         rr.run(lambda: __import__("threading").Lock(), np=1)
-    monkeypatch.setattr(sys.modules["ringreduce.run"], "PIECE_BYTES", 1000)
+    monkeypatch.setattr(sys.modules["ringreduce.run_function"], "PIECE_BYTES", 1000)
     many = bytes(range(256)) * 1000
     assert rr.run(lambda data: data[::-1], (many,), np=2) == [many[::-1]] * 2
 

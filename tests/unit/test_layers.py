@@ -100,7 +100,7 @@ LAYERS = [
     ["sweeps.teams"],
     ["sweeps.trial"],
     ["sweeps.sweep"],
-    ["optimizer", "testing", "sampler", "run"],
+    ["optimizer", "testing", "sampler", "run_function"],
     ["elastic.libraries"],
     ["elastic.commit", "elastic.sampler"],
     ["elastic.state"],

@@ -45,7 +45,7 @@ KEY_VARIABLE = "_RINGREDUCE_RUN_KEY"
 PIECE_BYTES = 64 << 20
 CHUNK_BYTES = 1 << 16
 LONGEST_FOLDER = 80  # a socket's path has room for about 100
-RANK_PROGRAM = "from ringreduce.run import serve; serve()"
+RANK_PROGRAM = "from ringreduce.run_function import serve; serve()"
 REFUSES = "ringrun: error: "
 FAILED = re.compile(r"-- ringrun: rank \d+ of \d+ failed first ")
 """How the lines begin with which ringrun says why a job has failed: from there on they are the exception's text."""
