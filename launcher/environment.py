@@ -17,6 +17,9 @@ SETTINGS_VARIABLE = "RINGRUN_SETTINGS"
 AGENT_VARIABLES = (ADDRESS_VARIABLE, AUTHKEY_VARIABLE, SETTINGS_VARIABLE)
 """What an agent must have before it reaches ringrun."""
 
+COMMITS_VARIABLE = "RINGREDUCE_STATE_DIR"
+"""The folder on each host, in memory, for the commits of an elastic job; its agents make it."""
+
 HOOK_DIRECTORY = str(Path(__file__).parent / "hook")
 
 

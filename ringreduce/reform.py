@@ -40,6 +40,28 @@ def latest() -> Reformed | None:
     return None if elastic is None else elastic.latest
 
 
+def was_restarted() -> bool:
+    """True in an elastic job that ringrun has started again."""
+    current = runtime.current("was_restarted")
+    return current.elastic is not None and current.settings.restart_count > 0
+
+
+def kept_commits() -> str:
+    """The folder where this host may have commits of an earlier attempt of the job; else empty."""
+    current = runtime.current("kept_commits")
+    return current.settings.state_dir if was_restarted() and latest() is None else ""
+
+
+def keeps_commits() -> str:
+    """The folder where this rank is to keep its commits for a restart: it is its host's first; else empty."""
+    if not runtime.is_initialized():
+        return ""
+    current = runtime.current("keeps_commits")
+    world, elastic = current.world, current.elastic
+    is_first = elastic is not None and world.hosts.index(world.hosts[world.rank]) == world.rank
+    return current.settings.state_dir if is_first else ""
+
+
 def give_up() -> None:
     """This rank has failed: at its exit it does not wait for the others, who go on when its process has ended."""
     elastic = runtime.current("give_up").elastic

@@ -31,7 +31,8 @@ SHARED_SLOTS = 4  # slots of shared memory per process set; collectives/shared.p
 MOST_REGIONS = 32  # process sets that have flags in shared memory
 PCI_BUS_ID = r"[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}\.[0-7]"  # of a device: domain, bus, device, function
 TRUE, FALSE = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
-PER_RANK = ("cuda_device", "error_file", "placed_gpu", "timeline", "log_level", "log_timestamp")  # may differ by rank
+PER_RANK = ("cuda_device", "error_file", "placed_gpu", "state_dir", "timeline", "log_level", "log_timestamp")
+"""Settings that may differ by rank."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,6 +72,7 @@ class Settings:
     elastic: bool = False  # ranks go on without those that fail; set by ringrun --elastic, as are the next two
     min_np: int = 1  # the fewest ranks with which an elastic job goes on
     spares: int = 0  # how many of the ranks, the last ones, train only in place of others that failed
+    state_dir: str = ""  # where a host's first rank keeps commits of elastic states for a restart; set by ringrun
     servers: int = 0  # how many of the last ranks are parameter servers; see `ringreduce.ps`
     error_file: str = ""  # where an uncaught exception is written as JSON; set by ringrun for each rank
     placed_gpu: str = ""

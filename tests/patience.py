@@ -30,4 +30,4 @@ def nothing_left_in_shared_memory() -> Iterator[None]:
 
 
 def named_blocks() -> set[Path]:
-    return set(Path("/dev/shm").glob("ringreduce_*"))
+    return {path for pattern in ("ringreduce_*", "ringrun-*.commits") for path in Path("/dev/shm").glob(pattern)}

@@ -4,6 +4,7 @@
     rank_socket   datagrams to and from ringreduce in the rank
     stack_dumper  what the rank does just now: its Python stack, what ringreduce waits for
     oom           whether the kernel's OOM killer ended it
+    kept_commits  the folder of an elastic job's commits, for its next attempt
     shm_cleanup   shared memory that a killed rank leaves behind
 
 Run as `python -m ringrun.agent`. Of ringrun's own side only report/traces.py is imported here.

@@ -27,10 +27,11 @@ from typing import IO, NoReturn
 from ..connection import wire
 from ..connection.link import Address, HostSilentError, Link, connect
 from ..engines import DAEMONS, ENGINES
-from ..environment import Place, Settings, error_file, rank_environment
+from ..environment import COMMITS_VARIABLE, Place, Settings, error_file, rank_environment
 from ..machine.placement import Share, describe, place
 from ..machine.topology import read_topology, usable_cpus
 from ..processes import before_exec, bind_to, die_with_parent, end_daemon, limit_open_files, signal_group
+from . import kept_commits
 from .oom import OomWatch
 from .rank_socket import RankSocket
 from .shm_cleanup import ShmCleanup, remove_daemons_files
@@ -58,6 +59,7 @@ class Agent:
         self._oom = OomWatch()
         self._shm_cleanup = ShmCleanup(self._directory, place.rank)
         self._device = ""
+        self._commits_folder = ""
         self._started_at_s = 0.0
         self._input: SimpleQueue[bytes] = SimpleQueue()
         self._is_abandoned = False  # ringrun has ended without a word
@@ -70,6 +72,8 @@ class Agent:
         wanted = self._settings.master_port if self._place.rank == 0 else ""
         self._send(wire.Hello(self._place.rank, self._place.size, socket.gethostname(), _free_port(wanted)))
         setup = self._await_setup()
+        self._commits_folder = setup.variables.get(COMMITS_VARIABLE, "")
+        setup = setup._replace(variables=kept_commits.prepared(setup.variables))
         self._started_at_s = time.time()
         try:
             child = self._start(command, setup)
@@ -203,6 +207,8 @@ class Agent:
             self._shm_cleanup.look(pid)
             signal_group(pid, signal.SIGKILL)
         self._shm_cleanup.remove()
+        if not message.keeps_commits:
+            kept_commits.remove(self._commits_folder)
         self._leave()
 
     def _obey(self, message: wire.Message, pid: int) -> None:

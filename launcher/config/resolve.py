@@ -21,7 +21,7 @@ from ..text import columns
 from . import horovod
 from .file import Entry, read
 
-SET_BY_RINGRUN = ("error_file", "placed_gpu", "restart_count", "elastic", "min_np", "spares")
+SET_BY_RINGRUN = ("error_file", "placed_gpu", "restart_count", "elastic", "min_np", "spares", "state_dir")
 """Settings that are no flags: ringrun sets them itself, for each rank."""
 
 _NOT_IN_FILE = ("help", "version", "config_file", "show_config", "check_build", "dry_run")

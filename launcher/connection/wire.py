@@ -194,7 +194,12 @@ class Signal(NamedTuple):
 
 
 class End(NamedTuple):
-    """Kill what is left of the rank's process group and exit."""
+    """Kill what is left of the rank's process group and exit.
+
+    `keeps_commits`: leave the commits of an elastic job in this host's memory, for its next attempt.
+    """
+
+    keeps_commits: bool = False
 
 
 Report: TypeAlias = State | Stalled | InInit | Initialized | Suspects | Reformed | Left

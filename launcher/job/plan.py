@@ -15,7 +15,7 @@ from ..connection.wire import ADDRESS_VARIABLE, AUTHKEY_VARIABLE
 from ..elastic import Elastic, rank_variables
 from ..engines import Across
 from ..engines.detect import Detected
-from ..environment import AGENT_VARIABLES, Settings
+from ..environment import AGENT_VARIABLES, COMMITS_VARIABLE, Settings
 from ..errors import UsageError
 from ..forward import forwarded, withheld
 from ..hosts import Host, is_here
@@ -96,9 +96,11 @@ class Job:
     timeout_s: float | None = None
     """Of all attempts together."""
     restarts: int = 0
-    """How often the job is run again after a failure."""
+    """How often the job may be run again after a failure."""
     elastic: Elastic | None = None
     """How ranks go on without others; None: they do not."""
+    commits_folder: str = ""
+    """Where the ranks of an elastic job keep commits on each host, in memory, for a restart; empty: they do not."""
     start_timeout_s: float = 30.0
     """How long all ranks may take to start."""
     lost_after_s: float = LOST_AFTER_S
@@ -187,7 +189,8 @@ def elastic_variables(detected: Detected, job: Job, inherited: Mapping[str, str]
     if job.elastic is None:
         return {}
     of_engine = detected.engine.elastic_environment(detected.launcher, is_across=bool(job.hosts))
-    return rank_variables(job.elastic, of_engine, {**inherited, **job.variables, **job.asked})
+    kept = {COMMITS_VARIABLE: job.commits_folder} if job.commits_folder else {}
+    return kept | rank_variables(job.elastic, of_engine, {**inherited, **job.variables, **job.asked})
 
 
 def local_variables(job: Job, inherited: Mapping[str, str]) -> dict[str, str]:

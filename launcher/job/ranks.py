@@ -53,7 +53,7 @@ class Channel:
         self._events = events
         self._links: dict[int, Link] = {}
         self._ports: dict[int, int] = {}
-        self._ending = False
+        self._ending: wire.End | None = None
 
     def start(self) -> None:
         """Begin to take connections. Called after mpirun was started, since threads and fork do not mix."""
@@ -90,10 +90,10 @@ class Channel:
         beyond = next((link for link in self._links.values() if not link.is_local), None)
         return beyond.own_address if beyond else _LOOPBACK
 
-    def end_agents(self) -> None:
+    def end_agents(self, end: wire.End) -> None:
         """Make every agent end, also those that connect later."""
-        self._ending = True
-        self.broadcast(wire.End())
+        self._ending = end
+        self.broadcast(end)
 
     def close(self) -> None:
         """Stop listening, and print what has come so far; agents that are still there see the end."""
@@ -110,7 +110,7 @@ class Channel:
         self._links[hello.rank], self._ports[hello.rank] = link, hello.port
         self._events.put(Arrived(hello.rank, hello.host, hello.port))
         if self._ending:
-            self.send(hello.rank, wire.End())
+            self.send(hello.rank, self._ending)
         stdin = self._setup.stdin if hello.rank == self._setup.stdin_rank else None
         return _RankReader(hello, link, self._printer, self._events, stdin)
 

@@ -90,10 +90,11 @@ def run(job: Job, attempt: Attempt, again: Again, wait: Wait, say: Say) -> int:
 def _try(attempt: Attempt, job: Job, count: int, deadline_s: float | None, say: Say) -> Ending:
     """Run one attempt. After a first one that did start, one that does not is a failure like others: a host is lost."""
     variables = {**job.variables, COUNT_VARIABLE: str(count)}
+    left = job.restarts - count
     try:
-        return attempt(replace(job, variables=variables), deadline_s)
+        return attempt(replace(job, variables=variables, restarts=left), deadline_s)
     except MachineError as error:
-        if count in (0, job.restarts):
+        if not count or not left:
             raise
         say(f"ringrun: error: {error}")
         return Ending(error.exit_code, failed=True)

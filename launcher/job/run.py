@@ -4,11 +4,13 @@ import contextlib
 import os
 import queue
 import re
+import secrets
 import sys
 import tempfile
 from dataclasses import replace
 
-from ..agent.shm_cleanup import remove_folders
+from ..agent import kept_commits
+from ..agent.shm_cleanup import SHARED_MEMORY, remove_folders
 from ..connection.listener import Listener
 from ..engines.detect import Detected
 from ..environment import Settings
@@ -50,8 +52,11 @@ def run_job(detected: Detected, job: Job, again: Again = lambda job: job) -> int
     """
     own = job.size * (1 if job.output_directory is None else 3) + _OWN_FILES
     job = replace(job, open_files=raise_open_files(own + job.size * _MPIRUNS_FILES, own))
+    if job.elastic and job.restarts:
+        job = replace(job, commits_folder=f"{SHARED_MEMORY}/ringrun-{secrets.token_hex(8)}.commits")
     signals = SignalRelay(SignalReader)
     with contextlib.ExitStack() as stack:
+        stack.callback(kept_commits.remove, job.commits_folder)
         stack.callback(signals.end)
         files = None
         if job.output_directory is not None:  # one set for all attempts, so that each goes on where the last has ended

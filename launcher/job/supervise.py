@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from ..connection.wire import Ask, InInit, Initialized, Signal, Stalled, State
+from ..connection.wire import Ask, End, InInit, Initialized, Signal, Stalled, State
 from ..errors import LauncherError, MachineError, NotStartedError, UsageError
 from ..output.display import Output
 from ..report import outcome
@@ -270,9 +270,14 @@ class Supervisor:
         self._launcher_said = self._launcher.tail  # what it says from here on is our doing
         for rank in self._running:
             self._channel.send(rank, Signal(signal.SIGKILL))
-        self._channel.end_agents()
+        self._channel.end_agents(End(keeps_commits=self._may_restart()))
         self._launcher.end(_LAUNCHER_STEPS)
         self._channel.close()
+
+    def _may_restart(self) -> bool:
+        """Return whether another attempt may follow, as far as is known before the end."""
+        is_bad = self._shutdown is not None or any(end.failed for end in self._decisive_ends())
+        return is_bad and self._job.restarts > 0 and not self._was_signalled
 
     def _conclude(self) -> int:
         """Print what there is to say, last of all, and return the exit code."""

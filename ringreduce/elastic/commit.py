@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import copy
 import io
 import pickle
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import cloudpickle
 import numpy as np
 
+from ringreduce.elastic.kept import Found, KeptFile
 from ringreduce.elastic.libraries import LIBRARIES, library_of
+from ringreduce.log import LOGGER
 
 ALIGNMENT = 64
 _IMMUTABLE = (type(None), bool, int, float, complex, str, bytes)
@@ -39,6 +43,7 @@ class Commit:
         self.places: list[Place] = []
         self.memory = np.empty(0, np.uint8)
         self.references: list[Any] = []  # arrays that cannot change, and so are not copied
+        self.file: KeptFile | None = None  # of which `memory` is a part
         self._rooms: list[Any] = []
 
     def take(self, tree: Any, number: int, refers: bool = False) -> None:
@@ -48,19 +53,52 @@ class Commit:
         """
         pickler = _Pickler(refers)
         pickler.dump(tree)
-        self.lay_out(pickler.places)
+        self.begin(pickler.places)
         for name, numbers in pickler.of_library.items():
             LIBRARIES[name].keep([self._rooms[each] for each in numbers], [pickler.arrays[each] for each in numbers])
-        self.number, self.pickled, self.references = number, pickler.file.getvalue(), pickler.references
+        self.finish(number, pickler.file.getvalue(), pickler.references)
 
-    def lay_out(self, places: list[Place]) -> None:
-        """Have memory for arrays at these places."""
-        if places == self.places:
-            return
-        ends = [each.start + each.nbytes for each in places if each.library]
-        if self.memory.nbytes != max(ends, default=0):
-            self.memory = np.empty(max(ends, default=0), np.uint8)
-        self.places, self._rooms = places, [self._room(each) for each in places]
+    def begin(self, places: list[Place]) -> None:
+        """Have memory for arrays at these places; until `finish` this is no commit."""
+        nbytes = max((each.start + each.nbytes for each in places if each.library), default=0)
+        memory = self._memory(nbytes)
+        if places != self.places or memory is not self.memory:
+            self.memory, self.places = memory, places
+            self._rooms = [self._room(each) for each in places]
+
+    def _memory(self, nbytes: int) -> Any:
+        """As many bytes: the file's if there is one with room, those that there are, or new ones."""
+        if self.file is not None:
+            with self._keeping(self.file):
+                self.file.begin(nbytes)
+                return self.file.memory
+        is_own = self.memory.base is None  # and not a file's
+        return self.memory if is_own and self.memory.nbytes == nbytes else np.empty(nbytes, np.uint8)
+
+    def finish(self, number: int, pickled: bytes, references: Sequence[Any] = ()) -> None:
+        """Its memory is filled."""
+        self.number, self.pickled, self.references = number, pickled, list(references)
+        if self.file is not None:
+            with self._keeping(self.file):
+                self.file.finish(number, (self.places, pickled))
+
+    @contextlib.contextmanager
+    def _keeping(self, file: KeptFile) -> Iterator[None]:
+        """Do something with the file; where that is not possible go on without one."""
+        try:
+            yield
+        except OSError as error:
+            file.fail()
+            self.file = None
+            why = f"{error.strerror}, {file.path}"
+            LOGGER.warning(f"elastic: no more commits are kept for a restart: {why}; it would go back further")
+
+    def read(self, found: Found) -> None:
+        """Be a commit that was kept."""
+        places, pickled = found.rest
+        self.file, self.memory, self.places = None, found.memory, places
+        self._rooms = [self._room(each) for each in places]
+        self.finish(found.number, pickled)
 
     def _room(self, place: Place) -> Any:
         if not place.library:

@@ -36,6 +36,7 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(func)
     def training(state: State, *args: Any, **kwargs: Any) -> Any:
         is_changed, needs_sync = False, True
+        state.resume()
         while True:
             try:
                 if is_changed:

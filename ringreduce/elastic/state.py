@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from ringreduce import reform
 from ringreduce.api.broadcast import broadcast_
-from ringreduce.api.objects import broadcast_object
+from ringreduce.api.objects import allgather_object, broadcast_object
 from ringreduce.api.world import rank
 from ringreduce.elastic.commit import Commit, put_back
+from ringreduce.elastic.kept import Kept, KeptFile
 from ringreduce.elastic.sampler import ElasticSampler
 from ringreduce.errors import HostsUpdatedInterrupt
+from ringreduce.log import LOGGER
 
 NAME = "elastic state"  # of the operations, so that they match on ranks with different numbers of unnamed operations
 
@@ -85,6 +88,9 @@ class State:
     def reset(self) -> None:
         """The ranks have changed; before the callbacks."""
 
+    def resume(self) -> None:
+        """The job was started again: go back to the last commit that is left of it; before the first `sync`."""
+
 
 class ObjectState(State):
     """A state of attributes: numbers, any object that can be pickled, arrays, and dicts, lists and tuples of them.
@@ -96,9 +102,12 @@ class ObjectState(State):
     other attributes are replaced: read them from the state. An object with state_dict() and load_state_dict(), such as
     an ElasticSampler, is restored by these.
 
-    Memory: two copies of all of it, in host memory. A commit that is interrupted leaves the one before it whole.
+    Memory: two copies of all of it, in host memory. A commit that is interrupted leaves the one before it whole. Under
+            `ringrun --elastic --restarts N` one rank of each host has them in /dev/shm, from where a restart goes on.
     Source: Horovod's ObjectState, whose attributes are references.
     """
+
+    _numbers = itertools.count()
 
     def __init__(
         self,
@@ -112,6 +121,8 @@ class ObjectState(State):
             setattr(self, name, value)
         self._committed, self._spare = Commit(), Commit()
         self._committed.take(self._tree(), number=0)
+        self._number = next(self._numbers)  # of the states of this process: the same after a restart
+        self._kept: Kept | None = None
 
     @property
     def commits(self) -> int:
@@ -127,14 +138,20 @@ class ObjectState(State):
         for name, saved in self._committed.tree().items():
             setattr(self, name, self._put_back(getattr(self, name, None), saved))
 
+    def resume(self) -> None:
+        """Take the newest commit that is kept on this host, if there is one."""
+        folder = reform.kept_commits()
+        if folder and (found := Kept(folder, self._number).newest()):
+            self._committed.read(found)
+            self.restore()
+
     def sync(self) -> None:
         """Give all ranks the attributes of rank 0, or of the one with the most commits at the last loss; commit them.
 
-        Cost:   a broadcast of the arrays and one of the rest.
+        Cost:   a broadcast of the arrays and one of the rest; after a restart an allgather of a number before.
         Raises: PeerLostError; then this rank's attributes and its last commit are as before.
         """
-        latest = reform.latest()
-        root = 0 if latest is None else latest.root
+        root = self._root()
         is_root = rank() == root
         if is_root:
             self._commit()
@@ -142,10 +159,11 @@ class ObjectState(State):
         objects = (mine.number, mine.places, mine.pickled) if is_root else None
         number, places, pickled = broadcast_object(objects, root, f"{NAME}, its objects")
         if not is_root:
-            self._spare.lay_out(places)
+            self._spare.file = self._next_file()
+            self._spare.begin(places)
         broadcast_(mine.memory if is_root else self._spare.memory, root, f"{NAME}, its arrays")
         if not is_root:
-            self._spare.number, self._spare.pickled = number, pickled
+            self._spare.finish(number, pickled)
             self._use_spare()
             self.restore()
 
@@ -156,9 +174,29 @@ class ObjectState(State):
             if isinstance(value, ElasticSampler):
                 value.reset()
 
+    def _root(self) -> int:
+        """The rank whose state all are to have."""
+        if (latest := reform.latest()) is not None:
+            return latest.root
+        if not reform.was_restarted():
+            return 0
+        everyones = allgather_object(self.commits, f"{NAME}, its number")
+        if rank() == 0:
+            most = max(everyones)
+            LOGGER.info(f"elastic: this attempt goes on with commit {most}" if most else "elastic: no commit is left")
+        return everyones.index(max(everyones))
+
     def _commit(self, refers: bool = False) -> None:
-        self._spare.take(self._tree(), self.commits + 1, refers)
+        self._spare.file = self._next_file()
+        self._spare.take(self._tree(), self.commits + 1, refers and self._spare.file is None)
         self._use_spare()
+
+    def _next_file(self) -> KeptFile | None:
+        """Where the next commit is kept for a restart, if this rank is to do that."""
+        if not (folder := reform.keeps_commits()):
+            return None
+        self._kept = self._kept or Kept(folder, self._number)
+        return self._kept.next(after=self._committed.file)
 
     def _use_spare(self) -> None:
         self._committed, self._spare = self._spare, self._committed

@@ -5,7 +5,8 @@
 RANK is that of the start. WHERE: `step` (before its collective), `submitted` (after), `meeting` (in re-forming),
 `sync`, `start` (WHEN seconds after init), `leaving`; WHEN: the step; of the others how often before. HOW: see `die`.
 
-Each rank that survives leaves FOLDER/RANK.json: its parameters, and who took part in each step that counts.
+Deaths are of the job's first attempt. Each rank that survives leaves FOLDER/RANK.json: its parameters, and who took
+part in each step that counts.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class Deaths:
 def main() -> None:
     """See above."""
     steps, folder, rank = int(sys.argv[1]), Path(sys.argv[2]), int(os.environ["RANK"])
-    deaths = Deaths(rank, sys.argv[3:])
+    deaths = Deaths(rank, [] if int(os.environ["RINGREDUCE_RESTART_COUNT"]) else sys.argv[3:])
     everyones = survivors.everyones
 
     def meeting(*args):
@@ -107,8 +108,11 @@ def main() -> None:
 
     state = State(parameters=np.zeros(COUNT), history=[], step=0)
 
+    began = []
+
     @rr.elastic.run
     def train(state):
+        began.append(state.step)
         while state.step < steps:
             deaths.at("step", state.step)
             mine = np.zeros(int(os.environ["WORLD_SIZE"]))
@@ -123,6 +127,7 @@ def main() -> None:
 
     train(state)
     result = {"parameters": state.parameters.tolist(), "history": state.history, "size": rr.size(), "pid": os.getpid()}
+    result["began"] = began[0]
     (folder / f"{rank}.json").write_text(json.dumps(result))
     deaths.at("leaving")
 

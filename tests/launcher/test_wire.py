@@ -66,6 +66,7 @@ ERROR = RankError("ValueError", "boom é", "Traceback …", (1, 3))
         Ask(7),
         Signal(15),
         End(),
+        End(keeps_commits=True),
     ],
 )
 def test_messages_survive(message: Message) -> None:

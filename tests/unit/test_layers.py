@@ -101,7 +101,7 @@ LAYERS = [
     ["sweeps.trial"],
     ["sweeps.sweep"],
     ["optimizer", "testing", "sampler", "run_function"],
-    ["elastic.libraries"],
+    ["elastic.kept", "elastic.libraries"],
     ["elastic.commit", "elastic.sampler"],
     ["elastic.state"],
     ["elastic.loop"],

@@ -1,0 +1,102 @@
+"""Commits that are kept in files: from these a state goes on in a new process, and never from one that is torn."""
+
+import os
+
+import numpy as np
+import pytest
+import torch
+
+import ringreduce as rr
+from ringreduce import reform
+from ringreduce.elastic import ObjectState, kept
+from ringreduce.elastic.commit import Commit
+from ringreduce.elastic.kept import Kept
+from ringreduce.testing import run_ranks
+
+
+def tree(number):
+    return {"w": np.arange(1000.0) + number, "b": torch.full((3,), number), "step": number, "text": "x" * number}
+
+
+def take(files, commit, number, after=None):
+    """Commit to the file whose turn it is."""
+    commit.file = files.next(after)
+    commit.take(tree(number), number)
+    return commit
+
+
+def values(found):
+    commit = Commit()
+    commit.read(found)
+    one = commit.tree()
+    return one["w"].tolist(), one["b"].tolist(), one["step"], one["text"]
+
+
+def test_a_new_process_reads_the_newest(tmp_path):
+    files, commits = Kept(tmp_path, 0), [Commit(), Commit()]
+    for number in range(1, 6):
+        take(files, commits[number % 2], number, commits[1 - number % 2].file)
+        found = Kept(tmp_path, 0).newest()
+        assert found.number == number
+        assert values(found) == (list(np.arange(1000.0) + number), [number] * 3, number, "x" * number)
+    assert sorted(os.listdir(tmp_path)) == ["0.a", "0.b"]
+    assert Kept(tmp_path, 1).newest() is None
+
+
+@pytest.mark.parametrize("written", [0, 500])
+def test_what_is_being_written_counts_for_nothing(tmp_path, written):
+    files, commits = Kept(tmp_path, 0), [Commit(), Commit()]
+    take(files, commits[0], 1)
+    take(files, commits[1], 2, commits[0].file)
+    torn = files.next(after=commits[1].file)
+    torn.begin(commits[0].memory.nbytes)
+    torn.memory[:written] = 0xFF
+    found = Kept(tmp_path, 0).newest()
+    assert found.number == 2
+    assert values(found)[2] == 2
+
+
+def test_a_file_that_is_cut_off_counts_for_nothing(tmp_path):
+    take(Kept(tmp_path, 0), Commit(), 7)
+    os.truncate(tmp_path / "0.a", (tmp_path / "0.a").stat().st_size - 1)
+    assert Kept(tmp_path, 0).newest() is None
+
+
+def test_arrays_of_other_sizes_take_other_room(tmp_path):
+    files, commit = Kept(tmp_path, 0), Commit()
+    for number, count in enumerate([10, 1000, 0, 3], 1):
+        commit.file = files.next(None)
+        commit.take({"w": np.arange(count)}, number)
+        other = Commit()
+        other.read(files.newest())
+        assert other.tree()["w"].tolist() == list(range(count))
+
+
+def test_without_room_a_commit_is_in_own_memory_and_that_is_said_once(tmp_path, monkeypatch, caplog):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    files, commit = Kept(tmp_path, 0), Commit()
+    take(files, commit, 1)
+    monkeypatch.setattr(kept.os, "posix_fallocate", full)
+    other = take(files, Commit(), 2, commit.file)
+    assert other.tree()["step"] == 2
+    assert other.file is None
+    assert files.next(commit.file) is None
+    assert [each for each in caplog.messages if "No space left on device" in each] == [caplog.messages[0]]
+    assert Kept(tmp_path, 0).newest().number == 1
+
+
+def test_after_a_restart_all_ranks_go_on_with_the_most_advanced_commit(tmp_path, monkeypatch):
+    """Each host has what its own ranks kept; one has nothing, since it is new."""
+    for host, number in enumerate((3, 5)):
+        take(Kept(tmp_path / str(host), 0), Commit(), number) if (tmp_path / str(host)).mkdir() is None else None
+    monkeypatch.setattr(reform, "was_restarted", lambda: True)
+    monkeypatch.setattr(reform, "kept_commits", lambda: str(tmp_path / str(rr.rank())))
+    monkeypatch.setattr(ObjectState, "_numbers", iter([0] * 3))
+
+    def program():
+        state = ObjectState(w=np.zeros(1000), b=torch.zeros(3, dtype=torch.int64), step=0, text="")
+        return rr.elastic.run(lambda state: (state.step, state.w[-1], state.b.tolist(), state.commits))(state)
+
+    assert run_ranks(3, program) == [(5, 1004.0, [5] * 3, 6)] * 3
