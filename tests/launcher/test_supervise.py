@@ -42,7 +42,7 @@ class Fake:
         else:
             self.signals.append(message.number)
 
-    def end_agents(self) -> None:
+    def end_agents(self, end: object) -> None:
         pass
 
     def end(self, steps: object) -> None:
