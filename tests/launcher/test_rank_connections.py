@@ -189,7 +189,7 @@ MANY = """
         channel.set_up()
         assert {events.get(timeout=60).end.pid for _ in range(SIZE)} == set(range(1, SIZE + 1))
         print(descriptors, "descriptors,", threading.active_count(), "threads")
-        channel.end_agents()
+        channel.end_agents(End())
         assert os.waitpid(agents, 0)[1] == 0
         channel.close()
 """
