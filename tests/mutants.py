@@ -338,9 +338,9 @@ MUTANTS = [
     ),
     Mutant(
         "torch's groups: another rank is the root",
-        "ringreduce/torch/distributed/group.py",
-        'return (("root_rank", self._members[opts.rootRank]),)',
-        'return (("root_rank", self._members[0]),)',
+        "ringreduce/api/own_channel.py",
+        'return (("root_rank", self.members[root]),)',
+        'return (("root_rank", self.members[0]),)',
         "tests/ranks/test_torch_distributed.py",
     ),
     Mutant(
@@ -359,8 +359,8 @@ MUTANTS = [
     ),
     Mutant(
         "torch's groups: a rank of the group is taken for one of the world",
-        "ringreduce/torch/distributed/group.py",
-        "payload=(self._members[destination], tag)",
+        "ringreduce/api/own_channel.py",
+        "payload=(self.members[destination], tag)",
         "payload=(destination, tag)",
         "tests/ranks/test_torch_distributed.py",
     ),
@@ -374,22 +374,22 @@ MUTANTS = [
     Mutant(
         "torch's groups: a future is done before its operation",
         "ringreduce/torch/distributed/work.py",
-        "if self._is_told or not self.over or self._future is None:",
+        "if self._is_told or not self._is_over or self._future is None:",
         "if self._is_told or self._future is None:",
         "tests/ranks/test_torch_distributed.py",
     ),
     Mutant(
         "torch's groups: what is gathered together lies in another order",
-        "ringreduce/torch/distributed/group.py",
-        "inputs, [each[r] for r in self._ranks for each in parts])",
-        "inputs, [each[r] for each in parts for r in self._ranks])",
+        "ringreduce/torch/distributed/operations.py",
+        "call.read(inputs), _joined(zip(*parts, strict=True))",
+        "call.read(inputs), _joined(parts)",
         "tests/ranks/test_torch_distributed.py",
     ),
     Mutant(
         "torch's groups: another rank's part of a reduce-scatter",
-        "ringreduce/torch/distributed/group.py",
-        "call, [each[r] for r in self._ranks for each in parts], outputs",
-        "call, [each[r - 1] for r in self._ranks for each in parts], outputs",
+        "ringreduce/torch/distributed/operations.py",
+        "arrays = _joined(zip(*parts, strict=True)), call.write(outputs)",
+        "arrays = _joined([*zip(*parts, strict=True)][::-1]), call.write(outputs)",
         "tests/ranks/test_torch_distributed.py",
     ),
     Mutant(

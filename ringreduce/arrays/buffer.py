@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -47,6 +48,11 @@ class Buffer:
     def part(self, low: int, count: int) -> Buffer:
         """Elements low to low + count, in the same memory, in one dimension."""
         return type(self)(self.flat[low : low + count], self.element, (count,), self.device, self.dtype)
+
+    def cut(self, counts: Sequence[int]) -> list[Buffer]:
+        """Parts of so many elements, one after the other."""
+        lows = itertools.accumulate(counts, initial=0)
+        return [self.part(low, count) for low, count in zip(lows, counts, strict=False)]
 
     def array(self) -> Any:
         """The buffer as an array of the caller's kind, in the same memory."""

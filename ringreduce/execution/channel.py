@@ -126,7 +126,7 @@ class Channel(Running):
             return
         if set(words) == {WISHED}:
             exchange = functools.partial(everyones, transport=self._context.transport)
-            words = [(yield from self._shared.share(submission, exchange))]
+            words = [(yield from self._shared.share(submission, len(self._context.members), exchange))]
         arrays, region = self._shared.common(words, submission), self._context.algorithms.shared_region
         if arrays is None or region is None:
             yield from operations.run([submission], self._context, len(self._context.members))

@@ -16,9 +16,10 @@ from typing import Any, Protocol
 from ringreduce.arrays.buffer import Buffer
 from ringreduce.execution.submission import Submission
 from ringreduce.transport.base import Steps
-from ringreduce.transport.blocks import mapped
+from ringreduce.transport.blocks import SHARED_MEMORY, mapped
 
 WISHED = 1
+ROOM = 2  # times as much memory must be free as all members need
 REFUSED = -1  # as 0, for ever
 Exchange = Callable[[Any], Steps[list[Any]]]
 
@@ -28,10 +29,14 @@ class Memory(Protocol):
 
     number: int  # see above
 
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+
     def move(self) -> tuple[int, Buffer]:
         """Move the array into shared memory, and hold it; returns that file's descriptor, and the array now.
 
-        Raises: OSError where there is no room.
+        Raises: OSError where that is impossible.
         """
 
 
@@ -49,11 +54,12 @@ class SharedArrays:
         (own,) = submission.outputs
         return [each[: own.nbytes].view(own.element.storage) for each in self._others[words[0]]]
 
-    def share(self, submission: Submission, exchange: Exchange) -> Generator[Any, Any, int]:
+    def share(self, submission: Submission, members: int, exchange: Exchange) -> Generator[Any, Any, int]:
         """Move this array and map the others'; all members call it. Returns its number, or REFUSED, on all alike."""
         memory: Memory = submission.payload
         at, why = ("", 0, 0), ""
         try:
+            _check_room(members * memory.nbytes)
             descriptor, array = memory.move()
             submission.inputs = submission.outputs = [array]
             found = os.fstat(descriptor)
@@ -71,6 +77,12 @@ class SharedArrays:
             self._count += 1
             memory.number, self._others[self._count] = self._count, arrays
         return memory.number
+
+
+def _check_room(nbytes: int) -> None:
+    status = os.statvfs(SHARED_MEMORY)
+    if status.f_bavail * status.f_frsize < ROOM * nbytes:
+        raise OSError(f"{SHARED_MEMORY} has no room for {nbytes >> 20} MiB")
 
 
 def _map(at: tuple[str, int, int], submission: Submission) -> Any:

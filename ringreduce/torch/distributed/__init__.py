@@ -4,7 +4,8 @@
 
     torch.distributed.init_process_group("ring")
 
-group      the ProcessGroup: torch's operations, as ringreduce's
+group      the ProcessGroup: some ranks, and the backends of their devices
+operations torch's operations, as ringreduce's
 call       one call of a group: its tensors as buffers, its operation
 work       an operation that was begun: waiting for it, and its future
 tensors    torch's tensors, reductions and timeouts, as ringreduce has them

@@ -30,4 +30,4 @@ def ddp_hook(_: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tens
 @functools.lru_cache(maxsize=1)
 def _group(_: Any) -> RingProcessGroup:
     """All ranks, once an engine."""
-    return RingProcessGroup(rr.rank(), range(rr.size()), "of ddp_hook", TIMEOUT_S)
+    return RingProcessGroup(range(rr.size()), "of ddp_hook", TIMEOUT_S)

@@ -9,7 +9,7 @@ import functools
 import importlib
 import os
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import ringreduce as rr
@@ -21,19 +21,17 @@ SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")  # of Open 
 def teach_env() -> None:
     """Let torch's env:// set what it asks for, where an MPI launcher has started this process."""
     handlers: dict[str, Any] = importlib.import_module("torch.distributed.rendezvous")._rendezvous_handlers
-    if not hasattr(handlers["env"], "__wrapped__"):
-        handlers["env"] = _taught(handlers["env"])
+    handler = handlers["env"]
 
-
-def _taught(handler: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
     @functools.wraps(handler)
-    def env(url: str, **options: Any) -> Iterator[Any]:
+    def env(url: str, **options: Any) -> Any:
         if needs_variables(os.environ):
             for name, value in variables().items():
                 os.environ.setdefault(name, value)
         return handler(url, **options)
 
-    return env
+    if not hasattr(handler, "__wrapped__"):
+        handlers["env"] = env
 
 
 def needs_variables(environ: Mapping[str, str]) -> bool:

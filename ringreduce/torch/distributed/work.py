@@ -1,15 +1,13 @@
 """An operation that was begun: waiting for it, and its future.
 
 A future's callbacks run where it is completed, and may wait for the next operation, as PowerSGD's do. So that is never
-the engine's thread, but one of a few that are made when all others are busy.
+the engine's thread.
 """
 
 from __future__ import annotations
 
-import os
-import queue
+import contextlib
 import threading
-from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ringreduce.execution.submission import Handle
+from ringreduce.torch.distributed.tensors import seconds
 
 
 class Work(dist.Work):
@@ -25,45 +24,40 @@ class Work(dist.Work):
     def __init__(self, outputs: Any) -> None:
         super().__init__()
         self.handle: Handle  # set right after the operation is submitted
-        self.over = False
+        self.devices: list[torch.device | str | int] = []  # the GPU, if it has tensors there
+        self.is_waited_for = False  # by a thread that will tell
         self._outputs = outputs
+        self._is_over, self._is_told = False, False
         self._error: Exception | None = None
         self._lock = threading.Lock()
         self._future: torch.futures.Future[Any] | None = None
         self._source = -1
-        self._is_told = False
-        self.devices: list[torch.device | str | int] = []  # the GPU, if it has tensors there
-
-    def of(self, outputs: Any) -> Work:
-        """Itself, with other outputs."""
-        self._outputs = outputs
-        return self
 
     def end(self, error: Exception | None) -> None:
         """The operation has ended; called by the engine's thread."""
         with self._lock:
-            self._error, self.over = error, True
-            has_future = self._future is not None
-        if has_future:
-            _HELPERS.run(self.tell)
+            self._error, self._is_over = error, True
+            needs_thread = self._future is not None and not self.is_waited_for
+        if needs_thread:
+            with contextlib.suppress(RuntimeError):  # the interpreter ends
+                threading.Thread(target=self.tell, name="ringreduce future", daemon=True).start()
 
     def tell(self) -> None:
         """Complete the future, once."""
         with self._lock:
-            if self._is_told or not self.over or self._future is None:
+            if self._is_told or not self._is_over or self._future is None:
                 return
             self._is_told = True
-        if self._error is None:
-            if self.devices:  # the future is done when this thread's current stream is
-                self.handle.wait()
-            self._future.set_result(self._outputs)
-        else:
+        if self._error is not None:
             self._future.set_exception(self._error)
+            return
+        if self.devices:  # the future is done when this thread's current stream is
+            self.handle.wait()
+        self._future.set_result(self._outputs)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until the operation is done; raises its error, or StalledError after the timeout."""
-        given_s = timeout.total_seconds() if timeout is not None else 0.0
-        self._source = self.handle.wait(given_s if given_s > 0 else -1)
+        self._source = self.handle.wait(seconds(timeout, -1))
         return True
 
     def synchronize(self) -> None:
@@ -76,18 +70,18 @@ class Work(dist.Work):
             if self._future is None:
                 self._future = torch.futures.Future(devices=self.devices)
             future = self._future
-        if not self.over and BACKWARD.runs():
+        if not self._is_over and BACKWARD.runs():
             BACKWARD.add(self)
         self.tell()
         return future
 
     def is_completed(self) -> bool:
         """True when the operation is over, also when it has failed."""
-        return self.over
+        return self._is_over
 
     def is_success(self) -> bool:
         """True when the operation is over, and has not failed."""
-        return self.over and self._error is None
+        return self._is_over and self._error is None
 
     def exception(self) -> Exception | None:
         """What went wrong."""
@@ -130,30 +124,11 @@ class _Backward:
     def _end(self, number: int) -> None:
         self._ending = number
         for work in self._asked.pop(number):
-            work.wait()
-            work.tell()
+            work.is_waited_for = True
+            try:
+                work.wait()
+            finally:
+                work.tell()
 
 
 BACKWARD = _Backward()
-
-
-class _Helpers:
-    """Threads that run functions which may wait for each other: a new one when none is free."""
-
-    def __init__(self) -> None:
-        self._functions: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
-        self._free = threading.Semaphore(0)
-        os.register_at_fork(after_in_child=self.__init__)  # type: ignore[misc] # which has none of the threads
-
-    def run(self, function: Callable[[], object]) -> None:
-        if not self._free.acquire(blocking=False):
-            threading.Thread(target=self._serve, name="ringreduce futures", daemon=True).start()
-        self._functions.put(function)
-
-    def _serve(self) -> None:
-        while True:
-            self._functions.get()()
-            self._free.release()
-
-
-_HELPERS = _Helpers()

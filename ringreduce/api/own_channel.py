@@ -1,0 +1,166 @@
+"""A channel that its members alone open, and operations on it whose results go into arrays that the caller gives.
+
+What a framework's own communication needs, as torch.distributed does, in terms of buffers; see execution/channel.py.
+Where an operation has arrays for each rank, those of rank r are r * k to (r + 1) * k - 1, of k together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ringreduce import runtime
+from ringreduce.arrays.buffer import Buffer
+from ringreduce.errors import CollectiveError, InputError
+from ringreduce.execution.into_outputs import INTO_OUTPUTS
+from ringreduce.execution.submission import Handle
+from ringreduce.ops import ReduceOp, Reduction
+
+Arrays = Sequence[Buffer]
+Details = tuple[tuple[str, Any], ...]
+
+
+class OwnChannel:
+    """Each method begins an operation, in the order of the program; roots and peers are ranks in the channel.
+
+    members: ranks of the world, by rank in the channel.
+    options: then, waits, finish, payload and timeout_s, as of the engine's submit().
+    Raises:  InputError for arrays that do not fit each other; CollectiveError when it was shut. Handles raise
+             MismatchError on all members when these differ, PeerLostError when one has left.
+    """
+
+    def __init__(self, members: Sequence[int], name: str, timeout_s: float) -> None:
+        current = runtime.current("init_process_group")
+        self.engine, self.members, self.timeout_s = current.engine, list(members), timeout_s
+        self.size, self.rank = len(members), self.members.index(current.world.rank)
+        self._number: int | None
+        self._number, opened = self.engine.open_channel(members, name, INTO_OUTPUTS)
+        opened.wait(timeout_s)
+
+    def begin(
+        self,
+        kind: str,
+        inputs: Arrays = (),
+        outputs: Arrays = (),
+        details: Details = (),
+        signed: Arrays | None = None,
+        counted: bool = False,
+        **options: Any,
+    ) -> Handle:
+        """Submit an operation.
+
+        signed: the arrays whose types and shapes, or (counted) numbers of elements, must be equal on all ranks; by
+                default the inputs.
+        """
+        if self._number is None:
+            raise CollectiveError(f"{kind}: this process group was destroyed")
+        arrays = inputs if signed is None else signed
+        signed = [each.part(0, each.count) for each in arrays] if counted else arrays
+        options = {"timeout_s": self.timeout_s, **options}
+        return self.engine.submit(
+            kind, None, self._number, details=details, signed=signed, inputs=inputs, outputs=outputs, **options
+        )
+
+    def shut(self) -> None:
+        """End it on this rank: what is not complete fails."""
+        if runtime.is_initialized() and self._number is not None:
+            self.engine.shut_channel(self._number)
+        self._number = None
+
+    def allreduce(self, arrays: Arrays, op: ReduceOp, factor: float = 1.0, **options: Any) -> Handle:
+        """Reduce each array in place, times a factor."""
+        return self.begin("allreduce", arrays, arrays, self._reduction(arrays, op, factor), **options)
+
+    def reduce(self, arrays: Arrays, root: int, op: ReduceOp, factor: float = 1.0, **options: Any) -> Handle:
+        """As `allreduce`, on the root only."""
+        outputs = arrays if self.rank == root else [each.empty(each.shape) for each in arrays]
+        details = self._reduction(arrays, op, factor) + self._root(root)
+        return self.begin("reduce", arrays, outputs, details, **options)
+
+    def broadcast(self, arrays: Arrays, root: int, **options: Any) -> Handle:
+        """Copy the root's arrays into the others'."""
+        return self.begin("broadcast", arrays, arrays, self._root(root), **options)
+
+    def all_gather(self, inputs: Arrays, outputs: Arrays, **options: Any) -> Handle:
+        """Copy the inputs of every rank into the outputs for it, on all."""
+        for number, each in enumerate(inputs):
+            _check_equal("all_gather", each, outputs[number :: len(inputs)])
+        return self.begin("all_gather", inputs, outputs, **options)
+
+    def reduce_scatter(self, inputs: Arrays, outputs: Arrays, op: ReduceOp, factor: float, **options: Any) -> Handle:
+        """Reduce the inputs for each rank into the outputs of that one; they may differ in size by rank."""
+        for number, each in enumerate(outputs):
+            _check_equal("reduce_scatter", inputs[self.rank * len(outputs) + number], [each])
+        details = self._reduction(inputs, op, factor)
+        return self.begin("reduce_scatter", inputs, outputs, details, counted=True, **options)
+
+    def all_to_all(self, inputs: Arrays, outputs: Arrays, **options: Any) -> Handle:
+        """Input r goes to rank r, from which output r comes."""
+        if len(inputs) != self.size or len(outputs) != self.size:
+            raise InputError(f"all_to_all: {len(inputs)} inputs, {len(outputs)} outputs; expected {self.size} each")
+        return self.begin("all_to_all", inputs, outputs, signed=inputs[0].cut([0]), payload=True, **options)
+
+    def gather(self, mine: Buffer, of_root: Arrays, root: int, **options: Any) -> Handle:
+        """Copy each rank's array into one of the root's, which alone has some."""
+        pair = self._with_root("gather", mine, of_root, root)
+        return self.begin("gather", *pair, self._root(root), [mine], **options)
+
+    def scatter(self, mine: Buffer, of_root: Arrays, root: int, **options: Any) -> Handle:
+        """Copy one of the root's arrays into each rank's."""
+        outputs, inputs = self._with_root("scatter", mine, of_root, root)
+        return self.begin("scatter", inputs, outputs, self._root(root), [mine], **options)
+
+    def send(self, arrays: Arrays, destination: int, tag: int, **options: Any) -> Handle:
+        """Send an array."""
+        return self.begin("send", arrays, counted=True, payload=(self.members[destination], tag), **options)
+
+    def recv(self, arrays: Arrays, source: int | None, tag: int, **options: Any) -> Handle:
+        """Receive an array of as many elements of this type as was sent with this tag; None: from any rank.
+
+        The handle returns whose it was.
+        """
+        peer = None if source is None else self.members[source]
+        options |= {"payload": (peer, tag), "finish": lambda done: self.members.index(done.payload[0])}
+        return self.begin("recv", (), arrays, signed=arrays, counted=True, **options)
+
+    def equal_parts(self, kind: str, array: Buffer) -> list[Buffer]:
+        """An array cut into one part for each rank."""
+        if array.count % self.size:
+            raise InputError(f"{kind}: {array.count} elements cannot be split equally among {self.size} ranks")
+        return array.cut([array.count // self.size] * self.size)
+
+    def parts_of_rows(self, kind: str, array: Buffer, rows: Sequence[int]) -> list[Buffer]:
+        """An array cut into parts of so many rows, one for each rank; equal parts where these are not given."""
+        if not rows:
+            return self.equal_parts(kind, array)
+        whole = array.shape[0]
+        if len(rows) != self.size or sum(rows) != whole:
+            raise InputError(f"{kind}: splits {list(rows)} of {whole} rows; expected {self.size} that add up to that")
+        length = array.count // max(whole, 1)
+        return array.cut([each * length for each in rows])
+
+    def _reduction(self, arrays: Arrays, op: ReduceOp, factor: float) -> Details:
+        for element in {each.element for each in arrays}:
+            Reduction(op, element, self.size, factor).check()
+        return (("op", op.value), ("prescale_factor", factor), ("postscale_factor", 1.0))
+
+    def _root(self, root: int) -> Details:
+        return (("root_rank", self.members[root]),)
+
+    def _with_root(self, kind: str, mine: Buffer, of_root: Arrays, root: int) -> tuple[Arrays, Arrays]:
+        """This rank's array for the root, and nothing for others; the root's arrays, and nothing of others."""
+        nothing = mine.empty((0,))
+        if self.rank == root:
+            _check_equal(kind, mine, of_root)
+        else:
+            of_root = [nothing] * self.size
+        return [mine if rank == root else nothing for rank in range(self.size)], of_root
+
+
+def _check_equal(kind: str, mine: Buffer, others: Arrays) -> None:
+    for each in others:
+        if (each.element, each.count) != (mine.element, mine.count):
+            raise InputError(
+                f"{kind}: {each.element.name} of {each.count} elements beside {mine.element.name} of {mine.count}; "
+                "expected equal types and sizes"
+            )
