@@ -1,13 +1,16 @@
 """A rank dies: how long until the others have completed their next step? Run it alone.
 
     python bench/elastic.py                # 5 deaths each: about two minutes; --runs 20 for the tails
+    python bench/elastic.py --who torch    # only the rows with this in their name
     python bench/elastic.py --steady       # what --elastic costs while nobody dies
 
 Rows: who dies, and how the job goes on: `elastic` in the same processes, `restarts` by `ringrun --restarts 1` from a
-file, as everybody else does it. Columns, medians in ms, on the slowest rank: `heard`, from the death until the ranks
-have the list of those that are left (the agent sees the death, ringrun decides); until their handles have `failed` and
-the state is restored; until the old engine has `stopped`; until all have `met`; the new `engine`; the next `step`, an
-all-reduce of 4 MB and a commit, and the `usual` one. `total` and its 95th percentile. `#wrong`: elements.
+file, as everybody else does it. The deaths come at steps from the first one after init() on. A step is an all-reduce of
+4 MB and a commit, or with `torch` a forward and backward pass of 25 MB of parameters, DistributedOptimizer's step and a
+commit. Columns, medians in ms, on the slowest rank: `heard`, from the death until the ranks have the list of those that
+are left (the agent sees the death, ringrun decides); until their handles have `failed` and the state is restored; until
+the old engine has `stopped`; until all have `met`; the new `engine`; the next `step`, and the `usual` one. `total`, its
+95th percentile, and `above`, what it is above a usual step. `#wrong`: elements.
 """
 
 from __future__ import annotations
@@ -22,34 +25,103 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from common import Column, Report, machine, parse, parser
 
 PARTS = {"heard": "heard", "failed": "failed", "stopped": "stopped", "met": "met", "new engine": "engine"}
 COLUMNS = (
-    Column("who", "who dies", width=22, left=True),
+    Column("who", "who dies", width=24, left=True),
     Column("how", "how", "", 10),
-    *(Column(each, each, "ms", 9, ".1f") for each in (*PARTS.values(), "step")),
-    Column("usual", "usual", "ms", 9, ".1f"),
+    *(Column(each, each, "ms", 9, ".1f") for each in (*PARTS.values(), "step", "usual")),
     Column("total", "total", "ms", 9, ".1f"),
     Column("p95", "95 %", "ms", 9, ".1f"),
+    Column("above", "above", "ms", 9, ".1f"),
     Column("wrong", "#wrong", "", 8, "d"),
 )
 STEADY = (
     Column("how", "how", width=12, left=True),
     Column("time_us", "step", "µs", 10, ".0f"),
-    Column("best_us", "best run", "µs", 10, ".0f"),
+    Column("fast_us", "fast step", "µs", 10, ".0f"),
+    Column("ratio", "ratio", "", 9, ".3f"),
+    Column("low", "from", "", 9, ".3f"),
+    Column("high", "to", "", 9, ".3f"),
     Column("wrong", "#wrong", "", 8, "d"),
 )
 COUNT = 1 << 20  # float32 elements: 4 MiB
-WHO = {"4 ranks, rank 2": (4, 2, "kill"), "3 ranks, rank 0": (3, 0, "exit")}
-STEPS_AFTER, STEADY_STEPS = 3, 200
+LAYERS, WIDTH, BATCH = 4, 1264, 8  # of the model: 25.6 MB
 
 
-def work(folder: Path, dies: int, how: str, at: int) -> None:
-    """One rank: rank `dies` of the start ends before step `at`; -1: none."""
+class Who(NamedTuple):
+    """Who dies, in which job."""
+
+    size: int
+    rank: int
+    how: str
+    restarts: bool = True  # the same with --restarts, too
+    is_torch: bool = False
+
+
+WHO = {
+    "4 ranks, rank 2": Who(4, 2, "kill"),
+    "3 ranks, rank 0": Who(3, 0, "exit"),
+    "torch, 4 ranks, rank 2": Who(4, 2, "kill", restarts=False, is_torch=True),
+    "torch, 3 ranks, rank 0": Who(3, 0, "exit", restarts=False, is_torch=True),
+}
+NOBODY = Who(2, -1, "")
+STEPS_AFTER, STEADY_STEPS, LAST_DEATH = 3, 200, 40
+
+Step = Callable[[], object]
+Wrong = Callable[[int], int]
+"""How many elements are wrong after so many steps."""
+
+
+def with_numpy() -> tuple[Any, Step, Wrong]:
+    """The state, a step but its commit, and the check."""
+    import numpy as np
+
+    import ringreduce as rr
+
+    state, gradient = rr.elastic.ObjectState(parameters=np.zeros(COUNT, np.float32), step=0), np.ones(COUNT, np.float32)
+
+    def step() -> None:
+        state.parameters += rr.allreduce(gradient, op=rr.Average, name="gradient")
+
+    return state, step, lambda steps: int((state.parameters != steps).sum())
+
+
+def with_torch() -> tuple[Any, Step, Wrong]:
+    """The same; all ranks have the same data, so that one process alone computes what must come out."""
+    import torch
+
+    import ringreduce.torch as hvd
+
+    def made() -> tuple[Any, Any]:
+        torch.manual_seed(1)
+        model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+        return model, torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def step(model: Any, optimizer: Any) -> None:
+        optimizer.zero_grad()
+        model(data).square().mean().backward()
+        optimizer.step()
+
+    def wrong(steps: int) -> int:
+        alone = made()
+        for _ in range(steps):
+            step(*alone)
+        pairs = zip(model.parameters(), alone[0].parameters(), strict=True)
+        return sum(int((~torch.isclose(one, other, rtol=1e-4, atol=1e-6)).sum()) for one, other in pairs)
+
+    (model, plain), data = made(), torch.linspace(-1, 1, BATCH * WIDTH).reshape(BATCH, WIDTH)
+    optimizer = hvd.DistributedOptimizer(plain, named_parameters=model.named_parameters())
+    return hvd.elastic.TorchState(model, optimizer, step=0), lambda: step(model, optimizer), wrong
+
+
+def work(folder: Path, kind: str, dies: int, how: str, at: int) -> None:
+    """One rank: rank `dies` of the start ends before step `at`; -1: none, and nothing is committed."""
     import numpy as np
 
     import ringreduce as rr
@@ -57,7 +129,7 @@ def work(folder: Path, dies: int, how: str, at: int) -> None:
 
     rr.init()
     rank, kept, death = int(os.environ["RANK"]), folder / "state.npy", folder / "death"
-    state = rr.elastic.ObjectState(parameters=np.zeros(COUNT, np.float32), step=0)
+    state, step, wrong = with_torch() if kind == "torch" else with_numpy()
     if kept.exists():
         state.parameters, state.step = np.load(kept), at
     took_s: list[float] = []
@@ -65,7 +137,7 @@ def work(folder: Path, dies: int, how: str, at: int) -> None:
     @rr.elastic.run
     def train(state: Any) -> None:
         while state.step < at + STEPS_AFTER:
-            if state.step == at and not death.exists():
+            if state.step == at and dies >= 0 and not death.exists():
                 if rank == 0 and not os.environ.get("RINGREDUCE_ELASTIC"):
                     np.save(kept, state.parameters)
                 rr.barrier()
@@ -73,9 +145,10 @@ def work(folder: Path, dies: int, how: str, at: int) -> None:
                     death.write_text(repr(time.monotonic()))
                     os.kill(os.getpid(), signal.SIGKILL) if how == "kill" else os._exit(7)
             began_s = time.monotonic()
-            state.parameters += rr.allreduce(np.ones(COUNT, np.float32), op=rr.Average, name="gradient")
+            step()
             state.step += 1
-            state.commit()
+            if dies >= 0:
+                state.commit()
             took_s.append(time.monotonic() - began_s)
             if state.step == at + 1 and death.exists():
                 write(time.monotonic())
@@ -89,21 +162,20 @@ def work(folder: Path, dies: int, how: str, at: int) -> None:
         (folder / f"{rank}.json").write_text(json.dumps(found))
 
     train(state)
-    wrong = int((state.parameters != at + STEPS_AFTER).sum())
-    result = {"wrong": wrong, "median_s": statistics.median(took_s)}
+    fast_s = sorted(took_s)[len(took_s) // 10]
+    result = {"wrong": wrong(state.step), "median_s": statistics.median(took_s), "fast_s": fast_s}
     (folder / f"{rank}.end").write_text(json.dumps(result))
 
 
-def run(size: int, dies: int, how: str, at: int, flags: list[str]) -> dict[str, Any]:
+def run(who: Who, at: int, flags: list[str]) -> dict[str, Any]:
     """One job; what the slowest rank has found, and the count of wrong elements of all."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        command = [str(Path(sys.executable).with_name("ringrun")), *flags, "-np", str(size), sys.executable, __file__]
-        done = subprocess.run(
-            [*command, "--worker", name, str(dies), how, str(at)], capture_output=True, text=True, timeout=120
-        )
+        command = [str(Path(sys.executable).with_name("ringrun")), *flags, "-np", str(who.size), sys.executable]
+        worker = ["--worker", name, "torch" if who.is_torch else "numpy", str(who.rank), who.how, str(at)]
+        done = subprocess.run([*command, __file__, *worker], capture_output=True, text=True, timeout=120)
         ends = [json.loads(each.read_text()) for each in folder.glob("*.end")]
-        if done.returncode or len(ends) < size - 1:
+        if done.returncode or len(ends) < who.size - (who.rank >= 0):
             raise SystemExit(f"the job failed:\n{done.stdout}{done.stderr}")
         found = max((json.loads(each.read_text()) for each in folder.glob("*.json")), key=total, default={})
         slowest_s = max(each["median_s"] for each in ends)
@@ -112,6 +184,7 @@ def run(size: int, dies: int, how: str, at: int, flags: list[str]) -> dict[str, 
             "wrong": sum(each["wrong"] for each in ends),
             "usual": 1e3 * slowest_s,
             "time_us": 1e6 * slowest_s,
+            "fast_us": 1e6 * max(each["fast_s"] for each in ends),
         }
 
 
@@ -124,39 +197,61 @@ def deaths(options: argparse.Namespace) -> Report:
     """Who dies, and how the job goes on."""
     note = f"medians of {options.runs} deaths, on the slowest rank"
     report = Report("elastic", machine(), COLUMNS, True, note)
-    for who, (size, dies, how) in WHO.items():
-        for name, flags, runs in (("elastic", ["--elastic"], options.runs), ("restarts", ["--restarts", "1"], 1)):
-            found = [run(size, dies, how, options.at, flags) for _ in range(runs)]
+    times = [run * LAST_DEATH // max(1, options.runs - 1) for run in range(options.runs)]
+    for name, who in WHO.items():
+        if options.who not in name:
+            continue
+        ways = [("elastic", ["--elastic"], times)]
+        ways += [("restarts", ["--restarts", "1"], times[-1:])] if who.restarts and not options.who else []
+        for how, flags, moments in ways:
+            found = [run(who, at, flags) for at in moments]
             totals = sorted(each["total"] for each in found)
             keys = found[0].keys() - {"wrong"}
             medians = {key: statistics.median(each[key] for each in found) for key in keys}
-            p95 = totals[min(len(totals) - 1, math.ceil(0.95 * len(totals)))]
+            medians["above"] = statistics.median(each["total"] - each["usual"] for each in found)
+            p95 = totals[min(len(totals) - 1, math.ceil(0.95 * len(totals)) - 1)]
             wrong = sum(each["wrong"] for each in found)
-            report.add({"who": who, "how": name, **medians, "p95": p95, "wrong": wrong, "totals": totals})
+            report.add({"who": name, "how": how, **medians, "p95": p95, "wrong": wrong, "all": found})
     return report
 
 
 def steady(options: argparse.Namespace) -> Report:
-    """The same steps with and without --elastic, in turns."""
-    note = f"median step of {STEADY_STEPS}, medians of {options.runs} jobs each, 2 ranks; the commit is part of it"
+    """The same steps with and without --elastic, in turns; the ratio of pairs, and its interval of 95 %."""
+    note = (
+        f"{STEADY_STEPS} all-reduces of 4 MB, medians of {options.runs} pairs of jobs, 2 ranks; fast: a tenth is faster"
+    )
     report = Report("elastic, nobody dies", machine(), STEADY, True, note)
     times: dict[str, list[dict[str, Any]]] = {"plain": [], "elastic": []}
-    for _ in range(options.runs):
-        for how, found in times.items():
-            found.append(run(2, -1, "kill", STEADY_STEPS, ["--elastic"] if how == "elastic" else []))
+    for k in range(options.runs):
+        for how in sorted(times, reverse=k % 2 == 0):
+            times[how].append(run(NOBODY, STEADY_STEPS, ["--elastic"] if how == "elastic" else []))
+    pairs = zip(times["elastic"], times["plain"], strict=True)
+    ratios = sorted(one["fast_us"] / other["fast_us"] for one, other in pairs)
+    low, high = interval(len(ratios))
     for how, found in times.items():
-        each = [one["time_us"] for one in found]
-        wrong = sum(one["wrong"] for one in found)
-        report.add({"how": how, "time_us": statistics.median(each), "best_us": min(each), "wrong": wrong, "all": each})
+        row = {key: statistics.median(each[key] for each in found) for key in ("time_us", "fast_us")}
+        if how == "elastic":
+            row |= {"ratio": statistics.median(ratios), "low": ratios[low], "high": ratios[high]}
+        report.add({"how": how, **row, "wrong": sum(each["wrong"] for each in found), "all": found})
     return report
+
+
+def interval(count: int) -> tuple[int, int]:
+    """Which of so many sorted values enclose the median with 95 % certainty, or as well as they can."""
+    chances = [math.comb(count, k) / 2**count for k in range(count)]
+    low = 0
+    while sum(chances[: low + 1]) <= 0.025:
+        low += 1
+    low = max(0, low - 1)
+    return low, count - 1 - low
 
 
 def arguments() -> argparse.Namespace:
     """The command line."""
     made = parser(__doc__, runs=5)
-    made.add_argument("--at", type=int, default=40, help="the step before which a rank dies (40)")
+    made.add_argument("--who", default="", help="a part of the names of the rows to measure, without --restarts (all)")
     made.add_argument("--steady", action="store_true", help="nobody dies")
-    made.add_argument("--worker", nargs=4, help=argparse.SUPPRESS)
+    made.add_argument("--worker", nargs=5, help=argparse.SUPPRESS)
     return parse(made)
 
 
@@ -164,8 +259,8 @@ def main() -> None:
     """One job after the other."""
     options = arguments()
     if options.worker:
-        folder, dies, how, at = options.worker
-        work(Path(folder), int(dies), how, int(at))
+        folder, kind, dies, how, at = options.worker
+        work(Path(folder), kind, int(dies), how, int(at))
         return
     (steady if options.steady else deaths)(options).finish(options)
 

@@ -3,14 +3,19 @@
     python -m tests.elastic.training STEPS FOLDER 'RANK WHERE WHEN HOW'…
 
 RANK is that of the start. WHERE: `step` (before its collective), `submitted` (after), `meeting` (in re-forming),
-`sync`, `start` (WHEN seconds after init), `leaving`; WHEN: the step; of the others how often before. HOW: see `die`.
+`sync`, `start` (WHEN seconds after init), `leaving`, and in the engine `control` (before a control message), `message`
+(before data), `window` (before a flag in shared memory); WHEN: the step, or how often it was there before. HOW: see
+`die`.
+Variables: TRAINING_COUNT, how many parameters; TRAINING_PER_HOST, how many ranks share what passes for a host.
 
 Deaths are of the job's first attempt. Each rank that survives leaves FOLDER/RANK.json: its parameters, and who took
-part in each step that counts.
+part in each step that counts. One that dies as wanted leaves FOLDER/RANK.died, and all FOLDER/RANK.pid, one line for
+each process.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -22,21 +27,25 @@ from pathlib import Path
 import numpy as np
 
 import ringreduce as rr
+from ringreduce import mpi, runtime
 from ringreduce.startup import survivors
+from ringreduce.transport.message import MessageTransport
+from ringreduce.transport.window import Flags
+from ringreduce.world import World
 
-COUNT = 1000  # parameters
+COUNT = int(os.environ.get("TRAINING_COUNT", "1000"))  # parameters
 RATE = 0.1
 
 
 def gradient(parameters: np.ndarray, rank: int, step: int) -> np.ndarray:
     """Of a rank of the job's start: its data differ by rank, step and index."""
-    target = np.sin(np.arange(COUNT) * (rank + 1) + step)
+    target = np.sin(np.arange(len(parameters)) * (rank + 1) + step)
     return (parameters - target) * (1 + rank)
 
 
-def replay(history: list[list[int]]) -> np.ndarray:
+def replay(history: list[list[int]], count: int = COUNT) -> np.ndarray:
     """The parameters after the steps in which these ranks took part, by one process."""
-    parameters = np.zeros(COUNT)
+    parameters = np.zeros(count)
     for step, ranks in enumerate(history):
         parameters = parameters - RATE * sum(gradient(parameters, rank, step) for rank in ranks) / len(ranks)
     return parameters
@@ -62,8 +71,10 @@ def die(how: str) -> None:
 class Deaths:
     """Of this rank."""
 
-    def __init__(self, rank: int, deaths: list[str]) -> None:
-        self._wanted = {}
+    def __init__(self, rank: int, deaths: list[str], told: Path) -> None:
+        """told: a file that is there when this rank has died as wanted."""
+        self._told = told
+        self._wanted: dict[str, tuple[float, str]] = {}
         for each in deaths:
             which, where, when, how = each.split()
             if int(which) == rank:
@@ -76,30 +87,54 @@ class Deaths:
             when = self._times.get(where, 0)
             self._times[where] = when + 1
         if where in self._wanted and self._wanted[where][0] == when:
-            die(self._wanted[where][1])
+            self._die(self._wanted[where][1])
 
     def begin(self) -> None:
         """Begin to wait, in a thread, for a death that comes after a time."""
         if "start" in self._wanted:
             after_s, how = self._wanted["start"]
-            threading.Timer(after_s, die, [how]).start()
+            timer = threading.Timer(after_s, self._die, [how])
+            timer.daemon = True
+            timer.start()
+
+    def before(self, owner: object, name: str, where: str) -> None:
+        """Have a function pass by `at`."""
+        function = getattr(owner, name)
+
+        @functools.wraps(function)
+        def passing(*args):
+            self.at(where)
+            return function(*args)
+
+        setattr(owner, name, passing)
+
+    def _die(self, how: str) -> None:
+        self._told.touch()
+        die(how)
+
+
+def form(comm: object, generation: int) -> World:
+    """A world whose ranks are on as many hosts as wanted."""
+    own = mpi.start_mpi().COMM_WORLD.Dup()
+    host = own.rank // int(os.environ["TRAINING_PER_HOST"])
+    return World(own.rank, own.size, tuple(own.allgather(host)), own, own.Dup(), own.Split(host), generation)
 
 
 def main() -> None:
     """See above."""
     steps, folder, rank = int(sys.argv[1]), Path(sys.argv[2]), int(os.environ["RANK"])
-    deaths = Deaths(rank, [] if int(os.environ["RINGREDUCE_RESTART_COUNT"]) else sys.argv[3:])
-    everyones = survivors.everyones
-
-    def meeting(*args):
-        deaths.at("meeting")
-        return everyones(*args)
-
-    survivors.everyones = meeting
-    pid = os.getpid()
-    (folder / f"{rank}.pid").write_text(str(pid))
+    wanted = [] if int(os.environ["RINGREDUCE_RESTART_COUNT"]) else sys.argv[3:]
+    deaths = Deaths(rank, wanted, folder / f"{rank}.died")
+    deaths.before(survivors, "everyones", "meeting")
+    with (folder / f"{rank}.pid").open("a") as file:
+        file.write(f"{os.getpid()}\n")
+    if "TRAINING_PER_HOST" in os.environ:
+        runtime.form_world = form
     rr.init()
     deaths.begin()
+    deaths.before(MessageTransport, "send_control", "control")
+    deaths.before(MessageTransport, "send", "message")
+    deaths.before(Flags, "publish", "window")
 
     class State(rr.elastic.ObjectState):
         def sync(self):

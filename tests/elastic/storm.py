@@ -1,0 +1,180 @@
+"""Jobs of `ringrun --elastic` whose ranks die at random: does each go on in the same processes, with the right result?
+
+    python -m tests.elastic.storm --jobs 300 --seed 1     # the seeds 1 to 300; ringrun is the one beside this Python
+    python -m tests.elastic.storm --jobs 1 --seed 17 -v   # one of them again, with what it printed
+
+A seed says how many ranks there are, on how many hosts by name, how many parameters they train, and who dies where,
+when and how (tests/elastic/training.py). Each job has its own /dev/shm and process numbers, so what it leaves is seen.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from tests import jobs
+from tests.elastic.training import replay
+
+PYTHON = Path(sys.executable)
+STEPS = 30
+LONGEST_S = 100.0  # a job that has not ended by then hangs
+STALL_ABORT_S = 5
+ENDS = ["SIGKILL", "SIGSEGV", "abort", "_exit0", "_exit7"]  # of a process, from any thread
+FAILURES = [*ENDS, "raise", "exit3"]
+STALLS = ["SIGSTOP", "sleep"]
+PLACES = ["step", "step", "submitted", "start", "control", "window", "sync", "leaving"]
+ISOLATED = ["unshare", "--map-root-user", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child"]
+IN_PRIVATE = 'mount -t tmpfs shm /dev/shm && { "$@"; code=$?; ls -A /dev/shm > "$LEFT"; exit $code; }'
+
+
+class Job(NamedTuple):
+    """What a seed has drawn."""
+
+    size: int
+    spares: int
+    deaths: list[str]  # as training.py wants them
+    variables: dict[str, str]
+
+    def __str__(self) -> str:
+        """One line."""
+        spares = f"+{self.spares}" if self.spares else ""
+        return " ".join(
+            [f"{self.size}{spares} ranks", *(f"{k[9:]}={v}" for k, v in self.variables.items()), *self.deaths]
+        )
+
+
+def draw(seed: int, spares: int = 0) -> Job:
+    """With spares two ranks die, else one to three; one is always left."""
+    dice = random.Random(seed)
+    size = dice.randint(3, 4) if spares else dice.randint(2, 5)
+    variables = {"TRAINING_COUNT": str(dice.choice([10, 1000, 60_000]))}
+    if size > 2 and dice.random() < 0.3:
+        variables["TRAINING_PER_HOST"] = "2"
+    victims = dice.sample(range(size), 2 if spares else min(size - 1, dice.choice([1, 1, 1, 2, 2, 3])))
+    places = [*PLACES, *["message", "message"] * ("TRAINING_PER_HOST" in variables)]
+    first = death(dice, victims[0], places)
+    deaths = [first, *(another(dice, rank, first, places) for rank in victims[1:])]
+    return Job(size, spares, deaths, variables)
+
+
+def death(dice: random.Random, rank: int, places: list[str]) -> str:
+    """Of one rank."""
+    where = dice.choice(places)
+    ends = FAILURES if where in ("step", "submitted", "sync") else ENDS
+    when = {
+        "step": dice.randrange(STEPS),
+        "submitted": dice.randrange(STEPS),
+        "start": round(dice.choice([0.02, 0.15]) * dice.random(), 4),
+        "control": dice.randrange(6),
+        "window": dice.randrange(40),
+        "message": dice.randrange(40),
+    }.get(where, 0)
+    may_stall = where not in ("start", "leaving") and dice.random() < 0.08
+    return f"{rank} {where} {when} {dice.choice(STALLS if may_stall else ends)}"
+
+
+def another(dice: random.Random, rank: int, first: str, places: list[str]) -> str:
+    """Of a further rank: at once with the first, while the others re-form, or at any time."""
+    _, where, when, _ = first.split()
+    how = dice.choice(ENDS)
+    return dice.choice([f"{rank} {where} {when} {how}", f"{rank} meeting 0 {how}", death(dice, rank, places)])
+
+
+class Outcome(NamedTuple):
+    """Of a job."""
+
+    seconds: float
+    printed: str
+    wrong: list[str]
+    died: list[int]
+
+
+def run(job: Job, python: Path = PYTHON) -> Outcome:
+    """Run a job, and look at all that it must have done."""
+    with tempfile.TemporaryDirectory() as name:
+        folder, left = Path(name), Path(name, "left")
+        rank = [python, "-m", "tests.elastic.training", STEPS, folder, *job.deaths]
+        command = [jobs.ringrun(python), "--elastic", "-np", job.size, "--spares", job.spares, *rank]
+        limits = {"RINGREDUCE_STALL_ABORT_S": str(STALL_ABORT_S), "RINGREDUCE_STALL_CHECK_S": "2"}
+        environ = jobs.environment(**limits, **job.variables, LEFT=str(left))
+        began_s = time.monotonic()
+        try:
+            shell = [*ISOLATED, "sh", "-c", IN_PRIVATE, "sh", *command]
+            done = jobs.run(shell, timeout_s=LONGEST_S, env=environ, stderr=subprocess.STDOUT)
+        except subprocess.TimeoutExpired as late:
+            printed = (late.stdout or b"").decode(errors="replace")
+            return Outcome(time.monotonic() - began_s, printed, ["it hangs"], [])
+        seconds = time.monotonic() - began_s
+        died = sorted(int(each.stem) for each in folder.glob("*.died"))
+        wrong = [] if done.returncode == 0 else [f"exit code {done.returncode}"]
+        if files := left.read_text().split():
+            wrong.append(f"left in /dev/shm: {files}")
+        return Outcome(seconds, done.stdout, wrong + faults(job, folder, died, done.stdout), died)
+
+
+def faults(job: Job, folder: Path, died: list[int], printed: str) -> list[str]:
+    """What is wrong with what a job has left and printed."""
+    found = []
+    named = sorted(map(int, re.findall(r"-- ringrun: rank (\d+) of \d+ failed --", printed)))
+    quiet = [int(each.split()[0]) for each in job.deaths if each.endswith("_exit0")]
+    if set(named) != set(died) - set(quiet):
+        found.append(f"ranks {died} died, and {named} are named")
+    results = {int(each.stem): json.loads(each.read_text()) for each in folder.glob("*.json")}
+    trained = set(range(job.size + job.spares)) if not job.spares else set(results) | set(range(job.size))
+    if missing := trained - set(results) - set(died):
+        found.append(f"no result of ranks {sorted(missing)}")
+    for rank, result in results.items():
+        if len(result["history"]) != STEPS:
+            found.append(f"rank {rank}: {len(result['history'])} steps")
+        expected = replay(result["history"], len(result["parameters"]))
+        if not np.allclose(result["parameters"], expected, rtol=1e-9, atol=1e-9):
+            found.append(f"rank {rank}: not what one process computes")
+        if result["parameters"] != results[min(results)]["parameters"]:
+            found.append(f"rank {rank}: not the bits of rank {min(results)}")
+        if (folder / f"{rank}.pid").read_text().split() != [str(result["pid"])]:
+            found.append(f"rank {rank} was started again")
+        if job.spares and {len(each) for each in result["history"]} != {job.size}:
+            found.append(f"rank {rank}: the world's size changed")
+    return found
+
+
+def main() -> None:
+    """See above."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--jobs", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=1, help="of the first job")
+    parser.add_argument("--spares", type=int, default=0, help="2: two deaths a job, and two spares")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no job after this time")
+    parser.add_argument("-v", action="store_true", help="show what each job prints")
+    options = parser.parse_args()
+    began_s, failed, took_s, deaths = time.monotonic(), [], [], []
+    for seed in range(options.seed, options.seed + options.jobs):
+        if time.monotonic() - began_s > options.seconds:
+            break
+        job = draw(seed, options.spares)
+        outcome = run(job)
+        took_s.append(outcome.seconds)
+        deaths.append(len(outcome.died))
+        verdict = "; ".join(outcome.wrong) or "right"
+        print(f"{seed}: {outcome.seconds:.1f} s, {job}: {outcome.died} died: {verdict}", flush=True)
+        if outcome.wrong or options.v:
+            print(outcome.printed, flush=True)
+        failed += [seed] * bool(outcome.wrong)
+    took = f"{sum(took_s):.0f} s, the longest {max(took_s):.1f}"
+    died = f"{sum(deaths)} ranks died in {np.count_nonzero(deaths)} of {len(deaths)} jobs"
+    print(f"from seed {options.seed}: {died}, {took}; wrong: {failed}")
+    sys.exit(bool(failed))
+
+
+if __name__ == "__main__":
+    main()
