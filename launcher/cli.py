@@ -7,7 +7,7 @@
 
 It uses Open MPI or MPICH, whichever the mpi4py of that Python loads. What follows the command
 belongs to it. A rank is one of the N processes, and its number; its local rank is its number on
-its host. README.md says more.
+its host. docs/ringrun.md says more.
 
 Environment of a rank
   RANK, WORLD_SIZE                its number, and how many there are

@@ -39,6 +39,8 @@ COPIED = [
     "setup.py",
     "constraints.txt",
     "README.md",
+    "docs",
+    "mkdocs.yml",
     "CONTRIBUTING.md",
 ]
 LIKELY_S, REST_S = 400, 1200

@@ -83,12 +83,11 @@ QUICK_JOBS = {
     "end_to_end/test_mpirun.py": [
         "",
     ],
-    "end_to_end/test_readme.py": [
-        "test_a_script_runs_before_and_after[0",
+    "end_to_end/test_docs.py": [
+        "test_a_script_runs_before_and_after[README.md-1]",
         "test_a_script_of_torch_runs_where_torch_is_imported_already[",
         "test_ci_runs_the_command_that_the_readme_gives",
-        "test_settings_and_errors_are_told_as_they_are",
-        "test_every_public_name_is_in_the_readme",
+        "test_the_tutorials_are_sessions",
     ],
     "end_to_end/test_run_function.py": [
         "test_results_come_by_rank_and_lines_as_ringrun_prints_them",
@@ -125,7 +124,7 @@ QUICK_NAMES = tuple(f"tests/{file}::{name}" for file, names in QUICK_JOBS.items(
 FOLDERS_OF_JOBS = ("tests/cluster/", "tests/elastic/", "tests/end_to_end/", "tests/examples/")
 GROUPS = {
     "pool": (
-        "tests/end_to_end/test_readme.py",
+        "tests/end_to_end/test_docs.py",
         "tests/examples/",
         "tests/ranks/test_every_world",
         "tests/ranks/test_opening.py",

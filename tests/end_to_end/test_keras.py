@@ -10,8 +10,8 @@ import pytest
 from tests import environments
 from tests.end_to_end.conftest import ringrun
 from tests.end_to_end.test_mpi_suite import PYTEST
-from tests.end_to_end.test_readme import blocks
 from tests.jobs import ROOT
+from tests.pages import blocks
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -46,10 +46,10 @@ def test_the_example(with_keras, backend, tmp_path):
     assert path.exists()
 
 
-@pytest.mark.parametrize("name", ["import ringreduce.keras", "import ringreduce.tensorflow"])
-def test_a_script_of_the_readme(with_keras, name, tmp_path):
-    (script,) = [each for each in blocks("python") if name in each]
-    (tmp_path / "recipe.py").write_text(script)
+@pytest.mark.parametrize("page", ["keras.md", "tensorflow.md"])
+def test_the_tutorials_script(with_keras, page, tmp_path):
+    (script,) = blocks("python", page=page)
+    (tmp_path / "recipe.py").write_text(script.text)
     finished = ringrun(Path(sys.executable), 2, tmp_path / "recipe.py", **with_keras)
     assert finished.returncode == 0, finished.stdout
 

@@ -353,12 +353,12 @@ def test_a_program_of_that_name_can_be_run_still() -> None:
         cli.run(["--", "manifest"])
 
 
-def test_the_readmes_recipe_is_what_the_operator_takes() -> None:
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    (recipe,) = re.findall(r"^ringrun manifest (.*) \| kubectl apply -f -$", readme, re.MULTILINE)
+def test_the_recipe_of_the_docs_is_what_the_operator_takes() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "clusters.md").read_text()
+    (recipe,) = re.findall(r"^ringrun manifest (.*) \| kubectl apply -f -$", page, re.MULTILINE)
     made = job(*shlex.split(recipe))
     assert refusals(made) == []
-    assert f"kubectl logs --follow job/{made['metadata']['name']}-launcher\n" in readme
+    assert f"kubectl logs --follow job/{made['metadata']['name']}-launcher\n" in page
 
 
 def test_what_the_launcher_runs_is_a_command_line_of_ringruns(monkeypatch: pytest.MonkeyPatch) -> None:

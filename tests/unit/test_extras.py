@@ -12,6 +12,7 @@ SOURCES = [
     *ROOT.glob("launcher/**/*.py"),
     *ROOT.glob("bench/**/*.*"),
     ROOT / "README.md",
+    *ROOT.glob("docs/*.md"),
 ]
 
 

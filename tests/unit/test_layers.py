@@ -244,7 +244,7 @@ def test_one_picture_shows_every_part_of_the_launcher():
     picture = ast.get_docstring(ast.parse((LAUNCHER / "__init__.py").read_text()), clean=False).partition(
         "a rank:\n\n"
     )[2]
-    assert picture in (ROOT / "README.md").read_text()
+    assert picture in (ROOT / "docs" / "architecture.md").read_text()
     parts = {path.name if path.is_dir() else path.stem for path in LAUNCHER.iterdir() if path.suffix in ("", ".py")}
     shown = set(re.findall(r"\w+", picture))
     assert parts - {"__init__", "__main__", "__pycache__"} <= shown
@@ -264,7 +264,7 @@ def all_imports(path):
 
 
 def test_the_way_of_one_gradient_names_functions_that_exist():
-    way = (ROOT / "README.md").read_text().partition("The way of one gradient")[2].split("```")[1]
+    way = (ROOT / "docs" / "architecture.md").read_text().partition("The way of one gradient")[2].split("```")[1]
     named = re.findall(r"([\w/]+\.py) ((?:\w+, )*[\w.]+)", way)
     assert len(named) > 15
     for file, functions in named:

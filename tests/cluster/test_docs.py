@@ -1,4 +1,4 @@
-"""The recipes of the README's "On a cluster", run as printed. That for Kubernetes: tests/launcher/test_manifest.py."""
+"""The commands of docs/clusters.md, run as printed. That for Kubernetes: tests/launcher/test_manifest.py."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.hosts import ROOT, Hosts
+from tests.pages import blocks
 
 pytestmark = pytest.mark.timeout(300)
 
-SECTION = (ROOT / "README.md").read_text().partition("### On a cluster\n")[2].partition("\n## ")[0]
-SSH, SLURM, _ = re.findall(r"^```bash\n(.*?)^```$", SECTION, re.MULTILINE | re.DOTALL)
+SSH, SLURM, _ = (block.text for block in blocks("bash", page="clusters.md"))
 
 
 def run(hosts: Hosts, python: Path, commands: str) -> subprocess.CompletedProcess[str]:

