@@ -81,14 +81,9 @@ class Engine:
         offsets = clock_offsets_us or [0.0] * world.size
         self.timeline = TimelineControl(inbox, self._recording, negotiation, self._ended, offsets)
         mailbox.handlers[Broken] = lambda source, broken: self._fail_all(errors.PeerLostError(broken.message, [source]))
-        shares_memory = len(set(world.hosts)) < world.size
-        first: list[Service] = [
-            *([] if one_host else [mailbox]),
-            *([negotiation] if shares_memory else []),
-            self._process_sets,
-        ]
-        services = inbox, negotiation, self._process_sets, mailbox, self._recording, self.gpu, self._stalls
-        self._polling = Polling(services, first, not one_host, inbox, self._break)
+        news: list[Service] = [] if one_host else [mailbox]
+        others: list[Service] = [*([mailbox] if one_host else []), self._recording, self.gpu, self._stalls]
+        self._polling = Polling(news, [negotiation, self._process_sets], others, inbox, self._break)
         inbox.drive = self._drive
         for members in (range(world.size), *process_sets):
             if isinstance(members, str):

@@ -33,21 +33,23 @@ class Polling:
 
     def __init__(
         self,
-        services: Sequence[Service],
-        first: Sequence[Service],
-        yields: bool,
+        news: Sequence[Service],
+        work: Sequence[Service],
+        others: Sequence[Service],
         inbox: Inbox,
         on_error: Callable[[BaseException], object],
     ) -> None:
-        """services: all, in the order in which they are polled.
+        """A thread that waits polls the others less often: polls take time from ranks on the same core.
 
-        first:  those through which news comes: a thread that waits polls the others less often. Its polls take time
-                from ranks on the same core that would end its wait. Operations in order need only the last one.
-        yields: whether it yields the core after each poll, and not after those of all services only.
+        news: between hosts, through which messages come;  work: what follows them, and submissions. Operations in order
+        need only the last one.
         """
         self.lock = threading.Lock()
         self.moved_s = time.monotonic()  # when anything moved last
-        self._services, self._first, self._yields = services, first, yields
+        self._work: Sequence[Service] = work
+        self._first: Sequence[Service] = [*news, *work]
+        self._services: Sequence[Service] = [inbox, *news, *work, *others]
+        self._between_hosts = bool(news)
         self._inbox, self._on_error = inbox, on_error
 
     def poll(self) -> bool:
@@ -91,12 +93,14 @@ class Polling:
             self._inbox.driving.release()
 
     def _poll_until(self, handle: Handle) -> None:
-        first = self._first if handle.process_set >= GLOBAL else self._first[-1:]
+        first, work = self._first, self._work
+        if handle.process_set < GLOBAL:
+            first = work = work[-1:]
+        if self._between_hosts:
+            self._poll(work)  # announces the submission, before MPI yields the core
         number, until_s = 0, time.monotonic() + DRIVE_S
-        moved = self._yields  # true at first: the submission is to be announced
         while not handle.ended and time.monotonic() < until_s:
             number += 1
-            is_full = (moved and self._yields) or number % FULL_POLLS == 0
-            moved = self._poll(self._services if is_full else first)
-            if not moved and (is_full or self._yields):
+            is_full = number % FULL_POLLS == 0
+            if not self._poll(self._services if is_full else first) and (is_full or self._between_hosts):
                 os.sched_yield()

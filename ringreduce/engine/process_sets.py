@@ -250,11 +250,9 @@ class ProcessSets:
 
     def poll(self) -> bool:
         """Advance all operations as far as possible without waiting; True when anything moved."""
-        moved, latency_critical = False, self._inbox.latency_critical
-        for running in self._negotiation.all():
-            for each in running.executors:
-                moved |= each.advance(latency_critical)
-        return moved
+        busy = [each for running in self._negotiation.all() for each in running.executors if each.busy]
+        critical = bool(busy) and self._inbox.latency_critical
+        return any([each.advance(critical) for each in busy])  # noqa: C419, a list: all advance
 
     def waits_for(self) -> WaitsFor:
         """What operations under way must be polled for."""

@@ -17,11 +17,12 @@ when they read the response, and submitted anew as a record. When all have read 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
 from ringreduce.negotiation.protocol import Ready, Scheduled
-from ringreduce.transport.counters import APPLIED, TOTAL, GroupBlock, Schedule
+from ringreduce.transport.counters import APPLIED, TOTAL, WRAP, GroupBlock, Schedule
 
 FAN_OUT = 4
 
@@ -69,10 +70,8 @@ class Leader:
 
     def receive(self, child: int, message: Ready) -> None:
         """News of a group below."""
-        if message.ids:
-            np.add.at(self._below[child], message.ids, 1)
-        if message.withdrawn:
-            np.subtract.at(self._below[child], message.withdrawn, 1)
+        _count(self._below[child], message.ids, 1)
+        _count(self._below[child], message.withdrawn, -1)
         self._applied_below[child] = message.applied
         self._news = True
 
@@ -107,8 +106,8 @@ class Leader:
         """Write entries that the root has decided; returns the message for the leaders below, None without any."""
         for entry in entries:
             self._schedule.append(entry)
-            if entry and not self._is_root:
-                np.add.at(self._scheduled, entry, 1)
+            if not self._is_root:
+                _count(self._scheduled, entry, 1)
         return Scheduled(self._process_set, entries, partial) if self._below else None
 
     def change(self, response: int, forgotten: Sequence[int], learned: Sequence[int]) -> None:
@@ -140,3 +139,10 @@ class Leader:
         ids = (differs & self._known[:high]).nonzero()[0].tolist()
         self._since = {key: self._since.get(key, now_s) for key in ((each, int(self._scheduled[each])) for each in ids)}
         return {each: since for (each, _), since in self._since.items()}
+
+
+def _count(counters: Any, ids: Sequence[int], by: int) -> None:
+    """Change the counters of these ids, of which there may be equal ones. Few: `np.add.at` takes 10 us."""
+    words = memoryview(counters)
+    for each in ids:
+        words[each] = (words[each] + by) & WRAP

@@ -7,6 +7,7 @@ yields the core between tests, and after a while sleeps.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections import deque
 from collections.abc import Container, Sequence
@@ -78,7 +79,6 @@ class MessageTransport:
         self._receives: set[MessageWork] = set()
         self._woken = threading.Lock()  # held until `wake` releases it
         self._woken.acquire()
-        self._status: Any = None
         self.rank = world.rank
         self.size = world.size
 
@@ -104,10 +104,18 @@ class MessageTransport:
         return TAGS_PER_WORLD if self._is_elastic else self._mpis_tags()
 
     def _mpis_tags(self) -> int:
+        highest: int = self._mpi.COMM_WORLD.Get_attr(self._mpi.TAG_UB) or 0
+        return highest + 1
+
+    @functools.cached_property
+    def _mpi(self) -> Any:
         from mpi4py import MPI
 
-        highest: int = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB) or 0
-        return highest + 1
+        return MPI
+
+    @functools.cached_property
+    def _status(self) -> Any:
+        return self._mpi.Status()
 
     def cancel_receives(self) -> None:
         """See `EngineTransport.cancel_receives`. The others stay in `_receives`: MPI may write to their memory."""
@@ -126,26 +134,24 @@ class MessageTransport:
 
     def recv_control(self) -> list[ControlMessage]:
         """See `EngineTransport.recv_control`."""
-        from mpi4py import MPI
-
         self.flushed()
-        messages: list[ControlMessage] = []
-        status = self._status = self._status or MPI.Status()
         try:
-            self._take(MPI, status, messages)
-        except MPI.Exception:
+            return self._take()
+        except self._mpi.Exception:
             if not self._is_elastic:
                 raise
             self.acknowledge_failures()  # MPI says once that a rank is dead; what that means the launcher says
-            self._take(MPI, status, messages)
-        return messages
+            return self._take()
 
-    def _take(self, mpi: Any, status: Any, messages: list[ControlMessage]) -> None:
-        """Append a control message, if one has arrived: MPI may yield the core where none has, so handle it first."""
-        if (message := self._control.Improbe(mpi.ANY_SOURCE, self._control_tag, status)) is not None:
-            content = np.empty(status.Get_count(mpi.BYTE), np.uint8)
-            message.Recv(content)
-            messages.append(ControlMessage(self._members.index(status.source), content.tobytes()))
+    def _take(self) -> list[ControlMessage]:
+        """One control message, if one has arrived: MPI may yield the core where none has, so it is handled first."""
+        mpi, status = self._mpi, self._status
+        message = self._control.Improbe(mpi.ANY_SOURCE, self._control_tag, status)
+        if message is None:
+            return []
+        content = bytearray(status.Get_count(mpi.BYTE))
+        message.Recv(content)
+        return [ControlMessage(self._members.index(status.source), bytes(content))]
 
     def acknowledge_failures(self) -> None:
         """Let messages from any rank be received, though some ranks are dead."""
