@@ -32,10 +32,10 @@ class Operations:
         bucket = bucket_of(tensors[0], self.channel) if len(tensors) == 1 and BACKWARD.runs() else None
         return call.begin(self.channel.allreduce, call.write(tensors), *op_and_factor(opts), payload=bucket)
 
-    def broadcast(self, tensors: Tensors, opts: Any) -> Work:
-        """Copy the root's tensors into the others'."""
+    def broadcast(self, tensors: Tensors, opts: Any = None) -> Work:
+        """Copy the root's tensors into the others'; the default root is rank 0."""
         call = Call(self.channel, opts, list(tensors))
-        return call.begin(self.channel.broadcast, call.write(tensors), opts.rootRank)
+        return call.begin(self.channel.broadcast, call.write(tensors), getattr(opts, "rootRank", 0))
 
     def reduce(self, tensors: Tensors, opts: Any) -> Work:
         """Reduce each tensor in place, on the root only."""
