@@ -30,7 +30,8 @@ class _Manual(argparse.RawDescriptionHelpFormatter):
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         names = ", ".join(action.option_strings)
-        return names if action.nargs == 0 else f"{names} {action.metavar}"
+        values = action.metavar if isinstance(action.metavar, tuple) else (action.metavar,)
+        return names if action.nargs == 0 else f"{names} {' '.join(map(str, values))}"
 
 
 class Parser(argparse.ArgumentParser):

@@ -49,6 +49,7 @@ from .engines.detect import by_srun, detect
 from .errors import LauncherError, UsageError
 from .forward import parse_env, withheld
 from .hosts import Found, Host, may_get_ranks, named_hosts, place_ranks
+from .job.growth import Blacklist, Growth
 from .job.plan import Job, example, find_command, interpreter_of
 from .job.restarts import Again, on_hosts_that_answer
 from .network import parse_interfaces
@@ -222,19 +223,26 @@ def _ask(request: Request, command: Sequence[str], hosts: Sequence[Host], found:
     )
 
 
-def _again(request: Request, command: Sequence[str]) -> Again:
-    """Return what finds the hosts for a restart."""
+def _growth(request: Request) -> Growth:
+    """Return what there is to know of the job's hosts while it runs."""
+    blacklist = Blacklist(request.job.elastic.cooldown_s if request.job.elastic else None)
 
     def named() -> Sequence[Host]:
         found = request.find_hosts()
-        return found.hosts if found else ()
+        return blacklist.without(found.hosts) if found else ()
+
+    return Growth(named, blacklist)
+
+
+def _again(request: Request, command: Sequence[str], growth: Growth) -> Again:
+    """Return what finds the hosts for a restart."""
 
     def answering(names: Sequence[str]) -> Collection[str]:
         assert request.found is not None
         asked = _ask(request, command, [Host(name) for name in names], request.found)
         return set(asked.answering) - {finding.host for finding in asked.errors}
 
-    return on_hosts_that_answer(named, answering, takes_all=request.np is None)
+    return on_hosts_that_answer(growth.named, answering, takes_all=request.np is None)
 
 
 def _report(preflight: Preflight) -> None:
@@ -307,7 +315,8 @@ def _run_job(request: Request) -> int:
 
     from .job.run import run_job  # not needed to say what is wrong with a command line
 
-    return run_job(detected, job, _again(request, command))
+    growth = _growth(request)
+    return run_job(detected, job, _again(request, command, growth), growth)
 
 
 def _shown_ranks(request: Request, size: int) -> frozenset[int] | None:

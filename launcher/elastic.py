@@ -1,10 +1,10 @@
 """Elastic jobs, whose ranks go on without those that fail: their flags, and the variables of their ranks."""
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from .arguments import Add, parse_times, whole
+from .arguments import Add, parse_seconds, parse_times, whole
 from .errors import UsageError
 
 RECOVERY_LIMIT_S = 20.0
@@ -17,7 +17,7 @@ _STALL_ABORT, _HOROVODS = "RINGREDUCE_STALL_ABORT_S", "HOROVOD_STALL_SHUTDOWN_TI
 _NO_FINALIZE = "MPI4PY_RC_FINALIZE"
 """Whether mpi4py, where it started MPI before ringreduce did, ends it at exit; that would wait for lost ranks."""
 _MOST = 999_999
-_DEPENDENT = ("min_np", "spares", "max_failures")
+_DEPENDENT = ("min_np", "max_np", "spares", "max_failures", "blacklist_cooldown_range")
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,10 @@ class Elastic:
     """How many ranks, the last ones, wait to take the place of others."""
     max_failures: int | None = None
     """With more lost ranks the job does not go on."""
+    max_np: int | None = None
+    """How many ranks, spares not counted, it may have where hosts come; None: as many as at first."""
+    cooldown_s: tuple[float, float] | None = None
+    """A host that fails is left out of restarts for the first time, and when it fails again longer, up to the last."""
     recovery_s: float = RECOVERY_LIMIT_S + STALL_ABORT_S
     """How long ranks may take to go on after a loss."""
 
@@ -38,8 +42,11 @@ def add_flags(add: Add) -> None:
     """Add the flags of elastic jobs."""
     add("--elastic", action="store_true", help="let ranks go on without those that fail")
     add("--min-np", metavar="N", help="with fewer ranks the job ends (1)")
+    add("--max-np", metavar="N", help="with --restarts, have up to N ranks when hosts come (as at first)")
     add("--spares", metavar="N", help="start N more ranks, which take the place of those that fail (0)")
     add("--max-failures", metavar="N", help="with more failed ranks the job ends (no limit)")
+    cooldown = "leave a host that fails out of restarts for MIN seconds, then for longer, up to MAX"
+    add("--blacklist-cooldown-range", nargs=2, metavar=("MIN", "MAX"), help=cooldown)
 
 
 def parse(options: argparse.Namespace, flag: Callable[[str], str], environ: Mapping[str, str]) -> Elastic | None:
@@ -59,8 +66,23 @@ def parse(options: argparse.Namespace, flag: Callable[[str], str], environ: Mapp
         1 if options.min_np is None else whole(options.min_np, flag("min_np"), 1, _MOST),
         spares,
         None if options.max_failures is None else parse_times(options.max_failures, flag("max_failures")),
+        None if options.max_np is None else whole(options.max_np, flag("max_np"), 1, _MOST),
+        _cooldown_s(options.blacklist_cooldown_range, flag("blacklist_cooldown_range")),
         RECOVERY_LIMIT_S + (_stall_abort_s(environ) or STALL_ABORT_S),
     )
+
+
+def _cooldown_s(given: str | Sequence[str] | None, flag: str) -> tuple[float, float] | None:
+    """Return the two times; in a file they are one text."""
+    words = given.split() if isinstance(given, str) else given
+    if words is None:
+        return None
+    if len(words) != 2:
+        raise UsageError(f"{flag}: expected two numbers of seconds, as in 10 100, got {' '.join(words)!r}")
+    least_s, most_s = (parse_seconds(word, flag) for word in words)
+    if most_s < least_s:
+        raise UsageError(f"{flag}: expected the longer time last, got {least_s:g} {most_s:g}")
+    return least_s, most_s
 
 
 def _stall_abort_s(environ: Mapping[str, str]) -> float | None:
@@ -81,6 +103,8 @@ def check_size(elastic: Elastic, size: int) -> None:
     if (np := size - elastic.spares) < elastic.min_np:
         spares = f", beside {elastic.spares} spares" if elastic.spares else ""
         raise UsageError(f"--min-np {elastic.min_np}: the job would begin with {np} ranks{spares}")
+    if elastic.max_np is not None and np > elastic.max_np:
+        raise UsageError(f"--max-np {elastic.max_np}: the job would begin with {np} ranks")
 
 
 def rank_variables(elastic: Elastic, of_engine: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, str]:

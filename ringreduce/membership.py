@@ -26,13 +26,22 @@ class Members:
 
     def __init__(self, rank: int) -> None:
         self.newest = Membership(-1, (), {})
+        self.hosts = ""
+        """Those that have come, with which the job is to be started again; empty: none."""
         self.on_news: Callable[[Membership], object] = lambda _: None
         """Called, in that thread, with each newer list."""
         self._rank = rank
         self._changed = threading.Condition()
 
-    def hear(self, said: Mapping[str, Any]) -> None:
-        """Keep a list from the launcher, if it is newer. A rank that it calls dead ends: the others go on without."""
+    def hear(self, message: Mapping[str, Any]) -> None:
+        """Keep what the launcher says: which hosts have come, or a list of ranks."""
+        if "hosts" in message:
+            self.hosts = str(message["hosts"])
+        else:
+            self._hear_list(message["membership"])
+
+    def _hear_list(self, said: Mapping[str, Any]) -> None:
+        """Keep a list, if it is newer. A rank that it calls dead ends: the others go on without."""
         dead = {int(rank): str(how) for rank, how in said.get("dead", {}).items()}
         found = Membership(int(said["number"]), tuple(said["ranks"]), dead, time.monotonic())
         if self._rank in dead:

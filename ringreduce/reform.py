@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import cast
+from typing import NoReturn, cast
 
 from ringreduce import runtime
 from ringreduce.errors import CollectiveError
 from ringreduce.log import LOGGER
-from ringreduce.monitor.launcher_link import report_reformed
+from ringreduce.monitor.launcher_link import report_ready, report_reformed
 from ringreduce.startup.survivors import RECOVERY_S
 from ringreduce.startup.worlds import Elastic, Reformed
 from ringreduce.transport.message import MessageTransport
 
-__all__ = ["Reformed", "give_up", "is_elastic", "joined_late", "latest", "membership_changed", "reform"]
+__all__ = [
+    "Reformed",
+    "await_restart",
+    "give_up",
+    "hosts_came",
+    "is_elastic",
+    "joined_late",
+    "latest",
+    "membership_changed",
+    "reform",
+]
 
 
 def is_elastic() -> bool:
@@ -26,6 +36,21 @@ def membership_changed() -> bool:
     """True when ranks are lost or have joined, so that the next collective raises PeerLostError."""
     current = runtime.current("membership_changed")
     return current.elastic is not None and current.elastic.members.newer_than(current.world.number)
+
+
+def hosts_came() -> str:
+    """The hosts that have come, with which the launcher is about to start this job again; empty: none."""
+    elastic = runtime.current("hosts_came").elastic
+    return "" if elastic is None else elastic.members.hosts
+
+
+def await_restart() -> NoReturn:
+    """This rank has committed: let the launcher start the job again, with the hosts that came; it ends this process."""
+    current = runtime.current("await_restart")
+    LOGGER.info(f"elastic: {hosts_came()} came; this attempt of the job ends, and the next one goes on")
+    report_ready(current.settings.error_file, hosts_came())
+    while True:
+        time.sleep(1.0)
 
 
 def joined_late() -> bool:

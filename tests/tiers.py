@@ -57,7 +57,10 @@ QUICK_JOBS = {
         "test_the_others_go_on[openmpi-rank 0]",
         "test_without_ringrun_it_is_said_that_nobody_sees_deaths",
     ],
-    "elastic/test_restarts.py": ["test_a_restart_goes_on_from_the_last_commit[openmpi-a rank]"],
+    "elastic/test_restarts.py": [
+        "test_a_restart_goes_on_from_the_last_commit[openmpi-a rank]",
+        "test_hosts_that_come_are_taken_after_the_next_commit[openmpi",
+    ],
     "end_to_end/test_engine.py": [
         "test_shutdown_with_work_pending_is_an_error_that_says_who_left_first[",
         "test_what_was_handed_in_and_never_waited_for_hangs_nobody_at_exit[",

@@ -217,8 +217,8 @@ class Agent:
             self._sent.append(message.number)
             self._shm_cleanup.look(pid)
             signal_group(pid, message.number)
-        elif isinstance(message, wire.Membership):
-            self._rank_socket.set_membership(message)
+        elif isinstance(message, wire.Membership | wire.Hosts):
+            self._rank_socket.tell(message)
         elif isinstance(message, wire.Ask):
             # in a thread: a signal must not wait for the answer
             threading.Thread(target=self._dumper.answer, args=(message.number, pid), daemon=True).start()

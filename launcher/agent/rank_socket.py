@@ -2,8 +2,8 @@
 
 asked    the rank answers what it waits for
 unasked  it calls init(), has started MPI, is stalled; in an elastic job it suspects ranks, has re-formed its world
-         without those that are lost, or has left it
-told     in an elastic job: which ranks the world is to have
+         without those that are lost, has left it, or awaits a restart with more hosts
+told     in an elastic job: which ranks the world is to have, which hosts have come
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..connection.wire import InInit, Initialized, Left, Membership, Reformed, Report, Stalled, Suspects
+from ..connection.wire import Hosts, InInit, Initialized, Left, Membership, Ready, Reformed, Report, Stalled, Suspects
 
 _LONGEST_DATAGRAM = 1 << 18
 
@@ -30,7 +30,7 @@ class RankSocket:
         self._reading = threading.Lock()
         self._heard = threading.Condition()
         self._answer: dict[str, Any] | None = None
-        self._membership = b""  # the last one, for a rank that is late to listen
+        self._told: dict[type, bytes] = {}  # the last of each kind, for a rank that is late to listen
         self.package = ""
         """Where ringreduce is, whose frames are no user's."""
         self._socket: socket.socket | None = None
@@ -55,10 +55,11 @@ class RankSocket:
             self._heard.wait_for(lambda: self._answer is not None, max(0.0, until_s - time.monotonic()))
             return self._answer or {}
 
-    def set_membership(self, membership: Membership) -> None:
-        """Let the rank know which ranks its world is to have, now or as soon as it listens."""
-        self._membership = json.dumps({"membership": membership._asdict()}).encode()
-        self._tell(self._membership)
+    def tell(self, message: Membership | Hosts) -> None:
+        """Let the rank know which ranks its world is to have, or which hosts have come, now or when it listens."""
+        said = {"membership": message._asdict()} if isinstance(message, Membership) else message._asdict()
+        self._told[type(message)] = datagram = json.dumps(said).encode()
+        self._tell(datagram)
 
     def _tell(self, datagram: bytes) -> bool:
         """Send the rank a datagram; False where no ringreduce listens."""
@@ -96,8 +97,9 @@ class RankSocket:
         self._send(report)
         if isinstance(report, InInit):
             self.package = str(said.get("package", ""))
-        elif isinstance(report, Initialized) and self._membership:
-            self._tell(self._membership)
+        elif isinstance(report, Initialized):
+            for datagram in self._told.values():
+                self._tell(datagram)
 
 
 def _decode(datagram: bytes) -> dict[str, Any]:
@@ -123,4 +125,6 @@ def _report(said: dict[str, Any]) -> Report | None:
             return Reformed(int(said["reformed"]))
         if "left" in said:
             return Left(str(said["left"]))
+        if "ready" in said:
+            return Ready(str(said["ready"]))
     return None

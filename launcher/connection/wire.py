@@ -5,8 +5,8 @@ A frame is one tag byte and a payload: `o` and `e` carry raw bytes of a rank's s
 
     agent   → ringrun   Hello, Note …, Started, Output …, Died, then Ended; or NotStarted instead of Started and the
                         rest; a State for each Ask, and what else is a Report, at any time between
-    ringrun → agent     Setup once all agents are there, Signal …, Ask …, Membership …, then End; the end of the
-                        connection means the same
+    ringrun → agent     Setup once all agents are there, Signal …, Ask …, Membership …, Hosts …, then End; the end of
+                        the connection means the same
 
 The stdin that one rank gets: where it is on ringrun's host, the descriptor follows Setup; elsewhere the agent sends
 InputWanted for each Input.
@@ -169,6 +169,18 @@ class Left(NamedTuple):
     why: str
 
 
+class Ready(NamedTuple):
+    """Of an elastic job: the rank has committed since `hosts` came, and awaits the restart with them."""
+
+    hosts: str
+
+
+class Hosts(NamedTuple):
+    """Of an elastic job: these `hosts` have come. When the ranks have committed the job is started again with them."""
+
+    hosts: str
+
+
 class Membership(NamedTuple):
     """Of an elastic job: the world is to have these `ranks`, numbered as in the first world.
 
@@ -202,13 +214,13 @@ class End(NamedTuple):
     keeps_commits: bool = False
 
 
-Report: TypeAlias = State | Stalled | InInit | Initialized | Suspects | Reformed | Left
+Report: TypeAlias = State | Stalled | InInit | Initialized | Suspects | Reformed | Left | Ready
 """What the agent passes on of its rank, at any time."""
 
 Message: TypeAlias = (
     Report
     | (Hello | Note | Started | NotStarted | Output | InputWanted | Died | Ended)  # of an agent
-    | (Setup | Input | Ask | Signal | Membership | End)  # of ringrun
+    | (Setup | Input | Ask | Signal | Membership | Hosts | End)  # of ringrun
 )
 
 _STREAM_TAGS: dict[str, bytes] = {"stdout": b"o", "stderr": b"e"}

@@ -79,6 +79,14 @@ class Reported(Event):
 
 
 @dataclass(frozen=True)
+class HostsCame(Event):
+    """These hosts, as in h3:2, have come, or have more slots; with them the job would have `size` ranks."""
+
+    hosts: tuple[str, ...]
+    size: int
+
+
+@dataclass(frozen=True)
 class StacksWanted(Event):
     """Somebody wants all ranks' stacks; `deliver` takes the lines, in the thread that decides, and must not block."""
 

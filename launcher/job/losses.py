@@ -8,13 +8,13 @@ import time
 from collections.abc import Collection
 from dataclasses import replace
 
-from ..connection.wire import Initialized, Left, Membership, Reformed, Signal, Suspects
+from ..connection.wire import Hosts, Initialized, Left, Membership, Reformed, Signal, Suspects
 from ..elastic import Elastic
 from ..output.display import Output
 from ..report.card import card
 from ..report.outcome import RankEnd
-from ..text import numbered
-from .events import Event, RankDied, RankEnded, Reported
+from ..text import listed, numbered
+from .events import Event, HostsCame, RankDied, RankEnded, Reported
 from .membership import CannotGoOn, Kill, Members
 from .ranks import Channel
 
@@ -70,6 +70,16 @@ class Losses:
         if isinstance(event, RankEnded) and (end := self.explained(event.end)).failed:
             self._output.message(self._card(end))
         return ""
+
+    def announce(self, came: HostsCame) -> None:
+        """Tell the ranks of hosts with which a restart would have more ranks than there are now."""
+        ranks = len(self._members.ranks) + len(self._members.spares)
+        if came.size <= ranks:
+            return
+        hosts = listed(came.hosts)
+        self._channel.broadcast(Hosts(hosts))
+        again = f"after its next commit the job is started again, with {came.size} ranks instead of {ranks}"
+        self._output.message([f"ringrun: {hosts} came; {again}"])
 
     def too_late(self, now_s: float) -> str:
         """Return why the job cannot go on if ranks have not gone on in time after a loss, else nothing."""

@@ -30,10 +30,14 @@ _PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 
 @dataclass(frozen=True)
 class Ending:
-    """How one attempt ended: with which exit code, and whether because a rank failed or was lost."""
+    """How one attempt ended: with which exit code, and whether because a rank failed or was lost.
+
+    `grows`: it has ended so that the next one has more hosts.
+    """
 
     exit_code: int
     failed: bool = False
+    grows: bool = False
 
 
 Attempt = Callable[[Job, float | None], Ending]
@@ -48,27 +52,40 @@ Wait = Callable[[float], int | None]
 Say = Callable[[str], None]
 
 
-def run(job: Job, attempt: Attempt, again: Again, wait: Wait, say: Say) -> int:
-    """Run `job`, and again while it fails and may; return the exit code of the last attempt."""
+def run(
+    job: Job, attempt: Attempt, again: Again, wait: Wait, say: Say, cools_s: Callable[[], float] = lambda: 0.0
+) -> int:
+    """Run `job`, and again while it fails and may; return the exit code of the last attempt.
+
+    cools_s: how long until a host is back that is left out for now; 0: none is.
+    """
     deadline_s = None if job.timeout_s is None else time.monotonic() + job.timeout_s
-    current = job
+    current, failures = job, 0
     for count in itertools.count():
-        ending = _try(attempt, current, count, deadline_s, say)
-        if not ending.failed or count == job.restarts:
+        ending = _try(replace(current, restarts=job.restarts - failures), attempt, count, deadline_s, say)
+        if not ending.grows and (not ending.failed or failures == job.restarts):
             break
-        pause_s = _PAUSES_S[min(count, len(_PAUSES_S) - 1)]
+        pause_s = 0.0 if ending.grows else _PAUSES_S[min(failures, len(_PAUSES_S) - 1)]
+        failures += not ending.grows
         if deadline_s is not None and time.monotonic() + pause_s >= deadline_s:
             say(f"ringrun: no restart, since --timeout {job.timeout_s:g} s ends before it could begin")
             break
-        say(f"ringrun: restart {count + 1} of {job.restarts} in {pause_s:g} s")
-        if (number := wait(pause_s)) is not None:
-            say("ringrun: interrupted before the restart")
-            return 128 + number
+        if not ending.grows:
+            say(f"ringrun: restart {failures} of {job.restarts} in {pause_s:g} s")
+        number, found = wait(pause_s), None
         try:
-            found = again(job)  # all that was asked for: a host may be back
+            while number is None:
+                found = again(job)  # all that was asked for: a host may be back
+                if not (_is_too_small(found, job) and (left_s := cools_s())):
+                    break
+                say(f"ringrun: waiting {left_s:.0f} s for a host that has failed, and is left out until then")
+                number = wait(left_s)
         except LauncherError as error:
             say(f"ringrun: no restart: {error}")
             break
+        if number is not None:
+            say("ringrun: interrupted before the restart")
+            return 128 + number
         if found is None:
             say("ringrun: no restart, since no host answers")
             break
@@ -87,14 +104,17 @@ def run(job: Job, attempt: Attempt, again: Again, wait: Wait, say: Say) -> int:
     return ending.exit_code
 
 
-def _try(attempt: Attempt, job: Job, count: int, deadline_s: float | None, say: Say) -> Ending:
+def _is_too_small(found: Job | None, job: Job) -> bool:
+    return found is None or (job.elastic is not None and found.size < job.elastic.min_np)
+
+
+def _try(job: Job, attempt: Attempt, count: int, deadline_s: float | None, say: Say) -> Ending:
     """Run one attempt. After a first one that did start, one that does not is a failure like others: a host is lost."""
     variables = {**job.variables, COUNT_VARIABLE: str(count)}
-    left = job.restarts - count
     try:
-        return attempt(replace(job, variables=variables, restarts=left), deadline_s)
+        return attempt(replace(job, variables=variables), deadline_s)
     except MachineError as error:
-        if not count or not left:
+        if not count or not job.restarts:
             raise
         say(f"ringrun: error: {error}")
         return Ending(error.exit_code, failed=True)
@@ -121,15 +141,17 @@ def on_hosts_that_answer(
     """Return a function that assigns the ranks again, to those of the hosts that are `named` now that answer.
 
     answering: is given the hosts' names, this host's included, each time that a restart is due.
-    takes_all: there are as many ranks as slots; else as many as before.
+    takes_all: there are as many ranks as slots; else as many as before. An elastic job's own limit counts more.
     """
 
     def again(job: Job) -> Job | None:
         hosts = named()
+        most = job.elastic.max_np + job.elastic.spares if job.elastic and job.elastic.max_np else None
+        size = most or (sys.maxsize if takes_all else job.size)
         if not job.hosts and all(map(is_here, hosts)):
-            return job  # all ranks are on this host
+            slots = sum(host.slots or job.size for host in hosts)
+            return replace(job, size=min(size, slots)) if job.elastic and hosts else job
         before = {host.name: count for host, count in job.hosts}
-        size = sys.maxsize if takes_all else job.size
         placed = place_again(hosts, before, answering([host.name for host in hosts]), size)
         if not placed:
             return None

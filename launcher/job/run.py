@@ -7,7 +7,8 @@ import re
 import secrets
 import sys
 import tempfile
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 from ..agent import kept_commits
 from ..agent.shm_cleanup import SHARED_MEMORY, remove_folders
@@ -23,6 +24,7 @@ from ..ssh import write_config
 from . import restarts
 from .control_socket import ControlSocket
 from .events import Events
+from .growth import Blacklist, Growth, HostWatch
 from .mpirun import MpiLauncher
 from .plan import (
     Job,
@@ -45,13 +47,15 @@ _OWN_FILES = 24  # ringrun's own, and a few questions of `ringrun stacks`
 _MPIRUNS_FILES = 6  # a rank: pipes and sockets of the launcher that starts it
 
 
-def run_job(detected: Detected, job: Job, again: Again = lambda job: job) -> int:
+def run_job(detected: Detected, job: Job, again: Again = lambda job: job, growth: Growth | None = None) -> int:
     """Run a job to its end, again after a failure if it says so, and return ringrun's exit code.
 
-    again: the job on the hosts that answer now, see restarts.py; by default they are those that it had.
+    again:  the job on the hosts that answer now, see restarts.py; by default they are those that it had.
+    growth: of an elastic job whose hosts may come and go.
     """
-    own = job.size * (1 if job.output_directory is None else 3) + _OWN_FILES
-    job = replace(job, open_files=raise_open_files(own + job.size * _MPIRUNS_FILES, own))
+    most = max(job.size, (job.elastic.max_np or 0) + job.elastic.spares) if job.elastic else job.size
+    own = most * (1 if job.output_directory is None else 3) + _OWN_FILES
+    asked = job = replace(job, open_files=raise_open_files(own + most * _MPIRUNS_FILES, own))
     if job.elastic and job.restarts:
         job = replace(job, commits_folder=f"{SHARED_MEMORY}/ringrun-{secrets.token_hex(8)}.commits")
     signals = SignalRelay(SignalReader)
@@ -60,12 +64,30 @@ def run_job(detected: Detected, job: Job, again: Again = lambda job: job) -> int
         stack.callback(signals.end)
         files = None
         if job.output_directory is not None:  # one set for all attempts, so that each goes on where the last has ended
-            files = stack.enter_context(contextlib.closing(OutputFiles(job.output_directory, job.size)))
+            files = stack.enter_context(contextlib.closing(OutputFiles(job.output_directory, most)))
+
+        growth = growth or Growth(tuple, Blacklist(None))
+        hosts = _Hosts(growth, lambda: again(asked))
 
         def attempt(job: Job, deadline_s: float | None) -> Ending:
-            return _run_once(detected, job, deadline_s, files, signals)
+            return _run_once(detected, job, deadline_s, files, signals, hosts)
 
-        return restarts.run(job, attempt, again, signals.wait, _say)
+        return restarts.run(job, attempt, again, signals.wait, _say, growth.blacklist.next_s)
+
+
+@dataclass(frozen=True)
+class _Hosts:
+    """What all attempts of a job know of hosts; `again` returns the job as a restart would begin it now."""
+
+    growth: Growth
+    again: Callable[[], Job | None]
+
+    def watch(self, job: Job, events: Events) -> HostWatch:
+        """Begin to look for new ones while `job` runs, if it can take them."""
+        watch = HostWatch(self.growth.named, self.again, events, _say)
+        if job.elastic and job.commits_folder:
+            watch.start()
+        return watch
 
 
 def _say(text: str) -> None:
@@ -73,14 +95,19 @@ def _say(text: str) -> None:
 
 
 def _run_once(
-    detected: Detected, job: Job, deadline_s: float | None, files: OutputFiles | None, signals: SignalRelay
+    detected: Detected,
+    job: Job,
+    deadline_s: float | None,
+    files: OutputFiles | None,
+    signals: SignalRelay,
+    hosts: _Hosts,
 ) -> Ending:
     with contextlib.ExitStack() as stack:
         display = Display(job.shown, fold=job.fold, time=job.timestamps)
         output = Output(job.size, os.environ, display=display, files=files)
         stack.callback(output.finish)
         try:
-            return _start_and_supervise(detected, job, deadline_s, output, signals)
+            return _start_and_supervise(detected, job, deadline_s, output, signals, hosts)
         except NotStartedError as error:
             if job.hosts:
                 raise
@@ -88,11 +115,16 @@ def _run_once(
             # thread failed to start"); nothing has run yet, so a second try does no harm
             if job.verbose:
                 _say(f"ringrun: trying once more, since {error}")
-        return _start_and_supervise(detected, job, deadline_s, output, signals)
+        return _start_and_supervise(detected, job, deadline_s, output, signals, hosts)
 
 
 def _start_and_supervise(
-    detected: Detected, job: Job, deadline_s: float | None, output: Output, signals: SignalRelay
+    detected: Detected,
+    job: Job,
+    deadline_s: float | None,
+    output: Output,
+    signals: SignalRelay,
+    hosts: _Hosts,
 ) -> Ending:
     events: Events = queue.SimpleQueue()
     with tempfile.TemporaryDirectory(prefix="ringrun-", dir=_socket_folder(), ignore_cleanup_errors=True) as directory:
@@ -135,10 +167,13 @@ def _start_and_supervise(
         control.start()
         signals.start()
         launcher.start(output if job.verbose else None)
-        supervisor = Supervisor(job, launcher, channel, output, events, deadline_s, detected.engine.lost_peer_code)
+        watch = hosts.watch(job, events)
+        blacklist, lost_peer_code = hosts.growth.blacklist, detected.engine.lost_peer_code
+        supervisor = Supervisor(job, launcher, channel, output, events, deadline_s, lost_peer_code, blacklist)
         try:
-            return Ending(supervisor.run(), supervisor.failed)
+            return Ending(supervisor.run(), supervisor.failed, supervisor.grows)
         finally:
+            watch.close()
             control.close()
             remove_folders(directory)
 

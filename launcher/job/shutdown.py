@@ -27,6 +27,9 @@ AFTER_TIMEOUT = AFTER_FAILURE
 AFTER_TERMINATE = (Step(signal.SIGTERM, 3.0), _KILL)
 """ringrun got a signal, or nobody reads its output."""
 
+AFTER_COMMIT = (Step(None, 0.5), Step(signal.SIGTERM, 2.0), _KILL)
+"""The job is to be started again with more hosts: other ranks may commit, too."""
+
 AT_ONCE = (_KILL,)
 """Somebody is impatient."""
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from ..connection.wire import Ask, End, InInit, Initialized, Signal, Stalled, State
+from ..connection.wire import Ask, End, InInit, Initialized, Ready, Signal, Stalled, State
 from ..errors import LauncherError, MachineError, NotStartedError, UsageError
 from ..output.display import Output
 from ..report import outcome
@@ -24,6 +24,7 @@ from .events import (
     Arrived,
     Event,
     Events,
+    HostsCame,
     LauncherEnded,
     OutputClosed,
     RankEnded,
@@ -33,13 +34,23 @@ from .events import (
     Signalled,
     StacksWanted,
 )
+from .growth import Blacklist
 from .init_watch import InitWatch
 from .losses import Losses
 from .mpirun import MpiLauncher
 from .plan import Job
 from .questions import Deliver, Question, Questions, nobody
 from .ranks import Channel
-from .shutdown import AFTER_FAILURE, AFTER_INTERRUPT, AFTER_TERMINATE, AFTER_TIMEOUT, AT_ONCE, Shutdown, Step
+from .shutdown import (
+    AFTER_COMMIT,
+    AFTER_FAILURE,
+    AFTER_INTERRUPT,
+    AFTER_TERMINATE,
+    AFTER_TIMEOUT,
+    AT_ONCE,
+    Shutdown,
+    Step,
+)
 
 _LAUNCHER_STEPS = (Step(None, 1.0), Step(signal.SIGTERM, 0.5), Step(signal.SIGKILL, 0.5))
 _TIMEOUT_EXIT_CODE = 124  # that of timeout(1)
@@ -63,10 +74,12 @@ class Supervisor:
         events: Events,
         deadline_s: float | None = None,
         lost_peer_code: int | None = None,
+        blacklist: Blacklist | None = None,
     ) -> None:
         """deadline_s: when the job's time is over, if not `timeout_s` from now: there were attempts before.
 
         lost_peer_code: the engine's.
+        blacklist: of the hosts that restarts leave out.
         """
         self._job = job
         self._launcher = launcher
@@ -74,6 +87,7 @@ class Supervisor:
         self._output = output
         self._events = events
         self._lost_peer_code = lost_peer_code
+        self._blacklist = blacklist
         now_s = time.monotonic()
         self._deadline_s = now_s + (math.inf if job.timeout_s is None else job.timeout_s)
         if deadline_s is not None:
@@ -89,6 +103,8 @@ class Supervisor:
         self._conclusion: Conclusion | None = None  # if the job ends for another reason than a rank's failure
         self._was_signalled = False  # by a signal to end the job
         self._failed = False  # a rank has failed, or was lost
+        self.grows = False
+        """Whether this attempt has ended so that the next one has more hosts."""
         self._launcher_said: list[str] = []
         self._init = InitWatch(job.size)
         self._losses = Losses(job.size, job.elastic, channel, output) if job.elastic else None
@@ -171,7 +187,9 @@ class Supervisor:
             case Refused(reason):
                 self._output.message([f"ringrun: refused a connection: {reason}"])
             case RankEnded(end):
-                self._ends[end.rank] = self._losses.explained(end) if self._losses else end
+                self._ends[end.rank] = end = self._losses.explained(end) if self._losses else end
+                if self._shutdown is None and end.failed and not end.blames:
+                    self._leave_out_host(end.rank)
                 self._running.discard(end.rank)
                 self._init.ended(end.rank, time.monotonic())
                 if self._losses is None and end.failed:
@@ -199,6 +217,10 @@ class Supervisor:
                 self._init.wait(rank, report_after_s, time.monotonic())
             case Reported(rank, Initialized()):
                 self._init.done(rank)
+            case HostsCame() if self._losses and self._shutdown is None:
+                self._losses.announce(event)
+            case Reported(_, Ready()):
+                self.grows = self._end(AFTER_COMMIT, lambda: 1) or self.grows
             case StacksWanted(deliver):
                 self._ask(lambda question: deliver(self._stacks(question)))
             case OutputClosed():
@@ -274,10 +296,17 @@ class Supervisor:
         self._launcher.end(_LAUNCHER_STEPS)
         self._channel.close()
 
+    def _leave_out_host(self, rank: int) -> None:
+        """Let restarts do without the host of a rank that has failed, for a while, if that is wanted."""
+        host = self._job.host_of(rank)
+        if self._job.hosts and self._blacklist and (cools_s := self._blacklist.failed(host)):
+            why = f"since rank {rank} failed there (--blacklist-cooldown-range)"
+            self._output.message([f"ringrun: restarts leave out host {host} for {cools_s:g} s, {why}"])
+
     def _may_restart(self) -> bool:
         """Return whether another attempt may follow, as far as is known before the end."""
         is_bad = self._shutdown is not None or any(end.failed for end in self._decisive_ends())
-        return is_bad and self._job.restarts > 0 and not self._was_signalled
+        return is_bad and (self.grows or self._job.restarts > 0) and not self._was_signalled
 
     def _conclude(self) -> int:
         """Print what there is to say, last of all, and return the exit code."""
@@ -287,6 +316,7 @@ class Supervisor:
         aborter = outcome.aborter(ends, self._launcher.code)
         if cause := aborter or outcome.root_cause(ends, self._lost_peer_code):
             self._failed = True
+            self._leave_out_host(cause.rank)
             self._output.message([*_advice(cause), *self._card(cause)])
             return outcome.exit_code(cause)
         return 0 if self._shutdown is None else self._conclude_without_cause()

@@ -24,7 +24,8 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
     `func` fails on the others with a CollectiveError; each then goes back to its last commit, the ranks that are left
     form a world (`rank()` and `size()` change), the state's reset callbacks are called, the state is synchronized from
     the rank with the most commits unless all have as many, and `func` is called again. So `func` must begin where its
-    state says. HostsUpdatedInterrupt, from `state.commit()`, does the same without going back.
+    state says. HostsUpdatedInterrupt, from `state.commit()`, does the same without going back; when hosts have come,
+    ringrun then starts the job again with them, and `func` begins there at the last commit.
 
     Whatever else `func` raises is raised: a MismatchError too, since ranks that differ would differ again, and in a job
     that is not elastic every CollectiveError.
@@ -49,6 +50,9 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
                 if reform.membership_changed():
                     state.save()  # it is whole: the interrupt comes between two steps
                     needs_sync = not _reform(state)
+                elif reform.hosts_came():
+                    state.save()
+                    reform.await_restart()
             except BaseException as error:
                 if not (_is_loss(error) and reform.is_elastic()):
                     if not (isinstance(error, SystemExit) and error.code in (None, 0)):

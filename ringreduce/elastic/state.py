@@ -18,6 +18,8 @@ from ringreduce.log import LOGGER
 
 NAME = "elastic state"  # of the operations, so that they match on ranks with different numbers of unnamed operations
 
+_GONE = 1
+
 
 class State:
     """What `run` passes to the training function; a subclass says what save, restore and sync do.
@@ -32,7 +34,7 @@ class State:
         self._bcast_object = bcast_object or broadcast_object
         self._rank = get_rank or rank
         self._reset_callbacks: list[Callable[[], Any]] = []
-        self._hosts_updated = False
+        self._updates = 0  # what has happened to hosts: 1 some are gone, 2 some have come, 3 both
 
     @property
     def commits(self) -> int:
@@ -48,14 +50,14 @@ class State:
 
     def on_reset(self) -> None:
         """The ranks have changed: `reset`, then the callbacks."""
-        self._hosts_updated = False
+        self._updates = 0
         self.reset()
         for callback in self._reset_callbacks:
             callback()
 
     def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
-        """Hosts have come or gone: the next `check_host_updates` raises HostsUpdatedInterrupt."""
-        self._hosts_updated = True
+        """Hosts have gone (1), come (2) or both (3): the next `check_host_updates` raises HostsUpdatedInterrupt."""
+        self._updates |= update_res
 
     def commit(self) -> None:
         """Save the state, to which a failure leads back; call it on all ranks after the same step.
@@ -68,10 +70,11 @@ class State:
     def check_host_updates(self) -> None:
         """Raise HostsUpdatedInterrupt when the ranks have changed, or hosts; `run` then begins anew with them.
 
-        Nothing is communicated; a rank that has not heard of it yet will in its next operation.
+        Nothing is communicated; a rank that has not heard of it yet will in its next operation. Its `skip_sync` is True
+        where hosts have only gone.
         """
-        if self._hosts_updated or reform.membership_changed():
-            raise HostsUpdatedInterrupt
+        if self._updates or reform.membership_changed() or reform.hosts_came():
+            raise HostsUpdatedInterrupt(skip_sync=self._updates == _GONE)
 
     def save(self) -> None:
         """Copy the state to memory of this rank's own."""

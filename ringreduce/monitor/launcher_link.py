@@ -4,7 +4,7 @@
     RINGREDUCE_ERROR_FILE.agent  ──doing──→  RINGREDUCE_ERROR_FILE.ask     request: what does the rank wait for?
                                  ←─ JSON ──                                its answer
                                  ←─ JSON ──                                init() was called; MPI has started; a stall
-                                 ── JSON ─→                                in an elastic job: which ranks go on
+                                 ── JSON ─→                                in an elastic job: who goes on; new hosts
 
 Unix datagrams: the thread that answers sleeps in the kernel until a request arrives.
 """
@@ -62,7 +62,7 @@ class StatusServer:
                 if not request:
                     return  # closed
                 if self._members is not None and request.startswith(b"{"):
-                    self._members.hear(json.loads(request)["membership"])
+                    self._members.hear(json.loads(request))
                     continue
                 if not sender:
                     continue  # no address to answer to
@@ -99,6 +99,11 @@ def report_suspects(error_file: str, ranks: Sequence[int], why: str) -> bool:
 def report_reformed(error_file: str, number: int) -> None:
     """Report to the launcher that the world of this list works."""
     _send(error_file, {"reformed": str(number)})
+
+
+def report_ready(error_file: str, hosts: str) -> None:
+    """Report to the launcher that this rank has committed, and awaits the restart with these hosts."""
+    _send(error_file, {"ready": hosts})
 
 
 def report_leaving(error_file: str, why: str) -> None:

@@ -7,9 +7,21 @@ from pathlib import Path
 
 import pytest
 
+from ringreduce.membership import Members
 from ringreduce.monitor import launcher_link
 from ringrun.agent.rank_socket import RankSocket
-from ringrun.connection.wire import InInit, Initialized, Left, Membership, Reformed, Report, Stalled, Suspects
+from ringrun.connection.wire import (
+    Hosts,
+    InInit,
+    Initialized,
+    Left,
+    Membership,
+    Ready,
+    Reformed,
+    Report,
+    Stalled,
+    Suspects,
+)
 
 LIST = Membership(3, (0, 1, 3), {"2": "was killed by SIGKILL"})
 
@@ -45,9 +57,11 @@ def test_all_that_a_rank_has_said_is_passed_on_in_order(tmp_path: Path, agents: 
     launcher_link.report_suspects(files, [2, 5], "'w' waits for ranks 2,5")
     launcher_link.report_reformed(files, 3)
     launcher_link.report_leaving(files, "its script ended")
+    launcher_link.report_ready(files, "h3:2")
     assert heard == [InInit(10.0)], "nobody has read it yet"
     assert agents.read(), "MPI is started"
     of_rank = [Stalled("'w' waits"), Suspects((2, 5), "'w' waits for ranks 2,5"), Reformed(3), Left("its script ended")]
+    of_rank.append(Ready("h3:2"))
     assert heard == [InInit(10.0), Initialized(), *of_rank]
     assert agents.package == launcher_link.PACKAGE
 
@@ -61,8 +75,8 @@ def test_what_is_no_message_says_nothing(datagram: bytes, tmp_path: Path, agents
 
 
 def test_a_rank_that_is_late_gets_the_last_list(tmp_path: Path, agents: RankSocket, ranks: socket.socket):
-    agents.set_membership(LIST._replace(number=2))
-    agents.set_membership(LIST)
+    agents.tell(LIST._replace(number=2))
+    agents.tell(LIST)
     sent = {"membership": {"number": 3, "ranks": [0, 1, 3], "dead": {"2": "was killed by SIGKILL"}}}
     assert [json.loads(ranks.recv(1 << 16))["membership"]["number"] for _ in range(2)] == [2, 3]
     launcher_link._send(str(tmp_path / "rank1.json"), {"started": "ringreduce"})
@@ -70,6 +84,16 @@ def test_a_rank_that_is_late_gets_the_last_list(tmp_path: Path, agents: RankSock
     assert json.loads(ranks.recv(1 << 16)) == sent
 
 
+def test_hosts_that_came_are_told_too(tmp_path: Path, agents: RankSocket, ranks: socket.socket):
+    agents.tell(Hosts("h3:2"))
+    members = Members(1)
+    members.hear(json.loads(ranks.recv(1 << 16)))
+    assert (members.hosts, members.newest.number) == ("h3:2", -1)
+    launcher_link._send(str(tmp_path / "rank1.json"), {"started": "ringreduce"})
+    agents.read()
+    assert json.loads(ranks.recv(1 << 16)) == {"hosts": "h3:2"}, "for a rank that is late"
+
+
 def test_a_rank_that_does_not_listen_is_no_error(agents: RankSocket):
-    agents.set_membership(LIST)
+    agents.tell(LIST)
     assert not agents.ask()

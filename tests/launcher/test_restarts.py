@@ -128,6 +128,26 @@ def test_where_hosts_are_lost_an_elastic_job_has_fewer_spares_first() -> None:
     assert run.said[-1] == "ringrun: no restart, since hosts that answer have 2 slots, and --min-np is 3"
 
 
+def test_restarts_for_hosts_that_come_are_not_counted() -> None:
+    grows = Ending(1, grows=True)
+    run = Attempts(grows, FAILED, grows, OK, sizes=[12, 12, 16])
+    assert run.run(1) == 0
+    assert run.pauses == [0, 1, 0]
+    assert [job.restarts for job in run.jobs] == [1, 1, 0, 0]
+    assert [job.variables[COUNT_VARIABLE] for job in run.jobs] == ["0", "1", "2", "3"]
+    run = Attempts(grows, FAILED, sizes=[12])
+    assert run.run(0) == 7
+
+
+def test_where_hosts_that_are_left_out_are_needed_it_waits_for_them() -> None:
+    run = Attempts(FAILED, OK, sizes=[1, None, 8])
+    left = iter([30.0, 12.0])
+    job = Job(8, ["true"], restarts=1, elastic=Elastic(min_np=2))
+    assert restarts.run(job, run.attempt, run.again, run.wait, run.said.append, lambda: next(left)) == 0
+    assert run.pauses == [1, 30, 12]
+    assert "ringrun: waiting 30 s for a host that has failed, and is left out until then" in run.said
+
+
 def test_more_slots_than_before_are_said() -> None:
     run = Attempts(FAILED, OK, sizes=[12])
     assert run.run(1) == 0

@@ -229,8 +229,8 @@ def test_a_change_of_ranks_between_steps_goes_on_from_there(elastic, monkeypatch
     assert elastic == [[2, 3]]
 
 
-@pytest.mark.parametrize("skip_sync", [False, True])
-def test_hosts_that_change_are_told_at_the_next_commit(skip_sync):
+@pytest.mark.parametrize(("update", "skips_sync"), [(1, True), (2, False), (3, False), (None, True)])
+def test_hosts_that_change_are_told_at_the_next_commit(update, skips_sync):
     """Horovod's interface: what the script itself says, or raises."""
 
     def program():
@@ -241,15 +241,15 @@ def test_hosts_that_change_are_told_at_the_next_commit(skip_sync):
         def train(state):
             state.step += 1
             if len(resets) == 0:
-                if skip_sync:
+                if update is None:
                     raise HostsUpdatedInterrupt(skip_sync=True)
-                state.on_hosts_updated(timestamp=1, update_res=1)
+                state.on_hosts_updated(timestamp=1, update_res=update)
             state.commit()
             return state.step
 
         return train(state), resets, state.syncs
 
-    assert run_ranks(2, program) == [(2, [1], 1 if skip_sync else 2)] * 2
+    assert run_ranks(2, program) == [(2, [1], 1 if skips_sync else 2)] * 2
 
 
 def test_a_state_of_the_users_own_is_always_synchronized(elastic):
