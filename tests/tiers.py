@@ -58,7 +58,6 @@ QUICK_JOBS = {
         "test_without_ringrun_it_is_said_that_nobody_sees_deaths",
     ],
     "elastic/test_restarts.py": [
-        "test_a_restart_goes_on_from_the_last_commit[openmpi-a rank]",
         "test_hosts_that_come_are_taken_after_the_next_commit[openmpi",
     ],
     "end_to_end/test_engine.py": [
