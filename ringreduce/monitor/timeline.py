@@ -22,6 +22,7 @@ from ringreduce.execution.submission import Submission
 
 SENT_AT_ONCE = 2000  # most events that a rank collects before it sends them to rank 0
 UNNAMED_ROWS = 16  # rows that the unnamed tensors of one kind of operation share; otherwise each would add a row
+UNRECORDED = contextlib.nullcontext()
 
 
 class Event(NamedTuple):
@@ -85,12 +86,12 @@ class Timeline:
         if self.recording and self.mark_cycles:
             self.events.append(Event("CYCLE_START", "engine", now_us(), -1))
 
-    @contextlib.contextmanager
-    def phase(self, submissions: Sequence[Submission], name: str) -> Iterator[None]:
+    def phase(self, submissions: Sequence[Submission], name: str) -> contextlib.AbstractContextManager[None]:
         """Record the body as a phase of each submission."""
-        if not self.recording:
-            yield
-            return
+        return self._phase(submissions, name) if self.recording else UNRECORDED
+
+    @contextlib.contextmanager
+    def _phase(self, submissions: Sequence[Submission], name: str) -> Iterator[None]:
         self.switch_phase(submissions, name)
         yield
         self.switch_phase(submissions, None)

@@ -92,7 +92,7 @@ class Leader:
         if not ready.size:
             return []
         self._passed[:high] += times
-        return np.repeat(ready, times[ready]).tolist()  # type: ignore[no-any-return]
+        return ready.repeat(times[ready]).tolist()  # type: ignore[no-any-return]
 
     def report(self, ids: list[int], partial: bytes = b"") -> Ready | None:
         """The message for the leader above; None when there is no news."""

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringreduce.negotiation.leader import FAN_OUT, Leader, children_of, parent_of
+from ringreduce.negotiation.protocol import Ready
 from ringreduce.transport.counters import MOST_IDS, RING, TOTAL, Counters, GroupBlock, Schedule, group_bytes
 from tests.opcodes import opcodes_of
 
@@ -49,6 +50,18 @@ def test_one_that_was_submitted_several_times_is_ready_as_often_as_by_the_slowes
     assert leader.poll() == [5, 5]
     second.submit([5])
     assert leader.poll() == [5]
+
+
+def test_a_report_from_below_is_looked_at_though_nobody_here_submits_anything_more():
+    blocks = [GroupBlock(np.zeros(group_bytes(CAPACITY), np.uint8), CAPACITY)]
+    leader = Leader(0, blocks, CAPACITY, nothing, children=["below"])
+    leader.change(1, (), range(CAPACITY))
+    Counters(blocks, 0, nothing).submit([3, 1])
+    assert leader.poll() == []
+    leader.receive("below", Ready(0, [1], [], 1))
+    assert leader.poll() == [1]
+    leader.receive("below", Ready(0, [2, 3], [], 1))
+    assert leader.poll() == [3]
 
 
 @pytest.mark.parametrize("start", [(1 << 32) - 2, (1 << 31) - 1])
