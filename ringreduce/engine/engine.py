@@ -70,6 +70,7 @@ class Engine:
         make = functools.partial(Context, settings=settings, memory=self.memory, timeline=timeline, gpu=self.gpu)
         self._process_sets = ProcessSets(world, host, inbox, mailbox, negotiation, make)
         self.open_channel, self.shut_channel = self._process_sets.open, self._process_sets.shut
+        self.numbered_sets = self._process_sets.numbered
         self.states, sets = negotiation.states, self._process_sets.members
         self.submitting = Submitting(world, inbox, negotiation, sets, self.gpu, self._process_sets.gone)
         self.submit = self.submitting.submit
@@ -98,13 +99,6 @@ class Engine:
         """The members of all process sets, by number."""
         with self._inbox.lock:
             return {number: each for number, each in self._process_sets.members.items() if number >= GLOBAL}
-
-    def numbered_sets(self) -> list[tuple[int, ...] | str]:
-        """The members of all process sets but the first, in the order of their numbers; or why a set has ended."""
-        with self._inbox.lock:
-            sets = self._process_sets
-            gone = [sets.gone.get(each, "it was removed") for each in range(sets.count)]
-            return [sets.members.get(each, gone[each]) for each in range(1, sets.count)]
 
     def leave(self, why: str, interrupted: Callable[[], bool] = lambda: False) -> bool:
         """Announce that this rank leaves, and wait until all ranks do; operations that are not ready fail.

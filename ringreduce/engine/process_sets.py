@@ -60,10 +60,11 @@ class ProcessSets:
         self._own_numbers = itertools.count(FIRST_OWN, -1)
         self._abandoned: list[Channel] = []  # closed with operations under way, to whose memory MPI may still write
 
-    @property
-    def count(self) -> int:
-        """How many sets there were, with those that were removed."""
-        return self._next
+    def numbered(self) -> list[tuple[int, ...] | str]:
+        """The members of all sets but the first, in the order of their numbers; or why a set has ended."""
+        with self._inbox.lock:
+            gone = [self.gone.get(each, "it was removed") for each in range(self._next)]
+            return [self.members.get(each, gone[each]) for each in range(1, self._next)]
 
     def skip(self, why: str) -> None:
         """Leave out the number of a set that has ended."""
