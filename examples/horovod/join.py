@@ -1,16 +1,20 @@
-"""Data that does not come out even: rank r has r + 2 batches an epoch, and joins when they are used up."""
+"""Data that does not come out even: rank r has r + 2 batches an epoch, and joins when they are used up.
+
+ringrun -np 2 python examples/horovod/join.py
+"""
 
 import argparse
 import copy
 import json
 
 import common
-import horovod.torch as hvd
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-parser = argparse.ArgumentParser(description=__doc__)
+import ringreduce.torch as hvd  # before: import horovod.torch as hvd
+
+parser = argparse.ArgumentParser()
 parser.add_argument("--batch-size", type=int, default=30, help="of one rank")
 parser.add_argument("--epochs", type=int, default=4)
 parser.add_argument("--lr", type=float, default=0.4)

@@ -1,5 +1,7 @@
 """Checkpoints on rank 0 that hold all it takes to go on as if nothing had happened: random states too.
 
+    ringrun -np 2 python examples/horovod/checkpoint.py
+
 Every rank draws dropout masks of its own.
 """
 
@@ -8,12 +10,13 @@ import json
 import os
 
 import common
-import horovod.torch as hvd
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-parser = argparse.ArgumentParser(description=__doc__)
+import ringreduce.torch as hvd  # before: import horovod.torch as hvd
+
+parser = argparse.ArgumentParser()
 parser.add_argument("--checkpoint", default="checkpoint.pt")
 parser.add_argument("--batch-size", type=int, default=48, help="of one rank")
 parser.add_argument("--steps-per-epoch", type=int, default=6)

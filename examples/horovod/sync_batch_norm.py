@@ -1,15 +1,19 @@
-"""Batch normalisation over the batches of all ranks, and a contrastive loss over the features of all ranks."""
+"""Batch normalisation over the batches of all ranks, and a contrastive loss over the features of all ranks.
+
+ringrun -np 2 python examples/horovod/sync_batch_norm.py
+"""
 
 import argparse
 import json
 
 import common
-import horovod.torch as hvd
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-parser = argparse.ArgumentParser(description=__doc__)
+import ringreduce.torch as hvd  # before: import horovod.torch as hvd
+
+parser = argparse.ArgumentParser()
 parser.add_argument("--batch-size", type=int, default=24, help="of one rank")
 parser.add_argument("--steps", type=int, default=8)
 args = parser.parse_args()

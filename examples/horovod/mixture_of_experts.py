@@ -1,15 +1,19 @@
-"""Twelve experts, parted among the ranks: alltoall brings each image to its expert's rank, and the answer back."""
+"""Twelve experts, parted among the ranks: alltoall brings each image to its expert's rank, and the answer back.
+
+ringrun -np 2 python examples/horovod/mixture_of_experts.py
+"""
 
 import argparse
 import json
 
 import common
-import horovod.torch as hvd
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-parser = argparse.ArgumentParser(description=__doc__)
+import ringreduce.torch as hvd  # before: import horovod.torch as hvd
+
+parser = argparse.ArgumentParser()
 parser.add_argument("--batch-size", type=int, default=60, help="of one rank")
 parser.add_argument("--steps", type=int, default=12)
 parser.add_argument("--lr", type=float, default=1.0)

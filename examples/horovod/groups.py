@@ -1,18 +1,21 @@
-"""Gradients reduced in groups: `groups` of the optimizer in its forms, and grouped collectives called by hand."""
+"""Gradients reduced in groups: `groups` of the optimizer in its forms, and grouped collectives called by hand.
+
+ringrun -np 2 python examples/horovod/groups.py
+"""
 
 import argparse
 import json
 import warnings
 
 import common
-import horovod.torch as hvd
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-parser = argparse.ArgumentParser(description=__doc__)
+import ringreduce.torch as hvd  # before: import horovod.torch as hvd
+
+parser = argparse.ArgumentParser()
 parser.add_argument("--batch-size", type=int, default=60, help="of one rank")
-parser.add_argument("--steps", type=int, default=8)
 parser.add_argument("--lr", type=float, default=1.0)
 args = parser.parse_args()
 
@@ -23,9 +26,8 @@ torch.set_num_threads(1)
 
 def make_model():
     torch.manual_seed(3 + hvd.rank())
-    model = nn.Sequential(
-        nn.Flatten(), nn.Linear(64, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 10)
-    ).double()
+    layers = nn.Linear(64, 24), nn.Tanh(), nn.Linear(24, 24), nn.Tanh(), nn.Linear(24, 10)
+    model = nn.Sequential(nn.Flatten(), *layers).double()
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     return model
 
@@ -38,7 +40,7 @@ def loss_of(model, step):
 
 def train(model, optimizer):
     losses = []
-    for step in range(args.steps):
+    for step in range(8):
         optimizer.zero_grad()
         loss = loss_of(model, step)
         loss.backward()
@@ -49,7 +51,7 @@ def train(model, optimizer):
 
 def wrapped(model, **options):
     optimizer = torch.optim.SGD(model.parameters(), lr=args.lr)
-    return hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), **options)
+    return hvd.DistributedOptimizer(optimizer, model.named_parameters(), **options)
 
 
 def train_with(**options):
@@ -67,12 +69,11 @@ def train_by_hand():
     """Averages all gradients in one grouped_allreduce."""
     model = make_model()
     losses = []
-    for step in range(args.steps):
+    for step in range(8):
         model.zero_grad()
         loss = loss_of(model, step)
         loss.backward()
-        gradients = [parameter.grad for parameter in model.parameters()]
-        averaged = hvd.grouped_allreduce(gradients, name="gradients", op=hvd.Average)
+        averaged = hvd.grouped_allreduce([each.grad for each in model.parameters()], name="gradients", op=hvd.Average)
         with torch.no_grad():
             for parameter, gradient in zip(model.parameters(), averaged, strict=True):
                 parameter -= args.lr * gradient
@@ -84,7 +85,7 @@ def train_sharded():
     """Each rank updates its rows of every parameter, and gathers the others' rows."""
     model = make_model()
     losses = []
-    for step in range(args.steps):
+    for step in range(8):
         model.zero_grad()
         loss = loss_of(model, step)
         loss.backward()

@@ -1,5 +1,7 @@
 """A training loop without DistributedOptimizer: named gradients, begun in another order on each rank, and polled for.
 
+    ringrun -np 2 python examples/horovod/custom_loop.py
+
 Errors that Horovod reports are provoked on the way and caught, and training goes on.
 """
 
@@ -9,12 +11,13 @@ import random
 import time
 
 import common
-import horovod.torch as hvd
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-parser = argparse.ArgumentParser(description=__doc__)
+import ringreduce.torch as hvd  # before: import horovod.torch as hvd
+
+parser = argparse.ArgumentParser()
 parser.add_argument("--batch-size", type=int, default=60, help="of one rank")
 parser.add_argument("--steps", type=int, default=10)
 parser.add_argument("--lr", type=float, default=1.0)

@@ -1,29 +1,32 @@
-"""Handwritten digits, in the manner of Horovod's MNIST example for PyTorch."""
+"""Handwritten digits, in the manner of Horovod's MNIST example for PyTorch.
+
+ringrun -np 2 python examples/horovod/mnist.py
+"""
 
 import argparse
 import json
 
 import common
-import horovod.torch as hvd
 import torch
-import torch.multiprocessing as mp
 import torch.nn as nn
 import torch.nn.functional as F
 import torch.optim as optim
 import torch.utils.data.distributed
 
-parser = argparse.ArgumentParser(description=__doc__)
+import ringreduce.torch as hvd  # before: import horovod.torch as hvd
+
+parser = argparse.ArgumentParser()
 parser.add_argument("--batch-size", type=int, default=60, help="of one rank")
 parser.add_argument("--test-batch-size", type=int, default=100)
 parser.add_argument("--epochs", type=int, default=3)
 parser.add_argument("--lr", type=float, default=0.01)
 parser.add_argument("--momentum", type=float, default=0.5)
-parser.add_argument("--seed", type=int, default=42)
 parser.add_argument("--workers", type=int, default=0)
 parser.add_argument("--fp16-allreduce", action="store_true", help="gradients travel in 16 bits")
 parser.add_argument("--use-adasum", action="store_true")
 parser.add_argument("--gradient-predivide-factor", type=float, default=1.0)
 parser.add_argument("--float64", action="store_true")
+args = parser.parse_args()
 
 
 class Net(nn.Module):
@@ -40,67 +43,46 @@ class Net(nn.Module):
 
 
 def metric_average(val, name):
-    tensor = torch.tensor(val, dtype=torch.float64)
-    avg_tensor = hvd.allreduce(tensor, name=name)
-    return avg_tensor.item()
+    return hvd.allreduce(torch.tensor(val, dtype=torch.float64), name=name).item()
 
 
-def main(args):
+def loader_of(images, labels, batch_size):
+    """Every rank sees its own part of the images."""
+    dataset = torch.utils.data.TensorDataset(images, labels)
+    sampler = torch.utils.data.distributed.DistributedSampler(dataset, num_replicas=hvd.size(), rank=hvd.rank())
+    context = "forkserver" if args.workers else None  # not every fabric survives a fork
+    options = {"num_workers": args.workers, "multiprocessing_context": context}
+    return sampler, torch.utils.data.DataLoader(dataset, batch_size, sampler=sampler, **options)
+
+
+def main():
     hvd.init()
-    torch.manual_seed(args.seed + hvd.rank())  # the ranks start differently; the broadcast makes them alike
+    torch.manual_seed(42 + hvd.rank())  # the ranks start differently; the broadcast makes them alike
     torch.set_num_threads(1)
-
-    kwargs = {"num_workers": args.workers}
-    if kwargs["num_workers"] > 0 and "forkserver" in mp.get_all_start_methods():
-        # not every fabric survives a fork
-        kwargs["multiprocessing_context"] = "forkserver"
 
     train, test = common.digits(torch.float64 if args.float64 else torch.float32)
     mean, std = train[0].mean(), train[0].std()
-    train_dataset = torch.utils.data.TensorDataset((train[0] - mean) / std, train[1])
-    test_dataset = torch.utils.data.TensorDataset((test[0] - mean) / std, test[1])
-
-    # every rank sees its own part of the images
-    train_sampler = torch.utils.data.distributed.DistributedSampler(
-        train_dataset, num_replicas=hvd.size(), rank=hvd.rank()
-    )
-    train_loader = torch.utils.data.DataLoader(
-        train_dataset, batch_size=args.batch_size, sampler=train_sampler, **kwargs
-    )
-    test_sampler = torch.utils.data.distributed.DistributedSampler(
-        test_dataset, num_replicas=hvd.size(), rank=hvd.rank()
-    )
-    test_loader = torch.utils.data.DataLoader(
-        test_dataset, batch_size=args.test_batch_size, sampler=test_sampler, **kwargs
-    )
+    train_sampler, train_loader = loader_of((train[0] - mean) / std, train[1], args.batch_size)
+    test_sampler, test_loader = loader_of((test[0] - mean) / std, test[1], args.test_batch_size)
 
     model = Net().double() if args.float64 else Net()
-
     # an average over more ranks bears a longer step; Adasum's result is long enough by itself
     lr_scaler = hvd.size() if not args.use_adasum else 1
-
     optimizer = optim.SGD(model.parameters(), lr=args.lr * lr_scaler, momentum=args.momentum)
-
     # all ranks start as rank 0 does
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-
-    compression = hvd.Compression.fp16 if args.fp16_allreduce else hvd.Compression.none
-
     optimizer = hvd.DistributedOptimizer(
         optimizer,
         named_parameters=model.named_parameters(),
-        compression=compression,
+        compression=hvd.Compression.fp16 if args.fp16_allreduce else hvd.Compression.none,
         op=hvd.Adasum if args.use_adasum else hvd.Average,
         gradient_predivide_factor=args.gradient_predivide_factor,
     )
-
     losses = []
 
     def train_epoch(epoch):
-        model.train()
-        # another order every epoch
-        train_sampler.set_epoch(epoch)
+        train_sampler.set_epoch(epoch)  # another order
         for data, target in train_loader:
             optimizer.zero_grad()
             loss = F.nll_loss(model(data), target)
@@ -109,9 +91,7 @@ def main(args):
             losses.append(metric_average(loss.item(), "loss"))
 
     def test_epoch():
-        model.eval()
-        test_loss = 0.0
-        test_accuracy = 0.0
+        test_loss, test_accuracy = 0.0, 0.0
         with torch.no_grad():
             for data, target in test_loader:
                 output = model(data)
@@ -136,4 +116,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    main(parser.parse_args())
+    main()

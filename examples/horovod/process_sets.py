@@ -1,15 +1,19 @@
-"""Even and odd ranks train a model each, side by side, and end as an ensemble; then each set shares out one layer."""
+"""Even and odd ranks train a model each, side by side, and end as an ensemble; then each set shares out one layer.
+
+ringrun -np 4 python examples/horovod/process_sets.py --ranks 4
+"""
 
 import argparse
 import json
 
 import common
-import horovod.torch as hvd
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-parser = argparse.ArgumentParser(description=__doc__)
+import ringreduce.torch as hvd  # before: import horovod.torch as hvd
+
+parser = argparse.ArgumentParser()
 parser.add_argument("--ranks", type=int, required=True, help="how many there are, which init() cannot tell yet")
 parser.add_argument("--dynamic", action="store_true", help="add the sets after init()")
 parser.add_argument("--batch-size", type=int, default=60, help="of all ranks of a set together")

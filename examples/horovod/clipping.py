@@ -1,5 +1,7 @@
 """Gradient clipping and mixed precision, in the manner of Horovod's documentation for PyTorch.
 
+    ringrun -np 2 python examples/horovod/clipping.py
+
 Three trainings: with clipping; with clipping and a GradScaler that meets an overflow on one rank only; and with
 autocast to bfloat16.
 """
@@ -8,12 +10,13 @@ import argparse
 import json
 
 import common
-import horovod.torch as hvd
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-parser = argparse.ArgumentParser(description=__doc__)
+import ringreduce.torch as hvd  # before: import horovod.torch as hvd
+
+parser = argparse.ArgumentParser()
 parser.add_argument("--batch-size", type=int, default=60, help="of one rank")
 parser.add_argument("--steps", type=int, default=20)
 parser.add_argument("--lr", type=float, default=0.5)

@@ -1,4 +1,7 @@
-"""Several backward passes per step, warm-up and checkpoints, in the manner of Horovod's ImageNet example."""
+"""Several backward passes per step, warm-up and checkpoints, in the manner of Horovod's ImageNet example.
+
+ringrun -np 2 python examples/horovod/gradient_accumulation.py
+"""
 
 import argparse
 import json
@@ -6,14 +9,14 @@ import math
 import os
 
 import common
-import horovod.torch as hvd
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-import torch.optim as optim
 import torch.utils.data.distributed
 
-parser = argparse.ArgumentParser(description=__doc__)
+import ringreduce.torch as hvd  # before: import horovod.torch as hvd
+
+parser = argparse.ArgumentParser()
 parser.add_argument("--checkpoint-format", default="checkpoint-{epoch}.pth.tar")
 parser.add_argument("--batches-per-allreduce", type=int, default=2, help="backward passes before one reduction")
 parser.add_argument("--batch-size", type=int, default=60, help="of one pass of one rank")
@@ -21,14 +24,11 @@ parser.add_argument("--epochs", type=int, default=4)
 parser.add_argument("--base-lr", type=float, default=0.02, help="for a single pass of a single rank")
 parser.add_argument("--warmup-epochs", type=float, default=2)
 parser.add_argument("--momentum", type=float, default=0.9)
-parser.add_argument("--seed", type=int, default=42)
-parser.add_argument("--train-count", type=int, default=1380)
 args = parser.parse_args()
 
 hvd.init()
-torch.manual_seed(args.seed + 10 * hvd.rank())
+torch.manual_seed(42 + 10 * hvd.rank())
 torch.set_num_threads(1)
-allreduce_batch_size = args.batch_size * args.batches_per_allreduce
 
 # only rank 0 may have the files, as on a cluster of local disks
 resume_from_epoch = 0
@@ -40,14 +40,14 @@ for try_epoch in range(args.epochs, 0, -1):
 resume_from_epoch = hvd.broadcast(torch.tensor(resume_from_epoch), root_rank=0, name="resume_from_epoch").item()
 
 (images, labels), _ = common.digits()
-train_dataset = torch.utils.data.TensorDataset(images[: args.train_count], labels[: args.train_count])
-train_sampler = torch.utils.data.distributed.DistributedSampler(train_dataset, num_replicas=hvd.size(), rank=hvd.rank())
-train_loader = torch.utils.data.DataLoader(train_dataset, batch_size=allreduce_batch_size, sampler=train_sampler)
-
+dataset = torch.utils.data.TensorDataset(images[:1380], labels[:1380])  # the last step of an epoch has fewer passes
+train_sampler = torch.utils.data.distributed.DistributedSampler(dataset, num_replicas=hvd.size(), rank=hvd.rank())
+allreduce_batch_size = args.batch_size * args.batches_per_allreduce
+train_loader = torch.utils.data.DataLoader(dataset, batch_size=allreduce_batch_size, sampler=train_sampler)
 model = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.Tanh(), nn.Linear(32, 10)).double()
 
 # a step's batch is so many times that of a single pass of a single rank
-optimizer = optim.SGD(
+optimizer = torch.optim.SGD(
     model.parameters(), lr=args.base_lr * args.batches_per_allreduce * hvd.size(), momentum=args.momentum
 )
 
@@ -68,27 +68,6 @@ hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 hvd.broadcast_optimizer_state(optimizer, root_rank=0)
 
 
-class Metric:
-    """The mean of a number over ranks and updates."""
-
-    def __init__(self, name):
-        self.name = name
-        self.sum = torch.tensor(0.0, dtype=torch.float64)
-        self.n = torch.tensor(0.0, dtype=torch.float64)
-
-    def update(self, val):
-        self.sum += hvd.allreduce(val.detach().cpu(), name=self.name)
-        self.n += 1
-
-    @property
-    def avg(self):
-        return self.sum / self.n
-
-
-def accuracy(output, target):
-    return (output.argmax(dim=1) == target).double().mean()
-
-
 def adjust_learning_rate(epoch, batch_idx):
     """For the first epochs the rate rises from that of one rank to that of all."""
     if epoch < args.warmup_epochs:
@@ -103,26 +82,23 @@ def adjust_learning_rate(epoch, batch_idx):
 
 
 def train(epoch):
-    model.train()
+    """Loss and accuracy, the means over ranks and passes."""
     train_sampler.set_epoch(epoch)
-    train_loss = Metric("train_loss")
-    train_accuracy = Metric("train_accuracy")
+    metrics = []
     for batch_idx, (data, target) in enumerate(train_loader):
         adjust_learning_rate(epoch, batch_idx)
         optimizer.zero_grad()
-        # the last batch of an epoch makes fewer passes
         for i in range(0, len(data), args.batch_size):
-            data_batch = data[i : i + args.batch_size]
-            target_batch = target[i : i + args.batch_size]
+            data_batch, target_batch = (each[i : i + args.batch_size] for each in (data, target))
             output = model(data_batch)
-            train_accuracy.update(accuracy(output, target_batch))
             loss = F.cross_entropy(output, target_batch)
-            train_loss.update(loss)
+            accuracy = (output.argmax(dim=1) == target_batch).double().mean()
+            metrics.append(hvd.allreduce(torch.stack([loss.detach(), accuracy]), name="metrics"))
             # passes are summed, and the mean is wanted
             loss.div_(math.ceil(float(len(data)) / args.batch_size))
             loss.backward()
         optimizer.step()
-    return train_loss.avg.item(), train_accuracy.avg.item()
+    return torch.stack(metrics).mean(0).tolist()
 
 
 def save_checkpoint(epoch):

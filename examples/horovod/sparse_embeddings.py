@@ -1,15 +1,19 @@
-"""Embeddings with sparse gradients, trained on Python's own source: guess a character from the eight before it."""
+"""Embeddings with sparse gradients, trained on Python's own source: guess a character from the eight before it.
+
+ringrun -np 2 python examples/horovod/sparse_embeddings.py
+"""
 
 import argparse
 import json
 
 import common
-import horovod.torch as hvd
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-parser = argparse.ArgumentParser(description=__doc__)
+import ringreduce.torch as hvd  # before: import horovod.torch as hvd
+
+parser = argparse.ArgumentParser()
 parser.add_argument("--batch-size", type=int, default=60, help="of one rank")
 parser.add_argument("--steps", type=int, default=15)
 args = parser.parse_args()
