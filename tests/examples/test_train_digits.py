@@ -59,7 +59,7 @@ def test_parameters_are_bit_identical_on_all_ranks(train, size):
 
 def test_batch_that_ranks_cannot_share_equally_is_refused(ringrun, examples):
     ended = ringrun(2, examples / "train_digits.py", "--batch", "65", returncode=1)
-    assert "--batch 65 cannot be shared equally by 2 ranks; pass a multiple of 2, such as --batch 66" in ended.stderr
+    assert "--batch 65 cannot be shared equally by 2 ranks; pass a multiple of 2" in ended.stderr
 
 
 @on_a_pool
