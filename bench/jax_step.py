@@ -2,7 +2,7 @@
 
     ringrun -np 2 python bench/jax_step.py
 
-Two models: the network of examples/train_digits_jax.py (4 arrays, 9,610 parameters), and a stack of layers of GPT's
+Two models: the network of examples/jax_optax.py (4 arrays, 9,610 parameters), and a stack of layers of GPT's
 shapes (24 arrays, 3 M). `share` is step / (compute + reduce): medians, each until the last rank is done. Reduce is
 ringreduce's grouped_allreduce of the same gradients as NumPy arrays. Results are checked.
 """

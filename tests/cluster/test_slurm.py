@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -71,11 +72,10 @@ def test_srun_starts_mpichs_ranks_for_ringrun(slurm: Hosts, python: Path, where:
     slurm.assert_nothing_is_left()
 
 
-def test_sbatch_and_ringrun_train_an_example(slurm: Hosts, python: Path):
-    job, output = slurm.folder / "job.sh", slurm.folder / "output.txt"
-    train = f"{python.parent}/ringrun {python} {ROOT}/examples/train_digits.py"
-    job.write_text(f"#!/bin/bash\n#SBATCH --nodes=2 --ntasks-per-node=2 --output={output}\n{train}\n")
-    number = slurm.check(0, ["sbatch", "--parsable", job]).strip()  # its --wait looks after 2, 10 and 42 seconds only
+def test_sbatch_takes_the_example(slurm: Hosts, python: Path):
+    output, path = slurm.folder / "output.txt", f"{python.parent}:{os.environ['PATH']}"
+    command = ["sbatch", "--parsable", "--chdir", ROOT, "--output", output, ROOT / "examples" / "slurm.sbatch"]
+    number = slurm.run(0, command, env={"PATH": path}).stdout.strip()  # --wait looks after 2, 10 and 42 seconds only
     wait_until(lambda: not slurm.check(0, ["squeue", "--noheader"]))
     assert "ExitCode=0:0" in slurm.check(0, ["scontrol", "show", "job", number]), output.read_text()
     assert "[0] parameters are identical on all 4 ranks" in output.read_text()

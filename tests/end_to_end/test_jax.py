@@ -37,7 +37,7 @@ def test_the_example_trains_the_same_model_on_any_number_of_ranks(with_jax, tmp_
     for ranks in (1, 2, 3, 4):
         for steps in (50, 300):
             record = tmp_path / f"{ranks}-{steps}.npz"
-            arguments = [ROOT / "examples" / "train_digits_jax.py", "--steps", steps, "--record", record]
+            arguments = [ROOT / "examples" / "jax_optax.py", "--steps", steps, "--record", record]
             finished = ringrun(Path(sys.executable), ranks, *arguments, **with_jax)
             assert finished.returncode == 0, finished.stdout
             if steps == 50:

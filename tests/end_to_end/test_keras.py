@@ -39,7 +39,7 @@ def test_the_suite_of_keras(with_keras, backend, ranks):
 @pytest.mark.parametrize("backend", ["torch", "jax", "tensorflow"])
 def test_the_example(with_keras, backend, tmp_path):
     path = tmp_path / "digits.keras"
-    arguments = [ROOT / "examples" / "keras_digits.py", "--save", path]
+    arguments = [ROOT / "examples" / "keras3.py", "--save", path]
     finished = ringrun(Path(sys.executable), 2, *arguments, **with_keras, KERAS_BACKEND=backend)
     assert finished.returncode == 0, finished.stdout
     assert float(re.search(r"^\[0\] test accuracy: (\d\.\d{3})$", finished.stdout, re.MULTILINE)[1]) >= 0.95

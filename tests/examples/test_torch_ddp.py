@@ -1,0 +1,21 @@
+"""torch_ddp.py: over the backend "ring" it learns, and as over gloo."""
+
+import importlib.util
+import re
+
+import pytest
+
+pytestmark = [
+    pytest.mark.timeout(180),
+    pytest.mark.skipif(importlib.util.find_spec("sklearn") is None, reason="torch_ddp.py needs scikit-learn"),
+]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_it_learns_as_over_gloo(ringrun, examples, size):
+    found = {}
+    for backend in ("ring", "gloo"):
+        ended = ringrun(size, examples / "torch_ddp.py", "--backend", backend)
+        (found[backend],) = re.findall(rf"{backend}, {size} ranks, on cpu, test accuracy: (\d\.\d+)", ended.stdout)
+    assert float(found["ring"]) > 0.9
+    assert float(found["ring"]) == pytest.approx(float(found["gloo"]), abs=0.01)

@@ -1,0 +1,55 @@
+"""examples/: each is short, says how to run it, stands in the README's order of learning, and is run by a test."""
+
+import ast
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from ringrun.kubernetes import manifest
+from ringrun.kubernetes.mpijob import manifest as mpijob
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = sorted(path for path in (ROOT / "examples").rglob("*.*") if path.suffix in (".py", ".sbatch", ".yaml"))
+SCRIPTS = [path for path in EXAMPLES if path.suffix == ".py" and path.name != "common.py"]
+HOROVOD = [path for path in SCRIPTS if path.parent.name == "horovod"]
+TESTS = "".join(path.read_text() for path in (ROOT / "tests").glob("*/test_*.py") if path.name != "test_examples.py")
+
+
+def name_of(path):
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=name_of)
+def test_each_is_short_and_told_in_the_readme_and_run_by_a_test(path):
+    assert len(path.read_text().splitlines()) <= 120
+    told = (ROOT / "examples" / "README.md").read_text()
+    if path.name != "common.py":
+        assert f"]({path.relative_to(ROOT / 'examples')})" in told
+        assert re.search(rf"\b{path.stem}\b", TESTS), "no test names it"
+
+
+def test_each_script_says_how_to_run_it():
+    for path in SCRIPTS:
+        doc = ast.get_docstring(ast.parse(path.read_text()))
+        assert re.search(rf"^ *(\w+=\w+ )?ringrun .*python {name_of(path)}\b", doc, re.MULTILINE), path.name
+
+
+def test_the_readme_tells_of_nothing_that_is_not_there():
+    told = re.findall(r"\]\(([^)]+)\)", (ROOT / "examples" / "README.md").read_text())
+    assert len(told) > 20
+    assert [each for each in told if not (ROOT / "examples" / each).exists()] == []
+
+
+def test_in_horovods_scripts_nothing_but_the_import_differs():
+    assert len(HOROVOD) == 11
+    for path in HOROVOD:
+        ours = [line for line in path.read_text().splitlines() if re.search("ringreduce|horovod", line)]
+        assert ours[1:] == ["import ringreduce.torch as hvd  # before: import horovod.torch as hvd"]
+
+
+def test_the_manifest_is_that_of_the_command_in_it():
+    text = (ROOT / "examples" / "mpijob.yaml").read_text()
+    command = re.search(r"^# +ringrun manifest (.*)$", text, re.MULTILINE)[1]
+    assert text.endswith("\n" + manifest.as_yaml(mpijob(manifest.parse(shlex.split(command)))))
