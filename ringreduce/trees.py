@@ -62,7 +62,8 @@ def _filled(tree: Mapping[Any, Any], values: dict[Any, Any]) -> Any:
     """A mapping of the same type that holds `values`, which have the same keys."""
     if isinstance(tree, dict):
         filled: Any = copy.copy(tree)  # keeps a subclass's other attributes, such as a defaultdict's factory
-        filled.update(values)
+        for key, value in values.items():  # update() of a Counter adds
+            filled[key] = value
         return filled
     filled = type(tree)(values)  # type: ignore[call-arg]
     if [(name, id(leaf)) for name, leaf in leaves(filled)] != [(name, id(leaf)) for name, leaf in leaves(values)]:

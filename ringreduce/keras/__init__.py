@@ -23,23 +23,11 @@ if _keras.__version__.startswith(("1.", "2.")):
         f"ringreduce.keras needs Keras 3, but Keras {_keras.__version__} is installed; pip install --upgrade keras"
     )
 
-from ringreduce.api.control import init as init
-from ringreduce.api.control import join as join
-from ringreduce.api.control import start_timeline as start_timeline
-from ringreduce.api.control import stop_timeline as stop_timeline
-from ringreduce.api.info import info as info
-from ringreduce.api.objects import *
-from ringreduce.api.process_sets import *
-from ringreduce.api.world import *
-from ringreduce.compression import Compression as Compression
-from ringreduce.errors import HorovodInternalError as HorovodInternalError
+from ringreduce.api.common import *
 from ringreduce.keras import callbacks as callbacks
 from ringreduce.keras.ops import *
 from ringreduce.keras.optimizer import *
 from ringreduce.not_there import no_attribute as _no_attribute
-from ringreduce.ops import *
-from ringreduce.runtime import is_initialized as is_initialized
-from ringreduce.runtime import shutdown as shutdown
 
 _values = list(globals().items())
 __all__ = [name for name, it in _values if name[0] != "_" and not isinstance(it, _ModuleType)]

@@ -7,7 +7,7 @@ accumulated and unscaled, before they are clipped and applied, in every way to t
 
 from __future__ import annotations
 
-import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,8 +21,6 @@ from ringreduce.ops import Average, Min, ReduceOp
 from ringreduce.optim.exchange import Exchange, check_passes
 
 __all__ = ["DistributedOptimizer", "load_model"]
-
-_numbers = itertools.count()
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
@@ -44,7 +42,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 
     optimizer: a keras.optimizers.Optimizer; of a LossScaleOptimizer the inner one reduces. With mixed_float16,
         `model.compile` may wrap the result in one.
-    name: of the operation, for error messages and the timeline.
+    name: of the operation, for error messages and the timeline; by default made of the variables' number and size.
     compression: `Compression.fp16` or `.bf16` send gradients in 16 bits.
     sparse_as_dense: with TensorFlow, gradients that are IndexedSlices are made dense; else their rows are gathered.
     gradient_predivide_factor: f: Average divides by f before the sum and by size / f after it.
@@ -74,10 +72,9 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     exchange = Exchange(op, compression, gradient_predivide_factor, process_set)
     exchange.check_world()
     after = exchange.scales[1] * _accumulate(inner, backward_passes_per_step, average_aggregated_gradients)
-    own = name or f"DistributedOptimizer.{next(_numbers)}"
     options = exchange.arguments | {"postscale_factor": after}
     # not by setattr: Keras and TensorFlow would keep track of it
-    vars(inner)["_clip_gradients"] = _Reduction(inner, own, sparse_as_dense, options)
+    vars(inner)["_clip_gradients"] = _Reduction(inner, name, sparse_as_dense, options)
     _agree_on_finite_gradients()
     return optimizer
 
@@ -108,8 +105,8 @@ def _allreduce(*args: Any, **options: Any) -> list[Any]:
 class _Reduction:
     """Stands for the `_clip_gradients` of one optimizer."""
 
-    def __init__(self, optimizer: Any, name: str, sparse_as_dense: bool, options: dict[str, Any]) -> None:
-        self._optimizer, self._name, self._options = optimizer, name, options
+    def __init__(self, optimizer: Any, name: str | None, sparse_as_dense: bool, options: dict[str, Any]) -> None:
+        self._optimizer, self._given_name, self._options = optimizer, name, options
         self._sparse_as_dense = sparse_as_dense
 
     def __call__(self, gradients: Sequence[Any]) -> Any:
@@ -124,6 +121,13 @@ class _Reduction:
             else:
                 gradients = self._reduced(gradients)
         return type(optimizer)._clip_gradients(optimizer, gradients)
+
+    @property
+    def _name(self) -> str:
+        """By default of what it reduces: how many optimizers a rank has made, for evaluation say, is its own affair."""
+        variables = self._optimizer._trainable_variables
+        count = sum(math.prod(each.shape) for each in variables)
+        return self._given_name or f"DistributedOptimizer of {len(variables)} variables, {count} elements"
 
     def everywhere(self, finite: Any) -> Any:
         """True where it is true on all ranks."""

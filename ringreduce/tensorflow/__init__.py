@@ -20,20 +20,8 @@ except ImportError as exc:
         "ringreduce.tensorflow needs TensorFlow 2; install it with: pip install 'ringreduce[tensorflow]'"
     ) from exc
 
-from ringreduce.api.control import init as init
-from ringreduce.api.control import join as join
-from ringreduce.api.control import start_timeline as start_timeline
-from ringreduce.api.control import stop_timeline as stop_timeline
-from ringreduce.api.info import info as info
-from ringreduce.api.objects import *
-from ringreduce.api.process_sets import *
-from ringreduce.api.world import *
-from ringreduce.compression import Compression as Compression
-from ringreduce.errors import HorovodInternalError as HorovodInternalError
+from ringreduce.api.common import *
 from ringreduce.not_there import no_attribute as _no_attribute
-from ringreduce.ops import *
-from ringreduce.runtime import is_initialized as is_initialized
-from ringreduce.runtime import shutdown as shutdown
 from ringreduce.tensorflow.ops import *
 from ringreduce.tensorflow.training import *
 

@@ -18,20 +18,12 @@ except ImportError as exc:
     ) from exc
 
 from ringreduce.api.broadcast import *
+from ringreduce.api.common import *
 from ringreduce.api.control import *
 from ringreduce.api.gather import *
-from ringreduce.api.info import info as info
-from ringreduce.api.objects import *
-from ringreduce.api.process_sets import *
 from ringreduce.api.reduce import *
-from ringreduce.api.world import *
-from ringreduce.compression import Compression as Compression
-from ringreduce.errors import HorovodInternalError as HorovodInternalError
 from ringreduce.not_there import no_attribute as _no_attribute
-from ringreduce.ops import *
 from ringreduce.run_function import run as run
-from ringreduce.runtime import is_initialized as is_initialized
-from ringreduce.runtime import shutdown as shutdown
 from ringreduce.torch import elastic as elastic
 from ringreduce.torch.functions import broadcast_optimizer_state as broadcast_optimizer_state
 from ringreduce.torch.ops import *  # type: ignore[assignment]  # in place of those without autograd

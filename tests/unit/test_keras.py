@@ -17,7 +17,9 @@ class Optimizer:
     gradient_accumulation_steps = None
 
     def __init__(self, *values, momentum=0.0):
-        self._trainable_variables = [types.SimpleNamespace(name="w", value=value) for value in values]
+        self._trainable_variables = [
+            types.SimpleNamespace(name="w", value=value, shape=value.shape) for value in values
+        ]
         self.built, self.learning_rate, self.momentum = False, 1.0, momentum
         self.momentums = [Velocity(8.0)]
 
@@ -75,6 +77,19 @@ def test_gradients_are_reduced_then_clipped(hvd):
         return [each.value.tolist() for each in own._trainable_variables]
 
     assert run_ranks(3, program) == [[[-1.0, -10.0], [-3.0]]] * 3
+
+
+def test_ranks_may_have_made_different_numbers_of_optimizers(hvd):
+    """As where one rank loads a model to evaluate it: the others' optimizers without a name match all the same."""
+
+    def program():
+        for _ in range(hvd.rank()):
+            hvd.DistributedOptimizer(Optimizer(torch.zeros(4)))
+        own = hvd.DistributedOptimizer(Optimizer(torch.zeros(1)))
+        own.apply(torch.tensor([float(hvd.rank())]))
+        return own._trainable_variables[0].value.item()
+
+    assert run_ranks(3, program) == [-1.0] * 3
 
 
 def test_a_sum_of_passes_is_keras_mean_times_their_number(hvd):

@@ -89,7 +89,7 @@ LAYERS = [
     ["api.submit", "api.world", "api.info"],
     ["api.process_sets"],
     ["api.reduce", "api.gather", "api.broadcast", "api.objects", "api.control"],
-    ["api.ordered", "api.own_channel"],
+    ["api.ordered", "api.own_channel", "api.common"],
     ["optim.exchange", "optim.parameters"],
     ["optim.buckets"],
     ["optim.reducer"],

@@ -1,3 +1,4 @@
+import collections
 from typing import NamedTuple
 
 import pytest
@@ -37,3 +38,11 @@ def test_replacing_keeps_the_form_and_the_types():
     assert replaced == {"b": [-1, (-2, None)], "a": Layer(-3, -4)}
     assert isinstance(replaced["a"], Layer)
     assert list(replaced) == ["b", "a"]
+
+
+@pytest.mark.parametrize("kind", [collections.Counter, collections.OrderedDict, dict])
+def test_what_is_a_dict_keeps_its_kind_and_gets_the_new_leaves(kind):
+    tree = kind({"b": 3, "a": 4})
+    replaced = map_leaves(tree, lambda _, leaf: 10 * leaf)
+    assert (type(replaced), dict(replaced), list(replaced)) == (kind, {"b": 30, "a": 40}, ["b", "a"])
+    assert tree == {"b": 3, "a": 4}
