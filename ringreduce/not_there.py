@@ -9,7 +9,7 @@ MXNET = (
 _RINGRUN = "it is not supported yet; start your script with `ringrun -np N python train.py`"
 _OF_TF1 = "it is of TensorFlow 1; use broadcast_variables(variables, root_rank)"
 _INSTEAD = {
-    "elastic": "use ringreduce.elastic; its ObjectState keeps model.get_weights()",
+    "elastic": "use ringreduce.keras.elastic, whose KerasState keeps a model and its optimizer, or ringreduce.elastic",
     "run_elastic": "it is not supported yet; start an elastic script with `ringrun --elastic -np N python train.py`",
     "spark": _RINGRUN,
     "ray": _RINGRUN,

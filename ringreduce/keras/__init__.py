@@ -5,6 +5,7 @@
 ops        allreduce, allgather, … on the tensors of Keras' backend; broadcast_variables
 optimizer  DistributedOptimizer, load_model
 callbacks  for model.fit
+elastic    KerasState, and callbacks that commit it
 """
 # ruff: noqa: F403
 
@@ -25,6 +26,7 @@ if _keras.__version__.startswith(("1.", "2.")):
 
 from ringreduce.api.common import *
 from ringreduce.keras import callbacks as callbacks
+from ringreduce.keras import elastic as elastic
 from ringreduce.keras.ops import *
 from ringreduce.keras.optimizer import *
 from ringreduce.not_there import no_attribute as _no_attribute

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import environments
+from tests import environments, jobs
 from tests.end_to_end.conftest import ringrun
 from tests.end_to_end.test_mpi_suite import PYTEST
 from tests.jobs import ROOT
@@ -44,6 +44,17 @@ def test_the_example(with_keras, backend, tmp_path):
     assert finished.returncode == 0, finished.stdout
     assert float(re.search(r"^\[0\] test accuracy: (\d\.\d{3})$", finished.stdout, re.MULTILINE)[1]) >= 0.95
     assert path.exists()
+
+
+@pytest.mark.parametrize(("backend", "killed"), [("torch", 0), ("jax", 2), ("tensorflow", 1)])
+def test_fit_goes_on_without_a_rank_that_is_killed(with_keras, backend, killed):
+    program = ["-m", "tests.keras.elastic_program", killed, 3]
+    command = [jobs.ringrun(Path(sys.executable)), "--elastic", "-np", 3, "--min-np", 2, sys.executable, *program]
+    environment = jobs.environment(**with_keras, KERAS_BACKEND=backend)
+    ended = jobs.run(command, env=environment, stderr=subprocess.STDOUT)
+    assert ended.returncode == 0, ended.stdout
+    left = [rank for rank in range(3) if rank != killed]
+    assert f"replayed {[[0, 1, 2]] * 3 + [left] * 4}, epochs: 1" in ended.stdout
 
 
 @pytest.mark.parametrize("page", ["keras.md", "tensorflow.md"])

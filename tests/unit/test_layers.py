@@ -114,7 +114,7 @@ LAYERS = [
     ["tensorflow.ops"],
     ["tensorflow.training"],
     ["keras.ops"],
-    ["keras.optimizer", "keras.callbacks"],
+    ["keras.optimizer", "keras.callbacks", "keras.elastic"],
     ["tensorflow.keras"],
     ["torch.ops", "torch.sparse", "torch.functions", "torch.sync_batch_norm", "torch.ps"],
     ["torch.hooks", "torch.pending"],

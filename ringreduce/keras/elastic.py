@@ -1,0 +1,134 @@
+"""hvd.elastic for Keras: a model and its optimizer that survive the death of ranks, and callbacks that commit them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import keras
+import numpy as np
+
+from ringreduce.elastic.loop import run as run
+from ringreduce.elastic.sampler import ElasticSampler as ElasticSampler
+from ringreduce.elastic.state import ObjectState as ObjectState
+from ringreduce.elastic.state import State as State
+from ringreduce.errors import HorovodInternalError as HorovodInternalError
+from ringreduce.errors import HostsUpdatedInterrupt as HostsUpdatedInterrupt
+from ringreduce.errors import InputError
+
+__all__ = ["CommitStateCallback", "ElasticSampler", "HorovodInternalError", "HostsUpdatedInterrupt", "KerasState"]
+__all__ += ["ObjectState", "State", "UpdateBatchStateCallback", "UpdateEpochStateCallback", "run"]
+
+
+class KerasState(ObjectState):
+    """A state of a model, its optimizer, and any other attributes; see `ringreduce.elastic.ObjectState`.
+
+        state = hvd.elastic.KerasState(model, epoch=0, batch=0)
+
+        @hvd.elastic.run
+        def train(state):
+            own = [hvd.elastic.UpdateEpochStateCallback(state), hvd.elastic.CommitStateCallback(state)]
+            model.fit(data, epochs=10 - state.epoch, callbacks=own)
+
+    model:     a model that is built; all its variables are kept, the states of random seeds too.
+    optimizer: by default the one that the model was compiled with.
+    backend:   Horovod's, without effect.
+    Any attribute may be a model or an optimizer of Keras.
+
+    Cost of a commit: as ObjectState's, and one more copy, out of the framework.
+    Raises: InputError for a model that is not built.
+    Source: Horovod's KerasState.
+    """
+
+    def __init__(self, model: Any, optimizer: Any = None, backend: Any = None, **attributes: Any) -> None:
+        if not model.built:
+            raise InputError("KerasState: the model has no weights yet; build it first: model.build(input_shape)")
+        optimizer = model.optimizer if optimizer is None else optimizer
+        if optimizer is not None and not optimizer.built:
+            optimizer.build(model.trainable_variables)
+        super().__init__(None, None, model=model, optimizer=optimizer, **attributes)
+
+    def _taken(self, value: Any) -> Any:
+        if not _has_variables(value):
+            return super()._taken(value)
+        if hasattr(value, "jax_state_sync"):  # during an epoch only Keras' loop over its batches has them
+            value.jax_state_sync()
+        return [keras.ops.convert_to_numpy(each) for each in value.variables]
+
+    def _put_back(self, value: Any, saved: Any) -> Any:
+        if not _has_variables(value):
+            return super()._put_back(value, saved)
+        for variable, array in zip(value.variables, saved, strict=True):
+            variable.assign(np.array(array))  # a copy, as JAX keeps such memory for its own
+        return value
+
+
+def _has_variables(value: Any) -> bool:
+    return isinstance(value, keras.Model | keras.optimizers.Optimizer)
+
+
+class CommitStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
+    """Commit a state every `batches_per_commit` batches of `model.fit`, and after each epoch.
+
+    Put it behind the callbacks that update the state, so that the commit has what they set.
+    Source: Horovod's callback of this name.
+    """
+
+    def __init__(self, state: State, batches_per_commit: int = 1) -> None:
+        super().__init__()
+        self._state, self._batches_per_commit = state, batches_per_commit
+        self._batches = 0
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Count anew, so that all ranks commit after the same batches."""
+        self._batches = 0
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Commit, if this is the time."""
+        self._batches += 1
+        if self._batches == self._batches_per_commit:
+            self._batches = 0
+            self._state.commit()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Commit."""
+        self._state.commit()
+
+
+class UpdateEpochStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
+    """Keep in `state.epoch` how many epochs are done, those before a loss too.
+
+    `model.fit` may count from 0, as in epochs=10 - state.epoch, or go on, as in initial_epoch=state.epoch, epochs=10.
+    Source: Horovod's callback of this name.
+    """
+
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self._state = state
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Count the epoch."""
+        self._state.epoch += 1
+
+
+class UpdateBatchStateCallback(keras.callbacks.Callback):  # type: ignore[misc]
+    """Keep in `state.batch` how many batches of the epoch are done: the next `model.fit` may leave them out.
+
+    Those before a loss count, too, as in model.fit(data.skip(state.batch), …), for the first epoch alone.
+    Source: Horovod's callback of this name, which has the number of the last batch.
+    """
+
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self._state, self._before = state, 0
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Go on with the epoch in which the state is."""
+        self._before = self._state.batch
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Count; with steps_per_execution `batch` is the last of several."""
+        self._state.batch = self._before + batch + 1
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """The next epoch begins with its first batch."""
+        self._state.batch = self._before = 0
