@@ -58,7 +58,7 @@ def test_a_page_by_copy_and_paste_in_a_clean_clone(tmp_path, page):
     assert fresh or page not in TUTORIALS
     accuracies = [float(each) for each in re.findall(r"accuracy:? ([\d.]+)$", done.stdout, re.MULTILINE)]
     assert min(accuracies, default=1) > 0.9
-    assert len(accuracies) >= session(page).count("digits")
+    assert len(accuracies) >= session(page).count("digits.py")
 
 
 def test_the_tutorials_are_sessions():
