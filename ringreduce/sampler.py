@@ -39,8 +39,8 @@ class DistributedSampler:
     Raises: InputError (a ValueError) for a wrong argument; NotInitializedError when size() or rank() is needed.
     Source: torch.utils.data.DistributedSampler, which it can replace; the shuffled order is NumPy's own.
 
-        >>> [list(DistributedSampler(7, num_replicas=3, rank=rank, shuffle=False)) for rank in range(3)]
-        [[0, 3, 6], [1, 4, 0], [2, 5, 1]]
+    >>> [list(DistributedSampler(7, num_replicas=3, rank=rank, shuffle=False)) for rank in range(3)]
+    [[0, 3, 6], [1, 4, 0], [2, 5, 1]]
     """
 
     def __init__(

@@ -1,0 +1,43 @@
+"""Docstrings as Markdown: the fields that they list (`name: what it is`) become lists, and their sessions code.
+
+Griffe calls this class when mkdocstrings reads a module (mkdocs.yml, extensions).
+"""
+
+import re
+
+import griffe
+
+FIELD = re.compile(r"(\w+(?:, \w+)*):(?: +|$)(.*)")
+
+
+def fields(lines):
+    """`name: text`, continued on indented lines, as a list; an indented `- ` makes a list in it."""
+    items = []
+    for line in lines:
+        if found := FIELD.match(line):
+            items.append(f"- **{found[1]}:** {found[2]}")
+        elif (text := line.strip()).startswith("- "):
+            items.append(f"    {text}")
+        else:
+            items[-1] += f" {text}"
+    return "\n".join(items)
+
+
+def paragraph(text):
+    """One paragraph of a docstring."""
+    lines = text.splitlines()
+    if lines[0].startswith(">>> "):
+        code = "\n".join(re.sub(r" *# doctest: \+SKIP$", "", line) for line in lines)
+        return f"```pycon\n{code}\n```"
+    if FIELD.match(lines[0]) and all(FIELD.match(line) or line.startswith(" ") for line in lines):
+        return fields(lines)
+    return text
+
+
+class Docstrings(griffe.Extension):
+    """Changes every docstring that is read."""
+
+    def on_object(self, *, obj, **_):
+        """Called for each module, class, function and attribute."""
+        if obj.docstring:
+            obj.docstring.value = "\n\n".join(map(paragraph, re.split(r"\n\n+", obj.docstring.value)))
