@@ -23,7 +23,14 @@ def on_files(files, config):
 
 
 def on_page_markdown(markdown, page, **_):
-    """Turn links of the repository into those of the site; what the site lacks becomes the name of a file."""
+    """Turn links of the repository into those of the site; what the site lacks becomes the name of a file.
+
+    A page with a wide drawing gets the room of the table of contents.
+    """
+    if any(
+        len(line) > 96 for block in re.findall(r"```text\n(.*?)```", markdown, re.DOTALL) for line in block.splitlines()
+    ):
+        page.meta["hide"] = ["toc"]
     markdown = markdown.replace("](docs/", "](").replace("](../", "](")
     for source, name in SHOWN.items():
         markdown = markdown.replace(f"]({source})", f"]({name})")

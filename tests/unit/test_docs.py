@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import importlib
 import importlib.util
@@ -59,6 +60,18 @@ def test_the_picture_shows_the_table_of_bench():
     assert drawn.PICTURE.read_text() == drawn.picture(), "python bench/picture.py"
 
 
+def test_messages_that_have_an_answer_are_those_of_the_code():
+    texts = []
+    for path in (*ROOT.glob("ringreduce/**/*.py"), *ROOT.glob("launcher/**/*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            texts += [node.value] if isinstance(node, ast.Constant) and isinstance(node.value, str) else []
+    messages = re.findall(r"^### `(.*)`$", PAGES["failures.md"], re.MULTILINE)
+    assert len(messages) > 8
+    for message in messages:
+        for part in filter(None, (each.strip() for each in re.split(r"…|\(\)|; use ", message))):
+            assert any(part in text for text in texts), part
+
+
 def shown(value: object) -> str:
     """A default as docs/settings.md writes it."""
     if isinstance(value, bool):
@@ -84,7 +97,11 @@ def test_settings_and_their_defaults_are_those_of_the_code():
 
 def documented(module: str) -> set[str]:
     """The names of this module that the reference has."""
-    return set(re.findall(rf"^::: {re.escape(module)}\.(?:sweeps\.sweep\.)?(\w+)$", "\n".join(REFERENCE.values()), re.MULTILINE))
+    return set(
+        re.findall(
+            rf"^::: {re.escape(module)}\.(?:sweeps\.sweep\.)?(\w+)$", "\n".join(REFERENCE.values()), re.MULTILINE
+        )
+    )
 
 
 @pytest.mark.parametrize("name", ["", ".torch", ".torch.distributed", ".elastic", ".ps", ".sweeps", ".testing"])
@@ -125,5 +142,5 @@ def test_flags_of_ringrun_that_pages_name_exist():
         assert {flag for flag in named - known - OF_OTHERS if flag[2:].replace("-", "_") not in settings} == set(), page
 
 
-OF_OTHERS = {"--json", "--env-from-secret", "--gpus-per-worker"}
-"""Flags of ringrun's other commands."""
+OF_OTHERS = {"--json", "--env-from-secret", "--gpus-per-worker", "--shm-size"}
+"""Flags of ringrun's other commands, and of other programs."""
