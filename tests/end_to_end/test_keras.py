@@ -59,7 +59,7 @@ def test_fit_goes_on_without_a_rank_that_is_killed(with_keras, backend, killed):
 
 @pytest.mark.parametrize("page", ["keras.md", "tensorflow.md"])
 def test_the_tutorials_script(with_keras, page, tmp_path):
-    (script,) = blocks("python", page=page)
+    (script,) = blocks("python", page=page, title="train.py")
     (tmp_path / "recipe.py").write_text(script.text)
     finished = ringrun(Path(sys.executable), 2, tmp_path / "recipe.py", **with_keras)
     assert finished.returncode == 0, finished.stdout

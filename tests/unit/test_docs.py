@@ -36,6 +36,8 @@ def test_every_block_is_run_or_says_why_not():
 def test_what_is_no_command_is_marked_as_text():
     commands = re.compile(r"^(\$ |pip |python3? |ringrun -|mpirun )", re.MULTILINE)
     assert [block.start for block in BLOCKS if block.language == "text" and commands.search(block.text)] == []
+    outside = re.sub(r"^```.*?^```$", "", DOCS, flags=re.MULTILINE | re.DOTALL)
+    assert re.findall(r"\n\n(?: {4}|\t).*", outside) == [], "code that is only indented: nothing runs it"
     assert len(re.findall(r"^```", DOCS, re.MULTILINE)) == 2 * len(BLOCKS), "a fence that tests/pages.py cannot read"
 
 
