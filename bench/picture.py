@@ -14,13 +14,13 @@ ROOT = Path(__file__).parents[1]
 PICTURE = ROOT / "docs" / "gradients.svg"
 BARS = {
     "ringreduce, torch": ("ringreduce", "#d62728"),
-    "MPI_Allreduce, packed": ("MPI_Allreduce of one packed buffer *", "#1f77b4"),
+    "MPI_Allreduce, packed": ("MPI_Allreduce, packed *", "#1f77b4"),
     "DDP gloo": ("PyTorch DDP over gloo", "#17becf"),
-    "floor: one copy": ("one copy in memory, the floor", "#9e9e9e"),
+    "floor: one copy": ("floor: one copy", "#9e9e9e"),
 }
 """The rows of the table that are drawn, what each is called, and its colour: that of bench/plots.py."""
 MODELS = {"resnet50": "ResNet-50, 102 MB", "gpt2": "GPT-2, 498 MB"}
-LABELS, LONGEST, HEIGHT, TEXT = 265, 380, 22, 'font-family="sans-serif" font-size="13"'
+LABELS, LONGEST, HEIGHT, TEXT = 180, 290, 22, 'font-family="sans-serif" font-size="13"'
 
 
 def measured(model: str) -> dict[str, float]:
@@ -48,19 +48,19 @@ def picture() -> str:
     """The drawing, as SVG."""
     height = len(MODELS) * (len(BARS) + 1) * HEIGHT + 76
     first = 30
-    title = "Time to average a model's gradients, 2 ranks on 2 cores of one host, float32"
+    title = "Time to average a model's gradients, 2 ranks on 2 cores, float32"
     body = [line for n, model in enumerate(MODELS) for line in bars(model, first + n * ((len(BARS) + 1) * HEIGHT + 6))]
     small = TEXT.replace("13", "11")
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 {height}" width="720" height="{height}">',
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 540 {height}" width="540" height="{height}">',
             '<rect width="100%" height="100%" fill="white"/>',
             f'<text x="10" y="20" {TEXT}>{title}</text>',
             *body,
-            f'<text x="10" y="{height - 24}" {small} fill="#555">* how Horovod does it on CPUs, as published; '
-            "its copies into that buffer and back are not counted.</text>",
-            f'<text x="10" y="{height - 8}" {small} fill="#555">From bench/gradients.py: medians of 7 runs, '
-            "results checked; AMD EPYC, Open MPI 5.0.11, torch 2.13.0 (2026-11-21).</text>",
+            f'<text x="10" y="{height - 24}" {small} fill="#555">* one buffer, as Horovod does it on CPUs (published); '
+            "its packing is not counted.</text>",
+            f'<text x="10" y="{height - 8}" {small} fill="#555">bench/gradients.py, medians of 7 runs; '
+            "AMD EPYC, Open MPI 5.0.11, torch 2.13.0.</text>",
             "</svg>\n",
         ]
     )
