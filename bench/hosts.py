@@ -36,7 +36,7 @@ import plots
 from common import Column, Report, machine, parse, parser, seconds_per_run
 from contenders import DTYPES, missing
 from network import Network, why_not
-from scale import simulated_us
+from simulation import simulated_us
 
 from ringreduce.cost_model import ALGORITHMS, Constants, Plan, predict_us
 from ringreduce.cost_model import plan as plan_of

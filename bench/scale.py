@@ -24,45 +24,16 @@ import argparse
 import itertools
 import math
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import plots
 from common import Column, Report, machine, parse, parser
-from models import resnet50
+from simulation import Reducing, Training, costs_of
 
-from ringreduce.arrays.dtypes import TABLE
-from ringreduce.collectives import direct, doubling, halving, hierarchical, ring
-from ringreduce.collectives.overlap import AnyOf, Running, overlapped
-from ringreduce.collectives.shared import Part
-from ringreduce.cost_model import (
-    BUCKETS_IN_FLIGHT,
-    LARGE_BYTES,
-    MANY,
-    Constants,
-    Plan,
-    choose,
-    plan,
-    predict_us,
-    segment_bytes,
-)
-from ringreduce.execution.signature import Signature, TensorSignature
-from ringreduce.negotiation.negotiator import Group, Negotiator
-from ringreduce.negotiation.protocol import decode, encode
-from ringreduce.ops import Sum
-from ringreduce.transport.base import Steps, Transport
-from ringreduce.transport.counters import group_bytes
+from ringreduce.cost_model import LARGE_BYTES, MANY, Constants, choose, plan, predict_us, segment_bytes
 from ringreduce.transport.simulated import Cluster, Costs
-from ringreduce.transport.subset import channels
-from ringreduce.transport.window import Region
 
 SIZES = (4096, 65536, 1_000_000, 100_000_000)
-SLOT_BYTES = 1 << 20
-BATCHES, CAPACITY = 13, 256
-LARGEST_BYTES = 1 << 30
 COPIES = 2.6  # of a buffer, in which a rank of `hierarchical` reads and writes: packing, sums, copying out
 COLUMNS = (
     Column("hosts", "hosts", "", 6, "d"),
@@ -109,62 +80,6 @@ def numbers(text: str) -> list[float]:
     return [float(each) for each in text.split(",")]
 
 
-def costs_of(constants: Constants, **more: Any) -> Costs:
-    """What the cost model's constants mean for simulated ranks: a message is sent, and received, and has a latency."""
-    message_us = max(0.0, constants.message_us - Costs.local_us) / 2
-    latency_us = max(0.0, constants.wire_us - 2 * message_us)
-    local_gbs, copy_gbs = constants.message_gbs, constants.copy_gbs
-    return Costs(
-        latency_us, 8 * constants.wire_gbs, message_us=message_us, local_gbs=local_gbs, copy_gbs=copy_gbs, **more
-    )
-
-
-class Reducing:
-    """What each simulated rank runs, as execution/allreduce does; layout: the host of each rank, simulated or not."""
-
-    def __init__(
-        self, algorithm: str, layout: Sequence[int], constants: Constants, made: Plan, cluster: Cluster
-    ) -> None:
-        self.algorithm, self.made, self.cluster = algorithm, made, cluster
-        self.chunks = min(layout.count(host) for host in set(layout))
-        self.reduction = cluster.reduction(Sum, TABLE["float32"], len(layout))
-        self.segment_bytes = segment_bytes(constants)
-        self.flat = np.zeros(LARGEST_BYTES // 4, np.float32)  # of all ranks: nothing is written
-        self.own: dict[int, tuple[hierarchical.Hierarchy, Region]] = {}
-
-    def steps(self, rank: int, nbytes: int) -> Steps[None]:
-        """One all-reduce, on one rank."""
-        length = self.made.unit_bytes // 4
-        units = [self.flat[low : min(low + length, nbytes // 4)] for low in range(0, nbytes // 4, length)]
-        own = channels(self.cluster.transport(rank), range(self.cluster.size), 0)
-        if self.algorithm != "hierarchical":
-            collectives = (self._one(unit, own[number % BUCKETS_IN_FLIGHT]) for number, unit in enumerate(units))
-            return overlapped(collectives, BUCKETS_IN_FLIGHT)
-        hosts = list(self.cluster.hosts)
-        if rank not in self.own:
-            local = hosts[:rank].count(hosts[rank])
-            hierarchy = hierarchical.Hierarchy(own, hosts, local, self.made.halves)
-            hierarchy.chunks = self.chunks
-            self.own[rank] = hierarchy, self.cluster.region(rank, SLOT_BYTES)
-        hierarchy, region = self.own[rank]
-        parts = [[Part(unit, unit)] for unit in units]
-        return hierarchical.allreduce(parts, region, hierarchy, self.reduction, self.segment_bytes)
-
-    def _one(self, unit: Any, channel: Transport) -> Steps[None]:
-        if self.algorithm == "doubling":
-            return doubling.allreduce(unit, channel, self.reduction)
-        collective = {"ring": ring, "halving": halving, "direct": direct}[self.algorithm]
-        return collective.allreduce(unit, channel, self.reduction, self.segment_bytes)
-
-
-def simulated_us(algorithm: str, nbytes: int, layout: Sequence[int], constants: Constants, made: Plan) -> float:
-    """One all-reduce on a network that has these constants, all ranks simulated."""
-    cluster = Cluster(layout, costs_of(constants), carries=False)
-    reducing = Reducing(algorithm, layout, constants, made, cluster)
-    cluster.run(lambda rank: reducing.steps(rank, nbytes))
-    return cluster.seconds * 1e6
-
-
 class Job:
     """Simulated hosts at one rate, and what the cost model knows of them."""
 
@@ -182,15 +97,19 @@ class Job:
         ranks = [host for host in range(self.hosts) for _ in range(self.local // mirrors)]
         return Cluster(ranks, self.costs, seed=self.options.seed, carries=carries, mirrors=mirrors, alike=alike)
 
-    def is_alike(self, algorithm: str) -> bool:
+    def is_alike(self, algorithm: str, nbytes: int) -> bool:
         """True when one rank stands for all: counted from itself, each does the same at the same time.
 
         Not so in `halving`, where some chunks go beyond the last one, and are two messages.
         """
-        halves = algorithm == "halving" or plan(algorithm, tuple(self.layout), self.constants).halves
+        halves = self.halves(algorithm, nbytes)
         one_each = self.local == (self.mirrors if algorithm == "hierarchical" else 1)
         circular = not halves and (algorithm != "doubling" or not self.hosts & (self.hosts - 1))
         return one_each and circular and not (self.options.full or self.options.jitter_us)
+
+    def halves(self, algorithm: str, nbytes: int) -> bool:
+        """True when so many bytes are halved between hosts."""
+        return algorithm == "halving" or nbytes <= plan(algorithm, tuple(self.layout), self.constants).halved_bytes
 
     def algorithms(self) -> list[str]:
         """Those that can be used here."""
@@ -202,11 +121,11 @@ class Job:
         hierarchic = algorithm == "hierarchical"
         made, segment = plan(algorithm, tuple(self.layout), self.constants), segment_bytes(self.constants)
         ranks = self.hosts * (self.local // self.mirrors if hierarchic else self.local)
-        ranks = 1 if self.is_alike(algorithm) else ranks
+        ranks = 1 if self.is_alike(algorithm, nbytes) else ranks
         size = self.hosts if hierarchic else len(self.layout)
         units, chunk = max(1.0, nbytes / made.unit_bytes), min(nbytes, made.unit_bytes)
         chunk /= self.local if hierarchic else 1
-        if algorithm == "halving" or made.halves:
+        if self.halves(algorithm, nbytes):
             return ranks * units * (3 * math.log2(size) + 2 * chunk / segment)
         if algorithm == "doubling":
             return ranks * units * math.log2(size)
@@ -221,19 +140,23 @@ class Job:
         for algorithm in self.algorithms():
             made = plan(algorithm, tuple(layout), constants)
             row: dict[str, Any] = {"hosts": self.hosts, "per_host": self.local, "gbits": self.costs.gbits}
-            row |= {"size": nbytes, "who": f"  {algorithm}{' halving' if made.halves else ''}", "wrong": None}
+            row |= {
+                "size": nbytes,
+                "who": f"  {algorithm}{' halving' if nbytes <= made.halved_bytes else ''}",
+                "wrong": None,
+            }
             row |= {"model_us": predict_us(algorithm, nbytes, layout, constants), "unit": made.unit_bytes / (1 << 20)}
             row |= {"taken": "<--" if algorithm == taken else "", "time_us": None, "share": None}
             if algorithm == "hierarchical":
                 row["copies"] = COPIES * nbytes / (1e3 * constants.copy_gbs) / bound_us
             times = 1  # a longer buffer is some shorter ones, each of whom begins anew: no less than it takes
-            while self.messages(algorithm, nbytes // times) > most and nbytes // times >= 16 * made.unit_bytes:
+            while self.messages(algorithm, nbytes // times) > most and nbytes // times >= 8 * made.unit_bytes:
                 times *= 2
             left_out = self.options.taken and algorithm != taken
             if not left_out and self.messages(algorithm, nbytes // times) <= most:
                 started = time.perf_counter()
                 cluster = self.cluster(
-                    self.mirrors if algorithm == "hierarchical" else 1, alike=self.is_alike(algorithm)
+                    self.mirrors if algorithm == "hierarchical" else 1, alike=self.is_alike(algorithm, nbytes)
                 )
                 reducing, each = Reducing(algorithm, layout, constants, made, cluster), nbytes // times
                 cluster.run(lambda rank, one=reducing, each=each: one.steps(rank, each))
@@ -281,80 +204,6 @@ class Job:
         row |= {"time_us": times_us[1], "adds": times_us[1] / times_us[0] - 1, "messages": most, "wrong": None}
         nbytes = 4 * sum(training.counts)
         return {**row, "size": nbytes, "taken": "", "spent_s": time.perf_counter() - started}
-
-
-class Training:
-    """The real negotiators of all ranks, over simulated control messages; `reducing` moves what is ready, if there."""
-
-    def __init__(self, cluster: Cluster) -> None:
-        self.cluster, size = cluster, cluster.size
-        self.reducing: Reducing | None = None
-        blocks = [np.zeros(group_bytes(CAPACITY), np.uint8) for _ in range(size)]
-        self.groups: dict[int, Group] = {}
-        self.negotiators = []
-        for rank, host in enumerate(cluster.hosts):
-            group = self.groups[host] = self.groups.get(host) or Group(range(size), cluster.hosts, rank)
-            own = [blocks[each] for each in group.ranks]
-            options = {"fence": lambda: None, "send": self._sender(rank), "resubmit": lambda _: None}
-            self.negotiators.append(
-                Negotiator(0, range(size), rank, size, group, own, CAPACITY, **options)  # type: ignore[arg-type]
-            )
-        shapes = resnet50()[::-1]
-        tensors = [TensorSignature(f"layer{k}.weight", "float32", shape, "cpu") for k, shape in enumerate(shapes)]
-        self.signatures = [Signature("allreduce", each.name, (each,)) for each in tensors]
-        self.counts = [math.prod(shape) for shape in shapes]
-        self.batches = np.array_split(np.arange(len(shapes)), BATCHES)
-
-    def _sender(self, source: int) -> Callable[[Any, Sequence[int]], None]:
-        def send(message: Any, ranks: Sequence[int]) -> None:
-            content = encode(message)
-            for rank in ranks:
-                if rank != source:
-                    self.cluster.send_control(source, content, rank)
-
-        return send
-
-    def data(self, rank: int) -> Steps[None]:
-        """Reduce all batches, one after the other."""
-        for batch in self.batches:
-            yield from self._reduce(rank, batch)
-
-    def _reduce(self, rank: int, batch: Any) -> Steps[None]:
-        if self.reducing is not None:
-            yield from self.reducing.steps(rank, 4 * sum(self.counts[k] for k in batch))
-
-    def step(self, rank: int) -> Steps[None]:
-        """Submit all tensors, a batch when the one before is ready, as an engine does; reduce what is ready."""
-        negotiator, cluster = self.negotiators[rank], self.cluster
-        neighbours = [each for each in self.groups[cluster.hosts[rank]].ranks if each != rank]
-        coming, queue, missing = list(self.batches), deque[Running](), 0
-        while coming or missing or queue:
-            moved = False
-            if coming and not missing:
-                missing, moved = len(coming[0]), True
-                negotiator.announce([self._submission(k) for k in coming[0]])
-            for source, content in cluster.recv_control(rank):
-                negotiator.receive(source, decode(content))
-                moved = True
-            moved |= negotiator.poll()
-            while (entry := negotiator.next()) is not None:
-                missing -= len(getattr(entry, "new", entry))
-                moved = True
-                if not missing:
-                    queue.append(Running(self._reduce(rank, coming.pop(0))))
-            if moved:
-                for each in neighbours:
-                    cluster.wake(each)
-            if queue:
-                moved |= queue[0].advance()
-            if queue and queue[0].ended:
-                queue.popleft()
-            elif not moved:
-                waits = [queue[0].request] if queue and queue[0].request is not None else []
-                yield AnyOf([cluster.mail(rank), *waits])
-
-    def _submission(self, k: int) -> Any:
-        return SimpleNamespace(signature=self.signatures[k], line="", waits=False, submitted_s=time.monotonic())
 
 
 def draw(report: Report, path: str) -> None:

@@ -22,6 +22,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
@@ -91,10 +92,10 @@ def is_one_shot(nbytes: int, size: int) -> bool:
 
 
 class Plan(NamedTuple):
-    """What travels together, in bytes; of `hierarchical`: what goes across is halved, and does not go around a ring."""
+    """What travels together, in bytes; of `hierarchical`: buffers up to which length are halved across."""
 
     unit_bytes: int
-    halves: bool = False
+    halved_bytes: float = 0  # longer ones go around a ring
 
 
 class _Load(NamedTuple):
@@ -155,10 +156,11 @@ def _load(algorithm: str, nbytes: float, hosts: tuple[int, ...], constants: Cons
         return _Load(rounds * (latency + unit / copy) + wire, wire, rounds * unit / copy)
     if algorithm == "hierarchical" and not one_host and most > 1:
         polled = latency + min(nbytes - unit, UNITS[0]) / copy  # what has arrived is looked at between others' slots
-        across = _halving if plan.halves else _ring
+        halves = nbytes <= plan.halved_bytes
+        across = _halving if halves else _ring
         alone, wire, processor = across(unit / most, num_hosts, polled, share, constants)
         inside = (INWARD + OUTWARD) * unit / copy
-        wire /= STEPWISE if plan.halves else 1  # enough units are under way
+        wire /= STEPWISE if halves else 1  # enough units are under way
         return _Load(constants.message_us + inside + alone, wire, inside + processor)  # two waits: about a message
     return None
 
@@ -176,16 +178,30 @@ def _time_us(algorithm: str, nbytes: float, hosts: tuple[int, ...], constants: C
 
 @functools.lru_cache(maxsize=64)
 def plan(algorithm: str, hosts: tuple[int, ...], constants: Constants) -> Plan:
-    """The plan that is best for `LARGE_BYTES`, and taken for all sizes; rank r is on host hosts[r]."""
+    """The plan whose units are best for `LARGE_BYTES`, and taken for all sizes; rank r is on host hosts[r]."""
     plans = [Plan(unit) for unit in BUCKETS]
     if algorithm == "hierarchical":
-        plans = [Plan(unit, halves) for halves in (False, True) for unit in UNITS]
+        plans = [Plan(unit, halved) for halved in (0, math.inf) for unit in UNITS]
     best, best_us = plans[0], math.inf
     for each in plans:
         us = _time_us(algorithm, LARGE_BYTES, hosts, constants, each)
         if us < LEAST_GAIN * best_us:
             best, best_us = each, us
+    if algorithm == "hierarchical" and not best.halved_bytes:
+        best = best._replace(halved_bytes=_halved_bytes(hosts, constants, best))
     return best
+
+
+def _halved_bytes(hosts: tuple[int, ...], constants: Constants, around: Plan) -> int:
+    """The longest buffer that gains by fewer steps across, where long ones go around a ring."""
+
+    def gains(nbytes: int) -> bool:
+        made = around, around._replace(halved_bytes=nbytes)
+        ring_us, halving_us = (_time_us("hierarchical", nbytes, hosts, constants, each) for each in made)
+        return halving_us < LEAST_GAIN * ring_us
+
+    lengths = (1 << power for power in range(LARGE_BYTES.bit_length()))
+    return max(itertools.takewhile(gains, lengths), default=0)
 
 
 def predict_us(

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from collections.abc import Mapping, Sequence
 
 from ..hosts import Host, is_here
 from ..ssh import SshOptions, write_config
+from ..text import counted, listed
 from .base import Answer, Runner
 from .over_slurm import Slurm
 from .over_ssh import Ssh
@@ -56,7 +58,16 @@ class Remote:
             (Local(self._timeout_s), [name for name in names if self.is_here(name)]),
         ]
         tasks = [runner.tasks(group, argv, variables or {}) if group else [] for runner, group in groups]
-        outcomes = run_all([task for part in tasks for task in part], self._timeout_s)
+        owners = [names for (_, group), part in zip(groups, tasks, strict=True) for names in _owners(group, part)]
+
+        def tell(outcomes: Sequence[Outcome], after_s: float) -> None:
+            late = [name for own, each in zip(owners, outcomes, strict=True) if not each.is_over for name in own]
+            asked = f"ringrun: {counted(len(names), 'host')} asked {after_s:.0f} s ago"
+            print(
+                f"{asked}, {len(names) - len(late)} answered, waiting for {listed(late)}", file=sys.stderr, flush=True
+            )
+
+        outcomes = run_all([task for part in tasks for task in part], self._timeout_s, tell=tell)
         found: dict[str, Answer] = {}
         for (runner, group), part in zip(groups, tasks, strict=True):
             answers = runner.answers(group, argv[0], outcomes[: len(part)]) if group else []
@@ -67,6 +78,11 @@ class Remote:
     def is_here(self, name: str) -> bool:
         """Return whether `name` means this host."""
         return is_here(Host(name), self.own_name)
+
+
+def _owners(names: Sequence[str], tasks: Sequence[Task]) -> Sequence[Sequence[str]]:
+    """Return the hosts of each task, which are one each, or all of one task."""
+    return [[name] for name in names] if len(tasks) == len(names) else [names]
 
 
 def remote_over_ssh(directory: str, options: SshOptions) -> Remote:

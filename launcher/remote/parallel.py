@@ -24,6 +24,7 @@ _CHUNK_BYTES = 1 << 16
 _LOOK_EVERY_S = 0.05
 _NOT_RUN = 127  # as a shell says it
 _PATIENCE_S = 1.0
+TELL_AFTER_S = 3.0
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class Outcome:
     """Why it could not be executed here, if it could not."""
     stdout: bytes = b""
     stderr: bytes = b""
+    is_over: bool = False
     arrived_s: dict[int, float] = field(default_factory=dict)
     """When each part of stdout came, since the epoch, by the number of bytes there were then."""
 
@@ -53,10 +55,19 @@ class Outcome:
         return next((when for length, when in self.arrived_s.items() if length >= end), 0.0)
 
 
-def run_all(tasks: Sequence[Task], timeout_s: float, at_once: int = AT_ONCE) -> list[Outcome]:
-    """Run the tasks, `at_once` at the same time, each for at most `timeout_s`; return what they did, in their order."""
+def run_all(
+    tasks: Sequence[Task],
+    timeout_s: float,
+    at_once: int = AT_ONCE,
+    tell: Callable[[Sequence[Outcome], float], object] = lambda outcomes, after_s: None,
+) -> list[Outcome]:
+    """Run the tasks, `at_once` at the same time, each for at most `timeout_s`; return what they did, in their order.
+
+    tell: called with the outcomes so far when `TELL_AFTER_S` have passed, and then each time that twice as long has.
+    """
     outcomes = [Outcome() for _ in tasks]
     waiting = iter(zip(tasks, outcomes, strict=True))
+    began_s, tell_after_s = time.monotonic(), TELL_AFTER_S
     with selectors.DefaultSelector() as selector, contextlib.ExitStack() as stack:
         running: list[_Child] = []
         stack.callback(_kill, running)
@@ -67,9 +78,13 @@ def run_all(tasks: Sequence[Task], timeout_s: float, at_once: int = AT_ONCE) -> 
                 return outcomes
             for key, _ in selector.select(_LOOK_EVERY_S):
                 key.data(key.fileobj)
-            for child in [child for child in running if child.is_over(time.monotonic())]:
+            now_s = time.monotonic()
+            for child in [child for child in running if child.is_over(now_s)]:
                 child.close()
                 running.remove(child)
+            if now_s - began_s >= tell_after_s and running:
+                tell(outcomes, now_s - began_s)
+                tell_after_s *= 2
 
 
 @contextlib.contextmanager
@@ -92,7 +107,7 @@ def _started(
             child = _Child(task, outcome, selector, time.monotonic() + timeout_s)
         except (OSError, ValueError) as error:  # ValueError: a zero byte
             outcome.not_run = (error.strerror if isinstance(error, OSError) else str(error)) or repr(error)
-            outcome.code = _NOT_RUN
+            outcome.code, outcome.is_over = _NOT_RUN, True
             continue
         room -= 1
         yield child
@@ -139,7 +154,7 @@ class _Child:
 
     def close(self) -> None:
         """Note how the process ended, and end it if it has not."""
-        self._outcome.code = self._process.poll()
+        self._outcome.code, self._outcome.is_over = self._process.poll(), True
         self.kill()
         for pipe in list(self._open):
             while pipe is not self._process.stdin and self._read(pipe):

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,12 +38,14 @@ from ringreduce.transport.base import Steps, Transport
 from ringreduce.transport.subset import SubsetTransport
 from ringreduce.transport.window import Region
 
+Across = Callable[..., Steps[None]]  # ring.allreduce, or halving's
+
 
 class Hierarchy:
     """Who does what, for the ranks of `channels`: hosts[r] is rank r's host; local_index: this rank's, on its.
 
-    halves: what goes across is halved, and does not go around a ring.
-    order:  the ranks as they stand around a ring; each host's sorted.
+    halved_bytes: buffers up to this length are halved across; longer ones go around a ring.
+    order:        the ranks as they stand around a ring; each host's sorted.
     """
 
     def __init__(
@@ -51,14 +53,14 @@ class Hierarchy:
         channels: Sequence[Transport],
         hosts: Sequence[int],
         local_index: int,
-        halves: bool = False,
+        halved_bytes: float = 0,
         order: Sequence[int] = (),
     ) -> None:
         by_host: dict[int, list[int]] = {}
         for r in order or range(len(hosts)):
             by_host.setdefault(hosts[r], []).append(r)
         members = list(by_host.values())
-        self.across = halving.allreduce if halves else ring.allreduce
+        self.halved_bytes = halved_bytes
         self.chunks = min(len(each) for each in members)  # of a unit
         self.transports: list[Transport] = []  # one for each unit in flight; none for a rank that owns no chunk
         if local_index < self.chunks:
@@ -90,6 +92,8 @@ def allreduce(
            unit in flight its chunk, and half of it with halving.
     """
     under_way: deque[_Unit] = deque()
+    halves = sum(part.source.nbytes for unit in units for part in unit) <= hierarchy.halved_bytes
+    across = halving.allreduce if halves else ring.allreduce
 
     def wires() -> list[Running]:
         return [each.crossing for each in under_way]
@@ -113,7 +117,7 @@ def allreduce(
             scatter = reduce_scatter(unit.sources, unit.partial_pieces, region, inside, poll)  # type: ignore[arg-type]
             yield from until_ended(Running(scatter), wires())
             watch(number, REDUCE)
-            unit.crossing = Running(unit.cross(hierarchy, segment_bytes))
+            unit.crossing = Running(unit.cross(hierarchy, across, segment_bytes))
             under_way.append(unit)
             poll(number, REDUCE)
 
@@ -139,7 +143,7 @@ class _Unit:
                 self.finished = hierarchy.memory(number, "finished", sum(lengths), storage)
         self.partial_pieces, self.finished_pieces = (_cut(each, lengths) for each in (self.partial, self.finished))
 
-    def cross(self, hierarchy: Hierarchy, segment_bytes: int) -> Steps[None]:
+    def cross(self, hierarchy: Hierarchy, across: Across, segment_bytes: int) -> Steps[None]:
         """Reduce the chunk over the hosts."""
         if not self.partial.size or not hierarchy.transports:
             return
@@ -149,7 +153,7 @@ class _Unit:
         workspace = ring.Workspace(
             self.partial, hierarchy.memory(self.number, "scratch", most, self.reduction.sum_type)
         )
-        yield from hierarchy.across(self.finished, transport, self.reduction, segment_bytes, workspace)
+        yield from across(self.finished, transport, self.reduction, segment_bytes, workspace)
 
 
 def _cut(chunk: Any, lengths: Sequence[int]) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 from ringreduce.collectives import hierarchical, shared
@@ -81,11 +82,13 @@ class Algorithms:
         self.segment_bytes = settings.ring_segment_bytes * (LONGER_INSIDE if one_host else 1)
         if not one_host and settings.ring_segment_bytes == SEGMENT_BYTES:  # the default
             self.segment_bytes = segment_bytes(constants)
-        self.unit_bytes, halves = plan("hierarchical", tuple(hosts), constants)
+        self.unit_bytes, halved_bytes = plan("hierarchical", tuple(hosts), constants)
         self.usable = usable_algorithms(hosts, region is not None)
         if region is not None and "hierarchical" in self.usable:
-            self.hierarchy = hierarchical.Hierarchy(channels, hosts, region.rank, halves, order)
-            self.across = f" (between hosts: {'halving' if halves else 'ring'}, {self.unit_bytes >> 20} MiB at a time)"
+            self.hierarchy = hierarchical.Hierarchy(channels, hosts, region.rank, halved_bytes, order)
+            across = f"halving below {halved_bytes + 1} B, then ring" if 0 < halved_bytes < math.inf else "ring"
+            across = "halving" if halved_bytes == math.inf else across
+            self.across = f" (between hosts: {across}, {self.unit_bytes >> 20} MiB at a time)"
         chosen_from = candidates(settings, self.usable)
         through_window = chosen_from == ["shared"] and region is not None and region.holds_a_piece_of_each
         self.shared_region = region if through_window else None

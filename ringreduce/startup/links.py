@@ -30,7 +30,7 @@ BEGINNINGS = 8
 
 
 class Links(NamedTuple):
-    """What was found, equal on all ranks; empty where there are fewer than three hosts, or nothing was measured."""
+    """What was found, equal on all ranks; empty where there is one host, or nothing was measured."""
 
     order: tuple[int, ...] = ()  # hosts by number, around a ring
     names: tuple[str, ...] = ()  # theirs, where that is another order than of their ranks
@@ -50,12 +50,12 @@ class Links(NamedTuple):
 
 
 def measured(world: World, transport: Transport) -> Links:
-    """Measure the links between three hosts or more; every rank must call it.
+    """Measure the links between hosts; every rank must call it.
 
     Cost: for H hosts about 1.5 log2 H times an allgather and `arrival_gbs`; three times that where a link is slow.
     """
     leaders = first_ranks(world.hosts)
-    if len(leaders) < 3:
+    if len(leaders) < 2:
         return Links()
     names = world.allgather_object(socket.gethostname())
     gbs: dict[tuple[int, int], float] = {}
@@ -111,7 +111,7 @@ def judged(gbs: Mapping[tuple[int, int], float], hosts: Sequence[int], names: Se
     count = len(hosts)
     out = [max(rate for (source, _), rate in gbs.items() if source == each) for each in range(count)]
     into = [max(rate for (_, to), rate in gbs.items() if to == each) for each in range(count)]
-    carries = [min(pair) for pair in zip(out, into, strict=True)]
+    carries = [min(pair) for pair in zip(out, into, strict=True)] if count > 2 else out  # of two hosts: to the other
     typical = statistics.median_high(carries)
     is_slow = {pair: rate < SLOW_SHARE * min(out[pair[0]], into[pair[1]]) for pair, rate in gbs.items()}
     order = best_order(is_slow, count)

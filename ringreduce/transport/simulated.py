@@ -28,7 +28,7 @@ import heapq
 import itertools
 import random
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,7 +37,9 @@ from ringreduce.arrays import buffer
 from ringreduce.errors import CollectiveError
 from ringreduce.ops import Reduction
 from ringreduce.transport.base import ControlMessage, Steps, Work
-from ringreduce.transport.window import FLAGS_BYTES, SLOTS, Region, Window
+from ringreduce.transport.simulated_memory import Leaf, SimulatedRegion
+from ringreduce.transport.simulated_wire import Wire
+from ringreduce.transport.window import FLAGS_BYTES, SLOTS
 
 OUT, IN = "out", "in"  # the ways of a host's wire
 Event = tuple[float, int, Callable[..., None], tuple[Any, ...]]
@@ -57,21 +59,6 @@ class Costs:
     jitter_us: float = 0.0  # mean of a random delay of each message between hosts
 
 
-class Leaf(Work):
-    """What a rank waits for: a message, or flags. `at_us`: when it is done, once that is known."""
-
-    __slots__ = ("at_us", "cluster", "peer", "rank", "waiter")
-
-    def __init__(self, cluster: Cluster, rank: int, peer: int) -> None:
-        self.cluster, self.rank, self.peer = cluster, rank, peer
-        self.at_us: float | None = None
-        self.waiter: int | None = None  # the turn of the rank that waits
-
-    def done(self) -> bool:
-        """See `Work.done`; False, too, where the rank is ahead of what has happened elsewhere, so that it yields."""
-        return self.at_us is not None and self.at_us <= self.cluster.clocks_us[self.rank] <= self.cluster.now_us
-
-
 class _Message(Leaf):
     __slots__ = ("array", "arrived_us", "key", "last_us", "match", "nbytes")
 
@@ -81,58 +68,6 @@ class _Message(Leaf):
         self.arrived_us: float | None = None  # a send's
         self.last_us = 0.0  # when its last byte can be there at the earliest
         self.match: _Message | None = None  # a send's receive
-
-
-class _Wire:
-    """Carries flows at a time, each with an equal share of its rate; the messages of a flow one after the other."""
-
-    def __init__(self, bytes_per_us: float, later: Callable[..., None]) -> None:
-        self._rate, self._later = bytes_per_us, later
-        self._flows: dict[Any, deque[tuple[int, Callable[[float], None]]]] = {}
-        self._first: list[tuple[float, int, Any]] = []  # of each flow: when it ends, in bytes that each flow has sent
-        self._sent, self._at_us = 0.0, 0.0  # these bytes, and until when they are counted
-        self._number = itertools.count()
-        self._plan = 0
-
-    def enter(self, now_us: float, flow: Any, nbytes: int, left: Callable[[float], None]) -> None:
-        """Carry a message, after those of its flow; left(time) is called when it has passed."""
-        waiting = self._flows.get(flow)
-        if waiting is not None:
-            waiting.append((nbytes, left))
-            return
-        self._count(now_us)
-        self._flows[flow] = deque([(nbytes, left)])
-        self._begin(now_us, flow)
-        self._expect(now_us)
-
-    def _count(self, now_us: float) -> None:
-        if self._first:
-            self._sent += (now_us - self._at_us) * self._rate / len(self._first)
-        self._at_us = now_us
-
-    def _begin(self, now_us: float, flow: Any) -> None:
-        heapq.heappush(self._first, (self._sent + self._flows[flow][0][0], next(self._number), flow))
-
-    def _expect(self, now_us: float) -> None:
-        self._plan += 1
-        if self._first:
-            left = max(0.0, self._first[0][0] - self._sent)
-            self._later(now_us + left * len(self._first) / self._rate, self._end, self._plan)
-
-    def _end(self, now_us: float, plan: int) -> None:
-        """The message that ends first has passed, unless the plan has changed."""
-        if plan != self._plan:
-            return
-        self._count(now_us)
-        _, _, flow = heapq.heappop(self._first)
-        waiting = self._flows[flow]
-        _, left = waiting.popleft()
-        if waiting:
-            self._begin(now_us, flow)
-        else:
-            del self._flows[flow]
-        self._expect(now_us)
-        left(now_us)
 
 
 class Cluster:
@@ -167,7 +102,7 @@ class Cluster:
         for rank, host in enumerate(hosts):
             self._members[host].append(rank)
         rates = {(host, way): costs.gbits for host in set(hosts) for way in (OUT, IN)} | dict(costs.link_gbits)
-        self._wires = {wire: _Wire(gbits * 125, self._later) for wire, gbits in rates.items()}
+        self._wires = {wire: Wire(gbits * 125, self._later) for wire, gbits in rates.items()}
         self._sends: defaultdict[tuple[int, int, int], deque[_Message]] = defaultdict(deque)
         self._receives: defaultdict[tuple[int, int, int], deque[_Message]] = defaultdict(deque)
         self._boards: dict[int, tuple[list[Any], dict[Any, list[Any]]]] = {}  # by host: memory, and flags
@@ -418,68 +353,10 @@ class SimulatedTransport:
         self.recv_control = functools.partial(cluster.recv_control, rank)
 
 
-class SimulatedRegion(Region):
-    """See `Region`; its flags have times, its copies take some."""
-
-    def __init__(
-        self,
-        cluster: Cluster,
-        rank: int,
-        members: Sequence[int],
-        slot_bytes: int,
-        memory: list[Any],
-        board: dict[Any, list[Any]],
-    ) -> None:
-        index, count = members.index(rank), len(members) * cluster.mirrors
-        window = Window(memory, fence=lambda: None)
-        super().__init__(window, 0, slot_bytes, range(count), range(count), index)
-        self._cluster, self._world_rank, self._needed, self._board = cluster, rank, len(members), board
-        self.writer = self.reader = self  # type: ignore[assignment]
-
-    def write(self, source: Any, target: Any) -> None:
-        """See `Writer.write`, and `Reader.read`."""
-        self._cluster.charge(source.nbytes)
-        if self._cluster.carries:
-            target[...] = source
-
-    read = write
-
-    def publish(self, flag: int, sequence: int) -> None:
-        """See `Flags.publish`."""
-        entry = self._entry(flag, sequence)
-        entry[0] += 1
-        entry[1] = max(entry[1], self._cluster.clocks_us[self._world_rank])
-        if entry[0] == self._needed:
-            for leaf in entry[2]:
-                self._cluster.finish(leaf, entry[1])
-        self._board.pop((flag, sequence - 4 * SLOTS), None)
-
-    def arrived(self, flag: int, sequence: int) -> bool:
-        """See `Flags.arrived`."""
-        count, at_us, _ = self._entry(flag, sequence)
-        clock_us = self._cluster.clocks_us[self._world_rank]
-        return bool(count == self._needed and at_us <= clock_us <= self._cluster.now_us)  # as in Leaf.done
-
-    def arrival(self, flag: int, sequence: int) -> Leaf:  # type: ignore[override]
-        """See `Flags.arrival`."""
-        leaf = Leaf(self._cluster, self._world_rank, self._world_rank)
-        entry = self._entry(flag, sequence)
-        if entry[0] == self._needed:
-            leaf.at_us = entry[1]
-        else:
-            entry[2].append(leaf)
-        return leaf
-
-    def _entry(self, flag: int, sequence: int) -> list[Any]:
-        """How many have published, when the last one did, and who waits."""
-        return self._board.setdefault((flag, sequence), [0, 0.0, []])
-
-
-def _leaves(work: Work) -> Iterator[Leaf]:
+def _leaves(work: Work) -> list[Leaf]:
     if isinstance(work, Leaf):
-        yield work
-    for each in getattr(work, "requests", ()):
-        yield from _leaves(each)
+        return [work]
+    return [leaf for each in getattr(work, "requests", ()) for leaf in _leaves(each)]
 
 
 def _peer(work: Work | None) -> object:

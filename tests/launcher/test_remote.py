@@ -7,14 +7,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringrun.remote import Answer, Problem, Remote, Slurm, Ssh
+from ringrun.remote import Answer, Problem, Remote, Slurm, Ssh, parallel
+from ringrun.remote.base import Runner
 from ringrun.remote.over_slurm import srun_options
 from ringrun.remote.over_ssh import MAX_BYTES, REMOTE_COMMAND, payload, split_exit
 from ringrun.remote.parallel import Outcome, Task, run_all
@@ -100,6 +101,36 @@ def test_one_that_takes_too_long_is_ended_with_its_children(wait_for: Callable[[
     assert (quick.code, quick.stdout, slow.code) == (0, b"done\n", None)
     group = int(slow.stdout)
     wait_for(lambda: not group_exists(group))
+
+
+class Sleeping(Runner):
+    """Runs `sleep` for each host, or one for all, which is as late as the last."""
+
+    def __init__(self, one_for_all: bool) -> None:
+        super().__init__(30)
+        self.one_for_all = one_for_all
+
+    def tasks(self, names: Sequence[str], argv: Sequence[str], variables: Mapping[str, str]) -> list[Task]:
+        seconds = ["1" if name.startswith("late") else "0" for name in names]
+        return [Task(["sleep", each]) for each in ([max(seconds)] if self.one_for_all else seconds)]
+
+    def answers(self, names: Sequence[str], program: str, outcomes: Sequence[Outcome]) -> list[Answer]:
+        return [Answer(name) for name in names]
+
+
+@pytest.mark.parametrize(
+    ("one_for_all", "said"),
+    [(False, "2 answered, waiting for late1, late2"), (True, "1 answered, waiting for n1, late1, late2")],
+)
+def test_hosts_that_let_one_wait_are_told(
+    one_for_all: bool, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(parallel, "TELL_AFTER_S", 0.3)
+    remote = Remote(Sleeping(one_for_all), 30, own_name="here")
+    remote.run(["n1", "late1", "here", "late2"], ["/bin/true"])
+    first, *more = capsys.readouterr().err.splitlines()
+    assert first == f"ringrun: 4 hosts asked 0 s ago, {said}"
+    assert len(more) <= 1, "each time after twice as long"
 
 
 def test_ctrl_c_while_a_program_starts_ends_it_too(wait_for: Callable[[Callable[[], bool]], None]) -> None:

@@ -1,6 +1,7 @@
 """The hierarchical all-reduce on threads: results, their bits, what each wire carries, and late ranks."""
 
 import itertools
+import math
 import random
 import time
 from collections import Counter
@@ -10,7 +11,7 @@ import pytest
 
 from ringreduce import runtime
 from ringreduce.arrays.dtypes import TABLE
-from ringreduce.collectives import halving, hierarchical, ring
+from ringreduce.collectives import hierarchical
 from ringreduce.collectives.shared import DONE, PACK
 from ringreduce.cost_model import UNITS_AHEAD
 from ringreduce.ops import Average, Reduction, Sum
@@ -36,8 +37,7 @@ def algorithms():
 def reduce(array, reduction, capacity=10**9, pieces=1, in_place=True, segment_bytes=1 << 20, watch=None, halves=None):
     """This rank's result; both memories are its own again at once, and it writes nonsense there."""
     options = [watch] if watch else []
-    across = halving.allreduce if halves else ring.allreduce
-    algorithms().hierarchy.across = across
+    algorithms().hierarchy.halved_bytes = math.inf if halves else 0
 
     def run(slots):
         complete(

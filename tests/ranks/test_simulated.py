@@ -127,18 +127,30 @@ def test_a_length_on_which_ranks_disagree_is_an_error():
         cluster.run(program)
 
 
-def by_halving(cluster, arrays, reduction, capacity, halves=True, slot_bytes=4096):
+def by_halving(cluster, arrays, reduction, capacity, halved_bytes=math.inf, slot_bytes=4096):
     """`hierarchical` in units of `capacity` elements."""
     local = [cluster.hosts[:rank].count(host) for rank, host in enumerate(cluster.hosts)]
 
     def program(rank):
         parts = [arrays[rank][low : low + capacity] for low in range(0, arrays[rank].size, capacity)]
         own = channels(cluster.transport(rank), range(cluster.size), 0)
-        hierarchy = hierarchical.Hierarchy(own, cluster.hosts, local[rank], halves)
+        hierarchy = hierarchical.Hierarchy(own, cluster.hosts, local[rank], halved_bytes)
         units = [[Part(each, each)] for each in parts]
         return hierarchical.allreduce(units, cluster.region(rank, slot_bytes), hierarchy, reduction)
 
     cluster.run(program)
+
+
+def test_short_buffers_are_halved_across_and_long_ones_go_around_a_ring():
+    hosts = [host for host in range(8) for _ in range(2)]
+    most = {}
+    for count in (1000, 1001):
+        cluster = Cluster(hosts, carries=False)
+        reduction = cluster.reduction(Sum, TABLE["float32"], len(hosts))
+        by_halving(cluster, [np.zeros(count, np.float32)] * len(hosts), reduction, 10**6, 4000)
+        most[count] = max(sum(n for (source, _), n in cluster.sent.items() if source == each) for each in range(16))
+    assert most[1000] <= 2 * 3 + 2, "two for each halving; where chunks go beyond the last one a message more"
+    assert most[1001] == 2 * 7
 
 
 @pytest.mark.parametrize("jitter_us", [0, 50])
@@ -154,7 +166,7 @@ def test_the_collectives_compute_what_they_compute_elsewhere(hosts, dtype, jitte
             reduction = cluster.reduction(Average, TABLE[dtype], size)
             results = [each.copy() for each in expected]
             if isinstance(way, str):
-                by_halving(cluster, results, reduction, 700, way == "halves across")
+                by_halving(cluster, results, reduction, 700, math.inf if way == "halves across" else 0)
             else:
                 cluster.run(
                     lambda rank, c=cluster, r=reduction, a=results, w=way: w.allreduce(a[rank], c.transport(rank), r)
@@ -209,7 +221,7 @@ def test_64_hosts_of_8_ranks_send_what_one_rank_a_host_would(mirrors):
 
     def program(rank):
         hierarchy = hierarchical.Hierarchy(
-            channels(cluster.transport(rank), range(len(hosts)), 0), hosts, local[rank], True
+            channels(cluster.transport(rank), range(len(hosts)), 0), hosts, local[rank], math.inf
         )
         hierarchy.chunks = 8
         part = Part(arrays[rank], arrays[rank])

@@ -32,6 +32,7 @@ LAYERS = [
     ["transport.waiting", "transport.counters"],
     ["transport.base"],
     ["transport.window", "transport.blocks"],
+    ["transport.simulated_memory", "transport.simulated_wire"],
     [
         "transport.message",
         "transport.threads",

@@ -32,7 +32,12 @@ def slow_neighbours(order, rate):
     return sum(rate(order[at - 1], each) < 1.0 for at, each in enumerate(order))
 
 
-@pytest.mark.parametrize("count", [3, 4, 5, 8, 64])
+def test_of_two_hosts_the_one_that_sends_slowly_is_named():
+    assert judged({(0, 1): 0.1, (1, 0): 1.25}, *numbered(2)).slow == (("node0", 0.1),)
+    assert judged({(0, 1): 1.25, (1, 0): 0.1}, *numbered(2)).slow == (("node1", 0.1),)
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 5, 8, 64])
 def test_equal_links_leave_all_as_it_is(count):
     links = judged(found(count, lambda source, to: 1.0 + 0.01 * (source + to)), *numbered(count))
     assert links.order == tuple(range(100, 100 + count))
@@ -146,9 +151,9 @@ class Delayed:
         return work
 
 
-@pytest.mark.parametrize(("times", "slow"), [(2, []), (1000, ["a-host"])])
-def test_what_seems_slow_is_measured_again(times, slow, monkeypatch):
-    monkeypatch.setattr(socket, "gethostname", lambda: "a-host")
+@pytest.mark.parametrize(("times", "is_slow"), [(2, False), (1000, True)])
+def test_what_seems_slow_is_measured_again(times, is_slow, monkeypatch):
+    monkeypatch.setattr(socket, "gethostname", lambda: threading.current_thread().name)
     count = 4
     exchange, barrier = Exchange(count), threading.Barrier(count)
     values, results = [None] * count, [None] * count
@@ -164,10 +169,10 @@ def test_what_seems_slow_is_measured_again(times, slow, monkeypatch):
         world = SimpleNamespace(rank=rank, hosts=range(count), allgather_object=allgather_object)
         results[rank] = measured(world, Delayed(exchange.transport(rank), times))
 
-    threads = [threading.Thread(target=measure, args=(rank,)) for rank in range(count)]
+    threads = [threading.Thread(target=measure, args=(rank,), name=f"host{rank}") for rank in range(count)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert len(set(results)) == 1, "all ranks find the same"
-    assert [name for name, _ in results[0].slow] == slow
+    assert ("host2" in dict(results[0].slow)) is is_slow, "others may be, where threads share a busy core"
