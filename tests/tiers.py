@@ -86,7 +86,7 @@ QUICK_JOBS = {
         "",
     ],
     "end_to_end/test_docs.py": [
-        "test_a_script_runs_before_and_after[README.md-1]",
+        "test_a_script_runs_before_and_after[numpy.md-1]",
         "test_a_script_of_torch_runs_where_torch_is_imported_already[",
         "test_ci_runs_the_command_that_the_readme_gives",
         "test_the_tutorials_are_sessions",
