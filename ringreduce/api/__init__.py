@@ -2,6 +2,7 @@
 
 process_sets  ProcessSet, and adding and removing them
 world         ranks and hosts; what is built in
+arguments     op and scales of a reduction, checked
 reduce        allreduce, reducescatter
 gather        allgather, alltoall
 broadcast     broadcast, broadcast_parameters

@@ -14,6 +14,7 @@ from ringreduce.api import broadcast as broadcasts
 from ringreduce.api import control, objects
 from ringreduce.api import gather as gathers
 from ringreduce.api import reduce as reductions
+from ringreduce.api.arguments import arguments_of
 from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
 from ringreduce.api.submit import agree, like, whole
 from ringreduce.arrays.view import as_buffer, to_write
@@ -60,7 +61,7 @@ class Ordered(ProcessSet):
 
     def reduce_async(self, tensor: Any, root_rank: int, op: ReduceOp = Average) -> Handle:
         """Begin a `reduce`."""
-        source, arguments = as_buffer(tensor), reductions.arguments_of("allreduce", None, op, 1.0, 1.0)
+        source, arguments = as_buffer(tensor), arguments_of("allreduce", None, op, 1.0, 1.0)
         if op is Adasum:
             raise InputError("reduce: op=Adasum; expected Average, Sum, Min, Max or Product, or call allreduce")
         options: dict[str, Any] = {"check": arguments.check, "outputs": [source.empty(source.shape)]}

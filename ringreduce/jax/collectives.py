@@ -11,10 +11,11 @@ import numpy as np
 
 from ringreduce import runtime
 from ringreduce.api import gather
+from ringreduce.api.arguments import arguments_of
 from ringreduce.api.broadcast import submit_broadcast
 from ringreduce.api.control import barrier
 from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
-from ringreduce.api.reduce import arguments_of, grouped_reducescatter
+from ringreduce.api.reduce import grouped_reducescatter
 from ringreduce.api.world import rank
 from ringreduce.arrays.view import as_buffer
 from ringreduce.compression import Compression

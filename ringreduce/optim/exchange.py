@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from ringreduce.api.arguments import arguments_of
 from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
-from ringreduce.api.reduce import allreduce_async, arguments_of, grouped_allreduce, submit
+from ringreduce.api.reduce import allreduce_async, grouped_allreduce, submit
 from ringreduce.api.submit import which_op
 from ringreduce.compression import Compression, Compressor
 from ringreduce.errors import InputError

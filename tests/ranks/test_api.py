@@ -323,8 +323,8 @@ def test_what_was_submitted_before_a_barrier_is_complete_before_it(monkeypatch):
 def test_averages_of_integers(monkeypatch):
     """Nobody has chosen a type for Python's; arrays keep theirs, which is told once."""
     told = []
-    monkeypatch.setattr(rr.api.reduce.LOGGER, "warning", told.append)
-    rr.api.reduce._warn_of_truncated_averages.cache_clear()
+    monkeypatch.setattr(rr.api.arguments.LOGGER, "warning", told.append)
+    rr.api.arguments._warn_of_truncated_averages.cache_clear()
 
     def of_numbers():
         several = rr.synchronize(rr.grouped_allreduce_async([90 + 5 * rr.rank(), 1.0]))

@@ -88,7 +88,7 @@ LAYERS = [
     ["runtime"],
     ["reform"],
     ["api.submit", "api.world", "api.info"],
-    ["api.process_sets"],
+    ["api.process_sets", "api.arguments"],
     ["api.reduce", "api.gather", "api.broadcast", "api.objects", "api.control"],
     ["api.ordered", "api.own_channel", "api.common"],
     ["optim.exchange", "optim.parameters"],
