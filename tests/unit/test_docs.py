@@ -74,6 +74,14 @@ def test_messages_that_have_an_answer_are_those_of_the_code():
             assert any(part in text for text in texts), part
 
 
+def test_figures_on_the_first_screen_stand_in_bench():
+    measured = (ROOT / "bench" / "README.md").read_text()
+    rows = re.findall(r"^\| .* \| (.*) \| (.*) \|$", PAGES["benchmarks.md"], re.MULTILINE)[1:]
+    figures = [figure for row in rows for cell in row for figure in re.findall(r"\d[\d.]*", cell)]
+    assert len(figures) > 20
+    assert [figure for figure in figures if not re.search(rf"(?<![\d.]){figure}(?![\d])", measured)] == []
+
+
 def shown(value: object) -> str:
     """A default as docs/settings.md writes it."""
     if isinstance(value, bool):
