@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from ..engines import Engine
-from ..processes import in_session
+from ..processes import all_processes, in_session
 
 SHARED_MEMORY = "/dev/shm"  # noqa: S108 - where Linux has it; folders there have random names
 _NAMES = re.compile(r"(mpich_shm_|sm_segment\.|vader_segment\.|osc_sm|osc_rdma)[\w.-]*")
@@ -78,7 +78,7 @@ class ShmCleanup:
             shutil.rmtree(self._folder, ignore_errors=True)
         for pause_s in _PAUSES_S:
             left = {(path, inode) for path, inode in self._mapped if _is_still(path, inode)}
-            used = set().union(*(mapped(pid) for pid in _all_processes())) if left else set()
+            used = set().union(*(mapped(pid) for pid in all_processes())) if left else set()
             for path, _ in left - used:
                 with contextlib.suppress(OSError):
                     os.unlink(path)
@@ -103,7 +103,7 @@ def remove_daemons_files(daemon: int, since_s: float) -> None:
     made = {path: found for path in glob.glob(_DAEMONS_FILES) if (found := _lstat(path))}
     mine = {path for path, found in made.items() if _key(found) in own}
     if left := {path for path, found in made.items() if found.st_mtime >= since_s} - mine:
-        used = _open_files(_all_processes())
+        used = _open_files(all_processes())
         mine |= {path for path in left if _key(made[path]) not in used}
     for path in mine:
         with contextlib.suppress(OSError):
@@ -159,7 +159,3 @@ def _segments(lines: Iterable[str]) -> Iterator[tuple[str, int]]:
 def _is_still(path: str, inode: int) -> bool:
     found = _lstat(path)
     return found is not None and found.st_ino == inode
-
-
-def _all_processes() -> Iterator[int]:
-    return (int(name) for name in os.listdir("/proc") if name.isdecimal())
