@@ -65,8 +65,8 @@ class Who(NamedTuple):
 
 
 WHO = {
-    "4 ranks, rank 2": Who(4, 2, "kill"),
-    "3 ranks, rank 0": Who(3, 0, "exit"),
+    "NumPy, 4 ranks, rank 2": Who(4, 2, "kill"),
+    "NumPy, 3 ranks, rank 0": Who(3, 0, "exit"),
     "torch, 4 ranks, rank 2": Who(4, 2, "kill", restarts=False, is_torch=True),
     "torch, 3 ranks, rank 0": Who(3, 0, "exit", restarts=False, is_torch=True),
 }
