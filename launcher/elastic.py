@@ -34,8 +34,13 @@ class Elastic:
     """How many ranks, spares not counted, it may have where hosts come; None: as many as at first."""
     cooldown_s: tuple[float, float] | None = None
     """A host that fails is left out of restarts for the first time, and when it fails again longer, up to the last."""
-    recovery_s: float = RECOVERY_LIMIT_S + STALL_ABORT_S
-    """How long ranks may take to go on after a loss."""
+    stalled_s: float = STALL_ABORT_S
+    """After this time a rank for which others wait in re-forming counts as lost."""
+
+    @property
+    def recovery_s(self) -> float:
+        """How long ranks may take to go on after a loss."""
+        return RECOVERY_LIMIT_S + self.stalled_s
 
 
 def add_flags(add: Add) -> None:
@@ -68,7 +73,7 @@ def parse(options: argparse.Namespace, flag: Callable[[str], str], environ: Mapp
         None if options.max_failures is None else parse_times(options.max_failures, flag("max_failures")),
         None if options.max_np is None else whole(options.max_np, flag("max_np"), 1, _MOST),
         _cooldown_s(options.blacklist_cooldown_range, flag("blacklist_cooldown_range")),
-        RECOVERY_LIMIT_S + (_stall_abort_s(environ) or STALL_ABORT_S),
+        _stall_abort_s(environ) or STALL_ABORT_S,
     )
 
 

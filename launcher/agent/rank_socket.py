@@ -1,8 +1,8 @@
 """The agent's end of the datagrams between it and ringreduce in its rank (ringreduce/monitor/launcher_link.py).
 
 asked    the rank answers what it waits for
-unasked  it calls init(), has started MPI, is stalled; in an elastic job it suspects ranks, has re-formed its world
-         without those that are lost, has left it, or awaits a restart with more hosts
+unasked  it calls init(), has started MPI, is stalled; in an elastic job it suspects ranks, meets others to form a
+         world without those that are lost, has formed it, has left it, or awaits a restart with more hosts
 told     in an elastic job: which ranks the world is to have, which hosts have come
 """
 
@@ -16,7 +16,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ..connection.wire import Hosts, InInit, Initialized, Left, Membership, Ready, Reformed, Report, Stalled, Suspects
+from ..connection.wire import (
+    Hosts,
+    InInit,
+    Initialized,
+    Left,
+    Meeting,
+    Membership,
+    Ready,
+    Reformed,
+    Report,
+    Stalled,
+    Suspects,
+)
 
 _LONGEST_DATAGRAM = 1 << 18
 
@@ -123,6 +135,8 @@ def _report(said: dict[str, Any]) -> Report | None:
             return Suspects(tuple(map(int, said["suspects"])), str(said.get("why", "")))
         if "reformed" in said:
             return Reformed(int(said["reformed"]))
+        if "meeting" in said:
+            return Meeting(int(said["meeting"]))
         if "left" in said:
             return Left(str(said["left"]))
         if "ready" in said:

@@ -163,6 +163,12 @@ class Reformed(NamedTuple):
     number: int
 
 
+class Meeting(NamedTuple):
+    """Of an elastic job: this rank waits for the others of Membership `number`; said every second."""
+
+    number: int
+
+
 class Left(NamedTuple):
     """Of an elastic job: the rank has left its world in order, and is about to end."""
 
@@ -214,7 +220,7 @@ class End(NamedTuple):
     keeps_commits: bool = False
 
 
-Report: TypeAlias = State | Stalled | InInit | Initialized | Suspects | Reformed | Left | Ready
+Report: TypeAlias = State | Stalled | InInit | Initialized | Suspects | Reformed | Meeting | Left | Ready
 """What the agent passes on of its rank, at any time."""
 
 Message: TypeAlias = (

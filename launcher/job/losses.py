@@ -8,7 +8,7 @@ import time
 from collections.abc import Collection
 from dataclasses import replace
 
-from ..connection.wire import Hosts, Initialized, Left, Membership, Reformed, Signal, Suspects
+from ..connection.wire import Hosts, Initialized, Left, Meeting, Membership, Reformed, Signal, Suspects
 from ..elastic import Elastic
 from ..output.display import Output
 from ..report.card import card
@@ -24,6 +24,7 @@ class Losses:
 
     def __init__(self, size: int, elastic: Elastic, channel: Channel, output: Output) -> None:
         self._size = size
+        self._elastic = elastic
         self._channel = channel
         self._output = output
         self._members = Members(size, elastic)
@@ -65,8 +66,7 @@ class Losses:
                 gone = f"rank {event.end.rank} ended with exit code 0 before others did"
                 self._output.message([f"ringrun: {gone}; going on {self._with_whom()}"])
         elif isinstance(decision, Kill):
-            for rank in decision.ranks:
-                self._channel.send(rank, Signal(signal.SIGKILL))
+            self._kill(decision)
         if isinstance(event, RankEnded) and (end := self.explained(event.end)).failed:
             self._output.message(self._card(end))
         return ""
@@ -84,7 +84,15 @@ class Losses:
     def too_late(self, now_s: float) -> str:
         """Return why the job cannot go on if ranks have not gone on in time after a loss, else nothing."""
         late = self._members.expired(now_s)
-        return late.why if late else ""
+        if isinstance(late, Kill):
+            why = f"it did not meet the others within {self._elastic.stalled_s:g} s after a loss"
+            self._reports |= dict.fromkeys(late.ranks, why)
+            self._kill(late)
+        return late.why if isinstance(late, CannotGoOn) else ""
+
+    def _kill(self, decision: Kill) -> None:
+        for rank in decision.ranks:
+            self._channel.send(rank, Signal(signal.SIGKILL))
 
     def _decide(self, event: Event, now_s: float) -> Membership | CannotGoOn | Kill | None:
         members = self._members
@@ -103,6 +111,8 @@ class Losses:
                 if isinstance(decision, Kill):
                     self._reports |= dict.fromkeys(decision.ranks, why)
                 return decision
+            case Reported(rank, Meeting(number)):
+                members.meets(rank, number, now_s)
             case Reported(rank, Left()):
                 members.left(rank)
             case Reported(rank, Reformed(number)) if members.reformed(rank, number):

@@ -15,6 +15,9 @@ from ..connection import wire
 from ..elastic import Elastic
 from ..text import counted, numbered
 
+SILENT_S = 3.0
+"""A rank that waits for others in re-forming says so every second; after this time without a word it hangs."""
+
 
 @dataclass(frozen=True)
 class Kill:
@@ -42,6 +45,8 @@ class Members:
         self.spares = list(range(self._np, size))
         self.due_s = math.inf
         """When re-forming takes too long: ask `expired` then."""
+        self._last_s = math.inf  # when it has taken so long that the job cannot go on
+        self._met_s: dict[int, float] = {}  # members that wait for others to re-form: when they last said so
         self._is_formed = False  # MPI works, so that ranks can go on without others
         self._dead: dict[int, str] = {}  # those that are gone, and how they have ended
         self._unsettled: set[int] = set()  # of them, those whose loss is not overcome yet
@@ -103,6 +108,11 @@ class Members:
         """The world of list `number` works in `rank`; returns whether it works in all now, having been awaited."""
         return number == self.number and self._settle(rank)
 
+    def meets(self, rank: int, number: int, now_s: float) -> None:
+        """`rank` waits for the others of list `number`."""
+        if number == self.number:
+            self._met_s[rank] = now_s
+
     def suspected(self, by: int, ranks: Collection[int]) -> Kill | CannotGoOn | None:
         """`by` reports that `ranks`, perhaps itself, keep others waiting. What suspects report does not count."""
         if by in self._suspects or by not in self._present():
@@ -123,10 +133,17 @@ class Members:
             "a function that ringreduce's elastic.run wraps"
         )
 
-    def expired(self, now_s: float) -> CannotGoOn | None:
-        """Return why the job cannot go on if re-forming has taken too long."""
+    def expired(self, now_s: float) -> Kill | CannotGoOn | None:
+        """Return the ranks that keep others waiting in re-forming; later why the job cannot go on."""
         if now_s < self.due_s:
             return None
+        if now_s < self._last_s:
+            self.due_s = self._last_s
+            silent = frozenset(each for each in self._awaited if self._met_s.get(each, -math.inf) < now_s - SILENT_S)
+            if len(silent) == len(self.ranks):
+                return None  # none waits: all may have to compute
+            self._suspects |= silent
+            return Kill(silent) if silent else None
         return CannotGoOn(
             f"{numbered('rank', self._awaited)} did not go on within {self._elastic.recovery_s:g} s after the loss of "
             f"{numbered('rank', self._unsettled)}"
@@ -151,7 +168,9 @@ class Members:
         self.ranks = tuple(sorted(present))
         self._awaited = set(present)
         # where nobody is lost a member may have work to do alone, and need no world
-        self.due_s = now_s + self._elastic.recovery_s if self._unsettled else math.inf
+        self.due_s = now_s + self._elastic.stalled_s if self._unsettled else math.inf
+        self._last_s = now_s + self._elastic.recovery_s
+        self._met_s.clear()
         return wire.Membership(self.number, self.ranks, {str(rank): how for rank, how in sorted(self._dead.items())})
 
     def _settle(self, rank: int) -> bool:

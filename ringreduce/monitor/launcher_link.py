@@ -96,6 +96,11 @@ def report_suspects(error_file: str, ranks: Sequence[int], why: str) -> bool:
     return bool(error_file) and _send(error_file, {"suspects": list(ranks), "why": why})
 
 
+def report_meeting(error_file: str, number: int) -> None:
+    """Report to the launcher that this rank waits for the others of this list; it ends those that do not say so."""
+    _send(error_file, {"meeting": str(number)})
+
+
 def report_reformed(error_file: str, number: int) -> None:
     """Report to the launcher that the world of this list works."""
     _send(error_file, {"reformed": str(number)})

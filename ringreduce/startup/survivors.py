@@ -15,12 +15,15 @@ from ringreduce.errors import CollectiveError
 from ringreduce.execution.host import Host, clear_block
 from ringreduce.execution.opening import everyones
 from ringreduce.membership import Members, Membership
+from ringreduce.monitor.launcher_link import report_meeting
 from ringreduce.transport.base import Steps
 from ringreduce.transport.message import MessageTransport
 from ringreduce.transport.window import Window
 from ringreduce.world import World
 
-RECOVERY_S = 20.0  # how long a rank waits for a list, and then, at least, for the other ranks that it names
+RECOVERY_S = 20.0  # how long a rank waits for a list
+MEETING_S = 60.0  # beside stall_abort_s, for the ranks that it names: by then the launcher has ended those that hang
+REPORT_EVERY_S = 1.0  # how often a rank that waits for others tells the launcher
 EAGER_S, SLEEP_S = 20e-3, 200e-6  # a wait first yields the core only
 _for_ever: list[Any] = []
 """What has memory that MPI may still read, or write for a rank that is dead."""
@@ -99,13 +102,18 @@ def _meet(
     origin: Origin, members: Members, membership: Membership, last: World, before: MessageTransport, value: Any
 ) -> Regrouped:
     world = origin.world_of(membership)
-    limit_s = max(RECOVERY_S, origin.host.settings.stall_abort_s)  # a rank may compute so long before it hears
+    settings, report_s = origin.host.settings, 0.0
+    limit_s = MEETING_S + settings.stall_abort_s  # a rank may compute so long before it hears
     until_s = membership.heard_s + limit_s
 
     def check() -> None:
+        nonlocal report_s
         if members.newer_than(membership.number):
             raise _NewerError
-        if time.monotonic() > until_s:
+        if (now_s := time.monotonic()) > report_s:
+            report_meeting(settings.error_file, membership.number)
+            report_s = now_s + REPORT_EVERY_S
+        if now_s > until_s:
             raise CollectiveError(
                 f"the ranks {list(membership.ranks)} of list {membership.number} did not meet within {limit_s:g} s"
             )
@@ -114,7 +122,7 @@ def _meet(
     transport = MessageTransport(world)
     transport.acknowledge_failures()
     if origin.host.window is not None:
-        clear_block(origin.host.window, origin.host.settings, origin.world.local_rank)
+        clear_block(origin.host.window, settings, origin.world.local_rank)
     steps = everyones(value, transport)
     _for_ever.append((transport, steps))
     try:

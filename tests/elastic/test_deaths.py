@@ -38,6 +38,7 @@ STALLS = {
     "SIGSTOP of rank 0": (3, ["0 step 10 SIGSTOP"]),
     "endless sleep": (3, ["1 step 10 sleep"]),
     "endless sleep of rank 0": (3, ["0 step 10 sleep"]),
+    "SIGSTOP while the others re-form": (4, ["1 step 10 SIGKILL", "2 meeting 0 SIGSTOP"]),
     "SIGSTOP in an operation": (3, ["2 submitted 10 SIGSTOP"]),
 }
 

@@ -12,7 +12,7 @@ LIMIT_S = 20.0
 
 
 def members(size: int = 4, **options: int) -> Members:
-    made = Members(size, Elastic(recovery_s=LIMIT_S, **options))
+    made = Members(size, Elastic(stalled_s=LIMIT_S, **options))
     made.initialized()
     return made
 
@@ -51,10 +51,27 @@ def test_a_loss_while_ranks_form_a_world_begins_it_again() -> None:
 def test_those_that_do_not_form_it_in_time_are_named() -> None:
     job = members()
     job.lost(1, "a", 1.0)
+    assert job.expired(21.0) is None, "none waits for others: all may compute"
     job.reformed(0, 1)
-    late = job.expired(21.0)
-    assert late == CannotGoOn("ranks 2-3 did not go on within 20 s after the loss of rank 1")
+    late = job.expired(41.0)
+    assert late == CannotGoOn("ranks 2-3 did not go on within 40 s after the loss of rank 1")
     assert job.overcome == set(), "the job fails by rank 1 after all"
+
+
+def test_a_rank_for_which_others_wait_to_form_it_is_killed() -> None:
+    job = members(5)
+    job.lost(1, "a", 0.0)
+    for at_s in range(19):
+        job.meets(0, 1, at_s)
+        job.meets(2, 1, min(at_s, 3))  # then it is stopped
+        job.meets(3, 0, at_s)  # of the world before
+    job.reformed(4, 1)
+    assert job.expired(19.0) is None
+    assert job.expired(20.0) == Kill(frozenset({2, 3}))
+    assert job.expired(21.0) is None, "once"
+    assert job.suspected(2, [0]) is None
+    assert job.lost(2, "b", 22.0) == Membership(2, (0, 3, 4), {"1": "a", "2": "b"})
+    assert job.due_s == 42.0
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from ringrun.connection.wire import (
     InInit,
     Initialized,
     Left,
+    Meeting,
     Membership,
     Ready,
     Reformed,
@@ -55,12 +56,19 @@ def test_all_that_a_rank_has_said_is_passed_on_in_order(tmp_path: Path, agents: 
     launcher_link._send(files, {"started": "ringreduce"})
     launcher_link.report_stall(files, "'w' waits")
     launcher_link.report_suspects(files, [2, 5], "'w' waits for ranks 2,5")
+    launcher_link.report_meeting(files, 3)
     launcher_link.report_reformed(files, 3)
     launcher_link.report_leaving(files, "its script ended")
     launcher_link.report_ready(files, "h3:2")
     assert heard == [InInit(10.0)], "nobody has read it yet"
     assert agents.read(), "MPI is started"
-    of_rank = [Stalled("'w' waits"), Suspects((2, 5), "'w' waits for ranks 2,5"), Reformed(3), Left("its script ended")]
+    of_rank = [
+        Stalled("'w' waits"),
+        Suspects((2, 5), "'w' waits for ranks 2,5"),
+        Meeting(3),
+        Reformed(3),
+        Left("its script ended"),
+    ]
     of_rank.append(Ready("h3:2"))
     assert heard == [InInit(10.0), Initialized(), *of_rank]
     assert agents.package == launcher_link.PACKAGE

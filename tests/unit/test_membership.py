@@ -7,7 +7,13 @@ import threading
 import time
 
 from ringreduce.membership import EXPELLED_EXIT_CODE, Members
-from ringreduce.monitor.launcher_link import StatusServer, report_leaving, report_reformed, report_suspects
+from ringreduce.monitor.launcher_link import (
+    StatusServer,
+    report_leaving,
+    report_meeting,
+    report_reformed,
+    report_suspects,
+)
 from tests.jobs import run
 
 
@@ -64,8 +70,10 @@ def test_lists_come_by_datagram_and_answers_go_on(tmp_path):
         agent.sendto(b"doing", f"{error_file}.ask")
         assert json.loads(agent.recv(10000))["doing"] == "x"
         report_suspects(error_file, [2, 3], "they wait")
+        report_meeting(error_file, 7)
         report_reformed(error_file, 7)
         report_leaving(error_file, "its script ended")
-        expected = [{"suspects": [2, 3], "why": "they wait"}, {"reformed": "7"}, {"left": "its script ended"}]
+        expected = [{"suspects": [2, 3], "why": "they wait"}, {"meeting": "7"}, {"reformed": "7"}]
+        expected.append({"left": "its script ended"})
         assert [json.loads(agent.recv(10000)) for _ in expected] == expected
         server.close()
