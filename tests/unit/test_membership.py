@@ -18,7 +18,7 @@ from tests.jobs import run
 
 
 def said(number, ranks, dead=()):
-    return {"number": number, "ranks": ranks, "dead": {str(rank): how for rank, how in dead}}
+    return {"membership": {"number": number, "ranks": ranks, "dead": {str(rank): how for rank, how in dead}}}
 
 
 def test_the_newest_list_counts():
@@ -46,7 +46,7 @@ def test_who_waits_for_a_list_is_woken():
 def test_a_rank_that_a_list_calls_dead_ends():
     program = (
         "from ringreduce.membership import Members\n"
-        "Members(1).hear({'number': 1, 'ranks': [0], 'dead': {'1': 'has stalled'}})\n"
+        "Members(1).hear({'membership': {'number': 1, 'ranks': [0], 'dead': {'1': 'has stalled'}}})\n"
         "print('goes on')\n"
     )
     ended = run([sys.executable, "-c", program])
@@ -63,7 +63,7 @@ def test_lists_come_by_datagram_and_answers_go_on(tmp_path):
         server = StatusServer(error_file, lambda: "x", members)
         assert json.loads(agent.recv(10000)) == {"started": "ringreduce"}
         many = [(rank, "was killed by SIGKILL") for rank in range(1, 1000)]
-        agent.sendto(json.dumps({"membership": said(7, [0], many)}).encode(), f"{error_file}.ask")
+        agent.sendto(json.dumps(said(7, [0], many)).encode(), f"{error_file}.ask")
         assert members.wait(lambda each: each.number == 7, 5)
         assert len(members.newest.dead) == 999
         assert time.monotonic() - 5 < members.newest.heard_s <= time.monotonic()
