@@ -140,7 +140,7 @@ MUTANTS = [
         "ringreduce/negotiation/leader.py",
         "self._news = True  # a faster rank may have submitted one already",
         "self._news = False",
-        "tests/unit/test_interleavings.py",
+        "tests/unit/test_leader.py",
     ),
     Mutant(
         "short: a sum of an earlier submission is used again",

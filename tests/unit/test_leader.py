@@ -52,6 +52,16 @@ def test_one_that_was_submitted_several_times_is_ready_as_often_as_by_the_slowes
     assert leader.poll() == [5]
 
 
+def test_what_faster_ranks_have_submitted_is_found_when_a_leader_that_lags_learns_the_id():
+    blocks = [GroupBlock(np.zeros(group_bytes(CAPACITY), np.uint8), CAPACITY) for _ in range(2)]
+    leader = Leader(0, blocks, CAPACITY, nothing)
+    for member in range(2):
+        Counters(blocks, member, nothing).submit([2])
+    assert leader.poll() == []
+    leader.change(1, (), [2])
+    assert leader.poll() == [2]
+
+
 def test_a_report_from_below_is_looked_at_though_nobody_here_submits_anything_more():
     blocks = [GroupBlock(np.zeros(group_bytes(CAPACITY), np.uint8), CAPACITY)]
     leader = Leader(0, blocks, CAPACITY, nothing, children=["below"])
@@ -113,6 +123,15 @@ def test_what_is_not_cached_is_never_ready():
     assert leader.poll() == []
     only.submit([3])
     assert leader.poll() == [3]
+
+
+def test_what_the_slowest_member_has_not_read_stays():
+    blocks = [GroupBlock(np.zeros(group_bytes(1), np.uint8), 1) for _ in range(2)]
+    schedule, fast, slow = Schedule(blocks, nothing), Counters(blocks, 0, nothing), Counters(blocks, 1, nothing)
+    for number in range(RING):
+        schedule.append([number])
+        fast.read()
+    assert list(itertools.islice(iter(slow.read, None), RING)) == [[number] for number in range(RING // 2)]
 
 
 def entries(member):
