@@ -26,39 +26,9 @@ import time
 
 import numpy as np
 from sklearn.datasets import load_digits
+from train_digits import TEST_COUNT, draw_params, forward, loss_and_grads  # the network, and its gradients
 
 import ringreduce as rr
-
-TEST_COUNT = 360  # of the 1797 images, never trained on
-
-
-def draw_params(rng):
-    """Weights and biases of one hidden layer."""
-    weight1, weight2 = rng.normal(scale=0.18, size=(64, 128)), rng.normal(scale=0.12, size=(128, 10))
-    return {"weight1": weight1, "bias1": np.zeros(128), "weight2": weight2, "bias2": np.zeros(10)}
-
-
-def forward(params, images):
-    """The hidden layer and the log-probabilities of the ten digits, one row for each image."""
-    hidden = np.maximum(images @ params["weight1"] + params["bias1"], 0)
-    scores = hidden @ params["weight2"] + params["bias2"]
-    scores -= scores.max(axis=1, keepdims=True)  # so that exp cannot overflow
-    return hidden, scores - np.log(np.exp(scores).sum(axis=1, keepdims=True))
-
-
-def gradients(params, images, labels):
-    """The gradient of the mean cross-entropy for every parameter."""
-    hidden, log_probs = forward(params, images)
-    d_scores = np.exp(log_probs)
-    d_scores[np.arange(len(labels)), labels] -= 1
-    d_scores /= len(labels)
-    d_hidden = d_scores @ params["weight2"].T * (hidden > 0)
-    return {
-        "weight1": images.T @ d_hidden,
-        "bias1": d_hidden.sum(axis=0),
-        "weight2": hidden.T @ d_scores,
-        "bias2": d_scores.sum(axis=0),
-    }
 
 
 @rr.elastic.run  # [3]
@@ -66,7 +36,7 @@ def train(state, args, images, labels):
     """Train from where the state is to the last epoch."""
     while state.epoch < args.epochs:
         for number, batch in enumerate(state.sampler.batches(args.batch)):
-            grads = gradients(state.params, images[batch], labels[batch])
+            _, grads = loss_and_grads(state.params, images[batch], labels[batch])
             names = sorted(grads)
             reduced = rr.grouped_allreduce([grads[name] for name in names], names=names)
             for name, grad in zip(names, reduced, strict=True):
