@@ -1,6 +1,6 @@
 """A ring against a parameter server, on hosts with links of one rate. Run it as root, alone.
 
-    python bench/parameter_server.py                 # 2, 4 and 8 workers; 1, 2 and 4 servers; 100 Mbit/s: 3 minutes
+    python bench/parameter_server.py                 # 2, 4 and 8 workers; 1, 2 and 4 servers; 100 Mbit/s: a minute
 
 The classical comparison: with W workers and S servers a server's link carries W / S times the parameters each way in
 a step, and a worker's once; in a ring each carries 2 (W - 1) / W times them, however many there are. The hosts are
@@ -83,10 +83,13 @@ def work(size: int, steps: int, servers: int, result: str) -> None:
     before = passed()
     if rr.rank() >= workers:
         server = rr.ps.Server(add, servers=servers)
+        rr.barrier()
         before = passed()
         server.serve()
     elif servers:
         with rr.ps.Worker(zeros, servers=servers) as worker:
+            rr.barrier()  # the values to start from have come
+            before = passed()
             times = measured(by_servers)
     else:
         times = measured(ring)

@@ -93,7 +93,8 @@ class Worker:
         self._post(messages.PULL)
         self._flush()
         pieces: dict[str, Any] = {}
-        for server in self._job.servers:
+        first = self.index % len(self._job.servers)  # each worker begins with another, or all would wait for one's link
+        for server in (*self._job.servers[first:], *self._job.servers[:first]):
             pieces |= messages.receive(self._job.channel, self._job.ranks[server], self._compression).arrays
         self._unanswered.clear()  # they are applied: a server does one thing after the other
         return pieces
