@@ -2,9 +2,11 @@
 
     ringrun -np 2 python bench/jax_step.py
 
-Two models: the network of examples/jax_optax.py (4 arrays, 9,610 parameters), and a stack of layers of GPT's
-shapes (24 arrays, 3 M). `share` is step / (compute + reduce): medians, each until the last rank is done. Reduce is
-ringreduce's grouped_allreduce of the same gradients as NumPy arrays. Results are checked.
+Two models: the network of examples/train_digits_jax.py (4 arrays, 9,610 parameters), and that of examples/train_gpt.py
+(27 arrays, 3.3 M). `share` is step / (compute + reduce): medians, each until the last rank is done. Reduce is
+ringreduce's grouped_allreduce of the same gradients as NumPy arrays. `passed` is the same step whose function on the
+host returns the gradients as they are: what JAX takes to call it. Results are checked. The last line is what a call of
+a jitted function that does nothing takes.
 """
 
 from __future__ import annotations
@@ -16,11 +18,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.experimental import io_callback
+from jax_gpt import init, loss_of
 
 import ringreduce as rr
 import ringreduce.jax as hvd
+from ringreduce.jax.collectives import Collective
 
-ROUNDS = 11
+ROUNDS = 15
+CALLS = 300
 
 
 def median_ms(*functions):
@@ -36,31 +42,27 @@ def median_ms(*functions):
     return [statistics.median(each) for each in times]
 
 
-def loss_of(params, x):
-    """Of a stack of layers."""
+def digits_loss(params, x):
+    """Of two layers."""
     for weight, bias in params:
         x = jnp.tanh(x @ weight + bias)
     return (x**2).mean()
 
 
-def measure(name, widths, rows):
+def measure(name, loss, params, x):
     """Print a row of the table."""
-    keys = jax.random.split(jax.random.key(0), len(widths))
-    pairs = zip(keys, widths[:-1], widths[1:], strict=False)
-    params = [(jax.random.normal(key, (a, b)) / a**0.5, jnp.zeros(b)) for key, a, b in pairs]
-    x = jax.random.normal(jax.random.key(rr.rank()), (rows, widths[0]))
 
     def step_with(optimizer):
         state = optimizer.init(params)
 
         @jax.jit
-        def step(x):
-            updates, _ = optimizer.update(jax.grad(loss_of)(params, x), state, params)
+        def step(params, x):
+            updates, _ = optimizer.update(jax.grad(loss)(params, x), state, params)
             return optax.apply_updates(params, updates)
 
-        return lambda: step(x)
+        return lambda: step(params, x)
 
-    gradients = jax.tree.leaves(jax.jit(jax.grad(loss_of))(params, x))
+    gradients = jax.tree.leaves(jax.jit(jax.grad(loss))(params, x))
     arrays = [np.asarray(each) for each in gradients]
     sgd = optax.sgd(0.1)
     together, alone = step_with(hvd.DistributedOptimizer(sgd)), step_with(sgd)
@@ -68,14 +70,56 @@ def measure(name, widths, rows):
     for mine, other in zip(jax.tree.leaves(together()), expected, strict=True):
         np.testing.assert_allclose(mine, other, atol=1e-6)
     alone()
-    step, compute, reduce = median_ms(together, alone, lambda: rr.grouped_allreduce(arrays, name="reduce"))
+
+    def passed():
+        own, Collective.run = Collective.run, lambda self, arrays, name: arrays
+        try:
+            return jax.block_until_ready(together())
+        finally:
+            Collective.run = own
+
+    functions = together, alone, lambda: rr.grouped_allreduce(arrays, name="reduce"), passed
+    step, compute, reduce, passed_on = median_ms(*functions)
     if rr.rank() == 0:
-        print(f"{name:8} {step:9.2f} {compute:9.2f} {reduce:9.2f} {step / (compute + reduce):7.2f}", flush=True)
+        share = step / (compute + reduce)
+        print(f"{name:8} {step:9.2f} {compute:9.2f} {reduce:9.2f} {passed_on:9.2f} {share:7.2f}", flush=True)
+
+
+def dispatch_us(function):
+    """The median time of a call of a jitted function, until its result is there."""
+    compiled, x = jax.jit(function), jnp.float32(1.0)
+    times = []
+    for _ in range(CALLS):
+        start = time.perf_counter()
+        compiled(x).block_until_ready()
+        times.append((time.perf_counter() - start) * 1e6)
+    return statistics.median(times)
+
+
+def identity(x):
+    """What the host does, when it is called."""
+    return x
 
 
 rr.init()
 if rr.rank() == 0:
     print(f"ringreduce.jax, {rr.size()} ranks, JAX {jax.__version__}, times in ms\n")
-    print(f"{'model':8} {'step':>9} {'compute':>9} {'reduce':>9} {'share':>7}")
-measure("digits", [64, 128, 10], 60)
-measure("gpt", [256, *[1024, 256] * 6], 1536)
+    print(f"{'model':8} {'step':>9} {'compute':>9} {'reduce':>9} {'passed':>9} {'share':>7}")
+keys = jax.random.split(jax.random.key(0))
+layers = [
+    (jax.random.normal(key, (a, b)) / 8, jnp.zeros(b)) for key, a, b in zip(keys, (64, 128), (128, 10), strict=True)
+]
+measure("digits", digits_loss, layers, jax.random.normal(jax.random.key(rr.rank()), (60, 64)))
+text = np.random.default_rng(rr.rank()).integers(97, 105, (2, 65))
+measure("gpt", loss_of, init(jax.random.key(0), width=256, depth=4, heads=4, context=64), text)
+kind = jax.ShapeDtypeStruct((), jnp.float32)
+no_host, host, in_order = map(
+    dispatch_us,
+    (
+        lambda x: x + 1,
+        lambda x: jax.pure_callback(identity, kind, x),
+        lambda x: io_callback(identity, kind, x, ordered=True),
+    ),
+)
+if rr.rank() == 0:
+    print(f"\na call: {no_host:.0f} µs; one that calls the host {host:.0f}, in the program's order {in_order:.0f}")
