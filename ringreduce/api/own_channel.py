@@ -54,6 +54,11 @@ class OwnChannel:
         """
         if self._number is None:
             raise CollectiveError(f"{kind}: this process group was destroyed")
+        if self.engine is not runtime.current(kind).engine:
+            raise InputError(
+                f"{kind}: this process group belongs to a world that has ended; destroy it, and make it anew: "
+                "init_process_group('ring', init_method=…, rank=ringreduce.rank(), world_size=ringreduce.size())"
+            )
         arrays = inputs if signed is None else signed
         signed = [each.part(0, each.count) for each in arrays] if counted else arrays
         options = {"timeout_s": self.timeout_s, **options}

@@ -1,6 +1,7 @@
 """The synchronous collectives that return new tensors: autograd goes through them.
 
-The in-place and `_async` forms are those of `ringreduce.api`, and unknown to autograd.
+They have the signatures of `ringreduce.api`; the in-place and `_async` forms are those themselves, and unknown to
+autograd.
 
 A gradient is computed by a collective too, so all ranks must run backward through the same functions. Its scale is
 Horovod's: for allgather and broadcast that of a loss averaged over the ranks, and for a reduction the same reduction
@@ -9,8 +10,11 @@ again.
 
 from __future__ import annotations
 
+import functools
+import inspect
+import types
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -20,16 +24,18 @@ from ringreduce.api.control import synchronize
 from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
 from ringreduce.api.submit import which_op
 from ringreduce.api.world import rank
-from ringreduce.compression import Compression, Compressor
 from ringreduce.errors import InputError
 from ringreduce.execution.submission import Handle
-from ringreduce.ops import Average, ReduceOp, Sum
+from ringreduce.ops import Average, Sum
 
 __all__ = ["allgather", "allreduce", "alltoall", "alltoall_async", "broadcast", "grouped_allgather"]
 __all__ += ["grouped_allreduce", "grouped_reducescatter", "reducescatter"]
 
 Tensors = Sequence[torch.Tensor]
 Gradient = Callable[[Tensors], Tensors]  # makes the gradients of the inputs from those of the results
+Call = types.SimpleNamespace  # its arguments, by name
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
 
 
 class _Collective(torch.autograd.Function):
@@ -47,11 +53,9 @@ class _Collective(torch.autograd.Function):
         return None, None, *ctx.gradient(plain)
 
 
-def _differentiable(tensors: Sequence[Any], results: Sequence[Any], gradient: Gradient) -> list[Any]:
+def _tied(tensors: Sequence[Any], results: Sequence[Any], gradient: Gradient) -> list[Any]:
     """The results, known to autograd where they are of a type that has gradients."""
     tied = list(results)
-    if not any(_has_gradient(each) and each.requires_grad for each in tensors):
-        return tied
     # not only those that require it: ranks may differ in this, and the gradient's collective must not
     numbers = [number for number, each in enumerate(tensors) if _has_gradient(each)]
     outputs = _Collective.apply(  # type: ignore[no-untyped-call]
@@ -66,108 +70,129 @@ def _has_gradient(tensor: Any) -> bool:
     return isinstance(tensor, torch.Tensor) and (tensor.is_floating_point() or tensor.is_complex())
 
 
-def _gradients_name(name: str | None) -> str | None:
-    return None if name is None else f"{name}.gradient"
+def _requires_it(tensors: Sequence[Any]) -> bool:
+    return any(_has_gradient(each) and each.requires_grad for each in tensors)
 
 
-def allreduce(
-    tensor: torch.Tensor,
-    average: bool | None = None,
-    name: str | None = None,
-    compression: type[Compressor] = Compression.none,
-    op: ReduceOp | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-) -> torch.Tensor:
-    """Reduce `tensor` over all ranks; returns a new tensor, the same bits on every rank.
+def _differentiable(
+    collective: Callable[Parameters, Result],
+) -> Callable[[Callable[[Call], Gradient]], Callable[Parameters, Result]]:
+    """Make autograd go through a collective; decorates what makes, from a call's arguments, its gradient."""
+    signature = inspect.signature(collective)
+    first = next(iter(signature.parameters))
 
-    Gradient: for Average and Sum the same allreduce, compressed too; other ops have none, and running backward
-              through them raises InputError.
-    Otherwise as `ringreduce.allreduce`; non-contiguous and sparse tensors: InputError (a ValueError).
-    Source: Horovod's allreduce.
-    """
-    scales = prescale_factor, postscale_factor
-    return grouped_allreduce([tensor], average, name, compression, op, *scales, process_set)[0]
+    def decorate(gradient_of: Callable[[Call], Gradient]) -> Callable[Parameters, Result]:
+        @functools.wraps(gradient_of)
+        def differentiable(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Any:
+            result: Any = collective(*args, **kwargs)
+            given: Any = args[0] if args else kwargs[first]
+            tensors, results = ([given], [result]) if first == "tensor" else (given, result)
+            if not _requires_it(tensors):
+                return result
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            tied = _tied(tensors, results, gradient_of(Call(**{**bound.arguments, "tensors": tensors})))
+            return tied[0] if first == "tensor" else tied
+
+        differentiable.__signature__ = signature  # type: ignore[attr-defined]
+        differentiable.__doc__ = f"{inspect.getdoc(collective)}\n\n{inspect.getdoc(gradient_of)}"
+        return differentiable
+
+    return decorate
 
 
-def grouped_allreduce(
-    tensors: Tensors,
-    average: bool | None = None,
-    name: str | None = None,
-    compression: type[Compressor] = Compression.none,
-    op: ReduceOp | None = None,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
-    *,
-    names: Sequence[str] | None = None,
-) -> list[torch.Tensor]:
-    """Reduce many tensors, all or none of them; returns new tensors. Otherwise as `allreduce`.
+def _gradients_name(call: Call) -> str | None:
+    return None if call.name is None else f"{call.name}.gradient"
 
-    names: those of the tensors, for error messages.
-    """
-    scales = float(prescale_factor), float(postscale_factor)
-    reduced = reduce.grouped_allreduce(tensors, average, name, compression, op, *scales, process_set, names=names)
-    reduction = which_op("allreduce", average, op)
+
+def _of_allreduce(call: Call) -> Gradient:
+    op = which_op("allreduce", call.average, call.op)
+    scales, name = (call.prescale_factor, call.postscale_factor), _gradients_name(call)
 
     def gradient(gradients: Tensors) -> Tensors:
-        if reduction not in (Average, Sum):
-            raise InputError(
-                f"allreduce: op={reduction!r} has no gradient; expected Average or Sum, or tensor.detach()"
-            )
-        return grouped_allreduce(gradients, None, _gradients_name(name), compression, reduction, *scales, process_set)
+        if op not in (Average, Sum):
+            raise InputError(f"allreduce: op={op!r} has no gradient; expected Average or Sum, or tensor.detach()")
+        return grouped_allreduce(gradients, None, name, call.compression, op, *scales, call.process_set)
 
-    return _differentiable(tensors, reduced, gradient)
+    return gradient
 
 
-def allgather(
-    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> torch.Tensor:
-    """Concatenate the tensors of all ranks along dim 0, in rank order.
+@_differentiable(reduce.allreduce)
+def allreduce(call: Call) -> Gradient:
+    """Gradient: for Average and Sum the same allreduce, compressed too; other ops have none: InputError in backward.
 
-    Gradient: this rank's rows of the result's gradient, averaged over the ranks.
-    Otherwise as `ringreduce.allgather`.
-    Source: Horovod's allgather.
+    A tensor that is not contiguous, or sparse: InputError.
     """
-    return grouped_allgather([tensor], name, process_set)[0]
+    return _of_allreduce(call)
 
 
-def grouped_allgather(
-    tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> list[torch.Tensor]:
-    """Gather many tensors, all or none of them; otherwise as `allgather`."""
-    gathered = gather.grouped_allgather(tensors, name, process_set)
-    rows = [each.shape[0] for each in tensors if _has_gradient(each)]
-    of_gradients = _gradients_name(name)
+@_differentiable(reduce.grouped_allreduce)
+def grouped_allreduce(call: Call) -> Gradient:
+    """Gradient: as that of `allreduce`."""
+    return _of_allreduce(call)
+
+
+def _of_allgather(call: Call) -> Gradient:
+    rows = [each.shape[0] for each in call.tensors if _has_gradient(each)]
+    name = _gradients_name(call)
 
     def gradient(gradients: Tensors) -> Tensors:
-        of_rows = None if of_gradients is None else f"{of_gradients}.rows"
-        everyones = gather.allgather_async(torch.tensor([rows]), of_rows, process_set)
-        averaged = grouped_allreduce(gradients, name=of_gradients, op=Average, process_set=process_set)
-        starts = synchronize(everyones)[: process_set.rank()].sum(0).tolist()
+        of_rows = None if name is None else f"{name}.rows"
+        everyones = gather.allgather_async(torch.tensor([rows]), of_rows, call.process_set)
+        averaged = grouped_allreduce(gradients, name=name, op=Average, process_set=call.process_set)
+        starts = synchronize(everyones)[: call.process_set.rank()].sum(0).tolist()
         return [each.narrow(0, start, count) for each, start, count in zip(averaged, starts, rows, strict=True)]
 
-    return _differentiable(tensors, gathered, gradient)
+    return gradient
 
 
-def broadcast(
-    tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> torch.Tensor:
-    """The root's tensor, as a new one on every rank.
+@_differentiable(gather.allgather)
+def allgather(call: Call) -> Gradient:
+    """Gradient: this rank's rows of the result's gradient, averaged over the ranks."""
+    return _of_allgather(call)
 
-    Gradient: on the root the result's, averaged over the ranks; elsewhere zeros. Either all ranks' tensors must require
-              it or none: a rank that does not run backward leaves the others waiting.
-    Otherwise as `ringreduce.broadcast`.
-    Source: Horovod's broadcast.
+
+@_differentiable(gather.grouped_allgather)
+def grouped_allgather(call: Call) -> Gradient:
+    """Gradient: as that of `allgather`."""
+    return _of_allgather(call)
+
+
+@_differentiable(broadcasts.broadcast)
+def broadcast(call: Call) -> Gradient:
+    """Gradient: on the root the result's, averaged over the ranks; elsewhere zeros.
+
+    Either all ranks' tensors must require it or none: a rank that does not run backward leaves the others waiting.
     """
-    received = broadcasts.broadcast(tensor, root_rank, name, process_set)
 
     def gradient(gradients: Tensors) -> Tensors:
-        averaged = allreduce(gradients[0], name=_gradients_name(name), op=Average, process_set=process_set)
-        return [averaged if rank() == root_rank else torch.zeros_like(averaged)]
+        averaged = allreduce(gradients[0], name=_gradients_name(call), op=Average, process_set=call.process_set)
+        return [averaged if rank() == call.root_rank else torch.zeros_like(averaged)]
 
-    return _differentiable([tensor], [received], gradient)[0]  # type: ignore[no-any-return]
+    return gradient
+
+
+def _of_reducescatter(call: Call) -> Gradient:
+    factor = float(call.prescale_factor) * float(call.postscale_factor)
+    factor *= (call.process_set.size() or 1) if call.op is Sum else 1
+
+    def gradient(gradients: Tensors) -> Tensors:
+        scaled = [each * factor for each in gradients] if factor != 1 else gradients
+        return grouped_allgather(scaled, _gradients_name(call), call.process_set)
+
+    return gradient
+
+
+@_differentiable(reduce.reducescatter)
+def reducescatter(call: Call) -> Gradient:
+    """Gradient: an allgather of the parts' gradients, times both factors, and for Sum times the number of ranks."""
+    return _of_reducescatter(call)
+
+
+@_differentiable(reduce.grouped_reducescatter)
+def grouped_reducescatter(call: Call) -> Gradient:
+    """Gradient: as that of `reducescatter`."""
+    return _of_reducescatter(call)
 
 
 def alltoall(
@@ -185,15 +210,16 @@ def alltoall(
     Source:   Horovod's alltoall.
     """
     given = _splits(tensor, splits, process_set)
-    came, received = gather.alltoall(tensor, given, name, process_set)
-    rows_given = tensor.shape[0]
+    rows, received = gather.alltoall(tensor, given, name, process_set)
+    rows_given, of_gradients = tensor.shape[0], None if name is None else f"{name}.gradient"
 
     def gradient(gradients: Tensors) -> Tensors:
-        back, _ = alltoall(gradients[0], received, _gradients_name(name), process_set)
+        back, _ = alltoall(gradients[0], received, of_gradients, process_set)
         kept = rows_given - back.shape[0]
         return [torch.cat([back, back.new_zeros(kept, *back.shape[1:])]) if kept else back]
 
-    (rows,) = _differentiable([tensor], [came], gradient)
+    if _requires_it([tensor]):
+        (rows,) = _tied([tensor], [rows], gradient)
     return rows if splits is None else (rows, received)
 
 
@@ -219,42 +245,3 @@ def _splits(tensor: Any, splits: Any, process_set: ProcessSet) -> Any:
         raise InputError(f"alltoall: splits of type {splits.dtype}; expected torch.int32, pass splits.int()")
     given = torch.as_tensor(splits)
     return given if given.is_floating_point() else given.to(torch.int32)
-
-
-def reducescatter(
-    tensor: torch.Tensor,
-    name: str | None = None,
-    compression: type[Compressor] = Compression.none,
-    op: ReduceOp = Average,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> torch.Tensor:
-    """Reduce `tensor` over all ranks; returns this rank's part of the rows, as a new tensor.
-
-    Gradient: an allgather of the parts' gradients, times both factors, and for Sum times the number of ranks.
-    Otherwise as `ringreduce.reducescatter`.
-    Source: Horovod's reducescatter.
-    """
-    return grouped_reducescatter([tensor], name, compression, op, process_set, prescale_factor, postscale_factor)[0]
-
-
-def grouped_reducescatter(
-    tensors: Tensors,
-    name: str | None = None,
-    compression: type[Compressor] = Compression.none,
-    op: ReduceOp = Average,
-    process_set: ProcessSet = global_process_set,
-    prescale_factor: float = 1.0,
-    postscale_factor: float = 1.0,
-) -> list[torch.Tensor]:
-    """Reduce and scatter many tensors, all or none of them; otherwise as `reducescatter`."""
-    scales = float(prescale_factor), float(postscale_factor)
-    reduced = reduce.grouped_reducescatter(tensors, name, compression, op, process_set, *scales)
-    factor = scales[0] * scales[1] * ((process_set.size() or 1) if op is Sum else 1)
-
-    def gradient(gradients: Tensors) -> Tensors:
-        scaled = [each * factor for each in gradients] if factor != 1 else gradients
-        return grouped_allgather(scaled, _gradients_name(name), process_set)
-
-    return _differentiable(tensors, reduced, gradient)

@@ -125,7 +125,6 @@ LAYERS = [
     ["torch.elastic"],
     ["torch.distributed.tensors", "torch.distributed.buckets", "torch.distributed.launch"],
     ["torch.distributed.work"],
-    ["torch.distributed.call"],
     ["torch.distributed.operations"],
     ["torch.distributed.group"],
     ["torch.distributed.hook"],

@@ -6,8 +6,7 @@
 
 group      the ProcessGroup: some ranks, and the backends of their devices
 operations torch's operations, as ringreduce's
-call       one call of a group: its tensors as buffers, its operation
-work       an operation that was begun: waiting for it, and its future
+work       one call of a group: its tensors as buffers, its operation, waiting for it, and its future
 tensors    torch's tensors, reductions and timeouts, as ringreduce has them
 hook       DDP's buckets by ringreduce, for jobs that keep another backend
 launch     which rank this is, by the launcher's variables

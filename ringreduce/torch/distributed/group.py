@@ -16,7 +16,6 @@ import ringreduce as rr
 from ringreduce.api.own_channel import OwnChannel
 from ringreduce.errors import InputError
 from ringreduce.torch.distributed import launch
-from ringreduce.torch.distributed.call import Call
 from ringreduce.torch.distributed.operations import Operations
 from ringreduce.torch.distributed.tensors import device_of, seconds
 from ringreduce.torch.distributed.work import Work
@@ -60,7 +59,7 @@ class RingProcessGroup(Operations, dist.ProcessGroup):
 
     def barrier(self, opts: Any = None) -> Work:
         """Done when all ranks have begun it."""
-        return Call(self.channel, opts, []).begin(self.channel.begin, "barrier")
+        return Work(self.channel, opts, []).begin(self.channel.begin, "barrier")
 
     def monitored_barrier(self, timeout: datetime.timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier whose error names a rank that is late; torch's own function of this name refuses all but gloo."""
@@ -84,12 +83,6 @@ class RingProcessGroup(Operations, dist.ProcessGroup):
     def _get_backend(self, device: Any) -> Any:
         other = self.elsewhere(torch.device(device).type)
         return self if other is None else other._get_backend(device)
-
-    def size(self) -> int:
-        return self.channel.size
-
-    def rank(self) -> int:
-        return self.channel.rank
 
     def name(self) -> str:
         return "ring"
@@ -116,7 +109,7 @@ class RingProcessGroup(Operations, dist.ProcessGroup):
     def _get_sequence_number_for_group(self) -> int:
         return 0
 
-    getSize, getRank, getBackendName, abort = size, rank, name, shutdown
+    getBackendName, abort = name, shutdown
     _set_group_name, _set_group_desc = setGroupName, setGroupDesc
 
 

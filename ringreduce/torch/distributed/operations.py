@@ -12,7 +12,6 @@ from ringreduce.api.own_channel import OwnChannel
 from ringreduce.errors import InputError
 from ringreduce.ops import Sum
 from ringreduce.torch.distributed.buckets import bucket_of
-from ringreduce.torch.distributed.call import Call
 from ringreduce.torch.distributed.tensors import op_and_factor
 from ringreduce.torch.distributed.work import BACKWARD, Work
 
@@ -28,36 +27,36 @@ class Operations:
         """Reduce each tensor in place; COO tensors too."""
         if tensors[0].is_sparse:
             return _sum_of_sparse(self.channel, tensors[0], opts)
-        call = Call(self.channel, opts, list(tensors))
+        work = Work(self.channel, opts, list(tensors))
         bucket = bucket_of(tensors[0], self.channel) if len(tensors) == 1 and BACKWARD.runs() else None
-        return call.begin(self.channel.allreduce, call.write(tensors), *op_and_factor(opts), payload=bucket)
+        return work.begin(self.channel.allreduce, work.write(tensors), *op_and_factor(opts), payload=bucket)
 
     def broadcast(self, tensors: Tensors, opts: Any = None) -> Work:
         """Copy the root's tensors into the others'; the default root is rank 0."""
-        call = Call(self.channel, opts, list(tensors))
-        return call.begin(self.channel.broadcast, call.write(tensors), getattr(opts, "rootRank", 0))
+        work = Work(self.channel, opts, list(tensors))
+        return work.begin(self.channel.broadcast, work.write(tensors), getattr(opts, "rootRank", 0))
 
     def reduce(self, tensors: Tensors, opts: Any) -> Work:
         """Reduce each tensor in place, on the root only."""
-        call = Call(self.channel, opts, list(tensors))
-        arrays = call.write(tensors) if self.channel.rank == opts.rootRank else call.read(tensors)
-        return call.begin(self.channel.reduce, arrays, opts.rootRank, *op_and_factor(opts))
+        work = Work(self.channel, opts, list(tensors))
+        arrays = work.write(tensors) if self.channel.rank == opts.rootRank else work.read(tensors)
+        return work.begin(self.channel.reduce, arrays, opts.rootRank, *op_and_factor(opts))
 
     def allgather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Work:
         """Copy inputs[k] of rank r into outputs[k][r] of all."""
-        call, by_rank = Call(self.channel, opts, outputs), zip(*outputs, strict=True)
-        return call.begin(self.channel.all_gather, call.read(inputs), call.write(_joined(by_rank)))
+        work, by_rank = Work(self.channel, opts, outputs), zip(*outputs, strict=True)
+        return work.begin(self.channel.all_gather, work.read(inputs), work.write(_joined(by_rank)))
 
     def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Work:
         """Copy inputs[k] of rank r into outputs[r][k] of all."""
-        call = Call(self.channel, opts, outputs)
-        return call.begin(self.channel.all_gather, call.read(inputs), call.write(_joined(outputs)))
+        work = Work(self.channel, opts, outputs)
+        return work.begin(self.channel.all_gather, work.read(inputs), work.write(_joined(outputs)))
 
     def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
         """Copy inputs[k] of all ranks into outputs[k], one after the other."""
-        call = Call(self.channel, opts, list(outputs))
-        parts = [self.channel.equal_parts("all_gather", each) for each in call.write(outputs)]
-        return call.begin(self.channel.all_gather, call.read(inputs), _joined(zip(*parts, strict=True)))
+        work = Work(self.channel, opts, list(outputs))
+        parts = [self.channel.equal_parts("all_gather", each) for each in work.write(outputs)]
+        return work.begin(self.channel.all_gather, work.read(inputs), _joined(zip(*parts, strict=True)))
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Work:
         """Copy the inputs of all ranks into the output, one after the other."""
@@ -65,16 +64,16 @@ class Operations:
 
     def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> Work:
         """Reduce inputs[k][r] of all ranks into outputs[k] of rank r; they may differ in size by r."""
-        call, by_rank = Call(self.channel, opts, list(outputs)), zip(*inputs, strict=True)
-        arrays = call.read(_joined(by_rank)), call.write(outputs)
-        return call.begin(self.channel.reduce_scatter, *arrays, *op_and_factor(opts))
+        work, by_rank = Work(self.channel, opts, list(outputs)), zip(*inputs, strict=True)
+        arrays = work.read(_joined(by_rank)), work.write(outputs)
+        return work.begin(self.channel.reduce_scatter, *arrays, *op_and_factor(opts))
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
         """Reduce the r-th parts of all ranks' inputs[k] into outputs[k] of rank r."""
-        call = Call(self.channel, opts, list(outputs))
-        parts = [self.channel.equal_parts("reduce_scatter", each) for each in call.read(inputs)]
-        arrays = _joined(zip(*parts, strict=True)), call.write(outputs)
-        return call.begin(self.channel.reduce_scatter, *arrays, *op_and_factor(opts))
+        work = Work(self.channel, opts, list(outputs))
+        parts = [self.channel.equal_parts("reduce_scatter", each) for each in work.read(inputs)]
+        arrays = _joined(zip(*parts, strict=True)), work.write(outputs)
+        return work.begin(self.channel.reduce_scatter, *arrays, *op_and_factor(opts))
 
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Work:
         """Reduce the r-th parts of all ranks' inputs into the output of rank r."""
@@ -82,8 +81,8 @@ class Operations:
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
         """inputs[r] goes to rank r, from which outputs[r] comes."""
-        call = Call(self.channel, opts, list(outputs))
-        return call.begin(self.channel.all_to_all, call.read(inputs), call.write(outputs))
+        work = Work(self.channel, opts, list(outputs))
+        return work.begin(self.channel.all_to_all, work.read(inputs), work.write(outputs))
 
     def all_to_all_single(
         self,
@@ -94,30 +93,30 @@ class Operations:
         opts: Any = None,
     ) -> Work:
         """As `alltoall`, of so many rows each; without these of equal parts."""
-        call = Call(self.channel, opts, [output])
-        outgoing = self.channel.parts_of_rows("all_to_all", call.read([tensor])[0], input_rows)
-        incoming = self.channel.parts_of_rows("all_to_all", call.write([output])[0], output_rows)
-        return call.begin(self.channel.all_to_all, outgoing, incoming)
+        work = Work(self.channel, opts, [output])
+        outgoing = self.channel.parts_of_rows("all_to_all", work.read([tensor])[0], input_rows)
+        incoming = self.channel.parts_of_rows("all_to_all", work.write([output])[0], output_rows)
+        return work.begin(self.channel.all_to_all, outgoing, incoming)
 
     def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any) -> Work:
         """Copy the input of rank r into outputs[0][r] of the root."""
-        call = Call(self.channel, opts, list(outputs))
-        return call.begin(self.channel.gather, *call.read(inputs), call.write(_joined(outputs)), opts.rootRank)
+        work = Work(self.channel, opts, list(outputs))
+        return work.begin(self.channel.gather, *work.read(inputs), work.write(_joined(outputs)), opts.rootRank)
 
     def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any) -> Work:
         """Copy inputs[0][r] of the root into the output of rank r."""
-        call = Call(self.channel, opts, list(outputs))
-        return call.begin(self.channel.scatter, *call.write(outputs), call.read(_joined(inputs)), opts.rootRank)
+        work = Work(self.channel, opts, list(outputs))
+        return work.begin(self.channel.scatter, *work.write(outputs), work.read(_joined(inputs)), opts.rootRank)
 
     def send(self, tensors: Tensors, destination: int, tag: int) -> Work:
         """Send one tensor."""
-        call = Call(self.channel, None, list(tensors))
-        return call.begin(self.channel.send, call.read(tensors), destination, tag)
+        work = Work(self.channel, None, list(tensors))
+        return work.begin(self.channel.send, work.read(tensors), destination, tag)
 
     def recv(self, tensors: Tensors, source: int | None, tag: int) -> Work:
         """Receive a tensor of as many elements of the same type as one sent with this tag."""
-        call = Call(self.channel, None, list(tensors))
-        return call.begin(self.channel.recv, call.write(tensors), source, tag)
+        work = Work(self.channel, None, list(tensors))
+        return work.begin(self.channel.recv, work.write(tensors), source, tag)
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> Work:
         """As `recv`, from whichever rank sends first."""
@@ -137,11 +136,10 @@ def _sum_of_sparse(channel: OwnChannel, tensor: torch.Tensor, opts: Any) -> Work
     """The sum of COO tensors: the elements of all ranks, which may differ in number; waits for them."""
     if op_and_factor(opts) != (Sum, 1):
         raise InputError(f"allreduce of a sparse tensor: op {opts.reduceOp}; expected SUM")
-    mine, call = tensor.coalesce(), Call(channel, opts, [tensor])
-    rows = call.read([mine.indices().t(), mine.values()])
+    mine, work = tensor.coalesce(), Work(channel, opts, [tensor])
+    rows = work.read([mine.indices().t(), mine.values()])
     arrays = lambda gathered: [each.array() for each in gathered.outputs]  # noqa: E731
-    work = call.begin(channel.begin, "allgather", rows, by_rows=True, finish=arrays)
-    indices, values = work.handle.wait()
+    indices, values = work.begin(channel.begin, "allgather", rows, by_rows=True, finish=arrays).handle.wait()
     found = torch.sparse_coo_tensor(indices.t(), values, tensor.shape, check_invariants=False)
     with torch.no_grad():
         tensor.copy_(found.coalesce())

@@ -1,48 +1,83 @@
-"""An operation that was begun: waiting for it, and its future.
+"""One call of a group: its tensors as buffers, its operation, waiting for it, and its future.
 
 A future's callbacks run where it is completed, and may wait for the next operation, as PowerSGD's do. So that is never
 the engine's thread.
 """
+# ruff: noqa: D102 - torch's methods, with torch's names
 
 from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ringreduce.api.own_channel import OwnChannel
+from ringreduce.arrays.buffer import Buffer
+from ringreduce.arrays.torch_tensor import torch_buffer
 from ringreduce.execution.submission import Handle
-from ringreduce.torch.distributed.tensors import seconds
+from ringreduce.torch.distributed.tensors import plain, seconds
 
 
 class Work(dist.Work):
-    """See torch.distributed's Work.  outputs: the value of its future."""
+    """See torch.distributed's Work.
 
-    def __init__(self, outputs: Any) -> None:
+    Tensors that are not contiguous are copied, and those that are written to copied back; on a GPU refused.
+    opts: torch's, with a timeout, or None;  outputs: the value of its future.
+    """
+
+    def __init__(self, channel: OwnChannel, opts: Any, outputs: Any) -> None:
         super().__init__()
-        self.handle: Handle  # set right after the operation is submitted
-        self.devices: list[torch.device | str | int] = []  # the GPU, if it has tensors there
-        self.is_waited_for = False  # by a thread that will tell
-        self._outputs = outputs
-        self._is_over, self._is_told = False, False
+        self.handle: Handle
+        self._channel, self._outputs = channel, outputs
+        self._timeout_s = seconds(getattr(opts, "timeout", None), channel.timeout_s)
+        self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._devices: list[torch.device | str | int] = []  # the GPU, if it has tensors there
+        self._is_over = self._is_told = self._is_waited_for = False
         self._error: Exception | None = None
         self._lock = threading.Lock()
         self._future: torch.futures.Future[Any] | None = None
         self._source = -1
 
-    def end(self, error: Exception | None) -> None:
+    def read(self, tensors: Sequence[torch.Tensor]) -> list[Buffer]:
+        """Buffers of tensors that are only read."""
+        return [self._buffer(plain(each), writable=False) for each in tensors]
+
+    def write(self, tensors: Sequence[torch.Tensor]) -> list[Buffer]:
+        """Buffers of tensors that are written to, and perhaps read. As with other backends, autograd sees no change."""
+        contiguous = [each if each.is_cuda else plain(each) for each in tensors]
+        self._copies += [(old, new) for old, new in zip(tensors, contiguous, strict=True) if new is not old]
+        return [self._buffer(each, writable=True) for each in contiguous]
+
+    def _buffer(self, tensor: torch.Tensor, writable: bool) -> Buffer:
+        if tensor.is_cuda:
+            self._devices = [tensor.device]
+        return torch_buffer(tensor, writable, resizable=True)
+
+    def begin(self, operation: Callable[..., Handle], *arguments: Any, **options: Any) -> Work:
+        """Begin an operation of the channel."""
+        waits = BACKWARD.runs() and not self._channel.engine.host.overlaps
+        self.handle = operation(*arguments, then=self._end, timeout_s=self._timeout_s, waits=waits, **options)
+        return self
+
+    def _end(self, error: Exception | None) -> None:
         """The operation has ended; called by the engine's thread."""
+        if error is None and self._copies:
+            with torch.no_grad():
+                for tensor, copy in self._copies:
+                    tensor.copy_(copy)
         with self._lock:
             self._error, self._is_over = error, True
-            needs_thread = self._future is not None and not self.is_waited_for
+            needs_thread = self._future is not None and not self._is_waited_for
         if needs_thread:
             with contextlib.suppress(RuntimeError):  # the interpreter ends
-                threading.Thread(target=self.tell, name="ringreduce future", daemon=True).start()
+                threading.Thread(target=self._tell, name="ringreduce future", daemon=True).start()
 
-    def tell(self) -> None:
+    def _tell(self) -> None:
         """Complete the future, once."""
         with self._lock:
             if self._is_told or not self._is_over or self._future is None:
@@ -51,7 +86,7 @@ class Work(dist.Work):
         if self._error is not None:
             self._future.set_exception(self._error)
             return
-        if self.devices:  # the future is done when this thread's current stream is
+        if self._devices:  # the future is done when this thread's current stream is
             self.handle.wait()
         self._future.set_result(self._outputs)
 
@@ -60,35 +95,37 @@ class Work(dist.Work):
         self._source = self.handle.wait(seconds(timeout, -1))
         return True
 
-    def synchronize(self) -> None:
-        """Wait until the operation is done."""
-        self.wait()
+    def wait_and_tell(self) -> None:
+        """As `wait`, and complete the future in this thread."""
+        self._is_waited_for = True
+        try:
+            self.wait()
+        finally:
+            self._tell()
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future of the outputs."""
         with self._lock:
             if self._future is None:
-                self._future = torch.futures.Future(devices=self.devices)
+                self._future = torch.futures.Future(devices=self._devices)
             future = self._future
         if not self._is_over and BACKWARD.runs():
             BACKWARD.add(self)
-        self.tell()
+        self._tell()
         return future
 
+    def synchronize(self) -> None:
+        self.wait()
+
     def is_completed(self) -> bool:
-        """True when the operation is over, also when it has failed."""
         return self._is_over
 
     def is_success(self) -> bool:
-        """True when the operation is over, and has not failed."""
         return self._is_over and self._error is None
 
     def exception(self) -> Exception | None:
-        """What went wrong."""
         return self._error
 
     def result(self) -> Any:
-        """The outputs."""
         self.wait()
         return self._outputs
 
@@ -124,11 +161,7 @@ class _Backward:
     def _end(self, number: int) -> None:
         self._ending = number
         for work in self._asked.pop(number):
-            work.is_waited_for = True
-            try:
-                work.wait()
-            finally:
-                work.tell()
+            work.wait_and_tell()
 
 
 BACKWARD = _Backward()
