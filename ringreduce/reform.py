@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import logging
 import time
+from pathlib import Path
 from typing import NoReturn, cast
 
 from ringreduce import runtime
 from ringreduce.errors import CollectiveError
 from ringreduce.log import LOGGER
 from ringreduce.monitor.launcher_link import report_ready, report_reformed
+from ringreduce.monitor.timeline import BY_HAND, Event, now_us
+from ringreduce.runtime import Runtime
 from ringreduce.startup.survivors import RECOVERY_S
-from ringreduce.startup.worlds import Elastic, Reformed
+from ringreduce.startup.worlds import Elastic, Reformed, lost_error
 from ringreduce.transport.message import MessageTransport
+from ringreduce.world import World
 
 __all__ = [
     "Reformed",
@@ -89,7 +93,7 @@ def keeps_commits() -> str:
 
 def give_up() -> None:
     """This rank has failed: at its exit it does not wait for the others, who go on when its process has ended."""
-    elastic = runtime.current("give_up").elastic
+    elastic = runtime.current("give_up").elastic if runtime.is_initialized() else None
     if elastic is not None:
         elastic.has_failed = True
 
@@ -124,7 +128,22 @@ def reform(commits: int) -> Reformed:
     elastic.times_s = {"heard": heard_s, "failed": begun_s, "stopped": stopped_s, "met": met_s}
     elastic.times_s["new engine"] = time.monotonic()
     _log(elastic)
+    _record(current, last, elastic)
     return cast(Reformed, elastic.latest)
+
+
+def _record(current: Runtime, last: World, elastic: Elastic) -> None:
+    """Go on with the timeline of the settings: a file for each world, FILE.2.json for that of list 2."""
+    path, membership = Path(current.settings.timeline), elastic.members.newest
+    if current.world.rank or not path.name or path.name.upper() == BY_HAND:
+        return
+    heard_us = membership.heard_s * 1e6  # by the clock of the timeline
+    loss = Event(str(lost_error(last, membership)), "elastic", heard_us, now_us() - heard_us)
+    file = path.with_name(f"{path.stem}.{current.world.number}{path.suffix}")
+    try:
+        current.engine.timeline.start(str(file), current.settings.timeline_mark_cycles, [loss])
+    except (OSError, CollectiveError) as error:
+        LOGGER.warning(f"the timeline does not go on in {file}: {error}")
 
 
 def _log(elastic: Elastic) -> None:

@@ -84,8 +84,8 @@ class Runtime:
     def close(self) -> None:
         """Free what `start` made; every rank must call it."""
         self._status_server.close()
-        if self.elastic is not None and not self.elastic.is_whole(self.world):
-            return  # lost ranks cannot take part
+        if self.elastic is not None:
+            return  # ranks may be lost at any moment, and could not take part
         self.engine.gpu.close()
         self.world.allgather_object(None)  # other ranks may have mapped this GPU memory
         self.engine.gpu.free()
@@ -95,17 +95,19 @@ class Runtime:
 _process_runtime: Runtime | None = None
 _process_id = 0
 _generations = 0
+_is_elastic = False  # then lost ranks could not take part in MPI_Finalize
 _gpu = device_selection.NOT_ASKED
 _parents_world: World | None = None  # in a forked child of a rank
 _bound_runtime: contextvars.ContextVar[Runtime | None] = contextvars.ContextVar("ringreduce_runtime", default=None)
 
 
-def start(comm: Any, process_sets: Sequence[Any], dynamic: bool) -> list[tuple[int, ...]] | None:
-    """Form the world, see `ringreduce.init`; returns the members of `process_sets`, or None if there is a world."""
-    global _process_runtime, _process_id, _generations, _gpu
+def start(comm: Any, process_sets: Sequence[Any], dynamic: bool) -> list[tuple[int, tuple[int, ...]]] | None:
+    """Form the world, see `ringreduce.init`; returns numbers and members of `process_sets`, or None."""
+    global _process_runtime, _process_id, _generations, _gpu, _is_elastic
     if is_initialized():
         return None
     settings = Settings.from_environment(os.environ)
+    _is_elastic = settings.elastic
     if settings.elastic:
         worlds.check(settings, comm, _generations)
     log.configure(settings.log_level, settings.log_timestamp)
@@ -142,7 +144,7 @@ def start(comm: Any, process_sets: Sequence[Any], dynamic: bool) -> list[tuple[i
     except MismatchError:
         world.free()  # raised on all ranks, so all free it
         raise
-    return own
+    return [(1 + everyones.index(members), members) for members in own]
 
 
 def _log_init(runtime: Runtime) -> None:
@@ -207,6 +209,7 @@ def shutdown() -> None:
     """Leave the world: wait until every rank leaves it too, and free its communicators. Idempotent.
 
     Pending operations of this rank fail; ranks that wait for this one get PeerLostError, which names the calling line.
+    In an elastic job the loss of a rank ends the wait, and communicators are not freed.
     """
     _leave(f"it called shutdown() ({calling_line()})", lambda: False)
 
@@ -253,7 +256,9 @@ def _leave(why: str, interrupted: Callable[[], bool]) -> bool:
     if _process_runtime is None:
         return True
     runtime, _process_runtime = _process_runtime, None
-    if not runtime.engine.leave(why, interrupted):
+    if runtime.elastic is not None:
+        report_leaving(runtime.settings.error_file, why)
+    if not runtime.engine.leave(why, interrupted) and runtime.elastic is None:
         return False
     excepthook.uninstall()
     runtime.close()
@@ -275,7 +280,7 @@ def _at_exit() -> None:
     terminated = threading.Event()
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, lambda *_: terminated.set())
-    if _leave(why, terminated.is_set):
+    if _leave(why, terminated.is_set) and not _is_elastic:
         finalize_mpi()
 
 

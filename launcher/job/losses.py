@@ -114,7 +114,7 @@ class Losses:
             case Reported(rank, Meeting(number)):
                 members.meets(rank, number, now_s)
             case Reported(rank, Left()):
-                members.left(rank)
+                return members.left(rank, now_s)
             case Reported(rank, Reformed(number)) if members.reformed(rank, number):
                 self._report_recovery(now_s)
         return None

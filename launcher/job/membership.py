@@ -96,13 +96,16 @@ class Members:
         decision = self._next(now_s)
         return decision if isinstance(decision, wire.Membership) else None
 
-    def left(self, rank: int) -> bool:
-        """`rank` leaves its world in order, and will end; returns whether nobody is awaited any more.
+    def left(self, rank: int, now_s: float) -> wire.Membership | None:
+        """`rank` leaves its world in order, and will end; returns a list without it if others wait to form one with it.
 
         Leaving waits for others to leave; who ends before they do has left them alone.
         """
         self._left.add(rank)
-        return self._settle(rank)
+        is_missed = rank in self._awaited and bool(self._unsettled)
+        self._settle(rank)
+        decision = self._next(now_s) if is_missed and self._unsettled else None
+        return decision if isinstance(decision, wire.Membership) else None
 
     def reformed(self, rank: int, number: int) -> bool:
         """The world of list `number` works in `rank`; returns whether it works in all now, having been awaited."""
@@ -160,8 +163,7 @@ class Members:
             while self.spares and len(present) < self._np:
                 present.append(self.spares.pop(0))
         if not present and self._left:
-            self._unsettled.clear()
-            return None
+            return self._release()
         if (enough := len(present) + len(self._left)) < self._elastic.min_np or not present:
             return CannotGoOn(f"{counted(enough, 'rank')} left, and --min-np is {self._elastic.min_np}")
         self.number += 1
@@ -171,7 +173,22 @@ class Members:
         self.due_s = now_s + self._elastic.stalled_s if self._unsettled else math.inf
         self._last_s = now_s + self._elastic.recovery_s
         self._met_s.clear()
-        return wire.Membership(self.number, self.ranks, {str(rank): how for rank, how in sorted(self._dead.items())})
+        return self._list(self.ranks)
+
+    def _release(self) -> wire.Membership | None:
+        """Return a list of nobody, where ranks that leave still wait for one that is lost."""
+        self._unsettled.clear()
+        self._awaited.clear()
+        self.due_s = math.inf
+        waiting = self._left - self._ended - self._dead.keys()
+        if not waiting:
+            return None
+        self.number += 1
+        self.ranks = tuple(sorted(waiting))
+        return self._list(())
+
+    def _list(self, ranks: tuple[int, ...]) -> wire.Membership:
+        return wire.Membership(self.number, ranks, {str(rank): how for rank, how in sorted(self._dead.items())})
 
     def _settle(self, rank: int) -> bool:
         """`rank` is awaited no more; return whether it was the last one."""

@@ -10,6 +10,7 @@ from ringreduce.api.process_sets import ProcessSet, global_process_set, number_o
 from ringreduce.api.submit import agree
 from ringreduce.errors import InputError
 from ringreduce.execution.submission import Handle
+from ringreduce.monitor.timeline import BY_HAND
 from ringreduce.negotiation.negotiation import JOIN
 
 __all__ = ["barrier", "init", "join", "poll", "start_timeline", "stop_timeline", "synchronize"]
@@ -42,11 +43,10 @@ def init(comm: Any = None, process_sets: str | Sequence[ProcessSet | Sequence[in
     if own is None:
         return
     current = runtime.current("init")
-    numbers = {members: number for number, members in current.engine.sets.items()}
-    for each, members in zip(given, own, strict=True):
-        each.process_set_id, each.ranks = numbers[members], list(members)
+    for each, (number, members) in zip(given, own, strict=True):
+        each.process_set_id, each.ranks = number, list(members)
     timeline = current.settings.timeline
-    if timeline and timeline.upper() != DYNAMIC.upper():
+    if timeline and timeline.upper() != BY_HAND:
         start_timeline(timeline, current.settings.timeline_mark_cycles)
 
 

@@ -21,6 +21,7 @@ from ringreduce.arrays.view import as_buffer, to_write
 from ringreduce.errors import InputError
 from ringreduce.execution.submission import Handle, Submission
 from ringreduce.ops import Adasum, Average, ReduceOp
+from ringreduce.world import World
 
 __all__ = ["Ordered", "ordered"]
 
@@ -40,6 +41,9 @@ class Ordered(ProcessSet):
 
     Its methods are ringreduce's functions of the same name; other functions take it as `process_set=`.
     """
+
+    world: World | None = None
+    """In which it was made."""
 
     allreduce, allreduce_ = _of(reductions.allreduce), _of(reductions.allreduce_)
     allreduce_async, allreduce_async_ = _of(reductions.allreduce_async), _of(reductions.allreduce_async_)
@@ -165,6 +169,15 @@ class Ordered(ProcessSet):
         payload = (rank, *tag) if tag else payload
         return engine.submit(kind, None, number, payload=payload, **options)
 
+    def _check_world(self, function: str) -> None:
+        now = runtime.current(function).world
+        if self.world is not None and self.world.number != now.number:
+            raise InputError(
+                f"{function}: {self!r} ended with the world of {self.world.size} ranks in which it was made: ranks were"
+                f" lost or have come, and there are {now.size} now. Call ordered() again in the function that "
+                "elastic.run wraps; make groups of torch.distributed, which have such channels, anew there"
+            )
+
     def _members(self) -> list[int]:
         return self.ranks or []  # a channel ends with its world, so these stay right
 
@@ -191,4 +204,5 @@ def ordered(process_set: ProcessSet = global_process_set, *, patient: bool = Fal
     made = Ordered(process_set._members())
     details = ("process_set", number_of(process_set, "ordered")), ("patient", patient)
     made.process_set_id = agree("ordered", details=details)
+    made.world = runtime.current("ordered").world
     return made

@@ -55,6 +55,9 @@ class ProcessSet:
             return list(runtime.current("process sets").engine.sets.get(self.process_set_id, ()))
         return self.ranks or []
 
+    def _check_world(self, function: str) -> None:
+        """Raise InputError where it has ended with the world in which it was made."""
+
     def __repr__(self) -> str:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks})"
 
@@ -94,6 +97,7 @@ def number_of(process_set: ProcessSet, function: str) -> int:
             f"{function}: {process_set!r} was not added, or was removed; pass it to init(process_sets=[...]), or call "
             "add_process_set() on all ranks"
         )
+    process_set._check_world(function)
     return process_set.process_set_id
 
 

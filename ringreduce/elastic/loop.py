@@ -36,35 +36,43 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(func)
     def training(state: State, *args: Any, **kwargs: Any) -> Any:
-        is_changed, needs_sync = False, True
-        state.resume()
-        while True:
-            try:
-                if is_changed:
-                    state.on_reset()
-                if needs_sync:
-                    state.sync()
-                return func(state, *args, **kwargs)
-            except HostsUpdatedInterrupt as interrupt:
-                needs_sync = not interrupt.skip_sync
-                if reform.membership_changed():
-                    state.save()  # it is whole: the interrupt comes between two steps
-                    needs_sync = not _reform(state)
-                elif reform.hosts_came():
-                    state.save()
-                    reform.await_restart()
-            except BaseException as error:
-                if not (_is_loss(error) and reform.is_elastic()):
-                    if not (isinstance(error, SystemExit) and error.code in (None, 0)):
-                        reform.give_up()  # the others go on as soon as this process has ended
-                    raise
-                start_s = time.perf_counter()
-                state.restore()
-                LOGGER.debug(f"elastic: the state is restored after {(time.perf_counter() - start_s) * 1e3:.1f} ms")
-                needs_sync = not _reform(state)
-            is_changed = True
+        try:
+            return _train(lambda: func(state, *args, **kwargs), state)
+        except BaseException as error:
+            if not (isinstance(error, SystemExit) and error.code in (None, 0)):
+                reform.give_up()  # the others go on as soon as this process has ended
+            raise
 
     return training
+
+
+def _train(func: Callable[[], Any], state: State) -> Any:
+    """Call `func` until it returns, each time in the world of the ranks that are left."""
+    is_changed, needs_sync = False, True
+    state.resume()
+    while True:
+        try:
+            if is_changed:
+                state.on_reset()
+            if needs_sync:
+                state.sync()
+            return func()
+        except HostsUpdatedInterrupt as interrupt:
+            needs_sync = not interrupt.skip_sync
+            if reform.membership_changed():
+                state.save()  # it is whole: the interrupt comes between two steps
+                needs_sync = not _reform(state)
+            elif reform.hosts_came():
+                state.save()
+                reform.await_restart()
+        except BaseException as error:
+            if not (_is_loss(error) and reform.is_elastic()):
+                raise
+            start_s = time.perf_counter()
+            state.restore()
+            LOGGER.debug(f"elastic: the state is restored after {(time.perf_counter() - start_s) * 1e3:.1f} ms")
+            needs_sync = not _reform(state)
+        is_changed = True
 
 
 def _is_loss(error: BaseException) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from ringreduce import errors
 from ringreduce.engine.inbox import Inbox
 from ringreduce.monitor.recording import Recording
-from ringreduce.monitor.timeline import TimelineFile
+from ringreduce.monitor.timeline import Event, TimelineFile
 from ringreduce.negotiation.negotiation import Negotiation
 
 
@@ -28,10 +28,14 @@ class TimelineControl:
         self._inbox, self._recording, self._negotiation = inbox, recording, negotiation
         self._ended, self._clock_offsets_us = ended, clock_offsets_us
 
-    def start(self, path: str, mark_cycles: bool) -> None:
-        """Start recording on all ranks; stops an earlier timeline. Raises OSError for a bad `path`."""
+    def start(self, path: str, mark_cycles: bool, first: Sequence[Event] = ()) -> None:
+        """Start recording on all ranks; stops an earlier timeline. Raises OSError for a bad `path`.
+
+        first: events of this rank from before.
+        """
         self.stop()
-        file = TimelineFile(path, self._clock_offsets_us)
+        file = TimelineFile(path, self._clock_offsets_us, min((each.start_us for each in first), default=None))
+        file.add(0, first)
         if not self._call_and_wait(lambda done: self._recording.start(file, mark_cycles, done)):
             file.close()
             raise errors.CollectiveError(f"start_timeline: {self._negotiation.error or 'the engine has ended'}")

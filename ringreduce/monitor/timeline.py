@@ -21,6 +21,7 @@ from ringreduce.execution.signature import Signature
 from ringreduce.execution.submission import Submission
 
 SENT_AT_ONCE = 2000  # most events that a rank collects before it sends them to rank 0
+BY_HAND = "DYNAMIC"  # the setting's value where start_timeline() begins it
 UNNAMED_ROWS = 16  # rows that the unnamed tensors of one kind of operation share; otherwise each would add a row
 UNRECORDED = contextlib.nullcontext()
 
@@ -119,12 +120,15 @@ def row_of(signature: Signature) -> str:
 class TimelineFile:
     """The file on rank 0."""
 
-    def __init__(self, path: str, offsets_us: Sequence[float]) -> None:
-        """Raises OSError when `path` cannot be written. offsets_us: by rank, how far its clock is ahead of rank 0's."""
+    def __init__(self, path: str, offsets_us: Sequence[float], start_us: float | None = None) -> None:
+        """Raises OSError when `path` cannot be written.
+
+        offsets_us: by rank, how far its clock is ahead of rank 0's;  start_us: what is 0 in the file, by default now.
+        """
         self.path = path
         self._offsets_us = offsets_us
         self._threads: dict[tuple[int, str], int] = {}
-        self._start_us = now_us()
+        self._start_us = now_us() if start_us is None else start_us
         self._file: io.FileIO = open(path, "wb", buffering=0)  # noqa: SIM115 - closed by close()
         self._end = self._file.write(b"[\n")
         self._file.write(b"]\n")

@@ -14,6 +14,8 @@ from ringreduce.ps.arrays import as_kind, to_numpy
 from ringreduce.ps.layout import Key, joined
 from ringreduce.ps.roles import agree, meet_again, through
 
+MOST_UNANSWERED = 16
+
 
 class Worker:
     """One of the workers; made on each rank where `is_server()` is False, while the others make a `Server`.
@@ -60,7 +62,8 @@ class Worker:
     def push(self, gradients: Any) -> None:
         """Send gradients, a tree of the form and shapes of the parameters; returns at once, they may change again.
 
-        Cost: all gradients, to each server its part. Raises: InputError for another form; PeerLostError.
+        Cost: all gradients, to each server its part; in an elastic job MOST_UNANSWERED pushes without a pull wait as a
+        pull does, since until then they are kept. Raises: InputError for another form; PeerLostError.
         """
         arrays = {name: to_numpy(leaf) for name, leaf in trees.named_leaves(gradients)}
         for key in self._keys:
@@ -75,6 +78,8 @@ class Worker:
         if reform.is_elastic():
             self._unanswered.append(packed)
         through(self._flush, self._meet_again)
+        if len(self._unanswered) == MOST_UNANSWERED:
+            through(self._pull, self._meet_again)
 
     def close(self) -> None:
         """Tell the servers that this worker has finished, and wait for the others; `with` does so. Idempotent."""

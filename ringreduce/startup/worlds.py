@@ -78,10 +78,6 @@ class Elastic:
         if self.members.newer_than(world.number):
             hear(self.members.newest)
 
-    def is_whole(self, world: World) -> bool:
-        """True while no rank was lost, and there are no spares: then all ranks can take part in what MPI asks all."""
-        return world.number == 0 and world.size == self.origin.world.size
-
 
 def check(settings: Settings, comm: Any, worlds: int) -> None:
     """Raise StartupError where an elastic job cannot begin.  worlds: how many this process had before."""

@@ -113,7 +113,7 @@ def test_spares_take_the_places_of_the_lost_until_none_is_left() -> None:
 
 def test_spares_have_no_work_once_a_rank_has_left() -> None:
     job = members(4, spares=1)
-    job.left(0)
+    job.left(0, 0.0)
     assert job.lost(1, "a", 0.0) == Membership(1, (2,), {"1": "a"})
     assert job.spares == [3]
 
@@ -121,16 +121,25 @@ def test_spares_have_no_work_once_a_rank_has_left() -> None:
 def test_ranks_that_leave_in_order_are_missed_by_nobody() -> None:
     job = members(3)
     for rank in range(3):
-        job.left(rank)
+        job.left(rank, 0.0)
     for rank in (0, 1):
         assert job.ended(rank, 0.0) is None
     assert job.lost(2, "a", 0.0) is None, "nobody is left to tell it, and the work is done"
     assert job.overcome == {2}
 
 
+def test_ranks_that_wait_in_shutdown_hear_of_a_loss() -> None:
+    job = members(3)
+    job.left(0, 0.0)
+    job.left(2, 0.0)
+    assert job.lost(1, "a", 0.0) == Membership(1, (), {"1": "a"})
+    assert (job.ranks, job.overcome, job.due_s) == ((0, 2), {1}, math.inf)
+    assert job.ended(0, 0.0) is None
+
+
 def test_a_rank_that_leaves_and_ends_before_others_leave_is_missed() -> None:
     job = members(3)
-    job.left(0)
+    job.left(0, 0.0)
     assert job.ended(0, 0.0) == Membership(1, (1, 2), {"0": "ended with exit code 0"})
     assert job.due_s == math.inf, "they may have work that takes long, and need no world"
 
@@ -138,8 +147,8 @@ def test_a_rank_that_leaves_and_ends_before_others_leave_is_missed() -> None:
 def test_leaving_ends_the_wait_for_a_rank() -> None:
     job = members(3)
     job.lost(1, "a", 0.0)
-    assert not job.left(0)
-    assert job.left(2)
+    assert job.left(0, 0.0) == Membership(2, (2,), {"1": "a"}), "rank 2 may wait for it already"
+    assert job.left(2, 0.0) is None
     assert job.due_s == math.inf
 
 

@@ -7,6 +7,8 @@ import pytest
 from sklearn.datasets import load_digits
 
 import ringreduce as rr
+from ringreduce import reform
+from ringreduce.ps.worker import MOST_UNANSWERED
 from ringreduce.testing import run_ranks
 
 pytestmark = pytest.mark.timeout(60)
@@ -222,3 +224,22 @@ def test_gradients_of_another_form_are_refused_and_training_goes_on(pushed, mess
         return None
 
     assert run_ranks(3, program)[2] == 1
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_pushes_without_pulls_are_not_all_kept_for_a_loss(monkeypatch, mode):
+    monkeypatch.setattr(reform, "is_elastic", lambda: True)
+    kept = []
+
+    def program():
+        if rr.ps.is_server(1):
+            return rr.ps.Server(sgd, mode, servers=1).serve()
+        with rr.ps.Worker({"w": np.zeros(3)}, servers=1) as worker:
+            for _ in range(3 * MOST_UNANSWERED + 5):
+                worker.push({"w": -np.ones(3)})
+                kept.append(len(worker._unanswered))
+            return worker.pull()["w"]
+
+    first, second, _ = run_ranks(3, program)
+    assert max(kept) < MOST_UNANSWERED
+    assert min(first.min(), second.min()) > 0

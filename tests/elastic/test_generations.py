@@ -1,0 +1,106 @@
+"""What belongs to a world that ends with a loss: what lives on, and what says that it cannot."""
+
+import json
+
+import pytest
+
+from tests import jobs
+from tests.elastic.test_deaths import check, died, job
+
+pytestmark = pytest.mark.timeout(300)
+
+PROGRAM = """
+import os, signal
+import numpy as np
+import ringreduce as rr
+
+together, lost = rr.ProcessSet([0, 2]), rr.ProcessSet([0, 1])
+rr.init(process_sets=[together, lost])
+state = rr.elastic.ObjectState(step=0)
+channels = []
+
+def refused(function):
+    try:
+        function()
+    except ValueError as error:
+        return str(error)
+
+@rr.elastic.run
+def train(state):
+    channels.append(rr.ordered())
+    while state.step < 6:
+        channels[-1].allreduce(np.ones(3))
+        if together.included():
+            assert rr.allreduce(np.ones(2), op=rr.Sum, process_set=together)[0] == 2
+        state.step += 1
+        state.commit()
+        if state.step == 3 and os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+train(state)
+print("together", together.included(), together.rank(), together.size())
+print("lost", refused(lambda: rr.allreduce(np.ones(2), process_set=lost)))
+if len(channels) == 2:
+    print("channel", refused(lambda: channels[0].allreduce(np.ones(2))))
+"""
+
+
+@pytest.mark.timeout(120)
+def test_what_lives_on_and_what_says_that_it_cannot(python, tmp_path):
+    script, timeline = tmp_path / "train.py", tmp_path / "times.json"
+    script.write_text(PROGRAM)
+    flags = ["--elastic", "-np", 3, "--spares", 1, "--timeline", timeline]
+    done = jobs.run([jobs.ringrun(python), *flags, python, script], timeout_s=60)
+    assert done.returncode == 0, done.stderr
+    said = set(done.stdout.splitlines())
+    assert {line for line in said if "together" in line} == {
+        "[0] together True 0 2",
+        "[2] together True 1 2",
+        "[3] together False None 2",
+    }
+    gone = "allreduce: there is no process set 2 any more: it had ranks 0-1 of the job's start, and rank 1 was killed"
+    assert sum(f"lost {gone} by SIGKILL" in line for line in said) == 3
+    ended = "channel allreduce: ordered(ranks=[0, 1, 2]) ended with the world of 3 ranks in which it was made"
+    assert sorted(line[:3] for line in said if ended in line) == ["[0]", "[2]"]
+    events = json.loads((tmp_path / "times.1.json").read_text())
+    assert "rank 1 of 3 was killed by SIGKILL" in [each["name"] for each in events if each["ph"] == "X"]
+    assert {each["pid"] for each in events if "ALLREDUCE" in each["name"]} == {0, 1, 2}
+
+
+LEAVES = """
+import os, signal, time
+import ringreduce as rr
+
+rr.init()
+if rr.rank() == 1:
+    time.sleep(1.0)
+    os.kill(os.getpid(), signal.SIGKILL)
+rr.shutdown()
+print("went on")
+"""
+
+
+def test_a_death_does_not_hold_up_those_that_call_shutdown(python, tmp_path):
+    script = tmp_path / "leave.py"
+    script.write_text(LEAVES)
+    done = jobs.run([jobs.ringrun(python), "--elastic", "-np", 3, python, script], timeout_s=60)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == ["[0] went on", "[2] went on"]
+
+
+LIMITS = {"RINGREDUCE_STALL_ABORT_S": "4", "RINGREDUCE_STALL_CHECK_S": "1"}
+
+
+def test_a_rank_that_is_frozen_when_others_re_form_is_given_up(python, tmp_path):
+    deaths = ["1 step 10 SIGKILL", "3 step 10 SIGSTOP"]
+    stderr, found = job(python, tmp_path, 4, deaths, **LIMITS)
+    check(found, {0, 1, 2, 3} - died(deaths), tmp_path)
+    assert "-- ringrun: rank 3 of 4 failed --" in stderr
+
+
+def test_one_that_is_frozen_in_the_midst_of_it_costs_the_attempt_and_no_hang(python, tmp_path):
+    deaths = ["1 step 10 SIGKILL", "3 meeting 0 SIGSTOP"]
+    stderr, found = job(python, tmp_path, 4, deaths, "--restarts", 1, **LIMITS)
+    check(found, {0, 1, 2, 3}, tmp_path)
+    assert "did not go on within 24 s after the loss of rank 1" in stderr
+    assert found[0]["began"] >= 9
