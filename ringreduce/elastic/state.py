@@ -169,6 +169,7 @@ class ObjectState(State):
             self._spare.finish(number, pickled)
             self._use_spare()
             self.restore()
+        self.reset()
 
     def reset(self) -> None:
         """Divide what is left of datasets among the ranks that there are."""

@@ -252,6 +252,18 @@ def test_hosts_that_change_are_told_at_the_next_commit(update, skips_sync):
     assert run_ranks(2, program) == [(2, [1], 1 if skips_sync else 2)] * 2
 
 
+def test_a_sync_in_mid_epoch_divides_what_is_left_on_the_root_too():
+    def program():
+        state = ObjectState(sampler=ElasticSampler(16, shuffle=False))
+        state.sync()
+        state.sampler.record_batch(0, 2)
+        state.sync()
+        return list(state.sampler)
+
+    shares = run_ranks(2, program)
+    assert sorted(shares[0] + shares[1]) == list(range(4, 16))
+
+
 def test_a_state_of_the_users_own_is_always_synchronized(elastic):
     class Own(State):
         syncs = saved = value = 0
