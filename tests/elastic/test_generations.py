@@ -5,7 +5,6 @@ import json
 import pytest
 
 from tests import jobs
-from tests.elastic.test_deaths import check, died, job
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -86,21 +85,3 @@ def test_a_death_does_not_hold_up_those_that_call_shutdown(python, tmp_path):
     done = jobs.run([jobs.ringrun(python), "--elastic", "-np", 3, python, script], timeout_s=60)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["[0] went on", "[2] went on"]
-
-
-LIMITS = {"RINGREDUCE_STALL_ABORT_S": "4", "RINGREDUCE_STALL_CHECK_S": "1"}
-
-
-def test_a_rank_that_is_frozen_when_others_re_form_is_given_up(python, tmp_path):
-    deaths = ["1 step 10 SIGKILL", "3 step 10 SIGSTOP"]
-    stderr, found = job(python, tmp_path, 4, deaths, **LIMITS)
-    check(found, {0, 1, 2, 3} - died(deaths), tmp_path)
-    assert "-- ringrun: rank 3 of 4 failed --" in stderr
-
-
-def test_one_that_is_frozen_in_the_midst_of_it_costs_the_attempt_and_no_hang(python, tmp_path):
-    deaths = ["1 step 10 SIGKILL", "3 meeting 0 SIGSTOP"]
-    stderr, found = job(python, tmp_path, 4, deaths, "--restarts", 1, **LIMITS)
-    check(found, {0, 1, 2, 3}, tmp_path)
-    assert "did not go on within 24 s after the loss of rank 1" in stderr
-    assert found[0]["began"] >= 9
