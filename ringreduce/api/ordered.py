@@ -175,7 +175,7 @@ class Ordered(ProcessSet):
             raise InputError(
                 f"{function}: {self!r} ended with the world of {self.world.size} ranks in which it was made: ranks were"
                 f" lost or have come, and there are {now.size} now. Call ordered() again in the function that "
-                "elastic.run wraps; make groups of torch.distributed, which have such channels, anew there"
+                "elastic.run wraps"
             )
 
     def _members(self) -> list[int]:
