@@ -11,30 +11,42 @@ from pathlib import Path
 
 import pytest
 
+from ringreduce.sweeps.study import REPEATS
 from tests import jobs
 from tests.jobs import ROOT
 
+optuna = pytest.importorskip("optuna")
 pytestmark = [pytest.mark.timeout(240), pytest.mark.extended]
-PROGRAM = """
-import json, os, sys, time
-import numpy as np
+FAILING, HELD = (3, 14), (6, 7)
+"""The trials that raise: one in each job; and those that run when the first job is killed, one on each team."""
+PROGRAM = f"""
+import json, sys, time
+from pathlib import Path
 import ringreduce as rr
+
+storage, log, go_on = sys.argv[1:]
 
 def objective(trial):
     x = trial.suggest_float("x", 0, 1)
     team = trial.process_set
-    for step in range(20):
-        time.sleep(0.02 * (1 + trial.number % 3))
-        x = rr.allreduce(x, name="x", process_set=team)
-    if trial.number in (3, 14):
+
+    def record(event):
+        if team.rank() == 0:
+            with open(log, "a") as file:
+                file.write(json.dumps([event, trial.number, x, team.ranks]) + chr(10))
+
+    record("began")
+    while trial.number in {HELD} and not Path(go_on).exists():
+        time.sleep(0.05)
+    for step in range(5):
+        rr.allreduce(x, name="x", process_set=team)
+    if trial.number in {FAILING}:
         raise ValueError("on purpose")
-    if team.rank() == 0:
-        with open(sys.argv[2], "a") as file:
-            file.write(json.dumps([trial.params["x"], os.getpid()]) + chr(10))
+    record("ended")
     return x
 
 rr.init()
-found = rr.sweep(objective, 16, 2, storage=sys.argv[1])
+found = rr.sweep(objective, 16, 2, storage=storage)
 if rr.rank() == 0:
     print(json.dumps([each._asdict() for each in found.trials]))
 """
@@ -54,31 +66,72 @@ def descendants(pid):
     return found
 
 
-@pytest.mark.parametrize("ending", ["db", "journal"])
-def test_after_sigkill_of_everything_all_trials_are_done_and_none_twice(tmp_path, ending):
-    program, log, storage = tmp_path / "program.py", tmp_path / "done", tmp_path / f"study.{ending}"
-    program.write_text(PROGRAM)
-    command = [jobs.ringrun(Path(sys.executable)), "-np", "4", sys.executable, program, storage, log]
-    first = subprocess.Popen(list(map(str, command)), cwd=ROOT, env=jobs.environment(), stdout=subprocess.DEVNULL)
-    while not log.exists() or len(log.read_text().splitlines()) < 6:
-        assert first.poll() is None, "it ended before it could be killed"
-        time.sleep(0.05)
-    for pid in descendants(first.pid):
+def kill_everything(process):
+    for pid in descendants(process.pid):
         try:
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:
             continue
-    first.wait(30)
+    process.wait(30)
+
+
+def recorded(log, event):
+    """[(number, x, ranks of the team)], in order of number."""
+    lines = log.read_text().splitlines() if log.exists() else []
+    return sorted(tuple(rest) for kind, *rest in map(json.loads, lines) if kind == event)
+
+
+def numbers(rows):
+    return [number for number, *_ in rows]
+
+
+def states(storage):
+    """What the study has: {number: state} and {number: number of the trial that it repeats}."""
+    if storage.suffix == ".db":
+        opened = f"sqlite:///{storage}"
+    else:
+        opened = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(storage)))
+    trials = optuna.load_study(study_name="sweep", storage=opened).trials
+    repeats = {each.number: each.user_attrs[REPEATS] for each in trials if REPEATS in each.user_attrs}
+    return {each.number: each.state.name for each in trials}, repeats
+
+
+@pytest.mark.parametrize("ending", ["db", "journal"])
+def test_after_sigkill_of_everything_all_trials_are_done_and_none_twice(tmp_path, ending):
+    program, log, storage, go_on = (tmp_path / each for each in ("program.py", "log", f"study.{ending}", "go_on"))
+    program.write_text(PROGRAM)
+    command = [jobs.ringrun(Path(sys.executable)), "-np", "4", sys.executable, program, storage, log, go_on]
+    first = subprocess.Popen(list(map(str, command)), cwd=ROOT, env=jobs.environment(), stdout=subprocess.DEVNULL)
+    try:
+        while not set(HELD) <= set(numbers(recorded(log, "began"))):
+            assert first.poll() is None, "it ended before it could be killed"
+            time.sleep(0.05)
+    finally:
+        kill_everything(first)
+    # each team had told how its trials ended before it began the one in which it was held
+    assert numbers(recorded(log, "began")) == [0, 1, 2, 3, 4, 5, 6, 7]
+    assert numbers(recorded(log, "ended")) == [0, 1, 2, 4, 5]
+    assert sorted(ranks for number, _, ranks in recorded(log, "began") if number in HELD) == [[0, 1], [2, 3]]
+    before = dict.fromkeys([0, 1, 2, 4, 5], "COMPLETE") | {3: "FAIL"}
+    assert states(storage) == (before | dict.fromkeys(HELD, "RUNNING"), {})
+
+    go_on.touch()
     finished = jobs.run(command, cwd=ROOT, env=jobs.environment(), timeout_s=120)
     assert finished.returncode == 0, finished.stderr
+    assert numbers(recorded(log, "began")) == list(range(18))  # each once; 8 and 9 are 6 and 7 again
+    assert numbers(recorded(log, "ended")) == [each for each in range(18) if each not in FAILING + HELD]
+    tried = {number: x for number, x, _ in recorded(log, "began")}
+    assert [tried[8], tried[9]] == [tried[6], tried[7]]
+    assert len(set(tried.values())) == 16
+    after = dict.fromkeys(range(8, 18), "COMPLETE") | dict.fromkeys((*HELD, 14), "FAIL")
+    assert states(storage) == (before | after, {8: 6, 9: 7})
+
     trials = json.loads(finished.stdout.splitlines()[-1].removeprefix("[0] "))
-    assert len(trials) == 16
-    assert collections.Counter(each["state"] for each in trials) == {"complete": 14, "failed": 2}
-    assert all("ValueError: on purpose" in each["error"] for each in trials if each["state"] == "failed")
-    recorded = collections.Counter(json.loads(line)[0] for line in log.read_text().splitlines())
-    complete = [each["params"]["x"] for each in trials if each["state"] == "complete"]
-    # a trial that was killed between its last line and the study's commit writes twice
-    assert set(recorded) == set(complete)
-    assert sum(recorded.values()) <= len(complete) + 2
-    assert len(set(complete)) == 14
+    assert [each["number"] for each in trials] == [0, 1, 2, 3, 4, 5, *range(8, 18)]
+    for each in trials:
+        failing = each["number"] in FAILING
+        assert each["state"] == ("failed" if failing else "complete")
+        assert each["params"] == {"x": tried[each["number"]]}
+        assert each["value"] == (None if failing else tried[each["number"]])
+        assert ("ValueError: on purpose" in each["error"]) == failing
     assert "sweep: 16 of 16 trials, 2 failed, best" in finished.stderr
