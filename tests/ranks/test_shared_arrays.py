@@ -25,6 +25,7 @@ class Moved:
 
     def __init__(self, array, error=None):
         self.array, self.number, self._error = array, WISHED, error
+        self.nbytes = array.nbytes
 
     def move(self):
         if self._error is not None:
