@@ -63,8 +63,7 @@ Other hosts are reached over ssh or through Slurm; before ranks start, a table s
 have. Each rank is bound to cores of its own; local rank r has GPU r, and cores near it."""
 
 _WHILE = """\
-Each line is printed whole, after its rank: [3] text. Rank 0 reads stdin, unless it is a
-terminal."""
+Lines are printed whole, each after its rank: [3] text. Rank 0 reads stdin that is no terminal."""
 
 _FAILS = """\
 The first rank that does not exit with 0 ends the job: the others get SIGTERM after half a second
@@ -75,8 +74,7 @@ at once. No process is left behind. With --elastic a rank that fails ends no oth
 
 _SETTINGS = """\
 Each setting of ringreduce is a flag, --log-level debug, a line of a file, `log_level: debug`,
-and a variable, RINGREDUCE_LOG_LEVEL; the first of them counts. horovodrun's flags are
-understood, too."""
+and a variable, RINGREDUCE_LOG_LEVEL; the first of them counts. horovodrun's flags work, too."""
 
 _USAGE = "ringrun [-np N] [options] command [arguments …]"
 _EXAMPLE = "as in: ringrun -np 4 python train.py"

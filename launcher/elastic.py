@@ -50,7 +50,7 @@ def add_flags(add: Add) -> None:
     add("--max-np", metavar="N", help="with --restarts, have up to N ranks when hosts come (as at first)")
     add("--spares", metavar="N", help="start N more ranks, which take the place of those that fail (0)")
     add("--max-failures", metavar="N", help="with more failed ranks the job ends (no limit)")
-    cooldown = "leave a host that fails out of restarts for MIN seconds, then for longer, up to MAX"
+    cooldown = "leave a host that failed out of restarts so many seconds"
     add("--blacklist-cooldown-range", nargs=2, metavar=("MIN", "MAX"), help=cooldown)
 
 

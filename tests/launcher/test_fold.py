@@ -2,7 +2,6 @@
 
 import math
 import sys
-import time
 from collections.abc import Callable
 
 import pytest
@@ -134,11 +133,9 @@ def test_nobody_waits_for_a_rank_that_has_ended() -> None:
     assert [folded.ranks for folded in folder.flush()] == [(2,)]
 
 
-def test_a_flood_is_bounded_and_fast() -> None:
+def test_a_flood_is_bounded() -> None:
     folder = Folder(range(16), max_held_bytes=1 << 20)
-    begin_s = time.perf_counter()
     shown = [folded for count in range(50_000) for folded in folder.add(count % 2, "stdout", b"%d" % count, 0.0)]
-    assert time.perf_counter() - begin_s < 5.0
     assert len(shown) > 40_000
     assert len(shown) + len(folder.flush()) == 50_000
 
