@@ -102,7 +102,7 @@ def test_flags_are_ringruns_and_horovods():
         (
             {"max_np": 4},
             rr.InputError,
-            r"run\(\): max_np=4 is for jobs that grow, which `ringrun --elastic --restarts N` starts, and run\(\) does",
+            r"run\(\): max_np=4 is for jobs that grow: `ringrun --elastic --restarts N` starts them, run\(\) does not",
         ),
         ({"colour": 1}, rr.InputError, r"run\(\): there is no flag --colour; see ringrun --help$"),
         ({"np": 0}, rr.InputError, r"run\(\): -np: expected auto or a whole number from 1"),
