@@ -113,8 +113,8 @@ def _arguments(np: object, flags: Mapping[str, object]) -> Iterator[str]:
             continue
         if name in OF_GROWING_JOBS:
             raise InputError(
-                f"run(): {name}={value} is for jobs that grow: `ringrun --elastic --restarts N` starts them, run() does "
-                "not; elastic=True, np=4, spares=1 starts five ranks, of which one waits to replace another"
+                f"run(): {name}={value} is for jobs that grow: `ringrun --elastic --restarts N` starts them, run() "
+                "does not; elastic=True, np=4, spares=1 starts five ranks, of which one waits to replace another"
             )
         if name == "min_num_proc" and not flags.get("elastic"):
             yield "--elastic"
