@@ -16,11 +16,12 @@ from typing import NamedTuple
 
 import pytest
 
+import ringreduce
 from tests import environments, fake_cupy, tiers
 
 pytestmark = [tiers.extended, pytest.mark.timeout(600)]
 
-PACKAGE = Path(__file__).parents[2] / "ringreduce"
+PACKAGE = Path(ringreduce.__file__).parent
 ROOTS = {"cupy": "cupy", "runtime": "cupy.cuda.runtime"}
 """The functions of ringreduce/gpu/runtime.py, and what they return."""
 

@@ -11,11 +11,14 @@ from pathlib import Path
 
 import pytest
 
+import ringreduce
+import ringrun
 from ringreduce.settings import HOROVOD, PREFIX, Settings
 from ringrun import cli
 from tests.pages import BLOCKS, ELSEWHERE, NOT_RUN, PAGES
 
 ROOT = Path(__file__).parents[2]
+PACKAGE, LAUNCHER = (Path(package.__file__).parent for package in (ringreduce, ringrun))
 DOCS = "\n".join(PAGES.values())
 SET_BY_RINGRUN = {"restart_count", "elastic", "min_np", "spares", "error_file", "placed_gpu", "state_dir"}
 REFERENCE = {name: text for name, text in PAGES.items() if name.startswith("reference")}
@@ -64,7 +67,7 @@ def test_the_picture_shows_the_table_of_bench():
 
 def test_messages_that_have_an_answer_are_those_of_the_code():
     texts = []
-    for path in (*ROOT.glob("ringreduce/**/*.py"), *ROOT.glob("launcher/**/*.py")):
+    for path in (*PACKAGE.rglob("*.py"), *LAUNCHER.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             texts += [node.value] if isinstance(node, ast.Constant) and isinstance(node.value, str) else []
     messages = re.findall(r"^### `(.*)`$", PAGES["failures.md"], re.MULTILINE)
@@ -127,7 +130,7 @@ def test_every_public_name_is_in_the_reference(name):
 def test_every_name_of_a_framework_that_may_be_missing_here_is_in_the_reference(folder):
     """Read, not imported."""
     names = set()
-    for path in (ROOT / "ringreduce" / folder).glob("*.py"):
+    for path in (PACKAGE / folder).glob("*.py"):
         for listed in re.findall(r"^__all__ \+?= \[([^\]]*)\]", path.read_text(), re.MULTILINE):
             names |= set(re.findall(r'"(\w+)"', listed))
     everywhere = documented("ringreduce") | documented("ringreduce.elastic")
@@ -137,8 +140,6 @@ def test_every_name_of_a_framework_that_may_be_missing_here_is_in_the_reference(
 
 
 def test_every_function_is_in_the_overview():
-    import ringreduce
-
     for name in ringreduce.__all__:
         if name[0].islower():
             assert re.search(rf"\b{name}\b", PAGES["functions.md"] + PAGES["ringrun.md"] + PAGES["sweeps.md"]), name

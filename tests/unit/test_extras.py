@@ -6,10 +6,13 @@ from pathlib import Path
 
 import pytest
 
+import ringreduce
+import ringrun
+
 ROOT = Path(__file__).parents[2]
+FOLDERS = {package.__name__: Path(package.__file__).parent for package in (ringreduce, ringrun)}
 SOURCES = [
-    *ROOT.glob("ringreduce/**/*.py"),
-    *ROOT.glob("launcher/**/*.py"),
+    *(path for folder in FOLDERS.values() for path in folder.rglob("*.py")),
     *ROOT.glob("bench/**/*.*"),
     ROOT / "README.md",
     *ROOT.glob("docs/*.md"),
@@ -43,7 +46,7 @@ def test_with_cupy_comes_what_compiles_its_kernels(major):
 def test_what_is_no_python_is_installed_too():
     config = configparser.ConfigParser()
     config.read(ROOT / "setup.cfg")
-    for package, folder in (("ringreduce", "ringreduce"), ("ringrun", "launcher")):
+    for package, folder in FOLDERS.items():
         declared = config["options.package_data"][package].replace(",", " ").split()
-        there = {path for path in (ROOT / folder).rglob("*.*") if path.suffix in (".typed", ".cu")}
-        assert there == {path for pattern in declared for path in (ROOT / folder).glob(pattern)}
+        there = {path for path in folder.rglob("*.*") if path.suffix in (".typed", ".cu")}
+        assert there == {path for pattern in declared for path in folder.glob(pattern)}

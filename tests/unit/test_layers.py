@@ -8,8 +8,12 @@ from pathlib import Path
 
 import pytest
 
+import ringreduce
+import ringrun
+
 ROOT = Path(__file__).parents[2]
-PACKAGE = ROOT / "ringreduce"
+PACKAGE = Path(ringreduce.__file__).parent
+LAUNCHER = Path(ringrun.__file__).parent
 
 # from the bottom to the top; modules of one row may import each other's row only where `within` says so
 LAYERS = [
@@ -170,7 +174,7 @@ def test_every_module_has_its_place():
     assert {name for name, _ in modules()} == {name for row in LAYERS for name in row}
 
 
-@pytest.mark.parametrize("folder", [PACKAGE, ROOT / "launcher"])
+@pytest.mark.parametrize("folder", [PACKAGE, LAUNCHER])
 def test_every_folder_of_modules_is_a_package(folder):
     """Else an install that is not editable lacks it: setup.py finds packages only."""
     assert {path.parent for path in folder.rglob("*.py") if not (path.parent / "__init__.py").exists()} == set()
@@ -189,7 +193,6 @@ def test_only_two_modules_and_two_of_the_transport_know_mpi():
 
 
 # the launcher's modules, and folders whose own modules are named only where they stand at different heights
-LAUNCHER = ROOT / "launcher"
 LAUNCHER_LAYERS = [
     ["errors", "text", "hook", "torch_backend"],
     ["network"],
