@@ -121,7 +121,7 @@ class StallWatch:
             if waiting:
                 self._check_waiting(state, state.coordinator, waiting, now)
             return bool(waiting)
-        oldest = next((each for key, each in state.pending.items() if key != "join.join"), None)
+        oldest = self._negotiation.oldest_pending(state)
         if oldest is None or now - oldest.submitted_s < self._check_s:
             self._probed_s.pop(state.number, None)
             return False
@@ -132,7 +132,7 @@ class StallWatch:
         """Check an operation under way: when it does not move, some rank is stopped, or its engine cannot run."""
         if stalled_s < self._check_s or (isinstance(state, Channel) and state.patient):
             return False
-        first = next(iter(state.running.values()), None)
+        first = self._negotiation.oldest_running(state)
         what = "an operation" if first is None else f"{first.signature.kind} {first.signature.name!r} ({first.line})"
         text = (
             f"{what} is under way, and has not moved for {stalled_s:.0f} s; rank {self._mailbox.rank} waits "

@@ -109,6 +109,16 @@ class Negotiation:
         found = [each for state in self.states.values() for each in state.pending.values()]
         return found + [each for on in self.all() for each in list(on.running.values())]
 
+    def oldest_pending(self, state: ProcessSetState) -> Submission | None:
+        """The one that has waited longest; joins are not counted, which may wait for as long as the others train."""
+        with self._lock:  # the user's threads add to it
+            return next((each for key, each in state.pending.items() if key != "join.join"), None)
+
+    def oldest_running(self, on: Running) -> Submission | None:
+        """The one that has run longest."""
+        with self._lock:
+            return next(iter(on.running.values()), None)
+
     def all(self) -> list[Running]:
         """All process sets and channels of this rank."""
         return [*self.states.values(), *self.channels.values()]

@@ -27,8 +27,9 @@ def end_by(action: str) -> None:
     name, _, argument = action.partition("-")
     if name == "kill":
         os.kill(os.getpid(), getattr(signal, f"SIG{argument or 'KILL'}"))
-    elif name == "child":  # which holds the pipes: the agent waits for more from them
-        subprocess.Popen(["sleep", "5"])
+    elif name == "child":  # which goes on writing: the agent waits for a while for the end of it
+        subprocess.Popen(["sh", "-c", "while :; do echo; done"])
+        time.sleep(0.1)
         os.kill(os.getpid(), signal.SIGKILL)
     elif name == "agent":
         os.kill(os.getppid(), signal.SIGKILL)
@@ -69,6 +70,8 @@ def main() -> None:
                 if number and not action.startswith("lost"):
                     say(reformed=str(number))
                     await_others(number, membership["ranks"])
+                elif action == "agent":  # which passes on that this rank has started
+                    time.sleep(max(1.0, os.getloadavg()[0] / 2))
                 end_by(action)
                 if number >= int(last):
                     say(left="its script ended")

@@ -133,9 +133,15 @@ def test_nobody_waits_for_a_rank_that_has_ended() -> None:
     assert [folded.ranks for folded in folder.flush()] == [(2,)]
 
 
-def test_a_flood_is_bounded() -> None:
+def test_a_flood_is_bounded_and_costs_by_the_line() -> None:
     folder = Folder(range(16), max_held_bytes=1 << 20)
-    shown = [folded for count in range(50_000) for folded in folder.add(count % 2, "stdout", b"%d" % count, 0.0)]
+    shown: list[Folded] = []
+
+    def add(first: int) -> None:
+        for count in range(first, first + 25_000):
+            shown.extend(folder.add(count % 2, "stdout", b"%d" % count, 0.0))
+
+    assert calls_of(lambda: add(25_000)) < 1.5 * calls_of(lambda: add(0)), "however many lines are held"
     assert len(shown) > 40_000
     assert len(shown) + len(folder.flush()) == 50_000
 

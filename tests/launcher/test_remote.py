@@ -130,7 +130,7 @@ def test_hosts_that_let_one_wait_are_told(
     remote = Remote(Sleeping(one_for_all), 30, own_name="here")
     remote.run(["n1", "late1", "here", "late2"], ["/bin/true"])
     first, *more = capsys.readouterr().err.splitlines()
-    assert re.fullmatch(rf"ringrun: 4 hosts asked \d s ago, {said}", first), first
+    assert re.fullmatch(rf"ringrun: 4 hosts asked [2-9] s ago, {said}", first), first
     assert len(more) <= 1, "each time after twice as long"
 
 
