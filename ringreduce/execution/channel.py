@@ -107,8 +107,11 @@ class Channel(Running):
             self.executors.append(executor)
 
     def overdue(self, now: float) -> str:
-        """Which operation has taken longer than it may, and for which rank it waits; empty for none."""
-        late = next((each for each in list(self.running.values()) if now > each.deadline_s), None)
+        """Which operation has taken longer than it may, and for which rank it waits; empty for none.
+
+        With the inbox's lock held.
+        """
+        late = next((each for each in self.running.values() if now > each.deadline_s), None)
         if late is None:
             return ""
         return f"Timed out after {now - late.submitted_s:.1f} s, waiting for rank {self.stuck().stuck_on()}"

@@ -83,7 +83,9 @@ class Negotiation:
             for state in self.states.values():
                 state.negotiator.check(now, self._overdue_s)
             for channel in list(self.channels.values()):
-                if overdue := channel.overdue(now):
+                with self._lock:
+                    overdue = channel.overdue(now)
+                if overdue:
                     self.close(channel, overdue, -1)
                 state = self.states[channel.process_set]
                 if state.closed and channel.busy and now - channel.stuck().moved_s > LAST_MESSAGES_S:

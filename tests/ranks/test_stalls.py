@@ -173,3 +173,40 @@ def test_a_patient_channel_waits_without_a_report(capsys, patient):
 
     assert run_ranks(2, program, settings=SOON)[0] == "at last"
     assert ("recv 'ordered'" in capsys.readouterr().err) is not patient
+
+
+class Guarded(dict):
+    """What the user's threads add to meanwhile: nobody may look through it without the lock."""
+
+    def __init__(self, lock):
+        super().__init__()
+        self.lock = lock
+
+    def values(self):
+        assert self.lock.locked()
+        return super().values()
+
+    def items(self):
+        assert self.lock.locked()
+        return super().items()
+
+
+@pytest.mark.parametrize("late", [0, 1], ids=["the coordinator", "another rank"])
+def test_the_watch_looks_through_what_threads_add_to_with_the_lock_held(capsys, late):
+    def program():
+        engine, channel = runtime.current("a test").engine, rr.ordered()
+        for each in engine.negotiation.all():
+            each.running = Guarded(engine.negotiation._lock)
+        engine.states[0].pending = Guarded(engine.negotiation._lock)
+        if rr.rank() == late:
+            busy(0.7)
+        total = rr.allreduce(np.ones(2), name="late", op=rr.Sum)[0]
+        if rr.rank() == late:
+            busy(0.7)
+        return total + channel.allreduce(np.ones(2), op=rr.Sum)[0]
+
+    assert run_ranks(2, program, settings=SOON) == [4, 4]
+    told = capsys.readouterr().err
+    assert "stalled: allreduce 'late'" in told
+    assert "stalled: allreduce 'ordered'" in told
+    assert "failed" not in told
