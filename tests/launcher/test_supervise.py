@@ -73,18 +73,20 @@ def test_only_a_job_that_takes_longer_is_ended(
     timer.join()
 
 
-def test_ranks_that_do_not_come_are_named_with_their_hosts() -> None:
+def test_ranks_that_do_not_come_are_named_with_their_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = Fake()
     events: supervise.Events = queue.SimpleQueue()
     for rank in (0, 2):
         events.put(Arrived(rank, "here", 2345))
     hosts = ((Host("h1"), 1), (Host("h2"), 1), (Host("h3"), 2))
     job = Job(4, ["x"], hosts=hosts, start_timeout_s=0.2)
-    timers = [
-        threading.Timer(0.5, events.put, [RankEnded(RankEnd(rank, "h", 1, -9, 0.0, sent=(9,)))]) for rank in (0, 2)
-    ]
-    for timer in timers:
-        timer.start()
+
+    def end_both(number: int) -> None:
+        fake.signals.append(number)
+        for rank in (0, 2):
+            events.put(RankEnded(RankEnd(rank, "h", 1, -number, 0.0, sent=(number,))))
+
+    monkeypatch.setattr(fake, "broadcast", lambda message: end_both(message.number))
     with pytest.raises(MachineError) as caught:
         Supervisor(job, fake, fake, fake, events).run()
     assert str(caught.value) == (

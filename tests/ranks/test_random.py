@@ -22,7 +22,7 @@ def waited(world, size, seed, cache_capacity, cycle_time_ms, epochs=2, **options
     )
     sets = [sorted(ranks) for ranks in SETS[size]]
     run = world(size).run
-    return run(lambda: storm(seed, sets, epochs), settings=settings, process_sets=sets, timeout_s=15, **options)
+    return run(lambda: storm(seed, sets, epochs), settings=settings, process_sets=sets, **options)
 
 
 @pytest.mark.parametrize("seed", seeds(range(4), explored=60))

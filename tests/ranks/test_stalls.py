@@ -14,6 +14,7 @@ from ringreduce.monitor.stalls import headline
 from ringreduce.negotiation.coordinator import Waiting
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
+from tests.patience import wait_until
 
 SOON = Settings(stall_check_s=0.2)
 
@@ -63,13 +64,20 @@ def test_many_tensors_are_one_report_and_what_waits_elsewhere_is_told(capsys):
 
 
 def test_what_a_rank_waits_for_is_told_with_its_line():
+    asked = threading.Event()
+
+    def ask(activity, told):
+        wait_until(lambda: "'second'" in activity.waiting_for())
+        told.append(activity.waiting_for())
+        asked.set()
+
     def program():
         engine, told = runtime.current("a test").engine, []
         assert engine.activity.waiting_for() == ""
         if rr.rank() == 1:
-            time.sleep(0.6)
+            assert asked.wait(20)
         else:
-            threading.Timer(0.3, lambda: told.append(engine.activity.waiting_for())).start()
+            threading.Thread(target=ask, args=(engine.activity, told)).start()
             handle = rr.allreduce_async(np.ones(3), name="first")
             assert rr.allreduce(np.ones(2), name="second", op=rr.Sum)[0] == 2
             assert engine.activity.waiting_for() == ""

@@ -343,7 +343,7 @@ def test_worlds_of_other_sizes_and_a_join():
         return parameters(model)
 
     for size in (1, 3, 2):
-        same_on_all(run_ranks(size, program, timeout_s=10))
+        same_on_all(run_ranks(size, program))
 
 
 def test_a_mismatch_inside_a_bucket_names_the_tensor():

@@ -532,7 +532,7 @@ def test_a_rank_that_joins_before_its_first_step_asks_later_what_is_sparse_and_n
             hvd.broadcast_parameters(model.state_dict(), root_rank=last)
         return parameters(model)
 
-    same_on_all(run_ranks(3, program, timeout_s=5))
+    same_on_all(run_ranks(3, program))
 
 
 def test_the_line_that_is_told_is_that_of_each_backward():
