@@ -9,7 +9,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 
@@ -27,10 +26,6 @@ def end_by(action: str) -> None:
     name, _, argument = action.partition("-")
     if name == "kill":
         os.kill(os.getpid(), getattr(signal, f"SIG{argument or 'KILL'}"))
-    elif name == "child":  # which goes on writing: the agent waits for a while for the end of it
-        subprocess.Popen(["sh", "-c", "while :; do echo; done"])
-        time.sleep(0.1)
-        os.kill(os.getpid(), signal.SIGKILL)
     elif name == "agent":
         os.kill(os.getppid(), signal.SIGKILL)
     elif name == "exit":
@@ -56,6 +51,13 @@ def await_others(number: int, ranks: list[int]) -> None:
     time.sleep(0.3)
 
 
+def await_question(asked: socket.socket) -> None:
+    """Report a stall, at which ringrun asks all ranks what they do: so it has heard what this one said before."""
+    say(stalled="rank 0 is about to kill its agent")
+    while asked.recv(1 << 16) != b"doing":
+        pass
+
+
 def main() -> None:
     last, *planned = sys.argv[1:]
     actions = dict(each.split("=") for each in planned)
@@ -70,8 +72,8 @@ def main() -> None:
                 if number and not action.startswith("lost"):
                     say(reformed=str(number))
                     await_others(number, membership["ranks"])
-                elif action == "agent":  # which passes on that this rank has started
-                    time.sleep(max(1.0, os.getloadavg()[0] / 2))
+                elif action == "agent":
+                    await_question(asked)
                 end_by(action)
                 if number >= int(last):
                     say(left="its script ended")
