@@ -36,9 +36,9 @@ def test_a_death_is_reported_before_what_the_rank_wrote_is_read(tmp_path: Path) 
     link = SlowLink()
     agent = Agent(link, Place(0, 1, 0, 1), Settings("openmpi", str(tmp_path)), daemon=0)
     last_words = [sys.executable, "-c", "import os; os.write(1, b'last words'); os._exit(7)"]
-    with subprocess.Popen(last_words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as child:
-        with pytest.raises(SystemExit):
-            agent._forward(child)
+    child = subprocess.Popen(last_words, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    with child, pytest.raises(SystemExit):
+        agent._forward(child)
     agent._rank_socket._socket.close()
     died, said, ended = link.sent
     assert isinstance(died, wire.Died)
