@@ -9,17 +9,17 @@ import math
 import queue
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 from ..connection.wire import Ask, End, InInit, Initialized, Ready, Signal, Stalled, State
-from ..errors import LauncherError, MachineError, NotStartedError, UsageError
+from ..errors import MachineError, UsageError
 from ..output.display import Output
 from ..report import outcome
-from ..report.card import card
 from ..report.outcome import RankEnd
-from ..report.states import stacks_report, waiting
+from ..report.states import waiting
 from ..text import counted, listed, numbered
+from .conclusion import Conclusion, Conclusions, Ranks, raising
 from .events import (
     Arrived,
     Event,
@@ -53,13 +53,9 @@ from .shutdown import (
 )
 
 _LAUNCHER_STEPS = (Step(None, 1.0), Step(signal.SIGTERM, 0.5), Step(signal.SIGKILL, 0.5))
-_TIMEOUT_EXIT_CODE = 124  # that of timeout(1)
 _STACKS_INTERVAL_S = 60.0
 _PROGRESS_S = 3.0  # a start that takes longer is told about, then after twice the time, and so on
 _LONGEST_WAIT_S = 3600.0  # of one wait: a queue does not take just any number
-
-Conclusion = Callable[[], int]
-"""Prints or raises what there is to say when all is over; returns ringrun's exit code."""
 
 
 class Supervisor:
@@ -95,21 +91,17 @@ class Supervisor:
         self._began_s = now_s
         self._start_deadline_s = now_s + job.start_timeout_s  # infinite once all have arrived
         self._progress_s = now_s + _PROGRESS_S if job.hosts else math.inf
-        self._hosts: dict[int, str] = {}  # of the ranks that have arrived
-        self._missing = set(range(job.size))  # those that have not
-        self._running: set[int] = set()
-        self._ends: dict[int, RankEnd] = {}
+        self._ranks = Ranks(job)
+        self._conclusions = Conclusions(self._ranks, launcher, output)
         self._shutdown: Shutdown | None = None
         self._conclusion: Conclusion | None = None  # if the job ends for another reason than a rank's failure
         self._was_signalled = False  # by a signal to end the job
         self._failed = False  # a rank has failed, or was lost
         self.grows = False
         """Whether this attempt has ended so that the next one has more hosts."""
-        self._launcher_said: list[str] = []
         self._init = InitWatch(job.size)
         self._losses = Losses(job.size, job.elastic, channel, output) if job.elastic else None
         self._questions = Questions()
-        self._at_end: Question | None = None  # what the ranks that still ran did when the job began to end
         self._stacks_again_s = 0.0  # not before then does a stall print all stacks again
 
     def run(self) -> int:
@@ -126,9 +118,9 @@ class Supervisor:
 
     def _is_over(self) -> bool:
         if self._shutdown is None:
-            return len(self._ends) + len(self._losses.idle if self._losses else ()) == self._job.size
+            return len(self._ranks.ends) + len(self._losses.idle if self._losses else ()) == self._job.size
         timed_out = self._shutdown.exhausted and self._shutdown.due(time.monotonic())
-        return timed_out or not self._running
+        return timed_out or not self._ranks.running
 
     def _take_step(self) -> None:
         """Handle one event, or go one step further in ending the job."""
@@ -148,10 +140,12 @@ class Supervisor:
             self._look_at_the_time(time.monotonic())
 
     def _look_at_the_time(self, now_s: float) -> None:
+        ranks = self._ranks
         if now_s >= self._start_deadline_s:
-            self._end(AT_ONCE, self._conclude_too_slow)
+            self._end(AT_ONCE, self._conclusions.started_too_slowly)
         if now_s >= self._deadline_s:
-            self._end(AFTER_TIMEOUT, partial(self._conclude_timeout, set(self._running), set(self._missing)))
+            late = partial(self._conclusions.took_too_long, set(ranks.running), set(ranks.missing))
+            self._end(AFTER_TIMEOUT, late)
         if now_s >= self._progress_s:
             self._tell_progress(now_s)
         if now_s >= self._init.due_s and self._shutdown is None:
@@ -162,45 +156,46 @@ class Supervisor:
     def _tell_progress(self, now_s: float) -> None:
         self._progress_s = now_s + (now_s - self._began_s)
         if self._shutdown is None:
-            waits = f"waiting for {listed(self._missing_hosts())}"
-            self._output.message([f"ringrun: {len(self._hosts)} of {self._job.size} ranks have started, {waits}"])
+            waits = f"waiting for {listed(self._ranks.missing_hosts)}"
+            self._output.message([f"ringrun: {len(self._ranks.hosts)} of {self._job.size} ranks have started, {waits}"])
 
     def _handle(self, event: Event) -> None:
+        ranks = self._ranks
         if self._losses and self._shutdown is None:
             self._go_on_or_end(self._losses.handle(event))
         match event:
             case Arrived(rank, host, port):
-                self._hosts[rank] = host
-                self._missing.discard(rank)
-                self._running.add(rank)
+                ranks.hosts[rank] = host
+                ranks.missing.discard(rank)
+                ranks.running.add(rank)
                 if not port:
                     why = f"MASTER_PORT={self._job.master_port} is in use on {host}, where rank 0 would listen, or is "
                     cure = "no port; set another, or unset it, and ringrun finds a free one"
-                    self._end(AT_ONCE, _raise(MachineError(why + cure)))
+                    self._end(AT_ONCE, raising(MachineError(why + cure)))
                 if self._shutdown and self._shutdown.latest:
                     self._channel.send(rank, Signal(self._shutdown.latest))
-                elif self._shutdown is None and not self._missing:
+                elif self._shutdown is None and not ranks.missing:
                     self._start_deadline_s = self._progress_s = math.inf
                     self._channel.set_up()
-            case Refused(reason) if self._missing:
-                self._end(AT_ONCE, _raise(MachineError(reason)))
+            case Refused(reason) if ranks.missing:
+                self._end(AT_ONCE, raising(MachineError(reason)))
             case Refused(reason):
                 self._output.message([f"ringrun: refused a connection: {reason}"])
             case RankEnded(end):
-                self._ends[end.rank] = end = self._losses.explained(end) if self._losses else end
+                ranks.ends[end.rank] = end = self._losses.explained(end) if self._losses else end
                 if self._shutdown is None and end.failed and not end.blames:
                     self._leave_out_host(end.rank)
-                self._running.discard(end.rank)
+                ranks.running.discard(end.rank)
                 self._init.ended(end.rank, time.monotonic())
                 if self._losses is None and end.failed:
                     self._end(AFTER_FAILURE)
             case RankNotStarted(rank, host, reason):
-                self._ends[rank] = RankEnd(rank, host, 0, 0, 0.0)
-                self._running.discard(rank)
+                ranks.ends[rank] = RankEnd(rank, host, 0, 0, 0.0)
+                ranks.running.discard(rank)
                 self._end(AFTER_FAILURE)
                 text = f"the command cannot be executed: {reason}, says rank {rank} on host {host}"
-                self._conclusion = self._conclusion or _raise(UsageError(text))
-            case LauncherEnded() if self._losses and not self._missing:
+                self._conclusion = self._conclusion or raising(UsageError(text))
+            case LauncherEnded() if self._losses and not ranks.missing:
                 # a host may be lost, with the MPI's daemon there; the agents outlive mpirun
                 self._output.message([f"ringrun: {self._launcher.name} has ended; the ranks go on without it"])
             case LauncherEnded():
@@ -222,7 +217,7 @@ class Supervisor:
             case Reported(_, Ready()):
                 self.grows = self._end(AFTER_COMMIT, lambda: 1) or self.grows
             case StacksWanted(deliver):
-                self._ask(lambda question: deliver(self._stacks(question)))
+                self._ask(lambda question: deliver(ranks.stacks(question)))
             case OutputClosed():
                 self._end(AFTER_TERMINATE, lambda: 128 + signal.SIGPIPE)
 
@@ -233,16 +228,13 @@ class Supervisor:
 
     def _ask(self, deliver: Deliver = nobody) -> Question:
         """Ask all ranks that run what they do; `deliver` is called when they have answered, or have not in time."""
-        question = self._questions.begin(self._running, time.monotonic(), deliver)
+        question = self._questions.begin(self._ranks.running, time.monotonic(), deliver)
         for rank in question.asked:
             self._channel.send(rank, Ask(question.number))
         return question
 
-    def _stacks(self, question: Question) -> list[str]:
-        return stacks_report(question.asked, question.answers, self._job.size, self._hosts)
-
     def _show_stacks(self, headline: str) -> None:
-        self._ask(lambda question: self._output.message([headline, *self._stacks(question)]))
+        self._ask(lambda question: self._output.message([headline, *self._ranks.stacks(question)]))
 
     def _report_stall(self, rank: int, report: str) -> None:
         """Print a stall report of ringreduce's, and all ranks' stacks unless they were printed a short while ago."""
@@ -256,9 +248,9 @@ class Supervisor:
 
     def _report_init(self) -> None:
         """Ranks have waited for others in init(): end the job if one of those has ended, else say what these do."""
-        late, gone = self._init.absent(self._ends)
+        late, gone = self._init.absent(self._ranks.ends)
         if gone:
-            self._end(AFTER_FAILURE, partial(self._conclude_without_init, gone, set(self._init.waiting)))
+            self._end(AFTER_FAILURE, partial(self._conclusions.without_init, gone, set(self._init.waiting)))
         elif late:
             waited = f"{numbered('rank', self._init.waiting)} waited {self._init.report_after_s:g} s in init() for"
             headline = f"ringrun: {waited} {numbered('rank', late)} of {self._job.size}, which did not call it:"
@@ -274,7 +266,7 @@ class Supervisor:
         self._shutdown = Shutdown(steps, time.monotonic())
         self._conclusion = conclusion
         if steps is AFTER_FAILURE:  # as AFTER_TIMEOUT
-            self._at_end = self._ask()
+            self._conclusions.at_end = self._ask()
         return True
 
     def _on_signal(self, number: int) -> None:
@@ -285,12 +277,12 @@ class Supervisor:
             return
         self._take_step()
         what = "interrupted" if number == signal.SIGINT else f"got {signal.Signals(number).name}"
-        self._output.message([f"ringrun: {what}; ending {counted(len(self._running), 'rank')}"])
+        self._output.message([f"ringrun: {what}; ending {counted(len(self._ranks.running), 'rank')}"])
 
     def _end_launcher(self) -> None:
         """Let the agents go, and see mpirun's end."""
-        self._launcher_said = self._launcher.tail  # what it says from here on is our doing
-        for rank in self._running:
+        self._conclusions.launcher_said = self._launcher.tail  # what it says from here on is our doing
+        for rank in self._ranks.running:
             self._channel.send(rank, Signal(signal.SIGKILL))
         self._channel.end_agents(End(keeps_commits=self._may_restart()))
         self._launcher.end(_LAUNCHER_STEPS)
@@ -317,84 +309,13 @@ class Supervisor:
         if cause := aborter or outcome.root_cause(ends, self._lost_peer_code):
             self._failed = True
             self._leave_out_host(cause.rank)
-            self._output.message([*_advice(cause), *self._card(cause)])
-            return outcome.exit_code(cause)
-        return 0 if self._shutdown is None else self._conclude_without_cause()
+            return self._conclusions.failed(cause, ends)
+        if self._shutdown is None:
+            return 0
+        self._failed = not self._ranks.missing
+        return self._conclusions.launcher_ended()
 
     def _decisive_ends(self) -> list[RankEnd]:
         """Return the ends of all ranks but those without which the job has gone on."""
         overcome = self._losses.overcome if self._losses else ()
-        return [end for rank, end in self._ends.items() if rank not in overcome]
-
-    def _card(self, cause: RankEnd) -> list[str]:
-        return card(
-            cause,
-            self._decisive_ends(),
-            self._job.size,
-            launcher_tail=self._launcher_said,
-            asked=self._at_end.asked if self._at_end else (),
-            states=self._at_end.answers if self._at_end else {},
-            colour=self._output.colours,
-        )
-
-    def _conclude_timeout(self, running: set[int], missing: set[int]) -> int:
-        stacks = self._stacks(self._at_end) if self._at_end else []
-        timeout_s = self._job.timeout_s or 0.0
-        self._output.message([*stacks, outcome.timeout_report(timeout_s, running, missing, self._job.size)])
-        return _TIMEOUT_EXIT_CODE
-
-    def _conclude_too_slow(self) -> int:
-        raise MachineError(self._not_started(f"the {self._job.start_timeout_s:g} s of --start-timeout were over"))
-
-    def _conclude_without_init(self, gone: set[int], waited: set[int]) -> int:
-        """The ranks `gone` ended with 0 and without a call of init(), where others `waited` for them."""
-        lines = [
-            f"ringrun: {numbered('rank', gone)} of {self._job.size} ended with exit code 0 and never called init(); "
-            f"{numbered('rank', waited)} waited there for all ranks, so the job was ended:"
-        ]
-        lines += waiting(waited, self._at_end.answers) if self._at_end else []
-        if "-" in self._job.command[1:]:
-            lines.append(
-                f"only rank {self._job.stdin_rank} reads ringrun's stdin; a script for all ranks must be in a file"
-            )
-        self._output.message(lines)
-        return 1
-
-    def _conclude_without_cause(self) -> int:
-        """mpirun ended, and no rank had failed."""
-        code = self._launcher.code
-        if self._missing:
-            raise NotStartedError(self._not_started(f"{self._launcher.name} ended with exit code {code}"))
-        self._failed = True
-        what = f"ringrun: {self._launcher.name} ended with exit code {code} before the ranks did; it wrote:"
-        self._output.message([what, "\n".join(self._launcher.tail)])
-        return code if code and code > 0 else 1
-
-    def _missing_hosts(self) -> list[str]:
-        return list(dict.fromkeys(map(self._job.host_of, sorted(self._missing))))
-
-    def _not_started(self, what: str) -> str:
-        """Return which ranks had not come to life, and on which hosts; none had begun the command."""
-        said = "\n".join(self._launcher_said) or "(nothing)"
-        return (
-            f"{what} when {len(self._hosts)} of {self._job.size} ranks had started; missing: "
-            f"{numbered('rank', self._missing)} on {listed(self._missing_hosts())}; "
-            f"{self._launcher.name} wrote:\n{said}"
-        )
-
-
-def _raise(error: LauncherError) -> Conclusion:
-    """Return a conclusion that raises `error`: the job cannot run as the user wants it."""
-
-    def conclude() -> int:
-        raise error
-
-    return conclude
-
-
-def _advice(cause: RankEnd) -> list[str]:
-    """Return what to do about a failure whose traceback does not say it."""
-    raised = cause.error.exception if cause.error else " ".join(cause.tail[-1:])
-    if "BdbQuit" not in raised:
-        return []
-    return [f"ringrun: to debug rank {cause.rank} here, give it this terminal: ringrun --stdin {cause.rank} …"]
+        return [end for rank, end in self._ranks.ends.items() if rank not in overcome]

@@ -1,0 +1,127 @@
+"""What ringrun says when all processes of a job are gone, and its exit code."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from ..errors import LauncherError, MachineError, NotStartedError
+from ..output.display import Output
+from ..report import outcome
+from ..report.card import card
+from ..report.outcome import RankEnd
+from ..report.states import stacks_report, waiting
+from ..text import listed, numbered
+from .mpirun import MpiLauncher
+from .plan import Job
+from .questions import Question
+
+_TIMEOUT_EXIT_CODE = 124  # that of timeout(1)
+
+Conclusion = Callable[[], int]
+"""Prints or raises what there is to say when all is over; returns ringrun's exit code."""
+
+
+@dataclass
+class Ranks:
+    """Where the ranks of a job stand, as far as ringrun has heard."""
+
+    job: Job
+    hosts: dict[int, str] = field(default_factory=dict)  # of those that have arrived
+    missing: set[int] = field(init=False)  # those that have not
+    running: set[int] = field(default_factory=set)
+    ends: dict[int, RankEnd] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.missing = set(range(self.job.size))
+
+    @property
+    def missing_hosts(self) -> list[str]:
+        """The hosts of those that have not arrived, each once."""
+        return list(dict.fromkeys(map(self.job.host_of, sorted(self.missing))))
+
+    def stacks(self, question: Question) -> list[str]:
+        """What they have answered to the question what they do."""
+        return stacks_report(question.asked, question.answers, self.job.size, self.hosts)
+
+
+class Conclusions:
+    """Those of one job; each method is one, for its own reason why the job has ended."""
+
+    def __init__(self, ranks: Ranks, launcher: MpiLauncher, output: Output) -> None:
+        self._ranks = ranks
+        self._launcher = launcher
+        self._output = output
+        self.launcher_said: list[str] = []  # before ringrun ended it
+        self.at_end: Question | None = None  # what the ranks that still ran did when the job began to end
+
+    def failed(self, cause: RankEnd, ends: Sequence[RankEnd]) -> int:
+        """A rank failed, and is the cause; `ends` are those of all ranks that count."""
+        report = card(
+            cause,
+            ends,
+            self._ranks.job.size,
+            launcher_tail=self.launcher_said,
+            asked=self.at_end.asked if self.at_end else (),
+            states=self.at_end.answers if self.at_end else {},
+            colour=self._output.colours,
+        )
+        self._output.message([*_advice(cause), *report])
+        return outcome.exit_code(cause)
+
+    def took_too_long(self, running: set[int], missing: set[int]) -> int:
+        """The time was over when the ranks `running` ran and the ranks `missing` had not arrived."""
+        job = self._ranks.job
+        stacks = self._ranks.stacks(self.at_end) if self.at_end else []
+        self._output.message([*stacks, outcome.timeout_report(job.timeout_s or 0.0, running, missing, job.size)])
+        return _TIMEOUT_EXIT_CODE
+
+    def started_too_slowly(self) -> int:
+        """The time for the start was over."""
+        raise MachineError(self._not_started(f"the {self._ranks.job.start_timeout_s:g} s of --start-timeout were over"))
+
+    def without_init(self, gone: set[int], waited: set[int]) -> int:
+        """The ranks `gone` ended with 0 and without a call of init(), where others `waited` for them."""
+        job = self._ranks.job
+        lines = [
+            f"ringrun: {numbered('rank', gone)} of {job.size} ended with exit code 0 and never called init(); "
+            f"{numbered('rank', waited)} waited there for all ranks, so the job was ended:"
+        ]
+        lines += waiting(waited, self.at_end.answers) if self.at_end else []
+        if "-" in job.command[1:]:
+            lines.append(f"only rank {job.stdin_rank} reads ringrun's stdin; a script for all ranks must be in a file")
+        self._output.message(lines)
+        return 1
+
+    def launcher_ended(self) -> int:
+        """The launcher, as mpirun, ended, and no rank had failed."""
+        name, code = self._launcher.name, self._launcher.code
+        if self._ranks.missing:
+            raise NotStartedError(self._not_started(f"{name} ended with exit code {code}"))
+        what = f"ringrun: {name} ended with exit code {code} before the ranks did; it wrote:"
+        self._output.message([what, "\n".join(self._launcher.tail)])
+        return code if code and code > 0 else 1
+
+    def _not_started(self, what: str) -> str:
+        """Return which ranks had not come to life, and on which hosts; none had begun the command."""
+        ranks, said = self._ranks, "\n".join(self.launcher_said) or "(nothing)"
+        return (
+            f"{what} when {len(ranks.hosts)} of {ranks.job.size} ranks had started; missing: "
+            f"{numbered('rank', ranks.missing)} on {listed(ranks.missing_hosts)}; "
+            f"{self._launcher.name} wrote:\n{said}"
+        )
+
+
+def raising(error: LauncherError) -> Conclusion:
+    """Return a conclusion that raises `error`: the job cannot run as the user wants it."""
+
+    def conclude() -> int:
+        raise error
+
+    return conclude
+
+
+def _advice(cause: RankEnd) -> list[str]:
+    """Return what to do about a failure whose traceback does not say it."""
+    raised = cause.error.exception if cause.error else " ".join(cause.tail[-1:])
+    if "BdbQuit" not in raised:
+        return []
+    return [f"ringrun: to debug rank {cause.rank} here, give it this terminal: ringrun --stdin {cause.rank} …"]
