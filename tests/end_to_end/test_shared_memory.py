@@ -144,7 +144,7 @@ def test_whoever_asks_for_it_is_told_why_there_is_none(python, program):
     assert finished.returncode == 1, finished.stdout
     assert re.search(
         r"SettingsError: RINGREDUCE_ALGORITHM=shared: needs all ranks on one host, and shared memory; there are 2 "
-        r"ranks on 1 host, and rank \d: /dev/shm, 8 MiB, has no room for 2 × 10 MiB.*; usable are ring, direct, d",
+        r"ranks on 1 host, and rank \d: /dev/shm, 8 MiB, has no room for 2 × 10 MiB.*; usable are ring, halving, d",
         finished.stdout,
     ), finished.stdout
 
