@@ -14,6 +14,7 @@ import torch.nn as nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.tiers import extended
+from tests.torch_groups import groups_outlive_models
 
 pytestmark = pytest.mark.timeout(180)
 STEPS = 6
@@ -235,18 +236,20 @@ def over_both(program, folder):
 
         warnings.simplefilter("ignore")
         torch.set_num_threads(1)
-        found = {}
-        for backend in ("gloo", "ring"):
-            rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-            dist.init_process_group(backend, f"file://{folder}/{backend}", rank=rank, world_size=size)
-            try:
-                made = program(dist.get_rank(), dist.get_world_size())
-                tensors = list(made.parameters()) if isinstance(made, nn.Module) else made
-                found[backend] = [copy.deepcopy(each.detach()).numpy() for each in tensors]
-                dist.barrier()
-            finally:
-                dist.destroy_process_group()
-        return found
+        with groups_outlive_models():
+            return {backend: over(backend) for backend in ("gloo", "ring")}
+
+    def over(backend):
+        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        dist.init_process_group(backend, f"file://{folder}/{backend}", rank=rank, world_size=size)
+        try:
+            made = program(dist.get_rank(), dist.get_world_size())
+            tensors = list(made.parameters()) if isinstance(made, nn.Module) else made
+            arrays = [copy.deepcopy(each.detach()).numpy() for each in tensors]
+            dist.barrier()
+            return arrays
+        finally:
+            dist.destroy_process_group()
 
     return run
 
