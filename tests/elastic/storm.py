@@ -32,7 +32,7 @@ STALL_ABORT_S = 5
 ENDS = ["SIGKILL", "SIGSEGV", "abort", "_exit0", "_exit7"]  # of a process, from any thread
 FAILURES = [*ENDS, "raise", "exit3"]
 STALLS = ["SIGSTOP", "sleep"]
-PLACES = ["step", "step", "submitted", "start", "control", "window", "sync", "leaving"]
+PLACES = ["step", "submitted", "between", "start", "control", "window", "sync", "leaving"]
 ISOLATED = ["unshare", "--map-root-user", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child"]
 IN_PRIVATE = 'mount -t tmpfs shm /dev/shm && { "$@"; code=$?; ls -A /dev/shm > "$LEFT"; exit $code; }'
 
@@ -70,10 +70,11 @@ def draw(seed: int, spares: int = 0) -> Job:
 def death(dice: random.Random, rank: int, places: list[str]) -> str:
     """Of one rank."""
     where = dice.choice(places)
-    ends = FAILURES if where in ("step", "submitted", "sync") else ENDS
+    ends = FAILURES if where in ("step", "submitted", "between", "sync") else ENDS
     when = {
         "step": dice.randrange(STEPS),
         "submitted": dice.randrange(STEPS),
+        "between": dice.randrange(STEPS),
         "start": round(dice.choice([0.02, 0.15]) * dice.random(), 4),
         "control": dice.randrange(6),
         "window": dice.randrange(40),

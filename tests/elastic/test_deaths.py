@@ -16,7 +16,7 @@ pytestmark = pytest.mark.timeout(300)
 
 STEPS = 30
 DEATHS = {
-    "SIGKILL": (4, ["2 step 10 SIGKILL"]),
+    "SIGKILL, the others in mid-step": (4, ["2 between 10 SIGKILL"]),
     "rank 0": (3, ["0 step 10 _exit7"]),
     "SIGSEGV": (3, ["1 step 10 SIGSEGV"]),
     "abort": (3, ["1 submitted 10 abort"]),

@@ -2,10 +2,10 @@
 
     python -m tests.elastic.training STEPS FOLDER 'RANK WHERE WHEN HOW'…
 
-RANK is that of the start. WHERE: `step` (before its collective), `submitted` (after), `meeting` (in re-forming),
-`sync`, `start` (WHEN seconds after init), `leaving`, and in the engine `control` (before a control message), `message`
-(before data), `window` (before a flag in shared memory); WHEN: the step, or how often it was there before. HOW: see
-`die`.
+RANK is that of the start. WHERE: `step` (before its collectives), `submitted` (after the first of them), `between`
+(when half of the state is changed, which the others must undo), `meeting` (in re-forming), `sync`, `start` (WHEN
+seconds after init), `leaving`, and in the engine `control` (before a control message), `message` (before data),
+`window` (before a flag in shared memory); WHEN: the step, or how often it was there before. HOW: see `die`.
 Variables: TRAINING_COUNT, how many parameters; TRAINING_PER_HOST, how many ranks share what passes for a host.
 
 Deaths are of the job's first attempt. Each rank that survives leaves FOLDER/RANK.json: its parameters, and who took
@@ -34,6 +34,7 @@ from ringreduce.transport.window import Flags
 from ringreduce.world import World
 
 COUNT = int(os.environ.get("TRAINING_COUNT", "1000"))  # parameters
+HALF = COUNT // 2
 RATE = 0.1
 
 
@@ -152,10 +153,13 @@ def main() -> None:
             deaths.at("step", state.step)
             mine = np.zeros(int(os.environ["WORLD_SIZE"]))
             mine[rank] = 1
-            handle = rr.allreduce_async(gradient(state.parameters, rank, state.step), op=rr.Sum, name="gradient")
+            whole = gradient(state.parameters, rank, state.step)
+            first = rr.allreduce_async(whole[:HALF], op=rr.Sum, name="first half")
             deaths.at("submitted", state.step)
             who = np.flatnonzero(rr.allreduce(mine, op=rr.Sum, name="who"))
-            state.parameters = state.parameters - RATE * handle.wait() / len(who)
+            state.parameters[:HALF] -= RATE * first.wait() / len(who)
+            deaths.at("between", state.step)
+            state.parameters[HALF:] -= RATE * rr.allreduce(whole[HALF:], op=rr.Sum, name="second half") / len(who)
             state.history.append(who.tolist())
             state.step += 1
             state.commit()
