@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -105,12 +106,20 @@ class Writer(Faster):
 
     def _other(self) -> Copy | None:
         is_worth = self.uses_other or self._best(False) > SLOW_S
-        return _streaming_copy() if is_worth else None
+        return _compiled_copy() if is_worth else None
 
 
-def warm_up() -> None:
-    """Import and compile now what would be at its first use, which takes seconds: a second is long for a recovery."""
-    _streaming_copy()
+def _compiled_copy() -> Copy | None:
+    """The kernel; None while a thread imports numba and compiles it: the other ranks would wait for seconds."""
+    return None if _compiling().is_alive() else _streaming_copy()
+
+
+@functools.cache
+def _compiling() -> threading.Thread:
+    """No daemon: LLVM must be done before the process unloads it."""
+    thread = threading.Thread(target=_streaming_copy, name="ringreduce compiles")
+    thread.start()
+    return thread
 
 
 @functools.lru_cache(maxsize=1)

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 from ringreduce.errors import PeerLostError, StartupError
 from ringreduce.execution.host import Host
 from ringreduce.execution.signature import ranks_text
-from ringreduce.kernels import copying, half
 from ringreduce.membership import Members, Membership
 from ringreduce.monitor.launcher_link import StatusServer, report_reformed
 from ringreduce.settings import Settings
@@ -94,8 +93,6 @@ def check(settings: Settings, comm: Any, worlds: int) -> None:
 
 def begin(start: Entered) -> tuple[Elastic, Entered]:
     """The world that this rank begins in; on a spare that of the first list that names it. All ranks must call it."""
-    half.kernel_name()
-    copying.warm_up()
     whole, host = start.world, start.host
     members, origin = Members(whole.rank), Origin(whole, host, start.clock_offsets_us)
     elastic = Elastic(origin, members, StatusServer(host.settings.error_file, lambda: A_PLACE, members))

@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import random
+import threading
 
 import numpy as np
 import pytest
@@ -57,7 +58,7 @@ class Clock:
     def __init__(self, monkeypatch, plain_s, streaming_s):
         self.now_s, self.plain_s, self.streaming_s, self.streamed = 0.0, plain_s, streaming_s, 0
         monkeypatch.setattr(copying.time, "perf_counter", self.perf_counter)
-        monkeypatch.setattr(copying, "_streaming_copy", lambda: self.copy)
+        monkeypatch.setattr(copying, "_compiled_copy", lambda: self.copy)
 
     def perf_counter(self):
         self.now_s += self.plain_s * MEASURED_BYTES  # between two looks, unless the copy was a streaming one
@@ -149,7 +150,7 @@ def test_short_writes_are_plain(monkeypatch):
     writer = Writer()
     write(writer, PROBE_EVERY)
     assert writer.uses_other
-    monkeypatch.setattr(copying, "_streaming_copy", None)
+    monkeypatch.setattr(copying, "_compiled_copy", None)
     short = bytes_of(random.Random(1).randrange(1, MEASURED_BYTES), 1)
     target = np.zeros_like(short)
     writer.write(short, target)
@@ -169,3 +170,21 @@ def test_without_a_numba_that_works_stores_stay_plain(monkeypatch, broken):
         monkeypatch.undo()
         copying._streaming_copy.cache_clear()
     assert copying._streaming_copy() is streaming_numba.copy
+
+
+def test_stores_are_plain_until_the_kernel_is_compiled(monkeypatch):
+    clock, is_compiled = Clock(monkeypatch, 4 * SLOW_S, SLOW_S), threading.Event()
+    monkeypatch.undo()
+    monkeypatch.setattr(copying.time, "perf_counter", clock.perf_counter)
+    monkeypatch.setattr(copying, "_streaming_copy", lambda: is_compiled.wait(30) and clock.copy)
+    copying._compiling.cache_clear()
+    writer = Writer()
+    try:
+        write(writer, 2 * PROBE_EVERY)
+        assert not clock.streamed
+    finally:
+        is_compiled.set()
+        copying._compiling().join()
+    write(writer, PROBE_EVERY)
+    assert clock.streamed
+    copying._compiling.cache_clear()
