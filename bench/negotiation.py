@@ -67,7 +67,10 @@ class Job:
         now = time.monotonic()
         for batch in np.array_split(np.arange(len(tensors)), batches):
             own = [
-                SimpleNamespace(signature=tensors[k], line="train.py:41", waits=False, submitted_s=now) for k in batch
+                SimpleNamespace(
+                    signature=tensors[k], key=tensors[k].key, line="train.py:41", waits=False, submitted_s=now
+                )
+                for k in batch
             ]
             for rank in everyone:
                 self.work(rank, lambda each, own=own: each.announce(own))

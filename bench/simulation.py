@@ -162,4 +162,7 @@ class Training:
                 yield AnyOf([cluster.mail(rank), *waits])
 
     def _submission(self, k: int) -> Any:
-        return SimpleNamespace(signature=self.signatures[k], line="", waits=False, submitted_s=time.monotonic())
+        signature = self.signatures[k]
+        return SimpleNamespace(
+            signature=signature, key=signature.key, line="", waits=False, submitted_s=time.monotonic()
+        )

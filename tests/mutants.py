@@ -215,8 +215,8 @@ MUTANTS = [
     Mutant(
         "agreement: run what all ranks but one have submitted",
         "ringreduce/negotiation/coordinator.py",
-        "        live = len(self._members) - len(self._joined)",
-        "        live = len(self._members) - len(self._joined) - 1",
+        "        return len(self._members) - len(self._joined)",
+        "        return len(self._members) - len(self._joined) - 1",
         "tests/unit/test_coordinator.py",
     ),
     Mutant(

@@ -12,6 +12,7 @@ from ringreduce.api.submit import Array, like
 from ringreduce.arrays.view import as_buffer, to_write
 from ringreduce.compression import Compression, Compressor
 from ringreduce.errors import InputError
+from ringreduce.execution.signature import calling_line
 from ringreduce.execution.submission import Handle, Submission
 from ringreduce.ops import Average, ReduceOp
 
@@ -275,7 +276,7 @@ def submit(
         finish=_finish_one if one else _finish,
         payload=(tensors, written),
         waits=waits,
-        line=line,
+        line=line or calling_line(3),
     )
 
 
@@ -289,4 +290,8 @@ def _finish(submission: Submission) -> list[Any]:
 
 
 def _finish_one(submission: Submission) -> Any:
-    return _finish(submission)[0]
+    (tensor,), written = submission.payload
+    if written is None:
+        return like(tensor, submission.outputs[0])
+    written()
+    return tensor

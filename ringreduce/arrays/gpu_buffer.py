@@ -100,6 +100,11 @@ class GpuBuffer(Buffer):
         cuda.device(self.index).wait(self.address(self.current_stream(self.index)), event)
 
 
+def any_on_gpu(inputs: Sequence[Buffer], outputs: Sequence[Buffer]) -> bool:
+    """True when one of these is GPU memory, of which there is none without CuPy."""
+    return "cupy" in sys.modules and any(each.on_gpu for each in (*inputs, *outputs))
+
+
 @functools.cache
 def _name(index: int) -> str:
     return f"cuda:{index}"

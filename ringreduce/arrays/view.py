@@ -16,7 +16,7 @@ from ringreduce.errors import UnsupportedArrayError
 from ringreduce.gpu.runtime import cupy
 
 
-def as_buffer(array: Any, *, writable: bool = False) -> Buffer:
+def as_buffer(array: Any, writable: bool = False) -> Buffer:
     """A view of `array`, sharing its memory; a Python or NumPy number becomes a 0-d array.
 
     An array that is not C-contiguous is copied, unless it is to be written to: see `to_write`.
@@ -66,7 +66,7 @@ def to_write(arrays: Sequence[Any]) -> tuple[list[Buffer], Callable[[], None]]:
     function writes back.
     """
     try:
-        return [as_buffer(array, writable=True) for array in arrays], nothing
+        return [as_buffer(array, True) for array in arrays], nothing
     except NotContiguousError:  # rare, so not checked first: that would cost every submission
         copies = [contiguous_copy(array) for array in arrays]
     pairs = list(zip(arrays, copies, strict=True))

@@ -50,7 +50,7 @@ class Inbox:
         self.lock = threading.Lock()
         self.draining = False  # true: no more submissions follow, so do not batch
         self._last: tuple[Signature, str, float] | None = None
-        """Signature, line and time of the last submission, but no reference to its tensors."""
+        """Signature, line and time of the last submission that was taken, but no reference to its tensors."""
         self._transport = transport
         self._batch_bytes = (ONE_HOST_BATCH_SLOTS if one_host else BATCH_SLOTS) * settings.fusion_slot_bytes
         self._cycle_s = settings.cycle_time_ms / 1e3
@@ -84,14 +84,15 @@ class Inbox:
                 self._nbytes += each.nbytes
         if submission.waits:
             self._urgent = True
-        self._last = submission.signature, submission.line, submission.submitted_s
 
     def announce_soon(self, waits: bool) -> None:
         """Wake the engine, unless it batches more, or the thread is about to wait, which wakes it if need be.
 
         An engine that sleeps looks for a new batch in time by itself, where cycles are not shorter than its sleep.
         """
-        if not waits and not ((self._batching or self._long_cycles) and self.batches_more()):
+        if waits or not self._asleep:
+            return
+        if not (self._batching or self._long_cycles) or self._is_full:
             self.wake()
 
     def call_soon(self, callback: Callable[[], object]) -> None:
@@ -150,15 +151,18 @@ class Inbox:
         """True while the batch is not full, its time is not over, and no thread waits."""
         if self._waiting or self._urgent or self.draining:
             return False
-        if self._nbytes >= self._batch_bytes and not self._defers:
-            return False
-        return time.monotonic() < self._until_s
+        return not self._is_full and time.monotonic() < self._until_s
+
+    @property
+    def _is_full(self) -> bool:
+        return self._nbytes >= self._batch_bytes and not self._defers
 
     def take(self) -> list[Submission]:
         """The batch, to be announced now, without what has failed; empty while it is to grow."""
         if not self._submissions or self.batches_more():
             return []
         with self.lock:
+            self._last = _described(self._submissions[-1])
             submissions, self._submissions, self._urgent = self._submissions, [], False
         return [each for each in submissions if not each.ended]
 
@@ -167,10 +171,11 @@ class Inbox:
         return bool(self._submissions or self._callbacks)
 
     def last_submission_text(self) -> str:
-        """This rank's last submission, for a stall report."""
-        if self._last is None:
+        """This rank's last submission, for a stall report; with `lock` held."""
+        last = _described(self._submissions[-1]) if self._submissions else self._last
+        if last is None:
             return "has submitted nothing yet"
-        (kind, name, *_), line, when_s = self._last
+        (kind, name, *_), line, when_s = last
         return f"last submitted {kind} {name!r} ({line}) {time.monotonic() - when_s:.0f} s ago"
 
     def announced(self, pending: int) -> bool:
@@ -202,6 +207,10 @@ class Inbox:
                 sleep_s = left_s if waits is WaitsFor.NOTHING else min(sleep_s, left_s)
             self._transport.sleep(sleep_s)
         self._asleep = self._batching = False
+
+
+def _described(submission: Submission) -> tuple[Signature, str, float]:
+    return submission.signature, submission.line, submission.submitted_s
 
 
 def has_signal_handlers() -> bool:

@@ -211,8 +211,10 @@ class ProcessSets:
         """
         number, inbox = next(self._own_numbers), self._inbox
         signature = Signature("open", name, details=(("ranks", tuple(members)),))
-        line, callbacks = calling_line(), (inbox.wait, inbox.on_poll)
-        submission = Submission(signature, number, (), (), lambda _: None, None, line, True, (), *callbacks)
+        key, line = signature.key, calling_line()
+        submission = Submission(
+            signature, number, (), (), lambda _: None, None, line, True, key, inbox.wait, inbox.on_poll
+        )
 
         def begin() -> None:
             context = self._channel_context(before_opening(self._host, members), members, operations)

@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ringreduce.arrays.buffer import Buffer
-from ringreduce.arrays.gpu_buffer import ready
+from ringreduce.arrays.gpu_buffer import any_on_gpu, ready
 from ringreduce.engine.inbox import Inbox
 from ringreduce.errors import CollectiveError
 from ringreduce.execution.channel import Channel
 from ringreduce.execution.signature import KnownSignatures, calling_line
 from ringreduce.execution.submission import Handle, Submission
-from ringreduce.gpu.runtime import Event
 from ringreduce.gpu.stream import Gpu
 from ringreduce.negotiation import errors_for
 from ringreduce.negotiation.negotiation import GLOBAL, JOIN, Negotiation
 from ringreduce.negotiation.process_set import ProcessSetState
 from ringreduce.world import World
-
-ON_GPU = operator.attrgetter("on_gpu")
-UNNAMED = "noname"
 
 
 def _is_fine(_: Buffer) -> None:
@@ -88,21 +83,20 @@ class Submitting:
         """
         if line is None:
             line = calling_line(3)
-        arrays = inputs if process_set >= GLOBAL else (*inputs, *outputs)  # a channel may write to the caller's
-        marks = self._marks(arrays) if any(map(ON_GPU, arrays)) else ()
-        callbacks = self._wait, self._poll, then
+        tensors = inputs if signed is None else signed
         with self._inbox.lock:
             state = self._state(kind, process_set)
-            known_as = state.name if isinstance(state, Channel) else UNNAMED if name is None else name
-            tensors = inputs if signed is None else signed
+            known_as = state.name if name is None or process_set < GLOBAL else name
             signature, key = self._known.find(kind, known_as, tensors, details, names, by_rows, check)
-            if name is None and isinstance(state, ProcessSetState):
-                state.submitted += 1
-                key = f"{UNNAMED}.{state.submitted}"
-                signature = signature._replace(name=key, numbered=True)
+            if name is None:
+                signature, key = state.numbered(signature, key)
             made = Submission(
-                signature, process_set, inputs, outputs, finish, payload, line, waits, marks, *callbacks, key
+                signature, process_set, inputs, outputs, finish, payload, line, waits, key, self._wait, self._poll, then
             )
+            if any_on_gpu(inputs, outputs):
+                arrays = *inputs, *outputs
+                self._gpu.check(arrays)
+                made.ready = ready(arrays)
             if self._negotiation.error is not None or self._negotiation.leaving or state.closed:
                 raise self._closed(state, made)
             if isinstance(state, Channel):
@@ -115,11 +109,6 @@ class Submitting:
             self.count += 1
         self._inbox.announce_soon(waits)
         return made
-
-    def _marks(self, arrays: Sequence[Buffer]) -> Sequence[Event]:
-        """See Submission.ready."""
-        self._gpu.check(arrays)
-        return ready(arrays)
 
     def _state(self, kind: str, process_set: int) -> ProcessSetState | Channel:
         state = self._negotiation.states.get(process_set) or self._negotiation.channels.get(process_set)
@@ -135,8 +124,7 @@ class Submitting:
         if key in state.pending or key in state.running:
             raise errors_for.name_is_pending(submission, self._world.rank)
         state.pending[key] = submission
-        if submission.signature.kind == JOIN:
-            state.joined = True
+        state.joined = submission.signature.kind == JOIN
         self._inbox.put(submission)
 
     def _closed(self, state: ProcessSetState | Channel, submission: Submission) -> CollectiveError:

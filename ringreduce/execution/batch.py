@@ -61,7 +61,6 @@ def batches(submissions: Sequence[Submission]) -> list[Batch]:
     element, device = None, ""
     inputs, outputs, owners = Batch([], [], [])
     for submission in submissions:
-        submission.missing_pieces = 1  # for the planning itself
         for source, target in zip(submission.inputs, submission.outputs, strict=True):
             if source.element is not element or source.device != device:
                 element, device = source.element, source.device

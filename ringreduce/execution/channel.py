@@ -50,8 +50,8 @@ class Channel(Running):
         signatures: Signatures | None = None,
         name: str = ORDERED,
     ) -> None:
-        super().__init__(number, Executor(context))
-        self.process_set, self.name = process_set, name
+        super().__init__(number, Executor(context), name)
+        self.process_set = process_set
         self.patient = False  # the stall watch leaves it alone
         self._context, self._world, self._signatures = context, world, signatures
         self._senders: dict[int, Executor] = {}  # by peer

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from ringreduce.execution import operations
 from ringreduce.execution.context import Context
+from ringreduce.execution.signature import Signature
 from ringreduce.execution.submission import Submission
 from ringreduce.transport.base import Steps, Work
 from ringreduce.transport.waiting import WaitsFor
@@ -83,14 +84,19 @@ class Executor:
 class Running:
     """What runs on one process set or channel, on this rank; the inbox's lock guards `running`."""
 
-    def __init__(self, number: int, executor: Executor) -> None:
-        self.number = number
+    def __init__(self, number: int, executor: Executor, name: str) -> None:
+        """name: of unnamed submissions."""
+        self.number, self.name = number, name
         self.executor = executor
         self.executors = [executor]
         self.members = executor.context.members  # ranks of the world, by rank in the set
         self.running: dict[str, Submission] = {}  # submissions that are ready, and not complete
         self.closed = ""  # not empty: which rank has left, and why; nothing can run any more
         self.leaver = -1
+
+    def numbered(self, signature: Signature, key: str) -> tuple[Signature, str]:
+        """The signature and the key of an unnamed submission, as these are told apart; with the lock held."""
+        return signature, key
 
     @property
     def busy(self) -> bool:

@@ -144,13 +144,15 @@ def calling_line(skipped: int = 1) -> str:
     skipped: how many functions, this one among them, are of this package for certain.
     """
     frame = sys._getframe(skipped)
-    while _is_of_library(frame.f_code.co_filename):
+    path = frame.f_code.co_filename
+    while _is_of_library(path):
         if frame.f_back is None:
-            return getattr(_thread, "line", None) or _line(frame.f_code.co_filename, frame.f_lineno)
+            return getattr(_thread, "line", None) or _line(path, frame.f_lineno)
         frame = frame.f_back
-    if frame.f_code.co_filename == threading.__file__:  # in a thread of this package
+        path = frame.f_code.co_filename
+    if path == threading.__file__:  # in a thread of this package
         return f"thread:{threading.current_thread().name}"
-    return _line(frame.f_code.co_filename, frame.f_lineno)
+    return _line(path, frame.f_lineno)
 
 
 _thread = threading.local()
@@ -207,16 +209,18 @@ class KnownSignatures:
         check: Callable[[Buffer], object],
     ) -> tuple[Signature, str]:
         """The signature of an operation on these tensors, and its key; parameters as in Submitting.submit."""
-        signed = tuple([(each.element, each.shape[1:] if by_rows else each.shape, each.device) for each in tensors])
-        key = kind, name, names, details, by_rows, signed
+        described: list[Any] = [kind, name, names, details, by_rows]
+        for each in tensors:
+            described += each.element, each.shape[1:] if by_rows else each.shape, each.device
+        key = tuple(described)
         found = self._known.get(key)
         if found is None:
             for each in tensors:
                 check(each)
-            own = zip(tensors, names_of(name, names, len(tensors)), signed, strict=True)
-            described = tuple([sign(each, one, shape) for each, one, (_, shape, _) in own])
+            own = zip(tensors, names_of(name, names, len(tensors)), strict=True)
+            signed = tuple([sign(each, one, each.shape[1:] if by_rows else None) for each, one in own])
             if len(self._known) >= MOST_KNOWN:
                 self._known.clear()
-            signature = Signature(kind, name, described, details)
+            signature = Signature(kind, name, signed, details)
             found = self._known[key] = signature, signature.key
         return found

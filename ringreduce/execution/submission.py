@@ -77,7 +77,8 @@ class Handle:
 class Submission(Handle):
     """What the engine knows of it; that of a group has many tensors. One is made for each tensor of each step."""
 
-    missing_pieces = 0
+    ready: Sequence[Event] = ()  # of the caller's streams, after which inputs on a GPU may be read
+    missing_pieces = 1  # the planning itself
     partial = b""  # the sum of all ranks' elements, where it came with the schedule
     deadline_s = math.inf  # when it must be over; for operations of channels only
     retire: Callable[[Sequence[Buffer]], Event] | None = None
@@ -96,11 +97,10 @@ class Submission(Handle):
         payload: Any,
         line: str,
         waits: bool,
-        ready: Sequence[Event] = (),
+        key: str = "",
         on_wait: Callable[[Handle, float], None] = _nothing,
         on_poll: Callable[[], object] = _nothing,
         then: Callable[[Exception | None], object] | None = None,
-        key: str = "",
     ) -> None:
         self.signature = signature
         self.key = key or signature.key
@@ -111,7 +111,6 @@ class Submission(Handle):
         self.payload = payload  # further arguments or results: splits, pickled bytes, a flag
         self.line = line
         self.waits = waits
-        self.ready = ready  # events of the caller's streams after which inputs on a GPU may be read
         self.then = then
         """Called by the engine's thread just before the operation is done; must neither wait nor raise."""
         self.submitted_s = time.monotonic()
@@ -146,8 +145,8 @@ class Submission(Handle):
             return
         self.in_flight.pop(self.key, None)
         self._error = error
-        then, self.then = self.then, None  # which may refer to this handle
-        if then is not None:
+        if self.then is not None:
+            then, self.then = self.then, None  # which may refer to this handle
             then(error)
         self.ended = True
         if self._gate is not None:

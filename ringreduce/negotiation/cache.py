@@ -19,11 +19,11 @@ class Cache:
     def __init__(self) -> None:
         self._by_id: dict[int, Signature] = {}
         self._by_key: dict[str | Signature, int] = {}
-        self._by_signature: dict[Signature, int] = {}
 
-    def id(self, signature: Signature) -> int | None:
-        """The id of exactly this signature; None if it is not cached, or another one of its tensor is."""
-        return self._by_signature.get(signature)
+    def id(self, key: str | Signature, signature: Signature) -> int | None:
+        """The id of exactly this signature, whose key the caller knows; None if it is not cached, or another one is."""
+        number = self._by_key.get(key)
+        return number if number is not None and self._by_id[number] == signature else None
 
     def id_of_key(self, signature: Signature) -> int | None:
         """The id of the tensor with this signature's key, whatever else its signature says."""
@@ -44,12 +44,12 @@ class Cache:
     def learn(self, number: int, signature: Signature) -> None:
         """Cache a signature."""
         self._by_id[number] = signature
-        self._by_key[_key(signature)] = self._by_signature[signature] = number
+        self._by_key[_key(signature)] = number
 
     def forget(self, number: int) -> None:
         """Forget an id."""
         signature = self._by_id.pop(number)
-        del self._by_key[_key(signature)], self._by_signature[signature]
+        del self._by_key[_key(signature)]
 
 
 def _key(signature: Signature) -> str | Signature:

@@ -69,7 +69,7 @@ class Coordinator:
         self._forgotten: list[int] = []  # ids that the next response forgets
         self._entries: dict[str, Entry] = {}
         self._keys_by_name: defaultdict[str, set[str]] = defaultdict(set)
-        self._touched: dict[str, None] = {}
+        self._touched: dict[str, None] = {}  # those that may be complete, or that have a rival of the same name
         self._joined: dict[int, bool] = {}
         self._abandoned: dict[str, int] = {}
         """Tensors that stalled too long, with the number of the response that fails them. For good: a record from
@@ -83,10 +83,12 @@ class Coordinator:
     def announce(self, rank: int, announcement: Announcement) -> None:
         """Add what a rank has submitted."""
         self.has_news = True
+        now = self._clock()
         for record in announcement.records:
+            key = record.signature.key
             # a rank that had not read the tensor's failure when it announced it will fail it then
-            if announcement.seen >= self._abandoned.get(record.signature.key, 0):
-                self._add_record(rank, record)
+            if announcement.seen >= self._abandoned.get(key, 0):
+                self._add_record(key, rank, record, now - record.waited_s)
         if announcement.join is not None:
             self._joined[rank] = announcement.join
             self._touched.update(dict.fromkeys(self._entries))
@@ -94,10 +96,13 @@ class Coordinator:
         if announcement.leave and self._leaver is None:
             self._leaver = (rank, announcement.leave)
 
-    def _add_record(self, rank: int, record: SubmissionRecord) -> None:
-        signature = record.signature
-        key, since_s = signature.key, self._clock() - record.waited_s
-        entry = self._entries.get(key)
+    @property
+    def _live(self) -> int:
+        """How many ranks have not joined."""
+        return len(self._members) - len(self._joined)
+
+    def _add_record(self, key: str, rank: int, record: SubmissionRecord, since_s: float) -> None:
+        entry, signature = self._entries.get(key), record.signature
         if entry is None:
             known = self._cache.id_of_key(signature.unnumbered)
             if known is not None:  # other ranks may have submitted it by its id
@@ -105,7 +110,8 @@ class Coordinator:
             entry = self._entries[key] = Entry(signature, since_s)
             self._keys_by_name[signature.name].add(key)
         entry.add(rank, record, since_s)
-        self._touched[key] = None
+        if len(entry.records) >= self._live or len(self._keys_by_name[signature.name]) > 1:
+            self._touched[key] = None
 
     def forget(self, ids: Iterable[int]) -> None:
         """Let the next response forget these ids: ranks that have submitted one will announce a record instead."""
@@ -132,10 +138,10 @@ class Coordinator:
         self.has_news = False
         number = self._responses + 1
         ready, failures = self._ready_entries()
-        all_joined = len(self._joined) == len(self._members)
-        learned = [] if self._joined else self._learn([entry.signature for entry in ready])
+        all_joined = not self._live
         if not (ready or failures or self._forgotten or all_joined or self._leaver):
             return None
+        learned = self._learn([entry.signature for entry in ready]) if ready and not self._joined else []
         response = Response(
             self._process_set,
             number,
@@ -178,7 +184,7 @@ class Coordinator:
 
     def _is_complete(self, records: Mapping[int, SubmissionRecord]) -> bool:
         """True when all live ranks have submitted it; joined ranks may have, before."""
-        live = len(self._members) - len(self._joined)
+        live = self._live
         return len(records) >= live and len(records) - sum(rank in records for rank in self._joined) == live
 
     def _failure(self, key: str, entry: Entry) -> Failure | None:

@@ -103,9 +103,10 @@ class Negotiator:
         for each in submissions:
             signature = each.signature
             if signature.numbered:
-                number = self._unnamed_id(signature.key, self.cache.id(signature.unnumbered))
+                unnumbered = signature.unnumbered
+                number = self._unnamed_id(each.key, self.cache.id(unnumbered, unnumbered))
             else:
-                number = self.cache.id(signature)
+                number = self.cache.id(each.key, signature)
             if number is None:
                 records.append(SubmissionRecord(signature, each.line, each.waits, int(now - each.submitted_s)))
             else:

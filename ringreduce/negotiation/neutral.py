@@ -19,8 +19,9 @@ def neutral_submission(signature: Signature, process_set: int, gpu: Gpu) -> Subm
     """A submission of neutral elements with this signature, without a handle; `gpu` allocates GPU buffers."""
     op = ReduceOp(signature.detail("op"))
     buffers = [_neutral(tensor, op, gpu) for tensor in signature.tensors]
-    events = ready(buffers)
-    return Submission(signature, process_set, buffers, buffers, lambda _: None, None, "join()", False, events)
+    submission = Submission(signature, process_set, buffers, buffers, lambda _: None, None, "join()", False)
+    submission.ready = ready(buffers)
+    return submission
 
 
 def _neutral(tensor: TensorSignature, op: ReduceOp, gpu: Gpu) -> Buffer:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from ringreduce.execution.executor import Executor, Running
+from ringreduce.execution.signature import Signature
 from ringreduce.execution.submission import Submission
 from ringreduce.negotiation.coordinator import Coordinator
 from ringreduce.negotiation.negotiator import Negotiator
+
+UNNAMED = "noname"
 
 
 class ProcessSetState(Running):
     """The state of one process set; the inbox's lock guards `pending`, too, shared with submitting threads."""
 
     def __init__(self, number: int, executor: Executor, negotiator: Negotiator) -> None:
-        super().__init__(number, executor)
+        super().__init__(number, executor, UNNAMED)
         self.algorithms = executor.context.algorithms
         self.negotiator = negotiator
         self.submitted = 0  # how many unnamed submissions there were: they are numbered
@@ -20,6 +23,12 @@ class ProcessSetState(Running):
         """Submissions that are not ready on all ranks, by key, the oldest first."""
         self.joined = False
         self.left: set[int] = set()  # on the coordinator: the members that have left
+
+    def numbered(self, signature: Signature, key: str) -> tuple[Signature, str]:
+        """See `Running.numbered`."""
+        self.submitted += 1
+        name = f"{self.name}.{self.submitted}"
+        return signature._replace(name=name, numbered=True), name
 
     @property
     def coordinator(self) -> Coordinator | None:

@@ -42,7 +42,7 @@ class Submitted:
     """What the negotiator asks of a submission."""
 
     def __init__(self, signature, line, value, waits):
-        self.signature = signature
+        self.signature, self.key = signature, signature.key
         self.line = line
         self.waits = waits
         self.submitted_s = time.monotonic()
