@@ -7,7 +7,7 @@ import contextlib
 import copy
 import io
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import cloudpickle
@@ -108,13 +108,23 @@ class Commit:
 
     def tree(self) -> Any:
         """The tree; its arrays may lie in this commit's memory: see `put_back`."""
-        unpickler = pickle.Unpickler(io.BytesIO(self.pickled))  # noqa: S301 - pickled by a rank of this job
-        unpickler.persistent_load = self._array  # type: ignore[method-assign]
-        return unpickler.load()
+        return _Unpickler(self.pickled, self._array).load()
 
     def _array(self, number: int) -> Any:
         place = self.places[number]
         return LIBRARIES[place.library].array(self._rooms[number]) if place.library else self.references[place.start]
+
+
+class _Unpickler(pickle.Unpickler):
+    """Of what a rank of this job has pickled."""
+
+    def __init__(self, pickled: bytes, array: Callable[[int], Any]) -> None:
+        super().__init__(io.BytesIO(pickled))
+        self._array = array
+
+    def persistent_load(self, number: int) -> Any:
+        """An array that was left out."""
+        return self._array(number)
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
