@@ -24,14 +24,15 @@ class OwnChannel:
     """Each method begins an operation, in the order of the program; roots and peers are ranks in the channel.
 
     members: ranks of the world, by rank in the channel.
+    anew:    how the caller's users make another one, in a message.
     options: then, waits, finish, payload and timeout_s, as of the engine's submit().
     Raises:  InputError for arrays that do not fit each other; CollectiveError when it was shut. Handles raise
              MismatchError on all members when these differ, PeerLostError when one has left.
     """
 
-    def __init__(self, members: Sequence[int], name: str, timeout_s: float) -> None:
-        current = runtime.current("init_process_group")
-        self.engine, self.members, self.timeout_s = current.engine, list(members), timeout_s
+    def __init__(self, members: Sequence[int], name: str, timeout_s: float, anew: str) -> None:
+        current = runtime.current(name)
+        self.engine, self.members, self.timeout_s, self._anew = current.engine, list(members), timeout_s, anew
         self.size, self.rank = len(members), self.members.index(current.world.rank)
         self._number: int | None
         self._number, opened = self.engine.open_channel(members, name, INTO_OUTPUTS)
@@ -57,7 +58,7 @@ class OwnChannel:
         if self.engine is not runtime.current(kind).engine:
             raise InputError(
                 f"{kind}: this process group belongs to a world that has ended; destroy it, and make it anew: "
-                "init_process_group('ring', init_method=…, rank=ringreduce.rank(), world_size=ringreduce.size())"
+                + self._anew
             )
         arrays = inputs if signed is None else signed
         signed = [each.part(0, each.count) for each in arrays] if counted else arrays

@@ -20,6 +20,8 @@ from ringreduce.torch.distributed.operations import Operations
 from ringreduce.torch.distributed.tensors import device_of, seconds
 from ringreduce.torch.distributed.work import Work
 
+ANEW = "init_process_group('ring', init_method=…, rank=ringreduce.rank(), world_size=ringreduce.size())"
+
 
 def register() -> None:
     """Make the backend known to torch; see torch.distributed.Backend.register_backend."""
@@ -54,7 +56,7 @@ class RingProcessGroup(Operations, dist.ProcessGroup):
         """members: ranks of the world, by rank in the group."""
         dist.ProcessGroup.__init__(self, members.index(rr.rank()), len(members))  # type: ignore[call-arg]
         self.group_name = self.group_desc = group_id
-        self.channel = OwnChannel(members, f"group {group_id}", timeout_s)
+        self.channel = OwnChannel(members, f"group {group_id}", timeout_s, ANEW)
         self._others: dict[str, Any] = {}  # by type of device
 
     def barrier(self, opts: Any = None) -> Work:
