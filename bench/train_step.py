@@ -261,7 +261,7 @@ def compare(report: Report, who: Any, options: argparse.Namespace) -> None:
     model = new_model(options.quick)
     count = sum(parameter.numel() for parameter in model.parameters())
     for number in options.batches:
-        batch = batch_of(number, model.context)
+        batch = batch_of(number, model.position.num_embeddings)
         expected = averages(copy.deepcopy(model), batch)
         compared = who(model)
         wrong = {

@@ -118,7 +118,7 @@ def model_and_batch(name: str, quick: bool) -> tuple[Any, tuple[Any, Any]]:
         model, batch = convolutional(quick), pictures(2 if quick else IMAGES)
     else:
         model = new_model(quick)
-        batch = batch_of(1 if quick else SEQUENCES, model.context)
+        batch = batch_of(1 if quick else SEQUENCES, model.position.num_embeddings)
     return model.cuda(), (batch[0].cuda(), batch[1].cuda())
 
 

@@ -200,7 +200,8 @@ class Hosts:
     def assert_nothing_is_left(self, within_s: float = 5) -> None:
         """No process, and no file in /dev/shm and /tmp."""
         self.wait_until_gone(within_s=within_s)
-        assert [self.left_behind(k) for k in range(len(self.names))] == [[] for _ in self.names]
+        left = {name: files for k, name in enumerate(self.names) if (files := self.left_behind(k))}
+        assert not left, f"left behind: {left}"
 
     def link_down(self, k: int) -> None:
         """Pull host k's cable out of the switch: nobody is told, packets just vanish."""
