@@ -2,8 +2,8 @@
 
     import ringreduce.jax as hvd
 
-collectives   each collective as the host runs it, on NumPy arrays
-primitive     the JAX primitive that calls the host: jit, grad and vmap go through it
+primitive     the JAX primitive of all collectives (api/on_host.py): jit, grad and vmap go through it
+xla           how XLA calls the host, with its own memory
 ops           the public functions, on trees
 optimizer     DistributedOptimizer, value_and_grad, broadcast_parameters
 """

@@ -14,13 +14,13 @@ import numpy as np
 
 from ringreduce import runtime
 from ringreduce.api import gather
+from ringreduce.api.on_host import Collective
 from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
 from ringreduce.api.submit import which_op, whole
 from ringreduce.arrays.dtypes import element_type
 from ringreduce.compression import Compression, Compressor
 from ringreduce.errors import InputError, UnsupportedArrayError
 from ringreduce.execution.signature import calling_line
-from ringreduce.jax.collectives import Collective
 from ringreduce.jax.primitive import bind
 from ringreduce.ops import Average, ReduceOp
 
@@ -43,7 +43,7 @@ def allreduce(
     tensor:   arrays and numbers in any tree that JAX knows; equal in form, shapes and types on all ranks.
     Gradient: for Average and Sum the same allreduce, compressed too; for other ops InputError.
     vmap:     the same allreduce of the whole batch.
-    Cost:     as `ringreduce.grouped_allreduce`; inside jit XLA copies the results.
+    Cost:     as `ringreduce.grouped_allreduce`; on the CPU no copies, inside jit neither.
     Raises:   as `ringreduce.allreduce`. Inside jit what ranks find out together is a JaxRuntimeError with that text.
     Source:   Horovod's allreduce.
     """

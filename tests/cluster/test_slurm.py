@@ -133,3 +133,23 @@ def test_srun_without_pmi_is_told(slurm: Hosts, mpich_python: Path, where: Path)
     done = slurm.run(0, ["srun", "-N2", "-n4", mpich_python, where])
     assert done.returncode == 1
     assert "srun started 4 ranks, but MPI counts 1" in done.stderr
+
+
+TORCH = """
+import sys, torch, torch.distributed as dist
+import ringreduce.torch.distributed
+dist.init_process_group(sys.argv[1])
+value = torch.ones(1) + dist.get_rank()
+dist.all_reduce(value)
+print(dist.get_rank(), dist.get_world_size(), dist.group.WORLD._get_backend(value.device).name(), value.item())
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(("backends", "cpu"), [("cpu:ring", "ring"), ("cpu:gloo,cuda:ring", "gloo")])
+def test_srun_alone_tells_torch_the_ranks(slurm: Hosts, mpich_python: Path, tmp_path: Path, backends: str, cpu: str):
+    script = tmp_path / "train.py"
+    script.write_text(TORCH)
+    done = slurm.run(0, ["srun", "-N2", "-n4", "--mpi=pmi2", mpich_python, script, backends])
+    assert placed(done, prefix=False) == [f"{rank} 4 {cpu} 10.0" for rank in range(4)]
+    slurm.wait_until_gone()

@@ -10,7 +10,7 @@ import pytest
 
 import ringreduce as rr
 import ringreduce.jax as hvd
-from ringreduce.jax import collectives
+from ringreduce.api import on_host
 
 RANK, SIZE = hvd.rank(), hvd.size()
 RANKS = np.arange(SIZE)
@@ -258,17 +258,35 @@ def test_large_arrays_beside_a_computation(count):
 
 def test_eagerly_memory_is_not_copied(monkeypatch):
     pointers = []
-    run = collectives.Collective.run
+    run = on_host.Collective.run
 
     def recorded(self, arrays, name):
         results = run(self, arrays, name)
         pointers.extend([arrays[0].ctypes.data, results[0].ctypes.data])
         return results
 
-    monkeypatch.setattr(collectives.Collective, "run", recorded)
+    monkeypatch.setattr(on_host.Collective, "run", recorded)
     x = own(1000)
     result = hvd.allreduce(x)
     assert pointers == [x.unsafe_buffer_pointer(), result.unsafe_buffer_pointer()]
+
+
+def test_in_jit_results_are_written_into_xlas_memory(monkeypatch):
+    pointers = []
+    run = on_host.Collective.run
+
+    def recorded(self, arrays, name, results):
+        pointers.extend(each.ctypes.data for each in results)
+        return run(self, arrays, name, results)
+
+    monkeypatch.setattr(on_host.Collective, "run", recorded)
+    result = jax.jit(hvd.allreduce)(own(1000))
+    close(result, own(1000, rank=RANKS.mean()))
+    assert pointers == [result.unsafe_buffer_pointer()]
+
+
+def test_empty_arrays(run):
+    assert run(hvd.allreduce)({"none": jnp.zeros((0, 3)), "two": own(2)})["none"].shape == (0, 3)
 
 
 def test_results_are_where_the_arguments_are():

@@ -1,4 +1,7 @@
-"""Each collective as the host runs it: NumPy arrays in, new NumPy arrays out; no JAX here."""
+"""A collective as a value: what a compiled program calls on the host, with NumPy arrays, and what its gradient is.
+
+ringreduce.jax puts these into programs of XLA, any number of times, and in another thread than the user's.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +23,19 @@ from ringreduce.api.world import rank
 from ringreduce.arrays.view import as_buffer
 from ringreduce.compression import Compression
 from ringreduce.errors import InputError
+from ringreduce.execution.signature import called_from
 from ringreduce.ops import Average, ReduceOp, Sum
 
 Arrays = Sequence[Any]
+IN_SHAPE = "allreduce", "broadcast", "average on root"  # their results have the shapes of the arguments
 Shape = tuple[int, ...]
 ALIGNMENT = 64
-"""Bytes; JAX takes over memory that is so aligned, and copies other."""
+"""Bytes; JAX takes over memory that is aligned so, and copies other memory."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
-    """A collective with its arguments: a static argument of the primitive, equal where compiled code can be reused.
+    """A collective with its arguments, equal where compiled code can be reused.
 
     kind:   the name of its function; "average on root" is the gradient of a broadcast.
     place:  the line of the user's script. Inside jit it is the name of what has none: calls there run in a thread of
@@ -66,15 +71,31 @@ class Collective:
             return shapes
         return [(count, *each[1:]) for count, each in zip(rows, shapes, strict=True)]
 
-    def run(self, arrays: Arrays, name: str | None) -> Arrays:
-        """Communicate, and wait for it; returns new arrays."""
+    def run_into(self, arrays: Arrays, results: Arrays, name: str) -> None:
+        """Communicate, and wait for it, in a thread of XLA's; `results` have the shapes that were compiled."""
+        with called_from(self.place):
+            found = self.run(arrays, name, results)
+        for target, each in zip(results, found, strict=True):
+            if each.shape != target.shape:
+                raise InputError(
+                    f"{self.kind} ({self.place}): the result has shape {each.shape}, but {target.shape} was compiled; "
+                    "inside jax.jit all ranks must pass equally many rows, and what was compiled before another init() "
+                    "must be compiled again: jax.clear_caches()"
+                )
+            if each is not target:
+                target[...] = each
+
+    def run(self, arrays: Arrays, name: str | None, results: Arrays | None = None) -> Arrays:
+        """Communicate, and wait for it; returns `results`, where they can be used, else new arrays."""
+        if results is None and self.kind in IN_SHAPE:
+            results = [_like(each) for each in arrays]
         match self.kind:
             case "allreduce":
-                return _allreduce(self, arrays, name)
+                return _allreduce(self, arrays, name, results)
             case "broadcast":
-                return _broadcast(self, arrays, name)
+                return _broadcast(self, arrays, name, results)
             case "average on root":
-                averages = _allreduce(self, arrays, name)  # on all ranks, though only one asks for it
+                averages = _allreduce(self, arrays, name, results)  # on all ranks, though only one asks for it
                 return averages if rank() == self.root_rank else [np.zeros_like(each) for each in averages]
             case "allgather":
                 gathered, factor = gather.grouped_allgather(arrays, name, self.process_set), math.prod(self.scales)
@@ -124,11 +145,10 @@ class Collective:
         return dataclasses.replace(self, names=some(self.names), rows=some(self.rows))
 
 
-def _allreduce(it: Collective, arrays: Arrays, name: str | None) -> Arrays:
-    """Straight from the memory of `arrays` into new memory."""
+def _allreduce(it: Collective, arrays: Arrays, name: str | None, results: Any) -> Arrays:
+    """Straight from the memory of `arrays` into that of the results."""
     arguments = arguments_of("allreduce", None, it.op, *it.scales)
     inputs = [as_buffer(each) for each in arrays]
-    results = [_like(each) for each in arrays]
     runtime.current("allreduce").engine.submit(
         "allreduce",
         name,
@@ -141,19 +161,18 @@ def _allreduce(it: Collective, arrays: Arrays, name: str | None) -> Arrays:
         waits=True,
         line=it.place,
     ).wait()
-    return results
+    return results  # type: ignore[no-any-return]
 
 
-def _broadcast(it: Collective, arrays: Arrays, name: str | None) -> Arrays:
-    results = [_like(each) for each in arrays]
+def _broadcast(it: Collective, arrays: Arrays, name: str | None, results: Any) -> Arrays:
     inputs, outputs = [as_buffer(each) for each in arrays], [as_buffer(each, writable=True) for each in results]
     names = it.names or [f"{it.place}.{number}" for number in range(len(arrays))]
     submit_broadcast(inputs, outputs, it.root_rank, name, names, it.process_set, lambda _: None, waits=True).wait()
-    return results
+    return results  # type: ignore[no-any-return]
 
 
 def _like(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """An uninitialised array, aligned as JAX's."""
+    """An uninitialised array of this shape and type, aligned."""
     nbytes = math.prod(array.shape) * array.dtype.itemsize
     memory = np.empty(nbytes + ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % ALIGNMENT
