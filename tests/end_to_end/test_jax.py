@@ -47,3 +47,34 @@ def test_the_example_trains_the_same_model_on_any_number_of_ranks(with_jax, tmp_
     for params in trained[1:]:
         for mine, alone in zip(params, trained[0], strict=True):
             np.testing.assert_allclose(mine, alone, atol=1e-5)
+
+
+CACHED = """
+import jax, jax.numpy as jnp
+import ringreduce.jax as hvd
+
+hits = []
+jax.monitoring.register_event_listener(lambda event, **_: hits.append(event) if "cache_hit" in event else None)
+hvd.init()
+channels = hvd.ordered(), hvd.ordered()
+
+@jax.jit
+def program(x):
+    return [hvd.allreduce(x * number, op=hvd.Sum, process_set=each) for number, each in enumerate(channels, 1)]
+
+sums = [each.item() for each in program(jnp.float32(1 + hvd.rank()))]
+print(f"sums {sums}, from the cache: {bool(hits)}")
+"""
+
+
+def test_a_program_from_jax_s_cache_finds_its_collectives(with_jax, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(CACHED)
+    cache = {
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    said = [ringrun(Path(sys.executable), 2, script, **with_jax, **cache).stdout for _ in range(2)]
+    assert said[0].count("sums [3.0, 6.0]") == 2, said[0]
+    assert said[1].count("sums [3.0, 6.0], from the cache: True") == 2, said[1]
