@@ -15,7 +15,7 @@ from ..report.card import card
 from ..report.outcome import RankEnd
 from ..text import listed, numbered
 from .events import Event, HostsCame, RankDied, RankEnded, Reported
-from .membership import CannotGoOn, Kill, Members
+from .membership import CannotGoOn, Kill, Members, Wake
 from .ranks import Channel
 
 
@@ -57,7 +57,9 @@ class Losses:
 
     def handle(self, event: Event) -> str:
         """Take an event; return why the job cannot go on, nothing where it can."""
-        decision = self._decide(event, time.monotonic())
+        now_s = time.monotonic()
+        decision = self._decide(event, now_s)
+        self._members.await_rest(now_s)
         if isinstance(decision, CannotGoOn):
             return decision.why
         if isinstance(decision, Membership):
@@ -82,12 +84,18 @@ class Losses:
         self._output.message([f"ringrun: {hosts} came; {again}"])
 
     def too_late(self, now_s: float) -> str:
-        """Return why the job cannot go on if ranks have not gone on in time after a loss, else nothing."""
+        """Return why the job cannot go on if ranks have not gone on in time after a loss, else nothing.
+
+        Who has left may have work of its own to do, which nobody ends; but if it is stopped, it goes on.
+        """
         late = self._members.expired(now_s)
         if isinstance(late, Kill):
             why = f"it did not meet the others within {self._elastic.stalled_s:g} s after a loss"
             self._reports |= dict.fromkeys(late.ranks, why)
             self._kill(late)
+        elif isinstance(late, Wake):
+            for rank in late.ranks:
+                self._channel.send(rank, Signal(signal.SIGCONT))
         return late.why if isinstance(late, CannotGoOn) else ""
 
     def _kill(self, decision: Kill) -> None:

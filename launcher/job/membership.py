@@ -27,6 +27,13 @@ class Kill:
 
 
 @dataclass(frozen=True)
+class Wake:
+    """These ranks have left and do not end: they may be stopped."""
+
+    ranks: frozenset[int]
+
+
+@dataclass(frozen=True)
 class CannotGoOn:
     """The job must end as one that is not elastic does."""
 
@@ -38,13 +45,14 @@ class Members:
 
     def __init__(self, size: int, elastic: Elastic) -> None:
         """size: how many ranks were started, spares included."""
+        self._size = size
         self._np = size - elastic.spares
         self._elastic = elastic
         self.number = 0
         self.ranks = tuple(range(self._np))
         self.spares = list(range(self._np, size))
-        self.due_s = math.inf
-        """When re-forming takes too long: ask `expired` then."""
+        self._late_s = math.inf  # when re-forming takes too long
+        self._rest_s = math.inf  # when those that have left, and nobody else is there, have had the time to end
         self._last_s = math.inf  # when it has taken so long that the job cannot go on
         self._met_s: dict[int, float] = {}  # members that wait for others to re-form: when they last said so
         self._is_formed = False  # MPI works, so that ranks can go on without others
@@ -55,6 +63,11 @@ class Members:
         self._left: set[int] = set()  # those that have left the world in order
         self._ended: set[int] = set()  # those that have ended with 0
         self._losses = 0
+
+    @property
+    def due_s(self) -> float:
+        """When to ask `expired`."""
+        return min(self._late_s, self._rest_s)
 
     @property
     def overcome(self) -> set[int]:
@@ -136,12 +149,20 @@ class Members:
             "a function that ringreduce's elastic.run wraps"
         )
 
-    def expired(self, now_s: float) -> Kill | CannotGoOn | None:
-        """Return the ranks that keep others waiting in re-forming; later why the job cannot go on."""
-        if now_s < self.due_s:
+    def await_rest(self, now_s: float) -> None:
+        """Where only ranks that have left are still there, begin to wait for their ends."""
+        is_all = bool(rest := self._rest()) and rest <= self._left
+        self._rest_s = min(self._rest_s, now_s + self._elastic.stalled_s) if is_all else math.inf
+
+    def expired(self, now_s: float) -> Kill | Wake | CannotGoOn | None:
+        """Return the ranks that keep others waiting in re-forming, or at the end; later why the job cannot go on."""
+        if now_s >= self._rest_s:
+            self._rest_s = now_s + self._elastic.stalled_s
+            return Wake(frozenset(self._rest()))
+        if now_s < self._late_s:
             return None
         if now_s < self._last_s:
-            self.due_s = self._last_s
+            self._late_s = self._last_s
             silent = frozenset(each for each in self._awaited if self._met_s.get(each, -math.inf) < now_s - SILENT_S)
             if len(silent) == len(self.ranks):
                 return None  # none waits: all may have to compute
@@ -151,6 +172,9 @@ class Members:
             f"{numbered('rank', self._awaited)} did not go on within {self._elastic.recovery_s:g} s after the loss of "
             f"{numbered('rank', self._unsettled)}"
         )
+
+    def _rest(self) -> set[int]:
+        return set(range(self._size)) - self._dead.keys() - self._ended - set(self.spares)
 
     def _present(self) -> list[int]:
         gone = self._dead.keys() | self._left | self._ended
@@ -170,7 +194,7 @@ class Members:
         self.ranks = tuple(sorted(present))
         self._awaited = set(present)
         # where nobody is lost a member may have work to do alone, and need no world
-        self.due_s = now_s + self._elastic.stalled_s if self._unsettled else math.inf
+        self._late_s = now_s + self._elastic.stalled_s if self._unsettled else math.inf
         self._last_s = now_s + self._elastic.recovery_s
         self._met_s.clear()
         return self._list(self.ranks)
@@ -179,7 +203,7 @@ class Members:
         """Return a list of nobody, where ranks that leave still wait for one that is lost."""
         self._unsettled.clear()
         self._awaited.clear()
-        self.due_s = math.inf
+        self._late_s = math.inf
         waiting = self._left - self._ended - self._dead.keys()
         if not waiting:
             return None
@@ -197,5 +221,5 @@ class Members:
         if self._awaited or not was_awaited:
             return False
         self._unsettled.clear()
-        self.due_s = math.inf
+        self._late_s = math.inf
         return True

@@ -77,6 +77,7 @@ def main() -> None:
                 end_by(action)
                 if number >= int(last):
                     say(left="its script ended")
+                    end_by(actions.get(f"{RANK}@left", ""))
                     return
             said = asked.recv(1 << 16)
             if said.startswith(b"{"):

@@ -92,6 +92,16 @@ def test_a_rank_that_keeps_others_waiting_is_killed(ringrun: Run, python: str) -
 
 
 @pytest.mark.without_mpi
+def test_a_rank_that_is_stopped_while_it_leaves_goes_on(
+    ringrun: Run, python: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RINGREDUCE_STALL_ABORT_S", "1")
+    done = ringrun("--elastic", "-np", 2, python, RANK, 0, "1@left=kill-STOP")
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr
+
+
+@pytest.mark.without_mpi
 def test_the_job_fails_by_the_rank_without_which_it_cannot_go_on(ringrun: Run, python: str, wait_until_gone) -> None:
     done = ringrun("--elastic", "--min-np", 2, "-np", 3, python, RANK, 9, "0@0=exit-5", "2@1=exit-6")
     assert done.returncode == 6

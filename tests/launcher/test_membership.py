@@ -6,7 +6,7 @@ import pytest
 
 from ringrun.connection.wire import Membership
 from ringrun.elastic import Elastic
-from ringrun.job.membership import CannotGoOn, Kill, Members
+from ringrun.job.membership import CannotGoOn, Kill, Members, Wake
 
 LIMIT_S = 20.0
 
@@ -135,6 +135,24 @@ def test_ranks_that_wait_in_shutdown_hear_of_a_loss() -> None:
     assert job.lost(1, "a", 0.0) == Membership(1, (), {"1": "a"})
     assert (job.ranks, job.overcome, job.due_s) == ((0, 2), {1}, math.inf)
     assert job.ended(0, 0.0) is None
+
+
+def test_who_has_left_and_does_not_end_may_be_stopped() -> None:
+    job = members(3, spares=1)
+    job.left(0, 1.0)
+    job.await_rest(1.0)
+    assert job.due_s == math.inf, "rank 1 trains"
+    job.left(1, 2.0)
+    job.await_rest(2.0)
+    job.ended(0, 3.0)
+    job.await_rest(3.0)
+    assert job.due_s == 22.0
+    assert job.expired(21.0) is None
+    assert job.expired(22.0) == Wake(frozenset({1}))
+    assert job.due_s == 42.0, "it may be stopped again"
+    job.ended(1, 23.0)
+    job.await_rest(23.0)
+    assert job.due_s == math.inf
 
 
 def test_a_rank_that_leaves_and_ends_before_others_leave_is_missed() -> None:
