@@ -128,6 +128,8 @@ class Members:
         """`rank` waits for the others of list `number`."""
         if number == self.number:
             self._met_s[rank] = now_s
+            if self._awaited and self._late_s == math.inf:
+                self._limit(now_s)
 
     def suspected(self, by: int, ranks: Collection[int]) -> Kill | CannotGoOn | None:
         """`by` reports that `ranks`, perhaps itself, keep others waiting. What suspects report does not count."""
@@ -170,7 +172,7 @@ class Members:
             return Kill(silent) if silent else None
         return CannotGoOn(
             f"{numbered('rank', self._awaited)} did not go on within {self._elastic.recovery_s:g} s after the loss of "
-            f"{numbered('rank', self._unsettled)}"
+            f"{numbered('rank', self._unsettled or self._dead.keys())}"
         )
 
     def _rest(self) -> set[int]:
@@ -193,11 +195,16 @@ class Members:
         self.number += 1
         self.ranks = tuple(sorted(present))
         self._awaited = set(present)
-        # where nobody is lost a member may have work to do alone, and need no world
-        self._late_s = now_s + self._elastic.stalled_s if self._unsettled else math.inf
-        self._last_s = now_s + self._elastic.recovery_s
+        self._late_s = math.inf
+        if self._unsettled:
+            self._limit(now_s)  # where nobody is lost a member may have work to do alone: until another waits for it
         self._met_s.clear()
         return self._list(self.ranks)
+
+    def _limit(self, now_s: float) -> None:
+        """Begin to wait for all members to re-form."""
+        self._late_s = now_s + self._elastic.stalled_s
+        self._last_s = now_s + self._elastic.recovery_s
 
     def _release(self) -> wire.Membership | None:
         """Return a list of nobody, where ranks that leave still wait for one that is lost."""

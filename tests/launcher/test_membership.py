@@ -178,6 +178,18 @@ def test_a_rank_that_just_ends_with_0_is_missed_where_enough_are_left() -> None:
     assert job.suspected(0, [2]) == CannotGoOn("rank 0 waits for rank 2, which ended with exit code 0")
 
 
+def test_a_rank_for_which_others_wait_after_one_just_ended_is_killed() -> None:
+    job = members(4)
+    job.ended(1, 1.0)
+    assert job.due_s == math.inf, "all may have work of their own"
+    for at_s in range(5, 26):
+        job.meets(2, 1, at_s)
+    job.reformed(3, 1)
+    assert job.due_s == 25.0
+    assert job.expired(25.0) == Kill(frozenset({0}))
+    assert job.expired(45.0) == CannotGoOn("ranks 0,2 did not go on within 40 s after the loss of rank 1")
+
+
 def test_all_may_just_end() -> None:
     job = members(2)
     assert isinstance(job.ended(0, 0.0), Membership)
