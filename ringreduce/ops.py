@@ -233,10 +233,11 @@ class Reduction(_Fields):
             return
         flat[...] = element.narrow(np.full(1, value, element.sum_type))[0]
 
-    def combine(self, target: Any, source: Any) -> None:
-        """Reduce `source` into `target`, in place; both of equal length, in `sum_type`."""
+    def combine(self, target: Any, *sources: Any) -> None:
+        """Reduce `sources` into `target`, in place, one after the other; all of equal length, in `sum_type`."""
         with np.errstate(over="ignore", invalid="ignore"):  # such as inf - inf, which is NaN on every rank
-            _UFUNC[self.op](target, source, out=target)
+            for source in sources:
+                _UFUNC[self.op](target, source, out=target)
 
     def finish(self, partial: Any, out: Any) -> None:
         """Divide, postscale and round the reduced `partial` into `out`, the same memory when `in_place`."""

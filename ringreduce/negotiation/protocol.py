@@ -1,4 +1,4 @@
-"""The control messages between engines: named tuples, pickled. All come from ranks of the same job, over MPI."""
+"""The control messages between engines: named tuples. All come from ranks of the same job, over MPI."""
 
 from __future__ import annotations
 
@@ -123,12 +123,27 @@ class TimelineEvents(NamedTuple):
     last: bool
 
 
+KINDS: tuple[type[Any], ...] = (
+    *(Announcement, Response, Ready, Scheduled, Overdue, ShutdownAck, Broken),
+    *(StallProbe, StackRequest, StackReply, TimelineStart, TimelineStop, TimelineEvents),
+)
+_NUMBERS = {kind: bytes([number]) for number, kind in enumerate(KINDS)}
+
+
 def encode(message: Any) -> bytes:
-    """Pickle a control message."""
-    return pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+    """A control message as bytes: its kind's number, and its fields, pickled. A class by its name takes 3 us longer."""
+    return _NUMBERS[type(message)] + pickle.dumps(tuple(message), pickle.HIGHEST_PROTOCOL)
 
 
-@functools.lru_cache(maxsize=16)
 def decode(content: bytes) -> Any:
-    """Unpickle a control message; only for those of this job's own ranks. Equal ones of many ranks are one object."""
-    return pickle.loads(content)  # noqa: S301
+    """The control message; only for those of this job's own ranks."""
+    kind = KINDS[content[0]]
+    return kind(*(_fields_of_many if kind is Announcement else _fields)(content))
+
+
+def _fields(content: bytes) -> Any:
+    return pickle.loads(memoryview(content)[1:])  # noqa: S301
+
+
+_fields_of_many = functools.lru_cache(maxsize=16)(_fields)
+"""Equal announcements of many ranks are read once."""

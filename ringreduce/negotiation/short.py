@@ -55,7 +55,6 @@ class Short:
         if reduction is None:
             return b""
         partial: Any = reduction.start(own.inputs[0].flat.copy())
-        for each in below:
-            if each is not None:
-                reduction.combine(partial, np.frombuffer(each[1], reduction.sum_type))
+        if below:
+            reduction.combine(partial, *[np.frombuffer(each[1], reduction.sum_type) for each in below if each])
         return partial.tobytes()  # type: ignore[no-any-return]

@@ -157,10 +157,10 @@ class Cluster:
         cluster = self
 
         class Charged(Reduction):
-            def combine(self, target: Any, source: Any) -> None:
-                cluster.charge(1.5 * target.nbytes)
+            def combine(self, target: Any, *sources: Any) -> None:
+                cluster.charge(1.5 * target.nbytes * len(sources))
                 if cluster.carries:
-                    super().combine(target, source)
+                    super().combine(target, *sources)
 
             def reduce_parts(self, parts: Sequence[Any], out: Any) -> None:
                 cluster.charge((sum(part.nbytes for part in parts) + out.nbytes) / 2)
