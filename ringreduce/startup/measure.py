@@ -1,4 +1,8 @@
-"""Measures the constants of the cost model (cost_model.py) in init(), on all ranks together, in under 100 ms."""
+"""Measures the constants of the cost model (cost_model.py) in init(), on all ranks together.
+
+Other work on a machine only makes things slower. So all is measured again until the fastest times stay what they were,
+which takes two attempts on a quiet machine.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +13,33 @@ from typing import Any
 import numpy as np
 
 from ringreduce.cost_model import Constants
-from ringreduce.transport.base import Steps, Transport
-from ringreduce.world import first_ranks
+from ringreduce.log import LOGGER
+from ringreduce.transport.base import Steps, Transport, complete
+from ringreduce.world import World, first_ranks
 
 TAG = 2
 SMALL_TIMES = 4
 LARGE_BYTES = 128 << 10
 POSTS = 3  # a send, its receive and what looks for their ends cost as many times what the send alone costs
 ROUNDS = 5  # the fastest round counts, without other load on the machine
+ATTEMPTS = 4
+UNCHANGED = 1.1  # by no more than this factor
+
+
+def measured(world: World, transport: Transport, slots: Sequence[Any] = ()) -> Constants:
+    """The constants, equal on all ranks; every rank must call it. Rank 0 logs that they are uncertain, where they are.
+
+    Cost: that of `figures` and an allgather, two to ATTEMPTS times.
+    """
+    found: list[list[float]] = []
+    for _ in range(ATTEMPTS):
+        before, now = found, world.allgather_object(complete(figures(transport, world.hosts, slots)))
+        found = [[*map(min, *each)] for each in zip(before or now, now, strict=True)]
+        if before and all(old <= UNCHANGED * new for old, new in zip(map(max, *before), map(max, *found), strict=True)):
+            return slowest(found)
+    if world.rank == 0:
+        LOGGER.info(f"other work keeps this machine or its links busy: costs {slowest(before)} became {slowest(found)}")
+    return slowest(found)
 
 
 def figures(transport: Transport, hosts: Sequence[int], slots: Sequence[Any] = ()) -> Steps[list[float]]:
@@ -24,7 +47,8 @@ def figures(transport: Transport, hosts: Sequence[int], slots: Sequence[Any] = (
 
     slots:  unused shared memory of equal length, by local rank.
     Cost:   some 50 messages of 8 bytes or 128 KiB, and 5 copies of half a slot; 80 ms on a wire of 100 Mbit/s.
-    Result: this rank's figures, for `slowest`; 0 for those that it did not measure.
+    Result: for `slowest`: this rank's µs of copying a byte, and of a small and a large message inside its host and
+            between hosts; 0 for what it did not measure.
     """
     rank = transport.rank
     mine = [r for r, host in enumerate(hosts) if host == hosts[rank]]
@@ -43,8 +67,13 @@ def figures(transport: Transport, hosts: Sequence[int], slots: Sequence[Any] = (
 def slowest(everyones: Sequence[Sequence[float]]) -> Constants:
     """The constants from the figures of all ranks, equal on all."""
     names = ("copy_gbs", "message_us", "message_gbs", "wire_us", "wire_gbs")
-    found = zip(names, map(max, zip(*everyones, strict=True)), strict=True)
+    own = [(each[0], each[1], _us_per_byte(*each[1:3]), each[3], _us_per_byte(*each[3:])) for each in everyones]
+    found = zip(names, map(max, zip(*own, strict=True)), strict=True)
     return Constants(**{name: value if name.endswith("_us") else 1e-3 / value for name, value in found if value > 0})
+
+
+def _us_per_byte(small_us: float, large_us: float) -> float:
+    return max(large_us - small_us, 1e-3) / LARGE_BYTES if large_us else 0.0
 
 
 def _copy_us_per_byte(slots: Sequence[Any], local_index: int) -> float:
@@ -59,7 +88,7 @@ def _copy_us_per_byte(slots: Sequence[Any], local_index: int) -> float:
 
 
 def _shift(transport: Transport, ring: Sequence[int]) -> Steps[tuple[list[float], float]]:
-    """µs of a small message, and µs per byte of a large one, while every rank of `ring` sends to the next.
+    """µs of a small message, and of a large one, while every rank of `ring` sends to the next.
 
     Returns these, and the µs of the processor alone to begin a send.
     """
@@ -81,4 +110,4 @@ def _shift(transport: Transport, ring: Sequence[int]) -> Steps[tuple[list[float]
             if number:  # the first round uses up what a shaped link lets through at once
                 best = min(best, 1e6 * (time.perf_counter() - started) / times)
         found.append(best)
-    return [found[0], max(found[1] - found[0], 1e-3) / LARGE_BYTES], posting_us
+    return found, posting_us

@@ -22,7 +22,7 @@ from ringreduce.world import World
 def prepare_host(world: World, transport: MessageTransport, settings: Settings) -> Host:
     """Make the window, and measure constants and links where several algorithms are possible; every rank must call it.
 
-    Without shared memory, and for a slow link, rank 0 logs a warning. Cost: on several hosts up to 200 ms.
+    Without shared memory, and for a slow link, rank 0 logs a warning. Cost: on several hosts up to 500 ms.
     Raises: SettingsError for an algorithm that cannot be used.
     """
     constants = Constants.parse(settings.costs)
@@ -32,7 +32,7 @@ def prepare_host(world: World, transport: MessageTransport, settings: Settings) 
     found = links.Links()
     if world.size > 1 and not settings.costs and len(candidates(settings, usable)) > 1:
         slots = [] if window is None else [block[FLAGS_BYTES:][: settings.shared_slot_bytes] for block in window.blocks]
-        constants = measure.slowest(world.allgather_object(complete(measure.figures(transport, world.hosts, slots))))
+        constants = measure.measured(world, transport, slots)
         found = links.measured(world, transport)
     for warning in found.warnings() if world.rank == 0 else ():
         LOGGER.warning(warning)
