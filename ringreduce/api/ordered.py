@@ -194,7 +194,8 @@ def ordered(process_set: ProcessSet = global_process_set, *, patient: bool = Fal
 
     patient: an operation that waits for long is not reported as stalled, nor failed.
 
-    Cost:   one agreement to make it; then, an operation, one exchange of a hash between the ranks.
+    Cost:   one agreement to make it; then, an operation, one exchange of a hash between the ranks, with which the
+            elements of a short sum travel between hosts.
     Raises: InputError when MPI has no tags left. Its operations raise MismatchError on all ranks when these differ in
             operation, type, shape, op or root; then the channel can be used further. PeerLostError closes it.
 

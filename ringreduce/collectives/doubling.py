@@ -25,6 +25,7 @@ Cost: log2 P steps, all n elements in each: P n log2 P elements altogether, wher
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -40,45 +41,49 @@ def allreduce(flat: Any, transport: Transport, reduction: Reduction) -> Steps[No
 
     Shape:  (count,), contiguous, NumPy, `reduction.element.storage`; equal counts on all ranks.
     Cost:   log2(size) messages a rank of all elements, in `reduction.sum_type`; a rank that folds in sends one, and
-            its partner one more, of finished elements. Memory: one copy of the partial results, two when they are
-            wider than the elements.
+            its partner one more. Memory: one copy of the partial results, two when they are wider than the elements.
     Source: Thakur, Rabenseifner & Gropp, "Optimization of collective communication operations in MPICH", 2005.
     """
-    rank, size = transport.rank, transport.size
-    members = 1 << (size.bit_length() - 1)
-    folded = size - members  # the number of odd ranks, from rank 1 on, that fold in
     partial = reduction.start(flat)
-    if rank < 2 * folded and rank % 2:
-        yield transport.send(partial, rank - 1, TAG)
-        yield transport.receive(flat, rank - 1, TAG)
-        return
-    if size > 1:
-        theirs = np.empty_like(partial)
-        if rank < 2 * folded:
-            yield transport.receive(theirs, rank + 1, TAG)
-            reduction.combine(partial, theirs)
-        partial = yield from _double(partial, theirs, transport, reduction, members)
+    if transport.size > 1:
+        partial = yield from combined(partial, np.empty_like(partial), transport, reduction.combine)
     reduction.finish(partial, flat)
     if partial is not flat and reduction.in_place:
         flat[...] = partial
-    if rank < 2 * folded:
-        yield transport.send(flat, rank + 1, TAG)
 
 
-def _double(partial: Any, theirs: Any, transport: Transport, reduction: Reduction, members: int) -> Steps[Any]:
-    """The steps among the members; returns the array that holds the result: `partial` or `theirs`."""
-    folded = transport.size - members
-    member = transport.rank // 2 if transport.rank < 2 * folded else transport.rank - folded
+def combined(
+    partial: Any, room: Any, transport: Transport, combine: Callable[[Any, Any], object], count: int | None = None
+) -> Steps[Any]:
+    """Combine the ranks' partial results; returns the array that holds the result: `partial` or `room`.
+
+    combine: changes its first array, the part of lower ranks.
+    count:   elements to be sent, all by default. Others may send fewer or more, as far as there is room.
+    """
+    rank, size, at_most = transport.rank, transport.size, count is not None
+    members = 1 << (size.bit_length() - 1)
+    folded = size - members  # the number of odd ranks, from rank 1 on, that fold in
+    folds = rank < 2 * folded
+    if folds and rank % 2:
+        yield transport.send(partial[:count], rank - 1, TAG)
+        yield transport.receive(partial, rank - 1, TAG, at_most=at_most)
+        return partial
+    if folds:
+        yield transport.receive(room, rank + 1, TAG, at_most=at_most)
+        combine(partial, room)
+    member = rank // 2 if folds else rank - folded
     distance = 1
     while distance < members:
         other = member ^ distance
         partner = 2 * other if other < folded else other + folded
-        receive = transport.receive(theirs, partner, TAG)
-        send = transport.send(partial, partner, TAG)
+        receive = transport.receive(room, partner, TAG, at_most=at_most)
+        send = transport.send(partial[:count], partner, TAG)
         yield receive
         yield send
         if other < member:  # the lower row first: swap the two arrays
-            partial, theirs = theirs, partial
-        reduction.combine(partial, theirs)
+            partial, room = room, partial
+        combine(partial, room)
         distance *= 2
+    if folds:
+        yield transport.send(partial[:count], rank + 1, TAG)
     return partial

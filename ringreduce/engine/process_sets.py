@@ -112,10 +112,8 @@ class ProcessSets:
 
     def _short(self, group: Group, context: Context) -> Short | None:
         """None where a host has several ranks, or the user says how elements are to be reduced."""
-        settings = context.settings
-        if len(group.ranks) > 1 or not (group.below or group.above is not None):
-            return None
-        if settings.deterministic or settings.algorithm != "auto":
+        short_bytes = context.algorithms.short_bytes
+        if len(group.ranks) > 1 or not short_bytes:
             return None
 
         def reduction(submission: Submission) -> Reduction | None:
@@ -123,7 +121,7 @@ class ProcessSets:
             is_short = signature.kind == "allreduce" and ADASUM not in signature.details
             return reduction_of(submission, submission.inputs[0].element, len(context.members)) if is_short else None
 
-        return Short(reduction, self._host.constants.short_bytes, group.below)
+        return Short(reduction, short_bytes, group.below)
 
     # Operations: queued, so that all ranks run them in the same order
 

@@ -79,6 +79,9 @@ class Algorithms:
         self.gpu = GpuPaths(channels, hosts, gpu_flags, settings, over_mpi)
         self.hierarchy, self.across = None, ""
         one_host = len(set(hosts)) == 1
+        is_free = settings.algorithm == "auto" and not settings.deterministic
+        self.short_bytes = constants.short_bytes if is_free and not one_host else 0
+        """Most of an all-reduce whose elements travel with what the ranks agree on by messages."""
         self.segment_bytes = settings.ring_segment_bytes * (LONGER_INSIDE if one_host else 1)
         if not one_host and settings.ring_segment_bytes == SEGMENT_BYTES:  # the default
             self.segment_bytes = segment_bytes(constants)

@@ -2,20 +2,21 @@
 
 A channel has tags and shared memory of its own, so it and named operations never wait for each other.
 
-Each operation begins with an exchange of its signature's hash, on one host by flags, else by Bruck's allgather. Where
-hashes differ, all ranks exchange the signatures themselves, and the operation fails on all; then the channel goes on.
+Each operation begins with an exchange of its signature's hash, on one host by flags, else by recursive doubling, where
+the elements of a short sum travel with it. Where hashes differ, all ranks exchange the signatures themselves, and the
+operation fails on all; then the channel goes on.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from ringreduce.collectives import bruck, shared_in_place
+from ringreduce.collectives import hashed, shared_in_place
 from ringreduce.collectives.shared import packed
 from ringreduce.errors import MismatchError, RingreduceError
 from ringreduce.execution import operations
@@ -32,6 +33,7 @@ from ringreduce.transport.base import Steps, Transport
 from ringreduce.transport.window import Signatures
 from ringreduce.world import World
 
+NOTHING = np.empty(0, np.uint8)
 ORDERED = "ordered"  # the name of all operations of a channel of `ordered()`, in messages
 
 
@@ -161,12 +163,25 @@ class Channel(Running):
         """None when ranks have called different operations; else their words (shared_arrays.py). On all ranks alike."""
         mine, signatures = _hash(submission.signature), self._signatures
         if signatures is None:
-            gathered = yield from bruck.allgather(np.array([mine], np.int64), self._context.transport)
-            return [0] if (gathered == mine).all() else None
+            partial, combine = self._partial(submission)
+            found = yield from hashed.allreduce(mine, partial, self._context.transport, combine)
+            submission.partial = b"" if found is None else found.tobytes()
+            return None if found is None else [0]
         number = signatures.sign(mine, getattr(submission.payload, "number", 0))
         if not signatures.arrived(0, number):
             yield signatures.arrival(0, number)
         return signatures.beside(number) if all(each == mine for each in signatures.read(number)) else None
+
+    def _partial(self, submission: Submission) -> tuple[Any, Callable[[Any, Any], object]]:
+        """The elements that travel with the hash, those of a short sum, and what combines two ranks'."""
+        context, kind, details = self._context, submission.signature.kind, submission.signature.details
+        if kind == "allreduce" and len(submission.inputs) == 1 and operations.ADASUM not in details:
+            (source,) = submission.inputs
+            context.divisor = len(context.members)
+            reduction = context.reduction(submission, source.element)
+            if not source.on_gpu and source.count * reduction.sum_type.itemsize <= context.algorithms.short_bytes:
+                return reduction.start(source.flat.copy()), reduction.combine
+        return NOTHING, lambda *_: None
 
     def _mismatch(self, submission: Submission) -> Steps[None]:
         record = SubmissionRecord(submission.signature, submission.line)

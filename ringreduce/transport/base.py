@@ -52,8 +52,8 @@ class Transport(Protocol):
     """Messages between `size` ranks, this one being `rank`.
 
     Two messages from one rank to another with the same tag arrive in the order in which they were sent. Both sides know
-    a message's length. Neither call blocks; `send` may keep reading its memory, and `receive` writing it, until it
-    is done. Arrays are 1-D and contiguous, of NumPy or CuPy; a message holds their bytes.
+    a message's length, but for `at_most`. Neither call blocks; `send` may keep reading its memory, and `receive`
+    writing it, until it is done. Arrays are 1-D and contiguous, of NumPy or CuPy; a message holds their bytes.
     """
 
     rank: int  # this rank
@@ -62,8 +62,8 @@ class Transport(Protocol):
     def send(self, array: Any, destination: int, tag: int) -> Work:
         """Start sending the bytes of `array`."""
 
-    def receive(self, array: Any, source: int, tag: int) -> Work:
-        """Start receiving bytes into `array`."""
+    def receive(self, array: Any, source: int, tag: int, at_most: bool = False) -> Work:
+        """Start receiving bytes into `array`;  at_most: perhaps fewer."""
 
 
 class ControlMessage(NamedTuple):

@@ -90,8 +90,8 @@ class MessageTransport:
         to, tag = self._members[destination], self._first_tag + tag
         return MessageWork(self._comm.Isend(_known_to_mpi(memory), to, tag), destination, memory)
 
-    def receive(self, array: Any, source: int, tag: int) -> Work:
-        """See `Transport.receive`."""
+    def receive(self, array: Any, source: int, tag: int, at_most: bool = False) -> Work:
+        """See `Transport.receive`. MPI always takes fewer."""
         memory = buffer.message_bytes(array)
         if memory.nbytes > MOST_BYTES:
             return LongMessage([self.receive(each, source, tag) for each in _cut(memory)])

@@ -60,7 +60,7 @@ class Costs:
 
 
 class _Message(Leaf):
-    __slots__ = ("array", "arrived_us", "key", "last_us", "match", "nbytes")
+    __slots__ = ("array", "arrived_us", "at_most", "key", "last_us", "match", "nbytes")
 
     def __init__(self, cluster: Cluster, rank: int, peer: int, array: Any, key: tuple[int, int, int]) -> None:
         super().__init__(cluster, rank, peer)
@@ -68,6 +68,7 @@ class _Message(Leaf):
         self.arrived_us: float | None = None  # a send's
         self.last_us = 0.0  # when its last byte can be there at the earliest
         self.match: _Message | None = None  # a send's receive
+        self.at_most = False  # a receive's
 
 
 class Cluster:
@@ -224,10 +225,11 @@ class Cluster:
         self._leave(message)
         return message
 
-    def receive(self, rank: int, array: Any, peer: int, tag: int) -> _Message:
+    def receive(self, rank: int, array: Any, peer: int, tag: int, at_most: bool = False) -> _Message:
         """See `Transport.receive`."""
         self.clocks_us[rank] += self.costs.message_us
         message = _Message(self, rank, peer, buffer.message_bytes(array), self._key(peer, rank, tag))
+        message.at_most = at_most
         sends = self._sends[message.key]
         if not sends:
             self._receives[message.key].append(message)
@@ -293,12 +295,13 @@ class Cluster:
         receive = send.match
         assert receive is not None
         assert send.arrived_us is not None
-        if receive.nbytes != send.nbytes and not self.alike:  # its chunks may differ by an element
+        fits = send.nbytes <= receive.nbytes if receive.at_most else send.nbytes == receive.nbytes
+        if not fits and not self.alike:  # its chunks may differ by an element
             raise CollectiveError(
                 f"rank {send.rank} sent {send.nbytes} bytes, but rank {receive.rank} expected {receive.nbytes}"
             )
         if self.carries:
-            receive.array[...] = send.array
+            receive.array[: send.nbytes] = send.array
         self.finish(receive, send.arrived_us)
 
     # Control messages

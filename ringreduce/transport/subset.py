@@ -25,9 +25,9 @@ class SubsetTransport:
         """See `Transport.send`."""
         return self._whole.send(array, self._members[destination], self._first_tag + tag)
 
-    def receive(self, array: Any, source: int, tag: int) -> Work:
+    def receive(self, array: Any, source: int, tag: int, at_most: bool = False) -> Work:
         """See `Transport.receive`."""
-        return self._whole.receive(array, self._members[source], self._first_tag + tag)
+        return self._whole.receive(array, self._members[source], self._first_tag + tag, at_most)
 
 
 def channels(whole: Transport, members: Sequence[int], number: int) -> list[Transport]:

@@ -106,12 +106,14 @@ class Exchange:
 class ThreadWork(Work):
     """A message in flight."""
 
-    def __init__(self, exchange: Exchange, array: Any, rank: int, peer: int, tag: int, receiving: bool) -> None:
+    def __init__(
+        self, exchange: Exchange, array: Any, rank: int, peer: int, tag: int, receiving: bool, at_most: bool
+    ) -> None:
         self._exchange = exchange
         self.array = buffer.message_bytes(array)
         self.rank = rank
         self.peer = peer
-        self.receiving = receiving
+        self.receiving, self.at_most = receiving, at_most
         self.key = (peer, rank, tag) if receiving else (rank, peer, tag)
         self.completed = False
         self.error = ""
@@ -136,12 +138,13 @@ def _overlap(one: Any, other: Any) -> bool:
 
 def _deliver(one: ThreadWork, other: ThreadWork) -> None:
     receive, send = (one, other) if one.receiving else (other, one)
-    if receive.array.nbytes != send.array.nbytes:
+    longest, sent = receive.array.nbytes, send.array.nbytes
+    if not (sent <= longest if receive.at_most else sent == longest):
         receive.error = send.error = (
             f"rank {send.rank} sent {send.array.nbytes} bytes, but rank {receive.rank} expected {receive.array.nbytes}"
         )
     else:
-        receive.array[...] = send.array
+        receive.array[: send.array.size] = send.array
     receive.completed = send.completed = True
 
 
@@ -158,9 +161,9 @@ class ThreadTransport:
         self._exchange.messages.append(Message(self.rank, destination, tag, array.nbytes))
         return self._post(array, destination, tag, receiving=False)
 
-    def receive(self, array: Any, source: int, tag: int) -> ThreadWork:
+    def receive(self, array: Any, source: int, tag: int, at_most: bool = False) -> ThreadWork:
         """See `Transport.receive`."""
-        return self._post(array, source, tag, receiving=True)
+        return self._post(array, source, tag, receiving=True, at_most=at_most)
 
     def send_control(self, content: bytes, destination: int) -> None:
         """See `EngineTransport.send_control`."""
@@ -193,7 +196,7 @@ class ThreadTransport:
         """See `EngineTransport.wake`."""
         self._exchange.woken[self.rank].set()
 
-    def _post(self, array: Any, peer: int, tag: int, receiving: bool) -> ThreadWork:
-        request = ThreadWork(self._exchange, array, self.rank, peer, tag, receiving)
+    def _post(self, array: Any, peer: int, tag: int, receiving: bool, at_most: bool = False) -> ThreadWork:
+        request = ThreadWork(self._exchange, array, self.rank, peer, tag, receiving, at_most)
         self._exchange.post(request)
         return request

@@ -50,7 +50,7 @@ LAYERS = [
     ["collectives.ring", "collectives.tree", "collectives.bruck", "collectives.pairwise"],
     ["collectives.direct", "collectives.doubling", "collectives.halving"],
     ["collectives.adasum", "startup.clock", "collectives.overlap", "cost_model"],
-    ["collectives.shared", "startup.measure", "startup.links"],
+    ["collectives.shared", "collectives.hashed", "startup.measure", "startup.links"],
     ["collectives.shared_halves", "collectives.shared_in_place", "gpu.ipc_allreduce"],
     ["collectives.hierarchical"],
     ["execution.signature"],
