@@ -128,7 +128,8 @@ class Engine:
 
     def _begin_leaving(self, why: str) -> None:
         self._inbox.draining = True
-        self.negotiation.leaving = why
+        with self._inbox.lock:  # what another thread is submitting is announced now, or refused
+            self.negotiation.leaving = why
         if isinstance(self.negotiation.error, errors.StalledError):  # the others may not know, and would wait
             self._send_broken(self.negotiation.error)
         self.negotiation.announce()
@@ -162,7 +163,9 @@ class Engine:
     # Failures
 
     def _break(self, exc: BaseException) -> None:
-        """The engine itself failed: no rank can complete this rank's operations."""
+        """The engine itself failed: no rank can complete this rank's operations. Again for the same: does nothing."""
+        if self.negotiation.error is not None and self.negotiation.error.__cause__ is exc:
+            return
         error = errors.CollectiveError(
             f"rank {self.world.rank} of {self.world.size} failed inside an operation: {type(exc).__name__}: {exc}"
         )

@@ -43,6 +43,7 @@ class Polling:
 
         news: between hosts, through which messages come;  work: what follows them, and submissions. Operations in order
         need only the last one.
+        on_error: may be called twice with an error.
         """
         self.lock = threading.Lock()
         self.moved_s = time.monotonic()  # when anything moved last
@@ -57,7 +58,11 @@ class Polling:
         return self._poll(self._services)
 
     def _poll(self, services: Sequence[Service]) -> bool:
-        moved = any([each.poll() for each in services])  # noqa: C419, a list: all are polled
+        try:
+            moved = any([each.poll() for each in services])  # noqa: C419, a list: all are polled
+        except BaseException as exc:
+            self._on_error(exc)  # while nobody else can poll what has failed
+            raise
         if moved:
             self.moved_s = time.monotonic()
         return moved

@@ -114,7 +114,7 @@ class Channel(Running):
         With the inbox's lock held.
         """
         late = next((each for each in self.running.values() if now > each.deadline_s), None)
-        if late is None:
+        if late is None or not self.busy:  # the caller may be about to enqueue it
             return ""
         return f"Timed out after {now - late.submitted_s:.1f} s, waiting for rank {self.stuck().stuck_on()}"
 

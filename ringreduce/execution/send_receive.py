@@ -82,7 +82,8 @@ class Receiver:
 
     def _all_waiting(self) -> list[Submission]:
         """Without those that another rank's message came for."""
-        self._waiting = [each for each in self._waiting if each.payload[0] in (None, self._rank)]
+        for each in [each for each in self._waiting if each.payload[0] not in (None, self._rank)]:
+            self._waiting.remove(each)  # no new list: another thread may be adding to this one
         return self._waiting
 
     def _waits(self, submission: Submission) -> bool:
