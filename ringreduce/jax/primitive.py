@@ -36,12 +36,8 @@ def bind(collective: Collective, values: Values) -> list[Any]:
 
 def _run_now(*arrays: Any, collective: Collective) -> list[Any]:
     results = collective.run([np.asarray(each) for each in arrays], collective.name)
-    return [_to_jax(result, array) for result, array in zip(results, arrays, strict=True)]
-
-
-def _to_jax(result: np.ndarray[Any, Any], array: Any) -> Any:
-    """The result as an array of JAX's, where `array` is."""
-    return jax.device_put(result, array.sharding if getattr(array, "committed", False) else None)
+    places = [each.sharding if getattr(each, "committed", False) else None for each in arrays]
+    return list(map(jax.device_put, results, places))  # where the arrays are
 
 
 def _trace(*values: Any, collective: Collective) -> Any:
