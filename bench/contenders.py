@@ -159,8 +159,9 @@ def horovod(dtype: str) -> dict[str, Contender]:
 
 
 def has(package: str) -> bool:
-    """True when it can be imported."""
-    return importlib.util.find_spec(package) is not None
+    """True when it can be imported: no mere folder of that name, as examples/ has one."""
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None
 
 
 def missing() -> str:
