@@ -81,7 +81,7 @@ class Agent:
             self._send(wire.NotStarted(f"{error.strerror or error} ({error.filename or command[0]})"))
             self._await_end(None)
         self._send(wire.Started(child.pid, self._device))
-        self._rank_socket.start(lambda: self._shm_cleanup.look(child.pid))
+        self._rank_socket.start(self._shm_cleanup.note)
         self._shm_cleanup.watch(child.pid)
         threading.Thread(target=self._await_end, args=(child.pid,), daemon=True).start()
         if child.stdin is not None:

@@ -12,7 +12,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,16 +45,19 @@ class RankSocket:
         self._told: dict[type, bytes] = {}  # the last of each kind, for a rank that is late to listen
         self.package = ""
         """Where ringreduce is, whose frames are no user's."""
+        self._on_init: Callable[[Sequence[str]], None] = lambda _: None
         self._socket: socket.socket | None = None
         with contextlib.suppress(OSError):  # a path too long for a socket: ringreduce will not be asked
             own = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
             own.bind(f"{files}.agent")
             self._socket = own
 
-    def start(self, on_init: Callable[[], None]) -> None:
-        """Begin to listen; `on_init` is called, in a thread, when ringreduce has started MPI."""
+    def start(self, on_init: Callable[[Sequence[str]], None]) -> None:
+        """Begin to listen; `on_init` is called when ringreduce has started MPI, with lines of /proc/PID/maps that name
+        files in shared memory."""
+        self._on_init = on_init
         if self._socket:
-            threading.Thread(target=self._listen, args=(self._socket, on_init), daemon=True).start()
+            threading.Thread(target=self._listen, args=(self._socket,), daemon=True).start()
 
     def ask(self) -> bool:
         """Ask what the rank waits for; False where no ringreduce is there, or has just ended."""
@@ -83,21 +86,16 @@ class RankSocket:
             return False
         return True
 
-    def _listen(self, own: socket.socket, on_init: Callable[[], None]) -> None:
+    def _listen(self, own: socket.socket) -> None:
         while True:
             select.select([own], [], [])
-            if self.read():
-                on_init()
+            self.read()
 
-    def read(self) -> bool:
-        """Pass on what the rank has said so far; return whether it has said that MPI is started."""
-        is_started = False
+    def read(self) -> None:
+        """Pass on what the rank has said so far."""
         with self._reading, contextlib.suppress(BlockingIOError):
             while self._socket:
-                said = _decode(self._socket.recv(_LONGEST_DATAGRAM, socket.MSG_DONTWAIT))
-                self._handle(said)
-                is_started |= "started" in said
-        return is_started
+                self._handle(_decode(self._socket.recv(_LONGEST_DATAGRAM, socket.MSG_DONTWAIT)))
 
     def _handle(self, said: dict[str, Any]) -> None:
         report = _report(said)
@@ -110,6 +108,8 @@ class RankSocket:
         if isinstance(report, InInit):
             self.package = str(said.get("package", ""))
         elif isinstance(report, Initialized):
+            lines = said.get("shared")
+            self._on_init(lines if isinstance(lines, list) else [])
             for datagram in self._told.values():
                 self._tell(datagram)
 

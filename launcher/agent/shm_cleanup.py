@@ -26,7 +26,7 @@ _DAEMONS_FILES = "/tmp/hydra_hwloc_xmlfile_*"  # noqa: S108 - only our own are r
 _LOOKS_S = (0.2, 0.1, 0.1, 0.1, 0.2, 0.3, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 """After the start, one after the other: all ranks of a host may be killed at once, too late to look, or die young.
 
-The agent also looks when ringreduce says that it has started MPI.
+When ringreduce has started MPI it says what it has mapped.
 """
 _REST = 50
 """A look takes longer on a host with many processes, and every rank's agent takes one: at least so often its time lies
@@ -66,6 +66,10 @@ class ShmCleanup:
                 took_s = time.monotonic() - began_s
 
         threading.Thread(target=look, daemon=True).start()
+
+    def note(self, lines: Iterable[str]) -> None:
+        """Note what the rank says that it has mapped, in lines of /proc/PID/maps."""
+        self._mapped |= set(_segments(map(str, lines)))
 
     def look(self, session: int) -> None:
         """Note what the processes of `session` have mapped; called before they are ended."""

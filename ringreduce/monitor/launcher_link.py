@@ -23,6 +23,7 @@ from ringreduce.membership import Members
 
 PACKAGE = str(Path(__file__).parents[1])
 LONGEST_REQUEST = 64 << 10
+MOST_MAPPED = 256  # lines of maps in one datagram: far more than any MPI's files
 
 
 class StatusServer:
@@ -41,7 +42,7 @@ class StatusServer:
         if error_file:
             with contextlib.suppress(OSError):
                 self._listen()
-                _send(error_file, {"started": "ringreduce"})  # the launcher notes MPI's files, to remove them
+                _send(error_file, {"started": "ringreduce", "shared": _mapped()})
 
     def _listen(self) -> None:
         with contextlib.suppress(FileNotFoundError):
@@ -114,6 +115,16 @@ def report_ready(error_file: str, hosts: str) -> None:
 def report_leaving(error_file: str, why: str) -> None:
     """Report to the launcher that this rank leaves in order: its end is no loss."""
     _send(error_file, {"left": why})
+
+
+def _mapped() -> list[str]:
+    """The lines of this process's maps with files in shared memory: the launcher removes those that a killed rank
+    leaves. A rank that dies as soon as MPI is started is gone before its agent has looked.
+    """
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/self/maps").read_text(errors="replace").splitlines()
+        return [each for each in lines if " /dev/shm/" in each and not each.endswith(" (deleted)")][:MOST_MAPPED]
+    return []
 
 
 def _send(error_file: str, message: Mapping[str, object]) -> bool:

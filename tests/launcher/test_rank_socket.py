@@ -50,10 +50,11 @@ def ranks(tmp_path: Path):
 
 
 def test_all_that_a_rank_has_said_is_passed_on_in_order(tmp_path: Path, agents: RankSocket, heard: list[Report]):
-    files = str(tmp_path / "rank1.json")
+    files, mapped = str(tmp_path / "rank1.json"), []
+    agents._on_init = mapped.extend
     launcher_link.report_init(files, 10.0)
-    assert not agents.read()
-    launcher_link._send(files, {"started": "ringreduce"})
+    agents.read()
+    launcher_link._send(files, {"started": "ringreduce", "shared": ["a line of maps"]})
     launcher_link.report_stall(files, "'w' waits")
     launcher_link.report_suspects(files, [2, 5], "'w' waits for ranks 2,5")
     launcher_link.report_meeting(files, 3)
@@ -61,7 +62,7 @@ def test_all_that_a_rank_has_said_is_passed_on_in_order(tmp_path: Path, agents: 
     launcher_link.report_leaving(files, "its script ended")
     launcher_link.report_ready(files, "h3:2")
     assert heard == [InInit(10.0)], "nobody has read it yet"
-    assert agents.read(), "MPI is started"
+    agents.read()
     of_rank = [
         Stalled("'w' waits"),
         Suspects((2, 5), "'w' waits for ranks 2,5"),
@@ -72,6 +73,7 @@ def test_all_that_a_rank_has_said_is_passed_on_in_order(tmp_path: Path, agents: 
     of_rank.append(Ready("h3:2"))
     assert heard == [InInit(10.0), Initialized(), *of_rank]
     assert agents.package == launcher_link.PACKAGE
+    assert mapped == ["a line of maps"]
 
 
 @pytest.mark.parametrize("datagram", [b"", b"[1]", b"\xff", b'{"reformed": "x"}', b'{"suspects": 7}', b'{"init": []}'])

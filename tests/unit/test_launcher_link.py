@@ -1,8 +1,10 @@
 """What ringrun may ask of a rank, and what it is told unasked."""
 
 import json
+import mmap
 import os
 import socket
+import tempfile
 import threading
 import time
 
@@ -28,14 +30,19 @@ def error_file(tmp_path):
 
 def ask(agent, error_file):
     agent.sendto(b"doing", f"{error_file}.ask")
-    while "started" in (said := json.loads(agent.recv(10000))):
+    while "started" in (said := json.loads(agent.recv(100_000))):
         continue
     return said
 
 
-def test_its_start_is_told(agent, error_file):
-    server = StatusServer(error_file, lambda: "x")
-    assert json.loads(agent.recv(10000)) == {"started": "ringreduce"}
+def test_its_start_is_told_with_what_it_has_mapped_in_shared_memory(agent, error_file):
+    with tempfile.NamedTemporaryFile(prefix="ringreduce_test_", dir="/dev/shm") as file:
+        file.truncate(4096)
+        with mmap.mmap(file.fileno(), 4096):
+            server = StatusServer(error_file, lambda: "x")
+            said = json.loads(agent.recv(100_000))
+        assert said["started"] == "ringreduce"
+        assert [line for line in said["shared"] if line.endswith(f" {file.name}")]
     server.close()
 
 
@@ -92,7 +99,7 @@ def test_it_costs_nothing_while_nobody_asks(error_file):
 
 def test_a_stall_is_told(agent, error_file):
     assert report_stall(error_file, "allreduce 'w': waiting")
-    assert json.loads(agent.recv(10000)) == {"stalled": "allreduce 'w': waiting"}
+    assert json.loads(agent.recv(100_000)) == {"stalled": "allreduce 'w': waiting"}
 
 
 def test_whoever_is_not_told_learns_it(error_file):
