@@ -73,10 +73,6 @@ class Counters:
         self._fence()
         self._words[APPLIED] = response
 
-    def has_entry(self) -> bool:
-        """True when `read` would return an entry."""
-        return self._end[0] != self._position
-
     def read(self) -> list[int] | None:
         """The next entry of the schedule: the ids of a batch, none for a response; None when there is no entry."""
         if self._end[0] == self._position:

@@ -27,8 +27,8 @@ from tests.elastic.training import replay
 
 PYTHON = Path(sys.executable)
 STEPS = 30
-LONGEST_S = 100.0  # a job that has not ended by then hangs
-STALL_ABORT_S = 5
+LONGEST_S = 150.0  # a job that has not ended by then hangs
+STALL_ABORT_S = 10  # a rank that is slow for another reason, as beside other programs, is no stalled one
 ENDS = ["SIGKILL", "SIGSEGV", "abort", "_exit0", "_exit7"]  # of a process, from any thread
 FAILURES = [*ENDS, "raise", "exit3"]
 STALLS = ["SIGSTOP", "sleep"]
@@ -106,7 +106,7 @@ def run(job: Job, python: Path = PYTHON) -> Outcome:
         folder, left = Path(name), Path(name, "left")
         rank = [python, "-m", "tests.elastic.training", STEPS, folder, *job.deaths]
         command = [jobs.ringrun(python), "--elastic", "-np", job.size, "--spares", job.spares, *rank]
-        limits = {"RINGREDUCE_STALL_ABORT_S": str(STALL_ABORT_S), "RINGREDUCE_STALL_CHECK_S": "2"}
+        limits = {"RINGREDUCE_STALL_ABORT_S": str(STALL_ABORT_S), "RINGREDUCE_STALL_CHECK_S": "4"}
         environ = jobs.environment(**limits, **job.variables, LEFT=str(left))
         began_s = time.monotonic()
         try:

@@ -83,7 +83,7 @@ def test_the_others_go_on(python, tmp_path, kind):
 @pytest.mark.parametrize("kind", STALLS)
 def test_ranks_that_hang_are_given_up(python, tmp_path, kind):
     size, deaths = STALLS[kind]
-    limits = {"RINGREDUCE_STALL_ABORT_S": "4", "RINGREDUCE_STALL_CHECK_S": "1"}
+    limits = {"RINGREDUCE_STALL_ABORT_S": "8", "RINGREDUCE_STALL_CHECK_S": "2"}
     stderr, found = job(python, tmp_path, size, deaths, **limits)
     check(found, set(range(size)) - died(deaths), tmp_path)
     assert re.search(rf"rank {min(died(deaths))} of {size} failed -[^$]*ringrun killed it", stderr)
