@@ -110,7 +110,6 @@ LAYERS = [
     ["elastic.commit", "elastic.sampler"],
     ["elastic.state"],
     ["elastic.loop"],
-    ["jax.xla"],
     ["jax.primitive"],
     ["jax.ops"],
     ["jax.optimizer"],
