@@ -28,6 +28,7 @@ Exit code
 
 import importlib
 import os
+import socket
 import sys
 from argparse import SUPPRESS
 from collections.abc import Callable, Collection, Sequence
@@ -114,6 +115,7 @@ def _parser() -> Parser:
     by = "in a Slurm job: mpirun, which starts ranks through Slurm, or srun"
     add("--host-discovery-script", metavar="FILE", help="a program that prints hosts, now and at each restart: h1:4")
     add("--launcher", metavar="NAME", default="mpirun", help=by)
+    add("--wdir", "-wdir", metavar="DIR", help="start ranks in this folder of their hosts, not in the current one")
     add("--no-bind", action="store_true", help="let each rank run on all cores")
     add("--mask-gpus", action="store_true", help="let each rank see its own GPU only, as number 0")
     add("--mpi-args", metavar='"…"', help='more arguments for mpirun: --mpi-args="-v"')
@@ -182,6 +184,7 @@ def _checked(resolved: config.Config) -> Request:
         fold=options.fold,
         timestamps=options.timestamps,
         output_directory=options.output_filename,
+        folder=options.wdir and os.path.abspath(options.wdir),
         timeout_s=None if options.timeout is None else parse_seconds(options.timeout, flag("timeout")),
         start_timeout_s=start_timeout_s,
         lost_after_s=lost_after_s,
@@ -215,6 +218,7 @@ def _ask(request: Request, command: Sequence[str], hosts: Sequence[Host], found:
         hosts,
         interpreter_of(command),
         command[0],
+        request.job.folder,
         ssh=request.ssh,
         in_slurm=found.in_slurm,
         interfaces=request.job.interfaces,
@@ -285,6 +289,8 @@ def _run_job(request: Request) -> int:
     command = find_command(request.job.command)
     detected = detect(interpreter_of(command))
     preflight = _preflight(request, command)
+    if preflight is None and not request.dry_run:
+        _require_folder(request)
     size, hosts = place_ranks(request.found, request.np, preflight.automatic_size if preflight else None)
     if request.job.elastic:
         elastic.check_size(request.job.elastic, size)
@@ -315,6 +321,14 @@ def _run_job(request: Request) -> int:
 
     growth = _growth(request)
     return run_job(detected, job, _again(request, command, growth), growth)
+
+
+def _require_folder(request: Request) -> None:
+    """Raise UsageError if the ranks, all of them on this host, have no folder to start in."""
+    folder = request.job.folder
+    if folder and not os.path.isdir(folder):
+        flag, host = f"{request.config.place('wdir')}--wdir", socket.gethostname()
+        raise UsageError(f"{flag}: there is no folder {folder} on host {host}; make it, or name another")
 
 
 def _shown_ranks(request: Request, size: int) -> frozenset[int] | None:

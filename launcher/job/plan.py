@@ -93,6 +93,8 @@ class Job:
     timestamps: bool = False
     output_directory: str | None = None
     """Where files keep what the ranks write."""
+    folder: str | None = None
+    """Where the ranks start, an absolute path; None: in ringrun's current folder."""
     timeout_s: float | None = None
     """Of all attempts together."""
     restarts: int = 0

@@ -152,10 +152,9 @@ def _start_and_supervise(
         if beyond := across(job, environment, directory):
             environment |= detected.engine.across_environment(beyond)
         local, remote = local_variables(job, os.environ), remote_variables(job, environment)
-        elastic = elastic_variables(detected, job, os.environ)
-        setup = RankSetup(
-            _folder(), local | elastic, remote | elastic, _ranks_stdin(job), job.stdin_rank, job.open_files
-        )
+        for_all = elastic_variables(detected, job, os.environ) | ({"PWD": job.folder} if job.folder else {})
+        folder = job.folder or _current_folder()
+        setup = RankSetup(folder, local | for_all, remote | for_all, _ranks_stdin(job), job.stdin_rank, job.open_files)
         channel = Channel(listener, job.size, setup, output, events)
         argv = job_command(detected, job, beyond, as_root=os.geteuid() == 0)
         signals.to(events)
@@ -178,7 +177,7 @@ def _start_and_supervise(
             remove_folders(directory)
 
 
-def _folder() -> str:
+def _current_folder() -> str:
     try:
         return os.getcwd()
     except OSError as error:

@@ -110,6 +110,8 @@ def check(
     question = Question(python, directory or os.getcwd(), programs, addresses, sys.executable, timeout_s)
     asked = names if here in names else [here, *names]
     answers = ask(asked, remote, question, os.environ if environ is None else environ)
+    if here not in names and isinstance(own := answers[here], Facts):
+        answers[here] = dataclasses.replace(own, missing_directory=False)  # no rank starts here
     return Preflight(here, answers, find(answers, here, question))
 
 
@@ -117,6 +119,7 @@ def check_job(
     hosts: Sequence[Host],
     python: str,
     command: str | None = None,
+    folder: str | None = None,
     *,
     ssh: SshOptions,
     in_slurm: bool,
@@ -136,7 +139,7 @@ def check_job(
         if others := [host.name for host in hosts if not remote.is_here(host.name)]:
             port = stack.enter_context(_listener()).getsockname()[1]
             addresses = [(address, port) for address in own_addresses(others, interfaces)]
-        return check(hosts, remote, python, command, addresses=addresses, timeout_s=timeout_s)
+        return check(hosts, remote, python, command, folder, addresses=addresses, timeout_s=timeout_s)
 
 
 def _listener() -> socket.socket:

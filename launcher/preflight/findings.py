@@ -83,7 +83,7 @@ def _missing(facts: Facts, question: Question, extra: str) -> Iterator[_Row]:
         cure = f"install there the MPI that is here, as in: {python} -m pip install 'ringreduce[{extra}]'"
         yield "error", "MPI", f"mpi4py loads no MPI library ({facts.mpi.error})", cure
     if facts.missing_directory:
-        cure = "start ringrun in a folder that every host has (a shared one), or make it there"
+        cure = "make it there, or choose one that every host has (a shared one): --wdir DIR"
         yield "error", "host", f"there is no folder {question.directory}, in which the ranks start", cure
     for path, why in facts.bad_programs.items():
         cure = "give every host the same program at the same path: copy it, or use a shared folder"

@@ -387,12 +387,16 @@ def test_hosts_over_a_real_sshd(server: Server, tmp_path: Path) -> None:
     remote = Remote(Ssh(prefix, 40), 41)
     command = str(tmp_path / "train")
     hosts = [Host("h1", 2), Host("dead"), Host("h2"), Host("h3")]
-    preflight = check(hosts, remote, sys.executable, command, directory=str(tmp_path))
+    preflight = check(hosts, remote, sys.executable, command, directory=str(tmp_path / "run"))
     assert preflight.here == socket.gethostname()  # asked although it gets no rank
     assert preflight.answering == [socket.gethostname(), *names]
     assert time.monotonic() - began_s < 40
     told = preflight.error_lines()
-    assert len(told) == 2
+    assert len(told) == 3
+    # this host gets no rank, and needs no folder
+    assert told.pop(1).startswith(
+        f"3 hosts, h[1-3]: there is no folder {tmp_path / 'run'}, in which the ranks start; make"
+    )
     assert told[0].startswith(
         f"4 hosts, {fold_names([socket.gethostname(), *names])}: {command} is missing; give every"
     )

@@ -156,6 +156,25 @@ def test_a_relative_command_and_the_current_folder(ringrun: Run, tmp_path: Path)
     assert by_rank(done.stdout) == {0: [str(tmp_path)]}
 
 
+@pytest.mark.without_mpi
+def test_ranks_start_in_another_folder(ringrun: Run, tmp_path: Path) -> None:
+    (tmp_path / "program").write_text('#!/bin/sh\npwd\necho "$PWD"\ncat "$1"\n')
+    (tmp_path / "program").chmod(0o755)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "input").write_text("that of the run\n")
+    folder = str(tmp_path / "run")
+    done = ringrun("-np", 2, "--wdir", "run", "./program", "input")
+    assert by_rank(done.stdout) == {rank: [folder, folder, "that of the run"] for rank in range(2)}
+
+
+@pytest.mark.without_mpi
+def test_a_folder_that_is_not_there_is_told_before_any_rank_starts(ringrun: Run, tmp_path: Path) -> None:
+    done = ringrun("-np", 2, "--wdir", "nowhere", "true")
+    assert (done.returncode, done.stdout) == (2, "")
+    where = f"there is no folder {tmp_path / 'nowhere'} on host {socket.gethostname()}"
+    assert done.stderr == f"ringrun: error: --wdir: {where}; make it, or name another\n"
+
+
 def test_files_of_the_current_folder_do_not_break_the_agents(ringrun: Run, tmp_path: Path) -> None:
     for name in ("json", "select", "socket", "ringrun", "threading"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('the wrong file')")
