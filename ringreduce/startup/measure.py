@@ -7,7 +7,7 @@ which takes two attempts on a quiet machine.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,9 @@ from ringreduce.world import World, first_ranks
 
 TAG = 2
 SMALL_TIMES = 4
-LARGE_BYTES = 128 << 10
+LARGE_BYTES = 384 << 10
+BURST_BYTES = 128 << 10
+"""Sent before each large message, at once: it uses up what a shaped link lets through at its wire's rate."""
 POSTS = 3  # a send, its receive and what looks for their ends cost as many times what the send alone costs
 ROUNDS = 5  # the fastest round counts, without other load on the machine
 ATTEMPTS = 4
@@ -42,11 +44,16 @@ def measured(world: World, transport: Transport, slots: Sequence[Any] = ()) -> C
     return slowest(found)
 
 
-def figures(transport: Transport, hosts: Sequence[int], slots: Sequence[Any] = ()) -> Steps[list[float]]:
+def figures(
+    transport: Transport,
+    hosts: Sequence[int],
+    slots: Sequence[Any] = (),
+    clock: Callable[[], float] = time.perf_counter,
+) -> Steps[list[float]]:
     """Measure between neighbours, inside a host and from host to host, all pairs at the same time.
 
     slots:  unused shared memory of equal length, by local rank.
-    Cost:   some 50 messages of 8 bytes or 128 KiB, and 5 copies of half a slot; 80 ms on a wire of 100 Mbit/s.
+    Cost:   some 50 messages of 8 bytes to 384 KiB, and 5 copies of half a slot; 130 ms on a wire of 100 Mbit/s.
     Result: for `slowest`: this rank's µs of copying a byte, and of a small and a large message inside its host and
             between hosts; 0 for what it did not measure.
     """
@@ -55,11 +62,11 @@ def figures(transport: Transport, hosts: Sequence[int], slots: Sequence[Any] = (
     leaders = first_ranks(hosts)
     found = [0.0] * 5
     if len(mine) > 1:
-        found[1:3], _ = yield from _shift(transport, mine)
+        found[1:3], _ = yield from _shift(transport, mine, clock)
         if slots:
             found[0] = _copy_us_per_byte(slots, mine.index(rank))
     if len(leaders) > 1 and rank in leaders:
-        found[3:5], posting_us = yield from _shift(transport, leaders)
+        found[3:5], posting_us = yield from _shift(transport, leaders, clock)
         found[1] = found[1] or POSTS * posting_us
     return found
 
@@ -87,7 +94,7 @@ def _copy_us_per_byte(slots: Sequence[Any], local_index: int) -> float:
     return 1e6 * best / half
 
 
-def _shift(transport: Transport, ring: Sequence[int]) -> Steps[tuple[list[float], float]]:
+def _shift(transport: Transport, ring: Sequence[int], clock: Callable[[], float]) -> Steps[tuple[list[float], float]]:
     """µs of a small message, and of a large one, while every rank of `ring` sends to the next.
 
     Returns these, and the µs of the processor alone to begin a send.
@@ -96,18 +103,23 @@ def _shift(transport: Transport, ring: Sequence[int]) -> Steps[tuple[list[float]
     right, left = ring[(index + 1) % len(ring)], ring[index - 1]
     outgoing, incoming = np.zeros(LARGE_BYTES, np.uint8), np.empty(LARGE_BYTES, np.uint8)
     found, posting_us = [], float("inf")
-    for nbytes, times, rounds in ((8, SMALL_TIMES, ROUNDS), (LARGE_BYTES, 1, 3)):
+
+    def exchange(nbytes: int) -> Steps[None]:
+        nonlocal posting_us
+        received = transport.receive(incoming[:nbytes], left, TAG)
+        posted = clock()
+        sent = transport.send(outgoing[:nbytes], right, TAG)
+        posting_us = min(posting_us, 1e6 * (clock() - posted))
+        yield received
+        yield sent
+
+    for nbytes, times, rounds, before in ((8, SMALL_TIMES, ROUNDS, 8), (LARGE_BYTES, 1, 3, BURST_BYTES)):
         best = float("inf")
-        for number in range(rounds):
-            started = time.perf_counter()
+        for _ in range(rounds):
+            yield from exchange(before)
+            started = clock()
             for _ in range(times):
-                received = transport.receive(incoming[:nbytes], left, TAG)
-                posted = time.perf_counter()
-                sent = transport.send(outgoing[:nbytes], right, TAG)
-                posting_us = min(posting_us, 1e6 * (time.perf_counter() - posted))
-                yield received
-                yield sent
-            if number:  # the first round uses up what a shaped link lets through at once
-                best = min(best, 1e6 * (time.perf_counter() - started) / times)
+                yield from exchange(nbytes)
+            best = min(best, 1e6 * (clock() - started) / times)
         found.append(best)
     return found, posting_us
