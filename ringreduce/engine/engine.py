@@ -84,7 +84,8 @@ class Engine:
         mailbox.handlers[Broken] = lambda source, broken: self._fail_all(errors.PeerLostError(broken.message, [source]))
         news: list[Service] = [] if one_host else [mailbox]
         others: list[Service] = [*([mailbox] if one_host else []), self._recording, self.gpu, self._stalls]
-        self._polling = Polling(news, [negotiation, self._process_sets], others, inbox, self._break)
+        work: list[Service] = [negotiation, self._process_sets]
+        self._polling = Polling(news, work, others, inbox, self._break, negotiation.channels)
         inbox.drive = self._drive
         for members in (range(world.size), *process_sets):
             if isinstance(members, str):

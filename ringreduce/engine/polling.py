@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from ringreduce.engine.inbox import Inbox
 from ringreduce.execution.submission import Handle
-from ringreduce.negotiation.negotiation import GLOBAL
 from ringreduce.transport.waiting import WaitsFor
 
 DRIVE_S = 5e-3  # how long a thread that waits polls for itself: a handover costs nothing beside what takes longer
@@ -38,11 +37,12 @@ class Polling:
         others: Sequence[Service],
         inbox: Inbox,
         on_error: Callable[[BaseException], object],
+        channels: Mapping[int, Service],
     ) -> None:
         """A thread that waits polls the others less often: polls take time from ranks on the same core.
 
-        news: between hosts, through which messages come;  work: what follows them, and submissions. Operations in order
-        need only the last one.
+        news: between hosts, through which messages come;  work: what follows them, and submissions.
+        channels: by number, whose operations need nothing else.
         on_error: may be called twice with an error.
         """
         self.lock = threading.Lock()
@@ -51,7 +51,7 @@ class Polling:
         self._first: Sequence[Service] = [*news, *work]
         self._services: Sequence[Service] = [inbox, *news, *work, *others]
         self._between_hosts = bool(news)
-        self._inbox, self._on_error = inbox, on_error
+        self._inbox, self._on_error, self._channels = inbox, on_error, channels
 
     def poll(self) -> bool:
         """Poll all services; True when anything moved."""
@@ -99,8 +99,8 @@ class Polling:
 
     def _poll_until(self, handle: Handle) -> None:
         first, work = self._first, self._work
-        if handle.process_set < GLOBAL:
-            first = work = work[-1:]
+        if handle.process_set in self._channels:
+            first = work = [self._channels[handle.process_set]]
         if self._between_hosts:
             self._poll(work)  # announces the submission, before MPI yields the core
         number, until_s = 0, time.monotonic() + DRIVE_S

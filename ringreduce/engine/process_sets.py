@@ -251,10 +251,10 @@ class ProcessSets:
 
     def poll(self) -> bool:
         """Advance all operations as far as possible without waiting; True when anything moved."""
-        busy = [each for running in self._negotiation.all() for each in running.executors if each.busy]
+        busy = [each for each in self._negotiation.all() if each.busy]
         critical = bool(busy) and self._inbox.latency_critical
-        return any([each.advance(critical) for each in busy])  # noqa: C419, a list: all advance
+        return any([each.poll(critical) for each in busy])  # noqa: C419, a list: all advance
 
     def waits_for(self) -> WaitsFor:
         """What operations under way must be polled for."""
-        return max([executor.waits_for() for each in self._negotiation.all() for executor in each.executors])
+        return max([each.waits_for() for each in self._negotiation.all()])

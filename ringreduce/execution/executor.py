@@ -103,6 +103,14 @@ class Running:
         """True while an operation is under way or queued."""
         return any(each.busy for each in self.executors)
 
+    def poll(self, latency_critical: bool = True) -> bool:
+        """Advance all operations as far as possible without waiting; True when anything moved."""
+        return any([each.advance(latency_critical) for each in self.executors if each.busy])  # noqa: C419, all advance
+
+    def waits_for(self) -> WaitsFor:
+        """What operations under way must be polled for."""
+        return max([each.waits_for() for each in self.executors])
+
     def stuck(self) -> Executor:
         """The executor that has not moved for the longest time, of those that are busy."""
         return min([each for each in self.executors if each.busy], key=lambda each: each.moved_s)

@@ -28,7 +28,7 @@ def polling_of(service, on_error):
     inbox = SimpleNamespace(
         driving=threading.Lock(), poll=lambda: False, waits_for=lambda: WaitsFor.NOTHING, holds_any=lambda: False
     )
-    return Polling([], [service], [], inbox, on_error)
+    return Polling([], [service], [], inbox, on_error, {})
 
 
 def test_an_error_is_handled_before_another_thread_can_poll_what_has_failed():
