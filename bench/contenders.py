@@ -29,6 +29,7 @@ from ringreduce.transport.base import Steps, complete
 
 Contender = Callable[[np.ndarray[Any, Any]], object]
 PUBLIC, ORDERED, MPI_NAME, GLOO, HOROVOD = "allreduce_", "ordered()", "MPI_Allreduce", "torch gloo", "Horovod"
+BY_HAND = "by hand"
 DTYPES = ("float32", "float64", "int32", "int64", "float16", "bfloat16")
 
 
@@ -78,6 +79,21 @@ def algorithms(dtype: str) -> dict[str, Contender]:
 def global_algorithms() -> Algorithms:
     """Those of the set of all ranks, with the engine's own memory and channels."""
     return runtime.current("bench").engine.states[GLOBAL].algorithms
+
+
+def by_hand(array: np.ndarray[Any, Any]) -> None:
+    """What a user of mpi4py writes: all send to rank 0, and it to all. The fewest messages, in blocking calls."""
+    comm = neutral()
+    if comm.rank:
+        comm.Send(array, 0)
+        comm.Recv(array, 0)
+        return
+    other = np.empty_like(array)
+    for rank in range(1, comm.size):
+        comm.Recv(other, rank)
+        array += other
+    for rank in range(1, comm.size):
+        comm.Send(array, rank)
 
 
 def slots(array: np.ndarray[Any, Any], nbytes: int) -> list[list[shared.Part]]:

@@ -2,13 +2,15 @@
 
     python bench/hosts.py                                                            # all of it: about ten minutes
     python bench/hosts.py --hosts 4 --per-host 1 --rates 1000 --json hosts.json --plot hosts.png
+    python bench/hosts.py --hosts 2 4 --per-host 1 --rates 1000 --short                # 4 and 64 KiB: latency
 
 The hosts are network namespaces on this machine, with links whose rate is shaped (`bench/network.py`). They share its
 cores and its memory, so the wire is real and the rest is slower than on hosts of their own. Skipped, with the reason
 and exit code 0, where there is no root or no iproute2. All that is made is removed again.
 
 Rows, for each number of hosts, of ranks a host, and rate: our algorithms called directly, `allreduce_` (the public
-function), MPI_Allreduce, torch gloo, and as the ceiling, in turns with the others:
+function), MPI_Allreduce, torch gloo; with --short also `ordered()` and `by hand`, twelve lines of mpi4py, and no gloo,
+whose thread polls. And as the ceiling, in turns with the others:
 
     raw TCP               a plain stream from the first host to the second, of as many bytes as an all-reduce over H
                           hosts must send from each: 2 (H - 1) / H of the buffer
@@ -34,7 +36,7 @@ from typing import Any
 
 import plots
 from common import Column, Report, machine, parse, parser, seconds_per_run
-from contenders import DTYPES, missing
+from contenders import BY_HAND, DTYPES, GLOO, MPI_NAME, ORDERED, PUBLIC, missing
 from network import Network, why_not
 from simulation import simulated_us
 
@@ -42,6 +44,8 @@ from ringreduce.cost_model import ALGORITHMS, Constants, Plan, predict_us
 from ringreduce.cost_model import plan as plan_of
 
 SIZES = (64 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20)
+WHO = ("ring", "halving", "hierarchical", PUBLIC, MPI_NAME, GLOO)
+SHORT_SIZES, SHORT_WHO = (4 << 10, 64 << 10), (MPI_NAME, BY_HAND, "doubling", "direct", ORDERED, PUBLIC)
 LONGEST_S = 1.1
 TIMEOUT_S = 900
 SECONDS_PER_RUN = 0.25
@@ -68,13 +72,16 @@ def arguments() -> argparse.Namespace:
     made.add_argument("--per-host", nargs="+", type=int, default=None, metavar="R", help="ranks on each host (1 2)")
     made.add_argument("--rates", nargs="+", type=int, default=None, metavar="MBIT", help="(100 500 1000 2000)")
     made.add_argument("--sizes", nargs="+", type=int, default=None, metavar="N", help="bytes (64 KiB to 64 MiB)")
+    made.add_argument("--who", nargs="+", metavar="NAME", help=f"rows ({', '.join(WHO)})")
+    made.add_argument("--short", action="store_true", help=f"other --sizes and --who: {', '.join(SHORT_WHO)}")
     made.add_argument("--dtype", choices=DTYPES, default="float32")
     options = parse(made)
     quick = options.quick
     options.hosts = options.hosts or ([2] if quick else [2, 4])
     options.per_host = options.per_host or ([2] if quick else [1, 2])
     options.rates = options.rates or ([1000] if quick else [100, 500, 1000, 2000])
-    options.sizes = options.sizes or ([64 << 10] if quick else list(SIZES))
+    options.sizes = options.sizes or ([64 << 10] if quick else list(SHORT_SIZES if options.short else SIZES))
+    options.who = options.who or list(SHORT_WHO if options.short else WHO)
     if min(options.hosts) < 2 or min(options.per_host) < 1 or min(options.rates) < 1:
         made.error("expected --hosts of 2 or more, --per-host and --rates of 1 or more")
     return options
@@ -93,7 +100,7 @@ def measure(network: Network, per_host: int, mbit: int, options: argparse.Namesp
     sizes = [str(each) for each in sizes_for(mbit, options.sizes)]
     seconds = str(seconds_per_run(options, SECONDS_PER_RUN))
     program = [sys.executable, worker, "--seconds", seconds, "--runs", str(options.runs), "--json", str(result)]
-    program += ["--dtype", options.dtype, "--sizes", *sizes]
+    program += ["--dtype", options.dtype, "--sizes", *sizes, "--who", *options.who]
     variables = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
     variables |= {"RINGBENCH_ADDRESS": network.addresses[0], "GLOO_SOCKET_IFNAME": "eth0"}
     kept = ("PYTHONPATH",)

@@ -18,12 +18,11 @@ from typing import Any
 import numpy as np
 from allreduce import expected_sum, wrong_elements
 from common import Action, about, in_turns, is_printing, microseconds, neutral, seconds_per_call
-from contenders import contenders, element_dtype, stop_gloo
+from contenders import BY_HAND, by_hand, contenders, element_dtype, stop_gloo
 
 import ringreduce as rr
 
 RAW, RAW_ALL = "raw TCP", "raw TCP, all hosts"
-SHOWN = ("ring", "halving", "hierarchical", "allreduce_", "MPI_Allreduce", "torch gloo")
 SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
 PIECE = 1 << 20
 
@@ -130,10 +129,12 @@ def main() -> None:
     parser.add_argument("--runs", type=int, required=True)
     parser.add_argument("--seconds", type=float, required=True, help="a turn")
     parser.add_argument("--dtype", required=True)
+    parser.add_argument("--who", nargs="+", required=True)
     parser.add_argument("--json", required=True)
     options = parser.parse_args()
     rr.init()
-    compared = {name: each for name, each in contenders(options.dtype).items() if name in SHOWN}
+    known = {**contenders(options.dtype), BY_HAND: by_hand}
+    compared = {name: known[name] for name in options.who if name in known}
     raw = RawStreams()
     info = rr.info()
     found: list[dict[str, Any]] = []

@@ -194,6 +194,15 @@ def test_hosts(tmp_path):
 
 @pytest.mark.extended
 @pytest.mark.skipif(bool(bench_module("network").why_not()), reason=bench_module("network").why_not())
+def test_short_messages_between_hosts(tmp_path):
+    finished = run([PYTHON, BENCH / "hosts.py", "--quick", "--short", "--sizes", 4096, *files(tmp_path)])
+    rows = {row["who"].strip(): row for row in outcome(finished, tmp_path)["rows"]}
+    assert {"MPI_Allreduce", "by hand", "doubling", "direct", "ordered()", "allreduce_"} < set(rows)
+    assert rows["by hand"]["wrong"] == 0
+
+
+@pytest.mark.extended
+@pytest.mark.skipif(bool(bench_module("network").why_not()), reason=bench_module("network").why_not())
 def test_slow_links(tmp_path):
     finished = run([PYTHON, BENCH / "slow_links.py", "--quick", "--runs", 1, "--json", tmp_path / "rows.json"])
     assert finished.returncode == 0, finished.stdout
