@@ -5,7 +5,7 @@
 Two models: the network of examples/jax_optax.py (4 arrays, 9,610 parameters), and that of examples/train_gpt.py
 (27 arrays, 3.3 M). `share` is step / (compute + reduce): medians, each until the last rank is done. Reduce is
 ringreduce's grouped_allreduce of the same gradients as NumPy arrays. `passed` is the same step whose function on the
-host returns the gradients as they are: what JAX takes to call it. Results are checked. The last line is what a call of
+host copies the gradients as they are: what JAX takes to call it. Results are checked. The last line is what a call of
 a jitted function that does nothing takes.
 """
 

@@ -3,6 +3,7 @@
 import re
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -269,6 +270,25 @@ def test_eagerly_memory_is_not_copied(monkeypatch):
     x = own(1000)
     result = hvd.allreduce(x)
     assert pointers == [x.unsafe_buffer_pointer(), result.unsafe_buffer_pointer()]
+
+
+def test_in_jit_results_are_written_into_xlas_memory(monkeypatch):
+    pointers = []
+    run = on_host.Collective.run
+
+    def recorded(self, arrays, name, results):
+        pointers.extend(each.ctypes.data for each in results)
+        return run(self, arrays, name, results)
+
+    monkeypatch.setattr(on_host.Collective, "run", recorded)
+    result = jax.jit(hvd.allreduce)(own(1000))
+    close(result, own(1000, rank=RANKS.mean()))
+    assert pointers == [result.unsafe_buffer_pointer()]
+
+
+def test_a_program_that_would_leave_its_host_is_refused():
+    with pytest.raises(NotImplementedError, match="host_callbacks"):
+        jax.export.export(jax.jit(hvd.allreduce))(own(3))
 
 
 @pytest.mark.skipif(SIZE == 1, reason="ranks must differ")

@@ -110,6 +110,7 @@ LAYERS = [
     ["elastic.commit", "elastic.sampler"],
     ["elastic.state"],
     ["elastic.loop"],
+    ["jax.xla"],
     ["jax.primitive"],
     ["jax.ops"],
     ["jax.optimizer"],
