@@ -18,6 +18,7 @@ import numpy as np
 from ringreduce.arrays.dtypes import ElementType
 from ringreduce.errors import InputError
 from ringreduce.kernels import half
+from ringreduce.kernels.copying import Writer
 
 __all__ = ["Adasum", "Average", "Max", "Min", "Product", "ReduceOp", "Sum"]
 
@@ -134,6 +135,23 @@ class Reduction(_Fields):
         else:
             self._reduce_arrays(parts, out)
 
+    def reduce_to_two(self, parts: Sequence[Any], out: Any, copy: Any, writer: Writer) -> None:
+        """As `reduce_parts`, into `out` and `copy`, which overlaps no part; floats in one pass where there is a kernel.
+
+        Cost: as `reduce_parts`; `copy` written once, and by NumPy's passes `out` is read once more for it.
+        """
+        kernel = writer.summing(len(parts), out.nbytes) if self._is_float_sum and len(parts) > 1 else None
+        if kernel is not None and out.flags.carray and all(each.flags.carray for each in parts):
+            kernel(tuple(parts), out, copy, *self._divisor)
+        else:
+            self.reduce_parts(parts, out)
+            writer.write(out, copy)
+
+    @functools.cached_property
+    def _is_float_sum(self) -> bool:
+        """True where the result is the sum of floats in their own type, or their average."""
+        return self.element.kind == "f" and self.in_place and self.op in (Sum, Average) and not self._is_scaled
+
     @functools.cached_property
     def _can_warn(self) -> bool:
         return self.element.kind in "fc" or self._is_scaled
@@ -152,10 +170,10 @@ class Reduction(_Fields):
         return self.element.is_half and self.op in (Sum, Average) and not self._is_scaled
 
     @functools.cached_property
-    def _divisor(self) -> tuple[np.float32, np.float32]:
-        """For 16-bit floats: what the sum is divided by, and its reciprocal where that is exact, else 0."""
-        divisor = self.size if self.op is Average else 1
-        return np.float32(divisor), np.float32(1 / divisor if divisor & (divisor - 1) == 0 else 0)
+    def _divisor(self) -> tuple[Any, Any]:
+        """For floats: what the sum is divided by, and its reciprocal where that is exact, else 0."""
+        divisor, scalar = self.size if self.op is Average else 1, self.sum_type.type
+        return scalar(divisor), scalar(1 / divisor if divisor & (divisor - 1) == 0 else 0)
 
     def _reduce_arrays(self, parts: Sequence[Any], out: Any) -> None:
         if self._is_half_sum:

@@ -224,9 +224,10 @@ class Slot:
             mine = chunks[rank]
             if source is not None:
                 chunks[rank] = source
-            self.reduction.reduce_parts(chunks, mine if target is None else target)
             if self.spreads and target is not None:
-                region.writer.write(target, mine)
+                self.reduction.reduce_to_two(chunks, target, mine, region.writer)
+            else:
+                self.reduction.reduce_parts(chunks, mine if target is None else target)
         region.publish(SUMMED, sequence)
 
     def copy_out(self, sequence: int) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -11,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ringreduce.kernels.optional import imported
+from ringreduce.kernels.optional import compiled_meanwhile
 
 ZERO = np.uint8(0)
 VECTOR_BYTES = 4096  # from this size on a copy from another core's cache is worth a ufunc's 1 µs
@@ -24,7 +22,11 @@ READ_GAIN = 1.05  # speedup that the other kind of reading must have
 PROBE_EVERY = 64
 """Copies between trials of the other kind: ranks move from core to core, and virtual cores from chip to chip."""
 
+COMPILED_AFTER_BYTES = 16 << 30
+"""Sums by NumPy's passes: by then numba's one pass would have saved what its import and compilation take, 1 to 2 s."""
+
 Copy = Callable[[Any, Any], None]
+Sum = Callable[[tuple[Any, ...], Any, Any, Any, Any], None]
 
 
 class Faster:
@@ -101,38 +103,22 @@ class Writer(Faster):
 
     def __init__(self) -> None:
         super().__init__(_by_memcpy, GAIN)
+        self._summed_bytes = 0
 
     write = Faster.copy
 
     def _other(self) -> Copy | None:
         is_worth = self.uses_other or self._best(False) > SLOW_S
-        return _compiled_copy() if is_worth else None
+        kernels = compiled_meanwhile("streaming_numba") if is_worth else None
+        return None if kernels is None else kernels.copy
 
+    def summing(self, count: int, nbytes: int) -> Sum | None:
+        """The kernel for the next sum of `count` arrays of so many bytes that is also written here: `sum_numba.total`.
 
-def _compiled_copy() -> Copy | None:
-    """The kernel; None while a thread imports numba and compiles it: the other ranks would wait for seconds."""
-    return None if _compiling().is_alive() else _streaming_copy()
-
-
-@functools.cache
-def _compiling() -> threading.Thread:
-    """No daemon: LLVM must be done before the process unloads it."""
-    thread = threading.Thread(target=_streaming_copy, name="ringreduce compiles")
-    thread.start()
-    return thread
-
-
-@functools.lru_cache(maxsize=1)
-def _streaming_copy() -> Copy | None:
-    """The kernel, compiled; None where numba is not installed, or does not work."""
-    kernels = imported("streaming_numba")
-    if kernels is None:
-        return None
-    try:
-        for shift in range(2):  # the source may be unaligned
-            memory = np.zeros(32, np.uint8)
-            kernels.copy(memory[shift : shift + 8], memory[16:24])
-    except Exception:  # a numba that does not fit this NumPy
-        return None
-    copy: Copy = kernels.copy
-    return copy
+        None before it is worth its cost and compiled, and where streaming stores are faster.
+        """
+        self._summed_bytes += nbytes
+        if self.uses_other or self._summed_bytes < COMPILED_AFTER_BYTES:
+            return None
+        kernels = compiled_meanwhile("sum_numba", count)
+        return None if kernels is None else kernels.total

@@ -52,3 +52,10 @@ def copy(source: Any, target: Any) -> None:
     tail = head + (target.size - head) // WORD * WORD
     target[:head], target[tail:] = source[:head], source[tail:]
     _copy_words(source[head:tail].view(np.int64), target[head:tail].view(np.int64))
+
+
+def compile_kernels() -> None:
+    """Compile for arrays of both alignments that a source may have."""
+    for shift in range(2):
+        memory = np.zeros(32, np.uint8)
+        copy(memory[shift : shift + 8], memory[16:24])

@@ -53,6 +53,9 @@ class SimulatedRegion(Region):
 
     read = write
 
+    def summing(self, count: int, nbytes: int) -> None:
+        """See `Writer.summing`: passes are counted one by one."""
+
     def publish(self, flag: int, sequence: int) -> None:
         """See `Flags.publish`."""
         entry = self._entry(flag, sequence)

@@ -3,13 +3,14 @@
 import importlib
 import importlib.util
 import random
+import re
 import threading
 
 import numpy as np
 import pytest
 
 from ringreduce.arrays.dtypes import TABLE
-from ringreduce.kernels import copying, streaming_numba
+from ringreduce.kernels import copying, optional, streaming_numba, sum_numba
 from ringreduce.kernels.copying import GAIN, MEASURED_BYTES, PROBE_EVERY, SLOW_S, Reader, Writer
 
 COUNTS = [0, 1, 7, 8, 9, 1023, 4096, 65536, 65537, 100003]
@@ -58,7 +59,7 @@ class Clock:
     def __init__(self, monkeypatch, plain_s, streaming_s):
         self.now_s, self.plain_s, self.streaming_s, self.streamed = 0.0, plain_s, streaming_s, 0
         monkeypatch.setattr(copying.time, "perf_counter", self.perf_counter)
-        monkeypatch.setattr(copying, "_compiled_copy", lambda: self.copy)
+        monkeypatch.setattr(copying, "compiled_meanwhile", lambda name: self)
 
     def perf_counter(self):
         self.now_s += self.plain_s * MEASURED_BYTES  # between two looks, unless the copy was a streaming one
@@ -150,41 +151,75 @@ def test_short_writes_are_plain(monkeypatch):
     writer = Writer()
     write(writer, PROBE_EVERY)
     assert writer.uses_other
-    monkeypatch.setattr(copying, "_compiled_copy", None)
+    monkeypatch.setattr(copying, "compiled_meanwhile", None)
     short = bytes_of(random.Random(1).randrange(1, MEASURED_BYTES), 1)
     target = np.zeros_like(short)
     writer.write(short, target)
     assert target.tobytes() == short.tobytes()
 
 
-@pytest.mark.parametrize("broken", ["absent", "does not compile"])
-def test_without_a_numba_that_works_stores_stay_plain(monkeypatch, broken):
+@pytest.fixture
+def forgotten():
+    """What was compiled is forgotten, before the test and after it."""
+    caches = optional._compiling, optional._compiled
+    for cache in caches:
+        cache.cache_clear()
+    yield
+    for cache in caches:
+        cache.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("name", "kernel", "case"), [("streaming_numba", "copy", ()), ("sum_numba", "total", (2,))], ids=["copy", "sum"]
+)
+@pytest.mark.parametrize("broken", ["absent", "does not compile", None])
+def test_without_a_numba_that_works_other_kernels_do_it(monkeypatch, forgotten, name, kernel, case, broken):
+    module = importlib.import_module(f"ringreduce.kernels.{name}")
     if broken == "absent":
-        monkeypatch.setattr(copying, "imported", lambda name: None)
-    else:
-        monkeypatch.setattr(streaming_numba, "copy", lambda source, target: importlib.import_module("no_such"))
-    copying._streaming_copy.cache_clear()
-    try:
-        assert copying._streaming_copy() is None
-    finally:
-        monkeypatch.undo()
-        copying._streaming_copy.cache_clear()
-    assert copying._streaming_copy() is streaming_numba.copy
+        monkeypatch.setattr(optional, "imported", lambda name: None)
+    elif broken:
+        monkeypatch.setattr(module, kernel, lambda *arrays: importlib.import_module("no_such"))
+    optional._compiling(name, *case).join()
+    assert optional.compiled_meanwhile(name, *case) is (None if broken else module)
 
 
-def test_stores_are_plain_until_the_kernel_is_compiled(monkeypatch):
+def test_stores_are_plain_until_the_kernel_is_compiled(monkeypatch, forgotten):
     clock, is_compiled = Clock(monkeypatch, 4 * SLOW_S, SLOW_S), threading.Event()
     monkeypatch.undo()
     monkeypatch.setattr(copying.time, "perf_counter", clock.perf_counter)
-    monkeypatch.setattr(copying, "_streaming_copy", lambda: is_compiled.wait(30) and clock.copy)
-    copying._compiling.cache_clear()
+    monkeypatch.setattr(optional, "_compiled", lambda name: is_compiled.wait(30) and clock)
     writer = Writer()
     try:
         write(writer, 2 * PROBE_EVERY)
         assert not clock.streamed
     finally:
         is_compiled.set()
-        copying._compiling().join()
+        optional._compiling("streaming_numba").join()
     write(writer, PROBE_EVERY)
     assert clock.streamed
-    copying._compiling.cache_clear()
+
+
+def test_sums_take_the_kernel_when_it_is_worth_compiling_and_plain_stores_do(monkeypatch):
+    asked = []
+    monkeypatch.setattr(copying, "COMPILED_AFTER_BYTES", 1000)
+    monkeypatch.setattr(
+        copying,
+        "compiled_meanwhile",
+        lambda name, count: asked.append((name, count)) or (sum_numba if count < 4 else None),
+    )
+    writer = Writer()
+    assert writer.summing(3, 999) is None
+    assert not asked
+    assert writer.summing(3, 1) is sum_numba.total
+    assert writer.summing(4, 1) is None
+    assert asked == [("sum_numba", 3), ("sum_numba", 4)]
+    writer.uses_other = True
+    assert writer.summing(3, 1) is None
+
+
+def test_the_sum_is_vectorised():
+    kernel = streaming_numba.numba.njit(sum_numba.total.py_func)  # compiled anew: not out of the cache
+    first, second, copy = np.ones((3, 8), np.float32)
+    kernel((first, second), first, copy, np.float32(2), np.float32(0.5))
+    (code,) = kernel.inspect_asm().values()
+    assert re.search(r"addps|fadd\s+v", code)

@@ -21,7 +21,7 @@ LAYERS = [
     ["mxnet"],
     ["kernels.half_numpy"],
     ["kernels.jit", "kernels.optional"],
-    ["kernels.half_numba", "kernels.half_torch", "kernels.streaming_numba"],
+    ["kernels.half_numba", "kernels.half_torch", "kernels.streaming_numba", "kernels.sum_numba"],
     ["kernels.half", "kernels.copying"],
     ["settings", "arrays.dtypes", "partition", "trees"],
     ["gpu.runtime"],
