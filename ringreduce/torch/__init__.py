@@ -38,7 +38,7 @@ __all__ = [name for name, it in _values if name[0] != "_" and not isinstance(it,
 
 def __getattr__(name: str) -> object:
     if name == "ddp_hook":  # its package imports all of torch.distributed
-        from ringreduce.torch.distributed import ddp_hook
+        from ringreduce.torch.bucket_hook import ddp_hook
 
         return ddp_hook
     raise _no_attribute(__name__, name)

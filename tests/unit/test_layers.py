@@ -127,11 +127,11 @@ LAYERS = [
     ["torch.reducer", "torch.adasum_optimizer"],
     ["torch.optimizer"],
     ["torch.elastic"],
-    ["torch.distributed.tensors", "torch.distributed.buckets", "torch.distributed.launch"],
+    ["torch.distributed.tensors", "torch.distributed.buckets", "torch.rendezvous"],
     ["torch.distributed.work"],
     ["torch.distributed.operations"],
     ["torch.distributed.group"],
-    ["torch.distributed.hook"],
+    ["torch.bucket_hook"],
 ]
 # the imports that point up, inside a function: an optimizer is sent to its framework's adapter
 UPWARD = {("optimizer", name) for name in ("torch", "jax", "keras")} | {

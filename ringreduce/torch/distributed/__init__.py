@@ -8,16 +8,14 @@ group      the ProcessGroup: some ranks, and the backends of their devices
 operations torch's operations, as ringreduce's
 work       one call of a group: its tensors as buffers, its operation, waiting for it, and its future
 tensors    torch's tensors, reductions and timeouts, as ringreduce has them
-hook       DDP's buckets by ringreduce, for jobs that keep another backend
-launch     which rank this is, by the launcher's variables
 
+torch/rendezvous.py says which rank this is. For jobs that keep another backend there is torch/bucket_hook.py.
 A group is a channel for operations in the order of the program (execution/channel.py), which its members open alone.
 """
 
 from ringreduce.torch.distributed.group import RingProcessGroup as RingProcessGroup
 from ringreduce.torch.distributed.group import register
-from ringreduce.torch.distributed.hook import ddp_hook as ddp_hook
 
-__all__ = ["RingProcessGroup", "ddp_hook"]
+__all__ = ["RingProcessGroup"]
 
 register()

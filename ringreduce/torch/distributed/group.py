@@ -15,7 +15,7 @@ import torch.distributed as dist
 import ringreduce as rr
 from ringreduce.api.own_channel import OwnChannel
 from ringreduce.errors import InputError
-from ringreduce.torch.distributed import launch
+from ringreduce.torch import rendezvous
 from ringreduce.torch.distributed.operations import Operations
 from ringreduce.torch.distributed.tensors import device_of, seconds
 from ringreduce.torch.distributed.work import Work
@@ -25,7 +25,7 @@ ANEW = "init_process_group('ring', init_method=…, rank=ringreduce.rank(), worl
 
 def register() -> None:
     """Make the backend known to torch; see torch.distributed.Backend.register_backend."""
-    launch.teach_env()
+    rendezvous.teach_env()
     dist.Backend.register_backend("ring", create, extended_api=True, devices=["cpu", "cuda"])
 
 

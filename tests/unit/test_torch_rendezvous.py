@@ -2,7 +2,7 @@
 
 import pytest
 
-from ringreduce.torch.distributed.launch import ASKED, needs_variables
+from ringreduce.torch.rendezvous import ASKED, needs_variables
 
 SET = dict.fromkeys(ASKED, "1")
 
