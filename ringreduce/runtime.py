@@ -13,6 +13,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,12 +22,12 @@ from typing import Any
 from ringreduce import log
 from ringreduce._version import __version__
 from ringreduce.engine.engine import Engine
-from ringreduce.errors import InputError, MismatchError, NotInitializedError
+from ringreduce.errors import InputError, MismatchError, NotInitializedError, StalledError
 from ringreduce.execution.algorithms import fitted, usable_algorithms
 from ringreduce.execution.host import Host
 from ringreduce.execution.signature import Signature, SubmissionRecord, calling_line, mismatch_message
 from ringreduce.gpu import device_selection
-from ringreduce.monitor import excepthook
+from ringreduce.monitor import excepthook, stalls
 from ringreduce.monitor.launcher_link import StatusServer, report_init, report_leaving
 from ringreduce.mpi import finalize_mpi, mpi_library
 from ringreduce.negotiation.negotiation import GLOBAL
@@ -56,9 +57,8 @@ class Runtime:
         elastic: Elastic | None = None,
     ) -> None:
         """elastic: None: the job is not."""
-        self.gpu = gpu
-        self.settings = settings
-        self.elastic = elastic
+        self.gpu, self.settings, self.elastic = gpu, settings, elastic
+        self._has_warned = False  # that ranks hang in shutdown()
         self.enter(world, transport, host, clock_offsets_us, process_sets)
         if elastic is None:
             self._status_server = StatusServer(settings.error_file, self.engine.activity.waiting_for)
@@ -82,14 +82,30 @@ class Runtime:
             self.elastic.watch(world, self.engine.give_up)
 
     def close(self) -> None:
-        """Free what `start` made; every rank must call it."""
-        self._status_server.close()
-        if self.elastic is not None:
-            return  # ranks may be lost at any moment, and could not take part
-        self.engine.gpu.close()
-        self.world.allgather_object(None)  # other ranks may have mapped this GPU memory
-        self.engine.gpu.free()
-        self.world.free()
+        """Free what `start` made; every rank must call it. Raises StalledError: see `_check_wait`."""
+        try:
+            if self.elastic is not None:
+                return  # ranks may be lost at any moment, and could not take part
+            self.engine.gpu.close()
+            self.world.meet(self._check_wait)  # other ranks may have mapped this GPU memory
+            self.engine.gpu.free()
+            self.world.free()
+        finally:
+            self._status_server.close()
+
+    def _check_wait(self, waited_s: float) -> None:
+        """Report ranks that said that they leave, but do not, after `stall_check_s`; raise after `stall_abort_s`."""
+        check_s, abort_s = self.settings.stall_check_s, self.settings.stall_abort_s
+        is_over = 0 < abort_s <= waited_s
+        if not (is_over or 0 < check_s <= waited_s):
+            return
+        stopped = "a rank that has called it, too, is stopped, or in C code that holds the interpreter"
+        text = f"rank {self.world.rank} has waited in shutdown() for {waited_s:.0f} s; {stopped}"
+        if not self._has_warned:
+            self._has_warned = True
+            stalls.warn(self.settings, text)
+        if is_over:
+            raise StalledError(text)
 
 
 _process_runtime: Runtime | None = None
@@ -210,6 +226,7 @@ def shutdown() -> None:
 
     Pending operations of this rank fail; ranks that wait for this one get PeerLostError, which names the calling line.
     In an elastic job the loss of a rank ends the wait, and communicators are not freed.
+    Raises: StalledError when a rank that this one waits for has been stopped for `stall_abort_s`.
     """
     _leave(f"it called shutdown() ({calling_line()})", lambda: False)
 
@@ -258,10 +275,14 @@ def _leave(why: str, interrupted: Callable[[], bool]) -> bool:
     runtime, _process_runtime = _process_runtime, None
     if runtime.elastic is not None:
         report_leaving(runtime.settings.error_file, why)
+    failed_before = runtime.engine.negotiation.error
     if not runtime.engine.leave(why, interrupted) and runtime.elastic is None:
+        error = runtime.engine.negotiation.error
+        if isinstance(error, StalledError) and not failed_before:
+            raise error
         return False
-    excepthook.uninstall()
     runtime.close()
+    excepthook.uninstall()
     return True
 
 
@@ -280,8 +301,13 @@ def _at_exit() -> None:
     terminated = threading.Event()
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, lambda *_: terminated.set())
-    if _leave(why, terminated.is_set) and not _is_elastic:
-        finalize_mpi()
+    try:
+        if _leave(why, terminated.is_set) and not _is_elastic:
+            finalize_mpi()
+    except StalledError as error:
+        log.LOGGER.error(str(error))
+        sys.stdout.flush()
+        os._exit(1)  # the only way to fail from here: the stopped rank would keep the job for ever
 
 
 def _leave_elastic(runtime: Runtime, elastic: Elastic, why: str) -> None:

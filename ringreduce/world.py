@@ -6,8 +6,9 @@ import dataclasses
 import functools
 import itertools
 import os
+import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ringreduce.errors import InputError
@@ -65,6 +66,13 @@ class World:
         """Every rank's value, by rank, pickled by mpi4py; all ranks must call it, while no engine runs."""
         gathered: list[Any] = self.control.allgather(value)
         return gathered
+
+    def meet(self, check: Callable[[float], None]) -> None:
+        """Wait until all ranks call it, while no engine runs; `check(seconds waited)` may end the wait by an error."""
+        request, began_s = self.control.Ibarrier(), time.monotonic()
+        while not request.Test():
+            check(time.monotonic() - began_s)
+            time.sleep(0.001)
 
     def gather_on_host(self, value: Any) -> list[Any]:
         """As `allgather_object`, of this host's ranks, by local rank."""

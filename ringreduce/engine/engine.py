@@ -130,7 +130,7 @@ class Engine:
     def _begin_leaving(self, why: str) -> None:
         self._inbox.draining = True
         with self._inbox.lock:  # what another thread is submitting is announced now, or refused
-            self.negotiation.leaving = why
+            self.negotiation.leaving, self.negotiation.leaving_s = why, time.monotonic()
         if isinstance(self.negotiation.error, errors.StalledError):  # the others may not know, and would wait
             self._send_broken(self.negotiation.error)
         self.negotiation.announce()
@@ -189,6 +189,8 @@ class Engine:
             report_suspects(self.settings.error_file, [self.world.origins[each] for each in ranks], str(error))
         else:
             self._fail_all(error)
+            if self.negotiation.leaving:  # the others wait for this rank, too
+                self._send_broken(error)
 
     def _fail_all(self, error: Exception) -> None:
         with contextlib.suppress(Exception):  # what failed may be MPI itself

@@ -9,6 +9,7 @@ Source: Horovod's stall inspector, which names the ranks.
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import time
@@ -25,7 +26,7 @@ from ringreduce.monitor.launcher_link import report_stall
 from ringreduce.monitor.side_job import SideJob
 from ringreduce.negotiation.coordinator import Coordinator, Waiting
 from ringreduce.negotiation.mailbox import Mailbox
-from ringreduce.negotiation.negotiation import Negotiation
+from ringreduce.negotiation.negotiation import GLOBAL, Negotiation
 from ringreduce.negotiation.process_set import ProcessSetState
 from ringreduce.negotiation.protocol import Failure, StackReply, StackRequest, StallProbe
 from ringreduce.settings import Settings
@@ -47,6 +48,7 @@ class Inquiry(NamedTuple):
     until_s: float
     replies: dict[int, StackReply]
     over: Running | None  # whose operation has stalled for too long: the replies tell for whom it waits
+    of_leaving: bool  # those that reply may take their time: only silence is reported
 
 
 class StallWatch:
@@ -106,13 +108,19 @@ class StallWatch:
 
     def _end(self, inquiry: Inquiry) -> None:
         """Report; or give up those that do not reply: others may wait for a rank that waits for these."""
-        _, headline, queried, _, replies, over = inquiry
-        if over is None:
+        _, headline, queried, _, replies, over, of_leaving = inquiry
+        mute = [each for each in queried if each not in replies]
+        now = time.monotonic()
+        if of_leaving:
+            if mute:
+                self._warn(report(headline, mute, replies))
+                if self._is_over(now - self._negotiation.leaving_s):
+                    self._give_up(StalledError(report(headline, mute, replies)), mute)
+        elif over is None:
             self._warn(report(headline, queried, replies, stacks=False), report(headline, queried, replies))
-        elif over.busy and self._is_over(time.monotonic() - over.stuck().moved_s):
+        elif over.busy and self._is_over(now - over.stuck().moved_s):
             stuck_on = over.stuck().stuck_on()
-            mute = [each for each in queried if each not in replies] or [stuck_on or 0]
-            self._give_up(StalledError(report(headline, queried, replies, stacks=False)), mute)
+            self._give_up(StalledError(report(headline, queried, replies, stacks=False)), mute or [stuck_on or 0])
 
     def _check_set(self, state: ProcessSetState, now: float) -> bool:
         """Check what waits in one process set; True when something is stalled in it."""
@@ -120,12 +128,25 @@ class StallWatch:
             waiting = state.coordinator.waiting(self._check_s)
             if waiting:
                 self._check_waiting(state, state.coordinator, waiting, now)
-            return bool(waiting)
+            return bool(waiting) or self._check_leaving(state, now)
         oldest = self._negotiation.oldest_pending(state)
-        if oldest is None or now - oldest.submitted_s < self._check_s:
+        leaving_s = self._negotiation.leaving_s if state.number == GLOBAL else math.inf
+        waited_s = now - (oldest.submitted_s if oldest else leaving_s)
+        if waited_s < self._check_s:
             self._probed_s.pop(state.number, None)
             return False
-        self._probe_coordinator(state, now, now - oldest.submitted_s)
+        self._probe_coordinator(state, now, waited_s)
+        return True
+
+    def _check_leaving(self, state: ProcessSetState, now: float) -> bool:
+        """Check on ranks that this one awaits in shutdown(); True while it waits long."""
+        waited_s = now - self._negotiation.leaving_s
+        missing = sorted(set(state.members) - state.left)
+        if waited_s < self._check_s or state.number != GLOBAL or not missing:
+            return False
+        if self._is_due(state, waited_s) or (self._is_over(waited_s) and self._inquiry is None):
+            text = f"rank {self._mailbox.rank} has waited in shutdown() for {waited_s:.0f} s for {ranks_text(missing)}"
+            self._query(state, text, missing, of_leaving=True)
         return True
 
     def _check_operation(self, state: Running, stalled_s: float) -> bool:
@@ -184,6 +205,7 @@ class StallWatch:
         ranks: Sequence[int],
         stalled: Sequence[Signature] = (),
         is_over: bool = False,
+        of_leaving: bool = False,
     ) -> None:
         """Query what the ranks do; the report follows when all have replied, or after `REPLY_S`."""
         self._requests += 1
@@ -191,7 +213,7 @@ class StallWatch:
         request = StackRequest(self._requests, state.number, kind, tuple(each.name for each in stalled))
         queried = tuple(ranks if is_over else ranks[:QUERIED])
         until_s, over = time.monotonic() + REPLY_S, state if is_over else None
-        self._inquiry = Inquiry(self._requests, text, queried, until_s, {}, over)
+        self._inquiry = Inquiry(self._requests, text, queried, until_s, {}, over, of_leaving)
         for rank in queried:
             if rank == self._mailbox.rank:
                 self._inquiry.replies[rank] = self._reply(request)
@@ -229,9 +251,13 @@ class StallWatch:
         return StackReply(request.number, self._doing(request), stack_of(self._init_thread))
 
     def _warn(self, text: str, full: str = "") -> None:
-        """Report `text` to ringrun, which adds the stacks of all ranks; without ringrun log the full text."""
-        if not report_stall(self._settings.error_file, text):
-            LOGGER.warning(f"stalled: {full or text}")
+        warn(self._settings, text, full)
+
+
+def warn(settings: Settings, text: str, full: str = "") -> None:
+    """Report `text` to ringrun, which adds the stacks of all ranks; without ringrun log the full text."""
+    if not report_stall(settings.error_file, text):
+        LOGGER.warning(f"stalled: {full or text}")
 
 
 def stack_of(thread: int) -> str:
