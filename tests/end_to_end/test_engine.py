@@ -200,6 +200,51 @@ def test_a_rank_that_is_stopped_is_told(finished, rank, message):
     assert re.search(rf"\nrank {rank} of 3 on \S+: it is stopped \(by SIGSTOP, Ctrl-Z or a debugger\)", done.stdout)
 
 
+LEAVE = """
+from ringreduce import runtime
+def stop():
+    while {inside} and not engine.negotiation.leaving:
+        time.sleep(0.01)
+    time.sleep(0.3)
+    open('stopping', 'w').close()
+    os.kill(os.getpid(), signal.SIGSTOP)
+engine = runtime.current('this test').engine
+rr.barrier()
+if rr.rank() == {rank}:
+    threading.Thread(target=stop, daemon=True).start() if {inside} else stop()
+if rr.rank() == 2:
+    while not os.path.exists('stopping'):
+        time.sleep(0.01)
+    time.sleep(0.5)
+{leave}
+"""
+MUTE = "stopped, or in C code that holds the interpreter"
+
+
+@pytest.mark.parametrize(
+    ("rank", "inside", "leave", "message"),
+    [
+        (1, True, "rr.shutdown()", rf"has waited in shutdown\(\) for \d+ s; a rank that has called it, too, is {MUTE}"),
+        pytest.param(
+            0, True, "rr.shutdown()", r"rank 0, which coordinates, does not answer", marks=pytest.mark.extended
+        ),
+        pytest.param(
+            1,
+            False,
+            "pass",
+            rf"rank 0 has waited in shutdown\(\) for \d+ s for rank 1\nrank 1 does not answer: it is {MUTE}",
+            marks=pytest.mark.extended,
+        ),
+    ],
+)
+def test_a_rank_that_is_stopped_does_not_keep_those_that_leave(tmp_path, finished, rank, inside, leave, message):
+    body = LEAVE.format(rank=rank, inside=inside, leave=leave)
+    done = finished(f"os.chdir({str(tmp_path)!r})\n{body}", RINGREDUCE_STALL_CHECK_S="1", RINGREDUCE_STALL_ABORT_S="4")
+    assert done.returncode == 1, done.stdout
+    assert re.search(message, done.stdout), done.stdout
+    assert re.search(rf"\nrank {rank} of 3 on \S+: it is stopped \(by SIGSTOP, Ctrl-Z or a debugger\)", done.stdout)
+
+
 def test_after_the_second_limit_the_job_ends(finished, python):
     done = finished(
         STALL.format(how="time.sleep(30)", rank=0),

@@ -58,6 +58,14 @@ def await_question(asked: socket.socket) -> None:
         pass
 
 
+def next_list(asked: socket.socket, number: int) -> dict:
+    """The next list after `number`: an agent says one again once it knows that its rank listens."""
+    while True:
+        said = asked.recv(1 << 16)
+        if said.startswith(b"{") and (heard := json.loads(said)["membership"])["number"] > number:
+            return heard
+
+
 def main() -> None:
     last, *planned = sys.argv[1:]
     actions = dict(each.split("=") for each in planned)
@@ -79,11 +87,9 @@ def main() -> None:
                     say(left="its script ended")
                     end_by(actions.get(f"{RANK}@left", ""))
                     return
-            said = asked.recv(1 << 16)
-            if said.startswith(b"{"):
-                membership = json.loads(said)["membership"]
-                print(json.dumps(membership), flush=True)
-                number, is_member = membership["number"], RANK in membership["ranks"]
+            membership = next_list(asked, number)
+            print(json.dumps(membership), flush=True)
+            number, is_member = membership["number"], RANK in membership["ranks"]
 
 
 main()

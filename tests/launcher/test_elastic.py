@@ -3,6 +3,7 @@
 import contextlib
 import json
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -90,6 +91,19 @@ def test_a_rank_that_keeps_others_waiting_is_killed(ringrun: Run, python: str) -
     assert lists(done) == {rank: [{"number": 1, "ranks": [0, 2], "dead": dead}] for rank in (0, 2)}
     text = " ".join(done.stderr[done.stderr.index(FAILED.format(1, 3)) :].split())
     assert "ringrun killed it, since it kept others waiting: waiting for rank 1 where " in text
+
+
+@pytest.mark.without_mpi
+def test_stacks_after_a_loss_are_those_of_the_ranks_that_are_left(start, python: str, tmp_path: Path, wait_for) -> None:
+    job = start("--elastic", "-np", 3, python, RANK, 9, "1@0=kill")
+    wait_for(lambda: all((tmp_path / f"{rank}@1").exists() for rank in (0, 2)))
+    program = "import sys; from ringrun.stacks import run; sys.exit(run(sys.argv[1:]))"
+    told = subprocess.check_output([sys.executable, "-c", program, str(job.pid)], text=True)
+    assert re.search(r"\nranks? 0.* of 3 on \S+: elastic_rank.py:\d+, in ", told), told
+    assert re.search(r"\nranks? (0,)?2 of 3 on \S+: elastic_rank.py:\d+, in ", told), told
+    assert told.endswith("\nrank 1 of 3: not running\n")
+    job.send_signal(signal.SIGTERM)
+    job.wait(timeout=20)
 
 
 @pytest.mark.without_mpi
