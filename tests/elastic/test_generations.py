@@ -85,3 +85,33 @@ def test_a_death_does_not_hold_up_those_that_call_shutdown(python, tmp_path):
     done = jobs.run([jobs.ringrun(python), "--elastic", "-np", 3, python, script], timeout_s=60)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["[0] went on", "[2] went on"]
+
+
+ORPHANED = """
+import os, signal, time
+import numpy as np
+import ringreduce as rr
+
+def parent(pid):
+    with open(f"/proc/{pid}/stat") as file:
+        return int(file.read().rpartition(")")[2].split()[1])
+
+rr.init()
+daemon = parent(parent(os.getppid()))  # of the MPI; it has started the parent, the anchor, of this rank's agent
+rr.barrier()
+if rr.rank() == 0:
+    os.kill(daemon, signal.SIGKILL)
+for step in range(50):
+    assert rr.allreduce(np.full(3, rr.rank() + step), op=rr.Sum, name="step")[0] == 3 + 3 * step
+    time.sleep(0.02)
+print("ended with", rr.size())
+"""
+
+
+def test_ranks_outlive_the_daemon_that_has_started_them(python, tmp_path):
+    """It ends, as mpirun does, when another host is lost."""
+    script = tmp_path / "train.py"
+    script.write_text(ORPHANED)
+    done = jobs.run([jobs.ringrun(python), "--elastic", "-np", 3, python, script], timeout_s=60)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"[{rank}] ended with 3" for rank in range(3)]
