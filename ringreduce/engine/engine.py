@@ -130,7 +130,9 @@ class Engine:
     def _begin_leaving(self, why: str) -> None:
         self._inbox.draining = True
         with self._inbox.lock:  # what another thread is submitting is announced now, or refused
-            self.negotiation.leaving, self.negotiation.leaving_s = why, time.monotonic()
+            self.negotiation.leaving = why
+        if not self.settings.elastic:  # there ringrun looks who leaves, and wakes who is stopped meanwhile
+            self.negotiation.leaving_s = time.monotonic()
         if isinstance(self.negotiation.error, errors.StalledError):  # the others may not know, and would wait
             self._send_broken(self.negotiation.error)
         self.negotiation.announce()

@@ -60,7 +60,7 @@ class Negotiation:
         self.known_submissions = 0  # how many submissions were counted by their id
         self.joins = 0  # how often all ranks have joined; equal on all ranks between two operations
         self.leaving = ""  # not empty: why this rank leaves
-        self.leaving_s = math.inf  # since when
+        self.leaving_s = math.inf  # since when, for the stall watch
         self.error: Exception | None = None  # why the engine has failed; it runs nothing any more
         self._world, self._mailbox, self._inbox, self._timeline, self._gpu = world, mailbox, inbox, timeline, gpu
         self._lock = inbox.lock

@@ -115,3 +115,39 @@ def test_ranks_outlive_the_daemon_that_has_started_them(python, tmp_path):
     done = jobs.run([jobs.ringrun(python), "--elastic", "-np", 3, python, script], timeout_s=60)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [f"[{rank}] ended with 3" for rank in range(3)]
+
+
+STOPPED = """
+import os, signal, threading, time
+import ringreduce as rr
+from ringreduce import runtime
+
+def stop():
+    while not engine.negotiation.leaving:
+        time.sleep(0.01)
+    time.sleep(0.3)
+    open("stopping", "w").close()
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+rr.init()
+engine = runtime.current("this test").engine
+rr.barrier()
+if rr.rank() == 0:
+    threading.Thread(target=stop, daemon=True).start()
+if rr.rank() == 2:
+    while not os.path.exists("stopping"):
+        time.sleep(0.01)
+    time.sleep(0.5)
+rr.shutdown()
+print("left")
+"""
+
+
+@pytest.mark.extended
+def test_a_rank_that_is_stopped_in_shutdown_is_woken(python, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(STOPPED)
+    command = [jobs.ringrun(python), "--elastic", "--stall-abort-s", 3, "--wdir", tmp_path, "-np", 3, python, script]
+    done = jobs.run(command, timeout_s=60)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"[{rank}] left" for rank in range(3)]
