@@ -13,7 +13,6 @@ import logging
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -306,8 +305,8 @@ def _at_exit() -> None:
             finalize_mpi()
     except StalledError as error:
         log.LOGGER.error(str(error))
-        sys.stdout.flush()
-        os._exit(1)  # the only way to fail from here: the stopped rank would keep the job for ever
+        excepthook.flush()
+        os._exit(excepthook.EXIT_CODE)  # the only way to fail from here: the stopped rank would keep the job for ever
 
 
 def _leave_elastic(runtime: Runtime, elastic: Elastic, why: str) -> None:

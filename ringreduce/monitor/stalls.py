@@ -113,11 +113,11 @@ class StallWatch:
         now = time.monotonic()
         if of_leaving:
             if mute:
-                self._warn(report(headline, mute, replies))
+                warn(self._settings, report(headline, mute, replies))
                 if self._is_over(now - self._negotiation.leaving_s):
                     self._give_up(StalledError(report(headline, mute, replies)), mute)
         elif over is None:
-            self._warn(report(headline, queried, replies, stacks=False), report(headline, queried, replies))
+            warn(self._settings, report(headline, queried, replies, stacks=False), report(headline, queried, replies))
         elif over.busy and self._is_over(now - over.stuck().moved_s):
             stuck_on = over.stuck().stuck_on()
             self._give_up(StalledError(report(headline, queried, replies, stacks=False)), mute or [stuck_on or 0])
@@ -230,7 +230,7 @@ class StallWatch:
         if probed_s and now - probed_s > REPLY_S:
             self._probed_s[state.number] = 0.0
             self._silent.add(state.number)
-            self._warn(f"rank {self._mailbox.rank} has waited for {waited_s:.0f} s; {text}: {SILENT}")
+            warn(self._settings, f"rank {self._mailbox.rank} has waited for {waited_s:.0f} s; {text}: {SILENT}")
         if state.number in self._silent and self._is_over(waited_s):
             self._give_up(StalledError(text), [state.negotiator.coordinator_rank])
 
@@ -249,9 +249,6 @@ class StallWatch:
 
     def _reply(self, request: StackRequest) -> StackReply:
         return StackReply(request.number, self._doing(request), stack_of(self._init_thread))
-
-    def _warn(self, text: str, full: str = "") -> None:
-        warn(self._settings, text, full)
 
 
 def warn(settings: Settings, text: str, full: str = "") -> None:
