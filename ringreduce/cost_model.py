@@ -46,6 +46,7 @@ STEPWISE = 1.1  # slowdown of a wire by `halving`, which does not begin a step b
 MANY = 16  # with more ranks `direct` is not chosen: the model does not cover so many senders to one receiver
 CONVERGING = 1.03  # slowdown of a wire to which several hosts send at a time (4 hosts at 1 Gbit/s: 2 to 4 %)
 SHORT_BYTES = 8 << 10  # at most, of an all-reduce between hosts whose elements travel with its negotiation
+ENGINE_US = 60.0  # of Python, for an all-reduce whose elements travel on their own
 ONE_SHOT_BYTES = 64 << 10  # in shared memory every rank sums all of a buffer if the others' parts are at most this long
 
 
@@ -61,8 +62,9 @@ class Constants:
 
     @property
     def short_bytes(self) -> int:
-        """Elements of so many bytes pass a wire in about the time of a message: see negotiation/short.py."""
-        return min(SHORT_BYTES, int(1e3 * self.wire_us * self.wire_gbs))
+        """Elements of so many bytes pass a wire in about the time that messages of their own would take, Python
+        included: see negotiation/short.py."""
+        return min(SHORT_BYTES, int(1e3 * (ENGINE_US + self.wire_us) * self.wire_gbs))
 
     @classmethod
     def parse(cls, text: str) -> Constants:
