@@ -119,7 +119,7 @@ def reform(commits: int) -> Reformed:
     engine.give_up(error)
     engine.join()
     stopped_s = time.monotonic()
-    entered = elastic.enter(last, cast(MessageTransport, current.transport), commits, engine.numbered_sets())
+    entered = elastic.enter(last, cast(MessageTransport, current.transport), commits, engine.process_sets.numbered())
     elastic.kept.append(engine)
     met_s = time.monotonic()
     current.enter(*entered)

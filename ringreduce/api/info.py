@@ -99,7 +99,7 @@ def info() -> Info:
         links=str(engine.host.links),
         half_kernels=half.kernel_name(),
         shared_memory_bytes=0 if window is None else len(window.blocks[0]),
-        process_sets=dict(engine.sets),
+        process_sets=dict(engine.process_sets.sets),
         fusion_buffer_bytes=engine.memory.total_bytes,
         submissions=engine.submitting.count,
         known_submissions=engine.negotiation.known_submissions,

@@ -35,7 +35,7 @@ class OwnChannel:
         self.engine, self.members, self.timeout_s, self._anew = current.engine, list(members), timeout_s, anew
         self.size, self.rank = len(members), self.members.index(current.world.rank)
         self._number: int | None
-        self._number, opened = self.engine.open_channel(members, name, INTO_OUTPUTS)
+        self._number, opened = self.engine.process_sets.open(members, name, INTO_OUTPUTS)
         opened.wait(timeout_s)
 
     def begin(
@@ -70,7 +70,7 @@ class OwnChannel:
     def shut(self) -> None:
         """End it on this rank: what is not complete fails."""
         if runtime.is_initialized() and self._number is not None:
-            self.engine.shut_channel(self._number)
+            self.engine.process_sets.shut(self._number)
         self._number = None
 
     def allreduce(self, arrays: Arrays, op: ReduceOp, factor: float = 1.0, **options: Any) -> Handle:

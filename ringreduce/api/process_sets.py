@@ -52,7 +52,7 @@ class ProcessSet:
 
     def _members(self) -> list[int]:
         if self.process_set_id is not None and runtime.is_initialized():  # in an elastic job they are numbered anew
-            return list(runtime.current("process sets").engine.sets.get(self.process_set_id, ()))
+            return list(runtime.current("process sets").engine.process_sets.sets.get(self.process_set_id, ()))
         return self.ranks or []
 
     def _check_world(self, function: str) -> None:
@@ -134,7 +134,7 @@ def set_of(ranks: Sequence[int]) -> ProcessSet:
 
 def _number(members: tuple[int, ...]) -> int | None:
     """Of the set that has these members."""
-    sets = runtime.current("process sets").engine.sets
+    sets = runtime.current("process sets").engine.process_sets.sets
     return next((number for number, others in sets.items() if others == members), None)
 
 
@@ -171,4 +171,5 @@ def _check_dynamic(current: runtime.Runtime, function: str) -> None:
 
 def get_process_set_ids_and_ranks() -> dict[int, list[int]]:
     """All process sets, by number, with their ranks."""
-    return {number: list(members) for number, members in runtime.current("process sets").engine.sets.items()}
+    sets = runtime.current("process sets").engine.process_sets.sets
+    return {number: list(members) for number, members in sets.items()}

@@ -34,7 +34,7 @@ from ringreduce.monitor.recording import Recording
 from ringreduce.monitor.stalls import StallWatch
 from ringreduce.monitor.timeline import Timeline
 from ringreduce.negotiation.mailbox import Mailbox
-from ringreduce.negotiation.negotiation import GLOBAL, JOIN, Negotiation
+from ringreduce.negotiation.negotiation import JOIN, Negotiation
 from ringreduce.negotiation.protocol import Broken
 from ringreduce.settings import Settings
 from ringreduce.transport.base import EngineTransport
@@ -68,15 +68,13 @@ class Engine:
         timeline = Timeline()
         self.negotiation = negotiation = Negotiation(world, settings, mailbox, inbox, timeline, self.gpu)
         make = functools.partial(Context, settings=settings, memory=self.memory, timeline=timeline, gpu=self.gpu)
-        self._process_sets = ProcessSets(world, host, inbox, mailbox, negotiation, make)
-        self.open_channel, self.shut_channel = self._process_sets.open, self._process_sets.shut
-        self.numbered_sets = self._process_sets.numbered
-        self.states, sets = negotiation.states, self._process_sets.members
-        self.submitting = Submitting(world, inbox, negotiation, sets, self.gpu, self._process_sets.gone)
+        self.process_sets = ProcessSets(world, host, inbox, mailbox, negotiation, make)
+        self.states, sets = negotiation.states, self.process_sets.members
+        self.submitting = Submitting(world, inbox, negotiation, sets, self.gpu, self.process_sets.gone)
         self.submit = self.submitting.submit
         self.activity = Activity(inbox, negotiation, sets)
-        self._leaving = Leaving(mailbox, negotiation, self._process_sets)
-        self._recording = Recording(mailbox, timeline, self._process_sets.negotiated_are_busy)
+        self._leaving = Leaving(mailbox, negotiation, self.process_sets)
+        self._recording = Recording(mailbox, timeline, self.process_sets.negotiated_are_busy)
         self._stalls = StallWatch(settings, mailbox, negotiation, self.activity.doing, self._stalled)
         self._ended = threading.Event()
         offsets = clock_offsets_us or [0.0] * world.size
@@ -84,22 +82,16 @@ class Engine:
         mailbox.handlers[Broken] = lambda source, broken: self._fail_all(errors.PeerLostError(broken.message, [source]))
         news: list[Service] = [] if one_host else [mailbox]
         others: list[Service] = [*([mailbox] if one_host else []), self._recording, self.gpu, self._stalls]
-        work: list[Service] = [negotiation, self._process_sets]
+        work: list[Service] = [negotiation, self.process_sets]
         self._polling = Polling(news, work, others, inbox, self._break, negotiation.channels)
         inbox.drive = self._drive
         for members in (range(world.size), *process_sets):
             if isinstance(members, str):
-                self._process_sets.skip(members)
+                self.process_sets.skip(members)
             else:
-                self._process_sets.add(members)
+                self.process_sets.add(members)
         self._thread = threading.Thread(target=self._run, name=f"ringreduce engine {world.rank}", daemon=True)
         self._thread.start()
-
-    @property
-    def sets(self) -> dict[int, tuple[int, ...]]:
-        """The members of all process sets, by number."""
-        with self._inbox.lock:
-            return {number: each for number, each in self._process_sets.members.items() if number >= GLOBAL}
 
     def leave(self, why: str, interrupted: Callable[[], bool] = lambda: False) -> bool:
         """Announce that this rank leaves, and wait until all ranks do; operations that are not ready fail.

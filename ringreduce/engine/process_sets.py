@@ -36,7 +36,7 @@ FIRST_OWN = -(1 << 32)  # the number of the first channel that its members open 
 
 
 class ProcessSets:
-    """Used by the engine's thread, but for `members`."""
+    """Used by the engine's thread, but for `sets`, `numbered`, `open` and `shut`."""
 
     def __init__(
         self,
@@ -59,6 +59,12 @@ class ProcessSets:
         self._next, self._next_channel = 0, -1
         self._own_numbers = itertools.count(FIRST_OWN, -1)
         self._abandoned: list[Channel] = []  # closed with operations under way, to whose memory MPI may still write
+
+    @property
+    def sets(self) -> dict[int, tuple[int, ...]]:
+        """The members of all process sets, by number, without channels. Any thread may ask."""
+        with self._inbox.lock:
+            return {number: each for number, each in self.members.items() if number >= GLOBAL}
 
     def numbered(self) -> list[tuple[int, ...] | str]:
         """The members of all sets but the first, in the order of their numbers; or why a set has ended."""

@@ -16,7 +16,7 @@ worlds = pytest.mark.parametrize("hosts", [None, [0, 1, 2], [0, 0, 1]], ids=["on
 
 
 def open_channel():
-    number, opened = runtime.current("a test").engine.open_channel(range(rr.size()), "group", INTO_OUTPUTS)
+    number, opened = runtime.current("a test").engine.process_sets.open(range(rr.size()), "group", INTO_OUTPUTS)
     opened.wait()
     return number
 

@@ -18,7 +18,7 @@ SUM = (("op", "Sum"), ("prescale_factor", 1.0), ("postscale_factor", 1.0))
 
 
 def open_channel(members, name="group"):
-    number, opened = runtime.current("a test").engine.open_channel(members, name, IN_ORDER)
+    number, opened = runtime.current("a test").engine.process_sets.open(members, name, IN_ORDER)
     opened.wait()
     return number
 
@@ -53,7 +53,7 @@ def several_groups():
     channels = runtime.current("a test").engine.negotiation.channels
     uses_memory = [channels[each].executor.context.algorithms.region is not None for _, each in mine]
     for _, channel in mine:
-        runtime.current("a test").engine.shut_channel(channel)
+        runtime.current("a test").engine.process_sets.shut(channel)
     again = open_channel(range(rr.size()))
     return found, uses_memory, total(again), len(runtime.current("a test").engine.negotiation.channels)
 
@@ -105,7 +105,7 @@ def test_a_group_that_is_shut_fails_what_is_pending_and_accepts_nothing():
         number = open_channel([0, 1])
         if rr.rank() == 0:
             handle = begin_sum(number, np.ones(100_000))
-            runtime.current("a test").engine.shut_channel(number)
+            runtime.current("a test").engine.process_sets.shut(number)
             with pytest.raises(rr.CollectiveError, match=r"allreduce 'group' \(.*\): its process group was destroyed"):
                 handle.wait()
             with pytest.raises(rr.InputError, match=r"allreduce: there is no process set -\d+"):
