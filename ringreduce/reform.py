@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from pathlib import Path
 from typing import NoReturn, cast
@@ -18,8 +19,11 @@ from ringreduce.startup.worlds import Elastic, Reformed, lost_error
 from ringreduce.transport.message import MessageTransport
 from ringreduce.world import World
 
+GPU_SLEEP_S = 100e-6  # between two looks at the GPU
+
 __all__ = [
     "Reformed",
+    "await_gpu",
     "await_restart",
     "give_up",
     "hosts_came",
@@ -98,28 +102,47 @@ def give_up() -> None:
         elastic.has_failed = True
 
 
+def await_gpu(after_loss: bool = False) -> Exception | None:
+    """Wait until this rank's GPU has done what collectives have queued; then it changes no array any more.
+
+    Returns: None when the results are right; the error that has ended the world, with which they may be anything.
+    Raises:  CollectiveError when the GPU is not done RECOVERY_S after a loss.
+    """
+    current = runtime.current("await_gpu")
+    engine, until_s = current.engine, math.inf
+    queued = engine.gpu.queued()
+    while not all(each.done() for each in queued):
+        if until_s == math.inf and (after_loss or engine.negotiation.error):
+            until_s = time.monotonic() + RECOVERY_S
+        if time.monotonic() > until_s:
+            raise CollectiveError(
+                f"{RECOVERY_S:g} s after a loss this rank's GPU has not done what was queued before; "
+                "`ringrun --elastic --restarts N` would start the job again"
+            )
+        time.sleep(GPU_SLEEP_S)
+    return engine.negotiation.error if queued else None
+
+
 def reform(commits: int) -> Reformed:
     """Give up the world, after a CollectiveError other than MismatchError, and form that of the launcher's newest list.
 
     commits: how often this rank has committed its state.
     Cost:    waits for the list, up to RECOVERY_S, and for the ranks that it names; two small allgathers.
     Raises:  the error that ended the world, where the job is not elastic, or no list comes; CollectiveError when the
-             ranks of the list do not come, or the world used GPUs.
+             ranks of the list do not come, or this rank's GPU does not end its work.
     """
     current, begun_s = runtime.current("reform"), time.monotonic()
     engine, last, elastic = current.engine, current.world, current.elastic
     error = engine.negotiation.error or CollectiveError(f"no rank of {last.size} is lost, as far as this one knows")
     if elastic is None or not elastic.members.wait(lambda each: each.number > last.number, RECOVERY_S):
         raise error
-    if engine.gpu.is_used:
-        raise CollectiveError(
-            "an elastic job cannot go on where arrays on GPUs were reduced: lost ranks share their memory, and NCCL's "
-            "communicators; let `ringrun --elastic --restarts N` start it again"
-        ) from error
     engine.give_up(error)
     engine.join()
+    await_gpu(after_loss=True)
+    engine.gpu.close()
     stopped_s = time.monotonic()
     entered = elastic.enter(last, cast(MessageTransport, current.transport), commits, engine.process_sets.numbered())
+    engine.gpu.free(of_lost_world=True)  # all have unmapped it before they met
     elastic.kept.append(engine)
     met_s = time.monotonic()
     current.enter(*entered)

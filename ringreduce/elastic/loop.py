@@ -60,15 +60,16 @@ def _train(func: Callable[[], Any], state: State) -> Any:
         except HostsUpdatedInterrupt as interrupt:
             needs_sync = not interrupt.skip_sync
             if reform.membership_changed():
-                state.save()  # it is whole: the interrupt comes between two steps
+                _keep(state)
                 needs_sync = not _reform(state)
             elif reform.hosts_came():
-                state.save()
+                _keep(state)
                 reform.await_restart()
         except BaseException as error:
             if not (_is_loss(error) and reform.is_elastic()):
                 raise
             start_s = time.perf_counter()
+            reform.await_gpu(after_loss=True)  # it may write to the state's arrays
             state.restore()
             LOGGER.debug(f"elastic: the state is restored after {(time.perf_counter() - start_s) * 1e3:.1f} ms")
             needs_sync = not _reform(state)
@@ -84,6 +85,11 @@ def _is_loss(error: BaseException) -> bool:
         return not isinstance(error, MismatchError)
     is_wrapped = type(error).__module__.partition(".")[0] in ("jax", "jaxlib", "tensorflow")
     return is_wrapped and re.search(r"\b(PeerLost|Stalled|Collective)Error: ", str(error)) is not None
+
+
+def _keep(state: State) -> None:
+    """Commit the state, which is whole: the interrupt comes between two steps; but not what a GPU has got wrong."""
+    state.restore() if reform.await_gpu() else state.save()
 
 
 def _reform(state: State) -> bool:

@@ -62,8 +62,11 @@ class State:
     def commit(self) -> None:
         """Save the state, to which a failure leads back; call it on all ranks after the same step.
 
-        Raises: HostsUpdatedInterrupt, see `check_host_updates`.
+        Raises: HostsUpdatedInterrupt, see `check_host_updates`; PeerLostError in a job that reduces arrays on GPUs,
+                where results may be wrong that a rank was lost in.
         """
+        if error := reform.await_gpu():
+            raise error
         self.save()
         self.check_host_updates()
 

@@ -11,6 +11,9 @@ An event is recorded again for the slot's next use, SLOTS sequence numbers later
 then all members have queued their wait for the earlier one, since they have published later sequence numbers; see the
 proof in collectives/shared.py.
 
+In an elastic job a rank publishes its flag only when its GPU has done the work, so no GPU waits for another process,
+and none waits for one that has died, whose events are never done.
+
 Works for several ranks on one GPU too, and, without IPC, for ranks that are threads of one process.
 """
 
@@ -18,12 +21,15 @@ from __future__ import annotations
 
 import functools
 import os
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from ringreduce.gpu.runtime import Block, Device, Stream, runtime
+from ringreduce.gpu.runtime import Block, Device, Event, Stream, runtime
+from ringreduce.transport import waiting
+from ringreduce.transport.base import Work
 from ringreduce.transport.window import PACKED, SLOTS, SUMMED, Flags
 
 IPC_HANDLE_BYTES = 64  # of memory or of an event
@@ -80,9 +86,10 @@ def _bytes(handle: bytes) -> Any:
 class PeerSlots:
     """The slots of all members on this host, as one of them maps them."""
 
-    def __init__(self, own: OwnSlots, handles: Sequence[Any], flags: Flags) -> None:
+    def __init__(self, own: OwnSlots, handles: Sequence[Any], flags: Flags, elastic: bool = False) -> None:
         """handles: the members', in order. Raises CuPy's CUDARuntimeError where one cannot be mapped."""
-        self.own, self.flags = own, flags
+        self.own, self.flags, self.elastic = own, flags, elastic
+        self._queued: deque[tuple[Event, int, int]] = deque()  # in an elastic job: what is to be published
         self.rank, self.size = flags.rank, flags.size
         self.slot_bytes = own.slot_bytes
         self._memory: list[int] = []
@@ -117,6 +124,9 @@ class PeerSlots:
 
     def publish(self, flag: int, sequence: int, stream: Stream) -> None:
         """Record on a stream that this rank's part of `sequence` is done, and publish the record."""
+        if self.elastic:
+            self._queued.append((stream.record(), flag, sequence))
+            return
         with self.own.device:
             runtime().eventRecord(self.own.events[flag][sequence % SLOTS], stream.pointer)
         self.flags.publish(flag, sequence)
@@ -124,8 +134,14 @@ class PeerSlots:
     def follow(self, flag: int, sequence: int, stream: Stream) -> None:
         """Make a stream wait for the others' part of `sequence`; `flags` has shown that all have published it."""
         for rank, events in enumerate(self._events):
-            if rank != self.rank:
+            if rank != self.rank and not self.elastic:
                 runtime().streamWaitEvent(stream.pointer, events[flag][sequence % SLOTS])
+
+    def publish_done(self) -> None:
+        """Publish what this rank's GPU has done meanwhile."""
+        while self._queued and self._queued[0][0].done():
+            _, flag, sequence = self._queued.popleft()
+            self.flags.publish(flag, sequence)
 
     def close(self) -> None:
         """Unmap the others' memory; after all members have, each frees its own."""
@@ -135,3 +151,22 @@ class PeerSlots:
         for event in self._opened:
             runtime().eventDestroy(event)
         self._mapped, self._opened = [], []
+
+
+class PublishedWhenDone(Work):
+    """Work of an elastic job: who waits for the others publishes meanwhile what its own GPU has done."""
+
+    waits_for = waiting.WaitsFor.FLAGS
+
+    def __init__(self, work: Work, peers: PeerSlots) -> None:
+        self._work, self._peers = work, peers
+
+    @property
+    def peer(self) -> int:  # type: ignore[override]
+        """See `Work`."""
+        return self._work.peer
+
+    def done(self) -> bool:
+        """See `Work.done`."""
+        self._peers.publish_done()
+        return self._work.done()

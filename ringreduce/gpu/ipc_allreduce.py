@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from ringreduce.collectives.shared import Watch, pipelined
-from ringreduce.gpu.ipc import PeerSlots
+from ringreduce.gpu.ipc import PeerSlots, PublishedWhenDone
 from ringreduce.gpu.kernels import Kernels, Table
 from ringreduce.gpu.runtime import Stream
 from ringreduce.ops import Reduction
@@ -62,7 +62,8 @@ def allreduce(
              GPU reads and writes 4 n + n / P + n bytes, of which it reads 2 n (P - 1) / P from other GPUs.
     """
     work = [MappedSlot(slot, peers, reduction, kernels, stream) for slot in slots]
-    yield from pipelined(work, peers.flags, watch)
+    for each in pipelined(work, peers.flags, watch):
+        yield PublishedWhenDone(each, peers) if peers.elastic else each
 
 
 class MappedSlot:

@@ -57,6 +57,11 @@ class GpuPaths:
         self.blocks: list[Stage] = []  # of the other paths: one per channel, on the engine's stream
         self._own: OwnSlots | None = None
 
+    @property
+    def all_stages(self) -> list[Stage]:
+        """Whatever has a stream, or memory for one."""
+        return [*self.stages, *self.blocks, *([self.nccl_stage] if self.nccl_stage else [])]
+
     def text(self) -> str:
         """The path and the reason for it, such as `ipc: …`."""
         if self._channel.size == 1:
@@ -159,7 +164,7 @@ class GpuPaths:
         handles = yield from bruck.allgather(handle, self._channel)
         if not why_not:
             try:
-                self.peers = PeerSlots(own, list(handles), flags)
+                self.peers = PeerSlots(own, list(handles), flags, settings.elastic)
             except Exception as exc:  # CuPy's
                 why_not = f"the other ranks' GPU memory cannot be mapped ({_sentence(exc)})"
             why_not = _first((yield from self._exchange(why_not)))
@@ -209,9 +214,8 @@ class GpuPaths:
         """Free all memory of a removed set. All members call it, after everything that they have queued."""
         if self._gpu is None:
             return
-        streams = [self._gpu.stream, *(each.stream for each in [self.nccl_stage] if each)]
-        for stream in streams:
-            yield Done(stream.record(), self._channel.rank)
+        for event in self._gpu.queued():
+            yield Done(event, self._channel.rank)
         self.close()
         yield from self._exchange("")  # a barrier: no rank frees what another has mapped
         self._gpu.paths.remove(self)
@@ -224,10 +228,15 @@ class GpuPaths:
         self.nccl = None
         self._unmap()
 
-    def free(self) -> None:
-        """Free the memory; the set reduces no more GPU arrays."""
-        for stage in (*self.stages, *self.blocks, *([self.nccl_stage] if self.nccl_stage else [])):
-            stage.free()
+    def free(self, of_lost_world: bool = False) -> None:
+        """Free the memory; the set reduces no more GPU arrays.
+
+        of_lost_world: MPI may still read and write what it was given for ranks that are dead.
+        """
+        of_mpi = self.blocks if self.path == "cuda_aware" and of_lost_world else []
+        for stage in self.all_stages:
+            if stage not in of_mpi:
+                stage.free()
         self._free_slots()
 
     def _unmap(self) -> None:

@@ -103,6 +103,13 @@ class Gpu:
         """Control messages, while something is kept alive: so `poll` is called again."""
         return WaitsFor.CONTROL if self._retired else WaitsFor.NOTHING
 
+    def queued(self) -> list[Event]:
+        """Events behind all that is queued now."""
+        if "stream" not in vars(self):
+            return []
+        stages = [stage for each in self.paths for stage in each.all_stages]
+        return [each.record() for each in {self.stream, *(stage.stream for stage in stages)}]
+
     def abort(self) -> None:
         """Stop the work that waits for lost ranks, so that nothing hangs."""
         for each in self.paths:
@@ -116,7 +123,7 @@ class Gpu:
         for each in self.paths:
             each.close()
 
-    def free(self) -> None:
-        """Free our memory on the GPU."""
+    def free(self, of_lost_world: bool = False) -> None:
+        """Free our memory on the GPU.  of_lost_world: see GpuPaths.free."""
         for each in self.paths:
-            each.free()
+            each.free(of_lost_world)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import textwrap
@@ -77,7 +78,8 @@ def survivors(*ranks: int) -> list[str]:
 def kill(hosts: Hosts, k: int, *, only_rank: bool) -> None:
     for pid, line in hosts.processes(k).items():
         if ("train.py" in line and "ringrun" not in line) or not only_rank:
-            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it has ended with another one
+                os.kill(pid, signal.SIGKILL)
 
 
 def test_a_rank_on_another_host(own_hosts: Hosts, train: Callable[[], Inside]) -> None:
