@@ -127,6 +127,15 @@ def in_session(session: int) -> list[int]:
     return [pid for pid in all_processes() if _session_of(pid) == session]
 
 
+def wake_up(session: int) -> list[int]:
+    """Let the processes of a session that are stopped go on; return which were."""
+    stopped = [pid for pid in in_session(session) if state_of(pid) == "T"]
+    for pid in stopped:
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGCONT)
+    return stopped
+
+
 def all_processes() -> list[int]:
     """Return the processes of this host."""
     return [int(name) for name in os.listdir("/proc") if name.isdecimal()]

@@ -30,7 +30,7 @@ from ..engines import DAEMONS, ENGINES
 from ..environment import COMMITS_VARIABLE, Place, Settings, error_file, rank_environment
 from ..machine.placement import Share, describe, place
 from ..machine.topology import read_topology, usable_cpus
-from ..processes import before_exec, bind_to, die_with_parent, end_daemon, limit_open_files, signal_group
+from ..processes import before_exec, bind_to, die_with_parent, end_daemon, limit_open_files, signal_group, wake_up
 from . import kept_commits
 from .oom import OomWatch
 from .rank_socket import RankSocket
@@ -217,12 +217,20 @@ class Agent:
             self._sent.append(message.number)
             self._shm_cleanup.look(pid)
             signal_group(pid, message.number)
+        elif isinstance(message, wire.WakeUp):
+            self._wake(pid)
         elif isinstance(message, wire.Membership | wire.Hosts):
             self._rank_socket.tell(message)
         elif isinstance(message, wire.Ask):
             # in a thread: a signal must not wait for the answer
             threading.Thread(target=self._dumper.answer, args=(message.number, pid), daemon=True).start()
             self._shm_cleanup.look(pid)
+
+    def _wake(self, pid: int) -> None:
+        """Let the rank go on, if it is stopped."""
+        if stopped := wake_up(pid):
+            who = f"rank {self._place.rank} of {self._place.size} on host {socket.gethostname()}, pid {stopped[0]},"
+            self._send(wire.Note(f"ringrun: {who} was stopped while others waited for it to end; it goes on now"))
 
     def _leave(self) -> NoReturn:
         if not self._link.is_local or self._is_abandoned:

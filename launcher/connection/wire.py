@@ -211,6 +211,10 @@ class Signal(NamedTuple):
     number: int
 
 
+class WakeUp(NamedTuple):
+    """Of an elastic job: others wait for the rank's end; if it is stopped, let it go on, and say so."""
+
+
 class End(NamedTuple):
     """Kill what is left of the rank's process group and exit.
 
@@ -226,7 +230,7 @@ Report: TypeAlias = State | Stalled | InInit | Initialized | Suspects | Reformed
 Message: TypeAlias = (
     Report
     | (Hello | Note | Started | NotStarted | Output | InputWanted | Died | Ended)  # of an agent
-    | (Setup | Input | Ask | Signal | Membership | Hosts | End)  # of ringrun
+    | (Setup | Input | Ask | Signal | WakeUp | Membership | Hosts | End)  # of ringrun
 )
 
 _STREAM_TAGS: dict[str, bytes] = {"stdout": b"o", "stderr": b"e"}

@@ -8,7 +8,7 @@ import time
 from collections.abc import Collection
 from dataclasses import replace
 
-from ..connection.wire import Hosts, Initialized, Left, Meeting, Membership, Reformed, Signal, Suspects
+from ..connection.wire import Hosts, Initialized, Left, Meeting, Membership, Reformed, Signal, Suspects, WakeUp
 from ..elastic import Elastic
 from ..output.display import Output
 from ..report.card import card
@@ -86,7 +86,7 @@ class Losses:
     def too_late(self, now_s: float) -> str:
         """Return why the job cannot go on if ranks have not gone on in time after a loss, else nothing.
 
-        Who has left may have work of its own to do, which nobody ends; but if it is stopped, it goes on.
+        At the end a rank may have work to do alone, which nobody ends; but if it is stopped, its agent has it go on.
         """
         late = self._members.expired(now_s)
         if isinstance(late, Kill):
@@ -95,7 +95,7 @@ class Losses:
             self._kill(late)
         elif isinstance(late, Wake):
             for rank in late.ranks:
-                self._channel.send(rank, Signal(signal.SIGCONT))
+                self._channel.send(rank, WakeUp())
         return late.why if isinstance(late, CannotGoOn) else ""
 
     def _kill(self, decision: Kill) -> None:

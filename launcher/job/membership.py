@@ -28,7 +28,7 @@ class Kill:
 
 @dataclass(frozen=True)
 class Wake:
-    """These ranks have left and do not end: they may be stopped."""
+    """Others have left long ago, and these do not end: they may work, or be stopped."""
 
     ranks: frozenset[int]
 
@@ -52,7 +52,7 @@ class Members:
         self.ranks = tuple(range(self._np))
         self.spares = list(range(self._np, size))
         self._late_s = math.inf  # when re-forming takes too long
-        self._rest_s = math.inf  # when those that have left, and nobody else is there, have had the time to end
+        self._rest_s = math.inf  # when those that are there, where some have left, have had the time to end
         self._last_s = math.inf  # when it has taken so long that the job cannot go on
         self._met_s: dict[int, float] = {}  # members that wait for others to re-form: when they last said so
         self._is_formed = False  # MPI works, so that ranks can go on without others
@@ -152,9 +152,9 @@ class Members:
         )
 
     def await_rest(self, now_s: float) -> None:
-        """Where only ranks that have left are still there, begin to wait for their ends."""
-        is_all = bool(rest := self._rest()) and rest <= self._left
-        self._rest_s = min(self._rest_s, now_s + self._elastic.stalled_s) if is_all else math.inf
+        """Where ranks have left, or ended with 0, begin to wait for the ends of the others."""
+        waits = bool(self._rest() and self._left | self._ended)
+        self._rest_s = min(self._rest_s, now_s + self._elastic.stalled_s) if waits else math.inf
 
     def expired(self, now_s: float) -> Kill | Wake | CannotGoOn | None:
         """Return the ranks that keep others waiting in re-forming, or at the end; later why the job cannot go on."""

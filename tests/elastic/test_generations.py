@@ -1,6 +1,7 @@
 """What belongs to a world that ends with a loss: what lives on, and what says that it cannot."""
 
 import json
+import re
 
 import pytest
 
@@ -151,3 +152,38 @@ def test_a_rank_that_is_stopped_in_shutdown_is_woken(python, tmp_path):
     done = jobs.run(command, timeout_s=60)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == [f"[{rank}] left" for rank in range(3)]
+
+
+LATE = """
+import os, signal, sys, time
+import ringreduce as rr
+
+rr.init()
+rr.barrier()
+if rr.rank() == int(sys.argv[1]):
+    os.kill(os.getpid(), signal.SIGSTOP)
+elif rr.rank() == 1 - int(sys.argv[1]):
+    time.sleep(7.0)  # as one that saves a checkpoint
+if "ends" not in sys.argv:
+    rr.shutdown()
+print("left")
+"""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["0"], pytest.param(["1"], marks=pytest.mark.extended), pytest.param(["0", "ends"], marks=pytest.mark.extended)],
+    ids=" ".join,
+)
+def test_of_those_that_others_await_in_shutdown_the_stopped_are_woken_and_the_busy_are_left_alone(
+    python, tmp_path, arguments
+):
+    script = tmp_path / "train.py"
+    script.write_text(LATE)
+    command = [jobs.ringrun(python), "--elastic", "--stall-abort-s", 3, "-np", 3, python, script, *arguments]
+    done = jobs.run(command, timeout_s=60)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"[{rank}] left" for rank in range(3)]
+    woken = re.findall(r"ringrun: rank (\d) of 3 on host \S+, pid \d+, was stopped while", done.stderr)
+    assert woken == [arguments[0]], done.stderr
+    assert "-- ringrun" not in done.stderr

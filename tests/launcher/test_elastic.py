@@ -107,12 +107,15 @@ def test_stacks_after_a_loss_are_those_of_the_ranks_that_are_left(start, python:
 
 
 @pytest.mark.without_mpi
-def test_a_rank_that_is_stopped_while_it_leaves_goes_on(
-    ringrun: Run, python: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("when", ["1@0", "1@left"])
+def test_a_rank_that_is_stopped_when_others_have_left_goes_on(
+    ringrun: Run, python: str, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     monkeypatch.setenv("RINGREDUCE_STALL_ABORT_S", "1")
-    done = ringrun("--elastic", "-np", 2, python, RANK, 0, "1@left=kill-STOP")
+    done = ringrun("--elastic", "-np", 2, python, RANK, 0, f"{when}=kill-STOP")
     assert done.returncode == 0, done.stderr
+    told = r"ringrun: rank 1 of 2 on host \S+, pid \d+, was stopped while others waited for it to end; it goes on now\n"
+    assert re.search(told, done.stderr)
     assert "-- ringrun" not in done.stderr
 
 

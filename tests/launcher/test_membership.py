@@ -137,12 +137,11 @@ def test_ranks_that_wait_in_shutdown_hear_of_a_loss() -> None:
     assert job.ended(0, 0.0) is None
 
 
-def test_who_has_left_and_does_not_end_may_be_stopped() -> None:
+def test_where_some_have_left_who_does_not_end_may_be_stopped() -> None:
     job = members(3, spares=1)
-    job.left(0, 1.0)
     job.await_rest(1.0)
-    assert job.due_s == math.inf, "rank 1 trains"
-    job.left(1, 2.0)
+    assert job.due_s == math.inf, "all train"
+    job.left(0, 2.0)
     job.await_rest(2.0)
     job.ended(0, 3.0)
     job.await_rest(3.0)
