@@ -22,7 +22,10 @@ class AnyOf(Work):
 
     def done(self) -> bool:
         """See `Work.done`."""
-        return any(each.done() for each in self.requests)
+        for each in self.requests:  # noqa: SIM110, half the time of any() and a generator
+            if each.done():
+                return True
+        return False
 
 
 class Order:

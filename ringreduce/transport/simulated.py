@@ -129,9 +129,11 @@ class Cluster:
             self._later(self.clocks_us[rank], self._resume, rank, self._turn[rank])
         gc.disable()  # a million objects live, none of them in cycles
         try:
-            while self._events:
-                self.now_us, _, function, arguments = heapq.heappop(self._events)
-                function(self.now_us, *arguments)
+            events, first = self._events, heapq.heappop
+            while events:
+                now_us, _, function, arguments = first(events)
+                self.now_us = now_us
+                function(now_us, *arguments)
         finally:
             gc.enable()
         stuck = [rank for rank in self._simulated if rank not in self._results]
@@ -183,9 +185,10 @@ class Cluster:
         """Run a rank until it has to wait, unless it has run since this was planned."""
         if turn != self._turn[rank]:
             return
-        self._turn[rank] += 1
+        self._turn[rank] = turn = turn + 1
         self.current = rank
-        self.clocks_us[rank] = max(self.clocks_us[rank], now_us)
+        if self.clocks_us[rank] < now_us:
+            self.clocks_us[rank] = now_us
         work, steps = self._waits[rank], self._steps[rank]
         try:
             while work is None or work.done():
@@ -197,11 +200,11 @@ class Cluster:
         known = []
         for leaf in _leaves(work):
             if leaf.at_us is None:
-                leaf.waiter = self._turn[rank]
+                leaf.waiter = turn
             else:
                 known.append(leaf.at_us)
         if known:
-            self._later(max(min(known), self.clocks_us[rank]), self._resume, rank, self._turn[rank])
+            self._later(max(min(known), self.clocks_us[rank]), self._resume, rank, turn)
 
     def finish(self, leaf: Leaf, at_us: float) -> None:
         """It is now known when this is done."""
@@ -357,9 +360,13 @@ class SimulatedTransport:
 
 
 def _leaves(work: Work) -> list[Leaf]:
-    if isinstance(work, Leaf):
-        return [work]
-    return [leaf for each in getattr(work, "requests", ()) for leaf in _leaves(each)]
+    found, works = [], [work]
+    for each in works:  # which grows
+        if isinstance(each, Leaf):
+            found.append(each)
+        else:
+            works += getattr(each, "requests", ())
+    return found
 
 
 def _peer(work: Work | None) -> object:

@@ -15,11 +15,11 @@ class SubsetTransport:
     """See `Transport`. `members[k]` is the rank, in `whole`, of rank k here; `channel` keeps its messages apart."""
 
     def __init__(self, whole: Transport, members: Sequence[int], channel: int) -> None:
-        self._whole = whole
-        self._members = tuple(members)
-        self._first_tag = channel * TAGS
-        self.rank = self._members.index(whole.rank)
-        self.size = len(self._members)
+        self.rank, self.size = members.index(whole.rank), len(members)
+        self._whole, self._members, self._first_tag = whole, tuple(members), channel * TAGS
+        if isinstance(whole, SubsetTransport):  # one call a message, not two
+            self._whole, self._first_tag = whole._whole, whole._first_tag + self._first_tag
+            self._members = tuple([whole._members[each] for each in members])
 
     def send(self, array: Any, destination: int, tag: int) -> Work:
         """See `Transport.send`."""
