@@ -54,6 +54,14 @@ class RankNotStarted(Event):
 
 
 @dataclass(frozen=True)
+class Aborted(Event):
+    """MPICH says on the stderr of `rank` that it aborts the job."""
+
+    rank: int
+    said: str
+
+
+@dataclass(frozen=True)
 class LauncherEnded(Event):
     """mpirun has ended."""
 

@@ -14,9 +14,11 @@ from ..output.display import Output
 from ..report.card import card
 from ..report.outcome import RankEnd
 from ..text import listed, numbered
-from .events import Event, HostsCame, RankDied, RankEnded, Reported
+from .events import Aborted, Event, HostsCame, RankDied, RankEnded, Reported
 from .membership import CannotGoOn, Kill, Members, Wake
 from .ranks import Channel
+
+_WAITED = "it kept others waiting"
 
 
 class Losses:
@@ -47,13 +49,13 @@ class Losses:
         return self._members.overcome
 
     def explained(self, end: RankEnd) -> RankEnd:
-        """Return `end` with what is known of why; a rank that was killed because it kept others waiting has failed."""
+        """Return `end` with what is known of why; a rank that ringrun has killed has failed."""
         if end.error and self._members.number:
             # the ranks that it blames are numbered as in its own world; those that ended first are the cause
             end = replace(end, error=end.error._replace(lost_ranks=()))
         if (report := self._reports.get(end.rank)) is None:
             return end
-        return replace(end, sent=(), oom=f"ringrun killed it, since it kept others waiting: {report}")
+        return replace(end, sent=(), oom=f"ringrun killed it, since {report}")
 
     def handle(self, event: Event) -> str:
         """Take an event; return why the job cannot go on, nothing where it can."""
@@ -67,8 +69,6 @@ class Losses:
             if isinstance(event, RankEnded) and event.end.code == 0:
                 gone = f"rank {event.end.rank} ended with exit code 0 before others did"
                 self._output.message([f"ringrun: {gone}; going on {self._with_whom()}"])
-        elif isinstance(decision, Kill):
-            self._kill(decision)
         if isinstance(event, RankEnded) and (end := self.explained(event.end)).failed:
             self._output.message(self._card(end))
         return ""
@@ -90,19 +90,18 @@ class Losses:
         """
         late = self._members.expired(now_s)
         if isinstance(late, Kill):
-            why = f"it did not meet the others within {self._elastic.stalled_s:g} s after a loss"
-            self._reports |= dict.fromkeys(late.ranks, why)
-            self._kill(late)
+            self._kill(late, f"{_WAITED}: it did not meet them within {self._elastic.stalled_s:g} s after a loss")
         elif isinstance(late, Wake):
             for rank in late.ranks:
                 self._channel.send(rank, WakeUp())
         return late.why if isinstance(late, CannotGoOn) else ""
 
-    def _kill(self, decision: Kill) -> None:
+    def _kill(self, decision: Kill, why: str) -> None:
+        self._reports |= dict.fromkeys(decision.ranks, why)
         for rank in decision.ranks:
             self._channel.send(rank, Signal(signal.SIGKILL))
 
-    def _decide(self, event: Event, now_s: float) -> Membership | CannotGoOn | Kill | None:
+    def _decide(self, event: Event, now_s: float) -> Membership | CannotGoOn | None:
         members = self._members
         match event:
             case RankDied(rank, code) if code:
@@ -116,9 +115,12 @@ class Losses:
                 members.initialized()
             case Reported(rank, Suspects(ranks, why)):
                 decision = members.suspected(rank, ranks)
-                if isinstance(decision, Kill):
-                    self._reports |= dict.fromkeys(decision.ranks, why)
-                return decision
+                if not isinstance(decision, Kill):
+                    return decision
+                self._kill(decision, f"{_WAITED}: {why}")
+            case Aborted(rank, said):
+                why = "MPICH itself ends no rank of an elastic job; to end one, prefer sys.exit()"
+                self._kill(Kill(frozenset({rank})), f"it called MPI_Abort: {why}; it said {said!r}")
             case Reported(rank, Meeting(number)):
                 members.meets(rank, number, now_s)
             case Reported(rank, Left()):
@@ -129,7 +131,7 @@ class Losses:
 
     def _lost(self, rank: int, how: str, now_s: float) -> Membership | CannotGoOn | None:
         if rank in self._reports:
-            how = "was killed, since it kept others waiting"
+            how = f"was killed, since {self._reports[rank].partition(':')[0]}"
         decision = self._members.lost(rank, how, now_s)
         if isinstance(decision, Membership) and self._lost_at_s is None:
             self._lost_at_s = now_s

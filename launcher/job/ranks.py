@@ -17,8 +17,8 @@ from ..connection.link import Gone, HostSilentError, Link
 from ..connection.listener import Listener
 from ..output.display import Output, StreamName
 from ..output.lines import LineSplitter
-from ..report.outcome import RankEnd
-from .events import Arrived, Events, OutputClosed, RankDied, RankEnded, RankNotStarted, Refused, Reported
+from ..report.outcome import MPICH_ABORT, RankEnd
+from .events import Aborted, Arrived, Events, OutputClosed, RankDied, RankEnded, RankNotStarted, Refused, Reported
 
 _TAIL_LINES = 200
 _TAIL_LINE_CHARACTERS = 2000
@@ -211,7 +211,10 @@ class _RankReader:
 
     def _print(self, stream: StreamName, lines: list[bytes]) -> None:
         if stream == "stderr":
-            self._tail.extend(line.decode(errors="replace")[:_TAIL_LINE_CHARACTERS] for line in lines)
+            texts = [line.decode(errors="replace")[:_TAIL_LINE_CHARACTERS] for line in lines]
+            self._tail.extend(texts)
+            if said := next(filter(MPICH_ABORT.match, texts), None):
+                self._events.put(Aborted(self._hello.rank, said.rstrip()))
         splitter = self._splitters[stream]
         frame = splitter.pending if self._shows_prompts else splitter.frame
         self._printer.write(self._hello.rank, stream, lines, frame)

@@ -197,7 +197,7 @@ class Supervisor:
                 self._conclusion = self._conclusion or raising(UsageError(text))
             case LauncherEnded() if self._losses and not ranks.missing:
                 # a host may be lost, with the MPI's daemon there; the agents outlive mpirun
-                self._output.message([f"ringrun: {self._launcher.name} has ended; the ranks go on without it"])
+                self._output.message([f"ringrun: {self._launcher_end()}; the ranks go on without it"])
             case LauncherEnded():
                 self._end(AFTER_FAILURE)
             case Signalled(signal.SIGUSR1):
@@ -225,6 +225,12 @@ class Supervisor:
         """End an elastic job if there is a reason why it cannot go on."""
         if why and self._end(AFTER_FAILURE):
             self._output.message([f"ringrun: the job cannot go on: {why}"])
+
+    def _launcher_end(self) -> str:
+        """How mpirun has ended, and who made it end, as far as it says so; MPICH says it on that rank's stderr."""
+        how = f"{self._launcher.name} has ended with exit code {self._launcher.code}"
+        who = outcome.aborted(self._launcher.tail)
+        return f"{how}: {who}, which ends only that rank here; to end one, prefer sys.exit()" if who else how
 
     def _ask(self, deliver: Deliver = nobody) -> Question:
         """Ask all ranks that run what they do; `deliver` is called when they have answered, or have not in time."""

@@ -118,6 +118,51 @@ def test_ranks_outlive_the_daemon_that_has_started_them(python, tmp_path):
     assert sorted(done.stdout.splitlines()) == [f"[{rank}] ended with 3" for rank in range(3)]
 
 
+ABORTS = """
+import os, sys, time
+import numpy as np
+from mpi4py import MPI
+import ringreduce as rr
+
+def parent(pid):
+    with open(f"/proc/{pid}/stat") as file:
+        return int(file.read().rpartition(")")[2].split()[1])
+
+daemon = parent(parent(os.getppid()))  # as above
+rr.init()
+state = rr.elastic.ObjectState(step=0)
+
+@rr.elastic.run
+def train(state):
+    if rr.rank() == 1 and rr.size() == 3:
+        MPI.COMM_WORLD.Abort(5)
+        time.sleep(1000)
+    while rr.allreduce(float(rr.size() == 2 and not os.path.exists(f"/proc/{daemon}"))) < 1:
+        time.sleep(0.05)
+
+train(state)
+time.sleep(0.5)
+print("ended with", rr.size())
+"""
+
+
+@pytest.mark.extended
+def test_mpi_abort_ends_one_rank_and_it_is_said_who_called_it(python, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(ABORTS)
+    flags = ["--elastic", "--stall-abort-s", 100, "-np", 3]
+    done = jobs.run([jobs.ringrun(python), *flags, python, script], timeout_s=60)
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"[{rank}] ended with 2" for rank in (0, 2)]
+    told = " ".join(done.stderr.split())
+    assert "-- ringrun: rank 1 of 3 failed --" in told
+    by_mpirun = (
+        "mpirun has ended with exit code 5: rank 1 called MPI_Abort, which ends only that rank here; to end one,"
+    )
+    by_mpich = "ringrun killed it, since it called MPI_Abort: MPICH itself ends no rank of an elastic job; to end one,"
+    assert by_mpirun in told or (by_mpich in told and "mpiexec.hydra has ended with exit code 5; the ranks go" in told)
+
+
 STOPPED = """
 import os, signal, threading, time
 import ringreduce as rr

@@ -35,6 +35,11 @@ def end_by(action: str) -> None:
     elif name == "raise":
         print(f"the last words of {RANK}", file=sys.stderr)
         raise ValueError(f"of rank {RANK}")
+    elif name == "abort":  # under MPICH, whose MPI_Abort returns
+        print(
+            f"Abort({argument}) on node {RANK} (rank {RANK} in comm 0): application called", file=sys.stderr, flush=True
+        )
+        time.sleep(1000)
     elif name == "suspect":
         say(suspects=[int(argument)], why=f"waiting for rank {argument}")
     elif name == "lost":  # as PeerLostError, which nobody has caught

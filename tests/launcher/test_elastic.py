@@ -94,6 +94,17 @@ def test_a_rank_that_keeps_others_waiting_is_killed(ringrun: Run, python: str) -
 
 
 @pytest.mark.without_mpi
+def test_a_rank_that_aborts_under_mpich_is_killed(ringrun: Run, python: str) -> None:
+    done = ringrun("--elastic", "-np", 3, python, RANK, 1, "1@0=abort-5")
+    assert done.returncode == 0, done.stderr
+    dead = {"1": "was killed, since it called MPI_Abort"}
+    assert lists(done) == {rank: [{"number": 1, "ranks": [0, 2], "dead": dead}] for rank in (0, 2)}
+    text = " ".join(done.stderr[done.stderr.index(FAILED.format(1, 3)) :].split())
+    assert "ringrun killed it, since it called MPI_Abort: MPICH itself ends no rank of an elastic job; " in text
+    assert "it said 'Abort(5) on node 1 (rank 1 in comm 0): application called'" in text
+
+
+@pytest.mark.without_mpi
 def test_stacks_after_a_loss_are_those_of_the_ranks_that_are_left(start, python: str, tmp_path: Path, wait_for) -> None:
     job = start("--elastic", "-np", 3, python, RANK, 9, "1@0=kill")
     wait_for(lambda: all((tmp_path / f"{rank}@1").exists() for rank in (0, 2)))

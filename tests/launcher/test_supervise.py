@@ -157,7 +157,9 @@ def test_ranks_of_an_elastic_job_outlive_mpirun(elastic: Elastic | None, code: i
     for rank in (0, 1):
         events.put(RankEnded(RankEnd(rank, f"h{rank}", 1, 0, 0.0)))
     assert Supervisor(Job(2, ["x"], elastic=elastic), fake, fake, fake, events).run() == code
-    assert fake.said[0].startswith("ringrun: mpirun has ended; the ranks go on" if elastic else "ringrun: mpirun ended")
+    assert fake.said[0].startswith(
+        "ringrun: mpirun has ended with exit code 1; the ranks go" if elastic else "ringrun: mpirun ended"
+    )
 
 
 def test_the_job_ends_with_its_last_world_and_without_spares() -> None:
