@@ -62,8 +62,7 @@ class Agent:
         self._commits_folder = ""
         self._started_at_s = 0.0
         self._input: SimpleQueue[bytes] = SimpleQueue()
-        self._is_abandoned = False  # ringrun has ended without a word
-        self._is_cut_off = False  # … for the network is gone: the MPI's daemon here may wait for it for many minutes
+        self._lost: Exception | None = None  # why the connection to ringrun has ended without a word of its own
         self._sent: list[int] = []
         self._ended_at_s = 0.0
 
@@ -233,20 +232,32 @@ class Agent:
             self._send(wire.Note(f"ringrun: {who} was stopped while others waited for it to end; it goes on now"))
 
     def _leave(self) -> NoReturn:
-        if not self._link.is_local or self._is_abandoned:
+        if not self._link.is_local or self._lost:
             shutil.rmtree(self._directory, ignore_errors=True)
         remove_daemons_files(self._daemon, self._since_s)
-        if self._is_cut_off:
+        if self._lost:
+            self._log_loss(self._lost)
+        if isinstance(self._lost, HostSilentError):  # the MPI's daemon here may wait for it for many minutes
             end_daemon(self._daemon, DAEMONS)
         os._exit(0)
+
+    def _log_loss(self, error: Exception) -> None:
+        """Tell the system's log why the rank has ended: whoever else would tell is gone."""
+        import syslog
+
+        silent = f"its host has not answered for {self._link.lost_after_s:g} s (--lost-after)"
+        why = silent if isinstance(error, HostSilentError) else "it has ended without a word"
+        rank = f"rank {self._place.rank} of {self._place.size} on host {socket.gethostname()} was ended"
+        home = Address.parse(os.environ[wire.ADDRESS_VARIABLE]).host
+        syslog.openlog("ringrun")
+        syslog.syslog(syslog.LOG_ERR, f"{rank}: the connection to ringrun on host {home} is lost; {why}")
 
     def _receive(self) -> wire.Message:
         """Return what ringrun says; End when it is gone."""
         try:
             return self._link.receive()
         except (EOFError, OSError) as error:
-            self._is_abandoned = True
-            self._is_cut_off = isinstance(error, HostSilentError)
+            self._lost = error
             return wire.End()
 
     def _send(self, message: wire.Message) -> None:

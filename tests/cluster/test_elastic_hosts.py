@@ -5,15 +5,17 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.cluster.hosts import Hosts
 from tests.cluster.processes import Inside
+from tests.patience import patient
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.extended]
 
@@ -97,6 +99,33 @@ def test_a_host(own_hosts: Hosts, train: Callable[[], Inside]) -> None:
     lines, err = end_of(job)
     assert lines == survivors(0, 3, 4), err
     assert all(f"-- ringrun: rank {rank} of 5 failed --" in err for rank in (1, 2))
+
+
+@pytest.fixture
+def system_log() -> Iterator[socket.socket]:
+    """What programs on all hosts, which have one /dev, write to the system's log."""
+    path = Path("/dev/log")
+    if path.exists():
+        pytest.skip("this machine has a system log of its own, which this test would replace")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as log:
+        log.bind(str(path))
+        try:
+            yield log
+        finally:
+            path.unlink()
+
+
+def test_ringrun_itself(own_hosts: Hosts, train: Callable[[], Inside], system_log: socket.socket) -> None:
+    job = train()
+    job.send_signal(signal.SIGKILL)
+    job.communicate(timeout=60)
+    system_log.settimeout(patient(30))
+    told = sorted(system_log.recv(1 << 16).decode().partition("ringrun: ")[2] for _ in range(5))
+    why = "the connection to ringrun on host h0 is lost; it has ended without a word"
+    assert told == [
+        f"rank {rank} of 5 on host {host} was ended: {why}" for rank, host in enumerate(["h0", "h1", "h1", "h2", "h3"])
+    ]
+    own_hosts.assert_nothing_is_left()
 
 
 def test_a_link(own_hosts: Hosts, train: Callable[[], Inside]) -> None:

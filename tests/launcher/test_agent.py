@@ -1,14 +1,19 @@
 """An agent in this process, and what it says when its rank ends; what whole jobs show is in the neighbours."""
 
+import signal
+import socket
 import subprocess
 import sys
+import syslog
 import threading
 from pathlib import Path
 
 import pytest
 
+from ringrun.agent import agent as agent_module
 from ringrun.agent.agent import Agent
 from ringrun.connection import wire
+from ringrun.connection.link import Address, HostSilentError
 from ringrun.environment import Place, Settings
 from tests.patience import patient
 
@@ -30,6 +35,43 @@ class SlowLink:
             self._died.set()
         if isinstance(message, wire.Ended):
             raise SystemExit  # else the agent waits for what children of its rank may write
+
+
+class LostLink:
+    """A connection to a ringrun that is gone."""
+
+    is_local, lost_after_s = False, 4.0
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def receive(self) -> wire.Message:
+        raise self._error
+
+
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (EOFError(), "it has ended without a word"),
+        (HostSilentError(), "its host has not answered for 4 s (--lost-after)"),
+    ],
+)
+def test_an_agent_that_loses_ringrun_ends_its_rank_and_the_systems_log_says_why(
+    error: Exception, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logged = []
+    monkeypatch.setenv(wire.ADDRESS_VARIABLE, str(Address("head", "/nowhere")))
+    monkeypatch.setattr(syslog, "syslog", lambda priority, text: logged.append((priority, text)))
+    monkeypatch.setattr(agent_module.os, "_exit", sys.exit)
+    with subprocess.Popen(["sleep", "100"], start_new_session=True) as child:
+        agent = Agent(LostLink(error), Place(1, 3, 0, 1), Settings("openmpi", str(tmp_path)), daemon=child.pid)
+        with pytest.raises(SystemExit):
+            agent._await_end(child.pid)
+        assert child.wait(patient(5)) == -signal.SIGKILL
+    agent._rank_socket._socket.close()
+    host = socket.gethostname()
+    told = f"rank 1 of 3 on host {host} was ended: the connection to ringrun on host head is lost; {why}"
+    assert logged == [(syslog.LOG_ERR, told)]
 
 
 def test_a_death_is_reported_before_what_the_rank_wrote_is_read(tmp_path: Path) -> None:
