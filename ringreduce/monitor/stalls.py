@@ -47,7 +47,7 @@ class Inquiry(NamedTuple):
     queried: tuple[int, ...]
     until_s: float
     replies: dict[int, StackReply]
-    over: Running | None  # whose operation has stalled for too long: the replies tell for whom it waits
+    over: Running | None  # of an elastic job: stalled for too long; the replies tell for whom it waits
     of_leaving: bool  # those that reply may take their time: only silence is reported
 
 
@@ -121,6 +121,15 @@ class StallWatch:
         elif over.busy and self._is_over(now - over.stuck().moved_s):
             stuck_on = over.stuck().stuck_on()
             self._give_up(StalledError(report(headline, queried, replies, stacks=False)), mute or [stuck_on or 0])
+        elif missing := self._missing(over):
+            text = report(headline, missing, replies, stacks=False)
+            self._give_up(StalledError(text), [each for each in missing if each in mute] or missing)
+
+    def _missing(self, state: Running) -> list[int]:
+        """The ranks that have kept others waiting for too long."""
+        coordinator = state.coordinator if isinstance(state, ProcessSetState) else None
+        late = coordinator.waiting(self._settings.stall_abort_s) if coordinator else []
+        return sorted({rank for each in late for rank in each.missing})
 
     def _check_set(self, state: ProcessSetState, now: float) -> bool:
         """Check what waits in one process set; True when something is stalled in it."""
@@ -178,7 +187,8 @@ class StallWatch:
             self._query(state, headline(waiting, now), missing, [each.signature for each in waiting[:NAMED]])
         over = [each for each in waiting if self._is_over(now - each.since_s)]
         if over and self._settings.elastic:
-            self._give_up(StalledError(headline(over, now)), sorted({rank for each in over for rank in each.missing}))
+            if self._inquiry is None:
+                self._query(state, headline(over, now), self._missing(state), is_over=True)
         elif over:
             failures = [Failure(each.signature.key, "StalledError", headline([each], now)) for each in over]
             state.negotiator.respond(coordinator.abandon(failures))

@@ -62,7 +62,8 @@ def check(found, survivors, folder, steps=STEPS):
     assert set(found) >= survivors
     for rank, result in found.items():
         assert len(result["history"]) == steps
-        np.testing.assert_allclose(result["parameters"], replay(result["history"]), rtol=1e-9, atol=1e-9)
+        expected = replay(result["history"], len(result["parameters"]))
+        np.testing.assert_allclose(result["parameters"], expected, rtol=1e-9, atol=1e-9)
         assert result["parameters"] == found[min(found)]["parameters"], "the same bits on all"
         assert result["pid"] == int(Path(folder, f"{rank}.pid").read_text().split()[-1])
 
@@ -100,6 +101,16 @@ def test_below_the_fewest_ranks_the_job_fails_as_ever(python, tmp_path):
     done = jobs.run([*command, STEPS, tmp_path, "1 step 10 _exit7"])
     assert done.returncode == 7
     assert "the job cannot go on: 1 rank left, and --min-np is 2" in done.stderr
+
+
+def test_a_rank_whose_operation_waits_for_one_that_hangs_goes_on(python, tmp_path):
+    """The others have ended that operation, and wait for both to submit the next one."""
+    limits = {"RINGREDUCE_STALL_ABORT_S": "8", "RINGREDUCE_STALL_CHECK_S": "2"}
+    where = {"TRAINING_COUNT": "10", "TRAINING_PER_HOST": "2"}
+    stderr, found = job(python, tmp_path, 4, ["1 message 37 SIGSTOP"], **limits, **where)
+    check(found, {0, 2, 3}, tmp_path)
+    assert "missing: ranks 1,3" in stderr
+    assert "rank 3 of 4 failed" not in stderr
 
 
 def test_without_ringrun_it_is_said_that_nobody_sees_deaths():
