@@ -54,7 +54,8 @@ def sweep(
 
     Cost:   a few messages for each call of the trial's methods.
     Raises: InputError (a ValueError) for wrong arguments; MissingExtraError without Optuna; what Optuna raises;
-            PeerLostError when a rank is lost: start the job again with the same storage.
+            PeerLostError when a rank is lost: start the job again with the same storage; or in an elastic job call it
+            inside elastic.run. Trials that ran then are repeated.
     """
     world = runtime.current("sweep").world
     if not 0 < ranks <= world.size or world.size % ranks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import threading
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from ringreduce import runtime
 from ringreduce.api.objects import broadcast_object
 from ringreduce.api.ordered import Ordered
 from ringreduce.api.process_sets import ProcessSet
+from ringreduce.errors import PeerLostError
 from ringreduce.sweeps.study import Study
 
 HEAD = 0  # the rank with the study
@@ -75,11 +77,12 @@ def answer(channel: Ordered, study: Study, first: int) -> None:
 
     def run() -> None:
         asks = True
-        while asks:
-            method, args, kwargs = channel.recv_object(first)
-            reply = tried(getattr(study, method), *args, **kwargs)
-            channel.send_object(reply, first)
-            asks = method != "ask" or reply != (None, None)
+        with contextlib.suppress(PeerLostError):  # raised where sweep() was called, too
+            while asks:
+                method, args, kwargs = channel.recv_object(first)
+                reply = tried(getattr(study, method), *args, **kwargs)
+                channel.send_object(reply, first)
+                asks = method != "ask" or reply != (None, None)
 
     context = contextvars.copy_context()  # it holds the rank, in ringreduce.testing
     threading.Thread(target=context.run, args=(run,), name=f"sweep-{first}", daemon=True).start()

@@ -232,3 +232,85 @@ def test_of_those_that_others_await_in_shutdown_the_stopped_are_woken_and_the_bu
     woken = re.findall(r"ringrun: rank (\d) of 3 on host \S+, pid \d+, was stopped while", done.stderr)
     assert woken == [arguments[0]], done.stderr
     assert "-- ringrun" not in done.stderr
+
+
+JOINS = """
+import os, signal, sys
+import numpy as np
+import ringreduce as rr
+
+rr.init()
+state, rank = rr.elastic.ObjectState(step=0, sums=[]), int(os.environ["RANK"])
+
+@rr.elastic.run
+def train(state):
+    while state.step < 6:  # rank 0 has one batch less than the others, and joins while they use their last one
+        if rank == 1 and state.step == 3 and rr.size() == 4:
+            if sys.argv[1] == "joined":
+                rr.join()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank:
+            state.sums.append(float(rr.allreduce(np.ones(1), op=rr.Sum, name="batch")[0]))
+        last = rr.join()
+        state.step += 1
+        state.commit()
+    print("last", last > 0, "sums", len(state.sums), set(state.sums[-3:]))
+
+train(state)
+"""
+
+
+@pytest.mark.parametrize("when", ["joined", "before"])
+def test_join_goes_on_with_those_that_are_left(python, tmp_path, when):
+    script = tmp_path / "train.py"
+    script.write_text(JOINS)
+    done = jobs.run([jobs.ringrun(python), "--elastic", "-np", 4, python, script, when], timeout_s=60)
+    assert done.returncode == 0, done.stderr
+    trained = "last True sums 6 {2.0}"
+    assert sorted(done.stdout.splitlines()) == ["[0] last True sums 0 set()", f"[2] {trained}", f"[3] {trained}"]
+
+
+SWEEPS = """
+import os, signal, sys, time
+import numpy as np
+import ringreduce as rr
+
+tried = []
+
+def objective(trial):
+    rate, team = trial.suggest_float("rate", 0.1, 1), trial.process_set
+    tried.append(trial.number)
+    for step in range(10):
+        found = rr.allreduce(np.full(3, rate), name="w", process_set=team)
+        if len(tried) == 2 and step == 5 and os.environ["RANK"] == sys.argv[2]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.01)
+    return float(found[0])
+
+rr.init()
+search = rr.elastic.run(lambda state: rr.sweep(objective, trials=9, ranks=int(sys.argv[3]), storage=sys.argv[1]))
+found = search(rr.elastic.ObjectState())
+print("ranks", rr.size(), "trials", [each.number for each in found.trials], {each.state for each in found.trials})
+"""
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_sweep_goes_on_with_the_teams_that_are_left(python, tmp_path, victim):
+    script = tmp_path / "search.py"
+    script.write_text(SWEEPS)
+    rank = [python, script, tmp_path / "study.journal", victim, 1]
+    done = jobs.run([jobs.ringrun(python), "--elastic", "-np", 3, *rank], timeout_s=90)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    lines = sorted(done.stdout.splitlines())
+    assert [line[:3] for line in lines] == [f"[{rank}]" for rank in range(3) if rank != victim]
+    assert all(line.endswith("{'complete'}") and line[3:].startswith(" ranks 2 trials [0, 1, 2, ") for line in lines)
+
+
+def test_a_sweep_says_that_no_teams_can_be_made_of_the_ranks_that_are_left(python, tmp_path):
+    script = tmp_path / "search.py"
+    script.write_text(SWEEPS)
+    rank = [python, script, tmp_path / "study.journal", 3, 2]
+    done = jobs.run([jobs.ringrun(python), "--elastic", "-np", 4, *rank], timeout_s=90)
+    assert done.returncode != 0
+    assert "sweep: teams of ranks=2 ranks cannot be made of 3; expected a divisor of 3" in done.stderr
