@@ -32,12 +32,13 @@ _PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 class Ending:
     """How one attempt ended: with which exit code, and whether because a rank failed or was lost.
 
-    `grows`: it has ended so that the next one has more hosts.
+    `grows`: it has ended so that the next one has more hosts. `keeps_commits`: its hosts still have its commits.
     """
 
     exit_code: int
     failed: bool = False
     grows: bool = False
+    keeps_commits: bool = False
 
 
 Attempt = Callable[[Job, float | None], Ending]

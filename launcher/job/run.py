@@ -7,7 +7,7 @@ import re
 import secrets
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 from ..agent import kept_commits
@@ -16,10 +16,12 @@ from ..connection.listener import Listener
 from ..engines.detect import Detected
 from ..environment import Settings
 from ..errors import MachineError, NotStartedError
+from ..hosts import Host, is_here
 from ..network import own_addresses
 from ..output.display import Display, Output
 from ..output.files import OutputFiles
 from ..processes import raise_open_files
+from ..remote import remote_over_slurm, remote_over_ssh
 from ..ssh import write_config
 from . import restarts
 from .control_socket import ControlSocket
@@ -44,6 +46,7 @@ from .supervise import Supervisor
 _LONGEST_SOCKET_FOLDER = 80  # characters; a socket's path has room for about 100
 _PLAIN_FOLDER = re.compile(r"[\w./+@,-]*")
 _OWN_FILES = 24  # ringrun's own, and a few questions of `ringrun stacks`
+_REMOVAL_S = 5.0  # for a host that may be lost
 _MPIRUNS_FILES = 6  # a rank: pipes and sockets of the launcher that starts it
 
 
@@ -60,7 +63,8 @@ def run_job(detected: Detected, job: Job, again: Again = lambda job: job, growth
         job = replace(job, commits_folder=f"{SHARED_MEMORY}/ringrun-{secrets.token_hex(8)}.commits")
     signals = SignalRelay(SignalReader)
     with contextlib.ExitStack() as stack:
-        stack.callback(kept_commits.remove, job.commits_folder)
+        kept_on: set[str] = set()
+        stack.callback(_remove_commits, job, kept_on)
         stack.callback(signals.end)
         files = None
         if job.output_directory is not None:  # one set for all attempts, so that each goes on where the last has ended
@@ -70,7 +74,12 @@ def run_job(detected: Detected, job: Job, again: Again = lambda job: job, growth
         hosts = _Hosts(growth, lambda: again(asked))
 
         def attempt(job: Job, deadline_s: float | None) -> Ending:
-            return _run_once(detected, job, deadline_s, files, signals, hosts)
+            names = {host.name for host, _ in job.hosts}
+            kept_on.update(names)
+            ending = _run_once(detected, job, deadline_s, files, signals, hosts)
+            if not ending.keeps_commits:
+                kept_on.difference_update(names)
+            return ending
 
         return restarts.run(job, attempt, again, signals.wait, _say, growth.blacklist.next_s)
 
@@ -88,6 +97,15 @@ class _Hosts:
         if job.elastic and job.commits_folder:
             watch.start()
         return watch
+
+
+def _remove_commits(job: Job, names: Collection[str]) -> None:
+    """Remove the commits that agents have left for a restart: here, and on the hosts `names`, which had none."""
+    kept_commits.remove(job.commits_folder)
+    if job.commits_folder and (away := [name for name in names if not is_here(Host(name))]):
+        with tempfile.TemporaryDirectory(prefix="ringrun-", dir=_socket_folder()) as directory:
+            by_ssh = job.ssh and remote_over_ssh(directory, replace(job.ssh, connect_timeout_s=_REMOVAL_S))
+            (by_ssh or remote_over_slurm(_REMOVAL_S)).run(away, ["/bin/rm", "-rf", job.commits_folder])
 
 
 def _say(text: str) -> None:
@@ -170,7 +188,7 @@ def _start_and_supervise(
         blacklist, lost_peer_code = hosts.growth.blacklist, detected.engine.lost_peer_code
         supervisor = Supervisor(job, launcher, channel, output, events, deadline_s, lost_peer_code, blacklist)
         try:
-            return Ending(supervisor.run(), supervisor.failed, supervisor.grows)
+            return Ending(supervisor.run(), supervisor.failed, supervisor.grows, supervisor.keeps_commits)
         finally:
             watch.close()
             control.close()

@@ -99,6 +99,8 @@ class Supervisor:
         self._failed = False  # a rank has failed, or was lost
         self.grows = False
         """Whether this attempt has ended so that the next one has more hosts."""
+        self.keeps_commits = False
+        """Whether the agents have left an elastic job's commits, for the next one."""
         self._init = InitWatch(job.size)
         self._losses = Losses(job.size, job.elastic, channel, output) if job.elastic else None
         self._questions = Questions()
@@ -290,7 +292,8 @@ class Supervisor:
         self._conclusions.launcher_said = self._launcher.tail  # what it says from here on is our doing
         for rank in self._ranks.running:
             self._channel.send(rank, Signal(signal.SIGKILL))
-        self._channel.end_agents(End(keeps_commits=self._may_restart()))
+        self.keeps_commits = self._may_restart()
+        self._channel.end_agents(End(self.keeps_commits))
         self._launcher.end(_LAUNCHER_STEPS)
         self._channel.close()
 

@@ -128,6 +128,40 @@ def test_ringrun_itself(own_hosts: Hosts, train: Callable[[], Inside], system_lo
     own_hosts.assert_nothing_is_left()
 
 
+COMMITS = """
+    import os, signal
+    import numpy as np
+    import ringreduce as rr
+
+    rr.init()
+    state = rr.elastic.ObjectState(step=0)
+
+    @rr.elastic.run
+    def train(state):
+        while state.step < 4:
+            rr.allreduce(np.ones(3))
+            state.step += 1
+            state.commit()
+            if state.step == 2 and rr.size() == 2 and rr.rank() == 1:
+                assert os.listdir(os.environ["RINGREDUCE_STATE_DIR"])
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    train(state)
+    print("ended with", rr.size(), flush=True)
+"""
+
+
+def test_no_commits_stay_on_a_host_that_a_restart_leaves_out(own_hosts: Hosts, python: Path, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(COMMITS))
+    flags = ["--elastic", "--max-failures", 0, "--restarts", 1, "--blacklist-cooldown-range", 100, 100]
+    done = own_hosts.ringrun(python, *flags, "-H", "h0:1,h1:1", python, script)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "[0] ended with 1\n"
+    assert "restarts leave out host h1 for 100 s" in done.stderr
+    own_hosts.assert_nothing_is_left()
+
+
 def test_a_link(own_hosts: Hosts, train: Callable[[], Inside]) -> None:
     job = train()
     own_hosts.link_down(3)
