@@ -166,31 +166,14 @@ class Supervisor:
         if self._losses and self._shutdown is None:
             self._go_on_or_end(self._losses.handle(event))
         match event:
-            case Arrived(rank, host, port):
-                ranks.hosts[rank] = host
-                ranks.missing.discard(rank)
-                ranks.running.add(rank)
-                if not port:
-                    why = f"MASTER_PORT={self._job.master_port} is in use on {host}, where rank 0 would listen, or is "
-                    cure = "no port; set another, or unset it, and ringrun finds a free one"
-                    self._end(AT_ONCE, raising(MachineError(why + cure)))
-                if self._shutdown and self._shutdown.latest:
-                    self._channel.send(rank, Signal(self._shutdown.latest))
-                elif self._shutdown is None and not ranks.missing:
-                    self._start_deadline_s = self._progress_s = math.inf
-                    self._channel.set_up()
+            case Arrived():
+                self._on_arrival(event)
             case Refused(reason) if ranks.missing:
                 self._end(AT_ONCE, raising(MachineError(reason)))
             case Refused(reason):
                 self._output.message([f"ringrun: refused a connection: {reason}"])
             case RankEnded(end):
-                ranks.ends[end.rank] = end = self._losses.explained(end) if self._losses else end
-                if self._shutdown is None and end.failed and not end.blames:
-                    self._leave_out_host(end.rank)
-                ranks.running.discard(end.rank)
-                self._init.ended(end.rank, time.monotonic())
-                if self._losses is None and end.failed:
-                    self._end(AFTER_FAILURE)
+                self._on_end(self._losses.explained(end) if self._losses else end)
             case RankNotStarted(rank, host, reason):
                 ranks.ends[rank] = RankEnd(rank, host, 0, 0, 0.0)
                 ranks.running.discard(rank)
@@ -222,6 +205,32 @@ class Supervisor:
                 self._ask(lambda question: deliver(ranks.stacks(question)))
             case OutputClosed():
                 self._end(AFTER_TERMINATE, lambda: 128 + signal.SIGPIPE)
+
+    def _on_arrival(self, arrived: Arrived) -> None:
+        """Let the ranks start when the last one is there."""
+        ranks, rank = self._ranks, arrived.rank
+        ranks.hosts[rank] = arrived.host
+        ranks.missing.discard(rank)
+        ranks.running.add(rank)
+        if not arrived.port:
+            why = f"MASTER_PORT={self._job.master_port} is in use on {arrived.host}, where rank 0 would listen, or is "
+            cure = "no port; set another, or unset it, and ringrun finds a free one"
+            self._end(AT_ONCE, raising(MachineError(why + cure)))
+        if self._shutdown and self._shutdown.latest:
+            self._channel.send(rank, Signal(self._shutdown.latest))
+        elif self._shutdown is None and not ranks.missing:
+            self._start_deadline_s = self._progress_s = math.inf
+            self._channel.set_up()
+
+    def _on_end(self, end: RankEnd) -> None:
+        """A failure ends a job that is not elastic."""
+        self._ranks.ends[end.rank] = end
+        if self._shutdown is None and end.failed and not end.blames:
+            self._leave_out_host(end.rank)
+        self._ranks.running.discard(end.rank)
+        self._init.ended(end.rank, time.monotonic())
+        if self._losses is None and end.failed:
+            self._end(AFTER_FAILURE)
 
     def _go_on_or_end(self, why: str) -> None:
         """End an elastic job if there is a reason why it cannot go on."""
