@@ -106,6 +106,5 @@ class Polling:
         number, until_s = 0, time.monotonic() + DRIVE_S
         while not handle.ended and time.monotonic() < until_s:
             number += 1
-            is_full = number % FULL_POLLS == 0
-            if not self._poll(self._services if is_full else first) and (is_full or self._between_hosts):
-                os.sched_yield()
+            if not self._poll(first if number % FULL_POLLS else self._services):
+                os.sched_yield()  # each time: another rank on this core may have work to do
