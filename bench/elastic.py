@@ -11,6 +11,9 @@ commit. Columns, medians in ms, on the slowest rank: `heard`, from the death unt
 are left (the agent sees the death, ringrun decides); until their handles have `failed` and the state is restored; until
 the old engine has `stopped`; until all have `met`; the new `engine`; the next `step`, and the `usual` one. `total`, its
 95th percentile, and `above`, what it is above a usual step. `#wrong`: elements.
+
+--steady: a tenth of the steps take less than the `fast step`; `processor`: time that all threads of a rank take for a
+step, on the rank that takes most; `switches`: how often a step gives up the core.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import argparse
 import json
 import math
 import os
+import resource
 import signal
 import statistics
 import subprocess
@@ -44,10 +48,12 @@ COLUMNS = (
 STEADY = (
     Column("how", "how", width=12, left=True),
     Column("time_us", "step", "µs", 10, ".0f"),
-    Column("fast_us", "fast step", "µs", 10, ".0f"),
-    Column("ratio", "ratio", "", 9, ".3f"),
-    Column("low", "from", "", 9, ".3f"),
-    Column("high", "to", "", 9, ".3f"),
+    *(
+        Column(f"{name}{part}", part or title, unit, 10, form)
+        for name, title, unit in (("fast_us", "fast step", "µs"), ("cpu_us", "processor", "µs"))
+        for part, unit, form in (("", unit, ".0f"), (" ratio", "", ".3f"), (" from", "", ".3f"), (" to", "", ".3f"))
+    ),
+    Column("switches", "switches", "", 10, ".1f"),
     Column("wrong", "#wrong", "", 8, "d"),
 )
 COUNT = 1 << 20  # float32 elements: 4 MiB
@@ -71,7 +77,7 @@ WHO = {
     "torch, 3 ranks, rank 0": Who(3, 0, "exit", restarts=False, is_torch=True),
 }
 NOBODY = Who(2, -1, "")
-STEPS_AFTER, STEADY_STEPS, LAST_DEATH = 3, 200, 40
+STEPS_AFTER, STEADY_STEPS, LAST_DEATH = 3, 1000, 40
 
 Step = Callable[[], object]
 Wrong = Callable[[int], int]
@@ -161,9 +167,17 @@ def work(folder: Path, kind: str, dies: int, how: str, at: int) -> None:
         found["step"] = 1e3 * (now_s - last_s)
         (folder / f"{rank}.json").write_text(json.dumps(found))
 
+    before = resource.getrusage(resource.RUSAGE_SELF)
     train(state)
-    fast_s = sorted(took_s)[len(took_s) // 10]
-    result = {"wrong": wrong(state.step), "median_s": statistics.median(took_s), "fast_s": fast_s}
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    result = {
+        "wrong": wrong(state.step),
+        "median_s": statistics.median(took_s),
+        "fast_s": sorted(took_s)[len(took_s) // 10],
+        "cpu_s": cpu_s / len(took_s),
+        "switches": (after.ru_nvcsw - before.ru_nvcsw) / len(took_s),
+    }
     (folder / f"{rank}.end").write_text(json.dumps(result))
 
 
@@ -185,6 +199,8 @@ def run(who: Who, at: int, flags: list[str]) -> dict[str, Any]:
             "usual": 1e3 * slowest_s,
             "time_us": 1e6 * slowest_s,
             "fast_us": 1e6 * max(each["fast_s"] for each in ends),
+            "cpu_us": 1e6 * max(each["cpu_s"] for each in ends),
+            "switches": max(each["switches"] for each in ends),
         }
 
 
@@ -225,13 +241,13 @@ def steady(options: argparse.Namespace) -> Report:
     for k in range(options.runs):
         for how in sorted(times, reverse=k % 2 == 0):
             times[how].append(run(NOBODY, STEADY_STEPS, ["--elastic"] if how == "elastic" else []))
-    pairs = zip(times["elastic"], times["plain"], strict=True)
-    ratios = sorted(one["fast_us"] / other["fast_us"] for one, other in pairs)
-    low, high = interval(len(ratios))
+    low, high = interval(options.runs)
     for how, found in times.items():
-        row = {key: statistics.median(each[key] for each in found) for key in ("time_us", "fast_us")}
-        if how == "elastic":
-            row |= {"ratio": statistics.median(ratios), "low": ratios[low], "high": ratios[high]}
+        keys = ("time_us", "fast_us", "cpu_us", "switches")
+        row = {key: statistics.median(each[key] for each in found) for key in keys}
+        for key in ("fast_us", "cpu_us") if how == "elastic" else ():
+            ratios = sorted(one[key] / other[key] for one, other in zip(found, times["plain"], strict=True))
+            row |= {f"{key} ratio": statistics.median(ratios), f"{key} from": ratios[low], f"{key} to": ratios[high]}
         report.add({"how": how, **row, "wrong": sum(each["wrong"] for each in found), "all": found})
     return report
 
