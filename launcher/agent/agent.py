@@ -206,6 +206,8 @@ class Agent:
             self._shm_cleanup.look(pid)
             signal_group(pid, signal.SIGKILL)
         self._shm_cleanup.remove()
+        if pid is not None and self._lost:
+            self._log_loss(self._lost)
         if not message.keeps_commits:
             kept_commits.remove(self._commits_folder)
         self._leave()
@@ -235,8 +237,6 @@ class Agent:
         if not self._link.is_local or self._lost:
             shutil.rmtree(self._directory, ignore_errors=True)
         remove_daemons_files(self._daemon, self._since_s)
-        if self._lost:
-            self._log_loss(self._lost)
         if isinstance(self._lost, HostSilentError):  # the MPI's daemon here may wait for it for many minutes
             end_daemon(self._daemon, DAEMONS)
         os._exit(0)

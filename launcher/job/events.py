@@ -55,7 +55,7 @@ class RankNotStarted(Event):
 
 @dataclass(frozen=True)
 class Aborted(Event):
-    """MPICH says on the stderr of `rank` that it aborts the job."""
+    """MPICH says on the stderr of `rank` that this one has called MPI_Abort."""
 
     rank: int
     said: str

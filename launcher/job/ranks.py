@@ -17,7 +17,7 @@ from ..connection.link import Gone, HostSilentError, Link
 from ..connection.listener import Listener
 from ..output.display import Output, StreamName
 from ..output.lines import LineSplitter
-from ..report.outcome import MPICH_ABORT, RankEnd
+from ..report.outcome import APPLICATION_ABORT, RankEnd
 from .events import Aborted, Arrived, Events, OutputClosed, RankDied, RankEnded, RankNotStarted, Refused, Reported
 
 _TAIL_LINES = 200
@@ -213,7 +213,7 @@ class _RankReader:
         if stream == "stderr":
             texts = [line.decode(errors="replace")[:_TAIL_LINE_CHARACTERS] for line in lines]
             self._tail.extend(texts)
-            if said := next(filter(MPICH_ABORT.match, texts), None):
+            if said := next(filter(APPLICATION_ABORT.match, texts), None):
                 self._events.put(Aborted(self._hello.rank, said.rstrip()))
         splitter = self._splitters[stream]
         frame = splitter.pending if self._shows_prompts else splitter.frame

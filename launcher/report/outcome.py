@@ -15,7 +15,8 @@ _CHAIN_LINES = (
     "The above exception was the direct cause of the following exception:",
     "During handling of the above exception, another exception occurred:",
 )
-MPICH_ABORT = re.compile(r"Abort\((\d+)\) on node \d+ \(rank ")
+_MPICH_ABORT = re.compile(r"Abort\((\d+)\) on node \d+ \(rank ")
+APPLICATION_ABORT = re.compile(rf"{_MPICH_ABORT.pattern}.*: application called MPI_Abort")
 _OPENMPI_ABORT = re.compile(r"MPI_ABORT was invoked on rank (\d+) in")
 _STDERR_LINES = 20
 _SHELLS_OFFSET = 128
@@ -107,7 +108,7 @@ def aborter(ends: Iterable[RankEnd], launcher_code: int | None) -> RankEnd | Non
     Under hydra the exit code of such a rank is lost, and the others fail at the same time; but MPICH prints it.
     """
     for end in ends:
-        match = next(filter(None, map(MPICH_ABORT.match, end.tail)), None)
+        match = next(filter(None, map(_MPICH_ABORT.match, end.tail)), None)
         if match and launcher_code and int(match[1]) & 0xFF == launcher_code:
             return replace(end, code=launcher_code)
     return None

@@ -37,7 +37,9 @@ def end_by(action: str) -> None:
         raise ValueError(f"of rank {RANK}")
     elif name == "abort":  # under MPICH, whose MPI_Abort returns
         print(
-            f"Abort({argument}) on node {RANK} (rank {RANK} in comm 0): application called", file=sys.stderr, flush=True
+            f"Abort({argument}) on node {RANK} (rank {RANK} in comm 0): application called MPI_Abort",
+            file=sys.stderr,
+            flush=True,
         )
         time.sleep(1000)
     elif name == "suspect":

@@ -101,7 +101,7 @@ def test_a_rank_that_aborts_under_mpich_is_killed(ringrun: Run, python: str) -> 
     assert lists(done) == {rank: [{"number": 1, "ranks": [0, 2], "dead": dead}] for rank in (0, 2)}
     text = " ".join(done.stderr[done.stderr.index(FAILED.format(1, 3)) :].split())
     assert "ringrun killed it, since it called MPI_Abort: MPICH itself ends no rank of an elastic job; " in text
-    assert "it said 'Abort(5) on node 1 (rank 1 in comm 0): application called'" in text
+    assert "it said 'Abort(5) on node 1 (rank 1 in comm 0): application called MPI_Abort'" in text
 
 
 @pytest.mark.without_mpi
