@@ -79,6 +79,7 @@ class StatusServer:
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RD)  # wakes the thread, with an empty datagram
             self._socket = None
+        self.waiting_for = str  # the thread may live on for a moment: let it keep no engine, and its memory, alive
 
 
 def report_init(error_file: str, report_after_s: float) -> None:
