@@ -92,6 +92,8 @@ def barrier(process_set: ProcessSet = global_process_set) -> None:
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     """Record a timeline of all ranks, for chrome://tracing or https://ui.perfetto.dev.
 
+    Returns on rank 0 when all ranks record, or after 5 s; they answer while they compute.
+
     file_path:   where rank 0 writes; calls on other ranks have no effect, since they send their events to rank 0.
     mark_cycles: show when the engine announced new tensors.
     Raises: InputError when the file cannot be written.

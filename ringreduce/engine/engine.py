@@ -74,7 +74,7 @@ class Engine:
         self.submit = self.submitting.submit
         self.activity = Activity(inbox, negotiation, sets)
         self._leaving = Leaving(mailbox, negotiation, self.process_sets)
-        self._recording = Recording(mailbox, timeline, self.process_sets.negotiated_are_busy)
+        self._recording = Recording(mailbox, timeline, negotiation.followed, self.process_sets.has_run)
         self._stalls = StallWatch(settings, mailbox, negotiation, self.activity.doing, self._stalled)
         self._ended = threading.Event()
         offsets = clock_offsets_us or [0.0] * world.size

@@ -251,9 +251,15 @@ class ProcessSets:
         """True while an operation is under way or queued."""
         return any(each.busy for each in self._negotiation.all())
 
-    def negotiated_are_busy(self) -> bool:
-        """As `is_busy`, without channels, whose operations wait for ranks that have yet to call them."""
-        return any(each.busy for each in self._states.values())
+    def has_run(self, followed: dict[int, int]) -> bool:
+        """True when nothing is under way, and another rank's count of schedule entries, by process set, is reached.
+
+        Channels do not count: their operations wait for ranks that have yet to call them.
+        """
+        if self._negotiation.error is not None:
+            return True
+        states = self._states.items()
+        return not any(state.busy or state.followed < followed.get(number, 0) for number, state in states)
 
     def poll(self) -> bool:
         """Advance all operations as far as possible without waiting; True when anything moved."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -12,6 +11,8 @@ from ringreduce.engine.inbox import Inbox
 from ringreduce.monitor.recording import Recording
 from ringreduce.monitor.timeline import Event, TimelineFile
 from ringreduce.negotiation.negotiation import Negotiation
+
+ANSWERS_S = 5.0  # how long rank 0 waits for the others
 
 
 class TimelineControl:
@@ -29,26 +30,29 @@ class TimelineControl:
         self._ended, self._clock_offsets_us = ended, clock_offsets_us
 
     def start(self, path: str, mark_cycles: bool, first: Sequence[Event] = ()) -> None:
-        """Start recording on all ranks; stops an earlier timeline. Raises OSError for a bad `path`.
+        """Start recording; stops an earlier timeline. Returns when all ranks record, or after ANSWERS_S.
+
+        Raises OSError for a bad `path`.
 
         first: events of this rank from before.
         """
         self.stop()
         file = TimelineFile(path, self._clock_offsets_us, min((each.start_us for each in first), default=None))
         file.add(0, first)
-        if not self._call_and_wait(lambda done: self._recording.start(file, mark_cycles, done)):
+        answered = self._call_and_wait(lambda done: self._recording.start(file, mark_cycles, done))
+        if not answered and (self._ended.is_set() or self._recording.job.failed):
             file.close()
             raise errors.CollectiveError(f"start_timeline: {self._negotiation.error or 'the engine has ended'}")
 
-    def stop(self, timeout_s: float = 5.0) -> None:
-        """Stop recording; returns when all ranks' events are in the file, or after `timeout_s`."""
-        if not self._call_and_wait(self._recording.stop, timeout_s):
+    def stop(self) -> None:
+        """Stop recording; returns when all ranks' events are in the file, or after ANSWERS_S."""
+        if not self._call_and_wait(self._recording.stop):
             self._inbox.call_soon(self._recording.close)
 
-    def _call_and_wait(self, callback: Callable[[Callable[[], None]], None], timeout_s: float = math.inf) -> bool:
+    def _call_and_wait(self, callback: Callable[[Callable[[], None]], None]) -> bool:
         """Run `callback(done)` in the engine's thread, and wait until it calls `done`; False if it does not in time."""
         done, job = threading.Event(), self._recording.job
-        until_s = time.monotonic() + timeout_s
+        until_s = time.monotonic() + ANSWERS_S
         self._inbox.call_soon(lambda: job(lambda: callback(done.set)))
         while not done.wait(0.05):
             if self._ended.is_set() or job.failed or time.monotonic() > until_s:

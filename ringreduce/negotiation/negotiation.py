@@ -107,6 +107,10 @@ class Negotiation:
         if self.leaving and number in self.states:
             self._leave(self.states[number])
 
+    def followed(self) -> dict[int, int]:
+        """By process set, how many entries of its schedule this rank has followed."""
+        return {number: state.followed for number, state in self.states.items()}
+
     def unfinished(self) -> list[Submission]:
         """All pending and running submissions; with the lock held."""
         found = [each for state in self.states.values() for each in state.pending.values()]
@@ -184,6 +188,7 @@ class Negotiation:
         moved = False
         while self.error is None and (entry := state.negotiator.next()) is not None:
             moved = True
+            state.followed += 1
             if isinstance(entry, Response):
                 self._apply(state, entry)
             else:

@@ -21,6 +21,7 @@ class ProcessSetState(Running):
         self.submitted = 0  # how many unnamed submissions there were: they are numbered
         self.pending: dict[str, Submission] = {}
         """Submissions that are not ready on all ranks, by key, the oldest first."""
+        self.followed = 0  # entries of the schedule
         self.joined = False
         self.left: set[int] = set()  # on the coordinator: the members that have left
 

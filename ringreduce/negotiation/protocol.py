@@ -113,14 +113,16 @@ class TimelineStart(NamedTuple):
 
 
 class TimelineStop(NamedTuple):
-    """Stop recording, and send the remaining events."""
+    """Record what the sender has run, and stop; send the remaining events."""
+
+    followed: dict[int, int]  # by process set: how many entries of the schedule the sender has followed
 
 
 class TimelineEvents(NamedTuple):
-    """Events of one rank, in its own clock; `last`: no more of this timeline follow."""
+    """Events of one rank, in its own clock."""
 
     events: tuple[Any, ...]
-    last: bool
+    answers: bool  # that recording has started; or stopped, and that these are the last events
 
 
 KINDS: tuple[type[Any], ...] = (

@@ -96,6 +96,26 @@ def test_it_can_be_started_and_stopped_again_and_is_whole_at_every_moment(tmp_pa
     assert not any(e["name"] == "CYCLE_START" for e in events)
 
 
+def test_what_rank_0_did_between_start_and_stop_is_there_of_every_rank(tmp_path):
+    """Though rank 0 may have a sum from shared memory before another rank has looked."""
+    paths = [tmp_path / f"{k}.json" for k in range(40)]
+
+    def program():
+        for path in paths:
+            rr.start_timeline(str(path))
+            rr.barrier()
+            steps(1)
+            rr.stop_timeline()
+            rr.barrier()
+
+    run_ranks(3, program)
+    for path in paths:
+        events = events_of(path)
+        for rank in range(3):
+            assert [phases(events, rank, f"allreduce.g{k}").count("ALLREDUCE") for k in range(3)] == [1, 1, 1]
+            assert phases(events, rank, "allgather.metric").count("ALLGATHER") == 1
+
+
 def test_stop_without_start_and_a_path_that_cannot_be_written(tmp_path):
     def program():
         rr.stop_timeline()
