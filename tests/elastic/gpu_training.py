@@ -3,9 +3,9 @@
     python -m tests.elastic.gpu_training 'RANK STEP WHERE'…
 
 WHERE: `submitted`, before the collectives are waited for, `queued`, when the GPU has work that others wait for and that
-it has not done, or `between` two steps. Each rank that is left prints how many
-ranks there are, whether the parameters are those that one process computes, how they were reduced, and what it holds on
-the GPU: blocks of its own, of others, and events that others may open.
+it has not done, or `between` two steps. Each rank that is left prints how many ranks there are, whether the parameters
+are those that one process computes, how they were reduced, and what it holds on the GPU: blocks of its own, of others,
+and events that others may open.
 """
 
 import os

@@ -43,6 +43,12 @@ def test_more_bytes_never_take_less_time(hosts, constants):
         assert times[-1] > times[0] > 0
 
 
+def test_how_many_bytes_travel_with_the_news_is_a_matter_of_the_rate_more_than_of_the_latency():
+    assert Constants(wire_us=20, wire_gbs=0.119).short_bytes == 8 << 10, "1 Gbit/s, though a message is fast"
+    assert Constants(wire_us=20, wire_gbs=0.00119).short_bytes < 1000, "10 Mbit/s: they would delay every message"
+    assert Constants(wire_us=5000, wire_gbs=0.00119).short_bytes > 5000, "where a message takes 5 ms anyway, more"
+
+
 @pytest.mark.parametrize(
     ("kind", "expected"),
     [
