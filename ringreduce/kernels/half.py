@@ -1,6 +1,7 @@
 """16-bit floats to float32 and back, by the fastest kernels available. All produce the same bits.
 
-numba   where it is installed: imported, and its kernels compiled, at the first reduction of 16-bit floats
+numba   where it is installed: a thread imports it and compiles its kernels from the first reduction of 16-bit floats
+        on; until then, one of the others. Ranks need not change at once, since the bits are the same
 torch   where the user has imported it
 NumPy   otherwise
 """
@@ -12,7 +13,7 @@ from types import ModuleType
 
 from ringreduce.kernels import half_numpy
 from ringreduce.kernels.half_numpy import Kernels
-from ringreduce.kernels.optional import imported
+from ringreduce.kernels.optional import compiled_meanwhile, imported
 
 
 def kernels(name: str) -> Kernels:
@@ -22,9 +23,11 @@ def kernels(name: str) -> Kernels:
 
 
 def kernel_name() -> str:
-    """The library whose kernels are used: "numba", "torch" or "numpy"."""
+    """The library whose kernels are used now: "numba", "torch" or "numpy"."""
     return _module().__name__.rpartition("_")[2]
 
 
 def _module() -> ModuleType:
-    return imported("half_numba") or (imported("half_torch") if "torch" in sys.modules else None) or half_numpy
+    return (
+        compiled_meanwhile("half_numba") or (imported("half_torch") if "torch" in sys.modules else None) or half_numpy
+    )

@@ -1,7 +1,7 @@
 """16-bit floats to float32 and back with numba: sums of several arrays in one pass over memory.
 
-Imported by half.py at the first reduction of 16-bit floats, where numba is installed. Each kernel is compiled when it
-is first needed, and numba keeps it in its cache on disk. None holds the GIL.
+Imported and compiled by a thread from the first reduction of 16-bit floats on, where numba is installed, which keeps
+the kernels in its cache on disk. None holds the GIL.
 """
 
 from __future__ import annotations
@@ -116,3 +116,11 @@ def _kernels(bits_type: type[np.signedinteger[Any]] | type[np.unsignedinteger[An
 
 
 KERNELS = {"float16": _kernels(np.int16), "bfloat16": _kernels(np.uint16)}
+
+
+def compile_kernels() -> None:
+    """Compile for both types: two parts are summed by one kernel, three by the others."""
+    one, out = np.float32(1), np.zeros(8, np.uint16)
+    for kernels in KERNELS.values():
+        for count in 2, 3:
+            kernels.sum_parts([np.zeros(8, np.uint16)] * count, out, one, one)

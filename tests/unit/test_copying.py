@@ -5,12 +5,13 @@ import importlib.util
 import random
 import re
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from ringreduce.arrays.dtypes import TABLE
-from ringreduce.kernels import copying, optional, streaming_numba, sum_numba
+from ringreduce.kernels import copying, half, optional, streaming_numba, sum_numba
 from ringreduce.kernels.copying import GAIN, MEASURED_BYTES, PROBE_EVERY, SLOW_S, Reader, Writer
 
 COUNTS = [0, 1, 7, 8, 9, 1023, 4096, 65536, 65537, 100003]
@@ -170,7 +171,9 @@ def forgotten():
 
 
 @pytest.mark.parametrize(
-    ("name", "kernel", "case"), [("streaming_numba", "copy", ()), ("sum_numba", "total", (2,))], ids=["copy", "sum"]
+    ("name", "kernel", "case"),
+    [("streaming_numba", "copy", ()), ("sum_numba", "total", (2,)), ("half_numba", "_add", ())],
+    ids=["copy", "sum", "half"],
 )
 @pytest.mark.parametrize("broken", ["absent", "does not compile", None])
 def test_without_a_numba_that_works_other_kernels_do_it(monkeypatch, forgotten, name, kernel, case, broken):
@@ -197,6 +200,17 @@ def test_stores_are_plain_until_the_kernel_is_compiled(monkeypatch, forgotten):
         optional._compiling("streaming_numba").join()
     write(writer, PROBE_EVERY)
     assert clock.streamed
+
+
+def test_16_bit_floats_are_converted_by_others_until_numba_has_compiled(monkeypatch, forgotten):
+    is_compiled, compiled = threading.Event(), SimpleNamespace(__name__="half_numba")
+    monkeypatch.setattr(optional, "_compiled", lambda name: is_compiled.wait(30) and compiled)
+    try:
+        assert half.kernel_name() in ("numpy", "torch")
+    finally:
+        is_compiled.set()
+        optional._compiling("half_numba").join()
+    assert half.kernel_name() == "numba"
 
 
 def test_sums_take_the_kernel_when_it_is_worth_compiling_and_plain_stores_do(monkeypatch):
