@@ -3,6 +3,7 @@
     agent         starts the user's command, sends its output, obeys ringrun, reports the end
     rank_socket   datagrams to and from ringreduce in the rank
     stack_dumper  what the rank does just now: its Python stack, what ringreduce waits for
+    death_notice  the rank's death, when it begins
     oom           whether the kernel's OOM killer ended it
     kept_commits  the folder of an elastic job's commits, for its next attempt
     shm_cleanup   shared memory that a killed rank leaves behind

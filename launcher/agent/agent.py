@@ -32,6 +32,7 @@ from ..machine.placement import Share, describe, place
 from ..machine.topology import read_topology, usable_cpus
 from ..processes import before_exec, bind_to, die_with_parent, end_daemon, limit_open_files, signal_group, wake_up
 from . import kept_commits
+from .death_notice import await_death
 from .oom import OomWatch
 from .rank_socket import RankSocket
 from .shm_cleanup import ShmCleanup, remove_daemons_files
@@ -64,7 +65,8 @@ class Agent:
         self._input: SimpleQueue[bytes] = SimpleQueue()
         self._lost: Exception | None = None  # why the connection to ringrun has ended without a word of its own
         self._sent: list[int] = []
-        self._ended_at_s = 0.0
+        self._dying = threading.Lock()
+        self._ended_at_s = 0.0  # set when it begins to die, if that is known
 
     def run(self, command: Sequence[str]) -> NoReturn:
         """Run `command` to its end and stay until ringrun says so."""
@@ -80,7 +82,7 @@ class Agent:
             self._send(wire.NotStarted(f"{error.strerror or error} ({error.filename or command[0]})"))
             self._await_end(None)
         self._send(wire.Started(child.pid, self._device))
-        self._rank_socket.start(self._shm_cleanup.note)
+        self._rank_socket.start(lambda mapped: self._on_init(child.pid, mapped))
         self._shm_cleanup.watch(child.pid)
         threading.Thread(target=self._await_end, args=(child.pid,), daemon=True).start()
         if child.stdin is not None:
@@ -170,6 +172,25 @@ class Agent:
             self._send(wire.Output("stdout" if stream == "stdout" else "stderr", data))
         return bool(data)
 
+    def _on_init(self, pid: int, mapped: Sequence[str]) -> None:
+        """ringreduce has started MPI, with these lines of /proc/PID/maps."""
+        self._shm_cleanup.note(mapped)
+
+        def watch() -> None:
+            code = await_death(error_file(self._directory, self._place.rank), pid)
+            if code is not None:
+                self._died(code)
+
+        threading.Thread(target=watch, daemon=True).start()
+
+    def _died(self, code: int) -> None:
+        """Report that the rank dies or has ended, once: others of an elastic job wait for this alone."""
+        with self._dying:
+            if not self._ended_at_s:
+                self._ended_at_s = time.time()
+                self._rank_socket.read()  # what it said came before its end
+                self._send(wire.Died(code, self._ended_at_s))
+
     def _watch(self, pid: int) -> int:
         """Return a descriptor that becomes readable when process `pid` has ended."""
         ended, end = os.pipe()
@@ -177,9 +198,7 @@ class Agent:
         def watch() -> None:
             # not reaped, so that the number stays its own for as long as signals may be sent to its group
             result = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-            self._ended_at_s = time.time()
-            self._rank_socket.read()  # what it said came before its end
-            self._send(wire.Died(_code(result), self._ended_at_s))  # others of an elastic job wait for this alone
+            self._died(_code(result))
             os.close(end)
 
         threading.Thread(target=watch, daemon=True).start()

@@ -11,6 +11,7 @@ from ringreduce.execution.signature import ranks_text
 from ringreduce.membership import Members, Membership
 from ringreduce.monitor.launcher_link import StatusServer, report_reformed
 from ringreduce.settings import Settings
+from ringreduce.startup import death_notice
 from ringreduce.startup.daemon import outlive_daemon
 from ringreduce.startup.survivors import Origin, regroup
 from ringreduce.transport.message import MessageTransport
@@ -95,6 +96,7 @@ def check(settings: Settings, comm: Any, worlds: int) -> None:
 def begin(start: Entered) -> tuple[Elastic, Entered]:
     """The world that this rank begins in; on a spare that of the first list that names it. All ranks must call it."""
     outlive_daemon()
+    death_notice.give(start.host.settings.error_file)
     whole, host = start.world, start.host
     members, origin = Members(whole.rank), Origin(whole, host, start.clock_offsets_us)
     elastic = Elastic(origin, members, StatusServer(host.settings.error_file, lambda: A_PLACE, members))

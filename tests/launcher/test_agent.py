@@ -74,6 +74,27 @@ def test_an_agent_that_loses_ringrun_ends_its_rank_and_the_systems_log_says_why(
     assert logged == [(syslog.LOG_ERR, told)]
 
 
+def test_a_death_that_is_heard_in_two_ways_is_reported_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dies = threading.Event()
+    monkeypatch.setattr(agent_module, "await_death", lambda files, pid: dies.wait(patient(5)) and 7)
+    link = SlowLink()
+    agent = Agent(link, Place(0, 1, 0, 1), Settings("openmpi", str(tmp_path)), daemon=0)
+    lives = [sys.executable, "-c", "import os, sys; sys.stdin.readline(); os._exit(7)"]
+    child = subprocess.Popen(lives, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    agent._on_init(child.pid, [])
+    dies.set()
+    assert link._died.wait(patient(5))
+    assert child.poll() is None, "reported before its end"
+    child.stdin.close()
+    with child, pytest.raises(SystemExit):
+        agent._forward(child)
+    agent._rank_socket._socket.close()
+    died, ended = link.sent
+    assert isinstance(died, wire.Died)
+    assert isinstance(ended, wire.Ended)
+    assert ended.at_s == died.at_s
+
+
 def test_a_death_is_reported_before_what_the_rank_wrote_is_read(tmp_path: Path) -> None:
     link = SlowLink()
     agent = Agent(link, Place(0, 1, 0, 1), Settings("openmpi", str(tmp_path)), daemon=0)

@@ -87,7 +87,7 @@ LAYERS = [
     ["engine.process_sets", "engine.submitting", "engine.timeline_control", "engine.activity"],
     ["engine.leaving", "engine.polling"],
     ["engine.engine"],
-    ["startup.shared_memory", "startup.survivors", "startup.daemon"],
+    ["startup.shared_memory", "startup.survivors", "startup.daemon", "startup.death_notice"],
     ["startup.worlds"],
     ["runtime"],
     ["reform"],
