@@ -127,10 +127,12 @@ def faults(job: Job, folder: Path, died: list[int], printed: str) -> list[str]:
     """What is wrong with what a job has left and printed."""
     found = []
     named = sorted(map(int, re.findall(r"-- ringrun: rank (\d+) of \d+ failed --", printed)))
-    quiet = [int(each.split()[0]) for each in job.deaths if each.endswith("_exit0")]
-    if set(named) != set(died) - set(quiet):
-        found.append(f"ranks {died} died, and {named} are named")
     results = {int(each.stem): json.loads(each.read_text()) for each in folder.glob("*.json")}
+    hows = {int(each.split()[0]): each.split()[-1] for each in job.deaths}
+    failed = {rank for rank in died if hows[rank] != "_exit0"}
+    finished = {rank for rank in failed & set(results) if hows[rank] in STALLS}  # it is woken then, or not waited for
+    if not failed - finished <= set(named) <= failed:
+        found.append(f"ranks {died} died, and {named} are named")
     trained = set(range(job.size + job.spares)) if not job.spares else set(results) | set(range(job.size))
     if missing := trained - set(results) - set(died):
         found.append(f"no result of ranks {sorted(missing)}")
