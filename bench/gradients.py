@@ -2,6 +2,7 @@
 
     ringrun -np 2 python bench/gradients.py
     ringrun -np 4 python bench/gradients.py --models resnet50 --json gradients.json --plot gradients.png
+    python bench/gradients.py --models resnet50 --hosts 4    # a rank on each, see bench/network.py
 
 Every rank has all gradients of a model (`bench/models.py`), float32, and all get the average. The rows:
 
@@ -18,19 +19,24 @@ Every rank has all gradients of a model (`bench/models.py`), float32, and all ge
 
 Columns: time of all tensors together (median of several runs, the rows in turns, of the slowest rank); how often the
 floor's time that is; how often the time of `ringreduce, NumPy`; elements that differ from the average, or the sum,
-computed apart. Memory: about four times the gradients on each rank (GPT-2: 2 GB).
+computed apart. Memory: about four times the gradients on each rank (GPT-2: 2 GB). With --hosts, as root, a rank runs on
+each of so many network namespaces (bench/network.py), without the simplest form.
 """
 
 from __future__ import annotations
 
+import argparse
 import gc
+import subprocess
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 import plots
-from common import Column, Report, about, in_turns, is_printing, microseconds, seconds_per_run, total
+from common import Column, Report, about, in_turns, is_printing, microseconds, parser, seconds_per_run, total
 from contenders import has, missing, stop_gloo
 from models import MODELS
+from network import Network, why_not
 from reducers import ALONE, DDP, DDP_RING, FLOOR, NUMPY, Gradients, Reducer, arguments, horovod, reducers
 
 import ringreduce as rr
@@ -104,15 +110,34 @@ def plot(report: Report, path: str) -> None:
         if panel is not axes[0][0]:
             panel.set_yticklabels([])
     header = report.header
-    plots.finish(figure, f"Averaging a model's gradients (float32), {header['ranks']} ranks on one host", header, path)
+    where = f"{header['ranks']} ranks on {header['hosts']} host" + "s" * (header["hosts"] > 1)
+    plots.finish(figure, f"Averaging a model's gradients (float32), {where}", header, path)
+
+
+def on_hosts(options: argparse.Namespace) -> None:
+    """The same, by ranks on hosts of their own."""
+    if reason := why_not():
+        print(f"bench/gradients.py: skipped: {reason}")
+        return
+    with Network(options.hosts) as network:
+        network.shape(options.rate)
+        program = [sys.executable, *sys.argv, "--hosts", "0"]
+        sys.exit(subprocess.run(network.mpirun(program, 1), stdin=subprocess.DEVNULL).returncode)
 
 
 def main() -> None:
     """Measure model by model."""
-    options = arguments(__doc__, runs=7)
+    made = parser(__doc__, runs=7)
+    made.add_argument("--hosts", type=int, default=0, metavar="H", help="start a rank on each of so many, as root")
+    made.add_argument("--rate", type=int, default=1000, metavar="MBIT", help="of their links (1000)")
+    options = arguments(made)
+    if options.hosts:
+        on_hosts(options)
+        return
     rr.init()
+    hosts = len(set(rr.info().hosts))
     note = f"median of {options.runs} runs, the rows in turns, of the slowest rank; 1 MB = 1e6 bytes{missing()}"
-    report = Report("gradients", about(hosts=len(set(rr.info().hosts))), COLUMNS, is_printing(), note)
+    report = Report("gradients", about(hosts=hosts), COLUMNS, is_printing(), note)
     selects = (reducers, horovod) if has("horovod") else (reducers,)
     base: dict[str, tuple[float, float]] = {}
     for select, model in [(select, model) for select in selects for model in options.models]:

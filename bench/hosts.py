@@ -26,9 +26,6 @@ has measured.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -95,22 +92,12 @@ def sizes_for(mbit: int, sizes: Sequence[int]) -> list[int]:
 def measure(network: Network, per_host: int, mbit: int, options: argparse.Namespace) -> dict[str, Any]:
     """What the ranks found at one rate."""
     network.shape(mbit)
-    result = network.folder / "rows.json"
     worker = str(Path(__file__).with_name("hosts_worker.py"))
     sizes = [str(each) for each in sizes_for(mbit, options.sizes)]
     seconds = str(seconds_per_run(options, SECONDS_PER_RUN))
-    program = [sys.executable, worker, "--seconds", seconds, "--runs", str(options.runs), "--json", str(result)]
-    program += ["--dtype", options.dtype, "--sizes", *sizes, "--who", *options.who]
-    variables = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
-    variables |= {"RINGBENCH_ADDRESS": network.addresses[0], "GLOO_SOCKET_IFNAME": "eth0"}
-    kept = ("PYTHONPATH",)
-    variables |= {name: value for name, value in os.environ.items() if name in kept or name.startswith("RINGREDUCE_")}
-    command = network.mpirun(program, per_host, variables)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, stdin=subprocess.DEVNULL)
-    if done.returncode:
-        raise RuntimeError(f"the ranks ended with exit code {done.returncode}:\n{done.stdout}{done.stderr}")
-    found: dict[str, Any] = json.loads(result.read_text())
-    return found
+    program = [sys.executable, worker, "--seconds", seconds, "--runs", str(options.runs)]
+    program += ["--dtype", options.dtype, "--sizes", *sizes, "--who", *options.who, "--json"]
+    return network.run(program, per_host, timeout_s=TIMEOUT_S)
 
 
 def expected(who: str, nbytes: int, hosts: Sequence[int], constants: Constants) -> dict[str, float]:

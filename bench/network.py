@@ -2,7 +2,7 @@
 
     with Network(4) as network:
         network.shape(1000)
-        subprocess.run(network.mpirun(["python", "script.py"], per_host=2))
+        found = network.run(["python", "script.py", "--json"], per_host=2)
 
 All names carry a random tag, so that nothing else on the machine is met. When the block ends, in whatever way, the
 processes inside are ended and everything that was made is removed.
@@ -11,6 +11,7 @@ processes inside are ended and everything that was made is removed.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -22,6 +23,7 @@ import types
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 AGENT = '#!/bin/bash\nhost=$1; shift\nexec ip netns exec "$host" unshare --uts bash -c "hostname $host; $*"\n'
 INSIDE = 'hostname "$1"; shift; exec "$@"'
@@ -32,6 +34,7 @@ TCP_ONLY = {
     "mpi_yield_when_idle": "1",  # else each host spins on the others' cores
     "osc": "^ucx",
 }
+NONE: Mapping[str, str] = types.MappingProxyType({})
 BURST_S = 1e-3
 SHORTEST_BURST = 64 << 10
 
@@ -112,8 +115,24 @@ class Network:
             match = ["u32", "match", "ip", "dst", f"{self.addresses[to]}/32", "flowid", "1:20"]
             _run([*tc, "filter", "add", "dev", "eth0", "parent", "1:", "protocol", "ip", "prio", "1", *match])
 
-    def mpirun(self, program: Sequence[str], per_host: int, variables: Mapping[str, str]) -> list[str]:
-        """The command that starts `program` on each host, `per_host` times, with these environment variables."""
+    def run(
+        self, program: Sequence[str], per_host: int = 1, variables: Mapping[str, str] = NONE, timeout_s: float = 180
+    ) -> dict[str, Any]:
+        """What `program` writes as JSON to the file that it gets as its last argument; see `mpirun`."""
+        result = self.folder / "result.json"
+        command = self.mpirun([*program, str(result)], per_host, variables)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, stdin=subprocess.DEVNULL)
+        if done.returncode:
+            raise RuntimeError(f"the ranks ended with exit code {done.returncode}:\n{done.stdout}{done.stderr}")
+        found: dict[str, Any] = json.loads(result.read_text())
+        return found
+
+    def mpirun(self, program: Sequence[str], per_host: int, variables: Mapping[str, str] = NONE) -> list[str]:
+        """The command that starts `program` on each host, `per_host` times, with further environment variables."""
+        usual = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+        usual |= {"RINGBENCH_ADDRESS": self.addresses[0], "GLOO_SOCKET_IFNAME": "eth0"}
+        kept = [name for name in os.environ if name == "PYTHONPATH" or name.startswith("RINGREDUCE_")]
+        variables = usual | {name: os.environ[name] for name in kept} | dict(variables)
         command = [_mpirun_path(), "--allow-run-as-root", "--bind-to", "none"]
         command += ["-np", str(per_host * len(self.names)), "-H", ",".join(f"{name}:{per_host}" for name in self.names)]
         command += ["--prtemca", "plm_ssh_agent", str(self.folder / "agent"), "--prtemca", "prte_if_include", "eth0"]

@@ -15,9 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -108,15 +106,8 @@ def run(workers: int, servers: int, options: argparse.Namespace) -> dict[str, An
     """What the ranks found, on hosts of their own."""
     with Network(workers + servers) as network:
         network.shape(options.rate, inbound=True)
-        result = network.folder / "row.json"
-        program = [sys.executable, __file__, "--worker", str(result), "--size", str(options.size)]
-        program += ["--runs", str(options.runs), "--servers", str(servers)]
-        variables = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
-        command = network.mpirun(program, 1, variables)
-        done = subprocess.run(command, capture_output=True, text=True, timeout=180, stdin=subprocess.DEVNULL)
-        if done.returncode:
-            raise RuntimeError(f"the ranks ended with exit code {done.returncode}:\n{done.stdout}{done.stderr}")
-        found: dict[str, Any] = json.loads(result.read_text())
+        program = [sys.executable, __file__, "--size", str(options.size), "--runs", str(options.runs)]
+        found = network.run([*program, "--servers", str(servers), "--worker"])
     by_hand = options.size * (max(1, workers / servers) if servers else 2 * (workers - 1) / workers)
     return {**found, "by_hand": by_hand, "bound_ms": by_hand * 8 / (options.rate * 1e6) * 1e3 * (2 if servers else 1)}
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from common import neutral, parse, parser
+from common import neutral, parse
 from contenders import has, ring_group, start_gloo
 from fused_window import fused_window
 from models import MODELS, Shape
@@ -29,9 +29,8 @@ PACKED, ONE_BY_ONE, FLOOR = "MPI_Allreduce, packed", "MPI_Allreduce, each", "flo
 PIECE = 1 << 20
 
 
-def arguments(doc: str | None, runs: int) -> argparse.Namespace:
+def arguments(made: argparse.ArgumentParser) -> argparse.Namespace:
     """The command line of a bench of models' gradients."""
-    made = parser(doc, runs=runs)
     made.add_argument("--models", nargs="+", choices=MODELS, default=None, help="(resnet50 gpt2)")
     options = parse(made)
     options.models = options.models or (["tiny"] if options.quick else ["resnet50", "gpt2"])
@@ -115,7 +114,8 @@ def reducers(gradients: Gradients) -> dict[str, Reducer]:
         found |= data_parallel(gradients)
     found[PACKED] = packed(gradients)
     flat = [each.reshape(-1) for each in gradients.arrays]
-    found[WINDOW] = Reducer(fused_window(flat), lambda: gradients.arrays, averages=False)
+    if len(set(rr.info().hosts)) == 1:
+        found[WINDOW] = Reducer(fused_window(flat), lambda: gradients.arrays, averages=False)
     found[FLOOR] = Reducer(gradients.pack, lambda: gradients.views)
     return found
 

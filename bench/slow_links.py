@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -61,17 +59,8 @@ def work(size: int, runs: int, result: str) -> None:
 
 def run(network: Network, size: int, runs: int, measures: bool) -> dict[str, Any]:
     """What the ranks found."""
-    result = network.folder / "row.json"
-    program = [sys.executable, __file__, "--worker", str(result), "--size", str(size), "--runs", str(runs)]
-    variables = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
-    if not measures:
-        variables["RINGREDUCE_COSTS"] = "wire_us=60"
-    command = network.mpirun(program, 1, variables)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, stdin=subprocess.DEVNULL)
-    if done.returncode:
-        raise RuntimeError(f"the ranks ended with exit code {done.returncode}:\n{done.stdout}{done.stderr}")
-    found: dict[str, Any] = json.loads(result.read_text())
-    return found
+    program = [sys.executable, __file__, "--size", str(size), "--runs", str(runs), "--worker"]
+    return network.run(program, variables={} if measures else {"RINGREDUCE_COSTS": "wire_us=60"})
 
 
 def arguments() -> argparse.Namespace:

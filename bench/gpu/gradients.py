@@ -43,6 +43,7 @@ from common import (
     is_printing,
     microseconds,
     neutral,
+    parser,
     seconds_per_call,
     seconds_per_run,
     total,
@@ -274,7 +275,7 @@ def verdict(found: Sequence[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Measure model by model."""
-    options = arguments(__doc__, runs=5)
+    options = arguments(parser(__doc__, runs=5))
     reason = next(filter(None, neutral().allgather(why_not())), "")
     if reason:
         if is_printing():

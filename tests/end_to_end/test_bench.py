@@ -203,6 +203,15 @@ def test_short_messages_between_hosts(tmp_path):
 
 @pytest.mark.extended
 @pytest.mark.skipif(bool(bench_module("network").why_not()), reason=bench_module("network").why_not())
+def test_gradients_between_hosts(tmp_path):
+    finished = run([PYTHON, BENCH / "gradients.py", "--quick", "--hosts", 2, *files(tmp_path)])
+    kept = outcome(finished, tmp_path)
+    assert kept["header"]["hosts"] == kept["header"]["ranks"] == 2
+    assert {"ringreduce, NumPy", "DDP gloo", "DDP ring"} < {row["who"] for row in kept["rows"]}
+
+
+@pytest.mark.extended
+@pytest.mark.skipif(bool(bench_module("network").why_not()), reason=bench_module("network").why_not())
 def test_slow_links(tmp_path):
     finished = run([PYTHON, BENCH / "slow_links.py", "--quick", "--runs", 1, "--json", tmp_path / "rows.json"])
     assert finished.returncode == 0, finished.stdout
