@@ -3,9 +3,10 @@
 membership.py decides; here events go in, and messages to the agents and lines for the user come out.
 """
 
+import math
 import signal
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from ..connection.wire import Hosts, Initialized, Left, Meeting, Membership, Reformed, Signal, Suspects, WakeUp
@@ -18,6 +19,8 @@ from .events import Aborted, Event, HostsCame, RankDied, RankEnded, Reported
 from .membership import CannotGoOn, Kill, Members, Wake
 from .ranks import Channel
 
+TOGETHER_S = 0.05
+"""After an agent is lost its host may be, whose others follow: nobody is to re-form with ranks that are just going."""
 _WAITED = "it kept others waiting"
 
 
@@ -32,11 +35,13 @@ class Losses:
         self._members = Members(size, elastic)
         self._reports: dict[int, str] = {}  # of the ranks that ringrun has killed: why
         self._lost_at_s: float | None = None
+        self._gone: list[Event] = []  # agents were lost
+        self._gone_due_s = math.inf
 
     @property
     def due_s(self) -> float:
         """When to call `too_late`."""
-        return self._members.due_s
+        return min(self._members.due_s, self._gone_due_s)
 
     @property
     def idle(self) -> Collection[int]:
@@ -60,17 +65,27 @@ class Losses:
     def handle(self, event: Event) -> str:
         """Take an event; return why the job cannot go on, nothing where it can."""
         now_s = time.monotonic()
-        decision = self._decide(event, now_s)
+        if isinstance(event, RankEnded) and event.end.code is None:
+            self._gone.append(event)
+            self._gone_due_s = min(self._gone_due_s, now_s + TOGETHER_S)
+            return ""
+        return self._take([event], now_s)
+
+    def _take(self, events: Sequence[Event], now_s: float) -> str:
+        decisions = [self._decide(event, now_s) for event in events]
         self._members.await_rest(now_s)
-        if isinstance(decision, CannotGoOn):
-            return decision.why
-        if isinstance(decision, Membership):
-            self._channel.broadcast(decision)
-            if isinstance(event, RankEnded) and event.end.code == 0:
+        if why := next((each.why for each in decisions if isinstance(each, CannotGoOn)), ""):
+            return why
+        if lists := [each for each in decisions if isinstance(each, Membership)]:
+            self._channel.broadcast(lists[-1])
+        for event, decision in zip(events, decisions, strict=True):
+            if not isinstance(event, RankEnded):
+                continue
+            if isinstance(decision, Membership) and event.end.code == 0:
                 gone = f"rank {event.end.rank} ended with exit code 0 before others did"
                 self._output.message([f"ringrun: {gone}; going on {self._with_whom()}"])
-        if isinstance(event, RankEnded) and (end := self.explained(event.end)).failed:
-            self._output.message(self._card(end))
+            if (end := self.explained(event.end)).failed:
+                self._output.message(self._card(end))
         return ""
 
     def announce(self, came: HostsCame) -> None:
@@ -88,6 +103,9 @@ class Losses:
 
         At the end a rank may have work to do alone, which nobody ends; but if it is stopped, its agent has it go on.
         """
+        if now_s >= self._gone_due_s:
+            gone, self._gone, self._gone_due_s = self._gone, [], math.inf
+            return self._take(gone, now_s)
         late = self._members.expired(now_s)
         if isinstance(late, Kill):
             self._kill(late, f"{_WAITED}: it did not meet them within {self._elastic.stalled_s:g} s after a loss")
