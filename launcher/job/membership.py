@@ -51,6 +51,7 @@ class Members:
         self.number = 0
         self.ranks = tuple(range(self._np))
         self.spares = list(range(self._np, size))
+        self._fresh: set[int] = set()  # members that were spares, and have no state yet
         self._late_s = math.inf  # when re-forming takes too long
         self._rest_s = math.inf  # when those that are there, where some have left, have had the time to end
         self._last_s = math.inf  # when it has taken so long that the job cannot go on
@@ -122,6 +123,8 @@ class Members:
 
     def reformed(self, rank: int, number: int) -> bool:
         """The world of list `number` works in `rank`; returns whether it works in all now, having been awaited."""
+        if number == self.number:
+            self._fresh.discard(rank)
         return number == self.number and self._settle(rank)
 
     def meets(self, rank: int, number: int, now_s: float) -> None:
@@ -188,10 +191,14 @@ class Members:
         if not self._left:  # the job is not about to end
             while self.spares and len(present) < self._np:
                 present.append(self.spares.pop(0))
-        if not present and self._left:
+                self._fresh.add(present[-1])
+        if self._left and self._fresh.issuperset(present):  # spares that those have left for whom they came
+            self.spares += present
             return self._release()
         if (enough := len(present) + len(self._left)) < self._elastic.min_np or not present:
             return CannotGoOn(f"{counted(enough, 'rank')} left, and --min-np is {self._elastic.min_np}")
+        if self._fresh.issuperset(present):
+            return CannotGoOn(f"only spares are left, {numbered('rank', present)}, which have no state to go on with")
         self.number += 1
         self.ranks = tuple(sorted(present))
         self._awaited = set(present)

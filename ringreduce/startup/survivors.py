@@ -92,6 +92,9 @@ def regroup(origin: Origin, members: Members, last: World, before: MessageTransp
     _for_ever.append(before)
     while True:
         membership = members.newest
+        if origin.world.rank not in membership.ranks:  # those have ended whom this spare was to join: so will the job
+            members.wait(lambda each: origin.world.rank in each.ranks)
+            continue
         try:
             return _meet(origin, members, membership, last, before, value)
         except _NewerError:

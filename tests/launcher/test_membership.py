@@ -118,6 +118,25 @@ def test_spares_have_no_work_once_a_rank_has_left() -> None:
     assert job.spares == [3]
 
 
+def test_spares_that_come_when_the_others_leave_have_no_work_either() -> None:
+    job = members(5, spares=2)
+    assert job.lost(2, "a", 0.0) == Membership(1, (0, 1, 3), {"2": "a"})
+    reform(job)
+    assert job.lost(0, "b", 1.0) == Membership(2, (1, 3, 4), {"0": "b", "2": "a"})
+    assert job.left(1, 2.0) == Membership(3, (3, 4), {"0": "b", "2": "a"})
+    assert job.left(3, 2.0) == Membership(4, (), {"0": "b", "2": "a"}), "4 would begin anew, alone"
+    assert job.spares == [4]
+    assert job.overcome == {0, 2}
+
+
+def test_spares_alone_have_no_state_to_go_on_with() -> None:
+    job = members(3, spares=1)
+    assert job.lost(0, "a", 0.0) == Membership(1, (1, 2), {"0": "a"})
+    found = job.lost(1, "b", 0.0)
+    assert isinstance(found, CannotGoOn)
+    assert found.why == "only spares are left, rank 2, which have no state to go on with"
+
+
 def test_ranks_that_leave_in_order_are_missed_by_nobody() -> None:
     job = members(3)
     for rank in range(3):
