@@ -1,7 +1,7 @@
 """The launcher's agent hears of this process's death when it begins, by a mutex that the kernel takes from the dying.
 
-A parent is told of an end only when memory and devices are released: 5 ms later with NumPy, 80 with PyTorch, more with
-a GPU. A robust mutex, though, passes to who waits for it before. The agent's end is launcher/agent/death_notice.py.
+A parent is told of an end only when memory and devices are released: 5 ms later with NumPy, 80 with PyTorch. A robust
+mutex, though, passes to who waits for it before. The agent's end is launcher/agent/death_notice.py.
 
 Source: pthread_mutexattr_setrobust(3); Linux's get_robust_list(2).
 """
