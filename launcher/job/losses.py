@@ -85,8 +85,13 @@ class Losses:
                 gone = f"rank {event.end.rank} ended with exit code 0 before others did"
                 self._output.message([f"ringrun: {gone}; going on {self._with_whom()}"])
             if (end := self.explained(event.end)).failed:
-                self._output.message(self._card(end))
+                self._output.message(self._card(end, self._with_whom()))
         return ""
+
+    def report_late(self, end: RankEnd) -> None:
+        """Report how a rank has ended that was overcome, while the job already ends for another reason."""
+        if end.failed and end.rank in self.overcome:
+            self._output.message(self._card(end, "without it, until the job was ended"))
 
     def announce(self, came: HostsCame) -> None:
         """Tell the ranks of hosts with which a restart would have more ranks than there are now."""
@@ -161,8 +166,8 @@ class Losses:
             self._output.message([f"ringrun: {numbered('rank', self._members.ranks)} went on after {took_ms:.0f} ms"])
         self._lost_at_s = None
 
-    def _card(self, end: RankEnd) -> list[str]:
-        return card(end, (), self._size, going_on=self._with_whom(), colour=self._output.colours)
+    def _card(self, end: RankEnd, going_on: str) -> list[str]:
+        return card(end, (), self._size, going_on=going_on, colour=self._output.colours)
 
     def _with_whom(self) -> str:
         return f"with {numbered('rank', self._members.ranks)}"

@@ -4,7 +4,8 @@
 
 Ranks keep the numbers that they had in the first world. A list is a decision for all: each has a higher number than
 the one before, so a rank that hears of several obeys the last one. A loss is overcome when a list without that rank
-works on all that are in it; until then the job may still fail because of it.
+works on all that are in it; until then the job may still fail because of it. Where more ranks are lost before that, it
+is overcome if that list works on one: all have met then, and what ended them was something else.
 """
 
 import math
@@ -58,7 +59,8 @@ class Members:
         self._met_s: dict[int, float] = {}  # members that wait for others to re-form: when they last said so
         self._is_formed = False  # MPI works, so that ranks can go on without others
         self._dead: dict[int, str] = {}  # those that are gone, and how they have ended
-        self._unsettled: set[int] = set()  # of them, those whose loss is not overcome yet
+        self._unsettled: dict[int, int] = {}  # of them, by the first list without them, until a list works on all
+        self._works = 0  # the newest list that works on one of its members
         self._awaited: set[int] = set()  # members that are yet to say that the last list works
         self._suspects: set[int] = set()
         self._left: set[int] = set()  # those that have left the world in order
@@ -73,7 +75,7 @@ class Members:
     @property
     def overcome(self) -> set[int]:
         """The ranks without which the job has gone on."""
-        return self._dead.keys() - self._unsettled
+        return self._dead.keys() - {rank for rank, first in self._unsettled.items() if first > self._works}
 
     def initialized(self) -> None:
         """init() has returned on a rank: all have come so far that they share a world."""
@@ -87,7 +89,7 @@ class Members:
         if rank in self.spares:
             self.spares.remove(rank)
             return None
-        self._unsettled.add(rank)
+        self._unsettled[rank] = self.number + 1
         self._losses += 1
         most = self._elastic.max_failures
         if not self._is_formed:
@@ -123,6 +125,7 @@ class Members:
 
     def reformed(self, rank: int, number: int) -> bool:
         """The world of list `number` works in `rank`; returns whether it works in all now, having been awaited."""
+        self._works = max(self._works, number)
         if number == self.number:
             self._fresh.discard(rank)
         return number == self.number and self._settle(rank)
@@ -146,7 +149,7 @@ class Members:
 
     def blamed(self, rank: int) -> CannotGoOn | None:
         """`rank`, which is dead, ended by an error in which it says that it has lost others."""
-        others = self._unsettled - {rank}
+        others = self._unsettled.keys() - {rank}
         if rank not in self._unsettled or not others:
             return None
         return CannotGoOn(
@@ -173,9 +176,10 @@ class Members:
                 return None  # none waits: all may have to compute
             self._suspects |= silent
             return Kill(silent) if silent else None
+        self._works = 0  # it fails by these losses after all
         return CannotGoOn(
             f"{numbered('rank', self._awaited)} did not go on within {self._elastic.recovery_s:g} s after the loss of "
-            f"{numbered('rank', self._unsettled or self._dead.keys())}"
+            f"{numbered('rank', (self._unsettled or self._dead).keys())}"
         )
 
     def _rest(self) -> set[int]:

@@ -231,6 +231,8 @@ class Supervisor:
         self._init.ended(end.rank, time.monotonic())
         if self._losses is None and end.failed:
             self._end(AFTER_FAILURE)
+        elif self._losses and self._shutdown:
+            self._losses.report_late(end)
 
     def _go_on_or_end(self, why: str) -> None:
         """End an elastic job if there is a reason why it cannot go on."""

@@ -101,6 +101,17 @@ def test_with_no_rank_left_it_is_over() -> None:
     assert job.overcome == set()
 
 
+def test_a_loss_is_overcome_by_a_list_that_works_on_one_before_more_are_lost() -> None:
+    job = members(3)
+    job.lost(0, "a", 0.0)
+    job.reformed(1, 1)
+    job.lost(1, "b", 0.0)
+    assert job.overcome == {0}
+    job.reformed(2, 1)
+    assert job.lost(2, "c", 0.0) == CannotGoOn("0 ranks left, and --min-np is 1")
+    assert job.overcome == {0}, "rank 1 is the cause"
+
+
 def test_spares_take_the_places_of_the_lost_until_none_is_left() -> None:
     job = members(5, spares=2)
     assert (job.ranks, job.spares) == ((0, 1, 2), [3, 4])
