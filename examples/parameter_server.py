@@ -22,7 +22,7 @@ options = parser.parse_args()
 
 images, labels = load_digits(return_X_y=True)
 images = images / 16
-train, test = slice(0, 1500), slice(1500, None)
+train, test = np.split(np.random.default_rng(0).permutation(len(images)), [1500])
 
 
 def scores(parameters, images):
