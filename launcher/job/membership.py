@@ -152,6 +152,7 @@ class Members:
         others = self._unsettled.keys() - {rank}
         if rank not in self._unsettled or not others:
             return None
+        self._works = 0  # those are the cause
         return CannotGoOn(
             f"rank {rank} did not catch the loss of {numbered('rank', others)}; a script goes on after one only inside "
             "a function that ringreduce's elastic.run wraps"
@@ -176,7 +177,7 @@ class Members:
                 return None  # none waits: all may have to compute
             self._suspects |= silent
             return Kill(silent) if silent else None
-        self._works = 0  # it fails by these losses after all
+        self._works = 0  # these losses are the cause after all
         return CannotGoOn(
             f"{numbered('rank', self._awaited)} did not go on within {self._elastic.recovery_s:g} s after the loss of "
             f"{numbered('rank', (self._unsettled or self._dead).keys())}"

@@ -240,9 +240,11 @@ def test_suspects_are_killed_once_and_what_they_say_does_not_count() -> None:
 def test_a_script_that_catches_nothing_is_known_by_what_ranks_blame() -> None:
     job = members()
     job.lost(2, "a", 0.0)
+    job.reformed(1, 1)
     job.lost(0, "b", 0.0)
     why = job.blamed(0)
     assert why
+    assert job.overcome == set(), "rank 2 is the cause"
     assert why.why.startswith("rank 0 did not catch the loss of rank 2; ")
     assert job.blamed(3) is None, "it lives"
 
