@@ -12,8 +12,8 @@ import pytest
 
 from ringreduce import log
 from ringreduce.gpu import ipc
-from tests import environments, fake_cupy, parts, tiers
-from tests.world import pools, world  # noqa: F401 - fixtures
+from tests.support import environments, fake_cupy, parts, tiers
+from tests.support.world import pools, world  # noqa: F401 - fixtures
 
 ROOT = Path(__file__).parents[1]
 WORLD_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")

@@ -26,7 +26,7 @@ from pathlib import Path
 
 from tests.cluster.keys import make_key, write_home
 from tests.cluster.processes import Inside, child_of, inner_pid, processes_beside
-from tests.patience import patient
+from tests.support.patience import patient
 
 ROOT = Path(__file__).parents[2]
 PATH = "/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.hosts import ROOT, Hosts
-from tests.pages import blocks
+from tests.support.pages import blocks
 
 pytestmark = pytest.mark.timeout(300)
 

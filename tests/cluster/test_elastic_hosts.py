@@ -15,7 +15,7 @@ import pytest
 
 from tests.cluster.hosts import Hosts
 from tests.cluster.processes import Inside
-from tests.patience import patient
+from tests.support.patience import patient
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.extended]
 

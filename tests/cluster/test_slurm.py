@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.hosts import ROOT, Hosts
-from tests.patience import wait_until
+from tests.support.patience import wait_until
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -12,7 +12,7 @@ import pytest
 
 from ringrun.arguments import parse_ranks
 from tests.cluster.hosts import Hosts
-from tests.patience import wait_until
+from tests.support.patience import wait_until
 
 pytestmark = pytest.mark.timeout(180)
 ALL = ("-np", "4", "-H", "h0:1,h1:1,h2:1,h3:1")

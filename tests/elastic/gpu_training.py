@@ -17,7 +17,7 @@ import numpy as np
 
 import ringreduce as rr
 from ringreduce.gpu.ipc import PeerSlots
-from tests import fake_cupy
+from tests.support import fake_cupy
 
 STEPS, COUNT, RATE = 12, 30_000, 0.125
 rank = int(os.environ["RANK"])

@@ -22,8 +22,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tests import jobs
 from tests.elastic.training import replay
+from tests.support import jobs
 
 PYTHON = Path(sys.executable)
 STEPS = 30

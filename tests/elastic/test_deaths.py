@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests import jobs
 from tests.elastic.training import replay
-from tests.patience import nothing_left_in_shared_memory
+from tests.support import jobs
+from tests.support.patience import nothing_left_in_shared_memory
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from tests import jobs
+from tests.support import jobs
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tests import jobs
+from tests.support import jobs
 
 pytestmark = pytest.mark.timeout(180)
 
-STAND_IN = os.pathsep.join([str(jobs.ROOT / "tests" / "stand_in"), str(jobs.ROOT)])
+STAND_IN = os.pathsep.join([str(jobs.ROOT / "tests" / "support" / "stand_in"), str(jobs.ROOT)])
 PATHS = {
     "ipc": {},
     "host_staged": {"CUDA_IPC": "0", "CUDA_AWARE_MPI": "0"},

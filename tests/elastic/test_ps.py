@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests import jobs
+from tests.support import jobs
 
 pytestmark = pytest.mark.timeout(180)
 STEPS, WORKERS = 40, 3

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests import jobs
 from tests.elastic.test_deaths import STEPS, check, job
+from tests.support import jobs
 
 pytestmark = pytest.mark.timeout(300)
 

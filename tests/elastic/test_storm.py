@@ -2,9 +2,9 @@
 
 import pytest
 
-from tests import tiers
 from tests.cluster.hosts import why_not
 from tests.elastic import storm
+from tests.support import tiers
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.extended]
 

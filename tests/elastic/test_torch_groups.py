@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import jobs
-from tests.tiers import extended
+from tests.support import jobs
+from tests.support.tiers import extended
 
 pytestmark = [pytest.mark.timeout(180), extended]
 

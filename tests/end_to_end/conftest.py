@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 
-from tests import jobs
+from tests.support import jobs
 
 
 def run(command, *, timeout_s=120, cwd=jobs.ROOT, **variables):

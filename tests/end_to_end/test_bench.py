@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.conftest import ringrun, run
-from tests.jobs import ROOT
+from tests.support.jobs import ROOT
 
 PYTHON = Path(sys.executable)
 BENCH = ROOT / "bench"

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests import tiers
 from tests.end_to_end.conftest import run
+from tests.support import tiers
 
 SIZE = 2
 SCRIPT = """

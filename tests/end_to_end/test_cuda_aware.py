@@ -8,7 +8,7 @@ import pytest
 from tests.end_to_end.conftest import ringrun
 
 pytestmark = pytest.mark.timeout(600)  # the first use makes the environment for MPICH
-CUPY = Path(__file__).parents[1] / "cupy_on_host"
+CUPY = Path(__file__).parents[1] / "support" / "cupy_on_host"
 SCRIPT = f"""\
 import sys
 import ringreduce as rr

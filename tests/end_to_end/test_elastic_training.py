@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import jobs
+from tests.support import jobs
 
 STEPS = 12
 PROGRAM = """

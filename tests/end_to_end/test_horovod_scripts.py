@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.jobs import environment
-from tests.patience import patient
+from tests.support.jobs import environment
+from tests.support.patience import patient
 
 pytestmark = pytest.mark.timeout(180)
 

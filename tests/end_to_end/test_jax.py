@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests import environments
 from tests.end_to_end.conftest import ringrun
 from tests.end_to_end.test_mpi_suite import PYTEST
-from tests.jobs import ROOT
+from tests.support import environments
+from tests.support.jobs import ROOT
 
 pytestmark = pytest.mark.timeout(900)
 

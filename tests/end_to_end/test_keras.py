@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests import environments, jobs
 from tests.end_to_end.conftest import ringrun
 from tests.end_to_end.test_mpi_suite import PYTEST
-from tests.jobs import ROOT
-from tests.pages import blocks
+from tests.support import environments, jobs
+from tests.support.jobs import ROOT
+from tests.support.pages import blocks
 
 pytestmark = pytest.mark.timeout(900)
 

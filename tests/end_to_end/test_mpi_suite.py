@@ -6,7 +6,7 @@ import re
 import pytest
 
 from tests.end_to_end.conftest import ringrun, run
-from tests.tiers import parted
+from tests.support.tiers import parted
 
 pytestmark = pytest.mark.timeout(900)
 PYTEST = ["-m", "pytest", "--with-mpi", "-p", "no:cacheprovider", "--color=no", "-q", "-rs", "-c", "pyproject.toml"]

@@ -12,8 +12,8 @@ import pexpect
 import pytest
 
 import ringreduce as rr
-from tests import environments, jobs
-from tests.patience import patient, wait_until
+from tests.support import environments, jobs
+from tests.support.patience import patient, wait_until
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.conftest import run
-from tests.patience import nothing_left_in_shared_memory
+from tests.support.patience import nothing_left_in_shared_memory
 
 pytestmark = pytest.mark.timeout(900)  # the first use makes the environment for MPICH
 

@@ -2,7 +2,7 @@
 
 What a GPU does, and how long it takes, only a GPU shows. All of tests/gpu takes some minutes more:
 
-    PYTHONPATH=tests/stand_in:. ringrun -np 2 python -m pytest --with-mpi --timeout=900 tests/gpu
+    PYTHONPATH=tests/support/stand_in:. ringrun -np 2 python -m pytest --with-mpi --timeout=900 tests/gpu
 """
 
 import json
@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 
 from tests.end_to_end.conftest import ringrun, run
-from tests.jobs import ROOT
+from tests.support.jobs import ROOT
 
 pytestmark = pytest.mark.timeout(600)
 PYTHON = Path(sys.executable)
 PYTEST = ["-m", "pytest", "--with-mpi", "-p", "no:cacheprovider", "--color=no", "-q", "-rs"]
 FAKE = {
-    "PYTHONPATH": os.pathsep.join([str(ROOT / "tests" / "stand_in"), str(ROOT)]),
+    "PYTHONPATH": os.pathsep.join([str(ROOT / "tests" / "support" / "stand_in"), str(ROOT)]),
     "RINGREDUCE_CUDA_SLOT_BYTES": str(1 << 20),
 }
 QUICK = "not short and not array_of_many_slots"

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from ringreduce.sweeps.study import REPEATS
-from tests import jobs
-from tests.jobs import ROOT
+from tests.support import jobs
+from tests.support.jobs import ROOT
 
 optuna = pytest.importorskip("optuna")
 pytestmark = [pytest.mark.timeout(240), pytest.mark.extended]

@@ -10,7 +10,7 @@ import pytest
 
 from tests.end_to_end.conftest import ringrun, run
 from tests.end_to_end.test_mpirun import ALLOWED, MORE_RANKS_THAN_CORES
-from tests.jobs import ROOT
+from tests.support.jobs import ROOT
 
 PYTHON = Path(sys.executable)
 FEWEST = 122  # over gloo 123 pass, and 4 fail
@@ -85,7 +85,7 @@ def test_a_rank_that_does_not_call_is_named_with_what_it_did_last(tmp_path):
 
 @pytest.mark.timeout(900)
 def test_pytorch_s_own_tests_of_a_backend(tmp_path):
-    command = ["-m", "tests.torch_suite", tmp_path, "ring", ""]
+    command = ["-m", "tests.support.torch_suite", tmp_path, "ring", ""]
     finished = ringrun(PYTHON, 4, *command, timeout_s=800, cwd=ROOT, OMP_NUM_THREADS="1")
     assert finished.returncode == 0, finished.stdout[-20_000:]
     outcomes = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 import ringreduce as rr
-from tests import environments
 from tests.end_to_end.conftest import ringrun, run
-from tests.jobs import ROOT
+from tests.support import environments
+from tests.support.jobs import ROOT
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import jobs
+from tests.support import jobs
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 

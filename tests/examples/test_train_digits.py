@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import ringreduce as rr
-from tests.world import on_a_pool
+from tests.support.world import on_a_pool
 
 pytestmark = [
     pytest.mark.timeout(180),

@@ -23,8 +23,8 @@ from collections import Counter
 import pytest
 
 import ringreduce as rr
-from tests import on_ranks
 from tests.gpu.libraries import gpus, libraries
+from tests.support import on_ranks
 
 HERE = os.path.dirname(__file__)
 STAGED = {"RINGREDUCE_CUDA_IPC": "0", "RINGREDUCE_CUDA_AWARE_MPI": "0"}

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from ringreduce.arrays.dtypes import TABLE
-from tests.reference import numpy_dtype
+from tests.support.reference import numpy_dtype
 
 GPUS = Path(__file__).parents[2] / "bench" / "gpu" / "gpus.py"
 CYCLES_PER_MS = 2_000_000

@@ -7,7 +7,7 @@ import pytest
 import ringreduce as rr
 from ringreduce.arrays.dtypes import TABLE
 from tests.gpu.libraries import libraries, same_bits
-from tests.reference import COMPLEX, FLOATS, INTEGERS, OPS, data, legal
+from tests.support.reference import COMPLEX, FLOATS, INTEGERS, OPS, data, legal
 
 pytestmark = pytest.mark.mpi
 COUNTS = [0, 1, 2, 3, 15, 16, 17, 127, 1001, 65_537]

@@ -7,7 +7,7 @@ import pytest
 
 import ringreduce as rr
 from tests.gpu.libraries import libraries, same_bits
-from tests.reference import data
+from tests.support.reference import data
 
 pytestmark = pytest.mark.mpi
 COUNT = 40_003

@@ -5,7 +5,7 @@ import pytest
 
 import ringreduce as rr
 from tests.gpu.libraries import gpus, libraries, same_bits
-from tests.reference import assert_reduced, data
+from tests.support.reference import assert_reduced, data
 
 pytestmark = pytest.mark.mpi
 

@@ -4,7 +4,7 @@ import jax
 import pytest
 
 import ringreduce.jax as hvd
-from tests import on_ranks
+from tests.support import on_ranks
 
 jax.config.update("jax_platforms", "cpu")
 

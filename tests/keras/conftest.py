@@ -3,7 +3,7 @@
 import pytest
 
 import ringreduce.keras as hvd
-from tests import on_ranks
+from tests.support import on_ranks
 
 
 @pytest.hookimpl(trylast=True)

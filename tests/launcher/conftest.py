@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests import jobs
-from tests.patience import patient
+from tests.support import jobs
+from tests.support.patience import patient
 
 WITHOUT_MPI = [sys.executable, str(Path(__file__).parent / "without_mpi.py")]
 GONE_WITHIN_S = 5.0

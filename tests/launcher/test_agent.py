@@ -15,7 +15,7 @@ from ringrun.agent.agent import Agent
 from ringrun.connection import wire
 from ringrun.connection.link import Address, HostSilentError
 from ringrun.environment import Place, Settings
-from tests.patience import patient
+from tests.support.patience import patient
 
 
 class SlowLink:

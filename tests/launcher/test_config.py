@@ -19,7 +19,7 @@ from ringrun.config import horovod
 from ringrun.config import resolve as config
 from ringrun.errors import UsageError
 from ringrun.machine.topology import Gpu, Topology
-from tests.tiers import parted
+from tests.support.tiers import parted
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 needs_yaml = pytest.mark.skipif(importlib.util.find_spec("yaml") is None, reason="no PyYAML")

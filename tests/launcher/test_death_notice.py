@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ringrun.agent.death_notice import await_death
-from tests.patience import patient
+from tests.support.patience import patient
 
 RANK = """
     import ctypes, os, signal, sys, threading

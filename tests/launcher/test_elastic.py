@@ -21,7 +21,7 @@ from ringrun.errors import LauncherError, UsageError
 from ringrun.job.events import RankEnded, Reported
 from ringrun.job.losses import Losses
 from ringrun.report.outcome import RankEnd
-from tests.patience import patient
+from tests.support.patience import patient
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 RANK = str(Path(__file__).with_name("elastic_rank.py"))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.patience import patient
+from tests.support.patience import patient
 
 Script = Callable[[str], str]
 Start = Callable[..., "subprocess.Popen[str]"]

@@ -24,7 +24,7 @@ from ringrun.job.events import Arrived, RankEnded, Signalled
 from ringrun.job.plan import Job
 from ringrun.job.restarts import COUNT_VARIABLE, Ending, SignalRelay, place_again
 from ringrun.report.outcome import RankEnd
-from tests.patience import patient
+from tests.support.patience import patient
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 Script = Callable[[str], str]

@@ -18,7 +18,7 @@ import pytest
 from ringrun.agent import shm_cleanup
 from ringrun.agent.shm_cleanup import ShmCleanup, mapped
 from ringrun.engines import MPICH, OpenMPI
-from tests.patience import wait_until
+from tests.support.patience import wait_until
 
 SHM = Path("/dev/shm")
 

@@ -4,7 +4,7 @@ import pytest
 
 from ringreduce.transport.message import MessageTransport
 from ringreduce.world import form_world
-from tests import on_ranks
+from tests.support import on_ranks
 
 
 @pytest.hookimpl(trylast=True)

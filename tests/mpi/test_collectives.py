@@ -11,8 +11,8 @@ from ringreduce.collectives import bruck, ring, tree
 from ringreduce.ops import Average, Reduction, Sum
 from ringreduce.partition import chunk_bounds
 from ringreduce.transport.base import complete
-from tests.reference import MATRIX, all_but_one_of_each_extended, assert_reduced, data, readable
-from tests.tiers import parted
+from tests.support.reference import MATRIX, all_but_one_of_each_extended, assert_reduced, data, readable
+from tests.support.tiers import parted
 
 pytestmark = pytest.mark.mpi
 

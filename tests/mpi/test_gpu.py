@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import ringreduce as rr
-from tests import fake_cupy
-from tests.reference import OPS, assert_reduced, data, legal
-from tests.tiers import parted
+from tests.support import fake_cupy
+from tests.support.reference import OPS, assert_reduced, data, legal
+from tests.support.tiers import parted
 
 pytestmark = pytest.mark.mpi
 SLOT_BYTES = 8192

@@ -1,13 +1,13 @@
-"""Every collective in every form on real ranks, among all of them and among some. See tests/matrix.py."""
+"""Every collective in every form on real ranks, among all of them and among some. See tests/support/matrix.py."""
 
 import pytest
 
 import ringreduce as rr
 from ringreduce import runtime
 from ringreduce.arrays.dtypes import TABLE
-from tests import matrix
-from tests.reference import MATRIX, all_but_one_of_each_extended, readable
-from tests.tiers import parted
+from tests.support import matrix
+from tests.support.reference import MATRIX, all_but_one_of_each_extended, readable
+from tests.support.tiers import parted
 
 pytestmark = pytest.mark.mpi
 FEW = ["bool", "uint8", "int64", "float16", "bfloat16", "float32", "complex128"]

@@ -15,9 +15,9 @@ from ringreduce.cost_model import Constants
 from ringreduce.partition import chunk_bounds
 from ringreduce.transport.counters import group_bytes
 from ringreduce.transport.window import block_bytes
-from tests.patience import named_blocks, wait_until
-from tests.reference import MATRIX, all_but_one_of_each_extended, assert_reduced, data, readable
-from tests.tiers import parted
+from tests.support.patience import named_blocks, wait_until
+from tests.support.reference import MATRIX, all_but_one_of_each_extended, assert_reduced, data, readable
+from tests.support.tiers import parted
 
 pytestmark = pytest.mark.mpi(min_size=2)
 SLOT_BYTES = 32 << 10

@@ -16,10 +16,10 @@ from ringreduce.settings import Settings
 from ringreduce.startup import measure
 from ringreduce.testing import run_ranks
 from ringreduce.transport.base import complete
-from tests import matrix
 from tests.ranks.on_threads import known
-from tests.reference import MATRIX, ONE_OF_EACH, all_but_one_of_each_extended, assert_reduced, data, readable
-from tests.tiers import parted
+from tests.support import matrix
+from tests.support.reference import MATRIX, ONE_OF_EACH, all_but_one_of_each_extended, assert_reduced, data, readable
+from tests.support.tiers import parted
 
 TWO_HOSTS = [0, 0, 1, 1]
 FORCED = {

@@ -15,7 +15,7 @@ from ringreduce.execution.submission import Submission
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
 from ringreduce.world import World
-from tests.reference import assert_reduced, data
+from tests.support.reference import assert_reduced, data
 
 SMALL = Settings(fusion_slot_bytes=256, ring_segment_bytes=64)
 

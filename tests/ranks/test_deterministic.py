@@ -9,8 +9,8 @@ import pytest
 import ringreduce as rr
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
-from tests.reference import OPS, assert_reduced, data, readable
-from tests.tiers import parted
+from tests.support.reference import OPS, assert_reduced, data, readable
+from tests.support.tiers import parted
 
 COUNTS = [0, 1, 2, 7, 64, 65, 333, 1000, 4097]
 WAYS = {

@@ -13,8 +13,8 @@ from ringreduce.partition import chunk_bounds
 from ringreduce.testing import run_ranks
 from ringreduce.transport.base import complete
 from tests.ranks.on_threads import transport
-from tests.reference import MATRIX, all_but_few_extended, assert_reduced, data, numpy_dtype, readable
-from tests.tiers import parted
+from tests.support.reference import MATRIX, all_but_few_extended, assert_reduced, data, numpy_dtype, readable
+from tests.support.tiers import parted
 
 SIZES = parted(range(1, 10), lambda size: size in (1, 2, 3, 4, 7))
 

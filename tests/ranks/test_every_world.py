@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 import ringreduce as rr
-from tests.reference import FLOATS, INTEGERS, assert_reduced, data
-from tests.world import on_every_world
+from tests.support.reference import FLOATS, INTEGERS, assert_reduced, data
+from tests.support.world import on_every_world
 
 
 @on_every_world

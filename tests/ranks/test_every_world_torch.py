@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import ringreduce.torch as hvd
-from tests.reference import data
-from tests.world import on_every_world_with_torch
+from tests.support.reference import data
+from tests.support.world import on_every_world_with_torch
 
 
 @pytest.fixture(scope="module", autouse=True)

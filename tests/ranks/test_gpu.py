@@ -13,9 +13,9 @@ from ringreduce.gpu import ipc
 from ringreduce.kernels import half, half_numpy
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
-from tests import fake_cupy, fake_torch
-from tests.reference import MATRIX, all_but_few_extended
-from tests.tiers import parted
+from tests.support import fake_cupy, fake_torch
+from tests.support.reference import MATRIX, all_but_few_extended
+from tests.support.tiers import parted
 
 MODES = ["lazy", "eager", "random"]
 WORLDS = {

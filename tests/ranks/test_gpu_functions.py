@@ -17,10 +17,10 @@ from ringreduce.gpu.stage import Stage
 from ringreduce.partition import chunk_bounds
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
-from tests import fake_cupy, fake_torch
 from tests.ranks.test_gpu import MODES, SLOT_BYTES, as_other_process, gpu, ranks, small, values
-from tests.reference import data
-from tests.tiers import parted
+from tests.support import fake_cupy, fake_torch
+from tests.support.reference import data
+from tests.support.tiers import parted
 
 __all__ = ["gpu"]
 WORLDS = {"one host": [0, 0, 0], "uneven hosts": [0, 0, 1], "hosts": [0, 1, 2]}

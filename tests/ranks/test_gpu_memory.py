@@ -12,9 +12,9 @@ from ringreduce import runtime
 from ringreduce.gpu import ipc
 from ringreduce.testing import run_ranks
 from ringreduce.transport.base import Work
-from tests import fake_cupy
 from tests.ranks.test_gpu import SLOT_BYTES, WORLDS, as_other_process, gpu, ranks, small, values  # noqa: F401
-from tests.tiers import parted
+from tests.support import fake_cupy
+from tests.support.tiers import parted
 
 SOME = parted([WORLDS[name] for name in ("alone", "three", "hosts", "hosts of two")], lambda hosts: len(hosts) == 3)
 PATHS = [{}, {"cuda_ipc": False}]

@@ -11,7 +11,7 @@ from ringreduce.ops import Reduction, Sum
 from ringreduce.testing import run_ranks
 from ringreduce.transport.base import complete
 from tests.ranks.on_threads import transport
-from tests.reference import data
+from tests.support.reference import data
 
 SIZES = pytest.mark.parametrize("size", range(1, 8))
 SAME = -(1 << 62) - 7

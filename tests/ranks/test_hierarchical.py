@@ -18,9 +18,9 @@ from ringreduce.ops import Average, Reduction, Sum
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
 from ringreduce.transport.base import complete
-from tests.reference import MATRIX, all_but_few_extended, assert_reduced, data, numpy_dtype, readable
-from tests.slots import reduced
-from tests.tiers import parted
+from tests.support.reference import MATRIX, all_but_few_extended, assert_reduced, data, numpy_dtype, readable
+from tests.support.slots import reduced
+from tests.support.tiers import parted
 
 pytestmark = pytest.mark.usefixtures("threads_that_take_turns_quickly")
 

@@ -12,8 +12,8 @@ from ringreduce import runtime
 from ringreduce.arrays.dtypes import TABLE
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
-from tests.reference import MATRIX, all_but_few_extended, assert_reduced, data, readable
-from tests.tiers import parted
+from tests.support.reference import MATRIX, all_but_few_extended, assert_reduced, data, readable
+from tests.support.tiers import parted
 
 NO_CACHE = Settings(cache_capacity=0)
 

@@ -1,4 +1,4 @@
-"""Every collective × form × element type × op × process set × 1 to 4 ranks, on threads. See tests/matrix.py."""
+"""Every collective × form × element type × op × process set × 1 to 4 ranks, on threads. See tests/support/matrix.py."""
 
 import dataclasses
 import functools
@@ -9,10 +9,19 @@ import pytest
 
 import ringreduce as rr
 from ringreduce.testing import run_ranks
-from tests import matrix
 from tests.ranks.on_threads import known
-from tests.reference import COMPLEX, FEW_TYPES, FLOATS, MATRIX, all_but_few_extended, assert_reduced, data, readable
-from tests.tiers import parted
+from tests.support import matrix
+from tests.support.reference import (
+    COMPLEX,
+    FEW_TYPES,
+    FLOATS,
+    MATRIX,
+    all_but_few_extended,
+    assert_reduced,
+    data,
+    readable,
+)
+from tests.support.tiers import parted
 
 SIZES = [1, 2, 3, 4]
 THREE = parted(SIZES, lambda size: size == 3)

@@ -10,8 +10,8 @@ from ringreduce import runtime
 from ringreduce.arrays.view import as_buffer
 from ringreduce.engine.process_sets import IN_ORDER
 from ringreduce.testing import run_ranks
-from tests.patience import nothing_left_in_shared_memory
-from tests.world import on_every_world
+from tests.support.patience import nothing_left_in_shared_memory
+from tests.support.world import on_every_world
 
 pytestmark = pytest.mark.timeout(60)
 SUM = (("op", "Sum"), ("prescale_factor", 1.0), ("postscale_factor", 1.0))

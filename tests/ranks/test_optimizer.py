@@ -8,7 +8,7 @@ import pytest
 
 import ringreduce as rr
 from ringreduce.testing import run_ranks
-from tests.reference import data
+from tests.support.reference import data
 
 SIZE = 3
 

@@ -11,7 +11,7 @@ import ringreduce as rr
 from ringreduce import runtime
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
-from tests.world import on_every_world
+from tests.support.world import on_every_world
 
 pytestmark = pytest.mark.timeout(60)
 HOSTS = pytest.mark.parametrize("hosts", [None, [0, 1, 2], [0, 0, 1]], ids=["one host", "three hosts", "two hosts"])

@@ -9,8 +9,8 @@ import pytest
 
 import ringreduce as rr
 from ringreduce.settings import Settings
-from tests.pool import PoolEndedError, RankError
-from tests.world import on_a_pool
+from tests.support.pool import PoolEndedError, RankError
+from tests.support.world import on_a_pool
 
 pytestmark = on_a_pool
 

@@ -1,11 +1,11 @@
-"""Random jobs on threads and on real ranks: right results, no deadlock, whatever the order. See tests/storm.py."""
+"""Random jobs on threads and on real ranks: right results, no deadlock, whatever the order. See support/storm.py."""
 
 import pytest
 
 from ringreduce.settings import Settings
-from tests.storm import storm
-from tests.tiers import seeds
-from tests.world import on_every_world
+from tests.support.storm import storm
+from tests.support.tiers import seeds
+from tests.support.world import on_every_world
 
 SETS = {1: [], 2: [[1]], 3: [[2, 0], [1, 2]], 4: [[0, 3], [1, 2, 3], [2]]}
 

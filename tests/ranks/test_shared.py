@@ -16,9 +16,9 @@ from ringreduce.ops import Average, Max, Min, Product, Reduction, Sum
 from ringreduce.partition import chunk_bounds
 from ringreduce.transport.base import complete
 from ringreduce.transport.window import SLOTS, Region
-from tests.reference import MATRIX, all_but_few_extended, assert_reduced, data, numpy_dtype, readable
-from tests.slots import SLOT_BYTES, SlowRegion, on_a_host, reduced, slots_of
-from tests.tiers import parted
+from tests.support.reference import MATRIX, all_but_few_extended, assert_reduced, data, numpy_dtype, readable
+from tests.support.slots import SLOT_BYTES, SlowRegion, on_a_host, reduced, slots_of
+from tests.support.tiers import parted
 
 pytestmark = pytest.mark.usefixtures("threads_that_take_turns_quickly")
 

@@ -16,9 +16,9 @@ from ringreduce.partition import bounds_of, by_chunk
 from ringreduce.testing import run_ranks
 from ringreduce.transport.base import complete
 from ringreduce.transport.window import SLOTS, Region
-from tests.reference import MATRIX, all_but_few_extended, assert_reduced, data, readable
-from tests.slots import SLOT_BYTES, SlowRegion, on_a_host
-from tests.tiers import parted
+from tests.support.reference import MATRIX, all_but_few_extended, assert_reduced, data, readable
+from tests.support.slots import SLOT_BYTES, SlowRegion, on_a_host
+from tests.support.tiers import parted
 
 pytestmark = pytest.mark.usefixtures("threads_that_take_turns_quickly")
 

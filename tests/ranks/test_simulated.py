@@ -13,8 +13,8 @@ from ringreduce.ops import Average, Sum
 from ringreduce.partition import chunk_bounds
 from ringreduce.transport.simulated import Cluster, Costs
 from ringreduce.transport.subset import channels
-from tests.reference import assert_reduced, data
-from tests.tiers import parted
+from tests.support.reference import assert_reduced, data
+from tests.support.tiers import parted
 
 FREE = {"message_us": 0.0, "copy_gbs": 1e9, "local_us": 0.0, "local_gbs": 1e9}
 EXACT = Costs(latency_us=20.0, gbits=8.0, **FREE)  # 1000 bytes a µs

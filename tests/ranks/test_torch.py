@@ -7,7 +7,7 @@ import ringreduce
 import ringreduce.torch as hvd
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
-from tests.training import batch, loss_of, make_model, parameters, wrap
+from tests.support.training import batch, loss_of, make_model, parameters, wrap
 
 SMALL_BUCKETS = Settings(fusion_slot_bytes=128)
 OPTIMIZERS = {

@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 import ringreduce as rr
 from ringreduce import runtime
 from ringreduce.torch.distributed import RingProcessGroup
-from tests.tiers import extended
-from tests.world import on_a_pool
+from tests.support.tiers import extended
+from tests.support.world import on_a_pool
 
 pytestmark = pytest.mark.timeout(120)
 sizes = pytest.mark.parametrize(

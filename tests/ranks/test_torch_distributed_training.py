@@ -13,8 +13,8 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.tiers import extended
-from tests.torch_groups import groups_outlive_models
+from tests.support.tiers import extended
+from tests.support.torch_groups import groups_outlive_models
 
 pytestmark = pytest.mark.timeout(180)
 STEPS = 6

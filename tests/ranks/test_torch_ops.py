@@ -8,8 +8,16 @@ import ringreduce.torch as hvd
 from ringreduce.errors import MismatchError
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
-from tests.reference import FEW_TYPES, MATRIX, all_but_one_of_each_extended, assert_reduced, data, numpy_dtype, readable
-from tests.tiers import parted
+from tests.support.reference import (
+    FEW_TYPES,
+    MATRIX,
+    all_but_one_of_each_extended,
+    assert_reduced,
+    data,
+    numpy_dtype,
+    readable,
+)
+from tests.support.tiers import parted
 
 SMALL = Settings(fusion_slot_bytes=256, ring_segment_bytes=64)
 SHAPES = [(), (0,), (5,), (3, 7), (2, 100)]

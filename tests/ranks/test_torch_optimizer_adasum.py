@@ -6,7 +6,7 @@ import torch
 import ringreduce.torch as hvd
 from ringreduce.ops import Adasum
 from ringreduce.testing import run_ranks
-from tests.training import batch, loss_of, make_model, parameters, same_on_all, share, wrap
+from tests.support.training import batch, loss_of, make_model, parameters, same_on_all, share, wrap
 
 
 def adasum(a, b):

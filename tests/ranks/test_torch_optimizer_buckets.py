@@ -12,7 +12,7 @@ from ringreduce.execution.host import Host
 from ringreduce.optim import buckets, exchange
 from ringreduce.testing import run_ranks
 from ringreduce.torch import reducer
-from tests.training import parameters, same_on_all, share
+from tests.support.training import parameters, same_on_all, share
 
 WIDTHS = (5, 16, 7, 9, 3)
 STEPS = 5
@@ -82,7 +82,7 @@ def equal_to_alone(size, body, alone, **options):
 
 def shares_of(size, step):
     """What `share(step)` is on each rank."""
-    from tests.training import batch
+    from tests.support.training import batch
 
     return [batch(step)[rank::size] for rank in range(size)]
 

@@ -8,7 +8,7 @@ import ringreduce.torch as hvd
 from ringreduce.errors import BackwardError
 from ringreduce.testing import run_ranks
 from ringreduce.torch import reducer
-from tests.training import batch, loss_of, make_model, parameters, same_on_all, share, wrap
+from tests.support.training import batch, loss_of, make_model, parameters, same_on_all, share, wrap
 
 CAUTIOUS = True  # see conftest.py
 STEPS = 12  # more than the cautious ones

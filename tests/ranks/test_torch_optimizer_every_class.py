@@ -7,7 +7,7 @@ import torch
 
 import ringreduce.torch as hvd
 from ringreduce.testing import run_ranks
-from tests.training import batch, loss_of, make_model, parameters, same_on_all, share
+from tests.support.training import batch, loss_of, make_model, parameters, same_on_all, share
 
 CLASSES = {
     name: kind

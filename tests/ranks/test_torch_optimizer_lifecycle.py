@@ -11,7 +11,7 @@ import torch
 import ringreduce
 import ringreduce.torch as hvd
 from ringreduce.testing import run_ranks
-from tests.training import batch, loss_of, make_model, parameters, same_on_all, share, wrap
+from tests.support.training import batch, loss_of, make_model, parameters, same_on_all, share, wrap
 
 
 def close(result, expected):

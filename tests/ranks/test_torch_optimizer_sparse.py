@@ -6,7 +6,7 @@ import torch
 import ringreduce
 import ringreduce.torch as hvd
 from ringreduce.testing import run_ranks
-from tests.training import same_on_all
+from tests.support.training import same_on_all
 
 ROWS = {0: [1, 4, 4], 1: [4, 0]}
 """What ranks look up; others compute no gradient of the table."""

@@ -8,7 +8,7 @@ import torch
 
 import ringreduce.torch as hvd
 from ringreduce.testing import run_ranks
-from tests.tiers import parted
+from tests.support.tiers import parted
 
 SHAPES = {"2-D": (), "3-D": (3,), "4-D": (3, 2), "5-D": (2, 1, 3), "6-D": (2, 1, 2, 1)}
 CHANNELS = 4

@@ -4,7 +4,7 @@ import pytest
 import tensorflow as tf
 
 import ringreduce.tensorflow as hvd
-from tests import on_ranks
+from tests.support import on_ranks
 
 
 @pytest.hookimpl(trylast=True)

@@ -6,7 +6,7 @@ from ringreduce.arrays.buffer import message_bytes
 from ringreduce.arrays.dtypes import TABLE
 from ringreduce.arrays.view import as_buffer, to_write
 from ringreduce.errors import MissingExtraError, UnsupportedArrayError
-from tests.reference import data
+from tests.support.reference import data
 
 SHAPES = [(), (0,), (7,), (2, 3), (2, 0, 3), (2, 3, 4)]
 

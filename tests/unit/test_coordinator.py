@@ -5,7 +5,7 @@ import pytest
 from ringreduce.execution.signature import Signature, SubmissionRecord, TensorSignature
 from ringreduce.negotiation.coordinator import Coordinator
 from ringreduce.negotiation.protocol import Announcement, Failure
-from tests.opcodes import opcodes_of
+from tests.support.opcodes import opcodes_of
 
 
 def tensor(name, length=3, kind="allreduce", numbered=False):

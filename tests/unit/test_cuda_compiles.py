@@ -12,7 +12,7 @@ from ringreduce.arrays.dtypes import TABLE
 from ringreduce.errors import InputError
 from ringreduce.gpu.kernels import COPIES, SOURCE, Variant
 from ringreduce.ops import Average, Max, Min, Product, Reduction, Sum
-from tests import tiers
+from tests.support import tiers
 
 pytestmark = tiers.extended
 

@@ -16,9 +16,9 @@ from ringreduce.gpu import kernels as cuda_kernels
 from ringreduce.gpu.kernels import TILE_BYTES, WORD_BYTES, Kernels, tiles
 from ringreduce.gpu.runtime import Device, Stream
 from ringreduce.ops import Average, Max, Min, Product, Reduction, Sum
-from tests import tiers
-from tests.emulated_cuda import accesses, emulate
-from tests.reference import FEW
+from tests.support import tiers
+from tests.support.emulated_cuda import accesses, emulate
+from tests.support.reference import FEW
 
 OPS = [Sum, Average, Min, Max, Product]
 RANKS = [1, 2, 3, 5]

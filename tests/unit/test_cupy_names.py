@@ -17,7 +17,7 @@ from typing import NamedTuple
 import pytest
 
 import ringreduce
-from tests import environments, fake_cupy, tiers
+from tests.support import environments, fake_cupy, tiers
 
 pytestmark = [tiers.extended, pytest.mark.timeout(600)]
 

@@ -15,7 +15,7 @@ import ringreduce
 import ringrun
 from ringreduce.settings import HOROVOD, PREFIX, Settings
 from ringrun import cli
-from tests.pages import BLOCKS, ELSEWHERE, NOT_RUN, PAGES
+from tests.support.pages import BLOCKS, ELSEWHERE, NOT_RUN, PAGES
 
 ROOT = Path(__file__).parents[2]
 PACKAGE, LAUNCHER = (Path(package.__file__).parent for package in (ringreduce, ringrun))
@@ -41,7 +41,7 @@ def test_what_is_no_command_is_marked_as_text():
     assert [block.start for block in BLOCKS if block.language == "text" and commands.search(block.text)] == []
     outside = re.sub(r"^```.*?^```$", "", DOCS, flags=re.MULTILINE | re.DOTALL)
     assert re.findall(r"\n\n(?: {4}|\t).*", outside) == [], "code that is only indented: nothing runs it"
-    assert len(re.findall(r"^```", DOCS, re.MULTILINE)) == 2 * len(BLOCKS), "a fence that tests/pages.py cannot read"
+    assert len(re.findall(r"^```", DOCS, re.MULTILINE)) == 2 * len(BLOCKS), "a fence that support/pages.py cannot read"
 
 
 def test_links_lead_somewhere():

@@ -11,7 +11,7 @@ from ringreduce.arrays.dtypes import TABLE
 from ringreduce.gpu.kernels import Kernels
 from ringreduce.gpu.runtime import Block, Pinned, Stream, cupy, device, view
 from ringreduce.ops import Reduction, Sum
-from tests import fake_cupy, tiers
+from tests.support import fake_cupy, tiers
 
 pytestmark = tiers.extended
 

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from tests import fake_cupy, tiers
+from tests.support import fake_cupy, tiers
 
 pytestmark = tiers.extended
 
 ROOT = Path(__file__).parents[2]
 CHILD = """
 import sys
-from tests import fake_cupy
+from tests.support import fake_cupy
 
 with fake_cupy.checked(sys.argv[1], one_process=True) as fake:
     runtime = fake.cuda.runtime

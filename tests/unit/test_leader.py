@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from ringreduce.negotiation.leader import FAN_OUT, Leader, children_of, parent_of
 from ringreduce.negotiation.protocol import Ready
 from ringreduce.transport.counters import MOST_IDS, RING, TOTAL, Counters, GroupBlock, Schedule, group_bytes
-from tests.opcodes import opcodes_of
+from tests.support.opcodes import opcodes_of
 
 CAPACITY = 8
 

@@ -14,7 +14,7 @@ from ringreduce.monitor.launcher_link import (
     report_reformed,
     report_suspects,
 )
-from tests.jobs import run
+from tests.support.jobs import run
 
 
 def said(number, ranks, dead=()):

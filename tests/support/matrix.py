@@ -15,7 +15,7 @@ import ringreduce as rr
 from ringreduce.arrays.dtypes import TABLE
 from ringreduce.ops import Reduction
 from ringreduce.settings import Settings
-from tests.reference import FLOATS, INTEGERS, MATRIX, assert_reduced, data, reduced
+from tests.support.reference import FLOATS, INTEGERS, MATRIX, assert_reduced, data, reduced
 
 SMALL = Settings(fusion_buffer_bytes=4096, fusion_slot_bytes=512, shared_slot_bytes=256, ring_segment_bytes=200)
 """So little that a few hundred elements are cut into slots, and these into segments."""

@@ -6,9 +6,9 @@ import os
 import subprocess
 from pathlib import Path
 
-from tests.patience import patient
+from tests.support.patience import patient
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 OF_JOBS = ("OMPI_", "PMI", "RINGREDUCE", "HOROVOD", "OMP_", "MASTER_")
 """How variables begin that a job, or who starts one, may have set here."""
 

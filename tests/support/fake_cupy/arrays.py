@@ -7,8 +7,8 @@ import math
 import numpy as np
 from numpy.lib.array_utils import byte_bounds
 
-import tests.fake_cupy as fake
-from tests.fake_cupy import cuda, runtime
+import tests.support.fake_cupy as fake
+from tests.support.fake_cupy import cuda, runtime
 
 
 class ndarray:

@@ -5,7 +5,7 @@ import itertools
 
 import numpy as np
 
-import tests.fake_cupy as fake
+import tests.support.fake_cupy as fake
 
 available = True
 NCCL_INT8 = NCCL_CHAR = 0

@@ -1,4 +1,4 @@
-"""A pool of real ranks: `ringrun -np N python -m tests.pool SOCKET` waits for functions, and each rank runs each.
+"""A pool of real ranks: `ringrun -np N python -m tests.support.pool SOCKET` waits for functions; each rank runs each.
 
 A job takes seconds to start, a function in a job that is there milliseconds. Every rank has a Unix socket of its own to
 the tests, gets a function by cloudpickle, runs it between init() and shutdown(), and sends back what it returned or
@@ -26,9 +26,9 @@ import cloudpickle
 
 import ringreduce as rr
 from ringreduce.settings import PREFIX, Settings
-from tests.patience import patient
+from tests.support.patience import patient
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 START_S = 60
 END_S = 10
 OF_OTHER_JOBS = ("OMPI_", "PMI", "RINGREDUCE", "HOROVOD")
@@ -56,7 +56,7 @@ class Pool:
         with socket.socket(socket.AF_UNIX) as listener, self._output.open("w") as output:
             listener.bind(path)
             listener.listen(size)
-            command = [self._ringrun, "-np", str(size), str(python), "-m", "tests.pool", path]
+            command = [self._ringrun, "-np", str(size), str(python), "-m", "tests.support.pool", path]
             self._job = subprocess.Popen(
                 command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
             )

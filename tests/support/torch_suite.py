@@ -3,7 +3,7 @@
 They come with PyTorch (`_DistTestBase`); those whose names tell of GPUs are left out, and those of monitored_barrier(),
 which torch itself refuses to other backends than gloo. Each rank writes what became of each test to FOLDER/RANK.json.
 
-    ringrun -np 4 python -m tests.torch_suite FOLDER ring REGEX
+    ringrun -np 4 python -m tests.support.torch_suite FOLDER ring REGEX
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ import numpy as np
 
 from ringreduce.arrays.dtypes import TABLE
 from ringreduce.ops import Average, Max, Min, Product, Sum
-from tests.tiers import parted
+from tests.support.tiers import parted
 
 OPS = [Average, Sum, Min, Max, Product]
 FLOATS = ["float16", "bfloat16", "float32", "float64"]

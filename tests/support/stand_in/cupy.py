@@ -9,8 +9,8 @@ import atexit
 import os
 import sys
 
-from tests import fake_cupy
-from tests.fake_cupy.machine import Machine
+from tests.support import fake_cupy
+from tests.support.fake_cupy.machine import Machine
 
 MODE, GPUS = os.environ.get("FAKE_CUPY", "lazy"), int(os.environ.get("FAKE_CUPY_GPUS", "1"))
 machine = fake_cupy.machine = Machine(MODE, seed=os.getpid(), device_count=GPUS, one_process=True)

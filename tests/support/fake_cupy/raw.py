@@ -1,13 +1,13 @@
-"""cupy.RawModule: kernels of CUDA source, run by tests/emulated_cuda.py when their turn in a stream comes."""
+"""cupy.RawModule: kernels of CUDA source, run by tests/support/emulated_cuda.py when their turn in a stream comes."""
 
 import functools
 import importlib
 import time
 from pathlib import Path
 
-import tests.fake_cupy as fake
-from tests.fake_cupy import arrays, cuda
-from tests.fake_cupy.machine import CUDARuntimeError
+import tests.support.fake_cupy as fake
+from tests.support.fake_cupy import arrays, cuda
+from tests.support.fake_cupy.machine import CUDARuntimeError
 
 NVRTC_DEFAULT = ("--std=c++17",)
 HOLD = "hold"
@@ -15,7 +15,7 @@ HOLD = "hold"
 
 
 def _emulator():
-    return fake.emulator or importlib.import_module("tests.emulated_cuda")
+    return fake.emulator or importlib.import_module("tests.support.emulated_cuda")
 
 
 class RawModule:

@@ -17,7 +17,7 @@ import pytest
 
 import ringreduce as rr
 from ringreduce.arrays.dtypes import TABLE
-from tests.reference import assert_reduced, data, legal
+from tests.support.reference import assert_reduced, data, legal
 
 OPS = [rr.Sum, rr.Average, rr.Min, rr.Max, rr.Product]
 KINDS = ["allreduce", "allreduce", "allreduce in place", "group", "broadcast", "allgather", "alltoall", "reducescatter"]

@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from tests.jobs import ROOT
+from tests.support.jobs import ROOT
 
 ELSEWHERE = {
     "clusters.md: ringrun -H h1:2,h2:2 python examples/train_digits.py": "tests/cluster/test_docs.py",

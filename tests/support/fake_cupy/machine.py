@@ -18,8 +18,8 @@ import re
 import threading
 import time
 
-from tests.fake_cupy.memory import Allocation, Memory
-from tests.fake_cupy.processes import POLL_S, Driver
+from tests.support.fake_cupy.memory import Allocation, Memory
+from tests.support.fake_cupy.processes import POLL_S, Driver
 
 WAIT_S = 20.0
 WAIT_FOR_PROCESSES_S = 120.0

@@ -7,7 +7,7 @@ import contextlib
 import threading
 from types import SimpleNamespace
 
-from tests import fake_cupy
+from tests.support import fake_cupy
 
 strided = "strided"
 autograd = SimpleNamespace(graph=SimpleNamespace(increment_version=lambda tensor: None))

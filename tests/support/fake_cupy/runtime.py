@@ -6,10 +6,10 @@ import struct
 
 import numpy as np
 
-import tests.fake_cupy as fake
-from tests.fake_cupy import processes
-from tests.fake_cupy.machine import CUDARuntimeError, Event
-from tests.fake_cupy.memory import Allocation
+import tests.support.fake_cupy as fake
+from tests.support.fake_cupy import processes
+from tests.support.fake_cupy.machine import CUDARuntimeError, Event
+from tests.support.fake_cupy.memory import Allocation
 
 __all__ = ["CUDARuntimeError"]
 

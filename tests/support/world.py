@@ -1,4 +1,4 @@
-"""One body, two worlds: ranks that are threads of this process, and ranks of a real job (tests/pool.py).
+"""One body, two worlds: ranks that are threads of this process, and ranks of a real job (tests/support/pool.py).
 
     @on_every_world
     def test_sum(world, size):
@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 
 from ringreduce.testing import run_ranks
-from tests.pool import Pool
-from tests.tiers import extended
+from tests.support.pool import Pool
+from tests.support.tiers import extended
 
 _SIZES = [("threads", 3), ("mpi", 2), pytest.param("mpi", 3, marks=extended)]
 _MPICH = [pytest.param("mpich", size, marks=extended) for size in (2, 3)]

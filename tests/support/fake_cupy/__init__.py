@@ -20,7 +20,7 @@ import contextlib
 import sys
 import threading
 
-from tests.fake_cupy.machine import Machine
+from tests.support.fake_cupy.machine import Machine
 
 machine = Machine()
 refuse_ipc = False
@@ -28,10 +28,10 @@ refuse_ipc = False
 refuse_peers = False
 """True: no GPU can read another one's memory."""
 emulator = None
-"""What runs kernels, if not tests/emulated_cuda.py: an object with `emulate` and `accesses`."""
+"""What runs kernels, if not tests/support/emulated_cuda.py: an object with `emulate` and `accesses`."""
 
-from tests.fake_cupy import cuda  # noqa: E402
-from tests.fake_cupy.arrays import (  # noqa: E402
+from tests.support.fake_cupy import cuda  # noqa: E402
+from tests.support.fake_cupy.arrays import (  # noqa: E402
     arange,
     array,
     asarray,
@@ -45,7 +45,7 @@ from tests.fake_cupy.arrays import (  # noqa: E402
     ones,
     zeros,
 )
-from tests.fake_cupy.raw import RawKernel, RawModule  # noqa: E402
+from tests.support.fake_cupy.raw import RawKernel, RawModule  # noqa: E402
 
 __all__ = [
     "RawKernel",

@@ -4,8 +4,8 @@ import collections
 import ctypes
 import threading
 
-import tests.fake_cupy as fake
-from tests.fake_cupy import nccl, runtime
+import tests.support.fake_cupy as fake
+from tests.support.fake_cupy import nccl, runtime
 
 __all__ = ["nccl", "runtime"]
 

@@ -149,9 +149,9 @@ def group(nodeid: str) -> str:
 
 
 def mark_job(item: pytest.Item) -> None:
-    """Mark a test that starts jobs, and all but QUICK_JOBS as extended."""
+    """Mark a test that starts jobs, and all that are neither marked `quick` nor in QUICK_JOBS as extended."""
     in_folder = item.nodeid.startswith(FOLDERS_OF_JOBS)
-    if in_folder and not item.nodeid.startswith(QUICK_NAMES):
+    if in_folder and not item.get_closest_marker("quick") and not item.nodeid.startswith(QUICK_NAMES):
         item.add_marker(extended)
     if in_folder or {"ringrun", "start"} & set(getattr(item, "fixturenames", ())):
         item.add_marker("jobs")
@@ -162,4 +162,4 @@ def check_names(items: Iterable[pytest.Item]) -> None:
     names = [item.nodeid for item in items]
     for known in QUICK_NAMES:
         if not any(name.startswith(known) for name in names):
-            raise pytest.UsageError(f"tests/tiers.py, QUICK_JOBS: no test's name begins with {known}")
+            raise pytest.UsageError(f"tests/support/tiers.py, QUICK_JOBS: no test's name begins with {known}")
