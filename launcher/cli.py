@@ -3,7 +3,6 @@
     ringrun -np 4 python train.py --epochs 3     start `python train.py --epochs 3` four times
     ringrun doctor -H h1,h2                      check hosts and the links between them
     ringrun stacks [JOB]                         list jobs, or show what a job's ranks do
-    ringrun manifest -h                          print a job for Kubernetes' MPI Operator
 
 It uses Open MPI or MPICH, whichever the mpi4py of that Python loads. What follows the command
 belongs to it. A rank is one of the N processes, and its number; its local rank is its number on
@@ -80,8 +79,8 @@ and a variable, RINGREDUCE_LOG_LEVEL; the first of them counts. horovodrun's fla
 _USAGE = "ringrun [-np N] [options] command [arguments …]"
 _EXAMPLE = "as in: ringrun -np 4 python train.py"
 
-_SUBCOMMANDS = {"doctor": "doctor", "stacks": "stacks", "manifest": "kubernetes.manifest"}
-"""First words that are no command to run, and the modules whose `run(arguments)` does them."""
+_SUBCOMMANDS = ("doctor", "stacks")
+"""First words that are no command to run: modules whose `run(arguments)` does them."""
 
 
 @dataclass(frozen=True)
@@ -258,7 +257,7 @@ def _report(preflight: Preflight) -> None:
 def run(arguments: Sequence[str]) -> int:
     """Do what the command line says and return the exit code; LauncherError when that cannot be done."""
     if arguments and arguments[0] in _SUBCOMMANDS:
-        subcommand = importlib.import_module(f".{_SUBCOMMANDS[arguments[0]]}", __package__)
+        subcommand = importlib.import_module(f".{arguments[0]}", __package__)
         code: int = subcommand.run(arguments[1:])
         return code
     resolved = config.resolve(_parser(), arguments, os.environ)

@@ -1,4 +1,4 @@
-"""The commands of docs/clusters.md, run as printed. That for Kubernetes: tests/launcher/test_manifest.py."""
+"""The commands of docs/clusters.md, run as printed. That for Kubernetes: tests/launcher/test_mpijob.py."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def sshd(folder: Path, *lines: str) -> Iterator[Server]:
     """Run a server that lets `folder`/user in, and whose key is in `folder`/known, not in `folder`/unknown."""
     for name in ("host", "another_host", "user", "stranger"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)], check=True)
-    port = _free_port()
+    port = free_port()
     _write_known_hosts(folder, "known", port, "host")
     _write_known_hosts(folder, "changed", port, "another_host")
     (folder / "unknown").write_text("")
@@ -89,7 +89,7 @@ def _write_known_hosts(folder: Path, name: str, port: int, key: str) -> None:
     (folder / name).write_text(f"{','.join(names)} {kind} {text}\n")
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

@@ -2,13 +2,9 @@
 
 import ast
 import re
-import shlex
 from pathlib import Path
 
 import pytest
-
-from ringrun.kubernetes import manifest
-from ringrun.kubernetes.mpijob import manifest as mpijob
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted(path for path in (ROOT / "examples").rglob("*.*") if path.suffix in (".py", ".sbatch", ".yaml"))
@@ -47,9 +43,3 @@ def test_in_horovods_scripts_nothing_but_the_import_differs():
     for path in HOROVOD:
         ours = [line for line in path.read_text().splitlines() if re.search("ringreduce|horovod", line)]
         assert ours[1:] == ["import ringreduce.torch as hvd  # before: import horovod.torch as hvd"]
-
-
-def test_the_manifest_is_that_of_the_command_in_it():
-    text = (ROOT / "examples" / "mpijob.yaml").read_text()
-    command = re.search(r"^# +ringrun manifest (.*)$", text, re.MULTILINE)[1]
-    assert text.endswith("\n" + manifest.as_yaml(mpijob(manifest.parse(shlex.split(command)))))

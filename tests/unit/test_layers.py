@@ -204,7 +204,7 @@ LAUNCHER_LAYERS = [
     ["remote"],
     ["agent", "preflight"],
     ["job"],
-    ["doctor", "kubernetes", "stacks", "build"],
+    ["doctor", "stacks", "build"],
     ["cli"],
     ["__main__"],
 ]

@@ -1,1 +1,0 @@
-"""`ringrun manifest`: the command line (manifest), and the MPIJob that it prints (mpijob)."""

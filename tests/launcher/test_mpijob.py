@@ -1,0 +1,78 @@
+"""examples/mpijob.yaml, and the image that docs/clusters.md has for it."""
+
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ringrun import cli
+from tests.launcher import loopback_sshd
+from tests.support.jobs import run
+from tests.support.pages import PAGES
+from tests.support.patience import wait_until
+
+ROOT = Path(__file__).parents[2]
+SPEC = yaml.safe_load((ROOT / "examples" / "mpijob.yaml").read_text())["spec"]
+PODS = {name: each["template"]["spec"] for name, each in SPEC["mpiReplicaSpecs"].items()}
+LAUNCHER, WORKER = (PODS[name]["containers"][0] for name in ("Launcher", "Worker"))
+SSHD_CONFIG = re.search(r"&& printf '(.*)' > /home/mpiuser/\.sshd_config", PAGES["clusters.md"])[1].replace("\\n", "\n")
+
+
+def test_the_launcher_runs_a_command_line_of_ringruns_with_a_slot_for_each_rank():
+    assert LAUNCHER["command"][0] == "ringrun"
+    request = cli.parse(LAUNCHER["command"][1:])
+    assert request.np == SPEC["slotsPerWorker"] * SPEC["mpiReplicaSpecs"]["Worker"]["replicas"]
+    assert request.np == WORKER["resources"]["limits"]["nvidia.com/gpu"] * SPEC["mpiReplicaSpecs"]["Worker"]["replicas"]
+    assert (ROOT / request.job.command[1]).is_file()
+    assert f"Port {request.ssh.port}\n" in SSHD_CONFIG
+    assert WORKER["readinessProbe"]["tcpSocket"]["port"] == request.ssh.port
+
+
+@pytest.mark.parametrize("container", [LAUNCHER, WORKER], ids=["launcher", "worker"])
+def test_a_restricted_namespace_takes_the_pods(container):
+    """https://kubernetes.io/docs/concepts/security/pod-security-standards: what "restricted" asks of a container."""
+    context = container["securityContext"]
+    assert context["runAsNonRoot"] is True
+    assert context["runAsUser"] > 0
+    assert context["allowPrivilegeEscalation"] is False
+    assert context["capabilities"] == {"drop": ["ALL"]}
+    assert context["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert not context.get("privileged")
+
+
+def test_shared_memory_is_larger_than_a_container_has():
+    (shm,) = [each["name"] for each in WORKER["volumeMounts"] if each["mountPath"] == "/dev/shm"]
+    assert {"name": shm, "emptyDir": {"medium": "Memory"}} in PODS["Worker"]["volumes"]
+
+
+@pytest.mark.skipif(bool(loopback_sshd.why_not()), reason=loopback_sshd.why_not())
+def test_its_sshd_needs_no_rights():
+    """As in the pod: user 1000, no capability, none to gain; the key is root's, and everybody may read it."""
+    home = Path(tempfile.mkdtemp())  # others may not enter pytest's own folders
+    uid, port = str(WORKER["securityContext"]["runAsUser"]), loopback_sshd.free_port()
+    try:
+        (home / ".ssh").mkdir()
+        home.chmod(0o755)
+        for key in (home / "mine", home / ".ssh" / "id_rsa"):
+            subprocess.run(["ssh-keygen", "-q", "-t", "rsa", "-N", "", "-f", key], check=True)
+        key.chmod(0o644)
+        shutil.copy(home / "mine.pub", home / ".ssh" / "authorized_keys")
+        (home / ".sshd_config").write_text(SSHD_CONFIG.replace("/home/mpiuser", str(home)).replace("2222", str(port)))
+        (home / "passwd").write_text(f"root:x:0:0::/:/bin/sh\nmpiuser:x:{uid}:{uid}::{home}:/bin/sh\n")
+        sshd = " ".join(WORKER["command"]).replace("/home/mpiuser", str(home))
+        rights = f"--reuid {uid} --regid {uid} --clear-groups --no-new-privs --bounding-set=-all --inh-caps=-all"
+        pod = f"mount --bind {home}/passwd /etc/passwd && exec setpriv {rights} {sshd}"
+        options = ["BatchMode=yes", "StrictHostKeyChecking=no", f"UserKnownHostsFile={os.devnull}"]
+        ssh = ["ssh", "-F", "none", "-i", home / "mine", "-p", str(port), *(f"-o{each}" for each in options)]
+        with subprocess.Popen(["unshare", "-m", "sh", "-c", pod], stderr=subprocess.DEVNULL) as server:
+            try:
+                wait_until(lambda: run([*ssh, "mpiuser@127.0.0.1", "id", "-u"]).stdout == f"{uid}\n", within_s=10)
+            finally:
+                server.terminate()
+    finally:
+        shutil.rmtree(home)
