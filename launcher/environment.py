@@ -18,7 +18,7 @@ AGENT_VARIABLES = (ADDRESS_VARIABLE, AUTHKEY_VARIABLE, SETTINGS_VARIABLE)
 """What an agent must have before it reaches ringrun."""
 
 COMMITS_VARIABLE = "RINGREDUCE_STATE_DIR"
-"""The folder on each host, in memory, for the commits of an elastic job; its agents make it."""
+"""Setup's `commits`, for the ranks."""
 
 HOOK_DIRECTORY = str(Path(__file__).parent / "hook")
 
@@ -100,6 +100,7 @@ def rank_environment(
         "LOCAL_WORLD_SIZE": str(place.local_size),
         "RINGREDUCE_ERROR_FILE": str(error_file(directory, place.rank)),
         "RINGREDUCE_PLACED_GPU": placed_gpu,
+        COMMITS_VARIABLE: setup.commits,
         "PYTHONPATH": os.pathsep.join(filter(None, [HOOK_DIRECTORY, everything.get("PYTHONPATH")])),
     }
     return environment

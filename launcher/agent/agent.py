@@ -27,7 +27,7 @@ from typing import IO, NoReturn
 from ..connection import wire
 from ..connection.link import Address, HostSilentError, Link, connect
 from ..engines import DAEMONS, ENGINES
-from ..environment import COMMITS_VARIABLE, Place, Settings, error_file, rank_environment
+from ..environment import Place, Settings, error_file, rank_environment
 from ..machine.placement import Share, describe, place
 from ..machine.topology import read_topology, usable_cpus
 from ..processes import before_exec, bind_to, die_with_parent, end_daemon, limit_open_files, signal_group, wake_up
@@ -73,8 +73,8 @@ class Agent:
         wanted = self._settings.master_port if self._place.rank == 0 else ""
         self._send(wire.Hello(self._place.rank, self._place.size, socket.gethostname(), _free_port(wanted)))
         setup = self._await_setup()
-        self._commits_folder = setup.variables.get(COMMITS_VARIABLE, "")
-        setup = setup._replace(variables=kept_commits.prepared(setup.variables))
+        setup = setup._replace(commits=kept_commits.prepared(setup.commits))
+        self._commits_folder = setup.commits
         self._started_at_s = time.time()
         try:
             child = self._start(command, setup)

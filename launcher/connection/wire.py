@@ -39,7 +39,8 @@ class Setup(NamedTuple):
     """Start the command: in `folder`, with `variables` in addition to the agent's own.
 
     `master` is where rank 0 may listen, address and port; `gives_stdin`: this rank reads ringrun's standard input;
-    `open_files`: how many files it may have open by default, 0 for as many as its agent.
+    `open_files`: how many files it may have open by default, 0 for as many as its agent; `commits`: the folder in which
+    this host keeps commits of an elastic job for its next attempt, empty for none.
     """
 
     master_address: str
@@ -48,6 +49,7 @@ class Setup(NamedTuple):
     variables: dict[str, str]
     gives_stdin: bool
     open_files: int = 0
+    commits: str = ""
 
 
 class Note(NamedTuple):

@@ -15,7 +15,7 @@ from ..connection.wire import ADDRESS_VARIABLE, AUTHKEY_VARIABLE
 from ..elastic import Elastic, rank_variables
 from ..engines import Across
 from ..engines.detect import Detected
-from ..environment import AGENT_VARIABLES, COMMITS_VARIABLE, Settings
+from ..environment import AGENT_VARIABLES, Settings
 from ..errors import UsageError
 from ..forward import forwarded, withheld
 from ..hosts import Host, is_here
@@ -192,8 +192,7 @@ def elastic_variables(detected: Detected, job: Job, inherited: Mapping[str, str]
         return {}
     environ = {**inherited, **job.variables, **job.asked}
     of_engine = detected.engine.elastic_environment(detected.launcher, environ, is_across=bool(job.hosts))
-    kept = {COMMITS_VARIABLE: job.commits_folder} if job.commits_folder else {}
-    return kept | rank_variables(job.elastic, of_engine, environ)
+    return rank_variables(job.elastic, of_engine, environ)
 
 
 def local_variables(job: Job, inherited: Mapping[str, str]) -> dict[str, str]:

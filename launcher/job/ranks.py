@@ -40,6 +40,8 @@ class RankSetup:
     stdin_rank: int = 0
     open_files: int = 0
     """How many files the ranks on this host may have open; 0: as many as ringrun."""
+    commits: str = ""
+    """The folder of each host for the commits of an elastic job; empty: none are kept."""
 
 
 class Channel:
@@ -78,7 +80,8 @@ class Channel:
         for rank, link in self._links.items():
             gives_stdin = rank == setup.stdin_rank and setup.stdin is not None
             variables, open_files = (setup.local, setup.open_files) if link.is_local else (setup.remote, 0)
-            self.send(rank, wire.Setup(address, self._ports[0], setup.folder, variables, gives_stdin, open_files))
+            where = (address, self._ports[0], setup.folder)
+            self.send(rank, wire.Setup(*where, variables, gives_stdin, open_files, setup.commits))
             if gives_stdin and link.is_local and setup.stdin is not None:
                 with contextlib.suppress(OSError):
                     link.send_descriptor(setup.stdin)

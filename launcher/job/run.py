@@ -4,14 +4,13 @@ import contextlib
 import os
 import queue
 import re
-import secrets
 import sys
 import tempfile
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 from ..agent import kept_commits
-from ..agent.shm_cleanup import SHARED_MEMORY, remove_folders
+from ..agent.shm_cleanup import remove_folders
 from ..connection.listener import Listener
 from ..engines.detect import Detected
 from ..environment import Settings
@@ -60,7 +59,7 @@ def run_job(detected: Detected, job: Job, again: Again = lambda job: job, growth
     own = most * (1 if job.output_directory is None else 3) + _OWN_FILES
     asked = job = replace(job, open_files=raise_open_files(own + most * _MPIRUNS_FILES, own))
     if job.elastic and job.restarts:
-        job = replace(job, commits_folder=f"{SHARED_MEMORY}/ringrun-{secrets.token_hex(8)}.commits")
+        job = replace(job, commits_folder=kept_commits.new_name())
     signals = SignalRelay(SignalReader)
     with contextlib.ExitStack() as stack:
         kept_on: set[str] = set()
@@ -172,7 +171,8 @@ def _start_and_supervise(
         local, remote = local_variables(job, os.environ), remote_variables(job, environment)
         for_all = elastic_variables(detected, job, os.environ) | ({"PWD": job.folder} if job.folder else {})
         folder = job.folder or _current_folder()
-        setup = RankSetup(folder, local | for_all, remote | for_all, _ranks_stdin(job), job.stdin_rank, job.open_files)
+        stdin = (_ranks_stdin(job), job.stdin_rank)
+        setup = RankSetup(folder, local | for_all, remote | for_all, *stdin, job.open_files, job.commits_folder)
         channel = Channel(listener, job.size, setup, output, events)
         argv = job_command(detected, job, beyond, as_root=os.geteuid() == 0)
         signals.to(events)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from ringrun.agent import agent as agent_module
+from ringrun.agent import kept_commits
 from ringrun.agent.agent import Agent
 from ringrun.connection import wire
 from ringrun.connection.link import Address, HostSilentError
@@ -47,6 +48,39 @@ class LostLink:
 
     def receive(self) -> wire.Message:
         raise self._error
+
+
+class ShortLink:
+    """A connection to a ringrun that sends `setup`, and ends the agent."""
+
+    is_local = True
+
+    def __init__(self, setup: wire.Setup) -> None:
+        self._messages = iter([setup, wire.End()])
+
+    def receive(self) -> wire.Message:
+        return next(self._messages)
+
+    def send(self, message: wire.Message) -> None:
+        assert not isinstance(message, wire.Started)
+
+
+def test_an_agent_removes_the_folder_of_commits_that_ringrun_has_named_and_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent_module.os, "_exit", sys.exit)
+    monkeypatch.chdir(tmp_path)
+    users, ours = str(tmp_path), kept_commits.new_name()
+    for number, commits in enumerate(("", users, f"{ours}/../{Path(ours).name}", ours)):
+        Path(str(number)).mkdir()
+        assert kept_commits.prepared(ours)
+        setup = wire.Setup("", 0, users, {"RINGREDUCE_STATE_DIR": users}, gives_stdin=False, commits=commits)
+        agent = Agent(ShortLink(setup), Place(0, 1, 0, 1), Settings("openmpi", str(number)), daemon=0)
+        with pytest.raises(SystemExit):
+            agent.run(["/no/such/command"])
+        agent._rank_socket._socket.close()
+        assert Path(users).exists()
+        assert Path(ours).exists() == (commits != ours)
 
 
 @pytest.mark.parametrize(

@@ -157,6 +157,7 @@ def test_the_variables_of_a_rank() -> None:
         "PYTHONPATH": HOOK_DIRECTORY,
         "RINGREDUCE_ERROR_FILE": "/tmp/private/rank5.json",
         "RINGREDUCE_PLACED_GPU": "",
+        "RINGREDUCE_STATE_DIR": "",
     }
 
 
