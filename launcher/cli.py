@@ -47,7 +47,7 @@ from .arguments import (
 from .config import resolve as config
 from .engines.detect import by_srun, detect
 from .errors import LauncherError, UsageError
-from .forward import parse_env, withheld
+from .forward import leave_outer_job, parse_env, withheld
 from .hosts import Found, Host, may_get_ranks, named_hosts, place_ranks
 from .job.growth import Blacklist, Growth
 from .job.plan import Job, example, find_command, interpreter_of
@@ -347,6 +347,8 @@ def _stdin_rank(request: Request, size: int) -> int:
 
 def main() -> int:
     """Run as the console script `ringrun`."""
+    for name in leave_outer_job(os.environ):
+        print(f"ringrun: {name} is ignored: ringrun sets it itself", file=sys.stderr, flush=True)
     try:
         return run(sys.argv[1:])
     except LauncherError as error:

@@ -7,9 +7,19 @@ stand on no command line.
 
 import fnmatch
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 
 from .errors import UsageError
+
+_ERROR_FILE = "RINGREDUCE_ERROR_FILE"
+SET_BY_RINGRUN = (
+    *(_ERROR_FILE, "RINGREDUCE_PLACED_GPU", "RINGREDUCE_RESTART_COUNT", "RINGREDUCE_STATE_DIR"),
+    *("RINGREDUCE_ELASTIC", "RINGREDUCE_MIN_NP", "RINGREDUCE_SPARES"),
+)
+"""Settings of ringreduce that are nobody's wish: ringrun sets them itself, for each rank."""
+
+_OF_OUTER_JOB = ("MASTER_ADDR", "MASTER_PORT")
+"""Where the ranks of the job meet in whose rank a ringrun may run."""
 
 SECRET_PATTERNS = (
     "*_TOKEN", "*_KEY", "*_KEYS", "*APIKEY*", "*_SECRET", "*_SECRETS", "*PASSWORD*", "*PASSWD*", "*_PWD", "*_PASS",
@@ -49,12 +59,24 @@ def parse_env(items: Sequence[str], environ: Mapping[str, str], flag: str = "--e
         name, equals, value = item.partition("=")
         if not _NAME.fullmatch(name):
             raise UsageError(f"{flag} {name!r}: expected NAME or NAME=VALUE, as in --env WANDB_API_KEY")
-        if name.startswith("RINGRUN_"):
-            raise UsageError(f"{flag} {name}: variables that begin with RINGRUN_ are ringrun's own")
+        if name.startswith("RINGRUN_") or name in SET_BY_RINGRUN:
+            raise UsageError(f"{flag} {name}: ringrun sets this variable itself")
         if not equals and name not in environ:
             raise UsageError(f"{flag} {name}: there is no such variable here; set it, or give {flag} {name}=VALUE")
         found[name] = value if equals else environ[name]
     return found
+
+
+def leave_outer_job(environ: MutableMapping[str, str]) -> list[str]:
+    """Remove from ringrun's own `environ` what a rank has of its job; return the names that no ringrun has set there.
+
+    A ringrun that runs in a rank starts another job: its ranks are no spares of the first, and keep other commits.
+    """
+    in_rank = _ERROR_FILE in environ
+    names = [name for name in (*SET_BY_RINGRUN, *(_OF_OUTER_JOB if in_rank else ())) if name in environ]
+    for name in names:
+        del environ[name]
+    return [] if in_rank else names
 
 
 def forwarded(environ: Mapping[str, str], asked: Mapping[str, str], *, in_batch_system: bool) -> dict[str, str]:

@@ -17,12 +17,10 @@ from typing import Any
 
 from ..arguments import Add, Parser, whole
 from ..errors import UsageError
+from ..forward import SET_BY_RINGRUN
 from ..text import columns
 from . import horovod
 from .file import Entry, read
-
-SET_BY_RINGRUN = ("error_file", "placed_gpu", "restart_count", "elastic", "min_np", "spares", "state_dir")
-"""Settings that are no flags: ringrun sets them itself, for each rank."""
 
 _NOT_IN_FILE = ("help", "version", "config_file", "show_config", "check_build", "dry_run")
 """What ringrun itself is to do now; no setting of a job."""
@@ -85,7 +83,8 @@ def public_settings() -> dict[str, Any]:
     """Return the defaults of ringreduce's settings that are flags, by name."""
     from ringreduce.settings import Settings
 
-    return {field.name: field.default for field in dataclasses.fields(Settings) if field.name not in SET_BY_RINGRUN}
+    fields = dataclasses.fields(Settings)
+    return {field.name: field.default for field in fields if variable(field.name) not in SET_BY_RINGRUN}
 
 
 def add_own_flags(add: Add) -> None:

@@ -24,7 +24,7 @@ from tests.support.tiers import parted
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 needs_yaml = pytest.mark.skipif(importlib.util.find_spec("yaml") is None, reason="no PyYAML")
 
-FIELDS = [field for field in dataclasses.fields(Settings) if field.name not in config.SET_BY_RINGRUN]
+FIELDS = [field for field in dataclasses.fields(Settings) if field.name in config.public_settings()]
 OTHER = {
     "servers": "1",
     "algorithm": "ring",

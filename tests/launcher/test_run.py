@@ -31,6 +31,22 @@ def by_rank(text: str) -> dict[int, list[str]]:
     return lines
 
 
+@pytest.mark.without_mpi
+@pytest.mark.parametrize("outer", [[], ["--elastic", "--spares", 1, "--restarts", 1]])
+def test_a_ringrun_in_a_rank_starts_a_job_of_its_own(
+    outer: list[object], ringrun: Run, ringrun_command: list[str], script: Callable[[str], str], python: str
+) -> None:
+    show = script("import json, os; print(json.dumps(dict(os.environ)))")
+    of_outer = {"MASTER_ADDR": "10.1.2.3", "RINGREDUCE_STATE_DIR": "/mine"}
+    done = ringrun(*outer, "-np", 1, *ringrun_command, "-np", 1, python, show, env=of_outer)
+    assert done.stderr == "ringrun: RINGREDUCE_STATE_DIR is ignored: ringrun sets it itself\n"
+    for lines in by_rank(done.stdout).values():
+        of_inner = json.loads(lines[0].removeprefix("[0] "))
+        assert of_inner["MASTER_ADDR"] == "127.0.0.1"
+        assert of_inner["RINGREDUCE_STATE_DIR"] == ""
+        assert not {"RINGREDUCE_ELASTIC", "RINGREDUCE_SPARES", "RINGREDUCE_MIN_NP"} & of_inner.keys()
+
+
 @pytest.mark.parametrize("size", [1, 3])
 def test_the_environment_of_each_rank(size: int, ringrun: Run, script: Callable[[str], str], python: str) -> None:
     done = ringrun("-np", size, python, script(SHOW_ENVIRONMENT), env={"MINE": "kept", "PYTHONPATH": None})

@@ -15,12 +15,12 @@ import ringreduce
 import ringrun
 from ringreduce.settings import HOROVOD, PREFIX, Settings
 from ringrun import cli
+from ringrun.config import resolve
 from tests.support.pages import BLOCKS, ELSEWHERE, NOT_RUN, PAGES
 
 ROOT = Path(__file__).parents[2]
 PACKAGE, LAUNCHER = (Path(package.__file__).parent for package in (ringreduce, ringrun))
 DOCS = "\n".join(PAGES.values())
-SET_BY_RINGRUN = {"restart_count", "elastic", "min_np", "spares", "error_file", "placed_gpu", "state_dir"}
 REFERENCE = {name: text for name, text in PAGES.items() if name.startswith("reference")}
 
 
@@ -99,7 +99,7 @@ def shown(value: object) -> str:
 def test_settings_and_their_defaults_are_those_of_the_code():
     rows = dict(re.findall(rf"^\| `{PREFIX}(\w+)` \|([^|]*)\|", PAGES["settings.md"], re.MULTILINE))
     defaults = {field.name: field.default for field in dataclasses.fields(Settings)}
-    assert set(rows) == {name.upper() for name in defaults if name not in SET_BY_RINGRUN}
+    assert set(rows) == {name.upper() for name in resolve.public_settings()}
     words = {"CACHE_CAPACITY": "16384", "COSTS": "measured", "CUDA_DEVICE": "by local rank"}
     for name, default in rows.items():
         assert default.strip() == words.get(name, shown(defaults[name.lower()])), name
