@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import operator
+import os
+import socket
 import sys
 import threading
+import time
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 from ringreduce.errors import InputError, MissingExtraError
@@ -12,6 +16,8 @@ from ringreduce.errors import InputError, MissingExtraError
 State: TypeAlias = Literal["complete", "pruned", "failed"]
 Direction: TypeAlias = Literal["minimize", "maximize"]
 REPEATS = "repeats"  # the attribute of a trial with the values of one that ended with its job: that one's number
+JOB = "job"  # the attribute of a study in use: host, pid and start of the process that has it
+ENDING_S, POLL_S = 5.0, 0.1
 
 
 class Finished(NamedTuple):
@@ -46,8 +52,38 @@ class Study:
         self._trials = trials
         self._running: dict[int, Any] = {}  # by number
         self._sign = -1 if direction == "maximize" else 1
+        self._job = [socket.gethostname(), os.getpid(), _started(os.getpid())]
+        self._take(storage)
         self._repeat_interrupted()
         self._begun = len(self.finished())  # and those that run
+
+    def _take(self, storage: str | None) -> None:
+        """Say that this job has the study: its trials that run are not those of a job that ended."""
+        host, pid, started = job = self._study.user_attrs.get(JOB) or ["", 0, ""]
+        patience_s = ENDING_S  # a rank that was lost may still be ending
+        while job != self._job and host == self._job[0] and _started(pid) == started:
+            if patience_s > 0:
+                patience_s -= POLL_S
+                time.sleep(POLL_S)
+                continue
+            raise InputError(
+                f"sweep: process {pid} of this host runs study {self._study.study_name!r} of {storage}; one job at a time "
+                "can: wait for it, or pass another name= or storage="
+            )
+        self._study.set_user_attr(JOB, self._job)
+
+    def release(self) -> None:
+        """Let another job have the study."""
+        if self._study.user_attrs.get(JOB) == self._job:
+            self._study.set_user_attr(JOB, None)
+
+    def _check_job(self) -> None:
+        """Raise InputError where a job of another host, which could not know that this one runs, has the study."""
+        if (job := self._study.user_attrs.get(JOB)) != self._job:
+            raise InputError(
+                f"sweep: another job has taken study {self._study.study_name!r} ({JOB}: {job}), and repeats the trials "
+                "that ran; one job at a time can run a study: pass another name= or storage="
+            )
 
     def _repeat_interrupted(self) -> None:
         """Trials that ran when an earlier job ended are tried again, with the same values."""
@@ -66,6 +102,7 @@ class Study:
         with self._lock:
             if self._begun >= self._trials:
                 return None
+            self._check_job()
             self._begun += 1
             trial = self._study.ask()
             self._running[trial.number] = trial
@@ -80,6 +117,7 @@ class Study:
         """A trial has ended; prints how far the sweep is."""
         states = {"complete": self._states.COMPLETE, "pruned": self._states.PRUNED, "failed": self._states.FAIL}
         with self._lock:
+            self._check_job()
             trial = self._running.pop(number)
             if error:
                 trial.set_user_attr("error", error)
@@ -124,6 +162,15 @@ class Study:
             params = ", ".join(f"{name}={_short(value)}" for name, value in best.params.items())
             parts.append(f"best {_short(best.value)}: trial {best.number} ({params})")
         return ", ".join(parts)
+
+
+def _started(pid: int) -> str:
+    """When a process of this host began, by the kernel's clock; empty: it has ended."""
+    try:
+        state, *others = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if state in "XZ" else others[18]
 
 
 def _storage(storage: str | None) -> Any:

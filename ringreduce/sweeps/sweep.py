@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import traceback
 from collections.abc import Callable
@@ -40,13 +41,15 @@ def sweep(
 
     objective: trains once, data-parallel on `trial.process_set`, and returns the value to optimize, alike on all ranks
                of the team. It raises `ringreduce.sweeps.Pruned` (or optuna.TrialPruned) to give up a bad trial. Where
-               it raises anything else, on any of its ranks, the trial has failed, and the team goes on with the next.
+               it raises anything else or returns NaN, on any of its ranks, the trial has failed, and the team goes on
+             with the next.
     trials:    how many, with those that have failed or were pruned, and with those that `storage` has already.
     ranks:     of a team; the number of ranks must be a multiple.
     direction: "minimize" or "maximize".
     storage:   a file that keeps the study, so that the same call goes on where a job was ended, and repeats the trials
                that ran then: SQLite, or a journal if its name ends in .journal, which network file systems want; or a
-               URL of Optuna's. Only rank 0 opens it.
+               URL of Optuna's. Only rank 0 opens it. One job at a time can run a study: another on this host is
+               refused meanwhile; one on another host takes the study, and this call raises InputError.
     name:      of the study in `storage`.
     options:   further ones of optuna.create_study: sampler, pruner.
 
@@ -74,6 +77,8 @@ def sweep(
     while (number := team.ask()) is not None:
         team.tell(number, *_outcome(objective, Trial(number, team)))
     channel.barrier()
+    if study is not None:
+        study.release()
     found: Sweep = broadcast_object(study and Sweep(study.best(), study.finished()), HEAD, "sweep")
     return found
 
@@ -105,13 +110,16 @@ def _outcome(objective: Callable[[Trial], float], trial: Trial) -> tuple[State, 
 def _tried(objective: Callable[[Trial], float], trial: Trial) -> _Outcome:
     rank = runtime.current("sweep").world.rank
     try:
-        return _Outcome(rank, "complete", float(objective(trial)))
+        value = float(objective(trial))
     except PeerLostError:
         raise
     except Exception as exc:
         if isinstance(exc, Pruned) or _is_optunas(exc):
             return _Outcome(rank, "pruned")
         return _Outcome(rank, "failed", None, traceback.format_exc(), isinstance(exc, CollectiveError))
+    if math.isnan(value):
+        return _Outcome(rank, "failed", None, "the objective returned nan")
+    return _Outcome(rank, "complete", value)
 
 
 def _is_optunas(exc: Exception) -> bool:

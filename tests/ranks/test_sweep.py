@@ -1,9 +1,13 @@
 """Sweeps: teams, values alike on all ranks of a team, trials that fail or are pruned, what is wrong."""
 
+import socket
+import subprocess
+
 import numpy as np
 import pytest
 
 import ringreduce as rr
+from ringreduce.sweeps import study
 from ringreduce.testing import run_ranks
 
 optuna = pytest.importorskip("optuna")
@@ -45,6 +49,36 @@ def test_every_rank_of_a_team_gets_the_same_and_all_get_the_best(size, ranks):
         assert {row[3:] for row in mine} == {tuple(each.params.values())}
     assert results[0].best == min(trials, key=lambda each: each.value)
     assert len({row[1] for row in seen}) == size // ranks or size > 1
+
+
+def test_a_value_that_is_nan_fails_its_trial_alone(caplog):
+    found = run_ranks(2, seeded(lambda trial: [1.0, float("nan"), 3.0][trial.number], 3, 2))[1]
+    assert [(each.state, each.value) for each in found.trials] == [("complete", 1), ("failed", None), ("complete", 3)]
+    assert found.trials[1].error == "rank 0: the objective returned nan"
+
+
+@pytest.mark.parametrize("host", ["here", "another"])
+def test_a_study_has_one_job_at_a_time(tmp_path, monkeypatch, host):
+    monkeypatch.setattr(study, "ENDING_S", 0.2)
+    storage, other = f"sqlite:///{tmp_path / 'study.db'}", subprocess.Popen(["sleep", "100"])
+    first = study.Study(3, storage, "sweep", "minimize", {})
+    number = first.ask()
+    # as if that process had the study
+    first._job = [socket.gethostname() if host == "here" else "another", other.pid, study._started(other.pid)]
+    first._study.set_user_attr(study.JOB, first._job)
+    try:
+        if host == "here":
+            with pytest.raises(rr.InputError, match=f"process {other.pid} of this host runs study 'sweep' of sqlite"):
+                study.Study(3, storage, "sweep", "minimize", {})
+            first.tell(number, "complete", 1.0, "")
+        else:
+            study.Study(3, storage, "sweep", "minimize", {})
+            with pytest.raises(rr.InputError, match="another job has taken study 'sweep'"):
+                first.tell(number, "complete", 1.0, "")
+    finally:
+        other.kill()
+        other.wait()
+    assert [each.number for each in study.Study(3, storage, "sweep", "minimize", {}).finished()] == [0] * (host == "here")
 
 
 @pytest.mark.parametrize("raises_on", [(0, 1), (1,), (0,)], ids=["all", "the second", "the first"])
