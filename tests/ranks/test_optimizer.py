@@ -2,6 +2,8 @@
 
 import collections
 import collections.abc
+import copy
+import pickle
 
 import numpy as np
 import pytest
@@ -303,3 +305,43 @@ def test_gradients_that_differ_in_form_are_named():
 def test_it_wants_init_first():
     with pytest.raises(rr.NotInitializedError, match=r"DistributedOptimizer\(\): ringreduce has not been initialized"):
         rr.DistributedOptimizer(Stepping())
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda wrapped: pickle.loads(pickle.dumps(wrapped))])
+def test_a_copy_reduces_with_an_optimizer_of_its_own(copied):
+    def program():
+        inner = Stepping()
+        other = copied(rr.DistributedOptimizer(inner))
+        other.lr = 0.5
+        other.step(gradients(rr.rank()))
+        assert_averaged(other.seen)
+        assert inner.lr == 0.1
+        assert not hasattr(inner, "seen")
+        return True
+
+    assert all(on_every_rank(program))
+
+
+@pytest.mark.parametrize("has_state_dict", [False, True])
+def test_it_can_be_an_attribute_of_an_elastic_state(has_state_dict):
+    class Saving(Stepping):
+        def state_dict(self):
+            return {"lr": self.lr}
+
+        def load_state_dict(self, state):
+            self.lr = state["lr"]
+
+    def program():
+        wrapped = rr.DistributedOptimizer(Saving() if has_state_dict else Stepping())
+        wrapped.lr = rr.rank() + 1.0
+        state = rr.elastic.ObjectState(optimizer=wrapped)
+        state.sync()
+        assert state.optimizer is wrapped
+        rates = [wrapped.lr]
+        wrapped.lr = 7.0
+        state.restore()
+        wrapped.step(gradients(rr.rank()))
+        assert_averaged(wrapped.seen)
+        return [*rates, wrapped.lr]
+
+    assert on_every_rank(program) == [[1.0, 1.0]] * SIZE
