@@ -24,7 +24,7 @@ from ringreduce.gpu.ipc_allreduce import GpuSlot
 from ringreduce.gpu.runtime import Stream
 from ringreduce.gpu.stage import Done, Stage
 from ringreduce.log import LOGGER
-from ringreduce.ops import Reduction
+from ringreduce.ops import Average, Reduction, Sum
 from ringreduce.settings import Settings
 from ringreduce.transport.base import Steps
 
@@ -139,7 +139,8 @@ class GpuReduction(GpuBatch):
 
     def _nccl(self) -> Steps[None]:
         """NCCL sums, unless there is one rank; the kernels before and after it scale and divide."""
-        kernels, reduction, communicator = self.gpu.kernels, self.reduction, self.paths.nccl
+        kernels, communicator = self.gpu.kernels, self.paths.nccl
+        reduction = divided_first(self.reduction) if self.path else self.reduction
         stage = self.paths.nccl_stage if self.path else self.paths.blocks[0]
         if stage is None or (communicator is None) == bool(self.path):
             raise AssertionError("the path is nccl, but there is no communicator")
@@ -230,6 +231,13 @@ class GpuReduction(GpuBatch):
 def nccl_element(reduction: Reduction) -> ElementType:
     """The type in which NCCL sums: int64 to average integers; 16-bit floats as they are."""
     return reduction.element if reduction.in_place or reduction.element.is_half else TABLE[reduction.sum_type.name]
+
+
+def divided_first(reduction: Reduction) -> Reduction:
+    """An average of 16-bit floats as a sum of what each rank has divided: their sum could be more than they hold."""
+    if reduction.op is not Average or not reduction.element.is_half:
+        return reduction
+    return reduction._replace(op=Sum, prescale=reduction.prescale / reduction.size)
 
 
 def nccl_can(reduction: Reduction) -> bool:

@@ -507,6 +507,16 @@ def test_nccl_averages_integers_whose_sum_is_too_long_for_them(monkeypatch):
         np.testing.assert_array_equal(result, expected)
 
 
+@pytest.mark.parametrize("predivide", [1.0, 4.0])
+def test_nccl_averages_halves_whose_sum_is_too_large_for_them(monkeypatch, predivide):
+    def program(cupy):
+        scales = {"prescale_factor": 1 / predivide, "postscale_factor": predivide}
+        return rr.allreduce(cupy.array(np.full(50, 30000 + 100 * rr.rank(), np.float16)), op=rr.Average, **scales).get()
+
+    for result in nccl_ranks(3, program, monkeypatch, device_count=3):
+        np.testing.assert_allclose(result.astype(np.float32), 30100, rtol=2e-3)
+
+
 def gpu_algorithm(cupy):
     result = rr.allreduce(cupy.array(values(900, "float32", rr.rank())), op=Sum).get()
     np.testing.assert_array_equal(result, total(900, "float32", rr.size()))
