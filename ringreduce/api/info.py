@@ -36,7 +36,10 @@ class Info:
     gpu_algorithm: str
     """How an allreduce of all ranks moves GPU arrays, and why; chosen when the first one is submitted."""
     overlap: bool
-    """Gradients on the host are reduced while backward still runs: a core or a wire is free; else after it."""
+    """Gradients on the host are reduced while backward still runs, from the ninth step of a torch optimizer on: a core
+    or a wire is free, and no script has switched it off; else after it."""
+    no_overlap: str
+    """Why a torch optimizer does not: by which tensor and line the script has switched it off; empty: it has not."""
     usable_algorithms: tuple[str, ...]
     """The values that RINGREDUCE_ALGORITHM can take here."""
     constants: Constants
@@ -79,6 +82,7 @@ def info() -> Info:
     current = runtime.current("info")
     engine = current.engine
     window, algorithms = engine.host.window, engine.states[GLOBAL].algorithms
+    no_overlap = next(filter(None, (each.no_overlap for each in list(engine.host.reducers))), "")
     library, threads = ("threads of one process", "") if current.world.comm is None else mpi.mpi_library()
     return Info(
         version=__version__,
@@ -93,7 +97,8 @@ def info() -> Info:
         gpu=str(current.gpu),
         algorithm=algorithms.text() + algorithms.across,
         gpu_algorithm=algorithms.gpu.text(),
-        overlap=engine.host.overlaps,
+        overlap=engine.host.overlaps and not no_overlap,
+        no_overlap=no_overlap,
         usable_algorithms=tuple(algorithms.usable),
         constants=engine.host.constants,
         links=str(engine.host.links),

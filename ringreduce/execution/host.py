@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -68,6 +69,7 @@ class Host:
         self.constants = constants or Constants.parse(settings.costs)
         self.cores = cores or len(os.sched_getaffinity(0))  # how many cores this host's ranks may use together
         self.settings = settings
+        self.reducers: weakref.WeakSet[Any] = weakref.WeakSet()  # of the rank's optimizers; `no_overlap` says why not
         self._transport = transport
         self.most_tags = transport.most_tags // (TAGS * CHANNELS)  # ranges of tags
         self.first_own_tags = self.most_tags // 2

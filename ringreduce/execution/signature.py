@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any, NamedTuple
 
 from ringreduce.arrays.buffer import Buffer
@@ -138,14 +139,14 @@ def tensor_text(tensor: TensorSignature) -> str:
     return f"{tensor.dtype}[{', '.join(map(str, tensor.shape))}]"
 
 
-def calling_line(skipped: int = 1) -> str:
+def calling_line(skipped: int = 1, frame: FrameType | None = None) -> str:
     """The innermost line outside this package, and outside libraries that call it; as file.py:41.
 
-    skipped: how many functions, this one among them, are of this package for certain.
+    skipped: how many functions, this one among them, are of this package for certain.  frame: of another thread.
     """
-    frame = sys._getframe(skipped)
+    frame = frame or sys._getframe(skipped)
     path = frame.f_code.co_filename
-    while _is_of_library(path):
+    while is_of_library(path):
         if frame.f_back is None:
             return getattr(_thread, "line", None) or _line(path, frame.f_lineno)
         frame = frame.f_back
@@ -172,7 +173,8 @@ def called_from(line: str) -> Iterator[None]:
 
 
 @functools.lru_cache(maxsize=32768)
-def _is_of_library(path: str) -> bool:
+def is_of_library(path: str) -> bool:
+    """True for a file of this package, and of libraries that call it."""
     files = [getattr(sys.modules.get(name), "__file__", None) for name in CALLERS]
     return path.startswith((PACKAGE, *(os.path.dirname(each) for each in files if each)))
 

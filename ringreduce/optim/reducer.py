@@ -11,7 +11,6 @@ refuses the bucket: it fails on all ranks, and its gradients go by their own nam
 from __future__ import annotations
 
 import contextlib
-import math
 import operator
 import threading
 from collections import deque
@@ -20,10 +19,14 @@ from typing import Any
 
 from ringreduce import runtime
 from ringreduce.errors import MismatchError
+from ringreduce.log import LOGGER
 from ringreduce.optim.buckets import DENSE, UNKNOWN, Bucket, Gradient, fill
 from ringreduce.optim.exchange import Exchange
 
 POSITION = operator.attrgetter("position")
+CAUTIOUS_STEPS, RECOVERY_STEPS = 8, 100
+"""Steps in which every gradient must be computed once before one is submitted during backward: at first, and after a
+step in which one was not. Many, as a script that does so now and then would get a BackwardError the next time."""
 LAST = 2**31 - 1  # the position of a gradient that some rank does not compute
 
 
@@ -43,7 +46,8 @@ class Reducer:
         self._computed: deque[Gradient] = deque()  # reported, and not counted yet
         self._positions = 0
         self._known_since: tuple[Any, ...] = ()
-        self._clean_steps: float = 0  # in which every gradient was computed once; -inf: not all were
+        self._clean_steps = 0  # since one in which a gradient was computed twice, or cleared
+        self._unclean = ""  # why the last of those was none
         self._lock = threading.RLock()  # several threads may report gradients
         self._look_at_the_world()
 
@@ -73,7 +77,7 @@ class Reducer:
             while self._computed:
                 gradient = self._computed.popleft()
                 if gradient.seen >= self.passes:  # added to, or cleared
-                    self._clean_steps = -math.inf
+                    self._distrust(f"the gradient of {gradient.name!r} was computed again before step() ({self._line})")
                 gradient.count()
                 if gradient.is_loose:
                     gradient.position = self._positions
@@ -82,6 +86,29 @@ class Reducer:
                 if bucket.begun and bucket.splits:  # the others of it are reduced already
                     self._split(bucket)
                 gradient.bucket.begun = False
+
+    def _distrust(self, why: str) -> None:
+        """Not every gradient of this step was computed once: those of the next ones may change after backward, too."""
+        if (
+            not self._unclean
+            and self.exchange.size > 1
+            and runtime.current("DistributedOptimizer").engine.host.overlaps
+        ):
+            LOGGER.warning(
+                f"DistributedOptimizer: {why}; so gradients are reduced at step(), and not during backward(), until "
+                f"{RECOVERY_STEPS} steps were without that"
+            )
+        self._clean_steps, self._unclean = -1, why
+
+    @property
+    def trusts(self) -> bool:
+        """True when a gradient that backward has computed may be submitted: a step computes each once."""
+        return self._clean_steps >= (RECOVERY_STEPS if self._unclean else CAUTIOUS_STEPS)
+
+    @property
+    def no_overlap(self) -> str:
+        """Why gradients are not reduced during backward; empty: they are, where that is faster."""
+        return self._unclean if not self.trusts else ""
 
     def begin(self, gradient: Gradient) -> None:
         """Begin to reduce a gradient, and those of its bucket, if nobody has."""
@@ -151,6 +178,7 @@ class Reducer:
             for bucket in list(self._in_flight):  # begun before
                 self._finish(bucket)
             self.exchange.check_world()
+            engine.host.reducers.add(self)
             self._forget()
 
     def _forget(self) -> None:

@@ -67,8 +67,8 @@ class Study:
                 time.sleep(POLL_S)
                 continue
             raise InputError(
-                f"sweep: process {pid} of this host runs study {self._study.study_name!r} of {storage}; one job at a time "
-                "can: wait for it, or pass another name= or storage="
+                f"sweep: process {pid} of this host runs study {self._study.study_name!r} of {storage}; one job at a "
+                "time can: wait for it, or pass another name= or storage="
             )
         self._study.set_user_attr(JOB, self._job)
 

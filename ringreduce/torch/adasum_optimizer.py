@@ -40,6 +40,11 @@ class DeltaReducer(Reducer):
 
     abandon = clear
 
+    @property
+    def no_overlap(self) -> str:
+        """See `optim.reducer`."""
+        return "op=Adasum reduces what a step changed"
+
     def starts(self) -> list[tuple[Gradient, torch.Tensor]]:
         """The trained parameters, and a copy of each; none where there is nobody to reduce with."""
         self.exchange.check_world()

@@ -2,27 +2,28 @@
 
     backward: hook ── begin ──> PendingGradient in .grad ── step(), or first access ──> reduced gradient in .grad
 
-In the first CAUTIOUS_STEPS steps a rank submits no gradient before step() or the first access. Later it submits them
-during backward, if no gradient was computed twice or cleared so far, as a GAN's discriminator's are: gradients that are
-not submitted can be added to, or discarded, without the other ranks. Where the ranks use all cores of the only host,
-moving data would take them from backward, and takes longer than after it: then they are submitted at its end.
+In the first CAUTIOUS_STEPS steps a rank submits no gradient before step() or the first access; nor in RECOVERY_STEPS
+steps after one in which a gradient was computed twice or cleared, as a GAN's discriminator's are: gradients that are
+not submitted can be added to, or discarded, without the other ranks. Else it submits them during backward. Where the
+ranks use all cores of the only host, moving data would take them from backward, and takes longer than after it: then
+they are submitted at its end.
 """
 
 from __future__ import annotations
 
-import math
+import sys
 import weakref
+from types import FrameType
 
 import torch
 
 from ringreduce import runtime
 from ringreduce.errors import BackwardError
-from ringreduce.execution.signature import calling_line
+from ringreduce.execution.signature import calling_line, is_of_library
 from ringreduce.optim.exchange import Exchange
 from ringreduce.torch.gradient import Gradient, Reducer
 from ringreduce.torch.hooks import too_often
 
-CAUTIOUS_STEPS = 8
 _backward_number = torch._C._current_graph_task_id
 _reducers: weakref.WeakSet[GradientReducer] = weakref.WeakSet()
 
@@ -60,11 +61,11 @@ class GradientReducer(Reducer):
         """A backward begins: have autograd call `_at_the_end` when it is done."""
         self._count()
         self._backward = _backward_number()
-        self._line = calling_line()
+        self._line = line_of_backward()
         self._look_at_the_world()
         overlaps = runtime.current("DistributedOptimizer").engine.host.overlaps
         on_gpu = any(each.parameter.is_cuda for each in self._gradients.values())  # cores have nothing to do
-        self._eager = self._clean_steps >= CAUTIOUS_STEPS and (overlaps or on_gpu)
+        self._eager = self.trusts and (overlaps or on_gpu)
         if self._eager:
             for bucket in self._buckets:
                 bucket.missing = sum(max(0, self.passes - each.seen) for each in bucket.trained)
@@ -86,9 +87,9 @@ class GradientReducer(Reducer):
         self._hooks.refresh()
         if self._waits:
             self.synchronize()
-        elif self._clean_steps >= CAUTIOUS_STEPS:
+        elif self.trusts:
             self._begin_complete(self._buckets)
-        elif self._clean_steps >= 0:
+        else:
             self._beware_of_equal_names()
         for gradient in gradients:
             gradient.is_untouched = False
@@ -108,8 +109,11 @@ class GradientReducer(Reducer):
         for other in _reducers:
             if other is self or other._known_since != self._known_since:
                 continue
-            if any(each.seen and each.name in names for each in other._gradients.values()):
-                self._clean_steps = other._clean_steps = -math.inf
+            name = next((each.name for each in other._gradients.values() if each.seen and each.name in names), None)
+            if name is not None:
+                why = f"{name!r} is a parameter of another optimizer, too, so a backward() computed both ({self._line})"
+                self._distrust(why)
+                other._distrust(why)
 
     def clear(self) -> None:
         """Begin a new step without the current gradients; raises BackwardError while some are being reduced."""
@@ -120,6 +124,22 @@ class GradientReducer(Reducer):
                 "optimizer.no_sync():`; or, to give up this step, call synchronize() first, on all ranks"
             )
         self._count()
-        if any(each.seen >= self.passes for each in self._gradients.values()):
-            self._clean_steps = -math.inf
+        cleared = next((each.name for each in self._gradients.values() if each.seen >= self.passes), None)
+        if cleared is not None:
+            self._distrust(f"the gradient of {cleared!r} was cleared without a step() ({calling_line()})")
         self.reset()
+
+
+def line_of_backward() -> str:
+    """The user's line that called backward(). For GPUs hooks run in threads of autograd's, without any frame of his."""
+    outermost = sys._getframe()
+    while outermost.f_back is not None:
+        outermost = outermost.f_back
+    if is_of_library(outermost.f_code.co_filename):
+        for innermost in sys._current_frames().values():
+            frame: FrameType | None = innermost
+            while frame is not None and frame.f_code.co_name != "_engine_run_backward":  # of torch.autograd.graph
+                frame = frame.f_back
+            if frame is not None:  # that thread waits for this one
+                return calling_line(frame=frame)
+    return calling_line(2)

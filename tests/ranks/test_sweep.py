@@ -78,7 +78,9 @@ def test_a_study_has_one_job_at_a_time(tmp_path, monkeypatch, host):
     finally:
         other.kill()
         other.wait()
-    assert [each.number for each in study.Study(3, storage, "sweep", "minimize", {}).finished()] == [0] * (host == "here")
+    assert [each.number for each in study.Study(3, storage, "sweep", "minimize", {}).finished()] == [0] * (
+        host == "here"
+    )
 
 
 @pytest.mark.parametrize("raises_on", [(0, 1), (1,), (0,)], ids=["all", "the second", "the first"])

@@ -9,9 +9,8 @@ import torch
 import ringreduce
 import ringreduce.torch as hvd
 from ringreduce.execution.host import Host
-from ringreduce.optim import buckets, exchange
+from ringreduce.optim import buckets, exchange, reducer
 from ringreduce.testing import run_ranks
-from ringreduce.torch import reducer
 from tests.support.training import parameters, same_on_all, share
 
 WIDTHS = (5, 16, 7, 9, 3)

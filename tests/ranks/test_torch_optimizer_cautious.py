@@ -1,13 +1,19 @@
 """Gradients that are computed twice, or thrown away, before a step: as on one GPU, on all ranks alike."""
 
+import _thread
+import re
+import threading
+
 import numpy as np
 import pytest
 import torch
 
 import ringreduce.torch as hvd
 from ringreduce.errors import BackwardError
+from ringreduce.execution.host import Host
+from ringreduce.optim import reducer
 from ringreduce.testing import run_ranks
-from ringreduce.torch import reducer
+from ringreduce.torch.reducer import line_of_backward
 from tests.support.training import batch, loss_of, make_model, parameters, same_on_all, share, wrap
 
 CAUTIOUS = True  # see conftest.py
@@ -167,6 +173,56 @@ def test_overlap_begins_when_the_steps_have_shown_nothing_else():
         return begun
 
     assert run_ranks(2, program) == [[False] * reducer.CAUTIOUS_STEPS + [True] * 2] * 2
+
+
+@pytest.mark.parametrize("unclean", ["backward", "zero_grad"])
+def test_overlap_that_was_lost_comes_back_after_clean_steps(unclean, monkeypatch, caplog):
+    monkeypatch.setattr(reducer, "RECOVERY_STEPS", 11)
+    monkeypatch.setattr(Host, "overlaps", True)
+
+    def program():
+        model = make_model()
+        optimizer = wrap(model)
+        begun, known = [], []
+        for step in range(15):
+            optimizer.zero_grad()
+            if step in (1, 2):
+                loss_of(model, share(step)).backward()
+                if unclean == "zero_grad":
+                    optimizer.zero_grad()
+            loss_of(model, share(step)).backward()
+            begun.append(optimizer._reducer.pending)
+            optimizer.step()
+            known.append((hvd.info().overlap, bool(hvd.info().no_overlap)))
+        return begun, known
+
+    off, on = (False, True), (True, False)
+    assert run_ranks(2, program) == [([False] * 14 + [True], [on] + [off] * 12 + [on] * 2)] * 2
+    what = r"computed again before step\(\)" if unclean == "backward" else r"cleared without a step\(\)"
+    said = [re.findall(rf"of '.*' was {what} \((.*):\d+\);", each.getMessage()) for each in caplog.records]
+    assert said == [["test_torch_optimizer_cautious.py"]] * 2, "once a rank"
+
+
+def test_the_line_of_a_backward_whose_hooks_run_in_a_thread_of_autograds():
+    """As those of GPUs' gradients do: that thread has frames of torch alone."""
+    found, entered, done = [], threading.Event(), threading.Event()
+    names = {"found": found, "entered": entered, "done": done, "line": line_of_backward}
+
+    def of_torch(text):
+        return eval(compile(text, torch.autograd.graph.__file__, "eval"), names)
+
+    def backward():
+        x = torch.ones((), requires_grad=True) * 1
+        x.register_hook(of_torch("lambda _: (entered.set(), done.wait(20), None)[2]"))
+        x.backward()
+
+    caller = threading.Thread(target=backward)
+    caller.start()
+    assert entered.wait(20)
+    _thread.start_new_thread(of_torch("lambda: (found.append(line()), done.set())"), ())
+    caller.join(20)
+    line = backward.__code__.co_firstlineno + 3
+    assert found == [f"test_torch_optimizer_cautious.py:{line}"]
 
 
 @pytest.mark.parametrize("late", ["backward", "zero_grad"])
