@@ -86,19 +86,20 @@ def run(
     from ringrun.job.plan import run_module
 
     ringrun = [sys.executable, *run_module("ringrun"), *_arguments(np, flags)]
-    ringrun += [f"--env={name}={value}" for name, value in (env or {}).items()]
     results = _Results(cloudpickle.dumps((func, tuple(args), dict(kwargs or {}))))
     parent = "/tmp" if len(tempfile.gettempdir()) > LONGEST_FOLDER else None  # noqa: S108 - mkdtemp is safe there
     with tempfile.TemporaryDirectory(prefix="ringreduce-", dir=parent, ignore_cleanup_errors=True) as folder:
         try:
-            listener = Listener(folder, _addresses(flags), 1024)
+            listener = Listener(folder, _addresses(flags), 1024, only_these=bool(flags.get("network_interfaces")))
         except LauncherError as error:
             raise InputError(f"run(): {error}") from error
         with contextlib.closing(listener):
             listener.start(lambda link: _Rank(link, results))
             rank = [executable or sys.executable, "-c", RANK_PROGRAM, str(listener.address)]
-            key = {KEY_VARIABLE: listener.authkey.hex()}
-            code, report = _finish([*ringrun, "--env", KEY_VARIABLE, *rank], {**os.environ, **key})
+            # by name: every user of this host can read a command line
+            asked = {name: str(value) for name, value in (env or {}).items()} | {KEY_VARIABLE: listener.authkey.hex()}
+            ringrun += [f"--env={name}" for name in asked]
+            code, report = _finish([*ringrun, *rank], {**os.environ, **asked})
     if code == 0:
         return results.by_rank(some_are_lost=bool(flags.get("elastic") or flags.get("min_num_proc")))
     kinds = {2: InputError, 3: StartupError} if report.startswith(REFUSES) else {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import signal
 import subprocess
@@ -83,17 +84,40 @@ def test_hosts_that_are_not_this_one(hosts: Hosts, python: Path, script: Script)
 
 
 def test_variables_reach_all_hosts_and_secrets_stay(hosts: Hosts, python: Path, script: Script):
+    """Command lines, which all users can read, have no value and no key; what stays is in no process elsewhere."""
     source = """
-        import os, pathlib
+        import os, time
         print(*(os.environ.get(name) for name in ("COLOUR", "WANDB_API_KEY", "HF_TOKEN")))
-        lines = [each.read_bytes() for each in pathlib.Path("/proc").glob("[0-9]*/cmdline")]
-        assert not any(secret in line for line in lines for secret in (b"red wine", b"hunter2", b"swordfish"))
+        open(f"ready {os.environ['RANK']}", "w").close()
+        while not os.path.exists("seen"):
+            time.sleep(0.01)
     """
     secrets = {"COLOUR": "red wine", "WANDB_API_KEY": "hunter2", "HF_TOKEN": "swordfish"}
-    job = ("-H", "h1:1,h2:1", "--env", "HF_TOKEN", python, script(source))
-    done = hosts.ringrun(python, *job, env=secrets)
-    assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == ["[0] red wine None swordfish", "[1] red wine None swordfish"]
+    command = [python.parent / "ringrun", "-H", "h1:1,h2:1", "--env", "HF_TOKEN", python, script(source)]
+    job = hosts.start(0, command, env=secrets, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    lines, environments = set(), set()
+
+    def look() -> bool:
+        """From the start on: what asks the hosts has ended when the ranks begin."""
+        found = [(k, pid, line) for k in range(3) for pid, line in hosts.processes(k).items()]
+        lines.update(line for _, _, line in found)
+        for k, pid, _ in found:
+            with contextlib.suppress(OSError):  # it has ended
+                environments.add((k, Path(f"/proc/{pid}/environ").read_text(errors="replace")))
+        return job.poll() is not None or all((hosts.folder / f"ready {rank}").exists() for rank in range(2))
+
+    wait_until(look)
+    look()
+    (hosts.folder / "seen").touch()
+    out, err = job.communicate(timeout=60)
+    assert job.returncode == 0, err
+    assert sorted(out.splitlines()) == ["[0] red wine None swordfish", "[1] red wine None swordfish"]
+    keys = {key for _, each in environments for key in re.findall("RINGRUN_AUTHKEY=([0-9a-f]{64})", each)}
+    assert len(keys) == 1
+    hidden = {*secrets.values(), *keys}
+    assert [line for line in lines for secret in hidden if secret in line] == []
+    assert {k for k, each in environments if "hunter2" in each} == {0}
+    assert {k for k, each in environments if "swordfish" in each} == {0, 1, 2}
 
 
 STEPS = """

@@ -2,6 +2,7 @@
 
 import json
 import re
+import secrets
 import signal
 import subprocess
 import sys
@@ -34,7 +35,7 @@ def train(step, fails=None):
 
 
 def test_results_come_by_rank_and_lines_as_ringrun_prints_them(capsys):
-    results = rr.run(train(3), (0.5,), {"name": "fast"}, np=2, env={"MINE": "x y"}, ranks="1")
+    results = rr.run(train(3), (0.5,), {"name": "fast"}, np=2, ranks="1")
     assert [(rank, total, closure()) for rank, total, closure in results] == [(0, 1.0, 1.5), (1, 1.0, 1.5)]
     assert capsys.readouterr() == ("[1] learning at 0.5 fast\n", "")
 
@@ -49,16 +50,33 @@ def test_a_rank_that_fails_is_told_by_ringruns_report(capsys):
     assert "[0] learning at 0.5 none\n" in capsys.readouterr().out
 
 
-def test_variables_and_what_is_not_returned():
+@pytest.mark.quick
+def test_the_ranks_get_variables_that_stand_on_no_command_line():
+    def function():
+        import contextlib
+        import os
+        import sys
+        from pathlib import Path
+
+        variables = {name: value for name, value in os.environ.items() if name in ("MINE", "_RINGREDUCE_RUN_KEY")}
+        seen = []
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            with contextlib.suppress(OSError):  # that process has ended
+                seen += [line for line in [path.read_text()] if variables["MINE"] in line]
+        return variables, seen, sys.argv
+
+    mine = {"MINE": f"x={secrets.token_hex(8)} y"}
+    assert rr.run(lambda: function(), np=1, env=mine) == [(mine, [], ["-c"])]
+
+
+def test_what_is_not_returned():
     def function():
         import os
         import sys
 
         if os.environ["RANK"] == "1":
             sys.exit(0)
-        return {name: value for name, value in os.environ.items() if name in ("MINE", "_RINGREDUCE_RUN_KEY")}, sys.argv
 
-    assert rr.run(lambda: function(), np=1, env={"MINE": "x y"}) == [({"MINE": "x y"}, ["-c"])]
     message = "rank 1 ended with exit code 0 before the function returned; it must not call sys.exit()"
     with pytest.raises(rr.JobFailedError, match=re.escape(message)):
         rr.run(function, np=2)
@@ -107,12 +125,32 @@ def test_flags_are_ringruns_and_horovods():
         ({"colour": 1}, rr.InputError, r"run\(\): there is no flag --colour; see ringrun --help$"),
         ({"np": 0}, rr.InputError, r"run\(\): -np: expected auto or a whole number from 1"),
         ({"hosts": "h1:x"}, rr.InputError, r"run\(\): .*h1:x.*: expected"),
+        (
+            {"env": {"RINGREDUCE_SPARES": 1}},
+            rr.InputError,
+            r"run\(\): --env RINGREDUCE_SPARES: ringrun sets this variable",
+        ),
         ({"executable": "/bin/no-python"}, rr.InputError, r"run\(\): command not found: '/bin/no-python'"),
     ],
 )
 def test_what_no_job_can_be_made_of_is_refused(options, kind, message):
     with pytest.raises(kind, match=message):
         rr.run(print, **{"np": 1} | options)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("interfaces", [None, "eth0"])
+def test_this_process_listens_at_the_interfaces_that_are_named(interfaces, monkeypatch):
+    class ListensError(Exception):
+        pass
+
+    def listen(*_, only_these):
+        raise ListensError(only_these)
+
+    monkeypatch.setattr("ringrun.connection.listener.Listener", listen)
+    monkeypatch.setattr("ringreduce.run_function._addresses", lambda flags: ("10.0.0.1",))
+    with pytest.raises(ListensError, match=str(bool(interfaces))):
+        rr.run(print, np=1, network_interfaces=interfaces)
 
 
 def test_a_job_that_takes_too_long():
