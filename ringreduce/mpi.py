@@ -15,6 +15,8 @@ def start_mpi() -> Any:
     import mpi4py
 
     check_process(os.environ)
+    if not has_launcher(os.environ):
+        check_world_size(1, os.environ)
     mpi4py.rc.initialize = False  # no effect when the caller has imported mpi4py.MPI already
     try:
         from mpi4py import MPI
@@ -122,6 +124,11 @@ def check_launcher(vendor: str, environ: Any) -> None:
     )
 
 
+def has_launcher(environ: Mapping[str, str]) -> bool:
+    """True when MPI can count more than this process. Alone, Open MPI leaves a file in /dev/shm for each start."""
+    return any(environ.get(name) for name in _START_VARIABLES)
+
+
 def check_world_size(size: int, environ: Any) -> None:
     """Raise LauncherMismatchError when MPI counts one rank but the launcher's variables say that there are more."""
     for variable, launcher in (("WORLD_SIZE", "ringrun or torchrun"), ("SLURM_STEP_NUM_TASKS", "srun")):
@@ -129,7 +136,7 @@ def check_world_size(size: int, environ: Any) -> None:
         if size == 1 and ranks.isdigit() and int(ranks) > 1:
             raise LauncherMismatchError(
                 f"{variable}={ranks} says that {launcher} started {ranks} ranks, but MPI counts 1: each would be rank "
-                f"0 of 1; start with ringrun -np {ranks}, or the launcher of mpi4py's MPI, or unset {variable}"
+                f"0 of 1; start with: ringrun -np {ranks} python train.py, or by mpi4py's mpirun, or unset {variable}"
             )
 
 

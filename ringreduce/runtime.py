@@ -322,14 +322,22 @@ def _leave_elastic(runtime: Runtime, elastic: Elastic, why: str) -> None:
         runtime.engine.leave(why, lambda: time.monotonic() > until_s)
 
 
+FORK_WARNING = (
+    "this rank forks a process, and memory that a network card has registered may not survive that, neither here nor "
+    "in the child; start processes by spawn or forkserver, as in DataLoader(…, multiprocessing_context='forkserver')"
+)
+_REGISTERING_CARDS = ("/sys/class/infiniband", "/sys/class/cxi")  # verbs (EFA and Omni-Path, too), and Slingshot
+
+
 @functools.cache  # warns once
 def _before_fork() -> None:
-    """Warn when a rank of several forks; `subprocess` does not come here."""
-    if _process_runtime is not None and _process_runtime.world.size > 1:
-        log.LOGGER.warning(
-            "this rank forks a process, and MPI's memory may not survive that, neither here nor in the child; start "
-            "processes by spawn or forkserver, as in DataLoader(…, multiprocessing_context='forkserver')"
-        )
+    """Warn when a rank of several forks and MPI may use such a card; `subprocess` does not come here."""
+    if _process_runtime is not None and _process_runtime.world.size > 1 and any(map(_has_entries, _REGISTERING_CARDS)):
+        log.LOGGER.warning(FORK_WARNING)
+
+
+def _has_entries(folder: str) -> bool:
+    return os.path.isdir(folder) and bool(os.listdir(folder))
 
 
 def _after_fork() -> None:

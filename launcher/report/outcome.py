@@ -18,6 +18,7 @@ _CHAIN_LINES = (
 _MPICH_ABORT = re.compile(r"Abort\((\d+)\) on node \d+ \(rank ")
 APPLICATION_ABORT = re.compile(rf"{_MPICH_ABORT.pattern}.*: application called MPI_Abort")
 _OPENMPI_ABORT = re.compile(r"MPI_ABORT was invoked on rank (\d+) in")
+_FORK_WARNING = "ringreduce: this rank forks a process, "  # is no cause, and often the last that a rank wrote
 _STDERR_LINES = 20
 _SHELLS_OFFSET = 128
 _FATAL: dict[int, str] = {
@@ -169,8 +170,8 @@ def evidence(end: RankEnd, launcher_tail: Sequence[str] = ()) -> list[str]:
         return end.error.traceback.rstrip("\n").splitlines()
     if traceback := extract_traceback(end.tail):
         return traceback
-    if end.tail:
-        return ["the last it wrote to stderr:", *end.tail[-_STDERR_LINES:]]
+    if words := [line for line in end.tail if _FORK_WARNING not in line]:
+        return ["the last it wrote to stderr:", *words[-_STDERR_LINES:]]
     if launcher_tail:
         return ["it wrote nothing to stderr; mpirun wrote:", *launcher_tail[-_STDERR_LINES:]]
     return ["it wrote nothing to stderr"]

@@ -56,8 +56,32 @@ def test_torchrun_has_no_mpi_which_the_error_says(program):
     torchrun = [PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, program]
     finished = run(torchrun)
     assert finished.returncode != 0
-    assert "WORLD_SIZE=2 says that ringrun or torchrun started 2 ranks, but MPI counts 1" in finished.stdout
-    assert "start with ringrun -np 2" in finished.stdout
+    assert "no launcher of MPI started this process; in place of mp.spawn or torchrun" in finished.stdout
+    assert "start with: ringrun -np 2 python train.py" in finished.stdout
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("start", "message"),
+    [
+        ("import ringreduce; ringreduce.init()", "WORLD_SIZE=2 says that ringrun or torchrun started 2 ranks"),
+        (
+            "import os; del os.environ['WORLD_SIZE']\n"
+            "    import torch.distributed as dist, ringreduce.torch.distributed\n"
+            "    dist.init_process_group('ring', f'file://{os.getcwd()}/store', rank=0, world_size=2)",
+            "2 ranks, but no launcher of MPI started this process; in place of mp.spawn or torchrun",
+        ),
+    ],
+    ids=["torchrun", "mp.spawn"],
+)
+def test_a_start_without_mpis_launcher_is_refused_before_mpi_begins(tmp_path, start, message):
+    """Which would leave a file in /dev/shm."""
+    begun = "print('mpi4py.MPI' in __import__('sys').modules)"
+    script = f"try:\n    {start}\nfinally:\n    {begun}"
+    finished = run([PYTHON, "-c", script], cwd=tmp_path, WORLD_SIZE="2", RANK="0", PYTHONPATH=str(ROOT))
+    assert message in finished.stdout
+    assert "start with: ringrun -np 2 python train.py" in finished.stdout
+    assert "False" in finished.stdout.splitlines(), finished.stdout
 
 
 @pytest.mark.timeout(120)

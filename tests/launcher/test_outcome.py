@@ -4,6 +4,7 @@ import signal
 
 import pytest
 
+from ringreduce.runtime import FORK_WARNING
 from ringrun.connection.wire import RankError
 from ringrun.report.outcome import (
     RankEnd,
@@ -130,6 +131,7 @@ def test_evidence_is_the_best_there_is() -> None:
     assert evidence(end(0, 1, tail=("noise", *FIRST))) == FIRST
     assert evidence(end(0, 1, tail=many)) == ["the last it wrote to stderr:", *many[-20:]]
     assert evidence(end(0, 1), ["mpi words"])[-1] == "mpi words"
+    assert evidence(end(0, -9, tail=(f"ringreduce: {FORK_WARNING}",))) == ["it wrote nothing to stderr"]
     assert evidence(end(0, 1)) == ["it wrote nothing to stderr"]
 
 

@@ -92,6 +92,22 @@ def large_buckets(rank, size):
     return model
 
 
+def compiled(rank, size, backend="eager"):
+    """Before DDP, within and around it, where DDP calls the group while Dynamo watches."""
+    torch.compile(lambda x: (dist.reduce(x, 0), x + 1), backend="eager")(torch.ones(3))  # the group's first call
+    within, trained = new_model(), []
+    within.compile(backend=backend)
+    forms = [torch.compile(DistributedDataParallel(new_model()), backend=backend)]
+    forms += [DistributedDataParallel(torch.compile(new_model(), backend=backend)), DistributedDataParallel(within)]
+    for model in forms:
+        trained += train(model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), rank).parameters()
+    return trained
+
+
+def compiled_by_inductor(rank, size):
+    return compiled(rank, size, "inductor")
+
+
 def static_graph(rank, size):
     return ddp(rank, size, static_graph=True)
 
@@ -199,19 +215,26 @@ def tensors_of_several_ranks(rank, size):
     return [product.redistribute(mesh, [Replicate()]).to_local(), b.redistribute(mesh, [Shard(0)]).full_tensor()]
 
 
-def checkpoint(rank, size):
+def checkpoint(rank, size, asynchronous=False):
     import torch.distributed.checkpoint as dcp
 
     folder = [tempfile.mkdtemp()]
     dist.broadcast_object_list(folder, 0)
     model = ddp(rank, size)
-    dcp.save({"model": model.module.state_dict()}, checkpoint_id=folder[0])
+    if asynchronous:
+        dcp.async_save({"model": model.module.state_dict()}, checkpoint_id=folder[0]).result()
+    else:
+        dcp.save({"model": model.module.state_dict()}, checkpoint_id=folder[0])
     loaded = {"model": new_model().state_dict()}
     dcp.load(loaded, checkpoint_id=folder[0])
     return list(loaded["model"].values())
 
 
-QUICK = [ddp, hooks, hook_of_ringreduce, large_buckets]
+def checkpoint_in_the_background(rank, size):
+    return checkpoint(rank, size, asynchronous=True)
+
+
+QUICK = [ddp, compiled, hooks, hook_of_ringreduce, large_buckets]
 PROGRAMS = [
     *QUICK,
     unused_parameters,
@@ -225,7 +248,7 @@ PROGRAMS = [
     uneven_inputs,
     tensor_parallel,
 ]
-PROGRAMS += [tensors_of_several_ranks, checkpoint]
+PROGRAMS += [compiled_by_inductor, tensors_of_several_ranks, checkpoint, checkpoint_in_the_background]
 
 
 def over_both(program, folder):

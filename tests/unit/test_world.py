@@ -1,10 +1,11 @@
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
-from ringreduce import mpi
+from ringreduce import mpi, runtime
 from ringreduce.errors import LauncherMismatchError, NotInitializedError, StartupError
 from ringreduce.mpi import check_launcher, check_process, check_world_size
 from ringreduce.world import World, local_ranks
@@ -91,7 +92,9 @@ def test_a_start_that_mpi_knows_nothing_of_is_told(variable, launcher):
     check_world_size(4, {variable: "4"})
     check_world_size(1, {variable: "1"})
     check_world_size(1, {variable: "many"})
-    message = rf"{variable}=4 says that .*{launcher} started 4 ranks, but MPI counts 1: .* start with ringrun -np 4"
+    message = (
+        rf"{variable}=4 says that .*{launcher} started 4 ranks, but MPI counts 1: .* start with: ringrun -np 4 python"
+    )
     with pytest.raises(LauncherMismatchError, match=message):
         check_world_size(1, {variable: "4"})
 
@@ -150,3 +153,14 @@ def test_an_mpi_that_lets_one_thread_at_a_time_call_it_is_refused(level):
     assert run.returncode == 1
     assert f"MPI was started with thread level '{level}'" in run.stderr.splitlines()[-1]
     assert 'leave mpi4py.rc.thread_level at "multiple"' in run.stderr.splitlines()[-1]
+
+
+def test_a_rank_that_forks_is_warned_where_a_card_registers_memory(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(runtime, "_process_runtime", SimpleNamespace(world=SimpleNamespace(size=2)))
+    monkeypatch.setattr(runtime.log.LOGGER, "propagate", True)
+    monkeypatch.setattr(runtime, "_REGISTERING_CARDS", (str(tmp_path / "absent"), str(tmp_path)))
+    runtime._before_fork.__wrapped__()
+    assert caplog.messages == []
+    (tmp_path / "mlx5_0").mkdir()
+    runtime._before_fork.__wrapped__()
+    assert caplog.messages == [runtime.FORK_WARNING]

@@ -6,6 +6,9 @@ from __future__ import annotations
 
 import datetime
 import functools
+import os
+import sys
+import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +17,8 @@ import torch.distributed as dist
 
 import ringreduce as rr
 from ringreduce.api.own_channel import OwnChannel
-from ringreduce.errors import InputError
+from ringreduce.errors import InputError, LauncherMismatchError
+from ringreduce.mpi import has_launcher
 from ringreduce.torch import rendezvous
 from ringreduce.torch.distributed.operations import Operations
 from ringreduce.torch.distributed.tensors import device_of, seconds
@@ -31,13 +35,20 @@ def register() -> None:
 
 def create(options: Any, _: Any) -> RingProcessGroup:
     """What torch calls on each member of a new group."""
+    ranks = options.group_size
     if not rr.is_initialized():
+        if ranks > 1 and not has_launcher(os.environ):
+            raise LauncherMismatchError(
+                f'init_process_group("ring"): {ranks} ranks, but no launcher of MPI started this process; in place of '
+                f"mp.spawn or torchrun, start with: ringrun -np {ranks} python train.py"
+            )
         rr.init()
-    members = list(options.global_ranks_in_group) or list(range(options.group_size))
+    members = list(options.global_ranks_in_group) or list(range(ranks))
     if len(members) > rr.size() or rr.rank() not in members or members.index(rr.rank()) != options.group_rank:
         raise InputError(
-            f"init_process_group: torch says rank {options.group_rank} of {options.group_size}, but MPI rank "
-            f"{rr.rank()} of {rr.size()}; pass the same rank= and world_size=, or leave both to the launcher"
+            f"init_process_group: torch says rank {options.group_rank} of {ranks}, but MPI rank {rr.rank()} of "
+            f"{rr.size()}; pass the same rank= and world_size=, or leave both to the launcher: ringrun -np {ranks} "
+            "python train.py, without mp.spawn"
         )
     return RingProcessGroup(members, options.group_id, seconds(options.timeout, 0))
 
@@ -86,6 +97,11 @@ class RingProcessGroup(Operations, dist.ProcessGroup):
         other = self.elsewhere(torch.device(device).type)
         return self if other is None else other._get_backend(device)
 
+    @property
+    def _device_types(self) -> list[torch.device]:
+        """Which devices have a backend, as torch's checkpoints ask before they save in the background."""
+        return [torch.device("cpu"), torch.device("cuda")]
+
     def name(self) -> str:
         return "ring"
 
@@ -115,17 +131,31 @@ class RingProcessGroup(Operations, dist.ProcessGroup):
     _set_group_name, _set_group_desc = setGroupName, setGroupDesc
 
 
-def _by_device(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    """The method of this name, for tensors of this backend; others go to the group of theirs."""
+class _ByDevice:
+    """A method for tensors of this backend; those of others go to the group of theirs.
 
-    @functools.wraps(method)
-    def run(self: RingProcessGroup, *args: Any, **kwargs: Any) -> Any:
-        other = self.elsewhere(device_of(args))
-        return method(self, *args, **kwargs) if other is None else getattr(other, name)(*args, **kwargs)
+    Dynamo must not compile it: DDP rebuilds its buckets where torch.compile is at work. torch.compiler.disable would
+    import Dynamo, which takes seconds: only a program that has it already needs it.
+    """
 
-    return run
+    def __init__(self, name: str, method: Callable[..., Any]) -> None:
+        @functools.wraps(method)
+        def run(group: RingProcessGroup, *args: Any, **kwargs: Any) -> Any:
+            other = group.elsewhere(device_of(args))
+            return method(group, *args, **kwargs) if other is None else getattr(other, name)(*args, **kwargs)
+
+        self.run = run
+
+    @functools.cached_property
+    def disabled(self) -> Callable[..., Any]:
+        disable: Callable[[Any], Callable[..., Any]] = sys.modules["torch._dynamo"].disable
+        return disable(self.run)
+
+    def __get__(self, group: RingProcessGroup | None, owner: type) -> Any:
+        run = self.disabled if "torch._dynamo" in sys.modules else self.run
+        return run if group is None else types.MethodType(run, group)
 
 
 for _name, _method in vars(Operations).items():
     if callable(_method):
-        setattr(RingProcessGroup, _name, _by_device(_name, _method))
+        setattr(RingProcessGroup, _name, _ByDevice(_name, _method))
