@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.support import jobs
+from tests.support.tiers import parted
 
 STEPS = 12
 PROGRAM = """
@@ -79,16 +80,20 @@ def replayed(history):
     return list(model.parameters())
 
 
+LOSSES = [
+    (["-np", 3], ["2:4:SIGKILL"], {3: 4, 2: 8}),
+    (["-np", 3], ["0:5:_exit"], {3: 5, 2: 7}),
+    (["-np", 4], ["1:3:raise", "2:7:exit"], {4: 3, 3: 4, 2: 5}),
+    (["-np", 4], ["3:6:SIGSEGV", "0:6:SIGKILL"], {4: 6, 2: 6}),
+    (["-np", 3, "--spares", 1], ["1:5:SIGKILL"], {3: 12}),
+    (["-np", 3, "--spares", 1], ["0:5:_exit"], {3: 12}),
+]
+
+
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("flags", "deaths", "sizes"),
-    [
-        (["-np", 3], ["2:4:SIGKILL"], {3: 4, 2: 8}),
-        (["-np", 3], ["0:5:_exit"], {3: 5, 2: 7}),
-        (["-np", 4], ["1:3:raise", "2:7:exit"], {4: 3, 3: 4, 2: 5}),
-        (["-np", 4], ["3:6:SIGSEGV", "0:6:SIGKILL"], {4: 6, 2: 6}),
-        (["-np", 3, "--spares", 1], ["1:5:SIGKILL"], {3: 12}),
-        (["-np", 3, "--spares", 1], ["0:5:_exit"], {3: 12}),
-    ],
+    parted(LOSSES, lambda *case: case == LOSSES[1]),
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else "",
 )
 def test_what_is_trained_is_what_the_ranks_that_took_part_train_in_one_process(tmp_path, flags, deaths, sizes):

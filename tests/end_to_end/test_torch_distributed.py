@@ -14,6 +14,22 @@ from tests.support.jobs import ROOT
 
 PYTHON = Path(sys.executable)
 FEWEST = 122  # over gloo 123 pass, and 4 fail
+SOME = [
+    "DistributedDataParallelCPU",
+    "all_gather",
+    "all_gather_object_default_pg",
+    "all_reduce_full_group_max",
+    "all_reduce_sum_async",
+    "all_to_all_single_unequal_split",
+    "barrier",
+    "broadcast",
+    "ddp_create_graph",
+    "gather",
+    "isend",
+    "reduce_sum",
+    "scatter",
+    "send_recv",
+]
 
 PROGRAM = """
 import torch, torch.distributed as dist
@@ -107,12 +123,22 @@ def test_a_rank_that_does_not_call_is_named_with_what_it_did_last(tmp_path):
     assert "time.sleep(20)" in finished.stdout, "its stack"
 
 
+@pytest.mark.quick
+def test_some_of_pytorch_s_own_tests(tmp_path):
+    """A collective of each kind, groups, messages, DDP."""
+    assert of_pytorch(tmp_path, 2, f"^test_({'|'.join(SOME)})$") == [{f"test_{name}": "passed" for name in SOME}] * 2
+
+
 @pytest.mark.timeout(900)
 def test_pytorch_s_own_tests_of_a_backend(tmp_path):
-    command = ["-m", "tests.support.torch_suite", tmp_path, "ring", ""]
-    finished = ringrun(PYTHON, 4, *command, timeout_s=800, cwd=ROOT, OMP_NUM_THREADS="1")
-    assert finished.returncode == 0, finished.stdout[-20_000:]
-    outcomes = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]
-    counts = [collections.Counter(each.values()) for each in outcomes]
+    counts = [collections.Counter(each.values()) for each in of_pytorch(tmp_path, 4, "")]
     assert all(each["passed"] >= FEWEST for each in counts), counts
     assert set().union(*counts) == {"passed", "skipped"}
+
+
+def of_pytorch(folder, ranks, pattern):
+    """What became of each test, by rank."""
+    command = ["-m", "tests.support.torch_suite", folder, "ring", pattern]
+    finished = ringrun(PYTHON, ranks, *command, timeout_s=800, cwd=ROOT, OMP_NUM_THREADS="1")
+    assert finished.returncode == 0, finished.stdout[-20_000:]
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(ranks)]

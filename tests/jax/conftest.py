@@ -1,4 +1,4 @@
-"""ringreduce.jax on every rank of a job: end_to_end/test_jax.py starts it, where JAX is. See on_ranks.py."""
+"""ringreduce.jax on every rank of a job: end_to_end/test_frameworks.py starts it, where JAX is. See on_ranks.py."""
 
 import jax
 import pytest

@@ -75,6 +75,7 @@ def test_training_goes_on_from_a_commit_as_it_went_on_the_first_time(donates):
     assert (type(state.opt_state), type(state.table)) == (type(OPTIMIZER.init(state.params)), np.ndarray)
 
 
+@pytest.mark.quick
 def test_a_commit_copies_nothing_but_what_is_donated():
     state = new_state()
     state.sync()

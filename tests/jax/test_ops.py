@@ -38,6 +38,7 @@ def close(result, expected):
         (hvd.Product, lambda parts: parts.prod(0)),
     ],
 )
+@pytest.mark.quick
 def test_allreduce(run, op, expected):
     parts = np.stack([own(2, 3, rank=rank) for rank in RANKS]).astype(np.float64)
     close(run(lambda x: hvd.allreduce(x, op=op))(own(2, 3)), expected(parts))
@@ -86,6 +87,7 @@ def test_compression(run, compression):
     assert result.dtype == jnp.float32
 
 
+@pytest.mark.quick
 def test_broadcast(run):
     root = SIZE - 1
     result = run(lambda tree: hvd.broadcast(tree, root))({"a": own(2, 2), "b": jnp.int32(RANK)})
@@ -93,6 +95,7 @@ def test_broadcast(run):
     assert result["b"] == root
 
 
+@pytest.mark.quick
 def test_allgather(run):
     close(run(hvd.allgather)(own(2, 3)), np.concatenate([own(2, 3, rank=rank) for rank in RANKS]))
 
@@ -102,6 +105,7 @@ def test_allgather_of_as_many_rows_as_a_rank_likes_outside_jit():
     close(hvd.allgather(own(RANK, 2)), np.concatenate(parts))
 
 
+@pytest.mark.quick
 def test_reducescatter(run):
     rows = 2 * SIZE + 1
     result = run(lambda x: hvd.reducescatter(x, op=hvd.Sum))(own(rows, 2))
@@ -109,6 +113,7 @@ def test_reducescatter(run):
     close(result, np.array_split(total, SIZE)[RANK])
 
 
+@pytest.mark.quick
 def test_alltoall(run):
     parts = [own(2 * SIZE, 3, rank=rank)[2 * RANK : 2 * RANK + 2] for rank in RANKS]
     close(run(hvd.alltoall)(own(2 * SIZE, 3)), np.concatenate(parts))
@@ -123,6 +128,7 @@ def test_alltoall_with_splits():
         jax.jit(lambda x: hvd.alltoall(x, [1] * SIZE))(own(SIZE))
 
 
+@pytest.mark.quick
 def test_barrier(run):
     def program(x):
         hvd.barrier()
@@ -131,6 +137,7 @@ def test_barrier(run):
     close(run(program)(own(1)), own(1, rank=RANKS.mean()))
 
 
+@pytest.mark.quick
 def test_program_order(run):
     channel = hvd.ordered()
     close(run(lambda x: hvd.allreduce(x, process_set=channel))(own(2)), own(2, rank=RANKS.mean()))
@@ -151,6 +158,7 @@ def test_a_process_set(run, size):
     assert hvd.remove_process_set(some)
 
 
+@pytest.mark.quick
 def test_gradient_of_allreduce(run):
     weights = jnp.float32([1.0, 2.0, 3.0]) * (1 + RANK)
     average = run(jax.grad(lambda x: (weights * hvd.allreduce(x)).sum()))(own(3))
@@ -316,6 +324,7 @@ def test_results_are_where_the_arguments_are():
     assert hvd.allreduce(x).sharding == x.sharding
 
 
+@pytest.mark.quick
 def test_a_mismatch_is_told_and_the_job_goes_on():
     if SIZE == 1:
         pytest.skip("takes two ranks")

@@ -67,6 +67,7 @@ def check(params, expected, tolerance=1e-5):
     assert all(each == digests[0] for each in digests), "bit-identical"
 
 
+@pytest.mark.quick
 def test_trains_as_one_process_with_the_global_batch():
     params = hvd.broadcast_parameters(first_params(seed=RANK))
     check(train(hvd.DistributedOptimizer(optax.adam(0.01)), share, params), alone())

@@ -27,6 +27,7 @@ class Recorded(keras.callbacks.Callback):
         self.logs.append(dict(logs))
 
 
+@pytest.mark.quick
 def test_variables_are_broadcast_before_the_first_step():
     recorded = Recorded()
     optimizer = hvd.DistributedOptimizer(keras.optimizers.Adam(0.01 * (RANK + 1)))
@@ -139,6 +140,7 @@ def test_momentum_is_corrected(optimizer, corrects):
         np.testing.assert_allclose(mine, theirs, rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.quick
 def test_functions_on_tensors_of_the_backend():
     tensor = keras.ops.convert_to_tensor(np.float32([RANK, 2 * RANK]))
 

@@ -1,6 +1,6 @@
 """KerasState: what is committed comes back, in all variables; all ranks get the root's; and the callbacks that commit.
 
-Ranks that really die: end_to_end/test_keras.py.
+Ranks that really die: end_to_end/test_frameworks.py.
 """
 
 import keras
@@ -36,6 +36,7 @@ def same(one, other):
     return all(np.array_equal(mine, theirs) for mine, theirs in zip(one, other, strict=True))
 
 
+@pytest.mark.quick
 def test_training_goes_on_from_a_commit_as_it_went_on_the_first_time():
     """Also when it was broken off in the middle of an epoch, where only Keras' loop has JAX's arrays."""
     trained = with_dropout(seed=RANK)

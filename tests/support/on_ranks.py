@@ -15,11 +15,14 @@ from ringreduce.mpi import abort
 
 
 def start(config):
-    """Form the world; one report of what passed is enough, and failures are printed by whoever fails."""
+    """Form the world; one report of what passed is enough, and failures are printed by whoever fails.
+
+    Called by each conftest of a folder that was asked for.
+    """
     faulthandler.register(signal.SIGTERM, os.dup(sys.stderr.fileno()), chain=True)
     rr.init()
-    if rr.rank() != 0:
-        config.pluginmanager.unregister(config.pluginmanager.getplugin("terminalreporter"))
+    if rr.rank() != 0 and (reporter := config.pluginmanager.getplugin("terminalreporter")):
+        config.pluginmanager.unregister(reporter)
 
 
 def end_the_job_if_failed(report):

@@ -1,4 +1,4 @@
-"""ringreduce.tensorflow on every rank of a job: end_to_end/test_keras.py starts it. See on_ranks.py."""
+"""ringreduce.tensorflow on every rank of a job: end_to_end/test_frameworks.py starts it. See on_ranks.py."""
 
 import pytest
 import tensorflow as tf

@@ -34,6 +34,7 @@ def close(result, expected):
         (hvd.Product, lambda parts: parts.prod(0)),
     ],
 )
+@pytest.mark.quick
 def test_allreduce(run, op, expected):
     parts = np.stack([own(2, 3, rank=rank) for rank in RANKS]).astype(np.float64)
     close(run(lambda x: hvd.allreduce(x, op=op))(own(2, 3)), expected(parts))
@@ -56,12 +57,14 @@ def test_types_stay(run, dtype):
     np.testing.assert_array_equal(tf.cast(result, tf.float32), expected)
 
 
+@pytest.mark.quick
 def test_groups_of_several_types(run):
     a, b = run(lambda x, y: hvd.grouped_allreduce([x, y], op=hvd.Sum))(own(3), tf.constant([RANK]))
     close(a, sum(own(3, rank=rank) for rank in RANKS))
     assert b[0] == RANKS.sum()
 
 
+@pytest.mark.quick
 def test_rows(run):
     close(run(hvd.allgather)(own(RANK + 1, 2)), np.concatenate([own(rank + 1, 2, rank=rank) for rank in RANKS]))
     rows, received = run(lambda x: hvd.alltoall(x, tf.ones(SIZE, tf.int32)))(own(SIZE + 1))
@@ -119,6 +122,7 @@ def slices():
 
 
 @pytest.mark.parametrize("op", [hvd.Average, hvd.Sum])
+@pytest.mark.quick
 def test_sparse(run, op):
     result = run(lambda: hvd.allreduce(slices(), op=op))()
     assert isinstance(result, tf.IndexedSlices)

@@ -25,6 +25,7 @@ def expected():
 
 
 @pytest.mark.parametrize("sparse_as_dense", [False, True])
+@pytest.mark.quick
 def test_a_tape(run, sparse_as_dense):
     def step():
         with hvd.DistributedGradientTape(tf.GradientTape(), sparse_as_dense=sparse_as_dense) as tape:
@@ -55,6 +56,7 @@ def test_options_of_a_tape():
         gradients(gradient_predivide_factor=2.0, op=hvd.Sum)
 
 
+@pytest.mark.quick
 def test_variables(run):
     variables = [tf.Variable([1.0, 2.0 + RANK]), tf.Variable(RANK), keras.Variable([RANK + 0.5])]
     run(lambda: hvd.broadcast_variables(variables, SIZE - 1))()

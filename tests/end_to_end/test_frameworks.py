@@ -1,0 +1,131 @@
+"""ringreduce.jax, .keras and .tensorflow in an environment that has all three: their suites, examples and tutorials."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.end_to_end.conftest import ringrun
+from tests.end_to_end.test_mpi_suite import PYTEST
+from tests.support import environments, jobs
+from tests.support.jobs import ROOT
+from tests.support.pages import blocks
+
+pytestmark = pytest.mark.timeout(900)
+PYTHON = Path(sys.executable)
+PACKAGES = ["jax", "optax", "equinox", "flax", "keras", "tensorflow-cpu"]
+EVERYWHERE = [
+    *(("jax", "jax", ranks) for ranks in (1, 2, 3, 4)),
+    *(("tensorflow", "tensorflow", ranks) for ranks in (1, 2, 3)),
+    *(("keras", backend, ranks) for backend, ranks in [("torch", 2), ("torch", 3), ("jax", 2), ("tensorflow", 2)]),
+]
+
+
+@pytest.fixture(scope="session")
+def frameworks():
+    """PYTHONPATH with the frameworks, for the Python that runs the tests, whose MPI they use."""
+    python = environments.interpreter("TEST_FRAMEWORKS_PYTHON", ".venv-test-frameworks", *PACKAGES)
+    command = [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"]
+    path = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    return {"PYTHONPATH": path, "TF_CPP_MIN_LOG_LEVEL": "2"}
+
+
+def passes(ranks, arguments, variables):
+    """Run pytest on so many ranks. Warnings are errors in JAX's suite: Keras and TensorFlow warn of themselves."""
+    warnings = [] if arguments[-2:] == ["", "tests/jax"] else ["-W", "default"]
+    finished = ringrun(PYTHON, ranks, *PYTEST, *warnings, *arguments, timeout_s=600, **variables)
+    print(finished.stdout)
+    assert finished.returncode == 0, finished.stdout
+    assert re.search(r"^\[0\] \d{2,} passed", finished.stdout, re.MULTILINE), finished.stdout
+
+
+@pytest.mark.quick
+def test_what_is_marked_quick_in_the_suites(frameworks):
+    """In one job: each takes seconds to import its framework."""
+    folders = ["tests/jax", "tests/keras", "tests/tensorflow"]
+    passes(
+        2, ["-m", "quick and not extended", "--durations=12", *folders], frameworks | {"KERAS_BACKEND": "tensorflow"}
+    )
+
+
+@pytest.mark.parametrize(("folder", "backend", "ranks"), EVERYWHERE)
+def test_a_suite_on_so_many_ranks(frameworks, folder, backend, ranks):
+    passes(ranks, ["-m", "", f"tests/{folder}"], frameworks | {"KERAS_BACKEND": backend})
+
+
+def test_the_example_of_jax_trains_the_same_model_on_any_number_of_ranks(frameworks, tmp_path):
+    trained, accuracies = [], []
+    for ranks in (1, 2, 3, 4):
+        for steps in (50, 300):
+            record = tmp_path / f"{ranks}-{steps}.npz"
+            arguments = [ROOT / "examples" / "jax_optax.py", "--steps", steps, "--record", record]
+            finished = ringrun(PYTHON, ranks, *arguments, **frameworks)
+            assert finished.returncode == 0, finished.stdout
+            if steps == 50:
+                trained.append(list(np.load(record).values()))
+        accuracies.append(float(re.search(r"test accuracy: (\d\.\d{3})", finished.stdout)[1]))
+    assert min(accuracies) >= 0.95
+    for params in trained[1:]:
+        for mine, alone in zip(params, trained[0], strict=True):
+            np.testing.assert_allclose(mine, alone, atol=1e-5)
+
+
+CACHED = """
+import jax, jax.numpy as jnp
+import ringreduce.jax as hvd
+
+hvd.init()
+channels = hvd.ordered(), hvd.ordered()
+
+@jax.jit
+def program(x):
+    return [hvd.allreduce(x * number, op=hvd.Sum, process_set=each) for number, each in enumerate(channels, 1)]
+
+sums = [each.item() for each in program(jnp.float32(1 + hvd.rank()))]
+print(f"sums {sums}")
+"""
+
+
+def test_programs_find_their_collectives_beside_jax_s_cache(frameworks, tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(CACHED)
+    cache = {
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }
+    for _ in range(2):
+        done = ringrun(PYTHON, 2, script, **frameworks, **cache)
+        assert done.stdout.count("sums [3.0, 6.0]") == 2, done.stdout
+
+
+@pytest.mark.parametrize("backend", ["torch", "jax", "tensorflow"])
+def test_the_example_of_keras(frameworks, backend, tmp_path):
+    path = tmp_path / "digits.keras"
+    arguments = [ROOT / "examples" / "keras3.py", "--save", path]
+    finished = ringrun(PYTHON, 2, *arguments, **frameworks, KERAS_BACKEND=backend)
+    assert finished.returncode == 0, finished.stdout
+    assert float(re.search(r"^\[0\] test accuracy: (\d\.\d{3})$", finished.stdout, re.MULTILINE)[1]) >= 0.95
+    assert path.exists()
+
+
+@pytest.mark.parametrize(("backend", "killed"), [("torch", 0), ("jax", 2), ("tensorflow", 1)])
+def test_fit_goes_on_without_a_rank_that_is_killed(frameworks, backend, killed):
+    program = ["-m", "tests.keras.elastic_program", killed, 3]
+    command = [jobs.ringrun(PYTHON), "--elastic", "-np", 3, "--min-np", 2, PYTHON, *program]
+    environment = jobs.environment(**frameworks, KERAS_BACKEND=backend)
+    ended = jobs.run(command, env=environment, stderr=subprocess.STDOUT)
+    assert ended.returncode == 0, ended.stdout
+    left = [rank for rank in range(3) if rank != killed]
+    assert f"replayed {[[0, 1, 2]] * 3 + [left] * 4}, epochs: 1" in ended.stdout
+
+
+@pytest.mark.parametrize("page", ["keras.md", "tensorflow.md"])
+def test_the_tutorials_script(frameworks, page, tmp_path):
+    (script,) = blocks("python", page=page, title="train.py")
+    (tmp_path / "recipe.py").write_text(script.text)
+    finished = ringrun(PYTHON, 2, tmp_path / "recipe.py", **frameworks)
+    assert finished.returncode == 0, finished.stdout
