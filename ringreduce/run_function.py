@@ -27,6 +27,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -172,10 +173,6 @@ class _Rank:
         self._rank = -1
         self._pieces: list[bytes] = []
 
-    def may_wait(self, message: Message | Gone) -> bool:
-        """All may: the rank may be slow to take the function."""
-        return True
-
     def handle(self, message: Message | Gone) -> bool:
         """Handle a message; when it is Gone, ringrun says how."""
         from ringrun.connection.wire import Hello, Input, Output
@@ -184,7 +181,8 @@ class _Rank:
             match message:
                 case Hello(rank, size):
                     self._rank, self._results.size = rank, size
-                    _send(self.link, Input, self._results.function)
+                    # in a thread: the rank may be slow to take it
+                    threading.Thread(target=self._give, args=(self._results.function,), daemon=True).start()
                     return True
                 case Output(_, piece) if piece:
                     self._pieces.append(piece)
@@ -193,6 +191,12 @@ class _Rank:
                     self._results.pickled[self._rank] = b"".join(self._pieces)
                     _send(self.link, Input, b"")
         return False
+
+    def _give(self, function: bytes) -> None:
+        from ringrun.connection.wire import Input
+
+        with contextlib.suppress(OSError):
+            _send(self.link, Input, function)
 
 
 def _finish(command: Sequence[str], environment: Mapping[str, str]) -> tuple[int, str]:

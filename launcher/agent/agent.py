@@ -8,15 +8,18 @@ when ringrun goes. A command that ends is reported, and its agent stays until ri
 """
 
 import contextlib
+import fcntl
 import json
 import os
 import select
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
+import termios
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,7 +42,6 @@ from .shm_cleanup import ShmCleanup, remove_daemons_files
 from .stack_dumper import StackDumper
 
 _CHUNK_BYTES = 1 << 16
-_LINGER_S = 0.5
 _PORT_DIGITS = 5
 
 
@@ -63,6 +65,8 @@ class Agent:
         self._commits_folder = ""
         self._started_at_s = 0.0
         self._input: SimpleQueue[bytes] = SimpleQueue()
+        self._taken = os.eventfd(0, os.EFD_CLOEXEC)  # counts the bytes that ringrun has taken
+        self._ahead_bytes = 0  # of output, sent and not taken
         self._lost: Exception | None = None  # why the connection to ringrun has ended without a word of its own
         self._sent: list[int] = []
         self._dying = threading.Lock()
@@ -154,23 +158,35 @@ class Agent:
         assert child.stdout is not None
         assert child.stderr is not None
         child_ended = self._watch(child.pid)
-        streams: dict[int, str] = {child.stdout.fileno(): "stdout", child.stderr.fileno(): "stderr"}
+        streams: dict[int, wire.StreamName] = {child.stdout.fileno(): "stdout", child.stderr.fileno(): "stderr"}
         waiting_for_end = [child_ended]
         while True:
-            ready, _, _ = select.select([*streams, *waiting_for_end], [], [])
-            for descriptor in ready:
-                if descriptor in streams and not self._pump(descriptor, streams[descriptor]):
-                    del streams[descriptor]
-            # what the child itself wrote came before its end; its own children may hold the pipes, and go on writing
-            if ready == waiting_for_end or (child_ended in ready and time.time() > self._ended_at_s + _LINGER_S):
+            may_send = self._ahead_bytes < wire.MOST_AHEAD_BYTES
+            ready, _, _ = select.select([self._taken, *waiting_for_end, *(streams if may_send else ())], [], [])
+            if self._taken in ready:
+                self._ahead_bytes -= os.eventfd_read(self._taken)
+            if child_ended in ready:
                 waiting_for_end = []
+                for descriptor, stream in streams.items():
+                    self._drain(descriptor, stream)
                 self._report(child.pid)
+                continue
+            for descriptor in streams.keys() & set(ready):
+                if not self._pump(descriptor, streams[descriptor]):
+                    del streams[descriptor]
 
-    def _pump(self, descriptor: int, stream: str) -> bool:
+    def _drain(self, descriptor: int, stream: wire.StreamName) -> None:
+        """Send what is in a pipe now: what the child itself wrote came before its end, its own children may go on."""
+        (left,) = struct.unpack("i", fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)))
+        while left > 0 and (sent := self._pump(descriptor, stream)):
+            left -= sent
+
+    def _pump(self, descriptor: int, stream: wire.StreamName) -> int:
         data = os.read(descriptor, _CHUNK_BYTES)
         if data:
-            self._send(wire.Output("stdout" if stream == "stdout" else "stderr", data))
-        return bool(data)
+            self._ahead_bytes += len(data)
+            self._send(wire.Output(stream, data))
+        return len(data)
 
     def _on_init(self, pid: int, mapped: Sequence[str]) -> None:
         """ringreduce has started MPI, with these lines of /proc/PID/maps."""
@@ -219,6 +235,8 @@ class Agent:
         while not isinstance(message := self._receive(), wire.End):
             if isinstance(message, wire.Input):
                 self._input.put(message.data)
+            elif isinstance(message, wire.Taken):
+                os.eventfd_write(self._taken, message.nbytes)
             elif pid is not None:
                 self._obey(message, pid)
         if pid is not None:

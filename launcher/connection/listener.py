@@ -1,15 +1,10 @@
 """ringrun's end of all connections: takes them and reads them, in one thread, however many there are.
 
-    a connection  ->  _Greeting: does the other end know the key?  ->  a Reader, which handles its messages
-
-What may wait for somebody, because nobody reads ringrun's output, is handled in a second thread, and so is all that
-has come from that rank behind it. Nothing more is read of the rank meanwhile, which slows it down and fills no memory;
-what the others say is heard at once, that one has failed above all.
+a connection  ->  _Greeting: does the other end know the key?  ->  a Reader, which handles its messages
 """
 
 import contextlib
 import hmac
-import itertools
 import os
 import secrets
 import select
@@ -18,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Protocol
 
 from ..network import LOST_AFTER_S
@@ -44,12 +38,9 @@ Arrived = Iterator[Message | Gone]
 
 
 class Reader(Protocol):
-    """What handles the messages of one connection, in their order; the last one is Gone."""
+    """What handles the messages of one connection, in their order, without waiting; the last one is Gone."""
 
     link: Link
-
-    def may_wait(self, message: Message | Gone) -> bool:
-        """Return whether `handle` may take long."""
 
     def handle(self, message: Message | Gone) -> bool:
         """Handle a message; return whether another one may come. If not, the connection is closed."""
@@ -82,8 +73,6 @@ class Listener:
         self.address = Address(socket.gethostname(), path, port, tuple(addresses), connect_s, lost_after_s)
         self._greetings: dict[int, _Greeting] = {}  # by descriptor
         self._readers: dict[int, Reader] = {}
-        self._held: set[int] = set()  # the readers that the second thread has
-        self._may_wait: SimpleQueue[tuple[Reader, Arrived] | None] = SimpleQueue()
         self._removed = threading.Condition()
         self._poll = select.epoll()
         self._end, self._other_end = os.pipe()
@@ -98,8 +87,7 @@ class Listener:
         complain: called once with the reason why connections cannot be accepted now; they are tried again.
         """
         self._serve, self._complain = serve, complain
-        for work in (self._run, self._handle_what_may_wait):
-            threading.Thread(target=work, daemon=True).start()
+        threading.Thread(target=self._run, daemon=True).start()
 
     def close(self, patience_s: float = 0.0) -> None:
         """Take no more connections, and end those that there are, when they have ended or after `patience_s`."""
@@ -108,7 +96,6 @@ class Listener:
         with self._removed:
             self._removed.wait_for(lambda: not self._readers, patience_s)
         os.close(self._other_end)
-        self._may_wait.put(None)
         for reader in list(self._readers.values()):
             reader.link.close()
 
@@ -176,40 +163,25 @@ class Listener:
         for descriptor, greeting in list(self._greetings.items()):
             if now_s > greeting.until_s:
                 self._greetings.pop(descriptor).socket.close()
-        for descriptor, reader in list(self._readers.items()):
+        for reader in list(self._readers.values()):
             with contextlib.suppress(OSError):  # closed meanwhile
-                if descriptor not in self._held and reader.link.is_silent():
+                if reader.link.is_silent():
                     self._handle(reader, iter([Gone(HostSilentError())]))
 
     def _handle(self, reader: Reader, messages: Arrived) -> None:
         for message in messages:
-            if reader.may_wait(message):
-                self._held.add(reader.link.fileno())
-                self._may_wait.put((reader, itertools.chain([message], messages)))
-                return
             if not reader.handle(message):
                 self._remove(reader)
                 return
         self._read_on(reader)
-
-    def _handle_what_may_wait(self) -> None:
-        while waiting := self._may_wait.get():
-            reader, messages = waiting
-            if all(map(reader.handle, messages)):
-                self._held.discard(reader.link.fileno())
-                self._read_on(reader)
-            else:
-                self._remove(reader)
 
     def _read_on(self, reader: Reader) -> None:
         with contextlib.suppress(OSError, ValueError):  # closed meanwhile
             self._poll.modify(reader.link.fileno(), _ONCE)
 
     def _remove(self, reader: Reader) -> None:
-        descriptor = reader.link.fileno()
-        self._held.discard(descriptor)
         with self._removed:
-            self._readers.pop(descriptor, None)
+            self._readers.pop(reader.link.fileno(), None)
             reader.link.close()  # not before: the next connection may get the descriptor
             self._removed.notify()
 

@@ -5,8 +5,12 @@ A frame is one tag byte and a payload: `o` and `e` carry raw bytes of a rank's s
 
     agent   → ringrun   Hello, Note …, Started, Output …, Died, then Ended; or NotStarted instead of Started and the
                         rest; a State for each Ask, and what else is a Report, at any time between
-    ringrun → agent     Setup once all agents are there, Signal …, Ask …, Membership …, Hosts …, then End; the end of
-                        the connection means the same
+    ringrun → agent     Setup once all agents are there, Taken …, Signal …, Ask …, Membership …, Hosts …, then End; the
+                        end of the connection means the same
+
+ringrun reads all that agents say at once, however slow the reader of its own output is. So that this fills no memory,
+an agent sends no more than MOST_AHEAD_BYTES of Output ahead of what ringrun says is Taken, until the rank ends: then
+what is left in its pipes.
 
 The stdin that one rank gets: where it is on ringrun's host, the descriptor follows Setup; elsewhere the agent sends
 InputWanted for each Input.
@@ -16,8 +20,14 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
+StreamName = Literal["stdout", "stderr"]
+
 ADDRESS_VARIABLE = "RINGRUN_ADDRESS"
 """Where ringrun listens: the text of a link.Address."""
+
+MOST_AHEAD_BYTES = 1 << 18
+TAKEN_BYTES = MOST_AHEAD_BYTES // 4
+"""ringrun says what is Taken when it is so much."""
 
 AUTHKEY_VARIABLE = "RINGRUN_AUTHKEY"
 """The key both sides must know, in hexadecimal digits."""
@@ -74,8 +84,14 @@ class NotStarted(NamedTuple):
 class Output(NamedTuple):
     """Bytes that the rank wrote, cut anywhere."""
 
-    stream: Literal["stdout", "stderr"]
+    stream: StreamName
     data: bytes
+
+
+class Taken(NamedTuple):
+    """So many more bytes of Output are printed, and kept."""
+
+    nbytes: int
 
 
 class InputWanted(NamedTuple):
@@ -232,7 +248,7 @@ Report: TypeAlias = State | Stalled | InInit | Initialized | Suspects | Reformed
 Message: TypeAlias = (
     Report
     | (Hello | Note | Started | NotStarted | Output | InputWanted | Died | Ended)  # of an agent
-    | (Setup | Input | Ask | Signal | WakeUp | Membership | Hosts | End)  # of ringrun
+    | (Setup | Taken | Input | Ask | Signal | WakeUp | Membership | Hosts | End)  # of ringrun
 )
 
 _STREAM_TAGS: dict[str, bytes] = {"stdout": b"o", "stderr": b"e"}

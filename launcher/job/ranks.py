@@ -1,7 +1,8 @@
-"""ringrun's end of the agents' connections: accepts them, prints what ranks write, passes on what happens.
+"""ringrun's end of the agents' connections: accepts them, has printed what ranks write, passes on what happens.
 
-One thread reads all connections and another one prints (connection/listener.py): a slow reader of ringrun's output
-slows the ranks down, and fills no memory. All else goes, as events, to the one thread that decides (supervise.py).
+One thread reads all connections (connection/listener.py) and another one prints (output/). A slow reader of ringrun's
+output slows the ranks down, whose agents hear late what is Taken; all else is heard at once, and goes, as events, to
+the one thread that decides (supervise.py).
 """
 
 import contextlib
@@ -10,12 +11,13 @@ import threading
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from functools import partial
 from queue import SimpleQueue
 
 from ..connection import wire
 from ..connection.link import Gone, HostSilentError, Link
 from ..connection.listener import Listener
-from ..output.display import Output, StreamName
+from ..output.display import Output
 from ..output.lines import LineSplitter
 from ..report.outcome import APPLICATION_ABORT, RankEnd
 from .events import Aborted, Arrived, Events, OutputClosed, RankDied, RankEnded, RankNotStarted, Refused, Reported
@@ -59,6 +61,7 @@ class Channel:
 
     def start(self) -> None:
         """Begin to take connections. Called after mpirun was started, since threads and fork do not mix."""
+        self._printer.on_closed = lambda: self._events.put(OutputClosed())
         needs = f"each of the {self._size} ranks takes one of ringrun's open files, see `ulimit -n`"
         self._listener.start(
             lambda link: _Agent(link, self), lambda why: self._printer.message([f"ringrun: {why}; {needs}"])
@@ -137,9 +140,6 @@ class _Agent:
         self._channel = channel
         self._rank: _RankReader | None = None  # once it has said which it is
 
-    def may_wait(self, message: wire.Message | Gone) -> bool:
-        return self._rank is not None and self._rank.may_wait(message)
-
     def handle(self, message: wire.Message | Gone) -> bool:
         if self._rank is not None:
             return self._rank.handle(message)
@@ -148,7 +148,7 @@ class _Agent:
 
 
 class _RankReader:
-    """Handles one agent's messages: prints output and puts events until the agent is gone."""
+    """Handles one agent's messages: has output printed and puts events until the agent is gone."""
 
     def __init__(self, hello: wire.Hello, link: Link, printer: Output, events: Events, stdin: int | None) -> None:
         self._link = link
@@ -157,17 +157,12 @@ class _RankReader:
         self._shows_prompts = stdin is not None and os.isatty(stdin)
         self._printer = printer
         self._events = events
-        self._splitters: dict[StreamName, LineSplitter] = {"stdout": LineSplitter(), "stderr": LineSplitter()}
+        self._splitters: dict[wire.StreamName, LineSplitter] = {"stdout": LineSplitter(), "stderr": LineSplitter()}
         self._tail: deque[str] = deque(maxlen=_TAIL_LINES)
         self._pid = 0
         self._device = ""
+        self._taken = 0
         self._done = False
-
-    def may_wait(self, message: wire.Message | Gone) -> bool:
-        """Return whether this message is printed, or what has come before it."""
-        if isinstance(message, wire.Ended | Gone):
-            return any(splitter.pending for splitter in self._splitters.values())
-        return isinstance(message, wire.Output | wire.Note)
 
     def handle(self, message: wire.Message | Gone) -> bool:
         """See `Reader.handle`."""
@@ -191,8 +186,8 @@ class _RankReader:
     def _handle(self, message: wire.Message) -> None:
         match message:
             case wire.Output(stream, data):
-                self._printer.keep(self._hello.rank, stream, data)
                 self._print(stream, self._splitters[stream].feed(data))
+                self._printer.keep(self._hello.rank, stream, data, partial(self._take, len(data)))
             case wire.Note(text):
                 self._printer.message([text])
             case wire.Started(pid, device):
@@ -212,7 +207,7 @@ class _RankReader:
             case _:
                 raise ValueError(f"an agent does not send {type(message).__name__}")
 
-    def _print(self, stream: StreamName, lines: list[bytes]) -> None:
+    def _print(self, stream: wire.StreamName, lines: list[bytes]) -> None:
         if stream == "stderr":
             texts = [line.decode(errors="replace")[:_TAIL_LINE_CHARACTERS] for line in lines]
             self._tail.extend(texts)
@@ -221,8 +216,14 @@ class _RankReader:
         splitter = self._splitters[stream]
         frame = splitter.pending if self._shows_prompts else splitter.frame
         self._printer.write(self._hello.rank, stream, lines, frame)
-        if self._printer.closed:
-            self._events.put(OutputClosed())
+
+    def _take(self, nbytes: int) -> None:
+        """Let the agent send more, now that so much is printed."""
+        self._taken += nbytes
+        if self._taken >= wire.TAKEN_BYTES:
+            with contextlib.suppress(OSError):  # it has gone
+                self._link.send(wire.Taken(self._taken))
+            self._taken = 0
 
     def _flush(self) -> None:
         for stream, splitter in self._splitters.items():

@@ -167,7 +167,14 @@ class SignalRelay:
 
     def __init__(self, make_reader: Callable[[Callable[[int], None]], SignalReader]) -> None:
         self._events: Events = queue.SimpleQueue()
-        self._reader = make_reader(lambda number: self._events.put(Signalled(number)))
+        self._reader = make_reader(self._take)
+        self.ending: int | None = None
+        """The last of those that end a job."""
+
+    def _take(self, number: int) -> None:
+        if number in ENDING:
+            self.ending = number
+        self._events.put(Signalled(number))
 
     def start(self) -> None:
         """Begin to take signals; those that have come before wait till then."""

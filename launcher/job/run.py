@@ -4,7 +4,6 @@ import contextlib
 import os
 import queue
 import re
-import sys
 import tempfile
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
@@ -14,7 +13,7 @@ from ..agent.shm_cleanup import remove_folders
 from ..connection.listener import Listener
 from ..engines.detect import Detected
 from ..environment import Settings
-from ..errors import MachineError, NotStartedError
+from ..errors import LauncherError, MachineError, NotStartedError
 from ..hosts import Host, is_here
 from ..network import own_addresses
 from ..output.display import Display, Output
@@ -45,6 +44,7 @@ from .supervise import Supervisor
 _LONGEST_SOCKET_FOLDER = 80  # characters; a socket's path has room for about 100
 _PLAIN_FOLDER = re.compile(r"[\w./+@,-]*")
 _OWN_FILES = 24  # ringrun's own, and a few questions of `ringrun stacks`
+_PATIENCE_S = 1.0  # with a reader that pauses, once the job is to end
 _REMOVAL_S = 5.0  # for a host that may be lost
 _MPIRUNS_FILES = 6  # a rank: pipes and sockets of the launcher that starts it
 
@@ -68,19 +68,38 @@ def run_job(detected: Detected, job: Job, again: Again = lambda job: job, growth
         files = None
         if job.output_directory is not None:  # one set for all attempts, so that each goes on where the last has ended
             files = stack.enter_context(contextlib.closing(OutputFiles(job.output_directory, most)))
+        display = Display(job.shown, fold=job.fold, time=job.timestamps)
+        output = Output(job.size, os.environ, display=display, files=files)
+
+        def say(text: str) -> None:
+            output.message([text])
 
         growth = growth or Growth(tuple, Blacklist(None))
-        hosts = _Hosts(growth, lambda: again(asked))
+        hosts = _Hosts(growth, lambda: again(asked), say)
 
         def attempt(job: Job, deadline_s: float | None) -> Ending:
             names = {host.name for host, _ in job.hosts}
             kept_on.update(names)
-            ending = _run_once(detected, job, deadline_s, files, signals, hosts)
+            ending = _run_once(detected, job, deadline_s, output, signals, hosts)
             if not ending.keeps_commits:
                 kept_on.difference_update(names)
             return ending
 
-        return restarts.run(job, attempt, again, signals.wait, _say, growth.blacklist.next_s)
+        try:
+            code = restarts.run(job, attempt, again, signals.wait, say, growth.blacklist.next_s)
+        except LauncherError as error:
+            say(f"ringrun: error: {error}")
+            code = error.exit_code
+        return _finish(output, signals, code)
+
+
+def _finish(output: Output, signals: SignalRelay, code: int) -> int:
+    """Wait for whoever reads the output, until a signal ends the job; return its exit code."""
+    signals.start()  # where the job was not even started
+    while not (is_read := output.finish(_PATIENCE_S)) and signals.ending is None:
+        pass
+    output.close(_PATIENCE_S)
+    return code if code or is_read or signals.ending is None else 128 + signals.ending
 
 
 @dataclass(frozen=True)
@@ -89,10 +108,11 @@ class _Hosts:
 
     growth: Growth
     again: Callable[[], Job | None]
+    say: restarts.Say
 
     def watch(self, job: Job, events: Events) -> HostWatch:
         """Begin to look for new ones while `job` runs, if it can take them."""
-        watch = HostWatch(self.growth.named, self.again, events, _say)
+        watch = HostWatch(self.growth.named, self.again, events, self.say)
         if job.elastic and job.commits_folder:
             watch.start()
         return watch
@@ -107,32 +127,25 @@ def _remove_commits(job: Job, names: Collection[str]) -> None:
             (by_ssh or remote_over_slurm(_REMOVAL_S)).run(away, ["/bin/rm", "-rf", job.commits_folder])
 
 
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 def _run_once(
     detected: Detected,
     job: Job,
     deadline_s: float | None,
-    files: OutputFiles | None,
+    output: Output,
     signals: SignalRelay,
     hosts: _Hosts,
 ) -> Ending:
-    with contextlib.ExitStack() as stack:
-        display = Display(job.shown, fold=job.fold, time=job.timestamps)
-        output = Output(job.size, os.environ, display=display, files=files)
-        stack.callback(output.finish)
-        try:
-            return _start_and_supervise(detected, job, deadline_s, output, signals, hosts)
-        except NotStartedError as error:
-            if job.hosts:
-                raise
-            # Open MPI 5's mpirun fails now and then when others start at the same moment ("The PMIx server's listener
-            # thread failed to start"); nothing has run yet, so a second try does no harm
-            if job.verbose:
-                _say(f"ringrun: trying once more, since {error}")
+    output.begin(job.size)
+    try:
         return _start_and_supervise(detected, job, deadline_s, output, signals, hosts)
+    except NotStartedError as error:
+        if job.hosts:
+            raise
+        # Open MPI 5's mpirun fails now and then when others start at the same moment ("The PMIx server's listener
+        # thread failed to start"); nothing has run yet, so a second try does no harm
+        if job.verbose:
+            hosts.say(f"ringrun: trying once more, since {error}")
+    return _start_and_supervise(detected, job, deadline_s, output, signals, hosts)
 
 
 def _start_and_supervise(

@@ -1,7 +1,7 @@
 """Prints the ranks' lines: whole, each with its rank before it, stdout to stdout and stderr to stderr.
 
 On a terminal the prefix has a colour, and a progress bar, a line that is started over and over, is shown below all
-other lines, erased and drawn again as they come. Writes block while the reader is slow; so, in the end, do the ranks.
+other lines, erased and drawn again as they come. Elsewhere its newest state is a line of its own every few seconds.
 Which ranks are shown, whether with the time, and whether equal lines of several ranks are shown once, `Display` says.
 """
 
@@ -9,25 +9,27 @@ import itertools
 import math
 import os
 import re
-import select
-import threading
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
 
+from ..connection.wire import StreamName
 from .files import OutputFiles
 from .fold import Folded, Folder
 from .prefix import Prefix, local_time
+from .streams import Stream, Work, Writer
 
-StreamName = Literal["stdout", "stderr"]
+BAR_S = 5.0
+"""How often the state of a progress bar becomes a line, where there is no terminal."""
 
 _RESET = b"\x1b[0m"
 _ERASE_LINE = b"\r\x1b[K"
 _WRAP_OFF, _WRAP_ON = b"\x1b[?7l", b"\x1b[?7h"
 # escape sequences other than colours: they would move the cursor out of the line that is erased
 _NOT_COLOUR = re.compile(rb"\x1b\[[0-9;?]*[A-Za-ln-z]|\x1b[^\[]|[\x00-\x08\x0b-\x1a\x7f]")
-_LOCK_TIMEOUT_S = 0.5
+_MOST_MESSAGES = 1000  # that wait for a reader; of more the newest are kept
 
 
 @dataclass(frozen=True)
@@ -47,29 +49,29 @@ def is_terminal(descriptor: int, environ: Mapping[str, str]) -> bool:
     return os.isatty(descriptor) and environ.get("TERM", "dumb") != "dumb"
 
 
-class _Stream:
-    def __init__(self, descriptor: int, size: int, environ: Mapping[str, str], *, fold: bool) -> None:
-        self.descriptor = descriptor
+class _Shown:
+    """One of ringrun's streams, and how lines look there."""
+
+    def __init__(self, stream: Stream, descriptor: int, environ: Mapping[str, str]) -> None:
+        self.stream = stream
         self.terminal = is_terminal(descriptor, environ)
         self.colour = self.terminal and not environ.get("NO_COLOR")
-        self.prefix = Prefix(size, colour=self.colour, fold=fold)
-        self.closed = False
+        self.prefix = Prefix(1, colour=self.colour)
 
-    def write(self, data: bytes) -> None:
-        view = memoryview(data)
-        while view and not self.closed:
-            try:
-                view = view[os.write(self.descriptor, view) :]
-            except BlockingIOError:  # somebody has made our terminal non-blocking
-                select.select([], [self.descriptor], [])
-            except OSError:  # EPIPE: nobody reads any more; EIO: the terminal is gone
-                self.closed = True
+
+@dataclass
+class _Bar:
+    """A progress bar's newest state, the one that was shown last, and when to look again."""
+
+    frame: bytes
+    shown: bytes
+    due_s: float
 
 
 class Output:
-    """ringrun's stdout and stderr, shared by the threads that read from the ranks.
+    """ringrun's stdout and stderr. All methods hand work to one thread, which alone may wait for a reader.
 
-    With `display.fold` lines wait here for a moment; a thread of its own shows them in time, and `finish` the last.
+    A second thread writes the ranks' files: a file system that hangs keeps back no report.
     """
 
     def __init__(
@@ -82,113 +84,141 @@ class Output:
         display: Display = _EVERYTHING,
         files: OutputFiles | None = None,
     ) -> None:
-        self._lock = threading.Lock()
-        self._shown = frozenset(range(size)) if display.ranks is None else display.ranks
-        fold = display.fold and len(self._shown) > 1
-        self._streams: dict[str, _Stream] = {
-            "stdout": _Stream(stdout, size, environ, fold=fold),
-            "stderr": _Stream(stderr, size, environ, fold=fold),
+        errors = Stream("stderr", stderr)
+        self._streams: dict[str, _Shown] = {
+            "stdout": _Shown(Stream("stdout", stdout, errors), stdout, environ),
+            "stderr": _Shown(errors, stderr, environ),
         }
-        self._with_time = display.time
+        self._display = display
         self._files = files
-        self._folder = Folder(sorted(self._shown)) if fold else None
-        self._folding: threading.Thread | None = None
-        self._lines_wait = threading.Condition(self._lock)
+        self._messages: deque[bytes] = deque(maxlen=_MOST_MESSAGES)
+        self.on_closed: Work = lambda: None
+        """Called when it turns out that nobody reads stdout any more."""
+        self._writer = Writer(self._show_in_time)
+        self._keeper = Writer() if files else self._writer
+        self._bars: dict[tuple[int, StreamName], _Bar] = {}
         self._frame = b""
-        self._frame_stream: _Stream | None = None
+        self._frame_stream: Stream | None = None
         self._frame_of: tuple[int, str] | None = None
+        self._begin(size)
+
+    def begin(self, size: int) -> None:
+        """Show the lines of another job, of `size` ranks, from here on."""
+        self._writer.put(partial(self._begin, size))
+
+    def _begin(self, size: int) -> None:
+        self._shown = frozenset(range(size)) if self._display.ranks is None else self._display.ranks
+        fold = self._display.fold and len(self._shown) > 1
+        self._folder = Folder(sorted(self._shown)) if fold else None
+        for shown in self._streams.values():
+            shown.prefix = Prefix(size, colour=shown.colour, fold=fold)
 
     @property
     def closed(self) -> bool:
         """Whether nobody reads stdout any more."""
-        return self._streams["stdout"].closed
+        return self._streams["stdout"].stream.closed
 
     @property
     def colours(self) -> bool:
         """Whether `message` is read on a terminal, where colours are welcome."""
         return self._streams["stderr"].colour
 
-    def keep(self, rank: int, name: StreamName, data: bytes) -> None:
-        """Put `data`, cut anywhere, in the files of `rank`, if there are any; say so once when that fails."""
+    def keep(self, rank: int, name: StreamName, data: bytes, then: Work) -> None:
+        """Put `data`, cut anywhere, in the files of `rank`, if there are any, and say so once when that fails."""
+        self._writer.put(lambda: self._keeper.put(partial(self._keep, rank, name, data, then)))
+
+    def _keep(self, rank: int, name: StreamName, data: bytes, then: Work) -> None:
         if self._files and (complaint := self._files.write(rank, name, data)):
             self.message([f"ringrun: {complaint}"])
+        then()
 
     def write(self, rank: int, name: StreamName, lines: Sequence[bytes], frame: bytes = b"") -> None:
-        """Print whole `lines` of `rank`; on a terminal also show `frame`, its progress bar so far."""
-        if rank not in self._shown:
-            return
-        stream = self._streams[name]
-        now_s = time.monotonic()
-        with self._lock:
-            folded = self._fold(rank, name, lines, now_s)
-            if stream.terminal and (frame or self._frame_of == (rank, name)):
-                bar = _NOT_COLOUR.sub(b"", frame) if frame.strip() else b""
-                shown = stream.prefix.apply((rank,), bar, self._time_text(now_s)) if bar else []
-                self._print(folded, (b"".join(shown), stream, (rank, name)))
-            elif folded:
-                self._print(folded)
+        """Print whole `lines` of `rank`; also show `frame`, its progress bar so far."""
+        self._writer.put(partial(self._write, rank, name, lines, frame))
 
     def rank_ended(self, rank: int) -> None:
-        """Let no line wait for one of `rank` any more. Does not wait for a slow reader: the end may be a failure."""
-        if (folder := self._folder) and rank in self._shown:
-            folder.end(rank)
+        """Let no line wait for one of `rank` any more."""
+        self._writer.put(lambda: self._folder.end(rank) if self._folder and rank in self._shown else None)
 
     def message(self, lines: Sequence[str]) -> None:
-        """Print ringrun's own `lines` on stderr, below all others; does not wait long for a blocked reader."""
-        text = "".join(f"{line}\n" for line in lines).encode(errors="replace")
-        stream = self._streams["stderr"]
-        locked = self._lock.acquire(timeout=_LOCK_TIMEOUT_S)
-        try:
-            if locked and self._folder:
-                self._print(self._folder.flush())
-            self._erase()
-            stream.write(text)
-            self._frame, self._frame_stream, self._frame_of = b"", stream, None
-        finally:
-            if locked:
-                self._lock.release()
+        """Print ringrun's own `lines` on stderr, below all others."""
+        self._messages.append("".join(f"{line}\n" for line in lines).encode(errors="replace"))
+        self._writer.put(self._print_message)
 
-    def finish(self) -> None:
-        """Show the lines that wait, and let none wait from here on; does not wait long for a blocked reader."""
-        if self._folder and self._lock.acquire(timeout=_LOCK_TIMEOUT_S):
-            try:
-                self._print(self._folder.flush())
-                self._folder = None
-                self._lines_wait.notify()
-            finally:
-                self._lock.release()
+    def finish(self, patience_s: float) -> bool:
+        """Show the lines that wait; return whether all was read in time."""
+        self._writer.put(self._flush)
+        return self._writer.finish(patience_s) and self._keeper.finish(patience_s)
+
+    def close(self, patience_s: float) -> None:
+        """As `finish`, but what nobody reads is dropped."""
+        for shown in self._streams.values():
+            shown.stream.waits = False
+        self.finish(patience_s)
+
+    # in the thread that writes
+
+    def _write(self, rank: int, name: StreamName, lines: Sequence[bytes], frame: bytes) -> None:
+        if rank not in self._shown:
+            return
+        shown, now_s = self._streams[name], time.monotonic()
+        folded = self._fold(rank, name, lines, now_s)
+        if shown.terminal and (frame or self._frame_of == (rank, name)):
+            text = _NOT_COLOUR.sub(b"", frame) if frame.strip() else b""
+            texts = shown.prefix.apply((rank,), text, self._time_text(now_s)) if text else []
+            self._print(folded, (b"".join(texts), shown.stream, (rank, name)))
+            return
+        if not shown.terminal and frame.strip():
+            bar = self._bars.setdefault((rank, name), _Bar(b"", b"", now_s + BAR_S))
+            bar.frame = _NOT_COLOUR.sub(b"", frame)
+        else:
+            self._bars.pop((rank, name), None)
+        if folded:
+            self._print(folded)
+
+    def _print_message(self) -> None:
+        if not self._messages:
+            return  # dropped
+        self._flush()
+        self._erase()
+        stream = self._streams["stderr"].stream
+        stream.write(self._messages.popleft())
+        self._frame, self._frame_stream, self._frame_of = b"", stream, None
+
+    def _flush(self) -> None:
+        if self._folder:
+            self._print(self._folder.flush())
 
     def _fold(self, rank: int, name: StreamName, lines: Sequence[bytes], now_s: float) -> list[Folded]:
         if self._folder is None:
             return [Folded((rank,), name, line, now_s) for line in lines]
-        had_none = self._folder.due_s == math.inf
-        folded = [shown for line in lines for shown in self._folder.add(rank, name, line, now_s)]
-        if self._folding is None:  # not before: threads and the fork that starts mpirun do not mix
-            self._folding = threading.Thread(target=self._show_in_time, daemon=True)
-            self._folding.start()
-        if had_none:
-            self._lines_wait.notify()
-        return folded
+        return [shown for line in lines for shown in self._folder.add(rank, name, line, now_s)]
 
-    def _show_in_time(self) -> None:
-        """Show lines that have waited long enough, until `finish`."""
-        with self._lock:
-            while self._folder:
-                if folded := self._folder.expire(time.monotonic()):
-                    self._print(folded)
-                wait_s = self._folder.due_s - time.monotonic()
-                self._lines_wait.wait(min(wait_s, threading.TIMEOUT_MAX) if wait_s > 0 else 0)
+    def _show_in_time(self) -> float | None:
+        """Show lines that have waited long enough, and progress bars; return in how many seconds there is more."""
+        now_s = time.monotonic()
+        folded = self._folder.expire(now_s) if self._folder else []
+        for (rank, name), bar in self._bars.items():
+            if bar.due_s <= now_s:
+                folded += self._fold(rank, name, [bar.frame] * (bar.frame != bar.shown), now_s)
+                bar.shown, bar.due_s = bar.frame, now_s + BAR_S
+        if folded:
+            self._print(folded)
+        due_s = min([self._folder.due_s if self._folder else math.inf, *(bar.due_s for bar in self._bars.values())])
+        return None if due_s == math.inf else max(0.0, due_s - time.monotonic())
 
     def _time_text(self, at_s: float) -> bytes:
-        return local_time(time.time() - (time.monotonic() - at_s)) if self._with_time else b""
+        return local_time(time.time() - (time.monotonic() - at_s)) if self._display.time else b""
 
-    def _print(self, lines: Sequence[Folded], frame: tuple[bytes, _Stream, tuple[int, str]] | None = None) -> None:
+    def _print(self, lines: Sequence[Folded], frame: tuple[bytes, Stream, tuple[int, str]] | None = None) -> None:
         """Print `lines` above the progress bar, which `frame` (what it shows, where, whose it is) may replace."""
         self._erase()
         for (name, at_s), same in itertools.groupby(lines, lambda folded: (folded.stream, folded.at_s)):
-            stream, time_text = self._streams[name], self._time_text(at_s)
-            shown = (text for folded in same for text in stream.prefix.apply(folded.ranks, folded.line, time_text))
-            stream.write(b"".join(text + b"\n" for text in shown))
+            shown, time_text = self._streams[name], self._time_text(at_s)
+            texts = (text for folded in same for text in shown.prefix.apply(folded.ranks, folded.line, time_text))
+            shown.stream.write(b"".join(text + b"\n" for text in texts))
+            if self.closed:
+                self.on_closed()
         if frame:
             self._frame, self._frame_stream, self._frame_of = frame
         self._draw()

@@ -49,11 +49,11 @@ def start(tmp_path: Path, ringrun_command: list[str]) -> Iterator[Callable[..., 
 
     def run(*arguments: object, **options) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [*ringrun_command, *map(str, arguments)],
+            [*options.pop("command", ringrun_command), *map(str, arguments)],
             env=_environment(options.pop("env", None)),
             stdin=subprocess.DEVNULL,
             stdout=options.pop("stdout", subprocess.PIPE),
-            stderr=subprocess.PIPE,
+            stderr=options.pop("stderr", subprocess.PIPE),
             text=True,
             cwd=tmp_path,
             start_new_session=True,

@@ -1,5 +1,6 @@
 """An agent in this process, and what it says when its rank ends; what whole jobs show is in the neighbours."""
 
+import fcntl
 import signal
 import socket
 import subprocess
@@ -127,6 +128,31 @@ def test_a_death_that_is_heard_in_two_ways_is_reported_once(tmp_path: Path, monk
     assert isinstance(died, wire.Died)
     assert isinstance(ended, wire.Ended)
     assert ended.at_s == died.at_s
+
+
+def test_output_that_ringrun_does_not_take_waits_in_the_rank_until_its_end(tmp_path: Path) -> None:
+    link = SlowLink()
+    link._died.set()
+    agent = Agent(link, Place(0, 1, 0, 1), Settings("openmpi", str(tmp_path)), daemon=0)
+    chatters = [sys.executable, "-c", f"import os; os.write(1, bytes({9 * wire.MOST_AHEAD_BYTES}))"]
+    child = subprocess.Popen(chatters, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+    def sent() -> int:
+        return sum(len(each.data) for each in link.sent if isinstance(each, wire.Output))
+
+    def end_it() -> None:
+        while sent() < wire.MOST_AHEAD_BYTES:
+            pass
+        child.kill()
+
+    ending = threading.Thread(target=end_it)
+    ending.start()
+    in_pipe = fcntl.fcntl(child.stdout, fcntl.F_GETPIPE_SZ)
+    with child, pytest.raises(SystemExit):
+        agent._forward(child)
+    ending.join()
+    agent._rank_socket._socket.close()
+    assert wire.MOST_AHEAD_BYTES < sent() <= wire.MOST_AHEAD_BYTES + agent_module._CHUNK_BYTES + in_pipe
 
 
 def test_a_death_is_reported_before_what_the_rank_wrote_is_read(tmp_path: Path) -> None:

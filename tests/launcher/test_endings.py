@@ -3,6 +3,7 @@
 import os
 import signal
 import subprocess
+import sys
 import textwrap
 import time
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import jobs, tiers
 from tests.support.patience import patient
 
 Script = Callable[[str], str]
@@ -103,29 +105,54 @@ def test_ringrun_killed_leaves_nothing(what: str, start: Start, script: Script, 
     wait_until_gone()
 
 
-def test_ctrl_c_while_nobody_reads_the_output(
-    start: Start, script: Script, python: str, tmp_path: Path, wait_for, wait_until_gone
+@pytest.mark.parametrize("mpi", ["openmpi", pytest.param("mpich", marks=tiers.extended)])
+@pytest.mark.parametrize(("ends", "code"), [("interrupted", 130), ("a rank fails", 3)])
+def test_nothing_waits_for_whoever_reads_the_output(
+    ends: str, code: int, mpi: str, start: Start, script: Script, tmp_path: Path, request, processes_of, wait_for
 ) -> None:
     source = """
-        import itertools, os
-        for count in itertools.count():
-            print("x" * 1000)
-            if count == 20:
-                open(f"up{os.environ['RANK']}", "w").close()
+        import os, signal, sys, time
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_IGN)
+        os.set_blocking(1, False)
+        paused = 0
+        while paused < 10:
+            try:
+                os.write(1, b"x" * 1000)
+                paused = 0
+            except BlockingIOError:
+                paused += 1
+                time.sleep(0.05)
+        if os.environ["RANK"] == "1":
+            print("last words", file=sys.stderr)
+            open("paused", "w").close()
+            if sys.argv[1] == "a rank fails":
+                sys.exit(3)
+        time.sleep(100)
     """
+    python = request.getfixturevalue("mpich_python") if mpi == "mpich" else Path(sys.executable)
     read, write = os.pipe()
-    process = start("-np", 2, python, script(source), stdout=write)
+    command = [jobs.ringrun(python)]
+    process = start("-np", 2, python, script(source), ends, command=command, stdout=write, stderr=write)
     os.close(write)
-    wait_for(lambda: (tmp_path / "up0").exists() or (tmp_path / "up1").exists())
-    time.sleep(0.5)  # the pipe fills, then ringrun and the ranks block
+    wait_for((tmp_path / "paused").exists)
+    if ends == "a rank fails":
+        wait_for(lambda: set(processes_of()) == {process.pid})  # it waits for its reader
     process.send_signal(signal.SIGINT)
-    wait_until_gone_but_ringrun = time.monotonic()
-    time.sleep(0.5)
+    assert process.wait(patient(15)) == code
+    assert processes_of() == {}
     os.close(read)
-    process.wait(timeout=20)
-    assert process.returncode == 130
-    assert time.monotonic() - wait_until_gone_but_ringrun < patient(GONE_WITHIN_S + 0.5)
-    wait_until_gone()
+
+
+@pytest.mark.without_mpi
+def test_a_disk_that_is_full_ends_no_job(ringrun: Run, script: Script, python: str, tmp_path: Path) -> None:
+    with open("/dev/full", "wb") as full:
+        source = "for count in range(5): print(count)\nopen('done', 'w').close()"
+        done = ringrun("-np", 1, python, script(source), stdout=full)
+    assert done.returncode == 0
+    assert done.stderr.startswith("ringrun: stdout cannot be written: No space left on device; its lines are lost ")
+    assert done.stderr.count("\n") == 1
+    assert (tmp_path / "done").exists()
 
 
 @pytest.mark.without_mpi

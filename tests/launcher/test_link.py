@@ -31,9 +31,6 @@ class Served:
         self.link, self.send, self.close = link, link.send, link.close
         self._came: queue.SimpleQueue[Message | Gone] = queue.SimpleQueue()
 
-    def may_wait(self, message: Message | Gone) -> bool:
-        return False
-
     def handle(self, message: Message | Gone) -> bool:
         self._came.put(message)
         return not isinstance(message, Gone)

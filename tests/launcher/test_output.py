@@ -1,18 +1,23 @@
 """Prefixes, colours, whole lines, and the transient line of a terminal."""
 
+import contextlib
 import os
 import pty
 import select
 import threading
 from collections.abc import Iterator
 from datetime import datetime, timedelta
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ringrun.output import display
 from ringrun.output.display import Display, Output
+from ringrun.output.files import OutputFiles
 from ringrun.output.prefix import Prefix, local_time
+from tests.support.patience import patient
 
 
 def test_prefixes_are_as_wide_as_the_largest_rank() -> None:
@@ -89,6 +94,7 @@ class Ends:
 
     def read(self, index: int) -> bytes:
         """Return all that has come: the kernel hands a terminal's bytes over later, and in pieces."""
+        assert self.output.finish(patient(10))
         data = b""
         while select.select([self.far[index]], [], [], QUIET_S)[0]:
             data += os.read(self.far[index], 1 << 20)
@@ -171,6 +177,7 @@ def test_threads_do_not_interleave_their_lines(pipes: Ends) -> None:
         thread.start()
     for thread in writers:
         thread.join()
+    assert pipes.output.finish(patient(30))
     os.close(pipes.near[0])
     reader.join()
     pipes.near[0] = os.dup(pipes.near[1])
@@ -207,26 +214,19 @@ def test_a_message_comes_below_the_lines_that_wait(folding: Ends) -> None:
     assert folding.read(1) == b"[  0] x\nringrun: the end\n"
 
 
-def test_the_end_shows_the_lines_that_wait_and_later_ones_at_once(folding: Ends) -> None:
-    folding.output.write(0, "stdout", [b"x"])
-    folding.output.finish()
-    folding.output.write(1, "stdout", [b"x"])
-    assert os.read(folding.far[0], 100) == b"[  0] x\n[  1] x\n"
-
-
-def test_the_end_of_a_rank_is_taken_while_a_reader_is_slow(folding: Ends) -> None:
-    blocked = threading.Thread(target=folding.output.message, args=(["x" * 1_000_000],))
-    blocked.start()
-    assert select.select([folding.far[1]], [], [], 5.0)[0]
+def test_lines_wait_for_none_of_a_rank_that_has_ended(folding: Ends) -> None:
     folding.output.rank_ended(1)
     folding.output.rank_ended(3)  # hidden
-    assert blocked.is_alive()
-    while blocked.is_alive():
-        folding.read(1)
-    blocked.join()
     folding.output.write(0, "stdout", [b"x"])
     folding.output.write(2, "stdout", [b"x"])
     assert os.read(folding.far[0], 100) == b"[0,2] x\n"
+
+
+def test_another_attempt_of_another_size_has_other_prefixes(pipes: Ends) -> None:
+    pipes.output.write(4, "stdout", [b"no rank of 4"])
+    pipes.output.begin(11)
+    pipes.output.write(4, "stdout", [b"x"])
+    assert pipes.read(0) == b"[ 4] x\n"
 
 
 def test_a_bar_is_shown_while_lines_wait_and_its_end_is_folded() -> None:
@@ -242,7 +242,63 @@ def test_a_bar_is_shown_while_lines_wait_and_its_end_is_folded() -> None:
 
 
 def test_a_reader_that_left_is_noticed(pipes: Ends) -> None:
+    noticed = threading.Event()
+    pipes.output.on_closed = noticed.set
     os.close(pipes.far[0])
     pipes.output.write(0, "stdout", [b"x"])
     pipes.far[0] = os.dup(pipes.far[1])
+    assert noticed.wait(patient(10))
     assert pipes.output.closed
+
+
+def test_a_full_disk_costs_one_line_and_what_was_to_be_written(tmp_path: Path) -> None:
+    full, errors = os.open("/dev/full", os.O_WRONLY), tmp_path / "errors"
+    output = Output(1, {}, full, os.open(errors, os.O_WRONLY | os.O_CREAT))
+    for _ in range(3):
+        output.write(0, "stdout", [b"lost"])
+    output.message(["ringrun: still here"])
+    assert output.finish(patient(10))
+    assert not output.closed
+    assert errors.read_text() == (
+        "ringrun: stdout cannot be written: No space left on device; its lines are lost while that lasts, the job goes "
+        "on\nringrun: still here\n"
+    )
+
+
+def test_what_nobody_reads_is_dropped_in_the_end_and_the_other_stream_is_not(pipes: Ends) -> None:
+    pipes.output.write(0, "stdout", [b"x" * 1_000_000])
+    pipes.output.message(["ringrun: the end"])
+    assert not pipes.output.finish(0.01)
+    pipes.output.close(patient(10))
+    assert pipes.read(1) == b"ringrun: the end\n"
+
+
+def test_files_on_a_file_system_that_hangs_keep_back_no_message(pipes: Ends, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    hangs = os.open(tmp_path / "fifo", os.O_RDWR)  # and nobody reads it
+    (tmp_path / "rank.1").mkdir()
+    (tmp_path / "rank.1" / "stdout").symlink_to(tmp_path / "fifo")
+    with contextlib.closing(OutputFiles(str(tmp_path), 2)) as files:
+        output, taken = Output(2, {}, *pipes.near, files=files), []
+        for _ in range(3):
+            output.keep(1, "stdout", b"x" * 60_000, lambda: taken.append(1))
+        output.message(["ringrun: the end"])
+        output.close(0.1)
+        assert pipes.read(1) == b"ringrun: the end\n"
+        assert len(taken) < 3
+        while not output.finish(0.01):  # let its thread end
+            os.read(hangs, 1 << 16)
+    os.close(hangs)
+
+
+def test_elsewhere_the_state_of_a_progress_bar_becomes_a_line_now_and_then(
+    pipes: Ends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(display, "BAR_S", 0.02)
+    for state in (b" 10%", b"\x1b[A 20%"):
+        pipes.output.write(1, "stderr", [], frame=state)
+        line = os.read(pipes.far[1], 100)
+    assert line == b"[1]  20%\n"
+    assert pipes.read(1) == b"", "only when there is another"
+    pipes.output.write(1, "stderr", [b"100%"])
+    assert pipes.read(1) == b"[1] 100%\n"

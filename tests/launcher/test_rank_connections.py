@@ -5,7 +5,6 @@ import queue
 import select
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,13 +12,14 @@ import pytest
 
 from ringrun.connection.link import Link, connect
 from ringrun.connection.listener import Listener
-from ringrun.connection.wire import Ended, Hello, Note, Setup, Started
+from ringrun.connection.wire import Died, Ended, Hello, Note, Setup, Started, State, Taken
 from ringrun.connection.wire import Output as Says
 from ringrun.errors import MachineError
-from ringrun.job.events import Arrived, Event, RankEnded, Refused
+from ringrun.job.events import Arrived, Event, RankDied, RankEnded, Refused, Reported
 from ringrun.job.ranks import Channel, RankSetup
 from ringrun.output.display import Output
 from ringrun.processes import raise_open_files
+from tests.support.patience import patient
 
 Come = Callable[[Hello], Link]
 SIZE = 3
@@ -112,42 +112,39 @@ def test_only_ranks_that_the_job_awaits_are_let_in_and_each_once(
     assert first.receive() == Setup("127.0.0.1", 2345, "/work", {"A": "b"}, gives_stdin=False), "the first one stays"
 
 
-def test_who_fails_is_heard_while_nobody_reads_what_another_rank_prints(
+def test_all_but_output_is_heard_while_nobody_reads_what_ranks_print(
     tmp_path: Path, events: "queue.SimpleQueue[Event]"
 ) -> None:
     read, write = os.pipe()
-    listener = Listener(str(tmp_path), [], 2)
-    channel = Channel(listener, 2, RankSetup(), Output(2, {}, stdout=write), events)
+    listener = Listener(str(tmp_path), [], 1)
+    output = Output(1, {}, write, write)
+    channel = Channel(listener, 1, RankSetup(), output, events)
     channel.start()
-    talker, failing = (connect(listener.address, listener.authkey) for _ in range(2))
-    lines = [b"%06d" % number + b"x" * 65000 for number in range(100)]
-    talker.send(hello(0, 2))
-
-    def talk() -> None:
-        for line in lines:
-            talker.send(Says("stdout", line + b"\n"))
-        talker.send(Ended(0, 1.0))
-
-    talking = threading.Thread(target=talk)
-    talking.start()
-    while not select.select([read], [], [], 10)[0]:
-        pass  # it is printed; and now nobody reads on
-    failing.send(hello(1, 2))
-    failing.send(Started(4711))
-    failing.send(Ended(3, 1.0))
-    heard = [events.get(timeout=10) for _ in range(3)]
-    assert isinstance(heard[-1], RankEnded)
-    assert (heard[-1].end.rank, heard[-1].end.code) == (1, 3)
-    talking.join(0.3)
-    assert talking.is_alive(), "who talks is slowed down, and fills no memory"
+    agent = connect(listener.address, listener.authkey)
+    agent.send(hello(0, 1))
+    lines = [b"%06d" % number + b"x" * 65000 for number in range(20)]
+    for line in lines:
+        agent.send(Says("stdout", line + b"\n"))
+    for sent in (Died(3, 1.0), State(1, "", "", ""), Says("stderr", b"Oops\nlast"), Ended(3, 1.0)):
+        agent.send(sent)
+    output.message(["ringrun: the end"])  # does not wait either
+    heard = [events.get(timeout=10) for _ in range(4)]
+    assert heard[1:3] == [RankDied(0, 3), Reported(0, State(1, "", "", ""))]
+    assert isinstance(heard[3], RankEnded)
+    assert (heard[3].end.code, heard[3].end.tail) == (3, ("Oops", "last"))
+    assert not output.finish(0.01)
+    assert not select.select([agent], [], [], 0.01)[0], "nothing is Taken, so no agent sends more"
     with os.fdopen(read, "rb") as printed:
-        assert [printed.readline() for _ in lines] == [b"[0] " + line + b"\n" for line in lines]
-    ended = events.get(timeout=10)
-    assert isinstance(ended, RankEnded)
-    assert (ended.end.rank, ended.end.code) == (0, 0), "it has ended when all is printed"
-    talking.join()
-    for link in (talker, failing):
-        link.close()
+        expected = [*lines, b"Oops", b"last"]
+        while expected:
+            line = printed.readline()
+            if line != b"ringrun: the end\n":
+                assert line == b"[0] " + expected.pop(0) + b"\n", "the order within a rank stays"
+        assert output.finish(patient(10))
+    taken = agent.receive()
+    assert isinstance(taken, Taken)
+    assert taken.nbytes >= 65000
+    agent.close()
     channel.close()
     os.close(write)
 

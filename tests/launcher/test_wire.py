@@ -33,6 +33,7 @@ from ringrun.connection.wire import (
     Started,
     State,
     Suspects,
+    Taken,
     decode,
     encode,
     rank_error,
@@ -46,6 +47,7 @@ ERROR = RankError("ValueError", "boom é", "Traceback …", (1, 3))
     [
         Hello(3, 8, "node7", 2345),
         Setup("10.0.0.1", 2345, "/home/me", {"A": "é=\udc80"}, gives_stdin=True),
+        Taken(65536),
         InputWanted(),
         Input(b"\x00j{"),
         Input(b""),
