@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import copy
 import io
 import pickle
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +17,7 @@ from ringreduce.elastic.libraries import LIBRARIES, library_of
 from ringreduce.log import LOGGER
 
 ALIGNMENT = 64
-_IMMUTABLE = (type(None), bool, int, float, complex, str, bytes)
+_IMMUTABLE = (type(None), bool, int, float, complex, str, bytes, np.generic)
 
 
 class Place(NamedTuple):
@@ -29,6 +28,7 @@ class Place(NamedTuple):
     dtype: Any
     shape: tuple[int, ...]
     nbytes: int
+    device: str = ""  # the kind of device that the array was on, of torch's tensors
 
 
 class Commit:
@@ -104,7 +104,7 @@ class Commit:
         if not place.library:
             return None
         memory = self.memory[place.start : place.start + place.nbytes]
-        return LIBRARIES[place.library].room(memory, place.dtype, place.shape)
+        return LIBRARIES[place.library].room(memory, place.dtype, place.shape, place.device)
 
     def tree(self) -> Any:
         """The tree; its arrays may lie in this commit's memory: see `put_back`."""
@@ -148,7 +148,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             place = Place("", len(self.references), None, (), 0)
             self.references.append(obj)
         elif LIBRARIES[name].fits(obj) and obj.nbytes:
-            place = Place(name, self._nbytes, obj.dtype, tuple(obj.shape), obj.nbytes)
+            place = Place(name, self._nbytes, obj.dtype, tuple(obj.shape), obj.nbytes, LIBRARIES[name].device(obj))
             self._nbytes += -(-obj.nbytes // ALIGNMENT) * ALIGNMENT
             self.of_library[name].append(len(self.places))
         else:
@@ -182,4 +182,11 @@ def put_back(live: Any, saved: Any) -> Any:
             live[:] = items
             return live
         return type(saved)(*items) if hasattr(saved, "_fields") else type(saved)(items)
-    return copy.deepcopy(saved)
+    return _copied(saved)
+
+
+def _copied(saved: Any) -> Any:
+    """A copy of an object in a commit, with arrays of its own, on their devices."""
+    pickler = _Pickler(refers=False)
+    pickler.dump(saved)
+    return _Unpickler(pickler.file.getvalue(), lambda number: put_back(None, pickler.arrays[number])).load()

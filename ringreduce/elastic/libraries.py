@@ -17,7 +17,11 @@ class Library:
         """True when its elements can be kept as bytes; others are pickled."""
         return not array.dtype.hasobject
 
-    def room(self, memory: Any, dtype: Any, shape: tuple[int, ...]) -> Any:
+    def device(self, array: Any) -> str:
+        """The kind of device where an array lies, for a library that `array` does not put it on."""
+        return ""
+
+    def room(self, memory: Any, dtype: Any, shape: tuple[int, ...], device: str) -> Any:
         """A view of bytes in `memory` that `keep` can copy an array into."""
         return memory.view(dtype).reshape(shape)
 
@@ -43,8 +47,13 @@ class _Torch(Library):
         strided = sys.modules["torch"].strided
         return array.layout is strided and not array.is_quantized and array.device.type != "meta"
 
-    def room(self, memory: Any, dtype: Any, shape: tuple[int, ...]) -> Any:
-        return sys.modules["torch"].from_numpy(memory).view(dtype).view(shape)
+    def device(self, array: Any) -> str:
+        return str(array.device.type)
+
+    def room(self, memory: Any, dtype: Any, shape: tuple[int, ...], device: str) -> Any:
+        room = sys.modules["torch"].from_numpy(memory).view(dtype).view(shape)
+        room.restored_on = device  # for `put`, on a rank that has no such tensor
+        return room
 
     def keep(self, rooms: Sequence[Any], arrays: Sequence[Any]) -> None:
         torch = sys.modules["torch"]
@@ -53,7 +62,9 @@ class _Torch(Library):
 
     def put(self, live: Any, saved: Any) -> Any:
         if not _alike(live, saved):
-            return saved.clone()
+            live = sys.modules["torch"].empty(
+                saved.shape, dtype=saved.dtype, device=getattr(saved, "restored_on", None)
+            )
         live.detach().copy_(saved)
         return live
 

@@ -150,9 +150,23 @@ def adopt(optimizer: torch.optim.Optimizer, parts: Parts, put: Callable[[Any, An
         group.update({key: put(group.get(key), value) for key, value in options.items()})
     parameters, state = _parameters(optimizer), optimizer.state
     keyed = {**{parameters[number]: value for number, value in parts.of_parameters.items()}, **parts.others}
-    values = {key: put(state.get(key), value) for key, value in keyed.items()}
+    values = {
+        key: put(state[key], value) if key in state else _beside(key, put(None, value)) for key, value in keyed.items()
+    }
     state.clear()
     state.update(values)
+
+
+def _beside(parameter: Any, value: Any) -> Any:
+    """The state of a parameter, on that one's GPU; what lies in host memory, such as Adam's step, stays there."""
+    if not isinstance(parameter, torch.Tensor):
+        return value
+    device = parameter.device
+
+    def moved(_: str, leaf: Any) -> Any:
+        return leaf.to(device) if isinstance(leaf, torch.Tensor) and leaf.device.type == device.type else leaf
+
+    return trees.map_leaves(value, moved)
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ringreduce.torch as hvd
 from ringreduce.errors import InputError, PeerLostError
@@ -167,6 +168,33 @@ def test_an_optimizer_with_state_gives_it_to_one_without():
     (first, extra), (second, other) = run_ranks(2, program)
     assert_equal(first, second)
     assert extra == other == [0, 0]
+
+
+def test_state_of_gpus_comes_to_them_on_a_rank_that_has_none(monkeypatch):
+    """By tensors of torch's that have a device but no elements."""
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda *both: torch.ops.aten.copy_(*both))  # it wants a real device
+
+    class Average:
+        def __init__(self, of):
+            self.mean = of.clone()
+
+    def program():
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            parameters = [torch.nn.Parameter(torch.ones(3, device=f"cuda:{number}")) for number in (0, 1)]
+            optimizer, extra = torch.optim.Adam(parameters, foreach=False), None
+            if hvd.rank() == 0:
+                for each in parameters:
+                    each.grad = each.detach().clone()
+                optimizer.step()
+                extra = torch.ones(4, device="cuda")
+            state = hvd.elastic.TorchState(optimizer=optimizer, extra=extra, average=Average(parameters[0].detach()))
+            state.sync()
+            state.restore()
+            of_parameters = [{key: str(value.device) for key, value in of.items()} for of in optimizer.state.values()]
+            return of_parameters, str(state.extra.device), str(state.average.mean.device)
+
+    expected = [{"step": "cpu", "exp_avg": gpu, "exp_avg_sq": gpu} for gpu in ("cuda:0", "cuda:1")]
+    assert run_ranks(2, program) == [(expected, "cuda:0", "cuda:0")] * 2
 
 
 def test_an_optimizer_of_other_parameters_is_refused():
