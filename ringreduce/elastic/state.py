@@ -13,7 +13,7 @@ from ringreduce.api.world import rank
 from ringreduce.elastic.commit import Commit, put_back
 from ringreduce.elastic.kept import Kept, KeptFile
 from ringreduce.elastic.sampler import ElasticSampler
-from ringreduce.errors import HostsUpdatedInterrupt
+from ringreduce.errors import HostsUpdatedInterrupt, InputError
 from ringreduce.log import LOGGER
 
 NAME = "elastic state"  # of the operations, so that they match on ranks with different numbers of unnamed operations
@@ -108,6 +108,8 @@ class ObjectState(State):
     other attributes are replaced: read them from the state. An object with state_dict() and load_state_dict(), such as
     an ElasticSampler, is restored by these.
 
+    local:  names of attributes that are each rank's own, such as the state of a random generator: committed and
+            restored here, never sent. A rank that comes new, and every rank after a restart, has what its script gave.
     Memory: two copies of all of it, in host memory. A commit that is interrupted leaves the one before it whole. Under
             `ringrun --elastic --restarts N` one rank of each host has them in /dev/shm, from where a restart goes on.
     Source: Horovod's ObjectState, whose attributes are references.
@@ -119,14 +121,20 @@ class ObjectState(State):
         self,
         bcast_object: Callable[..., Any] | None = None,
         get_rank: Callable[[], int] | None = None,
+        *,
+        local: Iterable[str] = (),
         **attributes: Any,
     ) -> None:
         super().__init__(bcast_object, get_rank)
-        self._names = tuple(attributes)
+        self._names, self._local = tuple(attributes), tuple(local)
+        if unknown := [name for name in self._local if name not in attributes]:
+            raise InputError(f"{type(self).__name__}: local={self._local}: there is no attribute {unknown[0]!r}")
         for name, value in attributes.items():
             setattr(self, name, value)
         self._committed, self._spare = Commit(), Commit()
+        self._own, self._spare_own = Commit(), Commit()  # of the local attributes
         self._committed.take(self._tree(), number=0)
+        self._own.take(self._own_tree(), number=0)
         self._number = next(self._numbers)  # of the states of this process: the same after a restart
         self._kept: Kept | None = None
 
@@ -141,7 +149,7 @@ class ObjectState(State):
 
     def restore(self) -> None:
         """Give all attributes their committed values."""
-        for name, saved in self._committed.tree().items():
+        for name, saved in (*self._committed.tree().items(), *self._own.tree().items()):
             setattr(self, name, self._put_back(getattr(self, name, None), saved))
 
     def resume(self) -> None:
@@ -153,6 +161,8 @@ class ObjectState(State):
 
     def sync(self) -> None:
         """Give all ranks the attributes of rank 0, or of the one with the most commits at the last loss; commit them.
+
+        Local attributes stay as they are, and are committed.
 
         Cost:   a broadcast of the arrays and one of the rest; after a restart an allgather of a number before.
         Raises: PeerLostError; then this rank's attributes and its last commit are as before.
@@ -170,6 +180,7 @@ class ObjectState(State):
         broadcast_(mine.memory if is_root else self._spare.memory, root, f"{NAME}, its arrays")
         if not is_root:
             self._spare.finish(number, pickled)
+            self._spare_own.take(self._own_tree(), number)
             self._use_spare()
             self.restore()
         self.reset()
@@ -196,6 +207,7 @@ class ObjectState(State):
     def _commit(self, refers: bool = False) -> None:
         self._spare.file = self._next_file()
         self._spare.take(self._tree(), self.commits + 1, refers and self._spare.file is None)
+        self._spare_own.take(self._own_tree(), self.commits + 1, refers)
         self._use_spare()
 
     def _next_file(self) -> KeptFile | None:
@@ -207,9 +219,13 @@ class ObjectState(State):
 
     def _use_spare(self) -> None:
         self._committed, self._spare = self._spare, self._committed
+        self._own, self._spare_own = self._spare_own, self._own
 
     def _tree(self) -> dict[str, Any]:
-        return {name: self._taken(getattr(self, name)) for name in self._names}
+        return {name: self._taken(getattr(self, name)) for name in self._names if name not in self._local}
+
+    def _own_tree(self) -> dict[str, Any]:
+        return {name: self._taken(getattr(self, name)) for name in self._local}
 
     def _taken(self, value: Any) -> Any:
         """What is saved of an attribute."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -30,10 +31,10 @@ class JaxState(ObjectState):
     See `ringreduce.elastic.ObjectState`.
     """
 
-    def __init__(self, **attributes: Any) -> None:
+    def __init__(self, *, local: Iterable[str] = (), **attributes: Any) -> None:
         self._watched: list[Any] = []
         self._donates = False
-        super().__init__(None, None, **attributes)
+        super().__init__(None, None, local=local, **attributes)
 
     def save(self) -> None:
         """Keep all attributes.  Cost: pickles what is no array of JAX; copies these only where they are donated."""
@@ -43,7 +44,7 @@ class JaxState(ObjectState):
 
     def restore(self) -> None:
         """Give all attributes their committed values; raises InputError when a jitted function has taken some."""
-        if any(map(_is_gone, self._committed.references)):
+        if any(map(_is_gone, (*self._committed.references, *self._own.references))):
             raise InputError(
                 "JaxState: arrays of the last commit were donated to a jitted function, for the first time since then; "
                 "commit after its first call, or leave donate_argnums out"
@@ -57,7 +58,8 @@ class JaxState(ObjectState):
         self._watch()
 
     def _watch(self) -> None:
-        self._watched = [each for each in jax.tree.leaves(self._tree()) if isinstance(each, jax.Array)]
+        leaves = jax.tree.leaves((self._tree(), self._own_tree()))
+        self._watched = [each for each in leaves if isinstance(each, jax.Array)]
 
 
 def _is_gone(array: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import keras
@@ -32,20 +33,23 @@ class KerasState(ObjectState):
     model:     a model that is built; all its variables are kept, the states of random seeds too.
     optimizer: by default the one that the model was compiled with.
     backend:   Horovod's, without effect.
-    Any attribute may be a model or an optimizer of Keras.
+    Any attribute may be a model, a layer or an optimizer of Keras. For dropout that differs between ranks, and comes
+    again after a loss: KerasState(model, dropout=model.get_layer("dropout"), local=("dropout",)).
 
     Cost of a commit: as ObjectState's, and one more copy, out of the framework.
     Raises: InputError for a model that is not built.
     Source: Horovod's KerasState.
     """
 
-    def __init__(self, model: Any, optimizer: Any = None, backend: Any = None, **attributes: Any) -> None:
+    def __init__(
+        self, model: Any, optimizer: Any = None, backend: Any = None, *, local: Iterable[str] = (), **attributes: Any
+    ) -> None:
         if not model.built:
             raise InputError("KerasState: the model has no weights yet; build it first: model.build(input_shape)")
         optimizer = model.optimizer if optimizer is None else optimizer
         if optimizer is not None and not optimizer.built:
             optimizer.build(model.trainable_variables)
-        super().__init__(None, None, model=model, optimizer=optimizer, **attributes)
+        super().__init__(None, None, local=local, model=model, optimizer=optimizer, **attributes)
 
     def _taken(self, value: Any) -> Any:
         if not _has_variables(value):
@@ -63,7 +67,7 @@ class KerasState(ObjectState):
 
 
 def _has_variables(value: Any) -> bool:
-    return isinstance(value, keras.Model | keras.optimizers.Optimizer)
+    return isinstance(value, keras.Layer | keras.optimizers.Optimizer)
 
 
 class CommitStateCallback(keras.callbacks.Callback):  # type: ignore[misc]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -33,11 +34,16 @@ class TorchState(ObjectState):
     load_state_dict(), such as a learning rate scheduler, a GradScaler or an `ElasticSampler`. `restore` also clears the
     gradients of optimizers, and gives up what was being reduced.
 
+    For the same dropout again after a loss, TorchState(…, rng=torch.get_rng_state(), local=("rng",)): the training
+    function begins with torch.set_rng_state(state.rng), and sets state.rng before each commit.
+
     Source: Horovod's TorchState.
     """
 
-    def __init__(self, model: Any = None, optimizer: Any = None, **attributes: Any) -> None:
-        super().__init__(None, None, model=model, optimizer=optimizer, **attributes)
+    def __init__(
+        self, model: Any = None, optimizer: Any = None, *, local: Iterable[str] = (), **attributes: Any
+    ) -> None:
+        super().__init__(None, None, local=local, model=model, optimizer=optimizer, **attributes)
 
     def restore(self) -> None:
         """Give all attributes their committed values; gradients, of which some may be reduced, are cleared."""

@@ -93,3 +93,15 @@ def test_what_was_donated_for_the_first_time_since_the_commit_is_an_error():
     go_on(state, stepping(donates=True))
     with pytest.raises(ValueError, match="arrays of the last commit were donated to a jitted function"):
         state.restore()
+
+
+def test_a_key_that_is_local_is_each_ranks_own_and_goes_back():
+    state = hvd.elastic.JaxState(step=RANK, key=jax.random.key(RANK), local=("key",))
+    state.sync()
+    draws = []
+    for _ in range(2):
+        state.key, key = jax.random.split(state.key)
+        draws.append(jax.random.uniform(key).item())
+        state.restore()
+    assert draws == [jax.random.uniform(jax.random.split(jax.random.key(RANK))[1]).item()] * 2
+    assert state.step == 0

@@ -74,6 +74,18 @@ def test_an_attribute_may_be_another_model():
     equal_on_all_ranks(numbers(state.critic.weights))
 
 
+def test_a_layers_random_seed_may_be_local():
+    trained = with_dropout(RANK)
+    own = numbers(trained.layers[-1].variables)
+    state = elastic.KerasState(trained, dropout=trained.layers[-1], local=("dropout",))
+    state.sync()
+    trained.layers[-1](np.ones((1, 3)), training=True)
+    state.restore()
+    assert same(numbers(trained.layers[-1].variables), own)
+    assert len({each.tobytes() for (each,) in rr.allgather_object(own)}) == SIZE
+    equal_on_all_ranks(numbers(trained.weights))
+
+
 def test_a_model_without_weights_is_refused():
     with pytest.raises(rr.InputError, match=r"the model has no weights yet; build it first: model\.build\(input_shape"):
         elastic.KerasState(keras.Sequential([keras.layers.Dense(1)]))

@@ -88,6 +88,39 @@ def test_the_rank_with_the_most_commits_gives_its_state_to_all(elastic, ahead):
     assert elastic == [[3 if rank == ahead else 2 for rank in range(3)]]
 
 
+def test_local_attributes_are_each_ranks_own_and_go_back_with_it(elastic):
+    def program():
+        state = ObjectState(step=rr.rank(), rng=np.random.default_rng(rr.rank()), drawn=[], local=("rng", "drawn"))
+        failures, lost = [PeerLostError("rank 9 died", [9])], []
+
+        @run
+        def train(state):
+            while state.step < 4:
+                state.drawn.append(state.rng.random())
+                state.step += 1
+                if failures and state.step == 3:
+                    lost.append(state.drawn[-1])
+                    if rr.rank() == 1:  # is ahead, so that all take its state
+                        state.commit()
+                    raise failures.pop()
+                state.commit()
+            return state.drawn
+
+        drawn = train(state)
+        return drawn, lost[0] in drawn
+
+    for rank, (drawn, replayed) in enumerate(run_ranks(3, program)):
+        assert drawn == np.random.default_rng(rank).random(4).tolist()[: len(drawn)]
+        assert len(drawn) == (4 if rank == 1 else 3), "the others did not repeat the step that rank 1 had done"
+        assert replayed
+    assert elastic == [[3, 4, 3]]
+
+
+def test_a_local_attribute_must_be_one():
+    with pytest.raises(rr.InputError, match=r"ObjectState: local=\('rng',\): there is no attribute 'rng'"):
+        ObjectState(step=0, local=("rng",))
+
+
 def test_an_error_in_the_first_sync_begins_with_rank_0_again(elastic):
     """Then all have as many commits, none, but not the same state."""
     failing = [True] * 2
