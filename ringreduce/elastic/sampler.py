@@ -26,7 +26,7 @@ class ElasticSampler(DistributedSampler):
 
     processed_num: how many items all ranks have recorded in this epoch.
     Raises: see DistributedSampler.
-    Source: Horovod's ElasticSampler; without `shuffle` the order is Horovod's, too.
+    Source: Horovod's ElasticSampler, whose set_epoch always forgets; without `shuffle` the order is Horovod's, too.
     """
 
     def __init__(self, dataset: Any, shuffle: bool = True, seed: int = 0) -> None:
@@ -47,9 +47,14 @@ class ElasticSampler(DistributedSampler):
         return remaining
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin an epoch, which sets the order; call it on all ranks at the end of the one before."""
+        """Begin an epoch, which sets the order; call it on all ranks, at the end of the one before or at its beginning.
+
+        In the middle of this very epoch, such as one that a loss has broken off, it goes on with what is left.
+        """
+        is_under_way = epoch == self.epoch and self.processed_num < self.count
         super().set_epoch(epoch)
-        self.processed_num = 0
+        if not is_under_way:
+            self.processed_num = 0
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:

@@ -189,6 +189,11 @@ def test_an_epoch_is_a_new_order_and_begins_at_its_first_item():
         first = list(one)
         one.record_batch(0, 30)
         assert list(one) == first, "only a reset leaves out what is recorded"
+        one.set_epoch(0)
+        assert (one.processed_num, list(one)) == (30, first[30:]), "that very epoch, broken off, goes on"
+        one.record_batch(0, 20)
+        one.set_epoch(0)
+        assert (one.processed_num, list(one)) == (0, first), "it was done"
         one.set_epoch(1)
         assert (one.processed_num, len(one), one.processed_indices) == (0, 50, set())
         assert sorted(one) == sorted(first)
