@@ -56,6 +56,9 @@ _BITWISE = {
     ReduceOp.BITWISE_XOR: np.bitwise_xor,
 }
 
+NEUTRAL_UNSCALED = Min, Max, Product, ReduceOp.BITWISE_AND
+"""Their neutral elements are not 0, so a prescale factor would change them."""
+
 # they serve CuPy arrays too: CuPy implements NumPy's ufunc protocol
 _UFUNC = {Average: np.add, Sum: np.add, Min: np.minimum, Max: np.maximum, Product: np.multiply, **_BITWISE}
 
@@ -239,8 +242,14 @@ class Reduction(_Fields):
         scale(partial, self.prescale)
 
     def neutral(self, flat: Any) -> None:
-        """Fill `flat` (`element.storage`) with the neutral element, which a rank that has joined contributes."""
+        """Fill `flat` (`element.storage`) with the neutral element, which a rank that has joined contributes.
+
+        It is scaled as other ranks' elements are, which zero survives; see NEUTRAL_UNSCALED.
+        """
         element, value = self.element, 0.0  # False is 0 in every type
+        if self.op is ReduceOp.BITWISE_AND:
+            flat[...] = ~np.zeros(1, element.storage)[0]
+            return
         if self.op is Product or (element.kind == "b" and self.op is Min):
             value = 1.0
         elif self.op in (Min, Max) and element.kind == "f":

@@ -19,6 +19,7 @@ from typing import NamedTuple
 from ringreduce.execution.signature import Signature, SubmissionRecord, mismatch_message, ranks_text
 from ringreduce.negotiation.cache import Cache, Ids
 from ringreduce.negotiation.protocol import Announcement, Failure, Response
+from ringreduce.ops import NEUTRAL_UNSCALED, ReduceOp
 
 JOINABLE = "allreduce"  # the only kind of operation that joined ranks can take part in
 
@@ -191,7 +192,7 @@ class Coordinator:
         """What is wrong with a tensor that all live ranks have submitted."""
         if entry.differs:
             return Failure(key, "MismatchError", mismatch_message(entry.records, self._world_size))
-        return self._join_failure(entry.signature) if self._joined and entry.signature.kind != JOINABLE else None
+        return self._join_failure(entry.signature) if self._joined else None
 
     def _rival(self, key: str, entry: Entry) -> str | None:
         """Another operation of the same name, when every rank waits in one of the two: neither can complete."""
@@ -212,9 +213,18 @@ class Coordinator:
             if not keys:
                 del self._keys_by_name[entry.signature.name]
 
-    def _join_failure(self, signature: Signature) -> Failure:
-        text = f"{signature.kind} {signature.name!r}: {ranks_text(self._joined)} called join(), and a joined rank can "
-        text += "take part in allreduce only; call other collectives before any rank joins"
+    def _join_failure(self, signature: Signature) -> Failure | None:
+        """Why joined ranks cannot take part."""
+        details = dict(signature.details)
+        scaled = details.get("prescale_factor", 1.0) != 1.0 and ReduceOp(details["op"]) in NEUTRAL_UNSCALED
+        text = f"{signature.kind} {signature.name!r}: {ranks_text(self._joined)} called join(), and "
+        if signature.kind != JOINABLE:
+            text += "a joined rank can take part in allreduce only; call other collectives before any rank joins"
+        elif scaled:
+            text += f"op={details['op']} has no neutral element that prescale_factor={details['prescale_factor']} "
+            text += "leaves as it is; scale the array before the call"
+        else:
+            return None
         return Failure(signature.key, "CollectiveError", text)
 
     def _learn(self, ready: Sequence[Signature]) -> list[tuple[int, Signature]]:

@@ -10,6 +10,7 @@ import pytest
 import ringreduce as rr
 from ringreduce import runtime
 from ringreduce.arrays.dtypes import TABLE
+from ringreduce.ops import ReduceOp
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
 from tests.support.reference import MATRIX, all_but_few_extended, assert_reduced, data, readable
@@ -107,6 +108,19 @@ def test_other_collectives_fail_while_a_rank_has_joined_and_work_again_afterward
         return last
 
     assert set(run_ranks(3, program)) <= {0, 2}
+
+
+def test_a_scaled_reduction_whose_neutral_element_the_factor_would_change():
+    def program():
+        for step in range(2 * rr.rank()):
+            assert rr.allreduce(np.float64(3), op=rr.Sum, prescale_factor=2.0, name=f"s{step}") in (6, 12)
+            if step:
+                with pytest.raises(rr.CollectiveError, match=r"rank 0 called join\(\), and op=Product .*_factor=2\.0 l"):
+                    rr.allreduce(np.float64(3), op=rr.Product, prescale_factor=2.0)
+            assert rr.allreduce(np.int8(5), op=ReduceOp.BITWISE_AND) == 5
+        rr.join()
+
+    run_ranks(2, program)
 
 
 def test_a_mismatch_among_those_that_have_not_joined():

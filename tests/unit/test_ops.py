@@ -10,7 +10,7 @@ from ringreduce import ops
 from ringreduce.arrays.dtypes import TABLE
 from ringreduce.errors import InputError
 from ringreduce.kernels import sum_numba
-from ringreduce.ops import Average, Max, Min, Product, Reduction, Sum, divide, scale
+from ringreduce.ops import Average, Max, Min, Product, ReduceOp, Reduction, Sum, divide, scale
 
 BLOCK = ops.BLOCK_BYTES // 4
 """Elements that `reduce_parts` takes at a time, of the 4-byte types."""
@@ -172,6 +172,21 @@ def test_parts_are_reduced_in_rank_order_and_rounded_once(name, op):
         assert_same_bits(name, out, expected(name, op, before))
         for part, original in zip(parts, before, strict=True):
             np.testing.assert_array_equal(part, original)
+
+
+BITWISE = [(n, op) for n in TABLE for op in ReduceOp if op.value.startswith("Bitwise") and TABLE[n].kind in "biu"]
+
+
+@pytest.mark.parametrize(("name", "op"), CASES + BITWISE, ids=str)
+def test_the_neutral_element_changes_nothing(name, op):
+    (part,) = raw_parts(name, 1, 100)
+    neutral, found = np.empty_like(part), np.empty_like(part)
+    reduction = Reduction(op, TABLE[name], 1)
+    reduction.neutral(neutral)
+    part[np.isinf(part)] = 2  # its product with 1 + 0j has a NaN, as C says
+    for parts in ([part, neutral], [neutral, part]):
+        reduction.reduce_parts(parts, found)
+        np.testing.assert_array_equal(*[wide(name, each, TABLE[name].sum_type) for each in (found, part)])
 
 
 @pytest.mark.parametrize("position", [0, 1, 2, 3])
