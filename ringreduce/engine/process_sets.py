@@ -15,7 +15,7 @@ from ringreduce.execution.algorithms import Algorithms
 from ringreduce.execution.allreduce import allreduce
 from ringreduce.execution.channel import Channel
 from ringreduce.execution.context import Context, Operation, reduction_of
-from ringreduce.execution.executor import Executor, Idle
+from ringreduce.execution.executor import Ended, Executor
 from ringreduce.execution.host import Host, Resources
 from ringreduce.execution.opening import before_opening
 from ringreduce.execution.operations import ADASUM, alltoall
@@ -138,7 +138,11 @@ class ProcessSets:
         yield from ()
 
     def _remove_all(self, submissions: Sequence[Submission], context: Context) -> Steps[None]:
-        """Remove sets when their operations on this rank have ended, and their memory when those on all ranks have."""
+        """Remove sets when their operations on this rank have ended, and their memory when those on all ranks have.
+
+        What a set's ranks still run is decided in its own schedule, which ends with a response: this one's order says
+        nothing of that one's.
+        """
         for submission in submissions:
             number = submission.signature.detail("process_set")
             if number in self.members:
@@ -159,8 +163,9 @@ class ProcessSets:
             self._negotiation.close(channel, why, -1)
         state = self._states.get(numbers[0])
         if state is not None:
-            self._negotiation.close(state, why, -1)
-            yield Idle(state.executor)
+            if state.coordinator is not None:
+                state.coordinator.close(why)
+            yield Ended(state)
             yield from state.algorithms.gpu.release()
         with self._inbox.lock:
             for number in numbers:

@@ -123,18 +123,18 @@ class Running:
         return lost
 
 
-class Idle(Work):
-    """Done when an executor has no operation queued."""
+class Ended(Work):
+    """Done when a process set is closed, by its schedule, and all that stood there before has run."""
 
-    def __init__(self, executor: Executor) -> None:
-        self._executor = executor
+    def __init__(self, on: Running) -> None:
+        self._on = on
 
     @property
     def peer(self) -> int:  # type: ignore[override]
-        """The rank that the executor waits for."""
-        stuck_on = self._executor.stuck_on()
-        return self._executor.context.members[0] if stuck_on is None else stuck_on
+        """The rank that its operation waits for, else its coordinator."""
+        stuck_on = self._on.executor.stuck_on()
+        return self._on.members[0] if stuck_on is None else stuck_on
 
     def done(self) -> bool:
         """See `Work.done`."""
-        return not self._executor.busy
+        return bool(self._on.closed) and not self._on.busy

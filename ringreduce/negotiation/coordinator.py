@@ -75,7 +75,7 @@ class Coordinator:
         self._abandoned: dict[str, int] = {}
         """Tensors that stalled too long, with the number of the response that fails them. For good: a record from
         before may come when its rank has read that, since only messages on one way keep their order."""
-        self._leaver: tuple[int, str] | None = None
+        self._closing: tuple[int, str] | None = None  # the rank that has left, -1 for none, and why the set ends
         self.closed = False
         self.has_news = False  # true when something was announced since the last decision
 
@@ -94,8 +94,13 @@ class Coordinator:
             self._joined[rank] = announcement.join
             self._touched.update(dict.fromkeys(self._entries))
             self.forget(list(self._cache))
-        if announcement.leave and self._leaver is None:
-            self._leaver = (rank, announcement.leave)
+        if announcement.leave:
+            self.close(f"rank {rank} has left the job: {announcement.leave}", rank)
+
+    def close(self, why: str, leaver: int = -1) -> None:
+        """Let the next response be the last: nothing that is not ready runs any more, on any rank."""
+        self.has_news = True
+        self._closing = self._closing or (leaver, why)
 
     @property
     def _live(self) -> int:
@@ -138,9 +143,10 @@ class Coordinator:
             return None
         self.has_news = False
         number = self._responses + 1
+        leaver, closed = self._closing or (-1, "")
         ready, failures = self._ready_entries()
         all_joined = not self._live
-        if not (ready or failures or self._forgotten or all_joined or self._leaver):
+        if not (ready or failures or self._forgotten or all_joined or self._closing):
             return None
         learned = self._learn([entry.signature for entry in ready]) if ready and not self._joined else []
         response = Response(
@@ -153,12 +159,12 @@ class Coordinator:
             tuple(sorted(self._joined)) if ready else (),
             bool(self._joined) and all(self._joined.values()),
             list(self._joined)[-1] if all_joined else -1,
-            f"rank {self._leaver[0]} has left the job: {self._leaver[1]}" if self._leaver else "",
-            self._leaver[0] if self._leaver else -1,
+            closed,
+            leaver,
         )
         if all_joined:
             self._joined = {}
-        self.closed = self._leaver is not None
+        self.closed = bool(closed)
         self._responses = number
         return response
 

@@ -1,5 +1,6 @@
 """Engines in an order of events that is rare on real ranks: played by hand, or by ranks as threads."""
 
+import contextlib
 import re
 import threading
 import time
@@ -236,6 +237,42 @@ def test_a_set_that_is_removed_while_it_is_busy_goes_when_it_has_ended():
             until(self.done)
 
     run_ranks(3, program, settings=DYNAMIC, hosts=[0, 1, 2])
+
+
+@pytest.mark.timeout(60)
+def test_what_is_not_scheduled_when_its_set_is_removed_ends_alike_on_all_ranks():
+    """Rank 1 leads the set, and is stopped while rank 2 submits to it, and hears of the removal."""
+    stopped, heard = threading.Event(), threading.Event()
+
+    def stop(engine):
+        until(lambda: engine.states[0].pending and not engine._inbox.holds_any())
+        with engine._polling.lock:
+            stopped.set()
+            heard.wait(10)
+
+    def program():
+        given = rr.add_process_set([1, 2])
+        engine = current()
+        if rr.rank() == 1:
+            threading.Thread(target=stop, args=(engine,)).start()
+        if rr.rank() == 2:
+            stopped.wait(10)
+            remove = engine.process_sets._remove_all
+
+            def removed(*arguments):
+                threading.Timer(0.1, heard.set).start()
+                yield from remove(*arguments)
+
+            engine.states[0].executor.context.operations["remove_process_set"] = removed
+        if rr.rank():
+            handle = rr.allreduce_async(np.ones(3), op=rr.Sum, name="t", process_set=given)
+        assert rr.remove_process_set(given)
+        with contextlib.suppress(rr.CollectiveError):
+            return rr.synchronize(handle).tolist() if rr.rank() else None
+        return "failed"
+
+    _, one, other = run_ranks(3, program, settings=DYNAMIC)
+    assert one == other
 
 
 def test_a_group_without_arrays_is_reduced_as_any_other():
