@@ -143,7 +143,6 @@ def reform(commits: int) -> Reformed:
     stopped_s = time.monotonic()
     entered = elastic.enter(last, cast(MessageTransport, current.transport), commits, engine.process_sets.numbered())
     engine.gpu.free(of_lost_world=True)  # all have unmapped it before they met
-    elastic.kept.append(engine)
     met_s = time.monotonic()
     current.enter(*entered)
     report_reformed(current.settings.error_file, entered.world.number)

@@ -36,7 +36,11 @@ class OwnChannel:
         self.size, self.rank = len(members), self.members.index(current.world.rank)
         self._number: int | None
         self._number, opened = self.engine.process_sets.open(members, name, INTO_OUTPUTS)
-        opened.wait(timeout_s)
+        try:
+            opened.wait(timeout_s)
+        except BaseException:
+            self.shut()
+            raise
 
     def begin(
         self,

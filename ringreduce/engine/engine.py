@@ -66,7 +66,9 @@ class Engine:
         one_host = len(set(world.hosts)) == 1
         self._inbox = inbox = Inbox(transport, settings, one_host, not host.overlaps)
         timeline = Timeline()
-        self.negotiation = negotiation = Negotiation(world, settings, mailbox, inbox, timeline, self.gpu)
+        self.negotiation = negotiation = Negotiation(
+            world, settings, mailbox, inbox, timeline, self.gpu, transport.in_flight.sweep
+        )
         make = functools.partial(Context, settings=settings, memory=self.memory, timeline=timeline, gpu=self.gpu)
         self.process_sets = ProcessSets(world, host, inbox, mailbox, negotiation, make)
         self.states, sets = negotiation.states, self.process_sets.members
@@ -145,6 +147,8 @@ class Engine:
         except BaseException as exc:  # whatever it was, the user's threads must not wait for this one
             self._break(exc)
         finally:
+            with contextlib.suppress(Exception):  # whatever it is, see above
+                self.transport.in_flight.abandon()
             self._recording.close()
             self._ended.set()
 
@@ -187,7 +191,5 @@ class Engine:
                 self._send_broken(error)
 
     def _fail_all(self, error: Exception) -> None:
-        with contextlib.suppress(Exception):  # what failed may be MPI itself
-            self.transport.cancel_receives()
         self.negotiation.stop(error)
         self.gpu.abort()

@@ -58,7 +58,6 @@ class ProcessSets:
         self._bases: dict[int, int] = {}  # the process set of each channel
         self._next, self._next_channel = 0, -1
         self._own_numbers = itertools.count(FIRST_OWN, -1)
-        self._abandoned: list[Channel] = []  # closed with operations under way, to whose memory MPI may still write
 
     @property
     def sets(self) -> dict[int, tuple[int, ...]]:
@@ -244,8 +243,6 @@ class ProcessSets:
             with self._inbox.lock:
                 channel = self._channels.pop(number)
                 del self.members[number]
-            if channel.busy:
-                self._abandoned.append(channel)
             self._negotiation.close(channel, "its process group was destroyed", -1)
 
         self._inbox.call_soon(end)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ringreduce.collectives import hierarchical, shared
 from ringreduce.cost_model import (
@@ -57,6 +57,7 @@ class Algorithms:
     region:    the set's part of the host's shared memory; None on all ranks where a host has none.
     gpu_flags: flags for GPU arrays; None as for the region.
     over_mpi:  MPI carries the messages.
+    abandon:   see `InFlight.abandon`, for all messages of the set.
     """
 
     def __init__(
@@ -69,8 +70,9 @@ class Algorithms:
         constants: Constants,
         gpu_flags: Flags | None = None,
         over_mpi: bool = False,
+        abandon: Callable[[], object] = lambda: None,
     ) -> None:
-        self.channels = channels
+        self.channels, self.abandon = channels, abandon
         self.ring_channels = channels
         """For all-reduces alone, since who owns which chunk differs."""
         if list(order) != sorted(order):

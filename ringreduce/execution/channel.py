@@ -18,7 +18,7 @@ import numpy as np
 
 from ringreduce.collectives import hashed, shared_in_place
 from ringreduce.collectives.shared import packed
-from ringreduce.errors import MismatchError, RingreduceError
+from ringreduce.errors import CollectiveError, MismatchError, RingreduceError
 from ringreduce.execution import operations
 from ringreduce.execution.allreduce import is_short
 from ringreduce.execution.context import Context
@@ -27,7 +27,7 @@ from ringreduce.execution.host import Host
 from ringreduce.execution.opening import everyones, opened
 from ringreduce.execution.send_receive import Receiver, send
 from ringreduce.execution.shared_arrays import WISHED, SharedArrays
-from ringreduce.execution.signature import Signature, SubmissionRecord, mismatch_message
+from ringreduce.execution.signature import Signature, SubmissionRecord, mismatch_message, ranks_text
 from ringreduce.execution.submission import Submission
 from ringreduce.transport.base import Steps, Transport
 from ringreduce.transport.window import Signatures
@@ -68,13 +68,23 @@ class Channel(Running):
 
     def _open(self, submission: Submission, host: Host) -> Steps[None]:
         context = self._context
+        others = set(context.members) - {self._world.rank}
+        if doubtful := sorted(host.opening & others):
+            text = (
+                f"{self.name!r} of ranks {list(self.members)}: a group with {ranks_text(doubtful)} is being made, or "
+            )
+            text += "was given up before it was: its messages would be taken for this one's; make one after the other, "
+            submission.fail(CollectiveError(f"{text}with a longer timeout, or start the job again"))
+            return
+        host.opening |= others
+        end: Callable[[], object] = submission.complete
         try:
             steps = opened(host, context.members, self.name, context.transport)
             context.algorithms, self._signatures = yield from steps
         except RingreduceError as exc:  # raised on all ranks
-            submission.fail(exc)
-        else:
-            submission.complete()
+            end = functools.partial(submission.fail, exc)
+        host.opening -= others
+        end()
 
     def enqueue(self, submission: Submission) -> None:
         """Run an operation after those submitted before, in the same order on all ranks."""

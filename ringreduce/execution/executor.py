@@ -22,8 +22,6 @@ class Executor:
         self.moved_s = time.monotonic()
         self.work: Work | None = None  # what the current operation waits for
         self._queue: deque[Steps[None]] = deque()
-        self._abandoned: list[Steps[None]] = []
-        """Operations that will never complete, kept alive since MPI may still access their memory."""
 
     @property
     def busy(self) -> bool:
@@ -75,9 +73,10 @@ class Executor:
         return None if self.work is None else self.work.peer
 
     def abandon(self) -> None:
-        """Drop all operations; the current one will never complete."""
+        """Drop all operations; the current one will never complete. Its messages are `InFlight`'s affair."""
         self.work = None
-        self._abandoned.extend(self._queue)
+        if self._queue and self.context.gpu.is_used:
+            self.context.gpu.abandoned.append(self._queue[0])
         self._queue.clear()
 
 
@@ -120,6 +119,7 @@ class Running:
         lost, self.running = list(self.running.values()), {}
         for each in self.executors:
             each.abandon()
+        self.executor.context.algorithms.abandon()
         return lost
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import weakref
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from ringreduce.settings import MOST_REGIONS, Settings
 from ringreduce.startup.links import Links
 from ringreduce.transport.base import EngineTransport
 from ringreduce.transport.counters import group_bytes
-from ringreduce.transport.subset import CHANNELS, TAGS, channels
+from ringreduce.transport.subset import CHANNELS, TAGS, channels, tags_of
 from ringreduce.transport.window import (
     FLAGS_BYTES,
     FLAGS_PER_REGION,
@@ -75,6 +76,7 @@ class Host:
         self.first_own_tags = self.most_tags // 2
         """From here on for channels that their members open alone; by this range they agree on others (opening.py)."""
         self.next_own_tags = self.first_own_tags + 1
+        self.opening: set[int] = set()  # ranks with which this one opens a channel, or has given up to open one
         self._tags = _RegionAllocator(self.first_own_tags)
         self._regions = _RegionAllocator(0 if window is None else settings.shared_regions)
         self._gpu_flags = _RegionAllocator(0 if window is None else MOST_REGIONS)
@@ -107,6 +109,7 @@ class Host:
             self.constants,
             gpu_flags,
             self.world.comm is not None,
+            functools.partial(self._transport.in_flight.abandon, tags_of(tags)),
         )
 
     def signatures(self, resources: Resources, members: Sequence[int]) -> Signatures | None:

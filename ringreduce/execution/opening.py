@@ -1,7 +1,8 @@
 """Opens a channel that its members make alone: no other rank takes part, as in torch.distributed's new_group.
 
 By messages with tags that are kept for this they agree on tags of the channel's own, and make shared memory of its own.
-So a rank opens one channel after the other. The memory goes with the channel, and its tags are not used again: whatever
+So a rank opens one channel after the other, and none any more with a rank with which it has given one up: that one's
+messages may come later. The memory goes with the channel, and its tags are not used again: whatever
 a channel leaves behind, no later one meets it.
 """
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Generator
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 from ringreduce.arrays.buffer import Buffer
 from ringreduce.execution.submission import Submission
@@ -44,7 +45,8 @@ class SharedArrays:
     """Those of one channel, on one rank."""
 
     def __init__(self) -> None:
-        self._others: dict[int, list[Any]] = {}  # by number: every member's bytes, by rank in the channel
+        self._others: WeakKeyDictionary[Memory, list[Any]] = WeakKeyDictionary()
+        """Every member's bytes, by rank in the channel, while this rank has its own: DDP makes buckets anew."""
         self._count = WISHED
 
     def common(self, words: list[int], submission: Submission) -> list[Any] | None:
@@ -52,7 +54,7 @@ class SharedArrays:
         if words[0] <= WISHED or len(set(words)) > 1:
             return None
         (own,) = submission.outputs
-        return [each[: own.nbytes].view(own.element.storage) for each in self._others[words[0]]]
+        return [each[: own.nbytes].view(own.element.storage) for each in self._others[submission.payload]]
 
     def share(self, submission: Submission, members: int, exchange: Exchange) -> Generator[Any, Any, int]:
         """Move this array and map the others'; all members call it. Returns its number, or REFUSED, on all alike."""
@@ -75,7 +77,7 @@ class SharedArrays:
         memory.number = REFUSED
         if all(everyones):
             self._count += 1
-            memory.number, self._others[self._count] = self._count, arrays
+            memory.number, self._others[memory] = self._count, arrays
         return memory.number
 
 

@@ -33,6 +33,7 @@ class Gpu:
         self.index: int | None = None  # the index of the GPU, from the first array
         self.default_index = 0  # used before the first array: a rank may join without any
         self.paths: list[Any] = []  # GpuPaths, from a layer above, of the process sets that have memory on this GPU
+        self.abandoned: list[Any] = []  # operations that will not go on, whose memory queued work may still use
         self._retired: deque[tuple[Event, Any]] = deque()
 
     @property
@@ -120,6 +121,7 @@ class Gpu:
         if "stream" in self.__dict__:
             self.stream.synchronize()
         self._retired.clear()
+        self.abandoned.clear()
         for each in self.paths:
             each.close()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from ringreduce import errors
@@ -54,7 +54,9 @@ class Negotiation:
         inbox: Inbox,
         timeline: Timeline,
         gpu: Gpu,
+        sweep: Callable[[], object],
     ) -> None:
+        """sweep: called now and then."""
         self.states: dict[int, ProcessSetState] = {}  # of this rank's process sets, by number
         self.channels: dict[int, Channel] = {}  # of those process sets, by number
         self.known_submissions = 0  # how many submissions were counted by their id
@@ -63,7 +65,7 @@ class Negotiation:
         self.leaving_s = math.inf  # since when, for the stall watch
         self.error: Exception | None = None  # why the engine has failed; it runs nothing any more
         self._world, self._mailbox, self._inbox, self._timeline, self._gpu = world, mailbox, inbox, timeline, gpu
-        self._lock = inbox.lock
+        self._lock, self._sweep = inbox.lock, sweep
         self._newest = -1  # the newest process set
         limit_s = min(filter(None, (settings.stall_check_s, settings.stall_abort_s)), default=math.inf)
         self._overdue_s, self._next_check_s = OVERDUE_SHARE * limit_s, 0.0
@@ -81,6 +83,7 @@ class Negotiation:
             moved |= self._follow(state)
         if not moved and (now := time.monotonic()) >= self._next_check_s:
             self._next_check_s = now + CHECK_S
+            self._sweep()
             for state in self.states.values():
                 state.negotiator.check(now, self._overdue_s)
             for channel in list(self.channels.values()):

@@ -25,8 +25,6 @@ RECOVERY_S = 20.0  # how long a rank waits for a list
 MEETING_S = 60.0  # beside stall_abort_s, for the ranks that it names: by then the launcher has ended those that hang
 REPORT_EVERY_S = 1.0  # how often a rank that waits for others tells the launcher
 EAGER_S, SLEEP_S = 20e-3, 200e-6  # a wait first yields the core only
-_for_ever: list[Any] = []
-"""What has memory that MPI may still read, or write for a rank that is dead."""
 
 
 class Origin(NamedTuple):
@@ -89,7 +87,6 @@ def regroup(origin: Origin, members: Members, last: World, before: MessageTransp
     Cost:   two small allgathers.
     Raises: CollectiveError when they do not come.
     """
-    _for_ever.append(before)
     while True:
         membership = members.newest
         if origin.world.rank not in membership.ranks:  # those have ended whom this spare was to join: so will the job
@@ -127,11 +124,11 @@ def _meet(
     if origin.host.window is not None:
         clear_block(origin.host.window, settings, origin.world.local_rank)
     steps = everyones(value, transport)
-    _for_ever.append((transport, steps))
     try:
         values = _driven(steps, check)
-        _until(lambda: not before.receives_from(living), check)  # no late message may reach an array
+        _until(lambda: not before.in_flight.receives_from(living), check)  # no late message may reach an array
     except (CollectiveError, _NewerError):
+        transport.in_flight.abandon()
         raise
     except Exception as exc:  # of MPI: another rank is dead, as the launcher will say
         _until(lambda: False, check)

@@ -54,7 +54,6 @@ class Elastic:
         self.times_s: dict[
             str, float
         ] = {}  # of the last re-forming, by what had just ended; this host's monotonic clock
-        self.kept: list[Any] = []  # engines that were given up: MPI may still use their memory
 
     def enter(self, last: World, before: MessageTransport, commits: int, sets: ProcessSets | None) -> Entered:
         """Meet the ranks of the newest list, see `regroup`; the sets are those of the rank with the most commits."""

@@ -2,6 +2,8 @@
 
 base       what a transport is: send, receive, control messages, sleep
 message    MPI point-to-point messages, and control messages
+in_flight  the owner of the memory that MPI may still read or write
+counters   what a host's ranks have submitted, and what runs next, in memory that they share
 subset     some ranks of a transport as a transport of their own
 waiting    how a thread waits for other ranks
 window     memory and flags that the ranks of one host share

@@ -10,6 +10,7 @@ from collections.abc import Generator
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from ringreduce.transport import waiting
+from ringreduce.transport.in_flight import InFlight
 
 Result = TypeVar("Result")
 
@@ -76,6 +77,8 @@ class ControlMessage(NamedTuple):
 class EngineTransport(Transport, Protocol):
     """A transport for an engine: with control messages, and a sleep that the rank's own threads can end."""
 
+    in_flight: InFlight  # owns the memory of messages until they are done
+
     def send_control(self, content: bytes, destination: int) -> None:
         """Send a control message; two control messages to one rank arrive in order. Returns at once."""
 
@@ -88,9 +91,6 @@ class EngineTransport(Transport, Protocol):
     @property
     def most_tags(self) -> int:
         """Tags from 0 to this one less may be used."""
-
-    def cancel_receives(self) -> None:
-        """Cancel the receives for which nothing has begun to arrive: their memory is not written any more."""
 
     def sleep(self, timeout_s: float) -> None:
         """Return after `timeout_s`, or earlier when `wake` is called."""

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import threading
 from collections import deque
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ import numpy as np
 from ringreduce.arrays import buffer
 from ringreduce.errors import CollectiveError
 from ringreduce.transport.base import ControlMessage, Work
+from ringreduce.transport.in_flight import CONTROL_TAG, InFlight
 from ringreduce.world import World
 
 MOST_BYTES = 1 << 30  # of one message; from 2 GiB on Open MPI fails
@@ -26,31 +27,25 @@ TAGS_PER_WORLD = 1 << 14
 
 
 class MessageWork(Work):
-    """A message in flight."""
+    """A message in flight, which `in_flight` keeps, and with it the memory, to which MPI has a bare pointer."""
 
-    def __init__(self, handle: Any, peer: int, memory: Any, receives: set[MessageWork] | None = None) -> None:
-        """receives: those in flight; this one is in the set until it is done."""
-        self._receives = receives
-        if receives is not None:
-            receives.add(self)
-        self._handle = handle
-        self._memory = memory  # MPI holds a bare pointer: keep its memory alive
+    def __init__(self, handle: Any, peer: int, memory: Any, in_flight: InFlight, tag: int, receives: bool) -> None:
+        self._handle, self._memory, self._in_flight = handle, memory, in_flight
+        self.peer, self.tag, self.receives = peer, tag, receives
         self._is_done = False
-        self.peer = peer
+        in_flight.add(self)
 
     def done(self) -> bool:
         """See `Work.done`."""
         if not self._is_done and self._handle.Test():
             self._is_done, self._memory = True, None
-            if self._receives is not None:
-                self._receives.discard(self)
+            self._in_flight.discard(self)
         return self._is_done
 
-    def cancel(self) -> bool:
-        """Cancel the receive; False when something has begun to arrive."""
-        if not self._handle.Test():
+    def cancel(self) -> None:
+        """Cancel the receive, unless something has begun to arrive; `done` tells."""
+        if not self.done():
             self._handle.Cancel()
-        return bool(self._handle.Test())
 
 
 class LongMessage(Work):
@@ -75,8 +70,8 @@ class MessageTransport:
         self._first_tag, self._control_tag = world.number * TAGS_PER_WORLD, world.number
         if self._is_elastic and self._first_tag + TAGS_PER_WORLD > self._mpis_tags():
             raise CollectiveError(f"MPI has tags for {world.number} worlds, and all were used; start the job again")
-        self._outbox: deque[tuple[Any, bytes]] = deque()
-        self._receives: set[MessageWork] = set()
+        self.in_flight = InFlight()
+        self._outbox: deque[MessageWork] = deque()
         self._woken = threading.Lock()  # held until `wake` releases it
         self._woken.acquire()
         self.rank = world.rank
@@ -87,8 +82,8 @@ class MessageTransport:
         memory = buffer.message_bytes(array)
         if memory.nbytes > MOST_BYTES:
             return LongMessage([self.send(each, destination, tag) for each in _cut(memory)])
-        to, tag = self._members[destination], self._first_tag + tag
-        return MessageWork(self._comm.Isend(_known_to_mpi(memory), to, tag), destination, memory)
+        handle = self._comm.Isend(_known_to_mpi(memory), self._members[destination], self._first_tag + tag)
+        return MessageWork(handle, destination, memory, self.in_flight, tag, False)
 
     def receive(self, array: Any, source: int, tag: int, at_most: bool = False) -> Work:
         """See `Transport.receive`. MPI always takes fewer."""
@@ -96,7 +91,7 @@ class MessageTransport:
         if memory.nbytes > MOST_BYTES:
             return LongMessage([self.receive(each, source, tag) for each in _cut(memory)])
         handle = self._comm.Irecv(_known_to_mpi(memory), self._members[source], self._first_tag + tag)
-        return MessageWork(handle, source, memory, self._receives)
+        return MessageWork(handle, source, memory, self.in_flight, tag, True)
 
     @property
     def most_tags(self) -> int:
@@ -117,20 +112,10 @@ class MessageTransport:
     def _status(self) -> Any:
         return self._mpi.Status()
 
-    def cancel_receives(self) -> None:
-        """See `EngineTransport.cancel_receives`. The others stay in `_receives`: MPI may write to their memory."""
-        self._receives -= {each for each in self._receives if each.cancel()}
-
-    def receives_from(self, ranks: Container[int]) -> bool:
-        """True while something that has begun to arrive from these ranks, and could not be cancelled, still does."""
-        for each in list(self._receives):
-            each.done()
-        return any(each.peer in ranks for each in self._receives)
-
     def send_control(self, content: bytes, destination: int) -> None:
         """See `EngineTransport.send_control`."""
         request = self._control.Isend(content, self._members[destination], self._control_tag)
-        self._outbox.append((request, content))
+        self._outbox.append(MessageWork(request, destination, content, self.in_flight, CONTROL_TAG, False))
 
     def recv_control(self) -> list[ControlMessage]:
         """See `EngineTransport.recv_control`."""
@@ -161,7 +146,7 @@ class MessageTransport:
 
     def flushed(self) -> bool:
         """See `EngineTransport.flushed`."""
-        while self._outbox and self._outbox[0][0].Test():  # in order: testing the oldest is enough
+        while self._outbox and self._outbox[0].done():  # in order: testing the oldest is enough
             self._outbox.popleft()
         return not self._outbox
 

@@ -30,6 +30,11 @@ class SubsetTransport:
         return self._whole.receive(array, self._members[source], self._first_tag + tag, at_most)
 
 
+def tags_of(number: int) -> range:
+    """The tags of range `number`: those of a process set."""
+    return range(number * CHANNELS * TAGS, (number + 1) * CHANNELS * TAGS)
+
+
 def channels(whole: Transport, members: Sequence[int], number: int) -> list[Transport]:
     """The transports of a process set, with range `number` of tags: one for each concurrent operation."""
     return [SubsetTransport(whole, members, number * CHANNELS + each) for each in range(CHANNELS)]

@@ -7,6 +7,7 @@ fails here.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import time
@@ -18,6 +19,7 @@ import numpy as np
 from ringreduce.arrays import buffer
 from ringreduce.errors import CollectiveError, PeerLostError
 from ringreduce.transport.base import ControlMessage, Work
+from ringreduce.transport.in_flight import InFlight
 
 
 class Message(NamedTuple):
@@ -61,9 +63,9 @@ class Exchange:
     def post(self, request: ThreadWork) -> None:
         """Match a send with the oldest receive of its kind, or the other way round, or keep it until one comes."""
         with self.changed:
-            mine = self._pending_receives if request.receiving else self._pending_sends
-            others = self._pending_sends if request.receiving else self._pending_receives
-            if request.receiving:
+            mine = self._pending_receives if request.receives else self._pending_sends
+            others = self._pending_sends if request.receives else self._pending_receives
+            if request.receives:
                 self._check_not_being_sent(request)
             if others[request.key]:
                 other = others[request.key].popleft()
@@ -71,16 +73,15 @@ class Exchange:
                 self.changed.notify_all()
                 self.woken[other.rank].set()
             else:
-                if self.buffered and not request.receiving:
+                if self.buffered and not request.receives:
                     request.array, request.completed = request.array.copy(), True
                 mine[request.key].append(request)
 
-    def cancel_receives(self, rank: int) -> None:
-        """Drop the receives of a rank that have no matching send."""
-        with self.changed:
-            for receives in self._pending_receives.values():
-                if receives and receives[0].rank == rank:
-                    receives.clear()
+    def cancel(self, receive: ThreadWork) -> None:
+        """Drop a receive that has no matching send."""
+        with self.changed, contextlib.suppress(ValueError):
+            self._pending_receives[receive.key].remove(receive)
+            receive.completed = True
 
     def _check_not_being_sent(self, receive: ThreadWork) -> None:
         for send in itertools.chain.from_iterable(self._pending_sends.values()):
@@ -107,25 +108,40 @@ class ThreadWork(Work):
     """A message in flight."""
 
     def __init__(
-        self, exchange: Exchange, array: Any, rank: int, peer: int, tag: int, receiving: bool, at_most: bool
+        self,
+        exchange: Exchange,
+        in_flight: InFlight,
+        array: Any,
+        rank: int,
+        peer: int,
+        tag: int,
+        receives: bool,
+        at_most: bool,
     ) -> None:
-        self._exchange = exchange
+        self._exchange, self._in_flight = exchange, in_flight
         self.array = buffer.message_bytes(array)
         self.rank = rank
-        self.peer = peer
-        self.receiving, self.at_most = receiving, at_most
-        self.key = (peer, rank, tag) if receiving else (rank, peer, tag)
+        self.peer, self.tag = peer, tag
+        self.receives, self.at_most = receives, at_most
+        self.key = (peer, rank, tag) if receives else (rank, peer, tag)
         self.completed = False
         self.error = ""
+        in_flight.add(self)
 
     def __str__(self) -> str:
-        return f"rank {self.rank} waits to {'receive from' if self.receiving else 'send to'} rank {self.peer}"
+        return f"rank {self.rank} waits to {'receive from' if self.receives else 'send to'} rank {self.peer}"
 
     def done(self) -> bool:
         """See `Work.done`."""
+        if self.completed:
+            self._in_flight.discard(self)
         if self.error:
             raise CollectiveError(self.error)
         return self.completed
+
+    def cancel(self) -> None:
+        """Cancel the receive, unless its send is there."""
+        self._exchange.cancel(self)
 
     def wait(self) -> None:
         """See `Work.wait`."""
@@ -137,7 +153,7 @@ def _overlap(one: Any, other: Any) -> bool:
 
 
 def _deliver(one: ThreadWork, other: ThreadWork) -> None:
-    receive, send = (one, other) if one.receiving else (other, one)
+    receive, send = (one, other) if one.receives else (other, one)
     longest, sent = receive.array.nbytes, send.array.nbytes
     if not (sent <= longest if receive.at_most else sent == longest):
         receive.error = send.error = (
@@ -155,15 +171,16 @@ class ThreadTransport:
         self._exchange = exchange
         self.rank = rank
         self.size = exchange.size
+        self.in_flight = InFlight(set())
 
     def send(self, array: Any, destination: int, tag: int) -> ThreadWork:
         """See `Transport.send`."""
         self._exchange.messages.append(Message(self.rank, destination, tag, array.nbytes))
-        return self._post(array, destination, tag, receiving=False)
+        return self._post(array, destination, tag, receives=False)
 
     def receive(self, array: Any, source: int, tag: int, at_most: bool = False) -> ThreadWork:
         """See `Transport.receive`."""
-        return self._post(array, source, tag, receiving=True, at_most=at_most)
+        return self._post(array, source, tag, receives=True, at_most=at_most)
 
     def send_control(self, content: bytes, destination: int) -> None:
         """See `EngineTransport.send_control`."""
@@ -182,10 +199,6 @@ class ThreadTransport:
 
     most_tags = 1 << 31
 
-    def cancel_receives(self) -> None:
-        """See `EngineTransport.cancel_receives`."""
-        self._exchange.cancel_receives(self.rank)
-
     def sleep(self, timeout_s: float) -> None:
         """See `EngineTransport.sleep`; an arriving message ends it, too."""
         woken = self._exchange.woken[self.rank]
@@ -196,7 +209,7 @@ class ThreadTransport:
         """See `EngineTransport.wake`."""
         self._exchange.woken[self.rank].set()
 
-    def _post(self, array: Any, peer: int, tag: int, receiving: bool, at_most: bool = False) -> ThreadWork:
-        request = ThreadWork(self._exchange, array, self.rank, peer, tag, receiving, at_most)
+    def _post(self, array: Any, peer: int, tag: int, receives: bool, at_most: bool = False) -> ThreadWork:
+        request = ThreadWork(self._exchange, self.in_flight, array, self.rank, peer, tag, receives, at_most)
         self._exchange.post(request)
         return request

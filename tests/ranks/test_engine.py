@@ -4,7 +4,6 @@ import contextlib
 import re
 import threading
 import time
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ import ringreduce as rr
 from ringreduce import runtime
 from ringreduce.engine.engine import Engine
 from ringreduce.errors import InputError
-from ringreduce.execution.executor import Executor
 from ringreduce.execution.host import Host
 from ringreduce.execution.signature import Signature
 from ringreduce.negotiation.protocol import Announcement, Response, Scheduled, ShutdownAck, decode, encode
@@ -88,23 +86,6 @@ def test_a_rank_that_leaves_tells_the_sets_that_it_is_yet_to_hear_of():
     told.clear()
     until(lambda: told.extend(decode(each.content) for each in other.recv_control()) or told)
     assert told == [Announcement(1, 0, leave="its script ended")]
-
-
-def test_what_mpi_may_still_write_to_is_kept_however_often_all_is_given_up():
-    executor = Executor(SimpleNamespace())
-    scratch = np.zeros(3)
-
-    def steps():
-        yield from ()
-        scratch.fill(0)
-
-    kept = [steps(), steps()]
-    for each in kept:
-        executor.enqueue(each)
-        executor.abandon()
-    executor.abandon()
-    held = [value for value in vars(executor).values() if isinstance(value, list) and value]
-    assert held == [kept]
 
 
 @pytest.mark.timeout(60)

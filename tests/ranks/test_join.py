@@ -115,7 +115,9 @@ def test_a_scaled_reduction_whose_neutral_element_the_factor_would_change():
         for step in range(2 * rr.rank()):
             assert rr.allreduce(np.float64(3), op=rr.Sum, prescale_factor=2.0, name=f"s{step}") in (6, 12)
             if step:
-                with pytest.raises(rr.CollectiveError, match=r"rank 0 called join\(\), and op=Product .*_factor=2\.0 l"):
+                with pytest.raises(
+                    rr.CollectiveError, match=r"rank 0 called join\(\), and op=Product .*_factor=2\.0 l"
+                ):
                     rr.allreduce(np.float64(3), op=rr.Product, prescale_factor=2.0)
             assert rr.allreduce(np.int8(5), op=ReduceOp.BITWISE_AND) == 5
         rr.join()

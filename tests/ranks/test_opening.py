@@ -1,5 +1,6 @@
 """Channels that their members open alone: what torch.distributed's groups are made of."""
 
+import math
 import threading
 
 import numpy as np
@@ -7,10 +8,11 @@ import pytest
 
 import ringreduce as rr
 from ringreduce import runtime
+from ringreduce.api.own_channel import OwnChannel
 from ringreduce.arrays.view import as_buffer
 from ringreduce.engine.process_sets import IN_ORDER
 from ringreduce.testing import run_ranks
-from tests.support.patience import nothing_left_in_shared_memory
+from tests.support.patience import nothing_left_in_shared_memory, wait_until
 from tests.support.world import on_every_world
 
 pytestmark = pytest.mark.timeout(60)
@@ -113,6 +115,54 @@ def test_a_group_that_is_shut_fails_what_is_pending_and_accepts_nothing():
         go_on.wait()
 
     run_ranks(2, program)
+
+
+def test_a_group_that_is_not_made_in_time_is_given_up_and_its_messages_meet_no_other():
+    given_up = threading.Event()
+
+    def program():
+        if rr.rank() == 0:
+            with pytest.raises(rr.StalledError, match=r"open 'late': Timed out after 0.05 s"):
+                OwnChannel([0, 1], "late", 0.05, "")
+            with pytest.raises(
+                rr.CollectiveError, match=r"'again' of ranks \[0, 1\]: a group with rank 1 is being made, or"
+            ):
+                OwnChannel([0, 1], "again", 10.0, "")
+            wait_until(lambda: not runtime.current("a test").engine.negotiation.channels)
+            given_up.set()
+        assert given_up.wait(10)
+        return rr.rank() != 1 and total(open_channel([0, 2]))
+
+    assert run_ranks(3, program, hosts=[0, 1, 2]) == [[101.0, 103.0, 105.0], False, [101.0, 103.0, 105.0]]
+
+
+def test_a_late_rank_does_not_write_to_an_array_whose_channel_was_closed():
+    given_up, sent = threading.Event(), threading.Event()
+
+    def program():
+        number, engine = open_channel([0, 1]), runtime.current("a test").engine
+        array = as_buffer(np.full(50, float(rr.rank())), writable=True)
+        if rr.rank() == 1:
+            send = engine.transport.send
+
+            def late(*args):
+                given_up.wait(10)
+                return send(*args), sent.set()
+
+            # what comes before is the exchange of hashes
+            engine.transport.send = lambda *args: late(*args)[0] if args[0].nbytes == 400 else send(*args)
+        root, timeout_s = (("root_rank", 1),), math.inf if rr.rank() else 0.3
+        handle = engine.submit(
+            "broadcast", None, number, details=root, inputs=[array], outputs=[array], timeout_s=timeout_s
+        )
+        if rr.rank() == 0:
+            with pytest.raises(rr.CollectiveError, match=r"Timed out after 0.\d s, waiting for rank 1"):
+                handle.wait()
+            given_up.set()
+            assert sent.wait(10)
+            assert (array.flat == 0).all(), "this is what a checkpoint has now"
+
+    run_ranks(2, program, hosts=[0, 1], buffered=True)
 
 
 def test_a_wait_with_a_timeout_ends_and_who_waits_is_told_of_the_end():

@@ -111,3 +111,17 @@ def test_ranks_with_other_arrays_pack_them():
 
     for found in run_ranks(2, anew):
         np.testing.assert_array_equal(found, mine(0) + mine(1))
+
+
+def test_arrays_that_a_rank_has_no_more_are_unmapped():
+    """As DDP's buckets, which it makes anew, and those of a model that is gone."""
+
+    def generations():
+        channel = open_channel()
+        for _ in range(5):
+            memory = Moved(mine(rr.rank()))
+            reduce(channel, memory)
+            assert memory.number > WISHED
+        return len(runtime.current("a test").engine.negotiation.channels[channel]._shared._others)
+
+    assert run_ranks(2, generations) == [1, 1]

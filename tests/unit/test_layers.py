@@ -34,6 +34,7 @@ LAYERS = [
     ["mpi", "membership"],
     ["world"],
     ["transport.waiting", "transport.counters"],
+    ["transport.in_flight"],
     ["transport.base"],
     ["transport.window", "transport.blocks"],
     ["transport.simulated_memory", "transport.simulated_wire"],
