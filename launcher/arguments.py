@@ -17,6 +17,11 @@ _ALIKE = 0.75
 _MOST_RANKS = 999_999  # as hosts have slots
 _RANKS = re.compile(r"([0-9]+)(?:\s*-\s*([0-9]+))?")
 _SHOWN = 20
+_NOT_IN_MANUAL = (
+    *("--num-proc", "-hostfile", "--network-interface", "--min-num-proc", "--max-num-proc", "-cb", "-v"),
+    *("-prefix-timestamp", "--prefix-output-with-timestamp"),
+)
+"""horovodrun's other names of our flags."""
 
 Add = Callable[..., None]
 """Adds a flag to a group, as argparse's add_argument does."""
@@ -29,9 +34,17 @@ class _Manual(argparse.RawDescriptionHelpFormatter):
         super().__init__(prog, max_help_position=32, width=_COLUMNS)
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
-        names = ", ".join(action.option_strings)
+        names = ", ".join(name for name in action.option_strings if name not in _NOT_IN_MANUAL)
         values = action.metavar if isinstance(action.metavar, tuple) else (action.metavar,)
         return names if action.nargs == 0 else f"{names} {' '.join(map(str, values))}"
+
+
+class _Joined(argparse.Action):
+    """Joins the lists of several flags, as horovodrun does."""
+
+    def __call__(self, parser: object, namespace: argparse.Namespace, values: Any, option: object = None) -> None:
+        before = getattr(namespace, self.dest, None)
+        setattr(namespace, self.dest, f"{before},{values}" if before else values)
 
 
 class Parser(argparse.ArgumentParser):
@@ -85,10 +98,11 @@ class Parser(argparse.ArgumentParser):
 def add_host_flags(add: Add) -> None:
     """Add the flags that say which hosts there are, and how they are reached."""
     add("-H", "--hosts", metavar="LIST", help="hosts and their slots, as in h1:4,h2:4")
-    add("--hostfile", metavar="FILE", help="a file of them, as Open MPI, MPICH or Horovod have it")
+    add("--hostfile", "-hostfile", metavar="FILE", help="a file of them, as Open MPI, MPICH or Horovod have it")
     add("-p", "--ssh-port", metavar="PORT", help="where sshd listens on other hosts")
     add("-i", "--ssh-identity-file", metavar="FILE", help="the private key for other hosts")
-    add("--network-interfaces", metavar="LIST", help="use these between hosts, as in eth0,ib0")
+    interfaces = ("--network-interfaces", "--network-interface")
+    add(*interfaces, metavar="LIST", action=_Joined, help="use these between hosts, as in eth0,ib0")
     add("--start-timeout", metavar="SECONDS", help="how long hosts and ranks may take (30, and 0.2 for each host)")
     add(
         "--lost-after",

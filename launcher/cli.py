@@ -29,7 +29,6 @@ import importlib
 import os
 import socket
 import sys
-from argparse import SUPPRESS
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
@@ -43,12 +42,13 @@ from .arguments import (
     parse_start_timeout,
     parse_times,
     split_words,
+    whole,
 )
 from .config import resolve as config
 from .engines.detect import by_srun, detect
 from .errors import LauncherError, UsageError
 from .forward import leave_outer_job, parse_env, withheld
-from .hosts import Found, Host, may_get_ranks, named_hosts, place_ranks
+from .hosts import MAX_SLOTS, Found, Host, may_get_ranks, named_hosts, place_ranks
 from .job.growth import Blacklist, Growth
 from .job.plan import Job, example, find_command, interpreter_of
 from .job.restarts import Again, on_hosts_that_answer
@@ -109,8 +109,10 @@ def _parser() -> Parser:
     introduction, heading, tables = (__doc__ or "").partition("Environment of a rank")
     parser = Parser("ringrun", _USAGE, introduction, heading + tables)
     add = parser.group("Where ranks go", _WHERE)
-    add("-np", metavar="N", default="auto", help="how many ranks to start; auto: as without it")
+    ranks = "how many ranks to start; auto: as without it"
+    add("-np", "--num-proc", dest="np", metavar="N", default="auto", help=ranks)
     add_host_flags(add)
+    add("--slots-per-host", metavar="N", help="slots of each host that is named without a number")
     by = "in a Slurm job: mpirun, which starts ranks through Slurm, or srun"
     add("--host-discovery-script", metavar="FILE", help="a program that prints hosts, now and at each restart: h1:4")
     add("--launcher", metavar="NAME", default="mpirun", help=by)
@@ -121,8 +123,8 @@ def _parser() -> Parser:
     add = parser.group("While it runs", _WHILE)
     add("--ranks", metavar="LIST", help="print these ranks' lines only, as in 0,3-5")
     add("--fold", action="store_true", help="print equal lines of several ranks once: [0-3,7] text")
-    add("--prefix-output-with-timestamp", dest="timestamps", action="store_true", help=SUPPRESS)  # Horovod's
-    add("--timestamps", action="store_true", help="print the local time before each line")
+    timestamps = ("--timestamps", "-prefix-timestamp", "--prefix-output-with-timestamp")
+    add(*timestamps, action="store_true", help="print the local time before each line")
     add("--output-filename", metavar="DIR", help="also keep all output, in DIR/rank.N/stdout and stderr")
     add("--stdin", metavar="RANK", help="let this rank read stdin, also from a terminal (for a debugger)")
     add("--timeout", metavar="SECONDS", help="end the job when it takes longer, restarts included")
@@ -135,7 +137,7 @@ def _parser() -> Parser:
     add = parser.group("What ringrun itself does")
     add("--dry-run", action="store_true", help="print the command that would be run, and do not run it")
     add("--verbose", action="store_true", help="print which MPI is used, and what mpirun itself prints")
-    add("--version", action="store_true", help="print the version and exit")
+    add("--version", "-v", action="store_true", help="print the version and exit")
     add("-h", "--help", action="help", help="print this manual and exit")
     parser.add_command()
     return parser
@@ -161,9 +163,12 @@ def _checked(resolved: config.Config) -> Request:
         raise UsageError(f"no command to run, {_EXAMPLE}")
     script = split_words(options.host_discovery_script, flag("host_discovery_script"))
 
+    slots = options.slots_per_host and whole(options.slots_per_host, flag("slots_per_host"), 1, MAX_SLOTS)
+
     def find_hosts() -> Found | None:
         place = resolved.place("hosts") or resolved.place("hostfile") or resolved.place("host_discovery_script")
-        return named_hosts(options.hosts, options.hostfile, place, script)
+        found = named_hosts(options.hosts, options.hostfile, place, script)
+        return found and replace(found, hosts=[replace(host, slots=host.slots or slots) for host in found.hosts])
 
     found = find_hosts()
     start_timeout_s = parse_start_timeout(
@@ -226,13 +231,15 @@ def _ask(request: Request, command: Sequence[str], hosts: Sequence[Host], found:
 
 def _growth(request: Request) -> Growth:
     """Return what there is to know of the job's hosts while it runs."""
-    blacklist = Blacklist(request.job.elastic.cooldown_s if request.job.elastic else None)
+    elastic = request.job.elastic
+    blacklist = Blacklist(elastic.cooldown_s if elastic else None)
+    most = elastic.max_np + elastic.spares if elastic and elastic.max_np else request.np or sys.maxsize
 
     def named() -> Sequence[Host]:
         found = request.find_hosts()
         return blacklist.without(found.hosts) if found else ()
 
-    return Growth(named, blacklist)
+    return Growth(named, blacklist, most)
 
 
 def _again(request: Request, command: Sequence[str], growth: Growth) -> Again:
@@ -243,7 +250,7 @@ def _again(request: Request, command: Sequence[str], growth: Growth) -> Again:
         asked = _ask(request, command, [Host(name) for name in names], request.found)
         return set(asked.answering) - {finding.host for finding in asked.errors}
 
-    return on_hosts_that_answer(growth.named, answering, takes_all=request.np is None)
+    return on_hosts_that_answer(growth.named, answering, growth.most)
 
 
 def _report(preflight: Preflight) -> None:

@@ -17,7 +17,9 @@ _STALL_ABORT, _HOROVODS = "RINGREDUCE_STALL_ABORT_S", "HOROVOD_STALL_SHUTDOWN_TI
 _NO_FINALIZE = "MPI4PY_RC_FINALIZE"
 """Whether mpi4py, where it started MPI before ringreduce did, ends it at exit; that would wait for lost ranks."""
 _MOST = 999_999
-_DEPENDENT = ("min_np", "max_np", "spares", "max_failures", "blacklist_cooldown_range")
+_HOROVODS_SWITCHES = ("min_np", "host_discovery_script")
+"""Flags with which a job is elastic, also without --elastic, as in horovodrun."""
+_DEPENDENT = ("max_np", "spares", "max_failures", "blacklist_cooldown_range")
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,8 @@ class Elastic:
     """A host that fails is left out of restarts for the first time, and when it fails again longer, up to the last."""
     stalled_s: float = STALL_ABORT_S
     """After this time a rank for which others wait in re-forming counts as lost."""
+    takes_hosts: bool = False
+    """Hosts that come while it runs are taken, also without --restarts."""
 
     @property
     def recovery_s(self) -> float:
@@ -46,8 +50,8 @@ class Elastic:
 def add_flags(add: Add) -> None:
     """Add the flags of elastic jobs."""
     add("--elastic", action="store_true", help="let ranks go on without those that fail")
-    add("--min-np", metavar="N", help="with fewer ranks the job ends (1)")
-    add("--max-np", metavar="N", help="with --restarts, have up to N ranks when hosts come (as at first)")
+    add("--min-np", "--min-num-proc", metavar="N", help="the same; with fewer than N ranks the job ends (1)")
+    add("--max-np", "--max-num-proc", metavar="N", help="have up to N ranks when hosts come (as at first)")
     add("--spares", metavar="N", help="start N more ranks, which take the place of those that fail (0)")
     add("--max-failures", metavar="N", help="with more failed ranks the job ends (no limit)")
     cooldown = "leave a host that failed out of restarts so many seconds"
@@ -60,20 +64,23 @@ def parse(options: argparse.Namespace, flag: Callable[[str], str], environ: Mapp
     flag:    how a message about one of them begins
     environ: what the ranks get, the user's settings included
     """
-    if not options.elastic:
+    switch = next((name for name in ("elastic", *_HOROVODS_SWITCHES) if getattr(options, name)), None)
+    if switch is None:
         if given := next((name for name in _DEPENDENT if getattr(options, name) is not None), None):
             raise UsageError(f"{flag(given)} is for an elastic job; add --elastic")
         return None
     if options.launcher == "srun":
-        raise UsageError(f"{flag('elastic')}: srun ends the job when a rank is lost; leave --launcher srun out")
+        raise UsageError(f"{flag(switch)}: srun ends the job when a rank is lost; leave --launcher srun out")
     spares = 0 if options.spares is None else parse_times(options.spares, flag("spares"))
+    default = "1" if options.elastic or options.np == "auto" else options.np  # horovodrun's is -np
     return Elastic(
-        1 if options.min_np is None else whole(options.min_np, flag("min_np"), 1, _MOST),
+        whole(options.min_np or default, flag("min_np"), 1, _MOST),
         spares,
         None if options.max_failures is None else parse_times(options.max_failures, flag("max_failures")),
         None if options.max_np is None else whole(options.max_np, flag("max_np"), 1, _MOST),
         _cooldown_s(options.blacklist_cooldown_range, flag("blacklist_cooldown_range")),
         _stall_abort_s(environ) or STALL_ABORT_S,
+        options.max_np is not None or options.host_discovery_script is not None,
     )
 
 

@@ -30,7 +30,7 @@ from ringreduce.monitor import excepthook, stalls
 from ringreduce.monitor.launcher_link import StatusServer, report_init, report_leaving
 from ringreduce.mpi import finalize_mpi, mpi_library
 from ringreduce.negotiation.negotiation import GLOBAL
-from ringreduce.settings import PER_RANK, Settings, tuning_notice
+from ringreduce.settings import PER_RANK, Settings, horovod_notice
 from ringreduce.startup import clock, worlds
 from ringreduce.startup.shared_memory import prepare_host
 from ringreduce.startup.worlds import Elastic
@@ -165,7 +165,7 @@ def start(comm: Any, process_sets: Sequence[Any], dynamic: bool) -> list[tuple[i
 def _log_init(runtime: Runtime) -> None:
     """Log what init() has found and chosen: on rank 0 for the whole job, on each rank its host, pid and GPU."""
     world = runtime.world
-    if world.rank == 0 and world.generation == 0 and (notice := tuning_notice(os.environ)):
+    if world.rank == 0 and world.generation == 0 and (notice := horovod_notice(os.environ)):
         log.LOGGER.warning(notice)
     if world.rank == 0 and log.LOGGER.isEnabledFor(logging.INFO):
         log.LOGGER.info(_summary(runtime))

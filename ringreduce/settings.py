@@ -11,12 +11,14 @@ import difflib
 import math
 import re
 from collections.abc import Mapping
+from typing import Any
 
 from ringreduce.errors import SettingsError
 from ringreduce.log import LEVELS
 
 PREFIX = "RINGREDUCE_"
 HOROVOD = {
+    "HOROVOD_FUSION_THRESHOLD": "fusion_buffer_bytes",
     "HOROVOD_CYCLE_TIME": "cycle_time_ms",
     "HOROVOD_CACHE_CAPACITY": "cache_capacity",
     "HOROVOD_STALL_CHECK_TIME_SECONDS": "stall_check_s",
@@ -27,6 +29,22 @@ HOROVOD = {
     "HOROVOD_LOG_LEVEL": "log_level",
     "HOROVOD_LOG_TIMESTAMP": "log_timestamp",
 }
+NO_EFFECT = (
+    *(
+        "HOROVOD_AUTOTUNE",
+        "HOROVOD_HIERARCHICAL_ALLREDUCE",
+        "HOROVOD_HIERARCHICAL_ALLGATHER",
+        "HOROVOD_NUM_NCCL_STREAMS",
+    ),
+    *("HOROVOD_THREAD_AFFINITY", "HOROVOD_MPI_THREADS_DISABLE", "HOROVOD_CONTROLLER", "HOROVOD_CPU_OPERATIONS"),
+    *("HOROVOD_GLOO_TIMEOUT_SECONDS", "HOROVOD_STALL_CHECK_DISABLE", "HOROVOD_DISABLE_GROUP_FUSION"),
+    *("HOROVOD_BATCH_D2D_MEMCOPIES", "HOROVOD_ENABLE_ASYNC_COMPLETION", "HOROVOD_ADASUM_MPI_CHUNK_SIZE"),
+    *("HOROVOD_START_TIMEOUT", "HOROVOD_ELASTIC_TIMEOUT"),
+)
+"""Horovod's variables of which docs/settings.md says why they change nothing."""
+LEAST_FUSION_BYTES = (
+    8 << 20
+)  # of the buffer, with slots as they are by default; also where Horovod's users want no fusion
 SHARED_SLOTS = 4  # slots of shared memory per process set; collectives/shared.py explains why 4 suffice
 MOST_REGIONS = 32  # process sets that have flags in shared memory
 PCI_BUS_ID = r"[0-9a-fA-F]{4,8}:[0-9a-fA-F]{2}:[0-9a-fA-F]{2}\.[0-7]"  # of a device: domain, bus, device, function
@@ -119,13 +137,14 @@ class Settings:
         return cls(**values)  # type: ignore[arg-type]
 
 
-def tuning_notice(environ: Mapping[str, str]) -> str:
-    """The warning for a user who enables Horovod's autotune, else empty."""
-    if environ.get("HOROVOD_AUTOTUNE", "").lower() in FALSE:
+def horovod_notice(environ: Mapping[str, str]) -> str:
+    """The warning for a user who sets variables of Horovod's that have no effect here, else empty."""
+    given = [name for name in NO_EFFECT if environ.get(name, "").lower() not in FALSE]
+    if not given:
         return ""
     return (
-        "HOROVOD_AUTOTUNE has no effect, since nothing needs tuning: the algorithm of an all-reduce is chosen by its "
-        "size, and the other defaults are as fast as what a search finds"
+        f"no effect here: {', '.join(given)}. Nothing needs tuning: the algorithm of an all-reduce is chosen by its "
+        "size, and the other defaults are as fast as what a search finds. docs/settings.md has more"
     )
 
 
@@ -142,6 +161,9 @@ _COUNTS = {
 
 def _parse(variable: str, text: str, default: object) -> object:
     """`text` in the type of `default`."""
+    if variable == "HOROVOD_FUSION_THRESHOLD":
+        expected = "a whole number of bytes of 0 or more, such as 134217728"
+        return max(LEAST_FUSION_BYTES, _number(variable, text, int, 0, expected))
     if variable.endswith("_LOG_LEVEL"):
         if text.lower() not in LEVELS:
             raise SettingsError(f"{variable}={text!r}: {_EXPECTED_LEVEL}")
@@ -159,7 +181,7 @@ def _parse(variable: str, text: str, default: object) -> object:
     return _number(variable, text, int, lowest, f"a whole number of {what}, such as {default}")
 
 
-def _number(variable: str, text: str, kind: type, lowest: float, expected: str) -> object:
+def _number(variable: str, text: str, kind: type, lowest: float, expected: str) -> Any:
     try:
         value = kind(text)
     except ValueError:

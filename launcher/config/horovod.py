@@ -41,7 +41,9 @@ IGNORED_VALUES = {
     "ccl-bgt-affinity": _MPI,
     "controller": _MPI,
     "gloo-timeout-seconds": _MPI,
-    "num-nccl-streams": "NCCL is not used",
+    "elastic-timeout": "a job with fewer ranks than --min-np ends and waits for no host; see --restarts",
+    "num-nccl-streams": "an engine has one stream, also with NCCL",
+    "reset-limit": "lost ranks are counted, --max-failures, and restarts, --restarts",
     "thread-affinity": "the engine's thread runs where the system puts it",
 }
 """Flags with a value that have no meaning here, and why."""

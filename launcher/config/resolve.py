@@ -91,7 +91,7 @@ def add_own_flags(add: Add) -> None:
     """Add the flags that this file serves to ringrun's own."""
     add("--config-file", metavar="FILE", help="read flags from a YAML file: cycle_time_ms: 5, …")
     add("--show-config", action="store_true", help="print all settings and where each came from")
-    add("--check-build", action="store_true", help="print which frameworks and MPIs were found")
+    add("--check-build", "-cb", action="store_true", help="print which frameworks and MPIs were found")
 
 
 def resolve(parser: Parser, arguments: Sequence[str], environ: Mapping[str, str]) -> Config:
@@ -106,7 +106,7 @@ def resolve(parser: Parser, arguments: Sequence[str], environ: Mapping[str, str]
     command, flags = _command_line(parser, arguments)
     path, _ = flags.get("config_file", (None, ""))
     file: _Level = {} if path is None else _file(parser, read(path))
-    by_flag, by_file = (_settings(level, defaults) for level in (flags, file))
+    by_flag, by_file = (_settings(level, defaults) if defaults else {} for level in (flags, file))
     settings = {
         name: by_flag.get(name) or by_file.get(name) or _inherited(name, environ, default)
         for name, default in defaults.items()
@@ -185,13 +185,17 @@ def _switched(entry: Entry, action: argparse.Action) -> bool:
 
 def _settings(level: _Level, defaults: Mapping[str, Any]) -> dict[str, Value]:
     """Return the settings that `level` gives, under whatever name."""
+    from ringreduce.settings import LEAST_FUSION_BYTES
+
     found: dict[str, Value] = {}
     for destination, (value, source) in level.items():
         kind, _, name = destination.partition(" ")
         if kind == "setting":
             text = str(int(value)) if isinstance(value, bool) else value
         elif kind == "horovod" and name in horovod.ALIASES:
-            text = str(whole(value, _named(source, name), 1, _MOST_MB, _MB) << 20) if name in horovod.IN_MB else value
+            text = value
+            if name in horovod.IN_MB:
+                text = str(max(LEAST_FUSION_BYTES, whole(value, _named(source, name), 0, _MOST_MB, _MB) << 20))
             name = horovod.ALIASES[name]
         elif kind == "horovod" and name in horovod.SWITCHES:
             name, turns_on = horovod.SWITCHES[name]

@@ -12,11 +12,12 @@ and what was expected there.
 
 from .allocation import find_allocation
 from .assign import Found, assign, may_get_ranks, named_hosts, place_ranks
-from .host import Allocation, Host, is_here, parse_host_list
+from .host import MAX_SLOTS, Allocation, Host, is_here, parse_host_list
 from .hostfile import parse_hostfile, read_hostfile, read_text
 from .nodelist import expand_nodelist, fold_names
 
 __all__ = [
+    "MAX_SLOTS",
     "Allocation",
     "Found",
     "Host",

@@ -1,7 +1,7 @@
 """Hosts that come, or come back, while an elastic job runs; and hosts that fail, and are left out for a while.
 
-    the hosts that are named ── every POLL_S ── some are new, and answer ── HostsCame ── ranks hear of it, and commit
-    ── the first to do so reports Ready ── the attempt ends, and the next one has the hosts
+    the hosts that are named ── every POLL_S ── some are not used, and answer ── HostsCame ── ranks hear of it,
+    and commit ── the first to do so reports Ready ── the attempt ends, and the next one has the hosts
 
 Horovod's names: --host-discovery-script, HostsUpdatedInterrupt, --blacklist-cooldown-range.
 """
@@ -12,11 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..errors import LauncherError
-from ..hosts import Host
+from ..hosts import Host, is_here
 from .events import Events, HostsCame
 from .plan import Job
 
 POLL_S = 2.0
+_LONGEST_PAUSE_S = 60.0
+"""Between two questions to hosts that are named and not used."""
 
 
 class Blacklist:
@@ -61,22 +63,46 @@ class Growth:
     named: Callable[[], Sequence[Host]]
     """Returns those that are named now and not left out."""
     blacklist: Blacklist
+    most: int
+    """How many ranks the job may have, spares included."""
+
+
+@dataclass(frozen=True)
+class InUse:
+    """What an attempt has just now."""
+
+    ranks: int
+    """How many run."""
+    size: int
+    """How many were started."""
+    slots: Mapping[str, int]
+    """How many on each host, by name; none on one that is lost. Empty: all are on this host."""
 
 
 class HostWatch:
-    """Looks for hosts that are new, in a thread, while one attempt runs."""
+    """Looks for hosts that a job could use and does not, in a thread, while one attempt runs.
+
+    A host that is named need not answer yet: hosts are asked again, ever more seldom, while slots are left.
+    """
 
     def __init__(
         self,
-        named: Callable[[], Sequence[Host]],
+        growth: Growth,
         again: Callable[[], Job | None],
+        in_use: Callable[[], InUse | None],
         events: Events,
         say: Callable[[str], None],
-        poll_s: float = POLL_S,
+        now_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        """again: returns the job as a restart would begin it now; None: no host answers."""
-        self._named, self._again, self._events, self._say, self._poll_s = named, again, events, say, poll_s
-        self._known: Mapping[str, int] | None = None  # slots by host; None: before the first look
+        """again: asks the hosts; returns the job as a restart would begin it now; None: none answers.
+
+        in_use: None while the attempt's ranks are being started, which would not hear of hosts.
+        """
+        self._growth, self._again, self._in_use = growth, again, in_use
+        self._events, self._say, self._now_s = events, say, now_s
+        self._asked: object = None  # what there was when the hosts were asked last
+        self._pause_s = self._due_s = 0.0
+        self._said: object = None
         self._complaint = ""
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="ringrun hosts", daemon=True)
@@ -92,17 +118,41 @@ class HostWatch:
     def _watch(self) -> None:
         while not self._ended.is_set():
             self.look()
-            self._ended.wait(self._poll_s)
+            self._ended.wait(POLL_S)
 
     def look(self) -> None:
         """Look once; what is wrong with the file or the script is said once, and hosts stay as they were."""
         try:
-            named = {host.name: host.slots or 1 for host in self._named()}
-            known, self._known = named if self._known is None else self._known, named
-            came = [str(Host(name, slots)) for name, slots in named.items() if slots > known.get(name, 0)]
-            if came and (job := self._again()):
-                self._events.put(HostsCame(tuple(came), job.size))
+            named, has = [Host(host.name, host.slots or 1) for host in self._growth.named()], self._in_use()
+            if has and has.ranks < self._growth.most and _not_used(named, has) and self._is_due((named, has)):
+                self._ask(named, has)
         except LauncherError as error:
             if str(error) != self._complaint:
                 self._say(f"ringrun: warning: hosts stay as they are: {error}")
             self._complaint = str(error)
+
+    def _is_due(self, there_is: object) -> bool:
+        """Return whether to ask the hosts: at once when something has changed."""
+        if there_is != self._asked:
+            self._asked, self._pause_s, self._due_s = there_is, POLL_S, 0.0
+        return self._now_s() >= self._due_s
+
+    def _ask(self, named: Sequence[Host], has: InUse) -> None:
+        job = self._again()
+        self._due_s, self._pause_s = self._now_s() + self._pause_s, min(2 * self._pause_s, _LONGEST_PAUSE_S)
+        if job is None or job.size <= has.ranks:
+            return
+        came = _not_used([Host(host.name, count) for host, count in job.hosts] or named, has)
+        news = HostsCame(tuple(map(str, came)), job.size)
+        if came and news != self._said:
+            self._said = news
+            self._events.put(news)
+
+
+def _not_used(hosts: Sequence[Host], has: InUse) -> list[Host]:
+    """Return those that have more slots than ranks of the job."""
+
+    def used(host: Host) -> int:
+        return has.slots.get(host.name, 0) if has.slots else has.size * is_here(host)
+
+    return [host for host in hosts if (host.slots or 1) > used(host)]

@@ -8,7 +8,6 @@ Only the failure of a rank, or its loss, makes an attempt follow: not a command 
 
 import itertools
 import queue
-import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -136,24 +135,21 @@ def place_again(
 def on_hosts_that_answer(
     named: Callable[[], Sequence[Host]],
     answering: Callable[[Sequence[str]], Collection[str]],
-    *,
-    takes_all: bool = False,
+    most: int,
 ) -> Again:
     """Return a function that assigns the ranks again, to those of the hosts that are `named` now that answer.
 
     answering: is given the hosts' names, this host's included, each time that a restart is due.
-    takes_all: there are as many ranks as slots; else as many as before. An elastic job's own limit counts more.
+    most: how many ranks there may be, spares included.
     """
 
     def again(job: Job) -> Job | None:
         hosts = named()
-        most = job.elastic.max_np + job.elastic.spares if job.elastic and job.elastic.max_np else None
-        size = most or (sys.maxsize if takes_all else job.size)
         if not job.hosts and all(map(is_here, hosts)):
             slots = sum(host.slots or job.size for host in hosts)
-            return replace(job, size=min(size, slots)) if job.elastic and hosts else job
+            return replace(job, size=min(most, slots)) if job.elastic and hosts else job
         before = {host.name: count for host, count in job.hosts}
-        placed = place_again(hosts, before, answering([host.name for host in hosts]), size)
+        placed = place_again(hosts, before, answering([host.name for host in hosts]), most)
         if not placed:
             return None
         is_remote = not all(is_here(host) for host, _ in placed)

@@ -24,7 +24,7 @@ from ..ssh import write_config
 from . import restarts
 from .control_socket import ControlSocket
 from .events import Events
-from .growth import Blacklist, Growth, HostWatch
+from .growth import Blacklist, Growth, HostWatch, InUse
 from .mpirun import MpiLauncher
 from .plan import (
     Job,
@@ -58,7 +58,7 @@ def run_job(detected: Detected, job: Job, again: Again = lambda job: job, growth
     most = max(job.size, (job.elastic.max_np or 0) + job.elastic.spares) if job.elastic else job.size
     own = most * (1 if job.output_directory is None else 3) + _OWN_FILES
     asked = job = replace(job, open_files=raise_open_files(own + most * _MPIRUNS_FILES, own))
-    if job.elastic and job.restarts:
+    if job.elastic and (job.restarts or job.elastic.takes_hosts):
         job = replace(job, commits_folder=kept_commits.new_name())
     signals = SignalRelay(SignalReader)
     with contextlib.ExitStack() as stack:
@@ -74,7 +74,7 @@ def run_job(detected: Detected, job: Job, again: Again = lambda job: job, growth
         def say(text: str) -> None:
             output.message([text])
 
-        growth = growth or Growth(tuple, Blacklist(None))
+        growth = growth or Growth(tuple, Blacklist(None), job.size)
         hosts = _Hosts(growth, lambda: again(asked), say)
 
         def attempt(job: Job, deadline_s: float | None) -> Ending:
@@ -110,9 +110,9 @@ class _Hosts:
     again: Callable[[], Job | None]
     say: restarts.Say
 
-    def watch(self, job: Job, events: Events) -> HostWatch:
-        """Begin to look for new ones while `job` runs, if it can take them."""
-        watch = HostWatch(self.growth.named, self.again, events, self.say)
+    def watch(self, job: Job, in_use: Callable[[], InUse | None], events: Events) -> HostWatch:
+        """Begin to look for more of them while `job` runs, if it can take them."""
+        watch = HostWatch(self.growth, self.again, in_use, events, self.say)
         if job.elastic and job.commits_folder:
             watch.start()
         return watch
@@ -197,9 +197,9 @@ def _start_and_supervise(
         control.start()
         signals.start()
         launcher.start(output if job.verbose else None)
-        watch = hosts.watch(job, events)
         blacklist, lost_peer_code = hosts.growth.blacklist, detected.engine.lost_peer_code
         supervisor = Supervisor(job, launcher, channel, output, events, deadline_s, lost_peer_code, blacklist)
+        watch = hosts.watch(job, supervisor.in_use, events)
         try:
             return Ending(supervisor.run(), supervisor.failed, supervisor.grows, supervisor.keeps_commits)
         finally:

@@ -9,6 +9,7 @@ import math
 import queue
 import signal
 import time
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 
@@ -34,7 +35,7 @@ from .events import (
     Signalled,
     StacksWanted,
 )
-from .growth import Blacklist
+from .growth import Blacklist, InUse
 from .init_watch import InitWatch
 from .losses import Losses
 from .mpirun import MpiLauncher
@@ -117,6 +118,15 @@ class Supervisor:
     def failed(self) -> bool:
         """Whether a rank has failed or was lost, and no signal wants the job ended: a restart may help."""
         return self._failed and not self._was_signalled
+
+    def in_use(self) -> InUse | None:
+        """Return what there is of the job now; another thread asks. A host all of whose agents are gone is lost."""
+        if self._ranks.missing:
+            return None
+        job, ends = self._job, dict(self._ranks.ends)
+        gone = Counter(job.host_of(rank) for rank, end in ends.items() if end.code is None)
+        slots = {host.name: count * (gone[host.name] < count) for host, count in job.hosts}
+        return InUse(job.size - len(ends), job.size, slots)
 
     def _is_over(self) -> bool:
         if self._shutdown is None:

@@ -57,7 +57,7 @@ WRONG = [
     (["-np", "1.5", "true"], "-np: expected auto or a whole number from 1 to 999999, got '1.5'"),
     (["-np", "4"], "no command to run, as in: ringrun -np 4 python train.py"),
     (["-np", "4", "--"], "no command to run, as in: ringrun -np 4 python train.py"),
-    (["-np"], "argument -np: expected one argument; see ringrun --help"),
+    (["-np"], "argument -np/--num-proc: expected one argument; see ringrun --help"),
     (["--verb", "-np", "4", "true"], "there is no flag --verb; did you mean --verbose?"),
     (
         ["-np", "4", "--ranks", "0-4", "true"],

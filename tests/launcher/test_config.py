@@ -195,6 +195,39 @@ def test_a_switch_without_meaning_says_so(flag: str) -> None:
     assert resolved.notices == [f"--{flag} has no meaning here ({horovod.IGNORED_SWITCHES[flag]})"]
 
 
+HOROVODRUN = """
+-v --version -np=2 --num-proc=2 -cb --check-build --disable-cache --start-timeout=9 --network-interfaces=lo
+--network-interface=lo --output-filename=x --verbose -p=22 --ssh-port=22 -i=FILE --ssh-identity-file=FILE
+--fusion-threshold-mb=64 --cycle-time-ms=5 --cache-capacity=9 --hierarchical-allreduce --no-hierarchical-allreduce
+--hierarchical-allgather --no-hierarchical-allgather --autotune --no-autotune --autotune-log-file=x
+--autotune-warmup-samples=3 --autotune-steps-per-sample=3 --autotune-bayes-opt-max-samples=3
+--autotune-gaussian-process-noise=.5 --min-np=1 --min-num-proc=1 --slots-per-host=2 --elastic-timeout=9 --reset-limit=9
+--timeline-filename=x --timeline-mark-cycles --no-timeline-mark-cycles --no-stall-check --stall-check
+--stall-check-warning-time-seconds=9 --stall-check-shutdown-time-seconds=9 --mpi-threads-disable
+--no-mpi-threads-disable --mpi-args=-v --tcp --binding-args=x --num-nccl-streams=2 --thread-affinity=1
+--gloo-timeout-seconds=9 --log-level=INFO --log-with-timestamp --log-without-timestamp -prefix-timestamp
+--prefix-output-with-timestamp --log-hide-timestamp --no-log-hide-timestamp -H=localhost:2 --hosts=localhost:2
+-hostfile=FILE --hostfile=FILE --gloo --mpi --jsrun
+"""
+"""All flags of Horovod 0.28.1's launcher (runner/launch.py) but --max-np and --host-discovery-script."""
+
+
+@pytest.mark.parametrize("flag", HOROVODRUN.split(), ids=lambda flag: flag.replace("mpi", "MPI"))
+def test_every_flag_of_horovodrun_is_taken(flag: str, file: Callable[[str], str]) -> None:
+    hosts = file("localhost slots=2")
+    words = flag.replace("FILE", hosts).split("=", 0 if flag.startswith("--") else 1)
+    assert cli.parse([*words, "train"]).job.command == ["train"]
+
+
+def test_horovods_other_names_mean_the_same(file: Callable[[str], str]) -> None:
+    request = cli.parse(["--num-proc", "3", "-hostfile", file("h1\nh2 slots=4"), "--slots-per-host", "2", "true"])
+    assert request.np == 3
+    assert list(map(str, request.found.hosts)) == ["h1:2", "h2:4"]
+    several = ["--network-interface", "lo", "--network-interface", "lo,lo"]
+    assert parsed(*several).options.network_interfaces == "lo,lo,lo"
+    assert cli.parse(["-prefix-timestamp", "true"]).job.timestamps
+
+
 def test_all_of_autotune_is_told_in_one_line() -> None:
     resolved = parsed("--autotune", "--autotune-log-file", "found", "--autotune-warmup-samples=3")
     assert resolved.variables == {}
@@ -267,13 +300,12 @@ def test_horovods_file_is_understood(file: Callable[[str], str]) -> None:
         ),
         (["--costs", "x=1"], "--costs: RINGREDUCE_COSTS: 'x=1'; expected name=number"),
         (
-            ["--fusion-threshold-mb=1"],
-            "--fusion-threshold-mb: half of fusion_buffer_bytes=1048576 holds less than 2 slots of "
-            "fusion_slot_bytes=2097152; raise the first or lower the second",
+            ["--fusion-threshold-mb=8", "--fusion-slot-bytes=4194304"],
+            "--fusion-threshold-mb: --fusion-slot-bytes: half of fusion_buffer_bytes=8388608 holds less than 2 slots",
         ),
         (
             ["--fusion-threshold-mb=x"],
-            "--fusion-threshold-mb: expected a whole number of MB (2^20 bytes) from 1 to 1048576",
+            "--fusion-threshold-mb: expected a whole number of MB (2^20 bytes) from 0 to 1048576",
         ),
         (["--fusion-threshold-mb", "9" * 5000], "--fusion-threshold-mb: expected a whole number of MB"),
         (
@@ -337,7 +369,7 @@ def test_a_wrong_variable_beside_a_flag_is_told_too(monkeypatch: pytest.MonkeyPa
         ("algorithm: no", "job.yaml:1: RINGREDUCE_ALGORITHM='no': expected auto or one of"),
         (
             "fusion_threshold_mb: x",
-            "job.yaml:1: fusion_threshold_mb: expected a whole number of MB (2^20 bytes) from 1",
+            "job.yaml:1: fusion_threshold_mb: expected a whole number of MB (2^20 bytes) from 0",
         ),
         ('timeline: "a\\0b"', "job.yaml:1: timeline: 'a\\x00b' holds a character that a variable cannot hold"),
         ('mpi_args: "\'"', 'job.yaml:1: --mpi-args "\'": no closing quotation'),

@@ -188,7 +188,11 @@ def test_without_a_world_a_failure_ends_the_job_as_ever(ringrun: Run, python: st
         (["--elastic", "--spares", "x"], "--spares: expected a whole number from 0 to 999999, got 'x'"),
         (["--elastic", "--max-failures", "-1"], "--max-failures: expected a whole number from 0 to 999999, got '-1'"),
         (["--spares", "1"], "--spares is for an elastic job; add --elastic"),
-        (["--min-np", "2"], "--min-np is for an elastic job; add --elastic"),
+        (["--max-np", "2"], "--max-np is for an elastic job; add --elastic"),
+        (
+            ["--min-np", "2", "--launcher", "srun"],
+            "--min-np: srun ends the job when a rank is lost; leave --launcher srun out",
+        ),
         (["--max-failures", "2"], "--max-failures is for an elastic job; add --elastic"),
         (
             ["--elastic", "--launcher", "srun"],
@@ -205,6 +209,21 @@ def test_what_makes_no_sense_is_refused(arguments: list[str], message: str) -> N
     with pytest.raises(UsageError) as error:
         cli.run(["-np", "2", *arguments, sys.executable, "-c", ""])
     assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("flags", "elastic"),
+    [
+        (["--elastic"], Elastic()),
+        (["--min-np", "2"], Elastic(2)),
+        (["--min-num-proc", "2", "--max-num-proc", "6"], Elastic(2, max_np=6, takes_hosts=True)),
+        (["--host-discovery-script", "echo h1:4"], Elastic(4, takes_hosts=True)),
+        (["--host-discovery-script", "echo h1:4", "--elastic"], Elastic(1, takes_hosts=True)),
+    ],
+)
+def test_horovods_flags_make_a_job_elastic(flags: list[str], elastic: Elastic) -> None:
+    """And then --min-np is by default as many as -np."""
+    assert cli.parse(["-np", "4", *flags, "true"]).job.elastic == elastic
 
 
 def test_the_ranks_variables_are_the_mpis_and_the_users_count_more() -> None:

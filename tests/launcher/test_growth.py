@@ -2,6 +2,7 @@
 
 import queue
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -9,10 +10,9 @@ from ringrun import cli
 from ringrun.connection.wire import Hosts
 from ringrun.elastic import Elastic
 from ringrun.errors import UsageError
-from ringrun.hosts import Host
-from ringrun.job import restarts
+from ringrun.hosts import Host, is_here
 from ringrun.job.events import HostsCame
-from ringrun.job.growth import Blacklist, HostWatch
+from ringrun.job.growth import Blacklist, Growth, HostWatch, InUse
 from ringrun.job.losses import Losses
 from ringrun.job.plan import Job
 
@@ -49,15 +49,17 @@ def test_without_a_range_no_host_is_left_out() -> None:
 
 
 class Watched:
-    """A HostWatch whose hosts a test changes."""
+    """A HostWatch of a job that has `in_use`, whose hosts a test changes; `silent` are those that do not answer."""
 
-    def __init__(self, *hosts: Host) -> None:
-        self.hosts: Sequence[Host] | UsageError = hosts
+    def __init__(self, clock: Clock, in_use: InUse | None, most: int = 99) -> None:
+        self.hosts: Sequence[Host] | UsageError = ()
+        self.in_use = in_use
+        self.silent: set[str] = set()
+        self.asked = 0
         self.events: queue.SimpleQueue = queue.SimpleQueue()
         self.said: list[str] = []
-        self.answers = True
-        self._watch = HostWatch(self._named, self._again, self.events, self.said.append)
-        self.look()
+        growth = Growth(self._named, Blacklist(None), most)
+        self._watch = HostWatch(growth, self._again, lambda: self.in_use, self.events, self.said.append, clock)
 
     def _named(self) -> Sequence[Host]:
         if isinstance(self.hosts, UsageError):
@@ -65,7 +67,10 @@ class Watched:
         return self.hosts
 
     def _again(self) -> Job | None:
-        return Job(6, ["true"]) if self.answers else None
+        self.asked += 1
+        placed = [(host, host.slots or 1) for host in self._named() if host.name not in self.silent]
+        elsewhere = [] if all(map(is_here, self._named())) else placed
+        return Job(sum(count for _, count in placed), ["true"], hosts=elsewhere) if placed else None
 
     def look(self, *hosts: Host) -> list[HostsCame]:
         self.hosts = hosts or self.hosts
@@ -73,27 +78,73 @@ class Watched:
         return [self.events.get_nowait() for _ in range(self.events.qsize())]
 
 
-def test_hosts_that_come_and_slots_that_are_added_are_told_once() -> None:
-    watched = Watched(Host("h1", 2), Host("h2"))
-    assert watched.look(Host("h1", 2), Host("h2")) == []
-    assert watched.look(Host("h1", 4), Host("h2"), Host("h3", 1)) == [HostsCame(("h1:4", "h3:1"), 6)]
+H1, H2 = Host("h1", 2), Host("h2", 2)
+ON_H1 = InUse(2, 2, {"h1": 2})
+
+
+def test_hosts_that_come_and_slots_that_are_added_are_told_once(clock: Clock) -> None:
+    watched = Watched(clock, ON_H1)
+    assert watched.look(H1) == []
+    assert watched.asked == 0
+    assert watched.look(Host("h1", 4), Host("h3")) == [HostsCame(("h1:4", "h3:1"), 5)]
+    clock.now_s += 1000
     assert watched.look() == []
-    assert watched.look(Host("h1", 4)) == [], "some went"
-    assert watched.look(Host("h1", 4), Host("h3", 1)) == [HostsCame(("h3:1",), 6)], "one is back"
+    assert watched.look(H1) == [], "some went"
+    assert watched.look(H1, Host("h3")) == [HostsCame(("h3:1",), 3)], "one is back"
 
 
-def test_a_script_that_fails_changes_nothing_and_is_told_once() -> None:
-    watched = Watched(Host("h1", 2))
+def test_a_host_is_named_before_it_answers(clock: Clock) -> None:
+    """It is asked again, ever more seldom: after 2, 4, 8 … s, then every minute; at once when the list changes."""
+    watched = Watched(clock, ON_H1)
+    watched.silent = {"h2"}
+    asked_s = []
+    while clock.now_s < 300:
+        assert watched.look(H1, H2) == []
+        if watched.asked > len(asked_s):
+            asked_s.append(clock.now_s)
+        clock.now_s += 1
+    assert asked_s == [0, 2, 6, 14, 30, 62, 122, 182, 242]
+    assert watched.look(H1, H2, Host("h3")) == [HostsCame(("h3:1",), 3)]
+    watched.silent.clear()
+    clock.now_s += 2
+    assert watched.look() == [HostsCame(("h2:2", "h3:1"), 5)]
+
+
+def test_a_host_that_was_named_during_the_start_is_new_to_the_job(clock: Clock) -> None:
+    watched = Watched(clock, None)
+    assert watched.look(H1, H2) == []
+    watched.in_use = ON_H1
+    assert watched.look() == [HostsCame(("h2:2",), 4)]
+
+
+def test_a_host_that_was_lost_is_taken_again_and_one_whose_rank_failed_is_not(clock: Clock) -> None:
+    watched = Watched(clock, InUse(4, 4, {"h1": 2, "h2": 2}), most=4)
+    assert watched.look(H1, H2) == []
+    watched.in_use = InUse(3, 4, {"h1": 2, "h2": 2})
+    assert watched.look() == []
+    watched.in_use = InUse(2, 4, {"h1": 2, "h2": 0})
+    assert watched.look() == [HostsCame(("h2:2",), 4)]
+
+
+@pytest.mark.parametrize(
+    ("in_use", "came"), [(InUse(3, 3, {}), []), (InUse(2, 2, {}), [HostsCame(("localhost:3",), 3)])]
+)
+def test_a_job_on_this_host_takes_slots_that_are_added(clock: Clock, in_use: InUse, came: list[HostsCame]) -> None:
+    assert Watched(clock, in_use).look(Host("localhost", 3)) == came
+
+
+def test_a_job_that_may_have_no_more_ranks_asks_nobody(clock: Clock) -> None:
+    watched = Watched(clock, ON_H1, most=2)
+    assert watched.look(H1, H2) == []
+    assert watched.asked == 0
+
+
+def test_a_script_that_fails_changes_nothing_and_is_told_once(clock: Clock) -> None:
+    watched = Watched(clock, ON_H1)
     watched.hosts = UsageError("it ended with exit code 1")
     assert watched.look() == watched.look() == []
     assert watched.said == ["ringrun: warning: hosts stay as they are: it ended with exit code 1"]
-    assert watched.look(Host("h1", 2), Host("h2", 1)) == [HostsCame(("h2:1",), 6)]
-
-
-def test_hosts_that_do_not_answer_are_no_news() -> None:
-    watched = Watched(Host("h1", 2))
-    watched.answers = False
-    assert watched.look(Host("h1", 2), Host("h2", 2)) == []
+    assert watched.look(H1, H2) == [HostsCame(("h2:2",), 4)]
 
 
 class Recorded:
@@ -120,8 +171,9 @@ def test_ranks_hear_of_hosts_that_give_them_company(size: int, is_told: bool) ->
     ("max_np", "slots", "size"), [(None, 5, 3), (4, 5, 5), (4, 3, 3), (8, 6, 6)], ids=["as at first", "", "", ""]
 )
 def test_a_job_on_this_host_grows_to_its_slots_and_its_limit(max_np: int | None, slots: int, size: int) -> None:
-    again = restarts.on_hosts_that_answer(lambda: [Host("localhost", slots)], lambda names: names)
-    found = again(Job(3, ["true"], elastic=Elastic(spares=1, max_np=max_np)))
+    flags = [] if max_np is None else ["--max-np", str(max_np)]
+    request = cli.parse(["--elastic", "-np", "2", "--spares", "1", "-H", f"localhost:{slots}", *flags, "true"])
+    found = cli._again(request, ["true"], cli._growth(request))(replace(request.job, size=3))
     assert found is not None
     assert found.size == size
 

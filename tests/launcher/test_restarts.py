@@ -236,7 +236,7 @@ def test_a_job_is_placed_anew_on_the_hosts_that_answer() -> None:
     here = Host("localhost", 2)
     hosts = [here, Host("h2.example", 2), Host("h3.example", 1)]
     job = Job(4, ["true"], hosts=((here, 2), (hosts[1], 2)))
-    again = restarts.on_hosts_that_answer(lambda: hosts, answering)
+    again = restarts.on_hosts_that_answer(lambda: hosts, answering, 4)
     answers = [["localhost", "h2.example", "h3.example"], ["h3.example", "localhost"], ["localhost"], []]
     assert again(job) == replace(job, hosts=[(here, 2), (hosts[1], 2)])
     assert again(job) == replace(job, size=3, hosts=[(here, 2), (hosts[2], 1)])
@@ -244,16 +244,16 @@ def test_a_job_is_placed_anew_on_the_hosts_that_answer() -> None:
     assert again(job) is None
     assert asked == [["localhost", "h2.example", "h3.example"]] * 4
     alone = Job(2, ["true"])
-    assert restarts.on_hosts_that_answer(lambda: [here], answering)(alone) is alone
-    assert restarts.on_hosts_that_answer(list, answering)(alone) is alone
+    assert restarts.on_hosts_that_answer(lambda: [here], answering, 1)(alone) is alone
+    assert restarts.on_hosts_that_answer(list, answering, 1)(alone) is alone
 
 
-@pytest.mark.parametrize(("takes_all", "counts"), [(True, [2, 3]), (False, [2, 1])])
-def test_hosts_that_are_new_get_ranks(takes_all: bool, counts: list[int]) -> None:
+@pytest.mark.parametrize(("most", "counts"), [(sys.maxsize, [2, 3]), (3, [2, 1])])
+def test_hosts_that_are_new_get_ranks(most: int, counts: list[int]) -> None:
     here, new = Host("localhost", 2), Host("h2.example", 3)
     hosts = [here]
-    again = restarts.on_hosts_that_answer(lambda: hosts, lambda names: names, takes_all=takes_all)
-    job = Job(2 if takes_all else 3, ["true"])
+    again = restarts.on_hosts_that_answer(lambda: hosts, lambda names: names, most)
+    job = Job(2, ["true"])
     assert again(job) is job
     hosts.append(new)
     assert again(job) == replace(job, size=sum(counts), hosts=list(zip(hosts, counts, strict=True)))

@@ -13,7 +13,7 @@ import pytest
 
 import ringreduce
 import ringrun
-from ringreduce.settings import HOROVOD, PREFIX, Settings
+from ringreduce.settings import HOROVOD, NO_EFFECT, PREFIX, Settings
 from ringrun import cli
 from ringrun.config import resolve
 from tests.support.pages import BLOCKS, ELSEWHERE, NOT_RUN, PAGES
@@ -105,7 +105,7 @@ def test_settings_and_their_defaults_are_those_of_the_code():
         assert default.strip() == words.get(name, shown(defaults[name.lower()])), name
     for name in re.findall(rf"`{PREFIX}(\w+)`", DOCS):
         assert name.lower() in defaults, name
-    assert set(re.findall(r"`(HOROVOD_\w+)`", PAGES["settings.md"])) == {*HOROVOD, "HOROVOD_AUTOTUNE"}
+    assert set(re.findall(r"`(HOROVOD_\w+)`", PAGES["settings.md"])) == {*HOROVOD, *NO_EFFECT}
 
 
 def documented(module: str) -> set[str]:

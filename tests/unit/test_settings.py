@@ -1,7 +1,7 @@
 import pytest
 
 from ringreduce.errors import SettingsError
-from ringreduce.settings import Settings, tuning_notice
+from ringreduce.settings import LEAST_FUSION_BYTES, Settings, horovod_notice
 
 
 def test_defaults_and_variables():
@@ -42,7 +42,7 @@ def test_horovods_variables_are_understood_and_ours_count():
             "HOROVOD_CYCLE_TIME": "3.5",
             "HOROVOD_CACHE_CAPACITY": "7",
             "HOROVOD_DYNAMIC_PROCESS_SETS": "1",
-            "HOROVOD_FUSION_THRESHOLD": "0",
+            "HOROVOD_FUSION_THRESHOLD": "134217728",
             "RINGREDUCE_STALL_CHECK_S": "5",
         }
     )
@@ -54,7 +54,9 @@ def test_horovods_variables_are_understood_and_ours_count():
         cycle_time_ms=3.5,
         cache_capacity=7,
         dynamic_process_sets=True,
+        fusion_buffer_bytes=128 << 20,
     )
+    assert Settings.from_environment({"HOROVOD_FUSION_THRESHOLD": "0"}).fusion_buffer_bytes == LEAST_FUSION_BYTES
 
 
 @pytest.mark.parametrize(
@@ -68,6 +70,7 @@ def test_horovods_variables_are_understood_and_ours_count():
         ("RINGREDUCE_CACHE_CAPACITY", ["-1", "x"], r"a whole number of tensors of 0 or more, such as \d+"),
         ("RINGREDUCE_RESTART_COUNT", ["-1", "x"], r"a whole number of restarts of 0 or more, such as \d+"),
         ("RINGREDUCE_STALL_CHECK_S", ["-1", "nan", "inf", "soon"], r"a number of seconds of 0 or more, such as 10.0"),
+        ("HOROVOD_FUSION_THRESHOLD", ["-1", "64MB"], r"a whole number of bytes of 0 or more, such as 134217728"),
         ("HOROVOD_CYCLE_TIME", ["-1", "x"], r"a number of milliseconds of 0 or more, such as 50.0"),
         ("RINGREDUCE_DYNAMIC_PROCESS_SETS", ["2", "maybe"], "1 or 0"),
     ],
@@ -128,4 +131,5 @@ def test_a_gpu_setting_that_makes_no_sense_is_refused(changes, message):
 def test_who_asks_for_autotune_is_told_that_nothing_needs_tuning(text, told):
     environ = {} if text is None else {"HOROVOD_AUTOTUNE": text}
     assert Settings.from_environment(environ) == Settings()
-    assert tuning_notice(environ).startswith("HOROVOD_AUTOTUNE has no effect, since nothing needs tuning") is told
+    notice = "no effect here: HOROVOD_AUTOTUNE, HOROVOD_NUM_NCCL_STREAMS. Nothing needs tuning: the algorithm of an "
+    assert horovod_notice(environ | {"HOROVOD_NUM_NCCL_STREAMS": text or ""}).startswith(notice) is told
