@@ -47,19 +47,8 @@ def pytest_cmdline_main(config):
     alone = under_a_launcher() or getattr(options, "with_mpi", False) or options.usepdb or options.collectonly
     worker = hasattr(config, "workerinput")  # which would start more, and so on
     if getattr(options, "numprocesses", 0) is None and is_whole(config) and not alone and not worker:
-        options.numprocesses, options.dist = 3, "loadfile"
-        options.loadscopereorder = False  # else the jobs, which are few and long, would come last
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config, log):
-    from xdist.scheduler import LoadScopeScheduling
-
-    class OneJobAfterTheOther(LoadScopeScheduling):
-        def _split_scope(self, nodeid):
-            return tiers.group(nodeid)
-
-    return OneJobAfterTheOther(config, log)
+        options.numprocesses, options.dist = 3, "loadgroup"
+        options.loadscopereorder = False  # else the jobs, which are few and long, would not begin first
 
 
 def under_a_launcher():
@@ -68,13 +57,17 @@ def under_a_launcher():
 
 
 def pytest_itemcollected(item):
-    tiers.mark_job(item)
+    tiers.mark(item)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_logreport(report):
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        report.nodeid = tiers.without_group(report.nodeid)
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    if is_whole(config) and not config.getoption("--with-mpi", default=False):
-        tiers.check_names(items)
     parts.choose(config, items)
 
 

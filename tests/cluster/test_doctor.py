@@ -37,6 +37,7 @@ def in_table(text: str) -> list[str]:
     return [row.split()[0] for row in rows]
 
 
+@pytest.mark.quick
 def test_four_hosts_of_which_one_has_a_slow_link(python: Path, own_hosts: Hosts, tmp_path: Path):
     own_hosts.shape(2, 50)
     done = doctor(own_hosts, python, "-H", NAMES, "--json", tmp_path / "found.json")

@@ -15,6 +15,7 @@ from tests.cluster.hosts import ROOT, Hosts
 SSH = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=3"]
 
 
+@pytest.mark.quick
 def test_each_host_is_reached_from_each_by_name_and_address(hosts: Hosts):
     for k, (name, address) in enumerate(zip(hosts.names, hosts.addresses, strict=True)):
         for target in (name, address):
@@ -62,6 +63,7 @@ def test_orphans_are_collected(hosts: Hosts):
     assert "sleep" not in all_of(hosts, 3), "not even as a zombie"
 
 
+@pytest.mark.quick
 def test_links_and_daemons_stop_and_start_again(own_hosts: Hosts):
     own_hosts.link_down(1)
     assert "Connection timed out" in own_hosts.run(0, [*SSH, "h1", "hostname"]).stderr

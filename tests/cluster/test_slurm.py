@@ -11,6 +11,7 @@ import pytest
 
 from tests.cluster.hosts import ROOT, Hosts
 from tests.support.patience import wait_until
+from tests.support.tiers import extended
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -44,13 +45,14 @@ def told(places: list[str], colour: object = None) -> list[str]:
     return [f"{place} {999.0 * sum(range(len(places) + 1))} {colour}" for place in places]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("tasks", "flags", "places"),
     [
         ("-n4", [], TWO_AND_TWO),
-        ("-n3", [], TWO_AND_ONE),
-        ("-n4", ["-np", "3"], TWO_AND_ONE),
-        ("-n4", ["--launcher", "mpirun"], TWO_AND_TWO),
+        pytest.param("-n3", [], TWO_AND_ONE, marks=extended),
+        pytest.param("-n4", ["-np", "3"], TWO_AND_ONE, marks=extended),
+        pytest.param("-n4", ["--launcher", "mpirun"], TWO_AND_TWO, marks=extended),
     ],
 )
 def test_salloc_and_ringrun(slurm: Hosts, python: Path, where: Path, tasks: str, flags: list[str], places: list[str]):

@@ -15,6 +15,7 @@ import pytest
 
 from tests.cluster.hosts import ROOT, Hosts
 from tests.support.patience import patient, wait_until
+from tests.support.tiers import extended
 
 pytestmark = pytest.mark.timeout(180)
 ALL = ("-np", "4", "-H", "h0:1,h1:1,h2:1,h3:1")
@@ -53,12 +54,14 @@ WHERE = """
 """
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("where", "lines"),
     [
-        (
+        pytest.param(
             ("-H", "h0:3,h1:1"),
             ["[0] h0 0 3 0 2 4", "[1] h0 1 3 0 1 4", "[2] h0 2 3 0 1 4", "[3] h1 0 1 1 2 4"],
+            marks=extended,
         ),
         (
             ("-np", "4", "-H", "h2:1,h0:2,h3:4"),
@@ -83,6 +86,7 @@ def test_hosts_that_are_not_this_one(hosts: Hosts, python: Path, script: Script)
     assert sorted(done.stdout.splitlines()) == ["[0] h1 0 'a line'", "[1] h3 1 ''"]
 
 
+@pytest.mark.quick
 def test_variables_reach_all_hosts_and_secrets_stay(hosts: Hosts, python: Path, script: Script):
     """Command lines, which all users can read, have no value and no key; what stays is in no process elsewhere."""
     source = """
@@ -135,12 +139,13 @@ STEPS = """
 """
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("failure", "code", "words"),
     [
         ("os.kill(os.getpid(), signal.SIGKILL)", 137, ["killed by signal 9 (SIGKILL)"]),
-        ("raise ValueError('boom')", 1, ["exit code 1", "ValueError: boom"]),
-        ("sys.exit(7)", 7, ["exit code 7"]),
+        pytest.param("raise ValueError('boom')", 1, ["exit code 1", "ValueError: boom"], marks=extended),
+        pytest.param("sys.exit(7)", 7, ["exit code 7"], marks=extended),
     ],
 )
 def test_a_rank_that_dies_on_another_host(
@@ -213,6 +218,7 @@ def test_a_network_that_is_gone_for_less_than_lost_after_ends_nothing(own_hosts:
     own_hosts.assert_nothing_is_left()
 
 
+@pytest.mark.quick
 def test_a_host_whose_link_goes_down(own_hosts: Hosts, python: Path, script: Script):
     job = own_hosts.start_ringrun(python, "--lost-after", "8", *ALL, python, script(STEPS.format(failure="pass")))
     wait_for_training(own_hosts, job)

@@ -11,6 +11,7 @@ import pytest
 from tests.elastic.training import replay
 from tests.support import jobs
 from tests.support.patience import nothing_left_in_shared_memory
+from tests.support.tiers import parted
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -68,7 +69,8 @@ def check(found, survivors, folder, steps=STEPS):
         assert result["pid"] == int(Path(folder, f"{rank}.pid").read_text().split()[-1])
 
 
-@pytest.mark.parametrize("kind", DEATHS)
+@pytest.mark.quick
+@pytest.mark.parametrize("kind", parted(DEATHS, lambda kind: kind == "rank 0"))
 def test_the_others_go_on(python, tmp_path, kind):
     size, deaths = DEATHS[kind]
     stderr, found = job(python, tmp_path, size, deaths)
@@ -113,6 +115,7 @@ def test_a_rank_whose_operation_waits_for_one_that_hangs_goes_on(python, tmp_pat
     assert "rank 3 of 4 failed" not in stderr
 
 
+@pytest.mark.quick
 def test_without_ringrun_it_is_said_that_nobody_sees_deaths():
     program = [sys.executable, "-c", "import ringreduce; ringreduce.init()"]
     done = jobs.run(program, env=jobs.environment(RINGREDUCE_ELASTIC="1"))

@@ -46,6 +46,7 @@ print("of", rr.size(), "all steps", len(state.sizes) == state.step >= 20)
 """
 
 
+@pytest.mark.quick
 def test_hosts_that_come_are_taken_after_the_next_commit(python, tmp_path):
     hosts, script = tmp_path / "hosts", tmp_path / "train.py"
     hosts.write_text("localhost slots=2")

@@ -9,6 +9,7 @@ import pytest
 
 from ringreduce import runtime
 from tests.end_to_end.conftest import ringrun
+from tests.support.tiers import extended, parted
 
 pytestmark = pytest.mark.timeout(600)  # the first use makes the environment for MPICH
 HEAD = (
@@ -29,6 +30,7 @@ def finished(tmp_path):
     return run
 
 
+@pytest.mark.quick
 def test_shutdown_with_work_pending_is_an_error_that_says_who_left_first(finished, python):
     done = finished(
         "handle = rr.allreduce_async(np.ones(3), name=f'only on rank {rr.rank()}')\n"
@@ -68,6 +70,7 @@ def test_a_world_can_be_left_and_entered_while_others_wait(finished, python):
     assert (done.returncode, done.stdout.count("total 3.0")) == (0, 3), done.stdout
 
 
+@pytest.mark.quick
 def test_what_was_handed_in_and_never_waited_for_hangs_nobody_at_exit(finished, python):
     # the pause: a rank that hands something in after another has left is told so, which is not tested here
     handed_in = "for k in range(20):\n    rr.allreduce_async(np.ones(1000), name=f'{rr.rank()}.{k}')\ntime.sleep(1)\n"
@@ -75,7 +78,13 @@ def test_what_was_handed_in_and_never_waited_for_hangs_nobody_at_exit(finished, 
     assert (done.returncode, done.stdout) == (0, ""), done.stdout
 
 
-@pytest.mark.parametrize("child", ["print('child:', tell())", "raise ValueError('in the child')", "sys.exit(5)"])
+CHILDREN = parted(
+    ["print('child:', tell())", "raise ValueError('in the child')", "sys.exit(5)"], lambda child: "raise" in child
+)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("child", CHILDREN)
 def test_a_forked_child_is_no_rank_and_ends_alone(finished, child):
     done = finished(
         "def tell():\n"
@@ -170,7 +179,8 @@ SLEEP = "time.sleep(4)"
 STOP = "os.system(f'(sleep 5; kill -CONT {os.getpid()}) > /dev/null 2>&1 &')\n    os.kill(os.getpid(), signal.SIGSTOP)"
 
 
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.quick
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=extended), 2])
 def test_a_rank_that_does_something_else_is_named_with_its_stack(finished, python, rank):
     done = finished(STALL.format(how=SLEEP, rank=rank), python, RINGREDUCE_STALL_CHECK_S="1")
     assert done.returncode == 0, done.stdout

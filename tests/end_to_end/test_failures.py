@@ -7,6 +7,7 @@ import time
 import pytest
 
 from tests.end_to_end.conftest import ringrun, run
+from tests.support.tiers import parted
 
 pytestmark = pytest.mark.timeout(900)  # the first use makes the environment for MPICH
 
@@ -34,7 +35,8 @@ FAILURES = {
 }
 
 
-@pytest.mark.parametrize("kind", FAILURES)
+@pytest.mark.quick
+@pytest.mark.parametrize("kind", parted(FAILURES, lambda kind: kind in ("SIGKILL", "raise", "return")))
 def test_one_rank_ends_and_the_others_wait_for_it(python, tmp_path, kind):
     failure, code, message = FAILURES[kind]
     script = tmp_path / "train.py"
@@ -51,6 +53,7 @@ def test_one_rank_ends_and_the_others_wait_for_it(python, tmp_path, kind):
     assert run(["pgrep", "-f", str(script)]).stdout == "", "nothing is left"
 
 
+@pytest.mark.quick
 def test_the_traceback_of_the_first_failure_is_printed_last(python, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(WAITING.format(failure=FAILURES["raise"][0]))
@@ -153,6 +156,7 @@ def test_settings_that_differ_end_the_job_at_the_start(python, tmp_path):
     assert "ring_segment_bytes=164, but rank 0 has ring_segment_bytes=64" in finished.stdout.splitlines()[-2]
 
 
+@pytest.mark.quick
 def test_a_process_alone_ends_as_ever(python):
     script = "import sys, ringreduce; ringreduce.init(); assert sys.excepthook is sys.__excepthook__; raise ValueError"
     finished = run([python, "-c", script])

@@ -14,7 +14,7 @@ from tests.support import environments, jobs
 from tests.support.jobs import ROOT
 from tests.support.pages import blocks
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.xdist_group("pool")]  # the jobs take longer than the pool
 PYTHON = Path(sys.executable)
 PACKAGES = ["jax", "optax", "equinox", "flax", "keras", "tensorflow-cpu"]
 EVERYWHERE = [

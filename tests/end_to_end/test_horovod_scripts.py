@@ -19,6 +19,7 @@ import pytest
 
 from tests.support.jobs import environment
 from tests.support.patience import patient
+from tests.support.tiers import parted
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -105,7 +106,8 @@ def mnist_arguments(ranks):
     return "--float64", f"--batch-size={120 // ranks}", f"--lr={0.2 / ranks}", f"--test-batch-size={60 // ranks}"
 
 
-@pytest.mark.parametrize("ranks", SIZES)
+@pytest.mark.quick
+@pytest.mark.parametrize("ranks", parted(SIZES, lambda ranks: ranks == 2))
 def test_mnist(run, ranks):
     alone = run("mnist", 1, *mnist_arguments(1))
     together = run("mnist", ranks, *mnist_arguments(ranks))
@@ -190,7 +192,8 @@ def test_groups(run, ranks):
         np.testing.assert_allclose(losses, alone["losses"]["ungrouped"], rtol=EXACT, err_msg=name)
 
 
-@pytest.mark.parametrize(("ranks", "dynamic"), [(2, False), (3, True), (4, False)])
+@pytest.mark.quick
+@pytest.mark.parametrize(("ranks", "dynamic"), parted([(2, False), (3, True), (4, False)], lambda ranks, _: ranks == 2))
 def test_process_sets(run, ranks, dynamic):
     each_alone = run("process_sets", 2, "--ranks=2")
     arguments, variables = [f"--ranks={ranks}"], {}
@@ -225,7 +228,8 @@ def test_sparse_embeddings(run, ranks):
     assert together["sums"] == [expected] * ranks
 
 
-@pytest.mark.parametrize("ranks", [1, *SIZES])
+@pytest.mark.quick
+@pytest.mark.parametrize("ranks", parted([1, *SIZES], lambda ranks: ranks == 2))
 def test_join(run, ranks):
     together = run("join", ranks)
     assert_equal_everywhere(together, ranks)

@@ -16,6 +16,7 @@ QUICK = [("openmpi", 3, "not extended"), ("mpich", 2, "not extended")]
 EVERYWHERE = [*QUICK, *itertools.product(["openmpi", "mpich"], [1, 2, 3, 4], [""])]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("python", "ranks", "tier"), parted(EVERYWHERE, lambda *case: case in QUICK), indirect=["python"]
 )
@@ -43,6 +44,7 @@ def test_a_rank_that_fails_ends_the_run_with_its_report(python, broken):
     assert "rank 1 of 3 failed first" in finished.stdout
 
 
+@pytest.mark.quick
 def test_a_hang_ends_the_run_with_every_ranks_stack(python, broken):
     finished = ringrun(python, 3, *PYTEST, f"{broken}::test_all_ranks_hang", timeout_s=60)
     assert finished.returncode == 1, finished.stdout

@@ -15,6 +15,7 @@ import pytest
 import ringreduce as rr
 from tests.support import environments, jobs
 from tests.support.patience import patient, wait_until
+from tests.support.tiers import extended
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -34,12 +35,14 @@ def train(step, fails=None):
     return function
 
 
+@pytest.mark.quick
 def test_results_come_by_rank_and_lines_as_ringrun_prints_them(capsys):
     results = rr.run(train(3), (0.5,), {"name": "fast"}, np=2, ranks="1")
     assert [(rank, total, closure()) for rank, total, closure in results] == [(0, 1.0, 1.5), (1, 1.0, 1.5)]
     assert capsys.readouterr() == ("[1] learning at 0.5 fast\n", "")
 
 
+@pytest.mark.quick
 def test_a_rank_that_fails_is_told_by_ringruns_report(capsys):
     with pytest.raises(rr.JobFailedError) as raised:
         rr.run(train(3, fails=1), args=[0.5], np=2)
@@ -104,6 +107,7 @@ def test_an_elastic_job_returns_what_is_left_and_prints_who_is_lost(capsys):
     assert "\nringrun: ranks 0,2 went on after " in printed
 
 
+@pytest.mark.quick
 def test_flags_are_ringruns_and_horovods():
     arguments = sys.modules["ringreduce.run_function"]._arguments
     flags = {"hosts": "h1:2", "timeout": 1.5, "fold": True, "cuda_ipc": False, "ranks": None, "restarts": 0}
@@ -114,6 +118,7 @@ def test_flags_are_ringruns_and_horovods():
     assert list(arguments(None, horovods)) == ["-np", "2", "--gloo", "--disable-cache", "--verbose"]
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("options", "kind", "message"),
     [
@@ -217,7 +222,8 @@ def script(tmp_path):
     return path
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.quick
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=extended)])
 def test_a_script_that_is_interrupted_or_killed_leaves_no_rank(script, tmp_path, number):
     process = subprocess.Popen(
         [sys.executable, script], cwd=tmp_path, env=jobs.environment(), stderr=subprocess.PIPE, text=True

@@ -62,6 +62,7 @@ def program(tmp_path):
     return write
 
 
+@pytest.mark.quick
 @own_shm
 @pytest.mark.parametrize("mebibytes", [8, 20])
 def test_where_there_is_little_of_it_messages_are_used_and_a_line_says_why(python, program, mebibytes):
@@ -177,6 +178,7 @@ def test_of_a_rank_that_is_killed_nothing_of_ours_is_left(python, program, secon
     assert sum(int(blocks) * 512 for blocks, _ in left) < 8 << 20, left
 
 
+@pytest.mark.quick
 @own_shm
 def test_of_a_job_that_ends_nothing_at_all_is_left(python, program):
     finished = ringrun(python, 3, program(REDUCE), shm="256m")

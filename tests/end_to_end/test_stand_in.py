@@ -62,6 +62,7 @@ print("sum", rr.synchronize(handle).get()[0])
 """
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("racing", [False, True])
 def test_a_race_in_a_program_fails_it(tmp_path, racing):
     script = tmp_path / "train.py"

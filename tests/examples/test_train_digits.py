@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import ringreduce as rr
+from tests.support.tiers import parted
 from tests.support.world import on_a_pool
 
 pytestmark = [
@@ -34,7 +35,8 @@ def train(ringrun, examples, tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.quick
+@pytest.mark.parametrize("size", parted(SIZES, lambda size: size == 3))
 def test_last_line_tells_an_accuracy_of_at_least_97_percent(train, lines, size):
     stdout, _ = train(size)
     accuracy = re.fullmatch(r"test accuracy: (\d\.\d{3})", lines(stdout)[-1])
@@ -42,7 +44,8 @@ def test_last_line_tells_an_accuracy_of_at_least_97_percent(train, lines, size):
     assert 0.97 <= float(accuracy[1]) <= 1
 
 
-@pytest.mark.parametrize("size", SIZES[1:])
+@pytest.mark.quick
+@pytest.mark.parametrize("size", parted(SIZES[1:], lambda size: size == 3))
 def test_loss_curve_is_that_of_one_rank(train, size):
     _, alone = train(1)
     _, together = train(size)
@@ -50,7 +53,8 @@ def test_loss_curve_is_that_of_one_rank(train, size):
     np.testing.assert_allclose(together["losses"], alone["losses"], rtol=1e-9)
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.quick
+@pytest.mark.parametrize("size", parted(SIZES, lambda size: size == 3))
 def test_parameters_are_bit_identical_on_all_ranks(train, size):
     _, record = train(size)
     assert len(record["digests"]) == size
@@ -62,6 +66,7 @@ def test_batch_that_ranks_cannot_share_equally_is_refused(ringrun, examples):
     assert "--batch 65 cannot be shared equally by 2 ranks; pass a multiple of 2" in ended.stderr
 
 
+@pytest.mark.quick
 @on_a_pool
 @pytest.mark.parametrize("left_out", ["DistributedOptimizer", "broadcast_parameters"])
 def test_script_itself_notices_when_parameters_differ(world, examples, left_out):

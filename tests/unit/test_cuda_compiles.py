@@ -14,7 +14,7 @@ from ringreduce.gpu.kernels import COPIES, SOURCE, Variant
 from ringreduce.ops import Average, Max, Min, Product, Reduction, Sum
 from tests.support import tiers
 
-pytestmark = tiers.extended
+pytestmark = [tiers.extended, pytest.mark.xdist_group("cuda")]
 
 LIBRARIES = {12: "cuda_nvrtc/lib/libnvrtc.so.12", 13: "cu13/lib/libnvrtc.so.13"}
 """Under the folder of the packages nvidia-cuda-nvrtc-cu12 and nvidia-cuda-nvrtc."""

@@ -19,7 +19,7 @@ import pytest
 import ringreduce
 from tests.support import environments, fake_cupy, tiers
 
-pytestmark = [tiers.extended, pytest.mark.timeout(600)]
+pytestmark = [tiers.extended, pytest.mark.timeout(600), pytest.mark.xdist_group("cupy")]
 
 PACKAGE = Path(ringreduce.__file__).parent
 ROOTS = {"cupy": "cupy", "runtime": "cupy.cuda.runtime"}
