@@ -174,7 +174,8 @@ class _Rank:
         self._pieces: list[bytes] = []
 
     def handle(self, message: Message | Gone) -> bool:
-        """Handle a message; when it is Gone, ringrun says how."""
+        """Handle a message; when it is Gone, ringrun says how the rank has ended."""
+        from ringrun.connection.link import Gone
         from ringrun.connection.wire import Hello, Input, Output
 
         with contextlib.suppress(OSError):
@@ -190,6 +191,8 @@ class _Rank:
                 case Output():
                     self._results.pickled[self._rank] = b"".join(self._pieces)
                     _send(self.link, Input, b"")
+                case Gone(ValueError() as error):
+                    print(f"run(): a rank's connection is broken: {error}", file=sys.stderr)
         return False
 
     def _give(self, function: bytes) -> None:

@@ -283,17 +283,20 @@ class Agent:
         import syslog
 
         silent = f"its host has not answered for {self._link.lost_after_s:g} s (--lost-after)"
-        why = silent if isinstance(error, HostSilentError) else "it has ended without a word"
+        why = silent if isinstance(error, HostSilentError) else str(error) or "it has ended without a word"
         rank = f"rank {self._place.rank} of {self._place.size} on host {socket.gethostname()} was ended"
         home = Address.parse(os.environ[wire.ADDRESS_VARIABLE]).host
         syslog.openlog("ringrun")
         syslog.syslog(syslog.LOG_ERR, f"{rank}: the connection to ringrun on host {home} is lost; {why}")
 
     def _receive(self) -> wire.Message:
-        """Return what ringrun says; End when it is gone."""
+        """Return what ringrun says; End when it is gone, or is not the one that speaks."""
         try:
             return self._link.receive()
-        except (EOFError, OSError) as error:
+        except (EOFError, OSError, ValueError) as error:
+            if isinstance(error, ValueError):  # ringrun is there, and hears of no other reason
+                who = f"rank {self._place.rank} of {self._place.size} on host {socket.gethostname()}"
+                self._send(wire.Note(f"ringrun: {who} is ended: {error}"))
             self._lost = error
             return wire.End()
 

@@ -1,7 +1,7 @@
 """The sockets between ringrun and its agents: a unix socket on ringrun's own host, TCP from the others.
 
-Each side proves to the other that it knows the job's key, ringrun only after the agent has; what follows is not
-encrypted, like the messages of MPI itself. A message travels behind its length, four bytes.
+Each side proves to the other that it knows the job's key, ringrun only after the agent has. What follows is not
+encrypted, like the messages of MPI itself, but nobody else can change it or add to it: see frames.py.
 
 A host that has gone silent is found by TCP: the kernel probes an idle connection, and a connection on which no
 acknowledgement has come for `lost_after_s` has lost its other end. A ringrun that is stopped for a while (Ctrl-Z), or
@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from ..network import LOST_AFTER_S, keepalive
+from .frames import FrameReader, FrameWriter
 from .wire import Message, decode, encode
 
 CONNECT_S = 15.0
@@ -30,8 +31,6 @@ _CONNECT_TIMEOUT_S = 4.0
 _PAUSE_S = 0.2
 HANDSHAKE_TIMEOUT_S = 20.0
 NONCE_BYTES = PROOF_BYTES = 32
-_LENGTH = struct.Struct("!I")
-_LONGEST_FRAME = 1 << 30
 _CHUNK_BYTES = 1 << 16
 _TCP_INFO_BYTES = 60
 _LAST_ACKNOWLEDGEMENT_AT = 56  # tcp_info.tcpi_last_ack_recv, in ms
@@ -76,33 +75,41 @@ class Address(NamedTuple):
 class Link:
     """One connection. `send` may be called from several threads, `receive` from one, or `arrived` and no `receive`."""
 
-    def __init__(self, sock: socket.socket, lost_after_s: float) -> None:
-        """sock: connected, and each end has shown that it knows the key. OSError where it is gone already."""
+    def __init__(self, sock: socket.socket, lost_after_s: float, sends: bytes, receives: bytes) -> None:
+        """sock: connected, and each end has shown that it knows the job's key. OSError where it is gone already.
+
+        sends, receives: the keys of both directions, see `keys`.
+        """
         self.is_local = sock.family == socket.AF_UNIX
         self.lost_after_s = lost_after_s
         self._socket = sock
         self._send_lock = threading.Lock()
+        self._writer, self._reader = FrameWriter(sends), FrameReader(receives)
         self._arrival = select.poll()
         self._arrival.register(sock, select.POLLIN)
-        self._unread = bytearray()  # of a message that has not come completely
         if not self.is_local:
             _keep_alive(sock, lost_after_s)
             self.own_address, self.peer_address = _plain(sock.getsockname()[0]), _plain(sock.getpeername()[0])
 
     def send(self, message: Message) -> None:
         """Send `message`; OSError when the other end is gone."""
-        frame = encode(message)
+        encoded = encode(message)
         with self._send_lock:
-            self._socket.sendall(_LENGTH.pack(len(frame)) + frame)
+            self._socket.sendall(self._writer.frame(encoded))
 
     def receive(self) -> Message:
         """Return the next message.
 
         Raises: EOFError or OSError when the other end is gone, HostSilentError when its host is; ValueError for what
-                is no message: nothing that follows can be understood.
+                is no message of the other end's: nothing that follows can be understood.
         """
         try:
-            return decode(self._read(_length(self._read(_LENGTH.size))))
+            while (message := self._reader.next()) is None:
+                self._await_arrival()
+                if not (piece := self._socket.recv(self._reader.missing)):  # no more: a descriptor may follow
+                    raise EOFError
+                self._reader.feed(piece)
+            return decode(message)
         except TimeoutError as error:  # the kernel's own probes found it first
             raise HostSilentError from error
 
@@ -112,14 +119,9 @@ class Link:
             piece = self._socket.recv(_CHUNK_BYTES, socket.MSG_DONTWAIT)
             if not piece:
                 raise EOFError
-            self._unread += piece
-            while len(self._unread) >= _LENGTH.size:
-                end = _LENGTH.size + _length(self._unread)
-                if len(self._unread) < end:
-                    return
-                frame = bytes(self._unread[_LENGTH.size : end])
-                del self._unread[:end]
-                yield decode(frame)
+            self._reader.feed(piece)
+            while (message := self._reader.next()) is not None:
+                yield decode(message)
         except BlockingIOError:
             return
         except TimeoutError:
@@ -158,19 +160,8 @@ class Link:
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
-    def _read(self, count: int) -> bytes:
-        data = bytearray()
-        while len(data) < count:
-            if not self.is_local:
-                self._await_arrival()
-            piece = self._socket.recv(count - len(data))
-            if not piece:
-                raise EOFError
-            data += piece
-        return bytes(data)
-
     def _await_arrival(self) -> None:
-        while not self._arrival.poll(LOOK_S * 1000):
+        while not self.is_local and not self._arrival.poll(LOOK_S * 1000):
             if self.is_silent():
                 raise HostSilentError
 
@@ -178,6 +169,11 @@ class Link:
 def proof(authkey: bytes, role: bytes, nonces: bytes) -> bytes:
     """Return what shows that `role` (`agent` or `ringrun`) knows the key; nonces: those of both, ringrun's first."""
     return hmac.digest(authkey, role + nonces, "sha256")
+
+
+def keys(authkey: bytes, nonces: bytes) -> tuple[bytes, bytes]:
+    """Return the keys of a connection for what the agent sends, and for what ringrun does."""
+    return proof(authkey, b"messages of agent", nonces), proof(authkey, b"messages of ringrun", nonces)
 
 
 def introduce(sock: socket.socket, authkey: bytes, lost_after_s: float) -> Link:
@@ -194,7 +190,7 @@ def introduce(sock: socket.socket, authkey: bytes, lost_after_s: float) -> Link:
         if not hmac.compare_digest(_exactly(sock, PROOF_BYTES), proof(authkey, b"ringrun", nonces)):
             raise PermissionError("what listens there has not shown that it knows this job's key")
         sock.settimeout(None)
-        return Link(sock, lost_after_s)
+        return Link(sock, lost_after_s, *keys(authkey, nonces))
     except BaseException:
         sock.close()
         raise
@@ -236,14 +232,6 @@ def connect(address: Address, authkey: bytes) -> Link:
 def _connect(host: str, address: Address, authkey: bytes) -> Link:
     sock = socket.create_connection((host, address.port), timeout=_CONNECT_TIMEOUT_S)
     return introduce(sock, authkey, address.lost_after_s)
-
-
-def _length(data: bytes | bytearray) -> int:
-    """Return the length of the message that follows; ValueError for one that nobody sends."""
-    (length,) = _LENGTH.unpack_from(data)
-    if length > _LONGEST_FRAME:
-        raise ValueError(f"a message of {length} bytes")
-    return int(length)
 
 
 def _keep_alive(sock: socket.socket, lost_after_s: float) -> None:

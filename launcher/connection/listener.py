@@ -26,6 +26,7 @@ from .link import (
     Gone,
     HostSilentError,
     Link,
+    keys,
     proof,
 )
 from .wire import Message
@@ -149,9 +150,10 @@ class Listener:
     def _greet(self, descriptor: int) -> None:
         greeting = self._greetings[descriptor]
         try:
-            if not greeting.proceed():
+            if not (nonces := greeting.proceed()):
                 return
-            link = Link(greeting.socket, self.address.lost_after_s)
+            from_agent, to_agent = keys(self.authkey, nonces)
+            link = Link(greeting.socket, self.address.lost_after_s, to_agent, from_agent)
         except OSError:  # not one of our agents, or one that died
             self._greetings.pop(descriptor).socket.close()
             return
@@ -197,17 +199,17 @@ class _Greeting:
         self._received = b""
         sock.sendall(self._nonce)
 
-    def proceed(self) -> bool:
-        """Read what has come; return whether the other end has shown it. This end shows it then, too."""
+    def proceed(self) -> bytes:
+        """Read what has come; return both nonces when the other end has shown it, then this end shows it, too."""
         piece = self.socket.recv(NONCE_BYTES + PROOF_BYTES - len(self._received), socket.MSG_DONTWAIT)
         self._received += piece
         if len(self._received) < NONCE_BYTES + PROOF_BYTES and piece:
-            return False
+            return b""
         nonces = self._nonce + self._received[:NONCE_BYTES]
         if not hmac.compare_digest(self._received[NONCE_BYTES:], proof(self._authkey, b"agent", nonces)):
             raise PermissionError
         self.socket.sendall(proof(self._authkey, b"ringrun", nonces))
-        return True
+        return nonces
 
 
 def _bound(addresses: Sequence[str]) -> list[socket.socket]:

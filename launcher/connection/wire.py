@@ -1,7 +1,7 @@
 """What ringrun and its agents say to each other; link.py is what they say it over.
 
-A frame is one tag byte and a payload: `o` and `e` carry raw bytes of a rank's stdout and stderr, `i` of its stdin, and
-`j` carries JSON. Nothing is ever unpickled.
+A message is one tag byte and a payload: `o` and `e` carry raw bytes of a rank's stdout and stderr, `i` of its stdin,
+and `j` carries JSON. Nothing is ever unpickled.
 
     agent   → ringrun   Hello, Note …, Started, Output …, Died, then Ended; or NotStarted instead of Started and the
                         rest; a State for each Ask, and what else is a Report, at any time between
@@ -260,7 +260,7 @@ _JSON_KINDS: dict[str, Callable[..., Message]] = {
 
 
 def encode(message: Message) -> bytes:
-    """Return the frame of `message`."""
+    """Return `message` as bytes."""
     if isinstance(message, Output):
         return _STREAM_TAGS[message.stream] + message.data
     if isinstance(message, Input):
@@ -271,9 +271,9 @@ def encode(message: Message) -> bytes:
     return _JSON_TAG + json.dumps(fields).encode()
 
 
-def decode(frame: bytes) -> Message:
-    """Return the message of `frame`; ValueError for a frame that `encode` cannot have made."""
-    tag, payload = frame[:1], frame[1:]
+def decode(data: bytes) -> Message:
+    """Return the message in `data`; ValueError for what `encode` cannot have made."""
+    tag, payload = data[:1], data[1:]
     if tag == b"o":
         return Output("stdout", payload)
     if tag == b"e":
@@ -286,7 +286,7 @@ def decode(frame: bytes) -> Message:
         reason = f"unknown tag {tag!r}"
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         reason = repr(error)
-    raise ValueError(f"a message that ringrun does not understand: {frame[:40]!r} ({reason})")
+    raise ValueError(f"a message that ringrun does not understand: {data[:40]!r} ({reason})")
 
 
 def _from_json(payload: bytes) -> Message:

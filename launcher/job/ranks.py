@@ -108,6 +108,8 @@ class Channel:
     def admit(self, hello: wire.Message | Gone, link: Link) -> "_RankReader | None":
         """Return what handles the messages of an agent that begins with `hello`; None if it is not let in."""
         if isinstance(hello, Gone):
+            if isinstance(hello.error, ValueError):
+                self._events.put(Refused(f"an agent begins with what it has not sent: {hello.error}"))
             return None
         refusal = self._refusal(hello)
         if not isinstance(hello, wire.Hello) or refusal:

@@ -13,6 +13,8 @@ import pexpect
 import pytest
 
 import ringreduce as rr
+from ringreduce.run_function import _Rank
+from ringrun.connection.link import Gone
 from tests.support import environments, jobs
 from tests.support.patience import patient, wait_until
 from tests.support.tiers import extended
@@ -104,7 +106,7 @@ def test_an_elastic_job_returns_what_is_left_and_prints_who_is_lost(capsys):
     assert rr.run(function, num_proc=3, min_num_proc=2) == [(0, 2.0, 2), (2, 2.0, 2)]
     printed = capsys.readouterr().err
     assert "-- ringrun: rank 1 of 3 failed ---" in printed
-    assert "\nringrun: ranks 0,2 went on after " in printed
+    assert "ringrun: ranks 0,2 went on after " in printed
 
 
 @pytest.mark.quick
@@ -141,6 +143,12 @@ def test_flags_are_ringruns_and_horovods():
 def test_what_no_job_can_be_made_of_is_refused(options, kind, message):
     with pytest.raises(kind, match=message):
         rr.run(print, **{"np": 1} | options)
+
+
+@pytest.mark.quick
+def test_a_connection_that_somebody_interferes_with_is_ended_with_a_line(capsys):
+    assert not _Rank(None, None).handle(Gone(ValueError("message 3 was changed")))
+    assert capsys.readouterr().err == "run(): a rank's connection is broken: message 3 was changed\n"
 
 
 @pytest.mark.quick

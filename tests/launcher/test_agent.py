@@ -46,9 +46,13 @@ class LostLink:
 
     def __init__(self, error: Exception) -> None:
         self._error = error
+        self.sent: list[wire.Message] = []
 
     def receive(self) -> wire.Message:
         raise self._error
+
+    def send(self, message: wire.Message) -> None:
+        self.sent.append(message)
 
 
 class ShortLink:
@@ -89,6 +93,7 @@ def test_an_agent_removes_the_folder_of_commits_that_ringrun_has_named_and_no_ot
     [
         (EOFError(), "it has ended without a word"),
         (HostSilentError(), "its host has not answered for 4 s (--lost-after)"),
+        (ValueError("message 3 was changed"), "message 3 was changed"),
     ],
 )
 def test_an_agent_that_loses_ringrun_ends_its_rank_and_the_systems_log_says_why(
@@ -99,7 +104,8 @@ def test_an_agent_that_loses_ringrun_ends_its_rank_and_the_systems_log_says_why(
     monkeypatch.setattr(syslog, "syslog", lambda priority, text: logged.append((priority, text)))
     monkeypatch.setattr(agent_module.os, "_exit", sys.exit)
     with subprocess.Popen(["sleep", "100"], start_new_session=True) as child:
-        agent = Agent(LostLink(error), Place(1, 3, 0, 1), Settings("openmpi", str(tmp_path)), daemon=child.pid)
+        link = LostLink(error)
+        agent = Agent(link, Place(1, 3, 0, 1), Settings("openmpi", str(tmp_path)), daemon=child.pid)
         with pytest.raises(SystemExit):
             agent._await_end(child.pid)
         assert child.wait(patient(5)) == -signal.SIGKILL
@@ -107,6 +113,8 @@ def test_an_agent_that_loses_ringrun_ends_its_rank_and_the_systems_log_says_why(
     host = socket.gethostname()
     told = f"rank 1 of 3 on host {host} was ended: the connection to ringrun on host head is lost; {why}"
     assert logged == [(syslog.LOG_ERR, told)]
+    note = wire.Note(f"ringrun: rank 1 of 3 on host {host} is ended: {why}")
+    assert link.sent == ([note] if isinstance(error, ValueError) else [])
 
 
 def test_a_death_that_is_heard_in_two_ways_is_reported_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

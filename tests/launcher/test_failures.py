@@ -34,6 +34,31 @@ def seconds_since_failure(tmp_path: Path) -> float:
     return time.time() - (tmp_path / "failed").stat().st_mtime
 
 
+NOT_SENT_SO = r"message \d of this connection was changed, repeated, reordered, or put in on its way"
+
+
+@pytest.mark.without_mpi
+@pytest.mark.parametrize(
+    ("attack", "says"),
+    [
+        ("changed to agent", rf"ringrun: rank 1 of 2 on host \S+ is ended: {NOT_SENT_SO}"),
+        ("cut to agent", "how its agent is gone, without a word"),
+        ("repeated to ringrun", f"how its connection is broken: {NOT_SENT_SO}"),
+        ("another length to ringrun", f"how its connection is broken: {NOT_SENT_SO}"),
+        ("cut to ringrun", "how its agent is gone, without a word"),
+    ],
+)
+def test_an_attack_on_a_connection_ends_its_rank_and_is_named(
+    attack: str, says: str, ringrun: Run, script: Script, python: str, wait_until_gone
+) -> None:
+    done = ringrun("-np", 2, python, script("import time; time.sleep(1000)"), env={"ATTACK": attack})
+    wait_until_gone()
+    assert done.returncode == 1
+    assert re.search(says, " ".join(done.stderr.split())), done.stderr
+    assert "-- ringrun: rank 1 of 2 failed first --" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize(
     ("failure", "code", "words"),
     [

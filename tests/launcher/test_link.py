@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from ringrun import network
 from ringrun.connection import link as link_module
 from ringrun.connection import listener as listener_module
+from ringrun.connection.frames import HEAD_BYTES
 from ringrun.connection.link import Address, Gone, HostSilentError, Link, connect, introduce
 from ringrun.connection.listener import Listener
 from ringrun.connection.wire import Message, Note, Signal
@@ -198,17 +199,18 @@ def test_a_descriptor_follows_a_message_and_another_message_that(listener: Liste
     theirs.close()
 
 
-@pytest.mark.parametrize(
-    ("sent", "what"), [(b"\xff\xff\xff\xff", "a message of 4294967295 bytes"), (b"\0\0\0\1z", "unknown tag b'z'")]
-)
-def test_what_is_no_message_is_told_from_the_end(listener: Listener, sent: bytes, what: str) -> None:
+@pytest.mark.parametrize("is_local", [True, False])
+def test_what_is_no_message_is_told_from_the_end_by_both_ends(listener: Listener, is_local: bool) -> None:
     served: queue.SimpleQueue[Served] = queue.SimpleQueue()
     listener.start(keeping(served))
-    ours = connect(listener.address, listener.authkey)
-    ours._socket.sendall(sent)
+    ours = connect(listener.address if is_local else elsewhere(listener.address), listener.authkey)
     theirs = served.get(timeout=10)
-    with pytest.raises(ValueError, match=what):
-        theirs.receive()
+    for sender, receiver in ((theirs.link, ours), (ours, theirs)):
+        sender._socket.sendall(sender._writer.frame(b"z") + b"\xff" * HEAD_BYTES)
+        with pytest.raises(ValueError, match="unknown tag b'z'"):
+            receiver.receive()
+    with pytest.raises(ValueError, match="message 1 of this connection was changed"):
+        ours.receive()
     theirs.close()
     ours.close()
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from ringrun.connection.frames import HEAD_BYTES
 from ringrun.connection.link import Link, connect
 from ringrun.connection.listener import Listener
 from ringrun.connection.wire import Died, Ended, Hello, Note, Setup, Started, State, Taken
@@ -22,7 +23,7 @@ from ringrun.processes import raise_open_files
 from tests.support.patience import patient
 
 Come = Callable[[Hello], Link]
-SIZE = 3
+SIZE = 4
 
 
 @pytest.fixture
@@ -37,10 +38,11 @@ def channel(tmp_path: Path, events: "queue.SimpleQueue[Event]") -> Iterator[tupl
     made.start()
     links: list[Link] = []
 
-    def come(hello: Hello) -> Link:
+    def come(hello: Hello | None) -> Link:
+        """Return the connection of an agent that says hello, or of one in whose place another does."""
         link = connect(listener.address, listener.authkey)
         links.append(link)
-        link.send(hello)
+        link.send(hello) if hello else link._socket.sendall(bytes(HEAD_BYTES))
         return link
 
     yield made, come
@@ -57,16 +59,27 @@ def test_what_no_agent_sends_is_the_end_of_that_rank_and_says_why(
     channel: tuple[Channel, Come], events: "queue.SimpleQueue[Event]"
 ) -> None:
     _, come = channel
-    for rank, sent in enumerate([b"\0\0\0\x08j[1, 2]x", b'\0\0\0\x14j{"kind": "Started"}', b"\0\0\0\x01?"]):
+    no_message, not_sent_so = (
+        "a message that ringrun does not understand: b",
+        "message 3 of this connection was changed",
+    )
+    for rank, (sent, times, why) in enumerate(
+        [
+            (b"j[1, 2]x", 1, no_message),
+            (b'j{"kind": "Started"}', 1, no_message),
+            (b"", 1, no_message),
+            (b"eX", 2, not_sent_so),
+        ]
+    ):
         link = come(hello(rank))
         assert events.get(timeout=10) == Arrived(rank, f"h{rank}", 2345)
         link.send(Started(4711))
-        link._socket.sendall(sent)
+        link._socket.sendall(link._writer.frame(sent) * times)
         ended = events.get(timeout=10)
         assert isinstance(ended, RankEnded)
         assert ended.end.failed
         assert (ended.end.rank, ended.end.pid) == (rank, 4711)
-        assert ended.end.lost.startswith("its connection is broken: a message that ringrun does not understand: b")
+        assert ended.end.lost.startswith(f"its connection is broken: {why}")
         with pytest.raises((EOFError, OSError)):
             link.receive()  # the agent sees it, and ends its rank
 
@@ -87,13 +100,14 @@ def test_a_message_of_the_other_direction_is_the_end_of_that_rank_too(
     ("second", "reason"),
     [
         (hello(0), "rank 0 was started twice, again on host h0"),
-        (hello(3), "a process on host h3 was started as rank 3 of 3, but this job has 3"),
-        (hello(-1), "a process on host h-1 was started as rank -1 of 3, but this job has 3"),
+        (hello(4), "a process on host h4 was started as rank 4 of 4, but this job has 4"),
+        (hello(-1), "a process on host h-1 was started as rank -1 of 4, but this job has 4"),
         (
             hello(1, size=1),
-            "a process on host h1 was started as rank 1 of 1, but this job has 3: perhaps another MPI's",
+            "a process on host h1 was started as rank 1 of 1, but this job has 4: perhaps another MPI's",
         ),
         (Note("no greeting"), "an agent begins with Note"),
+        (None, "an agent begins with what it has not sent: message 0 of this connection was changed"),
     ],
 )
 def test_only_ranks_that_the_job_awaits_are_let_in_and_each_once(

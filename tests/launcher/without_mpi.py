@@ -21,6 +21,11 @@ def start_agents(size: int, program: list[str]) -> int:
         os.environ.update(PMI_RANK=str(rank), MPI_LOCALRANKID=str(rank))
         children.append(os.fork())
         if not children[-1]:
+            if rank == 1 and "ATTACK" in os.environ:
+                from attacked_link import through_attacker
+
+                attack, direction = os.environ["ATTACK"].split(" to ")
+                os.environ["RINGRUN_ADDRESS"] = through_attacker(os.environ["RINGRUN_ADDRESS"], attack, direction)
             agent.main()  # never returns
     statuses = [os.waitpid(child, 0)[1] for child in children]
     return next(filter(None, map(os.waitstatus_to_exitcode, statuses)), 0)

@@ -198,7 +198,7 @@ LAUNCHER_LAYERS = [
     ["errors", "text", "hook", "torch_backend"],
     ["network"],
     ["arguments", "processes", "machine", "forward"],
-    ["hosts", "ssh", "connection.wire", "config", "elastic"],
+    ["hosts", "ssh", "connection.frames", "connection.wire", "config", "elastic"],
     ["environment"],
     ["engines", "report", "output", "connection.link"],
     ["connection.listener"],
