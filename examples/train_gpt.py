@@ -5,7 +5,7 @@
     ringrun -np 2 --restarts 3 python examples/train_gpt.py               # by itself, after a failure
     ringrun -np 4 python examples/train_gpt.py --width 384 --depth 6 --heads 6 --context 256    # 10.9 M parameters
 
-Needs torch. Each rank trains on its GPU where there is one, which needs CuPy (pip install 'ringreduce[cuda12]').
+Needs torch. Each rank trains on its GPU where there is one, which needs CuPy (pip install '.[cuda12]').
 `--batch` counts the sequences of all ranks: the same batch gives the same loss curve on any number of ranks.
 """
 

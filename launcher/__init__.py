@@ -13,5 +13,5 @@ The manual is `ringrun -h` (the docstring of cli.py). From the user's shell down
     ringrun ↔ agent   connection/                        a socket: mpirun's own streams mix lines and name no rank
     other commands    doctor/ · stacks · build (--check-build)
     in torch          torch_backend                      its entry point: names the backend "ring"
-    everywhere        text · errors
+    everywhere        text · errors · folders
 """

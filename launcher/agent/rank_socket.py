@@ -46,18 +46,14 @@ class RankSocket:
         self.package = ""
         """Where ringreduce is, whose frames are no user's."""
         self._on_init: Callable[[Sequence[str]], None] = lambda _: None
-        self._socket: socket.socket | None = None
-        with contextlib.suppress(OSError):  # a path too long for a socket: ringreduce will not be asked
-            own = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
-            own.bind(f"{files}.agent")
-            self._socket = own
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.bind(f"{files}.agent")
 
     def start(self, on_init: Callable[[Sequence[str]], None]) -> None:
         """Begin to listen; `on_init` is called when ringreduce has started MPI, with lines of /proc/PID/maps that name
         files in shared memory."""
         self._on_init = on_init
-        if self._socket:
-            threading.Thread(target=self._listen, args=(self._socket,), daemon=True).start()
+        threading.Thread(target=self._listen, daemon=True).start()
 
     def ask(self) -> bool:
         """Ask what the rank waits for; False where no ringreduce is there, or has just ended."""
@@ -78,23 +74,21 @@ class RankSocket:
 
     def _tell(self, datagram: bytes) -> bool:
         """Send the rank a datagram; False where no ringreduce listens."""
-        if self._socket is None:
-            return False
         try:
             self._socket.sendto(datagram, socket.MSG_DONTWAIT, f"{self._files}.ask")
         except OSError:
             return False
         return True
 
-    def _listen(self, own: socket.socket) -> None:
+    def _listen(self) -> None:
         while True:
-            select.select([own], [], [])
+            select.select([self._socket], [], [])
             self.read()
 
     def read(self) -> None:
         """Pass on what the rank has said so far."""
         with self._reading, contextlib.suppress(BlockingIOError):
-            while self._socket:
+            while True:
                 self._handle(_decode(self._socket.recv(_LONGEST_DATAGRAM, socket.MSG_DONTWAIT)))
 
     def _handle(self, said: dict[str, Any]) -> None:

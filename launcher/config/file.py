@@ -74,7 +74,7 @@ def _compose(text: str, name: str) -> Any:
     try:
         import yaml
     except ImportError as error:
-        raise UsageError(f"--config-file {name}: reading YAML needs PyYAML; pip install 'ringreduce[yaml]'") from error
+        raise UsageError(f"--config-file {name}: reading YAML needs PyYAML; pip install pyyaml") from error
     try:
         return yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:

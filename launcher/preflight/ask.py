@@ -68,9 +68,13 @@ class Facts:
     """How many it gets if nobody says."""
     shm_bytes: int | None
     """Free in /dev/shm; None if there is none."""
+    both_mpi_wheels: bool
+    """Both MPIs' wheels are installed, of which one has overwritten files of the other."""
     missing_directory: bool
     bad_programs: Mapping[str, str]
     """Why each of those that cannot be executed cannot."""
+    no_temporary_file: str
+    """Why none can be written; empty if one can."""
     not_connected: str
     """Why no connection to this host came about; empty if one did."""
     clock_skew_s: float

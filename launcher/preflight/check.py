@@ -6,12 +6,12 @@ import dataclasses
 import os
 import socket
 import sys
-import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
 from ..errors import MachineError
+from ..folders import private_folder
 from ..hosts import Host
 from ..network import own_addresses
 from ..remote import Problem, Remote, remote_over_slurm, remote_over_ssh
@@ -133,7 +133,7 @@ def check_job(
     """
     timeout_s = ssh.connect_timeout_s
     with ExitStack() as stack:
-        directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="ringrun-preflight-"))
+        directory = stack.enter_context(private_folder())
         remote = remote_over_slurm(timeout_s) if in_slurm else remote_over_ssh(directory, ssh)
         addresses: list[tuple[str, int]] = []
         if others := [host.name for host in hosts if not remote.is_here(host.name)]:

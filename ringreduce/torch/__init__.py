@@ -13,9 +13,7 @@ from ringreduce.errors import MissingExtraError as _MissingExtraError
 try:
     import torch as _torch  # noqa: F401
 except ImportError as exc:
-    raise _MissingExtraError(
-        "ringreduce.torch needs PyTorch; install it with: pip install 'ringreduce[torch]'"
-    ) from exc
+    raise _MissingExtraError("ringreduce.torch needs PyTorch; install it with: pip install torch") from exc
 
 from ringreduce.api.broadcast import *
 from ringreduce.api.common import *

@@ -341,7 +341,7 @@ class cuda:
     runtime = runtime
 """
 WITHOUT_A_GPU = {
-    NO_CUPY: "CuPy cannot be imported (there is none here); pip install 'ringreduce[cuda12]' or 'ringreduce[cuda13]'",
+    NO_CUPY: "CuPy cannot be imported (there is none here); pip install '.[cuda12]' or '.[cuda13]'",
     NO_DEVICE: "CUDA finds no driver or no device: cudaErrorNoDevice: no CUDA-capable device is detected",
 }
 

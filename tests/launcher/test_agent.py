@@ -17,6 +17,7 @@ from ringrun.agent.agent import Agent
 from ringrun.connection import wire
 from ringrun.connection.link import Address, HostSilentError
 from ringrun.environment import Place, Settings
+from ringrun.machine.placement import Share
 from tests.support.patience import patient
 
 
@@ -177,3 +178,13 @@ def test_a_death_is_reported_before_what_the_rank_wrote_is_read(tmp_path: Path) 
     assert said == wire.Output("stdout", b"last words")
     assert isinstance(ended, wire.Ended)
     assert ended.code == 7
+
+
+@pytest.mark.parametrize(
+    ("rank", "ranks", "text"),
+    [(0, 1, "8 GPUs and 1 rank: 7 of them idle; for a rank on each, raise -np"), (0, 8, ""), (4, 4, "")],
+)
+def test_gpus_without_a_rank_are_told_of_once(rank: int, ranks: int, text: str) -> None:
+    shares = [Share(())] * ranks
+    said = list(agent_module._notes(shares, Place(rank, 8, 0, ranks), Settings("openmpi", "/"), gpus=8))
+    assert [text in line for line in said] == [True] * bool(text)

@@ -417,7 +417,7 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
 def test_without_pyyaml_the_cure_is_told(file: Callable[[str], str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "yaml", None)
     said = refusal_of_file(file, "np: 2")
-    assert said == "--config-file job.yaml: reading YAML needs PyYAML; pip install 'ringreduce[yaml]'"
+    assert said == "--config-file job.yaml: reading YAML needs PyYAML; pip install pyyaml"
 
 
 KEYS = st.sampled_from(["np", "timeline", "params", "stall_check", "enabled", "cache_capacity", "autotune", "<<", "?"])
@@ -479,6 +479,7 @@ def test_check_build_prints_a_table(ringrun: Run) -> None:
     lines = done.stdout.splitlines()
     assert "Available Frameworks:" in lines
     assert "    [X] NumPy" in lines
+    assert {line[8:] for line in lines} > {"Keras", "TensorFlow", "Optuna (sweeps)", "PyYAML (--config-file)"}
     assert not {"    [ ] Gloo", "    [ ] CCL", "    [ ] DDL"} & set(lines), "boxes that nobody can tick"
     assert "Available for GPU Arrays:" in lines
     assert sum(line.startswith(("    [X] Open MPI (/", "    [X] MPICH (/")) for line in lines) == 1
@@ -499,7 +500,7 @@ def test_check_build_tells_what_there_is_for_gpu_arrays(tmp_path: Path, monkeypa
     assert rows(0, "", "") == [
         ("NVIDIA GPU", False),
         ("NVIDIA driver", False),
-        ("CuPy (pip install 'ringreduce[cuda12]', or 'ringreduce[cuda13]')", False),
+        ("CuPy (pip install 'cupy-cuda12x[ctk]', or 'cupy-cuda13x[ctk]')", False),
     ]
 
 

@@ -1,6 +1,7 @@
 """Who is in the world of an elastic job: events in, decisions out, without processes."""
 
 import math
+import tracemalloc
 
 import pytest
 
@@ -255,3 +256,14 @@ def test_a_rank_that_blames_others_is_lost_alone_where_these_live_or_are_done_wi
     reform(job)
     job.lost(0, "b", 0.0)
     assert job.blamed(0) is None
+
+
+def test_what_is_asked_at_every_event_does_not_grow_with_the_ranks() -> None:
+    job = members(4096, spares=1)
+    for rank in range(100):
+        job.ended(rank, 0.0)
+    tracemalloc.start()
+    job.await_rest(0.0)
+    assert tracemalloc.get_traced_memory()[1] < 4096
+    tracemalloc.stop()
+    assert job.expired(99.0) == Wake(frozenset(range(100, 4096)))

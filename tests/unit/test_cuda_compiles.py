@@ -31,7 +31,7 @@ def compiler(request):
     folders = spec.submodule_search_locations if spec else []
     found = [path for folder in folders if (path := Path(folder, LIBRARIES[request.param])).exists()]
     if not found:
-        reason = f"the compiler of CUDA {request.param} is not installed: pip install 'ringreduce[test]'"
+        reason = f"the compiler of CUDA {request.param} is not installed: pip install '.[test]'"
         pytest.fail(reason) if os.environ.get("CI") == "true" else pytest.skip(reason)
     for builtins in found[0].parent.glob("libnvrtc-builtins.so.*"):
         ctypes.CDLL(str(builtins))  # where CUDA 13.0's would not look for it

@@ -197,7 +197,7 @@ def test_only_two_modules_and_two_of_the_transport_know_mpi():
 LAUNCHER_LAYERS = [
     ["errors", "text", "hook", "torch_backend"],
     ["network"],
-    ["arguments", "processes", "machine", "forward"],
+    ["arguments", "folders", "processes", "machine", "forward"],
     ["hosts", "ssh", "connection.frames", "connection.wire", "config", "elastic"],
     ["environment"],
     ["engines", "report", "output", "connection.link"],

@@ -32,7 +32,7 @@ def test_what_is_not_there_yet_says_so(module, name, says):
 @pytest.mark.parametrize(("module", "library"), [("jax", "JAX"), ("keras", "Keras 3"), ("tensorflow", "TensorFlow 2")])
 def test_without_its_framework_an_adapter_says_what_to_install(monkeypatch, module, library):
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(rr.MissingExtraError, match=rf"needs {library}; .*: pip install 'ringreduce\[{module}\]'"):
+    with pytest.raises(rr.MissingExtraError, match=rf"needs {library}; .*: pip install {module}$"):
         importlib.import_module(f"ringreduce.{module}")
     assert f"ringreduce.{module}" not in sys.modules
 

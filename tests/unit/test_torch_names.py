@@ -89,6 +89,4 @@ def test_without_torch_the_message_names_the_cure():
     program = "import sys; sys.modules['torch'] = None; import ringreduce; import ringreduce.torch"
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50)
     assert ended.returncode == 1
-    assert "MissingExtraError: ringreduce.torch needs PyTorch; install it with: pip install 'ringreduce[torch]'" in (
-        ended.stderr
-    )
+    assert "MissingExtraError: ringreduce.torch needs PyTorch; install it with: pip install torch" in (ended.stderr)

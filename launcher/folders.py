@@ -1,0 +1,36 @@
+"""Private folders of a job, for its sockets and small files."""
+
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from .errors import MachineError
+
+_LONGEST = 80  # characters; a socket's path has room for about 100
+_PLAIN = re.compile(r"[\w./+@,-]*")
+
+
+def make_private_folder() -> str:
+    """Make one and return its name; MachineError where that is not possible.
+
+    It is in the usual place, or in /tmp if a socket's path would be too long there; also where its name has a space or
+    the like: MPI's launchers take a command of ssh's, with a file in it, as words between spaces.
+    """
+    try:
+        usual = tempfile.gettempdir()
+        is_fit = len(usual) <= _LONGEST and _PLAIN.fullmatch(usual)
+        return tempfile.mkdtemp(prefix="ringrun-", dir=usual if is_fit else "/tmp")  # noqa: S108 - mkdtemp is safe there
+    except OSError as error:
+        raise MachineError(f"no folder for temporary files can be made: {error}; make room, or set TMPDIR") from error
+
+
+@contextmanager
+def private_folder() -> Iterator[str]:
+    """Have one for as long as the block runs."""
+    folder = make_private_folder()
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
