@@ -9,8 +9,10 @@ import os
 import secrets
 import select
 import socket
+import struct
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -33,6 +35,8 @@ from .wire import Message
 
 _ONCE = select.EPOLLIN | select.EPOLLONESHOT  # a connection's messages are in one thread at a time
 _MOST_GREETINGS = 256  # more wait in the kernel's queue
+_SILENT_S = 1.0  # when there are so many
+_RESET_AT_CLOSE = struct.pack("ii", 1, 0)
 _PAUSE_S = 0.2
 _BIND_ATTEMPTS = 20
 Arrived = Iterator[Message | Gone]
@@ -110,7 +114,12 @@ class Listener:
             now_s = time.monotonic()
             if now_s >= look_at_s:
                 look_at_s = now_s + min(LOOK_S, HANDSHAKE_TIMEOUT_S)
-                self._look_for_silence(now_s)
+                self._look_for_silence()
+                self._drop_greetings(now_s, HANDSHAKE_TIMEOUT_S)
+            if len(self._greetings) >= _MOST_GREETINGS:
+                addresses = Counter(each.address for each in self._greetings.values() if each.address)  # of other hosts
+                for address, _ in addresses.most_common(1):
+                    self._drop_greetings(now_s, _SILENT_S, address)
             if accepts != (now_s >= self._pause_until_s and len(self._greetings) < _MOST_GREETINGS):
                 accepts = not accepts
                 for descriptor in self._sockets:
@@ -134,7 +143,7 @@ class Listener:
 
     def _accept(self, listening: socket.socket) -> None:
         try:
-            sock, _ = listening.accept()
+            sock, address = listening.accept()
         except BlockingIOError:
             return  # it has gone again
         except OSError as error:  # no descriptor is free
@@ -144,7 +153,7 @@ class Listener:
                 self._complain(self._complaint)
             return
         with contextlib.suppress(OSError):
-            self._greetings[sock.fileno()] = _Greeting(sock, self.authkey)
+            self._greetings[sock.fileno()] = _Greeting(sock, address[:1], self.authkey)
             self._poll.register(sock, select.EPOLLIN)
 
     def _greet(self, descriptor: int) -> None:
@@ -161,10 +170,17 @@ class Listener:
         self._readers[descriptor] = self._serve(link)
         self._read_on(self._readers[descriptor])
 
-    def _look_for_silence(self, now_s: float) -> None:
+    def _drop_greetings(self, now_s: float, silent_s: float, address: object = None) -> None:
+        """End the connections, of one address or of all, that have not shown for so long that they know the key.
+
+        An agent that was only slow tries again: it sees a reset.
+        """
         for descriptor, greeting in list(self._greetings.items()):
-            if now_s > greeting.until_s:
-                self._greetings.pop(descriptor).socket.close()
+            if now_s > greeting.since_s + silent_s and address in (None, greeting.address):
+                with self._greetings.pop(descriptor).socket as sock:
+                    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_AT_CLOSE)
+
+    def _look_for_silence(self) -> None:
         for reader in list(self._readers.values()):
             with contextlib.suppress(OSError):  # closed meanwhile
                 if reader.link.is_silent():
@@ -191,9 +207,10 @@ class Listener:
 class _Greeting:
     """A connection whose other end has not shown yet that it knows the key; OSError where it cannot."""
 
-    def __init__(self, sock: socket.socket, authkey: bytes) -> None:
+    def __init__(self, sock: socket.socket, address: object, authkey: bytes) -> None:
         self.socket = sock
-        self.until_s = time.monotonic() + HANDSHAKE_TIMEOUT_S
+        self.address = address
+        self.since_s = time.monotonic()
         self._authkey = authkey
         self._nonce = secrets.token_bytes(NONCE_BYTES)
         self._received = b""

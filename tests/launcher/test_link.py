@@ -229,16 +229,22 @@ def test_only_the_chosen_addresses_are_listened_at(tmp_path: Path) -> None:
     listener.close()
 
 
+@pytest.mark.parametrize(("timeout_s", "patience_s"), [(0.5, 1000), (1000, 0.5)])
 def test_strangers_that_say_nothing_are_few_at_a_time_and_not_for_ever(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, timeout_s: float, patience_s: float
 ) -> None:
-    monkeypatch.setattr(listener_module, "HANDSHAKE_TIMEOUT_S", 0.5)
+    """Where they are so many that nobody else gets in, their time is short."""
+    monkeypatch.setattr(listener_module, "HANDSHAKE_TIMEOUT_S", timeout_s)
+    monkeypatch.setattr(listener_module, "_SILENT_S", patience_s)
     monkeypatch.setattr(listener_module, "_MOST_GREETINGS", 3)
     listener = Listener(str(tmp_path), ["127.0.0.1"], 8)
     served: queue.SimpleQueue[Served] = queue.SimpleQueue()
     before = threading.active_count()
     listener.start(keeping(served))
-    strangers = [socket.create_connection(("127.0.0.1", listener.address.port)) for _ in range(5)]
+    slow, *strangers = [
+        socket.create_connection(("127.0.0.1", listener.address.port), source_address=(address, 0))
+        for address in ("127.0.0.2", *["127.0.0.1"] * 5)
+    ]
     most = 0
     friends: list[Link] = []
     friend = threading.Thread(target=lambda: friends.append(connect(elsewhere(listener.address), listener.authkey)))
@@ -250,7 +256,12 @@ def test_strangers_that_say_nothing_are_few_at_a_time_and_not_for_ever(
     assert friends[-1].link.peer_address == "127.0.0.1"
     assert most == 3
     assert threading.active_count() <= before + 2, "however many there are"
-    for each in (*strangers, *friends):
+    assert strangers[0].recv(100), "ringrun's nonce"
+    with pytest.raises(ConnectionResetError):  # upon which an agent tries again
+        strangers[0].recv(100)
+    stays = [each for each in listener._greetings.values() if "127.0.0.2" in str(each.address)]
+    assert len(stays) == (timeout_s > patience_s), "there are few of this address"
+    for each in (slow, *strangers, *friends):
         each.close()
     listener.close()
 
