@@ -14,7 +14,9 @@ OF_JOBS = ("OMPI_", "PMI", "RINGREDUCE", "HOROVOD", "OMP_", "MASTER_")
 
 
 def environment(**changes: str | None) -> dict[str, str]:
-    """This process's variables without those of jobs, and with these; None takes one away."""
+    """This process's variables without those of jobs, and with these; None takes one away. A PYTHONPATH goes on."""
+    if path := changes.get("PYTHONPATH"):
+        changes["PYTHONPATH"] = os.pathsep.join(filter(None, [path, os.environ.get("PYTHONPATH")]))
     kept = {name: value for name, value in os.environ.items() if not name.startswith(OF_JOBS)}
     return {name: value for name, value in (kept | changes).items() if value is not None}
 
