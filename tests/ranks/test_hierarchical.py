@@ -14,11 +14,11 @@ from ringreduce.arrays.dtypes import TABLE
 from ringreduce.collectives import hierarchical
 from ringreduce.collectives.shared import DONE, PACK
 from ringreduce.cost_model import UNITS_AHEAD
-from ringreduce.ops import Average, Reduction, Sum
+from ringreduce.ops import Reduction, Sum
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
 from ringreduce.transport.base import complete
-from tests.support.reference import MATRIX, all_but_few_extended, assert_reduced, data, numpy_dtype, readable
+from tests.support.reference import MATRIX, assert_reduced, data
 from tests.support.slots import reduced
 from tests.support.tiers import parted
 
@@ -78,21 +78,6 @@ def test_every_count(hosts):
                 options = {"capacity": capacity, "pieces": pieces, "in_place": in_place, "halves": len(plan) % 2}
                 plan.append(("float64" if count <= 1000 else "float32", Sum, count, options))
     run_plan(hosts, plan, buffered=len(hosts) % 2 == 0)
-
-
-@pytest.mark.parametrize(("name", "op"), all_but_few_extended(MATRIX), **readable)
-def test_every_type_and_op(name, op):
-    for hosts in LAYOUTS[1:3]:
-        plan = [
-            (
-                name,
-                op,
-                count,
-                {"capacity": 24, "pieces": pieces, "in_place": in_place, "segment_bytes": 40, "halves": halves},
-            )
-            for count, pieces, in_place, halves in itertools.product([5, 103], [1, 4], [True, False], [True, False])
-        ]
-        run_plan(hosts, plan)
 
 
 def random_plan(seed, length):
@@ -201,33 +186,3 @@ def test_all_local_ranks_drive_the_wire_as_far_as_the_smallest_host_has_them(hos
     senders = [rank for rank in range(len(hosts)) if local[rank] < chunks]
     assert sorted(sent) == senders
     assert max(sent.values()) - min(sent.values()) <= 0.05 * max(sent.values()), "in equal shares"
-
-
-@pytest.mark.parametrize("name", ["float16", "bfloat16"])
-def test_16_bit_floats_are_rounded_once(name):
-    """1 + e + e + e: rounded after the first host, whose sum is 1 + e, it would be less."""
-    half = {"float16": 2.0**-11, "bfloat16": 2.0**-8}[name]
-    arrays = [np.full(5, value, numpy_dtype(name)) for value in (1.0, half, half, 0)]
-    kind = Reduction(Sum, TABLE[name], 4)
-
-    def program():
-        return reduce(arrays[runtime.current("test").world.rank], kind)
-
-    for hosts in ([0, 0, 1, 1], [0, 1, 0, 1], [0, 0, 0, 1]):
-        for result in run_ranks(4, program, hosts=hosts, settings=KNOBS):
-            np.testing.assert_array_equal(result.astype(np.float64), 1 + 2 * half)
-
-
-@pytest.mark.parametrize("name", ["int32", "float32", "float16"])
-def test_factors_come_before_and_after(name):
-    arrays = [data(name, 300, rank) for rank in range(4)]
-    kind = Reduction(Average, TABLE[name], 4, 2.5, 2.0)
-
-    def program():
-        return reduce(arrays[runtime.current("test").world.rank], kind, capacity=40)
-
-    whole = np.trunc if name == "int32" else lambda array: array
-    total = sum(whole(each.astype(np.float64) * 2.5) for each in arrays)
-    expected = whole(whole(total / 4) * 2.0)
-    for result in run_ranks(4, program, hosts=[0, 0, 1, 1], settings=KNOBS):
-        np.testing.assert_allclose(result.astype(np.float64), expected, rtol=1e-3, atol=1e-6)

@@ -1,6 +1,5 @@
 """The fake CuPy finds what it is there to find, in every mode, and lets right programs pass."""
 
-import ctypes
 import threading
 import time
 
@@ -11,7 +10,7 @@ from ringreduce.arrays.dtypes import TABLE
 from ringreduce.gpu.kernels import Kernels
 from ringreduce.gpu.runtime import Block, Pinned, Stream, cupy, device, view
 from ringreduce.ops import Reduction, Sum
-from tests.support import fake_cupy, tiers
+from tests.support import tiers
 
 pytestmark = tiers.extended
 
@@ -94,52 +93,6 @@ def test_writing_what_another_stream_writes(any_mode, waits):
     assert len(races(any_mode)) == (0 if waits else 1)
 
 
-def test_ranges_that_do_not_overlap_need_no_order(any_mode):
-    one, other = two_streams()
-    block = Block(device(0), 512)
-    for low, stream in ((0, one), (256, other)):
-        any_mode.cuda.runtime.memsetAsync(block.pointer + low, 7, 256, stream.pointer)
-    assert races(any_mode) == []
-
-
-def test_a_wait_is_for_the_record_before_it(any_mode):
-    writer, reader = two_streams()
-    event = writer.record()
-    reader.wait(event)
-    block, _ = filled(1, writer)
-    any_mode.cuda.runtime.eventRecord(event.pointer, writer.pointer)  # later: no affair of the wait
-    reader.copy(Block(device(0), 4 * N).pointer, block.pointer, 4 * N)
-    assert len(races(any_mode)) == 1
-
-
-def test_what_was_never_recorded_is_done_and_not_waited_for(any_mode):
-    runtime = any_mode.cuda.runtime
-    event = runtime.eventCreateWithFlags(runtime.eventDisableTiming)
-    runtime.streamWaitEvent(Stream(device(0)).pointer, event)
-    assert runtime.eventQuery(event) == 0
-
-
-def test_an_order_over_three_streams_is_one(any_mode):
-    first, second = two_streams()
-    third = Stream(device(0))
-    block, _ = filled(5, first)
-    second.wait(first.record())
-    third.wait(second.record())
-    with third:
-        assert block.elements(np.dtype(np.float32), 0, block.nbytes).get().tolist() == [5.0] * N
-    assert races(any_mode) == []
-
-
-def test_blocking_streams_are_ordered_with_the_default_stream_and_others_are_not(any_mode):
-    for non_blocking, expected in ((False, 0), (True, 1)):
-        array = any_mode.empty(N, np.float32)
-        array[...] = 1
-        with any_mode.cuda.Stream(non_blocking=non_blocking):
-            array[...] = 2
-        assert len(races(any_mode)) == expected
-        any_mode.cuda.Device(0).synchronize()
-
-
 # what the host has waited for
 
 
@@ -173,36 +126,6 @@ def test_another_process_does_not_know_what_the_host_of_this_one_has_waited_for(
                 runtime.streamWaitEvent(stream.pointer, runtime.ipcOpenEventHandle(handles[1]))
             runtime.memsetAsync(address, 0, 16, stream.pointer)
         assert len(races(any_mode)) == (0 if told else 1)
-
-
-def test_threads_of_one_process_know_what_each_other_have_waited_for():
-    with fake_cupy.checked(one_process=True) as fake:
-        runtime, pointers = fake.cuda.runtime, []
-
-        def program():
-            stream = runtime.streamCreateWithFlags(runtime.streamNonBlocking)
-            pointers.append(runtime.malloc(64))
-            runtime.memsetAsync(pointers[0], 1, 64, stream)
-            runtime.streamSynchronize(stream)
-
-        for number in range(2):
-            thread = threading.Thread(target=program, name=f"rank {number}")
-            thread.start()
-            thread.join()
-        assert races(fake) == []
-
-
-def test_work_is_late_in_lazy_mode(cupy):
-    array = cupy.asarray(np.arange(4.0))
-    array *= 2
-    memory = array._memory.copy()
-    assert memory.view(np.uint8).tolist() == [0xCD] * 32, "nobody has asked for it"
-    event = cupy.cuda.get_current_stream().record()
-    queries = 0
-    while not event.done:
-        queries += 1
-    assert queries > 0
-    assert array.get().tolist() == [0, 2, 4, 6]
 
 
 # memory
@@ -241,15 +164,6 @@ def test_freed_memory_is_not_used(any_mode):
     assert raised.value.status == 1, "a double free"
 
 
-def test_the_end_of_an_allocation_is_its_end(any_mode):
-    runtime = any_mode.cuda.runtime
-    block, stream = Block(device(0), 64), Stream(device(0))
-    with pytest.raises(runtime.CUDARuntimeError, match="IllegalAddress"):  # noqa: PT012
-        runtime.memsetAsync(block.pointer + 60, 0, 8, stream.pointer)
-        stream.synchronize()
-    assert "past the end of 64 bytes" in races(any_mode)[0]
-
-
 def test_host_memory_must_be_pinned(any_mode):
     runtime = any_mode.cuda.runtime
     block, stream, host = Block(device(0), 64), Stream(device(0)), np.zeros(64, np.uint8)
@@ -273,27 +187,6 @@ def test_pinned_memory_stays_as_it_is_until_its_copy_has_run(cupy):
         stream.synchronize()
 
 
-@pytest.mark.parametrize("waits", [True, False])
-def test_a_copy_out_of_pinned_memory_does_not_block_and_one_of_other_memory_does(cupy, waits):
-    array, pinned, other = cupy.empty(16, np.float32), Pinned(64).array.view(np.float32), np.zeros(16, np.float32)
-    array.set(other)
-    other[...] = 5
-    assert array.get().tolist() == [0.0] * 16
-    pinned[...] = 1
-    array.set(pinned)
-    if waits:
-        cupy.cuda.get_current_stream().synchronize()
-    pinned[...] = 2
-    found = races(cupy)
-    assert len(found) == (0 if waits else 1)
-    cupy.cuda.get_current_stream().synchronize()
-    array.fill(3)
-    array.get(out=pinned, blocking=False)
-    assert pinned.tolist() == [2.0] * 16, "not yet"
-    cupy.cuda.get_current_stream().synchronize()
-    assert pinned.tolist() == [3.0] * 16
-
-
 def test_pinned_memory_that_is_given_back_too_early(cupy):
     block, stream, pinned = Block(device(0), 64), Stream(device(0)), Pinned(64)
     stream.copy(block.pointer, pinned.pointer, 64)
@@ -301,40 +194,6 @@ def test_pinned_memory_that_is_given_back_too_early(cupy):
     with pytest.raises(cupy.cuda.runtime.CUDARuntimeError):
         stream.synchronize()
     assert "was freed by the pool of pinned memory" in races(cupy)[0]
-
-
-def test_pinned_memory_is_given_back_by_luck_only(cupy):
-    """The copy has run, but nobody has asked."""
-    for waits in (True, False):
-        block, stream, pinned = Block(device(0), 64), Stream(device(0)), Pinned(64)
-        stream.copy(block.pointer, pinned.pointer, 64)
-        assert races(cupy) == []
-        if waits:
-            stream.synchronize()
-        del pinned
-        found = races(cupy)
-        assert len(found) == (0 if waits else 1)
-        assert waits or "is freed by the pool of pinned memory, and nobody has waited for: memcpyAsync" in found[0]
-
-
-def test_what_a_stream_uploads_is_its_own(any_mode):
-    stream = Stream(device(0))
-    uploaded = [stream.upload(np.arange(number, number + 100)) for number in range(20)]
-    with stream:
-        for number, array in enumerate(uploaded):
-            assert array.get().tolist() == list(range(number, number + 100))
-    assert races(any_mode) == []
-
-
-def test_out_of_memory(any_mode):
-    any_mode.machine.memory_bytes = 1000
-    with pytest.raises(any_mode.cuda.runtime.CUDARuntimeError) as raised:
-        Block(device(0), 1001)
-    assert raised.value.status == 2
-    with pytest.raises(any_mode.cuda.memory.OutOfMemoryError):
-        any_mode.empty(1001, np.uint8)
-    with any_mode.cuda.Device(1):
-        any_mode.empty(1000, np.uint8)
 
 
 # between processes
@@ -367,130 +226,7 @@ def test_memory_of_another_process_must_be_mapped_and_unmapped_in_time(any_mode)
         machine.races.clear()
 
 
-def test_memory_is_unmapped_after_its_use(any_mode):
-    runtime = any_mode.cuda.runtime
-    machine = any_mode.machine
-    for waits in (True, False):
-        with machine.as_process("rank 0"):
-            block = Block(device(0), 64)
-            handle = runtime.ipcGetMemHandle(block.pointer)
-        with machine.as_process("rank 1"):
-            stream = Stream(device(0))
-            address = runtime.ipcOpenMemHandle(handle)
-            runtime.memsetAsync(address, 0, 64, stream.pointer)
-            if waits:
-                stream.synchronize()
-            elif machine.mode != "eager":
-                machine.run_all()
-            runtime.ipcCloseMemHandle(address)
-        with machine.as_process("rank 0"):
-            block.free()
-        assert len(races(any_mode)) == (0 if waits else 1)
-
-
-def test_ipc_is_refused_when_told_so(any_mode):
-    runtime = any_mode.cuda.runtime
-    block = Block(device(0), 64)
-    any_mode.refuse_ipc = True
-    with pytest.raises(runtime.CUDARuntimeError) as raised:
-        runtime.ipcGetMemHandle(block.pointer)
-    assert raised.value.status == 801
-    any_mode.refuse_ipc = False
-    event = runtime.eventCreateWithFlags(runtime.eventDisableTiming)
-    with pytest.raises(runtime.CUDARuntimeError) as raised:
-        runtime.ipcGetEventHandle(event)
-    assert raised.value.status == 400
-
-
-# devices
-
-
-def test_each_thread_has_its_device_and_its_current_stream(any_mode):
-    seen = []
-    with any_mode.cuda.Device(1), any_mode.cuda.Stream() as stream:
-        look = threading.Thread(
-            target=lambda: seen.append((any_mode.cuda.runtime.getDevice(), any_mode.cuda.get_current_stream().ptr))
-        )
-        look.start()
-        look.join()
-        assert any_mode.cuda.get_current_stream() is stream
-        assert any_mode.empty(3).device.id == 1
-    assert seen == [(0, 0)]
-    assert any_mode.cuda.get_current_stream().ptr == 0
-
-
-def test_events_and_kernels_belong_to_the_device_of_their_stream(any_mode):
-    runtime = any_mode.cuda.runtime
-    event = runtime.eventCreateWithFlags(runtime.eventDisableTiming)
-    other = Stream(device(1))
-    for call in (
-        lambda: runtime.eventRecord(event, other.pointer),
-        lambda: runtime.eventQuery(12345),
-        lambda: runtime.streamSynchronize(12345),
-    ):
-        with pytest.raises(runtime.CUDARuntimeError) as raised:
-            call()
-        assert raised.value.status == 400
-    with pytest.raises(RuntimeError, match="does not match with the current device"), other:
-        pass
-    runtime.streamWaitEvent(other.pointer, event)  # waits cross devices
-    assert runtime.deviceGetByPCIBusId(runtime.deviceGetPCIBusId(1)) == 1
-
-
 # kernels and NCCL
-
-
-class TrivialKernels:
-    """A module with one kernel, that adds a number to `count` floats."""
-
-    @staticmethod
-    def emulate(code, options):
-        assert (code, options) == ("source", ("-DX",))
-        return TrivialKernels()
-
-    @staticmethod
-    def accesses(name, args):
-        pointer, count, _ = args
-        return [(pointer, 4 * count)], [(pointer, 4 * count)]
-
-    def launch(self, name, grid, block, args):
-        pointer, count, number = args
-        flat = np.frombuffer((ctypes.c_float * count).from_address(pointer), np.float32)
-        flat += np.float32(number)
-
-
-@pytest.mark.parametrize("waits", [True, False])
-def test_kernels_run_in_their_stream(any_mode, waits):
-    any_mode.emulator = TrivialKernels
-    kernel = any_mode.RawModule(code="source", options=("-DX",)).get_function("add")
-    one, other = two_streams()
-    block, array = filled(1, one)
-    with one:
-        kernel((1,), (32,), (array, N, 2.0))
-    if waits:
-        other.wait(one.record())
-    with other:
-        kernel((1,), (32,), (block.pointer, N, 3.0))
-        result = array.get()
-    assert len(races(any_mode)) == (0 if waits else 1) or not waits
-    if waits:
-        assert result.tolist() == [6.0] * N
-
-
-def test_a_kernel_reads_another_gpu_only_where_that_was_enabled(any_mode):
-    any_mode.emulator = TrivialKernels
-    kernel = any_mode.RawModule(code="source", options=("-DX",)).get_function("add")
-    runtime = any_mode.cuda.runtime
-    there = Block(device(1), 4 * N)
-    stream = Stream(device(0))
-    with pytest.raises(runtime.CUDARuntimeError), stream:  # noqa: PT012
-        kernel((1,), (32,), (there.pointer, N, 3.0))
-        stream.synchronize()
-    runtime.deviceEnablePeerAccess(1)
-    with stream:
-        kernel((1,), (32,), (there.pointer, N, 3.0))
-    stream.synchronize()
-    assert races(any_mode) == []
 
 
 @pytest.mark.parametrize("waits", [True, False])
@@ -513,36 +249,6 @@ def test_ringreduces_own_kernels_are_checked(any_mode, waits):
     one.synchronize()
 
 
-def test_nccl_reduces_over_threads_and_orders_their_streams(any_mode):
-    nccl = any_mode.cuda.nccl
-    uid, results, failures = nccl.get_unique_id(), [None, None], []
-
-    def program(rank):
-        try:
-            with any_mode.cuda.Device(rank):
-                comm = nccl.NcclCommunicator(2, uid, rank)
-                stream = Stream(device(rank))
-                with stream:
-                    array = any_mode.asarray(np.arange(N, dtype=np.float32) * (rank + 1))
-                    for _ in range(3):
-                        pointer = array.data.ptr
-                        comm.allReduce(pointer, pointer, N, nccl.NCCL_FLOAT32, nccl.NCCL_SUM, stream.pointer)
-                    results[rank] = array.get()
-                    del array
-        except BaseException as exc:
-            failures.append(exc)
-
-    threads = [threading.Thread(target=program, args=(rank,), name=f"rank {rank}") for rank in range(2)]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
-    assert failures == []
-    for result in results:
-        np.testing.assert_array_equal(result, np.arange(N, dtype=np.float32) * 12)
-    assert races(any_mode) == []
-
-
 # arrays
 
 
@@ -553,35 +259,6 @@ def test_the_host_cannot_read_device_memory(any_mode):
             forbidden(array)
     with pytest.raises(TypeError, match="host memory assigned to device memory"):
         array[...] = np.ones(6)
-
-
-def test_arithmetic_is_numpys(any_mode):
-    host = np.arange(12, dtype=np.int32).reshape(3, 4)
-    array = any_mode.asarray(host)
-    assert ((array << 2) + array // 5).get().tolist() == ((host << 2) + host // 5).tolist()
-    assert np.minimum(array[1], array[2]).get().tolist() == host[1].tolist()
-    assert (array != array).get().any() == False  # noqa: E712
-    assert (array * np.float64(0.5)).dtype == np.float64
-    array[1:, 2] = 7
-    host[1:, 2] = 7
-    assert array.get().tolist() == host.tolist()
-    assert array.T.flags.f_contiguous
-    assert array.reshape(-1).view(np.uint8).astype(np.int64).get().sum() == host.view(np.uint8).sum()
-    assert any_mode.from_dlpack(array).data.ptr == array.data.ptr
-
-
-def test_foreign_memory_is_ordered_by_its_interface(any_mode):
-    class Foreign:
-        def __init__(self, array):
-            self.__cuda_array_interface__ = array.__cuda_array_interface__
-
-    stream = Stream(device(0))
-    with stream:
-        array = any_mode.full(N, 3, np.float32)
-        foreign = Foreign(array)
-    assert any_mode.asarray(foreign).get().tolist() == [3.0] * N
-    stream.wait(device(0).record(0))
-    assert races(any_mode) == []
 
 
 # a whole program: an all-reduce through the ranks' slots, as ringreduce/gpu/ipc.py does it

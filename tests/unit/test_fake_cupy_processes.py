@@ -98,31 +98,6 @@ def test_a_stream_waits_for_another_processs_event(fake, child, memory, waits):
     child(f"runtime.ipcCloseMemHandle({mapped})")
 
 
-def test_a_wait_is_for_the_record_of_its_time(fake, child):
-    """An event that was not recorded holds nobody up, nor does a record that comes later."""
-    runtime = fake.cuda.runtime
-    event = runtime.eventCreateWithFlags(runtime.eventInterprocess | runtime.eventDisableTiming)
-    opened = int(child(f"runtime.ipcOpenEventHandle({runtime.ipcGetEventHandle(event)})"))
-    child(f"runtime.streamWaitEvent(0, {opened})")
-    runtime.memsetAsync(runtime.malloc(8), 1, 8, 0)
-    runtime.eventRecord(event, 0)
-    child("runtime.streamSynchronize(0)")
-    assert fake.machine.stream(0).queue, "nobody has asked for it"
-
-
-def test_handles_that_are_refused(fake, child, memory):
-    runtime, (address, handle) = fake.cuda.runtime, memory
-    with pytest.raises(runtime.CUDARuntimeError, match="invalid device context"):
-        runtime.ipcOpenMemHandle(handle)
-    event = runtime.eventCreateWithFlags(runtime.eventInterprocess | runtime.eventDisableTiming)
-    with pytest.raises(runtime.CUDARuntimeError, match="invalid argument"):
-        runtime.ipcOpenMemHandle(runtime.ipcGetEventHandle(event))
-    with pytest.raises(runtime.CUDARuntimeError, match="invalid argument"):
-        runtime.ipcOpenMemHandle(handle[:-1])
-    runtime.free(address)
-    assert child(f"runtime.ipcOpenMemHandle({handle})").startswith("CUDARuntimeError: cudaErrorInvalidResourceHandle")
-
-
 def test_memory_that_is_freed_while_another_process_has_it_mapped(fake, child, memory):
     runtime, (address, handle) = fake.cuda.runtime, memory
     child(f"runtime.ipcOpenMemHandle({handle})")
@@ -130,16 +105,6 @@ def test_memory_that_is_freed_while_another_process_has_it_mapped(fake, child, m
     (race,) = fake.machine.races
     assert "is freed while another process has it mapped" in race
     fake.machine.races.clear()
-
-
-def test_a_process_that_is_killed_has_nothing_mapped_any_more(fake, memory):
-    child, (address, handle) = Child("lazy"), memory
-    assert child(f"runtime.ipcOpenMemHandle({handle})").isdecimal()
-    child.process.kill()
-    child.process.wait(20)
-    child.process.stdin.close()
-    child.process.stdout.close()
-    fake.cuda.runtime.free(address)
 
 
 def test_what_was_unmapped_is_not_touched(fake, child):
