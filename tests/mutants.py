@@ -63,28 +63,28 @@ MUTANTS = [
         "ringreduce/partition.py",
         "(owned - 2 - i) % size, True",
         "(owned - 1 - i) % size, True",
-        "tests/unit/test_partition.py tests/ranks/test_algorithms.py",
+        "tests/unit/test_partition.py tests/ranks/test_allreduce_algorithms.py",
     ),
     Mutant(
         "ring: nobody waits for the segment that comes",
         "ringreduce/collectives/ring.py",
         "        yield request\n",
         "",
-        "tests/ranks/test_algorithms.py",
+        "tests/ranks/test_ring.py tests/ranks/test_allreduce_algorithms.py",
     ),
     Mutant(
         "ring: a receive is posted into memory that is still being sent",
         "ringreduce/collectives/ring.py",
         "                yield send\n",
         "",
-        "tests/ranks/test_algorithms.py tests/ranks/test_random.py",
+        "tests/ranks/test_ring.py tests/ranks/test_allreduce_algorithms.py tests/ranks/test_random.py",
     ),
     Mutant(
         "ring: a segment's scratch is used again one segment too early",
         "ringreduce/collectives/ring.py",
         "self.scratch[index % RECEIVES_AHEAD]",
         "self.scratch[index % (RECEIVES_AHEAD - 1)]",
-        "tests/ranks/test_algorithms.py",
+        "tests/ranks/test_ring.py tests/ranks/test_allreduce_algorithms.py",
     ),
     Mutant(
         "segments: the last element of each is left out",
@@ -210,7 +210,7 @@ MUTANTS = [
         "ringreduce/negotiation/negotiator.py",
         "        self._schedule([[]])",
         "        self._schedule([[], []])",
-        "tests/ranks/test_collectives.py tests/ranks/test_api.py",
+        "tests/ranks/test_allreduce_algorithms.py tests/ranks/test_api.py",
     ),
     Mutant(
         "agreement: run what all ranks but one have submitted",
@@ -238,7 +238,7 @@ MUTANTS = [
         "ringreduce/collectives/tree.py",
         "(rank - root) % size",
         "(root - rank) % size",
-        "tests/ranks/test_collectives.py -k broadcast",
+        "tests/ranks/test_tree_and_bruck.py",
     ),
     Mutant(
         "GPU: the stream does not wait for the others' sums",
@@ -266,42 +266,42 @@ MUTANTS = [
         "ringreduce/collectives/adasum.py",
         "(2 * a_squared)",
         "a_squared",
-        "tests/ranks/test_collectives.py -k adasum",
+        "tests/ranks/test_adasum.py",
     ),
     Mutant(
         "alltoall: what comes is laid out in the reverse order of the ranks",
         "ringreduce/collectives/pairwise.py",
         "bounds_of(received)",
         "bounds_of(received[::-1])",
-        "tests/ranks/test_collectives.py -k alltoall",
+        "tests/ranks/test_pairwise.py",
     ),
     Mutant(
         "hosts: two units that are in flight share memory",
         "ringreduce/collectives/hierarchical.py",
         "place = unit % UNITS_AHEAD, use",
         "place = 0, use",
-        "tests/ranks/test_hierarchical.py",
+        "tests/ranks/test_hierarchical.py tests/ranks/test_allreduce_algorithms.py",
     ),
     Mutant(
         "halving: chunks beyond the last one, on the circle, stay behind",
         "ringreduce/collectives/halving.py",
         "[(first, size), (0, last)]",
         "[(first, size)]",
-        "tests/ranks/test_halving.py",
+        "tests/ranks/test_halving.py tests/ranks/test_allreduce_algorithms.py",
     ),
     Mutant(
         "halving: finished chunks arrive in memory that is still being sent",
         "ringreduce/collectives/halving.py",
         "    yield from halves.sends  # their memory is received into from here on\n",
         "",
-        "tests/ranks/test_halving.py",
+        "tests/ranks/test_halving.py tests/ranks/test_allreduce_algorithms.py",
     ),
     Mutant(
         "doubling: the partner of a rank behind those that folded in is its neighbour",
         "ringreduce/collectives/doubling.py",
         "other + folded",
         "other + folded - 1",
-        "tests/ranks/test_doubling.py",
+        "tests/ranks/test_doubling.py tests/ranks/test_allreduce_algorithms.py",
     ),
     Mutant(
         "bfloat16: ties are rounded up, not to even",
@@ -401,6 +401,167 @@ MUTANTS = [
         "self._single[ranks[0] - 1]",
         "tests/launcher/test_output.py tests/launcher/test_display.py tests/launcher/test_run.py",
     ),
+    Mutant(
+        "JAX: a module that is not there is imported",
+        "ringreduce/jax/__init__.py",
+        "from ringreduce.jax.optimizer import *",
+        "from ringreduce.jax.optimizers import *",
+        "tests/end_to_end/test_frameworks.py",
+    ),
+    Mutant(
+        "JAX: in jit a gradient stays this rank's",
+        "ringreduce/jax/primitive.py",
+        "return bind(backwards, list(map(ad.instantiate_zeros, gradients)))",
+        "return list(map(ad.instantiate_zeros, gradients))",
+        "tests/end_to_end/test_frameworks.py",
+    ),
+    Mutant(
+        "JAX: in jit the results are written over the arguments",
+        "ringreduce/jax/xla.py",
+        "host(_arrays(operands, inputs), _arrays(results, outputs))",
+        "host(_arrays(operands, inputs), _arrays(operands, inputs))",
+        "tests/end_to_end/test_frameworks.py",
+    ),
+    Mutant(
+        "Keras: gradients stay this rank's",
+        "ringreduce/keras/optimizer.py",
+        "                gradients = self._reduced(gradients)",
+        "                pass",
+        "tests/end_to_end/test_frameworks.py",
+    ),
+    Mutant(
+        "Keras: variables are rank 0's, whoever is the root",
+        "ringreduce/keras/ops.py",
+        "strict=True)), root_rank, process_set)",
+        "strict=True)), 0, process_set)",
+        "tests/end_to_end/test_frameworks.py",
+    ),
+    Mutant(
+        "Keras: a restored model keeps what it has",
+        "ringreduce/keras/elastic.py",
+        "            variable.assign(np.array(array))  # a copy",
+        "            np.array(array)  # a copy",
+        "tests/end_to_end/test_frameworks.py",
+    ),
+    Mutant(
+        "TensorFlow: of sparse gradients a sum is divided",
+        "ringreduce/tensorflow/ops.py",
+        "(process_set.size() or 1) if op is Average else 1",
+        "(process_set.size() or 1)",
+        "tests/end_to_end/test_frameworks.py",
+    ),
+    Mutant(
+        "TensorFlow: a tape's gradients stay this rank's",
+        "ringreduce/tensorflow/training.py",
+        "            flat[number] = each",
+        "            flat[number] = flat[number]",
+        "tests/end_to_end/test_frameworks.py",
+    ),
+    Mutant(
+        "elastic: a lost rank is an error like others",
+        "ringreduce/elastic/loop.py",
+        "return not isinstance(error, MismatchError)",
+        "return isinstance(error, MismatchError)",
+        "tests/ranks/test_elastic.py tests/end_to_end/test_elastic_training.py",
+    ),
+    Mutant(
+        "elastic: a list keeps what it has got since the commit",
+        "ringreduce/elastic/commit.py",
+        "            live[:] = items\n",
+        "",
+        "tests/unit/test_elastic_commit.py tests/ranks/test_elastic.py",
+    ),
+    Mutant(
+        "elastic: a sampler counts this rank's items alone",
+        "ringreduce/elastic/sampler.py",
+        "count * self.num_replicas",
+        "count",
+        "tests/unit/test_sampler.py",
+    ),
+    Mutant(
+        "elastic: torch's state comes back without the optimizer's",
+        "ringreduce/torch/elastic.py",
+        "            adopt(value, saved, put_back)\n",
+        "",
+        "tests/ranks/test_torch_elastic.py tests/end_to_end/test_elastic_training.py",
+    ),
+    Mutant(
+        "startup: a rank has its number of the start in a later world",
+        "ringreduce/startup/survivors.py",
+        "            ranks.index(start.rank),",
+        "            start.rank,",
+        "tests/elastic/test_deaths.py",
+    ),
+    Mutant(
+        "startup: a host's clock is set the wrong way",
+        "ringreduce/startup/clock.py",
+        "np.median(by_host[host] - by_host[hosts[0]])",
+        "np.median(by_host[hosts[0]] - by_host[host])",
+        "tests/unit/test_clock.py",
+    ),
+    Mutant(
+        "startup: a host's link is as good as its better direction",
+        "ringreduce/startup/links.py",
+        "[min(pair) for pair in zip(out",
+        "[max(pair) for pair in zip(out",
+        "tests/unit/test_links.py",
+    ),
+    Mutant(
+        "monitor: a stall is reported again and again",
+        "ringreduce/monitor/stalls.py",
+        "if last <= stalled_s < 2 * last:",
+        "if last <= stalled_s < last:",
+        "tests/ranks/test_stalls.py",
+    ),
+    Mutant(
+        "monitor: a timeline ends before its last events",
+        "ringreduce/monitor/recording.py",
+        "            self._until = message.followed",
+        "            self._timeline.stop()",
+        "tests/ranks/test_timeline.py",
+    ),
+    Mutant(
+        "monitor: what fails beside training goes on failing",
+        "ringreduce/monitor/side_job.py",
+        "                self.failed = True\n",
+        "",
+        "tests/ranks/test_timeline.py tests/ranks/test_stalls.py",
+    ),
+    Mutant(
+        "ps: a step's gradients are summed, not averaged",
+        "ringreduce/ps/consistency.py",
+        "            array /= len(self.pushes)\n",
+        "",
+        "tests/ranks/test_ps.py tests/unit/test_ps.py",
+    ),
+    Mutant(
+        "ps: a worker waits for the fastest one",
+        "ringreduce/ps/consistency.py",
+        "self.pushes[worker] - min(self.pushes.values())",
+        "self.pushes[worker] - max(self.pushes.values())",
+        "tests/ranks/test_ps.py tests/unit/test_ps.py",
+    ),
+    Mutant(
+        "sweeps: a study knows nothing of a trial's reports",
+        "ringreduce/sweeps/trial.py",
+        'self._team.call(self.number, "report", float(value), step)',
+        "None",
+        "tests/ranks/test_sweep.py",
+    ),
+    Mutant(
+        "arrays: results stay in the copy of what is not contiguous",
+        "ringreduce/arrays/view.py",
+        "                assign(array, copy)",
+        "                pass",
+        "tests/ranks/test_layouts.py tests/unit/test_arrays.py",
+    ),
+    Mutant(
+        "arrays: autograd does not see that a tensor has changed",
+        "ringreduce/arrays/view.py",
+        "if writable and not array.is_inference():",
+        "if not writable and not array.is_inference():",
+        "tests/unit/test_arrays.py tests/ranks/test_torch.py tests/ranks/test_torch_ops.py",
+    ),
 ]
 
 
@@ -428,8 +589,10 @@ def mutated(text: str, mutant: Mutant) -> str:
 
 
 def environment(copy: Path) -> dict[str, str]:
-    """What makes tests, and the jobs that they start, import the copy."""
-    return os.environ | {"PYTHONPATH": str(copy.parent / "imports")}
+    """What makes tests, and the jobs that they start, import the copy; other environments are this tree's."""
+    pythons = {name: ROOT / f".venv-test-{name.lower()}" / "bin" / "python" for name in ("MPICH", "FRAMEWORKS")}
+    own = {f"TEST_{name}_PYTHON": str(python) for name, python in pythons.items() if python.exists()}
+    return own | os.environ | {"PYTHONPATH": str(copy.parent / "imports")}
 
 
 def noticed(copy: Path, paths: list[str], limit_s: float) -> str:
