@@ -1,33 +1,37 @@
-"""The picture of README: a model's gradients, ours beside the peers, drawn from the table in bench/README.md.
+"""The picture of README: a model's gradients, ours beside the peers, drawn from the table in docs/benchmarks.md.
 
     python bench/picture.py      writes docs/gradients.svg; a test compares it with the table
 
-Nothing is measured here: `ringrun -np 2 python bench/gradients.py` measures, and its table goes into bench/README.md.
+Nothing is measured here: `ringrun -np 2 python bench/gradients.py` measures.
 """
 
 from __future__ import annotations
 
+import html
 import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PICTURE = ROOT / "docs" / "gradients.svg"
 BARS = {
-    "ringreduce, torch": ("ringreduce", "#d62728"),
-    "MPI_Allreduce, packed": ("MPI_Allreduce, packed *", "#1f77b4"),
-    "DDP gloo": ("PyTorch DDP over gloo", "#17becf"),
-    "floor: one copy": ("floor: one copy", "#9e9e9e"),
+    "ringreduce": ("ringreduce", "#d62728"),
+    'DDP over "ring"': ('PyTorch DDP over "ring"', "#ff9896"),
+    "`MPI_Allreduce`": ("MPI_Allreduce, packed *", "#1f77b4"),
+    "DDP over gloo": ("PyTorch DDP over gloo", "#17becf"),
+    "one copy": ("one copy", "#9e9e9e"),
 }
-"""The rows of the table that are drawn, what each is called, and its colour: that of bench/plots.py."""
-MODELS = {"resnet50": "ResNet-50, 102 MB", "gpt2": "GPT-2, 498 MB"}
+"""The figures of a row that are drawn, what each is called, and its colour: that of bench/plots.py."""
+MODELS = {"ResNet-50": "ResNet-50, 102 MB", "GPT-2": "GPT-2, 498 MB"}
+MACHINE = "EPYC, 2026-11-23"
 LABELS, LONGEST, HEIGHT, TEXT = 180, 290, 22, 'font-family="sans-serif" font-size="13"'
 
 
-def measured(model: str) -> dict[str, float]:
-    """The milliseconds of each row of this model with 2 ranks, from the table in bench/README.md."""
-    table = (ROOT / "bench" / "README.md").read_text()
-    rows = re.findall(rf"^\| {model} \| ([^|]+?) \| ([\d.]+) \|", table, re.MULTILINE)
-    return {name: float(ms) for name, ms in rows if name in BARS}
+def measured(model: str) -> dict[str, str]:
+    """The milliseconds of each figure of this model with 2 ranks, from the table in docs/benchmarks.md."""
+    table = (ROOT / "docs" / "benchmarks.md").read_text()
+    row = rf"^\| {model}'s gradients, 2 ranks \| {MACHINE} \| \*\*([\d.]+) ms\*\* \| (.*) \|$"
+    [(ours, others)] = re.findall(row, table, re.MULTILINE)
+    return {name: ms for name, _, ms in (each.rpartition(" ") for each in [f"ringreduce {ours}", *others.split(", ")])}
 
 
 def bars(model: str, top: int) -> list[str]:
@@ -35,11 +39,11 @@ def bars(model: str, top: int) -> list[str]:
     times = measured(model)
     lines = [f'<text x="10" y="{top + 15}" {TEXT} font-weight="bold">{MODELS[model]}</text>']
     for number, (name, (label, colour)) in enumerate(BARS.items(), 1):
-        y, width = top + number * HEIGHT, LONGEST * times[name] / max(times.values())
+        y, width = top + number * HEIGHT, LONGEST * float(times[name]) / max(map(float, times.values()))
         lines += [
-            f'<text x="{LABELS - 8}" y="{y + 14}" {TEXT} text-anchor="end">{label}</text>',
+            f'<text x="{LABELS - 8}" y="{y + 14}" {TEXT} text-anchor="end">{html.escape(label)}</text>',
             f'<rect x="{LABELS}" y="{y + 2}" width="{width:.1f}" height="{HEIGHT - 5}" fill="{colour}"/>',
-            f'<text x="{LABELS + width + 6:.1f}" y="{y + 14}" {TEXT}>{times[name]:.3g} ms</text>',
+            f'<text x="{LABELS + width + 6:.1f}" y="{y + 14}" {TEXT}>{times[name]} ms</text>',
         ]
     return lines
 
@@ -59,8 +63,8 @@ def picture() -> str:
             *body,
             f'<text x="10" y="{height - 24}" {small} fill="#555">* one buffer, as Horovod does it on CPUs (published); '
             "its packing is not counted.</text>",
-            f'<text x="10" y="{height - 8}" {small} fill="#555">bench/gradients.py, medians of 7 runs; '
-            "AMD EPYC, Open MPI 5.0.11, torch 2.13.0.</text>",
+            f'<text x="10" y="{height - 8}" {small} fill="#555">bench/gradients.py, {MACHINE}; '
+            "Open MPI 5.0.11, torch 2.13.0.</text>",
             "</svg>\n",
         ]
     )
