@@ -29,9 +29,8 @@ def session(page):
     """All commands of a page, and its files, as a reader types and saves them from top to bottom."""
     lines = ["set -ex"]
     for block in BLOCKS:
-        if block.page == page and block.title:
-            text = sides(block.text)[1] if block.language == "diff" else block.text
-            lines.append(f"cat > {block.title} <<'END OF FILE'\n{text}END OF FILE")
+        if block.page == page and block.language == "python" and block.title:
+            lines.append(f"cat > {block.title} <<'END OF FILE'\n{block.text}END OF FILE")
         elif block.page == page and block.language == "sh":
             lines.append(block.text.replace(TEST_COMMAND, ""))  # which runs this test
     return "\n".join(lines)
@@ -55,6 +54,10 @@ def test_a_page_by_copy_and_paste_in_a_clean_clone(tmp_path, page):
     print(done.stdout)
     assert done.returncode == 0, done.stdout
     assert fresh or page not in TUTORIALS
+    for line in "".join(block.text for block in blocks("text", page=page, title="output")).splitlines():
+        assert re.search("^" + re.sub(r"\d+", r"\\d+", re.escape(line)) + "$", done.stdout, re.MULTILINE), line
+    losses = [float(each) for each in re.findall(r"^\[0\] step \d+: loss ([\d.]+)$", done.stdout, re.MULTILINE)]
+    assert not losses or losses[-1] < losses[0] / 4, "trains nothing"
     accuracies = [float(each) for each in re.findall(r"accuracy:? ([\d.]+)$", done.stdout, re.MULTILINE)]
     assert min(accuracies, default=1) > 0.9
     assert len(accuracies) >= session(page).count("digits.py")

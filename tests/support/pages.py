@@ -3,7 +3,8 @@
 | fence                    | what it is                                            | what runs it                     |
 |--------------------------|-------------------------------------------------------|----------------------------------|
 | sh                       | commands, typed one after the other in a clone        | end_to_end/test_docs.py, by page |
-| diff, python + title="F" | the file F of the commands that follow on the page    | the same                         |
+| python + title="F"       | the file F of the commands that follow on the page    | the same                         |
+| text + title="output"    | lines that these commands print, with other digits    | the same                         |
 | diff                     | a script, before and after                            | the same                         |
 | python                   | a script for two ranks, or one that starts its own    | the same                         |
 | bash, dockerfile         | what needs more than this machine: ELSEWHERE, NOT_RUN | as these say                     |

@@ -16,7 +16,7 @@ import ringrun
 from ringreduce.settings import HOROVOD, NO_EFFECT, PREFIX, Settings
 from ringrun import cli
 from ringrun.config import resolve
-from tests.support.pages import BLOCKS, ELSEWHERE, NOT_RUN, PAGES
+from tests.support.pages import BLOCKS, ELSEWHERE, NOT_RUN, PAGES, blocks, sides
 
 ROOT = Path(__file__).parents[2]
 PACKAGE, LAUNCHER = (Path(package.__file__).parent for package in (ringreduce, ringrun))
@@ -42,6 +42,23 @@ def test_what_is_no_command_is_marked_as_text():
     outside = re.sub(r"^```.*?^```$", "", DOCS, flags=re.MULTILINE | re.DOTALL)
     assert re.findall(r"\n\n(?: {4}|\t).*", outside) == [], "code that is only indented: nothing runs it"
     assert len(re.findall(r"^```", DOCS, re.MULTILINE)) == 2 * len(BLOCKS), "a fence that support/pages.py cannot read"
+
+
+@pytest.mark.parametrize(
+    "page", ["numpy.md", "pytorch.md", "ddp.md", "horovod.md", "jax.md", "keras.md", "tensorflow.md"]
+)
+def test_a_tutorial_shows_a_whole_file_its_output_and_then_what_has_changed(page):
+    [program] = blocks("python", page=page, title="train.py")
+    assert program.number < blocks("text", page=page, title="output")[0].number
+    for diff in blocks("diff", page=page)[:1]:
+        changed = sides(diff.text)[1]
+        assert diff.number > program.number
+        assert changed in (program.text, program.text.splitlines(keepends=True)[1])
+
+
+def test_a_file_to_save_is_no_diff():
+    """Which nobody can copy whole."""
+    assert [block.start for block in blocks("diff") if block.title] == []
 
 
 def test_links_lead_somewhere():
@@ -84,7 +101,7 @@ def rows_of(page: str) -> list[list[str]]:
 
 
 def not_measured(page: str, measured: str) -> list[str]:
-    """What does not stand in the same row of bench/README, in the same machine's cell; the first row of a name counts."""
+    """What does not stand in the same row of bench/README, same machine; the first row of a name counts."""
     cells = {first.partition(" (")[0]: rest for first, *rest in reversed(rows_of(measured))}
     wrong, what = [], ""
     for first, *rest in rows_of(page):
