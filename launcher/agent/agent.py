@@ -79,6 +79,8 @@ class Agent:
         wanted = self._settings.master_port if self._place.rank == 0 else ""
         self._send(wire.Hello(self._place.rank, self._place.size, socket.gethostname(), _free_port(wanted)))
         setup = self._await_setup()
+        if self._place.local_rank == 0:
+            kept_commits.sweep()
         setup = setup._replace(commits=kept_commits.prepared(setup.commits))
         self._commits_folder = setup.commits
         self._started_at_s = time.time()
@@ -248,7 +250,9 @@ class Agent:
         self._shm_cleanup.remove()
         if pid is not None and self._lost:
             self._log_loss(self._lost)
-        if not message.keeps_commits:
+        if message.keeps_commits:
+            kept_commits.keep(self._commits_folder, is_locked=self._link.is_local)
+        else:
             kept_commits.remove(self._commits_folder)
         self._leave()
 

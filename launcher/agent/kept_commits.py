@@ -2,18 +2,28 @@
 
 ringrun chooses its name, which nobody can guess; the first agent makes it, and the agents of the last attempt remove
 it, and no other folder. ringreduce writes and reads what is in it (ringreduce/elastic/kept.py).
+
+    agents, and ringrun on its own host, hold a lock ── a pause before the next attempt: on other hosts nobody does ── …
+
+Where ringrun is killed in such a pause the folder stays; the next job there, whoever starts it, sweeps it away.
 """
 
 import contextlib
+import fcntl
+import glob
 import os
 import re
 import secrets
 import shutil
 import stat
+import time
 
 from .shm_cleanup import SHARED_MEMORY
 
 _NAME = re.compile(rf"{SHARED_MEMORY}/ringrun-[0-9a-f]{{16}}\.commits")
+
+_ABANDONED_S = 3600.0
+"""A folder that has not been written for so long, and is not locked, belongs to no job: no pause is longer."""
 
 
 def new_name() -> str:
@@ -22,7 +32,10 @@ def new_name() -> str:
 
 
 def prepared(folder: str) -> str:
-    """Make the folder, for nobody but this user, and return its name; empty where none is wanted or possible."""
+    """Make the folder, for nobody but this user, and return its name; empty where none is wanted or possible.
+
+    It is locked until this process ends.
+    """
     if not _NAME.fullmatch(folder):
         return ""
     with contextlib.suppress(OSError):
@@ -30,8 +43,29 @@ def prepared(folder: str) -> str:
             os.mkdir(folder, 0o700)
         found = os.lstat(folder)
         if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077:
+            fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_SH)
             return folder
     return ""
+
+
+def keep(folder: str, *, is_locked: bool) -> None:
+    """Leave it for the job's next attempt; if ringrun has it locked, nobody need wait after the lock is gone."""
+    if _NAME.fullmatch(folder):
+        with contextlib.suppress(OSError):
+            os.utime(folder, (0.0, 0.0) if is_locked else None)
+
+
+def sweep() -> None:
+    """Remove such folders of this user that belong to no job any more."""
+    for folder in filter(_NAME.fullmatch, glob.glob(f"{SHARED_MEMORY}/ringrun-*.commits")):
+        with contextlib.suppress(OSError):  # it is gone, another user's, or locked
+            if os.lstat(folder).st_mtime < time.time() - _ABANDONED_S:
+                descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    remove(folder)
+                finally:
+                    os.close(descriptor)
 
 
 def remove(folder: str) -> None:

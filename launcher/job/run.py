@@ -56,7 +56,7 @@ def run_job(detected: Detected, job: Job, again: Again = lambda job: job, growth
     own = most * (1 if job.output_directory is None else 3) + _OWN_FILES
     asked = job = replace(job, open_files=raise_open_files(own + most * _MPIRUNS_FILES, own))
     if job.elastic and (job.restarts or job.elastic.takes_hosts):
-        job = replace(job, commits_folder=kept_commits.new_name())
+        job = replace(job, commits_folder=kept_commits.prepared(kept_commits.new_name()))
     signals = SignalRelay(SignalReader)
     with contextlib.ExitStack() as stack:
         kept_on: set[str] = set()

@@ -1,12 +1,14 @@
 """An agent in this process, and what it says when its rank ends; what whole jobs show is in the neighbours."""
 
 import fcntl
+import os
 import signal
 import socket
 import subprocess
 import sys
 import syslog
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ from ringrun.connection import wire
 from ringrun.connection.link import Address, HostSilentError
 from ringrun.environment import Place, Settings
 from ringrun.machine.placement import Share
+from tests.support import jobs
 from tests.support.patience import patient
 
 
@@ -87,6 +90,27 @@ def test_an_agent_removes_the_folder_of_commits_that_ringrun_has_named_and_no_ot
         agent._rank_socket._socket.close()
         assert Path(users).exists()
         assert Path(ours).exists() == (commits != ours)
+
+
+def test_commits_that_a_killed_ringrun_has_left_are_swept_away() -> None:
+    """At once on its own host, after an hour on others, where nobody holds a lock in the pause before a restart."""
+    here, there, long_ago, locked = (kept_commits.new_name() for _ in range(4))
+    code = "import sys; from ringrun.agent import kept_commits; print(all(map(kept_commits.prepared, sys.argv[1:])))"
+    made = [here, there, long_ago]
+    assert jobs.run([sys.executable, "-c", code, *made]).stdout == "True\n"
+    assert kept_commits.prepared(locked)
+    try:
+        for folder in (here, locked):
+            kept_commits.keep(folder, is_locked=True)
+        for folder in (there, long_ago):
+            kept_commits.keep(folder, is_locked=False)
+        an_hour_ago_s = time.time() - 3601
+        os.utime(long_ago, (an_hour_ago_s, an_hour_ago_s))
+        kept_commits.sweep()
+        assert [Path(each).exists() for each in (here, there, long_ago, locked)] == [False, True, False, True]
+    finally:
+        for folder in (there, locked):
+            kept_commits.remove(folder)
 
 
 @pytest.mark.parametrize(
