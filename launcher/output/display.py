@@ -107,6 +107,7 @@ class Output:
         self._writer.put(partial(self._begin, size))
 
     def _begin(self, size: int) -> None:
+        self._bars.clear()
         self._shown = frozenset(range(size)) if self._display.ranks is None else self._display.ranks
         fold = self._display.fold and len(self._shown) > 1
         self._folder = Folder(sorted(self._shown)) if fold else None

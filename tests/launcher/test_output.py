@@ -101,6 +101,8 @@ class Ends:
         return data
 
     def close(self) -> None:
+        self.output.begin(4)  # nothing is due any more
+        assert self.output.finish(patient(10))
         for descriptor in self.far + self.near:
             os.close(descriptor)
 
