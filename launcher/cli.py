@@ -55,6 +55,7 @@ from .job.restarts import Again, on_hosts_that_answer
 from .network import parse_interfaces
 from .preflight import Preflight, check_job
 from .preflight.probe import both_mpi_wheels
+from .processes import open_standard_streams
 from .ssh import SshOptions, parse_ssh
 
 _WHERE = """\
@@ -359,6 +360,7 @@ def _stdin_rank(request: Request, size: int) -> int:
 
 def main() -> int:
     """Run as the console script `ringrun`."""
+    open_standard_streams()
     for name in leave_outer_job(os.environ):
         print(f"ringrun: {name} is ignored: ringrun sets it itself", file=sys.stderr, flush=True)
     try:

@@ -14,6 +14,8 @@ from .errors import MachineError
 from .text import format_spans
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_LOOK_S = 0.01
 
 
 def die_with_parent(number: int) -> Callable[[], None] | None:
@@ -32,6 +34,39 @@ def die_with_parent(number: int) -> Callable[[], None] | None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     return arm
+
+
+def open_standard_streams() -> None:
+    """Open /dev/null as each of stdin, stdout and stderr that is closed, so that no other file becomes one."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:  # the lowest that is free
+        os.set_inheritable(descriptor, True)
+    os.close(descriptor)
+
+
+def adopt_orphans() -> None:
+    """Become the parent of each process that descends from this one and loses its own."""
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def kill_children(patience_s: float = 2.0) -> None:
+    """Kill all children of this process, and those that it adopts by that; one that the kernel holds may stay."""
+    until_s = time.monotonic() + patience_s
+    while (children := _children()) and time.monotonic() < until_s:
+        for pid in children:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(_LOOK_S)
+
+
+def _children() -> list[int]:
+    """Return the processes whose parent this one is, but those that have ended."""
+    found, me = [], str(os.getpid())
+    for pid in all_processes():
+        with contextlib.suppress(OSError):
+            state, parent = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[:2]
+            found += [pid] * (parent == me and state not in "ZX")
+    return found
 
 
 def bind_to(cpus: Collection[int]) -> Callable[[], None] | None:

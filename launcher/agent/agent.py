@@ -34,7 +34,17 @@ from ..errors import MachineError
 from ..folders import make_private_folder
 from ..machine.placement import Share, describe, place
 from ..machine.topology import read_topology, usable_cpus
-from ..processes import before_exec, bind_to, die_with_parent, end_daemon, limit_open_files, signal_group, wake_up
+from ..processes import (
+    adopt_orphans,
+    before_exec,
+    bind_to,
+    die_with_parent,
+    end_daemon,
+    kill_children,
+    limit_open_files,
+    signal_group,
+    wake_up,
+)
 from ..text import counted
 from . import kept_commits
 from .death_notice import await_death
@@ -90,12 +100,17 @@ class Agent:
             self._send(wire.NotStarted(f"{error.strerror or error} ({error.filename or command[0]})"))
             self._await_end(None)
         self._send(wire.Started(child.pid, self._device))
-        self._rank_socket.start(lambda mapped: self._on_init(child.pid, mapped))
-        self._shm_cleanup.watch(child.pid)
-        threading.Thread(target=self._await_end, args=(child.pid,), daemon=True).start()
-        if child.stdin is not None:
-            threading.Thread(target=self._feed, args=(child.stdin,), daemon=True).start()
-        self._forward(child)
+        try:
+            self._rank_socket.start(lambda mapped: self._on_init(child.pid, mapped))
+            self._shm_cleanup.watch(child.pid)
+            ended = self._watch(child.pid)
+            if child.stdin is not None:
+                threading.Thread(target=self._feed, args=(child.stdin,), daemon=True).start()
+            threading.Thread(target=self._await_end, args=(child.pid,), daemon=True).start()
+        except RuntimeError as error:
+            self._send(wire.NotStarted(f"{error}: too many processes run there (pids.max, ulimit -u)"))
+            self._await_end(child.pid)
+        self._forward(child, ended)
 
     def _await_setup(self) -> wire.Setup:
         """Return what ringrun says once all agents are there; end here if it gives up first."""
@@ -158,11 +173,10 @@ class Agent:
                 stdin.write(data)
                 stdin.flush()
 
-    def _forward(self, child: "subprocess.Popen[bytes]") -> NoReturn:
+    def _forward(self, child: "subprocess.Popen[bytes]", child_ended: int) -> NoReturn:
         """Send what the child writes; report once it has ended and its pipes are empty; go on for its own children."""
         assert child.stdout is not None
         assert child.stderr is not None
-        child_ended = self._watch(child.pid)
         streams: dict[int, wire.StreamName] = {child.stdout.fileno(): "stdout", child.stderr.fileno(): "stderr"}
         waiting_for_end = [child_ended]
         while True:
@@ -202,7 +216,8 @@ class Agent:
             if code is not None:
                 self._died(code)
 
-        threading.Thread(target=watch, daemon=True).start()
+        with contextlib.suppress(RuntimeError):  # then its end is heard of by its parent, a little later
+            threading.Thread(target=watch, daemon=True).start()
 
     def _died(self, code: int) -> None:
         """Report that the rank dies or has ended, once: others of an elastic job wait for this alone."""
@@ -218,7 +233,8 @@ class Agent:
 
         def watch() -> None:
             # not reaped, so that the number stays its own for as long as signals may be sent to its group
-            result = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+            while (result := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)) and result.si_pid != pid:
+                os.waitpid(result.si_pid, 0)  # an orphan of its, which nobody else waits for
             self._died(_code(result))
             os.close(end)
 
@@ -247,6 +263,7 @@ class Agent:
         if pid is not None:
             self._shm_cleanup.look(pid)
             signal_group(pid, signal.SIGKILL)
+            kill_children()  # those that have left its group, too
         self._shm_cleanup.remove()
         if pid is not None and self._lost:
             self._log_loss(self._lost)
@@ -267,8 +284,10 @@ class Agent:
         elif isinstance(message, wire.Membership | wire.Hosts):
             self._rank_socket.tell(message)
         elif isinstance(message, wire.Ask):
-            # in a thread: a signal must not wait for the answer
-            threading.Thread(target=self._dumper.answer, args=(message.number, pid), daemon=True).start()
+            try:  # in a thread: a signal must not wait for the answer
+                threading.Thread(target=self._dumper.answer, args=(message.number, pid), daemon=True).start()
+            except RuntimeError as error:  # as where the rank has started all the processes that there may be
+                self._send(wire.State(message.number, "", "", f"its agent cannot ask it: {error}"))
             self._shm_cleanup.look(pid)
 
     def _wake(self, pid: int) -> None:
@@ -349,12 +368,18 @@ def _read_error(directory: str, rank: int) -> wire.RankError | None:
 
 
 def _detach() -> None:
-    """Fork: the parent waits as the anchor, the child goes on as the agent, out of mpirun's reach."""
+    """Fork: the parent waits as the anchor, the child goes on as the agent, out of mpirun's reach.
+
+    The anchor kills what an agent leaves that is killed itself.
+    """
+    adopt_orphans()
     agent = os.fork()
     if agent:
         _, status = os.waitpid(agent, 0)
+        kill_children()
         os._exit(os.waitstatus_to_exitcode(status) & 0xFF)
     os.setsid()
+    adopt_orphans()
 
 
 def _free_port(wanted: str) -> int:
@@ -390,6 +415,8 @@ def main() -> NoReturn:
     except (KeyError, ValueError) as error:
         sys.exit(f"ringrun.agent is started by ringrun, not by hand: {error!r}")
     daemon = os.getppid()
+    for number in (signal.SIGUSR1, signal.SIGUSR2):  # sent to all of a job, as by scancel: they are for the rank
+        signal.signal(number, lambda *_: None)
     _detach()
     # Slurm sends it to all processes of a job that is cancelled; the rank ends by it, and the agent cleans up after it
     signal.signal(signal.SIGTERM, lambda *_: None)

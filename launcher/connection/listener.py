@@ -86,12 +86,18 @@ class Listener:
         self._pause_until_s = 0.0  # no connection is accepted before
         self._complaint = ""
 
-    def start(self, serve: Callable[[Link], Reader], complain: Callable[[str], None] = lambda _: None) -> None:
+    def start(
+        self,
+        serve: Callable[[Link], Reader],
+        complain: Callable[[str], None] = lambda _: None,
+        broken: Callable[[str], None] = lambda _: None,
+    ) -> None:
         """Take connections; `serve` returns what handles one that knows the key.
 
         complain: called once with the reason why connections cannot be accepted now; they are tried again.
+        broken:   called with the reason why nothing is read any more.
         """
-        self._serve, self._complain = serve, complain
+        self._serve, self._complain, self._broken = serve, complain, broken
         threading.Thread(target=self._run, daemon=True).start()
 
     def close(self, patience_s: float = 0.0) -> None:
@@ -105,6 +111,12 @@ class Listener:
             reader.link.close()
 
     def _run(self) -> None:
+        try:
+            self._read()
+        except Exception as error:  # as where no thread can be started
+            self._broken(f"{type(error).__name__}: {error}")
+
+    def _read(self) -> None:
         look_at_s, accepts = 0.0, True
         while True:
             for descriptor, _ in self._poll.poll(LOOK_S if accepts else _PAUSE_S):

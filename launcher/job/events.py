@@ -67,6 +67,13 @@ class LauncherEnded(Event):
 
 
 @dataclass(frozen=True)
+class Deaf(Event):
+    """The connections to the agents are not read any more."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class Signalled(Event):
     """ringrun got signal `number`."""
 

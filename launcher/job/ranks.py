@@ -20,7 +20,7 @@ from ..connection.listener import Listener
 from ..output.display import Output
 from ..output.lines import LineSplitter
 from ..report.outcome import APPLICATION_ABORT, RankEnd
-from .events import Aborted, Arrived, Events, OutputClosed, RankDied, RankEnded, RankNotStarted, Refused, Reported
+from .events import Aborted, Arrived, Deaf, Events, OutputClosed, RankDied, RankEnded, RankNotStarted, Refused, Reported
 
 _TAIL_LINES = 200
 _TAIL_LINE_CHARACTERS = 2000
@@ -64,7 +64,9 @@ class Channel:
         self._printer.on_closed = lambda: self._events.put(OutputClosed())
         needs = f"each of the {self._size} ranks takes one of ringrun's open files, see `ulimit -n`"
         self._listener.start(
-            lambda link: _Agent(link, self), lambda why: self._printer.message([f"ringrun: {why}; {needs}"])
+            lambda link: _Agent(link, self),
+            lambda why: self._printer.message([f"ringrun: {why}; {needs}"]),
+            lambda why: self._events.put(Deaf(why)),
         )
 
     def send(self, rank: int, message: wire.Message) -> None:

@@ -213,13 +213,9 @@ def _current_folder() -> str:
 
 
 def _ranks_stdin(job: Job) -> int | None:
-    """Return what one rank reads: our stdin, unless it is not open, or a terminal that nobody has asked to give away.
+    """Return what one rank reads: our stdin, unless it is a terminal that nobody has asked to give away.
 
     mpirun is not asked to pass it on: pip's Open MPI 5.0.11 loses it, and hydra lets the other ranks wait for it. A
     rank that reads a terminal takes lines from a shell where ringrun is in the background, so it must be asked for.
     """
-    try:
-        os.fstat(0)
-    except OSError:
-        return None
     return None if os.isatty(0) and not job.gives_terminal else 0

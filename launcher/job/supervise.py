@@ -23,6 +23,7 @@ from ..text import counted, listed, numbered
 from .conclusion import Conclusion, Conclusions, Ranks, raising
 from .events import (
     Arrived,
+    Deaf,
     Event,
     Events,
     HostsCame,
@@ -213,6 +214,8 @@ class Supervisor:
                 self.grows = self._end(AFTER_COMMIT, lambda: 1) or self.grows
             case StacksWanted(deliver):
                 self._ask(lambda question: deliver(ranks.stacks(question)))
+            case Deaf(reason):
+                self._end(AFTER_TERMINATE, raising(MachineError(f"ranks cannot be heard any more: {reason}")))
             case OutputClosed():
                 self._end(AFTER_TERMINATE, lambda: 128 + signal.SIGPIPE)
 

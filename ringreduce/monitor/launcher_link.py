@@ -19,6 +19,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from ringreduce.log import LOGGER
 from ringreduce.membership import Members
 
 PACKAGE = str(Path(__file__).parents[1])
@@ -62,14 +63,18 @@ class StatusServer:
                 request, sender = own.recvfrom(LONGEST_REQUEST)
                 if not request:
                     return  # closed
-                if self._members is not None and request.startswith(b"{"):
-                    self._members.hear(json.loads(request))
-                    continue
-                if not sender:
-                    continue  # no address to answer to
-                answer = json.dumps({"doing": self.waiting_for(), "package": PACKAGE}).encode()
-                with contextlib.suppress(OSError):  # the sender has gone
-                    own.sendto(answer, socket.MSG_DONTWAIT, sender)
+                try:
+                    self._answer(own, request, sender)
+                except Exception as error:  # as without memory: the next request is heard again
+                    LOGGER.error(f"a request of the launcher was not answered: {type(error).__name__}: {error}")
+
+    def _answer(self, own: socket.socket, request: bytes, sender: str) -> None:
+        if self._members is not None and request.startswith(b"{"):
+            self._members.hear(json.loads(request))
+        elif sender:  # there is an address to answer to
+            answer = json.dumps({"doing": self.waiting_for(), "package": PACKAGE}).encode()
+            with contextlib.suppress(OSError):  # the sender has gone
+                own.sendto(answer, socket.MSG_DONTWAIT, sender)
 
     def close(self) -> None:
         """Stop answering."""

@@ -155,12 +155,25 @@ def test_a_death_that_is_heard_in_two_ways_is_reported_once(tmp_path: Path, monk
     assert child.poll() is None, "reported before its end"
     child.stdin.close()
     with child, pytest.raises(SystemExit):
-        agent._forward(child)
+        agent._forward(child, agent._watch(child.pid))
     agent._rank_socket._socket.close()
     died, ended = link.sent
     assert isinstance(died, wire.Died)
     assert isinstance(ended, wire.Ended)
     assert ended.at_s == died.at_s
+
+
+def test_an_agent_that_can_start_no_thread_answers_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    link = SlowLink()
+    agent = Agent(link, Place(0, 1, 0, 1), Settings("openmpi", str(tmp_path)), daemon=0)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    agent._obey(wire.Ask(7), 1)
+    agent._on_init(1, [])
+    agent._rank_socket._socket.close()
+    assert link.sent == [wire.State(7, "", "", "its agent cannot ask it: can't start new thread")]
 
 
 def test_output_that_ringrun_does_not_take_waits_in_the_rank_until_its_end(tmp_path: Path) -> None:
@@ -182,7 +195,7 @@ def test_output_that_ringrun_does_not_take_waits_in_the_rank_until_its_end(tmp_p
     ending.start()
     in_pipe = fcntl.fcntl(child.stdout, fcntl.F_GETPIPE_SZ)
     with child, pytest.raises(SystemExit):
-        agent._forward(child)
+        agent._forward(child, agent._watch(child.pid))
     ending.join()
     agent._rank_socket._socket.close()
     assert wire.MOST_AHEAD_BYTES < sent() <= wire.MOST_AHEAD_BYTES + agent_module._CHUNK_BYTES + in_pipe
@@ -194,7 +207,7 @@ def test_a_death_is_reported_before_what_the_rank_wrote_is_read(tmp_path: Path) 
     last_words = [sys.executable, "-c", "import os; os.write(1, b'last words'); os._exit(7)"]
     child = subprocess.Popen(last_words, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     with child, pytest.raises(SystemExit):
-        agent._forward(child)
+        agent._forward(child, agent._watch(child.pid))
     agent._rank_socket._socket.close()
     died, said, ended = link.sent
     assert isinstance(died, wire.Died)

@@ -187,6 +187,43 @@ def test_a_reader_that_leaves_ends_the_job(start: Start, script: Script, python:
     assert wait_until_gone() < patient(GONE_WITHIN_S)
 
 
+@pytest.mark.without_mpi
+@pytest.mark.parametrize("end", ["sys.exit(0)", "1 / 0", "os.kill(agent, signal.SIGKILL)"])
+@pytest.mark.parametrize("shell", [[], ["bash", "-c", '"$@"; exit $?', "sh"]])
+def test_nothing_that_a_rank_has_started_outlives_the_job(
+    shell: list[str], end: str, ringrun: Run, script: Script, python: str, wait_until_gone
+) -> None:
+    source = """
+        import os, signal, subprocess, sys
+        agent = os.getppid()
+        if sys.argv[1:]:
+            agent = int(open(f"/proc/{agent}/stat").read().rpartition(")")[2].split()[1])
+        for of_its_own in (os.setpgrp, os.setsid):
+            subprocess.Popen(["sh", "-c", "sleep 100; exit", __file__], preexec_fn=of_its_own)
+        subprocess.run(["sh", "-c", f"setsid sh -c 'sleep 100; exit' {__file__} & exit"])
+        print("up", flush=True)
+    """
+    path = script(textwrap.dedent(source) + end + "\n" + "signal.pause()")
+    done = ringrun("-np", 2, *shell, python, path, *shell[:1])
+    assert done.returncode == (end != "sys.exit(0)"), done.stderr
+    wait_until_gone()
+
+
+@pytest.mark.without_mpi
+def test_closed_descriptors_are_no_others(
+    ringrun: Run, ringrun_command: list[str], python: str, tmp_path: Path
+) -> None:
+    source = "import sys, pathlib; pathlib.Path('read').write_text(repr(sys.stdin.read())); print('x')"
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *ringrun_command, "-np", "1", python, "-c", source],
+        cwd=tmp_path,
+        env=jobs.environment(),
+        timeout=patient(30),
+    )
+    assert done.returncode == 0
+    assert (tmp_path / "read").read_text() == "''"
+
+
 # what a script does with sys.exit(), and the code with which ringrun ends if MPI ends the rank with 14 on its way out
 WAYS_OUT = {
     "leave(7)": 7,

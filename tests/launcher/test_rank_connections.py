@@ -18,7 +18,7 @@ from ringrun.connection.listener import Listener
 from ringrun.connection.wire import Died, Ended, Hello, Note, Setup, Started, State, Taken
 from ringrun.connection.wire import Output as Says
 from ringrun.errors import MachineError
-from ringrun.job.events import Arrived, Event, RankDied, RankEnded, Refused, Reported
+from ringrun.job.events import Arrived, Deaf, Event, RankDied, RankEnded, Refused, Reported
 from ringrun.job.ranks import Channel, RankSetup
 from ringrun.output.display import Output
 from ringrun.processes import raise_open_files
@@ -163,6 +163,18 @@ def test_all_but_output_is_heard_while_nobody_reads_what_ranks_print(
     agent.close()
     channel.close()
     os.close(write)
+
+
+def test_a_listener_that_breaks_says_so(
+    channel: tuple[Channel, Come], events: "queue.SimpleQueue[Event]", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    _, come = channel
+    monkeypatch.setattr(Channel, "admit", refuse)
+    come(hello(0))
+    assert events.get(timeout=10) == Deaf("RuntimeError: can't start new thread")
 
 
 MANY = """
