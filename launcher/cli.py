@@ -29,6 +29,7 @@ import importlib
 import os
 import socket
 import sys
+from argparse import SUPPRESS
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
@@ -47,7 +48,7 @@ from .arguments import (
 from .config import resolve as config
 from .engines.detect import by_srun, detect
 from .errors import LauncherError, UsageError
-from .forward import leave_outer_job, parse_env, withheld
+from .forward import leave_outer_job, parse_allowed, parse_env, withheld
 from .hosts import MAX_SLOTS, Found, Host, may_get_ranks, named_hosts, place_ranks
 from .job.growth import Blacklist, Growth
 from .job.plan import Job, example, find_command, interpreter_of
@@ -135,7 +136,9 @@ def _parser() -> Parser:
     elastic.add_flags(add)
     add = parser.group("Settings", _SETTINGS)
     config.add_own_flags(add)
-    add("--env", metavar="NAME[=VALUE]", action="append", help="set a variable for the ranks on all hosts")
+    on_all_hosts = "set it on all hosts (--env-allow 'LANG,CUDA_*': send no others)"
+    add("--env", metavar="NAME[=VALUE]", action="append", help=on_all_hosts)
+    add("--env-allow", metavar="LIST", help=SUPPRESS)
     add = parser.group("What ringrun itself does")
     add("--dry-run", action="store_true", help="print the command that would be run, and do not run it")
     add("--verbose", action="store_true", help="print which MPI is used, and what mpirun itself prints")
@@ -199,6 +202,7 @@ def _checked(resolved: config.Config) -> Request:
         elastic=elasticity,
         interfaces=parse_interfaces(options.network_interfaces, flag("network_interfaces")),
         asked=asked,
+        allowed=parse_allowed(options.env_allow, flag("env_allow")),
         master_port={**os.environ, **asked}.get("MASTER_PORT", ""),
     )
     np = parse_rank_count(options.np, flag("np"))
@@ -326,8 +330,8 @@ def _run_job(request: Request) -> int:
     if job.verbose:
         print(f"ringrun: {detected.library.python} loads {detected.library.text}", file=sys.stderr)
         print(f"ringrun: running {example(detected, job, os.environ)}", file=sys.stderr)
-        if secrets := withheld(os.environ, job.asked) if hosts else []:
-            print(f"ringrun: other hosts do not get {', '.join(secrets)}; --env NAME sends one", file=sys.stderr)
+        if stay := withheld(os.environ, job.asked, job.allowed) if hosts else []:
+            print(f"ringrun: other hosts do not get {', '.join(stay)}; --env NAME sends one", file=sys.stderr)
 
     from .job.run import run_job  # not needed to say what is wrong with a command line
 

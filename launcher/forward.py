@@ -1,8 +1,8 @@
 """Which variables of ringrun's environment the ranks on other hosts get. Pure functions.
 
-All but three kinds: secrets, which stay on this host unless --env asks for them; what describes this host or this
-login; and what a batch system or an MPI has set for this one process. They travel over the agents' connections and
-stand on no command line.
+All but three kinds: secrets, which stay on this host unless --env asks for them, with --env-allow all that it does not
+name; what describes this host or this login; and what a batch system or an MPI has set for this one process. They
+travel over the agents' connections and stand on no command line.
 """
 
 import fnmatch
@@ -22,13 +22,16 @@ _OF_OUTER_JOB = ("MASTER_ADDR", "MASTER_PORT")
 """Where the ranks of the job meet in whose rank a ringrun may run."""
 
 SECRET_PATTERNS = (
-    "*_TOKEN", "*_KEY", "*_KEYS", "*APIKEY*", "*_SECRET", "*_SECRETS", "*PASSWORD*", "*PASSWD*", "*_PWD", "*_PASS",
-    "SSHPASS", "*_PASSPHRASE", "*_CREDENTIALS", "*_PAT", "*_DSN", "DATABASE_URL", "TOKEN", "SECRET",
-    "AWS_*", "AZURE_*_SECRET*",
+    "*_TOKEN", "TOKEN", "*_KEY", "*_KEYS", "*APIKEY*", "*API_KEY*", "*ACCESS_KEY*", "*PRIVATE_KEY*", "*SECRET*",
+    "*PASSWORD*", "*PASSWD*", "*PASSPHRASE*", "*_PWD", "*_PASS", "SSHPASS", "*CREDENTIAL*", "*_CREDS", "*_PAT",
+    "*_AUTH", "*_JWT", "JWT", "*BEARER*", "*_COOKIE", "*_SALT", "*_DSN", "*DATABASE_URL", "*CONNECTION_STRING*",
+    "*WEBHOOK*", "AWS_*",
 )  # fmt: skip
 """Names, in capitals or not, of variables that stay unless --env asks for them."""
 
-_CREDENTIALS = re.compile(r"//[^/@\s]*:[^/@\s]+@")  # https://user:password@host
+_CREDENTIALS = re.compile(  # https://user:password@host, https://token@host, connection strings, keys
+    r"//[^/@\s]*:[^/@\s]+@|https?://[^/@\s]+@|(?i:password|accountkey|sharedaccesskey)=\S|-----BEGIN [A-Z ]*PRIVATE KEY"
+)
 
 _OF_THIS_HOST = (
     "HOME", "USER", "LOGNAME", "USERNAME", "SHELL", "MAIL", "PWD", "OLDPWD", "SHLVL", "_", "HOSTNAME", "HOST",
@@ -43,12 +46,17 @@ _OF_THIS_PROCESS = (
     "ORTE_*", "PRTE_*",
     "RINGRUN_*",
 )  # fmt: skip
+_OF_EVERY_JOB = (
+    "PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "RINGREDUCE_*", "HOROVOD_*",
+    "OMPI_*", "OPAL_*", "MPIR_*", "UCX_*", "FI_*", "MPI4PY_*",
+)  # fmt: skip
+"""What ranks and the MPI need, whatever --env-allow names."""
 _BY_BATCH_SYSTEM = ("CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK")
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_NAME, _PATTERN = re.compile(r"[A-Za-z_][A-Za-z0-9_]*"), re.compile(r"[A-Za-z_*?][A-Za-z0-9_*?]*")
 
 
 def is_secret(name: str, value: str = "") -> bool:
-    """Return whether a variable stays on this host unless it is asked for: for its name, or a URL with a password."""
+    """Return whether a variable stays on this host unless it is asked for: for its name, or for what is in it."""
     return _matches(name.upper(), SECRET_PATTERNS) or bool(_CREDENTIALS.search(value))
 
 
@@ -65,6 +73,16 @@ def parse_env(items: Sequence[str], environ: Mapping[str, str], flag: str = "--e
             raise UsageError(f"{flag} {name}: there is no such variable here; set it, or give {flag} {name}=VALUE")
         found[name] = value if equals else environ[name]
     return found
+
+
+def parse_allowed(text: str | None, flag: str) -> Sequence[str]:
+    """Return the names and patterns that --env-allow lists; without it all are allowed."""
+    allowed = ["*"] if text is None else [word.strip() for word in text.split(",")]
+    if not all(map(_PATTERN.fullmatch, allowed)):
+        raise UsageError(
+            f"{flag} {text}: expected names of variables and patterns with commas between them: CUDA_*,LANG"
+        )
+    return allowed
 
 
 def leave_outer_job(environ: MutableMapping[str, str]) -> list[str]:
@@ -89,9 +107,11 @@ def forwarded(environ: Mapping[str, str], asked: Mapping[str, str], *, in_batch_
     return {**kept, **asked}
 
 
-def withheld(environ: Mapping[str, str], asked: Mapping[str, str]) -> list[str]:
-    """Return the names of the secrets that stay here."""
-    return sorted(name for name, value in environ.items() if is_secret(name, value) and name not in asked)
+def withheld(environ: Mapping[str, str], asked: Mapping[str, str], allowed: Sequence[str] = ("*",)) -> list[str]:
+    """Return the names of the secrets that stay here, and of what is not allowed to leave."""
+    leave = (*allowed, *_OF_EVERY_JOB, *_OF_THIS_HOST, *_OF_THIS_PROCESS)
+    stay = (name for name, value in environ.items() if is_secret(name, value) or not _matches(name, leave))
+    return sorted(name for name in stay if name not in asked)
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:

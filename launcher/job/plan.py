@@ -123,6 +123,8 @@ class Job:
     """The network interfaces to use; empty: whichever work."""
     asked: Mapping[str, str] = field(default_factory=dict)
     """Variables that --env wants the ranks on all hosts to have, secrets too."""
+    allowed: Sequence[str] = ("*",)
+    """Names and patterns of the other variables that ranks on other hosts may have."""
     master_port: str = ""
     """The MASTER_PORT that the user has set; empty if there is none."""
 
@@ -183,9 +185,9 @@ def job_environment(
     scratch = detected.engine.scratch(detected.launcher, settings.directory)
     if not job.hosts:
         return {**scratch, **inherited, **ours}
-    secrets = withheld(inherited, job.asked)
+    stay = withheld(inherited, job.asked, job.allowed)
     through_slurm = {} if job.ssh else _FOR_INNER_SRUN
-    return scratch | {name: value for name, value in inherited.items() if name not in secrets} | ours | through_slurm
+    return scratch | {name: value for name, value in inherited.items() if name not in stay} | ours | through_slurm
 
 
 def elastic_variables(detected: Detected, job: Job, inherited: Mapping[str, str]) -> dict[str, str]:
@@ -198,8 +200,8 @@ def elastic_variables(detected: Detected, job: Job, inherited: Mapping[str, str]
 
 
 def local_variables(job: Job, inherited: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that agents on this host are sent: the secrets that mpirun does not get."""
-    return {name: inherited[name] for name in withheld(inherited, job.asked)} if job.hosts else {}
+    """Return the variables that agents on this host are sent: those that mpirun does not get."""
+    return {name: inherited[name] for name in withheld(inherited, job.asked, job.allowed)} if job.hosts else {}
 
 
 def remote_variables(job: Job, environment: Mapping[str, str]) -> dict[str, str]:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringrun.errors import UsageError
-from ringrun.forward import forwarded, is_secret, parse_env, withheld
+from ringrun.forward import forwarded, is_secret, parse_allowed, parse_env, withheld
 
 SECRETS = [
     "WANDB_API_KEY",
@@ -25,6 +25,13 @@ SECRETS = [
     "SENTRY_DSN",
     "OPENAI_APIKEY",
     "DATABASE_URL",
+    "MY_SECRET_VALUE",
+    "SECRET_KEY_BASE",
+    "PASSPHRASE",
+    "SESSION_JWT",
+    "STORAGE_CONNECTION_STRING",
+    "SLACK_WEBHOOK_URL",
+    "DOCKER_AUTH",
 ]
 LEAVES = [
     "PATH",
@@ -36,6 +43,9 @@ LEAVES = [
     "OMPI_MCA_btl",
     "KEYBOARD",
     "TOKENIZERS_PARALLELISM",
+    "MAX_TOKENS",
+    "KEY_FRAMES",
+    "AUTHOR",
 ]
 STAYS = [
     "HOME",
@@ -65,8 +75,18 @@ def test_what_a_script_may_read_leaves(name: str) -> None:
     assert forwarded({name: "x"}, {}, in_batch_system=True) == {name: "x"}
 
 
-@pytest.mark.parametrize("value", ["https://me:hush@host/x", "redis://:hush@host", "a b postgres://u:p@[::1]:5432/d"])
-def test_a_url_with_a_password_is_a_secret_under_any_name(value: str) -> None:
+@pytest.mark.parametrize(
+    "value",
+    [
+        "https://me:hush@host/x",
+        "redis://:hush@host",
+        "a b postgres://u:p@[::1]:5432/d",
+        "https://ghp_hush@host/x.git",
+        "Server=h;User=me;Password=hush;",
+        "-----BEGIN RSA PRIVATE KEY-----\nhush",
+    ],
+)
+def test_what_is_a_secret_is_one_under_any_name(value: str) -> None:
     assert withheld({"BROKER_URL": value, "PROXY": value}, {}) == ["BROKER_URL", "PROXY"]
     assert forwarded({"BROKER_URL": value}, {}, in_batch_system=False) == {}
 
@@ -76,6 +96,23 @@ def test_a_url_with_a_password_is_a_secret_under_any_name(value: str) -> None:
 )
 def test_a_url_without_one_is_not(value: str) -> None:
     assert forwarded({"BROKER_URL": value}, {}, in_batch_system=False) == {"BROKER_URL": value}
+
+
+def test_an_allow_list_lets_nothing_else_leave_but_what_jobs_need() -> None:
+    here = {
+        "CUDA_HOME": "/c",
+        "PROJECT": "apollo",
+        "PATH": "/bin",
+        "OMPI_MCA_btl": "x",
+        "HOME": "/me",
+        "CUDA_TOKEN": "hush",
+    }
+    allowed = parse_allowed("CUDA_*, LANG", "--env-allow")
+    assert withheld(here, {}, allowed) == ["CUDA_TOKEN", "PROJECT"]
+    assert withheld(here, {"PROJECT": "apollo"}, allowed) == ["CUDA_TOKEN"]
+    assert withheld(here, {}, parse_allowed(None, "--env-allow")) == ["CUDA_TOKEN"]
+    with pytest.raises(UsageError, match="--env-allow A=b: expected names of variables and patterns with commas"):
+        parse_allowed("A=b", "--env-allow")
 
 
 def test_folders_are_no_passwords() -> None:

@@ -223,6 +223,9 @@ def test_other_hosts_get_what_may_leave_this_one() -> None:
     assert environment["PRTE_MCA_prte_local_tmpdir_base"] == SETTINGS.directory
     assert local_variables(ABROAD, inherited) == {"MY_TOKEN": "hush"}
     assert local_variables(ONE_HOST, inherited) == {}
+    few = replace(ABROAD, allowed=["LC_*"])
+    assert local_variables(few, inherited) == {"MY_TOKEN": "hush", "LANG": "C"}
+    assert "LANG" not in job_environment(OPEN_MPI, few, inherited, SETTINGS, ADDRESS, b"key")
     sent = remote_variables(ABROAD, environment)
     ours = {"OMPI_MCA_mpi_yield_when_idle": "1", "OMPI_MCA_btl": "^ofi", "OMPI_MCA_osc": "^ucx"}
     assert sent == {"LANG": "C", "WANDB_API_KEY": "sent", "RINGREDUCE_COSTS": "x=1", **ours}
