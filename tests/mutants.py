@@ -476,7 +476,7 @@ MUTANTS = [
         "ringreduce/elastic/sampler.py",
         "count * self.num_replicas",
         "count",
-        "tests/unit/test_sampler.py",
+        "tests/unit/test_sampler.py tests/ranks/test_torch_elastic.py",
     ),
     Mutant(
         "elastic: torch's state comes back without the optimizer's",
