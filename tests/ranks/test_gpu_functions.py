@@ -141,84 +141,6 @@ def test_adasum(gpu):
         np.testing.assert_allclose(on_gpu, on_host, rtol=1e-6)
 
 
-def test_a_rank_that_has_joined_gives_neutral_elements(gpu, hosts):
-    """One rank has never had a GPU array."""
-
-    def program():
-        results = []
-        for step in range(rr.rank() * 2):
-            for op in (Sum, rr.Min, rr.Product):
-                results.append(
-                    rr.allreduce(gpu.array(values(1500, "float32", rr.rank(), step)), op=op, name=f"{op}").get()
-                )
-        rr.join()
-        return results
-
-    functions = [sum, lambda parts: np.minimum.reduce(list(parts)), lambda parts: np.multiply.reduce(list(parts))]
-    for rank, results in enumerate(ranks(hosts, program)):
-        for number, result in enumerate(results):
-            step, op = divmod(number, 3)
-            others = [each for each in range(3) if step < each * 2]
-            expected = functions[op](values(1500, "float32", each, step) for each in others)
-            np.testing.assert_array_equal(result, expected, err_msg=f"rank {rank}, step {step}, op {op}")
-
-
-def test_process_sets_at_the_same_time(gpu):
-    """Each has slots of its own."""
-
-    def program():
-        pair, others = rr.ProcessSet([0, 1]), rr.ProcessSet([1, 2])
-        rr.add_process_set(pair)
-        rr.add_process_set(others)
-        rank, results = rr.rank(), []
-        for step in range(2):
-            handles = [
-                rr.allreduce_async(
-                    gpu.array(values(1800, "float32", rank, step)), op=Sum, process_set=each, name=f"s{step}"
-                )
-                for each in (rr.global_process_set, pair, others)
-                if each.included()
-            ]
-            results += [rr.synchronize(each).get() for each in handles]
-        assert {state.algorithms.gpu.path for state in runtime.current("test").engine.states.values()} == {"ipc"}
-        rr.remove_process_set(pair)
-        results.append(rr.allreduce(gpu.array(values(600, "float32", rank)), op=Sum).get())
-        return results
-
-    results = run_ranks(
-        3, program, settings=Settings(cuda_slot_bytes=SLOT_BYTES, dynamic_process_sets=True), timeout_s=60
-    )
-    sets = [[0, 1, 2], [0, 1], [1, 2]]
-    for rank, own in enumerate(results):
-        wanted = [
-            sum(values(1800, "float32", each, step) for each in members)
-            for step in range(2)
-            for members in sets
-            if rank in members
-        ]
-        wanted.append(total(600, "float32", 3))
-        for result, expected in zip(own, wanted, strict=True):
-            np.testing.assert_array_equal(result, expected)
-
-
-def test_arrays_that_are_let_go_at_once(gpu):
-    """Their memory is not used again before the GPU has read it."""
-
-    def program():
-        rank = rr.rank()
-        handles = []
-        for step in range(6):
-            array = gpu.array(values(1000, "float32", rank, step))
-            handles.append(rr.allreduce_async(array, name=f"x{step}", op=Sum))
-            del array
-            gpu.full(1000, -1, "float32")  # may get the memory
-        return [rr.synchronize(each).get() for each in handles]
-
-    for results in ranks([0, 0], program):
-        for step, result in enumerate(results):
-            np.testing.assert_array_equal(result, total(1000, "float32", 2, step))
-
-
 def test_results_are_used_on_the_stream_that_asks_for_them(gpu):
     def program():
         with gpu.cuda.Stream(non_blocking=True):
@@ -245,18 +167,6 @@ def test_the_callers_current_stream_stays(gpu):
         return gpu.cuda.get_current_stream() == stream
 
     assert ranks([0, 0], program) == [True, True]
-
-
-def test_views_that_are_not_aligned(gpu, hosts):
-    def program():
-        base = gpu.array(values(4001, "int8", rr.rank()))
-        rr.allreduce_(base[1:], op=Sum)
-        return base.get()
-
-    for rank, base in enumerate(ranks(hosts, program)):
-        assert base[0] == values(1, "int8", rank)[0]
-        expected = sum(values(4001, "int8", each)[1:] for each in range(3))
-        np.testing.assert_array_equal(base[1:], expected)
 
 
 def test_by_ipc_the_host_moves_nothing(cupy, monkeypatch):

@@ -15,125 +15,45 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = Path(ringreduce.__file__).parent
 LAUNCHER = Path(ringrun.__file__).parent
 
-# from the bottom to the top; modules of one row may import each other's row only where `within` says so
-LAYERS = [
-    ["_version", "errors", "log", "not_there"],
-    ["mxnet"],
-    ["kernels.half_numpy"],
-    ["kernels.jit", "kernels.optional"],
-    ["kernels.half_numba", "kernels.half_torch", "kernels.streaming_numba", "kernels.sum_numba"],
-    ["kernels.half", "kernels.copying"],
-    ["settings", "arrays.dtypes", "partition", "trees"],
-    ["gpu.runtime"],
-    ["gpu.device_selection"],
-    ["arrays.buffer"],
-    ["arrays.gpu_buffer"],
-    ["arrays.torch_tensor", "arrays.dlpack"],
-    ["ops", "arrays.view", "compression", "fusion"],
-    ["gpu.kernels"],
-    ["mpi", "membership"],
-    ["world"],
-    ["transport.waiting", "transport.counters"],
-    ["transport.in_flight"],
-    ["transport.base"],
-    ["transport.window", "transport.blocks"],
-    ["transport.simulated_memory", "transport.simulated_wire"],
-    [
-        "transport.message",
-        "transport.threads",
-        "transport.subset",
-        "transport.simulated",
-        "monitor.excepthook",
-        "monitor.launcher_link",
-    ],
-    ["gpu.stage", "gpu.ipc"],
-    ["gpu.cuda_aware", "gpu.nccl"],
-    ["collectives.ring", "collectives.tree", "collectives.bruck", "collectives.pairwise"],
-    ["collectives.direct", "collectives.doubling", "collectives.halving"],
-    ["collectives.adasum", "startup.clock", "collectives.overlap", "cost_model"],
-    ["collectives.shared", "collectives.hashed", "startup.measure", "startup.links"],
-    ["collectives.shared_halves", "collectives.shared_in_place", "gpu.ipc_allreduce"],
-    ["collectives.hierarchical"],
-    ["execution.signature"],
-    ["execution.submission"],
-    ["gpu.stream", "monitor.timeline"],
-    ["gpu.paths"],
-    ["execution.algorithms"],
-    ["execution.host", "execution.context"],
-    ["execution.batch"],
-    ["execution.point_to_point"],
-    ["gpu.allreduce"],
-    ["gpu.through_host"],
-    ["execution.allreduce"],
-    ["execution.operations"],
-    ["execution.into_outputs"],
-    ["execution.executor", "execution.opening"],
-    ["execution.send_receive", "execution.shared_arrays"],
-    ["execution.channel"],
-    ["negotiation.protocol", "negotiation.cache"],
-    [
-        "negotiation.coordinator",
-        "negotiation.leader",
-        "negotiation.neutral",
-        "negotiation.mailbox",
-        "negotiation.short",
-    ],
-    ["negotiation.negotiator"],
-    ["negotiation.process_set"],
-    ["negotiation.errors_for"],
-    ["negotiation.negotiation"],
-    ["monitor.side_job"],
-    ["monitor.recording", "monitor.stalls"],
-    ["engine.inbox"],
-    ["engine.process_sets", "engine.submitting", "engine.timeline_control", "engine.activity"],
-    ["engine.leaving", "engine.polling"],
-    ["engine.engine"],
-    ["startup.shared_memory", "startup.survivors", "startup.daemon", "startup.death_notice"],
-    ["startup.worlds"],
-    ["runtime"],
-    ["reform"],
-    ["api.submit", "api.world", "api.info"],
-    ["api.process_sets", "api.arguments"],
-    ["api.reduce", "api.gather", "api.broadcast", "api.objects", "api.control"],
-    ["api.ordered", "api.own_channel", "api.on_host", "api.common"],
-    ["optim.exchange", "optim.parameters"],
-    ["optim.buckets"],
-    ["optim.reducer"],
-    ["ps.layout", "ps.messages", "ps.consistency", "ps.arrays"],
-    ["ps.roles"],
-    ["ps.server", "ps.worker"],
-    ["sweeps.study"],
-    ["sweeps.teams"],
-    ["sweeps.trial"],
-    ["sweeps.sweep"],
-    ["optimizer", "testing", "sampler", "run_function"],
-    ["elastic.kept", "elastic.libraries"],
-    ["elastic.commit", "elastic.sampler"],
-    ["elastic.state"],
-    ["elastic.loop"],
-    ["jax.xla"],
-    ["jax.primitive"],
-    ["jax.ops"],
-    ["jax.optimizer"],
-    ["jax.elastic"],
-    ["tensorflow.host"],
-    ["tensorflow.ops"],
-    ["tensorflow.training"],
-    ["keras.ops"],
-    ["keras.optimizer", "keras.callbacks", "keras.elastic"],
-    ["tensorflow.keras"],
-    ["torch.ops", "torch.sparse", "torch.functions", "torch.sync_batch_norm", "torch.ps"],
-    ["torch.hooks", "torch.pending"],
-    ["torch.gradient", "torch.wrapped"],
-    ["torch.reducer", "torch.adasum_optimizer"],
-    ["torch.optimizer"],
-    ["torch.elastic"],
-    ["torch.distributed.tensors", "torch.distributed.buckets", "torch.rendezvous"],
-    ["torch.distributed.work"],
-    ["torch.distributed.operations"],
-    ["torch.distributed.group"],
-    ["torch.bucket_hook"],
-]
+# from the bottom to the top; modules between two < import none of each other
+ORDER = """
+_version, errors, log, not_there < mxnet < kernels.half_numpy < kernels.jit, kernels.optional <
+kernels.half_numba, kernels.half_torch, kernels.streaming_numba, kernels.sum_numba < kernels.half, kernels.copying <
+settings, arrays.dtypes, partition, trees < gpu.runtime < gpu.device_selection < arrays.buffer < arrays.gpu_buffer <
+arrays.torch_tensor, arrays.dlpack < ops, arrays.view, compression, fusion < gpu.kernels < mpi, membership < world <
+transport.waiting, transport.counters < transport.in_flight < transport.base < transport.window, transport.blocks <
+transport.simulated_memory, transport.simulated_wire <
+transport.message, transport.threads, transport.subset, transport.simulated, monitor.excepthook,
+monitor.launcher_link <
+gpu.stage, gpu.ipc < gpu.cuda_aware, gpu.nccl <
+collectives.ring, collectives.tree, collectives.bruck, collectives.pairwise <
+collectives.direct, collectives.doubling, collectives.halving <
+collectives.adasum, startup.clock, collectives.overlap, cost_model <
+collectives.shared, collectives.hashed, startup.measure, startup.links <
+collectives.shared_halves, collectives.shared_in_place, gpu.ipc_allreduce < collectives.hierarchical <
+execution.signature < execution.submission < gpu.stream, monitor.timeline < gpu.paths < execution.algorithms <
+execution.host, execution.context < execution.batch < execution.point_to_point < gpu.allreduce < gpu.through_host <
+execution.allreduce < execution.operations < execution.into_outputs < execution.executor, execution.opening <
+execution.send_receive, execution.shared_arrays < execution.channel < negotiation.protocol, negotiation.cache <
+negotiation.coordinator, negotiation.leader, negotiation.neutral, negotiation.mailbox, negotiation.short <
+negotiation.negotiator < negotiation.process_set < negotiation.errors_for < negotiation.negotiation <
+monitor.side_job < monitor.recording, monitor.stalls < engine.inbox <
+engine.process_sets, engine.submitting, engine.timeline_control, engine.activity < engine.leaving, engine.polling <
+engine.engine < startup.shared_memory, startup.survivors, startup.daemon, startup.death_notice < startup.worlds <
+runtime < reform < api.submit, api.world, api.info < api.process_sets, api.arguments <
+api.reduce, api.gather, api.broadcast, api.objects, api.control <
+api.ordered, api.own_channel, api.on_host, api.common < optim.exchange, optim.parameters < optim.buckets <
+optim.reducer < ps.layout, ps.messages, ps.consistency, ps.arrays < ps.roles < ps.server, ps.worker < sweeps.study <
+sweeps.teams < sweeps.trial < sweeps.sweep < optimizer, testing, sampler, run_function <
+elastic.kept, elastic.libraries < elastic.commit, elastic.sampler < elastic.state < elastic.loop < jax.xla <
+jax.primitive < jax.ops < jax.optimizer < jax.elastic < tensorflow.host < tensorflow.ops < tensorflow.training <
+keras.ops < keras.optimizer, keras.callbacks, keras.elastic < tensorflow.keras <
+torch.ops, torch.sparse, torch.functions, torch.sync_batch_norm, torch.ps < torch.hooks, torch.pending <
+torch.gradient, torch.wrapped < torch.reducer, torch.adasum_optimizer < torch.optimizer < torch.elastic <
+torch.distributed.tensors, torch.distributed.buckets, torch.rendezvous < torch.distributed.work <
+torch.distributed.operations < torch.distributed.group < torch.bucket_hook
+"""
+LAYERS = [re.findall(r"[\w.]+", row) for row in ORDER.split("<")]
 # the imports that point up, inside a function: an optimizer is sent to its framework's adapter
 UPWARD = {("optimizer", name) for name in ("torch", "jax", "keras")} | {
     ("tensorflow.training", "keras"),
