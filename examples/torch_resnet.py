@@ -57,8 +57,9 @@ args = parser.parse_args()
 
 hvd.init()
 device = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # init() has selected this rank's GPU
+shares = 1 if args.synthetic else hvd.size()  # random images are each rank's own
 if args.synthetic:
-    images = torch.rand(8 * args.batch * hvd.size(), 3, args.pixels, args.pixels)
+    images = torch.rand(8 * args.batch, 3, args.pixels, args.pixels)
     labels = torch.randint(1000, (len(images),))
     stem = [nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.BatchNorm2d(64), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
     model = resnet(stem, [64, 128, 256, 512], 1000).to(device)
@@ -68,7 +69,7 @@ else:
     model = resnet([nn.Conv2d(1, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU()], [16, 32], 10).to(device)
 count = len(images) if args.synthetic else TRAIN
 dataset = TensorDataset(images[:count], labels[:count])
-sampler = DistributedSampler(dataset, num_replicas=hvd.size(), rank=hvd.rank())
+sampler = DistributedSampler(dataset, num_replicas=shares, rank=hvd.rank() % shares)
 loader = DataLoader(dataset, args.batch, sampler=sampler, drop_last=True)
 
 hvd.broadcast_parameters(model.state_dict(), root_rank=0)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import linecache
 import os
 import pickle
 import re
@@ -28,7 +29,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
@@ -58,7 +59,7 @@ OF_GROWING_JOBS = ("max_num_proc", "max_np", "slots", "reset_limit", "cooldown_r
 
 def run(
     func: Callable[..., Any],
-    args: Sequence[Any] = (),
+    args: Iterable[Any] = (),
     kwargs: Mapping[str, Any] | None = None,
     np: int | None = None,
     *,
@@ -86,6 +87,8 @@ def run(
     from ringrun.errors import LauncherError
     from ringrun.job.plan import run_module
 
+    if isinstance(args, str) or not isinstance(args, Iterable):
+        raise InputError(f"run(): args={args!r}: expected a tuple of the function's arguments, such as ({args!r},)")
     ringrun = [sys.executable, *run_module("ringrun"), *_arguments(np, flags)]
     results = _Results(cloudpickle.dumps((func, tuple(args), dict(kwargs or {}))))
     parent = "/tmp" if len(tempfile.gettempdir()) > LONGEST_FOLDER else None  # noqa: S108 - mkdtemp is safe there
@@ -147,7 +150,7 @@ class _Results:
     """What the ranks have returned; a job that was started again begins anew."""
 
     def __init__(self, function: bytes) -> None:
-        self.function = pickle.dumps((sys.path, function))
+        self.function = pickle.dumps((sys.path, _cells(), function))
         self.pickled: dict[int, bytes] = {}
         self.size = 0
 
@@ -200,6 +203,12 @@ class _Rank:
 
         with contextlib.suppress(OSError):
             _send(self.link, Input, function)
+
+
+def _cells() -> dict[str, tuple[Any, ...]]:
+    """Return the source of a notebook's cells, for tracebacks on the ranks: entries of linecache that are no files."""
+    found = [each for each in linecache.cache.items() if isinstance(each[0], str) and len(each[1]) == 4]
+    return {name: entry for name, entry in found if not os.path.exists(name)}
 
 
 def _finish(command: Sequence[str], environment: Mapping[str, str]) -> tuple[int, str]:
@@ -294,7 +303,8 @@ def serve() -> None:
     key = bytes.fromhex(os.environ.pop(KEY_VARIABLE))
     link = connect(Address.parse(sys.argv.pop()), key)
     link.send(Hello(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), "", 0))
-    folders, function = pickle.loads(_receive(link))  # noqa: S301 - from who started this job
+    folders, cells, function = pickle.loads(_receive(link))  # noqa: S301 - from who started this job
+    linecache.cache.update(cells)  # the source of a notebook's functions, for tracebacks
     sys.path[:] = [*folders, *(each for each in sys.path if each not in folders)]
     func, args, kwargs = pickle.loads(function)  # noqa: S301
     result = func(*args, **kwargs)

@@ -66,7 +66,7 @@ class Timeline:
         return tuple(events)
 
     def ready(self, signature: Signature, rank: int) -> None:
-        """A rank has announced this; recorded on the coordinator."""
+        """This rank has announced it."""
         self.events.append(Event(f"{rank}", row_of(signature), now_us(), -1))
 
     def agreed(self, submission: Submission) -> None:

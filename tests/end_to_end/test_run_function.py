@@ -1,6 +1,7 @@
 """ringreduce.run(): a function on ranks, from a script, IPython and a notebook. Over hosts: cluster/."""
 
 import json
+import linecache
 import re
 import secrets
 import signal
@@ -45,13 +46,18 @@ def test_results_come_by_rank_and_lines_as_ringrun_prints_them(capsys):
 
 
 @pytest.mark.quick
-def test_a_rank_that_fails_is_told_by_ringruns_report(capsys):
+def test_a_rank_that_fails_is_told_by_ringruns_report(capsys, monkeypatch):
+    cell = ["def function(lr):\n", "    return train(lr)  # in a notebook\n"]
+    monkeypatch.setitem(linecache.cache, "<cell 1>", (2, None, cell, "<cell 1>"))
+    names = {"__name__": "__main__", "train": train(3, fails=1)}
+    exec(compile("".join(cell), "<cell 1>", "exec"), names)
     with pytest.raises(rr.JobFailedError) as raised:
-        rr.run(train(3, fails=1), args=[0.5], np=2)
+        rr.run(names["function"], args=[0.5], np=2)
     lines = str(raised.value).splitlines()
     assert lines[0] == "run():"
     assert lines[1].startswith("-- ringrun: rank 1 of 2 failed first ---")
     assert lines[-2] == "ValueError: bad data on rank 1"
+    assert cell[1].rstrip() in lines
     assert "[0] learning at 0.5 none\n" in capsys.readouterr().out
 
 
@@ -129,6 +135,7 @@ def test_flags_are_ringruns_and_horovods():
             rr.InputError,
             r"run\(\): max_np=4 is for jobs that grow: `ringrun --elastic --restarts N` starts them, run\(\) does not",
         ),
+        ({"args": 5}, rr.InputError, r"run\(\): args=5: expected a tuple of the function's arguments, such as \(5,\)"),
         ({"colour": 1}, rr.InputError, r"run\(\): there is no flag --colour; see ringrun --help$"),
         ({"np": 0}, rr.InputError, r"run\(\): -np: expected auto or a whole number from 1"),
         ({"hosts": "h1:x"}, rr.InputError, r"run\(\): .*h1:x.*: expected"),
