@@ -68,19 +68,43 @@ class AdasumMixin(WrappedMixin):
     """What a wrapped optimizer does differently with op=Adasum; precedes the user's class in the MRO."""
 
     _reducer: DeltaReducer
+    param_groups: list[dict[str, Any]]
+    found_inf: Any
+    grad_scale: Any
+
+    _step_supports_amp_scaling = True
+    """GradScaler calls step() also on a rank whose gradients are infinite: they are not reduced, so ranks differ."""
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step with this rank's gradients, then reduce over all ranks what that changed.
 
+        Where GradScaler finds gradients of this rank that are not finite, this rank's change is none.
+
         Cost:   a copy of the parameters; as `allreduce` with op=Adasum of each.
         Raises: MismatchError, PeerLostError.
         """
-        starts = self._reducer.starts()
-        loss = super().step(closure) if closure is not None else super().step()  # type: ignore[misc]
+        starts, loss = self._reducer.starts(), None
+        if self._is_unscaled():
+            loss = super().step(closure) if closure is not None else super().step()  # type: ignore[misc]
         self._reducer.reduce(starts)
         return loss
 
     step.hooked = True  # type: ignore[attr-defined] # torch puts its step hooks around the user's class only
+
+    def _is_unscaled(self) -> bool:
+        """Do what GradScaler leaves to this step: unscale the gradients; False where they are not finite."""
+        given = vars(self)
+        if "_step_supports_amp_scaling" in given or "found_inf" not in given:  # a fused optimizer does it itself
+            return True
+        found_inf, scale = self.found_inf, self.grad_scale
+        self.found_inf = self.grad_scale = None  # the user's optimizer would refuse them; GradScaler deletes them
+        if found_inf.item():
+            return False
+        for group in self.param_groups if scale is not None else ():
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(1 / scale.item())
+        return True
 
     def synchronize(self) -> None:
         """Nothing: gradients stay this rank's own; step() reduces what it changed."""

@@ -1,5 +1,7 @@
 """op=Adasum: every rank steps by its own gradients, and the changes are reduced."""
 
+import math
+
 import pytest
 import torch
 
@@ -76,6 +78,34 @@ def test_a_rank_without_gradients_changes_nothing():
     loss_of(model, batch(0)).backward()
     optimizer.step()
     torch.testing.assert_close(same_on_all(run_ranks(2, program)), parameters(model))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("unscales", [False, True])
+def test_a_rank_whose_gradients_are_infinite_skips_its_part_of_the_step(unscales, fused):
+    """GradScaler would leave out step() on this rank alone, and the others would wait for it."""
+
+    def program(ranks, infinite=None):
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+        if ranks > 1:
+            optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), op=Adasum)
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+        for step in range(2):
+            optimizer.zero_grad()
+            loss = loss_of(model, batch(step)) * (math.inf if infinite == (hvd.rank(), step) else 1)
+            scaler.scale(loss).backward()
+            if unscales:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+        return parameters(model), scaler.get_scale()
+
+    alone = run_ranks(1, lambda: program(1))[0][0]
+    (first, scale), (second, smaller) = run_ranks(2, lambda: program(2, infinite=(1, 0)))
+    assert torch.equal(first, second)
+    torch.testing.assert_close(first, alone)
+    assert (scale, smaller) == (64.0, 32.0)
 
 
 def test_guards():
