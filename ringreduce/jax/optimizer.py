@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import jax
@@ -13,6 +15,7 @@ import numpy as np
 from ringreduce.api.objects import broadcast_object
 from ringreduce.api.process_sets import ProcessSet, global_process_set
 from ringreduce.compression import Compression, Compressor
+from ringreduce.errors import InputError
 from ringreduce.jax.ops import allreduce, broadcast
 from ringreduce.ops import Adasum, Average, ReduceOp
 from ringreduce.optim.exchange import Exchange, check_passes
@@ -50,8 +53,12 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     process_set: the ranks that take part; on the others the optimizer works as before.
     name: of the operation, for error messages and the timeline; by default the line that calls update.
 
+    Wrap what skips steps by the gradients' values, too, so that it sees the reduced ones:
+    DistributedOptimizer(optax.apply_if_finite(optimizer, 5)). Around it, each rank would decide for itself.
+
     Cost:   one `allreduce` of all gradients, as a group, a step.
-    Raises: InputError (a ValueError) for wrong arguments; TypeError for what is no gradient transformation.
+    Raises: InputError (a ValueError) for wrong arguments, and in init() inside apply_if_finite or a MultiSteps that
+            skips; TypeError for what is no gradient transformation.
     Source: Horovod's DistributedOptimizer; optax.MultiSteps.
     """
     import optax
@@ -90,11 +97,39 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         return last() if is_last else another()
 
     def init(params: Any) -> Any:
+        _refuse_skips()
         if backward_passes_per_step == 1:
             return inner.init(params)
         return Accumulated(inner.init(params), jax.tree.map(jnp.zeros_like, params), jnp.zeros((), jnp.int32))
 
     return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _refuse_skips() -> None:
+    """Raise InputError where what is around this optimizer skips a step that other ranks may take: these would wait."""
+    import optax
+
+    frame: FrameType | None = sys._getframe(2)
+    skipping = _codes(optax.apply_if_finite.__code__)
+    while frame is not None:
+        outer, name = frame.f_locals.get("self"), "apply_if_finite"
+        if isinstance(outer, optax.MultiSteps):
+            name = "MultiSteps with a should_skip_update_fn"
+            by_default = _codes(optax.MultiSteps.__init__.__code__)
+            skips = getattr(getattr(outer, "_should_skip_update_fn", None), "__code__", None) not in by_default
+        else:
+            skips = frame.f_code in skipping
+        if skips:
+            raise InputError(
+                f"DistributedOptimizer inside optax's {name}: each rank would skip steps by its own gradients, and the "
+                "others wait for it; put it outside: DistributedOptimizer(apply_if_finite(optimizer, 5))"
+            )
+        frame = frame.f_back
+
+
+def _codes(code: CodeType) -> set[CodeType]:
+    """A function's code, and that of the functions inside."""
+    return {code}.union(*(_codes(each) for each in code.co_consts if isinstance(each, CodeType)))
 
 
 def value_and_grad(
@@ -139,18 +174,29 @@ def broadcast_parameters(params: Any, root_rank: int = 0, process_set: ProcessSe
     """The root's parameters, or any tree of arrays such as an optimizer's state, on every rank: returns a new tree.
 
     JAX's arrays cannot be overwritten, so use the result: params = broadcast_parameters(params). Python's numbers are
-    the root's, too; other leaves, such as the functions in a module of equinox, stay as they are.
+    the root's, too, and random keys, as those in nnx.state(model); other leaves, such as the functions in a module of
+    equinox, stay as they are.
 
     Cost:   as `broadcast`, of all arrays as a group.
     Source: Horovod's broadcast_parameters.
     """
-    arrays = jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.Array | np.ndarray) else None, params)
+    arrays = jax.tree.map(lambda leaf: _elements(leaf) if isinstance(leaf, jax.Array | np.ndarray) else None, params)
     numbers = jax.tree.map(lambda leaf: leaf if isinstance(leaf, bool | int | float | complex) else None, params)
     received = broadcast(arrays, root_rank, None, process_set)
     if jax.tree.leaves(numbers):
         numbers = broadcast_object(numbers, root_rank, None, process_set)
 
     def chosen(leaf: Any, array: Any, number: Any) -> Any:
+        if _is_key(leaf):
+            return jax.random.wrap_key_data(array, impl=jax.random.key_impl(leaf))
         return next((each for each in (array, number) if each is not None), leaf)
 
     return jax.tree.map(chosen, params, received, numbers, is_leaf=lambda leaf: leaf is None)
+
+
+def _is_key(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _elements(array: Any) -> Any:
+    return jax.random.key_data(array) if _is_key(array) else array

@@ -20,6 +20,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from ringreduce.api.on_host import Collective
+from ringreduce.errors import InputError
 from ringreduce.jax import xla
 
 Values = Sequence[Any]  # arrays, or what stands for them while JAX traces
@@ -48,6 +49,7 @@ def _trace(*values: Any, collective: Collective) -> Any:
 def _lower(
     ctx: Any, *operands: Any, collective: Collective, call: Callable[..., tuple[Sequence[Any], Any]]
 ) -> Sequence[Any]:
+    _refuse_several_devices(ctx.module_context.axis_context, collective)
     name = f"jit.{collective.place}" if collective.name is None else collective.name
 
     def host(arrays: Sequence[Any], results: Sequence[Any]) -> None:
@@ -56,6 +58,17 @@ def _lower(
     results, token = call(ctx, host, operands, ctx.tokens_in.get(ORDERED))
     ctx.set_tokens_out(ctx.tokens_in.update_tokens(mlir.TokenSet({ORDERED: token})))
     return results
+
+
+def _refuse_several_devices(context: Any, collective: Collective) -> None:
+    """Raise InputError for a program of several devices, each of which would call the host."""
+    count = context.mesh.size if hasattr(context, "mesh") else context.num_devices
+    if count > 1:
+        raise InputError(
+            f"{collective.kind} ({collective.place}): this program runs on {count} devices of this rank; inside jit a "
+            "rank has one. Jit the gradients, and call the collective between jitted functions, where it takes sharded "
+            "arrays; or start one rank a device: ringrun --mask-gpus"
+        )
 
 
 def _callback(ctx: Any, host: xla.Host, operands: Sequence[Any], token: Any) -> tuple[Sequence[Any], Any]:

@@ -7,6 +7,7 @@ import ringreduce.jax as hvd
 from tests.support import on_ranks
 
 jax.config.update("jax_platforms", "cpu")
+jax.config.update("jax_num_cpu_devices", 2)  # programs of one device run on the first
 
 
 @pytest.hookimpl(trylast=True)

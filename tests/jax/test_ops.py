@@ -359,6 +359,28 @@ def test_what_cannot_be_reduced_is_told():
         hvd.allreduce_async(own(1))
 
 
+MESH = jax.sharding.Mesh(np.array(jax.devices()), ("x",))
+ROWS = jax.sharding.NamedSharding(MESH, jax.sharding.PartitionSpec("x"))
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        jax.jit(hvd.allreduce),
+        jax.jit(jax.shard_map(hvd.allreduce, mesh=MESH, in_specs=ROWS.spec, out_specs=ROWS.spec)),
+        lambda x: jax.pmap(hvd.allreduce)(x.reshape(2, 4)),
+    ],
+    ids=["sharded", "shard_map", "pmap"],
+)
+def test_a_program_of_several_devices_is_refused_and_what_it_says_works(program):
+    x = jax.device_put(own(8), ROWS)
+    with pytest.raises(rr.InputError, match=r"allreduce \(.*\): this program runs on 2 devices .* between jitted"):
+        program(x)
+    squares = hvd.allreduce(jax.jit(jnp.square)(x))
+    assert squares.sharding == ROWS
+    close(jax.jit(jnp.sqrt)(squares), np.sqrt(np.mean([np.square(own(8, rank=each)) for each in RANKS], axis=0)))
+
+
 def test_calls_of_one_line_have_a_name_for_each_shape():
     """As of jax.tree.map; retraced, they have the same."""
     tree = [own(2), own(3), own(2)]

@@ -228,6 +228,33 @@ def test_a_module_of_flax_nnx():
     check(trained(hvd.DistributedOptimizer(optax.adam(0.01)), share, model), trained(optax.adam(0.01), batch, Net(0)))
 
 
+def test_the_random_keys_of_a_module_are_the_roots():
+    net = nnx.Sequential(nnx.Linear(5, 8, rngs=nnx.Rngs(RANK)), nnx.Dropout(0.5, rngs=nnx.Rngs(RANK)))
+    nnx.update(net, hvd.broadcast_parameters(nnx.state(net)))
+    draws = hvd.allgather_object(np.asarray(net(jnp.ones((1, 5)))).tolist())
+    assert all(each == draws[0] for each in draws)
+
+
+@pytest.mark.parametrize("skipping", ["apply_if_finite", "MultiSteps"])
+def test_what_skips_steps_is_wrapped_and_does_not_wrap(skipping):
+    """One rank's gradient is NaN: all skip that step, or none could know."""
+
+    def around(optimizer):
+        if skipping == "MultiSteps":
+            return optax.MultiSteps(optimizer, 1, should_skip_update_fn=optax.skip_not_finite).gradient_transformation()
+        return optax.apply_if_finite(optimizer, 5)
+
+    params = {"w": jnp.ones(3)}
+    with pytest.raises(rr.InputError, match=rf"inside optax's {skipping}.*put it outside: DistributedOptimizer\(apply"):
+        around(optax.chain(optax.clip(1.0), hvd.DistributedOptimizer(optax.sgd(1.0)))).init(params)
+    optax.MultiSteps(hvd.DistributedOptimizer(optax.sgd(1.0)), 2).init(params)  # in step on all ranks
+    optimizer = hvd.DistributedOptimizer(around(optax.sgd(1.0)))
+    state = optimizer.init(params)
+    for gradient, expected in ((jnp.nan if RANK == 0 else 1.0, 0.0), (1.0 + RANK, -1 - (SIZE - 1) / 2)):
+        updates, state = jax.jit(optimizer.update)({"w": jnp.full(3, gradient)}, state, params)
+        np.testing.assert_allclose(updates["w"], expected)
+
+
 def test_parameters_may_be_donated():
     """The step may use their memory, and the optimizer's, for its results."""
     optimizer = hvd.DistributedOptimizer(optax.adam(0.01))
