@@ -15,12 +15,15 @@ import keras
 
 from ringreduce.api.process_sets import ProcessSet, global_process_set
 from ringreduce.compression import Compression, Compressor
-from ringreduce.errors import InputError
+from ringreduce.errors import InputError, MissingExtraError
 from ringreduce.keras.ops import adapter, grouped_allreduce
 from ringreduce.ops import Average, Min, ReduceOp
 from ringreduce.optim.exchange import Exchange, check_passes
 
 __all__ = ["DistributedOptimizer", "load_model"]
+
+PRIVATE = "_clip_gradients", "_trainable_variables", "_iterations"
+"""Names of an optimizer that Keras does not promise to keep, as is check_finite of its LossScaleOptimizer."""
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
@@ -56,7 +59,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 
     Cost:   one `grouped_allreduce` of all gradients a step.
     Raises: InputError (a ValueError) for wrong arguments, one that is wrapped already, and at the first step where
-            TensorFlow compiles it by XLA; TypeError for what is no optimizer of Keras 3.
+            TensorFlow compiles it by XLA, or Keras has not called what reduces; TypeError for what is no optimizer of
+            Keras 3; MissingExtraError for a Keras that lacks what is relied on.
     Source: Horovod's DistributedOptimizer for Keras.
     """
     if not isinstance(optimizer, keras.optimizers.Optimizer):
@@ -69,14 +73,28 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     inner = getattr(optimizer, "inner_optimizer", optimizer)
     if isinstance(vars(inner).get("_clip_gradients"), _Reduction):
         raise InputError("DistributedOptimizer: this optimizer is wrapped already; wrap it once")
+    _check_names(inner)
     exchange = Exchange(op, compression, gradient_predivide_factor, process_set)
     exchange.check_world()
     after = exchange.scales[1] * _accumulate(inner, backward_passes_per_step, average_aggregated_gradients)
     options = exchange.arguments | {"postscale_factor": after}
     # not by setattr: Keras and TensorFlow would keep track of it
-    vars(inner)["_clip_gradients"] = _Reduction(inner, name, sparse_as_dense, options)
+    reduction = vars(inner)["_clip_gradients"] = _Reduction(inner, name, sparse_as_dense, options)
+    vars(inner)["apply"] = reduction.apply
     _agree_on_finite_gradients()
     return optimizer
+
+
+def _check_names(optimizer: Any) -> None:
+    """Raise MissingExtraError where Keras lacks what is relied on: ranks would train alone, or wait for ever."""
+    missing = [f"{type(optimizer).__name__}.{each}" for each in PRIVATE if not hasattr(optimizer, each)]
+    if not hasattr(keras.optimizers.LossScaleOptimizer, "check_finite"):
+        missing.append("LossScaleOptimizer.check_finite")
+    if missing:
+        raise MissingExtraError(
+            f"DistributedOptimizer needs {missing[0]}, which Keras {keras.__version__} lacks; Keras 3.5 to 3.15 "
+            "have it: pip install 'keras<3.16'"
+        )
 
 
 def _accumulate(optimizer: Any, passes: int, average: bool) -> int:
@@ -108,10 +126,21 @@ class _Reduction:
     def __init__(self, optimizer: Any, name: str | None, sparse_as_dense: bool, options: dict[str, Any]) -> None:
         self._optimizer, self._given_name, self._options = optimizer, name, options
         self._sparse_as_dense = sparse_as_dense
+        self._applied, self._called = 0, False
+
+    def apply(self, *args: Any, **kwargs: Any) -> None:
+        """The optimizer's `apply`; raises InputError where that has not reduced: ranks would train alone."""
+        type(self._optimizer).apply(self._optimizer, *args, **kwargs)
+        self._applied += 1
+        if not self._called and self._applied >= (self._optimizer.gradient_accumulation_steps or 1):
+            raise InputError(
+                f"DistributedOptimizer: the first step of this {type(self._optimizer).__name__} has not reduced its "
+                f"gradients: Keras {keras.__version__} or this class does not call _clip_gradients() in a step"
+            )
 
     def __call__(self, gradients: Sequence[Any]) -> Any:
         """The gradients, reduced and clipped."""
-        optimizer = self._optimizer
+        optimizer, self._called = self._optimizer, True
         if self._options["process_set"].included():
             steps = optimizer.gradient_accumulation_steps
             if steps and keras.backend.backend() == "jax":  # there Keras computes every pass as if it were a step

@@ -14,7 +14,7 @@ from ringreduce.testing import run_ranks
 class Optimizer:
     """Keras' way to a step: gradients are clipped, then applied."""
 
-    gradient_accumulation_steps = None
+    gradient_accumulation_steps, _iterations = None, 0
 
     def __init__(self, *values, momentum=0.0):
         self._trainable_variables = [
@@ -110,6 +110,29 @@ def test_all_ranks_skip_what_one_must_skip(hvd):
         return [bool(each.check_finite([gradient])) for each in (outer, plain)]
 
     assert run_ranks(3, program) == [[False, True], [False, False], [False, True]]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [(Optimizer, "_clip_gradients"), (LossScaleOptimizer, "check_finite")], ids=lambda each: str(each)
+)
+def test_a_keras_without_what_is_relied_on_is_refused(hvd, monkeypatch, kind, name):
+    monkeypatch.delattr(kind, name)
+    with pytest.raises(ImportError, match=rf"needs {kind.__name__}\.{name}, which Keras 3\.0 lacks"):
+        hvd.DistributedOptimizer(Optimizer(torch.zeros(1)))
+
+
+def test_a_first_step_that_reduces_nothing_is_an_error(hvd):
+    class Renamed(Optimizer):
+        def apply(self, *gradients):
+            pass
+
+    def program():
+        own = hvd.DistributedOptimizer(Renamed(torch.zeros(1)), backward_passes_per_step=2)
+        own.apply(torch.ones(1))
+        with pytest.raises(ValueError, match="the first step of this Renamed has not reduced its gradients: Keras"):
+            own.apply(torch.ones(1))
+
+    run_ranks(2, program)
 
 
 def test_what_is_refused(hvd):
