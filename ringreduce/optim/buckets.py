@@ -19,6 +19,7 @@ class Gradient:
     """One parameter's gradient on its way through a step; an adapter's class says where it is kept."""
 
     may_be_sparse = False
+    sparse_as_dense = False  # it travels as a dense one, so that ranks may differ
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -90,7 +91,7 @@ class Gradient:
         mine = self.local_layout
         layout_handle, self.layout_handle = self.layout_handle, None
         self.layout = int(layout_handle.wait()[0])
-        if mine not in (UNKNOWN, self.layout):
+        if mine not in (UNKNOWN, self.layout) and not self.sparse_as_dense:
             raise MismatchError(
                 f"gradient {self.name!r}: {'dense' if mine == DENSE else 'sparse'} on this rank, but sparse of another "
                 "form on others; it must be alike on all ranks, or pass sparse_as_dense=True"

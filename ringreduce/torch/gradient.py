@@ -22,8 +22,9 @@ class Gradient(buckets.Gradient):
     def __init__(self, name: str, parameter: torch.nn.Parameter, reducer: Reducer) -> None:
         super().__init__(name)
         self.parameter = parameter
-        self._sparse_as_dense = reducer.sparse_as_dense
-        self.may_be_sparse = parameter.dim() == 2 and not self._sparse_as_dense  # a table of rows, as an embedding
+        self.sparse_as_dense = reducer.sparse_as_dense
+        self.may_be_sparse = parameter.dim() == 2  # a table of rows, as an embedding
+        self._form = DENSE  # the layout in which the optimizer gets it
         self.pending: PendingGradient | None = None  # what stands in parameter.grad until it is reduced
         self.is_untouched = False  # `pending` stands for the zeros before the first backward
         self._reducer = weakref.ref(reducer)
@@ -91,16 +92,19 @@ class Gradient(buckets.Gradient):
     def load(self) -> tuple[int, torch.Tensor]:
         """Its layout, and what this rank sends; zeros in the layout of the others where it computed none."""
         local = self.local
-        if local is not None:
-            if local.is_sparse and self._sparse_as_dense:
-                local = local.to_dense()
-            return layout_of(local), local.detach() if local.requires_grad else local
-        if self.layout == UNKNOWN:
+        if local is None and self.layout == UNKNOWN:
             self.check_layout()
-        parameter = self.parameter.detach()
-        if self.layout > DENSE:
-            return self.layout, empty_sparse(parameter, self.layout - DENSE)
-        return self.layout, torch.zeros_like(parameter, memory_format=torch.contiguous_format)
+        self._form = self.layout if local is None else layout_of(local)
+        if self._form > DENSE and self.sparse_as_dense:
+            return DENSE, self._zeros() if local is None else local.detach().to_dense()
+        if local is not None:
+            return self._form, local.detach() if local.requires_grad else local
+        if self._form > DENSE:
+            return self._form, empty_sparse(self.parameter.detach(), self._form - DENSE)
+        return self._form, self._zeros()
+
+    def _zeros(self) -> torch.Tensor:
+        return torch.zeros_like(self.parameter.detach(), memory_format=torch.contiguous_format)
 
     def begin_sparse(self, exchange: Exchange, array: torch.Tensor) -> Finish:
         """Begin to reduce a sparse gradient: every rank gets the rows of all, coalesced."""
@@ -111,10 +115,12 @@ class Gradient(buckets.Gradient):
         return lambda: [wait().coalesce()]
 
     def arrive(self, reduced: torch.Tensor) -> None:
-        """Put the reduced gradient into .grad, a dense one in the memory that this rank's had."""
+        """Put the reduced gradient into .grad, a dense one in the memory that this rank's had, if it was dense."""
         own = self.pending.value if self.pending is not None else reduced
         if own is not reduced and not reduced.is_sparse:  # it was compressed
             reduced = own.copy_(reduced)
+        if self._form > DENSE and not reduced.is_sparse:
+            reduced = reduced.to_sparse(self._form - DENSE)
         self.detach_pending(reduced)
 
     def give_up(self) -> None:

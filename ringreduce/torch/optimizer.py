@@ -61,7 +61,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     groups: gradients that are reduced together, all or nothing: a number of equal groups, or lists of parameters (the
         others are on their own), alike on all ranks.
     sparse_as_dense: reduce sparse gradients (torch.nn.Embedding(sparse=True)) as dense ones; by default all ranks' rows
-        are gathered, and .grad is sparse and coalesced.
+        are gathered. Either way .grad is sparse and coalesced afterwards.
     process_set: the ranks that take part; on the others the optimizer works as before.
     wait_in_backward: backward() returns when all gradients are reduced, so every rank must call it equally often. For
         C++ extensions that read .grad: otherwise they see this rank's gradient while it is being reduced.
@@ -86,7 +86,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     A copy (copy.deepcopy, pickle, torch.save of the whole object) is the user's own optimizer again, and warns.
 
     Cost:   one allreduce for each bucket of some MiB, or group; in the first step one for each gradient, and one of 4
-            bytes, by which ranks agree on what is sparse (not with sparse_as_dense).
+            bytes, by which ranks agree on what is sparse.
     Raises: InputError (a ValueError) for wrong arguments; TypeError for what is no optimizer; NotInitializedError.
             backward() and zero_grad(): BackwardError (also AssertionError, RuntimeError); see above.
             step(), or the first access: MismatchError when ranks differ; the optimizer stays usable.

@@ -62,9 +62,36 @@ def test_gathered(size, op):
 
 @pytest.mark.parametrize("options", [{"sparse_as_dense": True}, {"sparse_as_dense": True, "groups": 1}], ids=str)
 def test_as_dense(options):
+    """One rank computes no gradient of the table."""
     results = run_ranks(3, lambda: program(**options))
-    assert not any(result.is_sparse for result in results)
-    torch.testing.assert_close(same_on_all(results), expected(3, hvd.Average))
+    assert all(result.is_sparse and result.is_coalesced() for result in results)
+    torch.testing.assert_close(same_on_all([result.to_dense() for result in results]), expected(3, hvd.Average))
+
+
+@pytest.mark.parametrize("sparse_as_dense", [False, True])
+@pytest.mark.parametrize("size", [1, 3])
+def test_an_optimizer_that_wants_sparse_gradients(size, sparse_as_dense):
+    """As Horovod's test_sparse_embeddings; the third rank looks nothing up."""
+
+    def trained():
+        table = make_table()
+        optimizer = torch.optim.SparseAdam(list(table.parameters()), lr=0.1)
+        optimizer = hvd.DistributedOptimizer(optimizer, sparse_as_dense=sparse_as_dense)
+        for _ in range(3):
+            optimizer.zero_grad()
+            if hvd.rank() in ROWS:
+                table(torch.tensor(ROWS[hvd.rank()])).sum().backward()
+            optimizer.step()
+        return table.weight.data
+
+    table = make_table()
+    optimizer = torch.optim.SparseAdam(list(table.parameters()), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        for rank in range(min(size, 2)):
+            (table(torch.tensor(ROWS[rank])).sum() / size).backward()
+        optimizer.step()
+    torch.testing.assert_close(same_on_all(run_ranks(size, trained)), table.weight.data)
 
 
 @pytest.mark.parametrize("options", [{"groups": 1}, {"gradient_predivide_factor": 2.0}], ids=str)
