@@ -68,7 +68,7 @@ def test_reducescatter(path, library, maker, dtype):
 
 
 @pytest.mark.parametrize("dtype", TABLE)
-def test_what_only_moves(path, library, maker, dtype):
+def test_gather_broadcast_and_alltoall(path, library, maker, dtype):
     rows = 50 + rr.rank()
     values = data(dtype, 3 * rows, rr.rank()).reshape(rows, 3)
     everyones = rr.allgather(values, name="host")

@@ -95,7 +95,7 @@ def test_exit_codes_are_those_of_a_shell() -> None:
     assert [exit_code(end(0, code)) for code in (3, -9, -15, None)] == [3, 137, 143, 1]
 
 
-def test_words() -> None:
+def test_how_an_end_is_worded() -> None:
     assert in_words(end(0, 3)) == "exit code 3"
     assert in_words(end(0, -9)) == "killed by signal 9 (SIGKILL), exit code 137"
     assert in_words(end(0, -11)) == "killed by signal 11 (SIGSEGV, segmentation fault), exit code 139"

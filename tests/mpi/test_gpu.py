@@ -149,7 +149,7 @@ def test_an_array_that_becomes_right_after_it_was_submitted(path):
 
 
 @pytest.mark.parametrize("dtype", parted(["int8", "float16", "complex128"], lambda dtype: dtype == "int8"))
-def test_what_only_moves(path, dtype):
+def test_gather_broadcast_and_alltoall(path, dtype):
     rows = 1500 + rr.rank()
     everyones = [data(dtype, 3 * (1500 + rank), rank).reshape(-1, 3) for rank in range(rr.size())]
     mine, last = everyones[rr.rank()], rr.size() - 1

@@ -108,7 +108,7 @@ def test_a_rank_whose_gradients_are_infinite_skips_its_part_of_the_step(unscales
     assert (scale, smaller) == (64.0, 32.0)
 
 
-def test_guards():
+def test_calls_that_adasum_refuses():
     def program():
         model = make_model()
         optimizer = wrap(model, op=Adasum, backward_passes_per_step=2)

@@ -195,3 +195,14 @@ def test_the_way_of_one_gradient_names_functions_that_exist():
         source = (PACKAGE / file).read_text()
         for part in re.findall(r"\w+", functions):
             assert re.search(rf"^ *(def|class) {part}\b", source, re.MULTILINE), f"{file} has no {part}"
+
+
+def test_the_index_of_tests_names_every_folder_and_files_that_exist():
+    index = (ROOT / "CONTRIBUTING.md").read_text().partition("**Where is the test of")[2].partition("**Two tiers")[0]
+    roots = {"ringreduce": PACKAGE, "launcher": LAUNCHER}
+    folders = {f"{name}/{path.parent.name}" for name, root in roots.items() for path in root.glob("*/__init__.py")}
+    assert folders <= set(re.findall(r"`([^`]+)`", index))
+    places = {"U": "unit", "R": "ranks", "L": "launcher", "E": "end_to_end"}
+    for place, names in re.findall(r"\b([URLE]) ((?:`test_[\w*]+`(?: \([^)]*\))?(?:, )?)+)", index):
+        for name in re.findall(r"`(test_[\w*]+)`", names):
+            assert list((ROOT / "tests" / places[place]).glob(f"{name}.py")), f"{place} {name}"

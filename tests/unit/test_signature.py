@@ -117,7 +117,7 @@ def test_a_buffer_is_described_by_its_type_shape_and_kind_of_device(cupy):
     assert sign(as_buffer(cupy.asarray(np.zeros(3, np.float32))), "w").device == "cuda"
 
 
-def test_words():
+def test_how_a_signature_is_worded():
     assert tensor_text(tensor(dtype="bool", shape=())) == "bool[]"
     assert list(names_of("g", None, 1)) == ["g"]
     assert list(names_of("g", None, 2)) == ["g.0", "g.1"]
