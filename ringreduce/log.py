@@ -51,6 +51,8 @@ class _Handler(logging.Handler):
         """The line for a record."""
         detail = _DETAILS.get(record.levelno)
         text = f"ringreduce: {f'{detail}: ' if detail else ''}{record.getMessage()}"
+        if record.exc_info:
+            text += f"\n{logging.Formatter().formatException(record.exc_info)}"
         if not self.timestamps:
             return text
         seconds = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.created))

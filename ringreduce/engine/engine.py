@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -29,6 +30,7 @@ from ringreduce.execution.context import Context
 from ringreduce.execution.host import Host
 from ringreduce.execution.submission import Handle
 from ringreduce.gpu.stream import Gpu
+from ringreduce.log import LOGGER
 from ringreduce.monitor.launcher_link import report_suspects
 from ringreduce.monitor.recording import Recording
 from ringreduce.monitor.stalls import StallWatch
@@ -162,13 +164,16 @@ class Engine:
     # Failures
 
     def _break(self, exc: BaseException) -> None:
-        """The engine itself failed: no rank can complete this rank's operations. Again for the same: does nothing."""
-        if self.negotiation.error is not None and self.negotiation.error.__cause__ is exc:
+        """The engine itself failed: no rank can complete this rank's operations. What fails after that is no news."""
+        if self.negotiation.error is not None:
             return
         error = errors.CollectiveError(
             f"rank {self.world.rank} of {self.world.size} failed inside an operation: {type(exc).__name__}: {exc}"
         )
         error.__cause__ = exc
+        if isinstance(exc, Exception):  # others, such as KeyboardInterrupt, reach the user
+            is_loss = self.settings.elastic and type(exc).__module__.startswith("mpi4py")
+            LOGGER.log(logging.DEBUG if is_loss else logging.ERROR, str(error), exc_info=exc)
         self._fail_all(error)
         if self.settings.elastic:
             return  # the launcher says who is lost: what MPI says of a dead rank comes earlier, and names none

@@ -43,7 +43,7 @@ class Polling:
 
         news: between hosts, through which messages come;  work: what follows them, and submissions.
         channels: by number, whose operations need nothing else.
-        on_error: may be called twice with an error.
+        on_error: may be called again.
         """
         self.lock = threading.Lock()
         self.moved_s = time.monotonic()  # when anything moved last
@@ -60,7 +60,7 @@ class Polling:
     def _poll(self, services: Sequence[Service]) -> bool:
         try:
             moved = any([each.poll() for each in services])  # noqa: C419, a list: all are polled
-        except BaseException as exc:
+        except BaseException as exc:  # also KeyboardInterrupt: what it has interrupted cannot go on
             self._on_error(exc)  # while nobody else can poll what has failed
             raise
         if moved:
@@ -87,13 +87,12 @@ class Polling:
             try:
                 self._poll_until(handle)
                 return handle.ended and not self._inbox.holds_any() and self._is_idle()
+            except Exception:
+                if not handle.ended:  # else a service has failed, and with it the handle
+                    raise
+                return False
             finally:
                 self.lock.release()
-        except BaseException as exc:  # also KeyboardInterrupt: what it has interrupted cannot go on
-            self._on_error(exc)
-            if not isinstance(exc, Exception):
-                raise
-            return False
         finally:
             self._inbox.driving.release()
 

@@ -53,7 +53,7 @@ class Handle:
                     f"{kind} {name!r}: Timed out after {timeout_s:g} s; other ranks may not have called it"
                 )
         if self._error is not None:
-            raise copy.copy(self._error)  # one per waiter: a traceback belongs to one raise
+            raise _copied(self._error)
         return self._result()
 
     def _result(self) -> Any:
@@ -72,6 +72,14 @@ class Handle:
 
     def __repr__(self) -> str:
         return f"<Handle of {self.signature.kind} {self.signature.name!r}, {'done' if self.ended else 'pending'}>"
+
+
+def _copied(error: Exception) -> Exception:
+    """One per waiter: a traceback belongs to one raise. All have the cause, with its own."""
+    copied = copy.copy(error)
+    if error.__cause__ is not None:
+        copied.__cause__ = error.__cause__
+    return copied
 
 
 class Submission(Handle):

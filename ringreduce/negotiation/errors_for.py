@@ -46,7 +46,10 @@ def after_join(submission: Submission) -> InputError:
 def engine_closed(submission: Submission, why: str, error: Exception | None) -> CollectiveError:
     """The engine has failed, or this rank is leaving."""
     text = f"{submission.signature.kind} {submission.signature.name!r}: {why}"
-    return PeerLostError(text, error.lost_ranks) if isinstance(error, PeerLostError) else CollectiveError(text)
+    found = PeerLostError(text, error.lost_ranks) if isinstance(error, PeerLostError) else CollectiveError(text)
+    if error is not None:
+        found.__cause__ = error.__cause__
+    return found
 
 
 def never_complete(state: Running, submission: Submission, world: World, leaving: str) -> CollectiveError:

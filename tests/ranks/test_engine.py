@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+import signal
 import threading
 import time
 
@@ -254,6 +255,47 @@ def test_what_is_not_scheduled_when_its_set_is_removed_ends_alike_on_all_ranks()
 
     _, one, other = run_ranks(3, program, settings=DYNAMIC)
     assert one == other
+
+
+class WorkerDiedError(Exception):
+    """Of a script's own handler."""
+
+
+@pytest.mark.timeout(30)
+def test_what_a_signal_handler_raises_in_a_wait_reaches_the_script_and_no_engine(monkeypatch):
+    """As torch's for SIGCHLD, when a data loader's worker dies."""
+
+    def die(*_):
+        raise WorkerDiedError
+
+    before = signal.signal(signal.SIGCHLD, die)
+    exchange = Exchange(2)
+    engines = []
+    for rank in range(2):
+        world, transport = World(rank, 2, (0, 1)), exchange.transport(rank)
+        engines.append(Engine(world, transport, Settings(), Host(world, transport, Settings())))
+    poll = engines[0].negotiation.poll
+
+    def polled():
+        if threading.current_thread() is threading.main_thread():
+            signal.raise_signal(signal.SIGCHLD)
+        return poll()
+
+    monkeypatch.setattr(engines[0].negotiation, "poll", polled)
+    try:
+        handle = engines[0].submit("barrier", "b", waits=True)
+        late = threading.Timer(0.1, signal.pthread_kill, (threading.get_ident(), signal.SIGCHLD))
+        late.start()
+        with pytest.raises(WorkerDiedError):
+            handle.wait()
+        late.join()
+        engines[1].submit("barrier", "b").wait()
+        handle.wait()
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+        for each in engines:
+            each.give_up(rr.CollectiveError("the test has ended"))
+            each.join()
 
 
 def test_a_group_without_arrays_is_reduced_as_any_other():

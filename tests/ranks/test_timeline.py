@@ -4,12 +4,13 @@ import json
 import subprocess
 import sys
 import time
+import traceback
 
 import numpy as np
 import pytest
 
 import ringreduce as rr
-from ringreduce import runtime
+from ringreduce import log, runtime
 from ringreduce.engine.engine import Engine
 from ringreduce.execution.host import Host
 from ringreduce.execution.signature import Signature
@@ -216,15 +217,23 @@ def fails(*_):
 
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize("words", ["its last words arrive", "its last words fail, too"])
-def test_nobody_waits_for_an_engine_that_has_failed(tmp_path, words):
+def test_nobody_waits_for_an_engine_that_has_failed(tmp_path, words, fresh_log, capsys):
+    log.configure("warning", timestamps=False)
     engine, transport = lone_engine()
     handle = engine.submit("barrier", "b")
     if "fail" in words:
         transport.send_control = fails
     transport.recv_control = fails
-    with pytest.raises(rr.CollectiveError, match=r"rank 0 of 2 failed inside an operation: OSError: .*No space left"):
+    with pytest.raises(
+        rr.CollectiveError, match=r"rank 0 of 2 failed inside an operation: OSError: .*No space left"
+    ) as at:
         handle.wait()
+    assert [each.name for each in traceback.extract_tb(at.value.__cause__.__traceback__)][-1] == "fails"
     engine._thread.join()
+    with pytest.raises(rr.CollectiveError, match="OSError") as at:
+        engine.submit("barrier", "c")
+    assert isinstance(at.value.__cause__, OSError)
+    assert capsys.readouterr().err.count("Traceback") == 1
     with pytest.raises(rr.CollectiveError, match="start_timeline: rank 0 of 2 failed inside an operation: OSError"):
         engine.timeline.start(str(tmp_path / "t.json"), mark_cycles=False)
     engine.timeline.stop()

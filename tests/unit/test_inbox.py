@@ -127,9 +127,10 @@ def test_what_comes_while_the_engine_sleeps_wakes_it_and_else_it_looks_by_itself
     assert woken == ["woken"]
 
 
-def test_a_script_with_a_signal_handler_of_its_own_is_noticed_in_its_main_thread(monkeypatch):
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGCHLD, signal.SIGWINCH])
+def test_a_script_with_a_signal_handler_of_its_own_is_noticed_in_its_main_thread(monkeypatch, number):
     assert not inbox.has_signal_handlers()
-    monkeypatch.setattr(inbox, "getsignal", {signal.SIGUSR1: print}.get)
+    monkeypatch.setattr(inbox, "getsignal", {number: print}.get)
     assert inbox.has_signal_handlers()
     found = []
     thread = threading.Thread(target=lambda: found.append(inbox.has_signal_handlers()))

@@ -33,14 +33,32 @@ def polling_of(service, on_error):
 
 def test_an_error_is_handled_before_another_thread_can_poll_what_has_failed():
     """The engine's thread would go on with an operation that has failed in a thread that waits."""
-    error, held = RuntimeError("the wire is gone"), []
-    polling = polling_of(Service(error), lambda exc: held.append((exc, polling.lock.locked())))
-    assert not polling.drive(SimpleNamespace(ended=False, process_set=0))
+    error, held, handle = RuntimeError("the wire is gone"), [], SimpleNamespace(ended=False, process_set=0)
+
+    def fail(exc):
+        held.append((exc, polling.lock.locked()))
+        handle.ended = True
+
+    polling = polling_of(Service(error), fail)
+    assert not polling.drive(handle)
     assert held[0] == (error, True)
     assert not polling.lock.locked()
     with polling.lock, pytest.raises(RuntimeError, match="the wire is gone"):
         polling.poll()
     assert held[-1] == (error, True)
+
+
+def test_what_interrupts_a_wait_between_two_polls_breaks_nothing(monkeypatch):
+    def interrupt():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ringreduce.engine.polling.os.sched_yield", interrupt)
+    held = []
+    polling = polling_of(Service(), held.append)
+    with pytest.raises(KeyboardInterrupt):
+        polling.drive(SimpleNamespace(ended=False, process_set=0))
+    assert not held
+    assert not polling.lock.locked()
 
 
 def test_a_handle_that_is_done_leaves_nothing_to_do():
