@@ -21,6 +21,8 @@ from ringreduce.negotiation.cache import Cache, Ids
 from ringreduce.negotiation.protocol import Announcement, Failure, Response
 from ringreduce.ops import NEUTRAL_UNSCALED, ReduceOp
 
+UNNAMED_WAIT_S = 0.05
+"""How long unnamed tensors wait for each other that may differ, before all are negotiated by records, which tell."""
 JOINABLE = "allreduce"  # the only kind of operation that joined ranks can take part in
 
 
@@ -126,6 +128,11 @@ class Coordinator:
                 self._cache.forget(number)
                 self._forgotten.append(number)
                 self.has_news = True
+
+    def check(self, now_s: float) -> None:
+        """Now and then: other ranks may have counted an unnamed tensor by an id, and wait for one that is a record."""
+        if any(each.signature.numbered and now_s - each.since_s >= UNNAMED_WAIT_S for each in self._entries.values()):
+            self.forget([number for number in self._cache if self._cache[number].numbered])
 
     def used(self, ids: list[int]) -> None:
         """These tensors were scheduled."""

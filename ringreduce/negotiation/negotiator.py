@@ -18,15 +18,11 @@ import numpy as np
 from ringreduce.execution.signature import SubmissionRecord
 from ringreduce.execution.submission import Submission
 from ringreduce.negotiation.cache import Cache
-from ringreduce.negotiation.coordinator import Coordinator
+from ringreduce.negotiation.coordinator import UNNAMED_WAIT_S, Coordinator
 from ringreduce.negotiation.leader import Leader, children_of, parent_of
 from ringreduce.negotiation.protocol import Announcement, Overdue, Ready, Response, Scheduled
 from ringreduce.negotiation.short import Short
 from ringreduce.transport.counters import Counters, GroupBlock, group_bytes
-
-UNNAMED_WAIT_S = 0.05
-"""An unnamed tensor that waits longer for some ranks is negotiated by records: perhaps theirs has another signature."""
-
 
 Message = Announcement | Response | Ready | Scheduled | Overdue
 
@@ -206,13 +202,20 @@ class Negotiator:
             self._send(message, self._group.below)
 
     def check(self, now_s: float, overdue_s: float) -> None:
-        """Forget ids that some ranks have not submitted for so long. Called now and then."""
+        """Forget ids that some ranks have not submitted for so long. Called now and then.
+
+        Those of unnamed tensors soon, where ranks wait for each other in different ones: all with a rank's call of that
+        number are the same call. Where one waits alone, ranks are late. Of groups whose ranks differ, the lowest leader
+        sees two ids, or the coordinator has records.
+        """
+        if self.coordinator is not None:
+            self.coordinator.check(now_s)
         if self._leader is None:
             return
         waiting = self._leader.waiting(now_s)
-        overdue = [
-            number for number, since_s in waiting.items() if now_s - since_s >= self._longest_s(number, overdue_s)
-        ]
+        unnamed = [number for number in waiting if number in self.cache and self.cache[number].numbered]
+        longest_s = dict.fromkeys(unnamed, min(overdue_s, UNNAMED_WAIT_S)) if len(unnamed) > 1 else {}
+        overdue = [number for number, since_s in waiting.items() if now_s - since_s >= longest_s.get(number, overdue_s)]
         if overdue:
             self._forget(overdue)
 
@@ -221,10 +224,6 @@ class Negotiator:
             self.coordinator.forget(ids)
         else:
             self._send(Overdue(self.process_set, ids), self._members[:1])
-
-    def _longest_s(self, number: int, overdue_s: float) -> float:
-        is_unnamed = number in self.cache and self.cache[number].numbered
-        return min(overdue_s, UNNAMED_WAIT_S) if is_unnamed else overdue_s
 
     # The schedule
 

@@ -1,5 +1,8 @@
 """What was submitted before needs no checks; what differs from it, in whatever way, is not taken for it."""
 
+import threading
+import time
+
 import numpy as np
 import pytest
 import torch
@@ -8,6 +11,8 @@ import ringreduce as rr
 import ringreduce.torch as hvd
 from ringreduce import runtime
 from ringreduce.errors import InputError, MismatchError
+from ringreduce.negotiation import leader
+from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
 
 STEPS = range(3)  # the second and third are known
@@ -170,3 +175,46 @@ def test_what_is_known_is_one_engines_and_holds_no_array():
         return kinds, any(isinstance(part, np.ndarray) for each in known for part in each)
 
     assert run_ranks(2, program) == run_ranks(2, program) == [([("allreduce", "w")], False)] * 2
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("known", [False, True], ids=["new", "known"])
+@pytest.mark.parametrize("odd", [0, 2])
+@pytest.mark.parametrize("hosts", [[0, 0, 0], [0, 1, 1], [0, 1, 2]], ids=["one host", "two hosts", "hosts in a row"])
+def test_calls_without_a_name_that_differ_are_found_soon(monkeypatch, hosts, odd, known):
+    """Whether the ranks have counted ids or sent records, and no stall is ever looked for."""
+    monkeypatch.setattr(leader, "FAN_OUT", 1)
+
+    def program():
+        for _ in range(3):
+            rr.allreduce(np.ones(3))
+            if known:
+                rr.barrier()
+        for _ in range(2):
+            with pytest.raises(MismatchError, match=r"rank . of 3, (allreduce|barrier) 'noname.*; all ranks must"):
+                rr.barrier() if rr.rank() == odd else rr.allreduce(np.ones(3))
+        assert rr.allreduce(np.ones(3), op=rr.Sum).tolist() == [3, 3, 3]
+
+    run_ranks(3, program, hosts=hosts, settings=Settings(stall_check_s=0, stall_abort_s=300))
+
+
+@pytest.mark.parametrize(("hosts", "messages"), [([0, 0, 0], 0), ([0, 1, 2], 4)], ids=["one host", "three hosts"])
+def test_a_known_call_without_a_name_beside_a_slow_rank_costs_no_more_messages(hosts, messages):
+    """Up to the root and down from it, one for each other host."""
+    counted = threading.Barrier(3)
+
+    def program():
+        mailbox = runtime.current("a test").engine.mailbox
+        for _ in range(3):
+            rr.allreduce(np.ones(3))
+        rr.allreduce(np.ones(3), name="all are here")
+        before = mailbox.messages
+        for _ in range(3):
+            if rr.rank() == 2:
+                time.sleep(0.3)  # far longer than a call whose signature another rank does not have
+            rr.allreduce(np.ones(3))
+        sent = mailbox.messages - before
+        counted.wait()  # none leaves before
+        return sent
+
+    assert sum(run_ranks(3, program, hosts=hosts)) == 3 * messages

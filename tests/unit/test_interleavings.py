@@ -5,6 +5,7 @@ Ranks, their control messages and the coordinator are played by one thread, in a
 
 import functools
 import itertools
+import math
 import pickle
 import random as randomness
 import time
@@ -12,12 +13,15 @@ from collections import Counter, defaultdict, deque
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from ringreduce.arrays.buffer import Buffer
 from ringreduce.arrays.dtypes import TABLE
 from ringreduce.execution.signature import Signature, TensorSignature
+from ringreduce.negotiation import leader
+from ringreduce.negotiation.leader import FAN_OUT
 from ringreduce.negotiation.negotiator import Group, Negotiator
 from ringreduce.negotiation.protocol import Response
 from ringreduce.negotiation.short import Short
@@ -64,12 +68,15 @@ class Rank:
         self.joins = False
         """It is to call join() when there is nothing left to submit."""
         self.joined = False
+        self.waits = job.random.random() < 0.5
+        """It waits for each tensor without a name before it submits the next one."""
         self.log = []
         """What happened to every tensor, in order."""
 
     def submit(self, random):
         """Submit any tensor whose name is not pending; when there are no more, join if that is wanted."""
-        free = [key for key, queue in self.queues.items() if queue and key not in self.pending]
+        held = {"noname"} if self.waits and any(each.signature.numbered for each in self.pending.values()) else ()
+        free = [key for key, queue in self.queues.items() if queue and key not in self.pending and key not in held]
         if free:
             signature = self.queues[random.choice(free)].popleft()
             # a power of two for each rank, so that a sum says whose elements it is made of, and of which submission
@@ -135,7 +142,8 @@ class Job:
     A rank's fence lets any other rank take a step, so shared memory changes between any two of its accesses.
     """
 
-    def __init__(self, hosts, capacity, random, interrupts=0.1):
+    def __init__(self, hosts, capacity, random, interrupts=0.1, overdue_s=0.0):
+        self.overdue_s, self.now_s = overdue_s, time.monotonic()
         self.random, self.interrupts = random, interrupts
         self.ranks = [Rank(self, number) for number in range(len(hosts))]
         self.messages = defaultdict(deque)
@@ -216,8 +224,9 @@ class Job:
         return rank.negotiator.poll()
 
     def check(self, rank):
-        """Whatever waits now has waited too long."""
-        rank.negotiator.check(time.monotonic(), 0.0)
+        """What has waited since the last time has waited for a minute."""
+        self.now_s += 60
+        rank.negotiator.check(self.now_s, self.overdue_s)
         return False
 
     def next(self, rank):
@@ -239,14 +248,18 @@ class Job:
                 self.act(self.random.choice(ACTIONS), rank)
         moved = True
         while moved:
-            moved = False
+            moved, before = False, self.progress()
             for what, rank in itertools.product(ACTIONS[:-1], self.ranks):
                 moved |= self.act(what, rank)
             if not moved:  # what is odd, and waits, becomes records
-                before = self.coordinator.has_news, sum(map(len, self.messages.values()))
-                for rank in self.ranks:
+                for rank in self.ranks * 2:
                     self.check(rank)
-                moved = before != (self.coordinator.has_news, sum(map(len, self.messages.values())))
+                moved = before != self.progress()
+
+    def progress(self):
+        """Changes when anything happens."""
+        logged, sent = sum(len(rank.log) for rank in self.ranks), sum(map(len, self.messages.values()))
+        return self.coordinator.has_news, sum(self.submitted.values()), logged, sent
 
 
 def scripts(random, size, names, length, ragged):
@@ -271,12 +284,14 @@ def scripts(random, size, names, length, ragged):
 
 def numbered(random, size, count):
     """Tensors without a name: their number is their key, whatever they are."""
-    queues, expected = [{} for _ in range(size)], {}
+    queues, expected, kinds = [{} for _ in range(size)], {}, ["allreduce", "allgather", "barrier"]
     for number in range(count):
-        kind = random.choice(["allreduce", "allgather"])
-        odd = random.randrange(size) if random.random() < 0.1 and size > 1 else None
+        if random.random() < 0.3:
+            random.shuffle(kinds)
+        kind, another, *_ = kinds
+        odd = random.randrange(size) if random.random() < 0.2 and size > 1 else None
         for rank in range(size):
-            signature = tensor(f"noname.{number}", 3, "barrier" if rank == odd else kind, numbered=True)
+            signature = tensor(f"noname.{number}", 3, another if rank == odd else kind, numbered=True)
             queues[rank].setdefault("noname", deque()).append(signature)  # in the program's order
         agreed = tensor(f"noname.{number}", 3, kind, numbered=True)
         expected[f"noname.{number}"] = [agreed if odd is None else MISMATCH]
@@ -297,11 +312,14 @@ everything = settings(suppress_health_check=list(HealthCheck), deadline=None)
 
 
 @everything
-@given(HOSTS, st.integers(0, 6), SEEDS)
-def test_every_rank_runs_everything_once_and_in_the_same_order(hosts, capacity, seed):
+@given(HOSTS, st.integers(0, 6), SEEDS, st.sampled_from([0.0, math.inf]), st.sampled_from([1, FAN_OUT]))
+def test_every_rank_runs_everything_once_and_in_the_same_order(hosts, capacity, seed, overdue_s, fan_out):
+    """fan_out: of the tree of leaders;  overdue_s: infinite: what differs is found however long ranks may be late."""
     random = randomness.Random(seed)
     names = [f"t{number}" for number in range(random.randint(1, 8))]
-    job = Job(hosts, capacity, random)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(leader, "FAN_OUT", fan_out)
+        job = Job(hosts, capacity, random, overdue_s=overdue_s)
     queues, expected = scripts(random, len(hosts), names, length=random.randint(1, 12), ragged=False)
     unnamed, of_unnamed = numbered(random, len(hosts), count=random.randint(0, 8))
     for rank in job.ranks:
