@@ -26,9 +26,9 @@ __all__ = [
     "await_gpu",
     "await_restart",
     "give_up",
+    "has_state",
     "hosts_came",
     "is_elastic",
-    "joined_late",
     "latest",
     "membership_changed",
     "reform",
@@ -61,10 +61,10 @@ def await_restart() -> NoReturn:
         time.sleep(1.0)
 
 
-def joined_late() -> bool:
-    """True on a rank that was a spare, and has taken the place of a lost one: its state is that of the others."""
-    elastic = runtime.current("joined_late").elastic
-    return elastic is not None and elastic.joined_late
+def has_state() -> None:
+    """This rank has taken the others' state, if it was a spare: it may go on without them."""
+    if (elastic := runtime.current("has_state").elastic) is not None:
+        elastic.has_state = True
 
 
 def latest() -> Reformed | None:

@@ -35,13 +35,18 @@ class Losses:
         self._members = Members(size, elastic)
         self._reports: dict[int, str] = {}  # of the ranks that ringrun has killed: why
         self._lost_at_s: float | None = None
-        self._gone: list[Event] = []  # agents were lost
+        self._gone: list[RankEnded] = []  # agents were lost
         self._gone_due_s = math.inf
 
     @property
     def due_s(self) -> float:
         """When to call `too_late`."""
         return min(self._members.due_s, self._gone_due_s)
+
+    @property
+    def undecided(self) -> bool:
+        """Whether there is a loss that is to be decided with those that may follow at once."""
+        return bool(self._gone)
 
     @property
     def idle(self) -> Collection[int]:
@@ -69,16 +74,15 @@ class Losses:
             self._gone.append(event)
             self._gone_due_s = min(self._gone_due_s, now_s + TOGETHER_S)
             return ""
-        return self._take([event], now_s)
+        return self._act([event], self._decide(event, now_s), now_s)
 
-    def _take(self, events: Sequence[Event], now_s: float) -> str:
-        decisions = [self._decide(event, now_s) for event in events]
+    def _act(self, events: Sequence[Event], decision: Membership | CannotGoOn | None, now_s: float) -> str:
         self._members.await_rest(now_s)
-        if why := next((each.why for each in decisions if isinstance(each, CannotGoOn)), ""):
-            return why
-        if lists := [each for each in decisions if isinstance(each, Membership)]:
-            self._channel.broadcast(lists[-1])
-        for event, decision in zip(events, decisions, strict=True):
+        if isinstance(decision, CannotGoOn):
+            return decision.why
+        if isinstance(decision, Membership):
+            self._channel.broadcast(decision)
+        for event in events:
             if not isinstance(event, RankEnded):
                 continue
             if isinstance(decision, Membership) and event.end.code == 0:
@@ -110,7 +114,11 @@ class Losses:
         """
         if now_s >= self._gone_due_s:
             gone, self._gone, self._gone_due_s = self._gone, [], math.inf
-            return self._take(gone, now_s)
+            hows = {event.end.rank: f"was lost: {event.end.lost}" for event in gone}
+            why = self._act(gone, self._lost(hows, now_s), now_s)
+            for event in gone if why else ():
+                self.report_late(self.explained(event.end))
+            return why
         late = self._members.expired(now_s)
         if isinstance(late, Kill):
             self._kill(late, f"{_WAITED}: it did not meet them within {self._elastic.stalled_s:g} s after a loss")
@@ -128,19 +136,19 @@ class Losses:
         members = self._members
         match event:
             case RankDied(rank, code) if code:
-                return self._lost(rank, _how(code), now_s)
+                return self._lost({rank: _how(code)}, now_s)
             case RankEnded(end) if end.code == 0:
                 return members.ended(end.rank, now_s)
-            case RankEnded(end):  # if it is news: its agent is gone
-                how = _how(end.code) if end.code is not None else f"was lost: {end.lost}"
-                return self._lost(end.rank, how, now_s) or (members.blamed(end.rank) if end.blames else None)
+            case RankEnded(end) if end.code:  # if it is news
+                decision = self._lost({end.rank: _how(end.code)}, now_s)
+                return decision or (members.blamed(end.rank) if end.blames else None)
             case Reported(_, Initialized()):
                 members.initialized()
             case Reported(rank, Suspects(ranks, why)):
-                decision = members.suspected(rank, ranks)
-                if not isinstance(decision, Kill):
-                    return decision
-                self._kill(decision, f"{_WAITED}: {why}")
+                found = members.suspected(rank, ranks)
+                if not isinstance(found, Kill):
+                    return found
+                self._kill(found, f"{_WAITED}: {why}")
             case Aborted(rank, said):
                 why = "MPICH itself ends no rank of an elastic job; to end one, prefer sys.exit()"
                 self._kill(Kill(frozenset({rank})), f"it called MPI_Abort: {why}; it said {said!r}")
@@ -152,10 +160,11 @@ class Losses:
                 self._report_recovery(now_s)
         return None
 
-    def _lost(self, rank: int, how: str, now_s: float) -> Membership | CannotGoOn | None:
-        if rank in self._reports:
-            how = f"was killed, since {self._reports[rank].partition(':')[0]}"
-        decision = self._members.lost(rank, how, now_s)
+    def _lost(self, hows: dict[int, str], now_s: float) -> Membership | CannotGoOn | None:
+        killed = {
+            rank: f"was killed, since {self._reports[rank].partition(':')[0]}" for rank in hows.keys() & self._reports
+        }
+        decision = self._members.lost(hows | killed, now_s)
         if isinstance(decision, Membership) and self._lost_at_s is None:
             self._lost_at_s = now_s
         return decision

@@ -9,7 +9,7 @@ is overcome if that list works on one: all have met then, and what ended them wa
 """
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from ..connection import wire
@@ -81,20 +81,20 @@ class Members:
         """init() has returned on a rank: all have come so far that they share a world."""
         self._is_formed = True
 
-    def lost(self, rank: int, how: str, now_s: float) -> wire.Membership | CannotGoOn | None:
-        """`rank` has died, or its agent is gone; `how` says it in words after the rank's name."""
-        if rank in self._dead:
+    def lost(self, found: Mapping[int, str], now_s: float) -> wire.Membership | CannotGoOn | None:
+        """These ranks have died, or their agents are gone, together; in words after their names, how."""
+        new = {rank: how for rank, how in found.items() if rank not in self._dead}
+        missed = [rank for rank in new if rank not in self.spares or not self._is_formed]
+        self._dead |= new
+        self.spares = [rank for rank in self.spares if rank not in new]
+        if not missed:
             return None
-        self._dead[rank] = how
-        self._rest.discard(rank)
-        if rank in self.spares:
-            self.spares.remove(rank)
-            return None
-        self._unsettled[rank] = self.number + 1
-        self._losses += 1
+        self._rest.difference_update(new)
+        self._unsettled |= dict.fromkeys(missed, self.number + 1)
+        self._losses += len(missed)
         most = self._elastic.max_failures
         if not self._is_formed:
-            return CannotGoOn(f"rank {rank} was lost before init() returned")
+            return CannotGoOn(f"rank {missed[0]} was lost before init() returned")
         if most is not None and self._losses > most:
             return CannotGoOn(f"--max-failures {most}: {counted(self._losses, 'rank')} failed")
         return self._next(now_s)
@@ -108,10 +108,12 @@ class Members:
         if rank not in self.ranks or rank in self._dead:
             return None
         self._settle(rank)
-        if not self._is_formed or len(self._present()) < self._elastic.min_np:
+        present = self._present()
+        only_spares = self._fresh.issuperset(present)
+        if not self._is_formed or not present or not (only_spares or self._are_enough(present)):
             return None
         self._dead[rank] = "ended with exit code 0"
-        decision = self._next(now_s)
+        decision = self._release(present) if only_spares else self._next(now_s)
         return decision if isinstance(decision, wire.Membership) else None
 
     def left(self, rank: int, now_s: float) -> wire.Membership | None:
@@ -189,6 +191,10 @@ class Members:
         gone = self._dead.keys() | self._left | self._ended
         return [rank for rank in self.ranks if rank not in gone]
 
+    def _are_enough(self, present: Collection[int]) -> bool:
+        """Whether they may go on; those that have left have done their work."""
+        return len(present) + len(self._left) >= self._elastic.min_np
+
     def _next(self, now_s: float) -> wire.Membership | CannotGoOn | None:
         """Return the next list, with spares for those that are gone."""
         present = self._present()
@@ -197,12 +203,11 @@ class Members:
                 present.append(self.spares.pop(0))
                 self._fresh.add(present[-1])
                 self._rest.add(present[-1])
-        if self._left and self._fresh.issuperset(present):  # spares that those have left for whom they came
-            self.spares += present
-            self._rest.difference_update(present)
-            return self._release()
-        if (enough := len(present) + len(self._left)) < self._elastic.min_np or not present:
-            return CannotGoOn(f"{counted(enough, 'rank')} left, and --min-np is {self._elastic.min_np}")
+        if self._left and self._fresh.issuperset(present):
+            return self._release(present)
+        if not present or not self._are_enough(present):
+            left = counted(len(present) + len(self._left), "rank")
+            return CannotGoOn(f"{left} left, and --min-np is {self._elastic.min_np}")
         if self._fresh.issuperset(present):
             return CannotGoOn(f"only spares are left, {numbered('rank', present)}, which have no state to go on with")
         self.number += 1
@@ -219,8 +224,13 @@ class Members:
         self._late_s = now_s + self._elastic.stalled_s
         self._last_s = now_s + self._elastic.recovery_s
 
-    def _release(self) -> wire.Membership | None:
-        """Return a list of nobody, where ranks that leave still wait for one that is lost."""
+    def _release(self, spares: Collection[int]) -> wire.Membership | None:
+        """Return a list of nobody, where ranks that leave still wait for one that is lost.
+
+        spares: those that the others have left, for whom they came.
+        """
+        self.spares += spares
+        self._rest.difference_update(spares)
         self._unsettled.clear()
         self._awaited.clear()
         self._late_s = math.inf

@@ -110,8 +110,8 @@ class Supervisor:
 
     def run(self) -> int:
         """Return ringrun's exit code, when the job and all its processes are gone."""
-        while not self._is_over():
-            self._take_step()
+        while not self.is_over():
+            self.take_step()
         self._end_launcher()
         return self._conclude()
 
@@ -129,13 +129,16 @@ class Supervisor:
         slots = {host.name: count * (gone[host.name] < count) for host, count in job.hosts}
         return InUse(job.size - len(ends), job.size, slots)
 
-    def _is_over(self) -> bool:
+    def is_over(self) -> bool:
+        """Return whether nothing is left to be decided: `run` then only concludes."""
         if self._shutdown is None:
-            return len(self._ranks.ends) + len(self._losses.idle if self._losses else ()) == self._job.size
+            idle = self._losses.idle if self._losses else ()
+            is_decided = self._losses is None or not self._losses.undecided
+            return is_decided and len(self._ranks.ends) + len(idle) == self._job.size
         timed_out = self._shutdown.exhausted and self._shutdown.due(time.monotonic())
         return timed_out or not self._ranks.running
 
-    def _take_step(self) -> None:
+    def take_step(self) -> None:
         """Handle one event, or go one step further in ending the job."""
         now_s = time.monotonic()
         self._questions.expire(now_s)
@@ -307,7 +310,7 @@ class Supervisor:
         if not self._end(steps, lambda: 128 + number):
             self._shutdown = Shutdown(AT_ONCE, time.monotonic())
             return
-        self._take_step()
+        self.take_step()
         what = "interrupted" if number == signal.SIGINT else f"got {signal.Signals(number).name}"
         self._output.message([f"ringrun: {what}; ending {counted(len(self._ranks.running), 'rank')}"])
 

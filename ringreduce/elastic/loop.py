@@ -56,6 +56,7 @@ def _train(func: Callable[[], Any], state: State) -> Any:
                 state.on_reset()
             if needs_sync:
                 state.sync()
+                reform.has_state()
             return func()
         except HostsUpdatedInterrupt as interrupt:
             needs_sync = not interrupt.skip_sync

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from ringreduce.errors import PeerLostError, StartupError
+from ringreduce.errors import CollectiveError, PeerLostError, StartupError
 from ringreduce.execution.host import Host
 from ringreduce.execution.signature import ranks_text
 from ringreduce.membership import Members, Membership
@@ -49,20 +49,27 @@ class Elastic:
     def __init__(self, origin: Origin, members: Members, server: StatusServer) -> None:
         self.origin, self.members, self.server = origin, members, server
         self.latest: Reformed | None = None  # how the world began; None: with the job
-        self.joined_late = False
+        self.has_state = True  # False on a spare until it has taken that of the others
         self.has_failed = False  # this rank: it ends without leaving its world
         self.times_s: dict[
             str, float
         ] = {}  # of the last re-forming, by what had just ended; this host's monotonic clock
 
     def enter(self, last: World, before: MessageTransport, commits: int, sets: ProcessSets | None) -> Entered:
-        """Meet the ranks of the newest list, see `regroup`; the sets are those of the rank with the most commits."""
+        """Meet the ranks of the newest list, see `regroup`; the sets are those of the rank with the most commits.
+
+        Raises: CollectiveError where only spares meet that have no state yet.
+        """
         if sets is not None:
             sets = [each if isinstance(each, str) else [last.origins[rank] for rank in each] for each in sets]
-        found = regroup(self.origin, self.members, last, before, (commits, sets))
+        found = regroup(self.origin, self.members, last, before, (commits if self.has_state else NO_COMMITS, sets))
         world, transport = found.world, found.transport
         everyones = [each for each, _ in found.values]
         root = everyones.index(max(everyones))
+        if everyones[root] == NO_COMMITS:
+            raise CollectiveError(
+                f"only spares are left, {ranks_text(world.origins)}, which have no state to go on with"
+            )
         lost = [rank for rank, each in enumerate(last.origins) if each not in world.origins]
         self.latest = Reformed(world.number, root, len(set(everyones)) == 1, tuple(lost))
         sets = living_sets(found.values[root][1], world, found.membership.dead)
@@ -102,7 +109,7 @@ def begin(start: Entered) -> tuple[Elastic, Entered]:
     trainers = whole.size - host.settings.spares
     if whole.rank >= trainers:
         members.wait(lambda each: whole.rank in each.ranks)
-        elastic.joined_late = True
+        elastic.has_state = False
         entered = elastic.enter(whole, start.transport, NO_COMMITS, None)
         report_reformed(host.settings.error_file, entered.world.number)
         return elastic, entered

@@ -149,7 +149,7 @@ def test_ranks_of_a_lost_host_are_left_out_together() -> None:
     assert losses.due_s < time.monotonic() + 1
     assert losses.too_late(losses.due_s) == ""
     lost = "was lost: its agent is gone, without a word"
-    assert [each for each in sent if isinstance(each, Membership)] == [Membership(2, (0, 3), {"1": lost, "2": lost})]
+    assert [each for each in sent if isinstance(each, Membership)] == [Membership(1, (0, 3), {"1": lost, "2": lost})]
     assert sum("going on    with ranks 0,3" in str(each) for each in sent) == 2, "a card for each"
     assert losses.due_s > time.monotonic() + 1
 
