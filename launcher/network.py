@@ -20,6 +20,7 @@ _INTERFACE_NAME_BYTES = 15
 _ANY_PORT = 9  # discard: nothing is sent there
 _IPV6_TABLE = "/proc/net/if_inet6"
 _IPV6_GLOBAL = "00"
+_IPV6_NOT_YET = 0x48  # tentative, or a duplicate: nothing can listen there
 _MOST_LOOKUPS = 8  # one after the other, and a slow resolver takes seconds for each
 
 
@@ -56,7 +57,7 @@ def own_addresses(hosts: Iterable[str], interfaces: Sequence[str]) -> tuple[str,
     sample = names[:: -(-len(names) // _MOST_LOOKUPS) or 1]
     ours = list(_interface_addresses(interfaces or [name for _, name in socket.if_nameindex()]))
     routed = [] if interfaces else [_address_towards(host) for host in sample]
-    found = tuple(address for address in dict.fromkeys([*routed, *ours]) if address and not _is_loopback(address))
+    found = tuple(address for address in dict.fromkeys([*routed, *ours]) if address and not _is_of_no_use(address))
     if not found:
         where = f"the interfaces {', '.join(interfaces)} have" if interfaces else "this host has"
         raise MachineError(f"{where} no address that other hosts could reach; see `ip address`")
@@ -84,10 +85,11 @@ def _interface_addresses(names: Iterable[str]) -> Iterator[str]:
                 yield socket.inet_ntoa(fcntl.ioctl(sock.fileno(), _SIOCGIFADDR, request)[20:24])
     with contextlib.suppress(OSError):
         for line in Path(_IPV6_TABLE).read_text().splitlines():
-            digits, _, _, scope, _, name = line.split()
-            if scope == _IPV6_GLOBAL and name in names:
+            digits, _, _, scope, flags, name = line.split()
+            if scope == _IPV6_GLOBAL and name in names and not int(flags, 16) & _IPV6_NOT_YET:
                 yield socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))
 
 
-def _is_loopback(address: str) -> bool:
-    return address == "::1" or address.startswith("127.")
+def _is_of_no_use(address: str) -> bool:
+    """Return whether it is a loopback's, or one that needs the name of an interface beside it."""
+    return address == "::1" or address.startswith(("127.", "fe80:"))

@@ -94,7 +94,7 @@ def run(
     parent = "/tmp" if len(tempfile.gettempdir()) > LONGEST_FOLDER else None  # noqa: S108 - mkdtemp is safe there
     with tempfile.TemporaryDirectory(prefix="ringreduce-", dir=parent, ignore_cleanup_errors=True) as folder:
         try:
-            listener = Listener(folder, _addresses(flags), 1024, only_these=bool(flags.get("network_interfaces")))
+            listener = Listener(folder, _addresses(flags), 1024)
         except LauncherError as error:
             raise InputError(f"run(): {error}") from error
         with contextlib.closing(listener):

@@ -89,7 +89,8 @@ class Link:
         self._arrival.register(sock, select.POLLIN)
         if not self.is_local:
             _keep_alive(sock, lost_after_s)
-            self.own_address, self.peer_address = _plain(sock.getsockname()[0]), _plain(sock.getpeername()[0])
+            self.own_address: str = sock.getsockname()[0]
+            self.peer_address: str = sock.getpeername()[0]
 
     def send(self, message: Message) -> None:
         """Send `message`; OSError when the other end is gone."""
@@ -243,8 +244,3 @@ def _keep_alive(sock: socket.socket, lost_after_s: float) -> None:
     options = (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
     for option, value in zip(options, keepalive(lost_after_s), strict=True):
         sock.setsockopt(socket.IPPROTO_TCP, option, value)
-
-
-def _plain(address: str) -> str:
-    """Return an IPv4 address that a socket for both shows as IPv6's as what it is."""
-    return address.removeprefix("::ffff:")

@@ -52,7 +52,7 @@ class Reader(Protocol):
 
 
 class Listener:
-    """Takes connections at a unix socket in `directory` and, if `addresses` are given, at one TCP port."""
+    """Takes connections at a unix socket in `directory` and at one TCP port of `addresses`, this host's own."""
 
     def __init__(
         self,
@@ -60,16 +60,14 @@ class Listener:
         addresses: Sequence[str],
         backlog: int,
         *,
-        only_these: bool = False,
         connect_s: float = CONNECT_S,
         lost_after_s: float = LOST_AFTER_S,
     ) -> None:
-        """only_these: listen at these addresses, at no other of this host."""
         path = str(Path(directory) / "socket")
         self.authkey = secrets.token_bytes(32)
         unix = socket.socket(socket.AF_UNIX)
         unix.bind(path)
-        beyond = [] if not addresses else _bound(addresses) if only_these else [_any_address()]
+        beyond = _bound(addresses)
         self._sockets = {each.fileno(): each for each in (unix, *beyond)}
         for each in self._sockets.values():
             each.listen(backlog)
@@ -257,16 +255,3 @@ def _bound(addresses: Sequence[str]) -> list[socket.socket]:
         else:
             return made
     raise AssertionError
-
-
-def _any_address() -> socket.socket:
-    """Return a TCP socket at a free port of all addresses, IPv6's too where there is IPv6."""
-    if socket.has_ipv6:
-        with contextlib.suppress(OSError):
-            sock = socket.socket(socket.AF_INET6)
-            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-            sock.bind(("::", 0))
-            return sock
-    sock = socket.socket(socket.AF_INET)
-    sock.bind(("0.0.0.0", 0))  # noqa: S104 - agents come from other hosts, and must know the key
-    return sock

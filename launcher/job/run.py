@@ -160,7 +160,6 @@ def _start_and_supervise(
             directory,
             addresses,
             job.size,
-            only_these=bool(job.interfaces),
             connect_s=job.start_timeout_s / 2,  # so that an agent can say what it waits for
             lost_after_s=job.lost_after_s,
         )

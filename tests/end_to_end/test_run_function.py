@@ -158,21 +158,6 @@ def test_a_connection_that_somebody_interferes_with_is_ended_with_a_line(capsys)
     assert capsys.readouterr().err == "run(): a rank's connection is broken: message 3 was changed\n"
 
 
-@pytest.mark.quick
-@pytest.mark.parametrize("interfaces", [None, "eth0"])
-def test_this_process_listens_at_the_interfaces_that_are_named(interfaces, monkeypatch):
-    class ListensError(Exception):
-        pass
-
-    def listen(*_, only_these):
-        raise ListensError(only_these)
-
-    monkeypatch.setattr("ringrun.connection.listener.Listener", listen)
-    monkeypatch.setattr("ringreduce.run_function._addresses", lambda flags: ("10.0.0.1",))
-    with pytest.raises(ListensError, match=str(bool(interfaces))):
-        rr.run(print, np=1, network_interfaces=interfaces)
-
-
 def test_a_job_that_takes_too_long():
     with pytest.raises(
         rr.JobFailedError, match=r"run\(\): ringrun: the job took longer than --timeout 3 s and was ended"

@@ -216,7 +216,7 @@ def test_what_is_no_message_is_told_from_the_end_by_both_ends(listener: Listener
 
 
 def test_only_the_chosen_addresses_are_listened_at(tmp_path: Path) -> None:
-    listener = Listener(str(tmp_path), ["127.0.0.2", "127.0.0.3"], 4, only_these=True)
+    listener = Listener(str(tmp_path), ["127.0.0.2", "127.0.0.3"], 4)
     served: queue.SimpleQueue[Served] = queue.SimpleQueue()
     listener.start(keeping(served))
     port = listener.address.port
@@ -328,6 +328,17 @@ def test_interfaces_and_addresses_of_this_host() -> None:
     assert parse_interfaces("lo") == ("lo",)
     with pytest.raises(MachineError, match="the interfaces lo have no address that other hosts could reach"):
         own_addresses(["h1"], ["lo"])
+
+
+def test_an_address_at_which_nothing_can_listen_is_not_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = tmp_path / "if_inet6"
+    rows = {"1": "80", "2": "40", "3": "08"}  # permanent, tentative, a duplicate
+    table.write_text("".join(f"fd{'0' * 29}{digit} 02 40 00 {flags} lo\n" for digit, flags in rows.items()))
+    monkeypatch.setattr(network, "_IPV6_TABLE", str(table))
+    monkeypatch.setattr(network, "_address_towards", lambda host: "fe80::1")
+    assert own_addresses(["h1"], ["lo"]) == ("fd00::1",)
+    monkeypatch.setattr(network, "_interface_addresses", lambda names: iter(["10.0.0.1"]))
+    assert own_addresses(["h1"], ()) == ("10.0.0.1",)
 
 
 def test_of_many_hosts_only_some_names_are_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
