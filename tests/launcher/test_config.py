@@ -181,18 +181,14 @@ def test_horovods_switches_of_the_log(flag: str, text: str) -> None:
     assert parsed(name).variables == {"RINGREDUCE_LOG_TIMESTAMP": text}
 
 
-@pytest.mark.parametrize("flag", horovod.IGNORED_VALUES)
+IGNORED = horovod.IGNORED_VALUES | horovod.IGNORED_SWITCHES
+
+
+@pytest.mark.parametrize("flag", IGNORED, ids="--{}".format)  # pytest-mpi skips what is called mpi
 def test_a_flag_without_meaning_says_so(flag: str) -> None:
-    resolved = parsed(f"--{flag}", "3")
+    resolved = parsed(f"--{flag}", *["3"] * (flag in horovod.IGNORED_VALUES))
     assert resolved.variables == {}
-    assert resolved.notices == [f"--{flag} has no meaning here ({horovod.IGNORED_VALUES[flag]})"]
-
-
-@pytest.mark.parametrize("flag", horovod.IGNORED_SWITCHES, ids="--{}".format)  # pytest-mpi skips what is called mpi
-def test_a_switch_without_meaning_says_so(flag: str) -> None:
-    resolved = parsed(f"--{flag}")
-    assert resolved.variables == {}
-    assert resolved.notices == [f"--{flag} has no meaning here ({horovod.IGNORED_SWITCHES[flag]})"]
+    assert resolved.notices == [f"--{flag} has no meaning here ({IGNORED[flag]})"]
 
 
 HOROVODRUN = """
@@ -568,7 +564,7 @@ MPI_ARGS = ["--map-by slot:OVERSUBSCRIBE", "--bind-to none", "--map-by :OVERSUBS
 
 @pytest.mark.parametrize("mpi_args", parted(MPI_ARGS, lambda args: args == "--bind-to none"))
 def test_mpi_args_reach_mpirun(mpi_args: str, ringrun: Run, python: str) -> None:
-    if "Open MPI" not in ringrun("--check-build").stdout.partition("[X] ")[2].partition("Tensor")[0]:
+    if "[X] Open MPI" not in ringrun("--check-build").stdout:
         pytest.skip("arguments of Open MPI's")
     done = ringrun("-np", 2, f"--mpi-args={mpi_args}", python, "-c", "print('ran')")
     assert (done.returncode, sorted(done.stdout.splitlines())) == (0, ["[0] ran", "[1] ran"])

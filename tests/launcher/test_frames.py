@@ -40,55 +40,46 @@ def test_messages_survive_however_they_are_cut(sent: list[bytes], cuts: list[int
     assert read(FrameReader(OURS), b"".join(frames(OURS, sent)), cuts) == sent
 
 
-def change(made: list[bytes], sent: list[bytes], k: int, at: int, more: int) -> bytes:
-    stream = bytearray(b"".join(made))
-    stream[at % len(stream)] ^= 1 << more % 8
-    return bytes(stream)
-
-
-def cut_out(made: list[bytes], sent: list[bytes], k: int, at: int, more: int) -> bytes:
-    stream = b"".join(made)
-    at %= len(stream)
-    return stream[:at] + stream[at + 1 + more % len(stream) :]
-
-
-def put_in(made: list[bytes], sent: list[bytes], k: int, at: int, more: int) -> bytes:
-    stream = b"".join(made)
-    at, more = at % len(stream), more % len(stream)
-    return stream[:at] + stream[more : more + 1 + k] + stream[at:]
-
-
-def drop(made: list[bytes], sent: list[bytes], k: int, at: int, more: int) -> bytes:
-    return b"".join(made[:k] + made[k + 1 :])
-
-
-def repeat(made: list[bytes], sent: list[bytes], k: int, at: int, more: int) -> bytes:
-    return b"".join(made[: k + 1] + made[at % (k + 1) : k + 1] + made[k + 1 :])
-
-
-def swap(made: list[bytes], sent: list[bytes], k: int, at: int, more: int) -> bytes:
-    at %= len(made)
-    made[k], made[at] = made[at], made[k]
-    return b"".join(made)
-
-
-def from_elsewhere(made: list[bytes], sent: list[bytes], k: int, at: int, more: int) -> bytes:
-    """The same message of the same number: of the other direction, of another job, of another connection of this."""
-    made[k] = frames(OTHER_KEYS[at % len(OTHER_KEYS)], sent)[k]
-    return b"".join(made)
-
-
-@pytest.mark.parametrize("attack", [change, cut_out, put_in, drop, repeat, swap, from_elsewhere])
-@given(messages, somewhere, somewhere, somewhere, st.lists(somewhere, max_size=4))
-def test_whatever_was_not_sent_so_is_refused(attack, sent: list[bytes], k: int, at: int, more: int, cuts) -> None:
+def assert_refused(attacked: bytes, sent: list[bytes], cuts: list[int]) -> None:
+    """A reader may wait for as much as was taken away, and not longer."""
     stream = b"".join(frames(OURS, sent))
-    attacked = attack(frames(OURS, sent), sent, k % len(sent), at, more)
     assume(attacked != stream)
-    *_, later = frames(OURS, [*sent, b"." * len(stream)])  # a reader may wait for as much as was taken away, not longer
+    *_, later = frames(OURS, [*sent, b"." * len(stream)])
     with pytest.raises(ValueError, match="of this connection was changed, repeated, reordered, or put in") as refused:
         read(FrameReader(OURS), attacked + later, cuts)
     found = refused.value.args[1]
     assert found == sent[: len(found)], "no message is read that was not sent, or not as that one"
+
+
+ATTACKS = {
+    "cut out": lambda units, i, j: units[:i] + units[j:],
+    "repeat": lambda units, i, j: units[:j] + units[i:],
+    "swap": lambda units, i, j: units[:i] + units[j : j + 1] + units[i + 1 : j] + units[i : i + 1] + units[j + 1 :],
+}
+
+
+@pytest.mark.parametrize("in_bytes", [False, True])
+@pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS)
+@given(messages, somewhere, somewhere, st.lists(somewhere, max_size=4))
+def test_what_was_not_sent_there_is_refused(attack, in_bytes: bool, sent: list[bytes], i: int, j: int, cuts) -> None:
+    made = frames(OURS, sent)
+    units = [bytes([each]) for each in b"".join(made)] if in_bytes else made
+    i, j = sorted((i % len(units), j % (len(units) + 1)))
+    assert_refused(b"".join(attack(units, i, j)), sent, cuts)
+
+
+@given(messages, somewhere, st.integers(1, 255), st.lists(somewhere, max_size=4))
+def test_what_was_not_sent_so_is_refused(sent: list[bytes], at: int, by: int, cuts: list[int]) -> None:
+    stream = bytearray(b"".join(frames(OURS, sent)))
+    stream[at % len(stream)] ^= by
+    assert_refused(bytes(stream), sent, cuts)
+
+
+@given(messages, somewhere, st.sampled_from(OTHER_KEYS), st.lists(somewhere, max_size=4))
+def test_what_was_sent_elsewhere_is_refused(sent: list[bytes], k: int, key: bytes, cuts: list[int]) -> None:
+    """The same message of the same number: of the other direction, of another job, of another connection of this."""
+    made, k = frames(OURS, sent), k % len(sent)
+    assert_refused(b"".join([*made[:k], frames(key, sent)[k], *made[k + 1 :]]), sent, cuts)
 
 
 def test_a_key_and_a_tag_are_for_one_thing_only() -> None:
