@@ -9,7 +9,6 @@ import torch
 import ringreduce as rr
 from ringreduce import runtime
 from ringreduce.arrays.dtypes import TABLE
-from ringreduce.errors import InputError, MismatchError
 from ringreduce.execution import context
 from ringreduce.execution.submission import Submission
 from ringreduce.settings import Settings
@@ -340,62 +339,3 @@ def test_averages_of_integers(monkeypatch):
     assert set(told) == {
         "averages of integer arrays are truncated to whole numbers, as in Horovod; pass floats, or op=Sum (shown once)"
     }
-
-
-def test_a_name_that_comes_again_with_another_array_or_other_arguments_is_not_taken_for_the_last():
-    def program():
-        rank, own = rr.rank(), rr.ProcessSet([0, 1])
-        own.process_set_id = 1
-        ramp = np.arange(6, dtype=np.float32) * (rank + 1)
-        transposed, unaligned = np.empty((3, 2), np.float32).T, np.frombuffer(bytearray(25), np.uint8)[1:].view("f4")
-        arrays = [
-            (ramp.copy(), {}),
-            (ramp.copy(), {}),
-            (ramp.copy(), {"op": rr.Sum}),
-            (ramp.copy(), {"average": False}),
-            (ramp.copy(), {"op": rr.Max}),
-            (ramp.copy(), {"op": rr.Sum, "prescale_factor": np.array(2.0)}),
-            (ramp.copy(), {"op": rr.Sum, "postscale_factor": 3}),
-            (ramp.reshape(2, 3).copy(), {}),
-            (ramp.reshape(3, 2).copy(), {}),
-            (ramp[:5].copy(), {}),
-            (ramp.astype(np.float64), {}),
-            (ramp.astype(np.int32), {"op": rr.Sum}),
-            (ramp.astype(">f4").astype(np.float16), {}),
-            (transposed, {}),
-            (unaligned, {}),
-            (np.concatenate([ramp, ramp])[::2], {}),
-            (ramp.copy(), {"process_set": own}),
-            (ramp.copy(), {}),
-        ]
-        factors = {rr.Sum: 6, rr.Max: 3, None: 2}
-        for array, arguments in arrays:
-            if "process_set" in arguments and rank not in own.ranks:
-                continue
-            array[...] = (np.arange(array.size) * (rank + 1)).reshape(array.shape)
-            for step in range(3):  # the second and third are known
-                before = array.copy()
-                assert rr.allreduce_(array, name="w", **arguments) is array
-                if step == 0:
-                    factor = 6 if "average" in arguments else factors[arguments.get("op")]
-                    factor = 1.5 if "process_set" in arguments else factor
-                    factor *= arguments.get("prescale_factor", 1) * arguments.get("postscale_factor", 1)
-                    assert array.dtype == before.dtype
-                    assert (array == before / (rank + 1) * factor).all(), arguments
-        array = ramp.copy()
-        rr.allreduce_(array, name="w")
-        with pytest.raises(MismatchError, match=r"allreduce 'w' .*float32\[5\], but rank 0 has float32\[6\]"):
-            rr.allreduce_(ramp[: 6 - (rank == 1)].copy(), name="w")
-        for change, message in (
-            (lambda: array.setflags(write=False), "a read-only array cannot be changed in place"),
-            (lambda: setattr(own, "process_set_id", None), "was not added, or was removed"),
-        ):
-            change()
-            with pytest.raises(InputError, match=message):
-                rr.allreduce_(array, name="w", process_set=own)
-        with pytest.raises(InputError, match="expected a ProcessSet"):
-            rr.allreduce_(ramp, name="w", process_set="all")
-        with pytest.raises(InputError, match="is not an array"):
-            rr.allreduce_([1.0], name="w")
-
-    run_ranks(3, program, process_sets=[[0, 1]])

@@ -1,5 +1,6 @@
 """Stall reports, on threads: who gave a tensor, who did not, and what the others do instead."""
 
+import math
 import re
 import threading
 import time
@@ -35,8 +36,11 @@ def late_rank(late):
 
 @pytest.mark.parametrize("late", [0, 2], ids=["the coordinator", "another rank"])
 def test_the_report_names_tensor_ranks_lines_and_what_the_missing_rank_does(capsys, late):
+    begun_s = time.monotonic()
     assert run_ranks(3, late_rank(late), settings=SOON) == [3, 3, 3]
     told = capsys.readouterr().err
+    most = 1 + math.log2((time.monotonic() - begun_s) / SOON.stall_check_s)
+    assert 1 <= told.count("stalled:") <= most, "after one, two, four times stall_check_s"
     given = rf"ranks {'1-2' if late == 0 else '0-1'} \(test_stalls.py:\d+\)"
     assert re.search(
         rf"ringreduce: stalled: allreduce 'late' \(float64\[2, 5\]\): waiting for \d s; submitted by {given}; "
