@@ -5,6 +5,7 @@ import difflib
 import math
 import re
 import shlex
+import signal
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -148,6 +149,14 @@ def parse_seconds(text: str, flag: str) -> float:
     if not 0 < seconds < math.inf:
         raise UsageError(f"{flag}: expected a number of seconds above 0, got {quoted(text)}")
     return seconds
+
+
+def parse_signals(text: str | None, flag: str) -> frozenset[int]:
+    """Return the signals in `text`, the value of `flag`: USR1, USR2, or both with a comma between."""
+    names = [name.strip().upper().removeprefix("SIG") for name in (text or "").split(",") if text is not None]
+    if any(name not in ("USR1", "USR2") for name in names):
+        raise UsageError(f"{flag}: expected USR1, USR2 or USR1,USR2, got {quoted(text or '')}")
+    return frozenset(signal.Signals[f"SIG{name}"] for name in names)
 
 
 def parse_start_timeout(text: str | None, flag: str, hosts: int) -> float:

@@ -4,9 +4,8 @@
     ringrun doctor -H h1,h2                      check hosts and the links between them
     ringrun stacks [JOB]                         list jobs, or show what a job's ranks do
 
-It uses Open MPI or MPICH, whichever the mpi4py of that Python loads. What follows the command
-belongs to it. A rank is one of the N processes, and its number; its local rank is its number on
-its host. docs/ringrun.md says more.
+It uses Open MPI or MPICH, whichever the mpi4py of that Python loads. A rank is one of the N
+processes, and its number; its local rank is its number on its host. docs/ringrun.md says more.
 
 Environment of a rank
   RANK, WORLD_SIZE                its number, and how many there are
@@ -40,6 +39,7 @@ from .arguments import (
     parse_rank_count,
     parse_ranks,
     parse_seconds,
+    parse_signals,
     parse_start_timeout,
     parse_times,
     split_words,
@@ -72,8 +72,7 @@ _FAILS = """\
 The first rank that does not exit with 0 ends the job: the others get SIGTERM after half a second
 and SIGKILL two seconds later. A report comes last: rank, host, signal or exit code, traceback,
 what the others waited for. When a job hangs, ringrun prints what its ranks do: by itself, on
-`ringrun stacks`, or on SIGUSR1. Ctrl-C sends SIGINT and allows three seconds; a second one kills
-at once. No process is left behind. With --elastic a rank that fails ends no other."""
+`ringrun stacks`, or on SIGUSR1. Ctrl-C sends SIGINT; a second one kills at once."""
 
 _SETTINGS = """\
 Each setting of ringreduce is a flag, --log-level debug, a line of a file, `log_level: debug`,
@@ -131,7 +130,9 @@ def _parser() -> Parser:
     add("--output-filename", metavar="DIR", help="also keep all output, in DIR/rank.N/stdout and stderr")
     add("--stdin", metavar="RANK", help="let this rank read stdin, also from a terminal (for a debugger)")
     add("--timeout", metavar="SECONDS", help="end the job when it takes longer, restarts included")
+    add("--forward-signals", metavar="LIST", help="hand these to the ranks, as in USR1,USR2, so that they can save")
     add = parser.group("When it fails", _FAILS)
+    add("--grace", metavar="SECONDS", help="time from the first signal to SIGKILL (3; 2 after a failure)")
     add("--restarts", metavar="N", default="0", help="after a failure run the job again, up to N times")
     elastic.add_flags(add)
     add = parser.group("Settings", _SETTINGS)
@@ -199,6 +200,8 @@ def _checked(resolved: config.Config) -> Request:
         lost_after_s=lost_after_s,
         gives_terminal=options.stdin is not None,
         restarts=parse_times(options.restarts, flag("restarts")),
+        grace_s=None if options.grace is None else parse_seconds(options.grace, flag("grace")),
+        forwarded=parse_signals(options.forward_signals, flag("forward_signals")),
         elastic=elasticity,
         interfaces=parse_interfaces(options.network_interfaces, flag("network_interfaces")),
         asked=asked,

@@ -275,7 +275,10 @@ class Agent:
 
     def _obey(self, message: wire.Message, pid: int) -> None:
         """Do what ringrun asks while the rank, whose first process is `pid`, may still run."""
-        if isinstance(message, wire.Signal):
+        if isinstance(message, wire.Signal) and message.forwarded:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, message.number)
+        elif isinstance(message, wire.Signal):
             self._sent.append(message.number)
             self._shm_cleanup.look(pid)
             signal_group(pid, message.number)

@@ -224,9 +224,10 @@ class Ask(NamedTuple):
 
 
 class Signal(NamedTuple):
-    """Send signal `number` to the rank's process group."""
+    """Send signal `number` to the rank's process group; one that is `forwarded` for the user, to its first process."""
 
     number: int
+    forwarded: bool = False
 
 
 class WakeUp(NamedTuple):

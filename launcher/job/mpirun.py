@@ -8,9 +8,10 @@ import threading
 from collections.abc import Mapping, Sequence
 
 from ..output.display import Output
-from ..processes import die_with_parent, signal_group
+from ..processes import before_exec, die_with_parent, signal_group
 from .events import Events, LauncherEnded
 from .shutdown import Step
+from .signals import FORWARDABLE
 
 _TAIL_LINES = 200
 _LAST_WORDS_S = 1.0  # for what it wrote last; a process that it left behind may hold its pipe open
@@ -28,7 +29,7 @@ class MpiLauncher:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             start_new_session=True,  # so that Ctrl-C reaches ringrun alone
-            preexec_fn=die_with_parent(signal.SIGTERM),
+            preexec_fn=before_exec(die_with_parent(signal.SIGTERM), _ignore),
         )
         self._events = events
         self._lines: collections.deque[str] = collections.deque(maxlen=_TAIL_LINES)
@@ -70,3 +71,9 @@ class MpiLauncher:
         self.code = code if code >= 0 else 128 - code
         self._threads[0].join(_LAST_WORDS_S)  # what it wrote says why it ended
         self._events.put(LauncherEnded())
+
+
+def _ignore() -> None:
+    """Ignore signals that are for ranks, if they are sent to all of a job: hydra ends by SIGUSR2."""
+    for number in FORWARDABLE:
+        signal.signal(number, signal.SIG_IGN)

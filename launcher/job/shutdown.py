@@ -1,8 +1,8 @@
-"""How ranks are ended: which signals they get, and how long each is given. All of it is over within 5 s."""
+"""How ranks are ended: which signals they get, and how long each is given: 5 s in all, if --grace says nothing else."""
 
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,11 @@ class Shutdown:
     Times are seconds on any one clock; the caller asks `due`, then calls `advance` for the signal to send.
     """
 
-    def __init__(self, steps: Sequence[Step], now_s: float) -> None:
-        self._steps = list(steps)
+    def __init__(self, steps: Sequence[Step], now_s: float, grace_s: float | None = None) -> None:
+        """grace_s: how long to wait after the first signal, unless that is SIGKILL; None: as the steps say."""
+        first = next((step for step in steps if step.number), _KILL)
+        graced = first if grace_s is None or first is _KILL else replace(first, wait_s=grace_s)
+        self._steps = [graced if step is first else step for step in steps]
         self.deadline_s = now_s
         self.latest: int | None = None
 

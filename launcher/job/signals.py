@@ -13,7 +13,10 @@ from collections.abc import Callable
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Those that end a job."""
 
-_HANDLED = (*ENDING, signal.SIGUSR1)
+FORWARDABLE = (signal.SIGUSR1, signal.SIGUSR2)
+"""Those that --forward-signals may hand to the ranks; otherwise they end nothing."""
+
+_HANDLED = (*ENDING, *FORWARDABLE)
 _IMPATIENT_SIGNALS = 3
 
 
@@ -41,8 +44,9 @@ class SignalReader:
             threading.Thread(target=self._run, daemon=True).start()
 
     def end(self) -> None:
-        """Let no request for stacks end ringrun: the interpreter puts handlers back to the default when it exits."""
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        """Let no such signal end ringrun: the interpreter puts handlers back to the default when it exits."""
+        for number in FORWARDABLE:
+            signal.signal(number, signal.SIG_IGN)
 
     def _run(self) -> None:
         count = 0

@@ -199,6 +199,10 @@ class Supervisor:
                 self._output.message([f"ringrun: {self._launcher_end()}; the ranks go on without it"])
             case LauncherEnded():
                 self._end(AFTER_FAILURE)
+            case Signalled(number) if number in self._job.forwarded:
+                self._forward(number)
+            case Signalled(signal.SIGUSR2):
+                self._output.message(["ringrun: got SIGUSR2, which ends nothing; --forward-signals hands it to ranks"])
             case Signalled(signal.SIGUSR1):
                 self._show_stacks("ringrun: what the ranks do:")
             case Signalled(number):
@@ -298,7 +302,7 @@ class Supervisor:
         """Begin to end the job, and return True, unless its ending has begun."""
         if self._shutdown is not None:
             return False
-        self._shutdown = Shutdown(steps, time.monotonic())
+        self._shutdown = Shutdown(steps, time.monotonic(), self._job.grace_s)
         self._conclusion = conclusion
         if steps is AFTER_FAILURE:  # as AFTER_TIMEOUT
             self._conclusions.at_end = self._ask()
@@ -313,6 +317,16 @@ class Supervisor:
         self.take_step()
         what = "interrupted" if number == signal.SIGINT else f"got {signal.Signals(number).name}"
         self._output.message([f"ringrun: {what}; ending {counted(len(self._ranks.running), 'rank')}"])
+
+    def _forward(self, number: int) -> None:
+        """Hand a signal to the ranks, which may save their state."""
+        running, name = self._ranks.running, signal.Signals(number).name
+        if self._ranks.missing:
+            self._output.message([f"ringrun: got {name} before all ranks had started, and did not hand it to them"])
+            return
+        for rank in running:
+            self._channel.send(rank, Signal(number, forwarded=True))
+        self._output.message([f"ringrun: handed {name} to {counted(len(running), 'rank')}"])
 
     def _end_launcher(self) -> None:
         """Let the agents go, and see mpirun's end."""

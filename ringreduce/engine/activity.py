@@ -46,7 +46,7 @@ class Activity:
         ]
         leaving = self._negotiation.leaving
         if leaving and not texts:
-            return f"the others to leave too: {leaving}"
+            return f"waits in shutdown() for the others ({leaving})"
         return ", ".join(texts[:NAMED]) + (f",{_more(len(texts))}" if texts[NAMED:] else "")
 
 

@@ -118,6 +118,18 @@ def test_flags_of_the_display() -> None:
     )
 
 
+@pytest.mark.parametrize(("text", "signals"), [("USR1", {10}), ("sigusr2, usr1", {10, 12})])
+def test_signals_to_forward(text: str, signals: set[int]) -> None:
+    job = cli.parse(["--forward-signals", text, "--grace", "60", "true"]).job
+    assert (job.forwarded, job.grace_s) == (signals, 60.0)
+
+
+@pytest.mark.parametrize("text", ["", "USR3", "TERM", "USR1,"])
+def test_other_signals_are_refused(text: str) -> None:
+    with pytest.raises(UsageError, match=f"--forward-signals: expected USR1, USR2 or USR1,USR2, got '{text}'"):
+        cli.parse(["--forward-signals", text, "true"])
+
+
 @given(st.text())
 def test_any_timeout_gives_seconds_or_one_usage_error(text: str) -> None:
     with contextlib.suppress(UsageError):

@@ -18,6 +18,7 @@ Script = Callable[[str], str]
 Start = Callable[..., "subprocess.Popen[str]"]
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 GONE_WITHIN_S = 5.0
+both_mpis = pytest.mark.parametrize("mpi", ["openmpi", pytest.param("mpich", marks=tiers.extended)])
 
 # in MPI, with a subprocess of its own; argv[1] tells what to do with SIGINT and SIGTERM
 LONG = """
@@ -79,6 +80,38 @@ def test_ctrl_c_lets_a_script_save(start: Start, script: Script, python: str, wa
     wait_until_gone()
 
 
+@both_mpis
+def test_a_signal_to_all_processes_of_a_job_reaches_its_ranks_and_ends_none(
+    mpi: str, start: Start, script: Script, request, processes_of, tmp_path: Path, wait_for
+) -> None:
+    source = """
+        import os, pathlib, signal, sys, time
+        from mpi4py import MPI
+        got = []
+        for number in (signal.SIGUSR1, signal.SIGUSR2):
+            signal.signal(number, lambda number, frame: got.append(number))
+        MPI.COMM_WORLD.Barrier()
+        pathlib.Path(f"up{MPI.COMM_WORLD.rank}").write_text(str(os.getpid()))
+        while set(got) != {signal.SIGUSR1, signal.SIGUSR2}:
+            time.sleep(0.01)
+        sys.exit(9)
+    """
+    python = request.getfixturevalue("mpich_python") if mpi == "mpich" else Path(sys.executable)
+    forwarding = start("-np", 2, "--forward-signals", "usr2", python, script(source), command=[jobs.ringrun(python)])
+    ups = [tmp_path / f"up{rank}" for rank in range(2)]
+    wait_for(lambda: all(up.exists() and up.read_text() for up in ups))
+    ranks = {int(up.read_text()) for up in ups}
+    for pid in set(processes_of()) - {forwarding.pid}:
+        os.kill(pid, signal.SIGUSR1)
+        if pid not in ranks:
+            os.kill(pid, signal.SIGUSR2)
+    forwarding.send_signal(signal.SIGUSR2)
+    _, _, errors = ended(forwarding)
+    assert (forwarding.returncode, processes_of()) == (9, {}), errors
+    assert errors.startswith("ringrun: handed SIGUSR2 to 2 ranks\n")
+    assert "exit code 9" in errors
+
+
 def test_ctrl_c_ends_ranks_that_ignore_it(start: Start, script: Script, python: str, wait_until_gone) -> None:
     process = started(start, python, script(LONG), "ignore")
     process.send_signal(signal.SIGINT)
@@ -105,7 +138,7 @@ def test_ringrun_killed_leaves_nothing(what: str, start: Start, script: Script, 
     wait_until_gone()
 
 
-@pytest.mark.parametrize("mpi", ["openmpi", pytest.param("mpich", marks=tiers.extended)])
+@both_mpis
 @pytest.mark.parametrize(("ends", "code"), [("interrupted", 130), ("a rank fails", 3)])
 def test_nothing_waits_for_whoever_reads_the_output(
     ends: str, code: int, mpi: str, start: Start, script: Script, tmp_path: Path, request, processes_of, wait_for
