@@ -13,14 +13,25 @@ from ringreduce.gpu.runtime import cupy
 
 
 def to_numpy(array: Any) -> Any:
-    """The array's values; in its own memory where that is possible."""
+    """The array's values; in its own memory where that is possible. NumPy cannot compute with bfloat16: as float32."""
     if is_torch(array):
-        return array.detach().cpu().numpy()
-    return array.get() if is_cupy(array) else np.asarray(array)
+        array = array.detach().cpu()
+        return (array.float() if _is_bfloat16(array) else array).numpy()
+    array = array.get() if is_cupy(array) else np.asarray(array)
+    return array.astype(np.float32) if _is_bfloat16(array) else array
 
 
 def as_kind(original: Any, values: Any) -> Any:
-    """The values as an array of the original's kind, on its device."""
+    """The values as an array of the original's kind and type, on its device."""
     if is_torch(original):
-        return sys.modules["torch"].as_tensor(values, device=original.device)
-    return cupy().asarray(values) if is_cupy(original) else values
+        return sys.modules["torch"].as_tensor(values, dtype=original.dtype, device=original.device)
+    if is_cupy(original):
+        return cupy().asarray(values)
+    jax = sys.modules.get("jax")
+    if jax is not None and isinstance(original, jax.Array):
+        return jax.device_put(values.astype(original.dtype), original.sharding if original.committed else None)
+    return values.astype(original.dtype, copy=False) if _is_bfloat16(original) else values
+
+
+def _is_bfloat16(array: Any) -> bool:
+    return str(getattr(array, "dtype", "")).removeprefix("torch.") == "bfloat16"

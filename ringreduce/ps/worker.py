@@ -14,14 +14,16 @@ from ringreduce.ps.arrays import as_kind, to_numpy
 from ringreduce.ps.layout import Key, joined
 from ringreduce.ps.roles import agree, meet_again, through
 
-MOST_UNANSWERED = 16
+MOST_UNANSWERED, UNANSWERED_BYTES = 16, 64 << 20
+"""In an elastic job, so many pushes are kept between two pulls, and no more bytes than these but for one push."""
 
 
 class Worker:
     """One of the workers; made on each rank where `is_server()` is False, while the others make a `Server`.
 
-    parameters:  any nesting of dicts, lists, tuples and arrays, equal in form, shapes and types on all workers; the
-                 first worker's values are those to start from.
+    parameters:  any nesting of dicts, lists, tuples and arrays of NumPy, CuPy, torch or JAX, equal in form, shapes and
+                 types on all workers; the first worker's values are those to start from. Servers hold bfloat16 as
+                 float32, and with Compression.bf16 it travels in 16 bits.
     servers:     as `Server`'s.
     compression: as the servers'.
     index:       this worker's number, from 0; `count`: how many there are; both change when an elastic job loses one.
@@ -62,8 +64,9 @@ class Worker:
     def push(self, gradients: Any) -> None:
         """Send gradients, a tree of the form and shapes of the parameters; returns at once, they may change again.
 
-        Cost: all gradients, to each server its part; in an elastic job MOST_UNANSWERED pushes without a pull wait as a
-        pull does, since until then they are kept. Raises: InputError for another form; PeerLostError.
+        Cost:   all gradients, to each server its part; in an elastic job MOST_UNANSWERED pushes without a pull, or
+                UNANSWERED_BYTES of them, wait as a pull does, since until then they are kept.
+        Raises: InputError for another form; PeerLostError.
         """
         arrays = {name: to_numpy(leaf) for name, leaf in trees.named_leaves(gradients)}
         for key in self._keys:
@@ -78,7 +81,8 @@ class Worker:
         if reform.is_elastic():
             self._unanswered.append(packed)
         through(self._flush, self._meet_again)
-        if len(self._unanswered) == MOST_UNANSWERED:
+        nbytes = sum(each.nbytes for push in self._unanswered for parts in push for each in parts)
+        if len(self._unanswered) == MOST_UNANSWERED or nbytes > UNANSWERED_BYTES:
             through(self._pull, self._meet_again)
 
     def close(self) -> None:

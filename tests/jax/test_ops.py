@@ -12,6 +12,7 @@ import pytest
 import ringreduce as rr
 import ringreduce.jax as hvd
 from ringreduce.api import on_host
+from ringreduce.ps import arrays
 
 RANK, SIZE = hvd.rank(), hvd.size()
 RANKS = np.arange(SIZE)
@@ -379,6 +380,15 @@ def test_a_program_of_several_devices_is_refused_and_what_it_says_works(program)
     squares = hvd.allreduce(jax.jit(jnp.square)(x))
     assert squares.sharding == ROWS
     close(jax.jit(jnp.sqrt)(squares), np.sqrt(np.mean([np.square(own(8, rank=each)) for each in RANKS], axis=0)))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_parameter_servers_arrays_come_back_as_jaxs(dtype):
+    original = jax.device_put(jnp.arange(3.0, dtype=dtype), jax.devices()[1])
+    values = arrays.to_numpy(original)
+    assert values.dtype == np.float32
+    back = arrays.as_kind(original, values)
+    assert (back.dtype, back.sharding, back.tolist()) == (original.dtype, original.sharding, [0, 1, 2])
 
 
 def test_calls_of_one_line_have_a_name_for_each_shape():

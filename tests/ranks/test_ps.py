@@ -8,7 +8,7 @@ from sklearn.datasets import load_digits
 
 import ringreduce as rr
 from ringreduce import reform
-from ringreduce.ps.worker import MOST_UNANSWERED
+from ringreduce.ps import worker as ps_worker
 from ringreduce.testing import run_ranks
 
 pytestmark = pytest.mark.timeout(60)
@@ -112,6 +112,22 @@ def test_out_of_step_it_learns_and_nobody_is_too_far_ahead(mode, staleness, wire
     nbytes = 8 if wire == "none" else 2
     most = 60 * 3 * (elements * nbytes + 500) + elements * 8
     assert sum(served.nbytes_received for served in found[3:]) < most
+
+
+def test_bfloat16_of_torch_is_held_as_float32():
+    torch = pytest.importorskip("torch")
+
+    def program():
+        if rr.ps.is_server(1):
+            return rr.ps.Server(sgd, servers=1).serve().parameters["w"].dtype
+        with rr.ps.Worker({"w": torch.ones(3, dtype=torch.bfloat16)}, servers=1) as own:
+            own.push({"w": torch.full((3,), -6.0, dtype=torch.bfloat16)})
+            return own.pull()["w"]
+
+    first, second, held = run_ranks(3, program)
+    assert held == np.float32
+    for each in (first, second):
+        torch.testing.assert_close(each, torch.full((3,), 4.0, dtype=torch.bfloat16))
 
 
 def test_torch_s_optimizers_and_tensors():
@@ -226,20 +242,23 @@ def test_gradients_of_another_form_are_refused_and_training_goes_on(pushed, mess
     assert run_ranks(3, program)[2] == 1
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
-def test_pushes_without_pulls_are_not_all_kept_for_a_loss(monkeypatch, mode):
+@pytest.mark.parametrize(
+    ("mode", "kept_bytes", "most"), [("sync", 1 << 20, 16), ("async", 1 << 20, 16), ("async", 1, 1)]
+)
+def test_pushes_without_pulls_are_not_all_kept_for_a_loss(monkeypatch, mode, kept_bytes, most):
     monkeypatch.setattr(reform, "is_elastic", lambda: True)
+    monkeypatch.setattr(ps_worker, "UNANSWERED_BYTES", kept_bytes)
     kept = []
 
     def program():
         if rr.ps.is_server(1):
             return rr.ps.Server(sgd, mode, servers=1).serve()
-        with rr.ps.Worker({"w": np.zeros(3)}, servers=1) as worker:
-            for _ in range(3 * MOST_UNANSWERED + 5):
-                worker.push({"w": -np.ones(3)})
-                kept.append(len(worker._unanswered))
-            return worker.pull()["w"]
+        with rr.ps.Worker({"w": np.zeros(3)}, servers=1) as own:
+            for _ in range(3 * ps_worker.MOST_UNANSWERED + 5):
+                own.push({"w": -np.ones(3)})
+                kept.append(len(own._unanswered))
+            return own.pull()["w"]
 
     first, second, _ = run_ranks(3, program)
-    assert max(kept) < MOST_UNANSWERED
+    assert max(kept) < most
     assert min(first.min(), second.min()) > 0
