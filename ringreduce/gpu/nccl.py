@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -101,6 +102,8 @@ class Nccl:
     def __init__(self, device: Device, size: int, uid: bytes, rank: int) -> None:
         self.device = device
         self._binding = binding()
+        # it would connect to each rank in the first all-reduce, in the engine's thread, which a lost rank would stop
+        os.environ.setdefault("NCCL_RUNTIME_CONNECT", "0")
         with _errors(self._binding, f"rank {rank} of {size} could not connect"), device:
             try:
                 self._communicator = self._binding.NcclCommunicator(size, uid, rank)

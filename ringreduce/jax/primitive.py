@@ -9,6 +9,7 @@ to do meanwhile. The host's function uses no JAX: with as many threads as cores,
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,9 +21,38 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from ringreduce.api.on_host import Collective
-from ringreduce.errors import InputError
+from ringreduce.errors import InputError, MissingExtraError
 from ringreduce.jax import xla
 
+PRIVATE = (
+    "extend.core.Primitive",
+    "ffi.ffi_lowering",
+    "interpreters.ad.instantiate_zeros",
+    "interpreters.ad.primitive_jvps",
+    "interpreters.ad.primitive_transposes",
+    "interpreters.batching.primitive_batchers",
+    "interpreters.mlir.TokenSet",
+    "interpreters.mlir.emit_python_callback",
+    "interpreters.mlir.register_lowering",
+    "interpreters.mlir.LoweringRuleContext.set_tokens_out",
+    "interpreters.mlir.ModuleContext.add_host_callback",
+)
+"""Names that JAX does not promise to keep; without them programs cannot call the host in order."""
+
+
+def check_names() -> None:
+    """Raise MissingExtraError where JAX lacks one of these names."""
+    for name in PRIVATE:
+        try:
+            operator.attrgetter(name)(jax)
+        except AttributeError as exc:
+            raise MissingExtraError(
+                f"ringreduce.jax needs jax.{name}, which JAX {jax.__version__} lacks; JAX 0.7.2 to 0.10 have it: "
+                "pip install 'jax<0.11'"
+            ) from exc
+
+
+check_names()
 Values = Sequence[Any]  # arrays, or what stands for them while JAX traces
 
 collective_p = Primitive("ringreduce")

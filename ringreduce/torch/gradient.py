@@ -24,6 +24,7 @@ class Gradient(buckets.Gradient):
         self.parameter = parameter
         self.sparse_as_dense = reducer.sparse_as_dense
         self.may_be_sparse = parameter.dim() == 2  # a table of rows, as an embedding
+        self._stream: Any = None  # the GPU's, on which backward has added to it
         self._form = DENSE  # the layout in which the optimizer gets it
         self.pending: PendingGradient | None = None  # what stands in parameter.grad until it is reduced
         self.is_untouched = False  # `pending` stands for the zeros before the first backward
@@ -60,6 +61,17 @@ class Gradient(buckets.Gradient):
         self.seen += 1
         self._last = _no_gradient if gradient is None else weakref.ref(gradient)
 
+    def note_stream(self) -> None:
+        """Called in a hook: backward computes on the streams of forward, which may differ within a bucket."""
+        if self.parameter.is_cuda:
+            self._stream = torch.cuda.current_stream(self.parameter.device)
+
+    def _follow_stream(self) -> None:
+        """Let what this thread queues from now on see what backward has added."""
+        stream, self._stream = self._stream, None
+        if stream is not None and stream != (current := torch.cuda.current_stream(self.parameter.device)):
+            current.wait_stream(stream)
+
     def show_zeros(self) -> None:
         """Let .grad be zeros before the first backward, as Horovod's."""
         if self.parameter.requires_grad and self.local is None:
@@ -91,6 +103,7 @@ class Gradient(buckets.Gradient):
 
     def load(self) -> tuple[int, torch.Tensor]:
         """Its layout, and what this rank sends; zeros in the layout of the others where it computed none."""
+        self._follow_stream()
         local = self.local
         if local is None and self.layout == UNKNOWN:
             self.check_layout()

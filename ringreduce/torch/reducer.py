@@ -44,6 +44,7 @@ class GradientReducer(Reducer):
             raise BackwardError(too_often(gradient.name, gradient.seen + 1, self.passes))
         if gradient.is_untouched:
             gradient.detach_pending(gradient.local)
+        gradient.note_stream()
         if self.paused:
             return
         if self._backward != _backward_number():

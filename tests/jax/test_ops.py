@@ -12,6 +12,7 @@ import pytest
 import ringreduce as rr
 import ringreduce.jax as hvd
 from ringreduce.api import on_host
+from ringreduce.jax import primitive
 from ringreduce.ps import arrays
 
 RANK, SIZE = hvd.rank(), hvd.size()
@@ -380,6 +381,14 @@ def test_a_program_of_several_devices_is_refused_and_what_it_says_works(program)
     squares = hvd.allreduce(jax.jit(jnp.square)(x))
     assert squares.sharding == ROWS
     close(jax.jit(jnp.sqrt)(squares), np.sqrt(np.mean([np.square(own(8, rank=each)) for each in RANKS], axis=0)))
+
+
+def test_a_jax_without_what_is_relied_on_is_refused(monkeypatch):
+    monkeypatch.delattr(primitive.mlir, "TokenSet")
+    with pytest.raises(
+        ImportError, match=r"ringreduce.jax needs jax\.interpreters\.mlir\.TokenSet, which JAX .* lacks"
+    ):
+        primitive.check_names()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -7,10 +7,12 @@ import weakref
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ringreduce
 import ringreduce.torch as hvd
 from ringreduce.testing import run_ranks
+from ringreduce.torch.gradient import Gradient
 from tests.support.training import batch, loss_of, make_model, parameters, same_on_all, share, wrap
 
 
@@ -346,3 +348,25 @@ def test_the_general_name_takes_the_options():
             ringreduce.DistributedOptimizer(lambda grads: None, groups=2)
 
     run_ranks(1, program)
+
+
+def test_a_gradient_of_another_stream_is_waited_for_before_its_bucket_is_sent(monkeypatch):
+    """By tensors of torch's that have a device but no elements."""
+    waited = []
+
+    class Stream:
+        def wait_stream(self, other):
+            waited.append((self, other))
+
+    side, main = Stream(), Stream()
+    with FakeTensorMode():
+        parameters = [torch.nn.Parameter(torch.ones(3, device="cuda:0")) for _ in range(2)]
+        listener = type("Listener", (), {"sparse_as_dense": False})()
+        gradients = [Gradient(name, each, listener) for name, each in zip("ab", parameters, strict=True)]
+        for gradient, stream in zip(gradients, (side, main), strict=True):
+            gradient.parameter.grad = torch.ones(3, device="cuda:0")
+            monkeypatch.setattr(torch.cuda, "current_stream", lambda _, stream=stream: stream)
+            gradient.note_stream()
+        for gradient in gradients * 2:  # in the hook of the last one
+            gradient.load()
+    assert waited == [(main, side)]
