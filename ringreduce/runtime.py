@@ -272,8 +272,7 @@ def _leave(why: str, interrupted: Callable[[], bool]) -> bool:
     if _process_runtime is None:
         return True
     runtime, _process_runtime = _process_runtime, None
-    if runtime.elastic is not None:
-        report_leaving(runtime.settings.error_file, why)
+    report_leaving(runtime.settings.error_file, why)
     failed_before = runtime.engine.negotiation.error
     if not runtime.engine.leave(why, interrupted) and runtime.elastic is None:
         error = runtime.engine.negotiation.error

@@ -188,7 +188,7 @@ class Meeting(NamedTuple):
 
 
 class Left(NamedTuple):
-    """Of an elastic job: the rank has left its world in order, and is about to end."""
+    """The rank leaves its world in order."""
 
     why: str
 

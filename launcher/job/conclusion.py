@@ -14,6 +14,8 @@ from .mpirun import MpiLauncher
 from .plan import Job
 from .questions import Question
 
+WITHOUT_INIT = "and never called init()", "there for all ranks"
+WITHOUT_LEAVING = "in the middle, as os._exit(0) does", "for it"
 _TIMEOUT_EXIT_CODE = 124  # that of timeout(1)
 
 Conclusion = Callable[[], int]
@@ -78,12 +80,12 @@ class Conclusions:
         """The time for the start was over."""
         raise MachineError(self._not_started(f"the {self._ranks.job.start_timeout_s:g} s of --start-timeout were over"))
 
-    def without_init(self, gone: set[int], waited: set[int]) -> int:
-        """The ranks `gone` ended with 0 and without a call of init(), where others `waited` for them."""
+    def ended_with_0(self, gone: set[int], waited: set[int], how: str, where: str) -> int:
+        """The ranks `gone` ended with 0 while others `waited` for them."""
         job = self._ranks.job
         lines = [
-            f"ringrun: {numbered('rank', gone)} of {job.size} ended with exit code 0 and never called init(); "
-            f"{numbered('rank', waited)} waited there for all ranks, so the job was ended:"
+            f"ringrun: {numbered('rank', gone)} of {job.size} ended with exit code 0 {how}; "
+            f"{numbered('rank', waited)} waited {where}, so the job was ended:"
         ]
         lines += waiting(waited, self.at_end.answers) if self.at_end else []
         if "-" in job.command[1:]:

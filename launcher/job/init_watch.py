@@ -13,6 +13,7 @@ class InitWatch:
     def __init__(self, size: int) -> None:
         self._absent = set(range(size))
         self.waiting: set[int] = set()
+        self.inside: set[int] = set()  # those for which init() has returned, and that have not left since
         self.report_after_s = math.inf
         self.due_s = math.inf
         """When there may be something to report: ask `absent` then."""
@@ -26,6 +27,7 @@ class InitWatch:
 
     def done(self, rank: int) -> None:
         """init() has returned on `rank`."""
+        self.inside.add(rank)
         self.waiting.discard(rank)
         self._absent.discard(rank)
         if not self.waiting:

@@ -13,14 +13,14 @@ from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 
-from ..connection.wire import Ask, End, InInit, Initialized, Ready, Signal, Stalled, State
+from ..connection.wire import Ask, End, InInit, Initialized, Left, Ready, Signal, Stalled, State
 from ..errors import MachineError, UsageError
 from ..output.display import Output
 from ..report import outcome
 from ..report.outcome import RankEnd
 from ..report.states import waiting
 from ..text import counted, listed, numbered
-from .conclusion import Conclusion, Conclusions, Ranks, raising
+from .conclusion import WITHOUT_INIT, WITHOUT_LEAVING, Conclusion, Conclusions, Ranks, raising
 from .events import (
     Arrived,
     Deaf,
@@ -215,6 +215,8 @@ class Supervisor:
                 self._init.wait(rank, report_after_s, time.monotonic())
             case Reported(rank, Initialized()):
                 self._init.done(rank)
+            case Reported(rank, Left()):
+                self._init.inside.discard(rank)
             case HostsCame() if self._losses and self._shutdown is None:
                 self._losses.announce(event)
             case Reported(_, Ready()):
@@ -276,7 +278,15 @@ class Supervisor:
         self._ask(lambda question: self._output.message([headline, *self._ranks.stacks(question)]))
 
     def _report_stall(self, rank: int, report: str) -> None:
-        """Print a stall report of ringreduce's, and all ranks' stacks unless they were printed a short while ago."""
+        """Print a stall report of ringreduce's, and all ranks' stacks unless they were printed a short while ago.
+
+        Where a rank has ended in the middle, none of the others can go on.
+        """
+        ended = {each for each in self._init.inside & self._ranks.ends.keys() if self._ranks.ends[each].code == 0}
+        if ended and self._losses is None:
+            conclusion = partial(self._conclusions.ended_with_0, ended, {rank}, *WITHOUT_LEAVING)
+            self._failed = self._end(AFTER_FAILURE, conclusion) or self._failed
+            return
         now_s = time.monotonic()
         headline = f"ringrun: the job is stalled, says rank {rank}: {report}"
         if now_s < self._stacks_again_s:
@@ -289,7 +299,9 @@ class Supervisor:
         """Ranks have waited for others in init(): end the job if one of those has ended, else say what these do."""
         late, gone = self._init.absent(self._ranks.ends)
         if gone:
-            self._end(AFTER_FAILURE, partial(self._conclusions.without_init, gone, set(self._init.waiting)))
+            self._end(
+                AFTER_FAILURE, partial(self._conclusions.ended_with_0, gone, set(self._init.waiting), *WITHOUT_INIT)
+            )
         elif late:
             waited = f"{numbered('rank', self._init.waiting)} waited {self._init.report_after_s:g} s in init() for"
             headline = f"ringrun: {waited} {numbered('rank', late)} of {self._job.size}, which did not call it:"

@@ -120,7 +120,8 @@ def report_ready(error_file: str, hosts: str) -> None:
 
 def report_leaving(error_file: str, why: str) -> None:
     """Report to the launcher that this rank leaves in order: its end is no loss."""
-    _send(error_file, {"left": why})
+    if error_file:
+        _send(error_file, {"left": why})
 
 
 def _mapped() -> list[str]:

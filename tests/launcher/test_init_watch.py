@@ -5,7 +5,7 @@ import queue
 
 import pytest
 
-from ringrun.connection.wire import Ask, InInit, Initialized, State
+from ringrun.connection.wire import Ask, InInit, Initialized, Left, Stalled, State
 from ringrun.job.events import Arrived, RankEnded, Reported
 from ringrun.job.init_watch import InitWatch
 from ringrun.job.plan import Job
@@ -83,6 +83,32 @@ def test_a_rank_that_has_ended_without_init_ends_the_job(command: list[str]) -> 
     ]
     advice = ["only rank 0 reads ringrun's stdin; a script for all ranks must be in a file"]
     assert fake.said[3:] == advice * (command[1] == "-")
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_a_rank_that_ends_with_0_in_the_middle_ends_the_job_when_another_waits(leaves: bool) -> None:
+    """As by os._exit(0). One that has left its world, as another world may stall, ends nothing."""
+    events: queue.SimpleQueue = queue.SimpleQueue()
+    fake = Answering(events)
+    for rank in range(2):
+        events.put(Arrived(rank, "here", 2345))
+        events.put(Reported(rank, Initialized()))
+    for event in (
+        *[Reported(1, Left("it called shutdown()"))] * leaves,
+        end(1),
+        Reported(0, Stalled("rank 1 is mute")),
+    ):
+        events.put(event)
+
+    fake.broadcast = lambda message: events.put(end(0, -message.number, (message.number,)))
+    if leaves:
+        events.put(end(0))
+    supervisor = Supervisor(Job(2, ["x"]), fake, fake, fake, events)
+    assert supervisor.run() == (0 if leaves else 1)
+    assert supervisor.failed is not leaves
+    if not leaves:
+        text = "rank 1 of 2 ended with exit code 0 in the middle, as os._exit(0) does; rank 0 waited for it, so the job"
+        assert fake.said == [f"ringrun: {text} was ended:", "rank 0: train.py:0"]
 
 
 def test_a_rank_that_is_late_is_named_with_its_line_and_the_job_goes_on() -> None:
