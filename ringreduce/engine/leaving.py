@@ -9,7 +9,7 @@ from ringreduce.negotiation.protocol import ShutdownAck
 
 
 class Leaving:
-    """Used by the engine's thread only."""
+    """Used only by the thread that polls (engine/polling.py)."""
 
     def __init__(self, mailbox: Mailbox, negotiation: Negotiation, process_sets: ProcessSets) -> None:
         self._mailbox, self._negotiation, self._process_sets = mailbox, negotiation, process_sets

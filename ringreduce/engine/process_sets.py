@@ -36,7 +36,7 @@ FIRST_OWN = -(1 << 32)  # the number of the first channel that its members open 
 
 
 class ProcessSets:
-    """Used by the engine's thread, but for `sets`, `numbered`, `open` and `shut`."""
+    """Used by the thread that polls (engine/polling.py), but for `sets`, `numbered`, `open` and `shut`."""
 
     def __init__(
         self,

@@ -15,7 +15,7 @@ from ringreduce.transport.waiting import WaitsFor
 
 
 class Executor:
-    """The queue of one process set's operations; used by the engine's thread only."""
+    """The queue of one process set's operations; used only by the thread that polls (engine/polling.py)."""
 
     def __init__(self, context: Context) -> None:
         self.context = context

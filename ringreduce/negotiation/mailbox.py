@@ -13,7 +13,7 @@ Handler = Callable[[int, Any], object]
 
 
 class Mailbox:
-    """One engine's; used by its thread only."""
+    """One engine's; used only by the thread that polls (engine/polling.py)."""
 
     def __init__(self, transport: EngineTransport) -> None:
         self.rank, self.size = transport.rank, transport.size
