@@ -3,7 +3,6 @@
 command     the command line, and what is printed; its docstring is the manual
 start       starts the job that measures, one rank on each host
 worker      what these ranks run
-schedule    which pair measures when; pure
 links       the worker's lines → what is slow, and what to do; pure
 matrix      the figures as text; pure
 """

@@ -14,20 +14,18 @@ Exit code: 0, also with warnings; 3 with errors; 2 for a wrong command line.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from ..arguments import Parser, add_host_flags, parse_seconds, parse_start_timeout
-from ..errors import MachineError, UsageError
+from ..errors import MachineError
 from ..hosts import Found, Host, named_hosts
 from ..network import parse_interfaces
-from ..preflight import Preflight, check_job
+from ..preflight import check_job
 from ..ssh import SshOptions, parse_ssh
 from ..text import counted
-from .links import Links, findings, read_links, to_json
+from .links import Links, findings, read_links
 from .matrix import matrix
 from .start import measure
 
@@ -45,14 +43,12 @@ class Request:
     interfaces: Sequence[str]
     flags: Sequence[str]
     """Those of it that the measuring job gets, too."""
-    json_file: str | None
 
 
 def _parser() -> Parser:
     parser = Parser("ringrun doctor", _USAGE, __doc__)
     add = parser.group("Options")
     add_host_flags(add)
-    add("--json", metavar="FILE", help="also write all that was found here")
     add("-h", "--help", action="help", help="print this manual and exit")
     return parser
 
@@ -68,14 +64,12 @@ def parse(arguments: Sequence[str]) -> Request:
     flags += [] if ssh.port is None else ["--ssh-port", str(ssh.port)]
     flags += [] if ssh.identity_file is None else ["--ssh-identity-file", ssh.identity_file]
     flags += [] if options.network_interfaces is None else ["--network-interfaces", options.network_interfaces]
-    return Request(found.hosts, found.in_slurm, ssh, parse_interfaces(options.network_interfaces), flags, options.json)
+    return Request(found.hosts, found.in_slurm, ssh, parse_interfaces(options.network_interfaces), flags)
 
 
 def run(arguments: Sequence[str]) -> int:
     """Do what `ringrun doctor` is asked for; returns the exit code. LauncherError where that cannot be done."""
     request = parse(arguments)
-    if request.json_file is not None:
-        _write(request.json_file, "")  # a wrong path is reported before minutes have passed
     print(f"ringrun: asking {counted(len(request.hosts), 'host')} …", file=sys.stderr, flush=True)
     preflight = check_job(
         request.hosts, sys.executable, ssh=request.ssh, in_slurm=request.in_slurm, interfaces=request.interfaces
@@ -94,8 +88,6 @@ def run(arguments: Sequence[str]) -> int:
     errors = len(preflight.error_lines()) + bool(failure)
     warnings = len(preflight.warning_lines()) + (len(findings(links)) if links else 0)
     print(f"\n{counted(errors, 'error')}, {counted(warnings, 'warning')}")
-    if request.json_file is not None:
-        _write(request.json_file, _json(preflight, links, failure))
     return MachineError.exit_code if errors else 0
 
 
@@ -116,23 +108,3 @@ def _links(request: Request, sound: Sequence[str]) -> tuple[Links | None, str]:
 def _print_findings(title: str, lines: Sequence[str]) -> None:
     if lines:
         print("\n".join([f"\n{title}:", *(f"  {line}" for line in lines)]), flush=True)
-
-
-def _json(preflight: Preflight, links: Links | None, failure: str) -> str:
-    found = {
-        "hosts": preflight.to_json(),
-        "errors": preflight.error_lines(),
-        "warnings": preflight.warning_lines(),
-        "links": [] if links is None else to_json(links),
-        "link_findings": [] if links is None else findings(links),
-        "failure": failure or None,
-    }
-    return json.dumps(found, indent=2, allow_nan=False) + "\n"
-
-
-def _write(path: str, text: str) -> None:
-    try:
-        Path(path).write_text(text)
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise UsageError(f"--json {path}: cannot be written: {reason}") from None

@@ -6,7 +6,7 @@ import json
 import math
 import re
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -160,17 +160,3 @@ def _unfinished(_: Links, bad: Sequence[Link]) -> str:
 def _span(values: Sequence[float]) -> str:
     low, high = f"{min(values):.3g}", f"{max(values):.3g}"
     return low if low == high else f"{low} to {high}"
-
-
-def to_json(links: Links) -> list[Mapping[str, object]]:
-    """Return the links as plain JSON; a figure that is missing is null."""
-    return [
-        {
-            "hosts": [links.hosts[link.one], links.hosts[link.other]],
-            "gbit_s": link.gbit_s if link.is_measured else None,
-            "latency_us": link.latency_us if link.is_measured else None,
-            "is_slow": link.is_measured and links.is_slow(link),
-            "is_late": link.is_measured and links.is_late(link),
-        }
-        for link in links.links
-    ]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ..hosts import Host
 from ..job.plan import run_module
-from .schedule import rounds
+from .worker import rounds
 
 _PACKAGE = __package__.partition(".")[0]
 _ROUND_S = 15.0

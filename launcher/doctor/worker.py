@@ -1,6 +1,6 @@
 """What `ringrun doctor` runs on each host: one rank of an MPI job, which measures its link to every other rank.
 
-    round 1: 0-3, 1-2 · round 2: 0-2, 1-3 · …        schedule.py
+    round 1: 0-3, 1-2 · round 2: 0-2, 1-3 · …        nobody is in two pairs at once
 
 A pair measures its latency, half of a round trip of four bytes, and its bandwidth: what ringreduce's own ring sends in
 each direction per second while it reduces a buffer that takes about ATTEMPT_S. Every pair's lower rank writes one line
@@ -14,13 +14,34 @@ import statistics
 import time
 from typing import Any
 
-from .schedule import Pair, rounds
+Pair = tuple[int, int]
 
 LATENCY_ROUNDS = 200
 ATTEMPTS = 5
 ATTEMPT_S = 0.05
 FIRST_BYTES = 1 << 18
 MOST_BYTES = 1 << 26
+
+
+def rounds(count: int) -> list[list[Pair]]:
+    """Return all pairs of `count` hosts, as rounds in which no host is in two pairs: the circle method.
+
+    One host stays, the others go around it, and who stands opposite is the pair. With an odd number one pauses.
+
+        0 1 2      0 5 1      0 4 5
+        5 4 3      4 3 2      3 2 1      …    6 hosts: 5 rounds of 3 pairs
+
+    >>> rounds(4)
+    [[(0, 3), (1, 2)], [(0, 2), (1, 3)], [(0, 1), (2, 3)]]
+    """
+    circle = list(range(count + count % 2))  # the last is nobody where the number is odd
+    found = []
+    for _ in range(len(circle) - 1):
+        opposite = zip(circle[: len(circle) // 2], reversed(circle), strict=False)
+        pairs = sorted((min(pair), max(pair)) for pair in opposite)
+        found.append([pair for pair in pairs if pair[1] < count])
+        circle.insert(1, circle.pop())
+    return found
 
 
 def main() -> None:

@@ -2,7 +2,6 @@
 
     host         a host, the list of -H (h1:4,h2:4), and whether a host is this one
     hostfile     a file, as Open MPI, MPICH, Horovod and PBS write it
-    discovery    a program that prints them
     allocation   what a batch system has given to this job: Slurm (slurm, nodelist), LSF, PBS, Kubernetes' MPI Operator
     assign       the hosts of a job, and how many ranks each gets
 

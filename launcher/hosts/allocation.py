@@ -1,6 +1,6 @@
 """The hosts that a batch system has given to this job, from the variables and files it has left for it."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 from ..errors import UsageError
 from ..text import quoted
@@ -41,8 +41,6 @@ def _lsf_allocation(environ: Mapping[str, str], read: Reader) -> Allocation | No
         why = f"LSB_DJOB_HOSTFILE={path}"
     else:
         return None
-    if "CSM_ALLOCATION_ID" in environ and _starts_with_launch_node(hosts):
-        return Allocation("lsf", tuple(hosts[1:]), f"{why}, without the launch node {hosts[0].name}")
     return Allocation("lsf", tuple(hosts), why)
 
 
@@ -53,14 +51,6 @@ def _parse_lsf_hosts(text: str) -> list[Host]:
         raise UsageError(f"{where}: expected pairs of a host and its slots, as in 'h1 4 h2 4'")
     pairs = zip(words[::2], words[1::2], strict=True)
     return merge([Host(parse_host(name, where).name, parse_slots(slots, where)) for name, slots in pairs])
-
-
-def _starts_with_launch_node(hosts: Sequence[Host]) -> bool:
-    """Whether a job of IBM's Cluster System Manager lists the node that its script runs on, which is not for ranks.
-
-    It comes first, with its own slots (bsub -ln_slots, 1 if not set): `batch02 1 a09n03 42 a10n04 42`.
-    """
-    return len(hosts) > 1 and (hosts[0].slots or 1) < (hosts[1].slots or 1)
 
 
 def _pbs_allocation(environ: Mapping[str, str], read: Reader) -> Allocation | None:

@@ -9,9 +9,8 @@ from ..machine.placement import automatic_size
 from ..machine.topology import read_topology
 from ..text import listed
 from .allocation import find_allocation
-from .discovery import discover
 from .host import Host, is_here, parse_host_list
-from .hostfile import read_hostfile, read_text
+from .hostfile import discover, read_hostfile, read_text
 from .nodelist import expand_nodelist
 
 

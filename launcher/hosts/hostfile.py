@@ -1,4 +1,4 @@
-"""Hostfiles, each line recognised by itself:
+"""Hostfiles, and what a discovery script prints, each line recognised by itself:
 
     h1 slots=4 max_slots=8      Open MPI; Horovod without max_slots
     h1:4                        MPICH (hydra), Intel MPI, Horovod
@@ -10,6 +10,8 @@ it is refused with the place where it belongs, and never passed over.
 """
 
 import re
+import subprocess
+from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -31,6 +33,8 @@ _REFUSED = {
 
 _LINE_END = re.compile(r"\r\n?|\n")
 _AROUND_EQUALS = re.compile(" ?= ?")  # Open MPI allows `slots = 4`
+_TIMEOUT_S = 30.0  # of a program that prints hosts
+_LAST_WORDS = 200
 _EXAMPLE = "a line for each host, as in 'h1 slots=4' or 'h1:4'"
 
 
@@ -52,6 +56,29 @@ def read_text(path: str) -> str:
     except (OSError, ValueError) as error:  # ValueError: a path that no file can have
         reason = error.strerror if isinstance(error, OSError) else error
         raise UsageError(f"hostfile {path}: cannot be read: {reason}") from None
+
+
+def discover(script: Sequence[str]) -> list[Host]:
+    """Return the hosts that `script`, the argv of --host-discovery-script, prints; UsageError where that fails."""
+    where = f"--host-discovery-script {' '.join(script)}"
+    try:
+        done = subprocess.run(
+            script, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=_TIMEOUT_S
+        )
+    except subprocess.TimeoutExpired:
+        raise UsageError(f"{where}: it has not ended after {_TIMEOUT_S:g} s") from None
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UsageError(f"{where}: cannot be executed: {reason}") from None
+    if done.returncode:
+        said = done.stderr.strip()[-_LAST_WORDS:] or "(nothing)"
+        raise UsageError(f"{where}: it ended with exit code {done.returncode}; it wrote: {said}")
+    if not done.stdout.strip():
+        raise UsageError(f"{where}: it printed no host; expected a line for each, as in 'h1:4'")
+    try:
+        return parse_hostfile(done.stdout, "its output")
+    except UsageError as error:
+        raise UsageError(f"{where}: {error}") from None
 
 
 def parse_hostfile(text: str, source: str) -> list[Host]:

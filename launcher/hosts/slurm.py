@@ -12,6 +12,7 @@ from ..text import quoted
 from .host import Allocation, Host, merge, parse_slots
 from .nodelist import NODELIST, expand_nodelist
 
+_TASKS, _CPUS, _CPUS_PER_TASK = "SLURM_TASKS_PER_NODE", "SLURM_JOB_CPUS_PER_NODE", "SLURM_CPUS_PER_TASK"
 _REPEATED = re.compile(r"([0-9]+)(?:\(x([0-9]{1,9})\))?")
 
 
@@ -22,48 +23,14 @@ def slurm_allocation(environ: Mapping[str, str]) -> Allocation | None:
         return None
     names = expand_nodelist(nodelist)
     why = f"{NODELIST}={quoted(nodelist)}"
-    for variable, slots_of in _SOURCES.items():
-        if value := environ.get(variable):
-            slots = slots_of(environ, variable, value, len(names))
-            hosts = [Host(name, number) for name, number in zip(names, slots, strict=False)]
-            return Allocation("slurm", tuple(merge(hosts)), f"{why}, {variable}={quoted(value)}")
-    return Allocation("slurm", tuple(merge([Host(name) for name in names])), why)
-
-
-def _tasks_per_node(_environ: Mapping[str, str], variable: str, value: str, nodes: int) -> list[int]:
-    """`4(x2),3`: the tasks of each node."""
-    return _per_node(variable, value, nodes)
-
-
-def _tasks(_environ: Mapping[str, str], variable: str, value: str, nodes: int) -> list[int]:
-    """The tasks of the job, spread evenly, the first nodes taking what is left over; a node without any falls away."""
-    share, left = divmod(parse_slots(value, variable), nodes)
-    return [number for node in range(nodes) if (number := share + (node < left))]
-
-
-def _cpus_per_node(environ: Mapping[str, str], variable: str, value: str, nodes: int) -> list[int]:
-    """`16(x2),8`: the CPUs of each node, shared out to tasks."""
-    each = _cpus_per_task(environ)
-    return [max(1, cpus // each) for cpus in _per_node(variable, value, nodes)]
-
-
-def _cpus_on_node(environ: Mapping[str, str], variable: str, value: str, nodes: int) -> list[int]:
-    """The CPUs of this node, taken for those of each."""
-    return [max(1, parse_slots(value, variable) // _cpus_per_task(environ))] * nodes
-
-
-_SOURCES = {
-    "SLURM_TASKS_PER_NODE": _tasks_per_node,
-    "SLURM_NTASKS": _tasks,
-    "SLURM_JOB_CPUS_PER_NODE": _cpus_per_node,
-    "SLURM_CPUS_ON_NODE": _cpus_on_node,
-}
-"""The variables that hold the slots, the most exact first."""
-
-
-def _cpus_per_task(environ: Mapping[str, str]) -> int:
-    variable = "SLURM_CPUS_PER_TASK"
-    return parse_slots(environ.get(variable) or "1", variable)
+    slots: list[int | None] = [None] * len(names)
+    if tasks := environ.get(_TASKS):
+        slots, why = [*_per_node(_TASKS, tasks, len(names))], f"{why}, {_TASKS}={quoted(tasks)}"
+    elif cpus := environ.get(_CPUS):
+        each = parse_slots(environ.get(_CPUS_PER_TASK) or "1", _CPUS_PER_TASK)
+        slots = [max(1, number // each) for number in _per_node(_CPUS, cpus, len(names))]
+        why = f"{why}, {_CPUS}={quoted(cpus)}"
+    return Allocation("slurm", tuple(merge([Host(*each) for each in zip(names, slots, strict=True)])), why)
 
 
 def _per_node(variable: str, text: str, nodes: int) -> list[int]:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from ..text import counted, numbered
 from .topology import Core, Gpu, Topology
 
-_FOLD = 3  # from so many on, equal ranks are named together
+_SHOWN = 8
 
 
 class Share(NamedTuple):
@@ -83,50 +83,12 @@ def share_out(cores: Sequence[Core], ranks: int) -> list[tuple[Core, ...]]:
 
 
 def describe(shares: Sequence[Share], host: str, *, bound: bool, noun: str = "rank") -> str:
-    """Return one line: which GPU and, if `bound` to them, which cores each rank has; equal ranks are named together."""
-    texts = []
-    for run in _runs(shares):
-        parts = [run] if len(run) >= _FOLD else [range(rank, rank + 1) for rank in run]
-        texts += [_text(shares[part.start : part.stop], part, noun, bound) for part in parts]
-    return f"ringrun: {counted(len(shares), noun)} on {host}: {'; '.join(texts)}"
+    """Return one line: which GPU and, if `bound` to them, which cores each rank has; of many the first ranks."""
 
+    def of(rank: int, share: Share) -> str:
+        gpu = f" GPU {share.gpu.name}" if share.gpu else ""
+        return f"{noun} {rank}{gpu}{' ' + numbered('core', share.cpus) if bound else ''}"
 
-def _runs(shares: Sequence[Share]) -> list[range]:
-    """Return the local ranks, cut where two neighbours are not alike."""
-    runs = [range(1)]
-    for rank in range(1, len(shares)):
-        if _alike(shares[rank - 1], shares[rank]):
-            runs[-1] = range(runs[-1].start, rank + 1)
-        else:
-            runs.append(range(rank, rank + 1))
-    return runs
-
-
-def _alike(one: Share, other: Share) -> bool:
-    """Return whether two neighbours have as many cores on the same node, and the same GPU or the next one."""
-    if (one.node, len(one.cores)) != (other.node, len(other.cores)):
-        return False
-    if one.gpu and other.gpu and one.gpu.name.isdecimal() and other.gpu.name.isdecimal():
-        return int(other.gpu.name) - int(one.gpu.name) in (0, 1)
-    return one.gpu == other.gpu
-
-
-def _text(shares: Sequence[Share], ranks: range, noun: str, bound: bool) -> str:
-    words = [numbered(noun, ranks)]
-    names = {share.gpu.name for share in shares if share.gpu}
-    if len(names) == 1:
-        words.append(f"GPU {names.pop()}")
-    elif names:
-        words.append(numbered("GPU", {int(name) for name in names}))
-    if bound:
-        words.append(numbered("core", {cpu for share in shares for cpu in share.cpus}))
-        if len(ranks) > 1:
-            words.append(_division(shares))
-    return " ".join(words)
-
-
-def _division(shares: Sequence[Share]) -> str:
-    """Return how ranks that are named together share the cores that are named."""
-    different = len({core for share in shares for core in share.cores})
-    each = len(shares[0].cores)
-    return f"({each} each)" if different == each * len(shares) else "(in turn)"
+    texts = [of(rank, share) for rank, share in enumerate(shares[:_SHOWN])]
+    more = [f"and {len(shares) - _SHOWN} more"] if len(shares) > _SHOWN else []
+    return f"ringrun: {counted(len(shares), noun)} on {host}: {'; '.join([*texts, *more])}"

@@ -64,13 +64,6 @@ class Preflight:
         """Return a line for each error, with its cure."""
         return lines(self.errors)
 
-    def to_json(self) -> dict[str, object]:
-        """Return the answer of each host, as plain JSON."""
-        return {
-            name: {"problem": facts.what} if isinstance(facts, Problem) else dataclasses.asdict(facts)
-            for name, facts in self.answers.items()
-        }
-
     def automatic_size(self, host: Host) -> int:
         """Return how many ranks `host` gets if nobody says: one per GPU, else per core. MachineError if unknown."""
         facts = self.answers[host.name]

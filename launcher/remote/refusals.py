@@ -73,16 +73,6 @@ _RULES = (
         "it took the connection and closed it (TEXT)",
         "see the log of sshd there; is it an ssh server's port (-p)? MaxStartups may be too small for many at once",
     ),
-    _rule(
-        r"bad owner or permissions|bad configuration option|terminating, \d+ bad|can't open user config|line \d+:",
-        "ssh does not like its configuration (TEXT)",
-        "correct that file of this host's",
-    ),
-    _rule(
-        r"xargs.*not found|not found.*xargs|unknown command.*xargs",
-        "it has no xargs (TEXT)",
-        "install findutils or busybox there, or see that PATH of a shell without login names its folder",
-    ),
 )
 
 

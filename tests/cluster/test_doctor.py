@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import subprocess
@@ -38,9 +37,9 @@ def in_table(text: str) -> list[str]:
 
 
 @pytest.mark.quick
-def test_four_hosts_of_which_one_has_a_slow_link(python: Path, own_hosts: Hosts, tmp_path: Path):
+def test_four_hosts_of_which_one_has_a_slow_link(python: Path, own_hosts: Hosts):
     own_hosts.shape(2, 50)
-    done = doctor(own_hosts, python, "-H", NAMES, "--json", tmp_path / "found.json")
+    done = doctor(own_hosts, python, "-H", NAMES)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = done.stdout.splitlines()
     assert rows[1].startswith("h0 (here) ")
@@ -50,10 +49,6 @@ def test_four_hosts_of_which_one_has_a_slow_link(python: Path, own_hosts: Hosts,
         assert rates[name][2].endswith("*")  # the link to h2
         assert 0.001 < float(rates[name][2].rstrip("*")) < 0.06
     assert re.search(r"\nLinks:\n  h2: all its links are slow: 0\.0.* Gbit/s \(typical here: ", done.stdout)
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert len(found["links"]) == 6
-    assert all(link["is_slow"] for link in found["links"] if "h2" in link["hosts"])
-    assert all(0 < link["latency_us"] < 1e6 for link in found["links"])
     own_hosts.assert_nothing_is_left()
 
 

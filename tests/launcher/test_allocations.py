@@ -13,13 +13,10 @@ from ringrun.hosts.slurm import expand_nodelist
 VARIABLES = [
     "SLURM_JOB_NODELIST",
     "SLURM_TASKS_PER_NODE",
-    "SLURM_NTASKS",
     "SLURM_JOB_CPUS_PER_NODE",
-    "SLURM_CPUS_ON_NODE",
     "SLURM_CPUS_PER_TASK",
     "LSB_MCPU_HOSTS",
     "LSB_DJOB_HOSTFILE",
-    "CSM_ALLOCATION_ID",
     "PBS_NODEFILE",
     "OMPI_MCA_orte_default_hostfile",
     "HYDRA_HOST_FILE",
@@ -53,7 +50,7 @@ def message_of(call, *arguments, **files: str) -> str:
 def test_without_a_batch_system_there_is_no_allocation() -> None:
     assert find({"HOME": "/root"}) is None
     assert find(dict.fromkeys(VARIABLES, "")) is None
-    assert find({"SLURM_NTASKS": "4", "SLURM_CPUS_ON_NODE": "8"}) is None
+    assert find({"SLURM_TASKS_PER_NODE": "4"}) is None
 
 
 @pytest.mark.parametrize(
@@ -134,13 +131,9 @@ def test_a_list_of_nodes_parses_back(written: list[tuple[str, list[str]]]) -> No
 
 
 SLURM = {
-    "tasks per node": ({"SLURM_TASKS_PER_NODE": "4(x2),3", "SLURM_NTASKS": "99"}, "n1:4,n2:4,n3:3"),
-    "tasks": ({"SLURM_NTASKS": "8", "SLURM_CPUS_ON_NODE": "64"}, "n1:3,n2:3,n3:2"),
-    "fewer tasks than nodes": ({"SLURM_NTASKS": "2"}, "n1:1,n2:1"),
-    "CPUs per node": ({"SLURM_JOB_CPUS_PER_NODE": "16(x2),8", "SLURM_CPUS_ON_NODE": "99"}, "n1:16,n2:16,n3:8"),
+    "tasks per node": ({"SLURM_TASKS_PER_NODE": "4(x2),3"}, "n1:4,n2:4,n3:3"),
+    "CPUs per node": ({"SLURM_JOB_CPUS_PER_NODE": "16(x2),8"}, "n1:16,n2:16,n3:8"),
     "CPUs per task": ({"SLURM_JOB_CPUS_PER_NODE": "16,9,2", "SLURM_CPUS_PER_TASK": "4"}, "n1:4,n2:2,n3:1"),
-    "CPUs on this node": ({"SLURM_CPUS_ON_NODE": "8"}, "n1:8,n2:8,n3:8"),
-    "CPUs on this node per task": ({"SLURM_CPUS_ON_NODE": "8", "SLURM_CPUS_PER_TASK": "3"}, "n1:2,n2:2,n3:2"),
     "nothing": ({}, "n1,n2,n3"),
 }
 
@@ -177,12 +170,6 @@ def test_damaged_numbers_of_a_slurm_job_are_told(variables: dict[str, str], mess
     assert told == f"SLURM_TASKS_PER_NODE={message}{YOURSELF}"
 
 
-@pytest.mark.parametrize("variable", ["SLURM_NTASKS", "SLURM_CPUS_ON_NODE"])
-def test_a_damaged_number_of_a_slurm_job_is_told(variable: str) -> None:
-    told = message_of(find, {"SLURM_JOB_NODELIST": "n[1-3]", variable: "many"})
-    assert told == f"{variable}: expected a whole number from 1 to 999999, got 'many'{YOURSELF}"
-
-
 def test_lsf_tells_hosts_and_slots_in_pairs() -> None:
     assert find({"LSB_MCPU_HOSTS": "h1 4 h2 2 "}) == Allocation(
         "lsf", (Host("h1", 4), Host("h2", 2)), "LSB_MCPU_HOSTS='h1 4 h2 2'"
@@ -195,18 +182,6 @@ def test_lsf_s_hostfile_has_a_line_for_each_slot() -> None:
     assert hosts_in(environ, hosts="h1\nh1\nh2\n") == "h1:2,h2:1"
     assert hosts_in(environ, hosts="h1\nh2\n") == "h1:1,h2:1"
     assert hosts_in({**environ, "LSB_MCPU_HOSTS": "h3 3"}) == "h3:3"
-
-
-def test_the_launch_node_of_a_csm_job_gets_no_ranks() -> None:
-    csm = {"CSM_ALLOCATION_ID": "7", "LSB_MCPU_HOSTS": "batch02 1 a09n03 42 a10n04 42"}
-    allocation = find(csm)
-    assert allocation is not None
-    assert allocation.hosts == (Host("a09n03", 42), Host("a10n04", 42))
-    assert allocation.why.endswith(", without the launch node batch02")
-    lines = "\n".join(["batch02", *["a09n03"] * 42])
-    assert hosts_in({"CSM_ALLOCATION_ID": "7", "LSB_DJOB_HOSTFILE": "/files/hosts"}, hosts=lines) == "a09n03:42"
-    assert hosts_in({**csm, "LSB_MCPU_HOSTS": "a1 42 a2 42"}) == "a1:42,a2:42"
-    assert hosts_in({**csm, "LSB_MCPU_HOSTS": "a1 1"}) == "a1:1"
 
 
 @pytest.mark.parametrize(

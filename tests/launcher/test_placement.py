@@ -168,17 +168,6 @@ def test_without_gpus_every_core_is_given_out_evenly(topology: Topology, ranks: 
         assert set(counts) == {1}
 
 
-@given(machines(), st.integers(1, 60), st.booleans())
-def test_every_rank_is_told_once_in_one_line(topology: Topology, ranks: int, bound: bool) -> None:
-    line = describe(place(topology, ranks), "h", bound=bound)
-    assert "\n" not in line
-    told: list[int] = []
-    for part in line.partition(" on h: ")[2].split("; "):
-        first, _, last = part.split()[1].partition("-")
-        told += range(int(first), int(last or first) + 1)
-    assert told == list(range(ranks))
-
-
 def test_two_ranks_are_told_one_by_one(tmp_path: Path) -> None:
     shares = place(read_topology({}, two_sockets(tmp_path, gpus=2), ALL), 2)
     assert describe(shares, "gpuhost", bound=True) == (
@@ -188,42 +177,8 @@ def test_two_ranks_are_told_one_by_one(tmp_path: Path) -> None:
     assert describe(place(one_node(1), 1), "h", bound=True, noun="local rank") == (
         "ringrun: 1 local rank on h: local rank 0 core 0"
     )
-
-
-def test_ranks_alike_are_told_as_one(tmp_path: Path) -> None:
-    shares = place(read_topology({}, two_sockets(tmp_path, gpus=8), ALL), 8)
-    assert describe(shares, "gpuhost", bound=True) == (
-        "ringrun: 8 ranks on gpuhost: ranks 0-3 GPUs 0-3 cores 0-15,32-47 (4 each); "
-        "ranks 4-7 GPUs 4-7 cores 16-31,48-63 (4 each)"
-    )
-    assert describe(place(one_node(2), 64), "h", bound=True) == "ringrun: 64 ranks on h: ranks 0-63 cores 0-1 (in turn)"
-
-
-def test_ranks_that_go_round_the_gpus_are_told_round_by_round() -> None:
-    topology = Topology(one_node(16).cores, tuple(Gpu(str(index)) for index in range(4)))
-    assert describe(place(topology, 8), "h", bound=False) == (
-        "ringrun: 8 ranks on h: ranks 0-3 GPUs 0-3; ranks 4-7 GPUs 0-3"
-    )
-
-
-@pytest.mark.parametrize(
-    ("names", "told"),
-    [
-        (["0"], "ranks 0-3 GPU 0"),
-        (["GPU-ab"], "ranks 0-3 GPU GPU-ab"),
-        (["0", "2", "4", "6"], "rank 0 GPU 0; rank 1 GPU 2; rank 2 GPU 4; rank 3 GPU 6"),
-        (["3", "2", "1", "0"], "rank 0 GPU 3; rank 1 GPU 2; rank 2 GPU 1; rank 3 GPU 0"),
-        (["GPU-a", "MIG-b", "1", "2"], "rank 0 GPU GPU-a; rank 1 GPU MIG-b; rank 2 GPU 1; rank 3 GPU 2"),
-    ],
-)
-def test_only_gpus_that_follow_one_another_are_told_as_one(names: list[str], told: str) -> None:
-    topology = Topology(one_node(16).cores, tuple(map(Gpu, names)))
-    assert describe(place(topology, 4), "h", bound=False) == f"ringrun: 4 ranks on h: {told}"
-
-
-def test_shares_of_different_sizes_are_told_apart() -> None:
-    line = describe(place(one_node(11), 4), "h", bound=True)
-    assert line == "ringrun: 4 ranks on h: rank 0 cores 0-1; ranks 1-3 cores 2-10 (3 each)"
+    many = describe(place(one_node(2), 64), "h", bound=True)
+    assert many.endswith("; rank 6 core 0; rank 7 core 1; and 56 more")
 
 
 def test_more_ranks_than_cores_take_turns() -> None:
