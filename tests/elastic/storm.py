@@ -2,6 +2,7 @@
 
     python -m tests.elastic.storm --jobs 300 --seed 1     # the seeds 1 to 300; ringrun is the one beside this Python
     python -m tests.elastic.storm --jobs 1 --seed 17 -v   # one of them again, with what it printed
+    python -m tests.elastic.storm --plain --jobs 500      # not elastic (plain.py): does each end, and name who failed?
 
 A seed says how many ranks there are, on how many hosts by name, how many parameters they train, and who dies where,
 when and how (tests/elastic/training.py). Each job has its own /dev/shm and process numbers, so what it leaves is seen.
@@ -22,6 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tests.elastic import plain
 from tests.elastic.training import replay
 from tests.support import jobs
 
@@ -156,6 +158,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", type=int, default=20)
     parser.add_argument("--seed", type=int, default=1, help="of the first job")
+    parser.add_argument("--plain", action="store_true", help="jobs that are not elastic: one rank fails")
+    parser.add_argument("--python", type=Path, default=PYTHON, help="another, as one with MPICH")
     parser.add_argument("--spares", type=int, default=0, help="2: two deaths a job, and two spares")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no job after this time")
     parser.add_argument("-v", action="store_true", help="show what each job prints")
@@ -164,8 +168,9 @@ def main() -> None:
     for seed in range(options.seed, options.seed + options.jobs):
         if time.monotonic() - began_s > options.seconds:
             break
-        job = draw(seed, options.spares)
-        outcome = run(job)
+        kind = plain if options.plain else sys.modules[__name__]
+        job = kind.draw(seed, options.spares)
+        outcome = kind.run(job, options.python)
         took_s.append(outcome.seconds)
         deaths.append(len(outcome.died))
         verdict = "; ".join(outcome.wrong) or "right"

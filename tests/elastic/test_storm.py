@@ -1,9 +1,9 @@
-"""Jobs of `ringrun --elastic` whose ranks die at random; storm.py runs one again by the seed in a test's name."""
+"""Jobs whose ranks die at random, elastic and not; storm.py runs one again by the seed in a test's name."""
 
 import pytest
 
 from tests.cluster.hosts import why_not
-from tests.elastic import storm
+from tests.elastic import plain, storm
 from tests.support import tiers
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.extended]
@@ -17,3 +17,18 @@ def test_each_job_goes_on(python, seed, spares):
     job = storm.draw(seed, spares)
     outcome = storm.run(job, python)
     assert outcome.wrong == [], f"{job}: {outcome.died} died\n{outcome.printed}"
+
+
+@pytest.mark.parametrize("seed", tiers.seeds([], 3))
+def test_each_plain_job_ends_and_names_who_failed(python, seed):
+    if reason := why_not({"unshare": "util-linux"}):
+        pytest.skip(reason)
+    outcome = plain.run(plain.draw(seed), python)
+    assert outcome.wrong == [], f"{plain.draw(seed)}\n{outcome.printed}"
+
+
+@pytest.mark.parametrize(("code", "named"), [(0, "1"), (137, "0")])
+def test_a_wrong_code_or_name_is_seen(code, named):
+    job = plain.Job(2, 1, 0.5, "SIGKILL", False)
+    assert plain.faults(job, 137, "-- ringrun: rank 1 of 2 failed first --") == []
+    assert len(plain.faults(job, code, f"-- ringrun: rank {named} of 2 failed first --")) == 1

@@ -1,0 +1,127 @@
+"""Jobs that are not elastic, one rank of which fails at a random moment: `python -m tests.elastic.storm --plain`.
+
+Run as a program, this is one rank: python -m tests.elastic.plain 'RANK SECONDS HOW'
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+ANYWHERE = {"SIGKILL": 137, "SIGSEGV": 139, "abort": 134, "_exit7": 7}
+"""How a rank ends, from any thread, with which exit code of ringrun's."""
+AT_A_STEP = {"raise": 1, "exit3": 3, "exit_text": 1}
+STALLS = {"SIGSTOP": 1, "sleep": 1}  # the others give up, and say whom they waited for
+CODES = {**ANYWHERE, **AT_A_STEP, **STALLS}
+IN_PRIVATE = """mount -t tmpfs shm /dev/shm && { "$@"; code=$?; for again in 1 2 3 4 5; do
+ps -e -o stat=,args= | grep -v -e ^Z -e ' ps -e' -e 'sh -c' -e grep > "$LEFT" || break; sleep 1; done
+ls -A /dev/shm "$TMPDIR" | grep -v -e : -e '^$' >> "$LEFT"; exit $code; }"""
+
+
+class Job(NamedTuple):
+    """What a seed has drawn."""
+
+    size: int
+    rank: int
+    at_s: float
+    how: str
+    has_children: bool
+
+    def __str__(self) -> str:
+        """One line."""
+        return f"{self.size} ranks, {self.rank} {self.at_s} {self.how}{' with children' * self.has_children}"
+
+
+def draw(seed: int, spares: int = 0) -> Job:
+    """One rank of two to four fails, often while all start."""
+    dice = random.Random(seed)
+    size, how = dice.randint(2, 4), dice.choice([*ANYWHERE, *AT_A_STEP] * 3 + [*STALLS])
+    at_s = round(dice.choice([0.3, 1.0, 2.0]) * dice.random() + 3.0 * (how in STALLS), 3)
+    return Job(size, dice.randrange(size), at_s, how, dice.random() < 0.3)
+
+
+def run(job: Job, python: Path = Path(sys.executable)):
+    """Run a job, and look at how it has ended, and at what it has left."""
+    from tests.elastic.storm import ISOLATED, LONGEST_S, Outcome
+    from tests.support import jobs
+
+    with tempfile.TemporaryDirectory() as name:
+        left, temporary = Path(name, "left"), Path(name, "t")
+        temporary.mkdir()
+        plan = f"{job.rank} {job.at_s} {job.how} {int(job.has_children)}"
+        command = [jobs.ringrun(python), "-np", job.size, python, "-m", "tests.elastic.plain", plan]
+        variables = {"RINGREDUCE_STALL_ABORT_S": "4", "RINGREDUCE_STALL_CHECK_S": "2", "TMPDIR": str(temporary)}
+        environ = jobs.environment(**variables, LEFT=str(left))
+        began_s = time.monotonic()
+        try:
+            shell = [*ISOLATED, "sh", "-c", IN_PRIVATE, "sh", *command]
+            done = jobs.run(shell, timeout_s=LONGEST_S, env=environ, stderr=subprocess.STDOUT)
+        except subprocess.TimeoutExpired as late:
+            printed = (late.stdout or b"").decode(errors="replace")
+            return Outcome(time.monotonic() - began_s, printed, ["it hangs"], [])
+        wrong = [f"left: {line}" for line in left.read_text().splitlines()]
+        wrong += faults(job, done.returncode, done.stdout)
+        return Outcome(time.monotonic() - began_s, done.stdout, wrong, [job.rank])
+
+
+def faults(job: Job, code: int, printed: str) -> list[str]:
+    """What is wrong with a job's exit code and its report."""
+    wrong = [f"exit code {code}"] * (code != CODES[job.how])
+    named = re.findall(r"-- ringrun: rank (\d+) of \d+ failed first --", printed)
+    is_blamed = re.search(rf"missing: rank {job.rank}\b|rank {job.rank}, which coordinates, does not answer", printed)
+    if not is_blamed if job.how in STALLS else named != [str(job.rank)]:
+        wrong.append(f"rank {job.rank} failed, and {named} are named")
+    return wrong
+
+
+def fail(how: str) -> None:
+    """End this process, or this thread's waiting, in this way."""
+    match how:
+        case "raise":
+            raise ValueError("drawn")
+        case "exit3":
+            sys.exit(3)
+        case "exit_text":
+            sys.exit("drawn")
+        case "_exit7":
+            os._exit(7)
+        case "abort":
+            ctypes.CDLL(None).abort()
+        case "sleep":
+            time.sleep(1000)
+        case _:
+            os.kill(os.getpid(), getattr(signal, how))
+
+
+def main() -> None:
+    """One rank."""
+    import ringreduce as rr
+
+    rank, at_s, how, has_children = sys.argv[1].split()
+    is_mine, began_s = os.environ["RANK"] == rank, time.monotonic()
+    if has_children == "1":
+        for of_its_own in (os.setpgrp, os.setsid):
+            subprocess.Popen(["sleep", "1000"], preexec_fn=of_its_own)
+    if is_mine and how in ANYWHERE:
+        threading.Timer(float(at_s), fail, [how]).start()
+    rr.init()
+    while True:
+        rr.allreduce(np.ones(1000), name="gradient")
+        if is_mine and how not in ANYWHERE and time.monotonic() > began_s + float(at_s):
+            fail(how)
+
+
+if __name__ == "__main__":
+    main()
