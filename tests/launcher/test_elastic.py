@@ -6,21 +6,15 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from ringrun import cli
-from ringrun.connection.wire import Initialized, Membership
 from ringrun.elastic import Elastic, rank_variables
 from ringrun.engines import ENGINES, Launcher
 from ringrun.errors import LauncherError, UsageError
-from ringrun.job.events import RankEnded, Reported
-from ringrun.job.losses import Losses
-from ringrun.report.outcome import RankEnd
 from tests.support.patience import patient
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
@@ -134,24 +128,6 @@ def test_a_rank_that_is_stopped_when_others_have_left_goes_on(
     told = r"ringrun: rank 1 of 2 on host \S+, pid \d+, was stopped while others waited for it to end; it goes on now\n"
     assert re.search(told, done.stderr)
     assert "-- ringrun" not in done.stderr
-
-
-@pytest.mark.without_mpi
-def test_ranks_of_a_lost_host_are_left_out_together() -> None:
-    """Their agents are lost one after the other; the others re-form once."""
-    sent: list[object] = []
-    channel = SimpleNamespace(broadcast=sent.append)
-    losses = Losses(4, Elastic(), channel, SimpleNamespace(colours=False, message=sent.extend))
-    assert losses.handle(Reported(0, Initialized())) == ""
-    for rank in (1, 2):
-        assert losses.handle(RankEnded(RankEnd(rank, "h1", 7, None, 0.0))) == ""
-    assert sent == []
-    assert losses.due_s < time.monotonic() + 1
-    assert losses.too_late(losses.due_s) == ""
-    lost = "was lost: its agent is gone, without a word"
-    assert [each for each in sent if isinstance(each, Membership)] == [Membership(1, (0, 3), {"1": lost, "2": lost})]
-    assert sum("going on    with ranks 0,3" in str(each) for each in sent) == 2, "a card for each"
-    assert losses.due_s > time.monotonic() + 1
 
 
 def test_the_job_fails_by_the_rank_without_which_it_cannot_go_on(ringrun: Run, python: str, wait_until_gone) -> None:

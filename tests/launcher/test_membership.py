@@ -102,17 +102,6 @@ def test_with_no_rank_left_it_is_over() -> None:
     assert job.overcome == set()
 
 
-def test_a_loss_is_overcome_by_a_list_that_works_on_one_before_more_are_lost() -> None:
-    job = members(3)
-    job.lost({0: "a"}, 0.0)
-    job.reformed(1, 1)
-    job.lost({1: "b"}, 0.0)
-    assert job.overcome == {0}
-    job.reformed(2, 1)
-    assert job.lost({2: "c"}, 0.0) == CannotGoOn("0 ranks left, and --min-np is 1")
-    assert job.overcome == {0}, "rank 1 is the cause"
-
-
 def test_spares_take_the_places_of_the_lost_until_none_is_left() -> None:
     job = members(5, spares=2)
     assert (job.ranks, job.spares) == ((0, 1, 2), [3, 4])
@@ -128,17 +117,6 @@ def test_spares_have_no_work_once_a_rank_has_left() -> None:
     job.left(0, 0.0)
     assert job.lost({1: "a"}, 0.0) == Membership(1, (2,), {"1": "a"})
     assert job.spares == [3]
-
-
-def test_spares_that_come_when_the_others_leave_have_no_work_either() -> None:
-    job = members(5, spares=2)
-    assert job.lost({2: "a"}, 0.0) == Membership(1, (0, 1, 3), {"2": "a"})
-    reform(job)
-    assert job.lost({0: "b"}, 1.0) == Membership(2, (1, 3, 4), {"0": "b", "2": "a"})
-    assert job.left(1, 2.0) == Membership(3, (3, 4), {"0": "b", "2": "a"})
-    assert job.left(3, 2.0) == Membership(4, (), {"0": "b", "2": "a"}), "4 would begin anew, alone"
-    assert job.spares == [4]
-    assert job.overcome == {0, 2}
 
 
 def test_spares_alone_have_no_state_to_go_on_with() -> None:
@@ -236,18 +214,6 @@ def test_suspects_are_killed_once_and_what_they_say_does_not_count() -> None:
     assert job.suspected(3, [1]) is None, "it is dead"
     assert job.suspected(0, [0]) == Kill(frozenset({0})), "a coordinator says that its own script waits"
     assert job.lost({2: "b"}, 0.0) == Membership(2, (0, 1), {"2": "b", "3": "a"})
-
-
-def test_a_script_that_catches_nothing_is_known_by_what_ranks_blame() -> None:
-    job = members()
-    job.lost({2: "a"}, 0.0)
-    job.reformed(1, 1)
-    job.lost({0: "b"}, 0.0)
-    why = job.blamed(0)
-    assert why
-    assert job.overcome == set(), "rank 2 is the cause"
-    assert why.why.startswith("rank 0 did not catch the loss of rank 2; ")
-    assert job.blamed(3) is None, "it lives"
 
 
 def test_a_rank_that_blames_others_is_lost_alone_where_these_live_or_are_done_with() -> None:

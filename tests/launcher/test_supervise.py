@@ -179,25 +179,3 @@ def test_the_job_ends_with_its_last_world_and_without_spares() -> None:
     assert Supervisor(Job(5, ["x"], elastic=Elastic(spares=2)), fake, fake, fake, events).run() == 0
     assert fake.lists == [Membership(1, (0, 2, 3), {"1": "was killed by SIGKILL"})]
     assert fake.signals == [], "rank 4 has waited for a place, and is ended with the agents"
-
-
-def test_the_cause_is_not_a_loss_that_was_overcome_though_its_end_is_heard_last() -> None:
-    fake = Fake()
-    events: supervise.Events = queue.SimpleQueue()
-    for rank in range(3):
-        events.put(Arrived(rank, "h", 2345))
-    events.put(Reported(0, Initialized()))
-    events.put(RankDied(0, -9))
-    events.put(Reported(1, Reformed(1)))
-    events.put(RankDied(1, 7))
-    events.put(Reported(2, Reformed(1)))
-    events.put(RankDied(2, 8))
-    for rank, code in ((1, 7), (2, 8), (0, -9)):
-        events.put(RankEnded(RankEnd(rank, "h", 1, code, float(rank))))
-    assert Supervisor(Job(3, ["x"], elastic=Elastic()), fake, fake, fake, events).run() == 7
-    heads = [line for line in fake.said if line.startswith(("-- ringrun", "going on"))]
-    assert [line.strip(" -") for line in heads] == [
-        "ringrun: rank 0 of 3 failed",
-        "going on    without it, until the job was ended",
-        "ringrun: rank 1 of 3 failed first",
-    ]
