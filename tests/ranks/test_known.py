@@ -147,25 +147,6 @@ def test_what_is_wrong_is_refused_though_its_name_is_known(case):
     run_ranks(2, program)
 
 
-def test_ranks_that_differ_under_a_known_name_get_a_mismatch():
-    def program():
-        calls = (
-            lambda array: rr.allreduce(array, name="out"),
-            lambda array: rr.grouped_allreduce([array, array], name="group"),
-            lambda array: rr.broadcast(array, 0, name="broadcast"),
-            lambda array: rr.allgather(array, name="gather"),
-        )
-        for call in calls:
-            for _ in STEPS:
-                call(np.ones((4, 2)))
-            with pytest.raises(MismatchError, match=r"rank 1 of 2.*float64\[.*3\], but rank 0 has float64\[.*2\]"):
-                call(np.ones((4, 2 + rr.rank())))
-            with pytest.raises(MismatchError, match=r"rank 1 of 2.*float32\[.*2\], but rank 0 has float64\[.*2\]"):
-                call(np.ones((4, 2), (np.float64, np.float32)[rr.rank()]))
-
-    run_ranks(2, program)
-
-
 def test_what_is_known_is_one_engines_and_holds_no_array():
     def program():
         array = np.ones(3)

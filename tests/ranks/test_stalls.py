@@ -101,19 +101,6 @@ def test_no_report_when_it_is_turned_off_or_comes_in_time(capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_after_the_second_limit_it_fails_and_the_job_goes_on():
-    def program():
-        if rr.rank() == 0:
-            with pytest.raises(rr.StalledError, match=r"allreduce 'alone' .*submitted by rank 0 .*; missing: rank 1\."):
-                rr.allreduce(np.ones(3), name="alone")
-            busy(0.6)
-        else:
-            busy(0.8)
-        return rr.allreduce(1.0, op=rr.Sum)
-
-    assert run_ranks(2, program, settings=Settings(stall_abort_s=0.3)) == [2, 2]
-
-
 def test_texts_of_many_ranks_are_short():
     lines = {rank: f"train.py:{rank % 5}" for rank in range(1, 4095)}
     first = Waiting(Signature("allreduce", "w"), 1.0, lines, [0, 4095])
