@@ -3,6 +3,8 @@
 What is an algorithm's own, its messages and its order of sums, is tested in the file of its name.
 """
 
+from collections import Counter
+
 import numpy as np
 import pytest
 
@@ -13,7 +15,7 @@ from ringreduce.ops import Average, Reduction, Sum
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
 from ringreduce.transport.base import complete
-from tests.ranks.on_threads import transport
+from tests.ranks.on_threads import reduced_over_messages, transport
 from tests.support import slots
 from tests.support.reference import MATRIX, all_but_few_extended, assert_reduced, data, numpy_dtype, readable
 from tests.support.tiers import parted
@@ -21,24 +23,6 @@ from tests.support.tiers import parted
 pytestmark = pytest.mark.usefixtures("threads_that_take_turns_quickly")
 
 SIZES = parted([*range(1, 10), 13], lambda size: size in (1, 2, 3, 4, 7))
-
-
-def over_messages(module):
-    """Each rank gives an array, which is its own again as soon as it has the result: it writes nonsense there."""
-
-    def reduce(arrays, reduction, piece_bytes, buffered):
-        options = [] if module is doubling else [piece_bytes]
-
-        def program():
-            flat = arrays[transport().rank].copy().view(reduction.element.storage)
-            complete(module.allreduce(flat, transport(), reduction, *options))
-            result = flat.copy()
-            flat.view(np.uint8)[...] = 0x55
-            return result.view(arrays[0].dtype)
-
-        return run_ranks(len(arrays), program, buffered=buffered)
-
-    return reduce
 
 
 def on_one_host(arrays, reduction, piece_bytes, in_place):
@@ -68,6 +52,14 @@ def on_two_hosts(arrays, reduction, piece_bytes, in_place):
     hosts = [rank * 2 // size for rank in range(size)]
     settings = Settings(fusion_buffer_bytes=1 << 20, fusion_slot_bytes=4096, shared_slot_bytes=4096)
     return run_ranks(size, program, hosts=hosts, settings=settings, timeout_s=40)
+
+
+def over_messages(module):
+    def reduce(arrays, reduction, piece_bytes, buffered):
+        options = [] if module is doubling else [piece_bytes]
+        return reduced_over_messages(module, arrays, reduction, *options, buffered=buffered)
+
+    return reduce
 
 
 ALGORITHMS = {
@@ -133,6 +125,15 @@ def test_factors_come_before_and_after(reduced_by_all, name):
     for piece_bytes in (40, 1 << 20):
         result = reduced_by_all(arrays, Reduction(Average, TABLE[name], 3, 2.5, 2.0), piece_bytes)[0]
         np.testing.assert_allclose(result.astype(np.float64), expected, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("module", [ring, halving, direct], ids=["ring", "halving", "direct"])
+def test_long_messages_travel_in_segments(module):
+    """Chunks of 51 and 50 elements, once on each way."""
+    messages = []
+    arrays = [data("float64", 101, rank) for rank in range(2)]
+    reduced_over_messages(module, arrays, Reduction(Sum, TABLE["float64"], 2), 160, messages=messages)
+    assert Counter(each.nbytes for each in messages) == {160: 8, 88: 2, 80: 2}
 
 
 def test_all_ranks_get_the_same_nan(reduced_by_all):

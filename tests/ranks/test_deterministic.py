@@ -3,13 +3,12 @@
 import random
 import time
 
-import numpy as np
 import pytest
 
 import ringreduce as rr
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
-from tests.support.reference import OPS, assert_reduced, data, readable
+from tests.support.reference import OPS, assert_reduced, data, folded, readable
 from tests.support.tiers import parted
 
 COUNTS = [0, 1, 2, 7, 64, 65, 333, 1000, 4097]
@@ -35,19 +34,6 @@ def settings_of(changes, deterministic=True):
 
 def everyones(dtype):
     return [[data(dtype, count, rank, k) for k, count in enumerate(COUNTS)] for rank in range(3)]
-
-
-def folded(op, arrays, prescale=1.0, postscale=1.0):
-    """The reduction rank by rank, 16-bit floats in float32 and rounded once."""
-    dtype = arrays[0].dtype
-    wide = np.dtype(np.float32) if dtype.itemsize == 2 else dtype
-    combine = {rr.Average: np.add, rr.Sum: np.add, rr.Min: np.minimum, rr.Max: np.maximum, rr.Product: np.multiply}[op]
-    total = arrays[0].astype(wide) * wide.type(prescale)
-    for each in arrays[1:]:
-        total = combine(total, each.astype(wide) * wide.type(prescale))
-    if op is rr.Average:
-        total = total / wide.type(len(arrays))
-    return (total * wide.type(postscale)).astype(dtype)
 
 
 def outcome(way, dtype, op, seed=0, deterministic=True, **factors):

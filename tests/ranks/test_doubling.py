@@ -1,4 +1,4 @@
-"""Recursive doubling on threads: results, their bits, and the pattern of its messages."""
+"""Recursive doubling on threads: the bits of its results, and the pattern of its messages."""
 
 from collections import Counter
 
@@ -9,23 +9,11 @@ from ringreduce.arrays.dtypes import TABLE
 from ringreduce.collectives import doubling
 from ringreduce.ops import Reduction, Sum
 from ringreduce.testing import run_ranks
-from ringreduce.transport.base import complete
-from tests.ranks.on_threads import transport
+from tests.ranks.on_threads import reduced_over_messages, transport
 from tests.support.reference import data
 from tests.support.tiers import parted
 
 SIZES = parted([*range(1, 10), 13], lambda size: size in (1, 2, 3, 4, 7))
-
-
-def reduced_by_all(arrays, reduction, messages=None, buffered=False):
-    """The results of all ranks, each of whom gives one of `arrays`."""
-
-    def program():
-        array = arrays[transport().rank].copy()
-        complete(doubling.allreduce(array.view(reduction.element.storage), transport(), reduction))
-        return array
-
-    return run_ranks(len(arrays), program, messages=messages, buffered=buffered)
 
 
 def in_pairs(arrays):
@@ -40,7 +28,7 @@ def in_pairs(arrays):
 @pytest.mark.parametrize("size", SIZES)
 def test_the_bits_are_those_of_a_sum_in_pairs(size):
     arrays = [data("float32", 1003, rank) for rank in range(size)]
-    for result in reduced_by_all(arrays, Reduction(Sum, TABLE["float32"], size)):
+    for result in reduced_over_messages(doubling, arrays, Reduction(Sum, TABLE["float32"], size)):
         assert result.tobytes() == in_pairs(arrays).tobytes()
 
 
@@ -48,9 +36,8 @@ def test_the_bits_are_those_of_a_sum_in_pairs(size):
 def test_a_logarithm_of_steps(size):
     """Each member swaps with one other in each step; whoever folds in sends once and receives once."""
     messages = []
-    reduced_by_all(
-        [data("float16", 10, rank) for rank in range(size)], Reduction(Sum, TABLE["float16"], size), messages
-    )
+    arrays = [data("float16", 10, rank) for rank in range(size)]
+    reduced_over_messages(doubling, arrays, Reduction(Sum, TABLE["float16"], size), messages=messages)
     members = 1 << (size.bit_length() - 1)
     folded = size - members
     steps = members.bit_length() - 1

@@ -296,8 +296,3 @@ def test_what_a_signal_handler_raises_in_a_wait_reaches_the_script_and_no_engine
         for each in engines:
             each.give_up(rr.CollectiveError("the test has ended"))
             each.join()
-
-
-def test_a_group_without_arrays_is_reduced_as_any_other():
-    for results in run_ranks(2, lambda: [rr.grouped_allreduce([], name=f"empty.{k}") for k in range(2)]):
-        assert results == [[], []]

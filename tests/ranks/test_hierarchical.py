@@ -1,6 +1,5 @@
 """The hierarchical all-reduce on threads: results, their bits, what each wire carries, and late ranks."""
 
-import itertools
 import math
 import random
 import time
@@ -18,8 +17,8 @@ from ringreduce.ops import Reduction, Sum
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
 from ringreduce.transport.base import complete
-from tests.support.reference import MATRIX, assert_reduced, data
-from tests.support.slots import reduced
+from tests.support.reference import assert_reduced, data
+from tests.support.slots import random_plan, reduced
 from tests.support.tiers import parted
 
 pytestmark = pytest.mark.usefixtures("threads_that_take_turns_quickly")
@@ -68,35 +67,6 @@ def run_plan(hosts, plan, prepare=lambda: None, **options):
         assert all(each[k].tobytes() == results[0][k].tobytes() for each in results), "the same bits on every rank"
 
 
-@pytest.mark.parametrize("hosts", parted(LAYOUTS, lambda hosts: len(hosts) < 9), ids=str)
-def test_every_count(hosts):
-    size = len(hosts)
-    plan = []
-    for count in sorted({0, 1, size - 1, size, size + 1, 1000, 100003}):
-        for capacity, pieces, in_place in itertools.product([97, 10**9], [1, 5], [True, False]):
-            if count <= 1000 or capacity > 1000:
-                options = {"capacity": capacity, "pieces": pieces, "in_place": in_place, "halves": len(plan) % 2}
-                plan.append(("float64" if count <= 1000 else "float32", Sum, count, options))
-    run_plan(hosts, plan, buffered=len(hosts) % 2 == 0)
-
-
-def random_plan(seed, length):
-    draw = random.Random(seed)
-    plan = []
-    for _ in range(length):
-        name, op = draw.choice(MATRIX)
-        count = draw.choice([0, 1, 5, 40, 300, 3000])
-        capacity = draw.choice([10**9, max(1, count // draw.randint(1, 9))])
-        options = {
-            "capacity": capacity,
-            "pieces": draw.choice([1, 2, 9]),
-            "in_place": draw.random() < 0.5,
-            "halves": draw.random() < 0.5,
-        }
-        plan.append((name, op, count, options))
-    return plan
-
-
 def dawdle(draw, share=0.08):
     if draw.random() < share:
         time.sleep(draw.choice([0.0005, 0.002, 0.006]))
@@ -123,7 +93,7 @@ def be_slow(seed):
 @pytest.mark.parametrize("hosts", LAYOUTS[:4], ids=str)
 def test_a_rank_that_is_late_never_reads_what_came_later(hosts, seed):
     """Every operation has data of its own, so memory that was overwritten too early gives another result."""
-    run_plan(hosts, random_plan(seed, 30), lambda: be_slow(seed))
+    run_plan(hosts, random_plan(seed, 30, [0, 1, 5, 40, 300, 3000], halves=[False, True]), lambda: be_slow(seed))
 
 
 @pytest.mark.parametrize("hosts", LAYOUTS[:4], ids=str)

@@ -2,9 +2,7 @@
 
 import itertools
 import random
-import time
 
-import numpy as np
 import pytest
 
 from ringreduce.arrays.dtypes import TABLE
@@ -12,12 +10,12 @@ from ringreduce.collectives import shared
 from ringreduce.collectives.shared import COPY, DONE, PACK, REDUCE, cut
 from ringreduce.cost_model import ONE_SHOT_BYTES, is_one_shot
 from ringreduce.kernels import copying, sum_numba
-from ringreduce.ops import Average, Max, Min, Product, Reduction, Sum
+from ringreduce.ops import Average, Product, Reduction, Sum
 from ringreduce.partition import chunk_bounds
 from ringreduce.transport.base import complete
-from ringreduce.transport.window import SLOTS, Region
-from tests.support.reference import MATRIX, assert_reduced, data
-from tests.support.slots import SLOT_BYTES, SlowRegion, on_a_host, reduced, slots_of
+from ringreduce.transport.window import Region
+from tests.support.reference import assert_reduced, data, folded
+from tests.support.slots import SLOT_BYTES, SlowRegion, on_a_host, random_plan, reduced, slots_of
 from tests.support.tiers import parted
 
 pytestmark = pytest.mark.usefixtures("threads_that_take_turns_quickly")
@@ -34,20 +32,6 @@ def reduce(array, region, reduction, capacity=10**9, pieces=1, in_place=True, wa
         complete(shared.allreduce(slots, region, reduction, *options))
 
     return reduced(array, reduction.element.storage, capacity, pieces, in_place, run)
-
-
-def folded(op, arrays):
-    """The reduction rank by rank, in the type of the sums, rounded once: what every rank must get, to the bit."""
-    dtype = arrays[0].dtype
-    wide = np.dtype(np.float32) if dtype.name in ("float16", "bfloat16") else dtype
-    wide = np.dtype(np.int64) if op is Average and dtype.kind in "iu" and dtype.itemsize < 8 else wide
-    combine = {Average: np.add, Sum: np.add, Min: np.minimum, Max: np.maximum, Product: np.multiply}[op]
-    total = arrays[0].astype(wide)
-    for each in arrays[1:]:
-        total = combine(total, each.astype(wide))
-    if op is Average:
-        total = np.trunc(total / len(arrays)) if total.dtype.kind in "iu" else total / total.dtype.type(len(arrays))
-    return total.astype(arrays[0].dtype)
 
 
 def assert_all_got(results, op, arrays):
@@ -92,68 +76,12 @@ def test_sums_in_one_pass_have_the_same_bits(monkeypatch, size):
     assert sums
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_every_count(size):
-    plan = []
-    for count in sorted({0, 1, size - 1, size, size + 1, 1000, 100003}):
-        capacities = [7, 512] if count <= 1000 else [8192]
-        for capacity, pieces, in_place in itertools.product([*capacities, 10**9], [1, 5], [True, False]):
-            name = "float64" if count <= 1000 else "float32"
-            plan.append((name, Sum, count, {"capacity": capacity, "pieces": pieces, "in_place": in_place}))
-    run_plan(size, plan)
-
-
-def random_plan(seed, length):
-    """Operations of all kinds: short ones, one slot, many slots, one part and many."""
-    draw = random.Random(seed)
-    plan = []
-    for _ in range(length):
-        name, op = draw.choice(MATRIX)
-        count = draw.choice([0, 1, 5, 40, 300, 3000, 30000])
-        capacity = draw.choice([10**9, max(1, count // draw.randint(1, 9))])
-        options = {"capacity": capacity, "pieces": draw.choice([1, 2, 9]), "in_place": draw.random() < 0.5}
-        plan.append((name, op, count, options))
-    return plan
-
-
 @pytest.mark.parametrize("seed", parted(range(4), lambda seed: seed < 2))
 @pytest.mark.parametrize("size", [2, 3, 5])
 def test_a_rank_that_is_late_never_reads_what_came_later(size, seed):
     """Every operation has data of its own, so memory that was overwritten too early gives another result."""
     slow = type("Slow", (SlowRegion,), {"seed": seed})
-    run_plan(size, random_plan(seed, 40), slow)
-
-
-@pytest.mark.parametrize("seed", parted(range(3), lambda seed: seed < 1))
-@pytest.mark.parametrize("size", [2, 3, 4])
-def test_nobody_packs_a_slot_that_another_still_reads(size, seed):
-    """Slot t has the memory of slot t - SLOTS, so all must have done with that: told by `watch`, with sleeps
-    there."""
-    done = [-1] * size
-    packed_over = []
-
-    def program(region):
-        draw = random.Random(f"{seed} {region.rank}")
-        for number, (count, capacity) in enumerate([(100, 8), (5, 9), (64, 8), (1, 1), (1, 1), (1, 1), (1, 1)] * 3):
-            first = region.sequence
-
-            def watch(slot, phase, first=first):
-                if draw.random() < 0.3:
-                    time.sleep(draw.choice([0.0005, 0.003]))
-                if phase == PACK:
-                    behind = min(done)
-                    packed_over.append(first + slot - SLOTS <= behind)
-                if phase == DONE:
-                    done[region.rank] = first + slot
-                    time.sleep(0)
-
-            reduce(data("float32", count, region.rank, number), region, kind, capacity, watch=watch)
-        return region.sequence
-
-    kind = Reduction(Sum, TABLE["float32"], size)
-    flags = on_a_host(size, program)
-    assert all(packed_over)
-    assert len(packed_over) == sum(flags)
+    run_plan(size, random_plan(seed, 40, [0, 1, 5, 40, 300, 3000, 30000]), slow)
 
 
 @pytest.mark.parametrize("capacity", [10**9, 16])
@@ -199,18 +127,6 @@ def test_short_ones_take_one_wait_and_long_ones_two(size):
     assert is_one_shot(4 * limit, size)
     assert not is_one_shot(4 * limit + 4, size)
     assert on_a_host(size, program) == [[1, 2]] * size
-
-
-@pytest.mark.parametrize("count", [9, 5000])
-def test_factors_come_before_and_after(count):
-    arrays = [data("float32", count, rank) for rank in range(3)]
-    kind = Reduction(Average, TABLE["float32"], 3, 0.75, 3.0)
-    total = arrays[0] * np.float32(0.75)
-    for each in arrays[1:]:
-        total = total + each * np.float32(0.75)
-    expected = total / np.float32(3) * np.float32(3.0)
-    for result in on_a_host(3, lambda region: reduce(arrays[region.rank], region, kind, 1000)):
-        assert result.tobytes() == expected.tobytes()
 
 
 @pytest.mark.parametrize("size", SIZES)

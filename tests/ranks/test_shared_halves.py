@@ -279,9 +279,9 @@ def test_what_a_rank_owns_is_not_packed():
 
 def test_a_group_of_no_tensors_and_tensors_without_elements():
     def program():
-        empty = rr.grouped_allgather([]), rr.grouped_reducescatter([])
+        empty = rr.grouped_allgather([]), rr.grouped_reducescatter([]), rr.grouped_allreduce([])
         shapes = rr.allgather(np.zeros((0, 3))).shape, rr.reducescatter(np.zeros((1, 0))).shape
         return empty, shapes, rr.broadcast(np.zeros(0), 1).shape
 
     for rank, found in enumerate(run_ranks(2, program)):
-        assert found == (([], []), ((0, 3), (1 - rank, 0)), (0,))
+        assert found == (([], [], []), ((0, 3), (1 - rank, 0)), (0,))

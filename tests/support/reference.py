@@ -85,6 +85,21 @@ def reduced(op, arrays):
     return total
 
 
+def folded(op, arrays, prescale=1.0, postscale=1.0):
+    """The reduction rank by rank, in the type of the sums, rounded once: what must come out to the bit."""
+    dtype = arrays[0].dtype
+    wide = np.dtype(np.float32) if dtype.name in ("float16", "bfloat16") else dtype
+    wide = np.dtype(np.int64) if op is Average and dtype.kind in "iu" and dtype.itemsize < 8 else wide
+    combine = {Average: np.add, Sum: np.add, Min: np.minimum, Max: np.maximum, Product: np.multiply}[op]
+    scaled = [each.astype(wide) if prescale == 1 else each.astype(wide) * wide.type(prescale) for each in arrays]
+    total = scaled[0]
+    for each in scaled[1:]:
+        total = combine(total, each)
+    if op is Average:
+        total = np.trunc(total / len(arrays)) if total.dtype.kind in "iu" else total / total.dtype.type(len(arrays))
+    return (total if postscale == 1 else total * wide.type(postscale)).astype(dtype)
+
+
 def assert_reduced(result, op, arrays):
     """`result` is the reduction of `arrays` within the rounding of its type: 16-bit floats are rounded just once."""
     expected = reduced(op, arrays)

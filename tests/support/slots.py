@@ -9,6 +9,7 @@ import numpy as np
 
 from ringreduce.collectives.shared import Part
 from ringreduce.transport.window import Region, Window, block_bytes
+from tests.support.reference import MATRIX
 
 SLOT_BYTES = 64 << 10
 LIMIT_S = 40
@@ -88,3 +89,19 @@ def reduced(array, storage, capacity, pieces, in_place, run):
     source.view(np.uint8)[...] = 0x55
     target.view(np.uint8)[...] = 0x55
     return result
+
+
+def random_plan(seed, length, counts, **choices):
+    """Operations of all kinds, each a dtype, op, count and options: short ones, one slot or many, one part or many."""
+    draw = random.Random(seed)
+    plan = []
+    for _ in range(length):
+        name, op = draw.choice(MATRIX)
+        count = draw.choice(counts)
+        options = {
+            "capacity": draw.choice([10**9, max(1, count // draw.randint(1, 9))]),
+            "pieces": draw.choice([1, 2, 9]),
+            "in_place": draw.random() < 0.5,
+        }
+        plan.append((name, op, count, options | {key: draw.choice(values) for key, values in choices.items()}))
+    return plan
