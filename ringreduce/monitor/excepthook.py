@@ -35,7 +35,8 @@ def install(error_file: str) -> None:
 
     def hook(kind: type[BaseException], exc: BaseException, trace: TracebackType | None) -> None:
         interrupted = issubclass(kind, KeyboardInterrupt)
-        if not (interrupted and error_file):  # ringrun reports an interrupt once
+        # ringrun reports an interrupt once, and of ranks that have lost another only what came first
+        if not (error_file and issubclass(kind, (KeyboardInterrupt, PeerLostError))):
             previous(kind, exc, trace)
         if error_file:
             write_report(error_file, kind, exc, trace)
@@ -72,7 +73,8 @@ def write_report(path: str, kind: type[BaseException], exc: BaseException, trace
             json.dump(report, file)
         os.replace(partial, path)
     except OSError as error:
-        LOGGER.error(f"the report of this failure could not be written to {path}: {error}")
+        what = f"{kind.__name__}: {exc}"
+        LOGGER.error(f"the report of this failure could not be written to {path}: {error}; it was {what}")
 
 
 def flush() -> None:

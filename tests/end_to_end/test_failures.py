@@ -49,6 +49,8 @@ def test_one_rank_ends_and_the_others_wait_for_it(python, tmp_path, kind):
     print(f"{kind}: all gone after {ended - failed:.2f} s")
     assert finished.returncode == code, finished.stdout
     assert re.search(message, finished.stdout), finished.stdout
+    told = set(re.findall(r"^\[(\d)\] Traceback", finished.stdout, re.M))
+    assert told == ({"1"} if kind == "raise" else set()), "those that lose it print no tracebacks of their own"
     assert ended - failed < 5
     assert run(["pgrep", "-f", str(script)]).stdout == "", "nothing is left"
 
