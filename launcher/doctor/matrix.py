@@ -1,4 +1,4 @@
-"""The measured links as text: a matrix for a few hosts, a line a host for many. Pure.
+"""The measured links as text: a matrix for a few hosts, of many what is typical. Pure.
 
 Gbit/s     n1     n2     n3
 n1          ·   9.41   1.02*
@@ -8,9 +8,9 @@ n3       1.02*  9.38      ·
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 
+from ..text import counted
 from .links import Link, Links
 
 WIDTH = 100
@@ -32,7 +32,7 @@ def matrix(links: Links) -> str:
         return f"{_latency_us(link.latency_us)}{'*' if links.is_late(link) else ' '}" if link.is_measured else "- "
 
     if _name_width(links.hosts) + _CELL * len(links.hosts) > WIDTH:
-        return "\n".join(_summary(links))
+        return _summary(links)
     tables = (_matrix("Gbit/s", links, gbit_s), _matrix("µs", links, latency_us))
     return "\n\n".join("\n".join(lines) for lines in tables)
 
@@ -49,22 +49,11 @@ def _matrix(unit: str, links: Links, figure: _Figure) -> Iterator[str]:
         yield (f"{_cut(host, _LONGEST_NAME):<{width}}" + "".join(f"{cell:>{_CELL}}" for cell in cells)).rstrip()
 
 
-def _summary(links: Links) -> Iterator[str]:
-    """A line a host: the medians of its links, and its slowest one."""
-    width = _name_width(links.hosts)
-    yield f"{'':<{width}}  median Gbit/s  median µs  slowest link"
-    for at, host in enumerate(links.hosts):
-        own = links.measured_of.get(at, [])
-        name = f"{_cut(host, _LONGEST_NAME):<{width}}"
-        if not own:
-            yield f"{name}  {'-':>13}  {'-':>9}"
-            continue
-        slowest = min(own, key=lambda link: link.gbit_s)
-        peer = links.hosts[slowest.one + slowest.other - at]
-        rate = statistics.median(link.gbit_s for link in own)
-        late = statistics.median(link.latency_us for link in own)
-        worst = f"{_gbit_s(slowest.gbit_s)}{'*' if links.is_slow(slowest) else ''} to {_cut(peer, _LONGEST_NAME)}"
-        yield f"{name}  {_gbit_s(rate):>13}  {_latency_us(late):>9}  {worst}"
+def _summary(links: Links) -> str:
+    if not links.measured:
+        return "no link was measured to its end"
+    typical = f"{_gbit_s(links.typical_gbit_s)} Gbit/s and {_latency_us(links.typical_latency_us)} µs"
+    return f"{counted(len(links.measured), 'link')} measured; typical are {typical}"
 
 
 def _gbit_s(value: float) -> str:

@@ -1,20 +1,14 @@
 """What happens in a job, in the order in which the one thread that decides (supervise.py) hears of it."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from ..connection.wire import Report
 from ..report.outcome import RankEnd
 
 
-class Event:
-    """One of the following."""
-
-
-@dataclass(frozen=True)
-class Arrived(Event):
+class Arrived(NamedTuple):
     """The agent of `rank` is connected, and has found a free port (0: the one that was asked for is taken)."""
 
     rank: int
@@ -22,30 +16,26 @@ class Arrived(Event):
     port: int
 
 
-@dataclass(frozen=True)
-class Refused(Event):
+class Refused(NamedTuple):
     """An agent is connected that this job does not await."""
 
     reason: str
 
 
-@dataclass(frozen=True)
-class RankDied(Event):
+class RankDied(NamedTuple):
     """A rank has just ended; what it wrote last follows, then RankEnded."""
 
     rank: int
     code: int
 
 
-@dataclass(frozen=True)
-class RankEnded(Event):
+class RankEnded(NamedTuple):
     """A rank has ended, or its agent was lost."""
 
     end: RankEnd
 
 
-@dataclass(frozen=True)
-class RankNotStarted(Event):
+class RankNotStarted(NamedTuple):
     """The command could not be executed as `rank`."""
 
     rank: int
@@ -53,59 +43,66 @@ class RankNotStarted(Event):
     reason: str
 
 
-@dataclass(frozen=True)
-class Aborted(Event):
+class Aborted(NamedTuple):
     """MPICH says on the stderr of `rank` that this one has called MPI_Abort."""
 
     rank: int
     said: str
 
 
-@dataclass(frozen=True)
-class LauncherEnded(Event):
+class LauncherEnded(NamedTuple):
     """mpirun has ended."""
 
 
-@dataclass(frozen=True)
-class Deaf(Event):
+class Deaf(NamedTuple):
     """The connections to the agents are not read any more."""
 
     reason: str
 
 
-@dataclass(frozen=True)
-class Signalled(Event):
+class Signalled(NamedTuple):
     """ringrun got signal `number`."""
 
     number: int
 
 
-@dataclass(frozen=True)
-class OutputClosed(Event):
+class OutputClosed(NamedTuple):
     """Nobody reads ringrun's stdout any more."""
 
 
-@dataclass(frozen=True)
-class Reported(Event):
+class Reported(NamedTuple):
     """What a rank says of itself, as its agent passes it on."""
 
     rank: int
     message: Report
 
 
-@dataclass(frozen=True)
-class HostsCame(Event):
+class HostsCame(NamedTuple):
     """These hosts, as in h3:2, have come, or have more slots; with them the job would have `size` ranks."""
 
     hosts: tuple[str, ...]
     size: int
 
 
-@dataclass(frozen=True)
-class StacksWanted(Event):
+class StacksWanted(NamedTuple):
     """Somebody wants all ranks' stacks; `deliver` takes the lines, in the thread that decides, and must not block."""
 
     deliver: Callable[[list[str]], None]
 
 
+Event: TypeAlias = (
+    Arrived
+    | Refused
+    | RankDied
+    | RankEnded
+    | RankNotStarted
+    | Aborted
+    | LauncherEnded
+    | Deaf
+    | Signalled
+    | OutputClosed
+    | Reported
+    | HostsCame
+    | StacksWanted
+)
 Events: TypeAlias = "SimpleQueue[Event]"

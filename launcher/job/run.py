@@ -5,6 +5,7 @@ import os
 import queue
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from functools import partial
 
 from ..agent import kept_commits
 from ..agent.shm_cleanup import remove_folders
@@ -77,7 +78,9 @@ def run_job(detected: Detected, job: Job, again: Again = lambda job: job, growth
         def attempt(job: Job, deadline_s: float | None) -> Ending:
             names = {host.name for host, _ in job.hosts}
             kept_on.update(names)
-            ending = _run_once(detected, job, deadline_s, output, signals, hosts)
+            output.begin(job.size)
+            start = partial(_start_and_supervise, detected, job, deadline_s, output, signals, hosts)
+            ending = _run_once(start, job, say)
             if not ending.keeps_commits:
                 kept_on.difference_update(names)
             return ending
@@ -124,25 +127,17 @@ def _remove_commits(job: Job, names: Collection[str]) -> None:
             (by_ssh or remote_over_slurm(_REMOVAL_S)).run(away, ["/bin/rm", "-rf", job.commits_folder])
 
 
-def _run_once(
-    detected: Detected,
-    job: Job,
-    deadline_s: float | None,
-    output: Output,
-    signals: SignalRelay,
-    hosts: _Hosts,
-) -> Ending:
-    output.begin(job.size)
+def _run_once(start: Callable[[], Ending], job: Job, say: restarts.Say) -> Ending:
     try:
-        return _start_and_supervise(detected, job, deadline_s, output, signals, hosts)
+        return start()
     except NotStartedError as error:
         if job.hosts:
             raise
         # Open MPI 5's mpirun fails now and then when others start at the same moment ("The PMIx server's listener
         # thread failed to start"); nothing has run yet, so a second try does no harm
         if job.verbose:
-            hosts.say(f"ringrun: trying once more, since {error}")
-    return _start_and_supervise(detected, job, deadline_s, output, signals, hosts)
+            say(f"ringrun: trying once more, since {error}")
+    return start()
 
 
 def _start_and_supervise(

@@ -6,26 +6,22 @@
     n5           3.10.4* 0.1.0       -*      2.4.1  -                8 cores  +3.2 s* 34 GB
     n6 *         connection refused …
 
-No line is longer than WIDTH: where a group's names have no room, they stand above its row.
+Where a group's names are long, they stand above its row.
 """
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Collection, Mapping, Sequence
 
 from ..hosts import fold_names
 from ..remote import Problem
-from ..text import counted, shortened
+from ..text import columns, counted, shortened
 from .ask import Facts, Version
 from .findings import SHM, Finding, short_mpi
-
-WIDTH = 100
 
 COLUMNS = ("Python", "ringreduce", "mpi4py", "NumPy", "MPI", "ranks", "clock", SHM)
 _LONGEST_CELL = 18
 _LONGEST_HOST = 24
-_SHORTEST_HOST = 12
 _ALWAYS_ALIKE = ("clock", SHM)  # measured, never quite equal: of a group the worst is shown
 
 
@@ -35,33 +31,12 @@ def table(answers: Mapping[str, Facts | Problem], here: str, findings: Sequence[
     for finding in findings:
         marks.setdefault(finding.host, set()).add(finding.column)
     rows, silent = _rows(answers, here, marks)
-    widths = [max(len(column), *(len(cells[at]) for _, cells in rows), 0) for at, column in enumerate(COLUMNS)]
-    widths = _narrowed(widths, WIDTH - _SHORTEST_HOST - 2 * len(widths))
-    room = min(_LONGEST_HOST, WIDTH - sum(widths) - 2 * len(widths))
-    host_width = max([len("host"), *(len(label) for label, _ in rows if len(label) <= room)])
-    lines = [_line("host", COLUMNS, host_width, widths)] if rows else []
-    for label, cells in rows:
-        if len(label) > host_width:
-            lines += textwrap.wrap(label, WIDTH, break_on_hyphens=False)
-            label = ""
-        lines.append(_line(label, cells, host_width, widths))
-    for label, what in silent:
-        lines += textwrap.wrap(f"{label} *  {what}", WIDTH, subsequent_indent="    ", break_on_hyphens=False)
-    return "\n".join(lines)
-
-
-def _line(label: str, cells: Sequence[str], host_width: int, widths: Sequence[int]) -> str:
-    padded = [f"{_cut(cell, width):<{width}}" for cell, width in zip(cells, widths, strict=True)]
-    return "  ".join([f"{label:<{host_width}}", *padded]).rstrip()
-
-
-def _narrowed(widths: Sequence[int], room: int) -> list[int]:
-    """Return widths that add up to `room` at most; the widest columns give way, none below its title."""
-    narrowed = list(widths)
-    while sum(narrowed) > room:
-        spare = [width - len(column) for width, column in zip(narrowed, COLUMNS, strict=True)]
-        narrowed[spare.index(max(spare))] -= 1
-    return narrowed
+    hosts = [label if len(label) <= _LONGEST_HOST else "" for label, _ in rows]
+    header, *cells = columns([["host", *COLUMNS], *([host, *row] for host, (_, row) in zip(hosts, rows, strict=True))])
+    lines = [header] if rows else []
+    for host, (label, _), line in zip(hosts, rows, cells, strict=True):
+        lines += [line] if host else [label, line]
+    return "\n".join([*lines, *(f"{label} *  {what}" for label, what in silent)])
 
 
 def _cut(cell: str, width: int) -> str:
