@@ -9,19 +9,11 @@ from ringreduce.collectives import adasum
 from ringreduce.testing import run_ranks
 from ringreduce.transport.base import complete
 from tests.ranks.on_threads import transport
+from tests.support import matrix
 from tests.support.reference import data
 from tests.support.tiers import parted
 
 SIZES = parted(range(1, 10), lambda size: size in (1, 2, 3, 4, 7))
-
-
-def adasum_of(arrays):
-    """In pairs, pairs of pairs and so on, in extended precision."""
-    if len(arrays) == 1:
-        return arrays[0]
-    a, b = (adasum_of(arrays[k : k + len(arrays) // 2]) for k in (0, len(arrays) // 2))
-    common = np.vdot(a, b).real / 2
-    return a * (1 - common / np.vdot(a, a).real) + b * (1 - common / np.vdot(b, b).real)
 
 
 @pytest.mark.parametrize("name", ["float32", "float64", "complex64", "complex128"])
@@ -37,7 +29,7 @@ def test_adasum_on_a_power_of_two_of_ranks(size, name):
     results = run_ranks(size, program)
     wide = np.clongdouble if name.startswith("complex") else np.longdouble
     tolerance = 20 * np.finfo(name).eps
-    np.testing.assert_allclose(results[0], adasum_of([each.astype(wide) for each in arrays]), tolerance, tolerance)
+    np.testing.assert_allclose(results[0], matrix.adasum([each.astype(wide) for each in arrays]), tolerance, tolerance)
     assert all(result.tobytes() == results[0].tobytes() for result in results), "the same bits on every rank"
 
 

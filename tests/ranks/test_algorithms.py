@@ -2,15 +2,14 @@
 
 import dataclasses
 import functools
+import itertools
 import time
-from collections import Counter
 
 import numpy as np
 import pytest
 
 import ringreduce as rr
 from ringreduce import runtime
-from ringreduce.collectives import direct, doubling
 from ringreduce.cost_model import Constants
 from ringreduce.settings import Settings
 from ringreduce.startup import measure
@@ -18,7 +17,7 @@ from ringreduce.testing import run_ranks
 from ringreduce.transport.base import complete
 from tests.ranks.on_threads import known
 from tests.support import matrix
-from tests.support.reference import MATRIX, ONE_OF_EACH, all_but_one_of_each_extended, assert_reduced, data, readable
+from tests.support.reference import MATRIX, all_but_one_of_each_extended, assert_reduced, data, readable
 from tests.support.tiers import parted
 
 TWO_HOSTS = [0, 0, 1, 1]
@@ -57,25 +56,6 @@ def test_every_form(kind, dtype, op):
     def program():
         assert state().algorithms.text() == kind.partition(",")[0]
         return matrix.allreduce_program(dtype, op, list(range(len(hosts))), rr.global_process_set)
-
-    results = run_ranks(len(hosts), program, hosts=hosts, settings=forced(kind))
-    assert all(each == results[0] for each in results)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "op"),
-    parted(
-        [each for each in matrix.SCALINGS if each[0] in SOME and each[1] in (rr.Average, rr.Min)],
-        lambda *pair: pair in ONE_OF_EACH,
-    ),
-    **readable,
-)
-@pytest.mark.parametrize("kind", FORCED)
-def test_prescale_and_postscale(kind, dtype, op):
-    hosts = FORCED[kind]
-
-    def program():
-        return matrix.scaled_program(dtype, op, list(range(len(hosts))), rr.global_process_set)
 
     results = run_ranks(len(hosts), program, hosts=hosts, settings=forced(kind))
     assert all(each == results[0] for each in results)
@@ -124,23 +104,11 @@ def test_sets_without_a_common_rank_have_the_same_region_and_both_use_it():
 @pytest.mark.parametrize("dtype", parted(["int64", "float16", "float32", "bool"], lambda dtype: dtype == "float16"))
 @pytest.mark.parametrize("kind", FORCED)
 def test_joined_ranks_give_what_changes_nothing(kind, dtype):
-    """Rank r takes r steps, each with a tensor that is cut into slots, one alone and a group."""
+    """Tensors that are cut into slots, of one op after the other."""
     hosts = FORCED[kind]
     size = len(hosts)
     ops = [rr.Max, rr.Min, rr.Sum, rr.Product] + ([rr.Average] if dtype != "bool" else [])
-
-    def program():
-        for step in range(rr.rank()):
-            for op in ops:
-                arrays = [data(dtype, 777, rank, step) for rank in range(step + 1, size)]
-                if op is rr.Average:
-                    arrays += [np.zeros_like(arrays[0])] * (step + 1)
-                mine = data(dtype, 777, rr.rank(), step)
-                single = rr.allreduce_async(mine, name=f"w{op}", op=op)
-                for result in (rr.synchronize(single), *rr.grouped_allreduce([mine, mine], op=op)):
-                    assert_reduced(result, op, arrays)
-        return rr.join()
-
+    program = functools.partial(matrix.join_program, dtype, ops, 777)
     assert run_ranks(size, program, hosts=hosts, settings=forced(kind)) == [size - 1] * size
 
 
@@ -171,51 +139,27 @@ def test_tensors_of_all_kinds_at_once_in_any_order(kind):
     run_ranks(size, program, hosts=hosts, settings=forced(kind))
 
 
-# By its messages one sees which algorithm it was
+PAIRS = {
+    "shared": [],
+    "hierarchical": [(0, 2), (1, 3), (2, 0), (3, 1)],
+    "hierarchical, uneven": [(0, 1), (1, 0)],
+    "ring": [(0, 1), (1, 2), (2, 3), (3, 0)],
+    "direct": list(itertools.permutations(range(4), 2)),
+    "doubling": [(0, 1), (0, 2), (1, 0), (2, 0)],  # ranks 0 and 1 fold, then 0 and 2 swap, then 1 gets the result back
+}
 
 
-def messages_of(kind, count=100):
-    messages = []
-    hosts = FORCED[kind]
-    arrays = [data("float32", count, rank) for rank in range(len(hosts))]
+@pytest.mark.parametrize("kind", PAIRS)
+def test_by_its_messages_one_sees_which_algorithm_it_was(kind):
+    messages, hosts = [], FORCED[kind]
 
     def program():
-        return rr.allreduce(arrays[rr.rank()], op=rr.Sum)
+        return rr.allreduce(np.full(100, rr.rank(), np.float32), op=rr.Sum)[0]
 
     settings = Settings(algorithm=kind.partition(",")[0])
-    for result in run_ranks(len(hosts), program, hosts=hosts, settings=settings, messages=messages):
-        assert_reduced(result, rr.Sum, arrays)
-    return messages, hosts
-
-
-def test_shared_memory_needs_no_message():
-    assert messages_of("shared")[0] == []
-
-
-@pytest.mark.parametrize("kind", ["hierarchical", "hierarchical, uneven"])
-def test_hierarchical_sends_between_hosts_only(kind):
-    messages, hosts = messages_of(kind)
-    assert messages
-    assert all(hosts[each.source] != hosts[each.destination] for each in messages)
-
-
-def test_the_ring_sends_to_the_right_only():
-    messages, _ = messages_of("ring")
-    assert {(each.source, each.destination) for each in messages} == {(0, 1), (1, 2), (2, 3), (3, 0)}
-
-
-def test_direct_sends_to_all():
-    messages, _ = messages_of("direct")
-    assert len({(each.source, each.destination) for each in messages}) == 4 * 3
-    tags = {each.tag for each in messages}
-    assert tags == {direct.RAW_TAG, direct.FINISHED_TAG}
-
-
-def test_doubling_sends_everything_at_once():
-    messages, _ = messages_of("doubling")
-    # ranks 0 and 1 fold, then 0 and 2 swap, then 1 gets the result back
-    pairs = Counter((each.source, each.destination, each.nbytes, each.tag) for each in messages)
-    assert pairs == {(a, b, 400, doubling.TAG): 1 for a, b in [(1, 0), (0, 2), (2, 0), (0, 1)]}
+    total = sum(range(len(hosts)))
+    assert run_ranks(len(hosts), program, hosts=hosts, settings=settings, messages=messages) == [total] * len(hosts)
+    assert sorted({(each.source, each.destination) for each in messages}) == PAIRS[kind]
 
 
 def test_several_slots_are_under_way_on_channels_of_their_own():

@@ -8,6 +8,7 @@ import pytest
 import ringreduce as rr
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
+from tests.ranks.on_threads import known
 from tests.support.reference import OPS, assert_reduced, data, folded, readable
 from tests.support.tiers import parted
 
@@ -112,9 +113,7 @@ def test_a_process_set_sums_in_the_order_of_its_ranks(hosts):
     def program():
         if rr.rank() not in members:
             return None
-        own = rr.ProcessSet(members)
-        own.process_set_id = 1
-        return rr.allreduce(arrays[rr.rank()], op=rr.Sum, process_set=own).tobytes()
+        return rr.allreduce(arrays[rr.rank()], op=rr.Sum, process_set=known(members, 1)).tobytes()
 
     results = run_ranks(5, program, hosts=hosts, settings=settings_of({}), process_sets=[members])
     assert [results[rank] for rank in members] == [expected.tobytes()] * 3
@@ -160,8 +159,7 @@ def test_reducescatter_and_adasum_have_the_same_bits_by_every_algorithm(dtype):
         def program():
             parts = [rr.reducescatter(array, op=rr.Sum).tobytes() for array in arrays[rr.rank()]]
             if dtype == "float32":
-                pair = rr.ProcessSet([0, 2])
-                pair.process_set_id = 1
+                pair = known([0, 2], 1)
                 if rr.rank() != 1:
                     parts += [
                         rr.allreduce(each, op=rr.Adasum, process_set=pair).tobytes() for each in arrays[rr.rank()]

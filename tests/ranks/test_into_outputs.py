@@ -15,8 +15,9 @@ SUM = (("op", "Sum"), ("prescale_factor", 1.0), ("postscale_factor", 1.0))
 worlds = pytest.mark.parametrize("hosts", [None, [0, 1, 2], [0, 0, 1]], ids=["one host", "three hosts", "two hosts"])
 
 
-def open_channel():
-    number, opened = runtime.current("a test").engine.process_sets.open(range(rr.size()), "group", INTO_OUTPUTS)
+def open_channel(members=None, name="group", operations=INTO_OUTPUTS):
+    process_sets = runtime.current("a test").engine.process_sets
+    number, opened = process_sets.open(range(rr.size()) if members is None else members, name, operations)
     opened.wait()
     return number
 

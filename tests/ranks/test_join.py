@@ -1,6 +1,7 @@
 """join on threads: uneven data, what a joined rank gives, and what is refused meanwhile."""
 
 import contextvars
+import functools
 import threading
 import time
 
@@ -9,11 +10,12 @@ import pytest
 
 import ringreduce as rr
 from ringreduce import runtime
-from ringreduce.arrays.dtypes import TABLE
 from ringreduce.ops import ReduceOp
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
-from tests.support.reference import MATRIX, all_but_few_extended, assert_reduced, data, readable
+from tests.ranks.on_threads import known
+from tests.support import matrix
+from tests.support.reference import MATRIX, all_but_few_extended, readable
 from tests.support.tiers import parted
 
 NO_CACHE = Settings(cache_capacity=0)
@@ -22,20 +24,7 @@ NO_CACHE = Settings(cache_capacity=0)
 @pytest.mark.parametrize(("dtype", "op"), all_but_few_extended(MATRIX), **readable)
 @pytest.mark.parametrize("size", parted([2, 3, 4], lambda size: size == 3))
 def test_uneven_steps(size, dtype, op):
-    """Rank r takes r steps; a joined rank changes no result, but an Average is divided by all."""
-
-    def program():
-        for step in range(rr.rank()):
-            arrays = [data(dtype, 33, rank, step) for rank in range(step + 1, size)]
-            if op is rr.Average:
-                arrays += [np.zeros_like(arrays[0])] * (step + 1)
-            single = rr.allreduce_async(data(dtype, 33, rr.rank(), step), name="w", op=op)
-            grouped = rr.grouped_allreduce([data(dtype, 33, rr.rank(), step)] * 2, op=op)
-            for result in (rr.synchronize(single), *grouped):
-                assert_reduced(result, op, arrays)
-        return rr.join()
-
-    assert run_ranks(size, program) == [size - 1] * size
+    assert run_ranks(size, functools.partial(matrix.join_program, dtype, [op], 33)) == [size - 1] * size
 
 
 @pytest.mark.parametrize("settings", [None, NO_CACHE], ids=["cache", "no cache"])
@@ -150,7 +139,7 @@ def test_a_rank_that_has_joined_submits_nothing():
                 rr.allreduce_async(np.zeros(1), name="w")
             with pytest.raises(ValueError, match=r"^join 'join' after join\(\)"):
                 rr.join()
-            rr.allreduce_async(np.zeros(1), name="in a set", process_set=of_rank_0()).wait()
+            rr.allreduce_async(np.zeros(1), name="in a set", process_set=known([0], 1)).wait()
             released.set()
             joiner.join()
         else:
@@ -161,27 +150,5 @@ def test_a_rank_that_has_joined_submits_nothing():
     def joined():
         return "join.join" in runtime.current("test").engine.states[0].pending
 
-    def of_rank_0():
-        process_set = rr.ProcessSet([0])
-        process_set.process_set_id = 1
-        return process_set
-
     released = threading.Event()
     assert run_ranks(2, program, process_sets=[[0]]) == [2, 2]
-
-
-def test_large_tensors_stream_through_a_joined_rank_too():
-    settings = Settings(fusion_buffer_bytes=4096, fusion_slot_bytes=512, shared_slot_bytes=256, ring_segment_bytes=200)
-
-    def program():
-        if rr.rank() == 1:
-            return rr.join()
-        result = rr.allreduce(np.arange(1000.0) + rr.rank(), op=rr.Min)
-        np.testing.assert_array_equal(result, np.arange(1000.0))
-        return rr.join()
-
-    assert set(run_ranks(3, program, settings=settings)) <= {0, 2}
-
-
-def test_every_type_is_in_this_file():
-    assert {dtype for dtype, _ in MATRIX} == set(TABLE)

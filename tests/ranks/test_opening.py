@@ -12,30 +12,19 @@ from ringreduce.api.own_channel import OwnChannel
 from ringreduce.arrays.view import as_buffer
 from ringreduce.engine.process_sets import IN_ORDER
 from ringreduce.testing import run_ranks
+from tests.ranks import test_into_outputs as into_outputs
 from tests.support.patience import nothing_left_in_shared_memory, wait_until
 from tests.support.world import on_every_world
 
 pytestmark = pytest.mark.timeout(60)
-SUM = (("op", "Sum"), ("prescale_factor", 1.0), ("postscale_factor", 1.0))
 
 
 def open_channel(members, name="group"):
-    number, opened = runtime.current("a test").engine.process_sets.open(members, name, IN_ORDER)
-    opened.wait()
-    return number
+    return into_outputs.open_channel(members, name, IN_ORDER)
 
 
 def begin_sum(number, values, then=None):
-    buffer = as_buffer(values, writable=True)
-    return runtime.current("a test").engine.submit(
-        "allreduce",
-        None,
-        number,
-        details=SUM,
-        inputs=[buffer],
-        outputs=[buffer],
-        then=then,
-    )
+    return into_outputs.begin(number, "allreduce", [values], [values], into_outputs.SUM, then=then)
 
 
 def total(number, count=3):

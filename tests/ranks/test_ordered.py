@@ -232,26 +232,6 @@ def test_a_rank_that_does_not_come_is_reported_and_given_up(capsys):
     assert "stalled: allreduce 'ordered' (test_ordered.py:" in capsys.readouterr().err
 
 
-def test_what_a_rank_waits_for_is_named():
-    come = threading.Event()
-
-    def program():
-        channel, engine = rr.ordered(), runtime.current("a test").engine
-        if rr.rank() == 0:
-            assert come.wait(20)
-            return channel.allreduce(np.ones(2)).tolist()
-        handle, waiting = channel.allreduce_async(np.ones(2)), []
-        thread = threading.Thread(target=handle.wait, daemon=True)
-        thread.start()
-        while not waiting:
-            waiting = re.findall(r"^allreduce 'ordered' \(test_ordered.py:\d+\)$", engine.activity.waiting_for())
-        come.set()
-        thread.join(20)
-        return handle.wait().tolist()
-
-    assert run_ranks(2, program) == [[1.0, 1.0]] * 2
-
-
 def test_what_nobody_waits_for_moves_too():
     def program():
         handle = rr.ordered().allreduce_async_(np.ones(100_000), op=rr.Sum)

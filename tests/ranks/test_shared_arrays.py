@@ -14,7 +14,7 @@ from ringreduce.arrays.view import as_buffer
 from ringreduce.execution import shared_arrays
 from ringreduce.execution.shared_arrays import REFUSED, WISHED
 from ringreduce.testing import run_ranks
-from tests.ranks.test_into_outputs import open_channel
+from tests.ranks.test_into_outputs import SUM, begin, open_channel
 
 pytestmark = pytest.mark.timeout(60)
 COUNT = 200_003
@@ -40,17 +40,7 @@ class Moved:
 
 
 def reduce(channel, memory, op="Sum"):
-    buffer = as_buffer(memory.array, writable=True)
-    details = (("op", op), ("prescale_factor", 1.0), ("postscale_factor", 1.0))
-    runtime.current("a test").engine.submit(
-        "allreduce",
-        None,
-        channel,
-        details=details,
-        inputs=[buffer],
-        outputs=[buffer],
-        payload=memory,
-    ).wait()
+    begin(channel, "allreduce", [memory.array], [memory.array], (("op", op), *SUM[1:]), payload=memory).wait()
     return memory.array
 
 

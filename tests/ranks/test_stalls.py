@@ -15,6 +15,7 @@ from ringreduce.monitor.stalls import headline
 from ringreduce.negotiation.coordinator import Waiting
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
+from tests.ranks.on_threads import known
 from tests.support.patience import wait_until
 
 SOON = Settings(stall_check_s=0.2)
@@ -67,31 +68,30 @@ def test_many_tensors_are_one_report_and_what_waits_elsewhere_is_told(capsys):
     ), told
 
 
-def test_what_a_rank_waits_for_is_told_with_its_line():
+@pytest.mark.parametrize("name", ["w", "ordered"])
+def test_what_a_rank_waits_for_is_told_with_its_line(name):
     asked = threading.Event()
 
     def ask(activity, told):
-        wait_until(lambda: "'second'" in activity.waiting_for())
+        wait_until(lambda: f"'{name}'" in activity.waiting_for())
         told.append(activity.waiting_for())
         asked.set()
 
     def program():
         engine, told = runtime.current("a test").engine, []
+        chosen = {"process_set": rr.ordered()} if name == "ordered" else {"name": name}
+        first = rr.allreduce_async(np.ones(3), name="first")
         assert engine.activity.waiting_for() == ""
         if rr.rank() == 1:
             assert asked.wait(20)
         else:
             threading.Thread(target=ask, args=(engine.activity, told)).start()
-            handle = rr.allreduce_async(np.ones(3), name="first")
-            assert rr.allreduce(np.ones(2), name="second", op=rr.Sum)[0] == 2
-            assert engine.activity.waiting_for() == ""
-            return [*told, rr.synchronize(handle)[0]]
-        handle = rr.allreduce_async(np.ones(3), name="first")
-        rr.allreduce(np.ones(2), name="second", op=rr.Sum)
-        return rr.synchronize(handle)[0]
+        assert rr.allreduce(np.ones(2), op=rr.Sum, **chosen)[0] == 2
+        assert engine.activity.waiting_for() == ""
+        return [*told, rr.synchronize(first)[0]]
 
-    (told, first), other = run_ranks(2, program)
-    assert re.fullmatch(r"allreduce 'second' \(test_stalls.py:\d+\)", told)
+    (told, first), (other,) = run_ranks(2, program)
+    assert re.fullmatch(rf"allreduce '{name}' \(test_stalls.py:\d+\)", told)
     assert first == other == 1
 
 
@@ -124,40 +124,35 @@ def test_of_many_missing_ranks_some_are_asked(capsys):
     assert len(re.findall(r"^rank \d+ has submitted nothing yet; it is here:", told, re.MULTILINE)) == 8
 
 
-@pytest.mark.parametrize("members", [[0, 1], [1, 2]], ids=["one coordinator", "two coordinators"])
-def test_a_name_in_another_process_set_is_told(capsys, members):
+def in_a_set(process_set):
+    return rr.allreduce_async(np.ones(3), name="w", process_set=process_set)
+
+
+def another(_):
+    return rr.broadcast_async(np.ones(3), 0, name="w")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "other", "submitted", "number"),
+    [
+        ([0, 1], in_a_set, "0 last .*; it submitted allreduce", 1),
+        ([1, 2], in_a_set, "1 last .*; it submitted allreduce", 1),
+        ([0, 1, 2], another, "(0 last .*; it submitted broadcast|[12] last .*; it submitted allreduce)", 0),
+    ],
+    ids=["one coordinator", "two coordinators", "another operation"],
+)
+def test_a_name_in_another_process_set_or_of_another_operation_is_told(capsys, ranks, other, submitted, number):
     def program():
-        part = rr.ProcessSet(members)
-        part.process_set_id = 1
-        chosen = part if rr.rank() == members[0] else rr.global_process_set
-        with pytest.raises(rr.StalledError, match="allreduce 'w'"):
-            rr.allreduce(np.ones(3), name="w", process_set=chosen)
-        return rr.allreduce(1.0, name="after", op=rr.Sum)
-
-    settings = Settings(stall_check_s=0.2, stall_abort_s=1.5)
-    assert run_ranks(3, program, process_sets=[members], settings=settings) == [3, 3, 3]
-    told = capsys.readouterr().err
-    submitted = (
-        rf"rank {members[0]} last submitted .*; it submitted allreduce 'w' \(test_stalls.py:\d+\) to process set 1"
-    )
-    pattern = rf"{submitted} \(ranks {members[0]}-{members[1]}\): all ranks must pass the same operation and the same "
-    assert re.search(pattern, told), told
-
-
-def test_another_operation_of_that_name_is_told(capsys):
-    def program():
-        if rr.rank() == 0:
-            handle = rr.allreduce_async(np.ones(3), name="w")
-        else:
-            handle = rr.broadcast_async(np.ones(3), 0, name="w")
+        handle = other(known(ranks, 1)) if rr.rank() == ranks[0] else rr.allreduce_async(np.ones(3), name="w")
         with pytest.raises(rr.StalledError, match="'w'"):
             rr.synchronize(handle)
         return rr.allreduce(1.0, name="after", op=rr.Sum)
 
-    assert run_ranks(2, program, settings=Settings(stall_check_s=0.2, stall_abort_s=1.5)) == [2, 2]
+    settings = Settings(stall_check_s=0.2, stall_abort_s=1.5)
+    assert run_ranks(3, program, process_sets=[ranks] if number else [], settings=settings) == [3, 3, 3]
     told = capsys.readouterr().err
-    submitted = r"rank (0 last .*; it submitted allreduce|1 last .*; it submitted broadcast) 'w' \(test_stalls.py:\d+\)"
-    assert re.search(rf"{submitted} to process set 0 \(ranks 0-1\): all ranks must pass the same operation", told), told
+    where = rf"'w' \(test_stalls.py:\d+\) to process set {number} \(ranks {ranks[0]}-{ranks[-1]}\)"
+    assert re.search(f"rank {submitted} {where}: all ranks must pass the same operation and the same ", told), told
 
 
 @pytest.mark.parametrize("patient", [False, True])

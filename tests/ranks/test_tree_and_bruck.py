@@ -16,17 +16,6 @@ from tests.support.tiers import parted
 SIZES = parted(range(1, 10), lambda size: size in (1, 2, 3, 4, 7))
 
 
-def test_on_return_the_memory_is_the_callers_again():
-    def program():
-        flat = np.ones(100)
-        complete(tree.broadcast(flat, transport(), 0, 64))
-        result = flat.copy()
-        flat[...] = np.nan  # whoever still reads it would spread this
-        assert result.sum() == 100
-
-    run_ranks(3, program)
-
-
 @pytest.mark.parametrize("size", SIZES)
 def test_tree_broadcast_from_every_root(size):
     for root, count in itertools.product(range(size), (0, 1, 1000)):
@@ -35,7 +24,9 @@ def test_tree_broadcast_from_every_root(size):
         def program(root=root, count=count):
             flat = data("float32", count, transport().rank)
             complete(tree.broadcast(flat, transport(), root, 512))
-            return flat
+            result = flat.copy()
+            flat[...] = np.nan  # it is the caller's again: whoever still reads it would spread this
+            return result
 
         for result in run_ranks(size, program, messages=messages):
             np.testing.assert_array_equal(result, data("float32", count, root))
@@ -68,15 +59,3 @@ def test_bruck_allgather_takes_a_logarithm_of_rounds(size):
     for result in run_ranks(size, program, messages=messages):
         np.testing.assert_array_equal(result, np.arange(3) + 10 * np.arange(size)[:, None])
     assert len(messages) == size * (size - 1).bit_length()
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_nobody_passes_a_barrier_before_all_have_come(size):
-    arrived = []
-
-    def program():
-        arrived.append(transport().rank)
-        complete(bruck.allgather(np.zeros(1), transport()))
-        return len(arrived)
-
-    assert run_ranks(size, program) == [size] * size

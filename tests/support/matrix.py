@@ -283,3 +283,17 @@ def objects_program(ranks, process_set):
         assert gathered == [("y" * rank, root) for rank in ranks]
         told.append(gathered)
     return told
+
+
+def join_program(dtype, ops, count):
+    """Rank r takes r steps; a joined rank changes no result, but an Average is divided by all."""
+    for step in range(rr.rank()):
+        for op in ops:
+            arrays = [data(dtype, count, rank, step) for rank in range(step + 1, rr.size())]
+            if op is rr.Average:
+                arrays += [np.zeros_like(arrays[0])] * (step + 1)
+            mine = data(dtype, count, rr.rank(), step)
+            single = rr.allreduce_async(mine, name=f"w{op}", op=op)
+            for result in (rr.synchronize(single), *rr.grouped_allreduce([mine, mine], op=op)):
+                assert_reduced(result, op, arrays)
+    return rr.join()
