@@ -1,5 +1,7 @@
 """How people train: clipping, GradScaler, accumulation, several losses, graphs that differ; against one process."""
 
+import contextlib
+import functools
 import os
 import sys
 import warnings
@@ -11,81 +13,160 @@ import torch.utils.checkpoint
 import ringreduce
 import ringreduce.torch as hvd
 from ringreduce.testing import run_ranks
-from tests.support.training import batch, gradients, loss_of, make_model, parameters, same_on_all, share, wrap
+from tests.support.training import (
+    alone,
+    batch,
+    clip,
+    close,
+    gradients,
+    loss_of,
+    make_model,
+    parameters,
+    ranks_add_up,
+    same_on_all,
+    share,
+    trained,
+    trains_as_one_process,
+    wrap,
+)
 
 
-def close(result, expected):
-    torch.testing.assert_close(result, expected, rtol=1e-9, atol=1e-11)
+def clipped(model, optimizer, data, step):
+    """Without a ritual."""
+    loss_of(model, data(step)).backward()
+    assert clip(model) > 0.5
+    optimizer.step()
 
 
-def trained(data, wrapping, body, steps=4, **options):
-    model = make_model()
-    optimizer = wrap(model, **options) if wrapping else torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(steps):
-        optimizer.zero_grad()
-        body(model, optimizer, data, step)
-    return parameters(model)
+def clipped_by_value(model, optimizer, data, step, foreach=True):
+    loss_of(model, data(step)).backward()
+    torch.nn.utils.clip_grad_value_(model.parameters(), 0.3, foreach=foreach)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5, foreach=foreach)
+    optimizer.step()
 
 
-def clip(model):
-    return torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+def clipped_one_by_one(model, optimizer, data, step):
+    clipped_by_value(model, optimizer, data, step, foreach=False)
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_clipping_without_a_ritual(size):
-    def body(model, optimizer, data, step):
-        loss_of(model, data(step)).backward()
-        assert clip(model) > 0.5
-        optimizer.step()
-
-    close(same_on_all(run_ranks(size, lambda: trained(share, True, body))), trained(batch, False, body))
-
-
-@pytest.mark.parametrize("foreach", [True, False])
-def test_clipping_by_value_and_with_foreach(foreach):
-    def body(model, optimizer, data, step):
-        loss_of(model, data(step)).backward()
-        torch.nn.utils.clip_grad_value_(model.parameters(), 0.3, foreach=foreach)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5, foreach=foreach)
-        optimizer.step()
-
-    close(same_on_all(run_ranks(2, lambda: trained(share, True, body))), trained(batch, False, body))
-
-
-def test_horovods_ritual():
-    def body(model, optimizer, data, step):
-        loss_of(model, data(step)).backward()
-        if hasattr(optimizer, "synchronize"):
-            optimizer.synchronize()
-            clip(model)
-            with optimizer.skip_synchronize(), warnings.catch_warnings():
-                warnings.simplefilter("error")
-                optimizer.step()
-        else:
-            clip(model)
+def horovods_ritual(model, optimizer, data, step):
+    loss_of(model, data(step)).backward()
+    if hasattr(optimizer, "synchronize"):
+        optimizer.synchronize()
+        clip(model)
+        with optimizer.skip_synchronize(), warnings.catch_warnings():
+            warnings.simplefilter("error")
             optimizer.step()
-
-    close(same_on_all(run_ranks(2, lambda: trained(share, True, body, op=hvd.Average))), trained(batch, False, body))
-
-
-def test_a_sum_is_not_summed_again_by_step():
-    def body(model, optimizer, data, step):
-        (loss_of(model, data(step)) / (2 if hasattr(optimizer, "synchronize") else 1)).backward()
+    else:
         clip(model)
         optimizer.step()
 
-    close(same_on_all(run_ranks(2, lambda: trained(share, True, body, op=hvd.Sum))), trained(batch, False, body))
+
+def losses_with_a_backward_each(model, optimizer, data, step):
+    """Actor and critic in one optimizer: each part is clipped after its own backward."""
+    hidden = model[0](data(step)).detach()
+    model[2](hidden).square().mean().backward()
+    torch.nn.utils.clip_grad_norm_(model[2].parameters(), 0.1)
+    model[0](data(step)).square().mean().backward()
+    torch.nn.utils.clip_grad_norm_(model[0].parameters(), 0.1)
+    optimizer.step()
 
 
+def losses_in_another_order_on_each_rank(model, optimizer, data, step):
+    losses = [model[2](model[0](data(step)).detach()).square().mean(), model[0](data(step)).square().mean()]
+    for loss in losses if hvd.is_initialized() and hvd.rank() else losses[::-1]:
+        loss.backward()
+    optimizer.step()
+
+
+def a_look_after_each_of_two_backwards_over_everything(model, optimizer, data, step):
+    """The parts that the first backward left out are looked at, reduced as zeros, and reduced again."""
+    for loss in (model[2](model[0](data(step)).detach()), model[0](data(step))):
+        loss.square().mean().backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+
+
+def no_sync_then_step(model, optimizer, data, step):
+    """Which reduces what there is."""
+    with optimizer.no_sync() if hasattr(optimizer, "no_sync") else contextlib.nullcontext():
+        loss_of(model, data(step)).backward()
+    optimizer.step()
+
+
+def frozen_and_unfrozen(model, optimizer, data, step):
+    """The last layer is frozen at first, the other at last; weight decay would show gradients that are zeros."""
+    model[0].requires_grad_(step != 3)
+    model[2].requires_grad_(step > 1)
+    loss_of(model, data(step)).backward()
+    clip(model)
+    optimizer.step()
+
+
+def checkpoints(model, optimizer, data, step, reentrant=True):
+    """A backward inside backward."""
+    hidden = torch.utils.checkpoint.checkpoint(model[0], data(step).requires_grad_(), use_reentrant=reentrant)
+    out = torch.utils.checkpoint.checkpoint(model[2], model[1](hidden), use_reentrant=reentrant)
+    out.square().mean().backward()
+    clip(model)
+    optimizer.step()
+
+
+def checkpoints_that_are_not_reentrant(model, optimizer, data, step):
+    checkpoints(model, optimizer, data, step, reentrant=False)
+
+
+def gradients_of_gradients(model, optimizer, data, step):
+    """A penalty on the gradient: .grad has a graph of its own."""
+    x = data(step).requires_grad_()
+    (slope,) = torch.autograd.grad((model(x) ** 2).sum(), x, create_graph=True)
+    (slope.square().sum(1).mean() / 100).backward()
+    optimizer.step()
+
+
+LOOPS = [
+    *((clipped, size) for size in (1, 2, 3, 4)),
+    (clipped_by_value, 2),
+    (clipped_one_by_one, 2),
+    (horovods_ritual, 2),
+    (losses_with_a_backward_each, 2),
+    (losses_with_a_backward_each, 3),
+    (losses_in_another_order_on_each_rank, 2),
+    (a_look_after_each_of_two_backwards_over_everything, 2),
+    (no_sync_then_step, 2),
+    (frozen_and_unfrozen, 2),
+    (checkpoints, 3),
+    (checkpoints_that_are_not_reentrant, 3),
+    (gradients_of_gradients, 2),
+]
+
+
+@pytest.mark.parametrize(("loop", "size"), LOOPS, ids=lambda each: getattr(each, "__name__", str(each)))
+def test_ranks_train_as_one_process(loop, size):
+    def program(data, wrapped):
+        model = make_model()
+        model[2].requires_grad_(loop is not frozen_and_unfrozen)
+        optimizer = wrapped(torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1), model)
+        for step in range(4):
+            optimizer.zero_grad()
+            loop(model, optimizer, data, step)
+        return parameters(model)
+
+    trains_as_one_process(size, program)
+
+
+@pytest.mark.parametrize(
+    "kind", [torch.optim.SGD, functools.partial(torch.optim.Adam, fused=True)], ids=["SGD", "fused"]
+)
 @pytest.mark.parametrize("unscaling", [False, True])
-def test_grad_scaler_skips_the_same_steps_on_all_ranks(unscaling):
+def test_grad_scaler_skips_the_same_steps_on_all_ranks(unscaling, kind):
     """One rank's gradient is not finite in step 1: no rank makes that step, and no ritual is needed."""
 
     def program():
         model = make_model().float()
-        optimizer = wrap(model)
+        optimizer = hvd.DistributedOptimizer(kind(model.parameters(), lr=0.01))
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-        scales, norms = [], []
+        scales = []
         for step in range(4):
             optimizer.zero_grad()
             loss = loss_of(model, share(step).float())
@@ -94,7 +175,7 @@ def test_grad_scaler_skips_the_same_steps_on_all_ranks(unscaling):
             scaler.scale(loss).backward()
             if unscaling:
                 scaler.unscale_(optimizer)
-                norms.append(clip(model))
+                clip(model)
             before = parameters(model).clone()
             scaler.step(optimizer)
             scaler.update()
@@ -107,89 +188,20 @@ def test_grad_scaler_skips_the_same_steps_on_all_ranks(unscaling):
     assert torch.isfinite(result).all()
 
 
-def test_grad_scaler_with_a_fused_optimizer():
-    def program():
-        model = make_model().float()
-        optimizer = hvd.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=0.01, fused=True))
-        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-        for step in range(3):
-            optimizer.zero_grad()
-            scaler.scale(loss_of(model, share(step).float())).backward()
-            scaler.step(optimizer)
-            scaler.update()
-        return parameters(model)
-
-    same_on_all(run_ranks(2, program))
-
-
 @pytest.mark.parametrize("clipping", [False, True])
 def test_backward_does_not_wait_and_other_collectives_may_come_before_step(clipping):
     """Rank 1 computes no gradient of the last layer; both average a number between backward() and step()."""
 
-    def program():
-        model = make_model()
-        optimizer = wrap(model)
-        for step in range(3):
-            optimizer.zero_grad()
-            hidden = model[0](share(step))
-            (model[2](hidden) if hvd.rank() == 0 else hidden).square().mean().backward()
-            assert hvd.allreduce(torch.tensor(hvd.rank() + 0.0), name="metric") == 0.5
-            if clipping:
-                clip(model)
-            optimizer.step()
-        return parameters(model)
+    def backward(model, x, rank, step):
+        hidden = model[0](x)
+        (model[2](hidden) if rank == 0 else hidden).square().mean().backward()
 
-    def alone():
-        model = make_model()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in range(3):
-            optimizer.zero_grad()
-            for rank in range(2):
-                hidden = model[0](batch(step)[rank::2])
-                ((model[2](hidden) if rank == 0 else hidden).square().mean() / 2).backward()
-            if clipping:
-                clip(model)
-            optimizer.step()
-        return parameters(model)
+    def before_step(model):
+        assert not hvd.is_initialized() or hvd.allreduce(torch.tensor(hvd.rank() + 0.0), name="metric") == 0.5
+        if clipping:
+            clip(model)
 
-    close(same_on_all(run_ranks(2, program)), alone())
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_losses_with_a_backward_each(size):
-    """Actor and critic in one optimizer: each part is clipped after its own backward."""
-
-    def body(model, optimizer, data, step):
-        hidden = model[0](data(step)).detach()
-        model[2](hidden).square().mean().backward()
-        torch.nn.utils.clip_grad_norm_(model[2].parameters(), 0.1)
-        model[0](data(step)).square().mean().backward()
-        torch.nn.utils.clip_grad_norm_(model[0].parameters(), 0.1)
-        optimizer.step()
-
-    close(same_on_all(run_ranks(size, lambda: trained(share, True, body))), trained(batch, False, body))
-
-
-def test_losses_in_another_order_on_each_rank():
-    def body(model, optimizer, data, step):
-        losses = [model[2](model[0](data(step)).detach()).square().mean(), model[0](data(step)).square().mean()]
-        for loss in losses if hvd.is_initialized() and hvd.rank() else losses[::-1]:
-            loss.backward()
-        optimizer.step()
-
-    close(same_on_all(run_ranks(2, lambda: trained(share, True, body))), trained(batch, False, body))
-
-
-def test_a_look_after_each_of_two_backwards_over_everything():
-    """The parts that the first backward left out are looked at, reduced as zeros, and reduced again."""
-
-    def body(model, optimizer, data, step):
-        for loss in (model[2](model[0](data(step)).detach()), model[0](data(step))):
-            loss.square().mean().backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        optimizer.step()
-
-    close(same_on_all(run_ranks(2, lambda: trained(share, True, body))), trained(batch, False, body))
+    ranks_add_up(2, backward, before_step)
 
 
 @pytest.mark.parametrize("compression", ["none", "fp16", "bf16"])
@@ -210,139 +222,60 @@ def test_compression(compression):
     assert (compression == "none") == torch.allclose(result, gradients(model), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("groups", [0, 2])
-def test_predivide(groups):
-    def body(model, optimizer, data, step):
-        loss_of(model, data(step)).backward()
-        optimizer.step()
-
-    def program():
-        return trained(share, True, body, gradient_predivide_factor=3.0, groups=groups)
-
-    close(same_on_all(run_ranks(3, program)), trained(batch, False, body))
-
-
 @pytest.mark.parametrize("groups", [1, 2, 3, 100, "lists"])
 def test_groups(groups):
     """The first layer's gradients come last; rank 1 has none of the other's bias: what a group lacks is zeros."""
 
-    def program():
-        model = make_model()
+    def backward(model, x, rank, step):
+        hidden = model[1](model[0](x))
+        out = model[2](hidden) if rank == 0 else hidden @ model[2].weight.T
+        out.square().mean().backward()
+
+    def wrapping(model):
         lists = [[model[0].weight, model[2].bias], [model[2].weight]]
-        optimizer = wrap(model, groups=lists if groups == "lists" else groups)
-        for step in range(3):
-            optimizer.zero_grad()
-            hidden = model[1](model[0](share(step)))
-            out = model[2](hidden) if hvd.rank() == 0 else hidden @ model[2].weight.T
-            out.square().mean().backward()
-            clip(model)
-            optimizer.step()
-        return parameters(model)
+        return wrap(model, groups=lists if groups == "lists" else groups)
 
-    model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(3):
-        optimizer.zero_grad()
-        for rank in range(2):
-            hidden = model[1](model[0](batch(step)[rank::2]))
-            out = model[2](hidden) if rank == 0 else hidden @ model[2].weight.T
-            (out.square().mean() / 2).backward()
-        clip(model)
-        optimizer.step()
-    close(same_on_all(run_ranks(2, program)), parameters(model))
-
-
-def micro(data, step, number):
-    return data(step)[number * 2 : number * 2 + 2]
-
-
-def micro_of(rank, step, number):
-    """What `micro(share, …)` is on that rank of two."""
-    return batch(step)[rank::2][number * 2 : number * 2 + 2]
-
-
-@pytest.mark.parametrize("passes", [[2, 2], [2, 1], [1, 2], [0, 2]])
-def test_a_short_accumulation_and_ranks_that_do_not_do_the_same(passes):
-    """passes: by rank, in the second step; two are declared."""
-
-    def program():
-        model = make_model()
-        optimizer = wrap(model, backward_passes_per_step=2)
-        for step in range(3):
-            optimizer.zero_grad()
-            for number in range(passes[hvd.rank()] if step == 1 else 2):
-                loss_of(model, micro(share, step, number)).backward()
-            optimizer.step()
-        return parameters(model)
-
-    model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(3):
-        optimizer.zero_grad()
-        for rank in range(2):
-            for number in range(passes[rank] if step == 1 else 2):
-                (loss_of(model, micro_of(rank, step, number)) / 2).backward()
-        optimizer.step()
-    close(same_on_all(run_ranks(2, program)), parameters(model))
+    ranks_add_up(2, backward, clip, wrapping=wrapping)
 
 
 def test_no_sync_only_adds():
     def program():
         model = make_model()
         optimizer = wrap(model)
-        for step in range(3):
-            optimizer.zero_grad()
+
+        def backward(model, step):
+            first, second = share(step).chunk(2)
             with optimizer.no_sync():
-                loss_of(model, micro(share, step, 0)).backward()
+                loss_of(model, first).backward()
                 own = model[0].weight.grad.clone()
-            loss_of(model, micro(share, step, 1)).backward()
-            clip(model)
-            optimizer.step()
+            loss_of(model, second).backward()
             assert not torch.equal(*hvd.allgather(own[None], name="own"))
-        return parameters(model)
 
-    model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(3):
-        optimizer.zero_grad()
-        for rank in range(2):
-            for number in range(2):
-                (loss_of(model, micro_of(rank, step, number)) / 2).backward()
-        clip(model)
-        optimizer.step()
-    close(same_on_all(run_ranks(2, program)), parameters(model))
+        return trained(model, optimizer, 4, backward, clip)
 
+    def both(model, x, rank, step):
+        for half in x.chunk(2):
+            loss_of(model, half).backward()
 
-def test_no_sync_then_step_reduces_what_there_is():
-    def body(model, optimizer, data, step):
-        with optimizer.no_sync():
-            loss_of(model, data(step)).backward()
-        optimizer.step()
-
-    def alone(model, optimizer, data, step):
-        loss_of(model, data(step)).backward()
-        optimizer.step()
-
-    close(same_on_all(run_ranks(2, lambda: trained(share, True, body))), trained(batch, False, alone))
+    close(same_on_all(run_ranks(2, program)), alone(range(2), 2, both, clip))
 
 
 def test_the_models_zero_grad_begins_a_count_anew():
     """As in a GAN: the generator's loss gives the discriminator gradients that nobody wants."""
 
-    def program():
+    def program(data, wrapped):
         model = make_model()
-        optimizer = wrap(model, backward_passes_per_step=2)
+        optimizer = wrapped(torch.optim.SGD(model.parameters(), lr=0.1), model)
         for step in range(2):
-            loss_of(model, share(7)).backward()
+            loss_of(model, data(7)).backward()
             model.zero_grad()
-            for number in range(2):
-                loss_of(model, micro(share, step, number)).backward()
-            same_on_all(hvd.allgather(model[0].weight.grad[None], name="look"))
+            for half in data(step).chunk(2):
+                loss_of(model, half).backward()
             optimizer.step()
             optimizer.zero_grad()
         return parameters(model)
 
-    same_on_all(run_ranks(2, program))
+    trains_as_one_process(2, program, backward_passes_per_step=2)
 
 
 def test_a_gradient_of_no_rank_is_zeros():
@@ -359,97 +292,40 @@ def test_a_gradient_of_no_rank_is_zeros():
     run_ranks(2, program)
 
 
-def test_frozen_and_unfrozen_while_training():
-    def program(data, wrapping):
-        model = make_model()
-        model[2].requires_grad_(False)
-        kind = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1)
-        optimizer = hvd.DistributedOptimizer(kind, model.named_parameters()) if wrapping else kind
-        for step in range(4):
-            model[0].requires_grad_(step != 3)
-            model[2].requires_grad_(step > 1)
-            optimizer.zero_grad()
-            loss_of(model, data(step)).backward()
-            clip(model)
-            optimizer.step()
-        return parameters(model)
-
-    close(same_on_all(run_ranks(2, lambda: program(share, True))), program(batch, False))
-
-
 def test_a_process_set():
     """Ranks 0 and 2 train together, rank 1 alone."""
+
+    def backward(model, x, rank, step):
+        loss_of(model, x).backward()
 
     def program():
         members = hvd.ProcessSet([0, 2])
         members.process_set_id = 1
         model = make_model()
         optimizer = wrap(model, process_set=members)
-        for step in range(3):
-            optimizer.zero_grad()
-            loss_of(model, batch(step)[hvd.rank() :: 3]).backward()
-            clip(model)
-            optimizer.step()
-        return parameters(model)
-
-    def alone(ranks):
-        model = make_model()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in range(3):
-            optimizer.zero_grad()
-            for rank in ranks:
-                (loss_of(model, batch(step)[rank::3]) / len(ranks)).backward()
-            clip(model)
-            optimizer.step()
-        return parameters(model)
+        return trained(model, optimizer, 4, lambda model, step: loss_of(model, share(step)).backward(), clip)
 
     results = run_ranks(3, program, process_sets=[[0, 2]])
     assert torch.equal(results[0], results[2])
-    close(results[0], alone([0, 2]))
-    close(results[1], alone([1]))
+    close(results[0], alone([0, 2], 3, backward, clip))
+    close(results[1], alone([1], 3, backward, clip))
 
 
 @pytest.mark.parametrize("steps", [[3, 1], [0, 3], [2, 3]])
 def test_join_when_data_do_not_come_out_even(steps):
     """steps: by rank. A joined rank gives zeros; an Average is still of both."""
 
+    def backward(model, x, rank, step):
+        if step < steps[rank]:
+            loss_of(model, x).backward()
+
     def program():
-        model = make_model()
-        optimizer = wrap(model)
-        for step in range(steps[hvd.rank()]):
-            optimizer.zero_grad()
-            loss_of(model, share(step)).backward()
-            clip(model)
-            optimizer.step()
+        model, rank = make_model(), hvd.rank()
+        trained(model, wrap(model), steps[rank], lambda model, step: backward(model, share(step), rank, step), clip)
         ringreduce.join()
         return parameters(model)
 
-    model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for step in range(3):
-        optimizer.zero_grad()
-        for rank in range(2):
-            if step < steps[rank]:
-                (loss_of(model, batch(step)[rank::2]) / 2).backward()
-        clip(model)
-        optimizer.step()
-    close(run_ranks(2, program)[steps.index(3)], parameters(model))
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_activation_checkpoints(reentrant):
-    """A backward inside backward."""
-
-    def body(model, optimizer, data, step):
-        x = data(step).requires_grad_()
-        hidden = torch.utils.checkpoint.checkpoint(model[0], x, use_reentrant=reentrant)
-        torch.utils.checkpoint.checkpoint(
-            model[2], model[1](hidden), use_reentrant=reentrant
-        ).square().mean().backward()
-        clip(model)
-        optimizer.step()
-
-    close(same_on_all(run_ranks(3, lambda: trained(share, True, body))), trained(batch, False, body))
+    close(run_ranks(2, program)[steps.index(3)], alone(range(2), 2, backward, clip, steps=3))
 
 
 def test_a_gradient_can_be_used_in_every_way_before_step():
@@ -511,12 +387,11 @@ def test_a_closure_that_leaves_out_other_parameters_each_time():
         assert len(calls) == 2
         return parameters(model)
 
-    model = make_model()
-    for rank in range(2):
-        hidden = model[0](batch(0)[rank::2])
-        ((model[2](hidden) if rank == 0 else hidden).square().mean() / 2).backward()
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
-    close(same_on_all(run_ranks(2, program)), parameters(model))
+    def last_call(model, x, rank, step):
+        hidden = model[0](x)
+        (model[2](hidden) if rank == 0 else hidden).square().mean().backward()
+
+    close(same_on_all(run_ranks(2, program)), alone(range(2), 2, last_call, steps=1))
 
 
 def test_a_rank_that_joins_before_its_first_step_asks_later_what_is_sparse_and_not_alone():

@@ -3,6 +3,7 @@
 import torch
 
 import ringreduce.torch as hvd
+from ringreduce.testing import run_ranks
 
 BATCH = 12
 
@@ -43,3 +44,59 @@ def wrap(model, lr=0.1, **options):
 def same_on_all(results):
     assert all(torch.equal(result, results[0]) for result in results), "bit-identical"
     return results[0]
+
+
+def close(result, expected):
+    torch.testing.assert_close(result, expected, rtol=1e-9, atol=1e-11)
+
+
+def clip(model):
+    return torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+
+
+def trains_as_one_process(size, program, **options):
+    """program(data, wrapped) makes the same of each rank's share, wrapped(optimizer, model), and of all data, alone."""
+
+    def wrapped(optimizer, model):
+        return hvd.DistributedOptimizer(optimizer, model.named_parameters(), **options)
+
+    close(same_on_all(run_ranks(size, lambda: program(share, wrapped))), program(batch, lambda optimizer, _: optimizer))
+
+
+def trained(model, optimizer, steps, backward, before_step=lambda model: None):
+    """The parameters when it is trained so many steps, in each of which backward(model, step) computes gradients."""
+    for step in range(steps):
+        optimizer.zero_grad()
+        backward(model, step)
+        before_step(model)
+        optimizer.step()
+    return parameters(model)
+
+
+def alone(ranks, size, backward, before_step=lambda model: None, make=make_model, steps=4, total=False):
+    """The parameters of one process that computes what these ranks do: means of their gradients, or their total."""
+
+    def all_backward(model, step):
+        for rank in ranks:
+            backward(model, batch(step)[rank::size], rank, step)
+        for parameter in model.parameters():
+            if parameter.grad is not None and not total:
+                parameter.grad /= len(ranks)
+
+    model = make()
+    return trained(model, torch.optim.SGD(model.parameters(), lr=0.1), steps, all_backward, before_step)
+
+
+def ranks_add_up(size, backward, before_step=lambda model: None, make=make_model, steps=4, wrapping=wrap, **options):
+    """Ranks, each of which does backward(model, x, rank, step), get the parameters of one process that does it all."""
+
+    def program():
+        model = make()
+
+        def own_backward(model, step):
+            backward(model, share(step), hvd.rank(), step)
+
+        return trained(model, wrapping(model, **options), steps, own_backward, before_step)
+
+    total = options.get("op") is hvd.Sum
+    close(same_on_all(run_ranks(size, program)), alone(range(size), size, backward, before_step, make, steps, total))
