@@ -11,13 +11,21 @@ import torch
 import ringreduce.torch as hvd
 from ringreduce.errors import InputError, MissingExtraError
 from ringreduce.testing import run_ranks
-from tests.support.training import batch, loss_of, make_model, parameters, same_on_all, share, wrap
+from tests.support.training import (
+    alone,
+    batch,
+    close,
+    loss_of,
+    make_model,
+    parameters,
+    same_on_all,
+    share,
+    trained,
+    trains_as_one_process,
+    wrap,
+)
 
 CAUTIOUS = True  # see conftest.py
-
-
-def close(result, expected):
-    torch.testing.assert_close(result, expected, rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.parametrize("op", [hvd.Average, hvd.Adasum])
@@ -58,12 +66,10 @@ UNUSED = {
 @pytest.mark.parametrize("looking", [False, True])
 @pytest.mark.parametrize("kind", ["SGD", "AdamW"])
 def test_the_zeros_change_nothing_when_no_zero_grad_comes_first(kind, looking):
-    def program(data, wrapping):
+    def program(data, wrapped):
         model = make_model()
-        optimizer = UNUSED[kind](model.parameters())
-        if wrapping:
-            optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
-        if wrapping and looking:
+        optimizer = wrapped(UNUSED[kind](model.parameters()), model)
+        if looking and data is share:
             assert all(not parameter.grad.any() for parameter in model.parameters())
         for step in range(3):
             loss_of(model, data(step)).backward()
@@ -71,7 +77,7 @@ def test_the_zeros_change_nothing_when_no_zero_grad_comes_first(kind, looking):
             optimizer.zero_grad()
         return parameters(model)
 
-    close(same_on_all(run_ranks(2, lambda: program(share, True))), program(batch, False))
+    trains_as_one_process(2, program)
 
 
 @pytest.mark.parametrize("clearing", ["nothing", "none", "zero"])
@@ -137,13 +143,16 @@ def test_torch_compile_meets_the_zeros():
 def test_attributes_that_scripts_read_and_set(op):
     def program():
         model = make_model()
-        optimizer = wrap(model, backward_passes_per_step=2, op=op)
+        optimizer = wrap(model, op=op)
         assert optimizer._parameter_names == {p: name for name, p in model.named_parameters()}
-        assert optimizer.backward_passes_per_step == 2
-        optimizer.set_backward_passes_per_step(1)
+        assert optimizer.backward_passes_per_step == 1
+        optimizer.set_backward_passes_per_step(2)
+        with pytest.raises(ValueError, match="backward_passes_per_step=0; expected 1 or more"):
+            optimizer.set_backward_passes_per_step(0)
         optimizer._requires_update = set()  # some do, of horovod#1099
         if op is not hvd.Adasum:
-            loss_of(model, share(0)).backward()
+            for step in range(2):
+                loss_of(model, share(step)).backward()
             optimizer.synchronize()
             assert optimizer._should_synchronize
             optimizer._should_synchronize = False
@@ -187,20 +196,20 @@ def test_unsupported_arguments_are_caught_as_either_error(kind):
     run_ranks(2, program)
 
 
-def test_a_model_in_place_of_the_optimizer():
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (make_model(), r"expected a torch optimizer, got a Sequential; such as Distributed"),
+        (
+            type("Adam", (type("Base", (), {"__module__": "keras.src.optimizers"}),), {})(),
+            r"for an optimizer of Keras 3 use ringreduce.keras.DistributedOptimizer; ",
+        ),
+    ],
+)
+def test_what_is_no_torch_optimizer(wrong, message):
     def program():
-        with pytest.raises(TypeError, match=r"expected a torch optimizer, got a Sequential; such as Distributed"):
-            hvd.DistributedOptimizer(make_model())
-
-    run_ranks(1, program)
-
-
-def test_an_optimizer_of_keras_is_told_what_works():
-    adam = type("Adam", (type("Base", (), {"__module__": "keras.src.optimizers"}),), {})()
-
-    def program():
-        with pytest.raises(TypeError, match=r"for an optimizer of Keras 3 use ringreduce.keras.DistributedOptimizer; "):
-            hvd.DistributedOptimizer(adam)
+        with pytest.raises(TypeError, match=message):
+            hvd.DistributedOptimizer(wrong)
 
     run_ranks(1, program)
 
@@ -272,6 +281,10 @@ def test_a_copy_of_one_rank_says_nothing():
     run_ranks(1, program)
 
 
+def own_backward(model, step):
+    loss_of(model, share(step)).backward()
+
+
 @pytest.mark.parametrize(
     "options", [{}, {"gradient_predivide_factor": 2.0}, {"op": hvd.Adasum}, {"groups": 2}], ids=str
 )
@@ -292,28 +305,14 @@ def test_an_optimizer_goes_by_the_world_there_is(options):
     run_ranks(1, more)
 
     def program():
-        model, optimizer = made[hvd.rank()]
-        for step in range(3):
-            optimizer.zero_grad()
-            loss_of(model, share(step)).backward()
-            optimizer.step()
-        return parameters(model)
+        return trained(*made[hvd.rank()], 3, own_backward)
 
     together = same_on_all(run_ranks(2, program))
-    expected = make_model()
-    optimizer = torch.optim.SGD(expected.parameters(), lr=0.1)
     if "op" not in options:
-        for step in range(3):
-            optimizer.zero_grad()
-            loss_of(expected, batch(step)).backward()
-            optimizer.step()
-        close(together, parameters(expected))
-    (alone,) = run_ranks(1, program)
-    made[0][0].load_state_dict(made[1][0].state_dict())
-    (again,) = run_ranks(1, lambda: hvd.size() and program())
-    optimizer.param_groups[0]["params"][0].data.zero_()
-    assert not torch.equal(alone, together)
-    assert torch.isfinite(again).all()
+        close(together, alone(range(2), 2, lambda model, x, *_: loss_of(model, x).backward(), steps=3))
+    (by_itself,) = run_ranks(1, program)
+    assert not torch.equal(by_itself, together)
+    assert torch.isfinite(by_itself).all()
 
 
 @pytest.mark.parametrize("name", ["_current_graph_task_id", "DisableTorchFunctionSubclass"])
@@ -365,13 +364,8 @@ def test_batch_normalisation_is_replaced_in_a_model():
     (one, other) = run_ranks(2, program)
     assert torch.equal(one, other)
     assert one.any()
-
-
-def test_a_layer_itself_is_replaced():
-    layer = torch.nn.BatchNorm2d(3)
-    converted = hvd.SyncBatchNorm.convert_sync_batchnorm(layer)
-    assert type(converted) is hvd.SyncBatchNorm
-    assert converted.weight is layer.weight
+    layer = torch.nn.BatchNorm2d(3)  # itself
+    assert type(hvd.SyncBatchNorm.convert_sync_batchnorm(layer)) is hvd.SyncBatchNorm
     assert "process_set" not in vars(layer)
 
 

@@ -60,8 +60,17 @@ def test_gathered(size, op):
     assert results[0].indices().tolist() == [[1, 4] if size == 1 else [0, 1, 4]], "the rows that somebody looked up"
 
 
-@pytest.mark.parametrize("options", [{"sparse_as_dense": True}, {"sparse_as_dense": True, "groups": 1}], ids=str)
-def test_as_dense(options):
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sparse_as_dense": True},
+        {"sparse_as_dense": True, "groups": 1},
+        {"groups": 1},
+        {"gradient_predivide_factor": 2.0},
+    ],
+    ids=str,
+)
+def test_with_other_options(options):
     """One rank computes no gradient of the table."""
     results = run_ranks(3, lambda: program(**options))
     assert all(result.is_sparse and result.is_coalesced() for result in results)
@@ -92,13 +101,6 @@ def test_an_optimizer_that_wants_sparse_gradients(size, sparse_as_dense):
             (table(torch.tensor(ROWS[rank])).sum() / size).backward()
         optimizer.step()
     torch.testing.assert_close(same_on_all(run_ranks(size, trained)), table.weight.data)
-
-
-@pytest.mark.parametrize("options", [{"groups": 1}, {"gradient_predivide_factor": 2.0}], ids=str)
-def test_with_groups_and_predivide(options):
-    results = run_ranks(3, lambda: program(**options))
-    assert all(result.is_sparse for result in results)
-    torch.testing.assert_close(same_on_all([result.to_dense() for result in results]), expected(3, hvd.Average))
 
 
 def test_looked_at_before_step():
