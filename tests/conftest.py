@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from ringreduce import log
-from ringreduce.gpu import ipc
 from tests.support import environments, fake_cupy, parts, tiers
 from tests.support.world import pools, world  # noqa: F401 - fixtures
 
@@ -137,13 +136,12 @@ def mpich_python() -> Path:
 
 
 @pytest.fixture
-def cupy(monkeypatch):
+def cupy():
     """A fake CuPy, whose device memory cannot be touched from the host by mistake, nor by two streams without order.
 
     What is queued on its streams runs as late as it can.
     """
     with fake_cupy.checked() as fake:
-        _put_in_place(fake, monkeypatch)
         yield fake
 
 
@@ -151,17 +149,10 @@ def cupy(monkeypatch):
     params=[("lazy", 0), ("random", 1), pytest.param(("eager", 0), marks=tiers.extended), *MORE_RANDOM_MODES],
     ids=str,
 )
-def cupy_of_every_mode(request, monkeypatch):
+def cupy_of_every_mode(request):
     """The fake CuPy, whose streams run as late as they can, as soon as they can, and at random."""
     with fake_cupy.checked(*request.param) as fake:
-        _put_in_place(fake, monkeypatch)
         yield fake
-
-
-def _put_in_place(fake, monkeypatch):
-    for name, module in fake.modules().items():
-        monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(ipc, "process", lambda: fake.machine.process_number)
 
 
 @pytest.fixture

@@ -5,6 +5,8 @@ import pytest
 import ringreduce as rr
 from ringreduce import reform
 from ringreduce.optim import reducer
+from tests.support import fake_cupy
+from tests.support.tiers import parted
 
 
 @pytest.fixture(autouse=True)
@@ -15,6 +17,13 @@ def no_cautious_steps(request, monkeypatch):
     """
     if not getattr(request.module, "CAUTIOUS", False):
         monkeypatch.setattr(reducer, "CAUTIOUS_STEPS", 0)
+
+
+@pytest.fixture(params=parted(["lazy", "eager", "random"], lambda mode: mode == "lazy"))
+def gpu(request):
+    """The fake CuPy with one GPU, which finds races, in each of its modes."""
+    with fake_cupy.checked(request.param, seed=17) as cupy:
+        yield cupy
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """GPU arrays on ranks that are threads, over a fake CUDA whose streams run late and whose every race is found."""
 
 import sys
-import threading
 
 import ml_dtypes
 import numpy as np
@@ -9,15 +8,12 @@ import pytest
 
 import ringreduce as rr
 from ringreduce import Sum
-from ringreduce.gpu import ipc
 from ringreduce.kernels import half, half_numpy
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
-from tests.support import fake_cupy, fake_torch
+from tests.support import fake_torch
 from tests.support.reference import MATRIX, all_but_few_extended
-from tests.support.tiers import parted
 
-MODES = ["lazy", "eager", "random"]
 WORLDS = {
     "alone": [0],
     "two": [0, 0],
@@ -35,21 +31,6 @@ PATHS = {
 }
 ALONE = "one rank, so nothing travels"
 SLOT_BYTES = 4096
-
-
-def as_other_process():
-    """Each rank is a thread here, and plays a process: it maps what it may not touch otherwise."""
-    return int(threading.current_thread().name.rpartition(" ")[2])
-
-
-@pytest.fixture(params=parted(MODES, lambda mode: mode == "lazy"))
-def gpu(request, monkeypatch):
-    """The fake CuPy with one GPU, which finds races, in each of its modes."""
-    monkeypatch.setattr(ipc, "process", as_other_process)
-    with fake_cupy.checked(request.param, seed=17) as cupy:
-        for name, module in cupy.modules().items():
-            monkeypatch.setitem(sys.modules, name, module)
-        yield cupy
 
 
 def small(**chosen):
@@ -75,40 +56,6 @@ def values(count, dtype, rank, salt=0):
 COUNTS = [5, 1023, 0, 3000, 33, 1, 2048]
 
 
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("world", WORLDS)
-def test_sums(gpu, world, path):
-    """Tensors shorter and longer than a slot, empty ones, several steps: so slots are used again."""
-    hosts = WORLDS[world]
-
-    def program():
-        rank, steps = rr.rank(), []
-        for step in range(3):
-            arrays = [gpu.array(values(n, "float32", rank, step + k)) for k, n in enumerate(COUNTS)]
-            handles = [rr.allreduce_async(each, name=f"x{k}", op=Sum) for k, each in enumerate(arrays)]
-            steps.append([rr.synchronize(each).get() for each in handles])
-            assert all(
-                np.array_equal(each.get(), values(n, "float32", rank, step + k))
-                for k, (n, each) in enumerate(zip(COUNTS, arrays, strict=True))
-            )
-        return steps
-
-    for steps in ranks(hosts, program, **PATHS[path]):
-        for step, results in enumerate(steps):
-            for k, (count, result) in enumerate(zip(COUNTS, results, strict=True)):
-                expected = sum(values(count, "float32", rank, step + k) for rank in range(len(hosts)))
-                np.testing.assert_array_equal(result, expected)
-
-
-def test_an_empty_array_alone(gpu):
-    def program():
-        assert rr.allreduce_(gpu.array(values(0, "float32", 0)), name="empty").shape == (0,)
-        return gpu.asnumpy(rr.allreduce(gpu.array(values(3, "float32", rr.rank())), op=rr.Sum))
-
-    expected = values(3, "float32", 0) + values(3, "float32", 1)
-    np.testing.assert_array_equal(ranks([0, 0], program), [expected] * 2)
-
-
 def expected_path(world, path):
     if world == "alone":
         return ALONE
@@ -117,26 +64,39 @@ def expected_path(world, path):
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("world", WORLDS)
-def test_info_tells_the_path_and_why(cupy, monkeypatch, world, path):
-    monkeypatch.setattr(ipc, "process", as_other_process)
+def test_sums(gpu, world, path):
+    """Tensors shorter and longer than a slot, empty ones, several steps: so slots are used again. info() tells how."""
+    hosts = WORLDS[world]
 
     def program():
-        assert rr.info().gpu_algorithm == ("no GPU array so far" if rr.size() > 1 else ALONE)
-        rr.allreduce_(cupy.array(values(100, "float32", rr.rank())))
-        return rr.info().gpu_algorithm
+        rank, steps = rr.rank(), []
+        assert rr.info().gpu_algorithm == (ALONE if world == "alone" else "no GPU array so far")
+        for step in range(3):
+            arrays = [gpu.array(values(n, "float32", rank, step + k)) for k, n in enumerate(COUNTS)]
+            handles = [rr.allreduce_async(each, name=f"x{k}", op=Sum) for k, each in enumerate(arrays)]
+            steps.append([rr.synchronize(each).get() for each in handles])
+            assert all(
+                np.array_equal(each.get(), values(n, "float32", rank, step + k))
+                for k, (n, each) in enumerate(zip(COUNTS, arrays, strict=True))
+            )
+        return steps, rr.info().gpu_algorithm
 
-    texts = set(ranks(WORLDS[world], program, **PATHS[path]))
-    assert len(texts) == 1
-    name, _, why = texts.pop().partition(": ")
+    by_rank = ranks(hosts, program, **PATHS[path])
+    (text,) = {text for _, text in by_rank}
+    name, _, why = text.partition(": ")
     assert name == expected_path(world, path)
     assert why or world == "alone"
+    for steps, _ in by_rank:
+        for step, results in enumerate(steps):
+            for k, (count, result) in enumerate(zip(COUNTS, results, strict=True)):
+                expected = sum(values(count, "float32", rank, step + k) for rank in range(len(hosts)))
+                np.testing.assert_array_equal(result, expected)
 
 
 @pytest.mark.parametrize(("dtype", "op"), all_but_few_extended(MATRIX))
 @pytest.mark.parametrize("world", ["alone", "three", "hosts of two"])
 def test_every_type_and_op_as_on_the_host(cupy, monkeypatch, world, dtype, op):
     """Bit for bit what the same ranks get for NumPy arrays, scaled too."""
-    monkeypatch.setattr(ipc, "process", as_other_process)
     scales = {} if dtype == "bool" else {"prescale_factor": 0.75, "postscale_factor": 3.0}
 
     def program():
@@ -163,41 +123,33 @@ def test_every_type_and_op_as_on_the_host(cupy, monkeypatch, world, dtype, op):
 @pytest.mark.parametrize("world", ["two", "three", "hosts of two"])
 def test_in_place_and_groups(gpu, world):
     hosts = WORLDS[world]
+    kinds = [(700, "float64"), (5, "float32"), (900, "float16"), (0, "float32"), (64, "int32")]
 
     def program():
-        rank = rr.rank()
-        single = gpu.array(values(700, "float64", rank))
+        single, *group = [gpu.array(values(count, dtype, rr.rank())) for count, dtype in kinds]
         assert rr.allreduce_(single, op=Sum) is single
-        group = [gpu.array(values(n, t, rank, n)) for n, t in ((5, "float32"), (900, "float16"), (64, "int32"))]
         assert all(a is b for a, b in zip(rr.grouped_allreduce_(group, op=Sum), group, strict=True))
         return [each.get() for each in (single, *group)]
 
     for results in ranks(hosts, program):
-        wanted = [values(700, "float64", 0, 0)] and [
-            sum(values(700, "float64", rank) for rank in range(len(hosts))),
-            *(
-                sum(values(n, t, rank, n) for rank in range(len(hosts)))
-                for n, t in ((5, "float32"), (900, "float16"), (64, "int32"))
-            ),
-        ]
-        for result, expected in zip(results, wanted, strict=True):
-            np.testing.assert_array_equal(result, expected)
+        for result, kind in zip(results, kinds, strict=True):
+            np.testing.assert_array_equal(result, sum(values(*kind, rank) for rank in range(len(hosts))))
 
 
-def test_synchronize_does_not_wait_for_the_gpu(cupy, monkeypatch):
+def test_the_first_array_is_empty(gpu):
+    def program():
+        assert rr.allreduce_(gpu.array(values(0, "float32", 0)), name="empty").shape == (0,)
+
+    ranks([0, 0], program)
+
+
+def test_synchronize_does_not_wait_for_the_gpu(cupy):
     """Only the caller's stream waits."""
-    monkeypatch.setattr(ipc, "process", as_other_process)
-    stuck = threading.Event()
 
     def program():
-        array = cupy.array(values(500, "float32", rr.rank()))
-        result = rr.allreduce(array, op=Sum)
+        rr.allreduce(cupy.array(values(500, "float32", rr.rank())), op=Sum)
         done = cupy.cuda.Event()
         done.record()
-        before = done.done
-        return before, result.get()
+        return done.done
 
-    for before, result in ranks([0, 0], program):
-        assert not before
-        np.testing.assert_array_equal(result, values(500, "float32", 0) + values(500, "float32", 1))
-    assert not stuck.is_set()
+    assert ranks([0, 0], program) == [False, False]

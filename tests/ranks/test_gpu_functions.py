@@ -11,65 +11,63 @@ import ringreduce as rr
 from ringreduce import Sum, runtime
 from ringreduce.arrays import buffer
 from ringreduce.errors import CollectiveError, InputError, MismatchError, MissingExtraError, UnsupportedArrayError
-from ringreduce.gpu import cuda_aware, ipc, nccl
+from ringreduce.gpu import cuda_aware, nccl
 from ringreduce.gpu.paths import GpuPaths
 from ringreduce.gpu.stage import Stage
 from ringreduce.partition import chunk_bounds
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
-from tests.ranks.test_gpu import MODES, SLOT_BYTES, as_other_process, gpu, ranks, small, values
-from tests.support import fake_cupy, fake_torch
+from tests.ranks.test_gpu import SLOT_BYTES, ranks, small, values
+from tests.support import fake_torch
 from tests.support.reference import data
 from tests.support.tiers import parted
-
-__all__ = ["gpu"]
-WORLDS = {"one host": [0, 0, 0], "uneven hosts": [0, 0, 1], "hosts": [0, 1, 2]}
-
-
-@pytest.fixture(params=WORLDS)
-def hosts(request):
-    return WORLDS[request.param]
 
 
 def total(count, dtype, size, salt=0):
     return sum(values(count, dtype, rank, salt) for rank in range(size))
 
 
-def test_broadcast(gpu, hosts):
-    def program():
-        array = gpu.array(values(3000, "float32", rr.rank()))
-        copy = rr.broadcast(array, root_rank=1)
-        before = array.get()
-        rr.broadcast_(array, root_rank=2)
-        parameters = {"w": gpu.array(values(7, "int32", rr.rank())), "b": gpu.array(values(900, "float64", rr.rank()))}
-        rr.broadcast_parameters(parameters, root_rank=1)
-        return copy.get(), before, array.get(), parameters["w"].get(), parameters["b"].get()
-
-    for rank, (copy, before, array, weights, biases) in enumerate(ranks(hosts, program)):
-        np.testing.assert_array_equal(copy, values(3000, "float32", 1))
-        np.testing.assert_array_equal(before, values(3000, "float32", rank))
-        np.testing.assert_array_equal(array, values(3000, "float32", 2))
-        np.testing.assert_array_equal(weights, values(7, "int32", 1))
-        np.testing.assert_array_equal(biases, values(900, "float64", 1))
-
-
-def test_rows_that_are_gathered_scattered_and_exchanged(gpu, hosts):
+@pytest.mark.parametrize("hosts", [[0], [0, 0], [0, 0, 0, 0], [0, 0, 1], [0, 1, 2]], ids=str)
+def test_rows_in_many_slots_and_none(gpu, hosts):
+    """More than a slot holds, other numbers for each pair of ranks, and nothing for some."""
     size = len(hosts)
+    sent = [[(3 * source + 5 * target) % 4 * 211 for target in range(size)] for source in range(size)]
+
+    def rows_of(rank, count, dtype="float64"):
+        return values(3 * count, dtype, rank).reshape(-1, 3)
 
     def program():
-        rank = rr.rank()
-        gathered = rr.allgather(gpu.array(values(40 * (rank + 1), "float32", rank).reshape(-1, 4)))
-        scattered = rr.reducescatter(gpu.array(values(40 * size, "int64", rank).reshape(-1, 4)), op=Sum)
-        exchanged = rr.alltoall(gpu.array(values(12 * size, "float64", rank).reshape(-1, 2)))
-        exchanged = exchanged[0] if isinstance(exchanged, tuple) else exchanged
-        return gathered.get(), scattered.get(), exchanged.get()
+        rank, results = rr.rank(), []
+        for again in range(2):
+            array = gpu.array(rows_of(rank, 1500))
+            parameters = {"w": gpu.array(rows_of(rank, 7, "int32"))}
+            rr.broadcast_parameters(parameters, root_rank=0)
+            results.append(rr.allgather(gpu.array(rows_of(rank, 700 * ((rank + again) % 3)))))
+            results.append(rr.alltoall(gpu.array(rows_of(rank, sum(sent[rank]))), splits=sent[rank])[0])
+            results.append(rr.reducescatter(gpu.array(rows_of(rank, 1001 + again, "int64")), op=Sum))
+            results.append(rr.allreduce(gpu.array(rows_of(rank, 999)), op=Sum))
+            results += [rr.broadcast(array, root_rank=size - 1), array.copy(), parameters["w"]]
+            results.append(rr.broadcast_(array, root_rank=0))
+        return [each.get() for each in results]
 
-    for rank, (gathered, scattered, exchanged) in enumerate(ranks(hosts, program)):
-        parts = [values(40 * (each + 1), "float32", each).reshape(-1, 4) for each in range(size)]
-        np.testing.assert_array_equal(gathered, np.concatenate(parts))
-        np.testing.assert_array_equal(scattered, total(40 * size, "int64", size).reshape(size, -1, 4)[rank])
-        rows = [values(12 * size, "float64", each).reshape(size, -1, 2)[rank] for each in range(size)]
-        np.testing.assert_array_equal(exchanged, np.concatenate(rows))
+    for rank, results in enumerate(ranks(hosts, program)):
+        starts = [sum(sent[each][:rank]) for each in range(size)]
+        for again in range(2):
+            parts = [rows_of(each, sum(sent[each]))[low : low + sent[each][rank]] for each, low in enumerate(starts)]
+            whole = sum(rows_of(each, 1001 + again, "int64") for each in range(size))
+            bounds = chunk_bounds(1001 + again, size)
+            expected = [
+                np.concatenate([rows_of(each, 700 * ((each + again) % 3)) for each in range(size)]),
+                np.concatenate(parts),
+                whole[bounds[rank] : bounds[rank + 1]],
+                sum(rows_of(each, 999) for each in range(size)),
+                rows_of(size - 1, 1500),
+                rows_of(rank, 1500),
+                rows_of(0, 7, "int32"),
+                rows_of(0, 1500),
+            ]
+            for found, wanted in zip(results[8 * again : 8 * again + 8], expected, strict=True):
+                np.testing.assert_array_equal(found, wanted)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
@@ -83,39 +81,6 @@ def test_reducescatter_has_the_hosts_bits(gpu, size, dtype):
 
     for on_gpu, on_host in ranks([0] * size, program):
         assert on_gpu.get().tobytes() == on_host.tobytes()
-
-
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_rows_in_many_slots_and_none(gpu, size):
-    """More than a slot holds, other numbers for each pair of ranks, and nothing for some."""
-    sent = [[(3 * source + 5 * target) % 4 * 211 for target in range(size)] for source in range(size)]
-
-    def rows_of(rank, count):
-        return values(3 * count, "float64", rank).reshape(-1, 3)
-
-    def program():
-        rank, results = rr.rank(), []
-        for again in range(2):
-            results.append(rr.allgather(gpu.array(rows_of(rank, 700 * ((rank + again) % 3)))))
-            results.append(rr.alltoall(gpu.array(rows_of(rank, sum(sent[rank]))), splits=sent[rank])[0])
-            results.append(rr.reducescatter(gpu.array(rows_of(rank, 1001 + again)), op=Sum))
-            results.append(rr.allreduce(gpu.array(rows_of(rank, 999)), op=Sum))
-            results.append(rr.broadcast(gpu.array(rows_of(rank, 1500)), root_rank=size - 1))
-        return [each.get() for each in results]
-
-    for rank, results in enumerate(ranks([0] * size, program)):
-        for again in range(2):
-            gathered, exchanged, scattered, reduced, copied = results[5 * again : 5 * again + 5]
-            parts = [rows_of(each, 700 * ((each + again) % 3)) for each in range(size)]
-            np.testing.assert_array_equal(gathered, np.concatenate(parts))
-            starts = [sum(sent[each][:rank]) for each in range(size)]
-            parts = [rows_of(each, sum(sent[each]))[low : low + sent[each][rank]] for each, low in enumerate(starts)]
-            np.testing.assert_array_equal(exchanged, np.concatenate(parts))
-            whole = sum(rows_of(each, 1001 + again) for each in range(size))
-            bounds = chunk_bounds(1001 + again, size)
-            np.testing.assert_array_equal(scattered, whole[bounds[rank] : bounds[rank + 1]])
-            np.testing.assert_array_equal(reduced, sum(rows_of(each, 999) for each in range(size)))
-            np.testing.assert_array_equal(copied, rows_of(size - 1, 1500))
 
 
 def test_scratch_memory_of_a_reducescatter_is_not_used_again_too_soon(gpu):
@@ -170,10 +135,7 @@ def test_the_callers_current_stream_stays(gpu):
 
 
 def test_by_ipc_the_host_moves_nothing(cupy, monkeypatch):
-    def pinned(self, nbytes):
-        raise AssertionError(f"{nbytes} bytes of host memory to copy through")
-
-    monkeypatch.setattr(Stage, "pinned", pinned)
+    monkeypatch.setattr(Stage, "pinned", None)
     messages = []
 
     def program():
@@ -238,42 +200,37 @@ def test_a_deterministic_sum_goes_through_the_host_whatever_mpi_takes(cupy, mpi_
 # torch
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_torch_tensors_on_torchs_current_stream(monkeypatch, mode):
-    monkeypatch.setattr(ipc, "process", as_other_process)
-    with fake_cupy.checked(mode, seed=3) as cupy:
-        for name, module in {**cupy.modules(), "torch": fake_torch}.items():
-            monkeypatch.setitem(sys.modules, name, module)
+def test_torch_tensors_on_torchs_current_stream(gpu, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", fake_torch)
 
-        def program():
-            rank = rr.rank()
-            with fake_torch.cuda.stream(fake_torch.cuda.Stream()):
-                tensor, own = (fake_torch.tensor(values(2500, "float32", rank, salt)) for salt in range(2))
-                result = rr.allreduce(tensor, op=Sum)
-                assert isinstance(result, fake_torch.Tensor)
-                assert rr.allreduce_(own, op=Sum) is own
-                rows = rr.allgather(fake_torch.tensor(values(4, "int64", rank)))
-                splits = fake_torch.tensor(np.array([1, 3]))
-                received = rr.alltoall(fake_torch.tensor(values(4, "int64", rank)), splits=splits)[1]
-                assert received.cpu().tolist() == [1 + 2 * rank] * 2
-                return result.cpu(), own.cpu(), rows.cpu()
+    def program():
+        rank = rr.rank()
+        with fake_torch.cuda.stream(fake_torch.cuda.Stream()):
+            tensor, own = (fake_torch.tensor(values(2500, "float32", rank, salt)) for salt in range(2))
+            result = rr.allreduce(tensor, op=Sum)
+            assert isinstance(result, fake_torch.Tensor)
+            assert rr.allreduce_(own, op=Sum) is own
+            rows = rr.allgather(fake_torch.tensor(values(4, "int64", rank)))
+            splits = fake_torch.tensor(np.array([1, 3]))
+            received = rr.alltoall(fake_torch.tensor(values(4, "int64", rank)), splits=splits)[1]
+            assert received.cpu().tolist() == [1 + 2 * rank] * 2
+            return result.cpu(), own.cpu(), rows.cpu()
 
-        for result, own, rows in ranks([0, 0], program):
-            np.testing.assert_array_equal(result, total(2500, "float32", 2))
-            np.testing.assert_array_equal(own, total(2500, "float32", 2, 1))
-            np.testing.assert_array_equal(rows, np.concatenate([values(4, "int64", rank) for rank in range(2)]))
+    for result, own, rows in ranks([0, 0], program):
+        np.testing.assert_array_equal(result, total(2500, "float32", 2))
+        np.testing.assert_array_equal(own, total(2500, "float32", 2, 1))
+        np.testing.assert_array_equal(rows, np.concatenate([values(4, "int64", rank) for rank in range(2)]))
 
 
-def test_torch_tensors_on_a_gpu_without_cupy_name_the_extra(monkeypatch):
-    with fake_cupy.checked():
-        monkeypatch.setitem(sys.modules, "torch", fake_torch)
-        monkeypatch.setitem(sys.modules, "cupy", None)
+def test_torch_tensors_on_a_gpu_without_cupy_name_the_extra(cupy, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", fake_torch)
+    monkeypatch.setitem(sys.modules, "cupy", None)
 
-        def program():
-            with pytest.raises(MissingExtraError, match=r"pip install 'cupy-cuda12x\[ctk\]'"):
-                rr.allreduce_(fake_torch.tensor(values(5, "float32", 0)))
+    def program():
+        with pytest.raises(MissingExtraError, match=r"pip install 'cupy-cuda12x\[ctk\]'"):
+            rr.allreduce_(fake_torch.tensor(values(5, "float32", 0)))
 
-        run_ranks(1, program)
+    run_ranks(1, program)
 
 
 # what goes wrong
@@ -301,62 +258,40 @@ def test_host_and_gpu_arrays_in_one_group(gpu):
         np.testing.assert_array_equal(on_gpu, total(50, "float32", 2))
 
 
-def test_an_array_on_another_gpu_than_the_first(monkeypatch):
-    with fake_cupy.checked(device_count=2) as cupy:
-        for name, module in cupy.modules().items():
-            monkeypatch.setitem(sys.modules, name, module)
+def test_an_array_on_another_gpu_than_the_first(cupy):
+    cupy.machine.device_count = 2
 
-        def program():
-            rr.allreduce_(cupy.array(values(10, "float32", 0)))
-            with cupy.cuda.Device(1):
-                wrong = cupy.array(values(10, "float32", 0))
-            with pytest.raises(
-                InputError, match="an array on cuda:1, but its first was on cuda:0; a rank uses one GPU"
-            ):
-                rr.allreduce_(wrong)
+    def program():
+        rr.allreduce_(cupy.array(values(10, "float32", 0)))
+        with cupy.cuda.Device(1):
+            wrong = cupy.array(values(10, "float32", 0))
+        with pytest.raises(InputError, match="an array on cuda:1, but its first was on cuda:0; a rank uses one GPU"):
+            rr.allreduce_(wrong)
 
-        run_ranks(1, program)
+    run_ranks(1, program)
 
 
-def test_ranks_on_gpus_of_their_own(monkeypatch):
-    monkeypatch.setattr(ipc, "process", as_other_process)
-    with fake_cupy.checked("random", device_count=3) as cupy:
-        for name, module in cupy.modules().items():
-            monkeypatch.setitem(sys.modules, name, module)
+@pytest.mark.parametrize("obstacle", ["", "ipc", "peers", "memory"])
+def test_what_cannot_be_mapped_goes_through_the_host_and_one_line_says_so(gpu, caplog, obstacle):
+    """Each rank has a GPU of its own."""
+    gpu.machine.device_count = 2
+    gpu.refuse_ipc, gpu.refuse_peers = obstacle == "ipc", obstacle == "peers"
+    if obstacle == "memory":
+        gpu.machine.memory_bytes = 24 << 20
 
-        def program():
-            cupy.cuda.Device(rr.rank()).use()
-            return [rr.allreduce(cupy.array(values(3000, "float32", rr.rank(), k)), op=Sum).get() for k in range(3)]
+    def program():
+        gpu.cuda.Device(rr.rank()).use()
+        results = [rr.allreduce(gpu.array(values(3000, "float32", rr.rank(), k)), op=Sum).get() for k in range(3)]
+        return results, rr.info().gpu_algorithm
 
-        for results in ranks([0, 0, 0], program):
-            for k, result in enumerate(results):
-                np.testing.assert_array_equal(result, total(3000, "float32", 3, k))
-
-
-@pytest.mark.parametrize("obstacle", ["ipc", "peers", "memory"])
-def test_what_cannot_be_mapped_goes_through_the_host_and_one_line_says_so(monkeypatch, caplog, obstacle):
-    monkeypatch.setattr(ipc, "process", as_other_process)
-    with fake_cupy.checked(device_count=2) as cupy:
-        cupy.refuse_ipc = obstacle == "ipc"
-        cupy.refuse_peers = obstacle == "peers"
-        for name, module in cupy.modules().items():
-            monkeypatch.setitem(sys.modules, name, module)
-        if obstacle == "memory":
-            cupy.machine.memory_bytes = 24 << 20
-
-        def program():
-            cupy.cuda.Device(rr.rank()).use()
-            result = rr.allreduce(cupy.array(values(900, "float32", rr.rank())), op=Sum).get()
-            return result, rr.info().gpu_algorithm
-
-        slot_bytes = (8 << 20) if obstacle == "memory" else SLOT_BYTES
-        settings = Settings(cuda_slot_bytes=slot_bytes, cuda_nccl=False)
-        with caplog.at_level(logging.WARNING, "ringreduce"):
-            results = run_ranks(2, program, settings=settings, timeout_s=60)
-        for result, text in results:
-            np.testing.assert_array_equal(result, total(900, "float32", 2))
-            assert text.startswith("host_staged: ")
-        (line,) = [each.getMessage() for each in caplog.records if "GPU arrays" in each.getMessage()]
+    with caplog.at_level(logging.WARNING, "ringreduce"):
+        by_rank = ranks([0, 0], program, cuda_slot_bytes=(8 << 20) if obstacle == "memory" else SLOT_BYTES)
+    for results, text in by_rank:
+        np.testing.assert_array_equal(results, [total(3000, "float32", 2, k) for k in range(3)])
+        assert text.startswith("host_staged: " if obstacle else "ipc: ")
+    lines = [each.getMessage() for each in caplog.records if "GPU arrays" in each.getMessage()]
+    assert len(lines) == bool(obstacle)
+    for line in lines:
         assert line.startswith("GPU arrays are copied through host memory instead of by CUDA IPC: rank ")
         assert "CUDARuntimeError" in line
 
@@ -364,18 +299,21 @@ def test_what_cannot_be_mapped_goes_through_the_host_and_one_line_says_so(monkey
 # NCCL
 
 
-def nccl_ranks(size, program, monkeypatch, device_count, **chosen):
-    """Each rank on its GPU, where there are as many."""
-    monkeypatch.setattr(ipc, "process", as_other_process)
-    with fake_cupy.checked("random", device_count=device_count) as cupy:
-        for name, module in cupy.modules().items():
-            monkeypatch.setitem(sys.modules, name, module)
+@pytest.fixture
+def nccl_ranks(cupy):
+    """Runs ranks, each on its GPU where there are as many, whose streams run at random."""
+    cupy.machine.mode = "random"
 
-        def run():
+    def run(size, program, device_count, **chosen):
+        cupy.machine.device_count = device_count
+
+        def on_its_gpu():
             cupy.cuda.Device(rr.rank() % device_count).use()
             return program(cupy)
 
-        return run_ranks(size, run, settings=Settings(cuda_slot_bytes=SLOT_BYTES, **chosen), timeout_s=60)
+        return run_ranks(size, on_its_gpu, settings=Settings(cuda_slot_bytes=SLOT_BYTES, **chosen), timeout_s=60)
+
+    return run
 
 
 @pytest.mark.parametrize(
@@ -391,7 +329,7 @@ def nccl_ranks(size, program, monkeypatch, device_count, **chosen):
         ("float16", rr.Average),
     ],
 )
-def test_nccl_is_the_default_where_every_rank_has_a_gpu(monkeypatch, dtype, op):
+def test_nccl_is_the_default_where_every_rank_has_a_gpu(nccl_ranks, dtype, op):
     """What it has not goes another way."""
 
     def program(cupy):
@@ -403,28 +341,25 @@ def test_nccl_is_the_default_where_every_rank_has_a_gpu(monkeypatch, dtype, op):
         assert rr.info().gpu_algorithm == expected + other
         return on_gpu, rr.allreduce(host, op=op, **scales)
 
-    for on_gpu, on_host in nccl_ranks(3, program, monkeypatch, device_count=3):
+    for on_gpu, on_host in nccl_ranks(3, program, device_count=3):
         np.testing.assert_allclose(on_gpu, on_host, rtol=2e-3 if dtype == "float16" else 1e-6)
 
 
-def test_nccl_averages_integers_whose_sum_is_too_long_for_them(monkeypatch):
+@pytest.mark.parametrize(
+    ("dtype", "scales", "terms", "expected"),
+    [
+        ("int32", {}, [1 << 30, 3 << 29, 1 << 30], 7 * (1 << 29) // 3),
+        ("float16", {}, [30000, 30100, 30200], 30100),
+        ("float16", {"prescale_factor": 0.25, "postscale_factor": 4.0}, [30000, 30100, 30200], 30100),
+    ],
+)
+def test_nccl_averages_what_has_a_sum_that_is_too_large_for_its_type(nccl_ranks, dtype, scales, terms, expected):
     def program(cupy):
-        return rr.allreduce(cupy.array(values(300, "int32", rr.rank()) << 28), op=rr.Average).get()
+        array = cupy.array(np.full(50, terms[rr.rank()], dtype))
+        return rr.allreduce(array, op=rr.Average, **scales).get()
 
-    expected = sum(values(300, "int64", rank) << 28 for rank in range(3)) // 3
-    assert (3 * expected > np.iinfo(np.int32).max).any()
-    for result in nccl_ranks(3, program, monkeypatch, device_count=3):
-        np.testing.assert_array_equal(result, expected)
-
-
-@pytest.mark.parametrize("predivide", [1.0, 4.0])
-def test_nccl_averages_halves_whose_sum_is_too_large_for_them(monkeypatch, predivide):
-    def program(cupy):
-        scales = {"prescale_factor": 1 / predivide, "postscale_factor": predivide}
-        return rr.allreduce(cupy.array(np.full(50, 30000 + 100 * rr.rank(), np.float16)), op=rr.Average, **scales).get()
-
-    for result in nccl_ranks(3, program, monkeypatch, device_count=3):
-        np.testing.assert_allclose(result.astype(np.float32), 30100, rtol=2e-3)
+    for result in nccl_ranks(3, program, device_count=3):
+        np.testing.assert_allclose(result.astype(np.float64), expected, rtol=2e-3 if dtype == "float16" else 0)
 
 
 def gpu_algorithm(cupy):
@@ -434,27 +369,27 @@ def gpu_algorithm(cupy):
 
 
 @pytest.mark.parametrize(
-    ("chosen", "why"),
+    ("gpus", "chosen", "why"),
     [
-        ({"cuda_nccl": False}, "RINGREDUCE_CUDA_NCCL=0"),
-        ({"deterministic": True}, "RINGREDUCE_DETERMINISTIC=1"),
-        ({"algorithm": "shared"}, "RINGREDUCE_ALGORITHM=shared"),
+        (3, {"cuda_nccl": False}, "RINGREDUCE_CUDA_NCCL=0"),
+        (3, {"deterministic": True}, "RINGREDUCE_DETERMINISTIC=1"),
+        (3, {"algorithm": "shared"}, "RINGREDUCE_ALGORITHM=shared"),
+        (2, {}, "ranks 0, 2 share GPU "),
     ],
 )
-def test_what_rules_nccl_out(monkeypatch, chosen, why):
-    for text in nccl_ranks(2, gpu_algorithm, monkeypatch, device_count=2, **chosen):
-        assert text == f"ipc: the host's ranks map each other's GPU memory (CUDA IPC); no nccl: {why}"
+def test_what_rules_nccl_out(nccl_ranks, gpus, chosen, why):
+    for text in nccl_ranks(3, gpu_algorithm, device_count=gpus, **chosen):
+        assert text.startswith(f"ipc: the host's ranks map each other's GPU memory (CUDA IPC); no nccl: {why}")
 
 
-def test_one_rank_without_nccl_rules_it_out_on_all(monkeypatch):
-    monkeypatch.setattr(nccl, "why_not", lambda: "no NCCL" if as_other_process() == 1 else "")
-    monkeypatch.setattr(threading.current_thread(), "name", "rank 0")
-    for text in nccl_ranks(2, gpu_algorithm, monkeypatch, device_count=2):
+def test_one_rank_without_nccl_rules_it_out_on_all(nccl_ranks, monkeypatch):
+    monkeypatch.setattr(nccl, "why_not", lambda: "no NCCL" if threading.current_thread().name.endswith(" 1") else "")
+    for text in nccl_ranks(2, gpu_algorithm, device_count=2):
         assert text.startswith("ipc: ")
         assert text.endswith("; no nccl: rank 1: no NCCL")
 
 
-def test_a_rank_that_nccl_does_not_connect_rules_it_out_on_all(monkeypatch, caplog):
+def test_a_rank_that_nccl_does_not_connect_rules_it_out_on_all(nccl_ranks, monkeypatch, caplog):
     connect = nccl.connect
 
     def failing(device, size, uid, rank):
@@ -466,33 +401,27 @@ def test_a_rank_that_nccl_does_not_connect_rules_it_out_on_all(monkeypatch, capl
 
     monkeypatch.setattr(nccl, "connect", failing)
     with caplog.at_level(logging.WARNING, "ringreduce"):
-        for text in nccl_ranks(2, gpu_algorithm, monkeypatch, device_count=2):
+        for text in nccl_ranks(2, gpu_algorithm, device_count=2):
             assert text.endswith("; no nccl: rank 1: NCCL: no route")
     (line,) = [each.getMessage() for each in caplog.records if "NCCL" in each.getMessage()]
     assert line == "GPU arrays are not reduced by NCCL: rank 1: NCCL: no route"
 
 
-def test_ranks_that_share_a_gpu_take_another_path(monkeypatch):
-    for text in nccl_ranks(3, gpu_algorithm, monkeypatch, device_count=2):
-        assert text.startswith("ipc: ")
-        assert "; no nccl: ranks 0, 2 share GPU" in text
-
-
-def test_nccl_that_is_asked_for_on_a_gpu_that_ranks_share_is_an_error_on_all(monkeypatch):
+def test_nccl_that_is_asked_for_on_a_gpu_that_ranks_share_is_an_error_on_all(nccl_ranks):
     def program(cupy):
         for _ in range(2):
             with pytest.raises(InputError, match=r"RINGREDUCE_ALGORITHM=nccl: .*ranks 0, 2 share GPU"):
                 rr.allreduce_(cupy.array(values(10, "float32", rr.rank())), name="x")
         return rr.allreduce(values(10, "float32", rr.rank()), op=Sum)
 
-    for result in nccl_ranks(3, program, monkeypatch, device_count=2, algorithm="nccl"):
+    for result in nccl_ranks(3, program, device_count=2, algorithm="nccl"):
         np.testing.assert_array_equal(result, total(10, "float32", 3))
 
 
 SETS = [[0, 1, 2], [0, 1], [1, 2], [0, 2]]
 
 
-def test_nccl_for_process_sets_that_overlap(monkeypatch):
+def test_nccl_for_process_sets_that_overlap(nccl_ranks):
     """Each rank submits to them in an order of its own: kernels that wait for other ranks' may not wait in a row."""
 
     def program(cupy):
@@ -517,7 +446,7 @@ def test_nccl_for_process_sets_that_overlap(monkeypatch):
         assert {state.algorithms.gpu.text().partition(":")[0] for state in states} == {"nccl"}
         return results
 
-    for rank, results in enumerate(nccl_ranks(3, program, monkeypatch, 3, dynamic_process_sets=True)):
+    for rank, results in enumerate(nccl_ranks(3, program, 3, dynamic_process_sets=True)):
         for step in range(4):
             for members in SETS:
                 if rank in members:
@@ -525,7 +454,7 @@ def test_nccl_for_process_sets_that_overlap(monkeypatch):
                     np.testing.assert_array_equal(results[step, tuple(members)], expected)
 
 
-def test_ranks_that_have_joined_take_part_in_nccl(monkeypatch):
+def test_ranks_that_have_joined_take_part_in_nccl(nccl_ranks):
     def program(cupy):
         results = [
             rr.allreduce(cupy.array(values(1500, "float32", rr.rank(), step)), op=Sum, name=f"w{step}").get()
@@ -534,7 +463,7 @@ def test_ranks_that_have_joined_take_part_in_nccl(monkeypatch):
         rr.join()
         return results
 
-    for results in nccl_ranks(3, program, monkeypatch, device_count=3):
+    for results in nccl_ranks(3, program, device_count=3):
         for step, result in enumerate(results):
             expected = sum(values(1500, "float32", each, step) for each in range(step + 1, 3))
             np.testing.assert_array_equal(result, expected)

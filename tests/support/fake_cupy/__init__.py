@@ -20,6 +20,8 @@ import contextlib
 import sys
 import threading
 
+import pytest
+
 from tests.support.fake_cupy.machine import Machine
 
 machine = Machine()
@@ -83,9 +85,10 @@ def modules():
 
 @contextlib.contextmanager
 def checked(mode="lazy", seed=0, **sizes):
-    """A fresh machine; at the end all that is queued must have been able to run, and no race may have been found."""
+    """A fresh machine, which an import of CuPy finds. At the end all that is queued must have been able to run, and no
+    race may have been found."""
     global machine, refuse_ipc, refuse_peers, emulator
-    from ringreduce.gpu import runtime
+    from ringreduce.gpu import ipc, runtime
 
     runtime.device.cache_clear()
     machine, refuse_ipc, refuse_peers, emulator = Machine(mode, seed, **sizes), False, False, None
@@ -96,17 +99,21 @@ def checked(mode="lazy", seed=0, **sizes):
         thread.started_by = machine.process
         start(thread)
 
-    threading.Thread.start = start_and_tell
-    try:
-        yield sys.modules[__name__]
-        with machine.entered():
-            stuck = machine.run_all()
-    except BaseException:
-        print(*machine.races[:20], sep="\n")  # they may be why
-        raise
-    finally:
-        machine.is_closed = True
-        threading.Thread.start = start
-        runtime.device.cache_clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start_and_tell)
+        for name, module in modules().items():
+            patch.setitem(sys.modules, name, module)
+        if not machine.one_process:
+            patch.setattr(ipc, "process", lambda: machine.process_number)
+        try:
+            yield sys.modules[__name__]
+            with machine.entered():
+                stuck = machine.run_all()
+        except BaseException:
+            print(*machine.races[:20], sep="\n")  # they may be why
+            raise
+        finally:
+            machine.is_closed = True
+            runtime.device.cache_clear()
     assert not machine.races, "\n".join(machine.races[:20])
     assert not stuck, f"never run: {'; '.join(map(str, stuck))}"
