@@ -1,15 +1,17 @@
 """The fake CuPy finds what it is there to find, in every mode, and lets right programs pass."""
 
-import threading
-import time
-
 import numpy as np
 import pytest
 
+import ringreduce as rr
 from ringreduce.arrays.dtypes import TABLE
+from ringreduce.gpu.ipc import PeerSlots
 from ringreduce.gpu.kernels import Kernels
-from ringreduce.gpu.runtime import Block, Pinned, Stream, cupy, device, view
+from ringreduce.gpu.runtime import Block, Pinned, Stream, device
 from ringreduce.ops import Reduction, Sum
+from ringreduce.settings import Settings
+from ringreduce.testing import run_ranks
+from ringreduce.transport.window import PACKED, SUMMED
 from tests.support import tiers
 
 pytestmark = tiers.extended
@@ -261,104 +263,23 @@ def test_the_host_cannot_read_device_memory(any_mode):
         array[...] = np.ones(6)
 
 
-# a whole program: an all-reduce through the ranks' slots, as ringreduce/gpu/ipc.py does it
+# a whole program
 
 
-class Slots:
-    """Three ranks sum their chunks out of all ranks' slots. `forgets`: what they do not wait for."""
+@pytest.mark.parametrize("forgotten", [None, PACKED, SUMMED, "slots"])
+def test_every_wait_that_an_allreduce_forgets_is_found(cupy_of_every_mode, monkeypatch, forgotten):
+    """Through the slots of three ranks (ringreduce/gpu/ipc.py); with one slot, a rank packs what others still copy."""
+    fake, follow = cupy_of_every_mode, PeerSlots.follow
+    monkeypatch.setattr(PeerSlots, "follow", lambda *args: None if args[1] == forgotten else follow(*args))
+    if forgotten == "slots":
+        monkeypatch.setattr(PeerSlots, "slots", lambda peers, sequence: list(peers._memory))
 
-    SIZE, SEQUENCES, CHUNK = 3, 12, 64
+    def program():
+        arrays = [fake.arange(600, dtype=np.float32) * (rr.rank() + 1) + step for step in range(12)]
+        return [rr.allreduce(each, op=Sum).get() for each in arrays]
 
-    def __init__(self, fake, number_of_slots, forgets):
-        self.runtime, self.number_of_slots, self.forgets = fake.cuda.runtime, number_of_slots, forgets
-        self.shown = {}
-        self.flags = [[0, 0] for _ in range(self.SIZE)]
-        self.results = [[] for _ in range(self.SIZE)]
-
-    def elements(self, rank, sequence):
-        return np.arange(self.SIZE * self.CHUNK, dtype=np.float32) * (rank + 1) + sequence
-
-    def publish(self, rank, flag, sequence, stream, events):
-        self.runtime.eventRecord(events[rank][flag][sequence % self.number_of_slots], stream.pointer)
-        self.flags[rank][flag] = sequence + 1
-
-    def wait(self, flag, sequence, stream, events):
-        while any(each[flag] <= sequence for each in self.flags):
-            time.sleep(0)
-        if self.forgets != flag:
-            for each in events:
-                self.runtime.streamWaitEvent(stream.pointer, each[flag][sequence % self.number_of_slots])
-
-    def connect(self, rank, nbytes):
-        runtime = self.runtime
-        block = Block(device(0), nbytes * self.number_of_slots)
-        flags = runtime.eventDisableTiming | runtime.eventInterprocess
-        events = [[runtime.eventCreateWithFlags(flags) for _ in range(self.number_of_slots)] for _ in range(2)]
-        handles = [[runtime.ipcGetEventHandle(each) for each in row] for row in events]
-        self.shown[rank] = runtime.ipcGetMemHandle(block.pointer), handles
-        while len(self.shown) < self.SIZE:
-            time.sleep(0)
-        addresses, theirs = [], []
-        for peer in range(self.SIZE):
-            memory, handles = self.shown[peer]
-            addresses.append(block.pointer if peer == rank else runtime.ipcOpenMemHandle(memory))
-            opened = [[runtime.ipcOpenEventHandle(each) for each in row] for row in handles]
-            theirs.append(events if peer == rank else opened)
-        return addresses, theirs
-
-    def program(self):
-        rank = int(threading.current_thread().name.removeprefix("rank "))
-        stream = Stream(device(0))
-        length, float32 = self.SIZE * self.CHUNK, np.dtype(np.float32)
-        addresses, events = self.connect(rank, 4 * length)
-        for sequence in range(self.SEQUENCES):
-            at = sequence % self.number_of_slots * 4 * length
-            slots = [view(each + at, 4 * length, float32, None, 0) for each in addresses]
-            low, high = rank * self.CHUNK, (rank + 1) * self.CHUNK
-            with stream:
-                tensor = cupy().asarray(self.elements(rank, sequence))
-                slots[rank][...] = tensor
-                self.publish(rank, 0, sequence, stream, events)
-                self.wait(0, sequence, stream, events)
-                total = slots[0][low:high] + slots[1][low:high]
-                slots[rank][low:high] = np.add(total, slots[2][low:high])
-                self.publish(rank, 1, sequence, stream, events)
-                self.wait(1, sequence, stream, events)
-                for owner, slot in enumerate(slots):
-                    part = slice(owner * self.CHUNK, (owner + 1) * self.CHUNK)
-                    tensor[part] = slot[part]
-            self.results[rank].append(tensor)
-        with stream:
-            self.results[rank] = [each.get() for each in self.results[rank]]
-
-    def run(self):
-        failures = []
-
-        def guarded():
-            try:
-                self.program()
-            except BaseException as exc:
-                failures.append(exc)
-                self.flags = [[self.SEQUENCES, self.SEQUENCES]] * self.SIZE
-
-        threads = [threading.Thread(target=guarded, name=f"rank {rank}") for rank in range(self.SIZE)]
-        for each in threads:
-            each.start()
-        for each in threads:
-            each.join()
-        assert failures == []
-
-
-def test_a_right_program_passes(cupy_of_every_mode):
-    slots = Slots(cupy_of_every_mode, 2, forgets=None)
-    slots.run()
-    for results in slots.results:
-        for sequence, result in enumerate(results):
-            np.testing.assert_array_equal(result, sum(slots.elements(rank, sequence) for rank in range(3)))
-
-
-@pytest.mark.parametrize(("slots", "forgets"), [(2, 0), (2, 1), (1, None)])
-def test_every_wait_that_a_program_forgets_is_found(cupy_of_every_mode, slots, forgets):
-    """With one slot only, a rank packs what others still copy out of."""
-    Slots(cupy_of_every_mode, slots, forgets).run()
-    assert any("no order between" in each for each in races(cupy_of_every_mode))
+    settings = Settings(cuda_slot_bytes=1024, cuda_nccl=False)
+    for results in run_ranks(3, program, settings=settings, timeout_s=60):
+        for step, result in enumerate(results if forgotten is None else []):
+            np.testing.assert_array_equal(result, np.arange(600) * 6 + 3 * step)
+    assert any("no order between" in each for each in races(fake)) == (forgotten is not None)

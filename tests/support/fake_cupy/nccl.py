@@ -97,7 +97,7 @@ class NcclCommunicator:
         pass
 
     def allReduce(self, sendbuf, recvbuf, count, datatype, op, stream):
-        if self._group is None:
+        if self._group is None or fake.machine.device != self._group.devices[self._rank]:
             raise NcclError(4)
         with fake.machine.entered():
             group, number = self._group, self._count
