@@ -157,9 +157,10 @@ def test_its_errors_say_what_to_do(error, told, binding, monkeypatch):
             "rank 0 of 3 could not connect",
         ),
     ]:
-        with monkeypatch.context() as patch, pytest.raises(CollectiveError) as caught:
+        with monkeypatch.context() as patch:
             patch.setattr(where, what, fail)
-            call()
+            with pytest.raises(CollectiveError) as caught:
+                call()
         assert str(caught.value) == f"NCCL: {text}: {told}; {WHY}"
     communicator.check()
 
