@@ -70,23 +70,15 @@ def test_examples_train_on_the_gpu(tmp_path):
         assert "on cuda" in finished.stdout or name == "numpy_lenet"
 
 
-@pytest.mark.parametrize("name", ["gradients", "train_step"])
-def test_a_bench_of_ranks(tmp_path, name):
-    finished = ringrun(PYTHON, 2, BENCH / f"{name}.py", "--quick", "--json", tmp_path / "rows.json", timeout_s=300)
-    checked(finished, tmp_path)
-
-
-def test_the_bench_of_kernels(tmp_path):
-    finished = run([PYTHON, BENCH / "kernels.py", "--quick", "--json", tmp_path / "rows.json"], timeout_s=300)
-    checked(finished, tmp_path)
-
-
-def checked(finished, folder):
-    """A bench has come to an end, with no wrong element; or has said why it was skipped."""
+@pytest.mark.parametrize(("name", "ranks"), [("gradients", 2), ("train_step", 2), ("kernels", 0)])
+def test_a_bench(tmp_path, name, ranks):
+    """It comes to an end, with no wrong element; or says why it was skipped."""
+    command = [BENCH / f"{name}.py", "--quick", "--json", tmp_path / "rows.json"]
+    finished = ringrun(PYTHON, ranks, *command, timeout_s=300) if ranks else run([PYTHON, *command], timeout_s=300)
     assert finished.returncode == 0, finished.stdout
     if skipped := re.search(r"skipped: (.*)", finished.stdout):
         pytest.skip(skipped[1])
-    kept = json.loads((folder / "rows.json").read_text())
+    kept = json.loads((tmp_path / "rows.json").read_text())
     assert {"gpu", "driver", "cupy", "date"} <= set(kept["header"])
     assert all(row["wrong"] in (0, None) for row in kept["rows"])
     assert any(row["wrong"] == 0 for row in kept["rows"])

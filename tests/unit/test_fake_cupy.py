@@ -73,25 +73,17 @@ def test_reading_what_another_stream_writes(any_mode, waits):
 
 
 @pytest.mark.parametrize("waits", [True, False])
-def test_writing_what_another_stream_reads(any_mode, waits):
-    reader, writer = two_streams()
-    block, array = filled(1, reader)
-    result = Block(device(0), 4 * N)
-    written = reader.record()
-    reader.copy(result.pointer, block.pointer, 4 * N)
-    writer.wait(reader.record() if waits else written)  # the event before the copy is not enough
-    with writer:
-        array[...] = 2
-    assert len(races(any_mode)) == (0 if waits else 1)
-
-
-@pytest.mark.parametrize("waits", [True, False])
-def test_writing_what_another_stream_writes(any_mode, waits):
-    one, other = two_streams()
+@pytest.mark.parametrize("before", ["read", "write"])
+def test_writing_what_another_stream_reads_or_writes(any_mode, before, waits):
+    one, writer = two_streams()
     block, _ = filled(1, one)
-    if waits:
-        other.wait(one.record())
-    any_mode.cuda.runtime.memsetAsync(block.pointer + 4 * (N - 1), 0, 4, other.pointer)
+    early = one.record()
+    if before == "read":
+        one.copy(Block(device(0), 4 * N).pointer, block.pointer, 4 * N)
+        writer.wait(one.record() if waits else early)  # the event before the copy is not enough
+    elif waits:
+        writer.wait(early)
+    any_mode.cuda.runtime.memsetAsync(block.pointer + 4 * (N - 1), 0, 4, writer.pointer)
     assert len(races(any_mode)) == (0 if waits else 1)
 
 
