@@ -43,15 +43,9 @@ class Served:
         return message
 
 
-def keeping(served: "queue.SimpleQueue[Served]"):
+def keeping(served: queue.SimpleQueue):
     """What Listener.start needs to put each connection there."""
-
-    def serve(link: Link) -> Served:
-        made = Served(link)
-        served.put(made)
-        return made
-
-    return serve
+    return lambda link: served.put(made := Served(link)) or made
 
 
 @pytest.fixture
@@ -61,17 +55,35 @@ def listener(tmp_path: Path):
     made.close()
 
 
+@pytest.fixture
+def served() -> "queue.SimpleQueue[Served]":
+    return queue.SimpleQueue()
+
+
+@pytest.fixture
+def pair(listener: Listener, served: queue.SimpleQueue):
+    """pair(is_local): both ends of a connection, an agent's and ringrun's."""
+    with contextlib.ExitStack() as at_end:
+
+        def connected(is_local: bool) -> tuple[Link, Served]:
+            listener.start(keeping(served))
+            ours = connect(listener.address if is_local else elsewhere(listener.address), listener.authkey)
+            theirs = served.get(timeout=10)
+            at_end.callback(theirs.close)
+            at_end.callback(ours.close)
+            return ours, theirs
+
+        yield connected
+
+
 def elsewhere(address: Address) -> Address:
     """As an agent on another host sees it."""
     return address._replace(host="another-host")
 
 
 @pytest.mark.parametrize("is_local", [True, False])
-def test_messages_go_both_ways(listener: Listener, is_local: bool) -> None:
-    served: queue.SimpleQueue[Served] = queue.SimpleQueue()
-    listener.start(keeping(served))
-    ours = connect(listener.address if is_local else elsewhere(listener.address), listener.authkey)
-    theirs = served.get(timeout=10)
+def test_messages_go_both_ways(pair, is_local: bool) -> None:
+    ours, theirs = pair(is_local)
     assert ours.is_local == theirs.link.is_local == is_local
     threading.Thread(target=ours.send, args=[Note("é" * 100_000)]).start()  # longer than what a socket holds
     theirs.send(Signal(15))
@@ -82,11 +94,9 @@ def test_messages_go_both_ways(listener: Listener, is_local: bool) -> None:
     ours.close()
     with pytest.raises((EOFError, OSError)):
         theirs.receive()
-    theirs.close()
 
 
-def test_a_stranger_gets_nowhere_and_holds_nobody_up(listener: Listener) -> None:
-    served: queue.SimpleQueue[Served] = queue.SimpleQueue()
+def test_a_stranger_gets_nowhere_and_holds_nobody_up(listener: Listener, served: queue.SimpleQueue) -> None:
     listener.start(keeping(served))
     silent = socket.create_connection(("127.0.0.1", listener.address.port))
     with pytest.raises(
@@ -112,13 +122,10 @@ def test_all_that_was_tried_is_told() -> None:
         connect(Address("h1", "/nowhere"), b"key")
 
 
-def test_a_silent_host_is_told_from_one_that_has_closed(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_host_is_told_from_one_that_has_closed(pair, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (link_module, listener_module):
         monkeypatch.setattr(module, "LOOK_S", 0.1)
-    served: queue.SimpleQueue[Served] = queue.SimpleQueue()
-    listener.start(keeping(served))
-    ours = connect(elsewhere(listener.address), listener.authkey)
-    theirs = served.get(timeout=10)
+    ours, theirs = pair(False)
     threading.Timer(1.0, theirs.send, [Note("late")]).start()
     assert ours.receive() == Note("late"), "nobody speaks, but the kernel at the other end is there"
     ours.lost_after_s = -1.0
@@ -127,13 +134,12 @@ def test_a_silent_host_is_told_from_one_that_has_closed(listener: Listener, monk
     theirs.link.lost_after_s = -1.0
     with pytest.raises(HostSilentError):
         theirs.receive()
-    ours.close()
-    theirs.close()
 
 
-def test_both_ends_have_the_kernel_probe_for_a_lost_host_in_the_time_that_was_asked_for(tmp_path: Path) -> None:
+def test_both_ends_have_the_kernel_probe_for_a_lost_host_in_the_time_that_was_asked_for(
+    tmp_path: Path, served: queue.SimpleQueue
+) -> None:
     listener = Listener(str(tmp_path), ["127.0.0.1"], 4, lost_after_s=60.0)
-    served: queue.SimpleQueue[Served] = queue.SimpleQueue()
     listener.start(keeping(served))
     assert Address.parse(str(listener.address)).lost_after_s == 60.0, "the agents are told"
     ours = connect(elsewhere(listener.address), listener.authkey)
@@ -146,9 +152,7 @@ def test_both_ends_have_the_kernel_probe_for_a_lost_host_in_the_time_that_was_as
 
 
 @pytest.mark.parametrize("is_local", [True, False])
-def test_a_host_whose_policy_forbids_md5_gets_in_too(
-    listener: Listener, is_local: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_host_whose_policy_forbids_md5_gets_in_too(pair, is_local: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As OpenSSL in FIPS mode: any use of MD5 is a ValueError."""
     new, digest = hmac.new, hmac.digest
 
@@ -167,21 +171,13 @@ def test_a_host_whose_policy_forbids_md5_gets_in_too(
     monkeypatch.setattr(hmac, "new", checked_new)
     monkeypatch.setattr(hmac, "digest", checked_digest)
     monkeypatch.setattr("hashlib.md5", lambda *_, **__: refuse("md5"))
-    served: queue.SimpleQueue[Served] = queue.SimpleQueue()
-    listener.start(keeping(served))
-    ours = connect(listener.address if is_local else elsewhere(listener.address), listener.authkey)
+    ours, theirs = pair(is_local)
     ours.send(Note("in"))
-    theirs = served.get(timeout=10)
     assert theirs.receive() == Note("in")
-    theirs.close()
-    ours.close()
 
 
-def test_a_descriptor_follows_a_message_and_another_message_that(listener: Listener) -> None:
-    served: queue.SimpleQueue[Served] = queue.SimpleQueue()
-    listener.start(keeping(served))
-    ours = connect(listener.address, listener.authkey)
-    theirs = served.get(timeout=10)
+def test_a_descriptor_follows_a_message_and_another_message_that(pair) -> None:
+    ours, theirs = pair(True)
     read, write = os.pipe()
     theirs.send(Note("before"))
     theirs.link.send_descriptor(read)
@@ -195,29 +191,21 @@ def test_a_descriptor_follows_a_message_and_another_message_that(listener: Liste
     assert ours.receive() == Note("after")
     for descriptor in (write, received):
         os.close(descriptor)
-    ours.close()
-    theirs.close()
 
 
 @pytest.mark.parametrize("is_local", [True, False])
-def test_what_is_no_message_is_told_from_the_end_by_both_ends(listener: Listener, is_local: bool) -> None:
-    served: queue.SimpleQueue[Served] = queue.SimpleQueue()
-    listener.start(keeping(served))
-    ours = connect(listener.address if is_local else elsewhere(listener.address), listener.authkey)
-    theirs = served.get(timeout=10)
+def test_what_is_no_message_is_told_from_the_end_by_both_ends(pair, is_local: bool) -> None:
+    ours, theirs = pair(is_local)
     for sender, receiver in ((theirs.link, ours), (ours, theirs)):
         sender._socket.sendall(sender._writer.frame(b"z") + b"\xff" * HEAD_BYTES)
         with pytest.raises(ValueError, match="unknown tag b'z'"):
             receiver.receive()
     with pytest.raises(ValueError, match="message 1 of this connection was changed"):
         ours.receive()
-    theirs.close()
-    ours.close()
 
 
-def test_only_the_chosen_addresses_are_listened_at(tmp_path: Path) -> None:
+def test_only_the_chosen_addresses_are_listened_at(tmp_path: Path, served: queue.SimpleQueue) -> None:
     listener = Listener(str(tmp_path), ["127.0.0.2", "127.0.0.3"], 4)
-    served: queue.SimpleQueue[Served] = queue.SimpleQueue()
     listener.start(keeping(served))
     port = listener.address.port
     with pytest.raises(ConnectionRefusedError):
@@ -231,14 +219,13 @@ def test_only_the_chosen_addresses_are_listened_at(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("timeout_s", "patience_s"), [(0.5, 1000), (1000, 0.5)])
 def test_strangers_that_say_nothing_are_few_at_a_time_and_not_for_ever(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, timeout_s: float, patience_s: float
+    tmp_path: Path, served: queue.SimpleQueue, monkeypatch: pytest.MonkeyPatch, timeout_s: float, patience_s: float
 ) -> None:
     """Where they are so many that nobody else gets in, their time is short."""
     monkeypatch.setattr(listener_module, "HANDSHAKE_TIMEOUT_S", timeout_s)
     monkeypatch.setattr(listener_module, "_SILENT_S", patience_s)
     monkeypatch.setattr(listener_module, "_MOST_GREETINGS", 3)
     listener = Listener(str(tmp_path), ["127.0.0.1"], 8)
-    served: queue.SimpleQueue[Served] = queue.SimpleQueue()
     before = threading.active_count()
     listener.start(keeping(served))
     slow, *strangers = [
@@ -266,9 +253,10 @@ def test_strangers_that_say_nothing_are_few_at_a_time_and_not_for_ever(
     listener.close()
 
 
-def test_a_connection_for_which_no_descriptor_is_free_is_taken_later(listener: Listener) -> None:
+def test_a_connection_for_which_no_descriptor_is_free_is_taken_later(
+    listener: Listener, served: queue.SimpleQueue
+) -> None:
     said: queue.SimpleQueue[str] = queue.SimpleQueue()
-    served: queue.SimpleQueue[Served] = queue.SimpleQueue()
     ours = socket.socket(socket.AF_UNIX)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     fillers: list[int] = []
@@ -290,7 +278,9 @@ def test_a_connection_for_which_no_descriptor_is_free_is_taken_later(listener: L
     assert said.empty(), "it is said once"
 
 
-def test_an_agent_tries_again_while_nothing_answers(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_agent_tries_again_while_nothing_answers(
+    listener: Listener, served: queue.SimpleQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As when ringrun's host drops what more than its queue holds."""
     attempts = 0
     create = socket.create_connection
@@ -303,7 +293,6 @@ def test_an_agent_tries_again_while_nothing_answers(listener: Listener, monkeypa
         return create(*arguments, **options)
 
     monkeypatch.setattr(socket, "create_connection", overwhelmed)
-    served: queue.SimpleQueue[Served] = queue.SimpleQueue()
     listener.start(keeping(served))
     link = connect(elsewhere(listener.address), listener.authkey)
     assert attempts == 3

@@ -5,7 +5,7 @@ import os
 import pty
 import select
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from datetime import datetime, timedelta
 from pathlib import Path
 
@@ -20,14 +20,24 @@ from ringrun.output.prefix import Prefix, local_time
 from tests.support.patience import patient
 
 
-def test_prefixes_are_as_wide_as_the_largest_rank() -> None:
-    assert Prefix(10, colour=False).apply([3], b"x") == [b"[3] x"]
-    assert Prefix(11, colour=False).apply([3], b"x") == [b"[ 3] x"]
-    assert Prefix(101, colour=False).apply([42], b"x") == [b"[ 42] x"]
-
-
-def test_an_empty_line_has_no_trailing_blank() -> None:
-    assert Prefix(2, colour=False).apply([1], b"") == [b"[1]"]
+@pytest.mark.parametrize(
+    ("size", "fold", "ranks", "line"),
+    [
+        (10, False, [3], b"[3] x"),
+        (11, False, [3], b"[ 3] x"),
+        (101, False, [42], b"[ 42] x"),
+        (1, True, [0], b"[0] x"),
+        (16, True, [3], b"[    3] x"),
+        (16, True, range(16), b"[ 0-15] x"),
+        (16, True, [0, 1, 7], b"[0-1,7] x"),
+    ],
+)
+def test_prefixes_are_as_wide_as_the_largest_rank(size: int, fold: bool, ranks: Iterable[int], line: bytes) -> None:
+    prefix = Prefix(size, colour=False, fold=fold)
+    assert prefix.apply(ranks, b"x") == [line]
+    assert prefix.apply(ranks, b"x", b"12:00") == [b"12:00 " + line], "the time stands first"
+    assert prefix.apply(ranks, b"") == [line.removesuffix(b" x")], "no blank at the end of an empty line"
+    assert prefix.apply(ranks, b"", b"12:00") == [b"12:00 " + line.removesuffix(b" x")]
 
 
 def test_colours_differ_by_rank_and_end_with_the_prefix() -> None:
@@ -35,14 +45,6 @@ def test_colours_differ_by_rank_and_end_with_the_prefix() -> None:
     prefixes = [prefix.of(rank)[0] for rank in range(4)]
     assert len({text[: text.index(b"m")] for text in prefixes}) == 4
     assert all(text.startswith(b"\x1b[") and text.endswith(b"[%d]\x1b[0m" % rank) for rank, text in enumerate(prefixes))
-
-
-def test_prefixes_of_several_ranks_are_as_wide_as_those_of_single_ones() -> None:
-    prefix = Prefix(16, colour=False, fold=True)
-    assert prefix.apply([3], b"x") == [b"[    3] x"]
-    assert prefix.apply(range(16), b"x") == [b"[ 0-15] x"]
-    assert prefix.apply([0, 1, 7], b"x") == [b"[0-1,7] x"]
-    assert Prefix(1, colour=False, fold=True).apply([0], b"x") == [b"[0] x"]
 
 
 def test_a_prefix_too_long_to_read_is_cut_in_several() -> None:
@@ -56,11 +58,6 @@ def test_several_ranks_have_no_rank_s_colour() -> None:
     prefix = Prefix(4, colour=True, fold=True)
     assert prefix.of(1, 2) == [b"\x1b[1m[1-2]\x1b[0m"]
     assert prefix.of(1)[0].startswith(b"\x1b[33m[  1]")
-
-
-def test_the_time_stands_first() -> None:
-    assert Prefix(4, colour=False).apply([1], b"x", b"12:00") == [b"12:00 [1] x"]
-    assert Prefix(4, colour=False).apply([1], b"", b"12:00") == [b"12:00 [1]"]
 
 
 @given(st.integers(0, 4_000_000_000_000))

@@ -88,14 +88,10 @@ def test_a_missing_command_is_told_with_its_cure(
     assert str(caught.value) == message
 
 
-@pytest.mark.parametrize("name", ["python", "python3", "python3.12", "python3.13t"])
-def test_a_python_command_is_asked_for_its_mpi(name: str) -> None:
-    assert interpreter_of([f"/opt/bin/{name}", "train.py"]) == f"/opt/bin/{name}"
-
-
-@pytest.mark.parametrize("name", ["bash", "pythonista", "ipython", "torchrun"])
-def test_of_other_commands_ours_is_asked(name: str) -> None:
-    assert interpreter_of([f"/opt/bin/{name}"]) == sys.executable
+@pytest.mark.parametrize("name", ["python", "python3.12", "python3.13t", "bash", "pythonista", "ipython", "torchrun"])
+def test_a_python_command_is_asked_for_its_mpi_and_instead_of_others_ours(name: str) -> None:
+    is_python = name in ("python", "python3.12", "python3.13t")
+    assert interpreter_of([f"/opt/bin/{name}", "train.py"]) == (f"/opt/bin/{name}" if is_python else sys.executable)
 
 
 def test_the_job_is_agents_with_the_command_as_it_stands() -> None:
@@ -165,33 +161,35 @@ def test_the_variables_of_a_rank() -> None:
     }
 
 
-def test_what_the_user_has_set_is_kept() -> None:
-    kept = {"MASTER_ADDR": "h", "MASTER_PORT": "1", "OMP_NUM_THREADS": "7", "PYTHONUNBUFFERED": ""}
-    environment = rank_environment(PLACE, SETUP, "/tmp/private", {**kept, "PYTHONPATH": "/mine"}, threads=2)
-    assert {name: environment[name] for name in kept} == kept
-    assert environment["PYTHONPATH"] == f"{HOOK_DIRECTORY}{os.pathsep}/mine"
+GPUS = {"CUDA_VISIBLE_DEVICES": "2,3", "CUDA_DEVICE_ORDER": "FASTEST_FIRST"}
+KEPT = {"MASTER_ADDR": "h", "MASTER_PORT": "1", "OMP_NUM_THREADS": "7", "PYTHONUNBUFFERED": ""}
+PLACED = {"RINGREDUCE_PLACED_GPU": "0000:01:00.0", "RINGREDUCE_CUDA_DEVICE": "1"}
 
 
-def test_a_rank_that_is_to_see_one_gpu_sees_it_by_our_number() -> None:
-    inherited = {"CUDA_VISIBLE_DEVICES": "2,3", "CUDA_DEVICE_ORDER": "FASTEST_FIRST"}
-    masked = rank_environment(PLACE, SETUP, "/tmp/private", inherited, threads=1, only_gpu="3")
-    assert (masked["CUDA_VISIBLE_DEVICES"], masked["CUDA_DEVICE_ORDER"]) == ("3", "PCI_BUS_ID")
-    assert rank_environment(PLACE, SETUP, "/tmp/private", inherited, threads=1).items() >= inherited.items()
-
-
-def test_a_rank_learns_which_gpu_it_was_placed_at_whatever_a_job_around_it_says() -> None:
-    inherited = {"RINGREDUCE_PLACED_GPU": "0000:01:00.0", "RINGREDUCE_CUDA_DEVICE": "1"}
-    placed = rank_environment(PLACE, SETUP, "/tmp/private", inherited, threads=1, placed_gpu="0000:02:00.0")
-    assert placed["RINGREDUCE_PLACED_GPU"] == "0000:02:00.0"
-    assert placed["RINGREDUCE_CUDA_DEVICE"] == "1", "the user's own wish stays"
-    assert rank_environment(PLACE, SETUP, "/tmp/private", inherited, threads=1)["RINGREDUCE_PLACED_GPU"] == ""
-
-
-def test_what_ringrun_sends_counts_more_than_what_an_agent_has() -> None:
-    setup = SETUP._replace(variables={"LANG": "C.UTF-8", "PYTHONPATH": "/theirs", "RINGRUN_X": "private"})
-    environment = rank_environment(PLACE, setup, "/tmp/private", {"LANG": "C", "HOME": "/root"}, threads=2)
-    assert (environment["LANG"], environment["HOME"]) == ("C.UTF-8", "/root")
-    assert environment["PYTHONPATH"] == f"{HOOK_DIRECTORY}{os.pathsep}/theirs"
+@pytest.mark.parametrize(
+    ("sent", "inherited", "gpu", "expected"),
+    [
+        pytest.param({}, KEPT, {}, KEPT, id="what the user has set is kept"),
+        pytest.param({}, {"PYTHONPATH": "/mine"}, {}, {"PYTHONPATH": f"{HOOK_DIRECTORY}{os.pathsep}/mine"}, id="path"),
+        pytest.param({}, GPUS, {}, GPUS, id="all GPUs"),
+        pytest.param(
+            {}, GPUS, {"only_gpu": "3"}, {"CUDA_VISIBLE_DEVICES": "3", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}, id="one GPU"
+        ),
+        # whatever a job around it says; the user's own wish stays
+        pytest.param({}, PLACED, {"placed_gpu": "b"}, PLACED | {"RINGREDUCE_PLACED_GPU": "b"}, id="placed"),
+        pytest.param({}, PLACED, {}, PLACED | {"RINGREDUCE_PLACED_GPU": ""}, id="not placed"),
+        pytest.param(
+            {"LANG": "C.UTF-8", "PYTHONPATH": "/theirs", "RINGRUN_X": "private"},
+            {"LANG": "C", "HOME": "/root"},
+            {},
+            {"LANG": "C.UTF-8", "HOME": "/root", "PYTHONPATH": f"{HOOK_DIRECTORY}{os.pathsep}/theirs"},
+            id="what ringrun sends counts more than what an agent has",
+        ),
+    ],
+)
+def test_what_becomes_of_variables_that_are_set(sent: dict, inherited: dict, gpu: dict, expected: dict) -> None:
+    environment = rank_environment(PLACE, SETUP._replace(variables=sent), "/tmp/private", inherited, threads=2, **gpu)
+    assert environment.items() >= expected.items()
     assert "RINGRUN_X" not in environment
 
 

@@ -2,9 +2,9 @@
 
 import os
 import queue
+import resource
 import select
-import subprocess
-import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -57,45 +57,33 @@ def hello(rank: int, size: int = SIZE) -> Hello:
     return Hello(rank, size, f"h{rank}", 2345)
 
 
+NO_MESSAGE = "a message that ringrun does not understand: b"
+
+
+@pytest.mark.parametrize(
+    ("sent", "times", "why"),
+    [
+        (b"j[1, 2]x", 1, NO_MESSAGE),
+        (b'j{"kind": "Started"}', 1, NO_MESSAGE),
+        (b"", 1, NO_MESSAGE),
+        (b"eX", 2, "message 3 of this connection was changed"),
+        (wire.encode(Setup("h", 1, "/", {}, gives_stdin=False)), 1, "an agent does not send Setup"),
+    ],
+)
 def test_what_no_agent_sends_is_the_end_of_that_rank_and_says_why(
-    channel: tuple[Channel, Come], events: "queue.SimpleQueue[Event]"
+    channel: tuple[Channel, Come], events: "queue.SimpleQueue[Event]", sent: bytes, times: int, why: str
 ) -> None:
-    _, come = channel
-    no_message, not_sent_so = (
-        "a message that ringrun does not understand: b",
-        "message 3 of this connection was changed",
-    )
-    for rank, (sent, times, why) in enumerate(
-        [
-            (b"j[1, 2]x", 1, no_message),
-            (b'j{"kind": "Started"}', 1, no_message),
-            (b"", 1, no_message),
-            (b"eX", 2, not_sent_so),
-        ]
-    ):
-        link = come(hello(rank))
-        assert events.get(timeout=10) == Arrived(rank, f"h{rank}", 2345)
-        link.send(Started(4711))
-        link._socket.sendall(link._writer.frame(sent) * times)
-        ended = events.get(timeout=10)
-        assert isinstance(ended, RankEnded)
-        assert ended.end.failed
-        assert (ended.end.rank, ended.end.pid) == (rank, 4711)
-        assert ended.end.lost.startswith(f"its connection is broken: {why}")
-        with pytest.raises((EOFError, OSError)):
-            link.receive()  # the agent sees it, and ends its rank
-
-
-def test_a_message_of_the_other_direction_is_the_end_of_that_rank_too(
-    channel: tuple[Channel, Come], events: "queue.SimpleQueue[Event]"
-) -> None:
-    _, come = channel
-    link = come(hello(0))
-    assert isinstance(events.get(timeout=10), Arrived)
-    link.send(Setup("h", 1, "/", {}, gives_stdin=False))
+    link = channel[1](hello(0))
+    assert events.get(timeout=10) == Arrived(0, "h0", 2345)
+    link.send(Started(4711))
+    link._socket.sendall(link._writer.frame(sent) * times)
     ended = events.get(timeout=10)
     assert isinstance(ended, RankEnded)
-    assert ended.end.lost == "its connection is broken: an agent does not send Setup"
+    assert ended.end.failed
+    assert (ended.end.rank, ended.end.pid) == (0, 4711)
+    assert ended.end.lost.startswith(f"its connection is broken: {why}")
+    with pytest.raises((EOFError, OSError)):
+        link.receive()  # the agent sees it, and ends its rank
 
 
 @pytest.mark.parametrize(
@@ -177,58 +165,30 @@ def test_a_listener_that_breaks_says_so(
     assert events.get(timeout=10) == Deaf("RuntimeError: can't start new thread")
 
 
-MANY = """
-    import os, queue, resource, sys, tempfile, threading
-    from ringrun.connection.link import connect
-    from ringrun.connection.listener import Listener
-    from ringrun.connection.wire import End, Ended, Hello, Started
-    from ringrun.job.events import Arrived, RankEnded
-    from ringrun.job.ranks import Channel, RankSetup
-    from ringrun.output.display import Output
-    from ringrun.processes import raise_open_files
-
-    SIZE = 512
-    events = queue.SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder:
-        listener = Listener(folder, ["127.0.0.1"], SIZE)
-        if not (agents := os.fork()):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
-            links = [connect(listener.address, listener.authkey) for _ in range(SIZE)]
-            for rank, link in enumerate(links):
-                link.send(Hello(rank, SIZE, "here", 2345))
-            for rank, link in enumerate(links):
-                link.receive()  # Setup
-                link.send(Started(rank + 1))
-                link.send(Ended(0, 1.0))
-            for link in links:
-                assert isinstance(link.receive(), End)
-            os._exit(0)
-        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))
-        assert raise_open_files(SIZE + 64, SIZE + 64) == 64
-        before = len(os.listdir("/proc/self/fd"))
-        channel = Channel(listener, SIZE, RankSetup(), Output(SIZE, os.environ), events)
-        channel.start()
-        assert {events.get(timeout=60).rank for _ in range(SIZE)} == set(range(SIZE))
-        descriptors = len(os.listdir("/proc/self/fd")) - before
-        channel.set_up()
-        assert {events.get(timeout=60).end.pid for _ in range(SIZE)} == set(range(1, SIZE + 1))
-        print(descriptors, "descriptors,", threading.active_count(), "threads")
-        channel.end_agents(End())
-        assert os.waitpid(agents, 0)[1] == 0
-        channel.close()
-"""
+def test_each_rank_takes_one_descriptor_and_no_thread(
+    channel: tuple[Channel, Come], events: "queue.SimpleQueue[Event]"
+) -> None:
+    """512 and 4096 of them: tests/end_to_end/test_bench.py."""
+    _, come = channel
+    before, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
+    for rank in range(SIZE):
+        come(hello(rank))
+        assert isinstance(events.get(timeout=10), Arrived)
+    assert len(os.listdir("/proc/self/fd")) == before + 2 * SIZE, "the agents' ends are here, too"
+    assert threading.active_count() == threads
 
 
-def test_512_ranks_take_one_descriptor_each_few_threads_and_a_low_limit_is_raised(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", "\n".join(line[4:] for line in MANY.splitlines())],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={"TMPDIR": str(tmp_path), "PATH": ""},
-    )
-    assert (done.stdout, done.returncode) == ("512 descriptors, 3 threads\n", 0), done.stderr
+def test_a_low_limit_of_open_files_is_raised_as_far_as_is_wanted() -> None:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    is_open = len(os.listdir("/proc/self/fd"))
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (is_open + 8, before[1]))
+        assert raise_open_files(64, 64) == is_open + 8
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (is_open + 64, before[1])
+        assert raise_open_files(32, 32) == is_open + 64, "it is high enough"
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (is_open + 64, before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_a_limit_that_is_too_low_for_the_job_is_told_with_the_cure() -> None:

@@ -70,34 +70,18 @@ def test_the_environment_of_each_rank(size: int, ringrun: Run, script: Callable[
         }
 
 
-def test_what_the_user_has_set_stays(ringrun: Run, script: Callable[[str], str], python: str) -> None:
-    mine = {"OMP_NUM_THREADS": "5", "MASTER_ADDR": "10.1.2.3", "MASTER_PORT": "77", "PYTHONPATH": "/mine"}
-    done = ringrun("-np", 2, python, script(SHOW_ENVIRONMENT), env=mine)
-    for lines in by_rank(done.stdout).values():
-        assert json.loads(lines[0]).items() >= mine.items()
-
-
 def test_the_ranks_are_one_mpi_job(ringrun: Run, script: Callable[[str], str], python: str) -> None:
     source = """
         import os
         from mpi4py import MPI
         world = MPI.COMM_WORLD
         assert (world.rank, world.size) == (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
+        MPI.Win.Allocate_shared(1024, comm=world).Free()  # prints no noise
         print("sum of squares", world.allreduce(world.rank**2), "of", world.size)
     """
     done = ringrun("-np", 5, python, script(source))  # more ranks than most test machines have cores
     assert (done.returncode, done.stderr) == (0, "")
     assert by_rank(done.stdout) == {rank: ["sum of squares 30 of 5"] for rank in range(5)}
-
-
-def test_a_shared_memory_window_prints_no_noise(ringrun: Run, script: Callable[[str], str], python: str) -> None:
-    source = """
-        from mpi4py import MPI
-        window = MPI.Win.Allocate_shared(1024, comm=MPI.COMM_WORLD)
-        window.Free()
-    """
-    done = ringrun("-np", 2, python, script(source))
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 @pytest.mark.without_mpi
@@ -127,19 +111,6 @@ def test_bytes_survive_and_the_last_line_gets_its_newline(ringrun: Run, python: 
 
 
 @pytest.mark.without_mpi
-def test_off_a_terminal_a_progress_bar_leaves_its_last_frame(ringrun: Run, python: str) -> None:
-    source = r"import os; [os.write(2, b'\r%3d%%' % (10 * i)) for i in range(11)]; os.write(2, b'\n')"
-    done = ringrun("-np", 2, python, "-c", source)
-    assert sorted(done.stderr.splitlines()) == ["[0] 100%", "[1] 100%"]
-
-
-@pytest.mark.without_mpi
-def test_no_colour_off_a_terminal(ringrun: Run) -> None:
-    done = ringrun("-np", 2, "echo", "plain", env={"TERM": "xterm-256color"})
-    assert sorted(done.stdout.splitlines()) == ["[0] plain", "[1] plain"]
-
-
-@pytest.mark.without_mpi
 def test_rank_0_reads_stdin_and_the_others_nothing(ringrun: Run, python: str) -> None:
     text = "".join(f"line {count}\n" for count in range(100_000))
     source = "import sys, zlib; print(zlib.crc32(sys.stdin.buffer.read()))"
@@ -161,15 +132,6 @@ def test_arguments_arrive_as_they_were_given(ringrun: Run, python: str) -> None:
     arguments = ["a b", "$HOME", "'", '"', "*", "", "-np", "--verbose", "é"]
     done = ringrun("-np", 1, python, "-c", "import sys, json; print(json.dumps(sys.argv[1:]))", *arguments)
     assert json.loads(by_rank(done.stdout)[0][0]) == arguments
-
-
-@pytest.mark.without_mpi
-def test_a_relative_command_and_the_current_folder(ringrun: Run, tmp_path: Path) -> None:
-    program = tmp_path / "program"
-    program.write_text("#!/bin/sh\npwd\n")
-    program.chmod(0o755)
-    done = ringrun("-np", 1, "./program")
-    assert by_rank(done.stdout) == {0: [str(tmp_path)]}
 
 
 @pytest.mark.without_mpi
@@ -211,18 +173,8 @@ def test_one_rank_may_end_long_before_the_others(ringrun: Run, script: Callable[
 
 def test_a_low_limit_of_open_files_is_raised_for_ringrun_and_not_for_the_ranks(tmp_path: Path, python: str) -> None:
     source = "import resource; print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
-    argv = [
-        "sh",
-        "-c",
-        'ulimit -Sn 30; exec "$@"',
-        "sh",
-        Path(sys.executable).parent / "ringrun",
-        "-np",
-        "6",
-        python,
-        "-c",
-        source,
-    ]
+    ringrun = Path(sys.executable).parent / "ringrun"
+    argv = ["sh", "-c", 'ulimit -Sn 30; exec "$@"', "sh", ringrun, "-np", "6", python, "-c", source]
     done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=50, cwd=tmp_path)
     assert (done.returncode, sorted(done.stdout.splitlines())) == (0, [f"[{rank}] 30" for rank in range(6)]), (
         done.stderr

@@ -203,22 +203,6 @@ def test_a_stall_is_told_once_with_all_stacks_and_no_quiet_rank_hides_it(ringrun
     assert "ringreduce: stalled" not in done.stderr
 
 
-def test_without_ringrun_a_stall_is_told_as_ever(script: Script, python: str) -> None:
-    mpirun = Path(sys.executable).parent / "mpirun"
-    if not mpirun.exists():
-        pytest.skip("no mpirun beside this Python")
-    options = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]
-    flags = (
-        options if "Open MPI" in subprocess.run([mpirun, "--version"], capture_output=True, text=True).stdout else []
-    )
-    environment = {**os.environ, "RINGREDUCE_STALL_CHECK_S": "0.7", "OMPI_MCA_osc": "^ucx", "OMPI_MCA_btl": "^ofi"}
-    done = subprocess.run(
-        [mpirun, *flags, "-n", "2", python, script(STALL)], capture_output=True, text=True, timeout=50, env=environment
-    )
-    assert "ringreduce: stalled: allreduce 'late'" in done.stderr, done.stderr
-    assert "it is here:\n" in done.stderr
-
-
 JOB = RunningJob(4711, 1000.0, 4, ("python", "my train.py"), "/nowhere/control")
 
 

@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,31 +27,29 @@ def visible(root: Path, text: str) -> list[str]:
     return names(read_topology({"CUDA_VISIBLE_DEVICES": text}, root, ALL))
 
 
-def test_hardware_threads_stay_together_and_nodes_in_order(tmp_path: Path) -> None:
-    topology = read_topology({}, two_sockets(tmp_path), ALL)
-    assert topology == Topology(tuple(Core((cpu, cpu + 32), cpu // 16) for cpu in range(32)))
-
-
-def test_where_numbers_alternate_between_nodes_each_node_s_cores_come_together(tmp_path: Path) -> None:
-    root = make_machine(tmp_path, [(cpu,) for cpu in range(6)], {0: "0,2,4", 1: "1,3,5"})
-    cores = read_topology({}, root, range(6)).cores
-    assert [(core.cpus[0], core.node) for core in cores] == [(0, 0), (2, 0), (4, 0), (1, 1), (3, 1), (5, 1)]
-
-
-def test_node_10_comes_after_node_9(tmp_path: Path) -> None:
-    root = make_machine(tmp_path, [(0,), (1,)], {10: "0", 9: "1"})
-    assert [core.node for core in read_topology({}, root, range(2)).cores] == [9, 10]
-
-
-def test_a_container_has_what_its_affinity_lets_it(tmp_path: Path) -> None:
-    cores = read_topology({}, two_sockets(tmp_path), [3, 35, 21, 60]).cores
-    assert cores == (Core((3, 35), 0), Core((21,), 1), Core((60,), 1))
-
-
-def test_without_numa_or_any_file_every_cpu_is_a_core(tmp_path: Path) -> None:
-    assert read_topology({}, tmp_path, [5, 2]) == Topology((Core((2,)), Core((5,))))
-    root = make_machine(tmp_path, [(2, 5)])
-    assert read_topology({}, root, [5, 2]) == Topology((Core((2, 5)),))
+@pytest.mark.parametrize(
+    ("machine", "cpus", "cores"),
+    [
+        pytest.param(two_sockets, ALL, [((cpu, cpu + 32), cpu // 16) for cpu in range(32)], id="hardware threads"),
+        pytest.param(two_sockets, [3, 35, 21, 60], [((3, 35), 0), ((21,), 1), ((60,), 1)], id="a container's affinity"),
+        pytest.param(
+            lambda root: make_machine(root, [(cpu,) for cpu in range(4)], {0: "0,2", 1: "1,3"}),
+            range(4),
+            [((0,), 0), ((2,), 0), ((1,), 1), ((3,), 1)],
+            id="numbers alternate between nodes",
+        ),
+        pytest.param(
+            lambda root: make_machine(root, [(0,), (1,)], {10: "0", 9: "1"}),
+            range(2),
+            [((1,), 9), ((0,), 10)],
+            id="node 10 after node 9",
+        ),
+        pytest.param(lambda root: make_machine(root, [(2, 5)]), [5, 2], [((2, 5),)], id="no NUMA"),
+        pytest.param(lambda root: root, [5, 2], [((2,),), ((5,),)], id="no files"),
+    ],
+)
+def test_cores_come_node_by_node(machine: Callable, cpus: list[int], cores: list[tuple], tmp_path: Path) -> None:
+    assert read_topology({}, machine(tmp_path), cpus) == Topology(tuple(Core(*core) for core in cores))
 
 
 def test_files_that_make_no_sense_are_as_if_they_were_missing(tmp_path: Path) -> None:
@@ -99,17 +98,11 @@ def test_what_cuda_cannot_use_is_no_gpu(change: dict, tmp_path: Path) -> None:
     )
 
 
-def test_a_gpu_of_a_node_is_near_its_cpus(tmp_path: Path) -> None:
-    gpus = [FakeGpu("0000:01:00.0", node=1), FakeGpu("0000:02:00.0", node=0, near="0-3")]
+def test_a_gpu_is_near_its_node_and_one_of_no_node_near_what_linux_calls_local(tmp_path: Path) -> None:
+    places = [{"node": 1}, {"node": 0, "near": "0-3"}, {"near": "0-3"}, {}, {"node": 7, "near": "1"}]
+    gpus = [FakeGpu(f"0000:0{number}:00.0", **place) for number, place in enumerate(places)]
     found = read_topology({}, make_machine(tmp_path, nodes={0: "0-1", 1: "2-3"}, gpus=gpus), range(4)).gpus
-    assert [gpu.near for gpu in found] == [frozenset({2, 3}), frozenset({0, 1})]
-
-
-def test_a_gpu_of_no_node_is_near_what_linux_calls_local(tmp_path: Path) -> None:
-    nodes = {0: "0-1", 1: "2-3"}
-    gpus = [FakeGpu("0000:01:00.0", near="0-3"), FakeGpu("0000:02:00.0"), FakeGpu("0000:03:00.0", node=7, near="1")]
-    found = read_topology({}, make_machine(tmp_path, nodes=nodes, gpus=gpus), range(4)).gpus
-    assert [gpu.near for gpu in found] == [frozenset(range(4)), frozenset(), frozenset({1})]
+    assert [set(gpu.near) for gpu in found] == [{2, 3}, {0, 1}, {0, 1, 2, 3}, set(), {1}]
 
 
 @pytest.mark.parametrize(
