@@ -1,17 +1,15 @@
 """Ranks that wait in ringreduce.init() for ranks that do not come: when that is reported, and when it ends the job."""
 
 import math
-import queue
 
 import pytest
 
-from ringrun.connection.wire import Ask, InInit, Initialized, Left, Stalled, State
-from ringrun.job.events import Arrived, RankEnded, Reported
+from ringrun.connection.wire import Ask, InInit, Initialized, Left, Signal, Stalled, State
+from ringrun.job.events import Reported
 from ringrun.job.init_watch import InitWatch
 from ringrun.job.plan import Job
 from ringrun.job.supervise import Supervisor
-from ringrun.report.outcome import RankEnd
-from tests.launcher.test_supervise import Fake
+from tests.launcher.test_supervise import Fake, arrived, ended, queue_of
 
 
 def test_a_rank_that_is_late_is_reported_once_and_its_end_again() -> None:
@@ -47,32 +45,30 @@ def test_a_rank_that_dies_in_init_waits_no_more() -> None:
 
 
 class Answering(Fake):
-    """A channel whose ranks say at once where they are."""
+    """A channel whose ranks say at once where they are, and end by the signal that they are sent."""
 
-    def __init__(self, events: "queue.SimpleQueue") -> None:
+    def __init__(self, *events: object) -> None:
         super().__init__()
-        self.events = events
+        self.events = queue_of(*events)
+        self.ends_all: tuple[int, ...] = ()
 
     def send(self, rank: int, message: object) -> None:
         if isinstance(message, Ask):
             self.events.put(Reported(rank, State(message.number, f"train.py:{rank}", "", "")))
 
+    def broadcast(self, message: Signal) -> None:
+        for rank in self.ends_all:
+            self.events.put(ended(rank, -message.number, sent=(message.number,)))
 
-def end(rank: int, code: int = 0, sent: tuple[int, ...] = ()) -> RankEnded:
-    return RankEnded(RankEnd(rank=rank, host="here", pid=1, code=code, at_s=0.0, sent=sent))
+    def supervisor(self, job: Job) -> Supervisor:
+        return Supervisor(job, self, self, self, self.events)
 
 
 @pytest.mark.parametrize("command", [["python", "train.py"], ["python", "-"]])
 def test_a_rank_that_has_ended_without_init_ends_the_job(command: list[str]) -> None:
-    events: queue.SimpleQueue = queue.SimpleQueue()
-    fake = Answering(events)
-    for rank in range(3):
-        events.put(Arrived(rank, "here", 2345))
-    for event in (Reported(0, InInit(0.05)), Reported(2, InInit(0.05)), end(1)):
-        events.put(event)
-
-    fake.broadcast = lambda message: [events.put(end(rank, -message.number, (message.number,))) for rank in (0, 2)]
-    supervisor = Supervisor(Job(3, command), fake, fake, fake, events)
+    fake = Answering(*arrived(0, 1, 2), Reported(0, InInit(0.05)), Reported(2, InInit(0.05)), ended(1))
+    fake.ends_all = (0, 2)
+    supervisor = fake.supervisor(Job(3, command))
     assert supervisor.run() == 1
     assert not supervisor.failed, "to run it again would end in the same way"
     assert fake.said[:3] == [
@@ -88,22 +84,13 @@ def test_a_rank_that_has_ended_without_init_ends_the_job(command: list[str]) -> 
 @pytest.mark.parametrize("leaves", [False, True])
 def test_a_rank_that_ends_with_0_in_the_middle_ends_the_job_when_another_waits(leaves: bool) -> None:
     """As by os._exit(0). One that has left its world, as another world may stall, ends nothing."""
-    events: queue.SimpleQueue = queue.SimpleQueue()
-    fake = Answering(events)
-    for rank in range(2):
-        events.put(Arrived(rank, "here", 2345))
-        events.put(Reported(rank, Initialized()))
-    for event in (
-        *[Reported(1, Left("it called shutdown()"))] * leaves,
-        end(1),
-        Reported(0, Stalled("rank 1 is mute")),
-    ):
-        events.put(event)
-
-    fake.broadcast = lambda message: events.put(end(0, -message.number, (message.number,)))
+    leaving = [Reported(1, Left("it called shutdown()"))] * leaves
+    going_on = [Reported(rank, Initialized()) for rank in (0, 1)]
+    fake = Answering(*arrived(0, 1), *going_on, *leaving, ended(1), Reported(0, Stalled("rank 1 is mute")))
+    fake.ends_all = (0,)
     if leaves:
-        events.put(end(0))
-    supervisor = Supervisor(Job(2, ["x"]), fake, fake, fake, events)
+        fake.events.put(ended(0))
+    supervisor = fake.supervisor(Job(2, ["x"]))
     assert supervisor.run() == (0 if leaves else 1)
     assert supervisor.failed is not leaves
     if not leaves:
@@ -112,24 +99,16 @@ def test_a_rank_that_ends_with_0_in_the_middle_ends_the_job_when_another_waits(l
 
 
 def test_a_rank_that_is_late_is_named_with_its_line_and_the_job_goes_on() -> None:
-    events: queue.SimpleQueue = queue.SimpleQueue()
-    fake = Answering(events)
-    said = fake.message
+    fake = Answering(*arrived(0, 1), Reported(0, InInit(0.05)))
+    going_on = [Reported(rank, Initialized()) for rank in (0, 1)]
 
     def message(lines: list[str]) -> None:
-        said(lines)
-        for event in (
-            Reported(1, InInit(0.05)),
-            *(Reported(rank, Initialized()) for rank in range(2)),
-            *map(end, range(2)),
-        ):
-            events.put(event)
+        fake.said += lines
+        for event in (Reported(1, InInit(0.05)), *going_on, ended(0), ended(1)):
+            fake.events.put(event)
 
     fake.message = message
-    for rank in range(2):
-        events.put(Arrived(rank, "here", 2345))
-    events.put(Reported(0, InInit(0.05)))
-    assert Supervisor(Job(2, ["x"]), fake, fake, fake, events).run() == 0
+    assert fake.supervisor(Job(2, ["x"])).run() == 0
     assert fake.said == [
         "ringrun: rank 0 waited 0.05 s in init() for rank 1 of 2, which did not call it:",
         "rank 1: train.py:1",

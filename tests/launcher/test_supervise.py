@@ -33,26 +33,34 @@ class Fake:
     def message(self, lines: list[str]) -> None:
         self.said += lines
 
-    def send(self, rank: int, message: object) -> None:
-        pass
-
     def broadcast(self, message: Signal | Membership) -> None:
         if isinstance(message, Membership):
             self.lists.append(message)
         else:
             self.signals.append(message.number)
 
-    def end_agents(self, end: object) -> None:
+    def ignore(self, *arguments: object) -> None:
         pass
 
-    def end(self, steps: object) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
+    send = end_agents = end = close = ignore
 
     def set_up(self) -> None:
         self.is_set_up = True
+
+
+def queue_of(*events: object) -> supervise.Events:
+    made: supervise.Events = queue.SimpleQueue()
+    for event in events:
+        made.put(event)
+    return made
+
+
+def arrived(*ranks: int) -> list[Arrived]:
+    return [Arrived(rank, "here", 2345) for rank in ranks]
+
+
+def ended(rank: int, code: int = 0, at_s: float = 0.0, sent: tuple[int, ...] = ()) -> RankEnded:
+    return RankEnded(RankEnd(rank, "here", 1, code, at_s, sent))
 
 
 @pytest.mark.parametrize(("timeout_s", "code", "signals"), [(None, 0, []), (30.0, 0, []), (0.1, 124, [15])])
@@ -61,10 +69,8 @@ def test_only_a_job_that_takes_longer_is_ended(
 ) -> None:
     monkeypatch.setattr(supervise, "_LONGEST_WAIT_S", 0.01)  # it wakes often, as in a job of days
     fake = Fake()
-    events: supervise.Events = queue.SimpleQueue()
-    events.put(Arrived(0, "here", 2345))
-    end = RankEnd(rank=0, host="here", pid=1, code=0, at_s=0.0)
-    timer = threading.Timer(1.0, events.put, [RankEnded(end)])
+    events = queue_of(*arrived(0))
+    timer = threading.Timer(1.0, events.put, [ended(0)])
     timer.start()
     assert Supervisor(Job(1, ["x"], timeout_s=timeout_s), fake, fake, fake, events).run() == code
     assert fake.is_set_up
@@ -75,16 +81,14 @@ def test_only_a_job_that_takes_longer_is_ended(
 
 def test_ranks_that_do_not_come_are_named_with_their_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
     fake = Fake()
-    events: supervise.Events = queue.SimpleQueue()
-    for rank in (0, 2):
-        events.put(Arrived(rank, "here", 2345))
+    events = queue_of(*arrived(0, 2))
     hosts = ((Host("h1"), 1), (Host("h2"), 1), (Host("h3"), 2))
     job = Job(4, ["x"], hosts=hosts, start_timeout_s=0.2)
 
     def end_both(number: int) -> None:
         fake.signals.append(number)
         for rank in (0, 2):
-            events.put(RankEnded(RankEnd(rank, "h", 1, -number, 0.0, sent=(number,))))
+            events.put(ended(rank, -number, sent=(number,)))
 
     monkeypatch.setattr(fake, "broadcast", lambda message: end_both(message.number))
     with pytest.raises(MachineError) as caught:
@@ -100,20 +104,15 @@ def test_ranks_that_do_not_come_are_named_with_their_hosts(monkeypatch: pytest.M
 def test_a_start_that_takes_long_is_told_with_the_hosts_that_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervise, "_PROGRESS_S", 0.05)
     fake = Fake()
-    events: supervise.Events = queue.SimpleQueue()
-    for rank in range(12):
-        if rank not in (2, 3, 5):
-            events.put(Arrived(rank, "here", 2345))
+    events = queue_of(*arrived(*{*range(12)} - {2, 3, 5}))
     told: list[int] = []
     fake.message = lambda lines: (told.append(len(fake.said)), fake.said.extend(lines))
 
     def arrive() -> None:
         while len(told) < 2:
             time.sleep(0.01)
-        for rank in (2, 3, 5):
-            events.put(Arrived(rank, "late", 2345))
-        for rank in range(12):
-            events.put(RankEnded(RankEnd(rank, "h", 1, 0, 0.0)))
+        for event in (*arrived(2, 3, 5), *map(ended, range(12))):
+            events.put(event)
 
     timer = threading.Thread(target=arrive)
     timer.start()
@@ -136,11 +135,7 @@ def test_only_where_there_are_hosts_to_name(hosts: list[tuple[Host, int]], monke
 @pytest.mark.parametrize(("lost_peer_code", "code", "cause"), [(14, 137, 1), (None, 14, 0)])
 def test_the_engine_says_which_exit_code_is_a_consequence(lost_peer_code: int | None, code: int, cause: int) -> None:
     fake = Fake()
-    events: supervise.Events = queue.SimpleQueue()
-    for rank in (0, 1):
-        events.put(Arrived(rank, f"h{rank}", 2345))
-    events.put(RankEnded(RankEnd(rank=0, host="h0", pid=1, code=14, at_s=1.0)))
-    events.put(RankEnded(RankEnd(rank=1, host="h1", pid=2, code=-9, at_s=1.1)))
+    events = queue_of(*arrived(0, 1), ended(0, 14, 1.0), ended(1, -9, 1.1))
     supervisor = Supervisor(Job(2, ["x"]), fake, fake, fake, events, lost_peer_code=lost_peer_code)
     assert supervisor.run() == code
     assert fake.said[0].startswith(f"-- ringrun: rank {cause} of 2 failed first --")
@@ -150,12 +145,7 @@ def test_the_engine_says_which_exit_code_is_a_consequence(lost_peer_code: int | 
 def test_ranks_of_an_elastic_job_outlive_mpirun(elastic: Elastic | None, code: int) -> None:
     fake = Fake()
     fake.code = 1
-    events: supervise.Events = queue.SimpleQueue()
-    for rank in (0, 1):
-        events.put(Arrived(rank, f"h{rank}", 2345))
-    events.put(LauncherEnded())
-    for rank in (0, 1):
-        events.put(RankEnded(RankEnd(rank, f"h{rank}", 1, 0, 0.0)))
+    events = queue_of(*arrived(0, 1), LauncherEnded(), ended(0), ended(1))
     assert Supervisor(Job(2, ["x"], elastic=elastic), fake, fake, fake, events).run() == code
     assert fake.said[0].startswith(
         "ringrun: mpirun has ended with exit code 1; the ranks go" if elastic else "ringrun: mpirun ended"
@@ -164,18 +154,16 @@ def test_ranks_of_an_elastic_job_outlive_mpirun(elastic: Elastic | None, code: i
 
 def test_the_job_ends_with_its_last_world_and_without_spares() -> None:
     fake = Fake()
-    events: supervise.Events = queue.SimpleQueue()
-    for rank in range(5):
-        events.put(Arrived(rank, "h", 2345))
-    events.put(Reported(0, Initialized()))
-    events.put(RankDied(1, -9))
-    for rank in (0, 2, 3):
-        events.put(Reported(rank, Reformed(1)))
-    events.put(RankEnded(RankEnd(1, "h", 1, -9, 0.0)))
-    for rank in (0, 2, 3):
-        events.put(Reported(rank, Left("its script ended")))
-    for rank in (0, 2, 3):
-        events.put(RankEnded(RankEnd(rank, "h", 1, 0, 0.0)))
+    staying = (0, 2, 3)
+    events = queue_of(
+        *arrived(*range(5)),
+        Reported(0, Initialized()),
+        RankDied(1, -9),
+        *[Reported(rank, Reformed(1)) for rank in staying],
+        ended(1, -9),
+        *[Reported(rank, Left("its script ended")) for rank in staying],
+        *map(ended, staying),
+    )
     assert Supervisor(Job(5, ["x"], elastic=Elastic(spares=2)), fake, fake, fake, events).run() == 0
     assert fake.lists == [Membership(1, (0, 2, 3), {"1": "was killed by SIGKILL"})]
     assert fake.signals == [], "rank 4 has waited for a place, and is ended with the agents"
