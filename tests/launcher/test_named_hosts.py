@@ -15,19 +15,15 @@ from ringrun.hosts import Host, is_here, place_ranks
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
-@pytest.mark.parametrize("name", ["localhost", "127.0.0.1", "::1", "gpu7", "gpu7.lab", "GPU7.Lab"])
-def test_names_of_this_host(name: str) -> None:
-    assert is_here(Host(name, 4), "gpu7.lab")
-
-
-@pytest.mark.parametrize("name", ["127.0.0.2", "0:0:0:0:0:0:0:1"])
-def test_an_address_of_this_host(name: str) -> None:
-    assert is_here(Host(name), "gpu7")
-
-
-@pytest.mark.parametrize("name", ["gpu8", "gpu70", "gpu", "192.0.2.1", "2001:db8::1", "gpu7.other"])
-def test_names_of_others(name: str) -> None:
-    assert not is_here(Host(name, 4), "gpu7.lab")
+@pytest.mark.parametrize(
+    ("ours", "names"),
+    [
+        (True, ["localhost", "127.0.0.1", "::1", "gpu7", "gpu7.lab", "GPU7.Lab", "127.0.0.2", "0:0:0:0:0:0:0:1"]),
+        (False, ["gpu8", "gpu70", "gpu", "192.0.2.1", "2001:db8::1", "gpu7.other"]),
+    ],
+)
+def test_names_of_this_host_and_of_others(ours: bool, names: list[str]) -> None:
+    assert [is_here(Host(name, 4), "gpu7.lab") for name in names] == [ours] * len(names)
 
 
 def test_domains_tell_hosts_of_one_name_apart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,6 +105,8 @@ def test_how_long_a_host_may_be_silent_is_one_setting(asked: list[str], seconds:
         (["--env", "A B"], "--env 'A B': expected NAME or NAME=VALUE"),
         (["--env", "NOT_SET_ANYWHERE"], "--env NOT_SET_ANYWHERE: there is no such variable here"),
         (["--launcher", "ssh"], "--launcher: expected mpirun or srun, got 'ssh'"),
+        (["-np", "2", "--stdin", "0,1"], "expected one rank"),
+        (["-np", "2", "--stdin", "2"], "--stdin: there is no rank 2"),
     ],
 )
 def test_what_cannot_be_is_one_line_and_exit_code_2(ringrun: Run, arguments: list[str], message: str) -> None:

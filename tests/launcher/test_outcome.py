@@ -91,23 +91,26 @@ def test_a_rank_that_the_mpi_ended_is_no_cause_if_there_is_another(ends: list[Ra
     assert found.rank == cause
 
 
-def test_exit_codes_are_those_of_a_shell() -> None:
-    assert [exit_code(end(0, code)) for code in (3, -9, -15, None)] == [3, 137, 143, 1]
-
-
-def test_how_an_end_is_worded() -> None:
-    assert in_words(end(0, 3)) == "exit code 3"
-    assert in_words(end(0, -9)) == "killed by signal 9 (SIGKILL), exit code 137"
-    assert in_words(end(0, -11)) == "killed by signal 11 (SIGSEGV, segmentation fault), exit code 139"
-    assert in_words(end(0, 137)) == "exit code 137: of a shell, killed by signal 9 (SIGKILL)"
-    assert in_words(end(0, 128)) == "exit code 128"
-    assert in_words(end(0, 255)) == "exit code 255"
-    assert in_words(end(0, -40)) == "killed by signal 40 (unnamed), exit code 168"
-    assert in_words(end(0, None)) == "its agent is gone, without a word"
+@pytest.mark.parametrize(
+    ("code", "of_shell", "words"),
+    [
+        (3, 3, "exit code 3"),
+        (-9, 137, "killed by signal 9 (SIGKILL), exit code 137"),
+        (-11, 139, "killed by signal 11 (SIGSEGV, segmentation fault), exit code 139"),
+        (137, 137, "exit code 137: of a shell, killed by signal 9 (SIGKILL)"),
+        (128, 128, "exit code 128"),
+        (255, 255, "exit code 255"),
+        (-40, 168, "killed by signal 40 (unnamed), exit code 168"),
+        (None, 1, "its agent is gone, without a word"),
+    ],
+)
+def test_how_an_end_is_worded_and_its_exit_code(code: int | None, of_shell: int, words: str) -> None:
+    assert (exit_code(end(0, code)), in_words(end(0, code))) == (of_shell, words)
 
 
 FIRST = ["Traceback (most recent call last):", '  File "a.py", line 1', "KeyError: 1"]
 SECOND = ["Traceback (most recent call last):", '  File "b.py", line 2', "ValueError: two", "second line"]
+CRASH = ["Fatal Python error: Aborted", "", "Stack (most recent call first):", '  File "a.py", line 3 in f']
 DURING = ["", "During handling of the above exception, another exception occurred:", ""]
 
 
@@ -118,6 +121,7 @@ DURING = ["", "During handling of the above exception, another exception occurre
         (["warning", *SECOND], SECOND),
         ([*FIRST, "handled; going on", *SECOND], SECOND),
         (["noise", *FIRST, *DURING, *SECOND], [*FIRST, *DURING, *SECOND]),
+        (["noise", *CRASH, "", "Extension modules: numpy._core, and so on (total: 300)"], CRASH),
         ([*SECOND, "and on", *FIRST, *DURING, *SECOND, *DURING, *FIRST], [*FIRST, *DURING, *SECOND, *DURING, *FIRST]),
     ],
 )
@@ -133,17 +137,6 @@ def test_evidence_is_the_best_there_is() -> None:
     assert evidence(end(0, 1), ["mpi words"])[-1] == "mpi words"
     assert evidence(end(0, -9, tail=(f"ringreduce: {FORK_WARNING}",))) == ["it wrote nothing to stderr"]
     assert evidence(end(0, 1)) == ["it wrote nothing to stderr"]
-
-
-def test_a_crash_is_a_traceback_without_the_list_of_modules() -> None:
-    crash = [
-        "Fatal Python error: Segmentation fault",
-        "",
-        "Stack (most recent call first):",
-        '  File "a.py", line 3 in f',
-    ]
-    tail = ["noise", *crash, "", "Extension modules: numpy._core, and so on (total: 300)"]
-    assert extract_traceback(tail) == crash
 
 
 def test_the_other_failures_are_told_in_their_order_and_many_stay_short() -> None:

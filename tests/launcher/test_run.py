@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import jobs
+
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 
 SHOW_ENVIRONMENT = """
@@ -120,10 +122,8 @@ def test_rank_0_reads_stdin_and_the_others_nothing(ringrun: Run, python: str) ->
 
 def test_stdin_that_no_rank_reads_is_left_for_the_next_program(tmp_path: Path) -> None:
     (tmp_path / "input").write_text("for the shell\n")
-    ringrun = str(Path(sys.executable).parent / "ringrun")
     with (tmp_path / "input").open() as stdin:
-        argv = ["sh", "-c", '"$0" -np 1 true; cat', ringrun]
-        done = subprocess.run(argv, stdin=stdin, capture_output=True, text=True, timeout=50)
+        done = jobs.run(["sh", "-c", '"$0" -np 1 true; cat', jobs.ringrun(Path(sys.executable))], stdin=stdin)
     assert done.stdout == "for the shell\n"
 
 
@@ -171,14 +171,12 @@ def test_one_rank_may_end_long_before_the_others(ringrun: Run, script: Callable[
     assert (done.returncode, done.stdout) == (0, "[0] done\n[1] done\n")
 
 
-def test_a_low_limit_of_open_files_is_raised_for_ringrun_and_not_for_the_ranks(tmp_path: Path, python: str) -> None:
+def test_a_low_limit_of_open_files_is_raised_for_ringrun_and_not_for_the_ranks(python: str) -> None:
     source = "import resource; print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
-    ringrun = Path(sys.executable).parent / "ringrun"
-    argv = ["sh", "-c", 'ulimit -Sn 30; exec "$@"', "sh", ringrun, "-np", "6", python, "-c", source]
-    done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=50, cwd=tmp_path)
-    assert (done.returncode, sorted(done.stdout.splitlines())) == (0, [f"[{rank}] 30" for rank in range(6)]), (
-        done.stderr
-    )
+    ringrun = jobs.ringrun(Path(python))
+    done = jobs.run(["sh", "-c", 'ulimit -Sn 30; exec "$@"', "sh", ringrun, "-np", 6, python, "-c", source])
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"[{rank}] 30" for rank in range(6)]
 
 
 def test_verbose_shows_the_mpi_and_the_command(ringrun: Run) -> None:

@@ -1,5 +1,6 @@
 """Python stacks of a running job: by SIGUSR1, by `ringrun stacks`, and when ringreduce reports a stall."""
 
+import itertools
 import json
 import os
 import re
@@ -17,6 +18,7 @@ from ringrun import stacks
 from ringrun.errors import LauncherError, UsageError
 from ringrun.job import control_socket as jobs
 from ringrun.job.control_socket import RunningJob
+from tests.support.jobs import run
 
 Start = Callable[..., "subprocess.Popen[str]"]
 Script = Callable[[str], str]
@@ -52,24 +54,12 @@ def all_up(folder: Path, count: int) -> Callable[[], bool]:
     return lambda: all((folder / f"up{rank}").exists() for rank in range(count))
 
 
-def ask(job: "subprocess.Popen[str] | int") -> str:
+def ask(job: "subprocess.Popen[str]") -> str:
     """What `ringrun stacks JOB` prints."""
     program = "import sys; from ringrun.stacks import run; sys.exit(run(sys.argv[1:]))"
-    pid = job if isinstance(job, int) else job.pid
-    return subprocess.run(
-        [sys.executable, "-c", program, str(pid)], capture_output=True, text=True, check=True, timeout=30
-    ).stdout
-
-
-def read_until(process: "subprocess.Popen[str]", text: str) -> str:
-    """What the process writes to stderr, up to the line that holds `text`."""
-    assert process.stderr is not None
-    lines = []
-    for line in process.stderr:
-        lines.append(line)
-        if text in line:
-            return "".join(lines)
-    raise AssertionError(f"ended without {text!r}: {''.join(lines)}")
+    done = run([sys.executable, "-c", program, job.pid])
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def test_the_stacks_of_a_job_while_it_runs(
@@ -83,9 +73,8 @@ def test_the_stacks_of_a_job_while_it_runs(
     assert re.fullmatch(rf"job {job.pid}: {re.escape(python)} {re.escape(path)}; 4 ranks, for \d+\.?\d* s", head), head
     assert told == MIXED_STACKS.format(host=HOST, file=path)
     job.send_signal(signal.SIGUSR1)
-    lines = read_until(job, "rank 3 of 4").splitlines(keepends=True)
-    assert lines[0] == "ringrun: what the ranks do:\n"
-    assert "".join(lines[1:]) == told
+    expected = f"ringrun: what the ranks do:\n{told}"
+    assert "".join(itertools.islice(job.stderr, expected.count("\n"))) == expected
     assert job.poll() is None, "the job goes on"
     assert [each.pid for each in jobs.find_jobs() if each.pid == job.pid] == [job.pid]
     job.send_signal(signal.SIGTERM)

@@ -69,20 +69,13 @@ def bar(script: Callable[[str], str], python: str) -> list[str]:
     return ["-np", "1", python, script(BAR)]
 
 
-def test_a_progress_bar_stays_one_line_below_the_others(bar: list[str], tmp_path: Path) -> None:
-    output, code = stage_by_stage(bar, {}, tmp_path)
-    assert code == 0
-    assert screen(output) == ["[0] a line between", "[0] 100%|bar", ""]
-    for percent in (0, 20, 60, 80):
-        assert f"{percent:3}%|bar" in output
-
-
 TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} "
 
 
 @pytest.mark.parametrize(
     "flags",
     [
+        [],
         ["--timestamps"],
         ["--fold"],
         ["--ranks", "0"],
@@ -128,7 +121,9 @@ def test_bars_of_several_ranks_fold_into_one_line(bar: list[str]) -> None:
 
 
 def test_the_prefix_is_coloured(bar: list[str]) -> None:
-    assert "\x1b[36m[0]\x1b[0m a line between" in on_a_terminal(bar, {})[0]
+    output, _ = on_a_terminal(bar, {})
+    assert "\x1b[36m[0]\x1b[0m a line between" in output
+    assert screen(output) == ["[0] a line between", "[0] 100%|bar", ""]
 
 
 @pytest.mark.parametrize("environment", [{"NO_COLOR": "1"}, {"TERM": "dumb"}])
@@ -176,10 +171,3 @@ def test_a_debugger_without_a_terminal_is_told_how_to_get_it(script: Callable[[s
     output, code = on_a_terminal(["-np", "2", python, script(DEBUGGED)], {})
     assert code == 1
     assert "ringrun: to debug rank 1 here, give it this terminal: ringrun --stdin 1 …" in output
-
-
-@pytest.mark.parametrize(("value", "message"), [("0,1", "expected one rank"), ("2", "--stdin: there is no rank 2")])
-def test_stdin_goes_to_one_rank_of_the_job(value: str, message: str, python: str) -> None:
-    output, code = on_a_terminal(["-np", "2", "--stdin", value, python, "-c", ""], {})
-    assert code == 2
-    assert message in output

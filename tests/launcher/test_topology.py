@@ -122,7 +122,8 @@ def test_a_gpu_is_near_its_node_and_one_of_no_node_near_what_linux_calls_local(t
     ],
 )
 def test_cuda_visible_devices_chooses(text: str, expected: list[str], tmp_path: Path) -> None:
-    assert visible(two_sockets(tmp_path, gpus=8), text) == expected
+    assert visible(two_sockets(tmp_path / "eight", gpus=8), text) == expected
+    assert visible(two_sockets(tmp_path / "none"), text) == [], "on a host without GPUs no variable makes one"
 
 
 def test_cuda_visible_devices_may_name_uuids_and_their_beginnings(tmp_path: Path) -> None:
@@ -149,11 +150,7 @@ def test_a_uuid_that_the_driver_does_not_tell_and_a_part_of_a_gpu_are_near_nothi
     root = make_machine(tmp_path, gpus=[FakeGpu("0000:01:00.0", near="0")])
     gpus = read_topology({"CUDA_VISIBLE_DEVICES": "GPU-0123,MIG-4567"}, root, ALL).gpus
     assert gpus == (Gpu("GPU-0123"), Gpu("MIG-4567"))
-
-
-def test_on_a_host_without_gpus_no_variable_makes_one(tmp_path: Path) -> None:
-    for text in ("0", "GPU-0123", "MIG-4567"):
-        assert visible(two_sockets(tmp_path), text) == []
+    assert visible(two_sockets(tmp_path / "without"), "GPU-0123,MIG-4567") == []
 
 
 @given(st.text() | st.text("0123456789,- +GPUMIG"))
