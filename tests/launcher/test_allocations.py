@@ -100,36 +100,6 @@ def test_a_damaged_list_of_nodes_is_told(text: str, message: str) -> None:
     assert message_of(expand_nodelist, text) == f"SLURM_JOB_NODELIST={text!r}: {message}"
 
 
-def compress(prefix: str, suffix: str, numbers: list[int], width: int) -> str:
-    """Write names as Slurm does: neighbours as a range."""
-    ranges: list[list[int]] = []
-    for number in numbers:
-        if ranges and number == ranges[-1][1] + 1:
-            ranges[-1][1] = number
-        else:
-            ranges.append([number, number])
-    texts = [f"{low:0{width}}" if low == high else f"{low:0{width}}-{high:0{width}}" for low, high in ranges]
-    return f"{prefix}[{','.join(texts)}]{suffix}"
-
-
-groups = st.builds(
-    lambda prefix, suffix, numbers, width: (
-        compress(prefix, suffix, sorted(numbers), width),
-        [f"{prefix}{number:0{width}}{suffix}" for number in sorted(numbers)],
-    ),
-    st.sampled_from(["n", "gpu-", "rack1.", "0x"]),
-    st.sampled_from(["", "-ib", ".local", "x"]),
-    st.sets(st.integers(0, 1200), min_size=1, max_size=20),
-    st.integers(0, 5),
-)
-
-
-@given(st.lists(groups, min_size=1, max_size=4))
-def test_a_list_of_nodes_parses_back(written: list[tuple[str, list[str]]]) -> None:
-    text = ",".join(compressed for compressed, _ in written)
-    assert expand_nodelist(text) == [name for _, names in written for name in names]
-
-
 SLURM = {
     "tasks per node": ({"SLURM_TASKS_PER_NODE": "4(x2),3"}, "n1:4,n2:4,n3:3"),
     "CPUs per node": ({"SLURM_JOB_CPUS_PER_NODE": "16(x2),8"}, "n1:16,n2:16,n3:8"),

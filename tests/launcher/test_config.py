@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from ringreduce.settings import HOROVOD, PREFIX, Settings
 from ringrun import build, cli
-from ringrun.config import file as configfile
 from ringrun.config import horovod
 from ringrun.config import resolve as config
 from ringrun.errors import UsageError
@@ -423,18 +422,6 @@ LINES = st.builds("{}{}: {}".format, st.sampled_from(["", "  ", "- "]), KEYS, VA
 
 @given(st.text() | st.lists(LINES, max_size=6).map("\n".join))
 @needs_yaml
-def test_any_text_is_entries_or_one_error(text: str) -> None:
-    try:
-        entries = configfile.parse(text, "job.yaml")
-    except UsageError as error:
-        assert str(error).startswith("job.yaml")  # noqa: PT017 - either is right
-        assert "\n" not in str(error)  # noqa: PT017
-    else:
-        assert all(entry.flag and entry.place for entry in entries)
-
-
-@given(st.text() | st.lists(LINES, max_size=6).map("\n".join))
-@needs_yaml
 def test_any_file_is_a_configuration_or_one_error(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
     path = tmp_path_factory.getbasetemp() / "any.yaml"
     path.write_bytes(text.encode(errors="surrogatepass"))
@@ -536,14 +523,6 @@ def test_flags_reach_all_ranks(ringrun: Run, script: Callable[[str], str], pytho
     done = ringrun("-np", 2, *given, python, script(SHOW), env={"RINGREDUCE_CACHE_CAPACITY": "5"})
     assert (done.returncode, done.stderr) == (0, "ringrun: --mpi has no meaning here (it is always so)\n")
     assert sorted(done.stdout.splitlines()) == ["[0] ring 9 0.0", "[1] ring 9 0.0"]
-
-
-@needs_yaml
-def test_a_file_reaches_all_ranks(ringrun: Run, script: Callable[[str], str], python: str, tmp_path: Path) -> None:
-    (tmp_path / "job.yaml").write_text("np: 2\nalgorithm: shared\nstall_check:\n  warning_time_seconds: 33\n")
-    done = ringrun("--config-file", "job.yaml", "--cache-capacity", 11, python, script(SHOW))
-    assert (done.returncode, done.stderr) == (0, "")
-    assert sorted(done.stdout.splitlines()) == ["[0] shared 11 33.0", "[1] shared 11 33.0"]
 
 
 def test_no_rank_starts_with_a_wrong_value(ringrun: Run, tmp_path: Path) -> None:

@@ -26,19 +26,6 @@ BOTH = """
     print("err", rank, file=sys.stderr)
 """
 
-MANY = """
-    import os, random, sys, time
-    rank = int(os.environ["RANK"])
-    random.seed(rank)
-    for count in range(300):
-        if count % 7 == rank:
-            print(f"own {rank} {count}")
-        print(f"step {count // 3}")
-        if random.random() < 0.02:
-            time.sleep(0.02)
-    sys.stdout.write("no newline")
-"""
-
 
 TOGETHER = """
     import os, pathlib, sys, time
@@ -63,14 +50,6 @@ def unfold(text: str) -> dict[int, list[str]]:
             for rank in range(int(first), int(last or first) + 1):
                 lines.setdefault(rank, []).append(match[2] or "")
     return lines
-
-
-def many_lines(rank: int) -> list[str]:
-    """Return what rank `rank` of the script MANY prints."""
-    lines = []
-    for count in range(300):
-        lines += [f"own {rank} {count}"] * (count % 7 == rank) + [f"step {count // 3}"]
-    return [*lines, "no newline"]
 
 
 @pytest.mark.parametrize(("flags", "shown"), [(["--ranks", "0,2-3"], {0, 2, 3}), (["--ranks", "1"], {1})])
@@ -105,14 +84,6 @@ def test_a_line_of_all_ranks_is_shown_once(ringrun: Run, script: Script, python:
         assert unfold(text) == {rank: [f"{word} {count}" for count in range(20)] for rank in range(3)}
         folded = [line for line in text.splitlines() if line.startswith(f"[0-2] {word} ")]
         assert len(folded) > 5  # all 20 where the machine has nothing else to do
-
-
-def test_folding_a_job_loses_and_reorders_nothing(ringrun: Run, script: Script, python: str) -> None:
-    done = ringrun("-np", 4, "--fold", python, script(MANY))
-    assert done.returncode == 0
-    assert unfold(done.stdout) == {rank: many_lines(rank) for rank in range(4)}
-    prefixes = {line[: line.index("]") + 1] for line in done.stdout.splitlines()}
-    assert {len(prefix) for prefix in prefixes if "," not in prefix} == {len("[0-3]")}
 
 
 def test_a_folded_line_does_not_wait_long_for_the_others(
@@ -208,23 +179,6 @@ def test_output_is_kept_complete_and_without_prefixes(
         folder = tmp_path / "kept" / "here" / f"rank.{rank}"
         assert (folder / "stdout").read_bytes() == b"out %d \xff\n" % rank + b"%d" % rank * 300_000
         assert (folder / "stderr").read_bytes() == b"\r 10%\r 20%\n"
-
-
-WHEN_ALL_HAVE_PRINTED = """
-import pathlib, sys, time
-print("x")
-files = [pathlib.Path(sys.argv[1]) / f"rank.{rank}" / "stdout" for rank in range(2)]
-while any(each.read_text() != "x\\n" for each in files):  # a rank that fails sooner would end the other before that
-    time.sleep(0.01)
-raise SystemExit("so what")
-"""
-
-
-def test_output_of_a_job_that_fails_is_kept(ringrun: Run, tmp_path: Path, python: str) -> None:
-    done = ringrun("-np", 2, "--output-filename", tmp_path, python, "-c", WHEN_ALL_HAVE_PRINTED, tmp_path)
-    assert done.returncode == 1
-    assert [(tmp_path / f"rank.{rank}" / "stdout").read_text() for rank in range(2)] == ["x\n"] * 2
-    assert "so what\n" in [(tmp_path / f"rank.{rank}" / "stderr").read_text() for rank in range(2)]
 
 
 def test_a_folder_that_cannot_be_made_is_told_before_anything_runs(ringrun: Run, tmp_path: Path) -> None:

@@ -134,11 +134,6 @@ def test_the_links_of_many_hosts_are_walked_a_few_times_and_not_once_a_link() ->
     assert walked.walks < 10
 
 
-def test_the_links_of_512_hosts_are_judged() -> None:
-    (line,) = findings(all_links(names(512), n7_n8=(0.1, 20.0)))
-    assert line.startswith("n7 – n8: slow: 0.1 Gbit/s (typical here: 10)")
-
-
 def test_a_single_link_that_no_network_of_these_days_would_have() -> None:
     assert findings(all_links(names(2), gbit_s=0.094))[0].startswith("n0 – n1: slow: 0.094 Gbit/s")
 

@@ -174,6 +174,16 @@ def test_without_a_world_a_failure_ends_the_job_as_ever(ringrun: Run, python: st
             ["--elastic", "--launcher", "srun"],
             "--elastic: srun ends the job when a rank is lost; leave --launcher srun out",
         ),
+        (["--elastic", "--max-np", "1"], "--max-np 1: the job would begin with 2 ranks"),
+        (["--elastic", "--max-np", "x"], "--max-np: expected a whole number from 1 to 999999, got 'x'"),
+        (
+            ["--elastic", "--blacklist-cooldown-range", "9", "x"],
+            "--blacklist-cooldown-range: expected a number of seconds above 0, got 'x'",
+        ),
+        (
+            ["--elastic", "--blacklist-cooldown-range", "9", "5"],
+            "--blacklist-cooldown-range: expected the longer time last, got 9 5",
+        ),
         (["--elastic", "--min-np", "3"], "--min-np 3: the job would begin with 2 ranks"),
         (
             ["--elastic", "--min-np", "3", "--spares", "2"],

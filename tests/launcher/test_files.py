@@ -57,14 +57,6 @@ def test_a_disk_that_is_full_is_told_before_the_job_starts(tmp_path: Path) -> No
     assert str(error.value) == f"--output-filename {tmp_path}: {where}; make room there, or give another folder"
 
 
-def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError) as error:
-        OutputFiles(str(tmp_path / "file"), 2)
-    where = f"{tmp_path}/file/rank.0 cannot be made or written: Not a directory"
-    assert str(error.value) == f"--output-filename {tmp_path}/file: {where}; give a folder that this user can write to"
-
-
 def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "rank.1" / "stdout").mkdir(parents=True)
     with pytest.raises(UsageError, match=r"rank\.1/stdout cannot be made or written: Is a directory"):

@@ -117,13 +117,6 @@ def test_some_ranks_may_fold_without_the_others() -> None:
     assert folder.expire(1.25) == [Folded((0, 1, 3), "stdout", b"x", 1.0)]
 
 
-def test_streams_do_not_fold_with_each_other() -> None:
-    folder = Folder(range(2))
-    assert folder.add(0, "stdout", b"x", 0.0) == []
-    assert folder.add(1, "stderr", b"x", 0.0) == []
-    assert [(folded.ranks, folded.stream) for folded in folder.flush()] == [((0,), "stdout"), ((1,), "stderr")]
-
-
 def test_nobody_waits_for_a_rank_that_has_ended() -> None:
     folder = Folder(range(3))
     folder.end(2)

@@ -178,27 +178,6 @@ def test_a_job_on_this_host_grows_to_its_slots_and_its_limit(max_np: int | None,
     assert found.size == size
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--max-np", "1"], "--max-np 1: the job would begin with 2 ranks"),
-        (["--max-np", "x"], "--max-np: expected a whole number from 1 to 999999, got 'x'"),
-        (
-            ["--blacklist-cooldown-range", "9", "x"],
-            "--blacklist-cooldown-range: expected a number of seconds above 0, got 'x'",
-        ),
-        (
-            ["--blacklist-cooldown-range", "9", "5"],
-            "--blacklist-cooldown-range: expected the longer time last, got 9 5",
-        ),
-    ],
-)
-def test_what_makes_no_sense_is_refused(arguments: list[str], message: str) -> None:
-    with pytest.raises(UsageError) as error:
-        cli.run(["-np", "2", "--elastic", *arguments, "true"])
-    assert str(error.value) == message
-
-
 def test_a_range_in_a_file_is_one_text(tmp_path) -> None:
     file = tmp_path / "ringrun.yaml"
     file.write_text("elastic: true\nblacklist_cooldown_range: 10 100\n")

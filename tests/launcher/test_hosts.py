@@ -189,42 +189,9 @@ def test_a_hostfile_without_hosts(text: str) -> None:
     assert message_of(parse_hostfile, text, "empty") == expected
 
 
-blanks = st.sampled_from(["", " ", "\t", "  # comment", "#"])
-line_ends = st.sampled_from(["\n", "\r\n", "\n\n", "\n# comment\n"])
-
-
-@given(st.lists(hosts_with_slots, **distinct), blanks, line_ends, st.data())
-def test_a_hostfile_in_any_mixture_of_forms_parses_back(hosts: list[Host], blank: str, end: str, data) -> None:
-    def write(host: Host) -> str:
-        bare = str(Host(host.name))
-        forms = [f"{bare} slots={host.slots}", f"{bare}\tslots = {host.slots} max_slots=9999", str(host)]
-        return data.draw(
-            st.sampled_from([*forms, f"{bare}:1\n{bare}:{host.slots - 1}" if host.slots > 1 else str(host)])
-        )
-
-    text = "".join(write(host) + blank + end for host in hosts)
-    assert parse_hostfile(text, "hosts") == hosts
-
-
-@given(st.lists(st.builds(Host, names, st.integers(2, 5)), **distinct), st.randoms(use_true_random=False))
-def test_a_nodefile_in_any_order_counts_lines(hosts: list[Host], random) -> None:
-    lines = [str(Host(host.name)) for host in hosts for _ in range(host.slots)]
-    random.shuffle(lines)
-    parsed = parse_hostfile("\n".join(lines), "nodes")
-    assert sorted(map(str, parsed)) == sorted(map(str, hosts))
-    firsts = list(dict.fromkeys(lines))
-    assert [str(Host(host.name)) for host in parsed] == firsts
-
-
 @given(any_text)
 def test_any_hostfile_is_hosts_or_a_usage_error(text: str) -> None:
     is_hosts_or_usage_error(parse_hostfile, text, "hosts")
-
-
-def test_a_file_is_read(tmp_path: Path) -> None:
-    file = tmp_path / "hosts"
-    file.write_bytes("\ufeffh1:4\r\nh2 slots=2 # é\r\n".encode())
-    assert read_hostfile(str(file)) == [Host("h1", 4), Host("h2", 2)]
 
 
 def test_a_file_that_cannot_be_read_is_a_usage_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,13 +211,6 @@ def test_a_file_that_cannot_be_read_is_a_usage_error(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr(Path, "read_bytes", refuse)
     assert message_of(read_hostfile, empty) == f"hostfile {empty}: cannot be read: Permission denied"
-
-
-@given(st.binary(max_size=60))
-def test_a_file_of_any_bytes_is_hosts_or_a_usage_error(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
-    file = tmp_path_factory.getbasetemp() / "any_hostfile"
-    file.write_bytes(data)
-    is_hosts_or_usage_error(read_hostfile, str(file))
 
 
 def two(host: Host) -> int:
@@ -313,8 +273,3 @@ def test_every_rank_has_its_place(hosts: Sequence[Host], size: int) -> None:
     assert all(host.slots is None or ranks <= host.slots for host, ranks in placed)
     remaining = iter(hosts)
     assert all(host in remaining for host, _ in placed)  # in order
-
-
-@given(st.lists(st.one_of(hosts_with_slots, bare_hosts), **distinct))
-def test_without_a_size_every_slot_gets_a_rank(hosts: Sequence[Host]) -> None:
-    assert assign(hosts, None, two) == [(host, host.slots or 2) for host in hosts]

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from ringrun.agent import agent
 from ringrun.connection.wire import Setup
 from ringrun.environment import Place, Settings
-from ringrun.machine.placement import Share, automatic_size, describe, place, share_out
+from ringrun.machine.placement import Share, automatic_size, describe, place
 from ringrun.machine.topology import Core, Gpu, Topology, read_topology
 from ringrun.text import format_spans
 from tests.launcher.fake_machines import FakeGpu, make_machine, two_sockets
@@ -181,11 +181,6 @@ def test_two_ranks_are_told_one_by_one(tmp_path: Path) -> None:
     assert many.endswith("; rank 6 core 0; rank 7 core 1; and 56 more")
 
 
-def test_more_ranks_than_cores_take_turns() -> None:
-    cores = one_node(3).cores
-    assert [part[0].cpus[0] for part in share_out(cores, 7)] == [0, 1, 2, 0, 1, 2, 0]
-
-
 SHOW = """
     import json, os
     print(json.dumps([sorted(os.sched_getaffinity(0)), os.environ["OMP_NUM_THREADS"]]))
@@ -235,14 +230,6 @@ def test_ringruns_own_affinity_is_what_ranks_share(ringrun: Run, script: Callabl
     finally:
         os.sched_setaffinity(0, before)
     assert seen(done.stdout) == {0: ([one], "1"), 1: ([one], "1")}
-
-
-@pytest.mark.without_mpi
-@pytest.mark.parametrize("arguments", [["-np", "auto"], []])
-def test_without_a_number_there_is_one_rank_per_core(arguments: list[str], ringrun: Run) -> None:
-    done = ringrun(*arguments, "echo", "here")
-    assert done.returncode == 0
-    assert len(done.stdout.splitlines()) == automatic_size(read_topology({"CUDA_VISIBLE_DEVICES": ""}))
 
 
 @pytest.mark.without_mpi

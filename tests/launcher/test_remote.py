@@ -452,7 +452,3 @@ def test_a_step_takes_no_slots() -> None:
     options = srun_options("srun", ["n1", "n2"])
     assert options[:5] == ["srun", "--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--nodelist=n1,n2"]
     assert "--overlap" in options
-
-
-def test_an_outcome_without_output() -> None:
-    assert Outcome().arrived_by(0) == 0.0

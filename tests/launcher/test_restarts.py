@@ -15,7 +15,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringrun import cli
 from ringrun.elastic import Elastic
 from ringrun.errors import MachineError, NotStartedError, UsageError
 from ringrun.hosts import Host
@@ -103,13 +102,6 @@ def test_but_one_that_had_started_before_is() -> None:
         Attempts(FAILED, NotStartedError("missing: rank 1 on h2")).run(1)
 
 
-def test_without_restarts_there_is_one_attempt_and_its_ranks_know_it() -> None:
-    run = Attempts(FAILED)
-    assert run.run(0) == 7
-    assert run.jobs[0].variables[COUNT_VARIABLE] == "0"
-    assert not run.said
-
-
 def test_it_goes_on_with_fewer_ranks_and_with_all_when_the_host_is_back() -> None:
     run = Attempts(FAILED, FAILED, OK, sizes=[6, 8])
     assert run.run(3) == 0
@@ -180,12 +172,6 @@ def test_the_time_limit_is_of_all_attempts_together() -> None:
     run = Attempts(FAILED)
     assert run.run(1, timeout_s=0.5) == 7
     assert run.said == ["ringrun: no restart, since --timeout 0.5 s ends before it could begin"]
-
-
-def test_a_signal_during_the_pause_ends_it() -> None:
-    run = Attempts(FAILED, signal=signal.SIGINT)
-    assert run.run(3) == 130
-    assert len(run.jobs) == 1
 
 
 # which hosts, with how many ranks each
@@ -324,25 +310,6 @@ def test_a_failure_during_which_ctrl_c_was_pressed_is_none_to_restart_after(sign
     assert supervisor.failed is failed
 
 
-# the command line
-
-
-@pytest.mark.parametrize("text", ["-1", "x", "1.5", "", "²", "1" * 10])
-def test_a_wrong_number(text: str) -> None:
-    message = f"--restarts: expected a whole number from 0 to 999999, got {text!r}"
-    with pytest.raises(UsageError, match=f"^{re.escape(message)}$"):
-        cli.parse(["-np", "2", f"--restarts={text}", "true"])
-
-
-def test_the_number_in_a_file(tmp_path: Path) -> None:
-    pytest.importorskip("yaml")
-    (tmp_path / "job.yaml").write_text("np: 2\nrestarts: 3\n")
-    assert cli.parse(["--config-file", str(tmp_path / "job.yaml"), "true"]).job.restarts == 3
-    (tmp_path / "job.yaml").write_text("np: 2\nrestarts: often\n")
-    with pytest.raises(UsageError, match=r"job\.yaml:2: --restarts: expected a whole number from 0"):
-        cli.parse(["--config-file", str(tmp_path / "job.yaml"), "true"])
-
-
 # whole runs
 
 CHECKPOINTED = """
@@ -402,29 +369,6 @@ def test_it_gives_up_after_the_last_restart(
     for rank in range(2):  # nothing of an earlier attempt is lost
         kept = (tmp_path / "kept" / f"rank.{rank}" / "stderr").read_text()
         assert kept == "".join(f"words of attempt {count}\n" for count in range(3))
-
-
-def test_a_wrong_command_is_not_tried_again(ringrun: Run, tmp_path: Path) -> None:
-    program = tmp_path / "program"
-    program.write_text("#!/nowhere/interpreter\n")
-    program.chmod(0o755)
-    done = ringrun("-np", 2, "--restarts", 2, program)
-    assert done.returncode == 2
-    assert "restart" not in done.stderr
-
-
-@pytest.mark.without_mpi
-def test_a_job_that_takes_too_long_is_not_tried_again(ringrun: Run, script: Script, python: str) -> None:
-    source = """
-        import os, sys, time
-        if os.environ["RINGREDUCE_RESTART_COUNT"] == "0":
-            sys.exit(5)
-        time.sleep(60)
-    """
-    done = ringrun("-np", 2, "--restarts", 5, "--timeout", 8, python, script(source))
-    assert done.returncode == 124
-    assert done.stderr.count("ringrun: restart ") == 1
-    assert "ringrun: the job took longer than --timeout 8 s and was ended: ranks 0-1 of 2 still ran" in done.stderr
 
 
 def test_ctrl_c_during_a_pause_ends_at_once(start, script: Script, python: str, wait_until_gone) -> None:
