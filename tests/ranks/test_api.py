@@ -142,16 +142,6 @@ def test_settings_that_differ_are_told_at_the_start():
     run_ranks(2, program)
 
 
-def test_no_thread_waits_for_a_gpu(cupy):
-    """Streams wait for each other; tests/ranks/test_gpu.py has more."""
-
-    def program():
-        rr.allreduce(cupy.asarray(np.ones(3)))
-        assert cupy.cuda.synchronized == []
-
-    run_ranks(1, program)
-
-
 def test_what_was_submitted_before_a_barrier_is_complete_before_it(monkeypatch):
     monkeypatch.setattr(context, "COMPLETION_INTERVAL_S", 1e9)
     completed = []

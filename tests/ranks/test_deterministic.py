@@ -29,15 +29,11 @@ WAYS = {
 }
 
 
-def settings_of(changes, deterministic=True):
-    return Settings(deterministic=deterministic, **changes)
-
-
 def everyones(dtype):
     return [[data(dtype, count, rank, k) for k, count in enumerate(COUNTS)] for rank in range(3)]
 
 
-def outcome(way, dtype, op, seed=0, deterministic=True, **factors):
+def outcome(way, dtype, op, seed=0, **factors):
     """What each rank gets of its tensors, handed in in an order and at times of its own, in groups and alone."""
     hosts, changes = WAYS[way]
     arrays = everyones(dtype)
@@ -58,7 +54,7 @@ def outcome(way, dtype, op, seed=0, deterministic=True, **factors):
         alone = [rr.allreduce_(array.copy(), op=op, **factors) for array in mine]
         return [apart, grouped, backwards, alone]
 
-    return run_ranks(3, program, hosts=hosts, settings=settings_of(changes, deterministic))
+    return run_ranks(3, program, hosts=hosts, settings=Settings(deterministic=True, **changes))
 
 
 @pytest.mark.parametrize("op", parted(OPS, lambda op: op in (rr.Average, rr.Product)), **readable)
@@ -115,7 +111,7 @@ def test_a_process_set_sums_in_the_order_of_its_ranks(hosts):
             return None
         return rr.allreduce(arrays[rr.rank()], op=rr.Sum, process_set=known(members, 1)).tobytes()
 
-    results = run_ranks(5, program, hosts=hosts, settings=settings_of({}), process_sets=[members])
+    results = run_ranks(5, program, hosts=hosts, settings=Settings(deterministic=True), process_sets=[members])
     assert [results[rank] for rank in members] == [expected.tobytes()] * 3
 
 
@@ -130,7 +126,7 @@ def test_a_joined_rank_changes_no_bit():
         return result.tobytes()
 
     for hosts in ([0, 0, 0], [0, 1, 2]):
-        results = run_ranks(3, program, hosts=hosts, settings=settings_of({}))
+        results = run_ranks(3, program, hosts=hosts, settings=Settings(deterministic=True))
         assert results[0] == results[2] == folded(rr.Sum, [arrays[0], arrays[2]]).tobytes()
 
 
@@ -144,7 +140,7 @@ def test_gpu_arrays_have_the_same_bits(cupy, dtype):
         return [result.get() for result in rr.grouped_allreduce(mine, op=rr.Sum)]
 
     for hosts in ([0, 0, 0], [0, 1, 2]):
-        for results in run_ranks(3, program, hosts=hosts, settings=settings_of({})):
+        for results in run_ranks(3, program, hosts=hosts, settings=Settings(deterministic=True)):
             for result, bits in zip(results, expected, strict=True):
                 assert result.tobytes() == bits.tobytes()
 
@@ -166,7 +162,9 @@ def test_reducescatter_and_adasum_have_the_same_bits_by_every_algorithm(dtype):
                     ]
             return parts
 
-        outcomes.append(run_ranks(3, program, hosts=hosts, settings=settings_of(changes), process_sets=[[0, 2]]))
+        outcomes.append(
+            run_ranks(3, program, hosts=hosts, settings=Settings(deterministic=True, **changes), process_sets=[[0, 2]])
+        )
     assert all(each == outcomes[0] for each in outcomes)
     for k, given in enumerate(zip(*arrays, strict=True)):
         assert b"".join(each[k] for each in outcomes[0]) == folded(rr.Sum, list(given)).tobytes(), "in rank order"

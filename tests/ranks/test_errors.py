@@ -348,14 +348,8 @@ def test_one_ranks_wrong_argument_can_be_corrected():
 
 
 BEFORE_INIT = {
-    "rank": rr.rank,
-    "size": rr.size,
-    "local_rank": rr.local_rank,
-    "local_size": rr.local_size,
-    "cross_rank": rr.cross_rank,
-    "cross_size": rr.cross_size,
-    "is_homogeneous": rr.is_homogeneous,
-    "mpi_threads_supported": rr.mpi_threads_supported,
+    **{each.__name__: each for each in (rr.rank, rr.size, rr.local_rank, rr.local_size, rr.cross_rank, rr.cross_size)},
+    **{each.__name__: each for each in (rr.is_homogeneous, rr.mpi_threads_supported, rr.barrier, rr.join)},
     "allreduce": lambda: rr.allreduce(zeros(3)),
     "reducescatter": lambda: rr.reducescatter(zeros(3)),
     "allgather": lambda: rr.allgather(zeros(3)),
@@ -363,8 +357,6 @@ BEFORE_INIT = {
     "broadcast": lambda: rr.broadcast(zeros(3), 0),
     "broadcast_object": lambda: rr.broadcast_object(3),
     "allgather_object": lambda: rr.allgather_object(3),
-    "barrier": rr.barrier,
-    "join": rr.join,
     "start_timeline": lambda: rr.start_timeline("t.json"),
     "stop_timeline": rr.stop_timeline,
     "add_process_set": lambda: rr.add_process_set([0]),

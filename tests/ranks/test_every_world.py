@@ -45,17 +45,6 @@ def test_allgather_broadcast_and_objects(world, size):
 
 
 @on_every_world
-def test_broadcast_parameters(world, size):
-    def program():
-        params = {"w": data("float32", 1000, rr.rank()), "b": [data("float16", 3, rr.rank())]}
-        rr.broadcast_parameters(params, root_rank=0)
-        np.testing.assert_array_equal(params["w"], data("float32", 1000, 0))
-        np.testing.assert_array_equal(params["b"][0], data("float16", 3, 0))
-
-    world(size).run(program)
-
-
-@on_every_world
 def test_a_mismatch_is_an_error_on_every_rank_and_the_job_goes_on(world, size):
     def program():
         last = rr.size() - 1

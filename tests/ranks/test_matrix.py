@@ -111,33 +111,6 @@ def test_nobody_passes_a_barrier_before_all_have_come(size):
     run_on_all_sets(size, program)
 
 
-def test_sets_that_overlap_work_at_the_same_time():
-    """Each rank begins everything in all of its sets, in an order of its own, before it waits for anything."""
-    sets = {1: [2, 0], 2: [1, 2, 3], 3: [3, 0], 4: [2]}
-
-    def program():
-        own = [number for number, ranks in sets.items() if rr.rank() in ranks]
-        order = np.random.default_rng(rr.rank()).permutation([number for number in own for _ in range(5)])
-        counts = dict.fromkeys(own, 0)
-        handles = []
-        for number in order.tolist():
-            counts[number] += 1
-            array = np.full(300, 10.0 ** rr.rank() * counts[number])
-            name = f"{number}.{counts[number]}"
-            handles.append(
-                (
-                    number,
-                    counts[number],
-                    rr.allreduce_async(array, name=name, op=rr.Sum, process_set=known([0], number)),
-                )
-            )
-        for number, count, handle in reversed(handles):
-            expected = sum(10.0**rank * count for rank in sets[number])
-            np.testing.assert_array_equal(rr.synchronize(handle), np.full(300, expected))
-
-    run_ranks(4, program, settings=matrix.SMALL, process_sets=list(sets.values()))
-
-
 def test_different_things_that_are_agreed_on_together_stay_apart():
     """Ops, scales, roots, types and kinds of one response: what may travel together does, nothing else."""
     settings = dataclasses.replace(matrix.SMALL, cycle_time_ms=1000.0)  # all is announced at once, by the first wait
