@@ -13,7 +13,7 @@ from ringreduce.execution.submission import Submission
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
 from ringreduce.world import World
-from tests.support.reference import assert_reduced, data
+from tests.support.reference import data
 
 SMALL = Settings(fusion_slot_bytes=256, ring_segment_bytes=64)
 
@@ -42,25 +42,6 @@ def test_torch_tensors_give_torch_tensors(dtype):
         assert torch.equal(reduced, torch.arange(6).reshape(2, 3).to(dtype))
         assert torch.equal(gathered, torch.arange(6).reshape(2, 3).repeat(2, 1).to(dtype))
         assert torch.equal(copied, torch.ones(3).to(dtype))
-
-
-def test_device_memory_passes_through_the_same_code(cupy):
-    host = [data("float32", 100, rank) for rank in range(3)]
-    halves = [data("float16", 40, rank) for rank in range(3)]
-
-    def program():
-        device = [cupy.asarray(host[rr.rank()].copy()), cupy.asarray(halves[rr.rank()].copy())]
-        reduced = rr.grouped_allreduce(device, op=rr.Average)
-        gathered = rr.allgather(cupy.asarray(np.full((rr.rank(), 2), 5.0)))
-        copied = rr.broadcast(device[0], 2)
-        assert all(isinstance(each, cupy.ndarray) for each in (*reduced, gathered, copied))
-        return [each.get() for each in reduced], gathered.get(), copied.get()
-
-    for reduced, gathered, copied in run_ranks(3, program, settings=SMALL):
-        assert_reduced(reduced[0], rr.Average, host)
-        assert_reduced(reduced[1], rr.Average, halves)
-        assert gathered.shape == (3, 2)
-        np.testing.assert_array_equal(copied, host[2])
 
 
 def parameters(rank):

@@ -131,18 +131,6 @@ def test_a_mismatch_is_told_on_every_rank_and_the_job_goes_on(case, known):
     assert len(set(run_ranks(3, program))) == 1, "the same message on every rank"
 
 
-def test_host_and_device_memory_under_one_name(cupy):
-    def program():
-        array = cupy.asarray(zeros(4)) if rr.rank() == 1 else zeros(4)
-        with pytest.raises(
-            rr.MismatchError, match=r"rank 1 of 3, allreduce 'w' .*: a tensor on cuda, but rank 0 has one"
-        ):
-            rr.allreduce(array, name="w")
-        goes_on()
-
-    run_ranks(3, program)
-
-
 DIFFERENT = {
     "a name": (
         lambda r: [rr.allreduce, rr.allgather][r](zeros(4), name="w"),

@@ -90,6 +90,12 @@ def broadcast(region, name, counts, root, seed):
     return results
 
 
+def assert_sent(results, name, counts, root, seed):
+    for k, count in enumerate(counts):
+        expected = data(name, count, root, seed + k)
+        assert all(result[k].tobytes() == expected.tobytes() for result in results)
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_every_count_also_uneven_and_none(size):
     """One slot, several, and some that not all owners reach."""
@@ -117,9 +123,7 @@ def test_every_count_also_uneven_and_none(size):
         scattered, gathered, sent = zip(*(each[seed] for each in results), strict=True)
         assert_scattered(scattered, "float32", Sum, counts, 10 * seed)
         assert_gathered(gathered, "float32", counts, 10 * seed)
-        for k, each in enumerate(counts):
-            expected = data("float32", sum(each), seed % size, 10 * seed + k)
-            assert all(result[k].tobytes() == expected.tobytes() for result in sent)
+        assert_sent(sent, "float32", [sum(each) for each in counts], seed % size, 10 * seed)
 
 
 @pytest.mark.parametrize(("name", "op"), all_but_few_extended(MATRIX), **readable)
@@ -138,9 +142,7 @@ def test_every_type_and_op(size, name, op):
     scattered, gathered, sent = zip(*on_a_host(size, program), strict=True)
     assert_scattered(scattered, name, op, counts, 3)
     assert_gathered(gathered, name, counts, 3)
-    for k, count in enumerate([7, 900]):
-        expected = data(name, count, size - 1, 3 + k)
-        assert all(result[k].tobytes() == expected.tobytes() for result in sent)
+    assert_sent(sent, name, [7, 900], size - 1, 3)
 
 
 def mixed_plan(seed, size, length):
@@ -174,8 +176,7 @@ def assert_right(results, kind, counts, root, seed):
     elif kind == "allgather":
         assert_gathered(results, "float32", [counts], seed)
     elif kind == "broadcast":
-        expected = data("float32", sum(counts), root, seed)
-        assert all(each[0].tobytes() == expected.tobytes() for each in results)
+        assert_sent(results, "float32", [sum(counts)], root, seed)
     elif sum(counts):
         assert_reduced(results[0][0], Average, [data("float32", sum(counts), r, seed) for r in range(len(results))])
         assert len({each[0].tobytes() for each in results}) == 1
