@@ -14,6 +14,7 @@ One thread runs at a time: each rank is one, and whoever waits looks for what ha
 from __future__ import annotations
 
 import contextlib
+import functools
 import heapq
 import itertools
 import json
@@ -146,6 +147,8 @@ class Rank:
         self.job, self.number = job, number
         self.faults = {each.when: each.how for each in job.plan.faults if each.rank == number}
         self.actions = 0  # what it has done
+        self.points: list[int] = []  # before which of them it may be lost; before others it is the same
+        self.seen = (-1, -1)  # what had happened before the last
         self.busy_at = 0  # before which of them it is in the middle of its first step
         self.runs, self.stopped, self.has_agent = True, False, True
         self.cause = ""  # the fault that it has suffered
@@ -229,6 +232,9 @@ class Rank:
         if not self.runs:
             raise _Gone
         self.actions += 1
+        if self.seen != (seen := (len(self.job.trace), self.job.turns)):
+            self.seen = seen
+            self.points.append(self.actions)
         if how := self.faults.get(self.actions):
             self.suffer(how)
         if not self.runs:
@@ -303,6 +309,7 @@ class Rank:
             return  # what ends or hangs before init() returns is no matter of membership
         if self.cause:
             return
+        job.happens()
         if how == "raise":
             self.failure = ValueError("on purpose")
             return
@@ -311,7 +318,6 @@ class Rank:
                 self.failure = PeerLostError("of an operation of a world before", sorted(dead))
             return
         self.cause = how
-        job.actions_at[self.number] = [each.actions for each in job.ranks]
         if how == "stop":
             self.stopped = True
         elif how == "host":
@@ -578,7 +584,12 @@ class SimulatedJob:
         self.broken: BaseException | None = None
         self.died_s: dict[int, float] = {}
         self.trace: list[Any] = []  # when messages were sent, and which way: equal traces are equal runs
-        self.actions_at: dict[int, list[int]] = {}  # by rank that was lost: how much each had done then
+        self.turns = 0  # how often a rank has waited
+        self.still = len(plan.faults) + (plan.arrival is not None)  # what is still to happen of the plan
+        self.done = [0] * plan.size  # by rank: what it had done when the last of that happened
+        self.known = plan.size  # and what ringrun had heard
+        self.points: list[int] = []  # after what of that hosts may come; after the rest it is the same, or ignored
+        self.seen = (-1.0, -1)  # when ringrun heard the last, and what had been sent by then
         self.in_init: set[int] = set()
         self._heap: list[Any] = []
         self._numbers = itertools.count()
@@ -598,7 +609,7 @@ class SimulatedJob:
         limits = Elastic(plan.min_np, plan.spares, plan.max_failures, stalled_s=STALL_S)
         job = Job(plan.size, ["train"], elastic=limits)
         fake = SimpleNamespace(
-            send=self._tell,
+            send=lambda rank, message: self._tell(rank, wire.decode(wire.encode(message))),
             broadcast=self._tell_all,
             set_up=self._set_up,
             message=self._print,
@@ -611,6 +622,23 @@ class SimulatedJob:
             code=0,
         )
         self.supervisor = supervise.Supervisor(job, fake, fake, fake, self._events)
+
+    def happens(self) -> None:
+        """Something does that is in the plan."""
+        self.still -= 1
+        self.done, self.known = [each.actions for each in self.ranks], self.heard
+
+    def one_more(self, how: str) -> Iterator[Plan]:
+        """The plan with another fault, or an arrival ("hosts"), at every point after all that it has."""
+        if self.still:
+            return
+        if how == "hosts":
+            yield from (self.plan._replace(arrival=heard) for heard in self.points if heard > self.known)
+            return
+        for rank in self.ranks:
+            for when in rank.points if not rank.faults else ():
+                if when > self.done[rank.number]:
+                    yield self.plan._replace(faults=[*self.plan.faults, Fault(rank.number, when, how)])
 
     # Time
 
@@ -635,6 +663,7 @@ class SimulatedJob:
 
     def hand_over(self, me: Any) -> None:
         """Let others run, until it is this one's turn."""
+        self.turns += 1
         after = self.next_turn()
         if after is not me and after is not getattr(me, "routine", None):
             after.turn.release()
@@ -816,7 +845,11 @@ class SimulatedJob:
         self._events.waiting.append(event)
         self.heard += 1
         self._supervise()
+        if not self.over and self.supervisor._shutdown is None and self.seen != (self.now_s, len(self.trace)):
+            self.seen = (self.now_s, len(self.trace))
+            self.points.append(self.heard)
         if self.heard == self.plan.arrival:
+            self.happens()
             self._events.waiting.append(HostsCame(("h9",), self.plan.size + 1))
             self._supervise()
 
@@ -840,15 +873,16 @@ class SimulatedJob:
     def _tell(self, rank: int, message: wire.Message) -> None:
         if isinstance(message, wire.Signal) and self.supervisor._shutdown is None and not self.over:
             self._kills(rank)
-        self.send(("down", rank), self.ranks[rank].told, wire.decode(wire.encode(message)))
+        self.send(("down", rank), self.ranks[rank].told, message)
 
     def _tell_all(self, message: wire.Message) -> None:
         if isinstance(message, wire.Membership):
             self.lists[message.number] = message.ranks
             self._verify_list(message)
             self.gone[message.number] = set(map(int, message.dead))
+        same = wire.decode(wire.encode(message))
         for each in self.ranks:
-            self._tell(each.number, message)
+            self._tell(each.number, same)
 
     def _kills(self, rank: int) -> None:
         if self.ranks[rank].cause in ("stop", "woken"):
@@ -939,6 +973,9 @@ def simulation() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for module in (survivors, reform, runtime, ringreduce.membership, losses, supervise):
             stack.enter_context(mock.patch.object(module, "time", clock))
+        stack.enter_context(
+            mock.patch.object(signal, "valid_signals", functools.cache(signal.valid_signals))
+        )  # quicker
         for module in (survivors, ringreduce.membership):
             stack.enter_context(mock.patch.object(module, "os", system))
         stack.enter_context(

@@ -1,6 +1,6 @@
 """Membership of elastic jobs in virtual time: whatever ranks are lost, and when, those that are left go on.
 
-`pytest -m ""` takes more: two losses and an arrival at every point of a job, and every pair of kinds of loss.
+Of 3 ranks two that die, and hosts that arrive, each at every point; `pytest -m ""` takes every pair of kinds of loss.
 """
 
 import itertools
@@ -10,10 +10,9 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from tests.support.simulated_job import CUTS, FAILS, SOON, Fault, Plan, SimulatedJob, simulation
-from tests.support.tiers import parted
 
 KINDS = [*FAILS, "stop", *CUTS]
-JOBS = {"3 ranks": Plan(), "2 ranks, 1 spare": Plan(2, 1)}
+WITH_SPARE = Plan(2, 1)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -22,23 +21,15 @@ def _simulation():
         yield
 
 
-def one_more(plan, how):
-    """The plan with another loss, at each point at which a rank can be lost after those that it has."""
+def run_all(plan, kinds, part=0, parts=1):
+    """Run it, and with things of all these kinds, in any order, each at every point; first with some of those."""
     job = SimulatedJob(plan)
     job.run()
-    before = job.actions_at.get(plan.faults[-1].rank) if plan.faults else [0] * plan.size
-    lost = {each.rank for each in plan.faults}
-    for rank in (set(range(plan.size)) - lost) if before else ():
-        for when in range(before[rank] + 1, job.ranks[rank].actions + 1):
-            yield plan._replace(faults=[*plan.faults, Fault(rank, when, how)])
-
-
-def with_arrivals(plan):
-    """The plan with hosts that come after each event that ringrun hears."""
-    job = SimulatedJob(plan)
-    job.run()
-    for heard in range(plan.size + 1, job.heard + 1):
-        yield plan._replace(arrival=heard)
+    after = [(more, kind) for kind in dict.fromkeys(kinds) for more in job.one_more(kind)]
+    for more, kind in after[part::parts]:
+        rest = list(kinds)
+        rest.remove(kind)
+        run_all(more, rest)
 
 
 @st.composite
@@ -92,22 +83,23 @@ def test_ranks_that_all_compute_for_long_are_healthy(how, step_s):
         SimulatedJob(plan._replace(faults=[Fault(rank.number, rank.busy_at, how)])).run()
 
 
-@pytest.mark.parametrize("start", JOBS.values(), ids=JOBS)
-@pytest.mark.parametrize(
-    ("first", "second"), parted(itertools.product(KINDS, KINDS), quick=lambda *kinds: kinds == ("kill", "kill"))
-)
-def test_two_losses_at_every_point(start, first, second):
-    for one in one_more(start, first):
-        for two in one_more(one, second):
-            SimulatedJob(two).run()
+@pytest.mark.parametrize("part", range(4))
+def test_two_deaths_and_an_arrival_at_every_point(part):
+    run_all(Plan(), ["kill", "kill", "hosts"], part, 4)
 
 
-@pytest.mark.parametrize("start", JOBS.values(), ids=JOBS)
-@pytest.mark.parametrize("losses", parted([0, 1, 2], quick=lambda losses: losses < 2))
-def test_hosts_that_come_at_every_point(start, losses):
-    plans = [start]
-    for _ in range(losses):
-        plans = [more for plan in plans for more in one_more(plan, "kill")]
-    for plan in plans:
-        for arrival in with_arrivals(plan):
-            SimulatedJob(arrival).run()
+@pytest.mark.parametrize("kinds", [["kill", "kill"], ["kill", "hosts"]], ids="-".join)
+def test_a_spare_beside_deaths_and_an_arrival_at_every_point(kinds):
+    run_all(WITH_SPARE, kinds)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("start", [Plan(), WITH_SPARE], ids=["3 ranks", "2 ranks, 1 spare"])
+@pytest.mark.parametrize("kinds", [*itertools.combinations_with_replacement(KINDS, 2)], ids="-".join)
+def test_two_losses_at_every_point(start, kinds):
+    run_all(start, kinds)
+
+
+@pytest.mark.extended
+def test_a_spare_beside_two_deaths_and_an_arrival_at_every_point():
+    run_all(WITH_SPARE, ["kill", "kill", "hosts"])
