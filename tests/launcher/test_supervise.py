@@ -6,12 +6,12 @@ import time
 
 import pytest
 
-from ringrun.connection.wire import Initialized, Left, Membership, Reformed, Signal
+from ringrun.connection.wire import Signal
 from ringrun.elastic import Elastic
 from ringrun.errors import MachineError
 from ringrun.hosts import Host
 from ringrun.job import supervise
-from ringrun.job.events import Arrived, LauncherEnded, RankDied, RankEnded, Reported
+from ringrun.job.events import Arrived, LauncherEnded, RankEnded
 from ringrun.job.plan import Job
 from ringrun.job.supervise import Supervisor
 from ringrun.report.outcome import RankEnd
@@ -27,17 +27,13 @@ class Fake:
         self.code = 0
         self.colours = False
         self.signals: list[int] = []
-        self.lists: list[Membership] = []
         self.is_set_up = False
 
     def message(self, lines: list[str]) -> None:
         self.said += lines
 
-    def broadcast(self, message: Signal | Membership) -> None:
-        if isinstance(message, Membership):
-            self.lists.append(message)
-        else:
-            self.signals.append(message.number)
+    def broadcast(self, message: Signal) -> None:
+        self.signals.append(message.number)
 
     def ignore(self, *arguments: object) -> None:
         pass
@@ -150,20 +146,3 @@ def test_ranks_of_an_elastic_job_outlive_mpirun(elastic: Elastic | None, code: i
     assert fake.said[0].startswith(
         "ringrun: mpirun has ended with exit code 1; the ranks go" if elastic else "ringrun: mpirun ended"
     )
-
-
-def test_the_job_ends_with_its_last_world_and_without_spares() -> None:
-    fake = Fake()
-    staying = (0, 2, 3)
-    events = queue_of(
-        *arrived(*range(5)),
-        Reported(0, Initialized()),
-        RankDied(1, -9),
-        *[Reported(rank, Reformed(1)) for rank in staying],
-        ended(1, -9),
-        *[Reported(rank, Left("its script ended")) for rank in staying],
-        *map(ended, staying),
-    )
-    assert Supervisor(Job(5, ["x"], elastic=Elastic(spares=2)), fake, fake, fake, events).run() == 0
-    assert fake.lists == [Membership(1, (0, 2, 3), {"1": "was killed by SIGKILL"})]
-    assert fake.signals == [], "rank 4 has waited for a place, and is ended with the agents"
