@@ -280,7 +280,7 @@ MUTANTS = [
         "ringreduce/collectives/hierarchical.py",
         "place = unit % UNITS_AHEAD, use",
         "place = 0, use",
-        "tests/ranks/test_hierarchical.py tests/ranks/test_allreduce_algorithms.py",
+        "tests/ranks/test_allreduce_algorithms.py tests/ranks/test_hierarchical.py",
     ),
     Mutant(
         "halving: chunks beyond the last one, on the circle, stay behind",
