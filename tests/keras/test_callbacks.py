@@ -6,6 +6,7 @@ import pytest
 
 import ringreduce.keras as hvd
 from tests.keras.training import BATCHES, RANK, SIZE, data, equal_on_all_ranks, fit, model, numbers, share
+from tests.support.tiers import parted
 
 callbacks = hvd.callbacks
 RANKS = np.arange(SIZE)
@@ -88,6 +89,7 @@ def test_metrics_are_averages():
             assert history.history[name][epoch] == averaged.logs[epoch][name]
 
 
+@pytest.mark.quick
 def test_the_learning_rate_warms_up(capsys):
     recorded = Recorded()
     warmup = callbacks.LearningRateWarmupCallback(0.1 * SIZE, warmup_epochs=2, verbose=1)
@@ -115,7 +117,8 @@ def test_the_learning_rate_follows_a_schedule(arguments, expected):
     np.testing.assert_allclose(recorded.rates, 0.2 * by_batch.reshape(-1), rtol=1e-5)
 
 
-@pytest.mark.parametrize("corrects", [True, False])
+@pytest.mark.quick
+@pytest.mark.parametrize("corrects", parted([True, False], lambda corrects: corrects))
 @pytest.mark.parametrize("optimizer", [keras.optimizers.SGD, keras.optimizers.RMSprop])
 def test_momentum_is_corrected(optimizer, corrects):
     """Against the same optimizer, step by step, its velocity scaled by hand as the rate changes."""

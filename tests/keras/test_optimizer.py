@@ -52,8 +52,11 @@ if BACKEND != "torch":  # which takes no others
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("case", parted(CASES, lambda case: case == "sgd"))
+@pytest.mark.parametrize("case", parted(CASES, lambda case: case in ("all clipped", "a sum of passes")))
 def test_ranks_train_as_one_process(case):
+    """Also where ranks have made different numbers of optimizers, as for a model that one loads to evaluate it."""
+    for _ in range(RANK):
+        hvd.DistributedOptimizer(sgd())
     make, options, alone, compiled = CASES[case]
     wrapped = hvd.DistributedOptimizer(make(), **options)
     trained = fit(model(), wrapped, together=True, **compiled)
@@ -110,6 +113,7 @@ def test_mixed_precision():
     assert losses[-1] < losses[0] / 4
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("outside", [True, False])
 def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(outside):
     """Else the other ranks would wait for its gradients."""
@@ -138,6 +142,46 @@ def test_it_stays_what_it_is():
     assert type(wrapped) is type(plain)
     assert keras.saving.serialize_keras_object(wrapped) == keras.saving.serialize_keras_object(plain)
     assert rr.DistributedOptimizer(sgd(), compression=hvd.Compression.fp16)._clip_gradients is not None
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("kind", "name"), [(optimizers.SGD, "_clip_gradients"), (optimizers.LossScaleOptimizer, "check_finite")]
+)
+def test_a_keras_without_what_is_relied_on_is_refused(monkeypatch, kind, name):
+    monkeypatch.delattr(next(each for each in kind.__mro__ if name in vars(each)), name)
+    with pytest.raises(ImportError, match=rf"needs {kind.__name__}\.{name}, which Keras 3\.\S+ lacks"):
+        hvd.DistributedOptimizer(sgd())
+
+
+@pytest.mark.quick
+def test_a_first_step_that_reduces_nothing_is_an_error():
+    class Renamed(optimizers.SGD):
+        def apply(self, grads, trainable_variables=None):
+            pass
+
+    own = hvd.DistributedOptimizer(Renamed(0.1), backward_passes_per_step=2)
+    own.apply([])
+    with pytest.raises(ValueError, match="the first step of this Renamed has not reduced its gradients: Keras"):
+        own.apply([])
+
+
+@pytest.mark.quick
+def test_what_is_refused():
+    wrapped, built = hvd.DistributedOptimizer(sgd()), sgd()
+    built.build(model().trainable_variables)
+    for function, says in [
+        (lambda: hvd.DistributedOptimizer(wrapped), "is wrapped already; wrap it once"),
+        (lambda: hvd.DistributedOptimizer(optimizers.LossScaleOptimizer(wrapped)), "is wrapped already"),
+        (lambda: hvd.DistributedOptimizer(built, backward_passes_per_step=2), "gradient_accumulation_steps=2"),
+        (lambda: hvd.DistributedOptimizer(sgd(), backward_passes_per_step=0), "expected 1 or more"),
+        (lambda: hvd.DistributedOptimizer(sgd(), op=hvd.Max), "op=Max; expected Average, Sum or Adasum"),
+        (lambda: hvd.callbacks.LearningRateScheduleCallback(None, 2), "initial_lr=None; expected the learning rate"),
+    ]:
+        with pytest.raises(ValueError, match=says):
+            function()
+    with pytest.raises(TypeError, match=r"expected an optimizer of Keras 3, got a builtins\.str; such as"):
+        hvd.DistributedOptimizer("adam")
 
 
 WITHOUT_US = """

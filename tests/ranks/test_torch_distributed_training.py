@@ -44,10 +44,10 @@ def batches(rank):
         yield torch.randn(8, 10, generator=generator), torch.randn(8, 5, generator=generator)
 
 
-def train(model, optimizer, rank, **options):
-    for x, target in batches(rank):
+def train(model, optimizer, rank, options=lambda number: {}, steps=STEPS):
+    for number, (x, target) in enumerate(list(batches(rank))[:steps]):
         optimizer.zero_grad()
-        nn.functional.mse_loss(model(x, **options), target).backward()
+        nn.functional.mse_loss(model(x, **options(number)), target).backward()
         optimizer.step()
     return model
 
@@ -115,11 +115,7 @@ def static_graph(rank, size):
 def unused_parameters(rank, size):
     model = DistributedDataParallel(new_model(), find_unused_parameters=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for number, (x, target) in enumerate(batches(rank)):
-        optimizer.zero_grad()
-        nn.functional.mse_loss(model(x, rare=number % 2 == rank % 2), target).backward()
-        optimizer.step()
-    return model
+    return train(model, optimizer, rank, lambda number: {"rare": number % 2 == rank % 2})
 
 
 def no_sync(rank, size):
@@ -160,11 +156,7 @@ def uneven_inputs(rank, size):
     model = DistributedDataParallel(new_model())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     with model.join():
-        for x, target in list(batches(rank))[: STEPS - rank]:
-            optimizer.zero_grad()
-            nn.functional.mse_loss(model(x), target).backward()
-            optimizer.step()
-    return model
+        return train(model, optimizer, rank, steps=STEPS - rank)
 
 
 def fsdp(rank, size):

@@ -344,19 +344,6 @@ def test_gradcheck_alone(name):
     run_ranks(1, program)
 
 
-@pytest.mark.parametrize("dtype", ["float64", "complex128"])
-def test_gradcheck_with_equal_ranks(dtype):
-    """All ranks change the same element at the same time."""
-
-    def program():
-        x = tensor_of(dtype, (3,), 0).requires_grad_()
-        for op in (hvd.Average, hvd.Sum):
-            assert torch.autograd.gradcheck(lambda x, op=op: hvd.allreduce(x * x, op=op), [x])
-            assert torch.autograd.gradgradcheck(lambda x, op=op: hvd.allreduce(x * x * x, op=op), [x])
-
-    run_ranks(3, program)
-
-
 def test_second_derivatives():
     def model(tensors):
         return [loss_of(sum(tensors) / 3, rank) + loss_of(equal_parts(tensors, rank), rank) for rank in range(3)]
