@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from ringreduce.kernels import half, half_numpy
+from ringreduce.kernels import half_numpy
 from ringreduce.kernels.optional import imported
 
 NAMES = ("float16", "bfloat16")
@@ -164,8 +164,3 @@ def test_a_numba_that_is_told_not_to_compile_is_passed_over(monkeypatch):
 def test_numba_converts_where_it_is_installed():
     pytest.importorskip("numba")
     assert told(after=COMPILED) == ["numba", "False"]
-
-
-def test_all_know_both_types(kernels):
-    assert set(kernels) == set(NAMES)
-    assert set(half.kernels("float16")._fields) == {"widen", "narrow", "sum_parts"}

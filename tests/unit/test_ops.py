@@ -10,7 +10,7 @@ from ringreduce import ops
 from ringreduce.arrays.dtypes import TABLE
 from ringreduce.errors import InputError
 from ringreduce.kernels import sum_numba
-from ringreduce.ops import Average, Max, Min, Product, ReduceOp, Reduction, Sum, divide, scale
+from ringreduce.ops import Average, Max, Min, Product, ReduceOp, Reduction, Sum, divide
 
 BLOCK = ops.BLOCK_BYTES // 4
 """Elements that `reduce_parts` takes at a time, of the 4-byte types."""
@@ -21,31 +21,6 @@ def test_integers_are_divided_exactly_and_truncated_toward_zero(values, divisor)
     flat = np.array(values, np.int64)
     divide(flat, divisor)
     assert flat.tolist() == [abs(value) // divisor * (1 if value >= 0 else -1) for value in values]
-
-
-def test_unsigned_integers_above_the_signed_range_are_divided_exactly():
-    flat = np.array([2**64 - 1, 7, 0], np.uint64)
-    divide(flat, 2)
-    assert flat.tolist() == [2**63 - 1, 3, 0]
-
-
-def test_floats_are_divided():
-    flat = np.float32([1, -2])
-    divide(flat, 4)
-    assert flat.tolist() == [0.25, -0.5]
-
-
-def test_scaled_integers_are_truncated_toward_zero():
-    flat = np.array([7, -7, 3], np.int32)
-    scale(flat, 0.5)
-    assert flat.tolist() == [3, -3, 1]
-
-
-def test_scaling_keeps_the_type_of_floats():
-    flat = np.float32([2, 3])
-    scale(flat, 0.1)
-    assert flat.dtype == np.float32
-    np.testing.assert_array_equal(flat, np.float32([2, 3]) * np.float32(0.1))
 
 
 @pytest.mark.parametrize("arguments", [(Average, 1.0, 1.0), (Sum, 2.0, 1.0), (Max, 1.0, 0.5)])
@@ -59,19 +34,6 @@ def test_bool_is_neither_averaged_nor_scaled(arguments):
 def test_complex_has_no_order(op):
     with pytest.raises(InputError, match=f"complex64 elements have no order: op={op!r} is not defined for them"):
         Reduction(op, TABLE["complex64"], 2).check()
-
-
-@pytest.mark.parametrize("name", ["int8", "uint8", "int16", "int32"])
-def test_an_average_of_narrow_integers_does_not_overflow(name):
-    reduction = Reduction(Average, TABLE[name], 3)
-    top = np.iinfo(name).max
-    values = np.array([top, top - 1], name)
-    flat = values.copy()
-    partial = reduction.start(flat)
-    for _ in range(2):
-        reduction.combine(partial, values.astype(partial.dtype))
-    reduction.finish(partial, flat)
-    assert flat.tolist() == [top, top - 1]
 
 
 @pytest.mark.parametrize("name", ["float32", "float64", "int64", "complex64", "bool"])
