@@ -30,6 +30,10 @@ def bench_module(name):
     return module
 
 
+NO_NETWORK = bench_module("network").why_not()
+between_hosts = pytest.mark.skipif(bool(NO_NETWORK), reason=NO_NETWORK)
+
+
 @pytest.fixture
 def horovod(tmp_path):
     """Environment variables with which `import horovod.torch` finds something: ours, whose names are the same."""
@@ -170,11 +174,10 @@ def test_scale(tmp_path):
 
 
 def test_hosts(tmp_path):
-    reason = bench_module("network").why_not()
     finished = run([PYTHON, BENCH / "hosts.py", "--quick", *files(tmp_path)])
-    if reason:
+    if NO_NETWORK:
         assert finished.returncode == 0, finished.stdout
-        assert finished.stdout == f"bench/hosts.py: skipped: {reason}\n"
+        assert finished.stdout == f"bench/hosts.py: skipped: {NO_NETWORK}\n"
         return
     kept = outcome(finished, tmp_path)
     headings = "hosts ranks rate size who time share model simulated sent of least #wrong"
@@ -193,7 +196,7 @@ def test_hosts(tmp_path):
 
 
 @pytest.mark.extended
-@pytest.mark.skipif(bool(bench_module("network").why_not()), reason=bench_module("network").why_not())
+@between_hosts
 def test_short_messages_between_hosts(tmp_path):
     finished = run([PYTHON, BENCH / "hosts.py", "--quick", "--short", "--sizes", 4096, *files(tmp_path)])
     rows = {row["who"].strip(): row for row in outcome(finished, tmp_path)["rows"]}
@@ -202,7 +205,7 @@ def test_short_messages_between_hosts(tmp_path):
 
 
 @pytest.mark.extended
-@pytest.mark.skipif(bool(bench_module("network").why_not()), reason=bench_module("network").why_not())
+@between_hosts
 def test_gradients_between_hosts(tmp_path):
     finished = run([PYTHON, BENCH / "gradients.py", "--quick", "--hosts", 2, *files(tmp_path)])
     kept = outcome(finished, tmp_path)
@@ -211,7 +214,7 @@ def test_gradients_between_hosts(tmp_path):
 
 
 @pytest.mark.extended
-@pytest.mark.skipif(bool(bench_module("network").why_not()), reason=bench_module("network").why_not())
+@between_hosts
 def test_slow_links(tmp_path):
     finished = run([PYTHON, BENCH / "slow_links.py", "--quick", "--runs", 1, "--json", tmp_path / "rows.json"])
     assert finished.returncode == 0, finished.stdout
@@ -225,7 +228,7 @@ def test_slow_links(tmp_path):
 
 
 @pytest.mark.extended
-@pytest.mark.skipif(bool(bench_module("network").why_not()), reason=bench_module("network").why_not())
+@between_hosts
 def test_parameter_server(tmp_path):
     plot, rows = tmp_path / "plot.png", tmp_path / "rows.json"
     finished = run([PYTHON, BENCH / "parameter_server.py", "--quick", "--workers", 3, "--json", rows, "--plot", plot])
@@ -257,7 +260,7 @@ with Network(2) as network:
 """
 
 
-@pytest.mark.skipif(bool(bench_module("network").why_not()), reason=bench_module("network").why_not())
+@between_hosts
 @pytest.mark.parametrize("end", ["SIGTERM", "SIGINT", "an error"])
 def test_hosts_leave_nothing_behind(end):
     error = 'raise ValueError("meant")' if end == "an error" else ""

@@ -70,11 +70,6 @@ def test_nothing_is_decided_before_all_have_given_it():
     assert told(ranks) is None
 
 
-def test_what_was_new_is_cached_from_then_on():
-    ranks = Ranks()
-    assert ranks.learn(tensor("a"), tensor("b")) == [0, 1]
-
-
 def test_unnamed_tensors_are_cached_without_their_number():
     ranks = Ranks()
     ranks.all_tell(tensor("noname.1", numbered=True), tensor("noname.2", numbered=True))

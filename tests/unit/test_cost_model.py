@@ -76,11 +76,6 @@ def test_the_numbers_of_hosts_do_not_matter(hosts):
         assert predict_us(algorithm, nbytes, hosts, Constants()) == predict_us(algorithm, nbytes, renamed, Constants())
 
 
-@pytest.mark.parametrize("hosts", ONE_HOST, ids=str)
-def test_on_one_host_memory_is_shared(hosts):
-    assert routes_of(hosts).text() == "shared"
-
-
 def test_two_hosts_of_two_ranks_send_large_buffers_over_the_wire_once():
     hosts = [0, 0, 1, 1]
     for nbytes in (4 << 20, 64 << 20, 1 << 32):
@@ -107,12 +102,6 @@ def test_several_hosts_send_large_buffers_around_the_ring_and_not_all_to_one():
     for hosts in ((0, 1), (0, 0, 0, 0)):  # nobody's flows meet there
         prices = [predict_us(algorithm, 1 << 30, hosts, bytes_alone) for algorithm in ("ring", "direct")]
         assert prices[0] == pytest.approx(prices[1])
-
-
-def test_only_what_is_usable_is_chosen_and_mpis_own_never():
-    for nbytes, hosts in itertools.product(SIZES, LAYOUTS):
-        for given in (["ring"], ["direct", "doubling"]):
-            assert choose(nbytes, nbytes, hosts, given, Constants()) in given
 
 
 def test_what_travels_wider_costs_more_where_sums_travel():

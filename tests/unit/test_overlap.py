@@ -56,19 +56,6 @@ def test_a_wait_of_one_is_time_for_the_next():
     assert story.index(("begin", 2)) > story.index(("end", 0)), "2 has 0's memory"
 
 
-def test_one_at_a_time_is_one_after_the_other():
-    assert run([[Wait(2)], [], [Wait(1)]], 1) == [
-        ("begin", 0),
-        (0, 0),
-        ("end", 0),
-        ("begin", 1),
-        ("end", 1),
-        ("begin", 2),
-        (0, 2),
-        ("end", 2),
-    ]
-
-
 def test_the_older_moves_first():
     story = run([[Wait(0), Wait(0)], [Wait(0), Wait(0)]], 2)
     assert [n for _, n in story] == [0] * 4 + [1] * 4
