@@ -390,23 +390,3 @@ def test_ranks_know_of_no_restart_without_the_flag(ringrun: Run) -> None:
     program = f"import os; print(os.environ['{COUNT_VARIABLE}'])"
     done = ringrun("-np", 2, sys.executable, "-c", program, env={COUNT_VARIABLE: "5"})
     assert (done.returncode, sorted(done.stdout.splitlines())) == (0, ["[0] 0", "[1] 0"])
-
-
-FEWER = """
-    import sys
-    from dataclasses import replace
-    from ringrun.engines.detect import detect
-    from ringrun.job.plan import Job
-    from ringrun.job.run import run_job
-
-    source = "import os, sys; print('size', os.environ['WORLD_SIZE']); sys.exit(int(os.environ['RANK'] == '2'))"
-    job = Job(3, [sys.executable, "-c", source], restarts=1)
-    sys.exit(run_job(detect(sys.executable), job, lambda job: replace(job, size=2)))
-"""
-
-
-def test_hosts_that_answer_are_asked_and_fewer_ranks_go_on(script: Script, python: str) -> None:
-    done = subprocess.run([python, script(FEWER)], capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=50)
-    assert done.returncode == 0, done.stderr
-    assert "ringrun: hosts that answer have 2 slots; going on with 2 of 3 ranks\n" in done.stderr
-    assert sorted(done.stdout.splitlines()[-2:]) == ["[0] size 2", "[1] size 2"]
