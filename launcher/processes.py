@@ -18,13 +18,11 @@ _PR_SET_CHILD_SUBREAPER = 36
 _LOOK_S = 0.01
 
 
-def die_with_parent(number: int) -> Callable[[], None] | None:
-    """Return what a child runs before exec to get signal `number` when its parent dies; None where Linux is not.
+def die_with_parent(number: int) -> Callable[[], None]:
+    """Return what a child runs before exec to get signal `number` when its parent dies.
 
     The parent is the thread that starts the child: start it from one that lives as long as the process.
     """
-    if not sys.platform.startswith("linux"):
-        return None
     prctl = ctypes.CDLL(None).prctl
     parent = os.getpid()
 
@@ -45,8 +43,7 @@ def open_standard_streams() -> None:
 
 def adopt_orphans() -> None:
     """Become the parent of each process that descends from this one and loses its own."""
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def kill_children(patience_s: float = 2.0) -> None:
@@ -69,14 +66,12 @@ def _children() -> list[int]:
     return found
 
 
-def bind_to(cpus: Collection[int]) -> Callable[[], None] | None:
-    """Return what a child runs before exec to run on `cpus` only, with all it starts; None where that is not known.
+def bind_to(cpus: Collection[int]) -> Callable[[], None]:
+    """Return what a child runs before exec to run on `cpus` only, with all it starts.
 
     Where it is forbidden (by a sandbox, or a CPU has just been taken away) the child runs where it did, and says so
     on its stderr.
     """
-    if not hasattr(os, "sched_setaffinity"):
-        return None
 
     def bind() -> None:
         try:

@@ -30,11 +30,6 @@ class SshOptions:
     lost_after_s: float = LOST_AFTER_S
 
 
-def parse_port(text: str, flag: str) -> int:
-    """Return the port in `text`, the value of `flag`; UsageError if it is none."""
-    return whole(text, flag, 1, _HIGHEST_PORT, "a port")
-
-
 def check_identity_file(path: str, flag: str) -> str:
     """Return the absolute path of a private key; UsageError if ssh could not use it."""
     found = os.path.abspath(os.path.expanduser(path))
@@ -52,7 +47,7 @@ def parse_ssh(
 ) -> SshOptions:
     """Return what -p and -i say; ssh tries to connect for `timeout_s`, and gives a silent host up."""
     return SshOptions(
-        None if port is None else parse_port(port, "--ssh-port"),
+        None if port is None else whole(port, "--ssh-port", 1, _HIGHEST_PORT, "a port"),
         None if identity_file is None else check_identity_file(identity_file, "--ssh-identity-file"),
         timeout_s,
         lost_after_s,

@@ -10,7 +10,7 @@ is overcome if that list works on one: all have met then, and what ended them wa
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..connection import wire
 from ..elastic import Elastic
@@ -20,22 +20,19 @@ SILENT_S = 3.0
 """A rank that waits for others in re-forming says so every second; after this time without a word it hangs."""
 
 
-@dataclass(frozen=True)
-class Kill:
+class Kill(NamedTuple):
     """These ranks, which keep others waiting, are to be killed."""
 
     ranks: frozenset[int]
 
 
-@dataclass(frozen=True)
-class Wake:
+class Wake(NamedTuple):
     """Others have left long ago, and these do not end: they may work, or be stopped."""
 
     ranks: frozenset[int]
 
 
-@dataclass(frozen=True)
-class CannotGoOn:
+class CannotGoOn(NamedTuple):
     """The job must end as one that is not elastic does."""
 
     why: str

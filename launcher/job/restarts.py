@@ -96,10 +96,9 @@ def run(
                 have = f"hosts that answer have {counted(found.size, 'slot')}"
                 say(f"ringrun: no restart, since {have}, and --min-np is {elastic.min_np}")
                 break
-        if found.size > job.size:
-            say(f"ringrun: hosts that answer have {found.size} slots; going on with {found.size} ranks")
-        if found.size < job.size:
-            say(f"ringrun: hosts that answer have {found.size} slots; going on with {found.size} of {job.size} ranks")
+        if found.size != job.size:
+            of = f" of {job.size}" if found.size < job.size else ""
+            say(f"ringrun: hosts that answer have {found.size} slots; going on with {found.size}{of} ranks")
         current = found
     return ending.exit_code
 

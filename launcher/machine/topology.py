@@ -55,9 +55,7 @@ class _Device(NamedTuple):
 
 def usable_cpus() -> frozenset[int]:
     """Return the CPUs that this process may run on: its affinity, of which a container's share is a part."""
-    if hasattr(os, "sched_getaffinity"):
-        return frozenset(os.sched_getaffinity(0))
-    return frozenset(range(os.cpu_count() or 1))
+    return frozenset(os.sched_getaffinity(0))
 
 
 def read_topology(

@@ -37,11 +37,6 @@ class Preflight:
         return [finding for finding in self.findings if finding.severity == "error"]
 
     @property
-    def warnings(self) -> list[Finding]:
-        """What bites later."""
-        return [finding for finding in self.findings if finding.severity == "warning"]
-
-    @property
     def answering(self) -> list[str]:
         """The hosts that have answered."""
         return [name for name, facts in self.answers.items() if isinstance(facts, Facts)]
@@ -58,7 +53,7 @@ class Preflight:
 
     def warning_lines(self) -> list[str]:
         """Return a line for each warning, with its cure."""
-        return lines(self.warnings)
+        return lines(finding for finding in self.findings if finding.severity == "warning")
 
     def error_lines(self) -> list[str]:
         """Return a line for each error, with its cure."""

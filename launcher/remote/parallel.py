@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import IO
 
-from ..processes import die_with_parent, signal_group
+from ..processes import before_exec, die_with_parent, signal_group
 
 AT_ONCE = 256
 """Child processes at the same time: with three pipes each they stay below the usual limit of 1024 open files."""
@@ -113,13 +113,8 @@ def _started(
         yield child
 
 
-def _before_exec(arm: Callable[[], None] | None) -> Callable[[], None]:
-    def prepare() -> None:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        if arm:
-            arm()
-
-    return prepare
+def _unblock_interrupt() -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 class _Child:
@@ -137,7 +132,7 @@ class _Child:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C reaches ringrun alone, and no child asks at the terminal
-            preexec_fn=_before_exec(die_with_parent(signal.SIGTERM)),
+            preexec_fn=before_exec(_unblock_interrupt, die_with_parent(signal.SIGTERM)),
         )
         self._open: set[IO[bytes]] = set()
         for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):

@@ -6,7 +6,6 @@ Pure functions of text. ssh's own texts are not translated; what no rule knows i
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 
 from ..text import shortened
 from .base import Problem
@@ -18,19 +17,6 @@ _FORGET = re.compile(r'ssh-keygen -f "[^"\n]+" -R "[^"\n]+"')
 _NOT_EXECUTABLE, _NOT_FOUND = 126, 127
 
 
-@dataclass(frozen=True)
-class _Rule:
-    """What ssh writes, as a pattern, and the problem it means: TEXT stands for the line, HOST for the host's name."""
-
-    pattern: re.Pattern[str]
-    what: str
-    cure: str
-
-
-def _rule(pattern: str, what: str, cure: str) -> _Rule:
-    return _Rule(re.compile(pattern, re.IGNORECASE | re.MULTILINE), what, cure)
-
-
 _KEY_CURE = (
     "name the key with -i FILE, or let it in with: ssh-copy-id HOST; a key with a passphrase needs an agent: ssh-add. "
     "Another user name there belongs into ~/.ssh/config"
@@ -38,37 +24,38 @@ _KEY_CURE = (
 _FIREWALL_CURE = "see that HOST is up and its network reaches this host: ping HOST; a firewall may drop ssh's packets"
 _NAME_CURE = "correct the name, or let this host know it: getent hosts HOST, /etc/hosts, ~/.ssh/config"
 
+# what ssh writes, and the problem and the cure that it means: TEXT stands for the line, HOST for the host's name;
 # the first that fits counts: the more exact before what follows from it
 _RULES = (
-    _rule(
+    (
         r"remote host identification has changed|host key for .* has changed",
         "its host key is not the one that this host knows it by (Host key verification failed)",
         "make sure that it is the same host (was it installed anew?), then: ssh-keygen -R HOST; ssh HOST",
     ),
-    _rule(
+    (
         r"host key verification failed|no .* host key is known for",
         "its host key is not known to this host (Host key verification failed)",
         "accept it once by hand, for the same user: ssh HOST; or for many: ssh-keyscan HOST >> ~/.ssh/known_hosts",
     ),
-    _rule(
+    (
         r"^load key .*: (bad permissions|invalid format|error in libcrypto|incorrect passphrase)|unprotected private",
         "the private key cannot be used (TEXT)",
         "a private key belongs to its user alone: chmod 600 FILE; -i wants the private key, not the .pub",
     ),
-    _rule(
+    (
         r"permission denied|too many authentication failures|no (more )?supported authentication methods",
         "ssh is refused there (TEXT)",
         _KEY_CURE,
     ),
-    _rule(r"could not resolve hostname|name or service not known", "its name is not known here (TEXT)", _NAME_CURE),
-    _rule(
+    (r"could not resolve hostname|name or service not known", "its name is not known here (TEXT)", _NAME_CURE),
+    (
         r"connection refused",
         "it refuses the connection (TEXT): no ssh server listens on that port",
         "start sshd there, or name its port with -p PORT",
     ),
-    _rule(r"no route to host|network is unreachable|host is down", "it cannot be reached (TEXT)", _FIREWALL_CURE),
-    _rule(r"timed out", "it did not answer in time (TEXT)", _FIREWALL_CURE + "; or allow more: --start-timeout S"),
-    _rule(
+    (r"no route to host|network is unreachable|host is down", "it cannot be reached (TEXT)", _FIREWALL_CURE),
+    (r"timed out", "it did not answer in time (TEXT)", _FIREWALL_CURE + "; or allow more: --start-timeout S"),
+    (
         r"kex_exchange_identification|connection (closed|reset) by|banner|protocol mismatch",
         "it took the connection and closed it (TEXT)",
         "see the log of sshd there; is it an ssh server's port (-p)? MaxStartups may be too small for many at once",
@@ -86,21 +73,16 @@ def ssh_problem(host: str, code: int, text: str, not_run: str = "") -> Problem:
             f"ssh cannot be executed on this host: {not_run}",
             "install OpenSSH's client (openssh-client, openssh-clients), or start ringrun where it is",
         )
-    for rule in _RULES:
-        if match := rule.pattern.search(text):
-            return _problem(rule, host, text, match.start())
+    for pattern, what, cure in _RULES:
+        if match := re.search(pattern, text, re.IGNORECASE | re.MULTILINE):
+            if forget := _FORGET.search(text):  # ssh says itself how its file calls a host with a port
+                cure = cure.replace("ssh-keygen -R HOST", _short(forget[0]))
+            what = what.replace("TEXT", _short(_line_around(text, match.start())))
+            return Problem(what, cure.replace("HOST", host))
     return Problem(
         f"ssh ended with {_code(code)} and wrote: {_short(_last_line(text)) or 'nothing'}",
         f"try it by hand: ssh {host} true",
     )
-
-
-def _problem(rule: _Rule, host: str, text: str, position: int) -> Problem:
-    what = rule.what.replace("TEXT", _short(_line_around(text, position)))
-    cure = rule.cure
-    if forget := _FORGET.search(text):  # ssh says itself how its file calls a host with a port
-        cure = cure.replace("ssh-keygen -R HOST", _short(forget[0]))
-    return Problem(what, cure.replace("HOST", host))
 
 
 def program_problem(program: str, code: int, text: str) -> Problem | None:

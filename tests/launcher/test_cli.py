@@ -30,7 +30,7 @@ def test_all_after_the_command_belongs_to_it() -> None:
 
 def test_flags_before_the_command_are_ours() -> None:
     options = cli.parse(["--verbose", "-np", "2", "--dry-run", "--", "-strange"])
-    assert (options.job.verbose, options.dry_run, options.job.command) == (True, True, ["-strange"])
+    assert (options.job.verbose, options.options.dry_run, options.job.command) == (True, True, ["-strange"])
 
 
 def test_without_a_number_of_ranks_it_is_found_out() -> None:

@@ -380,10 +380,9 @@ def test_what_is_asked_of_a_preflight() -> None:
         preflight.automatic_size(Host("n2"))
     with pytest.raises(MachineError, match=r"^n2: it is off; switch it on$"):
         preflight.require_no_errors()
-    assert (len(preflight.errors), preflight.warnings) == (1, [])
+    assert (len(preflight.errors), preflight.warning_lines()) == (1, [])
     assert preflight.only(["n3"]).answering == ["n1", "n3"]
     preflight.only(["n3"]).require_no_errors()
-    assert json.loads(json.dumps(preflight.to_json()))["n2"] == {"problem": "it is off"}
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from ringrun.errors import UsageError
-from ringrun.ssh import SshOptions, check_identity_file, parse_port, write_config
+from ringrun.ssh import SshOptions, check_identity_file, parse_ssh, write_config
 
 
 def understood(argv: list[str], host: str) -> dict[str, str]:
@@ -44,10 +44,10 @@ def test_a_connection_to_a_silent_host_ends_when_ringrun_gives_it_up(
 
 
 def test_ports() -> None:
-    assert parse_port("22", "-p") == 22
+    assert parse_ssh("22", None, 1.0).port == 22
     for text in ("", "0", "65536", "-1", "2²", "22 ", "9" * 5000):
-        with pytest.raises(UsageError, match="-p: expected a port from 1 to 65535, got"):
-            parse_port(text, "-p")
+        with pytest.raises(UsageError, match=r"^--ssh-port: expected a port from 1 to 65535, got"):
+            parse_ssh(text, None, 1.0)
 
 
 def test_keys(tmp_path: Path) -> None:
