@@ -327,10 +327,6 @@ def asnumpy(a, stream=None, order="C", out=None, *, blocking=True):
     return a.get(stream=stream) if isinstance(a, ndarray) else np.asarray(a)
 
 
-def ascontiguousarray(a, dtype=None):
-    return a if a.flags.c_contiguous else a.copy()
-
-
 def from_dlpack(array, *, device=None, copy=None):
     _, index = array.__dlpack_device__()
     return array.__dlpack__(stream=cuda.get_current_stream(index).ptr).array

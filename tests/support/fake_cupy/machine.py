@@ -39,7 +39,6 @@ class CUDARuntimeError(RuntimeError):
         400: "cudaErrorInvalidResourceHandle: invalid resource handle",
         600: "cudaErrorNotReady: device not ready",
         700: "cudaErrorIllegalAddress: an illegal memory access was encountered",
-        704: "cudaErrorPeerAccessAlreadyEnabled: peer access is already enabled",
         801: "cudaErrorNotSupported: operation not supported",
     }
 
@@ -111,7 +110,7 @@ class Machine:
         self.device_count, self.memory_bytes, self.one_process = device_count, memory_bytes, one_process
         self.changed = threading.Condition(threading.RLock())
         self.memory = Memory()
-        self.streams, self.events, self.ipc, self.peers = {}, {}, {}, set()
+        self.streams, self.events, self.ipc = {}, {}, {}
         self.races = []
         self.exported = []
         """The events that other processes may wait for, if they are real ones."""

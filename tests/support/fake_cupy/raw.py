@@ -63,11 +63,10 @@ def _held_for(nanoseconds):
 
 
 def _check_devices(stream, ranges):
-    """A kernel reads another GPU's memory only where that was allowed."""
+    """A kernel reads another GPU's memory only where that is mapped."""
     for address, _ in ranges:
         allocation = fake.machine.memory.of(address)
         if allocation is None or allocation.kind != "device" or allocation.device == stream.device:
             continue
-        pair = stream.process, stream.device, allocation.device
-        if pair not in fake.machine.peers and stream.process not in allocation.mapped:
+        if stream.process not in allocation.mapped:
             raise CUDARuntimeError(700)

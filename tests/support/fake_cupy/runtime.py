@@ -14,9 +14,9 @@ from tests.support.fake_cupy.memory import Allocation
 __all__ = ["CUDARuntimeError"]
 
 memcpyHostToHost, memcpyHostToDevice, memcpyDeviceToHost, memcpyDeviceToDevice, memcpyDefault = range(5)
-eventDefault, eventBlockingSync, eventDisableTiming, eventInterprocess = 0, 1, 2, 4
-streamDefault, streamNonBlocking = 0, 1
-streamLegacy, streamPerThread = 1, 2
+eventBlockingSync, eventDisableTiming, eventInterprocess = 1, 2, 4
+streamNonBlocking = 1
+streamPerThread = 2
 cudaIpcMemLazyEnablePeerAccess = 1
 HANDLE_BYTES = 64
 
@@ -52,26 +52,10 @@ def deviceGetPCIBusId(device):
     return f"0000:{0x3B + device:02X}:00.0"
 
 
-def deviceGetByPCIBusId(pci_bus_id):
-    for device in range(fake.machine.device_count):
-        if deviceGetPCIBusId(device) == pci_bus_id.upper():
-            return device
-    raise CUDARuntimeError(101)
-
-
 def deviceCanAccessPeer(device, peer):
     _check_device(device)
     _check_device(peer)
     return int(device != peer and not fake.refuse_peers)
-
-
-def deviceEnablePeerAccess(peer):
-    if not deviceCanAccessPeer(getDevice(), peer):
-        raise CUDARuntimeError(217)
-    pair = fake.machine.process, getDevice(), peer
-    if pair in fake.machine.peers:
-        raise CUDARuntimeError(704)
-    fake.machine.peers.add(pair)
 
 
 def getDeviceProperties(device):
@@ -171,18 +155,9 @@ def _whole_allocation(ptr):
 # streams
 
 
-def streamCreate():
-    return streamCreateWithFlags(streamDefault)
-
-
 def streamCreateWithFlags(flags):
     with fake.machine.entered():
         return fake.machine.new_stream(not flags & streamNonBlocking).pointer
-
-
-def streamDestroy(stream):
-    with fake.machine.entered():
-        fake.machine.destroy_stream(stream)
 
 
 def streamSynchronize(stream):
