@@ -6,6 +6,7 @@ gradients is wrapped here. Arrays may be NumPy or CuPy (or whatever `ringreduce.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import sys
 from collections.abc import Callable
@@ -25,6 +26,7 @@ FORMS = """\
   - a callable on gradients"""
 OPTIONS = {"compression", "gradient_predivide_factor", "process_set"}
 _METHODS = ("step", "update", "apply_gradients")
+_OWN = ("_optimizer", "_exchange", "_gradients")
 _GRADIENT_NAMES = ("grads", "gradients", "grad", "gradient", "updates")
 """Names of an argument that holds gradients; optax calls it updates."""
 
@@ -53,7 +55,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 
     The gradients are any nesting of dicts, lists, tuples and arrays, equal in form and shapes on all ranks; None stays
     None. The caller's arrays are not changed: the optimizer gets new ones. All other attributes, and further arguments
-    of those methods, are the wrapped optimizer's own.
+    of those methods, are the wrapped optimizer's own. A copy, or one that was pickled, reduces as this one; as an
+    attribute of an elastic state the wrapped optimizer is committed.
 
     Cost:   as `grouped_allreduce`, at every call.
     Raises: TypeError for an object of no such form, InputError where it is not clear which argument holds the
@@ -98,6 +101,8 @@ class ReducingOptimizer:
         runtime.current("DistributedOptimizer")
 
     def __getattr__(self, name: str) -> Any:
+        if name in _OWN or name.startswith("__"):  # asked for by pickle and copy, before there is an _optimizer too
+            raise AttributeError(f"{type(self).__name__} has no {name}", name=name, obj=self)
         attribute = getattr(self._optimizer, name)
         if name not in _METHODS or not callable(attribute):
             return attribute
@@ -105,10 +110,29 @@ class ReducingOptimizer:
         return lambda *args, **kwargs: reducing(attribute, *args, **kwargs)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in ("_optimizer", "_exchange", "_gradients"):
+        if name in _OWN:
             object.__setattr__(self, name, value)
         else:
             setattr(self._optimizer, name, value)  # optimizer.lr = 0.1 reaches the wrapped one
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ReducingOptimizer:
+        """A copy of the wrapped optimizer, whose gradients are reduced in the same way."""
+        return type(self)(copy.deepcopy(self._optimizer, memo), self._exchange, self._gradients)
+
+    def state_dict(self) -> Any:
+        """The wrapped optimizer's, or where it has none that optimizer itself; so an elastic state commits it."""
+        return self._optimizer.state_dict() if self._has_state_dict else {"optimizer": self._optimizer}
+
+    def load_state_dict(self, state_dict: Any) -> Any:
+        """Go back to what `state_dict` returned."""
+        if self._has_state_dict:
+            return self._optimizer.load_state_dict(state_dict)
+        self._optimizer = state_dict["optimizer"]
+        return None
+
+    @property
+    def _has_state_dict(self) -> bool:
+        return hasattr(self._optimizer, "state_dict") and hasattr(self._optimizer, "load_state_dict")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the wrapped callable with the reduced gradients."""
