@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from .errors import MachineError
 
-_LONGEST = 80  # characters; a socket's path has room for about 100
+_LONGEST = 60  # characters; what is put there has long names, and a socket's path has room for about 100
 _PLAIN = re.compile(r"[\w./+@,-]*")
 
 

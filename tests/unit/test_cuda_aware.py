@@ -13,7 +13,7 @@ from ringreduce.gpu import cuda_aware
 from ringreduce.gpu.cuda_aware import Trial, alone, local_answer
 from ringreduce.transport.base import complete
 
-CUPY = Path(__file__).parents[1] / "cupy_on_host"
+CUPY = Path(__file__).parents[1] / "support" / "cupy_on_host"
 
 
 def in_mpi(program, python=sys.executable):

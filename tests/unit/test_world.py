@@ -156,4 +156,4 @@ def test_a_rank_that_forks_is_warned_where_a_card_registers_memory(tmp_path, mon
     assert caplog.messages == []
     (tmp_path / "mlx5_0").mkdir()
     runtime._before_fork.__wrapped__()
-    assert caplog.messages == [runtime.FORK_WARNING]
+    assert set(caplog.messages) == {runtime.FORK_WARNING}  # another thread of the tests may fork as well
