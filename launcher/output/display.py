@@ -97,9 +97,7 @@ class Output:
         self._writer = Writer(self._show_in_time)
         self._keeper = Writer() if files else self._writer
         self._bars: dict[tuple[int, StreamName], _Bar] = {}
-        self._frame = b""
-        self._frame_stream: Stream | None = None
-        self._frame_of: tuple[int, str] | None = None
+        self._frame: tuple[bytes, Stream, tuple[int, str]] | None = None  # what it shows, where, whose it is
         self._begin(size)
 
     def begin(self, size: int) -> None:
@@ -164,7 +162,7 @@ class Output:
             return
         shown, now_s = self._streams[name], time.monotonic()
         folded = self._fold(rank, name, lines, now_s)
-        if shown.terminal and (frame or self._frame_of == (rank, name)):
+        if shown.terminal and (frame or (self._frame and self._frame[2] == (rank, name))):
             text = _NOT_COLOUR.sub(b"", frame) if frame.strip() else b""
             texts = shown.prefix.apply((rank,), text, self._time_text(now_s)) if text else []
             self._print(folded, (b"".join(texts), shown.stream, (rank, name)))
@@ -182,9 +180,8 @@ class Output:
             return  # dropped
         self._flush()
         self._erase()
-        stream = self._streams["stderr"].stream
-        stream.write(self._messages.popleft())
-        self._frame, self._frame_stream, self._frame_of = b"", stream, None
+        self._streams["stderr"].stream.write(self._messages.popleft())
+        self._frame = None
 
     def _flush(self) -> None:
         if self._folder:
@@ -212,7 +209,7 @@ class Output:
         return local_time(time.time() - (time.monotonic() - at_s)) if self._display.time else b""
 
     def _print(self, lines: Sequence[Folded], frame: tuple[bytes, Stream, tuple[int, str]] | None = None) -> None:
-        """Print `lines` above the progress bar, which `frame` (what it shows, where, whose it is) may replace."""
+        """Print `lines` above the progress bar, which `frame` may replace."""
         self._erase()
         for (name, at_s), same in itertools.groupby(lines, lambda folded: (folded.stream, folded.at_s)):
             shown, time_text = self._streams[name], self._time_text(at_s)
@@ -220,14 +217,10 @@ class Output:
             shown.stream.write(b"".join(text + b"\n" for text in texts))
             if self.closed:
                 self.on_closed()
-        if frame:
-            self._frame, self._frame_stream, self._frame_of = frame
-        self._draw()
+        self._frame = frame or self._frame
+        if self._frame and self._frame[0]:
+            self._frame[1].write(_WRAP_OFF + self._frame[0] + _RESET + _WRAP_ON)
 
     def _erase(self) -> None:
-        if self._frame and self._frame_stream:
-            self._frame_stream.write(_ERASE_LINE)
-
-    def _draw(self) -> None:
-        if self._frame and self._frame_stream:
-            self._frame_stream.write(_WRAP_OFF + self._frame + _RESET + _WRAP_ON)
+        if self._frame and self._frame[0]:
+            self._frame[1].write(_ERASE_LINE)
