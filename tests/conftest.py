@@ -48,6 +48,7 @@ def pytest_cmdline_main(config):
     if getattr(options, "numprocesses", 0) is None and is_whole(config) and not alone and not worker:
         options.numprocesses, options.dist = 3, "loadgroup"
         options.loadscopereorder = False  # else the jobs, which are few and long, would not begin first
+        options.maxworkerrestart = "0"  # a worker that dies ends the run: in its place another would wait for ever
 
 
 def under_a_launcher():

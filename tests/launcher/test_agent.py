@@ -128,6 +128,7 @@ def test_an_agent_that_loses_ringrun_ends_its_rank_and_the_systems_log_says_why(
     monkeypatch.setenv(wire.ADDRESS_VARIABLE, str(Address("head", "/nowhere")))
     monkeypatch.setattr(syslog, "syslog", lambda priority, text: logged.append((priority, text)))
     monkeypatch.setattr(agent_module.os, "_exit", sys.exit)
+    monkeypatch.setattr(agent_module, "kill_children", lambda: None)  # those of this process are other tests'
     with subprocess.Popen(["sleep", "100"], start_new_session=True) as child:
         link = LostLink(error)
         agent = Agent(link, Place(1, 3, 0, 1), Settings("openmpi", str(tmp_path)), daemon=child.pid)

@@ -224,13 +224,14 @@ def test_torch_tensors_on_torchs_current_stream(gpu, monkeypatch):
 
 def test_torch_tensors_on_a_gpu_without_cupy_name_the_extra(cupy, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", fake_torch)
-    monkeypatch.setitem(sys.modules, "cupy", None)
 
     def program():
         with pytest.raises(MissingExtraError, match=r"pip install 'cupy-cuda12x\[ctk\]'"):
             rr.allreduce_(fake_torch.tensor(values(5, "float32", 0)))
 
-    run_ranks(1, program)
+    with monkeypatch.context() as patch:  # undone before `cupy` is, whose module would else stay
+        patch.setitem(sys.modules, "cupy", None)
+        run_ranks(1, program)
 
 
 # what goes wrong
