@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import socket
-import textwrap
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,44 +18,16 @@ from tests.support.patience import patient
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.extended]
 
-TRAINS = """
-    import os, sys, time
-    from pathlib import Path
-    import numpy as np
-    import ringreduce as rr
-    from ringreduce import reform
-    from ringreduce.errors import CollectiveError
-
-    rr.init()
-    steps, last, total = 0, 1000, np.zeros(1 << 14)
-    while steps < last:
-        try:
-            done = rr.allreduce(np.full(total.shape, steps + 1.0), name="step")
-        except CollectiveError:
-            if not reform.reform(steps).is_equal:
-                root = reform.latest().root
-                steps = rr.broadcast_object(steps, root_rank=root)
-                rr.broadcast_(total, root, name="state")
-            last = steps + 5
-            continue
-        steps, total = steps + 1, total + done
-        if rr.rank() == 0 and steps == 3:
-            Path("trains").touch()
-        time.sleep(0.05)
-    print("ended with", rr.size(), total[0] == steps * (steps + 1) / 2)
-    sys.stdout.flush()
-"""
+PROGRAMS = Path(__file__).parent / "programs"
 FLAGS = ["--elastic", "-H", "h0:1,h1:2,h2:1,h3:1", "--lost-after", "4", "--stall-abort-s", "20"]
 
 
 @pytest.fixture
-def train(own_hosts: Hosts, python: Path, tmp_path: Path) -> Callable[[], Inside]:
+def train(own_hosts: Hosts, python: Path) -> Callable[[], Inside]:
     """Start a job of five ranks, two of them on h1, one on each other host; return when it trains."""
-    script = tmp_path / "train.py"
-    script.write_text(textwrap.dedent(TRAINS))
 
     def start() -> Inside:
-        process = own_hosts.start_ringrun(python, *FLAGS, python, script)
+        process = own_hosts.start_ringrun(python, *FLAGS, python, PROGRAMS / "trains.py")
         until_s = time.monotonic() + 60
         while not (own_hosts.folder / "trains").exists():
             assert process.poll() is None, process.communicate()
@@ -79,7 +50,7 @@ def survivors(*ranks: int) -> list[str]:
 
 def kill(hosts: Hosts, k: int, *, only_rank: bool) -> None:
     for pid, line in hosts.processes(k).items():
-        if ("train.py" in line and "ringrun" not in line) or not only_rank:
+        if ("trains.py" in line and "ringrun" not in line) or not only_rank:
             with contextlib.suppress(ProcessLookupError):  # it has ended with another one
                 os.kill(pid, signal.SIGKILL)
 
@@ -128,34 +99,9 @@ def test_ringrun_itself(own_hosts: Hosts, train: Callable[[], Inside], system_lo
     own_hosts.assert_nothing_is_left()
 
 
-COMMITS = """
-    import os, signal
-    import numpy as np
-    import ringreduce as rr
-
-    rr.init()
-    state = rr.elastic.ObjectState(step=0)
-
-    @rr.elastic.run
-    def train(state):
-        while state.step < 4:
-            rr.allreduce(np.ones(3))
-            state.step += 1
-            state.commit()
-            if state.step == 2 and rr.size() == 2 and rr.rank() == 1:
-                assert os.listdir(os.environ["RINGREDUCE_STATE_DIR"])
-                os.kill(os.getpid(), signal.SIGKILL)
-
-    train(state)
-    print("ended with", rr.size(), flush=True)
-"""
-
-
-def test_no_commits_stay_on_a_host_that_a_restart_leaves_out(own_hosts: Hosts, python: Path, tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(textwrap.dedent(COMMITS))
+def test_no_commits_stay_on_a_host_that_a_restart_leaves_out(own_hosts: Hosts, python: Path) -> None:
     flags = ["--elastic", "--max-failures", 0, "--restarts", 1, "--blacklist-cooldown-range", 100, 100]
-    done = own_hosts.ringrun(python, *flags, "-H", "h0:1,h1:1", python, script)
+    done = own_hosts.ringrun(python, *flags, "-H", "h0:1,h1:1", python, PROGRAMS / "commits.py")
     assert done.returncode == 0, done.stderr
     assert done.stdout == "[0] ended with 1\n"
     assert "restarts leave out host h1 for 100 s" in done.stderr

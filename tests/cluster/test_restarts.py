@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -12,30 +11,9 @@ from tests.cluster.hosts import Hosts
 
 pytestmark = pytest.mark.timeout(180)
 
-DIES_ONCE = """
-    import os, signal, socket
-    from pathlib import Path
-    import numpy as np
-    import ringreduce as rr
-
-    rr.init()
-    checkpoint = Path("checkpoint.npy")
-    count = int(os.environ["RINGREDUCE_RESTART_COUNT"])
-    total = rr.broadcast_object(np.load(checkpoint) if count and rr.rank() == 0 else np.zeros(1), root_rank=0)
-    for step in range(2 * count, 4):
-        total += rr.allreduce(np.array([float(step * (rr.rank() + 1))]), op=rr.Sum)
-        if rr.rank() == 0:
-            np.save(checkpoint, total)
-        rr.barrier()
-        if step == 1 and rr.rank() == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-    print("attempt", count, "on", socket.gethostname(), "has", total[0], flush=True)
-"""
-
 
 def test_a_job_on_two_hosts_goes_on_from_its_checkpoint(hosts: Hosts, python: Path, tmp_path: Path):
-    script = tmp_path / "train.py"
-    script.write_text(textwrap.dedent(DIES_ONCE))
+    script = Path(__file__).parent / "programs" / "dies_once.py"
     command = ["-H", "h0:1,h1:1", "--restarts", "1", "--output-filename", tmp_path / "kept", python, script]
     done = hosts.ringrun(python, *command)
     hosts.wait_until_gone()
