@@ -12,7 +12,6 @@ import re
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from pathlib import Path
@@ -25,9 +24,6 @@ ANYWHERE = {"SIGKILL": 137, "SIGSEGV": 139, "abort": 134, "_exit7": 7}
 AT_A_STEP = {"raise": 1, "exit3": 3, "exit_text": 1}
 STALLS = {"SIGSTOP": 1, "sleep": 1}  # the others give up, and say whom they waited for
 CODES = {**ANYWHERE, **AT_A_STEP, **STALLS}
-IN_PRIVATE = """mount -t tmpfs shm /dev/shm && { "$@"; code=$?; for again in 1 2 3 4 5; do
-ps -e -o stat=,args= | grep -v -e ^Z -e ' ps -e' -e 'sh -c' -e grep > "$LEFT" || break; sleep 1; done
-ls -A /dev/shm "$TMPDIR" | grep -v -e : -e '^$' >> "$LEFT"; exit $code; }"""
 
 
 class Job(NamedTuple):
@@ -54,36 +50,21 @@ def draw(seed: int, spares: int = 0) -> Job:
 
 def run(job: Job, python: Path = Path(sys.executable)):
     """Run a job, and look at how it has ended, and at what it has left."""
-    from tests.elastic.storm import ISOLATED, LONGEST_S, Outcome
+    from tests.elastic import isolated, storm
     from tests.support import jobs
 
-    with tempfile.TemporaryDirectory() as name:
-        left, temporary = Path(name, "left"), Path(name, "t")
-        temporary.mkdir()
-        plan = f"{job.rank} {job.at_s} {job.how} {int(job.has_children)}"
-        command = [jobs.ringrun(python), "-np", job.size, python, "-m", "tests.elastic.plain", plan]
-        variables = {"RINGREDUCE_STALL_ABORT_S": "4", "RINGREDUCE_STALL_CHECK_S": "2", "TMPDIR": str(temporary)}
-        environ = jobs.environment(**variables, LEFT=str(left))
-        began_s = time.monotonic()
-        try:
-            shell = [*ISOLATED, "sh", "-c", IN_PRIVATE, "sh", *command]
-            done = jobs.run(shell, timeout_s=LONGEST_S, env=environ, stderr=subprocess.STDOUT)
-        except subprocess.TimeoutExpired as late:
-            printed = (late.stdout or b"").decode(errors="replace")
-            return Outcome(time.monotonic() - began_s, printed, ["it hangs"], [])
-        wrong = [f"left: {line}" for line in left.read_text().splitlines()]
-        wrong += faults(job, done.returncode, done.stdout)
-        return Outcome(time.monotonic() - began_s, done.stdout, wrong, [job.rank])
+    plan = f"{job.rank} {job.at_s} {job.how} {int(job.has_children)}"
+    command = [jobs.ringrun(python), "-np", job.size, python, "-m", "tests.elastic.plain", plan]
+    ended = isolated.run(command, RINGREDUCE_STALL_ABORT_S="4", RINGREDUCE_STALL_CHECK_S="2")
+    return storm.outcome(ended, CODES[job.how], faults(job, ended.printed), [job.rank])
 
 
-def faults(job: Job, code: int, printed: str) -> list[str]:
-    """What is wrong with a job's exit code and its report."""
-    wrong = [f"exit code {code}"] * (code != CODES[job.how])
+def faults(job: Job, printed: str) -> list[str]:
+    """What is wrong with a job's report."""
     named = re.findall(r"-- ringrun: rank (\d+) of \d+ failed first --", printed)
     is_blamed = re.search(rf"missing: rank {job.rank}\b|rank {job.rank}, which coordinates, does not answer", printed)
-    if not is_blamed if job.how in STALLS else named != [str(job.rank)]:
-        wrong.append(f"rank {job.rank} failed, and {named} are named")
-    return wrong
+    is_wrong = not is_blamed if job.how in STALLS else named != [str(job.rank)]
+    return [f"rank {job.rank} failed, and {named} are named"] * is_wrong
 
 
 def fail(how: str) -> None:

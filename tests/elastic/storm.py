@@ -5,7 +5,7 @@
     python -m tests.elastic.storm --plain --jobs 500      # not elastic (plain.py): does each end, and name who failed?
 
 A seed says how many ranks there are, on how many hosts by name, how many parameters they train, and who dies where,
-when and how (tests/elastic/training.py). Each job has its own /dev/shm and process numbers, so what it leaves is seen.
+when and how (tests/elastic/training.py). What a job leaves is seen: isolated.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import argparse
 import json
 import random
 import re
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,20 +22,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tests.elastic import plain
+from tests.elastic import isolated, plain
 from tests.elastic.training import replay
 from tests.support import jobs
 
 PYTHON = Path(sys.executable)
 STEPS = 30
-LONGEST_S = 150.0  # a job that has not ended by then hangs
 STALL_ABORT_S = 10  # a rank that is slow for another reason, as beside other programs, is no stalled one
 ENDS = ["SIGKILL", "SIGSEGV", "abort", "_exit0", "_exit7"]  # of a process, from any thread
 FAILURES = [*ENDS, "raise", "exit3"]
 STALLS = ["SIGSTOP", "sleep"]
 PLACES = ["step", "submitted", "between", "start", "control", "window", "sync", "leaving"]
-ISOLATED = ["unshare", "--map-root-user", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child"]
-IN_PRIVATE = 'mount -t tmpfs shm /dev/shm && { "$@"; code=$?; ls -A /dev/shm > "$LEFT"; exit $code; }'
 
 
 class Job(NamedTuple):
@@ -105,24 +101,21 @@ class Outcome(NamedTuple):
 def run(job: Job, python: Path = PYTHON) -> Outcome:
     """Run a job, and look at all that it must have done."""
     with tempfile.TemporaryDirectory() as name:
-        folder, left = Path(name), Path(name, "left")
+        folder = Path(name)
         rank = [python, "-m", "tests.elastic.training", STEPS, folder, *job.deaths]
         command = [jobs.ringrun(python), "--elastic", "-np", job.size, "--spares", job.spares, *rank]
         limits = {"RINGREDUCE_STALL_ABORT_S": str(STALL_ABORT_S), "RINGREDUCE_STALL_CHECK_S": "4"}
-        environ = jobs.environment(**limits, **job.variables, LEFT=str(left))
-        began_s = time.monotonic()
-        try:
-            shell = [*ISOLATED, "sh", "-c", IN_PRIVATE, "sh", *command]
-            done = jobs.run(shell, timeout_s=LONGEST_S, env=environ, stderr=subprocess.STDOUT)
-        except subprocess.TimeoutExpired as late:
-            printed = (late.stdout or b"").decode(errors="replace")
-            return Outcome(time.monotonic() - began_s, printed, ["it hangs"], [])
-        seconds = time.monotonic() - began_s
+        ended = isolated.run(command, **limits, **job.variables)
         died = sorted(int(each.stem) for each in folder.glob("*.died"))
-        wrong = [] if done.returncode == 0 else [f"exit code {done.returncode}"]
-        if files := left.read_text().split():
-            wrong.append(f"left in /dev/shm: {files}")
-        return Outcome(seconds, done.stdout, wrong + faults(job, folder, died, done.stdout), died)
+        return outcome(ended, 0, faults(job, folder, died, ended.printed), died)
+
+
+def outcome(ended: isolated.Ended, code: int, wrong: list[str], died: list[int]) -> Outcome:
+    """Of a job that was to end with this code, and in which this was wrong besides."""
+    if ended.code is None:
+        return Outcome(ended.seconds, ended.printed, ["it hangs"], [])
+    codes = [f"exit code {ended.code}"] * (ended.code != code)
+    return Outcome(ended.seconds, ended.printed, [f"left: {line}" for line in ended.left] + codes + wrong, died)
 
 
 def faults(job: Job, folder: Path, died: list[int], printed: str) -> list[str]:

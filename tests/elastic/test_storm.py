@@ -3,7 +3,7 @@
 import pytest
 
 from tests.cluster.hosts import why_not
-from tests.elastic import plain, storm
+from tests.elastic import isolated, plain, storm
 from tests.support import tiers
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.extended]
@@ -27,8 +27,18 @@ def test_each_plain_job_ends_and_names_who_failed(python, seed):
     assert outcome.wrong == [], f"{plain.draw(seed)}\n{outcome.printed}"
 
 
-@pytest.mark.parametrize(("code", "named"), [(0, "1"), (137, "0")])
+@pytest.mark.parametrize(("code", "named"), [(0, "1"), (137, "0"), (None, "1")])
 def test_a_wrong_code_or_name_is_seen(code, named):
     job = plain.Job(2, 1, 0.5, "SIGKILL", False)
-    assert plain.faults(job, 137, "-- ringrun: rank 1 of 2 failed first --") == []
-    assert len(plain.faults(job, code, f"-- ringrun: rank {named} of 2 failed first --")) == 1
+    ended = isolated.Ended(1.0, f"-- ringrun: rank {named} of 2 failed first --", code, [])
+    wrong = plain.faults(job, ended.printed)
+    assert len(storm.outcome(ended, 137, wrong, [1]).wrong) == 1
+    assert storm.outcome(ended._replace(code=137), 137, [], [1]).wrong == []
+
+
+def test_what_a_job_leaves_is_seen():
+    if reason := why_not({"unshare": "util-linux"}):
+        pytest.skip(reason)
+    leaving = "setsid sleep 1000 & touch /dev/shm/memory $TMPDIR/file"
+    left = isolated.run(["sh", "-ec", leaving]).left
+    assert [line.split()[-1] for line in left] == ["1000", "memory", "file"], left
