@@ -110,13 +110,14 @@ def findings(links: Links) -> list[str]:
     """Return a line for each slow, late or unfinished link, those that share a host as one; each with what to do."""
     hosts = links.hosts
     lines = []
-    for bad, what, cure in (
-        ([link for link in links.measured if links.is_slow(link)], _slow, _SLOW_CURE),
-        ([link for link in links.measured if links.is_late(link)], _late, _LATE_CURE),
-        ([link for link in links.links if not link.is_measured], _unfinished, _UNFINISHED_CURE),
+    for bad, value, what, cure in (
+        ([link for link in links.measured if links.is_slow(link)], lambda link: link.gbit_s, _slow, _SLOW_CURE),
+        ([link for link in links.measured if links.is_late(link)], lambda link: -link.latency_us, _late, _LATE_CURE),
+        ([link for link in links.links if not link.is_measured], lambda _: 0, _unfinished, _UNFINISHED_CURE),
     ):
         reported: set[Link] = set()
-        for host, of_host in sorted(_by_host(bad).items()):
+        # where all links are bad, the host whose best link is worst is told first, with all its links
+        for host, of_host in sorted(_by_host(bad).items(), key=lambda each: (max(map(value, each[1])), each[0])):
             if len(hosts) > 2 and len(of_host) == len(hosts) - 1:  # of two hosts both would share it
                 own = [link for link in of_host if link not in reported]
                 reported.update(own)
@@ -138,10 +139,9 @@ _LATE_CURE = {
     "link": "see the route between the two (ping, traceroute), and whether one of them is busy",
 }
 _UNFINISHED_CURE = {
-    "host": "see that no firewall stops TCP between it and the others on any port; "
-    "with several networks, name the one that all share: --network-interfaces eth0",
-    "link": "see that no firewall stops TCP between the two on any port; "
-    "with several networks, name the one that all share: --network-interfaces eth0",
+    kind: f"see that no firewall stops TCP between {where} on any port; "
+    "with several networks, name the one that all share: --network-interfaces eth0"
+    for kind, where in (("host", "it and the others"), ("link", "the two"))
 }
 
 
@@ -153,7 +153,7 @@ def _late(links: Links, bad: Sequence[Link]) -> str:
     return f"late: {_span([link.latency_us for link in bad])} µs (typical here: {links.typical_latency_us:.3g})"
 
 
-def _unfinished(_: Links, bad: Sequence[Link]) -> str:
+def _unfinished(*_: object) -> str:
     return "begun and not finished"
 
 

@@ -111,8 +111,10 @@ def test_a_host_of_which_all_links_are_slow_is_told_once(count: int) -> None:
 
 
 def test_links_of_which_all_are_bad_are_told_by_host() -> None:
-    lines = findings(all_links(names(4), gbit_s=0.1))
-    assert [line.partition(":")[0] for line in lines] == ["n0", "n1", "n2"], "each link is in one line"
+    worse = {f"n{one}_n{other}": (0.05, 20.0) for one, other in ((0, 2), (1, 2), (2, 3))}
+    for bad, told in (({}, ["n0", "n1", "n2"]), (worse, ["n2", "n0", "n1"])):
+        lines = findings(all_links(names(4), gbit_s=0.1, **bad))
+        assert [line.partition(":")[0] for line in lines] == told, "each link is in one line, the worst host's first"
 
 
 class Walked(list):
