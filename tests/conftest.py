@@ -9,9 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import pytest_timeout
 
 from ringreduce import log
 from tests.support import environments, fake_cupy, parts, tiers
+from tests.support.patience import patient
 from tests.support.world import pools, world  # noqa: F401 - fixtures
 
 ROOT = Path(__file__).parents[1]
@@ -32,6 +34,11 @@ def pytest_addoption(parser):
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
     parts.skip_when_the_time_is_up(item.config)
+
+
+def pytest_timeout_set_timer(item, settings):
+    """A limit is for a machine of one's own, too: whatever the test waits for is to give up first, and say why."""
+    return pytest_timeout.pytest_timeout_set_timer(item, settings._replace(timeout=patient(settings.timeout)))
 
 
 def is_whole(config):

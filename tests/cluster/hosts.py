@@ -175,6 +175,10 @@ class Hosts:
         own = {self._inits[k], self._sshd(k), *self._daemons}
         return {pid: line for pid, line in processes_beside(self._inits[k]) if pid not in own}
 
+    def only_ssh_sessions(self, k: int) -> bool:
+        """Nothing runs on host k but what sshd waits for TCP with, which does not know that a link is down."""
+        return all(line.startswith("sshd:") for line in self.processes(k).values())
+
     def count_as_daemons(self) -> None:
         """Whatever runs on the hosts now belongs there."""
         self._daemons |= {pid for k in range(len(self.names)) for pid in self.processes(k)}
@@ -223,9 +227,9 @@ class Hosts:
         config = self.files / self.names[k] / "sshd_config"
         log = config.with_name("sshd.log")
         self.check(k, ["/usr/sbin/sshd", "-f", config, "-E", log])
-        deadline = time.monotonic() + 10
+        begin = time.monotonic()
         while not self._sshd(k):  # it forks, and only then listens and writes its pid
-            assert time.monotonic() < deadline, log.read_text()
+            assert time.monotonic() - begin < patient(10), log.read_text()
             time.sleep(0.01)
 
     def stop_sshd(self, k: int) -> None:

@@ -8,10 +8,13 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+from tests.support.patience import patient
 
 
 class Inside(subprocess.Popen):
-    """A process started by an nsenter that waits for it: signals go to the process itself."""
+    """A process started by an nsenter that waits for it: signals go to the process itself. Waits are patient."""
 
     def send_signal(self, number: int) -> None:
         while self.poll() is None:
@@ -19,6 +22,9 @@ class Inside(subprocess.Popen):
                 os.kill(child_of(self.pid), number)
                 return
             time.sleep(0.01)
+
+    def communicate(self, input: str | None = None, timeout: float | None = None) -> tuple[Any, Any]:
+        return super().communicate(input, timeout and patient(timeout))
 
 
 def child_of(pid: int) -> int:

@@ -4,6 +4,7 @@ import os
 import time
 
 from tests.cluster.hosts import NEEDED, Hosts
+from tests.support.patience import patient
 
 SLURM_NEEDED = NEEDED | {"slurmctld": "slurmctld", "slurmd": "slurmd", "srun": "slurm-client", "munged": "munge"}
 READY_WITHIN_S = 30
@@ -58,12 +59,12 @@ def start_slurm(hosts: Hosts, cpus: int = 2) -> None:
 
 def wait_until_idle(hosts: Hosts) -> None:
     """Wait until no job has anything of the nodes any more."""
-    deadline = time.monotonic() + READY_WITHIN_S
+    begin = time.monotonic()
     while True:
         answer = hosts.run(0, ["sinfo", "-h", "-N", "-o", "%N %T"])
         if answer.stdout.split() == [word for name in hosts.names for word in (name, "idle")]:
             return
-        if time.monotonic() > deadline:
+        if time.monotonic() - begin > patient(READY_WITHIN_S):
             logs = "".join(f"{log}:\n{log.read_text()}" for log in (hosts.files / "slurm").glob("*.log"))
             raise RuntimeError(f"Slurm is not ready after {READY_WITHIN_S} s: {answer}\n{logs}")
         time.sleep(0.1)

@@ -6,7 +6,6 @@ import contextlib
 import os
 import signal
 import socket
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,7 +13,7 @@ import pytest
 
 from tests.cluster.hosts import Hosts
 from tests.cluster.processes import Inside
-from tests.support.patience import patient
+from tests.support.patience import patient, wait_until
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.extended]
 
@@ -28,11 +27,12 @@ def train(own_hosts: Hosts, python: Path) -> Callable[[], Inside]:
 
     def start() -> Inside:
         process = own_hosts.start_ringrun(python, *FLAGS, python, PROGRAMS / "trains.py")
-        until_s = time.monotonic() + 60
-        while not (own_hosts.folder / "trains").exists():
+
+        def trains() -> bool:
             assert process.poll() is None, process.communicate()
-            assert time.monotonic() < until_s
-            time.sleep(0.05)
+            return (own_hosts.folder / "trains").exists()
+
+        wait_until(trains, within_s=60)
         return process
 
     return start
@@ -114,7 +114,4 @@ def test_a_link(own_hosts: Hosts, train: Callable[[], Inside]) -> None:
     lines, err = end_of(job)
     assert lines == survivors(0, 1, 2, 3), err
     assert "its host has not answered for 4 s (--lost-after)" in err
-    until_s = time.monotonic() + 30
-    while left := [line for line in own_hosts.processes(3).values() if not line.startswith("sshd:")]:
-        assert time.monotonic() < until_s, left  # its sshd waits for TCP
-        time.sleep(0.1)
+    wait_until(lambda: own_hosts.only_ssh_sessions(3))

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.cluster.hosts import ROOT, Hosts
+from tests.support.patience import wait_until
 
 SSH = ["ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=3"]
 
@@ -76,18 +77,14 @@ def test_links_and_daemons_stop_and_start_again(own_hosts: Hosts):
         assert done.stdout == f"{name}\n", done.stderr
 
 
-SEND = "import sys; sys.stdout.buffer.write(bytes(1_250_000))"
+SEND = "import sys; sys.stdout.buffer.write(bytes(2_500_000))"
 
 
 def test_a_link_has_the_rate_that_it_is_given(own_hosts: Hosts):
-    def seconds() -> float:
-        begin = time.monotonic()
-        own_hosts.check(0, ["bash", "-c", f"{sys.executable} -c '{SEND}' | ssh h1 wc -c"])
-        return time.monotonic() - begin
-
-    fast = seconds()
     own_hosts.shape(0, 10)
-    assert seconds() > fast + 0.6, "10 Mbit take a second"
+    begin = time.monotonic()
+    own_hosts.check(0, ["bash", "-c", f"{sys.executable} -c '{SEND}' | ssh h1 wc -c"])
+    assert time.monotonic() - begin > 1.9, "20 Mbit take two seconds"
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
@@ -106,10 +103,7 @@ def test_nothing_outlives_the_process_that_made_the_hosts(hosts: Hosts, tmp_path
         inits = [int(word) for word in other.stdout.readline().split()]
         assert len(inits) == 2
         other.send_signal(how)
-    deadline = time.monotonic() + 10
-    while any(Path(f"/proc/{pid}").exists() for pid in inits):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in inits), within_s=10)
     assert not any(b"1234567" in _command_line(pid) for pid in os.listdir("/proc") if pid.isdecimal())
 
 

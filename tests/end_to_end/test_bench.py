@@ -14,6 +14,7 @@ import pytest
 
 from tests.end_to_end.conftest import ringrun, run
 from tests.support.jobs import ROOT
+from tests.support.patience import patient
 
 PYTHON = Path(sys.executable)
 BENCH = ROOT / "bench"
@@ -272,7 +273,7 @@ def test_hosts_leave_nothing_behind(end):
     if not error:
         assert tag in subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
         script.send_signal(getattr(signal, end))
-    script.communicate(timeout=30)
+    script.communicate(timeout=patient(30))
     assert script.returncode != 0
     left = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
     left += subprocess.run(["ip", "link"], capture_output=True, text=True).stdout
