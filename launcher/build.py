@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from .engines import MPIS
-from .engines.detect import find_launcher, probe_library
+from .engines.detect import detect
 from .errors import MachineError
 from .machine.topology import installed_cupy, read_topology
 from .text import counted
@@ -34,10 +34,7 @@ def build_table(python: str) -> str:
     """Return the table, in the form of `horovodrun --check-build`, for the interpreter `python`, which is this one."""
     import ringreduce
 
-    operations = [
-        ("MPI", ringreduce.mpi_built()),
-        ("NCCL", ringreduce.nccl_built()),
-    ]
+    operations = [("MPI", ringreduce.mpi_built()), ("NCCL", ringreduce.nccl_built())]
     sections = [
         ("Available Frameworks", _found(_FRAMEWORKS)),
         ("Available Controllers", controllers(python)),
@@ -51,21 +48,13 @@ def build_table(python: str) -> str:
 
 def controllers(python: str) -> list[str]:
     """Return a line for each MPI: crossed where mpi4py loads it and its launcher is there, else what is missing."""
-    rows, missing = [], ""
+    rows, missing = {engine: (engine.title, False) for engine in MPIS}, []
     try:
-        library = probe_library(python)
+        found = detect(python)
+        rows[found.engine] = f"{found.engine.title} ({found.launcher.path})", True
     except MachineError as error:
-        return [*_lines([(engine.title, False) for engine in MPIS]), f"    {error}"]
-    for engine in MPIS:
-        if not library.text.startswith(engine.library_begins):
-            rows.append((engine.title, False))
-            continue
-        try:
-            rows.append((f"{engine.title} ({find_launcher(engine, library).path})", True))
-        except MachineError as error:
-            rows.append((engine.title, False))
-            missing = str(error)
-    return [*_lines(rows), *([f"    {missing}"] if missing else [])]
+        missing = [f"    {error}"]
+    return [*_lines([*rows.values()]), *missing]
 
 
 def for_gpu_arrays() -> list[tuple[str, bool]]:

@@ -16,27 +16,26 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..connection.wire import (
-    Hosts,
-    InInit,
-    Initialized,
-    Left,
-    Meeting,
-    Membership,
-    Ready,
-    Reformed,
-    Report,
-    Stalled,
-    Suspects,
-)
+from ..connection import wire
 
 _LONGEST_DATAGRAM = 1 << 18
+_REPORTS: dict[str, Callable[[dict[str, Any]], wire.Report]] = {
+    "stalled": lambda said: wire.Stalled(str(said["stalled"])),
+    "init": lambda said: wire.InInit(float(said["init"])),
+    "started": lambda _: wire.Initialized(),
+    "suspects": lambda said: wire.Suspects(tuple(map(int, said["suspects"])), str(said.get("why", ""))),
+    "reformed": lambda said: wire.Reformed(int(said["reformed"])),
+    "meeting": lambda said: wire.Meeting(int(said["meeting"])),
+    "left": lambda said: wire.Left(str(said["left"])),
+    "ready": lambda said: wire.Ready(str(said["ready"])),
+}
+"""What ringrun is to hear of what the rank says unasked, by the key that it has."""
 
 
 class RankSocket:
     """One agent's, for the rank whose error file is `files`; `send` takes its messages to ringrun."""
 
-    def __init__(self, files: Path, send: Callable[[Report], None]) -> None:
+    def __init__(self, files: Path, send: Callable[[wire.Report], None]) -> None:
         self._files = files
         self._send = send
         self._reading = threading.Lock()
@@ -66,9 +65,9 @@ class RankSocket:
             self._heard.wait_for(lambda: self._answer is not None, max(0.0, until_s - time.monotonic()))
             return self._answer or {}
 
-    def tell(self, message: Membership | Hosts) -> None:
+    def tell(self, message: wire.Membership | wire.Hosts) -> None:
         """Let the rank know which ranks its world is to have, or which hosts have come, now or when it listens."""
-        said = {"membership": message._asdict()} if isinstance(message, Membership) else message._asdict()
+        said = {"membership": message._asdict()} if isinstance(message, wire.Membership) else message._asdict()
         self._told[type(message)] = datagram = json.dumps(said).encode()
         self._tell(datagram)
 
@@ -99,9 +98,9 @@ class RankSocket:
                 self._heard.notify()
             return
         self._send(report)
-        if isinstance(report, InInit):
+        if isinstance(report, wire.InInit):
             self.package = str(said.get("package", ""))
-        elif isinstance(report, Initialized):
+        elif isinstance(report, wire.Initialized):
             lines = said.get("shared")
             self._on_init(lines if isinstance(lines, list) else [])
             for datagram in self._told.values():
@@ -116,23 +115,8 @@ def _decode(datagram: bytes) -> dict[str, Any]:
     return {}
 
 
-def _report(said: dict[str, Any]) -> Report | None:
+def _report(said: dict[str, Any]) -> wire.Report | None:
     """Return what ringrun is to hear of what the rank said; None for an answer, and for what nobody says."""
     with contextlib.suppress(ValueError, TypeError):
-        if "stalled" in said:
-            return Stalled(str(said["stalled"]))
-        if "init" in said:
-            return InInit(float(said["init"]))
-        if "started" in said:
-            return Initialized()
-        if "suspects" in said:
-            return Suspects(tuple(map(int, said["suspects"])), str(said.get("why", "")))
-        if "reformed" in said:
-            return Reformed(int(said["reformed"]))
-        if "meeting" in said:
-            return Meeting(int(said["meeting"]))
-        if "left" in said:
-            return Left(str(said["left"]))
-        if "ready" in said:
-            return Ready(str(said["ready"]))
+        return next((make(said) for key, make in _REPORTS.items() if key in said), None)
     return None

@@ -36,9 +36,7 @@ _USAGE = "ringrun doctor [-H LIST | --hostfile FILE] [options]"
 class Request:
     """The command line, checked."""
 
-    hosts: Sequence[Host]
-    in_slurm: bool
-    """Slurm starts processes on them."""
+    found: Found
     ssh: SshOptions
     interfaces: Sequence[str]
     flags: Sequence[str]
@@ -64,21 +62,20 @@ def parse(arguments: Sequence[str]) -> Request:
     flags += [] if ssh.port is None else ["--ssh-port", str(ssh.port)]
     flags += [] if ssh.identity_file is None else ["--ssh-identity-file", ssh.identity_file]
     flags += [] if options.network_interfaces is None else ["--network-interfaces", options.network_interfaces]
-    return Request(found.hosts, found.in_slurm, ssh, parse_interfaces(options.network_interfaces), flags)
+    return Request(found, ssh, parse_interfaces(options.network_interfaces), flags)
 
 
 def run(arguments: Sequence[str]) -> int:
     """Do what `ringrun doctor` is asked for; returns the exit code. LauncherError where that cannot be done."""
     request = parse(arguments)
-    print(f"ringrun: asking {counted(len(request.hosts), 'host')} …", file=sys.stderr, flush=True)
-    preflight = check_job(
-        request.hosts, sys.executable, ssh=request.ssh, in_slurm=request.in_slurm, interfaces=request.interfaces
-    )
+    hosts, in_slurm = request.found.hosts, request.found.in_slurm
+    print(f"ringrun: asking {counted(len(hosts), 'host')} …", file=sys.stderr, flush=True)
+    preflight = check_job(hosts, sys.executable, ssh=request.ssh, in_slurm=in_slurm, interfaces=request.interfaces)
     print(preflight.table(), flush=True)
     _print_findings("Errors", preflight.error_lines())
     _print_findings("Warnings", preflight.warning_lines())
     failed = {finding.host for finding in preflight.errors}
-    sound = [host.name for host in request.hosts if host.name not in failed]
+    sound = [host.name for host in hosts if host.name not in failed]
     links, failure = _links(request, sound)
     if links is not None:
         print(f"\n{matrix(links)}")
@@ -93,16 +90,16 @@ def run(arguments: Sequence[str]) -> int:
 
 def _links(request: Request, sound: Sequence[str]) -> tuple[Links | None, str]:
     """Measure the links between the hosts without errors; returns them, and why not all are there."""
-    if len(request.hosts) < 2:
+    if len(request.found.hosts) < 2:
         print("\nOne host: there is no link to measure. Name several with -H n1,n2 or --hostfile.")
         return None, ""
     if len(sound) < 2:
         print("\nThe links are not measured: that takes two hosts without errors.")
         return None, ""
     print(f"ringrun: measuring the links between {len(sound)} hosts …", file=sys.stderr, flush=True)
-    measured = measure(sound, request.flags, request.ssh.connect_timeout_s)
-    links = read_links(measured.lines, sound)
-    return (links if links.links else None), measured.failure
+    lines, failure = measure(sound, request.flags, request.ssh.connect_timeout_s)
+    links = read_links(lines, sound)
+    return (links if links.links else None), failure
 
 
 def _print_findings(title: str, lines: Sequence[str]) -> None:

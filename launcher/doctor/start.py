@@ -8,7 +8,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from ..hosts import Host
 from ..job.plan import run_module
@@ -20,14 +19,6 @@ _GRACE_S = 30.0
 _SHOWN_LINES = 12
 
 
-@dataclass(frozen=True)
-class Measured:
-    """What the job has written: its ranks' lines, and if it failed, how."""
-
-    lines: Sequence[str]
-    failure: str = ""
-
-
 def command(hosts: Sequence[str], flags: Sequence[str], timeout_s: float) -> list[str]:
     """Return the argv of the job; `flags` are ringrun's own, as in `-p 2222`."""
     slots = ",".join(str(Host(name, 1)) for name in hosts)
@@ -36,8 +27,11 @@ def command(hosts: Sequence[str], flags: Sequence[str], timeout_s: float) -> lis
     return [sys.executable, *run_module(_PACKAGE), *own, *flags, *worker]
 
 
-def measure(hosts: Sequence[str], flags: Sequence[str], start_timeout_s: float) -> Measured:
-    """Run the job to its end; with `start_timeout_s` for its start and some seconds for each round of pairs."""
+def measure(hosts: Sequence[str], flags: Sequence[str], start_timeout_s: float) -> tuple[list[str], str]:
+    """Run the job to its end; return its ranks' lines, and if it failed, how.
+
+    It has `start_timeout_s` for its start, and some seconds for each round of pairs.
+    """
     timeout_s = start_timeout_s + _ROUND_S * len(rounds(len(hosts)))
     argv = command(hosts, flags, timeout_s)
     process = subprocess.Popen(
@@ -49,9 +43,8 @@ def measure(hosts: Sequence[str], flags: Sequence[str], start_timeout_s: float) 
         if process.poll() is None:
             process.terminate()  # it ends its ranks
             process.wait()
-    if process.returncode == 0:
-        return Measured(stdout.splitlines())
-    return Measured(stdout.splitlines(), _why(stderr) or f"exit code {process.returncode}")
+    failure = (_why(stderr) or f"exit code {process.returncode}") if process.returncode else ""
+    return stdout.splitlines(), failure
 
 
 def _why(stderr: str) -> str:

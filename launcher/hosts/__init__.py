@@ -9,27 +9,18 @@ Nothing here starts anything or asks another host. What cannot be understood is 
 and what was expected there.
 """
 
-from .allocation import find_allocation
 from .assign import Found, assign, may_get_ranks, named_hosts, place_ranks
-from .host import MAX_SLOTS, Allocation, Host, is_here, parse_host_list
-from .hostfile import parse_hostfile, read_hostfile, read_text
-from .nodelist import expand_nodelist, fold_names
+from .host import MAX_SLOTS, Host, is_here
+from .nodelist import fold_names
 
 __all__ = [
     "MAX_SLOTS",
-    "Allocation",
     "Found",
     "Host",
     "assign",
-    "expand_nodelist",
-    "find_allocation",
     "fold_names",
     "is_here",
     "may_get_ranks",
     "named_hosts",
-    "parse_host_list",
-    "parse_hostfile",
     "place_ranks",
-    "read_hostfile",
-    "read_text",
 ]

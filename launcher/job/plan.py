@@ -100,11 +100,11 @@ class Job:
     timeout_s: float | None = None
     """Of all attempts together."""
     restarts: int = 0
+    """How often the job may be run again after a failure."""
     grace_s: float | None = None
     """How long ranks have between the first signal that ends them and SIGKILL; None: as shutdown.py says."""
     forwarded: frozenset[int] = frozenset()
     """Signals to ringrun that the ranks get."""
-    """How often the job may be run again after a failure."""
     elastic: Elastic | None = None
     """How ranks go on without others; None: they do not."""
     commits_folder: str = ""

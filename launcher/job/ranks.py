@@ -13,6 +13,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from functools import partial
 from queue import SimpleQueue
+from typing import Any
 
 from ..connection import wire
 from ..connection.link import Gone, HostSilentError, Link
@@ -21,6 +22,7 @@ from ..output.display import Output
 from ..output.lines import LineSplitter
 from ..report.outcome import APPLICATION_ABORT, RankEnd
 from .events import Aborted, Arrived, Deaf, Events, OutputClosed, RankDied, RankEnded, RankNotStarted, Refused, Reported
+from .plan import Job
 
 _TAIL_LINES = 200
 _TAIL_LINE_CHARACTERS = 2000
@@ -38,20 +40,15 @@ class RankSetup:
     """Variables in addition to those that mpirun sets."""
     remote: dict[str, str] = field(default_factory=dict)
     stdin: int | None = None
-    """A descriptor, for the rank `stdin_rank`."""
-    stdin_rank: int = 0
-    open_files: int = 0
-    """How many files the ranks on this host may have open; 0: as many as ringrun."""
-    commits: str = ""
-    """The folder of each host for the commits of an elastic job; empty: none are kept."""
+    """A descriptor, for the job's `stdin_rank`."""
 
 
 class Channel:
-    """The connections to the agents of a job of `size` ranks."""
+    """The connections to the agents of a job."""
 
-    def __init__(self, listener: Listener, size: int, setup: RankSetup, printer: Output, events: Events) -> None:
+    def __init__(self, listener: Listener, job: Job, setup: RankSetup, printer: Output, events: Events) -> None:
         self._listener = listener
-        self._size = size
+        self._job = job
         self._setup = setup
         self._printer = printer
         self._events = events
@@ -62,7 +59,7 @@ class Channel:
     def start(self) -> None:
         """Begin to take connections. Called after mpirun was started, since threads and fork do not mix."""
         self._printer.on_closed = lambda: self._events.put(OutputClosed())
-        needs = f"each of the {self._size} ranks takes one of ringrun's open files, see `ulimit -n`"
+        needs = f"each of the {self._job.size} ranks takes one of ringrun's open files, see `ulimit -n`"
         self._listener.start(
             lambda link: _Agent(link, self),
             lambda why: self._printer.message([f"ringrun: {why}; {needs}"]),
@@ -83,12 +80,12 @@ class Channel:
 
     def set_up(self) -> None:
         """Let all agents, which are there, start their commands."""
-        setup, address = self._setup, self._master_address()
+        job, setup, address = self._job, self._setup, self._master_address()
         for rank, link in self._links.items():
-            gives_stdin = rank == setup.stdin_rank and setup.stdin is not None
-            variables, open_files = (setup.local, setup.open_files) if link.is_local else (setup.remote, 0)
+            gives_stdin = rank == job.stdin_rank and setup.stdin is not None
+            variables, open_files = (setup.local, job.open_files) if link.is_local else (setup.remote, 0)
             where = (address, self._ports[0], setup.folder)
-            self.send(rank, wire.Setup(*where, variables, gives_stdin, open_files, setup.commits))
+            self.send(rank, wire.Setup(*where, variables, gives_stdin, open_files, job.commits_folder))
             if gives_stdin and link.is_local and setup.stdin is not None:
                 with contextlib.suppress(OSError):
                     link.send_descriptor(setup.stdin)
@@ -123,17 +120,17 @@ class Channel:
         self._events.put(Arrived(hello.rank, hello.host, hello.port))
         if self._ending:
             self.send(hello.rank, self._ending)
-        stdin = self._setup.stdin if hello.rank == self._setup.stdin_rank else None
+        stdin = self._setup.stdin if hello.rank == self._job.stdin_rank else None
         return _RankReader(hello, link, self._printer, self._events, stdin)
 
     def _refusal(self, hello: wire.Message) -> str:
         """Return why an agent that begins with `hello` is none that this job awaits; nothing if it is one."""
         if not isinstance(hello, wire.Hello):
             return f"an agent begins with {type(hello).__name__}"
-        if hello.size != self._size or not 0 <= hello.rank < self._size:
+        if hello.size != self._job.size or not 0 <= hello.rank < hello.size:
             return (
                 f"a process on host {hello.host} was started as rank {hello.rank} of {hello.size}, but this job has "
-                f"{self._size}: perhaps another MPI's launcher started it; see ringrun --verbose"
+                f"{self._job.size}: perhaps another MPI's launcher started it; see ringrun --verbose"
             )
         return f"rank {hello.rank} was started twice, again on host {hello.host}" if hello.rank in self._links else ""
 
@@ -181,7 +178,7 @@ class _RankReader:
             error = unexpected
         self._flush()
         if not self._done:
-            self._end(None, 0.0, self._how_lost(error))
+            self._end(code=None, at_s=0.0, lost=self._how_lost(error))
         return False
 
     def _how_lost(self, error: Exception) -> str:
@@ -207,7 +204,8 @@ class _RankReader:
                 self._stdin.feed()
             case wire.Ended():
                 self._flush()
-                self._end(message, message.at_s)
+                at_s = message.at_s if self._link.is_local else time.time()  # the clocks of other hosts are not ours
+                self._end(**{**message._asdict(), "at_s": at_s})
             case _ if isinstance(message, wire.Report):
                 self._events.put(Reported(self._hello.rank, message))
             case _:
@@ -236,23 +234,12 @@ class _RankReader:
             if splitter.pending:
                 self._print(stream, splitter.flush())
 
-    def _end(self, ended: wire.Ended | None, at_s: float, lost: str = RankEnd.lost) -> None:
+    def _end(self, **how: Any) -> None:
+        """how: what RankEnd is to say beside which rank it is of."""
         self._done = True
         self._printer.rank_ended(self._hello.rank)
-        end = RankEnd(
-            rank=self._hello.rank,
-            host=self._hello.host,
-            pid=self._pid,
-            code=ended.code if ended else None,
-            at_s=at_s if self._link.is_local or not ended else time.time(),  # the clocks of other hosts are not ours
-            sent=ended.sent if ended else (),
-            error=ended.error if ended else None,
-            tail=tuple(self._tail),
-            device=self._device,
-            ran_s=ended.ran_s if ended else None,
-            oom=ended.oom if ended else "",
-            lost=lost,
-        )
+        tail = tuple(self._tail)
+        end = RankEnd(self._hello.rank, self._hello.host, self._pid, tail=tail, device=self._device, **how)
         self._events.put(RankEnded(end))
 
 

@@ -157,27 +157,20 @@ def on_hosts_that_answer(
     return again
 
 
-class SignalRelay:
+class SignalRelay(SignalReader):
     """Takes the signals of a whole run and passes each on to the attempt, or the pause, of the moment."""
 
-    def __init__(self, make_reader: Callable[[Callable[[int], None]], SignalReader]) -> None:
+    def __init__(self) -> None:
+        super().__init__(self.take)
         self._events: Events = queue.SimpleQueue()
-        self._reader = make_reader(self._take)
         self.ending: int | None = None
         """The last of those that end a job."""
 
-    def _take(self, number: int) -> None:
+    def take(self, number: int) -> None:
+        """Take a signal; called in the reader's thread."""
         if number in ENDING:
             self.ending = number
         self._events.put(Signalled(number))
-
-    def start(self) -> None:
-        """Begin to take signals; those that have come before wait till then."""
-        self._reader.start()
-
-    def end(self) -> None:
-        """The job is over."""
-        self._reader.end()
 
     def to(self, events: Events) -> None:
         """Pass on to `events` from here on, signals that nobody has taken included."""

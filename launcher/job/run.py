@@ -38,7 +38,6 @@ from .plan import (
 )
 from .ranks import Channel, RankSetup
 from .restarts import Again, Ending, SignalRelay
-from .signals import SignalReader
 from .supervise import Supervisor
 
 _OWN_FILES = 24  # ringrun's own, and a few questions of `ringrun stacks`
@@ -58,7 +57,7 @@ def run_job(detected: Detected, job: Job, again: Again = lambda job: job, growth
     asked = job = replace(job, open_files=raise_open_files(own + most * _MPIRUNS_FILES, own))
     if job.elastic and (job.restarts or job.elastic.takes_hosts):
         job = replace(job, commits_folder=kept_commits.prepared(kept_commits.new_name()))
-    signals = SignalRelay(SignalReader)
+    signals = SignalRelay()
     with contextlib.ExitStack() as stack:
         kept_on: set[str] = set()
         stack.callback(_remove_commits, job, kept_on)
@@ -175,9 +174,8 @@ def _start_and_supervise(
         local, remote = local_variables(job, os.environ), remote_variables(job, environment)
         for_all = elastic_variables(detected, job, os.environ) | ({"PWD": job.folder} if job.folder else {})
         folder = job.folder or _current_folder()
-        stdin = (_ranks_stdin(job), job.stdin_rank)
-        setup = RankSetup(folder, local | for_all, remote | for_all, *stdin, job.open_files, job.commits_folder)
-        channel = Channel(listener, job.size, setup, output, events)
+        setup = RankSetup(folder, local | for_all, remote | for_all, _ranks_stdin(job))
+        channel = Channel(listener, job, setup, output, events)
         argv = job_command(detected, job, beyond, as_root=os.geteuid() == 0)
         signals.to(events)
         try:

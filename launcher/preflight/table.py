@@ -11,15 +11,14 @@ Where a group's names are long, they stand above its row.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from ..hosts import fold_names
 from ..remote import Problem
 from ..text import columns, counted, shortened
-from .ask import Facts, Version
+from .ask import Facts
 from .findings import SHM, Finding, short_mpi
 
-COLUMNS = ("Python", "ringreduce", "mpi4py", "NumPy", "MPI", "ranks", "clock", SHM)
 _LONGEST_CELL = 18
 _LONGEST_HOST = 24
 _ALWAYS_ALIKE = ("clock", SHM)  # measured, never quite equal: of a group the worst is shown
@@ -32,7 +31,7 @@ def table(answers: Mapping[str, Facts | Problem], here: str, findings: Sequence[
         marks.setdefault(finding.host, set()).add(finding.column)
     rows, silent = _rows(answers, here, marks)
     hosts = [label if len(label) <= _LONGEST_HOST else "" for label, _ in rows]
-    header, *cells = columns([["host", *COLUMNS], *([host, *row] for host, (_, row) in zip(hosts, rows, strict=True))])
+    header, *cells = columns([["host", *_CELLS], *([host, *row] for host, (_, row) in zip(hosts, rows, strict=True))])
     lines = [header] if rows else []
     for host, (label, _), line in zip(hosts, rows, cells, strict=True):
         lines += [line] if host else [label, line]
@@ -56,7 +55,7 @@ def _rows(
             silent.setdefault(facts.what, []).append(host)
             continue
         own = frozenset(marks.get(host, ()))
-        cells = [_cell(facts, column) for column in COLUMNS if column not in _ALWAYS_ALIKE]
+        cells = [cell(facts) for column, cell in _CELLS.items() if column not in _ALWAYS_ALIKE]
         groups.setdefault((host == here, own, *cells), []).append(host)
     rows = []
     for (is_here, own_marks, *_), hosts in groups.items():
@@ -64,7 +63,7 @@ def _rows(
         assert isinstance(own_marks, frozenset)
         mark = " *" if "host" in own_marks else ""
         label = f"{fold_names(hosts)}{' (here)' if is_here else ''}{mark}"
-        rows.append((label, [_shown(all_facts, column, column in own_marks) for column in COLUMNS]))
+        rows.append((label, [_shown(all_facts, column, column in own_marks) for column in _CELLS]))
     return rows, [(fold_names(hosts), what) for what, hosts in silent.items()]
 
 
@@ -75,32 +74,20 @@ def _shown(facts: Sequence[Facts], column: str, marked: bool) -> str:
         worst = max(facts, key=lambda each: abs(each.clock_skew_s))
     elif column == SHM:
         worst = min(facts, key=lambda each: each.shm_bytes or 0)
-    return _cut(_cell(worst, column) + "*" * marked, _LONGEST_CELL)
-
-
-def _cell(facts: Facts, column: str) -> str:
-    match column:
-        case "Python":
-            return facts.python
-        case "ringreduce":
-            return _version(facts.ringreduce)
-        case "mpi4py":
-            return _version(facts.mpi4py)
-        case "NumPy":
-            return _version(facts.numpy)
-        case "MPI":
-            return short_mpi(facts.mpi.text) or "-"
-        case "ranks":
-            return counted(facts.ranks, "GPU" if facts.gpus else "core")
-        case "clock":
-            return f"{facts.clock_skew_s:+.1f} s" if abs(facts.clock_skew_s) >= 0.05 else "0.0 s"
-        case _:
-            return "-" if facts.shm_bytes is None else _bytes(facts.shm_bytes)
-
-
-def _version(part: Version) -> str:
-    return part.text or "-"
+    return _cut(_CELLS[column](worst) + "*" * marked, _LONGEST_CELL)
 
 
 def _bytes(count: int) -> str:
     return f"{count / 1e9:.0f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
+
+
+_CELLS: dict[str, Callable[[Facts], str]] = {
+    "Python": lambda facts: facts.python,
+    "ringreduce": lambda facts: facts.ringreduce.text or "-",
+    "mpi4py": lambda facts: facts.mpi4py.text or "-",
+    "NumPy": lambda facts: facts.numpy.text or "-",
+    "MPI": lambda facts: short_mpi(facts.mpi.text) or "-",
+    "ranks": lambda facts: counted(facts.ranks, "GPU" if facts.gpus else "core"),
+    "clock": lambda facts: f"{facts.clock_skew_s:+.1f} s" if abs(facts.clock_skew_s) >= 0.05 else "0.0 s",
+    SHM: lambda facts: "-" if facts.shm_bytes is None else _bytes(facts.shm_bytes),
+}

@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import islice
 
 from ..hosts import Host, is_here
 from ..ssh import SshOptions, write_config
@@ -54,11 +55,11 @@ class Remote:
         variables:  added to the environment there. Other users of the host may see them for a moment: no secrets.
         """
         groups = [
-            (self._there, [name for name in names if not self.is_here(name)]),
-            (Local(self._timeout_s), [name for name in names if self.is_here(name)]),
+            (runner, group, runner.tasks(group, argv, variables or {}))
+            for runner, here in ((self._there, False), (Local(self._timeout_s), True))
+            if (group := [name for name in names if self.is_here(name) == here])
         ]
-        tasks = [runner.tasks(group, argv, variables or {}) if group else [] for runner, group in groups]
-        owners = [names for (_, group), part in zip(groups, tasks, strict=True) for names in _owners(group, part)]
+        owners = [own for _, group, tasks in groups for own in _owners(group, tasks)]
 
         def tell(outcomes: Sequence[Outcome], after_s: float) -> None:
             late = [name for own, each in zip(owners, outcomes, strict=True) if not each.is_over for name in own]
@@ -67,12 +68,9 @@ class Remote:
                 f"{asked}, {len(names) - len(late)} answered, waiting for {listed(late)}", file=sys.stderr, flush=True
             )
 
-        outcomes = run_all([task for part in tasks for task in part], self._timeout_s, tell=tell)
-        found: dict[str, Answer] = {}
-        for (runner, group), part in zip(groups, tasks, strict=True):
-            answers = runner.answers(group, argv[0], outcomes[: len(part)]) if group else []
-            found |= {answer.host: answer for answer in answers}
-            del outcomes[: len(part)]
+        done = iter(run_all([task for _, _, tasks in groups for task in tasks], self._timeout_s, tell=tell))
+        answers = (runner.answers(group, argv[0], [*islice(done, len(tasks))]) for runner, group, tasks in groups)
+        found = {answer.host: answer for each in answers for answer in each}
         return {name: found[name] for name in names}
 
     def is_here(self, name: str) -> bool:

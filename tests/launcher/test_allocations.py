@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringrun.errors import UsageError
-from ringrun.hosts import Allocation, Host, find_allocation
+from ringrun.hosts.allocation import find_allocation
+from ringrun.hosts.host import Allocation, Host
 from ringrun.hosts.slurm import expand_nodelist
 
 VARIABLES = [

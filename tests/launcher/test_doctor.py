@@ -198,9 +198,9 @@ def test_the_links_between_ranks_of_one_host(count: int, monkeypatch: pytest.Mon
         return argv
 
     monkeypatch.setattr(start, "command", on_this_host)
-    measured = start.measure(names(count), [], 30.0)
-    assert measured.failure == ""
-    links = read_links(measured.lines, names(count))
+    lines, failure = start.measure(names(count), [], 30.0)
+    assert failure == ""
+    links = read_links(lines, names(count))
     assert len(links.measured) == count * (count - 1) // 2
     for link in links.measured:
         assert 0.001 < link.gbit_s < 10000
@@ -208,11 +208,11 @@ def test_the_links_between_ranks_of_one_host(count: int, monkeypatch: pytest.Mon
 
 
 def test_a_job_that_fails_says_how() -> None:
-    measured = start.measure(["no-such-host.invalid", "neither.invalid"], ["--start-timeout", "5"], 5.0)
-    assert list(measured.lines) == []
-    assert measured.failure.startswith("ringrun: error: ")
-    assert "no-such-host.invalid" in measured.failure
-    assert len(measured.failure.splitlines()) <= 12
+    lines, failure = start.measure(["no-such-host.invalid", "neither.invalid"], ["--start-timeout", "5"], 5.0)
+    assert lines == []
+    assert failure.startswith("ringrun: error: ")
+    assert "no-such-host.invalid" in failure
+    assert len(failure.splitlines()) <= 12
 
 
 # the command line
@@ -260,18 +260,18 @@ def test_what_cannot_be_is_one_line_and_exit_code_2(arguments: list[str], messag
 
 
 def test_the_hosts_of_a_batch_system(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [str(host) for host in parse([]).hosts] == ["localhost"]
+    assert [str(host) for host in parse([]).found.hosts] == ["localhost"]
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-3]")
-    request = parse([])
-    assert ([str(host) for host in request.hosts], request.in_slurm) == (["n1", "n2", "n3"], True)
-    assert parse(["-H", "n1,n3"]).in_slurm
-    assert not parse(["-H", "n1,n4"]).in_slurm
+    found = parse([]).found
+    assert ([str(host) for host in found.hosts], found.in_slurm) == (["n1", "n2", "n3"], True)
+    assert parse(["-H", "n1,n3"]).found.in_slurm
+    assert not parse(["-H", "n1,n4"]).found.in_slurm
 
 
 @given(st.lists(st.sampled_from(["-H", "-p", "-i", "h1:2", "", "22", "--start-timeout", "1e3", "\0", "--"])))
 def test_any_command_line_is_a_request_or_a_usage_error(arguments: list[str]) -> None:
     with contextlib.suppress(UsageError):
-        assert parse(arguments).hosts
+        assert parse(arguments).found.hosts
 
 
 def test_the_manual(ringrun: Run) -> None:

@@ -8,7 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringrun.errors import UsageError
-from ringrun.hosts import Host, assign, parse_host_list, parse_hostfile, read_hostfile
+from ringrun.hosts import Host, assign
+from ringrun.hosts.host import parse_host_list
+from ringrun.hosts.hostfile import parse_hostfile, read_hostfile
 
 names = st.one_of(
     st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,15}", fullmatch=True),

@@ -19,6 +19,7 @@ from ringrun.connection.wire import Died, Ended, Hello, Note, Setup, Started, St
 from ringrun.connection.wire import Output as Says
 from ringrun.errors import MachineError
 from ringrun.job.events import Arrived, Deaf, Event, RankDied, RankEnded, Refused, Reported
+from ringrun.job.plan import Job
 from ringrun.job.ranks import Channel, RankSetup
 from ringrun.output.display import Output
 from ringrun.processes import raise_open_files
@@ -36,7 +37,8 @@ def events() -> "queue.SimpleQueue[Event]":
 @pytest.fixture
 def channel(tmp_path: Path, events: "queue.SimpleQueue[Event]") -> Iterator[tuple[Channel, Come]]:
     listener = Listener(str(tmp_path), ["127.0.0.1"], SIZE)
-    made = Channel(listener, SIZE, RankSetup(folder="/work", local={"A": "b"}), Output(SIZE, {}), events)
+    setup = RankSetup(folder="/work", local={"A": "b"})
+    made = Channel(listener, Job(SIZE, ["true"]), setup, Output(SIZE, {}), events)
     made.start()
     links: list[Link] = []
 
@@ -122,7 +124,7 @@ def test_all_but_output_is_heard_while_nobody_reads_what_ranks_print(
     read, write = os.pipe()
     listener = Listener(str(tmp_path), [], 1)
     output = Output(1, {}, write, write)
-    channel = Channel(listener, 1, RankSetup(), output, events)
+    channel = Channel(listener, Job(1, ["true"]), RankSetup(), output, events)
     channel.start()
     agent = connect(listener.address, listener.authkey)
     agent.send(hello(0, 1))
@@ -199,7 +201,7 @@ def test_a_limit_that_is_too_low_for_the_job_is_told_with_the_cure() -> None:
 def test_what_all_are_sent_is_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     encoded: list[object] = []
     monkeypatch.setattr(wire, "encode", lambda message: encoded.append(message) or b"frame")
-    channel, frames = Channel(None, 3, RankSetup(), None, None), []
+    channel, frames = Channel(None, Job(3, ["true"]), RankSetup(), None, None), []
     channel._links = dict.fromkeys(range(3), SimpleNamespace(send_encoded=frames.append))
     channel.broadcast(Note("x"))
     assert (encoded, frames) == ([Note("x")], [b"frame"] * 3)

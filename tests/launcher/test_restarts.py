@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from ringrun.elastic import Elastic
 from ringrun.errors import MachineError, NotStartedError, UsageError
 from ringrun.hosts import Host
-from ringrun.job import restarts, supervise
+from ringrun.job import restarts, signals, supervise
 from ringrun.job.events import Arrived, RankEnded, Signalled
 from ringrun.job.plan import Job
 from ringrun.job.restarts import COUNT_VARIABLE, Ending, SignalRelay, place_again
@@ -248,40 +248,24 @@ def test_hosts_that_are_new_get_ranks(most: int, counts: list[int]) -> None:
 # signals
 
 
-class Reader:
-    """Signals that a test sends."""
-
-    def __init__(self, deliver: Callable[[int], None]) -> None:
-        self.deliver = deliver
-
-    def start(self) -> None:
-        pass
+@pytest.fixture
+def relay(monkeypatch: pytest.MonkeyPatch) -> SignalRelay:
+    monkeypatch.setattr(signals.SignalReader, "__init__", lambda *_: None)  # the test's own signals stay as they are
+    return SignalRelay()
 
 
-def make_relay() -> tuple[SignalRelay, Callable[[int], None]]:
-    readers: list[Reader] = []
-
-    def make(deliver: Callable[[int], None]) -> Reader:
-        readers.append(Reader(deliver))
-        return readers[0]
-
-    return SignalRelay(make), readers[0].deliver
-
-
-def test_a_signal_that_nobody_has_taken_reaches_the_next_that_listens() -> None:
-    relay, send = make_relay()
-    send(signal.SIGINT)
+def test_a_signal_that_nobody_has_taken_reaches_the_next_that_listens(relay: SignalRelay) -> None:
+    relay.take(signal.SIGINT)
     events: queue.SimpleQueue = queue.SimpleQueue()
     relay.to(events)
     events.put(Arrived(0, "here", 2345))  # of an attempt that is over
     assert relay.wait(30.0) == signal.SIGINT
 
 
-def test_a_pause_without_signals_ends_by_itself_and_with_one_at_once() -> None:
-    relay, send = make_relay()
+def test_a_pause_without_signals_ends_by_itself_and_with_one_at_once(relay: SignalRelay) -> None:
     assert relay.wait(0.05) is None
-    threading.Timer(0.05, send, [signal.SIGUSR1]).start()  # asks for stacks; there are no ranks
-    timer = threading.Timer(0.1, send, [signal.SIGTERM])
+    threading.Timer(0.05, relay.take, [signal.SIGUSR1]).start()  # asks for stacks; there are no ranks
+    timer = threading.Timer(0.1, relay.take, [signal.SIGTERM])
     begin_s = time.monotonic()
     timer.start()
     assert relay.wait(30.0) == signal.SIGTERM
