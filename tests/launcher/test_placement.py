@@ -5,7 +5,7 @@ import os
 import subprocess
 import textwrap
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -37,17 +37,47 @@ def one_node(cores: int) -> Topology:
     return Topology(tuple(Core((cpu,), 0) for cpu in range(cores)))
 
 
-def test_ranks_on_two_sockets_get_whole_cores_of_one_node(tmp_path: Path) -> None:
-    shares = place(read_topology({}, two_sockets(tmp_path), ALL), 4)
-    assert cpus(shares) == ["0-7,32-39", "8-15,40-47", "16-23,48-55", "24-31,56-63"]
-    assert [share.node for share in shares] == [0, 0, 1, 1]
-    assert gpu_names(shares) == [None] * 4
+@pytest.mark.parametrize(
+    ("visible", "gpus", "usable", "ranks", "expected"),
+    [
+        pytest.param(None, 0, ALL, 4, ["0-7,32-39", "8-15,40-47", "16-23,48-55", "24-31,56-63"], id="whole cores"),
+        pytest.param(None, 0, [5, 7, 37, 22], 1, ["5,7,22,37"], id="a container with three odd cores"),
+        pytest.param(None, 0, [5, 7, 37, 22], 2, ["5,7,37", "22"], id="of which two ranks"),
+        pytest.param(None, 0, [5, 7, 37, 22], 3, ["5,37", "7", "22"], id="three"),
+        pytest.param(None, 0, [5, 7, 37, 22], 4, ["5,37", "7", "22", "5,37"], id="or four have a share"),
+        pytest.param(None, 8, ALL, 2, ["0-7,32-39", "8-15,40-47"], id="two GPUs of one node share it"),
+        pytest.param("7", 8, [0, 1], 1, ["0-1"], id="a GPU near no usable core has the others"),
+        pytest.param("7,0", 8, ALL, 2, ["16-31,48-63", "0-15,32-47"], id="visible GPUs decide"),
+    ],
+)
+def test_the_cores_of_each_rank(
+    visible: str | None, gpus: int, usable: Sequence[int], ranks: int, expected: list[str], tmp_path: Path
+) -> None:
+    environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    shares = place(read_topology(environ, two_sockets(tmp_path, gpus), usable), ranks)
+    assert cpus(shares) == expected
+    names = visible.split(",") if visible else [str(index) for index in range(gpus)] or [None]
+    assert gpu_names(shares) == [names[rank % len(names)] for rank in range(ranks)]
 
 
-def test_a_rank_may_lie_across_nodes_when_shares_must_be_even(tmp_path: Path) -> None:
-    shares = place(read_topology({}, two_sockets(tmp_path), ALL), 3)
-    assert [len(share.cores) for share in shares] == [10, 11, 11]
-    assert [share.node for share in shares] == [0, None, 1]
+@pytest.mark.parametrize(
+    ("visible", "gpus", "ranks", "nodes", "cores"),
+    [
+        pytest.param(None, 0, 3, [0, None, 1], [10, 11, 11], id="across nodes where shares must be even"),
+        pytest.param(None, 8, 8, [0] * 4 + [1] * 4, [4] * 8, id="a GPU each"),
+        pytest.param(None, 2, 6, [0, 1] * 3, [5, 5, 5, 5, 6, 6], id="more ranks than GPUs take turns, and stay near"),
+        pytest.param("0", 2, 16, [0] * 16, [1] * 16, id="as many ranks as cores near the GPU"),
+        pytest.param("0", 2, 32, [0] * 16 + [1] * 16, [1] * 32, id="too few cores near it: all cores"),
+        pytest.param(None, 2, 40, [0, 1] * 20, [1] * 40, id="too few cores at all: near the GPUs"),
+    ],
+)
+def test_the_nodes_of_the_ranks(
+    visible: str | None, gpus: int, ranks: int, nodes: list[int | None], cores: list[int], tmp_path: Path
+) -> None:
+    environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    shares = place(read_topology(environ, two_sockets(tmp_path, gpus), ALL), ranks)
+    assert [share.node for share in shares] == nodes
+    assert sorted(len(share.cores) for share in shares) == cores
 
 
 @pytest.mark.parametrize("sizes", [(2, 1), (1, 2), (5, 4), (4, 5)])
@@ -57,66 +87,12 @@ def test_the_longer_shares_go_where_a_node_has_more(sizes: tuple[int, int]) -> N
     assert None not in [share.node for share in place(Topology(cores), ranks)]
 
 
-def test_a_container_with_three_odd_cores(tmp_path: Path) -> None:
-    topology = read_topology({}, two_sockets(tmp_path), [5, 7, 37, 22])
-    assert cpus(place(topology, 1)) == ["5,7,22,37"]
-    assert cpus(place(topology, 2)) == ["5,7,37", "22"]
-    assert cpus(place(topology, 3)) == ["5,37", "7", "22"]
-    assert cpus(place(topology, 4)) == ["5,37", "7", "22", "5,37"]
-
-
-def test_eight_gpus_on_two_nodes(tmp_path: Path) -> None:
-    shares = place(read_topology({}, two_sockets(tmp_path, gpus=8), ALL), 8)
-    assert gpu_names(shares) == [str(index) for index in range(8)]
-    assert cpus(shares)[:2] == ["0-3,32-35", "4-7,36-39"]
-    assert cpus(shares)[4:6] == ["16-19,48-51", "20-23,52-55"]
-    assert {len(share.cores) for share in shares} == {4}
-
-
-def test_two_ranks_with_gpus_of_one_node_share_that_node(tmp_path: Path) -> None:
-    shares = place(read_topology({}, two_sockets(tmp_path, gpus=8), ALL), 2)
-    assert cpus(shares) == ["0-7,32-39", "8-15,40-47"]
-
-
-def test_more_ranks_than_gpus_take_turns_and_stay_near(tmp_path: Path) -> None:
-    shares = place(read_topology({}, two_sockets(tmp_path, gpus=2), ALL), 6)
-    assert gpu_names(shares) == ["0", "1"] * 3
-    assert [share.node for share in shares] == [0, 1] * 3
-    assert sorted(len(share.cores) for share in shares) == [5, 5, 5, 5, 6, 6]
-
-
-def test_visible_gpus_decide_where_ranks_run(tmp_path: Path) -> None:
-    topology = read_topology({"CUDA_VISIBLE_DEVICES": "7,0"}, two_sockets(tmp_path, gpus=8), ALL)
-    assert automatic_size(topology) == 2
-    shares = place(topology, 2)
-    assert (gpu_names(shares), [share.node for share in shares]) == (["7", "0"], [1, 0])
-
-
-def test_gpus_of_no_node_leave_all_cores_to_all(tmp_path: Path) -> None:
+def test_gpus_of_no_or_of_an_unknown_node_leave_all_cores_to_all(tmp_path: Path) -> None:
     gpus = [FakeGpu(f"0000:0{bus}:00.0", near="0-3") for bus in range(2)]
     shares = place(read_topology({}, make_machine(tmp_path, gpus=gpus), range(4)), 2)
     assert (cpus(shares), gpu_names(shares)) == (["0-1", "2-3"], ["0", "1"])
-
-
-def test_if_the_node_of_one_gpu_is_unknown_no_core_goes_to_two_ranks() -> None:
-    topology = Topology(one_node(8).cores, (Gpu("0", frozenset({0, 1})), Gpu("1")))
-    assert cpus(place(topology, 2)) == ["0-3", "4-7"]
-
-
-def test_a_gpu_near_no_usable_core_has_the_others(tmp_path: Path) -> None:
-    topology = read_topology({"CUDA_VISIBLE_DEVICES": "7"}, two_sockets(tmp_path, gpus=8), [0, 1])
-    assert cpus(place(topology, 1)) == ["0-1"]
-
-
-def test_ranks_that_find_too_few_cores_near_their_gpu_use_all(tmp_path: Path) -> None:
-    topology = read_topology({"CUDA_VISIBLE_DEVICES": "0"}, two_sockets(tmp_path, gpus=2), ALL)
-    assert {share.node for share in place(topology, 16)} == {0}
-    assert [share.node for share in place(topology, 32)] == [0] * 16 + [1] * 16
-
-
-def test_where_ranks_outnumber_all_cores_they_stay_near_their_gpus(tmp_path: Path) -> None:
-    topology = read_topology({}, two_sockets(tmp_path, gpus=2), ALL)
-    assert [share.node for share in place(topology, 40)] == [0, 1] * 20
+    one_unknown = Topology(one_node(8).cores, (Gpu("0", frozenset({0, 1})), Gpu("1")))
+    assert cpus(place(one_unknown, 2)) == ["0-3", "4-7"]
 
 
 def test_one_rank_per_gpu_or_per_physical_core(tmp_path: Path) -> None:
