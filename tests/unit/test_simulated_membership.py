@@ -9,7 +9,8 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from tests.support.simulated_job import CUTS, FAILS, SOON, Fault, Plan, SimulatedJob, simulation
+from tests.support.simulated.job import SimulatedJob, simulation
+from tests.support.simulated.network import CUTS, FAILS, SOON, Fault, Plan
 
 KINDS = [*FAILS, "stop", *CUTS]
 WITH_SPARE = Plan(2, 1)
