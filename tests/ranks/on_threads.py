@@ -1,9 +1,31 @@
 """What programs that run on ranks in threads share."""
 
+import functools
+
+import numpy as np
+
 import ringreduce as rr
 from ringreduce import runtime
 from ringreduce.testing import run_ranks
 from ringreduce.transport.base import complete
+
+
+def each_rank_of(size, **options):
+    """The test is what each of so many ranks does; what they return is equal.
+
+    size: a number, or the parameter of the test that has it. Options are run_ranks'.
+    """
+
+    def decorate(test):
+        @functools.wraps(test)
+        def run(**fixtures):
+            results = run_ranks(fixtures.get(size, size), lambda: test(**fixtures), **options)
+            for result in results:
+                np.testing.assert_array_equal(result, results[0], err_msg="bit-identical", strict=True)
+
+        return run
+
+    return decorate
 
 
 def transport():

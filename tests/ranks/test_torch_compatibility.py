@@ -11,12 +11,14 @@ import torch
 import ringreduce.torch as hvd
 from ringreduce.errors import InputError, MissingExtraError
 from ringreduce.testing import run_ranks
+from tests.ranks.on_threads import each_rank_of
 from tests.support.training import (
     alone,
     batch,
     close,
     loss_of,
     make_model,
+    own_backward,
     parameters,
     same_on_all,
     share,
@@ -29,31 +31,28 @@ CAUTIOUS = True  # see conftest.py
 
 
 @pytest.mark.parametrize("op", [hvd.Average, hvd.Adasum])
+@each_rank_of(2)
 def test_gradients_are_zeros_once_the_optimizer_is_wrapped(op):
     """A look concerns this rank alone until backward() has come."""
-
-    def program():
-        model = make_model()
-        model[2].bias.requires_grad_(False)
-        model.register_parameter("scale", torch.nn.Parameter(torch.tensor(2.0)))
-        optimizer = wrap(model, op=op)
-        assert model[2].bias.grad is None
-        for parameter in (model[0].weight, model[0].bias, model.scale):
-            assert parameter.grad is not None
-            assert parameter.grad.shape == parameter.shape
-        if hvd.rank() == 1:
-            assert torch.equal(model[0].bias.grad, torch.zeros(16, dtype=torch.float64))
-            model[0].weight.grad.add_(3.0)
-            assert model[0].weight.grad.sum() == 240
-        hvd.broadcast(model[0].weight.grad, 0, name="weight")
-        hvd.broadcast_(model[2].weight.grad, 0, name="in place")
-        assert torch.equal(model[2].weight.grad, torch.zeros(3, 16, dtype=torch.float64))
-        del optimizer
-        again = wrap(model, op=op)
-        assert not model[0].bias.grad.any()
-        assert not again.param_groups[0]["params"][2].grad.any()
-
-    run_ranks(2, program)
+    model = make_model()
+    model[2].bias.requires_grad_(False)
+    model.register_parameter("scale", torch.nn.Parameter(torch.tensor(2.0)))
+    optimizer = wrap(model, op=op)
+    assert model[2].bias.grad is None
+    for parameter in (model[0].weight, model[0].bias, model.scale):
+        assert parameter.grad is not None
+        assert parameter.grad.shape == parameter.shape
+    if hvd.rank() == 1:
+        assert torch.equal(model[0].bias.grad, torch.zeros(16, dtype=torch.float64))
+        model[0].weight.grad.add_(3.0)
+        assert model[0].weight.grad.sum() == 240
+    hvd.broadcast(model[0].weight.grad, 0, name="weight")
+    hvd.broadcast_(model[2].weight.grad, 0, name="in place")
+    assert torch.equal(model[2].weight.grad, torch.zeros(3, 16, dtype=torch.float64))
+    del optimizer
+    again = wrap(model, op=op)
+    assert not model[0].bias.grad.any()
+    assert not again.param_groups[0]["params"][2].grad.any()
 
 
 UNUSED = {
@@ -140,60 +139,52 @@ def test_torch_compile_meets_the_zeros():
 
 
 @pytest.mark.parametrize("op", [hvd.Average, hvd.Adasum])
+@each_rank_of(2)
 def test_attributes_that_scripts_read_and_set(op):
-    def program():
-        model = make_model()
-        optimizer = wrap(model, op=op)
-        assert optimizer._parameter_names == {p: name for name, p in model.named_parameters()}
-        assert optimizer.backward_passes_per_step == 1
-        optimizer.set_backward_passes_per_step(2)
-        with pytest.raises(ValueError, match="backward_passes_per_step=0; expected 1 or more"):
-            optimizer.set_backward_passes_per_step(0)
-        optimizer._requires_update = set()  # some do, of horovod#1099
-        if op is not hvd.Adasum:
-            for step in range(2):
-                loss_of(model, share(step)).backward()
-            optimizer.synchronize()
-            assert optimizer._should_synchronize
-            optimizer._should_synchronize = False
-            with warnings.catch_warnings():
-                warnings.simplefilter("error")
-                optimizer.step()
-            optimizer._should_synchronize = True
-        return parameters(model)
-
-    same_on_all(run_ranks(2, program))
-
-
-def test_step_after_synchronize_warns_in_horovods_words():
-    def program():
-        model = make_model()
-        optimizer = wrap(model)
-        loss_of(model, share(0)).backward()
+    model = make_model()
+    optimizer = wrap(model, op=op)
+    assert optimizer._parameter_names == {p: name for name, p in model.named_parameters()}
+    assert optimizer.backward_passes_per_step == 1
+    optimizer.set_backward_passes_per_step(2)
+    with pytest.raises(ValueError, match="backward_passes_per_step=0; expected 1 or more"):
+        optimizer.set_backward_passes_per_step(0)
+    optimizer._requires_update = set()  # some do, of horovod#1099
+    if op is not hvd.Adasum:
+        for step in range(2):
+            own_backward(model, step)
         optimizer.synchronize()
-        with pytest.warns(
-            UserWarning, match=r"optimizer.step\(\) called without optimizer.skip_synchronize\(\)"
-        ) as seen:
+        assert optimizer._should_synchronize
+        optimizer._should_synchronize = False
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
             optimizer.step()
-        assert seen[0].filename == __file__
+        optimizer._should_synchronize = True
+    return parameters(model)
 
-    run_ranks(1, program)
+
+@each_rank_of(1)
+def test_step_after_synchronize_warns_in_horovods_words():
+    model = make_model()
+    optimizer = wrap(model)
+    own_backward(model, 0)
+    optimizer.synchronize()
+    with pytest.warns(UserWarning, match=r"optimizer.step\(\) called without optimizer.skip_synchronize\(\)") as seen:
+        optimizer.step()
+    assert seen[0].filename == __file__
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, ValueError])
+@each_rank_of(2)
 def test_unsupported_arguments_are_caught_as_either_error(kind):
-    def program():
-        for call in (
-            lambda: hvd.reducescatter(torch.ones(4), op=hvd.Adasum),
-            lambda: hvd.grouped_reducescatter([torch.ones(4)], op=hvd.Max),
-            lambda: hvd.allreduce(torch.ones(4), average=True, op=hvd.Sum),
-            lambda: hvd.allreduce(torch.ones(4, dtype=torch.int32), op=hvd.Adasum),
-            lambda: hvd.allreduce(torch.ones(4, 2).t()[1:, ::2], op="sum"),
-        ):
-            with pytest.raises(kind):
-                call()
-
-    run_ranks(2, program)
+    for call in (
+        lambda: hvd.reducescatter(torch.ones(4), op=hvd.Adasum),
+        lambda: hvd.grouped_reducescatter([torch.ones(4)], op=hvd.Max),
+        lambda: hvd.allreduce(torch.ones(4), average=True, op=hvd.Sum),
+        lambda: hvd.allreduce(torch.ones(4, dtype=torch.int32), op=hvd.Adasum),
+        lambda: hvd.allreduce(torch.ones(4, 2).t()[1:, ::2], op="sum"),
+    ):
+        with pytest.raises(kind):
+            call()
 
 
 @pytest.mark.parametrize(
@@ -206,12 +197,10 @@ def test_unsupported_arguments_are_caught_as_either_error(kind):
         ),
     ],
 )
+@each_rank_of(1)
 def test_what_is_no_torch_optimizer(wrong, message):
-    def program():
-        with pytest.raises(TypeError, match=message):
-            hvd.DistributedOptimizer(wrong)
-
-    run_ranks(1, program)
+    with pytest.raises(TypeError, match=message):
+        hvd.DistributedOptimizer(wrong)
 
 
 def through_torch_save(optimizer):
@@ -238,51 +227,43 @@ def in_turn(act):
 
 
 @pytest.mark.parametrize("how", COPIES)
+@each_rank_of(2)
 def test_a_copy_warns_until_it_is_wrapped_again(how):
-    def program():
-        model = make_model()
-        optimizer = wrap(model, lr=0.25)
+    model = make_model()
+    optimizer = wrap(model, lr=0.25)
 
-        def act():
-            with pytest.warns(UserWarning, match=WARNING):
-                copied = COPIES[how](optimizer)
-            assert type(copied) is torch.optim.SGD
-            assert copied.param_groups[0]["lr"] == 0.25
-            with pytest.warns(UserWarning, match=WARNING):
-                copied.step()
-            with warnings.catch_warnings():
-                warnings.simplefilter("error")
-                again = hvd.DistributedOptimizer(copied)
-            assert again.param_groups is copied.param_groups
+    def act():
+        with pytest.warns(UserWarning, match=WARNING):
+            copied = COPIES[how](optimizer)
+        assert type(copied) is torch.optim.SGD
+        assert copied.param_groups[0]["lr"] == 0.25
+        with pytest.warns(UserWarning, match=WARNING):
+            copied.step()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            again = hvd.DistributedOptimizer(copied)
+        assert again.param_groups is copied.param_groups
 
-        in_turn(act)
-        both = []
+    in_turn(act)
+    both = []
 
-        def copy_both():
-            with pytest.warns(UserWarning, match=WARNING):
-                both.extend(copy.deepcopy((model, optimizer)))
+    def copy_both():
+        with pytest.warns(UserWarning, match=WARNING):
+            both.extend(copy.deepcopy((model, optimizer)))
 
-        in_turn(copy_both)
-        model, copied = both
-        copied = hvd.DistributedOptimizer(copied, model.named_parameters())
-        loss_of(model, share(0)).backward()
-        copied.step()
-        return parameters(model)
-
-    same_on_all(run_ranks(2, program))
+    in_turn(copy_both)
+    model, copied = both
+    copied = hvd.DistributedOptimizer(copied, model.named_parameters())
+    own_backward(model, 0)
+    copied.step()
+    return parameters(model)
 
 
+@each_rank_of(1)
 def test_a_copy_of_one_rank_says_nothing():
-    def program():
-        optimizer = wrap(make_model())
-        for make in COPIES.values():
-            make(optimizer).step()
-
-    run_ranks(1, program)
-
-
-def own_backward(model, step):
-    loss_of(model, share(step)).backward()
+    optimizer = wrap(make_model())
+    for make in COPIES.values():
+        make(optimizer).step()
 
 
 @pytest.mark.parametrize(
@@ -290,26 +271,15 @@ def own_backward(model, step):
 )
 def test_an_optimizer_goes_by_the_world_there_is(options):
     """One rank, then two, then one: as after shutdown() and init() of another size."""
-    made = {}
-
-    def begin():
-        model = make_model()
-        made[0] = model, wrap(model, **options)
-        made[1] = copy.deepcopy(model), None
-
-    run_ranks(1, begin)
-
-    def more():
-        made[1] = made[1][0], wrap(made[1][0], **options)
-
-    run_ranks(1, more)
+    models = [make_model() for _ in range(2)]
+    made = [(model, run_ranks(1, lambda model=model: wrap(model, **options))[0]) for model in models]
 
     def program():
-        return trained(*made[hvd.rank()], 3, own_backward)
+        return trained(*made[hvd.rank()], 3)
 
     together = same_on_all(run_ranks(2, program))
     if "op" not in options:
-        close(together, alone(range(2), 2, lambda model, x, *_: loss_of(model, x).backward(), steps=3))
+        close(together, alone(range(2), 2, steps=3))
     (by_itself,) = run_ranks(1, program)
     assert not torch.equal(by_itself, together)
     assert torch.isfinite(by_itself).all()
@@ -324,21 +294,19 @@ def test_torch_without_a_private_name_is_told_at_wrapping(monkeypatch, name):
 
 
 @pytest.mark.parametrize("name", ["allreduce_", "broadcast_"])
+@each_rank_of(2)
 def test_a_saved_tensor_that_changes_in_place_is_noticed_by_autograd(name):
-    def program():
-        weight = torch.ones(3, requires_grad=True)
-        x = torch.full((3,), hvd.rank() + 1.0)
-        loss = (weight * x).sum()
-        if name == "allreduce_":
-            hvd.allreduce_(x, name="x")
-        else:
-            hvd.broadcast_(x, 1, name="x")
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            loss.backward()
-        with torch.inference_mode():
-            assert torch.equal(hvd.allreduce_(torch.ones(3), name="inference"), torch.ones(3))
-
-    run_ranks(2, program)
+    weight = torch.ones(3, requires_grad=True)
+    x = torch.full((3,), hvd.rank() + 1.0)
+    loss = (weight * x).sum()
+    if name == "allreduce_":
+        hvd.allreduce_(x, name="x")
+    else:
+        hvd.broadcast_(x, 1, name="x")
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    with torch.inference_mode():
+        assert torch.equal(hvd.allreduce_(torch.ones(3), name="inference"), torch.ones(3))
 
 
 def test_batch_normalisation_is_replaced_in_a_model():

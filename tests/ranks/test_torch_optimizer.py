@@ -7,9 +7,8 @@ import ringreduce
 import ringreduce.torch as hvd
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
-from tests.support.training import batch, loss_of, make_model, ranks_add_up, wrap
-
-SMALL_BUCKETS = Settings(fusion_slot_bytes=128)
+from tests.ranks.on_threads import each_rank_of
+from tests.support.training import batch, loss_of, make_model, wrap
 
 
 def test_gradients_are_reduced_during_backward_in_few_messages():
@@ -28,50 +27,31 @@ def test_gradients_are_reduced_during_backward_in_few_messages():
     assert len(of_gradients) == 4, "four gradients in one ring of two ranks"
 
 
-def test_graphs_that_differ_per_rank_do_not_hang():
-    """Each of four leaves out another layer."""
-
-    def make():
-        model = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(4))).double()
-        for number, parameter in enumerate(model.parameters()):
-            parameter.data.copy_(torch.linspace(-1, 1, parameter.numel()).reshape(parameter.shape) + number / 8)
-        return model
-
-    def backward(model, x, rank, step):
-        torch.nn.Sequential(*(layer for number, layer in enumerate(model) if number != rank))(x[:, :2]).sum().backward()
-
-    ranks_add_up(4, backward, make=make, steps=1)
-
-
+@each_rank_of(2)
 def test_frozen_parameters_and_other_layouts():
-    def program():
-        model = torch.nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)
-        hvd.broadcast_parameters([("bias", model.bias)])
-        model.bias.requires_grad_(False)
-        with torch.no_grad():
-            model.weight.fill_(1.0)
-        optimizer = wrap(model)
-        x = torch.full((1, 2, 5, 5), 1.0 + hvd.rank()).to(memory_format=torch.channels_last)
-        model(x).sum().backward()
-        optimizer.step()
-        assert model.bias.grad is None
-        return model.weight.grad[0, 0, 0, 0].item()
-
-    assert run_ranks(2, program) == [13.5, 13.5]
+    model = torch.nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)
+    hvd.broadcast_parameters([("bias", model.bias)])
+    model.bias.requires_grad_(False)
+    with torch.no_grad():
+        model.weight.fill_(1.0)
+    optimizer = wrap(model)
+    x = torch.full((1, 2, 5, 5), 1.0 + hvd.rank()).to(memory_format=torch.channels_last)
+    model(x).sum().backward()
+    optimizer.step()
+    assert model.bias.grad is None
+    assert model.weight.grad[0, 0, 0, 0].item() == 13.5
 
 
+@each_rank_of(2)
 def test_after_a_mismatch_the_step_can_begin_anew():
-    def program():
-        model = torch.nn.Linear(3 + hvd.rank(), 2)
-        optimizer = wrap(model)
-        for _ in range(2):
-            optimizer.zero_grad()
-            model(torch.ones(1, 3 + hvd.rank())).sum().backward()
-            with pytest.raises(ringreduce.MismatchError, match="all ranks must pass equal shapes"):
-                optimizer.step()
-            optimizer.zero_grad()
-            model(torch.ones(1, 3 + hvd.rank())).sum().backward()
-            with pytest.raises(ringreduce.MismatchError, match=r"allreduce 'weight'.*all ranks must pass equal shapes"):
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-
-    run_ranks(2, program)
+    model = torch.nn.Linear(3 + hvd.rank(), 2)
+    optimizer = wrap(model)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(1, 3 + hvd.rank())).sum().backward()
+        with pytest.raises(ringreduce.MismatchError, match="all ranks must pass equal shapes"):
+            optimizer.step()
+        optimizer.zero_grad()
+        model(torch.ones(1, 3 + hvd.rank())).sum().backward()
+        with pytest.raises(ringreduce.MismatchError, match=r"allreduce 'weight'.*all ranks must pass equal shapes"):
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -8,7 +8,8 @@ import torch
 import ringreduce.torch as hvd
 from ringreduce.ops import Adasum
 from ringreduce.testing import run_ranks
-from tests.support.training import batch, loss_of, make_model, parameters, same_on_all, share, wrap
+from tests.ranks.on_threads import each_rank_of, known
+from tests.support.training import batch, loss_of, make_model, parameters, same_on_all, trained, wrap
 
 
 def adasum(a, b):
@@ -32,11 +33,7 @@ def test_the_changes_of_a_step_are_reduced(size, kind):
         model = make_model()
         optimizer = hvd.DistributedOptimizer(kind(model.parameters(), lr=0.01), model.named_parameters(), op=Adasum)
         assert isinstance(optimizer, kind)
-        for step in range(3):
-            optimizer.zero_grad()
-            loss_of(model, share(step)).backward()
-            optimizer.step()
-        return parameters(model)
+        return trained(model, optimizer, 3)
 
     models = [make_model() for _ in range(size)]
     optimizers = [kind(model.parameters(), lr=0.01) for model in models]
@@ -108,33 +105,27 @@ def test_a_rank_whose_gradients_are_infinite_skips_its_part_of_the_step(unscales
     assert (scale, smaller) == (64.0, 32.0)
 
 
+@each_rank_of(2, process_sets=[[1]])
 def test_calls_that_adasum_refuses():
-    def program():
-        model = make_model()
-        optimizer = wrap(model, op=Adasum, backward_passes_per_step=2)
+    model = make_model()
+    optimizer = wrap(model, op=Adasum, backward_passes_per_step=2)
+    loss_of(model, batch(0)).backward()
+    loss_of(model, batch(0)).backward()
+    with optimizer.no_sync():
         loss_of(model, batch(0)).backward()
+    with pytest.raises(AssertionError, match=r"was computed 3 times .* backward_passes_per_step is 2"):
         loss_of(model, batch(0)).backward()
-        with optimizer.no_sync():
-            loss_of(model, batch(0)).backward()
-        with pytest.raises(AssertionError, match=r"was computed 3 times .* backward_passes_per_step is 2"):
-            loss_of(model, batch(0)).backward()
-        with pytest.raises(AssertionError, match=r"skip_synchronize\(\) with op=Adasum"):
-            optimizer.skip_synchronize()
-        optimizer.synchronize()
-        optimizer.step()
-        with pytest.raises(ValueError, match=r"gradient_predivide_factor=2.0 with op=.*works with op=Average only"):
-            wrap(model, op=Adasum, gradient_predivide_factor=2.0)
-        members = hvd.ProcessSet([1])
-        members.process_set_id = 1
-        with pytest.raises(ValueError, match="op=Adasum works with all ranks only"):
-            wrap(model, op=Adasum, process_set=members)
-
-    run_ranks(2, program, process_sets=[[1]])
+    with pytest.raises(AssertionError, match=r"skip_synchronize\(\) with op=Adasum"):
+        optimizer.skip_synchronize()
+    optimizer.synchronize()
+    optimizer.step()
+    with pytest.raises(ValueError, match=r"gradient_predivide_factor=2.0 with op=.*works with op=Average only"):
+        wrap(model, op=Adasum, gradient_predivide_factor=2.0)
+    with pytest.raises(ValueError, match="op=Adasum works with all ranks only"):
+        wrap(model, op=Adasum, process_set=known([1], 1))
 
 
+@each_rank_of(3)
 def test_three_ranks():
-    def program():
-        with pytest.raises(ValueError, match="op=Adasum: 3 ranks; expected a power of two"):
-            wrap(make_model(), op=Adasum)
-
-    run_ranks(3, program)
+    with pytest.raises(ValueError, match="op=Adasum: 3 ranks; expected a power of two"):
+        wrap(make_model(), op=Adasum)

@@ -14,12 +14,15 @@ from ringreduce.execution.host import Host
 from ringreduce.optim import reducer
 from ringreduce.testing import run_ranks
 from ringreduce.torch.reducer import line_of_backward
+from tests.ranks.on_threads import each_rank_of
 from tests.support.training import (
+    backward_that_lacks_a_layer,
     batch,
     clip,
     close,
     loss_of,
     make_model,
+    own_backward,
     parameters,
     same_on_all,
     share,
@@ -30,10 +33,6 @@ from tests.support.training import (
 
 CAUTIOUS = True  # see conftest.py
 STEPS = 12  # more than the cautious ones
-
-
-def own_backward(model, step):
-    loss_of(model, share(step)).backward()
 
 
 class Gan:
@@ -149,43 +148,38 @@ def test_two_losses_with_a_backward_each_are_added(size):
     trains_as_one_process(size, program)
 
 
+@each_rank_of(2)
 def test_a_rank_that_skips_a_batch_after_backward_goes_on_with_the_next():
     """Nothing was under way: the others' step is met by this rank's next one."""
-
-    def program():
-        model = make_model()
-        optimizer = wrap(model)
-        steps = batches = 0
-        while steps < 3:
-            optimizer.zero_grad()
-            loss_of(model, share(batches)).backward()
-            batches += 1
-            if hvd.rank() == 1 and batches == 2:
-                continue
-            optimizer.step()
-            steps += 1
-        return parameters(model)
-
-    same_on_all(run_ranks(2, program))
+    model = make_model()
+    optimizer = wrap(model)
+    steps = batches = 0
+    while steps < 3:
+        optimizer.zero_grad()
+        own_backward(model, batches)
+        batches += 1
+        if hvd.rank() == 1 and batches == 2:
+            continue
+        optimizer.step()
+        steps += 1
+    return parameters(model)
 
 
+@each_rank_of(2)
 def test_overlap_begins_when_the_steps_have_shown_nothing_else():
-    def program():
-        model = make_model()
-        optimizer = wrap(model)
-        begun = []
-        for step in range(reducer.CAUTIOUS_STEPS + 2):
-            optimizer.zero_grad()
-            loss_of(model, share(step)).backward()
-            begun.append(optimizer._reducer.pending)
-            optimizer.step()
-        return begun
-
-    assert run_ranks(2, program) == [[False] * reducer.CAUTIOUS_STEPS + [True] * 2] * 2
+    model = make_model()
+    optimizer = wrap(model)
+    begun = []
+    for step in range(reducer.CAUTIOUS_STEPS + 2):
+        optimizer.zero_grad()
+        own_backward(model, step)
+        begun.append(optimizer._reducer.pending)
+        optimizer.step()
+    assert begun == [False] * reducer.CAUTIOUS_STEPS + [True] * 2
 
 
 @pytest.mark.parametrize("unclean", ["backward", "zero_grad"])
-def test_overlap_that_was_lost_comes_back_after_clean_steps(unclean, monkeypatch, caplog):
+def test_overlap_that_was_lost_comes_back_after_clean_steps(unclean, monkeypatch, capsys):
     monkeypatch.setattr(reducer, "RECOVERY_STEPS", 11)
     monkeypatch.setattr(Host, "overlaps", True)
 
@@ -208,8 +202,8 @@ def test_overlap_that_was_lost_comes_back_after_clean_steps(unclean, monkeypatch
     off, on = (False, True), (True, False)
     assert run_ranks(2, program) == [([False] * 14 + [True], [on] + [off] * 12 + [on] * 2)] * 2
     what = r"computed again before step\(\)" if unclean == "backward" else r"cleared without a step\(\)"
-    said = [re.findall(rf"of '.*' was {what} \((.*):\d+\);", each.getMessage()) for each in caplog.records]
-    assert said == [["test_torch_optimizer_cautious.py"]] * 2, "once a rank"
+    said = re.findall(rf"of '.*' was {what} \((.*):\d+\);", capsys.readouterr().err)
+    assert said == ["test_torch_optimizer_cautious.py"] * 2, "once a rank"
 
 
 def test_the_line_of_a_backward_whose_hooks_run_in_a_thread_of_autograds():
@@ -244,38 +238,30 @@ def test_the_line_of_a_backward_whose_hooks_run_in_a_thread_of_autograds():
         ),
     ],
 )
+@each_rank_of(2)
 def test_later_it_is_an_error_that_names_the_cures(late, message):
-    def program():
-        model = make_model()
-        optimizer = wrap(model)
-        trained(model, optimizer, reducer.CAUTIOUS_STEPS, own_backward)
-        optimizer.zero_grad()
-        own_backward(model, 0)
-        for kind in (AssertionError, RuntimeError, BackwardError):
-            with pytest.raises(kind, match=message):
-                own_backward(model, 1) if late == "backward" else optimizer.zero_grad()
-        optimizer.synchronize()
-
-    run_ranks(2, program)
+    model = make_model()
+    optimizer = wrap(model)
+    trained(model, optimizer, reducer.CAUTIOUS_STEPS)
+    optimizer.zero_grad()
+    own_backward(model, 0)
+    for kind in (AssertionError, RuntimeError, BackwardError):
+        with pytest.raises(kind, match=message):
+            own_backward(model, 1) if late == "backward" else optimizer.zero_grad()
+    optimizer.synchronize()
 
 
+@each_rank_of(2)
 def test_gradients_of_equal_names_at_once():
     """Known only after the cautious steps: the message tells of another optimizer."""
-
-    def program():
-        models = [make_model(seed) for seed in range(2)]
-        optimizers = [wrap(model) for model in models]
-        for step in range(reducer.CAUTIOUS_STEPS):
-            for model, optimizer in zip(models, optimizers, strict=True):
-                optimizer.zero_grad()
-                loss_of(model, share(step)).backward()
-                optimizer.step()
-        loss_of(models[0], share(0)).backward()
-        with pytest.raises(ValueError, match=r"pending already.*Has another DistributedOptimizer .*'d\.' \+ name"):
-            loss_of(models[1], share(0)).backward()
-        optimizers[0].synchronize()
-
-    run_ranks(2, program)
+    models = [make_model(seed) for seed in range(2)]
+    optimizers = [wrap(model) for model in models]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        trained(model, optimizer, reducer.CAUTIOUS_STEPS)
+    own_backward(models[0], 0)
+    with pytest.raises(ValueError, match=r"pending already.*Has another DistributedOptimizer .*'d\.' \+ name"):
+        own_backward(models[1], 0)
+    optimizers[0].synchronize()
 
 
 @pytest.mark.parametrize("cautious", [0, 8])
@@ -289,8 +275,7 @@ def test_waiting_in_backward_for_extensions_that_take_grad_themselves(cautious, 
         found = []
         for step in range(3):
             optimizer.zero_grad()
-            hidden = model[0](share(step))
-            (model[2](hidden) if hvd.rank() == 0 else hidden).square().mean().backward()
+            backward_that_lacks_a_layer(model, share(step), hvd.rank(), step)
             assert [type(each.grad) for each in model.parameters()] == [torch.Tensor] * 4
             found.append(np.concatenate([each.grad.numpy().reshape(-1) for each in model.parameters()]))
             assert not optimizer._reducer.pending
@@ -300,6 +285,5 @@ def test_waiting_in_backward_for_extensions_that_take_grad_themselves(cautious, 
     found = same_on_all(run_ranks(2, program))
     model = make_model()
     for rank in range(2):
-        hidden = model[0](batch(0)[rank::2])
-        ((model[2](hidden) if rank == 0 else hidden).square().mean() / 2).backward()
-    close(found[0], torch.cat([each.grad.reshape(-1) for each in model.parameters()]))
+        backward_that_lacks_a_layer(model, batch(0)[rank::2], rank, 0)
+    close(found[0], torch.cat([each.grad.reshape(-1) / 2 for each in model.parameters()]))

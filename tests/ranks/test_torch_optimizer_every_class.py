@@ -7,7 +7,16 @@ import torch
 
 import ringreduce.torch as hvd
 from ringreduce.testing import run_ranks
-from tests.support.training import batch, loss_of, make_model, parameters, same_on_all, share, trains_as_one_process
+from tests.support.training import (
+    batch,
+    loss_of,
+    make_model,
+    parameters,
+    same_on_all,
+    share,
+    trained,
+    trains_as_one_process,
+)
 
 CLASSES = {
     name: kind
@@ -32,12 +41,9 @@ def test_shares_equal_everything(name, flags):
     def program(data, wrapped):
         model = make_model()
         optimizer = wrapped(CLASSES[name](model.parameters(), **{"lr": 0.01, **flags}), model)
-        for step in range(5):
-            optimizer.zero_grad()
-            loss_of(model, data(step)).backward()
-            optimizer.step()
-        assert not torch.allclose(parameters(model), parameters(make_model()))
-        return parameters(model)
+        result = trained(model, optimizer, 5, lambda model, step: loss_of(model, data(step)).backward())
+        assert not torch.allclose(result, parameters(make_model()))
+        return result
 
     trains_as_one_process(3, program)
 

@@ -13,24 +13,20 @@ import ringreduce
 import ringreduce.torch as hvd
 from ringreduce.testing import run_ranks
 from ringreduce.torch.gradient import Gradient
+from tests.ranks.on_threads import each_rank_of
 from tests.support.training import (
     alone,
     clip,
     close,
     loss_of,
     make_model,
+    own_backward,
     parameters,
     same_on_all,
-    share,
     trained,
     trains_as_one_process,
     wrap,
 )
-
-
-def own_backward(model, step):
-    loss_of(model, share(step)).backward()
-
 
 SCHEDULERS = {
     "lambda": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
@@ -64,34 +60,30 @@ def test_schedulers_made_before_and_after_wrapping(kind, before):
     trains_as_one_process(2, program)
 
 
+@each_rank_of(2)
 def test_it_shares_groups_and_state():
-    def program():
-        model = make_model()
-        inner = torch.optim.Adam(model.parameters())
-        optimizer = hvd.DistributedOptimizer(inner)
-        assert optimizer.param_groups is inner.param_groups
-        loss_of(model, share(0)).backward()
-        optimizer.step()
-        assert optimizer.state is inner.state
-        assert len(inner.state) == 4
-
-    run_ranks(2, program)
+    model = make_model()
+    inner = torch.optim.Adam(model.parameters())
+    optimizer = hvd.DistributedOptimizer(inner)
+    assert optimizer.param_groups is inner.param_groups
+    own_backward(model, 0)
+    optimizer.step()
+    assert optimizer.state is inner.state
+    assert len(inner.state) == 4
 
 
+@each_rank_of(2)
 def test_step_hooks_run_once_and_see_reduced_gradients():
-    def program():
-        model = make_model()
-        inner = torch.optim.SGD(model.parameters(), lr=0.1)
-        calls = []
-        inner.register_step_pre_hook(lambda *_: calls.append(("pre", model[0].weight.grad.clone())))
-        optimizer = hvd.DistributedOptimizer(inner)
-        optimizer.register_step_post_hook(lambda *_: calls.append(("post", None)))
-        loss_of(model, share(0)).backward()
-        optimizer.step()
-        assert [name for name, _ in calls] == ["pre", "post"]
-        return calls[0][1]
-
-    same_on_all(run_ranks(2, program))
+    model = make_model()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    calls = []
+    inner.register_step_pre_hook(lambda *_: calls.append(("pre", model[0].weight.grad.clone())))
+    optimizer = hvd.DistributedOptimizer(inner)
+    optimizer.register_step_post_hook(lambda *_: calls.append(("post", None)))
+    own_backward(model, 0)
+    optimizer.step()
+    assert [name for name, _ in calls] == ["pre", "post"]
+    return calls[0][1]
 
 
 def test_parameters_that_are_added():
@@ -111,79 +103,68 @@ def test_parameters_that_are_added():
     trains_as_one_process(2, program)
 
 
+@each_rank_of(1)
 def test_torchs_own_names_are_used_and_must_differ():
-    def program():
-        model = make_model()
-        inner = torch.optim.SGD([("a", model[0].weight), ("b", model[0].bias)], lr=0.1)
-        optimizer = hvd.DistributedOptimizer(inner)
-        with pytest.raises(ValueError, match="add_param_group: names must differ; other parameters have these: a"):
-            optimizer.add_param_group({"params": [("a", model[2].weight)]})
-        assert set(optimizer._parameter_names.values()) == {"a", "b"}
-
-    run_ranks(1, program)
+    model = make_model()
+    inner = torch.optim.SGD([("a", model[0].weight), ("b", model[0].bias)], lr=0.1)
+    optimizer = hvd.DistributedOptimizer(inner)
+    with pytest.raises(ValueError, match="add_param_group: names must differ; other parameters have these: a"):
+        optimizer.add_param_group({"params": [("a", model[2].weight)]})
+    assert set(optimizer._parameter_names.values()) == {"a", "b"}
 
 
+@each_rank_of(2)
 def test_it_is_freed_with_its_hooks_and_can_be_made_again():
-    def program():
-        model = make_model()
-        optimizer = wrap(model)
-        reducer = weakref.ref(optimizer._reducer)
-        loss_of(model, share(0)).backward()
-        optimizer.step()
-        hooks = model[0].weight._post_accumulate_grad_hooks
-        assert len(hooks) == 1
-        del optimizer
-        gc.collect()
-        assert reducer() is None
-        assert len(hooks) == 0
-        optimizer = wrap(model)
-        older = wrap(model)  # lives on, but is not heard any more
-        optimizer = wrap(model)
-        result = trained(model, optimizer, 2, own_backward)
-        assert not older._reducer.pending
-        return result
-
-    same_on_all(run_ranks(2, program))
+    model = make_model()
+    optimizer = wrap(model)
+    reducer = weakref.ref(optimizer._reducer)
+    own_backward(model, 0)
+    optimizer.step()
+    hooks = model[0].weight._post_accumulate_grad_hooks
+    assert len(hooks) == 1
+    del optimizer
+    gc.collect()
+    assert reducer() is None
+    assert len(hooks) == 0
+    optimizer = wrap(model)
+    older = wrap(model)  # lives on, but is not heard any more
+    optimizer = wrap(model)
+    result = trained(model, optimizer, 2)
+    assert not older._reducer.pending
+    return result
 
 
+@each_rank_of(2)
 def test_nothing_is_kept_from_step_to_step():
-    def program():
-        model = make_model()
-        optimizer = wrap(model)
-        counts = []
-        for step in range(12):
-            optimizer.zero_grad()
-            loss_of(model, share(step % 3)).backward()
-            gradient = weakref.ref(model[0].weight.grad)
-            optimizer.step()
-            optimizer.zero_grad()
-            assert gradient() is None
-            counts.append(len(optimizer._reducer._in_flight))
-        assert counts == [0] * 12
-        assert type(model[0].weight.grad) is type(None)
-
-    run_ranks(2, program)
+    model = make_model()
+    optimizer = wrap(model)
+    for step in range(12):
+        own_backward(model, step)
+        gradient = weakref.ref(model[0].weight.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert gradient() is None
+        assert not optimizer._reducer._in_flight
+        assert model[0].weight.grad is None
 
 
+@each_rank_of(2)
 def test_an_exception_between_backward_and_step():
-    def program():
-        model = make_model()
-        optimizer = wrap(model)
-        for step in range(3):
-            optimizer.zero_grad()
-            try:
-                loss_of(model, share(step)).backward()
-                if step == 1:
-                    raise RuntimeError("in user code")
-            except RuntimeError:
-                with pytest.raises(AssertionError, match="to give up this step, call synchronize"):
-                    optimizer.zero_grad()
-                optimizer.synchronize()
-                continue
-            optimizer.step()
-        return parameters(model)
-
-    same_on_all(run_ranks(2, program))
+    model = make_model()
+    optimizer = wrap(model)
+    for step in range(3):
+        optimizer.zero_grad()
+        try:
+            own_backward(model, step)
+            if step == 1:
+                raise RuntimeError("in user code")
+        except RuntimeError:
+            with pytest.raises(AssertionError, match="to give up this step, call synchronize"):
+                optimizer.zero_grad()
+            optimizer.synchronize()
+            continue
+        optimizer.step()
+    return parameters(model)
 
 
 def test_an_exception_inside_backward():
@@ -194,26 +175,21 @@ def test_an_exception_inside_backward():
         optimizer = wrap(model)
         trouble = model[0].weight.register_hook(lambda _: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            loss_of(model, share(0)).backward()
+            own_backward(model, 0)
         trouble.remove()
         optimizer.synchronize()
-        return trained(model, optimizer, 1, own_backward, clip)
+        return trained(model, optimizer, 1, before_step=clip)
 
-    def next_batch(model, x, rank, step):
-        loss_of(model, x).backward()
-
-    close(same_on_all(run_ranks(2, program)), alone(range(2), 2, next_batch, clip, steps=1))
+    close(same_on_all(run_ranks(2, program)), alone(range(2), 2, before_step=clip, steps=1))
 
 
+@each_rank_of(2)
 def test_state_that_is_loaded_gives_up_what_was_under_way():
-    def program():
-        model = make_model()
-        optimizer = wrap(model)
-        loss_of(model, share(0)).backward()
-        optimizer.load_state_dict(optimizer.state_dict())
-        return trained(model, optimizer, 1, own_backward)
-
-    same_on_all(run_ranks(2, program))
+    model = make_model()
+    optimizer = wrap(model)
+    own_backward(model, 0)
+    optimizer.load_state_dict(optimizer.state_dict())
+    return trained(model, optimizer, 1)
 
 
 @pytest.mark.parametrize(
@@ -228,43 +204,35 @@ def test_state_that_is_loaded_gives_up_what_was_under_way():
     ],
     ids=str,
 )
+@each_rank_of(1)
 def test_wrong_arguments(options, message):
-    def program():
-        with pytest.raises(ringreduce.errors.InputError, match=message):
-            wrap(make_model(), **options)
-
-    run_ranks(1, program)
+    with pytest.raises(ringreduce.errors.InputError, match=message):
+        wrap(make_model(), **options)
 
 
+@each_rank_of(1)
 def test_wrong_parameters_and_names():
-    def program():
-        model = make_model()
-        with pytest.raises(ValueError, match="the optimizer is wrapped already"):
-            hvd.DistributedOptimizer(wrap(model))
-        with pytest.raises(ValueError, match=r"expected \(name, parameter\) pairs, such as model.named_parameters\(\)"):
-            hvd.DistributedOptimizer(torch.optim.SGD(model.parameters()), model.parameters())
-
-    run_ranks(1, program)
+    model = make_model()
+    with pytest.raises(ValueError, match="the optimizer is wrapped already"):
+        hvd.DistributedOptimizer(wrap(model))
+    with pytest.raises(ValueError, match=r"expected \(name, parameter\) pairs, such as model.named_parameters\(\)"):
+        hvd.DistributedOptimizer(torch.optim.SGD(model.parameters()), model.parameters())
 
 
+@each_rank_of(1)
 def test_num_groups_is_the_older_name():
-    def program():
-        with pytest.warns(DeprecationWarning, match="num_groups is deprecated; pass groups"):
-            wrap(make_model(), num_groups=2)
-
-    run_ranks(1, program)
+    with pytest.warns(DeprecationWarning, match="num_groups is deprecated; pass groups"):
+        wrap(make_model(), num_groups=2)
 
 
+@each_rank_of(1)
 def test_the_general_name_takes_the_options():
-    def program():
-        model = make_model()
-        inner = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer = ringreduce.DistributedOptimizer(inner, model.named_parameters(), groups=2, op=hvd.Sum)
-        assert optimizer._parameter_names == {each: name for name, each in model.named_parameters()}
-        with pytest.raises(ValueError, match="groups are options for torch, optax and Keras optimizers only"):
-            ringreduce.DistributedOptimizer(lambda grads: None, groups=2)
-
-    run_ranks(1, program)
+    model = make_model()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = ringreduce.DistributedOptimizer(inner, model.named_parameters(), groups=2, op=hvd.Sum)
+    assert optimizer._parameter_names == {each: name for name, each in model.named_parameters()}
+    with pytest.raises(ValueError, match="groups are options for torch, optax and Keras optimizers only"):
+        ringreduce.DistributedOptimizer(lambda grads: None, groups=2)
 
 
 def test_a_gradient_of_another_stream_is_waited_for_before_its_bucket_is_sent(monkeypatch):

@@ -13,14 +13,16 @@ import torch.utils.checkpoint
 import ringreduce
 import ringreduce.torch as hvd
 from ringreduce.testing import run_ranks
+from tests.ranks.on_threads import each_rank_of, known
 from tests.support.training import (
     alone,
+    backward_that_lacks_a_layer,
     batch,
     clip,
     close,
-    gradients,
     loss_of,
     make_model,
+    own_backward,
     parameters,
     ranks_add_up,
     same_on_all,
@@ -190,36 +192,14 @@ def test_grad_scaler_skips_the_same_steps_on_all_ranks(unscaling, kind):
 
 @pytest.mark.parametrize("clipping", [False, True])
 def test_backward_does_not_wait_and_other_collectives_may_come_before_step(clipping):
-    """Rank 1 computes no gradient of the last layer; both average a number between backward() and step()."""
-
-    def backward(model, x, rank, step):
-        hidden = model[0](x)
-        (model[2](hidden) if rank == 0 else hidden).square().mean().backward()
+    """Both average a number between backward() and step()."""
 
     def before_step(model):
         assert not hvd.is_initialized() or hvd.allreduce(torch.tensor(hvd.rank() + 0.0), name="metric") == 0.5
         if clipping:
             clip(model)
 
-    ranks_add_up(2, backward, before_step)
-
-
-@pytest.mark.parametrize("compression", ["none", "fp16", "bf16"])
-def test_compression(compression):
-    def program():
-        model = make_model().float()
-        optimizer = wrap(model, compression=getattr(ringreduce.compression.Compression, compression))
-        loss_of(model, share(0).float()).backward()
-        optimizer.synchronize()
-        return gradients(model)
-
-    result = same_on_all(run_ranks(2, program))
-    model = make_model().float()
-    loss_of(model, batch(0).float()).backward()
-    tolerance = {"none": 1e-5, "fp16": 2e-3, "bf16": 2e-2}[compression]
-    assert result.dtype == torch.float32
-    torch.testing.assert_close(result, gradients(model), rtol=tolerance, atol=tolerance)
-    assert (compression == "none") == torch.allclose(result, gradients(model), rtol=1e-5, atol=1e-6)
+    ranks_add_up(2, backward_that_lacks_a_layer, before_step)
 
 
 @pytest.mark.parametrize("groups", [1, 2, 3, 100, "lists"])
@@ -278,37 +258,29 @@ def test_the_models_zero_grad_begins_a_count_anew():
     trains_as_one_process(2, program, backward_passes_per_step=2)
 
 
+@each_rank_of(2)
 def test_a_gradient_of_no_rank_is_zeros():
-    def program():
-        model = make_model()
-        optimizer = wrap(model)
-        for _ in range(2):
-            optimizer.zero_grad()
-            model[0](share(0)).sum().backward()
-            assert model[2].weight.grad.abs().sum() == 0
-            optimizer.step()
-            assert model[2].bias.grad.abs().sum() == 0
-
-    run_ranks(2, program)
+    model = make_model()
+    optimizer = wrap(model)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model[0](share(0)).sum().backward()
+        assert model[2].weight.grad.abs().sum() == 0
+        optimizer.step()
+        assert model[2].bias.grad.abs().sum() == 0
 
 
 def test_a_process_set():
     """Ranks 0 and 2 train together, rank 1 alone."""
 
-    def backward(model, x, rank, step):
-        loss_of(model, x).backward()
-
     def program():
-        members = hvd.ProcessSet([0, 2])
-        members.process_set_id = 1
         model = make_model()
-        optimizer = wrap(model, process_set=members)
-        return trained(model, optimizer, 4, lambda model, step: loss_of(model, share(step)).backward(), clip)
+        return trained(model, wrap(model, process_set=known([0, 2], 1)), 4, before_step=clip)
 
     results = run_ranks(3, program, process_sets=[[0, 2]])
     assert torch.equal(results[0], results[2])
-    close(results[0], alone([0, 2], 3, backward, clip))
-    close(results[1], alone([1], 3, backward, clip))
+    close(results[0], alone([0, 2], 3, before_step=clip))
+    close(results[1], alone([1], 3, before_step=clip))
 
 
 @pytest.mark.parametrize("steps", [[3, 1], [0, 3], [2, 3]])
@@ -345,7 +317,7 @@ def test_a_gradient_can_be_used_in_every_way_before_step():
         found = []
         for use in uses:
             optimizer.zero_grad()
-            loss_of(model, share(0)).backward()
+            own_backward(model, 0)
             grad = model[0].weight.grad
             assert grad.shape == (16, 5)
             assert isinstance(grad, torch.Tensor)
@@ -380,49 +352,26 @@ def test_a_closure_that_leaves_out_other_parameters_each_time():
         def closure():
             calls.append(None)
             model.zero_grad()
-            hidden = model[0](share(0))
-            (model[2](hidden) if hvd.rank() == len(calls) % 2 else hidden).square().mean().backward()
+            backward_that_lacks_a_layer(model, share(0), (hvd.rank() + len(calls)) % 2, 0)
 
         optimizer.step(closure)
         assert len(calls) == 2
         return parameters(model)
 
-    def last_call(model, x, rank, step):
-        hidden = model[0](x)
-        (model[2](hidden) if rank == 0 else hidden).square().mean().backward()
-
-    close(same_on_all(run_ranks(2, program)), alone(range(2), 2, last_call, steps=1))
+    close(same_on_all(run_ranks(2, program)), alone(range(2), 2, backward_that_lacks_a_layer, steps=1))
 
 
-def test_a_rank_that_joins_before_its_first_step_asks_later_what_is_sparse_and_not_alone():
-    def program():
-        model = make_model()
-        optimizer = wrap(model)
-        for epoch in range(3):
-            for step in range(2 if epoch or hvd.rank() else 0):  # rank 0 has nothing in the first epoch
-                optimizer.zero_grad()
-                loss_of(model, share(step)).backward()
-                optimizer.step()
-            last = hvd.join()
-            hvd.broadcast_parameters(model.state_dict(), root_rank=last)
-        return parameters(model)
-
-    same_on_all(run_ranks(3, program))
-
-
+@each_rank_of(2)
 def test_the_line_that_is_told_is_that_of_each_backward():
-    def program():
-        model = torch.nn.Linear(2 + hvd.rank(), 1, bias=False)
-        optimizer = wrap(model, sparse_as_dense=True)
-        here = sys._getframe().f_lineno
-        for step in range(2):
-            loss = model(torch.ones(1, 2 + hvd.rank())).sum()
-            if step:
-                loss.backward()
-            else:
-                loss.backward()
-            line = rf"{os.path.basename(__file__)}:{here + (4 if step else 6)}"
-            with pytest.raises(ringreduce.MismatchError, match=rf"\({line}\): float32.* has float32.* \({line}\)"):
-                optimizer.step()
-
-    run_ranks(2, program)
+    model = torch.nn.Linear(2 + hvd.rank(), 1, bias=False)
+    optimizer = wrap(model, sparse_as_dense=True)
+    here = sys._getframe().f_lineno
+    for step in range(2):
+        loss = model(torch.ones(1, 2 + hvd.rank())).sum()
+        if step:
+            loss.backward()
+        else:
+            loss.backward()
+        line = rf"{os.path.basename(__file__)}:{here + (4 if step else 6)}"
+        with pytest.raises(ringreduce.MismatchError, match=rf"\({line}\): float32.* has float32.* \({line}\)"):
+            optimizer.step()

@@ -6,6 +6,7 @@ import torch
 import ringreduce
 import ringreduce.torch as hvd
 from ringreduce.testing import run_ranks
+from tests.ranks.on_threads import each_rank_of
 from tests.support.training import same_on_all
 
 ROWS = {0: [1, 4, 4], 1: [4, 0]}
@@ -129,16 +130,14 @@ def test_accumulated_onto_the_zeros_that_were_shown():
     torch.testing.assert_close(same_on_all(run_ranks(2, both)), counts[:, None].expand(6, 3))
 
 
+@each_rank_of(2)
 def test_dense_on_one_rank_and_sparse_on_another():
-    def mixed():
-        table = make_table(sparse=hvd.rank() == 1)
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(table.parameters(), lr=0.1), table.named_parameters())
-        table(torch.tensor([hvd.rank()])).sum().backward()
-        if hvd.rank() == 0:
-            with pytest.raises(ringreduce.MismatchError, match="gradient 'weight': dense on this rank, but sparse"):
-                optimizer.step()
-        else:
-            with pytest.raises(ringreduce.PeerLostError):  # rank 0 has learnt it, and its program ends
-                optimizer.step()
-
-    run_ranks(2, mixed)
+    table = make_table(sparse=hvd.rank() == 1)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(table.parameters(), lr=0.1), table.named_parameters())
+    table(torch.tensor([hvd.rank()])).sum().backward()
+    if hvd.rank() == 0:
+        with pytest.raises(ringreduce.MismatchError, match="gradient 'weight': dense on this rank, but sparse"):
+            optimizer.step()
+    else:
+        with pytest.raises(ringreduce.PeerLostError):  # rank 0 has learnt it, and its program ends
+            optimizer.step()

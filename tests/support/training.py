@@ -29,12 +29,23 @@ def loss_of(model, x):
     return (model(x) - x.sum(1, keepdim=True)).square().mean()
 
 
+def own_backward(model, step):
+    """Of this rank's share."""
+    loss_of(model, share(step)).backward()
+
+
+def backward_of(model, x, rank, step):
+    loss_of(model, x).backward()
+
+
+def backward_that_lacks_a_layer(model, x, rank, step):
+    """But for rank 0, there is no gradient of the last layer."""
+    hidden = model[0](x)
+    (model[2](hidden) if rank == 0 else hidden).square().mean().backward()
+
+
 def parameters(model):
     return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
-
-
-def gradients(model):
-    return torch.cat([parameter.grad.detach().reshape(-1) for parameter in model.parameters()])
 
 
 def wrap(model, lr=0.1, **options):
@@ -63,7 +74,7 @@ def trains_as_one_process(size, program, **options):
     close(same_on_all(run_ranks(size, lambda: program(share, wrapped))), program(batch, lambda optimizer, _: optimizer))
 
 
-def trained(model, optimizer, steps, backward, before_step=lambda model: None):
+def trained(model, optimizer, steps, backward=own_backward, before_step=lambda model: None):
     """The parameters when it is trained so many steps, in each of which backward(model, step) computes gradients."""
     for step in range(steps):
         optimizer.zero_grad()
@@ -73,7 +84,7 @@ def trained(model, optimizer, steps, backward, before_step=lambda model: None):
     return parameters(model)
 
 
-def alone(ranks, size, backward, before_step=lambda model: None, make=make_model, steps=4, total=False):
+def alone(ranks, size, backward=backward_of, before_step=lambda model: None, make=make_model, steps=4, total=False):
     """The parameters of one process that computes what these ranks do: means of their gradients, or their total."""
 
     def all_backward(model, step):
