@@ -8,6 +8,7 @@ from ringreduce import reform
 from ringreduce.elastic import ElasticSampler, HostsUpdatedInterrupt, ObjectState, State, run
 from ringreduce.errors import CollectiveError, MismatchError, PeerLostError
 from ringreduce.testing import run_ranks
+from tests.ranks.on_threads import each_rank_of
 
 
 class Counting(ObjectState):
@@ -25,12 +26,10 @@ def new_state(kind=Counting):
     return kind(params={"w": np.arange(3.0) + rr.rank()}, step=10 * rr.rank(), done=[])
 
 
+@each_rank_of(3)
 def test_before_the_first_call_all_ranks_get_the_state_of_rank_0():
-    def program():
-        state = new_state()
-        return run(lambda state, more: (state.params["w"].tolist(), state.step, state.commits, more))(state, more=5)
-
-    assert run_ranks(3, program) == [([0, 1, 2], 0, 1, 5)] * 3
+    function = run(lambda state, more: (state.params["w"].tolist(), state.step, state.commits, more))
+    assert function(new_state(), more=5) == ([0, 1, 2], 0, 1, 5)
 
 
 def test_the_function_begins_again_at_the_last_commit(elastic):
@@ -158,20 +157,18 @@ def test_a_failure_while_recovering_is_recovered_from(elastic):
     assert len(elastic) == 2
 
 
+@each_rank_of(2)
 def test_a_job_that_is_not_elastic_fails_as_ever():
-    def program():
-        state = new_state()
+    state = new_state()
 
-        @run
-        def train(state):
-            state.step = 7
-            raise PeerLostError("rank 9 died", [9])
+    @run
+    def train(state):
+        state.step = 7
+        raise PeerLostError("rank 9 died", [9])
 
-        with pytest.raises(PeerLostError, match="rank 9 died"):
-            train(state)
-        return state.step, state.syncs
-
-    assert run_ranks(2, program) == [(7, 1)] * 2
+    with pytest.raises(PeerLostError, match="rank 9 died"):
+        train(state)
+    assert (state.step, state.syncs) == (7, 1)
 
 
 def test_a_mismatch_goes_on_since_it_would_come_again(elastic):
@@ -263,26 +260,23 @@ def test_a_change_of_ranks_between_steps_goes_on_from_there(elastic, monkeypatch
 
 
 @pytest.mark.parametrize(("update", "skips_sync"), [(1, True), (2, False), (3, False), (None, True)])
+@each_rank_of(2)
 def test_hosts_that_change_are_told_at_the_next_commit(update, skips_sync):
     """Horovod's interface: what the script itself says, or raises."""
+    state, resets = new_state(), []
+    state.register_reset_callbacks([lambda: resets.append(state.step)])
 
-    def program():
-        state, resets = new_state(), []
-        state.register_reset_callbacks([lambda: resets.append(state.step)])
+    @run
+    def train(state):
+        state.step += 1
+        if len(resets) == 0:
+            if update is None:
+                raise HostsUpdatedInterrupt(skip_sync=True)
+            state.on_hosts_updated(timestamp=1, update_res=update)
+        state.commit()
+        return state.step
 
-        @run
-        def train(state):
-            state.step += 1
-            if len(resets) == 0:
-                if update is None:
-                    raise HostsUpdatedInterrupt(skip_sync=True)
-                state.on_hosts_updated(timestamp=1, update_res=update)
-            state.commit()
-            return state.step
-
-        return train(state), resets, state.syncs
-
-    assert run_ranks(2, program) == [(2, [1], 1 if skips_sync else 2)] * 2
+    assert (train(state), resets, state.syncs) == (2, [1], 1 if skips_sync else 2)
 
 
 def test_a_sync_in_mid_epoch_divides_what_is_left_on_the_root_too():
@@ -370,10 +364,9 @@ def test_a_sampler_goes_back_with_the_state_and_is_divided_anew(elastic):
     assert run_ranks(2, program) == [(4, [4, 6, 8, 10, 12, 14]), (4, [5, 7, 9, 11, 13, 15])]
 
 
+@each_rank_of(3)
 def test_ranks_whose_states_differ_in_form_get_the_roots():
-    def program():
-        state = ObjectState(tree={"a": np.arange(2 + rr.rank())} if rr.rank() else {"b": [np.ones(3), 4]}, none=None)
-        state.sync()
-        return {key: [value[0].tolist(), value[1]] for key, value in state.tree.items()}, state.none
-
-    assert run_ranks(3, program) == [({"b": [[1, 1, 1], 4]}, None)] * 3
+    state = ObjectState(tree={"a": np.arange(2 + rr.rank())} if rr.rank() else {"b": [np.ones(3), 4]}, none=None)
+    state.sync()
+    assert {key: [value[0].tolist(), value[1]] for key, value in state.tree.items()} == {"b": [[1, 1, 1], 4]}
+    assert state.none is None

@@ -10,6 +10,7 @@ from ringreduce import runtime
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
 from ringreduce.torch import HorovodInternalError
+from tests.ranks.on_threads import each_rank_of
 
 LINE = r"\(test_errors.py:\d+\)"
 
@@ -164,54 +165,47 @@ def test_different_operations(case):
     run_ranks(2, program)
 
 
+@each_rank_of(3)
 def test_a_mistake_in_some_tensors_spares_the_others():
     """Among many under way, those that differ fail, and all others are right; in several rounds."""
-
-    def program():
-        for step in range(4):
-            handles = {}
-            for number in np.random.default_rng(rr.rank() + 10 * step).permutation(30).tolist():
-                wrong = number % 7 == step and rr.rank() == 1
-                array = np.full(3 + wrong, 10.0 * rr.rank() + number)
-                handles[number] = rr.allreduce_async(array, name=f"w{number}", op=rr.Sum)
-            for number, handle in handles.items():
-                if number % 7 == step:
-                    with pytest.raises(rr.MismatchError, match=rf"rank 1 of 3, allreduce 'w{number}' "):
-                        rr.synchronize(handle)
-                else:
-                    np.testing.assert_array_equal(rr.synchronize(handle), [30 + 3 * number] * 3)
-
-    run_ranks(3, program)
+    for step in range(4):
+        handles = {}
+        for number in np.random.default_rng(rr.rank() + 10 * step).permutation(30).tolist():
+            wrong = number % 7 == step and rr.rank() == 1
+            array = np.full(3 + wrong, 10.0 * rr.rank() + number)
+            handles[number] = rr.allreduce_async(array, name=f"w{number}", op=rr.Sum)
+        for number, handle in handles.items():
+            if number % 7 == step:
+                with pytest.raises(rr.MismatchError, match=rf"rank 1 of 3, allreduce 'w{number}' "):
+                    rr.synchronize(handle)
+            else:
+                np.testing.assert_array_equal(rr.synchronize(handle), [30 + 3 * number] * 3)
 
 
+@each_rank_of(2)
 def test_a_name_that_is_pending_is_refused_at_once():
-    def program():
-        message = (
-            f"allreduce 'w': a tensor of this name is pending already on rank {rr.rank()}; synchronize it first, or "
-            "use another name"
-        )
-        if rr.rank() == 0:  # rank 1 has not given it yet
-            handle = rr.allreduce_async(zeros(4), name="w")
-            for again in (rr.allreduce_async, rr.allreduce_, rr.allreduce):
-                with pytest.raises(ValueError, match=message):
-                    again(zeros(4), name="w")
-            assert not rr.poll(handle)
-            rr.allgather_object(0, name="released")
-        else:
-            rr.allgather_object(0, name="released")
-            handle = rr.allreduce_async(zeros(4) + 1, name="w", op=rr.Average)
-        np.testing.assert_array_equal(rr.synchronize(handle), [0.5] * 4)
-        goes_on()
-
-    run_ranks(2, program)
+    message = (
+        f"allreduce 'w': a tensor of this name is pending already on rank {rr.rank()}; synchronize it first, or "
+        "use another name"
+    )
+    if rr.rank() == 0:  # rank 1 has not given it yet
+        handle = rr.allreduce_async(zeros(4), name="w")
+        for again in (rr.allreduce_async, rr.allreduce_, rr.allreduce):
+            with pytest.raises(ValueError, match=message):
+                again(zeros(4), name="w")
+        assert not rr.poll(handle)
+        rr.allgather_object(0, name="released")
+    else:
+        rr.allgather_object(0, name="released")
+        handle = rr.allreduce_async(zeros(4) + 1, name="w", op=rr.Average)
+    np.testing.assert_array_equal(rr.synchronize(handle), [0.5] * 4)
+    goes_on()
 
 
+@each_rank_of(2)
 def test_the_same_name_may_be_another_operations():
-    def program():
-        handles = [rr.allreduce_async(zeros(3), name="w"), rr.allgather_async(zeros(1), name="w")]
-        return [rr.synchronize(handle).shape for handle in handles]
-
-    assert run_ranks(2, program) == [[(3,), (2,)]] * 2
+    handles = [rr.allreduce_async(zeros(3), name="w"), rr.allgather_async(zeros(1), name="w")]
+    assert [rr.synchronize(handle).shape for handle in handles] == [(3,), (2,)]
 
 
 WRONG = {
@@ -323,16 +317,13 @@ def test_a_wrong_argument_is_a_value_error_and_the_job_goes_on(case):
     run_ranks(3, program)
 
 
+@each_rank_of(3)
 def test_one_ranks_wrong_argument_can_be_corrected():
     """Nothing was announced: the other ranks wait for the right call."""
-
-    def program():
-        if rr.rank() == 1:
-            with pytest.raises(ValueError, match="elements of type <U1"):
-                rr.allreduce(np.array(["a"]), name="w")
-        return rr.allreduce(zeros(3, 4) + rr.rank(), name="w", op=rr.Sum)[2, 3]
-
-    assert run_ranks(3, program) == [3, 3, 3]
+    if rr.rank() == 1:
+        with pytest.raises(ValueError, match="elements of type <U1"):
+            rr.allreduce(np.array(["a"]), name="w")
+    assert rr.allreduce(zeros(3, 4) + rr.rank(), name="w", op=rr.Sum)[2, 3] == 3
 
 
 BEFORE_INIT = {

@@ -9,6 +9,7 @@ from ringreduce.optim.exchange import Exchange
 from ringreduce.optim.reducer import Reducer
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
+from tests.ranks.on_threads import each_rank_of
 
 SHAPES = {"a": (3,), "b": (40, 2), "c": (5, 5), "d": (2,)}
 
@@ -85,27 +86,23 @@ def test_gradients_that_come_one_by_one_share_buckets(monkeypatch, passes):
         assert members == [[["d", "b"], ["a", "c"]]] * 3  # in rank 0's order but for c, which one rank lacks
 
 
+@each_rank_of(2)
 def test_gradients_that_come_at_once():
-    def program():
-        exchange = Exchange(compression=rr.Compression.fp16, gradient_predivide_factor=4.0)
-        mine = [np.full(3, rr.rank() + 1.0), np.full((2, 2), 2.0 * rr.rank())]
-        finish = exchange.begin("later", [each.copy() for each in mine], ["v", "w"])
-        reduced = exchange.reduce(mine, names=["v", "w"])
-        for one, other, expected in zip(reduced, finish(), (1.5, 1.0), strict=True):
-            assert one.dtype == other.dtype == np.float64
-            assert np.all(one == expected)
-            assert np.all(other == expected)
-        assert np.all(mine[0] == rr.rank() + 1)  # the caller's own
-
-    run_ranks(2, program)
+    exchange = Exchange(compression=rr.Compression.fp16, gradient_predivide_factor=4.0)
+    mine = [np.full(3, rr.rank() + 1.0), np.full((2, 2), 2.0 * rr.rank())]
+    finish = exchange.begin("later", [each.copy() for each in mine], ["v", "w"])
+    reduced = exchange.reduce(mine, names=["v", "w"])
+    for one, other, expected in zip(reduced, finish(), (1.5, 1.0), strict=True):
+        assert one.dtype == other.dtype == np.float64
+        assert np.all(one == expected)
+        assert np.all(other == expected)
+    assert np.all(mine[0] == rr.rank() + 1)  # the caller's own
 
 
+@each_rank_of(3, settings=Settings(dynamic_process_sets=True))
 def test_a_rank_that_takes_no_part_keeps_its_gradients():
-    def program():
-        others = rr.add_process_set([0, 2])
-        mine = [np.array([rr.rank() + 1.0])]
-        (reduced,) = Exchange(process_set=others).reduce(mine)
-        (begun,) = Exchange(process_set=others).begin("w", mine)()
-        return float(reduced[0]), float(begun[0])
-
-    assert run_ranks(3, program, settings=Settings(dynamic_process_sets=True)) == [(2.0, 2.0), (2.0, 2.0), (2.0, 2.0)]
+    others = rr.add_process_set([0, 2])
+    mine = [np.array([rr.rank() + 1.0])]
+    (reduced,) = Exchange(process_set=others).reduce(mine)
+    (begun,) = Exchange(process_set=others).begin("w", mine)()
+    assert (float(reduced[0]), float(begun[0])) == (2.0, 2.0)

@@ -10,6 +10,7 @@ import pytest
 
 import ringreduce as rr
 from ringreduce.testing import run_ranks
+from tests.ranks.on_threads import each_rank_of
 from tests.support.reference import data
 
 SIZE = 3
@@ -56,67 +57,57 @@ def on_every_rank(program):
     return run_ranks(SIZE, program)
 
 
+@each_rank_of(SIZE)
 def test_step():
-    def program():
-        mine = gradients(rr.rank())
-        inner = Stepping()
-        optimizer = rr.DistributedOptimizer(inner)
-        assert optimizer.step(mine, scale=2) == 2
-        assert_averaged(inner.seen)
-        optimizer.step(grads=mine)
-        assert_averaged(inner.seen)
-        np.testing.assert_array_equal(mine["w"], gradients(rr.rank())["w"], err_msg="the caller's arrays stay")
-
-    on_every_rank(program)
+    mine = gradients(rr.rank())
+    inner = Stepping()
+    optimizer = rr.DistributedOptimizer(inner)
+    assert optimizer.step(mine, scale=2) == 2
+    assert_averaged(inner.seen)
+    optimizer.step(grads=mine)
+    assert_averaged(inner.seen)
+    np.testing.assert_array_equal(mine["w"], gradients(rr.rank())["w"], err_msg="the caller's arrays stay")
 
 
+@each_rank_of(SIZE)
 def test_update():
-    def program():
-        inner = Updating()
-        optimizer = rr.DistributedOptimizer(inner)
-        assert optimizer.update("params", gradients(rr.rank()), decay=1) == ("params", 1)
-        assert_averaged(inner.seen)
-        assert optimizer.update("params", grads=gradients(rr.rank())) == ("params", 0)
-        assert_averaged(inner.seen)
-
-    on_every_rank(program)
+    inner = Updating()
+    optimizer = rr.DistributedOptimizer(inner)
+    assert optimizer.update("params", gradients(rr.rank()), decay=1) == ("params", 1)
+    assert_averaged(inner.seen)
+    assert optimizer.update("params", grads=gradients(rr.rank())) == ("params", 0)
+    assert_averaged(inner.seen)
 
 
+@each_rank_of(SIZE)
 def test_apply_gradients():
-    def program():
-        inner = Applying()
-        grads = gradients(rr.rank())
-        rr.DistributedOptimizer(inner).apply_gradients(zip([grads["w"], None], ["w", "unused"], strict=True))
-        (averaged, name), unused = inner.seen
-        np.testing.assert_allclose(averaged, mean(lambda g: g["w"]), rtol=1e-6)
-        assert (name, unused) == ("w", (None, "unused"))
-
-    on_every_rank(program)
+    inner = Applying()
+    grads = gradients(rr.rank())
+    rr.DistributedOptimizer(inner).apply_gradients(zip([grads["w"], None], ["w", "unused"], strict=True))
+    (averaged, name), unused = inner.seen
+    np.testing.assert_allclose(averaged, mean(lambda g: g["w"]), rtol=1e-6)
+    assert (name, unused) == ("w", (None, "unused"))
 
 
+@each_rank_of(SIZE)
 def test_a_callable_and_another_op():
-    def program():
-        seen = []
-        rr.DistributedOptimizer(seen.append)(gradients(rr.rank()))
-        assert_averaged(seen[0])
-        rr.DistributedOptimizer(seen.append, op=rr.Max)([np.float64(rr.rank())])
-        assert seen[1] == [SIZE - 1]
-
-    on_every_rank(program)
+    seen = []
+    rr.DistributedOptimizer(seen.append)(gradients(rr.rank()))
+    assert_averaged(seen[0])
+    rr.DistributedOptimizer(seen.append, op=rr.Max)([np.float64(rr.rank())])
+    assert seen[1] == [SIZE - 1]
 
 
+@each_rank_of(SIZE)
 def test_attributes_are_the_wrapped_optimizers():
-    def program():
-        inner = Stepping()
-        optimizer = rr.DistributedOptimizer(inner)
-        assert optimizer.lr == 0.1
-        optimizer.lr = 0.5
-        assert inner.lr == 0.5
-        with pytest.raises(AttributeError, match="momentum"):
-            _ = optimizer.momentum
-        assert "Stepping" in repr(optimizer)
-
-    on_every_rank(program)
+    inner = Stepping()
+    optimizer = rr.DistributedOptimizer(inner)
+    assert optimizer.lr == 0.1
+    optimizer.lr = 0.5
+    assert inner.lr == 0.5
+    with pytest.raises(AttributeError, match="momentum"):
+        _ = optimizer.momentum
+    assert "Stepping" in repr(optimizer)
 
 
 def sgd(params, grads):
@@ -166,22 +157,18 @@ def test_the_gradients_are_reduced_and_nothing_else(case):
     on_every_rank(program)
 
 
+@each_rank_of(SIZE)
 def test_what_optax_would_be_given_besides_stays():
-    def program():
-        optimizer = rr.DistributedOptimizer(LikeOptax())
-        state = {"count": np.full(1, rr.rank())}
-        assert optimizer.update(np.ones(1), state, params=state)[1:] == (state, state)
-
-    on_every_rank(program)
+    optimizer = rr.DistributedOptimizer(LikeOptax())
+    state = {"count": np.full(1, rr.rank())}
+    assert optimizer.update(np.ones(1), state, params=state)[1:] == (state, state)
 
 
 @pytest.mark.parametrize("unclear", [names_differ, lambda *args: None, max, lambda grads, gradients: None])
+@each_rank_of(SIZE)
 def test_a_callable_with_unclear_gradients_is_refused(unclear):
-    def program():
-        with pytest.raises(rr.InputError, match=r"which argument holds the gradients\? .* its index or name: .*=1\)"):
-            rr.DistributedOptimizer(unclear)
-
-    on_every_rank(program)
+    with pytest.raises(rr.InputError, match=r"which argument holds the gradients\? .* its index or name: .*=1\)"):
+        rr.DistributedOptimizer(unclear)
 
 
 def test_a_method_with_unclear_gradients_is_refused_when_it_is_called():
@@ -216,21 +203,19 @@ class Forgetful(Stored):
         super().__init__({} if isinstance(items, dict) else items)
 
 
+@each_rank_of(SIZE)
 def test_containers_of_other_kinds_are_rebuilt_or_refused():
-    def program():
-        mine = np.full(1, float(rr.rank()))
-        optimizer = rr.DistributedOptimizer(lambda grads: grads)
-        default = collections.defaultdict(list, w=mine)
-        assert optimizer(default)["w"] == MEAN
-        assert optimizer(default)["missing"] == []
-        assert optimizer(collections.OrderedDict(b=mine, a=None)) == collections.OrderedDict(b=MEAN, a=None)
-        assert optimizer(Stored({"a": {"w": mine}}))["a"]["w"] == MEAN
-        with pytest.raises(rr.InputError, match="Forgetful that is made from a dict does not hold its arrays; pass a"):
-            optimizer([Forgetful([("w", mine)])])
-        with pytest.raises(rr.InputError, match="a set is not an array"):
-            optimizer({"w": {1.0}})
-
-    on_every_rank(program)
+    mine = np.full(1, float(rr.rank()))
+    optimizer = rr.DistributedOptimizer(lambda grads: grads)
+    default = collections.defaultdict(list, w=mine)
+    assert optimizer(default)["w"] == MEAN
+    assert optimizer(default)["missing"] == []
+    assert optimizer(collections.OrderedDict(b=mine, a=None)) == collections.OrderedDict(b=MEAN, a=None)
+    assert optimizer(Stored({"a": {"w": mine}}))["a"]["w"] == MEAN
+    with pytest.raises(rr.InputError, match="Forgetful that is made from a dict does not hold its arrays; pass a"):
+        optimizer([Forgetful([("w", mine)])])
+    with pytest.raises(rr.InputError, match="a set is not an array"):
+        optimizer({"w": {1.0}})
 
 
 def made_by(library):
@@ -254,45 +239,37 @@ def made_by(library):
         ),
     ],
 )
+@each_rank_of(SIZE)
 def test_frameworks_without_an_adapter_are_told_what_works(optimizer, says):
-    def program():
-        with pytest.raises(TypeError, match=says):
-            rr.DistributedOptimizer(optimizer)
-
-    on_every_rank(program)
+    with pytest.raises(TypeError, match=says):
+        rr.DistributedOptimizer(optimizer)
 
 
 @pytest.mark.parametrize("wrong", [object(), 3])
+@each_rank_of(SIZE)
 def test_what_fits_none_gets_the_list_of_forms(wrong):
-    def program():
-        with pytest.raises(
-            TypeError, match=r"one of\n.*torch.optim.Optimizer\n.*of optax\n.*of Keras 3\n.*step\(grads\), update\("
-        ):
-            rr.DistributedOptimizer(wrong)
-
-    on_every_rank(program)
+    with pytest.raises(
+        TypeError, match=r"one of\n.*torch.optim.Optimizer\n.*of optax\n.*of Keras 3\n.*step\(grads\), update\("
+    ):
+        rr.DistributedOptimizer(wrong)
 
 
+@each_rank_of(SIZE)
 def test_calls_without_gradients_are_told():
-    def program():
-        with pytest.raises(TypeError, match="no gradients were passed; expected them as grads"):
-            rr.DistributedOptimizer(Stepping()).step()
-        with pytest.raises(TypeError, match=r"apply_gradients expects the \(gradient, parameter\) pairs first"):
-            rr.DistributedOptimizer(Applying()).apply_gradients()
-        with pytest.raises(rr.InputError, match="backward_passes_per_step are options for torch, optax and Keras"):
-            rr.DistributedOptimizer(Stepping(), backward_passes_per_step=2)
-
-    on_every_rank(program)
+    with pytest.raises(TypeError, match="no gradients were passed; expected them as grads"):
+        rr.DistributedOptimizer(Stepping()).step()
+    with pytest.raises(TypeError, match=r"apply_gradients expects the \(gradient, parameter\) pairs first"):
+        rr.DistributedOptimizer(Applying()).apply_gradients()
+    with pytest.raises(rr.InputError, match="backward_passes_per_step are options for torch, optax and Keras"):
+        rr.DistributedOptimizer(Stepping(), backward_passes_per_step=2)
 
 
+@each_rank_of(SIZE)
 def test_gradients_that_differ_in_form_are_named():
-    def program():
-        seen = []
-        grads = {"w": np.zeros(3), ("b" if rr.rank() == 1 else "c"): np.zeros(2)}
-        with pytest.raises(rr.MismatchError, match=r"rank 1 of 3, allreduce 'b' .*: name 'b', but rank 0 has name 'c'"):
-            rr.DistributedOptimizer(seen.append)(grads)
-
-    on_every_rank(program)
+    seen = []
+    grads = {"w": np.zeros(3), ("b" if rr.rank() == 1 else "c"): np.zeros(2)}
+    with pytest.raises(rr.MismatchError, match=r"rank 1 of 3, allreduce 'b' .*: name 'b', but rank 0 has name 'c'"):
+        rr.DistributedOptimizer(seen.append)(grads)
 
 
 def test_it_wants_init_first():

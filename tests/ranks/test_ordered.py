@@ -11,6 +11,7 @@ import ringreduce as rr
 from ringreduce import runtime
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
+from tests.ranks.on_threads import each_rank_of
 from tests.support.world import on_every_world
 
 pytestmark = pytest.mark.timeout(60)
@@ -129,22 +130,19 @@ def test_a_difference_is_an_error_on_all_ranks_and_the_channel_goes_on(hosts):
     check_differences(run_ranks(3, operations_that_differ, hosts=hosts))
 
 
+@each_rank_of(2)
 def test_opposite_orders_of_a_named_operation_and_an_ordered_one():
     """The ordered one is under way on a rank that waits for the named one, and the other way round."""
-
-    def program():
-        channel, rank = rr.ordered(), rr.rank()
-        named, ordered = np.ones(3) * (rank + 1), np.ones(3) * (rank + 3)
-        if rank:
-            handle = channel.allreduce_async_(ordered, op=rr.Sum)
-            rr.allreduce_(named, name="w", op=rr.Sum)
-        else:
-            handle = rr.allreduce_async_(named, name="w", op=rr.Sum)
-            channel.allreduce_(ordered, op=rr.Sum)
-        rr.synchronize(handle)
-        return named[0], ordered[0]
-
-    assert run_ranks(2, program) == [(3.0, 7.0)] * 2
+    channel, rank = rr.ordered(), rr.rank()
+    named, ordered = np.ones(3) * (rank + 1), np.ones(3) * (rank + 3)
+    if rank:
+        handle = channel.allreduce_async_(ordered, op=rr.Sum)
+        rr.allreduce_(named, name="w", op=rr.Sum)
+    else:
+        handle = rr.allreduce_async_(named, name="w", op=rr.Sum)
+        channel.allreduce_(ordered, op=rr.Sum)
+    rr.synchronize(handle)
+    assert (named[0], ordered[0]) == (3.0, 7.0)
 
 
 @HOSTS
@@ -202,16 +200,14 @@ def test_a_message_of_another_shape_is_an_error_and_the_next_one_arrives():
     assert run_ranks(2, program)[1] == [2.0] * 4
 
 
+@each_rank_of(2)
 def test_a_rank_that_has_left_is_named_and_closes_the_channel():
-    def program():
-        channel = rr.ordered()
-        if rr.rank() == 1:
-            return
-        for _ in range(2):
-            with pytest.raises(rr.PeerLostError, match="rank 1 has left the job: its function returned"):
-                channel.allreduce(np.ones(3))
-
-    run_ranks(2, program)
+    channel = rr.ordered()
+    if rr.rank() == 1:
+        return
+    for _ in range(2):
+        with pytest.raises(rr.PeerLostError, match="rank 1 has left the job: its function returned"):
+            channel.allreduce(np.ones(3))
 
 
 def test_a_rank_that_does_not_come_is_reported_and_given_up(capsys):
@@ -232,41 +228,36 @@ def test_a_rank_that_does_not_come_is_reported_and_given_up(capsys):
     assert "stalled: allreduce 'ordered' (test_ordered.py:" in capsys.readouterr().err
 
 
+@each_rank_of(2)
 def test_what_nobody_waits_for_moves_too():
-    def program():
-        handle = rr.ordered().allreduce_async_(np.ones(100_000), op=rr.Sum)
-        until_s = time.monotonic() + 20
-        while not handle.done():
-            assert time.monotonic() < until_s
-            time.sleep(0.01)
-        return handle.wait()[0]
-
-    assert run_ranks(2, program) == [2.0] * 2
+    handle = rr.ordered().allreduce_async_(np.ones(100_000), op=rr.Sum)
+    until_s = time.monotonic() + 20
+    while not handle.done():
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+    assert handle.wait()[0] == 2.0
 
 
+@each_rank_of(3)
 def test_short_sums_between_long_ones_and_other_operations_on_ranks_that_are_late_in_turns():
     """A short sum is packed before the hashes are compared: memory that others still read must not change."""
-
-    def program():
-        channel, rank, size = rr.ordered(), rr.rank(), rr.size()
-        lengths = np.random.default_rng(0).choice([1, 3, 200, 5_000, 400_000], 120, p=[0.4, 0.2, 0.2, 0.15, 0.05])
-        for number, length in enumerate(lengths.tolist()):
-            if number % size == rank:
-                time.sleep(2e-4)
-            mine = np.arange(length) + 1000.0 * rank + number
-            found = channel.allreduce_(mine.copy(), op=rr.Sum)
-            np.testing.assert_array_equal(found, size * (np.arange(length) + number) + 500.0 * size * (size - 1))
-            if number % 7 == 0:
-                root = number % size
-                assert (channel.broadcast(mine, root) == np.arange(length) + 1000.0 * root + number).all()
-            if number % 11 == 0:
-                with pytest.raises(rr.MismatchError):
-                    channel.allreduce_(mine if rank else np.arange(2.0))
-            if number % 13 == 0:
-                average = channel.allreduce(mine[:1])
-                assert average == pytest.approx(number + 500.0 * (size - 1))
-
-    run_ranks(3, program)
+    channel, rank, size = rr.ordered(), rr.rank(), rr.size()
+    lengths = np.random.default_rng(0).choice([1, 3, 200, 5_000, 400_000], 120, p=[0.4, 0.2, 0.2, 0.15, 0.05])
+    for number, length in enumerate(lengths.tolist()):
+        if number % size == rank:
+            time.sleep(2e-4)
+        mine = np.arange(length) + 1000.0 * rank + number
+        found = channel.allreduce_(mine.copy(), op=rr.Sum)
+        np.testing.assert_array_equal(found, size * (np.arange(length) + number) + 500.0 * size * (size - 1))
+        if number % 7 == 0:
+            root = number % size
+            assert (channel.broadcast(mine, root) == np.arange(length) + 1000.0 * root + number).all()
+        if number % 11 == 0:
+            with pytest.raises(rr.MismatchError):
+                channel.allreduce_(mine if rank else np.arange(2.0))
+        if number % 13 == 0:
+            average = channel.allreduce(mine[:1])
+            assert average == pytest.approx(number + 500.0 * (size - 1))
 
 
 def test_a_channel_of_some_ranks():
@@ -286,17 +277,15 @@ def test_a_channel_of_some_ranks():
     assert results == [(4.0, 2), None, (4.0, 2)]
 
 
+@each_rank_of(2)
 def test_nothing_is_negotiated():
-    def program():
-        channel, mailbox = rr.ordered(), runtime.current("a test").engine.mailbox
-        rr.barrier()
-        before = mailbox.messages
-        for _ in range(10):
-            channel.allreduce_(np.ones(3))
-            channel.allgather(np.ones((2, 2)))
-        return mailbox.messages - before
-
-    assert run_ranks(2, program) == [0, 0]
+    channel, mailbox = rr.ordered(), runtime.current("a test").engine.mailbox
+    rr.barrier()
+    before = mailbox.messages
+    for _ in range(10):
+        channel.allreduce_(np.ones(3))
+        channel.allgather(np.ones((2, 2)))
+    assert mailbox.messages - before == 0
 
 
 @on_every_world

@@ -9,6 +9,7 @@ import pytest
 import ringreduce as rr
 from ringreduce.sweeps import study
 from ringreduce.testing import run_ranks
+from tests.ranks.on_threads import each_rank_of
 
 optuna = pytest.importorskip("optuna")
 pytestmark = pytest.mark.timeout(60)
@@ -170,10 +171,7 @@ def test_trials_that_ran_when_their_job_ended_are_repeated_once_with_the_same_va
         ({"direction": "up"}, "direction='up'; expected minimize or maximize"),
     ],
 )
+@each_rank_of(3)
 def test_a_wrong_argument_is_said_on_all_ranks(arguments, message):
-    def program():
-        with pytest.raises(rr.InputError, match=message):
-            rr.sweep(lambda trial: 0, 1, **arguments)
-        return True
-
-    assert run_ranks(3, program) == [True] * 3
+    with pytest.raises(rr.InputError, match=message):
+        rr.sweep(lambda trial: 0, 1, **arguments)

@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import ringreduce.torch as hvd
 from ringreduce.errors import InputError, PeerLostError
 from ringreduce.testing import run_ranks
+from tests.ranks.on_threads import each_rank_of
 
 
 def model_of(value):
@@ -44,34 +45,6 @@ def test_the_names_are_horovods_and_need_no_import_of_their_own():
     assert issubclass(hvd.elastic.ElasticSampler, torch.utils.data.Sampler)
 
 
-def test_a_state_is_synchronized_restored_and_committed():
-    """As Horovod's test of TorchState, on two ranks."""
-
-    def program():
-        model = model_of(1.0 + hvd.rank())
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.001 * (1 + hvd.rank()))
-        state = hvd.elastic.TorchState(model, optimizer=optimizer, batch=20 + hvd.rank(), epoch=10 + hvd.rank())
-        state.sync()
-        first = weights(model_of(1.0))
-        assert_equal(weights(state.model), first)
-        assert (state.batch, state.epoch, optimizer.param_groups[0]["lr"]) == (20, 10, 0.001)
-
-        model.load_state_dict(model_of(3.0).state_dict())
-        state.batch, state.epoch = 21, 11
-        state.restore()
-        assert_equal(weights(state.model), first)
-        assert (state.batch, state.epoch) == (20, 10)
-
-        model.load_state_dict(model_of(3.0).state_dict())
-        state.batch, state.epoch = 21, 11
-        state.commit()
-        state.restore()
-        assert_equal(weights(state.model), weights(model_of(3.0)))
-        return state.batch, state.epoch
-
-    assert run_ranks(2, program) == [(21, 11)] * 2
-
-
 OPTIMIZERS = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
     "Adam": lambda p: torch.optim.Adam(p, lr=0.1),
@@ -84,31 +57,28 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("wrapped", [False, True], ids=["plain", "DistributedOptimizer"])
 @pytest.mark.parametrize("committed_after", [0, 2])
 @pytest.mark.parametrize("name", OPTIMIZERS)
+@each_rank_of(2)
 def test_training_goes_on_from_a_commit_as_it_went_on_the_first_time(name, committed_after, wrapped):
     """To the last bit; before an optimizer has any state, too; twice, since a step changes what it has in place."""
-
-    def program():
-        model = model_of(1.0)
-        optimizer = OPTIMIZERS[name](model.parameters())
-        if wrapped:
-            optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
-        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-        state = hvd.elastic.TorchState(model, optimizer, scheduler=scheduler, batch=0)
-        train(model, optimizer, committed_after)
-        state.commit()
-        results = []
-        for _ in range(3):
-            train(model, optimizer, 3, seed=hvd.rank())
-            scheduler.step()
-            results.append((weights(model), copy.deepcopy(optimizer.state_dict()), scheduler.state_dict()))
-            state.restore()
-        for after, of_optimizer, of_scheduler in results[1:]:
-            assert_equal(after, results[0][0])
-            assert str(of_optimizer) == str(results[0][1])
-            assert of_scheduler == results[0][2]
-        assert scheduler.optimizer is optimizer
-
-    run_ranks(2, program)
+    model = model_of(1.0)
+    optimizer = OPTIMIZERS[name](model.parameters())
+    if wrapped:
+        optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    state = hvd.elastic.TorchState(model, optimizer, scheduler=scheduler, batch=0)
+    train(model, optimizer, committed_after)
+    state.commit()
+    results = []
+    for _ in range(3):
+        train(model, optimizer, 3, seed=hvd.rank())
+        scheduler.step()
+        results.append((weights(model), copy.deepcopy(optimizer.state_dict()), scheduler.state_dict()))
+        state.restore()
+    for after, of_optimizer, of_scheduler in results[1:]:
+        assert_equal(after, results[0][0])
+        assert str(of_optimizer) == str(results[0][1])
+        assert of_scheduler == results[0][2]
+    assert scheduler.optimizer is optimizer
 
 
 def test_what_was_being_reduced_is_given_up(elastic):
@@ -145,22 +115,18 @@ def test_what_was_being_reduced_is_given_up(elastic):
     assert elastic == [[3, 3]]
 
 
+@each_rank_of(2)
 def test_an_optimizer_with_state_gives_it_to_one_without():
     """As to a rank that comes late."""
-
-    def program():
-        model = model_of(1.0 + hvd.rank())
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
-        state = hvd.elastic.TorchState(model=model, optimizer=optimizer, extra=torch.ones(2) * hvd.rank())
-        if hvd.rank() == 0:
-            train(model, optimizer, 2)
-        state.sync()
-        train(model, optimizer, 1)
-        return weights(model), state.extra.tolist()
-
-    (first, extra), (second, other) = run_ranks(2, program)
-    assert_equal(first, second)
-    assert extra == other == [0, 0]
+    model = model_of(1.0 + hvd.rank())
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    state = hvd.elastic.TorchState(model=model, optimizer=optimizer, extra=torch.ones(2) * hvd.rank())
+    if hvd.rank() == 0:
+        train(model, optimizer, 2)
+    state.sync()
+    train(model, optimizer, 1)
+    assert state.extra.tolist() == [0, 0]
+    return torch.cat([each.reshape(-1) for each in weights(model)])
 
 
 def test_state_of_gpus_comes_to_them_on_a_rank_that_has_none(monkeypatch):
@@ -190,18 +156,16 @@ def test_state_of_gpus_comes_to_them_on_a_rank_that_has_none(monkeypatch):
     assert run_ranks(2, program) == [(expected, "cuda:0", "cuda:0")] * 2
 
 
+@each_rank_of(2)
 def test_an_optimizer_of_other_parameters_is_refused():
-    def program():
-        model = model_of(1.0)
-        parameters = list(model.parameters())[: 4 - hvd.rank()]
-        state = hvd.elastic.TorchState(optimizer=torch.optim.SGD(parameters, lr=0.1))
-        if hvd.rank() == 0:
-            state.sync()
-            return
-        with pytest.raises(InputError, match=r"has groups of \[3\] parameters, the root's of \[4\]; all ranks must"):
-            state.sync()
-
-    run_ranks(2, program)
+    model = model_of(1.0)
+    parameters = list(model.parameters())[: 4 - hvd.rank()]
+    state = hvd.elastic.TorchState(optimizer=torch.optim.SGD(parameters, lr=0.1))
+    if hvd.rank() == 0:
+        state.sync()
+        return
+    with pytest.raises(InputError, match=r"has groups of \[3\] parameters, the root's of \[4\]; all ranks must"):
+        state.sync()
 
 
 def test_a_sampler_is_part_of_the_state():

@@ -7,6 +7,7 @@ import torch
 
 import ringreduce.torch as hvd
 from ringreduce.testing import run_ranks
+from tests.ranks.on_threads import each_rank_of, known
 
 MOMENTUM = {"momentum": 0.9, "weight_decay": 0.01}
 OPTIMIZERS = {
@@ -143,15 +144,13 @@ class Odd(torch.optim.Optimizer):
             self.param_groups[0]["only here"] = 1
 
 
+@each_rank_of(3)
 def test_state_of_every_kind():
-    def program():
-        optimizer = Odd([torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(3))], hvd.rank())
-        hvd.broadcast_optimizer_state(optimizer, 0)
-        return optimizer.state_dict()
-
-    expected = Odd([torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(3))], 0).state_dict()
-    for result in run_ranks(3, program):
-        assert_same(result, expected)
+    mine, expected = (
+        Odd([torch.nn.Parameter(torch.zeros(2)), torch.nn.Parameter(torch.zeros(3))], rank) for rank in (hvd.rank(), 0)
+    )
+    hvd.broadcast_optimizer_state(mine, 0)
+    assert_same(mine.state_dict(), expected.state_dict())
 
 
 def test_parameters_in_other_memory_formats():
@@ -169,18 +168,12 @@ def test_parameters_in_other_memory_formats():
     assert_same(two, one)
 
 
+@each_rank_of(3, process_sets=[[0, 2]])
 def test_in_a_process_set():
-    def program():
-        _, optimizer = make("Adam", hvd.rank(), 1)
-        if hvd.rank() != 1:
-            some = hvd.ProcessSet([0, 2])
-            some.process_set_id = 1
-            hvd.broadcast_optimizer_state(optimizer, 2, process_set=some)
-        return optimizer.state_dict()
-
-    zeroth, first, second = run_ranks(3, program, process_sets=[[0, 2]])
-    assert_same(zeroth, second)
-    assert first["param_groups"][1]["lr"] != second["param_groups"][1]["lr"]
+    _, optimizer = make("Adam", hvd.rank(), 1)
+    if hvd.rank() != 1:
+        hvd.broadcast_optimizer_state(optimizer, 2, process_set=known([0, 2], 1))
+    assert_same(optimizer.state_dict(), make("Adam", 1 if hvd.rank() == 1 else 2, 1)[1].state_dict())
 
 
 @pytest.mark.parametrize("steps", [0, 3])
@@ -212,73 +205,55 @@ def test_lbfgs(steps):
     assert len(results[0][0]["state"].get(0, {}).get("old_dirs", [])) == (0 if steps == 0 else 5)
 
 
+@each_rank_of(2)
 def test_other_parameters_than_the_roots():
-    def program():
-        parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(3 - hvd.rank())]
-        optimizer = torch.optim.Adam(parameters)
-        if hvd.rank() == 0:
-            sum(parameters).sum().backward()
-            optimizer.step()
+    parameters = [torch.nn.Parameter(torch.zeros(2)) for _ in range(3 - hvd.rank())]
+    optimizer = torch.optim.Adam(parameters)
+    if hvd.rank() == 0:
+        sum(parameters).sum().backward()
+        optimizer.step()
+        hvd.broadcast_optimizer_state(optimizer, 0)
+    else:
+        with pytest.raises(ValueError, match=r"has groups of \[2\] parameters, the root's of \[3\]; all ranks must"):
             hvd.broadcast_optimizer_state(optimizer, 0)
-        else:
-            with pytest.raises(
-                ValueError, match=r"has groups of \[2\] parameters, the root's of \[3\]; all ranks must"
-            ):
-                hvd.broadcast_optimizer_state(optimizer, 0)
-        return hvd.allreduce(torch.tensor(1.0), op=hvd.Sum).item()
-
-    assert run_ranks(2, program) == [2, 2]
+    assert hvd.allreduce(torch.tensor(1.0), op=hvd.Sum).item() == 2
 
 
+@each_rank_of(2)
 def test_a_wrong_root():
-    def program():
-        with pytest.raises(ValueError, match="root_rank=5; expected a rank from 0 to 1"):
-            hvd.broadcast_optimizer_state(torch.optim.Adam([torch.nn.Parameter(torch.zeros(2))]), 5)
-        return hvd.allreduce(torch.tensor(1.0), op=hvd.Sum).item()
-
-    assert run_ranks(2, program) == [2, 2]
+    with pytest.raises(ValueError, match="root_rank=5; expected a rank from 0 to 1"):
+        hvd.broadcast_optimizer_state(torch.optim.Adam([torch.nn.Parameter(torch.zeros(2))]), 5)
+    assert hvd.allreduce(torch.tensor(1.0), op=hvd.Sum).item() == 2
 
 
+@each_rank_of(3)
 def test_broadcast_parameters_takes_dicts_and_lists():
-    def program():
-        model, _ = make("SGD", hvd.rank(), hvd.rank())
-        told = []
-        for root, params in [
-            (1, model.state_dict()),
-            (0, list(model.named_parameters())),
-            (2, model.named_parameters()),
-            (1, list(model.parameters())),
-        ]:
-            hvd.broadcast_parameters(params, root_rank=root)
-            told.append(copy.deepcopy(model.state_dict()))
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    parameter += hvd.rank()
-        return told
-
-    results = run_ranks(3, program)
-    alone = [make("SGD", rank, rank)[0].state_dict() for rank in range(3)]
-    for told in results:
-        assert_same(told, results[0])
-    assert_same(results[0][0], alone[1])
-    for number, change in [(1, 0), (2, 2), (3, 3)]:
-        torch.testing.assert_close(results[0][number]["0.weight"], alone[1]["0.weight"] + change)
+    model, _ = make("SGD", hvd.rank(), hvd.rank())
+    expected = copy.deepcopy(make("SGD", 1, 1)[0].state_dict())
+    for root, params, change in [
+        (1, model.state_dict(), 0),
+        (0, list(model.named_parameters()), 0),
+        (2, model.named_parameters(), 2),
+        (1, list(model.parameters()), 1),
+    ]:
+        hvd.broadcast_parameters(params, root_rank=root)
+        for name, parameter in model.named_parameters():
+            expected[name] = expected[name] + change
+            assert_same(parameter.detach(), expected[name])
+            parameter.data += hvd.rank()
+    assert_same(dict(model.named_buffers()), {name: expected[name] for name, _ in model.named_buffers()})
 
 
 @pytest.mark.parametrize("params", [7, "weights", torch.ones(3), None])
+@each_rank_of(1)
 def test_broadcast_parameters_refuses_anything_else(params):
-    def program():
-        with pytest.raises(ValueError, match="expected a dict of tensors, or a list of"):
-            hvd.broadcast_parameters(params, root_rank=0)
-
-    run_ranks(1, program)
+    with pytest.raises(ValueError, match="expected a dict of tensors, or a list of"):
+        hvd.broadcast_parameters(params, root_rank=0)
 
 
+@each_rank_of(3)
 def test_objects_with_tensors_in_them():
-    def program():
-        mine = {"epoch": hvd.rank(), "weights": torch.full((2,), hvd.rank())}
-        return hvd.broadcast_object(mine, root_rank=1, name="checkpoint"), hvd.allgather_object(mine)
-
-    for told, everyones in run_ranks(3, program):
-        assert_same(told, {"epoch": 1, "weights": torch.tensor([1, 1])})
-        assert_same(everyones[2], {"epoch": 2, "weights": torch.tensor([2, 2])})
+    mine = {"epoch": hvd.rank(), "weights": torch.full((2,), hvd.rank())}
+    told = hvd.broadcast_object(mine, root_rank=1, name="checkpoint")
+    assert_same(told, {"epoch": 1, "weights": torch.tensor([1, 1])})
+    assert_same(hvd.allgather_object(mine)[2], {"epoch": 2, "weights": torch.tensor([2, 2])})

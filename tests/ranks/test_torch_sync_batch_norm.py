@@ -1,14 +1,15 @@
 """SyncBatchNorm on threads: forward, gradients and running statistics are those of one process with all rows."""
 
 import copy
-import threading
 
 import pytest
 import torch
 
 import ringreduce.torch as hvd
 from ringreduce.testing import run_ranks
+from tests.ranks.on_threads import each_rank_of, known
 from tests.support.tiers import parted
+from tests.support.training import make_model, share, trained, trains_as_one_process
 
 SHAPES = {"2-D": (), "3-D": (3,), "4-D": (3, 2), "5-D": (2, 1, 3), "6-D": (2, 1, 2, 1)}
 CHANNELS = 4
@@ -100,22 +101,19 @@ def assert_close(one, other):
     torch.testing.assert_close(one, other, rtol=1e-7, atol=1e-7)
 
 
+@each_rank_of(2)
 def test_gradcheck():
     """All ranks have equal rows, and change the same element at the same time."""
+    layer = set_up(hvd.SyncBatchNorm(CHANNELS))
+    x = torch.randn(3, CHANNELS, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
 
-    def program():
-        layer = set_up(hvd.SyncBatchNorm(CHANNELS))
-        x = torch.randn(3, CHANNELS, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    def normalised(x, weight, bias):
+        with torch.no_grad():
+            layer.running_mean.zero_()
+        return torch.func.functional_call(layer, {"weight": weight, "bias": bias}, (x,))
 
-        def normalised(x, weight, bias):
-            with torch.no_grad():
-                layer.running_mean.zero_()
-            return torch.func.functional_call(layer, {"weight": weight, "bias": bias}, (x,))
-
-        inputs = [x, layer.weight.detach().clone(), layer.bias.detach().clone()]
-        return torch.autograd.gradcheck(normalised, [each.requires_grad_() for each in inputs])
-
-    assert run_ranks(2, program) == [True, True]
+    inputs = [x, layer.weight.detach().clone(), layer.bias.detach().clone()]
+    assert torch.autograd.gradcheck(normalised, [each.requires_grad_() for each in inputs])
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -155,96 +153,56 @@ def norm(tensor):
 
 
 def test_training_with_it_equals_training_alone():
-    def make(kind):
-        torch.manual_seed(3)
-        return torch.nn.Sequential(
-            torch.nn.Conv2d(2, CHANNELS, 2), kind(CHANNELS), torch.nn.Tanh(), torch.nn.Conv2d(CHANNELS, 1, 2)
-        ).double()
+    def program(data, wrapped):
+        model = make_model()
+        model.insert(1, (hvd.SyncBatchNorm if data is share else torch.nn.BatchNorm1d)(16).double())
+        optimizer = wrapped(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model)
+        trained(model, optimizer, 5, lambda model, step: model(data(step)).square().mean().backward())
+        return torch.cat([value.reshape(-1).double() for value in model.state_dict().values()])
 
-    def images(rank, step):
-        generator = torch.Generator().manual_seed(100 * step + rank)
-        return torch.randn(3, 2, 4, 4, generator=generator, dtype=torch.float64)
-
-    def steps(model, optimizer, x):
-        for step in range(5):
-            optimizer.zero_grad()
-            model(x(step)).square().mean().backward()
-            optimizer.step()
-        return torch.cat([value.detach().reshape(-1).double() for value in model.state_dict().values()])
-
-    def program():
-        with lock:  # one random generator for all threads
-            model = make(hvd.SyncBatchNorm)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
-        return steps(model, optimizer, lambda step: images(hvd.rank(), step))
-
-    lock = threading.Lock()
-    model = make(torch.nn.BatchNorm2d)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    expected = steps(model, optimizer, lambda step: torch.cat([images(rank, step) for rank in range(3)]))
-    for result in run_ranks(3, program):
-        torch.testing.assert_close(result, expected, rtol=1e-8, atol=1e-8)
+    trains_as_one_process(3, program)
 
 
+@each_rank_of(3, process_sets=[[0, 2], [1]])
 def test_in_a_process_set():
     """The rank between goes on with its own rows only."""
-
-    def program():
-        some = hvd.ProcessSet([0, 2] if hvd.rank() != 1 else [1])
-        some.process_set_id = 1 if hvd.rank() != 1 else 2
-        layer = set_up(hvd.SyncBatchNorm(CHANNELS, process_set=some))
-        x = batch(3, hvd.rank(), ()).requires_grad_()
-        loss_of(layer(x), hvd.rank(), ()).backward()
-        return x.grad, layer.running_mean
-
-    def alone(ranks):
-        layer = set_up(plain(()))
-        shares = [batch(3, rank, ()).requires_grad_() for rank in ranks]
-        ys = layer(torch.cat(shares)).split(3)
-        sum(loss_of(y, rank, ()) for rank, y in zip(ranks, ys, strict=True)).backward()
-        return [share.grad for share in shares], layer.running_mean
-
-    results = run_ranks(3, program, process_sets=[[0, 2], [1]])
-    for ranks in ([0, 2], [1]):
-        gradients, mean = alone(ranks)
-        for rank, gradient in zip(ranks, gradients, strict=True):
-            assert_close(results[rank][0], gradient)
-            assert_close(results[rank][1], mean)
+    ranks, number = ([1], 2) if hvd.rank() == 1 else ([0, 2], 1)
+    layer, expected = set_up(hvd.SyncBatchNorm(CHANNELS, process_set=known(ranks, number))), set_up(plain(()))
+    x = batch(3, hvd.rank(), ()).requires_grad_()
+    loss_of(layer(x), hvd.rank(), ()).backward()
+    shares = [batch(3, rank, ()).requires_grad_() for rank in ranks]
+    ys = expected(torch.cat(shares)).split(3)
+    sum(loss_of(y, rank, ()) for rank, y in zip(ranks, ys, strict=True)).backward()
+    assert_close(x.grad, shares[ranks.index(hvd.rank())].grad)
+    assert_close(layer.running_mean, expected.running_mean)
 
 
+@each_rank_of(2)
 def test_messages_a_step():
     """Training: an allgather, and an allreduce backward when the input needs it; evaluation: nothing."""
-
-    def program():
-        layer = set_up(hvd.SyncBatchNorm(CHANNELS))
-        x, counts = batch(3, hvd.rank(), ()), []
-        for call in (
-            lambda: layer(x),
-            lambda: layer(x).sum().backward(),
-            lambda: layer(x.clone().requires_grad_()).sum().backward(),
-            lambda: layer.eval()(x),
-        ):
-            before = hvd.info().submissions
-            call()
-            counts.append(hvd.info().submissions - before)
-        return counts
-
-    assert run_ranks(2, program) == [[1, 1, 2, 0]] * 2
+    layer = set_up(hvd.SyncBatchNorm(CHANNELS))
+    x, counts = batch(3, hvd.rank(), ()), []
+    for call in (
+        lambda: layer(x),
+        lambda: layer(x).sum().backward(),
+        lambda: layer(x.clone().requires_grad_()).sum().backward(),
+        lambda: layer.eval()(x),
+    ):
+        before = hvd.info().submissions
+        call()
+        counts.append(hvd.info().submissions - before)
+    assert counts == [1, 1, 2, 0]
 
 
+@each_rank_of(2)
 def test_its_state_fits_torchs_own_layer():
-    def program():
-        layer = hvd.SyncBatchNorm(CHANNELS)
-        layer(batch(3, hvd.rank(), (), dtype=torch.float32))
-        own = torch.nn.BatchNorm1d(CHANNELS)
-        own.load_state_dict(layer.state_dict())
-        copy.deepcopy(layer).load_state_dict(own.state_dict())
-        assert isinstance(layer, torch.nn.modules.batchnorm._BatchNorm)
-        return own.running_mean.tolist()
-
-    one, two = run_ranks(2, program)
-    assert one == two
+    layer = hvd.SyncBatchNorm(CHANNELS)
+    layer(batch(3, hvd.rank(), (), dtype=torch.float32))
+    own = torch.nn.BatchNorm1d(CHANNELS)
+    own.load_state_dict(layer.state_dict())
+    copy.deepcopy(layer).load_state_dict(own.state_dict())
+    assert isinstance(layer, torch.nn.modules.batchnorm._BatchNorm)
+    return own.running_mean
 
 
 WRONG = [
@@ -258,12 +216,10 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("call", "message"), WRONG, ids=range(len(WRONG)))
+@each_rank_of(2)
 def test_what_is_refused(call, message):
-    def program():
-        layer = hvd.SyncBatchNorm(CHANNELS)
-        with pytest.raises(ValueError, match=message):
-            call(layer)
-        assert layer.num_batches_tracked == 0
-        return layer(torch.ones(3, CHANNELS)).abs().max().item()
-
-    assert run_ranks(2, program) == [0, 0]
+    layer = hvd.SyncBatchNorm(CHANNELS)
+    with pytest.raises(ValueError, match=message):
+        call(layer)
+    assert layer.num_batches_tracked == 0
+    assert layer(torch.ones(3, CHANNELS)).abs().max().item() == 0
