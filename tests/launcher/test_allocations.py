@@ -114,10 +114,32 @@ def test_slots_of_a_slurm_job(variables: dict[str, str], hosts: str) -> None:
     assert hosts_in({"SLURM_JOB_NODELIST": "n[1-3]", **variables}) == hosts
 
 
-def test_a_slurm_allocation_says_why() -> None:
-    environ = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "4(x2)"}
-    why = "SLURM_JOB_NODELIST='n[1-2]', SLURM_TASKS_PER_NODE='4(x2)'"
-    assert find(environ) == Allocation("slurm", (Host("n1", 4), Host("n2", 4)), why)
+WORKERS = tuple(Host(f"job-worker-{number}.job.default.svc", 2) for number in range(2))
+WORKERS_FILE = "job-worker-0.job.default.svc slots=2\njob-worker-1.job.default.svc:2\n"
+MINE = (Host("h1"), Host("h2", 2))
+
+
+@pytest.mark.parametrize(
+    ("kind", "variables", "text", "hosts"),
+    [
+        (
+            "slurm",
+            {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_TASKS_PER_NODE": "4(x2)"},
+            "",
+            (Host("n1", 4), Host("n2", 4)),
+        ),
+        ("lsf", {"LSB_MCPU_HOSTS": "h1 4 h2 2"}, "", (Host("h1", 4), Host("h2", 2))),
+        ("lsf", {"LSB_DJOB_HOSTFILE": "/files/x"}, "h1\nh1\nh2\n", (Host("h1", 2), Host("h2", 1))),
+        ("pbs", {"PBS_NODEFILE": "/files/x"}, "n1\nn2\nn1\n", (Host("n1", 2), Host("n2", 1))),
+        ("kubernetes", {"OMPI_MCA_orte_default_hostfile": "/etc/mpi/hostfile"}, WORKERS_FILE, WORKERS),
+        ("kubernetes", {"HYDRA_HOST_FILE": "/etc/mpi/hostfile"}, WORKERS_FILE, WORKERS),
+        ("hostfile", {"HYDRA_HOST_FILE": "/files/x"}, "h1\nh2:2", MINE),
+    ],
+)
+def test_an_allocation_says_why(kind: str, variables: dict[str, str], text: str, hosts: tuple[Host, ...]) -> None:
+    says = [f"{name}={value if text else repr(value)}" for name, value in variables.items()]
+    files = {"x": text, "/etc/mpi/hostfile": text}
+    assert find(variables, **files) == Allocation(kind, hosts, ", ".join(says))
 
 
 YOURSELF = "; to name the hosts yourself: -H or --hostfile"
@@ -141,20 +163,6 @@ def test_damaged_numbers_of_a_slurm_job_are_told(variables: dict[str, str], mess
     assert told == f"SLURM_TASKS_PER_NODE={message}{YOURSELF}"
 
 
-def test_lsf_tells_hosts_and_slots_in_pairs() -> None:
-    assert find({"LSB_MCPU_HOSTS": "h1 4 h2 2 "}) == Allocation(
-        "lsf", (Host("h1", 4), Host("h2", 2)), "LSB_MCPU_HOSTS='h1 4 h2 2'"
-    )
-    assert hosts_in({"LSB_MCPU_HOSTS": "h1 1 h2 4"}) == "h1:1,h2:4"  # a host like the others
-
-
-def test_lsf_s_hostfile_has_a_line_for_each_slot() -> None:
-    environ = {"LSB_DJOB_HOSTFILE": "/files/hosts"}
-    assert hosts_in(environ, hosts="h1\nh1\nh2\n") == "h1:2,h2:1"
-    assert hosts_in(environ, hosts="h1\nh2\n") == "h1:1,h2:1"
-    assert hosts_in({**environ, "LSB_MCPU_HOSTS": "h3 3"}) == "h3:3"
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -167,36 +175,23 @@ def test_damaged_lsf_hosts_are_told(text: str, message: str) -> None:
     assert message_of(find, {"LSB_MCPU_HOSTS": text}) == f"LSB_MCPU_HOSTS={message}{YOURSELF}"
 
 
-def test_pbs_s_nodefile_has_a_line_for_each_process() -> None:
+def test_a_nodefile_that_cannot_be_read_is_named() -> None:
     environ = {"PBS_NODEFILE": "/files/nodes"}
-    expected = Allocation("pbs", (Host("n1", 2), Host("n2", 1)), "PBS_NODEFILE=/files/nodes")
-    assert find(environ, nodes="n1\nn2\nn1\n") == expected
-    assert hosts_in(environ, nodes="n1\nn2\n") == "n1:1,n2:1"
     assert message_of(find, environ) == f"PBS_NODEFILE: hostfile /files/nodes: no such file{YOURSELF}"
     assert message_of(find, environ, nodes="n1\nn2 x").startswith("PBS_NODEFILE: /files/nodes:2: 'n2 x': expected")
 
 
-@pytest.mark.parametrize("variable", ["OMPI_MCA_orte_default_hostfile", "HYDRA_HOST_FILE"])
-def test_the_mpi_operator_s_hostfile(variable: str) -> None:
-    text = "job-worker-0.job.default.svc slots=2\njob-worker-1.job.default.svc:2\n"
-    hosts = tuple(Host(f"job-worker-{number}.job.default.svc", 2) for number in range(2))
-    path = "/etc/mpi/hostfile"
-    assert find({variable: path}, **{path: text}) == Allocation("kubernetes", hosts, f"{variable}={path}")
-
-
-def test_another_default_hostfile() -> None:
-    environ = {"HYDRA_HOST_FILE": "/files/mine"}
-    assert find(environ, mine="h1\nh2:2") == Allocation(
-        "hostfile", (Host("h1"), Host("h2", 2)), "HYDRA_HOST_FILE=/files/mine"
-    )
-    assert hosts_in({**environ, "OMPI_MCA_orte_default_hostfile": "none"}, mine="h1") == "h1"
-    assert find({"OMPI_MCA_orte_default_hostfile": "none"}) is None
+def test_none_is_open_mpi_s_word_for_no_hostfile() -> None:
+    none = {"OMPI_MCA_orte_default_hostfile": "none"}
+    assert find(none) is None
+    assert hosts_in({"HYDRA_HOST_FILE": "/files/mine", **none}, mine="h1") == "h1"
 
 
 def test_the_batch_system_comes_before_a_default_hostfile() -> None:
     environ = {"PBS_NODEFILE": "/files/a", "HYDRA_HOST_FILE": "/files/b"}
     assert hosts_in(environ, a="n1", b="h1") == "n1:1"
-    assert hosts_in({**environ, "SLURM_JOB_NODELIST": "s1"}, a="n1", b="h1") == "s1"
+    assert hosts_in({**environ, "LSB_MCPU_HOSTS": "h3 3", "LSB_DJOB_HOSTFILE": "/files/b"}, a="n1", b="h1") == "h3:3"
+    assert hosts_in({**environ, "SLURM_JOB_NODELIST": "s1", "LSB_MCPU_HOSTS": "h3 3"}, a="n1", b="h1") == "s1"
 
 
 slots_by_name = st.dictionaries(

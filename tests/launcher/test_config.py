@@ -3,7 +3,6 @@
 import dataclasses
 import importlib.util
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,9 +17,9 @@ from ringrun.config import horovod
 from ringrun.config import resolve as config
 from ringrun.errors import UsageError
 from ringrun.machine.topology import Gpu, Topology
+from tests.support.jobs import Run, Script
 from tests.support.tiers import parted
 
-Run = Callable[..., "subprocess.CompletedProcess[str]"]
 needs_yaml = pytest.mark.skipif(importlib.util.find_spec("yaml") is None, reason="no PyYAML")
 
 FIELDS = [field for field in dataclasses.fields(Settings) if field.name in config.public_settings()]
@@ -293,6 +292,10 @@ def test_horovods_file_is_understood(file: Callable[[str], str]) -> None:
             ["--cuda-device", "x"],
             "--cuda-device: cuda_device='x': expected an index, such as 0, or a PCI bus id, such as 0000:3b:00.0",
         ),
+        (
+            ["--log-level", "loud"],
+            "--log-level: RINGREDUCE_LOG_LEVEL='loud': expected one of trace, debug, info, warning, error, fatal",
+        ),
         (["--costs", "x=1"], "--costs: RINGREDUCE_COSTS: 'x=1'; expected name=number"),
         (
             ["--fusion-threshold-mb=8", "--fusion-slot-bytes=4194304"],
@@ -518,7 +521,7 @@ SHOW = """
 """
 
 
-def test_flags_reach_all_ranks(ringrun: Run, script: Callable[[str], str], python: str) -> None:
+def test_flags_reach_all_ranks(ringrun: Run, script: Script, python: str) -> None:
     given = ["--algorithm", "ring", "--cache-capacity", 9, "--no-stall-check", "--mpi"]
     done = ringrun("-np", 2, *given, python, script(SHOW), env={"RINGREDUCE_CACHE_CAPACITY": "5"})
     assert (done.returncode, done.stderr) == (0, "ringrun: --mpi has no meaning here (it is always so)\n")

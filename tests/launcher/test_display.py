@@ -2,7 +2,6 @@
 
 import os
 import re
-import subprocess
 import time
 from collections.abc import Callable
 from datetime import datetime, timedelta
@@ -10,14 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.jobs import Run, Script
 from tests.support.patience import patient
 
 from .test_run import by_rank
 
 pytestmark = pytest.mark.without_mpi
 
-Run = Callable[..., "subprocess.CompletedProcess[str]"]
-Script = Callable[[str], str]
 
 BOTH = """
     import os, sys
@@ -86,19 +84,6 @@ def test_a_line_of_all_ranks_is_shown_once(ringrun: Run, script: Script, python:
         assert len(folded) > 5  # all 20 where the machine has nothing else to do
 
 
-def test_a_folded_line_does_not_wait_long_for_the_others(
-    start: Callable[..., "subprocess.Popen[str]"], script: Script, python: str
-) -> None:
-    source = """
-        import os, time
-        if os.environ["RANK"] == "0":
-            print("alone")
-        time.sleep(60)
-    """
-    process = start("-np", 2, "--fold", python, script(source))
-    assert process.stdout.readline() == "[  0] alone\n"  # while both ranks still run
-
-
 def test_folded_lines_are_not_lost_when_the_job_is_killed(ringrun: Run, script: Script, python: str) -> None:
     source = """
         import os, signal, sys, time
@@ -144,22 +129,6 @@ def test_the_time_stands_before_each_line(flag: str, ringrun: Run, python: str) 
     for first, second, third in times.values():
         assert begin - timedelta(seconds=0.001) <= first < second <= third <= datetime.now()
         assert timedelta(seconds=0.2) < second - first
-
-
-def test_folded_lines_have_a_time_too(ringrun: Run, script: Script, python: str) -> None:
-    done = ringrun("-np", 2, "--timestamps", "--fold", python, script(TOGETHER))
-    time_and_line = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} (\[(?:0-1|  0|  1)\] same \d+\n)")
-    lines = [time_and_line.fullmatch(line) for line in done.stdout.splitlines(keepends=True)]
-    assert all(lines)
-    assert len(unfold("".join(match[1] for match in lines if match))[0]) == 20
-
-
-def test_the_local_time_is_that_of_the_time_zone(ringrun: Run, python: str) -> None:
-    hours = []
-    for zone in ("UTC0", "AAA-5"):  # 5 hours east
-        done = ringrun("-np", 1, "--timestamps", python, "-c", "print('x')", env={"TZ": zone})
-        hours.append(datetime.fromisoformat(done.stdout.partition(" [")[0]))
-    assert abs(hours[1] - hours[0] - timedelta(hours=5)) < timedelta(minutes=1)
 
 
 def test_output_is_kept_complete_and_without_prefixes(

@@ -4,9 +4,7 @@ import contextlib
 import itertools
 import json
 import math
-import subprocess
 import sys
-from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -19,8 +17,7 @@ from ringrun.doctor.matrix import WIDTH, matrix
 from ringrun.doctor.worker import rounds
 from ringrun.errors import UsageError
 from ringrun.job.plan import run_module
-
-Run = Callable[..., "subprocess.CompletedProcess[str]"]
+from tests.support.jobs import Run
 
 
 def all_links(

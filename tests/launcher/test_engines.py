@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from ringrun.engines import ENGINES, MPICH, Across, Launcher, Library, OpenMPI, Srun
+from ringrun.engines import ENGINES, MPICH, Across, Engine, Launcher, Library, OpenMPI, Srun
+from ringrun.engines.base import Version
 from ringrun.engines.detect import Detected, by_srun, engine_of, find_launcher, probe_library
 from ringrun.environment import Place
 from ringrun.errors import MachineError, UsageError
 from ringrun.hosts import Host
 
+Install = Callable[[str, str], Path]
 OPEN_MPI_TEXT = "Open MPI v5.0.11, package: Open MPI user@localhost Distribution, ident: 5.0.11"
 MPICH_TEXT = "MPICH Version:      5.0.2"
 VERSION_TEXTS = {
@@ -26,24 +28,23 @@ VERSION_TEXTS = {
 }
 
 
+MPIRUN, MPIRUN_4 = Launcher("/v/bin/mpirun", (5, 0, 11)), Launcher("/v/bin/mpirun", (4, 1, 4))
+HYDRA = Launcher("/v/bin/mpiexec.hydra", (5, 0, 2))
+
+
 @pytest.mark.parametrize(
-    ("version", "as_root", "flags"),
+    ("engine", "launcher", "flags", "for_root"),
     [
-        ((5, 0, 11), False, ["--map-by", ":OVERSUBSCRIBE", "--bind-to", "none"]),
-        ((5, 0, 11), True, ["--allow-run-as-root", "--map-by", ":OVERSUBSCRIBE", "--bind-to", "none"]),
-        ((4, 1, 4), False, ["--oversubscribe", "--bind-to", "none"]),
-        ((4, 1, 4), True, ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"]),
+        (OpenMPI(), MPIRUN, ["--map-by", ":OVERSUBSCRIBE", "--bind-to", "none", "-np"], ["--allow-run-as-root"]),
+        (OpenMPI(), MPIRUN_4, ["--oversubscribe", "--bind-to", "none", "-np"], ["--allow-run-as-root"]),
+        (MPICH(), HYDRA, ["-n"], []),
     ],
+    ids=["Open MPI 5", "Open MPI 4", "MPICH"],
 )
-def test_open_mpi_command(version: tuple[int, ...], as_root: bool, flags: list[str]) -> None:
-    argv = OpenMPI().command(Launcher("/v/bin/mpirun", version), 3, ["agent", "a b"], as_root=as_root)
-    assert argv == ["/v/bin/mpirun", *flags, "-np", "3", "agent", "a b"]
-
-
-@pytest.mark.parametrize("as_root", [False, True])
-def test_mpich_command(as_root: bool) -> None:
-    argv = MPICH().command(Launcher("/v/bin/mpiexec.hydra", (5, 0, 2)), 3, ["agent", "a b"], as_root=as_root)
-    assert argv == ["/v/bin/mpiexec.hydra", "-n", "3", "agent", "a b"]
+def test_commands(engine: Engine, launcher: Launcher, flags: list[str], for_root: list[str]) -> None:
+    for as_root in (False, True):
+        argv = engine.command(launcher, 3, ["agent", "a b"], as_root=as_root)
+        assert argv == [launcher.path, *(for_root if as_root else []), *flags, "3", "agent", "a b"]
 
 
 @pytest.mark.parametrize(
@@ -111,7 +112,7 @@ ACROSS = Across(
 
 
 def test_open_mpi_across_hosts() -> None:
-    argv = OpenMPI().command(Launcher("/v/bin/mpirun", (5, 0, 11)), 5, ["agent"], as_root=False, across=ACROSS)
+    argv = OpenMPI().command(MPIRUN, 5, ["agent"], as_root=False, across=ACROSS)
     assert argv == [
         *["/v/bin/mpirun", "--map-by", "slot:OVERSUBSCRIBE", "--bind-to", "none"],
         *["--prtemca", "plm_ssh_no_tree_spawn", "1"],
@@ -126,13 +127,13 @@ def test_open_mpi_across_hosts() -> None:
 @pytest.mark.parametrize(("lost_after_s", "probes"), [(8.0, ["2", "1", "6"]), (60.0, ["15", "7", "6"])])
 def test_open_mpi_s_daemons_notice_a_lost_host_when_ringrun_does(lost_after_s: float, probes: list[str]) -> None:
     beyond = ACROSS._replace(lost_after_s=lost_after_s)
-    argv = OpenMPI().command(Launcher("/v/bin/mpirun", (5, 0, 11)), 5, ["agent"], as_root=False, across=beyond)
+    argv = OpenMPI().command(MPIRUN, 5, ["agent"], as_root=False, across=beyond)
     assert [argv[argv.index(f"oob_tcp_keepalive_{name}") + 1] for name in ("time", "intvl", "probes")] == probes
 
 
 def test_open_mpi_4_has_other_names_for_it() -> None:
     beyond = ACROSS._replace(interfaces=("eth0",))
-    argv = OpenMPI().command(Launcher("/v/bin/mpirun", (4, 1, 4)), 5, ["agent"], as_root=True, across=beyond)
+    argv = OpenMPI().command(MPIRUN_4, 5, ["agent"], as_root=True, across=beyond)
     assert argv[1:6] == ["--allow-run-as-root", "--oversubscribe", "--map-by", "slot", "--bind-to"]
     settings = {argv[at + 1]: argv[at + 2] for at, word in enumerate(argv) if word == "--mca"}
     assert settings["plm_rsh_agent"] == "ssh -F /p/ssh_config"
@@ -141,8 +142,7 @@ def test_open_mpi_4_has_other_names_for_it() -> None:
 
 
 def test_mpich_across_hosts() -> None:
-    launcher = Launcher("/v/bin/mpiexec.hydra", (5, 0, 2))
-    argv = MPICH().command(launcher, 5, ["agent"], as_root=True, across=ACROSS._replace(interfaces=("ib0", "eth0")))
+    argv = MPICH().command(HYDRA, 5, ["agent"], as_root=True, across=ACROSS._replace(interfaces=("ib0", "eth0")))
     assert argv == [
         *["/v/bin/mpiexec.hydra", "-launcher", "ssh", "-launcher-exec", "ssh", "-iface", "ib0"],
         *["-genvlist", "RINGRUN_ADDRESS,PYTHONPATH", "-hosts", "h1:3,h2:2", "-n", "5", "agent"],
@@ -152,7 +152,7 @@ def test_mpich_across_hosts() -> None:
 
 def test_in_a_slurm_job_no_ssh_is_named() -> None:
     beyond = ACROSS._replace(ssh=())
-    argv = OpenMPI().command(Launcher("/v/bin/mpirun", (5, 0, 11)), 5, ["agent"], as_root=False, across=beyond)
+    argv = OpenMPI().command(MPIRUN, 5, ["agent"], as_root=False, across=beyond)
     assert not [word for word in argv if "plm" in word and "tree" not in word]
     argv = MPICH().command(Launcher("/v/bin/mpiexec", (5, 0, 2)), 5, ["agent"], as_root=False, across=beyond)
     assert argv[1:3] == ["-launcher", "slurm"]
@@ -212,7 +212,7 @@ def test_an_unknown_library_is_named() -> None:
 
 
 @pytest.fixture
-def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], Path]:
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
     """Put a program that prints a version text into tmp_path/PREFIX/bin; PATH is tmp_path/path/bin."""
     monkeypatch.setenv("PATH", f"{tmp_path}/path/bin")
 
@@ -226,18 +226,26 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, s
     return write
 
 
-def test_the_launcher_beside_the_interpreter_comes_first(install: Callable[[str, str], Path], tmp_path: Path) -> None:
-    install("path/bin/mpirun", "openmpi4")
-    mine = install("v/bin/mpirun", "openmpi")
-    assert find_launcher(OpenMPI(), library(OPEN_MPI_TEXT, tmp_path / "v")) == Launcher(str(mine), (5, 0, 11))
+FOUR_TEXT = "Open MPI v4.1.4, package: Debian OpenMPI, ident: 4.1.4"
 
 
-def test_the_launcher_is_as_old_as_the_library(install: Callable[[str, str], Path], tmp_path: Path) -> None:
-    newer, older = install("v/bin/mpirun", "openmpi"), install("path/bin/mpirun.openmpi", "openmpi4")
-    four = library("Open MPI v4.1.4, package: Debian OpenMPI, ident: 4.1.4", tmp_path / "v")
-    assert find_launcher(OpenMPI(), four) == Launcher(str(older), (4, 1, 4))
-    older.unlink()
-    assert find_launcher(OpenMPI(), four).path == str(newer), "better than none"
+@pytest.mark.parametrize(
+    ("engine", "text", "installed", "found", "version"),
+    [
+        (OpenMPI(), OPEN_MPI_TEXT, "path/bin/mpirun=openmpi4 v/bin/mpirun=openmpi", "v/bin/mpirun", (5, 0, 11)),
+        (OpenMPI(), FOUR_TEXT, "v/bin/mpirun=openmpi path/bin/orterun=openmpi4", "path/bin/orterun", (4, 1, 4)),
+        (OpenMPI(), FOUR_TEXT, "v/bin/mpirun=openmpi", "v/bin/mpirun", (5, 0, 11)),
+        (OpenMPI(), OPEN_MPI_TEXT, "v/bin/mpirun=mpich v/bin/mpiexec=mpich v/bin/prterun=prrte", "v/bin/prterun", (5,)),
+        (MPICH(), MPICH_TEXT, "v/bin/mpirun=openmpi path/bin/mpiexec.mpich=mpich", "path/bin/mpiexec.mpich", (5, 0, 2)),
+    ],
+    ids=["beside the interpreter", "as old as the library", "better than none", "not another MPI's", "on PATH"],
+)
+def test_which_launcher_is_found(
+    engine: Engine, text: str, installed: str, found: str, version: Version, install: Install, tmp_path: Path
+) -> None:
+    for where, _, kind in (each.partition("=") for each in installed.split()):
+        install(where, kind)
+    assert find_launcher(engine, library(text, tmp_path / "v")) == Launcher(str(tmp_path / found), version)
 
 
 @pytest.mark.parametrize(
@@ -248,20 +256,7 @@ def test_open_mpi_s_own_files_go_where_they_are_told(version: tuple[int, ...], n
     assert OpenMPI().scratch(Launcher("/v/bin/mpirun", version), "/p") == {name: "/p"}
 
 
-def test_a_launcher_of_another_mpi_is_passed_over(install: Callable[[str, str], Path], tmp_path: Path) -> None:
-    install("v/bin/mpirun", "mpich")
-    install("v/bin/mpiexec", "mpich")
-    ours = install("v/bin/prterun", "prrte")
-    assert find_launcher(OpenMPI(), library(OPEN_MPI_TEXT, tmp_path / "v")).path == str(ours)
-
-
-def test_the_launcher_may_be_on_path(install: Callable[[str, str], Path], tmp_path: Path) -> None:
-    install("v/bin/mpirun", "openmpi")
-    ours = install("path/bin/mpiexec.mpich", "mpich")
-    assert find_launcher(MPICH(), library(MPICH_TEXT, tmp_path / "v")).path == str(ours)
-
-
-def test_a_missing_launcher_is_told_with_its_cure(install: Callable[[str, str], Path], tmp_path: Path) -> None:
+def test_a_missing_launcher_is_told_with_its_cure(install: Install, tmp_path: Path) -> None:
     other = install("v/bin/mpirun", "openmpi")
     with pytest.raises(MachineError) as caught:
         find_launcher(MPICH(), library(MPICH_TEXT, tmp_path / "v"))

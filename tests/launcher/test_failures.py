@@ -2,7 +2,6 @@
 
 import os
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -10,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.jobs import Run, Script
 from tests.support.patience import patient
 
-Run = Callable[..., "subprocess.CompletedProcess[str]"]
-Script = Callable[[str], str]
 GONE_WITHIN_S = 5.0
 
 # `{failure}` happens on rank 1, 0.3 s after all have met; the others wait for it in a barrier
@@ -154,20 +152,6 @@ def test_a_rank_that_blames_another_that_failed_is_not_the_cause(
     blames = f"failed too  rank 0 on host {os.uname().nodename}: exit code 1, lost rank 1"
     assert others == [blames] if code else blames not in others
     assert traceback == f"the traceback of {cause}"
-
-
-def test_a_stopped_rank_is_killed_too(ringrun: Run, script: Script, python: str, tmp_path: Path) -> None:
-    source = """
-        import os, signal, sys, time
-        if os.environ["RANK"] == "0":
-            os.kill(os.getpid(), signal.SIGSTOP)
-        time.sleep(1.0)
-        open("failed", "w").close()
-        sys.exit(9)
-    """
-    done = ringrun("-np", 2, python, script(source))
-    assert seconds_since_failure(tmp_path) < patient(GONE_WITHIN_S)
-    assert done.returncode == 9
 
 
 @pytest.mark.without_mpi

@@ -1,16 +1,10 @@
 """--log-level and its kin on whole jobs: what init() tells, on which ranks."""
 
 import re
-import subprocess
-from collections.abc import Callable
 
 import pytest
 
-from ringrun import cli
-from ringrun.errors import UsageError
-
-Run = Callable[..., "subprocess.CompletedProcess[str]"]
-Script = Callable[[str], str]
+from tests.support.jobs import Run, Script
 
 SCRIPT = """
     import numpy as np
@@ -45,9 +39,3 @@ def test_debug_tells_each_rank_what_is_run(variable: str, ringrun: Run, script: 
         told = rf"^\[{rank}\] \d{{4}}-.*\.\d{{3}} ringreduce: debug: rank {rank}"
         assert re.search(rf"{told} of 2: local rank {rank} of 2, on host 0 ", done.stderr, re.MULTILINE)
         assert re.search(rf"{told}, process set 0, response \d+: allreduce 'ones'$", done.stderr, re.MULTILINE)
-
-
-def test_a_wrong_level_is_refused_before_any_rank_starts() -> None:
-    expected = "expected one of trace, debug, info, warning, error, fatal"
-    with pytest.raises(UsageError, match=f"^--log-level: RINGREDUCE_LOG_LEVEL='loud': {expected}$"):
-        cli.parse(["-np", "2", "--log-level", "loud", "true"])

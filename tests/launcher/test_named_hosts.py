@@ -1,8 +1,6 @@
 """Hosts that are named, of which only this one gets ranks."""
 
 import socket
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,8 +9,7 @@ from ringrun import cli
 from ringrun.doctor import command as doctor
 from ringrun.errors import UsageError
 from ringrun.hosts import Host, is_here, place_ranks
-
-Run = Callable[..., "subprocess.CompletedProcess[str]"]
+from tests.support.jobs import Run
 
 
 @pytest.mark.parametrize(

@@ -159,34 +159,6 @@ def test_a_frame_cannot_move_the_cursor(terminal: Ends) -> None:
     assert b"\x07" not in drawn
 
 
-def test_threads_do_not_interleave_their_lines(pipes: Ends) -> None:
-    received = bytearray()
-    reader = threading.Thread(target=lambda: [received.extend(iter_read) for iter_read in iter(read_some, b"")])
-
-    def read_some() -> bytes:
-        return os.read(pipes.far[0], 4096)
-
-    def write(rank: int) -> None:
-        for count in range(20):
-            pipes.output.write(rank, "stdout", [b"%d" % rank * 200_000 + b" %d" % count])  # more than a pipe holds
-
-    reader.start()
-    writers = [threading.Thread(target=write, args=(rank,)) for rank in range(4)]
-    for thread in writers:
-        thread.start()
-    for thread in writers:
-        thread.join()
-    assert pipes.output.finish(patient(30))
-    os.close(pipes.near[0])
-    reader.join()
-    pipes.near[0] = os.dup(pipes.near[1])
-    lines = bytes(received).splitlines()
-    for rank in range(4):
-        mine = [line for line in lines if line.startswith(b"[%d] " % rank)]
-        assert mine == [b"[%d] " % rank + b"%d" % rank * 200_000 + b" %d" % count for count in range(20)]
-    assert len(lines) == 80
-
-
 @pytest.fixture
 def folding() -> Iterator[Ends]:
     ends = Ends(terminal=False, environ={}, display=Display(frozenset([0, 1, 2]), fold=True))

@@ -2,10 +2,9 @@
 
 import json
 import os
-import subprocess
 import textwrap
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,8 +19,8 @@ from ringrun.machine.placement import Share, automatic_size, describe, place
 from ringrun.machine.topology import Core, Gpu, Topology, read_topology
 from ringrun.text import format_spans
 from tests.launcher.fake_machines import FakeGpu, make_machine, two_sockets
+from tests.support.jobs import Run, Script
 
-Run = Callable[..., "subprocess.CompletedProcess[str]"]
 ALL = range(64)
 
 
@@ -169,9 +168,7 @@ def seen(text: str) -> dict[int, tuple[list[int], str]]:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_the_ranks_run_where_they_are_placed(
-    size: int, ringrun: Run, script: Callable[[str], str], python: str
-) -> None:
+def test_the_ranks_run_where_they_are_placed(size: int, ringrun: Run, script: Script, python: str) -> None:
     done = ringrun("-np", size, python, script(SHOW))
     assert (done.returncode, done.stderr) == (0, "")
     shares = place(read_topology({"CUDA_VISIBLE_DEVICES": ""}), size)
@@ -180,24 +177,20 @@ def test_the_ranks_run_where_they_are_placed(
 
 
 @pytest.mark.without_mpi
-def test_the_number_of_threads_stays_as_the_user_set_it(
-    ringrun: Run, script: Callable[[str], str], python: str
-) -> None:
+def test_the_number_of_threads_stays_as_the_user_set_it(ringrun: Run, script: Script, python: str) -> None:
     done = ringrun("-np", 2, python, script(SHOW), env={"OMP_NUM_THREADS": "7"})
     assert [threads for _, threads in seen(done.stdout).values()] == ["7", "7"]
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_no_bind_leaves_all_cores_to_every_rank(
-    size: int, ringrun: Run, script: Callable[[str], str], python: str
-) -> None:
+def test_no_bind_leaves_all_cores_to_every_rank(size: int, ringrun: Run, script: Script, python: str) -> None:
     done = ringrun("-np", size, "--no-bind", "--verbose", python, script(SHOW))
     usable = sorted(os.sched_getaffinity(0))
     assert seen(done.stdout) == dict.fromkeys(range(size), (usable, str(max(1, len(usable) // size))))
     assert " ranks on " not in done.stderr
 
 
-def test_ringruns_own_affinity_is_what_ranks_share(ringrun: Run, script: Callable[[str], str], python: str) -> None:
+def test_ringruns_own_affinity_is_what_ranks_share(ringrun: Run, script: Script, python: str) -> None:
     before = os.sched_getaffinity(0)
     one = min(before)
     try:
@@ -213,6 +206,7 @@ def test_verbose_tells_who_has_what(ringrun: Run) -> None:
     done = ringrun("-np", 2, "--verbose", "true")
     shares = place(read_topology({"CUDA_VISIBLE_DEVICES": ""}), 2)
     assert describe(shares, os.uname().nodename, bound=True) in done.stderr.splitlines()
+    assert "\nringrun: running " in done.stderr
 
 
 @pytest.mark.without_mpi
@@ -257,7 +251,7 @@ def gpu_shares(gpu_machine: dict[str, str | None], tmp_path: Path) -> list[Share
 
 @pytest.mark.without_mpi
 def test_threads_are_counted_by_physical_cores(
-    ringrun: Run, script: Callable[[str], str], python: str, gpu_machine: dict[str, str], tmp_path: Path
+    ringrun: Run, script: Script, python: str, gpu_machine: dict[str, str], tmp_path: Path
 ) -> None:
     usable = sorted(os.sched_getaffinity(0))
     make_machine(tmp_path / "machine", [usable])  # all are hardware threads of one core
@@ -268,7 +262,7 @@ def test_threads_are_counted_by_physical_cores(
 
 @pytest.mark.without_mpi
 def test_on_a_gpu_host_each_gpu_gets_a_rank_that_sees_all_gpus(
-    ringrun: Run, script: Callable[[str], str], python: str, gpu_machine: dict[str, str], gpu_shares: list[Share]
+    ringrun: Run, script: Script, python: str, gpu_machine: dict[str, str], gpu_shares: list[Share]
 ) -> None:
     done = ringrun(python, script(SHOW_GPUS), env=gpu_machine)
     addresses = ["0000:01:00.0", "0000:02:00.0"]
@@ -280,7 +274,7 @@ def test_on_a_gpu_host_each_gpu_gets_a_rank_that_sees_all_gpus(
 
 @pytest.mark.without_mpi
 def test_a_masked_rank_sees_its_own_gpu(
-    ringrun: Run, script: Callable[[str], str], python: str, gpu_machine: dict[str, str], gpu_shares: list[Share]
+    ringrun: Run, script: Script, python: str, gpu_machine: dict[str, str], gpu_shares: list[Share]
 ) -> None:
     usable = sorted(os.sched_getaffinity(0))
     done = ringrun("-np", 3, "--mask-gpus", "--no-bind", python, script(SHOW_GPUS), env=gpu_machine)
@@ -318,7 +312,7 @@ def test_a_rank_gets_the_gpu_that_it_is_placed_at_however_cuda_counts(
     wish: str | None,
     told: list[str],
     ringrun: Run,
-    script: Callable[[str], str],
+    script: Script,
     python: str,
     gpu_machine: dict[str, str],
     tmp_path: Path,
@@ -331,7 +325,7 @@ def test_a_rank_gets_the_gpu_that_it_is_placed_at_however_cuda_counts(
 
 @pytest.mark.without_mpi
 def test_gpus_that_the_user_has_hidden_stay_hidden(
-    ringrun: Run, script: Callable[[str], str], python: str, gpu_machine: dict[str, str]
+    ringrun: Run, script: Script, python: str, gpu_machine: dict[str, str]
 ) -> None:
     done = ringrun("--mask-gpus", python, script(SHOW_GPUS), env=gpu_machine | {"CUDA_VISIBLE_DEVICES": "1"})
     assert [values[1:] for values in seen(done.stdout).values()] == [("1", "PCI_BUS_ID", "")]

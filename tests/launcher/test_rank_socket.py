@@ -10,21 +10,10 @@ import pytest
 from ringreduce.membership import Members
 from ringreduce.monitor import launcher_link
 from ringrun.agent.rank_socket import RankSocket
-from ringrun.connection.wire import (
-    Hosts,
-    InInit,
-    Initialized,
-    Left,
-    Meeting,
-    Membership,
-    Ready,
-    Reformed,
-    Report,
-    Stalled,
-    Suspects,
-)
+from ringrun.connection import wire
+from ringrun.connection.wire import Report
 
-LIST = Membership(3, (0, 1, 3), {"2": "was killed by SIGKILL"})
+LIST = wire.Membership(3, (0, 1, 3), {"2": "was killed by SIGKILL"})
 
 
 @pytest.fixture
@@ -67,17 +56,17 @@ def test_all_that_a_rank_has_said_is_passed_on_in_order(tmp_path: Path, agents: 
     launcher_link.report_reformed(files, 3)
     launcher_link.report_leaving(files, "its script ended")
     launcher_link.report_ready(files, "h3:2")
-    assert heard == [InInit(10.0)], "nobody has read it yet"
+    assert heard == [wire.InInit(10.0)], "nobody has read it yet"
     agents.read()
     of_rank = [
-        Stalled("'w' waits"),
-        Suspects((2, 5), "'w' waits for ranks 2,5"),
-        Meeting(3),
-        Reformed(3),
-        Left("its script ended"),
+        wire.Stalled("'w' waits"),
+        wire.Suspects((2, 5), "'w' waits for ranks 2,5"),
+        wire.Meeting(3),
+        wire.Reformed(3),
+        wire.Left("its script ended"),
+        wire.Ready("h3:2"),
     ]
-    of_rank.append(Ready("h3:2"))
-    assert heard == [InInit(10.0), Initialized(), *of_rank]
+    assert heard == [wire.InInit(10.0), wire.Initialized(), *of_rank]
     assert agents.package == launcher_link.PACKAGE
     assert mapped == ["a line of maps"]
 
@@ -101,7 +90,7 @@ def test_a_rank_that_is_late_gets_the_last_list(tmp_path: Path, agents: RankSock
 
 
 def test_hosts_that_came_are_told_too(tmp_path: Path, agents: RankSocket, ranks: socket.socket):
-    agents.tell(Hosts("h3:2"))
+    agents.tell(wire.Hosts("h3:2"))
     members = Members(1)
     members.hear(json.loads(ranks.recv(1 << 16)))
     assert (members.hosts, members.newest.number) == ("h3:2", -1)

@@ -3,11 +3,10 @@
 import queue
 import re
 import signal
-import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,15 +17,14 @@ from hypothesis import strategies as st
 from ringrun.elastic import Elastic
 from ringrun.errors import MachineError, NotStartedError, UsageError
 from ringrun.hosts import Host
-from ringrun.job import restarts, signals, supervise
-from ringrun.job.events import Arrived, RankEnded, Signalled
+from ringrun.job import restarts, signals
+from ringrun.job.events import Arrived, Signalled
 from ringrun.job.plan import Job
 from ringrun.job.restarts import COUNT_VARIABLE, Ending, SignalRelay, place_again
-from ringrun.report.outcome import RankEnd
+from ringrun.job.supervise import Supervisor
+from tests.launcher.test_supervise import Fake, arrived, ended, queue_of
+from tests.support.jobs import Run, Script
 from tests.support.patience import patient
-
-Run = Callable[..., "subprocess.CompletedProcess[str]"]
-Script = Callable[[str], str]
 
 OK, FAILED, TIMEOUT = Ending(0), Ending(7, failed=True), Ending(124)
 
@@ -141,10 +139,16 @@ def test_where_hosts_that_are_left_out_are_needed_it_waits_for_them() -> None:
     assert "ringrun: waiting 30 s for a host that has failed, and is left out until then" in run.said
 
 
-def test_more_slots_than_before_are_said() -> None:
-    run = Attempts(FAILED, OK, sizes=[12])
-    assert run.run(1) == 0
-    assert run.said[-1] == "ringrun: hosts that answer have 12 slots; going on with 12 ranks"
+@pytest.mark.parametrize(
+    ("endings", "size", "code", "said"),
+    [
+        ([FAILED, OK], 12, 0, "hosts that answer have 12 slots; going on with 12 ranks"),
+        ([FAILED], None, 7, "no restart, since no host answers"),
+    ],
+)
+def test_more_slots_than_before_or_none_are_said(endings: list[Ending], size: int | None, code: int, said: str) -> None:
+    run = Attempts(*endings, sizes=[size])
+    assert (run.run(1), run.said[-1]) == (code, f"ringrun: {said}")
 
 
 def test_where_hosts_cannot_be_found_out_any_more_it_is_over() -> None:
@@ -156,12 +160,6 @@ def test_where_hosts_cannot_be_found_out_any_more_it_is_over() -> None:
     run.again = again
     assert run.run(1) == 7
     assert run.said[-1] == "ringrun: no restart: hostfile hosts: no such file"
-
-
-def test_no_host_is_left() -> None:
-    run = Attempts(FAILED, sizes=[None])
-    assert run.run(3) == 7
-    assert run.said[-1] == "ringrun: no restart, since no host answers"
 
 
 def test_the_time_limit_is_of_all_attempts_together() -> None:
@@ -273,23 +271,10 @@ def test_a_pause_without_signals_ends_by_itself_and_with_one_at_once(relay: Sign
     timer.join()
 
 
-@pytest.mark.parametrize(("signals", "failed"), [([], True), ([Signalled(signal.SIGINT)], False)])
-def test_a_failure_during_which_ctrl_c_was_pressed_is_none_to_restart_after(signals: list, failed: bool) -> None:
-    class Fake:
-        tail: Sequence[str] = ()
-        code = 0
-
-        def __getattr__(self, name: str) -> Callable[..., None]:
-            return lambda *_: None
-
-    events: supervise.Events = queue.SimpleQueue()
-    events.put(Arrived(0, "here", 2345))
-    events.put(Arrived(1, "here", 2345))
-    events.put(RankEnded(RankEnd(rank=0, host="here", pid=1, code=5, at_s=0.0)))
-    for each in signals:
-        events.put(each)
-    events.put(RankEnded(RankEnd(rank=1, host="here", pid=2, code=0, at_s=1.0)))
-    supervisor = supervise.Supervisor(Job(2, ["x"]), Fake(), Fake(), Fake(), events)
+@pytest.mark.parametrize(("signalled", "failed"), [([], True), ([Signalled(signal.SIGINT)], False)])
+def test_a_failure_during_which_ctrl_c_was_pressed_is_none_to_restart_after(signalled: list, failed: bool) -> None:
+    fake, events = Fake(), queue_of(*arrived(0, 1), ended(0, 5), *signalled, ended(1, at_s=1.0))
+    supervisor = Supervisor(Job(2, ["x"]), fake, fake, fake, events)
     assert supervisor.run() == 5
     assert supervisor.failed is failed
 

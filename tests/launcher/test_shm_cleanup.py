@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import mmap
 import os
 import signal
 import subprocess
@@ -17,7 +16,7 @@ import hypothesis.strategies as st
 import pytest
 
 from ringrun.agent import shm_cleanup
-from ringrun.agent.shm_cleanup import ShmCleanup, mapped
+from ringrun.agent.shm_cleanup import ShmCleanup
 from ringrun.engines import MPICH, OpenMPI
 from tests.support.patience import wait_until
 
@@ -238,12 +237,6 @@ def test_a_new_file_of_the_same_name_is_not_removed(mapper, segment) -> None:
 @hypothesis.example(["7f-8f rw-s 0 00:1a 12 /dev/shm/mpich_shm_1_0", "7f-8f rw-s 0 00:1a ² /dev/shm/mpich_shm_1_0"])
 def test_any_lines_of_maps_give_segments(lines: list[str]) -> None:
     assert all(path.startswith("/dev/shm/") for path, _ in shm_cleanup._segments(lines))
-
-
-def test_what_is_mapped_is_read() -> None:
-    assert mapped(2**22 + 1) == set()
-    with mmap.mmap(-1, 4096):
-        assert not [path for path, _ in mapped(os.getpid()) if "zero" in path]
 
 
 def test_of_the_files_of_daemons_only_those_of_this_job_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,10 +18,8 @@ from ringrun import stacks
 from ringrun.errors import LauncherError, UsageError
 from ringrun.job import control_socket as jobs
 from ringrun.job.control_socket import RunningJob
-from tests.support.jobs import run
+from tests.support.jobs import Script, Start, run
 
-Start = Callable[..., "subprocess.Popen[str]"]
-Script = Callable[[str], str]
 HOST = os.uname().nodename
 
 # ranks 0 and 2 wait in MPI, rank 1 is stopped, rank 3 runs no Python any more
@@ -153,15 +151,6 @@ def test_several_pythons_of_one_rank_are_all_shown(start: Start, python: str, tm
     assert told.count("a Python process of it:") == 2
     assert 'one.py", line 3, in <module>' in told
     assert 'two.py", line 3, in <module>' in told
-
-
-@pytest.mark.without_mpi
-def test_a_rank_without_python_is_left_alone(start: Start, tmp_path: Path, wait_for) -> None:
-    job = start("-np", 2, "bash", "-c", "touch up$RANK; sleep 2; echo went on")
-    wait_for(all_up(tmp_path, 2))
-    assert f"ranks 0-1 of 2 on {HOST}: it runs no Python that ringrun can ask; it sleeps" in ask(job)
-    out, _ = job.communicate(timeout=30)
-    assert sorted(out.splitlines()) == ["[0] went on", "[1] went on"]
 
 
 STALL = """

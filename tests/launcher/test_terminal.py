@@ -2,11 +2,12 @@
 
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pexpect
 import pytest
+
+from tests.support.jobs import Script
 
 from .conftest import WITHOUT_MPI
 
@@ -65,7 +66,7 @@ def screen(output: str) -> list[str]:
 
 
 @pytest.fixture
-def bar(script: Callable[[str], str], python: str) -> list[str]:
+def bar(script: Script, python: str) -> list[str]:
     return ["-np", "1", python, script(BAR)]
 
 
@@ -133,7 +134,7 @@ def test_no_colour_when_it_is_not_wanted(bar: list[str], environment: dict[str, 
     assert "\x1b[36m" not in output
 
 
-def test_ctrl_c_on_the_terminal(script: Callable[[str], str], python: str) -> None:
+def test_ctrl_c_on_the_terminal(script: Script, python: str) -> None:
     arguments = ["-np", "2", python, script("import time; print('up'); time.sleep(60)")]
     child = spawn(arguments, NO_COLOR="1")
     for _ in range(2):
@@ -154,7 +155,7 @@ DEBUGGED = """
 """
 
 
-def test_a_debugger_on_one_rank_has_the_terminal_that_it_is_given(script: Callable[[str], str], python: str) -> None:
+def test_a_debugger_on_one_rank_has_the_terminal_that_it_is_given(script: Script, python: str) -> None:
     arguments = ["-np", "2", "--stdin", "1", python, script(DEBUGGED)]
     child = spawn(arguments, TERM="xterm")
     child.expect(r"\[1\]\S* \(Pdb\) ")
@@ -167,7 +168,7 @@ def test_a_debugger_on_one_rank_has_the_terminal_that_it_is_given(script: Callab
     assert child.exitstatus == 0
 
 
-def test_a_debugger_without_a_terminal_is_told_how_to_get_it(script: Callable[[str], str], python: str) -> None:
+def test_a_debugger_without_a_terminal_is_told_how_to_get_it(script: Script, python: str) -> None:
     output, code = on_a_terminal(["-np", "2", python, script(DEBUGGED)], {})
     assert code == 1
     assert "ringrun: to debug rank 1 here, give it this terminal: ringrun --stdin 1 …" in output

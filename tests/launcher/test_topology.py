@@ -168,8 +168,3 @@ def test_any_cpulist_is_a_set_of_the_cpus_in_question(text: str) -> None:
 @given(st.frozensets(st.integers(0, 300)))
 def test_a_cpulist_is_read_back(cpus: frozenset[int]) -> None:
     assert parse_cpulist(format_spans(cpus), range(301)) == cpus
-
-
-def test_cpulists_look_as_linux_writes_them() -> None:
-    assert format_spans([0, 1, 2, 3, 8, 10, 11]) == "0-3,8,10-11"
-    assert format_spans([]) == ""
