@@ -55,7 +55,8 @@ def replay(history: list[list[int]], count: int = COUNT) -> np.ndarray:
 def die(how: str) -> None:
     """End this process, or let it hang."""
     if how.startswith("SIG"):
-        os.kill(os.getpid(), getattr(signal, how))
+        # to this thread: where another one gets SIGSTOP, this one goes on until that one has a core
+        signal.pthread_kill(threading.get_ident(), getattr(signal, how))
     elif how.startswith("_exit"):
         os._exit(int(how.removeprefix("_exit")))
     elif how.startswith("exit"):
