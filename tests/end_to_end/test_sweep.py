@@ -14,6 +14,7 @@ import pytest
 from ringreduce.sweeps.study import REPEATS
 from tests.support import jobs
 from tests.support.jobs import ROOT
+from tests.support.patience import patient
 
 optuna = pytest.importorskip("optuna")
 pytestmark = [pytest.mark.timeout(240), pytest.mark.extended]
@@ -72,7 +73,7 @@ def kill_everything(process):
             os.kill(pid, signal.SIGKILL)
         except ProcessLookupError:
             continue
-    process.wait(30)
+    process.wait(patient(30))
 
 
 def recorded(log, event):

@@ -114,7 +114,7 @@ def test_stacks_after_a_loss_are_those_of_the_ranks_that_are_left(start, python:
     assert re.search(r"\nranks? (0,)?2 of 3 on \S+: elastic_rank.py:\d+, in ", told), told
     assert told.endswith("\nrank 1 of 3: not running\n")
     job.send_signal(signal.SIGTERM)
-    job.wait(timeout=20)
+    job.wait(patient(20))
 
 
 @pytest.mark.without_mpi

@@ -45,7 +45,7 @@ def started(start: Start, python: str, path: str, what: str, **options) -> "subp
 def ended(process: "subprocess.Popen[str]") -> tuple[float, str, str]:
     """Return how long ringrun took to end, and what it wrote."""
     begin = time.monotonic()
-    output, errors = process.communicate(timeout=30)
+    output, errors = process.communicate(timeout=patient(30))
     return time.monotonic() - begin, output, errors
 
 
@@ -202,7 +202,7 @@ def test_a_reader_that_leaves_ends_the_job(start: Start, script: Script, python:
     assert process.stdout.readline()
     process.stdout.close()
     process.stdout = None
-    assert process.wait(timeout=20) == 141
+    assert process.wait(patient(20)) == 141
     assert wait_until_gone() < patient(GONE_WITHIN_S)
 
 

@@ -209,7 +209,7 @@ def test_an_mpirun_that_is_killed_ends_the_job(
     launcher = next(pid for pid, line in processes_of().items() if "mpi" in line.split()[0].rpartition("/")[2]
                     or "prterun" in line.split()[0])  # fmt: skip
     os.kill(launcher, 9)
-    _, errors = process.communicate(timeout=20)
+    _, errors = process.communicate(timeout=patient(20))
     wait_until_gone()
     assert process.returncode == 137
     assert re.match(r"ringrun: mpi(run|exec\.hydra) ended with exit code 137 before the ranks did", errors), errors

@@ -14,6 +14,7 @@ import hypothesis.strategies as st
 import pytest
 
 from ringrun.agent.oom import Counter, OomWatch, counters, judge
+from tests.support.patience import patient
 
 KILL = -signal.SIGKILL
 V1, V2 = Counter(Path("/x/memory.oom_control"), "/job/7"), Counter(Path("/y/memory.events"), "/")
@@ -142,7 +143,7 @@ HOG = """
 def test_a_rank_that_the_oom_killer_ends(start, script, python, around, wait_until_gone) -> None:
     with memory_group("300M") as group:
         job = start("-np", 3, *around, python, script(HOG), preexec_fn=lambda: (group / "cgroup.procs").write_text("0"))
-        _, told = job.communicate(timeout=50)
+        _, told = job.communicate(timeout=patient(50))
         wait_until_gone()
     assert job.returncode == 137, told
     card = told[told.index("-- ringrun: rank 1 of 3 failed first") :].splitlines()

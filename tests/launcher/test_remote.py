@@ -22,6 +22,7 @@ from ringrun.remote.over_ssh import MAX_BYTES, REMOTE_COMMAND, payload, split_ex
 from ringrun.remote.parallel import Outcome, Task, run_all
 from ringrun.remote.refusals import program_problem, srun_problem, ssh_problem
 from tests.launcher.loopback_sshd import Server, sshd, why_not
+from tests.support.patience import patient
 
 needs_sshd = pytest.mark.skipif(bool(why_not()), reason=f"no sshd: {why_not()}")
 HERE = "127.0.0.1"
@@ -168,7 +169,7 @@ run_all([Task(["sh", "-c", "echo $$ > {tmp_path}/$0; sleep 77", str(number)]) fo
     wait_for(lambda: len([path for path in tmp_path.iterdir() if path.read_text().endswith("\n")]) == 3)
     groups = [int(path.read_text()) for path in tmp_path.iterdir()]
     process.send_signal(signal.SIGINT)
-    assert b"KeyboardInterrupt" in process.communicate(timeout=30)[1]
+    assert b"KeyboardInterrupt" in process.communicate(timeout=patient(30))[1]
     wait_for(lambda: not any(group_exists(group) for group in groups))
 
 

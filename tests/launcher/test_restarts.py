@@ -347,7 +347,7 @@ def test_ctrl_c_during_a_pause_ends_at_once(start, script: Script, python: str, 
             break
     begin_s = time.monotonic()
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=20)
+    _, errors = process.communicate(timeout=patient(20))
     assert process.returncode == 130
     assert errors == "ringrun: interrupted before the restart\n"
     assert time.monotonic() - begin_s < patient(3)  # the pause would take 4

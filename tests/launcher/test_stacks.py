@@ -19,6 +19,7 @@ from ringrun.errors import LauncherError, UsageError
 from ringrun.job import control_socket as jobs
 from ringrun.job.control_socket import RunningJob
 from tests.support.jobs import Script, Start, run
+from tests.support.patience import patient
 
 HOST = os.uname().nodename
 
@@ -76,7 +77,7 @@ def test_the_stacks_of_a_job_while_it_runs(
     assert job.poll() is None, "the job goes on"
     assert [each.pid for each in jobs.find_jobs() if each.pid == job.pid] == [job.pid]
     job.send_signal(signal.SIGTERM)
-    job.wait(timeout=20)
+    job.wait(patient(20))
     wait_until_gone()
     assert job.pid not in [each.pid for each in jobs.find_jobs()]
 
@@ -105,7 +106,7 @@ def test_programs_that_a_rank_starts_are_not_disturbed_and_a_shell_around_it_doe
         told = ask(job)
         assert told.count('script.py", line 12, in <module>') == 1, told
         assert f"ranks 0-1 of 2 on {HOST}: script.py:12, in <module>: worker.join()" in told
-    out, errors = job.communicate(timeout=30)
+    out, errors = job.communicate(timeout=patient(30))
     assert sorted(out.splitlines()) == ["[0] [0, 0] 0", "[1] [0, 0] 0"], errors
     assert job.returncode == 0
 
