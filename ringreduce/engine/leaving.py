@@ -29,9 +29,9 @@ class Leaving:
         if not negotiation.leaving or self._process_sets.is_busy():
             return False
         if any(state.coordinator is not None and len(state.left) < len(state.members) for state in states):
-            return False  # a message that nobody receives could reach the next engine of this process
+            return False  # a message that nobody receives could reach the next engine of this process; see also `ended`
         if mailbox.rank == 0 and not self._acked:
             mailbox.send_others(ShutdownAck())
             self._acked = True
         # rank 0 does not know what the coordinators of other sets still run: their last responses close the sets
-        return self._acked and all(state.closed for state in states) and mailbox.flushed()
+        return self._acked and all(state.closed and state.negotiator.ended for state in states) and mailbox.flushed()

@@ -16,6 +16,7 @@ when they read the response, and submitted anew as a record. When all have read 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -65,7 +66,8 @@ class Leader:
         self._news = False  # from below
         self._withdrawn: list[int] = []
         self._applied_below = dict.fromkeys(self._below, 0)
-        self._reported = self._awaited = 0  # responses: the last one reported as applied; the last that forgot any id
+        self._reported = self._awaited = 0  # responses: the last one reported as applied; the last that is to be
+        self._closed = math.inf  # the response that closes the process set
         self._since: dict[tuple[int, int], float] = {}
 
     def receive(self, child: int, message: Ready) -> None:
@@ -96,7 +98,7 @@ class Leader:
 
     def report(self, ids: list[int], partial: bytes = b"") -> Ready | None:
         """The message for the leader above; None when there is no news."""
-        if not (ids or self._withdrawn or self._reported < self._awaited <= self.applied()):
+        if self.ended or not (ids or self._withdrawn or self._reported < self._awaited <= self.applied()):
             return None
         self._reported = self.applied()
         withdrawn, self._withdrawn = self._withdrawn, []
@@ -110,8 +112,10 @@ class Leader:
                 _count(self._scheduled, entry, 1)
         return Scheduled(self._process_set, entries, partial) if self._below else None
 
-    def change(self, response: int, forgotten: Sequence[int], learned: Sequence[int]) -> None:
+    def change(self, response: int, forgotten: Sequence[int], learned: Sequence[int], closes: bool = False) -> None:
         """Follow a response: the root when it decides it, other leaders when they apply it."""
+        if closes:
+            self._closed = self._awaited = response
         if forgotten:
             forgotten = list(forgotten)  # NumPy takes a tuple for an index of several dimensions
             lost = self._passed[forgotten] - self._scheduled[forgotten]
@@ -129,6 +133,11 @@ class Leader:
         applied = min([words[APPLIED] for words in self._words] + list(self._applied_below.values()))
         self._fence()
         return int(applied)
+
+    @property
+    def ended(self) -> bool:
+        """True when all ranks of this subtree have closed the process set, and the leader above knows."""
+        return (self.applied() if self._is_root else self._reported) >= self._closed
 
     def waiting(self, now_s: float) -> dict[int, float]:
         """The ids that some ranks here have submitted and that are not scheduled: since which of these calls."""

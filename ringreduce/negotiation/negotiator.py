@@ -81,6 +81,7 @@ class Negotiator:
         if rank == group.ranks[0]:
             self._leader = Leader(process_set, views, capacity, fence, group.below, group.above is None)
         self._counted: defaultdict[int, deque[Submission]] = defaultdict(deque)
+        self._left = False  # it has sent its last announcement
         self._joins: Submission | None = None  # announced when nothing is counted that is not ready
         self._unnamed: dict[str, int | None] = {}
         """The unnamed submissions that are not ready, in their order: the id by which each was counted, if it was."""
@@ -95,6 +96,9 @@ class Negotiator:
         join: this rank joins, with averages as its payload says, as soon as the coordinator has records of all that
             waits here: nobody waits for a joined rank's, so later ones would miss their tensors, or the join's end.
         """
+        if self._left:  # these would come after its last message to the coordinator, and fail when the set is closed
+            return 0
+        self._left = bool(leave)
         now, ids, records = time.monotonic(), [], []
         for each in submissions:
             signature = each.signature
@@ -155,6 +159,11 @@ class Negotiator:
 
     # Leaders
 
+    @property
+    def ended(self) -> bool:
+        """True when the process set is closed, and no rank sends this one any more of it."""
+        return self._leader is None or self._leader.ended
+
     def poll(self) -> bool:
         """Schedule or report what is ready, and decide; True for news."""
         if self._leader is None:
@@ -189,8 +198,13 @@ class Negotiator:
             raise AssertionError("the coordinator's rank leads a group")
         self._send(response, self._members)
         self._responses[response.number] = response
-        self._leader.change(response.number, response.forgotten, [number for number, _ in response.learned])
+        self._change(self._leader, response)
         self._schedule([[]])
+
+    @staticmethod
+    def _change(leader: Leader, response: Response) -> None:
+        learned = [number for number, _ in response.learned]
+        leader.change(response.number, response.forgotten, learned, bool(response.closed))
 
     def _schedule(self, entries: list[list[int]], partial: bytes = b"") -> None:
         if self._leader is None:
@@ -222,7 +236,7 @@ class Negotiator:
     def _forget(self, ids: list[int]) -> None:
         if self.coordinator is not None:
             self.coordinator.forget(ids)
-        else:
+        elif not self._left:
             self._send(Overdue(self.process_set, ids), self._members[:1])
 
     # The schedule
@@ -258,7 +272,7 @@ class Negotiator:
         for number, signature in response.learned:
             self.cache.learn(number, signature)
         if self._leader is not None and self.coordinator is None:
-            self._leader.change(response.number, response.forgotten, [number for number, _ in response.learned])
+            self._change(self._leader, response)
         self.applied = response.number
         self._counters.applied(response.number)
         self._again(again)

@@ -18,7 +18,7 @@ class Announcement(NamedTuple):
     join: bool | None = None
     """Not None: this rank has joined, and counts nothing by id that is not ready; True: averages divide by the live
     ranks only."""
-    leave: str = ""  # not empty: why this rank leaves; it announces nothing after this
+    leave: str = ""  # not empty: why this rank leaves; it sends the coordinator nothing after this but `Ready`
 
 
 class Failure(NamedTuple):
@@ -51,7 +51,7 @@ class Ready(NamedTuple):
     process_set: int
     ids: list[int]  # submitted by all its ranks; that of an unnamed tensor may be there several times
     withdrawn: list[int]  # earlier ones that will not be scheduled
-    applied: int  # the last response that all its ranks have applied
+    applied: int  # the last response that all its ranks have applied; nothing follows one that closes the set
     partial: bytes = b""  # the sum of its ranks' elements of the only id, where that is short; see short.py
 
 

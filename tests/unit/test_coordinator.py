@@ -55,21 +55,6 @@ def told(ranks):
     return [each.name for each in response.new], {each.key: each.kind for each in response.failures}
 
 
-def test_nothing_is_decided_before_all_have_given_it():
-    ranks = Ranks(3)
-    assert told(ranks) is None
-    ranks.tell(2, tensor("a"), tensor("b"))
-    assert told(ranks) is None
-    ranks.tell(0, tensor("b"))
-    ranks.tell(1, tensor("b"))
-    assert told(ranks) == (["b"], {})
-    ranks.tell(1, tensor("a"))
-    assert told(ranks) is None
-    ranks.tell(0, tensor("a"))
-    assert told(ranks) == (["a"], {})
-    assert told(ranks) is None
-
-
 def test_unnamed_tensors_are_cached_without_their_number():
     ranks = Ranks()
     ranks.all_tell(tensor("noname.1", numbered=True), tensor("noname.2", numbered=True))
@@ -116,32 +101,6 @@ def test_the_longest_unused_is_forgotten():
     assert ranks.decide().learned == ((b, tensor("c")),)
 
 
-def test_ids_are_forgotten_once():
-    ranks = Ranks()
-    a, _ = ranks.learn(tensor("a"), tensor("b"))
-    ranks.coordinator.forget([a])
-    ranks.coordinator.forget([a])
-    assert ranks.decide().forgotten == (a,)
-    ranks.coordinator.forget([a])
-    assert ranks.decide() is None
-
-
-def test_no_capacity_no_memory():
-    ranks = Ranks(capacity=0)
-    for _ in range(2):
-        ranks.all_tell(tensor("a"))
-        response = ranks.decide()
-        assert (response.new, response.learned, response.forgotten) == ((tensor("a"),), (), ())
-
-
-def test_more_new_tensors_than_there_is_room_for():
-    ranks = Ranks(capacity=2)
-    ranks.all_tell(*(tensor(name) for name in "abcd"))
-    response = ranks.decide()
-    assert [each.name for each in response.new] == list("abcd")
-    assert [each.name for _, each in response.learned] == list("ab")
-
-
 # Scale
 
 
@@ -181,14 +140,6 @@ def test_ranks_that_joined_are_not_waited_for():
     assert response.all_joined == -1
 
 
-def test_joining_completes_what_the_others_wait_for():
-    ranks = Ranks(2)
-    ranks.tell(0, tensor("b"))
-    assert ranks.decide() is None
-    ranks.tell(1, join=False)
-    assert told(ranks) == (["b"], {})
-
-
 def test_the_last_to_join_is_told_and_then_nobody_has_joined():
     ranks = Ranks(3)
     for rank in (2, 0):
@@ -198,14 +149,6 @@ def test_the_last_to_join_is_told_and_then_nobody_has_joined():
     assert ranks.decide().all_joined == 1
     ranks.tell(0, tensor("a"))
     assert ranks.decide() is None
-
-
-def test_what_was_submitted_before_all_joined_is_run():
-    ranks = Ranks(2)
-    ranks.tell(0, tensor("a"), join=False)
-    ranks.tell(1, join=False)
-    response = ranks.decide()
-    assert (len(response.new), response.joined, response.all_joined) == (1, (0, 1), 1)
 
 
 @pytest.mark.parametrize(("flags", "expected"), [((True, True), True), ((True, False), False), ((False, True), False)])
@@ -257,18 +200,6 @@ def test_no_rivals_when_somebody_goes_on_meanwhile():
 
 
 # The end
-
-
-def test_who_leaves_first_closes_the_set():
-    ranks = Ranks(3)
-    ranks.tell(0, tensor("a"))
-    ranks.tell(2, leave="it called shutdown()")
-    ranks.tell(1, leave="later")
-    response = ranks.decide()
-    assert (response.closed, response.leaver) == ("rank 2 has left the job: it called shutdown()", 2)
-    assert ranks.coordinator.closed
-    ranks.all_tell(tensor("a"))
-    assert ranks.decide() is None
 
 
 def test_what_is_ready_is_run_although_somebody_leaves():
