@@ -130,16 +130,6 @@ def test_a_rank_that_is_stopped_when_others_have_left_goes_on(
     assert "-- ringrun" not in done.stderr
 
 
-def test_the_job_fails_by_the_rank_without_which_it_cannot_go_on(ringrun: Run, python: str, wait_until_gone) -> None:
-    done = ringrun("--elastic", "--min-np", 2, "-np", 3, python, RANK, 9, "0@0=exit-5", "2@1=exit-6")
-    assert done.returncode == 6
-    assert "ringrun: the job cannot go on: 1 rank left, and --min-np is 2\n" in done.stderr
-    last = done.stderr[done.stderr.rindex("-- ringrun: ") :]
-    assert last.startswith("-- ringrun: rank 2 of 3 failed first --")
-    assert "rank 0" not in last, "the job had gone on without it"
-    wait_until_gone()
-
-
 @pytest.mark.without_mpi
 def test_a_script_that_catches_nothing_is_started_again_at_once(ringrun: Run, python: str) -> None:
     flags = ["--elastic", "-np", 4, "--restarts", 1]
@@ -148,13 +138,6 @@ def test_a_script_that_catches_nothing_is_started_again_at_once(ringrun: Run, py
     assert done.stderr.count("ringrun: restart 1 of 1 in 1 s\n") == 1
     assert done.stderr.count("the job cannot go on: rank 0 did not catch the loss of rank 2; ") == 2
     assert done.stderr.count("-- ringrun: rank 2 of 4 failed first --") == 2
-
-
-@pytest.mark.without_mpi
-def test_without_a_world_a_failure_ends_the_job_as_ever(ringrun: Run, python: str) -> None:
-    done = ringrun("--elastic", "-np", 2, python, "-c", "import os, sys; sys.exit(3 * int(os.environ['RANK']))")
-    assert done.returncode == 3
-    assert "-- ringrun: rank 1 of 2 failed first --" in done.stderr
 
 
 @pytest.mark.parametrize(

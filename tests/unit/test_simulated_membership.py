@@ -14,6 +14,7 @@ from tests.support.simulated.network import CUTS, FAILS, SOON, Fault, Plan
 
 KINDS = [*FAILS, "stop", *CUTS]
 WITH_SPARE = Plan(2, 1)
+starts = pytest.mark.parametrize("start", [Plan(), WITH_SPARE], ids=["3 ranks", "2 ranks, 1 spare"])
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -94,8 +95,14 @@ def test_a_spare_beside_deaths_and_an_arrival_at_every_point(kinds):
     run_all(WITH_SPARE, kinds)
 
 
+@starts
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_loss_at_every_point(start, kind):
+    run_all(start, [kind])
+
+
 @pytest.mark.extended
-@pytest.mark.parametrize("start", [Plan(), WITH_SPARE], ids=["3 ranks", "2 ranks, 1 spare"])
+@starts
 @pytest.mark.parametrize("kinds", [*itertools.combinations_with_replacement(KINDS, 2)], ids="-".join)
 def test_two_losses_at_every_point(start, kinds):
     run_all(start, kinds)

@@ -31,7 +31,9 @@ def check_kill(rank: Rank) -> None:
 
 
 def check_list(job: SimulatedJob, said: wire.Membership) -> None:
-    """Those of a host that is lost are left out together, where messages come about as fast as each other."""
+    """Spares take all places. Those of a host that is lost are left out together, unless a message is very late."""
+    full = len(said.ranks) == job.plan.np or not job.supervisor._losses.idle
+    assert full or job.left, f"list {said.number} has {said.ranks}, while spares wait"
     host_of, of_host = job.plan.host_of, {each.number for each in job.ranks if each.cause == "host"}
     lost = {host_of[rank] for rank in map(int, said.dead) if rank in of_host}
     late = [rank for rank in said.ranks if rank in of_host and host_of[rank] in lost]

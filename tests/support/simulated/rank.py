@@ -53,7 +53,6 @@ class Rank:
         self.has_state = number < job.plan.np
         self.finished: tuple[int, list[Any]] | None = None  # its rank in the last world, and who took part in each step
         self.error: wire.RankError | None = None
-        self.wake = 0  # which wait is to end
         self.turn = held_lock()
         _thread.start_new_thread(self._run, ())
 
@@ -136,9 +135,7 @@ class Rank:
     def wait(self, timeout_s: float = math.inf) -> None:
         """Let others run until something has happened to this rank, or the time is over."""
         self.act()
-        self.wake += 1
-        if timeout_s < math.inf:
-            self.job.later(timeout_s, self._wake_up, self.wake)
+        self.job.later(timeout_s, self.notify)
         self._await_turn()
 
     def compute(self, seconds: float) -> None:
@@ -152,10 +149,6 @@ class Rank:
         self.job.hand_over(self.turn)
         if not self.runs:
             raise SystemExit
-
-    def _wake_up(self, wake: int) -> None:
-        if wake == self.wake:
-            self.notify()
 
     def notify(self) -> None:
         """Something has happened to it."""
