@@ -11,6 +11,7 @@ from ringreduce import Sum
 from ringreduce.kernels import half, half_numpy
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
+from tests.ranks.on_threads import each_rank_of
 from tests.support import fake_torch
 from tests.support.reference import MATRIX, all_but_few_extended
 
@@ -136,20 +137,15 @@ def test_in_place_and_groups(gpu, world):
             np.testing.assert_array_equal(result, sum(values(*kind, rank) for rank in range(len(hosts))))
 
 
+@each_rank_of(2, settings=small())
 def test_the_first_array_is_empty(gpu):
-    def program():
-        assert rr.allreduce_(gpu.array(values(0, "float32", 0)), name="empty").shape == (0,)
-
-    ranks([0, 0], program)
+    assert rr.allreduce_(gpu.array(values(0, "float32", 0)), name="empty").shape == (0,)
 
 
+@each_rank_of(2, settings=small())
 def test_synchronize_does_not_wait_for_the_gpu(cupy):
     """Only the caller's stream waits."""
-
-    def program():
-        rr.allreduce(cupy.array(values(500, "float32", rr.rank())), op=Sum)
-        done = cupy.cuda.Event()
-        done.record()
-        return done.done
-
-    assert ranks([0, 0], program) == [False, False]
+    rr.allreduce(cupy.array(values(500, "float32", rr.rank())), op=Sum)
+    done = cupy.cuda.Event()
+    done.record()
+    assert not done.done

@@ -17,6 +17,7 @@ from ringreduce.gpu.stage import Stage
 from ringreduce.partition import chunk_bounds
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
+from tests.ranks.on_threads import each_rank_of
 from tests.ranks.test_gpu import SLOT_BYTES, ranks, small, values
 from tests.support import fake_torch
 from tests.support.reference import data
@@ -72,66 +73,52 @@ def test_rows_in_many_slots_and_none(gpu, hosts):
 
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize("size", [2, 3, 4])
+@each_rank_of("size", settings=small())
 def test_reducescatter_has_the_hosts_bits(gpu, size, dtype):
     """Of sums that are rounded, so that their order shows."""
-
-    def program():
-        mine = data(dtype, 3003, rr.rank())
-        return [rr.reducescatter(array, op=rr.Average) for array in (gpu.array(mine), mine)]
-
-    for on_gpu, on_host in ranks([0] * size, program):
-        assert on_gpu.get().tobytes() == on_host.tobytes()
+    mine = data(dtype, 3003, rr.rank())
+    on_gpu, on_host = (rr.reducescatter(array, op=rr.Average) for array in (gpu.array(mine), mine))
+    assert on_gpu.get().tobytes() == on_host.tobytes()
 
 
+@each_rank_of(2, settings=small(cuda_ipc=False))
 def test_scratch_memory_of_a_reducescatter_is_not_used_again_too_soon(gpu):
     """It comes from the pool of the caller's stream, which knows nothing of what the engine's still does with it."""
     rows = [1, 2, 7, 3]
-
-    def program():
-        arrays = [gpu.array(values(3 * count, "float32", rr.rank()).reshape(-1, 3)) for count in rows]
-        return [each.get() for each in rr.grouped_reducescatter(arrays, op=Sum)]
-
-    for rank, results in enumerate(ranks([0, 0], program, cuda_ipc=False)):
-        for count, result in zip(rows, results, strict=True):
-            expected = np.array_split(total(3 * count, "float32", 2).reshape(-1, 3), 2)
-            np.testing.assert_array_equal(result, expected[rank])
+    arrays = [gpu.array(values(3 * count, "float32", rr.rank()).reshape(-1, 3)) for count in rows]
+    results = [each.get() for each in rr.grouped_reducescatter(arrays, op=Sum)]
+    for count, result in zip(rows, results, strict=True):
+        expected = np.array_split(total(3 * count, "float32", 2).reshape(-1, 3), 2)
+        np.testing.assert_array_equal(result, expected[rr.rank()])
 
 
+@each_rank_of(2, settings=small())
 def test_adasum(gpu):
-    def program():
-        host = values(900, "float32", rr.rank(), 1)
-        return rr.allreduce(gpu.array(host), op=rr.Adasum).get(), rr.allreduce(host, op=rr.Adasum)
-
-    for on_gpu, on_host in ranks([0, 0], program):
-        np.testing.assert_allclose(on_gpu, on_host, rtol=1e-6)
+    host = values(900, "float32", rr.rank(), 1)
+    on_gpu = rr.allreduce(gpu.array(host), op=rr.Adasum).get()
+    np.testing.assert_allclose(on_gpu, rr.allreduce(host, op=rr.Adasum), rtol=1e-6)
 
 
+@each_rank_of(3, settings=small())
 def test_results_are_used_on_the_stream_that_asks_for_them(gpu):
-    def program():
-        with gpu.cuda.Stream(non_blocking=True):
-            handle = rr.allreduce_async(gpu.array(values(2500, "float32", rr.rank())), op=Sum)
-        with gpu.cuda.Stream(non_blocking=True):
-            result = rr.synchronize(handle)
-            return (result + result).get()
-
-    for doubled in ranks([0, 0, 0], program):
-        np.testing.assert_array_equal(doubled, 2 * total(2500, "float32", 3))
+    with gpu.cuda.Stream(non_blocking=True):
+        handle = rr.allreduce_async(gpu.array(values(2500, "float32", rr.rank())), op=Sum)
+    with gpu.cuda.Stream(non_blocking=True):
+        result = rr.synchronize(handle)
+        np.testing.assert_array_equal((result + result).get(), 2 * total(2500, "float32", 3))
 
 
+@each_rank_of(2, settings=small())
 def test_the_callers_current_stream_stays(gpu):
     """CuPy's use() ends with any `with` of a stream in the thread."""
-
-    def program():
-        stream = gpu.cuda.Stream(non_blocking=True)
-        stream.use()
-        array = gpu.array(values(900, "float32", rr.rank()))
-        rr.allreduce(array, op=Sum)
-        rr.allreduce_(array, op=Sum)
-        rr.allgather(array)
-        rr.alltoall(gpu.array(values(4, "float32", 0)), splits=gpu.array(np.array([2, 2])))
-        return gpu.cuda.get_current_stream() == stream
-
-    assert ranks([0, 0], program) == [True, True]
+    stream = gpu.cuda.Stream(non_blocking=True)
+    stream.use()
+    array = gpu.array(values(900, "float32", rr.rank()))
+    rr.allreduce(array, op=Sum)
+    rr.allreduce_(array, op=Sum)
+    rr.allgather(array)
+    rr.alltoall(gpu.array(values(4, "float32", 0)), splits=gpu.array(np.array([2, 2])))
+    assert gpu.cuda.get_current_stream() == stream
 
 
 def test_by_ipc_the_host_moves_nothing(cupy, monkeypatch):
@@ -187,14 +174,11 @@ def test_messages_of_gpu_memory(gpu, mpi_takes_gpu, places):
         np.testing.assert_array_equal(gathered, np.concatenate([values(300, "float32", each) for each in range(size)]))
 
 
+@each_rank_of(3, hosts=[0, 1, 2], settings=small(deterministic=True))
 def test_a_deterministic_sum_goes_through_the_host_whatever_mpi_takes(cupy, mpi_takes_gpu):
-    def program():
-        result = rr.allreduce(cupy.array(values(2500, "float32", rr.rank())), op=Sum).get()
-        return result, rr.info().gpu_algorithm
-
-    for result, path in ranks([0, 1, 2], program, deterministic=True):
-        np.testing.assert_array_equal(result, total(2500, "float32", 3))
-        assert path.startswith("host_staged: GPU memory has only the ring; ")
+    result = rr.allreduce(cupy.array(values(2500, "float32", rr.rank())), op=Sum).get()
+    np.testing.assert_array_equal(result, total(2500, "float32", 3))
+    assert rr.info().gpu_algorithm.startswith("host_staged: GPU memory has only the ring; ")
 
 
 # torch
@@ -237,26 +221,21 @@ def test_torch_tensors_on_a_gpu_without_cupy_name_the_extra(cupy, monkeypatch):
 # what goes wrong
 
 
+@each_rank_of(2, settings=small())
 def test_an_array_on_the_host_here_and_on_a_gpu_there(gpu):
-    def program():
-        host = values(100, "float32", rr.rank())
-        with pytest.raises(MismatchError, match="a tensor on cuda, but rank 0 has one on cpu"):
-            rr.allreduce(host if rr.rank() == 0 else gpu.array(host), name="w")
-        return rr.allreduce(gpu.array(host), name="w", op=Sum).get()
-
-    for result in ranks([0, 0], program):
-        np.testing.assert_array_equal(result, total(100, "float32", 2))
+    host = values(100, "float32", rr.rank())
+    with pytest.raises(MismatchError, match="a tensor on cuda, but rank 0 has one on cpu"):
+        rr.allreduce(host if rr.rank() == 0 else gpu.array(host), name="w")
+    result = rr.allreduce(gpu.array(host), name="w", op=Sum).get()
+    np.testing.assert_array_equal(result, total(100, "float32", 2))
 
 
+@each_rank_of(2, settings=small())
 def test_host_and_gpu_arrays_in_one_group(gpu):
-    def program():
-        arrays = [values(100, "float32", rr.rank()), gpu.array(values(50, "float32", rr.rank()))]
-        on_host, on_gpu = rr.grouped_allreduce(arrays, op=Sum)
-        return on_host, on_gpu.get()
-
-    for on_host, on_gpu in ranks([0, 0], program):
-        np.testing.assert_array_equal(on_host, total(100, "float32", 2))
-        np.testing.assert_array_equal(on_gpu, total(50, "float32", 2))
+    arrays = [values(100, "float32", rr.rank()), gpu.array(values(50, "float32", rr.rank()))]
+    on_host, on_gpu = rr.grouped_allreduce(arrays, op=Sum)
+    np.testing.assert_array_equal(on_host, total(100, "float32", 2))
+    np.testing.assert_array_equal(on_gpu.get(), total(50, "float32", 2))
 
 
 def test_an_array_on_another_gpu_than_the_first(cupy):
@@ -357,10 +336,10 @@ def test_nccl_is_the_default_where_every_rank_has_a_gpu(nccl_ranks, dtype, op):
 def test_nccl_averages_what_has_a_sum_that_is_too_large_for_its_type(nccl_ranks, dtype, scales, terms, expected):
     def program(cupy):
         array = cupy.array(np.full(50, terms[rr.rank()], dtype))
-        return rr.allreduce(array, op=rr.Average, **scales).get()
+        result = rr.allreduce(array, op=rr.Average, **scales).get().astype(np.float64)
+        np.testing.assert_allclose(result, expected, rtol=2e-3 if dtype == "float16" else 0)
 
-    for result in nccl_ranks(3, program, device_count=3):
-        np.testing.assert_allclose(result.astype(np.float64), expected, rtol=2e-3 if dtype == "float16" else 0)
+    nccl_ranks(3, program, device_count=3)
 
 
 def gpu_algorithm(cupy):
@@ -413,10 +392,10 @@ def test_nccl_that_is_asked_for_on_a_gpu_that_ranks_share_is_an_error_on_all(ncc
         for _ in range(2):
             with pytest.raises(InputError, match=r"RINGREDUCE_ALGORITHM=nccl: .*ranks 0, 2 share GPU"):
                 rr.allreduce_(cupy.array(values(10, "float32", rr.rank())), name="x")
-        return rr.allreduce(values(10, "float32", rr.rank()), op=Sum)
+        on_host = rr.allreduce(values(10, "float32", rr.rank()), op=Sum)
+        np.testing.assert_array_equal(on_host, total(10, "float32", 3))
 
-    for result in nccl_ranks(3, program, device_count=2, algorithm="nccl"):
-        np.testing.assert_array_equal(result, total(10, "float32", 3))
+    nccl_ranks(3, program, device_count=2, algorithm="nccl")
 
 
 SETS = [[0, 1, 2], [0, 1], [1, 2], [0, 2]]
@@ -429,65 +408,47 @@ def test_nccl_for_process_sets_that_overlap(nccl_ranks):
         rank = rr.rank()
         sets = [rr.global_process_set, *(rr.add_process_set(members) for members in SETS[1:])]
         mine = [(members, each) for members, each in zip(SETS, sets, strict=True) if rank in members]
-        results = {}
         for step in range(4):
-            order = np.random.default_rng([step, rank]).permutation(len(mine))
-            handles = {
-                number: rr.allreduce_async(
-                    cupy.array(values(1800, "float32", rank, step)),
-                    op=Sum,
-                    process_set=mine[number][1],
-                    name=f"s{step}",
-                )
-                for number in order
-            }
+            handles = {}
+            for number in np.random.default_rng([step, rank]).permutation(len(mine)):
+                array, own = cupy.array(values(1800, "float32", rank, step)), mine[number][1]
+                handles[number] = rr.allreduce_async(array, op=Sum, process_set=own, name=f"s{step}")
             for number, handle in sorted(handles.items()):
-                results[step, tuple(mine[number][0])] = rr.synchronize(handle).get()
+                expected = sum(values(1800, "float32", each, step) for each in mine[number][0])
+                np.testing.assert_array_equal(rr.synchronize(handle).get(), expected)
         states = runtime.current("test").engine.states.values()
         assert {state.algorithms.gpu.text().partition(":")[0] for state in states} == {"nccl"}
-        return results
 
-    for rank, results in enumerate(nccl_ranks(3, program, 3, dynamic_process_sets=True)):
-        for step in range(4):
-            for members in SETS:
-                if rank in members:
-                    expected = sum(values(1800, "float32", each, step) for each in members)
-                    np.testing.assert_array_equal(results[step, tuple(members)], expected)
+    nccl_ranks(3, program, 3, dynamic_process_sets=True)
 
 
 def test_ranks_that_have_joined_take_part_in_nccl(nccl_ranks):
     def program(cupy):
-        results = [
-            rr.allreduce(cupy.array(values(1500, "float32", rr.rank(), step)), op=Sum, name=f"w{step}").get()
-            for step in range(rr.rank())
-        ]
-        rr.join()
-        return results
-
-    for results in nccl_ranks(3, program, device_count=3):
-        for step, result in enumerate(results):
+        for step in range(rr.rank()):
+            mine = cupy.array(values(1500, "float32", rr.rank(), step))
             expected = sum(values(1500, "float32", each, step) for each in range(step + 1, 3))
-            np.testing.assert_array_equal(result, expected)
+            np.testing.assert_array_equal(rr.allreduce(mine, op=Sum, name=f"w{step}").get(), expected)
+        rr.join()
+
+    nccl_ranks(3, program, device_count=3)
 
 
+class Foreign:
+    """As JAX's arrays: DLPack only."""
+
+    def __init__(self, array):
+        self._array = array
+
+    def __dlpack_device__(self):
+        return self._array.__dlpack_device__()
+
+    def __dlpack__(self, **options):
+        return self._array.__dlpack__(**options)
+
+
+@each_rank_of(2, settings=small())
 def test_dlpack_of_another_library(gpu):
-    class Foreign:
-        """As JAX's arrays: DLPack only."""
-
-        def __init__(self, array):
-            self._array = array
-
-        def __dlpack_device__(self):
-            return self._array.__dlpack_device__()
-
-        def __dlpack__(self, **options):
-            return self._array.__dlpack__(**options)
-
-    def program():
-        array = Foreign(gpu.array(values(700, "float32", rr.rank())))
-        with pytest.raises(UnsupportedArrayError, match="cannot be changed in place"):
-            rr.allreduce_(array)
-        return rr.allreduce(array, op=Sum).get()
-
-    for result in ranks([0, 0], program):
-        np.testing.assert_array_equal(result, total(700, "float32", 2))
+    array = Foreign(gpu.array(values(700, "float32", rr.rank())))
+    with pytest.raises(UnsupportedArrayError, match="cannot be changed in place"):
+        rr.allreduce_(array)
+    np.testing.assert_array_equal(rr.allreduce(array, op=Sum).get(), total(700, "float32", 2))

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 import ringreduce as rr
-from ringreduce.testing import run_ranks
 from tests.ranks.on_threads import each_rank_of
 from tests.support.reference import data
 
@@ -51,10 +50,6 @@ class Updating:
 class Applying:
     def apply_gradients(self, pairs):
         self.seen = list(pairs)
-
-
-def on_every_rank(program):
-    return run_ranks(SIZE, program)
 
 
 @each_rank_of(SIZE)
@@ -147,14 +142,11 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
+@each_rank_of(SIZE)
 def test_the_gradients_are_reduced_and_nothing_else(case):
     optimizer, told, call, expected = CASES[case]
-
-    def program():
-        result = call(rr.DistributedOptimizer(optimizer, **told), np.full(1, float(rr.rank())))
-        np.testing.assert_allclose(result, expected)
-
-    on_every_rank(program)
+    result = call(rr.DistributedOptimizer(optimizer, **told), np.full(1, float(rr.rank())))
+    np.testing.assert_allclose(result, expected)
 
 
 @each_rank_of(SIZE)
@@ -171,17 +163,15 @@ def test_a_callable_with_unclear_gradients_is_refused(unclear):
         rr.DistributedOptimizer(unclear)
 
 
+@each_rank_of(SIZE)
 def test_a_method_with_unclear_gradients_is_refused_when_it_is_called():
     class Unclear:
         def update(self, w, g):
             pass
 
-    def program():
-        optimizer = rr.DistributedOptimizer(Unclear())
-        with pytest.raises(rr.InputError, match=r"update\(w, g\): which argument holds the gradients"):
-            optimizer.update(np.ones(1), np.ones(1))
-
-    on_every_rank(program)
+    optimizer = rr.DistributedOptimizer(Unclear())
+    with pytest.raises(rr.InputError, match=r"update\(w, g\): which argument holds the gradients"):
+        optimizer.update(np.ones(1), np.ones(1))
 
 
 class Stored(collections.abc.Mapping):
@@ -278,40 +268,36 @@ def test_it_wants_init_first():
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda wrapped: pickle.loads(pickle.dumps(wrapped))])
+@each_rank_of(SIZE)
 def test_a_copy_reduces_with_an_optimizer_of_its_own(copied):
-    def program():
-        inner = Stepping()
-        other = copied(rr.DistributedOptimizer(inner))
-        other.lr = 0.5
-        other.step(gradients(rr.rank()))
-        assert_averaged(other.seen)
-        assert inner.lr == 0.1
-        assert not hasattr(inner, "seen")
-        return True
-
-    assert all(on_every_rank(program))
+    inner = Stepping()
+    other = copied(rr.DistributedOptimizer(inner))
+    other.lr = 0.5
+    other.step(gradients(rr.rank()))
+    assert_averaged(other.seen)
+    assert inner.lr == 0.1
+    assert not hasattr(inner, "seen")
 
 
-@pytest.mark.parametrize("has_state_dict", [False, True])
-def test_it_can_be_an_attribute_of_an_elastic_state(has_state_dict):
-    class Saving(Stepping):
-        def state_dict(self):
-            return {"lr": self.lr}
+class Saving(Stepping):
+    def state_dict(self):
+        return {"lr": self.lr}
 
-        def load_state_dict(self, state):
-            self.lr = state["lr"]
+    def load_state_dict(self, state):
+        self.lr = state["lr"]
 
-    def program():
-        wrapped = rr.DistributedOptimizer(Saving() if has_state_dict else Stepping())
-        wrapped.lr = rr.rank() + 1.0
-        state = rr.elastic.ObjectState(optimizer=wrapped)
-        state.sync()
-        assert state.optimizer is wrapped
-        rates = [wrapped.lr]
-        wrapped.lr = 7.0
-        state.restore()
-        wrapped.step(gradients(rr.rank()))
-        assert_averaged(wrapped.seen)
-        return [*rates, wrapped.lr]
 
-    assert on_every_rank(program) == [[1.0, 1.0]] * SIZE
+@pytest.mark.parametrize("kind", [Stepping, Saving])
+@each_rank_of(SIZE)
+def test_it_can_be_an_attribute_of_an_elastic_state(kind):
+    wrapped = rr.DistributedOptimizer(kind())
+    wrapped.lr = rr.rank() + 1.0
+    state = rr.elastic.ObjectState(optimizer=wrapped)
+    state.sync()
+    assert state.optimizer is wrapped
+    assert wrapped.lr == 1.0
+    wrapped.lr = 7.0
+    state.restore()
+    wrapped.step(gradients(rr.rank()))
+    assert_averaged(wrapped.seen)
+    assert wrapped.lr == 1.0

@@ -162,42 +162,35 @@ def test_messages_of_many_tags_arrive_by_tag_and_in_order(hosts):
     assert run_ranks(3, program, hosts=hosts) == [[3.0, 0.0, 1.0, 2.0]] * 3
 
 
+@each_rank_of(2)
 def test_a_thread_that_waits_long_holds_up_no_other():
     """Rank 0's thread waits for what rank 1 sends only after it has heard from rank 0's main thread."""
-
-    def program():
-        channel = rr.ordered()
-        if rr.rank() == 0:
-            handle = channel.recv_async(np.zeros(2), 1, tag=1)
-            waiting = threading.Thread(target=handle.wait, daemon=True)
-            waiting.start()
-            time.sleep(0.1)
-            channel.barrier()
-            channel.send(np.ones(2), 1, tag=9)
-            waiting.join(20)
-            return handle.done()
+    channel = rr.ordered()
+    if rr.rank() == 1:
         channel.barrier()
         channel.send(channel.recv(np.zeros(2), 0, tag=9), 0, tag=1)
-        return True
+        return
+    handle = channel.recv_async(np.zeros(2), 1, tag=1)
+    waiting = threading.Thread(target=handle.wait, daemon=True)
+    waiting.start()
+    time.sleep(0.1)
+    channel.barrier()
+    channel.send(np.ones(2), 1, tag=9)
+    waiting.join(20)
+    assert handle.done()
 
-    assert run_ranks(2, program) == [True, True]
 
-
+@each_rank_of(2)
 def test_a_message_of_another_shape_is_an_error_and_the_next_one_arrives():
-    def program():
-        channel = rr.ordered()
-        if rr.rank() == 0:
-            channel.send(np.ones(3), 1)
-            channel.send(np.full(4, 2.0), 1)
-            return None
-        with pytest.raises(
-            rr.MismatchError,
-            match=r"rank 1, recv with tag 0 .*: float64\[4\], but rank 0 has sent float64\[3\] \(test_ordered.py:\d+\)",
-        ):
-            channel.recv(np.zeros(4), 0)
-        return channel.recv(np.zeros(4), 0).tolist()
-
-    assert run_ranks(2, program)[1] == [2.0] * 4
+    channel = rr.ordered()
+    if rr.rank() == 0:
+        channel.send(np.ones(3), 1)
+        channel.send(np.full(4, 2.0), 1)
+        return
+    message = r"rank 1, recv with tag 0 .*: float64\[4\], but rank 0 has sent float64\[3\] \(test_ordered.py:\d+\)"
+    with pytest.raises(rr.MismatchError, match=message):
+        channel.recv(np.zeros(4), 0)
+    assert channel.recv(np.zeros(4), 0).tolist() == [2.0] * 4
 
 
 @each_rank_of(2)
@@ -260,21 +253,19 @@ def test_short_sums_between_long_ones_and_other_operations_on_ranks_that_are_lat
             assert average == pytest.approx(number + 500.0 * (size - 1))
 
 
+@each_rank_of(3, settings=Settings(dynamic_process_sets=True))
 def test_a_channel_of_some_ranks():
-    def program():
-        channel = rr.ordered(rr.add_process_set([0, 2]))
-        if rr.rank() == 1:
-            with pytest.raises(rr.InputError, match="allreduce: rank 1 is not in process set -1, which has ranks 0,2"):
-                channel.allreduce(np.ones(3))
-            return None
-        with pytest.raises(rr.InputError, match="reduce: op=Adasum; expected Average, Sum"):
-            channel.reduce(np.ones(3), 0, op=rr.Adasum)
-        with pytest.raises(rr.InputError, match=r"send: rank 1 is not in ordered\(ranks=\[0, 2\]\)"):
-            channel.send(np.ones(3), 1)
-        return channel.allreduce(np.full(3, rr.rank() + 1.0), op=rr.Sum)[0], channel.broadcast(rr.rank(), 2)
-
-    results = run_ranks(3, program, settings=Settings(dynamic_process_sets=True))
-    assert results == [(4.0, 2), None, (4.0, 2)]
+    channel = rr.ordered(rr.add_process_set([0, 2]))
+    if rr.rank() == 1:
+        with pytest.raises(rr.InputError, match="allreduce: rank 1 is not in process set -1, which has ranks 0,2"):
+            channel.allreduce(np.ones(3))
+        return
+    with pytest.raises(rr.InputError, match="reduce: op=Adasum; expected Average, Sum"):
+        channel.reduce(np.ones(3), 0, op=rr.Adasum)
+    with pytest.raises(rr.InputError, match=r"send: rank 1 is not in ordered\(ranks=\[0, 2\]\)"):
+        channel.send(np.ones(3), 1)
+    assert channel.allreduce(np.full(3, rr.rank() + 1.0), op=rr.Sum)[0] == 4.0
+    assert channel.broadcast(rr.rank(), 2) == 2
 
 
 @each_rank_of(2)

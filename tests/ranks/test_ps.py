@@ -10,6 +10,7 @@ import ringreduce as rr
 from ringreduce import reform
 from ringreduce.ps import worker as ps_worker
 from ringreduce.testing import run_ranks
+from tests.ranks.on_threads import each_rank_of
 
 pytestmark = pytest.mark.timeout(60)
 IMAGES, LABELS = load_digits(return_X_y=True)
@@ -114,20 +115,15 @@ def test_out_of_step_it_learns_and_nobody_is_too_far_ahead(mode, staleness, wire
     assert sum(served.nbytes_received for served in found[3:]) < most
 
 
+@each_rank_of(3)
 def test_bfloat16_of_torch_is_held_as_float32():
     torch = pytest.importorskip("torch")
-
-    def program():
-        if rr.ps.is_server(1):
-            return rr.ps.Server(sgd, servers=1).serve().parameters["w"].dtype
-        with rr.ps.Worker({"w": torch.ones(3, dtype=torch.bfloat16)}, servers=1) as own:
-            own.push({"w": torch.full((3,), -6.0, dtype=torch.bfloat16)})
-            return own.pull()["w"]
-
-    first, second, held = run_ranks(3, program)
-    assert held == np.float32
-    for each in (first, second):
-        torch.testing.assert_close(each, torch.full((3,), 4.0, dtype=torch.bfloat16))
+    if rr.ps.is_server(1):
+        assert rr.ps.Server(sgd, servers=1).serve().parameters["w"].dtype == np.float32
+        return
+    with rr.ps.Worker({"w": torch.ones(3, dtype=torch.bfloat16)}, servers=1) as own:
+        own.push({"w": torch.full((3,), -6.0, dtype=torch.bfloat16)})
+        torch.testing.assert_close(own.pull()["w"], torch.full((3,), 4.0, dtype=torch.bfloat16))
 
 
 def test_torch_s_optimizers_and_tensors():
@@ -161,20 +157,17 @@ def test_a_rule_that_raises_is_raised_by_serve_and_the_workers_do_not_wait():
         run_ranks(3, training(5, 1, lambda: rr.ps.Server(rule, servers=1)))
 
 
+@each_rank_of(3)
 def test_a_worker_that_fails_is_named():
-    def program():
-        if rr.ps.is_server(1):
-            with pytest.raises(rr.PeerLostError, match=r"recv 'ordered' \(thread:ps-worker-1\): rank 1 has left"):
-                rr.ps.Server(sgd, "async", servers=1).serve()
-            return "told"
-        worker = rr.ps.Worker(first(), servers=1)
-        worker.push(worker.pull())
-        if worker.index == 0:
-            with pytest.raises(rr.PeerLostError, match="rank 1 has left"):
-                worker.close()
-        return ""
-
-    assert run_ranks(3, program)[2] == "told"
+    if rr.ps.is_server(1):
+        with pytest.raises(rr.PeerLostError, match=r"recv 'ordered' \(thread:ps-worker-1\): rank 1 has left"):
+            rr.ps.Server(sgd, "async", servers=1).serve()
+        return
+    worker = rr.ps.Worker(first(), servers=1)
+    worker.push(worker.pull())
+    if worker.index == 0:
+        with pytest.raises(rr.PeerLostError, match="rank 1 has left"):
+            worker.close()
 
 
 @pytest.mark.parametrize(
@@ -229,17 +222,15 @@ def test_ranks_that_do_not_agree_are_told(differs, message):
         ({"out": {**first()["out"], "c": np.zeros(1)}}, r"gradient 'out\.c' is of no parameter"),
     ],
 )
+@each_rank_of(3)
 def test_gradients_of_another_form_are_refused_and_training_goes_on(pushed, message):
-    def program():
-        if rr.ps.is_server(1):
-            return rr.ps.Server(sgd, servers=1).serve().pushes
-        with rr.ps.Worker(first(), servers=1) as worker:
-            with pytest.raises(rr.InputError, match=message):
-                worker.push(pushed)
-            worker.push(first())
-        return None
-
-    assert run_ranks(3, program)[2] == 1
+    if rr.ps.is_server(1):
+        assert rr.ps.Server(sgd, servers=1).serve().pushes == 1
+        return
+    with rr.ps.Worker(first(), servers=1) as worker:
+        with pytest.raises(rr.InputError, match=message):
+            worker.push(pushed)
+        worker.push(first())
 
 
 @pytest.mark.parametrize(

@@ -161,33 +161,28 @@ def test_ranks_train_as_one_process(loop, size):
     "kind", [torch.optim.SGD, functools.partial(torch.optim.Adam, fused=True)], ids=["SGD", "fused"]
 )
 @pytest.mark.parametrize("unscaling", [False, True])
+@each_rank_of(2)
 def test_grad_scaler_skips_the_same_steps_on_all_ranks(unscaling, kind):
     """One rank's gradient is not finite in step 1: no rank makes that step, and no ritual is needed."""
-
-    def program():
-        model = make_model().float()
-        optimizer = hvd.DistributedOptimizer(kind(model.parameters(), lr=0.01))
-        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-        scales = []
-        for step in range(4):
-            optimizer.zero_grad()
-            loss = loss_of(model, share(step).float())
-            if step == 1 and hvd.rank() == 1:
-                loss = loss * float("inf")
-            scaler.scale(loss).backward()
-            if unscaling:
-                scaler.unscale_(optimizer)
-                clip(model)
-            before = parameters(model).clone()
-            scaler.step(optimizer)
-            scaler.update()
-            scales.append(scaler.get_scale())
-            assert torch.equal(before, parameters(model)) == (step == 1)
-        return torch.cat([parameters(model), torch.tensor(scales)])
-
-    result = same_on_all(run_ranks(2, program))
-    assert result[-4:].tolist() == [8, 4, 4, 4]
-    assert torch.isfinite(result).all()
+    model = make_model().float()
+    optimizer = hvd.DistributedOptimizer(kind(model.parameters(), lr=0.01))
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for step, scale in enumerate([8, 4, 4, 4]):
+        optimizer.zero_grad()
+        loss = loss_of(model, share(step).float())
+        if step == 1 and hvd.rank() == 1:
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        if unscaling:
+            scaler.unscale_(optimizer)
+            clip(model)
+        before = parameters(model).clone()
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == scale
+        assert torch.equal(before, parameters(model)) == (step == 1)
+    assert torch.isfinite(parameters(model)).all()
+    return parameters(model)
 
 
 @pytest.mark.parametrize("clipping", [False, True])
@@ -300,37 +295,36 @@ def test_join_when_data_do_not_come_out_even(steps):
     close(run_ranks(2, program)[steps.index(3)], alone(range(2), 2, backward, clip, steps=3))
 
 
-def test_a_gradient_can_be_used_in_every_way_before_step():
-    def program():
-        model = make_model()
-        optimizer = wrap(model)
-        uses = [
-            lambda grad: grad.numpy(),
-            lambda grad: torch.stack([grad, grad])[0],
-            lambda grad: grad.data.mul_(1.0),
-            lambda grad: torch.from_dlpack(grad),
-            lambda grad: torch.add(input=grad, other=0.0),
-            lambda grad: torch.tensor(grad.tolist(), dtype=torch.float64),
-            lambda grad: hvd.allreduce(grad, name="again"),
-            lambda grad: grad + 0.0,
-        ]
-        found = []
-        for use in uses:
-            optimizer.zero_grad()
-            own_backward(model, 0)
-            grad = model[0].weight.grad
-            assert grad.shape == (16, 5)
-            assert isinstance(grad, torch.Tensor)
-            found.append(torch.as_tensor(use(grad)).clone())
-            assert type(model[0].weight.grad) is torch.Tensor
-            assert torch.equal(grad, model[0].weight.grad), "who holds it sees the same"
-            optimizer.synchronize()
-        return torch.stack(found)
+USES = [
+    lambda grad: grad.numpy(),
+    lambda grad: torch.stack([grad, grad])[0],
+    lambda grad: grad.data.mul_(1.0),
+    lambda grad: torch.from_dlpack(grad),
+    lambda grad: torch.add(input=grad, other=0.0),
+    lambda grad: torch.tensor(grad.tolist(), dtype=torch.float64),
+    lambda grad: hvd.allreduce(grad, name="again"),
+    lambda grad: grad + 0.0,
+]
 
-    model = make_model()
-    loss_of(model, batch(0)).backward()
-    for found in same_on_all(run_ranks(2, program)):
-        close(found, model[0].weight.grad)
+
+@each_rank_of(2)
+def test_a_gradient_can_be_used_in_every_way_before_step():
+    model, alone = make_model(), make_model()
+    optimizer = wrap(model)
+    loss_of(alone, batch(0)).backward()
+    found = []
+    for use in USES:
+        optimizer.zero_grad()
+        own_backward(model, 0)
+        grad = model[0].weight.grad
+        assert grad.shape == (16, 5)
+        assert isinstance(grad, torch.Tensor)
+        found.append(torch.as_tensor(use(grad)).clone())
+        close(found[-1], alone[0].weight.grad)
+        assert type(model[0].weight.grad) is torch.Tensor
+        assert torch.equal(grad, model[0].weight.grad), "who holds it sees the same"
+        optimizer.synchronize()
+    return torch.stack(found)
 
 
 class Twice(torch.optim.SGD):
