@@ -166,7 +166,6 @@ def test_a_rank_that_skips_a_batch_after_backward_goes_on_with_the_next():
 
 
 @each_rank_of(2)
-@each_rank_of(2)
 def test_overlap_begins_when_the_steps_have_shown_nothing_else():
     model = make_model()
     optimizer = wrap(model)
