@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from ringreduce.arrays.dtypes import TABLE
-from tests.support.reference import numpy_dtype
+from tests.support.reference import assert_same_bits, numpy_dtype
 
 GPUS = Path(__file__).parents[2] / "bench" / "gpu" / "gpus.py"
 CYCLES_PER_MS = 2_000_000
@@ -153,24 +153,8 @@ def same_bits(found, expected, rounding_differs=False):
 
     rounding_differs: a host fuses the multiplications and additions of complex products, where its processor can.
     """
-    assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
     if rounding_differs:
+        assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
         np.testing.assert_allclose(found, expected, rtol=1e-5 if found.dtype.itemsize == 8 else 1e-13)
-        return
-    wrong = ~(_bits(found) == _bits(expected))
-    if found.dtype.kind not in "biu":
-        wrong &= ~(_words_are_nan(found) & _words_are_nan(expected))
-    assert not wrong.any(), f"{wrong.sum()} of {wrong.size}: {found.reshape(-1)[:8]} and {expected.reshape(-1)[:8]}"
-
-
-def _bits(array):
-    """Each element, or each half of a complex one, as a whole number."""
-    width = array.dtype.itemsize // (2 if array.dtype.kind == "c" else 1)
-    return np.ascontiguousarray(array).reshape(-1).view(f"u{width}")
-
-
-def _words_are_nan(array):
-    flat = np.ascontiguousarray(array).reshape(-1)
-    if flat.dtype.kind == "c":
-        flat = flat.view(flat.real.dtype)
-    return np.isnan(flat.astype(np.float64))
+    else:
+        assert_same_bits(found, expected)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import numpy as np
@@ -87,17 +88,36 @@ def reduced(op, arrays):
 
 def folded(op, arrays, prescale=1.0, postscale=1.0):
     """The reduction rank by rank, in the type of the sums, rounded once: what must come out to the bit."""
-    dtype = arrays[0].dtype
+    dtype, size = arrays[0].dtype, len(arrays)
+    whole = dtype.kind in "iu"
     wide = np.dtype(np.float32) if dtype.name in ("float16", "bfloat16") else dtype
-    wide = np.dtype(np.int64) if op is Average and dtype.kind in "iu" and dtype.itemsize < 8 else wide
+    wide = np.dtype(np.int64) if op is Average and whole and dtype.itemsize < 8 else wide
     combine = {Average: np.add, Sum: np.add, Min: np.minimum, Max: np.maximum, Product: np.multiply}[op]
-    scaled = [each.astype(wide) if prescale == 1 else each.astype(wide) * wide.type(prescale) for each in arrays]
-    total = scaled[0]
-    for each in scaled[1:]:
-        total = combine(total, each)
-    if op is Average:
-        total = np.trunc(total / len(arrays)) if total.dtype.kind in "iu" else total / total.dtype.type(len(arrays))
-    return (total if postscale == 1 else total * wide.type(postscale)).astype(dtype)
+
+    def scaled(values, factor):
+        if factor == 1:
+            return values
+        return np.trunc(values * np.float64(factor)).astype(wide) if whole else values * wide.type(factor)
+
+    with np.errstate(all="ignore"):
+        total = functools.reduce(combine, [scaled(each.astype(wide), prescale) for each in arrays])
+        if op is Average and whole:
+            total = (total - np.fmod(total, wide.type(size))) // wide.type(size)  # toward zero, and exact
+        elif op is Average and size > 1:
+            total = total / wide.type(size)
+        return scaled(total, postscale).astype(dtype)
+
+
+def assert_same_bits(found, expected, name=None):
+    """The same elements, to the bit, but for what bits a NaN has. name: of the type whose bits integers hold."""
+    assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
+    dtype = numpy_dtype(name or found.dtype.name)
+    part = np.dtype(f"f{dtype.itemsize // 2}") if dtype.kind == "c" else dtype
+    found, expected = (np.ascontiguousarray(each).reshape(-1).view(part) for each in (found, expected))
+    same = found.view(f"u{part.itemsize}") == expected.view(f"u{part.itemsize}")
+    if part.kind not in "biu":
+        same |= np.isnan(found) & np.isnan(expected)
+    assert same.all(), f"{(~same).sum()} of {same.size}: {found[~same][:8]}, expected {expected[~same][:8]}"
 
 
 def assert_reduced(result, op, arrays):

@@ -1,6 +1,7 @@
 """The GPU's kernels, compiled for the host, where subnormal numbers are numbers: they have the bits of ops.Reduction,
 except for complex products."""
 
+import contextlib
 import itertools
 import sys
 import types
@@ -11,16 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringreduce.arrays.dtypes import TABLE
-from ringreduce.errors import InputError
 from ringreduce.gpu import kernels as cuda_kernels
 from ringreduce.gpu.kernels import TILE_BYTES, WORD_BYTES, Kernels, tiles
 from ringreduce.gpu.runtime import Device, Stream
-from ringreduce.ops import Average, Max, Min, Product, Reduction, Sum
+from ringreduce.ops import Average, Product, Reduction, Sum
 from tests.support import tiers
 from tests.support.emulated_cuda import accesses, emulate
-from tests.support.reference import FEW
+from tests.support.reference import MATRIX, all_but_few_extended, assert_same_bits, readable
 
-OPS = [Sum, Average, Min, Max, Product]
 RANKS = [1, 2, 3, 5]
 SCALES = [(1.0, 1.0), (0.3, 1.0), (1.0, 0.7), (0.3, 0.7), (3, 0.125)]
 COUNTS = [0, 1, 15, 1000, 5003]
@@ -28,17 +27,7 @@ GUARD_BYTES = 64
 GUARD = 0xA5
 
 
-def all_reductions():
-    """Every op of every element type."""
-    for name, op in itertools.product(TABLE, OPS):
-        try:
-            Reduction(op, TABLE[name], 2).check()
-        except InputError:
-            continue
-        yield pytest.param(op, name, id=f"{op!r}-{name}", marks=[] if (name, op) in FEW else [tiers.extended])
-
-
-REDUCTIONS = list(all_reductions())
+REDUCTIONS = all_but_few_extended(MATRIX)
 
 
 def scales_of(name):
@@ -68,17 +57,12 @@ def memory_of(values, shift=0):
     return memory
 
 
-class FakeStream:
+class FakeStream(contextlib.nullcontext):
     ptr = 1
 
     def __init__(self, non_blocking):
         assert non_blocking
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exception):
-        pass
+        super().__init__(self)
 
 
 class FakeModule:
@@ -156,25 +140,14 @@ def values_of(name, count, rank, *, small=False):
     return values.astype(part).view(element.storage)
 
 
-def bits(name, values):
-    """For comparison: the bits, but for NaNs, which are all alike. `name`: of a type in the table, or NumPy's."""
-    element = TABLE[name]
-    if element.kind not in "fc":
-        return values.view(np.uint8)
-    if name == "bfloat16":
-        return np.where((values & 0x7FFF) > 0x7F80, 0x7FC0, values)
-    part = values.view(f"f{values.itemsize // 2}") if element.kind == "c" else values
-    return np.where(np.isnan(part), np.nan, part).astype(part.dtype).view(f"u{part.itemsize}")
-
-
 def assert_same(name, memory, dtype, expected, fuses=False):
     """fuses: NumPy makes these with FMA where the processor has it, and rounds once less."""
     assert memory.is_guarded(), "nothing is written outside"
+    found = memory.array.view(dtype)
     if fuses:
-        wide = 1e-4 if name == "complex64" else 1e-12
-        np.testing.assert_allclose(memory.array.view(dtype), expected, rtol=wide)
-        return
-    np.testing.assert_array_equal(bits(name, memory.array.view(dtype)), bits(name, expected))
+        np.testing.assert_allclose(found, expected, rtol=1e-4 if name == "complex64" else 1e-12)
+    else:
+        assert_same_bits(found, expected, name)
 
 
 def cases(name):
@@ -182,50 +155,43 @@ def cases(name):
         yield prescale, postscale, count, TABLE[name].itemsize if shifted else 0
 
 
+def check_reduce(gpu, reduction, parts, shift=0, fuses=False):
+    """Into memory of its own, where the parts stay as they are; then in place of the last part."""
+    name, storage = reduction.element.name, reduction.element.storage
+    expected = np.empty_like(parts[0])
+    reduction.reduce_parts(parts, expected)
+    sources, target = [memory_of(part, shift) for part in parts], Memory(expected.nbytes)
+    pointers = [source.pointer for source in sources]
+    gpu.kernels.reduce(reduction, pointers, target.pointer, len(expected), gpu.stream)
+    assert_same(name, target, storage, expected, fuses)
+    for source, part in zip(sources, parts, strict=True):
+        np.testing.assert_array_equal(source.array, part.view(np.uint8))
+    gpu.kernels.reduce(reduction, pointers, pointers[-1], len(expected), gpu.stream)
+    assert_same(name, sources[-1], storage, expected, fuses)
+
+
 @pytest.mark.parametrize("ranks", tiers.parted(RANKS, lambda ranks: ranks == 3))
-@pytest.mark.parametrize(("op", "name"), REDUCTIONS)
+@pytest.mark.parametrize(("name", "op"), REDUCTIONS, **readable)
 def test_reduce_has_the_bits_of_the_host(gpu, op, name, ranks):
     element = TABLE[name]
-    fuses = op is Product and element.kind == "c"
     for prescale, postscale, count, shift in cases(name):
-        reduction = Reduction(op, element, ranks, prescale, postscale)
         small = (prescale, postscale) != (1.0, 1.0)
         parts = [values_of(name, count, rank, small=small) for rank in range(ranks)]
         if small and op is Product and element.kind in "iu":
             parts = [part % element.storage.type(3) for part in parts]
-        expected = np.empty_like(parts[0])
-        reduction.reduce_parts(parts, expected)
-        sources = [memory_of(part, shift) for part in parts]
-        target = Memory(expected.nbytes)
-        pointers = [source.pointer for source in sources]
-        gpu.kernels.reduce(reduction, pointers, target.pointer, count, gpu.stream)
-        assert_same(name, target, element.storage, expected, fuses)
-        for source, part in zip(sources, parts, strict=True):
-            np.testing.assert_array_equal(source.array, part.view(np.uint8))
-        gpu.kernels.reduce(reduction, pointers, pointers[-1], count, gpu.stream)
-        assert_same(name, sources[-1], element.storage, expected, fuses)
+        reduction = Reduction(op, element, ranks, prescale, postscale)
+        check_reduce(gpu, reduction, parts, shift, fuses=op is Product and element.kind == "c")
 
 
 def test_blocks_take_more_than_one_part_when_there_are_too_few(gpu, monkeypatch):
     monkeypatch.setattr(cuda_kernels, "MOST_BLOCKS", 3)
-    reduction = Reduction(Average, TABLE["float16"], 3)
     parts = [values_of("float16", 50_001, rank) for rank in range(3)]
-    expected = np.empty_like(parts[0])
-    reduction.reduce_parts(parts, expected)
-    sources, target = [memory_of(part) for part in parts], Memory(expected.nbytes)
-    gpu.kernels.reduce(reduction, [each.pointer for each in sources], target.pointer, len(expected), gpu.stream)
-    assert_same("float16", target, np.float16, expected)
-    pieces, starts, length = layout([50_001, 17], 2)
-    check_copies(gpu, "float16", pieces, starts, length, 2)
+    check_reduce(gpu, Reduction(Average, TABLE["float16"], 3), parts)
+    check_copies(gpu, "float16", *layout([50_001, 17], 2), 2)
 
 
 def test_hundreds_of_sources(gpu):
-    reduction = Reduction(Sum, TABLE["int32"], 300)
-    parts = [values_of("int32", 9, rank) for rank in range(300)]
-    target = Memory(36)
-    sources = [memory_of(part) for part in parts]
-    gpu.kernels.reduce(reduction, [each.pointer for each in sources], target.pointer, 9, gpu.stream)
-    assert_same("int32", target, np.int32, np.sum(parts, axis=0, dtype=np.int32))
+    check_reduce(gpu, Reduction(Sum, TABLE["int32"], 300), [values_of("int32", 9, rank) for rank in range(300)])
 
 
 # ---- slots
@@ -281,9 +247,7 @@ def test_elements_of_every_type_are_gathered_and_scattered(gpu, name):
 
 
 @pytest.mark.parametrize("wide", [False, True])
-@pytest.mark.parametrize(
-    ("op", "name"), [each for each in REDUCTIONS if each.values[0] in (Sum, Average)], ids=lambda value: str(value)
-)
+@pytest.mark.parametrize(("name", "op"), [each for each in REDUCTIONS if each.values[1] in (Sum, Average)], **readable)
 def test_pieces_are_loaded_and_stored_with_the_bits_of_the_host(gpu, op, name, wide):
     element = TABLE[name]
     for (prescale, postscale), ranks, shift in itertools.product(scales_of(name), [1, 4, 6], [0, element.itemsize]):
@@ -306,7 +270,7 @@ def test_pieces_are_loaded_and_stored_with_the_bits_of_the_host(gpu, op, name, w
                 partial = reduction.start(each.copy())
             got = loaded[start : start + len(each)]
             expected = partial if wide or reduction.in_place else element.narrow(partial).astype(element.storage)
-            np.testing.assert_array_equal(bits(in_slot_name, got), bits(in_slot_name, expected))
+            assert_same_bits(got, expected, in_slot_name)
             with np.errstate(over="ignore", invalid="ignore"):
                 summed = got.copy() if wide or reduction.in_place else reduction.widen(got)
                 finished = summed if reduction.in_place else np.empty_like(each)

@@ -1,6 +1,7 @@
 """Every kernel set against conversions made here, over all bit patterns that matter."""
 
 import itertools
+import os
 import subprocess
 import sys
 import textwrap
@@ -11,6 +12,7 @@ import pytest
 
 from ringreduce.kernels import half_numpy
 from ringreduce.kernels.optional import imported
+from tests.support.reference import assert_same_bits
 
 NAMES = ("float16", "bfloat16")
 VALUE = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
@@ -47,13 +49,6 @@ def rounded(name, values):
         return np.asarray(values).astype(VALUE[name]).view(STORAGE[name])
 
 
-def assert_same(name, ours, theirs):
-    """Same bits; a NaN for a NaN."""
-    is_nan = np.isnan(value(name, theirs))
-    np.testing.assert_array_equal(np.isnan(value(name, ours)), is_nan)
-    np.testing.assert_array_equal(ours.view(np.uint16)[~is_nan], theirs.view(np.uint16)[~is_nan])
-
-
 def random_elements(name, count, seed=0):
     bits = np.random.default_rng([seed, count]).integers(0, 2**16, count, np.uint16)
     return bits.view(STORAGE[name])
@@ -64,10 +59,7 @@ def test_every_bit_pattern_is_widened_exactly(kernels, name):
     stored = EVERY.view(STORAGE[name])
     wide = np.empty(2**16, np.float32)
     kernels[name].widen(stored, wide)
-    expected = value(name, stored)
-    is_nan = np.isnan(expected)
-    np.testing.assert_array_equal(np.isnan(wide), is_nan)
-    np.testing.assert_array_equal(wide.view(np.uint32)[~is_nan], expected.view(np.uint32)[~is_nan])
+    assert_same_bits(wide, value(name, stored))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -83,7 +75,7 @@ def test_values_between_all_neighbours_are_rounded_to_nearest_even(kernels, name
     values = bits.astype(np.uint32).view(np.float32)
     out = np.empty(len(values), STORAGE[name])
     kernels[name].narrow(values, out)
-    assert_same(name, out, rounded(name, values))
+    assert_same_bits(out, rounded(name, values), name)
 
 
 @pytest.mark.parametrize("bits", [0x7F800001, 0x7FBFFFFF, 0x7FFFFFFF, 0xFFFFFFFF, 0x7FC00000, 0xFF800001])
@@ -109,7 +101,7 @@ def test_parts_are_summed_in_order_in_float32_and_rounded_once(kernels, name, si
                 total = total + value(name, part)
             expected = rounded(name, total / np.float32(divisor))
             kernels[name].sum_parts(parts, out, np.float32(divisor), np.float32(0 if divisor == 3 else 1 / divisor))
-        assert_same(name, out, expected)
+        assert_same_bits(out, expected, name)
 
 
 @pytest.mark.parametrize("position", [0, 1, 2])
@@ -119,7 +111,7 @@ def test_the_sum_may_replace_a_part(kernels, name, position):
     with np.errstate(all="ignore"):
         expected = rounded(name, value(name, parts[0]) + value(name, parts[1]) + value(name, parts[2]))
         kernels[name].sum_parts(parts, parts[position][:], np.float32(1), np.float32(1))
-    assert_same(name, parts[position], expected)
+    assert_same_bits(parts[position], expected, name)
 
 
 def test_a_protected_array_is_read_without_a_copy():
@@ -141,26 +133,18 @@ WITHOUT_NUMBA = "sys.modules['numba'] = None"
 COMPILED = "from ringreduce.kernels import optional; optional._compiling('half_numba').join()"
 
 
-def told(before="", after=""):
+@pytest.mark.parametrize(
+    ("before", "after", "variables", "expected"),
+    [
+        (WITHOUT_NUMBA, "", {}, "numpy False"),
+        (WITHOUT_NUMBA, "half.kernels('float16'); import torch", {}, "torch True"),
+        ("", COMPILED, {"NUMBA_DISABLE_JIT": "1"}, "numpy False"),
+        ("", COMPILED, {}, "numba False"),
+    ],
+    ids=["nothing else is there", "the user has imported torch", "numba does not compile", "numba"],
+)
+def test_what_converts_and_torch_is_not_imported_for_it(before, after, variables, expected):
     program = textwrap.dedent(CHOICE).format(before=before, after=after)
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    return ran.stdout.split()
-
-
-def test_numpy_converts_where_nothing_else_is_there_and_torch_is_not_imported():
-    assert told(WITHOUT_NUMBA) == ["numpy", "False"]
-
-
-def test_torch_converts_once_the_user_has_imported_it():
-    pytest.importorskip("torch")
-    assert told(WITHOUT_NUMBA, "half.kernels('float16'); import torch") == ["torch", "True"]
-
-
-def test_a_numba_that_is_told_not_to_compile_is_passed_over(monkeypatch):
-    monkeypatch.setenv("NUMBA_DISABLE_JIT", "1")
-    assert told(after=COMPILED) == ["numpy", "False"]
-
-
-def test_numba_converts_where_it_is_installed():
-    pytest.importorskip("numba")
-    assert told(after=COMPILED) == ["numba", "False"]
+    environment = os.environ | variables
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment)
+    assert ran.stdout == f"{expected}\n"

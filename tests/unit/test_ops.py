@@ -1,6 +1,5 @@
 import itertools
 
-import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given
@@ -11,6 +10,7 @@ from ringreduce.arrays.dtypes import TABLE
 from ringreduce.errors import InputError
 from ringreduce.kernels import sum_numba
 from ringreduce.ops import Average, Max, Min, Product, ReduceOp, Reduction, Sum, divide
+from tests.support.reference import MATRIX, assert_same_bits, folded, numpy_dtype
 
 BLOCK = ops.BLOCK_BYTES // 4
 """Elements that `reduce_parts` takes at a time, of the 4-byte types."""
@@ -50,16 +50,6 @@ def test_16_bit_floats_are_reduced_in_float32_elsewhere(name):
     assert not np.shares_memory(partial, flat)
 
 
-# reduce_parts, against the same steps of the whole arrays written out here
-
-CASES = [
-    (name, op)
-    for name in TABLE
-    for op in (Sum, Average, Min, Max, Product)
-    if not (name == "bool" and op is Average) and not (name.startswith("complex") and op in (Min, Max))
-]
-
-
 def raw_parts(name, size, count, seed=0):
     """Elements that differ by rank and index, large ones, subnormals, infinities and NaN among the floats."""
     random = np.random.default_rng([seed, size, count])
@@ -78,52 +68,16 @@ def raw_parts(name, size, count, seed=0):
         return [part.astype(storage) for part in parts]
 
 
-def wide(name, flat, sum_type):
-    return flat.view(ml_dtypes.bfloat16).astype(sum_type) if name == "bfloat16" else flat.astype(sum_type)
+def values(name, flat):
+    """The elements of what is stored: a bfloat16's bits are an integer."""
+    return flat.view(numpy_dtype(name))
 
 
-def expected(name, op, parts, prescale=1.0, postscale=1.0):
-    """Step by step over the whole arrays, by the definition."""
-    ufunc = {Sum: np.add, Average: np.add, Min: np.minimum, Max: np.maximum, Product: np.multiply}[op]
-    narrow_integers = TABLE[name].kind in "iu" and TABLE[name].itemsize < 8
-    sum_type = np.dtype(np.int64) if narrow_integers and op is Average else TABLE[name].sum_type
-
-    def scaled(flat, factor):
-        if factor == 1.0:
-            return flat
-        exact = flat * np.float64(factor) if flat.dtype.kind in "iu" else flat * flat.dtype.type(factor)
-        return np.trunc(exact).astype(flat.dtype) if flat.dtype.kind in "iu" else exact
-
-    with np.errstate(all="ignore"):
-        ready = [scaled(wide(name, part, sum_type), prescale) for part in parts]
-        total = ready[0]
-        for part in ready[1:]:
-            total = ufunc(total, part)
-        if op is Average and sum_type.kind in "iu":
-            exact = [abs(value) // len(parts) * (1 if value >= 0 else -1) for value in total.tolist()]
-            total = np.array(exact, sum_type)
-        elif op is Average and len(parts) > 1:
-            total = total / sum_type.type(len(parts))
-        total = scaled(total, postscale)
-        if name == "bfloat16":
-            return total.astype(ml_dtypes.bfloat16).view(np.uint16)
-        return total.astype(TABLE[name].storage)
+def expected(name, op, parts, *scales):
+    return folded(op, [values(name, part) for part in parts], *scales).view(parts[0].dtype)
 
 
-def assert_same_bits(name, ours, theirs):
-    """NaN equals NaN, whatever its payload; zeros have signs."""
-    bits = f"u{ours.itemsize}" if TABLE[name].kind != "c" else f"u{ours.itemsize // 2}"
-    if TABLE[name].kind not in "fc":
-        np.testing.assert_array_equal(ours, theirs)
-        return
-    ours, theirs = ours.view(bits), theirs.view(bits)
-    real = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}.get(name, f"f{ours.itemsize}")
-    nan = np.isnan(theirs.view(real))
-    np.testing.assert_array_equal(np.isnan(ours.view(real)), nan)
-    np.testing.assert_array_equal(ours[~nan], theirs[~nan])
-
-
-@pytest.mark.parametrize(("name", "op"), CASES, ids=str)
+@pytest.mark.parametrize(("name", "op"), MATRIX, ids=str)
 def test_parts_are_reduced_in_rank_order_and_rounded_once(name, op):
     for size, count in itertools.product([1, 2, 3, 4], [0, 1, 1000, 2 * BLOCK + 7]):
         print(f"{size} parts of {count} elements")
@@ -131,7 +85,7 @@ def test_parts_are_reduced_in_rank_order_and_rounded_once(name, op):
         before = [part.copy() for part in parts]
         out = np.empty(count, TABLE[name].storage)
         Reduction(op, TABLE[name], size).reduce_parts(parts, out)
-        assert_same_bits(name, out, expected(name, op, before))
+        assert_same_bits(out, expected(name, op, before), name)
         for part, original in zip(parts, before, strict=True):
             np.testing.assert_array_equal(part, original)
 
@@ -139,7 +93,7 @@ def test_parts_are_reduced_in_rank_order_and_rounded_once(name, op):
 BITWISE = [(n, op) for n in TABLE for op in ReduceOp if op.value.startswith("Bitwise") and TABLE[n].kind in "biu"]
 
 
-@pytest.mark.parametrize(("name", "op"), CASES + BITWISE, ids=str)
+@pytest.mark.parametrize(("name", "op"), MATRIX + BITWISE, ids=str)
 def test_the_neutral_element_changes_nothing(name, op):
     (part,) = raw_parts(name, 1, 100)
     neutral, found = np.empty_like(part), np.empty_like(part)
@@ -148,7 +102,7 @@ def test_the_neutral_element_changes_nothing(name, op):
     part[np.isinf(part)] = 2  # its product with 1 + 0j has a NaN, as C says
     for parts in ([part, neutral], [neutral, part]):
         reduction.reduce_parts(parts, found)
-        np.testing.assert_array_equal(*[wide(name, each, TABLE[name].sum_type) for each in (found, part)])
+        np.testing.assert_array_equal(*[values(name, each).astype(TABLE[name].sum_type) for each in (found, part)])
 
 
 @pytest.mark.parametrize("position", [0, 1, 2, 3])
@@ -158,7 +112,7 @@ def test_the_result_may_replace_any_of_the_parts(name, op, position):
     parts = raw_parts(name, 4, 2 * BLOCK + 7, seed=1)
     reference = expected(name, op, [part.copy() for part in parts])
     Reduction(op, TABLE[name], 4).reduce_parts(parts, parts[position][:])
-    assert_same_bits(name, parts[position], reference)
+    assert_same_bits(parts[position], reference, name)
 
 
 @pytest.mark.parametrize("scales", [(0.5, 1.0), (1.0, 3.0), (0.3, 0.7)])
@@ -169,12 +123,12 @@ def test_parts_are_scaled_each_and_as_a_whole(name, op, scales):
     before = [part.copy() for part in parts]
     out = np.empty(len(parts[0]), TABLE[name].storage)
     Reduction(op, TABLE[name], 3, *scales).reduce_parts(parts, out)
-    assert_same_bits(name, out, expected(name, op, before, *scales))
+    assert_same_bits(out, expected(name, op, before, *scales), name)
     for part, original in zip(parts, before, strict=True):
         np.testing.assert_array_equal(part, original)
 
 
-@pytest.mark.parametrize(("name", "op"), CASES, ids=str)
+@pytest.mark.parametrize(("name", "op"), MATRIX, ids=str)
 def test_two_parts_reduced_at_once_have_the_bits_of_the_ring(name, op):
     mine, theirs = raw_parts(name, 2, 999, seed=2)
     reduction = Reduction(op, TABLE[name], 2)
@@ -184,7 +138,7 @@ def test_two_parts_reduced_at_once_have_the_bits_of_the_ring(name, op):
     reduction.combine(partial, reduction.start(theirs.copy()))
     with np.errstate(over="ignore", invalid="ignore"):
         reduction.finish(partial, step_by_step)
-    assert_same_bits(name, at_once, step_by_step)
+    assert_same_bits(at_once, step_by_step, name)
 
 
 class Compiled:
@@ -201,7 +155,7 @@ class Compiled:
         target[...] = source
 
 
-@pytest.mark.parametrize(("name", "op"), [case for case in CASES if not case[0].startswith("complex")], ids=str)
+@pytest.mark.parametrize(("name", "op"), [case for case in MATRIX if not case[0].startswith("complex")], ids=str)
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_result_in_two_places_has_the_same_bits_in_one_pass_or_in_several(name, op, size):
     for position, count in itertools.product([None, *range(size)], [0, 1, 1000, 2 * sum_numba.BLOCK + 7]):
@@ -211,7 +165,7 @@ def test_a_result_in_two_places_has_the_same_bits_in_one_pass_or_in_several(name
         out = np.empty_like(parts[0]) if position is None else parts[position]
         around, writer = np.zeros(count + 2, out.dtype), Compiled()
         Reduction(op, TABLE[name], size).reduce_to_two(parts, out, around[1:-1], writer)
-        assert_same_bits(name, out, reference)
+        assert_same_bits(out, reference, name)
         assert around[1:-1].tobytes() == out.tobytes()
         assert not around[[0, -1]].any()
         assert writer.sums == (name in ("float32", "float64") and op in (Sum, Average))
@@ -230,7 +184,7 @@ def test_what_the_kernel_cannot_take_is_summed_by_passes(unusual):
     Reduction(Average, TABLE["float32"], len(parts), *scales).reduce_to_two(
         parts, out, copy, Compiled(kernel=pytest.fail)
     )
-    assert_same_bits("float32", out, expected("float32", Average, parts, *scales))
+    assert_same_bits(out, expected("float32", Average, parts, *scales), "float32")
     assert copy.tobytes() == out.tobytes()
 
 
@@ -240,4 +194,4 @@ def test_dividing_by_a_power_of_two_keeps_the_bits_of_a_division(values, exponen
     with np.errstate(all="ignore"):
         quotient = flat / np.float32(2**exponent)
         divide(flat, 2**exponent)
-    assert_same_bits("float32", flat, quotient)
+    assert_same_bits(flat, quotient, "float32")
