@@ -4,7 +4,7 @@ import os
 import re
 import subprocess
 import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 
@@ -20,9 +20,7 @@ class FakeCuda:
     """A driver that shows some GPUs, and the current one of the calling thread in one library."""
 
     def __init__(self, bus_ids):
-        self.bus_ids = bus_ids
-        self.now = 0
-        self.used = []
+        self.bus_ids, self.now, self.used = bus_ids, 0, []
 
     def use(self, index):
         assert 0 <= index < len(self.bus_ids)
@@ -34,68 +32,53 @@ class CUDARuntimeError(RuntimeError):
     pass
 
 
-@pytest.fixture
-def absent(monkeypatch):
-    """A script that has imported neither."""
-    for name in ("cupy", "torch"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
+def cupy_of(cuda):
+    """With no GPU it raises, as CuPy does."""
+
+    def count():
+        if not cuda.bus_ids:
+            raise CUDARuntimeError("cudaErrorInsufficientDriver")
+        return len(cuda.bus_ids)
+
+    runtime = SimpleNamespace(
+        CUDARuntimeError=CUDARuntimeError,
+        getDeviceCount=count,
+        getDevice=lambda: cuda.now,
+        deviceGetPCIBusId=cuda.bus_ids.__getitem__,
+    )
+    return SimpleNamespace(runtime=runtime, Device=lambda index: SimpleNamespace(use=lambda: cuda.use(index)))
 
 
-@pytest.fixture
-def imported_cupy(absent, monkeypatch):
-    """What makes a CuPy that sees these GPUs; with none of them it raises, as CuPy does."""
+def torch_of(cuda, tells=True):
+    """An older one does not tell the bus ids."""
 
-    def make(bus_ids):
-        cuda, module = FakeCuda(bus_ids), ModuleType("cupy")
-
-        def count():
-            if not bus_ids:
-                raise CUDARuntimeError("cudaErrorInsufficientDriver")
-            return len(bus_ids)
-
-        module.cuda = SimpleNamespace(
-            runtime=SimpleNamespace(
-                CUDARuntimeError=CUDARuntimeError,
-                getDeviceCount=count,
-                getDevice=lambda: cuda.now,
-                deviceGetPCIBusId=lambda index: bus_ids[index],
-            ),
-            Device=lambda index: SimpleNamespace(use=lambda: cuda.use(index)),
-        )
-        monkeypatch.setitem(sys.modules, "cupy", module)
-        return cuda
-
-    return make
-
-
-@pytest.fixture
-def imported_torch(absent, monkeypatch):
-    """What makes a torch that sees these GPUs; an older one does not tell their bus ids."""
-
-    def properties(bus_id, tells):
-        domain, bus, device = (int(part, 16) for part in bus_id[:-2].split(":"))
+    def properties(index):
+        domain, bus, device = (int(part, 16) for part in cuda.bus_ids[index][:-2].split(":"))
         told = {"pci_domain_id": domain, "pci_bus_id": bus, "pci_device_id": device} if tells else {}
         return SimpleNamespace(name="NVIDIA H200", **told)
 
-    def make(bus_ids, tells=True):
-        cuda, module = FakeCuda(bus_ids), ModuleType("torch")
-        module.cuda = SimpleNamespace(
-            is_available=lambda: bool(bus_ids),
-            device_count=lambda: 3,  # without a driver that works NVIDIA's management library may still count them
-            get_device_properties=lambda index: properties(bus_ids[index], tells),
-            current_device=lambda: cuda.now,
-            set_device=cuda.use,
-        )
-        monkeypatch.setitem(sys.modules, "torch", module)
+    return SimpleNamespace(
+        is_available=lambda: bool(cuda.bus_ids),
+        device_count=lambda: 3,  # without a driver that works NVIDIA's management library may still count them
+        get_device_properties=properties,
+        current_device=lambda: cuda.now,
+        set_device=lambda index: cuda.use(index),
+    )
+
+
+@pytest.fixture
+def imported(monkeypatch):
+    """imported("cupy"): a script has imported that library, which sees GPUs; what it does with them."""
+    for name in ("cupy", "torch"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+    def make(name, bus_ids=BUS_IDS, **options):
+        cuda = FakeCuda(bus_ids)
+        module = SimpleNamespace(cuda={"cupy": cupy_of, "torch": torch_of}[name](cuda, **options))
+        monkeypatch.setitem(sys.modules, name, module)
         return cuda
 
     return make
-
-
-def refusal(settings, environ=None, bus_ids=BUS_IDS):
-    with pytest.raises(SettingsError) as caught:
-        chosen(settings, environ or {}, bus_ids)
-    return str(caught.value)
 
 
 @pytest.mark.parametrize("variable", LOCAL_RANKS)
@@ -104,54 +87,61 @@ def test_local_ranks_get_the_gpus_in_turn(variable, rank, index):
     assert chosen(Settings(), {variable: str(rank)}, BUS_IDS) == Choice(index, f"{variable}={rank}, of 3 GPUs")
 
 
-def test_whoever_started_the_rank_counts_more_than_the_slurm_job_around_it():
-    environ = {"SLURM_LOCALID": "0", "LOCAL_RANK": "1"}
-    assert chosen(Settings(), environ, BUS_IDS).index == 1
-    assert chosen(Settings(), {**environ, "OMPI_COMM_WORLD_LOCAL_RANK": "2"}, BUS_IDS).index == 2
-    assert chosen(Settings(), {**environ, "MPI_LOCALRANKID": "2"}, BUS_IDS).index == 2
+SLURM_S = {"SLURM_LOCALID": "0", "LOCAL_RANK": "1"}
+MASKED = ["0000:5E:00.0"]
 
 
-def test_a_script_that_no_launcher_has_started_keeps_its_gpu():
-    assert chosen(Settings(), {}, BUS_IDS).index is None
-    assert chosen(Settings(), {"LOCAL_RANK": "one"}, BUS_IDS).index is None
+def placed(bus_id):
+    return Settings(placed_gpu=bus_id), f"ringrun has placed this rank on {bus_id}"
+
+
+def asked(device):
+    return Settings(cuda_device=device, placed_gpu="0000:3b:00.0"), f"RINGREDUCE_CUDA_DEVICE={device}"
+
+
+NOT_SHOWN = Settings(placed_gpu="0000:3c:00.0"), "LOCAL_RANK=1, of 3 GPUs, since CUDA does not show 0000:3c:00.0"
+BY_RANK = Settings(), None
 
 
 @pytest.mark.parametrize(
-    ("bus_id", "index"),
-    [("0000:3b:00.0", 0), ("00000000:5E:00.0", 1), ("0001:3b:00.0", 2)],
+    ("expected", "environ", "bus_ids", "index"),
+    [
+        # whoever started the rank counts more than the Slurm job around it
+        (BY_RANK, SLURM_S, BUS_IDS, 1),
+        (BY_RANK, SLURM_S | {"OMPI_COMM_WORLD_LOCAL_RANK": "2"}, BUS_IDS, 2),
+        (BY_RANK, SLURM_S | {"MPI_LOCALRANKID": "2"}, BUS_IDS, 2),
+        # a script that no launcher has started keeps its GPU
+        (BY_RANK, {}, BUS_IDS, None),
+        (BY_RANK, {"LOCAL_RANK": "one"}, BUS_IDS, None),
+        # where ringrun has placed a rank counts more than its local rank, if CUDA shows it
+        (placed("0000:3b:00.0"), {"LOCAL_RANK": "1"}, BUS_IDS, 0),
+        (placed("00000000:5E:00.0"), {"LOCAL_RANK": "2"}, BUS_IDS, 1),
+        (placed("0001:3b:00.0"), {"LOCAL_RANK": "3"}, BUS_IDS, 2),
+        (placed("0000:5e:00.0"), {"LOCAL_RANK": "1"}, MASKED, 0),
+        (NOT_SHOWN, {"LOCAL_RANK": "1"}, BUS_IDS, 1),
+        ((Settings(), "LOCAL_RANK=1, of 1 GPU"), {"LOCAL_RANK": "1"}, MASKED, 0),
+        # the setting counts more than ringrun
+        (asked("2"), {"LOCAL_RANK": "1"}, BUS_IDS, 2),
+        (asked("0"), {"LOCAL_RANK": "1"}, BUS_IDS, 0),
+        (asked("0000:5e:00.0"), {"LOCAL_RANK": "1"}, BUS_IDS, 1),
+    ],
+    ids=str,
 )
-def test_where_ringrun_has_placed_a_rank_counts_more_than_its_local_rank(bus_id, index):
-    environ = {"LOCAL_RANK": str(index + 1)}
-    choice = chosen(Settings(placed_gpu=bus_id), environ, BUS_IDS)
-    assert choice == Choice(index, f"ringrun has placed this rank on {bus_id}")
-
-
-def test_a_rank_whose_gpu_cuda_does_not_show_goes_by_its_local_rank():
-    choice = chosen(Settings(placed_gpu="0000:3c:00.0"), {"LOCAL_RANK": "1"}, BUS_IDS)
-    assert choice == Choice(1, "LOCAL_RANK=1, of 3 GPUs, since CUDA does not show 0000:3c:00.0")
-    masked = chosen(Settings(placed_gpu="0000:5e:00.0"), {"LOCAL_RANK": "1"}, ["0000:5E:00.0"])
-    assert masked == Choice(0, "ringrun has placed this rank on 0000:5e:00.0")
-    part_of_one = chosen(Settings(), {"LOCAL_RANK": "1"}, ["0000:5E:00.0"])
-    assert part_of_one == Choice(0, "LOCAL_RANK=1, of 1 GPU")
-
-
-@pytest.mark.parametrize(("asked", "index"), [("2", 2), ("0", 0), ("0000:5e:00.0", 1)])
-def test_the_setting_counts_more_than_ringrun(asked, index):
-    settings = Settings(cuda_device=asked, placed_gpu="0000:3b:00.0")
-    assert chosen(settings, {"LOCAL_RANK": "1"}, BUS_IDS) == Choice(index, f"RINGREDUCE_CUDA_DEVICE={asked}")
+def test_what_counts_more(expected, environ, bus_ids, index):
+    settings, why = expected
+    choice = chosen(settings, environ, bus_ids)
+    assert (choice.index, choice.why if why else None) == (index, why)
 
 
 @pytest.mark.parametrize("asked", ["3", "99", "0000:3c:00.0"])
 def test_a_gpu_that_is_not_there_is_refused(asked):
     there = "0 (0000:3B:00.0), 1 (0000:5E:00.0), 2 (0001:3B:00.0)"
     what_to_do = "name one of these, or unset it to give each rank of a host the next one"
-    settings = Settings(cuda_device=asked)
-    assert refusal(settings) == (
-        f"RINGREDUCE_CUDA_DEVICE={asked}: the GPUs that this process sees are {there}; {what_to_do}"
-    )
-    assert "this process sees with CUDA_VISIBLE_DEVICES=2 are 0 (of unknown bus id)" in refusal(
-        settings, {"CUDA_VISIBLE_DEVICES": "2"}, [""]
-    )
+    message = f"RINGREDUCE_CUDA_DEVICE={asked}: the GPUs that this process sees are {there}; {what_to_do}"
+    with pytest.raises(SettingsError, match=f"^{re.escape(message)}$"):
+        chosen(Settings(cuda_device=asked), {}, BUS_IDS)
+    with pytest.raises(SettingsError, match=r"sees with CUDA_VISIBLE_DEVICES=2 are 0 \(of unknown bus id\)"):
+        chosen(Settings(cuda_device=asked), {"CUDA_VISIBLE_DEVICES": "2"}, [""])
 
 
 def test_what_the_script_has_made_current_itself_stays():
@@ -162,62 +152,48 @@ def test_what_the_script_has_made_current_itself_stays():
         chosen(Settings(cuda_device="3"), {}, BUS_IDS, own=2)
 
 
-def test_cupy_and_torch_get_the_same_gpu(imported_cupy, imported_torch):
-    cupy, torch = imported_cupy(BUS_IDS), imported_torch(BUS_IDS)
+def test_cupy_and_torch_get_the_same_gpu(imported):
+    cupy, torch = imported("cupy"), imported("torch")
     choice = select(Settings(placed_gpu="0001:3b:00.0"), {"LOCAL_RANK": "0"})
     assert (choice.index, cupy.used, torch.used) == (2, [2], [2])
 
 
-@pytest.mark.parametrize("library", ["cupy", "torch"])
-def test_one_of_them_is_enough(library, request):
-    cuda = request.getfixturevalue(f"imported_{library}")(BUS_IDS)
-    assert select(Settings(placed_gpu="0000:5e:00.0"), {"LOCAL_RANK": "2"}).index == 1
-    assert (cuda.used, set(sys.modules) & {"cupy", "torch"}) == ([1], {library})
-
-
 @pytest.mark.parametrize("chooser", ["cupy", "torch"])
-def test_the_script_s_own_choice_in_one_library_counts_in_both(chooser, imported_cupy, imported_torch):
-    cudas = {"cupy": imported_cupy(BUS_IDS), "torch": imported_torch(BUS_IDS)}
+def test_the_script_s_own_choice_in_one_library_counts_in_both(chooser, imported):
+    cudas = {name: imported(name) for name in ("cupy", "torch")}
     cudas[chooser].now = 1
     assert select(Settings(), {"LOCAL_RANK": "2"}).index == 1
     assert {name: cuda.now for name, cuda in cudas.items()} == {"cupy": 1, "torch": 1}
 
 
-def test_a_torch_that_tells_no_bus_ids_goes_by_local_rank(imported_torch):
-    cuda = imported_torch(BUS_IDS, tells=False)
+def test_a_torch_that_tells_no_bus_ids_goes_by_local_rank(imported):
+    cuda = imported("torch", tells=False)
     choice = select(Settings(placed_gpu="0000:5e:00.0"), {"LOCAL_RANK": "2"})
     assert (choice.index, cuda.used) == (2, [2])
 
 
 @pytest.mark.parametrize("asked", ["", "1"])
-def test_without_a_gpu_nothing_happens(asked, imported_cupy, imported_torch):
-    cupy, torch = imported_cupy([]), imported_torch([])
+def test_without_a_gpu_nothing_happens(asked, imported):
+    cupy, torch = imported("cupy", []), imported("torch", [])
     assert select(Settings(cuda_device=asked), {"LOCAL_RANK": "1"}) == Choice(None, "no GPU here")
     assert cupy.used == torch.used == []
 
 
 @pytest.mark.parametrize("library", ["cupy", "torch"])
-def test_a_gpu_that_cannot_be_used_fails_no_job_that_may_not_need_it(library, request, monkeypatch):
-    cuda = request.getfixturevalue(f"imported_{library}")(BUS_IDS)
+def test_a_gpu_that_cannot_be_used_fails_no_job_that_may_not_need_it(library, imported):
+    """The one library that is imported."""
 
     def busy(index):
         raise CUDARuntimeError("cudaErrorDevicesUnavailable")
 
-    monkeypatch.setattr(cuda, "use", busy)
-    monkeypatch.setattr(sys.modules[library].cuda, "set_device", busy, raising=False)
+    imported(library).use = busy
     assert select(Settings(), {"LOCAL_RANK": "1"}) == Choice(None, "CUDA says: cudaErrorDevicesUnavailable")
 
 
 @pytest.mark.parametrize("asked", ["", "1"])
-def test_what_the_script_has_not_imported_is_not_imported(asked, absent):
+def test_what_the_script_has_not_imported_is_not_imported(asked, imported):
     assert select(Settings(cuda_device=asked), {"LOCAL_RANK": "1"}) is NOT_ASKED
     assert not {"cupy", "torch"} & set(sys.modules)
-
-
-def test_importing_ringreduce_asks_for_no_gpu_library():
-    program = "import sys, ringreduce; print({'cupy', 'torch'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert done.stdout == "set()\n", done.stderr
 
 
 ASK = """
@@ -268,14 +244,6 @@ def test_a_job_that_has_not_imported_cupy_is_told_so(tmp_path):
     done = run_alone("import sys" + ASK + "assert 'cupy' not in sys.modules", tmp_path, RINGREDUCE_CUDA_DEVICE="7")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[0] == "none (neither CuPy nor torch was imported before init())"
-
-
-def test_init_refuses_a_gpu_that_is_not_there(tmp_path):
-    done = run_alone("import cupy" + ASK, tmp_path, RINGREDUCE_CUDA_DEVICE="2")
-    assert done.returncode != 0
-    assert (
-        "SettingsError: RINGREDUCE_CUDA_DEVICE=2: the GPUs that this process sees are 0 (0000:3B:00.0)" in done.stderr
-    )
 
 
 @pytest.mark.parametrize(
