@@ -27,12 +27,12 @@ from tests.gpu.libraries import gpus, libraries
 from tests.support import on_ranks
 
 HERE = os.path.dirname(__file__)
-STAGED = {"RINGREDUCE_CUDA_IPC": "0", "RINGREDUCE_CUDA_AWARE_MPI": "0"}
+STAGED = {"cuda_ipc": 0, "cuda_aware_mpi": 0}
 PATHS = {
     "ipc": {},
-    "ipc, short slots": {"RINGREDUCE_CUDA_SLOT_BYTES": "4096"},
+    "ipc, short slots": {"cuda_slot_bytes": 4096},
     "host_staged": STAGED,
-    "host_staged, short slots": {**STAGED, "RINGREDUCE_FUSION_SLOT_BYTES": "4096"},
+    "host_staged, short slots": {**STAGED, "fusion_slot_bytes": 4096},
 }
 """How GPU arrays are reduced on one host to the host's bits, by info()'s first word, and the settings that ask for it;
 the others, which sum in orders of their own, are in test_worlds.py."""
@@ -74,9 +74,7 @@ def pytest_collection_modifyitems(config, items):
         if on_each_rank and not config.getoption("--with-mpi"):
             skip(item, "runs on ranks, which tests/gpu/test_jobs.py starts")
         elif not on_each_rank and config.getoption("--with-mpi"):
-            item.add_marker(
-                pytest.mark.skip(reason="starts jobs, so it is no test for ranks: python -m pytest tests/gpu")
-            )
+            skip(item, "starts jobs, so it is no test for ranks: python -m pytest tests/gpu")
         if config.getoption("timeout") is None:  # else a marker would win over the command line
             item.add_marker(pytest.mark.timeout(300 if on_each_rank else 900))
         item.add_marker(pytest.mark.filterwarnings("default"))  # those of libraries on a machine unseen are no errors
@@ -108,39 +106,16 @@ def pytest_report_header(config):
 
 @pytest.fixture
 def world():
-    """Form a world with these settings; when the test is over, the usual one again."""
-    with pytest.MonkeyPatch.context() as environment:
-
-        def form(**variables):
-            rr.shutdown()
-            for name, value in variables.items():
-                environment.setenv(name, value)
-            rr.init()
-
+    with on_ranks.worlds() as form:
         yield form
-        rr.shutdown()
-    rr.init()
 
 
 @pytest.fixture(scope="module", params=PATHS)
 def path(request):
-    """A world whose GPU arrays go one of the paths, with process sets; its name. Afterwards the usual one again."""
-    name = request.param
-    rr.shutdown()
-    with pytest.MonkeyPatch.context() as environment:
-        for variable, value in PATHS[name].items():
-            environment.setenv(variable, value)
-        rr.init(process_sets=[rr.ProcessSet(ranks) for ranks in SETS[rr_size()]])
-        yield name
-        rr.shutdown()
-    rr.init()
-
-
-def rr_size():
-    """The ranks, between two worlds."""
-    from mpi4py import MPI
-
-    return MPI.COMM_WORLD.size
+    """A world whose GPU arrays go one of the paths, with process sets; its name."""
+    with on_ranks.worlds() as form:
+        form([rr.ProcessSet(ranks) for ranks in SETS[rr.size()]], **PATHS[request.param])
+        yield request.param
 
 
 @pytest.fixture

@@ -64,18 +64,18 @@ def mpi_why_not():
 
 OTHER_ORDERS = {
     "nccl": (nccl_why_not, {}),
-    "nccl, asked for": (nccl_why_not, {"RINGREDUCE_ALGORITHM": "nccl"}),
-    "cuda_aware": (mpi_why_not, {"RINGREDUCE_CUDA_NCCL": "0", "RINGREDUCE_CUDA_IPC": "0"}),
+    "nccl, asked for": (nccl_why_not, {"algorithm": "nccl"}),
+    "cuda_aware": (mpi_why_not, {"cuda_nccl": 0, "cuda_ipc": 0}),
 }
 
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("name", OTHER_ORDERS)
 def test_paths_that_sum_in_orders_of_their_own(world, library, name):
-    why_not, variables = OTHER_ORDERS[name]
+    why_not, settings = OTHER_ORDERS[name]
     if reason := why_not():
         pytest.skip(reason)
-    world(RINGREDUCE_DETERMINISTIC="0", **variables)
+    world(deterministic=0, **settings)
     for dtype in ("float32", "float64", "int32", "uint8", "float16"):
         values = [data(dtype, 100_003, rank) for rank in range(rr.size())]
         for op in (rr.Sum, rr.Average, rr.Max):
@@ -97,7 +97,7 @@ def test_paths_that_sum_in_orders_of_their_own(world, library, name):
 def test_nccl_that_is_asked_for_where_ranks_share_a_gpu(world):
     if not shared_gpus():
         pytest.skip("every rank has a GPU of its own")
-    world(RINGREDUCE_ALGORITHM="nccl", RINGREDUCE_DETERMINISTIC="0")
+    world(algorithm="nccl", deterministic=0)
     with pytest.raises(rr.RingreduceError, match=r"RINGREDUCE_ALGORITHM=nccl: "):
         rr.allreduce(cupy().ones(100, np.float32), name="w")
 
@@ -107,7 +107,7 @@ def test_nccl_in_process_sets_that_overlap(world):
     """Kernels that wait for other ranks' are in flight in several sets at once, in another order on each rank."""
     if reason := nccl_why_not():
         pytest.skip(reason)
-    world(RINGREDUCE_DETERMINISTIC="0", RINGREDUCE_DYNAMIC_PROCESS_SETS="1")
+    world(deterministic=0, dynamic_process_sets=1)
     members = [[each, (each + 1) % rr.size()] for each in range(rr.size())]
     sets = [(sorted(pair), rr.add_process_set(pair)) for pair in members]
     mine = [(pair, some) for pair, some in sets if some.included()]

@@ -33,3 +33,9 @@ def transport(request):
     yield MessageTransport(world)
     world.free()
     comm.Free()
+
+
+@pytest.fixture
+def anew():
+    with on_ranks.worlds() as form:
+        yield form

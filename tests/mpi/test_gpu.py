@@ -1,5 +1,7 @@
 """GPU arrays on real ranks: processes that map each other's memory, and a real MPI; the GPU is a fake (fake_cupy).
 
+tests/gpu runs there too (end_to_end/test_stand_in.py): its process sets, joins and streams are not tested here again.
+
 What is queued on a rank's streams runs late, in its own process, or when another rank waits for it. MPI is given
 addresses of "GPU memory" as an MPI with CUDA is; it is the host's here, so what it reads too early is stale.
 """
@@ -10,7 +12,7 @@ import numpy as np
 import pytest
 
 import ringreduce as rr
-from tests.support import fake_cupy
+from tests.support import fake_cupy, on_ranks
 from tests.support.reference import OPS, assert_reduced, data, legal
 from tests.support.tiers import parted
 
@@ -18,35 +20,21 @@ pytestmark = pytest.mark.mpi
 SLOT_BYTES = 8192
 PATHS = {
     "ipc": {},  # and once more with streams that run at random
-    "host_staged": {"CUDA_IPC": "0", "CUDA_AWARE_MPI": "0"},
-    "cuda_aware": {"CUDA_IPC": "0", "CUDA_AWARE_MPI": "1"},
+    "host_staged": {"cuda_ipc": 0, "cuda_aware_mpi": 0},
+    "cuda_aware": {"cuda_ipc": 0, "cuda_aware_mpi": 1},
 }
-SETS = {1: [], 2: [[1]], 3: [[2, 0]], 4: [[0, 3], [1, 2, 3]]}
 COUNTS = [5, 1023, 0, 9000, 33, 1, 2048]
 
 
 @pytest.fixture(scope="module", params=parted(["ipc, random", *PATHS], lambda path: path == "ipc, random"))
 def path(request):
-    """A world in which GPU arrays go one of the paths, with short slots and process sets; afterwards the usual one."""
+    """A world in which GPU arrays go one of the paths, with short slots."""
     rr.shutdown()
     mode = "random" if "random" in request.param else "lazy"
-    with pytest.MonkeyPatch.context() as patch, fake_cupy.checked(mode, seed=5, one_process=True):
-        for name, value in {
-            **PATHS.get(request.param, {}),
-            "CUDA_SLOT_BYTES": SLOT_BYTES,
-            "FUSION_SLOT_BYTES": 4096,
-        }.items():
-            patch.setenv(f"RINGREDUCE_{name}", str(value))
-        enter()
+    with on_ranks.worlds() as form, fake_cupy.checked(mode, seed=5, one_process=True):
+        form(**PATHS.get(request.param, {}), cuda_slot_bytes=SLOT_BYTES, fusion_slot_bytes=4096)
         yield request.param
         leave()
-    rr.init()
-
-
-def enter():
-    from mpi4py import MPI
-
-    rr.init(process_sets=[rr.ProcessSet(ranks) for ranks in SETS[MPI.COMM_WORLD.size]])
 
 
 def leave():
@@ -98,18 +86,6 @@ def test_every_type_and_op(path, dtype):
             same(result, rr.allreduce(mine, op=op, name="on the host"))
 
 
-def test_all_ranks_have_equal_bits(path):
-    """Of any floats; where sums are made in rank order, those of that sum."""
-    arrays = [data("float32", 5003, rank) for rank in range(rr.size())]
-    result = rr.allreduce(put(arrays[rr.rank()]), op=rr.Sum)
-    same(result, rr.broadcast(result.get(), 0))
-    if path.startswith("ipc"):
-        expected = arrays[0].copy()
-        for each in arrays[1:]:
-            expected += each
-        same(result, expected)
-
-
 def test_many_at_once_and_again(path):
     """More than there are slots, several steps with other data; what went in is not changed."""
     for step in range(3):
@@ -140,26 +116,10 @@ def test_gather_broadcast_and_alltoall(path, dtype):
     assert counts.tolist() == counted.tolist()
 
 
-def test_process_sets(path):
-    for number, ranks in enumerate(SETS[rr.size()], 1):
-        if rr.rank() in ranks:
-            some = rr.ProcessSet(ranks)
-            some.process_set_id = number
-            result = rr.allreduce(put(exact("float32", 5003)), op=rr.Sum, name="w", process_set=some)
-            same(result, sum(exact("float32", 5003, rank) for rank in ranks))
-
-
-def test_ranks_that_join(path):
-    for step in range(rr.rank() + 1):
-        result = rr.allreduce(put(exact("float32", 5003, seed=step)), op=rr.Sum, name="w")
-        same(result, sum(exact("float32", 5003, rank, step) for rank in range(step, rr.size())))
-    assert rr.join() == rr.size() - 1
-
-
 def test_worlds_come_and_go(path):
     """And leave nothing on the GPU behind, neither memory nor events."""
     for seed in range(2):
         leave()
-        enter()
+        rr.init()
         result = rr.allreduce(put(exact("float32", 5003, seed=seed)), op=rr.Sum)
         same(result, sum(exact("float32", 5003, rank, seed) for rank in range(rr.size())))

@@ -3,9 +3,8 @@
 import pytest
 
 import ringreduce as rr
-from ringreduce import runtime
 from ringreduce.arrays.dtypes import TABLE
-from tests.support import matrix
+from tests.support import matrix, on_ranks
 from tests.support.reference import MATRIX, all_but_one_of_each_extended, readable
 from tests.support.tiers import parted
 
@@ -20,22 +19,14 @@ def of_few(pairs):
 
 @pytest.fixture(scope="module", autouse=True)
 def some_ranks():
-    """A world with little fusion memory and a process set of some ranks; afterwards it is the usual one again."""
+    """A world with little memory, and a process set of some ranks."""
     some = matrix.SOME_RANKS[rr.size()]
-    rr.shutdown()
-    knobs = {
-        f"RINGREDUCE_{name.upper()}": str(getattr(matrix.SMALL, name))
-        for name in ("fusion_buffer_bytes", "fusion_slot_bytes", "shared_slot_bytes", "ring_segment_bytes")
-    }
-    with pytest.MonkeyPatch.context() as environment:
-        for name, value in knobs.items():
-            environment.setenv(name, value)
-        process_set = rr.ProcessSet(some)
-        rr.init(process_sets=[process_set] if some else [])
-        assert runtime.current("test").settings.fusion_slot_bytes == matrix.SMALL.fusion_slot_bytes
-    yield process_set
-    rr.shutdown()
-    rr.init()
+    process_set = rr.ProcessSet(some)
+    names = ("fusion_buffer_bytes", "fusion_slot_bytes", "shared_slot_bytes", "ring_segment_bytes")
+    with on_ranks.worlds() as form:
+        form([process_set] if some else [], **{name: getattr(matrix.SMALL, name) for name in names})
+        assert rr.size() == 1 or rr.info().algorithm == "shared"
+        yield process_set
 
 
 @pytest.fixture(params=["all", "some"])

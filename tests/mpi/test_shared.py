@@ -15,8 +15,9 @@ from ringreduce.cost_model import Constants
 from ringreduce.partition import chunk_bounds
 from ringreduce.transport.counters import group_bytes
 from ringreduce.transport.window import block_bytes
+from tests.support import on_ranks
 from tests.support.patience import named_blocks, wait_until
-from tests.support.reference import MATRIX, all_but_one_of_each_extended, assert_reduced, data, readable
+from tests.support.reference import MATRIX, assert_reduced, data
 from tests.support.tiers import parted
 
 pytestmark = pytest.mark.mpi(min_size=2)
@@ -27,33 +28,11 @@ LONG = 40_001
 
 @pytest.fixture(scope="module", autouse=True)
 def small_slots():
-    """A world with little shared memory, that uses it; afterwards it is the usual one again."""
-    rr.shutdown()
-    with pytest.MonkeyPatch.context() as environment:
-        environment.setenv("RINGREDUCE_SHARED_SLOT_BYTES", str(SLOT_BYTES))
-        environment.setenv("RINGREDUCE_FUSION_BUFFER_BYTES", str(4 << 20))
-        environment.setenv("RINGREDUCE_FUSION_SLOT_BYTES", str(1 << 20))
-        environment.setenv("RINGREDUCE_ALGORITHM", "shared")
-        rr.init()
+    """A world with little shared memory, that uses it."""
+    with on_ranks.worlds() as form:
+        little = {"shared_slot_bytes": SLOT_BYTES, "fusion_buffer_bytes": 4 << 20, "fusion_slot_bytes": 1 << 20}
+        form(**little, algorithm="shared")
         yield
-        rr.shutdown()
-    rr.init()
-
-
-@pytest.fixture
-def anew():
-    """Leave the world, and enter it with other settings; afterwards it is the usual one again."""
-    with pytest.MonkeyPatch.context() as environment:
-
-        def init(process_sets=(), **settings):
-            rr.shutdown()
-            for name, value in settings.items():
-                environment.setenv(f"RINGREDUCE_{name.upper()}", str(value))
-            rr.init(process_sets=process_sets)
-
-        yield init
-    rr.shutdown()
-    rr.init()
 
 
 def everyones(name, count, seed=0):
@@ -70,34 +49,6 @@ def test_what_was_found_is_told():
     assert info.shared_memory_bytes == block_bytes(SLOT_BYTES, 16, group_bytes(rr.info().settings["cache_capacity"]))
     assert info.constants == Constants(), "nothing is measured where memory is always shared"
     assert len(set(rr.allgather_object((info.algorithm, str(info.constants))))) == 1, "alike on all ranks"
-
-
-def test_it_is_used_where_nothing_else_is_measured_to_be_quicker(anew):
-    anew(algorithm="auto", costs=Constants())
-    assert rr.info().algorithm == "shared"
-
-
-@pytest.mark.parametrize(("name", "op"), all_but_one_of_each_extended(MATRIX), **readable)
-def test_every_type_and_op(name, op):
-    """A short one, which all ranks sum; several slots; and both with an output of their own."""
-    for count in (50, LONG):
-        arrays = everyones(name, count)
-        mine = arrays[rr.rank()].copy()
-        out = rr.allreduce(mine, op=op)
-        assert mine.tobytes() == arrays[rr.rank()].tobytes()
-        rr.allreduce_(mine, op=op)
-        assert_reduced(out, op, arrays)
-        assert out.tobytes() == mine.tobytes()
-        assert_equal_everywhere(out)
-
-
-def test_the_bits_are_those_of_a_sum_in_the_order_of_the_ranks():
-    for count in (10, 3000, LONG):
-        arrays = everyones("float32", count)
-        expected = arrays[0].copy()
-        for each in arrays[1:]:
-            expected += each
-        assert rr.allreduce(arrays[rr.rank()], op=rr.Sum).tobytes() == expected.tobytes()
 
 
 @pytest.mark.parametrize("seed", parted(range(3), lambda seed: seed == 0))
@@ -154,16 +105,6 @@ def test_after_shutdown_there_is_a_new_window_and_the_old_one_is_gone(anew):
         assert len(rr.allgather_object(None)) == rr.size()
 
 
-def test_blocks_are_one_memory_of_all_ranks(anew):
-    anew()
-    window = runtime.current("test").engine.host.window
-    last = [block[-1:] for block in window.blocks]
-    last[rr.rank()][...] = 100 + rr.rank()
-    rr.barrier()
-    assert [int(each[0]) for each in last] == [100 + rank for rank in range(rr.size())]
-    rr.barrier()
-
-
 @pytest.mark.parametrize("algorithm", ["shared", "ring", "direct", "doubling"], ids=lambda name: f"by {name}")
 def test_each_can_be_asked_for(anew, algorithm):
     anew(algorithm=algorithm)
@@ -185,15 +126,6 @@ def test_a_demand_that_cannot_be_met_is_refused_and_init_works_again(anew):
     anew(costs="wire_us=3")
     assert rr.info().constants == Constants(wire_us=3)
     assert rr.allreduce(np.float64(1), op=rr.Sum) == rr.size()
-
-
-def test_tiny_slots_and_flags_that_go_far(anew):
-    """Thousands of slots, used again and again."""
-    anew(fusion_buffer_bytes=4096, fusion_slot_bytes=512, shared_slot_bytes=256)
-    for step in range(20):
-        arrays = everyones("float32", 6000 + step, step)
-        assert_reduced(rr.allreduce(arrays[rr.rank()], op=rr.Sum), rr.Sum, arrays)
-    assert runtime.current("test").engine.states[0].algorithms.region.sequence > 20 * 6000 // 64
 
 
 def test_process_sets_move_data_through_regions_of_their_own(anew):

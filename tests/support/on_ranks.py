@@ -4,11 +4,14 @@ A test that fails on one rank would leave the others waiting for it, so it is re
 that hangs is ended by pytest-timeout. Either way ringrun ends the other ranks, which print their stacks when it does.
 """
 
+import contextlib
 import faulthandler
 import os
 import signal
 import sys
 import time
+
+import pytest
 
 import ringreduce as rr
 from ringreduce.mpi import abort
@@ -34,3 +37,19 @@ def end_the_job_if_failed(report):
             os._exit(1)  # ringrun ends the others
         time.sleep(1)  # MPICH's mpirun forgets what it has not printed yet
         abort(1)
+
+
+@contextlib.contextmanager
+def worlds():
+    """form(process_sets, **settings) leaves the world for one with these settings; at the end the usual one again."""
+    with pytest.MonkeyPatch.context() as environment:
+
+        def form(process_sets=(), **settings):
+            rr.shutdown()
+            for name, value in settings.items():
+                environment.setenv(f"RINGREDUCE_{name.upper()}", str(value))
+            rr.init(process_sets=process_sets)
+
+        yield form
+    rr.shutdown()
+    rr.init()
