@@ -47,11 +47,8 @@ def test_an_array_is_rebuilt_with_its_kind_type_and_elements(make, name):
     assert rebuilt.dtype == array.dtype
     assert rebuilt.shape == array.shape
     assert (rebuilt == array).all()
-
-
-def test_a_buffer_of_another_shape_is_of_the_same_kind():
-    empty = as_buffer(torch.zeros(3, dtype=torch.bfloat16)).empty((2, 2)).array()
-    assert (empty.dtype, tuple(empty.shape)) == (torch.bfloat16, (2, 2))
+    reshaped = source.empty((2, 2)).array()
+    assert (type(reshaped), reshaped.dtype, tuple(reshaped.shape)) == (type(array), array.dtype, (2, 2))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -167,24 +164,22 @@ def test_read_only_memory_is_not_written_to():
         as_buffer(Exporter(array), writable=True)
 
 
-def test_gpu_memory_without_cupy_names_the_extra():
-    class GpuArray:
-        __cuda_array_interface__ = {}  # noqa: RUF012
+class OnGpu(torch.Tensor):
+    is_cuda = True
+    device = torch.device("cuda:0")
 
+
+@pytest.mark.parametrize(
+    "array",
+    [
+        type("GpuArray", (), {"__cuda_array_interface__": {}})(),
+        *(torch.zeros(3, dtype=dtype).as_subclass(OnGpu) for dtype in (torch.float32, torch.bfloat16)),
+    ],
+    ids=lambda array: type(array).__name__,
+)
+def test_gpu_memory_without_cupy_names_the_extra(array):
     with pytest.raises(MissingExtraError, match=r"GPU arrays need CuPy; .*pip install 'cupy-cuda12x\[ctk\]'"):
-        as_buffer(GpuArray())
-
-
-def test_a_torch_tensor_on_a_gpu_needs_cupy_too():
-    torch = pytest.importorskip("torch", reason="torch is not installed: its adapter is not tested here")
-
-    class OnGpu(torch.Tensor):
-        is_cuda = True
-        device = torch.device("cuda:0")
-
-    for dtype in (torch.float32, torch.bfloat16):
-        with pytest.raises(MissingExtraError, match=r"GPU arrays need CuPy; .*pip install 'cupy-cuda12x\[ctk\]'"):
-            as_buffer(torch.zeros(3, dtype=dtype).as_subclass(OnGpu))
+        as_buffer(array)
 
 
 def test_gpu_memory_is_never_read_but_by_ordered_copies(cupy):

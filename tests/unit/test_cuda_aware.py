@@ -66,17 +66,14 @@ def test_what_mpi_says(says, expected, monkeypatch):
     assert cuda_aware.declared() == expected
 
 
-TRIED = []
-
-
 class FakeTrial:
     """A trial with an outcome that is known."""
 
-    works = True
+    works, tried = True, ()
 
     def __init__(self, device, rank):
         self.device, self.peer, self.waited, self.stopped = device, rank, False, False
-        TRIED.append(self)
+        FakeTrial.tried += (self,)
 
     def wait(self):
         self.waited = True
@@ -90,36 +87,36 @@ class FakeTrial:
 
 
 @pytest.fixture
-def tried(monkeypatch):
+def trial(monkeypatch):
+    monkeypatch.setattr(FakeTrial, "tried", ())
     monkeypatch.setattr(cuda_aware, "Trial", FakeTrial)
-    TRIED.clear()
-    return TRIED
+    return FakeTrial
 
 
-DECISIONS = list(itertools.product(["0", "1", "auto"], [False, True], [False, True], [False, True]))
-
-
-@pytest.mark.parametrize(("setting", "declares", "is_first_of_host", "works"), DECISIONS)
-def test_the_answer_of_one_rank(setting, declares, is_first_of_host, works, tried, monkeypatch):
+@pytest.mark.parametrize(
+    ("setting", "declares", "is_first_of_host", "works", "answer"),
+    [
+        *((setting, *two, True, (setting == "1", f"RINGREDUCE_CUDA_AWARE_MPI={setting}"))
+          for setting in "01" for two in itertools.product([False, True], repeat=2)),
+        *(("auto", declares, False, True, (declares, "it was asked")) for declares in (False, True)),
+        ("auto", False, True, True, (False, "it was asked")),
+        *(("auto", True, True, works, (works, "it was tried")) for works in (False, True)),
+    ],
+)  # fmt: skip
+def test_the_answer_of_one_rank(setting, declares, is_first_of_host, works, answer, trial, monkeypatch):
     monkeypatch.setattr(cuda_aware, "declared", lambda: (declares, "it was asked"))
-    monkeypatch.setattr(FakeTrial, "works", works)
-    answer = complete(local_answer(setting, 3, 5, is_first_of_host=is_first_of_host))
-    if setting != "auto":
-        assert answer == (setting == "1", f"RINGREDUCE_CUDA_AWARE_MPI={setting}")
-    elif declares and is_first_of_host:
-        assert answer == (works, "it was tried")
-    else:
-        assert answer == (declares, "it was asked")
-    expected = [(3, 5, True)] if setting == "auto" and declares and is_first_of_host else []
-    assert [(each.device, each.peer, each.stopped) for each in tried] == expected
+    monkeypatch.setattr(trial, "works", works)
+    assert complete(local_answer(setting, 3, 5, is_first_of_host=is_first_of_host)) == answer
+    expected = [(3, 5, True)] if answer[1] == "it was tried" else []
+    assert [(each.device, each.peer, each.stopped) for each in trial.tried] == expected
 
 
-def test_a_rank_that_gives_up_stops_its_trial(tried, monkeypatch):
+def test_a_rank_that_gives_up_stops_its_trial(trial, monkeypatch):
     monkeypatch.setattr(cuda_aware, "declared", lambda: (True, "it was asked"))
     steps = local_answer("auto", 0, 0, is_first_of_host=True)
     next(steps)
     steps.close()
-    assert tried[0].stopped
+    assert trial.tried[0].stopped
 
 
 def test_the_environment_of_a_process_that_is_alone():

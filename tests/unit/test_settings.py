@@ -1,61 +1,43 @@
+import collections
+
 import pytest
 
 from ringreduce.errors import SettingsError
 from ringreduce.settings import LEAST_FUSION_BYTES, Settings, horovod_notice
 
+READ = {
+    "FUSION_SLOT_BYTES": ("1024", 1024),
+    "ERROR_FILE": ("/tmp/e", "/tmp/e"),
+    "STALL_CHECK_S": ("2.5", 2.5),
+    "DYNAMIC_PROCESS_SETS": ("1", True),
+    "CACHE_CAPACITY": ("0", 0),
+    "CUDA_DEVICE": ("0000:3b:00.0", "0000:3b:00.0"),
+    "CUDA_SLOT_BYTES": ("512", 512),
+    "CUDA_IPC": ("0", False),
+    "CUDA_AWARE_MPI": ("1", "1"),
+}
+HOROVODS = {
+    "TIMELINE": ("/tmp/t.json", {"timeline": "/tmp/t.json"}),
+    "TIMELINE_MARK_CYCLES": ("1", {"timeline_mark_cycles": True}),
+    "STALL_CHECK_TIME_SECONDS": ("60", {}),  # ours counts
+    "STALL_SHUTDOWN_TIME_SECONDS": ("120", {"stall_abort_s": 120}),
+    "CYCLE_TIME": ("3.5", {"cycle_time_ms": 3.5}),
+    "CACHE_CAPACITY": ("7", {"cache_capacity": 7}),
+    "DYNAMIC_PROCESS_SETS": ("1", {"dynamic_process_sets": True}),
+    "FUSION_THRESHOLD": ("134217728", {"fusion_buffer_bytes": 128 << 20}),
+}
+
 
 def test_defaults_and_variables():
     assert Settings.from_environment({"HOME": "/root"}) == Settings()
-    settings = Settings.from_environment(
-        {
-            "RINGREDUCE_FUSION_SLOT_BYTES": "1024",
-            "RINGREDUCE_ERROR_FILE": "/tmp/e",
-            "RINGREDUCE_STALL_CHECK_S": "2.5",
-            "RINGREDUCE_DYNAMIC_PROCESS_SETS": "1",
-            "RINGREDUCE_CACHE_CAPACITY": "0",
-            "RINGREDUCE_CUDA_DEVICE": "0000:3b:00.0",
-            "RINGREDUCE_CUDA_SLOT_BYTES": "512",
-            "RINGREDUCE_CUDA_IPC": "0",
-            "RINGREDUCE_CUDA_AWARE_MPI": "1",
-        }
-    )
-    assert settings == Settings(
-        fusion_slot_bytes=1024,
-        error_file="/tmp/e",
-        stall_check_s=2.5,
-        dynamic_process_sets=True,
-        cache_capacity=0,
-        cuda_device="0000:3b:00.0",
-        cuda_slot_bytes=512,
-        cuda_ipc=False,
-        cuda_aware_mpi="1",
-    )
+    settings = Settings.from_environment({f"RINGREDUCE_{name}": text for name, (text, _) in READ.items()})
+    assert settings == Settings(**{name.lower(): value for name, (_, value) in READ.items()})
 
 
 def test_horovods_variables_are_understood_and_ours_count():
-    settings = Settings.from_environment(
-        {
-            "HOROVOD_TIMELINE": "/tmp/t.json",
-            "HOROVOD_TIMELINE_MARK_CYCLES": "1",
-            "HOROVOD_STALL_CHECK_TIME_SECONDS": "60",
-            "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "120",
-            "HOROVOD_CYCLE_TIME": "3.5",
-            "HOROVOD_CACHE_CAPACITY": "7",
-            "HOROVOD_DYNAMIC_PROCESS_SETS": "1",
-            "HOROVOD_FUSION_THRESHOLD": "134217728",
-            "RINGREDUCE_STALL_CHECK_S": "5",
-        }
-    )
-    assert settings == Settings(
-        timeline="/tmp/t.json",
-        timeline_mark_cycles=True,
-        stall_check_s=5,
-        stall_abort_s=120,
-        cycle_time_ms=3.5,
-        cache_capacity=7,
-        dynamic_process_sets=True,
-        fusion_buffer_bytes=128 << 20,
-    )
+    variables = {f"HOROVOD_{name}": text for name, (text, _) in HOROVODS.items()} | {"RINGREDUCE_STALL_CHECK_S": "5"}
+    expected = dict(collections.ChainMap(*(changed for _, changed in HOROVODS.values())), stall_check_s=5)
+    assert Settings.from_environment(variables) == Settings(**expected)
     assert Settings.from_environment({"HOROVOD_FUSION_THRESHOLD": "0"}).fusion_buffer_bytes == LEAST_FUSION_BYTES
 
 

@@ -51,51 +51,28 @@ def test_a_mismatch_of_unnamed_tensors_says_that_they_are_numbered():
     assert "numbered" not in explained(reduction(), reduction(op="Max"))
 
 
-@pytest.mark.parametrize(
-    ("theirs", "mine", "message"),
-    [
-        (
-            reduction(),
-            reduction(tensor(shape=(4, 2))),
-            "'w' (train.py:1): float32[4, 2], but rank 0 has float32[3] (tra",
-        ),
-        (
-            reduction(),
-            reduction(tensor(dtype="int8")),
-            "int8[3], but rank 0 has float32[3] (train.py:0); all ranks must",
-        ),
-        (reduction(), reduction(tensor(device="cuda")), "a tensor on cuda, but rank 0 has one on cpu"),
-        (
-            reduction(),
-            reduction(op="Max"),
-            "op=Max, but rank 0 has op=Sum (train.py:0); all ranks must pass equal values",
-        ),
-        (reduction(), reduction(prescale=0.5), "prescale_factor=0.5, but rank 0 has prescale_factor=1.0"),
-        (
-            reduction(),
-            reduction(tensor(), tensor("v")),
-            "'w' (train.py:1): 2 tensors, but rank 0 has 1 (train.py:0); all",
-        ),
-        (
-            reduction(tensor("w.0")),
-            reduction(tensor("w.1")),
-            "'w.1' (train.py:1): name 'w.1', but rank 0 has name 'w.0'",
-        ),
-        (
-            reduction(tensor("w.0"), tensor("w.1")),
-            reduction(tensor("w.0"), tensor("w.1", shape=())),
-            "allreduce 'w.1' (train.py:1): float32[], but rank 0 has float32[3]",
-        ),
-        (
-            reduction(),
-            Signature("barrier", "w"),
-            "rank 1 of 4, barrier 'w' (train.py:1): barrier 'w', but rank 0 has allreduce 'w' (train.py:0); all ranks "
-            "must pass equal operations",
-        ),
-    ],
-)
-def test_the_first_difference_is_told(theirs, mine, message):
-    assert message in explained(theirs, mine)
+DIFFERENCES = {
+    "'w' (train.py:1): float32[4, 2], but rank 0 has float32[3] (tra": reduction(tensor(shape=(4, 2))),
+    "int8[3], but rank 0 has float32[3] (train.py:0); all ranks must": reduction(tensor(dtype="int8")),
+    "a tensor on cuda, but rank 0 has one on cpu": reduction(tensor(device="cuda")),
+    "op=Max, but rank 0 has op=Sum (train.py:0); all ranks must pass equal values": reduction(op="Max"),
+    "prescale_factor=0.5, but rank 0 has prescale_factor=1.0": reduction(prescale=0.5),
+    "'w' (train.py:1): 2 tensors, but rank 0 has 1 (train.py:0); all": reduction(tensor(), tensor("v")),
+    "'w.1' (train.py:1): name 'w.1', but rank 0 has name 'w'": reduction(tensor("w.1")),
+    "rank 1 of 4, barrier 'w' (train.py:1): barrier 'w', but rank 0 has allreduce 'w' (train.py:0); all ranks must "
+    "pass equal operations": Signature("barrier", "w"),
+}
+
+
+@pytest.mark.parametrize("message", DIFFERENCES)
+def test_the_first_difference_is_told(message):
+    assert message in explained(reduction(), DIFFERENCES[message])
+
+
+def test_of_a_group_the_tensor_that_differs_is_told():
+    of_two, second_is_a_number = (reduction(tensor("w.0"), tensor("w.1", shape=shape)) for shape in ((3,), ()))
+    message = "allreduce 'w.1' (train.py:1): float32[], but rank 0 has float32[3]"
+    assert message in explained(of_two, second_is_a_number)
 
 
 def test_the_first_that_differs_is_told_and_the_others_are_counted():
