@@ -31,7 +31,8 @@ def bench_module(name):
     return module
 
 
-NO_NETWORK = bench_module("network").why_not()
+network = bench_module("network")
+NO_NETWORK = network.why_not()
 between_hosts = pytest.mark.skipif(bool(NO_NETWORK), reason=NO_NETWORK)
 
 
@@ -45,10 +46,15 @@ def horovod(tmp_path):
     return {"PYTHONPATH": str(package.parent)}
 
 
-def outcome(finished, folder):
-    """The JSON of a bench that ran well, after the checks that all have in common."""
+def kept_by(finished, folder):
+    """The JSON of a bench that ran well."""
     assert finished.returncode == 0, finished.stdout
-    kept = json.loads((folder / "rows.json").read_text())
+    return json.loads((folder / "rows.json").read_text())
+
+
+def outcome(finished, folder):
+    """The same, after the checks that benches with a picture have in common."""
+    kept = kept_by(finished, folder)
     assert set(MACHINE) <= set(kept["header"])
     assert all(row["wrong"] in (0, None) for row in kept["rows"])
     assert any(row["wrong"] == 0 for row in kept["rows"])
@@ -72,8 +78,7 @@ def files(folder):
 def launch(folder, *arguments):
     """The rows of bench/launch.py, which must not grow with the ranks in threads, and by one descriptor for each."""
     finished = run([PYTHON, BENCH / "launch.py", "--runs", 1, "--json", folder / "rows.json", *arguments])
-    assert finished.returncode == 0, finished.stdout
-    rows = json.loads((folder / "rows.json").read_text())["rows"]
+    rows = kept_by(finished, folder)["rows"]
     assert all(row["wrong"] == 0 and row["time_ms"] > 0 for row in rows)
     counted = [row for row in rows if "threads" in row]
     assert all(row["threads"] == 3 and row["ranks"] < row["descriptors"] < row["ranks"] + 32 for row in counted)
@@ -164,8 +169,7 @@ def test_growth(tmp_path):
 
 def test_scale(tmp_path):
     finished = run([PYTHON, BENCH / "scale.py", "--quick", *files(tmp_path)])
-    assert finished.returncode == 0, finished.stdout
-    kept = json.loads((tmp_path / "rows.json").read_text())
+    kept = kept_by(finished, tmp_path)
     rows = {row["who"].split()[0]: row for row in kept["rows"]}
     assert {"hierarchical", "halving", "doubling", "negotiation"} < set(rows)
     assert sum(row["taken"] == "<--" for row in rows.values()) == 1
@@ -198,28 +202,31 @@ def test_hosts(tmp_path):
 
 @pytest.mark.extended
 @between_hosts
-def test_short_messages_between_hosts(tmp_path):
-    finished = run([PYTHON, BENCH / "hosts.py", "--quick", "--short", "--sizes", 4096, *files(tmp_path)])
-    rows = {row["who"].strip(): row for row in outcome(finished, tmp_path)["rows"]}
-    assert {"MPI_Allreduce", "by hand", "doubling", "direct", "ordered()", "allreduce_"} < set(rows)
-    assert rows["by hand"]["wrong"] == 0
-
-
-@pytest.mark.extended
-@between_hosts
-def test_gradients_between_hosts(tmp_path):
-    finished = run([PYTHON, BENCH / "gradients.py", "--quick", "--hosts", 2, *files(tmp_path)])
-    kept = outcome(finished, tmp_path)
-    assert kept["header"]["hosts"] == kept["header"]["ranks"] == 2
-    assert {"ringreduce, NumPy", "DDP gloo", "DDP ring"} < {row["who"] for row in kept["rows"]}
+@pytest.mark.parametrize(
+    ("arguments", "who"),
+    [
+        (
+            ["hosts.py", "--quick", "--short", "--sizes", 4096],
+            {"MPI_Allreduce", "by hand", "doubling", "direct", "ordered()", "allreduce_"},
+        ),
+        (["gradients.py", "--quick", "--hosts", 2], {"ringreduce, NumPy", "DDP gloo", "DDP ring"}),
+    ],
+    ids=["short messages", "gradients"],
+)
+def test_between_hosts(tmp_path, arguments, who):
+    bench, *rest = arguments
+    kept = outcome(run([PYTHON, BENCH / bench, *rest, *files(tmp_path)]), tmp_path)
+    rows = {row["who"].strip(): row for row in kept["rows"]}
+    assert who < set(rows)
+    assert kept["header"]["hosts"] == 2 or bench == "hosts.py"
+    assert bench != "hosts.py" or rows["by hand"]["wrong"] == 0
 
 
 @pytest.mark.extended
 @between_hosts
 def test_slow_links(tmp_path):
     finished = run([PYTHON, BENCH / "slow_links.py", "--quick", "--runs", 1, "--json", tmp_path / "rows.json"])
-    assert finished.returncode == 0, finished.stdout
-    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    rows = kept_by(finished, tmp_path)["rows"]
     assert all(row["wrong"] == 0 for row in rows)
     found = {row["place"]: re.sub("-[0-9a-f]{6}", "", row["links"]) for row in rows if row["order"] == "found"}
     assert found["host 2"].startswith("host ring2's link carries 0.01")
@@ -231,15 +238,13 @@ def test_slow_links(tmp_path):
 @pytest.mark.extended
 @between_hosts
 def test_parameter_server(tmp_path):
-    plot, rows = tmp_path / "plot.png", tmp_path / "rows.json"
-    finished = run([PYTHON, BENCH / "parameter_server.py", "--quick", "--workers", 3, "--json", rows, "--plot", plot])
-    assert finished.returncode == 0, finished.stdout
-    found = {row["who"].strip(): row for row in json.loads(rows.read_text())["rows"]}
+    finished = run([PYTHON, BENCH / "parameter_server.py", "--quick", "--workers", 3, *files(tmp_path)])
+    found = {row["who"].strip(): row for row in kept_by(finished, tmp_path)["rows"]}
     assert set(found) == {"ring", "1 server"}
     assert all(row["wrong"] == 0 for row in found.values())
     for row in found.values():
         assert row["busiest"] == pytest.approx(row["by_hand"], rel=0.4), "headers of frames, and of requests"
-    assert plot.stat().st_size > 10_000
+    assert (tmp_path / "plot.png").stat().st_size > 10_000
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="as root only: a user learns that root is missing")

@@ -1,6 +1,5 @@
 """The engine in real processes: how it ends, what it does beside other threads, forks and MPI calls, and stalls."""
 
-import json
 import re
 import sys
 from pathlib import Path
@@ -28,29 +27,6 @@ def finished(tmp_path):
         return ringrun(python or Path(sys.executable), ranks, script, timeout_s=60, **variables)
 
     return run
-
-
-@pytest.mark.quick
-def test_shutdown_with_work_pending_is_an_error_that_says_who_left_first(finished, python):
-    done = finished(
-        "handle = rr.allreduce_async(np.ones(3), name=f'only on rank {rr.rank()}')\n"
-        "rr.barrier()\n"
-        "if rr.rank() == 2:\n"
-        "    rr.shutdown()\n"
-        "try:\n"
-        "    handle.wait()\n"
-        "except rr.HorovodInternalError as error:\n"
-        "    print(type(error).__name__, error)\n",
-        python,
-    )
-    assert done.returncode == 0, done.stdout
-    for rank in (0, 1):
-        assert re.search(
-            rf"PeerLostError rank {rank} of 3, allreduce 'only on rank {rank}' \(train.py:5\): "
-            r"rank 2 has left the job: it called shutdown\(\) \(train.py:8\)",
-            done.stdout,
-        ), done.stdout
-    assert re.search(r"CollectiveError rank 2 of 3.*was pending when this rank left the job", done.stdout)
 
 
 def test_a_world_can_be_left_and_entered_while_others_wait(finished, python):
@@ -184,19 +160,19 @@ STOP = "os.system(f'(sleep 5; kill -CONT {os.getpid()}) > /dev/null 2>&1 &')\n  
 def test_a_rank_that_does_something_else_is_named_with_its_stack(finished, python, rank):
     done = finished(STALL.format(how=SLEEP, rank=rank), python, RINGREDUCE_STALL_CHECK_S="1")
     assert done.returncode == 0, done.stdout
-    given = rf"ranks {'1-2' if rank == 0 else '0-1'} \(train.py:15\)"
+    others = "1-2" if rank == 0 else "0-1"
     assert re.search(
         r"ringrun: the job is stalled, says rank 0: allreduce 'layer3.w' \(float32\[3, 4\]\): waiting for \d s; "
-        rf"submitted by {given}; missing: rank {rank}\. All ranks must submit it\n"
+        rf"submitted by ranks {others} \(train.py:15\); missing: rank {rank}\. All ranks must submit it\n"
         rf"rank {rank} has submitted nothing yet\n",
         done.stdout,
     ), done.stdout
-    assert re.search(rf"\nrank {rank} of 3 on \S+: train.py:12, in load_data: time.sleep\(4\)\n", done.stdout), (
-        done.stdout
-    )
-    assert re.search(r"line 12, in load_data\n    time.sleep\(4\)", done.stdout), done.stdout
-    others = "1-2" if rank == 0 else "0-1"
-    assert re.search(rf"\nranks {others} of 3 on \S+: allreduce 'layer3.w' \(train.py:15\)\n", done.stdout), done.stdout
+    for line in (
+        rf"\nrank {rank} of 3 on \S+: train.py:12, in load_data: time.sleep\(4\)\n",
+        r"line 12, in load_data\n    time.sleep\(4\)",
+        rf"\nranks {others} of 3 on \S+: allreduce 'layer3.w' \(train.py:15\)\n",
+    ):
+        assert re.search(line, done.stdout), done.stdout
 
 
 @pytest.mark.parametrize(
@@ -234,20 +210,16 @@ if rr.rank() == 2:
 MUTE = "stopped, or in C code that holds the interpreter"
 
 
+MUTE_IN_LEAVING = rf"has waited in shutdown\(\) for \d+ s; a rank that has called it, too, is {MUTE}"
+MUTE_BEFORE = rf"rank 0 has waited in shutdown\(\) for \d+ s for rank 1\nrank 1 does not answer: it is {MUTE}"
+
+
 @pytest.mark.parametrize(
     ("rank", "inside", "leave", "message"),
     [
-        (1, True, "rr.shutdown()", rf"has waited in shutdown\(\) for \d+ s; a rank that has called it, too, is {MUTE}"),
-        pytest.param(
-            0, True, "rr.shutdown()", r"rank 0, which coordinates, does not answer", marks=pytest.mark.extended
-        ),
-        pytest.param(
-            1,
-            False,
-            "pass",
-            rf"rank 0 has waited in shutdown\(\) for \d+ s for rank 1\nrank 1 does not answer: it is {MUTE}",
-            marks=pytest.mark.extended,
-        ),
+        (1, True, "rr.shutdown()", MUTE_IN_LEAVING),
+        (0, True, "rr.shutdown()", r"rank 0, which coordinates, does not answer"),
+        (1, False, "pass", MUTE_BEFORE),
     ],
 )
 def test_a_rank_that_is_stopped_does_not_keep_those_that_leave(tmp_path, finished, rank, inside, leave, message):
@@ -256,17 +228,6 @@ def test_a_rank_that_is_stopped_does_not_keep_those_that_leave(tmp_path, finishe
     assert done.returncode == 1, done.stdout
     assert re.search(message, done.stdout), done.stdout
     assert re.search(rf"\nrank {rank} of 3 on \S+: it is stopped \(by SIGSTOP, Ctrl-Z or a debugger\)", done.stdout)
-
-
-def test_after_the_second_limit_the_job_ends(finished, python):
-    done = finished(
-        STALL.format(how="time.sleep(30)", rank=0),
-        python,
-        RINGREDUCE_STALL_CHECK_S="0.5",
-        HOROVOD_STALL_SHUTDOWN_TIME_SECONDS="2",
-    )
-    assert done.returncode == 1
-    assert re.search(r"StalledError: allreduce 'layer3.w' .*: waiting for 2 s; .*missing: rank 0\.", done.stdout)
 
 
 def test_a_stop_in_the_middle_of_an_operation_is_told(finished):
@@ -286,14 +247,3 @@ def test_a_stop_in_the_middle_of_an_operation_is_told(finished):
         r"rank 0 waits for rank [12]\n(.*\n)*rank 1 does not answer: it is stopped",
         done.stdout,
     ), done.stdout
-
-
-def test_horovods_variable_starts_the_timeline(finished, python, tmp_path):
-    path = tmp_path / "timeline.json"
-    done = finished(
-        "for step in range(3):\n    rr.allreduce(np.ones(10), name='w')\n", python, HOROVOD_TIMELINE=str(path)
-    )
-    assert done.returncode == 0, done.stdout
-    events = json.loads(path.read_text())
-    for rank in range(3):
-        assert sum(e["pid"] == rank and e["name"] == "ALLREDUCE" for e in events) == 3

@@ -2,7 +2,9 @@
 
 import json
 import re
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -52,30 +54,12 @@ def test_one_rank_ends_and_the_others_wait_for_it(python, tmp_path, kind):
     assert re.search(message, finished.stdout), finished.stdout
     told = set(re.findall(r"^\[(\d)\] Traceback", finished.stdout, re.M))
     assert told == ({"1"} if kind == "raise" else set()), "those that lose it print no tracebacks of their own"
+    if kind == "raise":
+        last = finished.stdout.splitlines()[-7:]
+        assert last[-2:] == ["ValueError: bad data at step 20", "-" * 80]
+        assert any(line.startswith("Traceback (most recent call last):") for line in last)
     assert ended - failed < patient(5)
     assert run(["pgrep", "-f", str(script)]).stdout == "", "nothing is left"
-
-
-@pytest.mark.quick
-def test_the_traceback_of_the_first_failure_is_printed_last(python, tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text(WAITING.format(failure=FAILURES["raise"][0]))
-    last = ringrun(python, 4, script).stdout.splitlines()
-    assert last[-2:] == ["ValueError: bad data at step 20", "-" * 80]
-    assert any(line.startswith("Traceback (most recent call last):") for line in last[-7:])
-
-
-def test_every_rank_is_told_which_rank_left(python, tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text(
-        "import numpy as np, ringreduce as rr\n"
-        "rr.init()\n"
-        "for step in range(100 + (rr.rank() != 2)):\n"
-        "    rr.allreduce(np.ones(3))\n"
-    )
-    finished = ringrun(python, 3, script, timeout_s=60)
-    assert finished.returncode == 1, finished.stdout
-    assert "rank 2 has left the job: its script ended; all ranks must call" in finished.stdout
 
 
 WITHOUT_INIT = """
@@ -89,43 +73,42 @@ print("rank", rr.rank(), "is through")
 """
 
 
-def test_a_rank_that_ends_without_init_ends_the_others_that_wait_there(python, tmp_path):
+@pytest.mark.parametrize(
+    ("ranks", "instead", "code", "told"),
+    [
+        (
+            3,
+            "raise SystemExit(0)",
+            1,
+            [
+                "rank 1 of 3 ended with exit code 0 and never called init(); ranks 0,2 waited there",
+                "\nranks 0,2: train.py:7, in <module>: rr.init()\n",
+            ],
+        ),
+        (
+            2,
+            "time.sleep(8)",
+            0,
+            [
+                "rank 0 waited 1 s in init() for rank 1 of 2, which did not call it:",
+                "\nrank 1: train.py:6, in <module>: time.sleep(8)\n",
+                "rank 0 is through",
+            ],
+        ),
+    ],
+    ids=["ends", "is late"],
+)
+def test_a_rank_that_does_not_come_to_init_is_named_with_its_line(python, tmp_path, ranks, instead, code, told):
+    """One that has ended ends those that wait for it there."""
     script = tmp_path / "train.py"
-    script.write_text(WITHOUT_INIT.format(instead="raise SystemExit(0)"))
-    finished = ringrun(python, 3, script, timeout_s=60, RINGREDUCE_STALL_CHECK_S="1")
-    assert finished.returncode == 1, finished.stdout
-    assert "rank 1 of 3 ended with exit code 0 and never called init(); ranks 0,2 waited there" in finished.stdout
-    assert "\nranks 0,2: train.py:7, in <module>: rr.init()\n" in finished.stdout
+    script.write_text(WITHOUT_INIT.format(instead=instead))
+    finished = ringrun(python, ranks, script, timeout_s=60, RINGREDUCE_STALL_CHECK_S="1")
+    assert finished.returncode == code, finished.stdout
+    assert [finished.stdout.count(each) for each in told] == [1] * len(told), finished.stdout
     assert run(["pgrep", "-f", str(script)]).stdout == "", "nothing is left"
 
 
-def test_a_rank_that_is_late_for_init_is_named_with_its_line(python, tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text(WITHOUT_INIT.format(instead="time.sleep(8)"))
-    finished = ringrun(python, 2, script, timeout_s=60, RINGREDUCE_STALL_CHECK_S="1")
-    assert finished.returncode == 0, finished.stdout
-    assert finished.stdout.count("rank 0 waited 1 s in init() for rank 1 of 2, which did not call it:") == 1
-    assert "\nrank 1: train.py:6, in <module>: time.sleep(8)\n" in finished.stdout
-    assert "rank 0 is through" in finished.stdout
-
-
-def test_an_exit_code_of_a_rank_that_nobody_waits_for(python, tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text("import sys, ringreduce as rr\nrr.init()\nrr.barrier()\nsys.exit(7 if rr.rank() == 1 else 0)\n")
-    assert ringrun(python, 3, script, timeout_s=60).returncode == 7
-
-
-def test_a_job_that_succeeds_is_silent(python, tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text("import ringreduce as rr\nrr.init()\nrr.barrier()\n")
-    finished = ringrun(python, 3, script, timeout_s=60)
-    assert (finished.returncode, finished.stdout) == (0, "")
-
-
 def test_another_mpis_launcher_is_told(mpich_python, tmp_path):
-    import sys
-    from pathlib import Path
-
     script = tmp_path / "train.py"
     script.write_text("import ringreduce as rr\nrr.init()\n")
     finished = run([mpich_python.parent / "mpiexec.hydra", "-np", "2", sys.executable, script])

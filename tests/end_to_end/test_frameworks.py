@@ -1,4 +1,4 @@
-"""ringreduce.jax, .keras and .tensorflow in an environment that has all three: their suites, examples and tutorials."""
+"""ringreduce.jax, .keras and .tensorflow in an environment that has all three: their suites and their examples."""
 
 import re
 import subprocess
@@ -12,7 +12,6 @@ from tests.end_to_end.conftest import ringrun
 from tests.end_to_end.test_mpi_suite import PYTEST
 from tests.support import environments, jobs
 from tests.support.jobs import ROOT
-from tests.support.pages import blocks
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.xdist_group("pool")]  # the jobs take longer than the pool
 PYTHON = Path(sys.executable)
@@ -121,11 +120,3 @@ def test_fit_goes_on_without_a_rank_that_is_killed(frameworks, backend, killed):
     assert ended.returncode == 0, ended.stdout
     left = [rank for rank in range(3) if rank != killed]
     assert f"replayed {[[0, 1, 2]] * 3 + [left] * 4}, epochs: 1" in ended.stdout
-
-
-@pytest.mark.parametrize("page", ["keras.md", "tensorflow.md"])
-def test_the_tutorials_script(frameworks, page, tmp_path):
-    (script,) = blocks("python", page=page, title="train.py")
-    (tmp_path / "recipe.py").write_text(script.text)
-    finished = ringrun(PYTHON, 2, tmp_path / "recipe.py", **frameworks)
-    assert finished.returncode == 0, finished.stdout

@@ -96,10 +96,29 @@ def assert_falls(losses):
     assert np.mean(losses[-tail:]) < 0.9 * np.mean(losses[:tail]), losses
 
 
-def assert_same_curves(record, expected, names=None):
-    """Every curve of `record`, a list of losses or several by name, is as `expected`."""
-    for name in names or record["losses"]:
-        np.testing.assert_allclose(record["losses"][name], expected["losses"][name], rtol=EXACT, err_msg=name)
+def assert_same_curves(record, expected, names):
+    """These curves of `record`, each a list or several by name, are as `expected`."""
+    for name in names:
+        one, other = record[name], expected[name]
+        for key in one if isinstance(one, dict) else [slice(None)]:
+            np.testing.assert_allclose(one[key], other[key], rtol=EXACT, err_msg=f"{name} {key}")
+
+
+@pytest.fixture
+def compared(run):
+    """compared(name, ranks, batch): what one process told and so many ranks, once it is alike on all and trains."""
+
+    def compare(name, ranks, batch, folder=None, same=("losses",)):
+        alone = run(name, 1, f"--batch-size={batch}")
+        together = run(name, ranks, f"--batch-size={batch // ranks}", folder=folder)
+        assert_equal_everywhere(together, ranks)
+        losses = alone["losses"]
+        for curve in losses.values() if isinstance(losses, dict) else [losses]:
+            assert_falls(curve)
+        assert_same_curves(together, alone, same)
+        return alone, together
+
+    return compare
 
 
 def mnist_arguments(ranks):
@@ -114,9 +133,8 @@ def test_mnist(run, ranks):
     assert_equal_everywhere(together, ranks)
     assert_falls(alone["losses"])
     assert alone["test_accuracy"] > 0.7
-    np.testing.assert_allclose(together["losses"], alone["losses"], rtol=EXACT)
-    assert together["test_loss"] == pytest.approx(alone["test_loss"], rel=EXACT)
-    assert together["test_accuracy"] == pytest.approx(alone["test_accuracy"], rel=EXACT)
+    for name in ("losses", "test_loss", "test_accuracy"):
+        assert together[name] == pytest.approx(alone[name], rel=EXACT)
 
 
 def test_mnist_compressed_predivided_with_loaders_that_are_processes(run):
@@ -135,19 +153,16 @@ def test_mnist_adasum(run):
     assert_falls(record["losses"])
 
 
-def accumulation_arguments(ranks):
-    return f"--batch-size={60 // ranks}", f"--base-lr={0.1 / ranks}"
-
-
 @pytest.mark.parametrize("ranks", SIZES)
 def test_gradient_accumulation(run, ranks):
-    alone = run("gradient_accumulation", 1, *accumulation_arguments(1), "--warmup-epochs=0")
-    together = run("gradient_accumulation", ranks, *accumulation_arguments(ranks), "--warmup-epochs=0")
+    alone, together = (
+        run("gradient_accumulation", size, f"--batch-size={60 // size}", f"--base-lr={0.1 / size}", "--warmup-epochs=0")
+        for size in (1, ranks)
+    )
     assert_equal_everywhere(together, ranks)
     assert_falls(alone["losses"])
     assert alone["accuracies"][-1] > 0.8
-    np.testing.assert_allclose(together["losses"], alone["losses"], rtol=EXACT)
-    np.testing.assert_allclose(together["accuracies"], alone["accuracies"], rtol=EXACT)
+    assert_same_curves(together, alone, ["losses", "accuracies"])
 
 
 def test_gradient_accumulation_resumes_with_momentum_in_the_middle_of_the_warm_up(run, tmp_path):
@@ -163,15 +178,10 @@ def test_gradient_accumulation_resumes_with_momentum_in_the_middle_of_the_warm_u
 
 
 @pytest.mark.parametrize("ranks", SIZES)
-def test_clipping_and_gradient_scaler(run, ranks):
-    alone = run("clipping", 1, "--batch-size=120")
-    together = run("clipping", ranks, f"--batch-size={120 // ranks}")
-    assert_equal_everywhere(together, ranks)
-    for losses in alone["losses"].values():
-        assert_falls(losses)
+def test_clipping_and_gradient_scaler(compared, ranks):
+    alone, together = compared("clipping", ranks, 120, same=["norms"])
     assert min(alone["norms"]) > 0.25, "all gradients are clipped"
-    np.testing.assert_allclose(together["norms"], alone["norms"], rtol=EXACT)
-    assert_same_curves(together, alone, ["clipped", "scaled"])
+    assert_same_curves(together["losses"], alone["losses"], ["clipped", "scaled"])
     np.testing.assert_allclose(together["losses"]["bfloat16"], alone["losses"]["bfloat16"], rtol=0.02)
     # one rank's overflow halves the scale on all, and nobody steps
     assert together["scales"] == alone["scales"] * ranks
@@ -215,13 +225,8 @@ def test_process_sets(run, ranks, dynamic):
 
 
 @pytest.mark.parametrize("ranks", SIZES)
-def test_sparse_embeddings(run, ranks):
-    alone = run("sparse_embeddings", 1, "--batch-size=120")
-    together = run("sparse_embeddings", ranks, f"--batch-size={120 // ranks}")
-    assert_equal_everywhere(together, ranks)
-    for losses in alone["losses"].values():
-        assert_falls(losses)
-    assert_same_curves(together, alone)
+def test_sparse_embeddings(compared, ranks):
+    _, together = compared("sparse_embeddings", ranks, 120)
     np.testing.assert_allclose(together["losses"]["sparse"], together["losses"]["dense"], rtol=EXACT)
     expected = [rank + 1.0 if rank < ranks else 0.0 for rank in range(8)]
     expected[7] += 0.5 * ranks
@@ -261,34 +266,20 @@ def test_checkpoint_resumes_to_the_last_bit(run, tmp_path):
 
 
 @pytest.mark.parametrize("ranks", SIZES)
-def test_sync_batch_norm_and_differentiable_gathering(run, ranks):
-    alone = run("sync_batch_norm", 1, "--batch-size=60")
-    together = run("sync_batch_norm", ranks, f"--batch-size={60 // ranks}")
-    assert_equal_everywhere(together, ranks)
-    for losses in alone["losses"].values():
-        assert_falls(losses)
-    assert_same_curves(together, alone)
+def test_sync_batch_norm_and_differentiable_gathering(compared, ranks):
+    alone, together = compared("sync_batch_norm", ranks, 60)
     for name, seen in alone["seen"].items():
         assert together["seen"][name] == pytest.approx(seen, rel=EXACT)
 
 
 @pytest.mark.parametrize("ranks", SIZES)
-def test_mixture_of_experts(run, ranks):
-    alone = run("mixture_of_experts", 1, "--batch-size=120")
-    together = run("mixture_of_experts", ranks, f"--batch-size={120 // ranks}")
-    assert_equal_everywhere(together, ranks)
-    assert_falls(alone["losses"])
-    np.testing.assert_allclose(together["losses"], alone["losses"], rtol=EXACT)
-    np.testing.assert_allclose(together["weights"], alone["weights"], rtol=EXACT)
+def test_mixture_of_experts(compared, ranks):
+    compared("mixture_of_experts", ranks, 120, same=["losses", "weights"])
 
 
 @pytest.mark.parametrize("ranks", SIZES)
-def test_custom_loop(run, ranks, tmp_path):
-    alone = run("custom_loop", 1, "--batch-size=120")
-    together = run("custom_loop", ranks, f"--batch-size={120 // ranks}", folder=tmp_path)
-    assert_equal_everywhere(together, ranks)
-    assert_falls(alone["losses"])
-    np.testing.assert_allclose(together["losses"], alone["losses"], rtol=EXACT)
+def test_custom_loop(compared, ranks, tmp_path):
+    _, together = compared("custom_loop", ranks, 120, tmp_path)
     call = r"allreduce 'mismatch' \(custom_loop.py:\d+\)"
     mismatch = rf"rank {ranks - 1} of {ranks}, {call}: float32\[3\], but rank 0 has float32\[4\]"
     assert len(together["mismatches"]) == ranks

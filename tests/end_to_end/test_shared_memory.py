@@ -139,17 +139,6 @@ def test_lower_settings_make_it_fit(python, program):
     assert "no shared memory" not in finished.stdout
 
 
-@own_shm
-def test_whoever_asks_for_it_is_told_why_there_is_none(python, program):
-    finished = ringrun(python, 2, program(REDUCE), shm="8m", RINGREDUCE_ALGORITHM="shared")
-    assert finished.returncode == 1, finished.stdout
-    assert re.search(
-        r"SettingsError: RINGREDUCE_ALGORITHM=shared: needs all ranks on one host, and shared memory; there are 2 "
-        r"ranks on 1 host, and rank \d: /dev/shm, 8 MiB, has no room for 2 × 10 MiB.*; usable are ring, halving, d",
-        finished.stdout,
-    ), finished.stdout
-
-
 KILLED = """
 import os, signal, threading
 import numpy as np

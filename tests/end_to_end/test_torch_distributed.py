@@ -69,14 +69,6 @@ def test_ringrun_needs_no_import(program):
     ]
 
 
-def test_torchrun_has_no_mpi_which_the_error_says(program):
-    torchrun = [PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, program]
-    finished = run(torchrun)
-    assert finished.returncode != 0
-    assert "no launcher of MPI started this process; in place of mp.spawn or torchrun" in finished.stdout
-    assert "start with: ringrun -np 2 python train.py" in finished.stdout
-
-
 @pytest.mark.quick
 @pytest.mark.parametrize(
     ("start", "message"),
