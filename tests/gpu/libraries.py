@@ -27,7 +27,25 @@ def _load(path):
 gpus = _load(GPUS)
 
 
-class Cupy:
+class _Library:
+    """What both do alike."""
+
+    def put(self, array, late_ms=0.0, offset=0):
+        """Queue a copy of a NumPy array to the GPU: zeros, until the stream was held up. At `offset` elements."""
+        source = self.source(array)
+        memory = self.zeros(offset + array.size, source.dtype)
+        view = memory[offset:].reshape(array.shape)
+        if late_ms:
+            self.hold(late_ms)
+        view[...] = source
+        return view
+
+    def wait(self, event):
+        """Let the current stream wait."""
+        self.current().wait_event(event)
+
+
+class Cupy(_Library):
     """CuPy, whose current stream is this thread's own."""
 
     name = "cupy"
@@ -54,15 +72,9 @@ class Cupy:
     def zeros(self, count, dtype):
         return self.module.zeros(count, dtype)
 
-    def put(self, array, late_ms=0.0, offset=0):
-        """Queue a copy of a NumPy array to the GPU: zeros, until the stream was held up. At `offset` elements."""
-        source = self.module.asarray(array)
-        memory = self.zeros(offset + array.size, array.dtype)
-        view = memory[offset:].reshape(array.shape)
-        if late_ms:
-            self.hold(late_ms)
-        view[...] = source
-        return view
+    def source(self, array):
+        """A copy on the GPU."""
+        return self.module.asarray(array)
 
     def get(self, array):
         """A NumPy array, when the current stream's work is done."""
@@ -77,12 +89,8 @@ class Cupy:
     def is_done(self, event):
         return bool(event.done)
 
-    def wait(self, event):
-        """Let the current stream wait."""
-        self.current().wait_event(event)
 
-
-class Torch:
+class Torch(_Library):
     """torch; it has no unsigned integers to speak of, but bfloat16."""
 
     name = "torch"
@@ -108,17 +116,10 @@ class Torch:
     def zeros(self, count, dtype):
         return self.module.zeros(count, dtype=dtype, device="cuda")
 
-    def put(self, array, late_ms=0.0, offset=0):
+    def source(self, array):
         is_bfloat16 = array.dtype.name == "bfloat16"
-        host = self.module.from_numpy(array.view(np.int16) if is_bfloat16 else array)
-        host = host.view(self.module.bfloat16) if is_bfloat16 else host
-        source = host.cuda()
-        memory = self.zeros(offset + array.size, source.dtype)
-        view = memory[offset:].view(array.shape)
-        if late_ms:
-            self.hold(late_ms)
-        view.copy_(source)
-        return view
+        host = self.module.from_numpy(array.view(np.int16) if is_bfloat16 else array).cuda()
+        return host.view(self.module.bfloat16) if is_bfloat16 else host
 
     def get(self, array):
         if array.dtype == self.module.bfloat16:
@@ -132,9 +133,6 @@ class Torch:
 
     def is_done(self, event):
         return event.query()
-
-    def wait(self, event):
-        self.current().wait_event(event)
 
 
 @functools.cache

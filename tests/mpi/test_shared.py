@@ -150,22 +150,6 @@ def test_process_sets_move_data_through_regions_of_their_own(anew):
             assert_reduced(rr.synchronize(handles[each.process_set_id]), rr.Sum, arrays)
 
 
-def test_sets_that_come_and_go(anew):
-    """A removed set gives its region back, so the one region that is left serves them all."""
-    if rr.size() < 3:
-        pytest.skip("two ranks: there is no smaller set of two")
-    anew(dynamic_process_sets=1, fusion_buffer_bytes=16 * SLOT_BYTES, fusion_slot_bytes=SLOT_BYTES)
-    for step in range(4):
-        pair = rr.add_process_set([0, rr.size() - 1])
-        if pair.included():
-            algorithms = runtime.current("test").engine.states[pair.process_set_id].algorithms
-            assert "shared" in algorithms.usable
-            arrays = [data("float64", 9999, rank, step) for rank in (0, rr.size() - 1)]
-            result = rr.allreduce(arrays[rr.rank() > 0], op=rr.Sum, process_set=pair)
-            assert_reduced(result, rr.Sum, arrays)
-        rr.remove_process_set(pair)
-
-
 def test_nothing_of_it_stands_in_a_folder():
     """A block's file has no name any more when all have mapped it."""
     gc.collect()  # the frames of a test before, which pytest had for its report, may hold the blocks of its world

@@ -15,19 +15,18 @@ def raised(error):
         return type(exc), exc, exc.__traceback__
 
 
-def test_a_report_holds_the_exception_and_its_traceback(tmp_path):
-    path = tmp_path / "rank3.json"
-    write_report(str(path), *raised(ValueError("bad – data")))
+@pytest.mark.parametrize(
+    ("error", "lost"),
+    [(ValueError("bad – data"), []), (PeerLostError("bad – data", [2]), [2])],
+    ids=["own", "peer"],
+)
+def test_a_report_holds_the_exception_its_traceback_and_who_is_blamed(tmp_path, error, lost):
+    path, name = tmp_path / "rank3.json", type(error).__name__
+    write_report(str(path), *raised(error))
     report = json.loads(path.read_text())
-    assert (report["exception"], report["message"], report["lost_ranks"]) == ("ValueError", "bad – data", [])
+    assert (report["exception"], report["message"], report["lost_ranks"]) == (name, "bad – data", lost)
     assert report["traceback"].startswith("Traceback (most recent call last):")
-    assert report["traceback"].endswith("ValueError: bad – data\n")
-
-
-def test_a_lost_peer_is_blamed(tmp_path):
-    path = tmp_path / "rank0.json"
-    write_report(str(path), *raised(PeerLostError("rank 2 has left", [2])))
-    assert json.loads(path.read_text())["lost_ranks"] == [2]
+    assert report["traceback"].endswith(f"{name}: bad – data\n")
 
 
 def test_a_report_that_cannot_be_written_is_told(tmp_path, capsys):

@@ -97,19 +97,21 @@ def test_a_dataset_or_its_length(dataset):
     assert len(DistributedSampler(dataset, 2, 0)) == 4
 
 
-def test_rank_and_size_are_those_of_the_job():
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, [(3, 0, [0, 3, 6, 9]), (3, 1, [1, 4, 7, 0]), (3, 2, [2, 5, 8, 1])]),
+        ({"num_replicas": 5}, [(5, 0, [0, 5]), (5, 1, [1, 6]), (5, 2, [2, 7])]),
+        ({"rank": 1}, [(3, 1, [1, 4, 7, 0])] * 3),
+    ],
+    ids=str,
+)
+def test_rank_and_size_are_those_of_the_job_unless_they_are_given(given, expected):
     def program():
-        sampler = DistributedSampler(10, shuffle=False)
+        sampler = DistributedSampler(10, shuffle=False, **given)
         return sampler.num_replicas, sampler.rank, list(sampler)
 
-    assert run_ranks(3, program) == [(3, 0, [0, 3, 6, 9]), (3, 1, [1, 4, 7, 0]), (3, 2, [2, 5, 8, 1])]
-
-
-def test_one_of_rank_and_size_may_be_given():
-    def program():
-        return DistributedSampler(10, num_replicas=5).rank, DistributedSampler(10, rank=1).num_replicas
-
-    assert run_ranks(2, program) == [(0, 2), (1, 2)]
+    assert run_ranks(3, program) == expected
 
 
 @pytest.mark.parametrize("given", [{}, {"rank": 0}, {"num_replicas": 1}])

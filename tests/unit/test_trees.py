@@ -15,13 +15,6 @@ class Layer(NamedTuple):
 def test_leaves_are_named_by_their_place_and_ordered_by_name():
     tree = {"b": [1, (2, None)], "a": Layer(3, 4), 5: 6}
     assert list(leaves(tree)) == [("5", 6), ("a.0", 3), ("a.1", 4), ("b.0", 1), ("b.1.0", 2)]
-
-
-def test_dicts_filled_in_another_order_give_the_same_leaves():
-    assert list(leaves({"x": 1, "y": 2})) == list(leaves({"y": 2, "x": 1}))
-
-
-def test_a_single_leaf_has_no_name():
     assert list(leaves(7)) == [("", 7)]
 
 

@@ -165,26 +165,23 @@ def host_of(rank, hosts, regions=2):
     )
 
 
-def test_sets_with_a_common_rank_have_different_regions_and_others_share():
-    host = host_of(0, [0] * 6)
-    given = [host.reserve(members)[1] for members in ([0, 1, 2, 3, 4, 5], [0, 1], [2, 3], [1, 2], [4, 5], [3, 4])]
-    assert given == [0, 1, 1, None, 1, None]
+@pytest.mark.parametrize(
+    ("regions", "sets", "given"),
+    [
+        (2, [range(6), [0, 1], [2, 3], [1, 2], [4, 5], [3, 4]], [0, 1, 1, None, 1, None]),
+        (3, [[1, 2]] * 5 + [[0, 3]], [0, 1, 2, None, None, 0]),
+    ],
+    ids=["others share", "the same ranks"],
+)
+def test_sets_with_a_common_rank_have_different_regions(regions, sets, given):
+    host = host_of(0, [0] * 6, regions)
+    assert [host.reserve(members)[1] for members in sets] == given
 
 
 def test_flags_for_gpu_arrays_are_for_more_sets_than_regions():
     host = host_of(0, [0] * 4)
-    assert [host.reserve([1, 2])[1:] for _ in range(MOST_REGIONS + 1)] == [
-        (0, 0),
-        (1, 1),
-        *((None, number) for number in range(2, MOST_REGIONS)),
-        (None, None),
-    ]
-
-
-def test_a_region_that_was_given_is_not_given_again_to_the_same_ranks():
-    host = host_of(0, [0] * 4, regions=3)
-    assert [host.reserve([1, 2])[1] for _ in range(5)] == [0, 1, 2, None, None]
-    assert host.reserve([0, 3])[1] == 0
+    given = [host.reserve([1, 2])[1:] for _ in range(MOST_REGIONS + 1)]
+    assert given == [(0, 0), (1, 1), *((None, number) for number in range(2, MOST_REGIONS)), (None, None)]
 
 
 @pytest.mark.parametrize(
