@@ -131,7 +131,7 @@ REFUSED = [
     ({"args": 5}, "args=5: expected a tuple of the function's arguments, such as (5,)"),
     ({"colour": 1}, "there is no flag --colour; see ringrun --help"),
     ({"np": 0}, "-np: expected auto or a whole number from 1"),
-    ({"hosts": "h1:x"}, "'h1:x': expected"),
+    ({"hosts": "h1:x"}, "-H, item 1, 'h1:x': slots: expected"),
     ({"env": {"RINGREDUCE_SPARES": 1}}, "--env RINGREDUCE_SPARES: ringrun sets this variable"),
     ({"executable": "/bin/no-python"}, "command not found: '/bin/no-python'"),
 ]

@@ -12,13 +12,16 @@ import pytest
 from ringreduce.gpu import cuda_aware
 from ringreduce.gpu.cuda_aware import Trial, alone, local_answer
 from ringreduce.transport.base import complete
+from tests.support.patience import patient
 
 CUPY = Path(__file__).parents[1] / "support" / "cupy_on_host"
 
 
 def in_mpi(program, python=sys.executable):
     """What a program prints that starts MPI, alone."""
-    done = subprocess.run([python, "-c", program], capture_output=True, text=True, env=alone(os.environ), timeout=50)
+    done = subprocess.run(
+        [python, "-c", program], capture_output=True, text=True, env=alone(os.environ), timeout=patient(50)
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -204,7 +207,7 @@ def test_a_child_ends_itself_when_its_parent_is_gone(on_host):
     program = "import os; from ringreduce.gpu.cuda_aware import Trial; Trial(0, 0, 5.0); os._exit(0)"
     path = os.pathsep.join([str(CUPY), *sys.path])
     subprocess.run(
-        [sys.executable, "-c", program], env=alone(os.environ) | {"PYTHONPATH": path}, timeout=50, check=True
+        [sys.executable, "-c", program], env=alone(os.environ) | {"PYTHONPATH": path}, timeout=patient(50), check=True
     )
     child, grandchild = hanging(log)
     wait_for_the_end_of([child])

@@ -11,6 +11,7 @@ import pytest
 from ringreduce.errors import SettingsError
 from ringreduce.gpu.device_selection import LOCAL_RANKS, NOT_ASKED, Choice, chosen, select
 from ringreduce.settings import Settings
+from tests.support.patience import patient
 
 BUS_IDS = ["0000:3B:00.0", "0000:5E:00.0", "0001:3B:00.0"]
 """As CUDA writes them, and not in the order of PCI's: the third is the fastest on no list."""
@@ -228,7 +229,9 @@ def run_alone(program, tmp_path, **variables):
     """A job of one rank, which no launcher has started, where the file cupy.py stands in for CuPy."""
     (tmp_path / "cupy.py").write_text(LIBRARY)
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]), **variables}
-    return subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, timeout=50)
+    return subprocess.run(
+        [sys.executable, "-c", program], env=environ, capture_output=True, text=True, timeout=patient(50)
+    )
 
 
 def test_init_chooses_before_mpi_starts_and_info_tells(tmp_path):
@@ -273,5 +276,5 @@ def test_what_is_built_in_for_gpus(files, expected, tmp_path):
     program = f"{hide}import ringreduce as rr; print([{asked}])"
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
     command = [sys.executable, "-W", "error", "-c", program]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=50)
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=patient(50))
     assert done.stdout == f"{expected}\n", done.stderr

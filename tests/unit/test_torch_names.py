@@ -7,6 +7,7 @@ import sys
 import pytest
 
 import ringreduce.torch as hvd
+from tests.support.patience import patient
 
 # all that horovod.torch exports but elastic, with the names of its arguments
 SCALES = "prescale_factor postscale_factor process_set"
@@ -87,6 +88,6 @@ def test_horovods_error_is_a_runtime_error_of_ours():
 
 def test_without_torch_the_message_names_the_cure():
     program = "import sys; sys.modules['torch'] = None; import ringreduce; import ringreduce.torch"
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=50)
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=patient(50))
     assert ended.returncode == 1
     assert "MissingExtraError: ringreduce.torch needs PyTorch; install it with: pip install torch" in (ended.stderr)
