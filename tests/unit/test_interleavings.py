@@ -76,10 +76,15 @@ def jobs(draw):
     return hosts, draw(programs(len(hosts))), list(iter(lambda: draw(steps(len(hosts))), None))
 
 
+AGAIN = [Call("add", number=1, ranks=(0, 1)), *2 * [Call("sum", "a", 1)], Call("remove", number=1)]
+AGAIN += [Call("add", number=2, ranks=(0, 1)), Call("sum", "a", 2)]  # in the memory of the one before
+
+
 @settings(suppress_health_check=list(HealthCheck), deadline=None, phases=set(Phase) - {Phase.explain})
 @given(jobs(), st.integers(0, 6), st.sampled_from([0.0, math.inf]), st.sampled_from([1, FAN_OUT]))
 # found so: what a rank forgot was reported to the coordinator's when that had ended
 @example(([0, 1], [[Call("barrier"), Call("add", number=1, ranks=(0, 1)), Call("leave")]] * 2, []), 1, 0.0, 1)
+@example(([0, 0], [[*AGAIN, Call("leave")]] * 2, []), 1, 0.0, 1)
 def test_every_call_ends_alike_on_all_ranks_as_it_should(job, capacity, overdue_s, fan_out):
     """fan_out: of the tree of leaders;  overdue_s: infinite: what differs is found however long ranks may be late."""
     hosts, calls, schedule = job
