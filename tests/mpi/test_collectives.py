@@ -10,6 +10,7 @@ from ringreduce.arrays.dtypes import TABLE
 from ringreduce.collectives import bruck, ring, tree
 from ringreduce.ops import Average, Reduction, Sum
 from ringreduce.partition import chunk_bounds
+from ringreduce.transport import message
 from ringreduce.transport.base import complete
 from tests.support.reference import MATRIX, all_but_one_of_each_extended, assert_reduced, data, readable
 from tests.support.tiers import parted
@@ -56,6 +57,13 @@ def test_broadcast_from_every_root(transport):
         flat = data("float64", count, transport.rank)
         complete(tree.broadcast(flat, transport, root, 64 << 10))
         np.testing.assert_array_equal(flat, data("float64", count, root))
+
+
+def test_what_is_too_long_for_one_message_goes_in_several(transport, monkeypatch):
+    monkeypatch.setattr(message, "MOST_BYTES", 1001)
+    flat = data("float64", 1003, transport.rank)
+    complete(tree.broadcast(flat, transport, 0, 64 << 10))
+    np.testing.assert_array_equal(flat, data("float64", 1003, 0))
 
 
 def test_many_in_a_row_do_not_mix(transport):
