@@ -25,6 +25,7 @@ import pytest
 import ringreduce as rr
 from tests.gpu.libraries import gpus, libraries
 from tests.support import on_ranks
+from tests.support.on_ranks import pytest_runtest_logreport  # noqa: F401 - a hook
 
 HERE = os.path.dirname(__file__)
 STAGED = {"cuda_ipc": 0, "cuda_aware_mpi": 0}
@@ -48,10 +49,6 @@ def pytest_configure(config):
     if not gpus.why_not():
         libraries()  # init() chooses the GPU in the libraries that are there
     on_ranks.start(config)
-
-
-def pytest_runtest_logreport(report):
-    on_ranks.end_the_job_if_failed(report)
 
 
 def why_not(config):

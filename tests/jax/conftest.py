@@ -5,6 +5,7 @@ import pytest
 
 import ringreduce.jax as hvd
 from tests.support import on_ranks
+from tests.support.on_ranks import pytest_runtest_logreport  # noqa: F401 - a hook
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 2)  # programs of one device run on the first
@@ -14,10 +15,6 @@ jax.config.update("jax_num_cpu_devices", 2)  # programs of one device run on the
 def pytest_configure(config):
     hvd.init(process_sets="dynamic")
     on_ranks.start(config)
-
-
-def pytest_runtest_logreport(report):
-    on_ranks.end_the_job_if_failed(report)
 
 
 @pytest.fixture(params=["eagerly", "in jit"])

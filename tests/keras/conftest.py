@@ -4,13 +4,10 @@ import pytest
 
 import ringreduce.keras as hvd
 from tests.support import on_ranks
+from tests.support.on_ranks import pytest_runtest_logreport  # noqa: F401 - a hook
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config):
     hvd.init(process_sets="dynamic")
     on_ranks.start(config)
-
-
-def pytest_runtest_logreport(report):
-    on_ranks.end_the_job_if_failed(report)

@@ -9,7 +9,7 @@ import pytest
 
 import ringreduce as rr
 import ringreduce.keras as hvd
-from tests.keras.training import BATCHES, RANK, SIZE, data, equal_on_all_ranks, model, numbers, share
+from tests.keras.training import BATCHES, RANK, SIZE, equal_on_all_ranks, fit_on, model, numbers
 
 elastic = hvd.elastic
 
@@ -19,12 +19,6 @@ def with_dropout(seed):
     trained.add(keras.layers.Dropout(0.3, seed=seed + 3))
     trained.compile(optimizer=hvd.DistributedOptimizer(keras.optimizers.Adam(0.01 * (seed + 1))), loss="mse")
     return trained
-
-
-def fit(trained, callbacks=(), epochs=1, **options):
-    x, y = data()
-    rows = len(x) // BATCHES // SIZE
-    trained.fit(share(x), share(y), batch_size=rows, epochs=epochs, verbose=0, callbacks=list(callbacks), **options)
 
 
 def everything(trained):
@@ -53,15 +47,15 @@ def test_training_goes_on_from_a_commit_as_it_went_on_the_first_time():
     for commits in range(2):
         results = []
         for _ in range(2):
-            fit(trained, shuffle=False)
+            fit_on(trained, shuffle=False)
             results.append(everything(trained))
             assert not same(results[-1], first)
             with pytest.raises(RuntimeError, match="broken off"):
-                fit(trained, [keras.callbacks.LambdaCallback(on_train_batch_end=broken_off)])
+                fit_on(trained, [keras.callbacks.LambdaCallback(on_train_batch_end=broken_off)])
             state.restore()
             assert same(everything(trained), first)
         assert same(*results)
-        fit(trained)
+        fit_on(trained)
         state.epoch += 1
         state.commit()
         first = everything(trained)
@@ -107,11 +101,11 @@ def test_the_callbacks_count_and_commit():
     trained = with_dropout(0)
     state = Commits(trained, epoch=0, batch=0)
     counting = [elastic.UpdateEpochStateCallback(state), elastic.UpdateBatchStateCallback(state)]
-    fit(trained, [*counting, elastic.CommitStateCallback(state, batches_per_commit=3)], epochs=2)
+    fit_on(trained, [*counting, elastic.CommitStateCallback(state, batches_per_commit=3)], epochs=2)
     assert BATCHES == 4
     assert state.seen == [(0, 3), (1, 0), (1, 2), (2, 0)], "after batches 3 and 6, and after each epoch"
     state.seen, state.batch = [], 2  # as after a loss in the third epoch
-    fit(trained, [*counting, elastic.CommitStateCallback(state, 2)], initial_epoch=2, epochs=4, steps_per_epoch=2)
+    fit_on(trained, [*counting, elastic.CommitStateCallback(state, 2)], initial_epoch=2, epochs=4, steps_per_epoch=2)
     assert state.seen == [(2, 4), (3, 0), (3, 2), (4, 0)]
 
 
@@ -123,6 +117,6 @@ def test_a_commit_during_an_epoch_has_the_weights_of_that_batch():
         state.commit()
         seen.append(state._committed.tree()["model"][0].copy())
 
-    fit(trained, [keras.callbacks.LambdaCallback(on_train_batch_end=note)])
+    fit_on(trained, [keras.callbacks.LambdaCallback(on_train_batch_end=note)])
     assert len({each.tobytes() for each in seen}) == BATCHES
     np.testing.assert_array_equal(seen[-1], numbers(trained.variables)[0])

@@ -12,7 +12,19 @@ from sklearn.datasets import load_digits
 
 import ringreduce as rr
 import ringreduce.keras as hvd
-from tests.keras.training import BACKEND, RANK, SIZE, close, data, equal_on_all_ranks, fit, model, numbers, share
+from tests.keras.training import (
+    BACKEND,
+    RANK,
+    SIZE,
+    close,
+    data,
+    equal_on_all_ranks,
+    fit,
+    fit_on,
+    model,
+    numbers,
+    share,
+)
 from tests.support.tiers import parted
 
 optimizers = keras.optimizers
@@ -210,16 +222,9 @@ def test_a_saved_model_loads_without_us_and_goes_on_with_us(tmp_path_factory):
             np.testing.assert_allclose(mine, theirs, rtol=1e-6)
     hvd.barrier()
     resumed = hvd.load_model(path, custom_objects={"unused": int})
-    weights = fit_on(resumed, epochs=2)
+    weights = fit_on(resumed, epochs=2, shuffle=False)
     close(weights, fit(model(), optimizers.Adam(0.01), together=False, epochs=4))
     equal_on_all_ranks(weights)
-
-
-def fit_on(trained, epochs):
-    """Train on with the optimizer that the model has."""
-    x, y = data()
-    trained.fit(share(x), share(y), batch_size=len(share(x)) // 4, epochs=epochs, shuffle=False, verbose=0)
-    return numbers(trained.weights)
 
 
 @keras.saving.register_keras_serializable(package="tests")
@@ -307,11 +312,7 @@ def test_xla_and_torch_compile():
 def test_ranks_outside_the_process_set_train_alone():
     last = hvd.add_process_set([SIZE - 1])
     weights = fit(model(), hvd.DistributedOptimizer(sgd(), process_set=last), together=True, epochs=1)
-    x, y = data()
-    alone = model()
-    alone.compile(optimizer=sgd(), loss="mse")
-    alone.fit(share(x), share(y), batch_size=len(share(x)) // 4, epochs=1, shuffle=False, verbose=0)
-    close(weights, numbers(alone.weights))
+    close(weights, fit(model(), sgd(), together=True, epochs=1))
     hvd.remove_process_set(last)
 
 

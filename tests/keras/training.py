@@ -30,11 +30,18 @@ def share(array):
 
 def fit(trained, optimizer, together, epochs=3, callbacks=(), **options):
     """Train a model on all data: with the other ranks, or alone; returns its weights."""
-    x, y = data()
     trained.compile(optimizer=optimizer, loss="mse", **options)
-    mine = [share(x), share(y)] if together else [x, y]
-    rows = ROWS // SIZE if together else ROWS
-    trained.fit(*mine, batch_size=rows, epochs=epochs, shuffle=False, verbose=0, callbacks=list(callbacks))
+    if together:
+        return fit_on(trained, callbacks, epochs=epochs, shuffle=False)
+    x, y = data()
+    trained.fit(x, y, batch_size=ROWS, epochs=epochs, shuffle=False, verbose=0, callbacks=list(callbacks))
+    return numbers(trained.weights)
+
+
+def fit_on(trained, callbacks=(), **options):
+    """Train a compiled model on this rank's share; returns its weights."""
+    x, y = map(share, data())
+    trained.fit(x, y, batch_size=ROWS // SIZE, verbose=0, callbacks=list(callbacks), **options)
     return numbers(trained.weights)
 
 

@@ -5,15 +5,12 @@ import pytest
 from ringreduce.transport.message import MessageTransport
 from ringreduce.world import form_world
 from tests.support import on_ranks
+from tests.support.on_ranks import pytest_runtest_logreport  # noqa: F401 - a hook
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config):
     on_ranks.start(config)
-
-
-def pytest_runtest_logreport(report):
-    on_ranks.end_the_job_if_failed(report)
 
 
 COMMUNICATORS = {

@@ -28,8 +28,8 @@ def start(config):
         config.pluginmanager.unregister(reporter)
 
 
-def end_the_job_if_failed(report):
-    """Of one test, on the rank on which it failed."""
+def pytest_runtest_logreport(report):
+    """End the job if a test has failed on this rank."""
     if report.failed and rr.is_initialized() and rr.size() > 1:
         sys.stderr.write(f"\nrank {rr.rank()} of {rr.size()}: {report.nodeid} failed\n{report.longreprtext}\n")
         sys.stderr.flush()

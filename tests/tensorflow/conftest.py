@@ -5,6 +5,7 @@ import tensorflow as tf
 
 import ringreduce.tensorflow as hvd
 from tests.support import on_ranks
+from tests.support.on_ranks import pytest_runtest_logreport  # noqa: F401 - a hook
 
 
 @pytest.hookimpl(trylast=True)
@@ -12,10 +13,6 @@ def pytest_configure(config):
     tf.get_logger().setLevel("ERROR")  # it warns of functions that are traced often
     hvd.init(process_sets="dynamic")
     on_ranks.start(config)
-
-
-def pytest_runtest_logreport(report):
-    on_ranks.end_the_job_if_failed(report)
 
 
 @pytest.fixture(params=["eagerly", "in a function"])

@@ -8,6 +8,7 @@ import tensorflow as tf
 
 import ringreduce as rr
 import ringreduce.tensorflow as hvd
+from tests.support.reference import REDUCES
 
 RANK, SIZE = hvd.rank(), hvd.size()
 RANKS = np.arange(SIZE)
@@ -24,20 +25,11 @@ def close(result, expected):
     np.testing.assert_allclose(result, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("op", "expected"),
-    [
-        (hvd.Average, lambda parts: parts.mean(0)),
-        (hvd.Sum, lambda parts: parts.sum(0)),
-        (hvd.Min, lambda parts: parts.min(0)),
-        (hvd.Max, lambda parts: parts.max(0)),
-        (hvd.Product, lambda parts: parts.prod(0)),
-    ],
-)
+@pytest.mark.parametrize(("op", "reduce"), REDUCES.items())
 @pytest.mark.quick
-def test_allreduce(run, op, expected):
+def test_allreduce(run, op, reduce):
     parts = np.stack([own(2, 3, rank=rank) for rank in RANKS]).astype(np.float64)
-    close(run(lambda x: hvd.allreduce(x, op=op))(own(2, 3)), expected(parts))
+    close(run(lambda x: hvd.allreduce(x, op=op))(own(2, 3)), reduce(parts, axis=0))
 
 
 def test_scales_averages_and_compression(run):
