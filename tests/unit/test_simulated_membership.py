@@ -66,7 +66,7 @@ def plans(draw):
 # found so: a spare that is lost in init() was waited for, for ever
 @example(Plan(2, 1, [Fault(2, 1, "kill")]))
 # a spare that had met the others, and had no state yet, went on alone when they were lost
-@example(Plan(2, 1, [Fault(0, 6, "kill"), Fault(1, 16, "kill")], delays=[0] * 15 + [5]))
+@example(Plan(2, 1, [Fault(0, 6, "kill"), Fault(1, 17, "kill")], delays=[0] * 15 + [5]))
 # agents that are lost at the very end were not counted out, and the job failed
 @example(Plan(2, 1, [Fault(0, 9, "agent"), Fault(2, 6, "agent")]))
 # ranks of a host that is lost when others leave: it could not go on, and then again it need not
