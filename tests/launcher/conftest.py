@@ -119,16 +119,3 @@ def wait_until_gone(processes_of: Callable[[], dict[int, str]]) -> Callable[[], 
         return time.monotonic() - begin
 
     return wait
-
-
-@pytest.fixture
-def wait_for() -> Callable[[Callable[[], bool]], None]:
-    """Wait until a condition holds; fail after 30 s."""
-
-    def wait(condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + 30
-        while not condition():
-            assert time.monotonic() < deadline, "waited 30 s in vain"
-            time.sleep(0.02)
-
-    return wait

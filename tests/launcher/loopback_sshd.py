@@ -4,11 +4,12 @@ import os
 import shutil
 import socket
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests.support.patience import wait_until
 
 SSHD = shutil.which("sshd", path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
 
@@ -76,7 +77,7 @@ def sshd(folder: Path, *lines: str) -> Iterator[Server]:
     Path("/run/sshd").mkdir(exist_ok=True)
     process = subprocess.Popen([str(SSHD), "-D", "-e", "-f", str(config)], stderr=subprocess.DEVNULL)
     try:
-        _wait_for(port)
+        wait_until(lambda: _is_taken(port), 20)
         yield Server(folder, port)
     finally:
         process.terminate()
@@ -95,11 +96,6 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def _wait_for(port: int) -> None:
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                return
-        time.sleep(0.05)
-    raise AssertionError("sshd does not listen")
+def _is_taken(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0

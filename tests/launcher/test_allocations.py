@@ -10,6 +10,7 @@ from ringrun.errors import UsageError
 from ringrun.hosts.allocation import find_allocation
 from ringrun.hosts.host import Allocation, Host
 from ringrun.hosts.slurm import expand_nodelist
+from tests.launcher.test_hosts import message_of
 
 VARIABLES = [
     "SLURM_JOB_NODELIST",
@@ -40,12 +41,6 @@ def hosts_in(environ: Mapping[str, str], **files: str) -> str:
     allocation = find(environ, **files)
     assert allocation is not None
     return ",".join(map(str, allocation.hosts))
-
-
-def message_of(call, *arguments, **files: str) -> str:
-    with pytest.raises(UsageError) as caught:
-        call(*arguments, **files)
-    return str(caught.value)
 
 
 def test_without_a_batch_system_there_is_no_allocation() -> None:

@@ -130,8 +130,10 @@ def test_version(ringrun: Run) -> None:
 
 
 def test_dry_run_prints_the_command_and_runs_nothing(ringrun: Run, tmp_path: Path) -> None:
-    done = ringrun("-np", 3, "--dry-run", "touch", "made here")
+    done = ringrun("-np", 3, "--deterministic", "--mpi-args=-x 'A B'", "--dry-run", "touch", "made here")
     assert done.returncode == 0
+    assert done.stdout.startswith("env RINGREDUCE_DETERMINISTIC=1 ")
+    assert " -x 'A B' " in done.stdout
     assert done.stdout.count("\n") == 1
     assert done.stdout.endswith("-m ringrun.agent /usr/bin/touch 'made here'\n")
     assert " 3 " in done.stdout

@@ -105,12 +105,6 @@ def test_folded_lines_are_not_lost_when_the_job_is_killed(ringrun: Run, script: 
     assert done.stderr.splitlines()[-2] == "it wrote nothing to stderr"
 
 
-def test_last_words_are_not_lost_when_all_ranks_end(ringrun: Run, python: str) -> None:
-    source = "import os; print('end of', os.environ['RANK'], flush=True); os._exit(0)"
-    done = ringrun("-np", 3, "--fold", python, "-c", source)
-    assert (done.returncode, unfold(done.stdout)) == (0, {rank: [f"end of {rank}"] for rank in range(3)})
-
-
 def test_folding_the_lines_of_one_shown_rank_changes_nothing(ringrun: Run, python: str) -> None:
     done = ringrun("-np", 2, "--fold", "--ranks", 1, python, "-c", "print('same'); print('same')")
     assert done.stdout == "[1] same\n[1] same\n"

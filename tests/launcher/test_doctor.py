@@ -238,24 +238,6 @@ def test_a_host_that_cannot_be_reached(ringrun: Run) -> None:
     assert "\nThe links are not measured: that takes two hosts without errors.\n\n1 error, 0 warnings\n" in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["train.py"], "unexpected argument 'train.py'; see ringrun doctor --help"),
-        (["-H", "h1", "--hostfile", "f"], "-H and --hostfile exclude each other"),
-        (["--hostfile", "no-such-file"], "hostfile no-such-file: no such file"),
-        (["-p", "none"], "--ssh-port: expected a port from 1 to 65535, got 'none'"),
-        (["-i", "no-such-key"], "--ssh-identity-file no-such-key: no such file"),
-        (["--start-timeout", "nan"], "--start-timeout: expected a number of seconds above 0, got 'nan'"),
-        (["--network-interfaces", "none0"], "--network-interfaces none0: there is no interface 'none0' here"),
-    ],
-)
-def test_what_cannot_be_is_one_line_and_exit_code_2(arguments: list[str], message: str, ringrun: Run) -> None:
-    done = ringrun("doctor", *arguments)
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
-    assert message in done.stderr
-
-
 def test_the_hosts_of_a_batch_system(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [str(host) for host in parse([]).found.hosts] == ["localhost"]
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-3]")

@@ -15,7 +15,7 @@ from ringrun import cli
 from ringrun.elastic import Elastic, rank_variables
 from ringrun.engines import ENGINES, Launcher
 from ringrun.errors import LauncherError, UsageError
-from tests.support.patience import patient
+from tests.support.patience import patient, wait_until
 
 Run = Callable[..., "subprocess.CompletedProcess[str]"]
 RANK = str(Path(__file__).with_name("elastic_rank.py"))
@@ -105,9 +105,9 @@ def test_a_rank_that_aborts_under_mpich_is_killed(ringrun: Run, python: str) -> 
 
 
 @pytest.mark.without_mpi
-def test_stacks_after_a_loss_are_those_of_the_ranks_that_are_left(start, python: str, tmp_path: Path, wait_for) -> None:
+def test_stacks_after_a_loss_are_those_of_the_ranks_that_are_left(start, python: str, tmp_path: Path) -> None:
     job = start("--elastic", "-np", 3, python, RANK, 9, "1@0=kill")
-    wait_for(lambda: all((tmp_path / f"{rank}@1").exists() for rank in (0, 2)))
+    wait_until(lambda: all((tmp_path / f"{rank}@1").exists() for rank in (0, 2)))
     program = "import sys; from ringrun.stacks import run; sys.exit(run(sys.argv[1:]))"
     told = subprocess.check_output([sys.executable, "-c", program, str(job.pid)], text=True)
     assert re.search(r"\nranks? 0.* of 3 on \S+: elastic_rank.py:\d+, in ", told), told

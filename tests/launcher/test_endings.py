@@ -12,7 +12,7 @@ import pytest
 
 from tests.support import jobs, tiers
 from tests.support.jobs import Run, Script, Start
-from tests.support.patience import patient
+from tests.support.patience import patient, wait_until
 
 GONE_WITHIN_S = 5.0
 both_mpis = pytest.mark.parametrize("mpi", ["openmpi", pytest.param("mpich", marks=tiers.extended)])
@@ -79,7 +79,7 @@ def test_ctrl_c_lets_a_script_save(start: Start, script: Script, python: str, wa
 
 @both_mpis
 def test_a_signal_to_all_processes_of_a_job_reaches_its_ranks_and_ends_none(
-    mpi: str, start: Start, script: Script, request, processes_of, tmp_path: Path, wait_for
+    mpi: str, start: Start, script: Script, request, processes_of, tmp_path: Path
 ) -> None:
     source = """
         import os, pathlib, signal, sys, time
@@ -96,7 +96,7 @@ def test_a_signal_to_all_processes_of_a_job_reaches_its_ranks_and_ends_none(
     python = request.getfixturevalue("mpich_python") if mpi == "mpich" else Path(sys.executable)
     forwarding = start("-np", 2, "--forward-signals", "usr2", python, script(source), command=[jobs.ringrun(python)])
     ups = [tmp_path / f"up{rank}" for rank in range(2)]
-    wait_for(lambda: all(up.exists() and up.read_text() for up in ups))
+    wait_until(lambda: all(up.exists() and up.read_text() for up in ups))
     ranks = {int(up.read_text()) for up in ups}
     for pid in set(processes_of()) - {forwarding.pid}:
         os.kill(pid, signal.SIGUSR1)
@@ -138,7 +138,7 @@ def test_ringrun_killed_leaves_nothing(what: str, start: Start, script: Script, 
 @both_mpis
 @pytest.mark.parametrize(("ends", "code"), [("interrupted", 130), ("a rank fails", 3)])
 def test_nothing_waits_for_whoever_reads_the_output(
-    ends: str, code: int, mpi: str, start: Start, script: Script, tmp_path: Path, request, processes_of, wait_for
+    ends: str, code: int, mpi: str, start: Start, script: Script, tmp_path: Path, request, processes_of
 ) -> None:
     source = """
         import os, signal, sys, time
@@ -165,9 +165,9 @@ def test_nothing_waits_for_whoever_reads_the_output(
     command = [jobs.ringrun(python)]
     process = start("-np", 2, python, script(source), ends, command=command, stdout=write, stderr=write)
     os.close(write)
-    wait_for((tmp_path / "paused").exists)
+    wait_until((tmp_path / "paused").exists)
     if ends == "a rank fails":
-        wait_for(lambda: set(processes_of()) == {process.pid})  # it waits for its reader
+        wait_until(lambda: set(processes_of()) == {process.pid})  # it waits for its reader
     process.send_signal(signal.SIGINT)
     assert process.wait(patient(15)) == code
     assert processes_of() == {}
@@ -175,9 +175,7 @@ def test_nothing_waits_for_whoever_reads_the_output(
 
 
 @pytest.mark.without_mpi
-def test_memory_is_bounded_while_the_reader_is_slow(
-    start: Start, script: Script, python: str, tmp_path: Path, wait_for
-) -> None:
+def test_memory_is_bounded_while_the_reader_is_slow(start: Start, script: Script, python: str, tmp_path: Path) -> None:
     source = """
         import os
         written = 0
@@ -188,7 +186,7 @@ def test_memory_is_bounded_while_the_reader_is_slow(
     """
     process = start("-np", 1, python, script(source))
     progress = tmp_path / "written0"
-    wait_for(lambda: progress.exists() and progress.read_text() != "")
+    wait_until(lambda: progress.exists() and progress.read_text() != "")
     time.sleep(1.5)
     first = int(progress.read_text() or 0)
     assert 0 < first < 4_000_000  # pipes and buffers, not all it could write in a second

@@ -202,7 +202,7 @@ def test_an_mpirun_that_starts_nothing_is_tried_once_more(ringrun: Run, broken_m
 
 
 def test_an_mpirun_that_is_killed_ends_the_job(
-    start, script: Script, python: str, processes_of, wait_for, wait_until_gone
+    start, script: Script, python: str, processes_of, wait_until_gone
 ) -> None:
     process = start("-np", 2, python, script("print('up'); import time; time.sleep(60)"))
     assert [process.stdout.readline() for _ in range(2)] != ["", ""]

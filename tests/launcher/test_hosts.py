@@ -32,9 +32,9 @@ fragments = st.lists(
 any_text = st.one_of(st.text(max_size=60), fragments)
 
 
-def message_of(call, *arguments: object) -> str:
+def message_of(call, *arguments: object, **files: str) -> str:
     with pytest.raises(UsageError) as caught:
-        call(*arguments)
+        call(*arguments, **files)
     return str(caught.value)
 
 

@@ -104,10 +104,17 @@ def test_how_long_a_host_may_be_silent_is_one_setting(asked: list[str], seconds:
         (["--launcher", "ssh"], "--launcher: expected mpirun or srun, got 'ssh'"),
         (["-np", "2", "--stdin", "0,1"], "expected one rank"),
         (["-np", "2", "--stdin", "2"], "--stdin: there is no rank 2"),
+        (["doctor", "train.py"], "unexpected argument 'train.py'; see ringrun doctor --help"),
+        (["doctor", "-H", "h1", "--hostfile", "f"], "-H and --hostfile exclude each other"),
+        (["doctor", "--hostfile", "no-such-file"], "hostfile no-such-file: no such file"),
+        (["doctor", "-p", "none"], "--ssh-port: expected a port from 1 to 65535, got 'none'"),
+        (["doctor", "-i", "no-such-key"], "--ssh-identity-file no-such-key: no such file"),
+        (["doctor", "--start-timeout", "nan"], "--start-timeout: expected a number of seconds above 0, got 'nan'"),
+        (["doctor", "--network-interfaces", "none0"], "--network-interfaces none0: there is no interface 'none0' here"),
     ],
 )
 def test_what_cannot_be_is_one_line_and_exit_code_2(ringrun: Run, arguments: list[str], message: str) -> None:
-    done = ringrun(*arguments, "true")
+    done = ringrun(*arguments, *["true"] * (arguments[0] != "doctor"))
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
     assert message in done.stderr
 

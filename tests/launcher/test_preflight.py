@@ -228,18 +228,14 @@ def test_the_table() -> None:
 
 
 words = st.text(st.characters(exclude_categories=["C", "Z"]) | st.just(" "), max_size=40)
+versions = dict.fromkeys(("ringreduce", "mpi4py", "numpy", "mpi"), st.builds(Version, words, words))
 any_facts = st.builds(
     facts,
     python=words,
-    ringreduce=st.builds(Version, words, words),
-    mpi4py=st.builds(Version, words),
-    numpy=st.builds(Version, words),
-    mpi=st.builds(Version, words),
     cupy=words,
     gpus=st.integers(0, 9),
     ranks=st.integers(1, 9999),
-    shm_bytes=st.none() | st.integers(0, 10**15),
-    clock_skew_s=st.floats(-1e9, 1e9),
+    **{"shm_bytes": st.none() | st.integers(0, 10**15), "clock_skew_s": st.floats(-1e9, 1e9), **versions},
 )
 any_problem = st.builds(Problem, words, words)
 any_name = st.from_regex(r"[a-z0-9][a-z0-9.-]{0,60}", fullmatch=True)

@@ -18,7 +18,7 @@ from ringrun.connection.listener import Listener
 from ringrun.connection.wire import Died, Ended, Hello, Note, Setup, Started, State, Taken
 from ringrun.connection.wire import Output as Says
 from ringrun.errors import MachineError
-from ringrun.job.events import Arrived, Deaf, Event, RankDied, RankEnded, Refused, Reported
+from ringrun.job.events import Arrived, Deaf, Events, RankDied, RankEnded, Refused, Reported
 from ringrun.job.plan import Job
 from ringrun.job.ranks import Channel, RankSetup
 from ringrun.output.display import Output
@@ -30,12 +30,12 @@ SIZE = 4
 
 
 @pytest.fixture
-def events() -> "queue.SimpleQueue[Event]":
+def events() -> Events:
     return queue.SimpleQueue()
 
 
 @pytest.fixture
-def channel(tmp_path: Path, events: "queue.SimpleQueue[Event]") -> Iterator[tuple[Channel, Come]]:
+def channel(tmp_path: Path, events: Events) -> Iterator[tuple[Channel, Come]]:
     listener = Listener(str(tmp_path), ["127.0.0.1"], SIZE)
     setup = RankSetup(folder="/work", local={"A": "b"})
     made = Channel(listener, Job(SIZE, ["true"]), setup, Output(SIZE, {}), events)
@@ -73,7 +73,7 @@ NO_MESSAGE = "a message that ringrun does not understand: b"
     ],
 )
 def test_what_no_agent_sends_is_the_end_of_that_rank_and_says_why(
-    channel: tuple[Channel, Come], events: "queue.SimpleQueue[Event]", sent: bytes, times: int, why: str
+    channel: tuple[Channel, Come], events: Events, sent: bytes, times: int, why: str
 ) -> None:
     link = channel[1](hello(0))
     assert events.get(timeout=10) == Arrived(0, "h0", 2345)
@@ -103,7 +103,7 @@ def test_what_no_agent_sends_is_the_end_of_that_rank_and_says_why(
     ],
 )
 def test_only_ranks_that_the_job_awaits_are_let_in_and_each_once(
-    channel: tuple[Channel, Come], events: "queue.SimpleQueue[Event]", second: Hello, reason: str
+    channel: tuple[Channel, Come], events: Events, second: Hello, reason: str
 ) -> None:
     made, come = channel
     first = come(hello(0))
@@ -118,9 +118,7 @@ def test_only_ranks_that_the_job_awaits_are_let_in_and_each_once(
     assert first.receive() == Setup("127.0.0.1", 2345, "/work", {"A": "b"}, gives_stdin=False), "the first one stays"
 
 
-def test_all_but_output_is_heard_while_nobody_reads_what_ranks_print(
-    tmp_path: Path, events: "queue.SimpleQueue[Event]"
-) -> None:
+def test_all_but_output_is_heard_while_nobody_reads_what_ranks_print(tmp_path: Path, events: Events) -> None:
     read, write = os.pipe()
     listener = Listener(str(tmp_path), [], 1)
     output = Output(1, {}, write, write)
@@ -156,7 +154,7 @@ def test_all_but_output_is_heard_while_nobody_reads_what_ranks_print(
 
 
 def test_a_listener_that_breaks_says_so(
-    channel: tuple[Channel, Come], events: "queue.SimpleQueue[Event]", monkeypatch: pytest.MonkeyPatch
+    channel: tuple[Channel, Come], events: Events, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:
         raise RuntimeError("can't start new thread")
@@ -167,9 +165,7 @@ def test_a_listener_that_breaks_says_so(
     assert events.get(timeout=10) == Deaf("RuntimeError: can't start new thread")
 
 
-def test_each_rank_takes_one_descriptor_and_no_thread(
-    channel: tuple[Channel, Come], events: "queue.SimpleQueue[Event]"
-) -> None:
+def test_each_rank_takes_one_descriptor_and_no_thread(channel: tuple[Channel, Come], events: Events) -> None:
     """512 and 4096 of them: tests/end_to_end/test_bench.py."""
     _, come = channel
     before, threads = len(os.listdir("/proc/self/fd")), threading.active_count()

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -22,7 +22,7 @@ from ringrun.remote.over_ssh import MAX_BYTES, REMOTE_COMMAND, payload, split_ex
 from ringrun.remote.parallel import Outcome, Task, run_all
 from ringrun.remote.refusals import program_problem, srun_problem, ssh_problem
 from tests.launcher.loopback_sshd import Server, sshd, why_not
-from tests.support.patience import patient
+from tests.support.patience import patient, wait_until
 
 needs_sshd = pytest.mark.skipif(bool(why_not()), reason=f"no sshd: {why_not()}")
 HERE = "127.0.0.1"
@@ -96,13 +96,13 @@ def group_exists(leader: int) -> bool:
     return True
 
 
-def test_one_that_takes_too_long_is_ended_with_its_children(wait_for: Callable[[Callable[[], bool]], None]) -> None:
+def test_one_that_takes_too_long_is_ended_with_its_children() -> None:
     began_s = time.monotonic()
     quick, slow = run_all([Task(["echo", "done"]), Task(["sh", "-c", "echo $$; sleep 77; echo never"])], 1.0)
     assert time.monotonic() - began_s < 20
     assert (quick.code, quick.stdout, slow.code) == (0, b"done\n", None)
     group = int(slow.stdout)
-    wait_for(lambda: not group_exists(group))
+    wait_until(lambda: not group_exists(group))
 
 
 class Sleeping(Runner):
@@ -135,7 +135,7 @@ def test_hosts_that_let_one_wait_are_told(
     assert len(more) <= 1, "each time after twice as long"
 
 
-def test_ctrl_c_while_a_program_starts_ends_it_too(wait_for: Callable[[Callable[[], bool]], None]) -> None:
+def test_ctrl_c_while_a_program_starts_ends_it_too() -> None:
     program = """
 import os, signal, subprocess
 from ringrun.remote.parallel import Task, run_all
@@ -152,7 +152,7 @@ run_all([Task(["sh", "-c", "sleep 77 & wait"])], 60)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=30)
     assert b"KeyboardInterrupt" in done.stderr
     group = int(done.stdout)
-    wait_for(lambda: not group_exists(group))
+    wait_until(lambda: not group_exists(group))
 
 
 def test_programs_do_not_inherit_that_ctrl_c_waits() -> None:
@@ -160,17 +160,17 @@ def test_programs_do_not_inherit_that_ctrl_c_waits() -> None:
     assert int(outcome.stdout.split()[1], 16) & 1 << signal.SIGINT - 1 == 0
 
 
-def test_ctrl_c_ends_all_of_them(wait_for: Callable[[Callable[[], bool]], None], tmp_path: Path) -> None:
+def test_ctrl_c_ends_all_of_them(tmp_path: Path) -> None:
     program = f"""
 from ringrun.remote.parallel import Task, run_all
 run_all([Task(["sh", "-c", "echo $$ > {tmp_path}/$0; sleep 77", str(number)]) for number in range(3)], 60)
 """
     process = subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.PIPE)
-    wait_for(lambda: len([path for path in tmp_path.iterdir() if path.read_text().endswith("\n")]) == 3)
+    wait_until(lambda: len([path for path in tmp_path.iterdir() if path.read_text().endswith("\n")]) == 3)
     groups = [int(path.read_text()) for path in tmp_path.iterdir()]
     process.send_signal(signal.SIGINT)
     assert b"KeyboardInterrupt" in process.communicate(timeout=patient(30))[1]
-    wait_for(lambda: not any(group_exists(group) for group in groups))
+    wait_until(lambda: not any(group_exists(group) for group in groups))
 
 
 def test_a_child_s_child_that_keeps_the_pipes_is_not_waited_for() -> None:

@@ -19,7 +19,7 @@ from ringrun.errors import LauncherError, UsageError
 from ringrun.job import control_socket as jobs
 from ringrun.job.control_socket import RunningJob
 from tests.support.jobs import Script, Start, run
-from tests.support.patience import patient
+from tests.support.patience import patient, wait_until
 
 HOST = os.uname().nodename
 
@@ -62,11 +62,11 @@ def ask(job: "subprocess.Popen[str]") -> str:
 
 
 def test_the_stacks_of_a_job_while_it_runs(
-    start: Start, script: Script, python: str, tmp_path: Path, wait_for, wait_until_gone
+    start: Start, script: Script, python: str, tmp_path: Path, wait_until_gone
 ) -> None:
     path = script(MIXED)
     job = start("-np", 4, python, path)
-    wait_for(all_up(tmp_path, 4))
+    wait_until(all_up(tmp_path, 4))
     time.sleep(0.3)
     head, _, told = ask(job).partition("\n")
     assert re.fullmatch(rf"job {job.pid}: {re.escape(python)} {re.escape(path)}; 4 ranks, for \d+\.?\d* s", head), head
@@ -84,7 +84,7 @@ def test_the_stacks_of_a_job_while_it_runs(
 
 @pytest.mark.without_mpi
 def test_programs_that_a_rank_starts_are_not_disturbed_and_a_shell_around_it_does_not_matter(
-    start: Start, script: Script, python: str, tmp_path: Path, wait_for
+    start: Start, script: Script, python: str, tmp_path: Path
 ) -> None:
     source = """
         import multiprocessing, os, subprocess, sys, time
@@ -101,7 +101,7 @@ def test_programs_that_a_rank_starts_are_not_disturbed_and_a_shell_around_it_doe
             print([worker.exitcode for worker in workers], child.wait())
     """
     job = start("-np", 2, "bash", "-c", '"$@"; exit $?', "bash", python, script(source))
-    wait_for(all_up(tmp_path, 2))
+    wait_until(all_up(tmp_path, 2))
     for _ in range(3):
         told = ask(job)
         assert told.count('script.py", line 12, in <module>') == 1, told
@@ -143,11 +143,11 @@ def test_asking_does_no_harm_while_other_threads_run(start: Start, script: Scrip
 
 
 @pytest.mark.without_mpi
-def test_several_pythons_of_one_rank_are_all_shown(start: Start, python: str, tmp_path: Path, wait_for) -> None:
+def test_several_pythons_of_one_rank_are_all_shown(start: Start, python: str, tmp_path: Path) -> None:
     for name in ("one", "two"):
         (tmp_path / f"{name}.py").write_text(f"import time\nopen('{name}', 'w').close()\ntime.sleep(60)\n")
     job = start("-np", 1, "bash", "-c", '"$0" one.py & "$0" two.py & wait', python)
-    wait_for(lambda: (tmp_path / "one").exists() and (tmp_path / "two").exists())
+    wait_until(lambda: (tmp_path / "one").exists() and (tmp_path / "two").exists())
     told = ask(job)
     assert told.count("a Python process of it:") == 2
     assert 'one.py", line 3, in <module>' in told

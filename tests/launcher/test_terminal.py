@@ -100,15 +100,6 @@ def test_a_progress_bar_stays_one_line_with_any_flag(flags: list[str], bar: list
         assert kept == b"".join(b"\r%3d%%|bar" % percent for percent in range(0, 101, 20)) + b"\n"
 
 
-@pytest.mark.parametrize("flags", [["--ranks", "0"], ["--ranks", "1"]])
-def test_the_bars_of_hidden_ranks_are_hidden(flags: list[str], bar: list[str]) -> None:
-    output, code = on_a_terminal([*flags, "-np", "3", *bar[2:]], {"NO_COLOR": "1"})
-    shown, hidden = ("[0]", ["[1]", "[2]"]) if flags == ["--ranks", "0"] else ("[1]", ["[0]", "[2]"])
-    assert code == 0
-    assert screen(output) == [f"{shown} a line between", f"{shown} 100%|bar", ""]
-    assert not any(prefix in output for prefix in hidden)
-
-
 def test_bars_of_several_ranks_fold_into_one_line(bar: list[str]) -> None:
     output, code = on_a_terminal(["--fold", "-np", "2", *bar[2:]], {})
     assert code == 0
