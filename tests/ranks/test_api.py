@@ -13,77 +13,64 @@ from ringreduce.execution.submission import Submission
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
 from ringreduce.world import World
+from tests.ranks.on_threads import each_rank_of
 from tests.support.reference import data
 
 SMALL = Settings(fusion_slot_bytes=256, ring_segment_bytes=64)
 
 
+@each_rank_of(4)
 def test_numbers_give_numbers():
-    def program():
-        return rr.allreduce(1.0 + rr.rank()), rr.allreduce(np.float32(rr.rank()), op=rr.Max), rr.allreduce(7, op=rr.Sum)
-
-    for mean, largest, total in run_ranks(4, program):
-        assert (mean, largest, total) == (2.5, 3, 28)
-        assert isinstance(largest, np.float32)
+    largest = rr.allreduce(np.float32(rr.rank()), op=rr.Max)
+    assert (rr.allreduce(1.0 + rr.rank()), largest, rr.allreduce(7, op=rr.Sum)) == (2.5, 3, 28)
+    assert isinstance(largest, np.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool])
+@each_rank_of(2)
 def test_torch_tensors_give_torch_tensors(dtype):
-    def program():
-        tensor = torch.arange(6).reshape(2, 3).to(dtype)
-        reduced = rr.allreduce(tensor, op=rr.Max)
-        gathered = rr.allgather(tensor)
-        copied = rr.broadcast(torch.full((3,), rr.rank()).to(dtype), 1)
-        rr.broadcast_(tensor, 0)
-        return reduced, gathered, copied
-
-    for reduced, gathered, copied in run_ranks(2, program):
-        assert (reduced.dtype, gathered.dtype, copied.dtype) == (dtype,) * 3
-        assert torch.equal(reduced, torch.arange(6).reshape(2, 3).to(dtype))
-        assert torch.equal(gathered, torch.arange(6).reshape(2, 3).repeat(2, 1).to(dtype))
-        assert torch.equal(copied, torch.ones(3).to(dtype))
+    tensor = torch.arange(6).reshape(2, 3).to(dtype)
+    reduced = rr.allreduce(tensor, op=rr.Max)
+    gathered = rr.allgather(tensor)
+    copied = rr.broadcast(torch.full((3,), rr.rank()).to(dtype), 1)
+    rr.broadcast_(tensor, 0)
+    assert (reduced.dtype, gathered.dtype, copied.dtype) == (dtype,) * 3
+    assert torch.equal(reduced, torch.arange(6).reshape(2, 3).to(dtype))
+    assert torch.equal(gathered, torch.arange(6).reshape(2, 3).repeat(2, 1).to(dtype))
+    assert torch.equal(copied, torch.ones(3).to(dtype))
 
 
 def parameters(rank):
     return {"layers": [data("float32", 50, rank), data("float64", 3, rank)], "scale": data("float32", 200, rank)}
 
 
+@each_rank_of(3, settings=SMALL)
 def test_broadcast_parameters_of_every_form():
-    def program():
-        tree, pairs = parameters(rr.rank()), list(parameters(rr.rank())["layers"])
-        rr.broadcast_parameters(tree, root_rank=1)
-        rr.broadcast_parameters([("a", pairs[0]), ("b", pairs[1])], root_rank=2)
-        model = torch.nn.BatchNorm1d(3)
-        with torch.no_grad():
-            model.weight.fill_(rr.rank())
-            model.num_batches_tracked.fill_(rr.rank())
-        rr.broadcast_parameters(model.state_dict(), root_rank=1)
-        rr.broadcast_parameters(model.named_parameters(), root_rank=1)
-        return tree, pairs, model.weight.tolist(), model.num_batches_tracked.item()
-
-    for tree, pairs, weight, tracked in run_ranks(3, program, settings=SMALL):
-        np.testing.assert_array_equal(tree["scale"], parameters(1)["scale"])
-        np.testing.assert_array_equal(tree["layers"][1], parameters(1)["layers"][1])
-        np.testing.assert_array_equal(pairs[0], parameters(2)["layers"][0])
-        assert (weight, tracked) == ([1, 1, 1], 1)
+    tree, pairs = parameters(rr.rank()), list(parameters(rr.rank())["layers"])
+    rr.broadcast_parameters(tree, root_rank=1)
+    rr.broadcast_parameters([("a", pairs[0]), ("b", pairs[1])], root_rank=2)
+    model = torch.nn.BatchNorm1d(3)
+    torch.nn.init.constant_(model.weight, rr.rank())
+    model.num_batches_tracked.fill_(rr.rank())
+    rr.broadcast_parameters(model.state_dict(), root_rank=1)
+    rr.broadcast_parameters(model.named_parameters(), root_rank=1)
+    np.testing.assert_array_equal(tree["scale"], parameters(1)["scale"])
+    np.testing.assert_array_equal(tree["layers"][1], parameters(1)["layers"][1])
+    np.testing.assert_array_equal(pairs[0], parameters(2)["layers"][0])
+    assert (model.weight.tolist(), model.num_batches_tracked.item()) == ([1, 1, 1], 1)
 
 
+@each_rank_of(2)
 def test_broadcast_parameters_of_other_memory_layouts():
-    def program():
-        weight = (torch.arange(48.0).reshape(2, 3, 2, 4) + 100 * rr.rank()).to(memory_format=torch.channels_last)
-        array = (np.arange(6.0).reshape(2, 3) + 100 * rr.rank()).T
-        rr.broadcast_parameters({"weight": torch.nn.Parameter(weight), "array": array, "plain": np.zeros(2)}, 1)
-        assert not weight.is_contiguous()
-        return weight.sum().item(), weight[1, 2, 0, 1].item(), array[2, 0]
-
-    expected = (sum(range(48)) + 4800.0, 100 + 41.0, 102.0)
-    assert run_ranks(2, program) == [expected] * 2
+    weight = (torch.arange(48.0).reshape(2, 3, 2, 4) + 100 * rr.rank()).to(memory_format=torch.channels_last)
+    array = (np.arange(6.0).reshape(2, 3) + 100 * rr.rank()).T
+    rr.broadcast_parameters({"weight": torch.nn.Parameter(weight), "array": array, "plain": np.zeros(2)}, 1)
+    assert not weight.is_contiguous()
+    assert (weight.sum().item(), weight[1, 2, 0, 1].item(), array[2, 0]) == (sum(range(48)) + 4800.0, 141.0, 102.0)
 
 
+@each_rank_of(1)
 def test_broadcast_parameters_refuses_what_is_no_collection_of_tensors():
-    def program(params):
-        rr.broadcast_parameters(params)
-
     for params, message in [
         (7, "a int; expected a dict of tensors, or a list of"),
         ({"lr": "fast"}, "a str is not an array"),
@@ -94,7 +81,7 @@ def test_broadcast_parameters_refuses_what_is_no_collection_of_tensors():
         ({"a.b": np.zeros(2), "a": {"b": np.ones(2)}}, "more than one array is called 'a.b'"),
     ]:
         with pytest.raises(ValueError, match=message):
-            run_ranks(1, lambda params=params: program(params))
+            rr.broadcast_parameters(params)
 
 
 def test_who_is_where_on_uneven_hosts():

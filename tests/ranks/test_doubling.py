@@ -8,8 +8,7 @@ import pytest
 from ringreduce.arrays.dtypes import TABLE
 from ringreduce.collectives import doubling
 from ringreduce.ops import Reduction, Sum
-from ringreduce.testing import run_ranks
-from tests.ranks.on_threads import reduced_over_messages, transport
+from tests.ranks.on_threads import each_rank_of, reduced_over_messages, transport
 from tests.support.reference import data
 from tests.support.tiers import parted
 
@@ -67,16 +66,13 @@ class Watched:
 
 
 @pytest.mark.parametrize("size", SIZES)
+@each_rank_of("size")
 def test_no_memory_is_written_that_is_still_being_sent(size):
     """All of a step's messages are waited for before the next step posts its own."""
-
-    def program():
-        watched = Watched(transport())
-        steps = doubling.allreduce(np.ones(4), watched, Reduction(Sum, TABLE["float64"], size))
-        for request in steps:
-            assert len(watched.open) <= 2
-            request.wait()
-            watched.open.remove(request)
-        assert not watched.open
-
-    run_ranks(size, program)
+    watched = Watched(transport())
+    steps = doubling.allreduce(np.ones(4), watched, Reduction(Sum, TABLE["float64"], size))
+    for request in steps:
+        assert len(watched.open) <= 2
+        request.wait()
+        watched.open.remove(request)
+    assert not watched.open

@@ -10,7 +10,7 @@ from ringreduce.cost_model import SHORT_BYTES
 from ringreduce.ops import Reduction, Sum
 from ringreduce.testing import run_ranks
 from ringreduce.transport.base import complete
-from tests.ranks.on_threads import transport
+from tests.ranks.on_threads import each_rank_of, transport
 from tests.support.reference import data
 
 SIZES = pytest.mark.parametrize("size", range(1, 8))
@@ -81,11 +81,9 @@ def test_a_short_sum_between_hosts_needs_no_messages_but_those_of_its_hash():
     assert len(long) > 2 * 4
 
 
+@each_rank_of(3, hosts=[0, 1, 2])
 def test_the_caller_s_elements_stay_and_are_scaled_before_and_after():
-    def program():
-        mine = np.arange(5.0) + 100 * rr.rank()
-        found = rr.ordered().allreduce(mine, op=rr.Average, prescale_factor=2.0, postscale_factor=3.0)
-        assert mine.tolist() == (np.arange(5.0) + 100 * rr.rank()).tolist()
-        return found.tolist()
-
-    assert run_ranks(3, program, hosts=[0, 1, 2]) == [(6 * (np.arange(5.0) + 100)).tolist()] * 3
+    mine = np.arange(5.0) + 100 * rr.rank()
+    found = rr.ordered().allreduce(mine, op=rr.Average, prescale_factor=2.0, postscale_factor=3.0)
+    assert mine.tolist() == (np.arange(5.0) + 100 * rr.rank()).tolist()
+    assert found.tolist() == (6 * (np.arange(5.0) + 100)).tolist()

@@ -13,7 +13,7 @@ from ringreduce import runtime
 from ringreduce.ops import ReduceOp
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
-from tests.ranks.on_threads import known
+from tests.ranks.on_threads import each_rank_of, known
 from tests.support import matrix
 from tests.support.reference import MATRIX, all_but_few_extended, readable
 from tests.support.tiers import parted
@@ -99,31 +99,25 @@ def test_other_collectives_fail_while_a_rank_has_joined_and_work_again_afterward
     assert set(run_ranks(3, program)) <= {0, 2}
 
 
+@each_rank_of(2)
 def test_a_scaled_reduction_whose_neutral_element_the_factor_would_change():
-    def program():
-        for step in range(2 * rr.rank()):
-            assert rr.allreduce(np.float64(3), op=rr.Sum, prescale_factor=2.0, name=f"s{step}") in (6, 12)
-            if step:
-                with pytest.raises(
-                    rr.CollectiveError, match=r"rank 0 called join\(\), and op=Product .*_factor=2\.0 l"
-                ):
-                    rr.allreduce(np.float64(3), op=rr.Product, prescale_factor=2.0)
-            assert rr.allreduce(np.int8(5), op=ReduceOp.BITWISE_AND) == 5
-        rr.join()
-
-    run_ranks(2, program)
+    for step in range(2 * rr.rank()):
+        assert rr.allreduce(np.float64(3), op=rr.Sum, prescale_factor=2.0, name=f"s{step}") in (6, 12)
+        if step:
+            with pytest.raises(rr.CollectiveError, match=r"rank 0 called join\(\), and op=Product .*_factor=2\.0 l"):
+                rr.allreduce(np.float64(3), op=rr.Product, prescale_factor=2.0)
+        assert rr.allreduce(np.int8(5), op=ReduceOp.BITWISE_AND) == 5
+    rr.join()
 
 
+@each_rank_of(3)
 def test_a_mismatch_among_those_that_have_not_joined():
-    def program():
-        if rr.rank() < 2:
-            with pytest.raises(rr.MismatchError, match=r"rank 1 of 3, allreduce 'w' .*: float64\[2\], but rank 0 has"):
-                rr.allreduce(np.zeros(1 + rr.rank()), name="w")
-            assert rr.allreduce(np.float64(rr.rank()), name="w", op=rr.Max) == 1
-        rr.join()
-        return rr.allreduce(np.float64(rr.rank()), name="w", op=rr.Max)
-
-    assert run_ranks(3, program) == [2, 2, 2]
+    if rr.rank() < 2:
+        with pytest.raises(rr.MismatchError, match=r"rank 1 of 3, allreduce 'w' .*: float64\[2\], but rank 0 has"):
+            rr.allreduce(np.zeros(1 + rr.rank()), name="w")
+        assert rr.allreduce(np.float64(rr.rank()), name="w", op=rr.Max) == 1
+    rr.join()
+    assert rr.allreduce(np.float64(rr.rank()), name="w", op=rr.Max) == 2
 
 
 def test_a_rank_that_has_joined_submits_nothing():

@@ -14,37 +14,39 @@ from ringreduce.errors import InputError, MismatchError
 from ringreduce.negotiation import leader
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
+from tests.ranks.on_threads import each_rank_of
 
 STEPS = range(3)  # the second and third are known
 
 
-def submit_each(name, array, torch_array, root, op):
+def submit_each(name, array, torch_array, root, op, **scale):
     """Every kind of call under one name; returns what each got, as lists of numbers."""
     grouped = [array, torch_array]
     found = [
-        rr.allreduce(array, name=f"{name}.out", op=op),
-        rr.allreduce_(array.copy(), name=f"{name}.in", op=op),
-        hvd.allreduce(torch_array, name=f"{name}.torch", op=op),
-        hvd.allreduce_(torch_array.clone(), name=f"{name}.torch_in", op=op),
-        *rr.grouped_allreduce(grouped, name=f"{name}.group", op=op),
-        *rr.grouped_allreduce_([array.copy(), torch_array.clone()], name=f"{name}.group_in", op=op),
+        rr.allreduce(array, name=f"{name}.out", op=op, **scale),
+        rr.allreduce_(array.copy(), name=f"{name}.in", op=op, **scale),
+        hvd.allreduce(torch_array, name=f"{name}.torch", op=op, **scale),
+        hvd.allreduce_(torch_array.clone(), name=f"{name}.torch_in", op=op, **scale),
+        *rr.grouped_allreduce(grouped, name=f"{name}.group", op=op, **scale),
+        *rr.grouped_allreduce_([array.copy(), torch_array.clone()], name=f"{name}.group_in", op=op, **scale),
         rr.broadcast(array, root, name=f"{name}.broadcast"),
         rr.broadcast_(torch_array.clone(), root, name=f"{name}.broadcast_in"),
         rr.allgather(array, name=f"{name}.allgather"),
-        rr.reducescatter(array, name=f"{name}.reducescatter", op=rr.Sum),
+        rr.reducescatter(array, name=f"{name}.reducescatter", op=rr.Sum, **scale),
     ]
     return [(each.shape, str(each.dtype), each.flatten().tolist()) for each in found]
 
 
-def expected(array, torch_type, root, op):
+def expected(array, torch_type, root, op, **scale):
     """As `submit_each`, of two ranks whose arrays are `array` and three times it."""
-    total = array * (4 if op is rr.Sum else 2)
+    scaled = array * np.prod([*scale.values()], dtype=array.dtype)
+    total = scaled * (4 if op is rr.Sum else 2)
     mine, rooted = rr.rank() * array.shape[0] // 2, array * (1, 3)[root]
     numpy_type, half = str(array.dtype), array.shape[0] // 2
     whole = (array.shape, numpy_type, total.ravel().tolist())
     of_torch = (array.shape, torch_type, total.ravel().tolist())
     rows = (2 * array.shape[0], *array.shape[1:])
-    part = (array * 4)[mine : mine + half]
+    part = (scaled * 4)[mine : mine + half]
     return [
         *([whole] * 2),
         *([of_torch] * 2),
@@ -56,11 +58,13 @@ def expected(array, torch_type, root, op):
     ]
 
 
-def every_kind_of_call():
+@each_rank_of(2)
+def test_every_kind_of_call_that_comes_again_in_another_way_gets_its_own_result():
     ramp = np.arange(12, dtype=np.float32)
     variants = [
         (ramp, torch.float32, 0, rr.Sum),
         (ramp, torch.float32, 0, rr.Average),  # another op
+        *((ramp, torch.float32, 0, rr.Average, {f"{when}scale_factor": 0.5}) for when in ("pre", "post")),
         (ramp, torch.float32, 1, rr.Average),  # another root
         (ramp.reshape(6, 2), torch.float32, 1, rr.Average),  # other shapes
         (ramp.reshape(2, 6), torch.float32, 1, rr.Average),
@@ -71,15 +75,12 @@ def every_kind_of_call():
         (np.repeat(ramp, 2)[::2], torch.float32, 1, rr.Average),
         (ramp, torch.float32, 0, rr.Sum),
     ]
-    for array, torch_type, root, op in variants:
+    for array, torch_type, root, op, *scales in variants:
         mine = array * (1 + 2 * rr.rank())
         tensor = torch.from_numpy(mine.astype(np.float32)).to(torch_type)
         for _ in STEPS:
-            assert submit_each("w", mine, tensor, root, op) == expected(array, str(torch_type), root, op)
-
-
-def test_every_kind_of_call_that_comes_again_in_another_way_gets_its_own_result():
-    run_ranks(2, every_kind_of_call)
+            found = submit_each("w", mine, tensor, root, op, **dict(*scales))
+            assert found == expected(array, str(torch_type), root, op, **dict(*scales))
 
 
 def frozen():
@@ -132,19 +133,15 @@ WRONG_AFTER_KNOWN = {
 }
 
 
-@pytest.mark.parametrize("case", WRONG_AFTER_KNOWN)
-def test_what_is_wrong_is_refused_though_its_name_is_known(case):
-    first, second, message = WRONG_AFTER_KNOWN[case]
-
-    def program():
-        for _ in STEPS:
-            first()
-        for _ in STEPS:
-            with pytest.raises(InputError, match=message):
-                second()
+@pytest.mark.parametrize(("first", "second", "message"), WRONG_AFTER_KNOWN.values(), ids=WRONG_AFTER_KNOWN)
+@each_rank_of(2)
+def test_what_is_wrong_is_refused_though_its_name_is_known(first, second, message):
+    for _ in STEPS:
         first()
-
-    run_ranks(2, program)
+    for _ in STEPS:
+        with pytest.raises(InputError, match=message):
+            second()
+    first()
 
 
 def test_what_is_known_is_one_engines_and_holds_no_array():

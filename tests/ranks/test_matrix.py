@@ -9,7 +9,7 @@ import pytest
 
 import ringreduce as rr
 from ringreduce.testing import run_ranks
-from tests.ranks.on_threads import known
+from tests.ranks.on_threads import each_rank_of, known
 from tests.support import matrix
 from tests.support.reference import (
     COMPLEX,
@@ -111,9 +111,10 @@ def test_nobody_passes_a_barrier_before_all_have_come(size):
     run_on_all_sets(size, program)
 
 
+# all is announced at once, by the first wait
+@each_rank_of(2, settings=dataclasses.replace(matrix.SMALL, cycle_time_ms=1000.0))
 def test_different_things_that_are_agreed_on_together_stay_apart():
     """Ops, scales, roots, types and kinds of one response: what may travel together does, nothing else."""
-    settings = dataclasses.replace(matrix.SMALL, cycle_time_ms=1000.0)  # all is announced at once, by the first wait
     ops = [rr.Sum, rr.Average, rr.Min, rr.Max, rr.Product, rr.Adasum]
     dtypes = ["float64", "float32", "int64", "float16"]
 
@@ -121,22 +122,16 @@ def test_different_things_that_are_agreed_on_together_stay_apart():
         dtype = "float64" if number % 6 == 5 else dtypes[number % 4]
         return [data(dtype, 5 + number % 3, rank, number) for rank in range(2)]
 
-    def program():
-        numbers = range(48)
-        reductions = [
-            rr.allreduce_async(everyones(n)[rr.rank()], op=ops[n % 6], prescale_factor=[1.0, 2.0][n // 24])
-            for n in numbers
-        ]
-        copies = [rr.broadcast_async(everyones(n)[rr.rank()], root_rank=n % 2) for n in numbers]
-        gathered = [rr.allgather_async(everyones(n)[rr.rank()]) for n in numbers]
-        for n in numbers:
-            arrays = everyones(n)
-            np.testing.assert_array_equal(rr.synchronize(copies[n]), arrays[n % 2])
-            np.testing.assert_array_equal(rr.synchronize(gathered[n]), np.concatenate(arrays))
-            scaled = [array * array.dtype.type([1, 2][n // 24]) for array in arrays]
-            check = (
-                matrix.assert_adasum if ops[n % 6] is rr.Adasum else functools.partial(assert_reduced, op=ops[n % 6])
-            )
-            check(rr.synchronize(reductions[n]), arrays=scaled)
-
-    run_ranks(2, program, settings=settings)
+    numbers = range(48)
+    reductions = [
+        rr.allreduce_async(everyones(n)[rr.rank()], op=ops[n % 6], prescale_factor=[1.0, 2.0][n // 24]) for n in numbers
+    ]
+    copies = [rr.broadcast_async(everyones(n)[rr.rank()], root_rank=n % 2) for n in numbers]
+    gathered = [rr.allgather_async(everyones(n)[rr.rank()]) for n in numbers]
+    for n in numbers:
+        arrays = everyones(n)
+        np.testing.assert_array_equal(rr.synchronize(copies[n]), arrays[n % 2])
+        np.testing.assert_array_equal(rr.synchronize(gathered[n]), np.concatenate(arrays))
+        scaled = [array * array.dtype.type([1, 2][n // 24]) for array in arrays]
+        check = matrix.assert_adasum if ops[n % 6] is rr.Adasum else functools.partial(assert_reduced, op=ops[n % 6])
+        check(rr.synchronize(reductions[n]), arrays=scaled)

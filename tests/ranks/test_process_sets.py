@@ -6,6 +6,7 @@ import pytest
 import ringreduce as rr
 from ringreduce.settings import Settings
 from ringreduce.testing import run_ranks
+from tests.ranks.on_threads import each_rank_of
 
 DYNAMIC = Settings(dynamic_process_sets=True)
 
@@ -14,20 +15,14 @@ def total(process_set, name=None):
     return rr.allreduce(np.float64(10.0 ** rr.rank()), name=name, op=rr.Sum, process_set=process_set)
 
 
+@each_rank_of(3, settings=DYNAMIC)
 def test_what_a_set_knows_of_itself():
-    def program():
-        own = rr.ProcessSet([2, 0])
-        before = own.process_set_id, own.size(), own.rank(), own.ranks
-        assert rr.add_process_set(own) is own
-        same = rr.get_process_set_ids_and_ranks() == {0: [0, 1, 2], 1: [0, 2]}
-        return before, same, own.process_set_id, own.size(), own.rank(), own.included(), own.ranks
-
-    before = (None, None, None, [0, 2])
-    assert run_ranks(3, program, settings=DYNAMIC) == [
-        (before, True, 1, 2, 0, True, [0, 2]),
-        (before, True, 1, 2, None, False, [0, 2]),
-        (before, True, 1, 2, 1, True, [0, 2]),
-    ]
+    own = rr.ProcessSet([2, 0])
+    assert (own.process_set_id, own.size(), own.rank(), own.ranks) == (None, None, None, [0, 2])
+    assert rr.add_process_set(own) is own
+    assert rr.get_process_set_ids_and_ranks() == {0: [0, 1, 2], 1: [0, 2]}
+    assert (own.process_set_id, own.size(), own.ranks) == (1, 2, [0, 2])
+    assert (own.rank(), own.included()) == [(0, True), (None, False), (1, True)][rr.rank()]
 
 
 def test_the_set_of_all_ranks():
@@ -40,101 +35,82 @@ def test_the_set_of_all_ranks():
     assert (rr.global_process_set.size(), rr.global_process_set.rank()) == (None, None)
 
 
+@each_rank_of(3, settings=DYNAMIC)
 def test_sets_come_and_go_and_numbers_are_never_given_twice():
-    def program():
-        numbers = []
-        for step in range(4):
-            own = rr.add_process_set([2, 1] if step % 2 else [0, 2])
-            numbers.append(own.process_set_id)
-            if own.included():
-                assert total(own, name="w") == sum(10.0**rank for rank in own.ranks)
-            assert rr.remove_process_set(own)
-            assert own.process_set_id is None
-            assert not rr.remove_process_set(own)
-            assert rr.get_process_set_ids_and_ranks() == {0: [0, 1, 2]}
-        return numbers
-
-    assert run_ranks(3, program, settings=DYNAMIC) == [[1, 2, 3, 4]] * 3
+    numbers = []
+    for step in range(4):
+        own = rr.add_process_set([2, 1] if step % 2 else [0, 2])
+        numbers.append(own.process_set_id)
+        if own.included():
+            assert total(own, name="w") == sum(10.0**rank for rank in own.ranks)
+        assert rr.remove_process_set(own)
+        assert own.process_set_id is None
+        assert not rr.remove_process_set(own)
+        assert rr.get_process_set_ids_and_ranks() == {0: [0, 1, 2]}
+    assert numbers == [1, 2, 3, 4]
 
 
+@each_rank_of(4, settings=DYNAMIC)
 def test_roots_are_ranks_of_the_world():
-    def program():
-        own = rr.add_process_set([1, 3, 2])
-        if not own.included():
-            return None
+    own = rr.add_process_set([1, 3, 2])
+    if own.included():
         with pytest.raises(ValueError, match=r"root_rank=0; expected one of the process set's ranks 1-3$"):
             rr.broadcast(np.zeros(2), 0, process_set=own)
-        return rr.broadcast_object(rr.rank(), 2, process_set=own)
-
-    assert run_ranks(4, program, settings=DYNAMIC) == [None, 2, 2, 2]
+        assert rr.broadcast_object(rr.rank(), 2, process_set=own) == 2
 
 
+@each_rank_of(4, settings=DYNAMIC)
 def test_a_mismatch_in_a_set_names_ranks_of_the_world_and_spares_the_others():
-    def program():
-        own = rr.add_process_set([3, 1])
-        everyone = rr.allreduce_async(np.float64(rr.rank()), name="w", op=rr.Sum)
-        if own.included():
-            with pytest.raises(rr.MismatchError, match=r"^rank 3 of 4, allreduce 'w' .*: float64\[4\], but rank 1 has"):
-                rr.allreduce(np.zeros(1 + rr.rank()), name="w", process_set=own)
-            assert total(own, name="w") == 1010
-        return rr.synchronize(everyone)
-
-    assert run_ranks(4, program, settings=DYNAMIC) == [6, 6, 6, 6]
+    own = rr.add_process_set([3, 1])
+    everyone = rr.allreduce_async(np.float64(rr.rank()), name="w", op=rr.Sum)
+    if own.included():
+        with pytest.raises(rr.MismatchError, match=r"^rank 3 of 4, allreduce 'w' .*: float64\[4\], but rank 1 has"):
+            rr.allreduce(np.zeros(1 + rr.rank()), name="w", process_set=own)
+        assert total(own, name="w") == 1010
+    assert rr.synchronize(everyone) == 6
 
 
+@each_rank_of(3, settings=DYNAMIC)
 def test_who_is_not_in_a_set_is_told():
-    def program():
-        own = rr.add_process_set([0, 2])
-        if rr.rank() == 1:
-            for call in (
-                lambda: total(own),
-                lambda: rr.allgather(np.zeros(2), process_set=own),
-                lambda: rr.alltoall(np.zeros(2), process_set=own),
-                lambda: rr.broadcast(np.zeros(2), 0, process_set=own),
-                lambda: rr.barrier(own),
-            ):
-                with pytest.raises(
-                    ValueError, match=r"rank 1 is not in process set 1, which has ranks 0,2; call it on"
-                ):
-                    call()
-        return rr.allreduce(np.float64(1), op=rr.Sum)
-
-    assert run_ranks(3, program, settings=DYNAMIC) == [3, 3, 3]
-
-
-def test_a_set_that_was_not_added_or_was_removed_is_told():
-    def program():
-        own = rr.ProcessSet([0, 1])
-        with pytest.raises(
-            ValueError, match=r"allreduce: ProcessSet\(process_set_id=None, ranks=\[0, 1\]\) was not added"
+    own = rr.add_process_set([0, 2])
+    if rr.rank() == 1:
+        for call in (
+            lambda: total(own),
+            lambda: rr.allgather(np.zeros(2), process_set=own),
+            lambda: rr.alltoall(np.zeros(2), process_set=own),
+            lambda: rr.broadcast(np.zeros(2), 0, process_set=own),
+            lambda: rr.barrier(own),
         ):
-            total(own)
-        rr.add_process_set(own)
-        copy = rr.ProcessSet([0, 1])
-        copy.process_set_id = own.process_set_id
-        rr.remove_process_set(own)
-        with pytest.raises(ValueError, match="was not added, or was removed; pass it to init"):
-            total(own)
-        with pytest.raises(ValueError, match="there is no process set 1; expected one that was passed to init"):
-            total(copy)
-        return rr.allreduce(np.float64(1), op=rr.Sum)
-
-    assert run_ranks(3, program, settings=DYNAMIC) == [3, 3, 3]
+            with pytest.raises(ValueError, match=r"rank 1 is not in process set 1, which has ranks 0,2; call it on"):
+                call()
+    assert rr.allreduce(np.float64(1), op=rr.Sum) == 3
 
 
+@each_rank_of(3, settings=DYNAMIC)
+def test_a_set_that_was_not_added_or_was_removed_is_told():
+    own = rr.ProcessSet([0, 1])
+    with pytest.raises(ValueError, match=r"allreduce: ProcessSet\(process_set_id=None, ranks=\[0, 1\]\) was not added"):
+        total(own)
+    rr.add_process_set(own)
+    copy = rr.ProcessSet([0, 1])
+    copy.process_set_id = own.process_set_id
+    rr.remove_process_set(own)
+    with pytest.raises(ValueError, match="was not added, or was removed; pass it to init"):
+        total(own)
+    with pytest.raises(ValueError, match="there is no process set 1; expected one that was passed to init"):
+        total(copy)
+    assert rr.allreduce(np.float64(1), op=rr.Sum) == 3
+
+
+@each_rank_of(3, settings=DYNAMIC)
 def test_what_is_pending_in_a_set_that_is_removed_fails():
-    def program():
-        own = rr.add_process_set([0, 1])
-        handle = rr.allreduce_async(np.zeros(2), name="of rank 0", process_set=own) if rr.rank() == 0 else None
-        rr.remove_process_set(own)
-        if handle is not None:
-            with pytest.raises(
-                rr.CollectiveError, match=r"rank 0 of 3, allreduce 'of rank 0' .*: process set 1 was remo"
-            ):
-                rr.synchronize(handle)
-        return rr.allreduce(np.float64(1), op=rr.Sum)
-
-    assert run_ranks(3, program, settings=DYNAMIC) == [3, 3, 3]
+    own = rr.add_process_set([0, 1])
+    handle = rr.allreduce_async(np.zeros(2), name="of rank 0", process_set=own) if rr.rank() == 0 else None
+    rr.remove_process_set(own)
+    if handle is not None:
+        with pytest.raises(rr.CollectiveError, match=r"rank 0 of 3, allreduce 'of rank 0' .*: process set 1 was remo"):
+            rr.synchronize(handle)
+    assert rr.allreduce(np.float64(1), op=rr.Sum) == 3
 
 
 @pytest.mark.parametrize(
@@ -148,27 +124,23 @@ def test_what_is_pending_in_a_set_that_is_removed_fails():
         ([2, 1, 0], r"add_process_set: process set 0 has the ranks \[0, 1, 2\] already; use that"),
     ],
 )
+@each_rank_of(3, settings=DYNAMIC)
 def test_a_wrong_set_is_a_value_error_and_the_job_goes_on(ranks, message):
-    def program():
-        own = rr.add_process_set([1, 2])
-        with pytest.raises(ValueError, match=message):
-            rr.add_process_set(rr.ProcessSet(ranks))
-        if own.included():
-            assert total(own) == 110
-        return rr.allreduce(np.float64(1), op=rr.Sum)
-
-    assert run_ranks(3, program, settings=DYNAMIC) == [3, 3, 3]
+    own = rr.add_process_set([1, 2])
+    with pytest.raises(ValueError, match=message):
+        rr.add_process_set(rr.ProcessSet(ranks))
+    if own.included():
+        assert total(own) == 110
+    assert rr.allreduce(np.float64(1), op=rr.Sum) == 3
 
 
+@each_rank_of(3, settings=DYNAMIC)
 def test_different_sets_on_different_ranks_are_told():
-    def program():
-        with pytest.raises(
-            rr.MismatchError, match=r"rank 1 of 3, add_process_set .*ranks=\(1, 2\), but rank 0 has .*\(0, 2"
-        ):
-            rr.add_process_set([1, 2] if rr.rank() == 1 else [0, 2])
-        return rr.get_process_set_ids_and_ranks()
-
-    assert run_ranks(3, program, settings=DYNAMIC) == [{0: [0, 1, 2]}] * 3
+    with pytest.raises(
+        rr.MismatchError, match=r"rank 1 of 3, add_process_set .*ranks=\(1, 2\), but rank 0 has .*\(0, 2"
+    ):
+        rr.add_process_set([1, 2] if rr.rank() == 1 else [0, 2])
+    assert rr.get_process_set_ids_and_ranks() == {0: [0, 1, 2]}
 
 
 def test_a_set_that_all_add_wrongly_at_the_start_is_told():
@@ -181,19 +153,15 @@ def test_a_set_that_all_add_wrongly_at_the_start_is_told():
             run_ranks(2, rr.rank, process_sets=sets)
 
 
+@each_rank_of(2, process_sets=[[1]])
 def test_fixed_sets_stay_as_they_are():
-    def program():
-        own = rr.ProcessSet([1])
-        with pytest.raises(
-            ValueError, match=r"add_process_set: process sets are fixed; set RINGREDUCE_DYNAMIC_PROCESS_S"
-        ):
-            rr.add_process_set(own)
-        own.process_set_id = 1
-        with pytest.raises(ValueError, match="remove_process_set: process sets are fixed"):
-            rr.remove_process_set(own)
-        return rr.get_process_set_ids_and_ranks()
-
-    assert run_ranks(2, program, process_sets=[[1]]) == [{0: [0, 1], 1: [1]}] * 2
+    own = rr.ProcessSet([1])
+    with pytest.raises(ValueError, match=r"add_process_set: process sets are fixed; set RINGREDUCE_DYNAMIC_PROCESS_S"):
+        rr.add_process_set(own)
+    own.process_set_id = 1
+    with pytest.raises(ValueError, match="remove_process_set: process sets are fixed"):
+        rr.remove_process_set(own)
+    assert rr.get_process_set_ids_and_ranks() == {0: [0, 1], 1: [1]}
 
 
 def test_init_takes_sets_or_the_word_dynamic():

@@ -14,6 +14,7 @@ from ringreduce.arrays.view import as_buffer
 from ringreduce.execution import shared_arrays
 from ringreduce.execution.shared_arrays import REFUSED, WISHED
 from ringreduce.testing import run_ranks
+from tests.ranks.on_threads import each_rank_of
 from tests.ranks.test_into_outputs import SUM, begin, open_channel
 
 pytestmark = pytest.mark.timeout(60)
@@ -103,15 +104,12 @@ def test_ranks_with_other_arrays_pack_them():
         np.testing.assert_array_equal(found, mine(0) + mine(1))
 
 
+@each_rank_of(2)
 def test_arrays_that_a_rank_has_no_more_are_unmapped():
     """As DDP's buckets, which it makes anew, and those of a model that is gone."""
-
-    def generations():
-        channel = open_channel()
-        for _ in range(5):
-            memory = Moved(mine(rr.rank()))
-            reduce(channel, memory)
-            assert memory.number > WISHED
-        return len(runtime.current("a test").engine.negotiation.channels[channel]._shared._others)
-
-    assert run_ranks(2, generations) == [1, 1]
+    channel = open_channel()
+    for _ in range(5):
+        memory = Moved(mine(rr.rank()))
+        reduce(channel, memory)
+        assert memory.number > WISHED
+    assert len(runtime.current("a test").engine.negotiation.channels[channel]._shared._others) == 1
