@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 from ringreduce.arrays.buffer import Buffer
 from ringreduce.execution.submission import Submission
 from ringreduce.transport.base import Steps
-from ringreduce.transport.blocks import SHARED_MEMORY, mapped
+from ringreduce.transport.blocks import SHARED_MEMORY, Place, mapped
 
 WISHED = 1
 ROOM = 2  # times as much memory must be free as all members need
@@ -59,18 +59,17 @@ class SharedArrays:
     def share(self, submission: Submission, members: int, exchange: Exchange) -> Generator[Any, Any, int]:
         """Move this array and map the others'; all members call it. Returns its number, or REFUSED, on all alike."""
         memory: Memory = submission.payload
-        at, why = ("", 0, 0), ""
+        place, why = None, ""
         try:
             _check_room(members * memory.nbytes)
             descriptor, array = memory.move()
             submission.inputs = submission.outputs = [array]
-            found = os.fstat(descriptor)
-            at = f"/proc/{os.getpid()}/fd/{descriptor}", found.st_dev, found.st_ino
+            place = Place.of(descriptor)
         except OSError as exc:
             why = str(exc)
-        others = yield from exchange((at, why))
+        others = yield from exchange((place, why))
         try:
-            arrays = [] if any(why for _, why in others) else [_map(at, submission) for at, _ in others]
+            arrays = [] if any(why for _, why in others) else [mapped(each, memory.nbytes) for each, _ in others]
         except OSError:
             arrays = []
         everyones = yield from exchange(bool(arrays))
@@ -85,12 +84,3 @@ def _check_room(nbytes: int) -> None:
     status = os.statvfs(SHARED_MEMORY)
     if status.f_bavail * status.f_frsize < ROOM * nbytes:
         raise OSError(f"{SHARED_MEMORY} has no room for {nbytes >> 20} MiB")
-
-
-def _map(at: tuple[str, int, int], submission: Submission) -> Any:
-    """A member's memory; raises OSError where its process has another number here, as in another container."""
-    path, device, inode = at
-    found = os.stat(path)
-    if (found.st_dev, found.st_ino) != (device, inode):
-        raise OSError(f"{path} is another process's file")
-    return mapped(path, submission.outputs[0].nbytes)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import mmap
 import os
-import tempfile
 from collections.abc import Callable, Generator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,6 +18,20 @@ Exchange = Callable[[Any], Steps[Sequence[Any]]]
 """Every rank's value, by rank."""
 
 
+class Place(NamedTuple):
+    """Where this host's processes find a file that has no name, while its own process has it open."""
+
+    path: str
+    device: int
+    inode: int
+
+    @classmethod
+    def of(cls, descriptor: int) -> Place:
+        """Of this process's file."""
+        found = os.fstat(descriptor)
+        return cls(f"/proc/{os.getpid()}/fd/{descriptor}", found.st_dev, found.st_ino)
+
+
 def shared_blocks(nbytes: int, hosts: Sequence[int], rank: int, exchange: Exchange) -> Steps[tuple[list[Any], str]]:
     """A block of each rank of this host, by local rank; every rank must run it.
 
@@ -26,41 +39,37 @@ def shared_blocks(nbytes: int, hosts: Sequence[int], rank: int, exchange: Exchan
     Returns: the blocks, 1-D uint8, zero, and an empty text; or on all ranks no blocks, and the reason.
     """
     local = [each for each, host in enumerate(hosts) if host == hosts[rank]]
-    steps, paths = _allocate(nbytes, len(local)), None
+    steps, places = _allocate(nbytes, len(local)), None
     while True:
-        path, error = "", ""
+        place, error = None, ""
         try:
-            path = steps.send(paths)
+            place = steps.send(places)
         except StopIteration as done:
             return done.value, ""
         except OSError as exc:
             error = str(exc)
-        everyones = yield from exchange((path, error))
+        everyones = yield from exchange((place, error))
         errors = [f"rank {number}: {each}" for number, (_, each) in enumerate(everyones) if each]
         if errors:
             steps.close()
             return [], errors[0]
-        paths = [everyones[each][0] for each in local]
+        places = [everyones[each][0] for each in local]
 
 
-def _allocate(nbytes: int, local_size: int) -> Generator[str, list[str] | None, list[Any]]:
+def _allocate(nbytes: int, local_size: int) -> Generator[Place | None, list[Place] | None, list[Any]]:
     """Allocate a block and map those of all ranks of this host; after each step all ranks must agree to go on.
 
-    A block is a file that has a name until the others have mapped it, and memory only afterwards: whatever kills a rank
-    leaves an empty file at most. Each rank reserves its own block, on its NUMA node; when the memory is missing, that
-    is an OSError here, where a write would raise SIGBUS.
+    A block is a file that never has a name, so whatever kills a rank leaves nothing. Each rank reserves its own block,
+    on its NUMA node; when the memory is missing, that is an OSError here, where a write would raise SIGBUS.
 
-    Yields: the path, in exchange for those of all ranks of this host; then nothing.
+    Yields: its place, in exchange for those of all ranks of this host; then nothing.
     """
-    descriptor, path = tempfile.mkstemp(prefix="ringreduce_", dir=SHARED_MEMORY)
+    descriptor = os.open(SHARED_MEMORY, os.O_TMPFILE | os.O_RDWR, 0o600)
     with open(descriptor, "rb+") as own:
-        try:
-            own.truncate(nbytes)
-            paths = yield path
-            blocks = [mapped(each, nbytes) for each in paths or ()]
-            yield ""
-        finally:
-            os.unlink(path)
+        own.truncate(nbytes)
+        places = yield Place.of(descriptor)
+        blocks = [mapped(each, nbytes) for each in places or ()]
+        yield None
         try:
             os.posix_fallocate(descriptor, 0, nbytes + MARGIN_BYTES)
         except OSError as exc:
@@ -70,15 +79,23 @@ def _allocate(nbytes: int, local_size: int) -> Generator[str, list[str] | None, 
                 f"{nbytes + MARGIN_BYTES >> 20} MiB ({exc.strerror}); enlarge it (docker run --shm-size=…), or lower "
                 "RINGREDUCE_FUSION_BUFFER_BYTES and RINGREDUCE_SHARED_SLOT_BYTES"
             ) from exc
-        yield ""
+        yield None
         own.truncate(nbytes)
     return blocks
 
 
-def mapped(path: str, nbytes: int) -> Any:
-    """A rank's block, which is freed when no rank has an array of it any more."""
+def mapped(place: Place, nbytes: int) -> Any:
+    """A rank's block, which is freed when no rank has an array of it any more.
+
+    Raises: OSError where its process has another number here, as in another container, or belongs to another user.
+    """
     try:
-        with open(path, "rb+") as file:
+        with open(place.path, "rb+") as file:
+            if Place.of(file.fileno())[1:] != place[1:]:
+                raise FileNotFoundError
             return np.frombuffer(mmap.mmap(file.fileno(), nbytes), np.uint8)
-    except FileNotFoundError as exc:
-        raise OSError(f"{path} of a rank on this host is not here: containers must share {SHARED_MEMORY}") from exc
+    except (FileNotFoundError, PermissionError) as exc:
+        raise OSError(
+            f"{place.path}, the memory of a rank on this host, cannot be opened here: containers must share process "
+            "numbers (docker run --pid=…) and the user"
+        ) from exc

@@ -10,7 +10,7 @@ import pytest
 
 from tests.elastic.training import replay
 from tests.support import jobs
-from tests.support.patience import nothing_left_in_shared_memory
+from tests.support.patience import no_commits_left
 from tests.support.tiers import parted
 
 pytestmark = pytest.mark.timeout(300)
@@ -51,7 +51,7 @@ def died(deaths):
 def job(python, folder, size, deaths, *flags, steps=STEPS, **variables):
     """Run one; returns what it printed, and what each surviving rank left."""
     command = [jobs.ringrun(python), "--elastic", *flags, "-np", size, python, "-m", "tests.elastic.training"]
-    with nothing_left_in_shared_memory():
+    with no_commits_left():
         done = jobs.run([*command, steps, folder, *deaths], timeout_s=90, env=jobs.environment(**variables))
     found = {int(each.stem): json.loads(each.read_text()) for each in folder.glob("*.json")}
     assert done.returncode == 0, done.stderr

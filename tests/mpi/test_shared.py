@@ -16,7 +16,6 @@ from ringreduce.partition import chunk_bounds
 from ringreduce.transport.counters import group_bytes
 from ringreduce.transport.window import block_bytes
 from tests.support import on_ranks
-from tests.support.patience import named_blocks, wait_until
 from tests.support.reference import MATRIX, assert_reduced, data
 from tests.support.tiers import parted
 
@@ -90,8 +89,8 @@ def test_its_halves_and_broadcast_between_all_reduces_of_ranks_that_are_late_by_
 
 
 def mapped_blocks():
-    """How many blocks this process has mapped."""
-    return sum("/dev/shm/ringreduce_" in line for line in Path("/proc/self/maps").read_text().splitlines())
+    """How many files without a name this process has mapped there: the blocks."""
+    return sum("/dev/shm/#" in line for line in Path("/proc/self/maps").read_text().splitlines())
 
 
 def test_after_shutdown_there_is_a_new_window_and_the_old_one_is_gone(anew):
@@ -150,9 +149,6 @@ def test_process_sets_move_data_through_regions_of_their_own(anew):
             assert_reduced(rr.synchronize(handles[each.process_set_id]), rr.Sum, arrays)
 
 
-def test_nothing_of_it_stands_in_a_folder():
-    """A block's file has no name any more when all have mapped it."""
+def test_each_ranks_block_is_mapped_once():
     gc.collect()  # the frames of a test before, which pytest had for its report, may hold the blocks of its world
     assert mapped_blocks() == rr.size()
-    found = named_blocks()
-    wait_until(lambda: not found & named_blocks(), within_s=5)

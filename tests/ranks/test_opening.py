@@ -13,7 +13,7 @@ from ringreduce.arrays.view import as_buffer
 from ringreduce.engine.process_sets import IN_ORDER
 from ringreduce.testing import run_ranks
 from tests.ranks import test_into_outputs as into_outputs
-from tests.support.patience import nothing_left_in_shared_memory, wait_until
+from tests.support.patience import wait_until
 from tests.support.world import on_every_world
 
 pytestmark = pytest.mark.timeout(60)
@@ -69,11 +69,6 @@ def test_members_alone_make_groups_of_any_ranks(world, size):
 @pytest.mark.parametrize("hosts", [[0, 1, 2], [0, 0, 1]], ids=["three hosts", "two hosts"])
 def test_on_several_hosts(hosts):
     check_groups(run_ranks(3, several_groups, hosts=hosts), one_host=False)
-
-
-def test_nothing_is_left_in_shared_memory():
-    with nothing_left_in_shared_memory():
-        run_ranks(3, several_groups)
 
 
 def test_different_groups_are_an_error_on_all_members():

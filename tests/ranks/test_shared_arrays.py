@@ -84,8 +84,8 @@ def test_another_process_of_that_number_is_not_taken_for_a_member(monkeypatch):
     """As where ranks are in containers, each with numbers of its own."""
     with tempfile.TemporaryFile() as other:
         path = f"/proc/{os.getpid()}/fd/{other.fileno()}"
-        real = shared_arrays._map
-        monkeypatch.setattr(shared_arrays, "_map", lambda at, submission: real((path, *at[1:]), submission))
+        real = shared_arrays.mapped
+        monkeypatch.setattr(shared_arrays, "mapped", lambda place, nbytes: real(place._replace(path=path), nbytes))
         check(run_ranks(2, program), is_shared=False)
 
 

@@ -21,13 +21,14 @@ def wait_until(condition: Callable[[], object], within_s: float = 30) -> None:
 
 
 @contextmanager
-def nothing_left_in_shared_memory() -> Iterator[None]:
-    """A block has a name for a moment only: that of another test is gone soon, one that was left stays."""
-    before = named_blocks()
+def no_commits_left() -> Iterator[None]:
+    """Those of another test's job are gone soon, what was left stays."""
+    before = kept_commits()
     yield
-    left = named_blocks() - before
-    wait_until(lambda: not left & named_blocks(), within_s=5)
+    left = kept_commits() - before
+    wait_until(lambda: not left & kept_commits(), within_s=5)
 
 
-def named_blocks() -> set[Path]:
-    return {path for pattern in ("ringreduce_*", "ringrun-*.commits") for path in Path("/dev/shm").glob(pattern)}
+def kept_commits() -> set[Path]:
+    """The folders of commits, in shared memory."""
+    return set(Path("/dev/shm").glob("ringrun-*.commits"))

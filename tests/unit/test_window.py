@@ -1,13 +1,16 @@
 """A host's shared memory over plain arrays: how it is cut, what flags tell, and who gets a part of it."""
 
 import itertools
+import os
+import tempfile
 
 import numpy as np
 import pytest
 
 from ringreduce.execution.host import Host
 from ringreduce.settings import MOST_REGIONS, Settings
-from ringreduce.transport import window
+from ringreduce.transport import blocks, window
+from ringreduce.transport.base import complete
 from ringreduce.transport.threads import Exchange
 from ringreduce.transport.window import PACKED, SLOTS, SUMMED, Region, Signatures, Window, block_bytes
 from ringreduce.world import World
@@ -24,6 +27,20 @@ def host_window(size, fence=nothing, **options):
     """The blocks of so many ranks, as one of them sees them, zeroed."""
     blocks = [np.zeros(block_bytes(SLOT_BYTES, REGIONS), np.uint8) for _ in range(size)]
     return Window(blocks, fence, **options)
+
+
+def test_a_block_never_has_a_name(monkeypatch):
+    """So that whatever kills a rank while blocks are made leaves nothing."""
+    with tempfile.TemporaryDirectory(dir=blocks.SHARED_MEMORY) as folder:
+        monkeypatch.setattr(blocks, "SHARED_MEMORY", folder)
+
+        def exchange(value):
+            assert os.listdir(folder) == []
+            yield from ()
+            return [value]
+
+        (block,), why = complete(blocks.shared_blocks(1 << 20, [0], 0, exchange))
+        assert (len(block), block.any(), why) == (1 << 20, False, "")
 
 
 def views_of(shared, number, members):
