@@ -118,7 +118,7 @@ def test_stacks_after_a_loss_are_those_of_the_ranks_that_are_left(start, python:
 
 
 @pytest.mark.without_mpi
-@pytest.mark.parametrize("when", ["1@0", "1@left"])
+@pytest.mark.parametrize("when", ["1@0", pytest.param("1@left", marks=pytest.mark.extended)])  # it waits for 30 s
 def test_a_rank_that_is_stopped_when_others_have_left_goes_on(
     ringrun: Run, python: str, monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
