@@ -782,7 +782,8 @@ def parse() -> argparse.Namespace:
 def main() -> int:
     """Return 1 when a mutant has survived."""
     asked = parse()
-    chosen = [each for each in MUTANTS if not asked.words or any(word in each.why for word in asked.words)]
+    words = re.compile("|".join(rf"\b{re.escape(word)}" for word in asked.words))  # "ps:" is none of "groups:"
+    chosen = [each for each in MUTANTS if words.search(each.why)]
     for mutant in chosen:
         mutated((asked.tree / mutant.file).read_text(), mutant)
     if asked.list:
