@@ -162,11 +162,6 @@ def _moved(tiles, tile_count, pieces, slot, itemsize, slot_itemsize):
     return in_pieces, in_slot, [(tiles, 16 * tile_count), (pieces, 8 * count)]
 
 
-def _gather(tiles, tile_count, itemsize, pieces, slot):
-    in_pieces, in_slot, lists = _moved(tiles, tile_count, pieces, slot, itemsize, itemsize)
-    return in_pieces + lists, in_slot
-
-
 def _scatter(tiles, tile_count, itemsize, slots, chunk_nbytes, pieces):
     in_pieces, in_slots, lists = _moved(tiles, tile_count, pieces, 0, itemsize, itemsize)
     owners = 1 + max(((low + nbytes - 1) // chunk_nbytes for low, nbytes in in_slots), default=-1)
@@ -196,7 +191,7 @@ def _combine(sources, source_count, target, count, itemsize):
 
 _ACCESSES = {
     "hold": lambda nanoseconds: ([], []),  # of bench/gpu: it only takes time
-    "gather": _gather,
+    "gather": lambda tiles, count, itemsize, pieces, slot: _load(tiles, count, pieces, slot, 1, itemsize, itemsize),
     "scatter": _scatter,
     "load_wide": _load,
     "load": lambda *args: _load(*args[:-1], args[-2]),

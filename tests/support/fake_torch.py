@@ -17,11 +17,8 @@ class dtype:
     def __init__(self, name):
         self.name = name
 
-    def __str__(self):
-        return f"torch.{self.name}"
-
     def __repr__(self):
-        return str(self)
+        return f"torch.{self.name}"
 
 
 bfloat16 = dtype("bfloat16")

@@ -32,40 +32,11 @@ refuse_peers = False
 emulator = None
 """What runs kernels, if not tests/support/emulated_cuda.py: an object with `emulate` and `accesses`."""
 
-from tests.support.fake_cupy import cuda  # noqa: E402
-from tests.support.fake_cupy.arrays import (  # noqa: E402
-    arange,
-    array,
-    asarray,
-    asnumpy,
-    concatenate,
-    empty,
-    from_dlpack,
-    full,
-    ndarray,
-    ones,
-    zeros,
-)
+from tests.support.fake_cupy import arrays, cuda  # noqa: E402
+from tests.support.fake_cupy.arrays import *  # noqa: E402, F403
 from tests.support.fake_cupy.raw import RawKernel, RawModule  # noqa: E402
 
-__all__ = [
-    "RawKernel",
-    "RawModule",
-    "arange",
-    "array",
-    "asarray",
-    "asnumpy",
-    "checked",
-    "concatenate",
-    "cuda",
-    "empty",
-    "from_dlpack",
-    "full",
-    "get_default_memory_pool",
-    "ndarray",
-    "ones",
-    "zeros",
-]
+__all__ = ["RawKernel", "RawModule", "checked", "cuda", "get_default_memory_pool", *arrays.__all__]
 __version__ = "14.2.0"
 _pool = cuda.MemoryPool()
 

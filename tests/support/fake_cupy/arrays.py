@@ -10,6 +10,20 @@ from numpy.lib.array_utils import byte_bounds
 import tests.support.fake_cupy as fake
 from tests.support.fake_cupy import cuda, runtime
 
+__all__ = [
+    "arange",
+    "array",
+    "asarray",
+    "asnumpy",
+    "concatenate",
+    "empty",
+    "from_dlpack",
+    "full",
+    "ndarray",
+    "ones",
+    "zeros",
+]
+
 
 class ndarray:
     """Enough of cupy.ndarray for the core. The host cannot read it but by `get`."""
@@ -32,14 +46,11 @@ class ndarray:
         self._memory = memory
         return self
 
-    dtype = property(lambda self: self._memory.dtype)
-    shape = property(lambda self: self._memory.shape)
-    strides = property(lambda self: self._memory.strides)
-    ndim = property(lambda self: self._memory.ndim)
-    size = property(lambda self: self._memory.size)
-    nbytes = property(lambda self: self._memory.nbytes)
-    itemsize = property(lambda self: self._memory.itemsize)
-    flags = property(lambda self: self._memory.flags)
+    def _of_memory(name):
+        return property(lambda self: getattr(self._memory, name))
+
+    dtype, shape, strides, ndim = map(_of_memory, ("dtype", "shape", "strides", "ndim"))
+    size, nbytes, itemsize, flags = map(_of_memory, ("size", "nbytes", "itemsize", "flags"))
     device = property(lambda self: self.data.device)
 
     def __len__(self):
@@ -151,15 +162,15 @@ class ndarray:
         return self
 
     def sum(self, dtype=None):
-        result, memory = empty((), dtype or np.ones(1, self.dtype).sum().dtype), self._memory
-        target = result._memory
-        _queue("sum", [self], [result], lambda: memory.sum(dtype=dtype, out=target))
-        return result
+        return self._reduced(np.add, dtype or np.ones(1, self.dtype).sum().dtype)
 
     def max(self):
-        result, memory = empty((), self.dtype), self._memory
+        return self._reduced(np.maximum, self.dtype)
+
+    def _reduced(self, ufunc, dtype):
+        result, memory = empty((), dtype), self._memory
         target = result._memory
-        _queue("max", [self], [result], lambda: memory.max(out=target))
+        _queue(ufunc.__name__, [self], [result], lambda: ufunc.reduce(memory, axis=None, dtype=dtype, out=target))
         return result
 
     def tolist(self):

@@ -50,21 +50,6 @@ class CUDARuntimeError(RuntimeError):
 class Operation:
     """Something queued on a stream. `after`: the operations of other streams that must be done before."""
 
-    __slots__ = (
-        "after",
-        "clock",
-        "done",
-        "known",
-        "name",
-        "number",
-        "polls",
-        "ran_s",
-        "ranges",
-        "ready",
-        "stream",
-        "work",
-    )
-
     def __init__(self, stream, name, work, ranges, after, ready, known):
         self.stream, self.name, self.work, self.ranges = stream, name, work, ranges
         self.after, self.ready, self.known = after, ready, known
@@ -80,8 +65,7 @@ class Stream:
         self.pointer, self.number, self.device, self.process, self.blocking = pointer, number, device, process, blocking
         self.queue = collections.deque()
         self.queued = 0
-        self.last = None
-        """The operation that was queued last."""
+        self.last = None  # the operation that was queued last
         self.clock = {}
 
     def __str__(self):
@@ -94,10 +78,8 @@ class Stream:
 class Event:
     def __init__(self, flags, device, counters=None):
         self.flags, self.device = flags, device
-        self.counters = counters
-        """For other processes, if they are real ones."""
-        self.record = None
-        """The operation that was recorded last."""
+        self.counters = counters  # for other processes, if they are real ones
+        self.record = None  # the operation that was recorded last
 
 
 class Machine:
@@ -112,8 +94,7 @@ class Machine:
         self.memory = Memory()
         self.streams, self.events, self.ipc = {}, {}, {}
         self.races = []
-        self.exported = []
-        """The events that other processes may wait for, if they are real ones."""
+        self.exported = []  # the events that other processes may wait for, if they are real ones
         self.is_closed = False
         self._driver = None
         self._default_streams = {}

@@ -54,11 +54,9 @@ class Allocation:
         if nbytes <= FILLED_BYTES and not is_foreign:
             self._backing.fill(0xCD)
         self.base = -(-self._backing.ctypes.data // ALIGNMENT) * ALIGNMENT
-        self.mapped = set()
-        """The other processes that have mapped it by CUDA IPC."""
+        self.mapped = set()  # the other processes that have mapped it by CUDA IPC
         self.freed_by = ""
-        self.copies_into = 0
-        """Copies that are queued and not run: what they will write is no host's change."""
+        self.copies_into = 0  # queued and not run: what they will write is no host's change
         self.uses = []
 
     def __str__(self):
@@ -77,8 +75,7 @@ class Memory:
         self._bases = []
         self._at = {}
         self._quarantine = []
-        self.used_bytes = {}
-        """By device."""
+        self.used_bytes = {}  # by device
 
     def add(self, allocation):
         if allocation.kind == "device" and not allocation.is_foreign:

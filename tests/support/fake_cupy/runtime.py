@@ -25,8 +25,7 @@ def runtimeGetVersion():
     return 12090
 
 
-def driverGetVersion():
-    return 12090
+driverGetVersion = runtimeGetVersion
 
 
 # devices
