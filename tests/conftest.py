@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -141,6 +142,17 @@ def python(request: pytest.FixtureRequest) -> Path:
 def mpich_python() -> Path:
     """An interpreter with MPICH: $TEST_MPICH_PYTHON, or one that is made for the tests."""
     return environments.interpreter("TEST_MPICH_PYTHON", ".venv-test-mpich", "mpich")
+
+
+@pytest.fixture
+def script(tmp_path):
+    """Writes a Python script; returns its path."""
+
+    def write(source: str) -> Path:
+        (tmp_path / "train.py").write_text(textwrap.dedent(source))
+        return tmp_path / "train.py"
+
+    return write
 
 
 @pytest.fixture

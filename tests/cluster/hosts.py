@@ -21,13 +21,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from tests.cluster.keys import make_key, write_home
 from tests.cluster.processes import Inside, child_of, inner_pid, processes_beside
 from tests.support.patience import patient
 
+Script = Callable[[str], Path]  # what the fixture `script` is
 ROOT = Path(__file__).parents[2]
 PATH = "/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin"
 NEEDED = {"unshare": "util-linux", "nsenter": "util-linux", "ip": "iproute2", "tc": "iproute2"}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.hosts import ROOT, Hosts
+from tests.cluster.hosts import ROOT, Hosts, Script
 from tests.support.patience import wait_until
 from tests.support.tiers import extended
 
@@ -28,10 +28,8 @@ TWO_AND_ONE = ["0 h0 0 2 3", "1 h0 1 2 3", "2 h1 0 1 3"]
 
 
 @pytest.fixture
-def where(tmp_path: Path) -> Path:
-    path = tmp_path / "where.py"
-    path.write_text(WHERE)
-    return path
+def where(script: Script) -> Path:
+    return script(WHERE)
 
 
 def placed(done: subprocess.CompletedProcess[str], prefix: bool = True) -> list[str]:
@@ -98,10 +96,8 @@ for step in range(2000):
 """
 
 
-def test_a_rank_that_dies_on_the_other_node(slurm: Hosts, python: Path, tmp_path: Path):
-    script = tmp_path / "train.py"
-    script.write_text(DIES)
-    done = slurm.run(0, ["salloc", "-N2", "-n4", python.parent / "ringrun", python, script])
+def test_a_rank_that_dies_on_the_other_node(slurm: Hosts, python: Path, script: Script):
+    done = slurm.run(0, ["salloc", "-N2", "-n4", python.parent / "ringrun", python, script(DIES)])
     slurm.assert_nothing_is_left()
     assert done.returncode == 137, done.stderr
     card = done.stderr[done.stderr.index("-- ringrun: rank 2 of 4 failed first --") :]
@@ -110,11 +106,10 @@ def test_a_rank_that_dies_on_the_other_node(slurm: Hosts, python: Path, tmp_path
     assert slurm.run(0, ["squeue", "--noheader"]).stdout == ""
 
 
-def test_scancel_ends_the_job_on_both_nodes(slurm: Hosts, python: Path, tmp_path: Path):
-    script = tmp_path / "train.py"
-    script.write_text(DIES.replace("rr.rank() == 2", "open('training', 'w')").replace("os.kill", "print"))
+def test_scancel_ends_the_job_on_both_nodes(slurm: Hosts, python: Path, script: Script):
+    train = script(DIES.replace("rr.rank() == 2", "open('training', 'w')").replace("os.kill", "print"))
     job = slurm.folder / "job.sh"
-    job.write_text(f"#!/bin/bash\n#SBATCH -N2 -n4 --output=/dev/null\n{python.parent}/ringrun {python} {script}\n")
+    job.write_text(f"#!/bin/bash\n#SBATCH -N2 -n4 --output=/dev/null\n{python.parent}/ringrun {python} {train}\n")
     number = re.search(r"\d+", slurm.check(0, ["sbatch", job])).group()
     wait_until(lambda: (slurm.folder / "training").exists())
     slurm.check(0, ["scancel", number])
@@ -149,9 +144,7 @@ dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(("backends", "cpu"), [("cpu:ring", "ring"), ("cpu:gloo,cuda:ring", "gloo")])
-def test_srun_alone_tells_torch_the_ranks(slurm: Hosts, mpich_python: Path, tmp_path: Path, backends: str, cpu: str):
-    script = tmp_path / "train.py"
-    script.write_text(TORCH)
-    done = slurm.run(0, ["srun", "-N2", "-n4", "--mpi=pmi2", mpich_python, script, backends])
+def test_srun_alone_tells_torch_the_ranks(slurm: Hosts, mpich_python: Path, script: Script, backends: str, cpu: str):
+    done = slurm.run(0, ["srun", "-N2", "-n4", "--mpi=pmi2", mpich_python, script(TORCH), backends])
     assert placed(done, prefix=False) == [f"{rank} 4 {cpu} 10.0" for rank in range(4)]
     slurm.wait_until_gone()

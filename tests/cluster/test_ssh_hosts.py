@@ -6,32 +6,18 @@ import contextlib
 import re
 import signal
 import subprocess
-import textwrap
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.cluster.hosts import ROOT, Hosts
+from tests.cluster.hosts import ROOT, Hosts, Script
 from tests.support.patience import patient, wait_until
 from tests.support.tiers import extended
 
 pytestmark = pytest.mark.timeout(180)
 ALL = ("-np", "4", "-H", "h0:1,h1:1,h2:1,h3:1")
 CUT_OFF_WITHIN_S = 25  # 15 are meant
-
-Script = Callable[[str], Path]
-
-
-@pytest.fixture
-def script(tmp_path: Path) -> Script:
-    def write(source: str) -> Path:
-        path = tmp_path / "train.py"
-        path.write_text(textwrap.dedent(source))
-        return path
-
-    return write
 
 
 def test_a_training_example_on_four_hosts(hosts: Hosts, python: Path):
@@ -259,11 +245,6 @@ def assert_not_started(
     assert "Traceback" not in done.stderr
     assert not (hosts.folder / "started").exists()
     hosts.assert_nothing_is_left()
-
-
-def test_a_host_without_sshd(own_hosts: Hosts, python: Path, script: Script):
-    own_hosts.stop_sshd(3)
-    assert_not_started(own_hosts, python, script, "h3", "Connection refused")
 
 
 def test_a_host_that_cannot_be_reached(own_hosts: Hosts, python: Path, script: Script):

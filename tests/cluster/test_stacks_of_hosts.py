@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 import subprocess
-import textwrap
 from pathlib import Path
 
 import pytest
 
 from ringrun.arguments import parse_ranks
-from tests.cluster.hosts import Hosts
+from tests.cluster.hosts import Hosts, Script
 from tests.support.patience import patient, wait_until
 
 pytestmark = pytest.mark.timeout(180)
@@ -32,15 +31,9 @@ STACKS = (
 )
 
 
-def write(folder: Path, failure: str) -> Path:
-    path = folder / "train.py"
-    path.write_text(textwrap.dedent(STEPS).format(failure=failure))
-    return path
-
-
-def test_the_card_of_a_rank_on_another_host(hosts: Hosts, python: Path, tmp_path: Path):
+def test_the_card_of_a_rank_on_another_host(hosts: Hosts, python: Path, script: Script):
     """The others are asked on their hosts, unless they have failed too: Open MPI ends them when a connection closes."""
-    path = write(tmp_path, "time.sleep(1); raise ValueError('boom')")
+    path = script(STEPS.format(failure="time.sleep(1); raise ValueError('boom')"))
     done = hosts.ringrun(python, *ALL, python, path, timeout=120)
     hosts.assert_nothing_is_left()
     assert done.returncode == 1, done.stderr
@@ -54,9 +47,9 @@ def test_the_card_of_a_rank_on_another_host(hosts: Hosts, python: Path, tmp_path
     assert card[-2:] == ["ValueError: boom", "-" * 80]
 
 
-def test_a_job_that_hangs_is_asked_on_all_its_hosts(hosts: Hosts, python: Path, tmp_path: Path):
+def test_a_job_that_hangs_is_asked_on_all_its_hosts(hosts: Hosts, python: Path, script: Script):
     ringrun, log = python.parent / "ringrun", hosts.folder / "stderr"
-    command = [ringrun, "--stall-check-s", "3", *ALL, python, write(tmp_path, "time.sleep(120)")]
+    command = [ringrun, "--stall-check-s", "3", *ALL, python, script(STEPS.format(failure="time.sleep(120)"))]
     with log.open("w") as stderr:
         job = hosts.start(0, command, stdout=subprocess.DEVNULL, stderr=stderr)
     wait_until(lambda: all(stack in log.read_text() for stack in STACKS))

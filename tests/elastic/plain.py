@@ -5,7 +5,6 @@ Run as a program, this is one rank: python -m tests.elastic.plain 'RANK SECONDS 
 
 from __future__ import annotations
 
-import ctypes
 import os
 import random
 import re
@@ -67,23 +66,22 @@ def faults(job: Job, printed: str) -> list[str]:
     return [f"rank {job.rank} failed, and {named} are named"] * is_wrong
 
 
-def fail(how: str) -> None:
-    """End this process, or this thread's waiting, in this way."""
-    match how:
-        case "raise":
-            raise ValueError("drawn")
-        case "exit3":
-            sys.exit(3)
-        case "exit_text":
-            sys.exit("drawn")
-        case "_exit7":
-            os._exit(7)
-        case "abort":
-            ctypes.CDLL(None).abort()
-        case "sleep":
-            time.sleep(1000)
-        case _:
-            os.kill(os.getpid(), getattr(signal, how))
+def die(how: str) -> None:
+    """End this process, or this thread's waiting, or let it hang."""
+    if how.startswith("SIG"):
+        # to this thread: where another one gets SIGSTOP, this one goes on until that one has a core
+        signal.pthread_kill(threading.get_ident(), getattr(signal, how))
+    elif how.startswith("_exit"):
+        os._exit(int(how.removeprefix("_exit")))
+    elif how.startswith("exit"):
+        sys.exit("on purpose" if how == "exit_text" else int(how.removeprefix("exit")))
+    elif how == "raise":
+        raise ValueError("on purpose")
+    elif how == "abort":
+        os.abort()
+    else:
+        assert how == "sleep"
+        time.sleep(1000)
 
 
 def main() -> None:
@@ -96,12 +94,12 @@ def main() -> None:
         for of_its_own in (os.setpgrp, os.setsid):
             subprocess.Popen(["sleep", "1000"], preexec_fn=of_its_own)
     if is_mine and how in ANYWHERE:
-        threading.Timer(float(at_s), fail, [how]).start()
+        threading.Timer(float(at_s), die, [how]).start()
     rr.init()
     while True:
         rr.allreduce(np.ones(1000), name="gradient")
         if is_mine and how not in ANYWHERE and time.monotonic() > began_s + float(at_s):
-            fail(how)
+            die(how)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@
 RANK is that of the start. WHERE: `step` (before its collectives), `submitted` (after the first of them), `between`
 (when half of the state is changed, which the others must undo), `meeting` (in re-forming), `sync`, `start` (WHEN
 seconds after init), `leaving`, and in the engine `control` (before a control message), `message` (before data),
-`window` (before a flag in shared memory); WHEN: the step, or how often it was there before. HOW: see `die`.
+`window` (before a flag in shared memory); WHEN: the step, or how often it was there before. HOW: see plain.die.
 Variables: TRAINING_COUNT, how many parameters; TRAINING_PER_HOST, how many ranks share what passes for a host.
 
 Deaths are of the job's first attempt. Each rank that survives leaves FOLDER/RANK.json: its parameters, and who took
@@ -18,10 +18,8 @@ from __future__ import annotations
 import functools
 import json
 import os
-import signal
 import sys
 import threading
-import time
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +30,7 @@ from ringreduce.startup import survivors
 from ringreduce.transport.message import MessageTransport
 from ringreduce.transport.window import Flags
 from ringreduce.world import World
+from tests.elastic.plain import die
 
 COUNT = int(os.environ.get("TRAINING_COUNT", "1000"))  # parameters
 HALF = COUNT // 2
@@ -50,24 +49,6 @@ def replay(history: list[list[int]], count: int = COUNT) -> np.ndarray:
     for step, ranks in enumerate(history):
         parameters = parameters - RATE * sum(gradient(parameters, rank, step) for rank in ranks) / len(ranks)
     return parameters
-
-
-def die(how: str) -> None:
-    """End this process, or let it hang."""
-    if how.startswith("SIG"):
-        # to this thread: where another one gets SIGSTOP, this one goes on until that one has a core
-        signal.pthread_kill(threading.get_ident(), getattr(signal, how))
-    elif how.startswith("_exit"):
-        os._exit(int(how.removeprefix("_exit")))
-    elif how.startswith("exit"):
-        sys.exit(int(how.removeprefix("exit")))
-    elif how == "raise":
-        raise ValueError("on purpose")
-    elif how == "abort":
-        os.abort()
-    else:
-        assert how == "sleep"
-        time.sleep(1000)
 
 
 class Deaths:

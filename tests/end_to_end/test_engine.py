@@ -18,13 +18,11 @@ TOTAL = "print('total', rr.allreduce(1.0, op=rr.Sum))\n"
 
 
 @pytest.fixture
-def finished(tmp_path):
+def finished(script):
     """Runs a script on ranks; returns the finished ringrun."""
 
     def run(body, python=None, ranks=3, **variables):
-        script = tmp_path / "train.py"
-        script.write_text(HEAD + body)
-        return ringrun(python or Path(sys.executable), ranks, script, timeout_s=60, **variables)
+        return ringrun(python or Path(sys.executable), ranks, script(HEAD + body), timeout_s=60, **variables)
 
     return run
 

@@ -40,11 +40,10 @@ FAILURES = {
 
 @pytest.mark.quick
 @pytest.mark.parametrize("kind", parted(FAILURES, lambda kind: kind in ("SIGKILL", "raise", "return")))
-def test_one_rank_ends_and_the_others_wait_for_it(python, tmp_path, kind):
+def test_one_rank_ends_and_the_others_wait_for_it(python, script, kind):
     failure, code, message = FAILURES[kind]
-    script = tmp_path / "train.py"
-    script.write_text(WAITING.format(failure=failure))
-    finished = ringrun(python, 4, script, timeout_s=60)
+    path = script(WAITING.format(failure=failure))
+    finished = ringrun(python, 4, path, timeout_s=60)
     ended = time.time()
     failing = re.search(r"failing at ([\d.]+)", finished.stdout)
     assert failing, f"exit code {finished.returncode}, and it said: {finished.stdout!r}"
@@ -59,7 +58,7 @@ def test_one_rank_ends_and_the_others_wait_for_it(python, tmp_path, kind):
         assert last[-2:] == ["ValueError: bad data at step 20", "-" * 80]
         assert any(line.startswith("Traceback (most recent call last):") for line in last)
     assert ended - failed < patient(5)
-    assert run(["pgrep", "-f", str(script)]).stdout == "", "nothing is left"
+    assert run(["pgrep", "-f", str(path)]).stdout == "", "nothing is left"
 
 
 WITHOUT_INIT = """
@@ -98,23 +97,21 @@ print("rank", rr.rank(), "is through")
     ],
     ids=["ends", "is late"],
 )
-def test_a_rank_that_does_not_come_to_init_is_named_with_its_line(python, tmp_path, ranks, instead, code, told):
+def test_a_rank_that_does_not_come_to_init_is_named_with_its_line(python, script, ranks, instead, code, told):
     """One that has ended ends those that wait for it there."""
-    script = tmp_path / "train.py"
-    script.write_text(WITHOUT_INIT.format(instead=instead))
-    finished = ringrun(python, ranks, script, timeout_s=60, RINGREDUCE_STALL_CHECK_S="1")
+    path = script(WITHOUT_INIT.format(instead=instead))
+    finished = ringrun(python, ranks, path, timeout_s=60, RINGREDUCE_STALL_CHECK_S="1")
     assert finished.returncode == code, finished.stdout
     assert [finished.stdout.count(each) for each in told] == [1] * len(told), finished.stdout
-    assert run(["pgrep", "-f", str(script)]).stdout == "", "nothing is left"
+    assert run(["pgrep", "-f", str(path)]).stdout == "", "nothing is left"
 
 
-def test_another_mpis_launcher_is_told(mpich_python, tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text("import ringreduce as rr\nrr.init()\n")
-    finished = run([mpich_python.parent / "mpiexec.hydra", "-np", "2", sys.executable, script])
+def test_another_mpis_launcher_is_told(mpich_python, script):
+    path = script("import ringreduce as rr\nrr.init()\n")
+    finished = run([mpich_python.parent / "mpiexec.hydra", "-np", "2", sys.executable, path])
     assert "is one of 2 that MPICH's launcher started, but mpi4py loads Open MPI" in finished.stdout
     mpirun = Path(sys.executable).parent / "mpirun"
-    finished = run([mpirun, "--allow-run-as-root", "-np", "2", mpich_python, script])
+    finished = run([mpirun, "--allow-run-as-root", "-np", "2", mpich_python, path])
     assert "is one of 2 that Open MPI's launcher started, but mpi4py loads MPICH" in finished.stdout
     assert finished.returncode != 0
 
@@ -130,14 +127,9 @@ def test_under_ringrun_an_exception_is_reported_and_ends_the_process_at_once(pyt
     assert json.loads(path.read_text())["exception"] == error
 
 
-def test_settings_that_differ_end_the_job_at_the_start(python, tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text(
-        "import os, ringreduce as rr\n"
-        "os.environ['RINGREDUCE_RING_SEGMENT_BYTES'] = os.environ['RANK'] + '64'\n"
-        "rr.init()\n"
-    )
-    finished = ringrun(python, 3, script, timeout_s=60)
+def test_settings_that_differ_end_the_job_at_the_start(python, script):
+    differ = "os.environ['RINGREDUCE_RING_SEGMENT_BYTES'] = os.environ['RANK'] + '64'"
+    finished = ringrun(python, 3, script(f"import os, ringreduce as rr\n{differ}\nrr.init()\n"), timeout_s=60)
     assert finished.returncode == 1, finished.stdout
     assert "ring_segment_bytes=164, but rank 0 has ring_segment_bytes=64" in finished.stdout.splitlines()[-2]
 

@@ -88,16 +88,14 @@ print(f"sums {sums}")
 """
 
 
-def test_programs_find_their_collectives_beside_jax_s_cache(frameworks, tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text(CACHED)
+def test_programs_find_their_collectives_beside_jax_s_cache(frameworks, script, tmp_path):
     cache = {
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
     for _ in range(2):
-        done = ringrun(PYTHON, 2, script, **frameworks, **cache)
+        done = ringrun(PYTHON, 2, script(CACHED), **frameworks, **cache)
         assert done.stdout.count("sums [3.0, 6.0]") == 2, done.stdout
 
 

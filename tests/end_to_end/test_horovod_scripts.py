@@ -99,18 +99,21 @@ def assert_falls(losses):
 def assert_same_curves(record, expected, names):
     """These curves of `record`, each a list or several by name, are as `expected`."""
     for name in names:
-        one, other = record[name], expected[name]
-        for key in one if isinstance(one, dict) else [slice(None)]:
+        one, other = (each[name] if isinstance(each[name], dict) else {"": each[name]} for each in (record, expected))
+        for key in one:
             np.testing.assert_allclose(one[key], other[key], rtol=EXACT, err_msg=f"{name} {key}")
 
 
 @pytest.fixture
 def compared(run):
-    """compared(name, ranks, batch): what one process told and so many ranks, once it is alike on all and trains."""
+    """compared(name, ranks, batch): what one process told and so many ranks, once it is alike on all and trains.
 
-    def compare(name, ranks, batch, folder=None, same=("losses",)):
-        alone = run(name, 1, f"--batch-size={batch}")
-        together = run(name, ranks, f"--batch-size={batch // ranks}", folder=folder)
+    more(ranks): further arguments.
+    """
+
+    def compare(name, ranks, batch, folder=None, same=("losses",), more=lambda ranks: ()):
+        alone = run(name, 1, f"--batch-size={batch}", *more(1))
+        together = run(name, ranks, f"--batch-size={batch // ranks}", *more(ranks), folder=folder)
         assert_equal_everywhere(together, ranks)
         losses = alone["losses"]
         for curve in losses.values() if isinstance(losses, dict) else [losses]:
@@ -121,26 +124,21 @@ def compared(run):
     return compare
 
 
-def mnist_arguments(ranks):
-    return "--float64", f"--batch-size={120 // ranks}", f"--lr={0.2 / ranks}", f"--test-batch-size={60 // ranks}"
+def of_mnist(ranks):
+    return "--float64", f"--lr={0.2 / ranks}", f"--test-batch-size={60 // ranks}"
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("ranks", parted(SIZES, lambda ranks: ranks == 2))
-def test_mnist(run, ranks):
-    alone = run("mnist", 1, *mnist_arguments(1))
-    together = run("mnist", ranks, *mnist_arguments(ranks))
-    assert_equal_everywhere(together, ranks)
-    assert_falls(alone["losses"])
+def test_mnist(compared, ranks):
+    alone, _ = compared("mnist", ranks, 120, same=["losses", "test_loss", "test_accuracy"], more=of_mnist)
     assert alone["test_accuracy"] > 0.7
-    for name in ("losses", "test_loss", "test_accuracy"):
-        assert together[name] == pytest.approx(alone[name], rel=EXACT)
 
 
 def test_mnist_compressed_predivided_with_loaders_that_are_processes(run):
     arguments = ["--fp16-allreduce", "--gradient-predivide-factor=2", "--workers=1", "--epochs=1"]
-    record = run("mnist", 2, *mnist_arguments(2), *arguments)
-    exact = run("mnist", 2, *mnist_arguments(2))["losses"][: len(record["losses"])]
+    record = run("mnist", 2, "--batch-size=60", *of_mnist(2), *arguments)
+    exact = run("mnist", 2, "--batch-size=60", *of_mnist(2))["losses"][: len(record["losses"])]
     assert_equal_everywhere(record, 2)
     np.testing.assert_allclose(record["losses"], exact, rtol=1e-3)
     assert record["losses"] != exact, "it was compressed"
@@ -154,15 +152,10 @@ def test_mnist_adasum(run):
 
 
 @pytest.mark.parametrize("ranks", SIZES)
-def test_gradient_accumulation(run, ranks):
-    alone, together = (
-        run("gradient_accumulation", size, f"--batch-size={60 // size}", f"--base-lr={0.1 / size}", "--warmup-epochs=0")
-        for size in (1, ranks)
-    )
-    assert_equal_everywhere(together, ranks)
-    assert_falls(alone["losses"])
+def test_gradient_accumulation(compared, ranks):
+    more = lambda size: (f"--base-lr={0.1 / size}", "--warmup-epochs=0")  # noqa: E731
+    alone, _ = compared("gradient_accumulation", ranks, 60, same=["losses", "accuracies"], more=more)
     assert alone["accuracies"][-1] > 0.8
-    assert_same_curves(together, alone, ["losses", "accuracies"])
 
 
 def test_gradient_accumulation_resumes_with_momentum_in_the_middle_of_the_warm_up(run, tmp_path):
@@ -189,10 +182,8 @@ def test_clipping_and_gradient_scaler(compared, ranks):
 
 
 @pytest.mark.parametrize("ranks", SIZES)
-def test_groups(run, ranks):
-    alone = run("groups", 1, "--batch-size=120")
-    together = run("groups", ranks, f"--batch-size={120 // ranks}")
-    assert_equal_everywhere(together, ranks)
+def test_groups(compared, ranks):
+    alone, together = compared("groups", ranks, 120, same=[])
     compressed = together["losses"].pop("compressed")
     assert compressed != together["losses"]["ungrouped"]
     np.testing.assert_allclose(compressed, alone["losses"]["ungrouped"], rtol=1e-3)

@@ -30,13 +30,12 @@ rr.allreduce(np.ones(10), name="late")
 @between_hosts
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("late", [0, 2])
-def test_a_rank_on_another_host_is_woken_and_shows_its_stack(tmp_path, late):
+def test_a_rank_on_another_host_is_woken_and_shows_its_stack(script, tmp_path, late):
     """Two ranks on each; `ringrun` on hosts is in tests/cluster."""
-    script, timeline = tmp_path / "train.py", tmp_path / "timeline.json"
-    script.write_text(SCRIPT.format(late=late))
+    program, timeline = script(SCRIPT.format(late=late)), tmp_path / "timeline.json"
     variables = {"RINGREDUCE_STALL_CHECK_S": "0.5", "HOROVOD_TIMELINE": str(timeline)}
     with network.Network(2) as hosts:
-        finished = run(hosts.mpirun([sys.executable, str(script)], 2, variables), timeout_s=90)
+        finished = run(hosts.mpirun([sys.executable, str(program)], 2, variables), timeout_s=90)
     assert finished.returncode == 0, finished.stdout
     assert re.search(
         rf"stalled: allreduce 'late' .*; missing: rank {late}\. All ranks must submit it\n"

@@ -50,22 +50,11 @@ print("right;", "shared" in rr.info().usable_algorithms, rr.info().shared_memory
 """
 
 
-@pytest.fixture
-def program(tmp_path):
-    """Writes a script."""
-
-    def write(text):
-        (tmp_path / "train.py").write_text(text)
-        return tmp_path / "train.py"
-
-    return write
-
-
 @pytest.mark.quick
 @own_shm
 @pytest.mark.parametrize("mebibytes", [8, 20])
-def test_where_there_is_little_of_it_messages_are_used_and_a_line_says_why(python, program, mebibytes):
-    finished = ringrun(python, 2, program(REDUCE), shm=f"{mebibytes}m")
+def test_where_there_is_little_of_it_messages_are_used_and_a_line_says_why(python, script, mebibytes):
+    finished = ringrun(python, 2, script(REDUCE), shm=f"{mebibytes}m")
     assert finished.returncode == 0, finished.stdout
     assert finished.stdout.count("right; False 0") == 2, finished.stdout
     said = [line for line in finished.stdout.splitlines() if "right" not in line and "left:" not in line]
@@ -92,9 +81,9 @@ os.posix_fallocate = reserve
 
 
 @own_shm
-def test_memory_that_another_job_takes_meanwhile_ends_no_rank_and_hangs_none(python, program):
+def test_memory_that_another_job_takes_meanwhile_ends_no_rank_and_hangs_none(python, script):
     text = TAKEN_MEANWHILE + REDUCE
-    finished = ringrun(python, 2, program(text), shm="27m")
+    finished = ringrun(python, 2, script(text), shm="27m")
     assert finished.returncode == 0, finished.stdout
     assert finished.stdout.count("right; False 0") == 2, finished.stdout
     assert re.search(r"so messages are used: rank \d: /dev/shm, 27 MiB, has no room for 2 × 10 MiB", finished.stdout)
@@ -113,9 +102,9 @@ if os.environ["RANK"] == "1" and "INSIDE" not in os.environ:
 
 
 @own_shm
-def test_ranks_of_one_host_that_do_not_share_it_use_messages(program):
+def test_ranks_of_one_host_that_do_not_share_it_use_messages(script):
     """As in two containers: processes have other numbers there. MPICH itself waits for ever, in MPI_Init."""
-    finished = ringrun(Path(sys.executable), 2, program(IN_A_CONTAINER + REDUCE))
+    finished = ringrun(Path(sys.executable), 2, script(IN_A_CONTAINER + REDUCE))
     assert finished.returncode == 0, finished.stdout
     assert finished.stdout.count("right; False 0") == 2, finished.stdout
     said = (
@@ -126,10 +115,10 @@ def test_ranks_of_one_host_that_do_not_share_it_use_messages(program):
 
 
 @own_shm
-def test_lower_settings_make_it_fit(python, program):
+def test_lower_settings_make_it_fit(python, script):
     settings = {"FUSION_BUFFER_BYTES": "2097152", "SHARED_SLOT_BYTES": "262144", "FUSION_SLOT_BYTES": "524288"}
     finished = ringrun(
-        python, 2, program(REDUCE), shm="12m", **{f"RINGREDUCE_{name}": value for name, value in settings.items()}
+        python, 2, script(REDUCE), shm="12m", **{f"RINGREDUCE_{name}": value for name, value in settings.items()}
     )
     assert finished.returncode == 0, finished.stdout
     nbytes = [int(each) for each in re.findall(r"right; True ([0-9]+)", finished.stdout)]
@@ -156,9 +145,9 @@ MPIS_OWN = re.compile(r"/dev/shm/(sm_segment\..*|mpich_shm_.*)")
 
 @own_shm
 @pytest.mark.parametrize("seconds", [0.05, 0.21, 0.5])
-def test_of_a_rank_that_is_killed_nothing_of_ours_is_left(python, program, seconds):
+def test_of_a_rank_that_is_killed_nothing_of_ours_is_left(python, script, seconds):
     """What MPI made for itself may stay (MPICH's mpich_shm_… does); the window, 24 MiB, must not."""
-    finished = ringrun(python, 3, program(KILLED.format(seconds=seconds)), shm="256m", RINGREDUCE_ALGORITHM="shared")
+    finished = ringrun(python, 3, script(KILLED.format(seconds=seconds)), shm="256m", RINGREDUCE_ALGORITHM="shared")
     assert finished.returncode == 137, finished.stdout
     assert "rank 1 of 3 failed first" in finished.stdout
     left = re.findall(r"^left: (\d+) blocks (.*)$", finished.stdout, re.MULTILINE)
@@ -168,8 +157,8 @@ def test_of_a_rank_that_is_killed_nothing_of_ours_is_left(python, program, secon
 
 @pytest.mark.quick
 @own_shm
-def test_of_a_job_that_ends_nothing_at_all_is_left(python, program):
-    finished = ringrun(python, 3, program(REDUCE), shm="256m")
+def test_of_a_job_that_ends_nothing_at_all_is_left(python, script):
+    finished = ringrun(python, 3, script(REDUCE), shm="256m")
     assert (finished.returncode, finished.stdout.count("right; True")) == (0, 3), finished.stdout
     assert "left:" not in finished.stdout
 
@@ -193,12 +182,12 @@ assert ctypes.get_errno() == errno.EPERM
 
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="the filter is written with x86-64's system call numbers")
 @pytest.mark.parametrize("algorithm", ["auto", "shared"])
-def test_it_works_where_processes_may_not_read_each_other(python, program, algorithm):
+def test_it_works_where_processes_may_not_read_each_other(python, script, algorithm):
     """Open MPI finds out; MPICH does not, and is told by init() so that its own messages work."""
-    finished = ringrun(python, 2, program(FORBIDDEN + REDUCE), RINGREDUCE_ALGORITHM=algorithm)
+    finished = ringrun(python, 2, script(FORBIDDEN + REDUCE), RINGREDUCE_ALGORITHM=algorithm)
     assert (finished.returncode, finished.stdout.count("right; True")) == (0, 2), finished.stdout
 
 
-def test_it_works_without_open_mpis_single_copy(program):
-    finished = ringrun(Path(sys.executable), 2, program(REDUCE), OMPI_MCA_smsc="^cma,xpmem,knem")
+def test_it_works_without_open_mpis_single_copy(script):
+    finished = ringrun(Path(sys.executable), 2, script(REDUCE), OMPI_MCA_smsc="^cma,xpmem,knem")
     assert (finished.returncode, finished.stdout.count("right; True")) == (0, 2), finished.stdout

@@ -64,9 +64,7 @@ print("sum", rr.synchronize(handle).get()[0])
 
 @pytest.mark.quick
 @pytest.mark.parametrize("racing", [False, True])
-def test_a_race_in_a_program_fails_it(tmp_path, racing):
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    finished = ringrun(PYTHON, 2, script, *["racing"] * racing, timeout_s=60, **FAKE)
+def test_a_race_in_a_program_fails_it(script, racing):
+    finished = ringrun(PYTHON, 2, script(SCRIPT), *["racing"] * racing, timeout_s=60, **FAKE)
     assert finished.returncode == int(racing), finished.stdout
     assert ("the fake CuPy has found races" in finished.stdout) == racing

@@ -42,31 +42,21 @@ print(f"rank {dist.get_rank()} of {dist.get_world_size()}: {value.item():.0f}")
 """
 
 
-@pytest.fixture
-def program(tmp_path):
-    path = tmp_path / "train.py"
-    path.write_text(PROGRAM)
-    return path
-
-
 def said(finished):
     assert finished.returncode == 0, finished.stdout
     return sorted(line for line in finished.stdout.splitlines() if "rank " in line)
 
 
 @pytest.mark.quick
-def test_mpirun_tells_torch_the_ranks(program):
-    mpirun = [PYTHON.with_name("mpirun"), "-np", 2, PYTHON, program]
+def test_mpirun_tells_torch_the_ranks(script):
+    mpirun = [PYTHON.with_name("mpirun"), "-np", 2, PYTHON, script(PROGRAM)]
     finished = run(mpirun, PATH=f"{PYTHON.parent}:/usr/bin:/bin", **ALLOWED, **MORE_RANKS_THAN_CORES)
     assert said(finished) == ["rank 0 of 2: 3", "rank 1 of 2: 3"]
 
 
-def test_ringrun_needs_no_import(program):
-    program.write_text(PROGRAM.replace("import ringreduce.torch.distributed\n", ""))
-    assert [line.partition("] ")[2] for line in said(ringrun(PYTHON, 2, program))] == [
-        "rank 0 of 2: 3",
-        "rank 1 of 2: 3",
-    ]
+def test_ringrun_needs_no_import(script):
+    program = script(PROGRAM.replace("import ringreduce.torch.distributed\n", ""))
+    assert said(ringrun(PYTHON, 2, program)) == ["[0] rank 0 of 2: 3", "[1] rank 1 of 2: 3"]
 
 
 @pytest.mark.quick
@@ -94,9 +84,8 @@ def test_a_start_without_mpis_launcher_is_refused_before_mpi_begins(tmp_path, st
 
 
 @pytest.mark.timeout(120)
-def test_a_rank_that_fails_is_named_with_what_the_others_wait_for(tmp_path):
-    program = tmp_path / "train.py"
-    program.write_text(PROGRAM.replace("value = ", "if dist.get_rank() == 1: raise KeyError('shard')\nvalue = "))
+def test_a_rank_that_fails_is_named_with_what_the_others_wait_for(script):
+    program = script(PROGRAM.replace("value = ", "if dist.get_rank() == 1: raise KeyError('shard')\nvalue = "))
     finished = ringrun(PYTHON, 2, program)
     assert finished.returncode == 1, finished.stdout
     assert "rank 1 of 2 failed first" in finished.stdout
@@ -105,10 +94,9 @@ def test_a_rank_that_fails_is_named_with_what_the_others_wait_for(tmp_path):
 
 
 @pytest.mark.timeout(120)
-def test_a_rank_that_does_not_call_is_named_with_what_it_did_last(tmp_path):
-    program = tmp_path / "train.py"
+def test_a_rank_that_does_not_call_is_named_with_what_it_did_last(script):
     late = "dist.barrier()\nimport time\nif dist.get_rank() == 1: time.sleep(20)\nvalue = "
-    program.write_text(PROGRAM.replace("value = ", late))
+    program = script(PROGRAM.replace("value = ", late))
     finished = ringrun(PYTHON, 2, program, RINGREDUCE_STALL_CHECK_S="1", RINGREDUCE_STALL_ABORT_S="4")
     assert finished.returncode == 1, finished.stdout
     assert re.search(r"allreduce 'group 0' \(train.py:10\) is under way, and has not moved for \d s", finished.stdout)
