@@ -9,10 +9,8 @@ from tests.support.opcodes import opcodes_of
 
 
 def tensor(name, length=3, kind="allreduce", numbered=False):
-    described = (
-        (TensorSignature("noname" if numbered else name, "float32", (length,), "cpu"),) if kind != "barrier" else ()
-    )
-    return Signature(kind, name, described, numbered=numbered)
+    described = TensorSignature("noname" if numbered else name, "float32", (length,), "cpu")
+    return Signature(kind, name, (described,), numbered=numbered)
 
 
 class Ranks:

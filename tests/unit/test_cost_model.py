@@ -147,15 +147,12 @@ def test_constants_that_do_not_parse_are_refused(item):
 def routes_of(hosts, settings=None, *, shared=True, constants=None):
     """The routes of the set of all ranks, on rank 0."""
     knobs = settings or Settings()
-    blocks = [memory_of(knobs) for host in hosts if host == hosts[0]]
+    nbytes = block_bytes(knobs.shared_slot_bytes, knobs.shared_regions)
+    blocks = [np.zeros(nbytes, np.uint8) for host in hosts if host == hosts[0]]
     window = Window(blocks) if shared and len(set(hosts)) < len(hosts) else None
     world = World(0, len(hosts), tuple(hosts))
     host = Host(world, Exchange(len(hosts)).transport(0), knobs, window, constants)
     return host.algorithms((0, 0, 0), range(len(hosts)))
-
-
-def memory_of(knobs):
-    return np.zeros(block_bytes(knobs.shared_slot_bytes, knobs.shared_regions), np.uint8)
 
 
 FLOAT32, FLOAT16 = (Reduction(Sum, TABLE[name], 2) for name in ("float32", "float16"))

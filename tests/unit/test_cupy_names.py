@@ -109,12 +109,14 @@ def test_the_names_are_found():
     ]
 
 
+def in_the_fake(path):
+    return functools.reduce(getattr, path.split(".")[1:], fake_cupy)
+
+
 def test_the_fake_has_what_ringreduce_uses():
     for use in uses():
-        value = fake_cupy
-        for name in use.path.split(".")[1:]:
-            assert hasattr(value, name), f"{use.where}: {use.path}"
-            value = getattr(value, name)
+        print(f"{use.where}: {use.path}")
+        value = in_the_fake(use.path)
         if use.positional is not None:
             inspect.signature(value).bind(*range(use.positional), **dict.fromkeys(use.keywords))
 
@@ -178,10 +180,7 @@ def test_the_real_cupy_has_what_ringreduce_uses(real):
         assert answer is not None, f"{use.where}: CuPy has no {use.path}"
         signature, value = answer
         if value is not None:
-            fake = fake_cupy
-            for name in use.path.split(".")[1:]:
-                fake = getattr(fake, name)
-            assert fake == value
+            assert in_the_fake(use.path) == value
         if use.positional is not None and not use.path.endswith("Error"):
             required, most, names = parameters(signature, use.path.split(".")[-1])
             assert required <= use.positional + len(use.keywords), f"{use.where}: {signature}"

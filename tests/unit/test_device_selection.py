@@ -225,18 +225,19 @@ class cuda:
 """
 
 
-def run_alone(program, tmp_path, **variables):
-    """A job of one rank, which no launcher has started, where the file cupy.py stands in for CuPy."""
-    (tmp_path / "cupy.py").write_text(LIBRARY)
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]), **variables}
-    return subprocess.run(
-        [sys.executable, "-c", program], env=environ, capture_output=True, text=True, timeout=patient(50)
-    )
+def run_alone(program, folder, files, **variables):
+    """A process that no launcher has started, which finds these files of a stand-in for CuPy."""
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *sys.path]), **variables}
+    command = [sys.executable, "-W", "error", "-c", program]
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=patient(50))
 
 
 def test_init_chooses_before_mpi_starts_and_info_tells(tmp_path):
     program = "import mpi4py; mpi4py.rc.initialize = False; import cupy" + ASK + "assert cupy.cuda.runtime.now == 1"
-    done = run_alone(program, tmp_path, RINGREDUCE_PLACED_GPU="0000:5e:00.0")
+    done = run_alone(program, tmp_path, {"cupy.py": LIBRARY}, RINGREDUCE_PLACED_GPU="0000:5e:00.0")
     assert done.returncode == 0, done.stderr
     first, *table, last = done.stdout.splitlines()
     assert first == last == "1 (ringrun has placed this rank on 0000:5e:00.0)"
@@ -244,7 +245,8 @@ def test_init_chooses_before_mpi_starts_and_info_tells(tmp_path):
 
 
 def test_a_job_that_has_not_imported_cupy_is_told_so(tmp_path):
-    done = run_alone("import sys" + ASK + "assert 'cupy' not in sys.modules", tmp_path, RINGREDUCE_CUDA_DEVICE="7")
+    program = "import sys" + ASK + "assert 'cupy' not in sys.modules"
+    done = run_alone(program, tmp_path, {"cupy.py": LIBRARY}, RINGREDUCE_CUDA_DEVICE="7")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[0] == "none (neither CuPy nor torch was imported before init())"
 
@@ -268,13 +270,8 @@ def test_a_job_that_has_not_imported_cupy_is_told_so(tmp_path):
     ids=["no CuPy", "not imported", "NCCL", "no NCCL", "broken"],
 )
 def test_what_is_built_in_for_gpus(files, expected, tmp_path):
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
     hide = "" if files else "import sys; sys.modules['cupy'] = None; "  # where the tests' own Python has one
     asked = "rr.cuda_built(), rr.nccl_built()" if expected[1] is not None else "rr.cuda_built(), None"
     program = f"{hide}import ringreduce as rr; print([{asked}])"
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
-    command = [sys.executable, "-W", "error", "-c", program]
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=patient(50))
+    done = run_alone(program, tmp_path, files)
     assert done.stdout == f"{expected}\n", done.stderr

@@ -53,7 +53,13 @@ torch.gradient, torch.wrapped < torch.reducer, torch.adasum_optimizer < torch.op
 torch.distributed.tensors, torch.distributed.buckets, torch.rendezvous < torch.distributed.work <
 torch.distributed.operations < torch.distributed.group < torch.bucket_hook
 """
-LAYERS = [re.findall(r"[\w.]+", row) for row in ORDER.split("<")]
+
+
+def layers(order):
+    return [re.findall(r"[\w.]+", row) for row in order.split("<")]
+
+
+LAYERS = layers(ORDER)
 # the imports that point up, inside a function: an optimizer is sent to its framework's adapter
 UPWARD = {("optimizer", name) for name in ("torch", "jax", "keras")} | {
     ("tensorflow.training", "keras"),
@@ -65,11 +71,10 @@ def height(module):
     return next(level for level, row in enumerate(LAYERS) if module in row)
 
 
-def modules():
-    for path in sorted(PACKAGE.rglob("*.py")):
-        parts = path.relative_to(PACKAGE).with_suffix("").parts
-        if parts[-1] != "__init__":
-            yield ".".join(parts), path
+def modules(folder=PACKAGE):
+    for path in sorted(folder.rglob("*.py")):
+        if path.name != "__init__.py":
+            yield ".".join(path.relative_to(folder).with_suffix("").parts), path
 
 
 class WithoutTypes(ast.NodeTransformer):
@@ -114,33 +119,18 @@ def test_only_two_modules_and_two_of_the_transport_know_mpi():
 
 
 # the launcher's modules, and folders whose own modules are named only where they stand at different heights
-LAUNCHER_LAYERS = [
-    ["errors", "text", "hook", "torch_backend"],
-    ["network"],
-    ["arguments", "folders", "processes", "machine", "forward"],
-    ["hosts", "ssh", "connection.frames", "connection.wire", "config", "elastic"],
-    ["environment"],
-    ["engines", "report", "output", "connection.link"],
-    ["connection.listener"],
-    ["remote"],
-    ["agent", "preflight"],
-    ["job"],
-    ["doctor", "stacks", "build"],
-    ["cli"],
-    ["__main__"],
-]
+LAUNCHER_LAYERS = layers("""
+errors, text, hook, torch_backend < network < arguments, folders, processes, machine, forward <
+hosts, ssh, connection.frames, connection.wire, config, elastic < environment <
+engines, report, output, connection.link < connection.listener < remote < agent, preflight < job <
+doctor, stacks, build < cli < __main__
+""")
 
 
 def place_in_launcher(module):
     """The row and the entry of LAUNCHER_LAYERS that a module belongs to."""
     places = [(row, name) for row, names in enumerate(LAUNCHER_LAYERS) for name in names]
     return next((row, name) for row, name in places if f"{module}.".startswith(f"{name}."))
-
-
-def launcher_modules():
-    for path in sorted(LAUNCHER.rglob("*.py")):
-        if path.name != "__init__.py":
-            yield ".".join(path.relative_to(LAUNCHER).with_suffix("").parts), path
 
 
 def launcher_imports(path):
@@ -156,7 +146,7 @@ def launcher_imports(path):
                 yield dotted if is_module else ".".join(filter(None, base))
 
 
-@pytest.mark.parametrize(("module", "path"), list(launcher_modules()))
+@pytest.mark.parametrize(("module", "path"), list(modules(LAUNCHER)))
 def test_the_launcher_s_imports_point_downward_too(module, path):
     row, own = place_in_launcher(module)
     for imported in launcher_imports(path):

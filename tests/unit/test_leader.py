@@ -184,7 +184,6 @@ class Hosts:
             self.members.append([Counters(blocks, member, nothing) for member in range(local)])
             self.leaders.append(Leader(0, blocks, capacity, nothing, below, number == 0))
             self.leaders[-1].change(1, (), range(161))
-        self.busiest = 0
 
     def up(self, number):
         """A leader looks; its news goes up, and what the root finds ready goes down."""
