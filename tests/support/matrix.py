@@ -48,33 +48,27 @@ def later(function):
     return lambda arrays, **kwargs: rr.synchronize(function(arrays, **kwargs))
 
 
-ALLREDUCE = {
-    "sync": each(rr.allreduce),
-    "async": each_later(rr.allreduce_async),
-    "grouped": rr.grouped_allreduce,
-    "grouped async": later(rr.grouped_allreduce_async),
-}
+def forms(name):
+    """Of one array after the other, and of a group; at once, and later."""
+    grouped = f"grouped_{name}"
+    return {
+        "sync": each(getattr(rr, name)),
+        "async": each_later(getattr(rr, f"{name}_async")),
+        "grouped": getattr(rr, grouped),
+        "grouped async": later(getattr(rr, f"{grouped}_async")),
+    }
+
+
+ALLREDUCE, ALLGATHER, REDUCESCATTER = map(forms, ("allreduce", "allgather", "reducescatter"))
 ALLREDUCE_IN_PLACE = {
     "in place": each(rr.allreduce_),
     "async in place": each_later(rr.allreduce_async_),
     "grouped in place": rr.grouped_allreduce_,
     "grouped async in place": later(rr.grouped_allreduce_async_),
 }
-ALLGATHER = {
-    "sync": each(rr.allgather),
-    "async": each_later(rr.allgather_async),
-    "grouped": rr.grouped_allgather,
-    "grouped async": later(rr.grouped_allgather_async),
-}
 BROADCAST = {"sync": each(rr.broadcast), "async": each_later(rr.broadcast_async)}
 BROADCAST_IN_PLACE = {"in place": each(rr.broadcast_), "async in place": each_later(rr.broadcast_async_)}
 ALLTOALL = {"sync": rr.alltoall, "async": lambda *args, **kwargs: rr.synchronize(rr.alltoall_async(*args, **kwargs))}
-REDUCESCATTER = {
-    "sync": each(rr.reducescatter),
-    "async": each_later(rr.reducescatter_async),
-    "grouped": rr.grouped_reducescatter,
-    "grouped async": later(rr.grouped_reducescatter_async),
-}
 ONE_BY_ONE = ("sync", "in place")
 """Each tensor takes an agreement of its own: not run on all shapes."""
 

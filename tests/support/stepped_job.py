@@ -96,11 +96,9 @@ class Made(NamedTuple):
         if f"was pending when this rank left the job ({LEFT}); synchronize" in text:
             return f"rank {self.rank} left"
         assert type(error) is CollectiveError
-        return (
-            "joined"
-            if "called join(), and a joined rank can take part in allreduce only" in text
-            else text[text.find("process set") :]
-        )
+        if "called join(), and a joined rank can take part in allreduce only" in text:
+            return "joined"
+        return text[text.find("process set") :]
 
 
 class _Wire(ThreadTransport):
@@ -121,16 +119,6 @@ class _Wire(ThreadTransport):
         return arrived
 
 
-class _NoThread:
-    """In place of an engine's: the job polls."""
-
-    def __init__(self, **_: Any) -> None:
-        pass
-
-    def start(self) -> None:
-        """Nothing."""
-
-
 class Rank:
     """A rank's engine, and what is left of its program."""
 
@@ -138,7 +126,7 @@ class Rank:
         self.job, self.number, self.left = job, number, list(program)
         self.wire = _Wire(job.exchange, number, job.sent)
         world = World(number, len(job.hosts), job.hosts)
-        with mock.patch.object(threading, "Thread", _NoThread):
+        with mock.patch.object(threading, "Thread", return_value=mock.Mock(spec=["start"])):  # the job polls
             self.engine = Engine(world, self.wire, job.settings, Host(world, self.wire, job.settings, window))
         self.negotiation = self.engine.negotiation
         self.negotiation._next_check_s = math.inf  # when anything is late, a step says

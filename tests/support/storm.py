@@ -32,14 +32,11 @@ class Tensor:
     dtype: str
     op: rr.ReduceOp
     shape: tuple[int, ...]
-    ranks: list[int]
-    """Those that submit it, rising: a process set, or the ranks that have not joined."""
-    number: int
-    """Of the process set."""
+    ranks: list[int]  # that submit it, rising: a process set, or the ranks that have not joined
+    number: int  # of the process set
     root: int
     seed: int
-    odd: int | None = None
-    """The rank that submits another shape, if any: all get a MismatchError."""
+    odd: int | None = None  # the rank that submits another shape, if any: all get a MismatchError
 
     def arrays(self, rank):
         """The arrays of a rank."""
@@ -174,22 +171,16 @@ def run_step(order, made, threads, size):
 def tail(plan, size, sets, epoch):
     """Steps of allreduces that each rank takes a different number of, before it joins: who takes how many, and what."""
     lengths = [plan.randint(0, 4) for _ in range(size)]
-    drawn = [
-        each for each in tensors(plan, sets, size, 12) if each.kind in ("allreduce", "allreduce in place", "group")
-    ]
+    kinds = ("allreduce", "allreduce in place", "group")
+    drawn = [each for each in tensors(plan, sets, size, 12) if each.kind in kinds]
     for each in drawn:
         each.name = f"tail.{each.name}"
     steps = []
     for step in range(max(lengths)):
         live = [rank for rank in range(size) if lengths[rank] > step]
         made = step_of(plan, drawn, 100 * (epoch + 1) + step, mistakes=False)
-        steps.append(
-            [
-                dataclasses.replace(each, ranks=each.ranks if each.number else live)
-                for each in made
-                if not each.number or set(each.ranks) <= set(live)
-            ]
-        )
+        own = [each for each in made if each.number and set(each.ranks) <= set(live)]
+        steps.append([*own, *(dataclasses.replace(each, ranks=live) for each in made if not each.number)])
     return lengths, steps
 
 

@@ -45,9 +45,8 @@ class SimulatedJob(Network):
         self.said: list[str] = []  # what ringrun has printed
         self.why = ""  # it cannot go on
         self.still = len(plan.faults) + (plan.arrival is not None)  # what is still to happen of the plan
-        self.points: list[
-            tuple[Rank | None, int]
-        ] = []  # before what a rank is lost, or after what ringrun hears of hosts
+        # before what a rank is lost, or after what ringrun hears of hosts
+        self.points: list[tuple[Rank | None, int]] = []
         self.heard = 0  # events
         self.seen = (-1.0, -1)  # when ringrun heard the last, and what had been sent by then
         self.in_init: set[int] = set()
