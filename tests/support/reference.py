@@ -13,6 +13,8 @@ from tests.support.tiers import parted
 
 REDUCES = {Average: np.mean, Sum: np.sum, Min: np.min, Max: np.max, Product: np.prod}
 """What NumPy makes of the stacked arrays of all ranks."""
+COMBINES = {Average: np.add, Sum: np.add, Min: np.minimum, Max: np.maximum, Product: np.multiply}
+LOGICAL = {Sum: np.logical_or, Max: np.logical_or, Min: np.logical_and, Product: np.logical_and}
 OPS = list(REDUCES)
 FLOATS = ["float16", "bfloat16", "float32", "float64"]
 COMPLEX = ["complex64", "complex128"]
@@ -71,17 +73,12 @@ def all_but_one_of_each_extended(pairs):
 def reduced(op, arrays):
     """The reduction of all ranks' arrays, wide: float64, complex128, int64 or bool."""
     if arrays[0].dtype == bool:
-        wide, combine = (
-            arrays,
-            {Sum: np.logical_or, Max: np.logical_or, Min: np.logical_and, Product: np.logical_and}[op],
-        )
+        wide, combine = arrays, LOGICAL[op]
     else:
         kind = arrays[0].dtype.kind
         wide = [each.astype({"c": "complex128", "i": "int64", "u": "int64"}.get(kind, "float64")) for each in arrays]
-        combine = {Average: np.add, Sum: np.add, Min: np.minimum, Max: np.maximum, Product: np.multiply}[op]
-    total = wide[0]
-    for each in wide[1:]:
-        total = combine(total, each)
+        combine = COMBINES[op]
+    total = functools.reduce(combine, wide)
     if op is Average:
         exact = total / len(arrays)
         return np.trunc(exact).astype(np.int64) if total.dtype.kind == "i" else exact
@@ -94,7 +91,6 @@ def folded(op, arrays, prescale=1.0, postscale=1.0):
     whole = dtype.kind in "iu"
     wide = np.dtype(np.float32) if dtype.name in ("float16", "bfloat16") else dtype
     wide = np.dtype(np.int64) if op is Average and whole and dtype.itemsize < 8 else wide
-    combine = {Average: np.add, Sum: np.add, Min: np.minimum, Max: np.maximum, Product: np.multiply}[op]
 
     def scaled(values, factor):
         if factor == 1:
@@ -102,7 +98,7 @@ def folded(op, arrays, prescale=1.0, postscale=1.0):
         return np.trunc(values * np.float64(factor)).astype(wide) if whole else values * wide.type(factor)
 
     with np.errstate(all="ignore"):
-        total = functools.reduce(combine, [scaled(each.astype(wide), prescale) for each in arrays])
+        total = functools.reduce(COMBINES[op], [scaled(each.astype(wide), prescale) for each in arrays])
         if op is Average and whole:
             total = (total - np.fmod(total, wide.type(size))) // wide.type(size)  # toward zero, and exact
         elif op is Average and size > 1:

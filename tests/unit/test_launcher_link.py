@@ -7,6 +7,7 @@ import socket
 import tempfile
 import threading
 import time
+from contextlib import closing
 
 import pytest
 
@@ -48,21 +49,19 @@ def test_its_start_is_told_with_what_it_has_mapped_in_shared_memory(agent, error
 
 def test_a_rank_answers_what_it_waits_for(agent, error_file):
     doing = ["allreduce 'é' (train.py:41)"]
-    server = StatusServer(error_file, lambda: doing[0])
-    assert ask(agent, error_file) == {"doing": doing[0], "package": os.path.dirname(ringreduce.__file__)}
-    doing[0] = ""
-    assert ask(agent, error_file)["doing"] == ""
-    server.close()
+    with closing(StatusServer(error_file, lambda: doing[0])):
+        assert ask(agent, error_file) == {"doing": doing[0], "package": os.path.dirname(ringreduce.__file__)}
+        doing[0] = ""
+        assert ask(agent, error_file)["doing"] == ""
 
 
 def test_it_goes_on_when_who_asked_has_gone(agent, error_file, tmp_path):
-    server = StatusServer(error_file, lambda: "x")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
-        other.sendto(b"doing", f"{error_file}.ask")  # no address to answer to
-        other.bind(str(tmp_path / "gone"))
-        other.sendto(b"doing", f"{error_file}.ask")
-    assert ask(agent, error_file)["doing"] == "x"
-    server.close()
+    with closing(StatusServer(error_file, lambda: "x")):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as other:
+            other.sendto(b"doing", f"{error_file}.ask")  # no address to answer to
+            other.bind(str(tmp_path / "gone"))
+            other.sendto(b"doing", f"{error_file}.ask")
+        assert ask(agent, error_file)["doing"] == "x"
 
 
 def test_after_the_end_nothing_is_left_and_a_new_world_can_begin(agent, error_file):
@@ -76,25 +75,22 @@ def test_after_the_end_nothing_is_left_and_a_new_world_can_begin(agent, error_fi
         assert time.monotonic() < deadline, "the thread has not ended"
         time.sleep(0.01)
     open(f"{error_file}.ask", "w").close()  # of a world that was not shut down
-    server = StatusServer(error_file, lambda: "y")
-    assert ask(agent, error_file)["doing"] == "y"
-    server.close()
+    with closing(StatusServer(error_file, lambda: "y")):
+        assert ask(agent, error_file)["doing"] == "y"
 
 
 def test_without_a_launcher_or_where_it_cannot_listen_there_is_no_thread(tmp_path):
     before = threading.active_count()
     for path in ("", str(tmp_path / "missing" / "rank0.json"), str(tmp_path / ("long" * 50))):
-        server = StatusServer(path, lambda: "x")
-        assert threading.active_count() == before
-        server.close()
+        with closing(StatusServer(path, lambda: "x")):
+            assert threading.active_count() == before
 
 
 def test_it_costs_nothing_while_nobody_asks(error_file):
-    server = StatusServer(error_file, lambda: "x")
-    begin = time.process_time()
-    time.sleep(1.0)
-    assert time.process_time() - begin < 0.05
-    server.close()
+    with closing(StatusServer(error_file, lambda: "x")):
+        begin = time.process_time()
+        time.sleep(1.0)
+        assert time.process_time() - begin < 0.05
 
 
 def test_a_stall_is_told(agent, error_file):
