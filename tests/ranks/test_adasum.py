@@ -8,7 +8,7 @@ import ringreduce as rr
 from ringreduce.collectives import adasum
 from ringreduce.testing import run_ranks
 from ringreduce.transport.base import complete
-from tests.ranks.on_threads import transport
+from tests.ranks.on_threads import each_rank_of, transport
 from tests.support import matrix
 from tests.support.reference import data
 from tests.support.tiers import parted
@@ -58,17 +58,12 @@ def test_adasum_of_tiny_and_huge_vectors(dtype, exponent, far):
     np.testing.assert_allclose(adasum.combine(a, np.roll(b, 1)), a + np.roll(b, 1), 4 * info.eps)
 
 
-@pytest.mark.parametrize("name", ["float16", "bfloat16"])
-def test_adasum_of_tiny_and_huge_16_bit_floats(name):
-    dtype = np.dtype(getattr(ml_dtypes, name) if name == "bfloat16" else name)
-    values = [1e-7, 6e4] if name == "float16" else [1e-38, 1e38]
-
-    def program():
-        arrays = [np.full(4, value, dtype) for value in values]
-        return [rr.allreduce(each, op=rr.Adasum).tolist() for each in arrays], [each.tolist() for each in arrays]
-
-    for found, expected in run_ranks(2, program):
-        assert found == expected, "equal vectors are averaged"
+@pytest.mark.parametrize(("dtype", "values"), [(np.float16, [1e-7, 6e4]), (ml_dtypes.bfloat16, [1e-38, 1e38])])
+@each_rank_of(2)
+def test_adasum_of_tiny_and_huge_16_bit_floats(dtype, values):
+    for value in values:
+        array = np.full(4, value, dtype)
+        assert rr.allreduce(array, op=rr.Adasum).tolist() == array.tolist(), "equal vectors are averaged"
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 8])

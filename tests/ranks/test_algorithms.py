@@ -15,7 +15,7 @@ from ringreduce.settings import Settings
 from ringreduce.startup import measure
 from ringreduce.testing import run_ranks
 from ringreduce.transport.base import complete
-from tests.ranks.on_threads import known
+from tests.ranks.on_threads import each_rank_of, known
 from tests.support import matrix
 from tests.support.reference import MATRIX, all_but_one_of_each_extended, assert_reduced, data, readable
 from tests.support.tiers import parted
@@ -85,20 +85,16 @@ def test_process_sets_of_one_host_of_two_and_without_shared_memory(kind, dtype):
             assert ("shared" in usable[number]) == (regions[number] and len({hosts[each] for each in ranks}) == 1)
 
 
+@each_rank_of(4, settings=forced("shared"), process_sets=[[0, 1], [2, 3]])
 def test_sets_without_a_common_rank_have_the_same_region_and_both_use_it():
-    sets = {1: [0, 1], 2: [2, 3]}
-
-    def program():
-        number = 1 + rr.rank() // 2
-        arrays = [data("float32", 5000, rank) for rank in sets[number]]
-        for step in range(20):
-            mine = arrays[rr.rank() % 2] * np.float32(step)
-            result = rr.allreduce(mine, op=rr.Sum, process_set=known(sets[number], number))
-            assert_reduced(result, rr.Sum, [array * np.float32(step) for array in arrays])
-        return state(number).algorithms.text()
-
-    settings = dataclasses.replace(matrix.SMALL, algorithm="shared")
-    assert run_ranks(4, program, settings=settings, process_sets=list(sets.values())) == ["shared"] * 4
+    number = 1 + rr.rank() // 2
+    ranks = [2 * number - 2, 2 * number - 1]
+    arrays = [data("float32", 5000, rank) for rank in ranks]
+    for step in range(20):
+        mine = arrays[rr.rank() % 2] * np.float32(step)
+        result = rr.allreduce(mine, op=rr.Sum, process_set=known(ranks, number))
+        assert_reduced(result, rr.Sum, [array * np.float32(step) for array in arrays])
+    assert state(number).algorithms.text() == "shared"
 
 
 @pytest.mark.parametrize("dtype", parted(["int64", "float16", "float32", "bool"], lambda dtype: dtype == "float16"))
@@ -164,19 +160,12 @@ def test_by_its_messages_one_sees_which_algorithm_it_was(kind):
 
 def test_several_slots_are_under_way_on_channels_of_their_own():
     """Between hosts one slot is on the wire while the next is packed."""
-    tags = {}
     for kind in ("halving", "ring"):
-        messages = []
-        array = np.ones(4000, np.float32)
+        messages, settings = [], forced(kind, ring_segment_bytes=4096)
         run_ranks(
-            4,
-            functools.partial(rr.allreduce, array),
-            hosts=TWO_HOSTS,
-            settings=forced(kind, ring_segment_bytes=4096),
-            messages=messages,
+            4, lambda: rr.allreduce(np.ones(4000, np.float32)), hosts=TWO_HOSTS, settings=settings, messages=messages
         )
-        tags[kind] = len({each.tag for each in messages})
-    assert tags == {"halving": 2, "ring": 2}
+        assert len({each.tag for each in messages}) == 2, kind
 
 
 # The constants
@@ -201,10 +190,8 @@ def test_the_constants_are_measured_and_the_slowest_rank_s_count(hosts):
 
 
 def test_prescribed_constants_change_the_choice():
-    def program():
-        return rr.info().algorithm
-
-    far, near = Settings(costs="wire_us=5000"), Settings(costs="wire_us=1,message_us=1")
-    assert run_ranks(4, program, hosts=[0, 1, 2, 3], settings=far) != run_ranks(
-        4, program, hosts=[0, 1, 2, 3], settings=near
+    far, near = (
+        run_ranks(4, lambda: rr.info().algorithm, hosts=[0, 1, 2, 3], settings=Settings(costs=costs))
+        for costs in ("wire_us=5000", "wire_us=1,message_us=1")
     )
+    assert far != near

@@ -1,5 +1,7 @@
 """elastic.run and states on threads that are ranks; nobody dies here: `reform` is a stand-in that keeps all ranks."""
 
+import contextlib
+
 import numpy as np
 import pytest
 
@@ -171,16 +173,14 @@ def test_a_job_that_is_not_elastic_fails_as_ever():
     assert (state.step, state.syncs) == (7, 1)
 
 
+@each_rank_of(2)
 def test_a_mismatch_goes_on_since_it_would_come_again(elastic):
-    def program():
-        @run
-        def train(state):
-            rr.allreduce(np.zeros(2 + rr.rank()), name="w")
+    @run
+    def train(state):
+        rr.allreduce(np.zeros(2 + rr.rank()), name="w")
 
-        with pytest.raises(MismatchError, match="'w'"):
-            train(new_state())
-
-    run_ranks(2, program)
+    with pytest.raises(MismatchError, match="'w'"):
+        train(new_state())
     assert elastic == []
 
 
@@ -194,24 +194,17 @@ def test_a_mismatch_goes_on_since_it_would_come_again(elastic):
         ("builtins", "PeerLostError: rank 9 died", False),
     ],
 )
+@each_rank_of(2)
 def test_a_loss_inside_a_jitted_function_is_one_though_only_its_text_is_left(elastic, module, text, goes_on):
-    wrapping = type("JaxRuntimeError", (RuntimeError,), {"__module__": module})
+    failures = [type("JaxRuntimeError", (RuntimeError,), {"__module__": module})(text)]
 
-    def program():
-        failures = [wrapping(text)]
+    @run
+    def train(state):
+        if failures:
+            raise failures.pop()
 
-        @run
-        def train(state):
-            if failures:
-                raise failures.pop()
-            return "went on"
-
-        try:
-            return train(new_state())
-        except wrapping:
-            return "failed"
-
-    assert run_ranks(2, program) == ["went on" if goes_on else "failed"] * 2
+    with contextlib.nullcontext() if goes_on else pytest.raises(type(failures[0])):
+        train(new_state())
 
 
 def test_an_error_that_reforming_raises_ends_the_function(elastic, monkeypatch):
@@ -291,6 +284,7 @@ def test_a_sync_in_mid_epoch_divides_what_is_left_on_the_root_too():
     assert sorted(shares[0] + shares[1]) == list(range(4, 16))
 
 
+@each_rank_of(2)
 def test_a_state_of_the_users_own_is_always_synchronized(elastic):
     class Own(State):
         syncs = saved = value = 0
@@ -306,20 +300,17 @@ def test_a_state_of_the_users_own_is_always_synchronized(elastic):
             self.value = rr.broadcast_object(self.value, 0)
             self.save()
 
-    def program():
-        state, failures = Own(rr.broadcast_object, rr.rank), [PeerLostError("rank 9 died", [9])]
-        state.value = 5 + rr.rank()
+    state, failures = Own(rr.broadcast_object, rr.rank), [PeerLostError("rank 9 died", [9])]
+    state.value = 5 + rr.rank()
 
-        @run
-        def train(state):
-            state.value += 1
-            if failures:
-                raise failures.pop()
-            return state.value, state.syncs
+    @run
+    def train(state):
+        state.value += 1
+        if failures:
+            raise failures.pop()
+        return state.value, state.syncs
 
-        return train(state)
-
-    assert run_ranks(2, program) == [(6, 2)] * 2
+    assert train(state) == (6, 2)
 
 
 def test_a_commit_that_is_interrupted_leaves_the_one_before_whole():
@@ -346,22 +337,20 @@ def test_a_state_can_be_restored_before_it_is_synchronized():
     assert (state.a.tolist(), state.b) == ([0, 1, 2], [1])
 
 
+@each_rank_of(2)
 def test_a_sampler_goes_back_with_the_state_and_is_divided_anew(elastic):
-    def program():
-        sampler = ElasticSampler(16, shuffle=False)
-        state = ObjectState(sampler=sampler)
-        state.sync()
-        for batch in range(2):
-            sampler.record_batch(batch, 2)
-            if batch == 0:
-                state.save()
-        state.restore()
-        assert state.sampler is sampler
-        sampler.num_replicas, sampler.rank = 3, 2  # as if there had been more
-        state.on_reset()
-        return sampler.processed_num, list(sampler)
-
-    assert run_ranks(2, program) == [(4, [4, 6, 8, 10, 12, 14]), (4, [5, 7, 9, 11, 13, 15])]
+    sampler = ElasticSampler(16, shuffle=False)
+    state = ObjectState(sampler=sampler)
+    state.sync()
+    for batch in range(2):
+        sampler.record_batch(batch, 2)
+        if batch == 0:
+            state.save()
+    state.restore()
+    assert state.sampler is sampler
+    sampler.num_replicas, sampler.rank = 3, 2  # as if there had been more
+    state.on_reset()
+    assert (sampler.processed_num, list(sampler)) == (4, list(range(4 + rr.rank(), 16, 2)))
 
 
 @each_rank_of(3)

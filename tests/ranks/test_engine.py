@@ -22,19 +22,13 @@ from ringreduce.transport.base import Work
 from ringreduce.transport.subset import CHANNELS, TAGS
 from ringreduce.transport.threads import Exchange
 from ringreduce.world import World
+from tests.support.patience import wait_until
 
 DYNAMIC = Settings(dynamic_process_sets=True)
 
 
 def current():
     return runtime.current("a test").engine
-
-
-def until(true):
-    until_s = time.monotonic() + 10
-    while not true():
-        assert time.monotonic() < until_s
-        time.sleep(0.005)
 
 
 def respond(coordinator, response, rank):
@@ -53,7 +47,7 @@ def test_a_set_that_is_closed_before_this_rank_hears_of_it_hangs_no_exit():
     add = Signature("add_process_set", "noname.1", details=(("ranks", (1, 2)),), numbered=True)
     handle = engine.submit("add_process_set", None, details=add.details, waits=True)
     told = []
-    until(lambda: told.extend(others[0].recv_control()) or told)
+    wait_until(lambda: told.extend(others[0].recv_control()) or told)
     gone = "rank 1 has left the job: its script ended"
     respond(others[1], Response(1, 1, closed=gone, leaver=1), 2)
     time.sleep(0.1)
@@ -77,7 +71,7 @@ def test_a_rank_that_leaves_tells_the_sets_that_it_is_yet_to_hear_of():
     engine.submit("add_process_set", None, details=add.details)
     threading.Thread(target=engine.leave, args=("its script ended",), daemon=True).start()
     told = []
-    until(
+    wait_until(
         lambda: (
             told.extend(decode(each.content) for each in other.recv_control())
             or any(getattr(each, "leave", "") for each in told)
@@ -85,7 +79,7 @@ def test_a_rank_that_leaves_tells_the_sets_that_it_is_yet_to_hear_of():
     )
     respond(other, Response(0, 1, new=(add,)), 1)
     told.clear()
-    until(lambda: told.extend(decode(each.content) for each in other.recv_control()) or told)
+    wait_until(lambda: told.extend(decode(each.content) for each in other.recv_control()) or told)
     assert told == [Announcement(1, 0, leave="its script ended")]
 
 
@@ -180,7 +174,7 @@ def test_a_set_that_is_removed_while_it_is_busy_goes_when_it_has_ended():
             engine.transport.send = lambda *args: send(*args) if go_on.is_set() else Late(lambda: send(*args))
         if rr.rank() < 2:
             handle = rr.broadcast_async(np.full(3, rr.rank() + 5.0), root_rank=0, name="b", process_set=given)
-            until(lambda: engine.states[number].running)
+            wait_until(lambda: engine.states[number].running)
         rr.barrier()
         threading.Timer(0.3, go_on.set).start()
         assert rr.remove_process_set(given)
@@ -203,7 +197,7 @@ def test_a_set_that_is_removed_while_it_is_busy_goes_when_it_has_ended():
             return self.request is not None and self.request.done()
 
         def wait(self):
-            until(self.done)
+            wait_until(self.done)
 
     run_ranks(3, program, settings=DYNAMIC, hosts=[0, 1, 2])
 
@@ -214,7 +208,7 @@ def test_what_is_not_scheduled_when_its_set_is_removed_ends_alike_on_all_ranks()
     stopped, heard = threading.Event(), threading.Event()
 
     def stop(engine):
-        until(lambda: engine.states[0].pending and not engine._inbox.holds_any())
+        wait_until(lambda: engine.states[0].pending and not engine._inbox.holds_any())
         with engine._polling.lock:
             stopped.set()
             heard.wait(10)

@@ -238,17 +238,14 @@ def test_host_and_gpu_arrays_in_one_group(gpu):
     np.testing.assert_array_equal(on_gpu.get(), total(50, "float32", 2))
 
 
+@each_rank_of(1)
 def test_an_array_on_another_gpu_than_the_first(cupy):
     cupy.machine.device_count = 2
-
-    def program():
-        rr.allreduce_(cupy.array(values(10, "float32", 0)))
-        with cupy.cuda.Device(1):
-            wrong = cupy.array(values(10, "float32", 0))
-        with pytest.raises(InputError, match="an array on cuda:1, but its first was on cuda:0; a rank uses one GPU"):
-            rr.allreduce_(wrong)
-
-    run_ranks(1, program)
+    rr.allreduce_(cupy.array(values(10, "float32", 0)))
+    with cupy.cuda.Device(1):
+        wrong = cupy.array(values(10, "float32", 0))
+    with pytest.raises(InputError, match="an array on cuda:1, but its first was on cuda:0; a rank uses one GPU"):
+        rr.allreduce_(wrong)
 
 
 @pytest.mark.parametrize("obstacle", ["", "ipc", "peers", "memory"])

@@ -13,6 +13,7 @@ from ringreduce.arrays.view import as_buffer
 from ringreduce.engine.process_sets import IN_ORDER
 from ringreduce.testing import run_ranks
 from tests.ranks import test_into_outputs as into_outputs
+from tests.ranks.on_threads import each_rank_of
 from tests.support.patience import wait_until
 from tests.support.world import on_every_world
 
@@ -71,34 +72,25 @@ def test_on_several_hosts(hosts):
     check_groups(run_ranks(3, several_groups, hosts=hosts), one_host=False)
 
 
+@each_rank_of(3)
 def test_different_groups_are_an_error_on_all_members():
-    def program():
-        with pytest.raises(
-            rr.MismatchError, match=r"opens 'g\d' of ranks \[0, 1, 2\], but rank \d 'g\d' of ranks"
-        ) as at:
-            open_channel([0, 1, 2], f"g{rr.rank()}")
-        return str(at.value), total(open_channel([0, 1, 2], "again"))
-
-    for message, values in run_ranks(3, program):
-        assert "all members must make the same groups in the same order" in message
-        assert values == [111.0, 114.0, 117.0]
+    with pytest.raises(rr.MismatchError, match=r"opens 'g\d' of ranks \[0, 1, 2\], but rank \d 'g\d' of ranks") as at:
+        open_channel([0, 1, 2], f"g{rr.rank()}")
+    assert "all members must make the same groups in the same order" in str(at.value)
+    assert total(open_channel([0, 1, 2], "again")) == [111.0, 114.0, 117.0]
 
 
+@each_rank_of(2)
 def test_a_group_that_is_shut_fails_what_is_pending_and_accepts_nothing():
-    go_on = threading.Barrier(2)
-
-    def program():
-        number = open_channel([0, 1])
-        if rr.rank() == 0:
-            handle = begin_sum(number, np.ones(100_000))
-            runtime.current("a test").engine.process_sets.shut(number)
-            with pytest.raises(rr.CollectiveError, match=r"allreduce 'group' \(.*\): its process group was destroyed"):
-                handle.wait()
-            with pytest.raises(rr.InputError, match=r"allreduce: there is no process set -\d+"):
-                begin_sum(number, np.ones(1))
-        go_on.wait()
-
-    run_ranks(2, program)
+    number = open_channel([0, 1])
+    if rr.rank() == 0:
+        handle = begin_sum(number, np.ones(100_000))
+        runtime.current("a test").engine.process_sets.shut(number)
+        with pytest.raises(rr.CollectiveError, match=r"allreduce 'group' \(.*\): its process group was destroyed"):
+            handle.wait()
+        with pytest.raises(rr.InputError, match=r"allreduce: there is no process set -\d+"):
+            begin_sum(number, np.ones(1))
+    rr.barrier()
 
 
 def test_a_group_that_is_not_made_in_time_is_given_up_and_its_messages_meet_no_other():

@@ -13,10 +13,10 @@ from ringreduce.collectives import shared, shared_halves
 from ringreduce.collectives.shared import COPY, DONE, PACK, REDUCE, Part
 from ringreduce.ops import Average, Reduction, Sum
 from ringreduce.partition import bounds_of, by_chunk
-from ringreduce.testing import run_ranks
 from ringreduce.transport.base import complete
 from ringreduce.transport.window import SLOTS, Region
-from tests.support.reference import MATRIX, all_but_few_extended, assert_reduced, data, readable
+from tests.ranks.on_threads import each_rank_of
+from tests.support.reference import assert_reduced, data
 from tests.support.slots import SLOT_BYTES, SlowRegion, on_a_host
 from tests.support.tiers import parted
 
@@ -35,15 +35,13 @@ def storage(name):
     return TABLE[name].storage
 
 
-def reduce_scatter(region, name, op, counts, seed, watch=None):
+def reduce_scatter(region, name, op, counts, seed, *watch):
     """This rank's chunks of several tensors, counts[k][r] elements of tensor k; the sources stay as they were."""
     sources = [data(name, sum(each), region.rank, seed + k).view(storage(name)) for k, each in enumerate(counts)]
     before = [each.copy() for each in sources]
     targets = [np.empty(each[region.rank], storage(name)) for each in counts]
     chunks = by_chunk(sources, [bounds_of(each) for each in counts], region.size)
-    options = [watch] if watch else []
-    reduction = Reduction(op, TABLE[name], region.size)
-    complete(shared_halves.reduce_scatter(chunks, targets, region, reduction, *options))
+    complete(shared_halves.reduce_scatter(chunks, targets, region, Reduction(op, TABLE[name], region.size), *watch))
     assert all(a.tobytes() == b.tobytes() for a, b in zip(sources, before, strict=True))
     for each in sources:
         each.view(np.uint8)[...] = 0x55
@@ -63,13 +61,12 @@ def assert_scattered(results, name, op, counts, seed):
             assert results[rank][k].tobytes() == whole[low:high].tobytes()
 
 
-def allgather(region, name, counts, seed, watch=None):
+def allgather(region, name, counts, seed, *watch):
     """All ranks' elements of several tensors, rank r's being counts[k][r]."""
     sources = [data(name, each[region.rank], region.rank, seed + k) for k, each in enumerate(counts)]
     targets = [np.empty(sum(each), sources[k].dtype) for k, each in enumerate(counts)]
-    options = [watch] if watch else []
     by_owner = by_chunk(targets, [bounds_of(each) for each in counts], region.size)
-    complete(shared_halves.allgather(sources, by_owner, region, *options))
+    complete(shared_halves.allgather(sources, by_owner, region, *watch))
     for each in sources:
         each.view(np.uint8)[...] = 0x55
     return targets
@@ -126,25 +123,6 @@ def test_every_count_also_uneven_and_none(size):
         assert_sent(sent, "float32", [sum(each) for each in counts], seed % size, 10 * seed)
 
 
-@pytest.mark.parametrize(("name", "op"), all_but_few_extended(MATRIX), **readable)
-@pytest.mark.parametrize("size", [2, 3])
-def test_every_type_and_op(size, name, op):
-    counts = [[5] * size, [1, *[400] * (size - 1)], [0] * size]
-
-    def program(region):
-        region.slot_bytes = 1024
-        return (
-            reduce_scatter(region, name, op, counts, 3),
-            allgather(region, name, counts, 3),
-            broadcast(region, name, [7, 900], size - 1, 3),
-        )
-
-    scattered, gathered, sent = zip(*on_a_host(size, program), strict=True)
-    assert_scattered(scattered, name, op, counts, 3)
-    assert_gathered(gathered, name, counts, 3)
-    assert_sent(sent, name, [7, 900], size - 1, 3)
-
-
 def mixed_plan(seed, size, length):
     draw = random.Random(seed)
     return [
@@ -153,18 +131,17 @@ def mixed_plan(seed, size, length):
     ]
 
 
-def run_one(region, kind, counts, root, seed, watch=None):
+def run_one(region, kind, counts, root, seed, *watch):
     if kind == "reduce_scatter":
-        return reduce_scatter(region, "float32", Average, [counts], seed, watch)
+        return reduce_scatter(region, "float32", Average, [counts], seed, *watch)
     if kind == "allgather":
-        return allgather(region, "float32", [counts], seed, watch)
+        return allgather(region, "float32", [counts], seed, *watch)
     if kind == "broadcast":
         return broadcast(region, "float32", [sum(counts)], root, seed)
     array = data("float32", sum(counts), region.rank, seed)
     length = region.slot_bytes // 4
     parts = [[Part(array[low : low + length], array[low : low + length])] for low in range(0, array.size, length)]
-    options = [watch] if watch else []
-    complete(shared.allreduce(parts, region, Reduction(Average, TABLE["float32"], region.size), *options))
+    complete(shared.allreduce(parts, region, Reduction(Average, TABLE["float32"], region.size), *watch))
     result = array.copy()
     array[...] = np.nan
     return [result]
@@ -248,17 +225,6 @@ def test_a_rank_fills_all_slots_and_then_waits_for_one_that_still_reads_the_firs
     assert ahead == [SLOTS]
 
 
-def test_the_phases_of_a_slot_are_told_in_order():
-    def program(region):
-        story = []
-        allgather(region, "uint8", [[3 * SLOT_BYTES, 5]], 0, lambda number, phase: story.append((number, phase)))
-        return story
-
-    for story in on_a_host(2, program):
-        for number in range(3):
-            assert [phase for each, phase in story if each == number] == [PACK, REDUCE, COPY, DONE]
-
-
 def test_what_a_rank_owns_is_not_packed():
     """Of a reduce-scatter, nor what it does not own of an allgather: told by the bytes that are written into slots."""
     counts = [[300, 500, 700]]
@@ -278,11 +244,8 @@ def test_what_a_rank_owns_is_not_packed():
     assert on_a_host(3, program, Region) == [(1200, 300, 0), (1000, 500, 900), (800, 700, 0)]
 
 
+@each_rank_of(2)
 def test_a_group_of_no_tensors_and_tensors_without_elements():
-    def program():
-        empty = rr.grouped_allgather([]), rr.grouped_reducescatter([]), rr.grouped_allreduce([])
-        shapes = rr.allgather(np.zeros((0, 3))).shape, rr.reducescatter(np.zeros((1, 0))).shape
-        return empty, shapes, rr.broadcast(np.zeros(0), 1).shape
-
-    for rank, found in enumerate(run_ranks(2, program)):
-        assert found == (([], [], []), ((0, 3), (1 - rank, 0)), (0,))
+    assert (rr.grouped_allgather([]), rr.grouped_reducescatter([]), rr.grouped_allreduce([])) == ([], [], [])
+    assert (rr.allgather(np.zeros((0, 3))).shape, rr.broadcast(np.zeros(0), 1).shape) == ((0, 3), (0,))
+    assert rr.reducescatter(np.zeros((1, 0))).shape == (1 - rr.rank(), 0)

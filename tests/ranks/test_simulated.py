@@ -127,7 +127,7 @@ def test_a_length_on_which_ranks_disagree_is_an_error():
         cluster.run(program)
 
 
-def by_halving(cluster, arrays, reduction, capacity, halved_bytes=math.inf, slot_bytes=4096):
+def by_halving(cluster, arrays, reduction, capacity, halved_bytes=math.inf, chunks=None):
     """`hierarchical` in units of `capacity` elements."""
     local = [cluster.hosts[:rank].count(host) for rank, host in enumerate(cluster.hosts)]
 
@@ -135,8 +135,9 @@ def by_halving(cluster, arrays, reduction, capacity, halved_bytes=math.inf, slot
         parts = [arrays[rank][low : low + capacity] for low in range(0, arrays[rank].size, capacity)]
         own = channels(cluster.transport(rank), range(cluster.size), 0)
         hierarchy = hierarchical.Hierarchy(own, cluster.hosts, local[rank], halved_bytes)
+        hierarchy.chunks = chunks or hierarchy.chunks
         units = [[Part(each, each)] for each in parts]
-        return hierarchical.allreduce(units, cluster.region(rank, slot_bytes), hierarchy, reduction)
+        return hierarchical.allreduce(units, cluster.region(rank, 4096), hierarchy, reduction)
 
     cluster.run(program)
 
@@ -201,19 +202,9 @@ def test_a_ring_of_64_loads_each_link_alike_and_halving_is_ten_times_faster_for_
 def test_64_hosts_of_8_ranks_send_what_one_rank_a_host_would(mirrors):
     hosts = [host for host in range(64) for _ in range(8 // mirrors)]
     cluster = Cluster(hosts, carries=False, mirrors=mirrors)
-    arrays, count = [np.zeros(64 * 8 * 4, np.float32)] * len(hosts), 64 * 8 * 4
-    reduction = cluster.reduction(Sum, TABLE["float32"], 512)
-    local = [rank % (8 // mirrors) for rank in range(len(hosts))]
-
-    def program(rank):
-        hierarchy = hierarchical.Hierarchy(
-            channels(cluster.transport(rank), range(len(hosts)), 0), hosts, local[rank], math.inf
-        )
-        hierarchy.chunks = 8
-        part = Part(arrays[rank], arrays[rank])
-        return hierarchical.allreduce([[part]], cluster.region(rank, 4096), hierarchy, reduction)
-
-    cluster.run(program)
+    count = 64 * 8 * 4
+    arrays = [np.zeros(count, np.float32)] * len(hosts)
+    by_halving(cluster, arrays, cluster.reduction(Sum, TABLE["float32"], 512), count, chunks=8)
     for host in (0, 63):
         sent = sum(nbytes for (source, _), nbytes in cluster.sent_bytes.items() if source == host)
         assert sent == 2 * 4 * (count - count // 64)

@@ -202,13 +202,6 @@ def test_a_full_disk_ends_the_timeline_and_neither_the_job_nor_its_exit(tmp_path
     assert len(events_of(path)) > 20, "what was written before is whole"
 
 
-def lone_engine():
-    """Rank 0's of two; the other one never comes."""
-    world, settings = World(0, 2, (0, 0)), Settings()
-    transport = Exchange(2).transport(0)
-    return Engine(world, transport, settings, Host(world, transport, settings)), transport
-
-
 def fails(*_):
     raise OSError(28, "No space left on device")
 
@@ -216,8 +209,10 @@ def fails(*_):
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize("words", ["its last words arrive", "its last words fail, too"])
 def test_nobody_waits_for_an_engine_that_has_failed(tmp_path, words, fresh_log, capsys):
+    """Rank 0's of two; the other one never comes."""
     log.configure("warning", timestamps=False)
-    engine, transport = lone_engine()
+    world, transport, settings = World(0, 2, (0, 0)), Exchange(2).transport(0), Settings()
+    engine = Engine(world, transport, settings, Host(world, transport, settings))
     handle = engine.submit("barrier", "b")
     if "fail" in words:
         transport.send_control = fails

@@ -1,6 +1,7 @@
 """The torch.distributed backend "ring", on real ranks: each operation, its errors, groups, futures, and DDP."""
 
 import datetime
+import functools
 import json
 import os
 import tempfile
@@ -18,9 +19,6 @@ from tests.support.tiers import extended
 from tests.support.world import on_a_pool
 
 pytestmark = pytest.mark.timeout(120)
-sizes = pytest.mark.parametrize(
-    ("world", "size"), [("mpi", 2), pytest.param("mpi", 3, marks=extended)], indirect=["world"]
-)
 
 
 def on_ring(program, folder, backend="ring"):
@@ -64,12 +62,9 @@ def reductions(rank, size):
         dist.all_reduce(found, op)
         assert torch.allclose(found, expected), op
     for op, name in bits.items():
-        expected = integers[0]
-        for each in integers[1:]:
-            expected = getattr(torch, name)(expected, each)
         found = mine(rank, dtype=torch.int32)
         dist.all_reduce(found, op)
-        equal(found, expected)
+        equal(found, functools.reduce(getattr(torch, name), integers))
     found = mine(rank)
     dist.all_reduce(found, dist._make_nccl_premul_sum(0.5))
     equal(found, sum(everyones) * 0.5)
@@ -415,7 +410,7 @@ def timeline(rank, size):
     assert ("NEGOTIATE_BARRIER", f"barrier.group {group}") in found
 
 
-@sizes
+@pytest.mark.parametrize(("world", "size"), [("mpi", 2), pytest.param("mpi", 3, marks=extended)], indirect=["world"])
 @pytest.mark.parametrize(
     "program",
     [reductions, layouts, sparse, gathers, exchanges, messages, differences, groups, futures, timeouts, timeline],

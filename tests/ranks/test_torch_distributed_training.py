@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.support.tiers import extended
+from tests.support.tiers import extended, parted
 from tests.support.torch_groups import groups_outlive_models
 
 pytestmark = pytest.mark.timeout(180)
@@ -65,14 +65,6 @@ def hook_of_ringreduce(rank, size):
     return ddp(rank, size, (None, ringreduce.torch.ddp_hook) if dist.get_backend() == "gloo" else None)
 
 
-def many_buckets(rank, size):
-    return ddp(rank, size, bucket_cap_mb=0.0001)
-
-
-def bucket_views(rank, size):
-    return ddp(rank, size, gradient_as_bucket_view=True)
-
-
 def large_buckets(rank, size):
     """Which the backend "ring" moves into memory that all ranks have mapped, and reduces in place; but one."""
     torch.manual_seed(0)
@@ -102,14 +94,6 @@ def compiled(rank, size, backend="eager"):
     for model in forms:
         trained += train(model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), rank).parameters()
     return trained
-
-
-def compiled_by_inductor(rank, size):
-    return compiled(rank, size, "inductor")
-
-
-def static_graph(rank, size):
-    return ddp(rank, size, static_graph=True)
 
 
 def unused_parameters(rank, size):
@@ -222,25 +206,15 @@ def checkpoint(rank, size, asynchronous=False):
     return list(loaded["model"].values())
 
 
-def checkpoint_in_the_background(rank, size):
-    return checkpoint(rank, size, asynchronous=True)
-
-
 QUICK = [ddp, compiled, hooks, hook_of_ringreduce, large_buckets]
-PROGRAMS = [
-    *QUICK,
-    unused_parameters,
-    fsdp,
-    fsdp_of_flat_parameters,
-    many_buckets,
-    bucket_views,
-    static_graph,
-    no_sync,
-    zero,
-    uneven_inputs,
-    tensor_parallel,
-]
-PROGRAMS += [compiled_by_inductor, tensors_of_several_ranks, checkpoint, checkpoint_in_the_background]
+OTHERS = [unused_parameters, no_sync, zero, uneven_inputs, tensor_parallel, tensors_of_several_ranks, checkpoint]
+PROGRAMS = {each.__name__: each for each in [*QUICK, *OTHERS, fsdp, fsdp_of_flat_parameters]} | {
+    "many_buckets": functools.partial(ddp, bucket_cap_mb=0.0001),
+    "bucket_views": functools.partial(ddp, gradient_as_bucket_view=True),
+    "static_graph": functools.partial(ddp, static_graph=True),
+    "compiled_by_inductor": functools.partial(compiled, backend="inductor"),
+    "checkpoint_in_the_background": functools.partial(checkpoint, asynchronous=True),
+}
 
 
 def over_both(program, folder):
@@ -269,12 +243,10 @@ def over_both(program, folder):
     return run
 
 
-@pytest.mark.parametrize(
-    "program", [pytest.param(each, id=each.__name__, marks=[] if each in QUICK else extended) for each in PROGRAMS]
-)
+@pytest.mark.parametrize("name", parted(PROGRAMS, lambda name: PROGRAMS[name] in QUICK))
 @pytest.mark.parametrize(("world", "size"), [("mpi", 2), pytest.param("mpi", 3, marks=extended)], indirect=["world"])
-def test_as_over_gloo(world, size, program, tmp_path):
-    results = world(size).run(over_both(program, tmp_path))
+def test_as_over_gloo(world, size, name, tmp_path):
+    results = world(size).run(over_both(PROGRAMS[name], tmp_path))
     for found in results:
         for ring, gloo, first in zip(found["ring"], found["gloo"], results[0]["ring"], strict=True):
             if size == 2:  # a sum of two has one order
