@@ -140,34 +140,26 @@ def test_an_allocation_says_why(kind: str, variables: dict[str, str], text: str,
 YOURSELF = "; to name the hosts yourself: -H or --hostfile"
 
 
-@pytest.mark.parametrize(
-    ("variables", "message"),
-    [
-        ({"SLURM_TASKS_PER_NODE": "4"}, "'4': expected numbers for the 3 nodes of SLURM_JOB_NODELIST, not for 1"),
-        (
-            {"SLURM_TASKS_PER_NODE": "1(x999999999)"},
-            "'1(x999999999)': expected numbers for the 3 nodes of SLURM_JOB_NODELIST, not for 999999999",
-        ),
-        ({"SLURM_TASKS_PER_NODE": "4(x3"}, "'4(x3': expected a number for each node, as in 4(x2),3, got '4(x3'"),
-        ({"SLURM_TASKS_PER_NODE": "4(x2),"}, "'4(x2),': expected a number for each node, as in 4(x2),3, got ''"),
-        ({"SLURM_TASKS_PER_NODE": "0(x3)"}, "'0(x3)': expected a whole number from 1 to 999999, got '0'"),
-    ],
-)
-def test_damaged_numbers_of_a_slurm_job_are_told(variables: dict[str, str], message: str) -> None:
-    told = message_of(find, {"SLURM_JOB_NODELIST": "n[1-3]", **variables})
-    assert told == f"SLURM_TASKS_PER_NODE={message}{YOURSELF}"
+PER_NODE = "expected a number for each node, as in 4(x2),3, got"
+OF_NODES = "expected numbers for the 3 nodes of SLURM_JOB_NODELIST, not for"
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("variable", "text", "message"),
     [
-        ("h1 4 h2", "'h1 4 h2': expected pairs of a host and its slots, as in 'h1 4 h2 4'"),
-        ("4 h1", "'4 h1': expected a whole number from 1 to 999999, got 'h1'"),
-        ("h! 4", "'h! 4': expected a host name of letters, digits, '.', '-' and '_', got 'h!'"),
+        ("SLURM_TASKS_PER_NODE", "4", f"{OF_NODES} 1"),
+        ("SLURM_TASKS_PER_NODE", "1(x999999999)", f"{OF_NODES} 999999999"),
+        ("SLURM_TASKS_PER_NODE", "4(x3", f"{PER_NODE} '4(x3'"),
+        ("SLURM_TASKS_PER_NODE", "4(x2),", f"{PER_NODE} ''"),
+        ("SLURM_TASKS_PER_NODE", "0(x3)", "expected a whole number from 1 to 999999, got '0'"),
+        ("LSB_MCPU_HOSTS", "h1 4 h2", "expected pairs of a host and its slots, as in 'h1 4 h2 4'"),
+        ("LSB_MCPU_HOSTS", "4 h1", "expected a whole number from 1 to 999999, got 'h1'"),
+        ("LSB_MCPU_HOSTS", "h! 4", "expected a host name of letters, digits, '.', '-' and '_', got 'h!'"),
     ],
 )
-def test_damaged_lsf_hosts_are_told(text: str, message: str) -> None:
-    assert message_of(find, {"LSB_MCPU_HOSTS": text}) == f"LSB_MCPU_HOSTS={message}{YOURSELF}"
+def test_damaged_numbers_are_told(variable: str, text: str, message: str) -> None:
+    nodes = {"SLURM_JOB_NODELIST": "n[1-3]"} if variable.startswith("SLURM") else {}
+    assert message_of(find, {variable: text, **nodes}) == f"{variable}={text!r}: {message}{YOURSELF}"
 
 
 def test_a_nodefile_that_cannot_be_read_is_named() -> None:
