@@ -27,22 +27,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
-COPIED = [
-    "ringreduce",
-    "launcher",
-    "tests",
-    "examples",
-    "bench",
-    ".ci",
-    "pyproject.toml",
-    "setup.cfg",
-    "setup.py",
-    "constraints.txt",
-    "README.md",
-    "docs",
-    "mkdocs.yml",
-    "CONTRIBUTING.md",
-]
+COPIED = [each.name for each in ROOT.iterdir() if each.name == ".ci" or not each.name.startswith((".", "site"))]
 LIKELY_S, REST_S = 400, 1200
 """How long the likely tests, and all others, may take: more is a hang."""
 

@@ -114,6 +114,7 @@ def test_in_no_sync_the_zeros_give_way_to_this_ranks_gradient():
 COMPILED = torch.compile(backend="eager")
 
 
+@pytest.mark.extended
 def test_torch_compile_meets_the_zeros():
     """Nothing of Dynamo's falls over .grad of another class, and it does not warn of this package's code."""
 
