@@ -13,7 +13,7 @@ from tests.support import jobs
 LONGEST_S = 150.0  # a job that has not ended by then hangs
 ISOLATED = ["unshare", "--map-root-user", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child"]
 IN_PRIVATE = """mount -t tmpfs shm /dev/shm && { "$@"; code=$?; for again in 1 2 3 4 5; do
-ps -e -o stat=,args= | grep -v -e ^Z -e ' ps -e' -e 'sh -c' -e grep > "$LEFT" || break; sleep 1; done
+ps -e -o stat=,args= | grep -v -e ^Z -e ' ps -e' -e 'sh -c mount' -e grep > "$LEFT" || break; sleep 1; done
 ls -A /dev/shm "$TMPDIR" | grep -v -e : -e '^$' >> "$LEFT"; exit $code; }"""
 
 

@@ -39,6 +39,6 @@ def test_a_wrong_code_or_name_is_seen(code, named):
 def test_what_a_job_leaves_is_seen():
     if reason := why_not({"unshare": "util-linux"}):
         pytest.skip(reason)
-    leaving = "setsid sleep 1000 & touch /dev/shm/memory $TMPDIR/file"
+    leaving = "setsid sh -c 'sleep 1000 & wait' & touch /dev/shm/memory $TMPDIR/file"
     left = isolated.run(["sh", "-ec", leaving]).left
-    assert [line.split()[-1] for line in left] == ["1000", "memory", "file"], left
+    assert [line.split()[-1] for line in left] == ["wait", "1000", "memory", "file"], left

@@ -3,17 +3,12 @@
 import os
 import time
 
+import daemons
 from mpi4py import MPI
 
 import ringreduce as rr
 
-
-def parent(pid):
-    with open(f"/proc/{pid}/stat") as file:
-        return int(file.read().rpartition(")")[2].split()[1])
-
-
-daemon = parent(parent(os.getppid()))  # as above
+daemon = daemons.own()
 rr.init()
 state = rr.elastic.ObjectState(step=0)
 
