@@ -111,11 +111,12 @@ def connections(size: int) -> dict[str, Any]:
             _exit_with(lambda: _be_agents(listener, size))
         printed = _Counting(size, {}, stdout=nowhere.fileno())
         events: Any = queue.SimpleQueue()
-        channel = _Watched(listener, size, RankSetup(remote={"NAME": "value" * 1000}), printed, events)
+        job = Job(size, ["true"])
+        channel = _Watched(listener, job, RankSetup(remote={"NAME": "value" * 1000}), printed, events)
         mpirun = SimpleNamespace(name="mpirun", code=0, tail=[], end=lambda steps: os.waitpid(agents, 0))
         channel.start()
         before = resource.getrusage(resource.RUSAGE_SELF)
-        code = Supervisor(Job(size, ["true"]), mpirun, channel, printed, events).run()  # type: ignore[arg-type]
+        code = Supervisor(job, mpirun, channel, printed, events).run()  # type: ignore[arg-type]
         took_s = time.perf_counter() - began_s
         cpu_s = _processor_s(before, resource.getrusage(resource.RUSAGE_SELF))
     found = {"s": took_s, "cpu_s": cpu_s, "threads": channel.threads, "descriptors": channel.descriptors}
@@ -125,10 +126,20 @@ def connections(size: int) -> dict[str, Any]:
 class _Watched(Channel):
     threads = descriptors = 0
 
+    def start(self) -> None:
+        """Take connections."""
+        self._others = threading.active_count() - 1  # an earlier run's, which prints until this process ends
+        super().start()
+
     def set_up(self) -> None:
         """Let the agents begin, when all are connected."""
-        self.threads, self.descriptors = threading.active_count(), len(os.listdir("/proc/self/fd"))
+        self.descriptors = len(os.listdir("/proc/self/fd"))
         super().set_up()
+
+    def close(self) -> None:
+        """Stop listening."""
+        self.threads = threading.active_count() - self._others
+        super().close()
 
 
 class _Counting(Printer):
