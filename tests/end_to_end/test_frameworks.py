@@ -13,7 +13,7 @@ from tests.end_to_end.test_mpi_suite import PYTEST
 from tests.support import environments, jobs
 from tests.support.jobs import ROOT
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.xdist_group("pool")]  # the jobs take longer than the pool
+pytestmark = [pytest.mark.timeout(900), pytest.mark.xdist_group("frameworks")]
 PYTHON = Path(sys.executable)
 PACKAGES = ["jax", "optax", "equinox", "flax", "keras", "tensorflow-cpu"]
 EVERYWHERE = [

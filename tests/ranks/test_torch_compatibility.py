@@ -12,20 +12,7 @@ import ringreduce.torch as hvd
 from ringreduce.errors import InputError, MissingExtraError
 from ringreduce.testing import run_ranks
 from tests.ranks.on_threads import each_rank_of
-from tests.support.training import (
-    alone,
-    batch,
-    close,
-    loss_of,
-    make_model,
-    own_backward,
-    parameters,
-    same_on_all,
-    share,
-    trained,
-    trains_as_one_process,
-    wrap,
-)
+from tests.support import training
 
 CAUTIOUS = True  # see conftest.py
 
@@ -34,10 +21,10 @@ CAUTIOUS = True  # see conftest.py
 @each_rank_of(2)
 def test_gradients_are_zeros_once_the_optimizer_is_wrapped(op):
     """A look concerns this rank alone until backward() has come."""
-    model = make_model()
+    model = training.make_model()
     model[2].bias.requires_grad_(False)
     model.register_parameter("scale", torch.nn.Parameter(torch.tensor(2.0)))
-    optimizer = wrap(model, op=op)
+    optimizer = training.wrap(model, op=op)
     assert model[2].bias.grad is None
     for parameter in (model[0].weight, model[0].bias, model.scale):
         assert parameter.grad is not None
@@ -50,7 +37,7 @@ def test_gradients_are_zeros_once_the_optimizer_is_wrapped(op):
     hvd.broadcast_(model[2].weight.grad, 0, name="in place")
     assert torch.equal(model[2].weight.grad, torch.zeros(3, 16, dtype=torch.float64))
     del optimizer
-    again = wrap(model, op=op)
+    again = training.wrap(model, op=op)
     assert not model[0].bias.grad.any()
     assert not again.param_groups[0]["params"][2].grad.any()
 
@@ -66,17 +53,17 @@ UNUSED = {
 @pytest.mark.parametrize("kind", ["SGD", "AdamW"])
 def test_the_zeros_change_nothing_when_no_zero_grad_comes_first(kind, looking):
     def program(data, wrapped):
-        model = make_model()
+        model = training.make_model()
         optimizer = wrapped(UNUSED[kind](model.parameters()), model)
-        if looking and data is share:
+        if looking and data is training.share:
             assert all(not parameter.grad.any() for parameter in model.parameters())
         for step in range(3):
-            loss_of(model, data(step)).backward()
+            training.loss_of(model, data(step)).backward()
             optimizer.step()
             optimizer.zero_grad()
-        return parameters(model)
+        return training.parameters(model)
 
-    trains_as_one_process(2, program)
+    training.trains_as_one_process(2, program)
 
 
 @pytest.mark.parametrize("clearing", ["nothing", "none", "zero"])
@@ -95,9 +82,9 @@ def test_the_zeros_leave_sparse_gradients_sparse(clearing):
         optimizer.step()
         return table.weight.detach()
 
-    found = same_on_all(run_ranks(2, lambda: program(True, lambda: [hvd.rank()])))
+    found = training.same_on_all(run_ranks(2, lambda: program(True, lambda: [hvd.rank()])))
     rows = torch.tensor([1, 4])  # SparseAdam's first step is lr times the sign
-    close(found[rows], program(False, lambda: range(2))[rows])
+    training.close(found[rows], program(False, lambda: range(2))[rows])
 
 
 def test_in_no_sync_the_zeros_give_way_to_this_ranks_gradient():
@@ -119,31 +106,31 @@ def test_torch_compile_meets_the_zeros():
     """Nothing of Dynamo's falls over .grad of another class, and it does not warn of this package's code."""
 
     def program(data, wrapping, compiled=COMPILED):
-        model = make_model()
-        optimizer = wrap(model) if wrapping else torch.optim.SGD(model.parameters(), lr=0.1)
+        model = training.make_model()
+        optimizer = training.wrap(model) if wrapping else torch.optim.SGD(model.parameters(), lr=0.1)
 
         @compiled
         def train(x):
-            loss_of(model, x).backward()
+            training.loss_of(model, x).backward()
             optimizer.step()
             optimizer.zero_grad()
 
         for step in range(2):
             train(data(step))
-        return parameters(model)
+        return training.parameters(model)
 
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        trained = run_ranks(1, lambda: program(share, True))
+        trained = run_ranks(1, lambda: program(training.share, True))
     assert not [str(each.message) for each in seen if "Dynamo" in str(each.message)]
-    close(same_on_all(trained), program(batch, False, lambda train: train))
+    training.close(training.same_on_all(trained), program(training.batch, False, lambda train: train))
 
 
 @pytest.mark.parametrize("op", [hvd.Average, hvd.Adasum])
 @each_rank_of(2)
 def test_attributes_that_scripts_read_and_set(op):
-    model = make_model()
-    optimizer = wrap(model, op=op)
+    model = training.make_model()
+    optimizer = training.wrap(model, op=op)
     assert optimizer._parameter_names == {p: name for name, p in model.named_parameters()}
     assert optimizer.backward_passes_per_step == 1
     optimizer.set_backward_passes_per_step(2)
@@ -152,7 +139,7 @@ def test_attributes_that_scripts_read_and_set(op):
     optimizer._requires_update = set()  # some do, of horovod#1099
     if op is not hvd.Adasum:
         for step in range(2):
-            own_backward(model, step)
+            training.own_backward(model, step)
         optimizer.synchronize()
         assert optimizer._should_synchronize
         optimizer._should_synchronize = False
@@ -160,14 +147,14 @@ def test_attributes_that_scripts_read_and_set(op):
             warnings.simplefilter("error")
             optimizer.step()
         optimizer._should_synchronize = True
-    return parameters(model)
+    return training.parameters(model)
 
 
 @each_rank_of(1)
 def test_step_after_synchronize_warns_in_horovods_words():
-    model = make_model()
-    optimizer = wrap(model)
-    own_backward(model, 0)
+    model = training.make_model()
+    optimizer = training.wrap(model)
+    training.own_backward(model, 0)
     optimizer.synchronize()
     with pytest.warns(UserWarning, match=r"optimizer.step\(\) called without optimizer.skip_synchronize\(\)") as seen:
         optimizer.step()
@@ -191,7 +178,7 @@ def test_unsupported_arguments_are_caught_as_either_error(kind):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (make_model(), r"expected a torch optimizer, got a Sequential; such as Distributed"),
+        (training.make_model(), r"expected a torch optimizer, got a Sequential; such as Distributed"),
         (
             type("Adam", (type("Base", (), {"__module__": "keras.src.optimizers"}),), {})(),
             r"for an optimizer of Keras 3 use ringreduce.keras.DistributedOptimizer; ",
@@ -230,8 +217,8 @@ def in_turn(act):
 @pytest.mark.parametrize("how", COPIES)
 @each_rank_of(2)
 def test_a_copy_warns_until_it_is_wrapped_again(how):
-    model = make_model()
-    optimizer = wrap(model, lr=0.25)
+    model = training.make_model()
+    optimizer = training.wrap(model, lr=0.25)
 
     def act():
         with pytest.warns(UserWarning, match=WARNING):
@@ -255,14 +242,14 @@ def test_a_copy_warns_until_it_is_wrapped_again(how):
     in_turn(copy_both)
     model, copied = both
     copied = hvd.DistributedOptimizer(copied, model.named_parameters())
-    own_backward(model, 0)
+    training.own_backward(model, 0)
     copied.step()
-    return parameters(model)
+    return training.parameters(model)
 
 
 @each_rank_of(1)
 def test_a_copy_of_one_rank_says_nothing():
-    optimizer = wrap(make_model())
+    optimizer = training.wrap(training.make_model())
     for make in COPIES.values():
         make(optimizer).step()
 
@@ -272,15 +259,15 @@ def test_a_copy_of_one_rank_says_nothing():
 )
 def test_an_optimizer_goes_by_the_world_there_is(options):
     """One rank, then two, then one: as after shutdown() and init() of another size."""
-    models = [make_model() for _ in range(2)]
-    made = [(model, run_ranks(1, lambda model=model: wrap(model, **options))[0]) for model in models]
+    models = [training.make_model() for _ in range(2)]
+    made = [(model, run_ranks(1, lambda model=model: training.wrap(model, **options))[0]) for model in models]
 
     def program():
-        return trained(*made[hvd.rank()], 3)
+        return training.trained(*made[hvd.rank()], 3)
 
-    together = same_on_all(run_ranks(2, program))
+    together = training.same_on_all(run_ranks(2, program))
     if "op" not in options:
-        close(together, alone(range(2), 2, steps=3))
+        training.close(together, training.alone(range(2), 2, steps=3))
     (by_itself,) = run_ranks(1, program)
     assert not torch.equal(by_itself, together)
     assert torch.isfinite(by_itself).all()
@@ -288,10 +275,10 @@ def test_an_optimizer_goes_by_the_world_there_is(options):
 
 @pytest.mark.parametrize("name", ["_current_graph_task_id", "DisableTorchFunctionSubclass"])
 def test_torch_without_a_private_name_is_told_at_wrapping(monkeypatch, name):
-    model = make_model()
+    model = training.make_model()
     monkeypatch.delattr(torch._C, name)
     with pytest.raises(MissingExtraError, match=rf"needs torch._C.{name}, which torch 2\.\d+.* lacks; torch 2.4 to"):
-        run_ranks(1, lambda: wrap(model))
+        run_ranks(1, lambda: training.wrap(model))
 
 
 @pytest.mark.parametrize("name", ["allreduce_", "broadcast_"])

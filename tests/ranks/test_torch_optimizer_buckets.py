@@ -14,18 +14,7 @@ from ringreduce.execution.host import Host
 from ringreduce.optim import buckets, exchange, reducer
 from ringreduce.testing import run_ranks
 from tests.ranks.on_threads import each_rank_of
-from tests.support.training import (
-    BATCH,
-    alone,
-    close,
-    parameters,
-    ranks_add_up,
-    same_on_all,
-    share,
-    trained,
-    trains_as_one_process,
-    wrap,
-)
+from tests.support import training
 
 WIDTHS = (5, 16, 7, 9, 3)
 STEPS = 5
@@ -64,7 +53,7 @@ def backward_of(model, x, *_):
 
 
 def own_backward(model, step):
-    backward_of(model, share(step))
+    backward_of(model, training.share(step))
 
 
 def clip(model):
@@ -77,8 +66,8 @@ def halve(model):
             parameter.grad.mul_(0.5)
 
 
-add_up = functools.partial(ranks_add_up, make=make_model, steps=STEPS)
-by_one_process = functools.partial(alone, make=make_model, steps=STEPS)
+add_up = functools.partial(training.ranks_add_up, make=make_model, steps=STEPS)
+by_one_process = functools.partial(training.alone, make=make_model, steps=STEPS)
 
 
 def bucket_names(optimizer):
@@ -106,13 +95,13 @@ def test_one_submission_a_bucket(size, cautious, monkeypatch, submitted):
 
     def program():
         model, counts = make_model(), []
-        optimizer = wrap(model)
+        optimizer = training.wrap(model)
 
         def backward(model, step):
             counts.append(len(submitted[hvd.rank()]))
             own_backward(model, step)
 
-        trained(model, optimizer, STEPS, backward)
+        training.trained(model, optimizer, STEPS, backward)
         counts.append(len(submitted[hvd.rank()]))
         names = bucket_names(optimizer)
         assert sorted(itertools.chain(*names)) == sorted(name for name, _ in model.named_parameters()), "each once"
@@ -121,9 +110,9 @@ def test_one_submission_a_bucket(size, cautious, monkeypatch, submitted):
         assert {name[0] for name in names[0]} == {"3"}
         assert {name[0] for name in names[-1]} == {"0"}
         assert np.diff(counts)[1:].tolist() == [len(names)] * (STEPS - 1)
-        return parameters(model)
+        return training.parameters(model)
 
-    close(same_on_all(run_ranks(size, program)), by_one_process(range(size), size, backward_of))
+    training.close(training.same_on_all(run_ranks(size, program)), by_one_process(range(size), size, backward_of))
 
 
 @pytest.mark.parametrize("compression", ["none", "fp16", "bf16"])
@@ -139,10 +128,10 @@ def test_one_submission_a_bucket(size, cautious, monkeypatch, submitted):
 def test_with_the_other_options(options, compression):
     def program():
         model = make_model()
-        optimizer = wrap(model, compression=getattr(hvd.Compression, compression), **options)
-        return trained(model, optimizer, STEPS, own_backward)
+        optimizer = training.wrap(model, compression=getattr(hvd.Compression, compression), **options)
+        return training.trained(model, optimizer, STEPS, own_backward)
 
-    result, expected = same_on_all(run_ranks(3, program)), by_one_process(range(3), 3, backward_of)
+    result, expected = training.same_on_all(run_ranks(3, program)), by_one_process(range(3), 3, backward_of)
     tolerance = {"none": 1e-9, "fp16": 1e-2, "bf16": 5e-2}[compression]
     torch.testing.assert_close(result, expected, rtol=tolerance, atol=tolerance)
     assert torch.allclose(result, expected, rtol=1e-9, atol=1e-9) == (compression == "none")
@@ -168,14 +157,16 @@ def test_an_order_that_differs_between_ranks():
 
     def program():
         model = make_model()
-        optimizer = wrap(model)
-        trained(model, optimizer, STEPS, lambda model, step: backward(model, share(step), hvd.rank(), step))
-        return bucket_names(optimizer), parameters(model)
+        optimizer = training.wrap(model)
+        training.trained(
+            model, optimizer, STEPS, lambda model, step: backward(model, training.share(step), hvd.rank(), step)
+        )
+        return bucket_names(optimizer), training.parameters(model)
 
     (first, result), (second, other) = run_ranks(2, program)
     assert first == second
     assert torch.equal(result, other)
-    close(result, by_one_process(range(2), 2, backward))
+    training.close(result, by_one_process(range(2), 2, backward))
 
 
 def test_parameters_frozen_and_unfrozen_later(submitted):
@@ -203,7 +194,7 @@ def test_a_sparse_gradient_in_between():
     table.weight.data = torch.arange(30.0, dtype=torch.float64).reshape(6, 5) / 30
     model = make_model()
     both = torch.nn.ModuleList([model[:2], table, model[2:]])
-    optimizer = wrap(both)
+    optimizer = training.wrap(both)
     for _ in range(STEPS):
         optimizer.zero_grad()
         loss_of(model, table(torch.tensor([hvd.rank(), 4]))).backward()
@@ -212,7 +203,7 @@ def test_a_sparse_gradient_in_between():
         assert table.weight.grad.coalesce().indices().tolist() == [[0, 1, 4]]
     assert ["1.weight"] in bucket_names(optimizer)
     assert max(map(len, bucket_names(optimizer))) > 1
-    return parameters(both)
+    return training.parameters(both)
 
 
 @pytest.mark.parametrize("who", [[0, 1], [0]])
@@ -238,14 +229,14 @@ def test_a_sum_that_is_looked_at_is_not_summed_twice():
         for step in range(STEPS):
             optimizer.zero_grad()
             x = data(step)
-            last, first = (loss * len(x) / BATCH for loss in halves(model, x))
+            last, first = (loss * len(x) / training.BATCH for loss in halves(model, x))
             first.backward()
             torch.nn.utils.clip_grad_norm_(model[:2].parameters(), 0.01)
             last.backward()
             optimizer.step()
-        return parameters(model)
+        return training.parameters(model)
 
-    trains_as_one_process(2, program, op=hvd.Sum)
+    training.trains_as_one_process(2, program, op=hvd.Sum)
 
 
 @pytest.mark.parametrize("passes", [[2, 2], [2, 1], [1, 2], [0, 2]])
@@ -282,12 +273,12 @@ def test_two_optimizers_of_one_backward():
     for step in range(STEPS):
         for optimizer in optimizers:
             optimizer.zero_grad()
-        hidden = torch.tanh(models[0](share(step)))
+        hidden = torch.tanh(models[0](training.share(step)))
         (loss_of(models[1], hidden) + hidden.mean()).backward()
         for optimizer in optimizers if hvd.rank() else optimizers[::-1] if step > 1 else optimizers:
             optimizer.step()
     assert all(len(bucket_names(optimizer)) < 8 for optimizer in optimizers)
-    return torch.cat([parameters(model) for model in models])
+    return torch.cat([training.parameters(model) for model in models])
 
 
 def test_worlds_of_other_sizes_and_a_join():
@@ -296,22 +287,22 @@ def test_worlds_of_other_sizes_and_a_join():
 
     def program():
         model, optimizer = states.setdefault(hvd.rank(), None) or (make_model(), None)
-        optimizer = optimizer or wrap(model)
+        optimizer = optimizer or training.wrap(model)
         states[hvd.rank()] = model, optimizer
         hvd.broadcast_parameters(model.state_dict())
         for epoch in range(2):
-            trained(model, optimizer, 3 if hvd.rank() else 2 * epoch, own_backward)
+            training.trained(model, optimizer, 3 if hvd.rank() else 2 * epoch, own_backward)
             hvd.broadcast_parameters(model.state_dict(), root_rank=hvd.join())
-        return trained(model, optimizer, 1, own_backward)
+        return training.trained(model, optimizer, 1, own_backward)
 
     for size in (2, 1, 3):
-        same_on_all(run_ranks(size, program))
+        training.same_on_all(run_ranks(size, program))
 
 
 @each_rank_of(2)
 def test_a_mismatch_inside_a_bucket_names_the_tensor():
     model = make_model()
-    optimizer = wrap(model)
+    optimizer = training.wrap(model)
     for step in range(3):
         if step == 2:
             rows = 7 + hvd.rank()
@@ -319,7 +310,7 @@ def test_a_mismatch_inside_a_bucket_names_the_tensor():
             model[2].weight.data = torch.zeros(9, rows)
             model.double()
         optimizer.zero_grad()
-        loss_of(model, share(step)).backward()
+        loss_of(model, training.share(step)).backward()
         if step == 2:
             with pytest.raises(
                 ringreduce.MismatchError, match=r"allreduce '[12]\.(weight|bias)' .*: float64\[.*equal shapes"

@@ -15,21 +15,7 @@ from ringreduce.optim import reducer
 from ringreduce.testing import run_ranks
 from ringreduce.torch.reducer import line_of_backward
 from tests.ranks.on_threads import each_rank_of
-from tests.support.training import (
-    backward_that_lacks_a_layer,
-    batch,
-    clip,
-    close,
-    loss_of,
-    make_model,
-    own_backward,
-    parameters,
-    same_on_all,
-    share,
-    trained,
-    trains_as_one_process,
-    wrap,
-)
+from tests.support import training
 
 CAUTIOUS = True  # see conftest.py
 STEPS = 12  # more than the cautious ones
@@ -61,7 +47,7 @@ class Gan:
         return torch.nn.functional.binary_cross_entropy_with_logits(scores, torch.full_like(scores, label))
 
     def parameters(self):
-        return torch.cat([parameters(self.g), parameters(self.d)])
+        return torch.cat([training.parameters(self.g), training.parameters(self.d)])
 
 
 def usual(gan, real, step):
@@ -128,50 +114,52 @@ def test_gan_loops_train_as_one_process(loop, names):
         return gan.parameters()
 
     size = 3 if loop is usual else 2
-    close(same_on_all(run_ranks(size, lambda: program(share, True))), program(batch, False))
+    training.close(
+        training.same_on_all(run_ranks(size, lambda: program(training.share, True))), program(training.batch, False)
+    )
 
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_two_losses_with_a_backward_each_are_added(size):
     def program(data, wrapped):
-        model = make_model()
+        model = training.make_model()
         optimizer = wrapped(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model)
         for step in range(STEPS):
             optimizer.zero_grad()
             out = model(data(step))
             out.square().mean().backward(retain_graph=True)
             out.abs().mean().backward()
-            clip(model)
+            training.clip(model)
             optimizer.step()
-        return parameters(model)
+        return training.parameters(model)
 
-    trains_as_one_process(size, program)
+    training.trains_as_one_process(size, program)
 
 
 @each_rank_of(2)
 def test_a_rank_that_skips_a_batch_after_backward_goes_on_with_the_next():
     """Nothing was under way: the others' step is met by this rank's next one."""
-    model = make_model()
-    optimizer = wrap(model)
+    model = training.make_model()
+    optimizer = training.wrap(model)
     steps = batches = 0
     while steps < 3:
         optimizer.zero_grad()
-        own_backward(model, batches)
+        training.own_backward(model, batches)
         batches += 1
         if hvd.rank() == 1 and batches == 2:
             continue
         optimizer.step()
         steps += 1
-    return parameters(model)
+    return training.parameters(model)
 
 
 @each_rank_of(2)
 def test_overlap_begins_when_the_steps_have_shown_nothing_else():
-    model = make_model()
-    optimizer = wrap(model)
+    model = training.make_model()
+    optimizer = training.wrap(model)
     for step in range(reducer.CAUTIOUS_STEPS + 2):
         optimizer.zero_grad()
-        own_backward(model, step)
+        training.own_backward(model, step)
         assert optimizer._reducer.pending == (step >= reducer.CAUTIOUS_STEPS)
         optimizer.step()
 
@@ -182,16 +170,16 @@ def test_overlap_that_was_lost_comes_back_after_clean_steps(unclean, monkeypatch
     monkeypatch.setattr(Host, "overlaps", True)
 
     def program():
-        model = make_model()
-        optimizer = wrap(model)
+        model = training.make_model()
+        optimizer = training.wrap(model)
         begun, known = [], []
         for step in range(15):
             optimizer.zero_grad()
             if step in (1, 2):
-                loss_of(model, share(step)).backward()
+                training.loss_of(model, training.share(step)).backward()
                 if unclean == "zero_grad":
                     optimizer.zero_grad()
-            loss_of(model, share(step)).backward()
+            training.loss_of(model, training.share(step)).backward()
             begun.append(optimizer._reducer.pending)
             optimizer.step()
             known.append((hvd.info().overlap, bool(hvd.info().no_overlap)))
@@ -238,27 +226,27 @@ def test_the_line_of_a_backward_whose_hooks_run_in_a_thread_of_autograds():
 )
 @each_rank_of(2)
 def test_later_it_is_an_error_that_names_the_cures(late, message):
-    model = make_model()
-    optimizer = wrap(model)
-    trained(model, optimizer, reducer.CAUTIOUS_STEPS)
+    model = training.make_model()
+    optimizer = training.wrap(model)
+    training.trained(model, optimizer, reducer.CAUTIOUS_STEPS)
     optimizer.zero_grad()
-    own_backward(model, 0)
+    training.own_backward(model, 0)
     for kind in (AssertionError, RuntimeError, BackwardError):
         with pytest.raises(kind, match=message):
-            own_backward(model, 1) if late == "backward" else optimizer.zero_grad()
+            training.own_backward(model, 1) if late == "backward" else optimizer.zero_grad()
     optimizer.synchronize()
 
 
 @each_rank_of(2)
 def test_gradients_of_equal_names_at_once():
     """Known only after the cautious steps: the message tells of another optimizer."""
-    models = [make_model(seed) for seed in range(2)]
-    optimizers = [wrap(model) for model in models]
+    models = [training.make_model(seed) for seed in range(2)]
+    optimizers = [training.wrap(model) for model in models]
     for model, optimizer in zip(models, optimizers, strict=True):
-        trained(model, optimizer, reducer.CAUTIOUS_STEPS)
-    own_backward(models[0], 0)
+        training.trained(model, optimizer, reducer.CAUTIOUS_STEPS)
+    training.own_backward(models[0], 0)
     with pytest.raises(ValueError, match=r"pending already.*Has another DistributedOptimizer .*'d\.' \+ name"):
-        own_backward(models[1], 0)
+        training.own_backward(models[1], 0)
     optimizers[0].synchronize()
 
 
@@ -268,20 +256,20 @@ def test_waiting_in_backward_for_extensions_that_take_grad_themselves(cautious, 
     monkeypatch.setattr(reducer, "CAUTIOUS_STEPS", cautious)
 
     def program():
-        model = make_model()
-        optimizer = wrap(model, wait_in_backward=True)
+        model = training.make_model()
+        optimizer = training.wrap(model, wait_in_backward=True)
         found = []
         for step in range(3):
             optimizer.zero_grad()
-            backward_that_lacks_a_layer(model, share(step), hvd.rank(), step)
+            training.backward_that_lacks_a_layer(model, training.share(step), hvd.rank(), step)
             assert [type(each.grad) for each in model.parameters()] == [torch.Tensor] * 4
             found.append(np.concatenate([each.grad.numpy().reshape(-1) for each in model.parameters()]))
             assert not optimizer._reducer.pending
             optimizer.step()
         return torch.from_numpy(np.stack(found))
 
-    found = same_on_all(run_ranks(2, program))
-    model = make_model()
+    found = training.same_on_all(run_ranks(2, program))
+    model = training.make_model()
     for rank in range(2):
-        backward_that_lacks_a_layer(model, batch(0)[rank::2], rank, 0)
-    close(found[0], torch.cat([each.grad.reshape(-1) / 2 for each in model.parameters()]))
+        training.backward_that_lacks_a_layer(model, training.batch(0)[rank::2], rank, 0)
+    training.close(found[0], torch.cat([each.grad.reshape(-1) / 2 for each in model.parameters()]))

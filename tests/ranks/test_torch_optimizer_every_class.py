@@ -7,16 +7,7 @@ import torch
 
 import ringreduce.torch as hvd
 from ringreduce.testing import run_ranks
-from tests.support.training import (
-    batch,
-    loss_of,
-    make_model,
-    parameters,
-    same_on_all,
-    share,
-    trained,
-    trains_as_one_process,
-)
+from tests.support import training
 
 CLASSES = {
     name: kind
@@ -39,13 +30,15 @@ CASES += [(name, flags) for name, each in FLAGS.items() for flags in each]
 @pytest.mark.parametrize(("name", "flags"), CASES, ids=str)
 def test_shares_equal_everything(name, flags):
     def program(data, wrapped):
-        model = make_model()
+        model = training.make_model()
         optimizer = wrapped(CLASSES[name](model.parameters(), **{"lr": 0.01, **flags}), model)
-        result = trained(model, optimizer, 5, lambda model, step: loss_of(model, data(step)).backward())
-        assert not torch.allclose(result, parameters(make_model()))
+        result = training.trained(
+            model, optimizer, 5, lambda model, step: training.loss_of(model, data(step)).backward()
+        )
+        assert not torch.allclose(result, training.parameters(training.make_model()))
         return result
 
-    trains_as_one_process(3, program)
+    training.trains_as_one_process(3, program)
 
 
 def test_muon():
@@ -60,30 +53,30 @@ def test_muon():
             optimizer.step()
         return weight.detach()
 
-    result = same_on_all(run_ranks(2, lambda: program(share, True)))
+    result = training.same_on_all(run_ranks(2, lambda: program(training.share, True)))
     # its orthogonalisation is made in bfloat16
-    torch.testing.assert_close(result, program(batch, False), rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(result, program(training.batch, False), rtol=1e-2, atol=1e-2)
 
 
 def test_lbfgs():
     def program(data, wrapping):
-        model = make_model()
+        model = training.make_model()
         optimizer = torch.optim.LBFGS(model.parameters(), max_iter=5, line_search_fn="strong_wolfe")
         if wrapping:
             optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
 
         def closure():
             optimizer.zero_grad()
-            loss = loss_of(model, data(0))
+            loss = training.loss_of(model, data(0))
             loss.backward()
             return hvd.allreduce(loss.detach()) if wrapping else loss
 
         for _ in range(2):
             optimizer.step(closure)
-        return parameters(model)
+        return training.parameters(model)
 
-    result = same_on_all(run_ranks(2, lambda: program(share, True)))
-    torch.testing.assert_close(result, program(batch, False), rtol=1e-6, atol=1e-8)
+    result = training.same_on_all(run_ranks(2, lambda: program(training.share, True)))
+    torch.testing.assert_close(result, program(training.batch, False), rtol=1e-6, atol=1e-8)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's Adagrad makes a sparse tensor so
@@ -105,5 +98,5 @@ def test_sparse_gradients(kind):
         return table.weight.detach()
 
     ids = torch.tensor([0, 1, 1, 5, 2, 0])
-    result = same_on_all(run_ranks(3, lambda: program(ids[hvd.rank() :: 3], True)))
+    result = training.same_on_all(run_ranks(3, lambda: program(ids[hvd.rank() :: 3], True)))
     torch.testing.assert_close(result, program(ids, False), rtol=1e-9, atol=1e-12)

@@ -14,19 +14,7 @@ import ringreduce.torch as hvd
 from ringreduce.testing import run_ranks
 from ringreduce.torch.gradient import Gradient
 from tests.ranks.on_threads import each_rank_of
-from tests.support.training import (
-    alone,
-    clip,
-    close,
-    loss_of,
-    make_model,
-    own_backward,
-    parameters,
-    same_on_all,
-    trained,
-    trains_as_one_process,
-    wrap,
-)
+from tests.support import training
 
 SCHEDULERS = {
     "lambda": lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
@@ -41,7 +29,7 @@ def test_schedulers_made_before_and_after_wrapping(kind, before):
     """Warnings are errors here: a scheduler that missed step() would warn."""
 
     def program(data, wrapped):
-        model = make_model()
+        model = training.make_model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         scheduler = SCHEDULERS[kind](optimizer) if before else None
         optimizer = wrapped(optimizer, model)
@@ -49,24 +37,24 @@ def test_schedulers_made_before_and_after_wrapping(kind, before):
         seen = []
         for step in range(5):
             optimizer.zero_grad()
-            loss_of(model, data(step)).backward()
+            training.loss_of(model, data(step)).backward()
             optimizer.step()
             scheduler.step()
             seen.append((optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["momentum"]))
             if step == 2:
                 optimizer.load_state_dict(pickle.loads(pickle.dumps(copy.deepcopy(optimizer.state_dict()))))
-        return torch.cat([parameters(model), torch.tensor(seen, dtype=torch.float64).flatten()])
+        return torch.cat([training.parameters(model), torch.tensor(seen, dtype=torch.float64).flatten()])
 
-    trains_as_one_process(2, program)
+    training.trains_as_one_process(2, program)
 
 
 @each_rank_of(2)
 def test_it_shares_groups_and_state():
-    model = make_model()
+    model = training.make_model()
     inner = torch.optim.Adam(model.parameters())
     optimizer = hvd.DistributedOptimizer(inner)
     assert optimizer.param_groups is inner.param_groups
-    own_backward(model, 0)
+    training.own_backward(model, 0)
     optimizer.step()
     assert optimizer.state is inner.state
     assert len(inner.state) == 4
@@ -74,13 +62,13 @@ def test_it_shares_groups_and_state():
 
 @each_rank_of(2)
 def test_step_hooks_run_once_and_see_reduced_gradients():
-    model = make_model()
+    model = training.make_model()
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     calls = []
     inner.register_step_pre_hook(lambda *_: calls.append(("pre", model[0].weight.grad.clone())))
     optimizer = hvd.DistributedOptimizer(inner)
     optimizer.register_step_post_hook(lambda *_: calls.append(("post", None)))
-    own_backward(model, 0)
+    training.own_backward(model, 0)
     optimizer.step()
     assert [name for name, _ in calls] == ["pre", "post"]
     return calls[0][1]
@@ -88,24 +76,24 @@ def test_step_hooks_run_once_and_see_reduced_gradients():
 
 def test_parameters_that_are_added():
     def program(data, wrapped):
-        model = make_model()
+        model = training.make_model()
         optimizer = wrapped(torch.optim.SGD(model[0].parameters(), lr=0.1), model)
         for step in range(3):
             if step == 1:
                 optimizer.add_param_group({"params": list(model[2].parameters()), "lr": 0.05})
             optimizer.zero_grad()
-            loss_of(model, data(step)).backward()
+            training.loss_of(model, data(step)).backward()
             torch.nn.utils.clip_grad_norm_([each for group in optimizer.param_groups for each in group["params"]], 0.5)
             optimizer.step()
             model[2].zero_grad()
-        return parameters(model)
+        return training.parameters(model)
 
-    trains_as_one_process(2, program)
+    training.trains_as_one_process(2, program)
 
 
 @each_rank_of(1)
 def test_torchs_own_names_are_used_and_must_differ():
-    model = make_model()
+    model = training.make_model()
     inner = torch.optim.SGD([("a", model[0].weight), ("b", model[0].bias)], lr=0.1)
     optimizer = hvd.DistributedOptimizer(inner)
     with pytest.raises(ValueError, match="add_param_group: names must differ; other parameters have these: a"):
@@ -115,10 +103,10 @@ def test_torchs_own_names_are_used_and_must_differ():
 
 @each_rank_of(2)
 def test_it_is_freed_with_its_hooks_and_can_be_made_again():
-    model = make_model()
-    optimizer = wrap(model)
+    model = training.make_model()
+    optimizer = training.wrap(model)
     reducer = weakref.ref(optimizer._reducer)
-    own_backward(model, 0)
+    training.own_backward(model, 0)
     optimizer.step()
     hooks = model[0].weight._post_accumulate_grad_hooks
     assert len(hooks) == 1
@@ -126,20 +114,20 @@ def test_it_is_freed_with_its_hooks_and_can_be_made_again():
     gc.collect()
     assert reducer() is None
     assert len(hooks) == 0
-    optimizer = wrap(model)
-    older = wrap(model)  # lives on, but is not heard any more
-    optimizer = wrap(model)
-    result = trained(model, optimizer, 2)
+    optimizer = training.wrap(model)
+    older = training.wrap(model)  # lives on, but is not heard any more
+    optimizer = training.wrap(model)
+    result = training.trained(model, optimizer, 2)
     assert not older._reducer.pending
     return result
 
 
 @each_rank_of(2)
 def test_nothing_is_kept_from_step_to_step():
-    model = make_model()
-    optimizer = wrap(model)
+    model = training.make_model()
+    optimizer = training.wrap(model)
     for step in range(12):
-        own_backward(model, step)
+        training.own_backward(model, step)
         gradient = weakref.ref(model[0].weight.grad)
         optimizer.step()
         optimizer.zero_grad()
@@ -150,12 +138,12 @@ def test_nothing_is_kept_from_step_to_step():
 
 @each_rank_of(2)
 def test_an_exception_between_backward_and_step():
-    model = make_model()
-    optimizer = wrap(model)
+    model = training.make_model()
+    optimizer = training.wrap(model)
     for step in range(3):
         optimizer.zero_grad()
         try:
-            own_backward(model, step)
+            training.own_backward(model, step)
             if step == 1:
                 raise RuntimeError("in user code")
         except RuntimeError:
@@ -164,32 +152,34 @@ def test_an_exception_between_backward_and_step():
             optimizer.synchronize()
             continue
         optimizer.step()
-    return parameters(model)
+    return training.parameters(model)
 
 
 def test_an_exception_inside_backward():
     """A hook of the user's raises when half of the gradients are on their way."""
 
     def program():
-        model = make_model()
-        optimizer = wrap(model)
+        model = training.make_model()
+        optimizer = training.wrap(model)
         trouble = model[0].weight.register_hook(lambda _: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            own_backward(model, 0)
+            training.own_backward(model, 0)
         trouble.remove()
         optimizer.synchronize()
-        return trained(model, optimizer, 1, before_step=clip)
+        return training.trained(model, optimizer, 1, before_step=training.clip)
 
-    close(same_on_all(run_ranks(2, program)), alone(range(2), 2, before_step=clip, steps=1))
+    training.close(
+        training.same_on_all(run_ranks(2, program)), training.alone(range(2), 2, before_step=training.clip, steps=1)
+    )
 
 
 @each_rank_of(2)
 def test_state_that_is_loaded_gives_up_what_was_under_way():
-    model = make_model()
-    optimizer = wrap(model)
-    own_backward(model, 0)
+    model = training.make_model()
+    optimizer = training.wrap(model)
+    training.own_backward(model, 0)
     optimizer.load_state_dict(optimizer.state_dict())
-    return trained(model, optimizer, 1)
+    return training.trained(model, optimizer, 1)
 
 
 @pytest.mark.parametrize(
@@ -207,14 +197,14 @@ def test_state_that_is_loaded_gives_up_what_was_under_way():
 @each_rank_of(1)
 def test_wrong_arguments(options, message):
     with pytest.raises(ringreduce.errors.InputError, match=message):
-        wrap(make_model(), **options)
+        training.wrap(training.make_model(), **options)
 
 
 @each_rank_of(1)
 def test_wrong_parameters_and_names():
-    model = make_model()
+    model = training.make_model()
     with pytest.raises(ValueError, match="the optimizer is wrapped already"):
-        hvd.DistributedOptimizer(wrap(model))
+        hvd.DistributedOptimizer(training.wrap(model))
     with pytest.raises(ValueError, match=r"expected \(name, parameter\) pairs, such as model.named_parameters\(\)"):
         hvd.DistributedOptimizer(torch.optim.SGD(model.parameters()), model.parameters())
 
@@ -222,12 +212,12 @@ def test_wrong_parameters_and_names():
 @each_rank_of(1)
 def test_num_groups_is_the_older_name():
     with pytest.warns(DeprecationWarning, match="num_groups is deprecated; pass groups"):
-        wrap(make_model(), num_groups=2)
+        training.wrap(training.make_model(), num_groups=2)
 
 
 @each_rank_of(1)
 def test_the_general_name_takes_the_options():
-    model = make_model()
+    model = training.make_model()
     inner = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer = ringreduce.DistributedOptimizer(inner, model.named_parameters(), groups=2, op=hvd.Sum)
     assert optimizer._parameter_names == {each: name for name, each in model.named_parameters()}

@@ -14,34 +14,18 @@ import ringreduce
 import ringreduce.torch as hvd
 from ringreduce.testing import run_ranks
 from tests.ranks.on_threads import each_rank_of, known
-from tests.support.training import (
-    alone,
-    backward_that_lacks_a_layer,
-    batch,
-    clip,
-    close,
-    loss_of,
-    make_model,
-    own_backward,
-    parameters,
-    ranks_add_up,
-    same_on_all,
-    share,
-    trained,
-    trains_as_one_process,
-    wrap,
-)
+from tests.support import training
 
 
 def clipped(model, optimizer, data, step):
     """Without a ritual."""
-    loss_of(model, data(step)).backward()
-    assert clip(model) > 0.5
+    training.loss_of(model, data(step)).backward()
+    assert training.clip(model) > 0.5
     optimizer.step()
 
 
 def clipped_by_value(model, optimizer, data, step, foreach=True):
-    loss_of(model, data(step)).backward()
+    training.loss_of(model, data(step)).backward()
     torch.nn.utils.clip_grad_value_(model.parameters(), 0.3, foreach=foreach)
     torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5, foreach=foreach)
     optimizer.step()
@@ -52,15 +36,15 @@ def clipped_one_by_one(model, optimizer, data, step):
 
 
 def horovods_ritual(model, optimizer, data, step):
-    loss_of(model, data(step)).backward()
+    training.loss_of(model, data(step)).backward()
     if hasattr(optimizer, "synchronize"):
         optimizer.synchronize()
-        clip(model)
+        training.clip(model)
         with optimizer.skip_synchronize(), warnings.catch_warnings():
             warnings.simplefilter("error")
             optimizer.step()
     else:
-        clip(model)
+        training.clip(model)
         optimizer.step()
 
 
@@ -92,7 +76,7 @@ def a_look_after_each_of_two_backwards_over_everything(model, optimizer, data, s
 def no_sync_then_step(model, optimizer, data, step):
     """Which reduces what there is."""
     with optimizer.no_sync() if hasattr(optimizer, "no_sync") else contextlib.nullcontext():
-        loss_of(model, data(step)).backward()
+        training.loss_of(model, data(step)).backward()
     optimizer.step()
 
 
@@ -100,8 +84,8 @@ def frozen_and_unfrozen(model, optimizer, data, step):
     """The last layer is frozen at first, the other at last; weight decay would show gradients that are zeros."""
     model[0].requires_grad_(step != 3)
     model[2].requires_grad_(step > 1)
-    loss_of(model, data(step)).backward()
-    clip(model)
+    training.loss_of(model, data(step)).backward()
+    training.clip(model)
     optimizer.step()
 
 
@@ -110,7 +94,7 @@ def checkpoints(model, optimizer, data, step, reentrant=True):
     hidden = torch.utils.checkpoint.checkpoint(model[0], data(step).requires_grad_(), use_reentrant=reentrant)
     out = torch.utils.checkpoint.checkpoint(model[2], model[1](hidden), use_reentrant=reentrant)
     out.square().mean().backward()
-    clip(model)
+    training.clip(model)
     optimizer.step()
 
 
@@ -146,15 +130,15 @@ LOOPS = [
 @pytest.mark.parametrize(("loop", "size"), LOOPS, ids=lambda each: getattr(each, "__name__", str(each)))
 def test_ranks_train_as_one_process(loop, size):
     def program(data, wrapped):
-        model = make_model()
+        model = training.make_model()
         model[2].requires_grad_(loop is not frozen_and_unfrozen)
         optimizer = wrapped(torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.1), model)
         for step in range(4):
             optimizer.zero_grad()
             loop(model, optimizer, data, step)
-        return parameters(model)
+        return training.parameters(model)
 
-    trains_as_one_process(size, program)
+    training.trains_as_one_process(size, program)
 
 
 @pytest.mark.parametrize(
@@ -164,25 +148,25 @@ def test_ranks_train_as_one_process(loop, size):
 @each_rank_of(2)
 def test_grad_scaler_skips_the_same_steps_on_all_ranks(unscaling, kind):
     """One rank's gradient is not finite in step 1: no rank makes that step, and no ritual is needed."""
-    model = make_model().float()
+    model = training.make_model().float()
     optimizer = hvd.DistributedOptimizer(kind(model.parameters(), lr=0.01))
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     for step, scale in enumerate([8, 4, 4, 4]):
         optimizer.zero_grad()
-        loss = loss_of(model, share(step).float())
+        loss = training.loss_of(model, training.share(step).float())
         if step == 1 and hvd.rank() == 1:
             loss = loss * float("inf")
         scaler.scale(loss).backward()
         if unscaling:
             scaler.unscale_(optimizer)
-            clip(model)
-        before = parameters(model).clone()
+            training.clip(model)
+        before = training.parameters(model).clone()
         scaler.step(optimizer)
         scaler.update()
         assert scaler.get_scale() == scale
-        assert torch.equal(before, parameters(model)) == (step == 1)
-    assert torch.isfinite(parameters(model)).all()
-    return parameters(model)
+        assert torch.equal(before, training.parameters(model)) == (step == 1)
+    assert torch.isfinite(training.parameters(model)).all()
+    return training.parameters(model)
 
 
 @pytest.mark.parametrize("clipping", [False, True])
@@ -192,9 +176,9 @@ def test_backward_does_not_wait_and_other_collectives_may_come_before_step(clipp
     def before_step(model):
         assert not hvd.is_initialized() or hvd.allreduce(torch.tensor(hvd.rank() + 0.0), name="metric") == 0.5
         if clipping:
-            clip(model)
+            training.clip(model)
 
-    ranks_add_up(2, backward_that_lacks_a_layer, before_step)
+    training.ranks_add_up(2, training.backward_that_lacks_a_layer, before_step)
 
 
 @pytest.mark.parametrize("groups", [1, 2, 3, 100, "lists"])
@@ -208,58 +192,58 @@ def test_groups(groups):
 
     def wrapping(model):
         lists = [[model[0].weight, model[2].bias], [model[2].weight]]
-        return wrap(model, groups=lists if groups == "lists" else groups)
+        return training.wrap(model, groups=lists if groups == "lists" else groups)
 
-    ranks_add_up(2, backward, clip, wrapping=wrapping)
+    training.ranks_add_up(2, backward, training.clip, wrapping=wrapping)
 
 
 def test_no_sync_only_adds():
     def program():
-        model = make_model()
-        optimizer = wrap(model)
+        model = training.make_model()
+        optimizer = training.wrap(model)
 
         def backward(model, step):
-            first, second = share(step).chunk(2)
+            first, second = training.share(step).chunk(2)
             with optimizer.no_sync():
-                loss_of(model, first).backward()
+                training.loss_of(model, first).backward()
                 own = model[0].weight.grad.clone()
-            loss_of(model, second).backward()
+            training.loss_of(model, second).backward()
             assert not torch.equal(*hvd.allgather(own[None], name="own"))
 
-        return trained(model, optimizer, 4, backward, clip)
+        return training.trained(model, optimizer, 4, backward, training.clip)
 
     def both(model, x, rank, step):
         for half in x.chunk(2):
-            loss_of(model, half).backward()
+            training.loss_of(model, half).backward()
 
-    close(same_on_all(run_ranks(2, program)), alone(range(2), 2, both, clip))
+    training.close(training.same_on_all(run_ranks(2, program)), training.alone(range(2), 2, both, training.clip))
 
 
 def test_the_models_zero_grad_begins_a_count_anew():
     """As in a GAN: the generator's loss gives the discriminator gradients that nobody wants."""
 
     def program(data, wrapped):
-        model = make_model()
+        model = training.make_model()
         optimizer = wrapped(torch.optim.SGD(model.parameters(), lr=0.1), model)
         for step in range(2):
-            loss_of(model, data(7)).backward()
+            training.loss_of(model, data(7)).backward()
             model.zero_grad()
             for half in data(step).chunk(2):
-                loss_of(model, half).backward()
+                training.loss_of(model, half).backward()
             optimizer.step()
             optimizer.zero_grad()
-        return parameters(model)
+        return training.parameters(model)
 
-    trains_as_one_process(2, program, backward_passes_per_step=2)
+    training.trains_as_one_process(2, program, backward_passes_per_step=2)
 
 
 @each_rank_of(2)
 def test_a_gradient_of_no_rank_is_zeros():
-    model = make_model()
-    optimizer = wrap(model)
+    model = training.make_model()
+    optimizer = training.wrap(model)
     for _ in range(2):
         optimizer.zero_grad()
-        model[0](share(0)).sum().backward()
+        model[0](training.share(0)).sum().backward()
         assert model[2].weight.grad.abs().sum() == 0
         optimizer.step()
         assert model[2].bias.grad.abs().sum() == 0
@@ -269,13 +253,13 @@ def test_a_process_set():
     """Ranks 0 and 2 train together, rank 1 alone."""
 
     def program():
-        model = make_model()
-        return trained(model, wrap(model, process_set=known([0, 2], 1)), 4, before_step=clip)
+        model = training.make_model()
+        return training.trained(model, training.wrap(model, process_set=known([0, 2], 1)), 4, before_step=training.clip)
 
     results = run_ranks(3, program, process_sets=[[0, 2]])
     assert torch.equal(results[0], results[2])
-    close(results[0], alone([0, 2], 3, before_step=clip))
-    close(results[1], alone([1], 3, before_step=clip))
+    training.close(results[0], training.alone([0, 2], 3, before_step=training.clip))
+    training.close(results[1], training.alone([1], 3, before_step=training.clip))
 
 
 @pytest.mark.parametrize("steps", [[3, 1], [0, 3], [2, 3]])
@@ -284,15 +268,21 @@ def test_join_when_data_do_not_come_out_even(steps):
 
     def backward(model, x, rank, step):
         if step < steps[rank]:
-            loss_of(model, x).backward()
+            training.loss_of(model, x).backward()
 
     def program():
-        model, rank = make_model(), hvd.rank()
-        trained(model, wrap(model), steps[rank], lambda model, step: backward(model, share(step), rank, step), clip)
+        model, rank = training.make_model(), hvd.rank()
+        training.trained(
+            model,
+            training.wrap(model),
+            steps[rank],
+            lambda model, step: backward(model, training.share(step), rank, step),
+            training.clip,
+        )
         ringreduce.join()
-        return parameters(model)
+        return training.parameters(model)
 
-    close(run_ranks(2, program)[steps.index(3)], alone(range(2), 2, backward, clip, steps=3))
+    training.close(run_ranks(2, program)[steps.index(3)], training.alone(range(2), 2, backward, training.clip, steps=3))
 
 
 USES = [
@@ -309,18 +299,18 @@ USES = [
 
 @each_rank_of(2)
 def test_a_gradient_can_be_used_in_every_way_before_step():
-    model, alone = make_model(), make_model()
-    optimizer = wrap(model)
-    loss_of(alone, batch(0)).backward()
+    model, alone = training.make_model(), training.make_model()
+    optimizer = training.wrap(model)
+    training.loss_of(alone, training.batch(0)).backward()
     found = []
     for use in USES:
         optimizer.zero_grad()
-        own_backward(model, 0)
+        training.own_backward(model, 0)
         grad = model[0].weight.grad
         assert grad.shape == (16, 5)
         assert isinstance(grad, torch.Tensor)
         found.append(torch.as_tensor(use(grad)).clone())
-        close(found[-1], alone[0].weight.grad)
+        training.close(found[-1], alone[0].weight.grad)
         assert type(model[0].weight.grad) is torch.Tensor
         assert torch.equal(grad, model[0].weight.grad), "who holds it sees the same"
         optimizer.synchronize()
@@ -339,26 +329,29 @@ class Twice(torch.optim.SGD):
 
 def test_a_closure_that_leaves_out_other_parameters_each_time():
     def program():
-        model = make_model()
+        model = training.make_model()
         optimizer = hvd.DistributedOptimizer(Twice(model.parameters(), lr=0.1), model.named_parameters())
         calls = []
 
         def closure():
             calls.append(None)
             model.zero_grad()
-            backward_that_lacks_a_layer(model, share(0), (hvd.rank() + len(calls)) % 2, 0)
+            training.backward_that_lacks_a_layer(model, training.share(0), (hvd.rank() + len(calls)) % 2, 0)
 
         optimizer.step(closure)
         assert len(calls) == 2
-        return parameters(model)
+        return training.parameters(model)
 
-    close(same_on_all(run_ranks(2, program)), alone(range(2), 2, backward_that_lacks_a_layer, steps=1))
+    training.close(
+        training.same_on_all(run_ranks(2, program)),
+        training.alone(range(2), 2, training.backward_that_lacks_a_layer, steps=1),
+    )
 
 
 @each_rank_of(2)
 def test_the_line_that_is_told_is_that_of_each_backward():
     model = torch.nn.Linear(2 + hvd.rank(), 1, bias=False)
-    optimizer = wrap(model, sparse_as_dense=True)
+    optimizer = training.wrap(model, sparse_as_dense=True)
     here = sys._getframe().f_lineno
     for step in range(2):
         loss = model(torch.ones(1, 2 + hvd.rank())).sum()

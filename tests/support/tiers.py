@@ -36,9 +36,11 @@ def seeds(quick: Iterable[int], explored: int) -> list[Any]:
     return [*quick, *(pytest.param(1000 * SEED + number, marks=extended) for number in range(explored))]
 
 
-JOBS = {"tests/cluster": "jobs", "tests/elastic": "jobs", "tests/end_to_end": "jobs", "tests/examples": "pool"}
+JOBS = {"tests/cluster": "hosts", "tests/elastic": "hosts", "tests/end_to_end": "jobs", "tests/examples": "pool"}
 """Folders whose tests start jobs, which takes seconds: they are extended but for those marked `quick`. With the group
 of those that are in no other (xdist_group)."""
+HALVED = {"tests/launcher": "launcher", "tests/end_to_end": "jobs"}
+"""Folders too long for one group: files before test_i are one half."""
 
 
 def mark(item: pytest.Item) -> None:
@@ -60,9 +62,9 @@ def group(item: pytest.Item, folder: str, file: str) -> str | None:
     """
     if getattr(item, "callspec", None) and item.callspec.params.get("world") in ("mpi", "mpich"):
         return "pool"
-    if folder == "tests/launcher":
-        return "launcher-1" if file < "test_i" else "launcher-2"
-    return (JOBS | {"tests/gpu": "jobs"}).get(folder)
+    if folder in HALVED:
+        return f"{HALVED[folder]}-{1 if file < 'test_i' else 2}"
+    return (JOBS | {"tests/gpu": "hosts"}).get(folder)
 
 
 def without_group(nodeid: str) -> str:
