@@ -6,17 +6,7 @@ import pytest
 
 from ringreduce.runtime import FORK_WARNING
 from ringrun.connection.wire import RankError
-from ringrun.report.outcome import (
-    RankEnd,
-    aborter,
-    evidence,
-    exit_code,
-    extract_traceback,
-    failures_of_others,
-    in_words,
-    root_cause,
-    timeout_report,
-)
+from ringrun.report import outcome
 
 
 def end(
@@ -27,9 +17,9 @@ def end(
     sent: tuple[int, ...] = (),
     lost: tuple[int, ...] = (),
     tail: tuple[str, ...] = (),
-) -> RankEnd:
+) -> outcome.RankEnd:
     error = RankError("PeerLostError", f"lost {lost}", f"Traceback of {rank}", lost) if lost else None
-    return RankEnd(rank, "node7", 1000 + rank, code, at_s, sent, error, tail)
+    return outcome.RankEnd(rank, "node7", 1000 + rank, code, at_s, sent, error, tail)
 
 
 TERM, KILL = signal.SIGTERM, signal.SIGKILL
@@ -76,8 +66,8 @@ TERM, KILL = signal.SIGTERM, signal.SIGKILL
         ([end(0, 3, 1.0), end(1, 14, 1.1), end(2, -9, 1.2)], 0),
     ],
 )
-def test_root_cause(ends: list[RankEnd], cause: int | None) -> None:
-    found = root_cause(ends, lost_peer_code=14)
+def test_root_cause(ends: list[outcome.RankEnd], cause: int | None) -> None:
+    found = outcome.root_cause(ends, lost_peer_code=14)
     assert (found.rank if found else None) == cause
 
 
@@ -95,7 +85,7 @@ def test_root_cause(ends: list[RankEnd], cause: int | None) -> None:
     ],
 )
 def test_how_an_end_is_worded_and_its_exit_code(code: int | None, of_shell: int, words: str) -> None:
-    assert (exit_code(end(0, code)), in_words(end(0, code))) == (of_shell, words)
+    assert (outcome.exit_code(end(0, code)), outcome.in_words(end(0, code))) == (of_shell, words)
 
 
 FIRST = ["Traceback (most recent call last):", '  File "a.py", line 1', "KeyError: 1"]
@@ -116,28 +106,28 @@ DURING = ["", "During handling of the above exception, another exception occurre
     ],
 )
 def test_extract_traceback(tail: list[str], expected: list[str]) -> None:
-    assert extract_traceback(tail) == expected
+    assert outcome.extract_traceback(tail) == expected
 
 
 def test_evidence_is_the_best_there_is() -> None:
     many = tuple(f"line {count}" for count in range(30))
-    assert evidence(end(0, 1, lost=(1,), tail=(*FIRST,))) == ["Traceback of 0"]
-    assert evidence(end(0, 1, tail=("noise", *FIRST))) == FIRST
-    assert evidence(end(0, 1, tail=many)) == ["the last it wrote to stderr:", *many[-20:]]
-    assert evidence(end(0, 1), ["mpi words"])[-1] == "mpi words"
-    assert evidence(end(0, -9, tail=(f"ringreduce: {FORK_WARNING}",))) == ["it wrote nothing to stderr"]
-    assert evidence(end(0, 1)) == ["it wrote nothing to stderr"]
+    assert outcome.evidence(end(0, 1, lost=(1,), tail=(*FIRST,))) == ["Traceback of 0"]
+    assert outcome.evidence(end(0, 1, tail=("noise", *FIRST))) == FIRST
+    assert outcome.evidence(end(0, 1, tail=many)) == ["the last it wrote to stderr:", *many[-20:]]
+    assert outcome.evidence(end(0, 1), ["mpi words"])[-1] == "mpi words"
+    assert outcome.evidence(end(0, -9, tail=(f"ringreduce: {FORK_WARNING}",))) == ["it wrote nothing to stderr"]
+    assert outcome.evidence(end(0, 1)) == ["it wrote nothing to stderr"]
 
 
 def test_the_other_failures_are_told_in_their_order_and_many_stay_short() -> None:
     cause = end(1, 4, 1.0, tail=tuple(FIRST))
     ends = [end(0, 1, 3.0, lost=(1,)), cause, end(2, -15, 3.0, sent=(TERM,)), end(3, 0), end(4, -11, 2.0)]
-    assert failures_of_others(cause, ends) == [
+    assert outcome.failures_of_others(cause, ends) == [
         "rank 4 on host node7: killed by signal 11 (SIGSEGV, segmentation fault), exit code 139",
         "rank 0 on host node7: exit code 1, lost rank 1",
     ]
     many = [end(rank, 1, float(rank)) for rank in range(100)]
-    lines = failures_of_others(many[0], many)
+    lines = outcome.failures_of_others(many[0], many)
     assert lines[-1] == "and 91 more"
     assert len(lines) == 9
 
@@ -148,14 +138,14 @@ def test_hydra_loses_the_code_of_mpi_abort_but_mpich_prints_it() -> None:
         end(0, 15, 1.0, tail=(late,)),
         end(1, 15, 2.0, tail=("Abort(7) on node 1 (rank 1 in comm 0): application called MPI_Abort", late)),
     ]
-    found = aborter(ends, 7)
+    found = outcome.aborter(ends, 7)
     assert found is not None
     assert (found.rank, found.code) == (1, 7)
-    assert aborter(ends, 9) is None
-    assert aborter(ends, None) is None
+    assert outcome.aborter(ends, 9) is None
+    assert outcome.aborter(ends, None) is None
 
 
 def test_the_timeout_report_names_the_ranks() -> None:
     head = "ringrun: the job took longer than --timeout 1.5 s and was ended: "
-    assert timeout_report(1.5, {0, 1, 2}, set(), 4) == f"{head}ranks 0-2 of 4 still ran"
-    assert timeout_report(1.5, {0}, {1, 3}, 4) == f"{head}rank 0 of 4 still ran, ranks 1,3 of 4 had not started"
+    assert outcome.timeout_report(1.5, {0, 1, 2}, set(), 4) == f"{head}ranks 0-2 of 4 still ran"
+    assert outcome.timeout_report(1.5, {0}, {1, 3}, 4) == f"{head}rank 0 of 4 still ran, ranks 1,3 of 4 had not started"

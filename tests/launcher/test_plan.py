@@ -18,26 +18,13 @@ from ringrun.environment import HOOK_DIRECTORY, Place, Settings, rank_environmen
 from ringrun.errors import MachineError, UsageError
 from ringrun.folders import make_private_folder, private_folder
 from ringrun.hosts import Host
-from ringrun.job.plan import (
-    Job,
-    across,
-    aliases,
-    engine_variables,
-    find_command,
-    interpreter_of,
-    job_command,
-    job_environment,
-    local_variables,
-    printable,
-    remote_variables,
-    run_module,
-)
+from ringrun.job import plan
 from ringrun.ssh import SshOptions
 
 SETTINGS = Settings("mpich", "/tmp/private")
 SETUP = Setup("127.0.0.1", 2345, "/home/me", {}, gives_stdin=False)
 ADDRESS = Address("here", "/tmp/private/socket")
-ONE_HOST = Job(2, ["/bin/true"])
+ONE_HOST = plan.Job(2, ["/bin/true"])
 ABROAD = replace(
     ONE_HOST,
     size=5,
@@ -56,9 +43,9 @@ def test_the_command_becomes_an_absolute_path(tmp_path: Path, monkeypatch: pytes
     program.write_text("#!/bin/sh\n")
     program.chmod(0o755)
     monkeypatch.chdir(tmp_path)
-    assert find_command(["./program", "a b", "-np"]) == [str(program), "a b", "-np"]
+    assert plan.find_command(["./program", "a b", "-np"]) == [str(program), "a b", "-np"]
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert find_command(["program"]) == [str(program)]
+    assert plan.find_command(["program"]) == [str(program)]
 
 
 @pytest.mark.parametrize(
@@ -84,21 +71,23 @@ def test_a_missing_command_is_told_with_its_cure(
         (tmp_path / file).touch(mode)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError) as caught:
-        find_command([name])
+        plan.find_command([name])
     assert str(caught.value) == message
 
 
 @pytest.mark.parametrize("name", ["python", "python3.12", "python3.13t", "bash", "pythonista", "ipython", "torchrun"])
 def test_a_python_command_is_asked_for_its_mpi_and_instead_of_others_ours(name: str) -> None:
     is_python = name in ("python", "python3.12", "python3.13t")
-    assert interpreter_of([f"/opt/bin/{name}", "train.py"]) == (f"/opt/bin/{name}" if is_python else sys.executable)
+    assert plan.interpreter_of([f"/opt/bin/{name}", "train.py"]) == (
+        f"/opt/bin/{name}" if is_python else sys.executable
+    )
 
 
 def test_the_job_is_agents_with_the_command_as_it_stands() -> None:
-    argv = job_command(OPEN_MPI, Job(4, ["/bin/echo", "$HOME", "a;b"]), None, as_root=False)
+    argv = plan.job_command(OPEN_MPI, plan.Job(4, ["/bin/echo", "$HOME", "a;b"]), None, as_root=False)
     assert argv[0] == "/v/bin/mpirun"
     assert argv[argv.index("-np") + 1] == "4"
-    agent = run_module("ringrun.agent")
+    agent = plan.run_module("ringrun.agent")
     assert argv[argv.index(sys.executable) :] == [sys.executable, *agent, "/bin/echo", "$HOME", "a;b"]
 
 
@@ -106,7 +95,7 @@ def test_the_job_is_agents_with_the_command_as_it_stands() -> None:
 def test_an_agent_of_every_version_imports_nothing_from_the_current_folder(version, tmp_path: Path) -> None:
     (tmp_path / "json.py").write_text("raise SystemExit('the wrong file')")
     run = subprocess.run(
-        [sys.executable, *run_module("ringrun.agent", version)], cwd=tmp_path, capture_output=True, text=True
+        [sys.executable, *plan.run_module("ringrun.agent", version)], cwd=tmp_path, capture_output=True, text=True
     )
     assert "ringrun.agent is started by ringrun, not by hand" in run.stderr
 
@@ -114,15 +103,15 @@ def test_an_agent_of_every_version_imports_nothing_from_the_current_folder(versi
 def test_the_user_s_mca_settings_win() -> None:
     scratch, ours = "PRTE_MCA_prte_local_tmpdir_base", {"OMPI_MCA_mpi_yield_when_idle": "1", "OMPI_MCA_btl": "^ofi"}
     users = {"OMPI_MCA_osc": "rdma", "A": "b", scratch: "/mine"}
-    assert engine_variables(OPEN_MPI, users) == ours
-    assert job_environment(OPEN_MPI, ONE_HOST, users, SETTINGS, ADDRESS, b"key").items() >= (users | ours).items()
-    assert job_environment(OPEN_MPI, ONE_HOST, {}, SETTINGS, ADDRESS, b"key")[scratch] == SETTINGS.directory
+    assert plan.engine_variables(OPEN_MPI, users) == ours
+    assert plan.job_environment(OPEN_MPI, ONE_HOST, users, SETTINGS, ADDRESS, b"key").items() >= (users | ours).items()
+    assert plan.job_environment(OPEN_MPI, ONE_HOST, {}, SETTINGS, ADDRESS, b"key")[scratch] == SETTINGS.directory
 
 
 def test_what_is_printed_can_be_pasted_into_a_shell() -> None:
-    text = printable(["mpirun", "echo", "a b", "$x"], {"OMPI_MCA_osc": "^ucx"})
+    text = plan.printable(["mpirun", "echo", "a b", "$x"], {"OMPI_MCA_osc": "^ucx"})
     assert shlex.split(text) == ["env", "OMPI_MCA_osc=^ucx", "mpirun", "echo", "a b", "$x"]
-    assert printable(["mpirun", "x"], {}) == "mpirun x"
+    assert plan.printable(["mpirun", "x"], {}) == "mpirun x"
 
 
 def test_settings_survive_the_environment() -> None:
@@ -193,35 +182,37 @@ def test_hosts_are_filled_in_order(rank: int, host: str) -> None:
 
 
 def test_only_names_of_variables_stand_on_the_command_line() -> None:
-    beyond = across(ABROAD, {"PYTHONPATH": "/secret/path", "MY_TOKEN": "hush"}, "/tmp/private")
+    beyond = plan.across(ABROAD, {"PYTHONPATH": "/secret/path", "MY_TOKEN": "hush"}, "/tmp/private")
     assert beyond is not None
-    argv = job_command(OPEN_MPI, ABROAD, beyond, as_root=False)
+    argv = plan.job_command(OPEN_MPI, ABROAD, beyond, as_root=False)
     assert {"RINGRUN_AUTHKEY", "RINGRUN_ADDRESS", "PYTHONPATH"} <= set(argv)
     assert not [word for word in argv if "secret" in word or "hush" in word or "TOKEN" in word or "sent" in word]
     assert argv[argv.index("-H") + 1] == "h1:3,ringrun-host-0:2"
-    assert aliases(ABROAD) == {"ringrun-host-0": "fe80::1"}
+    assert plan.aliases(ABROAD) == {"ringrun-host-0": "fe80::1"}
     own = replace(ABROAD, hosts=[(Host("::1"), 1), *ABROAD.hosts])
-    assert list(aliases(own).values()) == ["fe80::1"]
-    assert across(own, {}, "/tmp/private").ranks[0] == (Host(socket.gethostname()), 1), "no ssh to this host itself"
+    assert list(plan.aliases(own).values()) == ["fe80::1"]
+    assert plan.across(own, {}, "/tmp/private").ranks[0] == (Host(socket.gethostname()), 1), (
+        "no ssh to this host itself"
+    )
     assert argv[argv.index("plm_ssh_agent") + 1] == "ssh -F /tmp/private/ssh_config"
     assert argv[argv.index("prte_if_include") + 1] == "ib0,eth0"
-    assert across(ONE_HOST, {}, "/tmp/private") is None
+    assert plan.across(ONE_HOST, {}, "/tmp/private") is None
 
 
 def test_other_hosts_get_what_may_leave_this_one() -> None:
     inherited = {"LANG": "C", "MY_TOKEN": "hush", "WANDB_API_KEY": "sent", "HOME": "/root", "RINGREDUCE_COSTS": "x=1"}
-    environment = job_environment(OPEN_MPI, ABROAD, inherited, SETTINGS, ADDRESS, b"key")
+    environment = plan.job_environment(OPEN_MPI, ABROAD, inherited, SETTINGS, ADDRESS, b"key")
     assert "MY_TOKEN" not in environment, "a batch system would send mpirun's environment along"
     assert environment["PRTE_MCA_prte_local_tmpdir_base"] == SETTINGS.directory
-    assert local_variables(ABROAD, inherited) == {"MY_TOKEN": "hush"}
-    assert local_variables(ONE_HOST, inherited) == {}
+    assert plan.local_variables(ABROAD, inherited) == {"MY_TOKEN": "hush"}
+    assert plan.local_variables(ONE_HOST, inherited) == {}
     few = replace(ABROAD, allowed=["LC_*"])
-    assert local_variables(few, inherited) == {"MY_TOKEN": "hush", "LANG": "C"}
-    assert "LANG" not in job_environment(OPEN_MPI, few, inherited, SETTINGS, ADDRESS, b"key")
-    sent = remote_variables(ABROAD, environment)
+    assert plan.local_variables(few, inherited) == {"MY_TOKEN": "hush", "LANG": "C"}
+    assert "LANG" not in plan.job_environment(OPEN_MPI, few, inherited, SETTINGS, ADDRESS, b"key")
+    sent = plan.remote_variables(ABROAD, environment)
     ours = {"OMPI_MCA_mpi_yield_when_idle": "1", "OMPI_MCA_btl": "^ofi", "OMPI_MCA_osc": "^ucx"}
     assert sent == {"LANG": "C", "WANDB_API_KEY": "sent", "RINGREDUCE_COSTS": "x=1", **ours}
-    assert remote_variables(ONE_HOST, environment) == {}
+    assert plan.remote_variables(ONE_HOST, environment) == {}
 
 
 @pytest.mark.parametrize(

@@ -9,36 +9,26 @@ import torch
 
 import ringreduce
 from ringreduce.arrays.view import as_buffer
-from ringreduce.execution.signature import (
-    Signature,
-    SubmissionRecord,
-    TensorSignature,
-    calling_line,
-    mismatch_message,
-    names_of,
-    ranks_text,
-    sign,
-    tensor_text,
-)
+from ringreduce.execution import signature
 
 
 def tensor(name="w", dtype="float32", shape=(3,), device="cpu"):
-    return TensorSignature(name, dtype, shape, device)
+    return signature.TensorSignature(name, dtype, shape, device)
 
 
 def reduction(*tensors, op="Sum", prescale=1.0, name="w"):
-    return Signature("allreduce", name, tensors or (tensor(),), (("op", op), ("prescale_factor", prescale)))
+    return signature.Signature("allreduce", name, tensors or (tensor(),), (("op", op), ("prescale_factor", prescale)))
 
 
 def explained(*signatures, size=4):
-    return mismatch_message(
-        {rank: SubmissionRecord(each, f"train.py:{rank}") for rank, each in enumerate(signatures)}, size
+    return signature.mismatch_message(
+        {rank: signature.SubmissionRecord(each, f"train.py:{rank}") for rank, each in enumerate(signatures)}, size
     )
 
 
 def test_the_key_is_the_operation_and_the_name_or_the_number():
-    assert Signature("allgather", "layer.w").key == "allgather.layer.w"
-    assert Signature("allgather", "noname.3", numbered=True).key == "noname.3"
+    assert signature.Signature("allgather", "layer.w").key == "allgather.layer.w"
+    assert signature.Signature("allgather", "noname.3", numbered=True).key == "noname.3"
     assert reduction(op="Max").detail("op") == "Max"
 
 
@@ -60,7 +50,7 @@ DIFFERENCES = {
     "'w' (train.py:1): 2 tensors, but rank 0 has 1 (train.py:0); all": reduction(tensor(), tensor("v")),
     "'w.1' (train.py:1): name 'w.1', but rank 0 has name 'w'": reduction(tensor("w.1")),
     "rank 1 of 4, barrier 'w' (train.py:1): barrier 'w', but rank 0 has allreduce 'w' (train.py:0); all ranks must "
-    "pass equal operations": Signature("barrier", "w"),
+    "pass equal operations": signature.Signature("barrier", "w"),
 }
 
 
@@ -82,31 +72,34 @@ def test_the_first_that_differs_is_told_and_the_others_are_counted():
 
 
 def test_the_lowest_rank_that_gave_it_is_the_measure():
-    records = {3: SubmissionRecord(reduction(), "a.py:3"), 1: SubmissionRecord(reduction(op="Min"), "a.py:1")}
-    assert mismatch_message(records, 4).startswith(
+    records = {
+        3: signature.SubmissionRecord(reduction(), "a.py:3"),
+        1: signature.SubmissionRecord(reduction(op="Min"), "a.py:1"),
+    }
+    assert signature.mismatch_message(records, 4).startswith(
         "rank 3 of 4, allreduce 'w' (a.py:3): op=Sum, but rank 1 has op=Min (a.py:1)"
     )
 
 
 def test_a_buffer_is_described_by_its_type_shape_and_kind_of_device(cupy):
-    assert sign(as_buffer(np.zeros((2, 3), np.int8)), "w") == tensor(dtype="int8", shape=(2, 3))
-    assert sign(as_buffer(np.zeros((2, 3))), "w", (3,)) == tensor(dtype="float64", shape=(3,))
-    assert sign(as_buffer(cupy.asarray(np.zeros(3, np.float32))), "w").device == "cuda"
+    assert signature.sign(as_buffer(np.zeros((2, 3), np.int8)), "w") == tensor(dtype="int8", shape=(2, 3))
+    assert signature.sign(as_buffer(np.zeros((2, 3))), "w", (3,)) == tensor(dtype="float64", shape=(3,))
+    assert signature.sign(as_buffer(cupy.asarray(np.zeros(3, np.float32))), "w").device == "cuda"
 
 
 def test_how_a_signature_is_worded():
-    assert tensor_text(tensor(dtype="bool", shape=())) == "bool[]"
-    assert list(names_of("g", None, 1)) == ["g"]
-    assert list(names_of("g", None, 2)) == ["g.0", "g.1"]
-    assert list(names_of("g", ["a", "b"], 2)) == ["a", "b"]
-    assert list(names_of("g", None, 0)) == []
+    assert signature.tensor_text(tensor(dtype="bool", shape=())) == "bool[]"
+    assert list(signature.names_of("g", None, 1)) == ["g"]
+    assert list(signature.names_of("g", None, 2)) == ["g.0", "g.1"]
+    assert list(signature.names_of("g", ["a", "b"], 2)) == ["a", "b"]
+    assert list(signature.names_of("g", None, 0)) == []
 
 
 def test_the_calling_line_is_that_of_each_call():
     here = sys._getframe().f_lineno
     lines = [
-        calling_line(),
-        calling_line(),
+        signature.calling_line(),
+        signature.calling_line(),
     ]
     assert lines == [f"test_signature.py:{here + 2}", f"test_signature.py:{here + 3}"]
 
@@ -114,7 +107,7 @@ def test_the_calling_line_is_that_of_each_call():
 @pytest.mark.parametrize("library", [ringreduce.__file__, torch.__file__])
 def test_the_calling_line_is_outside_the_libraries(library):
     inside = os.path.join(os.path.dirname(library), "some", "module.py")
-    called = {"calling_line": calling_line}
+    called = {"calling_line": signature.calling_line}
     exec(compile("def call():\n    return calling_line()", inside, "exec"), called)
     assert called["call"]() == f"test_signature.py:{sys._getframe().f_lineno}"
 
@@ -124,4 +117,4 @@ def test_the_calling_line_is_outside_the_libraries(library):
     [([3], "rank 3"), ([0, 1], "ranks 0-1"), ([7, 0, 2, 3, 4], "ranks 0,2-4,7"), (range(512), "ranks 0-511")],
 )
 def test_ranks_are_named_as_spans(ranks, text):
-    assert ranks_text(ranks) == text
+    assert signature.ranks_text(ranks) == text
