@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.launcher import loopback_sshd
 from tests.support import jobs
 from tests.support.patience import patient
 
@@ -20,6 +21,15 @@ GONE_WITHIN_S = 5.0
 def _environment(changes: dict[str, str | None] | None) -> dict[str, str]:
     # on a host with GPUs ringrun tells their ranks, on its stderr
     return jobs.environment(**{"CUDA_VISIBLE_DEVICES": ""} | (changes or {}))
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[loopback_sshd.Server]:
+    """A real sshd on loopback."""
+    if reason := loopback_sshd.why_not():
+        pytest.skip(f"no sshd: {reason}")
+    with loopback_sshd.sshd(tmp_path_factory.mktemp("sshd")) as running:
+        yield running
 
 
 @pytest.fixture

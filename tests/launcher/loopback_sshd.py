@@ -26,6 +26,12 @@ class Server:
     folder: Path
     port: int
 
+    def aliases(self) -> str:
+        """h1, h2 and h3: names for ssh that are not this host's to ringrun, and loopback all the same."""
+        names = ("h1", "h2", "h3")
+        hosts = (f"Host {name}\n HostName 127.0.0.1\n HostKeyAlias [{name}]:{self.port}" for name in names)
+        return "\n".join([*hosts, "Host *"])
+
     def config(self, *lines: str, name: str = "config", user_key: str = "user", known: str = "known") -> list[str]:
         """Write a client's configuration, which knows nothing but this test's, and return the argv that uses it."""
         path = self.folder / name

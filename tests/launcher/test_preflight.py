@@ -8,7 +8,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import IO
@@ -28,9 +28,8 @@ from ringrun.preflight.ask import Question, Version, ask, read_answer
 from ringrun.preflight.findings import Finding, find, lines, short_mpi
 from ringrun.preflight.table import table
 from ringrun.remote import Answer, Problem, Remote, Ssh
-from tests.launcher.loopback_sshd import Server, sshd, why_not
+from tests.launcher.loopback_sshd import Server
 
-needs_sshd = pytest.mark.skipif(bool(why_not()), reason=f"no sshd: {why_not()}")
 OPEN_MPI = "Open MPI v5.0.11, package: Open MPI user@localhost Distribution, ident: 5.0.11, repo rev: v5.0.11rc1, Sep"
 MPICH = "MPICH Version:      5.0.2"
 GOOD = Facts(
@@ -363,17 +362,9 @@ def test_what_is_asked_of_a_preflight() -> None:
     preflight.only(["n3"]).require_no_errors()
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with sshd(tmp_path_factory.mktemp("sshd")) as running:
-        yield running
-
-
-@needs_sshd
 def test_hosts_over_a_real_sshd(server: Server, tmp_path: Path) -> None:
     names = ["h1", "h2", "h3"]
-    alias = "\n".join(f"Host {name}\n HostName 127.0.0.1\n HostKeyAlias [{name}]:{server.port}" for name in names)
-    prefix = server.config(f"{alias}\nHost dead\n HostName 127.0.0.1\n Port 1\nHost *")
+    prefix = server.config(f"Host dead\n HostName 127.0.0.1\n Port 1\n{server.aliases()}")
     began_s = time.monotonic()
     remote = Remote(Ssh(prefix, 40), 41)
     command = str(tmp_path / "train")

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -21,27 +21,14 @@ from ringrun.remote.base import Runner
 from ringrun.remote.over_ssh import MAX_BYTES, REMOTE_COMMAND, payload, split_exit
 from ringrun.remote.parallel import Outcome, Task, run_all
 from ringrun.remote.refusals import program_problem, srun_problem, ssh_problem
-from tests.launcher.loopback_sshd import Server, sshd, why_not
+from tests.launcher.loopback_sshd import Server
 from tests.support.patience import patient, wait_until
 
-needs_sshd = pytest.mark.skipif(bool(why_not()), reason=f"no sshd: {why_not()}")
 HERE = "127.0.0.1"
-# names for ssh that are not this host's to ringrun, and loopback all the same
-HOSTS = "\n".join(f"Host {name}\n HostName 127.0.0.1\n HostKeyAlias [{name}]:%d" for name in ("h1", "h2", "h3"))
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with sshd(tmp_path_factory.mktemp("sshd")) as running:
-        yield running
-
-
-def aliases(server: Server) -> str:
-    return HOSTS.replace("%d", str(server.port)) + "\nHost *"
 
 
 def over_ssh(server: Server, timeout_s: float = 20.0, **options: str) -> Remote:
-    prefix = server.config(aliases(server), name=f"config{len(list(server.folder.iterdir()))}", **options)
+    prefix = server.config(server.aliases(), name=f"config{len(list(server.folder.iterdir()))}", **options)
     return Remote(Ssh(prefix, timeout_s), timeout_s + 1)
 
 
@@ -250,7 +237,6 @@ def test_any_stderr_is_split(data: bytes) -> None:
     assert code is None or 0 <= code <= 999
 
 
-@needs_sshd
 def test_a_program_on_hosts_over_ssh(server: Server, tmp_path: Path) -> None:
     folder = tmp_path / 'it\'s a "folder" $HOME'
     folder.mkdir()
@@ -276,21 +262,18 @@ sys.exit(9)
         assert before_s < answer.arrived_s <= time.time()
 
 
-@needs_sshd
 @pytest.mark.parametrize("code", [0, 1, 255])
 def test_the_program_s_own_exit_code_over_ssh(code: int, server: Server) -> None:
     answer = over_ssh(server).run(["h1"], ["/bin/sh", "-c", f"echo Permission denied >&2; exit {code}"])["h1"]
     assert (answer.code, answer.problem, answer.stderr) == (code, None, "Permission denied\n")
 
 
-@needs_sshd
 def test_a_missing_interpreter_there(server: Server) -> None:
     answer = over_ssh(server).run(["h1"], ["/no/such/python", "-c", "pass"])["h1"]
     assert problem_of(answer).startswith("/no/such/python is not there (")
     assert "give every host the same Python at the same path" in problem_of(answer)
 
 
-@needs_sshd
 @pytest.mark.parametrize(
     ("options", "what", "cure"),
     [
@@ -309,7 +292,6 @@ def test_a_host_that_refuses(options: dict[str, str], what: str, cure: str, serv
     assert cure in problem_of(answer)
 
 
-@needs_sshd
 def test_hosts_fail_each_in_its_own_way_beside_one_that_answers(server: Server) -> None:
     closed = socket.create_server((HERE, 0))
     threading.Thread(target=lambda: closed.accept()[0].close(), daemon=True).start()
@@ -319,7 +301,7 @@ def test_hosts_fail_each_in_its_own_way_beside_one_that_answers(server: Server) 
 Host closing
  HostName 127.0.0.1
  Port {closed.getsockname()[1]}
-{aliases(server)}"""
+{server.aliases()}"""
     remote = Remote(Ssh(server.config(lines, name="config_mixed"), 20), 21)
     answers = remote.run(["h1", "refusing", "closing", "no-such-host.invalid"], ["/bin/echo", "fine"])
     closed.close()
@@ -336,13 +318,11 @@ Host closing
     )
 
 
-@needs_sshd
 def test_a_host_that_hangs_is_given_up(server: Server) -> None:
     answer = over_ssh(server, timeout_s=1.0).run(["h1"], ["/bin/sh", "-c", "echo started >&2; sleep 5"])["h1"]
     assert problem_of(answer).startswith("no answer within 1 s; the last it wrote: started")
 
 
-@needs_sshd
 def test_a_wrong_configuration_of_ssh(server: Server) -> None:
     prefix = server.config("Nonsense yes", name="config_nonsense")
     answer = Remote(Ssh(prefix, 20), 20).run(["h1"], ["/bin/true"])["h1"]

@@ -129,8 +129,7 @@ def test_torch_compile_meets_the_zeros():
 @pytest.mark.parametrize("op", [hvd.Average, hvd.Adasum])
 @each_rank_of(2)
 def test_attributes_that_scripts_read_and_set(op):
-    model = training.make_model()
-    optimizer = training.wrap(model, op=op)
+    model, optimizer = training.wrapped(op=op)
     assert optimizer._parameter_names == {p: name for name, p in model.named_parameters()}
     assert optimizer.backward_passes_per_step == 1
     optimizer.set_backward_passes_per_step(2)
@@ -152,8 +151,7 @@ def test_attributes_that_scripts_read_and_set(op):
 
 @each_rank_of(1)
 def test_step_after_synchronize_warns_in_horovods_words():
-    model = training.make_model()
-    optimizer = training.wrap(model)
+    model, optimizer = training.wrapped()
     training.own_backward(model, 0)
     optimizer.synchronize()
     with pytest.warns(UserWarning, match=r"optimizer.step\(\) called without optimizer.skip_synchronize\(\)") as seen:
@@ -217,8 +215,7 @@ def in_turn(act):
 @pytest.mark.parametrize("how", COPIES)
 @each_rank_of(2)
 def test_a_copy_warns_until_it_is_wrapped_again(how):
-    model = training.make_model()
-    optimizer = training.wrap(model, lr=0.25)
+    model, optimizer = training.wrapped(lr=0.25)
 
     def act():
         with pytest.warns(UserWarning, match=WARNING):

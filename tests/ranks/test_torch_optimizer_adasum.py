@@ -9,7 +9,7 @@ import ringreduce.torch as hvd
 from ringreduce.ops import Adasum
 from ringreduce.testing import run_ranks
 from tests.ranks.on_threads import each_rank_of, known
-from tests.support.training import batch, loss_of, make_model, parameters, same_on_all, trained, wrap
+from tests.support.training import batch, loss_of, make_model, parameters, same_on_all, trained, wrap, wrapped
 
 
 def adasum(a, b):
@@ -52,8 +52,7 @@ def test_the_changes_of_a_step_are_reduced(size, kind):
 
 def test_on_one_rank_it_is_the_users_step():
     def program(**options):
-        model = make_model()
-        optimizer = wrap(model, **options)
+        model, optimizer = wrapped(**options)
         loss_of(model, batch(0)).backward()
         optimizer.step()
         return parameters(model)
@@ -63,8 +62,7 @@ def test_on_one_rank_it_is_the_users_step():
 
 def test_a_rank_without_gradients_changes_nothing():
     def program():
-        model = make_model()
-        optimizer = wrap(model, op=Adasum)
+        model, optimizer = wrapped(op=Adasum)
         if hvd.rank() == 0:
             loss_of(model, batch(0)).backward()
         optimizer.step()
@@ -107,8 +105,7 @@ def test_a_rank_whose_gradients_are_infinite_skips_its_part_of_the_step(unscales
 
 @each_rank_of(2, process_sets=[[1]])
 def test_calls_that_adasum_refuses():
-    model = make_model()
-    optimizer = wrap(model, op=Adasum, backward_passes_per_step=2)
+    model, optimizer = wrapped(op=Adasum, backward_passes_per_step=2)
     loss_of(model, batch(0)).backward()
     loss_of(model, batch(0)).backward()
     with optimizer.no_sync():

@@ -139,8 +139,7 @@ def test_two_losses_with_a_backward_each_are_added(size):
 @each_rank_of(2)
 def test_a_rank_that_skips_a_batch_after_backward_goes_on_with_the_next():
     """Nothing was under way: the others' step is met by this rank's next one."""
-    model = training.make_model()
-    optimizer = training.wrap(model)
+    model, optimizer = training.wrapped()
     steps = batches = 0
     while steps < 3:
         optimizer.zero_grad()
@@ -155,8 +154,7 @@ def test_a_rank_that_skips_a_batch_after_backward_goes_on_with_the_next():
 
 @each_rank_of(2)
 def test_overlap_begins_when_the_steps_have_shown_nothing_else():
-    model = training.make_model()
-    optimizer = training.wrap(model)
+    model, optimizer = training.wrapped()
     for step in range(reducer.CAUTIOUS_STEPS + 2):
         optimizer.zero_grad()
         training.own_backward(model, step)
@@ -170,8 +168,7 @@ def test_overlap_that_was_lost_comes_back_after_clean_steps(unclean, monkeypatch
     monkeypatch.setattr(Host, "overlaps", True)
 
     def program():
-        model = training.make_model()
-        optimizer = training.wrap(model)
+        model, optimizer = training.wrapped()
         begun, known = [], []
         for step in range(15):
             optimizer.zero_grad()
@@ -226,8 +223,7 @@ def test_the_line_of_a_backward_whose_hooks_run_in_a_thread_of_autograds():
 )
 @each_rank_of(2)
 def test_later_it_is_an_error_that_names_the_cures(late, message):
-    model = training.make_model()
-    optimizer = training.wrap(model)
+    model, optimizer = training.wrapped()
     training.trained(model, optimizer, reducer.CAUTIOUS_STEPS)
     optimizer.zero_grad()
     training.own_backward(model, 0)
@@ -256,8 +252,7 @@ def test_waiting_in_backward_for_extensions_that_take_grad_themselves(cautious, 
     monkeypatch.setattr(reducer, "CAUTIOUS_STEPS", cautious)
 
     def program():
-        model = training.make_model()
-        optimizer = training.wrap(model, wait_in_backward=True)
+        model, optimizer = training.wrapped(wait_in_backward=True)
         found = []
         for step in range(3):
             optimizer.zero_grad()

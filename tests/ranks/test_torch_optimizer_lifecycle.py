@@ -103,8 +103,7 @@ def test_torchs_own_names_are_used_and_must_differ():
 
 @each_rank_of(2)
 def test_it_is_freed_with_its_hooks_and_can_be_made_again():
-    model = training.make_model()
-    optimizer = training.wrap(model)
+    model, optimizer = training.wrapped()
     reducer = weakref.ref(optimizer._reducer)
     training.own_backward(model, 0)
     optimizer.step()
@@ -124,8 +123,7 @@ def test_it_is_freed_with_its_hooks_and_can_be_made_again():
 
 @each_rank_of(2)
 def test_nothing_is_kept_from_step_to_step():
-    model = training.make_model()
-    optimizer = training.wrap(model)
+    model, optimizer = training.wrapped()
     for step in range(12):
         training.own_backward(model, step)
         gradient = weakref.ref(model[0].weight.grad)
@@ -138,8 +136,7 @@ def test_nothing_is_kept_from_step_to_step():
 
 @each_rank_of(2)
 def test_an_exception_between_backward_and_step():
-    model = training.make_model()
-    optimizer = training.wrap(model)
+    model, optimizer = training.wrapped()
     for step in range(3):
         optimizer.zero_grad()
         try:
@@ -159,8 +156,7 @@ def test_an_exception_inside_backward():
     """A hook of the user's raises when half of the gradients are on their way."""
 
     def program():
-        model = training.make_model()
-        optimizer = training.wrap(model)
+        model, optimizer = training.wrapped()
         trouble = model[0].weight.register_hook(lambda _: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             training.own_backward(model, 0)
@@ -175,8 +171,7 @@ def test_an_exception_inside_backward():
 
 @each_rank_of(2)
 def test_state_that_is_loaded_gives_up_what_was_under_way():
-    model = training.make_model()
-    optimizer = training.wrap(model)
+    model, optimizer = training.wrapped()
     training.own_backward(model, 0)
     optimizer.load_state_dict(optimizer.state_dict())
     return training.trained(model, optimizer, 1)

@@ -199,8 +199,7 @@ def test_groups(groups):
 
 def test_no_sync_only_adds():
     def program():
-        model = training.make_model()
-        optimizer = training.wrap(model)
+        model, optimizer = training.wrapped()
 
         def backward(model, step):
             first, second = training.share(step).chunk(2)
@@ -239,8 +238,7 @@ def test_the_models_zero_grad_begins_a_count_anew():
 
 @each_rank_of(2)
 def test_a_gradient_of_no_rank_is_zeros():
-    model = training.make_model()
-    optimizer = training.wrap(model)
+    model, optimizer = training.wrapped()
     for _ in range(2):
         optimizer.zero_grad()
         model[0](training.share(0)).sum().backward()

@@ -52,6 +52,12 @@ def wrap(model, lr=0.1, **options):
     return hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=lr), model.named_parameters(), **options)
 
 
+def wrapped(**options):
+    """A new model, and its optimizer."""
+    model = make_model()
+    return model, wrap(model, **options)
+
+
 def same_on_all(results):
     assert all(torch.equal(result, results[0]) for result in results), "bit-identical"
     return results[0]
