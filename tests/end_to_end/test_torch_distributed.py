@@ -35,7 +35,6 @@ def said(finished):
     return sorted(line for line in finished.stdout.splitlines() if "rank " in line)
 
 
-@pytest.mark.quick
 def test_mpirun_tells_torch_the_ranks(script):
     mpirun = [PYTHON.with_name("mpirun"), "-np", 2, PYTHON, script(PROGRAM)]
     finished = run(mpirun, PATH=f"{PYTHON.parent}:/usr/bin:/bin", **ALLOWED, **MORE_RANKS_THAN_CORES)

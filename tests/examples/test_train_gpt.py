@@ -59,7 +59,6 @@ def test_it_learns_and_rank_0_alone_shows_the_loss_and_a_sample(straight, lines)
     assert printed[1].startswith("def ")
 
 
-@pytest.mark.quick
 @on_a_pool
 def test_run_resumed_on_more_ranks_continues_the_same_curve(world, examples, tmp_path):
     """Rank 0 trains alone, and then both, in a job that is there: Pythons that import torch take seconds each."""

@@ -6,7 +6,7 @@ import pytest
 
 import ringreduce.keras as hvd
 from tests.keras.training import BATCHES, RANK, SIZE, data, equal_on_all_ranks, fit, model, numbers, share
-from tests.support.tiers import parted
+from tests.support.tiers import extended, parted
 
 callbacks = hvd.callbacks
 RANKS = np.arange(SIZE)
@@ -119,7 +119,7 @@ def test_the_learning_rate_follows_a_schedule(arguments, expected):
 
 @pytest.mark.quick
 @pytest.mark.parametrize("corrects", parted([True, False], lambda corrects: corrects))
-@pytest.mark.parametrize("optimizer", [keras.optimizers.SGD, keras.optimizers.RMSprop])
+@pytest.mark.parametrize("optimizer", [keras.optimizers.SGD, pytest.param(keras.optimizers.RMSprop, marks=extended)])
 def test_momentum_is_corrected(optimizer, corrects):
     """Against the same optimizer, step by step, its velocity scaled by hand as the rate changes."""
     rates = 0.1 / (1 + np.arange(3 * BATCHES) / BATCHES)

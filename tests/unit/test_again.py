@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from tests.support import jobs
+from tests.support.tiers import extended
 
 FAILS = """
 import pathlib, pytest
@@ -21,10 +22,10 @@ def test_fails(times):
 @pytest.mark.parametrize(
     ("times", "code", "told"),
     [
-        ([0], 0, []),
-        ([0, 1, 2], 0, [("FLAKY", "1"), ("FLAKY", "2")]),
+        pytest.param([0], 0, [], marks=extended),
+        pytest.param([0, 1, 2], 0, [("FLAKY", "1"), ("FLAKY", "2")], marks=extended),
         ([1, 3], 1, [("FLAKY", "1"), ("FAILED", "3")]),
-        (range(1, 7), 1, []),
+        pytest.param(range(1, 7), 1, [], marks=extended),
     ],
     ids=["passes", "flaky", "one fails", "too many"],
 )

@@ -13,6 +13,7 @@ import pytest
 from ringreduce.kernels import half_numpy
 from ringreduce.kernels.optional import imported
 from tests.support.reference import assert_same_bits
+from tests.support.tiers import extended
 
 NAMES = ("float16", "bfloat16")
 VALUE = {"float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
@@ -137,9 +138,9 @@ COMPILED = "from ringreduce.kernels import optional; optional._compiling('half_n
     ("before", "after", "variables", "expected"),
     [
         (WITHOUT_NUMBA, "", {}, "numpy False"),
-        (WITHOUT_NUMBA, "half.kernels('float16'); import torch", {}, "torch True"),
+        pytest.param(WITHOUT_NUMBA, "half.kernels('float16'); import torch", {}, "torch True", marks=extended),
         ("", COMPILED, {"NUMBA_DISABLE_JIT": "1"}, "numpy False"),
-        ("", COMPILED, {}, "numba False"),
+        pytest.param("", COMPILED, {}, "numba False", marks=extended),
     ],
     ids=["nothing else is there", "the user has imported torch", "numba does not compile", "numba"],
 )
