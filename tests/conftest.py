@@ -166,8 +166,7 @@ def cupy():
 
 
 @pytest.fixture(
-    params=[("lazy", 0), ("random", 1), pytest.param(("eager", 0), marks=tiers.extended), *MORE_RANDOM_MODES],
-    ids=str,
+    params=[("lazy", 0), ("random", 1), pytest.param(("eager", 0), marks=tiers.extended), *MORE_RANDOM_MODES], ids=str
 )
 def cupy_of_every_mode(request):
     """The fake CuPy, whose streams run as late as they can, as soon as they can, and at random."""

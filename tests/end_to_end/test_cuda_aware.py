@@ -29,10 +29,7 @@ print("total", rr.allreduce(rr.rank() + 1.0, op=rr.Sum))
     [
         ("", r"\(True, 'a child process that gave MPI an array on GPU {} got it back'\)"),
         # Open MPI is ended by the kernel, MPICH by itself
-        (
-            "an address that is none",
-            r"\(False, 'a .* array on GPU {} ended with exit code -?[1-9].*\)",
-        ),
+        ("an address that is none", r"\(False, 'a .* array on GPU {} ended with exit code -?[1-9].*\)"),
     ],
 )
 def test_the_child_is_alone_and_the_job_goes_on(fault, answer, python, script, tmp_path):

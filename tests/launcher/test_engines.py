@@ -249,8 +249,7 @@ def test_which_launcher_is_found(
 
 
 @pytest.mark.parametrize(
-    ("version", "name"),
-    [((5, 0, 11), "PRTE_MCA_prte_local_tmpdir_base"), ((4, 1, 4), "OMPI_MCA_orte_tmpdir_base")],
+    ("version", "name"), [((5, 0, 11), "PRTE_MCA_prte_local_tmpdir_base"), ((4, 1, 4), "OMPI_MCA_orte_tmpdir_base")]
 )
 def test_open_mpi_s_own_files_go_where_they_are_told(version: tuple[int, ...], name: str) -> None:
     assert OpenMPI().scratch(Launcher("/v/bin/mpirun", version), "/p") == {name: "/p"}

@@ -18,10 +18,7 @@ SIZE = 4
 texts = st.one_of(st.sampled_from([b"a", b"b", b"c", b""]), st.none())
 events = st.lists(
     st.tuples(
-        st.integers(0, SIZE - 1),
-        st.sampled_from(["stdout", "stderr"]),
-        texts,
-        st.sampled_from([0.0, 0.01, 0.1, 0.3]),
+        st.integers(0, SIZE - 1), st.sampled_from(["stdout", "stderr"]), texts, st.sampled_from([0.0, 0.01, 0.1, 0.3])
     ),
     max_size=60,
 )

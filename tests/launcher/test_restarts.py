@@ -111,11 +111,7 @@ def test_it_goes_on_with_fewer_ranks_and_with_all_when_the_host_is_back() -> Non
 def test_where_hosts_are_lost_an_elastic_job_has_fewer_spares_first() -> None:
     run = Attempts(FAILED, FAILED, FAILED, FAILED, sizes=[7, 5, 2])
     assert run.run(3, elastic=Elastic(min_np=3, spares=2)) == 7
-    assert [(job.size, job.elastic) for job in run.jobs] == [
-        (8, Elastic(3, 2)),
-        (7, Elastic(3, 1)),
-        (5, Elastic(3, 0)),
-    ]
+    assert [(job.size, job.elastic) for job in run.jobs] == [(8, Elastic(3, 2)), (7, Elastic(3, 1)), (5, Elastic(3, 0))]
     assert run.said[-1] == "ringrun: no restart, since hosts that answer have 2 slots, and --min-np is 3"
 
 

@@ -275,10 +275,7 @@ WRONG = {
         lambda: rr.allreduce_(np.broadcast_to(zeros(1), (1,))),
         "a read-only array cannot be changed in place",
     ),
-    "no array": (
-        lambda: rr.allreduce([1.0, 2.0]),
-        r"a list is not an array; pass numpy.array\(...\) of numbers",
-    ),
+    "no array": (lambda: rr.allreduce([1.0, 2.0]), r"a list is not an array; pass numpy.array\(...\) of numbers"),
     "a dict": (
         lambda: rr.allreduce({"loss": 1.0}),
         "a dict is not an array; pass grouped_allreduce a list of its arrays",

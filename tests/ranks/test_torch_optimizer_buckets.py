@@ -265,8 +265,7 @@ def test_two_optimizers_of_one_backward():
     models = make_model(), make_model(WIDTHS[::-1])
     optimizers = [
         hvd.DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), lr=0.5),
-            [(prefix + name, p) for name, p in model.named_parameters()],
+            torch.optim.SGD(model.parameters(), lr=0.5), [(prefix + name, p) for name, p in model.named_parameters()]
         )
         for model, prefix in zip(models, "ab", strict=True)
     ]

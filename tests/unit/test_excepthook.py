@@ -16,9 +16,7 @@ def raised(error):
 
 
 @pytest.mark.parametrize(
-    ("error", "lost"),
-    [(ValueError("bad – data"), []), (PeerLostError("bad – data", [2]), [2])],
-    ids=["own", "peer"],
+    ("error", "lost"), [(ValueError("bad – data"), []), (PeerLostError("bad – data", [2]), [2])], ids=["own", "peer"]
 )
 def test_a_report_holds_the_exception_its_traceback_and_who_is_blamed(tmp_path, error, lost):
     path, name = tmp_path / "rank3.json", type(error).__name__

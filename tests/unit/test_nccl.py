@@ -129,11 +129,7 @@ WHY = "NCCL_DEBUG=INFO makes it print why; RINGREDUCE_CUDA_NCCL=0 does without N
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
-    [
-        (NcclError(5), "NCCL_ERROR_INVALID_USAGE: status 5"),
-        (KeyError(8), "ncclResult_t 8"),
-    ],
+    ("error", "told"), [(NcclError(5), "NCCL_ERROR_INVALID_USAGE: status 5"), (KeyError(8), "ncclResult_t 8")]
 )
 def test_its_errors_say_what_to_do(error, told, binding, monkeypatch):
     communicator = connected()[1]

@@ -174,12 +174,7 @@ def host_of(rank, hosts, regions=2):
     settings = Settings(fusion_buffer_bytes=8 * 64 * regions, fusion_slot_bytes=64, shared_slot_bytes=64)
     neighbours = hosts.count(hosts[rank])
     blocks = [np.zeros(block_bytes(64, regions), np.uint8) for _ in range(neighbours)]
-    return Host(
-        World(rank, len(hosts), tuple(hosts)),
-        Exchange(len(hosts)).transport(rank),
-        settings,
-        Window(blocks),
-    )
+    return Host(World(rank, len(hosts), tuple(hosts)), Exchange(len(hosts)).transport(rank), settings, Window(blocks))
 
 
 @pytest.mark.parametrize(
