@@ -31,9 +31,9 @@ COUNTS = 256, 2 << 20  # elements of a message that every MPI sends eagerly, and
 ARRIVED = 42  # the child's exit code; a crash or MPI's abort has another
 _OF_A_LAUNCHER = (
     "OMPI_", "ORTE_", "PRTE_", "PMIX_", "PMI_", "PMI2_", "PALS_", "HYDRA_", "HYDI_", "MPI_LOCAL", "MPIEXEC_", "SLURM_",
-    "SLURMD_", "SRUN_", "FLUX_", "JSM_",
+    "SLURMD_", "SRUN_", "FLUX_", "JSM_", "WORLD_SIZE",
 )  # fmt: skip
-"""Prefixes of the variables by which a launcher makes a process one of many."""
+"""Prefixes of the variables by which a launcher makes a process one of many, or says that it is."""
 _OF_A_USER = ("OMPI_MCA_", "PMIX_MCA_", "PRTE_MCA_", "PMIX_PREFIX", "PRTE_PREFIX")
 """Those among them that configure or locate MPI, which the trial needs."""
 _CHILD = """
