@@ -52,8 +52,11 @@ def pytest_cmdline_main(config):
     """Three workers, since jobs often wait; -n 0 runs one test after the other."""
     options = config.option
     alone = under_a_launcher() or getattr(options, "with_mpi", False) or options.usepdb or options.collectonly
-    worker = hasattr(config, "workerinput")  # which would start more, and so on
-    if getattr(options, "numprocesses", 0) is None and is_whole(config) and not alone and not worker:
+    if getattr(options, "numprocesses", 0) is not None or not is_whole(config) or alone:
+        return
+    if hasattr(config, "workerinput"):
+        options.loadgroup = True  # a worker has the command line, and not what is set here
+    else:
         options.numprocesses, options.dist = 3, "loadgroup"
         options.loadscopereorder = False  # else the jobs, which are few and long, would not begin first
         options.maxworkerrestart = "0"  # a worker that dies ends the run: in its place another would wait for ever
