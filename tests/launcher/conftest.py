@@ -33,10 +33,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[loopback_sshd.S
 
 
 @pytest.fixture
-def ringrun_command(request: pytest.FixtureRequest) -> list[str]:
+def ringrun_command(request: pytest.FixtureRequest, python: str) -> list[str]:
     """How `ringrun` and `start` begin."""
     without_mpi = request.node.get_closest_marker("without_mpi")
-    return WITHOUT_MPI if without_mpi else [jobs.ringrun(Path(sys.executable))]
+    return WITHOUT_MPI if without_mpi else [jobs.ringrun(Path(python))]
 
 
 @pytest.fixture
@@ -59,7 +59,7 @@ def start(tmp_path: Path, ringrun_command: list[str]) -> Iterator[Callable[..., 
 
     def run(*arguments: object, **options) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [*options.pop("command", ringrun_command), *map(str, arguments)],
+            [*ringrun_command, *map(str, arguments)],
             env=_environment(options.pop("env", None)),
             stdin=subprocess.DEVNULL,
             stdout=options.pop("stdout", subprocess.PIPE),
@@ -82,20 +82,21 @@ def start(tmp_path: Path, ringrun_command: list[str]) -> Iterator[Callable[..., 
 
 
 @pytest.fixture
-def script(tmp_path: Path) -> Callable[[str], str]:
-    """Write a Python script and return its path."""
+def script(tmp_path: Path, python: str) -> jobs.Script:
+    """Write a Python script and return the command that runs it."""
 
-    def write(source: str) -> str:
+    def write(source: str) -> list[str]:
         path = tmp_path / "script.py"
         path.write_text(textwrap.dedent(source))
-        return str(path)
+        return [python, str(path)]
 
     return write
 
 
 @pytest.fixture
-def python() -> str:
-    return sys.executable
+def python(request: pytest.FixtureRequest) -> str:
+    """This one; for the tests of `both_mpis` MPICH's, too."""
+    return str(request.getfixturevalue("mpich_python")) if getattr(request, "param", "") == "mpich" else sys.executable
 
 
 def _command_line(pid: int) -> str:

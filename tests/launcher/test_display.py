@@ -51,16 +51,14 @@ def unfold(text: str) -> dict[int, list[str]]:
 
 
 @pytest.mark.parametrize(("flags", "shown"), [(["--ranks", "0,2-3"], {0, 2, 3}), (["--ranks", "1"], {1})])
-def test_only_some_ranks_are_shown(
-    flags: list[str], shown: set[int], ringrun: Run, script: Script, python: str
-) -> None:
-    done = ringrun("-np", 4, *flags, python, script(BOTH))
+def test_only_some_ranks_are_shown(flags: list[str], shown: set[int], ringrun: Run, script: Script) -> None:
+    done = ringrun("-np", 4, *flags, *script(BOTH))
     assert done.returncode == 0
     assert by_rank(done.stdout) == {rank: [f"out {rank}"] for rank in shown}
     assert by_rank(done.stderr) == {rank: [f"err {rank}"] for rank in shown}
 
 
-def test_the_report_shows_what_a_hidden_rank_wrote(ringrun: Run, script: Script, python: str) -> None:
+def test_the_report_shows_what_a_hidden_rank_wrote(ringrun: Run, script: Script) -> None:
     source = """
         import os, sys, time
         print("fine", file=sys.stderr)
@@ -68,15 +66,15 @@ def test_the_report_shows_what_a_hidden_rank_wrote(ringrun: Run, script: Script,
             sys.exit("out of coffee")
         time.sleep(30)
     """
-    done = ringrun("-np", 2, "--ranks", 0, python, script(source))
+    done = ringrun("-np", 2, "--ranks", 0, *script(source))
     assert done.returncode == 1
     assert "[1]" not in done.stderr
     assert "ringrun: rank 1 of 2 failed first" in done.stderr
     assert done.stderr.splitlines()[-4:-1] == ["the last it wrote to stderr:", "fine", "out of coffee"]
 
 
-def test_a_line_of_all_ranks_is_shown_once(ringrun: Run, script: Script, python: str) -> None:
-    done = ringrun("-np", 3, "--fold", python, script(TOGETHER))
+def test_a_line_of_all_ranks_is_shown_once(ringrun: Run, script: Script) -> None:
+    done = ringrun("-np", 3, "--fold", *script(TOGETHER))
     assert done.returncode == 0
     for text, word in ((done.stdout, "same"), (done.stderr, "bad")):
         assert unfold(text) == {rank: [f"{word} {count}" for count in range(20)] for rank in range(3)}
@@ -84,7 +82,7 @@ def test_a_line_of_all_ranks_is_shown_once(ringrun: Run, script: Script, python:
         assert len(folded) > 5  # all 20 where the machine has nothing else to do
 
 
-def test_folded_lines_are_not_lost_when_the_job_is_killed(ringrun: Run, script: Script, python: str) -> None:
+def test_folded_lines_are_not_lost_when_the_job_is_killed(ringrun: Run, script: Script) -> None:
     source = """
         import os, signal, sys, time
         rank = int(os.environ["RANK"])
@@ -98,7 +96,7 @@ def test_folded_lines_are_not_lost_when_the_job_is_killed(ringrun: Run, script: 
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(60)
     """
-    done = ringrun("-np", 3, "--fold", python, script(source))
+    done = ringrun("-np", 3, "--fold", *script(source))
     assert done.returncode == 137
     assert unfold(done.stdout) == {0: ["begin", "ended", "by 0"], 1: ["begin", "ended", "by 1"], 2: ["begin", "dies"]}
     assert "-- ringrun: rank 2 of 3 failed first" in done.stderr
@@ -125,16 +123,14 @@ def test_the_time_stands_before_each_line(flag: str, ringrun: Run, python: str) 
         assert timedelta(seconds=0.2) < second - first
 
 
-def test_output_is_kept_complete_and_without_prefixes(
-    ringrun: Run, tmp_path: Path, script: Script, python: str
-) -> None:
+def test_output_is_kept_complete_and_without_prefixes(ringrun: Run, tmp_path: Path, script: Script) -> None:
     source = r"""
         import os
         rank = os.environ["RANK"].encode()
         os.write(1, b"out " + rank + b" \xff\n" + rank * 300_000)
         os.write(2, b"\r 10%\r 20%\n")
     """
-    done = ringrun("-np", 3, "--output-filename", "kept/here", "--ranks", "0-1", "--fold", python, script(source))
+    done = ringrun("-np", 3, "--output-filename", "kept/here", "--ranks", "0-1", "--fold", *script(source))
     assert done.returncode == 0
     assert set(unfold(done.stdout)) == {0, 1}
     assert unfold(done.stderr) == {rank: [" 20%"] for rank in range(2)}
@@ -155,10 +151,10 @@ def test_a_folder_that_cannot_be_made_is_told_before_anything_runs(ringrun: Run,
     assert not (tmp_path / "made here").exists()
 
 
-def test_a_disk_that_is_full_does_not_end_the_job(ringrun: Run, tmp_path: Path, script: Script, python: str) -> None:
+def test_a_disk_that_is_full_does_not_end_the_job(ringrun: Run, tmp_path: Path, script: Script) -> None:
     (tmp_path / "rank.1").mkdir()
     (tmp_path / "rank.1" / "stdout").symlink_to("/dev/full")
-    done = ringrun("-np", 2, "--output-filename", tmp_path, python, script("for count in range(5): print(count)"))
+    done = ringrun("-np", 2, "--output-filename", tmp_path, *script("for count in range(5): print(count)"))
     assert done.returncode == 0
     assert by_rank(done.stdout) == {rank: list("01234") for rank in range(2)}
     where = tmp_path / "rank.1" / "stdout"
@@ -169,7 +165,7 @@ def test_a_disk_that_is_full_does_not_end_the_job(ringrun: Run, tmp_path: Path, 
 
 
 def test_a_job_that_takes_too_long_is_ended_and_a_rank_may_save_its_state(
-    ringrun: Run, wait_until_gone: Callable[[], float], script: Script, python: str
+    ringrun: Run, wait_until_gone: Callable[[], float], script: Script
 ) -> None:
     source = """
         import os, signal, sys, time
@@ -183,7 +179,7 @@ def test_a_job_that_takes_too_long_is_ended_and_a_rank_may_save_its_state(
     """
     begin_s = time.monotonic()
     limit_s = round(patient(2))
-    done = ringrun("-np", 4, "--timeout", limit_s, python, script(source))
+    done = ringrun("-np", 4, "--timeout", limit_s, *script(source))
     assert done.returncode == 124
     assert limit_s <= time.monotonic() - begin_s < limit_s + patient(6.0)
     assert by_rank(done.stdout) == {0: ["up"], 1: ["up"], 2: ["up", "saved"], 3: ["up"]}

@@ -3,7 +3,6 @@
 import os
 import signal
 import subprocess
-import sys
 import textwrap
 import time
 from pathlib import Path
@@ -16,7 +15,7 @@ from tests.support.patience import patient, wait_until
 from tests.support.tiers import parted
 
 GONE_WITHIN_S = 5.0
-both_mpis = pytest.mark.parametrize("mpi", ["openmpi", pytest.param("mpich", marks=tiers.extended)])
+both_mpis = pytest.mark.parametrize("python", ["openmpi", pytest.param("mpich", marks=tiers.extended)], indirect=True)
 
 # in MPI, with a subprocess of its own; argv[1] tells what to do with SIGINT and SIGTERM
 LONG = """
@@ -59,9 +58,9 @@ def ended(process: "subprocess.Popen[str]") -> tuple[float, str, str]:
     ],
 )
 def test_a_signal_ends_everything(
-    number: int, code: int, message: str, start: Start, script: Script, python: str, wait_until_gone
+    number: int, code: int, message: str, start: Start, script: Script, wait_until_gone
 ) -> None:
-    process = started(start, python, script(LONG), "die")
+    process = started(start, *script(LONG), "die")
     process.send_signal(number)
     seconds, _, errors = ended(process)
     assert process.returncode == code
@@ -69,8 +68,8 @@ def test_a_signal_ends_everything(
     assert seconds + wait_until_gone() < patient(GONE_WITHIN_S)
 
 
-def test_ctrl_c_lets_a_script_save(start: Start, script: Script, python: str, wait_until_gone) -> None:
-    process = started(start, python, script(LONG), "save")
+def test_ctrl_c_lets_a_script_save(start: Start, script: Script, wait_until_gone) -> None:
+    process = started(start, *script(LONG), "save")
     process.send_signal(signal.SIGINT)
     _, output, _ = ended(process)
     assert sorted(output.splitlines()) == [f"[{rank}] saved after SIGINT" for rank in range(3)]
@@ -80,7 +79,7 @@ def test_ctrl_c_lets_a_script_save(start: Start, script: Script, python: str, wa
 
 @both_mpis
 def test_a_signal_to_all_processes_of_a_job_reaches_its_ranks_and_ends_none(
-    mpi: str, start: Start, script: Script, request, processes_of, tmp_path: Path
+    start: Start, script: Script, processes_of, tmp_path: Path
 ) -> None:
     source = """
         import os, pathlib, signal, sys, time
@@ -94,8 +93,7 @@ def test_a_signal_to_all_processes_of_a_job_reaches_its_ranks_and_ends_none(
             time.sleep(0.01)
         sys.exit(9)
     """
-    python = request.getfixturevalue("mpich_python") if mpi == "mpich" else Path(sys.executable)
-    forwarding = start("-np", 2, "--forward-signals", "usr2", python, script(source), command=[jobs.ringrun(python)])
+    forwarding = start("-np", 2, "--forward-signals", "usr2", *script(source))
     ups = [tmp_path / f"up{rank}" for rank in range(2)]
     wait_until(lambda: all(up.exists() and up.read_text() for up in ups))
     ranks = {int(up.read_text()) for up in ups}
@@ -110,16 +108,16 @@ def test_a_signal_to_all_processes_of_a_job_reaches_its_ranks_and_ends_none(
     assert "exit code 9" in errors
 
 
-def test_ctrl_c_ends_ranks_that_ignore_it(start: Start, script: Script, python: str, wait_until_gone) -> None:
-    process = started(start, python, script(LONG), "ignore")
+def test_ctrl_c_ends_ranks_that_ignore_it(start: Start, script: Script, wait_until_gone) -> None:
+    process = started(start, *script(LONG), "ignore")
     process.send_signal(signal.SIGINT)
     seconds, _, _ = ended(process)
     assert process.returncode == 130
     assert 2.5 < seconds + wait_until_gone() < patient(GONE_WITHIN_S)
 
 
-def test_a_second_ctrl_c_kills_at_once(start: Start, script: Script, python: str, wait_until_gone) -> None:
-    process = started(start, python, script(LONG), "ignore")
+def test_a_second_ctrl_c_kills_at_once(start: Start, script: Script, wait_until_gone) -> None:
+    process = started(start, *script(LONG), "ignore")
     process.send_signal(signal.SIGINT)
     time.sleep(0.3)
     process.send_signal(signal.SIGINT)
@@ -129,8 +127,8 @@ def test_a_second_ctrl_c_kills_at_once(start: Start, script: Script, python: str
 
 
 @pytest.mark.parametrize("what", ["die", "ignore"])
-def test_ringrun_killed_leaves_nothing(what: str, start: Start, script: Script, python: str, wait_until_gone) -> None:
-    process = started(start, python, script(LONG), what)
+def test_ringrun_killed_leaves_nothing(what: str, start: Start, script: Script, wait_until_gone) -> None:
+    process = started(start, *script(LONG), what)
     process.kill()
     process.wait()
     wait_until_gone()
@@ -139,7 +137,7 @@ def test_ringrun_killed_leaves_nothing(what: str, start: Start, script: Script, 
 @both_mpis
 @pytest.mark.parametrize(("ends", "code"), [("interrupted", 130), ("a rank fails", 3)])
 def test_nothing_waits_for_whoever_reads_the_output(
-    ends: str, code: int, mpi: str, start: Start, script: Script, tmp_path: Path, request, processes_of
+    ends: str, code: int, start: Start, script: Script, tmp_path: Path, processes_of
 ) -> None:
     source = """
         import os, signal, sys, time
@@ -161,10 +159,8 @@ def test_nothing_waits_for_whoever_reads_the_output(
                 sys.exit(3)
         time.sleep(100)
     """
-    python = request.getfixturevalue("mpich_python") if mpi == "mpich" else Path(sys.executable)
     read, write = os.pipe()
-    command = [jobs.ringrun(python)]
-    process = start("-np", 2, python, script(source), ends, command=command, stdout=write, stderr=write)
+    process = start("-np", 2, *script(source), ends, stdout=write, stderr=write)
     os.close(write)
     wait_until((tmp_path / "paused").exists)
     if ends == "a rank fails":
@@ -176,7 +172,7 @@ def test_nothing_waits_for_whoever_reads_the_output(
 
 
 @pytest.mark.without_mpi
-def test_memory_is_bounded_while_the_reader_is_slow(start: Start, script: Script, python: str, tmp_path: Path) -> None:
+def test_memory_is_bounded_while_the_reader_is_slow(start: Start, script: Script, tmp_path: Path) -> None:
     source = """
         import os
         written = 0
@@ -185,7 +181,7 @@ def test_memory_is_bounded_while_the_reader_is_slow(start: Start, script: Script
             with open(f"written{os.environ['RANK']}", "w") as file:
                 file.write(str(written))
     """
-    process = start("-np", 1, python, script(source))
+    process = start("-np", 1, *script(source))
     progress = tmp_path / "written0"
     wait_until(lambda: progress.exists() and progress.read_text() != "")
     time.sleep(1.5)
@@ -196,8 +192,8 @@ def test_memory_is_bounded_while_the_reader_is_slow(start: Start, script: Script
     process.send_signal(signal.SIGKILL)
 
 
-def test_a_reader_that_leaves_ends_the_job(start: Start, script: Script, python: str, wait_until_gone) -> None:
-    process = start("-np", 2, python, script("import itertools\nfor i in itertools.count(): print(i)"))
+def test_a_reader_that_leaves_ends_the_job(start: Start, script: Script, wait_until_gone) -> None:
+    process = start("-np", 2, *script("import itertools\nfor i in itertools.count(): print(i)"))
     assert process.stdout.readline()
     process.stdout.close()
     process.stdout = None
@@ -209,7 +205,7 @@ def test_a_reader_that_leaves_ends_the_job(start: Start, script: Script, python:
 @pytest.mark.parametrize("end", ["sys.exit(0)", "1 / 0", "os.kill(agent, signal.SIGKILL)"])
 @pytest.mark.parametrize("shell", [[], ["bash", "-c", '"$@"; exit $?', "sh"]])
 def test_nothing_that_a_rank_has_started_outlives_the_job(
-    shell: list[str], end: str, ringrun: Run, script: Script, python: str, wait_until_gone
+    shell: list[str], end: str, ringrun: Run, script: Script, wait_until_gone
 ) -> None:
     source = """
         import os, signal, subprocess, sys
@@ -221,8 +217,8 @@ def test_nothing_that_a_rank_has_started_outlives_the_job(
         subprocess.run(["sh", "-c", f"setsid sh -c 'sleep 100; exit' {__file__} & exit"])
         print("up", flush=True)
     """
-    path = script(textwrap.dedent(source) + end + "\n" + "signal.pause()")
-    done = ringrun("-np", 2, *shell, python, path, *shell[:1])
+    command = script(textwrap.dedent(source) + end + "\n" + "signal.pause()")
+    done = ringrun("-np", 2, *shell, *command, *shell[:1])
     assert done.returncode == (end != "sys.exit(0)"), done.stderr
     wait_until_gone()
 
@@ -264,14 +260,12 @@ WAYS_OUT = {
 
 @pytest.mark.without_mpi
 @pytest.mark.parametrize("way", parted(WAYS_OUT, lambda way: way in ("leave(7)", "leave(0)")))
-def test_the_exit_code_is_the_script_s_whatever_happens_on_its_way_out(
-    ringrun: Run, script: Script, python: str, way: str
-) -> None:
+def test_the_exit_code_is_the_script_s_whatever_happens_on_its_way_out(ringrun: Run, script: Script, way: str) -> None:
     head = """
         import _thread, atexit, os, sys, threading, time
         atexit.register(os._exit, 14)
         def leave(*code):
             sys.exit(*code)
     """
-    done = ringrun("-np", 1, python, script(textwrap.dedent(head) + way + "\n"))
+    done = ringrun("-np", 1, *script(textwrap.dedent(head) + way + "\n"))
     assert done.returncode == WAYS_OUT[way], done.stderr

@@ -47,9 +47,9 @@ NOT_SENT_SO = r"message \d of this connection was changed, repeated, reordered, 
     ],
 )
 def test_an_attack_on_a_connection_ends_its_rank_and_is_named(
-    attack: str, says: str, ringrun: Run, script: Script, python: str, wait_until_gone
+    attack: str, says: str, ringrun: Run, script: Script, wait_until_gone
 ) -> None:
-    done = ringrun("-np", 2, python, script("import time; time.sleep(1000)"), env={"ATTACK": attack})
+    done = ringrun("-np", 2, *script("import time; time.sleep(1000)"), env={"ATTACK": attack})
     wait_until_gone()
     assert done.returncode == 1
     assert re.search(says, " ".join(done.stderr.split())), done.stderr
@@ -68,9 +68,9 @@ def test_an_attack_on_a_connection_ends_its_rank_and_is_named(
     ],
 )
 def test_a_rank_that_ends_while_others_wait_in_mpi(
-    failure: str, code: int, words: str, ringrun: Run, script: Script, python: str, tmp_path: Path, wait_until_gone
+    failure: str, code: int, words: str, ringrun: Run, script: Script, tmp_path: Path, wait_until_gone
 ) -> None:
-    done = ringrun("-np", 3, python, script(IN_MPI.format(failure=failure)))
+    done = ringrun("-np", 3, *script(IN_MPI.format(failure=failure)))
     assert seconds_since_failure(tmp_path) < patient(GONE_WITHIN_S)
     wait_until_gone()
     assert done.returncode == code, done.stderr
@@ -85,15 +85,15 @@ def test_a_rank_that_ends_while_others_wait_in_mpi(
         assert "the others  ranks 0,2: script.py:10, in <module>: world.Barrier()" in card
 
 
-def test_atexit_functions_run_after_an_uncaught_exception(ringrun: Run, script: Script, python: str) -> None:
+def test_atexit_functions_run_after_an_uncaught_exception(ringrun: Run, script: Script) -> None:
     failure = "import atexit; atexit.register(print, 'cleaned up'); raise KeyError(1)"
-    done = ringrun("-np", 2, python, script(IN_MPI.format(failure=failure)))
+    done = ringrun("-np", 2, *script(IN_MPI.format(failure=failure)))
     assert done.returncode == 1
     assert done.stdout == "[1] cleaned up\n"
 
 
 @pytest.mark.without_mpi
-def test_the_first_failure_in_time_is_the_cause(ringrun: Run, script: Script, python: str) -> None:
+def test_the_first_failure_in_time_is_the_cause(ringrun: Run, script: Script) -> None:
     source = """
         import os, select, sys, time
         rank = int(os.environ["RANK"])
@@ -109,7 +109,7 @@ def test_the_first_failure_in_time_is_the_cause(ringrun: Run, script: Script, py
         print("words of", rank, file=sys.stderr, end="")
         sys.exit(10 + rank)
     """
-    done = ringrun("-np", 3, python, script(source))
+    done = ringrun("-np", 3, *script(source))
     assert done.returncode == 11
     report = done.stderr[done.stderr.index("-- ringrun:") :].splitlines()
     assert report[1] == "how         exit code 11"
@@ -142,9 +142,9 @@ ERROR_FILES = """
 @pytest.mark.without_mpi
 @pytest.mark.parametrize(("code", "cause"), [(6, 1), (0, 0)], ids=["failed too", "ended well"])
 def test_a_rank_that_blames_another_that_failed_is_not_the_cause(
-    code: int, cause: int, ringrun: Run, script: Script, python: str
+    code: int, cause: int, ringrun: Run, script: Script
 ) -> None:
-    done = ringrun("-np", 2, python, script(ERROR_FILES.format(code=code)))
+    done = ringrun("-np", 2, *script(ERROR_FILES.format(code=code)))
     assert done.returncode == (code or 1)
     first, how, _, *others, traceback, _ = done.stderr.splitlines()
     assert first.startswith(f"-- ringrun: rank {cause} of 2 failed first")
@@ -201,10 +201,8 @@ def test_an_mpirun_that_starts_nothing_is_tried_once_more(ringrun: Run, broken_m
     assert done.stderr.endswith("wrote:\n2\n")
 
 
-def test_an_mpirun_that_is_killed_ends_the_job(
-    start, script: Script, python: str, processes_of, wait_until_gone
-) -> None:
-    process = start("-np", 2, python, script("print('up'); import time; time.sleep(60)"))
+def test_an_mpirun_that_is_killed_ends_the_job(start, script: Script, processes_of, wait_until_gone) -> None:
+    process = start("-np", 2, *script("print('up'); import time; time.sleep(60)"))
     assert [process.stdout.readline() for _ in range(2)] != ["", ""]
     launcher = next(pid for pid, line in processes_of().items() if "mpi" in line.split()[0].rpartition("/")[2]
                     or "prterun" in line.split()[0])  # fmt: skip
@@ -215,9 +213,7 @@ def test_an_mpirun_that_is_killed_ends_the_job(
     assert re.match(r"ringrun: mpi(run|exec\.hydra) ended with exit code 137 before the ranks did", errors), errors
 
 
-def test_a_rank_is_heard_after_mpirun_has_killed_what_it_started(
-    ringrun: Run, script: Script, python: str, wait_until_gone
-) -> None:
+def test_a_rank_is_heard_after_mpirun_has_killed_what_it_started(ringrun: Run, script: Script, wait_until_gone) -> None:
     """As hydra does at MPI_Abort, before the rank that called it has ended."""
     source = """
         import os, sys, time
@@ -232,7 +228,7 @@ def test_a_rank_is_heard_after_mpirun_has_killed_what_it_started(
         time.sleep(0.1)
         sys.exit(7)
     """
-    done = ringrun("-np", 2, python, script(source))
+    done = ringrun("-np", 2, *script(source))
     wait_until_gone()
     assert done.returncode == 7
     assert "ringrun: rank 1 of 2 failed first" in done.stderr

@@ -15,13 +15,13 @@ SCRIPT = """
 """
 
 
-def test_by_default_nothing_is_told(ringrun: Run, script: Script, python: str) -> None:
-    done = ringrun("-np", 2, python, script(SCRIPT))
+def test_by_default_nothing_is_told(ringrun: Run, script: Script) -> None:
+    done = ringrun("-np", 2, *script(SCRIPT))
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_info_is_one_line_of_rank_0(ringrun: Run, script: Script, python: str) -> None:
-    done = ringrun("-np", 2, "--log-level", "INFO", "--cycle-time-ms", "7", python, script(SCRIPT))
+def test_info_is_one_line_of_rank_0(ringrun: Run, script: Script) -> None:
+    done = ringrun("-np", 2, "--log-level", "INFO", "--cycle-time-ms", "7", *script(SCRIPT))
     assert done.returncode == 0
     (line,) = done.stderr.splitlines()
     head = (
@@ -32,8 +32,8 @@ def test_info_is_one_line_of_rank_0(ringrun: Run, script: Script, python: str) -
 
 
 @pytest.mark.parametrize("variable", ["RINGREDUCE_LOG_LEVEL", "HOROVOD_LOG_LEVEL"])
-def test_debug_tells_each_rank_what_is_run(variable: str, ringrun: Run, script: Script, python: str) -> None:
-    done = ringrun("-np", 2, "--log-with-timestamp", python, script(SCRIPT), env={variable: "debug"})
+def test_debug_tells_each_rank_what_is_run(variable: str, ringrun: Run, script: Script) -> None:
+    done = ringrun("-np", 2, "--log-with-timestamp", *script(SCRIPT), env={variable: "debug"})
     assert done.returncode == 0
     for rank in range(2):
         told = rf"^\[{rank}\] \d{{4}}-.*\.\d{{3}} ringreduce: debug: rank {rank}"

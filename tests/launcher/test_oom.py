@@ -134,9 +134,9 @@ HOG = """
 
 
 @pytest.mark.parametrize("around", [[], ["bash", "-c", '"$@"; exit $?', "bash"]], ids=["python", "in a shell"])
-def test_a_rank_that_the_oom_killer_ends(start, script, python, around, wait_until_gone) -> None:
+def test_a_rank_that_the_oom_killer_ends(start, script, around, wait_until_gone) -> None:
     with memory_group("300M") as group:
-        job = start("-np", 3, *around, python, script(HOG), preexec_fn=lambda: (group / "cgroup.procs").write_text("0"))
+        job = start("-np", 3, *around, *script(HOG), preexec_fn=lambda: (group / "cgroup.procs").write_text("0"))
         _, told = job.communicate(timeout=patient(50))
         wait_until_gone()
     assert job.returncode == 137, told

@@ -168,8 +168,8 @@ def seen(text: str) -> dict[int, tuple[list[int], str]]:
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_the_ranks_run_where_they_are_placed(size: int, ringrun: Run, script: Script, python: str) -> None:
-    done = ringrun("-np", size, python, script(SHOW))
+def test_the_ranks_run_where_they_are_placed(size: int, ringrun: Run, script: Script) -> None:
+    done = ringrun("-np", size, *script(SHOW))
     assert (done.returncode, done.stderr) == (0, "")
     shares = place(read_topology({"CUDA_VISIBLE_DEVICES": ""}), size)
     expected = {rank: (sorted(share.cpus), str(len(share.cores))) for rank, share in enumerate(shares)}
@@ -177,25 +177,25 @@ def test_the_ranks_run_where_they_are_placed(size: int, ringrun: Run, script: Sc
 
 
 @pytest.mark.without_mpi
-def test_the_number_of_threads_stays_as_the_user_set_it(ringrun: Run, script: Script, python: str) -> None:
-    done = ringrun("-np", 2, python, script(SHOW), env={"OMP_NUM_THREADS": "7"})
+def test_the_number_of_threads_stays_as_the_user_set_it(ringrun: Run, script: Script) -> None:
+    done = ringrun("-np", 2, *script(SHOW), env={"OMP_NUM_THREADS": "7"})
     assert [threads for _, threads in seen(done.stdout).values()] == ["7", "7"]
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_no_bind_leaves_all_cores_to_every_rank(size: int, ringrun: Run, script: Script, python: str) -> None:
-    done = ringrun("-np", size, "--no-bind", "--verbose", python, script(SHOW))
+def test_no_bind_leaves_all_cores_to_every_rank(size: int, ringrun: Run, script: Script) -> None:
+    done = ringrun("-np", size, "--no-bind", "--verbose", *script(SHOW))
     usable = sorted(os.sched_getaffinity(0))
     assert seen(done.stdout) == dict.fromkeys(range(size), (usable, str(max(1, len(usable) // size))))
     assert " ranks on " not in done.stderr
 
 
-def test_ringruns_own_affinity_is_what_ranks_share(ringrun: Run, script: Script, python: str) -> None:
+def test_ringruns_own_affinity_is_what_ranks_share(ringrun: Run, script: Script) -> None:
     before = os.sched_getaffinity(0)
     one = min(before)
     try:
         os.sched_setaffinity(0, {one})
-        done = ringrun("-np", 2, python, script(SHOW))
+        done = ringrun("-np", 2, *script(SHOW))
     finally:
         os.sched_setaffinity(0, before)
     assert seen(done.stdout) == {0: ([one], "1"), 1: ([one], "1")}
@@ -251,20 +251,20 @@ def gpu_shares(gpu_machine: dict[str, str | None], tmp_path: Path) -> list[Share
 
 @pytest.mark.without_mpi
 def test_threads_are_counted_by_physical_cores(
-    ringrun: Run, script: Script, python: str, gpu_machine: dict[str, str], tmp_path: Path
+    ringrun: Run, script: Script, gpu_machine: dict[str, str], tmp_path: Path
 ) -> None:
     usable = sorted(os.sched_getaffinity(0))
     make_machine(tmp_path / "machine", [usable])  # all are hardware threads of one core
-    assert seen(ringrun("-np", 1, python, script(SHOW), env=gpu_machine).stdout) == {0: (usable, "1")}
-    done = ringrun("-np", 1, "--no-bind", python, script(SHOW), env=gpu_machine)
+    assert seen(ringrun("-np", 1, *script(SHOW), env=gpu_machine).stdout) == {0: (usable, "1")}
+    done = ringrun("-np", 1, "--no-bind", *script(SHOW), env=gpu_machine)
     assert seen(done.stdout) == {0: (usable, str(len(usable)))}
 
 
 @pytest.mark.without_mpi
 def test_on_a_gpu_host_each_gpu_gets_a_rank_that_sees_all_gpus(
-    ringrun: Run, script: Script, python: str, gpu_machine: dict[str, str], gpu_shares: list[Share]
+    ringrun: Run, script: Script, gpu_machine: dict[str, str], gpu_shares: list[Share]
 ) -> None:
-    done = ringrun(python, script(SHOW_GPUS), env=gpu_machine)
+    done = ringrun(*script(SHOW_GPUS), env=gpu_machine)
     addresses = ["0000:01:00.0", "0000:02:00.0"]
     assert seen(done.stdout) == {
         rank: (sorted(share.cpus), None, None, addresses[rank]) for rank, share in enumerate(gpu_shares)
@@ -274,10 +274,10 @@ def test_on_a_gpu_host_each_gpu_gets_a_rank_that_sees_all_gpus(
 
 @pytest.mark.without_mpi
 def test_a_masked_rank_sees_its_own_gpu(
-    ringrun: Run, script: Script, python: str, gpu_machine: dict[str, str], gpu_shares: list[Share]
+    ringrun: Run, script: Script, gpu_machine: dict[str, str], gpu_shares: list[Share]
 ) -> None:
     usable = sorted(os.sched_getaffinity(0))
-    done = ringrun("-np", 3, "--mask-gpus", "--no-bind", python, script(SHOW_GPUS), env=gpu_machine)
+    done = ringrun("-np", 3, "--mask-gpus", "--no-bind", *script(SHOW_GPUS), env=gpu_machine)
     addresses = ["0000:01:00.0", "0000:02:00.0", "0000:01:00.0"]
     assert seen(done.stdout) == {rank: (usable, "010"[rank], "PCI_BUS_ID", addresses[rank]) for rank in range(3)}
     told = "rank 0 GPU 0; rank 1 GPU 1; rank 2 GPU 0"
@@ -313,21 +313,18 @@ def test_a_rank_gets_the_gpu_that_it_is_placed_at_however_cuda_counts(
     told: list[str],
     ringrun: Run,
     script: Script,
-    python: str,
     gpu_machine: dict[str, str],
     tmp_path: Path,
 ) -> None:
     (tmp_path / "cupy.py").write_text(textwrap.dedent(FASTEST_FIRST))
     show = script("import cupy, ringreduce as rr; rr.init(); print(rr.info().gpu)")
-    done = ringrun("-np", 2, python, show, env=gpu_machine | {"RINGREDUCE_CUDA_DEVICE": wish})
+    done = ringrun("-np", 2, *show, env=gpu_machine | {"RINGREDUCE_CUDA_DEVICE": wish})
     assert sorted(done.stdout.splitlines()) == [f"[{rank}] {each}" for rank, each in enumerate(told)], done.stderr
 
 
 @pytest.mark.without_mpi
-def test_gpus_that_the_user_has_hidden_stay_hidden(
-    ringrun: Run, script: Script, python: str, gpu_machine: dict[str, str]
-) -> None:
-    done = ringrun("--mask-gpus", python, script(SHOW_GPUS), env=gpu_machine | {"CUDA_VISIBLE_DEVICES": "1"})
+def test_gpus_that_the_user_has_hidden_stay_hidden(ringrun: Run, script: Script, gpu_machine: dict[str, str]) -> None:
+    done = ringrun("--mask-gpus", *script(SHOW_GPUS), env=gpu_machine | {"CUDA_VISIBLE_DEVICES": "1"})
     assert [values[1:] for values in seen(done.stdout).values()] == [("1", "PCI_BUS_ID", "")]
 
 

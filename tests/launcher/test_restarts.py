@@ -300,8 +300,8 @@ CHECKPOINTED = """
 """
 
 
-def test_a_script_with_a_checkpoint_goes_on(ringrun: Run, script: Script, python: str, wait_until_gone) -> None:
-    done = ringrun("-np", 2, "--restarts", 2, python, script(CHECKPOINTED))
+def test_a_script_with_a_checkpoint_goes_on(ringrun: Run, script: Script, wait_until_gone) -> None:
+    done = ringrun("-np", 2, "--restarts", 2, *script(CHECKPOINTED))
     wait_until_gone()
     assert done.returncode == 0, done.stderr
     for rank in range(2):
@@ -313,16 +313,14 @@ def test_a_script_with_a_checkpoint_goes_on(ringrun: Run, script: Script, python
 
 
 @pytest.mark.without_mpi
-def test_it_gives_up_after_the_last_restart(
-    ringrun: Run, script: Script, python: str, tmp_path: Path, wait_until_gone
-) -> None:
+def test_it_gives_up_after_the_last_restart(ringrun: Run, script: Script, tmp_path: Path, wait_until_gone) -> None:
     source = """
         import os, sys
         count = int(os.environ["RINGREDUCE_RESTART_COUNT"])
         print("words of attempt", count, file=sys.stderr)
         sys.exit(20 + count if os.environ["RANK"] == "1" else 0)
     """
-    done = ringrun("-np", 2, "--restarts", 2, "--output-filename", "kept", python, script(source))
+    done = ringrun("-np", 2, "--restarts", 2, "--output-filename", "kept", *script(source))
     wait_until_gone()
     assert done.returncode == 22
     told = [line for line in done.stderr.splitlines() if line.startswith(("ringrun:", "-- ringrun:", "how "))]
@@ -336,8 +334,8 @@ def test_it_gives_up_after_the_last_restart(
         assert kept == "".join(f"words of attempt {count}\n" for count in range(3))
 
 
-def test_ctrl_c_during_a_pause_ends_at_once(start, script: Script, python: str, wait_until_gone) -> None:
-    process = start("-np", 2, "--restarts", 9, python, script("import sys; sys.exit(5)"))
+def test_ctrl_c_during_a_pause_ends_at_once(start, script: Script, wait_until_gone) -> None:
+    process = start("-np", 2, "--restarts", 9, *script("import sys; sys.exit(5)"))
     for line in process.stderr:
         if "restart 3 of 9 in 4 s" in line:
             break

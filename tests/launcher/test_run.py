@@ -33,11 +33,11 @@ def by_rank(text: str) -> dict[int, list[str]]:
 @pytest.mark.without_mpi
 @pytest.mark.parametrize("outer", [[], ["--elastic", "--spares", 1, "--restarts", 1]])
 def test_a_ringrun_in_a_rank_starts_a_job_of_its_own(
-    outer: list[object], ringrun: Run, ringrun_command: list[str], script: Script, python: str
+    outer: list[object], ringrun: Run, ringrun_command: list[str], script: Script
 ) -> None:
     show = script("import json, os; print(json.dumps(dict(os.environ)))")
     of_outer = {"MASTER_ADDR": "10.1.2.3", "RINGREDUCE_STATE_DIR": "/mine"}
-    done = ringrun(*outer, "-np", 1, *ringrun_command, "-np", 1, python, show, env=of_outer)
+    done = ringrun(*outer, "-np", 1, *ringrun_command, "-np", 1, *show, env=of_outer)
     assert done.stderr == "ringrun: RINGREDUCE_STATE_DIR is ignored: ringrun sets it itself\n"
     for lines in by_rank(done.stdout).values():
         of_inner = json.loads(lines[0].removeprefix("[0] "))
@@ -47,8 +47,8 @@ def test_a_ringrun_in_a_rank_starts_a_job_of_its_own(
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_the_environment_of_each_rank(size: int, ringrun: Run, script: Script, python: str) -> None:
-    done = ringrun("-np", size, python, script(SHOW_ENVIRONMENT), env={"MINE": "kept", "PYTHONPATH": None})
+def test_the_environment_of_each_rank(size: int, ringrun: Run, script: Script) -> None:
+    done = ringrun("-np", size, *script(SHOW_ENVIRONMENT), env={"MINE": "kept", "PYTHONPATH": None})
     assert (done.returncode, done.stderr) == (0, "")
     ranks = {rank: json.loads(lines[0]) for rank, lines in by_rank(done.stdout).items()}
     assert set(ranks) == set(range(size))
@@ -69,7 +69,7 @@ def test_the_environment_of_each_rank(size: int, ringrun: Run, script: Script, p
         }
 
 
-def test_the_ranks_are_one_mpi_job(ringrun: Run, script: Script, python: str) -> None:
+def test_the_ranks_are_one_mpi_job(ringrun: Run, script: Script) -> None:
     source = """
         import os
         from mpi4py import MPI
@@ -78,13 +78,13 @@ def test_the_ranks_are_one_mpi_job(ringrun: Run, script: Script, python: str) ->
         MPI.Win.Allocate_shared(1024, comm=world).Free()  # prints no noise
         print("sum of squares", world.allreduce(world.rank**2), "of", world.size)
     """
-    done = ringrun("-np", 5, python, script(source))  # more ranks than most test machines have cores
+    done = ringrun("-np", 5, *script(source))  # more ranks than most test machines have cores
     assert (done.returncode, done.stderr) == (0, "")
     assert by_rank(done.stdout) == {rank: ["sum of squares 30 of 5"] for rank in range(5)}
 
 
 @pytest.mark.without_mpi
-def test_long_lines_of_many_ranks_stay_whole(ringrun: Run, script: Script, python: str) -> None:
+def test_long_lines_of_many_ranks_stay_whole(ringrun: Run, script: Script) -> None:
     source = """
         import os, sys
         rank = int(os.environ["RANK"])
@@ -93,7 +93,7 @@ def test_long_lines_of_many_ranks_stay_whole(ringrun: Run, script: Script, pytho
             stream.write(f"{count:04} " + str(rank) * (count % 397))
             stream.write(" end\\n")
     """
-    done = ringrun("-np", 4, python, script(source))
+    done = ringrun("-np", 4, *script(source))
     assert done.returncode == 0
     for first, text in ((1, done.stdout), (0, done.stderr)):
         ranks = by_rank(text)

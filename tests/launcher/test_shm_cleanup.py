@@ -64,9 +64,9 @@ def new_files() -> Callable[[], set[str]]:
     ids=["rank 1 is killed", "rank 0 is killed", "all are killed", "all is well", "rank 2 exits"],
 )
 def test_no_shared_memory_is_left(
-    end: str, ringrun, script, python, tmp_path: Path, new_files: Callable[[], set[str]], wait_until_gone
+    end: str, ringrun, script, tmp_path: Path, new_files: Callable[[], set[str]], wait_until_gone
 ) -> None:
-    done = ringrun("-np", 3, python, script(JOB.format(end=end)))
+    done = ringrun("-np", 3, *script(JOB.format(end=end)))
     wait_until_gone()
     mapped_by_ranks = [line.split("mapped ")[1].split() for line in done.stdout.splitlines() if "mapped " in line]
     assert [bool(names) for names in mapped_by_ranks] == [True] * 3, done.stdout + done.stderr
@@ -102,10 +102,8 @@ def text_of(path: Path) -> bytes:
         return b""
 
 
-def test_ringrun_killed_leaves_none_either(
-    start, script, python, new_files: Callable[[], set[str]], wait_until_gone
-) -> None:
-    job = start("-np", 2, python, script(JOB.format(end="print('up'); time.sleep(60)")))
+def test_ringrun_killed_leaves_none_either(start, script, new_files: Callable[[], set[str]], wait_until_gone) -> None:
+    job = start("-np", 2, *script(JOB.format(end="print('up'); time.sleep(60)")))
     assert job.stdout is not None
     lines = list(itertools.takewhile(lambda line: "up" not in line, job.stdout))
     names = [name for line in lines if "mapped " in line for name in line.split("mapped ")[1].split()]
@@ -143,9 +141,9 @@ AGENT_DIES = """
 
 
 def test_a_killed_agent_and_a_command_that_does_not_start_leave_none(
-    ringrun, script, python, tmp_path: Path, new_files: Callable[[], set[str]], wait_until_gone
+    ringrun, script, tmp_path: Path, new_files: Callable[[], set[str]], wait_until_gone
 ) -> None:
-    done = ringrun("-np", 2, python, script(AGENT_DIES))
+    done = ringrun("-np", 2, *script(AGENT_DIES))
     assert done.returncode == 1, done.stderr
     program = tmp_path / "program"
     program.write_text("#!/nowhere/interpreter\n")

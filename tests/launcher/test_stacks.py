@@ -61,10 +61,8 @@ def ask(job: "subprocess.Popen[str]") -> str:
     return done.stdout
 
 
-def test_the_stacks_of_a_job_while_it_runs(
-    start: Start, script: Script, python: str, tmp_path: Path, wait_until_gone
-) -> None:
-    path = script(MIXED)
+def test_the_stacks_of_a_job_while_it_runs(start: Start, script: Script, tmp_path: Path, wait_until_gone) -> None:
+    python, path = script(MIXED)
     job = start("-np", 4, python, path)
     wait_until(all_up(tmp_path, 4))
     time.sleep(0.3)
@@ -84,7 +82,7 @@ def test_the_stacks_of_a_job_while_it_runs(
 
 @pytest.mark.without_mpi
 def test_programs_that_a_rank_starts_are_not_disturbed_and_a_shell_around_it_does_not_matter(
-    start: Start, script: Script, python: str, tmp_path: Path
+    start: Start, script: Script, tmp_path: Path
 ) -> None:
     source = """
         import multiprocessing, os, subprocess, sys, time
@@ -100,7 +98,7 @@ def test_programs_that_a_rank_starts_are_not_disturbed_and_a_shell_around_it_doe
                 worker.join()
             print([worker.exitcode for worker in workers], child.wait())
     """
-    job = start("-np", 2, "bash", "-c", '"$@"; exit $?', "bash", python, script(source))
+    job = start("-np", 2, "bash", "-c", '"$@"; exit $?', "bash", *script(source))
     wait_until(all_up(tmp_path, 2))
     for _ in range(3):
         told = ask(job)
@@ -112,7 +110,7 @@ def test_programs_that_a_rank_starts_are_not_disturbed_and_a_shell_around_it_doe
 
 
 @pytest.mark.without_mpi
-def test_asking_does_no_harm_while_other_threads_run(start: Start, script: Script, python: str, tmp_path: Path) -> None:
+def test_asking_does_no_harm_while_other_threads_run(start: Start, script: Script, tmp_path: Path) -> None:
     source = """
         import os, threading, time
         def deep(n):
@@ -129,7 +127,7 @@ def test_asking_does_no_harm_while_other_threads_run(start: Start, script: Scrip
             thread.join()
         print("done")
     """
-    job = start("-np", 1, python, script(source))
+    job = start("-np", 1, *script(source))
     asked = 0
     while job.poll() is None:
         if (tmp_path / "up0").exists():
@@ -167,8 +165,8 @@ STALL = """
 """
 
 
-def test_a_stall_is_told_once_with_all_stacks_and_no_quiet_rank_hides_it(ringrun, script: Script, python: str) -> None:
-    path = script(STALL)
+def test_a_stall_is_told_once_with_all_stacks_and_no_quiet_rank_hides_it(ringrun, script: Script) -> None:
+    python, path = script(STALL)
     done = ringrun("-np", 3, "--ranks", 0, "--stall-check-s", "0.7", python, path)
     assert done.returncode == 0
     lines = done.stderr.splitlines()

@@ -66,8 +66,8 @@ def screen(output: str) -> list[str]:
 
 
 @pytest.fixture
-def bar(script: Script, python: str) -> list[str]:
-    return ["-np", "1", python, script(BAR)]
+def bar(script: Script) -> list[str]:
+    return ["-np", "1", *script(BAR)]
 
 
 TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} "
@@ -125,8 +125,8 @@ def test_no_colour_when_it_is_not_wanted(bar: list[str], environment: dict[str, 
     assert "\x1b[36m" not in output
 
 
-def test_ctrl_c_on_the_terminal(script: Script, python: str) -> None:
-    arguments = ["-np", "2", python, script("import time; print('up'); time.sleep(60)")]
+def test_ctrl_c_on_the_terminal(script: Script) -> None:
+    arguments = ["-np", "2", *script("import time; print('up'); time.sleep(60)")]
     child = spawn(arguments, NO_COLOR="1")
     for _ in range(2):
         child.expect(r"\[[01]\] up")
@@ -146,8 +146,8 @@ DEBUGGED = """
 """
 
 
-def test_a_debugger_on_one_rank_has_the_terminal_that_it_is_given(script: Script, python: str) -> None:
-    arguments = ["-np", "2", "--stdin", "1", python, script(DEBUGGED)]
+def test_a_debugger_on_one_rank_has_the_terminal_that_it_is_given(script: Script) -> None:
+    arguments = ["-np", "2", "--stdin", "1", *script(DEBUGGED)]
     child = spawn(arguments, TERM="xterm")
     child.expect(r"\[1\]\S* \(Pdb\) ")
     child.sendline("p x * 1000")
@@ -159,7 +159,7 @@ def test_a_debugger_on_one_rank_has_the_terminal_that_it_is_given(script: Script
     assert child.exitstatus == 0
 
 
-def test_a_debugger_without_a_terminal_is_told_how_to_get_it(script: Script, python: str) -> None:
-    output, code = on_a_terminal(["-np", "2", python, script(DEBUGGED)], {})
+def test_a_debugger_without_a_terminal_is_told_how_to_get_it(script: Script) -> None:
+    output, code = on_a_terminal(["-np", "2", *script(DEBUGGED)], {})
     assert code == 1
     assert "ringrun: to debug rank 1 here, give it this terminal: ringrun --stdin 1 …" in output

@@ -11,7 +11,7 @@ from tests.support.patience import patient
 
 Run, Start = Callable[..., "subprocess.CompletedProcess[str]"], Callable[..., "subprocess.Popen[str]"]
 """What the fixtures `ringrun` and `start` are."""
-Script = Callable[[str], str]
+Script = Callable[[str], list[str]]
 """What the fixture `script` is."""
 
 ROOT = Path(__file__).parents[2]
