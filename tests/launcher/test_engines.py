@@ -14,6 +14,7 @@ from ringrun.engines.detect import Detected, by_srun, engine_of, find_launcher, 
 from ringrun.environment import Place
 from ringrun.errors import MachineError, UsageError
 from ringrun.hosts import Host
+from tests.support.jobs import executable
 
 Install = Callable[[str, str], Path]
 OPEN_MPI_TEXT = "Open MPI v5.0.11, package: Open MPI user@localhost Distribution, ident: 5.0.11"
@@ -186,8 +187,7 @@ def srun(folder: Path, plugins: str) -> None:
     """An srun that only tells its version and its plugins."""
     listing = "\n".join(f"echo '\t{plugin}'" for plugin in plugins.split())
     text = f"#!/bin/sh\n[ $1 = --version ] && echo slurm-wlm 22.05.8 && exit\necho MPI plugin types are...\n{listing}\n"
-    (folder / "srun").write_text(text)
-    (folder / "srun").chmod(0o755)
+    executable(folder / "srun", text)
 
 
 def test_an_srun_that_cannot_start_them_is_an_error_with_its_cure(

@@ -9,7 +9,7 @@ from ringrun import cli
 from ringrun.doctor import command as doctor
 from ringrun.errors import UsageError
 from ringrun.hosts import Host, is_here, place_ranks
-from tests.support.jobs import Run
+from tests.support.jobs import Run, executable
 
 
 @pytest.mark.parametrize(
@@ -136,9 +136,7 @@ def test_ringrun_is_not_started_once_for_every_rank(ringrun: Run) -> None:
 
 
 def test_a_program_says_which_hosts_there_are(tmp_path: Path) -> None:
-    script = tmp_path / "discover"
-    script.write_text("#!/bin/sh\necho h1:$1\necho '# gone: h9'\necho h2:2\n")
-    script.chmod(0o755)
+    script = executable(tmp_path / "discover", "#!/bin/sh\necho h1:$1\necho '# gone: h9'\necho h2:2\n")
     request = cli.parse(["--host-discovery-script", f"{script} 3", "true"])
     assert request.found
     assert request.found.hosts == [Host("h1", 3), Host("h2", 2)]
@@ -158,9 +156,7 @@ def test_a_program_says_which_hosts_there_are(tmp_path: Path) -> None:
     ],
 )
 def test_a_program_that_finds_no_hosts_is_quoted(source: str, why: str, tmp_path: Path) -> None:
-    script = tmp_path / "discover"
-    script.write_text(f"#!/bin/sh\n{source}\n")
-    script.chmod(0o755)
+    script = executable(tmp_path / "discover", f"#!/bin/sh\n{source}\n")
     with pytest.raises(UsageError) as error:
         cli.parse(["--host-discovery-script", str(script), "true"])
     assert str(error.value) == f"--host-discovery-script {script}: {why}"

@@ -157,8 +157,8 @@ def test_two_ranks_are_told_one_by_one(tmp_path: Path) -> None:
 
 
 SHOW = """
-    import json, os
-    print(json.dumps([sorted(os.sched_getaffinity(0)), os.environ["OMP_NUM_THREADS"]]))
+    import json, os, sys
+    print(json.dumps([sorted(os.sched_getaffinity(0)), *map(os.environ.get, sys.argv[1:])]))
 """
 
 
@@ -169,7 +169,7 @@ def seen(text: str) -> dict[int, tuple[list[int], str]]:
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_the_ranks_run_where_they_are_placed(size: int, ringrun: Run, script: Script) -> None:
-    done = ringrun("-np", size, *script(SHOW))
+    done = ringrun("-np", size, *script(SHOW), "OMP_NUM_THREADS")
     assert (done.returncode, done.stderr) == (0, "")
     shares = place(read_topology({"CUDA_VISIBLE_DEVICES": ""}), size)
     expected = {rank: (sorted(share.cpus), str(len(share.cores))) for rank, share in enumerate(shares)}
@@ -178,13 +178,13 @@ def test_the_ranks_run_where_they_are_placed(size: int, ringrun: Run, script: Sc
 
 @pytest.mark.without_mpi
 def test_the_number_of_threads_stays_as_the_user_set_it(ringrun: Run, script: Script) -> None:
-    done = ringrun("-np", 2, *script(SHOW), env={"OMP_NUM_THREADS": "7"})
+    done = ringrun("-np", 2, *script(SHOW), "OMP_NUM_THREADS", env={"OMP_NUM_THREADS": "7"})
     assert [threads for _, threads in seen(done.stdout).values()] == ["7", "7"]
 
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_no_bind_leaves_all_cores_to_every_rank(size: int, ringrun: Run, script: Script) -> None:
-    done = ringrun("-np", size, "--no-bind", "--verbose", *script(SHOW))
+    done = ringrun("-np", size, "--no-bind", "--verbose", *script(SHOW), "OMP_NUM_THREADS")
     usable = sorted(os.sched_getaffinity(0))
     assert seen(done.stdout) == dict.fromkeys(range(size), (usable, str(max(1, len(usable) // size))))
     assert " ranks on " not in done.stderr
@@ -195,7 +195,7 @@ def test_ringruns_own_affinity_is_what_ranks_share(ringrun: Run, script: Script)
     one = min(before)
     try:
         os.sched_setaffinity(0, {one})
-        done = ringrun("-np", 2, *script(SHOW))
+        done = ringrun("-np", 2, *script(SHOW), "OMP_NUM_THREADS")
     finally:
         os.sched_setaffinity(0, before)
     assert seen(done.stdout) == {0: ([one], "1"), 1: ([one], "1")}
@@ -224,11 +224,7 @@ OTHER_MACHINE = """
     from ringrun.machine import topology
     topology.read_topology = functools.partial(topology.read_topology, root=Path({root!r}))
 """
-SHOW_GPUS = """
-    import json, os
-    names = ["CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "RINGREDUCE_PLACED_GPU"]
-    print(json.dumps([sorted(os.sched_getaffinity(0)), *map(os.environ.get, names)]))
-"""
+OF_GPUS = ["CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "RINGREDUCE_PLACED_GPU"]
 
 
 @pytest.fixture
@@ -255,8 +251,8 @@ def test_threads_are_counted_by_physical_cores(
 ) -> None:
     usable = sorted(os.sched_getaffinity(0))
     make_machine(tmp_path / "machine", [usable])  # all are hardware threads of one core
-    assert seen(ringrun("-np", 1, *script(SHOW), env=gpu_machine).stdout) == {0: (usable, "1")}
-    done = ringrun("-np", 1, "--no-bind", *script(SHOW), env=gpu_machine)
+    assert seen(ringrun("-np", 1, *script(SHOW), "OMP_NUM_THREADS", env=gpu_machine).stdout) == {0: (usable, "1")}
+    done = ringrun("-np", 1, "--no-bind", *script(SHOW), "OMP_NUM_THREADS", env=gpu_machine)
     assert seen(done.stdout) == {0: (usable, str(len(usable)))}
 
 
@@ -264,7 +260,7 @@ def test_threads_are_counted_by_physical_cores(
 def test_on_a_gpu_host_each_gpu_gets_a_rank_that_sees_all_gpus(
     ringrun: Run, script: Script, gpu_machine: dict[str, str], gpu_shares: list[Share]
 ) -> None:
-    done = ringrun(*script(SHOW_GPUS), env=gpu_machine)
+    done = ringrun(*script(SHOW), *OF_GPUS, env=gpu_machine)
     addresses = ["0000:01:00.0", "0000:02:00.0"]
     assert seen(done.stdout) == {
         rank: (sorted(share.cpus), None, None, addresses[rank]) for rank, share in enumerate(gpu_shares)
@@ -273,11 +269,9 @@ def test_on_a_gpu_host_each_gpu_gets_a_rank_that_sees_all_gpus(
 
 
 @pytest.mark.without_mpi
-def test_a_masked_rank_sees_its_own_gpu(
-    ringrun: Run, script: Script, gpu_machine: dict[str, str], gpu_shares: list[Share]
-) -> None:
+def test_a_masked_rank_sees_its_own_gpu(ringrun: Run, script: Script, gpu_machine: dict[str, str]) -> None:
     usable = sorted(os.sched_getaffinity(0))
-    done = ringrun("-np", 3, "--mask-gpus", "--no-bind", *script(SHOW_GPUS), env=gpu_machine)
+    done = ringrun("-np", 3, "--mask-gpus", "--no-bind", *script(SHOW), *OF_GPUS, env=gpu_machine)
     addresses = ["0000:01:00.0", "0000:02:00.0", "0000:01:00.0"]
     assert seen(done.stdout) == {rank: (usable, "010"[rank], "PCI_BUS_ID", addresses[rank]) for rank in range(3)}
     told = "rank 0 GPU 0; rank 1 GPU 1; rank 2 GPU 0"
@@ -324,7 +318,7 @@ def test_a_rank_gets_the_gpu_that_it_is_placed_at_however_cuda_counts(
 
 @pytest.mark.without_mpi
 def test_gpus_that_the_user_has_hidden_stay_hidden(ringrun: Run, script: Script, gpu_machine: dict[str, str]) -> None:
-    done = ringrun("--mask-gpus", *script(SHOW_GPUS), env=gpu_machine | {"CUDA_VISIBLE_DEVICES": "1"})
+    done = ringrun("--mask-gpus", *script(SHOW), *OF_GPUS, env=gpu_machine | {"CUDA_VISIBLE_DEVICES": "1"})
     assert [values[1:] for values in seen(done.stdout).values()] == [("1", "PCI_BUS_ID", "")]
 
 

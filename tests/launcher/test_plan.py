@@ -20,6 +20,7 @@ from ringrun.folders import make_private_folder, private_folder
 from ringrun.hosts import Host
 from ringrun.job import plan
 from ringrun.ssh import SshOptions
+from tests.support.jobs import executable
 
 SETTINGS = Settings("mpich", "/tmp/private")
 SETUP = Setup("127.0.0.1", 2345, "/home/me", {}, gives_stdin=False)
@@ -39,9 +40,7 @@ OPEN_MPI = Detected(
 
 
 def test_the_command_becomes_an_absolute_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = tmp_path / "program"
-    program.write_text("#!/bin/sh\n")
-    program.chmod(0o755)
+    program = executable(tmp_path / "program", "#!/bin/sh\n")
     monkeypatch.chdir(tmp_path)
     assert plan.find_command(["./program", "a b", "-np"]) == [str(program), "a b", "-np"]
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -29,6 +29,7 @@ from ringrun.preflight.findings import Finding, find, lines, short_mpi
 from ringrun.preflight.table import table
 from ringrun.remote import Answer, Problem, Remote, Ssh
 from tests.launcher.loopback_sshd import Server
+from tests.support.jobs import executable
 
 OPEN_MPI = "Open MPI v5.0.11, package: Open MPI user@localhost Distribution, ident: 5.0.11, repo rev: v5.0.11rc1, Sep"
 MPICH = "MPICH Version:      5.0.2"
@@ -291,9 +292,7 @@ def test_files_of_the_current_folder_are_not_imported(tmp_path: Path, monkeypatc
 
 def test_what_is_missing_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A Python that finds nothing but the standard library."""
-    python = tmp_path / "it's python"
-    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" -I -S "$@"\n')
-    python.chmod(0o755)
+    python = executable(tmp_path / "it's python", f'#!/bin/sh\nexec "{sys.executable}" -I -S "$@"\n')
     monkeypatch.setenv("PYTHONPATH", "")
     preflight = check([Host("localhost")], Remote(Ssh(["ssh"], 50), 50), str(python))
     assert [line.split(" cannot ")[1].split(" (")[0] for line in preflight.error_lines()[:3]] == [

@@ -133,8 +133,7 @@ def test_arguments_arrive_as_they_were_given(ringrun: Run, python: str) -> None:
 
 @pytest.mark.without_mpi
 def test_ranks_start_in_another_folder(ringrun: Run, tmp_path: Path) -> None:
-    (tmp_path / "program").write_text('#!/bin/sh\npwd\necho "$PWD"\ncat "$1"\n')
-    (tmp_path / "program").chmod(0o755)
+    jobs.executable(tmp_path / "program", '#!/bin/sh\npwd\necho "$PWD"\ncat "$1"\n')
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "input").write_text("that of the run\n")
     folder = str(tmp_path / "run")

@@ -12,7 +12,7 @@ from tests.support.patience import patient
 Run, Start = Callable[..., "subprocess.CompletedProcess[str]"], Callable[..., "subprocess.Popen[str]"]
 """What the fixtures `ringrun` and `start` are."""
 Script = Callable[[str], list[str]]
-"""What the fixture `script` is."""
+"""What the fixtures `script` and `program` are."""
 
 ROOT = Path(__file__).parents[2]
 OF_JOBS = ("OMPI_", "PMI", "RINGREDUCE", "HOROVOD", "OMP_", "MASTER_")
@@ -34,6 +34,14 @@ def run(command: list[object], *, timeout_s: float = 120, **options) -> subproce
     defaults = {"cwd": ROOT, "env": environment(), "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     defaults |= {"text": True, "errors": "surrogateescape", "timeout": patient(timeout_s)}
     return subprocess.run([str(each) for each in command], **defaults | options)
+
+
+def executable(path: Path, text: str) -> Path:
+    """Make a program of a text that begins with #!, and return its path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
 
 
 def ringrun(python: Path) -> str:
