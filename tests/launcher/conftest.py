@@ -14,6 +14,7 @@ from tests.launcher import loopback_sshd
 from tests.support import jobs
 from tests.support.patience import patient
 
+PROGRAMS = Path(__file__).parent / "programs"
 WITHOUT_MPI = [sys.executable, str(Path(__file__).parent / "without_mpi.py")]
 GONE_WITHIN_S = 5.0
 
@@ -91,6 +92,12 @@ def script(tmp_path: Path, python: str) -> jobs.Script:
         return [python, str(path)]
 
     return write
+
+
+@pytest.fixture
+def program(script: jobs.Script) -> jobs.Script:
+    """Copy one of programs/ to where `processes_of` knows it by its folder, and return the command that runs it."""
+    return lambda name: script((PROGRAMS / f"{name}.py").read_text())
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 import os
 import re
 import time
-from collections.abc import Callable
 from datetime import datetime, timedelta
 from pathlib import Path
 
@@ -82,21 +81,8 @@ def test_a_line_of_all_ranks_is_shown_once(ringrun: Run, script: Script) -> None
         assert len(folded) > 5  # all 20 where the machine has nothing else to do
 
 
-def test_folded_lines_are_not_lost_when_the_job_is_killed(ringrun: Run, script: Script) -> None:
-    source = """
-        import os, signal, sys, time
-        rank = int(os.environ["RANK"])
-        def last_words(number, frame):
-            print("ended"); print("by", rank)
-            sys.exit(1)
-        signal.signal(signal.SIGTERM, last_words)
-        print("begin")
-        if rank == 2:
-            print("dies")
-            os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(60)
-    """
-    done = ringrun("-np", 3, "--fold", *script(source))
+def test_folded_lines_are_not_lost_when_the_job_is_killed(ringrun: Run, program: Script) -> None:
+    done = ringrun("-np", 3, "--fold", *program("last_words"))
     assert done.returncode == 137
     assert unfold(done.stdout) == {0: ["begin", "ended", "by 0"], 1: ["begin", "ended", "by 1"], 2: ["begin", "dies"]}
     assert "-- ringrun: rank 2 of 3 failed first" in done.stderr
@@ -165,7 +151,7 @@ def test_a_disk_that_is_full_does_not_end_the_job(ringrun: Run, tmp_path: Path, 
 
 
 def test_a_job_that_takes_too_long_is_ended_and_a_rank_may_save_its_state(
-    ringrun: Run, wait_until_gone: Callable[[], float], script: Script
+    ringrun: Run, wait_until_gone, script: Script
 ) -> None:
     source = """
         import os, signal, sys, time
@@ -199,9 +185,7 @@ def test_a_job_in_time_is_left_alone(timeout: str, ringrun: Run, python: str) ->
     assert "--timeout" not in done.stderr
 
 
-def test_the_time_may_be_over_before_any_rank_has_started(
-    ringrun: Run, wait_until_gone: Callable[[], float], tmp_path: Path
-) -> None:
+def test_the_time_may_be_over_before_any_rank_has_started(ringrun: Run, wait_until_gone, tmp_path: Path) -> None:
     done = ringrun("-np", 2, "--timeout", "0.001", "touch", tmp_path / "made here")
     assert done.returncode == 124
     assert "ranks 0-1 of 2 had not started\n" in done.stderr

@@ -17,29 +17,16 @@ from tests.support.tiers import parted
 GONE_WITHIN_S = 5.0
 both_mpis = pytest.mark.parametrize("python", ["openmpi", pytest.param("mpich", marks=tiers.extended)], indirect=True)
 
-# in MPI, with a subprocess of its own; argv[1] tells what to do with SIGINT and SIGTERM
-LONG = """
-    import os, signal, subprocess, sys, time
-    from mpi4py import MPI
-    def save(number, frame):
-        print("saved after", signal.Signals(number).name)
-        os._exit(0)
-    handler = {"die": signal.SIG_DFL, "save": save, "ignore": signal.SIG_IGN}[sys.argv[1]]
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, handler)
-    subprocess.Popen(["tail", "-n", "0", "-f", __file__])
-    MPI.COMM_WORLD.Barrier()
-    print("up")
-    while True:
-        time.sleep(0.1)
-"""
 
+@pytest.fixture
+def started(start: Start, program: Script) -> Start:
+    def run(what: str) -> "subprocess.Popen[str]":
+        process = start("-np", 3, *program("runs_on"), what)
+        for _ in range(3):
+            assert process.stdout.readline().endswith("] up\n")
+        return process
 
-def started(start: Start, python: str, path: str, what: str, **options) -> "subprocess.Popen[str]":
-    process = start("-np", 3, python, path, what, **options)
-    for _ in range(3):
-        assert process.stdout.readline().endswith("] up\n")
-    return process
+    return run
 
 
 def ended(process: "subprocess.Popen[str]") -> tuple[float, str, str]:
@@ -57,10 +44,8 @@ def ended(process: "subprocess.Popen[str]") -> tuple[float, str, str]:
         (signal.SIGHUP, 129, "ringrun: got SIGHUP; ending 3 ranks"),
     ],
 )
-def test_a_signal_ends_everything(
-    number: int, code: int, message: str, start: Start, script: Script, wait_until_gone
-) -> None:
-    process = started(start, *script(LONG), "die")
+def test_a_signal_ends_everything(number: int, code: int, message: str, started, wait_until_gone) -> None:
+    process = started("die")
     process.send_signal(number)
     seconds, _, errors = ended(process)
     assert process.returncode == code
@@ -68,8 +53,8 @@ def test_a_signal_ends_everything(
     assert seconds + wait_until_gone() < patient(GONE_WITHIN_S)
 
 
-def test_ctrl_c_lets_a_script_save(start: Start, script: Script, wait_until_gone) -> None:
-    process = started(start, *script(LONG), "save")
+def test_ctrl_c_lets_a_script_save(started, wait_until_gone) -> None:
+    process = started("save")
     process.send_signal(signal.SIGINT)
     _, output, _ = ended(process)
     assert sorted(output.splitlines()) == [f"[{rank}] saved after SIGINT" for rank in range(3)]
@@ -79,21 +64,9 @@ def test_ctrl_c_lets_a_script_save(start: Start, script: Script, wait_until_gone
 
 @both_mpis
 def test_a_signal_to_all_processes_of_a_job_reaches_its_ranks_and_ends_none(
-    start: Start, script: Script, processes_of, tmp_path: Path
+    start: Start, program: Script, processes_of, tmp_path: Path
 ) -> None:
-    source = """
-        import os, pathlib, signal, sys, time
-        from mpi4py import MPI
-        got = []
-        for number in (signal.SIGUSR1, signal.SIGUSR2):
-            signal.signal(number, lambda number, frame: got.append(number))
-        MPI.COMM_WORLD.Barrier()
-        pathlib.Path(f"up{MPI.COMM_WORLD.rank}").write_text(str(os.getpid()))
-        while set(got) != {signal.SIGUSR1, signal.SIGUSR2}:
-            time.sleep(0.01)
-        sys.exit(9)
-    """
-    forwarding = start("-np", 2, "--forward-signals", "usr2", *script(source))
+    forwarding = start("-np", 2, "--forward-signals", "usr2", *program("gets_signals"))
     ups = [tmp_path / f"up{rank}" for rank in range(2)]
     wait_until(lambda: all(up.exists() and up.read_text() for up in ups))
     ranks = {int(up.read_text()) for up in ups}
@@ -108,27 +81,22 @@ def test_a_signal_to_all_processes_of_a_job_reaches_its_ranks_and_ends_none(
     assert "exit code 9" in errors
 
 
-def test_ctrl_c_ends_ranks_that_ignore_it(start: Start, script: Script, wait_until_gone) -> None:
-    process = started(start, *script(LONG), "ignore")
-    process.send_signal(signal.SIGINT)
+@pytest.mark.parametrize(("pauses_s", "least_s", "most_s"), [([0], 2.5, GONE_WITHIN_S), ([0, 0.3], 0, 2.5)])
+def test_ctrl_c_ends_ranks_that_ignore_it_and_a_second_one_at_once(
+    pauses_s: list[float], least_s: float, most_s: float, started, wait_until_gone
+) -> None:
+    process = started("ignore")
+    for pause_s in pauses_s:
+        time.sleep(pause_s)
+        process.send_signal(signal.SIGINT)
     seconds, _, _ = ended(process)
     assert process.returncode == 130
-    assert 2.5 < seconds + wait_until_gone() < patient(GONE_WITHIN_S)
-
-
-def test_a_second_ctrl_c_kills_at_once(start: Start, script: Script, wait_until_gone) -> None:
-    process = started(start, *script(LONG), "ignore")
-    process.send_signal(signal.SIGINT)
-    time.sleep(0.3)
-    process.send_signal(signal.SIGINT)
-    seconds, _, _ = ended(process)
-    assert process.returncode == 130
-    assert seconds + wait_until_gone() < patient(2.5)  # without the second it takes 3.5
+    assert least_s < seconds + wait_until_gone() < patient(most_s)  # without the second it takes 3.5
 
 
 @pytest.mark.parametrize("what", ["die", "ignore"])
-def test_ringrun_killed_leaves_nothing(what: str, start: Start, script: Script, wait_until_gone) -> None:
-    process = started(start, *script(LONG), what)
+def test_ringrun_killed_leaves_nothing(what: str, started, wait_until_gone) -> None:
+    process = started(what)
     process.kill()
     process.wait()
     wait_until_gone()
@@ -137,30 +105,10 @@ def test_ringrun_killed_leaves_nothing(what: str, start: Start, script: Script, 
 @both_mpis
 @pytest.mark.parametrize(("ends", "code"), [("interrupted", 130), ("a rank fails", 3)])
 def test_nothing_waits_for_whoever_reads_the_output(
-    ends: str, code: int, start: Start, script: Script, tmp_path: Path, processes_of
+    ends: str, code: int, start: Start, program: Script, tmp_path: Path, processes_of
 ) -> None:
-    source = """
-        import os, signal, sys, time
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)
-        os.set_blocking(1, False)
-        paused = 0
-        while paused < 10:
-            try:
-                os.write(1, b"x" * 1000)
-                paused = 0
-            except BlockingIOError:
-                paused += 1
-                time.sleep(0.05)
-        if os.environ["RANK"] == "1":
-            print("last words", file=sys.stderr)
-            open("paused", "w").close()
-            if sys.argv[1] == "a rank fails":
-                sys.exit(3)
-        time.sleep(100)
-    """
     read, write = os.pipe()
-    process = start("-np", 2, *script(source), ends, stdout=write, stderr=write)
+    process = start("-np", 2, *program("fills_pipe"), ends, stdout=write, stderr=write)
     os.close(write)
     wait_until((tmp_path / "paused").exists)
     if ends == "a rank fails":
@@ -238,6 +186,11 @@ def test_closed_descriptors_are_no_others(
     assert (tmp_path / "read").read_text() == "''"
 
 
+HEAD = """
+import _thread, os, sys, threading, time
+def leave(*code):
+    sys.exit(*code)
+"""
 # what a script does with sys.exit(), and the code with which ringrun ends if MPI ends the rank with 14 on its way out
 WAYS_OUT = {
     "leave(7)": 7,
@@ -261,11 +214,5 @@ WAYS_OUT = {
 @pytest.mark.without_mpi
 @pytest.mark.parametrize("way", parted(WAYS_OUT, lambda way: way in ("leave(7)", "leave(0)")))
 def test_the_exit_code_is_the_script_s_whatever_happens_on_its_way_out(ringrun: Run, script: Script, way: str) -> None:
-    head = """
-        import _thread, atexit, os, sys, threading, time
-        atexit.register(os._exit, 14)
-        def leave(*code):
-            sys.exit(*code)
-    """
-    done = ringrun("-np", 1, *script(textwrap.dedent(head) + way + "\n"))
+    done = ringrun("-np", 1, *script(f"{HEAD}import atexit\natexit.register(os._exit, 14)\n{way}\n"))
     assert done.returncode == WAYS_OUT[way], done.stderr

@@ -9,23 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.jobs import Run, Script
+from tests.support.jobs import Run, Script, executable
 from tests.support.patience import patient
 
 GONE_WITHIN_S = 5.0
-
-# `{failure}` happens on rank 1, 0.3 s after all have met; the others wait for it in a barrier
-IN_MPI = """
-    import os, signal, sys, time
-    from mpi4py import MPI
-    world = MPI.COMM_WORLD
-    world.Barrier()
-    if world.rank == 1:
-        time.sleep(0.3)
-        open("failed", "w").close()
-        {failure}
-    world.Barrier()
-"""
 
 
 def seconds_since_failure(tmp_path: Path) -> float:
@@ -60,91 +47,56 @@ def test_an_attack_on_a_connection_ends_its_rank_and_is_named(
 @pytest.mark.parametrize(
     ("failure", "code", "words"),
     [
-        ("os._exit(3)", 3, "exit code 3"),
+        ("import os; os._exit(3)", 3, "exit code 3"),
         ("raise ValueError('boom é')", 1, "exit code 1"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "killed by signal 9 (SIGKILL), exit code 137"),
-        ("os.kill(os.getpid(), signal.SIGTERM)", 143, "killed by signal 15 (SIGTERM), exit code 143"),
+        ("import signal; signal.raise_signal(signal.SIGKILL)", 137, "killed by signal 9 (SIGKILL), exit code 137"),
+        ("import signal; signal.raise_signal(signal.SIGTERM)", 143, "killed by signal 15 (SIGTERM), exit code 143"),
         ("world.Abort(7)", 7, "exit code 7"),
     ],
 )
 def test_a_rank_that_ends_while_others_wait_in_mpi(
-    failure: str, code: int, words: str, ringrun: Run, script: Script, tmp_path: Path, wait_until_gone
+    failure: str, code: int, words: str, ringrun: Run, program: Script, tmp_path: Path, wait_until_gone
 ) -> None:
-    done = ringrun("-np", 3, *script(IN_MPI.format(failure=failure)))
+    done = ringrun("-np", 3, *program("fails"), failure)
     assert seconds_since_failure(tmp_path) < patient(GONE_WITHIN_S)
     wait_until_gone()
     assert done.returncode == code, done.stderr
     card = done.stderr[done.stderr.index("-- ringrun: rank 1 of 3 failed first --") :].splitlines()
     assert card[1] == f"how         {words}"
-    if "raise" in failure:
+    if "ValueError" in failure:
         assert "Traceback (most recent call last):" in card, "no rank before it"
         assert card[-2:] == ["ValueError: boom é", "-" * 80], "told last"
     assert f"where       host {os.uname().nodename}, pid " in "\n".join(card[2:4])
     # under hydra a rank that calls MPI_Abort takes the others with it before they can be asked
     if "Abort" not in failure:
-        assert "the others  ranks 0,2: script.py:10, in <module>: world.Barrier()" in card
+        assert "the others  ranks 0,2: script.py:14, in <module>: world.Barrier()" in card
 
 
-def test_atexit_functions_run_after_an_uncaught_exception(ringrun: Run, script: Script) -> None:
+def test_atexit_functions_run_after_an_uncaught_exception(ringrun: Run, program: Script) -> None:
     failure = "import atexit; atexit.register(print, 'cleaned up'); raise KeyError(1)"
-    done = ringrun("-np", 2, *script(IN_MPI.format(failure=failure)))
+    done = ringrun("-np", 2, *program("fails"), failure)
     assert done.returncode == 1
     assert done.stdout == "[1] cleaned up\n"
 
 
 @pytest.mark.without_mpi
-def test_the_first_failure_in_time_is_the_cause(ringrun: Run, script: Script) -> None:
-    source = """
-        import os, select, sys, time
-        rank = int(os.environ["RANK"])
-        with open(f"{rank}.tmp", "w") as file:
-            file.write(str(os.getpid()))
-        os.rename(f"{rank}.tmp", f"up{rank}")
-        if rank == 2:
-            time.sleep(30)
-        while not all(os.path.exists(f"up{other}") for other in range(3)):
-            time.sleep(0.02)
-        if rank == 0:
-            select.select([os.pidfd_open(int(open("up1").read()))], [], [])  # until rank 1 has ended
-        print("words of", rank, file=sys.stderr, end="")
-        sys.exit(10 + rank)
-    """
-    done = ringrun("-np", 3, *script(source))
+def test_the_first_failure_in_time_is_the_cause(ringrun: Run, program: Script) -> None:
+    done = ringrun("-np", 3, *program("fails_in_turn"))
     assert done.returncode == 11
     report = done.stderr[done.stderr.index("-- ringrun:") :].splitlines()
     assert report[1] == "how         exit code 11"
     assert report[3] == f"failed too  rank 0 on host {os.uname().nodename}: exit code 10"
     assert report[4].startswith("the others  rank")  # 0 too, in a row of its own, if it had the time to answer
-    assert any("2: script.py:8, in <module>: time.sleep(30)" in row for row in report[4:-3]), report
+    assert any("2: script.py:13, in <module>: time.sleep(30)" in row for row in report[4:-3]), report
     assert report[-3:] == ["the last it wrote to stderr:", "words of 1", "-" * 80]
-
-
-ERROR_FILES = """
-    import json, os, signal, sys, time
-    rank = int(os.environ["RANK"])
-    def leave(exception, lost):
-        with open(os.environ["RINGREDUCE_ERROR_FILE"], "w") as file:
-            json.dump({{"exception": exception, "message": "m", "traceback": f"the traceback of {{rank}}\\n",
-                        "lost_ranks": lost}}, file)
-    while rank == 0:
-        if os.path.exists("up1"):
-            leave("PeerLostError", [1])
-            os._exit(1)
-        time.sleep(0.02)
-    signal.signal(signal.SIGTERM, lambda *_: os._exit({code}))
-    if {code}:
-        leave("ValueError", [])
-    open("up1", "w").close()
-    time.sleep(60)
-"""
 
 
 @pytest.mark.without_mpi
 @pytest.mark.parametrize(("code", "cause"), [(6, 1), (0, 0)], ids=["failed too", "ended well"])
 def test_a_rank_that_blames_another_that_failed_is_not_the_cause(
-    code: int, cause: int, ringrun: Run, script: Script
+    code: int, cause: int, ringrun: Run, program: Script
 ) -> None:
-    done = ringrun("-np", 2, *script(ERROR_FILES.format(code=code)))
+    done = ringrun("-np", 2, *program("blames"), code)
     assert done.returncode == (code or 1)
     first, how, _, *others, traceback, _ = done.stderr.splitlines()
     assert first.startswith(f"-- ringrun: rank {cause} of 2 failed first")
@@ -156,9 +108,7 @@ def test_a_rank_that_blames_another_that_failed_is_not_the_cause(
 
 @pytest.mark.without_mpi
 def test_a_command_that_cannot_be_executed_is_not_tried_again(ringrun: Run, tmp_path: Path) -> None:
-    program = tmp_path / "program"
-    program.write_text("#!/nowhere/interpreter\n")
-    program.chmod(0o755)
+    executable(tmp_path / "program", "#!/nowhere/interpreter\n")
     done = ringrun("-np", 2, "--restarts", 2, "./program")
     assert done.returncode == 2
     assert done.stderr.startswith("ringrun: error: the command cannot be executed: No such file or directory")
@@ -170,10 +120,8 @@ def broken_mpirun(tmp_path: Path) -> Callable[[str], dict[str, str]]:
     """Return variables under which ringrun finds an Open MPI whose mpirun does what `shell` says."""
 
     def make(shell: str) -> dict[str, str]:
-        mpirun = tmp_path / "bin" / "mpirun"
-        mpirun.parent.mkdir()
-        mpirun.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo "mpirun (Open MPI) 5.0.99" && exit\n{shell}\n')
-        mpirun.chmod(0o755)
+        version = '[ "$1" = --version ] && echo "mpirun (Open MPI) 5.0.99" && exit'
+        executable(tmp_path / "bin" / "mpirun", f"#!/bin/sh\n{version}\n{shell}\n")
         package = tmp_path / "shadow" / "mpi4py"
         package.mkdir(parents=True)
         (package / "__init__.py").write_text("class rc: pass\n")

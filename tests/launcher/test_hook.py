@@ -9,13 +9,7 @@ from pathlib import Path
 import pytest
 
 from ringrun.environment import HOOK_DIRECTORY
-from tests.launcher.test_endings import WAYS_OUT
-
-HEAD = """
-import _thread, os, sys, threading, time
-def leave(*code):
-    sys.exit(*code)
-"""
+from tests.launcher.test_endings import HEAD, WAYS_OUT
 
 
 @pytest.fixture(scope="session")

@@ -121,22 +121,14 @@ def memory_group(limit: str) -> Iterator[Path]:
                 time.sleep(0.05)
 
 
-HOG = """
-    import os, time
-    from mpi4py import MPI
-    MPI.COMM_WORLD.Barrier()
-    if MPI.COMM_WORLD.rank == 1:
-        hog = []
-        while True:
-            hog.append(bytearray(b"x") * (1 << 24))
-    MPI.COMM_WORLD.Barrier()
-"""
+FILL_MEMORY = "import itertools; [bytearray(b'x') * (1 << 24) for _ in itertools.count()]"
 
 
 @pytest.mark.parametrize("around", [[], ["bash", "-c", '"$@"; exit $?', "bash"]], ids=["python", "in a shell"])
-def test_a_rank_that_the_oom_killer_ends(start, script, around, wait_until_gone) -> None:
+def test_a_rank_that_the_oom_killer_ends(start, program, around, wait_until_gone) -> None:
     with memory_group("300M") as group:
-        job = start("-np", 3, *around, *script(HOG), preexec_fn=lambda: (group / "cgroup.procs").write_text("0"))
+        command = [*around, *program("fails"), FILL_MEMORY]
+        job = start("-np", 3, *command, preexec_fn=lambda: (group / "cgroup.procs").write_text("0"))
         _, told = job.communicate(timeout=patient(50))
         wait_until_gone()
     assert job.returncode == 137, told

@@ -21,7 +21,9 @@ from ringrun.remote.base import Runner
 from ringrun.remote.over_ssh import MAX_BYTES, REMOTE_COMMAND, payload, split_exit
 from ringrun.remote.parallel import Outcome, Task, run_all
 from ringrun.remote.refusals import program_problem, srun_problem, ssh_problem
+from tests.launcher.conftest import PROGRAMS
 from tests.launcher.loopback_sshd import Server
+from tests.support.jobs import executable
 from tests.support.patience import patient, wait_until
 
 HERE = "127.0.0.1"
@@ -123,20 +125,7 @@ def test_hosts_that_let_one_wait_are_told(
 
 
 def test_ctrl_c_while_a_program_starts_ends_it_too() -> None:
-    program = """
-import os, signal, subprocess
-from ringrun.remote.parallel import Task, run_all
-
-class Interrupted(subprocess.Popen):
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        print(self.pid, flush=True)
-        os.kill(os.getpid(), signal.SIGINT)  # the program runs, and nobody knows it yet
-
-subprocess.Popen = Interrupted
-run_all([Task(["sh", "-c", "sleep 77 & wait"])], 60)
-"""
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=30)
+    done = subprocess.run([sys.executable, PROGRAMS / "interrupted.py"], capture_output=True, timeout=30)
     assert b"KeyboardInterrupt" in done.stderr
     group = int(done.stdout)
     wait_until(lambda: not group_exists(group))
@@ -239,10 +228,7 @@ def test_any_stderr_is_split(data: bytes) -> None:
 
 def test_a_program_on_hosts_over_ssh(server: Server, tmp_path: Path) -> None:
     folder = tmp_path / 'it\'s a "folder" $HOME'
-    folder.mkdir()
-    python = folder / "python"
-    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
-    python.chmod(0o755)
+    python = executable(folder / "python", f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
     program = """
 import os, sys
 assert os.read(0, 9) == b""
@@ -369,31 +355,9 @@ def test_any_text_is_one_problem_of_one_line(text: str, code: int) -> None:
 # through srun
 
 
-FAKE_SRUN = """#!{python}
-import os, subprocess, sys
-options = [word for word in sys.argv[1:] if word.startswith("--")]
-words = sys.argv[1 + len(options):]
-nodes = next(word for word in options if word.startswith("--nodelist=")).split("=")[1].split(",")
-assert {{"--overlap", "--ntasks-per-node=1", f"--ntasks={{len(nodes)}}", f"--nodes={{len(nodes)}}"}} <= {{*options}}
-for task, node in enumerate(nodes):
-    if node == "dead":
-        sys.stderr.write("srun: error: Task launch for StepId=1.0 failed on node dead: Communication failure\\n")
-        continue
-    done = subprocess.run(words, env={{**os.environ, "SLURMD_NODENAME": node}}, capture_output=True, text=True)
-    for stream, text in ((sys.stdout, done.stdout), (sys.stderr, done.stderr)):
-        for line in text.splitlines(keepends=True):
-            stream.write(f"{{task}}: {{line}}")
-            stream.flush()
-sys.exit(1)
-"""
-
-
 @pytest.fixture
 def srun(tmp_path: Path) -> str:
-    path = tmp_path / "srun"
-    path.write_text(FAKE_SRUN.format(python=sys.executable))
-    path.chmod(0o755)
-    return str(path)
+    return str(executable(tmp_path / "srun", f"#!{sys.executable}\n{(PROGRAMS / 'srun.py').read_text()}"))
 
 
 def test_each_node_s_answer_out_of_one_srun(srun: str) -> None:

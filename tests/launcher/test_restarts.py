@@ -277,31 +277,9 @@ def test_a_failure_during_which_ctrl_c_was_pressed_is_none_to_restart_after(sign
 
 # whole runs
 
-CHECKPOINTED = """
-    import os, signal
-    from pathlib import Path
-    import numpy as np
-    import ringreduce as rr
 
-    rr.init()
-    checkpoint = Path("checkpoint.npy")
-    total = np.load(checkpoint) if checkpoint.exists() else np.zeros(2)
-    first = int(total[0])
-    print("attempt", os.environ["RINGREDUCE_RESTART_COUNT"], "begins at step", first, flush=True)
-    for step in range(first, 6):
-        total += rr.allreduce(np.array([1.0, step * (rr.rank() + 1)]), op=rr.Sum) / [rr.size(), 1]
-        if rr.rank() == 0:
-            np.save("new.npy", total)
-            os.replace("new.npy", checkpoint)
-        rr.barrier()
-        if step == 3 and rr.rank() == 1 and os.environ["RINGREDUCE_RESTART_COUNT"] == "0":
-            os.kill(os.getpid(), signal.SIGKILL)
-    print("done", *total)
-"""
-
-
-def test_a_script_with_a_checkpoint_goes_on(ringrun: Run, script: Script, wait_until_gone) -> None:
-    done = ringrun("-np", 2, "--restarts", 2, *script(CHECKPOINTED))
+def test_a_script_with_a_checkpoint_goes_on(ringrun: Run, program: Script, wait_until_gone) -> None:
+    done = ringrun("-np", 2, "--restarts", 2, *program("checkpoints"))
     wait_until_gone()
     assert done.returncode == 0, done.stderr
     for rank in range(2):

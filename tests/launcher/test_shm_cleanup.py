@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from subprocess import PIPE
 
@@ -18,26 +18,11 @@ import pytest
 from ringrun.agent import shm_cleanup
 from ringrun.agent.shm_cleanup import ShmCleanup
 from ringrun.engines import MPICH, OpenMPI
+from tests.support.jobs import executable
 from tests.support.patience import wait_until
 
 SHM = Path("/dev/shm")
-
-JOB = """
-    import os, signal, sys, time
-    import numpy as np
-    from mpi4py import MPI
-    world = MPI.COMM_WORLD
-    local = world.Split_type(MPI.COMM_TYPE_SHARED)
-    windows = [MPI.Win.Allocate_shared(1 << 16, 1, comm=local), MPI.Win.Allocate(1 << 16, 1, comm=world)]
-    data, result = np.arange(100000.0) + world.rank, np.empty(100000)
-    world.Allreduce(data, result)
-    names = {{line.split("/dev/shm/")[1].split()[0] for line in open("/proc/self/maps") if "/dev/shm/" in line}}
-    print("mapped", *names, flush=True)
-    world.Barrier()
-    {end}
-    world.Barrier()
-"""
-KILL = "os.kill(os.getpid(), signal.SIGKILL)"
+KILL = "import signal; signal.raise_signal(signal.SIGKILL)"
 
 
 def files() -> set[str]:
@@ -46,10 +31,24 @@ def files() -> set[str]:
 
 
 @pytest.fixture
-def new_files() -> Callable[[], set[str]]:
-    """The names that have come since the test began, of other programs, too: see `unused`."""
+def assert_none_left(wait_until_gone: Callable[[], float]) -> Callable[..., None]:
+    """When the job is gone so are these files, and ringrun's folders that belong to no process.
+
+    Other jobs may run at the same time: theirs are mapped, or in the environment of their ranks, but for moments at
+    their beginning and their end.
+    """
     before = files()
-    return lambda: files() - before
+
+    def check(names: Collection[str] = ()) -> None:
+        wait_until_gone()
+        wait_until(lambda: not any((SHM / name).exists() for name in names), 5)
+        left, deadline_s = unused(files() - before), time.monotonic() + 5
+        while left and time.monotonic() < deadline_s:
+            time.sleep(0.1)
+            left &= unused(files() - before)
+        assert left == set()
+
+    return check
 
 
 @pytest.mark.parametrize(
@@ -57,33 +56,17 @@ def new_files() -> Callable[[], set[str]]:
     [
         f"if world.rank == 1: {KILL}",
         f"if world.rank == 0: {KILL}",
-        f"time.sleep(2.0); {KILL}",
+        f"import time; time.sleep(2.0); {KILL}",
         "pass",
-        "if world.rank == 2: os._exit(3)",
+        "if world.rank == 2: import os; os._exit(3)",
     ],
     ids=["rank 1 is killed", "rank 0 is killed", "all are killed", "all is well", "rank 2 exits"],
 )
-def test_no_shared_memory_is_left(
-    end: str, ringrun, script, tmp_path: Path, new_files: Callable[[], set[str]], wait_until_gone
-) -> None:
-    done = ringrun("-np", 3, *script(JOB.format(end=end)))
-    wait_until_gone()
+def test_no_shared_memory_is_left(end: str, ringrun, program, assert_none_left) -> None:
+    done = ringrun("-np", 3, *program("shares_memory"), end)
     mapped_by_ranks = [line.split("mapped ")[1].split() for line in done.stdout.splitlines() if "mapped " in line]
     assert [bool(names) for names in mapped_by_ranks] == [True] * 3, done.stdout + done.stderr
-    wait_until(lambda: not any((SHM / name).exists() for names in mapped_by_ranks for name in names), 5)
-    assert_none_left(new_files)
-
-
-def assert_none_left(new_files: Callable[[], set[str]]) -> None:
-    """Of ringrun's folders none is left that belongs to no process: other jobs may run at the same time.
-
-    Theirs are mapped, or in the environment of their ranks, but for moments at their beginning and their end.
-    """
-    left, deadline_s = unused(new_files()), time.monotonic() + 5
-    while left and time.monotonic() < deadline_s:
-        time.sleep(0.1)
-        left &= unused(new_files())
-    assert left == set()
+    assert_none_left(set().union(*mapped_by_ranks))
 
 
 def unused(names: set[str]) -> set[str]:
@@ -102,17 +85,15 @@ def text_of(path: Path) -> bytes:
         return b""
 
 
-def test_ringrun_killed_leaves_none_either(start, script, new_files: Callable[[], set[str]], wait_until_gone) -> None:
-    job = start("-np", 2, *script(JOB.format(end="print('up'); time.sleep(60)")))
+def test_ringrun_killed_leaves_none_either(start, program, assert_none_left) -> None:
+    job = start("-np", 2, *program("shares_memory"), "import time; print('up'); time.sleep(60)")
     assert job.stdout is not None
     lines = list(itertools.takewhile(lambda line: "up" not in line, job.stdout))
     names = [name for line in lines if "mapped " in line for name in line.split("mapped ")[1].split()]
     assert names
     job.send_signal(signal.SIGKILL)
     job.wait()
-    wait_until_gone()
-    wait_until(lambda: not any((SHM / name).exists() for name in names), 5)
-    assert_none_left(new_files)
+    assert_none_left(names)
 
 
 def test_which_engines_have_a_folder() -> None:
@@ -129,28 +110,14 @@ def test_which_engines_have_a_folder() -> None:
     assert not any(folder.exists() for folder in folders)
 
 
-AGENT_DIES = """
-    import os, signal, time
-    from mpi4py import MPI
-    world = MPI.COMM_WORLD
-    world.Barrier()
-    if world.rank == 1:
-        os.kill(os.getppid(), signal.SIGKILL)
-    time.sleep(20)
-"""
-
-
 def test_a_killed_agent_and_a_command_that_does_not_start_leave_none(
-    ringrun, script, tmp_path: Path, new_files: Callable[[], set[str]], wait_until_gone
+    ringrun, program, tmp_path: Path, assert_none_left
 ) -> None:
-    done = ringrun("-np", 2, *script(AGENT_DIES))
+    done = ringrun("-np", 2, *program("fails"), "import os, time; os.kill(os.getppid(), 9); time.sleep(20)")
     assert done.returncode == 1, done.stderr
-    program = tmp_path / "program"
-    program.write_text("#!/nowhere/interpreter\n")
-    program.chmod(0o755)
-    assert ringrun("-np", 2, program).returncode == 2
-    wait_until_gone()
-    assert_none_left(new_files)
+    broken = executable(tmp_path / "program", "#!/nowhere/interpreter\n")
+    assert ringrun("-np", 2, broken).returncode == 2
+    assert_none_left()
 
 
 MAPPER = """

@@ -23,26 +23,11 @@ from tests.support.patience import patient, wait_until
 
 HOST = os.uname().nodename
 
-# ranks 0 and 2 wait in MPI, rank 1 is stopped, rank 3 runs no Python any more
-MIXED = """
-    import os, signal
-    from mpi4py import MPI
-    world = MPI.COMM_WORLD
-    def wait_in_mpi():
-        world.Barrier()
-    world.Barrier()
-    open(f"up{world.rank}", "w").close()
-    if world.rank == 1:
-        os.kill(os.getpid(), signal.SIGSTOP)
-    if world.rank == 3:
-        os.execvp("sleep", ["sleep", "60"])
-    wait_in_mpi()
-"""
 MIXED_STACKS = """\
-ranks 0,2 of 4 on {host}: script.py:6, in wait_in_mpi: world.Barrier()
-  File "{file}", line 13, in <module>
+ranks 0,2 of 4 on {host}: script.py:12, in wait_in_mpi: world.Barrier()
+  File "{file}", line 21, in <module>
     wait_in_mpi()
-  File "{file}", line 6, in wait_in_mpi
+  File "{file}", line 12, in wait_in_mpi
     world.Barrier()
 rank 1 of 4 on {host}: it is stopped (by SIGSTOP, Ctrl-Z or a debugger)
 rank 3 of 4 on {host}: it runs no Python that ringrun can ask; it sleeps
@@ -61,8 +46,8 @@ def ask(job: "subprocess.Popen[str]") -> str:
     return done.stdout
 
 
-def test_the_stacks_of_a_job_while_it_runs(start: Start, script: Script, tmp_path: Path, wait_until_gone) -> None:
-    python, path = script(MIXED)
+def test_the_stacks_of_a_job_while_it_runs(start: Start, program: Script, tmp_path: Path, wait_until_gone) -> None:
+    python, path = program("mixed")
     job = start("-np", 4, python, path)
     wait_until(all_up(tmp_path, 4))
     time.sleep(0.3)
@@ -82,52 +67,22 @@ def test_the_stacks_of_a_job_while_it_runs(start: Start, script: Script, tmp_pat
 
 @pytest.mark.without_mpi
 def test_programs_that_a_rank_starts_are_not_disturbed_and_a_shell_around_it_does_not_matter(
-    start: Start, script: Script, tmp_path: Path
+    start: Start, program: Script, tmp_path: Path
 ) -> None:
-    source = """
-        import multiprocessing, os, subprocess, sys, time
-        def work():
-            time.sleep(4)
-        if __name__ == "__main__":
-            workers = [multiprocessing.get_context(how).Process(target=work) for how in ("fork", "spawn")]
-            for worker in workers:
-                worker.start()
-            child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(4)"])
-            open(f"up{os.environ['RANK']}", "w").close()
-            for worker in workers:
-                worker.join()
-            print([worker.exitcode for worker in workers], child.wait())
-    """
-    job = start("-np", 2, "bash", "-c", '"$@"; exit $?', "bash", *script(source))
+    job = start("-np", 2, "bash", "-c", '"$@"; exit $?', "bash", *program("workers"), "processes")
     wait_until(all_up(tmp_path, 2))
     for _ in range(3):
         told = ask(job)
-        assert told.count('script.py", line 12, in <module>') == 1, told
-        assert f"ranks 0-1 of 2 on {HOST}: script.py:12, in <module>: worker.join()" in told
+        assert told.count('script.py", line 31, in <module>') == 1, told
+        assert f"ranks 0-1 of 2 on {HOST}: script.py:31, in <module>: worker.join()" in told
     out, errors = job.communicate(timeout=patient(30))
-    assert sorted(out.splitlines()) == ["[0] [0, 0] 0", "[1] [0, 0] 0"], errors
+    assert sorted(out.splitlines()) == ["[0] ([0, 0], 0)", "[1] ([0, 0], 0)"], errors
     assert job.returncode == 0
 
 
 @pytest.mark.without_mpi
-def test_asking_does_no_harm_while_other_threads_run(start: Start, script: Script, tmp_path: Path) -> None:
-    source = """
-        import os, threading, time
-        def deep(n):
-            return deep(n - 1) if n else [k * k for k in range(50)]
-        def busy():
-            while time.monotonic() < end:
-                deep(30)
-        end = time.monotonic() + 3
-        threads = [threading.Thread(target=busy) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        open("up0", "w").close()
-        for thread in threads:
-            thread.join()
-        print("done")
-    """
-    job = start("-np", 1, *script(source))
+def test_asking_does_no_harm_while_other_threads_run(start: Start, program: Script, tmp_path: Path) -> None:
+    job = start("-np", 1, *program("workers"), "threads")
     asked = 0
     while job.poll() is None:
         if (tmp_path / "up0").exists():
@@ -137,7 +92,7 @@ def test_asking_does_no_harm_while_other_threads_run(start: Start, script: Scrip
     out, errors = job.communicate()
     assert (job.returncode, out) == (0, "[0] done\n"), errors
     assert asked > 10
-    assert "script.py:14, in <module>: thread.join()" in errors
+    assert "script.py:31, in <module>: worker.join()" in errors
 
 
 @pytest.mark.without_mpi
@@ -152,21 +107,8 @@ def test_several_pythons_of_one_rank_are_all_shown(start: Start, python: str, tm
     assert 'two.py", line 3, in <module>' in told
 
 
-STALL = """
-    import sys, time
-    import numpy as np
-    import ringreduce as rr
-    rr.init()
-    rr.allreduce(np.ones(3), name="first")
-    if rr.rank() == 1:
-        time.sleep(3)
-    rr.allreduce(np.ones(3), name="late")
-    print("done")
-"""
-
-
-def test_a_stall_is_told_once_with_all_stacks_and_no_quiet_rank_hides_it(ringrun, script: Script) -> None:
-    python, path = script(STALL)
+def test_a_stall_is_told_once_with_all_stacks_and_no_quiet_rank_hides_it(ringrun, program: Script) -> None:
+    python, path = program("late")
     done = ringrun("-np", 3, "--ranks", 0, "--stall-check-s", "0.7", python, path)
     assert done.returncode == 0
     lines = done.stderr.splitlines()
@@ -174,9 +116,9 @@ def test_a_stall_is_told_once_with_all_stacks_and_no_quiet_rank_hides_it(ringrun
     assert len(reports) >= 2, done.stderr  # after 0.7 s, after twice that and so on
     assert "allreduce 'late' (float64[3]): waiting for" in reports[0]
     assert "missing: rank 1. All ranks must submit it" in reports[0]
-    assert lines.count(f"ranks 0,2 of 3 on {HOST}: allreduce 'late' (script.py:9)") == 1
-    assert lines.count(f"rank 1 of 3 on {HOST}: script.py:8, in <module>: time.sleep(3)") == 1
-    assert done.stderr.count(f'  File "{path}", line 9, in <module>') == 1, "the stacks are printed once"
+    assert lines.count(f"ranks 0,2 of 3 on {HOST}: allreduce 'late' (script.py:13)") == 1
+    assert lines.count(f"rank 1 of 3 on {HOST}: script.py:12, in <module>: time.sleep(3)") == 1
+    assert done.stderr.count(f'  File "{path}", line 13, in <module>') == 1, "the stacks are printed once"
     assert "ringreduce: stalled" not in done.stderr
 
 

@@ -11,19 +11,6 @@ from tests.support.jobs import Script
 
 from .conftest import WITHOUT_MPI
 
-BAR = r"""
-    import os, sys, time
-    for percent in range(0, 101, 20):
-        sys.stderr.write(f"\r{percent:3}%|bar")
-        sys.stderr.flush()
-        if percent == 40:
-            print("a line between")
-        time.sleep(0.1)
-        while percent < 100 and sys.argv[1:] and not os.path.exists(f"{sys.argv[1]}/{percent}"):
-            time.sleep(0.01)
-    sys.stderr.write("\n")
-"""
-
 
 def spawn(arguments: list[str], **environment: str) -> pexpect.spawn:
     command, *first = WITHOUT_MPI
@@ -66,8 +53,8 @@ def screen(output: str) -> list[str]:
 
 
 @pytest.fixture
-def bar(script: Script) -> list[str]:
-    return ["-np", "1", *script(BAR)]
+def bar(program: Script) -> list[str]:
+    return ["-np", "1", *program("bar")]
 
 
 TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} "
