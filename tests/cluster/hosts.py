@@ -30,6 +30,7 @@ from tests.support.patience import patient
 
 Script = Callable[[str], Path]  # what the fixture `script` is
 ROOT = Path(__file__).parents[2]
+PROGRAMS = ROOT / "tests" / "cluster" / "programs"
 PATH = "/usr/local/bin:/usr/bin:/bin:/usr/local/sbin:/usr/sbin:/sbin"
 NEEDED = {"unshare": "util-linux", "nsenter": "util-linux", "ip": "iproute2", "tc": "iproute2"}
 NEEDED |= {"ssh": "openssh-client", "ssh-keygen": "openssh-client", "sshd": "openssh-server"}

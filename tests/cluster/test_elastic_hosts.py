@@ -11,13 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.hosts import Hosts
+from tests.cluster.hosts import PROGRAMS, Hosts
 from tests.cluster.processes import Inside
 from tests.support.patience import patient, wait_until
 
 pytestmark = [pytest.mark.timeout(180), pytest.mark.extended]
 
-PROGRAMS = Path(__file__).parent / "programs"
 FLAGS = ["--elastic", "-H", "h0:1,h1:2,h2:1,h3:1", "--lost-after", "4", "--stall-abort-s", "20"]
 
 

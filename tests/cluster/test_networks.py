@@ -7,55 +7,47 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.hosts import Hosts, Script
+from tests.cluster.hosts import PROGRAMS, Hosts
 
 pytestmark = pytest.mark.timeout(180)
 
-ALLREDUCE = """
-    import socket
-    import numpy as np
-    import ringreduce as rr
-    rr.init()
-    total = rr.allreduce(np.arange(100_000.0) * (rr.rank() + 1), name="w", op=rr.Sum)
-    print(socket.gethostname(), total[10])
-"""
-EXPECTED = [f"[{rank}] h{rank} {10.0 * (1 + 2 + 3)}" for rank in range(3)]
+EXPECTED = [f"[{rank}] {rank} h{rank} 0 1 {rank} 3 3 {999.0 * (1 + 2 + 3)}" for rank in range(3)]
 
 
-def ringrun(hosts: Hosts, python: Path, script: Script, *flags: object) -> subprocess.CompletedProcess[str]:
+def ringrun(hosts: Hosts, python: Path, *flags: object) -> subprocess.CompletedProcess[str]:
     """An allreduce on the first three hosts; when it has ended, nothing is left of it."""
-    done = hosts.ringrun(python, *flags, "-H", "h0:1,h1:1,h2:1", python, script(ALLREDUCE))
+    done = hosts.ringrun(python, *flags, "-H", "h0:1,h1:1,h2:1", python, PROGRAMS / "where.py")
     hosts.assert_nothing_is_left()
     return done
 
 
-def test_sshd_listens_on_another_port(own_hosts: Hosts, python: Path, script: Script):
+def test_sshd_listens_on_another_port(own_hosts: Hosts, python: Path):
     for k in (1, 2):
         own_hosts.stop_sshd(k)
         with (own_hosts.files / own_hosts.names[k] / "sshd_config").open("a") as config:
             config.write("Port 2222\n")
         own_hosts.start_sshd(k)
-    refused = ringrun(own_hosts, python, script)
+    refused = ringrun(own_hosts, python)
     assert refused.returncode == 3
     assert "port 22: Connection refused" in refused.stderr
-    done = ringrun(own_hosts, python, script, "-p", 2222)
+    done = ringrun(own_hosts, python, "-p", 2222)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == EXPECTED
 
 
-def test_only_one_of_two_networks_leads_to_the_others(own_hosts: Hosts, python: Path, script: Script):
+def test_only_one_of_two_networks_leads_to_the_others(own_hosts: Hosts, python: Path):
     """Each host has a second interface with an address of its own in a network that has no other own_hosts."""
     for k in range(4):
         own_hosts.check(k, ["ip", "link", "add", "eth1", "type", "veth", "peer", "name", "nobody"])
         own_hosts.check(k, ["ip", "addr", "add", f"10.78.0.{k + 1}/24", "dev", "eth1"])
         for device in ("eth1", "nobody"):
             own_hosts.check(k, ["ip", "link", "set", device, "up"])
-    done = ringrun(own_hosts, python, script, "--network-interfaces", "eth0")
+    done = ringrun(own_hosts, python, "--network-interfaces", "eth0")
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == EXPECTED
-    cut_off = ringrun(own_hosts, python, script, "--network-interfaces", "eth1")
+    cut_off = ringrun(own_hosts, python, "--network-interfaces", "eth1")
     assert cut_off.returncode == 3
     assert "2 hosts, h[1-2]: no connection from there to this host (10.78.0.1 port " in cut_off.stderr, cut_off.stderr
-    unknown = ringrun(own_hosts, python, script, "--network-interfaces", "eth7")
+    unknown = ringrun(own_hosts, python, "--network-interfaces", "eth7")
     assert unknown.returncode == 2
     assert "eth7" in unknown.stderr

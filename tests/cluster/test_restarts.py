@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.hosts import Hosts
+from tests.cluster.hosts import PROGRAMS, Hosts
 
 pytestmark = pytest.mark.timeout(180)
 
 
 def test_a_job_on_two_hosts_goes_on_from_its_checkpoint(hosts: Hosts, python: Path, tmp_path: Path):
-    script = Path(__file__).parent / "programs" / "dies_once.py"
+    script = PROGRAMS / "dies_once.py"
     command = ["-H", "h0:1,h1:1", "--restarts", "1", "--output-filename", tmp_path / "kept", python, script]
     done = hosts.ringrun(python, *command)
     hosts.wait_until_gone()

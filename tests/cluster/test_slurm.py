@@ -9,27 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.hosts import ROOT, Hosts, Script
+from tests.cluster.hosts import PROGRAMS, ROOT, Hosts, Script
 from tests.support.patience import wait_until
 from tests.support.tiers import extended
 
 pytestmark = pytest.mark.timeout(180)
 
-WHERE = """
-import os, socket
-import numpy as np
-import ringreduce as rr
-rr.init()
-total = rr.allreduce(np.arange(1000.0) * (rr.rank() + 1), name="w", op=rr.Sum)[999]
-print(rr.rank(), socket.gethostname(), rr.local_rank(), rr.local_size(), rr.size(), total, os.environ.get("COLOUR"))
-"""
-TWO_AND_TWO = ["0 h0 0 2 4", "1 h0 1 2 4", "2 h1 0 2 4", "3 h1 1 2 4"]
-TWO_AND_ONE = ["0 h0 0 2 3", "1 h0 1 2 3", "2 h1 0 1 3"]
-
-
-@pytest.fixture
-def where(script: Script) -> Path:
-    return script(WHERE)
+STEPS, WHERE = PROGRAMS / "steps.py", PROGRAMS / "where.py"
+TWO_AND_TWO = ["0 h0 0 2 0 2 4", "1 h0 1 2 0 2 4", "2 h1 0 2 1 2 4", "3 h1 1 2 1 2 4"]
+TWO_AND_ONE = ["0 h0 0 2 0 2 3", "1 h0 1 2 0 1 3", "2 h1 0 1 1 2 3"]
 
 
 def placed(done: subprocess.CompletedProcess[str], prefix: bool = True) -> list[str]:
@@ -39,8 +27,8 @@ def placed(done: subprocess.CompletedProcess[str], prefix: bool = True) -> list[
     return [re.fullmatch(r"\[(\d+)\] (\1 .*)", line).group(2) if prefix else line for line in lines]
 
 
-def told(places: list[str], colour: object = None) -> list[str]:
-    return [f"{place} {999.0 * sum(range(len(places) + 1))} {colour}" for place in places]
+def told(places: list[str], colour: str = "") -> list[str]:
+    return [f"{place} {999.0 * sum(range(len(places) + 1))}{colour}" for place in places]
 
 
 @pytest.mark.quick
@@ -53,18 +41,18 @@ def told(places: list[str], colour: object = None) -> list[str]:
         pytest.param("-n4", ["--launcher", "mpirun"], TWO_AND_TWO, marks=extended),
     ],
 )
-def test_salloc_and_ringrun(slurm: Hosts, python: Path, where: Path, tasks: str, flags: list[str], places: list[str]):
-    command = ["salloc", "-N2", tasks, python.parent / "ringrun", *flags, python, where]
+def test_salloc_and_ringrun(slurm: Hosts, python: Path, tasks: str, flags: list[str], places: list[str]):
+    command = ["salloc", "-N2", tasks, python.parent / "ringrun", *flags, python, WHERE, "COLOUR"]
     done = slurm.run(0, command, env={"COLOUR": "red wine"})
-    assert placed(done) == told(places, "red wine")
+    assert placed(done) == told(places, " red wine")
     slurm.assert_nothing_is_left()
 
 
-def test_srun_starts_mpichs_ranks_for_ringrun(slurm: Hosts, python: Path, where: Path, request: pytest.FixtureRequest):
-    command = ["salloc", "-N2", "-n4", python.parent / "ringrun", "--launcher", "srun", python, where]
+def test_srun_starts_mpichs_ranks_for_ringrun(slurm: Hosts, python: Path, request: pytest.FixtureRequest):
+    command = ["salloc", "-N2", "-n4", python.parent / "ringrun", "--launcher", "srun", python, WHERE, "COLOUR"]
     done = slurm.run(0, command, env={"COLOUR": "red wine"})
     if "mpich" in request.node.callspec.id:
-        assert placed(done) == told(TWO_AND_TWO, "red wine")
+        assert placed(done) == told(TWO_AND_TWO, " red wine")
     else:  # Open MPI 5 speaks PMIx only, and this Slurm's plugin for that does not load
         assert done.returncode == 3, done.stderr
         assert "srun" in done.stderr
@@ -83,21 +71,8 @@ def test_sbatch_takes_the_example(slurm: Hosts, python: Path):
     slurm.assert_nothing_is_left()
 
 
-DIES = """
-import os, signal, time
-import numpy as np
-import ringreduce as rr
-rr.init()
-for step in range(2000):
-    rr.allreduce(np.ones(1000))
-    if step == 20 and rr.rank() == 2:
-        os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(0.02)
-"""
-
-
-def test_a_rank_that_dies_on_the_other_node(slurm: Hosts, python: Path, script: Script):
-    done = slurm.run(0, ["salloc", "-N2", "-n4", python.parent / "ringrun", python, script(DIES)])
+def test_a_rank_that_dies_on_the_other_node(slurm: Hosts, python: Path):
+    done = slurm.run(0, ["salloc", "-N2", "-n4", python.parent / "ringrun", python, STEPS, 0, "kill"])
     slurm.assert_nothing_is_left()
     assert done.returncode == 137, done.stderr
     card = done.stderr[done.stderr.index("-- ringrun: rank 2 of 4 failed first --") :]
@@ -106,10 +81,9 @@ def test_a_rank_that_dies_on_the_other_node(slurm: Hosts, python: Path, script: 
     assert slurm.run(0, ["squeue", "--noheader"]).stdout == ""
 
 
-def test_scancel_ends_the_job_on_both_nodes(slurm: Hosts, python: Path, script: Script):
-    train = script(DIES.replace("rr.rank() == 2", "open('training', 'w')").replace("os.kill", "print"))
+def test_scancel_ends_the_job_on_both_nodes(slurm: Hosts, python: Path):
     job = slurm.folder / "job.sh"
-    job.write_text(f"#!/bin/bash\n#SBATCH -N2 -n4 --output=/dev/null\n{python.parent}/ringrun {python} {train}\n")
+    job.write_text(f"#!/bin/bash\n#SBATCH -N2 -n4 -o /dev/null\n{python.parent}/ringrun {python} {STEPS} 0 pass\n")
     number = re.search(r"\d+", slurm.check(0, ["sbatch", job])).group()
     wait_until(lambda: (slurm.folder / "training").exists())
     slurm.check(0, ["scancel", number])
@@ -120,14 +94,14 @@ def test_scancel_ends_the_job_on_both_nodes(slurm: Hosts, python: Path, script: 
     )
 
 
-def test_srun_alone_starts_mpichs_ranks(slurm: Hosts, mpich_python: Path, where: Path):
-    done = slurm.run(0, ["srun", "-N2", "-n4", "--mpi=pmi2", mpich_python, where])
+def test_srun_alone_starts_mpichs_ranks(slurm: Hosts, mpich_python: Path):
+    done = slurm.run(0, ["srun", "-N2", "-n4", "--mpi=pmi2", mpich_python, WHERE])
     assert placed(done, prefix=False) == told(TWO_AND_TWO)
     slurm.wait_until_gone()
 
 
-def test_srun_without_pmi_is_told(slurm: Hosts, mpich_python: Path, where: Path):
-    done = slurm.run(0, ["srun", "-N2", "-n4", mpich_python, where])
+def test_srun_without_pmi_is_told(slurm: Hosts, mpich_python: Path):
+    done = slurm.run(0, ["srun", "-N2", "-n4", mpich_python, WHERE])
     assert done.returncode == 1
     assert "srun started 4 ranks, but MPI counts 1" in done.stderr
 

@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.hosts import ROOT, Hosts, Script
+from tests.cluster.hosts import PROGRAMS, ROOT, Hosts, Script
 from tests.support.patience import patient, wait_until
 from tests.support.tiers import extended
 
 pytestmark = pytest.mark.timeout(180)
+STEPS, WHERE = PROGRAMS / "steps.py", PROGRAMS / "where.py"
 ALL = ("-np", "4", "-H", "h0:1,h1:1,h2:1,h3:1")
 CUT_OFF_WITHIN_S = 25  # 15 are meant
 
@@ -28,37 +29,23 @@ def test_a_training_example_on_four_hosts(hosts: Hosts, python: Path):
     hosts.assert_nothing_is_left()
 
 
-WHERE = """
-    import os, socket
-    import numpy as np
-    import ringreduce as rr
-    rr.init()
-    total = rr.allreduce(np.arange(1000.0) * (rr.rank() + 1), name="w", op=rr.Sum)[999]
-    at = rr.local_rank(), rr.local_size(), rr.cross_rank(), rr.cross_size(), rr.size()
-    assert at[:2] == tuple(int(os.environ[name]) for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"))
-    print(socket.gethostname(), *at, total)
-"""
-
-
 @pytest.mark.quick
 @pytest.mark.parametrize(
     ("where", "lines"),
     [
         pytest.param(
             ("-H", "h0:3,h1:1"),
-            ["[0] h0 0 3 0 2 4", "[1] h0 1 3 0 1 4", "[2] h0 2 3 0 1 4", "[3] h1 0 1 1 2 4"],
+            ["h0 0 3 0 2 4", "h0 1 3 0 1 4", "h0 2 3 0 1 4", "h1 0 1 1 2 4"],
             marks=extended,
         ),
-        (
-            ("-np", "4", "-H", "h2:1,h0:2,h3:4"),
-            ["[0] h2 0 1 0 3 4", "[1] h0 0 2 1 3 4", "[2] h0 1 2 0 1 4", "[3] h3 0 1 2 3 4"],
-        ),
+        (("-np", "4", "-H", "h2:1,h0:2,h3:4"), ["h2 0 1 0 3 4", "h0 0 2 1 3 4", "h0 1 2 0 1 4", "h3 0 1 2 3 4"]),
     ],
 )
-def test_uneven_slots(hosts: Hosts, python: Path, script: Script, where: tuple[str, ...], lines: list[str]):
-    done = hosts.ringrun(python, *where, python, script(WHERE))
+def test_uneven_slots(hosts: Hosts, python: Path, where: tuple[str, ...], lines: list[str]):
+    done = hosts.ringrun(python, *where, python, WHERE, "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == [f"{line} {999.0 * 10}" for line in lines]
+    told = [f"[{rank}] {rank} {line} {999.0 * 10} {line[3:6]}" for rank, line in enumerate(lines)]
+    assert sorted(done.stdout.splitlines()) == told
     hosts.assert_nothing_is_left()
 
 
@@ -110,34 +97,17 @@ def test_variables_reach_all_hosts_and_secrets_stay(hosts: Hosts, python: Path, 
     assert {k for k, each in environments if "swordfish" in each} == {0, 1, 2}
 
 
-STEPS = """
-    import os, signal, sys, time
-    import numpy as np
-    import ringreduce as rr
-    rr.init()
-    for step in range(3000):
-        rr.allreduce(np.ones(1000))
-        if step == 20 and rr.rank() == 0:
-            open("training", "w").close()
-        if step == 20 and rr.rank() == 2:
-            {failure}
-        time.sleep(0.02)
-"""
-
-
 @pytest.mark.quick
 @pytest.mark.parametrize(
-    ("failure", "code", "words"),
+    ("how", "code", "words"),
     [
-        ("os.kill(os.getpid(), signal.SIGKILL)", 137, ["killed by signal 9 (SIGKILL)"]),
-        pytest.param("raise ValueError('boom')", 1, ["exit code 1", "ValueError: boom"], marks=extended),
-        pytest.param("sys.exit(7)", 7, ["exit code 7"], marks=extended),
+        ("kill", 137, ["killed by signal 9 (SIGKILL)"]),
+        pytest.param("raise", 1, ["exit code 1", "ValueError: boom"], marks=extended),
+        pytest.param("exit", 7, ["exit code 7"], marks=extended),
     ],
 )
-def test_a_rank_that_dies_on_another_host(
-    hosts: Hosts, python: Path, script: Script, failure: str, code: int, words: list[str]
-):
-    done = hosts.ringrun(python, *ALL, python, script(STEPS.format(failure=failure)))
+def test_a_rank_that_dies_on_another_host(hosts: Hosts, python: Path, how: str, code: int, words: list[str]):
+    done = hosts.ringrun(python, *ALL, python, STEPS, 0, how)
     hosts.assert_nothing_is_left()
     assert done.returncode == code, done.stderr
     report = done.stderr[done.stderr.index("rank 2 ") :]
@@ -152,16 +122,16 @@ def test_a_rank_that_dies_as_soon_as_mpi_is_up_leaves_no_shared_memory(hosts: Ho
     hosts.assert_nothing_is_left()
 
 
-def test_the_own_address_needs_no_ssh(own_hosts: Hosts, python: Path, script: Script):
+def test_the_own_address_needs_no_ssh(own_hosts: Hosts, python: Path):
     """An IPv6 address has another name for the MPI's launcher, which cannot tell that it is this host's."""
     for k in (0, 1):
         own_hosts.check(k, ["ip", "-6", "addr", "add", f"fd00::{k + 1}/64", "dev", "eth0", "nodad"])
     known = own_hosts.home / ".ssh" / "known_hosts"
     key = next(line.partition(" ")[2] for line in known.read_text().splitlines() if line.startswith("h1,"))
     known.write_text(f"{known.read_text()}fd00::2 {key}\n")  # but not fd00::1
-    done = own_hosts.ringrun(python, "-H", "[fd00::1]:1,[fd00::2]:1", python, script(WHERE))
+    done = own_hosts.ringrun(python, "-H", "[fd00::1]:1,[fd00::2]:1", python, WHERE)
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == [f"[0] h0 0 1 0 2 2 {999.0 * 3}", f"[1] h1 0 1 1 2 2 {999.0 * 3}"]
+    assert sorted(done.stdout.splitlines()) == [f"[{k}] {k} h{k} 0 1 {k} 2 2 {999.0 * 3}" for k in (0, 1)]
 
 
 def wait_for_training(hosts: Hosts, job: subprocess.Popen[str]) -> None:
@@ -205,8 +175,8 @@ def test_a_network_that_is_gone_for_less_than_lost_after_ends_nothing(own_hosts:
 
 
 @pytest.mark.quick
-def test_a_host_whose_link_goes_down(own_hosts: Hosts, python: Path, script: Script):
-    job = own_hosts.start_ringrun(python, "--lost-after", "8", *ALL, python, script(STEPS.format(failure="pass")))
+def test_a_host_whose_link_goes_down(own_hosts: Hosts, python: Path):
+    job = own_hosts.start_ringrun(python, "--lost-after", "8", *ALL, python, STEPS, 0, "pass")
     wait_for_training(own_hosts, job)
     own_hosts.link_down(2)
     _, err = job.communicate(timeout=CUT_OFF_WITHIN_S)
@@ -218,10 +188,8 @@ def test_a_host_whose_link_goes_down(own_hosts: Hosts, python: Path, script: Scr
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
-def test_ringrun_ends_and_so_does_every_host(
-    hosts: Hosts, python: Path, script: Script, number: signal.Signals, code: int
-):
-    job = hosts.start_ringrun(python, *ALL, python, script(STEPS.format(failure="pass")))
+def test_ringrun_ends_and_so_does_every_host(hosts: Hosts, python: Path, number: signal.Signals, code: int):
+    job = hosts.start_ringrun(python, *ALL, python, STEPS, 0, "pass")
     wait_for_training(hosts, job)
     job.send_signal(number)
     _, err = job.communicate(timeout=60)

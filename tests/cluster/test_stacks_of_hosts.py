@@ -9,47 +9,36 @@ from pathlib import Path
 import pytest
 
 from ringrun.arguments import parse_ranks
-from tests.cluster.hosts import Hosts, Script
+from tests.cluster.hosts import PROGRAMS, Hosts
 from tests.support.patience import patient, wait_until
 
 pytestmark = pytest.mark.timeout(180)
 ALL = ("-np", "4", "-H", "h0:1,h1:1,h2:1,h3:1")
 
-STEPS = """
-    import os, signal, time
-    import numpy as np
-    import ringreduce as rr
-    rr.init()
-    rr.allreduce(np.ones(1000) * rr.rank(), name="first")
-    if rr.rank() == 2:
-        {failure}
-    rr.allreduce(np.ones(1000) * rr.rank(), name="layer3.w")
-"""
 STACKS = (
-    "ranks 0-1,3 of 4 on 3 hosts: allreduce 'layer3.w' (train.py:9)\n",
-    "rank 2 of 4 on h2: train.py:8, in <module>: time.sleep(120)\n",
+    "ranks 0-1,3 of 4 on 3 hosts: allreduce 'layer3.w' (steps.py:15)\n",
+    "rank 2 of 4 on h2: steps.py:19, in <module>: time.sleep(float(sys.argv[1]))\n",
 )
 
 
-def test_the_card_of_a_rank_on_another_host(hosts: Hosts, python: Path, script: Script):
+def test_the_card_of_a_rank_on_another_host(hosts: Hosts, python: Path):
     """The others are asked on their hosts, unless they have failed too: Open MPI ends them when a connection closes."""
-    path = script(STEPS.format(failure="time.sleep(1); raise ValueError('boom')"))
-    done = hosts.ringrun(python, *ALL, python, path, timeout=120)
+    done = hosts.ringrun(python, *ALL, python, PROGRAMS / "steps.py", 1, "raise", timeout=120)
     hosts.assert_nothing_is_left()
     assert done.returncode == 1, done.stderr
     card = done.stderr[done.stderr.index("-- ringrun: rank 2 of 4 failed first --") :].splitlines()
     assert card[1] == "how         exit code 1"
     assert re.match(r"where       host h2, pid \d+, ran for ", card[2])
     failed = {int(rank) for rank in re.findall(r"rank (\d) on host h\1: exit code 14$", done.stderr, re.MULTILINE)}
-    told = re.findall(r"ranks? ([\d,-]+): allreduce 'layer3.w' \(train.py:9\)$", done.stderr, re.MULTILINE)
+    told = re.findall(r"ranks? ([\d,-]+): allreduce 'layer3.w' \(steps.py:15\)$", done.stderr, re.MULTILINE)
     asked = parse_ranks(",".join(told), 4, "asked") if told else frozenset()  # some answer before they fail
     assert {0, 1, 3} - failed <= asked <= {0, 1, 3}, done.stderr
     assert card[-2:] == ["ValueError: boom", "-" * 80]
 
 
-def test_a_job_that_hangs_is_asked_on_all_its_hosts(hosts: Hosts, python: Path, script: Script):
+def test_a_job_that_hangs_is_asked_on_all_its_hosts(hosts: Hosts, python: Path):
     ringrun, log = python.parent / "ringrun", hosts.folder / "stderr"
-    command = [ringrun, "--stall-check-s", "3", *ALL, python, script(STEPS.format(failure="time.sleep(120)"))]
+    command = [ringrun, "--stall-check-s", "3", *ALL, python, PROGRAMS / "steps.py", 120, "pass"]
     with log.open("w") as stderr:
         job = hosts.start(0, command, stdout=subprocess.DEVNULL, stderr=stderr)
     wait_until(lambda: all(stack in log.read_text() for stack in STACKS))
