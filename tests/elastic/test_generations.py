@@ -64,7 +64,7 @@ def test_mpi_abort_ends_one_rank_and_it_is_said_who_called_it(python):
 
 @pytest.mark.extended
 def test_a_rank_that_is_stopped_in_shutdown_is_woken(python, tmp_path):
-    done = run(python, 3, "stopped", flags=["--stall-abort-s", 3, "--wdir", tmp_path])
+    done = run(python, 3, "stopped", "0", flags=["--stall-abort-s", 3, "--wdir", tmp_path])
     assert sorted(done.stdout.splitlines()) == [f"[{rank}] left" for rank in range(3)]
 
 

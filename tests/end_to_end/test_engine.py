@@ -8,6 +8,7 @@ import pytest
 
 from ringreduce import runtime
 from tests.end_to_end.conftest import ringrun
+from tests.support.jobs import ROOT
 from tests.support.tiers import extended, parted
 
 pytestmark = pytest.mark.timeout(600)  # the first use makes the environment for MPICH
@@ -187,24 +188,7 @@ def test_a_rank_that_is_stopped_is_told(finished, rank, message):
     assert re.search(rf"\nrank {rank} of 3 on \S+: it is stopped \(by SIGSTOP, Ctrl-Z or a debugger\)", done.stdout)
 
 
-LEAVE = """
-from ringreduce import runtime
-def stop():
-    while {inside} and not engine.negotiation.leaving:
-        time.sleep(0.01)
-    time.sleep(0.3)
-    open('stopping', 'w').close()
-    os.kill(os.getpid(), signal.SIGSTOP)
-engine = runtime.current('this test').engine
-rr.barrier()
-if rr.rank() == {rank}:
-    threading.Thread(target=stop, daemon=True).start() if {inside} else stop()
-if rr.rank() == 2:
-    while not os.path.exists('stopping'):
-        time.sleep(0.01)
-    time.sleep(0.5)
-{leave}
-"""
+STOPPED = ROOT / "tests" / "elastic" / "programs" / "stopped.py"
 MUTE = "stopped, or in C code that holds the interpreter"
 
 
@@ -213,16 +197,16 @@ MUTE_BEFORE = rf"rank 0 has waited in shutdown\(\) for \d+ s for rank 1\nrank 1 
 
 
 @pytest.mark.parametrize(
-    ("rank", "inside", "leave", "message"),
+    ("rank", "early", "message"),
     [
-        (1, True, "rr.shutdown()", MUTE_IN_LEAVING),
-        (0, True, "rr.shutdown()", r"rank 0, which coordinates, does not answer"),
-        (1, False, "pass", MUTE_BEFORE),
+        (1, [], MUTE_IN_LEAVING),
+        (0, [], r"rank 0, which coordinates, does not answer"),
+        (1, ["early"], MUTE_BEFORE),
     ],
 )
-def test_a_rank_that_is_stopped_does_not_keep_those_that_leave(tmp_path, finished, rank, inside, leave, message):
-    body = LEAVE.format(rank=rank, inside=inside, leave=leave)
-    done = finished(f"os.chdir({str(tmp_path)!r})\n{body}", RINGREDUCE_STALL_CHECK_S="1", RINGREDUCE_STALL_ABORT_S="4")
+def test_a_rank_that_is_stopped_does_not_keep_those_that_leave(tmp_path, rank, early, message):
+    variables = {"RINGREDUCE_STALL_CHECK_S": "1", "RINGREDUCE_STALL_ABORT_S": "4"}
+    done = ringrun(Path(sys.executable), 3, STOPPED, rank, *early, cwd=tmp_path, **variables)
     assert done.returncode == 1, done.stdout
     assert re.search(message, done.stdout), done.stdout
     assert re.search(rf"\nrank {rank} of 3 on \S+: it is stopped \(by SIGSTOP, Ctrl-Z or a debugger\)", done.stdout)
