@@ -1,10 +1,13 @@
 """Jobs whose ranks print to one stream, and a test file that fails."""
 
 import subprocess
+from pathlib import Path
 
 import pytest
 
 from tests.support import jobs
+
+PROGRAMS = Path(__file__).parent / "programs"
 
 
 def run(command, *, timeout_s=120, cwd=jobs.ROOT, **variables):
@@ -18,28 +21,10 @@ def ringrun(python, ranks, *command, **options):
     return run([jobs.ringrun(python), "-np", ranks, python, *command], **options)
 
 
-BROKEN = """
-import time
-import pytest
-import ringreduce as rr
-
-pytestmark = pytest.mark.mpi
-
-def test_one_rank_fails():
-    assert rr.rank() != 1, "the one that failed"
-    rr.barrier()
-
-@pytest.mark.timeout(3)
-def test_all_ranks_hang():
-    while True:
-        rr.barrier() if rr.rank() else time.sleep(1)
-"""
-
-
 @pytest.fixture
 def broken(tmp_path):
     """A test file that fails, under the conftest of tests/mpi, which is what is tested."""
     (tmp_path / "conftest.py").write_text("from tests.mpi.conftest import pytest_configure, pytest_runtest_logreport\n")
     path = tmp_path / "test_broken_on_purpose.py"
-    path.write_text(BROKEN)
+    path.write_text((PROGRAMS / "broken.py").read_text())
     return path

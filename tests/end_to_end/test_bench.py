@@ -12,12 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.conftest import ringrun, run
+from tests.end_to_end.conftest import PROGRAMS, ringrun, run
 from tests.support.jobs import ROOT
 from tests.support.patience import patient
 
 PYTHON = Path(sys.executable)
 BENCH = ROOT / "bench"
+BOTH = f"{BENCH}:{BENCH / 'gpu'}"
 MACHINE = ("cores", "processor", "ringreduce", "numpy", "python", "date", "mpi", "mpi4py", "torch")
 HOROVOD = "from ringreduce.torch import *\n"
 pytestmark = pytest.mark.timeout(180)
@@ -280,37 +281,8 @@ def test_hosts_leave_nothing_behind(end):
     assert not list(Path("/etc").glob(f"netns/*{tag}"))
 
 
-WRONG = f"""
-import sys
-sys.path.insert(0, {str(BENCH)!r})
-import numpy as np
-import allreduce
-from common import total
-from reducers import Gradients, NUMPY, Reducer, ours
-import ringreduce as rr
-rr.init()
-
-def off_by_one_at_rank_1(array):
-    rr.allreduce_(array, op=rr.Sum)
-    array[7] += rr.rank()
-
-array = np.zeros(100, np.float32)
-print("buffer", allreduce.wrong_elements(off_by_one_at_rank_1, array, allreduce.expected_sum(100, 2)))
-gradients = Gradients([(3, 5), (40,)])
-right = ours(gradients, rr, gradients.arrays)
-
-def one_row_is_zero():
-    right.run()
-    gradients.arrays[1][2] = 0
-
-print("right", total(gradients.wrong(right)))
-print("wrong", total(gradients.wrong(Reducer(one_row_is_zero, right.results))))
-print("not reduced", total(gradients.wrong(Reducer(lambda: None, right.results))))
-"""
-
-
-def test_wrong_elements_are_counted(script):
-    finished = ringrun(PYTHON, 2, script(WRONG))
+def test_wrong_elements_are_counted():
+    finished = ringrun(PYTHON, 2, PROGRAMS / "wrong_elements.py", PYTHONPATH=BOTH)
     assert finished.returncode == 0, finished.stdout
     printed = dict(re.findall(r"^\[0\] (.*) (\d+)$", finished.stdout, re.MULTILINE))
     assert (printed["buffer"], printed["right"], printed["wrong"]) == ("1", "0", "10")
@@ -364,42 +336,9 @@ def test_gpu_benches_without_a_gpu_are_skipped_and_say_why(tmp_path, name, cupy)
     assert not (tmp_path / "results").exists()
 
 
-ALL = f"""
-import sys
-sys.path.insert(0, {str(BENCH / "gpu")!r})
-from pathlib import Path
-import all as everything
-from common import Column, Report, parse, parser
-
-folder = Path(sys.argv[1])
-everything.STEPS = [
-    everything.Step("good", ["-c", "print('a|b'); print()"]),
-    everything.Step("bad", ["-c", "import sys; sys.exit('no good')"]),
-    everything.Step("long", ["-c", "import os, time; os.fork(); print('begun', flush=True); time.sleep(1000)"]),
-    everything.Step("bench", [str(folder / "bench.py")], True),
-    everything.Step("late", ["-c", ""]),
-]
-everything.LONGEST_S = 2
-everything.why_not = lambda: ""
-everything.about_gpu = lambda: {{"gpu": "none at all", "driver": "1.2"}}
-sys.argv[1:] = [str(folder), "--minutes", sys.argv[2]]
-everything.main()
-"""
-ONE_BENCH = f"""
-import sys
-sys.path.insert(0, {str(BENCH)!r})
-from common import Column, Report, parse, parser
-columns = [Column("who", "  who", left=True), Column("time_us", "time", "us", form=".1f"), Column("wrong", "#wrong")]
-report = Report("one", {{"notes": ["bar: reached", "left out: b"]}}, columns, True, "note")
-report.add({{"who": "  a", "time_us": 1.26, "wrong": None}})
-report.finish(parse(parser("", runs=1)))
-"""
-
-
 def test_everything_for_gpus_is_run_and_told_whatever_fails(tmp_path):
-    (tmp_path / "bench.py").write_text(ONE_BENCH)
     (tmp_path / "bench.json").write_text("of an earlier run")
-    finished = run([PYTHON, "-c", ALL, tmp_path, "1"])
+    finished = run([PYTHON, PROGRAMS / "everything.py", tmp_path, "--minutes", 1], PYTHONPATH=BOTH)
     assert finished.returncode == 1, finished.stdout
     page = (tmp_path / "results.md").read_text().splitlines()
     assert page[0].startswith("# GPU results, 20")
@@ -418,6 +357,6 @@ def test_everything_for_gpus_is_run_and_told_whatever_fails(tmp_path):
 
 
 def test_what_there_was_no_time_for_is_told_and_is_no_success(tmp_path):
-    finished = run([PYTHON, "-c", ALL, tmp_path, "0"])
+    finished = run([PYTHON, PROGRAMS / "everything.py", tmp_path, "--minutes", 0], PYTHONPATH=BOTH)
     assert finished.returncode == 1, finished.stdout
     assert "begun" not in finished.stdout
