@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.conftest import run
+from tests.end_to_end.conftest import PROGRAMS, run
 
 pytestmark = pytest.mark.timeout(900)  # the first use makes the environment for MPICH
 
@@ -30,31 +30,19 @@ IN_OWN_SHM = 'mount -t tmpfs -o size=$0 tmpfs /dev/shm && "$@"; code=$?; '
 TELL_SHM = "stat -c 'left: %b blocks %n' /dev/shm/* 2> /dev/null; exit $code"
 
 
-def ringrun(python, ranks, script, *, shm=None, **variables):
-    """`ringrun -np RANKS python script`, with a /dev/shm of that size; what is left there is told at the end."""
-    command = [python.parent / "ringrun", "-np", str(ranks), python, script]
+def ringrun(python, ranks, *happening, shm=None, **variables):
+    """Runs programs/reduces.py, with a /dev/shm of that size; what is left there is told at the end."""
+    command = [python.parent / "ringrun", "-np", ranks, python, PROGRAMS / "reduces.py", *happening]
     if shm:
         command = ["unshare", "-m", "bash", "-c", IN_OWN_SHM + TELL_SHM, shm, *command]
     return run(command, timeout_s=90, **variables)
 
 
-REDUCE = """
-import numpy as np
-import ringreduce as rr
-
-rr.init()
-for count in (3, 1_000_003):
-    mean = rr.allreduce(np.arange(count, dtype=np.float32) + 2 * rr.rank())
-    np.testing.assert_array_equal(mean, np.arange(count, dtype=np.float32) + rr.size() - 1)
-print("right;", "shared" in rr.info().usable_algorithms, rr.info().shared_memory_bytes)
-"""
-
-
 @pytest.mark.quick
 @own_shm
 @pytest.mark.parametrize("mebibytes", [8, 20])
-def test_where_there_is_little_of_it_messages_are_used_and_a_line_says_why(python, script, mebibytes):
-    finished = ringrun(python, 2, script(REDUCE), shm=f"{mebibytes}m")
+def test_where_there_is_little_of_it_messages_are_used_and_a_line_says_why(python, mebibytes):
+    finished = ringrun(python, 2, shm=f"{mebibytes}m")
     assert finished.returncode == 0, finished.stdout
     assert finished.stdout.count("right; False 0") == 2, finished.stdout
     said = [line for line in finished.stdout.splitlines() if "right" not in line and "left:" not in line]
@@ -67,23 +55,9 @@ def test_where_there_is_little_of_it_messages_are_used_and_a_line_says_why(pytho
     )
 
 
-TAKEN_MEANWHILE = """
-import os
-
-def reserve(*arguments, reserve=os.posix_fallocate):
-    if os.environ["RANK"] == "1":
-        with open("/dev/shm/another_jobs", "wb") as file:
-            file.write(bytes(10 << 20))
-    reserve(*arguments)
-
-os.posix_fallocate = reserve
-"""
-
-
 @own_shm
-def test_memory_that_another_job_takes_meanwhile_ends_no_rank_and_hangs_none(python, script):
-    text = TAKEN_MEANWHILE + REDUCE
-    finished = ringrun(python, 2, script(text), shm="27m")
+def test_memory_that_another_job_takes_meanwhile_ends_no_rank_and_hangs_none(python):
+    finished = ringrun(python, 2, "taken_meanwhile", shm="27m")
     assert finished.returncode == 0, finished.stdout
     assert finished.stdout.count("right; False 0") == 2, finished.stdout
     assert re.search(r"so messages are used: rank \d: /dev/shm, 27 MiB, has no room for 2 × 10 MiB", finished.stdout)
@@ -91,20 +65,10 @@ def test_memory_that_another_job_takes_meanwhile_ends_no_rank_and_hangs_none(pyt
     assert [name for _, name in left] == ["/dev/shm/another_jobs"]
 
 
-IN_A_CONTAINER = """
-import os, sys
-
-if os.environ["RANK"] == "1" and "INSIDE" not in os.environ:
-    os.environ["INSIDE"] = "yes"
-    flags = ["--mount", "--pid", "--fork", "--mount-proc", "--kill-child"]
-    os.execvp("unshare", ["unshare", *flags, sys.executable, *sys.argv])
-"""
-
-
 @own_shm
-def test_ranks_of_one_host_that_do_not_share_it_use_messages(script):
+def test_ranks_of_one_host_that_do_not_share_it_use_messages():
     """As in two containers: processes have other numbers there. MPICH itself waits for ever, in MPI_Init."""
-    finished = ringrun(Path(sys.executable), 2, script(IN_A_CONTAINER + REDUCE))
+    finished = ringrun(Path(sys.executable), 2, "in_a_container")
     assert finished.returncode == 0, finished.stdout
     assert finished.stdout.count("right; False 0") == 2, finished.stdout
     said = (
@@ -115,11 +79,9 @@ def test_ranks_of_one_host_that_do_not_share_it_use_messages(script):
 
 
 @own_shm
-def test_lower_settings_make_it_fit(python, script):
+def test_lower_settings_make_it_fit(python):
     settings = {"FUSION_BUFFER_BYTES": "2097152", "SHARED_SLOT_BYTES": "262144", "FUSION_SLOT_BYTES": "524288"}
-    finished = ringrun(
-        python, 2, script(REDUCE), shm="12m", **{f"RINGREDUCE_{name}": value for name, value in settings.items()}
-    )
+    finished = ringrun(python, 2, shm="12m", **{f"RINGREDUCE_{name}": value for name, value in settings.items()})
     assert finished.returncode == 0, finished.stdout
     nbytes = [int(each) for each in re.findall(r"right; True ([0-9]+)", finished.stdout)]
     assert len(nbytes) == 2, finished.stdout
@@ -127,27 +89,14 @@ def test_lower_settings_make_it_fit(python, script):
     assert "no shared memory" not in finished.stdout
 
 
-KILLED = """
-import os, signal, threading
-import numpy as np
-import ringreduce as rr
-
-rr.init()
-assert "shared" in rr.info().usable_algorithms
-if rr.rank() == 1:
-    threading.Timer({seconds}, os.kill, (os.getpid(), signal.SIGKILL)).start()
-array = np.ones(2_000_000, np.float32)
-while True:
-    rr.allreduce_(array)
-"""
 MPIS_OWN = re.compile(r"/dev/shm/(sm_segment\..*|mpich_shm_.*)")
 
 
 @own_shm
 @pytest.mark.parametrize("seconds", [0.05, 0.21, 0.5])
-def test_of_a_rank_that_is_killed_nothing_of_ours_is_left(python, script, seconds):
+def test_of_a_rank_that_is_killed_nothing_of_ours_is_left(python, seconds):
     """What MPI made for itself may stay (MPICH's mpich_shm_… does); the window, 24 MiB, must not."""
-    finished = ringrun(python, 3, script(KILLED.format(seconds=seconds)), shm="256m", RINGREDUCE_ALGORITHM="shared")
+    finished = ringrun(python, 3, "killed", seconds, shm="256m", RINGREDUCE_ALGORITHM="shared")
     assert finished.returncode == 137, finished.stdout
     assert "rank 1 of 3 failed first" in finished.stdout
     left = re.findall(r"^left: (\d+) blocks (.*)$", finished.stdout, re.MULTILINE)
@@ -157,37 +106,20 @@ def test_of_a_rank_that_is_killed_nothing_of_ours_is_left(python, script, second
 
 @pytest.mark.quick
 @own_shm
-def test_of_a_job_that_ends_nothing_at_all_is_left(python, script):
-    finished = ringrun(python, 3, script(REDUCE), shm="256m")
+def test_of_a_job_that_ends_nothing_at_all_is_left(python):
+    finished = ringrun(python, 3, shm="256m")
     assert (finished.returncode, finished.stdout.count("right; True")) == (0, 3), finished.stdout
     assert "left:" not in finished.stdout
 
 
-# As the filter of a container does: reading another process's memory (CMA) is not permitted
-FORBIDDEN = """
-import ctypes, errno, struct
-
-LOAD, EQUAL, RETURN = 0x20, 0x15, 0x06
-steps = [(LOAD, 0, 0, 0), (EQUAL, 1, 0, 310), (EQUAL, 0, 1, 311), (RETURN, 0, 0, 0x50000 | errno.EPERM),
-         (RETURN, 0, 0, 0x7FFF0000)]
-rules = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *step) for step in steps))
-libc = ctypes.CDLL(None, use_errno=True)
-assert libc.prctl(38, 1, 0, 0, 0) == 0  # no new privileges
-filter_ = struct.pack("HxxxxxxQ", len(steps), ctypes.addressof(rules))
-assert libc.prctl(22, 2, filter_, 0, 0) == 0, ctypes.get_errno()
-assert libc.process_vm_readv(1, None, 0, None, 0, 0) == -1
-assert ctypes.get_errno() == errno.EPERM
-"""
-
-
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="the filter is written with x86-64's system call numbers")
 @pytest.mark.parametrize("algorithm", ["auto", "shared"])
-def test_it_works_where_processes_may_not_read_each_other(python, script, algorithm):
+def test_it_works_where_processes_may_not_read_each_other(python, algorithm):
     """Open MPI finds out; MPICH does not, and is told by init() so that its own messages work."""
-    finished = ringrun(python, 2, script(FORBIDDEN + REDUCE), RINGREDUCE_ALGORITHM=algorithm)
+    finished = ringrun(python, 2, "forbidden", RINGREDUCE_ALGORITHM=algorithm)
     assert (finished.returncode, finished.stdout.count("right; True")) == (0, 2), finished.stdout
 
 
-def test_it_works_without_open_mpis_single_copy(script):
-    finished = ringrun(Path(sys.executable), 2, script(REDUCE), OMPI_MCA_smsc="^cma,xpmem,knem")
+def test_it_works_without_open_mpis_single_copy():
+    finished = ringrun(Path(sys.executable), 2, OMPI_MCA_smsc="^cma,xpmem,knem")
     assert (finished.returncode, finished.stdout.count("right; True")) == (0, 2), finished.stdout
