@@ -10,50 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.end_to_end.conftest import PROGRAMS
 from tests.support import jobs
 from tests.support.tiers import parted
 
 STEPS = 12
-PROGRAM = """
-import os, signal, sys
-import torch
-import ringreduce.torch as hvd
-from tests.end_to_end.test_elastic_training import STEPS, batch_of, new_model
-
-ORIGIN = int(os.environ["OMPI_COMM_WORLD_RANK"])
-deaths = {int(rank): (int(step), how) for rank, step, how in (each.split(":") for each in sys.argv[2:])}
-
-def die(how):
-    if how == "raise": raise ValueError("broken on purpose")
-    if how == "exit": sys.exit(3)
-    if how == "_exit": os._exit(7)
-    os.kill(os.getpid(), getattr(signal, how))
-
-hvd.init()
-torch.set_num_threads(1)
-model, optimizer = new_model(seed=hvd.rank() + 5)
-optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
-
-@hvd.elastic.run
-def train(state):
-    while len(state.history) < STEPS:
-        step = len(state.history)
-        members = hvd.allgather_object(ORIGIN)
-        loss = model(batch_of(step, ORIGIN)).square().mean()
-        if deaths.get(ORIGIN) == (step, "SIGKILL"): die("SIGKILL")
-        loss.backward()
-        if deaths.get(ORIGIN, (-1,))[0] == step: die(deaths[ORIGIN][1])
-        optimizer.step()
-        optimizer.zero_grad()
-        state.history.append(members)
-        state.pids.append(os.getpid())
-        state.commit()
-
-state = hvd.elastic.TorchState(model, optimizer, history=[], pids=[])
-train(state)
-if hvd.rank() == 0:
-    torch.save([state.history, hvd.size(), [each.detach().clone() for each in model.parameters()]], sys.argv[1])
-"""
 
 
 def new_model(seed):
@@ -82,11 +43,11 @@ def replayed(history):
 
 LOSSES = [
     (["-np", 3], ["2:4:SIGKILL"], {3: 4, 2: 8}),
-    (["-np", 3], ["0:5:_exit"], {3: 5, 2: 7}),
-    (["-np", 4], ["1:3:raise", "2:7:exit"], {4: 3, 3: 4, 2: 5}),
+    (["-np", 3], ["0:5:_exit7"], {3: 5, 2: 7}),
+    (["-np", 4], ["1:3:raise", "2:7:exit3"], {4: 3, 3: 4, 2: 5}),
     (["-np", 4], ["3:6:SIGSEGV", "0:6:SIGKILL"], {4: 6, 2: 6}),
     (["-np", 3, "--spares", 1], ["1:5:SIGKILL"], {3: 12}),
-    (["-np", 3, "--spares", 1], ["0:5:_exit"], {3: 12}),
+    (["-np", 3, "--spares", 1], ["0:5:_exit7"], {3: 12}),
 ]
 
 
@@ -97,8 +58,7 @@ LOSSES = [
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else "",
 )
 def test_what_is_trained_is_what_the_ranks_that_took_part_train_in_one_process(tmp_path, flags, deaths, sizes):
-    program, result = tmp_path / "program.py", tmp_path / "result"
-    program.write_text(PROGRAM)
+    program, result = PROGRAMS / "trains_with_torch.py", tmp_path / "result"
     command = [jobs.ringrun(Path(sys.executable)), "--elastic", "--min-np", 2, *flags, sys.executable, program, result]
     environment = jobs.environment(PYTHONPATH=str(jobs.ROOT), OMP_NUM_THREADS="1")
     ended = jobs.run([*command, *deaths], env=environment, stderr=subprocess.STDOUT)

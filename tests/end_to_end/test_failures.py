@@ -8,42 +8,29 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.conftest import ringrun, run
+from tests.end_to_end.conftest import PROGRAMS, ringrun, run
+from tests.support.jobs import ROOT
 from tests.support.patience import patient
 from tests.support.tiers import parted
 
 pytestmark = pytest.mark.timeout(900)  # the first use makes the environment for MPICH
 
-WAITING = """
-import os, signal, sys, time
-import numpy as np
-import ringreduce as rr
-
-rr.init()
-for step in range(10**6):
-    if step == 20 and rr.rank() == 1:
-        print("failing at", time.time(), flush=True)
-        {failure}
-    rr.allreduce(np.ones(1000) * rr.rank())
-"""
-
 FAILURES = {
-    "raise": ("raise ValueError('bad data at step 20')", 1, r"rank 1 of 4 failed first -+\nhow .*exit code 1"),
-    "sys.exit": ("sys.exit(3)", 3, r"rank 1 of 4 failed first -+\nhow .*exit code 3"),
-    "os._exit": ("os._exit(4)", 4, r"rank 1 of 4 failed first -+\nhow .*exit code 4"),
-    "SIGKILL": ("os.kill(os.getpid(), signal.SIGKILL)", 137, r"rank 1 of 4 failed first -+\nhow .*SIGKILL"),
-    "SIGSEGV": ("os.kill(os.getpid(), signal.SIGSEGV)", 139, r"rank 1 of 4 failed first -+\nhow .*SIGSEGV"),
-    "return": ("break", 1, r"rank 1 has left the job: its script ended; all ranks must call the same"),
-    "abort": ("from mpi4py import MPI; MPI.COMM_WORLD.Abort(5)", 5, r"rank 1 of 4 failed first"),
+    "raise": (1, r"rank 1 of 4 failed first -+\nhow .*exit code 1"),
+    "exit3": (3, r"rank 1 of 4 failed first -+\nhow .*exit code 3"),
+    "_exit4": (4, r"rank 1 of 4 failed first -+\nhow .*exit code 4"),
+    "SIGKILL": (137, r"rank 1 of 4 failed first -+\nhow .*SIGKILL"),
+    "SIGSEGV": (139, r"rank 1 of 4 failed first -+\nhow .*SIGSEGV"),
+    "return": (1, r"rank 1 has left the job: its script ended; all ranks must call the same"),
+    "MPI_Abort": (5, r"rank 1 of 4 failed first"),
 }
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("kind", parted(FAILURES, lambda kind: kind in ("SIGKILL", "raise", "return")))
-def test_one_rank_ends_and_the_others_wait_for_it(python, script, kind):
-    failure, code, message = FAILURES[kind]
-    path = script(WAITING.format(failure=failure))
-    finished = ringrun(python, 4, path, timeout_s=60)
+def test_one_rank_ends_and_the_others_wait_for_it(python, tmp_path, kind):
+    code, message = FAILURES[kind]
+    finished = ringrun(python, 4, PROGRAMS / "fails.py", kind, tmp_path, timeout_s=60, PYTHONPATH=str(ROOT))
     ended = time.time()
     failing = re.search(r"failing at ([\d.]+)", finished.stdout)
     assert failing, f"exit code {finished.returncode}, and it said: {finished.stdout!r}"
@@ -55,10 +42,10 @@ def test_one_rank_ends_and_the_others_wait_for_it(python, script, kind):
     assert told == ({"1"} if kind == "raise" else set()), "those that lose it print no tracebacks of their own"
     if kind == "raise":
         last = finished.stdout.splitlines()[-7:]
-        assert last[-2:] == ["ValueError: bad data at step 20", "-" * 80]
+        assert last[-2:] == ["ValueError: on purpose", "-" * 80]
         assert any(line.startswith("Traceback (most recent call last):") for line in last)
     assert ended - failed < patient(5)
-    assert run(["pgrep", "-f", str(path)]).stdout == "", "nothing is left"
+    assert run(["pgrep", "-f", str(tmp_path)]).stdout == "", "nothing is left"
 
 
 WITHOUT_INIT = """

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.end_to_end.conftest import ringrun
+from tests.end_to_end.conftest import PROGRAMS, ringrun
 from tests.end_to_end.test_mpi_suite import PYTEST
 from tests.support import environments, jobs
 from tests.support.jobs import ROOT
@@ -72,30 +72,14 @@ def test_the_example_of_jax_trains_the_same_model_on_any_number_of_ranks(framewo
             np.testing.assert_allclose(mine, alone, atol=1e-5)
 
 
-CACHED = """
-import jax, jax.numpy as jnp
-import ringreduce.jax as hvd
-
-hvd.init()
-channels = hvd.ordered(), hvd.ordered()
-
-@jax.jit
-def program(x):
-    return [hvd.allreduce(x * number, op=hvd.Sum, process_set=each) for number, each in enumerate(channels, 1)]
-
-sums = [each.item() for each in program(jnp.float32(1 + hvd.rank()))]
-print(f"sums {sums}")
-"""
-
-
-def test_programs_find_their_collectives_beside_jax_s_cache(frameworks, script, tmp_path):
+def test_programs_find_their_collectives_beside_jax_s_cache(frameworks, tmp_path):
     cache = {
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
     }
     for _ in range(2):
-        done = ringrun(PYTHON, 2, script(CACHED), **frameworks, **cache)
+        done = ringrun(PYTHON, 2, PROGRAMS / "jax_channels.py", **frameworks, **cache)
         assert done.stdout.count("sums [3.0, 6.0]") == 2, done.stdout
 
 

@@ -7,7 +7,6 @@ import secrets
 import signal
 import subprocess
 import sys
-import textwrap
 from pathlib import Path
 
 import pexpect
@@ -16,6 +15,7 @@ import pytest
 import ringreduce as rr
 from ringreduce.run_function import _Rank
 from ringrun.connection.link import Gone
+from tests.end_to_end.conftest import PROGRAMS
 from tests.support import environments, jobs
 from tests.support.patience import patient, wait_until
 from tests.support.tiers import extended
@@ -173,19 +173,6 @@ def test_a_job_that_starts_again_returns_what_its_last_attempt_returned(tmp_path
     assert rr.run(function, np=2, restarts=1) == ["1", "1"]
 
 
-SCRIPT = """
-    import os, pathlib, time
-    import helper
-    import ringreduce as rr
-
-    def function(folder):
-        (pathlib.Path(folder) / f"{helper.NAME}{os.environ['RANK']}").write_text(str(os.getpid()))
-        time.sleep(100)
-
-    rr.run(function, (os.getcwd(),), np=2)
-"""
-
-
 def pids_in(folder, is_alive):
     """The ranks' processes, once they all run."""
     paths = [folder / f"up{rank}" for rank in range(2)]
@@ -197,22 +184,11 @@ def assert_gone(pids):
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), within_s=10)
 
 
-@pytest.fixture
-def script(tmp_path):
-    """A script, and a module beside it that its function imports by name; they are run from another folder."""
-    (tmp_path / "code").mkdir()
-    (tmp_path / "code" / "helper.py").write_text("NAME = 'up'\n")
-    path = tmp_path / "code" / "script.py"
-    path.write_text(textwrap.dedent(SCRIPT))
-    return path
-
-
 @pytest.mark.quick
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=extended)])
-def test_a_script_that_is_interrupted_or_killed_leaves_no_rank(script, tmp_path, number):
-    process = subprocess.Popen(
-        [sys.executable, script], cwd=tmp_path, env=jobs.environment(), stderr=subprocess.PIPE, text=True
-    )
+def test_a_script_that_is_interrupted_or_killed_leaves_no_rank(tmp_path, number):
+    command = [sys.executable, PROGRAMS / "interrupted.py"]
+    process = subprocess.Popen(command, cwd=tmp_path, env=jobs.environment(), stderr=subprocess.PIPE, text=True)
     pids = pids_in(tmp_path, lambda: process.poll() is None)
     process.send_signal(number)
     _, errors = process.communicate(timeout=patient(30))
@@ -275,31 +251,9 @@ def test_ipython(interactive_python, tmp_path):
     assert_gone(pids)
 
 
-NOTEBOOK = """
-import json, os, re, signal, sys, threading, time
-import nbclient, nbformat
-
-cells = [nbformat.v4.new_code_cell(cell) for cell in json.load(sys.stdin)]
-client = nbclient.NotebookClient(nbformat.v4.new_notebook(cells=cells), timeout=100, allow_errors=True)
-
-def stop():  # as the stop button does
-    while not (os.path.exists("up0") and os.path.exists("up1")):
-        time.sleep(0.05)
-    time.sleep(0.2)
-    text = "".join(output["text"] for output in cells[6]["outputs"])
-    os.kill(int(re.search("kernel ([0-9]+)", text)[1]), signal.SIGINT)
-
-threading.Thread(target=stop, daemon=True).start()
-with client.setup_kernel():
-    for number, cell in enumerate(cells):
-        client.execute_cell(cell, number)
-print(json.dumps([cell["outputs"] for cell in cells]))
-"""
-
-
 def test_a_notebook(interactive_python, tmp_path):
     done = subprocess.run(
-        [interactive_python, "-c", NOTEBOOK],
+        [interactive_python, PROGRAMS / "runs_cells.py"],
         input=json.dumps(CELLS),
         cwd=tmp_path,
         env=jobs.environment(JUPYTER_PLATFORM_DIRS="1", IPYTHONDIR=str(tmp_path)),

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.conftest import ringrun, run
+from tests.end_to_end.conftest import PROGRAMS, ringrun, run
 from tests.support.jobs import ROOT
 
 pytestmark = pytest.mark.timeout(600)
@@ -48,23 +48,9 @@ def checked(finished, rows, count):
     assert kept["header"]["gpu"] == "Fake GPU"
 
 
-SCRIPT = """
-import sys
-import cupy
-import ringreduce as rr
-
-rr.init()
-values = cupy.full(1000, rr.rank() + 1.0)
-handle = rr.allreduce_async_(values, op=rr.Sum)
-if len(sys.argv) > 1:
-    values *= 2  # nobody has waited for the result
-print("sum", rr.synchronize(handle).get()[0])
-"""
-
-
 @pytest.mark.quick
 @pytest.mark.parametrize("racing", [False, True])
-def test_a_race_in_a_program_fails_it(script, racing):
-    finished = ringrun(PYTHON, 2, script(SCRIPT), *["racing"] * racing, timeout_s=60, **FAKE)
+def test_a_race_in_a_program_fails_it(racing):
+    finished = ringrun(PYTHON, 2, PROGRAMS / "races.py", *["racing"] * racing, timeout_s=60, **FAKE)
     assert finished.returncode == int(racing), finished.stdout
     assert ("the fake CuPy has found races" in finished.stdout) == racing

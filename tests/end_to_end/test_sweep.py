@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from ringreduce.sweeps.study import REPEATS
+from tests.end_to_end.conftest import PROGRAMS
 from tests.support import jobs
 from tests.support.jobs import ROOT
 from tests.support.patience import patient
@@ -20,37 +21,6 @@ optuna = pytest.importorskip("optuna")
 pytestmark = [pytest.mark.timeout(240), pytest.mark.extended]
 FAILING, HELD = (3, 14), (6, 7)
 """The trials that raise: one in each job; and those that run when the first job is killed, one on each team."""
-PROGRAM = f"""
-import json, sys, time
-from pathlib import Path
-import ringreduce as rr
-
-storage, log, go_on = sys.argv[1:]
-
-def objective(trial):
-    x = trial.suggest_float("x", 0, 1)
-    team = trial.process_set
-
-    def record(event):
-        if team.rank() == 0:
-            with open(log, "a") as file:
-                file.write(json.dumps([event, trial.number, x, team.ranks]) + chr(10))
-
-    record("began")
-    while trial.number in {HELD} and not Path(go_on).exists():
-        time.sleep(0.05)
-    for step in range(5):
-        rr.allreduce(x, name="x", process_set=team)
-    if trial.number in {FAILING}:
-        raise ValueError("on purpose")
-    record("ended")
-    return x
-
-rr.init()
-found = rr.sweep(objective, 16, 2, storage=storage)
-if rr.rank() == 0:
-    print(json.dumps([each._asdict() for each in found.trials]))
-"""
 
 
 def descendants(pid):
@@ -99,9 +69,9 @@ def states(storage):
 
 @pytest.mark.parametrize("ending", ["db", "journal"])
 def test_after_sigkill_of_everything_all_trials_are_done_and_none_twice(tmp_path, ending):
-    program, log, storage, go_on = (tmp_path / each for each in ("program.py", "log", f"study.{ending}", "go_on"))
-    program.write_text(PROGRAM)
-    command = [jobs.ringrun(Path(sys.executable)), "-np", "4", sys.executable, program, storage, log, go_on]
+    log, storage, go_on = (tmp_path / each for each in ("log", f"study.{ending}", "go_on"))
+    program = [PROGRAMS / "sweeps.py", storage, log, go_on, json.dumps([FAILING, HELD])]
+    command = [jobs.ringrun(Path(sys.executable)), "-np", "4", sys.executable, *program]
     first = subprocess.Popen(list(map(str, command)), cwd=ROOT, env=jobs.environment(), stdout=subprocess.DEVNULL)
     try:
         while not set(HELD) <= set(numbers(recorded(log, "began"))):

@@ -1,0 +1,3 @@
+"""What interrupted.py imports."""
+
+NAME = "up"
