@@ -121,36 +121,14 @@ def test_the_fake_has_what_ringreduce_uses():
             inspect.signature(value).bind(*range(use.positional), **dict.fromkeys(use.keywords))
 
 
-ASK = """
-import importlib, json, sys, warnings
-warnings.simplefilter("error")
-import cupy
-answers = {}
-for path in json.load(sys.stdin):
-    value = cupy
-    for name in path.split(".")[1:]:
-        value = getattr(value, name, None)
-    signature = getattr(value, "__doc__", None) if callable(value) else None
-    if isinstance(value, type) and not (signature or "").startswith(path.split(".")[-1] + "("):
-        signature = (value.__doc__ or "") + chr(10) + (value.__init__.__doc__ or "")
-    try:
-        import inspect
-        told = str(inspect.signature(value)) if callable(value) else ""
-        signature = told if told and "*args" not in told else signature
-    except ValueError:
-        pass
-    answers[path] = None if value is None else [signature, value if isinstance(value, int) else None]
-print(json.dumps(answers))
-"""
-
-
 @pytest.fixture(scope="module")
 def real():
     """What the real CuPy says of each name: None, or [its signature or documentation, its value if a number]."""
     python = environments.interpreter("TEST_CUPY_PYTHON", ".venv-test-cupy", "cupy-cuda12x")
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     paths = json.dumps(sorted({use.path for use in uses()}))
-    asked = subprocess.run([python, "-c", ASK], input=paths, env=clean, capture_output=True, text=True, timeout=50)
+    command = [python, "-W", "error", Path(__file__).parent / "programs" / "signatures.py"]
+    asked = subprocess.run(command, input=paths, env=clean, capture_output=True, text=True, timeout=50)
     assert asked.returncode == 0, asked.stderr
     return json.loads(asked.stdout)
 

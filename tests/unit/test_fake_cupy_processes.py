@@ -11,18 +11,6 @@ from tests.support import fake_cupy, tiers
 pytestmark = tiers.extended
 
 ROOT = Path(__file__).parents[2]
-CHILD = """
-import sys
-from tests.support import fake_cupy
-
-with fake_cupy.checked(sys.argv[1], one_process=True) as fake:
-    runtime = fake.cuda.runtime
-    for line in sys.stdin:
-        try:
-            print(eval(line), flush=True)
-        except runtime.CUDARuntimeError as exc:
-            print(f"CUDARuntimeError: {exc}", flush=True)
-"""
 NBYTES = 1 << 12
 
 
@@ -30,9 +18,8 @@ class Child:
     """Another process with the fake: it evaluates expressions."""
 
     def __init__(self, mode):
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", CHILD, mode], cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
+        command = [sys.executable, "-m", "tests.unit.programs.evaluates", mode]
+        self.process = subprocess.Popen(command, cwd=ROOT, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
     def __call__(self, expression):
         self.process.stdin.write(f"{expression}\n")
