@@ -168,6 +168,7 @@ class Members:
         """Return the ranks that keep others waiting in re-forming, or at the end; later why the job cannot go on."""
         if now_s >= self._rest_s:
             self._rest_s = now_s + self._elastic.stalled_s
+            self._late_s = max(self._late_s, now_s + SILENT_S)  # those that are woken have the time to say so
             return Wake(frozenset(self._rest))
         if now_s < self._late_s:
             return None

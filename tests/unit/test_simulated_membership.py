@@ -79,6 +79,8 @@ def plans(draw):
 @example(Plan(2, 1, [Fault(1, 9, "host")], hosts=[0, 1, 1], max_failures=0))
 # those that wait for one that has left were too few, though the others had done their work
 @example(Plan(5, 0, [Fault(3, 59, "stop"), Fault(1, 22, "stop")], min_np=3, delays=[1], report_s=0.0))
+# a rank that was stopped was killed in the moment in which it was woken, and the spare was left without a state
+@example(Plan(2, 1, [Fault(0, 9, "stop"), Fault(1, 10, "exit0")]))
 def test_whatever_is_lost_the_others_go_on(plan):
     SimulatedJob(plan).run()
 

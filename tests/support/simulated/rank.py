@@ -271,7 +271,8 @@ class Rank:
             if message.number == signal.SIGKILL or not self.stopped:
                 self.end(-message.number)
         elif isinstance(message, wire.WakeUp) and self.stopped:
-            self.stopped, self.cause = False, "woken"
+            self.stopped = False
+            self.cause = "woken" if self.cause == "stop" else self.cause  # ringrun may kill it in the same moment
             self.notify()
             self._pass_on(self.kept.values())
         elif isinstance(message, wire.Membership | wire.Hosts):
