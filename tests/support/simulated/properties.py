@@ -63,7 +63,7 @@ def check_outcome(job: SimulatedJob) -> None:
     """What ringrun has said, and its exit code, when the job has ended."""
     named = [int(found[1]) for line in job.said if (found := _NAMED.match(line))]
     first = [int(found[1]) for line in job.said if (found := _FIRST.match(line))]
-    hung = any(each.cause in HANGS for each in job.ranks)
+    hung = any(each.how in HANGS for each in job.plan.faults)
     assert job.now_s <= (200 if hung else 10) + 4 * STEPS * job.plan.step_s, f"it took {job.now_s:.0f} s"
     failed = {each.number for each in job.ranks if each.cause in FAILED}
     assert set(named) <= failed, f"ranks {named} are named, and {sorted(failed)} have failed"
