@@ -10,7 +10,7 @@
     losses = rr.run(train, args=(0.1,), np=4)     # by rank
 
 This process starts ringrun and prints what it prints. Each rank connects to this process, gets the function, and sends
-back its result; they travel by cloudpickle, over the sockets that ringrun and its agents use. This process joins no
+back its result; they travel pickled, over the sockets that ringrun and its agents use. This process joins no
 world itself, and may call run() again.
 """
 
@@ -32,8 +32,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import cloudpickle
-
+from ringreduce import pickling
 from ringreduce.errors import InputError, JobFailedError, StartupError
 
 if TYPE_CHECKING:
@@ -90,7 +89,7 @@ def run(
     if isinstance(args, str) or not isinstance(args, Iterable):
         raise InputError(f"run(): args={args!r}: expected a tuple of the function's arguments, such as ({args!r},)")
     ringrun = [sys.executable, *run_module("ringrun"), *_arguments(np, flags)]
-    results = _Results(cloudpickle.dumps((func, tuple(args), dict(kwargs or {}))))
+    results = _Results(pickling.dumps((func, tuple(args), dict(kwargs or {}))))
     parent = "/tmp" if len(tempfile.gettempdir()) > LONGEST_FOLDER else None  # noqa: S108 - mkdtemp is safe there
     with tempfile.TemporaryDirectory(prefix="ringreduce-", dir=parent, ignore_cleanup_errors=True) as folder:
         try:
@@ -309,7 +308,7 @@ def serve() -> None:
     func, args, kwargs = pickle.loads(function)  # noqa: S301
     result = func(*args, **kwargs)
     try:
-        pickled = cloudpickle.dumps(result)
+        pickled = pickling.dumps(result)
     except Exception as exc:
         raise InputError(f"run(): what the function returned, {type(result)}, cannot be pickled: {exc}") from exc
     _send(link, lambda piece: Output("stdout", piece), pickled)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
-import cloudpickle
 import numpy as np
 
-from ringreduce import runtime
+from ringreduce import pickling, runtime
 from ringreduce.api.process_sets import ProcessSet, global_process_set, number_of
 from ringreduce.api.submit import agree, whole
 from ringreduce.arrays.view import as_buffer
@@ -26,10 +26,10 @@ def broadcast_object(
     """
     root = whole(root_rank)
     is_root = root == runtime.current("broadcast_object").world.rank
-    pickled = np.frombuffer(cloudpickle.dumps(obj), np.uint8) if is_root else np.empty(0, np.uint8)
+    pickled = np.frombuffer(pickling.dumps(obj), np.uint8) if is_root else np.empty(0, np.uint8)
 
     def finish(submission: Submission) -> Any:
-        return obj if is_root else cloudpickle.loads(submission.payload.data)
+        return obj if is_root else pickle.loads(submission.payload.data)  # noqa: S301 - a rank's
 
     number = number_of(process_set, "broadcast_object")
     return agree("broadcast_object", name, number, (("root_rank", root),), payload=pickled, finish=finish)
@@ -44,9 +44,10 @@ def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet 
 
     def finish(submission: Submission) -> list[Any]:
         ends = np.cumsum(submission.payload[:-1, 0])  # of each rank's bytes, which are rows
-        return [cloudpickle.loads(each.data) for each in np.split(submission.outputs[0].flat, ends)]
+        pieces = np.split(submission.outputs[0].flat, ends)
+        return [pickle.loads(each.data) for each in pieces]  # noqa: S301 - ranks' own
 
-    pickled = as_buffer(np.frombuffer(cloudpickle.dumps(obj), np.uint8))
+    pickled = as_buffer(np.frombuffer(pickling.dumps(obj), np.uint8))
     number = number_of(process_set, "allgather_object")
     result: list[Any] = agree("allgather_object", name, number, inputs=[pickled], finish=finish)
     return result

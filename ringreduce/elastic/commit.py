@@ -9,12 +9,12 @@ import pickle
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import cloudpickle
 import numpy as np
 
 from ringreduce.elastic.kept import Found, KeptFile
 from ringreduce.elastic.libraries import LIBRARIES, library_of
 from ringreduce.log import LOGGER
+from ringreduce.pickling import Pickler
 
 ALIGNMENT = 64
 _IMMUTABLE = (type(None), bool, int, float, complex, str, bytes, np.generic)
@@ -127,7 +127,7 @@ class _Unpickler(pickle.Unpickler):
         return self._array(number)
 
 
-class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+class _Pickler(Pickler):
     """Leaves arrays out, and decides where each has its bytes."""
 
     def __init__(self, refers: bool) -> None:

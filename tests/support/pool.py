@@ -1,7 +1,7 @@
 """A pool of real ranks: `ringrun -np N python -m tests.support.pool SOCKET` waits for functions; each rank runs each.
 
 A job takes seconds to start, a function in a job that is there milliseconds. Every rank has a Unix socket of its own to
-the tests, gets a function by cloudpickle, runs it between init() and shutdown(), and sends back what it returned or
+the tests, gets a pickled function, runs it between init() and shutdown(), and sends back what it returned or
 raised. A rank that dies, or a function that takes too long, ends that pool, and says in its error what the ranks did.
 """
 
@@ -22,9 +22,8 @@ from multiprocessing.connection import Client, Connection, wait
 from pathlib import Path
 from typing import Any, NoReturn
 
-import cloudpickle
-
 import ringreduce as rr
+from ringreduce import pickling
 from ringreduce.settings import PREFIX, Settings
 from tests.support.patience import patient
 
@@ -86,7 +85,7 @@ class Pool:
         settings = settings or Settings()
         if not settings.stall_abort_s:
             settings = dataclasses.replace(settings, stall_abort_s=patient(timeout_s))
-        request = cloudpickle.dumps((program, variables(settings), process_sets))
+        request = pickling.dumps((program, variables(settings), process_sets))
         results: dict[int, Any] = {}
         failures: list[tuple[BaseException, RankError]] = []
         deadline = time.monotonic() + 2 * patient(timeout_s)  # a stall is reported sooner
@@ -166,10 +165,10 @@ def answer(request: bytes) -> tuple[Any, ...]:
         rr.init(process_sets=process_sets)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            return True, cloudpickle.dumps(program())
+            return True, pickling.dumps(program())
     except BaseException as exc:
         try:
-            pickled = cloudpickle.dumps(exc)
+            pickled = pickling.dumps(exc)
             pickle.loads(pickled)
         except Exception:
             pickled = None

@@ -17,7 +17,7 @@ LAUNCHER = Path(ringrun.__file__).parent
 
 # from the bottom to the top; modules between two < import none of each other
 ORDER = """
-_version, errors, log, not_there < mxnet < kernels.half_numpy < kernels.jit, kernels.optional <
+_version, errors, log, not_there, pickling < mxnet < kernels.half_numpy < kernels.jit, kernels.optional <
 kernels.half_numba, kernels.half_torch, kernels.streaming_numba, kernels.sum_numba < kernels.half, kernels.copying <
 settings, arrays.dtypes, partition, trees < gpu.runtime < gpu.device_selection < arrays.buffer < arrays.gpu_buffer <
 arrays.torch_tensor, arrays.dlpack < ops, arrays.view, compression, fusion < gpu.kernels < mpi, membership < world <
