@@ -8,7 +8,7 @@ Horovod's names: --host-discovery-script, HostsUpdatedInterrupt, --blacklist-coo
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..errors import LauncherError
@@ -88,13 +88,13 @@ class HostWatch:
     def __init__(
         self,
         growth: Growth,
-        again: Callable[[], Job | None],
+        again: Callable[[Collection[str]], Job | None],
         in_use: Callable[[], InUse | None],
         events: Events,
         say: Callable[[str], None],
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        """again: asks the hosts; returns the job as a restart would begin it now; None: none answers.
+        """again: asks all hosts but these; returns the job as a restart would begin it now; None: none answers.
 
         in_use: None while the attempt's ranks are being started, which would not hear of hosts.
         """
@@ -138,7 +138,8 @@ class HostWatch:
         return self._now_s() >= self._due_s
 
     def _ask(self, named: Sequence[Host], has: InUse) -> None:
-        job = self._again()
+        free = {host.name for host in _not_used(named, has)}
+        job = self._again({host.name for host in named} - free)
         self._due_s, self._pause_s = self._now_s() + self._pause_s, min(2 * self._pause_s, _LONGEST_PAUSE_S)
         if job is None or job.size <= has.ranks:
             return

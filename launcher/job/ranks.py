@@ -55,6 +55,8 @@ class Channel:
         self._links: dict[int, Link] = {}
         self._ports: dict[int, int] = {}
         self._ending: wire.End | None = None
+        self.gone: set[int] = set()
+        """The ranks whose agents are gone, whether or not the ranks had ended before."""
 
     def start(self) -> None:
         """Begin to take connections. Called after mpirun was started, since threads and fork do not mix."""
@@ -121,7 +123,7 @@ class Channel:
         if self._ending:
             self.send(hello.rank, self._ending)
         stdin = self._setup.stdin if hello.rank == self._job.stdin_rank else None
-        return _RankReader(hello, link, self._printer, self._events, stdin)
+        return _RankReader(hello, link, self._printer, self._events, stdin, self.gone)
 
     def _refusal(self, hello: wire.Message) -> str:
         """Return why an agent that begins with `hello` is none that this job awaits; nothing if it is one."""
@@ -153,7 +155,10 @@ class _Agent:
 class _RankReader:
     """Handles one agent's messages: has output printed and puts events until the agent is gone."""
 
-    def __init__(self, hello: wire.Hello, link: Link, printer: Output, events: Events, stdin: int | None) -> None:
+    def __init__(
+        self, hello: wire.Hello, link: Link, printer: Output, events: Events, stdin: int | None, gone: set[int]
+    ) -> None:
+        self._gone = gone
         self._link = link
         self._hello = hello
         self._stdin = _Stdin(stdin, link)
@@ -176,6 +181,7 @@ class _RankReader:
             error = message.error
         except ValueError as unexpected:
             error = unexpected
+        self._gone.add(self._hello.rank)
         self._flush()
         if not self._done:
             self._end(code=None, at_s=0.0, lost=self._how_lost(error))

@@ -43,8 +43,10 @@ class Ending:
 Attempt = Callable[[Job, float | None], Ending]
 """Runs a job to its end, or to a deadline on the monotonic clock; it has printed its report."""
 
-Again = Callable[[Job], Job | None]
-"""Returns the job on the hosts that answer now, with fewer ranks where they have fewer slots; None: none answers."""
+Again = Callable[[Job, Collection[str]], Job | None]
+"""Returns the job on the hosts that answer now, with fewer ranks where they have fewer slots; None: none answers.
+
+Those that are in use, which come second, are not asked."""
 
 Wait = Callable[[float], int | None]
 """Waits so many seconds; returns the signal that ended the wait early."""
@@ -75,7 +77,7 @@ def run(
         number, found = wait(pause_s), None
         try:
             while number is None:
-                found = again(job)  # all that was asked for: a host may be back
+                found = again(job, ())  # all that was asked for: a host may be back
                 if not (_is_too_small(found, job) and (left_s := cools_s())):
                     break
                 say(f"ringrun: waiting {left_s:.0f} s for a host that has failed, and is left out until then")
@@ -138,17 +140,18 @@ def on_hosts_that_answer(
 ) -> Again:
     """Return a function that assigns the ranks again, to those of the hosts that are `named` now that answer.
 
-    answering: is given the hosts' names, this host's included, each time that a restart is due.
+    answering: is given the names of the hosts that are to be asked, perhaps this host's, too.
     most: how many ranks there may be, spares included.
     """
 
-    def again(job: Job) -> Job | None:
+    def again(job: Job, in_use: Collection[str]) -> Job | None:
         hosts = named()
         if not job.hosts and all(map(is_here, hosts)):
             slots = sum(host.slots or job.size for host in hosts)
             return replace(job, size=min(most, slots)) if job.elastic and hosts else job
         before = {host.name: count for host, count in job.hosts}
-        placed = place_again(hosts, before, answering([host.name for host in hosts]), most)
+        asked = [host.name for host in hosts if host.name not in in_use]
+        placed = place_again(hosts, before, {*in_use, *answering(asked)}, most)
         if not placed:
             return None
         is_remote = not all(is_here(host) for host, _ in placed)

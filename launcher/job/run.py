@@ -46,7 +46,7 @@ _REMOVAL_S = 5.0  # for a host that may be lost
 _MPIRUNS_FILES = 6  # a rank: pipes and sockets of the launcher that starts it
 
 
-def run_job(detected: Detected, job: Job, again: Again = lambda job: job, growth: Growth | None = None) -> int:
+def run_job(detected: Detected, job: Job, again: Again = lambda job, _: job, growth: Growth | None = None) -> int:
     """Run a job to its end, again after a failure if it says so, and return ringrun's exit code.
 
     again:  the job on the hosts that answer now, see restarts.py; by default they are those that it had.
@@ -72,7 +72,7 @@ def run_job(detected: Detected, job: Job, again: Again = lambda job: job, growth
             output.message([text])
 
         growth = growth or Growth(tuple, Blacklist(None), job.size)
-        hosts = _Hosts(growth, lambda: again(asked), say)
+        hosts = _Hosts(growth, lambda in_use: again(asked, in_use), say)
 
         def attempt(job: Job, deadline_s: float | None) -> Ending:
             names = {host.name for host, _ in job.hosts}
@@ -103,10 +103,10 @@ def _finish(output: Output, signals: SignalRelay, code: int) -> int:
 
 @dataclass(frozen=True)
 class _Hosts:
-    """What all attempts of a job know of hosts; `again` returns the job as a restart would begin it now."""
+    """What all attempts of a job know of hosts; `again`: see HostWatch."""
 
     growth: Growth
-    again: Callable[[], Job | None]
+    again: Callable[[Collection[str]], Job | None]
     say: restarts.Say
 
     def watch(self, job: Job, in_use: Callable[[], InUse | None], events: Events) -> HostWatch:

@@ -124,10 +124,9 @@ class Supervisor:
         """Return what there is of the job now; another thread asks. A host all of whose agents are gone is lost."""
         if self._ranks.missing:
             return None
-        job, ends = self._job, dict(self._ranks.ends)
-        gone = Counter(job.host_of(rank) for rank, end in ends.items() if end.code is None)
+        job, gone = self._job, Counter(map(self._job.host_of, self._channel.gone.copy()))
         slots = {host.name: count * (gone[host.name] < count) for host, count in job.hosts}
-        return InUse(job.size - len(ends), job.size, slots)
+        return InUse(job.size - len(self._ranks.ends), job.size, slots)
 
     def is_over(self) -> bool:
         """Return whether nothing is left to be decided: `run` then only concludes."""

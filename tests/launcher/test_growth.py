@@ -55,7 +55,7 @@ class Watched:
         self.hosts: Sequence[Host] | UsageError = ()
         self.in_use = in_use
         self.silent: set[str] = set()
-        self.asked = 0
+        self.asked: list[set[str]] = []
         self.events: queue.SimpleQueue = queue.SimpleQueue()
         self.said: list[str] = []
         growth = Growth(self._named, Blacklist(None), most)
@@ -66,8 +66,8 @@ class Watched:
             raise self.hosts
         return self.hosts
 
-    def _again(self) -> Job | None:
-        self.asked += 1
+    def _again(self, in_use: set[str]) -> Job | None:
+        self.asked.append({host.name for host in self._named()} - in_use)
         placed = [(host, host.slots or 1) for host in self._named() if host.name not in self.silent]
         elsewhere = [] if all(map(is_here, self._named())) else placed
         return Job(sum(count for _, count in placed), ["true"], hosts=elsewhere) if placed else None
@@ -85,12 +85,13 @@ ON_H1 = InUse(2, 2, {"h1": 2})
 def test_hosts_that_come_and_slots_that_are_added_are_told_once(clock: Clock) -> None:
     watched = Watched(clock, ON_H1)
     assert watched.look(H1) == []
-    assert watched.asked == 0
+    assert not watched.asked
     assert watched.look(Host("h1", 4), Host("h3")) == [HostsCame(("h1:4", "h3:1"), 5)]
     clock.now_s += 1000
     assert watched.look() == []
     assert watched.look(H1) == [], "some went"
     assert watched.look(H1, Host("h3")) == [HostsCame(("h3:1",), 3)], "one is back"
+    assert watched.asked == [{"h1", "h3"}] * 2 + [{"h3"}], "not those that are all in use"
 
 
 def test_a_host_is_named_before_it_answers(clock: Clock) -> None:
@@ -100,7 +101,7 @@ def test_a_host_is_named_before_it_answers(clock: Clock) -> None:
     asked_s = []
     while clock.now_s < 300:
         assert watched.look(H1, H2) == []
-        if watched.asked > len(asked_s):
+        if len(watched.asked) > len(asked_s):
             asked_s.append(clock.now_s)
         clock.now_s += 1
     assert asked_s == [0, 2, 6, 14, 30, 62, 122, 182, 242]
@@ -136,7 +137,7 @@ def test_a_job_on_this_host_takes_slots_that_are_added(clock: Clock, in_use: InU
 def test_a_job_that_may_have_no_more_ranks_asks_nobody(clock: Clock) -> None:
     watched = Watched(clock, ON_H1, most=2)
     assert watched.look(H1, H2) == []
-    assert watched.asked == 0
+    assert not watched.asked
 
 
 def test_a_script_that_fails_changes_nothing_and_is_told_once(clock: Clock) -> None:
@@ -173,7 +174,7 @@ def test_ranks_hear_of_hosts_that_give_them_company(size: int, is_told: bool) ->
 def test_a_job_on_this_host_grows_to_its_slots_and_its_limit(max_np: int | None, slots: int, size: int) -> None:
     flags = [] if max_np is None else ["--max-np", str(max_np)]
     request = cli.parse(["--elastic", "-np", "2", "--spares", "1", "-H", f"localhost:{slots}", *flags, "true"])
-    found = cli._again(request, ["true"], cli._growth(request))(replace(request.job, size=3))
+    found = cli._again(request, ["true"], cli._growth(request))(replace(request.job, size=3), ())
     assert found is not None
     assert found.size == size
 

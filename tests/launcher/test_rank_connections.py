@@ -23,7 +23,7 @@ from ringrun.job.plan import Job
 from ringrun.job.ranks import Channel, RankSetup
 from ringrun.output.display import Output
 from ringrun.processes import raise_open_files
-from tests.support.patience import patient
+from tests.support.patience import patient, wait_until
 
 Come = Callable[[Hello], Link]
 SIZE = 4
@@ -84,6 +84,7 @@ def test_what_no_agent_sends_is_the_end_of_that_rank_and_says_why(
     assert ended.end.failed
     assert (ended.end.rank, ended.end.pid) == (0, 4711)
     assert ended.end.lost.startswith(f"its connection is broken: {why}")
+    assert channel[0].gone == {0}
     with pytest.raises((EOFError, OSError)):
         link.receive()  # the agent sees it, and ends its rank
 
@@ -148,7 +149,9 @@ def test_all_but_output_is_heard_while_nobody_reads_what_ranks_print(tmp_path: P
     taken = agent.receive()
     assert isinstance(taken, Taken)
     assert taken.nbytes >= 65000
+    assert not channel.gone
     agent.close()
+    wait_until(lambda: channel.gone == {0})
     channel.close()
     os.close(write)
 

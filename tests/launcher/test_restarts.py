@@ -6,7 +6,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -51,7 +51,7 @@ class Attempts:
             raise ending
         return ending
 
-    def again(self, job: Job) -> Job | None:
+    def again(self, job: Job, in_use: Collection[str]) -> Job | None:
         size = self.sizes.pop(0) if self.sizes else job.size
         return None if size is None else replace(job, size=size)
 
@@ -150,7 +150,7 @@ def test_more_slots_than_before_or_none_are_said(endings: list[Ending], size: in
 def test_where_hosts_cannot_be_found_out_any_more_it_is_over() -> None:
     run = Attempts(FAILED)
 
-    def again(job: Job) -> Job | None:
+    def again(job: Job, in_use: Collection[str]) -> Job | None:
         raise UsageError("hostfile hosts: no such file")
 
     run.again = again
@@ -217,15 +217,16 @@ def test_a_job_is_placed_anew_on_the_hosts_that_answer() -> None:
     hosts = [here, Host("h2.example", 2), Host("h3.example", 1)]
     job = Job(4, ["true"], hosts=((here, 2), (hosts[1], 2)))
     again = restarts.on_hosts_that_answer(lambda: hosts, answering, 4)
-    answers = [["localhost", "h2.example", "h3.example"], ["h3.example", "localhost"], ["localhost"], []]
-    assert again(job) == replace(job, hosts=[(here, 2), (hosts[1], 2)])
-    assert again(job) == replace(job, size=3, hosts=[(here, 2), (hosts[2], 1)])
-    assert again(job) == replace(job, size=2, hosts=())  # all ranks on this host
-    assert again(job) is None
-    assert asked == [["localhost", "h2.example", "h3.example"]] * 4
+    answers = [["localhost", "h2.example", "h3.example"], ["h3.example", "localhost"], ["localhost"], [], []]
+    assert again(job, ()) == replace(job, hosts=[(here, 2), (hosts[1], 2)])
+    assert again(job, ()) == replace(job, size=3, hosts=[(here, 2), (hosts[2], 1)])
+    assert again(job, ()) == replace(job, size=2, hosts=())  # all ranks on this host
+    assert again(job, ["localhost"]) == replace(job, size=2, hosts=())
+    assert again(job, ()) is None
+    assert asked == [["localhost", "h2.example", "h3.example"]] * 3 + [["h2.example", "h3.example"], asked[0]]
     alone = Job(2, ["true"])
-    assert restarts.on_hosts_that_answer(lambda: [here], answering, 1)(alone) is alone
-    assert restarts.on_hosts_that_answer(list, answering, 1)(alone) is alone
+    assert restarts.on_hosts_that_answer(lambda: [here], answering, 1)(alone, ()) is alone
+    assert restarts.on_hosts_that_answer(list, answering, 1)(alone, ()) is alone
 
 
 @pytest.mark.parametrize(("most", "counts"), [(sys.maxsize, [2, 3]), (3, [2, 1])])
@@ -234,9 +235,9 @@ def test_hosts_that_are_new_get_ranks(most: int, counts: list[int]) -> None:
     hosts = [here]
     again = restarts.on_hosts_that_answer(lambda: hosts, lambda names: names, most)
     job = Job(2, ["true"])
-    assert again(job) is job
+    assert again(job, ()) is job
     hosts.append(new)
-    assert again(job) == replace(job, size=sum(counts), hosts=list(zip(hosts, counts, strict=True)))
+    assert again(job, ()) == replace(job, size=sum(counts), hosts=list(zip(hosts, counts, strict=True)))
 
 
 # signals

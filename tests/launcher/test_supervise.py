@@ -12,6 +12,7 @@ from ringrun.errors import MachineError
 from ringrun.hosts import Host
 from ringrun.job import supervise
 from ringrun.job.events import Arrived, LauncherEnded, RankEnded
+from ringrun.job.growth import InUse
 from ringrun.job.plan import Job
 from ringrun.job.supervise import Supervisor
 from ringrun.report.outcome import RankEnd
@@ -27,6 +28,7 @@ class Fake:
         self.code = 0
         self.colours = False
         self.signals: list[int] = []
+        self.gone: set[int] = set()
         self.is_set_up = False
 
     def message(self, lines: list[str]) -> None:
@@ -146,3 +148,20 @@ def test_ranks_of_an_elastic_job_outlive_mpirun(elastic: Elastic | None, code: i
     assert fake.said[0].startswith(
         "ringrun: mpirun has ended with exit code 1; the ranks go" if elastic else "ringrun: mpirun ended"
     )
+
+
+@pytest.mark.parametrize(
+    ("ends", "gone", "slots"), [((2, 3), {2, 3}, 0), ((2, 3), {3}, 2), ((3,), {2}, 2), ((), {1, 2}, 2)]
+)
+def test_a_host_is_lost_with_its_agents_however_its_ranks_have_ended(
+    ends: tuple[int, ...], gone: set[int], slots: int
+) -> None:
+    fake = Fake()
+    fake.gone = gone
+    events = queue_of(*arrived(0, 1, 2, 3), *(ended(rank, -15) for rank in ends))
+    job = Job(4, ["x"], hosts=[(Host("h1"), 2), (Host("h2"), 2)], elastic=Elastic())
+    supervisor = Supervisor(job, fake, fake, fake, events)
+    assert supervisor.in_use() is None, "they start"
+    while events.qsize():
+        supervisor.take_step()
+    assert supervisor.in_use() == InUse(4 - len(ends), 4, {"h1": 2, "h2": slots})
