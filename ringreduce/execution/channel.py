@@ -24,7 +24,7 @@ from ringreduce.execution.allreduce import is_short
 from ringreduce.execution.context import Context
 from ringreduce.execution.executor import Executor, Running
 from ringreduce.execution.host import Host
-from ringreduce.execution.opening import everyones, opened
+from ringreduce.execution.opening import everyones, nothing, opened
 from ringreduce.execution.send_receive import Receiver, send
 from ringreduce.execution.shared_arrays import WISHED, SharedArrays
 from ringreduce.execution.signature import Signature, SubmissionRecord, mismatch_message, ranks_text
@@ -77,11 +77,13 @@ class Channel(Running):
             submission.fail(CollectiveError(f"{text}with a longer timeout, or start the job again"))
             return
         host.opening |= others
+        context.algorithms.abandon = functools.partial(host.abandon_opening, others)
         end: Callable[[], object] = submission.complete
         try:
             steps = opened(host, context.members, self.name, context.transport)
             context.algorithms, self._signatures = yield from steps
         except RingreduceError as exc:  # raised on all ranks
+            context.algorithms.abandon = nothing
             end = functools.partial(submission.fail, exc)
         host.opening -= others
         end()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any, NamedTuple
 
 from ringreduce.cost_model import Constants
@@ -111,6 +111,10 @@ class Host:
             self.world.comm is not None,
             functools.partial(self._transport.in_flight.abandon, tags_of(tags)),
         )
+
+    def abandon_opening(self, others: Container[int]) -> None:
+        """The channel that this rank is opening with these ranks is given up; those with other ranks go on."""
+        self._transport.in_flight.abandon(tags_of(self.first_own_tags), others)
 
     def signatures(self, resources: Resources, members: Sequence[int]) -> Signatures | None:
         """Where the members of a channel with these resources compare hashes; None where they are on several hosts."""

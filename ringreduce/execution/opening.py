@@ -37,8 +37,14 @@ def everyones(value: Any, transport: Transport) -> Steps[list[Any]]:
 
 
 def before_opening(host: Host, members: Sequence[int]) -> Algorithms:
-    """What the members open a channel with."""
-    return host.own_algorithms(host.first_own_tags, members)
+    """What the members open a channel with. All openings have the same tags, so `abandon` does nothing by itself."""
+    algorithms = host.own_algorithms(host.first_own_tags, members)
+    algorithms.abandon = nothing
+    return algorithms
+
+
+def nothing() -> None:
+    """What a channel abandons that has no messages in flight, but whose tags others may use."""
 
 
 def opened(host: Host, members: Sequence[int], name: str, transport: Transport) -> Steps[tuple[Algorithms, Any]]:

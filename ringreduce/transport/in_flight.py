@@ -56,9 +56,9 @@ class InFlight:
         self._everyones = everyones
         self.add, self.discard = self._messages.add, self._messages.discard
 
-    def abandon(self, tags: range = ALL_TAGS) -> None:
-        """Nobody waits for the messages with these tags any more."""
-        found = [each for each in self._messages if each.tag in tags]
+    def abandon(self, tags: range = ALL_TAGS, peers: Container[int] | None = None) -> None:
+        """Nobody waits for the messages with these tags any more, to and from these ranks; None: all ranks."""
+        found = [each for each in self._messages if each.tag in tags and (peers is None or each.peer in peers)]
         self._messages.difference_update(found)
         for each in found:
             if each.receives:

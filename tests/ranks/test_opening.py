@@ -112,6 +112,26 @@ def test_a_group_that_is_not_made_in_time_is_given_up_and_its_messages_meet_no_o
     assert run_ranks(3, program, hosts=[0, 1, 2]) == [[101.0, 103.0, 105.0], False, [101.0, 103.0, 105.0]]
 
 
+@pytest.mark.parametrize("peer", [1, 2], ids=["refused", "timed out"])
+def test_a_group_that_is_not_made_leaves_one_that_is_being_made_alone(peer):
+    ended = threading.Event()
+
+    def program():
+        if rr.rank() == 0:
+            engine = runtime.current("a test").engine
+            number, opened = engine.process_sets.open([0, 1], "first", IN_ORDER)
+            with pytest.raises(rr.CollectiveError, match=r"make one after the other|Timed out after"):
+                OwnChannel([0, peer], "second", 0.05 if peer == 2 else 10.0, "")
+            wait_until(lambda: list(engine.negotiation.channels) == [number])
+            ended.set()
+            opened.wait(10)
+            return total(number)
+        assert ended.wait(10)
+        return rr.rank() == 2 or total(open_channel([0, 1], "first"))
+
+    assert run_ranks(3, program, hosts=[0, 1, 2]) == [[11.0, 13.0, 15.0]] * 2 + [True]
+
+
 def test_a_late_rank_does_not_write_to_an_array_whose_channel_was_closed():
     given_up, sent = threading.Event(), threading.Event()
 

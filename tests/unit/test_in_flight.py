@@ -63,10 +63,11 @@ def test_a_receive_is_cancelled_and_the_rest_is_left_behind_until_it_is_done(kep
     assert not kept
 
 
-def test_other_tags_go_on(kept):
+@pytest.mark.parametrize(("tag", "peer"), [(8, 1), (7, 2)], ids=["tags", "peers"])
+def test_other_tags_and_peers_go_on(kept, tag, peer):
     world = InFlight(kept)
-    (one, _), (other, work) = post(world, COMING, tag=7), post(world, COMING, tag=8)
-    world.abandon(range(8))
+    (one, _), (other, work) = post(world, COMING, tag=7), post(world, COMING, tag, peer)
+    world.abandon(range(8), [1])
     assert one.is_done
     assert not other.is_done
     other.is_done = True
