@@ -172,13 +172,20 @@ class Engine:
         )
         error.__cause__ = exc
         if isinstance(exc, Exception):  # others, such as KeyboardInterrupt, reach the user
-            is_loss = self.settings.elastic and type(exc).__module__.startswith("mpi4py")
-            LOGGER.log(logging.DEBUG if is_loss else logging.ERROR, str(error), exc_info=exc)
+            self._log(error, exc)
         self._fail_all(error)
         if self.settings.elastic:
             return  # the launcher says who is lost: what MPI says of a dead rank comes earlier, and names none
         with contextlib.suppress(Exception):  # what failed may be MPI itself
             self._send_broken(error)
+
+    def _log(self, error: Exception, exc: Exception) -> None:
+        """With the traceback, unless a thread that waits raises it."""
+        is_loss = self.settings.elastic and type(exc).__module__.startswith("mpi4py")
+        with self._inbox.lock:
+            is_raised = bool(self._inbox.waited_for())
+        level = logging.DEBUG if is_loss or is_raised else logging.ERROR
+        LOGGER.log(level, str(error), exc_info=None if is_raised else exc)
 
     def _send_broken(self, error: Exception) -> None:
         self.mailbox.send_others(Broken(str(error)))

@@ -116,15 +116,26 @@ def test_beside_the_users_own_mpi_and_threads(finished, python):
     assert "Traceback" not in done.stdout
 
 
+BREAK = """
+from ringreduce.execution import operations
+def broken(requests, context):
+    raise MemoryError('no room')
+    yield
+if rr.rank() == 1:
+    operations.OPERATIONS['allreduce'] = broken
+"""
+
+
+def test_a_traceback_of_the_engine_comes_once_and_in_the_report(finished):
+    done = finished(f"{BREAK}rr.allreduce(np.ones(1000), name='w')\n", ranks=2)
+    own, report = done.stdout.split("-- ringrun: rank 1 of 2 failed first ")
+    for each in own, report:
+        assert each.count("    raise MemoryError('no room')\n") == 1, done.stdout
+
+
 def test_an_engine_that_fails_is_told_on_all_ranks(finished, python):
     done = finished(
-        "from ringreduce.execution import operations\n"
-        "if rr.rank() == 1:\n"
-        "    def broken(requests, context):\n"
-        "        raise MemoryError('no room')\n"
-        "        yield\n"
-        "    operations.OPERATIONS['allreduce'] = broken\n"
-        "try:\n"
+        f"{BREAK}try:\n"
         "    rr.allreduce(np.ones(1000), name='w')\n"
         "except rr.HorovodInternalError as error:\n"
         "    print(type(error).__name__, error, flush=True)\n"

@@ -217,6 +217,7 @@ def test_nobody_waits_for_an_engine_that_has_failed(tmp_path, words, fresh_log, 
     if "fail" in words:
         transport.send_control = fails
     transport.recv_control = fails
+    wait_until(lambda: engine.negotiation.error)  # while nobody waits
     with pytest.raises(
         rr.CollectiveError, match=r"rank 0 of 2 failed inside an operation: OSError: .*No space left"
     ) as at:
