@@ -72,13 +72,13 @@ class StackDumper:
             dumps = _collect(list(_offers(self._files)), until_s)
             said = self._socket.answer(until_s) if asked else {}
         doing, package = str(said.get("doing", "")), str(said.get("package", self._socket.package))
-        stacks = []
+        waits, stacks = bool(doing), []
         for text in dumps:
             frames = traces.parse(text)
             doing = doing or traces.innermost(frames, package)
             stacks += ["a Python process of it:"] * (len(dumps) > 1)
-            stacks += traces.describe(frames, package, waits=bool(said.get("doing")))
-        self._send(State(number, doing, "\n".join(stacks), "" if dumps else self._why_silent(pid)))
+            stacks += traces.describe(frames, package, waits=waits)
+        self._send(State(number, doing, "\n".join(stacks), "" if dumps else self._why_silent(pid), waits))
 
     def _why_silent(self, pid: int) -> str:
         offers = list(_offers(self._files))

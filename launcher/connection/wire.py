@@ -142,7 +142,7 @@ class Died(NamedTuple):
 class State(NamedTuple):
     """The answer to Ask `number`.
 
-    `doing` is what the rank waits for, or the user's line that it is at; `stacks` its Python stacks, in text that is
+    `doing` is what the rank `waits` for, or the user's line that it is at; `stacks` its Python stacks, in text that is
     equal for ranks which are at the same place; `silent` says why there are none. Each may be empty.
     """
 
@@ -150,6 +150,7 @@ class State(NamedTuple):
     doing: str
     stacks: str
     silent: str
+    waits: bool = False
 
 
 class Stalled(NamedTuple):

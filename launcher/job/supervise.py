@@ -145,7 +145,7 @@ class Supervisor:
             if (number := self._shutdown.advance(now_s)) is not None:
                 self._channel.broadcast(Signal(number))
             return
-        next_s = min(self._deadline_s, self._start_deadline_s, self._progress_s, self._init.due_s)
+        next_s = min(self._deadline_s, self._start_deadline_s, self._progress_s, self._init.due_s, self._init.ask_s)
         next_s = min(next_s, self._losses.due_s if self._losses else math.inf)
         deadline_s = self._shutdown.deadline_s if self._shutdown else next_s
         wait_s = min(deadline_s, self._questions.deadline_s) - now_s
@@ -165,6 +165,10 @@ class Supervisor:
             self._tell_progress(now_s)
         if now_s >= self._init.due_s and self._shutdown is None:
             self._report_init()
+        if now_s >= self._init.ask_s and self._shutdown is None:
+            self._init.ask_s = math.inf
+            if self._losses is None:
+                self._ask(self._look_who_waits)
         if self._losses and self._shutdown is None:
             self._go_on_or_end(self._losses.too_late(now_s))
 
@@ -249,7 +253,7 @@ class Supervisor:
         if self._shutdown is None and end.failed and not end.blames:
             self._leave_out_host(end.rank)
         self._ranks.running.discard(end.rank)
-        self._init.ended(end.rank, time.monotonic())
+        self._init.ended(end.rank, end.code, time.monotonic())
         if self._losses is None and end.failed:
             self._end(AFTER_FAILURE)
         elif self._losses and self._shutdown:
@@ -281,10 +285,8 @@ class Supervisor:
 
         Where a rank has ended in the middle, none of the others can go on.
         """
-        ended = {each for each in self._init.inside & self._ranks.ends.keys() if self._ranks.ends[each].code == 0}
-        if ended and self._losses is None:
-            conclusion = partial(self._conclusions.ended_with_0, ended, {rank}, *WITHOUT_LEAVING)
-            self._failed = self._end(AFTER_FAILURE, conclusion) or self._failed
+        if self._init.vanished and self._losses is None:
+            self._end_without_vanished({rank})
             return
         now_s = time.monotonic()
         headline = f"ringrun: the job is stalled, says rank {rank}: {report}"
@@ -293,6 +295,14 @@ class Supervisor:
         else:
             self._stacks_again_s = now_s + _STACKS_INTERVAL_S
             self._show_stacks(headline)
+
+    def _look_who_waits(self, asked: Question) -> None:
+        if still := self._init.answer(asked.answers, time.monotonic()):
+            self._end_without_vanished(still)
+
+    def _end_without_vanished(self, waited: set[int]) -> None:
+        conclusion = partial(self._conclusions.ended_with_0, self._init.vanished, waited, *WITHOUT_LEAVING)
+        self._failed = self._end(AFTER_FAILURE, conclusion) or self._failed
 
     def _report_init(self) -> None:
         """Ranks have waited for others in init(): end the job if one of those has ended, else say what these do."""

@@ -19,6 +19,7 @@ FAILURES = {
     "raise": (1, r"rank 1 of 4 failed first -+\nhow .*exit code 1"),
     "exit3": (3, r"rank 1 of 4 failed first -+\nhow .*exit code 3"),
     "_exit4": (4, r"rank 1 of 4 failed first -+\nhow .*exit code 4"),
+    "_exit0": (1, r"rank 1 of 4 ended with exit code 0 in the middle, as os\._exit\(0\) does; ranks? [023,-]+ waited"),
     "SIGKILL": (137, r"rank 1 of 4 failed first -+\nhow .*SIGKILL"),
     "SIGSEGV": (139, r"rank 1 of 4 failed first -+\nhow .*SIGSEGV"),
     "return": (1, r"rank 1 has left the job: its script ended; all ranks must call the same"),
@@ -30,7 +31,8 @@ FAILURES = {
 @pytest.mark.parametrize("kind", parted(FAILURES, lambda kind: kind in ("SIGKILL", "raise", "return")))
 def test_one_rank_ends_and_the_others_wait_for_it(python, tmp_path, kind):
     code, message = FAILURES[kind]
-    finished = ringrun(python, 4, PROGRAMS / "fails.py", kind, tmp_path, timeout_s=60, PYTHONPATH=str(ROOT))
+    variables = {"PYTHONPATH": str(ROOT), "RINGREDUCE_STALL_CHECK_S": "0" if kind == "_exit0" else "10"}
+    finished = ringrun(python, 4, PROGRAMS / "fails.py", kind, tmp_path, timeout_s=60, **variables)
     ended = time.time()
     failing = re.search(r"failing at ([\d.]+)", finished.stdout)
     assert failing, f"exit code {finished.returncode}, and it said: {finished.stdout!r}"

@@ -1,10 +1,12 @@
 """Ranks that wait in ringreduce.init() for ranks that do not come: when that is reported, and when it ends the job."""
 
 import math
+import threading
 
 import pytest
 
 from ringrun.connection.wire import Ask, InInit, Initialized, Left, Signal, Stalled, State
+from ringrun.elastic import Elastic
 from ringrun.job.events import Reported
 from ringrun.job.init_watch import InitWatch
 from ringrun.job.plan import Job
@@ -20,7 +22,7 @@ def test_a_rank_that_is_late_is_reported_once_and_its_end_again() -> None:
     assert watch.due_s == 110.0
     assert watch.absent(ended=[]) == ({1}, set())
     assert watch.due_s == math.inf, "it is reported once"
-    watch.ended(1, now_s=200.0)
+    watch.ended(1, 0, now_s=200.0)
     assert watch.due_s == 210.0, "the others have time to say that they went on without it"
     assert watch.absent(ended=[1]) == (set(), {1})
 
@@ -32,16 +34,26 @@ def test_nothing_is_reported_once_all_go_on() -> None:
     for rank in (1, 0):
         watch.done(rank)
     assert watch.due_s == math.inf
-    watch.ended(1, now_s=101.0)
-    watch.ended(0, now_s=102.0)
-    assert watch.due_s == math.inf
+    watch.ended(1, 1, now_s=101.0)
+    watch.ended(0, None, now_s=102.0)
+    assert watch.due_s == watch.ask_s == math.inf
 
 
 def test_a_rank_that_dies_in_init_waits_no_more() -> None:
     watch = InitWatch(2)
     watch.wait(0, 10.0, now_s=100.0)
-    watch.ended(0, now_s=101.0)
+    watch.ended(0, -9, now_s=101.0)
     assert watch.waiting == set()
+
+
+def test_ranks_are_asked_each_second_once_one_waits_and_more_and_more_rarely_before() -> None:
+    watch = InitWatch(2)
+    watch.done(1)
+    watch.ended(1, 0, now_s=100.0)
+    assert watch.ask_s == 100.0
+    busy, first, other = (State(1, doing, "", "", doing != "train.py:7") for doing in ("train.py:7", "a", "b"))
+    asked = [(watch.answer({0: state}, 0.0), watch.ask_s) for state in (busy, busy, first, other, other)]
+    assert asked == [(set(), 2.0), (set(), 4.0), (set(), 1.0), (set(), 1.0), ({0}, 1.0)]
 
 
 class Answering(Fake):
@@ -51,10 +63,11 @@ class Answering(Fake):
         super().__init__()
         self.events = queue_of(*events)
         self.ends_all: tuple[int, ...] = ()
+        self.waits = False  # in a collective
 
     def send(self, rank: int, message: object) -> None:
         if isinstance(message, Ask):
-            self.events.put(Reported(rank, State(message.number, f"train.py:{rank}", "", "")))
+            self.events.put(Reported(rank, State(message.number, f"train.py:{rank}", "", "", self.waits)))
 
     def broadcast(self, message: Signal) -> None:
         for rank in self.ends_all:
@@ -81,19 +94,21 @@ def test_a_rank_that_has_ended_without_init_ends_the_job(command: list[str]) -> 
     assert fake.said[3:] == advice * (command[1] == "-")
 
 
-@pytest.mark.parametrize("leaves", [False, True])
-def test_a_rank_that_ends_with_0_in_the_middle_ends_the_job_when_another_waits(leaves: bool) -> None:
-    """As by os._exit(0). One that has left its world, as another world may stall, ends nothing."""
-    leaving = [Reported(1, Left("it called shutdown()"))] * leaves
+@pytest.mark.parametrize("what", ["stalls", "waits", "leaves", "is elastic"])
+def test_a_rank_that_ends_with_0_in_the_middle_ends_the_job_when_another_waits(what: str) -> None:
+    """As by os._exit(0). One that has left its world, as another may stall, ends nothing, nor does an elastic job's."""
+    leaving = [Reported(1, Left("it called shutdown()"))] * (what == "leaves")
+    stalling = [Reported(0, Stalled("rank 1 is mute"))] * (what in ("stalls", "leaves"))
     going_on = [Reported(rank, Initialized()) for rank in (0, 1)]
-    fake = Answering(*arrived(0, 1), *going_on, *leaving, ended(1), Reported(0, Stalled("rank 1 is mute")))
-    fake.ends_all = (0,)
-    if leaves:
-        fake.events.put(ended(0))
-    supervisor = fake.supervisor(Job(2, ["x"]))
-    assert supervisor.run() == (0 if leaves else 1)
-    assert supervisor.failed is not leaves
-    if not leaves:
+    fake = Answering(*arrived(0, 1), *going_on, *leaving, ended(1), *stalling)
+    fake.waits, goes_on = what != "stalls", what in ("leaves", "is elastic")
+    fake.ends_all = () if goes_on else (0,)
+    if goes_on:  # after it was asked twice
+        threading.Timer(1.5, fake.events.put, [ended(0)]).start()
+    supervisor = fake.supervisor(Job(2, ["x"], elastic=Elastic() if what == "is elastic" else None))
+    assert supervisor.run() == (0 if goes_on else 1)
+    assert supervisor.failed is not goes_on
+    if not goes_on:
         text = "rank 1 of 2 ended with exit code 0 in the middle, as os._exit(0) does; rank 0 waited for it, so the job"
         assert fake.said == [f"ringrun: {text} was ended:", "rank 0: train.py:0"]
 
