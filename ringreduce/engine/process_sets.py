@@ -21,6 +21,7 @@ from ringreduce.execution.opening import before_opening
 from ringreduce.execution.operations import ADASUM, alltoall
 from ringreduce.execution.signature import Signature, calling_line
 from ringreduce.execution.submission import Handle, Submission
+from ringreduce.negotiation import errors_for
 from ringreduce.negotiation.mailbox import Mailbox
 from ringreduce.negotiation.negotiation import GLOBAL, Negotiation
 from ringreduce.negotiation.negotiator import Group, Negotiator
@@ -229,9 +230,10 @@ class ProcessSets:
             channel = Channel(number, GLOBAL, context, self._world, name=name)
             with inbox.lock:
                 self.members[number], self._channels[number] = context.members, channel
-            channel.open(submission, self._host)
-            if self._negotiation.error is not None:
-                self._negotiation.close(channel, str(self._negotiation.error), -1)
+            if (error := self._negotiation.error) is None:
+                channel.open(submission, self._host)
+            else:
+                submission.fail(errors_for.engine_closed(submission, str(error), error))
 
         inbox.call_soon(begin)
         return number, submission

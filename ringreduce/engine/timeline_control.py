@@ -42,7 +42,8 @@ class TimelineControl:
         answered = self._call_and_wait(lambda done: self._recording.start(file, mark_cycles, done))
         if not answered and (self._ended.is_set() or self._recording.job.failed):
             file.close()
-            raise errors.CollectiveError(f"start_timeline: {self._negotiation.error or 'the engine has ended'}")
+            error = self._negotiation.error
+            raise errors.CollectiveError(f"start_timeline: {error or 'the engine has ended'}") from error
 
     def stop(self) -> None:
         """Stop recording; returns when all ranks' events are in the file, or after ANSWERS_S."""

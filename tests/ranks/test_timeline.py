@@ -228,8 +228,11 @@ def test_nobody_waits_for_an_engine_that_has_failed(tmp_path, words, fresh_log, 
         engine.submit("barrier", "c")
     assert isinstance(at.value.__cause__, OSError)
     assert capsys.readouterr().err.count("Traceback") == 1
-    with pytest.raises(rr.CollectiveError, match="start_timeline: rank 0 of 2 failed inside an operation: OSError"):
+    with pytest.raises(
+        rr.CollectiveError, match="start_timeline: rank 0 of 2 failed inside an operation: OSError"
+    ) as at:
         engine.timeline.start(str(tmp_path / "t.json"), mark_cycles=False)
+    assert at.value.__cause__ is engine.negotiation.error
     engine.timeline.stop()
     assert engine.leave("the test ended") is False
 
