@@ -15,6 +15,7 @@ import pytest
 import ringreduce as rr
 from ringreduce.run_function import _Rank
 from ringrun.connection.link import Gone
+from ringrun.errors import LauncherError
 from tests.end_to_end.conftest import PROGRAMS
 from tests.support import environments, jobs
 from tests.support.patience import patient, wait_until
@@ -142,6 +143,21 @@ REFUSED = [
 def test_what_no_job_can_be_made_of_is_refused(options, message):
     with pytest.raises(rr.InputError, match=rf"run\(\): .*{re.escape(message)}"):
         rr.run(print, **{"np": 1} | options)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "flags", [{}, {"hosts": "localhost:1"}, {"hosts": "h1:1", "network_interfaces": "lo"}], ids=str
+)
+def test_it_listens_only_where_ranks_of_other_hosts_are_to_connect(monkeypatch, flags):
+    def listen(folder, addresses, backlog):
+        raise LauncherError(f"it listens at {addresses}")
+
+    monkeypatch.setattr("ringrun.network.own_addresses", lambda hosts, interfaces: (*hosts, *interfaces))
+    monkeypatch.setattr("ringrun.connection.listener.Listener", listen)
+    with pytest.raises(rr.InputError) as refused:
+        rr.run(print, **flags)
+    assert str(refused.value) == f"run(): it listens at {('h1', 'lo') if 'network_interfaces' in flags else ()}"
 
 
 @pytest.mark.quick
