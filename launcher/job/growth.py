@@ -20,12 +20,12 @@ POLL_S = 2.0
 _LONGEST_PAUSE_S = 60.0
 """Between two questions to hosts that are named and not used."""
 
+CANNOT_START_S = (60.0, 3600.0)
+"""For how long a host that came is left out which could not start ranks, if the user says nothing."""
+
 
 class Blacklist:
-    """The hosts that have failed, each for a time that doubles with its failures, within the range `cooldown_s`.
-
-    Without one no host is left out.
-    """
+    """The hosts that have failed, each for a time that doubles with its failures, within the range `cooldown_s`."""
 
     def __init__(self, cooldown_s: tuple[float, float] | None, now_s: Callable[[], float] = time.monotonic) -> None:
         self._cooldown_s = cooldown_s
@@ -33,11 +33,15 @@ class Blacklist:
         self._failures: dict[str, int] = {}
         self._until_s: dict[str, float] = {}
 
-    def failed(self, host: str) -> float:
-        """A rank there has failed; return for how long the host is left out from now on, 0 if nothing changes."""
-        if self._cooldown_s is None or self.left_s(host):
+    def failed(self, host: str, default_s: tuple[float, float] | None = None) -> float:
+        """A rank there has failed; return for how long the host is left out from now on, 0 if nothing changes.
+
+        default_s: the range where the user has given none; None: no host is left out then.
+        """
+        cooldown_s = self._cooldown_s or default_s
+        if cooldown_s is None or self.left_s(host):
             return 0.0
-        least_s, most_s = self._cooldown_s
+        least_s, most_s = cooldown_s
         times = self._failures[host] = self._failures.get(host, 0) + 1
         cools_s = float(min(least_s * 2.0 ** min(times - 1, 64), most_s))
         self._until_s[host] = self._now_s() + cools_s

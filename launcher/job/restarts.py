@@ -17,6 +17,7 @@ from ..errors import LauncherError, MachineError
 from ..hosts import Host, assign, is_here
 from ..text import counted
 from .events import Events, Signalled
+from .growth import CANNOT_START_S, Blacklist
 from .plan import Job
 from .signals import ENDING, SignalReader
 
@@ -31,7 +32,8 @@ _PAUSES_S = (1.0, 2.0, 4.0, 8.0, 16.0, 30.0)
 class Ending:
     """How one attempt ended: with which exit code, and whether because a rank failed or was lost.
 
-    `grows`: it has ended so that the next one has more hosts. `keeps_commits`: its hosts still have its commits.
+    `grows`: it has ended so that the next one has more hosts, or did not start with them.
+    `keeps_commits`: its hosts still have its commits.
     """
 
     exit_code: int
@@ -54,17 +56,17 @@ Wait = Callable[[float], int | None]
 Say = Callable[[str], None]
 
 
-def run(
-    job: Job, attempt: Attempt, again: Again, wait: Wait, say: Say, cools_s: Callable[[], float] = lambda: 0.0
-) -> int:
+def run(job: Job, attempt: Attempt, again: Again, wait: Wait, say: Say, blacklist: Blacklist) -> int:
     """Run `job`, and again while it fails and may; return the exit code of the last attempt.
 
-    cools_s: how long until a host is back that is left out for now; 0: none is.
+    Where hosts that came cannot start ranks it goes on without them.
     """
     deadline_s = None if job.timeout_s is None else time.monotonic() + job.timeout_s
     current, failures = job, 0
+    came: set[str] = set()  # hosts for which the last attempt has ended
     for count in itertools.count():
-        ending = _try(replace(current, restarts=job.restarts - failures), attempt, count, deadline_s, say)
+        left = replace(current, restarts=job.restarts - failures)
+        ending = _try(left, attempt, count, deadline_s, say, came, blacklist)
         if not ending.grows and (not ending.failed or failures == job.restarts):
             break
         pause_s = 0.0 if ending.grows else _PAUSES_S[min(failures, len(_PAUSES_S) - 1)]
@@ -78,7 +80,7 @@ def run(
         try:
             while number is None:
                 found = again(job, ())  # all that was asked for: a host may be back
-                if not (_is_too_small(found, job) and (left_s := cools_s())):
+                if not (_is_too_small(found, job) and (left_s := blacklist.next_s())):
                     break
                 say(f"ringrun: waiting {left_s:.0f} s for a host that has failed, and is left out until then")
                 number = wait(left_s)
@@ -101,6 +103,7 @@ def run(
         if found.size != job.size:
             of = f" of {job.size}" if found.size < job.size else ""
             say(f"ringrun: hosts that answer have {found.size} slots; going on with {found.size}{of} ranks")
+        came = _away(found) - _away(current) if ending.grows else set()
         current = found
     return ending.exit_code
 
@@ -109,16 +112,28 @@ def _is_too_small(found: Job | None, job: Job) -> bool:
     return found is None or (job.elastic is not None and found.size < job.elastic.min_np)
 
 
-def _try(job: Job, attempt: Attempt, count: int, deadline_s: float | None, say: Say) -> Ending:
-    """Run one attempt. After a first one that did start, one that does not is a failure like others: a host is lost."""
+def _away(job: Job) -> set[str]:
+    return {host.name for host, _ in job.hosts if not is_here(host)}
+
+
+def _try(
+    job: Job, attempt: Attempt, count: int, deadline_s: float | None, say: Say, came: set[str], without: Blacklist
+) -> Ending:
+    """Run one attempt. After a first one that did start, one that does not is a failure like others: a host is lost.
+
+    If hosts came before it, they are left out then, and it does not count.
+    """
     variables = {**job.variables, COUNT_VARIABLE: str(count)}
     try:
         return attempt(replace(job, variables=variables), deadline_s)
     except MachineError as error:
-        if not count or not job.restarts:
+        if not came and (not count or not job.restarts):
             raise
         say(f"ringrun: error: {error}")
-        return Ending(error.exit_code, failed=True)
+        for host in sorted(came):
+            cools_s = without.failed(host, CANNOT_START_S)
+            say(f"ringrun: going on without host {host}, which came and is left out for {cools_s:g} s")
+        return Ending(error.exit_code, failed=True, grows=bool(came))
 
 
 def place_again(

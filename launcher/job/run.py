@@ -85,7 +85,7 @@ def run_job(detected: Detected, job: Job, again: Again = lambda job, _: job, gro
             return ending
 
         try:
-            code = restarts.run(job, attempt, again, signals.wait, say, growth.blacklist.next_s)
+            code = restarts.run(job, attempt, again, signals.wait, say, growth.blacklist)
         except LauncherError as error:
             say(f"ringrun: error: {error}")
             code = error.exit_code

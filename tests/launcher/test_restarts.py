@@ -9,6 +9,7 @@ import time
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -19,9 +20,11 @@ from ringrun.errors import MachineError, NotStartedError, UsageError
 from ringrun.hosts import Host
 from ringrun.job import restarts, signals
 from ringrun.job.events import Arrived, Signalled
+from ringrun.job.growth import Blacklist
 from ringrun.job.plan import Job
 from ringrun.job.restarts import COUNT_VARIABLE, Ending, SignalRelay, place_again
 from ringrun.job.supervise import Supervisor
+from tests.launcher.test_growth import Clock
 from tests.launcher.test_supervise import Fake, arrived, ended, queue_of
 from tests.support.jobs import Run, Script
 from tests.support.patience import patient
@@ -61,7 +64,7 @@ class Attempts:
 
     def run(self, number: int, timeout_s: float | None = None, elastic: Elastic | None = None) -> int:
         job = Job(8, ["true"], variables={"A": "b"}, restarts=number, timeout_s=timeout_s, elastic=elastic)
-        return restarts.run(job, self.attempt, self.again, self.wait, self.said.append)
+        return restarts.run(job, self.attempt, self.again, self.wait, self.said.append, Blacklist(None))
 
 
 def test_a_failure_is_followed_by_another_attempt_until_one_succeeds() -> None:
@@ -126,11 +129,35 @@ def test_restarts_for_hosts_that_come_are_not_counted() -> None:
     assert run.run(0) == 7
 
 
+def test_a_job_goes_on_without_hosts_that_came_and_cannot_start_ranks() -> None:
+    """These restarts are not counted, and the hosts are left out for longer each time."""
+    h1, h2 = Host("h1.example", 2), Host("h2.example", 2)
+    grows, broken, blacklist = Ending(1, grows=True), MachineError("no prted there"), Blacklist(None, Clock())
+    run = Attempts(grows, broken, grows, broken, FAILED, OK)
+
+    def again(job: Job, in_use: Collection[str]) -> Job:
+        if run.endings[0] is broken:
+            blacklist._now_s.now_s += blacklist.next_s()
+        found = [(host, 2) for host in blacklist.without([h1, h2])]
+        return replace(job, size=2 * len(found), hosts=found)
+
+    job = Job(2, ["true"], hosts=[(h1, 2)], restarts=1, elastic=Elastic())
+    assert restarts.run(job, run.attempt, again, run.wait, run.said.append, blacklist) == 0
+    assert [tried.size for tried in run.jobs] == [2, 4, 2, 4, 2, 2]
+    assert [line for line in run.said if "slots" not in line] == [
+        "ringrun: error: no prted there",
+        "ringrun: going on without host h2.example, which came and is left out for 60 s",
+        "ringrun: error: no prted there",
+        "ringrun: going on without host h2.example, which came and is left out for 120 s",
+        "ringrun: restart 1 of 1 in 1 s",
+    ]
+
+
 def test_where_hosts_that_are_left_out_are_needed_it_waits_for_them() -> None:
     run = Attempts(FAILED, OK, sizes=[1, None, 8])
-    left = iter([30.0, 12.0])
+    left = SimpleNamespace(next_s=iter([30.0, 12.0]).__next__)
     job = Job(8, ["true"], restarts=1, elastic=Elastic(min_np=2))
-    assert restarts.run(job, run.attempt, run.again, run.wait, run.said.append, lambda: next(left)) == 0
+    assert restarts.run(job, run.attempt, run.again, run.wait, run.said.append, left) == 0
     assert run.pauses == [1, 30, 12]
     assert "ringrun: waiting 30 s for a host that has failed, and is left out until then" in run.said
 
