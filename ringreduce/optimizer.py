@@ -55,8 +55,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 
     The gradients are any nesting of dicts, lists, tuples and arrays, equal in form and shapes on all ranks; None stays
     None. The caller's arrays are not changed: the optimizer gets new ones. All other attributes, and further arguments
-    of those methods, are the wrapped optimizer's own. A copy, or one that was pickled, reduces as this one; as an
-    attribute of an elastic state the wrapped optimizer is committed.
+    of those methods, are the wrapped optimizer's own. A copy, or one that was pickled, reduces as this one. An elastic
+    state commits and restores the wrapped optimizer's state_dict() or, where it has none, its attributes, in place.
 
     Cost:   as `grouped_allreduce`, at every call.
     Raises: TypeError for an object of no such form, InputError where it is not clear which argument holds the
@@ -120,19 +120,29 @@ class ReducingOptimizer:
         return type(self)(copy.deepcopy(self._optimizer, memo), self._exchange, self._gradients)
 
     def state_dict(self) -> Any:
-        """The wrapped optimizer's, or where it has none that optimizer itself; so an elastic state commits it."""
-        return self._optimizer.state_dict() if self._has_state_dict else {"optimizer": self._optimizer}
+        """The wrapped optimizer's, or where it has none its attributes: an elastic state commits them."""
+        return self._optimizer.state_dict() if self.has_state_dict else dict(self._attributes)
 
     def load_state_dict(self, state_dict: Any) -> Any:
         """Go back to what `state_dict` returned."""
-        if self._has_state_dict:
+        if self.has_state_dict:
             return self._optimizer.load_state_dict(state_dict)
-        self._optimizer = state_dict["optimizer"]
+        self._attributes.clear()
+        self._attributes.update(state_dict)
         return None
 
     @property
-    def _has_state_dict(self) -> bool:
+    def has_state_dict(self) -> bool:
+        """True where the wrapped optimizer has one of its own."""
         return hasattr(self._optimizer, "state_dict") and hasattr(self._optimizer, "load_state_dict")
+
+    @property
+    def _attributes(self) -> dict[str, Any]:
+        if not hasattr(self._optimizer, "__dict__"):
+            what = type(self._optimizer).__qualname__
+            raise InputError(f"DistributedOptimizer: a {what} has no __dict__; give it state_dict and load_state_dict")
+        attributes: dict[str, Any] = vars(self._optimizer)
+        return attributes
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the wrapped callable with the reduced gradients."""

@@ -15,6 +15,7 @@ from ringreduce.elastic.kept import Kept, KeptFile
 from ringreduce.elastic.sampler import ElasticSampler
 from ringreduce.errors import HostsUpdatedInterrupt, InputError
 from ringreduce.log import LOGGER
+from ringreduce.optimizer import ReducingOptimizer
 
 NAME = "elastic state"  # of the operations, so that they match on ranks with different numbers of unnamed operations
 
@@ -106,10 +107,12 @@ class ObjectState(State):
 
     Arrays of NumPy, CuPy and torch, dicts and lists are restored in place, so that whoever refers to them sees it;
     other attributes are replaced: read them from the state. An object with state_dict() and load_state_dict(), such as
-    an ElasticSampler, is restored by these.
+    an ElasticSampler, is restored by these; one of your own needs them if it holds arrays that others hold, too, as an
+    optimizer holds the parameters. One in a DistributedOptimizer needs nothing: its attributes are restored in place.
 
-    local:  names of attributes that are each rank's own, such as the state of a random generator: committed and
-            restored here, never sent. A rank that comes new, and every rank after a restart, has what its script gave.
+    local:  a name or names of attributes that are each rank's own, such as the state of a random generator: committed
+            and restored here, never sent. A rank that comes new, and every rank after a restart, has what its script
+            gave.
     Memory: two copies of all of it, in host memory. A commit that is interrupted leaves the one before it whole. Under
             `ringrun --elastic --restarts N` one rank of each host has them in /dev/shm, from where a restart goes on.
     Source: Horovod's ObjectState, whose attributes are references.
@@ -126,7 +129,7 @@ class ObjectState(State):
         **attributes: Any,
     ) -> None:
         super().__init__(bcast_object, get_rank)
-        self._names, self._local = tuple(attributes), tuple(local)
+        self._names, self._local = tuple(attributes), (local,) if isinstance(local, str) else tuple(local)
         if unknown := [name for name in self._local if name not in attributes]:
             raise InputError(f"{type(self).__name__}: local={self._local}: there is no attribute {unknown[0]!r}")
         for name, value in attributes.items():
@@ -235,8 +238,13 @@ class ObjectState(State):
         """The attribute, restored. `saved` lies in a commit's memory, so it is copied."""
         if not _has_state_dict(value):
             return put_back(value, saved)
-        value.load_state_dict(put_back(None, saved))
+        value.load_state_dict(put_back(_live_state(value), saved))
         return value
+
+
+def _live_state(value: Any) -> Any:
+    """What an object's state is restored into: of an optimizer without a state_dict, whose arrays others hold, too."""
+    return value.state_dict() if isinstance(value, ReducingOptimizer) and not value.has_state_dict else None
 
 
 def _has_state_dict(value: Any) -> bool:

@@ -119,7 +119,7 @@ def test_local_attributes_are_each_ranks_own_and_go_back_with_it(elastic):
 
 def test_a_local_attribute_must_be_one():
     with pytest.raises(rr.InputError, match=r"ObjectState: local=\('rng',\): there is no attribute 'rng'"):
-        ObjectState(step=0, local=("rng",))
+        ObjectState(step=0, local="rng")
 
 
 def test_an_error_in_the_first_sync_begins_with_rank_0_again(elastic):

@@ -284,17 +284,44 @@ class Saving(Stepping):
         self.lr = state["lr"]
 
 
-@pytest.mark.parametrize("kind", [Stepping, Saving])
+class Holding(Stepping):
+    """As PyTorch's: it changes the arrays that it was made with."""
+
+    def __init__(self, params):
+        super().__init__()
+        self.params = params
+
+    def step(self, grads):
+        super().step(grads)
+        self.params["w"] -= grads["w"]
+
+
+class Slotted:
+    __slots__ = ()
+    step = Stepping.step
+
+
+@pytest.mark.parametrize("kind", [Stepping, Saving, Holding])
 @each_rank_of(SIZE)
 def test_it_can_be_an_attribute_of_an_elastic_state(kind):
-    wrapped = rr.DistributedOptimizer(kind())
+    params = {"w": np.full((4, 5), 1.0 + rr.rank())}
+    inner = Holding(params) if kind is Holding else kind()
+    wrapped = rr.DistributedOptimizer(inner)
     wrapped.lr = rr.rank() + 1.0
-    state = rr.elastic.ObjectState(optimizer=wrapped)
-    state.sync()
-    assert state.optimizer is wrapped
-    assert wrapped.lr == 1.0
-    wrapped.lr = 7.0
-    state.restore()
-    wrapped.step(gradients(rr.rank()))
-    assert_averaged(wrapped.seen)
-    assert wrapped.lr == 1.0
+    state = rr.elastic.ObjectState(params=params, optimizer=wrapped)
+    for restore in (state.sync, state.restore):
+        restore()
+        assert kind is Saving or not hasattr(inner, "seen"), "attributes that are newer than the commit are gone"
+        wrapped.step(gradients(rr.rank()))
+        assert_averaged(wrapped.seen)
+        expected = mean(lambda g: g["w"]) if kind is Holding else 0
+        np.testing.assert_allclose(params["w"], 1 - expected, rtol=1e-5, atol=1e-6)
+        assert state.optimizer is wrapped
+        assert wrapped.lr == 1.0
+        wrapped.lr = 7.0
+
+
+@each_rank_of(1)
+def test_one_without_attributes_is_refused_by_an_elastic_state():
+    with pytest.raises(rr.InputError, match="a Slotted has no __dict__; give it state_dict and load_state_dict"):
+        rr.elastic.ObjectState(optimizer=rr.DistributedOptimizer(Slotted()))
