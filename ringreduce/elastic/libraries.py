@@ -61,10 +61,12 @@ class _Torch(Library):
             torch._foreach_copy_(rooms, arrays)
 
     def put(self, live: Any, saved: Any) -> Any:
-        if not _alike(live, saved):
-            live = sys.modules["torch"].empty(
-                saved.shape, dtype=saved.dtype, device=getattr(saved, "restored_on", None)
-            )
+        if not (_alike(live, saved) and self.fits(live) and self.fits(saved)):
+            if not hasattr(saved, "restored_on"):  # it was pickled, so it is where it should be
+                return saved.clone()
+            torch, device = sys.modules["torch"], saved.restored_on
+            is_there = device != "cuda" or torch.cuda.is_available()
+            live = torch.empty(saved.shape, dtype=saved.dtype, device=device if is_there else "cpu")
         live.detach().copy_(saved)
         return live
 

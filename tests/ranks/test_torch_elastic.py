@@ -2,12 +2,16 @@
 
 import copy
 import sys
+import threading
 
+import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import ringreduce.torch as hvd
+from ringreduce.elastic.commit import put_back
+from ringreduce.elastic.libraries import LIBRARIES
 from ringreduce.errors import InputError, PeerLostError
 from ringreduce.testing import run_ranks
 from tests.ranks.on_threads import each_rank_of
@@ -129,8 +133,27 @@ def test_an_optimizer_with_state_gives_it_to_one_without():
     return torch.cat([each.reshape(-1) for each in weights(model)])
 
 
+@pytest.mark.filterwarnings("ignore:.*deprecated")  # quantized tensors
+@pytest.mark.parametrize("kind", ["sparse", "quantized", "meta"])
+@each_rank_of(2)
+def test_a_tensor_that_is_pickled_comes_to_ranks_that_have_none_or_another(kind):
+    dense = torch.eye(2)
+    value = {
+        "sparse": dense.to_sparse(),
+        "quantized": torch.quantize_per_tensor(dense, 0.5, 0, torch.quint8),
+        "meta": dense.to("meta"),
+    }[kind]
+    is_root = hvd.rank() == 0
+    state = hvd.elastic.TorchState(none=value if is_root else None, other=value if is_root else torch.zeros(2, 2))
+    state.sync()
+    for each in (state.none, state.other):
+        assert (each.layout, each.dtype, each.device) == (value.layout, value.dtype, value.device)
+        assert kind == "meta" or torch.equal((each.dequantize() if kind == "quantized" else each).to_dense(), dense)
+
+
 def test_state_of_gpus_comes_to_them_on_a_rank_that_has_none(monkeypatch):
-    """By tensors of torch's that have a device but no elements."""
+    """By tensors of torch's that have a device but no elements; a rank without a GPU has it on the host."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.Tensor, "copy_", lambda *both: torch.ops.aten.copy_(*both))  # it wants a real device
 
     class Average:
@@ -154,6 +177,36 @@ def test_state_of_gpus_comes_to_them_on_a_rank_that_has_none(monkeypatch):
 
     expected = [{"step": "cpu", "exp_avg": gpu, "exp_avg_sq": gpu} for gpu in ("cuda:0", "cuda:1")]
     assert run_ranks(2, program) == [(expected, "cuda:0", "cuda:0")] * 2
+    monkeypatch.undo()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    saved = LIBRARIES["torch"].room(np.zeros(4, np.uint8), torch.float32, (1,), "cuda")
+    assert put_back(None, saved).device.type == "cpu"
+
+
+def test_dropout_of_each_rank_is_its_own_and_comes_again_after_a_loss():
+    """Ranks are threads, and torch has one generator for all of them."""
+    one_at_a_time = threading.Lock()
+
+    def program():
+        state = hvd.elastic.TorchState(rng=torch.Generator().manual_seed(hvd.rank()).get_state(), local=("rng",))
+
+        def mask():
+            with one_at_a_time, torch.random.fork_rng(devices=[]):
+                torch.set_rng_state(state.rng)
+                drawn = torch.nn.functional.dropout(torch.ones(64))
+                state.rng = torch.get_rng_state()
+            return drawn
+
+        state.sync()
+        first = mask()
+        state.commit()
+        second = mask()
+        state.restore()
+        assert torch.equal(mask(), second)
+        return first, second
+
+    masks = [tuple(mask.tolist()) for masks in run_ranks(2, program) for mask in masks]
+    assert len(set(masks)) == 4
 
 
 @each_rank_of(2)
