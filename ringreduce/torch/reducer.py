@@ -2,11 +2,11 @@
 
     backward: hook ── begin ──> PendingGradient in .grad ── step(), or first access ──> reduced gradient in .grad
 
-In the first CAUTIOUS_STEPS steps a rank submits no gradient before step() or the first access; nor in RECOVERY_STEPS
-steps after one in which a gradient was computed twice or cleared, as a GAN's discriminator's are: gradients that are
-not submitted can be added to, or discarded, without the other ranks. Else it submits them during backward. Where the
-ranks use all cores of the only host, moving data would take them from backward, and takes longer than after it: then
-they are submitted at its end.
+In the first CAUTIOUS_STEPS steps a rank submits no gradient before step() or the first access; nor ever after a step
+in which a gradient was computed twice or cleared, as a GAN's discriminator's are: gradients that are not submitted can
+be added to, or discarded, without the other ranks. Else it submits them during backward. Where the ranks use all cores
+of the only host, moving data would take them from backward, and takes longer than after it: then they are submitted at
+its end.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from types import FrameType
 
 import torch
 
-from ringreduce import runtime
 from ringreduce.errors import BackwardError
 from ringreduce.execution.signature import calling_line, is_of_library
 from ringreduce.optim.exchange import Exchange
@@ -64,9 +63,7 @@ class GradientReducer(Reducer):
         self._backward = _backward_number()
         self._line = line_of_backward()
         self._look_at_the_world()
-        overlaps = runtime.current("DistributedOptimizer").engine.host.overlaps
-        on_gpu = any(each.parameter.is_cuda for each in self._gradients.values())  # cores have nothing to do
-        self._eager = self.trusts and (overlaps or on_gpu)
+        self._eager = self.trusts and self.overlaps
         if self._eager:
             for bucket in self._buckets:
                 bucket.missing = sum(max(0, self.passes - each.seen) for each in bucket.trained)
@@ -78,6 +75,11 @@ class GradientReducer(Reducer):
                 alive._at_the_end()
 
         torch.autograd.Variable._execution_engine.queue_callback(at_the_end)
+
+    @property
+    def overlaps(self) -> bool:
+        """See `optim.reducer`; on a GPU it is always faster: cores have nothing to do."""
+        return super().overlaps or any(each.parameter.is_cuda for each in self._gradients.values())
 
     def _at_the_end(self) -> None:
         """Other ranks may have gradients that this rank did not compute: reading .grad must return them too."""

@@ -13,7 +13,8 @@ from ringreduce.errors import BackwardError
 from ringreduce.execution.host import Host
 from ringreduce.optim import reducer
 from ringreduce.testing import run_ranks
-from ringreduce.torch.reducer import line_of_backward
+from ringreduce.torch import reducer as torch_reducer
+from ringreduce.torch.gradient import Gradient
 from tests.ranks.on_threads import each_rank_of
 from tests.support import training
 
@@ -162,37 +163,41 @@ def test_overlap_begins_when_the_steps_have_shown_nothing_else():
         optimizer.step()
 
 
+@pytest.mark.parametrize("where", ["host", "GPU"])
 @pytest.mark.parametrize("unclean", ["backward", "zero_grad"])
-def test_overlap_that_was_lost_comes_back_after_clean_steps(unclean, monkeypatch, capsys):
-    monkeypatch.setattr(reducer, "RECOVERY_STEPS", 11)
-    monkeypatch.setattr(Host, "overlaps", True)
+def test_overlap_that_a_script_has_shown_to_be_wrong_is_lost_for_good(unclean, where, monkeypatch, capsys):
+    """Were it to come back, the second time would be an error, in the middle of a script that has run."""
+    monkeypatch.setattr(Host, "overlaps", where == "host")
+    monkeypatch.setattr(torch.nn.Parameter, "is_cuda", where == "GPU", raising=False)
+    monkeypatch.setattr(Gradient, "note_stream", lambda gradient: None)
+    monkeypatch.setattr(torch_reducer, "line_of_backward", lambda: "train.py:7")
 
     def program():
         model, optimizer = training.wrapped()
-        begun, known = [], []
-        for step in range(15):
+        known = []
+        for step in range(153):
             optimizer.zero_grad()
-            if step in (1, 2):
-                training.loss_of(model, training.share(step)).backward()
+            if step in (3, 151):
+                training.own_backward(model, step)
                 if unclean == "zero_grad":
                     optimizer.zero_grad()
-            training.loss_of(model, training.share(step)).backward()
-            begun.append(optimizer._reducer.pending)
+            training.own_backward(model, step)
+            assert not optimizer._reducer.pending
             optimizer.step()
             known.append((hvd.info().overlap, bool(hvd.info().no_overlap)))
-        return begun, known
+        return known
 
-    off, on = (False, True), (True, False)
-    assert run_ranks(2, program) == [([False] * 14 + [True], [on] + [off] * 12 + [on] * 2)] * 2
+    assert run_ranks(2, program) == [[(where == "host", False)] * 3 + [(False, True)] * 150] * 2
     what = r"computed again before step\(\)" if unclean == "backward" else r"cleared without a step\(\)"
-    said = re.findall(rf"of '.*' was {what} \((.*):\d+\);", capsys.readouterr().err)
-    assert said == ["test_torch_optimizer_cautious.py"] * 2, "once a rank"
+    said = re.findall(rf"of '.*' was {what} \((.*):\d+\); .*no_sync.*per_step", capsys.readouterr().err)
+    line = "train.py" if unclean == "backward" else "test_torch_optimizer_cautious.py"
+    assert said == [line] * 2, "once a rank"
 
 
 def test_the_line_of_a_backward_whose_hooks_run_in_a_thread_of_autograds():
     """As those of GPUs' gradients do: that thread has frames of torch alone."""
     found, entered, done = [], threading.Event(), threading.Event()
-    names = {"found": found, "entered": entered, "done": done, "line": line_of_backward}
+    names = {"found": found, "entered": entered, "done": done, "line": torch_reducer.line_of_backward}
 
     def of_torch(text):
         return eval(compile(text, torch.autograd.graph.__file__, "eval"), names)

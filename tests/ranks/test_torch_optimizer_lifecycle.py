@@ -220,6 +220,19 @@ def test_the_general_name_takes_the_options():
         ringreduce.DistributedOptimizer(lambda grads: None, groups=2)
 
 
+@each_rank_of(2)
+def test_each_gradient_notes_its_stream_before_its_bucket_is_sent():
+    model, optimizer = training.wrapped()
+    events = []
+    for each in optimizer._reducer._gradients.values():
+        each.note_stream = lambda name=each.name: events.append((name, "noted"))
+        each._follow_stream = lambda name=each.name: events.append((name, "sent"))
+    training.own_backward(model, 0)
+    optimizer.step()
+    for name in optimizer._parameter_names.values():
+        assert [event for of, event in events if of == name] == ["noted", "sent"]
+
+
 def test_a_gradient_of_another_stream_is_waited_for_before_its_bucket_is_sent(monkeypatch):
     """By tensors of torch's that have a device but no elements."""
     waited = []
