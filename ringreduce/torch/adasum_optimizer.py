@@ -93,8 +93,9 @@ class AdasumMixin(WrappedMixin):
 
     def _is_unscaled(self) -> bool:
         """Do what GradScaler leaves to this step: unscale the gradients; False where they are not finite."""
-        given = vars(self)
-        if "_step_supports_amp_scaling" in given or "found_inf" not in given:  # a fused optimizer does it itself
+        given, name = vars(self), "_step_supports_amp_scaling"
+        does_it_itself = name in given or getattr(super(), name, False)  # as fused ones, or all of the user's class
+        if does_it_itself or "found_inf" not in given:
             return True
         found_inf, scale = self.found_inf, self.grad_scale
         self.found_inf = self.grad_scale = None  # the user's optimizer would refuse them; GradScaler deletes them

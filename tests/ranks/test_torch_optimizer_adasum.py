@@ -1,5 +1,6 @@
 """op=Adasum: every rank steps by its own gradients, and the changes are reduced."""
 
+import functools
 import math
 
 import pytest
@@ -75,14 +76,27 @@ def test_a_rank_without_gradients_changes_nothing():
     torch.testing.assert_close(same_on_all(run_ranks(2, program)), parameters(model))
 
 
-@pytest.mark.parametrize("fused", [False, True])
+class Unscaling(torch.optim.SGD):
+    """It does what GradScaler leaves to such a class."""
+
+    _step_supports_amp_scaling = True
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"] if not self.found_inf.item() else ():
+            parameter -= 0.1 * parameter.grad / (1 if self.grad_scale is None else self.grad_scale)
+
+
+@pytest.mark.parametrize(
+    "kind", [torch.optim.SGD, functools.partial(torch.optim.SGD, fused=True), Unscaling], ids=["SGD", "fused", "own"]
+)
 @pytest.mark.parametrize("unscales", [False, True])
-def test_a_rank_whose_gradients_are_infinite_skips_its_part_of_the_step(unscales, fused):
+def test_a_rank_whose_gradients_are_infinite_skips_its_part_of_the_step(unscales, kind):
     """GradScaler would leave out step() on this rank alone, and the others would wait for it."""
 
     def program(ranks, infinite=None):
         model = make_model()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=fused)
+        optimizer = kind(model.parameters(), lr=0.1)
         if ranks > 1:
             optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters(), op=Adasum)
         scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
