@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
@@ -57,8 +57,9 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     DistributedOptimizer(optax.apply_if_finite(optimizer, 5)). Around it, each rank would decide for itself.
 
     Cost:   one `allreduce` of all gradients, as a group, a step.
-    Raises: InputError (a ValueError) for wrong arguments, and in init() inside apply_if_finite or a MultiSteps that
-            skips; TypeError for what is no gradient transformation.
+    Raises: InputError (a ValueError) for wrong arguments; in init() inside apply_if_finite or a MultiSteps that skips;
+            in update() inside conditionally_transform or _mask with forward_extra_args=True. TypeError for what is no
+            gradient transformation.
     Source: Horovod's DistributedOptimizer; optax.MultiSteps.
     """
     import optax
@@ -79,6 +80,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         return reduce(updates), state
 
     def update(gradients: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        _refuse_conditions()
         if backward_passes_per_step == 1:
             return step(gradients, state, params, extra)
         total = jax.tree.map(jnp.add, state.gradients, gradients)
@@ -106,12 +108,11 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 
 
 def _refuse_skips() -> None:
-    """Raise InputError where what is around this optimizer skips a step that other ranks may take: these would wait."""
+    """Raise InputError where what is around init() skips a step that other ranks may take: these would wait."""
     import optax
 
-    frame: FrameType | None = sys._getframe(2)
     skipping = _codes(optax.apply_if_finite.__code__)
-    while frame is not None:
+    for frame in _callers():
         outer, name = frame.f_locals.get("self"), "apply_if_finite"
         if isinstance(outer, optax.MultiSteps):
             name = "MultiSteps with a should_skip_update_fn"
@@ -124,6 +125,33 @@ def _refuse_skips() -> None:
                 f"DistributedOptimizer inside optax's {name}: each rank would skip steps by its own gradients, and the "
                 "others wait for it; put it outside: DistributedOptimizer(apply_if_finite(optimizer, 5))"
             )
+
+
+def _refuse_conditions() -> None:
+    """As `_refuse_skips`, around update(): only there a condition can be seen to depend on more than the step."""
+    conditional = _conditional()
+    for frame in _callers():
+        name = conditional.get(frame.f_code)
+        if name and frame.f_locals.get("forward_extra_args"):
+            raise InputError(
+                f"DistributedOptimizer inside optax's {name} with forward_extra_args=True: each rank would skip steps "
+                "by its own arguments, and the others wait for it; put it outside, and reduce those arguments: "
+                f"DistributedOptimizer({name}(optimizer, …)).update(…, value=hvd.allreduce(loss))"
+            )
+
+
+@functools.cache
+def _conditional() -> dict[CodeType, str]:
+    import optax
+
+    functions = optax.conditionally_transform, optax.conditionally_mask
+    return {code: function.__name__ for function in functions for code in _codes(function.__code__)}
+
+
+def _callers() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
         frame = frame.f_back
 
 

@@ -255,6 +255,21 @@ def test_what_skips_steps_is_wrapped_and_does_not_wrap(skipping):
         np.testing.assert_allclose(updates["w"], expected)
 
 
+@pytest.mark.parametrize("conditional", [optax.conditionally_transform, optax.conditionally_mask])
+def test_what_skips_steps_by_the_step_alone_may_be_around_it(conditional):
+    """Else it is refused: the loss, by which it might skip one, differs between ranks."""
+    for forwards in (False, True):
+        condition = lambda step, value=0.0: value < 1 + step  # noqa: E731
+        optimizer = conditional(hvd.DistributedOptimizer(optax.sgd(1.0)), condition, forward_extra_args=forwards)
+        arguments = {"w": jnp.full(3, float(RANK))}, optimizer.init({"w": jnp.ones(3)})
+        if not forwards:
+            updates, _ = jax.jit(optimizer.update)(*arguments, value=float(RANK))
+            np.testing.assert_allclose(updates["w"], -(SIZE - 1) / 2)
+            continue
+        with pytest.raises(rr.InputError, match=rf"{conditional.__name__} with .*=True: each rank .* put it outside"):
+            jax.jit(optimizer.update)(*arguments, value=float(RANK))
+
+
 def test_parameters_may_be_donated():
     """The step may use their memory, and the optimizer's, for its results."""
     optimizer = hvd.DistributedOptimizer(optax.adam(0.01))
