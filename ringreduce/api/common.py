@@ -1,4 +1,4 @@
-"""What the module of every framework exports as it is: nothing of it takes the framework's arrays."""
+"""What the module of every framework exports as it is: no function of it takes the framework's arrays."""
 # ruff: noqa: F403
 
 from ringreduce.api.control import init as init
@@ -7,10 +7,16 @@ from ringreduce.api.control import start_timeline as start_timeline
 from ringreduce.api.control import stop_timeline as stop_timeline
 from ringreduce.api.info import info as info
 from ringreduce.api.objects import *
+from ringreduce.api.ordered import ordered as ordered
 from ringreduce.api.process_sets import *
 from ringreduce.api.world import *
 from ringreduce.compression import Compression as Compression
 from ringreduce.errors import HorovodInternalError as HorovodInternalError
+from ringreduce.errors import InputError as InputError
+from ringreduce.errors import MismatchError as MismatchError
+from ringreduce.errors import PeerLostError as PeerLostError
+from ringreduce.errors import StalledError as StalledError
 from ringreduce.ops import *
 from ringreduce.runtime import is_initialized as is_initialized
 from ringreduce.runtime import shutdown as shutdown
+from ringreduce.sampler import DistributedSampler as DistributedSampler

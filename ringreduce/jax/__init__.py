@@ -19,7 +19,6 @@ except ImportError as exc:
     raise _MissingExtraError("ringreduce.jax needs JAX; install it with: pip install jax") from exc
 
 from ringreduce.api.common import *
-from ringreduce.api.ordered import ordered as ordered
 from ringreduce.jax import elastic as elastic
 from ringreduce.jax.ops import *
 from ringreduce.jax.optimizer import *

@@ -363,6 +363,11 @@ def test_a_program_of_several_devices_is_refused_and_what_it_says_works(program)
     close(jax.jit(jnp.sqrt)(squares), np.sqrt(np.mean([np.square(own(8, rank=each)) for each in RANKS], axis=0)))
 
 
+def test_what_is_ours_has_its_names():
+    ours = {"DistributedSampler", "InputError", "MismatchError", "PeerLostError", "StalledError", "ordered"}
+    assert ours <= set(hvd.__all__)
+
+
 def test_a_jax_without_what_is_relied_on_is_refused(monkeypatch):
     monkeypatch.delattr(primitive.mlir, "TokenSet")
     with pytest.raises(

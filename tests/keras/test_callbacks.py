@@ -160,3 +160,8 @@ def test_functions_on_tensors_of_the_backend():
     variables = [keras.Variable([1.0 + RANK]), keras.Variable(RANK, dtype="int32", trainable=False)]
     hvd.broadcast_variables(variables, SIZE - 1)
     np.testing.assert_array_equal(np.concatenate([np.ravel(each) for each in numbers(variables)]), [SIZE, SIZE - 1])
+
+
+def test_what_is_ours_has_its_names():
+    ours = {"DistributedSampler", "InputError", "MismatchError", "PeerLostError", "StalledError", "ordered"}
+    assert ours <= set(hvd.__all__)

@@ -146,6 +146,11 @@ def test_in_loops_and_branches_all_has_its_order():
         close(most, own(2, rank=SIZE - 1))
 
 
+def test_what_is_ours_has_its_names():
+    ours = {"DistributedSampler", "InputError", "MismatchError", "PeerLostError", "StalledError", "ordered"}
+    assert ours <= set(hvd.__all__)
+
+
 def test_xla_is_refused():
     with pytest.raises(Exception, match=r"XLA cannot call it .* pass jit_compile=False to model.compile"):
         tf.function(lambda x: hvd.allreduce(x), jit_compile=True)(own(2))

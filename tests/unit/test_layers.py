@@ -40,18 +40,18 @@ negotiation.negotiator < negotiation.process_set < negotiation.errors_for < nego
 monitor.side_job < monitor.recording, monitor.stalls < engine.inbox <
 engine.process_sets, engine.submitting, engine.timeline_control, engine.activity < engine.leaving, engine.polling <
 engine.engine < startup.shared_memory, startup.survivors, startup.daemon, startup.death_notice < startup.worlds <
-runtime < reform < api.submit, api.world, api.info < api.process_sets, api.arguments <
+runtime < reform < api.submit, api.world, api.info, sampler < api.process_sets, api.arguments <
 api.reduce, api.gather, api.broadcast, api.objects, api.control <
-api.ordered, api.own_channel, api.on_host, api.common < optim.exchange, optim.parameters < optim.buckets <
+api.ordered, api.own_channel, api.on_host < api.common, optim.exchange, optim.parameters < optim.buckets <
 optim.reducer < ps.layout, ps.messages, ps.consistency, ps.arrays < ps.roles < ps.server, ps.worker < sweeps.study <
-sweeps.teams < sweeps.trial < sweeps.sweep < optimizer, testing, sampler, run_function <
+sweeps.teams < sweeps.trial < sweeps.sweep < optimizer, testing, run_function <
 elastic.kept, elastic.libraries < elastic.commit, elastic.sampler < elastic.state < elastic.loop < jax.xla <
 jax.primitive < jax.ops < jax.optimizer < jax.elastic < tensorflow.host < tensorflow.ops < tensorflow.training <
 keras.ops < keras.optimizer, keras.callbacks, keras.elastic < tensorflow.keras <
 torch.ops, torch.sparse, torch.functions, torch.sync_batch_norm, torch.ps < torch.hooks, torch.pending <
 torch.gradient, torch.wrapped < torch.reducer, torch.adasum_optimizer < torch.optimizer < torch.elastic <
-torch.distributed.tensors, torch.distributed.buckets, torch.rendezvous < torch.distributed.work <
-torch.distributed.operations < torch.distributed.group < torch.bucket_hook
+torch.distributed.tensors, torch.distributed.buckets, torch.distributed.uncompiled, torch.rendezvous <
+torch.distributed.work < torch.distributed.operations < torch.distributed.group < torch.bucket_hook
 """
 
 
