@@ -48,7 +48,8 @@ def allreduce(
 ) -> Any:
     """Reduce a tensor of Keras' backend, or a Keras variable, over all ranks; returns a tensor.
 
-    Otherwise as the `allreduce` of ringreduce.torch, .jax or .tensorflow.  Source: Horovod's for Keras.
+    Otherwise as the `allreduce` of ringreduce.torch, .jax or .tensorflow, but for the order of its arguments, which is
+    that of Horovod's for Keras: pass them by name.
     """
     scales = prescale_factor, postscale_factor
     return adapter().allreduce(_tensor(value), average, name, compression, op, *scales, process_set)

@@ -14,8 +14,8 @@ others are workers: they pull the parameters, and never wait for each other unle
                 parameters = worker.pull()
                 worker.push(gradients(parameters, batch))
 
-    worker ──push: header, outline, gradients──→ server: one thread a worker; rules.py decides when a push is applied
-           ←──────── pull: outline, parameters ──        and when a pull is answered
+    worker ──push: header, outline, gradients──→ server: one thread a worker; consistency.py decides when a push is
+           ←──────── pull: outline, parameters ──        applied, and when a pull is answered
 """
 
 from ringreduce.ps.roles import Mode as Mode

@@ -42,7 +42,7 @@ def sweep(
     objective: trains once, data-parallel on `trial.process_set`, and returns the value to optimize, alike on all ranks
                of the team. It raises `ringreduce.sweeps.Pruned` (or optuna.TrialPruned) to give up a bad trial. Where
                it raises anything else or returns NaN, on any of its ranks, the trial has failed, and the team goes on
-             with the next.
+               with the next.
     trials:    how many, with those that have failed or were pruned, and with those that `storage` has already.
     ranks:     of a team; the number of ranks must be a multiple.
     direction: "minimize" or "maximize".
