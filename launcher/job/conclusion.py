@@ -30,6 +30,7 @@ class Ranks:
     hosts: dict[int, str] = field(default_factory=dict)  # of those that have arrived
     missing: set[int] = field(init=False)  # those that have not
     running: set[int] = field(default_factory=set)
+    left: dict[int, str] = field(default_factory=dict)  # why, of those that have left in order
     ends: dict[int, RankEnd] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -64,6 +65,7 @@ class Conclusions:
             launcher_tail=self.launcher_said,
             asked=self.at_end.asked if self.at_end else (),
             states=self.at_end.answers if self.at_end else {},
+            left=self._ranks.left,
             colour=self._output.colours,
         )
         self._output.message([*_advice(cause), *report])

@@ -218,8 +218,9 @@ class Supervisor:
                 self._init.wait(rank, report_after_s, time.monotonic())
             case Reported(rank, Initialized()):
                 self._init.done(rank)
-            case Reported(rank, Left()):
+            case Reported(rank, Left(why)):
                 self._init.inside.discard(rank)
+                ranks.left[rank] = why
             case HostsCame() if self._losses and self._shutdown is None:
                 self._losses.announce(event)
             case Reported(_, Ready()):

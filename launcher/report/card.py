@@ -31,22 +31,26 @@ def card(
     launcher_tail: Sequence[str] = (),
     asked: Collection[int] = (),
     states: Mapping[int, State] | None = None,
+    left: Mapping[int, str] | None = None,
     going_on: str = "",
     colour: bool = False,
 ) -> list[str]:
     """Return the card's lines.
 
     asked, states: the ranks that still ran when the first one failed, and what they answered.
+    left:          why ranks have left in order: where the cause has lost one of them, that one stands in the headline.
     going_on:      how an elastic job goes on without this rank.
     """
-    title = f"ringrun: rank {cause.rank} of {size} failed{'' if going_on else ' first'}"
-    facts = [*_rows("how", [in_words(cause), cause.oom]), *_rows("where", [_process(cause)])]
+    title, how = f"rank {cause.rank} of {size} failed{'' if going_on else ' first'}", in_words(cause)
+    if left and (gone := sorted(left.keys() & cause.blames)):
+        title, how = f"rank {gone[0]} of {size} left first: {left[gone[0]]}", f"so rank {cause.rank} failed: {how}"
+    facts = [*_rows("how", [how, cause.oom]), *_rows("where", [_process(cause)])]
     # a rank that failed at the same moment has nothing more to say, unless it had been quick enough to say it
     silent = {end.rank for end in ends if end.failed} - {rank for rank, said in (states or {}).items() if said.doing}
     others = set(asked) - {cause.rank} - silent
     facts += _rows("failed too", failures_of_others(cause, ends))
     facts += _rows("the others", waiting(others, states or {}))
-    head, foot = f"-- {title} ".ljust(WIDTH, "-"), "-" * WIDTH
+    head, foot = f"-- ringrun: {title} ".ljust(WIDTH, "-"), "-" * WIDTH
     facts += _rows("going on", [going_on])
     if colour:
         head, foot = f"{_RED_BOLD}{head}{_RESET}", f"{_FAINT}{foot}{_RESET}"

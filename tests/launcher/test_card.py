@@ -48,6 +48,18 @@ def test_a_lost_agent_has_no_more_to_tell() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("left", "head", "how"),
+    [
+        ({1: "it called shutdown()"}, "1 of 4 left first: it called shutdown()", "so rank 2 failed: exit code 1"),
+        ({3: "its script ended"}, "2 of 4 failed first", "exit code 1"),
+    ],
+)
+def test_of_a_rank_that_has_lost_another_that_left_in_order_that_one_is_the_headline(left, head, how) -> None:
+    lines = card(end(2, 1, error=RankError("PeerLostError", "lost", "", (1,))), [], 4, left=left)
+    assert lines[:2] == [f"-- ringrun: rank {head} ".ljust(WIDTH, "-"), f"how         {how}"]
+
+
 def test_facts_are_wrapped_and_what_the_rank_wrote_is_not() -> None:
     words = "w" * 300
     cause = end(1, -9, oom=f"the kernel's OOM killer did it: out of memory (cgroup {'/slurm' * 8})", tail=(words,))
