@@ -4,16 +4,28 @@ import contextlib
 import os
 import socket
 import threading
+from collections.abc import Callable
 
-from ringrun.connection.frames import HEAD_BYTES
+from ringrun.connection.frames import HEAD_BYTES, FrameWriter
 from ringrun.connection.link import NONCE_BYTES, PROOF_BYTES, Address
 
 TAG_BYTES = 16
-ATTACKS = {
-    "changed": lambda frame: bytes([*frame[:-1], frame[-1] ^ 1]),
-    "repeated": lambda frame: frame * 2,
-    "another length": lambda frame: b"\0\1\0\0" + frame[4:],
-    "cut": lambda frame: frame[: HEAD_BYTES + 1],
+
+
+def of_another_job(frame: bytes, number: int) -> bytes:
+    """The same message as the same frame of another job."""
+    writer = FrameWriter(b"another job's key")
+    *_, made = map(writer.frame, [b""] * number + [frame[HEAD_BYTES:-TAG_BYTES]])
+    return made
+
+
+ATTACKS: dict[str, Callable[[bytes, int, Callable[[], bytes]], bytes]] = {
+    "changed": lambda frame, number, following: bytes([*frame[:-1], frame[-1] ^ 1]),
+    "repeated": lambda frame, number, following: frame * 2,
+    "another length": lambda frame, number, following: b"\0\1\0\0" + frame[4:],
+    "cut": lambda frame, number, following: frame[: HEAD_BYTES + 1],
+    "reordered": lambda frame, number, following: following() + frame,
+    "of another job": lambda frame, number, following: of_another_job(frame, number),
 }
 
 
@@ -40,10 +52,14 @@ def pass_on(source: socket.socket, sink: socket.socket, attack: str, at: int) ->
     with contextlib.suppress(OSError):
         for count in (NONCE_BYTES, PROOF_BYTES):
             sink.sendall(read(count))
+
+        def following() -> bytes:
+            head = read(HEAD_BYTES)
+            return head and head + read(int.from_bytes(head[:4], "big") + TAG_BYTES)
+
         number = 0
-        while head := read(HEAD_BYTES):
-            frame = head + read(int.from_bytes(head[:4], "big") + TAG_BYTES)
-            sink.sendall(ATTACKS[attack](frame) if number == at else frame)
+        while frame := following():
+            sink.sendall(ATTACKS[attack](frame, number, following) if number == at else frame)
             if attack == "cut" and number == at:
                 break
             number += 1

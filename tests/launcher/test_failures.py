@@ -31,17 +31,37 @@ NOT_SENT_SO = r"message \d of this connection was changed, repeated, reordered, 
         ("repeated to ringrun", f"how its connection is broken: {NOT_SENT_SO}"),
         ("another length to ringrun", f"how its connection is broken: {NOT_SENT_SO}"),
         ("cut to ringrun", "how its agent is gone, without a word"),
+        ("reordered to ringrun", f"how its connection is broken: {NOT_SENT_SO}"),
+        ("of another job to agent", rf"ringrun: rank 1 of 2 on host \S+ is ended: {NOT_SENT_SO}"),
+        ("of another job to ringrun", f"how its connection is broken: {NOT_SENT_SO}"),
     ],
 )
 def test_an_attack_on_a_connection_ends_its_rank_and_is_named(
     attack: str, says: str, ringrun: Run, script: Script, wait_until_gone
 ) -> None:
-    done = ringrun("-np", 2, *script("import time; time.sleep(1000)"), env={"ATTACK": attack})
+    done = ringrun("-np", 2, *script("import time; print('up', flush=True); time.sleep(1000)"), env={"ATTACK": attack})
     wait_until_gone()
     assert done.returncode == 1
     assert re.search(says, " ".join(done.stderr.split())), done.stderr
     assert "-- ringrun: rank 1 of 2 failed first --" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.without_mpi
+def test_who_has_another_jobs_key_is_refused_and_the_job_goes_on(ringrun: Run, script: Script) -> None:
+    source = """
+        import os
+        from ringrun.connection.link import Address, connect
+        variables = dict(each.split("=", 1) for each in open(f"/proc/{os.getppid()}/environ").read().split("\\0")[:-1])
+        try:
+            connect(Address.parse(variables["RINGRUN_ADDRESS"]), b"another job's key")
+        except PermissionError as error:
+            print(error)
+    """
+    done = ringrun("-np", 2, *script(source))
+    refused = "what listens there has not shown that it knows this job's key"
+    assert (done.returncode, done.stderr) == (0, "")
+    assert sorted(done.stdout.splitlines()) == [f"[0] {refused}", f"[1] {refused}"]
 
 
 @pytest.mark.parametrize(
