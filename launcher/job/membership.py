@@ -62,6 +62,7 @@ class Members:
         self._left: set[int] = set()  # those that have left the world in order
         self._ended: set[int] = set()  # those that have ended with 0
         self._rest = set(self.ranks)  # those that are none of these, nor spares
+        self._present = set(self.ranks)  # members that are neither dead, nor have left or ended
         self._losses = 0
 
     @property
@@ -83,6 +84,7 @@ class Members:
         new = {rank: how for rank, how in found.items() if rank not in self._dead}
         missed = [rank for rank in new if rank not in self.spares or not self._is_formed]
         self._dead |= new
+        self._present.difference_update(new)
         self.spares = [rank for rank in self.spares if rank not in new]
         if not missed:
             return None
@@ -100,17 +102,17 @@ class Members:
         """`rank` has ended with exit code 0: those that have not left go on without it, where they are enough."""
         self._ended.add(rank)
         self._rest.discard(rank)
+        self._present.discard(rank)
         if rank in self.spares:
             self.spares.remove(rank)
-        if rank not in self.ranks or rank in self._dead:
-            return None
         self._settle(rank)
-        present = self._present()
-        only_spares = self._fresh.issuperset(present)
-        if not self._is_formed or not present or not (only_spares or self._are_enough(present)):
+        if not self._present or rank not in self.ranks or rank in self._dead:
+            return None
+        only_spares = self._fresh.issuperset(self._present)
+        if not self._is_formed or not (only_spares or self._are_enough(self._present)):
             return None
         self._dead[rank] = "ended with exit code 0"
-        decision = self._release(present) if only_spares else self._next(now_s)
+        decision = self._release() if only_spares else self._next(now_s)
         return decision if isinstance(decision, wire.Membership) else None
 
     def left(self, rank: int, now_s: float) -> wire.Membership | None:
@@ -119,6 +121,7 @@ class Members:
         Leaving waits for others to leave; who ends before they do has left them alone.
         """
         self._left.add(rank)
+        self._present.discard(rank)
         is_missed = rank in self._awaited and bool(self._unsettled)
         self._settle(rank)
         decision = self._next(now_s) if is_missed and self._unsettled else None
@@ -140,11 +143,11 @@ class Members:
 
     def suspected(self, by: int, ranks: Collection[int]) -> Kill | CannotGoOn | None:
         """`by` reports that `ranks`, perhaps itself, keep others waiting. What suspects report does not count."""
-        if by in self._suspects or by not in self._present():
+        if by in self._suspects or by not in self._present:
             return None
         if gone := set(ranks) & self._ended - self._dead.keys():
             return CannotGoOn(f"rank {by} waits for {numbered('rank', gone)}, which ended with exit code 0")
-        found = frozenset(set(ranks) & set(self._present()) - self._suspects)
+        found = frozenset(self._present.intersection(ranks) - self._suspects)
         self._suspects |= found
         return Kill(found) if found else None
 
@@ -185,24 +188,20 @@ class Members:
             f"{numbered('rank', (self._unsettled or self._dead).keys())}"
         )
 
-    def _present(self) -> list[int]:
-        gone = self._dead.keys() | self._left | self._ended
-        return [rank for rank in self.ranks if rank not in gone]
-
     def _are_enough(self, present: Collection[int]) -> bool:
         """Whether they may go on; those that have left have done their work."""
         return len(present) + len(self._left) >= self._elastic.min_np
 
     def _next(self, now_s: float) -> wire.Membership | CannotGoOn | None:
         """Return the next list, with spares for those that are gone."""
-        present = self._present()
+        present = sorted(self._present)
         if not self._left:  # the job is not about to end
             while self.spares and len(present) < self._np:
                 present.append(self.spares.pop(0))
                 self._fresh.add(present[-1])
                 self._rest.add(present[-1])
         if self._left and self._fresh.issuperset(present):
-            return self._release(present)
+            return self._release()
         if not present or not self._are_enough(present):
             left = counted(len(present) + len(self._left), "rank")
             return CannotGoOn(f"{left} left, and --min-np is {self._elastic.min_np}")
@@ -210,7 +209,7 @@ class Members:
             return CannotGoOn(f"only spares are left, {numbered('rank', present)}, which have no state to go on with")
         self.number += 1
         self.ranks = tuple(sorted(present))
-        self._awaited = set(present)
+        self._present, self._awaited = set(present), set(present)
         self._late_s = math.inf
         if self._unsettled:
             self._limit(now_s)  # where nobody is lost a member may have work to do alone: until another waits for it
@@ -222,13 +221,14 @@ class Members:
         self._late_s = now_s + self._elastic.stalled_s
         self._last_s = now_s + self._elastic.recovery_s
 
-    def _release(self, spares: Collection[int]) -> wire.Membership | None:
+    def _release(self) -> wire.Membership | None:
         """Return a list of nobody, where ranks that leave still wait for one that is lost.
 
-        spares: those that the others have left, for whom they came.
+        Only spares are present, which the others have left, for whom they came.
         """
-        self.spares += spares
-        self._rest.difference_update(spares)
+        self.spares += sorted(self._present)
+        self._rest -= self._present
+        self._present.clear()
         self._unsettled.clear()
         self._awaited.clear()
         self._late_s = math.inf
