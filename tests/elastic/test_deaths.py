@@ -67,6 +67,7 @@ def check(found, survivors, folder, steps=STEPS):
         np.testing.assert_allclose(result["parameters"], expected, rtol=1e-9, atol=1e-9)
         assert result["parameters"] == found[min(found)]["parameters"], "the same bits on all"
         assert result["pid"] == int(Path(folder, f"{rank}.pid").read_text().split()[-1])
+        assert result["engines"] == 1, "a world that was given up keeps none"
 
 
 @pytest.mark.quick

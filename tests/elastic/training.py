@@ -16,10 +16,12 @@ each process.
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import os
 import sys
 import threading
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -126,11 +128,12 @@ def main() -> None:
 
     state = State(parameters=np.zeros(COUNT), history=[], step=0)
 
-    began = []
+    began, engines = [], []
 
     @rr.elastic.run
     def train(state):
         began.append(state.step)
+        engines.append(weakref.ref(runtime.current("a test").engine))
         while state.step < steps:
             deaths.at("step", state.step)
             mine = np.zeros(int(os.environ["WORLD_SIZE"]))
@@ -148,7 +151,8 @@ def main() -> None:
 
     train(state)
     result = {"parameters": state.parameters.tolist(), "history": state.history, "size": rr.size(), "pid": os.getpid()}
-    result["began"] = began[0]
+    gc.collect()
+    result |= {"began": began[0], "engines": sum(each() is not None for each in engines)}
     (folder / f"{rank}.json").write_text(json.dumps(result))
     deaths.at("leaving")
 
