@@ -25,12 +25,14 @@ SECRET_PATTERNS = (
     "*_TOKEN", "TOKEN", "*_KEY", "*_KEYS", "*APIKEY*", "*API_KEY*", "*ACCESS_KEY*", "*PRIVATE_KEY*", "*SECRET*",
     "*PASSWORD*", "*PASSWD*", "*PASSPHRASE*", "*_PWD", "*_PASS", "SSHPASS", "*CREDENTIAL*", "*_CREDS", "*_PAT",
     "*_AUTH", "*_JWT", "JWT", "*BEARER*", "*_COOKIE", "*_SALT", "*_DSN", "*DATABASE_URL", "*CONNECTION_STRING*",
-    "*WEBHOOK*", "AWS_*",
+    "*WEBHOOK*", "AWS_*", "*_AUTH_*", "AUTH_*", "AUTHORIZATION", "*_JWT_*", "*_TOKEN_[0-9]*", "*_KEY_V[0-9]*", "PASS",
+    "PAT", "*_HEADERS",
 )  # fmt: skip
 """Names, in capitals or not, of variables that stay unless --env asks for them."""
 
 _CREDENTIALS = re.compile(  # https://user:password@host, https://token@host, connection strings, keys
     r"//[^/@\s]*:[^/@\s]+@|https?://[^/@\s]+@|(?i:password|accountkey|sharedaccesskey)=\S|-----BEGIN [A-Z ]*PRIVATE KEY"
+    r"|\bBearer\s|\bgh[pousr]_\w|\bAKIA[0-9A-Z]{12}|[?&]sig="
 )
 
 _OF_THIS_HOST = (

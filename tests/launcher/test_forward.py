@@ -12,11 +12,13 @@ from ringrun.forward import forwarded, is_secret, parse_allowed, parse_env, with
 SECRETS = """
 WANDB_API_KEY HF_TOKEN hf_token DB_SECRET AWS_ACCESS_KEY_ID AWS_PROFILE PGPASSWORD SMTP_PASSWD MYSQL_PWD DB_PASS
 SSHPASS GITHUB_PAT SENTRY_DSN OPENAI_APIKEY DATABASE_URL MY_SECRET_VALUE SECRET_KEY_BASE PASSPHRASE SESSION_JWT
-STORAGE_CONNECTION_STRING SLACK_WEBHOOK_URL DOCKER_AUTH
+STORAGE_CONNECTION_STRING SLACK_WEBHOOK_URL DOCKER_AUTH DOCKER_AUTH_CONFIG CI_JOB_JWT_V2 OTEL_EXPORTER_OTLP_HEADERS
+HF_TOKEN_2 ENCRYPTION_KEY_V1 PASS PAT AUTHORIZATION AUTH_HEADER
 """
 LEAVES = """
 PATH MANPATH MLFLOW_URL LANG PYTHONPATH RINGREDUCE_COSTS OMPI_MCA_btl KEYBOARD TOKENIZERS_PARALLELISM MAX_TOKENS
-KEY_FRAMES AUTHOR
+KEY_FRAMES AUTHOR COMPASS PATTERN TOKEN_COUNT MAX_TOKEN_LENGTH HOROVOD_CYCLE_TIME OMPI_MCA_plm TORCH_HOME
+TORCH_NCCL_ASYNC_ERROR_HANDLING TORCHINDUCTOR_CACHE_DIR
 """
 STAYS = """
 HOME HOSTNAME SSH_AUTH_SOCK XDG_RUNTIME_DIR TMPDIR SLURM_PROCID PMI_RANK RINGRUN_AUTHKEY OMPI_COMM_WORLD_RANK
@@ -48,6 +50,10 @@ def test_what_a_script_may_read_leaves(name: str) -> None:
         "https://ghp_hush@host/x.git",
         "Server=h;User=me;Password=hush;",
         "-----BEGIN RSA PRIVATE KEY-----\nhush",
+        "Authorization=Bearer hush",
+        "ghp_hush",
+        "AKIAIOSFODNN7EXAMPLE",
+        "https://host/blob?a=1&sig=hush",
     ],
 )
 def test_what_is_a_secret_is_one_under_any_name(value: str) -> None:
@@ -56,7 +62,8 @@ def test_what_is_a_secret_is_one_under_any_name(value: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", ["https://host:80/a@b", "git@github.com:a/b", "ssh://me@host", "//a:b", "http://h/u:p@x"]
+    "value",
+    ["https://host:80/a@b", "git@github.com:a/b", "ssh://me@host", "//a:b", "http://h/u:p@x", "https://h/?design=1"],
 )
 def test_a_url_without_one_is_not(value: str) -> None:
     assert forwarded({"BROKER_URL": value}, {}, in_batch_system=False) == {"BROKER_URL": value}
