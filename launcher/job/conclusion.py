@@ -65,7 +65,7 @@ class Conclusions:
             launcher_tail=self.launcher_said,
             asked=self.at_end.asked if self.at_end else (),
             states=self.at_end.answers if self.at_end else {},
-            left=self._ranks.left,
+            left={} if self._ranks.job.elastic else self._ranks.left,  # where the others go on without it
             colour=self._output.colours,
         )
         self._output.message([*_advice(cause), *report])

@@ -122,6 +122,27 @@ def test_a_reader_that_has_gone() -> None:
     assert (done.returncode, done.stderr) == (141, "")
 
 
+@pytest.mark.without_mpi
+@pytest.mark.parametrize(
+    ("stream", "arguments", "code", "said"),
+    [
+        *[("stderr", [*flags, "-np", 1, "touch", "ran"], 0, "") for flags in ([], ["--autotune"], ["--verbose"])],
+        ("stderr", ["--np", "1"], 2, ""),
+        *[("stdout", [flag, "true"], 3, "error: stdout cannot be written") for flag in ("--show-config", "--dry-run")],
+        ("stdout", ["-np", 1, "sh", "-c", "echo lost; touch ran"], 0, "stdout cannot be written"),
+    ],
+)
+def test_a_stream_on_a_full_disk_costs_its_lines_and_no_job(
+    stream: str, arguments: list[object], code: int, said: str, ringrun: Run, tmp_path: Path
+) -> None:
+    with open("/dev/full", "w") as full:
+        done = ringrun(*arguments, env={"RINGREDUCE_ELASTIC": "1"}, **{stream: full})
+    assert (done.returncode, (tmp_path / "ran").exists()) == (code, code == 0)
+    ignored = "ringrun: RINGREDUCE_ELASTIC is ignored: ringrun sets it itself\n"
+    lost = f"ringrun: {said}: No space left on device"
+    assert (done.stderr or "").partition(lost)[:2] == ((ignored, lost) if said else ("", ""))
+
+
 def test_version(ringrun: Run) -> None:
     from importlib.metadata import version
 
