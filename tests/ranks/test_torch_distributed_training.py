@@ -18,6 +18,7 @@ from tests.support.torch_groups import groups_outlive_models
 
 pytestmark = pytest.mark.timeout(180)
 STEPS = 6
+FRAMES = {}  # that Dynamo has compiled, by backend
 
 
 class Model(nn.Module):
@@ -85,7 +86,9 @@ def large_buckets(rank, size):
 
 
 def compiled(rank, size, backend="eager"):
-    """Before DDP, within and around it, where DDP calls the group while Dynamo watches."""
+    """Before DDP, within and around it, where DDP calls the group while Dynamo watches, and compiles nothing of it."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     torch.compile(lambda x: (dist.reduce(x, 0), x + 1), backend="eager")(torch.ones(3))  # the group's first call
     within, trained = new_model(), []
     within.compile(backend=backend)
@@ -93,6 +96,8 @@ def compiled(rank, size, backend="eager"):
     forms += [DistributedDataParallel(torch.compile(new_model(), backend=backend)), DistributedDataParallel(within)]
     for model in forms:
         trained += train(model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), rank).parameters()
+    FRAMES[dist.get_backend()] = torch._dynamo.utils.counters["frames"]["total"]
+    assert dist.get_backend() == "gloo" or FRAMES["ring"] <= FRAMES["gloo"]
     return trained
 
 

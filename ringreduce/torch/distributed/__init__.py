@@ -7,6 +7,7 @@
 group      the ProcessGroup: some ranks, and the backends of their devices
 operations torch's operations, as ringreduce's
 work       one call of a group: its tensors as buffers, its operation, waiting for it, and its future
+uncompiled methods that Dynamo must not compile
 tensors    torch's tensors, reductions and timeouts, as ringreduce has them
 
 torch/rendezvous.py says which rank this is. For jobs that keep another backend there is torch/bucket_hook.py.

@@ -7,8 +7,6 @@ from __future__ import annotations
 import datetime
 import functools
 import os
-import sys
-import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,6 +20,7 @@ from ringreduce.mpi import has_launcher
 from ringreduce.torch import rendezvous
 from ringreduce.torch.distributed.operations import Operations
 from ringreduce.torch.distributed.tensors import device_of, seconds
+from ringreduce.torch.distributed.uncompiled import uncompiled
 from ringreduce.torch.distributed.work import Work
 
 ANEW = "init_process_group('ring', init_method=…, rank=ringreduce.rank(), world_size=ringreduce.size())"
@@ -131,31 +130,18 @@ class RingProcessGroup(Operations, dist.ProcessGroup):
     _set_group_name, _set_group_desc = setGroupName, setGroupDesc
 
 
-class _ByDevice:
-    """A method for tensors of this backend; those of others go to the group of theirs.
+def _by_device(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """The method for tensors of this backend; those of others go to the group of theirs."""
 
-    Dynamo must not compile it: DDP rebuilds its buckets where torch.compile is at work. torch.compiler.disable would
-    import Dynamo, which takes seconds: only a program that has it already needs it.
-    """
+    @uncompiled
+    @functools.wraps(method)
+    def run(group: RingProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        other = group.elsewhere(device_of(args))
+        return method(group, *args, **kwargs) if other is None else getattr(other, name)(*args, **kwargs)
 
-    def __init__(self, name: str, method: Callable[..., Any]) -> None:
-        @functools.wraps(method)
-        def run(group: RingProcessGroup, *args: Any, **kwargs: Any) -> Any:
-            other = group.elsewhere(device_of(args))
-            return method(group, *args, **kwargs) if other is None else getattr(other, name)(*args, **kwargs)
-
-        self.run = run
-
-    @functools.cached_property
-    def disabled(self) -> Callable[..., Any]:
-        disable: Callable[[Any], Callable[..., Any]] = sys.modules["torch._dynamo"].disable
-        return disable(self.run)
-
-    def __get__(self, group: RingProcessGroup | None, owner: type) -> Any:
-        run = self.disabled if "torch._dynamo" in sys.modules else self.run
-        return run if group is None else types.MethodType(run, group)
+    return run
 
 
 for _name, _method in vars(Operations).items():
     if callable(_method):
-        setattr(RingProcessGroup, _name, _ByDevice(_name, _method))
+        setattr(RingProcessGroup, _name, _by_device(_name, _method))

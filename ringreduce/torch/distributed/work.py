@@ -21,6 +21,7 @@ from ringreduce.arrays.buffer import Buffer
 from ringreduce.arrays.torch_tensor import torch_buffer
 from ringreduce.execution.submission import Handle
 from ringreduce.torch.distributed.tensors import plain, seconds
+from ringreduce.torch.distributed.uncompiled import uncompiled
 
 
 class Work(dist.Work):
@@ -90,6 +91,7 @@ class Work(dist.Work):
             self.handle.wait()
         self._future.set_result(self._outputs)
 
+    @uncompiled
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until the operation is done; raises its error, or StalledError after the timeout."""
         self._source = self.handle.wait(seconds(timeout, -1))
@@ -103,6 +105,7 @@ class Work(dist.Work):
         finally:
             self._tell()
 
+    @uncompiled
     def get_future(self) -> torch.futures.Future[Any]:
         with self._lock:
             if self._future is None:
@@ -113,9 +116,11 @@ class Work(dist.Work):
         self._tell()
         return future
 
+    @uncompiled
     def synchronize(self) -> None:
         self.wait()
 
+    @uncompiled
     def is_completed(self) -> bool:
         return self._is_over
 
@@ -125,10 +130,12 @@ class Work(dist.Work):
     def exception(self) -> Exception | None:
         return self._error
 
+    @uncompiled
     def result(self) -> Any:
         self.wait()
         return self._outputs
 
+    @uncompiled
     def source_rank(self) -> int:
         """From where a message has come, a rank of the group."""
         self.wait()
