@@ -54,6 +54,7 @@ from .hosts import MAX_SLOTS, Found, Host, may_get_ranks, named_hosts, place_ran
 from .job.growth import Blacklist, Growth
 from .job.plan import Job, example, find_command, interpreter_of
 from .job.restarts import Again, on_hosts_that_answer
+from .job.signals import FORWARDABLE, survive
 from .network import parse_interfaces
 from .preflight import Preflight, check_job
 from .preflight.probe import both_mpi_wheels
@@ -385,6 +386,7 @@ def _stdin_rank(request: Request, size: int) -> int:
 
 def main() -> int:
     """Run as the console script `ringrun`."""
+    survive(FORWARDABLE)
     open_standard_streams()
     for name in leave_outer_job(os.environ):
         _say(f"ringrun: {name} is ignored: ringrun sets it itself")

@@ -8,7 +8,7 @@ writes each signal's number to a pipe, at once, and a thread reads it there.
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """Those that end a job."""
@@ -18,6 +18,13 @@ FORWARDABLE = (signal.SIGUSR1, signal.SIGUSR2)
 
 _HANDLED = (*ENDING, *FORWARDABLE)
 _IMPATIENT_SIGNALS = 3
+
+
+def survive(numbers: Iterable[int]) -> None:
+    """Let these signals end nothing from here on; those that ringrun's parent ignores stay ignored."""
+    for number in numbers:
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, lambda *_: None)
 
 
 class SignalReader:
@@ -30,9 +37,7 @@ class SignalReader:
         self._read, write = os.pipe()
         os.set_blocking(write, False)
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-        for number in _HANDLED:
-            if signal.getsignal(number) is not signal.SIG_IGN:
-                signal.signal(number, lambda *_: None)
+        survive(_HANDLED)
 
     def start(self) -> None:
         """Begin to deliver; signals wait till then.

@@ -1,8 +1,15 @@
 """Signals reach ringrun whatever its main thread does."""
 
+import signal
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
+
+import pytest
+
+from tests.support.jobs import Start, executable
+from tests.support.patience import patient, wait_until
 
 
 def run(program: str) -> "subprocess.CompletedProcess[str]":
@@ -78,3 +85,14 @@ def test_a_request_for_stacks_that_comes_at_the_very_end_ends_nothing() -> None:
         builtins.last = Last()
     """)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.without_mpi
+def test_a_request_for_stacks_that_comes_before_the_job_ends_nothing(start: Start, tmp_path: Path) -> None:
+    script = executable(tmp_path / "hosts", "#!/bin/sh\ntouch asked\nsleep 0.5\necho localhost:1\n")
+    ringrun = start("--host-discovery-script", script, "touch", "ran")
+    wait_until((tmp_path / "asked").exists)
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        ringrun.send_signal(number)
+    assert ringrun.wait(patient(20)) == 0
+    assert (tmp_path / "ran").exists()
