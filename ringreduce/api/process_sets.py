@@ -147,6 +147,8 @@ def _added(process_set: ProcessSet, members: tuple[int, ...]) -> ProcessSet:
 def remove_process_set(process_set: ProcessSet) -> bool:
     """Remove a process set; every rank must call it.
 
+    Operations on it that its members have agreed to run complete first; all others fail, on all members.
+
     Returns: True when it was removed; False when it was not added, or is the global one.
     Raises:  InputError (a ValueError) when sets are not dynamic; MismatchError when ranks pass different ones.
     Source:  Horovod's remove_process_set.

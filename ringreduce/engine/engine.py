@@ -149,7 +149,7 @@ class Engine:
         except BaseException as exc:  # whatever it was, the user's threads must not wait for this one
             self._break(exc)
         finally:
-            with contextlib.suppress(Exception):  # whatever it is, see above
+            with contextlib.suppress(Exception), self._polling.lock:  # whatever it is, see above
                 self.transport.in_flight.abandon()
             self._recording.close()
             self._ended.set()

@@ -238,6 +238,15 @@ def test_what_is_not_scheduled_when_its_set_is_removed_ends_alike_on_all_ranks()
     assert one == other
 
 
+def test_an_engine_that_ends_abandons_its_messages_while_nobody_polls(monkeypatch):
+    world, transport, held = World(0, 1, (0,)), Exchange(1).transport(0), []
+    engine = Engine(world, transport, Settings(), Host(world, transport, Settings()))
+    monkeypatch.setattr(transport.in_flight, "abandon", lambda: held.append(engine._polling.lock.locked()))
+    engine.give_up(rr.CollectiveError("the test has ended"))
+    engine.join()
+    assert held == [True]
+
+
 class WorkerDiedError(Exception):
     """Of a script's own handler."""
 
