@@ -97,7 +97,7 @@ class Inbox:
             self.wake()
 
     def call_soon(self, callback: Callable[[], object]) -> None:
-        """Run a callback in the engine's thread."""
+        """Run a callback in the thread that polls (polling.py)."""
         self._callbacks.append(callback)
         self.wake()
 
@@ -129,7 +129,7 @@ class Inbox:
             self._asleep = False  # once is enough
             self._transport.wake()
 
-    # Called by the engine's thread
+    # Called by the thread that polls; `idle_wait` by the engine's own
 
     def poll(self) -> bool:
         """Run the callbacks of `call_soon`; True when there were any."""

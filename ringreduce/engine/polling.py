@@ -1,4 +1,14 @@
-"""Polls the services of an engine: in its own thread, or for a moment in a caller's that waits for a result."""
+"""Polls the services of an engine: in its own thread, or for a moment in a caller's that waits for a result.
+
+    thread                          holds           and then may
+    ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+    any of the user's               Inbox.lock      submit: `Inbox.put`, `Channel.enqueue`; look at what is shared
+    the engine's, or the one that   Polling.lock    poll: run callbacks and operations, send and receive, complete.
+    drives                                          What user's threads share it changes with Inbox.lock, too
+    a user's that drives            Inbox.driving   poll instead of the engine's thread, which sleeps meanwhile
+
+They are taken from the last row to the first, never the other way round.
+"""
 
 from __future__ import annotations
 

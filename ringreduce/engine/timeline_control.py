@@ -51,7 +51,7 @@ class TimelineControl:
             self._inbox.call_soon(self._recording.close)
 
     def _call_and_wait(self, callback: Callable[[Callable[[], None]], None]) -> bool:
-        """Run `callback(done)` in the engine's thread, and wait until it calls `done`; False if it does not in time."""
+        """Run `callback(done)` where the engine polls, and wait until it calls `done`; False if it does not in time."""
         done, job = threading.Event(), self._recording.job
         until_s = time.monotonic() + ANSWERS_S
         self._inbox.call_soon(lambda: job(lambda: callback(done.set)))

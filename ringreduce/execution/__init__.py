@@ -4,6 +4,7 @@ signature       the signatures that ranks compare, and their differences
 submission      one operation on this rank, and its handle
 executor        the queue of a process set's operations
 channel         operations in program order; send_receive has messages between two ranks
+shared_arrays   arrays in memory that the ranks of a channel share, which it sums in place
 opening         channels that their members make alone
 operations      all operations, as generators; into_outputs has those whose results go into given arrays
 batch           tensors that can be fused, and the submissions that own them

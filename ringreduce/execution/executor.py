@@ -15,7 +15,10 @@ from ringreduce.transport.waiting import WaitsFor
 
 
 class Executor:
-    """The queue of one process set's operations; used only by the thread that polls (engine/polling.py)."""
+    """The queue of one process set's operations, which only the thread that polls runs (engine/polling.py).
+
+    Those of a channel are enqueued by the user's threads, with the inbox's lock held.
+    """
 
     def __init__(self, context: Context) -> None:
         self.context = context

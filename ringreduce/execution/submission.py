@@ -120,7 +120,7 @@ class Submission(Handle):
         self.line = line
         self.waits = waits
         self.then = then
-        """Called by the engine's thread just before the operation is done; must neither wait nor raise."""
+        """Called by the thread that polls (engine/polling.py) just before the end; must neither wait nor raise."""
         self.submitted_s = time.monotonic()
         self._on_wait, self._on_poll = on_wait, on_poll
 

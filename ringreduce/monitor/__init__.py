@@ -1,1 +1,9 @@
-"""What watches a job: stalls, the timeline, the launcher's questions, uncaught exceptions."""
+"""What watches a job.
+
+stalls         which ranks are missing, and what they do instead
+timeline       the events of this rank, and the file of all ranks' events
+recording      the timeline of a whole job, over all engines
+side_job       what may fail without the job, such as a recording
+launcher_link  the launcher's questions, and reports to it
+excepthook     uncaught exceptions, which end the job
+"""

@@ -66,7 +66,7 @@ class Work(dist.Work):
         return self
 
     def _end(self, error: Exception | None) -> None:
-        """The operation has ended; called by the engine's thread."""
+        """The operation has ended; called by the thread that polls (engine/polling.py)."""
         if error is None and self._copies:
             with torch.no_grad():
                 for tensor, copy in self._copies:
