@@ -81,10 +81,28 @@ def test_a_rank_that_dies_on_the_other_node(slurm: Hosts, python: Path):
     assert slurm.run(0, ["squeue", "--noheader"]).stdout == ""
 
 
-def test_scancel_ends_the_job_on_both_nodes(slurm: Hosts, python: Path):
+def submit(slurm: Hosts, command: str) -> str:
+    """Submit a batch job of four ranks on both nodes; return its number."""
     job = slurm.folder / "job.sh"
-    job.write_text(f"#!/bin/bash\n#SBATCH -N2 -n4 -o /dev/null\n{python.parent}/ringrun {python} {STEPS} 0 pass\n")
-    number = re.search(r"\d+", slurm.check(0, ["sbatch", job])).group()
+    job.write_text(f"#!/bin/bash\n#SBATCH -N2 -n4 -o output\n{command}\n")
+    return re.search(r"\d+", slurm.check(0, ["sbatch", job])).group()
+
+
+@pytest.mark.parametrize("which", ["--batch", "--full"])
+def test_a_signal_to_the_batch_script_reaches_ranks_on_both_nodes(slurm: Hosts, python: Path, which: str):
+    ringrun = f"{python.parent}/ringrun --forward-signals USR1,USR2"
+    number = submit(slurm, f"exec {ringrun} {python} {ROOT}/tests/launcher/programs/gets_signals.py")
+    wait_until(lambda: all((slurm.folder / f"up{rank}").exists() for rank in range(4)))
+    for name in ("USR1", "USR2"):
+        slurm.check(0, ["scancel", which, f"--signal={name}", number])
+    wait_until(lambda: not slurm.check(0, ["squeue", "--noheader"]))
+    output = (slurm.folder / "output").read_text()
+    assert "ExitCode=9:0" in slurm.check(0, ["scontrol", "show", "job", number]), output
+    assert "handed SIGUSR2 to 4 ranks" in output
+
+
+def test_scancel_ends_the_job_on_both_nodes(slurm: Hosts, python: Path):
+    number = submit(slurm, f"{python.parent}/ringrun {python} {STEPS} 0 pass")
     wait_until(lambda: (slurm.folder / "training").exists())
     slurm.check(0, ["scancel", number])
     slurm.wait_until_gone(within_s=15)
