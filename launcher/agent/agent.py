@@ -67,6 +67,7 @@ class Agent:
         self._link = link
         self._place = place
         self._settings = settings
+        self._who = f"rank {place.rank} of {place.size} on host {socket.gethostname()}"
         # where the rank may leave files; on its own host ringrun removes them, if it can
         self._directory = settings.directory if link.is_local else make_private_folder()
         self._rank_socket = RankSocket(error_file(self._directory, place.rank), self._send)
@@ -252,14 +253,23 @@ class Agent:
         self._send(wire.Ended(code, ended_at_s, tuple(self._sent), error, ran_s, oom))
 
     def _await_end(self, pid: int | None) -> NoReturn:
-        """Do what ringrun says until it says End, or is gone; then leave nothing behind."""
+        """Do what ringrun says until it says End, or is gone; then leave nothing behind, nor when that fails."""
+        try:
+            self._handle_messages(pid)
+        except Exception as error:  # as without free descriptors: nobody else would end the rank
+            self._send(wire.Note(f"ringrun: {self._who} is ended: its agent has failed: {error!r}"))
+            if pid is not None:
+                signal_group(pid, signal.SIGKILL)
+            self._leave()  # the anchor kills what is left
+
+    def _handle_messages(self, pid: int | None) -> NoReturn:
         while not isinstance(message := self._receive(), wire.End):
             if isinstance(message, wire.Input):
                 self._input.put(message.data)
             elif isinstance(message, wire.Taken):
                 os.eventfd_write(self._taken, message.nbytes)
             elif pid is not None:
-                self._obey(message, pid)
+                self._handle(message, pid)
         if pid is not None:
             self._shm_cleanup.look(pid)
             signal_group(pid, signal.SIGKILL)
@@ -273,7 +283,7 @@ class Agent:
             kept_commits.remove(self._commits_folder)
         self._leave()
 
-    def _obey(self, message: wire.Message, pid: int) -> None:
+    def _handle(self, message: wire.Message, pid: int) -> None:
         """Do what ringrun asks while the rank, whose first process is `pid`, may still run."""
         if isinstance(message, wire.Signal) and message.forwarded:
             with contextlib.suppress(ProcessLookupError):
@@ -296,13 +306,14 @@ class Agent:
     def _wake(self, pid: int) -> None:
         """Let the rank go on, if it is stopped."""
         if stopped := wake_up(pid):
-            who = f"rank {self._place.rank} of {self._place.size} on host {socket.gethostname()}, pid {stopped[0]},"
-            self._send(wire.Note(f"ringrun: {who} was stopped while others waited for it to end; it goes on now"))
+            stop = f"pid {stopped[0]}, was stopped while others waited for it to end; it goes on now"
+            self._send(wire.Note(f"ringrun: {self._who}, {stop}"))
 
     def _leave(self) -> NoReturn:
         if not self._link.is_local or self._lost:
             shutil.rmtree(self._directory, ignore_errors=True)
-        remove_daemons_files(self._daemon, self._since_s)
+        with contextlib.suppress(OSError):
+            remove_daemons_files(self._daemon, self._since_s)
         if isinstance(self._lost, HostSilentError):  # the MPI's daemon here may wait for it for many minutes
             end_daemon(self._daemon, DAEMONS)
         os._exit(0)
@@ -313,10 +324,10 @@ class Agent:
 
         silent = f"its host has not answered for {self._link.lost_after_s:g} s (--lost-after)"
         why = silent if isinstance(error, HostSilentError) else str(error) or "it has ended without a word"
-        rank = f"rank {self._place.rank} of {self._place.size} on host {socket.gethostname()} was ended"
         home = Address.parse(os.environ[wire.ADDRESS_VARIABLE]).host
+        lost = f"the connection to ringrun on host {home} is lost; {why}"
         syslog.openlog("ringrun")
-        syslog.syslog(syslog.LOG_ERR, f"{rank}: the connection to ringrun on host {home} is lost; {why}")
+        syslog.syslog(syslog.LOG_ERR, f"{self._who} was ended: {lost}")
 
     def _receive(self) -> wire.Message:
         """Return what ringrun says; End when it is gone, or is not the one that speaks."""
@@ -324,8 +335,7 @@ class Agent:
             return self._link.receive()
         except (EOFError, OSError, ValueError) as error:
             if isinstance(error, ValueError):  # ringrun is there, and hears of no other reason
-                who = f"rank {self._place.rank} of {self._place.size} on host {socket.gethostname()}"
-                self._send(wire.Note(f"ringrun: {who} is ended: {error}"))
+                self._send(wire.Note(f"ringrun: {self._who} is ended: {error}"))
             self._lost = error
             return wire.End()
 

@@ -72,9 +72,10 @@ class ShmCleanup:
         self._mapped |= set(_segments(map(str, lines)))
 
     def look(self, session: int) -> None:
-        """Note what the processes of `session` have mapped; called before they are ended."""
-        for pid in in_session(session):
-            self._mapped |= mapped(pid)
+        """Note what the processes of `session` have mapped, if they can be read; called before they are ended."""
+        with contextlib.suppress(OSError):  # as where no descriptor is free
+            for pid in in_session(session):
+                self._mapped |= mapped(pid)
 
     def remove(self) -> None:
         """Remove what is left and no process maps; waits a moment for those that have just been killed."""

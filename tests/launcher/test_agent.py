@@ -1,5 +1,6 @@
 """An agent in this process, and what it says when its rank ends; what whole jobs show is in the neighbours."""
 
+import errno
 import fcntl
 import os
 import signal
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from ringrun.agent import agent as agent_module
-from ringrun.agent import kept_commits
+from ringrun.agent import kept_commits, shm_cleanup
 from ringrun.agent.agent import Agent
 from ringrun.connection import wire
 from ringrun.connection.link import Address, HostSilentError
@@ -59,19 +60,21 @@ class LostLink:
         self.sent.append(message)
 
 
-class ShortLink:
-    """A connection to a ringrun that sends `setup`, and ends the agent."""
+class ScriptedLink:
+    """A connection to a ringrun that sends these messages."""
 
     is_local = True
 
-    def __init__(self, setup: wire.Setup) -> None:
-        self._messages = iter([setup, wire.End()])
+    def __init__(self, *messages: wire.Message) -> None:
+        self._messages = iter(messages)
+        self.sent: list[wire.Message] = []
 
     def receive(self) -> wire.Message:
         return next(self._messages)
 
     def send(self, message: wire.Message) -> None:
         assert not isinstance(message, wire.Started)
+        self.sent.append(message)
 
 
 def test_an_agent_removes_the_folder_of_commits_that_ringrun_has_named_and_no_other(
@@ -84,7 +87,7 @@ def test_an_agent_removes_the_folder_of_commits_that_ringrun_has_named_and_no_ot
         Path(str(number)).mkdir()
         assert kept_commits.prepared(ours)
         setup = wire.Setup("", 0, users, {"RINGREDUCE_STATE_DIR": users}, gives_stdin=False, commits=commits)
-        agent = Agent(ShortLink(setup), Place(0, 1, 0, 1), Settings("openmpi", str(number)), daemon=0)
+        agent = Agent(ScriptedLink(setup, wire.End()), Place(0, 1, 0, 1), Settings("openmpi", str(number)), daemon=0)
         with pytest.raises(SystemExit):
             agent.run(["/no/such/command"])
         agent._rank_socket._socket.close()
@@ -143,6 +146,27 @@ def test_an_agent_that_loses_ringrun_ends_its_rank_and_the_systems_log_says_why(
     assert link.sent == ([note] if isinstance(error, ValueError) else [])
 
 
+@pytest.mark.parametrize("broken", ["look", "in_session"])
+def test_an_agent_that_fails_ends_its_rank_and_one_that_cannot_look_at_it_goes_on(
+    broken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.EMFILE, "no descriptor")
+
+    monkeypatch.setattr(shm_cleanup.ShmCleanup if broken == "look" else shm_cleanup, broken, fail)
+    monkeypatch.setattr(agent_module.os, "_exit", sys.exit)
+    monkeypatch.setattr(agent_module, "kill_children", lambda: None)
+    link = ScriptedLink(wire.Signal(signal.SIGTERM), wire.End())
+    with subprocess.Popen(["sleep", "100"], start_new_session=True) as child:
+        agent = Agent(link, Place(1, 3, 0, 1), Settings("openmpi", str(tmp_path)), daemon=child.pid)
+        with pytest.raises(SystemExit):
+            agent._await_end(child.pid)
+        assert child.wait(patient(5)) == (-signal.SIGKILL if broken == "look" else -signal.SIGTERM)
+    agent._rank_socket._socket.close()
+    failed = f"rank 1 of 3 on host {socket.gethostname()} is ended: its agent has failed: OSError(24, 'no descriptor')"
+    assert link.sent == [wire.Note(f"ringrun: {failed}")] * (broken == "look")
+
+
 def test_a_death_that_is_heard_in_two_ways_is_reported_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dies = threading.Event()
     monkeypatch.setattr(agent_module, "await_death", lambda files, pid: dies.wait(patient(5)) and 7)
@@ -171,7 +195,7 @@ def test_an_agent_that_can_start_no_thread_answers_and_goes_on(tmp_path: Path, m
     link = SlowLink()
     agent = Agent(link, Place(0, 1, 0, 1), Settings("openmpi", str(tmp_path)), daemon=0)
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    agent._obey(wire.Ask(7), 1)
+    agent._handle(wire.Ask(7), 1)
     agent._on_init(1, [])
     agent._rank_socket._socket.close()
     assert link.sent == [wire.State(7, "", "", "its agent cannot ask it: can't start new thread")]
