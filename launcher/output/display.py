@@ -94,14 +94,15 @@ class Output:
         self._messages: deque[bytes] = deque(maxlen=_MOST_MESSAGES)
         self.on_closed: Work = lambda: None
         """Called when it turns out that nobody reads stdout any more."""
-        self._writer = Writer(self._show_in_time)
-        self._keeper = Writer() if files else self._writer
+        self._writer = Writer(self._report, self._show_in_time)
+        self._keeper = Writer(self._report) if files else self._writer
         self._bars: dict[tuple[int, StreamName], _Bar] = {}
         self._frame: tuple[bytes, Stream, tuple[int, str]] | None = None  # what it shows, where, whose it is
         self._begin(size)
 
     def begin(self, size: int) -> None:
         """Show the lines of another job, of `size` ranks, from here on."""
+        self._keeper.start()  # not in mid-job, when there may be no more threads
         self._writer.put(partial(self._begin, size))
 
     def _begin(self, size: int) -> None:
@@ -154,6 +155,9 @@ class Output:
         for shown in self._streams.values():
             shown.stream.waits = False
         self.finish(patience_s)
+
+    def _report(self, error: Exception) -> None:
+        self.message([f"ringrun: output is lost, the job goes on: {type(error).__name__}: {error}"])
 
     # in the thread that writes
 

@@ -236,6 +236,24 @@ def test_a_full_disk_costs_one_line_and_what_was_to_be_written(tmp_path: Path) -
     )
 
 
+@pytest.mark.parametrize("broken", ["_write", "_show_in_time"])
+def test_an_error_in_the_thread_that_writes_is_one_line_and_it_goes_on(
+    broken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> float:
+        raise MemoryError("no more")
+
+    monkeypatch.setattr(Output, broken, fail)
+    ends = Ends(terminal=False, environ={})
+    for _ in range(2):
+        ends.output.write(0, "stdout", [b"x"])
+    ends.output.message(["ringrun: the end"])
+    lines = ends.read(1).splitlines()
+    assert sorted(lines) == [b"ringrun: output is lost, the job goes on: MemoryError: no more", b"ringrun: the end"]
+    assert ends.read(0) == (b"" if broken == "_write" else b"[0] x\n[0] x\n")
+    ends.close()
+
+
 def test_what_nobody_reads_is_dropped_in_the_end_and_the_other_stream_is_not(pipes: Ends) -> None:
     pipes.output.write(0, "stdout", [b"x" * 1_000_000])
     pipes.output.message(["ringrun: the end"])
